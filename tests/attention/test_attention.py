@@ -1,0 +1,214 @@
+"""Attention of packed documents equals attention of each document alone."""
+
+import inspect
+import sys
+import types
+from functools import partial
+from itertools import pairwise
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from trainkit.attention import sdpa, varlen
+from trainkit.types import Spans
+
+
+def spans_of(lengths):
+    offsets = np.concatenate([[0], np.cumsum(lengths)])
+    return Spans(torch.tensor(offsets, dtype=torch.int32), np.array(lengths), max(lengths))
+
+
+def inputs(rows, tokens, *, heads=4, kv_heads=4, dim=8, dtype=torch.float64):
+    make = torch.Generator().manual_seed(rows * tokens + heads)
+    return [
+        torch.randn(rows, tokens, h, dim, generator=make, dtype=dtype).requires_grad_()
+        for h in (heads, kv_heads, kv_heads)
+    ]
+
+
+def written_out(q, k, v, lengths, scale=None):
+    """Attention with an explicit softmax over an explicit mask of one whole flattened row."""
+    scale = q.shape[-1] ** -0.5 if scale is None else scale
+    groups = q.shape[2] // k.shape[2]
+    flat_q = q.flatten(0, 1)
+    flat_k, flat_v = (x.flatten(0, 1).repeat_interleave(groups, dim=1) for x in (k, v))
+    documents = torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths))
+    allowed = (documents[:, None] == documents[None, :]).tril()
+    scores = torch.einsum("qhd,khd->hqk", flat_q, flat_k) * scale
+    weights = scores.masked_fill(~allowed, -torch.inf).softmax(-1)
+    return torch.einsum("hqk,khd->qhd", weights, flat_v).view_as(q)
+
+
+def output_and_gradients(function, qkv):
+    out = function(*qkv)
+    weight = torch.linspace(-1, 1, out.numel(), dtype=out.dtype).view_as(out)
+    return [out.detach(), *torch.autograd.grad((out * weight).sum(), qkv)]
+
+
+def assert_equal(got, want):
+    for a, b in zip(got, want, strict=True):
+        assert a.shape == b.shape
+        # A document of one token has no gradient at its query: 0 up to rounding, on both sides.
+        assert (a - b).abs().max() <= 1e-12 * b.abs().max() + 1e-15
+
+
+@pytest.mark.parametrize("attend", [sdpa, varlen])
+@pytest.mark.parametrize("kv_heads", [1, 2, 4])
+@pytest.mark.parametrize("lengths", [[3, 1, 5, 3], [4, 4, 4], [12], [1] * 12])
+def test_packed_equals_the_masked_softmax(attend, kv_heads, lengths):
+    qkv = inputs(1, 12, kv_heads=kv_heads)
+    got = output_and_gradients(lambda *x: attend(*x, spans=spans_of(lengths), scale=0.3), qkv)
+    want = output_and_gradients(lambda *x: written_out(*x, lengths, scale=0.3), qkv)
+    assert_equal(got, want)
+
+
+@settings(max_examples=20)
+@given(st.lists(st.integers(1, 6), min_size=1, max_size=6), st.integers(1, 2))
+def test_packed_equals_its_documents_one_by_one(lengths, rows):
+    qkv = inputs(rows, sum(lengths), kv_heads=2)
+    lengths = lengths * rows
+
+    def one_by_one(q, k, v):
+        edges = np.concatenate([[0], np.cumsum(lengths)])
+        documents = [
+            sdpa(*(x.flatten(0, 1)[None, a:b] for x in (q, k, v)), spans=spans_of([b - a]))
+            for a, b in pairwise(edges)
+        ]
+        return torch.cat(documents, 1).view_as(q)
+
+    got = output_and_gradients(lambda *x: sdpa(*x, spans=spans_of(lengths)), qkv)
+    assert_equal(got, output_and_gradients(one_by_one, qkv))
+
+
+def test_grouped_heads_equal_repeated_heads():
+    q, k, v = inputs(2, 6, heads=6, kv_heads=2)
+    spans = spans_of([2, 4, 5, 1])
+
+    def repeated(q, k, v):
+        return sdpa(q, *(x.repeat_interleave(3, dim=2) for x in (k, v)), spans=spans)
+
+    got = output_and_gradients(lambda *x: sdpa(*x, spans=spans), [q, k, v])
+    assert_equal(got, output_and_gradients(repeated, [q, k, v]))
+
+
+def test_equal_lengths_take_one_call(monkeypatch):
+    calls = []
+    real = torch.nn.functional.scaled_dot_product_attention
+    monkeypatch.setattr(
+        torch.nn.functional,
+        "scaled_dot_product_attention",
+        lambda *args, **kwargs: calls.append(args[0].shape) or real(*args, **kwargs),
+    )
+    q, k, v = inputs(2, 6)
+    sdpa(q, k, v, spans=spans_of([3, 3, 3, 3]))
+    assert calls == [(4, 4, 3, 8)]
+
+
+def test_cost_is_a_sum_over_documents():
+    """No score of two different documents is ever computed: counted in operations, not in time."""
+    from torch.utils.flop_counter import FlopCounterMode
+
+    def flops(lengths):
+        qkv = [x.to("meta") for x in inputs(1, sum(lengths))]
+        with FlopCounterMode(display=False) as counter:
+            sdpa(*qkv, spans=spans_of(lengths))
+        return counter.get_total_flops()
+
+    assert flops([16] * 8) == 8 * flops([16]) > 0
+    assert flops([10, 30]) == flops([10]) + flops([30])
+
+
+@pytest.mark.parametrize(
+    ("shapes", "lengths", "match"),
+    [
+        ([(1, 4, 4, 8), (1, 4, 3, 8), (1, 4, 3, 8)], [4], "K a divisor of H"),
+        ([(1, 4, 4, 8), (1, 4, 2, 8), (1, 4, 4, 8)], [4], "k and v"),
+        ([(1, 4, 4, 8), (1, 5, 4, 8), (1, 5, 4, 8)], [4], "attention: q must be"),
+        ([(4, 4, 8), (4, 4, 8), (4, 4, 8)], [4], "attention: q must be"),
+        ([(2, 4, 4, 8), (2, 4, 4, 8), (2, 4, 4, 8)], [4, 3], "7 tokens, q holds 2 x 4"),
+    ],
+)
+def test_bad_shapes_are_refused(shapes, lengths, match):
+    with pytest.raises(ValueError, match=match):
+        varlen(*(torch.ones(shape) for shape in shapes), spans=spans_of(lengths))
+
+
+# torch 2.13 reads .grad of every tensor that enters a compiled frame, leaf or not.
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")
+def test_compile_survives_batches_of_different_documents():
+    import torch._dynamo
+
+    torch._dynamo.reset()
+    batches = [[5, 7], [3, 4, 5], [12], [4, 4, 4], [1, 2, 3, 6], [2, 10], [6, 6], [1] * 12, [9, 3]]
+    batches += [[8, 6], [1, 13], [7, 7], [2, 3, 9]]
+
+    def block(q, k, v, spans):
+        return 2 * varlen(q + 1, k, v, spans=spans) - 1
+
+    compiled = torch.compile(block, backend="aot_eager")
+    with torch._dynamo.config.patch(fail_on_recompile_limit_hit=True):
+        for lengths in batches:
+            qkv = inputs(1, sum(lengths), kv_heads=2)
+            spans = spans_of(lengths)
+            got = output_and_gradients(partial(compiled, spans=spans), qkv)
+            assert_equal(got, output_and_gradients(partial(block, spans=spans), qkv))
+    torch._dynamo.reset()
+
+
+def kernel(signature):
+    """A stand-in for torch's CUDA kernel: its signature, and the masked softmax on the CPU."""
+
+    def compute(*args, scale, window_size):
+        query, key, value, cu_seq_q, cu_seq_k, max_q, max_k = args
+        assert window_size == (-1, 0)
+        assert cu_seq_q is cu_seq_k
+        assert max_q == max_k == int(cu_seq_q.diff().max())
+        rows = (query[None], key[None], value[None])
+        return written_out(*rows, cu_seq_q.diff().tolist(), scale)[0]
+
+    if "enable_gqa" in signature:
+
+        def varlen_attn(*args, scale=None, window_size=(-1, -1), enable_gqa=False):
+            assert enable_gqa or args[0].shape[1] == args[1].shape[1]
+            return compute(*args, scale=scale, window_size=window_size)
+    else:
+
+        def varlen_attn(*args, scale=None, window_size=(-1, -1)):
+            assert args[0].shape[1] == args[1].shape[1]
+            return compute(*args, scale=scale, window_size=window_size)
+
+    return varlen_attn
+
+
+@pytest.mark.parametrize("signature", [("enable_gqa",), ()], ids=["torch 2.13", "torch 2.11"])
+@pytest.mark.parametrize("kv_heads", [2, 4])
+def test_cuda_branch_calls_the_kernel_for_the_same_result(monkeypatch, signature, kv_heads):
+    module = types.ModuleType("torch.nn.attention.varlen")
+    module.varlen_attn = kernel(signature)
+    monkeypatch.setitem(sys.modules, "torch.nn.attention.varlen", module)
+    flash_varlen = sys.modules["trainkit.attention.varlen"].flash_varlen
+    qkv, spans = inputs(2, 6, kv_heads=kv_heads), spans_of([2, 4, 5, 1])
+    got = output_and_gradients(lambda *x: flash_varlen(*x, spans=spans, scale=0.3), qkv)
+    assert_equal(got, output_and_gradients(lambda *x: sdpa(*x, spans=spans, scale=0.3), qkv))
+
+
+def test_installed_kernel_takes_what_the_cuda_branch_passes():
+    from torch.nn.attention.varlen import varlen_attn
+
+    parameters = inspect.signature(varlen_attn).parameters
+    assert tuple(parameters)[:7] == (
+        "query",
+        "key",
+        "value",
+        "cu_seq_q",
+        "cu_seq_k",
+        "max_q",
+        "max_k",
+    )
+    by_keyword = {n for n, p in parameters.items() if p.kind is inspect.Parameter.KEYWORD_ONLY}
+    assert {"scale", "window_size"} <= by_keyword
+    assert ("enable_gqa" in by_keyword) == ("enable_gqa" in varlen_attn.__kwdefaults__)
+    assert parameters["window_size"].default == (-1, -1)

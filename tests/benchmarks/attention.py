@@ -1,0 +1,74 @@
+"""Time of trainkit's attention over a hand-written loop over documents, forward and backward.
+
+Run `python tests/benchmarks/attention.py`. The functions are timed in turns, and the ratio is the
+median of the turns' ratios, so that a busy machine disturbs all alike.
+"""
+
+import statistics
+import time
+from itertools import pairwise
+
+import numpy as np
+import torch
+from torch.nn.functional import scaled_dot_product_attention
+
+from trainkit.attention import sdpa
+from trainkit.types import Spans
+
+TOKENS, DOCUMENTS, HEADS, DIM, TURNS = 4096, 64, 8, 64, 15
+
+
+def loop(q, k, v, lengths):
+    """The hand-written loop: one split, one call per document, one cat."""
+    documents = zip(*(x.transpose(1, 2).split(lengths, 2) for x in (q, k, v)), strict=True)
+    out = [scaled_dot_product_attention(*d, is_causal=True).transpose(1, 2) for d in documents]
+    return torch.cat(out, 1)
+
+
+def slices(q, k, v, lengths):
+    """The loop most people write first: a slice per document."""
+    edges, out = np.cumsum([0, *lengths]).tolist(), []
+    for a, b in pairwise(edges):
+        document = (x[:, a:b].transpose(1, 2) for x in (q, k, v))
+        out.append(scaled_dot_product_attention(*document, is_causal=True).transpose(1, 2))
+    return torch.cat(out, 1)
+
+
+def mask(q, k, v, lengths):
+    """A block-diagonal mask over the whole row."""
+    documents = torch.repeat_interleave(torch.tensor(lengths))
+    allowed = (documents[:, None] == documents[None, :]).tril()
+    heads_first = (x.transpose(1, 2) for x in (q, k, v))
+    return scaled_dot_product_attention(*heads_first, attn_mask=allowed).transpose(1, 2)
+
+
+def trainkit_sdpa(q, k, v, lengths):
+    """What this benchmark is about."""
+    offsets = torch.tensor(np.cumsum([0, *lengths]), dtype=torch.int32)
+    return sdpa(q, k, v, spans=Spans(offsets, np.array(lengths), max(lengths)))
+
+
+def seconds(function, lengths):
+    q, k, v = torch.randn(3, 1, TOKENS, HEADS, DIM, requires_grad=True)
+    grad = torch.randn(1, TOKENS, HEADS, DIM)
+    start = time.perf_counter()
+    torch.autograd.grad(function(q, k, v, lengths), (q, k, v), grad)
+    return time.perf_counter() - start
+
+
+def table(name, lengths):
+    functions = (loop, trainkit_sdpa, slices, mask)
+    for function in functions:
+        seconds(function, lengths)
+    turns = [[seconds(function, lengths) for function in functions] for _ in range(TURNS)]
+    for i, function in enumerate(functions):
+        milliseconds = 1e3 * statistics.median(turn[i] for turn in turns)
+        ratio = statistics.median(turn[i] / turn[0] for turn in turns)
+        print(f"{name:8} {function.__name__:14} {milliseconds:8.1f} ms {ratio:8.2f} x loop")
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    cuts = np.random.default_rng(0).choice(np.arange(1, TOKENS), DOCUMENTS - 1, replace=False)
+    table("random", np.diff([0, *np.sort(cuts), TOKENS]).tolist())
+    table("equal", [TOKENS // DOCUMENTS] * DOCUMENTS)

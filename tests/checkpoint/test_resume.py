@@ -1,0 +1,228 @@
+"""A stopped run goes on to the same bits, on the same ranks or on others."""
+
+import functools
+import shutil
+
+import pytest
+import torch
+from torch import nn
+from whole_step import Layout, difference, run_steps
+
+import trainkit as tk
+from trainkit.checkpoint import list_checkpoints, load_weights, verify_checkpoint
+from trainkit.testing import run_ranks
+from trainkit.types import CheckpointError, Cursor
+
+STEPS = 4
+
+
+def on_ranks(layout, **options):
+    call = functools.partial(run_steps, layout, steps=STEPS, **options)
+    return run_ranks(call, layout.world)[0] if layout.world > 1 else call()
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory):
+    """Return {world: (run directory with a checkpoint after every step, what the run gave)}."""
+    runs = {}
+    for world in (1, 2):
+        run_dir = tmp_path_factory.mktemp(f"run{world}")
+        runs[world] = run_dir, on_ranks(Layout(world), save_to=run_dir)
+    return runs
+
+
+def stopped_after(step, run_dir, tmp_path):
+    """Copy a run directory as it was after a step."""
+    source = run_dir / "checkpoints" / f"step_{step:08d}"
+    shutil.copytree(source, tmp_path / "checkpoints" / source.name)
+    return tmp_path
+
+
+@pytest.mark.parametrize("step", range(1, STEPS))
+@pytest.mark.parametrize("world", [1, 2])
+def test_a_run_stopped_after_any_step_goes_on_bit_for_bit(world, step, saved, tmp_path):
+    run_dir, whole = saved[world]
+    found = on_ranks(Layout(world), resume_from=stopped_after(step, run_dir, tmp_path))
+    assert found["losses"] == whole["losses"][step:]
+    assert found["norms"] == whole["norms"][step:]
+    assert found["state_hash"] == whole["state_hash"]
+
+
+@pytest.mark.parametrize(
+    ("written_by", "read_by"),
+    [
+        (1, Layout(2)),
+        (2, Layout(1)),
+        (2, Layout(4, dp_replicate=2)),
+        (1, Layout(3)),
+        (2, Layout(2, 2)),
+    ],
+    ids=str,
+)
+def test_another_layout_goes_on_with_the_same_batches_and_losses(
+    written_by, read_by, saved, tmp_path
+):
+    run_dir, whole = saved[written_by]
+    found = on_ranks(read_by, resume_from=stopped_after(2, run_dir, tmp_path))
+    assert found["hashes"] == whole["hashes"][2:]
+    assert found["losses"] == pytest.approx(whole["losses"][2:], rel=1e-12)
+    assert found["tokens"] == whole["tokens"]
+    compared = {**whole, "losses": whole["losses"][2:], "norms": whole["norms"][2:]}
+    assert difference(found, compared) < 1e-12
+
+
+def loaded_hash(run_dir, layout):
+    from whole_step import build
+
+    with tk.parallel_session(dp_replicate=layout.dp_replicate) as ps:
+        stages, optimizer = build(layout, ps)
+        state = tk.resume(run_dir, tk.TrainState(), stages, optimizer, ps, tell=lambda _: None)
+        return tk.state_hash(state, stages, optimizer, ps)
+
+
+def test_every_layout_reads_the_same_bits(saved, tmp_path):
+    run_dir, whole = saved[2]
+    stopped = stopped_after(STEPS, run_dir, tmp_path)
+    layouts = [
+        Layout(1),
+        Layout(2),
+        Layout(3),
+        Layout(4, dp_replicate=2),
+        Layout(2, dp_replicate=2),
+    ]
+    hashes = {
+        run_ranks(functools.partial(loaded_hash, stopped, layout), layout.world)[0]
+        for layout in layouts
+    }
+    assert hashes == {whole["state_hash"]}
+
+
+def test_each_rank_writes_its_own_part_once(saved):
+    run_dir, _ = saved[2]
+    newest = list_checkpoints(run_dir / "checkpoints")[0]
+    names = sorted(path.name for path in newest.iterdir())
+    assert names == [
+        "index.json",
+        "manifest.json",
+        "rank_00000.safetensors",
+        "rank_00001.safetensors",
+        "state.json",
+    ]
+    sizes = [(newest / f"rank_0000{rank}.safetensors").stat().st_size for rank in (0, 1)]
+    assert max(sizes) < 1.6 * min(sizes)
+
+
+# ---------------------------------------------------------------- one process, small model
+
+
+def small_run(*, width=3, steps=1):
+    """Return the arguments of a checkpoint: counters, stages, optimizer, layout."""
+    torch.manual_seed(0)
+    model = nn.Linear(width, 2)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    for _ in range(steps):
+        model(torch.randn(4, width)).square().sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    state = tk.TrainState(step=steps, tokens=torch.tensor(7), cursor=Cursor(steps, (1, 2)))
+    return state, [model], optimizer, tk.solo_parallel()
+
+
+def snapshot(stages, optimizer):
+    tensors = [p.detach().clone() for p in stages[0].parameters()]
+    return tensors + [v.clone() for s in optimizer.state.values() for v in s.values()]
+
+
+def unchanged(before, stages, optimizer):
+    after = snapshot(stages, optimizer)
+    return len(before) == len(after) and all(map(torch.equal, before, after))
+
+
+def test_counters_and_cursor_come_back(tmp_path):
+    run = small_run(steps=3)
+    tk.save_checkpoint(tmp_path, *run)
+    state = tk.resume(tmp_path, tk.TrainState(), *small_run()[1:], tell=lambda _: None)
+    assert (state.step, state.tokens, state.cursor) == (3, 7, Cursor(3, (1, 2)))
+
+
+def test_a_second_save_of_a_step_gets_a_new_directory(tmp_path):
+    run = small_run()
+    names = [tk.save_checkpoint(tmp_path, *run).name for _ in range(3)]
+    assert names == ["step_00000001", "step_00000001-1", "step_00000001-2"]
+    newest = list_checkpoints(tmp_path / "checkpoints")[0]
+    assert newest.name == names[-1]
+    assert not list((tmp_path / "checkpoints").glob(".staging*"))
+
+
+def test_an_empty_run_directory_is_a_fresh_start(tmp_path):
+    state = tk.TrainState(step=0)
+    assert tk.resume(tmp_path, state, *small_run()[1:]) is state
+
+
+def test_never_takes_nothing(tmp_path):
+    tk.save_checkpoint(tmp_path, *small_run())
+    assert tk.resume(tmp_path, tk.TrainState(), *small_run()[1:], request="never").step == 0
+
+
+def test_a_path_that_is_not_there_is_an_error_and_no_fresh_start(tmp_path):
+    with pytest.raises(CheckpointError, match="nowhere is not there"):
+        tk.resume(tmp_path, tk.TrainState(), *small_run()[1:], request=tmp_path / "nowhere")
+
+
+def test_the_newest_that_verifies_is_taken_and_the_others_are_named(tmp_path):
+    for steps in (1, 2):
+        tk.save_checkpoint(tmp_path, *small_run(steps=steps))
+    damaged = tmp_path / "checkpoints/step_00000002/rank_00000.safetensors"
+    damaged.write_bytes(damaged.read_bytes()[:-1])
+    told = []
+    state = tk.resume(tmp_path, tk.TrainState(), *small_run()[1:], tell=told.append)
+    assert state.step == 1
+    assert "step_00000002" in told[0]
+    assert "step_00000001" in told[1]
+
+
+def test_when_none_verifies_it_is_an_error_and_nothing_changes(tmp_path):
+    tk.save_checkpoint(tmp_path, *small_run())
+    (tmp_path / "checkpoints/step_00000001/state.json").write_text("{}")
+    _, stages, optimizer, ps = small_run()
+    before = snapshot(stages, optimizer)
+    with pytest.raises(CheckpointError, match="none of the 1 checkpoints"):
+        tk.resume(tmp_path, tk.TrainState(), stages, optimizer, ps, tell=lambda _: None)
+    assert unchanged(before, stages, optimizer)
+
+
+def test_a_checkpoint_of_another_shape_is_refused_with_all_differences(tmp_path):
+    tk.save_checkpoint(tmp_path, *small_run(width=3))
+    _, stages, optimizer, ps = small_run(width=5)
+    before = snapshot(stages, optimizer)
+    with pytest.raises(CheckpointError, match=r"model/weight is float32\[2, 3\]") as caught:
+        tk.resume(tmp_path, tk.TrainState(), stages, optimizer, ps, tell=lambda _: None)
+    assert "float32[2, 5]" in str(caught.value)
+    assert unchanged(before, stages, optimizer)
+
+
+def test_moments_never_begin_afresh_unseen(tmp_path):
+    state, stages, optimizer, ps = small_run()
+    (model,) = stages
+    plain = torch.optim.SGD(model.parameters())
+    tk.save_checkpoint(tmp_path / "plain", state, stages, plain, ps)
+    with pytest.raises(CheckpointError, match="its optimizer is SGD, the run has AdamW"):
+        tk.resume(tmp_path / "plain", state, stages, optimizer, ps, tell=lambda _: None)
+    partial = torch.optim.AdamW([model.weight])
+    tk.save_checkpoint(tmp_path / "partial", state, stages, partial, ps)
+    with pytest.raises(CheckpointError, match="bias was not trained when it was saved"):
+        tk.resume(tmp_path / "partial", state, stages, optimizer, ps, tell=lambda _: None)
+
+
+def test_weights_alone_can_be_read(tmp_path):
+    _, (model,), *_ = run = small_run()
+    path = tk.save_checkpoint(tmp_path, *run)
+    fresh = nn.Linear(3, 2)
+    assert load_weights(path, [fresh]).step == 1
+    assert torch.equal(fresh.weight, model.weight)
+
+
+def test_no_pickle_is_written(tmp_path):
+    path = tk.save_checkpoint(tmp_path, *small_run())
+    assert {file.suffix for file in path.iterdir()} == {".json", ".safetensors"}
+    assert verify_checkpoint(path) == []

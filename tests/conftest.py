@@ -1,0 +1,56 @@
+"""One thread per process, the same examples every time, and no process left behind."""
+
+import os
+import sys
+from pathlib import Path
+
+import hypothesis
+import pytest
+
+for _name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"):
+    os.environ[_name] = "1"  # before torch: sums keep their order, and two cores their peace
+sys.path.insert(0, str(Path(__file__).parent))  # for `import strategies`
+
+hypothesis.settings.register_profile(
+    "trainkit", derandomize=True, deadline=None, max_examples=50, database=None, print_blob=False
+)
+hypothesis.settings.load_profile("trainkit")
+
+_SERVERS = ("multiprocessing.forkserver", "multiprocessing.resource_tracker")
+
+
+def _parents():
+    """Return {pid: parent pid} of the living processes of this machine (zombies left out)."""
+    parents = {}
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        try:
+            state, parent = stat.read_text().rpartition(")")[2].split()[:2]
+        except OSError:  # it has ended meanwhile
+            continue
+        if state != "Z":
+            parents[int(stat.parent.name)] = int(parent)
+    return parents
+
+
+def _command(pid):
+    try:
+        return Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode()
+    except OSError:
+        return ""
+
+
+def living_children():
+    """Return {pid: command} of what this process started: multiprocessing's servers excepted."""
+    parents = _parents()
+    children = {pid: _command(pid) for pid, parent in parents.items() if parent == os.getpid()}
+    servers = {pid for pid, command in children.items() if any(s in command for s in _SERVERS)}
+    forked = {pid: _command(pid) for pid, parent in parents.items() if parent in servers}
+    return {pid: command for pid, command in (children | forked).items() if pid not in servers}
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _no_process_is_left():
+    before = set(living_children())
+    yield
+    left = {pid: name for pid, name in living_children().items() if pid not in before and name}
+    assert not left, f"the tests left processes behind: {left}"

@@ -1,0 +1,169 @@
+"""Three optimizer steps give the same numbers on one rank and on many."""
+
+import functools
+
+import attrs
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+from whole_step import (
+    CAPACITY,
+    ROWS,
+    Layout,
+    build,
+    corpus,
+    difference,
+    input_of,
+    model_config,
+    run_steps,
+)
+
+import trainkit as tk
+from trainkit.models.decoder import Decoder, init_weights
+from trainkit.testing import run_ranks
+from trainkit.types import Cursor
+
+LAYOUTS = {
+    "2 sharded": Layout(2),
+    "2 replicated": Layout(2, dp_replicate=2),
+    "3 sharded, blank rows, uneven shards": Layout(3),
+    "4 sharded, one rank with no valid token": Layout(4),
+    "4 replicated": Layout(4, dp_replicate=4),
+    "2 x 2 hybrid": Layout(4, dp_replicate=2),
+    "2 sharded, reduced each microbatch": Layout(2, reduce="each"),
+    "2 x 2 hybrid, reduced each microbatch": Layout(4, dp_replicate=2, reduce="each"),
+    "2 sharded, one microbatch": Layout(2, rows_per_microbatch=2),
+    "1, four microbatches at once": Layout(1, rows_per_microbatch=4),
+    "1, blank row": Layout(1, rows_per_microbatch=3),
+    "1, full recomputation": Layout(1, recompute="full"),
+    "2 sharded, full recomputation": Layout(2, recompute="full"),
+    "2 sharded, selective recomputation": Layout(2, recompute="selective"),
+}
+
+
+@functools.cache
+def reference(**changes):
+    return run_steps(Layout(**changes))
+
+
+def on_ranks(layout):
+    return run_ranks(run_steps, layout.world, layout)[0] if layout.world > 1 else run_steps(layout)
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_a_layout_gives_the_numbers_of_one_process_in_fp64(name):
+    found = on_ranks(LAYOUTS[name])
+    assert difference(found, reference()) < 1e-12
+    assert found["hashes"] == reference()["hashes"]
+    assert found["tokens"] == reference()["tokens"]
+
+
+@pytest.mark.parametrize("changes", [{"tied": True}, {"dropout": 0.3}], ids=str)
+@pytest.mark.parametrize("name", ["2 sharded", "2 x 2 hybrid", "1, full recomputation"])
+def test_tied_embeddings_and_dropout_are_the_same_in_every_layout(name, changes):
+    found = on_ranks(attrs.evolve(LAYOUTS[name], **changes))
+    assert difference(found, reference(**changes)) < 1e-12
+
+
+def test_dropout_changes_the_numbers():
+    assert difference(reference(dropout=0.3), reference()) > 1e-3
+
+
+@pytest.mark.parametrize(
+    "name", ["2 sharded", "2 replicated", "4 sharded, one rank with no valid token", "2 x 2 hybrid"]
+)
+def test_a_layout_gives_the_numbers_of_one_process_in_fp32(name):
+    found = on_ranks(attrs.evolve(LAYOUTS[name], dtype=torch.float32))
+    assert difference(found, reference(dtype=torch.float32)) < 1e-5
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute")  # torch's own, inside dynamo
+@pytest.mark.parametrize("world", [1, 2])
+def test_compiled_blocks_give_the_same_numbers(world):
+    found = on_ranks(Layout(world, compiled=True))
+    assert difference(found, reference()) < 1e-12
+
+
+def plain_pytorch_steps(*, steps=3):
+    """The same steps written out: one batch, one mean, torch's own clip and AdamW."""
+    config, solo = model_config(Layout()), tk.solo_parallel()
+    model, weights = Decoder(config).double(), init_weights(config, seed=0)
+    with torch.no_grad():
+        for name, p in model.named_parameters():
+            p.copy_(weights(name, p.shape, (0,) * p.dim()))
+    decayed = [p for p in model.parameters() if p.dim() >= 2]
+    rest = [p for p in model.parameters() if p.dim() < 2]
+    groups = [{"params": decayed, "weight_decay": 0.1}, {"params": rest, "weight_decay": 0.0}]
+    optimizer = torch.optim.AdamW(groups, lr=1e-2, betas=(0.9, 0.95), eps=1e-4, foreach=False)
+    text, layout = corpus(), Layout(rows_per_microbatch=ROWS)
+    bins = tk.pack_bins(text.lengths, CAPACITY)
+    losses, norms = [], []
+    for step in range(steps):
+        (batch,) = input_of(Cursor(step), solo, layout, text=text, bins=bins).microbatches
+        logits = model(batch.input_ids, position_ids=batch.position_ids, spans=batch.spans)
+        loss = F.cross_entropy(logits.flatten(0, 1), batch.labels.flatten(), ignore_index=-100)
+        loss.backward()
+        norms.append(float(nn.utils.clip_grad_norm_(model.parameters(), 0.5)))
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(float(loss))
+    parameters = {name: p.detach().numpy() for name, p in model.named_parameters()}
+    return {"losses": losses, "norms": norms, "parameters": parameters}
+
+
+def test_the_step_is_a_plain_full_batch_pytorch_step():
+    assert difference(reference(), plain_pytorch_steps()) < 1e-12
+
+
+def test_a_wrong_factor_cannot_hide():
+    """The negative control: what the comparison must catch."""
+    found = reference()
+    for key in ("losses", "norms"):
+        wrong = [2 * value for value in found[key]]
+        assert difference({**found, key: wrong}, found) > 0.9
+
+
+# ---------------------------------------------------------------- planted mistakes
+
+
+def averaged_instead_of_summed():
+    with tk.parallel_session() as ps:
+        stages, optimizer = build(Layout(), ps)
+        for module in stages[0].modules():
+            if hasattr(module, "set_gradient_divide_factor"):
+                module.set_gradient_divide_factor(2.0)
+        from whole_step import step_function
+
+        text = corpus()
+        bins = tk.pack_bins(text.lengths, CAPACITY)
+        batch = input_of(Cursor(), ps, Layout(), text=text, bins=bins)
+        step_function(Layout(), ps, stages, optimizer)(tk.TrainState(), batch)
+
+
+def test_a_module_that_averages_is_refused_by_name():
+    with pytest.raises(RuntimeError, match=r"layers\.0.*averages|the model itself.*averages"):
+        run_ranks(averaged_instead_of_summed, 2)
+
+
+def rank_local_denominator():
+    """Return the parameters' difference when each rank divides by its own tokens."""
+    from whole_step import step_function
+
+    layout = Layout(2)
+    text = corpus()
+    bins = tk.pack_bins(text.lengths, CAPACITY)
+    with tk.parallel_session() as ps:
+        stages, optimizer = build(layout, ps)
+        lonely = attrs.evolve(ps, loss=tk.solo_parallel().loss)
+        train_step = step_function(layout, lonely, stages, optimizer)
+        state, metrics = tk.TrainState(), {}
+        for _ in range(3):
+            batch = input_of(state.cursor, ps, layout, text=text, bins=bins)
+            state, metrics = train_step(state, batch)
+        return float(metrics["grad_norm"])
+
+
+def test_a_rank_local_denominator_would_be_seen():
+    found = run_ranks(rank_local_denominator, 2)[0]
+    assert abs(found / reference()["norms"][-1] - 1) > 1e-2

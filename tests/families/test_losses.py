@@ -1,0 +1,398 @@
+"""The promises of every loss, as a table, and those of each one alone."""
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from trainkit.losses import (
+    add_terms,
+    cross_entropy,
+    linear_cross_entropy,
+    next_token,
+    next_token_linear,
+    with_terms,
+    z_loss,
+    z_term,
+)
+
+V, D = 11, 6
+
+
+def make_logits(rows, tokens, seed=0, dtype=torch.float64):
+    draw = torch.Generator().manual_seed(seed)
+    return (torch.randn(rows, tokens, V, generator=draw, dtype=dtype).requires_grad_(),)
+
+
+def make_hidden(rows, tokens, seed=0, dtype=torch.float64):
+    draw = torch.Generator().manual_seed(seed)
+    hidden = torch.randn(rows, tokens, D, generator=draw, dtype=dtype)
+    weight = torch.randn(V, D, generator=draw, dtype=dtype)
+    return hidden.requires_grad_(), weight.requires_grad_()
+
+
+def linear(output, batch):
+    """Take chunks that do not divide the tokens, so that the seams are tested."""
+    total = linear_cross_entropy(*output, batch["labels"], chunk=3)
+    return total, {"loss": total.detach()}
+
+
+def first(loss):
+    """Give a loss over logits the one-tensor tuple that the table's makers return."""
+    return with_terms(*loss.terms)(lambda output, batch: loss(output[0], batch))
+
+
+FAMILY = {
+    "next_token": (first(next_token), make_logits),
+    "next_token_linear": (next_token_linear, make_hidden),
+    "linear in chunks of 3": (with_terms("loss")(linear), make_hidden),
+    "z_term": (first(z_term), make_logits),
+    "add_terms": (first(add_terms((next_token, 1.0), (z_term, 1e-2))), make_logits),
+}
+each = pytest.mark.parametrize(("loss", "make"), FAMILY.values(), ids=FAMILY.keys())
+
+
+def make_labels(rows, tokens, seed=1, ignored=0.3):
+    draw = torch.Generator().manual_seed(seed)
+    labels = torch.randint(V, (rows, tokens), generator=draw)
+    return labels.masked_fill(torch.rand(rows, tokens, generator=draw) < ignored, -100)
+
+
+def values_and_gradients(loss, output, labels):
+    total, terms = loss(output, {"labels": labels})
+    return total, terms, torch.autograd.grad(total, output)
+
+
+def cut(output, rows, tokens):
+    """Return part of an output: hidden states or logits are cut, a weight is not."""
+    return (output[0][rows, tokens], *output[1:])
+
+
+def close(a, b):
+    return (a - b).abs().max() <= 1e-12 * b.abs().max()
+
+
+@each
+def test_reports_detached_sums_under_the_names_it_announced(loss, make):
+    total, terms = loss(make(2, 5), {"labels": make_labels(2, 5)})
+    assert tuple(terms) == loss.terms
+    assert total.requires_grad
+    assert all(value.ndim == 0 and not value.requires_grad for value in terms.values())
+
+
+@each
+@given(at=st.integers(0, 7), seed=st.integers(0, 99), ignored=st.sampled_from([0.0, 0.3, 0.9, 1.0]))
+def test_is_additive_over_every_split_of_the_tokens(loss, make, at, seed, ignored):
+    output, labels = make(2, 7, seed), make_labels(2, 7, seed, ignored)
+    total, terms, gradients = values_and_gradients(loss, output, labels)
+    parts = [(slice(None), slice(0, at)), (slice(None), slice(at, 7))]
+    halves = [loss(cut(output, *part), {"labels": labels[part]}) for part in parts]
+    summed = sum(half[0] for half in halves)
+    assert close(summed, total)
+    for name in loss.terms:
+        assert close(sum(half[1][name] for half in halves), terms[name])
+    for mine, whole in zip(torch.autograd.grad(summed, output), gradients, strict=True):
+        assert close(mine, whole)
+
+
+@each
+def test_ignored_tokens_count_for_nothing(loss, make):
+    output, labels = make(2, 6), make_labels(2, 6)
+    total, _, gradients = values_and_gradients(loss, output, labels)
+    for other in (0.0, 1e3, -1e30):
+        filled = output[0].detach().masked_fill((labels == -100).unsqueeze(-1), other)
+        changed = (filled.requires_grad_(), *output[1:])
+        again, _, same = values_and_gradients(loss, changed, labels)
+        assert torch.equal(again, total)
+        assert all(torch.equal(a, b) for a, b in zip(same, gradients, strict=True))
+    assert (gradients[0][labels == -100] == 0).all()
+    assert (gradients[0][labels != -100] != 0).any(-1).all()
+
+
+@each
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("hold", [0.5, -3e4])
+def test_nothing_but_ignored_tokens_gives_attached_zeros(loss, make, dtype, hold):
+    output = make(2, 4, dtype=dtype)
+    output[0].data.fill_(hold)
+    total, _, gradients = values_and_gradients(loss, output, torch.full((2, 4), -100))
+    assert total.item() == 0
+    assert all((g == 0).all() and g.dtype == dtype for g in gradients)
+
+
+@each
+def test_no_token_at_all_is_a_zero(loss, make):
+    total, _, gradients = values_and_gradients(loss, make(0, 4), torch.zeros(0, 4).long())
+    assert total.item() == 0
+    assert all((g == 0).all() for g in gradients)
+
+
+@each
+def test_gradients_are_those_of_finite_differences(loss, make):
+    labels = make_labels(2, 4)
+    assert torch.autograd.gradcheck(
+        lambda *output: 0.7 * loss(output, {"labels": labels})[0], make(2, 4)
+    )
+
+
+@each
+def test_packed_and_unpacked_documents_give_the_same(loss, make):
+    lengths = [3, 1, 5]
+    output, labels = make(1, sum(lengths)), make_labels(1, sum(lengths))
+    total, _, gradients = values_and_gradients(loss, output, labels)
+    pieces = output[0].detach().split(lengths, dim=1)
+    padded = torch.zeros(3, 5, output[0].shape[-1], dtype=torch.float64)
+    padded_labels = torch.full((3, 5), -100)
+    for row, (piece, label) in enumerate(zip(pieces, labels.split(lengths, 1), strict=True)):
+        padded[row, : piece.shape[1]], padded_labels[row, : piece.shape[1]] = piece[0], label[0]
+    unpacked = (padded.requires_grad_(), *output[1:])
+    again, _, same = values_and_gradients(loss, unpacked, padded_labels)
+    assert close(again, total)
+    rows = torch.cat([same[0][row, :length] for row, length in enumerate(lengths)])
+    assert close(rows, gradients[0][0])
+    assert all(close(a, b) for a, b in zip(same[1:], gradients[1:], strict=True))
+
+
+@each
+def test_bf16_is_accumulated_in_fp32(loss, make):
+    exact = make(4, 512)
+    low = tuple(x.detach().bfloat16().requires_grad_() for x in exact)
+    same = tuple(x.detach().double().requires_grad_() for x in low)
+    labels = make_labels(4, 512)
+    total, _, gradients = values_and_gradients(loss, low, labels)
+    want, _, wanted = values_and_gradients(loss, same, labels)
+    assert total.dtype == torch.float32
+    assert abs(total - want) <= 1e-6 * want  # a bf16 sum is off by 2e-3
+    for g, w in zip(gradients, wanted, strict=True):
+        assert g.dtype == torch.bfloat16
+        assert (g.double() - w).abs().max() <= 2**-8 * w.abs().max()
+
+
+# --------------------------------------------------------------------------------- cross entropy
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_cross_entropy_is_torchs(dtype):
+    logits, labels = make_logits(3, 5, dtype=dtype)[0], make_labels(3, 5)
+    want = torch.nn.functional.cross_entropy(
+        logits.flatten(0, 1), labels.flatten(), reduction="sum"
+    )
+    assert cross_entropy(logits, labels).dtype == dtype
+    assert torch.equal(cross_entropy(logits, labels), want)
+
+
+def test_a_word_that_is_ruled_out_is_no_nan():
+    logits = torch.zeros(2, V, dtype=torch.float64)
+    logits[:, 3] = float("-inf")
+    (gradient,) = torch.autograd.grad(
+        cross_entropy(logits.requires_grad_(), torch.tensor([1, 2])), logits
+    )
+    assert gradient.isfinite().all()
+
+
+def test_z_loss_is_the_squared_normalizer():
+    logits, labels = make_logits(2, 3)[0], make_labels(2, 3)
+    want = sum(
+        logits[row, token].exp().sum().log() ** 2
+        for row, token in (labels != -100).nonzero().tolist()
+    )
+    assert close(z_loss(logits, labels), want)
+
+
+# -------------------------------------------------------------------------- linear cross entropy
+
+
+@pytest.mark.parametrize("chunk", [None, 1, 4, 10, 99])
+def test_linear_is_cross_entropy_of_the_product_for_every_chunk(chunk):
+    hidden, weight = make_hidden(2, 5)
+    labels = make_labels(2, 5)
+    want = cross_entropy(hidden @ weight.T, labels)
+    have = linear_cross_entropy(hidden, weight, labels, chunk=chunk)
+    assert close(have, want)
+    for a, b in zip(
+        torch.autograd.grad(3 * have, (hidden, weight)),
+        torch.autograd.grad(3 * want, (hidden, weight)),
+        strict=True,
+    ):
+        assert close(a, b)
+
+
+@pytest.mark.parametrize("frozen", ["hidden", "weight", "both"])
+def test_linear_computes_only_the_gradients_that_are_needed(frozen, monkeypatch):
+    hidden, weight = make_hidden(2, 5)
+    labels = make_labels(2, 5)
+    want = torch.autograd.grad(linear_cross_entropy(hidden, weight, labels), (hidden, weight))
+    products = []
+    monkeypatch.setattr(
+        torch, "mm", lambda *a, f=torch.mm, **k: products.append("mm") or f(*a, **k)
+    )
+    hidden.requires_grad_(frozen == "weight")
+    weight.requires_grad_(frozen == "hidden")
+    total = linear_cross_entropy(hidden, weight, labels, chunk=10)
+    assert len(products) == (2 if frozen == "weight" else 1)
+    assert total.requires_grad == (frozen != "both")
+    if frozen != "both":
+        total.backward()
+    assert hidden.grad is None or close(hidden.grad, want[0])
+    assert weight.grad is None or close(weight.grad, want[1])
+
+
+@pytest.mark.parametrize("chunk", [None, 3])
+def test_linear_without_gradients_is_the_same_number(chunk, monkeypatch):
+    hidden, weight = make_hidden(2, 5)
+    labels = make_labels(2, 5)
+    want = linear_cross_entropy(hidden, weight, labels, chunk=chunk)
+    monkeypatch.setattr(torch.Tensor, "addmm_", None)  # nothing adds to a weight's gradient
+    with torch.no_grad():
+        alone = linear_cross_entropy(hidden, weight, labels, chunk=chunk)
+    assert not alone.requires_grad
+    assert torch.equal(alone, want)
+
+
+def test_linear_leaves_its_inputs_and_a_second_backward_alone():
+    hidden, weight = make_hidden(2, 5)
+    kept = hidden.detach().clone(), weight.detach().clone()
+    total = linear_cross_entropy(hidden, weight, make_labels(2, 5), chunk=3)
+    one, two = (torch.autograd.grad(total, weight, 2 * total, retain_graph=True) for _ in "ab")
+    assert torch.equal(one[0], two[0])
+    assert torch.equal(hidden, kept[0])
+    assert torch.equal(weight, kept[1])
+
+
+def test_linear_refuses_a_second_derivative():
+    hidden, weight = make_hidden(1, 3)
+    total = linear_cross_entropy(hidden, weight, make_labels(1, 3, ignored=0), chunk=2)
+    (gradient,) = torch.autograd.grad(total.square(), weight, create_graph=True)
+    with pytest.raises(RuntimeError, match="once_differentiable"):
+        gradient.sum().backward()
+
+
+def test_linear_follows_autocast_as_a_linear_layer_does():
+    hidden, weight = make_hidden(2, 5, dtype=torch.float32)
+    labels = make_labels(2, 5)
+    with torch.autocast("cpu", torch.bfloat16):
+        have = linear_cross_entropy(hidden.bfloat16(), weight, labels)
+    want = linear_cross_entropy(hidden.bfloat16(), weight.bfloat16(), labels)
+    assert torch.equal(have, want)
+    assert torch.autograd.grad(have, weight)[0].dtype == torch.float32
+
+
+# Dynamo (2.13) reads .grad of tensors that are no leaves; it hides the warning, but not an error.
+@pytest.mark.filterwarnings("ignore:The .grad attribute:UserWarning")
+def test_linear_in_chunks_runs_untraced_inside_a_compiled_function():
+    hidden, weight = make_hidden(2, 5)
+    labels = make_labels(2, 5)
+
+    def twice(hidden, weight):
+        return 2 * linear_cross_entropy(1 * hidden, weight, labels, chunk=3)
+
+    traced = []
+
+    def backend(module, inputs):
+        del inputs
+        traced.extend(str(node.target) for node in module.graph.nodes)
+        return module.forward
+
+    have, want = torch.compile(twice, backend=backend)(hidden, weight), twice(hidden, weight)
+    assert traced
+    assert not any("autograd_function" in name for name in traced)
+    assert torch.equal(have, want)
+    for a, b in zip(*(torch.autograd.grad(x, (hidden, weight)) for x in (have, want)), strict=True):
+        assert torch.equal(a, b)
+
+
+@pytest.mark.parametrize("grad", [True, False])
+def test_linear_never_holds_more_than_a_chunk_of_logits(grad):
+    hidden, weight = torch.randn(4096, 8), torch.randn(5000, 8, requires_grad=grad)
+    labels = torch.zeros(4096, dtype=torch.int64)
+
+    class Largest(torch.utils._python_dispatch.TorchDispatchMode):
+        elements = 0
+
+        def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+            out = function(*args, **(kwargs or {}))
+            if isinstance(out, torch.Tensor):
+                Largest.elements = max(Largest.elements, out.untyped_storage().nbytes() // 4)
+            return out
+
+    with Largest():
+        linear_cross_entropy(hidden, weight, labels)
+    assert 5000 * 8 < Largest.elements <= 2**22
+    with Largest():
+        Largest.elements = 0
+        linear_cross_entropy(hidden, weight, labels, chunk=16)
+    assert Largest.elements == 16 * 5000
+
+
+# ------------------------------------------------------------------------------------- add_terms
+
+
+def test_add_terms_weighs_the_sum_and_reports_plain_terms():
+    (logits,), batch = make_logits(2, 3), {"labels": make_labels(2, 3)}
+    total, terms = add_terms((next_token, 2.0), (z_term, -0.5))(logits, batch)
+    assert close(total, 2 * cross_entropy(logits, batch["labels"]) - 0.5 * terms["z_loss"])
+    assert torch.equal(terms["loss"], cross_entropy(logits, batch["labels"]))
+
+
+def test_add_terms_nests():
+    (logits,), batch = make_logits(2, 3), {"labels": make_labels(2, 3)}
+    nested = add_terms((add_terms((next_token, 3.0)), 2.0), (z_term, 1.0))
+    assert nested.terms == ("loss", "z_loss")
+    assert close(
+        nested(logits, batch)[0], add_terms((next_token, 6.0), (z_term, 1.0))(logits, batch)[0]
+    )
+
+
+@pytest.mark.parametrize(
+    ("weighted", "message"),
+    [
+        ([], "at least one"),
+        ([(next_token, 1.0), (next_token, 2.0)], r"name of its own, got \['loss'\]"),
+        ([(next_token, float("nan"))], "finite, got nan"),
+        ([(cross_entropy, 1.0)], "with_terms"),
+    ],
+)
+def test_add_terms_refuses_what_cannot_be_told_apart(weighted, message):
+    with pytest.raises(ValueError, match=f"add_terms: .*{message}"):
+        add_terms(*weighted)
+
+
+# ------------------------------------------------------------------------------------- bad input
+
+LOGITS, LABELS = torch.zeros(2, 3, V), torch.zeros(2, 3, dtype=torch.int64)
+
+
+@pytest.mark.parametrize("loss", [cross_entropy, z_loss])
+@pytest.mark.parametrize(
+    ("logits", "labels"),
+    [
+        (LOGITS, LABELS[:1]),
+        (LOGITS, LABELS.flatten()),
+        (LOGITS[0, 0], LABELS),
+        (LOGITS, LABELS.float()),
+    ],
+)
+def test_labels_that_do_not_fit_are_refused_by_name(loss, logits, labels):
+    with pytest.raises(ValueError, match=f"{loss.__name__}: labels must"):
+        loss(logits, labels)
+
+
+@pytest.mark.parametrize(
+    ("hidden", "weight", "labels", "chunk", "message"),
+    [
+        (torch.zeros(2, 3, D), torch.zeros(V, D), LABELS[:1], None, "labels must have shape"),
+        (
+            torch.zeros(2, 3, D),
+            torch.zeros(D, V),
+            LABELS,
+            None,
+            r"\(vocabulary, 6\).*got \(6, 11\)",
+        ),
+        (torch.zeros(2, 3, D), torch.zeros(V, D).double(), LABELS, None, "one dtype"),
+        (torch.zeros(2, 3, D), torch.zeros(V, D), LABELS, 0, "at least 1, got 0"),
+        (torch.zeros(2, 3, D), torch.zeros(V, D), LABELS, -4, "at least 1, got -4"),
+    ],
+)
+def test_linear_refuses_bad_input_by_name(hidden, weight, labels, chunk, message):
+    with pytest.raises(ValueError, match=f"linear_cross_entropy: .*{message}"):
+        linear_cross_entropy(hidden, weight, labels, chunk=chunk)

@@ -1,0 +1,165 @@
+"""The promises of every optimizer, as a table, and those of parameter groups."""
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+
+from trainkit.optim import adamw, decay_groups
+
+
+def plain_adamw(params, gradients, moments, step, *, lr, betas, eps, weight_decay):
+    """Step `step` (from 1) of AdamW as the paper has it."""
+    for p, g, state in zip(params, gradients, moments, strict=True):
+        state[0] = betas[0] * state[0] + (1 - betas[0]) * g
+        state[1] = betas[1] * state[1] + (1 - betas[1]) * g * g
+        first = state[0] / (1 - betas[0] ** step)
+        second = state[1] / (1 - betas[1] ** step)
+        p.sub_(lr * weight_decay * p + lr * first / (second.sqrt() + eps))
+
+
+OPTIMIZERS = {
+    "adamw": (adamw, plain_adamw, {"betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.0}),
+    "adamw, decay": (adamw, plain_adamw, {"betas": (0.8, 0.9), "eps": 1e-3, "weight_decay": 0.3}),
+    "adamw, not fused": (
+        lambda params, **options: adamw(params, fused=False, **options),
+        plain_adamw,
+        {"betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.1},
+    ),
+}
+each = pytest.mark.parametrize(
+    ("make", "plain", "options"), OPTIMIZERS.values(), ids=OPTIMIZERS.keys()
+)
+
+
+def make_params(dtype=torch.float64):
+    draw = torch.Generator().manual_seed(0)
+    shapes = [(4, 3), (5,), ()]
+    return [nn.Parameter(torch.randn(shape, generator=draw, dtype=dtype)) for shape in shapes]
+
+
+def bowl(params):
+    """A quadratic whose curvature differs from tensor to tensor; its minimum is at 1."""
+    return sum((i + 1) * (p - 1).square().sum() for i, p in enumerate(params))
+
+
+def step(params, optimizer):
+    optimizer.zero_grad()
+    loss = bowl(params)
+    loss.backward()
+    optimizer.step()
+    return loss.item()
+
+
+@each
+def test_descends_on_a_quadratic(make, plain, options):
+    del plain
+    params = make_params()
+    optimizer = make(params, lr=0.05, **options | {"weight_decay": 0.0})
+    losses = [step(params, optimizer) for _ in range(300)]
+    assert losses[-1] < 1e-3 * losses[0]
+
+
+@each
+def test_is_the_formula(make, plain, options):
+    params, copies = make_params(), [p.detach().clone() for p in make_params()]
+    moments = [[torch.zeros_like(p), torch.zeros_like(p)] for p in copies]
+    optimizer = make(params, lr=0.01, **options)
+    for count in range(1, 6):
+        optimizer.param_groups[0]["lr"] = lr = 0.01 / count
+        gradients = torch.autograd.grad(bowl(params), params)
+        step(params, optimizer)
+        plain(copies, gradients, moments, count, lr=lr, **options)
+        for p, want in zip(params, copies, strict=True):
+            assert (p - want).abs().max() <= 1e-12 * want.abs().max()
+
+
+@each
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_loaded_state_goes_on_bit_for_bit(make, plain, options, dtype):
+    del plain
+    params = make_params(dtype)
+    optimizer = make(params, lr=0.1, **options)
+    for _ in range(3):
+        step(params, optimizer)
+    resumed = [nn.Parameter(p.detach().clone()) for p in params]
+    other = make(resumed, lr=9.0, **options)
+    other.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    for _ in range(3):
+        assert step(params, optimizer) == step(resumed, other)
+    assert all(torch.equal(a, b) for a, b in zip(params, resumed, strict=True))
+
+
+def test_fused_adamw_skips_a_step_when_told_on_the_device():
+    params = make_params()
+    kept = [p.detach().clone() for p in params]
+    optimizer = adamw(params, lr=0.1)
+    for found, moves in ((1.0, False), (0.0, True)):
+        optimizer.found_inf = torch.tensor(found)
+        step(params, optimizer)
+        same = [torch.equal(p, before) for p, before in zip(params, kept, strict=True)]
+        assert same == [not moves] * len(params)
+        assert float(optimizer.state[params[0]]["step"]) == moves
+
+
+def test_adamw_takes_a_generator_and_groups():
+    model = nn.Linear(3, 2)
+    assert len(adamw(model.parameters(), lr=0.1).param_groups[0]["params"]) == 2
+    optimizer = adamw(decay_groups(model.named_parameters(), weight_decay=0.2), lr=0.1)
+    assert [group["weight_decay"] for group in optimizer.param_groups] == [0.2, 0.0]
+    assert all(group["fused"] and group["betas"] == (0.9, 0.95) for group in optimizer.param_groups)
+
+
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        ({"params": []}, "at least one parameter"),
+        ({"lr": -1.0}, "lr must be .* got -1.0"),
+        ({"lr": float("nan")}, "lr must be .* got nan"),
+        ({"eps": -1e-8}, "eps must be"),
+        ({"weight_decay": float("inf")}, "weight_decay must be"),
+        ({"betas": (0.9, 1.0)}, r"betas must be .* got \(0.9, 1.0\)"),
+        ({"betas": (0.9,)}, "betas must be two"),
+    ],
+)
+def test_adamw_refuses_bad_values_by_name(changed, message):
+    arguments = {"params": make_params(), "lr": 0.1} | changed
+    with pytest.raises(ValueError, match=f"^adamw: {message}"):
+        adamw(arguments.pop("params"), **arguments)
+
+
+# ---------------------------------------------------------------------------------------- groups
+
+
+def make_model():
+    model = nn.Sequential(nn.Embedding(7, 4), nn.LayerNorm(4), nn.Linear(4, 4), nn.Linear(4, 7))
+    model[3].weight = model[0].weight  # tied
+    model[2].bias.requires_grad_(requires_grad=False)
+    return model
+
+
+@pytest.mark.parametrize("kind", [dict, list, iter])
+def test_every_trainable_parameter_is_in_exactly_one_group(kind):
+    model = make_model()
+    named = list(model.named_parameters(remove_duplicate=False))
+    decayed, others = decay_groups(kind(named), weight_decay=0.1)
+    assert [id(p) for p in decayed["params"]] == [id(model[0].weight), id(model[2].weight)]
+    norm = model[1]
+    assert [id(p) for p in others["params"]] == [id(norm.weight), id(norm.bias), id(model[3].bias)]
+    assert (decayed["weight_decay"], others["weight_decay"]) == (0.1, 0.0)
+
+
+def test_groups_without_parameters_are_dropped():
+    matrix, vector = nn.Parameter(torch.zeros(2, 2)), nn.Parameter(torch.zeros(2))
+    assert [g["weight_decay"] for g in decay_groups({"m": matrix}, weight_decay=0.1)] == [0.1]
+    assert [g["weight_decay"] for g in decay_groups({"v": vector}, weight_decay=0.1)] == [0.0]
+
+
+def test_groups_refuse_bad_input_by_name():
+    frozen = nn.Parameter(torch.zeros(2), requires_grad=False)
+    with pytest.raises(ValueError, match=r"^decay_groups: at least one parameter"):
+        decay_groups({"frozen": frozen}, weight_decay=0.1)
+    for bad in (-0.1, float("nan"), float("inf")):
+        with pytest.raises(ValueError, match=f"^decay_groups: weight_decay must be .* got {bad}"):
+            decay_groups({"p": nn.Parameter(torch.zeros(2))}, weight_decay=bad)

@@ -1,0 +1,226 @@
+"""Every sink takes (step, values); files have one whole line per step, after any kills."""
+
+import contextlib
+import io
+import json
+import math
+import sys
+import time
+
+import orjson
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from trainkit import sinks
+from trainkit.types import ConfigError, DataError, Share
+
+
+class Terminal(io.StringIO):
+    def isatty(self):
+        return True
+
+
+VALUES = {"loss": 2.5, "tokens_per_second": 41234.5, "lr": 3e-4, "grad_norm": 1.234}
+
+
+@contextlib.contextmanager
+def a_tee(tmp_path):
+    with (
+        sinks.jsonl(tmp_path / "a.jsonl") as one,
+        sinks.on_first_rank(Share(0, 2), sinks.jsonl, tmp_path / "b.jsonl") as two,
+    ):
+        yield sinks.tee(one, two)
+
+
+FAMILY = {
+    "console, a terminal": lambda _: sinks.console(5, stream=Terminal()),
+    "console, a pipe": lambda _: sinks.console(5, stream=io.StringIO()),
+    "jsonl": lambda tmp_path: sinks.jsonl(tmp_path / "metrics.jsonl"),
+    "tee and first rank": a_tee,
+    "another rank": lambda tmp_path: sinks.on_first_rank(
+        Share(1, 2), sinks.jsonl, tmp_path / "no" / "such" / "folder"
+    ),
+}
+
+
+@pytest.mark.parametrize("name", FAMILY)
+def test_a_sink_takes_steps_and_values_and_leaves_them_alone(tmp_path, name):
+    values = VALUES | {"grad_norm": math.nan, "batch_hash": "0x1"}
+    before = dict(values)
+    with FAMILY[name](tmp_path) as sink:
+        assert [sink(step, values) for step in range(1, 6)] == [None] * 5
+        assert sink(6, {}) is None
+    assert values == before or math.isnan(values["grad_norm"])
+    assert list(values) == list(before)
+
+
+# ------------------------------------------------------------------------------------ jsonl
+
+
+def lines_of(path):
+    return [json.loads(line, parse_constant=pytest.fail) for line in path.read_text().splitlines()]
+
+
+def test_lines_are_strict_json_and_hex_twins_hold_every_bit(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    values = {"loss": math.nan, "grad_norm": math.inf, "lr": 0.1, "hash": 2**64 - 1, "note": "a"}
+    with sinks.jsonl(path) as sink:
+        sink(1, sinks.with_hex(values, ["loss", "grad_norm", "lr", "absent"]))
+        (line,) = lines_of(path)  # it is on the disk before the sink is closed
+    assert line == {
+        "step": 1,
+        "loss": None,
+        "loss_hex": "nan",
+        "grad_norm": None,
+        "grad_norm_hex": "inf",
+        "lr": 0.1,
+        "lr_hex": (0.1).hex(),
+        "hash": 2**64 - 1,
+        "note": "a",
+    }
+
+
+def test_a_value_that_is_no_plain_number_is_refused_and_leaves_no_torn_line(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    with sinks.jsonl(path) as sink, pytest.raises(ValueError, match=r"to_host.*'loss': 'object'"):
+        sink(1, {"loss": object()})
+    assert path.read_bytes() == b""
+
+
+def written(steps):
+    return b"".join(orjson.dumps({"step": step, "loss": step / 7}) + b"\n" for step in steps)
+
+
+@given(steps=st.integers(0, 12), cut=st.integers(0, 400), step=st.integers(0, 14))
+def test_repair_keeps_the_whole_lines_up_to_the_step(steps, cut, step):
+    text = written(range(1, steps + 1))
+    torn = text[: max(0, len(text) - cut)]
+    repaired = sinks.repair_jsonl(torn, step)
+    whole = [n for n in range(1, steps + 1) if len(written(range(1, n + 1))) - 1 <= len(torn)]
+    assert repaired == written(n for n in whole if n <= step)
+    assert sinks.repair_jsonl(repaired, step) == repaired
+
+
+@given(junk=st.lists(st.binary(max_size=30) | st.just(b"\0" * 9), max_size=6))
+def test_repair_never_fails_and_drops_what_is_no_step(junk):
+    text = b"\n".join([written([1])[:-1], *junk, written([2])])
+    kept = sinks.repair_jsonl(text, 2)
+    assert kept.startswith(written([1]))
+    assert all(type(orjson.loads(line)["step"]) is int for line in kept.splitlines())
+
+
+def test_after_any_restarts_each_step_has_exactly_one_line(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    for begin, end in ((0, 7), (5, 6), (5, 9), (0, 3), (3, 4)):
+        with sinks.jsonl(path, step=begin) as sink:
+            for step in range(begin + 1, end + 1):
+                sink(step, {"loss": 1.0})
+        with path.open("ab") as file:
+            file.write(b'{"step": 99, "lo')  # killed here
+    with sinks.jsonl(path, step=4):
+        pass
+    assert [line["step"] for line in lines_of(path)] == [1, 2, 3, 4]
+    assert [file.name for file in tmp_path.iterdir()] == ["metrics.jsonl"]
+
+
+def test_events_are_appended_and_a_torn_one_is_dropped(tmp_path):
+    path = tmp_path / "events.jsonl"
+    with sinks.events(path) as event:
+        event("save", step=1)
+    with path.open("ab") as file:
+        file.write(b'{"time": 1')
+    with sinks.events(path) as event:
+        event("resume", step=1, path="a")
+    first, second = lines_of(path)
+    assert (first["event"], second["event"], second["path"]) == ("save", "resume", "a")
+    assert 0 <= second["time"] - first["time"] < 60
+
+
+# ------------------------------------------------------------------------------------ console
+
+
+def test_a_pipe_gets_the_first_and_the_last_step_and_few_between(monkeypatch):
+    clock = iter(range(10**6))
+    monkeypatch.setattr(time, "monotonic", lambda: next(clock) / 4)
+    stream = io.StringIO()
+    with sinks.console(100, stream=stream) as sink:
+        for step in range(1, 101):
+            sink(step, VALUES)
+    lines = stream.getvalue().splitlines()
+    steps = [int(line.split()[1].split("/")[0]) for line in lines]
+    assert steps == [1, *range(9, 100, 8), 100]  # 4 calls a second, a line every 2 seconds
+    assert lines[1] == (
+        "step 9/100  loss 2.5000  41.2k tok/s  lr 3.00e-04  norm 1.23  left 0:00:23"
+    )
+    assert lines[-1].endswith("left 0:00:00")
+
+
+def test_the_last_step_is_shown_when_the_run_ends_early():
+    stream = io.StringIO()
+    with contextlib.suppress(KeyError), sinks.console(100, start=10, stream=stream) as sink:
+        sink(11, {"loss": 3.0})
+        sink(12, {"loss": 2.0})
+        raise KeyError
+    lines = stream.getvalue().splitlines()
+    assert [line.split("  ")[:2] for line in lines] == [
+        ["step 11/100", "loss 3.0000"],
+        ["step 12/100", "loss 2.0000"],
+    ]
+
+
+def test_a_terminal_gets_a_bar_with_everything():
+    stream = Terminal()
+    with sinks.console(2, stream=stream) as sink:
+        sink(1, VALUES)
+        sink(2, VALUES)
+    last = stream.getvalue().split("\r")[-1]
+    for part in ("2/2", "loss 2.5000", "41.2k tok/s", "lr 3.00e-04", "norm 1.23", "left 0:00:00"):
+        assert part in last
+
+
+# ------------------------------------------------------------------------------------ tee, picture
+
+
+def test_only_the_first_rank_opens_anything(tmp_path):
+    for index in (1, 0):
+        path = tmp_path / f"events_{index}.jsonl"
+        with sinks.on_first_rank(Share(index, 2), sinks.events, path) as event:
+            event("save", step=1)
+        assert path.exists() == (index == 0)
+
+
+@pytest.mark.parametrize("steps", [1, 2, 300])
+def test_a_picture_is_drawn_from_what_a_killed_run_left(tmp_path, steps):
+    with sinks.jsonl(tmp_path / "metrics.jsonl") as sink:
+        for step in range(1, steps + 1):
+            sink(step, {"loss": math.nan if step == 2 else 5 / step, "lr": 1e-3})
+    with (tmp_path / "metrics.jsonl").open("ab") as file:
+        file.write(b'{"step": 99, "lo')
+    with sinks.events(tmp_path / "events.jsonl") as event:
+        event("evaluation", step=1, loss=5.0)
+    picture = sinks.plot_loss(tmp_path / "metrics.jsonl", tmp_path / "loss.png")
+    assert picture.read_bytes().startswith(b"\x89PNG")
+    assert "matplotlib.pyplot" not in sys.modules
+
+
+def test_a_picture_of_nothing_is_refused(tmp_path):
+    with pytest.raises(DataError, match="holds no step"):
+        sinks.plot_loss(tmp_path / "missing.jsonl", tmp_path / "loss.png")
+
+
+@pytest.mark.parametrize(
+    ("library", "use"),
+    [
+        ("rich.progress", lambda _: sinks.console(5, stream=Terminal()).__enter__()),
+        (
+            "matplotlib.figure",
+            lambda tmp_path: sinks.plot_loss(tmp_path / "metrics.jsonl", tmp_path / "loss.png"),
+        ),
+    ],
+)
+def test_a_missing_extra_says_what_to_install(tmp_path, monkeypatch, library, use):
+    (tmp_path / "metrics.jsonl").write_bytes(written([1]))
+    monkeypatch.setitem(sys.modules, library, None)
+    with pytest.raises(ConfigError, match=r'pip install "trainkit-lm\[recipes\]"'):
+        use(tmp_path)

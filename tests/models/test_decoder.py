@@ -1,0 +1,522 @@
+"""The decoder: packing, heads, positions, ties, dropout, names and initial values."""
+
+import math
+
+import attrs
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch.nn import functional
+
+from trainkit import noise
+from trainkit.attention import sdpa
+from trainkit.models.decoder import (
+    Decoder,
+    DecoderConfig,
+    Llama3Scaling,
+    build_decoder,
+    count_parameters,
+    init_weights,
+    parameter_shapes,
+    rotary_frequencies,
+    rotary_table,
+    rotate,
+)
+from trainkit.models.sizes import decoder_config, decoder_sizes
+from trainkit.types import Spans
+
+SMALL = DecoderConfig(vocab_size=31, width=16, layers=2, heads=4, kv_heads=2, mlp_width=24)
+RICH = attrs.evolve(
+    SMALL,
+    head_dim=6,
+    qk_norm=True,
+    qkv_bias=True,
+    tied=True,
+    rope_scaling=Llama3Scaling(factor=8.0, original_length=16),
+)
+CONFIGS = pytest.mark.parametrize("config", [SMALL, RICH], ids=["llama", "qwen3, tied, scaled"])
+
+
+def spans_of(lengths):
+    offsets = np.concatenate([[0], np.cumsum(lengths)])
+    return Spans(torch.tensor(offsets, dtype=torch.int32), np.array(lengths), max(lengths))
+
+
+def packed(lengths, *, rows=1, seed=0):
+    """Return the batch of rows that hold documents of these lengths (the same in every row)."""
+    make = torch.Generator().manual_seed(seed)
+    ids = torch.randint(0, SMALL.vocab_size, (rows, sum(lengths)), generator=make)
+    positions = torch.cat([torch.arange(n) for n in lengths]).expand(rows, -1)
+    return ids, {"position_ids": positions, "spans": spans_of(list(lengths) * rows)}
+
+
+def double(config, **options):
+    model = build_decoder(config, seed=3, **options).double()
+    with torch.no_grad():  # norms and biases away from 1 and 0, where a mistake would not show
+        for name, p in model.named_parameters():
+            if p.ndim == 1:
+                p.add_(0.1 * torch.sin(torch.arange(p.numel()) + len(name)))
+    return model
+
+
+def gradients(model):
+    return {name: p.grad for name, p in model.named_parameters()}
+
+
+def assert_equal(got, want):
+    assert got.shape == want.shape
+    assert (got - want).abs().max() <= 1e-12 * want.abs().max()
+
+
+def backward(logits):
+    """Add the gradients of a sum whose terms depend on the logits alone, not on their place."""
+    (logits.log_softmax(-1) * torch.linspace(0, 1, logits.shape[-1])).sum().backward()
+
+
+# ------------------------------------------------------------------------------------- equivalences
+
+
+@CONFIGS
+def test_packed_row_equals_its_documents_one_by_one(config):
+    lengths = [5, 1, 9, 3]
+    ids, rest = packed(lengths)
+    whole, alone = double(config), double(config)
+    logits = whole(ids, **rest)
+    backward(logits)
+    parts = []
+    for document in ids.split(lengths, dim=1):
+        _, rest = packed([document.shape[1]])
+        parts.append(alone(document, **rest))
+        backward(parts[-1])
+    assert_equal(logits, torch.cat(parts, dim=1))
+    for name, gradient in gradients(whole).items():
+        assert_equal(gradient, gradients(alone)[name])
+
+
+def test_grouped_heads_equal_a_model_with_repeated_heads():
+    grouped = double(SMALL)
+    full = double(attrs.evolve(SMALL, kv_heads=SMALL.heads))
+    values = grouped.state_dict()
+    for name in values:
+        if ".wk." in name or ".wv." in name:
+            heads = values[name].unflatten(0, (SMALL.kv_heads, -1))
+            values[name] = heads.repeat_interleave(2, dim=0).flatten(0, 1)
+    full.load_state_dict(values)
+    ids, rest = packed([4, 7])
+    logits = grouped(ids, **rest)
+    backward(logits)
+    want = full(ids, **rest)
+    backward(want)
+    assert_equal(logits, want)
+    got = grouped.layers["0"].attention.wk.weight.grad.unflatten(0, (2, -1))
+    want = full.layers["0"].attention.wk.weight.grad.unflatten(0, (2, 2, -1)).sum(1)
+    assert_equal(got, want)
+
+
+def test_tied_gradient_is_the_sum_of_both_uses():
+    tied = double(attrs.evolve(SMALL, tied=True))
+    untied = double(SMALL)
+    values = tied.state_dict()
+    assert "head.weight" not in values
+    untied.load_state_dict(values | {"head.weight": values["embedding.weight"]})
+    ids, rest = packed([4, 7])
+    for model in (tied, untied):
+        backward(model(ids, **rest))
+    both = untied.embedding.weight.grad + untied.head.weight.grad
+    assert_equal(tied.embedding.weight.grad, both)
+
+
+def test_hidden_head_holds_the_logits():
+    for config in (SMALL, RICH):
+        ids, rest = packed([4, 7])
+        logits = double(config)(ids, **rest)
+        model = double(config, head="hidden")
+        hidden, weight = model(ids, **rest)
+        assert_equal(hidden @ weight.T, logits)
+        assert not weight.is_leaf  # FSDP2 hooks what a module returns
+        (hidden @ weight.T).sum().backward()
+        assert all(p.grad is not None for p in model.parameters())
+
+
+def written_out(model, ids, positions):
+    """One document through the decoder's formulas, one head and one token pair at a time."""
+    c, w = model.config, model.state_dict()
+
+    def norm(x, weight):
+        return x / (x.pow(2).mean(-1, keepdim=True) + c.norm_eps).sqrt() * weight
+
+    def linear(x, name):
+        return x @ w[f"{name}.weight"].T + w.get(f"{name}.bias", 0)
+
+    def turned(x):
+        out = torch.empty_like(x)
+        half = c.head_size // 2
+        for i, frequency in enumerate(reference_frequencies(c)):
+            turn = torch.exp(1j * frequency * positions[0].double())
+            pair = torch.complex(x[:, i], x[:, i + half]) * turn
+            out[:, i], out[:, i + half] = pair.real, pair.imag
+        return out
+
+    x = w["embedding.weight"][ids[0]]
+    for i in range(c.layers):
+        name = f"layers.{i}"
+        y = norm(x, w[f"{name}.attention_norm.weight"])
+        q, k, v = (
+            linear(y, f"{name}.attention.w{n}").unflatten(-1, (-1, c.head_size)) for n in "qkv"
+        )
+        heads = []
+        for h in range(c.heads):
+            g = h // (c.heads // c.kv_heads)
+            q_, k_, v_ = q[:, h], k[:, g], v[:, g]
+            if c.qk_norm:
+                q_ = norm(q_, w[f"{name}.attention.q_norm.weight"])
+                k_ = norm(k_, w[f"{name}.attention.k_norm.weight"])
+            scores = turned(q_) @ turned(k_).T / math.sqrt(c.head_size)
+            future = torch.ones_like(scores).triu(1).bool()
+            heads.append(scores.masked_fill(future, -torch.inf).softmax(-1) @ v_)
+        x = x + linear(torch.cat(heads, -1), f"{name}.attention.wo")
+        y = norm(x, w[f"{name}.mlp_norm.weight"])
+        gate, up = linear(y, f"{name}.mlp.gate"), linear(y, f"{name}.mlp.up")
+        x = x + linear(gate * torch.sigmoid(gate) * up, f"{name}.mlp.down")
+    return norm(x, w["norm.weight"]) @ w.get("head.weight", w["embedding.weight"]).T
+
+
+def reference_frequencies(config):
+    """The rotary frequencies of Llama 3, one Python float at a time, three cases."""
+    scaling, out = config.rope_scaling, []
+    for i in range(config.head_size // 2):
+        frequency = config.rope_theta ** (-2 * i / config.head_size)
+        if scaling is not None:
+            length = 2 * math.pi / frequency
+            low = scaling.original_length / scaling.low_freq_factor
+            high = scaling.original_length / scaling.high_freq_factor
+            if length > low:
+                frequency /= scaling.factor
+            elif length >= high:
+                blend = (scaling.original_length / length - scaling.low_freq_factor) / (
+                    scaling.high_freq_factor - scaling.low_freq_factor
+                )
+                frequency = (1 - blend) * frequency / scaling.factor + blend * frequency
+        out.append(frequency)
+    return out
+
+
+@CONFIGS
+def test_logits_equal_the_formulas_written_out(config):
+    model = double(config)
+    ids, rest = packed([11])
+    assert_equal(model(ids, **rest)[0], written_out(model, ids, rest["position_ids"]))
+
+
+@pytest.mark.parametrize("name", ["llama-3.1-8b", "llama-3.2-1b"])
+def test_scaled_frequencies_follow_the_three_cases_of_llama3(name):
+    config = decoder_config(name)
+    options = {"theta": config.rope_theta, "dtype": torch.float64}
+    got = rotary_frequencies(config.head_size, scaling=config.rope_scaling, **options)
+    plain = rotary_frequencies(config.head_size, **options)
+    assert_equal(got, torch.tensor(reference_frequencies(config), dtype=torch.float64))
+    assert got[0] == plain[0]
+    assert got[-1] == plain[-1] / config.rope_scaling.factor
+    assert ((got < plain) & (got > plain / config.rope_scaling.factor)).any()
+
+
+def test_rotary_scores_depend_on_distance_alone():
+    frequencies = rotary_frequencies(8, theta=100.0, dtype=torch.float64)
+    x, y = torch.randn(
+        2, 1, 1, 1, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(0)
+    )
+
+    def score(i, j):
+        tables = [rotary_table(torch.tensor([[p]]), frequencies, dtype=x.dtype) for p in (i, j)]
+        return (rotate(x, *tables[0]) * rotate(y, *tables[1])).sum()
+
+    torch.testing.assert_close(score(3, 1), score(1003, 1001), rtol=1e-10, atol=0)
+    assert (score(3, 1) - score(3, 2)).abs() > 1e-3
+
+
+def test_rotary_angles_of_a_half_precision_model_are_single_precision():
+    model = build_decoder(SMALL, seed=0).bfloat16()
+    positions = torch.tensor([[1001, 1002, 1003]])  # bf16 cannot tell these apart
+    cos, _ = model._rotary(positions, dtype=torch.bfloat16)
+    assert cos.dtype == torch.bfloat16
+    want = torch.cos(positions[0].double()).to(torch.bfloat16)
+    assert torch.equal(cos[0, :, 0, 0], want)
+
+
+def test_attention_is_an_argument():
+    seen = []
+
+    def attend(q, k, v, *, spans, scale=None):
+        seen.append((q.shape, k.shape))
+        return sdpa(q, k, v, spans=spans, scale=scale)
+
+    ids, rest = packed([4, 7])
+    build_decoder(SMALL, seed=0, attend=attend)(ids, **rest)
+    assert seen == [((1, 11, 4, 4), (1, 11, 2, 4))] * 2
+
+
+# ------------------------------------------------------------------------------------------ dropout
+
+
+def dropped(model, ids, rest, keys):
+    return model(ids, noise_key=keys, **rest)
+
+
+def test_dropout_does_not_depend_on_rows_or_microbatches():
+    model = double(attrs.evolve(SMALL, dropout=0.3)).train()
+    rows, length = 4, 6
+    ids, rest = packed([length], rows=rows)
+    index = torch.arange(rows * length).view(rows, length)
+    keys = noise.token_keys(index, seed=1, step=2)
+    together = dropped(model, ids, rest, keys)
+    one_row = dropped(
+        model,
+        ids.view(1, -1),
+        {"position_ids": rest["position_ids"].reshape(1, -1), "spans": rest["spans"]},
+        keys.view(1, -1),
+    )
+    assert_equal(one_row.view_as(together), together)
+    for row in range(rows):
+        _, rest = packed([length])
+        assert_equal(
+            dropped(model, ids[row : row + 1], rest, keys[row : row + 1]), together[row : row + 1]
+        )
+
+
+def test_dropout_uses_each_site_once_under_its_name_in_the_whole_model(monkeypatch):
+    sites = []
+    real = noise.dropout
+
+    def recorded(x, keys, *, name, p):
+        sites.append((name, p))
+        return real(x, keys, name=name, p=p)
+
+    monkeypatch.setattr(noise, "dropout", recorded)
+    model = build_decoder(attrs.evolve(SMALL, dropout=0.3), seed=0)
+    ids, rest = packed([4])
+    dropped(model, ids, rest, ids)
+    names = ["embedding", *(f"layers.{i}.{site}" for i in (0, 1) for site in ("attention", "mlp"))]
+    assert sites == [(name, 0.3) for name in names]
+
+
+def test_dropout_changes_training_only_and_differs_between_steps():
+    model = double(attrs.evolve(SMALL, dropout=0.3))
+    ids, rest = packed([4, 7])
+    index = torch.arange(11)[None]
+    first, second = (noise.token_keys(index, seed=0, step=step) for step in (0, 1))
+    plain = double(SMALL)(ids, **rest)
+    training = dropped(model.train(), ids, rest, first)
+    assert torch.equal(training, dropped(model, ids, rest, first))
+    assert not torch.allclose(training, dropped(model, ids, rest, second))
+    assert not torch.allclose(training, plain)
+    assert_equal(dropped(model.eval(), ids, rest, first), plain)
+    assert_equal(model.eval()(ids, **rest), plain)
+
+
+def test_dropout_without_keys_is_refused():
+    model = build_decoder(attrs.evolve(SMALL, dropout=0.1), seed=0).train()
+    ids, rest = packed([4])
+    with pytest.raises(ValueError, match=r"no noise_key; put noise\.token_keys"):
+        model(ids, **rest)
+
+
+# --------------------------------------------------------------------------------- names and values
+
+
+@CONFIGS
+def test_meta_model_has_the_promised_names_and_no_buffers(config):
+    with torch.device("meta"):
+        model = Decoder(config)
+    assert all(p.is_meta for p in model.parameters())
+    assert not list(model.buffers())
+    shapes = {name: tuple(p.shape) for name, p in model.named_parameters()}
+    assert shapes == parameter_shapes(config)
+    assert set(model.state_dict()) == set(shapes)
+    block = {name.removeprefix("layers.1.") for name in shapes if name.startswith("layers.1.")}
+    want = {f"attention.{w}.weight" for w in ("wq", "wk", "wv", "wo")}
+    want |= {f"mlp.{w}.weight" for w in ("gate", "up", "down")}
+    want |= {"attention_norm.weight", "mlp_norm.weight"}
+    if config is RICH:
+        want |= {f"attention.{w}.bias" for w in ("wq", "wk", "wv")}
+        want |= {"attention.q_norm.weight", "attention.k_norm.weight"}
+    assert block == want
+    outside = {name for name in shapes if not name.startswith("layers.")}
+    tail = set() if config.tied else {"head.weight"}
+    assert outside == {"embedding.weight", "norm.weight"} | tail
+
+
+def test_constructor_draws_no_random_numbers():
+    state = torch.get_rng_state()
+    Decoder(SMALL)
+    assert torch.equal(torch.get_rng_state(), state)
+
+
+@settings(max_examples=30)
+@given(st.sampled_from(sorted(parameter_shapes(RICH))), st.data())
+def test_any_box_of_an_initial_value_is_that_part_of_the_whole(name, data):
+    weights = init_weights(RICH, seed=5)
+    whole_shape = parameter_shapes(RICH)[name]
+    whole = weights(name, whole_shape, (0,) * len(whole_shape))
+    offset = [data.draw(st.integers(0, size)) for size in whole_shape]
+    shape = [data.draw(st.integers(0, n - o)) for n, o in zip(whole_shape, offset, strict=True)]
+    box = weights(name, shape, offset)
+    part = tuple(slice(o, o + n) for o, n in zip(offset, shape, strict=True))
+    assert box.dtype == torch.float32
+    assert torch.equal(box, whole[part])
+
+
+def test_initial_values_have_the_stated_scales():
+    config = DecoderConfig(
+        vocab_size=300, width=128, layers=8, heads=4, kv_heads=2, mlp_width=256, qkv_bias=True
+    )
+    values = dict(build_decoder(config, seed=0).named_parameters())
+    scales = {
+        "embedding.weight": 0.02,
+        "head.weight": 0.02,
+        "layers.3.attention.wq.weight": 128**-0.5,
+        "layers.3.mlp.up.weight": 128**-0.5,
+        "layers.3.attention.wo.weight": (128 * 16) ** -0.5,
+        "layers.3.mlp.down.weight": (256 * 16) ** -0.5,
+    }
+    for name, std in scales.items():
+        assert values[name].detach().std().item() == pytest.approx(std, rel=0.05)
+    assert torch.equal(values["layers.3.mlp_norm.weight"], torch.ones(128))
+    assert torch.equal(values["layers.3.attention.wq.bias"], torch.zeros(128))
+    assert not torch.equal(values["layers.3.mlp.up.weight"], values["layers.4.mlp.up.weight"])
+    other = init_weights(config, seed=1)("layers.3.mlp.up.weight", (256, 128), (0, 0))
+    assert not torch.equal(values["layers.3.mlp.up.weight"], other)
+
+
+@pytest.mark.parametrize(
+    ("name", "shape", "offset", "match"),
+    [
+        ("layers.2.mlp.up.weight", (24, 16), (0, 0), "'layers.2.mlp.up.weight' is no parameter"),
+        ("head.bias", (31,), (0,), "'head.bias' is no parameter"),
+        ("layers.1.mlp.up.weight", (24, 16), (1, 0), r"not inside layers.1.*shape \(24, 16\)"),
+        ("layers.1.mlp.up.weight", (24,), (0,), "not inside"),
+    ],
+)
+def test_initial_values_of_what_is_not_there_are_refused(name, shape, offset, match):
+    with pytest.raises(ValueError, match=match):
+        init_weights(SMALL, seed=0)(name, shape, offset)
+
+
+# ----------------------------------------------------------------------------------- configurations
+
+
+@pytest.mark.parametrize(
+    ("change", "match"),
+    [
+        ({"vocab_size": 0}, "vocab_size must be at least 1, got 0"),
+        ({"layers": -1}, "layers must be at least 1, got -1"),
+        ({"kv_heads": 3}, "kv_heads must be a divisor of heads = 4, got 3"),
+        ({"heads": 5, "kv_heads": 5}, "width must be a multiple of heads = 5, or head_dim given"),
+        ({"head_dim": 7}, "head_size must be even and at least 2, for the rotary pairs, got 7"),
+        ({"head_dim": 0}, "head_size must be even and at least 2"),
+        ({"dropout": 1.0}, r"dropout must be in \[0, 1\), got 1.0"),
+        ({"norm_eps": 0.0}, "norm_eps must be positive, got 0.0"),
+        ({"rope_theta": 1.0}, "rope_theta must be above 1, got 1.0"),
+    ],
+)
+def test_a_bad_configuration_is_refused_by_field_value_and_rule(change, match):
+    with pytest.raises(ValueError, match=match):
+        attrs.evolve(SMALL, **change)
+
+
+@pytest.mark.parametrize(
+    "change", [{"factor": 0.5}, {"low_freq_factor": 4.0}, {"original_length": 0}]
+)
+def test_a_bad_rope_scaling_is_refused(change):
+    with pytest.raises(ValueError, match="Llama3Scaling: want factor >= 1"):
+        Llama3Scaling(**({"factor": 8.0} | change))
+
+
+def test_an_unknown_head_is_refused():
+    with pytest.raises(ValueError, match="head must be 'logits' or 'hidden', got 'logit'"):
+        Decoder(SMALL, head="logit")
+
+
+PUBLISHED = {
+    "llama-3.2-1b": 1_235_814_400,
+    "llama-3.2-3b": 3_212_749_824,
+    "llama-3.1-8b": 8_030_261_248,
+    "llama-3.1-70b": 70_553_706_496,
+    "qwen3-0.6b": 596_049_920,
+    "qwen3-1.7b": 1_720_574_976,
+    "qwen3-4b": 4_022_468_096,
+    "qwen3-8b": 8_190_735_360,
+    "qwen3-14b": 14_768_307_200,
+    "qwen3-32b": 32_762_123_264,
+}
+SMALL_SIZES = {"tiny": 0.9e6, "10m": 10e6, "60m": 60e6, "125m": 125e6, "350m": 350e6}
+
+
+def test_every_named_size_is_pinned():
+    assert set(decoder_sizes()) == {*PUBLISHED, *SMALL_SIZES}
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_public_sizes_have_their_published_number_of_parameters(name):
+    assert count_parameters(decoder_config(name)) == PUBLISHED[name]
+
+
+@pytest.mark.parametrize("name", SMALL_SIZES)
+def test_small_sizes_are_what_they_are_called(name):
+    assert count_parameters(decoder_config(name)) == pytest.approx(SMALL_SIZES[name], rel=0.03)
+
+
+@pytest.mark.parametrize("name", ["tiny", "llama-3.2-1b", "llama-3.1-8b", "qwen3-8b"])
+def test_counted_parameters_are_those_of_the_model(name):
+    with torch.device("meta"):
+        model = Decoder(decoder_config(name))
+    assert sum(p.numel() for p in model.parameters()) == count_parameters(decoder_config(name))
+
+
+def test_overrides_replace_fields():
+    config = decoder_config("tiny", width=64, dropout=0.1)
+    assert (config.width, config.head_size, config.dropout) == (64, 16, 0.1)
+
+
+def test_an_unknown_size_names_the_nearest():
+    with pytest.raises(ValueError, match=r"no size is named 'llama-3.1-8B', .* 'llama-3.1-8b'"):
+        decoder_config("llama-3.1-8B")
+
+
+def test_a_small_model_learns():
+    model = build_decoder(decoder_config("tiny", width=32, layers=2, mlp_width=64), seed=0)
+    ids = torch.tensor([list(b"the cat sat on the mat. the cat sat on the mat.")])
+    rest = {"position_ids": torch.arange(ids.shape[1])[None], "spans": spans_of([ids.shape[1]])}
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    losses = []
+    for _ in range(30):
+        logits = model(ids, **rest)
+        loss = functional.cross_entropy(logits[0, :-1], ids[0, 1:])
+        losses.append(loss.item())
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    assert losses[0] == pytest.approx(math.log(259), abs=0.2)
+    assert losses[-1] < 0.5
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")  # torch 2.13
+def test_blocks_compile_and_give_the_same_numbers_for_other_documents():
+    import torch._dynamo
+
+    torch._dynamo.reset()
+    config = attrs.evolve(SMALL, layers=1, dropout=0.2)
+    plain, compiled = double(config), double(config)
+    compiled.layers["0"].compile(backend="aot_eager")
+    with torch._dynamo.config.patch(fail_on_recompile_limit_hit=True):
+        for seed, lengths in enumerate(([5, 7], [3, 4, 5], [12], [2, 8, 2], [6, 6], [1, 9])):
+            ids, rest = packed(lengths, seed=seed)
+            keys = noise.token_keys(ids, seed=0, step=seed)
+            outputs = [dropped(model, ids, rest, keys) for model in (compiled, plain)]
+            assert_equal(*outputs)
+            for output in outputs:
+                backward(output)
+    for name, gradient in gradients(compiled).items():
+        assert_equal(gradient, gradients(plain)[name.replace("_orig_mod.", "")])
+    torch._dynamo.reset()

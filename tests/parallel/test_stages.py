@@ -1,0 +1,162 @@
+"""Plans are checked, names stay the whole model's, and shards hold the same bits as the whole."""
+
+import functools
+import hashlib
+
+import pytest
+import torch
+from torch import nn
+from whole_step import CONFIG, Layout, build, full
+
+import trainkit as tk
+from trainkit.models.decoder import Decoder, init_weights
+from trainkit.parallel import Transform, canonical_name, check_plan, compiled, fsdp, recompute
+from trainkit.testing import run_ranks
+from trainkit.types import ConfigError
+
+
+def hashes(layout):
+    """Return the hash of every whole parameter, by name."""
+    with tk.parallel_session(dp_replicate=layout.dp_replicate) as ps:
+        stages, _ = build(layout, ps)
+        return {
+            name: hashlib.sha256(full(p).tobytes()).hexdigest()
+            for name, p in tk.named_parameters_of(stages).items()
+        }
+
+
+@pytest.mark.parametrize("world", [2, 3, 8])
+def test_any_number_of_shards_holds_the_same_model(world):
+    found = run_ranks(functools.partial(hashes, Layout(world)), world)
+    assert all(each == hashes(Layout()) for each in found)
+
+
+def test_names_are_the_whole_model_s_under_every_transform():
+    with torch.device("meta"):
+        names = [name for name, _ in Decoder(CONFIG).named_parameters()]
+    assert list(hashes(Layout(recompute="full", compiled=True))) == names
+
+
+@pytest.mark.parametrize(
+    "raw",
+    ["module.a.b", "_orig_mod.a.b", "a._checkpoint_wrapped_module.b", "a._fsdp_wrapped_module.b"],
+)
+def test_prefixes_of_wrappers_are_stripped(raw):
+    assert canonical_name(raw) == "a.b"
+
+
+def test_a_plan_in_the_wrong_order_is_refused():
+    with pytest.raises(ConfigError, match="recompute must come before compiled"):
+        check_plan([compiled(), recompute()], tk.solo_parallel())
+
+
+def test_an_axis_that_nobody_takes_care_of_is_refused():
+    def plan_without():
+        with tk.parallel_session() as ps:
+            check_plan([recompute()], ps)
+
+    with tk.parallel_session() as solo:
+        check_plan([], solo)
+    axis = tk.Axis("tp", tk.Share(0, 2))
+    import attrs
+
+    for name in ("pp", "tp", "ring", "ulysses", "dp_shard", "dp_replicate"):
+        layout = attrs.evolve(tk.solo_parallel(), **{name: axis})
+        with pytest.raises(ConfigError, match=f"{name} = 2, but no transform"):
+            check_plan([recompute()], layout)
+    layout = attrs.evolve(tk.solo_parallel(), dp_shard=axis, dp_replicate=axis)
+    check_plan([fsdp()], layout)
+
+
+def test_a_transform_of_one_s_own_can_take_care_of_an_axis():
+    import attrs
+
+    layout = attrs.evolve(tk.solo_parallel(), tp=tk.Axis("tp", tk.Share(0, 2)))
+    check_plan([Transform(lambda module, ps: module, kind="tensor", axes=("tp",))], layout)
+
+
+def test_a_buffer_or_a_real_parameter_is_refused_by_name():
+    ones = lambda name, shape, offset: torch.ones(tuple(shape))
+    with pytest.raises(ValueError, match="'running_mean' is a buffer"):
+        tk.build_stages(lambda: nn.BatchNorm1d(2), tk.solo_parallel(), [], weights=ones)
+    made = nn.Linear(1, 1)
+    with pytest.raises(ValueError, match="'weight' is not on the meta device"):
+        tk.build_stages(lambda: made, tk.solo_parallel(), [], weights=ones)
+
+
+def test_weights_of_a_wrong_shape_are_refused():
+    wrong = lambda name, shape, offset: torch.ones(1, 1)
+    with pytest.raises(ValueError, match=r"weights gave shape \(1, 1\) for 'weight'"):
+        tk.build_stages(lambda: nn.Linear(2, 3), tk.solo_parallel(), [], weights=wrong)
+
+
+@pytest.mark.parametrize("transform", [recompute(blocks="h.*"), compiled(blocks="h.*")])
+def test_a_pattern_that_matches_nothing_is_refused(transform):
+    with pytest.raises(ValueError, match=r"matches blocks='h\.\*'"):
+        transform(Decoder(CONFIG), tk.solo_parallel())
+
+
+def test_an_unknown_recomputation_is_refused():
+    with pytest.raises(ValueError, match="none, selective or full, got 'some'"):
+        recompute("some")
+
+
+def test_bf16_parameters_on_one_process_are_refused():
+    with pytest.raises(ValueError, match="on one process"):
+        fsdp(param_dtype=torch.bfloat16)(Decoder(CONFIG), tk.solo_parallel())
+
+
+def forward_calls(mode):
+    """Return how often the first block's MLP runs in one forward and backward pass."""
+    config = CONFIG
+    stages = tk.build_stages(
+        lambda: Decoder(config),
+        tk.solo_parallel(),
+        [recompute(mode)],
+        weights=init_weights(config, seed=0),
+    )
+    calls = []
+    stages[0].layers["0"].mlp.register_forward_pre_hook(lambda *_: calls.append(1))
+    batch = tk.batch.blank_batch(1, 4)
+    stages[0](batch.input_ids, position_ids=batch.position_ids, spans=batch.spans).sum().backward()
+    return len(calls)
+
+
+def test_recomputation_runs_the_forward_pass_again():
+    assert [forward_calls(mode) for mode in ("none", "full", "selective")] == [1, 2, 2]
+
+
+def mixed_precision_step():
+    """Return the loss with bf16 parameters, and the dtypes of shards and gradients."""
+    from whole_step import CAPACITY, ROWS, corpus, input_of
+
+    from trainkit.losses import next_token_linear
+    from trainkit.types import Cursor
+
+    text = corpus()
+    bins = tk.pack_bins(text.lengths, CAPACITY)
+    with tk.parallel_session(dp_replicate=2) as ps:
+        plan = [fsdp(param_dtype=torch.bfloat16)]
+        stages = tk.build_stages(
+            lambda: Decoder(CONFIG, head="hidden"), ps, plan, weights=init_weights(CONFIG, seed=0)
+        )
+        layout = Layout(rows_per_microbatch=ROWS)
+        batch = input_of(Cursor(), ps, layout, text=text, bins=bins)
+        tokens = tk.all_sum(tk.count_valid_tokens(batch.microbatches), ps.loss)
+        sums = tk.forward_backward(
+            stages[0], batch.microbatches, next_token_linear, denominator=tokens
+        )
+        norm = tk.grad_norm(tk.parameters_of(stages), axis=ps.pp)
+        loss = tk.reduce_metrics(sums, ps.loss)["loss"] / tokens
+        kinds = {(str(p.dtype), str(p.grad.dtype)) for p in stages[0].parameters()}
+        return float(loss), float(norm), kinds
+
+
+def test_bf16_parameters_keep_fp32_shards_and_gradients():
+    from whole_step import run_steps
+
+    exact = run_steps(Layout(), steps=1)
+    for loss, norm, kinds in run_ranks(mixed_precision_step, 2):
+        assert kinds == {("torch.float32", "torch.float32")}
+        assert loss == pytest.approx(exact["losses"][0], rel=1e-2)
+        assert norm == pytest.approx(exact["norms"][0], rel=5e-2)

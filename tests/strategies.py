@@ -1,0 +1,62 @@
+"""Hypothesis strategies for what trainkit's functions take."""
+
+from functools import partial
+
+import numpy as np
+from hypothesis import strategies as st
+
+from trainkit.batch import collate_bins
+from trainkit.data import TokenCorpus
+from trainkit.packing import best_fit, pack_bins, sequential
+from trainkit.types import Share
+
+
+def lengths(max_value=40, min_size=0, max_size=30):
+    """Lengths of documents, empty and overlong ones among them."""
+    return st.lists(st.integers(0, max_value), min_size=min_size, max_size=max_size)
+
+
+@st.composite
+def packings(draw, *, multiple_of=None, min_pieces=0):
+    """(lengths, keyword arguments of pack_bins), as they make sense together."""
+    multiple_of = draw(st.sampled_from([1, 1, 2, 4, 6])) if multiple_of is None else multiple_of
+    capacity = multiple_of * draw(st.integers(1, 12))
+    chosen = draw(lengths(max_value=3 * capacity))
+    chosen += draw(st.lists(st.integers(1, capacity), min_size=min_pieces, max_size=min_pieces))
+    arguments = {
+        "capacity": capacity,
+        "fit": draw(st.sampled_from([best_fit, sequential])),
+        "group_size": draw(st.sampled_from([0, 1, 3, 7, 100])),
+        "overlong": draw(st.sampled_from(["split", "truncate", "drop"])),
+        "multiple_of": multiple_of,
+        "max_documents": draw(st.sampled_from([None, None, 1, 2, 3])),
+    }
+    return chosen, arguments
+
+
+def corpus_of(sizes, vocab_size=1000):
+    """A corpus whose tokens tell where they come from (up to the vocabulary)."""
+    offsets = np.concatenate([[0], np.cumsum(sizes)]).astype(np.int64)
+    return TokenCorpus((np.arange(offsets[-1]) % vocab_size).astype(np.uint16), offsets, vocab_size)
+
+
+@st.composite
+def packed(draw, *, multiple_of=None, min_pieces=1):
+    """(corpus, bins): at least one row."""
+    chosen, arguments = draw(packings(multiple_of=multiple_of, min_pieces=min_pieces))
+    corpus = corpus_of(chosen)
+    return corpus, pack_bins(corpus.lengths, **arguments)
+
+
+@st.composite
+def batches(draw, *, multiple_of=None, blanks=True):
+    """A batch of one to four rows, blank ones among them."""
+    corpus, bins = draw(packed(multiple_of=multiple_of))
+    rows = st.integers(-1 if blanks else 0, len(bins) - 1)
+    return collate_bins(corpus, bins, draw(st.lists(rows, min_size=1, max_size=4)), pad_id=999)
+
+
+def shares(max_count=8):
+    """Any part of up to `max_count`."""
+    counts = st.integers(1, max_count)
+    return counts.flatmap(lambda n: st.integers(0, n - 1).map(partial(Share, count=n)))

@@ -1,0 +1,299 @@
+"""The house rules, read off the syntax trees and off a fresh interpreter (DESIGN.md, section 2).
+
+Every check is a function from source text to complaints, and each is shown to complain.
+"""
+
+import ast
+import json
+import subprocess
+import sys
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+
+PACKAGE = Path(__file__).parents[1] / "trainkit"
+PURE = ["types", "hashing", "noise", "packing", "sampling", "layout", "batch", "losses"]
+PURE += ["schedules"]
+ROOMS = [*PURE, "collectives", "mesh", "data", "attention", "models", "parallel", "optim", "step"]
+ROOMS += ["grads", "metrics", "checkpoint", "runtime", "sinks", "config", "testing", "__main__"]
+SET_UP = ["types", "mesh", "parallel", "checkpoint"]
+
+FILES = {path.relative_to(PACKAGE).as_posix(): path.read_text() for path in PACKAGE.rglob("*.py")}
+INSIDE = {name: text for name, text in FILES.items() if name != "__init__.py"}
+
+
+def room_of(name):
+    """Return the room of a file, `losses` of `losses/terms.py`."""
+    return name.split("/")[0].removesuffix(".py")
+
+
+def module_of(name):
+    """Return the module of a file, `trainkit.losses` of `losses/__init__.py`."""
+    return "trainkit." + name.removesuffix(".py").removesuffix("/__init__").replace("/", ".")
+
+
+def imports_of(text):
+    """Return every module that is imported anywhere in a text, `from a import b` as a and a.b."""
+    names = set()
+    for node in ast.walk(ast.parse(text)):
+        if isinstance(node, ast.Import):
+            names |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, "imports are absolute"
+            names |= {node.module, *(f"{node.module}.{alias.name}" for alias in node.names)}
+    return names
+
+
+def functions_of(text):
+    """Return the functions of a text with their qualified names, methods included."""
+    found = []
+
+    def walk(node, prefix):
+        for child in ast.iter_child_nodes(node):
+            if isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef):
+                found.append((prefix + child.name, child))
+            elif isinstance(child, ast.ClassDef):
+                walk(child, f"{prefix}{child.name}.")
+
+    walk(ast.parse(text), "")
+    return found
+
+
+def parameters_of(function):
+    """Return (name, annotation as text) of each parameter."""
+    arguments = function.args
+    every = [*arguments.posonlyargs, *arguments.args, *arguments.kwonlyargs]
+    every += [arg for arg in (arguments.vararg, arguments.kwarg) if arg is not None]
+    return [(arg.arg, ast.unparse(arg.annotation) if arg.annotation else "") for arg in every]
+
+
+def mentions(annotation, name):
+    return name in annotation.replace("[", " ").replace("]", " ").replace("|", " ").split()
+
+
+# ------------------------------------------------------------------------------------ the rules
+
+
+def rooms_above_only(name, text):
+    room = room_of(name)
+    if room not in ROOMS:
+        return [f"{name} is in no room of DESIGN.md"]
+    others = {module.split(".")[1] for module in imports_of(text) if module.startswith("trainkit.")}
+    allowed = ROOMS[: ROOMS.index(room)] + ([room] if "/" in name else [])
+    return [f"{name} imports {other}" for other in sorted(others) if other not in allowed]
+
+
+def no_cycles(files):
+    """Return the cycles among the modules of a folder (a package may import its own files)."""
+    graph = {module_of(name): imports_of(text) for name, text in files.items()}
+    graph = {module: imports & set(graph) - {module} for module, imports in graph.items()}
+    while leaves := [module for module, imports in graph.items() if not imports & set(graph)]:
+        graph = {module: imports for module, imports in graph.items() if module not in leaves}
+    return [f"a cycle through {', '.join(sorted(graph))}"] if graph else []
+
+
+def pure_rooms_do_not_communicate(name, text):
+    if room_of(name) not in PURE:
+        return []
+    tree = ast.parse(text)
+    typing_only = {
+        module
+        for node in ast.walk(tree)
+        if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING"
+        for module in imports_of("\n".join(map(ast.unparse, node.body)))
+    }
+    exempt = typing_only if name == "types.py" else set()  # the records name what they hold
+    imported = {module for module in imports_of(text) - exempt if "torch.distributed" in module}
+    problems = [f"{name} imports {module}" for module in sorted(imported)]
+    return problems + [
+        f"{name}: {function} takes {kind}"
+        for function, node in functions_of(text)
+        for _, annotation in parameters_of(node)
+        for kind in ("Axis", "ParallelState")
+        if mentions(annotation, kind)
+    ]
+
+
+def parallel_state_in_set_up_only(name, text):
+    if room_of(name) in SET_UP:
+        return []
+    return [
+        f"{name}: {function} takes ParallelState"
+        for function, node in functions_of(text)
+        if any(mentions(annotation, "ParallelState") for _, annotation in parameters_of(node))
+    ]
+
+
+WRITES = ("params", "stages", "model", "optimizer")
+
+
+def public_functions_are_explained(name, text):
+    problems = []
+    for function, node in functions_of(text):
+        if any(part.startswith("_") for part in function.split(".")):
+            continue
+        text_of_it = ast.get_docstring(node) or ""
+        is_stub = ast.unparse(node.body[-1]) == "..."
+        parameters = parameters_of(node)
+        annotations = [annotation for _, annotation in parameters]
+        acts = any(mentions(annotation, "Axis") for annotation in annotations)
+        acts |= bool(parameters) and parameters[0][0] in WRITES
+        if not text_of_it and not is_stub:
+            problems.append(f"{name}: {function} has no docstring")
+        elif acts and "Effects:" not in text_of_it:
+            problems.append(f"{name}: {function} communicates or writes: say so under Effects:")
+    return problems
+
+
+def no_pickle(name, text):
+    roots = {module.split(".")[0] for module in imports_of(text)}
+    return [f"{name} imports {root}" for root in sorted(roots & {"pickle", "dill", "cloudpickle"})]
+
+
+RULES = [
+    rooms_above_only,
+    pure_rooms_do_not_communicate,
+    parallel_state_in_set_up_only,
+    public_functions_are_explained,
+    no_pickle,
+]
+
+
+@pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule.__name__)
+def test_the_package_keeps(rule):
+    assert [problem for name, text in INSIDE.items() for problem in rule(name, text)] == []
+
+
+def test_no_room_imports_itself_in_a_circle():
+    assert no_cycles(INSIDE) == []
+
+
+AXIS = "def f(x: Tensor, axis: Axis | None):\n    "
+BAD = [
+    (rooms_above_only, "cellar.py", ""),
+    (rooms_above_only, "batch.py", "from trainkit.mesh import solo_parallel"),
+    (rooms_above_only, "batch.py", "import trainkit.mesh"),
+    (rooms_above_only, "batch.py", "from trainkit import mesh"),
+    (rooms_above_only, "losses/z.py", "def f():\n    from trainkit.schedules import due"),
+    (rooms_above_only, "layout.py", "if TYPE_CHECKING:\n    from trainkit.batch import a"),
+    (pure_rooms_do_not_communicate, "batch.py", "import torch.distributed as dist"),
+    (pure_rooms_do_not_communicate, "losses/z.py", "from torch import distributed"),
+    (pure_rooms_do_not_communicate, "types.py", "from torch.distributed import ProcessGroup"),
+    (pure_rooms_do_not_communicate, "batch.py", AXIS + "pass"),
+    (
+        pure_rooms_do_not_communicate,
+        "batch.py",
+        "class A:\n    def f(self, *, ps: ParallelState): 0",
+    ),
+    (parallel_state_in_set_up_only, "step.py", "def _f(ps: ParallelState): pass"),
+    (public_functions_are_explained, "step.py", "def f(x): pass"),
+    (public_functions_are_explained, "step.py", "class A:\n    def f(self): pass"),
+    (public_functions_are_explained, "step.py", AXIS + "'''Sum.'''"),
+    (public_functions_are_explained, "step.py", "def f(model: nn.Module):\n    '''Write.'''"),
+    (no_pickle, "step.py", "def f():\n    from pickle import loads"),
+]
+GOOD = [
+    (rooms_above_only, "losses/__init__.py", "from trainkit.losses.z import a"),
+    (rooms_above_only, "mesh.py", "from trainkit.types import Axis"),
+    (pure_rooms_do_not_communicate, "types.py", "if TYPE_CHECKING:\n    import torch.distributed"),
+    (pure_rooms_do_not_communicate, "batch.py", "def f(share: Share): '''Axis.'''"),
+    (parallel_state_in_set_up_only, "mesh.py", "def f(ps: ParallelState): pass"),
+    (public_functions_are_explained, "step.py", AXIS + "'''Sum.\n\n    Effects:\n        One.'''"),
+    (public_functions_are_explained, "step.py", "def _f(axis: Axis): pass"),
+]
+
+
+@pytest.mark.parametrize(("rule", "name", "text"), BAD)
+def test_a_rule_complains(rule, name, text):
+    assert rule(name, text)
+
+
+@pytest.mark.parametrize(("rule", "name", "text"), GOOD)
+def test_a_rule_lets_pass(rule, name, text):
+    assert rule(name, text) == []
+
+
+def test_a_circle_is_found():
+    chain = ["losses/a.py", "losses/b.py", "losses/c.py", "losses/a.py"]
+    files = {a: f"import {module_of(b)}" for a, b in pairwise(chain)}
+    assert no_cycles(files)
+    assert no_cycles(files | {"losses/c.py": ""}) == []
+
+
+# ------------------------------------------------------------------------------------ importing
+
+PROBE = """
+import json, logging, os, sys, threading
+before = dict(os.environ), len(logging.getLogger().handlers), sorted(os.listdir())
+for name in sys.argv[1:]:
+    __import__(name)
+facts = {"torch": "torch" in sys.modules, "numba": "numba" in sys.modules}
+facts["threads"] = threading.active_count()
+facts["tasks"] = len(os.listdir("/proc/self/task"))
+facts["environment"] = dict(os.environ) == before[0]
+facts["handlers"] = len(logging.getLogger().handlers) - before[1]
+facts["files"] = sorted(os.listdir()) == before[2]
+distributed = sys.modules.get("torch.distributed")
+facts["group"] = bool(distributed and distributed.is_initialized())
+print(json.dumps(facts))
+"""
+QUIET = {"threads": 1, "environment": True, "handlers": 0, "files": True, "group": False}
+
+
+def facts_of_importing(folder, *modules):
+    command = [sys.executable, "-W", "error::UserWarning:trainkit", "-c", PROBE, *modules]
+    done = subprocess.run(command, cwd=folder, capture_output=True, text=True, check=True)
+    assert done.stderr == ""
+    *printed, facts = done.stdout.splitlines()
+    assert printed == []
+    return json.loads(facts)
+
+
+def test_import_trainkit_is_quick_and_has_no_effect(tmp_path):
+    facts = facts_of_importing(tmp_path, "trainkit")
+    assert facts == QUIET | {"torch": False, "numba": False, "tasks": 1}
+
+
+def test_importing_any_module_has_no_effect(tmp_path):
+    modules = [module_of(name) for name in INSIDE if not name.endswith("__main__.py")]
+    facts = facts_of_importing(tmp_path, *modules)
+    assert {name: facts[name] for name in QUIET} == QUIET
+    assert facts["torch"]
+
+
+def test_an_effect_of_importing_is_seen(tmp_path):
+    (tmp_path / "loud.py").write_text(
+        "import os, logging, threading, time\n"
+        "os.environ['A'] = '1'; logging.basicConfig(); open('left', 'w').close()\n"
+        "threading.Thread(target=time.sleep, args=(1,), daemon=True).start()\n"
+    )
+    facts = facts_of_importing(tmp_path, "loud")
+    expected = {"threads": 2, "environment": False, "handlers": 1, "files": False, "group": False}
+    assert {name: facts[name] for name in QUIET} == expected
+
+
+# ------------------------------------------------------------------------------------ contents
+
+
+def test_the_table_of_contents_says_the_same_to_people_and_to_type_checkers():
+    import trainkit
+
+    tree = ast.parse(FILES["__init__.py"])
+    (block,) = (node for node in tree.body if isinstance(node, ast.If))
+    seen = {alias.asname: node.module for node in block.body for alias in node.names}
+    homes = dict.fromkeys(trainkit._CONTENTS, "trainkit")
+    homes |= {name: f"trainkit.{module}" for name, module in trainkit._HOMES.items()}
+    assert seen == homes
+    assert set(trainkit.__all__) == set(seen)
+    assert set(trainkit._CONTENTS) == set(ROOMS) - {"__main__"}
+    assert set(seen) <= set(dir(trainkit))
+
+
+def test_every_name_of_the_contents_is_there():
+    import trainkit
+
+    missing = [name for name in trainkit.__all__ if not hasattr(trainkit, name)]
+    assert missing == []
+    with pytest.raises(AttributeError, match="has no attribute 'Trainer'"):
+        _ = trainkit.Trainer

@@ -1,0 +1,258 @@
+"""Defaults, a file and flags make one record; what is wrong is named, all of it, before step 1."""
+
+import math
+import subprocess
+import sys
+from pathlib import Path
+from typing import Literal
+
+import attrs
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from trainkit.config import (
+    RunConfig,
+    fraction,
+    load_config,
+    non_negative,
+    one_of,
+    positive,
+    read_config,
+    write_config,
+)
+from trainkit.types import ConfigError
+
+
+@attrs.frozen(kw_only=True)
+class Config(RunConfig):
+    """Train a thing."""
+
+    steps: int = 50
+    """Stop after so many."""
+
+    lr: float = attrs.field(default=1e-3, validator=positive)
+    """The peak learning rate."""
+
+    decay: float = attrs.field(default=0.1, validator=fraction)
+    """How much of it decays."""
+
+    max_norm: float | None = 1.0
+    """Clip to this norm."""
+
+    corpus: tuple[Path, ...] = ()
+    """The text."""
+
+    betas: tuple[float, float] = (0.9, 0.95)
+    """AdamW's."""
+
+    name: str | None = None
+    """What to call it."""
+
+    kernel: Literal["sdpa", "varlen"] = "sdpa"
+    """The attention."""
+
+    kind: str = attrs.field(default="a", validator=one_of("a", "b"))
+    """The kind."""
+
+    compile: bool = False
+    """Compile each block."""
+
+
+@attrs.frozen(kw_only=True)
+class Required:
+    """Needs a run."""
+
+    run: Path
+    """The run."""
+
+    config: Path | None = None
+    """A file."""
+
+    tokens: int = 5
+    """How many."""
+
+
+def write(tmp_path, text):
+    path = tmp_path / "run.toml"
+    path.write_text(text)
+    return str(path)
+
+
+def test_flags_override_the_file_and_the_file_overrides_defaults(tmp_path):
+    file = write(tmp_path, 'steps = 7\nlr = 1\nsave-every = 3\nbetas = [0.8, 0.9]\ncorpus = ["a"]')
+    config = load_config(
+        Config, ["--config", file, "--steps", "9", "--dp-replicate=2", "--compile"]
+    )
+    assert (config.steps, config.lr, config.save_every, config.seed) == (9, 1.0, 3, 0)
+    assert (config.betas, config.corpus, config.compile) == ((0.8, 0.9), (Path("a"),), True)
+    assert config.dp_replicate == 2
+    assert config.config == Path(file)
+    assert type(config.lr) is float
+
+
+def test_no_arguments_give_the_defaults():
+    assert load_config(Config, []) == Config()
+
+
+def test_a_required_field_may_come_from_either(tmp_path):
+    file = write(tmp_path, "tokens = 6")
+    assert load_config(Required, ["--run", "a"]) == Required(run=Path("a"))
+    assert load_config(Required, [f"--config={file}", "--run", "a"]).tokens == 6
+    both = write(tmp_path, 'run = "b"')
+    assert load_config(Required, ["--config", both]).run == Path("b")
+    assert read_config(Required, both) == Required(run=Path("b"))
+
+
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        (["--stpes", "3"], "unknown flag --stpes (did you mean --steps?)"),
+        (["--schedule-step=3"], "unknown flag --schedule-step (did you mean --schedule-steps?)"),
+        (["--zzz", "--lrr", "1"], "unknown flag --zzz; unknown flag --lrr (did you mean --lr?)"),
+        (["--steps", "3.7"], "--steps: invalid literal for int() with base 10: '3.7'"),
+        (["--steps"], "Missing value for argument '--steps'"),
+        (["--lr", "nan"], "lr must be a number, got nan"),
+        (["--lr", "fast"], "--lr: could not convert string to float: 'fast'"),
+        (
+            ["--lr", "-1", "--decay", "2"],
+            "lr must be above 0, got -1.0; decay must be between 0 and",
+        ),
+        (["--betas", "0.9", "nan"], "betas must be a number"),
+        (["--kernel", "flash"], "invalid choice 'flash' for argument '--kernel'"),
+        (["--kind", "c"], "kind must be one of 'a', 'b', got 'c'"),
+        (["--compile", "perhaps"], "perhaps"),
+        (["surprise"], "surprise"),
+        (["--config", "missing.toml"], "missing.toml: No such file or directory"),
+    ],
+)
+def test_a_wrong_command_line_is_one_line_that_says_what(argv, message, capsys):
+    with pytest.raises(ConfigError) as caught:
+        load_config(Config, argv)
+    assert message in str(caught.value)
+    assert "\n" not in str(caught.value)
+    assert "│" not in str(caught.value)
+    assert capsys.readouterr() == ("", "")
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("stpes = 3", "unknown key stpes (did you mean steps?)"),
+        ('steps = "3"', "steps must be int, got '3'"),
+        ("steps = 3.7", "steps must be int, got 3.7"),
+        ("steps = true", "steps must be int, got True"),
+        ("lr = true", "lr must be float, got True"),
+        ("lr = nan", "lr must be a number, got nan"),
+        ("lr = 0", "lr must be above 0, got 0.0"),
+        ("compile = 1", "compile must be bool, got 1"),
+        ('corpus = "abc"', "corpus must be tuple[Path, ...], got 'abc'"),
+        ("corpus = [1]", "corpus must be tuple[Path, ...], got [1]"),
+        ("betas = [0.9]", "betas must be tuple[float, float], got [0.9]"),
+        ('max_norm = "1"', "max_norm must be float | None, got '1'"),
+        ('kernel = "flash"', "kernel must be Literal['sdpa', 'varlen'], got 'flash'"),
+        ("[lr]\na = 1", "lr must be float, got {'a': 1}"),
+        ('config = "other.toml"', "unknown key config"),
+        ("save-every = 1\nsave_every = 1", "save_every stands there twice"),
+        ("steps = ", "Invalid value"),
+        ("steps = 1\nsteps = 2", "Cannot overwrite a value"),
+    ],
+)
+def test_a_wrong_file_is_refused_by_name(tmp_path, text, message):
+    file = write(tmp_path, text)
+    with pytest.raises(ConfigError) as caught:
+        load_config(Config, ["--config", file])
+    assert message in str(caught.value)
+    assert str(caught.value).startswith(file)
+    with pytest.raises(ConfigError) as again:
+        read_config(Config, file)
+    assert str(again.value) == str(caught.value)
+
+
+def test_all_problems_of_a_file_stand_in_one_message(tmp_path):
+    file = write(tmp_path, 'stpes = 3\nlr = -1.0\nsteps = "x"\ndecay = nan\nkind = "c"\nseed = 4')
+    with pytest.raises(ConfigError) as caught:
+        load_config(Config, ["--config", file])
+    assert str(caught.value).split("; ") == [
+        f"{file}: unknown key stpes (did you mean steps?)",
+        "steps must be int, got 'x'",
+        "lr must be above 0, got -1.0",
+        "decay must be a number, got nan",
+        "kind must be one of 'a', 'b', got 'c'",
+    ]
+
+
+def test_a_file_that_is_no_text_or_lacks_a_field_is_refused(tmp_path):
+    binary = tmp_path / "binary.toml"
+    binary.write_bytes(b"\xff\xfe\x00")
+    for path in (binary, tmp_path):
+        with pytest.raises(ConfigError, match=str(path)):
+            load_config(Config, ["--config", str(path)])
+    with pytest.raises(ConfigError, match="run is missing"):
+        read_config(Required, write(tmp_path, "tokens = 6"))
+    with pytest.raises(ConfigError, match="--run"):
+        load_config(Required, ["--tokens", "6"])
+
+
+def test_help_explains_every_field_with_its_default_and_exits_0(capsys):
+    with pytest.raises(SystemExit) as caught:
+        load_config(Config, ["--help"])
+    text = " ".join(capsys.readouterr().out.replace("│", " ").split())
+    assert caught.value.code == 0
+    assert "Train a thing." in text
+    for attribute in attrs.fields(Config):
+        assert f"--{attribute.name.replace('_', '-')}" in text
+    assert "Stop after so many. (default: 50)" in text
+    assert "The peak learning rate. (default: 0.001)" in text
+    assert text.count("(default:") == len(attrs.fields(Config))
+
+
+strings = st.text(st.characters(exclude_categories=["Cs"]), max_size=12)
+numbers = st.floats(allow_nan=False)
+configs = st.builds(
+    Config,
+    out=strings.filter(lambda text: "\0" not in text).map(Path),
+    steps=st.integers(),
+    seed=st.integers(0, 2**63 - 1),
+    lr=st.floats(min_value=0, exclude_min=True),
+    max_norm=st.none() | numbers,
+    corpus=st.lists(strings.map(Path), max_size=3).map(tuple),
+    betas=st.tuples(numbers, numbers),
+    name=st.none() | strings.filter(lambda text: text != "None"),
+    compile=st.booleans(),
+    resume=strings,
+)
+
+
+@given(config=configs)
+def test_what_is_written_reads_back_equal(tmp_path_factory, config):
+    path = tmp_path_factory.mktemp("config") / "config.toml"
+    write_config(path, config)
+    assert read_config(Config, path) == config
+    again = load_config(Config, ["--config", str(path)])
+    assert attrs.evolve(again, config=None) == config
+    assert [file.name for file in path.parent.iterdir()] == ["config.toml"]
+
+
+def test_rules_hold_where_a_record_is_made_by_hand():
+    for bad in ({"lr": 0.0}, {"decay": 1.5}, {"kind": "c"}, {"tp": 0}, {"dp_shard": -2}):
+        with pytest.raises(ConfigError, match=next(iter(bad))):
+            Config(**bad)
+    with pytest.raises(ConfigError, match="seed must be at least 0, got -1"):
+        Config(seed=-1)
+    assert callable(non_negative)
+    assert math.isinf(Config(lr=math.inf).lr)
+
+
+@pytest.mark.parametrize("missing", ["tyro", "cattrs"])
+def test_a_missing_extra_says_what_to_install(monkeypatch, tmp_path, missing):
+    monkeypatch.setitem(sys.modules, missing, None)
+    with pytest.raises(ConfigError, match=r'pip install "trainkit-lm\[recipes\]"'):
+        load_config(Config, ["--config", write(tmp_path, "steps = 1")])
+
+
+def test_reading_a_configuration_loads_no_torch():
+    code = "import sys, trainkit.config as c; c.load_config(c.RunConfig, []); "
+    code += "print('torch' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "False"

@@ -1,0 +1,163 @@
+"""The norm counts every element once; a bad gradient changes nothing, bit for bit."""
+
+import functools
+import math
+
+import pytest
+import torch
+from torch import nn
+
+import trainkit as tk
+from trainkit.testing import run_ranks
+
+PP = tk.solo_parallel().pp
+
+
+def parameters(*grads):
+    made = [nn.Parameter(torch.ones_like(grad)) for grad in grads]
+    for p, grad in zip(made, grads, strict=True):
+        p.grad = grad.clone()
+    return made
+
+
+def optimizers():
+    return {
+        "fused adamw": functools.partial(torch.optim.AdamW, fused=True),
+        "adamw": functools.partial(torch.optim.AdamW, fused=False, foreach=False),
+        "sgd": functools.partial(torch.optim.SGD, momentum=0.9),
+    }
+
+
+def test_the_norm_is_torch_s():
+    torch.manual_seed(0)
+    params = parameters(torch.randn(3, 4), torch.randn(5))
+    wanted = nn.utils.get_total_norm([p.grad for p in params])
+    assert torch.equal(tk.grad_norm(params, axis=PP), wanted)
+
+
+def test_parameters_without_gradient_count_as_zero():
+    params = [*parameters(torch.tensor([3.0, 4.0])), nn.Parameter(torch.ones(2))]
+    assert tk.grad_norm(params, axis=PP) == 5
+    assert tk.grad_norm([params[1]], axis=PP) == 0
+
+
+def test_bf16_gradients_are_accumulated_in_fp32():
+    params = parameters(torch.full((1 << 16,), 1.0, dtype=torch.bfloat16))
+    assert tk.grad_norm(params, axis=PP) == 256
+    assert tk.grad_norm(params, axis=PP).dtype == torch.float32
+
+
+@pytest.mark.parametrize("max_norm", [0.5, 100.0, math.inf])
+def test_clipping_is_torch_s_and_the_norm_is_the_one_before(max_norm):
+    torch.manual_seed(0)
+    grads = torch.randn(3, 4).double(), torch.randn(5).double()
+    ours, theirs = parameters(*grads), parameters(*grads)
+    wanted = nn.utils.clip_grad_norm_(theirs, max_norm)
+    torch.optim.SGD(theirs, lr=0.1).step()
+    sgd = torch.optim.SGD(ours, lr=7.0)
+    found = tk.clip_and_step(ours, sgd, lr=0.1, max_norm=max_norm, axis=PP)
+    assert torch.equal(found, wanted)
+    assert all(torch.allclose(a, b, rtol=1e-15) for a, b in zip(ours, theirs, strict=True))
+    assert all(p.grad is None for p in ours)
+
+
+def test_a_group_s_rate_is_scaled():
+    params = parameters(torch.ones(1), torch.ones(1))
+    groups = [{"params": params[:1]}, {"params": params[1:], "lr_scale": 0.5}]
+    tk.clip_and_step(params, torch.optim.SGD(groups), lr=0.5, max_norm=None, axis=PP)
+    assert [p.item() for p in params] == [0.5, 0.75]
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+@pytest.mark.parametrize("name", optimizers())
+def test_a_norm_that_is_not_finite_changes_nothing(name, value):
+    params = parameters(torch.ones(3), torch.ones(2))
+    optimizer = optimizers()[name](params, lr=0.1)
+    tk.clip_and_step(params, optimizer, lr=0.1, max_norm=1.0, axis=PP)
+    before = [p.detach().clone() for p in params]
+    moments = [v.clone() for s in optimizer.state.values() for v in s.values() if v is not None]
+    for p in params:
+        p.grad = torch.ones_like(p)
+    params[1].grad[0] = value
+    norm = tk.clip_and_step(params, optimizer, lr=0.1, max_norm=1.0, axis=PP)
+    assert not torch.isfinite(norm)
+    after = [v for s in optimizer.state.values() for v in s.values() if v is not None]
+    assert all(map(torch.equal, before, params))
+    assert all(map(torch.equal, moments, after))
+    assert all(p.grad is None for p in params)
+
+
+@pytest.mark.parametrize("max_norm", [0.0, -1.0, math.nan])
+def test_a_max_norm_that_is_not_positive_is_refused(max_norm):
+    params = parameters(torch.ones(1))
+    with pytest.raises(ValueError, match="max_norm must be positive"):
+        tk.clip_and_step(params, torch.optim.SGD(params), lr=1.0, max_norm=max_norm, axis=PP)
+    assert params[0].grad is not None
+
+
+def mixed_norm():
+    """Return the norm over parameters that are sharded, replicated and plain at once."""
+    from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+
+    with tk.parallel_session(dp_replicate=2) as ps:
+        mesh = ps.mesh["dp_replicate", "fsdp"]
+        torch.manual_seed(0)
+        values = [torch.randn(5, 3).double(), torch.randn(4).double(), torch.randn(2).double()]
+        placements = [[Replicate(), Shard(0)], [Replicate(), Replicate()], None]
+        params = []
+        for value, placement in zip(values, placements, strict=True):
+            whole = value if placement is None else distribute_tensor(value, mesh, placement)
+            params.append(nn.Parameter(whole))
+            params[-1].grad = whole.clone()
+        return float(tk.grad_norm(params, axis=ps.pp)), float(nn.utils.get_total_norm(values))
+
+
+def test_replicas_are_counted_once_over_different_placements():
+    for found, wanted in run_ranks(mixed_norm, 4):
+        assert found == pytest.approx(wanted, rel=1e-14)
+
+
+def partial_norm():
+    from torch.distributed.tensor import DTensor, Partial
+
+    with tk.parallel_session() as ps:
+        p = nn.Parameter(torch.ones(2))
+        p.grad = None
+        partial = DTensor.from_local(torch.ones(2), ps.mesh["fsdp"], [Partial()])
+        holder = nn.Parameter(partial)
+        holder.grad = partial
+        tk.grad_norm([holder], axis=ps.pp)
+
+
+def test_a_gradient_that_was_never_reduced_is_refused():
+    with pytest.raises(RuntimeError, match="never reduced"):
+        run_ranks(partial_norm, 2)
+
+
+def summed_gradients(bucket):
+    from trainkit import grads
+
+    grads._BUCKET_ELEMENTS = bucket
+    with tk.parallel_session(dp_shard=1, ring=2, fold_sp="none") as ps:
+        scale = ps.sp_unfolded.index + 1
+        values = [torch.full((3,), 1.0), torch.full((2, 2), 2.0), torch.full((4,), 3.0)]
+        params = parameters(*[scale * value for value in values])
+        params += [nn.Parameter(torch.ones(2).double())]
+        if ps.sp_unfolded.index == 0:
+            params[-1].grad = torch.ones(2).double()
+        tk.sync_sp_grads(params, ps.sp_unfolded)
+        return [p.grad.flatten()[0].item() for p in params], ps.fsdp.count
+
+
+@pytest.mark.parametrize("bucket", [4, 1 << 20])
+def test_sequence_parallel_gradients_are_summed_in_buckets(bucket):
+    # The last parameter has a gradient on one rank alone.
+    for found in run_ranks(functools.partial(summed_gradients, bucket), 2):
+        assert found == ([3.0, 6.0, 9.0, 1.0], 1)
+
+
+def test_frozen_parameters_are_left_out():
+    model = nn.Linear(2, 2)
+    model.bias.requires_grad_(False)
+    assert tk.parameters_of([model]) == [model.weight]
+    assert list(tk.named_parameters_of([model])) == ["weight", "bias"]

@@ -1,0 +1,216 @@
+"""Every axis of every layout, and the environments it is made from."""
+
+import functools
+import os
+import subprocess
+import sys
+import time
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+import trainkit as tk
+from trainkit.mesh import check_degrees, launch_from_slurm, read_launch
+from trainkit.testing import run_ranks
+from trainkit.types import ConfigError
+
+ONES = dict.fromkeys(["pp", "dp_replicate", "dp_shard", "ring", "ulysses", "tp"], 1)
+AXES = [
+    "world pp dp dp_replicate dp_shard sp ring ulysses tp ep fsdp expert_fsdp loss sp_unfolded"
+][0].split()
+
+
+def test_one_process_has_no_process_group():
+    with tk.parallel_session() as ps:
+        assert not torch.distributed.is_initialized()
+        for name in AXES:
+            axis = getattr(ps, name)
+            assert (axis.name, axis.index, axis.count, axis.group, axis.mesh) == (
+                name,
+                0,
+                1,
+                None,
+                None,
+            )
+
+
+def members(degrees):
+    """Return for each axis (index, count, the ranks of its group)."""
+    with tk.parallel_session(**degrees) as ps:
+        found = {}
+        for name in AXES:
+            axis = getattr(ps, name)
+            ranks = (
+                tuple(torch.distributed.get_process_group_ranks(axis.group)) if axis.group else ()
+            )
+            total = tk.all_sum(torch.tensor(1), axis)
+            assert int(total) == axis.count
+            assert axis.mesh is None or axis.mesh.size() == axis.count
+            found[name] = axis.index, axis.count, ranks
+        return found
+
+
+def test_axes_nest_in_the_order_of_the_design():
+    degrees = {"dp_replicate": 2, "dp_shard": 2, "ring": 2}
+    last = run_ranks(functools.partial(members, degrees), 8)[6]
+    assert last["dp_replicate"] == (1, 2, (2, 6))
+    assert last["dp_shard"] == (1, 2, (4, 6))
+    assert last["ring"] == (0, 2, (6, 7))
+    assert last["dp"] == (3, 4, (0, 2, 4, 6))
+    assert last["fsdp"] == (2, 4, (4, 5, 6, 7))
+    assert last["loss"] == (6, 8, tuple(range(8)))
+    assert last["sp_unfolded"] == (0, 1, ())
+
+
+@pytest.mark.parametrize(
+    ("fold_sp", "fsdp", "unfolded"),
+    [("all", 4, 1), ("ring", 2, 2), ("ulysses", 2, 2), ("none", 1, 4)],
+)
+def test_fold_sp_chooses_what_parameters_are_sharded_over(fold_sp, fsdp, unfolded):
+    degrees = {"dp_shard": 1, "ring": 2, "ulysses": 2, "fold_sp": fold_sp}
+    found = run_ranks(functools.partial(members, degrees), 4)[3]
+    assert (found["fsdp"][1], found["sp_unfolded"][1]) == (fsdp, unfolded)
+
+
+def test_experts_are_a_factor_of_what_parameters_are_sharded_over():
+    found = run_ranks(functools.partial(members, {"ep": 2}), 4)[2]
+    assert found["ep"] == (0, 2, (2, 3))
+    assert found["expert_fsdp"] == (1, 2, (0, 2))
+
+
+@given(st.permutations([1, 1, 1, 2, 3, 2]), st.sampled_from(["all", "ring", "ulysses", "none"]))
+def test_every_axis_partitions_the_world(degrees, fold_sp):
+    from trainkit.mesh import _partitions
+
+    named = dict(zip(ONES, degrees, strict=True))
+    found = _partitions(named, ep=1, fold_sp=fold_sp)
+    for name, lists in found.items():
+        assert sorted(rank for ranks in lists for rank in ranks) == list(range(12)), name
+    assert (
+        len(found["fsdp"][0])
+        * len(found["sp_unfolded"][0])
+        * len(found["dp_replicate"][0])
+        * (len(found["tp"][0]) * len(found["pp"][0]))
+        == 12
+    )
+
+
+@pytest.mark.parametrize("name", [*ONES, "ep"])
+@pytest.mark.parametrize("degree", [0, -2])
+def test_degrees_below_one_are_refused(name, degree):
+    with (
+        pytest.raises(ConfigError, match=f"{name} must be at least 1, got {degree}"),
+        tk.parallel_session(**{name: degree}),
+    ):
+        pass
+
+
+def test_a_product_that_is_not_the_world_is_refused_with_both_numbers():
+    with pytest.raises(ConfigError, match=r"multiply to 6 .* but there are 4 processes"):
+        check_degrees({**ONES, "dp_shard": 3, "tp": 2}, ep=1, fold_sp="all", world=4)
+    with pytest.raises(ConfigError, match=r"multiply to 3 .* but there are 4"):
+        check_degrees({**ONES, "dp_shard": -1, "tp": 3}, ep=1, fold_sp="all", world=4)
+
+
+def test_experts_that_do_not_divide_and_unknown_folds_are_refused():
+    with pytest.raises(ConfigError, match="ep 3 does not divide the 4 ranks"):
+        check_degrees({**ONES, "dp_shard": 4}, ep=3, fold_sp="all", world=4)
+    with pytest.raises(ConfigError, match="fold_sp must be one of"):
+        check_degrees(ONES, ep=1, fold_sp="some", world=1)
+
+
+TORCHRUN = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": "29500"}
+
+
+@pytest.mark.parametrize(
+    ("changes", "named"),
+    [
+        ({"RANK": "abc"}, "RANK must be .* got 'abc'"),
+        ({"RANK": "2"}, "RANK must be .* below 2, got '2'"),
+        ({"RANK": "-1"}, "RANK must be .* got '-1'"),
+        ({"RANK": None}, "RANK is not set"),
+        ({"WORLD_SIZE": None}, "WORLD_SIZE is not set"),
+        ({"WORLD_SIZE": "0"}, "WORLD_SIZE must be .* got '0'"),
+        ({"MASTER_ADDR": None}, "MASTER_ADDR is not set"),
+        ({"MASTER_PORT": "http"}, "MASTER_PORT must be .* got 'http'"),
+        ({"MASTER_PORT": "70000"}, "MASTER_PORT must be .* got '70000'"),
+    ],
+    ids=str,
+)
+def test_a_wrong_environment_is_named(changes, named):
+    env = {name: value for name, value in {**TORCHRUN, **changes}.items() if value is not None}
+    with pytest.raises(ConfigError, match=named):
+        read_launch(env)
+
+
+def test_torchrun_wins_over_slurm():
+    launch = read_launch(
+        {**TORCHRUN, "SLURM_PROCID": "0", "SLURM_NTASKS": "8", "SLURM_LOCALID": "0"}
+    )
+    assert (launch.rank, launch.world, launch.port) == (1, 2, 29500)
+
+
+def test_slurm_ranks_agree_on_where_they_meet():
+    common = {"SLURM_NTASKS": "4", "SLURM_LOCALID": "0", "SLURM_JOB_ID": "123456"}
+    nodes = {"SLURM_JOB_NODELIST": "node-a[03-05,9],login"}
+    found = {
+        (launch.address, launch.port)
+        for rank in range(4)
+        for launch in [launch_from_slurm({**common, **nodes, "SLURM_PROCID": str(rank)})]
+    }
+    assert found == {("node-a03", 18456)}
+
+
+def test_the_environment_is_checked_before_a_socket_is_opened():
+    code = "import trainkit as tk\nwith tk.parallel_session(tp=3): pass"
+    env = {**os.environ, **TORCHRUN, "MASTER_PORT": "1"}
+    begin = time.monotonic()
+    run = subprocess.run(
+        [sys.executable, "-c", code], env=env, capture_output=True, text=True, check=False
+    )
+    assert "multiply to 3" in run.stderr
+    assert time.monotonic() - begin < 30
+
+
+def left_open():
+    with tk.parallel_session() as ps:
+        assert ps.world.count == 2
+    return torch.distributed.is_initialized()
+
+
+def test_an_existing_process_group_is_used_and_left_open():
+    assert run_ranks(left_open, 2) == [True, True]
+
+
+def foreign_group():
+    group = torch.distributed.new_group([0, 1])
+    axis = tk.axis_from_group(group)
+    return int(tk.all_sum(torch.tensor(axis.index + 1), axis)), axis.count
+
+
+def test_somebody_else_s_group_becomes_an_axis():
+    assert run_ranks(foreign_group, 2) == [(3, 2), (3, 2)]
+
+
+def collectives():
+    from trainkit.collectives import all_gather_json
+
+    with tk.parallel_session() as ps:
+        axis, rank = ps.world, ps.world.index
+        mine = torch.tensor([rank, -rank])
+        return (
+            tk.all_sum(mine, axis).tolist(),
+            tk.all_max(mine, axis).tolist(),
+            tk.broadcast(mine, axis, source=2).tolist(),
+            [tk.agree(rank == 1, axis), tk.agree(False, axis)],
+            all_gather_json({"rank": rank, "text": "x" * rank}, axis),
+            mine.tolist(),
+        )
+
+
+def test_collectives_return_new_values_on_all_ranks():
+    gathered = [{"rank": rank, "text": "x" * rank} for rank in range(3)]
+    for rank, found in enumerate(run_ranks(collectives, 3)):
+        assert found == ([3, -3], [2, 0], [2, -2], [True, False], gathered, [rank, -rank])

@@ -1,0 +1,174 @@
+"""Metrics: one reduction, one transfer, and arithmetic that can be checked by hand."""
+
+import numpy as np
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from trainkit import metrics
+from trainkit.mesh import solo_parallel
+from trainkit.metrics import (
+    flops_utilization,
+    model_flops,
+    peak_flops,
+    reduce_metrics,
+    to_host,
+    tokens_per_second,
+)
+from trainkit.types import Axis, Share
+
+SUMS = {
+    "loss": torch.tensor(1.5, dtype=torch.float64),
+    "aux": torch.tensor(0.1, dtype=torch.float32),
+    "aux/count": torch.tensor(2**53 - 1),
+}
+
+
+def test_reduce_metrics_on_one_rank_is_the_identity_and_a_new_dict():
+    out = reduce_metrics(SUMS, solo_parallel().loss)
+    assert out is not SUMS
+    assert list(out) == list(SUMS)
+    assert all(torch.equal(out[name], SUMS[name]) for name in SUMS)
+    assert reduce_metrics({}, solo_parallel().loss) == {}
+
+
+def test_reduce_metrics_makes_one_packed_sum_in_sorted_order(monkeypatch):
+    calls = []
+
+    def all_sum(x, axis):
+        calls.append((x.clone(), axis.count))
+        return x + torch.tensor([0.25, -(2.0**52), 3.0], dtype=torch.float64)
+
+    monkeypatch.setattr(metrics, "all_sum", all_sum)
+    out = reduce_metrics(SUMS, Axis("loss", Share(0, 2)))
+    ((packed, count),) = calls
+    assert count == 2
+    assert packed.dtype == torch.float64
+    assert packed[1:].tolist() == [2**53 - 1, 1.5]
+    assert {name: value.dtype for name, value in out.items()} == {
+        name: value.dtype for name, value in SUMS.items()
+    }
+    assert out["loss"] == 4.5
+    assert out["aux/count"].item() == 2**52 - 1
+    assert out["aux"].item() == pytest.approx(0.35)
+
+
+def test_reduce_metrics_lets_go_of_the_graph_and_refuses_what_is_no_scalar(monkeypatch):
+    monkeypatch.setattr(metrics, "all_sum", lambda x, axis: x * axis.count)
+    attached = torch.tensor(1.0, requires_grad=True) * 2
+    for axis in (solo_parallel().loss, Axis("loss", Share(0, 2))):
+        assert not reduce_metrics({"loss": attached}, axis)["loss"].requires_grad
+        with pytest.raises(ValueError, match=r"reduce_metrics: 'x' must be a scalar .*\(3,\)"):
+            reduce_metrics({"x": torch.zeros(3)}, axis)
+
+
+class Transfers(TorchDispatchMode):
+    """Counts the reads of a single element, each of which would wait for an accelerator."""
+
+    count = 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        del types
+        self.count += function is torch.ops.aten._local_scalar_dense.default
+        return function(*args, **(kwargs or {}))
+
+
+def test_to_host_keeps_kinds_and_order_and_reads_no_tensor_alone():
+    mixed = {
+        "loss": torch.tensor(0.1, dtype=torch.float64, requires_grad=True),
+        "lr": 3e-4,
+        "tokens": torch.tensor(2**53 - 1),
+        "skipped": torch.tensor(data=True),
+        "step": 7,
+        "norm": torch.tensor(float("nan")),
+    }
+    with Transfers() as transfers:
+        host = to_host(mixed)
+    assert transfers.count == 0
+    assert list(host) == list(mixed)
+    assert {name: type(value) for name, value in host.items()} == {
+        "loss": float, "lr": float, "tokens": int, "skipped": int, "step": int, "norm": float
+    }  # fmt: skip
+    assert (host["loss"], host["tokens"], host["skipped"], host["step"]) == (0.1, 2**53 - 1, 1, 7)
+    assert np.isnan(host["norm"])
+    assert to_host({"lr": 1.0}) == {"lr": 1.0}
+    assert to_host({}) == {}
+
+
+def test_tokens_per_second():
+    assert tokens_per_second(500, 0.25) == 2000
+    assert tokens_per_second(500, 0.0) == 0
+
+
+SHAPE = {"linear_parameters": 10, "layers": 2, "heads": 3, "head_dim": 4}
+
+
+def test_model_flops_by_hand():
+    assert model_flops(**SHAPE, lengths=[2, 3], attention="full") == 6 * 10 * 5 + 12 * 24 * 13
+    assert model_flops(**SHAPE, lengths=[2, 3]) == 6 * 10 * 5 + 12 * 24 * (3 + 6)
+    assert model_flops(**SHAPE, lengths=[]) == 0
+    long = model_flops(**SHAPE, lengths=np.array([10**6] * 4), attention="full")
+    assert long == 6 * 10 * 4e6 + 12 * 24 * 4e12
+
+
+@pytest.mark.parametrize("attention", ["causal", "full"])
+def test_model_flops_count_what_torch_counts(attention):
+    """A linear layer and plain attention, forward and backward, under torch's own counter."""
+    from torch.utils.flop_counter import FlopCounterMode
+
+    tokens, heads, head_dim = 7, 2, 4
+    width = heads * head_dim
+    x = torch.randn(tokens, width, requires_grad=True)
+    weight = torch.randn(3 * width, width, requires_grad=True)
+    with FlopCounterMode(display=False) as counter:
+        q, k, v = (x @ weight.T).view(tokens, 3, heads, head_dim).permute(1, 2, 0, 3)
+        (torch.bmm(torch.bmm(q, k.mT).softmax(-1), v)).sum().backward()
+    mine = model_flops(
+        linear_parameters=weight.numel(),
+        layers=1,
+        heads=heads,
+        head_dim=head_dim,
+        lengths=[tokens],
+        attention=attention,
+    )
+    unseen = 0 if attention == "full" else 12 * width * tokens * (tokens - 1) // 2
+    assert mine == counter.get_total_flops() - unseen
+
+
+def test_model_flops_refuses_an_unknown_convention():
+    with pytest.raises(ValueError, match=r"model_flops: attention must be .* got 'half'"):
+        model_flops(**SHAPE, lengths=[1], attention="half")
+
+
+def test_flops_utilization():
+    assert flops_utilization(6e12, 3.0, peak=1e12, devices=4) == 0.5
+    for bad in ({"seconds": 0.0}, {"peak": -1.0}, {"devices": 0}, {"peak": float("nan")}):
+        with pytest.raises(ValueError, match="flops_utilization: seconds, peak and devices"):
+            flops_utilization(1.0, **{"seconds": 1.0, "peak": 1.0, "devices": 1} | bad)
+
+
+@pytest.mark.parametrize(
+    ("name", "peak"),
+    [
+        ("NVIDIA A100-SXM4-80GB", 312e12),
+        ("NVIDIA A10", 125e12),
+        ("NVIDIA H100 80GB HBM3", 989e12),
+        ("NVIDIA H100 PCIe", 756e12),
+        ("NVIDIA H100 NVL", 835e12),
+        ("NVIDIA H200", 989e12),
+        ("NVIDIA GH200 480GB", 989e12),
+        ("NVIDIA L40", 181e12),
+        ("NVIDIA L40S", 362e12),
+        ("NVIDIA B200", 2250e12),
+        ("NVIDIA GB200", 2500e12),
+        ("NVIDIA GeForce RTX 4090", 165e12),
+        ("AMD Instinct MI300X", 1307e12),
+        ("NVIDIA GeForce RTX 4090 Laptop GPU", None),
+        ("NVIDIA H100 80GB HBM3 MIG 1g.10gb", None),
+        ("NVIDIA RTX A1000", None),
+        ("cpu", None),
+        ("", None),
+    ],
+)
+def test_the_most_specific_name_decides_the_peak(name, peak):
+    assert peak_flops(name) == peak

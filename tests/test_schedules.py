@@ -1,0 +1,202 @@
+"""Schedules: goldens, what holds at the joints, bounds, and what is refused."""
+
+import math
+from itertools import pairwise
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from trainkit.schedules import (
+    constant,
+    cosine,
+    due,
+    linear,
+    piecewise,
+    rex,
+    warmup_stable_decay,
+)
+
+DECAYING = {"linear": linear, "cosine": cosine, "rex": rex, "wsd": warmup_stable_decay}
+each = pytest.mark.parametrize("make", DECAYING.values(), ids=DECAYING.keys())
+
+
+def values(schedule, steps):
+    return [schedule(step) for step in range(steps)]
+
+
+@pytest.mark.parametrize(
+    ("schedule", "golden"),
+    [
+        (constant(2.0), [2.0, 2.0, 2.0]),
+        (constant(2.0, warmup=4), [0.5, 1.0, 1.5, 2.0, 2.0]),
+        (linear(4.0, warmup=2, total=6), [2.0, 4.0, 4.0, 3.0, 2.0, 1.0, 0.0, 0.0]),
+        (linear(4.0, warmup=0, total=4, final=0.5), [4.0, 3.5, 3.0, 2.5, 2.0, 2.0]),
+        (cosine(2.0, warmup=0, total=3), [2.0, 1.5, 0.5, 0.0]),
+        (cosine(2.0, warmup=1, total=4, final=0.5), [2.0, 2.0, 1.75, 1.25, 1.0, 1.0]),
+        (rex(1.0, warmup=0, total=3), [1.0, 0.8, 0.5, 0.0]),
+        (rex(1.0, warmup=0, total=3, final=0.5), [1.0, 0.9, 0.75, 0.5]),
+        (warmup_stable_decay(8.0, warmup=2, total=6, decay=2), [4.0, 8.0, 8.0, 8.0, 8.0, 4.0, 0.0]),
+        (warmup_stable_decay(8.0, warmup=2, total=8, decay=0.5), [4, 8, 8, 8, 8, 6, 4, 2, 0, 0]),
+        (
+            warmup_stable_decay(1.0, warmup=0, total=5, decay=4, shape="sqrt"),
+            [1.0, 1.0, 0.5, 1 - math.sqrt(0.5), 1 - math.sqrt(0.75), 0.0],
+        ),
+        (
+            warmup_stable_decay(1.0, warmup=0, total=3, decay=2, shape="cosine", final=0.2),
+            [1.0, 1.0, 0.6, 0.2],
+        ),
+        (  # two steps up, down to a tenth by half of the run, to a hundredth by its end
+            piecewise(0.1, [(0, 0.0), (2, 1.0), (5, 0.1), (10, 0.01)]),
+            [0, 0.05, 0.1, 0.07, 0.04, 0.01, 0.0082, 0.0064, 0.0046, 0.0028, 0.001, 0.001],
+        ),
+        (piecewise(2.0, [(3, 0.5)]), [1.0, 1.0, 1.0, 1.0, 1.0]),
+        (piecewise(2.0, [(1, 1.0), (3, 0.0, "cosine")]), [2.0, 2.0, 1.0, 0.0, 0.0]),
+        (piecewise(1.0, [(0, 1.0), (2, 0.01, "exponential")]), [1.0, 0.1, 0.01]),
+        (piecewise(1.0, [(0, 0.0), (2, 1.0, "exponential")]), [0.0, 1e-4, 1.0]),
+        (piecewise(1.0, [(0, 0.0), (2, 1.0, lambda a, b, p: a + (b - a) * p**3)]), [0, 0.125, 1]),
+    ],
+)
+def test_golden_values(schedule, golden):
+    assert values(schedule, len(golden)) == pytest.approx(golden, rel=1e-14, abs=1e-16)
+
+
+@each
+@pytest.mark.parametrize("final", [0.0, 0.1, 1.0])
+def test_joints_are_exact(make, final):
+    lr, warmup, total = 3e-4, 7, 50
+    lr_at = make(lr, warmup=warmup, total=total, final=final)
+    assert lr_at(0) == lr * (1 / 7)
+    assert lr_at(warmup - 1) == lr_at(warmup) == lr
+    assert lr_at(total - 1) > lr * final or final == 1
+    assert lr_at(total) == lr_at(total + 1) == lr_at(10**9) == lr * final
+    zero_start = [lr_at(step - 1) for step in range(9)]
+    assert zero_start == pytest.approx([lr * min(1, step / 7) for step in range(9)])
+
+
+@each
+@given(
+    lr=st.floats(0, 10),
+    warmup=st.integers(0, 30),
+    rest=st.integers(0, 60),
+    final=st.floats(0, 1),
+)
+def test_rates_stay_between_zero_and_the_peak_and_fall_after_warmup(make, lr, warmup, rest, final):
+    total = max(1, warmup + rest)
+    more = {"decay": rest} if make is warmup_stable_decay else {}
+    rates = values(make(lr, warmup=warmup, total=total, final=final, **more), total + 3)
+    slack = 1 + 1e-12
+    assert all(0 <= rate <= lr * slack for rate in rates)
+    assert all(a <= b * slack for a, b in pairwise(rates[:warmup]))
+    after = rates[warmup:]
+    assert all(b <= a * slack for a, b in pairwise(after))
+    assert all(rate >= lr * final / slack for rate in after)
+
+
+@given(shape=st.sampled_from(["linear", "cosine", "sqrt"]), decay=st.integers(0, 40))
+def test_the_plateau_does_not_depend_on_the_length_of_the_run(shape, decay):
+    short = warmup_stable_decay(1.0, warmup=5, total=50, decay=decay, shape=shape)
+    long = warmup_stable_decay(1.0, warmup=5, total=90, decay=decay, shape=shape)
+    assert values(short, 50 - decay) == values(long, 50 - decay)
+    assert values(short, 60)[50 - decay :] == values(long, 100)[90 - decay :]
+
+
+@given(
+    st.lists(st.tuples(st.integers(0, 99), st.floats(0, 2)), min_size=1, unique_by=lambda p: p[0]),
+    st.sampled_from(["linear", "cosine", "exponential"]),
+)
+def test_piecewise_meets_its_points_and_stays_between_them(points, curve):
+    points = sorted(points)
+    lr_at = piecewise(3.0, [(step, fraction, curve) for step, fraction in points])
+    assert [lr_at(step) for step, _ in points] == [3.0 * fraction for _, fraction in points]
+    for (start, here), (end, there) in pairwise(points):
+        low, high = 3 * min(here, there), 3 * max(here, there, 1e-8)
+        between = [lr_at(step) for step in range(start, end)]
+        assert all(low * (1 - 1e-12) - 1e-300 <= rate <= high * (1 + 1e-12) for rate in between)
+
+
+NAN, INFINITY = float("nan"), float("inf")
+
+
+@each
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        ({"lr": -1.0}, "lr must be .* got -1.0"),
+        ({"lr": NAN}, "lr must be .* got nan"),
+        ({"lr": INFINITY}, "lr must be .* got inf"),
+        ({"warmup": -1}, "warmup must be at least 0 steps, got -1"),
+        ({"warmup": 11}, "total must be .* warmup = 11, got 10"),
+        ({"warmup": 0, "total": 0}, "total must be at least 1 step"),
+        ({"final": -0.1}, "final must be .* got -0.1"),
+        ({"final": 1.1}, "final must be .* got 1.1"),
+        ({"final": NAN}, "final must be .* got nan"),
+    ],
+)
+def test_bad_values_are_refused_by_name(make, changed, message):
+    arguments = {"lr": 1.0, "warmup": 2, "total": 10} | changed
+    with pytest.raises(ValueError, match=f"^{make.__name__}: {message}"):
+        make(arguments.pop("lr"), **arguments)
+
+
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        ({"decay": 1.5}, "decay must be a fraction .* got 1.5"),
+        ({"decay": -0.1}, "decay must be a fraction .* got -0.1"),
+        ({"decay": NAN}, "decay must be a fraction .* got nan"),
+        ({"decay": 11}, "decay must be .* between 0 and 10, got 11"),
+        ({"decay": -1}, "decay must be .* got -1"),
+        ({"decay": 9}, "must fit into total = 10 steps, got 2 and 9"),
+        ({"decay": 0.9}, "must fit into total = 10 steps, got 2 and 9"),
+        ({"shape": "cubic"}, "shape must be one of linear, cosine, sqrt, got 'cubic'"),
+    ],
+)
+def test_a_decay_that_does_not_fit_is_refused(changed, message):
+    with pytest.raises(ValueError, match=f"^warmup_stable_decay: .*{message}"):
+        warmup_stable_decay(1.0, warmup=2, total=10, **changed)
+
+
+@pytest.mark.parametrize(
+    ("lr", "points", "message"),
+    [
+        (NAN, [(0, 1.0)], "lr must be"),
+        (1.0, [], r"increasing steps, got \[\]"),
+        (1.0, [(3, 1.0), (3, 0.5)], r"increasing steps, got \[3, 3\]"),
+        (1.0, [(3, 1.0), (1, 0.5)], r"increasing steps, got \[3, 1\]"),
+        (1.0, [(0, -0.5)], r"at least 0, got \[-0.5\]"),
+        (1.0, [(0, NAN)], r"at least 0, got \[nan\]"),
+        (1.0, [(0, 1.0), (1, 0.5, "cubic")], "linear, cosine, exponential, got 'cubic'"),
+    ],
+)
+def test_points_that_make_no_curve_are_refused(lr, points, message):
+    with pytest.raises(ValueError, match=f"^piecewise: .*{message}"):
+        piecewise(lr, points)
+
+
+def test_constant_refuses_bad_values():
+    with pytest.raises(ValueError, match=r"^constant: warmup"):
+        constant(1.0, warmup=-1)
+    with pytest.raises(ValueError, match=r"^constant: lr"):
+        constant(INFINITY)
+
+
+@pytest.mark.parametrize(
+    ("every", "last", "fires"),
+    [
+        (0, None, []),
+        (0, 6, []),
+        (1, None, [0, 1, 2, 3, 4, 5, 6]),
+        (2, None, [0, 2, 4, 6]),
+        (4, 5, [0, 4, 5]),
+        (3, 6, [0, 3, 6]),
+        (100, 6, [0, 6]),
+    ],
+)
+def test_due_fires_at_multiples_and_at_the_last_step(every, last, fires):
+    assert [step for step in range(7) if due(step, every, last=last)] == fires
+
+
+def test_due_refuses_a_negative_period():
+    with pytest.raises(ValueError, match=r"^due: every must be .* got -1"):
+        due(1, -1)

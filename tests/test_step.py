@@ -1,0 +1,222 @@
+"""forward_backward, forward_only and evaluate: sums over microbatches, one denominator."""
+
+import functools
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import nn
+
+import trainkit as tk
+from trainkit.batch import blank_batch
+from trainkit.losses import next_token
+from trainkit.testing import run_ranks
+from trainkit.types import ConfigError
+
+WIDTH = 3
+
+
+def call(model, batch):
+    return model(batch["x"])
+
+
+def squared(y, batch):
+    total = ((y - batch["y"]) ** 2 * batch["weight"]).sum()
+    return total, {"loss": total.detach()}
+
+
+def linear():
+    torch.manual_seed(0)
+    return nn.Linear(WIDTH, 1, bias=False).double()
+
+
+def data(rows, *, weight=None):
+    torch.manual_seed(1)
+    x, y = torch.randn(rows, WIDTH).double(), torch.randn(rows, 1).double()
+    return {"x": x, "y": y, "weight": torch.ones(rows, 1) if weight is None else weight}
+
+
+def part(batch, start, stop):
+    return {name: value[start:stop] for name, value in batch.items()}
+
+
+@given(st.lists(st.integers(0, 8), max_size=5))
+def test_gradients_and_sums_are_additive_over_every_split(cuts):
+    whole, bounds = data(8), sorted({0, 8, *cuts})
+    one, many = linear(), linear()
+    wanted = tk.forward_backward(one, [whole], squared, denominator=torch.tensor(8), call=call)
+    pieces = [part(whole, a, b) for a, b in zip(bounds, bounds[1:], strict=False)]
+    found = tk.forward_backward(many, pieces, squared, denominator=torch.tensor(8), call=call)
+    assert torch.allclose(found["loss"], wanted["loss"], rtol=1e-13)
+    assert torch.allclose(many.weight.grad, one.weight.grad, rtol=1e-13)
+
+
+def test_it_adds_to_the_gradient_that_is_there():
+    model, batch = linear(), data(4)
+    for _ in range(2):
+        tk.forward_backward(model, [batch], squared, denominator=torch.tensor(4), call=call)
+    once = linear()
+    tk.forward_backward(once, [batch], squared, denominator=torch.tensor(4), call=call)
+    assert torch.allclose(model.weight.grad, 2 * once.weight.grad)
+
+
+def test_a_step_without_a_valid_token_leaves_zero_gradients():
+    model, batch = linear(), data(4, weight=torch.zeros(4, 1))
+    sums = tk.forward_backward(model, [batch], squared, denominator=torch.tensor(0), call=call)
+    assert sums["loss"] == 0
+    assert torch.equal(model.weight.grad, torch.zeros_like(model.weight))
+
+
+def test_sums_are_detached():
+    sums = tk.forward_backward(linear(), [data(2)], squared, denominator=torch.tensor(2), call=call)
+    assert not sums["loss"].requires_grad
+
+
+def test_no_microbatch_and_unknown_reductions_are_refused():
+    with pytest.raises(ValueError, match="no microbatch"):
+        tk.forward_backward(linear(), [], squared, denominator=torch.tensor(1), call=call)
+    with pytest.raises(ValueError, match="'last' or 'each', got 'never'"):
+        tk.forward_backward(
+            linear(), [data(1)], squared, denominator=torch.tensor(1), call=call, reduce="never"
+        )
+
+
+def test_the_bound_form_is_the_function():
+    bound, free = linear(), linear()
+    run = tk.bind_forward_backward([bound], squared, axis=tk.solo_parallel().pp, call=call)
+    run([data(3)], denominator=torch.tensor(3))
+    tk.forward_backward(free, [data(3)], squared, denominator=torch.tensor(3), call=call)
+    assert torch.equal(bound.weight.grad, free.weight.grad)
+
+
+def test_a_pipeline_without_an_executor_is_refused():
+    axis = tk.Axis("pp", tk.Share(0, 2))
+    with pytest.raises(ConfigError, match="pp = 2"):
+        tk.bind_forward_backward([linear()], squared, axis=axis)
+
+
+# ---------------------------------------------------------------- DDP
+
+
+def ddp_gradients(*, reduce, repeats, summed=True):
+    """Return the gradient on two ranks, each with half of the rows in two microbatches."""
+    model = nn.parallel.DistributedDataParallel(linear())
+    if summed:
+        tk.sum_gradients_(model)
+    rank, whole = torch.distributed.get_rank(), data(8)
+    pieces = [part(whole, 4 * rank + i, 4 * rank + i + 2) for i in (0, 2)]
+    for _ in range(repeats):
+        tk.forward_backward(
+            model, pieces, squared, denominator=torch.tensor(8), call=call, reduce=reduce
+        )
+    return model.module.weight.grad.numpy()
+
+
+@pytest.mark.parametrize("repeats", [1, 2])
+@pytest.mark.parametrize("reduce", ["last", "each"])
+def test_ddp_gives_the_gradient_of_one_process(reduce, repeats):
+    model = linear()
+    for _ in range(repeats):
+        tk.forward_backward(model, [data(8)], squared, denominator=torch.tensor(8), call=call)
+    found = run_ranks(functools.partial(ddp_gradients, reduce=reduce, repeats=repeats), 2)
+    for grad in found:
+        assert torch.allclose(torch.from_numpy(grad), model.weight.grad, rtol=1e-13)
+
+
+def test_ddp_that_averages_is_refused():
+    with pytest.raises(RuntimeError, match="averages"):
+        run_ranks(functools.partial(ddp_gradients, reduce="last", repeats=1, summed=False), 2)
+
+
+# ---------------------------------------------------------------- evaluation
+
+
+class Bigram(nn.Module):
+    """Logits that depend on the token alone."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.table = nn.Parameter(torch.randn(7, 7).double())
+        self.drop = nn.Dropout(0.5)
+
+    def forward(self, input_ids, **_):
+        return self.drop(self.table[input_ids])
+
+
+def text(rows, columns=5):
+    torch.manual_seed(2)
+    ids = torch.randint(0, 7, (rows, columns))
+    labels = torch.randint(0, 7, (rows, columns)).masked_fill(torch.rand(rows, columns) < 0.3, -100)
+    blank = blank_batch(rows, columns)
+    return [
+        {**blank, "input_ids": ids[r : r + 1], "labels": labels[r : r + 1]} for r in range(rows)
+    ]
+
+
+def evaluated(counts=(6,)):
+    """Evaluate six batches dealt to ranks in the given numbers."""
+    rank = torch.distributed.get_rank() if torch.distributed.is_initialized() else 0
+    start = sum(counts[:rank])
+    with tk.parallel_session() as ps:
+        own = text(6)[start : start + counts[rank]]
+        found = tk.evaluate(Bigram(), iter(own), next_token, axis=ps.loss)
+    return float(found["loss"]), int(found["tokens"])
+
+
+@pytest.mark.parametrize("counts", [(3, 3), (1, 5), (6, 0), (0, 6), (1, 2, 3)], ids=str)
+def test_evaluation_is_the_sum_of_losses_over_the_sum_of_tokens(counts):
+    loss, tokens = evaluated()
+    for found in run_ranks(functools.partial(evaluated, counts), len(counts)):
+        assert found == (pytest.approx(loss, rel=1e-13), tokens)
+
+
+def test_evaluation_is_no_mean_of_means():
+    model, solo = Bigram().eval(), tk.solo_parallel()
+    each = [float(tk.evaluate(model, [b], next_token, axis=solo.loss)["loss"]) for b in text(6)]
+    assert abs(sum(each) / 6 - evaluated()[0]) > 1e-3
+
+
+def test_evaluation_leaves_the_training_state_alone():
+    model = Bigram()
+    model.drop.eval()
+    batches = text(2)
+    before, generator = model.table.detach().clone(), torch.get_rng_state()
+    tk.evaluate(model, batches, next_token, axis=tk.solo_parallel().loss)
+    assert model.training
+    assert not model.drop.training
+    assert model.table.grad is None
+    assert torch.equal(model.table, before)
+    assert torch.equal(torch.get_rng_state(), generator)
+
+
+def test_evaluating_nothing_is_refused():
+    with pytest.raises(ValueError, match="no batch"):
+        tk.evaluate(Bigram(), [], next_token, axis=tk.solo_parallel().loss)
+
+
+def sharded_evaluation(counts):
+    """Return losses before and after, and whether the parameters are shards again."""
+    from whole_step import CAPACITY, Layout, build, corpus
+
+    text_ = corpus()
+    bins = tk.pack_bins(text_.lengths, CAPACITY)
+    from trainkit.losses import next_token_linear
+
+    with tk.parallel_session() as ps:
+        stages, _ = build(Layout(), ps)
+        rows = list(tk.eval_batches(text_, bins, tk.Share(0, 1), rows_per_batch=1))
+        start = sum(counts[: ps.loss.index])
+        own = rows[start : start + counts[ps.loss.index]]
+        found = tk.evaluate(stages[0], own, next_token_linear, axis=ps.loss)
+        shards = {type(p).__name__ for p in stages[0].parameters()}
+    return float(found["loss"]), sorted(shards)
+
+
+@pytest.mark.parametrize("counts", [(3, 3), (5, 1), (6, 0)], ids=str)
+def test_a_sharded_model_evaluates_uneven_parts_and_shows_its_shards_afterwards(counts):
+    wanted, _ = sharded_evaluation((6,))
+    for loss, kinds in run_ranks(functools.partial(sharded_evaluation, counts), 2):
+        assert loss == pytest.approx(wanted, rel=1e-12)
+        assert kinds == ["DTensor"]

@@ -1,0 +1,152 @@
+"""`run_ranks`: results by rank, the first cause of a failure, bounded hangs, nothing left."""
+
+import contextlib
+import multiprocessing
+import os
+import signal
+import tempfile
+import time
+from functools import partial
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import tensor
+
+from trainkit.testing import RankError, run_ranks
+
+OWN = "a name of this file"
+
+
+def _sum_of_ranks(offset, values):
+    total = tensor([float(dist.get_rank()) + offset])
+    dist.all_reduce(total)
+    return OWN, total, [value * dist.get_rank() for value in values]
+
+
+def _fail_on(bad):
+    if dist.get_rank() == bad:
+        time.sleep(0.1)
+        raise KeyError("the first cause")
+    dist.barrier()
+
+
+def _catch_echo_late(bad):
+    """The failing rank breaks its connections a while before it says why."""
+    if dist.get_rank() == bad:
+        try:
+            raise KeyError("the first cause")
+        finally:
+            dist.destroy_process_group()
+            time.sleep(0.3)
+    dist.barrier()
+
+
+def _die(how):
+    if dist.get_rank() == 1:
+        how()
+    dist.barrier()
+
+
+def _kill_myself():
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def _sleep_a_day():
+    if dist.get_rank() == 1:
+        time.sleep(86400)
+    dist.barrier()
+
+
+def _environment():
+    names = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "TRAINKIT_PROBE")
+    return [os.environ.get(name) for name in names], torch.get_num_threads()
+
+
+def _own_group():
+    dist.destroy_process_group()
+    return "left it early"
+
+
+def _not_sendable():
+    return lambda: None
+
+
+def _linger():
+    import threading
+
+    threading.Thread(target=time.sleep, args=(86400,)).start()
+
+
+def test_results_come_by_rank_and_tensors_travel_as_copies():
+    results = run_ranks(_sum_of_ranks, 3, 0.5, [10, 20])
+    assert results == [(OWN, tensor([4.5]), [10 * r, 20 * r]) for r in range(3)]
+
+
+def test_a_partial_works_and_a_world_of_one():
+    assert run_ranks(partial(_sum_of_ranks, 1.0), 1, []) == [(OWN, tensor([1.0]), [])]
+
+
+@pytest.mark.parametrize("fail", [_fail_on, _catch_echo_late])
+@pytest.mark.parametrize("bad", [0, 2])
+def test_the_first_cause_is_raised_with_rank_type_and_traceback(fail, bad):
+    begin = time.monotonic()
+    with pytest.raises(RankError, match=f"rank {bad} of 3: KeyError: 'the first cause'") as caught:
+        run_ranks(fail, 3, bad, timeout=30)
+    assert caught.value.rank == bad
+    assert fail.__name__ in caught.value.text
+    assert time.monotonic() - begin < 10
+
+
+@pytest.mark.parametrize(
+    ("how", "end"),
+    [(_kill_myself, "was ended by SIGKILL"), (partial(os._exit, 3), "exited with code 3")],
+)
+def test_a_rank_that_dies_is_named(how, end):
+    with pytest.raises(RankError, match=f"rank 1 of 2: {end} before it returned"):
+        run_ranks(_die, 2, how, timeout=30)
+
+
+def test_a_hang_ends_at_the_timeout_and_says_who_and_where():
+    begin = time.monotonic()
+    with pytest.raises(RankError, match=r"after 1 s still running: rank 0, 1 of 2") as caught:
+        run_ranks(_sleep_a_day, 2, timeout=1)
+    assert time.monotonic() - begin < 8
+    assert "in _sleep_a_day" in caught.value.text
+
+
+def test_a_rank_that_returns_but_stays_is_named(monkeypatch):
+    monkeypatch.setattr("trainkit.testing.ranks._EXIT_GRACE", 0.3)
+    with pytest.raises(RankError, match="rank 0 returned, but did not exit"):
+        run_ranks(_linger, 1)
+
+
+def test_a_rank_sees_torchruns_variables_and_the_callers(monkeypatch):
+    monkeypatch.setenv("TRAINKIT_PROBE", "set late")
+    results = run_ranks(_environment, 2, threads=1)
+    assert results == [([str(r), str(r), "2", "2", "set late"], 1) for r in (0, 1)]
+
+
+def test_a_function_may_end_the_process_group_itself():
+    assert run_ranks(_own_group, 2) == ["left it early"] * 2
+
+
+def test_what_cannot_be_sent_is_refused():
+    with pytest.raises(ValueError, match="top level of a module"):
+        run_ranks(lambda: 0, 1)
+    with pytest.raises(RankError, match="rank 0 of 1"):
+        run_ranks(_not_sendable, 1)
+    with pytest.raises(ValueError, match="world must be at least 1, got 0"):
+        run_ranks(_environment, 0)
+
+
+def test_no_file_and_no_process_is_left(tmp_path, monkeypatch):
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    run_ranks(_environment, 2)
+    for fail in (partial(_fail_on, 0), partial(_die, _kill_myself)):
+        with contextlib.suppress(RankError):
+            run_ranks(fail, 2, timeout=30)
+    # multiprocessing keeps one folder for its server's socket, for as long as this process lives
+    assert [path for path in Path(tmp_path).iterdir() if not path.name.startswith("pymp-")] == []
+    assert multiprocessing.active_children() == []

@@ -1,0 +1,156 @@
+"""A few optimizer steps of a small decoder in any layout, for the tests that compare layouts."""
+
+import attrs
+import numpy as np
+import torch
+
+import trainkit as tk
+from trainkit.data import TokenCorpus
+from trainkit.losses import next_token_linear
+from trainkit.models.decoder import Decoder, DecoderConfig, init_weights
+from trainkit.optim import adamw, decay_groups
+from trainkit.parallel import compiled, fsdp, recompute
+from trainkit.step import call_with_noise
+from trainkit.types import Cursor
+
+CAPACITY = 24
+ROWS = 4
+CONFIG = DecoderConfig(
+    vocab_size=31, width=16, layers=2, heads=4, kv_heads=2, mlp_width=24, qk_norm=True
+)
+
+
+@attrs.frozen
+class Layout:
+    """What may differ between two runs that must give the same numbers."""
+
+    world: int = 1
+    dp_replicate: int = 1
+    rows_per_microbatch: int = 1
+    reduce: str = "last"
+    recompute: str = "none"
+    compiled: bool = False
+    tied: bool = False
+    dropout: float = 0.0
+    dtype: torch.dtype = torch.float64
+
+
+def corpus():
+    """Return 40 documents of 1 to 60 tokens."""
+    random = np.random.default_rng(0)
+    lengths = random.integers(1, 60, size=40)
+    tokens = random.integers(0, CONFIG.vocab_size, size=lengths.sum())
+    return TokenCorpus(tokens, np.concatenate([[0], np.cumsum(lengths)]))
+
+
+def unequal(batch):
+    """Mask labels by the global row: all tokens, none, three, half of them."""
+    row, column = batch.token_index // CAPACITY, batch.token_index % CAPACITY
+    kept = torch.tensor([CAPACITY, 0, 3, CAPACITY // 2])
+    labels = torch.where(column < kept[row.clamp(min=0) % 4], batch.labels, -100)
+    return attrs.evolve(batch, labels=labels)
+
+
+def input_of(cursor, ps, layout, *, text, bins):
+    """Return the step's microbatches on this rank, with noise keys, and the next cursor."""
+    made = tk.step_batch(
+        text,
+        bins,
+        cursor,
+        rows=ROWS,
+        seed=0,
+        share=ps.dp.share,
+        rows_per_microbatch=layout.rows_per_microbatch,
+    )
+    microbatches = []
+    for batch in map(unequal, made.microbatches):
+        keys = tk.noise.token_keys(batch.token_index, seed=0, step=cursor.batch)
+        microbatches.append(attrs.evolve(batch, extra={"noise_key": keys}))
+    return attrs.evolve(made, microbatches=microbatches)
+
+
+def model_config(layout):
+    return attrs.evolve(CONFIG, tied=layout.tied, dropout=layout.dropout)
+
+
+def build(layout, ps):
+    """Return stages and optimizer of a layout."""
+    config = model_config(layout)
+    plan = [recompute(layout.recompute)]
+    plan += [compiled(backend="aot_eager")] if layout.compiled else []
+    plan += [fsdp()]
+    stages = tk.build_stages(
+        lambda: Decoder(config, head="hidden").to(layout.dtype),
+        ps,
+        plan,
+        weights=init_weights(config, seed=0),
+    )
+    groups = decay_groups(tk.named_parameters_of(stages), weight_decay=0.1)
+    return stages, adamw(groups, lr=1e-2, eps=1e-4)
+
+
+def step_function(layout, ps, stages, optimizer):
+    """Return train_step(state, batch), as a recipe writes it."""
+    params = tk.parameters_of(stages)
+    run = tk.bind_forward_backward(
+        stages, next_token_linear, axis=ps.pp, call=call_with_noise, reduce=layout.reduce
+    )
+
+    def train_step(state, batch):
+        tokens = tk.all_sum(tk.count_valid_tokens(batch.microbatches), ps.loss)
+        sums = run(batch.microbatches, denominator=tokens)
+        tk.sync_sp_grads(params, ps.sp_unfolded)
+        norm = tk.clip_and_step(params, optimizer, lr=1e-2, max_norm=0.5, axis=ps.pp)
+        sums = tk.reduce_metrics(sums, ps.loss)
+        metrics = {"loss": sums["loss"] / tokens.clamp(min=1), "grad_norm": norm}
+        moved = {"step": state.step + 1, "tokens": state.tokens + tokens, "cursor": batch.cursor}
+        return attrs.evolve(state, **moved), metrics
+
+    return train_step
+
+
+def full(tensor):
+    """Return a whole tensor on every rank, as numpy."""
+    whole = tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
+    return whole.detach().numpy().copy()
+
+
+def run_steps(layout, *, steps=3, resume_from=None, save_to=None):
+    """Train; return losses, norms, batch hashes, parameters and the state hash."""
+    text = corpus()
+    bins = tk.pack_bins(text.lengths, CAPACITY)
+    rest = {"dp_replicate": layout.dp_replicate}
+    with tk.parallel_session(**rest) as ps:
+        stages, optimizer = build(layout, ps)
+        state = tk.TrainState(cursor=Cursor())
+        if resume_from is not None:
+            told = []
+            state = tk.resume(resume_from, state, stages, optimizer, ps, tell=told.append)
+        train_step = step_function(layout, ps, stages, optimizer)
+        losses, norms, hashes = [], [], []
+        while state.step < steps:
+            batch = input_of(state.cursor, ps, layout, text=text, bins=bins)
+            hashes.append(int(tk.all_sum(tk.batch_hash(batch.microbatches), ps.loss)))
+            state, metrics = train_step(state, batch)
+            losses.append(float(metrics["loss"]))
+            norms.append(float(metrics["grad_norm"]))
+            if save_to is not None:
+                tk.save_checkpoint(save_to, state, stages, optimizer, ps)
+        named = tk.named_parameters_of(stages)
+        return {
+            "losses": losses,
+            "norms": norms,
+            "hashes": hashes,
+            "tokens": int(state.tokens),
+            "parameters": {name: full(p) for name, p in named.items()},
+            "state_hash": tk.state_hash(state, stages, optimizer, ps),
+        }
+
+
+def difference(found, wanted):
+    """Return max|a - b| / max|b|, the largest over losses, norms and every parameter."""
+    pairs = [(found[key], wanted[key]) for key in ("losses", "norms")]
+    pairs += [(found["parameters"][name], b) for name, b in wanted["parameters"].items()]
+    assert found["parameters"].keys() == wanted["parameters"].keys()
+    arrays = [(np.asarray(a), np.asarray(b)) for a, b in pairs]
+    return max(float(np.abs(a - b).max() / np.abs(b).max()) for a, b in arrays)

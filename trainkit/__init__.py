@@ -1,0 +1,138 @@
+"""Train language models with functions: any layout gives the numbers of one process.
+
+This file is the table of contents, in the order of a training step. It is lazy: `import trainkit`
+loads neither torch nor numba, and a name is imported from its home when it is first used. Families
+stay behind their module: `tk.losses`, `tk.schedules`, `tk.models`, `tk.attention`, and so on.
+
+Examples:
+    >>> import trainkit as tk
+    >>> bins = tk.pack_bins([5, 3, 4], capacity=8)
+    >>> len(bins)
+    2
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from trainkit import attention as attention
+    from trainkit import batch as batch
+    from trainkit import checkpoint as checkpoint
+    from trainkit import collectives as collectives
+    from trainkit import config as config
+    from trainkit import data as data
+    from trainkit import grads as grads
+    from trainkit import hashing as hashing
+    from trainkit import layout as layout
+    from trainkit import losses as losses
+    from trainkit import mesh as mesh
+    from trainkit import metrics as metrics
+    from trainkit import models as models
+    from trainkit import noise as noise
+    from trainkit import optim as optim
+    from trainkit import packing as packing
+    from trainkit import parallel as parallel
+    from trainkit import runtime as runtime
+    from trainkit import sampling as sampling
+    from trainkit import schedules as schedules
+    from trainkit import sinks as sinks
+    from trainkit import step as step
+    from trainkit import testing as testing
+    from trainkit import types as types
+    from trainkit.batch import batch_hash as batch_hash
+    from trainkit.batch import collate_bins as collate_bins
+    from trainkit.batch import count_valid_tokens as count_valid_tokens
+    from trainkit.batch import shift_labels as shift_labels
+    from trainkit.batch import to_device as to_device
+    from trainkit.checkpoint import resume as resume
+    from trainkit.checkpoint import save_checkpoint as save_checkpoint
+    from trainkit.checkpoint import state_hash as state_hash
+    from trainkit.collectives import agree as agree
+    from trainkit.collectives import all_max as all_max
+    from trainkit.collectives import all_sum as all_sum
+    from trainkit.collectives import broadcast as broadcast
+    from trainkit.data import eval_batches as eval_batches
+    from trainkit.data import open_corpus as open_corpus
+    from trainkit.data import step_batch as step_batch
+    from trainkit.data import write_corpus as write_corpus
+    from trainkit.grads import clip_and_step as clip_and_step
+    from trainkit.grads import grad_norm as grad_norm
+    from trainkit.grads import named_parameters_of as named_parameters_of
+    from trainkit.grads import parameters_of as parameters_of
+    from trainkit.grads import sum_gradients_ as sum_gradients_
+    from trainkit.grads import sync_sp_grads as sync_sp_grads
+    from trainkit.layout import contiguous_shard as contiguous_shard
+    from trainkit.layout import shard_batch as shard_batch
+    from trainkit.layout import zigzag_shard as zigzag_shard
+    from trainkit.layout import zigzag_unshard as zigzag_unshard
+    from trainkit.mesh import axis_from_group as axis_from_group
+    from trainkit.mesh import parallel_session as parallel_session
+    from trainkit.mesh import solo_parallel as solo_parallel
+    from trainkit.metrics import reduce_metrics as reduce_metrics
+    from trainkit.metrics import to_host as to_host
+    from trainkit.packing import pack_bins as pack_bins
+    from trainkit.parallel import build_stages as build_stages
+    from trainkit.step import bind_forward_backward as bind_forward_backward
+    from trainkit.step import call_model as call_model
+    from trainkit.step import evaluate as evaluate
+    from trainkit.step import forward_backward as forward_backward
+    from trainkit.step import forward_only as forward_only
+    from trainkit.types import Axis as Axis
+    from trainkit.types import Batch as Batch
+    from trainkit.types import Bins as Bins
+    from trainkit.types import Cursor as Cursor
+    from trainkit.types import ParallelState as ParallelState
+    from trainkit.types import Share as Share
+    from trainkit.types import Spans as Spans
+    from trainkit.types import StepBatch as StepBatch
+    from trainkit.types import TrainState as TrainState
+
+_CONTENTS = {
+    "types": "Axis Batch Bins Cursor ParallelState Share Spans StepBatch TrainState",
+    "hashing": "",
+    "noise": "",
+    "packing": "pack_bins",
+    "sampling": "",
+    "layout": "zigzag_shard zigzag_unshard contiguous_shard shard_batch",
+    "batch": "collate_bins shift_labels count_valid_tokens batch_hash to_device",
+    "losses": "",
+    "schedules": "",
+    "collectives": "all_sum all_max broadcast agree",
+    "mesh": "parallel_session solo_parallel axis_from_group",
+    "data": "open_corpus write_corpus step_batch eval_batches",
+    "attention": "",
+    "models": "",
+    "parallel": "build_stages",
+    "optim": "",
+    "step": "forward_backward bind_forward_backward forward_only evaluate call_model",
+    "grads": (
+        "parameters_of named_parameters_of sum_gradients_ sync_sp_grads grad_norm clip_and_step"
+    ),
+    "metrics": "reduce_metrics to_host",
+    "checkpoint": "save_checkpoint resume state_hash",
+    "runtime": "",
+    "sinks": "",
+    "config": "",
+    "testing": "",
+}
+_HOMES = {name: module for module, names in _CONTENTS.items() for name in names.split()}
+
+__all__ = [*_HOMES, *_CONTENTS]  # noqa: PLE0604 -- read off the table above
+
+
+def __getattr__(name: str) -> Any:
+    """Import `name` from its home, once (PEP 562)."""
+    if name in _CONTENTS:
+        return import_module(f"trainkit.{name}")
+    if name not in _HOMES:
+        raise AttributeError(f"module 'trainkit' has no attribute {name!r}")
+    value = getattr(import_module(f"trainkit.{_HOMES[name]}"), name)
+    globals()[name] = value  # so that the next use costs a dictionary lookup
+    return value
+
+
+def __dir__() -> list[str]:
+    """List the table of contents."""
+    return sorted({*globals(), *__all__})

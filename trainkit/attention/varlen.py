@@ -1,0 +1,77 @@
+"""Attention of packed documents in one kernel: torch's `varlen_attn` on CUDA, `sdpa` elsewhere."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from trainkit.attention.sdpa import check_heads, sdpa
+from trainkit.types import Spans
+
+
+def varlen(q: Tensor, k: Tensor, v: Tensor, *, spans: Spans, scale: float | None = None) -> Tensor:
+    """Return causal attention inside each span, in one kernel where torch has one.
+
+    fp16 and bf16 on CUDA take `torch.nn.attention.varlen.varlen_attn`; all else takes `sdpa`, to
+    which this function is equal up to rounding. The CUDA branch has so far been checked against the
+    signatures of torch 2.11 and 2.13 only, and never been run.
+
+    Args:
+        q: Queries `[B, S, H, D]`.
+        k: Keys `[B, S, K, D]`; K divides H, and each key head serves H / K neighbouring query
+            heads.
+        v: Values `[B, S, K, D]`.
+        spans: The documents, over the flattened rows.
+        scale: What scores are multiplied by; 1 / sqrt(D) by default.
+
+    Returns:
+        `[B, S, H, D]`, of q's dtype.
+
+    Raises:
+        ValueError: The shapes do not fit each other, or the spans do not cover the tokens.
+
+    Examples:
+        >>> import numpy as np
+        >>> from trainkit.types import Spans
+        >>> spans = Spans(torch.tensor([0, 3, 4], dtype=torch.int32), np.array([3, 1]), 3)
+        >>> q, k, v = torch.randn(3, 1, 4, 2, 8)
+        >>> torch.equal(varlen(q, k, v, spans=spans), sdpa(q, k, v, spans=spans))
+        True
+    """
+    if q.is_cuda and q.dtype in (torch.float16, torch.bfloat16):
+        return flash_varlen(q, k, v, spans=spans, scale=scale)
+    return sdpa(q, k, v, spans=spans, scale=scale)
+
+
+def flash_varlen(
+    q: Tensor, k: Tensor, v: Tensor, *, spans: Spans, scale: float | None = None
+) -> Tensor:
+    """Call torch's `varlen_attn` for a packed batch: `varlen` without the choice, for CUDA alone.
+
+    Arguments and result are those of `varlen`.
+    """
+    # Imported here: the module imports torch._dynamo, 1.1 s (torch 2.13).
+    from torch.nn.attention.varlen import varlen_attn  # noqa: PLC0415 - see above
+
+    check_heads(q, k, v)
+    if q.shape[2] != k.shape[2]:
+        if "enable_gqa" in (varlen_attn.__kwdefaults__ or {}):
+            varlen_attn = partial(varlen_attn, enable_gqa=True)
+        else:  # torch 2.11: the kernel wants one key head per query head
+            groups = q.shape[2] // k.shape[2]
+            k, v = k.repeat_interleave(groups, dim=2), v.repeat_interleave(groups, dim=2)
+    out = varlen_attn(
+        q.flatten(0, 1),
+        k.flatten(0, 1),
+        v.flatten(0, 1),
+        spans.cu_seqlens,
+        spans.cu_seqlens,
+        spans.max_length,
+        spans.max_length,
+        scale=scale,
+        window_size=(-1, 0),  # causal
+    )
+    assert isinstance(out, Tensor)  # a tuple only when asked for the log-sum-exp
+    return out.view_as(q)

@@ -1,0 +1,137 @@
+"""Collectives on an axis: every rank of the axis must call them, in the same order.
+
+On an axis of size 1 each is the identity and needs no process group, so callers have no branch on
+parallelism. All reductions are sums or maxima, never means. Values that are not tensors travel as
+JSON, never as pickles.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import orjson
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from trainkit.types import Axis
+
+
+def all_sum(x: Tensor, axis: Axis) -> Tensor:
+    """Return the sum of `x` over the ranks of an axis.
+
+    Args:
+        x: Any tensor, of the same shape and dtype on every rank.
+        axis: The axis to sum over.
+
+    Returns:
+        A new tensor, equal on all ranks; `x` itself when the axis has size 1.
+
+    Effects:
+        Communicates: one all-reduce on `axis`.
+
+    Examples:
+        >>> from trainkit.mesh import solo_parallel
+        >>> all_sum(torch.tensor(3), solo_parallel().loss)
+        tensor(3)
+    """
+    return _reduced(x, axis, dist.ReduceOp.SUM)
+
+
+def all_max(x: Tensor, axis: Axis) -> Tensor:
+    """Return the elementwise maximum of `x` over the ranks of an axis.
+
+    Returns:
+        A new tensor, equal on all ranks; `x` itself when the axis has size 1.
+
+    Effects:
+        Communicates: one all-reduce on `axis`.
+
+    Examples:
+        >>> from trainkit.mesh import solo_parallel
+        >>> all_max(torch.tensor(3), solo_parallel().dp)
+        tensor(3)
+    """
+    return _reduced(x, axis, dist.ReduceOp.MAX)
+
+
+def _reduced(x: Tensor, axis: Axis, op: Any) -> Tensor:
+    if axis.count == 1:
+        return x
+    out = x.detach().clone(memory_format=torch.contiguous_format)
+    dist.all_reduce(out, op=op, group=axis.group)
+    return out
+
+
+def broadcast(x: Tensor, axis: Axis, *, source: int = 0) -> Tensor:
+    """Return what rank `source` of the axis holds in `x`.
+
+    Args:
+        x: A tensor of the same shape and dtype on every rank; its values matter on `source` alone.
+        axis: The axis.
+        source: The index on the axis of the rank whose values all get.
+
+    Effects:
+        Communicates: one broadcast on `axis`.
+
+    Examples:
+        >>> from trainkit.mesh import solo_parallel
+        >>> broadcast(torch.tensor(3), solo_parallel().world)
+        tensor(3)
+    """
+    if axis.count == 1:
+        return x
+    out = x.detach().clone(memory_format=torch.contiguous_format)
+    dist.broadcast(out, group=axis.group, group_src=source)
+    return out
+
+
+def agree(flag: bool, axis: Axis) -> bool:
+    """Return whether any rank of the axis says yes: the same answer on all of them.
+
+    Effects:
+        Communicates: one all-reduce of one byte on `axis`, and waits for it.
+
+    Examples:
+        >>> from trainkit.mesh import solo_parallel
+        >>> agree(True, solo_parallel().world)
+        True
+    """
+    if axis.count == 1:
+        return flag
+    return bool(all_max(torch.tensor([flag], dtype=torch.uint8, device=_device_of(axis)), axis))
+
+
+def all_gather_json(value: Any, axis: Axis) -> list[Any]:
+    """Return the values of all ranks, in rank order; for set-up and checkpoints, not for a step.
+
+    Args:
+        value: Anything that JSON holds.
+        axis: The axis.
+
+    Effects:
+        Communicates: two all-gathers on `axis`, and waits for them.
+
+    Examples:
+        >>> from trainkit.mesh import solo_parallel
+        >>> all_gather_json({"rank": 0}, solo_parallel().world)
+        [{'rank': 0}]
+    """
+    text = orjson.dumps(value)
+    if axis.count == 1:
+        return [orjson.loads(text)]
+    device = _device_of(axis)
+    sizes = [torch.zeros(1, dtype=torch.int64, device=device) for _ in range(axis.count)]
+    dist.all_gather(sizes, torch.tensor([len(text)], device=device), group=axis.group)
+    longest = max(int(size) for size in sizes)
+    padded = torch.frombuffer(bytearray(text.ljust(longest)), dtype=torch.uint8).to(device)
+    texts = [torch.empty_like(padded) for _ in range(axis.count)]
+    dist.all_gather(texts, padded, group=axis.group)
+    return [orjson.loads(received.cpu().numpy().tobytes()) for received in texts]
+
+
+def _device_of(axis: Axis) -> torch.device:
+    """Return a device on which the axis's group can communicate: the CPU when it can."""
+    assert axis.group is not None
+    kinds = [device.type for device in axis.group._device_types]  # noqa: SLF001 (no public name up to 2.13)
+    return torch.device("cpu" if "cpu" in kinds else kinds[0])

@@ -1,0 +1,368 @@
+"""From a TOML file and a command line to one frozen attrs record, or to an error that helps.
+
+Flags override the file, the file overrides the defaults. Only recipes use this room: functions of
+the library take values. The command line is tyro's, the types of a file are checked by cattrs.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import difflib
+import io
+import json
+import math
+import os
+import re
+import sys
+import tomllib
+from collections.abc import Callable, Container, Iterable, Sequence
+from itertools import groupby, zip_longest
+from pathlib import Path
+from typing import Any, TypeVar, get_origin, get_type_hints
+
+import attrs
+
+from trainkit.runtime import needs_extra
+from trainkit.types import ConfigError
+
+T = TypeVar("T")
+
+Validator = Callable[[Any, "attrs.Attribute[Any]", Any], None]
+"""The type of an attrs validator."""
+
+
+# ------------------------------------------------------------------------------------ rules
+
+
+def _rule(holds: Callable[[Any], bool], want: str) -> Validator:
+    def validate(_: Any, attribute: attrs.Attribute[Any], value: Any) -> None:
+        if not holds(value):
+            raise ConfigError(
+                f"{attribute.name} must be {want}, got {value!r}",
+                where=attribute.name,
+                got=value,
+                want=want,
+            )
+
+    return validate
+
+
+positive = _rule(lambda value: value > 0, "above 0")
+non_negative = _rule(lambda value: value >= 0, "at least 0")
+fraction = _rule(lambda value: 0 <= value <= 1, "between 0 and 1")
+_positive_or_rest = _rule(lambda value: value > 0 or value == -1, "above 0, or -1 for the rest")
+
+
+def one_of(*choices: Any) -> Validator:
+    """Return an attrs validator: the value is one of `choices`.
+
+    `positive`, `non_negative` and `fraction` are such validators too; `attrs.validators.optional`
+    makes them let None pass.
+
+    Examples:
+        >>> @attrs.frozen
+        ... class Config:
+        ...     kernel: str = attrs.field(default="sdpa", validator=one_of("sdpa", "varlen"))
+        >>> Config("sdp")
+        Traceback (most recent call last):
+        ...
+        trainkit.types.ConfigError: kernel must be one of 'sdpa', 'varlen', got 'sdp'
+    """
+    return _rule(lambda value: value in choices, f"one of {', '.join(map(repr, choices))}")
+
+
+@attrs.frozen(kw_only=True)
+class RunConfig:
+    """The flags that every training recipe has; a recipe's own record inherits from it."""
+
+    out: Path = Path("runs/run")
+    """The run directory: configuration, metrics, checkpoints and pictures. It is made."""
+
+    steps: int = attrs.field(default=1000, validator=non_negative)
+    """Stop after this step. Nothing else depends on it: see schedule-steps."""
+
+    schedule_steps: int = attrs.field(default=1000, validator=positive)
+    """The length of the learning rate's schedule; past it the last rate holds."""
+
+    seed: int = attrs.field(default=0, validator=non_negative)
+    """What initial values, the order of the data and dropout follow from."""
+
+    config: Path | None = None
+    """A TOML file with values for these flags, keys as in config.toml; flags override it."""
+
+    resume: str = "auto"
+    """auto: from the newest checkpoint that verifies, if there is one; never; or a checkpoint."""
+
+    save_every: int = attrs.field(default=200, validator=positive)
+    """Save a checkpoint every so many steps, and at the end."""
+
+    pp: int = attrs.field(default=1, validator=positive)
+    """Pipeline stages."""
+
+    dp_replicate: int = attrs.field(default=1, validator=positive)
+    """Copies of the parameters, each trained on rows of its own."""
+
+    dp_shard: int = attrs.field(default=-1, validator=_positive_or_rest)
+    """Ranks that split parameters and rows between them; -1 takes the rest of the world."""
+
+    ring: int = attrs.field(default=1, validator=positive)
+    """Ranks that split a row's tokens and pass keys and values around."""
+
+    ulysses: int = attrs.field(default=1, validator=positive)
+    """Ranks that split a row's tokens and exchange them for heads."""
+
+    tp: int = attrs.field(default=1, validator=positive)
+    """Ranks that split each matrix (tensor parallelism)."""
+
+    ep: int = attrs.field(default=1, validator=positive)
+    """Ranks that split the experts; they are among those that shard parameters."""
+
+
+# ------------------------------------------------------------------------------------ reading
+
+
+def load_config(
+    config_type: type[T], argv: Sequence[str] | None = None, *, description: str | None = None
+) -> T:
+    """Return the configuration that defaults, a TOML file and the command line give, in this order.
+
+    Flags have dashes (`--save-every 10`), keys of a file underscores; either is understood in
+    both. A file is read when the record has a field `config` and `--config FILE.toml` is given.
+    `--help` explains every field by the docstring below it, and exits with 0.
+
+    Args:
+        config_type: An `attrs.frozen` class of plain values: str, int, float, bool, Path, None,
+            Literal, and tuples of these.
+        argv: The command line without the program; by default the process's own.
+        description: What stands above the flags in the help; by default the class's docstring.
+
+    Raises:
+        ConfigError: A key or flag is unknown (the nearest is named), a value has the wrong type or
+            breaks its field's rule. All problems of a file are told at once.
+
+    Examples:
+        >>> load_config(RunConfig, ["--steps", "20", "--out", "runs/try"]).steps
+        20
+        >>> load_config(RunConfig, ["--stpes", "20"])
+        Traceback (most recent call last):
+        ...
+        trainkit.types.ConfigError: unknown flag --stpes (did you mean --steps?)
+    """
+    with needs_extra("recipes"):
+        import tyro  # noqa: PLC0415 -- an extra
+    argv = list(sys.argv[1:] if argv is None else argv)
+    _check_flags(config_type, argv)
+    file = _config_flag(config_type, argv)
+    default = _from_file(config_type, file, tyro.MISSING) if file else tyro.MISSING_NONPROP
+    errors = io.StringIO()
+    with attrs.validators.disabled(), contextlib.redirect_stderr(errors):  # see _rule_problems
+        try:
+            config = tyro.cli(config_type, args=argv, default=default, description=description)
+        except SystemExit as end:
+            if not end.code:
+                raise
+            reason = _reason(errors.getvalue())
+            raise ConfigError(reason, where="command line", hint="see --help") from None
+    _raise_all(_rule_problems(config), "command line")
+    return config
+
+
+def read_config(config_type: type[T], path: str | Path) -> T:
+    """Return the configuration that a TOML file gives, on top of the defaults.
+
+    Raises:
+        ConfigError: The file is missing, is not TOML, lacks a field without default, or holds an
+            unknown key, a value of the wrong type, or one that breaks its field's rule.
+
+    Examples:
+        >>> import tempfile
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     write_config(f"{folder}/config.toml", RunConfig(steps=7))
+        ...     read_config(RunConfig, f"{folder}/config.toml") == RunConfig(steps=7)
+        True
+    """
+    config = _from_file(config_type, path, attrs.NOTHING)
+    fields = _fields(config_type)
+    missing = [f"{a.name} is missing" for a in fields if getattr(config, a.name) is attrs.NOTHING]
+    _raise_all(missing, str(path))
+    return config
+
+
+def write_config(path: str | Path, config: Any) -> None:
+    """Write a configuration as TOML that `read_config` reads back equal.
+
+    The field `config` is left out: the values of the file that it names are all here.
+
+    Effects:
+        Writes `path`, by a rename, so that it is whole at any time.
+    """
+    path = Path(path)
+    new = path.with_name(f".{path.name}.{os.getpid()}")
+    new.write_text("".join(_toml_lines(config)), encoding="utf-8")
+    new.replace(path)
+
+
+def _toml_lines(config: Any) -> Iterable[str]:
+    for attribute in _fields(type(config)):
+        value = getattr(config, attribute.name)
+        is_default = value is None and attribute.default is None
+        if not is_default and attribute.name != "config":
+            yield f"{attribute.name} = {_toml(value)}\n"
+
+
+def _toml(value: Any) -> str:
+    if value is None:
+        return '"None"'  # TOML has no null; an optional field reads this as one, like its flag
+    if isinstance(value, bool):
+        return str(value).lower()
+    if isinstance(value, int | float):
+        return repr(value)
+    if isinstance(value, str | Path):
+        return json.dumps(str(value), ensure_ascii=False).replace("\x7f", "\\u007f")
+    if isinstance(value, Sequence):
+        return f"[{', '.join(map(_toml, value))}]"
+    raise ConfigError(f"write_config: {value!r} is no str, number, bool, Path, None or tuple")
+
+
+# ------------------------------------------------------------------------------------ checking
+
+
+def _fields(config_type: type[Any]) -> tuple[attrs.Attribute[Any], ...]:
+    return tuple(a for a in attrs.fields(config_type) if a.init)
+
+
+def _flag(name: str) -> str:
+    return "--" + name.replace("_", "-")
+
+
+def _nearest(name: str, names: Iterable[str]) -> str:
+    near = difflib.get_close_matches(name, list(names), n=1)
+    return f" (did you mean {near[0]}?)" if near else ""
+
+
+def _check_flags(config_type: type[Any], argv: Sequence[str]) -> None:
+    flags = ["--help", *(_flag(a.name) for a in _fields(config_type))]
+    types = get_type_hints(config_type)
+    known = {
+        *flags,
+        *("--no-" + f[2:] for f in flags if types.get(f[2:].replace("-", "_")) is bool),
+    }
+    given = (_flag(word[2:].partition("=")[0]) for word in argv if word.startswith("--"))
+    unknown = [f"unknown flag {f}{_nearest(f, flags)}" for f in given if f not in known]
+    _raise_all(unknown, "command line")
+
+
+def _config_flag(config_type: type[Any], argv: Sequence[str]) -> str | None:
+    """Return the file of the last --config, as tyro takes the last of every flag."""
+    file = None
+    for word, following in zip_longest(argv, argv[1:]):
+        name, equals, value = word.partition("=")
+        if name == "--config":
+            file = value if equals else following
+    return file if file != "None" and "config" in attrs.fields_dict(config_type) else None
+
+
+def _reason(message: str) -> str:
+    """Return the first paragraph below the title of tyro's error box as one line."""
+    text = re.sub(r"\x1b\[[0-9;]*m", "", message).strip()
+    lines = [line.strip("│| ") for line in text.splitlines()[1:]]
+    is_ruler = [bool(line) and not line.strip("─-╰╯+") for line in lines]
+    kinds = groupby(zip(lines, is_ruler, strict=True), key=lambda pair: pair[1])
+    paragraphs = [" ".join(line for line, _ in group) for ruler, group in kinds if not ruler]
+    return paragraphs[0] if paragraphs else text
+
+
+def _from_file(config_type: type[T], path: str | Path, absent: Any) -> T:
+    """Return the record of a file, with `absent` for what it lacks, or raise all that is wrong."""
+    try:
+        table = tomllib.loads(Path(path).read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        reason = getattr(error, "strerror", None) or error
+        raise ConfigError(f"{path}: {reason}", where=str(path)) from error
+    fields = {a.name: a for a in _fields(config_type) if a.name != "config"}
+    values, problems = _typed_values(table, {n: get_type_hints(config_type)[n] for n in fields})
+    required = {name: absent for name, a in fields.items() if a.default is attrs.NOTHING}
+    with attrs.validators.disabled():
+        config = config_type(**(required | values))
+    problems += _rule_problems(config, set(values))
+    _raise_all([f"{path}: {problem}" for problem in problems[:1]] + problems[1:], str(path))
+    return config
+
+
+def _typed_values(table: dict[str, Any], types: dict[str, Any]) -> tuple[dict[str, Any], list[str]]:
+    """Return the values of a table by field name, and what is wrong with the others."""
+    convert = _converter()
+    values: dict[str, Any] = {}
+    problems: list[str] = []
+    for key, value in table.items():
+        name = key.replace("-", "_")
+        if name not in types:
+            problems.append(f"unknown key {key}{_nearest(name, types)}")
+        elif name in values:
+            problems.append(f"{name} stands there twice, with dashes and with underscores")
+        else:
+            try:
+                values[name] = convert(value, types[name])
+            except Exception:  # noqa: BLE001 -- cattrs raises groups and bare Exceptions
+                problems.append(f"{name} must be {_readable(types[name])}, got {value!r}")
+    return values, problems
+
+
+def _readable(wanted: Any) -> str:
+    is_class = isinstance(wanted, type) and get_origin(wanted) is None
+    return re.sub(r"\b[a-z_.]+\.", "", wanted.__name__ if is_class else str(wanted))
+
+
+def _converter() -> Callable[[Any, Any], Any]:
+    """Return `convert(value, type)`: cattrs, strict, since a file's types are its author's word."""
+    with needs_extra("recipes"):
+        import cattrs  # noqa: PLC0415 -- an extra
+    converter = cattrs.Converter()
+
+    def scalar(*accepted: type[Any]) -> Callable[[Any, Any], Any]:
+        def structure(value: Any, wanted: Any) -> Any:
+            if type(value) not in accepted:
+                raise TypeError(f"not {wanted}")
+            return wanted(value)
+
+        return structure
+
+    for wanted, accepted in ((int, (int,)), (float, (int, float)), (str, (str,)), (bool, (bool,))):
+        converter.register_structure_hook(wanted, scalar(*accepted))
+    converter.register_structure_hook(Path, scalar(str))
+
+    def convert(value: Any, wanted: Any) -> Any:
+        if get_origin(wanted) is tuple and not isinstance(value, list):
+            raise TypeError("not a list")  # cattrs would take a string for a list of letters
+        if value == "None" and type(None) in getattr(wanted, "__args__", ()):
+            return None
+        return converter.structure(value, wanted)
+
+    return convert
+
+
+def _rule_problems(config: Any, names: Container[str] | None = None) -> list[str]:
+    """Return what breaks a field's rule: all of it, where attrs itself would stop at the first.
+
+    NaN, which passes through comparisons unseen, is refused for every field.
+    """
+    problems: list[str] = []
+    for attribute in attrs.fields(type(config)):
+        value = getattr(config, attribute.name)
+        if names is not None and attribute.name not in names:
+            continue
+        parts = value if isinstance(value, tuple) else (value,)
+        if any(isinstance(part, float) and math.isnan(part) for part in parts):
+            problems.append(f"{attribute.name} must be a number, got {value!r}")
+        elif attribute.validator is not None:
+            try:
+                attribute.validator(config, attribute, value)
+            except (ValueError, TypeError) as error:
+                text = str(error)
+                problems.append(text if attribute.name in text else f"{attribute.name}: {text}")
+    return problems
+
+
+def _raise_all(problems: Sequence[str], where: str) -> None:
+    if problems:
+        raise ConfigError("; ".join(problems), where=where)

@@ -1,0 +1,255 @@
+"""Between backward and the next step: sums over ranks, the norm, the clip and the step.
+
+All of it works on the local shards of parameters, whatever they are sharded over: the norm is the
+norm of the whole model's gradient, each element counted once.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from trainkit.collectives import all_sum
+from trainkit.parallel.naming import named_parameters_of
+from trainkit.parallel.reduction import sum_gradients_
+from trainkit.types import Axis
+
+__all__ = [
+    "clip_and_step",
+    "grad_norm",
+    "named_parameters_of",
+    "parameters_of",
+    "sum_gradients_",
+    "sync_sp_grads",
+]
+
+_BUCKET_ELEMENTS = 16 * 1024 * 1024
+
+
+def parameters_of(stages: Iterable[nn.Module]) -> list[nn.Parameter]:
+    """Return the trainable parameters of a list of stages, each once.
+
+    Examples:
+        >>> [tuple(p.shape) for p in parameters_of([nn.Linear(2, 3)])]
+        [(3, 2), (3,)]
+    """
+    return [p for p in named_parameters_of(stages).values() if p.requires_grad]
+
+
+def _local(tensor: Tensor) -> Tensor:
+    """Return this rank's part of a tensor, sharing its memory."""
+    if type(tensor) is Tensor:
+        return tensor
+    to_local = getattr(tensor, "to_local", None)
+    return tensor if to_local is None else to_local()
+
+
+@torch.no_grad()
+def sync_sp_grads(params: Iterable[nn.Parameter], axis: Axis) -> None:
+    """Sum gradients over the sequence-parallel ranks that nothing else sums over.
+
+    Gradients travel in a few flat buffers, one per dtype and 16 million elements: one call per
+    tensor would cost as many waits. A parameter without a gradient counts as zeros, so ranks cannot
+    disagree on what is sent.
+
+    Args:
+        params: The same parameters on every rank of the axis.
+        axis: `ps.sp_unfolded`.
+
+    Effects:
+        Replaces the values of `.grad`; communicates on `axis`: one all-reduce per buffer. Nothing
+        at size 1.
+
+    Examples:
+        >>> from trainkit.mesh import solo_parallel
+        >>> sync_sp_grads([nn.Parameter(torch.ones(2))], solo_parallel().sp_unfolded)
+    """
+    if axis.count == 1:
+        return
+    trainable = [p for p in params if p.requires_grad]
+    for p in trainable:
+        if p.grad is None:
+            p.grad = torch.zeros_like(p)
+    grads = [_local(p.grad) for p in trainable if p.grad is not None]
+    for bucket in _buckets(grads):
+        flat = torch.cat([grad.reshape(-1) for grad in bucket])
+        dist.all_reduce(flat, group=axis.group)
+        parts = flat.split([grad.numel() for grad in bucket])
+        for grad, part in zip(bucket, parts, strict=True):
+            grad.copy_(part.view_as(grad))
+
+
+def _buckets(grads: Sequence[Tensor]) -> list[list[Tensor]]:
+    """Group tensors by dtype and device, in order, into lists of a bounded number of elements."""
+    open_buckets: dict[Any, list[Tensor]] = {}
+    sizes: dict[Any, int] = {}
+    full: list[list[Tensor]] = []
+    for grad in grads:
+        kind = (grad.dtype, grad.device)
+        if kind in open_buckets and sizes[kind] + grad.numel() > _BUCKET_ELEMENTS:
+            full.append(open_buckets.pop(kind))
+        open_buckets.setdefault(kind, []).append(grad)
+        sizes[kind] = sum(part.numel() for part in open_buckets[kind])
+    return [*full, *open_buckets.values()]
+
+
+# -------------------------------------------------------------------------------------------- norm
+
+
+def _norm(grads: Sequence[Tensor]) -> Tensor:
+    """Return the 2-norm of a list of plain tensors, accumulated in at least fp32."""
+    dtype = torch.float64 if grads[0].dtype == torch.float64 else torch.float32
+    parts = torch._foreach_norm(list(grads), 2.0, dtype=dtype)  # noqa: SLF001 (torch.nn.utils too)
+    return torch.linalg.vector_norm(torch.stack(parts))
+
+
+def _sharded_over(grad: Any) -> tuple[Any, tuple[int, ...]]:
+    """Return the mesh of a DTensor and the mesh dimensions over which its elements are spread."""
+    dims = tuple(
+        dim
+        for dim, placement in enumerate(grad.placements)
+        if not placement.is_replicate() and grad.device_mesh.size(dim) > 1
+    )
+    if any(placement.is_partial() for placement in grad.placements):
+        raise ValueError(
+            f"grad_norm: a gradient has placements {grad.placements}, a sum that was never "
+            "reduced; reduce it before its norm is taken"
+        )
+    return grad.device_mesh, dims
+
+
+@torch.no_grad()
+def grad_norm(params: Iterable[nn.Parameter], *, axis: Axis) -> Tensor:
+    """Return the 2-norm of the whole model's gradient.
+
+    Squares are summed over exactly the mesh dimensions that a parameter is sharded over, never over
+    its replicas, and then over the pipeline stages. Parameters may live on different meshes.
+
+    Args:
+        params: Parameters of this rank, plain or DTensor; those without a gradient count as zero.
+        axis: The pipeline axis, `ps.pp`, whose ranks hold different parameters.
+
+    Returns:
+        A 0-d tensor of fp32, or fp64 for fp64 gradients, equal on all ranks.
+
+    Raises:
+        ValueError: A gradient is still a partial sum.
+
+    Effects:
+        Communicates: one all-reduce of a number per mesh dimension that parameters are sharded
+            over, and on `axis`.
+
+    Examples:
+        >>> from trainkit.mesh import solo_parallel
+        >>> p = nn.Parameter(torch.zeros(2))
+        >>> p.grad = torch.tensor([3.0, 4.0])
+        >>> grad_norm([p], axis=solo_parallel().pp)
+        tensor(5.)
+    """
+    grads = [p.grad for p in params if p.grad is not None]
+    groups: dict[Any, list[Tensor]] = {}
+    for grad in grads:
+        sharded = hasattr(grad, "placements")
+        groups.setdefault(_sharded_over(grad) if sharded else None, []).append(grad)
+    totals = []
+    for where, members in groups.items():
+        total = _norm([_local(grad) for grad in members])
+        if where is not None and where[1]:
+            mesh, dims = where
+            total = total.square()
+            for dim in dims:
+                dist.all_reduce(total, group=mesh.get_group(dim))
+            total = total.sqrt()
+        totals.append(total)
+    norm = totals[0] if len(totals) == 1 else _combined(totals)
+    return norm if axis.count == 1 else all_sum(norm.square(), axis).sqrt()
+
+
+def _combined(totals: Sequence[Tensor]) -> Tensor:
+    if not totals:
+        return torch.zeros(())
+    return torch.linalg.vector_norm(
+        torch.stack([t.to(torch.result_type(t, totals[0])) for t in totals])
+    )
+
+
+# -------------------------------------------------------------------------------------------- step
+
+
+@torch.no_grad()
+def clip_and_step(
+    params: Sequence[nn.Parameter],
+    optimizer: torch.optim.Optimizer,
+    *,
+    lr: float,
+    max_norm: float | None,
+    axis: Axis,
+) -> Tensor:
+    """Clip the gradient to a norm, take one optimizer step, and clear the gradients.
+
+    A gradient whose norm is not finite changes nothing: parameters and moments keep every bit. The
+    optimizer decides that on the device where it can (`found_inf`, as fused AdamW), else the host
+    waits for the norm.
+
+    Args:
+        params: The parameters of this rank that `optimizer` steps.
+        optimizer: Any torch optimizer; a group's rate becomes `lr * group.get("lr_scale", 1)`.
+        lr: The learning rate of this step.
+        max_norm: Gradients are scaled by min(1, max_norm / (norm + 1e-6)), as by torch's
+            `clip_grad_norm_`; None only measures.
+        axis: The pipeline axis, `ps.pp`.
+
+    Returns:
+        The norm before clipping, a 0-d tensor, equal on all ranks; not finite when the step was
+        skipped.
+
+    Raises:
+        ValueError: `max_norm` is not positive, or a gradient is still a partial sum.
+
+    Effects:
+        Writes parameters and optimizer state, sets every `.grad` to None; communicates as
+        `grad_norm`.
+
+    Examples:
+        >>> from trainkit.mesh import solo_parallel
+        >>> p = nn.Parameter(torch.zeros(2))
+        >>> p.grad = torch.tensor([3.0, 4.0])
+        >>> optimizer = torch.optim.SGD([p])
+        >>> clip_and_step([p], optimizer, lr=1.0, max_norm=None, axis=solo_parallel().pp)
+        tensor(5.)
+        >>> p.data, p.grad
+        (tensor([-3., -4.]), None)
+    """
+    if max_norm is not None and not max_norm > 0:
+        raise ValueError(
+            f"clip_and_step: max_norm must be positive, got {max_norm}; None only measures"
+        )
+    norm = grad_norm(params, axis=axis)
+    if max_norm is not None and math.isfinite(max_norm):
+        scale = (max_norm / (norm + 1e-6)).clamp(max=1.0)
+        grads = [_local(p.grad) for p in params if p.grad is not None]
+        if grads:
+            torch._foreach_mul_(grads, scale)
+    for group in optimizer.param_groups:
+        group["lr"] = lr * group.get("lr_scale", 1)
+    _step_if_finite(optimizer, norm)
+    for p in params:
+        p.grad = None
+    return norm
+
+
+def _step_if_finite(optimizer: Any, norm: Tensor) -> None:
+    # By this torch's GradScaler knows optimizers that skip on the device (2.11 to 2.13).
+    if getattr(optimizer, "_step_supports_amp_scaling", False):
+        optimizer.found_inf = torch.isfinite(norm).logical_not().to(torch.float32)
+        try:
+            optimizer.step()
+        finally:
+            del optimizer.found_inf
+    elif torch.isfinite(norm):
+        optimizer.step()

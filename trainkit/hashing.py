@@ -1,0 +1,109 @@
+"""Keys and hashes: the arithmetic under everything that must not depend on layout.
+
+A *key* is 64 bits made from a seed and names. A *hash* of a tensor is a sum modulo 2^64 over its
+elements, so hashes of disjoint parts combine by `+`, in any order: every layout that holds the same
+values prints the same number. `mix` is the finaliser of SplitMix64 (Steele, Lea and Flood, "Fast
+splittable pseudorandom number generators", 2014).
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+from numba import njit
+
+MASK64 = (1 << 64) - 1
+GOLDEN = 0x9E3779B97F4A7C15
+"""2^64 over the golden ratio, odd: steps of it visit every 64-bit number once."""
+
+
+@njit(cache=True, inline="always")
+def mix(x: np.uint64) -> np.uint64:
+    """Return a permutation of the 64-bit numbers in which every input bit moves every output bit.
+
+    Examples:
+        >>> mix(np.uint64(1)) == mix(np.uint64(1)), mix(np.uint64(1)) == mix(np.uint64(2))
+        (True, False)
+    """
+    x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return x ^ (x >> np.uint64(31))
+
+
+def key_of(*parts: int | str) -> int:
+    """Return the 64-bit key of a sequence of integers and names.
+
+    Returns:
+        An int in [0, 2^64). Different sequences give different keys: ("a", "bc") is not ("ab",
+        "c").
+
+    Examples:
+        >>> key_of(0, "dropout") == key_of(0, "dropout"), key_of(0, "a") == key_of(1, "a")
+        (True, False)
+    """
+    text = "".join(f"{type(part).__name__}{len(str(part))}:{part}" for part in parts)
+    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little")
+
+
+@njit(cache=True, nogil=True)
+def _sum_of_mixed(key: np.uint64, bits: Any, first: Any, stride: Any, inner: int) -> np.uint64:
+    """Sum mix(mix(key + index) + bits); `first` holds each row's index, `inner` its length."""
+    total = np.uint64(0)
+    for row in range(first.size):
+        index = first[row]
+        for column in range(inner):
+            place = mix(key + index * np.uint64(0x9E3779B97F4A7C15))
+            total += mix(place + np.uint64(bits[row * inner + column]))
+            index += stride
+    return total
+
+
+def hash_box(
+    name: str, box: np.ndarray[Any, Any], *, shape: Sequence[int], offset: Sequence[int]
+) -> int:
+    """Return the hash of one box of a named tensor.
+
+    It is the sum over its elements of a hash of (name, index, bits).
+
+    Args:
+        name: The tensor's name in the whole model.
+        box: The values, of any dtype of 1, 2, 4 or 8 bytes.
+        shape: The shape of the whole tensor, from which an element's global index follows.
+        offset: Where the box begins in the whole tensor.
+
+    Returns:
+        An int in [0, 2^64). Hashes of boxes that cover a tensor once add up (modulo 2^64) to the
+        tensor's.
+
+    Examples:
+        >>> x = np.arange(6.0).reshape(2, 3)
+        >>> whole = hash_box("x", x, shape=(2, 3), offset=(0, 0))
+        >>> parts = [hash_box("x", x[:, i : i + 1], shape=(2, 3), offset=(0, i)) for i in range(3)]
+        >>> whole == sum(parts) % 2**64
+        True
+    """
+    box = np.ascontiguousarray(box).reshape(box.shape or (1,))
+    shape, offset = tuple(shape) or (1,), tuple(offset) or (0,)
+    strides = [int(np.prod(shape[dim + 1 :], dtype=np.int64)) for dim in range(len(shape))]
+    first = np.zeros(box.shape[:-1], np.uint64)
+    for dim, (start, stride) in enumerate(zip(offset[:-1], strides[:-1], strict=True)):
+        index = (start + np.arange(box.shape[dim], dtype=np.uint64)) * np.uint64(stride)
+        first += index.reshape([-1 if d == dim else 1 for d in range(box.ndim - 1)])
+    first += np.uint64(offset[-1])
+    bits = box.view(f"u{box.dtype.itemsize}").reshape(-1)
+    key = np.uint64(key_of(name))
+    return int(_sum_of_mixed(key, bits, first.reshape(-1), np.uint64(1), box.shape[-1]))
+
+
+def hash_counters(counters: Mapping[str, int]) -> int:
+    """Return the hash of named integers, of the same kind as `hash_box` (sums modulo 2^64).
+
+    Examples:
+        >>> hash_counters({"step": 3}) == hash_counters({"step": 3})
+        True
+    """
+    values = ((name, np.array([value], np.int64)) for name, value in counters.items())
+    return sum(hash_box(name, value, shape=(1,), offset=(0,)) for name, value in values) & MASK64

@@ -1,0 +1,271 @@
+"""Which tokens of a sequence each rank holds: from a tensor and a `Share` to that share's part.
+
+The causal half of attention makes later tokens dearer than earlier ones. The zigzag order evens
+that out: it cuts a document into 2N chunks and gives rank r chunks r and 2N-1-r, so each pair costs
+the same (Zhu, "Ring flash attention", 2024; the Llama 3 report, 2024). With documents packed into a
+row, each document is cut on its own.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import attrs
+import numpy as np
+import torch
+
+from trainkit.types import Share, Spans
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from trainkit.types import Batch, IntArray, Split
+
+
+def zigzag_shard(x: Tensor, share: Share, *, dim: int = 1, cu_seqlens: Any = None) -> Tensor:
+    """Return chunks r and 2N-1-r of every document for rank r of N, of `dim` without documents.
+
+    Args:
+        x: Any tensor.
+        share: Which rank of how many.
+        dim: The sequence dimension.
+        cu_seqlens: Where documents begin along `dim`, and its length at the end: integers `[D+1]`
+            on the host (sequence, numpy array or CPU tensor). Each document's length must divide by
+            2N.
+
+    Returns:
+        A tensor with 1/N of the tokens, documents in the same order; `x` itself when N is 1.
+
+    Raises:
+        ValueError: A length does not divide by 2N, or `cu_seqlens` does not describe `dim`.
+
+    Examples:
+        >>> x = torch.arange(16).reshape(1, 16)
+        >>> zigzag_shard(x, Share(0, 2)).tolist()
+        [[0, 1, 2, 3, 12, 13, 14, 15]]
+        >>> zigzag_shard(x, Share(0, 2), cu_seqlens=[0, 4, 16]).tolist()
+        [[0, 3, 4, 5, 6, 13, 14, 15]]
+    """
+    _check_share("zigzag_shard", share)
+    if share.count == 1:
+        return x
+    if cu_seqlens is None:
+        size = _chunk("zigzag_shard", x.shape[dim], 2 * share.count)
+        starts = share.index * size, (2 * share.count - 1 - share.index) * size
+        return torch.cat([x.narrow(dim, start, size) for start in starts], dim)
+    bounds = _bounds("zigzag_shard", cu_seqlens, x.shape[dim])
+    index = _zigzag_index("zigzag_shard", bounds, share.index, share.count)
+    return _take(x, index, dim)
+
+
+def zigzag_unshard(x: Tensor, count: int, *, dim: int = 1, cu_seqlens: Any = None) -> Tensor:
+    """Undo `zigzag_shard`: put the shards of all ranks back into the order of the whole.
+
+    Args:
+        x: The `count` shards, concatenated along `dim`.
+        count: The number of ranks N.
+        dim: The sequence dimension.
+        cu_seqlens: Of the whole, as it was given to `zigzag_shard`.
+
+    Returns:
+        A tensor like `x`; `x` itself when `count` is 1.
+
+    Raises:
+        ValueError: A length does not divide by 2N, `cu_seqlens` does not describe `dim`, or `count`
+            is below 1.
+
+    Examples:
+        >>> x = torch.arange(8).reshape(1, 8)
+        >>> shards = [zigzag_shard(x, Share(rank, 2)) for rank in (0, 1)]
+        >>> torch.equal(zigzag_unshard(torch.cat(shards, dim=1), 2), x)
+        True
+    """
+    _check_share("zigzag_unshard", Share(0, count))
+    if count == 1:
+        return x
+    if cu_seqlens is None:
+        size = _chunk("zigzag_unshard", x.shape[dim], 2 * count)
+        places = [*range(0, 2 * count, 2), *range(2 * count - 1, 0, -2)]
+        return torch.cat([x.narrow(dim, place * size, size) for place in places], dim)
+    bounds = _bounds("zigzag_unshard", cu_seqlens, x.shape[dim])
+    order = [_zigzag_index("zigzag_unshard", bounds, rank, count) for rank in range(count)]
+    return _take(x, np.argsort(np.concatenate(order)), dim)
+
+
+def contiguous_shard(x: Tensor, share: Share, *, dim: int = 1, cu_seqlens: Any = None) -> Tensor:
+    """Return the r-th of N equal slices of `dim`, for rank r, as a view.
+
+    `cu_seqlens` is taken, because every `Split` takes it, and not used: a slice may begin inside a
+    document. That suits whoever sees all slices of a sequence before attention (Ulysses), and
+    nobody else.
+
+    Args:
+        x: Any tensor.
+        share: Which rank of how many.
+        dim: The sequence dimension.
+        cu_seqlens: Not used.
+
+    Returns:
+        A view with 1/N of the tokens; `x` itself when N is 1.
+
+    Raises:
+        ValueError: The length of `dim` does not divide by N.
+
+    Examples:
+        >>> contiguous_shard(torch.arange(6).reshape(1, 6), Share(1, 2)).tolist()
+        [[3, 4, 5]]
+    """
+    del cu_seqlens
+    _check_share("contiguous_shard", share)
+    if share.count == 1:
+        return x
+    size = _chunk("contiguous_shard", x.shape[dim], share.count)
+    return x.narrow(dim, share.index * size, size)
+
+
+def shard_batch(batch: Batch, share: Share, *, split: Split = zigzag_shard) -> Batch:
+    """Return one share of a batch's tokens: all its tensors, `extra` too, and spans that follow.
+
+    Each row is split by its own spans, row padding included. Shift labels before, never after: the
+    next token may be on another rank. Positions, documents and token indices travel with their
+    tokens.
+
+    Args:
+        batch: A `Batch` of `[B, S]`; its spans end where its rows end.
+        share: Which rank of how many.
+        split: Which tokens a share holds. Any `Split` will do: it is asked about positions, and all
+            else follows.
+
+    Returns:
+        A `Batch` of `[B, S/N]`; the batch itself when N is 1.
+
+    Raises:
+        ValueError: A span does not divide as `split` needs it (pack with `multiple_of`), or spans
+            cross rows.
+
+    Examples:
+        >>> from trainkit.batch import blank_batch
+        >>> half = shard_batch(blank_batch(2, 8), Share(1, 2))
+        >>> half.position_ids.tolist(), half.spans.lengths.tolist()
+        ([[2, 3, 4, 5], [2, 3, 4, 5]], [4, 4])
+    """
+    _check_share("shard_batch", share)
+    if share.count == 1:
+        return batch
+    rows, length = batch.input_ids.shape
+    places = _places(batch.spans.lengths, rows, length, share, split)
+    span_of = np.repeat(np.arange(len(batch.spans.lengths)), batch.spans.lengths)
+    span_of = np.take_along_axis(span_of.reshape(rows, length), places.numpy(), axis=1)
+    device = batch.input_ids.device
+    index = torch.arange(rows).unsqueeze(1).to(device), places.to(device, non_blocking=True)
+    return attrs.evolve(
+        batch,
+        input_ids=batch.input_ids[index],
+        labels=batch.labels[index],
+        position_ids=batch.position_ids[index],
+        document_ids=batch.document_ids[index],
+        token_index=batch.token_index[index],
+        spans=spans_of_runs(span_of, device=device),
+        extra={name: value[index] for name, value in batch.extra.items()},
+    )
+
+
+def spans_of_runs(ids: np.ndarray[Any, Any], *, device: torch.device | str = "cpu") -> Spans:
+    """Return the `Spans` of the runs of equal numbers in each row of a host array.
+
+    Args:
+        ids: Integers `[B, S]`. The end of a row always ends a run.
+        device: Where `cu_seqlens` shall live.
+
+    Returns:
+        The `Spans` over the flattened rows.
+
+    Raises:
+        ValueError: There are 2^31 tokens or more, which int32 `cu_seqlens` cannot count.
+
+    Examples:
+        >>> spans_of_runs(np.array([[0, 0, 1], [1, 1, 1]])).cu_seqlens.tolist()
+        [0, 2, 3, 6]
+    """
+    if ids.size >= 1 << 31:
+        raise ValueError(f"spans_of_runs: {ids.size} tokens are too many for int32 cu_seqlens")
+    begins = np.ones(ids.shape, bool)
+    begins[:, 1:] = ids[:, 1:] != ids[:, :-1]
+    bounds = np.append(np.flatnonzero(begins), ids.size)
+    lengths = np.diff(bounds)
+    cu_seqlens = torch.from_numpy(bounds.astype(np.int32)).to(device, non_blocking=True)
+    return Spans(cu_seqlens, lengths, int(lengths.max(initial=0)))
+
+
+def _places(lengths: IntArray, rows: int, length: int, share: Share, split: Split) -> Tensor:
+    """Return which columns of each row a share holds, int64 `[B, S/N]` on the host."""
+    ends = np.cumsum(lengths)
+    row_ends = np.arange(1, rows + 1) * length
+    last = np.searchsorted(ends, row_ends)  # the span that ends each row
+    if ends[-1] != rows * length or not np.array_equal(ends[last], row_ends):
+        raise ValueError(
+            f"shard_batch: the spans do not end where the {rows} rows of {length} tokens end"
+        )
+    columns, first = torch.arange(length).unsqueeze(0), 0
+    parts: list[Tensor] = []
+    for row, end in enumerate(last + 1):
+        bounds = np.append(0, ends[first:end] - row * length)
+        parts.append(split(columns, share, dim=1, cu_seqlens=bounds))
+        first = end
+    return torch.cat(parts)
+
+
+def _zigzag_index(where: str, bounds: IntArray, rank: int, count: int) -> IntArray:
+    """Return which tokens rank r of N holds: chunks r and 2N-1-r of each document."""
+    sizes, rests = np.divmod(np.diff(bounds), 2 * count)
+    if rests.any():
+        worst = int((rests > 0).argmax())
+        raise ValueError(
+            f"{where}: document {worst} has {bounds[worst + 1] - bounds[worst]} tokens, which "
+            f"do not divide into {2 * count} parts, 2 for each of {count} ranks; it must be a multiple of "
+            f"{2 * count}: pack with multiple_of={2 * count}"
+        )
+    chunks = np.array([rank, 2 * count - 1 - rank])
+    starts = (bounds[:-1, None] + sizes[:, None] * chunks).reshape(-1)
+    sizes = np.repeat(sizes, 2)
+    return np.repeat(starts - (np.cumsum(sizes) - sizes), sizes) + np.arange(sizes.sum())
+
+
+def _take(x: Tensor, index: IntArray, dim: int) -> Tensor:
+    return x.index_select(dim, torch.from_numpy(index).to(x.device, non_blocking=True))
+
+
+def _bounds(where: str, cu_seqlens: Any, length: int) -> IntArray:
+    """Check `cu_seqlens` against the length it describes and return it as int64 numpy."""
+    if isinstance(cu_seqlens, torch.Tensor) and cu_seqlens.device.type != "cpu":
+        raise ValueError(
+            f"{where}: cu_seqlens is on {cu_seqlens.device}; give it on the host, as "
+            "np.append(0, spans.lengths.cumsum()): reading it back would wait for the device"
+        )
+    bounds = np.asarray(cu_seqlens)
+    if bounds.ndim != 1 or bounds.size == 0 or bounds.dtype.kind not in "iu":
+        raise ValueError(
+            f"{where}: cu_seqlens must be integers in one dimension, "
+            f"got {bounds.dtype} {bounds.shape}"
+        )
+    bounds = bounds.astype(np.int64)
+    if bounds[0] != 0 or bounds[-1] != length or (np.diff(bounds) <= 0).any():
+        raise ValueError(
+            f"{where}: cu_seqlens must rise from 0 to the length, {length}, got {bounds.tolist()}"
+        )
+    return bounds
+
+
+def _chunk(where: str, length: int, parts: int) -> int:
+    """Return the size of one of `parts` equal parts."""
+    if length % parts:
+        raise ValueError(
+            f"{where}: a length of {length} does not divide into {parts} parts; "
+            f"it must be a multiple of {parts}"
+        )
+    return length // parts
+
+
+def _check_share(where: str, share: Share) -> None:
+    if not 0 <= share.index < share.count:
+        raise ValueError(f"{where}: there is no part {share.index} of {share.count}")

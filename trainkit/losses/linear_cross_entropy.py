@@ -1,0 +1,189 @@
+"""Cross entropy straight from hidden states and the output weight, without ever holding all logits.
+
+The logits of a batch are its largest tensor by far: 2,048 tokens by 131,072 words take 1 GiB, and
+the plain path holds three of them. Here they exist for one chunk of tokens at a time. Each chunk's
+gradient is computed while its logits are there, in the forward pass, so that backward has nothing
+left to do but multiply by the incoming scalar.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+
+from trainkit.losses.cross_entropy import accumulation_dtype, check_labels, cross_entropy
+from trainkit.types import IGNORED_LABEL
+
+_SMALL = 2**22  # elements, 16 MiB of fp32: logits below this are not worth splitting further
+
+
+def linear_cross_entropy(
+    hidden: Tensor, weight: Tensor, labels: Tensor, *, chunk: int | None = None
+) -> Tensor:
+    """Return `cross_entropy(hidden @ weight.T, labels)` without holding all logits at once.
+
+    The loss and the weight's gradient are accumulated in fp32 (fp64 stays fp64); gradients are cast
+    to the dtype of their input once, at the end. Only the gradients that are needed are computed,
+    none under `torch.no_grad()`. Ignored tokens are treated as in `cross_entropy`; they cost their
+    share of the time, since leaving them out would need a host sync. Factors in bf16 are multiplied
+    as they are on CUDA, with fp32 results, and in fp32 elsewhere. Under autocast both inputs are
+    cast first, as a linear layer would.
+
+    Chunks have no second derivative, and run as they are inside `torch.compile`, which would
+    otherwise keep several of them at a time.
+
+    Args:
+        hidden: what enters the output layer, `[..., D]`.
+        weight: the output layer's weight `[V, D]`, same dtype and device.
+        labels: the next token of each position, int64 `[...]`; -100 is ignored.
+        chunk: tokens whose logits exist at a time. By default D / 2, so that they take half of the
+            memory of the weight's gradient, or as many as fit into 16 MiB, if that is more; and if
+            all fit into that, the plain path is taken, which has less overhead.
+
+    Returns:
+        A scalar, fp32 or fp64.
+
+    Raises:
+        ValueError: if shapes or dtypes do not match or `chunk` is below 1.
+
+    Examples:
+        >>> import torch
+        >>> from trainkit.losses import cross_entropy
+        >>> draw = torch.Generator().manual_seed(0)
+        >>> hidden = torch.randn(2, 8, 4, generator=draw, requires_grad=True)
+        >>> weight = torch.randn(50, 4, generator=draw, requires_grad=True)
+        >>> labels = torch.randint(50, (2, 8), generator=draw)
+        >>> loss = linear_cross_entropy(hidden, weight, labels, chunk=3)
+        >>> bool(torch.isclose(loss, cross_entropy(hidden @ weight.T, labels)))
+        True
+        >>> loss.backward()
+        >>> weight.grad.shape
+        torch.Size([50, 4])
+
+    The idea of the gradient in the forward pass is Liger Kernel's (Hsu et al. 2024).
+    """
+    _check(hidden, weight, labels, chunk)
+    if torch.is_autocast_enabled(hidden.device.type):
+        dtype = torch.get_autocast_dtype(hidden.device.type)
+        hidden, weight = hidden.to(dtype), weight.to(dtype)
+    vocabulary, width = weight.shape
+    if chunk is None:
+        small = labels.numel() * vocabulary <= _SMALL
+        if small and weight.dtype == accumulation_dtype(weight):
+            return cross_entropy(nn.functional.linear(hidden, weight), labels)
+        chunk = max(1, width // 2, _SMALL // vocabulary)
+    if not torch.is_grad_enabled():  # which a Function does not ask
+        hidden, weight = hidden.detach(), weight.detach()
+    run = _LinearCrossEntropy.apply
+    if False:  # traced, 512 tokens of the benchmark take twice the memory
+        run = torch.compiler.disable(run)
+    return run(hidden.flatten(0, -2), weight, labels.flatten(), chunk)
+
+
+class _LinearCrossEntropy(torch.autograd.Function):
+    """The sum, with gradients that are ready when forward returns.
+
+    Torch declares both methods as taking and returning anything, and so they override it unsoundly.
+    """
+
+    @staticmethod
+    def forward(  # pyrefly: ignore[bad-override, missing-override-decorator]
+        ctx: Any,
+        hidden: Tensor,
+        weight: Tensor,
+        labels: Tensor,
+        chunk: int,
+    ) -> Tensor:
+        needs = ctx.needs_input_grad[0], ctx.needs_input_grad[1]
+        total, d_hidden, d_weight = _sum_and_gradients(hidden, weight, labels, chunk, needs)
+        ctx.save_for_backward(d_hidden, d_weight)
+        return total
+
+    @staticmethod
+    @once_differentiable
+    def backward(  # pyrefly: ignore[bad-override, missing-override-decorator]
+        ctx: Any,
+        d_total: Tensor,
+    ) -> tuple[Tensor | None, ...]:
+        # Not in place: a second backward over the same graph would scale twice.
+        d_hidden, d_weight = (g if g is None else g * d_total for g in ctx.saved_tensors)
+        return d_hidden, d_weight, None, None
+
+
+def _sum_and_gradients(
+    hidden: Tensor, weight: Tensor, labels: Tensor, chunk: int, needs: tuple[bool, bool]
+) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    """Return the loss and the gradients that are needed; hidden `[N, D]`, weight `[V, D]`."""
+    dtype, exact = weight.dtype, accumulation_dtype(weight)
+    if not weight.is_cuda:  # only CUDA multiplies bf16 into fp32
+        hidden, weight = hidden.to(exact), weight.to(exact)
+    losses = hidden.new_zeros(len(hidden), dtype=exact)
+    d_hidden = hidden.new_empty(hidden.shape) if needs[0] else None
+    d_weight = weight.new_zeros(weight.shape, dtype=exact) if needs[1] else None
+    # One buffer for all chunks: fresh memory for each would be cleared by the system each time.
+    buffer = hidden.new_empty((min(chunk, len(hidden)), len(weight)), dtype=exact)
+    for start in range(0, len(hidden), chunk):
+        rows = slice(start, start + chunk)
+        ignored = (labels[rows] == IGNORED_LABEL).unsqueeze(-1)
+        inputs = hidden[rows]
+        logits = _product(inputs, weight.t(), out=buffer[: len(inputs)])
+        losses[rows] = _losses_and_gradient_(logits, labels[rows], ignored, gradient=any(needs))
+        slopes = logits.to(weight.dtype)
+        if d_hidden is not None:
+            torch.mm(slopes, weight, out=d_hidden[rows])
+        if d_weight is not None:
+            _add_product_(d_weight, slopes.t(), inputs)
+    d_hidden, d_weight = (g if g is None else g.to(dtype) for g in (d_hidden, d_weight))
+    return losses.sum(), d_hidden, d_weight
+
+
+def _losses_and_gradient_(
+    logits: Tensor, labels: Tensor, ignored: Tensor, *, gradient: bool
+) -> Tensor:
+    """Return each token's loss `[T]`; turn its logits `[T, V]` into the gradient of their sum.
+
+    Without `gradient` the logits end as unnormalized probabilities. `ignored` is bool `[T, 1]`.
+    """
+    labels = labels.unsqueeze(-1).masked_fill(ignored, 0)
+    picked = logits.sub_(logits.amax(-1, keepdim=True)).gather(-1, labels)
+    total = logits.exp_().sum(-1, keepdim=True)
+    if gradient:
+        logits.mul_(total.reciprocal().masked_fill(ignored, 0))
+        at_label = (picked.exp() / total - 1).masked_fill(ignored, 0)
+        logits.scatter_(-1, labels, at_label)
+    return (total.log() - picked).masked_fill(ignored, 0).squeeze(-1)
+
+
+def _product(a: Tensor, b: Tensor, *, out: Tensor) -> Tensor:
+    """Write a @ b into `out`, which is fp32 for bf16 factors (CUDA only)."""
+    if a.dtype == out.dtype:
+        return torch.mm(a, b, out=out)
+    return torch.mm(a, b, out_dtype=out.dtype, out=out)
+
+
+def _add_product_(total: Tensor, a: Tensor, b: Tensor) -> None:
+    """Add a @ b to `total`, which is fp32 for bf16 factors (CUDA only)."""
+    if a.dtype == total.dtype:
+        total.addmm_(a, b)
+    else:
+        total.add_(torch.mm(a, b, out_dtype=total.dtype))
+
+
+def _check(hidden: Tensor, weight: Tensor, labels: Tensor, chunk: int | None) -> None:
+    check_labels("linear_cross_entropy", hidden, labels)
+    if weight.ndim != 2 or weight.shape[1] != hidden.shape[-1]:
+        raise ValueError(
+            f"linear_cross_entropy: weight must have shape (vocabulary, {hidden.shape[-1]}) for "
+            f"hidden states of shape {tuple(hidden.shape)}, got {tuple(weight.shape)}"
+        )
+    autocast = torch.is_autocast_enabled(hidden.device.type)
+    if hidden.dtype != weight.dtype and not autocast:
+        raise ValueError(
+            "linear_cross_entropy: hidden and weight must have one dtype, got "
+            f"{hidden.dtype} and {weight.dtype}"
+        )
+    if chunk is not None and chunk < 1:
+        raise ValueError(f"linear_cross_entropy: chunk must be at least 1, got {chunk}")

@@ -1,0 +1,433 @@
+"""From degrees and an environment to a `ParallelState`: all axes are made here, once.
+
+world = pp x dp_replicate x dp_shard x ring x ulysses x tp, outermost first: neighbours on `tp` have
+adjacent ranks. Axes that hold the same ranks share one process group.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from datetime import timedelta
+from typing import Literal
+
+import attrs
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+
+from trainkit.types import Axis, ConfigError, ParallelState, Share
+
+FoldSP = Literal["all", "ring", "ulysses", "none"]
+_DEGREES = ("pp", "dp_replicate", "dp_shard", "ring", "ulysses", "tp")
+_FOLDED: dict[str, tuple[str, ...]] = {
+    "all": ("ring", "ulysses"),
+    "ring": ("ring",),
+    "ulysses": ("ulysses",),
+    "none": (),
+}
+
+
+@attrs.frozen
+class Launch:
+    """What a launcher told this process: its rank, how many there are, and where they meet."""
+
+    rank: int
+    world: int
+    local_rank: int
+    address: str | None = None
+    port: int | None = None
+
+
+# ------------------------------------------------------------------------------------- environment
+
+
+def _whole_number(env: Mapping[str, str], name: str, *, low: int, high: int | None = None) -> int:
+    """Return an integer variable, or say which one is missing or wrong."""
+    text = env.get(name)
+    rule = f"a whole number of at least {low}" + ("" if high is None else f" and below {high}")
+    if text is None:
+        raise ConfigError(
+            f"parallel_session: {name} is not set, but other variables of the launcher are; it "
+            f"must be {rule}",
+            where=name,
+            want=rule,
+            hint="start with torchrun or srun, or unset RANK and WORLD_SIZE for one process",
+        )
+    if not re.fullmatch(r"[+-]?\d+", text.strip()) or not low <= int(text) < (
+        high or int(text) + 1
+    ):
+        raise ConfigError(
+            f"parallel_session: {name} must be {rule}, got {text!r}",
+            where=name,
+            got=text,
+            want=rule,
+        )
+    return int(text)
+
+
+def launch_from_torchrun(env: Mapping[str, str]) -> Launch:
+    """Read torchrun's variables: RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT.
+
+    Raises:
+        ConfigError: One is missing, no number, or out of range; before any socket is opened.
+
+    Examples:
+        >>> launch_from_torchrun({"RANK": "0", "WORLD_SIZE": "1"})
+        Launch(rank=0, world=1, local_rank=0, address=None, port=None)
+    """
+    world = _whole_number(env, "WORLD_SIZE", low=1)
+    rank = _whole_number(env, "RANK", low=0, high=world)
+    local = _whole_number(env, "LOCAL_RANK", low=0) if "LOCAL_RANK" in env else rank
+    if world == 1:
+        return Launch(rank, world, local)
+    if not env.get("MASTER_ADDR"):
+        raise ConfigError("parallel_session: MASTER_ADDR is not set", where="MASTER_ADDR")
+    port = _whole_number(env, "MASTER_PORT", low=1, high=65536)
+    return Launch(rank, world, local, env["MASTER_ADDR"], port)
+
+
+def launch_from_slurm(env: Mapping[str, str]) -> Launch:
+    """Read SLURM's variables; the first host of the node list is where ranks meet.
+
+    The port follows from the job's number (MASTER_PORT overrides it), so that all ranks find the
+    same one without talking, and two jobs on one host differ.
+
+    Examples:
+        >>> env = {"SLURM_PROCID": "5", "SLURM_NTASKS": "8", "SLURM_LOCALID": "1"}
+        >>> env |= {"SLURM_JOB_NODELIST": "gpu[07-08,11]", "SLURM_JOB_ID": "41"}
+        >>> launch_from_slurm(env)
+        Launch(rank=5, world=8, local_rank=1, address='gpu07', port=15041)
+    """
+    world = _whole_number(env, "SLURM_NTASKS", low=1)
+    rank = _whole_number(env, "SLURM_PROCID", low=0, high=world)
+    local = _whole_number(env, "SLURM_LOCALID", low=0)
+    if world == 1:
+        return Launch(rank, world, local)
+    nodes = env.get("SLURM_STEP_NODELIST") or env.get("SLURM_JOB_NODELIST") or ""
+    first = re.match(r"([^,\[]+)(?:\[(\d+))?", nodes)
+    if first is None:
+        raise ConfigError(
+            f"parallel_session: SLURM_JOB_NODELIST names no host, got {nodes!r}",
+            where="SLURM_JOB_NODELIST",
+            got=nodes,
+        )
+    if "MASTER_PORT" in env:
+        port = _whole_number(env, "MASTER_PORT", low=1, high=65536)
+    else:
+        port = 15000 + _whole_number(env, "SLURM_JOB_ID", low=0) % 20000
+    return Launch(rank, world, local, first[1] + (first[2] or ""), port)
+
+
+def read_launch(env: Mapping[str, str]) -> Launch:
+    """Read torchrun's variables if there are any, else SLURM's, else be one process.
+
+    Examples:
+        >>> read_launch({})
+        Launch(rank=0, world=1, local_rank=0, address=None, port=None)
+    """
+    if "RANK" in env or "WORLD_SIZE" in env:
+        return launch_from_torchrun(env)
+    if "SLURM_PROCID" in env:
+        return launch_from_slurm(env)
+    return Launch(0, 1, 0)
+
+
+# ----------------------------------------------------------------------------------------- degrees
+
+
+def check_degrees(
+    degrees: Mapping[str, int], *, ep: int, fold_sp: FoldSP, world: int
+) -> dict[str, int]:
+    """Return the six degrees with dp_shard = -1 filled in, or say why they do not fit the world.
+
+    Args:
+        degrees: pp, dp_replicate, dp_shard, ring, ulysses and tp; only dp_shard may be -1, "the
+            rest of the world".
+        ep: The expert degree, which must divide the ranks that parameters are sharded over.
+        fold_sp: Which sequence axes parameters are sharded over besides dp_shard.
+        world: The number of processes.
+
+    Raises:
+        ConfigError: A degree is below 1, the product is not the world, or `ep` does not divide.
+
+    Examples:
+        >>> degrees = dict(pp=1, dp_replicate=2, dp_shard=-1, ring=1, ulysses=1, tp=1)
+        >>> check_degrees(degrees, ep=1, fold_sp="all", world=8)["dp_shard"]
+        4
+    """
+    filled = dict(degrees)
+    for name, degree in {**degrees, "ep": ep}.items():
+        if degree < 1 and not (name == "dp_shard" and degree == -1):
+            raise ConfigError(
+                f"parallel_session: {name} must be at least 1, got {degree}",
+                where=name,
+                got=degree,
+                want=">= 1",
+            )
+    if fold_sp not in _FOLDED:
+        raise ConfigError(
+            f"parallel_session: fold_sp must be one of {', '.join(_FOLDED)}, got {fold_sp!r}",
+            where="fold_sp",
+            got=fold_sp,
+        )
+    fixed = int(np.prod([degree for degree in degrees.values() if degree != -1]))
+    if filled["dp_shard"] == -1:
+        filled["dp_shard"] = max(world // fixed, 1)
+    product = int(np.prod(list(filled.values())))
+    if product != world:
+        text = " x ".join(f"{name} {degree}" for name, degree in filled.items())
+        raise ConfigError(
+            f"parallel_session: the degrees multiply to {product} ({text}), but there are {world} "
+            f"processes; start {product} of them, or change a degree",
+            where="degrees",
+            got=product,
+            want=world,
+        )
+    fsdp = int(np.prod([filled[name] for name in ("dp_shard", *_FOLDED[fold_sp])]))
+    if fsdp % ep:
+        raise ConfigError(
+            f"parallel_session: ep {ep} does not divide the {fsdp} ranks that parameters are "
+            f"sharded over (dp_shard, with fold_sp={fold_sp!r})",
+            where="ep",
+            got=ep,
+            want=f"a divisor of {fsdp}",
+        )
+    return filled
+
+
+# -------------------------------------------------------------------------------------------- axes
+
+Partition = tuple[tuple[int, ...], ...]
+
+
+def _partitions(degrees: Mapping[str, int], *, ep: int, fold_sp: FoldSP) -> dict[str, Partition]:
+    """Return, for each axis, the lists of ranks that it connects."""
+    sizes = [degrees[name] for name in _DEGREES]
+    world = np.arange(int(np.prod(sizes))).reshape(sizes)
+
+    def along(*names: str) -> np.ndarray[tuple[int, int], np.dtype[np.int64]]:
+        inner = [_DEGREES.index(name) for name in names]
+        outer = [dim for dim in range(len(_DEGREES)) if dim not in inner]
+        size = int(np.prod([sizes[dim] for dim in inner]))
+        return world.transpose(*outer, *inner).reshape(-1, size)
+
+    folded = _FOLDED[fold_sp]
+    unfolded = tuple(name for name in ("ring", "ulysses") if name not in folded)
+    fsdp = along("dp_shard", *folded)
+    tables = {
+        "world": along(*_DEGREES),
+        "dp": along("dp_replicate", "dp_shard"),
+        "sp": along("ring", "ulysses"),
+        "loss": along("dp_replicate", "dp_shard", "ring", "ulysses"),
+        "fsdp": fsdp,
+        "sp_unfolded": along(*unfolded),
+        "ep": fsdp.reshape(-1, ep),
+        "expert_fsdp": fsdp.reshape(len(fsdp), -1, ep)
+        .transpose(0, 2, 1)
+        .reshape(len(fsdp) * ep, -1),
+        **{name: along(name) for name in _DEGREES},
+    }
+    return {name: tuple(map(tuple, table.tolist())) for name, table in tables.items()}
+
+
+def _make_groups(
+    partitions: Mapping[str, Partition], rank: int
+) -> dict[Partition, dist.ProcessGroup]:
+    """Make one process group per distinct partition, on all ranks in the same order."""
+    groups: dict[Partition, dist.ProcessGroup] = {}
+    for partition in partitions.values():
+        if partition in groups or len(partition[0]) == 1:
+            continue
+        if len(partition) == 1:
+            assert dist.group.WORLD is not None
+            groups[partition] = dist.group.WORLD
+            continue
+        for ranks in partition:
+            group = dist.new_group(list(ranks))
+            if rank in ranks and group is not None:
+                groups[partition] = group
+    return groups
+
+
+def _root_mesh(
+    degrees: Mapping[str, int],
+    partitions: Mapping[str, Partition],
+    groups: dict[Partition, dist.ProcessGroup],
+    *,
+    fold_sp: FoldSP,
+    device: torch.device,
+) -> DeviceMesh | None:
+    """Return the mesh (pp, dp_replicate, fsdp, sp_unfolded, tp) without its dimensions of size 1.
+
+    Sharded and tensor-parallel parameters must live on slices of one mesh. FSDP2's hybrid mode
+    wants a dimension to shard over beside the replicated one, if only of size 1.
+    """
+    folded = _FOLDED[fold_sp]
+    unfolded = [name for name in ("ring", "ulysses") if name not in folded]
+    order = ["pp", "dp_replicate", "dp_shard", *folded, *unfolded, "tp"]
+    sizes = [degrees[name] for name in _DEGREES]
+    ranks = np.arange(int(np.prod(sizes))).reshape(sizes)
+    ranks = ranks.transpose([_DEGREES.index(name) for name in order])
+    names = ("pp", "dp_replicate", "fsdp", "sp_unfolded", "tp")
+    shape = [len(partitions[name][0]) for name in names]
+    kept = [name for name, size in zip(names, shape, strict=True) if size > 1]
+    if not kept:
+        return None
+    if "dp_replicate" in kept and "fsdp" not in kept:
+        kept.insert(kept.index("dp_replicate") + 1, "fsdp")
+        singles = [dist.new_group([rank]) for rank in range(ranks.size)]
+        own = singles[dist.get_rank()]
+        assert own is not None
+        groups[partitions["fsdp"]] = own
+    table = ranks.reshape([size for name, size in zip(names, shape, strict=True) if name in kept])
+    if len(kept) == 1:
+        return _mesh_of(groups[partitions[kept[0]]], kept[0], device)
+    return DeviceMesh.from_group(
+        [groups[partitions[name]] for name in kept],
+        device.type,
+        mesh=torch.from_numpy(table.copy()).to(torch.int),
+        mesh_dim_names=tuple(kept),
+    )
+
+
+def _mesh_of(group: dist.ProcessGroup, name: str, device: torch.device) -> DeviceMesh:
+    return DeviceMesh.from_group(group, device.type, mesh_dim_names=(name,))
+
+
+def _make_state(
+    degrees: Mapping[str, int], *, ep: int, fold_sp: FoldSP, rank: int, device: torch.device
+) -> ParallelState:
+    partitions = _partitions(degrees, ep=ep, fold_sp=fold_sp)
+    groups = _make_groups(partitions, rank)
+    mesh = _root_mesh(degrees, partitions, groups, fold_sp=fold_sp, device=device)
+    axes: dict[str, Axis] = {}
+    for name, partition in partitions.items():
+        ranks = next(ranks for ranks in partition if rank in ranks)
+        share = Share(ranks.index(rank), len(ranks))
+        if len(ranks) == 1:
+            axes[name] = Axis(name, share)
+            continue
+        group = groups[partition]
+        in_mesh = mesh is not None and name in (mesh.mesh_dim_names or ())
+        axis_mesh = mesh[name] if mesh is not None and in_mesh else _mesh_of(group, name, device)
+        axes[name] = Axis(name, share, group, axis_mesh)
+    return ParallelState(**axes, mesh=mesh, device=device)
+
+
+def solo_parallel(device: torch.device | str = "cpu") -> ParallelState:
+    """Return the state of one process: every axis has size 1, and there is no process group.
+
+    Examples:
+        >>> ps = solo_parallel()
+        >>> ps.loss.count, ps.loss.group
+        (1, None)
+    """
+    ones = dict.fromkeys(_DEGREES, 1)
+    return _make_state(ones, ep=1, fold_sp="all", rank=0, device=torch.device(device))
+
+
+def axis_from_group(group: dist.ProcessGroup, *, name: str = "group") -> Axis:
+    """Return an axis over somebody else's process group, to use single functions elsewhere.
+
+    Raises:
+        ValueError: This process is not a member of the group.
+    """
+    rank = dist.get_rank(group)
+    if rank < 0:
+        raise ValueError(f"axis_from_group: this process is not a member of the group {name!r}")
+    share = Share(rank, dist.get_world_size(group))
+    return Axis(name, share) if share.count == 1 else Axis(name, share, group)
+
+
+# ----------------------------------------------------------------------------------------- session
+
+
+def _own_device(launch: Launch) -> torch.device:
+    if not torch.cuda.is_available():
+        return torch.device("cpu")
+    if launch.local_rank >= torch.cuda.device_count():
+        raise ConfigError(
+            f"parallel_session: this process is number {launch.local_rank} on its host, which has "
+            f"{torch.cuda.device_count()} GPUs; start one process per GPU",
+            where="LOCAL_RANK",
+            got=launch.local_rank,
+            want=f"< {torch.cuda.device_count()}",
+        )
+    device = torch.device("cuda", launch.local_rank)
+    torch.cuda.set_device(device)
+    return device
+
+
+@contextmanager
+def parallel_session(
+    *,
+    pp: int = 1,
+    dp_replicate: int = 1,
+    dp_shard: int = -1,
+    ring: int = 1,
+    ulysses: int = 1,
+    tp: int = 1,
+    ep: int = 1,
+    fold_sp: FoldSP = "all",
+    timeout: timedelta = timedelta(minutes=10),
+) -> Iterator[ParallelState]:
+    """Open the process groups of a layout for the length of a `with` block.
+
+    The world comes from a process group that exists already, else from torchrun's variables, else
+    from SLURM's, else it is this process alone, and then there is no process group at all. The
+    environment and the degrees are checked before a socket is opened.
+
+    Args:
+        pp: Pipeline stages.
+        dp_replicate: Replicas of the parameters.
+        dp_shard: Ranks that share one replica's parameters; -1 takes the rest of the world.
+        ring: Ring attention ranks.
+        ulysses: Ulysses attention ranks.
+        tp: Tensor parallel ranks.
+        ep: Expert parallel ranks, a factor of what parameters are sharded over, not of the world.
+        fold_sp: Which sequence axes parameters are sharded over besides dp_shard.
+        timeout: How long a collective may wait for a peer.
+
+    Yields:
+        The `ParallelState` of this rank.
+
+    Raises:
+        ConfigError: The environment is wrong, or the degrees do not multiply to the world.
+
+    Effects:
+        Opens process groups, and closes what it opened. An existing default group is used as it is
+        and left open.
+
+    Examples:
+        >>> with parallel_session() as ps:
+        ...     ps.world.count
+        1
+    """
+    existing = dist.is_available() and dist.is_initialized()
+    if existing:
+        launch = Launch(
+            dist.get_rank(), dist.get_world_size(), int(os.environ.get("LOCAL_RANK", "0"))
+        )
+    else:
+        launch = read_launch(os.environ)
+    asked = dict(zip(_DEGREES, (pp, dp_replicate, dp_shard, ring, ulysses, tp), strict=True))
+    degrees = check_degrees(asked, ep=ep, fold_sp=fold_sp, world=launch.world)
+    device = _own_device(launch)
+    opened = not existing and launch.world > 1
+    if opened:
+        dist.init_process_group(
+            "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo",
+            init_method=f"tcp://{launch.address}:{launch.port}",
+            rank=launch.rank,
+            world_size=launch.world,
+            timeout=timeout,
+        )
+    try:
+        yield _make_state(degrees, ep=ep, fold_sp=fold_sp, rank=launch.rank, device=device)
+    finally:
+        if opened:
+            dist.destroy_process_group()

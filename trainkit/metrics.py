@@ -1,0 +1,234 @@
+"""From the sums of a step to numbers that people read, and what the hardware made of it.
+
+Ranks exchange sums, never means (`reduce_metrics`); the host reads all of them at once (`to_host`);
+model FLOPs are counted from the real lengths of documents, since a packed row costs less attention
+than one document of its length.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Mapping, Sequence
+from typing import Literal
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from trainkit.collectives import all_sum
+from trainkit.types import Axis, IntArray
+
+
+def reduce_metrics(sums: Mapping[str, Tensor], axis: Axis) -> dict[str, Tensor]:
+    """Return the sums of all ranks of an axis, with one collective for all names.
+
+    The values travel as one fp64 tensor, in the order of their sorted names, and come back in the
+    dtype they had. So integers are exact up to 2^53. Every rank must pass the same names. Nothing
+    is divided, and no host sync is made.
+
+    Args:
+        sums: a scalar tensor per name, all on one device.
+        axis: the ranks to sum over.
+
+    Returns:
+        A new dict; its values are the detached inputs when the axis has size 1.
+
+    Raises:
+        ValueError: if a value is not a scalar tensor.
+
+    Effects:
+        Communicates: one all-reduce on `axis`; none if its size is 1 or there is nothing to sum.
+
+    Examples:
+        >>> import torch
+        >>> from trainkit.mesh import solo_parallel
+        >>> reduce_metrics({"loss": torch.tensor(6.0)}, solo_parallel().loss)
+        {'loss': tensor(6.)}
+    """
+    for name, value in sums.items():
+        if value.ndim:
+            raise ValueError(
+                f"reduce_metrics: {name!r} must be a scalar tensor, got shape {tuple(value.shape)}"
+            )
+    if axis.count == 1 or not sums:
+        return {name: value.detach() for name, value in sums.items()}
+    names = sorted(sums)
+    packed = torch.stack([sums[name].detach().double() for name in names])
+    totals = all_sum(packed, axis).unbind()
+    return {name: total.to(sums[name].dtype) for name, total in zip(names, totals, strict=True)}
+
+
+def to_host(metrics: Mapping[str, Tensor | float]) -> dict[str, float | int]:
+    """Return metrics as Python numbers, with one transfer for all tensors of a device.
+
+    Integer and bool tensors come back as int (exact up to 2^53), others as float; plain numbers
+    stay what they are.
+
+    Args:
+        metrics: scalar tensors and plain numbers by name.
+
+    Returns:
+        A new dict in the same order.
+
+    Effects:
+        Waits for the device: this is the one host sync of a step that logs.
+
+    Examples:
+        >>> import torch
+        >>> to_host({"loss": torch.tensor(2.5), "tokens": torch.tensor(7), "lr": 0.1})
+        {'loss': 2.5, 'tokens': 7, 'lr': 0.1}
+    """
+    tensors = {name: value for name, value in metrics.items() if isinstance(value, Tensor)}
+    numbers: dict[str, float] = {}
+    for device in {value.device for value in tensors.values()}:
+        here = {name: value for name, value in tensors.items() if value.device == device}
+        packed = torch.stack([value.detach().double() for value in here.values()])
+        numbers.update(zip(here, packed.tolist(), strict=True))
+    return {name: _number(value, numbers.get(name)) for name, value in metrics.items()}
+
+
+def _number(value: Tensor | float, read: float | None) -> float | int:
+    """Return a metric as a number; `read` is what was read from the device if it is a tensor."""
+    if not isinstance(value, Tensor):
+        return value
+    assert read is not None
+    return read if value.is_floating_point() else int(read)
+
+
+def tokens_per_second(tokens: float, seconds: float) -> float:
+    """Return the throughput; 0 when no time has passed.
+
+    Args:
+        tokens: how many tokens were processed, on all ranks.
+        seconds: how long it took.
+
+    Examples:
+        >>> tokens_per_second(1000, 0.5)
+        2000.0
+    """
+    return tokens / seconds if seconds > 0 else 0.0
+
+
+def model_flops(
+    *,
+    linear_parameters: int,
+    layers: int,
+    heads: int,
+    head_dim: int,
+    lengths: Sequence[int] | IntArray,
+    attention: Literal["causal", "full"] = "causal",
+) -> float:
+    """Return the floating-point operations of forward and backward over documents of these lengths.
+
+    A multiplication and an addition are two operations, and backward takes twice what forward does:
+    6 for each token and parameter of a matrix it is multiplied with, and in each layer and head 12
+    * head_dim for each pair of a query and a key. Recomputation is not counted: these are the
+    model's operations, not the hardware's.
+
+    Two conventions count the pairs of a document of s tokens. "causal" counts those that a causal
+    model looks at, s (s + 1) / 2. "full" counts all s^2, as the PaLM paper and many tables do
+    (Chowdhery et al. 2022, appendix B); it shows a higher utilisation for the same speed. Say which
+    one you print.
+
+    Args:
+        linear_parameters: parameters of the matrices that each token meets: the head counts, the
+            lookup of an embedding does not, and of experts only those that a token is sent to.
+        layers: attention layers.
+        heads: query heads of a layer.
+        head_dim: width of a head.
+        lengths: tokens of each document.
+        attention: the convention.
+
+    Raises:
+        ValueError: if `attention` is neither.
+
+    Examples:
+        >>> shape = dict(linear_parameters=1000, layers=2, heads=4, head_dim=8)
+        >>> model_flops(**shape, lengths=[10, 20])
+        383520.0
+        >>> model_flops(**shape, lengths=[10, 20], attention="full")
+        564000.0
+        >>> model_flops(**shape, lengths=[30], attention="full")  # one document costs more than two
+        871200.0
+    """
+    if attention not in ("causal", "full"):
+        raise ValueError(f'model_flops: attention must be "causal" or "full", got {attention!r}')
+    tokens = np.asarray(lengths, dtype=np.float64)
+    pairs = tokens * tokens if attention == "full" else tokens * (tokens + 1) / 2
+    linear = 6.0 * linear_parameters * float(tokens.sum())
+    return linear + 12.0 * layers * heads * head_dim * float(pairs.sum())
+
+
+def flops_utilization(flops: float, seconds: float, *, peak: float, devices: int = 1) -> float:
+    """Return which fraction of the devices' peak a computation reached.
+
+    Args:
+        flops: operations on all devices, from `model_flops`; the result is of the same convention.
+        seconds: how long they took.
+        peak: operations per second of one device, for instance from `peak_flops`.
+        devices: how many devices took part.
+
+    Raises:
+        ValueError: if seconds, peak or devices are not positive.
+
+    Examples:
+        >>> flops_utilization(4e14, 2.0, peak=1e15, devices=1)
+        0.2
+    """
+    capacity = seconds * peak * devices
+    if not (math.isfinite(capacity) and seconds > 0 and peak > 0 and devices > 0):
+        raise ValueError(
+            "flops_utilization: seconds, peak and devices must be positive and finite, got "
+            f"{seconds}, {peak} and {devices}"
+        )
+    return flops / capacity
+
+
+def peak_flops(device_name: str) -> float | None:
+    """Return the dense bf16 operations per second, with fp32 accumulation, of a known device.
+
+    Figures are the makers' data sheets', without structured sparsity, at full power. The most
+    specific name counts:
+    an "H100 PCIe" is not an "H100". A part of a device (MIG) or a laptop's is unknown.
+
+    Args:
+        device_name: as `torch.cuda.get_device_name()` gives it.
+
+    Returns:
+        Operations per second of one device, or None if it is unknown.
+
+    Examples:
+        >>> peak_flops("NVIDIA H100 PCIe")
+        756000000000000.0
+        >>> peak_flops("NVIDIA H100 80GB HBM3")
+        989000000000000.0
+        >>> peak_flops("abacus") is None
+        True
+    """
+    table = {
+        "A10": 125e12,
+        "A100": 312e12,
+        "A800": 312e12,
+        "L4": 121e12,
+        "L40": 181e12,
+        "L40S": 362e12,
+        "H20": 148e12,
+        "H100": 989e12,
+        "H100 NVL": 835e12,
+        "H100 PCIe": 756e12,
+        "H800": 989e12,
+        "H200": 989e12,
+        "H200 NVL": 835e12,
+        "GH200": 989e12,
+        "B200": 2250e12,
+        "GB200": 2500e12,
+        "RTX 3090": 71e12,
+        "RTX 4090": 165e12,
+        "MI300X": 1307e12,
+        "MI325X": 1307e12,
+    }
+    known = [key for key in table if re.search(rf"\b{key}\b", device_name)]
+    if not known or re.search(r"\bMIG\b|Laptop", device_name):
+        return None
+    return table[max(known, key=len)]

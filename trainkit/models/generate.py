@@ -1,0 +1,161 @@
+"""Text from a model: one token after the other, without a key-value cache."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from trainkit import noise
+from trainkit.types import Call, Spans
+
+
+def _call(model: nn.Module, batch: Mapping[str, Any]) -> Any:
+    return model(batch["input_ids"], position_ids=batch["position_ids"], spans=batch["spans"])
+
+
+def generate(
+    model: nn.Module,
+    prompt_ids: Sequence[int],
+    *,
+    max_new_tokens: int,
+    context: int,
+    temperature: float = 1.0,
+    top_k: int | None = None,
+    seed: int = 0,
+    stop_id: int | None = None,
+    call: Call = _call,
+) -> list[int]:
+    """Return tokens that continue a prompt; each takes one run over the last `context` tokens.
+
+    The noise of a draw is a function of the seed and the token's place in the text, so every rank
+    of a sharded model draws the same token. Positions count from the start of the window: once the
+    text is longer than `context`, every token moves down by one position per step.
+
+    Args:
+        model: Called as `call(model, batch)`; returns logits `[1, S, V]`, or the pair (hidden `[1,
+            S, D]`, output weight `[V, D]`).
+        prompt_ids: The token ids to continue, at least one.
+        max_new_tokens: How many tokens to draw at most.
+        context: The longest window the model sees.
+        temperature: What logits are divided by; 0 takes the likeliest token.
+        top_k: Draw among that many likeliest tokens only.
+        seed: The seed of the draws.
+        stop_id: Stop when this id is drawn; it is not part of the result.
+        call: How a batch (input_ids, position_ids, spans) enters the model.
+
+    Returns:
+        The new token ids, without the prompt.
+
+    Raises:
+        ValueError: The prompt is empty, or a number is out of its range.
+
+    Effects:
+        Runs the model in evaluation mode and sets every module's mode back. With a sharded model
+        every rank must call it.
+
+    Examples:
+        >>> from trainkit.models.decoder import build_decoder
+        >>> from trainkit.models.sizes import decoder_config
+        >>> model = build_decoder(decoder_config("tiny"), seed=0)
+        >>> len(generate(model, [1, 2, 3], max_new_tokens=4, context=8))
+        4
+    """
+    _check(prompt_ids, max_new_tokens, context, temperature, top_k)
+    device = next(model.parameters()).device
+    ids = list(prompt_ids)
+    with torch.no_grad(), _evaluation_mode(model):
+        while len(ids) < len(prompt_ids) + max_new_tokens:
+            output = call(model, _window(ids[-context:], device))
+            place = noise.uniform(seed, "generate", len(ids))
+            token = draw(_last_logits(output), place, temperature=temperature, top_k=top_k)
+            if token == stop_id:
+                break
+            ids.append(token)
+    return ids[len(prompt_ids) :]
+
+
+def draw(logits: Tensor, place: float, *, temperature: float, top_k: int | None = None) -> int:
+    """Return the token at `place` in [0, 1) of the distribution's cumulative sum.
+
+    Args:
+        logits: `[V]`; the arithmetic is fp64.
+        place: The noise of the draw.
+        temperature: What logits are divided by; 0 takes the likeliest token.
+        top_k: Draw among that many likeliest tokens only.
+
+    Effects:
+        Waits for the device: the token is needed on the host.
+
+    Examples:
+        >>> logits = torch.tensor([0.0, 1.0, 0.0])
+        >>> draw(logits, 0.0, temperature=1.0), draw(logits, 0.99, temperature=1.0)
+        (0, 2)
+        >>> draw(logits, 0.99, temperature=0.0), draw(logits, 0.99, temperature=1.0, top_k=1)
+        (1, 1)
+    """
+    if temperature == 0:
+        return int(logits.argmax())
+    kept, ids = logits.double().topk(min(top_k or len(logits), len(logits)))
+    ids, order = ids.sort()
+    cumulative = torch.softmax(kept[order] / temperature, dim=0).cumsum(0)
+    index = int(torch.searchsorted(cumulative, place * cumulative[-1], right=True))
+    return int(ids[index])
+
+
+def _last_logits(output: Tensor | tuple[Tensor, Tensor]) -> Tensor:
+    if isinstance(output, tuple):
+        hidden, weight = output
+        return weight @ hidden[0, -1]
+    return output[0, -1]
+
+
+def _window(ids: Sequence[int], device: torch.device) -> dict[str, Any]:
+    """Return one row with one document, as a model takes it."""
+    length = len(ids)
+    spans = Spans(
+        cu_seqlens=torch.tensor([0, length], dtype=torch.int32, device=device),
+        lengths=np.array([length]),
+        max_length=length,
+    )
+    return {
+        "input_ids": torch.tensor([ids], device=device),
+        "position_ids": torch.arange(length, device=device)[None],
+        "spans": spans,
+    }
+
+
+@contextmanager
+def _evaluation_mode(model: nn.Module) -> Iterator[None]:
+    """Switch to evaluation inside the block and restore every module's own mode after it."""
+    modes = [(module, module.training) for module in model.modules()]
+    model.eval()
+    try:
+        yield
+    finally:
+        for module, training in modes:
+            module.training = training
+
+
+def _check(
+    prompt_ids: Sequence[int],
+    max_new_tokens: int,
+    context: int,
+    temperature: float,
+    top_k: int | None,
+) -> None:
+    if len(prompt_ids) == 0:
+        raise ValueError("generate: the prompt is empty; give at least one token to continue")
+    if not temperature >= 0:
+        raise ValueError(f"generate: temperature must be at least 0, got {temperature}")
+    for name, value in (
+        ("max_new_tokens", max_new_tokens),
+        ("context", context),
+        ("top_k", top_k),
+    ):
+        if value is not None and value < 1:
+            raise ValueError(f"generate: {name} must be at least 1, got {value}")

@@ -1,0 +1,119 @@
+"""Decoders by name: small ones, and the public figures of the Llama 3 and Qwen3 families."""
+
+from __future__ import annotations
+
+import difflib
+from typing import Any
+
+import attrs
+
+from trainkit.models.decoder import DecoderConfig, Llama3Scaling
+
+
+def decoder_sizes() -> dict[str, DecoderConfig]:
+    """Return every named size, smallest first within its family.
+
+    "tiny" and "10m" read bytes (256 and three special tokens); "60m" to "350m" have a vocabulary of
+    32,000, which counts in their name; both may be overridden.
+
+    Examples:
+        >>> list(decoder_sizes())[:5]
+        ['tiny', '10m', '60m', '125m', '350m']
+    """
+    return {**_small(), **_llama(), **_qwen3()}
+
+
+def decoder_config(name: str, **overrides: Any) -> DecoderConfig:
+    """Return the named size, with some fields replaced.
+
+    Raises:
+        ValueError: There is no such size, or the result breaks a rule of `DecoderConfig`.
+
+    Examples:
+        >>> decoder_config("tiny", layers=2).layers
+        2
+    """
+    sizes = decoder_sizes()
+    if name not in sizes:
+        near = difflib.get_close_matches(name, sizes, n=1, cutoff=0.0)[0]
+        raise ValueError(
+            f"decoder_config: no size is named {name!r}, the nearest is {near!r}; "
+            f"there are {', '.join(sizes)}"
+        )
+    return attrs.evolve(sizes[name], **overrides)
+
+
+def _small() -> dict[str, DecoderConfig]:
+    #        vocabulary, width, layers, heads, kv heads, mlp width
+    table = {
+        "tiny": (259, 128, 4, 4, 4, 384),
+        "10m": (259, 320, 8, 5, 5, 864),
+        "60m": (32_000, 512, 14, 8, 8, 1_408),
+        "125m": (32_000, 768, 14, 12, 12, 2_048),
+        "350m": (32_000, 1_024, 25, 16, 16, 2_816),
+    }
+    return {
+        name: DecoderConfig(
+            vocab_size=vocab_size,
+            width=width,
+            layers=layers,
+            heads=heads,
+            kv_heads=kv_heads,
+            mlp_width=mlp_width,
+            tied=True,
+        )
+        for name, (vocab_size, width, layers, heads, kv_heads, mlp_width) in table.items()
+    }
+
+
+def _llama() -> dict[str, DecoderConfig]:
+    #        width, layers, heads, mlp width, tied, stretch of the rotary wavelengths
+    table = {
+        "llama-3.2-1b": (2_048, 16, 32, 8_192, True, 32.0),
+        "llama-3.2-3b": (3_072, 28, 24, 8_192, True, 32.0),
+        "llama-3.1-8b": (4_096, 32, 32, 14_336, False, 8.0),
+        "llama-3.1-70b": (8_192, 80, 64, 28_672, False, 8.0),
+    }
+    return {
+        name: DecoderConfig(
+            vocab_size=128_256,
+            width=width,
+            layers=layers,
+            heads=heads,
+            kv_heads=8,
+            mlp_width=mlp_width,
+            norm_eps=1e-5,
+            rope_theta=500_000.0,
+            rope_scaling=Llama3Scaling(factor),
+            tied=tied,
+        )
+        for name, (width, layers, heads, mlp_width, tied, factor) in table.items()
+    }
+
+
+def _qwen3() -> dict[str, DecoderConfig]:
+    #        width, layers, heads, mlp width, tied
+    table = {
+        "qwen3-0.6b": (1_024, 28, 16, 3_072, True),
+        "qwen3-1.7b": (2_048, 28, 16, 6_144, True),
+        "qwen3-4b": (2_560, 36, 32, 9_728, True),
+        "qwen3-8b": (4_096, 36, 32, 12_288, False),
+        "qwen3-14b": (5_120, 40, 40, 17_408, False),
+        "qwen3-32b": (5_120, 64, 64, 25_600, False),
+    }
+    return {
+        name: DecoderConfig(
+            vocab_size=151_936,
+            width=width,
+            layers=layers,
+            heads=heads,
+            kv_heads=8,
+            mlp_width=mlp_width,
+            head_dim=128,
+            norm_eps=1e-6,
+            rope_theta=1_000_000.0,
+            qk_norm=True,
+            tied=tied,
+        )
+        for name, (width, layers, heads, mlp_width, tied) in table.items()
+    }

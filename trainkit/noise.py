@@ -1,0 +1,179 @@
+"""Counter-based random numbers: functions of a seed, a name and an index.
+
+There is no generator state to save, to seed per rank, or to advance in the right order: a number
+depends on the seed, a name and an index, so every layout, and every resumed run, sees the same
+ones. The idea is that of Salmon, Moraes, Dror and Shaw, "Parallel random numbers: as easy as 1, 2,
+3" (SC 2011).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from numba import njit
+from torch import Tensor
+
+from trainkit.hashing import GOLDEN, MASK64, key_of, mix
+
+
+def signed(key: int) -> int:
+    """Return the int64 that has the bits of a 64-bit key, which is how torch holds it.
+
+    Examples:
+        >>> signed(2**64 - 1), signed(7)
+        (-1, 7)
+    """
+    key &= MASK64
+    return key - (1 << 64) if key >> 63 else key
+
+
+def _shift_right(x: Tensor, bits: int) -> Tensor:
+    """Shift int64 right and fill with zeros, as for unsigned numbers."""
+    return (x >> bits) & ((1 << (64 - bits)) - 1)
+
+
+def mix_tensor(x: Tensor) -> Tensor:
+    """Return `hashing.mix` of every element of an int64 tensor, on its device.
+
+    Examples:
+        >>> int(mix_tensor(torch.tensor([1]))[0]) == signed(int(mix(np.uint64(1))))
+        True
+    """
+    x = (x ^ _shift_right(x, 30)) * signed(0xBF58476D1CE4E5B9)
+    x = (x ^ _shift_right(x, 27)) * signed(0x94D049BB133111EB)
+    return x ^ _shift_right(x, 31)
+
+
+def uniform(*parts: int | str) -> float:
+    """Return the uniform number in [0, 1) that belongs to a seed, names and indices.
+
+    Examples:
+        >>> uniform(0, "sample", 17) == uniform(0, "sample", 17)
+        True
+    """
+    return (int(mix(np.uint64(key_of(*parts)))) >> 11) * 2.0**-53
+
+
+@njit(cache=True, nogil=True)
+def _fill_normal(out: Any, row_keys: Any, first_column: int) -> None:
+    """Fill out[row, column] from row_keys[row] and the column's index (Box and Muller, 1958).
+
+    Scalar fp64 arithmetic, rounded to fp32 once: vectorised logarithms may differ in the last bit
+    between the body of an array and its end, and then a shard would differ from the same part of
+    the whole.
+    """
+    for row in range(out.shape[0]):
+        for column in range(out.shape[1]):
+            place = np.uint64(first_column + column) * np.uint64(0x9E3779B97F4A7C15)
+            bits = mix(row_keys[row] + place)
+            more = mix(bits + np.uint64(0x9E3779B97F4A7C15))
+            radius = math.sqrt(-2.0 * math.log((float(bits >> np.uint64(11)) + 0.5) * 2.0**-53))
+            angle = 2.0 * math.pi * float(more >> np.uint64(11)) * 2.0**-53
+            out[row, column] = radius * math.cos(angle)
+
+
+def _row_keys(key: int, shape: Sequence[int], offset: Sequence[int]) -> np.ndarray[Any, Any]:
+    """Return one key for each index of all dimensions but the last, flattened, in uint64."""
+    keys = np.array([key & MASK64], np.uint64)
+    for size, start in zip(shape[:-1], offset[:-1], strict=True):
+        index = np.arange(start + 1, start + 1 + size, dtype=np.uint64) * np.uint64(GOLDEN)
+        keys = _mix_array((keys[:, None] ^ index[None, :]).reshape(-1))
+    return keys
+
+
+@njit(cache=True)
+def _mix_array(x: Any) -> Any:
+    out = np.empty_like(x)
+    for i in range(x.size):
+        out[i] = mix(x[i])
+    return out
+
+
+def normal(key: int, shape: Sequence[int], offset: Sequence[int] | None = None) -> Tensor:
+    """Return standard normal numbers for one box of a tensor.
+
+    An element is a function of the key and of its position in the whole tensor, so any box holds
+    exactly the bits that the whole tensor has there, whatever its shape and whoever fills it.
+
+    Args:
+        key: The tensor's 64-bit key, for instance `key_of(seed, name)`.
+        shape: The shape of the box; a scalar's is `()`.
+        offset: Where the box begins in the whole tensor; zeros by default.
+
+    Returns:
+        An fp32 tensor of `shape` on the CPU.
+
+    Examples:
+        >>> whole = normal(key_of(0, "w"), (4, 6))
+        >>> torch.equal(normal(key_of(0, "w"), (2, 3), (1, 2)), whole[1:3, 2:5])
+        True
+    """
+    shape_, offset_ = tuple(shape) or (1,), tuple(offset or (0,) * max(len(shape), 1))
+    if len(shape_) != len(offset_):
+        raise ValueError(f"normal: shape {shape_} and offset {offset_} differ in length")
+    keys = _row_keys(key, shape_, offset_)
+    out = np.empty((keys.size, shape_[-1]), np.float32)
+    _fill_normal(out, keys, offset_[-1])
+    return torch.from_numpy(out).reshape(tuple(shape))
+
+
+def token_keys(token_index: Tensor, *, seed: int, step: int) -> Tensor:
+    """Return one 64-bit key per token of the global step: "noise_key" in a batch's `extra`.
+
+    Args:
+        token_index: int64 `[B, S]`, as in `Batch`.
+        seed: The run's seed.
+        step: The step the tokens belong to.
+
+    Returns:
+        int64 `[B, S]`.
+
+    Examples:
+        >>> keys = token_keys(torch.arange(6).reshape(2, 3), seed=0, step=4)
+        >>> torch.equal(keys[1:], token_keys(torch.tensor([[3, 4, 5]]), seed=0, step=4))
+        True
+    """
+    return mix_tensor(token_index * signed(GOLDEN) + signed(key_of(seed, "token", step)))
+
+
+def dropout(x: Tensor, keys: Tensor, *, name: str, p: float) -> Tensor:
+    """Set elements to zero with probability `p` and scale the rest by 1 / (1 - p).
+
+    Whether an element is dropped is a function of its token's key, the name of the place in the
+    model and the index of the feature. So recomputation, and any cut into rows, microbatches and
+    shards of the sequence, drops the same.
+
+    Args:
+        x: `[B, S, D]`, floating point.
+        keys: int64 `[B, S]`, from `token_keys`.
+        name: The place in the whole model, for instance "layers.3.attention".
+        p: The probability, in [0, 1).
+
+    Returns:
+        A tensor like `x`; `x` itself when `p` is 0.
+
+    Raises:
+        ValueError: `p` is not in [0, 1), or the shapes do not fit.
+
+    Examples:
+        >>> x, keys = torch.ones(1, 2, 8), token_keys(torch.tensor([[0, 1]]), seed=0, step=0)
+        >>> sorted(set(dropout(x, keys, name="mlp", p=0.5).flatten().tolist()))
+        [0.0, 2.0]
+    """
+    if not 0 <= p < 1:
+        raise ValueError(f"dropout: p must be in [0, 1), got {p}")
+    if keys.shape != x.shape[:-1]:
+        raise ValueError(
+            f"dropout: keys {tuple(keys.shape)} must have the shape of x "
+            f"{tuple(x.shape)} without its last dimension"
+        )
+    if p == 0:
+        return x
+    feature = torch.arange(x.shape[-1], device=x.device) * signed(GOLDEN)
+    site = mix_tensor(keys ^ signed(key_of(name)))
+    bits = _shift_right(mix_tensor(site.unsqueeze(-1) + feature), 11)
+    return torch.where(bits < int((1 - p) * 2**53), x / (1 - p), 0.0)

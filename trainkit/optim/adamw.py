@@ -1,0 +1,58 @@
+"""AdamW with this library's defaults."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import nn
+
+
+def adamw(
+    params: Iterable[nn.Parameter] | Iterable[dict[str, Any]],
+    *,
+    lr: float,
+    betas: tuple[float, float] = (0.9, 0.95),
+    eps: float = 1e-8,
+    weight_decay: float = 0.0,
+    fused: bool = True,
+) -> torch.optim.AdamW:
+    """Return torch's AdamW (Loshchilov and Hutter 2019), fused.
+
+    Fused means one kernel for all parameters, on CPU too (8 ms instead of 56 for 4 million
+    parameters), plain or sharded (FSDP2), and a step that can be skipped on the device, without
+    asking the host (`found_inf`).
+
+    Args:
+        params: parameters, or groups of them as `decay_groups` returns.
+        lr: the rate until somebody sets another, as `clip_and_step` does in every step.
+        betas: decay rates of the two moments.
+        eps: added to the root of the second moment.
+        weight_decay: for groups that do not say; the parameter shrinks by lr * weight_decay per
+            step.
+        fused: one kernel, or torch's default.
+
+    Raises:
+        ValueError: if there is no parameter or a number is out of range.
+
+    Examples:
+        >>> import torch
+        >>> weight = torch.nn.Parameter(torch.tensor([1.0, -2.0]))
+        >>> optimizer = adamw([weight], lr=0.1)
+        >>> weight.square().sum().backward()
+        >>> optimizer.step()
+        >>> weight.detach()
+        tensor([ 0.9000, -1.9000])
+    """
+    listed: list[Any] = list(params)
+    if not listed:
+        raise ValueError("adamw: at least one parameter is needed, got none")
+    for name, value in (("lr", lr), ("eps", eps), ("weight_decay", weight_decay)):
+        if not 0 <= value < float("inf"):
+            raise ValueError(f"adamw: {name} must be finite and at least 0, got {value}")
+    if len(betas) != 2 or not all(0 <= beta < 1 for beta in betas):
+        raise ValueError(f"adamw: betas must be two numbers of at least 0 and below 1, got {betas}")
+    return torch.optim.AdamW(
+        listed, lr=lr, betas=betas, eps=eps, weight_decay=weight_decay, fused=fused
+    )

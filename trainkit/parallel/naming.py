@@ -1,0 +1,108 @@
+"""Names and boxes of parameters: the whole model's name, and which part of it this rank holds."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from fnmatch import fnmatchcase
+
+import attrs
+import torch
+from torch import Tensor, nn
+
+_WRAPPERS = frozenset({"_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module"})
+
+
+def canonical_name(name: str) -> str:
+    """Return a parameter's name in the whole model, without the prefixes that wrappers add.
+
+    Examples:
+        >>> canonical_name("module._orig_mod.layers.3._checkpoint_wrapped_module.mlp.up.weight")
+        'layers.3.mlp.up.weight'
+    """
+    parts = [part for part in name.split(".") if part not in _WRAPPERS]
+    return ".".join(parts[1:] if parts[0] == "module" else parts)
+
+
+def named_parameters_of(stages: Iterable[nn.Module]) -> dict[str, nn.Parameter]:
+    """Return all parameters of a list of stages by their whole-model name, frozen ones too.
+
+    Raises:
+        ValueError: Two stages hold a parameter of the same name.
+
+    Examples:
+        >>> list(named_parameters_of([nn.Linear(2, 3)]))
+        ['weight', 'bias']
+    """
+    found: dict[str, nn.Parameter] = {}
+    for stage in stages:
+        for raw, parameter in stage.named_parameters():
+            name = canonical_name(raw)
+            if name in found:
+                raise ValueError(f"named_parameters_of: two parameters are called {name!r}")
+            found[name] = parameter
+    return found
+
+
+def blocks_of(module: nn.Module, pattern: str) -> list[nn.Module]:
+    """Return the submodules whose name matches a pattern, part by part, in the order of the model.
+
+    Args:
+        module: The model.
+        pattern: A name in which `*` stands for one part (or for some of its letters): "layers.*".
+
+    Examples:
+        >>> model = nn.ModuleDict({"layers": nn.Sequential(nn.Linear(1, 1), nn.Linear(1, 1))})
+        >>> len(blocks_of(model, "layers.*")), len(blocks_of(model, "*"))
+        (2, 1)
+    """
+    wanted = pattern.split(".")
+
+    def matches(name: str) -> bool:
+        parts = canonical_name(name).split(".")
+        return len(parts) == len(wanted) and all(map(fnmatchcase, parts, wanted))
+
+    return [block for name, block in module.named_modules() if name and matches(name)]
+
+
+@attrs.frozen(eq=False)
+class Box:
+    """The part of a tensor that this rank holds: its values, and where it begins in the whole.
+
+    `writes` is true on the one rank among its replicas that writes it to a checkpoint.
+    """
+
+    local: Tensor
+    shape: tuple[int, ...]
+    offset: tuple[int, ...]
+    writes: bool
+
+
+def box_of(tensor: Tensor, *, replica: int = 0) -> Box:
+    """Return the box of a tensor that this rank holds; a plain tensor is a whole one.
+
+    Args:
+        tensor: A plain tensor or a DTensor (sharded and replicated placements).
+        replica: For plain tensors, which of the equal copies this rank has; copy 0 writes.
+
+    Examples:
+        >>> box = box_of(torch.ones(2, 3))
+        >>> box.shape, box.offset, box.writes
+        ((2, 3), (0, 0), True)
+    """
+    shape = tuple(tensor.shape)
+    if type(tensor) in (Tensor, nn.Parameter):
+        return Box(tensor.detach(), shape, (0,) * len(shape), writes=replica == 0)
+    from torch.distributed.tensor import DTensor  # noqa: PLC0415 (a second of import time)
+    from torch.distributed.tensor._utils import (  # noqa: PLC0415 (same in 2.11 and 2.13)
+        compute_local_shape_and_global_offset,
+    )
+
+    if not isinstance(tensor, DTensor):
+        return Box(tensor.detach(), shape, (0,) * len(shape), writes=replica == 0)
+    mesh, placements = tensor.device_mesh, tensor.placements
+    _, offset = compute_local_shape_and_global_offset(tensor.shape, mesh, placements)
+    coordinate = mesh.get_coordinate() or ()
+    copies = [i for i, p in zip(coordinate, placements, strict=True) if p.is_replicate()]
+    with torch.no_grad():
+        local = tensor.to_local()
+    return Box(local, shape, tuple(offset), writes=not any(copies))

@@ -1,0 +1,91 @@
+"""Activation recomputation: keep less in forward, and compute it again in backward."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any, Literal
+
+import torch
+from torch import nn
+from torch.utils.checkpoint import (
+    CheckpointPolicy,
+    checkpoint,
+    create_selective_checkpoint_contexts,
+)
+
+from trainkit.parallel.naming import blocks_of
+from trainkit.parallel.stages import Transform
+from trainkit.types import ParallelState
+
+
+def _keep_products(_context: Any, op: Any, *_args: Any, **_kwargs: Any) -> CheckpointPolicy:
+    """Keep the results of matrix products and of attention, which cost most to compute again."""
+    name = getattr(op, "_opname", "")
+    kept = name in ("mm", "addmm", "bmm", "_grouped_mm") or "attention" in name
+    return CheckpointPolicy.MUST_SAVE if kept else CheckpointPolicy.PREFER_RECOMPUTE
+
+
+def recompute(
+    mode: Literal["none", "selective", "full"] = "full",
+    *,
+    blocks: str = "layers.*",
+    preserve_rng_state: bool = True,
+) -> Transform:
+    """Return the transform that recomputes the activations of each block in the backward pass.
+
+    Args:
+        mode: "full" keeps the input of a block alone; "selective" keeps the results of matrix
+            products and of attention too; "none" changes nothing.
+        blocks: The name pattern of the blocks.
+        preserve_rng_state: Restore torch's generators for the second forward pass. Models whose
+            randomness is a function of a counter, as ours, need not pay for it.
+
+    Returns:
+        A transform for `build_stages`. It replaces `forward` on each block and renames nothing.
+
+    Raises:
+        ValueError: The mode is unknown, or (when applied) `blocks` matches nothing.
+
+    References:
+        Chen et al., "Training deep nets with sublinear memory cost" (2016); Korthikanti et al.,
+        "Reducing activation recomputation in large transformer models" (2022).
+
+    Examples:
+        >>> recompute("selective").kind
+        'recompute'
+    """
+    if mode not in ("none", "selective", "full"):
+        raise ValueError(f"recompute: mode must be none, selective or full, got {mode!r}")
+
+    def apply(module: nn.Module, ps: ParallelState) -> nn.Module:
+        del ps
+        if mode == "none":
+            return module
+        units = blocks_of(module, blocks)
+        if not units:
+            raise ValueError(f"recompute: no submodule's name matches blocks={blocks!r}")
+        options: dict[str, Any] = {}
+        if mode == "selective":
+            options["context_fn"] = partial(create_selective_checkpoint_contexts, _keep_products)
+        for unit in units:
+            unit.forward = _recomputed(unit.forward, preserve_rng_state, options)
+        return module
+
+    return Transform(apply, kind="recompute")
+
+
+def _recomputed(forward: Callable[..., Any], preserve: bool, options: dict[str, Any]) -> Any:
+    def call(*args: Any, **kwargs: Any) -> Any:
+        if not torch.is_grad_enabled():
+            return forward(*args, **kwargs)
+        return checkpoint(
+            forward,
+            *args,
+            use_reentrant=False,
+            preserve_rng_state=preserve,
+            **options,
+            **kwargs,
+        )
+
+    return call

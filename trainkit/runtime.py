@@ -1,0 +1,242 @@
+"""What stands around a run: its directory, its exit code and its last words.
+
+A recipe puts its body under `report_errors`. Whatever goes wrong then ends in one line for a person
+and one for a program, with an exit code that says who can mend it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import re
+import sys
+import tempfile
+import traceback
+from collections.abc import Iterator
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import orjson
+
+from trainkit.types import ConfigError, DiskError, TrainkitError
+
+_USAGE, _PEER, _BUG, _DISK, _INTERRUPTED = 64, 68, 70, 74, 76
+_DISK_ERRORS = {
+    getattr(errno, name)
+    for name in ("ENOSPC", "EROFS", "EACCES", "EPERM", "EDQUOT", "EIO", "EFBIG", "ENOTDIR")
+}
+# Gloo and the stores raise plain RuntimeErrors too (torch 2.11 to 2.13).
+_PEER_WORDS = re.compile(
+    r"connection (closed|reset|refused)|broken pipe|timed out|timeout|gloo/transport|watchdog",
+    re.IGNORECASE,
+)
+_HINTS = {
+    _PEER: "another rank ended or is stuck: its own report says why; run the same command again",
+    _BUG: "this is a bug in trainkit or in the recipe; the traceback says where",
+    _DISK: "make room or mend the permissions, then run the same command again",
+    _INTERRUPTED: "run the same command again to go on from the last checkpoint",
+}
+
+
+@contextlib.contextmanager
+def report_errors(run_dir: str | Path | None = None) -> Iterator[None]:
+    """End the process with the exit code of what goes wrong inside, after saying what it was.
+
+    The exit codes are those of `error_code`. On stderr stand one readable line and then, last,
+    `TRAINKIT_ERROR {json}` with code, what, where, rank, step, got, want and hint; every rank
+    writes its own. The traceback is appended to `errors/rank_00000.txt` in the run directory;
+    without one it goes to stderr, but for errors of the user, which need none.
+
+    Args:
+        run_dir: The run directory, once it is known. Contexts may be nested: the inner one reports.
+
+    Raises:
+        SystemExit: With the code, in place of the exception.
+
+    Effects:
+        On an error writes to stderr and under `run_dir`.
+
+    Examples:
+        >>> import contextlib, io
+        >>> stderr = io.StringIO()
+        >>> try:
+        ...     with contextlib.redirect_stderr(stderr), report_errors():
+        ...         raise ValueError("pack_bins: capacity must be at least 1, got 0")
+        ... except SystemExit as end:
+        ...     print(end.code, stderr.getvalue().splitlines()[0])
+        64 error: pack_bins: capacity must be at least 1, got 0
+    """
+    try:
+        yield
+    except (Exception, KeyboardInterrupt) as error:  # noqa: BLE001 -- all of them end here
+        facts = _facts_of(error, run_dir)
+        place = _keep_traceback(error, run_dir, facts)
+        lines = [f"error: {facts['what']}", *([f"traceback: {place}"] if place else [])]
+        if facts["hint"]:
+            lines.insert(1, f"hint: {facts['hint']}")
+        lines.append(f"TRAINKIT_ERROR {orjson.dumps(facts, default=str).decode()}")
+        sys.stdout.flush()
+        sys.stderr.write("\n".join(lines) + "\n")
+        sys.stderr.flush()
+        raise SystemExit(facts["code"]) from None
+
+
+def error_code(error: BaseException) -> int:
+    """Return the exit code of a recipe that `error` ends.
+
+    Returns:
+        64 configuration, environment or a bad argument, 65 data, 66 checkpoint, 67 numerics, 68 a
+        peer lost or a timeout, 70 a bug, 74 disk, 76 interrupted.
+
+    Examples:
+        >>> error_code(ValueError("x")), error_code(OSError(28, "No space left on device"))
+        (64, 74)
+    """
+    if isinstance(error, TrainkitError):
+        return error.code
+    if isinstance(error, KeyboardInterrupt):
+        return _INTERRUPTED
+    if _is_peer_loss(error):
+        return _PEER
+    if isinstance(error, OSError):
+        return _DISK if error.errno in _DISK_ERRORS else _BUG
+    return _USAGE if isinstance(error, ValueError) else _BUG
+
+
+def make_run_dir(path: str | Path) -> Path:
+    """Return `path` as a directory that exists and can be written, as a probe of 4 KiB has shown.
+
+    Raises:
+        ConfigError: `path` is a file.
+        DiskError: `path` cannot be made or written.
+
+    Effects:
+        Makes the directory and its parents; writes a probe and removes it. Any rank may call it.
+
+    Examples:
+        >>> import tempfile
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     make_run_dir(f"{folder}/runs/first").is_dir()
+        True
+    """
+    path = Path(path)
+    if path.exists() and not path.is_dir():
+        raise ConfigError(
+            f"make_run_dir: {path} is a file; a run needs a directory", where=str(path)
+        )
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+        with tempfile.NamedTemporaryFile(dir=path, prefix=".probe_") as probe:
+            probe.write(bytes(4096))
+            probe.flush()
+            os.fsync(probe.fileno())
+    except OSError as error:
+        raise DiskError(
+            f"make_run_dir: user {os.geteuid()} cannot write {path}: {error.strerror}",
+            where=str(path),
+            got=error.strerror,
+            want="a directory that this user can write",
+            hint="make room, mend the permissions, or name another directory with --out",
+        ) from error
+    return path
+
+
+@contextlib.contextmanager
+def needs_extra(extra: str) -> Iterator[None]:
+    """Turn a failed import of an optional library into the command that installs it.
+
+    Raises:
+        ConfigError: In place of the ImportError.
+
+    Examples:
+        >>> with needs_extra("recipes"):
+        ...     import no_such_library
+        Traceback (most recent call last):
+        ...
+        trainkit.types.ConfigError: no_such_library is missing: pip install "trainkit-lm[recipes]"
+    """
+    try:
+        yield
+    except ImportError as error:
+        command = f'pip install "trainkit-lm[{extra}]"'
+        raise ConfigError(
+            f"{error.name} is missing: {command}", where=error.name, hint=command
+        ) from error
+
+
+def _is_peer_loss(error: BaseException) -> bool:
+    # By name, since whoever reports need not have loaded torch.
+    if any(base.__name__ == "DistError" for base in type(error).__mro__):
+        return True
+    return (
+        isinstance(error, RuntimeError | ConnectionError | TimeoutError)
+        and _PEER_WORDS.search(str(error)) is not None
+    )
+
+
+def _facts_of(error: BaseException, run_dir: str | Path | None) -> dict[str, Any]:
+    code = error_code(error)
+    facts = {
+        "code": code,
+        "what": _what(error, code),
+        "where": _where(error),
+        "rank": _rank(),
+        "step": None if run_dir is None else _last_step(Path(run_dir) / "metrics.jsonl"),
+        "got": getattr(error, "got", None),
+        "want": getattr(error, "want", None),
+        "hint": getattr(error, "hint", None) or _HINTS.get(code),
+    }
+    # A whole line of JSON whatever the error carries: a tensor or a set has a repr.
+    plain = (str, int, float, bool, type(None))
+    return {k: v if isinstance(v, plain) else repr(v) for k, v in facts.items()}
+
+
+def _what(error: BaseException, code: int) -> str:
+    if isinstance(error, KeyboardInterrupt):
+        return "interrupted; the last checkpoint stands"
+    text = " ".join(str(error).split())
+    is_plain = isinstance(error, TrainkitError) or code == _USAGE
+    return text if is_plain and text else f"{type(error).__name__}: {text}"
+
+
+def _where(error: BaseException) -> str | None:
+    place = getattr(error, "where", None) or getattr(error, "filename", None)
+    if place is not None:
+        return str(place)
+    frames = traceback.extract_tb(error.__traceback__)
+    return f"{frames[-1].filename}:{frames[-1].lineno}" if frames else None
+
+
+def _rank() -> int:
+    text = os.environ.get("RANK") or os.environ.get("SLURM_PROCID") or "0"
+    return int(text) if text.isdecimal() else 0
+
+
+def _last_step(metrics: Path) -> int | None:
+    """Return the last step that a metrics file tells of, from its last 64 KiB."""
+    try:
+        with metrics.open("rb") as file:
+            file.seek(max(0, metrics.stat().st_size - 65536))
+            steps = re.findall(rb'^\{"step":(\d+),.*\}$', file.read(), re.MULTILINE)
+    except OSError:
+        return None
+    return int(steps[-1]) if steps else None
+
+
+def _keep_traceback(
+    error: BaseException, run_dir: str | Path | None, facts: dict[str, Any]
+) -> Path | None:
+    """Append the traceback to the rank's file and return its path, or print it if that fails."""
+    text = "".join(traceback.format_exception(error))
+    if run_dir is not None:
+        path = Path(run_dir) / "errors" / f"rank_{facts['rank']:05d}.txt"
+        with contextlib.suppress(OSError):
+            path.parent.mkdir(parents=True, exist_ok=True)
+            with path.open("a") as file:
+                file.write(f"{datetime.now(UTC).isoformat(timespec='seconds')}\n{text}\n")
+            return path
+    if facts["code"] in {_PEER, _BUG}:
+        sys.stderr.write(text)
+    return None

@@ -1,0 +1,330 @@
+"""Learning rates as pure functions of the step; `due` says when to log, save or evaluate.
+
+All schedules but `piecewise` have one anatomy. Step s, counted from 0, is the step about to be
+taken. Warm-up rises in a straight line, lr * (s + 1) / warmup: the first step is no step at rate
+zero, and step warmup - 1 has the full rate. The decay falls from lr at step `warmup` (or later) to
+lr * final at step `total`, which a run of `total` steps does not reach: so its last step is not at
+rate zero either. Past `total` the last value holds. For a warm-up that begins at zero, shift a
+schedule by one step: `lambda step: lr_at(step - 1)`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from itertools import pairwise
+from typing import Literal
+
+from trainkit.types import Schedule
+
+Shape = Callable[[float], float]
+"""From the share of the decay that is over, 0 to 1, to what is left of the way down, 1 to 0."""
+
+Curve = Literal["linear", "cosine", "exponential"] | Callable[[float, float, float], float]
+"""The way from one point to the next: a name, or a function (start, end, share) -> value."""
+
+Point = tuple[int, float] | tuple[int, float, Curve]
+"""A step, the fraction of the rate to have there, and the curve that leads there (or "linear")."""
+
+_LOG_FLOOR = 1e-8  # an exponential curve cannot start or end at 0
+
+
+def constant(lr: float, *, warmup: int = 0) -> Schedule:
+    """Return a schedule that stays at lr after warm-up.
+
+    Args:
+        lr: the rate.
+        warmup: steps of warm-up.
+
+    Raises:
+        ValueError: if an argument is out of range.
+
+    Examples:
+        >>> [constant(1.0, warmup=4)(step) for step in range(6)]
+        [0.25, 0.5, 0.75, 1.0, 1.0, 1.0]
+    """
+    _check("constant", lr=lr, warmup=warmup, total=max(warmup, 1), final=0.0)
+    return lambda step: lr * _warmed(step, warmup)
+
+
+def linear(lr: float, *, warmup: int, total: int, final: float = 0.0) -> Schedule:
+    """Return a schedule that falls in a straight line after warm-up.
+
+    Args:
+        lr: the peak rate.
+        warmup: steps of warm-up.
+        total: the step at which the decay is over.
+        final: where the decay ends, as a fraction of lr.
+
+    Raises:
+        ValueError: if an argument is out of range.
+
+    Examples:
+        >>> [linear(1.0, warmup=2, total=6)(step) for step in range(8)]
+        [0.5, 1.0, 1.0, 0.75, 0.5, 0.25, 0.0, 0.0]
+    """
+    return _decaying("linear", _straight, lr=lr, warmup=warmup, total=total, final=final)
+
+
+def cosine(lr: float, *, warmup: int, total: int, final: float = 0.0) -> Schedule:
+    """Return a schedule that falls along half a cosine after warm-up (Loshchilov and Hutter 2017).
+
+    Args:
+        lr: the peak rate.
+        warmup: steps of warm-up.
+        total: the step at which the decay is over.
+        final: where the decay ends, as a fraction of lr.
+
+    Raises:
+        ValueError: if an argument is out of range.
+
+    Examples:
+        >>> [round(cosine(1.0, warmup=0, total=4, final=0.2)(step), 3) for step in range(5)]
+        [1.0, 0.883, 0.6, 0.317, 0.2]
+    """
+    return _decaying("cosine", _half_cosine, lr=lr, warmup=warmup, total=total, final=final)
+
+
+def rex(lr: float, *, warmup: int, total: int, final: float = 0.0) -> Schedule:
+    """Return a schedule that falls slowly first and fast at the end: reflected exponential decay.
+
+    With p the share of the decay that is over, (1 - p) / (1/2 + (1 - p)/2) of the way down is left,
+    as in Chen et al. 2021 (REX: Revisiting Budgeted Training with an Improved Schedule). Some
+    libraries call a power of 1 - p "rex".
+
+    Args:
+        lr: the peak rate.
+        warmup: steps of warm-up.
+        total: the step at which the decay is over.
+        final: where the decay ends, as a fraction of lr.
+
+    Raises:
+        ValueError: if an argument is out of range.
+
+    Examples:
+        >>> [round(rex(1.0, warmup=0, total=4)(step), 3) for step in range(5)]
+        [1.0, 0.857, 0.667, 0.4, 0.0]
+    """
+    return _decaying("rex", _reflected, lr=lr, warmup=warmup, total=total, final=final)
+
+
+def warmup_stable_decay(
+    lr: float,
+    *,
+    warmup: int,
+    total: int,
+    decay: float = 0.2,
+    shape: Literal["linear", "cosine", "sqrt"] = "linear",
+    final: float = 0.0,
+) -> Schedule:
+    """Return a schedule that stays at lr between warm-up and a decay at the end.
+
+    The long middle does not depend on `total`, so that a run can be prolonged from before its
+    decay. "sqrt" falls fast first: 1 - sqrt(p) of the way down is left, the best cool-down of
+    Haegele et al. 2024 (Scaling Laws and Compute-Optimal Training Beyond Fixed Training Durations).
+
+    Args:
+        lr: the peak rate.
+        warmup: steps of warm-up.
+        total: the step at which the decay is over.
+        decay: how long the decay takes: a float is a fraction of `total`, an int is a number of
+            steps.
+        shape: how it falls: "linear", "cosine" (half a cosine) or "sqrt".
+        final: where the decay ends, as a fraction of lr.
+
+    Raises:
+        ValueError: if an argument is out of range, or warm-up and decay are together longer than
+            `total`.
+
+    Examples:
+        >>> lr_at = warmup_stable_decay(1.0, warmup=2, total=10, decay=0.4, shape="sqrt")
+        >>> [round(lr_at(step), 3) for step in range(12)]
+        [0.5, 1.0, 1.0, 1.0, 1.0, 1.0, 1.0, 0.5, 0.293, 0.134, 0.0, 0.0]
+    """
+    name = "warmup_stable_decay"
+    shapes: dict[str, Shape] = {"linear": _straight, "cosine": _half_cosine, "sqrt": _square_root}
+    if shape not in shapes:
+        raise ValueError(f"{name}: shape must be one of {', '.join(shapes)}, got {shape!r}")
+    return _decaying(
+        name, shapes[shape], lr=lr, warmup=warmup, total=total, final=final, decay=decay
+    )
+
+
+def piecewise(lr: float, points: Sequence[Point]) -> Schedule:
+    """Return a schedule through given points: a curve leads to each from the one before.
+
+    Before the first point its value holds, and after the last one the last value. There is no
+    warm-up but what the points say. Curves are "linear", "cosine", "exponential" (a straight line
+    of the logarithms, where 0 counts as 1e-8), or any function (start, end, share of the way) ->
+    value.
+
+    Args:
+        lr: the rate that the points are fractions of.
+        points: (step, fraction) or (step, fraction, curve), by increasing step.
+
+    Raises:
+        ValueError: if there is no point, steps do not increase, or a fraction is negative or not
+            finite.
+
+    Examples:
+        >>> lr_at = piecewise(0.1, [(0, 0.0), (2, 1.0), (5, 0.1), (10, 0.01)])
+        >>> [round(lr_at(step), 4) for step in range(12)]
+        [0.0, 0.05, 0.1, 0.07, 0.04, 0.01, 0.0082, 0.0064, 0.0046, 0.0028, 0.001, 0.001]
+        >>> def square(start, end, share):
+        ...     return start + (end - start) * share**2
+        >>> [piecewise(1.0, [(0, 0.0), (4, 1.0, square)])(step) for step in range(5)]
+        [0.0, 0.0625, 0.25, 0.5625, 1.0]
+    """
+    _check("piecewise", lr=lr, warmup=0, total=1, final=0.0)
+    steps, fractions, curves = _checked_points(points)
+
+    def lr_at(step: int) -> float:
+        after = next((i for i, at in enumerate(steps) if at >= step), len(steps) - 1)
+        if after == 0 or step >= steps[after]:
+            return lr * fractions[after]
+        share = (step - steps[after - 1]) / (steps[after] - steps[after - 1])
+        return lr * curves[after](fractions[after - 1], fractions[after], share)
+
+    return lr_at
+
+
+def due(step: int, every: int, *, last: int | None = None) -> bool:
+    """Return whether it is time for what happens every `every` steps, and at the last one.
+
+    Args:
+        step: how many steps are done.
+        every: the period; 0 means never, not even at the last step.
+        last: the number of steps at which the run ends, which is always due.
+
+    Raises:
+        ValueError: if `every` is negative.
+
+    Examples:
+        >>> [step for step in range(1, 8) if due(step, 3, last=7)]
+        [3, 6, 7]
+        >>> due(7, 0, last=7)
+        False
+    """
+    if every < 0:
+        raise ValueError(f"due: every must be at least 0 (0 means never), got {every}")
+    return every > 0 and (step % every == 0 or step == last)
+
+
+# ------------------------------------------------------------------------------------------- shapes
+
+
+def _straight(over: float) -> float:
+    return 1 - over
+
+
+def _half_cosine(over: float) -> float:
+    return (1 + math.cos(math.pi * over)) / 2
+
+
+def _square_root(over: float) -> float:
+    return 1 - math.sqrt(over)
+
+
+def _reflected(over: float) -> float:
+    return (1 - over) / (0.5 + (1 - over) / 2)
+
+
+def _straight_to(start: float, end: float, share: float) -> float:
+    return start + (end - start) * share
+
+
+def _cosine_to(start: float, end: float, share: float) -> float:
+    return end + (start - end) * _half_cosine(share)
+
+
+def _exponential_to(start: float, end: float, share: float) -> float:
+    start, end = max(start, _LOG_FLOOR), max(end, _LOG_FLOOR)
+    return start * (end / start) ** share
+
+
+# ------------------------------------------------------------------------------------------ anatomy
+
+
+def _warmed(step: int, warmup: int) -> float:
+    """Return the fraction of the peak that warm-up allows: 0 before step 0, then up to 1."""
+    return min(1.0, (step + 1) / warmup) if warmup else 1.0
+
+
+def _decaying(
+    name: str,
+    shape: Shape,
+    *,
+    lr: float,
+    warmup: int,
+    total: int,
+    final: float,
+    decay: float | None = None,
+) -> Schedule:
+    """Return warm-up, a plateau (if the decay is shorter than the rest), and a decay."""
+    _check(name, lr=lr, warmup=warmup, total=total, final=final)
+    first = warmup if decay is None else _decay_start(decay, warmup, total)
+
+    def lr_at(step: int) -> float:
+        if step < first:
+            return lr * _warmed(step, warmup)
+        if step >= total:
+            return lr * final
+        return lr * (final + (1 - final) * shape((step - first) / (total - first)))
+
+    return lr_at
+
+
+def _decay_start(decay: float, warmup: int, total: int) -> int:
+    """Return the step at which a decay of that length begins: int steps, or a float fraction."""
+    name, limit = "warmup_stable_decay", total if isinstance(decay, int) else 1.0
+    if not 0 <= decay <= limit:
+        raise ValueError(
+            f"{name}: decay must be a fraction of total between 0.0 and 1.0, or a number of steps "
+            f"between 0 and {total}, got {decay!r}"
+        )
+    steps = decay if isinstance(decay, int) else round(decay * total)
+    if warmup + steps > total:
+        raise ValueError(
+            f"{name}: warm-up and decay must fit into total = {total} steps, "
+            f"got {warmup} and {steps}"
+        )
+    return total - steps
+
+
+def _check(name: str, *, lr: float, warmup: int, total: int, final: float) -> None:
+    if not (math.isfinite(lr) and lr >= 0):
+        raise ValueError(f"{name}: lr must be finite and at least 0, got {lr}")
+    if warmup < 0:
+        raise ValueError(f"{name}: warmup must be at least 0 steps, got {warmup}")
+    if total < max(warmup, 1):
+        raise ValueError(
+            f"{name}: total must be at least 1 step and at least warmup = {warmup}, got {total}"
+        )
+    if not 0 <= final <= 1:
+        raise ValueError(f"{name}: final must be a fraction of lr between 0 and 1, got {final}")
+
+
+def _checked_points(
+    points: Sequence[Point],
+) -> tuple[list[int], list[float], list[Callable[[float, float, float], float]]]:
+    """Return steps, fractions and curves of the points of `piecewise`."""
+    named = {"linear": _straight_to, "cosine": _cosine_to, "exponential": _exponential_to}
+    steps, fractions = [point[0] for point in points], [point[1] for point in points]
+    curves = [point[2] if len(point) == 3 else "linear" for point in points]
+    if not points or any(a >= b for a, b in pairwise(steps)):
+        raise ValueError(f"piecewise: points must have increasing steps, got {steps}")
+    if not all(math.isfinite(fraction) and fraction >= 0 for fraction in fractions):
+        raise ValueError(
+            f"piecewise: fractions of lr must be finite and at least 0, got {fractions}"
+        )
+    unknown = [curve for curve in curves if not callable(curve) and curve not in named]
+    if unknown:
+        raise ValueError(
+            f"piecewise: a curve must be a function or one of {', '.join(named)}, "
+            f"got {unknown[0]!r}"
+        )
+    return (
+        steps,
+        fractions,
+        [curve if callable(curve) else named[curve] for curve in curves],
+    )

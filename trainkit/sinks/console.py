@@ -1,0 +1,127 @@
+"""The progress of a run: a bar on a terminal, a line now and then elsewhere (a log, a pipe)."""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping
+from datetime import timedelta
+from typing import Any, TextIO
+
+from trainkit.runtime import needs_extra
+from trainkit.types import Sink
+
+_BAR_SECONDS = 0.1
+_LINE_SECONDS = 2.0
+
+Show = Callable[[int, str], None]
+
+
+@contextlib.contextmanager
+def console(total: int, *, start: int = 0, stream: TextIO | None = None) -> Iterator[Sink]:
+    """Yield a sink that shows step, loss, tokens per second, learning rate, norm and time left.
+
+    It reads `loss`, `tokens_per_second`, `lr` and `grad_norm` of the values; what is missing shows
+    as a dash. Most calls cost a look at the clock: a bar is redrawn ten times a second at most, a
+    line is written for the first and the last step and every two seconds between.
+
+    Args:
+        total: The last step of the run.
+        start: The step that the run goes on from.
+        stream: Where to write; by default stdout as it is when the context is entered.
+
+    Effects:
+        Writes to `stream`. On a terminal, what else is printed inside appears above the bar.
+
+    Examples:
+        >>> with console(2) as sink:
+        ...     sink(1, {"loss": 5.545, "tokens_per_second": 41e3, "lr": 3e-4, "grad_norm": 1.25})
+        step 1/2  loss 5.5450  41.0k tok/s  lr 3.00e-04  norm 1.25  left ...
+    """
+    stream = sys.stdout if stream is None else stream
+    show_in, every = (_bar, _BAR_SECONDS) if stream.isatty() else (_lines, _LINE_SECONDS)
+    first = (time.monotonic(), start)  # where the speed is measured from
+    due = 0.0
+    waiting: tuple[float, int, Mapping[str, Any]] | None = None
+    with show_in(stream, start, total) as show:
+
+        def flush() -> None:
+            nonlocal waiting
+            if waiting is not None:
+                now, step, values = waiting
+                pace = (now - first[0]) / max(1, step - first[1])
+                show(step, progress_text(values, seconds_left=pace * (total - step)))
+                waiting = None
+
+        def sink(step: int, values: Mapping[str, Any]) -> None:
+            nonlocal first, due, waiting
+            now = time.monotonic()
+            waiting = (now, step, values)
+            if now >= due or step >= total:
+                flush()
+                first = first if due else (now, step)  # the first step also warms up
+                due = now + every
+
+        try:
+            yield sink
+        finally:
+            flush()  # the last step is shown however the run ends
+
+
+def progress_text(values: Mapping[str, Any], *, seconds_left: float) -> str:
+    """Return loss, tokens per second, learning rate, gradient norm and time left in one line.
+
+    Examples:
+        >>> progress_text({"loss": 2.5, "tokens_per_second": 1234.5}, seconds_left=4000)
+        'loss 2.5000  1.2k tok/s  lr -  norm -  left 1:06:40'
+    """
+    loss = _number(values.get("loss"), ".4f")
+    lr = _number(values.get("lr"), ".2e")
+    norm = _number(values.get("grad_norm"), ".2f")
+    speed = _thousands(values.get("tokens_per_second"))
+    left = timedelta(seconds=round(max(0.0, seconds_left)))
+    return f"loss {loss}  {speed} tok/s  lr {lr}  norm {norm}  left {left}"
+
+
+def _number(value: Any, form: str) -> str:
+    return "-" if value is None else format(float(value), form)
+
+
+def _thousands(value: Any) -> str:
+    if value is None:
+        return "-"
+    for limit, scale, letter in ((1e3, 1.0, ""), (1e6, 1e3, "k"), (1e9, 1e6, "M")):
+        if value < limit:
+            return f"{value / scale:.{1 if letter else 0}f}{letter}"
+    return f"{value / 1e9:.1f}G"
+
+
+@contextlib.contextmanager
+def _lines(stream: TextIO, start: int, total: int) -> Iterator[Show]:
+    del start
+
+    def show(step: int, text: str) -> None:
+        print(f"step {step}/{total}  {text}", file=stream, flush=True)
+
+    yield show
+
+
+@contextlib.contextmanager
+def _bar(stream: TextIO, start: int, total: int) -> Iterator[Show]:
+    with needs_extra("recipes"):
+        from rich.console import Console  # noqa: PLC0415 -- an extra
+        from rich.progress import BarColumn, Progress, TextColumn  # noqa: PLC0415 -- an extra
+    # No refreshing thread: drawing happens inside the sink, at a known cost.
+    columns = (
+        TextColumn("step {task.completed}/{task.total}", style="bold"),
+        BarColumn(bar_width=None),
+        TextColumn("{task.fields[text]}"),
+    )
+    with Progress(*columns, console=Console(file=stream), auto_refresh=False, expand=True) as bar:
+        task = bar.add_task("", total=total, completed=start, text="")
+
+        def show(step: int, text: str) -> None:
+            bar.update(task, completed=step, text=text, refresh=True)
+
+        yield show

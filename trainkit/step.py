@@ -1,0 +1,274 @@
+"""Forward and backward over a step's microbatches: losses are sums, one number divides them.
+
+`bind_forward_backward` gives the executor of a layout, so that a recipe calls the same function
+with and without pipeline stages.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from itertools import chain
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from trainkit.batch import blank_batch, count_valid_tokens, to_device
+from trainkit.collectives import agree, all_sum
+from trainkit.parallel.reduction import (
+    Reduce,
+    check_sums,
+    reducers_of,
+    reducing,
+    reshard_,
+    setting_aside_reduced,
+)
+from trainkit.types import Axis, Call, ConfigError, ForwardBackward, Loss
+
+
+def call_model(model: nn.Module, batch: Mapping[str, Any]) -> Any:
+    """Enter a batch into a model: `model(input_ids, position_ids=..., spans=...)`.
+
+    Examples:
+        >>> seen = lambda ids, *, position_ids, spans: (ids, position_ids, spans)
+        >>> call_model(seen, {"input_ids": 1, "position_ids": 2, "spans": 3})
+        (1, 2, 3)
+    """
+    return model(batch["input_ids"], position_ids=batch["position_ids"], spans=batch["spans"])
+
+
+def call_with_noise(model: nn.Module, batch: Mapping[str, Any]) -> Any:
+    """Enter a batch into a model with dropout: `call_model` with the batch's `noise_key`.
+
+    Examples:
+        >>> seen = lambda ids, *, position_ids, spans, noise_key: noise_key
+        >>> batch = {"input_ids": 1, "position_ids": 2, "spans": 3, "noise_key": 4}
+        >>> call_with_noise(seen, batch)
+        4
+    """
+    return model(
+        batch["input_ids"],
+        position_ids=batch["position_ids"],
+        spans=batch["spans"],
+        noise_key=batch["noise_key"],
+    )
+
+
+def _add(sums: dict[str, Tensor], terms: Mapping[str, Tensor]) -> None:
+    for name, term in terms.items():
+        sums[name] = sums[name] + term if name in sums else term
+
+
+def forward_backward(
+    model: nn.Module,
+    microbatches: Sequence[Mapping[str, Any]],
+    loss: Loss,
+    *,
+    denominator: Tensor,
+    call: Call = call_model,
+    reduce: Reduce = "last",
+) -> dict[str, Tensor]:
+    """Add the gradients of a step's microbatches to `.grad`; return the loss's sums.
+
+    Each microbatch contributes the gradient of (its sum of losses) / denominator, so microbatches,
+    ranks and shards combine by `+`, however the tokens are spread over them.
+
+    Args:
+        model: Any module: bare, FSDP2 or DDP, or with such modules inside.
+        microbatches: What this rank computes in this step, at least one.
+        loss: `loss(output, batch) -> (sum, {name: sum})`.
+        denominator: The number of valid tokens in the whole global batch, 0-d; 0 divides by 1.
+        call: How a batch enters the model.
+        reduce: "last" reduces gradients once, after the last microbatch; "each" reduce-scatters
+            every microbatch and leaves only the all-reduce over replicas for the last, which needs
+            less memory.
+
+    Returns:
+        The terms of the loss summed over the microbatches of this rank, detached, not divided.
+
+    Raises:
+        ValueError: There is no microbatch, `reduce` is unknown, or a module averages gradients.
+
+    Effects:
+        Adds to the `.grad` of the parameters of `model`; communicates over the axes that its
+        modules reduce over.
+
+    Examples:
+        >>> model = nn.Linear(1, 1, bias=False)
+        >>> call = lambda model, batch: model(batch["x"])
+        >>> loss = lambda y, batch: (y.sum(), {"loss": y.detach().sum()})
+        >>> batches = [{"x": torch.full((2, 1), 3.0)}, {"x": torch.full((1, 1), 6.0)}]
+        >>> sums = forward_backward(model, batches, loss, denominator=torch.tensor(3), call=call)
+        >>> model.weight.grad.item()
+        4.0
+    """
+    if not microbatches:
+        raise ValueError("forward_backward: there is no microbatch; a step needs at least one")
+    if reduce not in ("last", "each"):
+        raise ValueError(f"forward_backward: reduce must be 'last' or 'each', got {reduce!r}")
+    reducers = reducers_of(model)
+    divisor = torch.as_tensor(denominator).clamp(min=1)
+    sums: dict[str, Tensor] = {}
+    if not reducers:
+        for batch in microbatches:
+            total, terms = loss(call(model, batch), batch)
+            (total / divisor).backward()
+            _add(sums, terms)
+        return sums
+    check_sums(reducers)
+    with setting_aside_reduced(reducers):
+        for index, batch in enumerate(microbatches):
+            with reducing(reducers, last=index == len(microbatches) - 1, reduce=reduce):
+                total, terms = loss(call(model, batch), batch)
+                (total / divisor).backward()
+            _add(sums, terms)
+    return sums
+
+
+def bind_forward_backward(
+    stages: Sequence[nn.Module],
+    loss: Loss,
+    *,
+    axis: Axis,
+    call: Call = call_model,
+    reduce: Reduce = "last",
+) -> ForwardBackward:
+    """Return the executor of a layout: `forward_backward(microbatches, denominator=...)`.
+
+    Args:
+        stages: This rank's stages, from `build_stages`.
+        loss: The loss.
+        axis: The pipeline axis, `ps.pp`.
+        call: How a batch enters the model.
+        reduce: When gradients are reduced; see `forward_backward`.
+
+    Raises:
+        ConfigError: The pipeline axis has a size above 1, for which there is no executor yet.
+        ValueError: There is not exactly one stage.
+
+    Effects:
+        None here; the returned function has those of `forward_backward`.
+
+    Examples:
+        >>> from trainkit.mesh import solo_parallel
+        >>> model = nn.Linear(1, 1, bias=False)
+        >>> loss = lambda y, batch: (y.sum(), {"loss": y.detach().sum()})
+        >>> run = bind_forward_backward(
+        ...     [model], loss, axis=solo_parallel().pp, call=lambda model, batch: model(batch["x"])
+        ... )
+        >>> sorted(run([{"x": torch.ones(2, 1)}], denominator=torch.tensor(2)))
+        ['loss']
+    """
+    if axis.count > 1:
+        raise ConfigError(
+            f"bind_forward_backward: there is no pipeline executor yet, got pp = {axis.count}",
+            where="pp",
+            got=axis.count,
+            want=1,
+        )
+    if len(stages) != 1:
+        raise ValueError(f"bind_forward_backward: one stage is needed, got {len(stages)}")
+
+    def run(microbatches: Sequence[Mapping[str, Any]], *, denominator: Tensor) -> dict[str, Tensor]:
+        return forward_backward(
+            stages[0], microbatches, loss, denominator=denominator, call=call, reduce=reduce
+        )
+
+    return run
+
+
+def forward_only(
+    model: nn.Module,
+    microbatches: Iterable[Mapping[str, Any]],
+    loss: Loss,
+    *,
+    call: Call = call_model,
+) -> dict[str, Tensor]:
+    """Return the sums of the loss's terms over some microbatches, without gradients.
+
+    Returns:
+        The terms summed over the microbatches of this rank, not divided; empty without a
+        microbatch.
+
+    Effects:
+        Puts `model` into evaluation mode and every module back into the mode it had; no gradient,
+        no generator and no parameter changes. Sharded models communicate, so their ranks must pass
+        the same number of microbatches.
+
+    Examples:
+        >>> loss = lambda y, batch: (y.sum(), {"loss": y.detach().sum()})
+        >>> call = lambda model, batch: model(batch["x"])
+        >>> sums = forward_only(nn.Identity(), [{"x": torch.ones(2)}] * 3, loss, call=call)
+        >>> sums["loss"]
+        tensor(6.)
+    """
+    modes = [(module, module.training) for module in model.modules()]
+    sums: dict[str, Tensor] = {}
+    model.eval()
+    try:
+        with torch.no_grad():
+            for batch in microbatches:
+                _add(sums, loss(call(model, batch), batch)[1])
+    finally:
+        for module, training in modes:
+            module.training = training
+        reshard_(reducers_of(model))
+    return sums
+
+
+def evaluate(
+    model: nn.Module,
+    batches: Iterable[Mapping[str, Any]],
+    loss: Loss,
+    *,
+    axis: Axis,
+    call: Call = call_model,
+) -> dict[str, Tensor]:
+    """Return the loss over held-out data: the sum of losses over the sum of tokens, on all ranks.
+
+    Ranks may have different numbers of batches, or none: one that has run out computes blank rows,
+    which add 0, until all are done, because a sharded model needs every rank for every forward
+    pass.
+
+    Args:
+        model: Any module.
+        batches: This rank's part of the held-out data.
+        loss: The loss; a term `name` is divided by `name/count` if there is one, else by the
+            tokens.
+        axis: The ranks that hold distinct tokens, `ps.loss`.
+        call: How a batch enters the model.
+
+    Returns:
+        The divided terms, and "tokens", the number of valid tokens (int64); equal on all ranks.
+
+    Raises:
+        ValueError: There is no batch on any rank.
+
+    Effects:
+        Communicates on `axis`, with one host sync per batch. The training state is untouched: see
+        `forward_only`.
+    """
+    sums: dict[str, Tensor] = {}
+    count = torch.zeros((), dtype=torch.int64, device=_device_of(model))
+    source = iter(batches)
+    seen = 0
+    while agree((batch := next(source, None)) is not None, axis):
+        if batch is not None:
+            count = count + count_valid_tokens([batch])
+        filled = to_device(blank_batch(1, 1), count.device) if batch is None else batch
+        _add(sums, forward_only(model, [filled], loss, call=call))
+        seen += 1
+    if not seen:
+        raise ValueError("evaluate: there is no batch to evaluate on any rank")
+    sums = {name: all_sum(term, axis) for name, term in sums.items()}
+    tokens = all_sum(count, axis)
+    values = {
+        name: term / sums.get(f"{name}/count", tokens).clamp(min=1)
+        for name, term in sums.items()
+        if not name.endswith("/count")
+    }
+    return values | {"tokens": tokens}
+
+
+def _device_of(model: nn.Module) -> torch.device:
+    return next(chain(model.parameters(), model.buffers()), torch.empty(0)).device
