@@ -1,26 +1,21 @@
 """Train a decoder from scratch; by default a small one, on the source of Python's own library.
 
-    python recipes/pretrain.py                                   # one process
-    torchrun --nproc-per-node 2 recipes/pretrain.py              # two, and the same losses
-    python recipes/pretrain.py --data FOLDER --size 10m          # your text, a larger model
+python recipes/pretrain.py                                   # one process
+torchrun --nproc-per-node 2 recipes/pretrain.py              # two, and the same losses
+python recipes/pretrain.py --data FOLDER --size 10m          # your text, a larger model
 """
 
 import sys
 import time
-from collections.abc import Callable
-from contextlib import ExitStack
 from pathlib import Path
 
 import attrs
-import orjson
+import numpy as np
 import torch
 
 import trainkit as tk
 from trainkit import config, data, losses, models, optim, parallel, runtime, schedules, sinks
-
-TrainStep = Callable[[tk.TrainState, tk.StepBatch], tuple[tk.TrainState, dict[str, torch.Tensor]]]
-MAY_CHANGE = "out steps config resume save_every eval_every microbatch recompute compiled " \
-    "pp dp_replicate dp_shard ring ulysses tp ep".split()
+from trainkit.metrics import step_record
 
 
 @attrs.frozen(kw_only=True)
@@ -51,22 +46,48 @@ class Config(config.RunConfig):
     """Decay of matrices; vectors have none."""
     max_norm: float = attrs.field(default=1.0, validator=config.positive)
     """Gradients above this norm are scaled down to it."""
-    dropout: float = attrs.field(default=0.0, validator=config.fraction)
-    """The probability that a feature is dropped."""
-    recompute: str = attrs.field(default="none", validator=config.one_of("none", "selective", "full"))
+    recompute: str = attrs.field(
+        default="none", validator=config.one_of("none", "selective", "full")
+    )
     """What is computed again in the backward pass, to save memory."""
     compiled: bool = False
     """Compile the blocks with torch.compile."""
-    eval_every: int = attrs.field(default=200, validator=config.non_negative)
+    eval_every: int = attrs.field(default=350, validator=config.non_negative)
     """Evaluate on held-out documents every so many steps, and at the end; 0 for never."""
 
 
-def make_train_step(
-    cfg: Config, ps: tk.ParallelState, stages: list[torch.nn.Module], optimizer: torch.optim.Optimizer
-) -> TrainStep:
+# What a run may be continued with another value of: it changes nothing that is computed.
+MAY_CHANGE = (*config.PLACE_FIELDS, "microbatch", "recompute", "compiled", "eval_every")
+
+
+def open_data(cfg, tokenizer):
+    """Return the corpus, its rows for training, and its rows held out by their documents' names."""
+    source, keep = (
+        (cfg.data, None) if cfg.data else (data.standard_library(), data.is_library_source)
+    )
+    corpus = tk.open_corpus(source, tokenizer=tokenizer, keep=keep)
+    held = data.held_out_documents(corpus, one_in=40)
+    rows = tk.pack_bins(np.where(held, 0, corpus.lengths), cfg.row_length)
+    return corpus, rows, tk.pack_bins(np.where(held, corpus.lengths, 0), cfg.row_length)
+
+
+def build(cfg, ps, model):
+    """Return this rank's stages of the model and their optimizer."""
+    plan = [parallel.recompute(cfg.recompute), parallel.fsdp()]
+    if cfg.compiled:
+        plan.insert(1, parallel.compiled())
+    weights = models.init_weights(model, seed=cfg.seed)
+    stages = tk.build_stages(
+        lambda: models.Decoder(model, head="hidden"), ps, plan, weights=weights
+    )
+    groups = optim.decay_groups(tk.named_parameters_of(stages), weight_decay=cfg.weight_decay)
+    return stages, optim.adamw(groups, lr=cfg.lr)
+
+
+def make_train_step(cfg, ps, stages, optimizer):
     """Return train_step(state, batch) -> (state, metrics): all of one step, in order."""
     params = tk.parameters_of(stages)
-    lr_at = schedules.warmup_stable_decay(cfg.lr, warmup=cfg.warmup, total=cfg.schedule_steps, decay=0.4)
+    lr_at = schedules.warmup_stable_decay(cfg.lr, warmup=cfg.warmup, total=cfg.schedule_steps)
     forward_backward = tk.bind_forward_backward(stages, losses.next_token_linear, axis=ps.pp)
 
     def train_step(state, batch):
@@ -91,38 +112,72 @@ def make_train_step(
     return train_step
 
 
-def train(cfg: Config, stack: ExitStack) -> None:
-    """Open everything, go on from the last checkpoint, and train until `cfg.steps`."""
-    ps = stack.enter_context(
-        tk.parallel_session(
-            pp=cfg.pp,
-            dp_replicate=cfg.dp_replicate,
-            dp_shard=cfg.dp_shard,
-            ring=cfg.ring,
-            ulysses=cfg.ulysses,
-            tp=cfg.tp,
-            ep=cfg.ep,
-        )
-    )
-    say = print if ps.world.index == 0 else lambda *_: None
+def train(cfg, ps):
+    """Go on from the last checkpoint, or begin, and train until `cfg.steps`."""
+    say = print if ps.world.index == 0 else lambda _: None
     run_dir = runtime.make_run_dir(cfg.out)
-    config.check_same_run(run_dir, cfg, may_change=MAY_CHANGE)
-
-    source, keep = (cfg.data, None) if cfg.data else (data.standard_library(), data.is_library_source)
-    say(f"reading {source}")
+    config.keep_config(run_dir, cfg, ps.world.share, may_change=MAY_CHANGE)
+    say(f"reading {cfg.data or 'the source of the standard library'}")
     tokenizer = data.byte_tokenizer()
-    corpus = tk.open_corpus(source, tokenizer=tokenizer, keep=keep)
-    held = data.held_out_documents(corpus)
-    bins = tk.pack_bins(np.where(held, 0, corpus.lengths), cfg.row_length)
-    held_bins = tk.pack_bins(np.where(held, corpus.lengths, 0), cfg.row_length)
-
+    corpus, rows, held_rows = open_data(cfg, tokenizer)
     model = models.decoder_config(cfg.size, vocab_size=corpus.vocab_size)
-    plan = [parallel.recompute(cfg.recompute), *[parallel.compiled()] * cfg.compiled, parallel.fsdp()]
-    weights = models.init_weights(model, seed=cfg.seed)
-    stages = tk.build_stages(lambda: models.Decoder(model, head="hidden"), ps, plan, weights=weights)
-    groups = optim.decay_groups(tk.named_parameters_of(stages), weight_decay=cfg.weight_decay)
-    optimizer = optim.adamw(groups, lr=cfg.lr)
+    stages, optimizer = build(cfg, ps, model)
     state = tk.resume(run_dir, tk.TrainState(), stages, optimizer, ps, request=cfg.resume, tell=say)
     if state.step >= cfg.steps:
-        say(f"the run in {run_dir} is complete: step {state.step}; --steps takes it further")
+        say(f"the run in {run_dir} is complete at step {state.step}; --steps takes it further")
         return
+
+    train_step = make_train_step(cfg, ps, stages, optimizer)
+    facts = {"model": attrs.asdict(model), "row_length": cfg.row_length}
+    at_hand = {"pad_id": tokenizer.pad_id, "device": ps.device}
+    with sinks.run_sinks(run_dir, ps.world.share, step=state.step, last=cfg.steps) as (log, event):
+        clock = time.perf_counter()
+        while state.step < cfg.steps:
+            batch = tk.step_batch(
+                corpus,
+                rows,
+                state.cursor,
+                rows=cfg.rows,
+                seed=cfg.seed,
+                share=ps.dp.share,
+                rows_per_microbatch=cfg.microbatch,
+                **at_hand,
+            )
+            state, metrics = train_step(state, batch)
+            log(state.step, step_record(metrics, seconds=time.perf_counter() - clock))
+            clock = time.perf_counter()
+            if len(held_rows) and schedules.due(state.step, cfg.eval_every, last=cfg.steps):
+                held = tk.eval_batches(corpus, held_rows, ps.dp.share, rows_per_batch=32, **at_hand)
+                found = tk.evaluate(stages[0], held, losses.next_token_linear, axis=ps.loss)
+                event("evaluation", step=state.step, **tk.to_host(found))
+            if schedules.due(state.step, cfg.save_every, last=cfg.steps):
+                path = tk.save_checkpoint(run_dir, state, stages, optimizer, ps, facts=facts)
+                event("save", step=state.step, path=str(path))
+
+    tk.checkpoint.write_final(run_dir, state, stages, optimizer, ps)
+    prompt = tokenizer.encode("def ")
+    drawn = models.generate(
+        stages[0],
+        [tokenizer.bos_id, *prompt],
+        max_new_tokens=200,
+        context=cfg.row_length,
+        temperature=0.7,
+        seed=cfg.seed,
+        stop_id=tokenizer.eos_id,
+    )
+    say(f"\n{tokenizer.decode([*prompt, *drawn])}\n")
+    if ps.world.index == 0:
+        sinks.plot_loss(run_dir / "metrics.jsonl", run_dir / "loss.png")
+    say(f"the run is in {run_dir}; its loss is drawn in {run_dir / 'loss.png'}")
+
+
+def main(argv=None):
+    """Read the configuration, open the process groups, train."""
+    with runtime.report_errors():
+        cfg = config.load_config(Config, argv)
+    with runtime.report_errors(cfg.out), tk.parallel_session(**cfg.degrees) as ps:
+        train(cfg, ps)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,6 +1,7 @@
 """forward_backward, forward_only and evaluate: sums over microbatches, one denominator."""
 
 import functools
+import itertools
 
 import pytest
 import torch
@@ -46,7 +47,7 @@ def test_gradients_and_sums_are_additive_over_every_split(cuts):
     whole, bounds = data(8), sorted({0, 8, *cuts})
     one, many = linear(), linear()
     wanted = tk.forward_backward(one, [whole], squared, denominator=torch.tensor(8), call=call)
-    pieces = [part(whole, a, b) for a, b in zip(bounds, bounds[1:], strict=False)]
+    pieces = [part(whole, a, b) for a, b in itertools.pairwise(bounds)]
     found = tk.forward_backward(many, pieces, squared, denominator=torch.tensor(8), call=call)
     assert torch.allclose(found["loss"], wanted["loss"], rtol=1e-13)
     assert torch.allclose(many.weight.grad, one.weight.grad, rtol=1e-13)

@@ -23,7 +23,7 @@ from typing import Any, TypeVar, get_origin, get_type_hints
 import attrs
 
 from trainkit.runtime import needs_extra
-from trainkit.types import ConfigError
+from trainkit.types import CheckpointError, ConfigError, Share
 
 T = TypeVar("T")
 
@@ -117,6 +117,16 @@ class RunConfig:
     ep: int = attrs.field(default=1, validator=positive)
     """Ranks that split the experts; they are among those that shard parameters."""
 
+    @property
+    def degrees(self) -> dict[str, int]:
+        """The degrees of the layout by name, for `parallel_session`."""
+        return {name: getattr(self, name) for name in DEGREES}
+
+
+DEGREES = ("pp", "dp_replicate", "dp_shard", "ring", "ulysses", "tp", "ep")
+PLACE_FIELDS = ("out", "steps", "config", "resume", "save_every", *DEGREES)
+"""The fields of `RunConfig` that say where a run happens and when it stops, not what it is."""
+
 
 # ------------------------------------------------------------------------------------ reading
 
@@ -200,6 +210,54 @@ def write_config(path: str | Path, config: Any) -> None:
     new = path.with_name(f".{path.name}.{os.getpid()}")
     new.write_text("".join(_toml_lines(config)), encoding="utf-8")
     new.replace(path)
+
+
+def keep_config(
+    run_dir: str | Path, config: Any, share: Share, *, may_change: Iterable[str]
+) -> None:
+    """Write `config.toml`, or refuse to go on with a run under another configuration.
+
+    Args:
+        run_dir: The run directory. The configuration in it binds once it holds a checkpoint.
+        config: The configuration of the run, or to go on with.
+        share: Which rank of how many: the first one writes.
+        may_change: Names of the fields that a run may be continued with another value of.
+
+    Raises:
+        CheckpointError: Names every other field that differs, with both values.
+
+    Effects:
+        Writes `config.toml` on the first rank, by a rename.
+
+    Examples:
+        >>> import tempfile
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     keep_config(folder, RunConfig(steps=7), Share(0, 1), may_change=["steps"])
+        ...     print(Path(f"{folder}/config.toml").read_text().splitlines()[1])
+        steps = 7
+    """
+    path = Path(run_dir) / "config.toml"
+    begun = path.exists() and any(path.parent.glob("checkpoints/step_*"))
+    if begun and config.resume != "never":
+        _refuse_changes(path, config, may_change)
+    if share.index == 0:
+        write_config(path, config)
+
+
+def _refuse_changes(path: Path, config: Any, may_change: Iterable[str]) -> None:
+    before = read_config(type(config), path)
+    fields = {a.name for a in _fields(type(config))} - set(may_change)
+    pairs = {name: (getattr(before, name), getattr(config, name)) for name in sorted(fields)}
+    changed = {name: pair for name, pair in pairs.items() if pair[0] != pair[1]}
+    if changed:
+        listed = ", ".join(f"{name} {old!r} -> {new!r}" for name, (old, new) in changed.items())
+        raise CheckpointError(
+            f"keep_config: the run in {path.parent} was begun with other values ({listed})",
+            where=str(path),
+            got={name: str(new) for name, (_, new) in changed.items()},
+            want={name: str(old) for name, (old, _) in changed.items()},
+            hint="name another --out, or begin afresh here with --resume never",
+        )
 
 
 def _toml_lines(config: Any) -> Iterable[str]:

@@ -221,9 +221,9 @@ def _zigzag_index(where: str, bounds: IntArray, rank: int, count: int) -> IntArr
     if rests.any():
         worst = int((rests > 0).argmax())
         raise ValueError(
-            f"{where}: document {worst} has {bounds[worst + 1] - bounds[worst]} tokens, which "
-            f"do not divide into {2 * count} parts, 2 for each of {count} ranks; it must be a multiple of "
-            f"{2 * count}: pack with multiple_of={2 * count}"
+            f"{where}: document {worst} has {bounds[worst + 1] - bounds[worst]} tokens, no "
+            f"multiple of {2 * count} (2 parts for each of {count} ranks); "
+            f"pack with multiple_of={2 * count}"
         )
     chunks = np.array([rank, 2 * count - 1 - rank])
     starts = (bounds[:-1, None] + sizes[:, None] * chunks).reshape(-1)

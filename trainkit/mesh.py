@@ -248,7 +248,8 @@ def _make_groups(
             continue
         for ranks in partition:
             group = dist.new_group(list(ranks))
-            if rank in ranks and group is not None:
+            if rank in ranks:
+                assert isinstance(group, dist.ProcessGroup)
                 groups[partition] = group
     return groups
 
@@ -281,7 +282,7 @@ def _root_mesh(
         kept.insert(kept.index("dp_replicate") + 1, "fsdp")
         singles = [dist.new_group([rank]) for rank in range(ranks.size)]
         own = singles[dist.get_rank()]
-        assert own is not None
+        assert isinstance(own, dist.ProcessGroup)
         groups[partitions["fsdp"]] = own
     table = ranks.reshape([size for name, size in zip(names, shape, strict=True) if name in kept])
     if len(kept) == 1:

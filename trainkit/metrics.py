@@ -10,13 +10,14 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Mapping, Sequence
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from trainkit.collectives import all_sum
+from trainkit.hashing import MASK64
 from trainkit.types import Axis, IntArray
 
 
@@ -62,7 +63,7 @@ def reduce_metrics(sums: Mapping[str, Tensor], axis: Axis) -> dict[str, Tensor]:
 def to_host(metrics: Mapping[str, Tensor | float]) -> dict[str, float | int]:
     """Return metrics as Python numbers, with one transfer for all tensors of a device.
 
-    Integer and bool tensors come back as int (exact up to 2^53), others as float; plain numbers
+    Integer and bool tensors come back as int, all 64 bits of it, others as float; plain numbers
     stay what they are.
 
     Args:
@@ -80,20 +81,49 @@ def to_host(metrics: Mapping[str, Tensor | float]) -> dict[str, float | int]:
         {'loss': 2.5, 'tokens': 7, 'lr': 0.1}
     """
     tensors = {name: value for name, value in metrics.items() if isinstance(value, Tensor)}
-    numbers: dict[str, float] = {}
+    numbers: dict[str, float | int] = {}
     for device in {value.device for value in tensors.values()}:
         here = {name: value for name, value in tensors.items() if value.device == device}
-        packed = torch.stack([value.detach().double() for value in here.values()])
-        numbers.update(zip(here, packed.tolist(), strict=True))
-    return {name: _number(value, numbers.get(name)) for name, value in metrics.items()}
+        packed = torch.stack([_bits(value.detach()) for value in here.values()]).cpu()
+        for (name, value), bits in zip(here.items(), packed, strict=True):
+            read = bits.view(torch.float64) if value.is_floating_point() else bits
+            numbers[name] = read.item()
+    return {
+        name: numbers[name] if isinstance(value, Tensor) else value
+        for name, value in metrics.items()
+    }
 
 
-def _number(value: Tensor | float, read: float | None) -> float | int:
-    """Return a metric as a number; `read` is what was read from the device if it is a tensor."""
-    if not isinstance(value, Tensor):
-        return value
-    assert read is not None
-    return read if value.is_floating_point() else int(read)
+def _bits(value: Tensor) -> Tensor:
+    """Return a number as int64: floating point by the bits of its fp64 form."""
+    return value.double().view(torch.int64) if value.is_floating_point() else value.long()
+
+
+def step_record(metrics: Mapping[str, Tensor | float], *, seconds: float) -> dict[str, Any]:
+    """Return one line of metrics.jsonl: a step's metrics as plain values, and what follows.
+
+    Args:
+        metrics: Scalar tensors and plain numbers; `tokens` is the step's valid tokens.
+        seconds: How long the step took, with everything around it.
+
+    Returns:
+        The metrics as numbers; `batch_hash` as 16 hex digits; `loss_hex`, `grad_norm_hex` and
+        `lr_hex`, which hold every bit; `seconds` and `tokens_per_second`.
+
+    Effects:
+        Waits for the device: see `to_host`.
+
+    Examples:
+        >>> step_record({"loss": 0.5, "tokens": 100, "batch_hash": 255}, seconds=0.5)["batch_hash"]
+        '00000000000000ff'
+    """
+    record: dict[str, Any] = {}
+    for name, value in to_host(metrics).items():
+        record[name] = f"{int(value) & MASK64:016x}" if name == "batch_hash" else value
+        if name in ("loss", "grad_norm", "lr"):
+            record[f"{name}_hex"] = float(value).hex()
+    speed = tokens_per_second(record["tokens"], seconds)
+    return record | {"seconds": seconds, "tokens_per_second": speed}
 
 
 def tokens_per_second(tokens: float, seconds: float) -> float:

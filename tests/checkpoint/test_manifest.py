@@ -137,10 +137,11 @@ def test_the_command_line_lists_verifies_and_prunes(run_dir, checkpoint, capsysb
 
 
 def test_verifying_imports_no_torch(checkpoint):
-    code = "import sys; from trainkit.__main__ import main; " + (
-        f"code = main(['checkpoint', 'verify', {str(checkpoint)!r}]); assert 'torch' not in sys.modules; sys.exit(code)"
-    )
-    assert (
-        subprocess.run([sys.executable, "-c", code], check=False, capture_output=True).returncode
-        == 0
-    )
+    code = f"""
+import sys
+from trainkit.__main__ import main
+code = main(["checkpoint", "verify", {str(checkpoint)!r}])
+assert "torch" not in sys.modules
+sys.exit(code)
+"""
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 from trainkit.data import (
     byte_tokenizer,
     held_out,
+    held_out_documents,
     is_library_source,
     open_corpus,
     open_tokens,
@@ -421,6 +422,15 @@ def test_held_out_files_are_one_in_twenty_by_name_alone():
     assert all(held_out(name, one_in=1) for name in names)
     with pytest.raises(ValueError, match="one_in must be at least 1, got 0"):
         held_out("a", one_in=0)
+
+
+def test_documents_are_held_out_by_name_or_by_number(tmp_path):
+    named = open_corpus(write_tree(tmp_path, {f"{number}.py": "" for number in range(60)}))
+    assert held_out_documents(named).tolist() == [held_out(name) for name in named.names]
+    assert held_out_documents(named).sum() == 5
+    numbered = write_corpus(tmp_path / "a.tokens", [[1]] * 60)
+    assert numbered.names is None
+    assert held_out_documents(numbered).tolist() == [held_out(str(n)) for n in range(60)]
 
 
 def test_the_standard_library_is_source_without_packages_and_tests(tmp_path, monkeypatch):

@@ -6,7 +6,6 @@ import attrs
 import pytest
 import torch
 from torch import nn
-from torch.nn import functional as F
 from whole_step import (
     CAPACITY,
     ROWS,
@@ -102,7 +101,9 @@ def plain_pytorch_steps(*, steps=3):
     for step in range(steps):
         (batch,) = input_of(Cursor(step), solo, layout, text=text, bins=bins).microbatches
         logits = model(batch.input_ids, position_ids=batch.position_ids, spans=batch.spans)
-        loss = F.cross_entropy(logits.flatten(0, 1), batch.labels.flatten(), ignore_index=-100)
+        loss = nn.functional.cross_entropy(
+            logits.flatten(0, 1), batch.labels.flatten(), ignore_index=-100
+        )
         loss.backward()
         norms.append(float(nn.utils.clip_grad_norm_(model.parameters(), 0.5)))
         optimizer.step()

@@ -110,6 +110,10 @@ def test_repair_never_fails_and_drops_what_is_no_step(junk):
     assert all(type(orjson.loads(line)["step"]) is int for line in kept.splitlines())
 
 
+def test_repair_keeps_the_first_of_lines_that_tell_a_step_twice():
+    assert sinks.repair_jsonl(written([1, 2, 2, 1, 3]), 3) == written([1, 2, 3])
+
+
 def test_after_any_restarts_each_step_has_exactly_one_line(tmp_path):
     path = tmp_path / "metrics.jsonl"
     for begin, end in ((0, 7), (5, 6), (5, 9), (0, 3), (3, 4)):

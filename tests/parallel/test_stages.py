@@ -3,6 +3,7 @@
 import functools
 import hashlib
 
+import attrs
 import pytest
 import torch
 from torch import nn
@@ -51,15 +52,8 @@ def test_a_plan_in_the_wrong_order_is_refused():
 
 
 def test_an_axis_that_nobody_takes_care_of_is_refused():
-    def plan_without():
-        with tk.parallel_session() as ps:
-            check_plan([recompute()], ps)
-
-    with tk.parallel_session() as solo:
-        check_plan([], solo)
+    check_plan([], tk.solo_parallel())
     axis = tk.Axis("tp", tk.Share(0, 2))
-    import attrs
-
     for name in ("pp", "tp", "ring", "ulysses", "dp_shard", "dp_replicate"):
         layout = attrs.evolve(tk.solo_parallel(), **{name: axis})
         with pytest.raises(ConfigError, match=f"{name} = 2, but no transform"):
@@ -69,14 +63,15 @@ def test_an_axis_that_nobody_takes_care_of_is_refused():
 
 
 def test_a_transform_of_one_s_own_can_take_care_of_an_axis():
-    import attrs
-
     layout = attrs.evolve(tk.solo_parallel(), tp=tk.Axis("tp", tk.Share(0, 2)))
-    check_plan([Transform(lambda module, ps: module, kind="tensor", axes=("tp",))], layout)
+    check_plan([Transform(lambda module, _: module, kind="tensor", axes=("tp",))], layout)
+
+
+def ones(_name, shape, _offset):
+    return torch.ones(tuple(shape))
 
 
 def test_a_buffer_or_a_real_parameter_is_refused_by_name():
-    ones = lambda name, shape, offset: torch.ones(tuple(shape))
     with pytest.raises(ValueError, match="'running_mean' is a buffer"):
         tk.build_stages(lambda: nn.BatchNorm1d(2), tk.solo_parallel(), [], weights=ones)
     made = nn.Linear(1, 1)
@@ -85,7 +80,9 @@ def test_a_buffer_or_a_real_parameter_is_refused_by_name():
 
 
 def test_weights_of_a_wrong_shape_are_refused():
-    wrong = lambda name, shape, offset: torch.ones(1, 1)
+    def wrong(*_):
+        return torch.ones(1, 1)
+
     with pytest.raises(ValueError, match=r"weights gave shape \(1, 1\) for 'weight'"):
         tk.build_stages(lambda: nn.Linear(2, 3), tk.solo_parallel(), [], weights=wrong)
 

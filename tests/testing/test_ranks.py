@@ -1,13 +1,16 @@
 """`run_ranks`: results by rank, the first cause of a failure, bounded hangs, nothing left."""
 
 import contextlib
+import importlib.util
 import multiprocessing
 import os
 import signal
+import sys
 import tempfile
 import time
 from functools import partial
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 import torch
@@ -130,6 +133,18 @@ def test_a_rank_sees_torchruns_variables_and_the_callers(monkeypatch):
 
 def test_a_function_may_end_the_process_group_itself():
     assert run_ranks(_own_group, 2) == ["left it early"] * 2
+
+
+def test_a_function_of_a_file_that_cannot_be_imported_by_name_runs(tmp_path, monkeypatch):
+    name, file = "no_package.of_this.name", tmp_path / "file.py"
+    for parent in ("no_package", "no_package.of_this"):  # as pytest does for a test's module
+        monkeypatch.setitem(sys.modules, parent, ModuleType(parent))
+    file.write_text("class Own:\n    pass\ndef make(x):\n    return x, Own.__module__, make\n")
+    spec = importlib.util.spec_from_file_location(name, file)
+    module = importlib.util.module_from_spec(spec)
+    monkeypatch.setitem(sys.modules, name, module)
+    spec.loader.exec_module(module)
+    assert run_ranks(module.make, 1, 5) == [(5, name, module.make)]
 
 
 def test_what_cannot_be_sent_is_refused():

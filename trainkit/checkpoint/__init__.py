@@ -14,14 +14,14 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from trainkit.checkpoint.load import load_checkpoint, load_weights, resume
+    from trainkit.checkpoint.load import load_checkpoint, load_weights, read_facts, resume
     from trainkit.checkpoint.manifest import (
         choose_checkpoint,
         list_checkpoints,
         prune_checkpoints,
         verify_checkpoint,
     )
-    from trainkit.checkpoint.save import save_checkpoint
+    from trainkit.checkpoint.save import save_checkpoint, write_final
     from trainkit.checkpoint.tensors import state_hash
 
 __all__ = [
@@ -30,10 +30,12 @@ __all__ = [
     "load_checkpoint",
     "load_weights",
     "prune_checkpoints",
+    "read_facts",
     "resume",
     "save_checkpoint",
     "state_hash",
     "verify_checkpoint",
+    "write_final",
 ]
 
 _HOME = {
@@ -42,10 +44,12 @@ _HOME = {
     "load_checkpoint": "load",
     "load_weights": "load",
     "prune_checkpoints": "manifest",
+    "read_facts": "load",
     "resume": "load",
     "save_checkpoint": "save",
     "state_hash": "tensors",
     "verify_checkpoint": "manifest",
+    "write_final": "save",
 }
 
 

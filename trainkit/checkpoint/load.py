@@ -117,6 +117,11 @@ def load_weights(path: Path, stages: Sequence[nn.Module]) -> TrainState:
     return _state_from(read_json(path / "state.json")["state"])
 
 
+def read_facts(path: Path) -> dict[str, Any]:
+    """Return the facts that were saved with a checkpoint, which has been verified."""
+    return read_json(path / "state.json")["facts"]
+
+
 def _state_from(saved: Mapping[str, Any]) -> TrainState:
     cursor = Cursor(saved["cursor"]["batch"], tuple(saved["cursor"]["stream"]))
     return TrainState(saved["step"], saved["tokens"], cursor, saved["health"])

@@ -24,7 +24,7 @@ from trainkit.checkpoint.manifest import (
     sync_directory,
     write_durably,
 )
-from trainkit.checkpoint.tensors import optimizer_state, replica_of, run_tensors
+from trainkit.checkpoint.tensors import optimizer_state, replica_of, run_tensors, state_hash
 from trainkit.collectives import all_gather_json
 from trainkit.parallel.naming import Box, box_of
 from trainkit.types import DiskError, ParallelState, TrainState
@@ -84,6 +84,29 @@ def save_checkpoint(
             shutil.rmtree(staging, ignore_errors=True)
         raise DiskError(errors[0], where=directory, hint="every earlier checkpoint is intact")
     return Path(results[0]["target"])
+
+
+def write_final(
+    run_dir: Path | str,
+    state: TrainState,
+    stages: Sequence[nn.Module],
+    optimizer: torch.optim.Optimizer,
+    ps: ParallelState,
+) -> None:
+    """Write `final.json`: the step, the tokens and the hash with which a run has ended.
+
+    Effects:
+        Writes a file on the first rank, by a rename; communicates on `ps.world`.
+    """
+    end = {
+        "step": state.step,
+        "tokens_total": int(state.tokens),
+        "state_hash": state_hash(state, stages, optimizer, ps),
+    }
+    if ps.world.index == 0:
+        new = Path(run_dir) / ".final.json"
+        new.write_bytes(_dump(end) + b"\n")
+        new.replace(Path(run_dir) / "final.json")
 
 
 def _shared_name(ps: ParallelState) -> str:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from trainkit.data.corpus import held_out, open_corpus
+from trainkit.data.corpus import held_out, held_out_documents, open_corpus
 from trainkit.data.library import is_library_source, standard_library
 from trainkit.data.steps import eval_batches, step_batch
 from trainkit.data.tokenizers import ByteTokenizer, byte_tokenizer, encode_document
@@ -15,6 +15,7 @@ __all__ = [
     "encode_document",
     "eval_batches",
     "held_out",
+    "held_out_documents",
     "is_library_source",
     "open_corpus",
     "open_tokens",

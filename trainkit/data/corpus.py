@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 from array import array
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -101,11 +101,23 @@ def held_out(name: str, *, one_in: int = 20) -> bool:
     """
     if one_in < 1:
         raise ValueError(f"held_out: one_in must be at least 1, got {one_in}")
-    return (
-        int.from_bytes(hashlib.sha256(name.encode(errors="surrogateescape")).digest()[:8], "little")
-        % one_in
-        == 0
-    )
+    digest = hashlib.sha256(name.encode(errors="surrogateescape")).digest()
+    return int.from_bytes(digest[:8], "little") % one_in == 0
+
+
+def held_out_documents(corpus: TokenCorpus, *, one_in: int = 20) -> np.ndarray[Any, Any]:
+    """Return which documents of a corpus are held out: bool `[N]`, by their names.
+
+    A document without a name, as in a token file, goes by its number. Lengths that are set to 0
+    where this is true pack into rows for training, and the other way round for evaluation.
+
+    Examples:
+        >>> corpus = TokenCorpus(np.arange(100), np.arange(101))
+        >>> int(held_out_documents(corpus, one_in=10).sum())
+        10
+    """
+    names = map(str, range(len(corpus.lengths))) if corpus.names is None else corpus.names
+    return np.array([held_out(name, one_in=one_in) for name in names], dtype=bool)
 
 
 def _tokenised(
@@ -115,6 +127,7 @@ def _tokenised(
     tokenizer = tokenizer or byte_tokenizer()
     vocab_size = getattr(tokenizer, "vocab_size", None)
     tokens, offsets = array("I"), [0]
+    names: list[str] = []
     for name, text in texts:
         try:
             document = encode_document(tokenizer, text)
@@ -122,6 +135,7 @@ def _tokenised(
             raise DataError(f"{path}: {name}: {error}", where=name) from error
         tokens.frombytes(document.astype(np.uint32).tobytes())
         offsets.append(len(tokens))
+        names.append(name)
     if not tokens:
         found = "none was kept" if len(offsets) == 1 else "they are all empty"
         raise DataError(f"open_corpus: {path}: no documents: of its {what}, {found}", where=path)
@@ -129,4 +143,5 @@ def _tokenised(
         np.frombuffer(tokens, np.uint32).astype(smallest_dtype(vocab_size)),
         np.array(offsets),
         vocab_size,
+        names,
     )

@@ -99,8 +99,8 @@ def _walk(root: Path) -> Iterator[str]:
         raise DataError(f"{error.filename}: {error.strerror}", where=error.filename) from error
 
     for folder, _, names in os.walk(root, onerror=refuse):
-        for name in names:
-            yield (Path(folder) / name).relative_to(root).as_posix()
+        prefix = Path(folder).relative_to(root).as_posix()
+        yield from names if prefix == "." else (f"{prefix}/{name}" for name in names)
 
 
 def _field_of(line: bytes, field: str, where: str) -> str:

@@ -25,7 +25,7 @@ from trainkit.data.text import check_readable
 from trainkit.types import DataError, DiskError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator
+    from collections.abc import Iterable, Iterator, Sequence
 
     from numpy.typing import ArrayLike, DTypeLike
 
@@ -46,11 +46,13 @@ class TokenCorpus:
         tokens: Unsigned integers `[T]`, in memory or mapped from a file, read-only.
         offsets: int64 `[N+1]`; document i is `tokens[offsets[i]:offsets[i + 1]]`.
         vocab_size: No token is this large or larger; None where nobody said so.
+        names: What each document is called, where documents have names.
     """
 
     tokens: np.ndarray[Any, Any]
     offsets: IntArray
     vocab_size: int | None = None
+    names: Sequence[str] | None = None
 
     @property
     def lengths(self) -> IntArray:

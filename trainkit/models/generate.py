@@ -129,6 +129,10 @@ def _window(ids: Sequence[int], device: torch.device) -> dict[str, Any]:
     }
 
 
+def _nothing() -> None:
+    """Stand in for `reshard` where a module has none."""
+
+
 @contextmanager
 def _evaluation_mode(model: nn.Module) -> Iterator[None]:
     """Switch to evaluation inside the block and restore every module's own mode after it."""
@@ -139,6 +143,8 @@ def _evaluation_mode(model: nn.Module) -> Iterator[None]:
     finally:
         for module, training in modes:
             module.training = training
+            # Without a backward pass, FSDP2 leaves the root's parameters gathered.
+            getattr(module, "reshard", _nothing)()
 
 
 def _check(

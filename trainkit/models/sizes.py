@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+from collections.abc import Mapping
 from typing import Any
 
 import attrs
@@ -41,6 +42,26 @@ def decoder_config(name: str, **overrides: Any) -> DecoderConfig:
             f"there are {', '.join(sizes)}"
         )
     return attrs.evolve(sizes[name], **overrides)
+
+
+def config_from_facts(facts: Mapping[str, Any]) -> DecoderConfig:
+    """Return the configuration that `attrs.asdict` made a dict of, for instance in a checkpoint.
+
+    Raises:
+        ValueError: A field is unknown or missing.
+
+    Examples:
+        >>> config = decoder_config("llama-3.1-8b")
+        >>> config_from_facts(attrs.asdict(config)) == config
+        True
+    """
+    values = dict(facts)
+    try:
+        if values.get("rope_scaling") is not None:
+            values["rope_scaling"] = Llama3Scaling(**values["rope_scaling"])
+        return DecoderConfig(**values)
+    except TypeError as error:
+        raise ValueError(f"config_from_facts: these are not a decoder's: {error}") from error
 
 
 def _small() -> dict[str, DecoderConfig]:

@@ -150,8 +150,8 @@ def _shortened(lengths: IntArray, capacity: int, overlong: Overlong) -> IntArray
             if lengths.size and lengths.max() > capacity:
                 first = int((lengths > capacity).argmax())
                 raise ValueError(
-                    f"pack_bins: document {first} has {lengths[first]} tokens, more than "
-                    f'the capacity {capacity}; raise it, or ask for overlong="split", "truncate" or "drop"'
+                    f"pack_bins: document {first} has {lengths[first]} tokens; the capacity is "
+                    f'{capacity}: raise it, or ask for overlong="split", "truncate" or "drop"'
                 )
             return lengths
     raise ValueError(

@@ -44,7 +44,7 @@ def best_fit(lengths: IntArray, capacity: int, *, max_documents: int | None) -> 
     fallen to it. Then it is fuller than all bins on the stack, and joins on top.
 
     Ties: pieces of one length go in arrival order, and of bins that are equally full the one filed
-        first goes first.
+    first goes first.
 
     Args:
         lengths: int64 `[N]`, each between 1 and `capacity`.

@@ -9,6 +9,7 @@ from __future__ import annotations
 from trainkit.sinks.console import console
 from trainkit.sinks.jsonl import events, jsonl, read_jsonl, repair_jsonl, with_hex
 from trainkit.sinks.plot import plot_loss
+from trainkit.sinks.run import run_sinks
 from trainkit.sinks.tee import on_first_rank, tee
 
 __all__ = [
@@ -19,6 +20,7 @@ __all__ = [
     "plot_loss",
     "read_jsonl",
     "repair_jsonl",
+    "run_sinks",
     "tee",
     "with_hex",
 ]

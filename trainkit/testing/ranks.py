@@ -25,6 +25,7 @@ from functools import partial
 from multiprocessing.connection import Connection, wait
 from multiprocessing.context import ForkServerProcess
 from pathlib import Path
+from types import ModuleType
 from typing import Any, TypeVar
 
 import attrs
@@ -204,7 +205,9 @@ def _raise_hang(ranks: Sequence[_Rank], work: _Work) -> None:
     if not ranks:
         return
     for rank in ranks:
-        os.kill(rank.process.pid or 0, signal.SIGUSR1)  # the rank writes its stack, see _rank_main
+        assert rank.process.pid is not None
+        with contextlib.suppress(ProcessLookupError):  # it may have ended just now
+            os.kill(rank.process.pid, signal.SIGUSR1)  # it writes its stack, see _rank_main
     time.sleep(0.2)
     stacks = [f"rank {r.index}: {_stack_file(work, r.index).read_text()}" for r in ranks]
     names = ", ".join(str(rank.index) for rank in ranks)
@@ -307,6 +310,13 @@ def _set_up(index: int, work: _Work) -> None:
 
 
 def _load_module(name: str, file: str) -> None:
+    """Load a file under a dotted name whose parents need not be importable either."""
+    folder, parent = Path(file).parent, name.rpartition(".")[0]
+    while parent:
+        package = ModuleType(parent)
+        package.__path__ = [str(folder)]
+        sys.modules.setdefault(parent, package)
+        folder, parent = folder.parent, parent.rpartition(".")[0]
     spec = importlib.util.spec_from_file_location(name, file)
     assert spec is not None
     assert spec.loader is not None
