@@ -24,9 +24,9 @@ class Config(config.RunConfig):
 
     out: Path = Path("runs/pretrain")
     """The run directory: configuration, metrics, checkpoints and pictures. It is made."""
-    steps: int = attrs.field(default=700, validator=config.positive)
+    steps: int = attrs.field(default=800, validator=config.positive)
     """Stop after this step. Nothing else depends on it: see schedule-steps."""
-    schedule_steps: int = attrs.field(default=700, validator=config.positive)
+    schedule_steps: int = attrs.field(default=800, validator=config.positive)
     """The length of the learning rate's schedule; past it the last rate holds."""
     data: Path | None = None
     """A directory of text, a .jsonl or a .tokens file; by default Python's standard library."""
@@ -34,11 +34,11 @@ class Config(config.RunConfig):
     """A named model size; see trainkit.models.decoder_sizes."""
     row_length: int = attrs.field(default=256, validator=config.positive)
     """Tokens in a row; documents are packed into rows, longer ones are split."""
-    rows: int = attrs.field(default=16, validator=config.positive)
+    rows: int = attrs.field(default=8, validator=config.positive)
     """Rows in a step, over all ranks."""
-    microbatch: int = attrs.field(default=8, validator=config.positive)
+    microbatch: int = attrs.field(default=4, validator=config.positive)
     """Rows that go through the model at once, on each rank."""
-    lr: float = attrs.field(default=3e-3, validator=config.positive)
+    lr: float = attrs.field(default=4e-3, validator=config.positive)
     """The peak learning rate."""
     warmup: int = attrs.field(default=30, validator=config.non_negative)
     """Steps in which the learning rate rises."""
@@ -52,7 +52,7 @@ class Config(config.RunConfig):
     """What is computed again in the backward pass, to save memory."""
     compiled: bool = False
     """Compile the blocks with torch.compile."""
-    eval_every: int = attrs.field(default=350, validator=config.non_negative)
+    eval_every: int = attrs.field(default=400, validator=config.non_negative)
     """Evaluate on held-out documents every so many steps, and at the end; 0 for never."""
 
 
@@ -87,7 +87,9 @@ def build(cfg, ps, model):
 def make_train_step(cfg, ps, stages, optimizer):
     """Return train_step(state, batch) -> (state, metrics): all of one step, in order."""
     params = tk.parameters_of(stages)
-    lr_at = schedules.warmup_stable_decay(cfg.lr, warmup=cfg.warmup, total=cfg.schedule_steps)
+    lr_at = schedules.warmup_stable_decay(
+        cfg.lr, warmup=cfg.warmup, total=cfg.schedule_steps, decay=0.4
+    )
     forward_backward = tk.bind_forward_backward(stages, losses.next_token_linear, axis=ps.pp)
 
     def train_step(state, batch):

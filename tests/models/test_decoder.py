@@ -373,8 +373,8 @@ def test_initial_values_have_the_stated_scales():
     )
     values = dict(build_decoder(config, seed=0).named_parameters())
     scales = {
-        "embedding.weight": 0.02,
-        "head.weight": 0.02,
+        "embedding.weight": 128**-0.5,
+        "head.weight": 128**-0.5,
         "layers.3.attention.wq.weight": 128**-0.5,
         "layers.3.mlp.up.weight": 128**-0.5,
         "layers.3.attention.wo.weight": (128 * 16) ** -0.5,

@@ -1,0 +1,335 @@
+"""The recipes as a user starts them, on one process and on two, with good input and with bad."""
+
+import contextlib
+import importlib.util
+import io
+import json
+import os
+import re
+import resource
+import signal
+import subprocess
+import sys
+import time
+import tomllib
+from pathlib import Path
+
+import pytest
+
+from trainkit.testing import run_ranks
+
+RECIPES = Path(__file__).parents[2] / "recipes"
+SMALL = "--row-length 32 --rows 4 --microbatch 2 --warmup 2 --schedule-steps 8 --save-every 3"
+TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+
+
+@pytest.fixture(scope="module")
+def text(tmp_path_factory):
+    """Return a directory with a little text in it."""
+    folder = tmp_path_factory.mktemp("text")
+    for i in range(60):
+        words = [f"word{(i * j) % 17} = {j}" for j in range(3 + i % 7)]
+        (folder / f"{i}.txt").write_text("\n".join(words))
+    return folder
+
+
+def start(*flags, ranks=1, recipe="pretrain.py", **options):
+    launcher = [sys.executable] if ranks == 1 else TORCHRUN
+    command = [*launcher, str(RECIPES / recipe), *map(str, flags)]
+    env = {**os.environ, "OMP_NUM_THREADS": "1"}
+    return subprocess.Popen(
+        command, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, **options
+    )
+
+
+def run(*flags, code=0, **options):
+    """Run a recipe to its end; return what it printed."""
+    process = start(*flags, **options)
+    out, err = process.communicate(timeout=170)
+    assert process.returncode == code, err
+    return out if code == 0 else err
+
+
+def flags_of(out, text, steps, *flags):
+    given = ["--out", out, "--data", text, "--steps", steps, *SMALL.split(), *flags]
+    return [str(flag) for flag in given]
+
+
+def pretrain(out, text, steps, *flags, **options):
+    return run(*flags_of(out, text, steps, *flags), **options)
+
+
+def load(name):
+    """Import a recipe, to run it in this process: a second faster than another Python."""
+    spec = importlib.util.spec_from_file_location(f"recipe_{name}", RECIPES / f"{name}.py")
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+def here(flags):
+    """Run pretrain.py in this process; return its exit code and what it printed."""
+    out, err = io.StringIO(), io.StringIO()
+    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+        try:
+            load("pretrain").main(flags)
+        except SystemExit as end:
+            return end.code, err.getvalue()
+    return 0, out.getvalue()
+
+
+def lines(out):
+    return [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+
+
+def column(out, name):
+    return [line[name] for line in lines(out)]
+
+
+@pytest.fixture(scope="module")
+def whole(text, tmp_path_factory):
+    """Return the directory of a run of 8 steps, and what it printed."""
+    out = tmp_path_factory.mktemp("whole") / "run"
+    return out, pretrain(out, text, 8, "--eval-every", 4)
+
+
+def test_a_run_leaves_what_the_design_says(whole):
+    out, printed = whole
+    assert {path.name for path in out.iterdir()} == {
+        *("config.toml", "metrics.jsonl", "events.jsonl", "checkpoints", "final.json", "loss.png")
+    }
+    assert tomllib.loads((out / "config.toml").read_text())["row_length"] == 32
+    assert column(out, "step") == list(range(1, 9))
+    wanted = "step loss loss_hex grad_norm grad_norm_hex lr lr_hex tokens tokens_total batch_hash"
+    assert {*wanted.split(), "seconds", "tokens_per_second"} <= lines(out)[-1].keys()
+    for line in lines(out):
+        assert all(float.fromhex(line[f"{x}_hex"]) == line[x] for x in ("loss", "grad_norm", "lr"))
+    assert lines(out)[-1]["tokens_total"] == sum(column(out, "tokens"))
+    final = json.loads((out / "final.json").read_text())
+    assert (final["step"], final["tokens_total"]) == (8, sum(column(out, "tokens")))
+    assert re.fullmatch("[0-9a-f]{16}", final["state_hash"])
+    names = sorted(path.name for path in (out / "checkpoints").iterdir())
+    assert names == ["step_00000003", "step_00000006", "step_00000008"]
+    events = [json.loads(line) for line in (out / "events.jsonl").read_text().splitlines()]
+    assert [event["step"] for event in events if event["event"] == "evaluation"] == [4, 8]
+    assert [event["step"] for event in events if event["event"] == "save"] == [3, 6, 8]
+    assert (out / "loss.png").read_bytes().startswith(b"\x89PNG")
+    assert "step 8/8" in printed
+    assert "def " in printed
+    assert str(out) in printed
+
+
+def test_the_loss_falls(whole):
+    losses = column(whole[0], "loss")
+    assert losses[-1] < losses[0] - 0.5
+
+
+def test_run_again_it_is_complete_and_with_more_steps_it_goes_on(whole, text, tmp_path):
+    out = tmp_path / "run"
+    here(flags_of(out, text, 5))
+    before = (out / "metrics.jsonl").read_text()
+    assert "complete at step 5" in here(flags_of(out, text, 5))[1]
+    assert (out / "metrics.jsonl").read_text() == before
+    assert "going on from" in here(flags_of(out, text, 8))[1]
+    assert column(out, "loss_hex") == column(whole[0], "loss_hex")
+    assert column(out, "batch_hash") == column(whole[0], "batch_hash")
+    assert (out / "final.json").read_text() == (whole[0] / "final.json").read_text()
+
+
+def test_killed_it_goes_on_to_the_same_bits(whole, text, tmp_path):
+    out = tmp_path / "run"
+    flags = ["--out", out, "--data", text, "--steps", 8, *SMALL.split(), "--save-every", 1]
+    process = start(*flags)
+    until = time.monotonic() + 120
+    while not (out / "checkpoints/step_00000002").exists() and process.poll() is None:
+        assert time.monotonic() < until
+        time.sleep(0.002)
+    process.send_signal(signal.SIGKILL)
+    process.communicate()
+    here([str(flag) for flag in flags])
+    assert column(out, "loss_hex") == column(whole[0], "loss_hex")
+    assert (out / "final.json").read_text() == (whole[0] / "final.json").read_text()
+
+
+def test_torchrun_on_two_ranks_prints_the_same_losses_once(whole, text, tmp_path):
+    printed = pretrain(tmp_path, text, 8, ranks=2)
+    assert column(tmp_path, "batch_hash") == column(whole[0], "batch_hash")
+    assert column(tmp_path, "loss") == pytest.approx(column(whole[0], "loss"), rel=1e-5)
+    assert column(tmp_path, "tokens") == column(whole[0], "tokens")
+    assert printed.count("step 8/8") == 1
+
+
+def test_two_replicas_print_the_same_losses(whole, text, tmp_path):
+    run_ranks(here, 2, flags_of(tmp_path, text, 8, "--dp-replicate", 2))
+    assert column(tmp_path, "batch_hash") == column(whole[0], "batch_hash")
+    assert column(tmp_path, "loss") == pytest.approx(column(whole[0], "loss"), rel=1e-5)
+
+
+@pytest.mark.parametrize(("before", "after"), [(1, 2), (2, 1)])
+def test_saved_on_some_ranks_it_goes_on_on_others(before, after, whole, text, tmp_path):
+    run_ranks(here, before, flags_of(tmp_path, text, 4))
+    run_ranks(here, after, flags_of(tmp_path, text, 8))
+    assert column(tmp_path, "loss") == pytest.approx(column(whole[0], "loss"), rel=1e-5)
+    assert column(tmp_path, "batch_hash") == column(whole[0], "batch_hash")
+
+
+def test_generate_writes_text_from_the_last_checkpoint(whole):
+    printed = run("--run", whole[0], "--prompt", "word3", "--tokens", 20, recipe="generate.py")
+    assert printed.startswith("word3")
+    assert len(printed) > len("word3\n")
+
+
+def test_an_interrupt_is_reported_and_loses_nothing(text, tmp_path):
+    process = start("--out", tmp_path, "--data", text, "--steps", 5000, *SMALL.split())
+    until = time.monotonic() + 120
+    while not (tmp_path / "checkpoints/step_00000003").exists() and process.poll() is None:
+        assert time.monotonic() < until
+        time.sleep(0.01)
+    process.send_signal(signal.SIGINT)
+    _, err = process.communicate(timeout=60)
+    assert process.returncode == 76
+    assert error_of(err)["code"] == 76
+
+
+# ---------------------------------------------------------------- bad input
+
+
+def error_of(stderr):
+    """Return what the last line of stderr says to programs."""
+    last = stderr.rstrip().splitlines()[-1]
+    assert last.startswith("TRAINKIT_ERROR ")
+    return json.loads(last.removeprefix("TRAINKIT_ERROR "))
+
+
+@pytest.fixture
+def refused(capsys):
+    """Return a function that runs a recipe in this process and returns its error."""
+
+    def refuse(*flags, recipe="pretrain"):
+        with pytest.raises(SystemExit) as end:
+            load(recipe).main([str(flag) for flag in flags])
+        error = error_of(capsys.readouterr().err)
+        assert end.value.code == error["code"]
+        return error["code"], error["what"]
+
+    return refuse
+
+
+def binary(folder):
+    (folder / "a.txt").write_bytes(b"\x00\x01\xff")
+
+
+def truncated(folder):
+    import trainkit as tk
+
+    tk.write_corpus(folder / "c.tokens", [[1, 2, 3]] * 1000, vocab_size=259)
+    data = (folder / "c.tokens").read_bytes()
+    (folder / "c.tokens").write_bytes(data[:-100])
+
+
+def bad_json(folder):
+    (folder / "c.jsonl").write_text('{"text": "fine"}\n{"text": 3}\n')
+
+
+def nothing(folder):
+    del folder
+
+
+BAD_DATA = {
+    "missing": (nothing, "nowhere", "nowhere"),
+    "empty": (nothing, "", "no documents"),
+    "binary": (binary, "", "a.txt"),
+    "truncated": (truncated, "c.tokens", "c.tokens"),
+    "json": (bad_json, "c.jsonl", "2"),
+}
+
+
+@pytest.mark.parametrize("name", BAD_DATA)
+def test_bad_data_is_refused_by_name_before_the_first_step(name, refused, tmp_path):
+    make, path, named = BAD_DATA[name]
+    folder = tmp_path / "data"
+    folder.mkdir()
+    make(folder)
+    code, what = refused("--out", tmp_path / "run", "--data", folder / path)
+    assert (code, named in what) == (65, True), what
+    assert not (tmp_path / "run/metrics.jsonl").exists()
+
+
+@pytest.mark.parametrize(
+    ("flags", "code", "named"),
+    [
+        (["--row-length", "0"], 64, "row"),
+        (["--steps", "-1"], 64, "steps"),
+        (["--lr", "nan"], 64, "lr"),
+        (["--stesp", "3"], 64, "--steps"),
+        (["--size", "tiney"], 64, "'tiny'"),
+        (["--rows", "100000"], 64, "100000 rows"),
+        (["--tp", "2"], 64, "multiply to 2"),
+        (["--pp", "0"], 64, "pp"),
+        (["--config", "nowhere.toml"], 64, "nowhere.toml"),
+        (["--resume", "nowhere"], 66, "nowhere"),
+    ],
+    ids=str,
+)
+def test_bad_flags_are_refused_in_one_line(  # noqa: PLR0917 (fixtures and a table)
+    flags, code, named, refused, text, tmp_path
+):
+    found, what = refused("--out", tmp_path / "run", "--data", text, *flags)
+    assert (found, named in what) == (code, True), what
+    metrics = tmp_path / "run/metrics.jsonl"
+    assert not metrics.exists() or metrics.read_bytes() == b""
+
+
+def test_an_output_directory_that_is_a_file_or_cannot_be_made_is_refused(refused, text, tmp_path):
+    (tmp_path / "file").write_text("")
+    assert refused("--out", tmp_path / "file", "--data", text)[0] == 64
+    code, what = refused("--out", "/proc/nowhere/run", "--data", text)
+    assert (code, "/proc/nowhere" in what) == (74, True)
+
+
+def test_a_changed_configuration_does_not_go_on_silently(refused, text, tmp_path):
+    here(flags_of(tmp_path, text, 3))
+    code, what = refused(*flags_of(tmp_path, text, 5, "--lr", 0.5, "--seed", 7))
+    assert code == 66
+    assert "lr 0.004 -> 0.5" in what
+    assert "seed 0 -> 7" in what
+
+
+def test_when_no_checkpoint_verifies_it_does_not_start_afresh(refused, text, tmp_path):
+    here(flags_of(tmp_path, text, 3))
+    (tmp_path / "checkpoints/step_00000003/state.json").write_text("{}")
+    code, what = refused(*flags_of(tmp_path, text, 5))
+    assert (code, "none of the 1 checkpoints" in what) == (66, True)
+
+
+def test_more_ranks_than_rows_are_refused(text, tmp_path):
+    for code, err in run_ranks(here, 2, flags_of(tmp_path, text, 2, "--rows", 1)):
+        assert code == 64
+        assert re.search(r"1 rows?.* 2 ranks|2 ranks.* 1 row", error_of(err)["what"])
+
+
+def limit_files():
+    resource.setrlimit(resource.RLIMIT_FSIZE, (300_000, 300_000))
+
+
+def test_a_disk_that_takes_no_more_ends_with_its_code_and_leaves_no_half(text, tmp_path):
+    err = pretrain(tmp_path, text, 8, code=74, preexec_fn=limit_files)
+    assert "could not be written" in error_of(err)["what"]
+    assert list((tmp_path / "checkpoints").iterdir()) == []
+
+
+def test_generate_without_a_run_says_so(refused, tmp_path):
+    code, what = refused("--run", tmp_path, recipe="generate")
+    assert (code, "no checkpoint" in what) == (66, True)
+
+
+def test_help_explains_every_field(capsys):
+    for name in ("pretrain", "generate"):
+        module = load(name)
+        with pytest.raises(SystemExit) as end:
+            module.main(["--help"])
+        assert not end.value.code
+        said = capsys.readouterr().out
+        for field in module.Config.__attrs_attrs__:
+            assert f"--{field.name.replace('_', '-')}" in said
