@@ -127,14 +127,13 @@ def train(cfg, ps):
     state = tk.resume(run_dir, tk.TrainState(), stages, optimizer, ps, request=cfg.resume, tell=say)
     if state.step >= cfg.steps:
         say(f"the run in {run_dir} is complete at step {state.step}; --steps takes it further")
-        return
 
     train_step = make_train_step(cfg, ps, stages, optimizer)
     facts = {"model": attrs.asdict(model), "row_length": cfg.row_length}
     at_hand = {"pad_id": tokenizer.pad_id, "device": ps.device}
     with sinks.run_sinks(run_dir, ps.world.share, step=state.step, last=cfg.steps) as (log, event):
-        clock = time.perf_counter()
         while state.step < cfg.steps:
+            begin = time.perf_counter()
             batch = tk.step_batch(
                 corpus,
                 rows,
@@ -146,12 +145,13 @@ def train(cfg, ps):
                 **at_hand,
             )
             state, metrics = train_step(state, batch)
-            log(state.step, step_record(metrics, seconds=time.perf_counter() - clock))
-            clock = time.perf_counter()
+            log(state.step, step_record(metrics, seconds=time.perf_counter() - begin))
             if len(held_rows) and schedules.due(state.step, cfg.eval_every, last=cfg.steps):
                 held = tk.eval_batches(corpus, held_rows, ps.dp.share, rows_per_batch=32, **at_hand)
                 found = tk.evaluate(stages[0], held, losses.next_token_linear, axis=ps.loss)
-                event("evaluation", step=state.step, **tk.to_host(found))
+                found = tk.to_host(found)
+                event("evaluation", step=state.step, **found)
+                say(f"held out: {found['loss']:.4f} nats per token, over {found['tokens']} tokens")
             if schedules.due(state.step, cfg.save_every, last=cfg.steps):
                 path = tk.save_checkpoint(run_dir, state, stages, optimizer, ps, facts=facts)
                 event("save", step=state.step, path=str(path))

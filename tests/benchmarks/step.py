@@ -44,9 +44,7 @@ def hand_written(model, optimizer, lr_at):
     def step(index, batch):
         labels = batch["labels"]
         tokens = (labels != -100).sum()
-        logits = model(
-            batch["input_ids"], position_ids=batch["position_ids"], spans=batch["spans"]
-        )
+        logits = model(batch["input_ids"], position_ids=batch["position_ids"], spans=batch["spans"])
         loss = F.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="sum")
         (loss / tokens).backward()
         norm = nn.utils.clip_grad_norm_(params, 1.0)
@@ -111,7 +109,9 @@ def show(title, seconds):
     ours, theirs = (statistics.median(seconds[name]) for name in ("trainkit", "hand-written"))
     pairs = zip(seconds["trainkit"], seconds["hand-written"], strict=True)
     more = statistics.median(a - b for a, b in pairs) * 1e6
-    print(f"{title:24} {theirs * 1e6:12.0f} us {ours * 1e6:12.0f} us {ours / theirs:8.3f} {more:+9.1f} us")
+    print(
+        f"{title:24} {theirs * 1e6:12.0f} us {ours * 1e6:12.0f} us {ours / theirs:8.3f} {more:+9.1f} us"
+    )
     return ours / theirs, more
 
 

@@ -111,4 +111,4 @@ def accumulation_dtype(x: Tensor) -> torch.dtype:
         >>> accumulation_dtype(torch.zeros(1, dtype=torch.bfloat16))
         torch.float32
     """
-    return torch.promote_types(x.dtype, torch.float32)
+    return torch.float64 if x.dtype == torch.float64 else torch.float32

@@ -1,0 +1,179 @@
+"""What the README and the pages show is true: code runs, commands and links name what is there."""
+
+import contextlib
+import doctest
+import importlib.util
+import io
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import attrs
+import pytest
+
+import trainkit.__main__ as command_line
+
+ROOT = Path(__file__).parents[1]
+DOCS = ROOT / "docs"
+WRITTEN = [ROOT / "README.md", *sorted(p for p in DOCS.rglob("*.md") if "reference" not in p.parts)]
+PAGES = [*WRITTEN, *sorted((DOCS / "reference").glob("*.md"))]
+FIRST_LINES = """\
+pip install -e ".[recipes]" && python recipes/pretrain.py        # trains, now, on text that is \
+already on this machine
+pip install -e ".[test]" && pytest                               # the tests
+"""
+FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+LINK = re.compile(r"\]\(([^)\s]+)\)")
+FLAGS = doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE
+
+
+def name_of(path):
+    return path.relative_to(ROOT).as_posix()
+
+
+def blocks_of(path):
+    """Return (language, code, line) of the fenced blocks of a page."""
+    text = path.read_text()
+    found = FENCE.finditer(text)
+    return [(m[1], m[2], text.count("\n", 0, m.start(2)) + 1) for m in found]
+
+
+def run_page(blocks, name):
+    """Run Python blocks in one namespace; compare what each prints with a text block below it.
+
+    A block that begins with `# file.py` is written to that file, for blocks below to import.
+    """
+    namespace = {"__name__": "page"}
+    for (language, code, line), (kind, shown, _) in zip(
+        blocks, [*blocks[1:], ("", "", 0)], strict=True
+    ):
+        if language != "python":
+            continue
+        file = re.match(r"# (\w+\.py)\n", code)
+        if file:
+            Path(file[1]).write_text(code)
+            continue
+        printed = io.StringIO()
+        with contextlib.redirect_stdout(printed):
+            exec(compile("\n" * (line - 1) + code, name, "exec"), namespace)
+        if kind == "text":
+            same = doctest.OutputChecker().check_output(shown, printed.getvalue(), FLAGS)
+            assert same, f"{name}:{line} printed\n{printed.getvalue()}"
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    """Work in an empty directory from which modules can be imported; forget them afterwards."""
+    before = set(sys.modules)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    yield tmp_path
+    for name in set(sys.modules) - before:
+        if (getattr(sys.modules[name], "__file__", None) or "").startswith(str(tmp_path)):
+            del sys.modules[name]
+
+
+@pytest.mark.parametrize("path", WRITTEN, ids=name_of)
+def test_the_code_of_a_page_runs(path, folder):
+    run_page(blocks_of(path), name_of(path))
+
+
+def test_a_page_that_prints_something_else_is_found(folder):
+    wrong = [("python", "x = 1\n", 1), ("python", "print(x)\n", 4), ("text", "2\n", 7)]
+    with pytest.raises(AssertionError, match=r"page\.md:4 printed\n1"):
+        run_page(wrong, "page.md")
+
+
+# ------------------------------------------------------------------------------------ commands
+
+
+def flags_of_recipe(path):
+    """Return the flags of a recipe, from its Config."""
+    spec = importlib.util.spec_from_file_location(f"recipe_{path.stem}", path)
+    recipe = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(recipe)
+    names = {a.name.replace("_", "-") for a in attrs.fields(recipe.Config)}
+    return {"--help", *(f"--{name}" for name in names)}
+
+
+def problems_of_command(line):
+    """Return what a command line names that is not there; nothing for commands of others."""
+    words = shlex.split(line, comments=True)
+    script = next((word for word in words if word.endswith(".py") and "/" in word), None)
+    if script is not None:
+        if not (ROOT / script).is_file():
+            return [f"there is no {script}"]
+        flags = flags_of_recipe(ROOT / script) if script.startswith("recipes/") else {"--check"}
+        given = words[words.index(script) + 1 :]
+        return [f"{script} has no flag {w}" for w in given if w[:2] == "--" and w not in flags]
+    if words[:3] == ["python", "-m", "trainkit"]:
+        try:
+            with contextlib.redirect_stderr(io.StringIO()) as said:
+                command_line._parser().parse_args(words[3:])
+        except SystemExit:
+            return [said.getvalue()]
+    elif words[:1] not in (["pip"], ["cat"], ["pytest"]):
+        return [f"{words[0]!r} is no command that the pages may use"]
+    return []
+
+
+def commands_of(path):
+    """Return the command lines of a page: those of console blocks, in sh blocks all."""
+    found = []
+    for language, code, _ in blocks_of(path):
+        lines = code.replace("\\\n", " ").splitlines()
+        if language == "console":
+            found += [line[2:] for line in lines if line.startswith("$ ")]
+        elif language == "sh":
+            found += [part for line in lines for part in line.partition("#")[0].split("&&")]
+    return [line for line in found if line.strip()]
+
+
+@pytest.mark.parametrize("path", WRITTEN, ids=name_of)
+def test_commands_name_flags_and_files_that_exist(path):
+    assert [problem for line in commands_of(path) for problem in problems_of_command(line)] == []
+
+
+@pytest.mark.parametrize(
+    ("line", "problem"),
+    [
+        ("python recipes/pretrain.py --stpes 3", "recipes/pretrain.py has no flag --stpes"),
+        ("python recipes/none.py", "there is no recipes/none.py"),
+        ("rm -rf runs", "'rm' is no command that the pages may use"),
+    ],
+)
+def test_a_command_that_is_wrong_is_found(line, problem):
+    assert problems_of_command(line) == [problem]
+
+
+# ------------------------------------------------------------------------------------ pages
+
+
+@pytest.mark.parametrize("path", PAGES, ids=name_of)
+def test_links_lead_somewhere(path):
+    links = LINK.findall(FENCE.sub("", path.read_text()))
+    files = [link.partition("#")[0] for link in links if not link.startswith("https://")]
+    assert [file for file in files if file and not (path.parent / file).exists()] == []
+
+
+def test_the_readme_has_the_two_lines_as_they_are():
+    blocks = blocks_of(ROOT / "README.md")
+    assert blocks[0][1] == FIRST_LINES
+
+
+def test_the_map_names_every_page():
+    linked = {(DOCS / link).resolve() for link in LINK.findall((DOCS / "index.md").read_text())}
+    assert {p for p in WRITTEN[1:] if p.name != "index.md"} <= linked
+
+
+@pytest.mark.parametrize("path", [*PAGES, ROOT / "CHANGELOG.md"], ids=name_of)
+def test_nobody_is_told_to_install_another_project(path):
+    assert not re.search(r"pip install\s+[\"']?trainkit(?!-lm)", path.read_text())
+
+
+def test_the_reference_is_up_to_date():
+    command = [sys.executable, str(DOCS / "reference" / "build.py"), "--check"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
