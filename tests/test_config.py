@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from trainkit.config import (
     RunConfig,
     fraction,
+    keep_config,
     load_config,
     non_negative,
     one_of,
@@ -21,7 +22,7 @@ from trainkit.config import (
     read_config,
     write_config,
 )
-from trainkit.types import ConfigError
+from trainkit.types import CheckpointError, ConfigError, Share
 
 
 @attrs.frozen(kw_only=True)
@@ -256,3 +257,23 @@ def test_reading_a_configuration_loads_no_torch():
     code += "print('torch' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "False"
+
+
+def test_a_run_binds_its_configuration_once_it_has_a_checkpoint(tmp_path):
+    first, other = RunConfig(seed=1), RunConfig(seed=2, steps=7)
+    keep_config(tmp_path, first, Share(0, 2), may_change=["steps"])
+    keep_config(tmp_path, other, Share(0, 2), may_change=["steps"])
+    (tmp_path / "checkpoints/step_00000001").mkdir(parents=True)
+    keep_config(tmp_path, attrs.evolve(other, steps=9), Share(1, 2), may_change=["steps"])
+    assert read_config(RunConfig, tmp_path / "config.toml").steps == 7  # rank 1 writes nothing
+    with pytest.raises(CheckpointError, match="begun with other values .seed 2 -> 1"):
+        keep_config(tmp_path, first, Share(0, 2), may_change=["steps"])
+    keep_config(tmp_path, attrs.evolve(first, resume="never"), Share(0, 2), may_change=["steps"])
+    assert read_config(RunConfig, tmp_path / "config.toml").seed == 1
+
+
+def test_degrees_are_what_a_session_takes():
+    assert RunConfig(tp=2).degrees == {
+        **dict.fromkeys(("pp", "dp_replicate", "ring", "ulysses", "ep"), 1),
+        **{"dp_shard": -1, "tp": 2},
+    }

@@ -8,6 +8,7 @@ import re
 import shlex
 import subprocess
 import sys
+from itertools import zip_longest
 from pathlib import Path
 
 import attrs
@@ -33,34 +34,39 @@ def name_of(path):
     return path.relative_to(ROOT).as_posix()
 
 
-def blocks_of(path):
-    """Return (language, code, line) of the fenced blocks of a page."""
-    text = path.read_text()
-    found = FENCE.finditer(text)
-    return [(m[1], m[2], text.count("\n", 0, m.start(2)) + 1) for m in found]
+def blocks_of(text):
+    """Return (language, code, line, output) of the fenced blocks of a page.
+
+    The output is that of a text block which follows directly; elsewhere it is None.
+    """
+    found = list(FENCE.finditer(text))
+    blocks = []
+    for block, below in zip_longest(found, found[1:]):
+        is_output = below and below[1] == "text" and not text[block.end() : below.start()].strip()
+        line = text.count("\n", 0, block.start(2)) + 1
+        blocks.append((block[1], block[2], line, below[2] if is_output else None))
+    return blocks
 
 
-def run_page(blocks, name):
-    """Run Python blocks in one namespace; compare what each prints with a text block below it.
+def run_page(text, name):
+    """Run a page's Python blocks in one namespace; compare what they print with what they show.
 
     A block that begins with `# file.py` is written to that file, for blocks below to import.
     """
     namespace = {"__name__": "page"}
-    for (language, code, line), (kind, shown, _) in zip(
-        blocks, [*blocks[1:], ("", "", 0)], strict=True
-    ):
+    for language, code, line, output in blocks_of(text):
+        file = re.match(r"# (\w+\.py)\n", code)
         if language != "python":
             continue
-        file = re.match(r"# (\w+\.py)\n", code)
         if file:
             Path(file[1]).write_text(code)
             continue
         printed = io.StringIO()
         with contextlib.redirect_stdout(printed):
             exec(compile("\n" * (line - 1) + code, name, "exec"), namespace)
-        if kind == "text":
-            same = doctest.OutputChecker().check_output(shown, printed.getvalue(), FLAGS)
-            assert same, f"{name}:{line} printed\n{printed.getvalue()}"
+        if output is not None:
+            same = doctest.OutputChecker().check_output(output, printed.getvalue(), FLAGS)
+            assert same, f"{name}:{line} printed {printed.getvalue()!r}"
 
 
 @pytest.fixture
@@ -77,13 +83,13 @@ def folder(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("path", WRITTEN, ids=name_of)
 def test_the_code_of_a_page_runs(path, folder):
-    run_page(blocks_of(path), name_of(path))
+    run_page(path.read_text(), name_of(path))
 
 
-def test_a_page_that_prints_something_else_is_found(folder):
-    wrong = [("python", "x = 1\n", 1), ("python", "print(x)\n", 4), ("text", "2\n", 7)]
-    with pytest.raises(AssertionError, match=r"page\.md:4 printed\n1"):
-        run_page(wrong, "page.md")
+def test_a_page_that_shows_what_it_does_not_print_is_found(folder):
+    page = "```python\nx = 1\n```\n\n```python\nprint(x)\n```\n\n```text\n2\n```\n"
+    with pytest.raises(AssertionError, match=r"page\.md:6 printed '1\\n'"):
+        run_page(page, "page.md")
 
 
 # ------------------------------------------------------------------------------------ commands
@@ -122,7 +128,7 @@ def problems_of_command(line):
 def commands_of(path):
     """Return the command lines of a page: those of console blocks, in sh blocks all."""
     found = []
-    for language, code, _ in blocks_of(path):
+    for language, code, *_ in blocks_of(path.read_text()):
         lines = code.replace("\\\n", " ").splitlines()
         if language == "console":
             found += [line[2:] for line in lines if line.startswith("$ ")]
@@ -159,8 +165,7 @@ def test_links_lead_somewhere(path):
 
 
 def test_the_readme_has_the_two_lines_as_they_are():
-    blocks = blocks_of(ROOT / "README.md")
-    assert blocks[0][1] == FIRST_LINES
+    assert blocks_of((ROOT / "README.md").read_text())[0][1] == FIRST_LINES
 
 
 def test_the_map_names_every_page():

@@ -12,6 +12,7 @@ from trainkit.metrics import (
     model_flops,
     peak_flops,
     reduce_metrics,
+    step_record,
     to_host,
     tokens_per_second,
 )
@@ -172,3 +173,17 @@ def test_flops_utilization():
 )
 def test_the_most_specific_name_decides_the_peak(name, peak):
     assert peak_flops(name) == peak
+
+
+def test_to_host_keeps_all_64_bits_of_an_integer():
+    assert to_host({"hash": torch.tensor(2**63 - 1), "x": torch.tensor(0.5)})["hash"] == 2**63 - 1
+
+
+def test_a_step_record_holds_every_bit_and_the_speed():
+    metrics = {"loss": torch.tensor(0.1), "lr": 0.25, "tokens": torch.tensor(50)}
+    record = step_record(metrics | {"batch_hash": torch.tensor(-1)}, seconds=0.5)
+    assert float.fromhex(record["loss_hex"]) == record["loss"] == torch.tensor(0.1).item()
+    assert record["lr_hex"] == "0x1.0000000000000p-2"
+    assert record["batch_hash"] == "f" * 16
+    assert (record["seconds"], record["tokens_per_second"]) == (0.5, 100.0)
+    assert "grad_norm_hex" not in record

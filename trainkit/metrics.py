@@ -84,10 +84,10 @@ def to_host(metrics: Mapping[str, Tensor | float]) -> dict[str, float | int]:
     numbers: dict[str, float | int] = {}
     for device in {value.device for value in tensors.values()}:
         here = {name: value for name, value in tensors.items() if value.device == device}
-        packed = torch.stack([_bits(value.detach()) for value in here.values()]).cpu()
-        for (name, value), bits in zip(here.items(), packed, strict=True):
-            read = bits.view(torch.float64) if value.is_floating_point() else bits
-            numbers[name] = read.item()
+        bits = torch.stack([_bits(value.detach()) for value in here.values()]).cpu().numpy()
+        both = zip(bits.tolist(), bits.view(np.float64).tolist(), strict=True)
+        for (name, value), (integer, real) in zip(here.items(), both, strict=True):
+            numbers[name] = real if value.is_floating_point() else integer
     return {
         name: numbers[name] if isinstance(value, Tensor) else value
         for name, value in metrics.items()

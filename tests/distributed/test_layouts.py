@@ -108,7 +108,7 @@ def plain_pytorch_steps(*, steps=3):
         norms.append(float(nn.utils.clip_grad_norm_(model.parameters(), 0.5)))
         optimizer.step()
         optimizer.zero_grad()
-        losses.append(float(loss))
+        losses.append(float(loss.detach()))
     parameters = {name: p.detach().numpy() for name, p in model.named_parameters()}
     return {"losses": losses, "norms": norms, "parameters": parameters}
 

@@ -228,3 +228,18 @@ def test_a_missing_extra_says_what_to_install(tmp_path, monkeypatch, library, us
     monkeypatch.setitem(sys.modules, library, None)
     with pytest.raises(ConfigError, match=r'pip install "trainkit-lm\[recipes\]"'):
         use(tmp_path)
+
+
+def test_a_run_s_sinks_write_on_the_first_rank_alone(tmp_path, capsys):
+    for index in (0, 1):
+        folder = tmp_path / str(index)
+        folder.mkdir()
+        with sinks.run_sinks(folder, Share(index, 2), step=4, last=6) as (log, event):
+            log(5, {"loss": 1.0})
+            event("save", step=5)
+    assert [line["step"] for line in sinks.read_jsonl(tmp_path / "0/metrics.jsonl")] == [5]
+    told = sinks.read_jsonl(tmp_path / "0/events.jsonl")
+    assert [line["event"] for line in told] == ["start", "save"]
+    assert (told[0]["step"], told[0]["ranks"]) == (4, 2)
+    assert list((tmp_path / "1").iterdir()) == []
+    assert capsys.readouterr().out.count("step 5/6") == 1
