@@ -81,12 +81,13 @@ def folder(tmp_path, monkeypatch):
             del sys.modules[name]
 
 
+@pytest.mark.usefixtures("folder")
 @pytest.mark.parametrize("path", WRITTEN, ids=name_of)
-def test_the_code_of_a_page_runs(path, folder):
+def test_the_code_of_a_page_runs(path):
     run_page(path.read_text(), name_of(path))
 
 
-def test_a_page_that_shows_what_it_does_not_print_is_found(folder):
+def test_a_page_that_shows_what_it_does_not_print_is_found():
     page = "```python\nx = 1\n```\n\n```python\nprint(x)\n```\n\n```text\n2\n```\n"
     with pytest.raises(AssertionError, match=r"page\.md:6 printed '1\\n'"):
         run_page(page, "page.md")

@@ -1,9 +1,10 @@
 """Every function of the tables of contents has an example, and every example runs."""
 
-import ast
 import doctest
 import importlib
+import inspect
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 
@@ -14,21 +15,66 @@ OPTIONS = doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE
 PRELOAD = "trainkit.testing.preload"  # importing it loads what only a forkserver wants
 
 # What has no example of its own, and why.
-DISK = "writes to disk; docs/tutorial and docs/howto show it, and tests/checkpoint runs it"
+DISK = "works on the disk: docs/ show it, tests/checkpoint runs it"
 WITHOUT_EXAMPLE = {
-    "trainkit.attention.varlen.flash_varlen": "needs a GPU",
-    "trainkit.checkpoint.load.load_checkpoint": DISK,
-    "trainkit.checkpoint.load.load_weights": DISK,
-    "trainkit.checkpoint.load.read_facts": DISK,
-    "trainkit.checkpoint.load.resume": DISK,
-    "trainkit.checkpoint.manifest.prune_checkpoints": DISK,
-    "trainkit.checkpoint.save.save_checkpoint": DISK,
-    "trainkit.checkpoint.save.write_final": DISK,
-    "trainkit.config.write_config": "writes to disk; the example of read_config calls it",
-    "trainkit.data.tokens.open_tokens": "reads a file; the example of write_corpus calls it",
-    "trainkit.data.tokens.verify_tokens": "reads a file; says nothing when all is well",
-    "trainkit.mesh.axis_from_group": "wants a process group; docs/howto shows it",
-    "trainkit.sinks.plot.plot_loss": "draws a picture",
-    "trainkit.sinks.run.run_sinks": "writes to disk; recipes/pretrain.py shows it",
-    "trainkit.step.evaluate": "wants a model and data; docs/tutorial shows it",
+    "checkpoint.load_checkpoint": DISK,
+    "checkpoint.load_weights": DISK,
+    "checkpoint.prune_checkpoints": DISK,
+    "checkpoint.read_facts": DISK,
+    "checkpoint.resume": DISK,
+    "checkpoint.save_checkpoint": DISK,
+    "checkpoint.write_final": DISK,
+    "config.fraction": "a validator, as `one_of` explains",
+    "config.non_negative": "a validator, as `one_of` explains",
+    "config.positive": "a validator, as `one_of` explains",
+    "config.write_config": "works on the disk: the example of read_config calls it",
+    "data.open_tokens": "works on the disk: the example of write_corpus calls it",
+    "data.verify_tokens": "works on the disk, and says nothing when all is well",
+    "mesh.axis_from_group": "wants a process group: docs/howto shows it",
+    "sinks.plot_loss": "draws a picture",
+    "sinks.run_sinks": "works on the disk: recipes/pretrain.py shows it",
+    "step.evaluate": "wants a model and data: docs/tutorial shows it",
 }
+
+
+def module_of(path):
+    parts = path.relative_to(PACKAGE.parent).with_suffix("").parts
+    return ".".join(part for part in parts if part != "__init__")
+
+
+MODULES = [module_of(path) for path in sorted(PACKAGE.rglob("*.py"))]
+
+
+@pytest.mark.parametrize("name", [name for name in MODULES if name != PRELOAD])
+def test_the_examples_of_a_module_run(name):
+    result = doctest.testmod(importlib.import_module(name), optionflags=OPTIONS)
+    assert result.failed == 0
+
+
+def functions_without_example(module):
+    """Return the public functions of a room that have no example: a folder's are in `__all__`."""
+    listed = getattr(module, "__all__", None)
+    own = [name for name in vars(module) if name[0] != "_"]
+    found = {name: getattr(module, name) for name in listed or own}
+    return {
+        name
+        for name, value in found.items()
+        if inspect.isfunction(value)
+        and (listed or value.__module__ == module.__name__)
+        and "Examples:\n" not in (inspect.getdoc(value) or "")
+    }
+
+
+def test_every_function_of_a_room_has_an_example_or_a_reason():
+    found = {
+        f"{room}.{name}"
+        for room in trainkit._CONTENTS
+        for name in functions_without_example(importlib.import_module(f"trainkit.{room}"))
+    }
+    assert found == set(WITHOUT_EXAMPLE)
+
+
+def test_a_function_without_an_example_is_found():
+    room = ModuleType("room")
+    exec('def bare():\n    """Return nothing."""', vars(room))
+    assert functions_without_example(room) == {"bare"}

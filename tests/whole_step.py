@@ -7,7 +7,7 @@ import torch
 import trainkit as tk
 from trainkit.data import TokenCorpus
 from trainkit.losses import next_token_linear
-from trainkit.models.decoder import Decoder, DecoderConfig, init_weights
+from trainkit.models import Decoder, DecoderConfig, init_weights
 from trainkit.optim import adamw, decay_groups
 from trainkit.parallel import compiled, fsdp, recompute
 from trainkit.step import call_with_noise

@@ -12,18 +12,16 @@ from torch.nn import functional
 
 from trainkit import noise
 from trainkit.attention import sdpa
-from trainkit.models.decoder import (
+from trainkit.models import (
     Decoder,
     DecoderConfig,
     Llama3Scaling,
     build_decoder,
     count_parameters,
     init_weights,
-    parameter_shapes,
-    rotary_frequencies,
-    rotary_table,
-    rotate,
 )
+from trainkit.models.config import parameter_shapes
+from trainkit.models.rotary import rotary_frequencies, rotary_table, rotate
 from trainkit.models.sizes import decoder_config, decoder_sizes
 from trainkit.types import Spans
 

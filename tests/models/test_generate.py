@@ -5,7 +5,7 @@ import pytest
 import torch
 from torch import nn
 
-from trainkit.models.decoder import build_decoder
+from trainkit.models import build_decoder
 from trainkit.models.generate import draw, generate
 from trainkit.models.sizes import decoder_config
 

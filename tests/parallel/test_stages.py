@@ -10,7 +10,7 @@ from torch import nn
 from whole_step import CONFIG, Layout, build, full
 
 import trainkit as tk
-from trainkit.models.decoder import Decoder, init_weights
+from trainkit.models import Decoder, init_weights
 from trainkit.parallel import Transform, canonical_name, check_plan, compiled, fsdp, recompute
 from trainkit.testing import run_ranks
 from trainkit.types import ConfigError

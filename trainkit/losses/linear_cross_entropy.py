@@ -90,7 +90,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(  # pyrefly: ignore[bad-override, missing-override-decorator]
+    def forward(  # pyrefly: ignore[bad-override]
         ctx: Any,
         hidden: Tensor,
         weight: Tensor,
@@ -104,7 +104,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(  # pyrefly: ignore[bad-override, missing-override-decorator]
+    def backward(  # pyrefly: ignore[bad-override]
         ctx: Any,
         d_total: Tensor,
     ) -> tuple[Tensor | None, ...]:

@@ -1,20 +1,15 @@
 """Models: plain `nn.Module`s without buffers; their values are functions of a seed and of names.
 
-`decoder` is the dense Llama and Qwen3 family, `sizes` names its public and small sizes, `generate`
-draws text.
+`config` describes a decoder of the dense Llama and Qwen3 family, `decoder` is its modules,
+`initial` its first values, `sizes` its public and small sizes by name; `generate` draws text.
 """
 
 from __future__ import annotations
 
-from trainkit.models.decoder import (
-    Decoder,
-    DecoderConfig,
-    Llama3Scaling,
-    build_decoder,
-    count_parameters,
-    init_weights,
-)
+from trainkit.models.config import DecoderConfig, Llama3Scaling, count_parameters
+from trainkit.models.decoder import Decoder, build_decoder
 from trainkit.models.generate import generate
+from trainkit.models.initial import init_weights
 from trainkit.models.sizes import config_from_facts, decoder_config, decoder_sizes
 
 __all__ = [

@@ -8,7 +8,7 @@ from typing import Any
 
 import attrs
 
-from trainkit.models.decoder import DecoderConfig, Llama3Scaling
+from trainkit.models.config import DecoderConfig, Llama3Scaling
 
 
 def decoder_sizes() -> dict[str, DecoderConfig]:

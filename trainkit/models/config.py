@@ -1,0 +1,152 @@
+"""The architecture of a decoder as one record, and the parameters that follow from it."""
+
+from __future__ import annotations
+
+import math
+
+import attrs
+
+
+@attrs.frozen
+class Llama3Scaling:
+    """How Llama 3.1 and later stretch rotary wavelengths for a longer context.
+
+    Wavelengths above `original_length / low_freq_factor` tokens are multiplied by `factor`, those
+    below `original_length / high_freq_factor` stay, and frequencies in between are blended ("The
+    Llama 3 Herd of Models", 2024, section 3.4).
+
+    Examples:
+        >>> Llama3Scaling(factor=8.0).original_length
+        8192
+    """
+
+    factor: float
+    low_freq_factor: float = 1.0
+    high_freq_factor: float = 4.0
+    original_length: int = 8192
+
+    def __attrs_post_init__(self) -> None:
+        ok = self.factor >= 1 and self.original_length >= 1
+        if not ok or not 0 < self.low_freq_factor < self.high_freq_factor:
+            raise ValueError(
+                "Llama3Scaling: want factor >= 1, 0 < low_freq_factor < high_freq_factor and "
+                f"original_length >= 1, got {self}"
+            )
+
+
+@attrs.frozen
+class DecoderConfig:
+    """The architecture of a decoder.
+
+    Args:
+        vocab_size: Number of token ids, V.
+        width: Size of the residual stream, D.
+        layers: Number of blocks.
+        heads: Number of query heads, H.
+        kv_heads: Number of key and value heads, K; divides H.
+        mlp_width: Inner size of the SwiGLU.
+        head_dim: Size of one head, even; width // heads when None.
+        norm_eps: Added to the mean square in every RMSNorm.
+        rope_theta: Base of the rotary wavelengths.
+        rope_scaling: How they are stretched, if they are.
+        qk_norm: Whether queries and keys are normalised per head (Qwen3).
+        qkv_bias: Whether the query, key and value projections have a bias (Qwen2).
+        tied: Whether the embedding is also the output weight.
+        dropout: Probability on the embedding and on both branches of every block, while training.
+
+    Raises:
+        ValueError: A value breaks the rule that the message names.
+
+    Examples:
+        >>> DecoderConfig(
+        ...     vocab_size=259, width=64, layers=2, heads=4, kv_heads=2, mlp_width=128
+        ... ).head_size
+        16
+    """
+
+    vocab_size: int
+    width: int
+    layers: int
+    heads: int
+    kv_heads: int
+    mlp_width: int
+    head_dim: int | None = None
+    norm_eps: float = 1e-5
+    rope_theta: float = 10_000.0
+    rope_scaling: Llama3Scaling | None = None
+    qk_norm: bool = False
+    qkv_bias: bool = False
+    tied: bool = False
+    dropout: float = 0.0
+
+    def __attrs_post_init__(self) -> None:
+        for field in ("vocab_size", "width", "layers", "heads", "kv_heads", "mlp_width"):
+            self._require(field, "at least 1", ok=getattr(self, field) >= 1)
+        self._require("kv_heads", f"a divisor of heads = {self.heads}", ok=self._divides_heads())
+        ok = self.head_dim is not None or self.width % self.heads == 0
+        self._require("width", f"a multiple of heads = {self.heads}, or head_dim given", ok=ok)
+        ok = self.head_size >= 2 and self.head_size % 2 == 0
+        self._require("head_size", "even and at least 2, for the rotary pairs", ok=ok)
+        self._require("norm_eps", "positive", ok=self.norm_eps > 0)
+        self._require("rope_theta", "above 1", ok=self.rope_theta > 1)
+        self._require("dropout", "in [0, 1)", ok=0 <= self.dropout < 1)
+
+    def _divides_heads(self) -> bool:
+        return self.heads % self.kv_heads == 0
+
+    def _require(self, field: str, rule: str, *, ok: bool) -> None:
+        if not ok:
+            raise ValueError(f"DecoderConfig: {field} must be {rule}, got {getattr(self, field)}")
+
+    @property
+    def head_size(self) -> int:
+        """The size of one head: `head_dim`, or width // heads."""
+        return self.width // self.heads if self.head_dim is None else self.head_dim
+
+
+def parameter_shapes(config: DecoderConfig) -> dict[str, tuple[int, ...]]:
+    """Return the name and shape of every parameter of a decoder, without building it.
+
+    Examples:
+        >>> config = DecoderConfig(
+        ...     vocab_size=259, width=64, layers=2, heads=4, kv_heads=2, mlp_width=128
+        ... )
+        >>> parameter_shapes(config)["layers.1.attention.wk.weight"]
+        (32, 64)
+    """
+    width, size = config.width, config.head_size
+    q_width, kv_width = config.heads * size, config.kv_heads * size
+    block = {
+        "attention_norm.weight": (width,),
+        "attention.wq.weight": (q_width, width),
+        "attention.wk.weight": (kv_width, width),
+        "attention.wv.weight": (kv_width, width),
+        "attention.wo.weight": (width, q_width),
+        "mlp_norm.weight": (width,),
+        "mlp.gate.weight": (config.mlp_width, width),
+        "mlp.up.weight": (config.mlp_width, width),
+        "mlp.down.weight": (width, config.mlp_width),
+    }
+    if config.qkv_bias:
+        block |= {f"attention.w{x}.bias": block[f"attention.w{x}.weight"][:1] for x in "qkv"}
+    if config.qk_norm:
+        block |= {f"attention.{x}_norm.weight": (size,) for x in "qk"}
+    shapes: dict[str, tuple[int, ...]] = {"embedding.weight": (config.vocab_size, width)}
+    for i in range(config.layers):
+        shapes |= {f"layers.{i}.{name}": shape for name, shape in block.items()}
+    shapes["norm.weight"] = (width,)
+    if not config.tied:
+        shapes["head.weight"] = (config.vocab_size, width)
+    return shapes
+
+
+def count_parameters(config: DecoderConfig) -> int:
+    """Return the number of parameters; a tied embedding counts once.
+
+    Examples:
+        >>> count_parameters(
+        ...     DecoderConfig(vocab_size=10, width=4, layers=1, heads=1, kv_heads=1, mlp_width=8)
+        ... )
+        252
+    """
+    return sum(math.prod(shape) for shape in parameter_shapes(config).values())

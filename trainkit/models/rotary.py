@@ -1,0 +1,66 @@
+"""Rotary position embeddings, computed from positions: no table is kept anywhere.
+
+Su et al., "RoFormer: enhanced transformer with rotary position embedding" (2021); the half-split
+convention of Hugging Face, so that its weights load without permuting.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from trainkit.models.config import Llama3Scaling
+
+
+def rotary_frequencies(
+    head_dim: int,
+    *,
+    theta: float,
+    scaling: Llama3Scaling | None = None,
+    dtype: torch.dtype = torch.float32,
+    device: torch.device | None = None,
+) -> Tensor:
+    """Return the angle per token, in radians, of each rotary pair: `[head_dim / 2]`.
+
+    Su et al., "RoFormer" (2021).
+
+    Examples:
+        >>> rotary_frequencies(4, theta=100.0)
+        tensor([1.0000, 0.1000])
+    """
+    exponents = torch.arange(0, head_dim, 2, dtype=dtype, device=device) / head_dim
+    frequencies = 1.0 / theta**exponents
+    if scaling is None:
+        return frequencies
+    turns = scaling.original_length / (2 * math.pi) * frequencies
+    low, high = scaling.low_freq_factor, scaling.high_freq_factor
+    kept = ((turns - low) / (high - low)).clamp(0, 1)
+    return torch.lerp(frequencies / scaling.factor, frequencies, kept)
+
+
+def rotary_table(
+    position_ids: Tensor, frequencies: Tensor, *, dtype: torch.dtype
+) -> tuple[Tensor, Tensor]:
+    """Return cosines and sines of the angles at each position, both `[B, S, 1, head_dim / 2]`.
+
+    Examples:
+        >>> cos, sin = rotary_table(torch.tensor([[0, 1]]), torch.ones(1), dtype=torch.float32)
+        >>> cos.shape, sin[0, 0].item()
+        (torch.Size([1, 2, 1, 1]), 0.0)
+    """
+    angles = position_ids[:, :, None, None].to(frequencies.dtype) * frequencies
+    return angles.cos().to(dtype), angles.sin().to(dtype)
+
+
+def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Turn each pair (i, i + head_dim / 2) of `x` `[B, S, H, head_dim]` by its angle.
+
+    Examples:
+        >>> x = torch.tensor([1.0, 0.0]).reshape(1, 1, 1, 2)
+        >>> rotate(x, torch.tensor(0.0), torch.tensor(1.0)).flatten()
+        tensor([0., 1.])
+    """
+    first, second = x.chunk(2, dim=-1)
+    return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
