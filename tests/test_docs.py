@@ -96,13 +96,14 @@ def test_a_page_that_shows_what_it_does_not_print_is_found():
 # ------------------------------------------------------------------------------------ commands
 
 
-def flags_of_recipe(path):
-    """Return the flags of a recipe, from its Config."""
-    spec = importlib.util.spec_from_file_location(f"recipe_{path.stem}", path)
+def flags_of(script):
+    """Return the flags of a recipe, from its Config; of another script, from its text."""
+    if script.parent.name != "recipes":
+        return set(re.findall(r"--[\w-]+", script.read_text()))
+    spec = importlib.util.spec_from_file_location(f"recipe_{script.stem}", script)
     recipe = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(recipe)
-    names = {a.name.replace("_", "-") for a in attrs.fields(recipe.Config)}
-    return {"--help", *(f"--{name}" for name in names)}
+    return {"--help", *("--" + a.name.replace("_", "-") for a in attrs.fields(recipe.Config))}
 
 
 def problems_of_command(line):
@@ -112,8 +113,7 @@ def problems_of_command(line):
     if script is not None:
         if not (ROOT / script).is_file():
             return [f"there is no {script}"]
-        flags = flags_of_recipe(ROOT / script) if script.startswith("recipes/") else {"--check"}
-        given = words[words.index(script) + 1 :]
+        flags, given = flags_of(ROOT / script), words[words.index(script) + 1 :]
         return [f"{script} has no flag {w}" for w in given if w[:2] == "--" and w not in flags]
     if words[:3] == ["python", "-m", "trainkit"]:
         try:

@@ -61,6 +61,14 @@ def test_clipping_is_torch_s_and_the_norm_is_the_one_before(max_norm):
     assert all(p.grad is None for p in ours)
 
 
+def test_parameters_may_come_as_a_generator():
+    model = nn.Linear(2, 2)
+    model(torch.ones(1, 2)).sum().backward()
+    optimizer = torch.optim.SGD(model.parameters())
+    tk.clip_and_step(model.parameters(), optimizer, lr=0.1, max_norm=1.0)
+    assert all(p.grad is None for p in model.parameters())
+
+
 def test_a_group_s_rate_is_scaled():
     params = parameters(torch.ones(1), torch.ones(1))
     groups = [{"params": params[:1]}, {"params": params[1:], "lr_scale": 0.5}]

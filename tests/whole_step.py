@@ -52,7 +52,7 @@ def unequal(batch):
 
 
 def input_of(cursor, ps, layout, *, text, bins):
-    """Return the step's microbatches on this rank, with noise keys, and the next cursor."""
+    """Return the step's microbatches on this rank, some labels masked, and the next cursor."""
     made = tk.step_batch(
         text,
         bins,
@@ -61,12 +61,9 @@ def input_of(cursor, ps, layout, *, text, bins):
         seed=0,
         share=ps.dp.share,
         rows_per_microbatch=layout.rows_per_microbatch,
+        noise_seed=0,
     )
-    microbatches = []
-    for batch in map(unequal, made.microbatches):
-        keys = tk.noise.token_keys(batch.token_index, seed=0, step=cursor.batch)
-        microbatches.append(attrs.evolve(batch, extra={"noise_key": keys}))
-    return attrs.evolve(made, microbatches=microbatches)
+    return attrs.evolve(made, microbatches=list(map(unequal, made.microbatches)))
 
 
 def model_config(layout):

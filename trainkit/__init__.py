@@ -76,6 +76,7 @@ if TYPE_CHECKING:
     from trainkit.parallel import build_stages as build_stages
     from trainkit.step import bind_forward_backward as bind_forward_backward
     from trainkit.step import call_model as call_model
+    from trainkit.step import call_with_noise as call_with_noise
     from trainkit.step import evaluate as evaluate
     from trainkit.step import forward_backward as forward_backward
     from trainkit.step import forward_only as forward_only
@@ -106,7 +107,9 @@ _CONTENTS = {
     "models": "",
     "parallel": "build_stages",
     "optim": "",
-    "step": "forward_backward bind_forward_backward forward_only evaluate call_model",
+    "step": (
+        "forward_backward bind_forward_backward forward_only evaluate call_model call_with_noise"
+    ),
     "grads": (
         "parameters_of named_parameters_of sum_gradients_ sync_sp_grads grad_norm clip_and_step"
     ),

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from trainkit.collectives import all_sum
 from trainkit.parallel.naming import named_parameters_of
 from trainkit.parallel.reduction import sum_gradients_
-from trainkit.types import Axis
+from trainkit.types import SOLO, Axis
 
 __all__ = [
     "clip_and_step",
@@ -124,7 +124,7 @@ def _sharded_over(grad: Any) -> tuple[Any, tuple[int, ...]]:
 
 
 @torch.no_grad()
-def grad_norm(params: Iterable[nn.Parameter], *, axis: Axis) -> Tensor:
+def grad_norm(params: Iterable[nn.Parameter], *, axis: Axis = SOLO) -> Tensor:
     """Return the 2-norm of the whole model's gradient.
 
     Squares are summed over exactly the mesh dimensions that a parameter is sharded over, never over
@@ -132,7 +132,8 @@ def grad_norm(params: Iterable[nn.Parameter], *, axis: Axis) -> Tensor:
 
     Args:
         params: Parameters of this rank, plain or DTensor; those without a gradient count as zero.
-        axis: The pipeline axis, `ps.pp`, whose ranks hold different parameters.
+        axis: The pipeline axis, `ps.pp`, whose ranks hold different parameters. It is no
+            data-parallel axis: what parameters are sharded over is read off them.
 
     Returns:
         A 0-d tensor of fp32, or fp64 for fp64 gradients, equal on all ranks.
@@ -183,12 +184,12 @@ def _combined(totals: Sequence[Tensor]) -> Tensor:
 
 @torch.no_grad()
 def clip_and_step(
-    params: Sequence[nn.Parameter],
+    params: Iterable[nn.Parameter],
     optimizer: torch.optim.Optimizer,
     *,
     lr: float,
     max_norm: float | None,
-    axis: Axis,
+    axis: Axis = SOLO,
 ) -> Tensor:
     """Clip the gradient to a norm, take one optimizer step, and clear the gradients.
 
@@ -202,7 +203,7 @@ def clip_and_step(
         lr: The learning rate of this step.
         max_norm: Gradients are scaled by min(1, max_norm / (norm + 1e-6)), as by torch's
             `clip_grad_norm_`; None only measures.
-        axis: The pipeline axis, `ps.pp`.
+        axis: The pipeline axis, `ps.pp`; see `grad_norm`.
 
     Returns:
         The norm before clipping, a 0-d tensor, equal on all ranks; not finite when the step was
@@ -229,6 +230,7 @@ def clip_and_step(
         raise ValueError(
             f"clip_and_step: max_norm must be positive, got {max_norm}; None only measures"
         )
+    params = list(params)  # they are walked more than once, and may be a generator
     norm = grad_norm(params, axis=axis)
     if max_norm is not None and math.isfinite(max_norm):
         scale = (max_norm / (norm + 1e-6)).clamp(max=1.0)

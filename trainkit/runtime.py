@@ -25,7 +25,7 @@ from trainkit.types import ConfigError, DiskError, TrainkitError
 _USAGE, _PEER, _BUG, _DISK, _INTERRUPTED = 64, 68, 70, 74, 76
 _DISK_ERRORS = {
     getattr(errno, name)
-    for name in ("ENOSPC", "EROFS", "EACCES", "EPERM", "EDQUOT", "EIO", "EFBIG", "ENOTDIR")
+    for name in ("ENOSPC", "EROFS", "EACCES", "EPERM", "EDQUOT", "EIO", "EFBIG", "ENOTDIR", "EPIPE")
 }
 # Gloo and the stores raise plain RuntimeErrors too (torch 2.11 to 2.13).
 _PEER_WORDS = re.compile(
@@ -77,10 +77,18 @@ def report_errors(run_dir: str | Path | None = None) -> Iterator[None]:
         if facts["hint"]:
             lines.insert(1, f"hint: {facts['hint']}")
         lines.append(f"TRAINKIT_ERROR {orjson.dumps(facts, default=str).decode()}")
-        sys.stdout.flush()
+        _flush_stdout()
         sys.stderr.write("\n".join(lines) + "\n")
         sys.stderr.flush()
         raise SystemExit(facts["code"]) from None
+
+
+def _flush_stdout() -> None:
+    """Flush what was printed; where its reader has left, let the rest go nowhere."""
+    try:
+        sys.stdout.flush()
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def error_code(error: BaseException) -> int:
@@ -170,8 +178,10 @@ def _is_peer_loss(error: BaseException) -> bool:
     # By name, since whoever reports need not have loaded torch.
     if any(base.__name__ == "DistError" for base in type(error).__mro__):
         return True
+    # A broken pipe is a reader of our output who left (`--help | head`), never a peer.
     return (
         isinstance(error, RuntimeError | ConnectionError | TimeoutError)
+        and not isinstance(error, BrokenPipeError)
         and _PEER_WORDS.search(str(error)) is not None
     )
 

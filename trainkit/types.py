@@ -111,6 +111,10 @@ class Axis:
         return self.share.count
 
 
+SOLO = Axis("solo", Share(0, 1))
+"""An axis of size 1, for a loop that has no such axis."""
+
+
 @attrs.frozen(eq=False)
 class ParallelState:
     """All axes of a layout, seen from one rank.

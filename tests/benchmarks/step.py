@@ -3,7 +3,7 @@
     python tests/benchmarks/step.py
 
 Both take the same model, optimizer settings and batches, in one process, by turns. Printed are the
-medians and the median of the differences of neighbours. Bounds: 1.02 times for the default model,
+medians, and the medians of the ratios and differences of neighbours. Bounds: 1.02 times for the default model,
 30 microseconds for a tiny one.
 """
 
@@ -105,13 +105,14 @@ def compare(make_model, data, *, pairs, warmup):
 
 
 def show(title, seconds):
-    """Print the medians; return their ratio and the median difference in microseconds."""
+    """Print the medians; return the median ratio and difference (microseconds) of neighbours."""
     ours, theirs = (statistics.median(seconds[name]) for name in ("trainkit", "hand-written"))
-    pairs = zip(seconds["trainkit"], seconds["hand-written"], strict=True)
+    pairs = list(zip(seconds["trainkit"], seconds["hand-written"], strict=True))
+    ratio = statistics.median(a / b for a, b in pairs)
     more = statistics.median(a - b for a, b in pairs) * 1e6
     both = f"{theirs * 1e6:12.0f} us {ours * 1e6:12.0f} us"
-    print(f"{title:24} {both} {ours / theirs:8.3f} {more:+9.1f} us")
-    return ours / theirs, more
+    print(f"{title:24} {both} {ratio:8.3f} {more:+9.1f} us")
+    return ratio, more
 
 
 def main():

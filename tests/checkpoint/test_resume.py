@@ -222,6 +222,17 @@ def test_weights_alone_can_be_read(tmp_path):
     assert torch.equal(fresh.weight, model.weight)
 
 
+def test_buffers_are_saved_and_come_back(tmp_path):
+    model = nn.BatchNorm1d(2)
+    model(torch.randn(8, 2))
+    optimizer, solo = torch.optim.SGD(model.parameters()), tk.solo_parallel()
+    tk.save_checkpoint(tmp_path, tk.TrainState(step=1), [model], optimizer, solo)
+    fresh = nn.BatchNorm1d(2)
+    optimizer = torch.optim.SGD(fresh.parameters())
+    tk.resume(tmp_path, tk.TrainState(), [fresh], optimizer, solo, tell=lambda _: None)
+    assert all(torch.equal(a, b) for a, b in zip(model.buffers(), fresh.buffers(), strict=True))
+
+
 def test_no_pickle_is_written(tmp_path):
     path = tk.save_checkpoint(tmp_path, *small_run())
     assert {file.suffix for file in path.iterdir()} == {".json", ".safetensors"}

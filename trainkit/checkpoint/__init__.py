@@ -2,10 +2,10 @@
 
 A checkpoint is a directory `step_00000012` that appears by one rename when it is complete:
 
-    rank_00000.safetensors   the parts of tensors that one rank wrote
-    index.json               for every tensor its name, shape and dtype, and the boxes it was cut
-    into state.json               the counters of the run, and facts about it manifest.json
-    size and sha256 of every other file, and of itself
+- `rank_00000.safetensors`: the parts of tensors that one rank wrote;
+- `index.json`: for every tensor its name, shape and dtype, and the boxes it was cut into;
+- `state.json`: the counters of the run, and facts about it;
+- `manifest.json`: size and sha256 of every other file, and of itself.
 
 Verifying needs no torch, so this table of contents imports its files when a name is first used.
 """

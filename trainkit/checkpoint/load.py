@@ -13,7 +13,7 @@ from safetensors import safe_open
 from torch import Tensor, nn
 
 from trainkit.checkpoint.manifest import choose_checkpoint, read_json
-from trainkit.checkpoint.tensors import optimizer_state, run_tensors
+from trainkit.checkpoint.tensors import model_tensors, optimizer_state
 from trainkit.collectives import all_gather_json
 from trainkit.parallel.naming import Box, box_of, named_parameters_of
 from trainkit.types import CheckpointError, Cursor, ParallelState, TrainState
@@ -55,7 +55,9 @@ def resume(
     if ps.world.index == 0:
         try:
             path = choose_checkpoint(Path(run_dir) / "checkpoints", request, tell=tell)
-            chosen["path"] = None if path is None else str(path.absolute())
+            if path is not None:
+                tell(f"going on from {path}")
+                chosen["path"] = str(path.absolute())
         except CheckpointError as error:
             chosen["error"] = error.what
     chosen = all_gather_json(chosen, ps.world)[0]
@@ -108,7 +110,7 @@ def load_weights(path: Path, stages: Sequence[nn.Module]) -> TrainState:
     """
     index = read_json(path / "index.json")["tensors"]
     weights = {name: entry for name, entry in index.items() if name.startswith("model/")}
-    targets = run_tensors(stages, None)
+    targets = model_tensors(stages)
     _compare(weights, targets, path)
     values = {name: _read_box(path, name, index[name], box_of(t)) for name, t in targets.items()}
     with torch.no_grad():
@@ -139,7 +141,7 @@ def _targets(
     the shape is the parameter's, and as plain tensors elsewhere (the step counter).
     """
     named = named_parameters_of(stages)
-    targets = {f"model/{name}": p.data for name, p in named.items()}
+    targets = model_tensors(stages)
     on_device = {
         id(p): group.get("fused") or group.get("capturable")
         for group in optimizer.param_groups

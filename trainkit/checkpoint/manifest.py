@@ -210,7 +210,7 @@ def choose_checkpoint(
         directory: The `checkpoints/` directory of a run.
         request: "auto" takes the newest checkpoint that verifies; "never" takes none; a path takes
             that one.
-        tell: Called with one sentence about each checkpoint passed over, and about the one taken.
+        tell: Called with one sentence about each checkpoint passed over.
 
     Raises:
         CheckpointError: A path does not verify, or there are checkpoints and none verifies. A fresh
@@ -236,7 +236,6 @@ def choose_checkpoint(
     for path in list_checkpoints(directory):
         problems = verify_checkpoint(path)
         if not problems:
-            tell(f"going on from {path}")
             return path
         passed_over.append(f"{path.name}: {problems[0]}")
         tell(f"passed over {path}: {problems[0]}")

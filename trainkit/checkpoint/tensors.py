@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from trainkit.collectives import all_gather_json
 from trainkit.hashing import MASK64, hash_box, hash_counters
-from trainkit.parallel.naming import Box, box_of, named_parameters_of
+from trainkit.parallel.naming import Box, box_of, named_buffers_of, named_parameters_of
 from trainkit.types import ParallelState, TrainState
 
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -33,9 +33,19 @@ def optimizer_state(
     return {name: optimizer.state.get(p, {}) for name, p in named.items() if id(p) in stepped}
 
 
-def run_tensors(
-    stages: Iterable[nn.Module], optimizer: torch.optim.Optimizer | None
-) -> dict[str, Tensor]:
+def model_tensors(stages: Iterable[nn.Module]) -> dict[str, Tensor]:
+    """Return parameters and persistent buffers as "model/NAME".
+
+    Examples:
+        >>> list(model_tensors([nn.Linear(1, 1, bias=False)]))
+        ['model/weight']
+    """
+    stages = list(stages)
+    named = {name: p.data for name, p in named_parameters_of(stages).items()}
+    return {f"model/{name}": x for name, x in (named | named_buffers_of(stages)).items()}
+
+
+def run_tensors(stages: Iterable[nn.Module], optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
     """Return every tensor that a checkpoint holds: "model/NAME" and "optimizer/KEY/NAME".
 
     Examples:
@@ -44,11 +54,7 @@ def run_tensors(
         ['model/weight']
     """
     stages = list(stages)
-    tensors: dict[str, Tensor] = {
-        f"model/{name}": p.data for name, p in named_parameters_of(stages).items()
-    }
-    if optimizer is None:
-        return tensors
+    tensors = model_tensors(stages)
     for name, values in optimizer_state(stages, optimizer).items():
         for key, value in values.items():
             if isinstance(value, Tensor):

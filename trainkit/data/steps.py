@@ -8,6 +8,7 @@ import attrs
 import numpy as np
 
 from trainkit.batch import collate_bins, to_device
+from trainkit.noise import token_keys
 from trainkit.sampling import rows_of_step, share_of_rows
 from trainkit.types import StepBatch
 
@@ -30,6 +31,7 @@ def step_batch(
     rows_per_microbatch: int,
     pad_id: int = 0,
     device: torch.device | str | None = None,
+    noise_seed: int | None = None,
 ) -> StepBatch:
     """Return one rank's microbatches of the global batch at a cursor, and the cursor after it.
 
@@ -46,6 +48,8 @@ def step_batch(
         rows_per_microbatch: Rows in each microbatch; blank rows fill what does not divide.
         pad_id: The token id of padding.
         device: Where the microbatches shall be; the host by default.
+        noise_seed: For dropout: each microbatch then carries one `noise_key` per token, a function
+            of this seed, of the number of the global batch and of the token's index.
 
     Returns:
         The `StepBatch`, with the same number of microbatches on every rank.
@@ -88,7 +92,16 @@ def step_batch(
         )
         for places in share_of_rows(rows, share, rows_per_microbatch=rows_per_microbatch)
     ]
+    if noise_seed is not None:
+        microbatches = [
+            _with_noise_keys(batch, seed=noise_seed, step=cursor.batch) for batch in microbatches
+        ]
     return StepBatch(microbatches, attrs.evolve(cursor, batch=cursor.batch + 1))
+
+
+def _with_noise_keys(batch: Batch, *, seed: int, step: int) -> Batch:
+    keys = token_keys(batch.token_index, seed=seed, step=step)
+    return attrs.evolve(batch, extra={**batch.extra, "noise_key": keys})
 
 
 def eval_batches(

@@ -8,7 +8,7 @@ an argument.
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -65,9 +65,23 @@ def project(
     """
     if output == "logits":
         return nn.functional.linear(hidden, weight)
-    # A view, never the parameter itself: FSDP2 (torch 2.11 to 2.13) registers a backward hook on
-    # every tensor a module returns, and hooks on a leaf would pile up, one per call.
-    return hidden, weight.view_as(weight)
+    return hidden, _PassedOn.apply(weight)
+
+
+class _PassedOn(torch.autograd.Function):
+    """A tensor and its gradient, unchanged, as a tensor that is neither a leaf nor a view.
+
+    FSDP2 (torch 2.11 to 2.13) registers a backward hook on every tensor that a module returns: on a
+    parameter itself hooks would pile up, one per call, and a view makes 2.13 warn.
+    """
+
+    @staticmethod
+    def forward(_: Any, x: Tensor) -> Tensor:  # pyrefly: ignore[bad-override]
+        return x.detach()
+
+    @staticmethod
+    def backward(_: Any, d_x: Tensor) -> Tensor:  # pyrefly: ignore[bad-override]
+        return d_x
 
 
 class Attention(nn.Module):

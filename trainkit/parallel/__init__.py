@@ -2,7 +2,14 @@
 
 from trainkit.parallel.compiled import compiled
 from trainkit.parallel.fsdp import fsdp
-from trainkit.parallel.naming import Box, blocks_of, box_of, canonical_name, named_parameters_of
+from trainkit.parallel.naming import (
+    Box,
+    blocks_of,
+    box_of,
+    canonical_name,
+    named_buffers_of,
+    named_parameters_of,
+)
 from trainkit.parallel.recompute import recompute
 from trainkit.parallel.stages import Transform, build_stages, check_plan, materialize_
 
@@ -17,6 +24,7 @@ __all__ = [
     "compiled",
     "fsdp",
     "materialize_",
+    "named_buffers_of",
     "named_parameters_of",
     "recompute",
 ]

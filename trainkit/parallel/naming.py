@@ -43,6 +43,22 @@ def named_parameters_of(stages: Iterable[nn.Module]) -> dict[str, nn.Parameter]:
     return found
 
 
+def named_buffers_of(stages: Iterable[nn.Module]) -> dict[str, Tensor]:
+    """Return the persistent buffers of a list of stages by their whole-model name.
+
+    Examples:
+        >>> list(named_buffers_of([nn.BatchNorm1d(2)]))
+        ['running_mean', 'running_var', 'num_batches_tracked']
+    """
+    found: dict[str, Tensor] = {}
+    for stage in stages:
+        for path, module in stage.named_modules():
+            for name, buffer in module.named_buffers(recurse=False):
+                if name not in module._non_persistent_buffers_set:  # noqa: SLF001 (no public name)
+                    found[canonical_name(f"{path}.{name}" if path else name)] = buffer
+    return found
+
+
 def blocks_of(module: nn.Module, pattern: str) -> list[nn.Module]:
     """Return the submodules whose name matches a pattern, part by part, in the order of the model.
 

@@ -72,8 +72,7 @@ def check_plan(plan: Sequence[ModelTransform], ps: ParallelState) -> None:
         if count > 1 and name not in covered:
             raise ConfigError(
                 f"build_stages: the layout has {name} = {count}, but no transform of the plan "
-                f"({', '.join(kinds) or 'empty'}) takes care of that axis: its ranks would "
-                "silently not be combined",
+                f"({', '.join(kinds) or 'empty'}) takes care of it; set {name} to 1",
                 where=name,
                 got=count,
                 want=f"a Transform with {name!r} in its axes, or {name} = 1",
