@@ -3,8 +3,8 @@
     python tests/benchmarks/step.py
 
 Both take the same model, optimizer settings and batches, in one process, by turns. Printed are the
-medians, and the medians of the ratios and differences of neighbours. Bounds: 1.02 times for the default model,
-30 microseconds for a tiny one.
+medians, and the medians of the ratios and differences of neighbours. Bounds: 1.02 times
+for the default model, 30 microseconds for a tiny one.
 """
 
 import argparse
