@@ -122,16 +122,35 @@ def train(cfg, ps):
     say(f"reading {cfg.data or 'the source of the standard library'}")
     tokenizer = data.byte_tokenizer()
     corpus, rows, held_rows = open_data(cfg, tokenizer)
+    if not len(held_rows):
+        say("no document is held out of so few, so there is nothing to evaluate on")
     model = models.decoder_config(cfg.size, vocab_size=corpus.vocab_size)
     stages, optimizer = build(cfg, ps, model)
-    state = tk.resume(run_dir, tk.TrainState(), stages, optimizer, ps, request=cfg.resume, tell=say)
+    tk.checkpoint.require_space(run_dir, stages)
+    facts = {
+        "model": attrs.asdict(model),
+        "row_length": cfg.row_length,
+        "corpus": data.fingerprint(corpus),
+    }
+    told: list[str] = []
+    state = tk.resume(
+        run_dir,
+        tk.TrainState(),
+        stages,
+        optimizer,
+        ps,
+        request=cfg.resume,
+        facts=facts,
+        tell=told.append,
+    )
+    say("\n".join(told) or "beginning afresh")
     if state.step >= cfg.steps:
         say(f"the run in {run_dir} is complete at step {state.step}; --steps takes it further")
 
     train_step = make_train_step(cfg, ps, stages, optimizer)
-    facts = {"model": attrs.asdict(model), "row_length": cfg.row_length}
     at_hand = {"pad_id": tokenizer.pad_id, "device": ps.device}
     with sinks.run_sinks(run_dir, ps.world.share, step=state.step, last=cfg.steps) as (log, event):
+        event("resume", step=state.step, told=told)
         while state.step < cfg.steps:
             begin = time.perf_counter()
             batch = tk.step_batch(

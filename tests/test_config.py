@@ -278,3 +278,9 @@ def test_degrees_are_what_a_session_takes():
         "dp_shard": -1,
         "tp": 2,
     }
+
+
+def test_checkpoints_without_a_configuration_to_compare_with_are_refused(tmp_path):
+    (tmp_path / "checkpoints/step_00000001").mkdir(parents=True)
+    with pytest.raises(CheckpointError, match=r"no config\.toml to compare with"):
+        keep_config(tmp_path, RunConfig(), Share(0, 1), may_change=[])

@@ -169,3 +169,53 @@ def test_frozen_parameters_are_left_out():
     model.bias.requires_grad_(False)
     assert tk.parameters_of([model]) == [model.weight]
     assert list(tk.named_parameters_of([model])) == ["weight", "bias"]
+
+
+def norm_with_missing_gradients():
+    """Return the norm over two meshes when one rank has no gradient for a parameter."""
+    from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+
+    with tk.parallel_session(dp_replicate=2) as ps:
+        hybrid, flat = ps.mesh["dp_replicate", "fsdp"], ps.mesh["fsdp"]
+        ones = torch.ones(4).double()
+        whole = distribute_tensor(ones, hybrid, [Replicate(), Shard(0)])
+        other = distribute_tensor(ones, flat, [Shard(0)])
+        first, second = nn.Parameter(whole), nn.Parameter(other)
+        if ps.world.index:
+            first.grad = whole.clone()
+        second.grad = other.clone()
+        return float(tk.grad_norm([first, second], axis=ps.pp))
+
+
+def test_a_gradient_that_one_rank_lacks_hangs_nobody():
+    found = run_ranks(norm_with_missing_gradients, 4, timeout=20.0)
+    assert found[2] == found[3] == pytest.approx(math.sqrt(8))
+
+
+def test_gradients_of_two_dtypes_have_one_norm():
+    params = parameters(torch.tensor([3.0]), torch.tensor([4.0]).double())
+    assert tk.grad_norm(params) == 5
+
+
+def test_a_rate_that_is_not_finite_is_refused():
+    params = parameters(torch.ones(1))
+    with pytest.raises(ValueError, match="lr must be finite, got nan"):
+        tk.clip_and_step(params, torch.optim.SGD(params), lr=math.nan, max_norm=None)
+
+
+def test_skipping_leaves_no_mark_on_the_optimizer():
+    params = parameters(torch.ones(1))
+    optimizer = torch.optim.AdamW(params, fused=True)
+    tk.clip_and_step(params, optimizer, lr=0.1, max_norm=None)
+    assert not hasattr(optimizer, "found_inf")
+
+
+def unused_stays_unused():
+    with tk.parallel_session(dp_shard=1, ring=2, fold_sp="none") as ps:
+        unused = nn.Parameter(torch.ones(2))
+        tk.sync_sp_grads([unused, *parameters(torch.ones(1))], ps.sp_unfolded)
+        return unused.grad is None
+
+
+def test_a_parameter_without_gradient_on_any_rank_keeps_none():
+    assert run_ranks(unused_stays_unused, 2) == [True, True]

@@ -5,6 +5,7 @@ import os
 import subprocess
 import sys
 import time
+from datetime import timedelta
 
 import pytest
 import torch
@@ -154,13 +155,13 @@ def test_torchrun_wins_over_slurm():
 
 def test_slurm_ranks_agree_on_where_they_meet():
     common = {"SLURM_NTASKS": "4", "SLURM_LOCALID": "0", "SLURM_JOB_ID": "123456"}
-    nodes = {"SLURM_JOB_NODELIST": "node-a[03-05,9],login"}
+    nodes = {"SLURM_JOB_NODELIST": "node-a[03-05,9]-ib,login"}
     found = {
         (launch.address, launch.port)
         for rank in range(4)
         for launch in [launch_from_slurm({**common, **nodes, "SLURM_PROCID": str(rank)})]
     }
-    assert found == {("node-a03", 18456)}
+    assert found == {("node-a03-ib", 18456)}
 
 
 def test_the_environment_is_checked_before_a_socket_is_opened():
@@ -214,3 +215,45 @@ def test_collectives_return_new_values_on_all_ranks():
     gathered = [{"rank": rank, "text": "x" * rank} for rank in range(3)]
     for rank, found in enumerate(run_ranks(collectives, 3)):
         assert found == ([3, -3], [2, 0], [2, -2], [True, False], gathered, [rank, -rank])
+
+
+def groups_before_and_after():
+    world = torch.distributed.distributed_c10d._world
+    before = len(world.pg_map)
+    with tk.parallel_session(dp_replicate=2, timeout=timedelta(seconds=77)) as ps:
+        options = ps.dp_replicate.group._get_backend(torch.device("cpu")).options
+        inside = options._timeout
+    return before == len(world.pg_map), inside
+
+
+def test_groups_have_the_session_s_timeout_and_are_closed_with_it():
+    for closed, timeout in run_ranks(groups_before_and_after, 4):
+        assert closed
+        assert timeout == timedelta(seconds=77)
+
+
+def fails_on_rank_one(kind):
+    from trainkit.collectives import together
+
+    def work():
+        if torch.distributed.get_rank() == 1:
+            raise {"ours": ConfigError("no such thing", hint="mend it"), "other": KeyError("x")}[
+                kind
+            ]
+        return "done"
+
+    with tk.parallel_session() as ps:
+        try:
+            return together(work, ps.world)
+        except Exception as error:  # noqa: BLE001 (any kind is told)
+            return type(error).__name__, str(error), getattr(error, "hint", None)
+
+
+def test_what_fails_on_one_rank_fails_on_all_and_names_it():
+    found = run_ranks(fails_on_rank_one, 2, "ours")
+    assert found == [
+        ("ConfigError", "rank 1: no such thing", "mend it"),
+        ("ConfigError", "no such thing", "mend it"),
+    ]
+    first, _ = run_ranks(fails_on_rank_one, 2, "other")
+    assert first == ("RuntimeError", "rank 1 failed: KeyError: 'x'", None)

@@ -169,3 +169,7 @@ def test_an_extra_that_is_there_imports():
     with needs_extra("recipes"):
         import tyro
     assert tyro
+
+
+def test_a_reader_who_leaves_is_no_lost_peer():
+    assert error_code(BrokenPipeError(32, "Broken pipe")) == 74

@@ -103,3 +103,10 @@ def test_three_rows_on_two_ranks():
 def test_bad_arguments_are_refused(call, message):
     with pytest.raises(ValueError, match=message):
         call()
+
+
+def test_numpy_numbers_are_the_same_numbers():
+    rows = rows_of_step(3, rows_per_step=3, num_rows=50, seed=0)
+    for step, seed in ((np.int64(3), 0), (3, np.int64(0))):
+        again = rows_of_step(step, rows_per_step=3, num_rows=50, seed=seed)
+        assert again.tolist() == rows.tolist()

@@ -221,3 +221,116 @@ def test_a_sharded_model_evaluates_uneven_parts_and_shows_its_shards_afterwards(
     for loss, kinds in run_ranks(functools.partial(sharded_evaluation, counts), 2):
         assert loss == pytest.approx(wanted, rel=1e-12)
         assert kinds == ["DTensor"]
+
+
+# ---------------------------------------------------------------- what must be refused or survive
+
+
+def foreign_reduction(kind):
+    """Wrap a model by something that averages, and try a step."""
+    from torch.distributed._composable import replicate
+    from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
+    from torch.distributed.fsdp import FullyShardedDataParallel
+
+    model = linear()
+    if kind == "hook":
+        model = nn.parallel.DistributedDataParallel(model)
+        model.register_comm_hook(None, default_hooks.allreduce_hook)
+    elif kind == "static":
+        model = nn.parallel.DistributedDataParallel(model, static_graph=True)
+    elif kind == "fsdp1":
+        model = FullyShardedDataParallel(model, device_id=torch.device("cpu"))
+    else:
+        replicate(model)
+    tk.sum_gradients_(model)
+    tk.forward_backward(model, [data(2)], squared, denominator=torch.tensor(2), call=call)
+
+
+@pytest.mark.parametrize("kind", ["hook", "fsdp1", "replicate"])
+def test_whatever_averages_is_refused_by_name(kind):
+    with pytest.raises(RuntimeError, match="averages gradients"):
+        run_ranks(foreign_reduction, 2, kind)
+
+
+def test_a_static_graph_is_refused():
+    with pytest.raises(RuntimeError, match="static_graph=True"):
+        run_ranks(foreign_reduction, 2, "static")
+
+
+def step_after_a_failure():
+    """Fail in the second microbatch, and say what the next step says."""
+    from whole_step import Layout, build
+
+    with tk.parallel_session() as ps:
+        stages, _ = build(Layout(), ps)
+        batch = tk.batch.blank_batch(1, 4)
+        calls = []
+
+        def fails_once(output, _):
+            calls.append(1)
+            if len(calls) == 2:
+                raise RuntimeError("a bad sample")
+            return output[0].sum(), {}
+
+        said = []
+        for _ in range(2):
+            try:
+                tk.forward_backward(
+                    stages[0], [batch, batch], fails_once, denominator=torch.tensor(1)
+                )
+            except (RuntimeError, ValueError) as error:
+                said.append(str(error))
+        return said
+
+
+def test_a_step_after_one_that_broke_off_is_refused_and_not_wrong():
+    for said in run_ranks(step_after_a_failure, 2):
+        assert said[0] == "a bad sample"
+        assert "an earlier call broke off" in said[1]
+
+
+def evaluation_with(kind):
+    rank = torch.distributed.get_rank()
+
+    def batches():
+        for i, batch in enumerate(text(6)):
+            if i % 2 == rank or kind == "extra":
+                yield {**batch, "gain": torch.tensor(1.0)}
+            if kind == "raises" and rank == 1 and i == 3:
+                raise OSError("unreadable")
+            if kind == "extra" and rank == 1 and i == 1:
+                return
+
+    def call_with_gain(model, batch):
+        return model(batch["input_ids"]) * batch["gain"]
+
+    with tk.parallel_session() as ps:
+        try:
+            tk.evaluate(Bigram(), batches(), next_token, axis=ps.loss, call=call_with_gain)
+        except (OSError, RuntimeError) as error:
+            return str(error)
+    return "fine"
+
+
+def test_an_unreadable_batch_on_one_rank_ends_the_evaluation_on_all():
+    found = run_ranks(evaluation_with, 2, "raises")
+    assert found == ["evaluate: another rank could not read its next batch", "unreadable"]
+
+
+def test_a_rank_that_runs_out_computes_along_on_what_the_call_needs():
+    assert run_ranks(evaluation_with, 2, "extra") == ["fine", "fine"]
+
+
+def test_a_term_with_a_denominator_of_its_own_is_divided_by_it():
+    def loss(output, batch):
+        total, terms = next_token(output, batch)
+        return total, {**terms, "aux": torch.tensor(6.0), "aux/count": torch.tensor(4.0)}
+
+    found = tk.evaluate(Bigram(), text(3), loss, axis=tk.solo_parallel().loss)
+    assert found["aux"] == 1.5
+    assert "aux/count" not in found
+
+
+def test_one_batch_in_place_of_a_sequence_is_refused():
+    with pytest.raises(ValueError, match="must be a sequence of some, got one batch"):
+        tk.forward_backward(linear(), data(1), squared, denominator=torch.tensor(1), call=call)

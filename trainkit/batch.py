@@ -217,11 +217,11 @@ def to_device(batch: Batch, device: torch.device | str) -> Batch:
     def move(x: Tensor) -> Tensor:
         return x.to(device, non_blocking=non_blocking)
 
-    input_ids = move(batch.input_ids)
-    if input_ids is batch.input_ids:
+    tensors = [x for x in batch.values() if isinstance(x, torch.Tensor)]
+    if all(x.device == device for x in tensors) and device.type == "cpu":
         return batch
     return Batch(
-        input_ids,
+        move(batch.input_ids),
         move(batch.labels),
         move(batch.position_ids),
         move(batch.document_ids),

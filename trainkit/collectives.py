@@ -7,6 +7,7 @@ JSON, never as pickles.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import orjson
@@ -14,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from trainkit.types import Axis
+from trainkit.types import Axis, CheckpointError, ConfigError, DataError, DiskError
 
 
 def all_sum(x: Tensor, axis: Axis) -> Tensor:
@@ -99,7 +100,9 @@ def agree(flag: bool, axis: Axis) -> bool:
     """
     if axis.count == 1:
         return flag
-    return bool(all_max(torch.tensor([flag], dtype=torch.uint8, device=_device_of(axis)), axis))
+    return bool(
+        all_max(torch.tensor([flag], dtype=torch.uint8, device=communication_device(axis)), axis)
+    )
 
 
 def all_gather_json(value: Any, axis: Axis) -> list[Any]:
@@ -120,7 +123,7 @@ def all_gather_json(value: Any, axis: Axis) -> list[Any]:
     text = orjson.dumps(value)
     if axis.count == 1:
         return [orjson.loads(text)]
-    device = _device_of(axis)
+    device = communication_device(axis)
     sizes = [torch.zeros(1, dtype=torch.int64, device=device) for _ in range(axis.count)]
     dist.all_gather(sizes, torch.tensor([len(text)], device=device), group=axis.group)
     longest = max(int(size) for size in sizes)
@@ -130,8 +133,69 @@ def all_gather_json(value: Any, axis: Axis) -> list[Any]:
     return [orjson.loads(received.cpu().numpy().tobytes()) for received in texts]
 
 
-def _device_of(axis: Axis) -> torch.device:
-    """Return a device on which the axis's group can communicate: the CPU when it can."""
-    assert axis.group is not None
+def together(work: Callable[[], Any], axis: Axis) -> list[Any]:
+    """Return what `work()` gives on every rank, in rank order; if it raises on one, raise on all.
+
+    A rank that raised alone would leave the others waiting in the next collective.
+
+    Args:
+        work: Done once on this rank; gives anything that JSON holds. It must not communicate.
+        axis: The axis.
+
+    Raises:
+        Exception: On the rank that failed, what it raised; on the others the first failure, told
+            with its rank, as the same kind of error where it is one of trainkit's.
+
+    Effects:
+        Those of `work`; communicates as `all_gather_json`.
+
+    Examples:
+        >>> from trainkit.mesh import solo_parallel
+        >>> together(lambda: 3, solo_parallel().world)
+        [3]
+    """
+    failure: Exception | None = None
+    report: dict[str, Any] = {}
+    try:
+        report["value"] = orjson.loads(orjson.dumps(work()))
+    except Exception as error:  # noqa: BLE001 (told to the others, then raised)
+        failure, report = error, {"error": _told(error)}
+    reports = all_gather_json(report, axis)
+    if failure is not None:
+        raise failure
+    for rank, other in enumerate(reports):
+        if "error" in other:
+            raise _as_raised(other["error"], rank)
+    return [other["value"] for other in reports]
+
+
+def _told(error: Exception) -> dict[str, str | None]:
+    names = ("where", "got", "want", "hint")
+    facts = {name: getattr(error, name, None) for name in names}
+    plain = {name: None if value is None else str(value) for name, value in facts.items()}
+    return plain | {"kind": type(error).__name__, "what": str(error)}
+
+
+def _as_raised(told: dict[str, Any], rank: int) -> Exception:
+    kinds = {kind.__name__: kind for kind in (ConfigError, DataError, CheckpointError, DiskError)}
+    kind, what = told.pop("kind"), told.pop("what")
+    if kind not in kinds:
+        return RuntimeError(f"rank {rank} failed: {kind}: {what}")
+    return kinds[kind](f"rank {rank}: {what}", **told)
+
+
+def communication_device(axis: Axis) -> torch.device:
+    """Return a device on which the ranks of an axis can communicate: the CPU when it can be.
+
+    Effects:
+        None; the group is only asked.
+
+    Examples:
+        >>> from trainkit.mesh import solo_parallel
+        >>> communication_device(solo_parallel().world)
+        device(type='cpu')
+    """
+    if axis.group is None:
+        return torch.device("cpu")
     kinds = [device.type for device in axis.group._device_types]  # noqa: SLF001 (no public name up to 2.13)
     return torch.device("cpu" if "cpu" in kinds else kinds[0])

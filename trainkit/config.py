@@ -237,8 +237,14 @@ def keep_config(
         steps = 7
     """
     path = Path(run_dir) / "config.toml"
-    begun = path.exists() and any(path.parent.glob("checkpoints/step_*"))
+    begun = any(path.parent.glob("checkpoints/step_*"))
     if begun and config.resume != "never":
+        if not path.exists():
+            raise CheckpointError(
+                f"keep_config: {path.parent} holds checkpoints but no config.toml to compare with",
+                where=str(path),
+                hint="put it back, name another --out, or begin afresh here with --resume never",
+            )
         _refuse_changes(path, config, may_change)
     if share.index == 0:
         write_config(path, config)

@@ -54,16 +54,16 @@ def sync_sp_grads(params: Iterable[nn.Parameter], axis: Axis) -> None:
     """Sum gradients over the sequence-parallel ranks that nothing else sums over.
 
     Gradients travel in a few flat buffers, one per dtype and 16 million elements: one call per
-    tensor would cost as many waits. A parameter without a gradient counts as zeros, so ranks cannot
-    disagree on what is sent.
+    tensor would cost as many waits. A parameter without a gradient on this rank counts as zeros, so
+    ranks cannot disagree on what is sent; one that has none on any rank keeps none.
 
     Args:
         params: The same parameters on every rank of the axis.
         axis: `ps.sp_unfolded`.
 
     Effects:
-        Replaces the values of `.grad`; communicates on `axis`: one all-reduce per buffer. Nothing
-        at size 1.
+        Replaces the values of `.grad`; communicates on `axis`: one all-reduce per buffer, and one
+        that tells who has a gradient. Nothing at size 1.
 
     Examples:
         >>> from trainkit.mesh import solo_parallel
@@ -72,8 +72,11 @@ def sync_sp_grads(params: Iterable[nn.Parameter], axis: Axis) -> None:
     if axis.count == 1:
         return
     trainable = [p for p in params if p.requires_grad]
-    for p in trainable:
-        if p.grad is None:
+    used = [float(p.grad is not None) for p in trainable]
+    device = trainable[0].device if trainable else "cpu"
+    used = all_sum(torch.tensor(used, device=device), axis).tolist()
+    for p, count in zip(trainable, used, strict=True):
+        if p.grad is None and count:
             p.grad = torch.zeros_like(p)
     grads = [_local(p.grad) for p in trainable if p.grad is not None]
     for bucket in _buckets(grads):
@@ -103,13 +106,16 @@ def _buckets(grads: Sequence[Tensor]) -> list[list[Tensor]]:
 
 def _norm(grads: Sequence[Tensor]) -> Tensor:
     """Return the 2-norm of a list of plain tensors, accumulated in at least fp32."""
-    dtype = torch.float64 if grads[0].dtype == torch.float64 else torch.float32
+    double = any(grad.dtype == torch.float64 for grad in grads)
+    dtype = torch.float64 if double else torch.float32
     parts = torch._foreach_norm(list(grads), 2.0, dtype=dtype)  # noqa: SLF001 (torch.nn.utils too)
     return torch.linalg.vector_norm(torch.stack(parts))
 
 
-def _sharded_over(grad: Any) -> tuple[Any, tuple[int, ...]]:
+def _sharded_over(grad: Any) -> tuple[Any, tuple[int, ...]] | None:
     """Return the mesh of a DTensor and the mesh dimensions over which its elements are spread."""
+    if not hasattr(grad, "placements"):
+        return None
     dims = tuple(
         dim
         for dim, placement in enumerate(grad.placements)
@@ -152,31 +158,41 @@ def grad_norm(params: Iterable[nn.Parameter], *, axis: Axis = SOLO) -> Tensor:
         >>> grad_norm([p], axis=solo_parallel().pp)
         tensor(5.)
     """
-    grads = [p.grad for p in params if p.grad is not None]
-    groups: dict[Any, list[Tensor]] = {}
-    for grad in grads:
-        sharded = hasattr(grad, "placements")
-        groups.setdefault(_sharded_over(grad) if sharded else None, []).append(grad)
-    totals = []
-    for where, members in groups.items():
-        total = _norm([_local(grad) for grad in members])
-        if where is not None and where[1]:
-            mesh, dims = where
-            total = total.square()
-            for dim in dims:
-                dist.all_reduce(total, group=mesh.get_group(dim))
-            total = total.sqrt()
-        totals.append(total)
+    # Grouped by the parameters, which all ranks have in the same order, not by the gradients.
+    groups: dict[Any, list[nn.Parameter]] = {}
+    for p in params:
+        if p.requires_grad:
+            where = None if type(p) is nn.Parameter else _sharded_over(p)
+            groups.setdefault(where, []).append(p)
+    totals = [_group_norm(where, members) for where, members in groups.items()]
     norm = totals[0] if len(totals) == 1 else _combined(totals)
     return norm if axis.count == 1 else all_sum(norm.square(), axis).sqrt()
+
+
+def _group_norm(where: Any, members: Sequence[nn.Parameter]) -> Tensor:
+    """Return the norm over parameters that are sharded alike: `where` is (mesh, its dimensions)."""
+    grads = [p.grad for p in members if p.grad is not None]
+    for grad in grads if where is not None else ():
+        _sharded_over(grad)
+    total = _norm([_local(grad) for grad in grads]) if grads else _zero_like(members[0])
+    if where is None or not where[1]:
+        return total
+    total = total.square()
+    for dim in where[1]:
+        dist.all_reduce(total, group=where[0].get_group(dim))
+    return total.sqrt()
+
+
+def _zero_like(p: Tensor) -> Tensor:
+    dtype = torch.float64 if p.dtype == torch.float64 else torch.float32
+    return torch.zeros((), dtype=dtype, device=p.device)
 
 
 def _combined(totals: Sequence[Tensor]) -> Tensor:
     if not totals:
         return torch.zeros(())
-    return torch.linalg.vector_norm(
-        torch.stack([t.to(torch.result_type(t, totals[0])) for t in totals])
-    )
+    widest = max((total.dtype for total in totals), key=lambda dtype: dtype.itemsize)
+    return torch.linalg.vector_norm(torch.stack([total.to(widest) for total in totals]))
 
 
 # -------------------------------------------------------------------------------------------- step
@@ -210,7 +226,8 @@ def clip_and_step(
         skipped.
 
     Raises:
-        ValueError: `max_norm` is not positive, or a gradient is still a partial sum.
+        ValueError: `lr` is not finite, `max_norm` is not positive, or a gradient is still a
+            partial sum.
 
     Effects:
         Writes parameters and optimizer state, sets every `.grad` to None; communicates as
@@ -226,6 +243,8 @@ def clip_and_step(
         >>> p.data, p.grad
         (tensor([-3., -4.]), None)
     """
+    if not math.isfinite(lr):
+        raise ValueError(f"clip_and_step: lr must be finite, got {lr}")
     if max_norm is not None and not max_norm > 0:
         raise ValueError(
             f"clip_and_step: max_norm must be positive, got {max_norm}; None only measures"

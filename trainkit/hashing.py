@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Mapping, Sequence
+from operator import index
 from typing import Any
 
 import numpy as np
@@ -44,7 +45,10 @@ def key_of(*parts: int | str) -> int:
         >>> key_of(0, "dropout") == key_of(0, "dropout"), key_of(0, "a") == key_of(1, "a")
         (True, False)
     """
-    text = "".join(f"{type(part).__name__}{len(str(part))}:{part}" for part in parts)
+    texts = [part if isinstance(part, str) else f"{index(part)}" for part in parts]
+    kinds = ["str" if isinstance(part, str) else "int" for part in parts]
+    pairs = zip(kinds, texts, strict=True)
+    text = "".join(f"{kind}{len(text)}:{text}" for kind, text in pairs)
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little")
 
 
@@ -94,7 +98,7 @@ def hash_box(
         first += index.reshape([-1 if d == dim else 1 for d in range(box.ndim - 1)])
     first += np.uint64(offset[-1])
     bits = box.view(f"u{box.dtype.itemsize}").reshape(-1)
-    key = np.uint64(key_of(name))
+    key = np.uint64(key_of(name, *shape))
     return int(_sum_of_mixed(key, bits, first.reshape(-1), np.uint64(1), box.shape[-1]))
 
 

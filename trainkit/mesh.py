@@ -19,6 +19,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
+from trainkit.collectives import agree
 from trainkit.types import Axis, ConfigError, ParallelState, Share
 
 FoldSP = Literal["all", "ring", "ulysses", "none"]
@@ -108,7 +109,7 @@ def launch_from_slurm(env: Mapping[str, str]) -> Launch:
     if world == 1:
         return Launch(rank, world, local)
     nodes = env.get("SLURM_STEP_NODELIST") or env.get("SLURM_JOB_NODELIST") or ""
-    first = re.match(r"([^,\[]+)(?:\[(\d+))?", nodes)
+    first = re.match(r"([^,\[]+)(?:\[(\d+)[^\]]*\]([^,]*))?", nodes)
     if first is None:
         raise ConfigError(
             f"parallel_session: SLURM_JOB_NODELIST names no host, got {nodes!r}",
@@ -119,7 +120,7 @@ def launch_from_slurm(env: Mapping[str, str]) -> Launch:
         port = _whole_number(env, "MASTER_PORT", low=1, high=65536)
     else:
         port = 15000 + _whole_number(env, "SLURM_JOB_ID", low=0) % 20000
-    return Launch(rank, world, local, first[1] + (first[2] or ""), port)
+    return Launch(rank, world, local, "".join(part or "" for part in first.groups()), port)
 
 
 def read_launch(env: Mapping[str, str]) -> Launch:
@@ -235,7 +236,7 @@ def _partitions(degrees: Mapping[str, int], *, ep: int, fold_sp: FoldSP) -> dict
 
 
 def _make_groups(
-    partitions: Mapping[str, Partition], rank: int
+    partitions: Mapping[str, Partition], rank: int, timeout: timedelta
 ) -> dict[Partition, dist.ProcessGroup]:
     """Make one process group per distinct partition, on all ranks in the same order."""
     groups: dict[Partition, dist.ProcessGroup] = {}
@@ -247,7 +248,7 @@ def _make_groups(
             groups[partition] = dist.group.WORLD
             continue
         for ranks in partition:
-            group = dist.new_group(list(ranks))
+            group = dist.new_group(list(ranks), timeout=timeout)
             if rank in ranks:
                 assert isinstance(group, dist.ProcessGroup)
                 groups[partition] = group
@@ -300,10 +301,14 @@ def _mesh_of(group: dist.ProcessGroup, name: str, device: torch.device) -> Devic
 
 
 def _make_state(
-    degrees: Mapping[str, int], *, ep: int, fold_sp: FoldSP, rank: int, device: torch.device
+    degrees: Mapping[str, int],
+    partitions: Mapping[str, Partition],
+    groups: dict[Partition, dist.ProcessGroup],
+    *,
+    fold_sp: FoldSP,
+    rank: int,
+    device: torch.device,
 ) -> ParallelState:
-    partitions = _partitions(degrees, ep=ep, fold_sp=fold_sp)
-    groups = _make_groups(partitions, rank)
     mesh = _root_mesh(degrees, partitions, groups, fold_sp=fold_sp, device=device)
     axes: dict[str, Axis] = {}
     for name, partition in partitions.items():
@@ -328,7 +333,9 @@ def solo_parallel(device: torch.device | str = "cpu") -> ParallelState:
         (1, None)
     """
     ones = dict.fromkeys(_DEGREES, 1)
-    return _make_state(ones, ep=1, fold_sp="all", rank=0, device=torch.device(device))
+    partitions = _partitions(ones, ep=1, fold_sp="all")
+    device = torch.device(device)
+    return _make_state(ones, partitions, {}, fold_sp="all", rank=0, device=device)
 
 
 def axis_from_group(group: dist.ProcessGroup, *, name: str = "group") -> Axis:
@@ -410,9 +417,9 @@ def parallel_session(
     """
     existing = dist.is_available() and dist.is_initialized()
     if existing:
-        launch = Launch(
-            dist.get_rank(), dist.get_world_size(), int(os.environ.get("LOCAL_RANK", "0"))
-        )
+        current = torch.cuda.current_device() if torch.cuda.is_available() else 0
+        local = int(os.environ.get("LOCAL_RANK", current))
+        launch = Launch(dist.get_rank(), dist.get_world_size(), local)
     else:
         launch = read_launch(os.environ)
     asked = dict(zip(_DEGREES, (pp, dp_replicate, dp_shard, ring, ulysses, tp), strict=True))
@@ -427,8 +434,18 @@ def parallel_session(
             world_size=launch.world,
             timeout=timeout,
         )
+    partitions = _partitions(degrees, ep=ep, fold_sp=fold_sp)
+    groups: dict[Partition, dist.ProcessGroup] = {}
     try:
-        yield _make_state(degrees, ep=ep, fold_sp=fold_sp, rank=launch.rank, device=device)
+        groups = _make_groups(partitions, launch.rank, timeout)
+        state = _make_state(
+            degrees, partitions, groups, fold_sp=fold_sp, rank=launch.rank, device=device
+        )
+        agree(False, state.world)  # all have connected before the first may leave
+        yield state
     finally:
+        for group in groups.values() if existing else ():
+            if group is not dist.group.WORLD:
+                dist.destroy_process_group(group)
         if opened:
             dist.destroy_process_group()

@@ -25,7 +25,18 @@ from trainkit.types import ConfigError, DiskError, TrainkitError
 _USAGE, _PEER, _BUG, _DISK, _INTERRUPTED = 64, 68, 70, 74, 76
 _DISK_ERRORS = {
     getattr(errno, name)
-    for name in ("ENOSPC", "EROFS", "EACCES", "EPERM", "EDQUOT", "EIO", "EFBIG", "ENOTDIR", "EPIPE")
+    for name in (
+        "ENOSPC",
+        "EROFS",
+        "EACCES",
+        "EPERM",
+        "EDQUOT",
+        "EIO",
+        "EFBIG",
+        "ENOTDIR",
+        "EISDIR",
+        "EPIPE",
+    )
 }
 # Gloo and the stores raise plain RuntimeErrors too (torch 2.11 to 2.13).
 _PEER_WORDS = re.compile(

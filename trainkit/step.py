@@ -6,7 +6,7 @@ with and without pipeline stages.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import chain
 from typing import Any
 
@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from trainkit.batch import blank_batch, count_valid_tokens, to_device
-from trainkit.collectives import agree, all_sum
+from trainkit.collectives import all_max, all_sum, communication_device
 from trainkit.parallel.reduction import (
     Reduce,
     check_sums,
@@ -102,8 +102,9 @@ def forward_backward(
         >>> model.weight.grad.item()
         4.0
     """
-    if not microbatches:
-        raise ValueError("forward_backward: there is no microbatch; a step needs at least one")
+    if not microbatches or isinstance(microbatches, Mapping):
+        found = "one batch" if microbatches else "no microbatch"
+        raise ValueError(f"forward_backward: microbatches must be a sequence of some, got {found}")
     if reduce not in ("last", "each"):
         raise ValueError(f"forward_backward: reduce must be 'last' or 'each', got {reduce!r}")
     reducers = reducers_of(model)
@@ -251,16 +252,19 @@ def evaluate(
     sums: dict[str, Tensor] = {}
     count = torch.zeros((), dtype=torch.int64, device=_device_of(model))
     source = iter(batches)
-    seen = 0
-    while agree((batch := next(source, None)) is not None, axis):
-        if batch is not None:
-            count = count + count_valid_tokens([batch])
-        filled = to_device(blank_batch(1, 1), count.device) if batch is None else batch
-        _add(sums, forward_only(model, [filled], loss, call=call))
-        seen += 1
-    if not seen:
+    last: Mapping[str, Any] | None = None
+    while (batch := _next_on_any(source, axis)) is not _ALL_DONE:
+        if batch is None:  # others have one: compute along, on the last batch again or a blank one
+            again = to_device(blank_batch(1, 1), count.device) if last is None else last
+            found = forward_only(model, [again], loss, call=call)
+            _add(sums, {name: torch.zeros_like(term) for name, term in found.items()})
+            continue
+        last = batch
+        count = count + count_valid_tokens([batch])
+        _add(sums, forward_only(model, [batch], loss, call=call))
+    if not sums:
         raise ValueError("evaluate: there is no batch to evaluate on any rank")
-    sums = {name: all_sum(term, axis) for name, term in sums.items()}
+    sums = {name: all_sum(sums[name], axis) for name in sorted(sums)}
     tokens = all_sum(count, axis)
     values = {
         name: term / sums.get(f"{name}/count", tokens).clamp(min=1)
@@ -268,6 +272,29 @@ def evaluate(
         if not name.endswith("/count")
     }
     return values | {"tokens": tokens}
+
+
+_ALL_DONE = object()
+
+
+def _next_on_any(source: Iterator[Mapping[str, Any]], axis: Axis) -> Any:
+    """Return the next batch, None if only others have one, or `_ALL_DONE`; fail on all if one does.
+
+    A rank that raised alone would leave the others waiting in a collective.
+    """
+    failure: Exception | None = None
+    batch: Mapping[str, Any] | None = None
+    try:
+        batch = next(source, None)
+    except Exception as error:  # noqa: BLE001 (told to the others, then raised)
+        failure = error
+    state = 2 if failure is not None else int(batch is not None)
+    most = int(all_max(torch.tensor(state, device=communication_device(axis)), axis))
+    if failure is not None:
+        raise failure
+    if most == 2:
+        raise RuntimeError("evaluate: another rank could not read its next batch")
+    return batch if most else _ALL_DONE
 
 
 def _device_of(model: nn.Module) -> torch.device:

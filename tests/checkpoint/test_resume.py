@@ -1,17 +1,25 @@
 """A stopped run goes on to the same bits, on the same ranks or on others."""
 
 import functools
+import json
 import shutil
 
+import attrs
 import pytest
 import torch
 from torch import nn
 from whole_step import Layout, difference, run_steps
 
 import trainkit as tk
-from trainkit.checkpoint import list_checkpoints, load_weights, verify_checkpoint
+from trainkit.checkpoint import (
+    list_checkpoints,
+    load_checkpoint,
+    load_weights,
+    require_space,
+    verify_checkpoint,
+)
 from trainkit.testing import run_ranks
-from trainkit.types import CheckpointError, Cursor
+from trainkit.types import CheckpointError, Cursor, DiskError
 
 STEPS = 4
 
@@ -237,3 +245,162 @@ def test_no_pickle_is_written(tmp_path):
     path = tk.save_checkpoint(tmp_path, *small_run())
     assert {file.suffix for file in path.iterdir()} == {".json", ".safetensors"}
     assert verify_checkpoint(path) == []
+
+
+# ---------------------------------------------------------------- what must be refused
+
+
+def test_after_never_nothing_goes_back_to_the_abandoned_branch(tmp_path):
+    for steps in (1, 3):
+        tk.save_checkpoint(tmp_path, *small_run(steps=steps))
+    rest, told = small_run()[1:], []
+    options = {"tell": told.append}
+    assert tk.resume(tmp_path, tk.TrainState(), *rest, request="never", **options).step == 0
+    assert "set 2 checkpoints of another branch aside" in told[-1]
+    assert tk.resume(tmp_path, tk.TrainState(), *rest, **options).step == 0
+    tk.save_checkpoint(tmp_path, *small_run(steps=2))
+    assert tk.resume(tmp_path, tk.TrainState(), *rest, **options).step == 2
+    assert len(list((tmp_path / "checkpoints/abandoned-1").iterdir())) == 2
+
+
+def test_after_an_older_one_nothing_goes_back_to_the_newer(tmp_path):
+    paths = [tk.save_checkpoint(tmp_path, *small_run(steps=steps)) for steps in (1, 2, 3)]
+    rest = small_run()[1:]
+    quiet = {"tell": lambda _: None}
+    assert tk.resume(tmp_path, tk.TrainState(), *rest, request=paths[1], **quiet).step == 2
+    assert tk.resume(tmp_path, tk.TrainState(), *rest, **quiet).step == 2
+
+
+def test_what_a_killed_save_left_is_removed(tmp_path):
+    tk.save_checkpoint(tmp_path, *small_run())
+    (tmp_path / "checkpoints/.staging-0").mkdir()
+    tk.resume(tmp_path, tk.TrainState(), *small_run()[1:], tell=lambda _: None)
+    assert not (tmp_path / "checkpoints/.staging-0").exists()
+
+
+def test_facts_must_be_what_they_were(tmp_path):
+    run = small_run()
+    tk.save_checkpoint(tmp_path, *run, facts={"corpus": "a", "more": [1, 2]})
+    state = tk.TrainState()
+    quiet = {"tell": lambda _: None}
+    assert tk.resume(tmp_path, state, *run[1:], facts={"more": (1, 2)}, **quiet).step == 1
+    with pytest.raises(CheckpointError, match="its corpus is a, the run's is b"):
+        tk.resume(tmp_path, state, *run[1:], facts={"corpus": "b"}, **quiet)
+
+
+def disagreeing_facts(run_dir):
+    _, stages, optimizer, _ = small_run()
+    with tk.parallel_session() as ps:
+        facts = {"seed": ps.world.index}
+        tk.resume(run_dir, tk.TrainState(), stages, optimizer, ps, facts=facts)
+
+
+def test_ranks_must_agree_on_facts(tmp_path):
+    with pytest.raises(RuntimeError, match="ranks 0 and 1 do not have the same seed"):
+        run_ranks(disagreeing_facts, 2, tmp_path)
+
+
+def test_another_kind_of_memory_is_refused(tmp_path):
+    state, stages, _, ps = small_run()
+    plain = torch.optim.SGD(stages[0].parameters())
+    tk.save_checkpoint(tmp_path, state, stages, plain, ps)
+    heavy = torch.optim.SGD(stages[0].parameters(), momentum=0.9)
+    with pytest.raises(CheckpointError, match=r"has momentum = 0, the run's has 0\.9"):
+        tk.resume(tmp_path, state, stages, heavy, ps, tell=lambda _: None)
+
+
+def test_a_parameter_outside_the_stages_is_refused(tmp_path):
+    state, stages, _, ps = small_run()
+    stray = nn.Parameter(torch.ones(7))
+    optimizer = torch.optim.SGD([*stages[0].parameters(), stray])
+    with pytest.raises(ValueError, match=r"shape \(7,\) that is in none of the stages"):
+        tk.save_checkpoint(tmp_path, state, stages, optimizer, ps)
+    assert list((tmp_path / "checkpoints").glob("*")) == []
+
+
+def test_an_empty_parameter_comes_back(tmp_path):
+    state, _, _, ps = small_run()
+    model = nn.ParameterDict({"full": torch.ones(2), "empty": torch.empty(0, 4)})
+    optimizer = torch.optim.SGD(model.parameters())
+    tk.save_checkpoint(tmp_path, state, [model], optimizer, ps)
+    assert tk.resume(tmp_path, state, [model], optimizer, ps, tell=lambda _: None).step == 1
+
+
+def test_boxes_that_do_not_cover_a_tensor_are_refused(tmp_path):
+    state, stages, optimizer, ps = small_run()
+    path = tk.save_checkpoint(tmp_path, state, stages, optimizer, ps)
+    index = json.loads((path / "index.json").read_text())
+    index["tensors"]["model/weight"]["boxes"][0] |= {"shape": [1, 3]}
+    (path / "index.json").write_text(json.dumps(index))
+    before = snapshot(stages, optimizer)
+    with pytest.raises(CheckpointError, match="hold 3 of the 6 elements"):
+        load_checkpoint(path, stages, optimizer)
+    assert unchanged(before, stages, optimizer)
+
+
+def save_with_one_rank_failing(run_dir):
+    _, stages, optimizer, _ = small_run()
+    with tk.parallel_session() as ps:
+        facts = {"bad": object()} if ps.world.index == 0 else {}
+        try:
+            tk.save_checkpoint(run_dir, tk.TrainState(), stages, optimizer, ps, facts=facts)
+        except Exception as error:  # noqa: BLE001 (any kind is told)
+            return str(error)
+
+
+def test_a_save_that_fails_on_one_rank_fails_on_all_and_leaves_nothing(tmp_path):
+    first, second = run_ranks(save_with_one_rank_failing, 2, tmp_path, timeout=20.0)
+    assert "serializable" in first
+    assert "rank 0 failed" in second
+    assert list((tmp_path / "checkpoints").iterdir()) == []
+
+
+def save_what_is_awkward(run_dir, kind):
+    """Save and load with gathered parameters, or with a mesh that is a part of the world."""
+    from whole_step import Layout, build
+
+    degrees = {} if kind == "gathered" else {"dp_shard": 2, "ring": 2, "fold_sp": "none"}
+    with tk.parallel_session(**degrees) as ps:
+        if kind == "gathered":
+            stages, optimizer = build(Layout(), ps)
+            batch = tk.batch.blank_batch(1, 4)
+            with torch.no_grad():
+                stages[0](batch.input_ids, position_ids=batch.position_ids, spans=batch.spans)
+        else:
+            lonely = attrs.evolve(ps, ring=tk.solo_parallel().ring)
+            stages, optimizer = build(Layout(), lonely)
+        state = tk.TrainState(step=1)
+        found = tk.state_hash(state, stages, optimizer, ps)
+        tk.save_checkpoint(run_dir, state, stages, optimizer, ps)
+        tk.resume(run_dir, tk.TrainState(), stages, optimizer, ps, tell=lambda _: None)
+        return found, tk.state_hash(state, stages, optimizer, ps)
+
+
+@pytest.mark.parametrize(("kind", "world"), [("gathered", 2), ("part", 4)])
+def test_gathered_parameters_and_partial_meshes_are_saved_whole_and_once(kind, world, tmp_path):
+    from whole_step import Layout, build
+
+    stages, optimizer = build(Layout(), tk.solo_parallel())
+    whole = tk.state_hash(tk.TrainState(step=1), stages, optimizer, tk.solo_parallel())
+    for found in run_ranks(save_what_is_awkward, world, tmp_path, kind):
+        assert found == (whole, whole)
+
+
+def local_moments(run_dir):
+    from whole_step import Layout, build
+
+    with tk.parallel_session() as ps:
+        stages, optimizer = build(Layout(), ps)
+        p = tk.parameters_of(stages)[0]
+        optimizer.state[p]["mine"] = torch.zeros_like(p.to_local())
+        tk.save_checkpoint(run_dir, tk.TrainState(), stages, optimizer, ps)
+
+
+def test_local_state_of_a_sharded_parameter_is_refused(tmp_path):
+    with pytest.raises(RuntimeError, match=r"keeps 'mine' of embedding\.weight as a local tensor"):
+        run_ranks(local_moments, 2, tmp_path)
+
+
+def test_a_disk_without_room_is_refused_before_the_first_step(tmp_path):
+    with pytest.raises(DiskError, match="needs about"):
+        require_space(tmp_path, [nn.Linear(3, 2)], copies=1 << 50)

@@ -396,3 +396,12 @@ def test_labels_that_do_not_fit_are_refused_by_name(loss, logits, labels):
 def test_linear_refuses_bad_input_by_name(hidden, weight, labels, chunk, message):
     with pytest.raises(ValueError, match=f"linear_cross_entropy: .*{message}"):
         linear_cross_entropy(hidden, weight, labels, chunk=chunk)
+
+
+def test_the_fp16_weight_gradient_of_many_tokens_does_not_overflow():
+    hidden = torch.full((4096, 2), 30.0, dtype=torch.float16)
+    weight = torch.zeros(8, 2, dtype=torch.float16, requires_grad=True)
+    labels = torch.zeros(4096, dtype=torch.int64)
+    (linear_cross_entropy(hidden, weight, labels, chunk=64) / 4096).backward()
+    assert weight.grad.isfinite().all()
+    assert weight.grad[0, 0] == pytest.approx(-30 * 7 / 8, rel=1e-3)

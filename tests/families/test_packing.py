@@ -164,3 +164,21 @@ def test_bad_arguments_are_refused_by_name(lengths, arguments, message):
 def test_packing_and_sampling_start_without_torch():
     code = "import sys, trainkit.packing, trainkit.sampling; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+@pytest.mark.parametrize(
+    ("answer", "named"),
+    [
+        ([0, 0], "put 6 tokens or 2 pieces into one bin of capacity 4"),
+        ([-1, 0], "must number its bins from 0 without gaps"),
+        ([0, 2], "must number its bins from 0 without gaps"),
+        ([0], "for 2 pieces it gave"),
+        ([0.0, 1.0], "must return one integer per piece"),
+    ],
+)
+def test_a_fit_s_answer_is_checked(answer, named):
+    def mine(*_, **__):
+        return np.array(answer)
+
+    with pytest.raises(ValueError, match=f"mine {named}|mine .*{named}"):
+        pack_bins([3, 3], 4, fit=mine)

@@ -1,5 +1,6 @@
 """Plans are checked, names stay the whole model's, and shards hold the same bits as the whole."""
 
+import copy
 import functools
 import hashlib
 
@@ -157,3 +158,20 @@ def test_bf16_parameters_keep_fp32_shards_and_gradients():
         assert kinds == {("torch.float32", "torch.float32")}
         assert loss == pytest.approx(exact["losses"][0], rel=1e-2)
         assert norm == pytest.approx(exact["norms"][0], rel=5e-2)
+
+
+def test_a_copy_of_a_recomputed_model_runs_its_own_weights():
+    config = CONFIG
+    (model,) = tk.build_stages(
+        lambda: Decoder(config),
+        tk.solo_parallel(),
+        [recompute()],
+        weights=init_weights(config, seed=0),
+    )
+    twin = copy.deepcopy(model)
+    with torch.no_grad():
+        for p in twin.layers.parameters():
+            p.zero_()
+    batch = tk.batch.blank_batch(1, 4)
+    arguments = {"position_ids": batch.position_ids, "spans": batch.spans}
+    assert not torch.equal(twin(batch.input_ids, **arguments), model(batch.input_ids, **arguments))

@@ -7,6 +7,7 @@ import json
 import os
 import re
 import resource
+import shutil
 import signal
 import subprocess
 import sys
@@ -180,8 +181,14 @@ def test_generate_writes_text_from_the_last_checkpoint(whole):
     assert len(printed) > len("word3\n")
 
 
+def listen_to_interrupts():
+    """Undo what a shell does to programs in its background: they ignore interrupts."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+
+
 def test_an_interrupt_is_reported_and_loses_nothing(text, tmp_path):
-    process = start("--out", tmp_path, "--data", text, "--steps", 5000, *SMALL.split())
+    flags = ["--out", tmp_path, "--data", text, "--steps", 5000, *SMALL.split()]
+    process = start(*flags, preexec_fn=listen_to_interrupts)
     until = time.monotonic() + 120
     while not (tmp_path / "checkpoints/step_00000003").exists() and process.poll() is None:
         assert time.monotonic() < until
@@ -294,6 +301,24 @@ def test_a_changed_configuration_does_not_go_on_silently(refused, text, tmp_path
     assert code == 66
     assert "lr 0.004 -> 0.5" in what
     assert "seed 0 -> 7" in what
+
+
+def test_data_that_changed_does_not_go_on_silently(refused, text, tmp_path):
+    folder = tmp_path / "text"
+    shutil.copytree(text, folder)
+    out = tmp_path / "run"
+    here(flags_of(out, folder, 3))
+    (folder / "7.txt").write_text("something else")
+    code, what = refused(*flags_of(out, folder, 5))
+    assert (code, "its corpus is" in what) == (66, True)
+
+
+def test_a_run_begun_afresh_never_goes_back(text, tmp_path):
+    here(flags_of(tmp_path, text, 5))
+    here(flags_of(tmp_path, text, 2, "--lr", 0.1, "--resume", "never"))
+    here(flags_of(tmp_path, text, 4, "--lr", 0.1))
+    assert column(tmp_path, "step") == [1, 2, 3, 4]
+    assert json.loads((tmp_path / "final.json").read_text())["step"] == 4
 
 
 def test_when_no_checkpoint_verifies_it_does_not_start_afresh(refused, text, tmp_path):

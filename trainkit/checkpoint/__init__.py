@@ -21,7 +21,7 @@ if TYPE_CHECKING:
         prune_checkpoints,
         verify_checkpoint,
     )
-    from trainkit.checkpoint.save import save_checkpoint, write_final
+    from trainkit.checkpoint.save import require_space, save_checkpoint, write_final
     from trainkit.checkpoint.tensors import state_hash
 
 __all__ = [
@@ -31,6 +31,7 @@ __all__ = [
     "load_weights",
     "prune_checkpoints",
     "read_facts",
+    "require_space",
     "resume",
     "save_checkpoint",
     "state_hash",
@@ -45,6 +46,7 @@ _HOME = {
     "load_weights": "load",
     "prune_checkpoints": "manifest",
     "read_facts": "load",
+    "require_space": "save",
     "resume": "load",
     "save_checkpoint": "save",
     "state_hash": "tensors",

@@ -2,21 +2,40 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import attrs
+import orjson
 import torch
 from safetensors import safe_open
 from torch import Tensor, nn
 
-from trainkit.checkpoint.manifest import choose_checkpoint, read_json
-from trainkit.checkpoint.tensors import model_tensors, optimizer_state
-from trainkit.collectives import all_gather_json
+from trainkit.checkpoint.manifest import (
+    choose_checkpoint,
+    clear_directory,
+    plain_file_name,
+    read_json,
+)
+from trainkit.checkpoint.tensors import (
+    check_optimizer,
+    group_options,
+    model_tensors,
+    optimizer_state,
+)
+from trainkit.collectives import all_gather_json, together
 from trainkit.parallel.naming import Box, box_of, named_parameters_of
-from trainkit.types import CheckpointError, Cursor, ParallelState, TrainState
+from trainkit.parallel.reduction import reducers_of, reshard_
+from trainkit.types import (
+    SOLO,
+    Axis,
+    CheckpointError,
+    ConfigError,
+    Cursor,
+    ParallelState,
+    TrainState,
+)
 
 
 def resume(
@@ -27,9 +46,14 @@ def resume(
     ps: ParallelState,
     *,
     request: str | Path = "auto",
+    facts: Mapping[str, Any] | None = None,
     tell: Callable[[str], None] = print,
 ) -> TrainState:
     """Go on from a checkpoint of a run, written by any layout.
+
+    Checkpoints of the run that are not on the branch that it goes on with (all of them after
+    "never", later ones after a path) are set aside in `checkpoints/abandoned-1`, so that "auto"
+    never goes back to them; nothing is deleted but what a killed save left half done.
 
     Args:
         run_dir: The run directory.
@@ -39,63 +63,102 @@ def resume(
         ps: The layout.
         request: "auto" takes the newest checkpoint that verifies, "never" takes none, a path takes
             that one.
-        tell: Called on rank 0 with what was passed over and what was taken.
+        facts: What must be as it was saved, for instance the fingerprint of the data; the same on
+            all ranks.
+        tell: Called on rank 0 with what was passed over, taken and set aside.
 
     Returns:
         The counters to go on with.
 
     Raises:
         CheckpointError: Nothing verifies where there is something, or it does not fit the run.
+        ConfigError: The ranks do not agree on `facts`.
 
     Effects:
-        Writes parameters and optimizer state, after everything has been read and compared;
-        communicates on `ps.world`.
+        Writes parameters and optimizer state, on all ranks or on none, after everything has been
+        read and compared; moves directories; communicates on `ps.world`.
     """
-    chosen: dict[str, str | None] = {"path": None, "error": None}
-    if ps.world.index == 0:
-        try:
-            path = choose_checkpoint(Path(run_dir) / "checkpoints", request, tell=tell)
-            if path is not None:
-                tell(f"going on from {path}")
-                chosen["path"] = str(path.absolute())
-        except CheckpointError as error:
-            chosen["error"] = error.what
-    chosen = all_gather_json(chosen, ps.world)[0]
-    if chosen["error"]:
-        raise CheckpointError(chosen["error"], where=run_dir)
-    if chosen["path"] is None:
+    directory = Path(run_dir) / "checkpoints"
+    _agree_on_facts(facts or {}, ps)
+
+    def choose() -> str | None:
+        if ps.world.index:
+            return None
+        path = choose_checkpoint(directory, request, tell=tell)
+        if path is not None:
+            tell(f"going on from {path}")
+        clear_directory(directory, path, request, tell=tell)
+        return None if path is None else str(path.absolute())
+
+    chosen = together(choose, ps.world)[0]
+    if chosen is None:
         return state
-    return load_checkpoint(Path(chosen["path"]), stages, optimizer)
+    return load_checkpoint(chosen, stages, optimizer, facts=facts, axis=ps.world)
+
+
+def _agree_on_facts(facts: Mapping[str, Any], ps: ParallelState) -> None:
+    told = all_gather_json(dict(facts), ps.world)
+    for rank, other in enumerate(told):
+        names = sorted(name for name in told[0] | other if told[0].get(name) != other.get(name))
+        if names:
+            raise ConfigError(
+                f"resume: ranks 0 and {rank} do not have the same {names[0]}: "
+                f"{told[0].get(names[0])} and {other.get(names[0])}",
+                where=names[0],
+                hint="give every rank the same configuration, code and data",
+            )
 
 
 def load_checkpoint(
-    path: Path, stages: Sequence[nn.Module], optimizer: torch.optim.Optimizer
+    path: Path | str,
+    stages: Sequence[nn.Module],
+    optimizer: torch.optim.Optimizer,
+    *,
+    facts: Mapping[str, Any] | None = None,
+    axis: Axis = SOLO,
 ) -> TrainState:
     """Read one checkpoint, which has been verified, into stages and their optimizer.
+
+    Args:
+        path: The checkpoint's directory.
+        stages: This rank's stages.
+        optimizer: The optimizer of their parameters.
+        facts: What must be as it was saved.
+        axis: All ranks that read it, `ps.world`: if one cannot, none changes anything.
 
     Returns:
         The counters it holds.
 
     Raises:
         CheckpointError: Names every tensor that is missing, left over, or of another shape or
-            dtype.
+            dtype, and every fact that differs.
 
     Effects:
-        Writes parameters and optimizer state, after everything has been read and compared.
+        Writes parameters and optimizer state, after everything has been read and compared;
+        communicates on `axis`.
     """
-    index = read_json(path / "index.json")["tensors"]
-    saved = read_json(path / "state.json")
-    targets = _targets(index, stages, optimizer)
-    _compare(index, targets, path, more=_optimizer_problems(saved["optimizer"], stages, optimizer))
-    values = {name: _read_box(path, name, index[name], box_of(t)) for name, t in targets.items()}
-    with torch.no_grad():
-        for name, target in targets.items():
-            box_of(target).local.copy_(values[name])
-    _install(targets, saved["optimizer"]["scalars"], stages, optimizer)
-    return _state_from(saved["state"])
+    path = Path(path)
+    read: dict[str, Any] = {}
+
+    def stage() -> None:
+        for module in stages:
+            reshard_(reducers_of(module))
+        check_optimizer(stages, optimizer)
+        index = read_json(path / "index.json")["tensors"]
+        read["saved"] = read_json(path / "state.json")
+        read["targets"] = _targets(index, stages, optimizer)
+        problems = _fact_problems(read["saved"]["facts"], facts or {})
+        problems += _optimizer_problems(read["saved"]["optimizer"], stages, optimizer)
+        _compare(index, read["targets"], path, also=problems)
+        read["values"] = _read_all(path, index, read["targets"])
+
+    together(stage, axis)
+    _write_all(read["targets"], read["values"])
+    _install(read["targets"], read["saved"]["optimizer"]["scalars"], stages, optimizer)
+    return _state_from(read["saved"]["state"])
 
 
-def load_weights(path: Path, stages: Sequence[nn.Module]) -> TrainState:
+def load_weights(path: Path | str, stages: Sequence[nn.Module]) -> TrainState:
     """Read the parameters of one verified checkpoint and leave the optimizer state aside.
 
     Returns:
@@ -106,22 +169,32 @@ def load_weights(path: Path, stages: Sequence[nn.Module]) -> TrainState:
             dtype.
 
     Effects:
-        Writes the parameters of `stages`.
+        Writes the parameters and persistent buffers of `stages`.
     """
+    path = Path(path)
     index = read_json(path / "index.json")["tensors"]
     weights = {name: entry for name, entry in index.items() if name.startswith("model/")}
     targets = model_tensors(stages)
     _compare(weights, targets, path)
-    values = {name: _read_box(path, name, index[name], box_of(t)) for name, t in targets.items()}
-    with torch.no_grad():
-        for name, target in targets.items():
-            box_of(target).local.copy_(values[name])
+    _write_all(targets, _read_all(path, weights, targets))
     return _state_from(read_json(path / "state.json")["state"])
 
 
-def read_facts(path: Path) -> dict[str, Any]:
+def _read_all(
+    path: Path, index: Mapping[str, Any], targets: Mapping[str, Tensor]
+) -> dict[str, Tensor]:
+    return {name: _read_box(path, name, index[name], box_of(x)) for name, x in targets.items()}
+
+
+def _write_all(targets: Mapping[str, Tensor], values: Mapping[str, Tensor]) -> None:
+    with torch.no_grad():
+        for name, target in targets.items():
+            box_of(target).local.copy_(values[name])
+
+
+def read_facts(path: Path | str) -> dict[str, Any]:
     """Return the facts that were saved with a checkpoint, which has been verified."""
-    return read_json(path / "state.json")["facts"]
+    return read_json(Path(path) / "state.json")["facts"]
 
 
 def _state_from(saved: Mapping[str, Any]) -> TrainState:
@@ -156,9 +229,20 @@ def _targets(
         if tuple(entry["shape"]) == tuple(parameter.shape) and parameter.dim():
             targets[full] = torch.zeros_like(parameter.data, dtype=dtype)
         else:
-            device = parameter.device if on_device[id(parameter)] else "cpu"
+            counter = not entry["shape"] and not on_device[id(parameter)]
+            device = "cpu" if counter else parameter.device
             targets[full] = torch.zeros(entry["shape"], dtype=dtype, device=device)
     return targets
+
+
+def _fact_problems(saved: Mapping[str, Any], facts: Mapping[str, Any]) -> list[str]:
+    """Say which facts are not what they were."""
+    live = orjson.loads(orjson.dumps(dict(facts)))
+    return [
+        f"its {name} is {saved.get(name)}, the run's is {value}"
+        for name, value in live.items()
+        if saved.get(name) != value
+    ]
 
 
 def _optimizer_problems(
@@ -168,7 +252,19 @@ def _optimizer_problems(
     if saved["class"] != type(optimizer).__name__:
         return [f"its optimizer is {saved['class']}, the run has {type(optimizer).__name__}"]
     live = optimizer_state(stages, optimizer)
-    return [f"{name} was not trained when it was saved" for name in live.keys() - saved["scalars"]]
+    problems = [
+        f"{name} was not trained when it was saved" for name in live.keys() - saved["scalars"]
+    ]
+    options = group_options(optimizer)
+    if len(options) != len(saved["options"]):
+        return [*problems, f"it has {len(saved['options'])} parameter groups, not {len(options)}"]
+    for group, (old, new) in enumerate(zip(saved["options"], options, strict=True)):
+        names = sorted(name for name in old | new if old.get(name) != new.get(name))
+        problems += [
+            f"parameter group {group} has {name} = {old.get(name)}, the run's has {new.get(name)}"
+            for name in names
+        ]
+    return problems
 
 
 def _compare(
@@ -176,11 +272,11 @@ def _compare(
     targets: Mapping[str, Tensor],
     path: Path,
     *,
-    more: Sequence[str] = (),
+    also: Sequence[str] = (),
 ) -> None:
     """Refuse a checkpoint that does not hold exactly the run's tensors; name all differences."""
     problems = [f"{name} is missing in the checkpoint" for name in targets if name not in index]
-    problems += more
+    problems += also
     problems += [f"{name} is left over" for name in index if name not in targets]
     for name in targets.keys() & index.keys():
         want = (str(targets[name].dtype).removeprefix("torch."), list(targets[name].shape))
@@ -223,7 +319,6 @@ class _Overlap:
 
     saved: tuple[slice, ...]
     wanted: tuple[slice, ...]
-    size: int
 
 
 def _overlap(saved: Mapping[str, Any], wanted: Box) -> _Overlap | None:
@@ -235,39 +330,39 @@ def _overlap(saved: Mapping[str, Any], wanted: Box) -> _Overlap | None:
         >>> found.saved[0], found.wanted[0]
         (slice(0, 1, None), slice(1, 2, None))
     """
-    ours: list[slice] = []
-    theirs: list[slice] = []
-    size = 1
+    in_saved: list[slice] = []
+    in_wanted: list[slice] = []
     dims = zip(saved["offset"], saved["shape"], wanted.offset, wanted.local.shape, strict=True)
     for start, length, own_start, own_length in dims:
         low, high = max(start, own_start), min(start + length, own_start + own_length)
         if low >= high:
             return None
-        theirs.append(slice(low - start, high - start))
-        ours.append(slice(low - own_start, high - own_start))
-        size *= high - low
-    return _Overlap(tuple(theirs), tuple(ours), size)
+        in_saved.append(slice(low - start, high - start))
+        in_wanted.append(slice(low - own_start, high - own_start))
+    return _Overlap(tuple(in_saved), tuple(in_wanted))
 
 
 def _read_box(path: Path, name: str, entry: Mapping[str, Any], box: Box) -> Tensor:
     """Read this rank's box of a tensor from the boxes that were saved of it."""
     out = torch.empty(box.local.shape, dtype=getattr(torch, entry["dtype"]))
-    read = 0
+    filled = torch.zeros(box.local.shape, dtype=torch.bool)
     for saved in entry["boxes"]:
         overlap = _overlap(saved, box)
         if overlap is None:
             continue
+        if not plain_file_name(saved["file"]):
+            raise CheckpointError(f"load_checkpoint: {path} names the file {saved['file']!r}")
         with safe_open(path / saved["file"], framework="pt") as file:
             if saved["shape"]:
                 out[overlap.wanted] = file.get_slice(name)[overlap.saved]
             else:
                 out.copy_(file.get_tensor(name))
-        read += overlap.size
-    if read != math.prod(box.local.shape):
+        filled[overlap.wanted] = True
+    if not filled.all():
         raise CheckpointError(
-            f"load_checkpoint: the boxes of {name} in {path} hold {read} of the "
-            f"{math.prod(box.local.shape)} elements that this rank needs",
+            f"load_checkpoint: the boxes of {name} in {path} hold {int(filled.sum())} of the "
+            f"{filled.numel()} elements that this rank needs",
             where=path,
-            got=read,
+            got=int(filled.sum()),
         )
     return out

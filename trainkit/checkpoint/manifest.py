@@ -122,8 +122,18 @@ def _manifest_problems(manifest: Any) -> list[str]:
     return [
         f"{MANIFEST} names {name!r}, which is no plain file name"
         for name in manifest["files"]
-        if not _FILE_NAME.fullmatch(name)
+        if not plain_file_name(name)
     ]
+
+
+def plain_file_name(name: str) -> bool:
+    """Say whether a name read from a file names one in the same directory, and nothing else.
+
+    Examples:
+        >>> plain_file_name("rank_00000.safetensors"), plain_file_name("../x")
+        (True, False)
+    """
+    return _FILE_NAME.fullmatch(name) is not None
 
 
 def _file_problems(path: Path, want: Mapping[str, Any]) -> list[str]:
@@ -161,6 +171,8 @@ def verify_checkpoint(path: Path | str) -> list[str]:
         return [f"{path} is not there"]
     if not path.is_dir() or path.is_symlink():
         return [f"{path} is not a directory"]
+    if (path / "checkpoints").is_dir():
+        return [f"{path} is a run directory; name one of its checkpoints/step_..."]
     try:
         manifest = read_json(path / MANIFEST)
     except CheckpointError as error:
@@ -248,6 +260,52 @@ def choose_checkpoint(
             hint="--resume never starts afresh; choose another --out to keep what is there",
         )
     return None
+
+
+def clear_directory(
+    directory: Path, chosen: Path | None, request: str | Path, *, tell: Callable[[str], None]
+) -> None:
+    """Make a `checkpoints/` directory ready for a run that goes on from `chosen`.
+
+    Args:
+        directory: The directory; it is made if need be.
+        chosen: The checkpoint that the run goes on from, or None.
+        request: What was asked for; after "auto" nothing is set aside.
+        tell: Called with what is set aside.
+
+    Effects:
+        Removes what a killed save left half done; moves the checkpoints that are not on the run's
+        branch into `abandoned-1`, `abandoned-2`, and so on.
+    """
+    directory.mkdir(parents=True, exist_ok=True)
+    for half in (*directory.glob(".staging-*"), *directory.glob(".deleting-*")):
+        shutil.rmtree(half, ignore_errors=True)
+    last = -1
+    if chosen is not None and chosen.resolve().parent == directory.resolve():
+        last = step_of(chosen)
+    off_branch = [path for path in list_checkpoints(directory) if step_of(path) > last]
+    if request == "auto" or not off_branch:
+        return
+    number = 1
+    while (directory / f"abandoned-{number}").exists():
+        number += 1
+    aside = directory / f"abandoned-{number}"
+    aside.mkdir()
+    for path in off_branch:
+        path.rename(aside / path.name)
+    tell(f"set {len(off_branch)} checkpoints of another branch aside in {aside}")
+
+
+def step_of(path: Path) -> int:
+    """Return the step in a checkpoint's name.
+
+    Examples:
+        >>> step_of(Path("step_00000012-1"))
+        12
+    """
+    match = _NAME.fullmatch(path.name)
+    assert match is not None
+    return int(match[1])
 
 
 def next_name(directory: Path, step: int) -> str:

@@ -5,7 +5,8 @@ from __future__ import annotations
 import os
 import secrets
 import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -24,9 +25,18 @@ from trainkit.checkpoint.manifest import (
     sync_directory,
     write_durably,
 )
-from trainkit.checkpoint.tensors import optimizer_state, replica_of, run_tensors, state_hash
-from trainkit.collectives import all_gather_json
+from trainkit.checkpoint.tensors import (
+    check_optimizer,
+    group_options,
+    model_tensors,
+    optimizer_state,
+    replica_of,
+    run_tensors,
+    state_hash,
+)
+from trainkit.collectives import all_gather_json, together
 from trainkit.parallel.naming import Box, box_of
+from trainkit.parallel.reduction import reducers_of, reshard_
 from trainkit.types import DiskError, ParallelState, TrainState
 
 
@@ -62,28 +72,56 @@ def save_checkpoint(
         changed.
     """
     directory = Path(run_dir) / "checkpoints"
-    staging = directory / _shared_name(ps)
-    boxes = _boxes_to_write(stages, optimizer, ps)
-    outcome = _attempt(lambda: _write_rank(staging, boxes, ps), staging, boxes)
-    outcomes = all_gather_json(outcome | {"scalars": _scalars(stages, optimizer)}, ps.world)
-    target = directory / next_name(directory, state.step)
-    if not any(outcome["error"] for outcome in outcomes) and ps.world.index == 0:
-        scalars = {name: values for out in outcomes for name, values in out["scalars"].items()}
-        memory = {"class": type(optimizer).__name__, "scalars": scalars}
-        files = {"state.json": _describe(state, memory, ps, facts)}
-        files["index.json"] = _dump({"tensors": _merge([out["tensors"] for out in outcomes])})
-        written = {name: facts for out in outcomes for name, facts in out["files"].items()}
-        outcome = _attempt(
-            lambda: _commit(staging, target, state.step, files, written), staging, boxes
-        )
-    # What rank 0 says last decides: all ranks have saved, or none has.
-    results = all_gather_json(outcome | {"target": str(target)}, ps.world)
-    errors = [result["error"] for result in results if result["error"]]
-    if errors:
-        if ps.world.index == 0:
+    staging = directory / all_gather_json(f".staging-{secrets.token_hex(8)}", ps.world)[0]
+    try:
+        outcomes = together(lambda: _write_rank(staging, stages, optimizer, ps), ps.world)
+
+        def commit() -> str | None:
+            if ps.world.index:
+                return None
+            memory = {
+                "class": type(optimizer).__name__,
+                "options": group_options(optimizer),
+                "scalars": _joined(outcome["scalars"] for outcome in outcomes),
+            }
+            files = {
+                "state.json": _describe(state, memory, ps, facts),
+                "index.json": _dump({"tensors": _merge([out["tensors"] for out in outcomes])}),
+            }
+            written = _joined(outcome["files"] for outcome in outcomes)
+            return str(_commit(staging, directory, state.step, files, written))
+
+        return Path(together(commit, ps.world)[0])
+    finally:
+        if ps.world.index == 0:  # nothing is left of it after a commit
             shutil.rmtree(staging, ignore_errors=True)
-        raise DiskError(errors[0], where=directory, hint="every earlier checkpoint is intact")
-    return Path(results[0]["target"])
+
+
+def require_space(run_dir: Path | str, stages: Iterable[nn.Module], *, copies: int = 3) -> None:
+    """Refuse to begin where the disk has no room for one checkpoint.
+
+    Args:
+        run_dir: The run directory, which exists.
+        stages: This rank's stages.
+        copies: Tensors of a parameter's size in a checkpoint; with AdamW the parameter and two.
+
+    Raises:
+        DiskError: Names the bytes that this rank will need and those that are free.
+
+    Examples:
+        >>> require_space("/", [nn.Linear(1, 1)])
+    """
+    needed = copies * sum(box_of(tensor).local.nbytes for tensor in model_tensors(stages).values())
+    free = shutil.disk_usage(run_dir).free
+    if free < needed:
+        raise DiskError(
+            f"require_space: a checkpoint in {run_dir} needs about {needed} bytes and {free} are "
+            "free",
+            where=run_dir,
+            got=free,
+            want=needed,
+            hint="free space or choose another --out",
+        )
 
 
 def write_final(
@@ -109,9 +147,8 @@ def write_final(
         new.replace(Path(run_dir) / "final.json")
 
 
-def _shared_name(ps: ParallelState) -> str:
-    """Return rank 0's name for the staging directory, which nobody else uses."""
-    return all_gather_json(f".staging-{secrets.token_hex(8)}", ps.world)[0]
+def _joined(parts: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
+    return {name: value for part in parts for name, value in part.items()}
 
 
 def _boxes_to_write(
@@ -120,38 +157,50 @@ def _boxes_to_write(
     found = {}
     for name, tensor in run_tensors(stages, optimizer).items():
         box = box_of(tensor, replica=replica_of(ps))
-        if box.writes and box.local.numel():
+        if box.writes:
             found[name] = (tensor, box)
     return found
 
 
-def _attempt(write: Any, path: Path, boxes: Mapping[str, tuple[Tensor, Box]]) -> dict[str, Any]:
-    """Run a write; turn its failure into a value that can be told to the other ranks."""
+@contextmanager
+def _disk_errors(path: Path, needed: int) -> Iterator[None]:
     try:
-        return {"error": None, **write()}
+        yield
     except OSError as error:
-        needed = sum(box.local.nbytes for _, box in boxes.values())
-        return {"error": disk_error(error, path, needed).what, "tensors": {}, "files": {}}
+        raise disk_error(error, path, needed) from error
 
 
 def _write_rank(
-    staging: Path, boxes: Mapping[str, tuple[Tensor, Box]], ps: ParallelState
+    staging: Path,
+    stages: Sequence[nn.Module],
+    optimizer: torch.optim.Optimizer,
+    ps: ParallelState,
 ) -> dict[str, Any]:
     """Write this rank's boxes into one file; return what the index and the manifest say of them."""
-    staging.mkdir(parents=True, exist_ok=True)
-    if not boxes:
-        return {"tensors": {}, "files": {}}
+    for stage in stages:
+        reshard_(reducers_of(stage))
+    check_optimizer(stages, optimizer)
+    boxes = _boxes_to_write(stages, optimizer, ps)
     path = staging / f"rank_{ps.world.index:05d}.safetensors"
-    _save_tensors({name: box.local.contiguous().cpu() for name, (_, box) in boxes.items()}, path)
     tensors = {
         name: {
             "dtype": str(tensor.dtype).removeprefix("torch."),
             "shape": list(tensor.shape),
-            "boxes": [{"offset": box.offset, "shape": list(box.local.shape), "file": path.name}],
+            "boxes": [{"offset": box.offset, "shape": list(box.local.shape), "file": path.name}]
+            * bool(box.local.numel()),
         }
         for name, (tensor, box) in boxes.items()
     }
-    return {"tensors": tensors, "files": {path.name: hash_file(path)}}
+    values = {
+        name: box.local.contiguous().cpu() for name, (_, box) in boxes.items() if box.local.numel()
+    }
+    report = {"tensors": tensors, "files": {}, "scalars": _scalars(stages, optimizer)}
+    with _disk_errors(path, sum(value.nbytes for value in values.values())):
+        staging.mkdir(parents=True, exist_ok=True)
+        if values:
+            _save_tensors(values, path)
+            report["files"] = {path.name: hash_file(path)}
+    return report
 
 
 def _save_tensors(tensors: dict[str, Tensor], path: Path) -> None:
@@ -167,14 +216,13 @@ def _save_tensors(tensors: dict[str, Tensor], path: Path) -> None:
 
 
 def _merge(parts: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Join the boxes that different ranks wrote of one tensor."""
+    """Join the boxes that different ranks wrote of one tensor; of equal boxes the first stands."""
     merged: dict[str, Any] = {}
     for part in parts:
         for name, entry in part.items():
-            if name in merged:
-                merged[name]["boxes"] += entry["boxes"]
-            else:
-                merged[name] = dict(entry)
+            known = merged.setdefault(name, {**entry, "boxes": []})["boxes"]
+            offsets = [box["offset"] for box in known]
+            known += [box for box in entry["boxes"] if box["offset"] not in offsets]
     return merged
 
 
@@ -212,17 +260,19 @@ def _dump(value: Any) -> bytes:
 
 def _commit(
     staging: Path,
-    target: Path,
+    directory: Path,
     step: int,
     files: Mapping[str, bytes],
     written: Mapping[str, Mapping[str, Any]],
-) -> dict[str, Any]:
+) -> Path:
     """Write what rank 0 writes, then the manifest, then give the directory its name."""
-    for name, data in files.items():
-        write_durably(staging / name, data)
-    listing = {**written, **{name: hash_file(staging / name) for name in files}}
-    write_durably(staging / MANIFEST, make_manifest(step, listing))
-    sync_directory(staging)
-    staging.rename(target)
-    sync_directory(target.parent)
-    return {}
+    with _disk_errors(directory, sum(map(len, files.values()))):
+        for name, data in files.items():
+            write_durably(staging / name, data)
+        listing = {**written, **{name: hash_file(staging / name) for name in files}}
+        write_durably(staging / MANIFEST, make_manifest(step, listing))
+        sync_directory(staging)
+        target = directory / next_name(directory, step)
+        staging.rename(target)
+        sync_directory(directory)
+    return target

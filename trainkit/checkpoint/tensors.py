@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from trainkit.collectives import all_gather_json
 from trainkit.hashing import MASK64, hash_box, hash_counters
 from trainkit.parallel.naming import Box, box_of, named_buffers_of, named_parameters_of
+from trainkit.parallel.reduction import reducers_of, reshard_
 from trainkit.types import ParallelState, TrainState
 
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -31,6 +32,54 @@ def optimizer_state(
     stepped = {id(p) for group in optimizer.param_groups for p in group["params"]}
     named = named_parameters_of(stages)
     return {name: optimizer.state.get(p, {}) for name, p in named.items() if id(p) in stepped}
+
+
+_IMPLEMENTATION = ("params", "lr", "initial_lr", "foreach", "fused", "capturable", "differentiable")
+
+
+def group_options(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
+    """Return each parameter group's options that shape its steps, but for the learning rate.
+
+    Examples:
+        >>> model = nn.Linear(1, 1)
+        >>> group_options(torch.optim.SGD(model.parameters(), momentum=0.9))[0]["momentum"]
+        0.9
+    """
+    return [
+        {
+            name: list(value) if isinstance(value, tuple) else value
+            for name, value in group.items()
+            if name not in _IMPLEMENTATION and not isinstance(value, Tensor)
+        }
+        for group in optimizer.param_groups
+    ]
+
+
+def check_optimizer(stages: Iterable[nn.Module], optimizer: torch.optim.Optimizer) -> None:
+    """Refuse an optimizer whose memory a checkpoint could not hold.
+
+    Raises:
+        ValueError: It steps a parameter that is in no stage, or keeps local tensors for a sharded
+            parameter, of which it cannot be known what they are a part of.
+
+    Examples:
+        >>> model = nn.Linear(1, 1)
+        >>> check_optimizer([model], torch.optim.SGD(model.parameters()))
+    """
+    names = {id(p): name for name, p in named_parameters_of(stages).items()}
+    for p in (p for group in optimizer.param_groups for p in group["params"]):
+        if id(p) not in names:
+            raise ValueError(
+                f"save_checkpoint: the optimizer steps a parameter of shape {tuple(p.shape)} that "
+                "is in none of the stages; pass every module that it steps"
+            )
+        for key, value in optimizer.state.get(p, {}).items():
+            local = isinstance(value, Tensor) and value.dim() and not hasattr(value, "placements")
+            if local and hasattr(p, "placements"):
+                raise ValueError(
+                    f"save_checkpoint: the optimizer keeps {key!r} of {names[id(p)]} as a local "
+                    "tensor, but the parameter is sharded; make it like the parameter (zeros_like)"
+                )
 
 
 def model_tensors(stages: Iterable[nn.Module]) -> dict[str, Tensor]:
@@ -84,8 +133,10 @@ def counters_of(state: TrainState) -> dict[str, int]:
 
 
 def _hash(name: str, box: Box, shape: tuple[int, ...]) -> int:
+    if box.local.is_complex():
+        raise ValueError(f"state_hash: {name} is {box.local.dtype}, which has no integer twin")
     bits = box.local.detach().contiguous().view(_INTEGERS[box.local.element_size()])
-    return hash_box(name, bits.cpu().numpy(), shape=shape, offset=box.offset)
+    return hash_box(f"{name} {box.local.dtype}", bits.cpu().numpy(), shape=shape, offset=box.offset)
 
 
 def state_hash(
@@ -108,12 +159,14 @@ def state_hash(
         >>> state_hash(TrainState(step=1), *arguments) == state_hash(TrainState(step=2), *arguments)
         False
     """
-    total = 0
+    stages = list(stages)
+    for stage in stages:
+        reshard_(reducers_of(stage))
+    own: dict[str, int] = {}
     for name, tensor in run_tensors(stages, optimizer).items():
         box = box_of(tensor, replica=replica_of(ps))
         if box.writes and box.local.numel():
-            total += _hash(name, box, tuple(tensor.shape))
-    if ps.world.index == 0:
-        total += hash_counters(counters_of(state))
-    parts = all_gather_json(total & MASK64, ps.world)
-    return f"{sum(parts) & MASK64:016x}"
+            own[f"{name} {box.offset}"] = _hash(name, box, tuple(tensor.shape))
+    # By box and not summed at once: ranks outside a tensor's mesh may hold the same box.
+    boxes = {name: part for parts in all_gather_json(own, ps.world) for name, part in parts.items()}
+    return f"{(sum(boxes.values()) + hash_counters(counters_of(state))) & MASK64:016x}"

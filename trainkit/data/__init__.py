@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from trainkit.data.corpus import held_out, held_out_documents, open_corpus
+from trainkit.data.corpus import fingerprint, held_out, held_out_documents, open_corpus
 from trainkit.data.library import is_library_source, standard_library
 from trainkit.data.steps import eval_batches, step_batch
 from trainkit.data.tokenizers import ByteTokenizer, byte_tokenizer, encode_document
@@ -14,6 +14,7 @@ __all__ = [
     "byte_tokenizer",
     "encode_document",
     "eval_batches",
+    "fingerprint",
     "held_out",
     "held_out_documents",
     "is_library_source",

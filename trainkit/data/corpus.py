@@ -12,7 +12,8 @@ import numpy as np
 from trainkit.data.text import check_readable, directory_texts, jsonl_texts
 from trainkit.data.tokenizers import byte_tokenizer, encode_document
 from trainkit.data.tokens import SUFFIX, TokenCorpus, open_tokens, smallest_dtype
-from trainkit.types import DataError
+from trainkit.hashing import MASK64, hash_box
+from trainkit.types import Corpus, DataError
 
 if TYPE_CHECKING:
     import os
@@ -118,6 +119,20 @@ def held_out_documents(corpus: TokenCorpus, *, one_in: int = 20) -> np.ndarray[A
     """
     names = map(str, range(len(corpus.lengths))) if corpus.names is None else corpus.names
     return np.array([held_out(name, one_in=one_in) for name in names], dtype=bool)
+
+
+def fingerprint(corpus: Corpus) -> str:
+    """Return a hash of a corpus' tokens and offsets: 16 hex digits, to see that data is the same.
+
+    Examples:
+        >>> fingerprint(TokenCorpus(np.arange(4), np.array([0, 4]))) == fingerprint(
+        ...     TokenCorpus(np.arange(4), np.array([0, 2, 4]))
+        ... )
+        False
+    """
+    arrays = {"tokens": np.asarray(corpus.tokens), "offsets": np.asarray(corpus.offsets)}
+    parts = (hash_box(name, x, shape=x.shape, offset=(0,)) for name, x in arrays.items())
+    return f"{sum(parts) & MASK64:016x}"
 
 
 def _tokenised(

@@ -100,6 +100,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         needs = ctx.needs_input_grad[0], ctx.needs_input_grad[1]
         total, d_hidden, d_weight = _sum_and_gradients(hidden, weight, labels, chunk, needs)
         ctx.save_for_backward(d_hidden, d_weight)
+        ctx.dtype = weight.dtype
         return total
 
     @staticmethod
@@ -108,9 +109,10 @@ class _LinearCrossEntropy(torch.autograd.Function):
         ctx: Any,
         d_total: Tensor,
     ) -> tuple[Tensor | None, ...]:
-        # Not in place: a second backward over the same graph would scale twice.
+        # Not in place: a second backward over the same graph would scale twice. The weight's
+        # gradient is cast after it is scaled: a sum over many tokens overflows fp16.
         d_hidden, d_weight = (g if g is None else g * d_total for g in ctx.saved_tensors)
-        return d_hidden, d_weight, None, None
+        return d_hidden, d_weight if d_weight is None else d_weight.to(ctx.dtype), None, None
 
 
 def _sum_and_gradients(
@@ -136,8 +138,7 @@ def _sum_and_gradients(
             torch.mm(slopes, weight, out=d_hidden[rows])
         if d_weight is not None:
             _add_product_(d_weight, slopes.t(), inputs)
-    d_hidden, d_weight = (g if g is None else g.to(dtype) for g in (d_hidden, d_weight))
-    return losses.sum(), d_hidden, d_weight
+    return losses.sum(), d_hidden if d_hidden is None else d_hidden.to(dtype), d_weight
 
 
 def _losses_and_gradient_(

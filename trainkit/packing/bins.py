@@ -73,11 +73,34 @@ def pack_bins(
     num_bins, size = 0, group_size or max(len(pieces), 1)
     for first in range(0, len(pieces), size):
         group = slice(first, first + size)
-        bin_of[group] = fit(aligned[group], capacity, max_documents=max_documents)
-        bin_of[group] += num_bins
+        found = fit(aligned[group], capacity, max_documents=max_documents)
+        bin_of[group] = _checked_fit(fit, found, aligned[group], capacity, max_documents) + num_bins
         num_bins = int(bin_of[group].max()) + 1
     offsets, *columns = _table(bin_of, num_bins, documents, starts, pieces)
     return Bins(offsets, *columns, capacity=capacity, multiple_of=multiple_of)
+
+
+def _checked_fit(
+    fit: Fit, found: Any, lengths: IntArray, capacity: int, max_documents: int | None
+) -> IntArray:
+    """Refuse the answer of a `Fit`, which may be anybody's, unless every piece has a place."""
+    name, bins = getattr(fit, "__name__", repr(fit)), np.asarray(found)
+    if bins.shape != lengths.shape or bins.dtype.kind not in "iu":
+        raise ValueError(
+            f"pack_bins: {name} must return one integer per piece, for {len(lengths)} pieces it "
+            f"gave {bins.dtype} {bins.shape}"
+        )
+    counts = np.bincount(bins) if bins.size and bins.min() >= 0 else np.zeros(1, np.int64)
+    if bins.size and not counts.all():
+        raise ValueError(f"pack_bins: {name} must number its bins from 0 without gaps")
+    fullest = np.bincount(bins, weights=lengths).max(initial=0)
+    most = counts.max(initial=0)
+    if fullest > capacity or (max_documents is not None and most > max_documents):
+        raise ValueError(
+            f"pack_bins: {name} put {int(fullest)} tokens or {most} pieces into one bin of "
+            f"capacity {capacity} (max_documents {max_documents})"
+        )
+    return bins.astype(np.int64)
 
 
 def packing_report(bins: Bins) -> dict[str, int | float]:

@@ -17,7 +17,6 @@ def fsdp(
     param_dtype: torch.dtype | None = None,
     reduce_dtype: torch.dtype | None = torch.float32,
     reshard_after_forward: bool = True,
-    cpu_offload: bool = False,
 ) -> Transform:
     """Return the transform that shards over `ps.fsdp` and replicates over `ps.dp_replicate`.
 
@@ -30,7 +29,6 @@ def fsdp(
         param_dtype: The dtype to gather parameters in and to compute with; None keeps theirs.
         reduce_dtype: The dtype to sum gradients in when `param_dtype` is given.
         reshard_after_forward: Free a block's gathered parameters between forward and backward.
-        cpu_offload: Keep shards, gradients and optimizer state in host memory.
 
     Returns:
         A transform for `build_stages`. Gradients are summed, in the dtype of the parameters.
@@ -55,9 +53,7 @@ def fsdp(
                 )
             return module
         from torch.distributed.fsdp import (  # noqa: PLC0415 (a second of import time)
-            CPUOffloadPolicy,
             MixedPrecisionPolicy,
-            OffloadPolicy,
             fully_shard,
         )
 
@@ -66,21 +62,16 @@ def fsdp(
             raise ValueError(f"fsdp: no submodule's name matches blocks={blocks!r}")
         assert ps.mesh is not None
         hybrid = ps.dp_replicate.count > 1
-        pinned = torch.cuda.is_available()
         policy = MixedPrecisionPolicy(param_dtype, reduce_dtype if param_dtype else None)
-        offload = CPUOffloadPolicy(pin_memory=pinned) if cpu_offload else OffloadPolicy()
         mesh = ps.mesh["dp_replicate", "fsdp"] if hybrid else ps.mesh["fsdp"]
         for unit in units:
             fully_shard(
                 unit,
                 mesh=mesh,
                 mp_policy=policy,
-                offload_policy=offload,
                 reshard_after_forward=reshard_after_forward,
             )
-        fully_shard(
-            module, mesh=mesh, mp_policy=policy, offload_policy=offload, reshard_after_forward=False
-        )
+        fully_shard(module, mesh=mesh, mp_policy=policy, reshard_after_forward=False)
         sum_gradients_(module)
         return module
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
+from types import MethodType
 from typing import Any, Literal
 
 import torch
@@ -69,18 +70,22 @@ def recompute(
         if mode == "selective":
             options["context_fn"] = partial(create_selective_checkpoint_contexts, _keep_products)
         for unit in units:
-            unit.forward = _recomputed(unit.forward, preserve_rng_state, options)
+            # A bound method, which deepcopy binds to the copy; a closure would run the original.
+            bound: Any = unit.forward
+            forward = _recomputed(bound.__func__, preserve_rng_state, options)
+            unit.forward = MethodType(forward, unit)
         return module
 
     return Transform(apply, kind="recompute")
 
 
 def _recomputed(forward: Callable[..., Any], preserve: bool, options: dict[str, Any]) -> Any:
-    def call(*args: Any, **kwargs: Any) -> Any:
+    def call(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         if not torch.is_grad_enabled():
-            return forward(*args, **kwargs)
+            return forward(self, *args, **kwargs)
         return checkpoint(
             forward,
+            self,
             *args,
             use_reentrant=False,
             preserve_rng_state=preserve,

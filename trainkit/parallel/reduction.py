@@ -17,17 +17,22 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 Reduce = Literal["last", "each"]
+_BROKEN_OFF = "_trainkit_broken_off"
 
 
 @attrs.frozen(eq=False)
 class Reducers:
-    """The modules inside a model that reduce gradients: FSDP2's and DDP's, by name."""
+    """The modules inside a model that reduce gradients, by name: FSDP2's, DDP's, and foreign ones.
+
+    Foreign ones (FSDP1 and composable `replicate`) always average, and are known to be refused.
+    """
 
     fsdp: Sequence[tuple[str, Any]] = ()
     ddp: Sequence[tuple[str, Any]] = ()
+    foreign: Sequence[tuple[str, Any]] = ()
 
     def __bool__(self) -> bool:
-        return bool(self.fsdp or self.ddp)
+        return bool(self.fsdp or self.ddp or self.foreign)
 
 
 def reducers_of(model: nn.Module) -> Reducers:
@@ -39,13 +44,21 @@ def reducers_of(model: nn.Module) -> Reducers:
     """
     if not (dist.is_available() and dist.is_initialized()):
         return Reducers()
-    from torch.distributed.fsdp import FSDPModule  # noqa: PLC0415 (a second of import time)
+    # Imported here: a second of import time.
+    from torch.distributed._composable.contract import _get_registry  # noqa: PLC0415
+    from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel  # noqa: PLC0415
     from torch.nn.parallel import DistributedDataParallel  # noqa: PLC0415
+
+    def is_foreign(module: nn.Module) -> bool:
+        return isinstance(module, FullyShardedDataParallel) or (
+            not isinstance(module, FSDPModule) and "replicate" in (_get_registry(module) or ())
+        )
 
     modules = list(model.named_modules())
     return Reducers(
         [(name, module) for name, module in modules if isinstance(module, FSDPModule)],
         [(name, module) for name, module in modules if isinstance(module, DistributedDataParallel)],
+        [(name, module) for name, module in modules if is_foreign(module)],
     )
 
 
@@ -68,6 +81,11 @@ def _sum_bucket(group: Any, bucket: dist.GradBucket) -> torch.futures.Future[Ten
     return work.get_future().then(tensor_of)
 
 
+def _sums(module: Any) -> bool:
+    """Say whether a DDP module sums: its only hook is ours (it has no public list of them)."""
+    return [hook for hook, _ in module._comm_hooks] == [_sum_bucket]  # noqa: SLF001
+
+
 def sum_gradients_(model: nn.Module) -> None:
     """Make FSDP2 and DDP modules sum gradients over ranks instead of averaging them.
 
@@ -87,27 +105,39 @@ def sum_gradients_(model: nn.Module) -> None:
         module.set_gradient_divide_factor(1.0)
         module.set_force_sum_reduction_for_comms(True)
     for _, module in reducers.ddp:
-        if not module._comm_hooks:  # noqa: SLF001 (DDP has no public list of its hooks)
+        if not module._comm_hooks:  # noqa: SLF001 (see _sums)
             module.register_comm_hook(module.process_group, _sum_bucket)
 
 
 def check_sums(reducers: Reducers) -> None:
-    """Refuse a module that averages gradients.
+    """Refuse a module that averages gradients, or that holds half of an earlier step's.
 
     Raises:
         ValueError: Names the first one.
     """
+    for name, module in (*reducers.fsdp, *reducers.ddp):
+        if getattr(module, _BROKEN_OFF, False):
+            raise ValueError(
+                f"forward_backward: an earlier call broke off in {name or 'the model'!r}, which "
+                "holds on to a part of that step's gradient; build the model anew"
+            )
+        if getattr(module, "static_graph", False):
+            raise ValueError(
+                f"forward_backward: the DDP module {name or '(the model itself)'!r} has "
+                "static_graph=True, which cannot wait for the last microbatch; leave it out"
+            )
     averaging = [
         name
         for name, module in reducers.fsdp
         if any(group.gradient_divide_factor != 1.0 for group in _fsdp_groups(module))
     ]
-    averaging += [name for name, module in reducers.ddp if not module._comm_hooks]  # noqa: SLF001
+    averaging += [name for name, module in reducers.ddp if not _sums(module)]
+    averaging += [name for name, _ in reducers.foreign]
     if averaging:
         raise ValueError(
             f"forward_backward: the module {averaging[0] or '(the model itself)'!r} averages "
-            "gradients over ranks, which would divide them twice; call sum_gradients_(model) once "
-            "after wrapping it"
+            "gradients over ranks, which would divide them twice; wrap it with FSDP2 or DDP, and "
+            "call sum_gradients_(model) once, without a communication hook of your own"
         )
 
 
@@ -131,9 +161,14 @@ def reducing(reducers: Reducers, *, last: bool, reduce: Reduce) -> Iterator[None
             stack.enter_context(nullcontext() if last else module.no_sync())
         try:
             yield
+        except BaseException:
+            for _, module in (*reducers.fsdp, *reducers.ddp):
+                setattr(module, _BROKEN_OFF, True)
+            raise
         finally:
             for _, module in reducers.fsdp:
                 module.set_requires_gradient_sync(True, recurse=False)
+                module.set_requires_all_reduce(True, recurse=False)
 
 
 @contextmanager

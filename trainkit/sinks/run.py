@@ -29,9 +29,12 @@ def run_sinks(
         last: The step that it stops after.
 
     Effects:
-        Writes to `run_dir` and to stdout, on the first rank alone.
+        Writes to `run_dir` and to stdout, on the first rank alone; removes the `final.json` of a
+        run that goes further.
     """
     run_dir = Path(run_dir)
+    if share.index == 0 and step < last:
+        (run_dir / "final.json").unlink(missing_ok=True)  # it told of an earlier end
     with contextlib.ExitStack() as stack:
 
         def opened(make: Any, *args: Any, **kwargs: Any) -> Any:
