@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 PACKAGE = Path(__file__).parents[1] / "trainkit"
-PURE = ["types", "hashing", "noise", "packing", "sampling", "layout", "batch", "losses"]
+PURE = ["types", "jit", "hashing", "noise", "packing", "sampling", "layout", "batch", "losses"]
 PURE += ["schedules"]
 ROOMS = [*PURE, "collectives", "mesh", "data", "attention", "models", "parallel", "optim", "step"]
 ROOMS += ["grads", "metrics", "checkpoint", "runtime", "sinks", "config", "testing", "__main__"]

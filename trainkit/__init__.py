@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from trainkit import data as data
     from trainkit import grads as grads
     from trainkit import hashing as hashing
+    from trainkit import jit as jit
     from trainkit import layout as layout
     from trainkit import losses as losses
     from trainkit import mesh as mesh
@@ -92,6 +93,7 @@ if TYPE_CHECKING:
 
 _CONTENTS = {
     "types": "Axis Batch Bins Cursor ParallelState Share Spans StepBatch TrainState",
+    "jit": "",
     "hashing": "",
     "noise": "",
     "packing": "pack_bins",

@@ -10,18 +10,20 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Mapping, Sequence
+from functools import partial
 from operator import index
 from typing import Any
 
 import numpy as np
-from numba import njit
+
+from trainkit.jit import jit
 
 MASK64 = (1 << 64) - 1
 GOLDEN = 0x9E3779B97F4A7C15
 """2^64 over the golden ratio, odd: steps of it visit every 64-bit number once."""
 
 
-@njit(cache=True, inline="always")
+@partial(jit, inline=True)
 def mix(x: np.uint64) -> np.uint64:
     """Return a permutation of the 64-bit numbers in which every input bit moves every output bit.
 
@@ -52,7 +54,7 @@ def key_of(*parts: int | str) -> int:
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little")
 
 
-@njit(cache=True, nogil=True)
+@jit
 def _sum_of_mixed(key: np.uint64, bits: Any, first: Any, stride: Any, inner: int) -> np.uint64:
     """Sum mix(mix(key + index) + bits); `first` holds each row's index, `inner` its length."""
     total = np.uint64(0)

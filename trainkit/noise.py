@@ -14,10 +14,10 @@ from typing import Any
 
 import numpy as np
 import torch
-from numba import njit
 from torch import Tensor
 
 from trainkit.hashing import GOLDEN, MASK64, key_of, mix
+from trainkit.jit import jit
 
 
 def signed(key: int) -> int:
@@ -58,7 +58,7 @@ def uniform(*parts: int | str) -> float:
     return (int(mix(np.uint64(key_of(*parts)))) >> 11) * 2.0**-53
 
 
-@njit(cache=True, nogil=True)
+@jit
 def _fill_normal(out: Any, row_keys: Any, first_column: int) -> None:
     """Fill out[row, column] from row_keys[row] and the column's index (Box and Muller, 1958).
 
@@ -85,7 +85,7 @@ def _row_keys(key: int, shape: Sequence[int], offset: Sequence[int]) -> np.ndarr
     return keys
 
 
-@njit(cache=True)
+@jit
 def _mix_array(x: Any) -> Any:
     out = np.empty_like(x)
     for i in range(x.size):

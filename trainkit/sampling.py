@@ -9,9 +9,9 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-from numba import njit
 
 from trainkit.hashing import GOLDEN, key_of, mix
+from trainkit.jit import jit
 
 if TYPE_CHECKING:
     from numpy.typing import ArrayLike
@@ -136,7 +136,7 @@ def share_of_rows(
     return positions.reshape(num_microbatches, rows_per_microbatch)
 
 
-@njit(cache=True, nogil=True)
+@jit
 def _permute(index: Any, count: Any, key: Any, half: int) -> Any:
     """Permute 2 * `half` bits, again and again until the image is below `count`."""
     half_ = np.uint64(half)

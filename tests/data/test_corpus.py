@@ -298,8 +298,11 @@ def test_offsets_that_fall_and_tokens_outside_the_vocabulary_are_found(tmp_path)
     header = {"version": 1, "dtype": "uint8", "documents": 3, "tokens": 53, "vocab_size": 100}
 
     def forge(offsets, **changes):
-        body = data[4096:-32] + np.array(offsets, "<i8").tobytes()
-        facts = header | {"sha256": hashlib.sha256(body).hexdigest()} | changes
+        ends = np.array(offsets, "<i8").tobytes()
+        body = data[4096:-32] + ends
+        hashes = {"offsets_sha256": ends, "sha256": body}
+        hashes = {name: hashlib.sha256(part).hexdigest() for name, part in hashes.items()}
+        facts = header | hashes | changes
         path.write_bytes(tokens._encode_header(facts) + body)
 
     forge([0, 3, 3, 53])
@@ -460,3 +463,13 @@ def test_the_standard_library_opens_as_a_corpus():
     )
     assert corpus.lengths.sum() > 10_000
     assert "JSONDecoder" in "".join(texts(corpus))
+
+
+def test_changed_offsets_are_seen_when_a_token_file_is_opened(tmp_path):
+    path = tmp_path / "c.tokens"
+    write_corpus(path, [[1, 2, 3], [4, 5]], vocab_size=9)
+    data = bytearray(path.read_bytes())
+    data[-16] = 2  # the first document ends one token earlier: still rising, still the same size
+    path.write_bytes(data)
+    with pytest.raises(DataError, match="offsets that were changed"):
+        open_corpus(path)

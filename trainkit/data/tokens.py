@@ -126,13 +126,15 @@ def write_corpus(
         if len(offsets) == 1:
             raise DataError(f"write_corpus: {path}: there are no documents to write", where=path)
         _write(file, path, bytes(-offsets[-1] * kind.itemsize % 8), digest)
-        _write(file, path, np.array(offsets, "<i8").tobytes(), digest)
+        ends = np.array(offsets, "<i8").tobytes()
+        _write(file, path, ends, digest)
         header = {
             "version": VERSION,
             "dtype": kind.name,
             "documents": len(offsets) - 1,
             "tokens": offsets[-1],
             "vocab_size": vocab_size,
+            "offsets_sha256": hashlib.sha256(ends).hexdigest(),
             "sha256": digest.hexdigest(),
         }
         file.seek(0)
@@ -166,6 +168,8 @@ def open_tokens(path: str | os.PathLike[str]) -> TokenCorpus:
     offsets = data[_offsets_begin(header) :].view("<i8")
     if offsets[0] != 0 or offsets[-1] != header["tokens"] or (np.diff(offsets) < 0).any():
         raise _broken(path, f"offsets that do not rise from 0 to {header['tokens']}")
+    if hashlib.sha256(offsets.tobytes()).hexdigest() != header.get("offsets_sha256"):
+        raise _broken(path, "offsets that were changed after they were written")
     return TokenCorpus(tokens, offsets, header["vocab_size"])
 
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
-from numba import njit
 
+from trainkit.jit import jit
 from trainkit.packing.fits import best_fit
 from trainkit.types import Bins
 
@@ -182,7 +182,7 @@ def _shortened(lengths: IntArray, capacity: int, overlong: Overlong) -> IntArray
     )
 
 
-@njit(cache=True, nogil=True)
+@jit
 def _cut(lengths: Any, capacity: int) -> Any:
     """Cut documents into pieces of `capacity` and a rest: documents, starts, lengths `[P]`."""
     count = 0
@@ -198,7 +198,7 @@ def _cut(lengths: Any, capacity: int) -> Any:
     return documents, starts, pieces
 
 
-@njit(cache=True, nogil=True)
+@jit
 def _table(bin_of: Any, num_bins: int, documents: Any, starts: Any, lengths: Any) -> Any:
     """Sort pieces by bin, stably: (offsets `[B+1]`, documents, starts, lengths)."""
     offsets = np.zeros(num_bins + 1, np.int64)

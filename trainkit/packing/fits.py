@@ -9,7 +9,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-from numba import njit
+
+from trainkit.jit import jit
 
 if TYPE_CHECKING:
     from trainkit.types import IntArray
@@ -63,7 +64,7 @@ def best_fit(lengths: IntArray, capacity: int, *, max_documents: int | None) -> 
     return _best_fit(lengths, capacity, limit)
 
 
-@njit(cache=True, nogil=True)
+@jit
 def _sequential(lengths: Any, capacity: int, limit: int) -> Any:
     bin_of = np.empty(lengths.size, np.int64)
     current, used, held = -1, capacity, 0  # as if a full bin came before the first
@@ -76,7 +77,7 @@ def _sequential(lengths: Any, capacity: int, limit: int) -> Any:
     return bin_of
 
 
-@njit(cache=True, nogil=True)
+@jit
 def _by_length(lengths: Any, capacity: int) -> Any:
     """Sort pieces by length, stably: those of length l are order[ends[l - 1] : ends[l]]."""
     ends = np.zeros(capacity + 1, np.int64)
@@ -92,7 +93,7 @@ def _by_length(lengths: Any, capacity: int) -> Any:
     return order, ends
 
 
-@njit(cache=True, nogil=True)
+@jit
 def _best_fit(lengths: Any, capacity: int, limit: int) -> Any:
     order, ends = _by_length(lengths, capacity)
     bin_of, space, room, ready, earlier = np.empty((5, lengths.size), np.int64)

@@ -7,7 +7,7 @@ device. Sinks that hold a file or the terminal are context managers that yield t
 from __future__ import annotations
 
 from trainkit.sinks.console import console
-from trainkit.sinks.jsonl import events, jsonl, read_jsonl, repair_jsonl, with_hex
+from trainkit.sinks.jsonl import events, jsonl, read_jsonl, repair_jsonl
 from trainkit.sinks.plot import plot_loss
 from trainkit.sinks.run import run_sinks
 from trainkit.sinks.tee import on_first_rank, tee
@@ -22,5 +22,4 @@ __all__ = [
     "repair_jsonl",
     "run_sinks",
     "tee",
-    "with_hex",
 ]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +18,8 @@ from trainkit.types import Sink
 def jsonl(path: str | Path, *, step: int = 0) -> Iterator[Sink]:
     """Yield a sink that appends one line per step, `{"step": 1, ...}`, and flushes it.
 
-    NaN and infinities, which JSON lacks, become null; the twins of `with_hex` tell which it was.
+    NaN and infinities, which JSON lacks, become null; the `_hex` twins of `metrics.step_record`
+    tell which.
 
     Args:
         path: The file, made if need be.
@@ -107,23 +108,6 @@ def read_jsonl(path: str | Path) -> list[dict[str, Any]]:
     path = Path(path)
     lines = path.read_bytes().split(b"\n") if path.exists() else []
     return [value for line in lines if (value := _parsed(line))]
-
-
-def with_hex(values: Mapping[str, Any], names: Sequence[str]) -> dict[str, Any]:
-    """Return `values` with a twin `loss_hex` of each named float that is there (`float.hex`).
-
-    The twin holds every bit, so that two runs can be compared exactly, and it tells NaN from inf.
-
-    Examples:
-        >>> with_hex({"loss": 0.1, "lr": 1.0}, ["loss", "grad_norm"])
-        {'loss': 0.1, 'loss_hex': '0x1.999999999999ap-4', 'lr': 1.0}
-    """
-    result: dict[str, Any] = {}
-    for name, value in values.items():
-        result[name] = value
-        if name in names:
-            result[f"{name}_hex"] = float(value).hex()
-    return result
 
 
 @contextlib.contextmanager
