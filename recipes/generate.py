@@ -51,7 +51,7 @@ def generate(cfg: Config) -> str:
         model,
         [tokenizer.bos_id, *prompt],
         max_new_tokens=cfg.tokens,
-        context=facts["row_length"],
+        context=facts["config.row_length"],
         temperature=cfg.temperature,
         top_k=cfg.top_k,
         seed=cfg.seed,

@@ -118,7 +118,6 @@ def train(cfg, ps):
     """Go on from the last checkpoint, or begin, and train until `cfg.steps`."""
     say = print if ps.world.index == 0 else lambda _: None
     run_dir = runtime.make_run_dir(cfg.out)
-    config.keep_config(run_dir, cfg, ps.world.share, may_change=MAY_CHANGE)
     say(f"reading {cfg.data or 'the source of the standard library'}")
     tokenizer = data.byte_tokenizer()
     corpus, rows, held_rows = open_data(cfg, tokenizer)
@@ -127,11 +126,8 @@ def train(cfg, ps):
     model = models.decoder_config(cfg.size, vocab_size=corpus.vocab_size)
     stages, optimizer = build(cfg, ps, model)
     tk.checkpoint.require_space(run_dir, stages)
-    facts = {
-        "model": attrs.asdict(model),
-        "row_length": cfg.row_length,
-        "corpus": data.fingerprint(corpus),
-    }
+    facts = config.bound_values(cfg, may_change=MAY_CHANGE)
+    facts |= {"model": attrs.asdict(model), "corpus": data.fingerprint(corpus)}
     told: list[str] = []
     state = tk.resume(
         run_dir,
@@ -144,6 +140,8 @@ def train(cfg, ps):
         tell=told.append,
     )
     say("\n".join(told) or "beginning afresh")
+    if ps.world.index == 0:
+        config.write_config(run_dir / "config.toml", cfg)
     if state.step >= cfg.steps:
         say(f"the run in {run_dir} is complete at step {state.step}; --steps takes it further")
 

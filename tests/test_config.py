@@ -12,9 +12,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from trainkit.config import (
+    DEGREES,
     RunConfig,
+    bound_values,
     fraction,
-    keep_config,
     load_config,
     non_negative,
     one_of,
@@ -22,7 +23,7 @@ from trainkit.config import (
     read_config,
     write_config,
 )
-from trainkit.types import CheckpointError, ConfigError, Share
+from trainkit.types import ConfigError
 
 
 @attrs.frozen(kw_only=True)
@@ -259,17 +260,12 @@ def test_reading_a_configuration_loads_no_torch():
     assert done.stdout.strip() == "False"
 
 
-def test_a_run_binds_its_configuration_once_it_has_a_checkpoint(tmp_path):
-    first, other = RunConfig(seed=1), RunConfig(seed=2, steps=7)
-    keep_config(tmp_path, first, Share(0, 2), may_change=["steps"])
-    keep_config(tmp_path, other, Share(0, 2), may_change=["steps"])
-    (tmp_path / "checkpoints/step_00000001").mkdir(parents=True)
-    keep_config(tmp_path, attrs.evolve(other, steps=9), Share(1, 2), may_change=["steps"])
-    assert read_config(RunConfig, tmp_path / "config.toml").steps == 7  # rank 1 writes nothing
-    with pytest.raises(CheckpointError, match=r"begun with other values \(seed 2 -> 1"):
-        keep_config(tmp_path, first, Share(0, 2), may_change=["steps"])
-    keep_config(tmp_path, attrs.evolve(first, resume="never"), Share(0, 2), may_change=["steps"])
-    assert read_config(RunConfig, tmp_path / "config.toml").seed == 1
+def test_bound_values_are_plain_and_leave_out_what_may_change():
+    found = bound_values(RunConfig(out=Path("x"), seed=3), may_change=["steps", *DEGREES])
+    assert found["config.seed"] == 3
+    assert found["config.out"] == "x"
+    assert "config.steps" not in found
+    assert "config.tp" not in found
 
 
 def test_degrees_are_what_a_session_takes():
@@ -278,9 +274,3 @@ def test_degrees_are_what_a_session_takes():
         "dp_shard": -1,
         "tp": 2,
     }
-
-
-def test_checkpoints_without_a_configuration_to_compare_with_are_refused(tmp_path):
-    (tmp_path / "checkpoints/step_00000001").mkdir(parents=True)
-    with pytest.raises(CheckpointError, match=r"no config\.toml to compare with"):
-        keep_config(tmp_path, RunConfig(), Share(0, 1), may_change=[])

@@ -23,7 +23,7 @@ from typing import Any, TypeVar, get_origin, get_type_hints
 import attrs
 
 from trainkit.runtime import needs_extra
-from trainkit.types import CheckpointError, ConfigError, Share
+from trainkit.types import ConfigError
 
 T = TypeVar("T")
 
@@ -212,58 +212,23 @@ def write_config(path: str | Path, config: Any) -> None:
     new.replace(path)
 
 
-def keep_config(
-    run_dir: str | Path, config: Any, share: Share, *, may_change: Iterable[str]
-) -> None:
-    """Write `config.toml`, or refuse to go on with a run under another configuration.
+def bound_values(config: Any, *, may_change: Iterable[str]) -> dict[str, Any]:
+    """Return the values that a run keeps to the end, as facts to save with its checkpoints.
 
     Args:
-        run_dir: The run directory. The configuration in it binds once it holds a checkpoint.
-        config: The configuration of the run, or to go on with.
-        share: Which rank of how many: the first one writes.
+        config: The configuration of a run.
         may_change: Names of the fields that a run may be continued with another value of.
 
-    Raises:
-        CheckpointError: Names every other field that differs, with both values.
-
-    Effects:
-        Writes `config.toml` on the first rank, by a rename.
+    Returns:
+        {"config.NAME": value} of all other fields, of what JSON holds.
 
     Examples:
-        >>> import tempfile
-        >>> with tempfile.TemporaryDirectory() as folder:
-        ...     keep_config(folder, RunConfig(steps=7), Share(0, 1), may_change=["steps"])
-        ...     print(Path(f"{folder}/config.toml").read_text().splitlines()[1])
-        steps = 7
+        >>> bound_values(RunConfig(seed=7), may_change=PLACE_FIELDS)
+        {'config.schedule_steps': 1000, 'config.seed': 7}
     """
-    path = Path(run_dir) / "config.toml"
-    begun = any(path.parent.glob("checkpoints/step_*"))
-    if begun and config.resume != "never":
-        if not path.exists():
-            raise CheckpointError(
-                f"keep_config: {path.parent} holds checkpoints but no config.toml to compare with",
-                where=str(path),
-                hint="put it back, name another --out, or begin afresh here with --resume never",
-            )
-        _refuse_changes(path, config, may_change)
-    if share.index == 0:
-        write_config(path, config)
-
-
-def _refuse_changes(path: Path, config: Any, may_change: Iterable[str]) -> None:
-    before = read_config(type(config), path)
-    fields = {a.name for a in _fields(type(config))} - set(may_change)
-    pairs = {name: (getattr(before, name), getattr(config, name)) for name in sorted(fields)}
-    changed = {name: pair for name, pair in pairs.items() if pair[0] != pair[1]}
-    if changed:
-        listed = ", ".join(f"{name} {old!r} -> {new!r}" for name, (old, new) in changed.items())
-        raise CheckpointError(
-            f"keep_config: the run in {path.parent} was begun with other values ({listed})",
-            where=str(path),
-            got={name: str(new) for name, (_, new) in changed.items()},
-            want={name: str(old) for name, (old, _) in changed.items()},
-            hint="name another --out, or begin afresh here with --resume never",
-        )
+    names = [a.name for a in _fields(type(config)) if a.name not in set(may_change)]
+    values = {f"config.{name}": getattr(config, name) for name in names}
+    return {name: str(x) if isinstance(x, Path) else x for name, x in values.items()}
 
 
 def _toml_lines(config: Any) -> Iterable[str]:

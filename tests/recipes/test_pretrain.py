@@ -299,8 +299,8 @@ def test_a_changed_configuration_does_not_go_on_silently(refused, text, tmp_path
     here(flags_of(tmp_path, text, 3))
     code, what = refused(*flags_of(tmp_path, text, 5, "--lr", 0.5, "--seed", 7))
     assert code == 66
-    assert "lr 0.004 -> 0.5" in what
-    assert "seed 0 -> 7" in what
+    assert "its config.lr is 0.004, the run's is 0.5" in what
+    assert "its config.seed is 0, the run's is 7" in what
 
 
 def test_data_that_changed_does_not_go_on_silently(refused, text, tmp_path):

@@ -290,6 +290,7 @@ def _compare(
             f"load_checkpoint: {path} does not fit the run: {shown}{more}",
             where=path,
             got=sorted(problems),
+            hint="name another --out, or begin afresh here with --resume never",
         )
 
 
