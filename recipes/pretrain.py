@@ -24,9 +24,9 @@ class Config(config.RunConfig):
 
     out: Path = Path("runs/pretrain")
     """The run directory: configuration, metrics, checkpoints and pictures. It is made."""
-    steps: int = attrs.field(default=800, validator=config.positive)
+    steps: int = attrs.field(default=650, validator=config.positive)
     """Stop after this step. Nothing else depends on it: see schedule-steps."""
-    schedule_steps: int = attrs.field(default=800, validator=config.positive)
+    schedule_steps: int = attrs.field(default=650, validator=config.positive)
     """The length of the learning rate's schedule; past it the last rate holds."""
     data: Path | None = None
     """A directory of text, a .jsonl or a .tokens file; by default Python's standard library."""
@@ -52,7 +52,7 @@ class Config(config.RunConfig):
     """What is computed again in the backward pass, to save memory."""
     compiled: bool = False
     """Compile the blocks with torch.compile."""
-    eval_every: int = attrs.field(default=400, validator=config.non_negative)
+    eval_every: int = attrs.field(default=325, validator=config.non_negative)
     """Evaluate on held-out documents every so many steps, and at the end; 0 for never."""
 
 
