@@ -114,6 +114,26 @@ def make_train_step(cfg, ps, stages, optimizer):
     return train_step
 
 
+def finish(cfg, ps, state, stages, optimizer):
+    """Write how the run has ended, draw its loss, and show what the model writes."""
+    tk.checkpoint.write_final(cfg.out, state, stages, optimizer, ps)
+    tokenizer = data.byte_tokenizer()
+    prompt = tokenizer.encode("def ")
+    drawn = models.generate(
+        stages[0],
+        [tokenizer.bos_id, *prompt],
+        max_new_tokens=200,
+        context=cfg.row_length,
+        temperature=0.7,
+        seed=cfg.seed,
+        stop_id=tokenizer.eos_id,
+    )
+    if ps.world.index == 0:
+        sinks.plot_loss(cfg.out / "metrics.jsonl", cfg.out / "loss.png")
+        print(f"\n{tokenizer.decode([*prompt, *drawn])}\n")
+        print(f"the run is in {cfg.out}; its loss is drawn in {cfg.out / 'loss.png'}")
+
+
 def train(cfg, ps):
     """Go on from the last checkpoint, or begin, and train until `cfg.steps`."""
     say = print if ps.world.index == 0 else lambda _: None
@@ -172,22 +192,7 @@ def train(cfg, ps):
             if schedules.due(state.step, cfg.save_every, last=cfg.steps):
                 path = tk.save_checkpoint(run_dir, state, stages, optimizer, ps, facts=facts)
                 event("save", step=state.step, path=str(path))
-
-    tk.checkpoint.write_final(run_dir, state, stages, optimizer, ps)
-    prompt = tokenizer.encode("def ")
-    drawn = models.generate(
-        stages[0],
-        [tokenizer.bos_id, *prompt],
-        max_new_tokens=200,
-        context=cfg.row_length,
-        temperature=0.7,
-        seed=cfg.seed,
-        stop_id=tokenizer.eos_id,
-    )
-    say(f"\n{tokenizer.decode([*prompt, *drawn])}\n")
-    if ps.world.index == 0:
-        sinks.plot_loss(run_dir / "metrics.jsonl", run_dir / "loss.png")
-    say(f"the run is in {run_dir}; its loss is drawn in {run_dir / 'loss.png'}")
+    finish(cfg, ps, state, stages, optimizer)
 
 
 def main(argv=None):

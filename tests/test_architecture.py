@@ -15,7 +15,18 @@ import pytest
 PACKAGE = Path(__file__).parents[1] / "trainkit"
 PURE = ["types", "jit", "hashing", "noise", "packing", "sampling", "layout", "batch", "losses"]
 PURE += ["schedules"]
-ROOMS = [*PURE, "collectives", "mesh", "data", "attention", "models", "parallel", "optim", "step"]
+ROOMS = [
+    *PURE,
+    "collectives",
+    "launch",
+    "mesh",
+    "data",
+    "attention",
+    "models",
+    "parallel",
+    "optim",
+    "step",
+]
 ROOMS += ["grads", "metrics", "checkpoint", "runtime", "sinks", "config", "testing", "__main__"]
 SET_UP = ["types", "mesh", "parallel", "checkpoint"]
 

@@ -13,7 +13,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import trainkit as tk
-from trainkit.mesh import check_degrees, launch_from_slurm, read_launch
+from trainkit.launch import launch_from_slurm, read_launch
+from trainkit.mesh import check_degrees
 from trainkit.testing import run_ranks
 from trainkit.types import ConfigError
 

@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from trainkit import grads as grads
     from trainkit import hashing as hashing
     from trainkit import jit as jit
+    from trainkit import launch as launch
     from trainkit import layout as layout
     from trainkit import losses as losses
     from trainkit import mesh as mesh
@@ -103,6 +104,7 @@ _CONTENTS = {
     "losses": "",
     "schedules": "",
     "collectives": "all_sum all_max broadcast agree",
+    "launch": "",
     "mesh": "parallel_session solo_parallel axis_from_group",
     "data": "open_corpus write_corpus step_batch eval_batches",
     "attention": "",

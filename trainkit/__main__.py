@@ -8,16 +8,23 @@ from __future__ import annotations
 import argparse
 import sys
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import orjson
 
 from trainkit.checkpoint.manifest import list_checkpoints, prune_checkpoints, verify_checkpoint
-from trainkit.types import CheckpointError
+from trainkit.types import CheckpointError, ConfigError
+
+
+class _Parser(argparse.ArgumentParser):
+    """A parser whose errors are ours."""
+
+    def error(self, message: str) -> NoReturn:
+        raise ConfigError(f"{self.prog}: {message}", hint=self.format_usage().strip())
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="python -m trainkit", description=__doc__.splitlines()[0])
+    parser = _Parser(prog="python -m trainkit", description=__doc__.splitlines()[0])
     rooms = parser.add_subparsers(dest="room", required=True)
     checkpoint = rooms.add_parser("checkpoint", help="list, verify and delete checkpoints")
     actions = checkpoint.add_subparsers(dest="action", required=True)

@@ -7,19 +7,18 @@ adjacent ranks. Axes that hold the same ranks share one process group.
 from __future__ import annotations
 
 import os
-import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from datetime import timedelta
 from typing import Literal
 
-import attrs
 import numpy as np
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from trainkit.collectives import agree
+from trainkit.launch import Launch, read_launch
 from trainkit.types import Axis, ConfigError, ParallelState, Share
 
 FoldSP = Literal["all", "ring", "ulysses", "none"]
@@ -30,111 +29,6 @@ _FOLDED: dict[str, tuple[str, ...]] = {
     "ulysses": ("ulysses",),
     "none": (),
 }
-
-
-@attrs.frozen
-class Launch:
-    """What a launcher told this process: its rank, how many there are, and where they meet."""
-
-    rank: int
-    world: int
-    local_rank: int
-    address: str | None = None
-    port: int | None = None
-
-
-# ------------------------------------------------------------------------------------- environment
-
-
-def _whole_number(env: Mapping[str, str], name: str, *, low: int, high: int | None = None) -> int:
-    """Return an integer variable, or say which one is missing or wrong."""
-    text = env.get(name)
-    rule = f"a whole number of at least {low}" + ("" if high is None else f" and below {high}")
-    if text is None:
-        raise ConfigError(
-            f"parallel_session: {name} is not set, but other variables of the launcher are; it "
-            f"must be {rule}",
-            where=name,
-            want=rule,
-            hint="start with torchrun or srun, or unset RANK and WORLD_SIZE for one process",
-        )
-    if not re.fullmatch(r"[+-]?\d+", text.strip()) or not low <= int(text) < (
-        high or int(text) + 1
-    ):
-        raise ConfigError(
-            f"parallel_session: {name} must be {rule}, got {text!r}",
-            where=name,
-            got=text,
-            want=rule,
-        )
-    return int(text)
-
-
-def launch_from_torchrun(env: Mapping[str, str]) -> Launch:
-    """Read torchrun's variables: RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT.
-
-    Raises:
-        ConfigError: One is missing, no number, or out of range; before any socket is opened.
-
-    Examples:
-        >>> launch_from_torchrun({"RANK": "0", "WORLD_SIZE": "1"})
-        Launch(rank=0, world=1, local_rank=0, address=None, port=None)
-    """
-    world = _whole_number(env, "WORLD_SIZE", low=1)
-    rank = _whole_number(env, "RANK", low=0, high=world)
-    local = _whole_number(env, "LOCAL_RANK", low=0) if "LOCAL_RANK" in env else rank
-    if world == 1:
-        return Launch(rank, world, local)
-    if not env.get("MASTER_ADDR"):
-        raise ConfigError("parallel_session: MASTER_ADDR is not set", where="MASTER_ADDR")
-    port = _whole_number(env, "MASTER_PORT", low=1, high=65536)
-    return Launch(rank, world, local, env["MASTER_ADDR"], port)
-
-
-def launch_from_slurm(env: Mapping[str, str]) -> Launch:
-    """Read SLURM's variables; the first host of the node list is where ranks meet.
-
-    The port follows from the job's number (MASTER_PORT overrides it), so that all ranks find the
-    same one without talking, and two jobs on one host differ.
-
-    Examples:
-        >>> env = {"SLURM_PROCID": "5", "SLURM_NTASKS": "8", "SLURM_LOCALID": "1"}
-        >>> env |= {"SLURM_JOB_NODELIST": "gpu[07-08,11]", "SLURM_JOB_ID": "41"}
-        >>> launch_from_slurm(env)
-        Launch(rank=5, world=8, local_rank=1, address='gpu07', port=15041)
-    """
-    world = _whole_number(env, "SLURM_NTASKS", low=1)
-    rank = _whole_number(env, "SLURM_PROCID", low=0, high=world)
-    local = _whole_number(env, "SLURM_LOCALID", low=0)
-    if world == 1:
-        return Launch(rank, world, local)
-    nodes = env.get("SLURM_STEP_NODELIST") or env.get("SLURM_JOB_NODELIST") or ""
-    first = re.match(r"([^,\[]+)(?:\[(\d+)[^\]]*\]([^,]*))?", nodes)
-    if first is None:
-        raise ConfigError(
-            f"parallel_session: SLURM_JOB_NODELIST names no host, got {nodes!r}",
-            where="SLURM_JOB_NODELIST",
-            got=nodes,
-        )
-    if "MASTER_PORT" in env:
-        port = _whole_number(env, "MASTER_PORT", low=1, high=65536)
-    else:
-        port = 15000 + _whole_number(env, "SLURM_JOB_ID", low=0) % 20000
-    return Launch(rank, world, local, "".join(part or "" for part in first.groups()), port)
-
-
-def read_launch(env: Mapping[str, str]) -> Launch:
-    """Read torchrun's variables if there are any, else SLURM's, else be one process.
-
-    Examples:
-        >>> read_launch({})
-        Launch(rank=0, world=1, local_rank=0, address=None, port=None)
-    """
-    if "RANK" in env or "WORLD_SIZE" in env:
-        return launch_from_torchrun(env)
-    if "SLURM_PROCID" in env:
-        return launch_from_slurm(env)
-    return Launch(0, 1, 0)
 
 
 # ----------------------------------------------------------------------------------------- degrees

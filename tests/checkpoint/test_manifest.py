@@ -134,6 +134,7 @@ def test_the_command_line_lists_verifies_and_prunes(run_dir, checkpoint, capsysb
     assert (code, report["problems"]) == (66, ["state.json is missing"])
     assert said("prune", run_dir, "--keep", 1)[1]["kept"] == ["step_00000002"]
     assert said("ls", run_dir / "nowhere")[0] == 66
+    assert said("prune", run_dir, "--keep", "some")[0] == 64
 
 
 def test_verifying_imports_no_torch(checkpoint):
