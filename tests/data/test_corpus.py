@@ -15,7 +15,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from trainkit.data import (
+    TokenCorpus,
     byte_tokenizer,
+    fingerprint,
     held_out,
     held_out_documents,
     is_library_source,
@@ -473,3 +475,14 @@ def test_changed_offsets_are_seen_when_a_token_file_is_opened(tmp_path):
     path.write_bytes(data)
     with pytest.raises(DataError, match="offsets that were changed"):
         open_corpus(path)
+
+
+def test_a_fingerprint_follows_the_content_and_is_read_from_a_token_file(tmp_path):
+    paths = [tmp_path / f"{i}.tokens" for i in range(3)]
+    contents = [[[1, 2], [3]], [[1, 2], [3]], [[1, 2, 3]]]
+    corpora = [write_corpus(path, c, vocab_size=9) for path, c in zip(paths, contents, strict=True)]
+    first, same, other = map(fingerprint, corpora)
+    assert first == same != other
+    in_memory = [TokenCorpus(c.tokens, c.offsets) for c in corpora]
+    first, same, other = map(fingerprint, in_memory)
+    assert first == same != other

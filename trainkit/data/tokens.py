@@ -47,12 +47,14 @@ class TokenCorpus:
         offsets: int64 `[N+1]`; document i is `tokens[offsets[i]:offsets[i + 1]]`.
         vocab_size: No token is this large or larger; None where nobody said so.
         names: What each document is called, where documents have names.
+        digest: A hash of the content, where one was written down with it.
     """
 
     tokens: np.ndarray[Any, Any]
     offsets: IntArray
     vocab_size: int | None = None
     names: Sequence[str] | None = None
+    digest: str | None = None
 
     @property
     def lengths(self) -> IntArray:
@@ -170,7 +172,7 @@ def open_tokens(path: str | os.PathLike[str]) -> TokenCorpus:
         raise _broken(path, f"offsets that do not rise from 0 to {header['tokens']}")
     if hashlib.sha256(offsets.tobytes()).hexdigest() != header.get("offsets_sha256"):
         raise _broken(path, "offsets that were changed after they were written")
-    return TokenCorpus(tokens, offsets, header["vocab_size"])
+    return TokenCorpus(tokens, offsets, header["vocab_size"], digest=header["sha256"])
 
 
 def verify_tokens(path: str | os.PathLike[str]) -> None:
