@@ -30,7 +30,8 @@ def hashes(layout):
 @pytest.mark.parametrize("world", [2, 3, 8])
 def test_any_number_of_shards_holds_the_same_model(world):
     found = run_ranks(functools.partial(hashes, Layout(world)), world)
-    assert all(each == hashes(Layout()) for each in found)
+    whole = hashes(Layout())
+    assert all(each == whole for each in found)
 
 
 def test_names_are_the_whole_model_s_under_every_transform():
