@@ -72,12 +72,14 @@ def sync_sp_grads(params: Iterable[nn.Parameter], axis: Axis) -> None:
     if axis.count == 1:
         return
     trainable = [p for p in params if p.requires_grad]
-    used = [float(p.grad is not None) for p in trainable]
-    device = trainable[0].device if trainable else "cpu"
-    used = all_sum(torch.tensor(used, device=device), axis).tolist()
-    for p, count in zip(trainable, used, strict=True):
-        if p.grad is None and count:
-            p.grad = torch.zeros_like(p)
+    if not trainable:
+        return
+    own = [float(p.grad is not None) for p in trainable]
+    used = all_sum(torch.tensor(own, device=trainable[0].device), axis)
+    if not all(own):  # only a rank that lacks a gradient waits to hear who has it
+        for p, count in zip(trainable, used.tolist(), strict=True):
+            if p.grad is None and count:
+                p.grad = torch.zeros_like(p)
     grads = [_local(p.grad) for p in trainable if p.grad is not None]
     for bucket in _buckets(grads):
         flat = torch.cat([grad.reshape(-1) for grad in bucket])
@@ -96,8 +98,9 @@ def _buckets(grads: Sequence[Tensor]) -> list[list[Tensor]]:
         kind = (grad.dtype, grad.device)
         if kind in open_buckets and sizes[kind] + grad.numel() > _BUCKET_ELEMENTS:
             full.append(open_buckets.pop(kind))
+            sizes[kind] = 0
         open_buckets.setdefault(kind, []).append(grad)
-        sizes[kind] = sum(part.numel() for part in open_buckets[kind])
+        sizes[kind] = sizes.get(kind, 0) + grad.numel()
     return [*full, *open_buckets.values()]
 
 

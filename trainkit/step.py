@@ -227,9 +227,9 @@ def evaluate(
 ) -> dict[str, Tensor]:
     """Return the loss over held-out data: the sum of losses over the sum of tokens, on all ranks.
 
-    Ranks may have different numbers of batches, or none: one that has run out computes blank rows,
-    which add 0, until all are done, because a sharded model needs every rank for every forward
-    pass.
+    Ranks may have different numbers of batches, or none: one that has run out computes along, on
+    its last batch or on a blank one, and adds 0, until all are done, because a sharded model needs
+    every rank for every forward pass.
 
     Args:
         model: Any module.
