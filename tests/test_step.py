@@ -334,3 +334,34 @@ def test_a_term_with_a_denominator_of_its_own_is_divided_by_it():
 def test_one_batch_in_place_of_a_sequence_is_refused():
     with pytest.raises(ValueError, match="must be a sequence of some, got one batch"):
         tk.forward_backward(linear(), data(1), squared, denominator=torch.tensor(1), call=call)
+
+
+def own_backward_after_a_step():
+    """Say whether a backward pass of one's own still reduces after forward_backward has failed."""
+    from whole_step import Layout, build
+
+    with tk.parallel_session() as ps:
+        stages, _ = build(Layout(), ps)
+        batch = tk.batch.blank_batch(1, 4)
+
+        def fails(*_):
+            raise RuntimeError("a bad sample")
+
+        with pytest.raises(RuntimeError, match="a bad sample"):
+            tk.forward_backward(stages[0], [batch] * 2, fails, denominator=torch.tensor(1))
+        groups = [g for m in stages[0].modules() for g in _param_groups(m)]
+        return [(g.reduce_grads, g.all_reduce_grads) for g in groups]
+
+
+def _param_groups(module):
+    from torch.distributed.fsdp import FSDPModule
+
+    from trainkit.parallel.reduction import _fsdp_groups
+
+    return _fsdp_groups(module) if isinstance(module, FSDPModule) else []
+
+
+def test_the_reduction_of_a_module_is_switched_back_on_whatever_happens():
+    for flags in run_ranks(own_backward_after_a_step, 2):
+        assert flags
+        assert all(flag == (True, True) for flag in flags)

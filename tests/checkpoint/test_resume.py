@@ -404,3 +404,14 @@ def test_local_state_of_a_sharded_parameter_is_refused(tmp_path):
 def test_a_disk_without_room_is_refused_before_the_first_step(tmp_path):
     with pytest.raises(DiskError, match="needs about"):
         require_space(tmp_path, [nn.Linear(3, 2)], copies=1 << 50)
+
+
+def test_another_dtype_is_refused_and_not_cast(tmp_path):
+    state, stages, optimizer, ps = small_run()
+    tk.save_checkpoint(tmp_path, state, stages, optimizer, ps)
+    half = [nn.Linear(3, 2).bfloat16()]
+    other = torch.optim.AdamW(half[0].parameters(), lr=0.1)
+    with pytest.raises(
+        CheckpointError, match=r"model/weight is float32\[2, 3\], the run has bfloat16"
+    ):
+        tk.resume(tmp_path, state, half, other, ps, tell=lambda _: None)
