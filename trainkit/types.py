@@ -178,6 +178,18 @@ class Bins:
 
 
 @attrs.frozen(eq=False)
+class Sample:
+    """One document with a choice: which of its tokens are trained on.
+
+    `tokens` is int64 `[N]`, `trained` bool `[N]`. A token that is trained is one that the model
+    learns to predict from those before it.
+    """
+
+    tokens: IntArray
+    trained: np.ndarray[Any, Any]
+
+
+@attrs.frozen(eq=False)
 class Spans:
     """The documents of a batch over its flattened rows; the padding of a row is a span of its own.
 
@@ -270,7 +282,12 @@ class TrainState:
 
 
 class Corpus(Protocol):
-    """Documents of tokens; document i is `tokens[offsets[i]:offsets[i + 1]]`."""
+    """Documents of tokens; document i is `tokens[offsets[i]:offsets[i + 1]]`.
+
+    Two attributes are optional. `trained`, as long as `tokens`, is 0 for tokens that no label shall
+    ask for. `parts` are corpora whose documents follow one another; a corpus that has them may do
+    without flat `tokens`.
+    """
 
     @property
     def lengths(self) -> IntArray: ...

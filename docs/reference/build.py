@@ -132,7 +132,7 @@ def build() -> tuple[dict[str, str], list[str]]:
         room, path = file.removesuffix(".py"), PACKAGE / file
         found = [section(p, homes, room) for p in sorted(path.rglob("*.py")) or [path]]
         texts = [text for text, _ in found if text]
-        if not texts or room in ("__init__", "__main__"):
+        if not texts or room in ("__init__", "__main__", "commands"):
             continue
         gaps += [gap for _, missing in found for gap in missing]
         about = ast.get_docstring(parse(path / "__init__.py" if path.is_dir() else path)) or ""

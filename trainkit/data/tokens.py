@@ -25,7 +25,7 @@ from trainkit.data.text import check_readable
 from trainkit.types import DataError, DiskError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Sequence
+    from collections.abc import Iterable, Iterator, Mapping, Sequence
 
     from numpy.typing import ArrayLike, DTypeLike
 
@@ -48,6 +48,8 @@ class TokenCorpus:
         vocab_size: No token is this large or larger; None where nobody said so.
         names: What each document is called, where documents have names.
         digest: A hash of the content, where one was written down with it.
+        trained: 0 for tokens that no label shall ask for, `[T]`; None where all are trained on.
+        sources: A hash of the content of each file that the corpus was read from, by its name.
     """
 
     tokens: np.ndarray[Any, Any]
@@ -55,6 +57,8 @@ class TokenCorpus:
     vocab_size: int | None = None
     names: Sequence[str] | None = None
     digest: str | None = None
+    trained: np.ndarray[Any, Any] | None = None
+    sources: Mapping[str, str] = attrs.field(factory=dict)
 
     @property
     def lengths(self) -> IntArray:
