@@ -415,3 +415,22 @@ def test_another_dtype_is_refused_and_not_cast(tmp_path):
         CheckpointError, match=r"model/weight is float32\[2, 3\], the run has bfloat16"
     ):
         tk.resume(tmp_path, state, half, other, ps, tell=lambda _: None)
+
+
+def test_a_table_of_facts_tells_which_entries_changed(tmp_path):
+    run = small_run()
+    before = {f"{i}.txt": "a" for i in range(9)}
+    tk.save_checkpoint(tmp_path, *run, facts={"data": before})
+    live = {**before, "0.txt": "b", "new.txt": "c"}
+    quiet = {"tell": lambda _: None}
+    del live["1.txt"]
+    with pytest.raises(CheckpointError) as error:
+        tk.resume(tmp_path, tk.TrainState(), *run[1:], facts={"data": live}, **quiet)
+    for told in (
+        "its data has a for 0.txt, the run's has b",
+        "the run's data has no 1.txt",
+        "its data has no new.txt",
+    ):
+        assert told in str(error.value)
+    with pytest.raises(CheckpointError, match="and 4 more places in data"):
+        tk.resume(tmp_path, tk.TrainState(), *run[1:], facts={"data": {}}, **quiet)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -36,6 +37,8 @@ from trainkit.types import (
     ParallelState,
     TrainState,
 )
+
+_TOLD = 5  # places where tables differ; more would hide the others
 
 
 def resume(
@@ -97,16 +100,28 @@ def resume(
 
 
 def _agree_on_facts(facts: Mapping[str, Any], ps: ParallelState) -> None:
+    # Facts may name a hundred thousand files: all of them travel only to say where ranks differ.
+    if len(set(together(lambda: _hash_of(facts), ps.world))) == 1:
+        return
     told = all_gather_json(dict(facts), ps.world)
     for rank, other in enumerate(told):
         names = sorted(name for name in told[0] | other if told[0].get(name) != other.get(name))
         if names:
             raise ConfigError(
                 f"resume: ranks 0 and {rank} do not have the same {names[0]}: "
-                f"{told[0].get(names[0])} and {other.get(names[0])}",
+                f"{_short(told[0].get(names[0]))} and {_short(other.get(names[0]))}",
                 where=names[0],
                 hint="give every rank the same configuration, code and data",
             )
+
+
+def _hash_of(facts: Mapping[str, Any]) -> str:
+    return hashlib.sha256(orjson.dumps(dict(facts), option=orjson.OPT_SORT_KEYS)).hexdigest()
+
+
+def _short(value: Any, most: int = 200) -> str:
+    text = str(value)
+    return text if len(text) <= most else f"{text[:most]}..."
 
 
 def load_checkpoint(
@@ -238,11 +253,29 @@ def _targets(
 def _fact_problems(saved: Mapping[str, Any], facts: Mapping[str, Any]) -> list[str]:
     """Say which facts are not what they were."""
     live = orjson.loads(orjson.dumps(dict(facts)))
-    return [
-        f"its {name} is {saved.get(name)}, the run's is {value}"
-        for name, value in live.items()
-        if saved.get(name) != value
+    problems: list[str] = []
+    for name, value in live.items():
+        old = saved.get(name)
+        if isinstance(value, dict) and isinstance(old, dict):
+            problems += _table_problems(name, old, value)
+        elif old != value:
+            problems.append(f"its {name} is {old}, the run's is {value}")
+    return problems
+
+
+def _table_problems(name: str, old: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:
+    """Say where a fact that is a table differs, in a few places."""
+    changed = [key for key in sorted(old.keys() | new.keys()) if old.get(key) != new.get(key)]
+    problems = [
+        f"its {name} has no {key}"
+        if key not in old
+        else f"the run's {name} has no {key}"
+        if key not in new
+        else f"its {name} has {old[key]} for {key}, the run's has {new[key]}"
+        for key in changed[:_TOLD]
     ]
+    more = len(changed) - _TOLD
+    return problems if more <= 0 else [*problems, f"and {more} more places in {name}"]
 
 
 def _optimizer_problems(

@@ -1,12 +1,18 @@
-"""Text that is on every machine with a Python: the source of its standard library."""
+"""Text that is on every machine with a Python: its standard library, as source and as questions."""
 
 from __future__ import annotations
 
+import ast
 import sysconfig
+import warnings
 from pathlib import Path, PurePosixPath
+from typing import TYPE_CHECKING, Any
 
-from trainkit.data.text import read_text
+from trainkit.data.text import directory_texts, read_text
 from trainkit.types import DataError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
 
 NOT_LIBRARY = frozenset({"dist-packages", "idle_test", "site-packages", "test", "tests"})
 
@@ -43,3 +49,42 @@ def is_library_source(name: str) -> bool:
     except DataError:
         return False
     return True
+
+
+def docstring_conversations() -> Iterator[tuple[str, dict[str, Any]]]:
+    """Yield conversations from the standard library: a function's signature, and what it is for.
+
+    The user says how a function is called, the assistant answers with the first paragraph of its
+    docstring. Files come in order of their paths, and what this Python cannot parse is left out.
+
+    Returns:
+        An iterator of (path:line, {"messages": [...]}), as `read_records` gives them.
+
+    Examples:
+        >>> name, record = next(docstring_conversations())
+        >>> [message["role"] for message in record["messages"]]
+        ['user', 'assistant']
+    """
+    texts = directory_texts(standard_library(), suffixes=(".py",), keep=is_library_source)
+    for path, text in texts:
+        for line, signature, purpose in _documented_functions(text):
+            messages = [
+                {"role": "user", "content": signature},
+                {"role": "assistant", "content": purpose},
+            ]
+            yield f"{path}:{line}", {"messages": messages}
+
+
+def _documented_functions(text: str) -> Iterator[tuple[int, str, str]]:
+    """Yield (line, signature, first paragraph of the docstring) of a module's functions."""
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # odd escapes in others' sources
+            tree = ast.parse(text)
+    except SyntaxError:
+        return
+    for node in ast.walk(tree):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            purpose = " ".join((ast.get_docstring(node) or "").split("\n\n")[0].split())
+            if purpose:
+                yield node.lineno, f"def {node.name}({ast.unparse(node.args)})", purpose
