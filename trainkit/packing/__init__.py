@@ -6,7 +6,20 @@ documents, aligns, groups, and writes the result down as a table. Nothing here i
 
 from __future__ import annotations
 
-from trainkit.packing.bins import pack_bins, packing_report
-from trainkit.packing.fits import best_fit, sequential
+from trainkit.packing.balanced import balanced
+from trainkit.packing.bins import pack_bins
+from trainkit.packing.fits import VersionedFit, best_fit, first_fit, sequential, with_version
+from trainkit.packing.report import bins_hash, packing_report, row_costs
 
-__all__ = ["best_fit", "pack_bins", "packing_report", "sequential"]
+__all__ = [
+    "VersionedFit",
+    "balanced",
+    "best_fit",
+    "bins_hash",
+    "first_fit",
+    "pack_bins",
+    "packing_report",
+    "row_costs",
+    "sequential",
+    "with_version",
+]

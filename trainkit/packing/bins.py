@@ -1,13 +1,35 @@
-"""`pack_bins`: from the lengths of documents to the table of rows, and a report on it."""
+"""`pack_bins`: from the lengths of documents to the table of rows."""
 
 from __future__ import annotations
 
+from itertools import pairwise
 from typing import TYPE_CHECKING, Any, Literal
 
+import attrs
 import numpy as np
 
-from trainkit.jit import jit
-from trainkit.packing.fits import best_fit
+from trainkit.hashing import key_of
+from trainkit.packing.fits import (
+    INT32,
+    MOST_TOKENS,
+    best_fit,
+    check_whole,
+    read_only,
+    sorted_by,
+)
+from trainkit.packing.pieces import (
+    MOST_PIECES,
+    SHELF,
+    SHELF_BITS,
+    align,
+    count_in_order,
+    count_shelves,
+    cut,
+    deal,
+    sort_shelves,
+    survey,
+)
+from trainkit.sampling import permute
 from trainkit.types import Bins
 
 if TYPE_CHECKING:
@@ -16,6 +38,8 @@ if TYPE_CHECKING:
     from trainkit.types import Fit, IntArray
 
 Overlong = Literal["split", "truncate", "drop", "error"]
+_LONGEST = 1 << 40
+"""The longest document; as the most tokens that are kept of one: all of them."""
 
 
 def pack_bins(
@@ -27,17 +51,19 @@ def pack_bins(
     overlong: Overlong = "split",
     multiple_of: int = 1,
     max_documents: int | None = None,
+    seed: int | None = None,
 ) -> Bins:
     """Pack documents into rows of `capacity` tokens.
 
-    Documents are cut into pieces, pieces are aligned, and each group of consecutive pieces is
-    packed by `fit`. Inside a row pieces keep corpus order. The result is a function of the
-    arguments alone.
+    Documents are cut into pieces, pieces are aligned, and each group of pieces is packed by `fit`.
+    Inside a row pieces keep corpus order. The result is a function of the arguments alone.
 
     Args:
-        lengths: Tokens of each document, integers `[N]`. A document without tokens gives no piece.
-        capacity: Tokens per row.
-        fit: Which bin each piece goes to: `best_fit`, `sequential`, or any other `Fit`.
+        lengths: Tokens of each document, integers `[N]`, at most 2^40 each. A document without
+            tokens gives no piece; all together may give 2^31 - 1.
+        capacity: Tokens per row, at most 2^31 - 1: a batch holds places in a row as int32.
+        fit: Which bin each piece goes to: `best_fit`, `first_fit`, `sequential`, `balanced(rows)`,
+            or any other `Fit`.
         group_size: How many consecutive pieces are packed together, so how far a document may move;
             0 means all.
         overlong: What becomes of a document longer than the capacity: "split" into pieces of
@@ -45,6 +71,9 @@ def pack_bins(
         multiple_of: In its row a piece takes the next multiple of this many tokens. A split of each
             document over N ring ranks needs 2N.
         max_documents: The most pieces a row may hold; None sets no limit.
+        seed: None groups neighbours, which arrive in corpus order. With a seed the documents are
+            dealt at random to groups of about `group_size` pieces, and the pieces of a group arrive
+            in random order, so that a row mixes documents from all over the corpus.
 
     Returns:
         The `Bins`.
@@ -60,74 +89,38 @@ def pack_bins(
         >>> pack_bins([11], 8)[0]
         [(0, 0, 8)]
     """
-    checked = _checked_lengths(lengths)
-    _check_whole("capacity", capacity, least=1)
-    _check_whole("group_size", group_size, least=0)
-    _check_whole("multiple_of", multiple_of, least=1)
-    if max_documents is not None:
-        _check_whole("max_documents", max_documents, least=1)
-    _check_divides(capacity, multiple_of)
-    documents, starts, pieces = _cut(_shortened(checked, capacity, overlong), capacity)
-    aligned = pieces if multiple_of == 1 else -(-pieces // multiple_of) * multiple_of
-    bin_of = np.empty_like(pieces)
-    num_bins, size = 0, group_size or max(len(pieces), 1)
-    for first in range(0, len(pieces), size):
-        group = slice(first, first + size)
-        found = fit(aligned[group], capacity, max_documents=max_documents)
-        bin_of[group] = _checked_fit(fit, found, aligned[group], capacity, max_documents) + num_bins
-        num_bins = int(bin_of[group].max()) + 1
-    offsets, *columns = _table(bin_of, num_bins, documents, starts, pieces)
-    return Bins(offsets, *columns, capacity=capacity, multiple_of=multiple_of)
+    array = _checked_array(lengths)
+    rule = _checked_rule(capacity, multiple_of, overlong, max_documents)
+    _check_fit(fit)
+    check_whole("pack_bins", "group_size", group_size, least=0)
+    if seed is not None:
+        check_whole("pack_bins", "seed", seed)
+    num_pieces, largest = _surveyed(array, rule, overlong)
+    dealt, counts = _groups(array, rule, num_pieces, int(group_size), seed)
+    chosen = array if dealt is None else read_only(array[dealt])
+    offsets, documents, starts, pieces = _packed(
+        fit, chosen, counts, rule, seed=seed, largest=largest
+    )
+    if dealt is not None:
+        documents[:] = dealt[documents]
+    return Bins(offsets, documents, starts, pieces, rule.capacity, rule.multiple_of)
 
 
-def _checked_fit(
-    fit: Fit, found: Any, lengths: IntArray, capacity: int, max_documents: int | None
-) -> IntArray:
-    """Refuse the answer of a `Fit`, which may be anybody's, unless every piece has a place."""
-    name, bins = getattr(fit, "__name__", repr(fit)), np.asarray(found)
-    if bins.shape != lengths.shape or bins.dtype.kind not in "iu":
-        raise ValueError(
-            f"pack_bins: {name} must return one integer per piece, for {len(lengths)} pieces it "
-            f"gave {bins.dtype} {bins.shape}"
-        )
-    counts = np.bincount(bins) if bins.size and bins.min() >= 0 else np.zeros(1, np.int64)
-    if bins.size and not counts.all():
-        raise ValueError(f"pack_bins: {name} must number its bins from 0 without gaps")
-    fullest = np.bincount(bins, weights=lengths).max(initial=0)
-    most = counts.max(initial=0)
-    if fullest > capacity or (max_documents is not None and most > max_documents):
-        raise ValueError(
-            f"pack_bins: {name} put {int(fullest)} tokens or {most} pieces into one bin of "
-            f"capacity {capacity} (max_documents {max_documents})"
-        )
-    return bins.astype(np.int64)
+# ---------------------------------------------------------------------------------- what is checked
 
 
-def packing_report(bins: Bins) -> dict[str, int | float]:
-    """Return what a packing costs: rows, pieces, tokens, padding of both kinds, and the efficiency.
+@attrs.frozen
+class _Rule:
+    """What a row may hold; of a document beyond the capacity at most `most` tokens are kept."""
 
-    Returns:
-        `rows` and `pieces`; `tokens`, without padding; `alignment_padding` and `row_padding`, in
-        tokens; `efficiency`, tokens over places, which is 1 for no rows.
-
-    Examples:
-        >>> report = packing_report(pack_bins([5, 3, 7], 8, multiple_of=2))
-        >>> report["rows"], report["alignment_padding"], report["row_padding"]
-        (3, 3, 6)
-    """
-    aligned = int((-(-bins.lengths // bins.multiple_of) * bins.multiple_of).sum())
-    tokens, places = int(bins.lengths.sum()), len(bins) * bins.capacity
-    return {
-        "rows": len(bins),
-        "pieces": len(bins.lengths),
-        "tokens": tokens,
-        "alignment_padding": aligned - tokens,
-        "row_padding": places - aligned,
-        "efficiency": tokens / places if places else 1.0,
-    }
+    capacity: int
+    multiple_of: int
+    max_documents: int | None
+    most: int
 
 
-def _checked_lengths(lengths: ArrayLike) -> IntArray:
+def _checked_array(lengths: ArrayLike) -> IntArray:
+    """Return lengths in the one form that the compiled loops take: int64, contiguous, read-only."""
     try:
         array = np.asarray(lengths)
     except ValueError:
@@ -136,81 +129,204 @@ def _checked_lengths(lengths: ArrayLike) -> IntArray:
         ) from None
     if array.ndim != 1:
         raise ValueError(f"pack_bins: lengths must have one dimension, got shape {array.shape}")
-    if array.dtype.kind not in "iu" and array.size:
+    kind = array.dtype.kind
+    # numpy makes objects or floats of integers beyond int64.
+    exact = np.asarray(lengths, object) if kind in "fO" else array
+    if kind in "iu" or (kind in "fO" and all(type(length) is int for length in exact)):
+        _check_longest(exact)
+    if kind not in "iu" and array.size:
         raise ValueError(f"pack_bins: lengths must be integers, got {array.dtype}")
-    array = array.astype(np.int64, copy=False)
-    if array.size and array.min() < 0:
-        worst = int(array.argmin())
-        raise ValueError(f"pack_bins: document {worst} has length {array[worst]}, below 0")
-    return array
+    return read_only(np.ascontiguousarray(array, np.int64))
 
 
-def _check_whole(name: str, value: int, *, least: int) -> None:
-    if isinstance(value, bool) or not isinstance(value, int | np.integer) or value < least:
-        raise ValueError(f"pack_bins: {name} must be an integer of at least {least}, got {value!r}")
-
-
-def _check_divides(capacity: int, multiple_of: int) -> None:
-    below = capacity // multiple_of * multiple_of
-    if below != capacity:
-        nearest = f"{below} or {below + multiple_of}" if below else f"{multiple_of}"
+def _check_longest(lengths: np.ndarray[Any, Any]) -> None:
+    """Refuse a document that is too long, by its length before int64 has made another of it."""
+    longest = int(lengths.max(initial=0))
+    if longest > _LONGEST:
         raise ValueError(
-            f"pack_bins: capacity {capacity} is no multiple of multiple_of={multiple_of}; "
-            f"take {nearest}"
+            f"pack_bins: document {int(lengths.argmax())} has {longest} tokens; the most are 2^40: "
+            "look for a fault in lengths"
         )
 
 
-def _shortened(lengths: IntArray, capacity: int, overlong: Overlong) -> IntArray:
-    """Apply the policy for documents longer than the capacity; "split" leaves them as they are."""
-    match overlong:
-        case "split":
-            return lengths
-        case "truncate":
-            return np.minimum(lengths, capacity)
-        case "drop":
-            return np.where(lengths > capacity, 0, lengths)
-        case "error":
-            if lengths.size and lengths.max() > capacity:
-                first = int((lengths > capacity).argmax())
-                raise ValueError(
-                    f"pack_bins: document {first} has {lengths[first]} tokens; the capacity is "
-                    f'{capacity}: raise it, or ask for overlong="split", "truncate" or "drop"'
-                )
-            return lengths
-    raise ValueError(
-        f'pack_bins: overlong must be "split", "truncate", "drop" or "error", got {overlong!r}'
-    )
+def _check_fit(fit: Fit) -> None:
+    if not callable(fit):
+        known = {"best_fit", "first_fit", "sequential", "balanced"}
+        name = str(fit) if str(fit) in known else "best_fit"
+        asked = f"the function packing.{name}" + "(rows)" * (name == "balanced")
+        raise ValueError(f"pack_bins: fit must be a function, got {fit!r}: give {asked}")  # noqa: TRY004 -- as of all arguments
 
 
-@jit
-def _cut(lengths: Any, capacity: int) -> Any:
-    """Cut documents into pieces of `capacity` and a rest: documents, starts, lengths `[P]`."""
-    count = 0
-    for length in lengths:
-        count += (length + capacity - 1) // capacity
-    documents, starts, pieces = np.empty((3, count), np.int64)
-    piece = 0
-    for document in range(lengths.size):
-        for start in range(0, lengths[document], capacity):
-            documents[piece], starts[piece] = document, start
-            pieces[piece] = min(lengths[document] - start, capacity)
-            piece += 1
-    return documents, starts, pieces
+def _checked_rule(
+    capacity: int, multiple_of: int, overlong: Overlong, max_documents: int | None
+) -> _Rule:
+    check_whole("pack_bins", "capacity", capacity, least=1, most=MOST_TOKENS)
+    check_whole("pack_bins", "multiple_of", multiple_of, least=1, most=MOST_TOKENS)
+    if max_documents is not None:
+        check_whole("pack_bins", "max_documents", max_documents, least=1)
+    capacity, multiple_of = int(capacity), int(multiple_of)
+    below = capacity // multiple_of * multiple_of
+    if below != capacity:
+        nearest = [n for n in (below, below + multiple_of) if 1 <= n <= MOST_TOKENS]
+        raise ValueError(
+            f"pack_bins: capacity {capacity} is no multiple of multiple_of={multiple_of}; "
+            f"take {' or '.join(map(str, nearest))}"
+        )
+    most = {"split": _LONGEST, "error": _LONGEST, "truncate": capacity, "drop": 0}
+    if overlong not in most:
+        raise ValueError(
+            f'pack_bins: overlong must be "split", "truncate", "drop" or "error", got {overlong!r}'
+        )
+    limit = None if max_documents is None else int(max_documents)
+    return _Rule(capacity, multiple_of, limit, most[overlong])
 
 
-@jit
-def _table(bin_of: Any, num_bins: int, documents: Any, starts: Any, lengths: Any) -> Any:
-    """Sort pieces by bin, stably: (offsets `[B+1]`, documents, starts, lengths)."""
-    offsets = np.zeros(num_bins + 1, np.int64)
-    for bin_ in bin_of:
-        offsets[bin_ + 1] += 1
-    offsets = np.cumsum(offsets)
-    places = offsets[:-1].copy()
-    new_documents, new_starts, new_lengths = np.empty((3, bin_of.size), np.int64)
-    for piece in range(bin_of.size):
-        place = places[bin_of[piece]]
-        places[bin_of[piece]] += 1
-        new_documents[place] = documents[piece]
-        new_starts[place] = starts[piece]
-        new_lengths[place] = lengths[piece]
-    return offsets, new_documents, new_starts, new_lengths
+def _surveyed(lengths: IntArray, rule: _Rule, overlong: Overlong) -> tuple[int, int]:
+    """Return the number of pieces and the longest length, after a look at every length."""
+    smallest, largest, num_pieces = survey(lengths, rule.capacity, rule.most)
+    if smallest < 0:
+        worst = int(lengths.argmin())
+        raise ValueError(f"pack_bins: document {worst} has length {lengths[worst]}, below 0")
+    if overlong == "error" and largest > rule.capacity:
+        first = int((lengths > rule.capacity).argmax())
+        raise ValueError(
+            f"pack_bins: document {first} has {lengths[first]} tokens; the capacity is "
+            f'{rule.capacity}: raise it, or ask for overlong="split", "truncate" or "drop"'
+        )
+    if num_pieces > MOST_PIECES:
+        raise ValueError(
+            f"pack_bins: lengths come to more than 2^31 - 1 pieces of capacity {rule.capacity}; "
+            f"the longest, document {int(lengths.argmax())}, has {largest} tokens: raise the "
+            "capacity, or pack parts of the corpus"
+        )
+    return num_pieces, largest
+
+
+# ------------------------------------------------------------------------------ groups of pieces
+
+
+def _groups(
+    lengths: IntArray, rule: _Rule, num_pieces: int, group_size: int, seed: int | None
+) -> tuple[np.ndarray[Any, Any] | None, list[int]]:
+    """Return the order in which documents come (None: as they are) and the pieces of each group."""
+    size = group_size or num_pieces
+    if seed is None or size >= num_pieces:
+        whole, rest = divmod(num_pieces, max(size, 1))
+        return None, [size] * whole + [rest] * (rest > 0)
+    num_groups = -(-num_pieces // size)
+    group_of = _shuffled(lengths.size, seed, "group") * num_groups // lengths.size
+    dealt, ends = sorted_by(read_only(group_of), num_groups)
+    parts = (read_only(lengths[dealt[a:b]]) for a, b in pairwise([0, *ends.tolist()]))
+    return dealt, [survey(part, rule.capacity, rule.most)[2] for part in parts]
+
+
+def _shuffled(count: int, seed: int, *names: str | int) -> IntArray:
+    """Return [0, count) in an order that the seed and the names make."""
+    return permute(np.arange(count), count, key_of(int(seed), "packing", *names))
+
+
+def _packed(
+    fit: Fit, lengths: IntArray, counts: list[int], rule: _Rule, *, seed: int | None, largest: int
+) -> tuple[IntArray, IntArray, IntArray, IntArray]:
+    """Pack groups of so many pieces: offsets `[B+1]`; documents, starts, lengths `[P]`.
+
+    Where pieces are whole documents the lengths are what the fit is asked, and pieces are written
+    once, when it has answered.
+    """
+    documents, pieces = np.empty(sum(counts), np.int64), np.empty(sum(counts), np.int64)
+    starts = np.zeros(len(pieces), np.int64)  # whose memory is never touched if nothing is split
+    # int32 takes half the memory of int64, and less time.
+    integer = np.int32 if lengths.size < INT32 else np.int64
+    splits = rule.most > rule.capacity and largest > rule.capacity
+    whole = lengths.size == len(pieces) and largest <= rule.capacity  # pieces are the documents
+    offsets, first = [np.zeros(1, np.int64)], 0
+    place: tuple[int, int] = 0, 0
+    for size in filter(None, counts):
+        group = slice(first, first + size)
+        columns = documents[group], starts[group], pieces[group]
+        begin, place, asked = place, (first + size, 0), lengths[group]
+        if not whole:
+            place = cut(lengths, begin[0], begin[1], rule.capacity, rule.most, *columns)
+            asked = pieces[group]
+        aligned = read_only(align(asked, rule.multiple_of))
+        arrival = None if seed is None else _shuffled(size, seed, "arrival", first)
+        bin_of = _asked(fit, aligned, rule, arrival)
+        ends = _ends_in_order(fit, bin_of, aligned, rule)
+        if ends is None:
+            entries = np.empty((size, 4 if splits else 3), integer)
+            ends = _sort(fit, bin_of, lengths, begin, rule, entries, columns)
+        elif whole:
+            cut(lengths, begin[0], begin[1], rule.capacity, rule.most, *columns)
+        offsets.append(ends + first)
+        first += size
+    return np.concatenate(offsets), documents, starts, pieces
+
+
+# -------------------------------------------------------------------------------- what a fit says
+
+
+def _asked(fit: Fit, lengths: IntArray, rule: _Rule, arrival: IntArray | None) -> IntArray:
+    """Return the bin of each piece, as the fit says when they arrive in an order of their own."""
+    arriving = lengths if arrival is None else read_only(lengths[arrival])
+    found = np.asarray(fit(arriving, rule.capacity, max_documents=rule.max_documents))
+    if found.shape != lengths.shape or found.dtype.kind not in "iu":
+        raise ValueError(
+            f"pack_bins: {_name(fit)} must return one integer per piece, for {len(lengths)} pieces "
+            f"it gave {found.dtype} {found.shape}"
+        )
+    found = np.ascontiguousarray(found, np.int64)
+    if arrival is None:
+        return read_only(found)
+    bin_of = np.empty_like(found)
+    bin_of[arrival] = found
+    return read_only(bin_of)
+
+
+def _ends_in_order(fit: Fit, bin_of: IntArray, lengths: IntArray, rule: _Rule) -> IntArray | None:
+    """Return where the pieces of each bin end; None if the bins do not come in order."""
+    in_range = bin_of[0] == 0 <= bin_of[-1] < bin_of.size
+    ends = np.empty(int(bin_of[-1]) + 1 if in_range else 0, np.int64)
+    fullest, most = count_in_order(bin_of, lengths, ends, np.empty_like(ends))
+    if most == 0:
+        return None
+    _check_bins(fit, fullest, most, rule)
+    return ends
+
+
+def _sort(  # noqa: PLR0917 (an array is a parameter)
+    fit: Fit,
+    bin_of: IntArray,
+    lengths: IntArray,
+    begin: tuple[int, int],
+    rule: _Rule,
+    entries: np.ndarray[Any, Any],
+    columns: tuple[IntArray, IntArray, IntArray],
+) -> IntArray:
+    """Write the pieces from a place in a document on, sorted by bin; return where the bins end."""
+    places = np.zeros((bin_of.size >> SHELF_BITS) + 1, np.int64)
+    ends = np.empty(count_shelves(bin_of, places), np.int64)
+    fullest = most = 0
+    if ends.size > 0:
+        places = places[: (ends.size + SHELF - 1) >> SHELF_BITS]
+        deal(bin_of, lengths, *begin, rule.capacity, rule.most, places, entries)
+        order = np.empty(np.diff(places, prepend=0).max(), entries.dtype)
+        fullest, most = sort_shelves(
+            places, entries, rule.capacity, rule.multiple_of, order, ends, *columns
+        )
+    _check_bins(fit, fullest, most, rule)
+    return ends
+
+
+def _check_bins(fit: Fit, fullest: int, most: int, rule: _Rule) -> None:
+    """Refuse the answer of a fit, which may be anybody's, unless every piece has a place."""
+    if most == 0:
+        raise ValueError(f"pack_bins: {_name(fit)} must number its bins from 0 without gaps")
+    if fullest > rule.capacity or (rule.max_documents is not None and most > rule.max_documents):
+        raise ValueError(
+            f"pack_bins: {_name(fit)} put {fullest} tokens or {most} pieces into one bin of "
+            f"capacity {rule.capacity} (max_documents {rule.max_documents})"
+        )
+
+
+def _name(fit: Fit) -> str:
+    return getattr(fit, "__name__", repr(fit))

@@ -6,8 +6,9 @@ device. Sinks that hold a file or the terminal are context managers that yield t
 
 from __future__ import annotations
 
-from trainkit.sinks.console import console
+from trainkit.sinks.console import console, printable
 from trainkit.sinks.jsonl import events, jsonl, read_jsonl, repair_jsonl
+from trainkit.sinks.packing import plot_packing
 from trainkit.sinks.plot import plot_loss
 from trainkit.sinks.run import run_sinks
 from trainkit.sinks.tee import on_first_rank, tee
@@ -18,6 +19,8 @@ __all__ = [
     "jsonl",
     "on_first_rank",
     "plot_loss",
+    "plot_packing",
+    "printable",
     "read_jsonl",
     "repair_jsonl",
     "run_sinks",

@@ -18,6 +18,16 @@ _LINE_SECONDS = 2.0
 Show = Callable[[int, str], None]
 
 
+def printable(text: str) -> str:
+    """Return a text with its control characters replaced, so that it cannot garble a terminal.
+
+    Examples:
+        >>> printable("red: " + chr(27) + "[31m")
+        'red: \ufffd[31m'
+    """
+    return "".join(c if c.isprintable() or c in "\n\t" else "\ufffd" for c in text)
+
+
 @contextlib.contextmanager
 def console(total: int, *, start: int = 0, stream: TextIO | None = None) -> Iterator[Sink]:
     """Yield a sink that shows step, loss, tokens per second, learning rate, norm and time left.
