@@ -5,11 +5,20 @@ from math import factorial
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from trainkit.hashing import key_of
-from trainkit.sampling import permute, rows_of_step, share_of_rows
+from trainkit.sampling import (
+    Phase,
+    make_phases,
+    mixture_weights,
+    permute,
+    phase_at,
+    rows_of_mixture,
+    rows_of_step,
+    share_of_rows,
+)
 from trainkit.types import Share
 
 
@@ -82,6 +91,70 @@ def test_ranks_share_every_row_once_in_equally_many_microbatches(num_rows, size,
     assert all((share >= 0).any() for share in shares)
 
 
+def costed_deals():
+    """(costs, rows per microbatch, ranks): a few costs far apart, equal ones and zeros too."""
+    one = st.one_of(st.integers(0, 5), st.integers(0, 10_000), st.integers(0, 2**40))
+    counts = st.integers(1, 8)
+    return counts.flatmap(
+        lambda count: st.tuples(
+            st.lists(one, min_size=count, max_size=60), st.integers(1, 5), st.just(count)
+        )
+    )
+
+
+def deal(costs, size, count):
+    """Positions by rank, microbatch and row, with and without costs."""
+    num_rows = len(costs)
+    arguments = {"rows_per_microbatch": size}
+    return tuple(
+        np.stack(
+            [share_of_rows(num_rows, Share(r, count), **arguments, **more) for r in range(count)]
+        )
+        for more in ({"costs": costs}, {})
+    )
+
+
+def costs_of(table, costs):
+    return np.where(table < 0, 0, np.array(costs)[table])
+
+
+@given(costed_deals())
+def test_dealing_by_cost_keeps_the_rows_and_never_costs_more(case):
+    costs, size, count = case
+    dealt, contiguous = deal(costs, size, count)
+    assert dealt.shape == contiguous.shape
+    assert sorted(dealt[dealt >= 0].tolist()) == list(range(len(costs)))
+    assert ((dealt < 0) == (contiguous < 0)).all()
+    most = [costs_of(table, costs).sum((1, 2)).max() for table in (dealt, contiguous)]
+    assert most[0] <= most[1]
+
+
+@given(st.integers(0, 2**32 - 1), st.sampled_from([1, 2, 4, 16]))
+def test_ranks_and_their_microbatches_cost_about_the_same(seed, size):
+    """128 rows with the spread of packed rows (log-normal documents, capacity 4,096), 8 ranks."""
+    costs = np.random.default_rng(seed).gamma(2, 3_700_000, 128).clip(700_000, 4096**2).astype(int)
+    dealt, contiguous = deal(costs, size, 8)
+    work, plain = costs_of(dealt, costs).sum(2), costs_of(contiguous, costs).sum(2)
+    assert work.sum(1).max() * 8 <= (1.01 if size == 1 else 1.001) * work.sum()
+    assert plain.sum(1).max() * 8 >= 1.05 * plain.sum()
+    assert work.max(0).sum() * 8 <= 1.12 * work.sum()  # the time of ranks that wait for each other
+    microbatches = costs[dealt].transpose(1, 0, 2).reshape(len(costs) // (8 * size), -1)
+    assert (microbatches[:-1].min(1) >= microbatches[1:].max(1)).all()
+
+
+def test_a_deal_by_cost_is_the_same_whoever_asks_and_however_often():
+    costs = np.random.default_rng(0).integers(0, 1000, 37)
+    first, again = (deal(costs, 2, 5)[0] for _ in range(2))
+    assert (first == again).all()
+    assert (deal(costs.astype(np.int32), 2, 5)[0] == first).all()
+    assert (deal((costs * 1000).tolist(), 2, 5)[0] == first).all()
+
+
+def test_equal_costs_are_dealt_in_contiguous_runs():
+    dealt, contiguous = deal([3] * 16, 2, 4)
+    assert (dealt == contiguous).all()
+
+
 def test_three_rows_on_two_ranks():
     parts = [share_of_rows(3, Share(rank, 2), rows_per_microbatch=1).tolist() for rank in (0, 1)]
     assert parts == [[[0], [1]], [[2], [-1]]]
@@ -98,6 +171,12 @@ def test_three_rows_on_two_ranks():
         (lambda: rows_of_step(-1, rows_per_step=1, num_rows=1, seed=0), "step=-1"),
         (lambda: share_of_rows(4, Share(0, 2), rows_per_microbatch=0), "rows_per_microbatch"),
         (lambda: share_of_rows(4, Share(2, 2), rows_per_microbatch=1), "no part 2 of 2"),
+        (lambda: deal([1, -2], 1, 1), r"costs must be \[2\] integers .* \(2,\) from -2 on"),
+        (lambda: deal([1.5, 2], 1, 1), "costs must be .* float64"),
+        (
+            lambda: share_of_rows(3, Share(0, 1), rows_per_microbatch=1, costs=[1]),
+            r"costs must be \[3\] integers .* got int64 \(1,\)",
+        ),
     ],
 )
 def test_bad_arguments_are_refused(call, message):
@@ -110,3 +189,193 @@ def test_numpy_numbers_are_the_same_numbers():
     for step, seed in ((np.int64(3), 0), (3, np.int64(0))):
         again = rows_of_step(step, rows_per_step=3, num_rows=50, seed=seed)
         assert again.tolist() == rows.tolist()
+
+
+# ---------------------------------------------------------------------------------------- mixtures
+
+WEIGHTS = st.lists(st.integers(0, 1000), min_size=1, max_size=8).filter(any)
+
+
+def mixed(steps, rows_per_step, weights, *, num_rows=7, later=(), seed=0, temperature=1.0):
+    """Sources and rows inside them, `[steps * rows_per_step]`, of sources named 0, 1, ..."""
+    names = [str(i) for i in range(len(weights))]
+    sizes = {name: num_rows + i for i, name in enumerate(names)}
+    first = Phase(0, dict(zip(names, weights, strict=True)))
+    phases = make_phases(first, *later)
+    rows = np.concatenate(
+        [
+            rows_of_mixture(
+                step,
+                rows_per_step=rows_per_step,
+                num_rows=sizes,
+                phases=phases,
+                seed=seed,
+                temperature=temperature,
+            )
+            for step in steps
+        ]
+    )
+    begins = np.cumsum([0, *sizes.values()])
+    sources = np.searchsorted(begins, rows, side="right") - 1
+    return sources, rows - begins[sources]
+
+
+def deviations(sources, shares):
+    """How far each source's count is from its part over every prefix: `[N, K]`."""
+    counts = np.cumsum(sources[:, None] == np.arange(len(shares)), axis=0)
+    return np.abs(counts - np.arange(1, len(sources) + 1)[:, None] * np.asarray(shares))
+
+
+@given(WEIGHTS, st.integers(1, 3000))
+def test_every_prefix_of_a_mixture_is_within_one_row_of_its_proportions(weights, size):
+    sources, _ = mixed([0], size, weights)
+    total, used = sum(weights), sum(weight > 0 for weight in weights)
+    counts = np.cumsum(sources[:, None] == np.arange(len(weights)), axis=0)
+    off = np.abs(counts * total - np.arange(1, size + 1)[:, None] * np.array(weights))
+    assert off.max() <= total * (1 - 1 / max(2 * used - 2, 2))  # Tijdeman's bound, in integers
+
+
+@settings(max_examples=6)
+@given(st.lists(st.floats(0.01, 1), min_size=2, max_size=8), st.floats(0.5, 4))
+def test_weights_of_any_size_are_kept_to_one_row_in_a_million(weights, temperature):
+    shares = mixture_weights(dict(enumerate(weights)), temperature=temperature)
+    sources, _ = mixed([0], 5000, weights, temperature=temperature)
+    assert deviations(sources, list(shares.values())).max() <= 1
+
+
+def test_a_million_rows_stay_within_one_of_weights_that_are_decimal_fractions():
+    shares = [0.55, 0.3, 0.1, 0.05]
+    sources, _ = mixed([0], 1_000_000, shares, num_rows=10**6)
+    assert deviations(sources, shares).max() <= 1
+
+
+@pytest.mark.parametrize(("num_corpora", "most"), [(2, 1.0), (3, 1.5), (8, 2.0)])
+def test_what_is_owed_does_not_add_up_over_many_phases(num_corpora, most):
+    draw = np.random.default_rng(num_corpora)
+    names = [f"corpus {i}" for i in range(num_corpora)]
+    starts = np.cumsum([0, *draw.integers(1, 4, 60)])
+    phases = make_phases(
+        *(Phase(int(start), {n: int(draw.integers(1, 50)) for n in names}) for start in starts)
+    )
+    asked, drawn = np.zeros(num_corpora), np.zeros(num_corpora)
+    for step in range(int(starts[-1]) + 3):
+        rows = rows_of_mixture(
+            step, rows_per_step=3, num_rows=dict.fromkeys(names, 20), phases=phases, seed=0
+        )
+        parts = np.array(list(mixture_weights(phase_at(step, phases).weights).values()))
+        for source in rows // 20:
+            asked += parts
+            drawn[source] += 1
+            assert np.abs(asked - drawn).max() <= most
+
+
+def test_the_draws_of_a_corpus_go_on_over_phases():
+    later = [Phase(300, {"0": 1, "1": 7}), Phase(470, {"1": 0})]
+    sources, inside = mixed(range(700), 5, [3, 1, 2], later=later)
+    assert deviations(sources[:1500], np.array([3, 1, 2]) / 6).max() <= 1
+    for source, size in enumerate([7, 8, 9]):
+        drawn = inside[sources == source]
+        epochs = drawn[: len(drawn) // size * size].reshape(-1, size)
+        assert (np.sort(epochs, 1) == np.arange(size)).all()
+        assert len(np.unique(epochs, axis=0)) > len(epochs) // 2  # each pass is shuffled anew
+
+
+@given(WEIGHTS, st.integers(1, 9), st.integers(0, 40), st.integers(1, 30))
+def test_any_step_of_a_mixture_is_found_without_those_before_it(weights, size, first, start):
+    later = [Phase(start, {"0": 5}), Phase(start + 9, {})]
+    whole = mixed(range(50), size, weights, later=later)
+    for mine, all_ in zip(
+        mixed([first, first + 9], size, weights, later=later), whole, strict=True
+    ):
+        want = [all_[step * size : (step + 1) * size] for step in (first, first + 9)]
+        assert mine.tolist() == np.concatenate(want).tolist()
+
+
+def test_a_step_beyond_many_periods_and_epochs_is_where_it_should_be():
+    weights, far = [3, 1, 2], 6 * 10**9
+    sources, inside = mixed([far], 600, weights, num_rows=600)
+    near, _ = mixed([0], 600, weights, num_rows=600)
+    assert sources.tolist() == near.tolist()  # the period is 6
+    drawn = far * 600 // 6 * 3
+    epoch, place = divmod(drawn, 600)
+    want = permute(np.arange(place, place + 300), 600, key_of(0, "mixture", "0", epoch))
+    assert inside[sources == 0].tolist() == want.tolist()
+
+
+@settings(max_examples=10)
+@given(WEIGHTS, st.sampled_from([0.3, 1.0, 20.0]))
+def test_a_corpus_without_weight_is_never_drawn_and_changes_nothing(weights, temperature):
+    sources, inside = mixed(range(3), 50, weights, temperature=temperature)
+    assert all(weights[source] for source in np.unique(sources))
+    more = mixed(range(3), 50, [*weights, 0], temperature=temperature)
+    assert more[0].tolist() == sources.tolist()
+    assert more[1].tolist() == inside.tolist()
+
+
+@given(WEIGHTS, st.integers(1, 20))
+def test_a_phase_to_come_changes_nothing_before_it(weights, start):
+    before = mixed(range(start), 6, weights)
+    after = mixed(range(start), 6, weights, later=[Phase(start, {"0": 3}, lr_scale=0.1)])
+    assert [x.tolist() for x in before] == [x.tolist() for x in after]
+
+
+def test_a_seed_changes_the_rows_and_not_the_sources():
+    one, two = mixed([0], 60, [2, 1]), mixed([0], 60, [2, 1], seed=1)
+    assert one[0].tolist() == two[0].tolist()
+    assert one[1].tolist() != two[1].tolist()
+
+
+def test_later_phases_are_merged_onto_the_first():
+    base = {"web": 3, "code": 1, "new": 0}
+    phases = make_phases(Phase(0, base), Phase(5, {"new": 2}), Phase(9, {"web": 0}, lr_scale=0.5))
+    assert [phase.weights for phase in phases] == [base, base | {"new": 2}, base | {"web": 0}]
+    assert [phase_at(step, phases).start for step in (0, 4, 5, 8, 9, 10**6)] == [0, 0, 5, 5, 9, 9]
+    assert [phase.lr_scale for phase in phases] == [1.0, 1.0, 0.5]
+
+
+def test_temperature_moves_a_mixture_towards_equal_parts_and_keeps_zeros():
+    weights = {"a": 16.0, "b": 1.0, "c": 0.0}
+    assert mixture_weights(weights, temperature=4) == {"a": 2 / 3, "b": 1 / 3, "c": 0.0}
+    assert mixture_weights(weights, temperature=0.5)["a"] == 256 / 257
+    assert mixture_weights(weights, temperature=1e9) == pytest.approx({"a": 0.5, "b": 0.5, "c": 0})
+    assert mixture_weights({"a": 1e300, "b": 1e300}, temperature=0.1)["a"] == 0.5
+
+
+def one_step(**changes):
+    arguments = {
+        "step": 0,
+        "rows_per_step": 4,
+        "num_rows": {"a": 3, "b": 3},
+        "phases": [Phase(0, {"a": 1, "b": 1})],
+        "seed": 0,
+    } | changes
+    return rows_of_mixture(arguments.pop("step"), **arguments)
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda: mixture_weights({}), "at least one weight must be above 0"),
+        (lambda: mixture_weights({"a": 0.0}), "at least one weight must be above 0"),
+        (lambda: mixture_weights({"a": 1, "b": -1}), "weight of 'b' must be finite, 0 or more: -1"),
+        (lambda: mixture_weights({"a": float("nan")}), "weight of 'a' must be finite"),
+        (lambda: mixture_weights({"a": float("inf")}), "weight of 'a' must be finite"),
+        (lambda: mixture_weights({"a": 1}, temperature=0), "temperature must be above 0, got 0"),
+        (make_phases, r"start at 0 and .* got \[\]"),
+        (lambda: make_phases(Phase(1, {"a": 1})), r"start at 0 and .* got \[1\]"),
+        (lambda: make_phases(Phase(0, {"a": 1}), Phase(0, {})), r"later than .* got \[0, 0\]"),
+        (lambda: make_phases(Phase(0, {"a": 1}), Phase(4, {"b": 1})), r"step 4 names \['b'\]"),
+        (lambda: make_phases(Phase(0, {"a": 1}), Phase(4, {"a": 0})), "step 4: at least one"),
+        (lambda: make_phases(Phase(0, {"a": 1}, lr_scale=-1)), "lr_scale -1"),
+        (lambda: phase_at(-1, make_phases(Phase(0, {"a": 1}))), "step must be at least 0, got -1"),
+        (lambda: one_step(step=-1), "step=-1"),
+        (lambda: one_step(rows_per_step=0), "rows_per_step=0"),
+        (lambda: one_step(num_rows={"a": 3, "b": 0}), r"step 0 gives weight to \['b'\], which"),
+        (lambda: one_step(num_rows={"a": 3}), r"weighs \['a', 'b'\], the corpora are \['a'\]"),
+        (lambda: one_step(phases=[Phase(0, {"a": 1})]), "make_phases completes"),
+        (lambda: one_step(phases=[Phase(0, {"a": 1, "b": 1e-9})]), r"\['b'\] come to less than"),
+    ],
+)
+def test_mixtures_that_cannot_be_are_refused(call, message):
+    with pytest.raises(ValueError, match=message):
+        call()

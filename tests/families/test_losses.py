@@ -1,5 +1,7 @@
 """The promises of every loss, as a table, and those of each one alone."""
 
+import sys
+
 import pytest
 import torch
 from hypothesis import given
@@ -15,6 +17,8 @@ from trainkit.losses import (
     z_loss,
     z_term,
 )
+from trainkit.losses.by_source import by_source
+from trainkit.losses.linear_cross_entropy import linear_cross_entropy_per_token
 
 V, D = 11, 6
 
@@ -42,11 +46,28 @@ def first(loss):
     return with_terms(*loss.terms)(lambda output, batch: loss(output[0], batch))
 
 
+def linear_parts(output, batch):
+    return linear_cross_entropy_per_token(*output, batch["labels"], chunk=3)
+
+
+linear_by_token = with_terms("loss", per_token=linear_parts)(lambda *_: None)
+
+
+def sourced(loss):
+    """Give tokens a source that follows from their labels, so that every cut keeps it."""
+    return with_terms(*loss.terms)(
+        lambda output, batch: loss(output, {**batch, "source": batch["labels"].clamp(min=0) % 3})
+    )
+
+
 FAMILY = {
     "next_token": (first(next_token), make_logits),
     "next_token_linear": (next_token_linear, make_hidden),
     "linear in chunks of 3": (with_terms("loss")(linear), make_hidden),
     "z_term": (first(z_term), make_logits),
+    "by_source": (first(sourced(by_source(["a", "b"]))), make_logits),
+    "by_source, linear": (sourced(by_source(["a", "b"], next_token_linear)), make_hidden),
+    "by_source, chunks of 3": (sourced(by_source(["a", "b"], linear_by_token)), make_hidden),
     "add_terms": (first(add_terms((next_token, 1.0), (z_term, 1e-2))), make_logits),
 }
 each = pytest.mark.parametrize(("loss", "make"), FAMILY.values(), ids=FAMILY.keys())
@@ -357,6 +378,92 @@ def test_add_terms_refuses_what_cannot_be_told_apart(weighted, message):
         add_terms(*weighted)
 
 
+# ------------------------------------------------------------------------------------- by_source
+
+BY_SOURCE = {
+    "logits": (next_token, lambda: make_logits(3, 7)[0]),
+    "hidden": (next_token_linear, lambda: make_hidden(3, 7)),
+    "chunks": (linear_by_token, lambda: make_hidden(3, 7)),
+}
+
+
+@pytest.mark.parametrize(("loss", "make"), BY_SOURCE.values(), ids=BY_SOURCE.keys())
+def test_each_source_has_the_loss_of_its_own_tokens(loss, make):
+    output, labels = make(), make_labels(3, 7)
+    names, source = ["web", "code", "chat"], torch.arange(21).view(3, 7) % 4 - 1
+    total, terms = by_source(names, loss)(output, {"labels": labels, "source": source})
+    for number, name in enumerate(names):
+        own = labels.masked_fill(source != number, -100)
+        want = loss.per_token(output, {"labels": own})[0]
+        assert close(terms[f"loss/{name}"], want)
+        assert int(terms[f"loss/{name}/count"]) == int((own != -100).sum())
+    apart = labels.masked_fill(source != -1, -100)
+    rest = loss.per_token(output, {"labels": apart})[0]
+    assert close(sum(terms[f"loss/{name}"] for name in names) + rest, total)
+    assert torch.equal(terms["loss"], total)
+
+
+@pytest.mark.parametrize(
+    ("loss", "make"), [(next_token, make_logits), (next_token_linear, make_hidden)]
+)
+@pytest.mark.parametrize("tokens", [7, 1500])  # the second is more than the plain path takes
+def test_the_sum_by_source_is_the_plain_loss_to_the_last_bit(loss, make, tokens, monkeypatch):
+    module = sys.modules[
+        "trainkit.losses.linear_cross_entropy"
+    ]  # the package names the function so
+    monkeypatch.setattr(module, "_SMALL", 2**10)
+    output, labels = make(1, tokens, dtype=torch.float32), make_labels(1, tokens)
+    output = output if loss is next_token_linear else output[0]
+    batch = {"labels": labels, "source": torch.zeros_like(labels)}
+    one, _ = by_source(["all"], loss)(output, batch)
+    two, _ = loss(output, batch)
+    assert torch.equal(one, two)
+    for a, b in zip(
+        torch.autograd.grad(one, output), torch.autograd.grad(two, output), strict=True
+    ):
+        assert torch.equal(a, b)
+
+
+def test_by_source_multiplies_no_more_than_the_plain_loss(monkeypatch):
+    output, labels, products = make_hidden(2, 5), make_labels(2, 5), []
+    monkeypatch.setattr(
+        torch, "mm", lambda *a, f=torch.mm, **k: products.append("mm") or f(*a, **k)
+    )
+    linear(output, {"labels": labels})
+    plain = len(products)
+    by_source(["a"], linear_by_token)(output, {"labels": labels, "source": 0 * labels})
+    assert len(products) == 2 * plain > 0
+
+
+def test_by_source_joins_other_terms():
+    (logits,), labels = make_logits(2, 3), make_labels(2, 3)
+    batch = {"labels": labels, "source": torch.zeros_like(labels)}
+    loss = add_terms((by_source(["a", "b"]), 1.0), (z_term, 0.5))
+    total, terms = loss(logits, batch)
+    assert close(total, next_token(logits, batch)[0] + 0.5 * z_loss(logits, labels))
+    assert tuple(terms) == loss.terms
+    assert terms["loss/b"] == terms["loss/b/count"] == 0
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda: by_source([]), "different names, at least one"),
+        (lambda: by_source(["a", "a"]), "different names"),
+        (lambda: by_source("web"), "different names"),
+        (lambda: by_source(["a"], z_term), "z_term does not say what each token adds"),
+        (lambda: by_source(["a"], by_source(["b"])), "does not say what each token adds"),
+        (
+            lambda: by_source(["a"])(torch.zeros(1, 1, V), {"labels": LABELS[:1, :1]}),
+            'no "source"; step_batch',
+        ),
+    ],
+)
+def test_by_source_refuses_what_it_cannot_tell_apart(call, message):
+    with pytest.raises(ValueError, match=f"by_source: .*{message}"):
+        call()
+
+
 # ------------------------------------------------------------------------------------- bad input
 
 LOGITS, LABELS = torch.zeros(2, 3, V), torch.zeros(2, 3, dtype=torch.int64)
@@ -405,3 +512,9 @@ def test_the_fp16_weight_gradient_of_many_tokens_does_not_overflow():
     (linear_cross_entropy(hidden, weight, labels, chunk=64) / 4096).backward()
     assert weight.grad.isfinite().all()
     assert weight.grad[0, 0] == pytest.approx(-30 * 7 / 8, rel=1e-3)
+
+
+@pytest.mark.parametrize("names", [[], ["a", "a"], "ab", ["web", "count"], ["web/count", "web"]])
+def test_names_that_would_mix_up_sums_and_counts_are_refused(names):
+    with pytest.raises(ValueError, match="by_source: "):
+        by_source(names)

@@ -48,6 +48,36 @@ def cross_entropy(logits: Tensor, labels: Tensor) -> Tensor:
     )
 
 
+def cross_entropy_per_token(logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
+    """Return `cross_entropy` and each token's part of it, detached; 0 at ignored tokens.
+
+    Both come from one softmax.
+
+    Args:
+        logits: scores, any floating dtype, `[..., V]`.
+        labels: the next token of each position, int64 `[...]`; -100 is ignored.
+
+    Returns:
+        The scalar of `cross_entropy`, to the last bit, and the parts, fp32 or fp64 `[...]`.
+
+    Raises:
+        ValueError: if the shapes do not match or the labels are not int64.
+
+    Examples:
+        >>> import torch
+        >>> cross_entropy_per_token(torch.zeros(3, 4), torch.tensor([0, -100, 2]))
+        (tensor(2.7726), tensor([1.3863, 0.0000, 1.3863]))
+    """
+    check_labels("cross_entropy_per_token", logits, labels)
+    rows = logits.to(accumulation_dtype(logits)).flatten(0, -2).log_softmax(-1)
+    flat = labels.flatten()
+    total = nn.functional.nll_loss(rows, flat, ignore_index=IGNORED_LABEL, reduction="sum")
+    parts = nn.functional.nll_loss(
+        rows.detach(), flat, ignore_index=IGNORED_LABEL, reduction="none"
+    )
+    return total, parts.view(labels.shape)
+
+
 def z_loss(logits: Tensor, labels: Tensor) -> Tensor:
     """Return the sum of logsumexp(logits)^2 over all tokens whose label is not -100.
 

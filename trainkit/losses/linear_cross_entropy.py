@@ -14,7 +14,12 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from trainkit.losses.cross_entropy import accumulation_dtype, check_labels, cross_entropy
+from trainkit.losses.cross_entropy import (
+    accumulation_dtype,
+    check_labels,
+    cross_entropy,
+    cross_entropy_per_token,
+)
 from trainkit.types import IGNORED_LABEL
 
 _SMALL = 2**22  # elements, 16 MiB of fp32: logits below this are not worth splitting further
@@ -65,16 +70,63 @@ def linear_cross_entropy(
 
     The idea of the gradient in the forward pass is Liger Kernel's (Hsu et al. 2024).
     """
-    _check(hidden, weight, labels, chunk)
+    hidden, weight, chunk = _prepared("linear_cross_entropy", hidden, weight, labels, chunk)
+    if chunk is None:
+        return cross_entropy(nn.functional.linear(hidden, weight), labels)
+    return _in_chunks(hidden, weight, labels, chunk)[0]
+
+
+def linear_cross_entropy_per_token(
+    hidden: Tensor, weight: Tensor, labels: Tensor, *, chunk: int | None = None
+) -> tuple[Tensor, Tensor]:
+    """Return `linear_cross_entropy` and each token's part of it, detached; 0 at ignored tokens.
+
+    The parts exist anyway while the sum is made; they cost no further work.
+
+    Args:
+        hidden: what enters the output layer, `[..., D]`.
+        weight: the output layer's weight `[V, D]`, same dtype and device.
+        labels: the next token of each position, int64 `[...]`; -100 is ignored.
+        chunk: as in `linear_cross_entropy`.
+
+    Returns:
+        The scalar of `linear_cross_entropy`, to the last bit, and the parts, fp32 or fp64 `[...]`.
+
+    Raises:
+        ValueError: if shapes or dtypes do not match or `chunk` is below 1.
+
+    Examples:
+        >>> import torch
+        >>> labels = torch.tensor([0, -100, 2])
+        >>> linear_cross_entropy_per_token(torch.zeros(3, 8), torch.zeros(4, 8), labels)
+        (tensor(2.7726), tensor([1.3863, 0.0000, 1.3863]))
+    """
+    where = "linear_cross_entropy_per_token"
+    hidden, weight, chunk = _prepared(where, hidden, weight, labels, chunk)
+    if chunk is None:
+        return cross_entropy_per_token(nn.functional.linear(hidden, weight), labels)
+    total, parts = _in_chunks(hidden, weight, labels, chunk)
+    return total, parts.view(labels.shape)
+
+
+def _prepared(
+    where: str, hidden: Tensor, weight: Tensor, labels: Tensor, chunk: int | None
+) -> tuple[Tensor, Tensor, int | None]:
+    """Check and cast the factors; settle the size of a chunk, None for the plain path."""
+    _check(where, hidden, weight, labels, chunk)
     if torch.is_autocast_enabled(hidden.device.type):
         dtype = torch.get_autocast_dtype(hidden.device.type)
         hidden, weight = hidden.to(dtype), weight.to(dtype)
     vocabulary, width = weight.shape
     if chunk is None:
         small = labels.numel() * vocabulary <= _SMALL
-        if small and weight.dtype == accumulation_dtype(weight):
-            return cross_entropy(nn.functional.linear(hidden, weight), labels)
-        chunk = max(1, width // 2, _SMALL // vocabulary)
+        if not small or weight.dtype != accumulation_dtype(weight):
+            chunk = max(1, width // 2, _SMALL // vocabulary)
+    return hidden, weight, chunk
+
+
+def _in_chunks(hidden: Tensor, weight: Tensor, labels: Tensor, chunk: int) -> tuple[Tensor, Tensor]:
+    """Return the sum and each token's loss `[N]`, which has no gradient."""
     if not torch.is_grad_enabled():  # which a Function does not ask
         hidden, weight = hidden.detach(), weight.detach()
     run = _LinearCrossEntropy.apply
@@ -84,7 +136,7 @@ def linear_cross_entropy(
 
 
 class _LinearCrossEntropy(torch.autograd.Function):
-    """The sum, with gradients that are ready when forward returns.
+    """The sum and its parts, with gradients of the sum that are ready when forward returns.
 
     Torch declares both methods as taking and returning anything, and so they override it unsoundly.
     """
@@ -96,18 +148,20 @@ class _LinearCrossEntropy(torch.autograd.Function):
         weight: Tensor,
         labels: Tensor,
         chunk: int,
-    ) -> Tensor:
+    ) -> tuple[Tensor, Tensor]:
         needs = ctx.needs_input_grad[0], ctx.needs_input_grad[1]
-        total, d_hidden, d_weight = _sum_and_gradients(hidden, weight, labels, chunk, needs)
+        losses, d_hidden, d_weight = _chunk_by_chunk(hidden, weight, labels, chunk, needs)
         ctx.save_for_backward(d_hidden, d_weight)
         ctx.dtype = weight.dtype
-        return total
+        ctx.mark_non_differentiable(losses)
+        return losses.sum(), losses
 
     @staticmethod
     @once_differentiable
     def backward(  # pyrefly: ignore[bad-override]
         ctx: Any,
         d_total: Tensor,
+        _: Tensor,
     ) -> tuple[Tensor | None, ...]:
         # Not in place: a second backward over the same graph would scale twice. The weight's
         # gradient is cast after it is scaled: a sum over many tokens overflows fp16.
@@ -115,10 +169,10 @@ class _LinearCrossEntropy(torch.autograd.Function):
         return d_hidden, d_weight if d_weight is None else d_weight.to(ctx.dtype), None, None
 
 
-def _sum_and_gradients(
+def _chunk_by_chunk(
     hidden: Tensor, weight: Tensor, labels: Tensor, chunk: int, needs: tuple[bool, bool]
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """Return the loss and the gradients that are needed; hidden `[N, D]`, weight `[V, D]`."""
+    """Return losses `[N]` and the gradients that are needed; hidden `[N, D]`, weight `[V, D]`."""
     dtype, exact = weight.dtype, accumulation_dtype(weight)
     if not weight.is_cuda:  # only CUDA multiplies bf16 into fp32
         hidden, weight = hidden.to(exact), weight.to(exact)
@@ -138,7 +192,7 @@ def _sum_and_gradients(
             torch.mm(slopes, weight, out=d_hidden[rows])
         if d_weight is not None:
             _add_product_(d_weight, slopes.t(), inputs)
-    return losses.sum(), d_hidden if d_hidden is None else d_hidden.to(dtype), d_weight
+    return losses, d_hidden if d_hidden is None else d_hidden.to(dtype), d_weight
 
 
 def _losses_and_gradient_(
@@ -173,18 +227,17 @@ def _add_product_(total: Tensor, a: Tensor, b: Tensor) -> None:
         total.add_(torch.mm(a, b, out_dtype=total.dtype))
 
 
-def _check(hidden: Tensor, weight: Tensor, labels: Tensor, chunk: int | None) -> None:
-    check_labels("linear_cross_entropy", hidden, labels)
+def _check(where: str, hidden: Tensor, weight: Tensor, labels: Tensor, chunk: int | None) -> None:
+    check_labels(where, hidden, labels)
     if weight.ndim != 2 or weight.shape[1] != hidden.shape[-1]:
         raise ValueError(
-            f"linear_cross_entropy: weight must have shape (vocabulary, {hidden.shape[-1]}) for "
+            f"{where}: weight must have shape (vocabulary, {hidden.shape[-1]}) for "
             f"hidden states of shape {tuple(hidden.shape)}, got {tuple(weight.shape)}"
         )
     autocast = torch.is_autocast_enabled(hidden.device.type)
     if hidden.dtype != weight.dtype and not autocast:
         raise ValueError(
-            "linear_cross_entropy: hidden and weight must have one dtype, got "
-            f"{hidden.dtype} and {weight.dtype}"
+            f"{where}: hidden and weight must have one dtype, got {hidden.dtype} and {weight.dtype}"
         )
     if chunk is not None and chunk < 1:
-        raise ValueError(f"linear_cross_entropy: chunk must be at least 1, got {chunk}")
+        raise ValueError(f"{where}: chunk must be at least 1, got {chunk}")

@@ -2,42 +2,51 @@
 
 A `Loss` returns the sum to differentiate and a dict of detached sums to report. Its attribute
 `terms` names them in advance, for the pipeline stages that see no loss and must still join the
-sums. A term with a denominator of its own reports two sums, `name` and `name/count`.
+sums. A term with a denominator of its own reports two sums, `name` and `name/count`. A loss that
+knows what each token adds has a second function for it in its attribute `per_token`.
 """
 
 from __future__ import annotations
 
 import math
 from collections import Counter
-from typing import TYPE_CHECKING, Any, Protocol, cast
+from collections.abc import Callable, Mapping
+from typing import Any, Protocol, cast
 
 from torch import Tensor
 
-from trainkit.losses.cross_entropy import cross_entropy, z_loss
-from trainkit.losses.linear_cross_entropy import linear_cross_entropy
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+from trainkit.losses.cross_entropy import cross_entropy, cross_entropy_per_token, z_loss
+from trainkit.losses.linear_cross_entropy import (
+    linear_cross_entropy,
+    linear_cross_entropy_per_token,
+)
 
 Terms = tuple[Tensor, dict[str, Tensor]]
 """The sum to differentiate, and the detached sums to report by name."""
 
+PerToken = Callable[[Any, Mapping[str, Any]], tuple[Tensor, Tensor]]
+"""From an output and a batch to the sum to differentiate and its detached parts `[B, S]`."""
+
 
 class NamedLoss(Protocol):
-    """A `Loss` that says which terms it reports."""
+    """A `Loss` that says which terms it reports, and may have a `PerToken` form."""
 
     terms: tuple[str, ...]
+    per_token: PerToken | None
 
     def __call__(self, output: Any, batch: Mapping[str, Any], /) -> Terms:
         """Return the sum to differentiate, and the terms."""
         ...
 
 
-def with_terms(*terms: str) -> Callable[[Callable[[Any, Mapping[str, Any]], Terms]], NamedLoss]:
+def with_terms(
+    *terms: str, per_token: PerToken | None = None
+) -> Callable[[Callable[[Any, Mapping[str, Any]], Terms]], NamedLoss]:
     """Return a decorator that makes a function a `Loss` by writing down which terms it reports.
 
     Args:
         terms: the keys of the dict that the function returns.
+        per_token: the same loss with its parts, for `by_source`.
 
     Examples:
         >>> import torch
@@ -51,13 +60,21 @@ def with_terms(*terms: str) -> Callable[[Callable[[Any, Mapping[str, Any]], Term
 
     def decorate(function: Callable[[Any, Mapping[str, Any]], Terms]) -> NamedLoss:
         loss = cast("NamedLoss", function)
-        loss.terms = terms
+        loss.terms, loss.per_token = terms, per_token
         return loss
 
     return decorate
 
 
-@with_terms("loss")
+def _of_logits(logits: Tensor, batch: Mapping[str, Any]) -> tuple[Tensor, Tensor]:
+    return cross_entropy_per_token(logits, batch["labels"])
+
+
+def _of_hidden(output: tuple[Tensor, Tensor], batch: Mapping[str, Any]) -> tuple[Tensor, Tensor]:
+    return linear_cross_entropy_per_token(*output, batch["labels"])
+
+
+@with_terms("loss", per_token=_of_logits)
 def next_token(logits: Tensor, batch: Mapping[str, Any]) -> Terms:
     """Return the summed cross entropy of a batch, for a model that returns logits `[B, S, V]`.
 
@@ -71,7 +88,7 @@ def next_token(logits: Tensor, batch: Mapping[str, Any]) -> Terms:
     return total, {"loss": total.detach()}
 
 
-@with_terms("loss")
+@with_terms("loss", per_token=_of_hidden)
 def next_token_linear(output: tuple[Tensor, Tensor], batch: Mapping[str, Any]) -> Terms:
     """Return what `next_token` does, of hidden states `[B, S, D]` and an output weight `[V, D]`.
 
@@ -130,6 +147,31 @@ def add_terms(*weighted: tuple[NamedLoss, float]) -> NamedLoss:
         return sum(rest, first), {name: value for each in terms for name, value in each.items()}
 
     return total_loss
+
+
+def mean_terms(sums: Mapping[str, Tensor], tokens: Tensor) -> dict[str, Tensor]:
+    """Return the means of summed terms: `name` over `name/count` if there is one, else over tokens.
+
+    Args:
+        sums: Scalars by name, summed over microbatches and ranks.
+        tokens: How many tokens they were summed over; 0 counts as 1, so that a step without any has
+            a loss of 0.
+
+    Returns:
+        The means, without the counts. A term whose own count is 0 is NaN: there was nothing to
+        measure.
+
+    Examples:
+        >>> import torch
+        >>> sums = {"loss": torch.tensor(6.0), "loss/web": torch.tensor(4.0)}
+        >>> mean_terms(sums | {"loss/web/count": torch.tensor(2)}, torch.tensor(4))
+        {'loss': tensor(1.5000), 'loss/web': tensor(2.)}
+    """
+    return {
+        name: total / sums.get(f"{name}/count", tokens.clamp(min=1))
+        for name, total in sums.items()
+        if not name.endswith("/count")
+    }
 
 
 def _check(weighted: tuple[tuple[NamedLoss, float], ...]) -> None:

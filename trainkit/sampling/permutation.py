@@ -1,8 +1,4 @@
-"""Which row at which step: functions of the seed and the step, so no loader state can be lost.
-
-The rows of all epochs form one endless stream, each epoch in an order of its own. Step s takes the
-next piece of it wherever it runs: ranks only decide who computes which of its rows.
-"""
+"""A permutation without a table, and the endless stream of epochs that is made of it."""
 
 from __future__ import annotations
 
@@ -16,7 +12,7 @@ from trainkit.jit import jit
 if TYPE_CHECKING:
     from numpy.typing import ArrayLike
 
-    from trainkit.types import IntArray, Share
+    from trainkit.types import IntArray
 
 ROUNDS = 8
 
@@ -80,60 +76,19 @@ def rows_of_step(step: int, *, rows_per_step: int, num_rows: int, seed: int) -> 
             "rows_of_step: step must be at least 0, rows_per_step and num_rows at least 1, got "
             f"step={step}, rows_per_step={rows_per_step}, num_rows={num_rows}"
         )
-    place, end = step * rows_per_step, (step + 1) * rows_per_step
-    parts = []
+    return draws(step * rows_per_step, rows_per_step, num_rows, seed, "epoch")
+
+
+def draws(place: int, size: int, num_rows: int, *key: int | str) -> IntArray:
+    """Return `size` rows of an endless stream of epochs, from draw `place` on."""
+    parts: list[IntArray] = []
+    end = place + size
     while place < end:
         epoch, first = divmod(place, num_rows)
-        size = min(end - place, num_rows - first)
-        index = np.arange(first, first + size)
-        parts.append(permute(index, num_rows, key_of(seed, "epoch", epoch)))
-        place += size
+        index = np.arange(first, min(first + end - place, num_rows))
+        parts.append(permute(index, num_rows, key_of(*key, epoch)))
+        place += index.size
     return np.concatenate(parts)
-
-
-def share_of_rows(
-    num_rows: int, share: Share, *, rows_per_microbatch: int
-) -> np.ndarray[tuple[int, int], np.dtype[np.int64]]:
-    """Return which rows of a global batch one rank computes, cut into microbatches.
-
-    Rows are dealt in contiguous runs whose sizes differ by at most one, and the shorter are filled
-    with blanks, so that every rank has the same number of microbatches, and the fewest possible.
-
-    Args:
-        num_rows: Rows in the global batch.
-        share: Which rank of how many that read different rows.
-        rows_per_microbatch: Rows in every microbatch.
-
-    Returns:
-        Positions in the global batch, int64 `[microbatches, rows_per_microbatch]`; -1 is a blank
-        row. Over all ranks every position occurs once.
-
-    Raises:
-        ValueError: There are more ranks than rows, no such share, or `rows_per_microbatch`
-            is below 1.
-
-    Examples:
-        >>> from trainkit.types import Share
-        >>> [share_of_rows(3, Share(rank, 2), rows_per_microbatch=1).tolist() for rank in (0, 1)]
-        [[[0], [1]], [[2], [-1]]]
-    """
-    if rows_per_microbatch < 1:
-        raise ValueError(
-            f"share_of_rows: rows_per_microbatch must be at least 1, got {rows_per_microbatch}"
-        )
-    if not 0 <= share.index < share.count:
-        raise ValueError(f"share_of_rows: there is no part {share.index} of {share.count}")
-    if share.count > num_rows:
-        raise ValueError(
-            f"share_of_rows: more ranks than rows: {share.count} ranks that read different rows, "
-            f"{num_rows} rows in the global batch; raise the rows per step, or lower the "
-            "data-parallel degree"
-        )
-    first, end = (-(-num_rows * part // share.count) for part in (share.index, share.index + 1))
-    num_microbatches = -(-num_rows // (share.count * rows_per_microbatch))
-    positions = np.full(num_microbatches * rows_per_microbatch, -1, np.int64)
-    positions[: end - first] = np.arange(first, end)
-    return positions.reshape(num_microbatches, rows_per_microbatch)
 
 
 @jit

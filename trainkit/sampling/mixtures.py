@@ -1,0 +1,349 @@
+"""Mixtures of corpora, in phases: how many rows of which one, at every step, by no chance."""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Mapping, Sequence
+from fractions import Fraction
+from itertools import pairwise
+from typing import TYPE_CHECKING, Any
+
+import attrs
+import numpy as np
+
+from trainkit.jit import jit
+from trainkit.sampling.permutation import draws
+
+if TYPE_CHECKING:
+    from trainkit.types import IntArray
+
+LONGEST_PERIOD = 1 << 20  # a table of as many bytes, made in 0.1 s for 8 corpora
+BLOCK = 1024
+
+
+@attrs.frozen
+class Phase:
+    """From step `start` on: how much of each corpus, and what the learning rate is multiplied by.
+
+    In a later phase `weights` may name only what changes: `make_phases` fills in the rest.
+    """
+
+    start: int
+    weights: Mapping[str, float]
+    lr_scale: float = 1.0
+
+
+def make_phases(*phases: Phase) -> tuple[Phase, ...]:
+    """Return phases whose weights are complete: what one does not name is as in the first.
+
+    Args:
+        phases: The first starts at 0 and names every corpus, with weight 0 those that only come
+            later. Each further one starts later than the one before. Its weights replace the
+            first's, not those of the phase before.
+
+    Returns:
+        As many phases, for `phase_at` and `rows_of_mixture`.
+
+    Raises:
+        ValueError: A start, a name, a weight or an `lr_scale` is out of its range; the message
+            names the phase.
+
+    Examples:
+        >>> phases = make_phases(Phase(0, {"web": 3, "code": 1}), Phase(90, {"code": 9}, 0.5))
+        >>> phases[1].weights
+        {'web': 3, 'code': 9}
+    """
+    _check_starts("make_phases", phases)
+    merged = []
+    for phase in phases:
+        where = f"make_phases: the phase from step {phase.start}"
+        unknown = [name for name in phase.weights if name not in phases[0].weights]
+        if unknown:
+            raise ValueError(
+                f"{where} names {unknown}, which the first does not; name them there, with weight 0"
+            )
+        if not (math.isfinite(phase.lr_scale) and phase.lr_scale >= 0):
+            raise ValueError(f"{where} has lr_scale {phase.lr_scale}; it must be finite, 0 or more")
+        whole = attrs.evolve(phase, weights={**phases[0].weights, **phase.weights})
+        _check_weights(where, whole.weights)
+        merged.append(whole)
+    return tuple(merged)
+
+
+def phase_at(step: int, phases: Sequence[Phase]) -> Phase:
+    """Return the phase of a step: the last that has started.
+
+    Raises:
+        ValueError: `step` is below 0, or the phases do not start at 0 and rise.
+
+    Examples:
+        >>> phases = make_phases(Phase(0, {"web": 1}), Phase(90, {}, lr_scale=0.5))
+        >>> [phase_at(step, phases).lr_scale for step in (0, 89, 90)]
+        [1.0, 1.0, 0.5]
+    """
+    _check_starts("phase_at", phases)
+    if step < 0:
+        raise ValueError(f"phase_at: step must be at least 0, got {step}")
+    return next(phase for phase in reversed(phases) if phase.start <= step)
+
+
+def mixture_weights(weights: Mapping[str, float], *, temperature: float = 1.0) -> dict[str, float]:
+    """Return the probability of each corpus, in proportion to its weight to the power of 1 / T.
+
+    A temperature above 1 moves the mixture towards equal parts; a weight of 0 stays 0 at every
+    temperature.
+
+    Args:
+        weights: Numbers of at least 0, for instance tokens of each corpus; their sum is not 0.
+        temperature: T, above 0.
+
+    Returns:
+        Probabilities by name, in the same order; they add up to 1.
+
+    Raises:
+        ValueError: There is no weight above 0, or a weight or the temperature is out of its range.
+
+    Examples:
+        >>> mixture_weights({"web": 9, "code": 1, "old": 0})
+        {'web': 0.9, 'code': 0.1, 'old': 0.0}
+        >>> mixture_weights({"web": 9, "code": 1, "old": 0}, temperature=2)
+        {'web': 0.75, 'code': 0.25, 'old': 0.0}
+    """
+    _check_weights("mixture_weights", weights)
+    powers = _powers(tuple(weights.values()), temperature)
+    total = math.fsum(powers)
+    return {name: power / total for name, power in zip(weights, powers, strict=True)}
+
+
+def rows_of_mixture(
+    step: int,
+    *,
+    rows_per_step: int,
+    num_rows: Mapping[str, int],
+    phases: Sequence[Phase],
+    seed: int,
+    temperature: float = 1.0,
+) -> IntArray:
+    """Return the rows of global batch `step` of a mixture of corpora.
+
+    Over every prefix of a run with one phase each corpus has been drawn within one row of its part:
+    n rows times its probability. A further phase takes over what those before it owe, as nearly as
+    its period can, so that debts do not add up: over any number of phases two corpora stay within
+    one row of what was asked, eight within two. Nothing is left to chance. The draws of one
+    corpus, counted over all phases, walk through all its rows once per epoch, each epoch in an
+    order of its own.
+
+    The probabilities are fractions of one denominator of at most 2^20: exactly the weights' if they
+    have such (0.7 and 0.3 do), else rounded to it, off by less than a row in a million.
+
+    Args:
+        step: The global batch, from 0.
+        rows_per_step: Rows in the global batch, over all ranks and microbatches.
+        num_rows: Rows of each corpus, in the order in which `join_packed` joins them.
+        phases: What `make_phases` returns. A phase to come changes nothing before it.
+        seed: The run's seed; an epoch's order is made from it, the corpus' name and the epoch's
+            number.
+        temperature: See `mixture_weights`.
+
+    Returns:
+        int64 `[rows_per_step]`, rows of the joined table.
+
+    Raises:
+        ValueError: `step` or a number of rows is out of its range, the phases do not weigh exactly
+            the corpora of `num_rows`, a corpus that has weight has no rows, or a weight comes to
+            less than a row in a million.
+
+    Examples:
+        >>> arguments = dict(rows_per_step=4, num_rows={"web": 6, "code": 2}, seed=0)
+        >>> phases = make_phases(Phase(0, {"web": 3, "code": 1}), Phase(2, {"web": 1}))
+        >>> [rows_of_mixture(step, phases=phases, **arguments).tolist() for step in range(4)]
+        [[0, 5, 6, 4], [2, 1, 7, 3], [3, 6, 0, 7], [1, 6, 4, 7]]
+
+    The guarantee is Tijdeman's, "The chairman assignment problem" (1980).
+    """
+    if step < 0 or rows_per_step < 1:
+        raise ValueError(
+            "rows_of_mixture: step must be at least 0 and rows_per_step at least 1, got "
+            f"step={step}, rows_per_step={rows_per_step}"
+        )
+    _check_sources(num_rows, phases)
+    names, past = list(num_rows), [phase for phase in phases if phase.start <= step]
+    quotas = [
+        _quotas(tuple(names), tuple(phase.weights[name] for name in names), temperature)
+        for phase in past
+    ]
+    ends = [phase.start for phase in past[1:]]
+    done = [(end - phase.start) * rows_per_step for phase, end in zip(past, ends, strict=False)]
+    begin, drawn = _begin(tuple(zip(quotas, done, strict=False)), quotas[-1])
+    place = begin + (step - past[-1].start) * rows_per_step
+    drawn = drawn + _drawn(quotas[-1], place) - _drawn(quotas[-1], begin)
+    order, _ = _cycle(quotas[-1])
+    places = (place + np.arange(rows_per_step)) % order.size
+    chosen, rows, first_row = order[places], np.empty(rows_per_step, np.int64), 0
+    for source, (name, count) in enumerate(num_rows.items()):
+        own = np.flatnonzero(chosen == source)
+        if own.size:
+            rows[own] = first_row + draws(
+                int(drawn[source]), own.size, count, seed, "mixture", name
+            )
+        first_row += count
+    return rows
+
+
+def _check_starts(where: str, phases: Sequence[Phase]) -> None:
+    starts = [phase.start for phase in phases]
+    if starts[:1] != [0] or any(after <= before for before, after in pairwise(starts)):
+        raise ValueError(
+            f"{where}: phases must start at 0 and each later than the one before, got {starts}"
+        )
+
+
+def _check_weights(where: str, weights: Mapping[str, float]) -> None:
+    for name, weight in weights.items():
+        if not (math.isfinite(weight) and weight >= 0):
+            raise ValueError(f"{where}: the weight of {name!r} must be finite, 0 or more: {weight}")
+    if not any(weights.values()):
+        raise ValueError(f"{where}: at least one weight must be above 0, got {dict(weights)}")
+
+
+def _check_sources(num_rows: Mapping[str, int], phases: Sequence[Phase]) -> None:
+    _check_starts("rows_of_mixture", phases)
+    for phase in phases:
+        where = f"rows_of_mixture: the phase from step {phase.start}"
+        if phase.weights.keys() != num_rows.keys():
+            raise ValueError(
+                f"{where} weighs {sorted(phase.weights)}, the corpora are {sorted(num_rows)}; name "
+                "them all (weight 0 leaves one out); make_phases completes later phases"
+            )
+        _check_weights(where, phase.weights)
+        empty = [name for name, weight in phase.weights.items() if weight and num_rows[name] < 1]
+        if empty:
+            raise ValueError(f"{where} gives weight to {empty}, which have no rows")
+
+
+def _powers(weights: Sequence[float], temperature: float) -> tuple[float, ...]:
+    """Raise weights to 1 / temperature, up to a factor; zeros stay."""
+    if not (math.isfinite(temperature) and temperature > 0):
+        raise ValueError(f"mixture_weights: temperature must be above 0, got {temperature}")
+    if temperature == 1:
+        return tuple(float(weight) for weight in weights)
+    largest = max(weights)
+    return tuple((weight / largest) ** (1 / temperature) if weight else 0.0 for weight in weights)
+
+
+@functools.lru_cache(maxsize=256)
+def _quotas(
+    names: tuple[str, ...], weights: tuple[float, ...], temperature: float
+) -> tuple[int, ...]:
+    """Return how many of a period's rows each corpus gets; their sum is the period."""
+    # The text of a float is the shortest decimal fraction that is it: 0.1 is meant as 1/10.
+    powers = [Fraction(str(power)) for power in _powers(weights, temperature)]
+    shares = [power / sum(powers) for power in powers]
+    period = min(LONGEST_PERIOD, math.lcm(*(share.denominator for share in shares)))
+    quotas = [math.floor(share * period) for share in shares]
+    by_remainder = sorted(range(len(shares)), key=lambda i: quotas[i] - shares[i] * period)
+    for source in by_remainder[: period - sum(quotas)]:
+        quotas[source] += 1
+    lost = [name for name, share, quota in zip(names, shares, quotas, strict=True) if share > quota]
+    if lost:
+        raise ValueError(
+            f"rows_of_mixture: the weights of {lost} come to less than one row in {period}; "
+            "make them larger, or 0"
+        )
+    return tuple(quotas)
+
+
+@functools.lru_cache(maxsize=8)
+def _cycle(quotas: tuple[int, ...]) -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]:
+    """Return a period: the source of each row `[D]`, and how often each came before each block."""
+    period, used = sum(quotas), np.flatnonzero(quotas)
+    order = used[_interleave(np.array(quotas)[used], period)]
+    blocks = np.arange(period) // BLOCK * len(quotas) + order
+    counts = np.bincount(blocks, minlength=-(-period // BLOCK) * len(quotas))
+    before = np.zeros((-(-period // BLOCK) + 1, len(quotas)), np.int64)
+    before[1:] = np.cumsum(counts.reshape(-1, len(quotas)), axis=0)
+    return order.astype(np.min_scalar_type(len(quotas) - 1)), before
+
+
+@functools.lru_cache(maxsize=1024)
+def _drawn(quotas: tuple[int, ...], rows: int) -> IntArray:
+    """Return how often each source comes among the first `rows` rows of a phase."""
+    order, before = _cycle(quotas)
+    periods, rest = divmod(rows, order.size)
+    block = rest // BLOCK
+    last = np.bincount(order[block * BLOCK : rest], minlength=len(quotas))
+    return periods * np.array(quotas) + before[block] + last
+
+
+@functools.lru_cache(maxsize=64)
+def _begin(
+    done: tuple[tuple[tuple[int, ...], int], ...], quotas: tuple[int, ...]
+) -> tuple[int, IntArray]:
+    """Return where in its period a phase begins, and how often each source was drawn before it.
+
+    Each phase begins where its period owes each source about what the phases before it still do:
+    beginning anew each time, many short phases could owe one source a row each.
+
+    Args:
+        done: Quotas and rows of the phases before it.
+        quotas: Those of the phase.
+    """
+    begin, drawn, owed = 0, np.zeros(len(quotas), np.int64), [Fraction(0)] * len(quotas)
+    for number, (before, rows) in enumerate(done):
+        here = _drawn(before, begin + rows) - _drawn(before, begin)
+        drawn = drawn + here
+        for source, quota in enumerate(before):
+            owed[source] += Fraction(rows * quota, sum(before)) - int(here[source])
+        following = done[number + 1][0] if number + 1 < len(done) else quotas
+        begin = _nearest_place(following, tuple(map(float, owed)))
+    return begin, drawn
+
+
+@functools.lru_cache(maxsize=4096)
+def _nearest_place(quotas: tuple[int, ...], owed: tuple[float, ...]) -> int:
+    order, _ = _cycle(quotas)
+    return _nearest(order, np.array(quotas), np.array(owed)) if any(owed) else 0
+
+
+@jit
+def _nearest(order: Any, quotas: Any, owed: Any) -> Any:
+    """Return after how many rows of a period it owes the sources most nearly what is given."""
+    debt, best, least = np.zeros(quotas.size), 0, np.inf
+    for row in range(order.size):
+        far = 0.0
+        for source in range(quotas.size):
+            if quotas[source] > 0:
+                far = max(far, abs(debt[source] - owed[source]))
+        if far < least - 1e-9:
+            best, least = row, far
+        for source in range(quotas.size):
+            debt[source] += quotas[source] / order.size
+        debt[order[row]] -= 1
+    return best
+
+
+@jit
+def _interleave(quotas: Any, period: int) -> Any:
+    """Return which source each row of a period comes from; each comes `quotas[source]` times.
+
+    A source may be drawn from row `release` on and must be by row `deadline`, counted from 1: then
+    it is off by at most 1 - 1 / slack of a row. Of those that may, the one that must first is.
+    """
+    slack = max(2 * quotas.size - 2, 2)
+    order = np.empty(period, np.int64)
+    drawn, release, deadline = np.zeros((3, quotas.size), np.int64)
+    for source in range(quotas.size):
+        release[source] = (period - 1) // (slack * quotas[source]) + 1
+        deadline[source] = (slack - 1) * period // (slack * quotas[source])
+    for row in range(period):
+        best = -1
+        for source in range(quotas.size):
+            if release[source] <= row + 1 and (best < 0 or deadline[source] < deadline[best]):
+                best = source
+        order[row] = best
+        drawn[best] += 1
+        begun = slack * drawn[best] * period
+        release[best] = (begun + period - 1) // (slack * quotas[best]) + 1
+        deadline[best] = (begun + (slack - 1) * period) // (slack * quotas[best])
+    return order
