@@ -1,0 +1,434 @@
+"""Conversations: from messages to tokens with a mask that trains on chosen turns.
+
+A template (`trainkit.chat.templates`) renders the messages in pieces that say whose they are. The
+whole text is tokenised once, and a token is trained on when all its characters lie in what a chosen
+message said, its stop token included.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import TYPE_CHECKING, Any, Literal
+
+import numpy as np
+
+from trainkit.chat.messages import checked_messages, tools_of
+from trainkit.chat.templates import chatml
+from trainkit.types import DataError, Sample
+
+if TYPE_CHECKING:
+    from trainkit.chat.messages import Message
+    from trainkit.chat.templates import Piece, Template
+    from trainkit.types import IntArray, Tokenizer
+
+Train = Literal["assistant", "last"] | Sequence[int] | Callable[[int, Mapping[str, Any]], bool]
+"""Which messages are trained on: all of the assistant's, its last, those with these numbers, or
+those for which `train(number, message)` is true.
+"""
+
+_PROBE = "\u00a4"
+_SHAREGPT = {
+    "system": "system",
+    "human": "user",
+    "user": "user",
+    "gpt": "assistant",
+    "assistant": "assistant",
+    "tool": "tool",
+    "observation": "tool",
+}
+
+
+def encode_chat(
+    messages: Sequence[Message],
+    tokenizer: Tokenizer,
+    *,
+    template: Template = chatml,
+    train: Train = "assistant",
+    max_length: int | None = None,
+    tools: Sequence[Mapping[str, Any]] | None = None,
+    overlong: Literal["error", "drop"] = "error",
+    counts: Counter[str] | None = None,
+) -> Sample:
+    """Return the tokens of a conversation, and which of them are trained on.
+
+    Trained on is what a chosen message says (its words, its calls and its stop token), never a
+    header, nor what stands after the stop token. A token that lies only partly inside is not
+    trained on: the model will never be asked for it, since a prompt ends with the whole header.
+    With a tokenizer that has `encode_with_offsets` the tokens are those of the whole text, as in
+    `transformers`; with another each piece is encoded by itself.
+
+    Args:
+        messages: Mappings with `role` and `content` (a text, or parts of text); an assistant's may
+            have `tool_calls` and `reasoning_content`, and any may have a `weight` of 0 or 1, where
+            0 leaves it untrained.
+        tokenizer: Anything with `encode`; no special token is added but those of the template.
+        template: How messages become text: `chatml`, `llama3`, `qwen3`, or a `jinja_template`.
+        train: Which messages are trained on; see `Train`.
+        max_length: The most tokens. A longer conversation ends with the last turn trained on that
+            fits whole: no half turn is trained, and none is kept.
+        tools: JSON schemas of the functions that the conversation may call.
+        overlong: What becomes of a conversation of which no trained turn fits: "error", or "drop",
+            which gives no tokens.
+        counts: Where to add up what happened: `conversations`, `truncated`, `turns_lost` (trained
+            turns beyond `max_length`) and `dropped`.
+
+    Returns:
+        The sample: tokens int64 `[N]`, trained bool `[N]`.
+
+    Raises:
+        DataError: A message is wrong, the template does not show it, or no trained turn fits. The
+            message says which.
+        ValueError: An argument is out of its range.
+
+    Effects:
+        Adds to `counts`, if there is one.
+
+    Examples:
+        >>> from trainkit.tokenizers import byte_tokenizer
+        >>> from trainkit.chat.templates import CHATML_SPECIAL
+        >>> tokenizer = byte_tokenizer(CHATML_SPECIAL)
+        >>> messages = [{"role": "user", "content": "1+1?"}, {"role": "assistant", "content": "2"}]
+        >>> sample = encode_chat(messages, tokenizer)
+        >>> len(sample.tokens), sample.tokens[sample.trained]
+        (26, array([ 50, 260]))
+    """
+    _check_lengths("encode_chat", max_length, overlong)
+    checked = checked_messages(messages)
+    chosen = _chosen(checked, train)
+    pieces = template(checked, tools=tools)
+    turns = _turns(pieces, chosen, checked)
+    tokens, begins, ends = _tokenised(tokenizer, pieces)
+    trained = _inside(turns, begins, ends)
+    keep, lost = len(tokens), 0
+    if max_length is not None and len(tokens) > max_length:
+        last_tokens = np.searchsorted(ends, [turn[-1][1] for turn in turns], side="right")
+        fitting = last_tokens[last_tokens <= max_length]
+        keep, lost = int(fitting.max(initial=0)), len(turns) - len(fitting)
+        if keep == 0 and overlong == "error":
+            raise DataError(
+                f"encode_chat: of {len(turns)} turns to train on none fits: the first ends after "
+                f"{last_tokens.min(initial=len(tokens))} tokens, max_length is {max_length}",
+                got=len(tokens),
+                want=max_length,
+                hint='raise max_length, or ask for overlong="drop"',
+            )
+    if counts is not None:
+        counts["conversations"] += 1
+        counts["truncated"] += 0 < keep < len(tokens)
+        counts["dropped"] += keep == 0
+        counts["turns_lost"] += lost
+    return Sample(tokens[:keep], trained[:keep])
+
+
+def chat_encoder(
+    tokenizer: Tokenizer,
+    *,
+    template: Template = chatml,
+    field: str | Callable[[Mapping[str, Any]], Sequence[Message]] = "messages",
+    train: Train = "assistant",
+    max_length: int | None = None,
+    overlong: Literal["error", "drop"] = "error",
+    check: bool = True,
+    counts: Counter[str] | None = None,
+) -> Callable[[Mapping[str, Any]], Sample]:
+    """Return the function from a record to its sample, for `open_corpus(encode=)` and the like.
+
+    Args:
+        tokenizer: As in `encode_chat`.
+        template: As in `encode_chat`.
+        field: The record's field that holds the messages, or a function that finds them, such as
+            `from_sharegpt`. Its field `tools`, if any, is a list of JSON schemas, or JSON of one.
+        train: As in `encode_chat`.
+        max_length: As in `encode_chat`.
+        overlong: As in `encode_chat`.
+        check: Whether each sample has to pass `check_mask`.
+        counts: As in `encode_chat`; one of the encoder's own by default.
+
+    Returns:
+        `encode(record) -> Sample`, with the tokenizer's `vocab_size` and the `counts` as its
+        attributes. It raises `DataError` for a record that is wrong.
+
+    Raises:
+        ValueError: An argument is out of its range, or the tokenizer has no token for the stop
+            token of the template.
+
+    Examples:
+        >>> from trainkit.tokenizers import byte_tokenizer
+        >>> from trainkit.chat.templates import CHATML_SPECIAL
+        >>> encode = chat_encoder(byte_tokenizer(CHATML_SPECIAL), train="last")
+        >>> said = [("user", "a"), ("assistant", "b"), ("user", "c"), ("assistant", "d")]
+        >>> sample = encode({"messages": [{"role": r, "content": c} for r, c in said]})
+        >>> sample.tokens[sample.trained]
+        array([100, 260])
+    """
+    _check_lengths("chat_encoder", max_length, overlong)
+    counts = Counter() if counts is None else counts
+    encode = partial(
+        _encode_record,
+        tokenizer=tokenizer,
+        field=field,
+        stop=stop_ids(tokenizer, template) if check else None,
+        template=template,
+        train=train,
+        max_length=max_length,
+        overlong=overlong,
+        counts=counts,
+    )
+    vars(encode).update(vocab_size=getattr(tokenizer, "vocab_size", None), counts=counts)
+    return encode
+
+
+def from_sharegpt(record: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """Return the messages of a record in ShareGPT's form: `conversations` of `from` and `value`.
+
+    Raises:
+        DataError: There are no conversations, or one of them has no `value`, or a `from` that is
+            not one of human, gpt, system, tool and their like.
+
+    Examples:
+        >>> from_sharegpt({"conversations": [{"from": "human", "value": "hi"}]})
+        [{'role': 'user', 'content': 'hi'}]
+    """
+    turns = record.get("conversations")
+    if not isinstance(turns, Sequence) or isinstance(turns, str):
+        raise DataError(
+            f"from_sharegpt: the record has no list `conversations`; it has {', '.join(record)}"
+        )
+    messages = []
+    if record.get("system"):
+        messages.append({"role": "system", "content": record["system"]})
+    for i, turn in enumerate(turns):
+        role = _SHAREGPT.get(turn.get("from", "")) if isinstance(turn, Mapping) else None
+        if role is None or "value" not in turn:
+            raise DataError(
+                f"from_sharegpt: turn {i} must have a `value`, and a `from` that is one of "
+                f"{', '.join(_SHAREGPT)}; got {turn!r}",
+                where=i,
+                got=turn,
+            )
+        messages.append({"role": role, "content": turn["value"]})
+    return messages
+
+
+def stop_ids(tokenizer: Tokenizer, template: Template = chatml) -> tuple[int, ...]:
+    """Return the token that ends an assistant's turn: where generation stops.
+
+    Raises:
+        ValueError: The template ends a turn with nothing, or the tokenizer has no single token for
+            it.
+
+    Examples:
+        >>> from trainkit.tokenizers import byte_tokenizer
+        >>> from trainkit.chat.templates import CHATML_SPECIAL
+        >>> stop_ids(byte_tokenizer(CHATML_SPECIAL))
+        (260,)
+    """
+    probe = [{"role": "user", "content": "?"}, {"role": "assistant", "content": _PROBE}]
+    said = [piece.text for piece in template(probe) if piece.body and piece.message == 1]
+    stop = "".join(said).rpartition(_PROBE)[2].strip()
+    if not stop:
+        raise ValueError("stop_ids: the template ends an assistant's turn without a stop token")
+    ids = tuple(int(i) for i in tokenizer.encode(stop))
+    if len(ids) != 1:
+        raise ValueError(
+            f"stop_ids: the template ends a turn with {stop}, for which the tokenizer has "
+            f"{len(ids)} tokens, where one is needed; give it the template's special tokens, as in "
+            "byte_tokenizer(CHATML_SPECIAL)"
+        )
+    return ids
+
+
+def check_mask(sample: Sample, *, stop_ids: Sequence[int]) -> None:
+    """Refuse a sample whose mask is empty or full, or never trains a stop token.
+
+    A model that is trained on the first learns nothing, on the second to ask the questions too, on
+    the third never to stop.
+
+    Args:
+        sample: The tokens and which are trained on.
+        stop_ids: The tokens that end a turn; see `stop_ids`.
+
+    Raises:
+        DataError: It is one of those; the message says how many tokens there are.
+
+    Examples:
+        >>> check_mask(Sample(np.arange(3), np.zeros(3, bool)), stop_ids=[2])
+        Traceback (most recent call last):
+        ...
+        trainkit.types.DataError: check_mask: of 3 tokens none is trained on
+    """
+    count, total = int(np.count_nonzero(sample.trained)), len(sample.tokens)
+    if len(sample.trained) != total:
+        raise DataError(f"check_mask: {total} tokens have a mask of {len(sample.trained)}")
+    if count == 0:
+        raise DataError(f"check_mask: of {total} tokens none is trained on", got=0)
+    if count == total:
+        raise DataError(f"check_mask: all {total} tokens are trained on, the prompt too", got=count)
+    is_stop = np.isin(sample.tokens, np.asarray(stop_ids, np.int64))
+    if not (is_stop & np.asarray(sample.trained, bool)).any():
+        raise DataError(
+            f"check_mask: of {count} trained tokens none is a stop token ({list(stop_ids)}); "
+            f"{int(is_stop.sum())} stand among the {total} tokens",
+            got=0,
+        )
+
+
+def show_mask(sample: Sample, tokenizer: Tokenizer, *, colour: bool = True) -> str:
+    """Return a sample as text, with what is trained on in green, or between `[[` and `]]`.
+
+    Special tokens are shown, though `decode` drops them.
+
+    Examples:
+        >>> from trainkit.tokenizers import byte_tokenizer
+        >>> sample = Sample(np.array([104, 105]), np.array([False, True]))
+        >>> show_mask(sample, byte_tokenizer(), colour=False)
+        'h[[i]]'
+    """
+    begin, end = ("\x1b[32m", "\x1b[0m") if colour else ("[[", "]]")
+    parts = [
+        f"{begin}{text}{end}" if trained else text
+        for trained, text in mask_parts(sample, tokenizer)
+    ]
+    return "".join(parts)
+
+
+def mask_parts(sample: Sample, tokenizer: Tokenizer) -> list[tuple[bool, str]]:
+    """Return a sample in runs of (trained on or not, text), to draw it in a way of your own.
+
+    Examples:
+        >>> from trainkit.tokenizers import byte_tokenizer
+        >>> mask_parts(Sample(np.array([104, 105]), np.array([False, True])), byte_tokenizer())
+        [(False, 'h'), (True, 'i')]
+    """
+    pairs = zip(sample.trained.astype(bool).tolist(), sample.tokens.tolist(), strict=True)
+    runs = itertools.groupby(pairs, key=lambda pair: pair[0])
+    return [(trained, _shown(tokenizer, [i for _, i in run])) for trained, run in runs]
+
+
+def _shown(tokenizer: Tokenizer, ids: list[int]) -> str:
+    """Decode a run; tokens that decode to nothing, as special ones do, show their own text."""
+    name_of: Callable[[list[int]], list[str]] | None = getattr(tokenizer, "pieces", None)
+    texts: list[str] = []
+    for special, run in itertools.groupby(ids, key=lambda i: not tokenizer.decode([i])):
+        part = list(run)
+        if not special:
+            texts.append(tokenizer.decode(part))
+        else:
+            texts += [f"<{i}>" for i in part] if name_of is None else name_of(part)
+    return "".join(texts)
+
+
+def _encode_record(
+    record: Mapping[str, Any],
+    *,
+    tokenizer: Tokenizer,
+    field: str | Callable[[Mapping[str, Any]], Sequence[Message]],
+    stop: Sequence[int] | None,
+    **options: Any,
+) -> Sample:
+    if isinstance(field, str):
+        if field not in record:
+            hint = "; take field=from_sharegpt" if "conversations" in record else ""
+            raise DataError(
+                f"chat_encoder: the record has no field {field!r}; it has "
+                f"{', '.join(record)}{hint}",
+                want=field,
+            )
+        messages = record[field]
+    else:
+        messages = field(record)
+    sample = encode_chat(messages, tokenizer, tools=tools_of(record), **options)
+    if stop is not None and len(sample.tokens):
+        check_mask(sample, stop_ids=stop)
+    return sample
+
+
+def _check_lengths(by: str, max_length: int | None, overlong: str) -> None:
+    if max_length is not None and max_length < 1:
+        raise ValueError(f"{by}: max_length must be at least 1, got {max_length}")
+    if overlong not in ("error", "drop"):
+        raise ValueError(f'{by}: overlong must be "error" or "drop", got {overlong!r}')
+
+
+def _chosen(messages: Sequence[Message], train: Train) -> set[int]:
+    """Return the numbers of the messages to train on; a weight of 0 takes one out."""
+    answers = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
+    if isinstance(train, str) and train in ("assistant", "last"):
+        chosen = set(answers if train == "assistant" else answers[-1:])
+    elif isinstance(train, str):
+        raise ValueError(
+            f'encode_chat: train must be "assistant", "last", numbers of messages, or a function, '
+            f"got {train!r}"
+        )
+    elif callable(train):
+        chosen = {i for i, message in enumerate(messages) if train(i, message)}
+    else:
+        chosen = set(train)
+        if not chosen <= set(range(len(messages))):
+            raise ValueError(
+                f"encode_chat: train asks for the messages {sorted(chosen)}; there are "
+                f"{len(messages)}, numbered from 0"
+            )
+    for i, message in enumerate(messages):
+        if message.get("weight", 1) not in (0, 1):
+            raise DataError(
+                f"message {i} ({message['role']}) has the weight {message['weight']!r}; it must be "
+                "0 or 1",
+                where=i,
+                got=message["weight"],
+            )
+    return {i for i in chosen if messages[i].get("weight", 1)}
+
+
+def _turns(
+    pieces: Sequence[Piece], chosen: set[int], messages: Sequence[Message]
+) -> list[list[tuple[int, int]]]:
+    """Return the ranges of characters [begin, end) that each chosen message said, in order."""
+    said: dict[int, list[tuple[int, int]]] = {i: [] for i in sorted(chosen)}
+    end = 0
+    for piece in pieces:
+        begin, end = end, end + len(piece.text)
+        if piece.body and piece.message in said:
+            ranges = said[piece.message]
+            if ranges and ranges[-1][1] == begin:  # a token may lie in both
+                begin = ranges.pop()[0]
+            ranges.append((begin, end))
+    for i in (i for i, ranges in said.items() if not ranges):
+        raise DataError(
+            f"message {i} ({messages[i]['role']}) is not to be found in what the template renders, "
+            "so it cannot be trained on; leave it out by its weight or by train=",
+            where=i,
+        )
+    return list(said.values())
+
+
+def _tokenised(
+    tokenizer: Tokenizer, pieces: Sequence[Piece]
+) -> tuple[IntArray, IntArray, IntArray]:
+    """Return the tokens of the pieces, and the characters [begin, end) that each belongs to."""
+    encode = getattr(tokenizer, "encode_with_offsets", None)
+    if encode is not None:
+        ids, offsets = encode("".join(piece.text for piece in pieces))
+        places = np.asarray(offsets, np.int64).reshape(-1, 2)
+        # Some tokenizers trim blanks off a token's place: they are the next token's.
+        ends = np.maximum.accumulate(places[:, 1])
+        begins = np.minimum(places[:, 0], np.concatenate([[0], ends[:-1]])) if len(ids) else ends
+        return np.asarray(ids, np.int64), begins, ends
+    parts = [tokenizer.encode(piece.text) for piece in pieces]
+    counts = [len(part) for part in parts]
+    edges = np.cumsum([0, *(len(piece.text) for piece in pieces)], dtype=np.int64)
+    tokens = np.concatenate([np.array([], np.int64), *(np.asarray(p, np.int64) for p in parts)])
+    return tokens, np.repeat(edges[:-1], counts), np.repeat(edges[1:], counts)
+
+
+def _inside(
+    turns: Sequence[Sequence[tuple[int, int]]], begins: IntArray, ends: IntArray
+) -> np.ndarray[Any, Any]:
+    """Say which tokens lie inside one range of a turn: bool `[N]`; one without letters does not."""
+    inside = np.zeros(len(begins), dtype=bool)
+    for begin, end in itertools.chain(*turns):
+        inside |= (begins >= begin) & (ends <= end) & (begins < ends)
+    return inside

@@ -1,0 +1,30 @@
+"""Tokenizers: from text to ids and back. Anything with `encode` and `decode` is one."""
+
+from __future__ import annotations
+
+from trainkit.tokenizers.bytes import (
+    CHAT_SPECIAL,
+    ByteTokenizer,
+    byte_tokenizer,
+    covered_hashes,
+    encode_document,
+    open_tokenizer,
+    text_encoder,
+    tokenizer_hash,
+)
+from trainkit.tokenizers.hf import HFTokenizer, hf_tokenizer, save_tokenizer, train_bpe
+
+__all__ = [
+    "CHAT_SPECIAL",
+    "ByteTokenizer",
+    "HFTokenizer",
+    "byte_tokenizer",
+    "covered_hashes",
+    "encode_document",
+    "hf_tokenizer",
+    "open_tokenizer",
+    "save_tokenizer",
+    "text_encoder",
+    "tokenizer_hash",
+    "train_bpe",
+]

@@ -1,0 +1,334 @@
+"""Tokenizers that a `tokenizer.json` of the `tokenizers` library describes: read, trained, written.
+
+Their ids are those that `transformers` gives for the same text without its own special tokens.
+"""
+
+from __future__ import annotations
+
+import os
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import attrs
+import orjson
+
+from trainkit.files import disk_errors, replacing
+from trainkit.types import ConfigError, DataError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator, Mapping, Sequence
+
+BOS, EOS, PAD = "<|bos|>", "<|eos|>", "<|pad|>"
+"""The special tokens of trainkit's own tokenizers: a document's begin, its end, and padding."""
+
+Offsets = list[tuple[int, int]]
+"""Where in a text each token stands: (begin, end) in characters."""
+
+_ROLES = {"bos": BOS, "eos": EOS, "pad": PAD}
+
+# A word with the blank before it; one to three digits; a run of other signs; line ends with the
+# blank lines before them; blanks, except the one that goes with what follows. Numbers are cut from
+# the left, and code keeps its indentation in one piece.
+_PIECES = r" ?[\p{L}\p{M}]+|\p{N}{1,3}| ?[^\s\p{L}\p{M}\p{N}]+|\s*[\r\n]|\s+(?!\S)|\s+"
+
+
+@attrs.frozen(eq=False)
+class HFTokenizer:
+    """What a `tokenizer.json` says, read by the `tokenizers` library.
+
+    Attributes:
+        backend: The `tokenizers.Tokenizer`, without truncation and padding.
+        vocab_size: The largest id, of added tokens too, and one.
+        special_ids: The id of each special token, by its text.
+        bos_id: The token before a document, or None; `eos_id` and `pad_id` likewise.
+    """
+
+    backend: Any
+    vocab_size: int
+    special_ids: Mapping[str, int]
+    bos_id: int | None = None
+    eos_id: int | None = None
+    pad_id: int | None = None
+
+    @property
+    def identity(self) -> str:
+        """A text that changes with the ids it gives."""
+        return f"{self.backend.to_str()} {self.bos_id} {self.eos_id} {self.pad_id}"
+
+    def encode(self, text: str) -> list[int]:
+        """Return the ids of a text; special tokens in it are read as such, and none is added."""
+        return self.backend.encode(text, add_special_tokens=False).ids
+
+    def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
+        """Return what `encode` does of each text, faster: on all cores, where that is allowed."""
+        encodings = self.backend.encode_batch_fast(list(texts), add_special_tokens=False)
+        return [encoding.ids for encoding in encodings]
+
+    def encode_with_offsets(self, text: str) -> tuple[list[int], Offsets]:
+        """Return the ids, and of each the characters `[begin, end)` that it belongs to."""
+        encoding = self.backend.encode(text, add_special_tokens=False)
+        return encoding.ids, encoding.offsets
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """Return the text of ids, without special tokens."""
+        return self.backend.decode([int(i) for i in ids], skip_special_tokens=True)
+
+    def pieces(self, ids: Sequence[int]) -> list[str]:
+        """Return a text for each id alone: `<0xC3>` for bytes that are no character."""
+        added = {i: token.content for i, token in self.backend.get_added_tokens_decoder().items()}
+        byte_of = _byte_of_letter() if _is_byte_level(self.backend) else {}
+        return [
+            added[i] if i in added else _piece(self.backend.id_to_token(i), byte_of)
+            for i in map(int, ids)
+        ]
+
+
+def hf_tokenizer(
+    source: Any, *, bos: str | None = None, eos: str | None = None, pad: str | None = None
+) -> HFTokenizer:
+    """Return the tokenizer of a `tokenizer.json`: the ids are those that `transformers` gives.
+
+    Which of its tokens begin and end a document follows from the arguments, or else from
+    `tokenizer_config.json` or `special_tokens_map.json` beside it, or else from the names
+    `<|bos|>`, `<|eos|>` and `<|pad|>`, which trainkit's own have. Nothing is guessed: a role that
+    nobody names is None.
+
+    Args:
+        source: A `tokenizer.json`, a folder that holds one, a `tokenizers.Tokenizer`, or a fast
+            tokenizer of `transformers`. An object is copied, never changed.
+        bos: The text of the token that begins a document.
+        eos: Of the token that ends one.
+        pad: Of the token that pads.
+
+    Raises:
+        DataError: The file is missing or no tokenizer, its ids would not be the same each time, or
+            a token that it names is not in its vocabulary.
+        ConfigError: The library is missing: `pip install "trainkit-lm[hf]"`.
+
+    Examples:
+        >>> tokenizer = train_bpe(["one two three"], vocab_size=300)
+        >>> hf_tokenizer(tokenizer.backend).encode("two") == tokenizer.encode("two")
+        True
+    """
+    with _needs_hf():
+        import tokenizers  # noqa: PLC0415 - an extra
+    config: dict[str, Any] = {}
+    if isinstance(source, str | Path):
+        path = Path(source)
+        path = path / "tokenizer.json" if path.is_dir() else path
+        name, text, config = str(path), _text_of(path), _roles_beside(path)
+    else:
+        name = type(source).__name__
+        roles = {f"{role}_token": getattr(source, f"{role}_token", None) for role in _ROLES}
+        config = {role: token for role, token in roles.items() if token}
+        text = getattr(source, "backend_tokenizer", source).to_str()
+    try:
+        backend = tokenizers.Tokenizer.from_str(text)
+    except Exception as error:
+        raise DataError(f"{name}: no tokenizer.json: {error}", where=name) from error
+    if getattr(backend.model, "dropout", None):
+        raise DataError(
+            f"{name}: it drops merges at random (dropout {backend.model.dropout}), so its ids "
+            'differ each time; set "dropout" to null',
+            where=name,
+        )
+    backend.no_truncation()
+    backend.no_padding()
+    _add_from_config(backend, config, name)
+    vocabulary = backend.get_vocab(with_added_tokens=True)
+    asked = {"bos": bos, "eos": eos, "pad": pad}
+    roles = {
+        f"{role}_id": _id_of(vocabulary, asked[role] or config.get(f"{role}_token"), own, name)
+        for role, own in _ROLES.items()
+    }
+    added = sorted(backend.get_added_tokens_decoder().items())
+    special = {token.content: i for i, token in added if token.special}
+    return HFTokenizer(backend, max(vocabulary.values()) + 1, special, **roles)
+
+
+def train_bpe(
+    texts: Iterable[str], *, vocab_size: int, special: Sequence[str] = (BOS, EOS, PAD)
+) -> HFTokenizer:
+    """Return a byte-level BPE trained on texts; it encodes every text without loss.
+
+    A text is first cut into words with the blank before them, groups of one to three digits, runs
+    of other signs, and blanks; tokens never cross these cuts. The same texts in the same order give
+    the same tokenizer. Byte pair encoding of words: Sennrich, Haddow and Birch, 2016; over bytes:
+    Radford et al., 2019.
+
+    Args:
+        texts: The texts, read once.
+        vocab_size: The number of ids at most, special tokens and the 256 bytes included: fewer,
+            where the texts have too few pairs that occur twice.
+        special: Special tokens, with ids from 0 on. `<|bos|>`, `<|eos|>` and `<|pad|>` among them
+            begin, end and pad documents.
+
+    Raises:
+        ValueError: `vocab_size` is below 256 and the special tokens, or there is no text.
+        ConfigError: The library is missing: `pip install "trainkit-lm[hf]"`.
+
+    Examples:
+        >>> tokenizer = train_bpe(["low lower lowest"] * 3, vocab_size=270)
+        >>> tokenizer.pieces(tokenizer.encode("lowest"))
+        ['low', 'e', 'st']
+        >>> tokenizer.decode(tokenizer.encode("7 °C"))
+        '7 °C'
+    """
+    with _needs_hf():
+        from tokenizers import (  # noqa: PLC0415 - an extra
+            Regex,
+            Tokenizer,
+            decoders,
+            models,
+            pre_tokenizers,
+            trainers,
+        )
+    least = 256 + len(special)
+    if vocab_size < least:
+        raise ValueError(
+            f"train_bpe: vocab_size must be at least {least}, for 256 bytes and {len(special)} "
+            f"special tokens; got {vocab_size}"
+        )
+    first = next(texts := iter(texts), None)
+    if first is None:
+        raise ValueError("train_bpe: there is no text to train on")
+    backend = Tokenizer(models.BPE())
+    cut = pre_tokenizers.Split(Regex(_PIECES), behavior="isolated")
+    as_bytes = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    backend.pre_tokenizer = pre_tokenizers.Sequence([cut, as_bytes])
+    backend.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size,
+        min_frequency=2,
+        special_tokens=list(special),
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    backend.train_from_iterator((text for part in ([first], texts) for text in part), trainer)
+    return hf_tokenizer(backend)
+
+
+def save_tokenizer(tokenizer: HFTokenizer, path: str | os.PathLike[str]) -> None:
+    """Write a tokenizer into one file, a `tokenizer.json`, whole or not at all.
+
+    Raises:
+        DiskError: The file cannot be written.
+
+    Effects:
+        Writes `path`, through a temporary file beside it.
+    """
+    text = tokenizer.backend.to_str(pretty=True)
+    with (
+        replacing(Path(path), by="save_tokenizer") as file,
+        disk_errors(Path(path), by="save_tokenizer", needed=len(text)),
+    ):
+        file.write(text.encode())
+
+
+@contextmanager
+def _needs_hf() -> Iterator[None]:
+    try:
+        yield
+    except ImportError as error:
+        command = 'pip install "trainkit-lm[hf]"'
+        raise ConfigError(f"{error.name} is missing: {command}", hint=command) from error
+
+
+def _text_of(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except OSError as error:
+        raise DataError(f"{path}: {error.strerror}", where=path) from error
+    except UnicodeDecodeError as error:
+        raise DataError(
+            f"{path}: no tokenizer.json: invalid UTF-8 at byte {error.start}", where=path
+        ) from error
+
+
+def _roles_beside(path: Path) -> dict[str, Any]:
+    """Return what the two files beside a tokenizer.json say; the configuration goes first."""
+    merged: dict[str, Any] = {}
+    for name in ("special_tokens_map.json", "tokenizer_config.json"):
+        file = path.with_name(name)
+        if not file.exists():
+            continue
+        try:
+            found = orjson.loads(_text_of(file))
+        except orjson.JSONDecodeError as error:
+            raise DataError(f"{file}: bad JSON: {error}", where=file) from error
+        if not isinstance(found, dict):
+            raise DataError(f"{file}: no JSON object but {type(found).__name__}", where=file)
+        merged |= {key: value for key, value in found.items() if value is not None}
+    return merged
+
+
+def _add_from_config(backend: Any, config: Mapping[str, Any], name: str) -> None:
+    """Add the tokens that only the configuration lists, at the ids that it gives them."""
+    from tokenizers import AddedToken  # noqa: PLC0415 - an extra
+
+    listed = config.get("added_tokens_decoder", {})
+    for want, facts in sorted((int(i), facts) for i, facts in listed.items()):
+        content = facts["content"]
+        if backend.token_to_id(content) is None:
+            flags = {k: v for k, v in facts.items() if k != "content"}
+            backend.add_tokens([AddedToken(content, **flags)])
+        if (got := backend.token_to_id(content)) != want:
+            raise DataError(
+                f"{name}: its configuration gives {content!r} the id {want}, but it is {got}",
+                where=name,
+                got=got,
+                want=want,
+            )
+
+
+def _id_of(vocabulary: Mapping[str, int], token: Any, own: str, name: str) -> int | None:
+    """Return the id of a role's token; that of trainkit's own name, or None, where none is named.
+
+    A token stands in a configuration as a text or as an object with its `content`.
+    """
+    if token is None:
+        return vocabulary.get(own)
+    text = str(token["content"] if isinstance(token, dict) else token)
+    if text not in vocabulary:
+        raise DataError(
+            f"{name}: the token {text!r} is not in its vocabulary of {len(vocabulary)}",
+            where=name,
+            want=text,
+        )
+    return vocabulary[text]
+
+
+def _is_byte_level(backend: Any) -> bool:
+    """Say whether the letters of its tokens stand for bytes."""
+    return '"ByteLevel"' in orjson.dumps(orjson.loads(backend.to_str())["decoder"]).decode()
+
+
+def _byte_of_letter() -> dict[str, int]:
+    """Return which byte each letter stands for, in the vocabularies of byte-level BPE.
+
+    Bytes that Latin-1 prints stand for themselves, the others in order for U+0100 and above.
+    """
+    shown = {*range(33, 127), *range(161, 173), *range(174, 256)}
+    others = [byte for byte in range(256) if byte not in shown]
+    return {chr(b): b for b in shown} | {chr(256 + i): b for i, b in enumerate(others)}
+
+
+def _piece(token: str, byte_of: Mapping[str, int]) -> str:
+    if not byte_of.keys() >= set(token):
+        return token.replace("\u2581", " ")  # how SentencePiece writes a blank
+    data = bytes(byte_of[letter] for letter in token)
+    try:
+        return data.decode()
+    except UnicodeDecodeError:
+        return "".join(map(byte_name, data))
+
+
+def byte_name(byte: int) -> str:
+    """Return a text for one byte: `<0xC3>` where it is no character by itself.
+
+    Examples:
+        >>> byte_name(65), byte_name(195)
+        ('A', '<0xC3>')
+    """
+    return chr(byte) if byte < 128 else f"<0x{byte:02X}>"
