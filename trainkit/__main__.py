@@ -8,10 +8,11 @@ from typing import NoReturn
 
 import orjson
 
-from trainkit.commands import checkpoint
+from trainkit.commands import checkpoint, data, plan, prepare
+from trainkit.runtime import error_code
 from trainkit.types import ConfigError
 
-COMMANDS = {"checkpoint": checkpoint}
+COMMANDS = {"checkpoint": checkpoint, "data": data, "plan": plan, "prepare": prepare}
 
 
 class _Parser(argparse.ArgumentParser):
@@ -38,8 +39,10 @@ def main(argv: list[str] | None = None) -> int:
     try:
         options = _parser().parse_args(argv)
         report, code = COMMANDS[options.command].run(options)
-    except ValueError as error:
-        report, code = {"error": str(error)}, getattr(error, "code", 64)
+    except (ValueError, OSError) as error:
+        hint = getattr(error, "hint", None)
+        report = {"error": str(error)} | ({"hint": hint} if hint else {})
+        code = error_code(error)
     sys.stdout.buffer.write(orjson.dumps(report, option=orjson.OPT_INDENT_2) + b"\n")
     return code
 

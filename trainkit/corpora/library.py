@@ -8,7 +8,7 @@ import warnings
 from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING, Any
 
-from trainkit.data.text import directory_texts, read_text
+from trainkit.corpora.text import directory_texts, read_text
 from trainkit.types import DataError
 
 if TYPE_CHECKING:

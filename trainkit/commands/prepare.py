@@ -1,0 +1,293 @@
+"""`python -m trainkit prepare SOURCE --out FILE.tokens`: text into a token file, in parallel.
+
+What it does is `trainkit.prepare.prepare_corpus`; here are its flags, its progress, and the
+tokenizer.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from fnmatch import fnmatchcase
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import attrs
+
+from trainkit.types import ConfigError, DataError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+    from trainkit.prepare.prepare import Prepared, Progress
+    from trainkit.types import Tokenizer
+
+_TEMPLATES = ("chatml", "llama3", "qwen3")
+_SAMPLE = 256 << 20  # characters of text that a BPE is trained on at most
+_INTERRUPTED = 76
+
+_EPILOG = """\
+A source is a directory of text files (each one document), a file of .jsonl, .parquet or .arrow
+(each line or row one), or a directory of such files. Nothing is skipped: a document that cannot be
+read or encoded ends the command, and is named by file and line.
+
+Text to bytes, in parallel, then train on it:
+
+  python -m trainkit prepare books/ --out books.tokens
+  python recipes/pretrain.py --data books.tokens
+
+With a tokenizer from a folder, the text in the field "content" of parquet files:
+
+  python -m trainkit prepare shards/*.parquet --out web.tokens --tokenizer llama/ --field content
+
+With a BPE of 32,000 tokens trained on the corpus itself, which is written to web.tokenizer.json:
+
+  python -m trainkit prepare web.jsonl --out web.tokens --tokenizer bpe:32000
+
+Conversations, trained on what the assistant says:
+
+  python -m trainkit prepare chats.jsonl --out chats.tokens --messages --template chatml
+
+The same for rows of 4096 tokens: longer conversations end with the last answer that fits whole, and
+the report counts those that were truncated, or dropped because not even the first one fits:
+
+  python -m trainkit prepare chats.jsonl --out chats.tokens --messages --max-length 4096
+
+A command that was stopped goes on when it is given again: finished parts lie in OUT.parts until the
+corpus is written.
+"""
+
+
+def add(commands: Any) -> None:
+    """Describe the command's flags to the subparsers of `python -m trainkit`."""
+    parser = commands.add_parser(
+        "prepare",
+        help="turn text into a token file, in parallel",
+        description="Turn text into a token file: tokenised once, opened in no time by any run.",
+        epilog=_EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("source", type=Path, nargs="+", help="directories or files, in order")
+    parser.add_argument("--out", type=Path, required=True, help="the file to make: NAME.tokens")
+    parser.add_argument(
+        "--tokenizer",
+        default="bytes",
+        help="bytes (default); a tokenizer.json, or a folder that holds one; or bpe:N, which "
+        "trains a byte-level BPE of N tokens on the first 256 million characters of the corpus "
+        "and writes it beside OUT",
+    )
+    parser.add_argument("--field", default="text", help="the field with the text (default text)")
+    parser.add_argument(
+        "--messages",
+        action="store_true",
+        help="records are conversations, in the field `messages`: only what the assistant says is "
+        "trained on",
+    )
+    parser.add_argument(
+        "--template", choices=_TEMPLATES, default="chatml", help="of conversations (chatml)"
+    )
+    parser.add_argument(
+        "--train-on",
+        choices=("assistant", "last"),
+        help="with --messages: all answers of the assistant (default), or the last one",
+    )
+    parser.add_argument(
+        "--max-length",
+        type=int,
+        metavar="N",
+        help="with --messages: the most tokens of a conversation; whole turns are kept, and one of "
+        "which no answer fits is dropped (default: no limit)",
+    )
+    parser.add_argument(
+        "--suffix",
+        nargs="+",
+        metavar=".TXT",
+        help="how names of a directory's text files end (default .md .py .rst .txt)",
+    )
+    parser.add_argument(
+        "--exclude",
+        nargs="+",
+        default=[],
+        metavar="PATTERN",
+        help="leave out a directory's files whose relative path matches, such as 'test/*'",
+    )
+    parser.add_argument("--workers", type=int, help="processes (default: one for each core)")
+
+
+def run(options: argparse.Namespace) -> tuple[Any, int]:
+    """Return what to print, and the exit code.
+
+    Effects:
+        Writes the token file, and for `bpe:N` a tokenizer; progress goes to stderr.
+    """
+    from trainkit.corpora.text import TEXT_SUFFIXES  # noqa: PLC0415
+    from trainkit.prepare.prepare import check_out, prepare_corpus  # noqa: PLC0415
+
+    check_out(options.out)
+    _check_options(options)
+    suffixes = options.suffix or list(TEXT_SUFFIXES)
+    patterns = options.exclude
+    keep = partial(_is_kept, patterns) if patterns else None
+    begun = time.monotonic()
+    try:
+        tokenizer, facts = _tokenizer(options, suffixes, keep)
+        done = prepare_corpus(
+            options.source,
+            options.out,
+            tokenizer=tokenizer,
+            make_encode=_make_encode(options),
+            field=options.field,
+            suffixes=suffixes,
+            keep=keep,
+            workers=options.workers,
+            tell=_say,
+            progress=_progress_printer(),
+        )
+    except KeyboardInterrupt:
+        _say("")
+        again = f"interrupted; finished parts lie in {options.out}.parts: give the same command"
+        return {"error": f"{again} again to go on from there"}, _INTERRUPTED
+    return _report(done, facts, time.monotonic() - begun), 0
+
+
+def _report(done: Prepared, facts: dict[str, Any], seconds: float) -> dict[str, Any]:
+    report = attrs.asdict(done) | {"path": str(done.path), "seconds": round(seconds, 3)}
+    return report | {"tokens_per_second": round(done.tokens_per_second)} | facts
+
+
+def _is_kept(patterns: list[str], name: str) -> bool:
+    return not any(fnmatchcase(name, pattern) for pattern in patterns)
+
+
+# ---------------------------------------------------------------------------------------- encoding
+
+
+def _check_options(options: argparse.Namespace) -> None:
+    for flag, value in (("--train-on", options.train_on), ("--max-length", options.max_length)):
+        if value is not None and not options.messages:
+            raise ConfigError(f"prepare: {flag} is for conversations: give --messages too")
+    if options.max_length is not None and options.max_length < 1:
+        raise ConfigError(f"prepare: --max-length must be at least 1, got {options.max_length}")
+
+
+def _make_encode(options: argparse.Namespace) -> Callable[[Tokenizer], Any] | None:
+    if not options.messages:
+        return None
+    from trainkit.chat import TEMPLATES, chat_encoder  # noqa: PLC0415
+
+    return partial(
+        chat_encoder,
+        template=TEMPLATES[options.template],
+        train=options.train_on or "assistant",
+        max_length=options.max_length,
+        overlong="error" if options.max_length is None else "drop",
+    )
+
+
+def _tokenizer(
+    options: argparse.Namespace, suffixes: list[str], keep: Callable[[str], bool] | None
+) -> tuple[Tokenizer, dict[str, Any]]:
+    """Return the tokenizer, and what the report says of it."""
+    from trainkit.tokenizers import open_tokenizer  # noqa: PLC0415
+
+    kind, _, size = options.tokenizer.partition(":")
+    if kind == "bpe" and not Path(options.tokenizer).exists():
+        if not size.isdecimal():
+            raise ConfigError(f"prepare: --tokenizer bpe:N wants a number, got {size!r}")
+        return _trained(options, suffixes, keep, int(size))
+    return open_tokenizer(options.tokenizer), {"tokenizer": options.tokenizer}
+
+
+def _trained(
+    options: argparse.Namespace,
+    suffixes: list[str],
+    keep: Callable[[str], bool] | None,
+    size: int,
+) -> tuple[Tokenizer, dict[str, Any]]:
+    """Train a BPE on the beginning of the corpus and write it beside the corpus."""
+    from trainkit.tokenizers import CHAT_SPECIAL, save_tokenizer, train_bpe  # noqa: PLC0415
+    from trainkit.tokenizers.hf import BOS, EOS, PAD  # noqa: PLC0415
+
+    if options.messages:
+        raise ConfigError("prepare: bpe:N is trained on text; give conversations a tokenizer.json")
+    seen = [0, 0]
+    _say(f"training a BPE of {size} tokens")
+    texts = _texts(options, suffixes, keep, seen)
+    tokenizer = train_bpe(texts, vocab_size=size, special=(BOS, EOS, PAD, *CHAT_SPECIAL))
+    path = options.out.with_suffix(".tokenizer.json")
+    save_tokenizer(tokenizer, path)
+    _say(f"wrote {path}: {tokenizer.vocab_size} tokens, from {seen[0]} documents")
+    facts = {"tokenizer": str(path), "bpe_documents": seen[0], "bpe_characters": seen[1]}
+    return tokenizer, facts
+
+
+def _texts(
+    options: argparse.Namespace,
+    suffixes: list[str],
+    keep: Callable[[str], bool] | None,
+    seen: list[int],
+) -> Iterator[str]:
+    """Yield the first texts of the corpus, and count them."""
+    from trainkit.prepare.chunks import document_name, read_chunk  # noqa: PLC0415
+    from trainkit.prepare.prepare import cut_sources  # noqa: PLC0415
+    from trainkit.tokenizers.bytes import text_of  # noqa: PLC0415
+
+    for chunk in cut_sources(options.source, suffixes=suffixes, keep=keep):
+        for index, record in enumerate(read_chunk(chunk, columns=[options.field])):
+            try:
+                text = text_of(record, options.field)
+            except DataError as error:
+                raise DataError(f"{document_name(chunk, index)}: {error}") from error
+            seen[0] += 1
+            seen[1] += len(text)
+            yield text
+            if seen[1] >= _SAMPLE:
+                return
+
+
+# ---------------------------------------------------------------------------------------- progress
+
+
+def _say(text: str) -> None:
+    sys.stderr.write(text + "\n")
+    sys.stderr.flush()
+
+
+def _progress_printer() -> Callable[[Progress], None]:
+    """Return what prints progress: in place on a terminal, in a log every 10 s."""
+    terminal = sys.stderr.isatty()
+    last = [time.monotonic() - (10.0 if terminal else 0.0)]
+
+    def show(progress: Progress) -> None:
+        now, complete = time.monotonic(), progress.bytes == progress.total_bytes
+        if now - last[0] < (0.2 if terminal else 10.0) and not complete:
+            return
+        last[0] = now
+        line = progress_line(progress)
+        sys.stderr.write(
+            f"\r\x1b[K{line}{chr(10) if complete else ''}" if terminal else f"{line}\n"
+        )
+        sys.stderr.flush()
+
+    return show
+
+
+def progress_line(progress: Progress) -> str:
+    """Return one line about how far it is.
+
+    Examples:
+        >>> from trainkit.prepare.prepare import Progress
+        >>> progress_line(Progress(1200, 3_400_000, 50_000_000, 200_000_000, 0, 10.0))
+        ' 25 %  1,200 documents  3,400,000 tokens  5.0 MB/s  0:00:30 left'
+    """
+    speed = (progress.bytes - progress.kept_bytes) / max(progress.seconds, 1e-9)
+    left = (progress.total_bytes - progress.bytes) / speed if speed else 0.0
+    minutes, seconds = divmod(round(left), 60)
+    time_left = f"{minutes // 60}:{minutes % 60:02}:{seconds:02} left" if speed else "starting"
+    return (
+        f"{progress.bytes / max(progress.total_bytes, 1):4.0%}".replace("%", " %")
+        + f"  {progress.documents:,} documents  {progress.tokens:,} tokens"
+        f"  {speed / 1e6:.1f} MB/s  {time_left}"
+    )

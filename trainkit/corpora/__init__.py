@@ -1,0 +1,38 @@
+"""Corpora: files of text or tokens as documents of tokens, checked and mapped."""
+
+from __future__ import annotations
+
+from trainkit.corpora.inspect import describe_corpus, verify_corpus
+from trainkit.corpora.joined import JoinedCorpus, join_corpora
+from trainkit.corpora.library import docstring_conversations, is_library_source, standard_library
+from trainkit.corpora.mapped import check_unchanged
+from trainkit.corpora.open import fingerprint, held_out, held_out_documents, open_corpus
+from trainkit.corpora.records import read_records
+from trainkit.corpora.tokens import (
+    TokenCorpus,
+    memory_corpus,
+    open_tokens,
+    verify_tokens,
+    write_corpus,
+)
+
+__all__ = [
+    "JoinedCorpus",
+    "TokenCorpus",
+    "check_unchanged",
+    "describe_corpus",
+    "docstring_conversations",
+    "fingerprint",
+    "held_out",
+    "held_out_documents",
+    "is_library_source",
+    "join_corpora",
+    "memory_corpus",
+    "open_corpus",
+    "open_tokens",
+    "read_records",
+    "standard_library",
+    "verify_corpus",
+    "verify_tokens",
+    "write_corpus",
+]

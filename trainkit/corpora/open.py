@@ -1,0 +1,249 @@
+"""`open_corpus`: whatever lies at a path, as documents of tokens."""
+
+from __future__ import annotations
+
+import hashlib
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import attrs
+import numpy as np
+
+from trainkit.corpora.joined import JoinedCorpus, joint_digest
+from trainkit.corpora.records import read_records, record_place
+from trainkit.corpora.shards import open_shard, open_shards, tokens_at
+from trainkit.corpora.text import TEXT_SUFFIXES, check_readable
+from trainkit.corpora.tokens import TokenCorpus, gathered
+from trainkit.hashing import GOLDEN, MASK64, hash_box, key_of, mix
+from trainkit.jit import jit
+from trainkit.tokenizers.bytes import byte_tokenizer, covered_hashes, text_encoder
+from trainkit.types import Corpus, DataError
+
+if TYPE_CHECKING:
+    import os
+    from collections.abc import Callable, Iterator, Mapping, Sequence
+
+    from numpy.typing import ArrayLike
+
+    from trainkit.types import Sample, Tokenizer
+
+    Encode = Callable[[Mapping[str, Any]], ArrayLike | Sample]
+
+
+def open_corpus(
+    path: str | os.PathLike[str],
+    *,
+    tokenizer: Tokenizer | None = None,
+    field: str = "text",
+    suffixes: Sequence[str] = TEXT_SUFFIXES,
+    keep: Callable[[str], bool] | None = None,
+    encode: Encode | None = None,
+    eos_id: int | None = None,
+) -> TokenCorpus | JoinedCorpus:
+    """Open a corpus, whatever lies at a path; its name says what it is, never its content.
+
+    - A directory of text files: each file is a document, in the order of relative paths.
+    - A `.jsonl`, `.parquet` or `.arrow` file (the last two with the extra `data`): each line or row
+      is a document. Or a directory of such files, all of one kind.
+    - A `.tokens` file, which `write_corpus` makes.
+    - A `.npy` file of integers; a `.bin` file of raw integers with a sidecar `FILE.json` that says
+      at least {"dtype": "uint16"}; Megatron's `.idx` with its `.bin`.
+    - A directory of token files, all of one kind, in the order of their names.
+
+    Text is tokenised here, once, into memory; write it into a token file to do so only once for
+    many runs. Files of tokens are mapped, and read in part to see that they are intact. The corpus'
+    `sources` has a hash of each file.
+
+    Args:
+        path: The directory or file.
+        tokenizer: For text; bytes by default. Files of tokens it has to cover: their vocabulary,
+            and where a file says which tokenizer made it, that one (see `covered_hashes`).
+        field: The field of each record that holds the text.
+        suffixes: How the names of a directory's text files end.
+        keep: Which documents to take, by relative path or by line number (from 1, in decimal).
+        encode: Makes a record's token ids, or its `Sample`, in place of `tokenizer` and `field`.
+        eos_id: In files of tokens that do not say where documents end, one ends after each of
+            these; otherwise such a file is one document.
+
+    Returns:
+        The corpus; a `JoinedCorpus` of a directory of token files.
+
+    Raises:
+        DataError: The path is missing, unreadable, empty, damaged, binary, of no known kind or of
+            two; or a token lies outside the vocabulary, or is another tokenizer's. The message
+            names the place.
+        DiskError: The disk fails.
+        ConfigError: A parquet or arrow file, and pyarrow is missing.
+        ValueError: An argument that makes no sense for what lies at the path.
+
+    Examples:
+        >>> import tempfile
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     _ = (Path(folder) / "a.txt").write_text("hi")
+        ...     corpus = open_corpus(folder)
+        >>> corpus.read(0, 0, 4)
+        array([256, 104, 105, 257], dtype=uint16)
+    """
+    path = Path(path)
+    check_readable(path)
+    names = tokens_at(path, suffixes=suffixes, keep=keep)
+    if names:
+        if keep is not None or encode is not None:
+            raise ValueError(
+                f"open_corpus: {path}: a token file's documents have no names for `keep` to choose "
+                "by, and no records for `encode`; choose and encode when you write it"
+            )
+        known = getattr(tokenizer, "vocab_size", None)
+        corpus: TokenCorpus | JoinedCorpus = (
+            open_shards(path, names, vocab_size=known, eos_id=eos_id)
+            if path.is_dir()
+            else open_shard(path, vocab_size=known, eos_id=eos_id)
+        )
+        return _covered(path, corpus, tokenizer)
+    if eos_id is not None:
+        raise ValueError(f"open_corpus: {path}: eos_id is for files of tokens")
+    if encode is None:
+        tokenizer = tokenizer or byte_tokenizer()
+        encode = text_encoder(tokenizer, field=field)
+    vocab_size = getattr(tokenizer or encode, "vocab_size", None)
+    return _encoded(path, encode, vocab_size, suffixes, keep)
+
+
+def _covered(
+    path: Path, corpus: TokenCorpus | JoinedCorpus, tokenizer: Tokenizer | None
+) -> TokenCorpus | JoinedCorpus:
+    """Return the corpus if all its tokens are the tokenizer's."""
+    known = getattr(tokenizer, "vocab_size", None)
+    if corpus.vocab_size is not None and known is not None and corpus.vocab_size > known:
+        raise DataError(
+            f"open_corpus: {path}: its vocabulary of {corpus.vocab_size} is larger than the "
+            f"tokenizer's, {known}",
+            where=path,
+            got=corpus.vocab_size,
+            want=known,
+        )
+    covered = () if tokenizer is None else covered_hashes(tokenizer)
+    for part in getattr(corpus, "parts", [corpus]):
+        made_by = part.tokenizer_hash
+        if covered and made_by is not None and made_by not in covered:
+            place = path if part.file is None else part.file.path
+            raise DataError(
+                f"open_corpus: {place}: its tokens were made by the tokenizer {made_by}, "
+                f"and this one is {covered[-1]}; the same ids mean other text. Open it with the "
+                "tokenizer that made it, or make it anew",
+                where=place,
+                got=made_by,
+                want=covered[-1],
+                hint="the hashes are those of tokenizer_hash",
+            )
+    return corpus
+
+
+def held_out(name: str, *, one_in: int = 20) -> bool:
+    """Say whether a document is held out from training, by a hash of its name alone.
+
+    About one in `one_in` is. A document stays on its side when others come or go, everywhere.
+
+    Examples:
+        >>> sum(held_out(f"{i}.py") for i in range(1000))
+        57
+    """
+    if one_in < 1:
+        raise ValueError(f"held_out: one_in must be at least 1, got {one_in}")
+    digest = hashlib.sha256(name.encode(errors="surrogateescape")).digest()
+    return int.from_bytes(digest[:8], "little") % one_in == 0
+
+
+def held_out_documents(
+    corpus: TokenCorpus | JoinedCorpus, *, one_in: int = 20
+) -> np.ndarray[Any, Any]:
+    """Return which documents of a corpus are held out: bool `[N]`, by their names.
+
+    Documents without names, as in a token file, go by a hash of their numbers: they keep their
+    sides when others follow them, not when some come before. Lengths that are set to 0 where this
+    is true pack into rows for training, and the other way round for evaluation.
+
+    Args:
+        corpus: The corpus.
+        one_in: About one document in so many is held out.
+
+    Raises:
+        ValueError: `one_in` is below 1.
+
+    Examples:
+        >>> corpus = TokenCorpus(np.arange(100), np.arange(101))
+        >>> np.flatnonzero(held_out_documents(corpus))
+        array([12, 22, 34, 49])
+    """
+    if one_in < 1:
+        raise ValueError(f"held_out_documents: one_in must be at least 1, got {one_in}")
+    names = corpus.names
+    if names is not None:
+        return np.array([held_out(name, one_in=one_in) for name in names], dtype=bool)
+    chosen = np.empty(len(corpus.offsets) - 1, dtype=bool)
+    _hold_out(np.uint64(key_of("held out")), np.uint64(one_in), chosen)
+    return chosen
+
+
+@jit
+def _hold_out(key: np.uint64, one_in: np.uint64, chosen: Any) -> None:
+    for number in range(chosen.size):
+        place = key + np.uint64(number) * np.uint64(GOLDEN)
+        chosen[number] = mix(place) % one_in == 0
+
+
+def fingerprint(corpus: Corpus) -> str:
+    """Return a hash of a corpus' tokens, offsets and choices: 16 hex digits, to see it is the same.
+
+    A token file's is read from its header, since a large one takes long to hash; `verify_tokens`
+    says whether the content still has that hash.
+
+    Examples:
+        >>> fingerprint(TokenCorpus(np.arange(4), np.array([0, 4]))) == fingerprint(
+        ...     TokenCorpus(np.arange(4), np.array([0, 2, 4]))
+        ... )
+        False
+    """
+    if hasattr(corpus, "parts"):
+        return joint_digest(map(fingerprint, corpus.parts))[:16]
+    if isinstance(corpus, TokenCorpus) and corpus.digest is not None:
+        return corpus.digest[:16]
+    arrays = {"tokens": np.asarray(corpus.tokens), "offsets": np.asarray(corpus.offsets)}
+    trained = getattr(corpus, "trained", None)
+    if trained is not None:
+        arrays["trained"] = np.asarray(trained)
+    parts = (hash_box(name, x, shape=x.shape, offset=(0,)) for name, x in arrays.items())
+    return f"{sum(parts) & MASK64:016x}"
+
+
+def _encoded(
+    path: Path,
+    encode: Encode,
+    vocab_size: int | None,
+    suffixes: Sequence[str],
+    keep: Callable[[str], bool] | None,
+) -> TokenCorpus:
+    """Encode records one after the other into memory."""
+    names: list[str] = []
+    sources: dict[str, str] = {}
+
+    def documents() -> Iterator[tuple[str, ArrayLike | Sample]]:
+        for name, record in read_records(path, suffixes=suffixes, keep=keep, sources=sources):
+            names.append(name)
+            where = record_place(path, name)
+            yield where, _encode(encode, record, where)
+
+    corpus = gathered(documents(), vocab_size=vocab_size)
+    if not len(corpus.tokens):
+        found = "none has a token" if names else "none was kept"
+        kinds = f"files ending in {', '.join(suffixes)}" if path.is_dir() else "lines or rows"
+        raise DataError(f"open_corpus: {path}: no documents: of its {kinds}, {found}", where=path)
+    return attrs.evolve(corpus, names=names, sources=sources)
+
+
+def _encode(encode: Encode, record: Mapping[str, Any], where: str) -> ArrayLike | Sample:
+    try:
+        return encode(record)
+    except Exception as error:
+        what = str(error) if isinstance(error, ValueError) else f"{type(error).__name__}: {error}"
+        raise DataError(f"{where}: {what}", where=where) from error

@@ -1,0 +1,238 @@
+"""Records, one per document: text files, JSON lines, rows of parquet and arrow files."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from itertools import chain
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, BinaryIO
+
+import orjson
+
+from trainkit.corpora.text import (
+    TEXT_SUFFIXES,
+    blocks,
+    check_readable,
+    directory_texts,
+    file_names,
+    hash_of,
+    opened,
+)
+from trainkit.types import ConfigError, DataError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Sequence
+
+    Keep = Callable[[str], bool] | None
+    Records = Iterator[tuple[str, dict[str, Any]]]
+
+RECORD_SUFFIXES = (".jsonl", ".parquet", ".arrow")
+
+
+def read_records(
+    path: str | os.PathLike[str],
+    *,
+    suffixes: Sequence[str] = TEXT_SUFFIXES,
+    keep: Keep = None,
+    sources: dict[str, str] | None = None,
+) -> Records:
+    """Return the records at a path, read one after the other, whatever their number.
+
+    Args:
+        path: A directory of text files (each a record `{"text": ...}`, sorted by relative path); a
+            `.jsonl`, `.parquet` or `.arrow` file (each line or row a record); or a directory
+            without text files, but with such files, all of one kind.
+        suffixes: How the names of text files end.
+        keep: Says by its name whether a record is wanted.
+        sources: Gets the hash of each file, by its name, once the file has been read.
+
+    Returns:
+        An iterator of (name, record). The name is the relative path, or the number of the line or
+        row from 1, in decimal; in a directory of such files, `file:number`.
+
+    Raises:
+        DataError: The path is missing, unreadable or of no known kind; or, while reading, a file
+            or a record is damaged. The message names it.
+        DiskError: The disk fails.
+        ConfigError: A parquet or arrow file, and pyarrow is missing.
+
+    Effects:
+        Writes to `sources` while it is read.
+
+    Examples:
+        >>> import tempfile
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     _ = (Path(folder) / "a.txt").write_text("hi")
+        ...     list(read_records(folder))
+        [('a.txt', {'text': 'hi'})]
+    """
+    path = Path(path)
+    check_readable(path)
+    if not path.is_dir():
+        return _file_records(path, path.name, keep, sources)
+    names = file_names(path)
+    if any(name.endswith(tuple(suffixes)) for name in names):
+        texts = directory_texts(path, suffixes=suffixes, keep=keep, sources=sources)
+        return ((name, {"text": text}) for name, text in texts)
+    shards = record_files(path, names)
+    return chain.from_iterable(_shard_records(path, name, keep, sources) for name in shards)
+
+
+def record_files(root: Path, names: Sequence[str]) -> list[str]:
+    """Return which files of a directory hold records, which must be of one kind.
+
+    Raises:
+        DataError: There are none, or they are of two kinds.
+    """
+    found = [name for name in names if name.endswith(RECORD_SUFFIXES)]
+    first = {Path(name).suffix: name for name in reversed(found)}
+    if len(first) != 1:
+        what = f"both {' and '.join(sorted(first.values())[:2])}" if first else "no file of records"
+        raise DataError(
+            f"read_records: {root}: there is {what}; give a directory of text files, or of files "
+            f"of one kind of {', '.join(RECORD_SUFFIXES)}",
+            where=root,
+        )
+    return found
+
+
+def record_place(path: Path, name: str) -> str:
+    """Return where a record is, for a message: its file, and its line or row.
+
+    Examples:
+        >>> record_place(Path("a.jsonl"), "3")
+        'a.jsonl: line 3'
+    """
+    if path.is_dir():
+        file, _, number = name.rpartition(":")
+        inside = file.endswith(RECORD_SUFFIXES) and number.isdecimal()
+        return record_place(path / file, number) if inside else f"{path / name}"
+    return f"{path}: {'line' if path.suffix == '.jsonl' else 'row'} {name}"
+
+
+def _file_records(path: Path, source: str, keep: Keep, sources: dict[str, str] | None) -> Records:
+    readers = {".jsonl": _json_lines, ".parquet": _parquet_rows, ".arrow": _arrow_rows}
+    reader = readers.get(path.suffix)
+    if reader is None:
+        raise DataError(
+            f"read_records: {path}: neither a directory, nor a file of "
+            f"{', '.join(RECORD_SUFFIXES)}",
+            where=path,
+        )
+    if path.suffix != ".jsonl":
+        _pyarrow()
+    return reader(path, source, keep, sources)
+
+
+def _shard_records(root: Path, name: str, keep: Keep, sources: dict[str, str] | None) -> Records:
+    check_readable(root / name)
+
+    def wanted(number: str) -> bool:
+        return keep is None or keep(f"{name}:{number}")
+
+    records = _file_records(root / name, name, wanted, sources)
+    return ((f"{name}:{number}", record) for number, record in records)
+
+
+# ------------------------------------------------------------------------------------- JSON lines
+
+
+def _json_lines(path: Path, source: str, keep: Keep, sources: dict[str, str] | None) -> Records:
+    """Yield the records of a file of JSON objects; empty lines are none."""
+    for number, line in enumerate(_lines(path, source, sources), start=1):
+        if line.strip() and (keep is None or keep(str(number))):
+            yield str(number), _json_object(line, f"{path}: line {number}")
+
+
+def _lines(path: Path, source: str, sources: dict[str, str] | None) -> Iterator[bytes]:
+    digest, begun = hashlib.sha256(), bytearray()
+    with opened(path) as file:
+        for block in blocks(file, path):
+            digest.update(block)
+            *ended, last = block.split(b"\n")
+            for line in ended:
+                yield bytes(begun) + line
+                begun.clear()
+            begun += last
+    if begun:
+        yield bytes(begun)
+    if sources is not None:
+        sources[source] = digest.hexdigest()[:16]
+
+
+def _json_object(line: bytes, where: str) -> dict[str, Any]:
+    try:
+        record = orjson.loads(line)
+    except orjson.JSONDecodeError as error:
+        raise DataError(f"{where}: bad JSON: {error}", where=where) from error
+    if not isinstance(record, dict):
+        got = type(record).__name__
+        raise DataError(f"{where}: must be a JSON object, got {got}", where=where, got=got)
+    return record
+
+
+# ------------------------------------------------------------------------------- parquet and arrow
+
+
+def _parquet_rows(path: Path, source: str, keep: Keep, sources: dict[str, str] | None) -> Records:
+    import pyarrow.parquet  # noqa: PLC0415 (optional; _pyarrow has said so where it is missing)
+
+    def batches(file: BinaryIO) -> Iterator[Any]:
+        yield from pyarrow.parquet.ParquetFile(file).iter_batches(1024)
+
+    return _rows(path, source, keep, sources, batches)
+
+
+def _arrow_rows(path: Path, source: str, keep: Keep, sources: dict[str, str] | None) -> Records:
+    from pyarrow import ipc  # noqa: PLC0415 (optional; _pyarrow has said so where it is missing)
+
+    def batches(file: BinaryIO) -> Iterator[Any]:
+        magic = file.read(6)
+        file.seek(0)
+        if magic != b"ARROW1":  # the stream format, in which Hugging Face's datasets are kept
+            yield from ipc.open_stream(file)
+            return
+        reader = ipc.open_file(file)
+        for number in range(reader.num_record_batches):
+            yield reader.get_batch(number)
+
+    return _rows(path, source, keep, sources, batches)
+
+
+def _rows(
+    path: Path,
+    source: str,
+    keep: Keep,
+    sources: dict[str, str] | None,
+    batches: Callable[[BinaryIO], Iterator[Any]],
+) -> Records:
+    """Yield the rows of a file's record batches as dicts; nested ones are lists and dicts."""
+    number = 0
+    with opened(path) as file:
+        try:
+            if sources is not None:
+                sources[source] = hash_of(file, path)[:16]
+            for batch in batches(file):
+                batch.validate(full=True)  # offsets of a damaged file may point anywhere
+                for record in batch.to_pylist():
+                    number += 1
+                    if keep is None or keep(str(number)):
+                        yield str(number), record
+        except (OSError, _pyarrow().ArrowException) as error:
+            raise DataError(
+                f"{path}: no {path.suffix} file, or a damaged one, after row {number}: "
+                f"{str(error).splitlines()[0]}",
+                where=path,
+            ) from error
+
+
+def _pyarrow() -> Any:
+    try:
+        import pyarrow as pa  # noqa: PLC0415 (optional)
+    except ImportError as error:
+        command = 'pip install "trainkit-lm[data]"'
+        raise ConfigError(
+            f"pyarrow is missing: {command}", where="pyarrow", hint=command
+        ) from error
+    return pa

@@ -1,0 +1,205 @@
+"""Text as documents: a directory of files. Nothing is skipped silently."""
+
+from __future__ import annotations
+
+import errno
+import hashlib
+import os
+import stat
+import time
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, BinaryIO, TypeVar
+
+from trainkit.types import DataError, DiskError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Sequence
+
+T = TypeVar("T")
+
+TEXT_SUFFIXES = (".md", ".py", ".rst", ".txt")
+BLOCK = 1 << 20
+WAITS = (0.1, 0.2, 0.4)
+"""Seconds before a read that failed is tried again."""
+
+
+def directory_texts(
+    root: Path,
+    *,
+    suffixes: Sequence[str],
+    keep: Callable[[str], bool] | None = None,
+    sources: dict[str, str] | None = None,
+) -> Iterator[tuple[str, str]]:
+    """Yield (relative path, text) of each text file below a directory, sorted by relative path.
+
+    Linked files are read, linked directories are not entered.
+
+    Args:
+        root: The directory.
+        suffixes: How the names of text files end; other files are none.
+        keep: Says by its relative path, with slashes, whether a text file is wanted.
+        sources: Gets the hash of each file that was read.
+
+    Raises:
+        DataError: A file is unreadable, binary, no regular file, or a link that leads nowhere.
+        DiskError: The disk fails.
+
+    Effects:
+        Writes to `sources`.
+    """
+    names = [name for name in file_names(root) if name.endswith(tuple(suffixes))]
+    for name in names:
+        if keep is None or keep(name):
+            data = _read_bytes(root / name)
+            if sources is not None:
+                sources[name] = hashlib.sha256(data).hexdigest()[:16]
+            yield name, _decoded(data, root / name)
+
+
+def file_names(root: Path) -> list[str]:
+    """Return the relative path, with slashes, of each file below a directory, sorted.
+
+    Raises:
+        DataError: A directory cannot be read.
+    """
+    return sorted(_walk(root))
+
+
+def read_text(path: Path) -> str:
+    """Return the text of one file of UTF-8, line ends as they are.
+
+    Raises:
+        DataError: The file is missing, unreadable, no regular file, or binary: it holds a NUL byte
+            or invalid UTF-8. The message names the file and the byte.
+        DiskError: The disk fails.
+    """
+    return _decoded(_read_bytes(path), path)
+
+
+def check_readable(path: Path) -> None:
+    """Refuse what is neither a regular file nor a directory: a pipe might never end.
+
+    Raises:
+        DataError: There is nothing at `path`, or something else.
+        DiskError: The disk fails.
+    """
+    try:
+        mode = retried(path.stat, path).st_mode
+    except DataError as error:
+        if path.is_symlink() and isinstance(error.__cause__, FileNotFoundError):
+            raise DataError(f"{path}: a link that leads nowhere", where=path) from error
+        raise
+    if not stat.S_ISREG(mode) and not stat.S_ISDIR(mode):
+        raise DataError(
+            f"{path}: neither a regular file nor a directory, but {_kind_of(mode)}", where=path
+        )
+
+
+def opened(path: Path) -> BinaryIO:
+    """Open a file to read its bytes.
+
+    Raises:
+        DataError: It is missing, a directory, or must not be read.
+        DiskError: The disk fails.
+    """
+    return retried(lambda: path.open("rb"), path)
+
+
+def retried(read: Callable[[], T], path: Path) -> T:
+    """Return what `read` returns; try again when a disk or a network file system fails for once.
+
+    Args:
+        read: Opens or reads a file, from its beginning or from a place of its own.
+        path: The file, for the message.
+
+    Raises:
+        DiskError: It failed four times, over 0.7 s.
+        DataError: It failed in a way that waiting does not mend.
+    """
+    waits = iter(WAITS)
+    while True:
+        try:
+            return read()
+        except OSError as error:
+            if error.errno not in {errno.EIO, errno.ESTALE}:
+                raise DataError(f"{path}: {error.strerror}", where=path) from error
+            wait = next(waits, None)
+            if wait is None:
+                raise DiskError(
+                    f"{path}: cannot be read: {error.strerror}, {len(WAITS) + 1} times in a row",
+                    where=path,
+                    hint="look at the disk, or mount the network file system again",
+                ) from error
+        time.sleep(wait)
+
+
+def blocks(file: BinaryIO, path: Path) -> Iterator[bytes]:
+    """Yield the bytes of an open file from its beginning, 1 MiB at a time.
+
+    Raises:
+        DiskError: The disk fails.
+    """
+    place = 0
+    while block := read_at(file, path, place, BLOCK):
+        yield block
+        place += len(block)
+
+
+def read_at(file: BinaryIO, path: Path, place: int, size: int) -> bytes:
+    """Return up to `size` bytes of an open file from byte `place` on; fewer at its end.
+
+    Raises:
+        DiskError: The disk fails.
+    """
+    return retried(partial(os.pread, file.fileno(), size, place), path)
+
+
+def hash_of(file: BinaryIO, path: Path) -> str:
+    """Return the SHA-256 of an open file, in hex."""
+    digest = hashlib.sha256()
+    for block in blocks(file, path):
+        digest.update(block)
+    return digest.hexdigest()
+
+
+def _read_bytes(path: Path) -> bytes:
+    check_readable(path)
+    return retried(path.read_bytes, path)
+
+
+def _decoded(data: bytes, path: Path) -> str:
+    try:
+        text = data.decode()
+    except UnicodeDecodeError as error:
+        raise _binary(path, f"invalid UTF-8 at byte {error.start}") from error
+    if "\0" in text:
+        raise _binary(path, f"a NUL byte at byte {data.index(0)}")
+    return text
+
+
+def _walk(root: Path) -> Iterator[str]:
+    def refuse(error: OSError) -> None:
+        raise DataError(f"{error.filename}: {error.strerror}", where=error.filename) from error
+
+    for folder, _, names in os.walk(root, onerror=refuse):
+        prefix = Path(folder).relative_to(root).as_posix()
+        yield from names if prefix == "." else (f"{prefix}/{name}" for name in names)
+
+
+def _kind_of(mode: int) -> str:
+    kinds = {
+        "a pipe": stat.S_ISFIFO,
+        "a socket": stat.S_ISSOCK,
+        "a character device": stat.S_ISCHR,
+        "a block device": stat.S_ISBLK,
+    }
+    return next((name for name, test in kinds.items() if test(mode)), "something else")
+
+
+def _binary(path: Path, what: str) -> DataError:
+    return DataError(
+        f"{path}: not a text file: {what}",
+        where=path,
+        hint="leave it out with `keep`, or convert it to UTF-8",
+    )

@@ -1,0 +1,247 @@
+"""The layout of trainkit's token file: its header, its sections, the hashes of its chunks.
+
+All little-endian. A block of 4096 bytes: 8 bytes magic, the header's length (uint64), the SHA-256
+of the header (32 bytes), the header in JSON, zeros. Then the content, each section filled up with
+zeros to a multiple of 8 bytes: the tokens; where the header says so, one byte for each token, 1 if
+it is trained on; the offsets: documents + 1 int64, from 0 to the number of tokens. Then a table:
+the SHA-256 of each chunk of the content. The header holds the table's SHA-256, so it vouches for
+every byte, and a few chunks can be checked without reading the others.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import random
+from typing import TYPE_CHECKING, Any, BinaryIO
+
+import attrs
+import numpy as np
+import orjson
+
+from trainkit.corpora.text import read_at
+from trainkit.types import DataError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Iterator, Mapping
+    from pathlib import Path
+
+MAGIC = b"\x89TKTOK\r\n"
+VERSION = 2
+BLOCK = 4096
+CHUNK = 1 << 22
+HASH = 32
+DTYPES = ("uint8", "uint16", "uint32")
+SAMPLED = 32
+"""Chunks that opening a file checks: all of a file of up to 128 MiB, 0.13 s on one core."""
+
+
+@attrs.frozen
+class Header:
+    """What a token file says of itself; positions are bytes from its beginning.
+
+    `tokenizer` is the `tokenizer_hash` of what made the tokens, where somebody said so.
+    """
+
+    dtype: str
+    documents: int
+    tokens: int
+    vocab_size: int | None
+    trained: bool
+    chunk_bytes: int
+    offsets_sha256: str
+    table_sha256: str
+    tokenizer: str | None = None
+
+    @property
+    def kind(self) -> np.dtype[Any]:
+        """The tokens' dtype."""
+        return np.dtype(self.dtype).newbyteorder("<")
+
+    @property
+    def trained_at(self) -> int:
+        """Where the section `trained` begins, which may be empty."""
+        return BLOCK + aligned(self.tokens * self.kind.itemsize)
+
+    @property
+    def offsets_at(self) -> int:
+        """Where the offsets begin."""
+        return self.trained_at + (aligned(self.tokens) if self.trained else 0)
+
+    @property
+    def table_at(self) -> int:
+        """Where the content ends and the table begins."""
+        return self.offsets_at + 8 * (self.documents + 1)
+
+    @property
+    def chunks(self) -> int:
+        """The number of chunks; the last may be shorter."""
+        return -(-(self.table_at - BLOCK) // self.chunk_bytes)
+
+    @property
+    def size(self) -> int:
+        """The size of the whole file."""
+        return self.table_at + HASH * self.chunks
+
+    @property
+    def digest(self) -> str:
+        """A hash of the corpus: the same bytes as another dtype are another corpus."""
+        text = f"{self.dtype} {self.trained} {self.chunk_bytes} {self.table_sha256}"
+        return hashlib.sha256(text.encode()).hexdigest()
+
+
+def aligned(size: int) -> int:
+    """Return the next multiple of 8."""
+    return -(-size // 8) * 8
+
+
+def encode_header(facts: Mapping[str, Any]) -> bytes:
+    """Return the first block of a token file."""
+    text = orjson.dumps({"version": VERSION, **facts})
+    block = MAGIC + len(text).to_bytes(8, "little") + hashlib.sha256(text).digest() + text
+    return block.ljust(BLOCK, b"\0")
+
+
+def read_header(file: BinaryIO, path: Path) -> Header:
+    """Read the header of an open token file, and refuse what no file of this size can hold.
+
+    Raises:
+        DataError: The block is truncated, damaged, of another version, or says what cannot be.
+    """
+    block = read_at(file, path, 0, BLOCK)
+    if block[:8] != MAGIC:
+        raise broken(path, "no token file's beginning", got=block[:8], want=MAGIC)
+    end = 48 + int.from_bytes(block[8:16], "little")
+    text = block[48:end]
+    intact = hashlib.sha256(text).digest() == block[16:48] and not block[end:].strip(b"\0")
+    if len(block) < BLOCK or not intact:
+        raise broken(path, "a header that is truncated or damaged", got=len(block), want=BLOCK)
+    try:
+        facts = orjson.loads(text)
+    except orjson.JSONDecodeError as error:
+        raise broken(path, f"a header that is no JSON: {error}") from error
+    version = facts.get("version") if isinstance(facts, dict) else None
+    if version != VERSION:
+        what = f"version {version}; this trainkit reads {VERSION}"
+        raise broken(path, what, got=version, want=VERSION)
+    header = _checked(facts, path)
+    size = os.fstat(file.fileno()).st_size
+    if size != header.size:
+        what = f"{size} bytes instead of {header.size}"
+        raise broken(path, what, got=size, want=header.size, hint="write it again")
+    return header
+
+
+def _checked(facts: dict[str, Any], path: Path) -> Header:
+    """Make the header's record; unknown keys are for later versions."""
+    if facts.get("dtype") not in DTYPES:
+        got = facts.get("dtype")
+        raise broken(path, f"unknown dtype {got}", got=got, want=DTYPES)
+    rules: dict[str, Callable[[Any], bool]] = {
+        "documents": lambda x: type(x) is int and x >= 1,
+        "tokens": lambda x: type(x) is int and x >= 0,
+        "vocab_size": lambda x: x is None or (type(x) is int and x >= 1),
+        "trained": lambda x: type(x) is bool,
+        "chunk_bytes": lambda x: type(x) is int and x >= 8 and x % 8 == 0,
+        "offsets_sha256": lambda x: type(x) is str,
+        "table_sha256": lambda x: type(x) is str,
+        "tokenizer": lambda x: x is None or type(x) is str,
+    }
+    facts = {"tokenizer": None, **facts}  # files that are older do not say
+    for name, rule in rules.items():
+        if name not in facts or not rule(facts[name]):
+            raise broken(path, f"a header with {name} {facts.get(name)!r}", got=facts.get(name))
+    return Header(facts["dtype"], **{name: facts[name] for name in rules})
+
+
+# ------------------------------------------------------------------------------------------ chunks
+
+
+def sampled(count: int, most: int | None) -> list[int]:
+    """Return which of `count` chunks to check, in order: the first, the last, others spread.
+
+    They are drawn anew at each call, so that many starts see the whole file.
+    """
+    if most is None or count <= most:
+        return list(range(count))
+    draw = random.SystemRandom().randrange
+    if most < 3:
+        return sorted({draw(count) for _ in range(most)})
+    bounds = [1 + part * (count - 2) // (most - 2) for part in range(most - 1)]
+    middle = (draw(bounds[i], bounds[i + 1]) for i in range(most - 2))
+    return [0, *middle, count - 1]
+
+
+def check_chunks(
+    file: BinaryIO, header: Header, which: Iterable[int], path: Path
+) -> Iterator[tuple[int, int]]:
+    """Compare chunks with the table; yield the part of the file, (begin, end), of each.
+
+    The file is read, not its map: an error of the disk is then an error, not the process' end.
+
+    Raises:
+        DataError: The table or a chunk is not what was written. The message names the byte.
+    """
+    table = read_at(file, path, header.table_at, HASH * header.chunks)
+    if hashlib.sha256(table).hexdigest() != header.table_sha256:
+        raise broken(path, f"a table of fingerprints, from byte {header.table_at} on, that changed")
+    for number in which:
+        begin = BLOCK + number * header.chunk_bytes
+        end = min(begin + header.chunk_bytes, header.table_at)
+        got = hashlib.sha256(read_at(file, path, begin, end - begin)).digest()
+        if got != table[number * HASH : (number + 1) * HASH]:
+            raise broken(
+                path,
+                f"content between bytes {begin} and {end} that was changed after it was written: "
+                "it does not have the fingerprint that was written down",
+                got=got.hex()[:16],
+                hint="write it again, or copy it again from where it came from",
+            )
+        yield begin, end
+
+
+def check_ids(
+    tokens: np.ndarray[Any, Any],
+    begin: int,
+    *,
+    vocab_size: int | None,
+    offsets: np.ndarray[Any, Any],
+    first_byte: int,
+    path: Path,
+) -> None:
+    """Refuse tokens below 0 or outside the vocabulary.
+
+    Args:
+        tokens: Some of a file's tokens, as the file has them.
+        begin: Which of the file's tokens is the first of them.
+        vocab_size: No token may be this large or larger.
+        offsets: Where documents begin, in tokens.
+        first_byte: Where the file's first token lies.
+        path: The file.
+
+    Raises:
+        DataError: A token is not a token. The message names it, its document and its place.
+    """
+    limit = vocab_size if vocab_size is not None else 1 << 8 * tokens.itemsize
+    low = 0 if tokens.dtype.kind == "u" else int(tokens.min(initial=0))
+    possible = tokens.dtype.kind == "i" or limit < 1 << 8 * tokens.itemsize
+    if low >= 0 and (not possible or int(tokens.max(initial=0)) < limit):
+        return
+    worst = int(((tokens < 0) | (tokens >= limit)).argmax())
+    place = begin + worst
+    document = int(np.searchsorted(offsets, place, side="right")) - 1
+    token = int(tokens[worst])
+    rule = "what is a token, from 0 on" if vocab_size is None else f"its vocabulary of {vocab_size}"
+    raise DataError(
+        f"{path}: this file has, in document {document} at offset "
+        f"{place - int(offsets[document])} (byte {first_byte + place * tokens.itemsize} of the "
+        f"file), token {token} outside {rule}",
+        where=path,
+        got=token,
+        want=vocab_size,
+    )
+
+
+def broken(path: str | os.PathLike[str], what: str, **facts: Any) -> DataError:
+    """Return the error that says what is wrong with a token file."""
+    return DataError(f"{os.fspath(path)}: this token file has {what}", where=path, **facts)

@@ -1,0 +1,80 @@
+"""Files that are there whole or not at all."""
+
+from __future__ import annotations
+
+import os
+import secrets
+import shutil
+from contextlib import contextmanager, suppress
+from typing import TYPE_CHECKING, BinaryIO
+
+from trainkit.types import DiskError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from pathlib import Path
+
+
+@contextmanager
+def replacing(path: Path, *, by: str) -> Iterator[BinaryIO]:
+    """Open a temporary file that becomes `path` at the end, and goes on failure.
+
+    Args:
+        path: The file to make, or to replace.
+        by: Which function writes, for the message.
+
+    Raises:
+        DiskError: It cannot be written.
+
+    Effects:
+        Writes `path`; file and folder have reached the disk when the block has ended.
+    """
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.{secrets.token_hex(4)}")
+    with disk_errors(path, by=by):
+        file = temporary.open("xb")
+    try:
+        yield file
+        with disk_errors(path, by=by):
+            file.flush()
+            os.fsync(file.fileno())
+            file.close()
+            temporary.replace(path)
+            sync_folder(path.parent)
+    except BaseException:
+        with suppress(OSError):  # closing writes what is left, and fails again where writing failed
+            file.close()
+        temporary.unlink(missing_ok=True)
+        raise
+
+
+@contextmanager
+def disk_errors(path: Path, *, by: str, needed: int | None = None) -> Iterator[None]:
+    """Turn an `OSError` of the block into a `DiskError` that names the file and what is free."""
+    try:
+        yield
+    except OSError as error:
+        free = shutil.disk_usage(path.parent).free if path.parent.is_dir() else None
+        room = f"; the next part needs {needed} bytes" if needed else ""
+        room += "" if free is None else f"; {free} bytes are free"
+        raise DiskError(
+            f"{by}: cannot write {path}: {error.strerror}{room}", where=path, got=free, want=needed
+        ) from error
+
+
+def sync_folder(path: Path) -> None:
+    """Return once the names in a folder have reached the disk; raises `OSError`.
+
+    Effects:
+        Waits for the disk.
+
+    Examples:
+        >>> import tempfile
+        >>> from pathlib import Path
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     sync_folder(Path(folder))
+    """
+    folder = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(folder)
+    finally:
+        os.close(folder)

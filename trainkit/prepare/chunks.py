@@ -1,0 +1,304 @@
+"""A source of documents cut into chunks that can be read each on its own, in any process.
+
+Where the cuts lie follows from the files alone, so that the same source gives the same chunks on
+any machine. A chunk is a run of a directory's text files, a range of bytes of a `.jsonl` file, a
+run of row groups of a `.parquet` file, or of record batches of an `.arrow` file. The documents of
+all chunks, in order, are those of `read_records`.
+"""
+
+from __future__ import annotations
+
+import itertools
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import attrs
+import orjson
+
+from trainkit.corpora.records import RECORD_SUFFIXES, record_files
+from trainkit.corpora.text import check_readable, file_names, opened, read_text
+from trainkit.types import ConfigError, DataError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Sequence
+
+Stats = tuple[str, int, int]
+"""A file's name, its size in bytes, and when it was written to, in nanoseconds."""
+
+_ROWS = 256  # rows that are turned into Python objects at a time
+
+
+@attrs.frozen
+class Chunk:
+    """Some documents of a source, one after the other.
+
+    Attributes:
+        path: The directory or the file.
+        files: Each file that it reads, by its path relative to the directory, as it was when it was
+            cut.
+        begin: The first byte, row group or record batch; 0 in a directory.
+        end: The one after the last; in a directory the number of files.
+        bytes: What it takes of the source.
+    """
+
+    path: Path
+    files: tuple[Stats, ...]
+    begin: int
+    end: int
+    bytes: int
+
+
+def cut_source(
+    path: Path,
+    *,
+    suffixes: Sequence[str],
+    chunk_bytes: int,
+    keep: Callable[[str], bool] | None = None,
+) -> list[Chunk]:
+    r"""Cut a source into chunks of at least `chunk_bytes`, the last excepted.
+
+    Args:
+        path: A directory of text files; a `.jsonl`, `.parquet` or `.arrow` file; or a directory of
+            such files and no text.
+        suffixes: How the names of a directory's text files end.
+        chunk_bytes: The least size of a chunk.
+        keep: Says by its relative path whether a file of a directory is wanted.
+
+    Raises:
+        DataError: The path is missing, unreadable, damaged, or of none of these kinds.
+        ValueError: `keep` was given for a file.
+        ConfigError: pyarrow is missing: `pip install "trainkit-lm[data]"`.
+
+    Examples:
+        >>> import tempfile
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     path = Path(folder) / "a.jsonl"
+        ...     _ = path.write_text('{"text": "one"}\n{"text": "two"}\n')
+        ...     chunks = cut_source(path, suffixes=[".txt"], chunk_bytes=4)
+        ...     [(chunk.begin, chunk.end) for chunk in chunks]
+        [(0, 16), (16, 32)]
+    """
+    check_readable(path)
+    if path.is_dir():
+        names = file_names(path)
+        if any(name.endswith(tuple(suffixes)) for name in names):
+            texts = [name for name in names if name.endswith(tuple(suffixes))]
+            return _runs_of_files(path, texts, chunk_bytes, keep)
+        shards = (path / name for name in record_files(path, names) if not keep or keep(name))
+        return [chunk for shard in shards for chunk in _parts_of_file(shard, chunk_bytes)]
+    if keep is not None:
+        raise ValueError(f"prepare: {path}: only files of a directory can be left out by name")
+    return _parts_of_file(path, chunk_bytes)
+
+
+def read_chunk(chunk: Chunk, *, columns: Sequence[str] | None = None) -> Iterator[dict[str, Any]]:
+    """Yield the records of a chunk in order; `document_name` names them.
+
+    Args:
+        chunk: One of `cut_source`.
+        columns: The columns to read of a `.parquet` or `.arrow` file, those of them that it has;
+            all by default.
+
+    Raises:
+        DataError: A file changed since it was cut, a document cannot be read, or a line is no JSON
+            object. The message names it.
+    """
+    _check_unchanged(chunk)
+    if chunk.path.is_dir():
+        for name, _, _ in chunk.files:
+            yield {"text": read_text(chunk.path / name)}
+    elif chunk.path.suffix == ".jsonl":
+        with _reading(chunk.path):
+            for i, (_, _, line) in enumerate(_numbered(chunk)):
+                yield _json_object(line, chunk, i)
+    else:
+        with _reading(chunk.path):
+            yield from _rows(chunk, columns)
+    _check_unchanged(chunk)
+
+
+def document_name(chunk: Chunk, index: int) -> str:
+    """Return the file and the line or row (from 1) of document `index` of a chunk.
+
+    It reads all of the file before it: this is for messages.
+    """
+    if chunk.path.is_dir():
+        return str(chunk.path / chunk.files[index][0])
+    if chunk.path.suffix == ".jsonl":
+        whole = attrs.evolve(chunk, begin=0, end=chunk.files[0][1])
+        wanted = (n for begin, n, _ in _numbered(whole) if begin >= chunk.begin)
+        return f"{chunk.path}: line {next(itertools.islice(wanted, index, None))}"
+    return f"{chunk.path}: row {_rows_before(chunk) + index + 1}"
+
+
+# -------------------------------------------------------------------------------------------- cuts
+
+
+def _runs(sizes: Sequence[int], least: int) -> Iterator[tuple[int, int, int]]:
+    """Yield (begin, end, size) of runs of parts that have at least the size `least`."""
+    begin = size = 0
+    for end, part in enumerate(sizes, start=1):
+        size += part
+        if size >= least or end == len(sizes):
+            yield begin, end, size
+            begin, size = end, 0
+
+
+def _runs_of_files(
+    root: Path, names: Sequence[str], least: int, keep: Callable[[str], bool] | None
+) -> list[Chunk]:
+    stats = [_stats(root / name, name) for name in names if keep is None or keep(name)]
+    # An empty file is a document too: count a few bytes for each.
+    runs = _runs([size + 64 for _, size, _ in stats], least)
+    return [
+        Chunk(root, tuple(stats[a:b]), 0, b - a, sum(size for _, size, _ in stats[a:b]))
+        for a, b, _ in runs
+    ]
+
+
+def _parts_of_file(path: Path, least: int) -> list[Chunk]:
+    if path.suffix not in RECORD_SUFFIXES:
+        raise DataError(
+            f"prepare: {path}: neither a directory, nor a file of {', '.join(RECORD_SUFFIXES)}",
+            where=path,
+        )
+    stats = (_stats(path, path.name),)
+    with _reading(path):
+        cuts = _line_cuts if path.suffix == ".jsonl" else _row_cuts
+        return [Chunk(path, stats, *cut) for cut in cuts(path, least)]
+
+
+def _stats(path: Path, name: str) -> Stats:
+    check_readable(path)
+    facts = path.stat()
+    return name, facts.st_size, facts.st_mtime_ns
+
+
+def _check_unchanged(chunk: Chunk) -> None:
+    for name, size, modified in chunk.files:
+        path = chunk.path / name if chunk.path.is_dir() else chunk.path
+        if _stats(path, name) != (name, size, modified):
+            raise DataError(
+                f"{path}: it was written to while it was read; start again once it stays as it is",
+                where=path,
+            )
+
+
+@contextmanager
+def _reading(path: Path) -> Iterator[None]:
+    """Name the file of what goes wrong, and the extra of a library that is missing."""
+    try:
+        yield
+    except ImportError as error:
+        command = 'pip install "trainkit-lm[data]"'
+        raise ConfigError(f"{error.name} is missing: {command}", hint=command) from error
+    except DataError:
+        raise
+    except (OSError, ValueError) as error:  # pyarrow's errors are among these
+        raise DataError(
+            f"{path}: no {path.suffix} file, or a damaged one: {str(error).splitlines()[0]}",
+            where=path,
+        ) from error
+
+
+# ------------------------------------------------------------------------------------------ .jsonl
+
+
+def _line_cuts(path: Path, least: int) -> Iterator[tuple[int, int, int]]:
+    """Yield (begin, end, size) of ranges of whole lines."""
+    begin, size = 0, path.stat().st_size
+    with opened(path) as file:
+        while begin < size:
+            file.seek(min(begin + least, size) - 1)
+            file.readline()
+            yield begin, file.tell(), file.tell() - begin
+            begin = file.tell()
+
+
+def _numbered(chunk: Chunk) -> Iterator[tuple[int, int, bytes]]:
+    """Yield (first byte, number from 1 within the chunk, line) of lines that are not blank."""
+    place = chunk.begin
+    with opened(chunk.path) as file:
+        file.seek(place)
+        for number in itertools.count(1):
+            if place >= chunk.end or not (line := file.readline()):
+                return
+            if line.strip():
+                yield place, number, line
+            place += len(line)
+
+
+def _json_object(line: bytes, chunk: Chunk, index: int) -> dict[str, Any]:
+    try:
+        record = orjson.loads(line)
+    except orjson.JSONDecodeError as error:
+        where = document_name(chunk, index)
+        raise DataError(f"{where}: bad JSON: {error}", where=where) from error
+    if not isinstance(record, dict):
+        where = document_name(chunk, index)
+        raise DataError(f"{where}: must be a JSON object, got {type(record).__name__}", where=where)
+    return record
+
+
+# ----------------------------------------------------------------------------- .parquet and .arrow
+
+
+def _parquet(path: Path) -> Any:
+    import pyarrow.parquet as pq  # noqa: PLC0415 - an extra
+
+    return pq.ParquetFile(path, memory_map=True)
+
+
+def _arrow(path: Path) -> Iterator[Any]:
+    """Yield the record batches of an IPC file or stream, as views of the mapped file."""
+    import pyarrow as pa  # noqa: PLC0415 - an extra
+
+    with pa.memory_map(str(path)) as source:
+        try:
+            reader = pa.ipc.open_file(source)
+        except pa.ArrowInvalid:  # no footer: a stream, as `datasets` writes it
+            source.seek(0)
+            yield from pa.ipc.open_stream(source)
+            return
+        for i in range(reader.num_record_batches):
+            yield reader.get_batch(i)
+
+
+def _row_cuts(path: Path, least: int) -> Iterator[tuple[int, int, int]]:
+    """Yield (begin, end, size) of runs of row groups or record batches."""
+    return _runs([size for size, _ in _groups(path)], least)
+
+
+def _groups(path: Path) -> list[tuple[int, int]]:
+    """Return (bytes, rows) of each row group or record batch."""
+    if path.suffix == ".arrow":
+        return [(batch.nbytes, batch.num_rows) for batch in _arrow(path)]
+    facts = _parquet(path).metadata
+    groups = map(facts.row_group, range(facts.num_row_groups))
+    return [(group.total_byte_size, group.num_rows) for group in groups]
+
+
+def _rows(chunk: Chunk, columns: Sequence[str] | None) -> Iterator[dict[str, Any]]:
+    for batch in _batches(chunk, columns):
+        batch.validate(full=True)  # offsets of a damaged file may point anywhere
+        for begin in range(0, batch.num_rows, _ROWS):
+            yield from batch.slice(begin, _ROWS).to_pylist()
+
+
+def _batches(chunk: Chunk, columns: Sequence[str] | None) -> Iterator[Any]:
+    """Yield the record batches of a chunk, with the wanted columns where it has them all."""
+    if chunk.path.suffix == ".arrow":
+        for batch in itertools.islice(_arrow(chunk.path), chunk.begin, chunk.end):
+            has_all = columns is not None and {*columns} <= {*batch.schema.names}
+            yield batch.select(columns) if has_all else batch
+        return
+    file, groups = _parquet(chunk.path), range(chunk.begin, chunk.end)
+    has_all = columns is not None and {*columns} <= {*file.schema_arrow.names}
+    yield from file.iter_batches(
+        _ROWS, row_groups=groups, columns=columns if has_all else None, use_threads=False
+    )
+
+
+def _rows_before(chunk: Chunk) -> int:
+    return sum(rows for _, rows in _groups(chunk.path)[: chunk.begin])

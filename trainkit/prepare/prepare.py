@@ -1,0 +1,375 @@
+"""`prepare_corpus`: text into a token file, in parallel, and again from where it was stopped."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import shutil
+import time
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import attrs
+
+from trainkit.corpora.text import TEXT_SUFFIXES
+from trainkit.corpora.tokens import SUFFIX, write_corpus
+from trainkit.files import disk_errors, sync_folder
+from trainkit.prepare.chunks import Chunk, cut_source
+from trainkit.prepare.parts import (
+    Encode,
+    Job,
+    Tally,
+    documents_of_parts,
+    finished_part,
+    key_of_part,
+    settings_of,
+    summed,
+)
+from trainkit.prepare.workers import write_parts
+from trainkit.tokenizers.bytes import tokenizer_hash
+from trainkit.types import ConfigError, DataError, DiskError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Mapping, Sequence
+
+    from trainkit.corpora.tokens import TokenCorpus
+    from trainkit.types import Tokenizer
+
+    Source = str | Path
+
+_LEAST_CHUNK = 4 << 20  # bytes: a second of BPE on one core
+_MOST_CHUNKS = 4096
+_SMALL = 32 << 20  # bytes: less is done sooner than processes have started
+
+
+@attrs.frozen
+class Progress:
+    """How far `prepare_corpus` is.
+
+    Attributes:
+        documents: Documents so far, those of an earlier run included.
+        tokens: Their tokens.
+        bytes: Bytes of the source that are finished, those of an earlier run included.
+        total_bytes: Bytes of the whole source.
+        kept_bytes: Those of them that an earlier run had finished.
+        seconds: How long this run takes so far.
+    """
+
+    documents: int
+    tokens: int
+    bytes: int
+    total_bytes: int
+    kept_bytes: int
+    seconds: float
+
+
+@attrs.frozen
+class Prepared:
+    """What `prepare_corpus` has done.
+
+    Attributes:
+        path: The token file.
+        documents: Its documents.
+        tokens: Its tokens.
+        bytes: The source's bytes; of parquet and arrow files, uncompressed.
+        empty_documents: Documents without text; they are in the file.
+        counts: What the encoder counted, if it did: of `chat_encoder` the `conversations`, and how
+            many were `truncated` or `dropped`. Those dropped are documents without tokens.
+        vocab_size: The tokenizer's vocabulary.
+        digest: The token file's hash.
+        parts_kept: Parts that an earlier run had finished.
+        workers: Processes that worked.
+        seconds: How long it took.
+        tokens_per_second: Tokens of this run over its seconds.
+    """
+
+    path: Path
+    documents: int
+    tokens: int
+    bytes: int
+    empty_documents: int
+    counts: Mapping[str, int]
+    vocab_size: int | None
+    digest: str | None
+    parts_kept: int
+    workers: int
+    seconds: float
+    tokens_per_second: float
+
+
+def prepare_corpus(
+    source: Source | Sequence[Source],
+    out: str | os.PathLike[str],
+    *,
+    tokenizer: Tokenizer,
+    make_encode: Callable[[Tokenizer], Encode] | None = None,
+    field: str = "text",
+    suffixes: Sequence[str] = TEXT_SUFFIXES,
+    keep: Callable[[str], bool] | None = None,
+    workers: int | None = None,
+    chunk_bytes: int | None = None,
+    timeout: float = 300.0,
+    tell: Callable[[str], object] | None = None,
+    progress: Callable[[Progress], object] | None = None,
+) -> Prepared:
+    """Turn text into a token file, in several processes.
+
+    The source is cut into chunks, and each becomes a part file in the folder `OUT.parts`; at the
+    end they are joined, in the order of the source. A run that was stopped, however hard, is
+    started again with the same call and goes on with the parts that are finished. A part whose
+    file, tokenizer or settings have changed meanwhile is made anew. The token file is the same byte
+    for byte for any number of processes and interruptions.
+
+    Args:
+        source: A directory of text files; a `.jsonl`, `.parquet` or `.arrow` file, or a directory
+            of such; or several of these, one after the other.
+        out: The file to make, which ends in `.tokens`; one that is there is replaced at the end, in
+            one step.
+        tokenizer: What encodes a text; `bos_id` and `eos_id` go around each document.
+        make_encode: For records that are not plain text: `make_encode(tokenizer)` returns the
+            function from a record to ids or a `Sample`. It is called in each process, so it must be
+            a function at the top of a module, or a `functools.partial` of one. What it returns may
+            have an attribute `counts`, a `Counter` of what happened.
+        field: The field of a record that holds its text.
+        suffixes: How the names of a directory's text files end.
+        keep: Says by its relative path whether a file of a directory is wanted.
+        workers: How many processes; by default one for each core, and this one alone for less than
+            32 MiB.
+        chunk_bytes: The least size of a chunk; by default 4 MiB, or a 4096th of the source.
+        timeout: Seconds after which a process that says nothing is taken to hang.
+        tell: Called with a sentence about each thing worth knowing, such as parts that are reused.
+        progress: Called about every half second for each process.
+
+    Raises:
+        DataError: The source is missing, empty or damaged, a document cannot be encoded, or a
+            process died. The message names the file and the line, or the process and the chunk.
+        DiskError: A file cannot be written, or the disk is full.
+        ConfigError: Another process prepares the same file, or a library is missing.
+        ValueError: An argument is out of its range.
+
+    Effects:
+        Writes `out`, and `OUT.parts` while it works; starts processes and ends them. On failure the
+        finished parts stay, for the next run.
+
+    Examples:
+        >>> import tempfile
+        >>> from trainkit.tokenizers.bytes import byte_tokenizer
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     _ = (Path(folder) / "a.txt").write_text("hi")
+        ...     done = prepare_corpus(folder, f"{folder}/a.tokens", tokenizer=byte_tokenizer())
+        >>> done.documents, done.tokens
+        (1, 4)
+    """
+    begun, out, say = time.monotonic(), Path(out), tell or (lambda _: None)
+    check_out(out)
+    if workers is not None and workers < 1:
+        raise ValueError(f"prepare: workers must be at least 1, got {workers}")
+    job = Job(out.with_name(f"{out.name}.parts"), tokenizer, make_encode, field)
+    settings = settings_of(job)
+    chunks = cut_sources(source, suffixes=suffixes, keep=keep, chunk_bytes=chunk_bytes)
+    total = sum(chunk.bytes for chunk in chunks)
+    with _alone(out), _parts_folder(job.folder):
+        tallies = _finished(job.folder, chunks, settings, say)
+        kept = dict(tallies)
+        todo = {i: chunk for i, chunk in enumerate(chunks) if i not in kept}
+        finished = kept_bytes = sum(chunks[i].bytes for i in kept)
+
+        def sign(number: int, tally: Tally, done: bool) -> None:
+            nonlocal finished
+            tallies[number] = tally
+            finished += chunks[number].bytes if done else 0
+            if progress is not None:
+                seconds = time.monotonic() - begun
+                sums = summed(tallies.values())
+                progress(
+                    Progress(sums.documents, sums.tokens, finished, total, kept_bytes, seconds)
+                )
+
+        crew = _crew(workers, todo, total - kept_bytes)
+        write_parts(job, todo, workers=crew, timeout=timeout, sign=sign)
+        sums = summed(tallies.values())
+        _check_content(sums, source)
+        say(f"joining {len(chunks)} parts: {sums.documents} documents, {sums.tokens} tokens")
+        corpus = _join(out, job, len(chunks))
+    seconds = time.monotonic() - begun
+    new_tokens = sums.tokens - summed(kept.values()).tokens
+    return Prepared(
+        out,
+        sums.documents,
+        sums.tokens,
+        total,
+        sums.empty_documents,
+        sums.counts,
+        job.vocab_size,
+        corpus.digest,
+        len(kept),
+        crew,
+        seconds,
+        new_tokens / seconds,
+    )
+
+
+def check_out(out: Path) -> None:
+    """Refuse a file that could not be written in the end.
+
+    Raises:
+        ValueError: Its name does not end in `.tokens`.
+        DiskError: Its folder is missing or must not be written to, or a folder has its name.
+    """
+    if out.suffix != SUFFIX:
+        raise ValueError(f"prepare: the file must end in {SUFFIX}, got {out}")
+    if not out.parent.is_dir() or not os.access(out.parent, os.W_OK) or out.is_dir():
+        what = (
+            "it is a folder"
+            if out.is_dir()
+            else f"{out.parent} is no folder that can be written to"
+        )
+        raise DiskError(f"prepare: cannot write {out}: {what}", where=out)
+
+
+def cut_sources(
+    source: Source | Sequence[Source],
+    *,
+    suffixes: Sequence[str],
+    keep: Callable[[str], bool] | None = None,
+    chunk_bytes: int | None = None,
+) -> list[Chunk]:
+    """Cut all sources of a corpus, in order; the arguments are those of `prepare_corpus`.
+
+    Raises:
+        DataError: A source is missing, damaged or without documents. The message names it.
+    """
+    if chunk_bytes is not None and chunk_bytes < 1:
+        raise ValueError(f"prepare: chunk_bytes must be at least 1, got {chunk_bytes}")
+    paths = [Path(p) for p in ([source] if isinstance(source, str | Path) else source)]
+    chunks: list[Chunk] = []
+    for path in paths:
+        least = chunk_bytes or _LEAST_CHUNK
+        found = cut_source(path, suffixes=suffixes, chunk_bytes=least, keep=keep)
+        if not found:
+            raise DataError(
+                f"prepare: {path}: there are no documents: no file ends in {', '.join(suffixes)}"
+                if path.is_dir()
+                else f"prepare: {path}: there are no documents",
+                where=path,
+            )
+        chunks += found
+    if chunk_bytes is None and len(chunks) > _MOST_CHUNKS:
+        larger = sum(chunk.bytes for chunk in chunks) // _MOST_CHUNKS
+        if larger > _LEAST_CHUNK:
+            return cut_sources(source, suffixes=suffixes, keep=keep, chunk_bytes=larger)
+    return chunks
+
+
+def _finished(
+    folder: Path,
+    chunks: Sequence[Chunk],
+    settings: Mapping[str, Any],
+    say: Callable[[str], object],
+) -> dict[int, Tally]:
+    """Return the parts that an earlier run has finished; delete those that are of no use."""
+    tallies: dict[int, Tally] = {}
+    reasons: list[str] = []
+    for number, chunk in enumerate(chunks):
+        tally, reason = finished_part(folder, number, key_of_part(settings, chunk))
+        if tally is not None:
+            tallies[number] = tally
+        elif reason:
+            reasons.append(reason)
+    useful = {f"part_{number:08d}" for number in tallies}
+    for file in folder.iterdir():
+        if file.stem not in useful:
+            file.unlink()
+    if tallies or reasons:
+        say(f"{folder}: going on with {len(tallies)} of {len(chunks)} parts")
+    if reasons:
+        say(f"{folder}: {len(reasons)} finished parts are made anew: {reasons[0]}")
+    return tallies
+
+
+def _crew(workers: int | None, todo: Mapping[int, Chunk], size: int) -> int:
+    if workers is None:
+        workers = 1 if size < _SMALL else len(os.sched_getaffinity(0))
+    return max(1, min(workers, len(todo)))
+
+
+def _check_content(sums: Tally, source: object) -> None:
+    if not sums.tokens:
+        dropped = sums.counts.get("dropped", 0)
+        empty = f"they are all empty, or dropped ({dropped})" if dropped else "they are all empty"
+        found = empty if sums.documents else "there is none"
+        raise DataError(f"prepare: {source}: no documents: {found}", where=source)
+
+
+def _join(out: Path, job: Job, count: int) -> TokenCorpus:
+    """Write the token file from the parts, and delete them."""
+    needed = sum(file.stat().st_size for file in job.folder.glob(f"*{SUFFIX}"))
+    if (free := shutil.disk_usage(out.parent).free) < needed:
+        raise DiskError(
+            f"prepare: cannot write {out}: the parts are joined in a new file, which needs "
+            f"{needed} bytes; {free} bytes are free",
+            where=out,
+            got=free,
+            want=needed,
+            hint="make room and run the same again: the parts are finished",
+        )
+    joined = job.folder / f"joined{SUFFIX}"
+    documents = documents_of_parts(job.folder, count)
+    corpus = write_corpus(
+        joined,
+        documents,
+        vocab_size=job.vocab_size,
+        tokenizer_hash=tokenizer_hash(job.tokenizer),
+    )
+    with disk_errors(out, by="prepare"):
+        joined.replace(out)
+        sync_folder(out.parent)
+    shutil.rmtree(job.folder)
+    return corpus
+
+
+@contextmanager
+def _parts_folder(folder: Path) -> Iterator[None]:
+    """Make the folder of parts; when the block ends, leave nothing but finished parts."""
+    with disk_errors(folder, by="prepare"):
+        folder.mkdir(exist_ok=True)
+    try:
+        yield
+    finally:
+        if folder.is_dir():
+            for file in folder.glob(".*"):
+                file.unlink()
+            if not any(folder.iterdir()):
+                folder.rmdir()
+
+
+@contextmanager
+def _alone(out: Path) -> Iterator[None]:
+    """Hold a lock on what is made from `out`'s name, beside it, while the block runs."""
+    path = out.with_name(f".{out.name}.lock")
+    while True:
+        with disk_errors(path, by="prepare"):
+            file = path.open("a+")
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            file.seek(0)
+            other = file.read() or "unknown"
+            file.close()
+            raise ConfigError(
+                f"prepare: {out}: another process (process {other}) prepares it",
+                where=path,
+                hint="wait for it, or write to another file",
+            ) from error
+        if path.exists() and path.stat().st_ino == os.fstat(file.fileno()).st_ino:
+            break
+        file.close()  # its holder deleted it in between
+    try:
+        file.truncate(0)
+        file.write(str(os.getpid()))
+        file.flush()
+        yield
+    finally:
+        path.unlink(missing_ok=True)
+        file.close()
