@@ -1,6 +1,6 @@
 """From rows to tensors: every token with its label, its position, its document and its index."""
 
-from itertools import groupby
+from itertools import groupby, pairwise
 
 import attrs
 import numpy as np
@@ -17,10 +17,13 @@ from trainkit.batch import (
     count_valid_tokens,
     shift_labels,
     spans,
+    split_batch,
     to_device,
 )
+from trainkit.corpora.joined import join_corpora
+from trainkit.corpora.tokens import TokenCorpus
 from trainkit.packing import pack_bins
-from trainkit.types import IGNORED_LABEL, Bins
+from trainkit.types import IGNORED_LABEL, Bins, DataError
 
 TENSORS = ("input_ids", "labels", "position_ids", "document_ids", "token_index")
 
@@ -57,6 +60,115 @@ def test_rows_are_what_they_are_token_by_token(case, data):
     index = np.arange(len(rows) * bins.capacity).reshape(len(rows), -1)
     index[np.array(rows) < 0] = -1
     assert batch.token_index.tolist() == index.tolist()
+
+
+@given(packed(), st.integers(0, 2**32 - 1))
+def test_a_label_asks_for_trained_tokens_only(case, seed):
+    corpus, bins = case
+    trained = np.random.default_rng(seed).integers(0, 2, len(corpus.tokens)).astype(bool)
+    rows = np.arange(len(bins))
+    plain = collate_bins(corpus, bins, rows, pad_id=999)
+    for mask in (trained, trained.astype(np.uint8)):
+        batch = collate_bins(attrs.evolve(corpus, trained=mask), bins, rows, pad_id=999)
+        for row in rows.tolist():
+            want = plain.labels[row].tolist()
+            for number, (document, start, length) in enumerate(bins[row]):
+                begin = plain.document_ids[row].tolist().index(number)
+                first = int(corpus.offsets[document]) + start
+                for i in range(length - 1):
+                    if not trained[first + i + 1]:
+                        want[begin + i] = IGNORED_LABEL
+            assert batch.labels[row].tolist() == want
+        for name in set(TENSORS) - {"labels"}:
+            assert torch.equal(batch[name], plain[name]), name
+
+
+def test_a_corpus_of_which_nothing_is_trained_has_no_labels():
+    corpus = attrs.evolve(corpus_of([3, 5]), trained=np.zeros(8, bool))
+    batch = collate_bins(corpus, pack_bins(corpus.lengths, 8), [0, -1])
+    assert int(count_valid_tokens([batch])) == 0
+    assert batch.input_ids[0].tolist() == list(range(8))
+
+
+@given(packed(), st.data())
+def test_documents_in_parts_collate_as_documents_in_one(case, data):
+    corpus, bins = case
+    trained = (np.arange(len(corpus.tokens)) % 3 > 0).astype(np.uint8)
+    corpus = attrs.evolve(corpus, trained=trained)
+    num_documents = len(corpus.offsets) - 1
+    inner = st.lists(st.integers(0, num_documents), max_size=4)
+    cuts = [0, *sorted(data.draw(inner)), num_documents]
+    parts = []
+    for first, end in pairwise(cuts):  # every other part begins inside its own array of tokens
+        begin = corpus.offsets[first] if len(parts) % 2 else 0
+        span = slice(begin, corpus.offsets[end])
+        dtype = (np.uint16, np.uint32)[len(parts) // 2 % 2]
+        offsets = corpus.offsets[first : end + 1] - begin
+        parts.append(
+            TokenCorpus(corpus.tokens[span].astype(dtype), offsets, 1000, trained=trained[span])
+        )
+    rows = [*range(len(bins)), -1]
+    whole = collate_bins(corpus, bins, rows, pad_id=999)
+    joined = collate_bins(join_corpora(parts), bins, rows, pad_id=999)
+    for name in TENSORS:
+        assert torch.equal(joined[name], whole[name]), name
+
+
+@pytest.mark.parametrize("dtype", ["uint8", "uint16", "uint32", "uint64", "int16", "int64"])
+def test_tokens_of_every_dtype_give_the_same_batch(dtype):
+    corpus = corpus_of([5, 9, 2], vocab_size=100)
+    bins = pack_bins(corpus.lengths, 8)
+    want = collate_bins(corpus, bins, [0, 1])
+    tokens = corpus.tokens.astype(dtype)
+    for change in (lambda x: x, lambda x: x.setflags(write=False) or x, lambda x: x[::-1]):
+        same = change(tokens)
+        if same is not tokens:
+            same = np.ascontiguousarray(same)[::-1]  # strided
+        batch = collate_bins(attrs.evolve(corpus, tokens=same), bins, [0, 1])
+        for name in TENSORS:
+            assert torch.equal(batch[name], want[name]), name
+
+
+def test_tables_that_are_read_only_give_the_same_batch():
+    corpus = corpus_of([5, 9, 2])
+    bins = pack_bins(corpus.lengths, 8)
+    want = collate_bins(corpus, bins, [0])
+    for array in (bins.offsets, bins.documents, bins.starts, bins.lengths, corpus.offsets):
+        array.setflags(write=False)
+    assert torch.equal(collate_bins(corpus, bins, [0]).labels, want.labels)
+
+
+def test_a_batch_lies_in_the_memory_it_is_given():
+    corpus = corpus_of([5, 9, 2])
+    bins, out = pack_bins(corpus.lengths, 8), np.full((5, 2, 8), 77)
+    batch = collate_bins(corpus, bins, [1, -1], out=out)
+    fresh = collate_bins(corpus, bins, [1, -1])
+    for number, name in enumerate(TENSORS):
+        assert torch.equal(batch[name], fresh[name]), name
+        assert batch[name].numpy().base is not None
+        assert np.shares_memory(batch[name].numpy(), out[number])
+
+
+@given(packed(), st.integers(1, 3), st.integers(1, 3))
+def test_a_split_batch_is_its_parts_collated_alone(case, size, count):
+    corpus, bins = case
+    rows = np.resize(np.append(np.arange(len(bins)), -1), size * count)
+    places = np.where(rows < 0, -1, np.arange(len(rows)))
+    whole = collate_bins(corpus, bins, rows, row_positions=places)
+    whole = attrs.evolve(whole, extra={"weights": torch.rand(len(rows), bins.capacity)})
+    parts = split_batch(whole, size)
+    assert len(parts) == count
+    for number, part in enumerate(parts):
+        chosen = slice(number * size, (number + 1) * size)
+        alone = collate_bins(corpus, bins, rows[chosen], row_positions=places[chosen])
+        for name in TENSORS:
+            assert torch.equal(part[name], alone[name]), name
+            assert part[name].is_contiguous()
+        assert torch.equal(part["weights"], whole["weights"][chosen])
+        assert part.spans.lengths.tolist() == alone.spans.lengths.tolist()
+        assert torch.equal(part.spans.cu_seqlens, alone.spans.cu_seqlens)
+        assert part.spans.cu_seqlens.dtype == torch.int32
+        assert part.spans.max_length == alone.spans.max_length
 
 
 @given(batches())
@@ -173,6 +285,88 @@ def test_to_device_moves_everything_or_nothing():
 
 CORPUS = corpus_of([3, 3])
 BINS = pack_bins(CORPUS.lengths, 4)
+NAMED = TokenCorpus(
+    np.array([1, 2, 3, 4, 5, 6, 70_000, 8]),
+    np.array([0, 4, 8]),
+    50_000,
+    names=["a.md", "b.md"],
+    sources={"part.tokens": "00"},
+)
+
+
+def of_tokens(tokens, **changes):
+    """Collate one row of one document of these tokens."""
+    corpus = TokenCorpus(tokens, np.array([0, 3]), **changes)
+    return collate_bins(corpus, pack_bins([3], 4), [0])
+
+
+def test_a_token_outside_the_vocabulary_is_named_with_file_document_and_offset():
+    message = r"file part.tokens: document 1 \(b.md\), offset 2: token 70000 .* \[0, 50000\)"
+    bins = pack_bins([4, 4], 8)
+    with pytest.raises(DataError, match=message) as caught:
+        collate_bins(NAMED, bins, [0])
+    assert (caught.value.code, caught.value.got, caught.value.want) == (65, 70_000, 50_000)
+    joined = join_corpora([corpus_of([6]), NAMED])
+    with pytest.raises(DataError, match=message):
+        collate_bins(joined, pack_bins(joined.lengths, 16), [0])
+    other = attrs.evolve(bins, starts=bins.starts, lengths=np.array([4, 2]))
+    assert collate_bins(NAMED, other, [0]).input_ids.max() == 6  # what is not read is not looked at
+
+
+@pytest.mark.parametrize("dtype", [np.int8, np.int16, np.int32, np.int64])
+@pytest.mark.parametrize("vocab_size", [None, 100])
+def test_a_negative_token_is_refused(dtype, vocab_size):
+    with pytest.raises(DataError, match="a corpus without a file: document 0, offset 1: token -2 "):
+        of_tokens(np.array([1, -2, 3], dtype), vocab_size=vocab_size)
+
+
+def test_the_largest_token_of_a_vocabulary_is_no_error():
+    assert of_tokens(np.array([0, 255, 1], np.uint8), vocab_size=256).input_ids[0, 1] == 255
+    assert of_tokens(np.array([0, 9, 1], np.int64), vocab_size=10).input_ids[0, 1] == 9
+    with pytest.raises(DataError, match="token 9 is outside"):
+        of_tokens(np.array([0, 9, 1], np.uint8), vocab_size=9)
+
+
+def changed(**columns):
+    """BINS with other columns, as no packing makes them."""
+    return attrs.evolve(BINS, **{name: np.array(x) for name, x in columns.items()})
+
+
+@pytest.mark.parametrize(
+    "columns",
+    [
+        {"documents": [0, -1]},
+        {"documents": [0, -2]},
+        {"documents": [0, 2]},
+        {"documents": [0, 1 << 40]},
+        {"starts": [0, -3]},
+        {"starts": [0, 1]},
+        {"lengths": [3, 0]},
+        {"lengths": [3, -1]},
+        {"offsets": [0, 0, 2]},
+        {"offsets": [0, 1, 3]},
+        {"offsets": [0, 1, 1 << 40]},
+        {"offsets": [0, 2, 1]},
+        {"offsets": [0, -1, 2]},
+    ],
+)
+def test_a_table_that_would_leave_its_arrays_is_refused(columns):
+    with pytest.raises(ValueError, match=r"do not fit the corpus|row 1 of bins"):
+        collate_bins(CORPUS, changed(**columns), [1])
+
+
+def test_offsets_beyond_the_tokens_are_refused():
+    short = attrs.evolve(CORPUS, tokens=CORPUS.tokens[:5])
+    with pytest.raises(ValueError, match="fewer tokens than its offsets say"):
+        collate_bins(short, BINS, [0, 1])
+    with pytest.raises(DataError, match="its 5 tokens are fewer than its offsets say"):
+        collate_bins(join_corpora([CORPUS, short]), pack_bins([3] * 4, 4), [0, 1, 2, 3])
+
+
+def test_blank_rows_need_no_tokens():
+    empty = TokenCorpus(np.empty(0, np.uint16), np.array([0]))
+    batch = collate_bins(empty, pack_bins([], 4), [-1], pad_id=3)
+    assert batch.input_ids.tolist() == [[3, 3, 3, 3]]
 
 
 @pytest.mark.parametrize(
@@ -181,7 +375,19 @@ BINS = pack_bins(CORPUS.lengths, 4)
         (lambda: collate_bins(CORPUS, BINS, [0, 2, -2]), r"no rows \[2, -2\]: bins has 2"),
         (lambda: collate_bins(CORPUS, BINS, []), "at least one integer"),
         (lambda: collate_bins(CORPUS, BINS, [0.5]), "at least one integer"),
+        (lambda: collate_bins(CORPUS, BINS, [[0], [0, 1]]), "indices must be .* ragged"),
+        (lambda: collate_bins(CORPUS, BINS, [[0]]), r"one dimension, got int64 \(1, 1\)"),
         (lambda: collate_bins(CORPUS, BINS, [0], row_positions=[0, 1]), "row_positions must be"),
+        (lambda: collate_bins(CORPUS, BINS, [0], row_positions=[0.5]), "row_positions .*float64"),
+        (lambda: collate_bins(CORPUS, BINS, [0], out=np.empty((5, 2, 4), int)), "out must be int6"),
+        (lambda: collate_bins(CORPUS, BINS, [0], out=np.empty((5, 1, 4))), "got float64"),
+        (lambda: of_tokens(np.ones(3)), "tokens must be integers .* got float64"),
+        (lambda: of_tokens(np.ones((3, 1), int)), r"tokens must be integers .* \(3, 1\)"),
+        (lambda: of_tokens(np.ones(3, ">u2")), "machine's byte order"),
+        (lambda: of_tokens(np.ones(3, int), trained=np.ones(2, bool)), r"trained .* bool \(2,\)"),
+        (lambda: of_tokens(np.ones(3, int), trained=np.ones(3)), "trained .* got float64"),
+        (lambda: split_batch(blank_batch(3, 2), 2), "3 rows do not divide into parts of 2"),
+        (lambda: split_batch(blank_batch(3, 2), 0), "parts of 0"),
         (lambda: collate_bins(corpus_of([3]), BINS, [0, 1]), "do not fit the corpus"),
         (lambda: collate_bins(corpus_of([3, 2]), BINS, [0, 1]), "3 tokens of document 1 from 0"),
         (

@@ -238,9 +238,11 @@ def fails_on_rank_one(kind):
 
     def work():
         if torch.distributed.get_rank() == 1:
-            raise {"ours": ConfigError("no such thing", hint="mend it"), "other": KeyError("x")}[
-                kind
-            ]
+            raise {
+                "ours": ConfigError("no such thing", hint="mend it"),
+                "argument": ValueError("no such number"),
+                "other": KeyError("x"),
+            }[kind]
         return "done"
 
     with tk.parallel_session() as ps:
@@ -256,5 +258,7 @@ def test_what_fails_on_one_rank_fails_on_all_and_names_it():
         ("ConfigError", "rank 1: no such thing", "mend it"),
         ("ConfigError", "no such thing", "mend it"),
     ]
+    first, _ = run_ranks(fails_on_rank_one, 2, "argument")
+    assert first == ("TrainkitError", "rank 1: no such number", None)
     first, _ = run_ranks(fails_on_rank_one, 2, "other")
     assert first == ("RuntimeError", "rank 1 failed: KeyError: 'x'", None)

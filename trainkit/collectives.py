@@ -15,7 +15,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from trainkit.types import Axis, CheckpointError, ConfigError, DataError, DiskError
+from trainkit.types import (
+    Axis,
+    CheckpointError,
+    ConfigError,
+    DataError,
+    DiskError,
+    TrainkitError,
+)
 
 
 def all_sum(x: Tensor, axis: Axis) -> Tensor:
@@ -144,7 +151,7 @@ def together(work: Callable[[], Any], axis: Axis) -> list[Any]:
 
     Raises:
         Exception: On the rank that failed, what it raised; on the others the first failure, told
-            with its rank, as the same kind of error where it is one of trainkit's.
+            with its rank, of the same kind where it is a bad argument or one of trainkit's errors.
 
     Effects:
         Those of `work`; communicates as `all_gather_json`.
@@ -179,6 +186,8 @@ def _told(error: Exception) -> dict[str, str | None]:
 def _as_raised(told: dict[str, Any], rank: int) -> Exception:
     kinds = {kind.__name__: kind for kind in (ConfigError, DataError, CheckpointError, DiskError)}
     kind, what = told.pop("kind"), told.pop("what")
+    if kind == "ValueError":
+        return TrainkitError(f"rank {rank}: {what}", **told)
     if kind not in kinds:
         return RuntimeError(f"rank {rank} failed: {kind}: {what}")
     return kinds[kind](f"rank {rank}: {what}", **told)

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from trainkit.batch import blank_batch, count_valid_tokens, to_device
 from trainkit.collectives import all_max, all_sum, communication_device
+from trainkit.losses import mean_terms
 from trainkit.parallel.reduction import (
     Reduce,
     check_sums,
@@ -234,8 +235,7 @@ def evaluate(
     Args:
         model: Any module.
         batches: This rank's part of the held-out data.
-        loss: The loss; a term `name` is divided by `name/count` if there is one, else by the
-            tokens.
+        loss: The loss; see `losses.mean_terms` for what its terms are divided by.
         axis: The ranks that hold distinct tokens, `ps.loss`.
         call: How a batch enters the model.
 
@@ -266,12 +266,7 @@ def evaluate(
         raise ValueError("evaluate: there is no batch to evaluate on any rank")
     sums = {name: all_sum(sums[name], axis) for name in sorted(sums)}
     tokens = all_sum(count, axis)
-    values = {
-        name: term / sums.get(f"{name}/count", tokens).clamp(min=1)
-        for name, term in sums.items()
-        if not name.endswith("/count")
-    }
-    return values | {"tokens": tokens}
+    return mean_terms(sums, tokens) | {"tokens": tokens}
 
 
 _ALL_DONE = object()

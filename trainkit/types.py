@@ -202,7 +202,8 @@ class Spans:
     max_length: int
 
 
-_TENSORS = ("input_ids", "labels", "position_ids", "document_ids", "token_index")
+BATCH_TENSORS = ("input_ids", "labels", "position_ids", "document_ids", "token_index")
+"""The tensors that every `Batch` has, in its order."""
 
 
 @attrs.frozen(eq=False)
@@ -225,15 +226,15 @@ class Batch(Mapping[str, Any]):
     extra: Mapping[str, Tensor] = attrs.field(factory=dict)
 
     def __getitem__(self, name: str) -> Any:
-        if name in _TENSORS or name == "spans":
+        if name in BATCH_TENSORS or name == "spans":
             return getattr(self, name)
         return self.extra[name]
 
     def __iter__(self) -> Iterator[str]:
-        return iter((*_TENSORS, "spans", *self.extra))
+        return iter((*BATCH_TENSORS, "spans", *self.extra))
 
     def __len__(self) -> int:
-        return len(_TENSORS) + 1 + len(self.extra)
+        return len(BATCH_TENSORS) + 1 + len(self.extra)
 
     # A Mapping compares by items, which is ambiguous for tensors: batches compare by identity.
     __eq__ = object.__eq__

@@ -8,11 +8,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 from strategies import corpus_of, packed, shares
 
-from trainkit.batch import batch_hash, count_valid_tokens
+from trainkit.batch import batch_hash, collate_bins, count_valid_tokens
+from trainkit.corpora import join_corpora, write_corpus
 from trainkit.data import eval_batches, step_batch
-from trainkit.packing import pack_bins
+from trainkit.packing import pack_bins, sequential
 from trainkit.sampling import rows_of_step
-from trainkit.types import Cursor, Share
+from trainkit.types import Cursor, DataError, Share
 
 TENSORS = ("input_ids", "labels", "position_ids", "document_ids", "token_index")
 CORPUS = corpus_of(np.random.default_rng(0).integers(1, 30, 200))
@@ -26,7 +27,7 @@ def tokens_of(batches):
     return columns[columns[:, -1].argsort()]
 
 
-def global_batch(count, *, rows, rows_per_microbatch, step=5, seed=3):
+def global_batch(count, *, rows, rows_per_microbatch, step=5, seed=3, **more):
     ranks = [
         step_batch(
             CORPUS,
@@ -36,6 +37,7 @@ def global_batch(count, *, rows, rows_per_microbatch, step=5, seed=3):
             seed=seed,
             share=Share(rank, count),
             rows_per_microbatch=rows_per_microbatch,
+            **more,
         )
         for rank in range(count)
     ]
@@ -55,6 +57,123 @@ def test_a_step_is_the_same_for_every_number_of_ranks(rows, count, size):
     assert torch.equal(tokens_of(parts), tokens_of(whole))
     assert count_valid_tokens(parts) == count_valid_tokens(whole)
     assert batch_hash(parts) == batch_hash(whole)
+
+
+COSTS = np.add.reduceat((-(-BINS.lengths // 4) * 4) ** 2, BINS.offsets[:-1])
+SOURCES = np.arange(len(BINS)) % 3
+
+
+def work_of(batches):
+    """The cost of the rows of batches: the squares of their spans, row padding left out."""
+    rows = torch.cat([batch.document_ids for batch in batches])
+    return sum(int((row == i).sum()) ** 2 for row in rows for i in range(int(row.max()) + 1))
+
+
+@pytest.mark.parametrize("count", [1, 2, 4, 8])
+@pytest.mark.parametrize("size", [1, 3])
+def test_dealing_by_cost_changes_who_computes_and_nothing_else(count, size):
+    more = {"rows": 24, "noise_seed": 1, "source_of_row": SOURCES}
+    whole = global_batch(1, rows_per_microbatch=24, **more)
+    parts = global_batch(count, rows_per_microbatch=size, costs=COSTS, **more)
+    assert torch.equal(tokens_of(parts), tokens_of(whole))
+    assert batch_hash(parts) == batch_hash(whole)
+    for name in ("noise_key", "source"):
+        pairs = [
+            sorted(
+                zip(
+                    torch.cat([b.token_index.flatten() for b in batches]).tolist(),
+                    torch.cat([b[name].flatten() for b in batches]).tolist(),
+                    strict=True,
+                )
+            )
+            for batches in (whole, parts)
+        ]
+        assert [pair for pair in pairs[0] if pair[0] >= 0] == [p for p in pairs[1] if p[0] >= 0]
+
+
+def test_ranks_do_equal_work_when_costs_are_given():
+    def imbalance(**more):
+        parts = global_batch(4, rows=32, rows_per_microbatch=8, **more)
+        work = [work_of([part]) for part in parts]
+        return max(work) * len(work) / sum(work) - 1
+
+    assert imbalance(costs=COSTS) < 0.02
+    assert imbalance() > 0.05
+
+
+def test_every_token_says_which_source_its_row_is_of():
+    chosen = rows_of_step(5, rows_per_step=6, num_rows=len(BINS), seed=3)
+    parts = global_batch(2, rows=6, rows_per_microbatch=4, source_of_row=SOURCES)
+    for part in parts:
+        for row in range(4):
+            index = int(part.token_index[row, 0])
+            want = SOURCES[chosen[index // 32]] if index >= 0 else -1
+            expected = torch.where(part.document_ids[row] < 0, -1, int(want))
+            assert torch.equal(part["source"][row], expected)
+    assert {int(x) for part in parts for x in part["source"].unique()} == {-1, 0, 1, 2}
+
+
+@pytest.mark.parametrize("count", [1, 2, 3])
+def test_rows_may_come_from_a_function_of_the_step(count):
+    def rows_at(step):
+        return [step, 7, step + 1]
+
+    parts = global_batch(count, rows=3, rows_per_microbatch=1, rows_at=rows_at)
+    got = tokens_of(parts)[:, 0].reshape(3, 32)
+    want = collate_bins(CORPUS, BINS, [5, 7, 6]).input_ids
+    assert torch.equal(got, want)
+
+
+def test_microbatches_are_those_collated_one_by_one():
+    chosen = rows_of_step(5, rows_per_step=7, num_rows=len(BINS), seed=3)
+    parts = global_batch(2, rows=7, rows_per_microbatch=2)
+    places = [[0, 1], [2, 3], [4, 5], [6, -1]]
+    for part, where in zip(parts, places, strict=True):
+        mine = np.where(np.array(where) < 0, -1, chosen[where])
+        alone = collate_bins(CORPUS, BINS, mine, row_positions=where)
+        for name in TENSORS:
+            assert torch.equal(part[name], alone[name]), name
+        assert torch.equal(part.spans.cu_seqlens, alone.spans.cu_seqlens)
+        assert part.spans.lengths.tolist() == alone.spans.lengths.tolist()
+
+
+def test_a_file_that_was_cut_ends_the_run_with_an_error_instead_of_a_signal(tmp_path):
+    path = tmp_path / "a.tokens"
+    corpus = write_corpus(path, [np.arange(30_000) % 500], vocab_size=500)
+    bins = pack_bins(corpus.lengths, 32)
+    arguments = {"rows": 2, "seed": 0, "share": Share(0, 1), "rows_per_microbatch": 2}
+    step_batch(corpus, bins, Cursor(), **arguments)
+    with path.open("r+b") as file:
+        file.truncate(8192)
+    for batches in (
+        lambda: step_batch(corpus, bins, Cursor(), **arguments),
+        lambda: list(eval_batches(corpus, bins, Share(0, 1), rows_per_batch=4)),
+    ):
+        with pytest.raises(DataError, match=r"a.tokens: the file has 8192 bytes"):
+            batches()
+
+
+def test_a_step_looks_only_at_the_files_that_it_reads(tmp_path):
+    paths = [tmp_path / f"{name}.tokens" for name in "abc"]
+    documents = [np.arange(3000) % 500]
+    parts = [write_corpus(path, documents, vocab_size=500) for path in paths]
+    nothing = corpus_of([])
+    corpus = join_corpora([nothing, parts[0], nothing, parts[1], parts[2], nothing])
+    bins = pack_bins(corpus.lengths, 32, fit=sequential)
+    source = np.array([bins[row][0][0] for row in range(len(bins))])
+    rows = [int(np.flatnonzero(source == number)[5]) for number in range(3)]  # one of each file
+
+    def step(*chosen):
+        arguments = {"rows": len(chosen), "rows_at": lambda _: np.array(chosen)}
+        arguments |= {"seed": 0, "share": Share(0, 1), "rows_per_microbatch": 4}
+        step_batch(corpus, bins, Cursor(), **arguments)
+
+    with paths[1].open("r+b") as file:
+        file.truncate(4096)
+    step(rows[0], rows[2])
+    for chosen in ([rows[1]], rows, rows[::-1]):
+        with pytest.raises(DataError, match=r"b.tokens: the file has 4096 bytes"):
+            step(*chosen)
 
 
 def test_steps_walk_through_every_row_once_per_epoch_and_resume_anywhere():
@@ -100,13 +219,26 @@ def test_an_evaluation_sees_every_row_once_over_all_ranks(case, count, size):
     assert len(tokens_of(whole)) == len(bins) * bins.capacity
 
 
+@pytest.mark.parametrize("count", [1, 3])
+def test_every_token_of_an_evaluation_says_which_source_its_row_is_of(count):
+    for rank in range(count):
+        share = Share(rank, count)
+        for part in eval_batches(CORPUS, BINS, share, rows_per_batch=4, source_of_row=SOURCES):
+            rows = torch.from_numpy(SOURCES)[part.token_index.clamp(min=0) // 32]
+            assert torch.equal(part["source"], torch.where(part.document_ids < 0, -1, rows))
+    (plain, *_) = eval_batches(CORPUS, BINS, Share(0, 1), rows_per_batch=4)
+    assert plain.extra == {}
+
+
 @given(shares())
 def test_microbatches_live_where_they_are_asked_to(share):
     arguments = {"rows": 8, "seed": 0, "share": share, "rows_per_microbatch": 2}
     batch = step_batch(CORPUS, BINS, Cursor(), **arguments, device="meta")
     assert {b.input_ids.device.type for b in batch.microbatches} == {"meta"}
-    batches = eval_batches(CORPUS, BINS, share, rows_per_batch=8, device="meta")
-    assert {b.input_ids.device.type for b in batches} <= {"meta"}
+    batches = eval_batches(
+        CORPUS, BINS, share, rows_per_batch=8, device="meta", source_of_row=SOURCES
+    )
+    assert {b[name].device.type for b in batches for name in ("labels", "source")} <= {"meta"}
 
 
 def test_padding_has_the_id_that_was_asked_for():
@@ -125,6 +257,12 @@ def test_padding_has_the_id_that_was_asked_for():
         ({"rows": 2, "share": Share(0, 3)}, "more ranks than rows: 3 ranks .* 2 rows"),
         ({"rows": 2, "rows_per_microbatch": 0}, "rows_per_microbatch must be at least 1"),
         ({"rows": 0}, "rows_per_step=0"),
+        ({"rows": 2, "rows_at": lambda _: [1]}, r"rows_at\(0\) must give 2 integers .* \(1,\)"),
+        ({"rows": 1, "rows_at": lambda _: [0.5]}, "must give 1 integers .* float64"),
+        ({"rows": 1, "rows_at": lambda _: [-1]}, f"rows from 0 to {len(BINS) - 1}, got -1 to -1"),
+        ({"rows": 1, "rows_at": lambda _: [len(BINS)]}, "must give rows from 0"),
+        ({"rows": 2, "costs": COSTS[1:]}, f"costs must be one integer .* {len(BINS)} rows"),
+        ({"rows": 2, "source_of_row": SOURCES * 1.0}, "source_of_row must be .* float64"),
     ],
 )
 def test_steps_that_cannot_be_are_refused(arguments, message):
@@ -138,3 +276,5 @@ def test_evaluations_that_cannot_be_are_refused_at_once():
         eval_batches(CORPUS, BINS, Share(0, 1), rows_per_batch=0)
     with pytest.raises(ValueError, match="got 1 and part 2 of 2"):
         eval_batches(CORPUS, BINS, Share(2, 2), rows_per_batch=1)
+    with pytest.raises(ValueError, match=r"eval_batches: source_of_row must be .* \(3,\)"):
+        eval_batches(CORPUS, BINS, Share(0, 1), rows_per_batch=1, source_of_row=SOURCES[:3])

@@ -1,27 +1,34 @@
-"""Data: from text or token files to the microbatches of a step."""
+"""Data: from packed corpora, or a stream, to the microbatches of a step on one rank."""
 
 from __future__ import annotations
 
-from trainkit.data.corpus import fingerprint, held_out, held_out_documents, open_corpus
-from trainkit.data.library import is_library_source, standard_library
+from trainkit.data.dispatch import dispatch, stop_together
+from trainkit.data.mixture import Mixture, join_packed
+from trainkit.data.plans import cached_bins
+from trainkit.data.prefetch import prefetch
 from trainkit.data.steps import eval_batches, step_batch
-from trainkit.data.tokenizers import ByteTokenizer, byte_tokenizer, encode_document
-from trainkit.data.tokens import TokenCorpus, open_tokens, verify_tokens, write_corpus
+from trainkit.data.stream import (
+    StreamStep,
+    batch_maker,
+    deal_step,
+    documents_from,
+    stream_counts,
+    stream_steps,
+)
 
 __all__ = [
-    "ByteTokenizer",
-    "TokenCorpus",
-    "byte_tokenizer",
-    "encode_document",
+    "Mixture",
+    "StreamStep",
+    "batch_maker",
+    "cached_bins",
+    "deal_step",
+    "dispatch",
+    "documents_from",
     "eval_batches",
-    "fingerprint",
-    "held_out",
-    "held_out_documents",
-    "is_library_source",
-    "open_corpus",
-    "open_tokens",
-    "standard_library",
+    "join_packed",
+    "prefetch",
     "step_batch",
-    "verify_tokens",
-    "write_corpus",
+    "stop_together",
+    "stream_counts",
+    "stream_steps",
 ]

@@ -1,0 +1,216 @@
+"""Speed of collation, evenness of the deal by cost, and what prefetching saves.
+
+Run `python tests/benchmarks/collation.py`. Functions are timed in turns, and figures are medians of
+the turns, so that a busy machine disturbs all alike. One thread each.
+"""
+
+import statistics
+import time
+
+import numpy as np
+import torch
+
+from trainkit.batch import _checked_tokens, _copy_spans, _write_rows, _write_spans, collate_bins
+from trainkit.corpora.tokens import TokenCorpus
+from trainkit.data.prefetch import prefetch
+from trainkit.data.steps import step_batch
+from trainkit.packing import pack_bins, row_costs
+from trainkit.sampling import rows_of_step, share_of_rows
+from trainkit.types import Cursor, Share
+
+CAPACITY, TURNS = 8192, 21
+
+
+def documents(number, longest, seed=0):
+    """Truncated log-normal lengths, about 750 tokens on average."""
+    lengths = np.random.default_rng(seed).lognormal(6, 1.2, number).astype(np.int64)
+    return lengths.clip(1, longest)
+
+
+def corpus_of(lengths, dtype, vocab_size=200):
+    offsets = np.concatenate([[0], np.cumsum(lengths)])
+    tokens = np.random.default_rng(0).integers(0, vocab_size, offsets[-1]).astype(dtype)
+    return TokenCorpus(tokens, offsets, vocab_size)
+
+
+def seconds_in_turns(functions):
+    """Call functions with the number of the turn, in turns: median seconds of each, by name.
+
+    Each is called once before it is timed: what others left in the cache is no concern of its own,
+    and the first call after them can take ten times as long.
+    """
+    turns = []
+    for turn in range(TURNS):
+        turns.append([])
+        for function in functions.values():
+            function(turn)
+            start = time.perf_counter()
+            for _ in range(5):
+                function(turn)
+            turns[-1].append((time.perf_counter() - start) / 5)
+    medians = [statistics.median(column) for column in zip(*turns, strict=True)]
+    return dict(zip(functions, medians, strict=True))
+
+
+def slices(corpus, bins, rows, out):
+    """The five fields by numpy slices, one document after the other."""
+    ids, labels, positions, document_ids, index = out
+    count = np.arange(bins.capacity)
+    for row, where in enumerate(rows.tolist()):
+        begin = 0
+        index[row] = count + row * bins.capacity
+        for number, (document, start, length) in enumerate(bins[where]):
+            tokens = corpus.read(document, start, length)
+            place = slice(begin, begin + length)
+            ids[row, place] = tokens
+            labels[row, begin : begin + length - 1] = tokens[1:]
+            labels[row, begin + length - 1] = -100
+            positions[row, place] = count[:length]
+            document_ids[row, place] = number
+            begin += length
+        ids[row, begin:], labels[row, begin:], document_ids[row, begin:] = 0, -100, -1
+        positions[row, begin:] = count[: bins.capacity - begin]
+
+
+def speeds(corpus, bins, rows):
+    """Million tokens per second of each way, for `rows` rows at a time."""
+    out = np.zeros((5, rows, CAPACITY), np.int64)
+    four = np.zeros((4, rows, CAPACITY), np.int64)
+    copy = np.zeros(rows * CAPACITY, corpus.tokens.dtype)
+    groups = np.arange(len(bins) // rows * rows).reshape(-1, rows)
+    layouts = [
+        _write_rows(out, corpus, bins, group, np.arange(rows), pad_id=0)[0] for group in groups[:8]
+    ]
+    tokens, _ = _checked_tokens(corpus)
+
+    def four_fields(turn):
+        layout, fields = layouts[turn % len(layouts)], four.reshape(4, -1)
+        _write_spans(fields, layout, 0)
+        _copy_spans(*fields[:2], tokens, layout)
+
+    def plain_copy(turn):
+        copy[:] = corpus.tokens[turn * copy.size :][: copy.size]
+
+    return {
+        name: rows * CAPACITY / seconds / 1e6
+        for name, seconds in seconds_in_turns(
+            {
+                "out=": lambda turn: collate_bins(
+                    corpus, bins, groups[turn % len(groups)], out=out
+                ),
+                "fill 5": out.fill,
+                "new memory": lambda turn: collate_bins(corpus, bins, groups[turn % len(groups)]),
+                "fill 5 new": lambda turn: np.empty_like(out).fill(turn),
+                "four fields": four_fields,
+                "fill 4": four.fill,
+                "slices": lambda turn: slices(corpus, bins, groups[turn % len(groups)], out),
+                "copy tokens": plain_copy,
+            }
+        ).items()
+    }
+
+
+def collation():
+    """Print each way beside its limit, which is to write so many int64 of anything."""
+    print(
+        f"packed rows of {CAPACITY}, five int64 fields, million tokens a second. fill: the limit,"
+    )
+    print("so many int64 a token written, in the same or in new memory; four fields: the compiled")
+    print("loops alone, without token_index; slices: numpy, one document after the other")
+    for scale, number in ((1, 20_000), (0.1, 200_000)):
+        lengths = np.maximum(documents(number, CAPACITY) * scale, 1).astype(np.int64)
+        bins = pack_bins(lengths, CAPACITY)
+        for dtype in ("uint8", "uint16", "uint32"):
+            corpus = corpus_of(lengths, dtype)
+            for rows in (8, 16, 64):
+                found = speeds(corpus, bins, rows)
+                if (scale, dtype, rows) == (1, "uint8", 8):
+                    names = "".join(f"{name:>12}" for name in found)
+                    print(f"{'mean length':>12} {'dtype':8}{'rows':>4}{names}")
+                figures = "".join(f"{x:12,.0f}" for x in found.values())
+                print(f"{lengths.mean():12.0f} {dtype:8}{rows:4}{figures}")
+
+
+def imbalance(table, costs):
+    """What the dearest rank costs above the mean, and the dearest of each microbatch, summed."""
+    work = np.where(table < 0, 0, costs[table]).sum(2)
+    total = work.sum(1)
+    return total.max() / total.mean() - 1, work.max(0).sum() / work.mean(0).sum() - 1
+
+
+def deals(ranks=8, steps=200):
+    bins = pack_bins(documents(1_000_000, 4096), 4096)
+    costs = row_costs(bins)
+    print(
+        f"\n1,000,000 documents in rows of 4,096, {ranks} ranks: dearest rank above the mean, and"
+    )
+    print("the same of each microbatch; mean (largest) of 200 steps")
+    for rows, width in ((4, 1), (4, 4), (8, 1), (16, 1), (16, 4), (32, 1)):
+        num_rows, figures, times = rows * ranks, [], []
+        for step in range(steps):
+            chosen = rows_of_step(step, rows_per_step=num_rows, num_rows=len(bins), seed=0)
+            for given in (costs[chosen], None):
+                start = time.perf_counter()
+                shares = [
+                    share_of_rows(
+                        num_rows, Share(rank, ranks), rows_per_microbatch=width, costs=given
+                    )
+                    for rank in range(ranks)
+                ]
+                times.append((time.perf_counter() - start) / ranks)
+                figures.append(imbalance(np.stack(shares), costs[chosen]))
+        dealt, plain = np.array(figures).reshape(steps, 2, 2).transpose(1, 2, 0) * 100
+        print(
+            f"{rows:3} rows a rank, {width} a microbatch: {dealt[0].mean():5.2f} % "
+            f"({dealt[0].max():5.2f}), microbatches {dealt[1].mean():5.2f} %; contiguous "
+            f"{plain[0].mean():5.2f} % ({plain[0].max():5.2f}), {plain[1].mean():5.2f} %; "
+            f"{1e6 * statistics.median(times[::2]):.0f} us"
+        )
+
+
+def prefetching(steps=30):
+    """Time of a step that waits 30 ms for a device, with its batch made before it or beside it."""
+    lengths = documents(20_000, CAPACITY)
+    corpus, bins = corpus_of(lengths, "uint16"), pack_bins(lengths, CAPACITY)
+
+    def make_batch(cursor):
+        share = Share(0, 1)
+        return step_batch(
+            corpus, bins, cursor, rows=64, seed=0, share=share, rows_per_microbatch=8, noise_seed=0
+        )
+
+    def run(next_batch):
+        start = time.perf_counter()
+        for _ in range(steps):
+            if next_batch is not None:
+                next_batch()
+            time.sleep(0.03)
+        return 1e3 * (time.perf_counter() - start) / steps
+
+    cursor = Cursor()
+
+    def in_turn():
+        nonlocal cursor
+        cursor = make_batch(cursor).cursor
+
+    turns = []
+    for _ in range(5):
+        alone, inside = run(None), run(in_turn)
+        with prefetch(make_batch, Cursor()) as next_batch:
+            turns.append((alone, inside, run(next_batch)))
+    alone, inside, beside = (statistics.median(column) for column in zip(*turns, strict=True))
+    print(
+        f"\nstep of 64 rows of {CAPACITY} with noise keys: {alone:.1f} ms without data, "
+        f"{inside:.1f} ms with it made in turn, {beside:.1f} ms with prefetch"
+    )
+
+
+def main():
+    torch.set_num_threads(1)
+    collation()
+    deals()
+    prefetching()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,234 @@
+"""One rank reads for all, and ranks whose sources end at different times stop together."""
+
+import attrs
+import numpy as np
+import pytest
+import torch
+from strategies import corpus_of
+
+import trainkit as tk
+from trainkit.data.dispatch import dispatch, stop_together
+from trainkit.data.steps import step_batch
+from trainkit.data.stream import deal_step, documents_from, stream_steps
+from trainkit.mesh import solo_parallel
+from trainkit.packing import pack_bins
+from trainkit.testing import RankError, run_ranks
+from trainkit.types import Cursor, DataError, Share, StepBatch
+
+STEPS = 3
+
+
+def with_extra(batch):
+    """Add what a batch may carry besides: other dtypes, and a third dimension."""
+    weights = torch.linspace(0, 1, batch.labels.numel()).view(batch.labels.shape)
+    extra = {
+        "weights": weights.bfloat16(),
+        "chosen": weights > 0.5,
+        "experts": (weights[..., None] * torch.arange(3)).to(torch.int32),
+    }
+    return attrs.evolve(batch, extra={**batch.extra, **extra})
+
+
+def batch_at(cursor, share):
+    """What a rank would make itself; None after STEPS steps."""
+    if cursor.batch >= STEPS:
+        return None
+    corpus = corpus_of(np.random.default_rng(0).integers(1, 30, 60))
+    bins = pack_bins(corpus.lengths, 32, multiple_of=4)
+    made = step_batch(
+        corpus,
+        bins,
+        cursor,
+        rows=7,
+        seed=0,
+        share=share,
+        rows_per_microbatch=2,
+        noise_seed=1,
+        source_of_row=np.arange(len(bins)) % 3,
+    )
+    after = attrs.evolve(made.cursor, stream=(cursor.batch + 1, 2**62))
+    return StepBatch([with_extra(one) for one in made.microbatches], after)
+
+
+def parts_at(cursor, count):
+    parts = [batch_at(cursor, Share(index, count)) for index in range(count)]
+    return None if None in parts else parts
+
+
+def streamed(cursor, count):
+    """The parts of the step of a stream that only rank 0 reads."""
+    documents = documents_from(lambda: iter([np.arange(n) for n in range(1, 30)]))
+    step = next(stream_steps(documents, cursor, capacity=32, rows=4, seed=0), None)
+    if step is None:
+        return None
+    shares = [Share(index, count) for index in range(count)]
+    return [deal_step(step, share, rows_per_microbatch=1) for share in shares]
+
+
+def same(one, other):
+    """Compare two step batches bit for bit, with all that they hold."""
+    if one is None or other is None:
+        return one is other
+    pairs = list(zip(one.microbatches, other.microbatches, strict=True))
+    tensors = all(
+        torch.equal(a[name], b[name]) and a[name].dtype == b[name].dtype
+        for a, b in pairs
+        for name in a
+        if name != "spans"
+    )
+    spans = all(
+        torch.equal(a.spans.cu_seqlens, b.spans.cu_seqlens)
+        and a.spans.cu_seqlens.dtype == b.spans.cu_seqlens.dtype
+        and a.spans.lengths.tolist() == b.spans.lengths.tolist()
+        and a.spans.lengths.dtype == b.spans.lengths.dtype
+        and a.spans.max_length == b.spans.max_length
+        for a, b in pairs
+    )
+    names = all(set(a) == set(b) for a, b in pairs)
+    return tensors and spans and names and one.cursor == other.cursor
+
+
+def received(tp):
+    """All batches that a rank is sent, of two sources, and how often it was asked to make them."""
+    with tk.parallel_session(tp=tp) as ps:
+        share, calls, batches = ps.dp.share, [], []
+        for source in (parts_at, streamed):
+
+            def parts(cursor, source=source):
+                calls.append(cursor)
+                return source(cursor, share.count)
+
+            make_batch, cursor = dispatch(parts, ps.world, share), Cursor()
+            batches.append([make_batch(cursor)])
+            while batches[-1][-1] is not None:
+                cursor = batches[-1][-1].cursor
+                batches[-1].append(make_batch(cursor))
+        return batches, len(calls), share
+
+
+@pytest.mark.parametrize(("world", "tp"), [(2, 1), (4, 2)])
+def test_every_rank_is_sent_what_it_would_have_made_itself(world, tp):
+    for rank, (batches, calls, share) in enumerate(run_ranks(received, world, tp)):
+        for source, sent in zip((parts_at, streamed), batches, strict=True):
+            assert len(sent) > STEPS
+            cursors = [Cursor(), *(batch.cursor for batch in sent[:-1])]
+            own = [source(cursor, share.count) for cursor in cursors]
+            assert own[-1] is None
+            assert all(same(a, b and b[share.index]) for a, b in zip(sent, own, strict=True))
+        assert share == Share(rank // tp, world // tp)
+        assert calls == (sum(map(len, batches)) if rank == 0 else 0)
+
+
+def failures(kinds):
+    def make_parts(cursor):
+        raise kinds[cursor.batch]("shard-3.parquet: 5 bytes are missing")
+
+    found = []
+    with tk.parallel_session() as ps:
+        make_batch = dispatch(make_parts, ps.world, ps.dp.share)
+        for number in range(len(kinds)):
+            try:
+                make_batch(Cursor(number))
+            except Exception as error:  # noqa: BLE001 (which it is, is the question)
+                found.append((type(error), str(error)))
+    return found
+
+
+def test_what_fails_on_the_reading_rank_is_raised_on_all():
+    message = "shard-3.parquet: 5 bytes are missing"
+    first, second = run_ranks(failures, 2, (DataError, OSError))
+    assert first == [(DataError, message), (OSError, message)]
+    assert second == [
+        (DataError, f"rank 0: {message}"),
+        (RuntimeError, f"rank 0 failed: OSError: {message}"),
+    ]
+
+
+def broken_extra():
+    def make_parts(cursor):
+        part = parts_at(cursor, 1)[0].microbatches[0]
+        broken = attrs.evolve(part, extra={"weight": [1, 2]})
+        return [StepBatch([broken], Cursor(1)), StepBatch([part], Cursor(1))]
+
+    with tk.parallel_session() as ps:
+        make_batch = dispatch(make_parts, ps.world, ps.dp.share)
+        try:
+            make_batch(Cursor())
+        except Exception as error:  # noqa: BLE001 (which it is, is the question)
+            return str(error)
+
+
+def test_a_batch_that_cannot_be_sent_is_an_error_on_all_ranks():
+    message = "dispatch: `extra` of a batch must hold tensors, ['weight'] are none"
+    first, second = run_ranks(broken_extra, 2, timeout=20.0)
+    assert first == message
+    assert second.startswith("rank 0")
+    assert second.endswith(message)
+
+
+def test_one_process_gets_its_batches_without_a_group():
+    ps = solo_parallel()
+    make_batch = dispatch(lambda cursor: parts_at(cursor, 1), ps.world, ps.dp.share)
+    assert same(make_batch(Cursor(1)), batch_at(Cursor(1), Share(0, 1)))
+    assert make_batch(Cursor(STEPS)) is None
+
+
+def test_a_device_is_where_batches_go():
+    ps = solo_parallel()
+    make_batch = dispatch(lambda cursor: parts_at(cursor, 1), ps.world, ps.dp.share, device="meta")
+    assert make_batch(Cursor()).microbatches[0].input_ids.device.type == "meta"
+
+
+def test_parts_for_another_number_of_shares_are_refused():
+    ps = solo_parallel()
+    make_batch = dispatch(lambda cursor: parts_at(cursor, 3), ps.world, ps.dp.share)
+    with pytest.raises(ValueError, match="one StepBatch for each of 1 shares, got 3"):
+        make_batch(Cursor())
+
+
+def source_of(count):
+    """Numbers up to `count`, after which a negative one fails."""
+    yield from range(abs(count))
+    if count < 0:
+        raise DataError("line 7 of part-1.jsonl is no JSON")
+
+
+def stopped(cases):
+    found = []
+    with tk.parallel_session() as ps:
+        for counts in cases:
+            seen, left, message = [], [], None
+            batches = source_of(counts[ps.dp.index])
+            try:
+                seen.extend(stop_together(batches, ps.dp, left_over=left.append))
+            except DataError as error:
+                message = str(error)
+            found.append((seen, left, list(batches), message))
+    return found
+
+
+def test_ranks_stop_at_the_same_step_and_tell_what_nobody_trained_on():
+    cases = [(3, 5), (5, 3), (4, 4), (0, 2)]
+    for rank, found in enumerate(run_ranks(stopped, 2, cases)):
+        for counts, (seen, left, unread, message) in zip(cases, found, strict=True):
+            rest = list(range(min(counts), counts[rank]))
+            assert seen == list(range(min(counts)))
+            assert (left, unread, message) == (rest[:1], rest[1:], None)
+
+
+def test_a_source_that_fails_on_one_rank_fails_on_all():
+    message = "line 7 of part-1.jsonl is no JSON"
+    (first,), (second,) = run_ranks(stopped, 2, [(4, -1)])
+    assert first[3] == f"rank 1: {message}"
+    assert second[3] == message
+    assert first[1] == second[1] == []
+
+
+def differing_counts():
+    with tk.parallel_session() as ps:
+        dispatch(print, ps.world, Share(0, 1 + ps.world.index))
+
+
+def test_ranks_that_ask_for_parts_of_different_counts_are_told():
+    with pytest.raises(RankError, match=r"parts of different counts: \[\(0, 1\), \(0, 2\)\]"):
+        run_ranks(differing_counts, 2)

@@ -1,0 +1,663 @@
+"""Plans on disk: the same bins as packing, never a broken one, whatever happens to the disk."""
+
+import errno
+import functools
+import itertools
+import os
+import resource
+import shutil
+import signal
+import sys
+from pathlib import Path
+
+import attrs
+import numpy as np
+import orjson
+import pytest
+import torch.distributed as dist
+from hypothesis import given
+from strategies import corpus_of, packings
+
+from trainkit.batch import collate_bins
+from trainkit.data import plan_files, plans
+from trainkit.data.plans import cached_bins
+from trainkit.mesh import axis_from_group
+from trainkit.packing import balanced, pack_bins, packing_report, sequential
+from trainkit.testing import run_ranks
+from trainkit.types import DataError, DiskError
+
+ARRAYS = ("offsets", "documents", "starts", "lengths")
+LENGTHS = np.random.default_rng(0).integers(0, 90, 400)
+CAPACITY = 32
+WANT = pack_bins(LENGTHS, CAPACITY)
+kept_bins = functools.partial(cached_bins, lengths=LENGTHS, capacity=CAPACITY, content="c0ffee")
+
+
+def assert_same(bins, want=WANT):
+    assert (bins.capacity, bins.multiple_of) == (want.capacity, want.multiple_of)
+    for name in ARRAYS:
+        got = getattr(bins, name)
+        assert got.dtype == np.int64
+        assert np.array_equal(got, getattr(want, name)), name
+
+
+def own_fit(calls=None, *, version=1, name="own_fit", before=lambda: None, step=1):
+    """Return a fit that puts each piece in a bin of its own, and writes down its calls."""
+
+    def fit(lengths, capacity, *, max_documents):
+        del capacity, max_documents
+        before()
+        if calls is not None:
+            calls.append(len(lengths))
+        return np.arange(len(lengths))[::step]
+
+    fit.version, fit.__name__ = version, name
+    return fit
+
+
+def is_mapped(bins):
+    """Say whether bins lie in a file: as plain arrays, of which slices are ten times as fast."""
+    assert {type(getattr(bins, name)) for name in ARRAYS} == {np.ndarray}
+    return not bins.offsets.flags.writeable
+
+
+def names(folder):
+    return sorted(path.name for path in folder.iterdir())
+
+
+def plan_in(folder):
+    """Return the only plan in a cache."""
+    (name,) = names(folder)
+    return folder / name
+
+
+def reseal(plan, **changes):
+    """Change what key.json says, as somebody would who knows how it protects itself."""
+    record = orjson.loads((plan / "key.json").read_bytes())
+    record["key"] |= changes.pop("key", {})
+    record |= changes
+    body = {name: value for name, value in record.items() if name != "sha256"}
+    record["sha256"] = plan_files._hash_of(body)
+    (plan / "key.json").write_bytes(orjson.dumps(record))
+
+
+# ------------------------------------------------------------------------------------- hit and key
+
+
+@given(packings())
+def test_a_kept_plan_is_what_packing_gives(tmp_path_factory, packing):
+    lengths, arguments = packing
+    folder = tmp_path_factory.mktemp("cache")
+    want = pack_bins(lengths, **arguments)
+    for _ in range(2):
+        bins = cached_bins(folder, lengths, **arguments, content="x")
+        assert_same(bins, want)
+        assert is_mapped(bins)
+    assert len(names(folder)) == 1
+
+
+def test_the_second_call_does_not_pack_and_says_nothing(tmp_path):
+    calls, told = [], []
+    for _ in range(2):
+        bins = kept_bins(tmp_path, fit=own_fit(calls), tell=told.append)
+    assert len(calls) == 1
+    assert told == [f"plan of {len(bins)} rows kept in {plan_in(tmp_path)}"]
+
+
+def test_a_large_corpus_is_announced_before_it_is_packed(tmp_path, monkeypatch):
+    told = []
+    monkeypatch.setattr(plans, "_MANY", 400)
+    kept_bins(tmp_path, fit=own_fit(before=lambda: told.append("packed")), tell=told.append)
+    assert told[:2] == ["packing 400 documents", "packed"]
+
+
+def test_mapped_bins_serve_as_others_do(tmp_path):
+    bins, corpus = kept_bins(tmp_path), corpus_of(LENGTHS)
+    with pytest.raises(ValueError, match="read-only"):
+        bins.lengths[0] = 1
+    assert packing_report(bins) == packing_report(WANT)
+    assert [bins[row] for row in range(len(bins))] == [WANT[row] for row in range(len(WANT))]
+    found, want = (collate_bins(corpus, b, [3, 0, -1]) for b in (bins, WANT))
+    for name in ("input_ids", "labels", "position_ids", "document_ids"):
+        assert found[name].tolist() == want[name].tolist()
+
+
+HELD_OUT = LENGTHS * (np.arange(len(LENGTHS)) != 7)
+OTHERS = {
+    "content": {"content": "c0ffee0"},
+    "lengths": {"lengths": HELD_OUT},
+    "order": {"lengths": LENGTHS[::-1]},
+    "capacity": {"capacity": 64},
+    "fit": {"fit": own_fit(name="other")},
+    "version": {"fit": own_fit(version=2)},
+    "rows": {"fit": balanced(2)},
+    "more rows": {"fit": balanced(3)},
+    "named version": {"fit": own_fit(version="2")},
+    "group_size": {"group_size": 7},
+    "overlong": {"overlong": "drop"},
+    "multiple_of": {"multiple_of": 2},
+    "max_documents": {"max_documents": 3},
+    "seed": {"seed": 0},
+    "another seed": {"seed": 1},
+}
+
+
+def test_everything_that_shapes_a_plan_is_in_its_name_and_in_clear_beside_it(tmp_path, monkeypatch):
+    base = {"cache_dir": tmp_path, "fit": own_fit()}
+    kept_bins(**base)
+    for count, change in enumerate(OTHERS.values(), start=2):
+        assert_same(
+            kept_bins(**base | change),
+            pack_bins(
+                **{"lengths": LENGTHS, "capacity": CAPACITY, "fit": own_fit()}
+                | {name: x for name, x in change.items() if name != "content"}
+            ),
+        )
+        assert len(names(tmp_path)) == count
+    monkeypatch.setattr(plans, "TABLE", 2)
+    kept_bins(**base)
+    assert len(names(tmp_path)) == len(OTHERS) + 2
+    keys = [
+        orjson.loads((tmp_path / name / "key.json").read_bytes())["key"] for name in names(tmp_path)
+    ]
+    parts = "content capacity fit fit_version group_size overlong multiple_of max_documents seed"
+    for part in (*parts.split(), "table_version", "lengths_sha256"):
+        assert len({str(key[part]) for key in keys}) > 1, part
+
+
+def test_one_plan_has_one_name_however_its_integers_are_written(tmp_path):
+    for lengths in (
+        LENGTHS,
+        LENGTHS.tolist(),
+        LENGTHS.astype(np.int32),
+        np.repeat(LENGTHS, 2)[::2],
+    ):
+        assert_same(cached_bins(tmp_path, lengths, np.int64(CAPACITY), content="c0ffee"))
+    assert len(names(tmp_path)) == 1
+
+
+def test_no_documents_make_a_plan_of_no_rows(tmp_path):
+    for lengths in ([], [0, 0], np.zeros(0, np.int32)):
+        for _ in range(2):
+            assert len(cached_bins(tmp_path, lengths, 8, content="x")) == 0
+    with pytest.raises(ValueError, match="must be integers"):  # the plan of none is not theirs
+        cached_bins(tmp_path, [1.5], 8, content="x")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"capacity": 0}, "capacity must be an integer of at least 1, got 0"),
+        ({"capacity": 32.0}, "capacity must be an integer"),
+        ({"group_size": -1}, "group_size must be"),
+        ({"multiple_of": 5}, "no multiple of multiple_of=5"),
+        ({"max_documents": True}, "max_documents must be"),
+        ({"max_documents": float("nan")}, "max_documents must be"),
+        ({"overlong": "skip"}, "got 'skip'"),
+        ({"overlong": "error"}, "document 0 has 76 tokens"),
+        ({"lengths": [1.0]}, "lengths must be integers"),
+        ({"lengths": [[1]]}, "one dimension"),
+        ({"lengths": [[1], [1, 2]]}, "not a ragged one"),
+        ({"lengths": [3, -1]}, "document 1 has length -1"),
+    ],
+)
+def test_what_packing_refuses_is_refused_before_anything_is_written(tmp_path, arguments, message):
+    with pytest.raises(ValueError, match=message):
+        kept_bins(tmp_path / "new", **arguments)
+    assert names(tmp_path) == []
+    kept_bins(tmp_path)
+    with pytest.raises(ValueError, match=message):  # a plan that is there hides nothing
+        kept_bins(tmp_path, **arguments)
+    assert len(names(tmp_path)) == 1
+
+
+def test_a_fit_without_a_version_is_refused_where_its_plan_would_be_kept(tmp_path):
+    def foreign(lengths, capacity, *, max_documents):
+        return sequential(lengths, capacity, max_documents=max_documents)
+
+    with pytest.raises(ValueError, match="the fit foreign has no attribute `version`"):
+        kept_bins(tmp_path / "cache", fit=foreign)
+    with pytest.raises(ValueError, match="give it one"):
+        kept_bins(tmp_path / "cache", fit=functools.partial(foreign))
+    assert names(tmp_path) == []
+    assert_same(kept_bins(None, fit=foreign), pack_bins(LENGTHS, CAPACITY, fit=sequential))
+
+
+# -------------------------------------------------------------------------------------- what breaks
+
+
+@pytest.fixture
+def quick(monkeypatch):
+    """Let nothing wait for the disk: a thousand plans are written, none outlives the test."""
+    monkeypatch.setattr(os, "fsync", lambda _: None)
+
+
+def assert_rebuilt(folder, before):
+    """Open the plan again: it must have been seen to be damaged, and be as it was before."""
+    told = []
+    bins = kept_bins(folder, tell=told.append)
+    assert_same(bins)
+    assert is_mapped(bins)
+    assert len(told) == 1
+    assert told[0].startswith(f"rebuilt the plan of {len(WANT)} rows in {folder}"), told
+    assert {path.name: path.read_bytes() for path in plan_in(folder).iterdir()} == before
+    return told[0]
+
+
+def flipped(data, rng):
+    place, bit = rng.integers(len(data)), rng.integers(8)
+    return data[:place] + bytes([data[place] ^ (1 << bit)]) + data[place + 1 :]
+
+
+def cut(data, rng):
+    return data[: rng.integers(len(data))]
+
+
+def zeroed(data, rng):
+    page = rng.integers(-(-len(data) // 4096)) * 4096
+    return data[:page] + bytes(len(data[page : page + 4096])) + data[page + 4096 :]
+
+
+def longer(data, rng):
+    return data + rng.bytes(8)
+
+
+@pytest.mark.usefixtures("quick")
+@pytest.mark.parametrize("file", ["bins.i64", "key.json"])
+@pytest.mark.parametrize(
+    ("damage", "times"), [(flipped, 100), (cut, 100), (zeroed, 5), (longer, 1)]
+)
+def test_a_damaged_plan_is_never_used_but_built_again(tmp_path, damage, times, file):
+    rng = np.random.default_rng(0)
+    kept_bins(tmp_path)
+    before = {path.name: path.read_bytes() for path in plan_in(tmp_path).iterdir()}
+    for _ in range(times):
+        broken = damage(before[file], rng)
+        if broken != before[file]:
+            (plan_in(tmp_path) / file).write_bytes(broken)
+            told = assert_rebuilt(tmp_path, before)
+            assert file in told
+            if file == "bins.i64" and len(broken) != len(before[file]):
+                assert f"{len(broken)} bytes instead of {len(before[file])}" in told
+
+
+def nothing(path):
+    path.unlink()
+
+
+def folder_instead(path):
+    path.unlink()
+    path.mkdir()
+
+
+def link_to_nowhere(path):
+    path.unlink()
+    path.symlink_to("nowhere")
+
+
+def pipe(path):
+    path.unlink()
+    os.mkfifo(path)
+
+
+@pytest.mark.usefixtures("quick")
+@pytest.mark.parametrize("instead", [nothing, folder_instead, link_to_nowhere, pipe])
+def test_what_is_no_file_of_a_plan_is_replaced(tmp_path, instead):
+    kept_bins(tmp_path)
+    plan = plan_in(tmp_path)
+    before = {path.name: path.read_bytes() for path in plan.iterdir()}
+    for file in before:
+        instead(plan / file)
+        assert_rebuilt(tmp_path, before)
+    if instead is not nothing:
+        shutil.rmtree(plan)
+        plan.write_text("")
+        instead(plan)
+        assert_rebuilt(tmp_path, before)
+
+
+def test_a_plan_of_an_older_format_is_built_again_and_told(tmp_path):
+    kept_bins(tmp_path)
+    before = {path.name: path.read_bytes() for path in plan_in(tmp_path).iterdir()}
+    reseal(plan_in(tmp_path), format=0)
+    assert "key.json has format 0; this trainkit keeps 1" in assert_rebuilt(tmp_path, before)
+    (plan_in(tmp_path) / "key.json").write_text("[]")
+    assert "format None" in assert_rebuilt(tmp_path, before)
+
+
+def test_a_key_edited_by_hand_is_seen_and_the_part_named(tmp_path):
+    kept_bins(tmp_path)
+    before = {path.name: path.read_bytes() for path in plan_in(tmp_path).iterdir()}
+    key = plan_in(tmp_path) / "key.json"
+    key.write_bytes(key.read_bytes().replace(b'"capacity": 32', b'"capacity": 64'))
+    assert "capacity is 64 instead of 32" in assert_rebuilt(tmp_path, before)
+    key.write_bytes(b'{"format": 1}')
+    assert "there is no key in it" in assert_rebuilt(tmp_path, before)
+
+
+@pytest.mark.parametrize(
+    ("changes", "named"),
+    [
+        ({"content": "beef"}, "content is 'beef' instead of 'c0ffee'"),
+        ({"seed": 4}, "seed is 4 instead of None"),
+        ({"more": 1}, "more is 1 instead of None"),
+    ],
+)
+def test_a_whole_plan_of_another_key_is_refused_and_left_alone(tmp_path, changes, named):
+    kept_bins(tmp_path)
+    reseal(plan_in(tmp_path), key=changes)
+    before = (plan_in(tmp_path) / "key.json").read_bytes()
+    with pytest.raises(DataError, match=named) as caught:
+        kept_bins(tmp_path)
+    assert str(plan_in(tmp_path)) in str(caught.value)
+    assert (plan_in(tmp_path) / "key.json").read_bytes() == before
+
+
+def test_a_plan_under_anothers_name_is_refused(tmp_path):
+    kept_bins(tmp_path)
+    plan = plan_in(tmp_path)
+    kept_bins(tmp_path / "other", capacity=64)
+    plan_in(tmp_path / "other").rename(tmp_path / "moved")
+    shutil.rmtree(plan)
+    (tmp_path / "moved").rename(plan)
+    with pytest.raises(DataError, match="another key: capacity is 64 instead of 32"):
+        kept_bins(tmp_path)
+
+
+def test_offsets_that_no_packing_writes_are_refused_with_the_right_hash(tmp_path):
+    kept_bins(tmp_path)
+    before = {path.name: path.read_bytes() for path in plan_in(tmp_path).iterdir()}
+    for place, value in ((0, 1), (5, 0), (len(WANT), WANT.offsets[-2])):
+        broken = WANT.offsets.copy()
+        broken[place] = value
+        plan = plan_files.plan_of(attrs.evolve(WANT, offsets=broken))
+        arrays = plan_files._arrays(plan.bins)
+        (plan_in(tmp_path) / "bins.i64").write_bytes(b"".join(x.tobytes() for x in arrays))
+        reseal(plan_in(tmp_path), bins_sha256=plan.sha256)
+        assert "offsets that do not rise from 0 to" in assert_rebuilt(tmp_path, before)
+
+
+# --------------------------------------------------------------------- killed, and several at once
+
+
+def test_all_of_a_plan_is_on_the_disk_before_it_takes_its_place(tmp_path, monkeypatch):
+    seen, sync, rename = [], os.fsync, Path.rename
+
+    def synced(handle):
+        sync(handle)
+        seen.append(Path(f"/proc/self/fd/{handle}").readlink().name.split("-")[0])
+
+    def renamed(path, target):
+        seen.append("rename")
+        return rename(path, target)
+
+    monkeypatch.setattr(os, "fsync", synced)
+    monkeypatch.setattr(Path, "rename", renamed)
+    kept_bins(tmp_path / "cache")
+    assert seen == ["bins.i64", "key.json", ".plan", "rename", "cache"]
+
+
+WRITING = {"keep_plan", "_take_place", "_remove_leftovers", "_remove", "_write", "_sync"}
+
+
+def killed_at(line, work):
+    """Do `work` in a fork, killed before its `line`-th line of writing; return whether it was."""
+    process = os.fork()
+    if process == 0:
+        lines = itertools.count(1)
+
+        def trace(frame, event, _):
+            code = frame.f_code
+            if code.co_name not in WRITING or code.co_filename != plan_files.__file__:
+                return None
+            if event == "line" and next(lines) == line:
+                os.kill(os.getpid(), signal.SIGKILL)
+            return trace
+
+        sys.settrace(trace)
+        try:
+            work()
+        finally:
+            os._exit(0)
+    return os.waitpid(process, 0)[1] == signal.SIGKILL
+
+
+def kill_at_every_line(folder, damaged):
+    """Return how often a process was killed; at no time may there be a plan that is not whole."""
+    os.fsync = lambda _: None  # nothing here waits for the disk
+    kept_bins(folder / "clean")
+    clean, cache, kills = plan_in(folder / "clean"), folder / "cache", 0
+    key = orjson.loads((clean / "key.json").read_bytes())["key"]
+    while True:
+        if damaged:
+            shutil.copytree(folder / "clean", cache)
+            (cache / clean.name / "bins.i64").write_bytes(b"")
+        if not killed_at(kills + 1, functools.partial(kept_bins, cache)):
+            return kills
+        kills += 1
+        if not damaged and (cache / clean.name).exists():
+            assert plan_files.open_plan(cache / clean.name, key) is not None
+        for _ in range(2):
+            bins = kept_bins(cache)
+            assert_same(bins)
+            assert is_mapped(bins)
+        assert names(cache) == [clean.name]
+        for path in clean.iterdir():
+            assert (cache / clean.name / path.name).read_bytes() == path.read_bytes()
+        shutil.rmtree(cache)
+
+
+@pytest.mark.parametrize("damaged", [False, True])
+def test_killed_at_any_line_it_leaves_a_whole_plan_or_none(tmp_path, damaged):
+    (kills,) = run_ranks(kill_at_every_line, 1, tmp_path, damaged)
+    assert kills > 40
+
+
+def test_leftovers_of_the_dead_go_and_those_of_the_living_stay(tmp_path):
+    host, gone = os.uname().nodename, os.fork()
+    if gone == 0:
+        os._exit(0)
+    os.waitpid(gone, 0)
+    stay = [f".plan-{os.getpid()}-00000000-{host}", f".plan-{gone}-00000000-{host}2"]
+    stay += [f".plan-1-00000000-{host}", ".plan-notes", "notes"]
+    for name in (*stay, f".plan-{gone}-00000000-{host}"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "bins.i64").write_text("")
+    kept_bins(tmp_path)
+    assert set(stay) < set(names(tmp_path))
+    assert len(names(tmp_path)) == len(stay) + 1
+
+
+@pytest.mark.parametrize("broken", [False, True])
+def test_who_comes_second_uses_the_plan_of_who_came_first(tmp_path, broken):
+    """While one packs, another keeps the same plan, whole or broken."""
+    winner = []
+
+    def meanwhile():
+        kept_bins(tmp_path, fit=own_fit())
+        if broken:
+            (plan_in(tmp_path) / "bins.i64").write_bytes(b"")
+        winner.append(plan_in(tmp_path).stat().st_ino)
+
+    bins = kept_bins(tmp_path, fit=own_fit(before=meanwhile))
+    assert_same(bins, pack_bins(LENGTHS, CAPACITY, fit=own_fit()))
+    assert is_mapped(bins)
+    assert (plan_in(tmp_path).stat().st_ino == winner[0]) != broken
+
+
+def test_a_plan_that_is_taken_away_at_once_is_kept_again(tmp_path, monkeypatch):
+    kept = []
+
+    def keep_and_lose(folder, key, plan):
+        plan_files.keep_plan(folder, key, plan)
+        kept.append(folder)
+        if len(kept) < losses:
+            shutil.rmtree(folder)
+        elif len(kept) == losses:
+            (folder / "key.json").unlink()
+
+    monkeypatch.setattr(plans, "keep_plan", keep_and_lose)
+    for losses, mapped in ((2, True), (99, False)):
+        kept.clear()
+        bins = kept_bins(tmp_path / f"{losses}", tell=kept.append)
+        assert_same(bins)
+        assert is_mapped(bins) == mapped
+        assert len(kept) == (4 if mapped else 6)
+    assert "what was written there cannot be read" in kept[-1]
+
+
+def build_at_once(folder, times):
+    for number in range(times):
+        if number % 2 and dist.get_rank() == 0:
+            kept_bins(folder / f"{number}")
+            (plan_in(folder / f"{number}") / "bins.i64").write_bytes(b"")
+        dist.barrier()
+        bins = kept_bins(folder / f"{number}")
+        assert_same(bins)
+        assert is_mapped(bins)
+    dist.barrier()
+    return [names(folder / f"{number}") for number in range(times)]
+
+
+def test_processes_that_build_at_once_leave_one_plan_and_all_use_it(tmp_path):
+    found = run_ranks(build_at_once, 3, tmp_path, 8)
+    assert found[0] == found[1] == found[2] == [found[0][0]] * 8
+    assert len(found[0][0]) == 1
+
+
+# ------------------------------------------------------------------------ where nothing can be kept
+
+
+def assert_packed_in_memory(cache_dir, reason):
+    told = []
+    bins = kept_bins(cache_dir, tell=told.append)
+    assert_same(bins)
+    assert not is_mapped(bins)
+    assert [reason in line for line in told] == [True], told
+
+
+def test_where_nothing_can_be_written_it_packs_in_memory_and_says_why(tmp_path, monkeypatch):
+    (tmp_path / "file").write_text("")
+    assert_packed_in_memory(tmp_path / "file", "File exists")
+    assert_packed_in_memory(tmp_path / "file" / "below", "Not a directory")
+    assert_packed_in_memory("/proc/nowhere", "/proc/nowhere")
+    assert (tmp_path / "file").read_text() == ""
+
+    def read_only(_):
+        raise OSError(errno.EROFS, os.strerror(errno.EROFS))
+
+    monkeypatch.setattr(os, "fsync", read_only)
+    assert_packed_in_memory(tmp_path / "cache", "Read-only file system")
+    assert names(tmp_path / "cache") == []
+
+
+def test_a_plan_that_is_there_is_used_where_nothing_can_be_written(tmp_path, monkeypatch):
+    kept_bins(tmp_path)
+    monkeypatch.setattr(Path, "mkdir", None)
+    monkeypatch.setattr(os, "fsync", None)
+    assert is_mapped(kept_bins(tmp_path))
+
+
+def test_without_a_cache_nothing_is_said(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    told = []
+    assert_same(kept_bins(None, tell=told.append))
+    assert (told, names(tmp_path)) == ([], [])
+
+
+def assert_disk_full(folder):
+    with pytest.raises(DiskError, match=r"it needs \d+ bytes, \d+ are free") as caught:
+        kept_bins(folder)
+    assert caught.value.code == 74
+    assert caught.value.want > 8 * len(WANT.documents) * 3
+    assert caught.value.got > 0
+    assert str(folder) in str(caught.value)
+    assert names(folder) == []
+
+
+def test_a_full_disk_is_told_with_what_is_needed_and_nothing_is_left(tmp_path, monkeypatch):
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (4096, hard))
+    try:
+        assert_disk_full(tmp_path / "limit")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+    def full(_):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(os, "fsync", full)
+    assert_disk_full(tmp_path / "full")
+
+
+# -------------------------------------------------------------------------------------------- ranks
+
+
+def maps_of(path):
+    """Return the inode of a file that this process has mapped, or None."""
+    for line in Path("/proc/self/maps").read_text().splitlines():
+        if line.endswith(str(path)):
+            return int(line.split()[4])
+    return None
+
+
+def error_of(work):
+    try:
+        work()
+    except Exception as error:  # noqa: BLE001 (compared by the test)
+        return type(error).__name__, str(error)
+    return None
+
+
+def on_ranks(folder):
+    """Return, by the name of a case, what this rank saw."""
+    axis = axis_from_group(dist.group.WORLD)
+    told, calls, rank = [], [], axis.index
+    cached = functools.partial(kept_bins, axis=axis, tell=told.append)
+    bins = cached(folder / "one", fit=own_fit(calls))
+    assert_same(bins, pack_bins(LENGTHS, CAPACITY, fit=own_fit()))
+    seen = {"calls": len(calls), "inode": maps_of(plan_in(folder / "one") / "bins.i64")}
+    seen["inode on disk"] = (plan_in(folder / "one") / "bins.i64").stat().st_ino
+    seen["told"] = told.copy()
+    told.clear()
+    bins = cached(folder / f"of {rank}")
+    assert_same(bins)
+    seen["elsewhere"] = is_mapped(bins), told.copy()
+    told.clear()
+    (folder / "file").touch()
+    bins = cached(folder / "file")
+    assert_same(bins)
+    seen["nowhere"] = is_mapped(bins), told.copy()
+    assert_same(cached(None))
+    lengths = LENGTHS if rank == 0 else HELD_OUT
+    seen["lengths"] = error_of(lambda: cached(folder / "two", lengths=lengths))
+    moody = own_fit(step=1 if rank == 0 else -1)
+    seen["moody"] = error_of(lambda: cached(None, fit=moody))
+    seen["bad"] = error_of(lambda: cached(folder / "two", lengths=[-1]))
+    plan = plan_in(folder / "one")
+    if rank == 0:
+        reseal(plan, key={"seed": 4})
+    seen["edited"] = error_of(lambda: cached(folder / "one", fit=own_fit()))
+    seen["left"] = (folder / "two").exists()
+    return seen
+
+
+def test_ranks_map_one_file_that_rank_0_keeps_and_fail_together(tmp_path):
+    first, second = run_ranks(on_ranks, 2, tmp_path)
+    assert (first["calls"], second["calls"]) == (1, 0)
+    assert first["inode"] == second["inode"] == first["inode on disk"]
+    assert (len(first["told"]), second["told"]) == (1, [])
+    assert first["elsewhere"][0] is True
+    assert second["elsewhere"][0] is False
+    assert "does not see rank 0's plan" in second["elsewhere"][1][0]
+    assert first["nowhere"][0] is second["nowhere"][0] is False
+    assert (len(first["nowhere"][1]), second["nowhere"][1]) == (1, [])
+    for seen in (first, second):
+        kind, message = seen["lengths"]
+        assert (kind, "rank 1 asks for another plan" in message) == ("DataError", True)
+        assert "lengths_sha256" in message
+        kind, message = seen["moody"]
+        assert (kind, "rank 1 has other bins than rank 0" in message) == ("DataError", True)
+        assert "length -1" in seen["bad"][1]
+        assert "seed is 4 instead of None" in seen["edited"][1]
+        assert not seen["left"]

@@ -1,0 +1,246 @@
+"""Sources that not every rank can read to the same end: one reads for all, or all stop together."""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import numpy as np
+import orjson
+import torch
+import torch.distributed as dist
+
+from trainkit.batch import to_device
+from trainkit.collectives import all_gather_json, all_max, communication_device, together
+from trainkit.types import BATCH_TENSORS, Batch, Cursor, Spans, StepBatch
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Sequence
+
+    from torch import Tensor
+
+    from trainkit.types import Axis, Share
+
+T = TypeVar("T")
+
+_ALIGNMENT = 8  # bytes, so that a part of a buffer can be seen as any dtype
+
+
+def dispatch(
+    make_parts: Callable[[Cursor], Sequence[StepBatch] | None],
+    axis: Axis,
+    share: Share,
+    *,
+    device: torch.device | str | None = None,
+) -> Callable[[Cursor], StepBatch | None]:
+    """Return make_batch(cursor) for a source that only rank 0 of an axis can read.
+
+    Rank 0 makes the batches of all shares, and every rank receives that of its own: the same that
+    it would have made itself. When the source has ended, all get None; when making fails, all
+    raise.
+
+    Args:
+        make_parts: From a cursor to one `StepBatch` on the host for each share, in their order, or
+            None at the end. It is called on rank 0 alone.
+        axis: The ranks that are served, `ps.world` for all.
+        share: Which part this rank wants, `ps.dp.share`; several ranks may want the same.
+        device: Where the batch shall be; the host by default.
+
+    Returns:
+        A function that every rank of the axis calls at each step.
+
+    Raises:
+        ValueError: Ranks name shares of different counts; later, `make_parts` does not give one
+            batch for each share.
+
+    Effects:
+        Communicates on `axis`, now and at each call of what it returns: what all ranks of the axis
+        communicate besides has to keep its order, so call it from the training loop and not from
+        a prefetch thread.
+
+    Examples:
+        >>> from trainkit.batch import blank_batch
+        >>> from trainkit.mesh import solo_parallel
+        >>> def make_parts(cursor):
+        ...     return [StepBatch([blank_batch(1, 4)], Cursor(cursor.batch + 1))]
+        >>> ps = solo_parallel()
+        >>> make_batch = dispatch(make_parts, ps.world, ps.dp.share)
+        >>> make_batch(Cursor()).cursor
+        Cursor(batch=1, stream=())
+    """
+    wanted = [tuple(one) for one in all_gather_json([share.index, share.count], axis)]
+    if len({count for _, count in wanted}) > 1:
+        raise ValueError(f"dispatch: ranks want parts of different counts: {wanted}")
+
+    def make_batch(cursor: Cursor) -> StepBatch | None:
+        parts: list[StepBatch] = []
+        buffers: list[Tensor] = []
+
+        def make() -> int | None:
+            if axis.index:
+                return None
+            parts.extend(_checked_parts(make_parts(cursor), share.count))
+            if axis.count == 1:
+                return len(parts)
+            # All that can fail is done here: a rank that failed later would leave others waiting.
+            buffers.extend(_sendable(parts, communication_device(axis)))
+            return max((len(one) for one in buffers), default=0)
+
+        size = together(make, axis)[0]
+        if size == 0:
+            return None
+        batch = parts[share.index] if axis.count == 1 else _scatter(buffers, size, axis, wanted)
+        if device is None:
+            return batch
+        return StepBatch([to_device(one, device) for one in batch.microbatches], batch.cursor)
+
+    return make_batch
+
+
+def stop_together(
+    batches: Iterator[T], axis: Axis, *, left_over: Callable[[T], object]
+) -> Iterator[T]:
+    """Give every rank's batches until those of one rank have ended; then all stop.
+
+    Args:
+        batches: This rank's.
+        axis: The ranks that stop together; each must go on until the end.
+        left_over: Called with the batch that this rank had when another had none: nobody trains on
+            it. What comes after it in `batches` is not read.
+
+    Returns:
+        An iterator of as many batches on every rank.
+
+    Raises:
+        Exception: What `batches` raised on one rank, on all ranks: see `collectives.together`.
+
+    Effects:
+        Communicates: one all-reduce of one byte on `axis` for each batch, and waits for it.
+
+    Examples:
+        >>> from trainkit.mesh import solo_parallel
+        >>> list(stop_together(iter([1, 2]), solo_parallel().dp, left_over=print))
+        [1, 2]
+    """
+    while True:
+        found: list[T] = []
+        failure: Exception | None = None
+        try:
+            found.extend([next(batches)])
+        except StopIteration:
+            pass
+        except Exception as error:  # noqa: BLE001 (raised below, on all ranks)
+            failure = error
+        worst = _worst(2 if failure else 0 if found else 1, axis)
+        if worst == 2:
+            together(lambda failure=failure: _raise(failure), axis)
+        if worst:
+            for batch in found:
+                left_over(batch)
+            return
+        yield from found
+
+
+def _worst(state: int, axis: Axis) -> int:
+    if axis.count == 1:
+        return state
+    told = torch.tensor([state], dtype=torch.uint8, device=communication_device(axis))
+    return int(all_max(told, axis))
+
+
+def _raise(failure: Exception | None) -> None:
+    if failure is not None:
+        raise failure
+
+
+def _checked_parts(parts: Sequence[StepBatch] | None, count: int) -> Sequence[StepBatch]:
+    if parts is None:
+        return ()
+    if len(parts) != count:
+        raise ValueError(
+            f"dispatch: make_parts must give one StepBatch for each of {count} shares, got "
+            f"{len(parts)}"
+        )
+    return parts
+
+
+# --------------------------------------------------------------------------------- batches as bytes
+
+
+def _sendable(parts: Sequence[StepBatch], device: torch.device) -> list[Tensor]:
+    """Write batches into uint8 tensors of one length on a device."""
+    packed = [_packed(part) for part in parts]
+    size = max((len(one) for one in packed), default=0)
+    return [torch.nn.functional.pad(one, (0, size - len(one))).to(device) for one in packed]
+
+
+def _scatter(
+    buffers: Sequence[Tensor], size: int, axis: Axis, wanted: Sequence[tuple[int, int]]
+) -> StepBatch:
+    """Send from rank 0 to each rank of an axis the buffer, of `size` bytes, that it wants."""
+    received = torch.empty(size, dtype=torch.uint8, device=communication_device(axis))
+    send = [buffers[index] for index, _ in wanted] if axis.index == 0 else None
+    dist.scatter(received, send, group=axis.group, group_src=0)
+    return _unpacked(received.cpu())
+
+
+def _packed(batch: StepBatch) -> Tensor:
+    """Write a batch into one uint8 tensor: the length of a JSON header, the header, tensors."""
+    tensors = [x for one in batch.microbatches for x in _tensors_of(one).values()]
+    header = {
+        "cursor": [batch.cursor.batch, *batch.cursor.stream],
+        "microbatches": [_header_of(one) for one in batch.microbatches],
+    }
+    text = orjson.dumps(header)
+    text += b" " * (-len(text) % _ALIGNMENT)
+    parts = [torch.tensor([len(text)]).view(torch.uint8), _bytes(text)]
+    for x in tensors:
+        flat = x.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
+        parts += [flat, torch.zeros(-len(flat) % _ALIGNMENT, dtype=torch.uint8)]
+    return torch.cat(parts)
+
+
+def _unpacked(data: Tensor) -> StepBatch:
+    size = int(data[:_ALIGNMENT].view(torch.int64))
+    header = orjson.loads(data[_ALIGNMENT : _ALIGNMENT + size].numpy().tobytes())
+    place, microbatches = _ALIGNMENT + size, list[Batch]()
+    for table in header["microbatches"]:
+        tensors = dict[str, Any]()
+        for name, kind, shape in table["tensors"]:
+            dtype = getattr(torch, kind)
+            end = place + math.prod(shape) * dtype.itemsize
+            tensors[name] = data[place:end].view(dtype).view(shape).clone()
+            place = end + -end % _ALIGNMENT
+        microbatches.append(_batch_of(tensors, table["max_length"]))
+    first, *stream = header["cursor"]
+    return StepBatch(microbatches, Cursor(first, tuple(stream)))
+
+
+def _tensors_of(batch: Batch) -> dict[str, Tensor]:
+    others = [name for name, x in batch.extra.items() if not isinstance(x, torch.Tensor)]
+    if others:
+        raise ValueError(f"dispatch: `extra` of a batch must hold tensors, {others} are none")
+    own = {name: batch[name] for name in BATCH_TENSORS}
+    lengths = torch.from_numpy(np.ascontiguousarray(batch.spans.lengths))
+    spans = {"spans/cu_seqlens": batch.spans.cu_seqlens, "spans/lengths": lengths}
+    return own | spans | {f"extra/{name}": value for name, value in batch.extra.items()}
+
+
+def _header_of(batch: Batch) -> dict[str, Any]:
+    tensors = [
+        (name, str(x.dtype).removeprefix("torch."), list(x.shape))
+        for name, x in _tensors_of(batch).items()
+    ]
+    return {"tensors": tensors, "max_length": batch.spans.max_length}
+
+
+def _batch_of(tensors: dict[str, Any], max_length: int) -> Batch:
+    lengths = tensors.pop("spans/lengths").numpy()
+    spans = Spans(tensors.pop("spans/cu_seqlens"), lengths, max_length)
+    own = [tensors.pop(name) for name in BATCH_TENSORS]
+    extra = {name.removeprefix("extra/"): value for name, value in tensors.items()}
+    return Batch(*own, spans=spans, extra=extra)
+
+
+def _bytes(text: bytes) -> Tensor:
+    return torch.frombuffer(bytearray(text), dtype=torch.uint8)

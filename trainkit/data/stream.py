@@ -1,0 +1,536 @@
+"""A source of unknown length, packed as it is read, with a cursor that restores it exactly.
+
+Documents are read into a window of a fixed number of tokens, the window is packed, and its rows
+leave in an order of their own, `rows` for each step; then the next window is read. Documents that
+give no token belong to the window before them, so that the last step counts what was left out after
+it. Where a step begins is a few integers: the document and the token at which the window begins,
+how many of its rows are used, and a hash of it. Reading on from there packs the same window again,
+and the hash tells whether it is the same.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from itertools import islice
+from typing import TYPE_CHECKING, Any
+
+import attrs
+import numpy as np
+
+from trainkit.corpora.documents import checked_document, smallest_dtype
+from trainkit.corpora.tokens import TokenCorpus
+from trainkit.data.steps import step_batch
+from trainkit.hashing import hash_box, hash_counters, key_of
+from trainkit.packing import best_fit, pack_bins
+from trainkit.sampling import permute
+from trainkit.types import Bins, Cursor, DataError, Sample, StepBatch
+
+if TYPE_CHECKING:
+    import torch
+    from numpy.typing import ArrayLike
+
+    from trainkit.packing.bins import Overlong
+    from trainkit.types import Fit, IntArray, Share
+
+OpenDocuments = Callable[[int], "Iterator[ArrayLike | Sample]"]
+"""From the number of a document to an iterator over the documents from that one on."""
+
+Document = tuple[np.ndarray[Any, Any], np.ndarray[Any, Any] | None]
+"""Its ids `[N]`, and which of them are trained on, if it says so."""
+
+
+_MEND = "give the documents, the arguments and the seed of the save, or begin anew with Cursor()"
+
+
+@attrs.frozen
+class _Position:
+    """What `Cursor.stream` holds: where the window begins, its rows that are used, and losses.
+
+    `window_hash` is the hash of the window of which rows are used, 0 where none is.
+    """
+
+    document: int = 0
+    token: int = 0
+    rows: int = 0
+    shortened_documents: int = 0
+    lost_tokens: int = 0
+    window_hash: int = 0
+
+
+@attrs.frozen
+class _Packing:
+    capacity: int
+    window: int  # tokens
+    fit: Fit
+    multiple_of: int
+    max_documents: int | None
+    overlong: Overlong
+    vocab_size: int | None
+    seed: int
+
+
+@attrs.frozen(eq=False)
+class _Window:
+    begin: _Position
+    end: _Position
+    corpus: TokenCorpus
+    bins: Bins
+    order: IntArray
+    hash: int
+
+
+@attrs.frozen(eq=False)
+class StreamStep:
+    """The rows of one global step of a stream.
+
+    Attributes:
+        corpus: The pieces of the rows, each as a document.
+        bins: The rows; those at the end of the stream that are left over are blank.
+        cursor: Where the next step begins.
+    """
+
+    corpus: TokenCorpus
+    bins: Bins
+    cursor: Cursor
+
+
+def documents_from(make_iterator: Callable[[], Iterable[ArrayLike | Sample]]) -> OpenDocuments:
+    """Return `open_documents` for a source that can only be read from its beginning.
+
+    Args:
+        make_iterator: Begins anew at each call, with the same documents in the same order.
+
+    Examples:
+        >>> open_documents = documents_from(lambda: iter([[1, 2], [3], [4, 5, 6]]))
+        >>> list(open_documents(1))
+        [[3], [4, 5, 6]]
+    """
+
+    def open_documents(first: int) -> Iterator[ArrayLike | Sample]:
+        documents = iter(make_iterator())
+        number = sum(1 for _ in islice(_noting_errors(documents, 0), first))
+        if number < first:
+            raise DataError(
+                f"documents_from: the source ends after {number} documents, the cursor is at "
+                f"document {first}: it has changed",
+                got=number,
+                want=first,
+            )
+        return documents
+
+    return open_documents
+
+
+def stream_steps(
+    open_documents: OpenDocuments,
+    cursor: Cursor,
+    *,
+    capacity: int,
+    rows: int,
+    seed: int,
+    buffer_rows: int = 64,
+    fit: Fit = best_fit,
+    multiple_of: int = 1,
+    max_documents: int | None = None,
+    overlong: Overlong = "split",
+    vocab_size: int | None = None,
+) -> Iterator[StreamStep]:
+    """Pack documents as they come, and give the rows of one global step after the other.
+
+    Every token of the stream comes exactly once; only `overlong` can leave tokens out, and
+    `stream_counts` tells how many. A step may take rows from two windows. At the end of the stream
+    blank rows fill the last step. What comes is a function of the documents, the cursor and the
+    arguments, so ranks that read the same documents make the same steps.
+
+    A cursor inside a window is held against what the window now is: all its tokens, and the rows
+    that they are packed in. A cursor between two windows holds nothing that the documents after it
+    could be compared with; another source that has as many documents goes unnoticed there.
+
+    Args:
+        open_documents: Gives the documents from a number on; `documents_from` makes one of an
+            iterator. Documents are token ids or `Sample`s.
+        cursor: Where to begin: `Cursor()`, or the cursor of an earlier step.
+        capacity: Tokens per row.
+        rows: Rows in the global batch.
+        seed: The run's seed, for the order of the rows of a window.
+        buffer_rows: Full rows' worth of tokens in a window. At most this much, two further
+            documents and the rows of one step are held. The larger, the further a document may move
+            and the fuller rows are.
+        fit: As in `pack_bins`, and so the next three.
+        multiple_of: What each piece is aligned to.
+        max_documents: The most pieces in a row.
+        overlong: What becomes of a document longer than the capacity.
+        vocab_size: No token may be this large or larger.
+
+    Returns:
+        An iterator that reads a window when a step needs it.
+
+    Raises:
+        ValueError: A number is out of its range, or the cursor is another source's.
+        DataError: A document is no sequence of ids that fit, is too long and `overlong` is "error",
+            or is shorter than the cursor says; or the window that the cursor is in has changed, or
+            is gone. The message gives the document's number.
+        Exception: What the source raised, the same object, with a note of the document's number.
+
+    Examples:
+        >>> open_documents = documents_from(lambda: iter([[1, 2], [3, 4, 5], [6]]))
+        >>> steps = list(stream_steps(open_documents, Cursor(), capacity=4, rows=1, seed=0))
+        >>> [step.bins.lengths.tolist() for step in steps], steps[0].cursor
+        ([[2], [3, 1]], Cursor(batch=1, stream=(0, 0, 1, 0, 0, ...)))
+    """
+    if rows < 1 or buffer_rows < 1:
+        raise ValueError(
+            f"stream_steps: rows and buffer_rows must be at least 1, got {rows} and {buffer_rows}"
+        )
+    # Packing nothing checks the arguments before a document is read.
+    pack_bins(
+        [],
+        capacity,
+        fit=fit,
+        multiple_of=multiple_of,
+        max_documents=max_documents,
+        overlong=overlong,
+    )
+    packing = _Packing(
+        capacity=capacity,
+        window=buffer_rows * capacity,
+        fit=fit,
+        multiple_of=multiple_of,
+        max_documents=max_documents,
+        overlong=overlong,
+        vocab_size=vocab_size,
+        seed=seed,
+    )
+    return _steps(open_documents, cursor.batch, _position(cursor), rows, packing)
+
+
+def deal_step(
+    step: StreamStep,
+    share: Share,
+    *,
+    rows_per_microbatch: int,
+    pad_id: int = 0,
+    device: torch.device | str | None = None,
+    noise_seed: int | None = None,
+) -> StepBatch:
+    """Return one rank's microbatches of a step of a stream; the arguments are `step_batch`'s.
+
+    Examples:
+        >>> from trainkit.types import Share
+        >>> open_documents = documents_from(lambda: iter([[1, 2], [3, 4, 5], [6]]))
+        >>> (step,) = stream_steps(open_documents, Cursor(), capacity=4, rows=2, seed=0)
+        >>> batch = deal_step(step, Share(1, 2), rows_per_microbatch=1)
+        >>> batch.microbatches[0].input_ids.tolist()
+        [[3, 4, 5, 6]]
+    """
+    rows = len(step.bins)
+
+    def in_order(_: int) -> IntArray:
+        return np.arange(rows)
+
+    batch = step_batch(
+        step.corpus,
+        step.bins,
+        Cursor(step.cursor.batch - 1),
+        rows=rows,
+        seed=0,
+        rows_at=in_order,
+        share=share,
+        rows_per_microbatch=rows_per_microbatch,
+        pad_id=pad_id,
+        device=device,
+        noise_seed=noise_seed,
+    )
+    return attrs.evolve(batch, cursor=step.cursor)
+
+
+def stream_counts(cursor: Cursor) -> dict[str, int]:
+    """Return what a stream has gone through before a cursor, as far as its windows are used up.
+
+    Returns:
+        `documents`; `shortened_documents`, which `overlong` truncated or dropped; `lost_tokens`,
+        which it left out.
+
+    Examples:
+        >>> stream_counts(Cursor(3, (120, 0, 0, 2, 990, 0)))
+        {'documents': 120, 'shortened_documents': 2, 'lost_tokens': 990}
+    """
+    position = _position(cursor)
+    return {
+        "documents": position.document,
+        "shortened_documents": position.shortened_documents,
+        "lost_tokens": position.lost_tokens,
+    }
+
+
+def batch_maker(
+    batches_from: Callable[[Cursor], Iterator[StepBatch]],
+) -> Callable[[Cursor], StepBatch | None]:
+    """Return make_batch(cursor), which reads on where it is, and begins anew at any other cursor.
+
+    Args:
+        batches_from: The batches from a cursor on.
+
+    Returns:
+        A function that gives the batch at a cursor, or None when the source has ended.
+
+    Examples:
+        >>> make_batch = batch_maker(lambda cursor: iter([StepBatch([], Cursor(cursor.batch + 1))]))
+        >>> make_batch(Cursor(4)).cursor, make_batch(Cursor(5))
+        (Cursor(batch=5, stream=()), None)
+    """
+    batches: Iterator[StepBatch] = iter(())
+    expected: Cursor | None = None
+
+    def make_batch(cursor: Cursor) -> StepBatch | None:
+        nonlocal batches, expected
+        if cursor != expected:
+            batches = batches_from(cursor)
+        expected = None  # what fails is begun anew: a generator that raised has ended
+        batch = next(batches, None)
+        expected = cursor if batch is None else batch.cursor
+        return batch
+
+    return make_batch
+
+
+def _position(cursor: Cursor) -> _Position:
+    fields = len(attrs.fields(_Position))
+    if len(cursor.stream) not in (0, fields):
+        raise ValueError(
+            f"stream_steps: a cursor of a stream holds {fields} integers, got {cursor.stream}: "
+            "it is another source's"
+        )
+    return _Position(*cursor.stream)
+
+
+def _steps(
+    open_documents: OpenDocuments, batch: int, position: _Position, rows: int, packing: _Packing
+) -> Iterator[StreamStep]:
+    held: list[tuple[_Window, IntArray]] = []
+    last: _Window | None = None
+    missing, used = rows, position.rows
+    begin = attrs.evolve(position, rows=0, window_hash=0)
+    for window in _windows(open_documents, begin, packing):
+        if used:
+            _check_window(window, position)
+        while used < len(window.order):
+            chosen = window.order[used : used + missing]
+            held.append((window, chosen))
+            used, missing = used + len(chosen), missing - len(chosen)
+            if not missing:
+                batch += 1
+                yield _step(held, rows, _cursor(batch, window, used), packing)
+                held.clear()
+                missing = rows
+        last, used = window, 0
+    if last is None:
+        _check_end(position)
+    if last is not None and held:
+        yield _step(held, rows, _cursor(batch + 1, last, len(last.order)), packing)
+
+
+def _cursor(batch: int, window: _Window, used: int) -> Cursor:
+    if used == len(window.order):
+        return Cursor(batch, attrs.astuple(window.end))
+    position = attrs.evolve(window.begin, rows=used, window_hash=window.hash)
+    return Cursor(batch, attrs.astuple(position))
+
+
+def _hash(end: _Position, corpus: TokenCorpus, bins: Bins, order: IntArray) -> int:
+    """Return the hash, below 2^63, of a window's end, its tokens, its rows and their order.
+
+    The rows hold every token, so that they also tell how long each document is.
+    """
+    arrays = {
+        "tokens": corpus.tokens,
+        "trained": np.arange(0) if corpus.trained is None else corpus.trained,
+        "rows": np.concatenate([bins.offsets, bins.documents, bins.starts, bins.lengths]),
+        "order": order,
+    }
+    total = hash_counters(attrs.asdict(end))
+    for name, values in arrays.items():
+        total += hash_box(name, values.astype(np.int64), shape=values.shape, offset=(0,))
+    return total % 2**63  # checkpoints hold it as int64
+
+
+def _check_window(window: _Window, saved: _Position) -> None:
+    """Raise if a window of which rows are used is not the one that the cursor was saved in."""
+    if window.hash == saved.window_hash and saved.rows < len(window.order):
+        return
+    raise DataError(
+        f"stream_steps: the cursor is at row {saved.rows} of the window from document "
+        f"{saved.document} on, which is no longer the same: now it ends before document "
+        f"{window.end.document} and has {len(window.corpus.tokens)} tokens in {len(window.order)} "
+        f"rows, with hash {window.hash} instead of {saved.window_hash}: {_MEND}",
+        where=f"document {saved.document}",
+        got=window.hash,
+        want=saved.window_hash,
+    )
+
+
+def _check_end(position: _Position) -> None:
+    """Raise if a source that gave no window was left inside of one."""
+    if position.rows or position.token:
+        raise DataError(
+            f"stream_steps: the cursor is at token {position.token} of document "
+            f"{position.document}, with {position.rows} rows used of the window that begins there, "
+            f"but the source ends before it: {_MEND}",
+            where=f"document {position.document}",
+        )
+
+
+def _windows(
+    open_documents: OpenDocuments, position: _Position, packing: _Packing
+) -> Iterator[_Window]:
+    documents = _documents(open_documents, position.document, packing.vocab_size)
+    pending: Document | None = None  # the rest of the document at `position`
+    skip, ended = position.token, False
+    while not ended:
+        begin, parts, room = position, list[Document](), packing.window
+        while True:
+            if pending is None:
+                pending = next(documents, None)
+                ended = pending is None
+            if pending is None:
+                break
+            if skip:
+                pending, skip = _rest(pending, skip, position.document), 0
+            if not room and not _takes_no_token(pending, packing):
+                break
+            take, left, position_ = _portion(pending, position, room, packing)
+            if left and not take:
+                break
+            if take:
+                parts.append(_slice(pending, 0, take))
+            pending = _slice(pending, take, None) if left else None
+            room, position = max(room - take, 0), position_
+        if position != begin:
+            yield _packed(begin, position, parts, packing)
+
+
+def _takes_no_token(document: Document, packing: _Packing) -> bool:
+    """Tell whether a window without room has room for a document: one that is empty or dropped."""
+    size = len(document[0])
+    return not size or (packing.overlong == "drop" and size > packing.capacity)
+
+
+def _portion(
+    pending: Document, position: _Position, room: int, packing: _Packing
+) -> tuple[int, bool, _Position]:
+    """Return how many tokens of a document the window takes, whether some are left, and the end."""
+    size, capacity = len(pending[0]), packing.capacity
+    beyond = attrs.evolve(position, document=position.document + 1, token=0)
+    if size <= capacity or (packing.overlong == "split" and size <= packing.window):
+        return size, False, beyond
+    if packing.overlong == "split":  # longer than a window: as many full rows as there is room for
+        take = room // capacity * capacity
+        return take, True, attrs.evolve(position, token=position.token + take)
+    if packing.overlong == "error":
+        raise DataError(
+            f"stream_steps: document {position.document} has {size} tokens; the capacity is "
+            f'{capacity}: raise it, or ask for overlong="split", "truncate" or "drop"',
+            got=size,
+            want=capacity,
+        )
+    take = capacity if packing.overlong == "truncate" else 0
+    shortened, lost = position.shortened_documents + 1, position.lost_tokens + size - take
+    return take, False, attrs.evolve(beyond, shortened_documents=shortened, lost_tokens=lost)
+
+
+def _documents(
+    open_documents: OpenDocuments, first: int, vocab_size: int | None
+) -> Iterator[Document]:
+    with_choice: bool | None = None
+    for number, document in enumerate(_noting_errors(open_documents(first), first), first):
+        where = f"stream_steps: document {number}"
+        found = checked_document(document, vocab_size or 1 << 32, where, with_choice=with_choice)
+        with_choice = found[1] is not None
+        yield found
+
+
+def _noting_errors(
+    documents: Iterator[ArrayLike | Sample], first: int
+) -> Iterator[ArrayLike | Sample]:
+    """Yield documents; what their iterator raises gets a note of the document's number."""
+    number = first
+    try:
+        for document in documents:
+            yield document
+            number += 1
+    except Exception as error:
+        error.add_note(f"stream: while reading document {number}")
+        raise
+
+
+def _rest(document: Document, token: int, number: int) -> Document:
+    if token >= len(document[0]):
+        raise DataError(
+            f"stream_steps: the cursor is at token {token} of document {number}, which has "
+            f"{len(document[0])}: it has changed",
+            got=len(document[0]),
+            want=token,
+        )
+    return _slice(document, token, None)
+
+
+def _slice(document: Document, begin: int, end: int | None) -> Document:
+    ids, chosen = document
+    return ids[begin:end], None if chosen is None else chosen[begin:end]
+
+
+def _packed(begin: _Position, end: _Position, parts: list[Document], packing: _Packing) -> _Window:
+    nothing = np.arange(0), None
+    corpus = _corpus(parts or [nothing], packing.vocab_size)
+    bins = pack_bins(
+        corpus.lengths,
+        packing.capacity,
+        fit=packing.fit,
+        group_size=0,
+        multiple_of=packing.multiple_of,
+        max_documents=packing.max_documents,
+    )
+    key = key_of(packing.seed, "window", begin.document, begin.token)
+    order = permute(np.arange(len(bins)), len(bins), key) if len(bins) else np.arange(0)
+    return _Window(begin, end, corpus, bins, order, _hash(end, corpus, bins, order))
+
+
+def _corpus(parts: Sequence[Document], vocab_size: int | None) -> TokenCorpus:
+    choices = [chosen for _, chosen in parts if chosen is not None]
+    return TokenCorpus(
+        np.concatenate([ids for ids, _ in parts]).astype(smallest_dtype(vocab_size)),
+        np.cumsum([0, *(len(ids) for ids, _ in parts)]),
+        vocab_size,
+        trained=np.concatenate(choices) if choices else None,
+    )
+
+
+def _step(
+    held: list[tuple[_Window, IntArray]], rows: int, cursor: Cursor, packing: _Packing
+) -> StreamStep:
+    """Copy the pieces of the rows that make up a step."""
+    parts, sizes = list[Document](), [np.zeros(1, np.int64)]
+    for window, chosen in held:
+        bins, corpus = window.bins, window.corpus
+        first, end = bins.offsets[chosen], bins.offsets[chosen + 1]
+        sizes.append(end - first)
+        for piece in _ranges(first, end - first).tolist():
+            begin = int(corpus.offsets[bins.documents[piece]] + bins.starts[piece])
+            document = corpus.tokens, corpus.trained
+            parts.append(_slice(document, begin, begin + int(bins.lengths[piece])))
+    blanks = rows + 1 - sum(len(part) for part in sizes)
+    corpus = _corpus(parts, packing.vocab_size)
+    bins = Bins(
+        np.cumsum(np.concatenate([*sizes, np.zeros(blanks, np.int64)])),
+        np.arange(len(parts)),
+        np.zeros(len(parts), np.int64),
+        corpus.lengths,
+        capacity=packing.capacity,
+        multiple_of=packing.multiple_of,
+    )
+    return StreamStep(corpus, bins, cursor)
+
+
+def _ranges(first: IntArray, sizes: IntArray) -> IntArray:
+    """Return first[i], first[i] + 1, ... of each i, `sizes[i]` numbers, one range after another."""
+    return np.repeat(first - np.cumsum(sizes) + sizes, sizes) + np.arange(sizes.sum())
