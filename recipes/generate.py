@@ -2,6 +2,7 @@
 
 python recipes/generate.py --run runs/pretrain --prompt "def "
 python recipes/generate.py --run runs/pretrain --prompt "class " --temperature 0 --tokens 400
+python recipes/generate.py --run runs/sft --prompt "def is_open(self)" --temperature 0
 """
 
 import functools
@@ -10,8 +11,7 @@ from pathlib import Path
 
 import attrs
 
-from trainkit import checkpoint, config, data, models, runtime
-from trainkit.types import CheckpointError
+from trainkit import chat, checkpoint, config, models, runtime, sinks, tokenizers
 
 
 @attrs.frozen(kw_only=True)
@@ -19,11 +19,9 @@ class Config:
     """Write text from a run's last checkpoint."""
 
     run: Path = Path("runs/pretrain")
-    """The run directory."""
-    checkpoint: str = "auto"
-    """auto for the newest checkpoint that verifies, or the directory of one."""
+    """A run directory, for its newest checkpoint that verifies, or one checkpoint."""
     prompt: str = "def "
-    """The text to continue; it may be empty."""
+    """The text to continue, which may be empty; to a run of sft.py, the question."""
     tokens: int = attrs.field(default=300, validator=config.positive)
     """How many tokens to write at most."""
     temperature: float = attrs.field(default=0.7, validator=config.non_negative)
@@ -39,25 +37,32 @@ class Config:
 def generate(cfg: Config) -> str:
     """Return the prompt and what the model makes of it."""
     to_stderr = functools.partial(print, file=sys.stderr)
-    path = checkpoint.choose_checkpoint(cfg.run / "checkpoints", cfg.checkpoint, tell=to_stderr)
-    if path is None:
-        raise CheckpointError(f"generate: there is no checkpoint in {cfg.run}", where=cfg.run)
+    path = checkpoint.find_checkpoint(cfg.run, tell=to_stderr)
     facts = checkpoint.read_facts(path)
     model = models.Decoder(models.config_from_facts(facts["model"]))
     checkpoint.load_weights(path, [model])
-    tokenizer = data.byte_tokenizer()
-    prompt = tokenizer.encode(cfg.prompt)
+    tokenizer = tokenizers.open_tokenizer(facts["config.tokenizer"])
+    if "config.template" in facts:  # it has learnt to answer
+        template = chat.TEMPLATES[facts["config.template"]]
+        prompt = chat.prompt_ids(
+            [{"role": "user", "content": cfg.prompt}], tokenizer, template=template
+        )
+        shown, (stop_id,) = [], chat.stop_ids(tokenizer, template)
+    else:
+        shown = tokenizer.encode(cfg.prompt)
+        begin = [] if tokenizer.bos_id is None else [tokenizer.bos_id]
+        prompt, stop_id = [*begin, *shown], tokenizer.eos_id
     drawn = models.generate(
         model,
-        [tokenizer.bos_id, *prompt],
+        prompt,
         max_new_tokens=cfg.tokens,
         context=facts["config.row_length"],
         temperature=cfg.temperature,
         top_k=cfg.top_k,
         seed=cfg.seed,
-        stop_id=tokenizer.eos_id,
+        stop_id=stop_id,
     )
-    return tokenizer.decode([*prompt, *drawn])
+    return sinks.printable(tokenizer.decode([*shown, *drawn]))
 
 
 def main(argv=None):

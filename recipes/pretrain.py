@@ -3,8 +3,10 @@
 python recipes/pretrain.py                                   # one process
 torchrun --nproc-per-node 2 recipes/pretrain.py              # two, and the same losses
 python recipes/pretrain.py --data FOLDER --size 10m          # your text, a larger model
+python recipes/pretrain.py --data a.tokens b.tokens --weights 3 1    # a mixture of two corpora
 """
 
+import functools
 import sys
 import time
 from pathlib import Path
@@ -14,8 +16,23 @@ import numpy as np
 import torch
 
 import trainkit as tk
-from trainkit import config, data, losses, models, optim, parallel, runtime, schedules, sinks
+from trainkit import (
+    config,
+    corpora,
+    data,
+    losses,
+    models,
+    optim,
+    packing,
+    parallel,
+    runtime,
+    sampling,
+    schedules,
+    sinks,
+    tokenizers,
+)
 from trainkit.metrics import step_record
+from trainkit.types import ConfigError
 
 
 @attrs.frozen(kw_only=True)
@@ -28,8 +45,20 @@ class Config(config.RunConfig):
     """Stop after this step. Nothing else depends on it: see schedule-steps."""
     schedule_steps: int = attrs.field(default=650, validator=config.positive)
     """The length of the learning rate's schedule; past it the last rate holds."""
-    data: Path | None = None
-    """A directory of text, a .jsonl or a .tokens file; by default Python's standard library."""
+    data: tuple[Path, ...] = ()
+    """Corpora: directories of text, .jsonl, .tokens and others; by default Python's library."""
+    weights: tuple[float, ...] = ()
+    """How many of a step's rows each corpus gives, in proportion; by default as many as it has."""
+    anneal_step: int = attrs.field(default=0, validator=config.non_negative)
+    """From this step on the anneal-weights and the anneal-lr hold; 0 for never."""
+    anneal_weights: tuple[float, ...] = ()
+    """What the weights become at the anneal-step."""
+    anneal_lr: float = attrs.field(default=1.0, validator=config.positive)
+    """What the learning rate is multiplied with from the anneal-step on."""
+    tokenizer: str = "bytes"
+    """bytes, or a tokenizer.json."""
+    cache: Path | None = Path("runs/cache")
+    """Where the plans of rows are kept for the next run; None keeps none."""
     size: str = "tiny"
     """A named model size; see trainkit.models.decoder_sizes."""
     row_length: int = attrs.field(default=256, validator=config.positive)
@@ -57,18 +86,89 @@ class Config(config.RunConfig):
 
 
 # What a run may be continued with another value of: it changes nothing that is computed.
-MAY_CHANGE = (*config.PLACE_FIELDS, "microbatch", "recompute", "compiled", "eval_every")
+MAY_CHANGE = (
+    *config.PLACE_FIELDS,
+    *("data", "cache"),  # the content is kept, by its hash
+    *("anneal_step", "anneal_weights", "anneal_lr"),  # the phases that have begun are kept
+    *("microbatch", "recompute", "compiled", "eval_every"),
+)
 
 
-def open_data(cfg, tokenizer):
-    """Return the corpus, its rows for training, and its rows held out by their documents' names."""
-    source, keep = (
-        (cfg.data, None) if cfg.data else (data.standard_library(), data.is_library_source)
+def open_corpora(cfg, tokenizer):
+    """Return the corpora by name."""
+    if not cfg.data:
+        library, keep = corpora.standard_library(), corpora.is_library_source
+        return {"library": tk.open_corpus(library, tokenizer=tokenizer, keep=keep)}
+    if len(set(cfg.data)) < len(cfg.data):
+        raise ConfigError(f"--data names a corpus twice: {', '.join(map(str, cfg.data))}")
+    stems = {path: path.stem for path in cfg.data}
+    names = stems if len(set(stems.values())) == len(stems) else {x: str(x) for x in cfg.data}
+    return {names[path]: tk.open_corpus(path, tokenizer=tokenizer) for path in cfg.data}
+
+
+def pack(cfg, ps, opened, say):
+    """Return the rows to train on, the rows held out (no document is in both), and a report."""
+    train, held, reports = {}, {}, {}
+    for name, corpus in opened.items():
+        bins_of = functools.partial(
+            data.cached_bins,
+            cfg.cache,
+            capacity=cfg.row_length,
+            content=corpora.fingerprint(corpus),
+            seed=cfg.seed,
+            axis=ps.world,
+            tell=say,
+        )
+        is_held = corpora.held_out_documents(corpus, one_in=40)
+        lengths = np.where(is_held, 0, corpus.lengths)
+        train[name] = corpus, bins_of(lengths=lengths)
+        held[name] = corpus, bins_of(lengths=corpus.lengths - lengths)
+        reports[name] = {
+            **packing.packing_report(train[name][1], lengths),
+            "empty_documents": int((corpus.lengths == 0).sum()),
+            "held_out_documents": int(is_held.sum()),
+        }
+    return data.join_packed(train), data.join_packed(held), reports
+
+
+def make_phases(cfg, num_rows):
+    """Return how much of each corpus is drawn when: from the start, and while annealing."""
+
+    def by_name(weights, flag):
+        if len(weights) not in (0, len(num_rows)):
+            raise ConfigError(f"{flag} has {len(weights)} numbers for {len(num_rows)} corpora")
+        return dict(zip(num_rows, weights, strict=False))
+
+    phases = [sampling.Phase(0, by_name(cfg.weights, "--weights") or num_rows)]
+    if not cfg.anneal_step and (cfg.anneal_weights or cfg.anneal_lr != 1):
+        raise ConfigError("--anneal-weights and --anneal-lr do nothing without --anneal-step")
+    if cfg.anneal_step:
+        weights = by_name(cfg.anneal_weights, "--anneal-weights")
+        phases.append(sampling.Phase(cfg.anneal_step, weights, cfg.anneal_lr))
+    return sampling.make_phases(*phases)
+
+
+def bind_batches(cfg, ps, mix, phases, pad_id):
+    """Return make_batch(cursor): this rank's part of the global batch at a cursor."""
+    return functools.partial(
+        tk.step_batch,
+        mix.corpus,
+        mix.bins,
+        rows=cfg.rows,
+        seed=cfg.seed,
+        share=ps.dp.share,
+        rows_per_microbatch=cfg.microbatch,
+        rows_at=functools.partial(
+            sampling.rows_of_mixture,
+            rows_per_step=cfg.rows,
+            num_rows=mix.num_rows,
+            phases=phases,
+            seed=cfg.seed,
+        ),
+        source_of_row=mix.source_of_row,
+        costs=packing.row_costs(mix.bins),
+        pad_id=pad_id,
     )
-    corpus = tk.open_corpus(source, tokenizer=tokenizer, keep=keep)
-    held = data.held_out_documents(corpus, one_in=40)
-    rows = tk.pack_bins(np.where(held, 0, corpus.lengths), cfg.row_length)
-    return corpus, rows, tk.pack_bins(np.where(held, corpus.lengths, 0), cfg.row_length)
 
 
 def build(cfg, ps, model):
@@ -84,23 +184,22 @@ def build(cfg, ps, model):
     return stages, optim.adamw(groups, lr=cfg.lr)
 
 
-def make_train_step(cfg, ps, stages, optimizer):
+def make_train_step(cfg, ps, stages, optimizer, phases, loss):
     """Return train_step(state, batch) -> (state, metrics): all of one step, in order."""
     params = tk.parameters_of(stages)
     lr_at = schedules.warmup_stable_decay(
         cfg.lr, warmup=cfg.warmup, total=cfg.schedule_steps, decay=0.4
     )
-    forward_backward = tk.bind_forward_backward(stages, losses.next_token_linear, axis=ps.pp)
+    forward_backward = tk.bind_forward_backward(stages, loss, axis=ps.pp)
 
     def train_step(state, batch):
         tokens = tk.all_sum(tk.count_valid_tokens(batch.microbatches), ps.loss)
         sums = forward_backward(batch.microbatches, denominator=tokens)
         tk.sync_sp_grads(params, ps.sp_unfolded)
-        lr = lr_at(state.step)
+        lr = lr_at(state.step) * sampling.phase_at(state.step, phases).lr_scale
         norm = tk.clip_and_step(params, optimizer, lr=lr, max_norm=cfg.max_norm, axis=ps.pp)
-        sums = tk.reduce_metrics(sums, ps.loss)
         metrics = {
-            "loss": sums["loss"] / tokens.clamp(min=1),
+            **losses.mean_terms(tk.reduce_metrics(sums, ps.loss), tokens),
             "grad_norm": norm,
             "skipped": ~torch.isfinite(norm),
             "lr": lr,
@@ -114,14 +213,28 @@ def make_train_step(cfg, ps, stages, optimizer):
     return train_step
 
 
-def finish(cfg, ps, state, stages, optimizer):
+def make_facts(cfg, model, tokenizer, opened, mix, phases):
+    """Return facts_at(step): what a run that has come to a step must be continued with."""
+    facts = config.bound_values(cfg, may_change=MAY_CHANGE)
+    facts |= {"model": attrs.asdict(model), "tokenizer": tokenizers.tokenizer_hash(tokenizer)}
+    facts |= {"rows": packing.bins_hash(mix.bins)}
+    facts |= {f"files of {name}": corpus.sources for name, corpus in opened.items()}
+    facts |= {f"fingerprint of {name}": corpora.fingerprint(x) for name, x in opened.items()}
+
+    def facts_at(step):
+        begun = {str(p.start): attrs.asdict(p) for p in phases if p.start < max(step, 1)}
+        return {**facts, "phases": begun}
+
+    return facts_at
+
+
+def finish(cfg, ps, state, stages, optimizer, tokenizer):
     """Write how the run has ended, draw its loss, and show what the model writes."""
     tk.checkpoint.write_final(cfg.out, state, stages, optimizer, ps)
-    tokenizer = data.byte_tokenizer()
     prompt = tokenizer.encode("def ")
     drawn = models.generate(
         stages[0],
-        [tokenizer.bos_id, *prompt],
+        [*([] if tokenizer.bos_id is None else [tokenizer.bos_id]), *prompt],
         max_new_tokens=200,
         context=cfg.row_length,
         temperature=0.7,
@@ -130,7 +243,7 @@ def finish(cfg, ps, state, stages, optimizer):
     )
     if ps.world.index == 0:
         sinks.plot_loss(cfg.out / "metrics.jsonl", cfg.out / "loss.png")
-        print(f"\n{tokenizer.decode([*prompt, *drawn])}\n")
+        print(f"\n{sinks.printable(tokenizer.decode([*prompt, *drawn]))}\n")
         print(f"the run is in {cfg.out}; its loss is drawn in {cfg.out / 'loss.png'}")
 
 
@@ -138,16 +251,19 @@ def train(cfg, ps):
     """Go on from the last checkpoint, or begin, and train until `cfg.steps`."""
     say = print if ps.world.index == 0 else lambda _: None
     run_dir = runtime.make_run_dir(cfg.out)
-    say(f"reading {cfg.data or 'the source of the standard library'}")
-    tokenizer = data.byte_tokenizer()
-    corpus, rows, held_rows = open_data(cfg, tokenizer)
-    if not len(held_rows):
+    tokenizer = tokenizers.open_tokenizer(cfg.tokenizer)
+    say(f"reading {', '.join(map(str, cfg.data)) or 'the source of the standard library'}")
+    opened = open_corpora(cfg, tokenizer)
+    mix, held, reports = pack(cfg, ps, opened, say)
+    phases = make_phases(cfg, mix.num_rows)
+    if any(part.trained is not None for part in mix.corpus.parts):
+        say("where a corpus says which of its tokens are trained on, the others are only read")
+    if not len(held.bins):
         say("no document is held out of so few, so there is nothing to evaluate on")
-    model = models.decoder_config(cfg.size, vocab_size=corpus.vocab_size)
+    model = models.decoder_config(cfg.size, vocab_size=tokenizer.vocab_size)
     stages, optimizer = build(cfg, ps, model)
     tk.checkpoint.require_space(run_dir, stages)
-    facts = config.bound_values(cfg, may_change=MAY_CHANGE)
-    facts |= {"model": attrs.asdict(model), "corpus": data.fingerprint(corpus)}
+    facts_at = make_facts(cfg, model, tokenizer, opened, mix, phases)
     told: list[str] = []
     state = tk.resume(
         run_dir,
@@ -156,7 +272,7 @@ def train(cfg, ps):
         optimizer,
         ps,
         request=cfg.resume,
-        facts=facts,
+        facts=facts_at,
         tell=told.append,
     )
     say("\n".join(told) or "beginning afresh")
@@ -165,34 +281,42 @@ def train(cfg, ps):
     if state.step >= cfg.steps:
         say(f"the run in {run_dir} is complete at step {state.step}; --steps takes it further")
 
-    train_step = make_train_step(cfg, ps, stages, optimizer)
-    at_hand = {"pad_id": tokenizer.pad_id, "device": ps.device}
-    with sinks.run_sinks(run_dir, ps.world.share, step=state.step, last=cfg.steps) as (log, event):
+    loss = losses.next_token_linear
+    if len(mix.names) > 1:
+        loss = losses.by_source(mix.names, loss)
+    fates = ("empty_documents", "split_documents", "truncated_documents", "dropped_documents")
+    counts = {name: sum(report[name] for report in reports.values()) for name in fates}
+    train_step = make_train_step(cfg, ps, stages, optimizer, phases, loss)
+    pad_id = tokenizer.pad_id or 0
+    make_batch = bind_batches(cfg, ps, mix, phases, pad_id)
+    with (
+        sinks.run_sinks(run_dir, ps.world.share, step=state.step, last=cfg.steps) as (log, event),
+        data.prefetch(make_batch, state.cursor, device=ps.device) as next_batch,
+    ):
         event("resume", step=state.step, told=told)
+        for name, report in reports.items():
+            event("packing", step=state.step, corpus=name, **report)
         while state.step < cfg.steps:
             begin = time.perf_counter()
-            batch = tk.step_batch(
-                corpus,
-                rows,
-                state.cursor,
-                rows=cfg.rows,
-                seed=cfg.seed,
-                share=ps.dp.share,
-                rows_per_microbatch=cfg.microbatch,
-                **at_hand,
-            )
-            state, metrics = train_step(state, batch)
-            log(state.step, step_record(metrics, seconds=time.perf_counter() - begin))
-            if len(held_rows) and schedules.due(state.step, cfg.eval_every, last=cfg.steps):
-                held = tk.eval_batches(corpus, held_rows, ps.dp.share, rows_per_batch=32, **at_hand)
-                found = tk.evaluate(stages[0], held, losses.next_token_linear, axis=ps.loss)
+            state, metrics = train_step(state, next_batch())
+            log(state.step, step_record(metrics, seconds=time.perf_counter() - begin) | counts)
+            if len(held.bins) and schedules.due(state.step, cfg.eval_every, last=cfg.steps):
+                batches = tk.eval_batches(
+                    held.corpus,
+                    held.bins,
+                    ps.dp.share,
+                    rows_per_batch=cfg.microbatch,
+                    pad_id=pad_id,
+                    device=ps.device,
+                )
+                found = tk.evaluate(stages[0], batches, losses.next_token_linear, axis=ps.loss)
                 found = tk.to_host(found)
                 event("evaluation", step=state.step, **found)
                 say(f"held out: {found['loss']:.4f} nats per token, over {found['tokens']} tokens")
             if schedules.due(state.step, cfg.save_every, last=cfg.steps):
-                path = tk.save_checkpoint(run_dir, state, stages, optimizer, ps, facts=facts)
+                path = tk.save_checkpoint(run_dir, state, stages, optimizer, ps, facts=facts_at)
                 event("save", step=state.step, path=str(path))
-    finish(cfg, ps, state, stages, optimizer)
+    finish(cfg, ps, state, stages, optimizer, tokenizer)
 
 
 def main(argv=None):

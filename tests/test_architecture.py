@@ -17,6 +17,11 @@ PURE = ["types", "jit", "hashing", "noise", "sampling", "packing", "layout", "ba
 PURE += ["schedules"]
 ROOMS = [
     *PURE,
+    "files",
+    "tokenizers",
+    "chat",
+    "corpora",
+    "prepare",
     "collectives",
     "launch",
     "mesh",

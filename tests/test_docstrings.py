@@ -28,11 +28,15 @@ WITHOUT_EXAMPLE = {
     "config.non_negative": "a validator, as `one_of` explains",
     "config.positive": "a validator, as `one_of` explains",
     "config.write_config": "works on the disk: the example of read_config calls it",
-    "data.open_tokens": "works on the disk: the example of write_corpus calls it",
-    "data.verify_tokens": "works on the disk, and says nothing when all is well",
+    "corpora.open_tokens": "works on the disk: the example of write_corpus calls it",
+    "corpora.verify_tokens": "works on the disk, and says nothing when all is well",
+    "files.disk_errors": "works on the disk: write_corpus is built on it",
+    "files.replacing": "works on the disk: write_corpus is built on it",
     "mesh.axis_from_group": "wants a process group: docs/howto shows it",
     "sinks.plot_loss": "draws a picture",
+    "sinks.plot_packing": "draws a picture: docs/howto/pack.md shows it",
     "sinks.run_sinks": "works on the disk: recipes/pretrain.py shows it",
+    "tokenizers.save_tokenizer": "works on the disk: docs/howto/my-own-corpus.md shows it",
     "step.evaluate": "wants a model and data: docs/tutorial shows it",
 }
 

@@ -5,7 +5,7 @@ import numpy as np
 import torch
 
 import trainkit as tk
-from trainkit.data import TokenCorpus
+from trainkit.corpora import TokenCorpus
 from trainkit.losses import next_token_linear
 from trainkit.models import Decoder, DecoderConfig, init_weights
 from trainkit.optim import adamw, decay_groups

@@ -19,10 +19,13 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from trainkit import attention as attention
     from trainkit import batch as batch
+    from trainkit import chat as chat
     from trainkit import checkpoint as checkpoint
     from trainkit import collectives as collectives
     from trainkit import config as config
+    from trainkit import corpora as corpora
     from trainkit import data as data
+    from trainkit import files as files
     from trainkit import grads as grads
     from trainkit import hashing as hashing
     from trainkit import jit as jit
@@ -36,12 +39,14 @@ if TYPE_CHECKING:
     from trainkit import optim as optim
     from trainkit import packing as packing
     from trainkit import parallel as parallel
+    from trainkit import prepare as prepare
     from trainkit import runtime as runtime
     from trainkit import sampling as sampling
     from trainkit import schedules as schedules
     from trainkit import sinks as sinks
     from trainkit import step as step
     from trainkit import testing as testing
+    from trainkit import tokenizers as tokenizers
     from trainkit import types as types
     from trainkit.batch import batch_hash as batch_hash
     from trainkit.batch import collate_bins as collate_bins
@@ -55,10 +60,10 @@ if TYPE_CHECKING:
     from trainkit.collectives import all_max as all_max
     from trainkit.collectives import all_sum as all_sum
     from trainkit.collectives import broadcast as broadcast
+    from trainkit.corpora import open_corpus as open_corpus
+    from trainkit.corpora import write_corpus as write_corpus
     from trainkit.data import eval_batches as eval_batches
-    from trainkit.data import open_corpus as open_corpus
     from trainkit.data import step_batch as step_batch
-    from trainkit.data import write_corpus as write_corpus
     from trainkit.grads import clip_and_step as clip_and_step
     from trainkit.grads import grad_norm as grad_norm
     from trainkit.grads import named_parameters_of as named_parameters_of
@@ -76,6 +81,7 @@ if TYPE_CHECKING:
     from trainkit.metrics import to_host as to_host
     from trainkit.packing import pack_bins as pack_bins
     from trainkit.parallel import build_stages as build_stages
+    from trainkit.prepare import prepare_corpus as prepare_corpus
     from trainkit.step import bind_forward_backward as bind_forward_backward
     from trainkit.step import call_model as call_model
     from trainkit.step import call_with_noise as call_with_noise
@@ -103,10 +109,15 @@ _CONTENTS = {
     "batch": "collate_bins shift_labels count_valid_tokens batch_hash to_device",
     "losses": "",
     "schedules": "",
+    "files": "",
+    "tokenizers": "",
+    "chat": "",
+    "corpora": "open_corpus write_corpus",
+    "prepare": "prepare_corpus",
     "collectives": "all_sum all_max broadcast agree",
     "launch": "",
     "mesh": "parallel_session solo_parallel axis_from_group",
-    "data": "open_corpus write_corpus step_batch eval_batches",
+    "data": "step_batch eval_batches",
     "attention": "",
     "models": "",
     "parallel": "build_stages",

@@ -227,8 +227,13 @@ def bound_values(config: Any, *, may_change: Iterable[str]) -> dict[str, Any]:
         {'config.schedule_steps': 1000, 'config.seed': 7}
     """
     names = [a.name for a in _fields(type(config)) if a.name not in set(may_change)]
-    values = {f"config.{name}": getattr(config, name) for name in names}
-    return {name: str(x) if isinstance(x, Path) else x for name, x in values.items()}
+    return {f"config.{name}": _plain(getattr(config, name)) for name in names}
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, Sequence) and not isinstance(value, str):
+        return [_plain(item) for item in value]
+    return str(value) if isinstance(value, Path) else value
 
 
 def _toml_lines(config: Any) -> Iterable[str]:

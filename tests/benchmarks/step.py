@@ -20,7 +20,7 @@ from torch.nn import functional as F  # noqa: N812 (its name everywhere)
 
 import trainkit as tk
 from trainkit import losses, models, optim, schedules
-from trainkit.data import TokenCorpus
+from trainkit.corpora import TokenCorpus
 
 MAX_RATIO, MAX_MICROSECONDS = 1.02, 30.0
 

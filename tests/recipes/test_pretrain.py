@@ -1,27 +1,21 @@
 """The recipes as a user starts them, on one process and on two, with good input and with bad."""
 
-import contextlib
-import importlib.util
-import io
 import json
-import os
 import re
 import resource
 import shutil
 import signal
-import subprocess
-import sys
 import time
 import tomllib
-from pathlib import Path
 
 import pytest
+import recipe_runs
+from recipe_runs import column, error_of, events, here, lines, load, refusal, run, start
 
+from trainkit.packing import pack_bins, sequential
 from trainkit.testing import run_ranks
 
-RECIPES = Path(__file__).parents[2] / "recipes"
-SMALL = "--row-length 32 --rows 4 --microbatch 2 --warmup 2 --schedule-steps 8 --save-every 3"
-TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+SMALL = [*recipe_runs.SMALL.split(), "--save-every", 3]
 
 
 @pytest.fixture(scope="module")
@@ -34,58 +28,12 @@ def text(tmp_path_factory):
     return folder
 
 
-def start(*flags, ranks=1, recipe="pretrain.py", **options):
-    launcher = [sys.executable] if ranks == 1 else TORCHRUN
-    command = [*launcher, str(RECIPES / recipe), *map(str, flags)]
-    env = {**os.environ, "OMP_NUM_THREADS": "1"}
-    return subprocess.Popen(
-        command, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, **options
-    )
-
-
-def run(*flags, code=0, **options):
-    """Run a recipe to its end; return what it printed."""
-    process = start(*flags, **options)
-    out, err = process.communicate(timeout=170)
-    assert process.returncode == code, err
-    return out if code == 0 else err
-
-
 def flags_of(out, text, steps, *flags):
-    given = ["--out", out, "--data", text, "--steps", steps, *SMALL.split(), *flags]
-    return [str(flag) for flag in given]
+    return ["--out", out, "--data", text, "--steps", steps, *SMALL, *flags]
 
 
 def pretrain(out, text, steps, *flags, **options):
-    return run(*flags_of(out, text, steps, *flags), **options)
-
-
-def load(name):
-    """Import a recipe, to run it in this process: a second faster than another Python."""
-    spec = importlib.util.spec_from_file_location(f"recipe_{name}", RECIPES / f"{name}.py")
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module
-    spec.loader.exec_module(module)
-    return module
-
-
-def here(flags):
-    """Run pretrain.py in this process; return its exit code and what it printed."""
-    out, err = io.StringIO(), io.StringIO()
-    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
-        try:
-            load("pretrain").main(flags)
-        except SystemExit as end:
-            return end.code, err.getvalue()
-    return 0, out.getvalue()
-
-
-def lines(out):
-    return [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
-
-
-def column(out, name):
-    return [line[name] for line in lines(out)]
+    return run("pretrain", *flags_of(out, text, steps, *flags), **options)
 
 
 @pytest.fixture(scope="module")
@@ -112,9 +60,8 @@ def test_a_run_leaves_what_the_design_says(whole):
     assert re.fullmatch("[0-9a-f]{16}", final["state_hash"])
     names = sorted(path.name for path in (out / "checkpoints").iterdir())
     assert names == ["step_00000003", "step_00000006", "step_00000008"]
-    events = [json.loads(line) for line in (out / "events.jsonl").read_text().splitlines()]
-    assert [event["step"] for event in events if event["event"] == "evaluation"] == [4, 8]
-    assert [event["step"] for event in events if event["event"] == "save"] == [3, 6, 8]
+    assert [event["step"] for event in events(out, "evaluation")] == [4, 8]
+    assert [event["step"] for event in events(out, "save")] == [3, 6, 8]
     assert (out / "loss.png").read_bytes().startswith(b"\x89PNG")
     assert "step 8/8" in printed
     assert "def " in printed
@@ -140,15 +87,15 @@ def test_run_again_it_is_complete_and_with_more_steps_it_goes_on(whole, text, tm
 
 def test_killed_it_goes_on_to_the_same_bits(whole, text, tmp_path):
     out = tmp_path / "run"
-    flags = ["--out", out, "--data", text, "--steps", 8, *SMALL.split(), "--save-every", 1]
-    process = start(*flags)
+    flags = ["--out", out, "--data", text, "--steps", 8, *SMALL, "--save-every", 1]
+    process = start("pretrain", *flags)
     until = time.monotonic() + 120
     while not (out / "checkpoints/step_00000002").exists() and process.poll() is None:
         assert time.monotonic() < until
         time.sleep(0.002)
     process.send_signal(signal.SIGKILL)
     process.communicate()
-    here([str(flag) for flag in flags])
+    here(flags)
     assert column(out, "loss_hex") == column(whole[0], "loss_hex")
     assert (out / "final.json").read_text() == (whole[0] / "final.json").read_text()
 
@@ -176,7 +123,7 @@ def test_saved_on_some_ranks_it_goes_on_on_others(before, after, whole, text, tm
 
 
 def test_generate_writes_text_from_the_last_checkpoint(whole):
-    printed = run("--run", whole[0], "--prompt", "word3", "--tokens", 20, recipe="generate.py")
+    printed = run("generate", "--run", whole[0], "--prompt", "word3", "--tokens", 20)
     assert printed.startswith("word3")
     assert len(printed) > len("word3\n")
 
@@ -187,8 +134,8 @@ def listen_to_interrupts():
 
 
 def test_an_interrupt_is_reported_and_loses_nothing(text, tmp_path):
-    flags = ["--out", tmp_path, "--data", text, "--steps", 5000, *SMALL.split()]
-    process = start(*flags, preexec_fn=listen_to_interrupts)
+    flags = ["--out", tmp_path, "--data", text, "--steps", 5000, *SMALL]
+    process = start("pretrain", *flags, preexec_fn=listen_to_interrupts)
     until = time.monotonic() + 120
     while not (tmp_path / "checkpoints/step_00000003").exists() and process.poll() is None:
         assert time.monotonic() < until
@@ -200,27 +147,6 @@ def test_an_interrupt_is_reported_and_loses_nothing(text, tmp_path):
 
 
 # ---------------------------------------------------------------- bad input
-
-
-def error_of(stderr):
-    """Return what the last line of stderr says to programs."""
-    last = stderr.rstrip().splitlines()[-1]
-    assert last.startswith("TRAINKIT_ERROR ")
-    return json.loads(last.removeprefix("TRAINKIT_ERROR "))
-
-
-@pytest.fixture
-def refused(capsys):
-    """Return a function that runs a recipe in this process and returns its error."""
-
-    def refuse(*flags, recipe="pretrain"):
-        with pytest.raises(SystemExit) as end:
-            load(recipe).main([str(flag) for flag in flags])
-        error = error_of(capsys.readouterr().err)
-        assert end.value.code == error["code"]
-        return error["code"], error["what"]
-
-    return refuse
 
 
 def binary(folder):
@@ -253,12 +179,12 @@ BAD_DATA = {
 
 
 @pytest.mark.parametrize("name", BAD_DATA)
-def test_bad_data_is_refused_by_name_before_the_first_step(name, refused, tmp_path):
+def test_bad_data_is_refused_by_name_before_the_first_step(name, tmp_path):
     make, path, named = BAD_DATA[name]
     folder = tmp_path / "data"
     folder.mkdir()
     make(folder)
-    code, what = refused("--out", tmp_path / "run", "--data", folder / path)
+    code, what = refusal("pretrain", "--out", tmp_path / "run", "--data", folder / path)
     assert (code, named in what) == (65, True), what
     assert not (tmp_path / "run/metrics.jsonl").exists()
 
@@ -279,38 +205,52 @@ def test_bad_data_is_refused_by_name_before_the_first_step(name, refused, tmp_pa
     ],
     ids=str,
 )
-def test_bad_flags_are_refused_in_one_line(  # noqa: PLR0917 (fixtures and a table)
-    flags, code, named, refused, text, tmp_path
-):
-    found, what = refused("--out", tmp_path / "run", "--data", text, *flags)
+def test_bad_flags_are_refused_in_one_line(flags, code, named, text, tmp_path):
+    found, what = refusal("pretrain", "--out", tmp_path / "run", "--data", text, *flags)
     assert (found, named in what) == (code, True), what
     metrics = tmp_path / "run/metrics.jsonl"
     assert not metrics.exists() or metrics.read_bytes() == b""
 
 
-def test_an_output_directory_that_is_a_file_or_cannot_be_made_is_refused(refused, text, tmp_path):
+def test_an_output_directory_that_is_a_file_or_cannot_be_made_is_refused(text, tmp_path):
     (tmp_path / "file").write_text("")
-    assert refused("--out", tmp_path / "file", "--data", text)[0] == 64
-    code, what = refused("--out", "/proc/nowhere/run", "--data", text)
+    assert refusal("pretrain", "--out", tmp_path / "file", "--data", text)[0] == 64
+    code, what = refusal("pretrain", "--out", "/proc/nowhere/run", "--data", text)
     assert (code, "/proc/nowhere" in what) == (74, True)
 
 
-def test_a_changed_configuration_does_not_go_on_silently(refused, text, tmp_path):
+def test_a_changed_configuration_does_not_go_on_silently(text, tmp_path):
     here(flags_of(tmp_path, text, 3))
-    code, what = refused(*flags_of(tmp_path, text, 5, "--lr", 0.5, "--seed", 7))
+    code, what = refusal("pretrain", *flags_of(tmp_path, text, 5, "--lr", 0.5, "--seed", 7))
     assert code == 66
     assert "its config.lr is 0.004, the run's is 0.5" in what
     assert "its config.seed is 0, the run's is 7" in what
 
 
-def test_data_that_changed_does_not_go_on_silently(refused, text, tmp_path):
+def test_data_that_changed_does_not_go_on_silently(text, tmp_path):
     folder = tmp_path / "text"
     shutil.copytree(text, folder)
     out = tmp_path / "run"
     here(flags_of(out, folder, 3))
     (folder / "7.txt").write_text("something else")
-    code, what = refused(*flags_of(out, folder, 5))
-    assert (code, "its corpus is" in what) == (66, True)
+    code, what = refusal("pretrain", *flags_of(out, folder, 5))
+    assert code == 66
+    assert "files of text: 7.txt was changed" in what
+    assert "fingerprint of text" in what
+
+
+def test_a_corpus_may_move_and_a_plan_of_rows_may_not_change(text, tmp_path, monkeypatch):
+    here(flags_of(tmp_path / "run", text, 2))
+    moved = shutil.copytree(text, tmp_path / "elsewhere" / text.name)
+    here(flags_of(tmp_path / "run", moved, 4))
+    assert column(tmp_path / "run", "step") == [1, 2, 3, 4]
+
+    def other_rows(*_, lengths, capacity, **__):
+        return pack_bins(lengths, capacity, fit=sequential)
+
+    monkeypatch.setattr("trainkit.data.cached_bins", other_rows)
+    code, what = refusal("pretrain", *flags_of(tmp_path / "run", text, 5))
+    assert (code, "its rows is " in what) == (66, True), what
 
 
 def test_a_run_begun_afresh_never_goes_back(text, tmp_path):
@@ -321,10 +261,10 @@ def test_a_run_begun_afresh_never_goes_back(text, tmp_path):
     assert json.loads((tmp_path / "final.json").read_text())["step"] == 4
 
 
-def test_when_no_checkpoint_verifies_it_does_not_start_afresh(refused, text, tmp_path):
+def test_when_no_checkpoint_verifies_it_does_not_start_afresh(text, tmp_path):
     here(flags_of(tmp_path, text, 3))
     (tmp_path / "checkpoints/step_00000003/state.json").write_text("{}")
-    code, what = refused(*flags_of(tmp_path, text, 5))
+    code, what = refusal("pretrain", *flags_of(tmp_path, text, 5))
     assert (code, "none of the 1 checkpoints" in what) == (66, True)
 
 
@@ -344,13 +284,13 @@ def test_a_disk_that_takes_no_more_ends_with_its_code_and_leaves_no_half(text, t
     assert list((tmp_path / "checkpoints").iterdir()) == []
 
 
-def test_generate_without_a_run_says_so(refused, tmp_path):
-    code, what = refused("--run", tmp_path, recipe="generate")
+def test_generate_without_a_run_says_so(tmp_path):
+    code, what = refusal("generate", "--run", tmp_path)
     assert (code, "no checkpoint" in what) == (66, True)
 
 
 def test_help_explains_every_field(capsys):
-    for name in ("pretrain", "generate"):
+    for name in ("pretrain", "sft", "generate"):
         module = load(name)
         with pytest.raises(SystemExit) as end:
             module.main(["--help"])
@@ -358,3 +298,72 @@ def test_help_explains_every_field(capsys):
         said = capsys.readouterr().out
         for field in module.Config.__attrs_attrs__:
             assert f"--{field.name.replace('_', '-')}" in said
+
+
+# ---------------------------------------------------------------- mixtures
+
+
+@pytest.fixture(scope="module")
+def lists(tmp_path_factory):
+    """Return a corpus of another kind: lines of numbers."""
+    path = tmp_path_factory.mktemp("lists") / "lists.jsonl"
+    texts = [" ".join(str(i * j) for j in range(20)) for i in range(40)]
+    path.write_text("\n".join(json.dumps({"text": text}) for text in texts))
+    return path
+
+
+def mixed(out, text, lists, steps, *flags):
+    mixture = ["--data", text, lists, "--weights", 3, 1, "--anneal-step", 2]
+    mixture += ["--anneal-weights", 1, 3, "--anneal-lr", 0.5]
+    return ["--out", out, "--steps", steps, *SMALL, *mixture, *flags]
+
+
+def test_a_mixture_reports_each_corpus_and_anneals(text, lists, tmp_path):
+    here(mixed(tmp_path / "one", text, lists, 4))
+    rows = lines(tmp_path / "one")
+    for row in rows:
+        parts = [row[f"loss/{corpus.stem}"] for corpus in (text, lists)]
+        assert min(parts) < row["loss"] < max(parts)
+    plain = ["--out", tmp_path / "plain", "--data", text, "--steps", 4, *SMALL]
+    here(plain)
+    rates = column(tmp_path / "plain", "lr")
+    assert column(tmp_path / "one", "lr") == [*rates[:2], rates[2] / 2, rates[3] / 2]
+
+
+def test_a_mixture_is_the_same_on_two_ranks_and_after_a_stop(text, lists, tmp_path):
+    here(mixed(tmp_path / "one", text, lists, 4))
+    run_ranks(here, 2, mixed(tmp_path / "two", text, lists, 2))
+    here(mixed(tmp_path / "two", text, lists, 4))
+    hashes = column(tmp_path / "one", "batch_hash")
+    assert column(tmp_path / "two", "batch_hash") == hashes
+    losses = column(tmp_path / "one", "loss/lists")
+    assert column(tmp_path / "two", "loss/lists") == pytest.approx(losses, rel=1e-5)
+
+
+def test_a_phase_to_come_may_change_and_one_that_has_begun_may_not(text, lists, tmp_path):
+    here(mixed(tmp_path, text, lists, 2, "--anneal-step", 100))
+    here(mixed(tmp_path, text, lists, 3, "--anneal-step", 2))
+    assert column(tmp_path, "step") == [1, 2, 3]
+    code, what = refusal("pretrain", *mixed(tmp_path, text, lists, 4, "--anneal-lr", 0.1))
+    assert (code, "phases: 2 was changed" in what) == (66, True), what
+
+
+@pytest.mark.parametrize(
+    ("flags", "named"),
+    [
+        (["--anneal-step", 0], "do nothing without --anneal-step"),
+        (["--weights", 1], "--weights has 1 numbers for 2 corpora"),
+        (["--weights", 1, -1], "the weight of 'lists' must be finite, 0 or more: -1.0"),
+        (["--weights", 0, 0], "at least one weight must be above 0"),
+        (["--anneal-weights", 1, 2, 3], "--anneal-weights has 3 numbers for 2 corpora"),
+    ],
+    ids=str,
+)
+def test_weights_that_do_not_fit_are_refused(flags, named, text, lists, tmp_path):
+    code, what = refusal("pretrain", *mixed(tmp_path, text, lists, 4, *flags))
+    assert (code, named in what) == (64, True), what
+
+
+def test_a_corpus_that_is_named_twice_is_refused(text, tmp_path):
+    code, what = refusal("pretrain", "--out", tmp_path, "--data", text, text, *SMALL)
+    assert (code, "names a corpus twice" in what) == (64, True), what

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from trainkit.checkpoint.load import load_checkpoint, load_weights, read_facts, resume
     from trainkit.checkpoint.manifest import (
         choose_checkpoint,
+        find_checkpoint,
         list_checkpoints,
         prune_checkpoints,
         verify_checkpoint,
@@ -26,6 +27,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "choose_checkpoint",
+    "find_checkpoint",
     "list_checkpoints",
     "load_checkpoint",
     "load_weights",
@@ -41,6 +43,7 @@ __all__ = [
 
 _HOME = {
     "choose_checkpoint": "manifest",
+    "find_checkpoint": "manifest",
     "list_checkpoints": "manifest",
     "load_checkpoint": "load",
     "load_weights": "load",

@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-import hashlib
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import attrs
-import orjson
 import torch
 from safetensors import safe_open
 from torch import Tensor, nn
 
+from trainkit.checkpoint.facts import Facts, agree_on_facts, fact_problems, facts_at
 from trainkit.checkpoint.manifest import (
     choose_checkpoint,
     clear_directory,
@@ -25,20 +25,17 @@ from trainkit.checkpoint.tensors import (
     model_tensors,
     optimizer_state,
 )
-from trainkit.collectives import all_gather_json, together
+from trainkit.collectives import together
 from trainkit.parallel.naming import Box, box_of, named_parameters_of
 from trainkit.parallel.reduction import reducers_of, reshard_
 from trainkit.types import (
     SOLO,
     Axis,
     CheckpointError,
-    ConfigError,
     Cursor,
     ParallelState,
     TrainState,
 )
-
-_TOLD = 5  # places where tables differ; more would hide the others
 
 
 def resume(
@@ -49,7 +46,7 @@ def resume(
     ps: ParallelState,
     *,
     request: str | Path = "auto",
-    facts: Mapping[str, Any] | None = None,
+    facts: Facts | None = None,
     tell: Callable[[str], None] = print,
 ) -> TrainState:
     """Go on from a checkpoint of a run, written by any layout.
@@ -66,8 +63,9 @@ def resume(
         ps: The layout.
         request: "auto" takes the newest checkpoint that verifies, "never" takes none, a path takes
             that one.
-        facts: What must be as it was saved, for instance the fingerprint of the data; the same on
-            all ranks.
+        facts: What must be as it was saved, for instance the fingerprint of the data, or a function
+            from a step to that, for what only the steps before it can have changed; the same on all
+            ranks.
         tell: Called on rank 0 with what was passed over, taken and set aside.
 
     Returns:
@@ -82,7 +80,7 @@ def resume(
         read and compared; moves directories; communicates on `ps.world`.
     """
     directory = Path(run_dir) / "checkpoints"
-    _agree_on_facts(facts or {}, ps)
+    agree_on_facts(facts_at(facts, sys.maxsize), ps.world)
 
     def choose() -> str | None:
         if ps.world.index:
@@ -99,37 +97,12 @@ def resume(
     return load_checkpoint(chosen, stages, optimizer, facts=facts, axis=ps.world)
 
 
-def _agree_on_facts(facts: Mapping[str, Any], ps: ParallelState) -> None:
-    # Facts may name a hundred thousand files: all of them travel only to say where ranks differ.
-    if len(set(together(lambda: _hash_of(facts), ps.world))) == 1:
-        return
-    told = all_gather_json(dict(facts), ps.world)
-    for rank, other in enumerate(told):
-        names = sorted(name for name in told[0] | other if told[0].get(name) != other.get(name))
-        if names:
-            raise ConfigError(
-                f"resume: ranks 0 and {rank} do not have the same {names[0]}: "
-                f"{_short(told[0].get(names[0]))} and {_short(other.get(names[0]))}",
-                where=names[0],
-                hint="give every rank the same configuration, code and data",
-            )
-
-
-def _hash_of(facts: Mapping[str, Any]) -> str:
-    return hashlib.sha256(orjson.dumps(dict(facts), option=orjson.OPT_SORT_KEYS)).hexdigest()
-
-
-def _short(value: Any, most: int = 200) -> str:
-    text = str(value)
-    return text if len(text) <= most else f"{text[:most]}..."
-
-
 def load_checkpoint(
     path: Path | str,
     stages: Sequence[nn.Module],
     optimizer: torch.optim.Optimizer,
     *,
-    facts: Mapping[str, Any] | None = None,
+    facts: Facts | None = None,
     axis: Axis = SOLO,
 ) -> TrainState:
     """Read one checkpoint, which has been verified, into stages and their optimizer.
@@ -138,7 +111,7 @@ def load_checkpoint(
         path: The checkpoint's directory.
         stages: This rank's stages.
         optimizer: The optimizer of their parameters.
-        facts: What must be as it was saved.
+        facts: What must be as it was saved; see `resume`.
         axis: All ranks that read it, `ps.world`: if one cannot, none changes anything.
 
     Returns:
@@ -162,7 +135,8 @@ def load_checkpoint(
         index = read_json(path / "index.json")["tensors"]
         read["saved"] = read_json(path / "state.json")
         read["targets"] = _targets(index, stages, optimizer)
-        problems = _fact_problems(read["saved"]["facts"], facts or {})
+        step = read["saved"]["state"]["step"]
+        problems = fact_problems(read["saved"]["facts"], facts_at(facts, step))
         problems += _optimizer_problems(read["saved"]["optimizer"], stages, optimizer)
         _compare(index, read["targets"], path, also=problems)
         read["values"] = _read_all(path, index, read["targets"])
@@ -248,34 +222,6 @@ def _targets(
             device = "cpu" if counter else parameter.device
             targets[full] = torch.zeros(entry["shape"], dtype=dtype, device=device)
     return targets
-
-
-def _fact_problems(saved: Mapping[str, Any], facts: Mapping[str, Any]) -> list[str]:
-    """Say which facts are not what they were."""
-    live = orjson.loads(orjson.dumps(dict(facts)))
-    problems: list[str] = []
-    for name, value in live.items():
-        old = saved.get(name)
-        if isinstance(value, dict) and isinstance(old, dict):
-            problems += _table_problems(name, old, value)
-        elif old != value:
-            problems.append(f"its {name} is {old}, the run's is {value}")
-    return problems
-
-
-def _table_problems(name: str, old: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:
-    """Say where a fact that is a table differs, in a few places."""
-    changed = [key for key in sorted(old.keys() | new.keys()) if old.get(key) != new.get(key)]
-    problems = [
-        f"its {name} has no {key}"
-        if key not in old
-        else f"the run's {name} has no {key}"
-        if key not in new
-        else f"its {name} has {old[key]} for {key}, the run's has {new[key]}"
-        for key in changed[:_TOLD]
-    ]
-    more = len(changed) - _TOLD
-    return problems if more <= 0 else [*problems, f"and {more} more places in {name}"]
 
 
 def _optimizer_problems(

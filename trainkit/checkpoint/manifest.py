@@ -262,6 +262,32 @@ def choose_checkpoint(
     return None
 
 
+def find_checkpoint(path: Path | str, *, tell: Callable[[str], None] = print) -> Path:
+    """Return the checkpoint to read weights from: `path` itself, or the newest of a run directory.
+
+    Args:
+        path: A checkpoint, or a run directory with `checkpoints/`.
+        tell: Called with one sentence about each checkpoint passed over.
+
+    Raises:
+        CheckpointError: There is none, or none that verifies.
+
+    Examples:
+        >>> find_checkpoint("/does/not/exist")
+        Traceback (most recent call last):
+        ...
+        trainkit.types.CheckpointError: find_checkpoint: there is no checkpoint in /does/not/exist
+    """
+    path = Path(path)
+    if (path / "manifest.json").exists():
+        found = choose_checkpoint(path.parent, path, tell=tell)
+    else:
+        found = choose_checkpoint(path / "checkpoints", tell=tell)
+    if found is None:
+        raise CheckpointError(f"find_checkpoint: there is no checkpoint in {path}", where=path)
+    return found
+
+
 def clear_directory(
     directory: Path, chosen: Path | None, request: str | Path, *, tell: Callable[[str], None]
 ) -> None:

@@ -16,6 +16,7 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
+from trainkit.checkpoint.facts import Facts, facts_at
 from trainkit.checkpoint.manifest import (
     MANIFEST,
     disk_error,
@@ -47,7 +48,7 @@ def save_checkpoint(
     optimizer: torch.optim.Optimizer,
     ps: ParallelState,
     *,
-    facts: Mapping[str, Any] | None = None,
+    facts: Facts | None = None,
 ) -> Path:
     """Write a checkpoint of a run; it is there completely, or not at all.
 
@@ -58,7 +59,8 @@ def save_checkpoint(
         stages: This rank's stages.
         optimizer: The optimizer of their parameters.
         ps: The layout.
-        facts: Anything that JSON holds, kept for readers: for instance the configuration.
+        facts: Anything that JSON holds, for `resume` to compare: for instance the configuration. Or
+            a function from the step to that.
 
     Returns:
         The new directory; a second save of a step appends `-1`.
@@ -85,7 +87,7 @@ def save_checkpoint(
                 "scalars": _joined(outcome["scalars"] for outcome in outcomes),
             }
             files = {
-                "state.json": _describe(state, memory, ps, facts),
+                "state.json": _describe(state, memory, ps, facts_at(facts, state.step)),
                 "index.json": _dump({"tensors": _merge([out["tensors"] for out in outcomes])}),
             }
             written = _joined(outcome["files"] for outcome in outcomes)
@@ -240,7 +242,7 @@ def _describe(
     state: TrainState,
     memory: Mapping[str, Any],
     ps: ParallelState,
-    facts: Mapping[str, Any] | None,
+    facts: Mapping[str, Any],
 ) -> bytes:
     axes = ("pp", "dp_replicate", "dp_shard", "ring", "ulysses", "tp", "ep")
     return _dump(
@@ -249,7 +251,7 @@ def _describe(
             "optimizer": memory,
             "layout": {axis: getattr(ps, axis).count for axis in axes},
             "torch": torch.__version__,
-            "facts": dict(facts or {}),
+            "facts": dict(facts),
         }
     )
 

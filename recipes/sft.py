@@ -1,0 +1,301 @@
+"""Teach a decoder to answer: loss on the assistant's words alone, one token like another.
+
+python recipes/sft.py                            # from a function's signature to what it does
+python recipes/sft.py --init runs/pretrain       # the same, from what pretrain.py has learnt
+torchrun --nproc-per-node 2 recipes/sft.py --data chats.jsonl
+"""
+
+import functools
+import sys
+import time
+from collections import Counter
+from pathlib import Path
+
+import attrs
+import numpy as np
+import torch
+
+import trainkit as tk
+from trainkit import (
+    chat,
+    checkpoint,
+    config,
+    corpora,
+    data,
+    losses,
+    models,
+    optim,
+    packing,
+    parallel,
+    runtime,
+    schedules,
+    sinks,
+    tokenizers,
+)
+from trainkit.metrics import step_record
+from trainkit.types import CheckpointError, DataError
+
+
+@attrs.frozen(kw_only=True)
+class Config(config.RunConfig):
+    """Teach a decoder to answer; by default a small one, what functions of Python's library do."""
+
+    out: Path = Path("runs/sft")
+    """The run directory: configuration, metrics, checkpoints and pictures. It is made."""
+    steps: int = attrs.field(default=700, validator=config.positive)
+    """Stop after this step. Nothing else depends on it: see schedule-steps."""
+    schedule_steps: int = attrs.field(default=700, validator=config.positive)
+    """The length of the learning rate's schedule; past it the last rate holds."""
+    data: Path | None = None
+    """Conversations: a .jsonl or .parquet file with a field messages, or a .tokens file."""
+    init: Path | None = None
+    """A run directory, or a checkpoint, whose weights to begin with; by default none."""
+    size: str = "tiny"
+    """A named model size, where there is no init; see trainkit.models.decoder_sizes."""
+    tokenizer: str = "bytes"
+    """bytes, or a tokenizer.json."""
+    template: str = attrs.field(default="chatml", validator=config.one_of(*chat.TEMPLATES))
+    """How a conversation is written down."""
+    train_on: str = attrs.field(default="assistant", validator=config.one_of("assistant", "last"))
+    """Which turns are trained on: all of the assistant's, or only the last; .tokens files say."""
+    cache: Path | None = Path("runs/cache")
+    """Where the plans of rows are kept for the next run; None keeps none."""
+    row_length: int = attrs.field(default=256, validator=config.positive)
+    """Tokens in a row; conversations are packed into rows, longer ones lose their last turns."""
+    rows: int = attrs.field(default=8, validator=config.positive)
+    """Rows in a step, over all ranks."""
+    microbatch: int = attrs.field(default=4, validator=config.positive)
+    """Rows that go through the model at once, on each rank."""
+    lr: float = attrs.field(default=3e-3, validator=config.positive)
+    """The peak learning rate."""
+    warmup: int = attrs.field(default=30, validator=config.non_negative)
+    """Steps in which the learning rate rises."""
+    weight_decay: float = attrs.field(default=0.1, validator=config.non_negative)
+    """Decay of matrices; vectors have none."""
+    max_norm: float = attrs.field(default=1.0, validator=config.positive)
+    """Gradients above this norm are scaled down to it."""
+    eval_every: int = attrs.field(default=350, validator=config.non_negative)
+    """Evaluate on held-out conversations every so many steps, and at the end; 0 for never."""
+
+
+# What a run may be continued with another value of: it changes nothing that is computed.
+MAY_CHANGE = (
+    *config.PLACE_FIELDS,
+    *("data", "init", "cache"),  # the content is kept, by its hash
+    *("microbatch", "eval_every"),
+)
+
+
+def open_conversations(cfg, tokenizer):
+    """Return the conversations, the assistant's tokens marked, and a count of what was cut."""
+    counts = Counter()
+    encode = chat.chat_encoder(
+        tokenizer,
+        template=chat.TEMPLATES[cfg.template],
+        train=cfg.train_on,
+        max_length=cfg.row_length,
+        overlong="drop",
+        counts=counts,
+    )
+    if cfg.data and cfg.data.suffix == ".tokens":
+        corpus = tk.open_corpus(cfg.data, tokenizer=tokenizer)
+        if corpus.trained is None:
+            raise DataError(
+                f"{cfg.data}: nothing says which of its tokens the assistant said; write it with "
+                "python -m trainkit prepare --messages",
+                where=cfg.data,
+            )
+        return corpus, counts
+    if cfg.data:
+        return tk.open_corpus(cfg.data, encode=encode), counts
+    names, records = zip(*corpora.docstring_conversations(), strict=True)
+    samples = map(encode, records)
+    return corpora.memory_corpus(samples, vocab_size=tokenizer.vocab_size, names=names), counts
+
+
+def pack(cfg, ps, corpus, say):
+    """Return the rows to train on, and those held out: no conversation is in both."""
+    bins_of = functools.partial(
+        data.cached_bins,
+        cfg.cache,
+        capacity=cfg.row_length,
+        content=corpora.fingerprint(corpus),
+        overlong="error",
+        seed=cfg.seed,
+        axis=ps.world,
+        tell=say,
+    )
+    lengths = np.where(corpora.held_out_documents(corpus), 0, corpus.lengths)
+    return bins_of(lengths=lengths), bins_of(lengths=corpus.lengths - lengths)
+
+
+def choose_model(cfg, tokenizer, say):
+    """Return the model's configuration, and the checkpoint of its first weights with `init`."""
+    if cfg.init is None:
+        return models.decoder_config(cfg.size, vocab_size=tokenizer.vocab_size), None
+    begun = cfg.resume == "auto" and checkpoint.list_checkpoints(cfg.out / "checkpoints")
+    path = checkpoint.find_checkpoint(cfg.out if begun else cfg.init, tell=say)
+    facts = checkpoint.read_facts(path)
+    if facts.get("tokenizer") != tokenizers.tokenizer_hash(tokenizer):
+        raise CheckpointError(
+            f"--init: {path} was trained with another tokenizer than {cfg.tokenizer}; name the "
+            "same with --tokenizer",
+            where=path,
+        )
+    return models.config_from_facts(facts["model"]), path
+
+
+def build(cfg, ps, model):
+    """Return this rank's stages of the model and their optimizer."""
+    weights = models.init_weights(model, seed=cfg.seed)
+    stages = tk.build_stages(
+        lambda: models.Decoder(model, head="hidden"), ps, [parallel.fsdp()], weights=weights
+    )
+    groups = optim.decay_groups(tk.named_parameters_of(stages), weight_decay=cfg.weight_decay)
+    return stages, optim.adamw(groups, lr=cfg.lr)
+
+
+def make_train_step(cfg, ps, stages, optimizer):
+    """Return train_step(state, batch) -> (state, metrics): all of one step, in order."""
+    params = tk.parameters_of(stages)
+    lr_at = schedules.cosine(cfg.lr, warmup=cfg.warmup, total=cfg.schedule_steps)
+    forward_backward = tk.bind_forward_backward(stages, losses.next_token_linear, axis=ps.pp)
+
+    def train_step(state, batch):
+        tokens = tk.all_sum(tk.count_valid_tokens(batch.microbatches), ps.loss)
+        sums = forward_backward(batch.microbatches, denominator=tokens)
+        tk.sync_sp_grads(params, ps.sp_unfolded)
+        lr = lr_at(state.step)
+        norm = tk.clip_and_step(params, optimizer, lr=lr, max_norm=cfg.max_norm, axis=ps.pp)
+        metrics = {
+            **losses.mean_terms(tk.reduce_metrics(sums, ps.loss), tokens),
+            "grad_norm": norm,
+            "skipped": ~torch.isfinite(norm),
+            "lr": lr,
+            "tokens": tokens,
+            "tokens_total": state.tokens + tokens,
+            "batch_hash": tk.all_sum(tk.batch_hash(batch.microbatches), ps.loss),
+        }
+        moved = {"step": state.step + 1, "tokens": metrics["tokens_total"], "cursor": batch.cursor}
+        return attrs.evolve(state, **moved), metrics
+
+    return train_step
+
+
+def answer(cfg, model, tokenizer, question):
+    """Return what the model says to a question."""
+    template = chat.TEMPLATES[cfg.template]
+    messages = [{"role": "user", "content": question}]
+    prompt = chat.prompt_ids(messages, tokenizer, template=template)
+    (stop_id,) = chat.stop_ids(tokenizer, template)
+    limits = {"max_new_tokens": 100, "context": cfg.row_length, "stop_id": stop_id}
+    drawn = models.generate(model, prompt, temperature=0.0, seed=cfg.seed, **limits)
+    return tokenizer.decode(drawn)
+
+
+def finish(cfg, ps, state, stages, optimizer, tokenizer):
+    """Write how the run has ended, draw its loss, and ask the model three questions."""
+    tk.checkpoint.write_final(cfg.out, state, stages, optimizer, ps)
+    questions = ("def is_open(self)", "def get_version(name)", "def remove_file(path, force=False)")
+    answers = [answer(cfg, stages[0], tokenizer, question) for question in questions]
+    if ps.world.index == 0:
+        sinks.plot_loss(cfg.out / "metrics.jsonl", cfg.out / "loss.png")
+        for question, said in zip(questions, answers, strict=True):
+            print(f"\n{question}\n    {sinks.printable(said)}")
+        print(f"\nthe run is in {cfg.out}; its loss is drawn in {cfg.out / 'loss.png'}")
+
+
+def train(cfg, ps):
+    """Go on from the last checkpoint, or begin, and train until `cfg.steps`."""
+    say = print if ps.world.index == 0 else lambda _: None
+    run_dir = runtime.make_run_dir(cfg.out)
+    tokenizer = tokenizers.open_tokenizer(cfg.tokenizer)
+    say(f"reading {cfg.data or 'signatures and docstrings of the standard library'}")
+    corpus, counts = open_conversations(cfg, tokenizer)
+    if counts["truncated"] or counts["dropped"]:
+        say(
+            f"of {counts['conversations']} conversations {counts['truncated']} are cut to "
+            f"{cfg.row_length} tokens, and {counts['dropped']} are too long and dropped"
+        )
+    rows, held_rows = pack(cfg, ps, corpus, say)
+    if not len(held_rows):
+        say("no conversation is held out of so few, so there is nothing to evaluate on")
+    model, init = choose_model(cfg, tokenizer, say)
+    stages, optimizer = build(cfg, ps, model)
+    tk.checkpoint.require_space(run_dir, stages)
+    facts = config.bound_values(cfg, may_change=MAY_CHANGE)
+    facts |= {"model": attrs.asdict(model), "tokenizer": tokenizers.tokenizer_hash(tokenizer)}
+    facts |= {"files": corpus.sources, "fingerprint": corpora.fingerprint(corpus)}
+    facts |= {"rows": packing.bins_hash(rows)}
+    told: list[str] = []
+    state = tk.resume(
+        run_dir,
+        tk.TrainState(),
+        stages,
+        optimizer,
+        ps,
+        request=cfg.resume,
+        facts=facts,
+        tell=told.append,
+    )
+    if init and state.step == 0:
+        checkpoint.load_weights(init, stages)
+        told.append(f"beginning with the weights of {init}")
+    say("\n".join(told) or "beginning afresh")
+    if ps.world.index == 0:
+        config.write_config(run_dir / "config.toml", cfg)
+    if state.step >= cfg.steps:
+        say(f"the run in {run_dir} is complete at step {state.step}; --steps takes it further")
+
+    train_step = make_train_step(cfg, ps, stages, optimizer)
+    pad_id = tokenizer.pad_id or 0
+    make_batch = functools.partial(
+        tk.step_batch,
+        corpus,
+        rows,
+        rows=cfg.rows,
+        seed=cfg.seed,
+        share=ps.dp.share,
+        rows_per_microbatch=cfg.microbatch,
+        costs=packing.row_costs(rows),
+        pad_id=pad_id,
+    )
+    with (
+        sinks.run_sinks(run_dir, ps.world.share, step=state.step, last=cfg.steps) as (log, event),
+        data.prefetch(make_batch, state.cursor, device=ps.device) as next_batch,
+    ):
+        event("resume", step=state.step, told=told)
+        event("packing", step=state.step, **packing.packing_report(rows), **counts)
+        while state.step < cfg.steps:
+            begin = time.perf_counter()
+            state, metrics = train_step(state, next_batch())
+            log(state.step, step_record(metrics, seconds=time.perf_counter() - begin) | counts)
+            if len(held_rows) and schedules.due(state.step, cfg.eval_every, last=cfg.steps):
+                batches = tk.eval_batches(
+                    corpus,
+                    held_rows,
+                    ps.dp.share,
+                    rows_per_batch=cfg.microbatch,
+                    pad_id=pad_id,
+                    device=ps.device,
+                )
+                found = tk.evaluate(stages[0], batches, losses.next_token_linear, axis=ps.loss)
+                found = tk.to_host(found)
+                event("evaluation", step=state.step, **found)
+                say(f"held out: {found['loss']:.4f} nats per token, over {found['tokens']} tokens")
+            if schedules.due(state.step, cfg.save_every, last=cfg.steps):
+                path = tk.save_checkpoint(run_dir, state, stages, optimizer, ps, facts=facts)
+                event("save", step=state.step, path=str(path))
+    finish(cfg, ps, state, stages, optimizer, tokenizer)
+
+
+def main(argv=None):
+    """Read the configuration, open the process groups, train."""
+    with runtime.report_errors():
+        cfg = config.load_config(Config, argv)
+    with runtime.report_errors(cfg.out), tk.parallel_session(**cfg.degrees) as ps:
+        train(cfg, ps)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

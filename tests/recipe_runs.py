@@ -1,0 +1,82 @@
+"""Recipes as a user starts them: in a process of their own, or in this one, a second faster."""
+
+import contextlib
+import importlib.util
+import io
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+RECIPES = Path(__file__).parents[1] / "recipes"
+SMALL = "--cache None --row-length 32 --rows 4 --microbatch 2 --warmup 2 --schedule-steps 8"
+TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+
+
+def start(recipe, *flags, ranks=1, **options):
+    """Start a recipe; return the process."""
+    launcher = [sys.executable] if ranks == 1 else TORCHRUN
+    command = [*launcher, str(RECIPES / f"{recipe}.py"), *map(str, flags)]
+    env = {**os.environ, "OMP_NUM_THREADS": "1"}
+    return subprocess.Popen(
+        command, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, **options
+    )
+
+
+def run(recipe, *flags, code=0, **options):
+    """Run a recipe to its end; return what it printed, or said on stderr if it had to fail."""
+    process = start(recipe, *flags, **options)
+    out, err = process.communicate(timeout=170)
+    assert process.returncode == code, err
+    return out if code == 0 else err
+
+
+def load(recipe):
+    """Import a recipe."""
+    path = RECIPES / f"{recipe}.py"
+    spec = importlib.util.spec_from_file_location(f"recipe_{recipe}", path)
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+def here(flags, recipe="pretrain"):
+    """Run a recipe in this process; return its exit code, and what it printed or said on stderr."""
+    out, err = io.StringIO(), io.StringIO()
+    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+        try:
+            load(recipe).main([str(flag) for flag in flags])
+        except SystemExit as end:
+            return end.code, err.getvalue()
+    return 0, out.getvalue()
+
+
+def refusal(recipe, *flags):
+    """Run a recipe that has to fail in this process; return its exit code and what it says."""
+    code, said = here(flags, recipe)
+    assert code, said
+    error = error_of(said)
+    assert error["code"] == code
+    return code, error["what"]
+
+
+def error_of(stderr):
+    """Return what the last line of stderr says to programs."""
+    last = stderr.rstrip().splitlines()[-1]
+    assert last.startswith("TRAINKIT_ERROR ")
+    return json.loads(last.removeprefix("TRAINKIT_ERROR "))
+
+
+def lines(out):
+    return [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+
+
+def events(out, name):
+    every = [json.loads(line) for line in (out / "events.jsonl").read_text().splitlines()]
+    return [event for event in every if event["event"] == name]
+
+
+def column(out, name):
+    return [line[name] for line in lines(out)]

@@ -1,0 +1,133 @@
+"""recipes/sft.py: it learns the assistant's words, resumes, and begins with a pretrained model."""
+
+import json
+
+import pytest
+import recipe_runs
+from recipe_runs import column, events, here, lines, refusal
+
+from trainkit.corpora import write_corpus
+from trainkit.testing import run_ranks
+from trainkit.tokenizers import save_tokenizer, train_bpe
+
+SMALL = [*recipe_runs.SMALL.split(), "--save-every", 2]
+
+
+def conversation(number):
+    question, answer = f"{number} + 1?", f"{number + 1}, as you know."
+    return [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
+
+
+@pytest.fixture(scope="module")
+def chats(tmp_path_factory):
+    """Return a file of 60 short conversations and a long one."""
+    path = tmp_path_factory.mktemp("chats") / "chats.jsonl"
+    records = [conversation(number) for number in range(60)]
+    records.append([*conversation(7), *[m for i in range(30) for m in conversation(i)]])
+    path.write_text("\n".join(json.dumps({"messages": messages}) for messages in records))
+    return path
+
+
+def flags_of(out, chats, steps, *flags):
+    given = ["--out", out, "--data", chats, "--steps", steps, *SMALL, "--row-length", 64]
+    return [*given, *flags]
+
+
+@pytest.fixture(scope="module")
+def whole(chats, tmp_path_factory):
+    """Return the directory of a run of 4 steps, and what it printed."""
+    out = tmp_path_factory.mktemp("whole") / "run"
+    code, printed = here(flags_of(out, chats, 4), "sft")
+    assert code == 0, printed
+    return out, printed
+
+
+def test_only_what_the_assistant_says_is_trained_on(whole):
+    # "7 + 1?" is answered by "8, as you know." and <|im_end|>: 16 tokens, 17 with two digits.
+    (report,) = events(whole[0], "packing")
+    for row in lines(whole[0]):
+        assert 0 < row["tokens"] < report["tokens"] / report["rows"] * 4
+        assert row["tokens"] <= 17 * 2 * 4
+
+
+def test_what_was_cut_is_counted(whole):
+    (report,) = events(whole[0], "packing")
+    assert report["conversations"] == 61
+    assert (report["truncated"], report["turns_lost"] > 0, report["dropped"]) == (1, True, 0)
+
+
+def test_it_answers_at_the_end(whole):
+    assert "def is_open(self)" in whole[1]
+
+
+def test_generate_asks_it_and_shows_the_answer_alone(whole):
+    code, printed = here(["--run", whole[0], "--prompt", "3 + 1?", "--tokens", 8], "generate")
+    assert code == 0, printed
+    assert "3 + 1?" not in printed
+    assert "assistant" not in printed
+
+
+def test_stopped_it_goes_on_to_the_same_bits(whole, chats, tmp_path):
+    here(flags_of(tmp_path, chats, 2), "sft")
+    here(flags_of(tmp_path, chats, 4), "sft")
+    assert column(tmp_path, "loss_hex") == column(whole[0], "loss_hex")
+    assert (tmp_path / "final.json").read_text() == (whole[0] / "final.json").read_text()
+
+
+def test_two_ranks_print_the_same_losses(whole, chats, tmp_path):
+    run_ranks(here, 2, flags_of(tmp_path, chats, 4), "sft")
+    assert column(tmp_path, "batch_hash") == column(whole[0], "batch_hash")
+    assert column(tmp_path, "loss") == pytest.approx(column(whole[0], "loss"), rel=1e-5)
+
+
+def test_it_begins_with_the_weights_of_a_pretrained_model(chats, tmp_path):
+    (tmp_path / "text").mkdir()
+    for number in range(20):
+        text = "\n".join(f"{i} + 1 is {i + 1}, as you know." for i in range(number, number + 9))
+        (tmp_path / f"text/{number}.txt").write_text(text)
+    pretrained = tmp_path / "pretrained"
+    flags = ["--out", pretrained, "--data", tmp_path / "text", "--steps", 8]
+    here([*flags, *recipe_runs.SMALL.split()])
+    here(flags_of(tmp_path / "warm", chats, 1, "--init", pretrained), "sft")
+    here(flags_of(tmp_path / "cold", chats, 1), "sft")
+    assert column(tmp_path / "warm", "batch_hash") == column(tmp_path / "cold", "batch_hash")
+    assert column(tmp_path / "warm", "loss")[0] < column(tmp_path / "cold", "loss")[0] - 1
+    pretrained.rename(tmp_path / "moved")
+    here(flags_of(tmp_path / "warm", chats, 2, "--init", pretrained), "sft")
+    assert column(tmp_path / "warm", "step") == [1, 2]
+
+
+@pytest.mark.parametrize(
+    ("record", "named"),
+    [
+        ({"text": "hi"}, "messages"),
+        ({"messages": [{"role": "user", "content": "hi"}]}, "line 2"),
+        ({"messages": [{"role": "oracle", "content": "hi"}]}, "oracle"),
+        ({"messages": "hi"}, "line 2"),
+    ],
+    ids=str,
+)
+def test_conversations_that_are_none_are_named(record, named, tmp_path):
+    path = tmp_path / "chats.jsonl"
+    path.write_text("\n".join(json.dumps(x) for x in ({"messages": conversation(1)}, record)))
+    code, what = refusal("sft", *flags_of(tmp_path / "run", path, 2))
+    assert (code, named in what, "chats.jsonl" in what) == (65, True, True), what
+
+
+def test_a_template_that_the_tokenizer_does_not_know_is_refused(chats, tmp_path):
+    path = tmp_path / "tokenizer.json"
+    save_tokenizer(train_bpe(["2 + 1? 3, as you know."], vocab_size=260), path)
+    code, what = refusal("sft", *flags_of(tmp_path / "run", chats, 2, "--tokenizer", path))
+    assert (code, "<|im_end|>" in what) == (64, True), what
+
+
+def test_tokens_that_do_not_say_who_said_them_are_refused(tmp_path):
+    write_corpus(tmp_path / "c.tokens", [[1, 2, 3]] * 50, vocab_size=259)
+    code, what = refusal("sft", *flags_of(tmp_path / "run", tmp_path / "c.tokens", 2))
+    assert (code, "c.tokens" in what, "prepare --messages" in what) == (65, True, True), what
+
+
+def test_weights_of_nowhere_are_refused(chats, tmp_path):
+    flags = flags_of(tmp_path / "run", chats, 2, "--init", tmp_path / "nowhere")
+    code, what = refusal("sft", *flags)
+    assert (code, "nowhere" in what) == (66, True), what
