@@ -42,9 +42,9 @@ class Config(config.RunConfig):
 
     out: Path = Path("runs/sft")
     """The run directory: configuration, metrics, checkpoints and pictures. It is made."""
-    steps: int = attrs.field(default=700, validator=config.positive)
+    steps: int = attrs.field(default=550, validator=config.positive)
     """Stop after this step. Nothing else depends on it: see schedule-steps."""
-    schedule_steps: int = attrs.field(default=700, validator=config.positive)
+    schedule_steps: int = attrs.field(default=550, validator=config.positive)
     """The length of the learning rate's schedule; past it the last rate holds."""
     data: Path | None = None
     """Conversations: a .jsonl or .parquet file with a field messages, or a .tokens file."""
@@ -74,7 +74,7 @@ class Config(config.RunConfig):
     """Decay of matrices; vectors have none."""
     max_norm: float = attrs.field(default=1.0, validator=config.positive)
     """Gradients above this norm are scaled down to it."""
-    eval_every: int = attrs.field(default=350, validator=config.non_negative)
+    eval_every: int = attrs.field(default=275, validator=config.non_negative)
     """Evaluate on held-out conversations every so many steps, and at the end; 0 for never."""
 
 
