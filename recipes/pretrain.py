@@ -2,6 +2,7 @@
 
 python recipes/pretrain.py                                   # one process
 torchrun --nproc-per-node 2 recipes/pretrain.py              # two, and the same losses
+torchrun --nproc-per-node 4 recipes/pretrain.py --pp 2 --tp 2   # four, and the same losses
 python recipes/pretrain.py --data FOLDER --size 10m          # your text, a larger model
 python recipes/pretrain.py --data a.tokens b.tokens --weights 3 1    # a mixture of two corpora
 """
@@ -32,6 +33,7 @@ from trainkit import (
     tokenizers,
 )
 from trainkit.metrics import step_record
+from trainkit.parallel.generation import bind_call
 from trainkit.types import ConfigError
 
 
@@ -83,6 +85,8 @@ class Config(config.RunConfig):
     """Compile the blocks with torch.compile."""
     eval_every: int = attrs.field(default=325, validator=config.non_negative)
     """Evaluate on held-out documents every so many steps, and at the end; 0 for never."""
+    sample: int = attrs.field(default=200, validator=config.positive)
+    """How many tokens the model writes at the end, for you to read."""
 
 
 # What a run may be continued with another value of: it changes nothing that is computed.
@@ -90,7 +94,7 @@ MAY_CHANGE = (
     *config.PLACE_FIELDS,
     *("data", "cache"),  # the content is kept, by its hash
     *("anneal_step", "anneal_weights", "anneal_lr"),  # the phases that have begun are kept
-    *("microbatch", "recompute", "compiled", "eval_every"),
+    *("microbatch", "recompute", "compiled", "eval_every", "sample"),
 )
 
 
@@ -114,6 +118,7 @@ def pack(cfg, ps, opened, say):
             data.cached_bins,
             cfg.cache,
             capacity=cfg.row_length,
+            multiple_of=cfg.multiple_of,
             content=corpora.fingerprint(corpus),
             seed=cfg.seed,
             axis=ps.world,
@@ -157,6 +162,8 @@ def bind_batches(cfg, ps, mix, phases, pad_id):
         rows=cfg.rows,
         seed=cfg.seed,
         share=ps.dp.share,
+        ring=ps.ring.share,
+        ulysses=ps.ulysses.share,
         rows_per_microbatch=cfg.microbatch,
         rows_at=functools.partial(
             sampling.rows_of_mixture,
@@ -173,12 +180,20 @@ def bind_batches(cfg, ps, mix, phases, pad_id):
 
 def build(cfg, ps, model):
     """Return this rank's stages of the model and their optimizer."""
-    plan = [parallel.recompute(cfg.recompute), parallel.fsdp()]
-    if cfg.compiled:
-        plan.insert(1, parallel.compiled())
+    plan = [
+        parallel.tensor(),
+        parallel.sequence(),
+        parallel.recompute(cfg.recompute),
+        *([parallel.compiled()] if cfg.compiled else []),
+        parallel.fsdp(reshard_after_forward=cfg.reshard_after_forward, cpu_offload=cfg.cpu_offload),
+    ]
     weights = models.init_weights(model, seed=cfg.seed)
     stages = tk.build_stages(
-        lambda: models.Decoder(model, head="hidden"), ps, plan, weights=weights
+        lambda: models.Decoder(model, head="hidden"),
+        ps,
+        plan,
+        weights=weights,
+        schedule=cfg.schedule,
     )
     groups = optim.decay_groups(tk.named_parameters_of(stages), weight_decay=cfg.weight_decay)
     return stages, optim.adamw(groups, lr=cfg.lr)
@@ -190,7 +205,7 @@ def make_train_step(cfg, ps, stages, optimizer, phases, loss):
     lr_at = schedules.warmup_stable_decay(
         cfg.lr, warmup=cfg.warmup, total=cfg.schedule_steps, decay=0.4
     )
-    forward_backward = tk.bind_forward_backward(stages, loss, axis=ps.pp)
+    forward_backward = tk.bind_forward_backward(stages, loss, axis=ps.pp, schedule=cfg.schedule)
 
     def train_step(state, batch):
         tokens = tk.all_sum(tk.count_valid_tokens(batch.microbatches), ps.loss)
@@ -231,15 +246,18 @@ def make_facts(cfg, model, tokenizer, opened, mix, phases):
 def finish(cfg, ps, state, stages, optimizer, tokenizer):
     """Write how the run has ended, draw its loss, and show what the model writes."""
     tk.checkpoint.write_final(cfg.out, state, stages, optimizer, ps)
+    logits_of = bind_call(stages, ps)
     prompt = tokenizer.encode("def ")
     drawn = models.generate(
         stages[0],
         [*([] if tokenizer.bos_id is None else [tokenizer.bos_id]), *prompt],
-        max_new_tokens=200,
+        max_new_tokens=cfg.sample,
         context=cfg.row_length,
         temperature=0.7,
         seed=cfg.seed,
         stop_id=tokenizer.eos_id,
+        # No id that only rounds the vocabulary up.
+        call=lambda *of: logits_of(*of)[..., : tokenizer.vocab_size],
     )
     if ps.world.index == 0:
         sinks.plot_loss(cfg.out / "metrics.jsonl", cfg.out / "loss.png")
@@ -247,11 +265,10 @@ def finish(cfg, ps, state, stages, optimizer, tokenizer):
         print(f"the run is in {cfg.out}; its loss is drawn in {cfg.out / 'loss.png'}")
 
 
-def train(cfg, ps):
+def train(cfg, ps, tokenizer, model):
     """Go on from the last checkpoint, or begin, and train until `cfg.steps`."""
     say = print if ps.world.index == 0 else lambda _: None
     run_dir = runtime.make_run_dir(cfg.out)
-    tokenizer = tokenizers.open_tokenizer(cfg.tokenizer)
     say(f"reading {', '.join(map(str, cfg.data)) or 'the source of the standard library'}")
     opened = open_corpora(cfg, tokenizer)
     mix, held, reports = pack(cfg, ps, opened, say)
@@ -260,7 +277,6 @@ def train(cfg, ps):
         say("where a corpus says which of its tokens are trained on, the others are only read")
     if not len(held.bins):
         say("no document is held out of so few, so there is nothing to evaluate on")
-    model = models.decoder_config(cfg.size, vocab_size=tokenizer.vocab_size)
     stages, optimizer = build(cfg, ps, model)
     tk.checkpoint.require_space(run_dir, stages)
     facts_at = make_facts(cfg, model, tokenizer, opened, mix, phases)
@@ -281,9 +297,8 @@ def train(cfg, ps):
     if state.step >= cfg.steps:
         say(f"the run in {run_dir} is complete at step {state.step}; --steps takes it further")
 
-    loss = losses.next_token_linear
-    if len(mix.names) > 1:
-        loss = losses.by_source(mix.names, loss)
+    plain = parallel.next_token_linear(ps.tp)
+    loss = losses.by_source(mix.names, plain) if len(mix.names) > 1 else plain
     fates = ("empty_documents", "split_documents", "truncated_documents", "dropped_documents")
     counts = {name: sum(report[name] for report in reports.values()) for name in fates}
     train_step = make_train_step(cfg, ps, stages, optimizer, phases, loss)
@@ -305,11 +320,13 @@ def train(cfg, ps):
                     held.corpus,
                     held.bins,
                     ps.dp.share,
+                    ring=ps.ring.share,
+                    ulysses=ps.ulysses.share,
                     rows_per_batch=cfg.microbatch,
                     pad_id=pad_id,
                     device=ps.device,
                 )
-                found = tk.evaluate(stages[0], batches, losses.next_token_linear, axis=ps.loss)
+                found = tk.evaluate(stages, batches, plain, axis=ps.loss, pp=ps.pp)
                 found = tk.to_host(found)
                 event("evaluation", step=state.step, **found)
                 say(f"held out: {found['loss']:.4f} nats per token, over {found['tokens']} tokens")
@@ -320,11 +337,17 @@ def train(cfg, ps):
 
 
 def main(argv=None):
-    """Read the configuration, open the process groups, train."""
+    """Read the configuration, refuse a layout that does not fit, open the process groups, train."""
     with runtime.report_errors():
         cfg = config.load_config(Config, argv)
-    with runtime.report_errors(cfg.out), tk.parallel_session(**cfg.degrees) as ps:
-        train(cfg, ps)
+        tokenizer = tokenizers.open_tokenizer(cfg.tokenizer)
+        vocab_size = models.round_up_vocabulary(tokenizer.vocab_size)
+        model = models.decoder_config(cfg.size, vocab_size=vocab_size)
+        rows = {"row_length": cfg.row_length, "rows": cfg.rows, "microbatch": cfg.microbatch}
+        parallel.check_layout(model, world=tk.mesh.world_size(), **rows, **cfg.layout)
+    session = tk.parallel_session(**cfg.degrees, fold_sp=cfg.fold_sp)
+    with runtime.report_errors(cfg.out), session as ps:
+        train(cfg, ps, tokenizer, model)
 
 
 if __name__ == "__main__":

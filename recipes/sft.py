@@ -33,6 +33,7 @@ from trainkit import (
     tokenizers,
 )
 from trainkit.metrics import step_record
+from trainkit.parallel.generation import bind_call
 from trainkit.types import CheckpointError, DataError
 
 
@@ -76,13 +77,17 @@ class Config(config.RunConfig):
     """Gradients above this norm are scaled down to it."""
     eval_every: int = attrs.field(default=275, validator=config.non_negative)
     """Evaluate on held-out conversations every so many steps, and at the end; 0 for never."""
+    ask: tuple[str, ...] = (
+        *("def is_open(self)", "def get_version(name)", "def remove_file(path, force=False)"),
+    )
+    """What the model is asked at the end, for you to read its answers."""
 
 
 # What a run may be continued with another value of: it changes nothing that is computed.
 MAY_CHANGE = (
     *config.PLACE_FIELDS,
     *("data", "init", "cache"),  # the content is kept, by its hash
-    *("microbatch", "eval_every"),
+    *("microbatch", "eval_every", "ask"),
 )
 
 
@@ -119,6 +124,7 @@ def pack(cfg, ps, corpus, say):
         data.cached_bins,
         cfg.cache,
         capacity=cfg.row_length,
+        multiple_of=cfg.multiple_of,
         content=corpora.fingerprint(corpus),
         overlong="error",
         seed=cfg.seed,
@@ -129,12 +135,13 @@ def pack(cfg, ps, corpus, say):
     return bins_of(lengths=lengths), bins_of(lengths=corpus.lengths - lengths)
 
 
-def choose_model(cfg, tokenizer, say):
+def choose_model(cfg, tokenizer, tell):
     """Return the model's configuration, and the checkpoint of its first weights with `init`."""
     if cfg.init is None:
-        return models.decoder_config(cfg.size, vocab_size=tokenizer.vocab_size), None
+        vocab_size = models.round_up_vocabulary(tokenizer.vocab_size)
+        return models.decoder_config(cfg.size, vocab_size=vocab_size), None
     begun = cfg.resume == "auto" and checkpoint.list_checkpoints(cfg.out / "checkpoints")
-    path = checkpoint.find_checkpoint(cfg.out if begun else cfg.init, tell=say)
+    path = checkpoint.find_checkpoint(cfg.out if begun else cfg.init, tell=tell)
     facts = checkpoint.read_facts(path)
     if facts.get("tokenizer") != tokenizers.tokenizer_hash(tokenizer):
         raise CheckpointError(
@@ -148,18 +155,27 @@ def choose_model(cfg, tokenizer, say):
 def build(cfg, ps, model):
     """Return this rank's stages of the model and their optimizer."""
     weights = models.init_weights(model, seed=cfg.seed)
+    plan = [
+        parallel.tensor(),
+        parallel.sequence(),
+        parallel.fsdp(reshard_after_forward=cfg.reshard_after_forward, cpu_offload=cfg.cpu_offload),
+    ]
     stages = tk.build_stages(
-        lambda: models.Decoder(model, head="hidden"), ps, [parallel.fsdp()], weights=weights
+        lambda: models.Decoder(model, head="hidden"),
+        ps,
+        plan,
+        weights=weights,
+        schedule=cfg.schedule,
     )
     groups = optim.decay_groups(tk.named_parameters_of(stages), weight_decay=cfg.weight_decay)
     return stages, optim.adamw(groups, lr=cfg.lr)
 
 
-def make_train_step(cfg, ps, stages, optimizer):
+def make_train_step(cfg, ps, stages, optimizer, loss):
     """Return train_step(state, batch) -> (state, metrics): all of one step, in order."""
     params = tk.parameters_of(stages)
     lr_at = schedules.cosine(cfg.lr, warmup=cfg.warmup, total=cfg.schedule_steps)
-    forward_backward = tk.bind_forward_backward(stages, losses.next_token_linear, axis=ps.pp)
+    forward_backward = tk.bind_forward_backward(stages, loss, axis=ps.pp, schedule=cfg.schedule)
 
     def train_step(state, batch):
         tokens = tk.all_sum(tk.count_valid_tokens(batch.microbatches), ps.loss)
@@ -182,34 +198,41 @@ def make_train_step(cfg, ps, stages, optimizer):
     return train_step
 
 
-def answer(cfg, model, tokenizer, question):
+def answer(cfg, ps, stages, tokenizer, question):
     """Return what the model says to a question."""
     template = chat.TEMPLATES[cfg.template]
     messages = [{"role": "user", "content": question}]
     prompt = chat.prompt_ids(messages, tokenizer, template=template)
     (stop_id,) = chat.stop_ids(tokenizer, template)
-    limits = {"max_new_tokens": 100, "context": cfg.row_length, "stop_id": stop_id}
-    drawn = models.generate(model, prompt, temperature=0.0, seed=cfg.seed, **limits)
+    logits_of = bind_call(stages, ps)
+    drawn = models.generate(
+        stages[0],
+        prompt,
+        max_new_tokens=100,
+        context=cfg.row_length,
+        temperature=0.0,
+        stop_id=stop_id,
+        # No id that only rounds the vocabulary up.
+        call=lambda *of: logits_of(*of)[..., : tokenizer.vocab_size],
+    )
     return tokenizer.decode(drawn)
 
 
 def finish(cfg, ps, state, stages, optimizer, tokenizer):
-    """Write how the run has ended, draw its loss, and ask the model three questions."""
+    """Write how the run has ended, draw its loss, and ask the model some questions."""
     tk.checkpoint.write_final(cfg.out, state, stages, optimizer, ps)
-    questions = ("def is_open(self)", "def get_version(name)", "def remove_file(path, force=False)")
-    answers = [answer(cfg, stages[0], tokenizer, question) for question in questions]
+    answers = [answer(cfg, ps, stages, tokenizer, question) for question in cfg.ask]
     if ps.world.index == 0:
         sinks.plot_loss(cfg.out / "metrics.jsonl", cfg.out / "loss.png")
-        for question, said in zip(questions, answers, strict=True):
+        for question, said in zip(cfg.ask, answers, strict=True):
             print(f"\n{question}\n    {sinks.printable(said)}")
         print(f"\nthe run is in {cfg.out}; its loss is drawn in {cfg.out / 'loss.png'}")
 
 
-def train(cfg, ps):
+def train(cfg, ps, tokenizer, model, init, told):
     """Go on from the last checkpoint, or begin, and train until `cfg.steps`."""
     say = print if ps.world.index == 0 else lambda _: None
     run_dir = runtime.make_run_dir(cfg.out)
-    tokenizer = tokenizers.open_tokenizer(cfg.tokenizer)
     say(f"reading {cfg.data or 'signatures and docstrings of the standard library'}")
     corpus, counts = open_conversations(cfg, tokenizer)
     if counts["truncated"] or counts["dropped"]:
@@ -220,14 +243,12 @@ def train(cfg, ps):
     rows, held_rows = pack(cfg, ps, corpus, say)
     if not len(held_rows):
         say("no conversation is held out of so few, so there is nothing to evaluate on")
-    model, init = choose_model(cfg, tokenizer, say)
     stages, optimizer = build(cfg, ps, model)
     tk.checkpoint.require_space(run_dir, stages)
     facts = config.bound_values(cfg, may_change=MAY_CHANGE)
     facts |= {"model": attrs.asdict(model), "tokenizer": tokenizers.tokenizer_hash(tokenizer)}
     facts |= {"files": corpus.sources, "fingerprint": corpora.fingerprint(corpus)}
     facts |= {"rows": packing.bins_hash(rows)}
-    told: list[str] = []
     state = tk.resume(
         run_dir,
         tk.TrainState(),
@@ -247,7 +268,8 @@ def train(cfg, ps):
     if state.step >= cfg.steps:
         say(f"the run in {run_dir} is complete at step {state.step}; --steps takes it further")
 
-    train_step = make_train_step(cfg, ps, stages, optimizer)
+    loss = parallel.next_token_linear(ps.tp)
+    train_step = make_train_step(cfg, ps, stages, optimizer, loss)
     pad_id = tokenizer.pad_id or 0
     make_batch = functools.partial(
         tk.step_batch,
@@ -256,6 +278,8 @@ def train(cfg, ps):
         rows=cfg.rows,
         seed=cfg.seed,
         share=ps.dp.share,
+        ring=ps.ring.share,
+        ulysses=ps.ulysses.share,
         rows_per_microbatch=cfg.microbatch,
         costs=packing.row_costs(rows),
         pad_id=pad_id,
@@ -275,11 +299,13 @@ def train(cfg, ps):
                     corpus,
                     held_rows,
                     ps.dp.share,
+                    ring=ps.ring.share,
+                    ulysses=ps.ulysses.share,
                     rows_per_batch=cfg.microbatch,
                     pad_id=pad_id,
                     device=ps.device,
                 )
-                found = tk.evaluate(stages[0], batches, losses.next_token_linear, axis=ps.loss)
+                found = tk.evaluate(stages, batches, loss, axis=ps.loss, pp=ps.pp)
                 found = tk.to_host(found)
                 event("evaluation", step=state.step, **found)
                 say(f"held out: {found['loss']:.4f} nats per token, over {found['tokens']} tokens")
@@ -290,11 +316,17 @@ def train(cfg, ps):
 
 
 def main(argv=None):
-    """Read the configuration, open the process groups, train."""
+    """Read the configuration, refuse a layout that does not fit, open the process groups, train."""
+    told: list[str] = []
     with runtime.report_errors():
         cfg = config.load_config(Config, argv)
-    with runtime.report_errors(cfg.out), tk.parallel_session(**cfg.degrees) as ps:
-        train(cfg, ps)
+        tokenizer = tokenizers.open_tokenizer(cfg.tokenizer)
+        model, init = choose_model(cfg, tokenizer, told.append)
+        rows = {"row_length": cfg.row_length, "rows": cfg.rows, "microbatch": cfg.microbatch}
+        parallel.check_layout(model, world=tk.mesh.world_size(), **rows, **cfg.layout)
+    session = tk.parallel_session(**cfg.degrees, fold_sp=cfg.fold_sp)
+    with runtime.report_errors(cfg.out), session as ps:
+        train(cfg, ps, tokenizer, model, init, told)
 
 
 if __name__ == "__main__":

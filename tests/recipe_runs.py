@@ -9,6 +9,10 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
+from trainkit.testing.train import forget_session
+
 RECIPES = Path(__file__).parents[1] / "recipes"
 SMALL = "--cache None --row-length 32 --rows 4 --microbatch 2 --warmup 2 --schedule-steps 8"
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
@@ -51,6 +55,23 @@ def here(flags, recipe="pretrain"):
         except SystemExit as end:
             return end.code, err.getvalue()
     return 0, out.getvalue()
+
+
+def several(runs, recipe="pretrain"):
+    """Run a recipe once for each list of flags, on the same ranks; return what `here` does."""
+    found = []
+    for flags in runs:
+        found.append(here(flags, recipe))
+        forget_session()
+    return found
+
+
+def assert_equal_runs(found, wanted, *, about=""):
+    """Compare two runs that may have had different layouts, step by step."""
+    for name in ("step", "batch_hash", "tokens", "tokens_total", "lr"):
+        assert column(found, name) == column(wanted, name), about
+    for name in ("loss", "grad_norm"):
+        assert column(found, name) == pytest.approx(column(wanted, name), rel=1e-5), about
 
 
 def refusal(recipe, *flags):

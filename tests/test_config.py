@@ -13,6 +13,8 @@ from hypothesis import strategies as st
 
 from trainkit.config import (
     DEGREES,
+    LAYOUT_FIELDS,
+    PLACE_FIELDS,
     RunConfig,
     bound_values,
     fraction,
@@ -274,3 +276,23 @@ def test_degrees_are_what_a_session_takes():
         "dp_shard": -1,
         "tp": 2,
     }
+
+
+def test_a_run_goes_on_in_another_layout_and_never_with_other_rows():
+    moved = dict.fromkeys(DEGREES, 2) | {"schedule": "gpipe", "fold_sp": "none"}
+    moved |= {"reshard_after_forward": False, "cpu_offload": True}
+    assert set(moved) == set(LAYOUT_FIELDS)
+    bound = bound_values(RunConfig(), may_change=PLACE_FIELDS)
+    assert bound_values(RunConfig(**moved), may_change=PLACE_FIELDS) == bound
+    assert bound_values(RunConfig(multiple_of=16), may_change=PLACE_FIELDS) != bound
+
+
+def test_the_layout_is_what_the_check_asks():
+    import inspect
+
+    from trainkit.parallel.check import check_layout
+
+    layout = RunConfig(tp=2, schedule="gpipe", multiple_of=16).layout
+    assert layout["degrees"]["tp"] == 2
+    assert (layout["schedule"], layout["multiple_of"]) == ("gpipe", 16)
+    assert set(layout) < set(inspect.signature(check_layout).parameters)

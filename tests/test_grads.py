@@ -219,3 +219,54 @@ def unused_stays_unused():
 
 def test_a_parameter_without_gradient_on_any_rank_keeps_none():
     assert run_ranks(unused_stays_unused, 2) == [True, True]
+
+
+def norms_over_stages():
+    """Return norms over stages, and what one process finds for the same gradients."""
+    from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+
+    with tk.parallel_session(pp=2) as ps:
+        torch.manual_seed(0)
+        values = [torch.randn(5, 3).double(), torch.randn(4).double(), torch.randn(2, 6).double()]
+        placements = [[[Shard(0)], None, [Replicate()]], [[Replicate()], [Shard(0)], None]]
+        params = []
+        for value, placement in zip(values, placements[ps.pp.index], strict=True):
+            grad = value * (1 + ps.pp.index)
+            here = (
+                grad if placement is None else distribute_tensor(grad, ps.mesh["fsdp"], placement)
+            )
+            params.append(nn.Parameter(torch.zeros_like(here)))
+            params[-1].grad = here.clone()
+        every = [value * scale for value in values for scale in (1, 2)]
+        found = {"mixed": (float(tk.grad_norm(params, axis=ps.pp)), get_norm(every))}
+        own = params if ps.pp.index == 0 else []
+        found["nothing to train"] = (float(tk.grad_norm(own, axis=ps.pp)), get_norm(values))
+        for p in params if ps.pp.index else ():
+            p.grad = None
+        found["no gradient"] = (float(tk.grad_norm(params, axis=ps.pp)), get_norm(values))
+        low = [nn.Parameter(torch.zeros(2, dtype=torch.float64 if ps.pp.index else torch.float32))]
+        low[0].grad = torch.ones_like(low[0])
+        found["two dtypes"] = (float(tk.grad_norm(low, axis=ps.pp)), 2.0)
+        return found
+
+
+def get_norm(values):
+    return float(nn.utils.get_total_norm(values))
+
+
+def test_the_norm_over_stages_is_the_root_of_the_sum_of_squares():
+    for found in run_ranks(norms_over_stages, 4):
+        for name, (norm, wanted) in found.items():
+            assert norm == pytest.approx(wanted, rel=1e-7 if name != "mixed" else 1e-14), name
+
+
+def test_a_tied_copy_is_not_counted_but_clipped_and_stepped():
+    from trainkit.parallel.naming import mark_tied_copy_
+
+    params = parameters(torch.tensor([3.0, 4.0]), torch.tensor([3.0, 4.0]))
+    mark_tied_copy_(params[1])
+    assert tk.grad_norm(params) == 5
+    sgd = torch.optim.SGD(params)
+    assert tk.clip_and_step(params, sgd, lr=1.0, max_norm=1.0) == 5
+    assert torch.equal(params[0], params[1])
+    assert params[1].grad is None

@@ -11,8 +11,15 @@ from hypothesis import strategies as st
 from strategies import batches
 
 from trainkit.batch import blank_batch, collate_bins, spans
-from trainkit.layout import contiguous_shard, shard_batch, zigzag_shard, zigzag_unshard
-from trainkit.types import Share
+from trainkit.layout import (
+    check_row_length,
+    contiguous_shard,
+    shard_batch,
+    shard_sequence,
+    zigzag_shard,
+    zigzag_unshard,
+)
+from trainkit.types import ConfigError, Share
 
 TENSORS = ("input_ids", "labels", "position_ids", "document_ids", "token_index")
 
@@ -57,6 +64,42 @@ def test_two_documents_of_twenty_on_two_ranks(kind):
     x = torch.arange(40).unsqueeze(0)
     shard = zigzag_shard(x, Share(0, 2), cu_seqlens=kind([0, 20, 40]))
     assert shard.tolist() == [[*range(5), *range(15, 25), *range(35, 40)]]
+
+
+DTYPES = [torch.int64, torch.int32, torch.bool, torch.float32, torch.bfloat16, torch.float64]
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_the_compiled_copy_gives_what_an_index_gives(dtype):
+    """Tensors out of order, or with a gradient to follow, take an index; all others a copy."""
+    bounds, share = np.array([0, 8, 24, 32]), Share(1, 4)
+    for shape, dim in [((32,), 0), ((2, 32), 1), ((2, 32, 3), 1), ((3, 2, 32), -1), ((32, 0), 0)]:
+        x = (torch.arange(2 * 32 * 3)[: torch.Size(shape).numel()].reshape(shape) % 200).to(dtype)
+        index = torch.tensor([1, 6, 10, 11, 20, 21, 25, 30])
+        want = x.index_select(dim, index)
+        found = zigzag_shard(x, share, dim=dim, cu_seqlens=bounds)
+        assert torch.equal(found, want)
+        assert found.dtype == dtype
+        assert found.is_contiguous()
+        out_of_order = x.movedim(dim, 0).contiguous().movedim(0, dim)
+        assert torch.equal(zigzag_shard(out_of_order, share, dim=dim, cu_seqlens=bounds), want)
+
+
+def test_bounds_that_are_wrong_write_nothing_outside():
+    from trainkit.layout import _copy_chunks
+
+    memory, x = np.zeros(200, np.int64), np.ones(200, np.int64)
+    for bounds in ([0, 80, 12], [0, -8, 12], [0, 12, 8], [4, 12], [0, 8, 8, 12]):
+        assert not _copy_chunks(memory[100:106], x[100:112], np.array(bounds), 12, 1, 0, 2)
+        assert not memory[:100].any()
+        assert not memory[106:].any()
+
+
+def test_a_shard_shares_no_memory_with_the_whole():
+    x = torch.zeros(1, 8, dtype=torch.int64)
+    shard = zigzag_shard(x, Share(0, 2), cu_seqlens=np.array([0, 8]))
+    shard += 1
+    assert x.sum() == 0
 
 
 def test_splits_pass_gradients():
@@ -131,6 +174,68 @@ def test_zigzag_over_a_ring_then_slices_over_ulysses_hold_every_token_once():
     assert sorted(torch.cat(tokens).flatten().tolist()) == list(range(48))
 
 
+@given(batches(multiple_of=12), st.sampled_from([(1, 1), (2, 1), (1, 3), (3, 2), (6, 1), (2, 3)]))
+def test_sequence_shards_are_slices_of_zigzag_shards_with_the_spans_of_these(batch, counts):
+    batch = with_extra(batch)
+    rings, slices = counts
+    for ring in (Share(r, rings) for r in range(rings)):
+        zigzag = shard_batch(batch, ring)
+        if zigzag.input_ids.shape[1] % slices:
+            continue
+        parts = [shard_sequence(batch, ring=ring, ulysses=Share(u, slices)) for u in range(slices)]
+        for name in (*TENSORS, "weights", "routes"):
+            assert torch.equal(torch.cat([part[name] for part in parts], 1), zigzag[name]), name
+            assert all(part[name].is_contiguous() for part in parts)
+        for part in parts:
+            assert part.spans.lengths.tolist() == zigzag.spans.lengths.tolist()
+            assert part.spans.cu_seqlens.tolist() == zigzag.spans.cu_seqlens.tolist()
+            assert part.spans.max_length == zigzag.spans.max_length
+
+
+def test_two_documents_on_ring_2_x_ulysses_2():
+    """The example of DESIGN's table D5: two documents of 8."""
+    batch = blank_batch(1, 16)
+    batch = attrs.evolve(batch, token_index=torch.arange(16)[None])
+    batch = attrs.evolve(batch, spans=spans(torch.tensor([[0] * 8 + [1] * 8])))
+    found = [
+        shard_sequence(batch, ring=Share(r, 2), ulysses=Share(u, 2)).token_index[0].tolist()
+        for r in range(2)
+        for u in range(2)
+    ]
+    assert found == [[0, 1, 6, 7], [8, 9, 14, 15], [2, 3, 4, 5], [10, 11, 12, 13]]
+
+
+def test_one_rank_holds_the_batch_itself():
+    batch = blank_batch(1, 7)
+    assert shard_sequence(batch, ring=Share(0, 1), ulysses=Share(0, 1)) is batch
+
+
+@pytest.mark.parametrize(
+    ("length", "ring", "ulysses", "message"),
+    [
+        (18, 2, 1, "18 tokens .* ring = 2 x 2 chunks .* multiple of 4"),
+        (20, 2, 4, "20 tokens .* ring = 2 x 2 chunks and ulysses = 4; .* multiple of 8"),
+        (10, 1, 4, "10 tokens .* ulysses = 4; .* multiple of 4"),
+    ],
+)
+def test_rows_that_do_not_divide_are_refused(length, ring, ulysses, message):
+    with pytest.raises(ConfigError, match=message):
+        check_row_length(length, ring=ring, ulysses=ulysses)
+    with pytest.raises(ConfigError, match=message):
+        shard_sequence(blank_batch(1, length), ring=Share(0, ring), ulysses=Share(0, ulysses))
+
+
+def test_documents_that_do_not_divide_are_refused():
+    ids = torch.tensor([[0] * 6 + [1] * 10])
+    batch = attrs.evolve(blank_batch(1, 16), spans=spans(ids))
+    with pytest.raises(ConfigError, match=r"of 6 tokens \(2 of 2 spans\).* multiple_of=4"):
+        shard_sequence(batch, ring=Share(0, 2), ulysses=Share(0, 1))
+    ulysses_alone = shard_sequence(batch, ring=Share(0, 1), ulysses=Share(1, 2))
+    assert ulysses_alone.spans is batch.spans
+    with pytest.raises(ValueError, match="no part 2 of 2"):
+        shard_sequence(batch, ring=Share(0, 1), ulysses=Share(2, 2))
+
+
 X = torch.arange(12).unsqueeze(0)
 
 
@@ -148,6 +253,10 @@ X = torch.arange(12).unsqueeze(0)
         (lambda: zigzag_shard(X, Share(0, 2), cu_seqlens=[0, 8]), "rise from 0 to the length, 12"),
         (lambda: zigzag_shard(X, Share(0, 2), cu_seqlens=[0, 8, 4, 12]), "rise from 0"),
         (lambda: zigzag_shard(X, Share(0, 2), cu_seqlens=[0.0, 12.0]), "integers in one dimension"),
+        (lambda: zigzag_shard(X, Share(0, 2), cu_seqlens=np.array([0, 80, 12])), "rise from 0"),
+        (lambda: zigzag_shard(X, Share(0, 2), cu_seqlens=np.array([0, 8, 8, 12])), "rise from 0"),
+        (lambda: zigzag_shard(X, Share(0, 2), cu_seqlens=np.array([0, 6, 12])), "has 6 tokens"),
+        (lambda: zigzag_shard(X, Share(0, 2), cu_seqlens=np.zeros(0, int)), "one dimension"),
         (lambda: zigzag_unshard(X, 2, cu_seqlens=[0, 8]), "zigzag_unshard: cu_seqlens must rise"),
         (lambda: zigzag_shard(X, Share(0, 2), cu_seqlens=torch.ones(1, device="meta")), "on meta"),
         (lambda: zigzag_shard(X, Share(2, 2)), "no part 2 of 2"),

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 import trainkit as tk
 from trainkit.launch import launch_from_slurm, read_launch
-from trainkit.mesh import check_degrees
+from trainkit.mesh import check_degrees, folded_axes, world_size
 from trainkit.testing import run_ranks
 from trainkit.types import ConfigError
 
@@ -176,7 +176,31 @@ def test_the_environment_is_checked_before_a_socket_is_opened():
     assert time.monotonic() - begin < 30
 
 
+def test_the_world_is_known_before_anything_is_opened(monkeypatch):
+    for name in (*TORCHRUN, "SLURM_PROCID"):
+        monkeypatch.delenv(name, raising=False)
+    assert world_size() == 1
+    for name, value in {**TORCHRUN, "WORLD_SIZE": "7"}.items():
+        monkeypatch.setenv(name, value)
+    assert world_size() == 7
+    assert not torch.distributed.is_initialized()
+    monkeypatch.setenv("WORLD_SIZE", "many")
+    with pytest.raises(ConfigError, match="WORLD_SIZE must be"):
+        world_size()
+
+
+def test_the_folded_axes_are_the_design_s():
+    assert [folded_axes(x) for x in ("all", "ulysses", "none")] == [
+        ("ring", "ulysses"),
+        ("ulysses",),
+        (),
+    ]
+    with pytest.raises(ConfigError, match="fold_sp must be one of"):
+        folded_axes("some")
+
+
 def left_open():
+    assert world_size() == 2
     with tk.parallel_session() as ps:
         assert ps.world.count == 2
     return torch.distributed.is_initialized()

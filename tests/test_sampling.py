@@ -280,10 +280,10 @@ def test_the_draws_of_a_corpus_go_on_over_phases():
         assert len(np.unique(epochs, axis=0)) > len(epochs) // 2  # each pass is shuffled anew
 
 
-@given(WEIGHTS, st.integers(1, 9), st.integers(0, 40), st.integers(1, 30))
+@given(WEIGHTS, st.integers(1, 9), st.integers(0, 15), st.integers(1, 15))
 def test_any_step_of_a_mixture_is_found_without_those_before_it(weights, size, first, start):
     later = [Phase(start, {"0": 5}), Phase(start + 9, {})]
-    whole = mixed(range(50), size, weights, later=later)
+    whole = mixed(range(25), size, weights, later=later)
     for mine, all_ in zip(
         mixed([first, first + 9], size, weights, later=later), whole, strict=True
     ):

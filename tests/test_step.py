@@ -91,9 +91,17 @@ def test_the_bound_form_is_the_function():
     assert torch.equal(bound.weight.grad, free.weight.grad)
 
 
-def test_a_pipeline_without_an_executor_is_refused():
+def test_an_unknown_schedule_or_too_many_stages_are_refused_without_a_pipeline():
+    axis = tk.solo_parallel().pp
+    with pytest.raises(ConfigError, match="no pipeline schedule 'fast'; there are gpipe, 1f1b"):
+        tk.bind_forward_backward([linear()], squared, axis=axis, schedule="fast")
+    with pytest.raises(ValueError, match="one stage is needed, got 2"):
+        tk.bind_forward_backward([linear(), linear()], squared, axis=axis)
+
+
+def test_a_loss_that_does_not_name_its_terms_is_refused_in_a_pipeline():
     axis = tk.Axis("pp", tk.Share(0, 2))
-    with pytest.raises(ConfigError, match="pp = 2"):
+    with pytest.raises(ConfigError, match="loss squared has no attribute `terms`"):
         tk.bind_forward_backward([linear()], squared, axis=axis)
 
 

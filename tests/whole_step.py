@@ -6,10 +6,12 @@ import torch
 
 import trainkit as tk
 from trainkit.corpora import TokenCorpus
-from trainkit.losses import next_token_linear
 from trainkit.models import Decoder, DecoderConfig, init_weights
 from trainkit.optim import adamw, decay_groups
 from trainkit.parallel import compiled, fsdp, recompute
+from trainkit.parallel.sequence import sequence
+from trainkit.parallel.tensor import tensor
+from trainkit.parallel.vocabulary import next_token_linear
 from trainkit.step import call_with_noise
 from trainkit.types import Cursor
 
@@ -33,6 +35,19 @@ class Layout:
     tied: bool = False
     dropout: float = 0.0
     dtype: torch.dtype = torch.float64
+    pp: int = 1
+    schedule: str = "1f1b"
+    reshard: bool = True
+    layers: int = CONFIG.layers
+    rows: int = ROWS
+    ring: int = 1
+    ulysses: int = 1
+    fold_sp: str = "all"
+    multiple_of: int = 1
+    tp: int = 1
+    vocab_size: int = CONFIG.vocab_size
+    kv_heads: int = CONFIG.kv_heads
+    qkv_bias: bool = False
 
 
 def corpus():
@@ -57,30 +72,34 @@ def input_of(cursor, ps, layout, *, text, bins):
         text,
         bins,
         cursor,
-        rows=ROWS,
+        rows=layout.rows,
         seed=0,
         share=ps.dp.share,
         rows_per_microbatch=layout.rows_per_microbatch,
         noise_seed=0,
+        ring=ps.ring.share,
+        ulysses=ps.ulysses.share,
     )
     return attrs.evolve(made, microbatches=list(map(unequal, made.microbatches)))
 
 
 def model_config(layout):
-    return attrs.evolve(CONFIG, tied=layout.tied, dropout=layout.dropout)
+    names = ("tied", "dropout", "layers", "vocab_size", "kv_heads", "qkv_bias")
+    return attrs.evolve(CONFIG, **{name: getattr(layout, name) for name in names})
 
 
 def build(layout, ps):
     """Return stages and optimizer of a layout."""
     config = model_config(layout)
-    plan = [recompute(layout.recompute)]
+    plan = [tensor(), sequence(), recompute(layout.recompute)]
     plan += [compiled(backend="aot_eager")] if layout.compiled else []
-    plan += [fsdp()]
+    plan += [fsdp(reshard_after_forward=layout.reshard)]
     stages = tk.build_stages(
         lambda: Decoder(config, head="hidden").to(layout.dtype),
         ps,
         plan,
         weights=init_weights(config, seed=0),
+        schedule=layout.schedule,
     )
     groups = decay_groups(tk.named_parameters_of(stages), weight_decay=0.1)
     return stages, adamw(groups, lr=1e-2, eps=1e-4)
@@ -90,7 +109,12 @@ def step_function(layout, ps, stages, optimizer):
     """Return train_step(state, batch), as a recipe writes it."""
     params = tk.parameters_of(stages)
     run = tk.bind_forward_backward(
-        stages, next_token_linear, axis=ps.pp, call=call_with_noise, reduce=layout.reduce
+        stages,
+        next_token_linear(ps.tp),
+        axis=ps.pp,
+        call=call_with_noise,
+        schedule=layout.schedule,
+        reduce=layout.reduce,
     )
 
     def train_step(state, batch):
@@ -115,8 +139,9 @@ def full(tensor):
 def run_steps(layout, *, steps=3, resume_from=None, save_to=None):
     """Train; return losses, norms, batch hashes, parameters and the state hash."""
     text = corpus()
-    bins = tk.pack_bins(text.lengths, CAPACITY)
-    rest = {"dp_replicate": layout.dp_replicate}
+    bins = tk.pack_bins(text.lengths, CAPACITY, multiple_of=layout.multiple_of)
+    rest = {"dp_replicate": layout.dp_replicate, "pp": layout.pp, "tp": layout.tp}
+    rest |= {"ring": layout.ring, "ulysses": layout.ulysses, "fold_sp": layout.fold_sp}
     with tk.parallel_session(**rest) as ps:
         stages, optimizer = build(layout, ps)
         state = tk.TrainState(cursor=Cursor())
@@ -142,6 +167,17 @@ def run_steps(layout, *, steps=3, resume_from=None, save_to=None):
             "parameters": {name: full(p) for name, p in named.items()},
             "state_hash": tk.state_hash(state, stages, optimizer, ps),
         }
+
+
+def joined(results):
+    """Return what one rank returned, with the parameters of all pipeline stages."""
+    whole = {}
+    for result in results:
+        assert {**result, "parameters": 0} == {**results[0], "parameters": 0}
+        for name, value in result["parameters"].items():
+            own = name.removesuffix(" (copy)")  # of a tied embedding
+            assert np.array_equal(whole.setdefault(own, value), value)
+    return {**results[0], "parameters": whole}
 
 
 def difference(found, wanted):

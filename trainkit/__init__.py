@@ -39,6 +39,7 @@ if TYPE_CHECKING:
     from trainkit import optim as optim
     from trainkit import packing as packing
     from trainkit import parallel as parallel
+    from trainkit import planning as planning
     from trainkit import prepare as prepare
     from trainkit import runtime as runtime
     from trainkit import sampling as sampling
@@ -72,6 +73,7 @@ if TYPE_CHECKING:
     from trainkit.grads import sync_sp_grads as sync_sp_grads
     from trainkit.layout import contiguous_shard as contiguous_shard
     from trainkit.layout import shard_batch as shard_batch
+    from trainkit.layout import shard_sequence as shard_sequence
     from trainkit.layout import zigzag_shard as zigzag_shard
     from trainkit.layout import zigzag_unshard as zigzag_unshard
     from trainkit.mesh import axis_from_group as axis_from_group
@@ -105,7 +107,7 @@ _CONTENTS = {
     "noise": "",
     "packing": "pack_bins",
     "sampling": "",
-    "layout": "zigzag_shard zigzag_unshard contiguous_shard shard_batch",
+    "layout": "zigzag_shard zigzag_unshard contiguous_shard shard_batch shard_sequence",
     "batch": "collate_bins shift_labels count_valid_tokens batch_hash to_device",
     "losses": "",
     "schedules": "",
@@ -133,6 +135,7 @@ _CONTENTS = {
     "runtime": "",
     "sinks": "",
     "config": "",
+    "planning": "",
     "testing": "",
 }
 _HOMES = {name: module for module, names in _CONTENTS.items() for name in names.split()}

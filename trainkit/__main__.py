@@ -1,18 +1,28 @@
-"""`python -m trainkit COMMAND`: tools around a run. Each prints JSON; errors have exit codes."""
+"""`python -m trainkit COMMAND`: tools around a run, which print JSON or a table.
+
+Errors are JSON, and have exit codes.
+"""
 
 from __future__ import annotations
 
 import argparse
 import sys
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import orjson
 
-from trainkit.commands import checkpoint, data, plan, prepare
+from trainkit.commands import certify, checkpoint, data, pack, plan, prepare
 from trainkit.runtime import error_code
 from trainkit.types import ConfigError
 
-COMMANDS = {"checkpoint": checkpoint, "data": data, "plan": plan, "prepare": prepare}
+COMMANDS = {
+    "certify": certify,
+    "checkpoint": checkpoint,
+    "data": data,
+    "pack": pack,
+    "plan": plan,
+    "prepare": prepare,
+}
 
 
 class _Parser(argparse.ArgumentParser):
@@ -30,11 +40,16 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
+def _json(report: Any) -> bytes:
+    return orjson.dumps(report, option=orjson.OPT_INDENT_2)
+
+
 def main(argv: list[str] | None = None) -> int:
     """Run one command; return its exit code.
 
     Effects:
-        Prints JSON to stdout, and does what the command does.
+        Prints what the command returns, text as it is and all else as JSON, and does what the
+        command does.
     """
     try:
         options = _parser().parse_args(argv)
@@ -43,7 +58,8 @@ def main(argv: list[str] | None = None) -> int:
         hint = getattr(error, "hint", None)
         report = {"error": str(error)} | ({"hint": hint} if hint else {})
         code = error_code(error)
-    sys.stdout.buffer.write(orjson.dumps(report, option=orjson.OPT_INDENT_2) + b"\n")
+    text = report.encode() if isinstance(report, str) else _json(report)
+    sys.stdout.buffer.write(text + b"\n")
     return code
 
 

@@ -208,3 +208,296 @@ def communication_device(axis: Axis) -> torch.device:
         return torch.device("cpu")
     kinds = [device.type for device in axis.group._device_types]  # noqa: SLF001 (no public name up to 2.13)
     return torch.device("cpu" if "cpu" in kinds else kinds[0])
+
+
+# -------------------------------------------------------------------------------- differentiable
+#
+# Each is linear, and its gradient is its transpose: for the others, what one rank's output costs
+# is summed over the ranks that the input went to. `sum_forward` and `sum_grad` are the pair for a
+# result that all ranks hold and go on with alike, whose gradient is whole on each of them already.
+
+
+def gather_dim(x: Tensor, axis: Axis, *, dim: int) -> Tensor:
+    """Concatenate the equal parts of all ranks along `dim`; backward sums and scatters.
+
+    Every rank may do something different with the whole: the gradient of a part is the sum of what
+    all ranks have for it.
+
+    Args:
+        x: This rank's part, of the same shape and dtype on every rank.
+        axis: The axis whose ranks hold the parts, in rank order.
+        dim: The dimension to concatenate along.
+
+    Returns:
+        The whole, contiguous; `x` itself when the axis has size 1.
+
+    Effects:
+        Communicates: one all-gather on `axis`, and in backward one reduce-scatter.
+
+    Examples:
+        >>> from trainkit.mesh import solo_parallel
+        >>> gather_dim(torch.ones(2), solo_parallel().tp, dim=0)
+        tensor([1., 1.])
+    """
+    return x if axis.count == 1 else _applied(_GatherDim, x, axis, dim)
+
+
+def gather_replicated(x: Tensor, axis: Axis, *, dim: int) -> Tensor:
+    """Concatenate the equal parts of all ranks along `dim`; backward takes this rank's part.
+
+    For a whole that all ranks hold and go on with alike; see `sum_forward`.
+
+    Args:
+        x: This rank's part, of the same shape and dtype on every rank.
+        axis: The axis whose ranks hold the parts, in rank order.
+        dim: The dimension to concatenate along.
+
+    Returns:
+        The whole, contiguous, equal on all ranks; `x` itself when the axis has size 1.
+
+    Effects:
+        Communicates: one all-gather on `axis`.
+
+    Examples:
+        >>> from trainkit.mesh import solo_parallel
+        >>> gather_replicated(torch.ones(2), solo_parallel().tp, dim=0)
+        tensor([1., 1.])
+    """
+    return x if axis.count == 1 else _applied(_GatherReplicated, x, axis, dim)
+
+
+def scatter_sum(x: Tensor, axis: Axis, *, dim: int) -> Tensor:
+    """Sum over all ranks and return this rank's part of `dim`; backward gathers.
+
+    Args:
+        x: This rank's summand, of the same shape and dtype on every rank.
+        axis: The axis to sum over.
+        dim: The dimension to cut into equal contiguous parts, in rank order.
+
+    Returns:
+        A part of the sum, contiguous; `x` itself when the axis has size 1.
+
+    Raises:
+        ValueError: The size of `dim` does not divide by the number of ranks.
+
+    Effects:
+        Communicates: one reduce-scatter on `axis`, and in backward one all-gather.
+
+    Examples:
+        >>> from trainkit.mesh import solo_parallel
+        >>> scatter_sum(torch.ones(2), solo_parallel().tp, dim=0)
+        tensor([1., 1.])
+    """
+    if axis.count == 1:
+        return x
+    _check_divides("scatter_sum", x, axis, dim)
+    return _applied(_ScatterSum, x, axis, dim)
+
+
+def exchange(x: Tensor, axis: Axis, *, split_dim: int, gather_dim: int) -> Tensor:
+    """Give each rank its part of `split_dim`, and get that part of all, put along `gather_dim`.
+
+    What was whole along `split_dim` and in parts along `gather_dim` becomes whole along
+    `gather_dim` and in parts along `split_dim`; backward is the inverse exchange.
+
+    Args:
+        x: This rank's tensor, of the same shape and dtype on every rank.
+        axis: The axis.
+        split_dim: The dimension to cut into equal contiguous parts, one for each rank in order.
+        gather_dim: The dimension along which the parts received are concatenated, in rank order.
+
+    Returns:
+        A tensor of as many elements, contiguous; `x` itself when the axis has size 1.
+
+    Raises:
+        ValueError: The size of `split_dim` does not divide by the number of ranks.
+
+    Effects:
+        Communicates: one all-to-all on `axis`, and in backward another.
+
+    Examples:
+        >>> from trainkit.mesh import solo_parallel
+        >>> exchange(torch.ones(2, 3), solo_parallel().ulysses, split_dim=0, gather_dim=1).shape
+        torch.Size([2, 3])
+    """
+    if axis.count == 1:
+        return x
+    _check_divides("exchange", x, axis, split_dim)
+    return _applied(_Exchange, x, axis, split_dim, gather_dim)
+
+
+def sum_grad(x: Tensor, axis: Axis) -> Tensor:
+    """Return `x`; backward sums its gradient over all ranks.
+
+    For a tensor that is equal on all ranks, and that each uses for a part of the result.
+
+    Args:
+        x: Any tensor, equal on every rank.
+        axis: The axis to sum over.
+
+    Returns:
+        A view of `x`; `x` itself when the axis has size 1.
+
+    Effects:
+        Communicates: in backward one all-reduce on `axis`.
+
+    Examples:
+        >>> from trainkit.mesh import solo_parallel
+        >>> sum_grad(torch.ones(2), solo_parallel().tp)
+        tensor([1., 1.])
+    """
+    return x if axis.count == 1 else _applied(_SumGrad, x, axis)
+
+
+def sum_forward(x: Tensor, axis: Axis) -> Tensor:
+    """Return the sum of `x` over all ranks; backward passes the gradient on as it is.
+
+    For a sum that all ranks hold and go on with alike: its gradient is whole on each of them, and
+    adding these up would count it once per rank.
+
+    Args:
+        x: This rank's summand, of the same shape and dtype on every rank.
+        axis: The axis to sum over.
+
+    Returns:
+        A new tensor, equal on all ranks; `x` itself when the axis has size 1.
+
+    Effects:
+        Communicates: one all-reduce on `axis`.
+
+    Examples:
+        >>> from trainkit.mesh import solo_parallel
+        >>> sum_forward(torch.ones(2), solo_parallel().tp)
+        tensor([1., 1.])
+    """
+    return x if axis.count == 1 else _applied(_SumForward, x, axis)
+
+
+# torch 2.13 warns of the names that 2.11 has.
+_ALL_GATHER = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+_REDUCE_SCATTER = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
+
+def _applied(function: type[torch.autograd.Function], *args: Any) -> Tensor:
+    if torch.compiler.is_compiling():  # one graph break: the collective runs as it is
+        return torch.compiler.disable(function.apply)(*args)
+    return function.apply(*args)
+
+
+def _check_divides(where: str, x: Tensor, axis: Axis, dim: int) -> None:
+    if x.shape[dim] % axis.count:
+        raise ValueError(
+            f"{where}: dimension {dim} of a tensor of shape {tuple(x.shape)} has size "
+            f"{x.shape[dim]}, which does not divide into {axis.count} equal parts, one for each "
+            f"rank of {axis.name!r}; pad it to a multiple of {axis.count}"
+        )
+
+
+def _parts_first(x: Tensor, count: int, dim: int) -> Tensor:
+    """Put the parts of `dim` one after another along dimension 0, as process groups take them."""
+    return x.contiguous() if dim in (0, -x.ndim) else torch.cat(x.chunk(count, dim))
+
+
+def _gathered(x: Tensor, axis: Axis, dim: int) -> Tensor:
+    whole = x.new_empty((axis.count * len(x), *x.shape[1:]))
+    _ALL_GATHER(whole, x.contiguous(), group=axis.group)
+    return whole if dim in (0, -x.ndim) else torch.cat(whole.chunk(axis.count), dim)
+
+
+class _GatherDim(torch.autograd.Function):
+    @staticmethod
+    def forward(  # pyrefly: ignore[bad-override]
+        ctx: Any, x: Tensor, axis: Axis, dim: int
+    ) -> Tensor:
+        ctx.axis, ctx.dim = axis, dim
+        return _gathered(x, axis, dim)
+
+    @staticmethod
+    def backward(  # pyrefly: ignore[bad-override]
+        ctx: Any, d_whole: Tensor
+    ) -> tuple[Tensor, None, None]:
+        return scatter_sum(d_whole, ctx.axis, dim=ctx.dim), None, None
+
+
+class _GatherReplicated(torch.autograd.Function):
+    @staticmethod
+    def forward(  # pyrefly: ignore[bad-override]
+        ctx: Any, x: Tensor, axis: Axis, dim: int
+    ) -> Tensor:
+        ctx.axis, ctx.dim = axis, dim
+        return _gathered(x, axis, dim)
+
+    @staticmethod
+    def backward(  # pyrefly: ignore[bad-override]
+        ctx: Any, d_whole: Tensor
+    ) -> tuple[Tensor, None, None]:
+        part = d_whole.chunk(ctx.axis.count, ctx.dim)[ctx.axis.index]
+        return part.contiguous(), None, None
+
+
+class _ScatterSum(torch.autograd.Function):
+    @staticmethod
+    def forward(  # pyrefly: ignore[bad-override]
+        ctx: Any, x: Tensor, axis: Axis, dim: int
+    ) -> Tensor:
+        ctx.axis, ctx.dim = axis, dim
+        parts = _parts_first(x, axis.count, dim)
+        part = parts.new_empty((len(parts) // axis.count, *parts.shape[1:]))
+        _REDUCE_SCATTER(part, parts, group=axis.group)
+        return part
+
+    @staticmethod
+    def backward(  # pyrefly: ignore[bad-override]
+        ctx: Any, d_part: Tensor
+    ) -> tuple[Tensor, None, None]:
+        return gather_dim(d_part, ctx.axis, dim=ctx.dim), None, None
+
+
+class _Exchange(torch.autograd.Function):
+    @staticmethod
+    def forward(  # pyrefly: ignore[bad-override]
+        ctx: Any, x: Tensor, axis: Axis, split_dim: int, gather_dim: int
+    ) -> Tensor:
+        ctx.axis, ctx.dims = axis, (split_dim, gather_dim)
+        sent = _parts_first(x, axis.count, split_dim)
+        received = torch.empty_like(sent)
+        dist.all_to_all_single(received, sent, group=axis.group)
+        return torch.cat(received.chunk(axis.count), gather_dim)
+
+    @staticmethod
+    def backward(  # pyrefly: ignore[bad-override]
+        ctx: Any, d_out: Tensor
+    ) -> tuple[Tensor, None, None, None]:
+        split, gather = ctx.dims
+        d_x = exchange(d_out, ctx.axis, split_dim=gather, gather_dim=split)
+        return d_x, None, None, None
+
+
+class _SumGrad(torch.autograd.Function):
+    @staticmethod
+    def forward(  # pyrefly: ignore[bad-override]
+        ctx: Any, x: Tensor, axis: Axis
+    ) -> Tensor:
+        ctx.axis = axis
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(  # pyrefly: ignore[bad-override]
+        ctx: Any, d_x: Tensor
+    ) -> tuple[Tensor, None]:
+        return sum_forward(d_x, ctx.axis), None
+
+
+class _SumForward(torch.autograd.Function):
+    @staticmethod
+    def forward(  # pyrefly: ignore[bad-override]
+        ctx: Any, x: Tensor, axis: Axis
+    ) -> Tensor:
+        ctx.axis = axis
+        return all_sum(x, axis)
+
+    @staticmethod
+    def backward(  # pyrefly: ignore[bad-override]
+        ctx: Any, d_sum: Tensor
+    ) -> tuple[Tensor, None]:
+        return sum_grad(d_sum, ctx.axis), None

@@ -18,7 +18,7 @@ import tomllib
 from collections.abc import Callable, Container, Iterable, Sequence
 from itertools import groupby, zip_longest
 from pathlib import Path
-from typing import Any, TypeVar, get_origin, get_type_hints
+from typing import Any, Literal, TypeVar, get_origin, get_type_hints
 
 import attrs
 
@@ -117,14 +117,37 @@ class RunConfig:
     ep: int = attrs.field(default=1, validator=positive)
     """Ranks that split the experts; they are among those that shard parameters."""
 
+    fold_sp: Literal["all", "ring", "ulysses", "none"] = "all"
+    """Which of ring and ulysses also split parameters; gradients are summed over the rest."""
+
+    schedule: str = "1f1b"
+    """The order of a pipeline's work: gpipe, 1f1b, interleaved_1f1b, looped_bfs, and others."""
+
+    reshard_after_forward: bool = True
+    """Gather a block's parameters again for backward; zero-bubble schedules need it off."""
+
+    cpu_offload: bool = False
+    """Keep sharded parameters and the optimizer's state in host memory, and step there."""
+
+    multiple_of: int = attrs.field(default=8, validator=positive)
+    """What a piece's length in its row is rounded up to, in all layouts; a ring of N needs 2 N."""
+
     @property
     def degrees(self) -> dict[str, int]:
         """The degrees of the layout by name, for `parallel_session`."""
         return {name: getattr(self, name) for name in DEGREES}
 
+    @property
+    def layout(self) -> dict[str, Any]:
+        """What `parallel.check_layout` asks beside the model and the rows."""
+        others = ("fold_sp", "schedule", "reshard_after_forward", "multiple_of")
+        return {"degrees": self.degrees, **{name: getattr(self, name) for name in others}}
+
 
 DEGREES = ("pp", "dp_replicate", "dp_shard", "ring", "ulysses", "tp", "ep")
-PLACE_FIELDS = ("out", "steps", "config", "resume", "save_every", *DEGREES)
+LAYOUT_FIELDS = (*DEGREES, "fold_sp", "schedule", "reshard_after_forward", "cpu_offload")
+"""The fields of `RunConfig` that say where the work of a step happens, never what is computed."""
+PLACE_FIELDS = ("out", "steps", "config", "resume", "save_every", *LAYOUT_FIELDS)
 """The fields of `RunConfig` that say where a run happens and when it stops, not what it is."""
 
 
@@ -224,7 +247,7 @@ def bound_values(config: Any, *, may_change: Iterable[str]) -> dict[str, Any]:
 
     Examples:
         >>> bound_values(RunConfig(seed=7), may_change=PLACE_FIELDS)
-        {'config.schedule_steps': 1000, 'config.seed': 7}
+        {'config.schedule_steps': 1000, 'config.seed': 7, 'config.multiple_of': 8}
     """
     names = [a.name for a in _fields(type(config)) if a.name not in set(may_change)]
     return {f"config.{name}": _plain(getattr(config, name)) for name in names}

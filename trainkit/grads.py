@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from trainkit.collectives import all_sum
-from trainkit.parallel.naming import named_parameters_of
+from trainkit.parallel.naming import is_tied_copy, named_parameters_of
 from trainkit.parallel.reduction import sum_gradients_
 from trainkit.types import SOLO, Axis
 
@@ -137,7 +137,8 @@ def grad_norm(params: Iterable[nn.Parameter], *, axis: Axis = SOLO) -> Tensor:
     """Return the 2-norm of the whole model's gradient.
 
     Squares are summed over exactly the mesh dimensions that a parameter is sharded over, never over
-    its replicas, and then over the pipeline stages. Parameters may live on different meshes.
+    its replicas, and then over the pipeline stages. Parameters may live on different meshes. The
+    last stage's copy of a tied embedding is not counted.
 
     Args:
         params: Parameters of this rank, plain or DTensor; those without a gradient count as zero.
@@ -164,12 +165,16 @@ def grad_norm(params: Iterable[nn.Parameter], *, axis: Axis = SOLO) -> Tensor:
     # Grouped by the parameters, which all ranks have in the same order, not by the gradients.
     groups: dict[Any, list[nn.Parameter]] = {}
     for p in params:
-        if p.requires_grad:
+        if p.requires_grad and not is_tied_copy(p):
             where = None if type(p) is nn.Parameter else _sharded_over(p)
             groups.setdefault(where, []).append(p)
     totals = [_group_norm(where, members) for where, members in groups.items()]
     norm = totals[0] if len(totals) == 1 else _combined(totals)
-    return norm if axis.count == 1 else all_sum(norm.square(), axis).sqrt()
+    if axis.count == 1:
+        return norm
+    # In fp64, as stages may differ in dtype, and one may have nothing to train at all.
+    square = norm.double().square().to(_device_of_axis(axis) if not totals else norm.device)
+    return all_sum(square, axis).sqrt().to(norm.dtype)
 
 
 def _group_norm(where: Any, members: Sequence[nn.Parameter]) -> Tensor:
@@ -184,6 +189,13 @@ def _group_norm(where: Any, members: Sequence[nn.Parameter]) -> Tensor:
     for dim in where[1]:
         dist.all_reduce(total, group=where[0].get_group(dim))
     return total.sqrt()
+
+
+def _device_of_axis(axis: Axis) -> torch.device:
+    """Return the device that the other ranks' parameters are on, for a rank that has none."""
+    assert axis.group is not None
+    kinds = [device.type for device in axis.group._device_types]  # noqa: SLF001 (no public name up to 2.13)
+    return torch.device("cuda" if "cuda" in kinds and torch.cuda.is_available() else "cpu")
 
 
 def _zero_like(p: Tensor) -> Tensor:

@@ -7,6 +7,7 @@ adjacent ranks. Axes that hold the same ranks share one process group.
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from datetime import timedelta
@@ -63,12 +64,7 @@ def check_degrees(
                 got=degree,
                 want=">= 1",
             )
-    if fold_sp not in _FOLDED:
-        raise ConfigError(
-            f"parallel_session: fold_sp must be one of {', '.join(_FOLDED)}, got {fold_sp!r}",
-            where="fold_sp",
-            got=fold_sp,
-        )
+    folded = folded_axes(fold_sp)
     fixed = int(np.prod([degree for degree in degrees.values() if degree != -1]))
     if filled["dp_shard"] == -1:
         filled["dp_shard"] = max(world // fixed, 1)
@@ -82,7 +78,7 @@ def check_degrees(
             got=product,
             want=world,
         )
-    fsdp = int(np.prod([filled[name] for name in ("dp_shard", *_FOLDED[fold_sp])]))
+    fsdp = int(np.prod([filled[name] for name in ("dp_shard", *folded)]))
     if fsdp % ep:
         raise ConfigError(
             f"parallel_session: ep {ep} does not divide the {fsdp} ranks that parameters are "
@@ -92,6 +88,25 @@ def check_degrees(
             want=f"a divisor of {fsdp}",
         )
     return filled
+
+
+def folded_axes(fold_sp: FoldSP) -> tuple[str, ...]:
+    """Return the sequence axes that parameters are sharded over besides dp_shard.
+
+    Raises:
+        ConfigError: There is no such choice.
+
+    Examples:
+        >>> folded_axes("all"), folded_axes("ring")
+        (('ring', 'ulysses'), ('ring',))
+    """
+    if fold_sp not in _FOLDED:
+        raise ConfigError(
+            f"parallel_session: fold_sp must be one of {', '.join(_FOLDED)}, got {fold_sp!r}",
+            where="fold_sp",
+            got=fold_sp,
+        )
+    return _FOLDED[fold_sp]
 
 
 # -------------------------------------------------------------------------------------------- axes
@@ -248,6 +263,30 @@ def axis_from_group(group: dist.ProcessGroup, *, name: str = "group") -> Axis:
 # ----------------------------------------------------------------------------------------- session
 
 
+def world_size() -> int:
+    """Return the number of processes of the run: of an existing process group, else the launcher's.
+
+    It is what `parallel_session` will find, so that a layout can be checked before it is opened.
+
+    Raises:
+        ConfigError: The environment is wrong.
+
+    Examples:
+        >>> world_size()
+        1
+    """
+    return _find_launch().world
+
+
+def _find_launch() -> Launch:
+    """Return this process's place: in an existing process group, else as the launcher says."""
+    if not (dist.is_available() and dist.is_initialized()):
+        return read_launch(os.environ)
+    current = torch.cuda.current_device() if torch.cuda.is_available() else 0
+    local = int(os.environ.get("LOCAL_RANK", current))
+    return Launch(dist.get_rank(), dist.get_world_size(), local)
+
+
 def _own_device(launch: Launch) -> torch.device:
     if not torch.cuda.is_available():
         return torch.device("cpu")
@@ -310,12 +349,7 @@ def parallel_session(
         1
     """
     existing = dist.is_available() and dist.is_initialized()
-    if existing:
-        current = torch.cuda.current_device() if torch.cuda.is_available() else 0
-        local = int(os.environ.get("LOCAL_RANK", current))
-        launch = Launch(dist.get_rank(), dist.get_world_size(), local)
-    else:
-        launch = read_launch(os.environ)
+    launch = _find_launch()
     asked = dict(zip(_DEGREES, (pp, dp_replicate, dp_shard, ring, ulysses, tp), strict=True))
     degrees = check_degrees(asked, ep=ep, fold_sp=fold_sp, world=launch.world)
     device = _own_device(launch)
@@ -343,3 +377,17 @@ def parallel_session(
                 dist.destroy_process_group(group)
         if opened:
             dist.destroy_process_group()
+        _forget_meshes()
+
+
+def _forget_meshes() -> None:
+    """Clear what DTensor remembers by mesh (torch 2.11 to 2.13).
+
+    A later mesh of the same shape is equal to one whose groups are gone, and torch would look for
+    these: "could not resolve the process group".
+    """
+    if "torch.distributed.tensor" in sys.modules:
+        from torch.distributed.tensor import debug  # noqa: PLC0415 (a second of import time)
+
+        old = "_clear_python_sharding_prop_cache"  # of 2.11, whose cache has no other part
+        getattr(debug, "_clear_sharding_prop_cache", getattr(debug, old, None))()

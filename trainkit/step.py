@@ -7,24 +7,35 @@ with and without pipeline stages.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from itertools import chain
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from trainkit.batch import blank_batch, count_valid_tokens, to_device
-from trainkit.collectives import all_max, all_sum, communication_device
+from trainkit.collectives import all_gather_json, all_max, all_sum, communication_device
 from trainkit.losses import mean_terms
+from trainkit.parallel.pipeline import (
+    agree_on_dtypes,
+    bind_pipeline,
+    compute_device,
+    evaluating,
+    forward_stages,
+    share_terms,
+    terms_of,
+)
 from trainkit.parallel.reduction import (
     Reduce,
     check_sums,
     reducers_of,
     reducing,
-    reshard_,
     setting_aside_reduced,
+    sum_partial_,
 )
-from trainkit.types import Axis, Call, ConfigError, ForwardBackward, Loss
+from trainkit.parallel.split import schedule_kind
+from trainkit.parallel.stages import places_of
+from trainkit.types import SOLO, Axis, Call, ForwardBackward, Loss
 
 
 def call_model(model: nn.Module, batch: Mapping[str, Any]) -> Any:
@@ -103,11 +114,8 @@ def forward_backward(
         >>> model.weight.grad.item()
         4.0
     """
-    if not microbatches or isinstance(microbatches, Mapping):
-        found = "one batch" if microbatches else "no microbatch"
-        raise ValueError(f"forward_backward: microbatches must be a sequence of some, got {found}")
-    if reduce not in ("last", "each"):
-        raise ValueError(f"forward_backward: reduce must be 'last' or 'each', got {reduce!r}")
+    _check_microbatches(microbatches)
+    _check_reduce(reduce)
     reducers = reducers_of(model)
     divisor = torch.as_tensor(denominator).clamp(min=1)
     sums: dict[str, Tensor] = {}
@@ -124,7 +132,19 @@ def forward_backward(
                 total, terms = loss(call(model, batch), batch)
                 (total / divisor).backward()
             _add(sums, terms)
+        sum_partial_(model)
     return sums
+
+
+def _check_microbatches(microbatches: Sequence[Mapping[str, Any]]) -> None:
+    if not microbatches or isinstance(microbatches, Mapping):
+        found = "one batch" if microbatches else "no microbatch"
+        raise ValueError(f"forward_backward: microbatches must be a sequence of some, got {found}")
+
+
+def _check_reduce(reduce: str) -> None:
+    if reduce not in ("last", "each"):
+        raise ValueError(f"forward_backward: reduce must be 'last' or 'each', got {reduce!r}")
 
 
 def bind_forward_backward(
@@ -133,23 +153,29 @@ def bind_forward_backward(
     *,
     axis: Axis,
     call: Call = call_model,
+    schedule: str = "1f1b",
     reduce: Reduce = "last",
 ) -> ForwardBackward:
     """Return the executor of a layout: `forward_backward(microbatches, denominator=...)`.
 
     Args:
         stages: This rank's stages, from `build_stages`.
-        loss: The loss.
+        loss: The loss; a pipeline needs its `terms`.
         axis: The pipeline axis, `ps.pp`.
-        call: How a batch enters the model.
+        call: How a batch enters the model. In a pipeline, a stage after the first is called with
+            the hidden state in place of "input_ids", and all else of the microbatch as it is.
+        schedule: The pipeline schedule, the one that `build_stages` was given: a name of
+            `parallel.split.SCHEDULES`. Without pipeline parallelism it changes nothing.
         reduce: When gradients are reduced; see `forward_backward`.
 
     Raises:
-        ConfigError: The pipeline axis has a size above 1, for which there is no executor yet.
-        ValueError: There is not exactly one stage.
+        ConfigError: The stages, the schedule, the loss and the layout do not go together; see
+            `parallel.pipeline.bind_pipeline`.
+        ValueError: `reduce` is unknown.
 
     Effects:
-        None here; the returned function has those of `forward_backward`.
+        None here; the returned function has those of `forward_backward`, and in a pipeline
+        communicates on `axis`.
 
     Examples:
         >>> from trainkit.mesh import solo_parallel
@@ -161,20 +187,18 @@ def bind_forward_backward(
         >>> sorted(run([{"x": torch.ones(2, 1)}], denominator=torch.tensor(2)))
         ['loss']
     """
+    _check_reduce(reduce)
+    schedule_kind(schedule)
     if axis.count > 1:
-        raise ConfigError(
-            f"bind_forward_backward: there is no pipeline executor yet, got pp = {axis.count}",
-            where="pp",
-            got=axis.count,
-            want=1,
-        )
-    if len(stages) != 1:
+        inner = bind_pipeline(stages, loss, axis=axis, call=call, schedule=schedule, reduce=reduce)
+    elif len(stages) == 1:
+        inner = partial(forward_backward, stages[0], loss=loss, call=call, reduce=reduce)
+    else:
         raise ValueError(f"bind_forward_backward: one stage is needed, got {len(stages)}")
 
     def run(microbatches: Sequence[Mapping[str, Any]], *, denominator: Tensor) -> dict[str, Tensor]:
-        return forward_backward(
-            stages[0], microbatches, loss, denominator=denominator, call=call, reduce=reduce
-        )
+        _check_microbatches(microbatches)
+        return inner(microbatches, denominator=denominator)
 
     return run
 
@@ -204,39 +228,35 @@ def forward_only(
         >>> sums["loss"]
         tensor(6.)
     """
-    modes = [(module, module.training) for module in model.modules()]
     sums: dict[str, Tensor] = {}
-    model.eval()
-    try:
-        with torch.no_grad():
-            for batch in microbatches:
-                _add(sums, loss(call(model, batch), batch)[1])
-    finally:
-        for module, training in modes:
-            module.training = training
-        reshard_(reducers_of(model))
+    with evaluating([model]):
+        for batch in microbatches:
+            _add(sums, loss(call(model, batch), batch)[1])
     return sums
 
 
 def evaluate(
-    model: nn.Module,
+    stages_or_model: nn.Module | Sequence[nn.Module],
     batches: Iterable[Mapping[str, Any]],
     loss: Loss,
     *,
     axis: Axis,
+    pp: Axis = SOLO,
     call: Call = call_model,
 ) -> dict[str, Tensor]:
     """Return the loss over held-out data: the sum of losses over the sum of tokens, on all ranks.
 
     Ranks may have different numbers of batches, or none: one that has run out computes along, on
     its last batch or on a blank one, and adds 0, until all are done, because a sharded model needs
-    every rank for every forward pass.
+    every rank for every forward pass. Through a pipeline batches go one after the other, forward
+    only, whatever the schedule of the training steps.
 
     Args:
-        model: Any module.
-        batches: This rank's part of the held-out data.
+        stages_or_model: Any module, or this rank's stages.
+        batches: This rank's part of the held-out data; all ranks of a pipeline read the same.
         loss: The loss; see `losses.mean_terms` for what its terms are divided by.
         axis: The ranks that hold distinct tokens, `ps.loss`.
+        pp: The pipeline axis, `ps.pp`.
         call: How a batch enters the model.
 
     Returns:
@@ -246,22 +266,26 @@ def evaluate(
         ValueError: There is no batch on any rank.
 
     Effects:
-        Communicates on `axis`, with one host sync per batch. The training state is untouched: see
-        `forward_only`.
+        Communicates on `axis` and `pp`, with one host sync per batch. The training state is
+        untouched: see `forward_only`.
     """
+    stages = [stages_or_model] if isinstance(stages_or_model, nn.Module) else list(stages_or_model)
     sums: dict[str, Tensor] = {}
-    count = torch.zeros((), dtype=torch.int64, device=_device_of(model))
+    device = compute_device(stages[0])
+    count = torch.zeros((), dtype=torch.int64, device=device)
     source = iter(batches)
     last: Mapping[str, Any] | None = None
-    while (batch := _next_on_any(source, axis)) is not _ALL_DONE:
-        if batch is None:  # others have one: compute along, on the last batch again or a blank one
-            again = to_device(blank_batch(1, 1), count.device) if last is None else last
-            found = forward_only(model, [again], loss, call=call)
-            _add(sums, {name: torch.zeros_like(term) for name, term in found.items()})
-            continue
-        last = batch
-        count = count + count_valid_tokens([batch])
-        _add(sums, forward_only(model, [batch], loss, call=call))
+    with evaluating(stages):
+        while (batch := _next_on_any(source, axis, pp)) is not _ALL_DONE:
+            if batch is None:  # others have one: compute along, on the last one or a blank one
+                again = _blank(stages[0], device) if last is None else last
+                found = _terms_through(stages, again, loss, pp=pp, call=call)
+                _add(sums, {name: torch.zeros_like(term) for name, term in found.items()})
+                continue
+            last = batch
+            count = count + count_valid_tokens([batch])
+            _add(sums, _terms_through(stages, batch, loss, pp=pp, call=call))
+    sums = _shared(sums, loss, pp=pp, stages=stages, device=device)
     if not sums:
         raise ValueError("evaluate: there is no batch to evaluate on any rank")
     sums = {name: all_sum(sums[name], axis) for name in sorted(sums)}
@@ -269,10 +293,42 @@ def evaluate(
     return mean_terms(sums, tokens) | {"tokens": tokens}
 
 
+def _terms_through(
+    stages: Sequence[nn.Module], batch: Mapping[str, Any], loss: Loss, *, pp: Axis, call: Call
+) -> dict[str, Tensor]:
+    """Return the loss's terms where the last stage is, nothing elsewhere."""
+    if pp.count == 1:
+        return loss(call(stages[0], batch), batch)[1]
+    output = forward_stages(stages, batch, axis=pp, call=call)
+    return loss(output, batch)[1] if places_of(stages, pp)[-1].last else {}
+
+
+def _shared(
+    sums: dict[str, Tensor],
+    loss: Loss,
+    *,
+    pp: Axis,
+    stages: Sequence[nn.Module],
+    device: torch.device,
+) -> dict[str, Tensor]:
+    if pp.count == 1:
+        return sums
+    source = places_of(stages, pp)[0].ranks[-1]
+    if not any(all_gather_json(len(sums), pp)):
+        return {}
+    dtypes = agree_on_dtypes(sums, terms_of(loss), axis=pp, source=source)
+    return share_terms(sums, dtypes, axis=pp, source=source, device=device)
+
+
+def _blank(model: nn.Module, device: torch.device) -> Mapping[str, Any]:
+    """Return a blank batch that every part of a sequence-parallel model can take a share of."""
+    return to_device(blank_batch(1, 2 * getattr(model, "sequence_parts", 1)), device)
+
+
 _ALL_DONE = object()
 
 
-def _next_on_any(source: Iterator[Mapping[str, Any]], axis: Axis) -> Any:
+def _next_on_any(source: Iterator[Mapping[str, Any]], axis: Axis, pp: Axis) -> Any:
     """Return the next batch, None if only others have one, or `_ALL_DONE`; fail on all if one does.
 
     A rank that raised alone would leave the others waiting in a collective.
@@ -284,13 +340,10 @@ def _next_on_any(source: Iterator[Mapping[str, Any]], axis: Axis) -> Any:
     except Exception as error:  # noqa: BLE001 (told to the others, then raised)
         failure = error
     state = 2 if failure is not None else int(batch is not None)
-    most = int(all_max(torch.tensor(state, device=communication_device(axis)), axis))
+    found = all_max(torch.tensor(state, device=communication_device(axis)), axis)
+    most = int(all_max(found.to(communication_device(pp)), pp))
     if failure is not None:
         raise failure
     if most == 2:
         raise RuntimeError("evaluate: another rank could not read its next batch")
     return batch if most else _ALL_DONE
-
-
-def _device_of(model: nn.Module) -> torch.device:
-    return next(chain(model.parameters(), model.buffers()), torch.empty(0)).device

@@ -10,7 +10,8 @@ import time
 import numpy as np
 import torch
 
-from trainkit.batch import _checked_tokens, _copy_spans, _write_rows, _write_spans, collate_bins
+from trainkit.batch.collate import _checked_tokens, _write_rows, collate_bins
+from trainkit.batch.loops import copy_spans, write_spans
 from trainkit.corpora.tokens import TokenCorpus
 from trainkit.data.prefetch import prefetch
 from trainkit.data.steps import step_batch
@@ -85,8 +86,8 @@ def speeds(corpus, bins, rows):
 
     def four_fields(turn):
         layout, fields = layouts[turn % len(layouts)], four.reshape(4, -1)
-        _write_spans(fields, layout, 0)
-        _copy_spans(*fields[:2], tokens, layout)
+        write_spans(fields, layout, 0)
+        copy_spans(*fields[:2], tokens, layout)
 
     def plain_copy(turn):
         copy[:] = corpus.tokens[turn * copy.size :][: copy.size]

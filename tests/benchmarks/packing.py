@@ -2,8 +2,9 @@
 
 Run `python tests/benchmarks/packing.py`; with `--huge` it packs 10^8 documents instead, each
 grouping in a process of its own, and prints the peak of the process' memory. Lengths are
-log-normal, cut at 4,096, and so is the capacity. Fits are timed in turns, so that a busy machine
-disturbs all alike; the table has the median and the best of the turns.
+log-normal, cut at 4,096, and so is the capacity. Each fit is timed alone, called again and again as
+timeit does, and in turns with the others, which a busy machine disturbs all alike, but where each
+call finds the memory as another fit has left it; the table has the best and the median of both.
 """
 
 import argparse
@@ -39,18 +40,22 @@ def table():
     cases = [
         (fit, size) for fit in (best_fit, first_fit, sequential, balanced(8)) for size in GROUPS
     ]
-    for fit, size in cases:
-        seconds(lengths, fit=fit, group_size=size)
-    turns = [
-        [seconds(lengths, fit=fit, group_size=size) for fit, size in cases] for _ in range(TURNS)
-    ]
-    print(f"{'fit':12} {'group_size':>10} {'median':>9} {'best':>9} {'bins':>9}")
-    for case, (fit, size) in enumerate(cases):
-        times = [1e3 * turn[case][0] for turn in turns]
-        print(
-            f"{fit.__name__:12} {size:10,} {statistics.median(times):6.1f} ms {min(times):6.1f} ms "
-            f"{turns[0][case][1]:9,}"
-        )
+
+    def call(case):
+        fit, size = cases[case]
+        return seconds(lengths, fit=fit, group_size=size)
+
+    num_bins = [call(case)[1] for case in range(len(cases))]  # compiled now
+    alone = [[call(case)[0] for _ in range(TURNS)] for case in range(len(cases))]
+    turns = zip(*([call(case)[0] for case in range(len(cases))] for _ in range(TURNS)), strict=True)
+    print(
+        f"{'ms':23} {'alone: best':>12} {'median':>8} {'turns: best':>12} {'median':>8} {'bins':>9}"
+    )
+    for case, beside in enumerate(turns):
+        fit, size = cases[case]
+        times = (1e3 * f(x) for x in (alone[case], beside) for f in (min, statistics.median))
+        figures = "{:12.1f} {:8.1f} {:12.1f} {:8.1f}".format(*times)
+        print(f"{fit.__name__:12} {size:10,} {figures} {num_bins[case]:9,}")
 
 
 def growth():

@@ -130,6 +130,10 @@ def test_a_document_ends_after_each_eos(tmp_path_factory, tokens):
             want.append([])
     want = [document for document in want if document]
     raw(path, tokens, dtype="uint16", eos_id=0)
+    if 0 not in tokens:
+        with pytest.raises(DataError, match=r"a.bin: eos_id 0 .* is not among the \d+ tokens"):
+            open_corpus(path)
+        return
     assert documents_of(open_corpus(path)) == want
     raw(path, tokens, dtype="uint16")
     with pytest.MonkeyPatch.context() as patch:
@@ -322,9 +326,23 @@ def test_a_file_with_an_index_and_a_sidecar_is_refused(tmp_path):
             open_corpus(name)
 
 
-def test_an_eos_that_the_dtype_cannot_hold_ends_nothing(tmp_path):
+def test_an_eos_that_the_dtype_cannot_hold_is_refused(tmp_path):
     path = raw(tmp_path / "a.bin", [1, 0, 2], "uint8", dtype="uint8", eos_id=256)
-    assert documents_of(open_corpus(path)) == [[1, 0, 2]]
+    with pytest.raises(DataError, match=r"eos_id 256 .* is not among the 3 tokens"):
+        open_corpus(path)
+
+
+def test_an_eos_may_be_missing_from_some_files_of_a_directory_but_not_from_all(tmp_path):
+    for name, tokens in {"a": [1, 2], "b": [3, 0, 4]}.items():
+        raw(tmp_path / f"{name}.bin", tokens, dtype="uint16")
+    assert open_corpus(tmp_path, eos_id=0).lengths.tolist() == [2, 2, 1]
+    with pytest.raises(DataError, match=r"eos_id 7 .* is not among the 5 tokens: look which"):
+        open_corpus(tmp_path, eos_id=7)
+    raw(tmp_path / "a.bin", [1, 2], dtype="uint16", eos_id=8)
+    with pytest.raises(DataError, match=r"eos_id 8 .* is not among the 2 tokens"):
+        open_corpus(tmp_path)
+    raw(tmp_path / "a.bin", [1, 2], dtype="uint16", eos_id=8, offsets=[0, 2])
+    assert open_corpus(tmp_path).lengths.tolist() == [2, 3]  # they say where documents end
 
 
 def test_a_directory_with_raw_files_leaves_none_out(tmp_path):

@@ -12,7 +12,7 @@ from trainkit.data.steps import step_batch
 from trainkit.data.stream import deal_step, documents_from, stream_steps
 from trainkit.mesh import solo_parallel
 from trainkit.packing import pack_bins
-from trainkit.testing import RankError, run_ranks
+from trainkit.testing import run_ranks
 from trainkit.types import Cursor, DataError, Share, StepBatch
 
 STEPS = 3
@@ -106,19 +106,6 @@ def received(tp):
         return batches, len(calls), share
 
 
-@pytest.mark.parametrize(("world", "tp"), [(2, 1), (4, 2)])
-def test_every_rank_is_sent_what_it_would_have_made_itself(world, tp):
-    for rank, (batches, calls, share) in enumerate(run_ranks(received, world, tp)):
-        for source, sent in zip((parts_at, streamed), batches, strict=True):
-            assert len(sent) > STEPS
-            cursors = [Cursor(), *(batch.cursor for batch in sent[:-1])]
-            own = [source(cursor, share.count) for cursor in cursors]
-            assert own[-1] is None
-            assert all(same(a, b and b[share.index]) for a, b in zip(sent, own, strict=True))
-        assert share == Share(rank // tp, world // tp)
-        assert calls == (sum(map(len, batches)) if rank == 0 else 0)
-
-
 def failures(kinds):
     def make_parts(cursor):
         raise kinds[cursor.batch]("shard-3.parquet: 5 bytes are missing")
@@ -132,16 +119,6 @@ def failures(kinds):
             except Exception as error:  # noqa: BLE001 (which it is, is the question)
                 found.append((type(error), str(error)))
     return found
-
-
-def test_what_fails_on_the_reading_rank_is_raised_on_all():
-    message = "shard-3.parquet: 5 bytes are missing"
-    first, second = run_ranks(failures, 2, (DataError, OSError))
-    assert first == [(DataError, message), (OSError, message)]
-    assert second == [
-        (DataError, f"rank 0: {message}"),
-        (RuntimeError, f"rank 0 failed: OSError: {message}"),
-    ]
 
 
 def broken_extra():
@@ -158,9 +135,82 @@ def broken_extra():
             return str(error)
 
 
-def test_a_batch_that_cannot_be_sent_is_an_error_on_all_ranks():
+def source_of(count):
+    """Numbers up to `count`, after which a negative one fails."""
+    yield from range(abs(count))
+    if count < 0:
+        raise DataError("line 7 of part-1.jsonl is no JSON")
+
+
+ENDS = [(3, 5), (5, 3), (4, 4), (0, 2)]
+
+
+def stopped(cases):
+    found = []
+    with tk.parallel_session() as ps:
+        for counts in cases:
+            seen, left, message = [], [], None
+            batches = source_of(counts[ps.dp.index])
+            try:
+                seen.extend(stop_together(batches, ps.dp, left_over=left.append))
+            except DataError as error:
+                message = str(error)
+            found.append((seen, left, list(batches), message))
+    return found
+
+
+def differing_counts():
+    with tk.parallel_session() as ps:
+        try:
+            dispatch(print, ps.world, Share(0, 1 + ps.world.index))
+        except ValueError as error:
+            return str(error)
+
+
+def all_of_it():
+    return {
+        "received": received(1),
+        "failures": failures((DataError, OSError)),
+        "broken_extra": broken_extra(),
+        "stopped": stopped(ENDS),
+        "failed": stopped([(4, -1)]),
+        "counts": differing_counts(),
+    }
+
+
+@pytest.fixture(scope="module")
+def on_two():
+    """Return what each of two ranks saw: they start once for all tests."""
+    return run_ranks(all_of_it, 2)
+
+
+@pytest.mark.parametrize("tp", [1, 2])
+def test_every_rank_is_sent_what_it_would_have_made_itself(tp, on_two):
+    found = [seen["received"] for seen in on_two] if tp == 1 else run_ranks(received, 4, tp)
+    for rank, (batches, calls, share) in enumerate(found):
+        for source, sent in zip((parts_at, streamed), batches, strict=True):
+            assert len(sent) > STEPS
+            cursors = [Cursor(), *(batch.cursor for batch in sent[:-1])]
+            own = [source(cursor, share.count) for cursor in cursors]
+            assert own[-1] is None
+            assert all(same(a, b and b[share.index]) for a, b in zip(sent, own, strict=True))
+        assert share == Share(rank // tp, 2)
+        assert calls == (sum(map(len, batches)) if rank == 0 else 0)
+
+
+def test_what_fails_on_the_reading_rank_is_raised_on_all(on_two):
+    message = "shard-3.parquet: 5 bytes are missing"
+    first, second = (seen["failures"] for seen in on_two)
+    assert first == [(DataError, message), (OSError, message)]
+    assert second == [
+        (DataError, f"rank 0: {message}"),
+        (RuntimeError, f"rank 0 failed: OSError: {message}"),
+    ]
+
+
+def test_a_batch_that_cannot_be_sent_is_an_error_on_all_ranks(on_two):
     message = "dispatch: `extra` of a batch must hold tensors, ['weight'] are none"
-    first, second = run_ranks(broken_extra, 2, timeout=20.0)
+    first, second = (seen["broken_extra"] for seen in on_two)
     assert first == message
     assert second.startswith("rank 0")
     assert second.endswith(message)
@@ -186,49 +236,22 @@ def test_parts_for_another_number_of_shares_are_refused():
         make_batch(Cursor())
 
 
-def source_of(count):
-    """Numbers up to `count`, after which a negative one fails."""
-    yield from range(abs(count))
-    if count < 0:
-        raise DataError("line 7 of part-1.jsonl is no JSON")
-
-
-def stopped(cases):
-    found = []
-    with tk.parallel_session() as ps:
-        for counts in cases:
-            seen, left, message = [], [], None
-            batches = source_of(counts[ps.dp.index])
-            try:
-                seen.extend(stop_together(batches, ps.dp, left_over=left.append))
-            except DataError as error:
-                message = str(error)
-            found.append((seen, left, list(batches), message))
-    return found
-
-
-def test_ranks_stop_at_the_same_step_and_tell_what_nobody_trained_on():
-    cases = [(3, 5), (5, 3), (4, 4), (0, 2)]
-    for rank, found in enumerate(run_ranks(stopped, 2, cases)):
-        for counts, (seen, left, unread, message) in zip(cases, found, strict=True):
+def test_ranks_stop_at_the_same_step_and_tell_what_nobody_trained_on(on_two):
+    for rank, found in enumerate(on_two):
+        for counts, (seen, left, unread, message) in zip(ENDS, found["stopped"], strict=True):
             rest = list(range(min(counts), counts[rank]))
             assert seen == list(range(min(counts)))
             assert (left, unread, message) == (rest[:1], rest[1:], None)
 
 
-def test_a_source_that_fails_on_one_rank_fails_on_all():
+def test_a_source_that_fails_on_one_rank_fails_on_all(on_two):
     message = "line 7 of part-1.jsonl is no JSON"
-    (first,), (second,) = run_ranks(stopped, 2, [(4, -1)])
+    (first,), (second,) = (seen["failed"] for seen in on_two)
     assert first[3] == f"rank 1: {message}"
     assert second[3] == message
     assert first[1] == second[1] == []
 
 
-def differing_counts():
-    with tk.parallel_session() as ps:
-        dispatch(print, ps.world, Share(0, 1 + ps.world.index))
-
-
-def test_ranks_that_ask_for_parts_of_different_counts_are_told():
-    with pytest.raises(RankError, match=r"parts of different counts: \[\(0, 1\), \(0, 2\)\]"):
-        run_ranks(differing_counts, 2)
+def test_ranks_that_ask_for_parts_of_different_counts_are_told(on_two):
+    for seen in on_two:
+        assert "parts of different counts: [(0, 1), (0, 2)]" in seen["counts"]

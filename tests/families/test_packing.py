@@ -1,6 +1,5 @@
 """Every `Fit` through one battery: a new one is a row of FITS."""
 
-import argparse
 import subprocess
 import sys
 import tracemalloc
@@ -25,7 +24,6 @@ from trainkit.packing import (
 from trainkit.packing.fits import read_only
 from trainkit.packing.pieces import cut, survey
 from trainkit.sinks.packing import _THIN, _figure, plot_packing
-from trainkit.types import DiskError
 
 FITS = [best_fit, first_fit, sequential, balanced(1), balanced(4)]
 
@@ -669,44 +667,4 @@ def test_a_picture_in_no_format_is_refused_before_anything_is_packed(tmp_path, n
     named = r"a picture ends in \.png, \.svg, \.pdf, got "
     with pytest.raises(ValueError, match=f"plot_packing: {named}"):
         plot_packing(pack_bins([1], 8), tmp_path / name)
-    with pytest.raises(ValueError, match=f"plan: --out: {named}"):
-        run_plan(tmp_path / "no corpus", "--capacity", 8, "--out", tmp_path / name)
     assert list(tmp_path.iterdir()) == []
-
-
-def test_a_directory_is_no_place_for_a_picture(tmp_path):
-    (tmp_path / "plan.png").mkdir()
-    with pytest.raises(DiskError, match=r"plan: --out: .*plan\.png is a directory"):
-        run_plan(tmp_path / "no corpus", "--capacity", 8, "--out", tmp_path / "plan.png")
-
-
-def run_plan(*words):
-    from trainkit.commands import plan
-
-    parser = argparse.ArgumentParser()
-    plan.add(parser.add_subparsers())
-    return plan.run(parser.parse_args(["plan", *map(str, words)]))
-
-
-def test_the_plan_command_reports_what_pack_bins_would_do(tmp_path):
-    from trainkit.corpora import open_corpus
-
-    (tmp_path / "texts").mkdir()
-    for number in range(9):
-        (tmp_path / "texts" / f"{number}.txt").write_text("x" * 7 * number)
-    lengths = open_corpus(tmp_path / "texts").lengths
-    words = "--capacity 48 --fit first_fit --group-size 4 --overlong drop --multiple-of 4"
-    words += f" --max-documents 2 --seed 3 --out {tmp_path / 'plan.png'}"
-    expected = pack_bins(
-        lengths, 48, fit=first_fit, group_size=4, overlong="drop", multiple_of=4,
-        max_documents=2, seed=3,
-    )  # fmt: skip
-    report, code = run_plan(tmp_path / "texts", *words.split())
-    assert (report, code) == (packing_report(expected, lengths), 0)
-    assert report["dropped_documents"] > 0
-    assert (tmp_path / "plan.png").stat().st_size > 10_000
-    report, _ = run_plan(tmp_path / "texts", "--capacity", 64, "--balanced", 3)
-    assert report == packing_report(pack_bins(lengths, 64, fit=balanced(3)), lengths)
-    assert report["rows"] == 6
-    with pytest.raises(DiskError, match="nowhere is not a directory"):
-        run_plan(tmp_path / "texts", "--capacity", 48, "--out", tmp_path / "nowhere" / "plan.png")

@@ -56,7 +56,8 @@ def test_a_plan_in_the_wrong_order_is_refused():
 def test_an_axis_that_nobody_takes_care_of_is_refused():
     check_plan([], tk.solo_parallel())
     axis = tk.Axis("tp", tk.Share(0, 2))
-    for name in ("pp", "tp", "ring", "ulysses", "dp_shard", "dp_replicate"):
+    check_plan([], attrs.evolve(tk.solo_parallel(), pp=axis))  # build_stages' own
+    for name in ("tp", "ring", "ulysses", "dp_shard", "dp_replicate"):
         layout = attrs.evolve(tk.solo_parallel(), **{name: axis})
         with pytest.raises(ConfigError, match=f"{name} = 2, but no transform"):
             check_plan([recompute()], layout)

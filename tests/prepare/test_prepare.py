@@ -698,6 +698,20 @@ def test_a_worker_leaves_the_interrupt_to_the_parent(source, out, serve):
     assert (tally.documents, done) == (len(WORDS), True)
 
 
+def test_a_worker_that_is_still_starting_leaves_the_interrupt_to_the_parent(out, monkeypatch):
+    masks = []
+
+    def start(_):
+        masks.append(signal.pthread_sigmask(signal.SIG_BLOCK, []))
+        os.kill(os.getpid(), signal.SIGINT)  # it comes when the worker is there
+
+    monkeypatch.setattr(multiprocessing.context.SpawnProcess, "start", start)
+    with pytest.raises(KeyboardInterrupt), workers._workers(job_of(out, None), 3):
+        pytest.fail("the interrupt was lost")
+    assert [signal.SIGINT in mask for mask in masks] == [True]
+    assert signal.SIGINT not in signal.pthread_sigmask(signal.SIG_BLOCK, [])
+
+
 class TwoPartsError(ValueError):
     def __init__(self, first, second):
         super().__init__(f"{first} and {second}")
@@ -874,14 +888,28 @@ def test_counts_of_parts_add_up_in_any_process_and_after_a_stop(source, out, ser
     assert done.counts == {"conversations": 4, "truncated": 2, "dropped": 1, "turns_lost": 3}
 
 
-def test_the_command_says_how_to_go_on_when_it_is_interrupted(source, out, monkeypatch):
-    def interrupted(*_, **__):
-        raise KeyboardInterrupt
+@pytest.mark.parametrize("finished", [0, 1])
+def test_the_command_says_how_to_go_on_when_it_is_interrupted(finished, source, out, monkeypatch):
+    calls, write = itertools.count(), parts.write_corpus
+
+    def interrupted(*args, **options):
+        if next(calls) == finished:
+            raise KeyboardInterrupt
+        return write(*args, **options)
 
     monkeypatch.setattr(parts, "write_corpus", interrupted)
+    monkeypatch.setattr(room, "_LEAST_CHUNK", 100)
     report, code = command_line(lines(source), "--out", out)
     assert code == 76
-    assert "give the same command again to go on from there" in report["error"]
+    assert ("give the same command again to go on from there" in report["error"]) == bool(finished)
+    assert ("the same command begins anew" in report["error"]) != bool(finished)
+    assert out.with_name("a.tokens.parts").exists() == bool(finished)
+
+
+def test_an_interrupt_before_the_first_part_is_none_of_a_traceback(source, out, monkeypatch):
+    monkeypatch.setattr(room, "check_out", stop_after(1))
+    report, code = command_line(lines(source), "--out", out)
+    assert (code, "begins anew" in report["error"]) == (76, True)
 
 
 def test_progress_in_a_log_comes_every_ten_seconds_and_at_the_end(monkeypatch, capsys):

@@ -15,7 +15,7 @@ from recipe_runs import column, error_of, events, here, lines, load, refusal, ru
 from trainkit.packing import pack_bins, sequential
 from trainkit.testing import run_ranks
 
-SMALL = [*recipe_runs.SMALL.split(), "--save-every", 3]
+SMALL = [*recipe_runs.SMALL.split(), "--save-every", 3, "--sample", 20]
 
 
 @pytest.fixture(scope="module")
@@ -126,6 +126,26 @@ def test_generate_writes_text_from_the_last_checkpoint(whole):
     printed = run("generate", "--run", whole[0], "--prompt", "word3", "--tokens", 20)
     assert printed.startswith("word3")
     assert len(printed) > len("word3\n")
+
+
+def test_no_token_is_drawn_that_only_rounds_the_vocabulary_up(whole, text, tmp_path, monkeypatch):
+    seen = []
+
+    def generate(model, prompt, *, call, **_):
+        import torch
+
+        from trainkit.models.generate import _last_logits, _window
+
+        with torch.no_grad():
+            seen.append(len(_last_logits(call(model, _window(prompt, torch.device("cpu"))))))
+        return []
+
+    monkeypatch.setattr("trainkit.models.generate", generate)
+    here(flags_of(tmp_path / "one", text, 1))
+    here(["--run", whole[0]], "generate")
+    facts = json.loads(next((whole[0] / "checkpoints").glob("*/state.json")).read_text())["facts"]
+    assert facts["model"]["vocab_size"] == 272
+    assert seen == [271, 271]
 
 
 def listen_to_interrupts():
@@ -290,7 +310,7 @@ def test_generate_without_a_run_says_so(tmp_path):
 
 
 def test_help_explains_every_field(capsys):
-    for name in ("pretrain", "sft", "generate"):
+    for name in ("pretrain", "sft", "long_context", "generate"):
         module = load(name)
         with pytest.raises(SystemExit) as end:
             module.main(["--help"])

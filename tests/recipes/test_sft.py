@@ -4,13 +4,13 @@ import json
 
 import pytest
 import recipe_runs
-from recipe_runs import column, events, here, lines, refusal
+from recipe_runs import assert_equal_runs, column, events, here, lines, refusal, several
 
 from trainkit.corpora import write_corpus
 from trainkit.testing import run_ranks
 from trainkit.tokenizers import save_tokenizer, train_bpe
 
-SMALL = [*recipe_runs.SMALL.split(), "--save-every", 2]
+SMALL = [*recipe_runs.SMALL.split(), "--save-every", 2, "--ask", "def is_open(self)"]
 
 
 def conversation(number):
@@ -74,10 +74,15 @@ def test_stopped_it_goes_on_to_the_same_bits(whole, chats, tmp_path):
     assert (tmp_path / "final.json").read_text() == (whole[0] / "final.json").read_text()
 
 
-def test_two_ranks_print_the_same_losses(whole, chats, tmp_path):
-    run_ranks(here, 2, flags_of(tmp_path, chats, 4), "sft")
-    assert column(tmp_path, "batch_hash") == column(whole[0], "batch_hash")
-    assert column(tmp_path, "loss") == pytest.approx(column(whole[0], "loss"), rel=1e-5)
+@pytest.mark.parametrize(("world", "layouts"), [(2, ["", "--pp 2"]), (4, ["--ring 2 --tp 2"])])
+def test_every_layout_prints_the_same_losses(world, layouts, whole, chats, tmp_path):
+    outs = [tmp_path / str(number) for number in range(len(layouts))]
+    runs = [
+        flags_of(out, chats, 4, *layout.split()) for out, layout in zip(outs, layouts, strict=True)
+    ]
+    for (code, printed), out in zip(run_ranks(several, world, runs, "sft")[0], outs, strict=True):
+        assert code == 0, printed
+        assert_equal_runs(out, whole[0])
 
 
 def test_it_begins_with_the_weights_of_a_pretrained_model(chats, tmp_path):

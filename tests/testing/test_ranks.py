@@ -119,6 +119,48 @@ def test_a_hang_ends_at_the_timeout_and_says_who_and_where():
     assert "in _sleep_a_day" in caught.value.text
 
 
+def _get_on(folder):
+    for step in range(4):
+        time.sleep(0.4)
+        (Path(folder) / f"{dist.get_rank()}_{step}").touch()
+
+
+def test_ranks_that_get_on_may_take_longer_than_the_timeout(tmp_path):
+    seen = []
+
+    def meanwhile():
+        seen.append(len(list(tmp_path.iterdir())))
+        return seen[-1] > max(seen[:-1], default=0)
+
+    run_ranks(_get_on, 2, str(tmp_path), timeout=1.2, meanwhile=meanwhile)
+    assert len(set(seen)) > 2
+    with pytest.raises(RankError, match="after 1 s still running: rank 0, 1 of 2"):
+        run_ranks(_sleep_a_day, 2, timeout=1, meanwhile=lambda: False)
+
+
+def _call(function):
+    return function(2)
+
+
+def test_functions_among_the_arguments_may_be_of_files_too(tmp_path, monkeypatch):
+    file = tmp_path / "own_functions.py"
+    file.write_text("def twice(x):\n    return 2 * x\n")
+    spec = importlib.util.spec_from_file_location("own_functions", file)
+    module = importlib.util.module_from_spec(spec)
+    monkeypatch.setitem(sys.modules, "own_functions", module)
+    spec.loader.exec_module(module)
+    assert run_ranks(_call, 2, module.twice) == [4, 4]
+
+
+def test_a_rank_that_cannot_start_is_an_error_of_that_rank(monkeypatch):
+    def broken(_):
+        raise BrokenPipeError
+
+    monkeypatch.setattr("multiprocessing.context.ForkServerProcess.start", broken)
+    with pytest.raises(RankError, match="rank 0 of 2 could not start"):
+        run_ranks(_environment, 2)
+
+
 def test_a_rank_that_returns_but_stays_is_named(monkeypatch):
     monkeypatch.setattr("trainkit.testing.ranks._EXIT_GRACE", 0.3)
     with pytest.raises(RankError, match="rank 0 returned, but did not exit"):

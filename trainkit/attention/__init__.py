@@ -1,12 +1,25 @@
 """Causal attention inside each document of a packed batch: choose one and pass it to the model.
 
-Every function here is an `Attend` of `trainkit.types`: `sdpa` runs anywhere, `varlen` uses torch's
-kernel for packed documents on CUDA and `sdpa` elsewhere.
+Every function here is an `Attend` of `trainkit.types`, or makes one: `sdpa` runs anywhere, `varlen`
+uses torch's kernel for packed documents on CUDA and `sdpa` elsewhere; `ring` and `ulysses` attend
+over rows of which each rank holds a part.
 """
 
 from __future__ import annotations
 
+from trainkit.attention.blocks import Block, BlockKernel, kernel_for, merge_lse
+from trainkit.attention.ring import ring
 from trainkit.attention.sdpa import sdpa
+from trainkit.attention.ulysses import ulysses
 from trainkit.attention.varlen import varlen
 
-__all__ = ["sdpa", "varlen"]
+__all__ = [
+    "Block",
+    "BlockKernel",
+    "kernel_for",
+    "merge_lse",
+    "ring",
+    "sdpa",
+    "ulysses",
+    "varlen",
+]

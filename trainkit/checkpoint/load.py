@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +26,7 @@ from trainkit.checkpoint.tensors import (
     optimizer_state,
 )
 from trainkit.collectives import together
-from trainkit.parallel.naming import Box, box_of, named_parameters_of
+from trainkit.parallel.naming import COPY_SUFFIX, Box, box_of, named_parameters_of
 from trainkit.parallel.reduction import reducers_of, reshard_
 from trainkit.types import (
     SOLO,
@@ -128,18 +128,23 @@ def load_checkpoint(
     path = Path(path)
     read: dict[str, Any] = {}
 
-    def stage() -> None:
+    def look() -> list[str]:
         for module in stages:
             reshard_(reducers_of(module))
         check_optimizer(stages, optimizer)
-        index = read_json(path / "index.json")["tensors"]
+        read["index"] = read_json(path / "index.json")["tensors"]
         read["saved"] = read_json(path / "state.json")
-        read["targets"] = _targets(index, stages, optimizer)
+        read["targets"] = _targets(read["index"], stages, optimizer)
+        return list(read["targets"])
+
+    wanted = {name for names in together(look, axis) for name in names}
+
+    def stage() -> None:
         step = read["saved"]["state"]["step"]
         problems = fact_problems(read["saved"]["facts"], facts_at(facts, step))
         problems += _optimizer_problems(read["saved"]["optimizer"], stages, optimizer)
-        _compare(index, read["targets"], path, also=problems)
-        read["values"] = _read_all(path, index, read["targets"])
+        _compare(read["index"], read["targets"], path, wanted=wanted, also=problems)
+        read["values"] = _read_all(path, read["index"], read["targets"])
 
     together(stage, axis)
     _write_all(read["targets"], read["values"])
@@ -147,8 +152,13 @@ def load_checkpoint(
     return _state_from(read["saved"]["state"])
 
 
-def load_weights(path: Path | str, stages: Sequence[nn.Module]) -> TrainState:
+def load_weights(path: Path | str, stages: Sequence[nn.Module], *, axis: Axis = SOLO) -> TrainState:
     """Read the parameters of one verified checkpoint and leave the optimizer state aside.
+
+    Args:
+        path: The checkpoint's directory.
+        stages: This rank's stages.
+        axis: The ranks that hold the other stages, `ps.pp` or `ps.world`.
 
     Returns:
         The counters it holds.
@@ -158,13 +168,14 @@ def load_weights(path: Path | str, stages: Sequence[nn.Module]) -> TrainState:
             dtype.
 
     Effects:
-        Writes the parameters and persistent buffers of `stages`.
+        Writes the parameters and persistent buffers of `stages`; communicates on `axis`.
     """
     path = Path(path)
+    targets = model_tensors(stages)
+    wanted = {name for names in together(lambda: list(targets), axis) for name in names}
     index = read_json(path / "index.json")["tensors"]
     weights = {name: entry for name, entry in index.items() if name.startswith("model/")}
-    targets = model_tensors(stages)
-    _compare(weights, targets, path)
+    _compare(weights, targets, path, wanted=wanted)
     _write_all(targets, _read_all(path, weights, targets))
     return _state_from(read_json(path / "state.json")["state"])
 
@@ -172,7 +183,15 @@ def load_weights(path: Path | str, stages: Sequence[nn.Module]) -> TrainState:
 def _read_all(
     path: Path, index: Mapping[str, Any], targets: Mapping[str, Tensor]
 ) -> dict[str, Tensor]:
-    return {name: _read_box(path, name, index[name], box_of(x)) for name, x in targets.items()}
+    return {
+        name: _read_box(path, _saved(name), index[_saved(name)], box_of(x))
+        for name, x in targets.items()
+    }
+
+
+def _saved(name: str) -> str:
+    """Return the name under which a tensor is saved: a tied copy has its owner's."""
+    return name.removesuffix(COPY_SUFFIX)
 
 
 def _write_all(targets: Mapping[str, Tensor], values: Mapping[str, Tensor]) -> None:
@@ -211,16 +230,20 @@ def _targets(
     }
     for full, entry in index.items():
         kind, *rest = full.split("/", 2)
-        parameter = named.get(rest[-1])
-        if kind != "optimizer" or parameter is None or id(parameter) not in on_device:
+        if kind != "optimizer":
             continue
         dtype = getattr(torch, entry["dtype"])
-        if tuple(entry["shape"]) == tuple(parameter.shape) and parameter.dim():
-            targets[full] = torch.zeros_like(parameter.data, dtype=dtype)
-        else:
-            counter = not entry["shape"] and not on_device[id(parameter)]
-            device = "cpu" if counter else parameter.device
-            targets[full] = torch.zeros(entry["shape"], dtype=dtype, device=device)
+        for suffix in ("", COPY_SUFFIX):
+            parameter = named.get(rest[-1] + suffix)
+            if parameter is None or id(parameter) not in on_device:
+                continue
+            if tuple(entry["shape"]) == tuple(parameter.shape) and parameter.dim():
+                made = torch.zeros_like(parameter.data, dtype=dtype)
+            else:
+                counter = not entry["shape"] and not on_device[id(parameter)]
+                device = "cpu" if counter else parameter.device
+                made = torch.zeros(entry["shape"], dtype=dtype, device=device)
+            targets[full + suffix] = made
     return targets
 
 
@@ -231,9 +254,8 @@ def _optimizer_problems(
     if saved["class"] != type(optimizer).__name__:
         return [f"its optimizer is {saved['class']}, the run has {type(optimizer).__name__}"]
     live = optimizer_state(stages, optimizer)
-    problems = [
-        f"{name} was not trained when it was saved" for name in live.keys() - saved["scalars"]
-    ]
+    names = {_saved(name) for name in live} - saved["scalars"].keys()
+    problems = [f"{name} was not trained when it was saved" for name in names]
     options = group_options(optimizer)
     if len(options) != len(saved["options"]):
         return [*problems, f"it has {len(saved['options'])} parameter groups, not {len(options)}"]
@@ -251,12 +273,17 @@ def _compare(
     targets: Mapping[str, Tensor],
     path: Path,
     *,
+    wanted: Collection[str],
     also: Sequence[str] = (),
 ) -> None:
-    """Refuse a checkpoint that does not hold exactly the run's tensors; name all differences."""
+    """Refuse a checkpoint that does not hold exactly the run's tensors; name all differences.
+
+    `wanted` are the names of the tensors of all ranks, of which a pipeline rank has some.
+    """
+    targets = {_saved(name): tensor for name, tensor in targets.items()}
     problems = [f"{name} is missing in the checkpoint" for name in targets if name not in index]
     problems += also
-    problems += [f"{name} is left over" for name in index if name not in targets]
+    problems += [f"{name} is left over" for name in index if name not in wanted]
     for name in targets.keys() & index.keys():
         want = (str(targets[name].dtype).removeprefix("torch."), list(targets[name].shape))
         found = (index[name]["dtype"], index[name]["shape"])
@@ -287,7 +314,9 @@ def _install(
         if kind == "optimizer":
             optimizer.state[named[rest[1]]][rest[0]] = tensor
     for name, values in scalars.items():
-        optimizer.state[named[name]].update(values)
+        for parameter in (named.get(name), named.get(name + COPY_SUFFIX)):
+            if parameter is not None:
+                optimizer.state[parameter].update(values)
 
 
 # ------------------------------------------------------------------------------------------- boxes

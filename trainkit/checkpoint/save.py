@@ -34,6 +34,7 @@ from trainkit.checkpoint.tensors import (
     replica_of,
     run_tensors,
     state_hash,
+    tied_copies_of,
 )
 from trainkit.collectives import all_gather_json, together
 from trainkit.parallel.naming import Box, box_of
@@ -232,9 +233,11 @@ def _scalars(
     stages: Sequence[nn.Module], optimizer: torch.optim.Optimizer
 ) -> dict[str, dict[str, Any]]:
     """Return what the optimizer remembers of each parameter that it steps besides tensors."""
+    copies = tied_copies_of(stages)
     return {
         name: {key: value for key, value in values.items() if not isinstance(value, Tensor)}
         for name, values in optimizer_state(stages, optimizer).items()
+        if name not in copies
     }
 
 

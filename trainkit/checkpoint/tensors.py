@@ -10,7 +10,13 @@ from torch import Tensor, nn
 
 from trainkit.collectives import all_gather_json
 from trainkit.hashing import MASK64, hash_box, hash_counters
-from trainkit.parallel.naming import Box, box_of, named_buffers_of, named_parameters_of
+from trainkit.parallel.naming import (
+    Box,
+    box_of,
+    is_tied_copy,
+    named_buffers_of,
+    named_parameters_of,
+)
 from trainkit.parallel.reduction import reducers_of, reshard_
 from trainkit.types import ParallelState, TrainState
 
@@ -97,18 +103,33 @@ def model_tensors(stages: Iterable[nn.Module]) -> dict[str, Tensor]:
 def run_tensors(stages: Iterable[nn.Module], optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
     """Return every tensor that a checkpoint holds: "model/NAME" and "optimizer/KEY/NAME".
 
+    A pipeline's copy of a tied embedding is left out: it is the same as its owner's.
+
     Examples:
         >>> model = nn.Linear(1, 1, bias=False)
         >>> list(run_tensors([model], torch.optim.SGD(model.parameters())))
         ['model/weight']
     """
     stages = list(stages)
+    copies = tied_copies_of(stages)
     tensors = model_tensors(stages)
+    for name in copies:
+        del tensors[f"model/{name}"]
     for name, values in optimizer_state(stages, optimizer).items():
         for key, value in values.items():
-            if isinstance(value, Tensor):
+            if isinstance(value, Tensor) and name not in copies:
                 tensors[f"optimizer/{key}/{name}"] = value
     return tensors
+
+
+def tied_copies_of(stages: Iterable[nn.Module]) -> set[str]:
+    """Return the names of the parameters that are copies of another stage's.
+
+    Examples:
+        >>> tied_copies_of([nn.Linear(1, 1)])
+        set()
+    """
+    return {name for name, p in named_parameters_of(stages).items() if is_tied_copy(p)}
 
 
 def replica_of(ps: ParallelState) -> int:

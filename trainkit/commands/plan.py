@@ -1,72 +1,193 @@
-"""`python -m trainkit plan CORPUS --capacity N`: what a packing would come to, without training.
+"""`python -m trainkit plan`: which layouts a model has on some machines, and what each would cost.
 
-It prints the report of `packing_report` as JSON, and draws the rows with `--out`.
+Nothing is trained and nothing is started: all figures follow from shapes, by `trainkit.planning`.
 """
 
 from __future__ import annotations
 
-from pathlib import Path
+import argparse
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    import argparse
+    from trainkit.models.config import DecoderConfig
+    from trainkit.planning import Hardware, Layout
+
+_DEGREES = ("pp", "dp_replicate", "dp_shard", "ring", "ulysses", "tp")
+
+_DESCRIPTION = """\
+List every way to spread a model over some ranks, as degrees of pipeline (pp), data (dp_replicate,
+dp_shard), sequence (ring, ulysses) and tensor parallelism (tp), with the memory each rank needs,
+what it sends in a step, and an estimate of the step's time; and say what does not fit, and why.
+"""
+
+_EPILOG = """\
+The columns: peak is the most that a rank holds at any moment, in GiB. The next are the largest of
+each kind, which are not all there at once: parameters, gradients and optimizer state in fp32, what
+waits for backward (activ.), the output layer and the loss (logits), FSDP's gathered blocks and
+gradients that are not reduced yet (gathered). Memory is counted from what trainkit's decoder keeps,
+and within 10 % of what torch measures. Sent is what one rank sends in a step, in GB. The step's
+time is an estimate that puts layouts in an order, not a promise: arithmetic at --efficiency of the
+peak, communication at the speed of the wires, where the ring's and FSDP's run beside arithmetic.
+
+Examples:
+
+  python -m trainkit plan --size llama-3.1-8b --world 8 --hardware h100 --row-length 8192
+
+  # longer rows: only layouts with tensor parallelism of 2, with everything computed again
+  python -m trainkit plan --size llama-3.1-8b --world 16 --row-length 131072 --rows 16 \\
+      --tp 2 --recompute full
+
+  # your own machines: 4 GPUs of 24 GiB in each node
+  python -m trainkit plan --size qwen3-4b --world 8 --hardware a100 --memory 24 --ranks-per-node 4
+
+  # for a script
+  python -m trainkit plan --size 10m --world 2 --hardware cpu --row-length 256 --json
+
+A layout from the table goes to a recipe as it stands: --dp-shard 4 --tp 2.
+"""
 
 
 def add(commands: Any) -> None:
     """Describe the command's flags to the subparsers of `python -m trainkit`."""
-    plan = commands.add_parser("plan", help="pack a corpus into rows and report the padding")
-    plan.add_argument("corpus", type=Path, help="a token file, a .jsonl file, a directory of text")
-    plan.add_argument("--capacity", type=int, required=True, help="tokens per row")
-    fits = ("best_fit", "first_fit", "sequential")
-    which = plan.add_mutually_exclusive_group()
-    which.add_argument("--fit", choices=fits, default="best_fit", help="which row takes a document")
-    which.add_argument(
-        "--balanced",
-        type=int,
-        metavar="ROWS",
-        help="make k x ROWS rows, about equally full",
+    plan = commands.add_parser(
+        "plan",
+        help="list layouts for a model, with memory, communication and time",
+        description=_DESCRIPTION,
+        epilog=_EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    plan.add_argument(
-        "--group-size", type=int, default=100_000, help="pieces packed together; 0 means all"
+    _add_work(plan.add_argument_group("what is trained"))
+    _add_machines(plan.add_argument_group("what it runs on"))
+    only = plan.add_argument_group("only layouts with these degrees")
+    for name in _DEGREES:
+        only.add_argument(f"--{name.replace('_', '-')}", type=int, metavar="N")
+    shown = plan.add_argument_group("what is printed")
+    shown.add_argument("--limit", type=int, default=10, help="lines of a table (10); 0 for all")
+    shown.add_argument("--json", action="store_true", help="print all plans as JSON, in bytes")
+
+
+def _add_work(group: Any) -> None:
+    group.add_argument("--size", default="tiny", help="a named model, such as llama-3.1-8b (tiny)")
+    group.add_argument("--vocab-size", type=int, metavar="V", help="another size of vocabulary")
+    group.add_argument("--row-length", type=int, default=4096, metavar="S", help="tokens (4096)")
+    group.add_argument(
+        "--rows", type=int, metavar="B", help="rows of a step, over all ranks (4 for each rank)"
     )
-    policies = ("split", "truncate", "drop", "error")
-    plan.add_argument(
-        "--overlong", choices=policies, default="split", help="of documents above the capacity"
+    group.add_argument(
+        "--microbatch", type=int, default=1, metavar="N", help="rows at a time on a rank (1)"
     )
-    plan.add_argument("--multiple-of", type=int, default=1, help="align every piece to this")
-    plan.add_argument("--max-documents", type=int, help="the most pieces of a row")
-    plan.add_argument("--seed", type=int, help="deal the documents to groups at random")
-    plan.add_argument("--out", type=Path, help="draw the packing into this .png, .svg or .pdf")
+    group.add_argument(
+        "--documents", type=int, default=1, metavar="N", help="documents of a row (1)"
+    )
+    group.add_argument(
+        "--recompute",
+        nargs="+",
+        choices=("none", "selective", "full"),
+        default=["none", "selective", "full"],
+        help="what is computed again in backward (all three)",
+    )
+    group.add_argument(
+        "--dtype", choices=("bf16", "fp32"), help="what is computed in (bf16; fp32 on cpu)"
+    )
+    group.add_argument("--optimizer", choices=("adamw", "momentum", "sgd"), default="adamw")
+    group.add_argument(
+        "--loss", choices=("linear", "plain"), default="linear", help="logits by chunks, or whole"
+    )
+    group.add_argument("--schedule", default="1f1b", help="of a pipeline (1f1b)")
+    group.add_argument(
+        "--reduce", choices=("last", "each"), default="last", help="after which microbatch"
+    )
+
+
+def _add_machines(group: Any) -> None:
+    group.add_argument("--world", type=int, default=1, metavar="N", help="ranks (1)")
+    group.add_argument("--hardware", default="h100", help="a100, h100, h200, b200 or cpu (h100)")
+    group.add_argument("--memory", type=float, metavar="GIB", help="of a rank, instead of its own")
+    group.add_argument("--ranks-per-node", type=int, metavar="N", help="instead of its own")
+    group.add_argument(
+        "--efficiency", type=float, default=0.5, help="part of the peak that is reached (0.5)"
+    )
+    group.add_argument(
+        "--headroom", type=float, default=0.1, help="part of memory that is kept free (0.1)"
+    )
 
 
 def run(options: argparse.Namespace) -> tuple[Any, int]:
-    """Return what to print, and the exit code.
+    """Return what to print, a table or records for JSON, and the exit code."""
+    # Imported here: they import torch.
+    import attrs  # noqa: PLC0415
 
-    Effects:
-        Writes the picture, if one is asked for.
-    """
-    from trainkit import packing  # noqa: PLC0415 -- slow to import
-    from trainkit.corpora import open_corpus  # noqa: PLC0415 -- slow to import
+    from trainkit.models.sizes import decoder_config  # noqa: PLC0415
+    from trainkit.planning import plan, plan_table  # noqa: PLC0415
 
-    if options.out is not None:
-        from trainkit.sinks.packing import check_picture  # noqa: PLC0415 -- an extra
-
-        check_picture("plan: --out", options.out)
-    balanced = options.balanced is not None
-    fit = packing.balanced(options.balanced) if balanced else getattr(packing, options.fit)
-    lengths = open_corpus(options.corpus).lengths
-    bins = packing.pack_bins(
-        lengths,
-        options.capacity,
-        fit=fit,
-        group_size=options.group_size,
-        overlong=options.overlong,
-        multiple_of=options.multiple_of,
-        max_documents=options.max_documents,
-        seed=options.seed,
+    vocabulary = {} if options.vocab_size is None else {"vocab_size": options.vocab_size}
+    config = decoder_config(options.size, **vocabulary)
+    dtype = options.dtype or ("fp32" if options.hardware == "cpu" else "bf16")
+    plans = plan(
+        config,
+        options.world,
+        _hardware(options),
+        row_length=options.row_length,
+        rows=options.rows or 4 * options.world,
+        microbatch=options.microbatch,
+        recompute=options.recompute,
+        dtypes=[dtype],
+        optimizer=options.optimizer,
+        loss=options.loss,
+        schedule=options.schedule,
+        reduce=options.reduce,
+        documents=options.documents,
+        layouts=_layouts(options),
+        efficiency=options.efficiency,
+        headroom=options.headroom,
     )
-    if options.out is not None:
-        from trainkit.sinks.packing import plot_packing  # noqa: PLC0415 -- an extra
+    if options.json:
+        return [attrs.asdict(one) | {"fits": one.fits} for one in plans], 0
+    return f"{_heading(options, config)}\n\n{plan_table(plans, limit=options.limit or None)}", 0
 
-        plot_packing(bins, options.out, lengths=lengths)
-    return packing.packing_report(bins, lengths), 0
+
+def _heading(options: argparse.Namespace, config: DecoderConfig) -> str:
+    """Return one line that says what was planned: the model, the machines, the rows."""
+    from trainkit.models.config import count_parameters  # noqa: PLC0415 -- see run
+
+    machine, rows = _hardware(options), options.rows or 4 * options.world
+    return (
+        f"{options.size}, {count_parameters(config) / 1e6:,.1f} million parameters, on "
+        f"{options.world} x {machine.name} with {machine.memory / 2**30:g} GiB, of which "
+        f"{options.headroom:.0%} stay free; steps of {rows} rows of {options.row_length:,} tokens"
+    )
+
+
+def _hardware(options: argparse.Namespace) -> Hardware:
+    import attrs  # noqa: PLC0415 -- see run
+
+    from trainkit.planning import hardware  # noqa: PLC0415 -- see run
+
+    own = {
+        "memory": None if options.memory is None else round(options.memory * 2**30),
+        "ranks_per_node": options.ranks_per_node,
+    }
+    given = {name: figure for name, figure in own.items() if figure is not None}
+    return attrs.evolve(hardware(options.hardware), **given)
+
+
+def _layouts(options: argparse.Namespace) -> list[Layout]:
+    """Return the layouts of the world that have the degrees asked for."""
+    from trainkit.planning import layouts_of  # noqa: PLC0415 -- see run
+    from trainkit.types import ConfigError  # noqa: PLC0415 -- see run
+
+    asked = {name: getattr(options, name) for name in _DEGREES}
+    fixed = {name: degree for name, degree in asked.items() if degree is not None}
+    found = [
+        layout
+        for layout in layouts_of(options.world)
+        if all(getattr(layout, name) == degree for name, degree in fixed.items())
+    ]
+    if not found:
+        text = " x ".join(f"{name} {degree}" for name, degree in fixed.items())
+        raise ConfigError(
+            f"plan: no layout of {options.world} ranks has {text or 'any degrees'}",
+            where="world",
+            got=options.world,
+        )
+    return found

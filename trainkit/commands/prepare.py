@@ -122,6 +122,14 @@ def run(options: argparse.Namespace) -> tuple[Any, int]:
     Effects:
         Writes the token file, and for `bpe:N` a tokenizer; progress goes to stderr.
     """
+    try:
+        return _prepared(options), 0
+    except KeyboardInterrupt:
+        _say("")
+        return {"error": _interrupted(options.out)}, _INTERRUPTED
+
+
+def _prepared(options: argparse.Namespace) -> dict[str, Any]:
     from trainkit.corpora.text import TEXT_SUFFIXES  # noqa: PLC0415
     from trainkit.prepare.prepare import check_out, prepare_corpus  # noqa: PLC0415
 
@@ -131,25 +139,30 @@ def run(options: argparse.Namespace) -> tuple[Any, int]:
     patterns = options.exclude
     keep = partial(_is_kept, patterns) if patterns else None
     begun = time.monotonic()
-    try:
-        tokenizer, facts = _tokenizer(options, suffixes, keep)
-        done = prepare_corpus(
-            options.source,
-            options.out,
-            tokenizer=tokenizer,
-            make_encode=_make_encode(options),
-            field=options.field,
-            suffixes=suffixes,
-            keep=keep,
-            workers=options.workers,
-            tell=_say,
-            progress=_progress_printer(),
+    tokenizer, facts = _tokenizer(options, suffixes, keep)
+    done = prepare_corpus(
+        options.source,
+        options.out,
+        tokenizer=tokenizer,
+        make_encode=_make_encode(options),
+        field=options.field,
+        suffixes=suffixes,
+        keep=keep,
+        workers=options.workers,
+        tell=_say,
+        progress=_progress_printer(),
+    )
+    return _report(done, facts, time.monotonic() - begun)
+
+
+def _interrupted(out: Path) -> str:
+    parts = out.with_name(f"{out.name}.parts")
+    if parts.is_dir():
+        return (
+            f"interrupted; finished parts lie in {parts}: give the same command again to go on "
+            "from there"
         )
-    except KeyboardInterrupt:
-        _say("")
-        again = f"interrupted; finished parts lie in {options.out}.parts: give the same command"
-        return {"error": f"{again} again to go on from there"}, _INTERRUPTED
-    return _report(done, facts, time.monotonic() - begun), 0
+    return "interrupted before a part was finished: the same command begins anew"
 
 
 def _report(done: Prepared, facts: dict[str, Any], seconds: float) -> dict[str, Any]:

@@ -9,7 +9,7 @@ import attrs
 
 from trainkit.corpora.foreign import FOREIGN_SUFFIXES, open_foreign
 from trainkit.corpora.joined import JoinedCorpus, join_corpora
-from trainkit.corpora.layouts import offsets_file, sidecar_of
+from trainkit.corpora.layouts import offsets_file, read_sidecar, sidecar_of
 from trainkit.corpora.records import RECORD_SUFFIXES
 from trainkit.corpora.text import TEXT_SUFFIXES, check_readable, file_names
 from trainkit.corpora.token_file import SAMPLED
@@ -17,7 +17,7 @@ from trainkit.corpora.tokens import SUFFIX, TokenCorpus, open_part
 from trainkit.types import DataError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Mapping, Sequence
 
 TOKEN_SUFFIXES = (SUFFIX, *FOREIGN_SUFFIXES)
 _SHARED = 256
@@ -85,9 +85,17 @@ def open_shard(
         most: How many chunks of a `.tokens` file are checked; None reads all of any file.
 
     Raises:
-        DataError: The file is not what it says it is.
+        DataError: The file is not what it says it is, or `eos_id` ends no document.
         ValueError: `eos_id` was given for a file that says where documents end.
     """
+    corpus = _open_one(path, vocab_size=vocab_size, eos_id=eos_id, most=most)
+    _check_eos(path, {path: corpus}, eos_id)
+    return corpus
+
+
+def _open_one(
+    path: Path, *, vocab_size: int | None, eos_id: int | None, most: int | None
+) -> TokenCorpus:
     if path.suffix != SUFFIX:
         corpus = open_foreign(path, vocab_size=vocab_size, eos_id=eos_id, full=most is None)
     elif eos_id is not None:
@@ -108,16 +116,44 @@ def open_shards(
     """Open a directory's files of tokens as one corpus, in the order of their names.
 
     Raises:
-        DataError: A file is not what it says it is. The message names it.
+        DataError: A file is not what it says it is, or `eos_id` ends no document of any file. The
+            message names it.
     """
     most = None if full else max(1, min(SAMPLED, _SHARED // len(names)))
     parts = []
     for name in names:
         check_readable(root / name)
-        part = open_shard(root / name, vocab_size=vocab_size, eos_id=eos_id, most=most)
+        part = _open_one(root / name, vocab_size=vocab_size, eos_id=eos_id, most=most)
         folder = name[: -len(Path(name).name)]
         parts.append(attrs.evolve(part, sources={folder + k: v for k, v in part.sources.items()}))
+    _check_eos(root, dict(zip([root / name for name in names], parts, strict=True)), eos_id)
     return join_corpora(parts)
+
+
+def _check_eos(path: Path, parts: Mapping[Path, TokenCorpus], eos_id: int | None) -> None:
+    """Refuse an eos that stands in no file: each would be one document.
+
+    One of several files may hold the middle of a document, and no eos.
+    """
+    sides = {name: read_sidecar(name) for name in parts if name.suffix in FOREIGN_SUFFIXES}
+    asked = {
+        name: side.eos_id if eos_id is None else eos_id
+        for name, side in sides.items()
+        if side.offsets is None
+    }
+    asked = {name: eos for name, eos in asked.items() if eos is not None}
+    if asked and not any(_ends_a_document(parts[name], eos) for name, eos in asked.items()):
+        eos, count = next(iter(asked.values())), sum(len(parts[name].tokens) for name in asked)
+        raise DataError(
+            f"{path}: eos_id {eos} is to end the documents, but is not among the {count} tokens: "
+            "look which token ends them, or leave it out if each file is one document",
+            where=path,
+            want=eos,
+        )
+
+
+def _ends_a_document(part: TokenCorpus, eos_id: int) -> bool:
+    return len(part.offsets) > 2 or part.tokens[-1] == eos_id
 
 
 def _shard_names(root: Path, names: Sequence[str], *, sure: bool) -> list[str]:

@@ -10,16 +10,20 @@ import torch
 
 from trainkit.batch import collate_bins, split_batch, to_device
 from trainkit.corpora.mapped import check_unchanged
+from trainkit.layout import check_row_length, shard_sequence
 from trainkit.noise import token_keys
 from trainkit.sampling import rows_of_step, share_of_rows
-from trainkit.types import StepBatch
+from trainkit.types import Share, StepBatch
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
     from numpy.typing import ArrayLike
 
-    from trainkit.types import Batch, Bins, Corpus, Cursor, IntArray, Share
+    from trainkit.types import Batch, Bins, Corpus, Cursor, IntArray
+
+WHOLE = Share(0, 1)
+"""The share of a rank that holds whole documents: no ring, no Ulysses."""
 
 
 def step_batch(
@@ -37,6 +41,8 @@ def step_batch(
     rows_at: Callable[[int], ArrayLike] | None = None,
     costs: IntArray | None = None,
     source_of_row: IntArray | None = None,
+    ring: Share = WHOLE,
+    ulysses: Share = WHOLE,
 ) -> StepBatch:
     """Return one rank's microbatches of the global batch at a cursor, and the cursor after it.
 
@@ -61,6 +67,9 @@ def step_batch(
             cost, see `share_of_rows`.
         source_of_row: Which corpus each row of `bins` comes from, int64 `[len(bins)]`; each
             microbatch then carries "source", int64 `[B, S]`, -1 for row padding.
+        ring: Which part of each document this rank holds, `ps.ring.share`; rows are then packed
+            with a `multiple_of` that 2 * ring divides.
+        ulysses: Which slice of the ring's part, `ps.ulysses.share`; see `shard_sequence`.
 
     Returns:
         The `StepBatch`, with the same number of microbatches on every rank.
@@ -68,6 +77,7 @@ def step_batch(
     Raises:
         ValueError: The corpus has fewer rows than a step asks for, a step fewer rows than there
             are ranks, or `rows_at`, `costs` or `source_of_row` do not give what they should.
+        ConfigError: Rows or documents do not divide by ring and Ulysses.
         DataError: A file of the corpus was changed since it was opened, or holds a token outside
             its vocabulary.
 
@@ -88,6 +98,7 @@ def step_batch(
         >>> len(batch.microbatches), batch.cursor.batch
         (2, 1)
     """
+    check_row_length(bins.capacity, ring=ring.count, ulysses=ulysses.count)
     chosen = _rows_at(bins, cursor.batch, rows=rows, seed=seed, rows_at=rows_at)
     if source_of_row is not None:
         source_of_row = _per_row("step_batch: source_of_row", source_of_row, bins)
@@ -99,14 +110,24 @@ def step_batch(
     ).reshape(-1)
     mine = np.where(places < 0, -1, chosen[places])
     batch = _collate(
-        corpus, bins, mine, places, pad_id=pad_id, device=device, source_of_row=source_of_row
+        corpus,
+        bins,
+        mine,
+        places,
+        pad_id=pad_id,
+        device=device,
+        source_of_row=source_of_row,
+        ring=ring,
     )
     if noise_seed is not None:
         keys = token_keys(batch.token_index, seed=noise_seed, step=cursor.batch)
         batch = attrs.evolve(batch, extra={**batch.extra, "noise_key": keys})
-    return StepBatch(
-        split_batch(batch, rows_per_microbatch), attrs.evolve(cursor, batch=cursor.batch + 1)
-    )
+    # Sliced after the split, which goes by spans over whole rows of the ring's part.
+    microbatches = [
+        shard_sequence(part, ring=WHOLE, ulysses=ulysses)
+        for part in split_batch(batch, rows_per_microbatch)
+    ]
+    return StepBatch(microbatches, attrs.evolve(cursor, batch=cursor.batch + 1))
 
 
 def _rows_at(
@@ -154,11 +175,14 @@ def eval_batches(
     pad_id: int = 0,
     device: torch.device | str | None = None,
     source_of_row: IntArray | None = None,
+    ring: Share = WHOLE,
+    ulysses: Share = WHOLE,
 ) -> Iterator[Batch]:
     """Return one rank's batches of an evaluation: over all ranks every row comes exactly once.
 
-    Ranks may get different numbers of batches, also none. All batches have one shape: blank rows
-    fill the last.
+    Ranks may get different numbers of batches. All batches have one shape: blank rows fill the
+    last. A rank for which there are no rows gets none, or under ring or Ulysses a batch of blank
+    rows, because attention needs all ranks and rows that it can cut.
 
     Args:
         corpus: Where the tokens are.
@@ -168,6 +192,8 @@ def eval_batches(
         pad_id: The token id of padding.
         device: Where the batches shall be; the host by default.
         source_of_row: As in `step_batch`.
+        ring: As in `step_batch`.
+        ulysses: As in `step_batch`.
 
     Returns:
         An iterator that makes each batch when it is asked for; `token_index` counts over the whole
@@ -176,6 +202,7 @@ def eval_batches(
     Raises:
         ValueError: `rows_per_batch` is below 1, there is no such share, or `source_of_row` is not
             one integer per row.
+        ConfigError: Rows or documents do not divide by ring and Ulysses.
 
     Examples:
         >>> from trainkit.corpora import TokenCorpus
@@ -191,16 +218,19 @@ def eval_batches(
             "eval_batches: rows_per_batch must be at least 1 and the share exist, got "
             f"{rows_per_batch} and part {share.index} of {share.count}"
         )
+    check_row_length(bins.capacity, ring=ring.count, ulysses=ulysses.count)
     if source_of_row is not None:
         source_of_row = _per_row("eval_batches: source_of_row", source_of_row, bins)
     rows = np.array_split(np.arange(len(bins)), share.count)[share.index]
+    if len(bins) and not len(rows) and ring.count * ulysses.count > 1:
+        rows = np.array([-1])
     rows = np.append(rows, np.full(-len(rows) % rows_per_batch, -1))
-    batches = rows.reshape(-1, rows_per_batch)
+    options = {"pad_id": pad_id, "device": device, "source_of_row": source_of_row, "ring": ring}
     return (
-        _collate(
-            corpus, bins, chosen, chosen, pad_id=pad_id, device=device, source_of_row=source_of_row
+        shard_sequence(
+            _collate(corpus, bins, chosen, chosen, **options), ring=WHOLE, ulysses=ulysses
         )
-        for chosen in batches
+        for chosen in rows.reshape(-1, rows_per_batch)
     )
 
 
@@ -213,10 +243,13 @@ def _collate(
     pad_id: int,
     device: torch.device | str | None,
     source_of_row: IntArray | None,
+    ring: Share,
 ) -> Batch:
+    """Return rows as a batch: the part of their tokens that a rank of a ring holds."""
     for part in _parts_of(corpus, bins, rows):
         check_unchanged(part)
     batch = collate_bins(corpus, bins, rows, pad_id=pad_id, row_positions=places)
+    batch = shard_sequence(batch, ring=ring, ulysses=WHOLE)
     if source_of_row is not None:
         sources = torch.from_numpy(source_of_row[rows])[:, None]
         source = torch.where(batch.document_ids < 0, -1, sources)

@@ -10,19 +10,26 @@ and the hash tells whether it is the same.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from itertools import islice
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import attrs
 import numpy as np
 
-from trainkit.corpora.documents import checked_document, smallest_dtype
 from trainkit.corpora.tokens import TokenCorpus
-from trainkit.data.steps import step_batch
-from trainkit.hashing import hash_box, hash_counters, key_of
+from trainkit.data.steps import WHOLE, step_batch
+from trainkit.data.windows import (
+    Document,
+    Packing,
+    Position,
+    Window,
+    corpus_of,
+    noting_errors,
+    part_of,
+    windows,
+)
 from trainkit.packing import best_fit, pack_bins
-from trainkit.sampling import permute
 from trainkit.types import Bins, Cursor, DataError, Sample, StepBatch
 
 if TYPE_CHECKING:
@@ -35,48 +42,7 @@ if TYPE_CHECKING:
 OpenDocuments = Callable[[int], "Iterator[ArrayLike | Sample]"]
 """From the number of a document to an iterator over the documents from that one on."""
 
-Document = tuple[np.ndarray[Any, Any], np.ndarray[Any, Any] | None]
-"""Its ids `[N]`, and which of them are trained on, if it says so."""
-
-
 _MEND = "give the documents, the arguments and the seed of the save, or begin anew with Cursor()"
-
-
-@attrs.frozen
-class _Position:
-    """What `Cursor.stream` holds: where the window begins, its rows that are used, and losses.
-
-    `window_hash` is the hash of the window of which rows are used, 0 where none is.
-    """
-
-    document: int = 0
-    token: int = 0
-    rows: int = 0
-    shortened_documents: int = 0
-    lost_tokens: int = 0
-    window_hash: int = 0
-
-
-@attrs.frozen
-class _Packing:
-    capacity: int
-    window: int  # tokens
-    fit: Fit
-    multiple_of: int
-    max_documents: int | None
-    overlong: Overlong
-    vocab_size: int | None
-    seed: int
-
-
-@attrs.frozen(eq=False)
-class _Window:
-    begin: _Position
-    end: _Position
-    corpus: TokenCorpus
-    bins: Bins
-    order: IntArray
-    hash: int
 
 
 @attrs.frozen(eq=False)
@@ -108,7 +74,7 @@ def documents_from(make_iterator: Callable[[], Iterable[ArrayLike | Sample]]) ->
 
     def open_documents(first: int) -> Iterator[ArrayLike | Sample]:
         documents = iter(make_iterator())
-        number = sum(1 for _ in islice(_noting_errors(documents, 0), first))
+        number = sum(1 for _ in islice(noting_errors(documents, 0), first))
         if number < first:
             raise DataError(
                 f"documents_from: the source ends after {number} documents, the cursor is at "
@@ -191,7 +157,7 @@ def stream_steps(
         max_documents=max_documents,
         overlong=overlong,
     )
-    packing = _Packing(
+    packing = Packing(
         capacity=capacity,
         window=buffer_rows * capacity,
         fit=fit,
@@ -212,6 +178,8 @@ def deal_step(
     pad_id: int = 0,
     device: torch.device | str | None = None,
     noise_seed: int | None = None,
+    ring: Share = WHOLE,
+    ulysses: Share = WHOLE,
 ) -> StepBatch:
     """Return one rank's microbatches of a step of a stream; the arguments are `step_batch`'s.
 
@@ -240,6 +208,8 @@ def deal_step(
         pad_id=pad_id,
         device=device,
         noise_seed=noise_seed,
+        ring=ring,
+        ulysses=ulysses,
     )
     return attrs.evolve(batch, cursor=step.cursor)
 
@@ -294,24 +264,24 @@ def batch_maker(
     return make_batch
 
 
-def _position(cursor: Cursor) -> _Position:
-    fields = len(attrs.fields(_Position))
+def _position(cursor: Cursor) -> Position:
+    fields = len(attrs.fields(Position))
     if len(cursor.stream) not in (0, fields):
         raise ValueError(
             f"stream_steps: a cursor of a stream holds {fields} integers, got {cursor.stream}: "
             "it is another source's"
         )
-    return _Position(*cursor.stream)
+    return Position(*cursor.stream)
 
 
 def _steps(
-    open_documents: OpenDocuments, batch: int, position: _Position, rows: int, packing: _Packing
+    open_documents: OpenDocuments, batch: int, position: Position, rows: int, packing: Packing
 ) -> Iterator[StreamStep]:
-    held: list[tuple[_Window, IntArray]] = []
-    last: _Window | None = None
+    held: list[tuple[Window, IntArray]] = []
+    last: Window | None = None
     missing, used = rows, position.rows
     begin = attrs.evolve(position, rows=0, window_hash=0)
-    for window in _windows(open_documents, begin, packing):
+    for window in windows(open_documents(begin.document), begin, packing):
         if used:
             _check_window(window, position)
         while used < len(window.order):
@@ -330,31 +300,14 @@ def _steps(
         yield _step(held, rows, _cursor(batch + 1, last, len(last.order)), packing)
 
 
-def _cursor(batch: int, window: _Window, used: int) -> Cursor:
+def _cursor(batch: int, window: Window, used: int) -> Cursor:
     if used == len(window.order):
         return Cursor(batch, attrs.astuple(window.end))
     position = attrs.evolve(window.begin, rows=used, window_hash=window.hash)
     return Cursor(batch, attrs.astuple(position))
 
 
-def _hash(end: _Position, corpus: TokenCorpus, bins: Bins, order: IntArray) -> int:
-    """Return the hash, below 2^63, of a window's end, its tokens, its rows and their order.
-
-    The rows hold every token, so that they also tell how long each document is.
-    """
-    arrays = {
-        "tokens": corpus.tokens,
-        "trained": np.arange(0) if corpus.trained is None else corpus.trained,
-        "rows": np.concatenate([bins.offsets, bins.documents, bins.starts, bins.lengths]),
-        "order": order,
-    }
-    total = hash_counters(attrs.asdict(end))
-    for name, values in arrays.items():
-        total += hash_box(name, values.astype(np.int64), shape=values.shape, offset=(0,))
-    return total % 2**63  # checkpoints hold it as int64
-
-
-def _check_window(window: _Window, saved: _Position) -> None:
+def _check_window(window: Window, saved: Position) -> None:
     """Raise if a window of which rows are used is not the one that the cursor was saved in."""
     if window.hash == saved.window_hash and saved.rows < len(window.order):
         return
@@ -369,7 +322,7 @@ def _check_window(window: _Window, saved: _Position) -> None:
     )
 
 
-def _check_end(position: _Position) -> None:
+def _check_end(position: Position) -> None:
     """Raise if a source that gave no window was left inside of one."""
     if position.rows or position.token:
         raise DataError(
@@ -380,133 +333,8 @@ def _check_end(position: _Position) -> None:
         )
 
 
-def _windows(
-    open_documents: OpenDocuments, position: _Position, packing: _Packing
-) -> Iterator[_Window]:
-    documents = _documents(open_documents, position.document, packing.vocab_size)
-    pending: Document | None = None  # the rest of the document at `position`
-    skip, ended = position.token, False
-    while not ended:
-        begin, parts, room = position, list[Document](), packing.window
-        while True:
-            if pending is None:
-                pending = next(documents, None)
-                ended = pending is None
-            if pending is None:
-                break
-            if skip:
-                pending, skip = _rest(pending, skip, position.document), 0
-            if not room and not _takes_no_token(pending, packing):
-                break
-            take, left, position_ = _portion(pending, position, room, packing)
-            if left and not take:
-                break
-            if take:
-                parts.append(_slice(pending, 0, take))
-            pending = _slice(pending, take, None) if left else None
-            room, position = max(room - take, 0), position_
-        if position != begin:
-            yield _packed(begin, position, parts, packing)
-
-
-def _takes_no_token(document: Document, packing: _Packing) -> bool:
-    """Tell whether a window without room has room for a document: one that is empty or dropped."""
-    size = len(document[0])
-    return not size or (packing.overlong == "drop" and size > packing.capacity)
-
-
-def _portion(
-    pending: Document, position: _Position, room: int, packing: _Packing
-) -> tuple[int, bool, _Position]:
-    """Return how many tokens of a document the window takes, whether some are left, and the end."""
-    size, capacity = len(pending[0]), packing.capacity
-    beyond = attrs.evolve(position, document=position.document + 1, token=0)
-    if size <= capacity or (packing.overlong == "split" and size <= packing.window):
-        return size, False, beyond
-    if packing.overlong == "split":  # longer than a window: as many full rows as there is room for
-        take = room // capacity * capacity
-        return take, True, attrs.evolve(position, token=position.token + take)
-    if packing.overlong == "error":
-        raise DataError(
-            f"stream_steps: document {position.document} has {size} tokens; the capacity is "
-            f'{capacity}: raise it, or ask for overlong="split", "truncate" or "drop"',
-            got=size,
-            want=capacity,
-        )
-    take = capacity if packing.overlong == "truncate" else 0
-    shortened, lost = position.shortened_documents + 1, position.lost_tokens + size - take
-    return take, False, attrs.evolve(beyond, shortened_documents=shortened, lost_tokens=lost)
-
-
-def _documents(
-    open_documents: OpenDocuments, first: int, vocab_size: int | None
-) -> Iterator[Document]:
-    with_choice: bool | None = None
-    for number, document in enumerate(_noting_errors(open_documents(first), first), first):
-        where = f"stream_steps: document {number}"
-        found = checked_document(document, vocab_size or 1 << 32, where, with_choice=with_choice)
-        with_choice = found[1] is not None
-        yield found
-
-
-def _noting_errors(
-    documents: Iterator[ArrayLike | Sample], first: int
-) -> Iterator[ArrayLike | Sample]:
-    """Yield documents; what their iterator raises gets a note of the document's number."""
-    number = first
-    try:
-        for document in documents:
-            yield document
-            number += 1
-    except Exception as error:
-        error.add_note(f"stream: while reading document {number}")
-        raise
-
-
-def _rest(document: Document, token: int, number: int) -> Document:
-    if token >= len(document[0]):
-        raise DataError(
-            f"stream_steps: the cursor is at token {token} of document {number}, which has "
-            f"{len(document[0])}: it has changed",
-            got=len(document[0]),
-            want=token,
-        )
-    return _slice(document, token, None)
-
-
-def _slice(document: Document, begin: int, end: int | None) -> Document:
-    ids, chosen = document
-    return ids[begin:end], None if chosen is None else chosen[begin:end]
-
-
-def _packed(begin: _Position, end: _Position, parts: list[Document], packing: _Packing) -> _Window:
-    nothing = np.arange(0), None
-    corpus = _corpus(parts or [nothing], packing.vocab_size)
-    bins = pack_bins(
-        corpus.lengths,
-        packing.capacity,
-        fit=packing.fit,
-        group_size=0,
-        multiple_of=packing.multiple_of,
-        max_documents=packing.max_documents,
-    )
-    key = key_of(packing.seed, "window", begin.document, begin.token)
-    order = permute(np.arange(len(bins)), len(bins), key) if len(bins) else np.arange(0)
-    return _Window(begin, end, corpus, bins, order, _hash(end, corpus, bins, order))
-
-
-def _corpus(parts: Sequence[Document], vocab_size: int | None) -> TokenCorpus:
-    choices = [chosen for _, chosen in parts if chosen is not None]
-    return TokenCorpus(
-        np.concatenate([ids for ids, _ in parts]).astype(smallest_dtype(vocab_size)),
-        np.cumsum([0, *(len(ids) for ids, _ in parts)]),
-        vocab_size,
-        trained=np.concatenate(choices) if choices else None,
-    )
-
-
 def _step(
-    held: list[tuple[_Window, IntArray]], rows: int, cursor: Cursor, packing: _Packing
+    held: list[tuple[Window, IntArray]], rows: int, cursor: Cursor, packing: Packing
 ) -> StreamStep:
     """Copy the pieces of the rows that make up a step."""
     parts, sizes = list[Document](), [np.zeros(1, np.int64)]
@@ -517,9 +345,9 @@ def _step(
         for piece in _ranges(first, end - first).tolist():
             begin = int(corpus.offsets[bins.documents[piece]] + bins.starts[piece])
             document = corpus.tokens, corpus.trained
-            parts.append(_slice(document, begin, begin + int(bins.lengths[piece])))
+            parts.append(part_of(document, begin, begin + int(bins.lengths[piece])))
     blanks = rows + 1 - sum(len(part) for part in sizes)
-    corpus = _corpus(parts, packing.vocab_size)
+    corpus = corpus_of(parts, packing.vocab_size)
     bins = Bins(
         np.cumsum(np.concatenate([*sizes, np.zeros(blanks, np.int64)])),
         np.arange(len(parts)),

@@ -8,6 +8,7 @@ left to do but multiply by the incoming scalar.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -21,6 +22,13 @@ from trainkit.losses.cross_entropy import (
     cross_entropy_per_token,
 )
 from trainkit.types import IGNORED_LABEL
+
+Softmax = Callable[[Tensor, Tensor, bool], Tensor]
+"""From logits `[T, V]` and labels `[T]` to losses `[T]`.
+
+With True as the third argument, the logits are overwritten by the gradient of the losses' sum;
+else they may hold anything afterwards.
+"""
 
 _SMALL = 2**22  # elements, 16 MiB of fp32: logits below this are not worth splitting further
 
@@ -70,10 +78,10 @@ def linear_cross_entropy(
 
     The idea of the gradient in the forward pass is Liger Kernel's (Hsu et al. 2024).
     """
-    hidden, weight, chunk = _prepared("linear_cross_entropy", hidden, weight, labels, chunk)
-    if chunk is None:
+    hidden, weight = cast_factors("linear_cross_entropy", hidden, weight, labels, chunk)
+    if chunk is None and _fits_at_once(weight, labels):
         return cross_entropy(nn.functional.linear(hidden, weight), labels)
-    return _in_chunks(hidden, weight, labels, chunk)[0]
+    return linear_in_chunks(hidden, weight, labels, _cross_entropy_, chunk=chunk)[0]
 
 
 def linear_cross_entropy_per_token(
@@ -102,40 +110,112 @@ def linear_cross_entropy_per_token(
         (tensor(2.7726), tensor([1.3863, 0.0000, 1.3863]))
     """
     where = "linear_cross_entropy_per_token"
-    hidden, weight, chunk = _prepared(where, hidden, weight, labels, chunk)
-    if chunk is None:
+    hidden, weight = cast_factors(where, hidden, weight, labels, chunk)
+    if chunk is None and _fits_at_once(weight, labels):
         return cross_entropy_per_token(nn.functional.linear(hidden, weight), labels)
-    total, parts = _in_chunks(hidden, weight, labels, chunk)
+    return linear_in_chunks(hidden, weight, labels, _cross_entropy_, chunk=chunk)
+
+
+# ------------------------------------------------------------------------------- for any softmax
+
+
+def cast_factors(
+    where: str, hidden: Tensor, weight: Tensor, labels: Tensor, chunk: int | None
+) -> tuple[Tensor, Tensor]:
+    """Refuse factors that do not fit, and cast them under autocast as a linear layer would.
+
+    Args:
+        where: who asks, for the message.
+        hidden: what enters the output layer, `[..., D]`.
+        weight: rows of the output layer's weight, `[V, D]`, or this rank's of them.
+        labels: int64 `[...]`.
+        chunk: as in `linear_cross_entropy`.
+
+    Raises:
+        ValueError: if shapes or dtypes do not match or `chunk` is below 1.
+
+    Examples:
+        >>> import torch
+        >>> labels = torch.tensor([0, 2])
+        >>> cast_factors("mine", torch.zeros(2, 8), torch.zeros(4, 9), labels, None)
+        Traceback (most recent call last):
+        ...
+        ValueError: mine: weight must have 8 columns for ... of shape (2, 8), got shape (4, 9)
+    """
+    check_labels(where, hidden, labels)
+    if weight.ndim != 2 or weight.shape[1] != hidden.shape[-1]:
+        raise ValueError(
+            f"{where}: weight must have {hidden.shape[-1]} columns for hidden states of shape "
+            f"{tuple(hidden.shape)}, got shape {tuple(weight.shape)}"
+        )
+    autocast = torch.is_autocast_enabled(hidden.device.type)
+    if hidden.dtype != weight.dtype and not autocast:
+        raise ValueError(
+            f"{where}: hidden and weight must have one dtype, got {hidden.dtype} and {weight.dtype}"
+        )
+    if chunk is not None and chunk < 1:
+        raise ValueError(f"{where}: chunk must be at least 1, got {chunk}")
+    if autocast:
+        dtype = torch.get_autocast_dtype(hidden.device.type)
+        hidden, weight = hidden.to(dtype), weight.to(dtype)
+    return hidden, weight
+
+
+def linear_in_chunks(
+    hidden: Tensor, weight: Tensor, labels: Tensor, softmax: Softmax, *, chunk: int | None = None
+) -> tuple[Tensor, Tensor]:
+    """Return the sum of the losses of `hidden @ weight.T`, and each token's, detached `[...]`.
+
+    Args:
+        hidden: what enters the output layer, `[..., D]`.
+        weight: the output layer's weight `[V, D]`, or this rank's rows of it.
+        labels: int64 `[...]`.
+        softmax: what makes losses and their gradient of the logits of a chunk.
+        chunk: as in `linear_cross_entropy`.
+
+    Examples:
+        >>> import torch
+        >>> def largest(logits, labels, gradient):
+        ...     return logits.amax(-1)
+        >>> hidden, labels = torch.tensor([[1.0], [2.0]]), torch.tensor([0, 0])
+        >>> linear_in_chunks(hidden, torch.ones(3, 1), labels, largest, chunk=1)
+        (tensor(3.), tensor([1., 2.]))
+    """
+    if chunk is None:
+        chunk = max(1, weight.shape[1] // 2, _SMALL // len(weight))
+    rows = hidden.flatten(0, -2)
+    total, parts = run_untraced(_InChunks, rows, weight, labels.flatten(), softmax, chunk)
     return total, parts.view(labels.shape)
 
 
-def _prepared(
-    where: str, hidden: Tensor, weight: Tensor, labels: Tensor, chunk: int | None
-) -> tuple[Tensor, Tensor, int | None]:
-    """Check and cast the factors; settle the size of a chunk, None for the plain path."""
-    _check(where, hidden, weight, labels, chunk)
-    if torch.is_autocast_enabled(hidden.device.type):
-        dtype = torch.get_autocast_dtype(hidden.device.type)
-        hidden, weight = hidden.to(dtype), weight.to(dtype)
-    vocabulary, width = weight.shape
-    if chunk is None:
-        small = labels.numel() * vocabulary <= _SMALL
-        if not small or weight.dtype != accumulation_dtype(weight):
-            chunk = max(1, width // 2, _SMALL // vocabulary)
-    return hidden, weight, chunk
+def run_untraced(function: type[torch.autograd.Function], *args: Any) -> Any:
+    """Run a Function as it is inside `torch.compile`, and without gradients where none are wanted.
 
+    Traced, 512 tokens of the benchmark of `linear_cross_entropy` take twice the memory.
 
-def _in_chunks(hidden: Tensor, weight: Tensor, labels: Tensor, chunk: int) -> tuple[Tensor, Tensor]:
-    """Return the sum and each token's loss `[N]`, which has no gradient."""
+    Examples:
+        >>> import torch
+        >>> class Doubled(torch.autograd.Function):
+        ...     @staticmethod
+        ...     def forward(ctx, x):
+        ...         return 2 * x, ctx.needs_input_grad[0]
+        >>> with torch.no_grad():
+        ...     run_untraced(Doubled, torch.ones(1, requires_grad=True))
+        (tensor([2.]), False)
+    """
     if not torch.is_grad_enabled():  # which a Function does not ask
-        hidden, weight = hidden.detach(), weight.detach()
-    run = _LinearCrossEntropy.apply
-    if torch.compiler.is_compiling():  # traced, 512 tokens of the benchmark take twice the memory
+        args = tuple(x.detach() if isinstance(x, Tensor) else x for x in args)
+    run = function.apply
+    if torch.compiler.is_compiling():
         run = torch.compiler.disable(run)
-    return run(hidden.flatten(0, -2), weight, labels.flatten(), chunk)
+    return run(*args)
 
 
-class _LinearCrossEntropy(torch.autograd.Function):
+def _fits_at_once(weight: Tensor, labels: Tensor) -> bool:
+    return labels.numel() * len(weight) <= _SMALL and weight.dtype == accumulation_dtype(weight)
+
+
+class _InChunks(torch.autograd.Function):
     """The sum and its parts, with gradients of the sum that are ready when forward returns.
 
     Torch declares both methods as taking and returning anything, and so they override it unsoundly.
@@ -147,10 +227,11 @@ class _LinearCrossEntropy(torch.autograd.Function):
         hidden: Tensor,
         weight: Tensor,
         labels: Tensor,
+        softmax: Softmax,
         chunk: int,
     ) -> tuple[Tensor, Tensor]:
         needs = ctx.needs_input_grad[0], ctx.needs_input_grad[1]
-        losses, d_hidden, d_weight = _chunk_by_chunk(hidden, weight, labels, chunk, needs)
+        losses, d_hidden, d_weight = _chunk_by_chunk(hidden, weight, labels, softmax, chunk, needs)
         ctx.save_for_backward(d_hidden, d_weight)
         ctx.dtype = weight.dtype
         ctx.mark_non_differentiable(losses)
@@ -166,11 +247,16 @@ class _LinearCrossEntropy(torch.autograd.Function):
         # Not in place: a second backward over the same graph would scale twice. The weight's
         # gradient is cast after it is scaled: a sum over many tokens overflows fp16.
         d_hidden, d_weight = (g if g is None else g * d_total for g in ctx.saved_tensors)
-        return d_hidden, d_weight if d_weight is None else d_weight.to(ctx.dtype), None, None
+        return d_hidden, d_weight if d_weight is None else d_weight.to(ctx.dtype), None, None, None
 
 
 def _chunk_by_chunk(
-    hidden: Tensor, weight: Tensor, labels: Tensor, chunk: int, needs: tuple[bool, bool]
+    hidden: Tensor,
+    weight: Tensor,
+    labels: Tensor,
+    softmax: Softmax,
+    chunk: int,
+    needs: tuple[bool, bool],
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
     """Return losses `[N]` and the gradients that are needed; hidden `[N, D]`, weight `[V, D]`."""
     dtype, exact = weight.dtype, accumulation_dtype(weight)
@@ -183,10 +269,9 @@ def _chunk_by_chunk(
     buffer = hidden.new_empty((min(chunk, len(hidden)), len(weight)), dtype=exact)
     for start in range(0, len(hidden), chunk):
         rows = slice(start, start + chunk)
-        ignored = (labels[rows] == IGNORED_LABEL).unsqueeze(-1)
         inputs = hidden[rows]
         logits = _product(inputs, weight.t(), out=buffer[: len(inputs)])
-        losses[rows] = _losses_and_gradient_(logits, labels[rows], ignored, gradient=any(needs))
+        losses[rows] = softmax(logits, labels[rows], any(needs))
         slopes = logits.to(weight.dtype)
         if d_hidden is not None:
             torch.mm(slopes, weight, out=d_hidden[rows])
@@ -195,13 +280,9 @@ def _chunk_by_chunk(
     return losses, d_hidden if d_hidden is None else d_hidden.to(dtype), d_weight
 
 
-def _losses_and_gradient_(
-    logits: Tensor, labels: Tensor, ignored: Tensor, *, gradient: bool
-) -> Tensor:
-    """Return each token's loss `[T]`; turn its logits `[T, V]` into the gradient of their sum.
-
-    Without `gradient` the logits end as unnormalized probabilities. `ignored` is bool `[T, 1]`.
-    """
+def _cross_entropy_(logits: Tensor, labels: Tensor, gradient: bool) -> Tensor:
+    """Return each token's loss; turn its logits into the gradient of their sum: a `Softmax`."""
+    ignored = (labels == IGNORED_LABEL).unsqueeze(-1)
     labels = labels.unsqueeze(-1).masked_fill(ignored, 0)
     picked = logits.sub_(logits.amax(-1, keepdim=True)).gather(-1, labels)
     total = logits.exp_().sum(-1, keepdim=True)
@@ -225,19 +306,3 @@ def _add_product_(total: Tensor, a: Tensor, b: Tensor) -> None:
         total.addmm_(a, b)
     else:
         total.add_(torch.mm(a, b, out_dtype=total.dtype))
-
-
-def _check(where: str, hidden: Tensor, weight: Tensor, labels: Tensor, chunk: int | None) -> None:
-    check_labels(where, hidden, labels)
-    if weight.ndim != 2 or weight.shape[1] != hidden.shape[-1]:
-        raise ValueError(
-            f"{where}: weight must have shape (vocabulary, {hidden.shape[-1]}) for "
-            f"hidden states of shape {tuple(hidden.shape)}, got {tuple(weight.shape)}"
-        )
-    autocast = torch.is_autocast_enabled(hidden.device.type)
-    if hidden.dtype != weight.dtype and not autocast:
-        raise ValueError(
-            f"{where}: hidden and weight must have one dtype, got {hidden.dtype} and {weight.dtype}"
-        )
-    if chunk is not None and chunk < 1:
-        raise ValueError(f"{where}: chunk must be at least 1, got {chunk}")

@@ -10,7 +10,12 @@ from trainkit.models.config import DecoderConfig, Llama3Scaling, count_parameter
 from trainkit.models.decoder import Decoder, build_decoder
 from trainkit.models.generate import generate
 from trainkit.models.initial import init_weights
-from trainkit.models.sizes import config_from_facts, decoder_config, decoder_sizes
+from trainkit.models.sizes import (
+    config_from_facts,
+    decoder_config,
+    decoder_sizes,
+    round_up_vocabulary,
+)
 
 __all__ = [
     "Decoder",
@@ -23,4 +28,5 @@ __all__ = [
     "decoder_sizes",
     "generate",
     "init_weights",
+    "round_up_vocabulary",
 ]

@@ -8,6 +8,8 @@ an argument.
 
 from __future__ import annotations
 
+import copy
+from collections.abc import Mapping
 from typing import Any, Literal
 
 import torch
@@ -63,6 +65,8 @@ def project(
         >>> (hidden @ weight.T).shape
         torch.Size([1, 2, 8])
     """
+    if hasattr(weight, "to_local"):  # tensor parallel: this rank's part of the vocabulary
+        weight = weight.to_local()
     if output == "logits":
         return nn.functional.linear(hidden, weight)
     return hidden, _PassedOn.apply(weight)
@@ -197,12 +201,15 @@ class Decoder(nn.Module):
             raise ValueError(f"Decoder: head must be 'logits' or 'hidden', got {head!r}")
         self.config = config
         self.output: Literal["logits", "hidden"] = head
-        self.embedding = Embedding(config.vocab_size, config.width)
+        # What a pipeline stage does not own is None: only the first embeds, only the last projects.
+        self.embeds = True
+        self.sequence_parts = 1  # tensor parallelism sets it to the parts S is cut into in blocks
+        self.embedding: Embedding | None = Embedding(config.vocab_size, config.width)
         # Keyed by the layer's number, so that a pipeline stage's layers keep their names.
         self.layers = nn.ModuleDict(
             {str(i): Block(config, attend=attend, name=f"layers.{i}") for i in range(config.layers)}
         )
-        self.norm = nn.RMSNorm(config.width, config.norm_eps)
+        self.norm: nn.RMSNorm | None = nn.RMSNorm(config.width, config.norm_eps)
         self.head = None if config.tied else Head(config.width, config.vocab_size, output=head)
 
     def forward(
@@ -216,7 +223,8 @@ class Decoder(nn.Module):
         """Return logits `[B, S, V]`, or the pair (hidden `[B, S, D]`, output weight `[V, D]`).
 
         Args:
-            input_ids: int64 `[B, S]`.
+            input_ids: int64 `[B, S]`; for a pipeline stage after the first, the hidden states `[B,
+                S, D]` that it receives. A stage before the last returns such.
             position_ids: int64 `[B, S]`, the position of each token in its document.
             spans: The documents, over the flattened rows.
             noise_key: int64 `[B, S]`, from `noise.token_keys`; needed only for dropout while
@@ -226,15 +234,33 @@ class Decoder(nn.Module):
             ValueError: Dropout is on, the model is training, and there is no `noise_key`.
         """
         noise_key = self._noise_key_in_use(noise_key)
-        x = self.embedding(input_ids)
-        x = _drop(x, noise_key, name="embedding", p=self.config.dropout)
+        x = self._embedded(input_ids, noise_key)
         rotary = self._rotary(position_ids, dtype=x.dtype)
         for block in self.layers.values():
             x = block(x, rotary=rotary, spans=spans, noise_key=noise_key)
+        if self.norm is None:
+            return x
         x = self.norm(x)
-        if self.head is None:
-            return project(x, self.embedding.weight, output=self.output)
-        return self.head(x)
+        if self.head is not None:
+            return self.head(x)
+        assert self.embedding is not None
+        return project(x, self.embedding.weight, output=self.output)
+
+    def boundary(self, batch: Mapping[str, Any]) -> Tensor:
+        """Return what crosses from one pipeline stage to the next: `[B, S, D]`, on the meta device.
+
+        Args:
+            batch: A microbatch. Under sequence-parallel norms S is this rank's part of it.
+        """
+        rows, length = batch["position_ids"].shape
+        shape = rows, length // self.sequence_parts, self.config.width
+        return torch.empty(shape, dtype=next(self.parameters()).dtype, device="meta")
+
+    def _embedded(self, input_ids: Tensor, noise_key: Tensor | None) -> Tensor:
+        if not self.embeds or self.embedding is None:
+            return input_ids
+        x = self.embedding(input_ids)
+        return _drop(x, noise_key, name="embedding", p=self.config.dropout)
 
     def _noise_key_in_use(self, noise_key: Tensor | None) -> Tensor | None:
         """Return the keys if anything is to be dropped, else None."""
@@ -257,6 +283,51 @@ class Decoder(nn.Module):
             device=position_ids.device,
         )
         return rotary_table(position_ids, frequencies, dtype=dtype)
+
+
+def decoder_stage(model: Decoder, layers: range, *, first: bool, last: bool) -> Decoder:
+    """Return one pipeline stage of a whole decoder: the same class, without what others own.
+
+    Modules keep their names ("layers.17"). With tied embeddings the last stage has an embedding of
+    its own, for its weight.
+
+    Args:
+        model: The whole model, which is not changed; blocks are shared with it.
+        layers: The numbers of the stage's layers.
+        first: Whether the stage embeds.
+        last: Whether it has the final norm and the head.
+
+    Examples:
+        >>> config = DecoderConfig(
+        ...     vocab_size=259, width=64, layers=4, heads=4, kv_heads=2, mlp_width=128
+        ... )
+        >>> with torch.device("meta"):
+        ...     stage = decoder_stage(Decoder(config), range(2, 4), first=False, last=True)
+        >>> [name for name, _ in stage.named_children()], list(stage.layers)
+        (['layers', 'norm', 'head'], ['2', '3'])
+    """
+    stage = _shell(model)
+    stage.embeds = first
+    if first:
+        stage.embedding = model.embedding
+    elif last and model.head is None:
+        stage.embedding = copy.deepcopy(model.embedding)  # one rank may hold both
+    else:
+        stage.embedding = None
+    stage.layers = nn.ModuleDict({str(i): model.layers[str(i)] for i in layers})
+    stage.norm = model.norm if last else None
+    stage.head = model.head if last else None
+    return stage
+
+
+def _shell(model: Decoder) -> Decoder:
+    """Return a module of the same class and attributes, without children, hooks or parameters."""
+    shell = type(model).__new__(type(model))
+    nn.Module.__init__(shell)
+    own = set(shell.__dict__)
+    shell.__dict__.update({k: v for k, v in model.__dict__.items() if k not in own})
+    shell.training = model.training
+    return shell
 
 
 def build_decoder(

@@ -14,8 +14,9 @@ from trainkit.models.config import DecoderConfig, Llama3Scaling
 def decoder_sizes() -> dict[str, DecoderConfig]:
     """Return every named size, smallest first within its family.
 
-    "tiny" and "10m" read bytes (256 and three special tokens); "60m" to "350m" have a vocabulary of
-    32,000, which counts in their name; both may be overridden.
+    "tiny" and "10m" read bytes (256, and up to 16 special tokens); "60m" to "350m" have a
+    vocabulary of 32,000, which counts in their name; both may be overridden. Heads, widths and
+    vocabulary of all of them divide by 4.
 
     Examples:
         >>> list(decoder_sizes())[:5]
@@ -44,6 +45,31 @@ def decoder_config(name: str, **overrides: Any) -> DecoderConfig:
     return attrs.evolve(sizes[name], **overrides)
 
 
+def round_up_vocabulary(size: int, *, multiple_of: int = 16) -> int:
+    """Return the number of rows that an embedding for `size` token ids should have.
+
+    A tokenizer has any number of ids, 271 for instance, and a matrix that is split over ranks needs
+    one that divides. The rows beyond `size` are trained like those of a token that never comes. The
+    result depends on no layout, so that all hold the same model. Whoever draws tokens leaves the
+    ids from `size` on out.
+
+    Raises:
+        ValueError: A number is below 1.
+
+    Examples:
+        >>> round_up_vocabulary(271)
+        272
+        >>> round_up_vocabulary(50_257, multiple_of=128)
+        50304
+    """
+    if size < 1 or multiple_of < 1:
+        raise ValueError(
+            f"round_up_vocabulary: size and multiple_of must be at least 1, got {size} and "
+            f"{multiple_of}"
+        )
+    return -(-size // multiple_of) * multiple_of
+
+
 def config_from_facts(facts: Mapping[str, Any]) -> DecoderConfig:
     """Return the configuration that `attrs.asdict` made a dict of, for instance in a checkpoint.
 
@@ -67,8 +93,8 @@ def config_from_facts(facts: Mapping[str, Any]) -> DecoderConfig:
 def _small() -> dict[str, DecoderConfig]:
     #        vocabulary, width, layers, heads, kv heads, mlp width
     table = {
-        "tiny": (259, 128, 4, 4, 4, 384),
-        "10m": (259, 320, 8, 5, 5, 864),
+        "tiny": (272, 128, 4, 4, 4, 384),
+        "10m": (272, 320, 8, 4, 4, 864),
         "60m": (32_000, 512, 14, 8, 8, 1_408),
         "125m": (32_000, 768, 14, 12, 12, 2_048),
         "350m": (32_000, 1_024, 25, 16, 16, 2_816),

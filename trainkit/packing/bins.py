@@ -28,6 +28,7 @@ from trainkit.packing.pieces import (
     deal,
     sort_shelves,
     survey,
+    take_whole,
 )
 from trainkit.sampling import permute
 from trainkit.types import Bins
@@ -130,18 +131,17 @@ def _checked_array(lengths: ArrayLike) -> IntArray:
     if array.ndim != 1:
         raise ValueError(f"pack_bins: lengths must have one dimension, got shape {array.shape}")
     kind = array.dtype.kind
-    # numpy makes objects or floats of integers beyond int64.
+    # numpy makes unsigned integers, objects or floats of integers beyond int64.
     exact = np.asarray(lengths, object) if kind in "fO" else array
-    if kind in "iu" or (kind in "fO" and all(type(length) is int for length in exact)):
-        _check_longest(exact)
+    if kind == "u" or (kind in "fO" and all(type(length) is int for length in exact)):
+        _check_longest(exact, int(exact.max(initial=0)))
     if kind not in "iu" and array.size:
         raise ValueError(f"pack_bins: lengths must be integers, got {array.dtype}")
     return read_only(np.ascontiguousarray(array, np.int64))
 
 
-def _check_longest(lengths: np.ndarray[Any, Any]) -> None:
-    """Refuse a document that is too long, by its length before int64 has made another of it."""
-    longest = int(lengths.max(initial=0))
+def _check_longest(lengths: np.ndarray[Any, Any], longest: int) -> None:
+    """Refuse a document that is too long: in int64 by the survey, else before it becomes int64."""
     if longest > _LONGEST:
         raise ValueError(
             f"pack_bins: document {int(lengths.argmax())} has {longest} tokens; the most are 2^40: "
@@ -184,6 +184,7 @@ def _checked_rule(
 def _surveyed(lengths: IntArray, rule: _Rule, overlong: Overlong) -> tuple[int, int]:
     """Return the number of pieces and the longest length, after a look at every length."""
     smallest, largest, num_pieces = survey(lengths, rule.capacity, rule.most)
+    _check_longest(lengths, largest)
     if smallest < 0:
         worst = int(lengths.argmin())
         raise ValueError(f"pack_bins: document {worst} has length {lengths[worst]}, below 0")
@@ -233,7 +234,7 @@ def _packed(
     Where pieces are whole documents the lengths are what the fit is asked, and pieces are written
     once, when it has answered.
     """
-    documents, pieces = np.empty(sum(counts), np.int64), np.empty(sum(counts), np.int64)
+    documents, pieces = np.empty((2, sum(counts)), np.int64)
     starts = np.zeros(len(pieces), np.int64)  # whose memory is never touched if nothing is split
     # int32 takes half the memory of int64, and less time.
     integer = np.int32 if lengths.size < INT32 else np.int64
@@ -256,8 +257,9 @@ def _packed(
             entries = np.empty((size, 4 if splits else 3), integer)
             ends = _sort(fit, bin_of, lengths, begin, rule, entries, columns)
         elif whole:
-            cut(lengths, begin[0], begin[1], rule.capacity, rule.most, *columns)
-        offsets.append(ends + first)
+            take_whole(lengths, begin[0], documents[group], pieces[group])
+        ends += first
+        offsets.append(ends)
         first += size
     return np.concatenate(offsets), documents, starts, pieces
 

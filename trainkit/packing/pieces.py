@@ -83,6 +83,15 @@ def cut(  # noqa: PLR0917 (an array is a parameter)
 
 
 @jit
+def take_whole(lengths: Any, first: int, documents: Any, pieces: Any) -> None:
+    """Write pieces that are whole documents, from one on."""
+    for piece in range(documents.size):
+        documents[piece] = first + piece
+    for piece in range(pieces.size):
+        pieces[piece] = lengths[first + piece]
+
+
+@jit
 def count_in_order(bin_of: Any, lengths: Any, ends: Any, tokens: Any) -> Any:
     """Write where the bins' pieces end; return the most tokens and the most pieces of a bin.
 

@@ -17,25 +17,34 @@ def fsdp(
     param_dtype: torch.dtype | None = None,
     reduce_dtype: torch.dtype | None = torch.float32,
     reshard_after_forward: bool = True,
+    cpu_offload: bool = False,
 ) -> Transform:
     """Return the transform that shards over `ps.fsdp` and replicates over `ps.dp_replicate`.
 
     Each block is a unit that is gathered for its own forward and backward; what is left of the
     model is one more unit, which stays gathered between forward and backward. Where both axes have
-    size 1 the model is left as it is.
+    size 1 the model is left as it is. Parameters that `tensor` has made DTensors keep their
+    placements, and are sharded once more. A frozen parameter is sharded, and gets no gradient.
 
     Args:
         blocks: The name pattern of the blocks.
         param_dtype: The dtype to gather parameters in and to compute with; None keeps theirs.
         reduce_dtype: The dtype to sum gradients in when `param_dtype` is given.
-        reshard_after_forward: Free a block's gathered parameters between forward and backward.
+        reshard_after_forward: Free a block's gathered parameters between forward and backward. A
+            zero-bubble pipeline schedule needs False: with True its gradients come out wrong.
+        cpu_offload: Keep shards of parameters, gradients and optimizer state in host memory, and
+            step there; a block is copied to the device for its forward and its backward.
 
     Returns:
         A transform for `build_stages`. Gradients are summed, in the dtype of the parameters.
 
     Raises:
-        ValueError: When applied: `blocks` matches nothing, or `param_dtype` is asked for on one
-            process.
+        ValueError: When applied: `blocks` matches nothing (a pipeline stage may be without a
+            block), or `param_dtype` or `cpu_offload` is asked for on one process, where it would
+            do nothing.
+
+    References:
+        Zhao et al., "PyTorch FSDP" (2023); Rajbhandari et al., "ZeRO" (2020).
 
     Examples:
         >>> from trainkit.mesh import solo_parallel
@@ -46,33 +55,51 @@ def fsdp(
 
     def apply(module: nn.Module, ps: ParallelState) -> nn.Module:
         if ps.fsdp.count == 1 and ps.dp_replicate.count == 1:
-            if param_dtype is not None:
-                raise ValueError(
-                    f"fsdp: param_dtype={param_dtype} was asked for on one process, where FSDP2 "
-                    "does not run; pass a `call` that enters torch.autocast instead"
-                )
+            _refuse_on_one_process(ps, param_dtype=param_dtype, cpu_offload=cpu_offload)
             return module
         from torch.distributed.fsdp import (  # noqa: PLC0415 (a second of import time)
+            CPUOffloadPolicy,
             MixedPrecisionPolicy,
+            OffloadPolicy,
             fully_shard,
         )
 
         units = blocks_of(module, blocks)
-        if not units:
+        if not units and ps.pp.count == 1:
             raise ValueError(f"fsdp: no submodule's name matches blocks={blocks!r}")
         assert ps.mesh is not None
         hybrid = ps.dp_replicate.count > 1
-        policy = MixedPrecisionPolicy(param_dtype, reduce_dtype if param_dtype else None)
         mesh = ps.mesh["dp_replicate", "fsdp"] if hybrid else ps.mesh["fsdp"]
-        for unit in units:
+        policy = MixedPrecisionPolicy(param_dtype, reduce_dtype if param_dtype else None)
+        # Pinned memory, torch's default, needs an accelerator: without one torch raises.
+        pin = torch.cuda.is_available()
+        offload = CPUOffloadPolicy(pin_memory=pin) if cpu_offload else OffloadPolicy()
+        for unit, reshard in (*((u, reshard_after_forward) for u in units), (module, False)):
             fully_shard(
                 unit,
                 mesh=mesh,
                 mp_policy=policy,
-                reshard_after_forward=reshard_after_forward,
+                offload_policy=offload,
+                reshard_after_forward=reshard,
             )
-        fully_shard(module, mesh=mesh, mp_policy=policy, reshard_after_forward=False)
         sum_gradients_(module)
         return module
 
     return Transform(apply, kind="fsdp", axes=("dp_replicate", "dp_shard"))
+
+
+def _refuse_on_one_process(
+    ps: ParallelState, *, param_dtype: torch.dtype | None, cpu_offload: bool
+) -> None:
+    """Refuse what FSDP2 would have done; on a CPU there is nothing to offload, and nothing lost."""
+    if param_dtype is not None:
+        raise ValueError(
+            f"fsdp: param_dtype={param_dtype} was asked for on one process, where FSDP2 does not "
+            "run; pass a `call` that enters torch.autocast instead"
+        )
+    if cpu_offload and ps.device.type != "cpu":
+        raise ValueError(
+            f"fsdp: cpu_offload was asked for where parameters are sharded over 1 rank (fsdp) and "
+            f"1 replica, so FSDP2 does not run and they stay on {ps.device}; raise dp_shard, or "
+            "leave it out"
+        )

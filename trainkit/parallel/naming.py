@@ -10,6 +10,9 @@ import torch
 from torch import Tensor, nn
 
 _WRAPPERS = frozenset({"_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module"})
+_COPY = "_trainkit_tied_copy"
+COPY_SUFFIX = " (copy)"
+"""What the name of a tied copy ends with where one rank holds the owner's stage and the copy's."""
 
 
 def canonical_name(name: str) -> str:
@@ -26,6 +29,9 @@ def canonical_name(name: str) -> str:
 def named_parameters_of(stages: Iterable[nn.Module]) -> dict[str, nn.Parameter]:
     """Return all parameters of a list of stages by their whole-model name, frozen ones too.
 
+    Where a rank holds the first and the last stage of a pipeline, a tied embedding is there twice;
+    the copy's name then ends with `COPY_SUFFIX`.
+
     Raises:
         ValueError: Two stages hold a parameter of the same name.
 
@@ -37,10 +43,37 @@ def named_parameters_of(stages: Iterable[nn.Module]) -> dict[str, nn.Parameter]:
     for stage in stages:
         for raw, parameter in stage.named_parameters():
             name = canonical_name(raw)
+            if name in found and is_tied_copy(parameter):
+                name += COPY_SUFFIX
             if name in found:
                 raise ValueError(f"named_parameters_of: two parameters are called {name!r}")
             found[name] = parameter
     return found
+
+
+def mark_tied_copy_(parameter: nn.Parameter) -> None:
+    """Say that a parameter is the last stage's copy of one that the first stage owns.
+
+    Effects:
+        Sets an attribute of the parameter.
+
+    Examples:
+        >>> weight = nn.Parameter(torch.ones(1))
+        >>> mark_tied_copy_(weight)
+        >>> is_tied_copy(weight)
+        True
+    """
+    setattr(parameter, _COPY, True)
+
+
+def is_tied_copy(parameter: Tensor) -> bool:
+    """Say whether a parameter is a copy, equal to its owner, which counts once where all count.
+
+    Examples:
+        >>> is_tied_copy(nn.Parameter(torch.ones(1)))
+        False
+    """
+    return getattr(parameter, _COPY, False)
 
 
 def named_buffers_of(stages: Iterable[nn.Module]) -> dict[str, Tensor]:

@@ -1,13 +1,17 @@
-"""Gradient reduction by FSDP2 and DDP: sums, not averages; per step, not per microbatch.
+"""Gradient reduction by FSDP2, DDP and over tp: sums, not averages; per step, not per microbatch.
 
 A gradient is divided once, by the number of valid tokens in the global batch. A library that also
 divides by the number of ranks gives wrong numbers, so averaging is switched off, and a module that
 still averages is refused.
+
+Under tensor parallelism some parameters are whole on every rank and see only a part of the work: a
+norm that each rank applies to its part of the sequence or to its heads. Their gradients are
+*partial*; `sum_partial_` sums them, all at once, at the end of a step.
 """
 
 # No `from __future__ import annotations` here: DDP compares a hook's annotation with the class.
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from typing import Any, Literal
 
@@ -16,8 +20,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from trainkit.types import SOLO, Axis
+
 Reduce = Literal["last", "each"]
 _BROKEN_OFF = "_trainkit_broken_off"
+_PARTIAL = "_trainkit_partial"
 
 
 @attrs.frozen(eq=False)
@@ -25,14 +32,16 @@ class Reducers:
     """The modules inside a model that reduce gradients, by name: FSDP2's, DDP's, and foreign ones.
 
     Foreign ones (FSDP1 and composable `replicate`) always average, and are known to be refused.
+    `partial` are the modules that have parameters whose gradients `sum_partial_` sums.
     """
 
     fsdp: Sequence[tuple[str, Any]] = ()
     ddp: Sequence[tuple[str, Any]] = ()
     foreign: Sequence[tuple[str, Any]] = ()
+    partial: Sequence[tuple[str, Any]] = ()
 
     def __bool__(self) -> bool:
-        return bool(self.fsdp or self.ddp or self.foreign)
+        return bool(self.fsdp or self.ddp or self.foreign or self.partial)
 
 
 def reducers_of(model: nn.Module) -> Reducers:
@@ -59,6 +68,7 @@ def reducers_of(model: nn.Module) -> Reducers:
         [(name, module) for name, module in modules if isinstance(module, FSDPModule)],
         [(name, module) for name, module in modules if isinstance(module, DistributedDataParallel)],
         [(name, module) for name, module in modules if is_foreign(module)],
+        [(name, module) for name, module in modules if _PARTIAL in vars(module)],
     )
 
 
@@ -173,22 +183,99 @@ def reducing(reducers: Reducers, *, last: bool, reduce: Reduce) -> Iterator[None
 
 @contextmanager
 def setting_aside_reduced(reducers: Reducers) -> Iterator[None]:
-    """Keep gradients that DDP has reduced out of its next reduction; add them afterwards.
+    """Keep gradients that are reduced already out of the next reduction; add them afterwards.
+
+    These are what DDP and `sum_partial_` reduce: both take a parameter's whole gradient, and what
+    an earlier call left there would be summed over ranks again.
 
     Effects:
-        Sets the `.grad` of DDP's parameters aside for the length of the block.
+        Sets the `.grad` of their parameters aside for the length of the block.
     """
     held: list[tuple[nn.Parameter, Tensor]] = []
-    for _, module in reducers.ddp:
-        for parameter in module.parameters():
-            if parameter.grad is not None:
-                held.append((parameter, parameter.grad.clone()))
-                parameter.grad = None
+    reduced = [p for _, module in reducers.ddp for p in module.parameters()]
+    partial = _partial_parameters(module for _, module in reducers.partial)
+    for parameter in (*reduced, *(parameter for parameter, _ in partial)):
+        if parameter.grad is not None:
+            held.append((parameter, parameter.grad.clone()))
+            parameter.grad = None
     try:
         yield
     finally:
         for parameter, grad in held:
             parameter.grad = grad if parameter.grad is None else parameter.grad.add_(grad)
+
+
+def mark_partial_(module: nn.Module, names: Sequence[str], axis: Axis) -> None:
+    """Say that the gradients of some of a module's own parameters are partial over an axis.
+
+    Args:
+        module: The module that holds the parameters.
+        names: The names of the parameters in that module.
+        axis: The axis to sum their gradients over, `ps.tp`.
+
+    Effects:
+        Sets an attribute of the module; nothing at size 1.
+
+    Examples:
+        >>> from trainkit.mesh import solo_parallel
+        >>> mark_partial_(nn.RMSNorm(2), ["weight"], solo_parallel().tp)
+    """
+    if axis.count > 1:
+        setattr(module, _PARTIAL, (tuple(names), axis))
+
+
+def _partial_parameters(modules: Iterable[nn.Module]) -> list[tuple[Any, Axis]]:
+    """Return the trainable parameters whose gradients are partial, each once, and their axes."""
+    found: dict[int, tuple[Any, Axis]] = {}
+    for module in modules:
+        names, axis = vars(module).get(_PARTIAL, ((), SOLO))
+        for name in names:
+            parameter = module._parameters[name]  # noqa: SLF001 (not what hides it, see styles.py)
+            if parameter is not None and parameter.requires_grad:
+                found[id(parameter)] = parameter, axis
+    return list(found.values())
+
+
+@torch.no_grad()
+def sum_partial_(model: nn.Module) -> None:
+    """Sum over tp the gradients of which each rank has only a part, in one buffer per dtype.
+
+    For the end of a step's backward passes, after what FSDP reduces, and within
+    `setting_aside_reduced`. A parameter without a gradient on this rank counts as zeros; one that
+    has none on any rank keeps none.
+
+    Args:
+        model: Any module; those that `mark_partial_` has marked are found.
+
+    Effects:
+        Replaces the values of `.grad`; communicates over the axis that they were marked with, one
+        all-reduce per dtype. Nothing where no parameter is partial.
+
+    Examples:
+        >>> sum_partial_(nn.Linear(1, 1))
+    """
+    groups: dict[Any, list[Any]] = {}
+    for parameter, axis in _partial_parameters(model.modules()):
+        groups.setdefault((axis.group, parameter.dtype), []).append(parameter)
+    for (group, _), parameters in groups.items():
+        _sum_grads_(parameters, group)
+
+
+def _sum_grads_(parameters: Sequence[Any], group: dist.ProcessGroup) -> None:
+    """Sum the gradients of parameters of one dtype, and who has one, in one all-reduce."""
+    has = [p.grad is not None for p in parameters]
+    grads = [torch.zeros_like(p) if p.grad is None else p.grad for p in parameters]
+    parts = [grad.to_local() if hasattr(grad, "to_local") else grad for grad in grads]
+    counts = torch.tensor(has).to(parts[0], non_blocking=True)
+    flat = torch.cat([counts, *(part.reshape(-1) for part in parts)])
+    dist.all_reduce(flat, group=group)
+    counts, *sums = flat.split([len(parts), *(part.numel() for part in parts)])
+    for part, total in zip(parts, sums, strict=True):
+        part.copy_(total.view_as(part))
+    if not all(has):  # only a rank that lacks a gradient waits to hear whether another has one
+        has = counts.bool().tolist()
+    for parameter, grad, kept in zip(parameters, grads, has, strict=True):
+        parameter.grad = grad if kept else None
 
 
 def reshard_(reducers: Reducers) -> None:

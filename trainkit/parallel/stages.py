@@ -9,20 +9,36 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from itertools import pairwise
+from typing import Any
 
 import attrs
 import torch
 from torch import nn
 
-from trainkit.parallel.naming import box_of, named_parameters_of
-from trainkit.types import ConfigError, ModelTransform, ParallelState, Weights
+from trainkit.parallel.naming import (
+    box_of,
+    canonical_name,
+    mark_tied_copy_,
+    named_parameters_of,
+)
+from trainkit.parallel.split import Place, rank_of_stages, schedule_kind, split_layers
+from trainkit.types import (
+    SOLO,
+    Axis,
+    ConfigError,
+    ModelTransform,
+    ParallelState,
+    Weights,
+)
 
 ORDER = ("tensor", "sequence", "expert", "precision", "adapter", "recompute", "compiled", "fsdp")
 """The order in which kinds of transforms must stand in a plan: each sees the module as the earlier
 ones left it.
 """
 
-_AXES = ("pp", "dp_replicate", "dp_shard", "ring", "ulysses", "tp")
+_AXES = ("dp_replicate", "dp_shard", "ring", "ulysses", "tp")
+_PLACE = "_trainkit_place"
+_TIED = "_trainkit_tied"
 
 
 @attrs.frozen(eq=False)
@@ -43,7 +59,7 @@ def check_plan(plan: Sequence[ModelTransform], ps: ParallelState) -> None:
     Args:
         plan: Transforms; a plain function has no kind and may stand anywhere, but takes care of no
             axis.
-        ps: The layout.
+        ps: The layout; of its axes `build_stages` itself takes care of pp.
 
     Raises:
         ConfigError: Names the two transforms, or the axis.
@@ -126,27 +142,38 @@ def materialize_(module: nn.Module, weights: Weights, device: torch.device | str
             box.local.copy_(values)
 
 
+Split = Callable[[nn.Module, int], Sequence[nn.Module]]
+"""`split(model, num_stages)`: all stages of a whole model; see `split_layers`."""
+
+
 def build_stages(
     make_model: Callable[[], nn.Module],
     ps: ParallelState,
     plan: Sequence[ModelTransform],
     *,
     weights: Weights,
+    split: Split = split_layers,
+    schedule: str = "1f1b",
+    stages_per_rank: int | None = None,
 ) -> list[nn.Module]:
     """Return this rank's part of a model, transformed by a plan and filled with its weights.
 
     Args:
         make_model: Makes the whole model; called under the meta device, so it costs no memory.
         ps: The layout.
-        plan: Transforms in the order of `ORDER`.
+        plan: Transforms in the order of `ORDER`; applied to each stage by itself.
         weights: The initial values, a function of a parameter's name and of the box asked for.
+        split: Cuts the whole model, on the meta device, into stages; see `split_layers`.
+        schedule: The pipeline schedule, which says which rank holds which stages; see
+            `parallel.split.SCHEDULES`. Without pipeline parallelism it changes nothing.
+        stages_per_rank: How many stages a rank holds; by default as many as the schedule needs.
 
     Returns:
-        The stages of this rank, one module without pipeline parallelism.
+        The stages of this rank, first ones first; one module without pipeline parallelism.
 
     Raises:
-        ConfigError: The plan's order is wrong, or an axis of size above 1 has nobody to take care
-            of it.
+        ConfigError: The plan's order is wrong, an axis of size above 1 has nobody to take care of
+            it, or the model cannot be split into so many stages.
         ValueError: See `materialize_`.
 
     Effects:
@@ -160,9 +187,110 @@ def build_stages(
         3.0
     """
     check_plan(plan, ps)
+    schedule_kind(schedule)
     with torch.device("meta"):
-        module = make_model()
+        model = make_model()
+    if ps.pp.count == 1:
+        return [_built(model, ps, plan, weights)]
+    ranks = rank_of_stages(schedule, ps.pp.count, per_rank=stages_per_rank)
+    names = {canonical_name(name) for name, _ in model.named_parameters()}
+    with torch.device("meta"):
+        stages = list(split(model, len(ranks)))
+    tied = _check_split(names, stages, len(ranks))
+    own = [index for index, rank in enumerate(ranks) if rank == ps.pp.index]
+    return [_placed(_built(stages[i], ps, plan, weights), Place(i, ranks), tied) for i in own]
+
+
+def _built(
+    module: nn.Module, ps: ParallelState, plan: Sequence[ModelTransform], weights: Weights
+) -> nn.Module:
     for transform in plan:
         module = transform(module, ps)
     materialize_(module, weights, ps.device)
-    return [module]
+    return module
+
+
+def _check_split(
+    names: set[str], stages: Sequence[nn.Module], wanted: int
+) -> dict[str, tuple[int, int]]:
+    """Refuse stages that are not the model; return which two stages share a parameter, by name."""
+    if len(stages) != wanted:
+        raise ConfigError(
+            f"build_stages: split gave {len(stages)} stages, where {wanted} were asked for",
+            where="split",
+            got=len(stages),
+            want=wanted,
+        )
+    owners: dict[str, list[int]] = {}
+    for index, stage in enumerate(stages):
+        for name in named_parameters_of([stage]):
+            owners.setdefault(name, []).append(index)
+    problems = [f"{name!r} is in no stage" for name in sorted(names - owners.keys())]
+    problems += [
+        f"{name!r} of stage {where[0]} is no parameter of the whole model (a weight that is tied "
+        "to another goes by the other's name)"
+        for name, where in owners.items()
+        if name not in names
+    ]
+    problems += [f"{name!r} is in {len(x)} stages" for name, x in owners.items() if len(x) > 2]
+    if problems:
+        raise ConfigError(f"build_stages: in the split, {problems[0]}", where="split")
+    return {name: (where[0], where[1]) for name, where in owners.items() if len(where) == 2}
+
+
+def _placed(stage: nn.Module, place: Place, tied: dict[str, tuple[int, int]]) -> nn.Module:
+    """Write on a stage where it stands, and on its parameters which are copies of another's."""
+    setattr(stage, _PLACE, place)
+    setattr(stage, _TIED, {name: pair for name, pair in tied.items() if place.index in pair})
+    for name, parameter in named_parameters_of([stage]).items():
+        if name in tied and place.index == tied[name][1]:
+            mark_tied_copy_(parameter)
+    return stage
+
+
+def places_of(stages: Sequence[nn.Module], axis: Axis = SOLO) -> list[Place]:
+    """Return where each of a rank's stages stands in the pipeline.
+
+    Args:
+        stages: The stages of this rank, from `build_stages`; or one module of one's own, which is
+            taken for the stage of this rank's number.
+        axis: The pipeline axis.
+
+    Raises:
+        ConfigError: Several modules do not say where they stand, or the stages are of another
+            layout.
+
+    Effects:
+        None; the axis is only asked for its size.
+
+    Examples:
+        >>> places_of([nn.Linear(1, 1)])
+        [Place(index=0, ranks=(0,))]
+    """
+    found = [getattr(stage, _PLACE, None) for stage in stages]
+    if len(found) == 1 and found[0] is None:
+        return [Place(axis.index, tuple(range(axis.count)))]
+    places = [place for place in found if place is not None]
+    fits = all({*p.ranks} == {*range(axis.count)} for p in places) and (
+        [p.index for p in places]
+        == [i for i, rank in enumerate(places[0].ranks if places else ()) if rank == axis.index]
+    )
+    if len(places) < len(found) or not places or not fits:
+        raise ConfigError(
+            f"these {len(stages)} modules are not the stages of rank {axis.index} of "
+            f"{axis.count} pipeline ranks; pass what build_stages gave",
+            where="stages",
+            got=[None if p is None else p.index for p in found],
+        )
+    return places
+
+
+def tied_of(stage: nn.Module) -> dict[str, tuple[int, int]]:
+    """Return which parameters of a stage another has a copy of: {name: (owner, copy)}.
+
+    Examples:
+        >>> tied_of(nn.Linear(1, 1))
+        {}
+    """
+    found: Any = getattr(stage, _TIED, {})
+    return found

@@ -8,6 +8,7 @@ import signal
 import time
 from collections import deque
 from contextlib import contextmanager, suppress
+from multiprocessing import resource_tracker
 from multiprocessing.connection import Connection, wait
 from multiprocessing.reduction import ForkingPickler
 from typing import TYPE_CHECKING, Any
@@ -155,7 +156,8 @@ def _workers(job: Job, count: int) -> Iterator[list[_Worker]]:
             ours, theirs = context.Pipe()
             process = context.Process(target=_serve, args=(theirs, job), daemon=True)
             crew.append(_Worker(f"worker {index}", process, ours))
-            process.start()
+            with _interrupts_wait():
+                process.start()
             theirs.close()
         yield crew
     finally:
@@ -165,6 +167,21 @@ def _workers(job: Job, count: int) -> Iterator[list[_Worker]]:
                 worker.process.join()
             worker.process.close()
             worker.pipe.close()
+
+
+@contextmanager
+def _interrupts_wait() -> Iterator[None]:
+    """Let Ctrl-C wait for the end of the block; a process that is started in it never sees one.
+
+    It goes to all processes of a terminal, and one that is still importing modules would end with a
+    traceback.
+    """
+    resource_tracker.ensure_running()  # or the first start does it, and lets Ctrl-C through again
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 def _serve(pipe: Connection, job: Job) -> None:

@@ -8,8 +8,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from trainkit.packing import packing_report
-from trainkit.runtime import needs_extra
-from trainkit.types import DiskError
+from trainkit.sinks.drawing import check_picture, new_figure, save_picture
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -23,7 +22,6 @@ _THIN = "#b9d6e5"
 _ORANGE, _GREY, _INK = "#e07a2f", "#6b7280", "#111827"
 _ROWS = 24
 _ROW_INCHES = 0.165
-_FORMATS = (".png", ".svg", ".pdf")
 
 
 def plot_packing(bins: Bins, path: str | Path, *, lengths: ArrayLike | None = None) -> Path:
@@ -47,31 +45,15 @@ def plot_packing(bins: Bins, path: str | Path, *, lengths: ArrayLike | None = No
     Effects:
         Writes `path`.
     """
-    check_picture("plot_packing", Path(path))
+    check_picture("plot_packing", Path(path))  # before the work
     figure = _figure(bins, None if lengths is None else np.asarray(lengths, np.int64))
-    try:
-        figure.savefig(path, dpi=110)
-    except OSError as error:
-        raise DiskError(f"plot_packing: {path}: {error.strerror}", where=str(path)) from error
-    return Path(path)
-
-
-def check_picture(where: str, path: Path) -> None:
-    """Refuse a path that `where` cannot draw a picture into."""
-    if path.suffix.lower() not in _FORMATS:
-        raise ValueError(f"{where}: a picture ends in {', '.join(_FORMATS)}, got {str(path)!r}")
-    if path.is_dir():
-        raise DiskError(f"{where}: {path} is a directory; give a file", where=str(path))
-    if not path.absolute().parent.is_dir():
-        raise DiskError(f"{where}: {path.parent} is not a directory", where=str(path))
+    return save_picture("plot_packing", figure, path)
 
 
 def _figure(bins: Bins, lengths: IntArray | None) -> Figure:
     report = packing_report(bins, lengths)
-    with needs_extra("recipes"):
-        from matplotlib.figure import Figure  # noqa: PLC0415 -- an extra
     inches = 1.6, _ROW_INCHES * max(min(_ROWS, len(bins)), 1)  # of the two halves; then the text
-    figure = Figure(figsize=(8, sum(inches) + 1.75), layout="constrained", facecolor="white")
+    figure = new_figure(8, sum(inches) + 1.75)
     top, bottom = figure.subplots(2, 1, height_ratios=inches)
     _draw_lengths(top, bins, lengths)
     if len(bins):

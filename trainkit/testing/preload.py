@@ -11,9 +11,11 @@ MODULES = (
     "torch.distributed.device_mesh",
     "torch.distributed.fsdp",
     "torch.distributed.pipelining",
+    "torch.distributed.tensor.debug",
     "torch.distributed.tensor.parallel",
     "trainkit.hashing",
     "trainkit.noise",
+    "trainkit.testing.builtin",
 )
 
 for _name in MODULES:

@@ -37,6 +37,7 @@ T = TypeVar("T")
 # A rank that fails closes its sockets, and its peers then fail too: these are the echo's words.
 _ECHO = re.compile(r"connection (closed|reset|refused)|broken pipe|gloo/transport", re.IGNORECASE)
 _ECHO_GRACE = 1.0  # seconds in which the cause behind an echo may still arrive
+_LOOK_EVERY = 0.2  # seconds between two looks at how far the ranks are
 _EXIT_GRACE = 5.0  # seconds a rank has to leave after its function has returned
 
 
@@ -66,10 +67,10 @@ class _Failed:
 
 @attrs.frozen
 class _Work:
-    """What a rank is to do; `source` is (module, file) when the module must be loaded by path."""
+    """What a rank is to do; `sources` are (module, file) of modules that must be loaded by path."""
 
     call: bytes
-    source: tuple[str, str] | None
+    sources: tuple[tuple[str, str], ...]
     world: int
     folder: Path
     timeout: float
@@ -85,7 +86,12 @@ class _Rank:
 
 
 def run_ranks(
-    fn: Callable[..., T], world: int, *args: Any, timeout: float = 60.0, threads: int = 1
+    fn: Callable[..., T],
+    world: int,
+    *args: Any,
+    timeout: float = 60.0,
+    threads: int = 1,
+    meanwhile: Callable[[], bool] | None = None,
 ) -> list[T]:
     """Return `[fn(*args) on rank 0, on rank 1, ...]`, each run in a process of its own.
 
@@ -95,9 +101,11 @@ def run_ranks(
     Args:
         fn: A function of a module, or `functools.partial` of one; its file need not be importable.
         world: The number of ranks.
-        *args: What every rank is given.
+        *args: What every rank is given; functions among them as `fn`.
         timeout: Seconds until the ranks that still run are stopped, each with its stack shown.
         threads: Threads per rank inside torch's operators.
+        meanwhile: Called in this process a few times a second while ranks run, to show how far they
+            are. When it returns true they have got on, and `timeout` counts anew.
 
     Returns:
         What `fn` returned, by rank.
@@ -121,7 +129,7 @@ def run_ranks(
     with tempfile.TemporaryDirectory(prefix="trainkit_ranks_") as folder:
         work = _Work(
             call=_pack_call(fn, args),
-            source=_source_of(fn),
+            sources=_sources_of((fn, *args)),
             world=world,
             folder=Path(folder),
             timeout=timeout,
@@ -129,7 +137,7 @@ def run_ranks(
             environ=dict(os.environ),
         )
         with _started(work) as ranks:
-            returned = _raise_first_cause(_gather(ranks, timeout), world)
+            returned = _raise_first_cause(_gather(ranks, timeout, meanwhile), world)
             _raise_hang([rank for rank in ranks if rank.index not in returned], work)
             _let_go(ranks)
         return [_unpack(returned[index].value) for index in range(world)]
@@ -148,7 +156,15 @@ def _started(work: _Work) -> Iterator[list[_Rank]]:
             ours, theirs = context.Pipe()
             process = context.Process(target=_rank_main, args=(index, work, theirs))
             ranks.append(_Rank(index, process, ours))
-            process.start()
+            try:
+                process.start()
+            except ConnectionError as error:
+                raise RankError(
+                    f"run_ranks: rank {index} of {work.world} could not start: see above what the "
+                    "forkserver printed; a script needs `if __name__ == '__main__'` around what it "
+                    "runs, because ranks import it",
+                    rank=index,
+                ) from error
             theirs.close()  # so that the death of the rank is the end of the pipe
         yield ranks
     finally:
@@ -160,9 +176,12 @@ def _started(work: _Work) -> Iterator[list[_Rank]]:
                 rank.process.close()
 
 
-def _gather(ranks: Sequence[_Rank], timeout: float) -> dict[int, _Returned | _Failed]:
+def _gather(
+    ranks: Sequence[_Rank], timeout: float, meanwhile: Callable[[], bool] | None
+) -> dict[int, _Returned | _Failed]:
     """Return the reports by rank, all of them, or what there is after a failure or `timeout`."""
     deadline = time.monotonic() + timeout
+    patience = timeout if meanwhile is None else _LOOK_EVERY
     reports: dict[int, _Returned | _Failed] = {}
     while len(reports) < len(ranks):
         failures = [report for report in reports.values() if isinstance(report, _Failed)]
@@ -171,8 +190,10 @@ def _gather(ranks: Sequence[_Rank], timeout: float) -> dict[int, _Returned | _Fa
         if failures:
             deadline = min(deadline, failures[0].when + _ECHO_GRACE)
         pipes = [rank.pipe for rank in ranks if rank.index not in reports]
-        ready = wait(pipes, max(0.0, deadline - time.monotonic()))
-        if not ready:
+        ready = wait(pipes, min(patience, max(0.0, deadline - time.monotonic())))
+        if meanwhile is not None and meanwhile() and not failures:
+            deadline = time.monotonic() + timeout
+        if not ready and time.monotonic() >= deadline:
             break
         reports |= {rank.index: _receive(rank) for rank in ranks if rank.pipe in ready}
     return reports
@@ -240,15 +261,20 @@ def _pack_call(fn: Callable[..., Any], args: tuple[Any, ...]) -> bytes:
         ) from error
 
 
-def _source_of(fn: Callable[..., Any]) -> tuple[str, str] | None:
-    """Return (module, file) of a function whose module another process may be unable to import."""
-    while isinstance(fn, partial):
-        fn = fn.func
-    name = getattr(fn, "__module__", None) or "builtins"
-    top = sys.modules.get(name.partition(".")[0])
-    file = getattr(sys.modules.get(name), "__file__", None)
-    is_packaged = "." in name and getattr(top, "__file__", None) is not None
-    return None if is_packaged or file is None else (name, file)
+def _sources_of(values: Sequence[Any]) -> tuple[tuple[str, str], ...]:
+    """Return (module, file) of functions whose module another process may be unable to import."""
+    sources: dict[str, str] = {}
+    for value in values:
+        fn = value
+        while isinstance(fn, partial):
+            fn = fn.func
+        name = getattr(fn, "__module__", None) or "builtins"
+        top = sys.modules.get(name.partition(".")[0])
+        file = getattr(sys.modules.get(name), "__file__", None)
+        is_packaged = "." in name and getattr(top, "__file__", None) is not None
+        if callable(fn) and file is not None and not is_packaged:
+            sources[name] = file
+    return tuple(sources.items())
 
 
 def _stack_file(work: _Work, index: int) -> Path:
@@ -305,8 +331,9 @@ def _set_up(index: int, work: _Work) -> None:
         world_size=work.world,
         timeout=timedelta(seconds=work.timeout),
     )
-    if work.source is not None and work.source[0] not in sys.modules:
-        _load_module(*work.source)
+    for name, file in work.sources:
+        if name not in sys.modules:
+            _load_module(name, file)
 
 
 def _load_module(name: str, file: str) -> None:

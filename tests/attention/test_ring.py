@@ -1,0 +1,338 @@
+"""Ring and Ulysses attention, alone and composed, equal plain attention over the whole rows."""
+
+import importlib
+from itertools import groupby
+
+import attrs
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from trainkit.attention import sdpa
+from trainkit.attention.blocks import BlockKernel, cpu_flash
+from trainkit.attention.ring import ring
+from trainkit.attention.ulysses import ulysses
+from trainkit.attention.varlen import varlen
+from trainkit.batch import collate_bins
+from trainkit.corpora import TokenCorpus
+from trainkit.layout import shard_sequence, zigzag_shard
+from trainkit.mesh import parallel_session
+from trainkit.packing import pack_bins
+from trainkit.testing import run_ranks
+from trainkit.types import Axis, Share, Spans
+
+ring_room = importlib.import_module("trainkit.attention.ring")  # `ring` is also a function
+
+
+def spans_of(lengths):
+    bounds = torch.tensor(np.cumsum([0, *lengths]), dtype=torch.int32)
+    return Spans(bounds, np.array(lengths), max(lengths))
+
+
+# ----------------------------------------------------------------------------- equality, on ranks
+
+
+@attrs.frozen
+class Case:
+    """One comparison: what is attended to, and in which precision."""
+
+    seed: int = 0
+    lengths: tuple[int, int] = (1, 40)  # of documents, before they are padded to 2N
+    rows: int = 1
+    heads: int = 4
+    kv_heads: int = 2
+    scale: float | None = None
+    dtype: torch.dtype = torch.float64
+
+
+CASES = {
+    "random documents": Case(),
+    "several rows": Case(seed=1, rows=3, scale=0.7),
+    "documents shorter than the ring": Case(seed=2, lengths=(1, 6), rows=2),
+    "one document in each row": Case(seed=3, lengths=(96, 97), rows=2, kv_heads=4),
+    "one long document": Case(seed=3, lengths=(96, 97), kv_heads=1),
+    "one key head, odd head count": Case(seed=4, heads=3, kv_heads=1),
+    "fp32": Case(seed=5, rows=2, dtype=torch.float32),
+}
+ULYSSES = {
+    "random documents": Case(seed=6, heads=8, kv_heads=4),
+    "fewer key heads than ranks": Case(seed=7, heads=8, kv_heads=1, rows=2),
+    "key heads shared by two ranks": Case(seed=8, heads=4, kv_heads=2, scale=0.4),
+    "fp32": Case(seed=9, dtype=torch.float32),
+}
+
+
+def batch_of(case, multiple_of):
+    """Return rows of 96 tokens of random documents, padded to a multiple as for a ring."""
+    random = np.random.default_rng(case.seed)
+    sizes = random.integers(*case.lengths, size=200)
+    corpus = TokenCorpus(np.zeros(sizes.sum(), np.int64), np.cumsum([0, *sizes]))
+    bins = pack_bins(sizes, 96, multiple_of=multiple_of)
+    return collate_bins(corpus, bins, range(case.rows))
+
+
+def results(attend, batch, *, scale):
+    """Return out, dq, dk, dv for the q, k, v and d_out in a batch's extra."""
+    qkv = [batch[name].detach().requires_grad_() for name in ("q", "k", "v")]
+    out = attend(*qkv, spans=batch.spans, scale=scale)
+    return [out.detach(), *torch.autograd.grad((out * batch["d_out"]).sum(), qkv)]
+
+
+def inputs(case, multiple_of):
+    batch = batch_of(case, multiple_of)
+    make = torch.Generator().manual_seed(case.seed)
+    heads = {"q": case.heads, "k": case.kv_heads, "v": case.kv_heads, "d_out": case.heads}
+    extra = {
+        name: torch.randn(*batch.input_ids.shape, count, 8, generator=make, dtype=torch.float64)
+        for name, count in heads.items()
+    }
+    return attrs.evolve(batch, extra={name: x.to(case.dtype) for name, x in extra.items()})
+
+
+def compared(ps, case, attend):
+    """Return the largest difference from `sdpa` over the whole rows, per tensor, on this rank."""
+    whole = inputs(case, multiple_of=2 * ps.ring.count)
+    shares = {"ring": ps.ring.share, "ulysses": ps.ulysses.share}
+    found = results(attend, shard_sequence(whole, **shares), scale=case.scale)
+    want = results(sdpa, whole, scale=case.scale)
+    carried = attrs.evolve(whole, extra=dict(enumerate(want)))
+    parts = shard_sequence(carried, **shares).extra
+    assert all(a.dtype == b.dtype for a, b in zip(found, want, strict=True))
+    return max(float((a - parts[i]).abs().max() / want[i].abs().max()) for i, a in enumerate(found))
+
+
+def differences(ring_count, ulysses_count, cases):
+    with parallel_session(ring=ring_count, ulysses=ulysses_count) as ps:
+        attend = ulysses(ring(ps.ring), ps.ulysses)
+        return {name: compared(ps, case, attend) for name, case in cases.items()}
+
+
+def worst(found_by_rank):
+    return {name: max(found[name] for found in found_by_rank) for name in found_by_rank[0]}
+
+
+@pytest.mark.parametrize("world", [2, 3, 4, 8])
+def test_ring_attention_equals_plain_attention(world):
+    cases = {name: case for name, case in CASES.items() if world < 8 or case.rows > 1}
+    found = worst(run_ranks(differences, world, world, 1, cases))
+    assert found.pop("fp32") < 1e-5
+    assert max(found.values()) < 1e-12, found
+
+
+@pytest.mark.parametrize(("rings", "slices"), [(1, 2), (1, 4), (2, 2)])
+def test_ulysses_equals_plain_attention_also_around_a_ring(rings, slices):
+    found = worst(run_ranks(differences, rings * slices, rings, slices, ULYSSES))
+    assert found.pop("fp32") < 1e-5
+    assert max(found.values()) < 1e-12, found
+
+
+def test_on_one_rank_each_is_the_attention_inside():
+    solo = Axis("solo", Share(0, 1))
+    assert ring(solo) is varlen
+    assert ulysses(sdpa, solo) is sdpa
+
+
+# ----------------------------------------------------------------------- what is computed, and when
+
+
+@st.composite
+def rings(draw):
+    """(N, lengths of documents that divide by 2N)."""
+    count = draw(st.integers(2, 8))
+    sizes = draw(st.lists(st.integers(1, 3), min_size=1, max_size=4))
+    return count, [2 * count * size for size in sizes]
+
+
+def pairs_computed(rank, count, lengths):
+    """Return every (query, key) pair of places in the row that a rank computes, step by step."""
+    bounds = np.cumsum([0, *lengths])
+    places = [
+        zigzag_shard(torch.arange(sum(lengths)), Share(r, count), dim=0, cu_seqlens=bounds)
+        for r in range(count)
+    ]
+    views = ring_room._views(
+        spans_of([n // count for n in lengths]), Axis("ring", Share(rank, count)), scale=1.0
+    )
+    pairs = []
+    for step, view in enumerate(views):
+        queries = places[rank][view.queries].split(view.block.queries.lengths.tolist())
+        keys = places[(rank - step) % count][view.keys].split(view.block.keys.lengths.tolist())
+        for q, k in zip(queries, keys, strict=True):
+            seen = (q[:, None] >= k[None, :]) | torch.tensor(not view.block.causal)
+            pairs += torch.stack(torch.meshgrid(q, k, indexing="ij"), -1)[seen].tolist()
+    return pairs
+
+
+@given(rings())
+def test_each_rank_computes_what_can_be_seen_once_and_as_much_as_any_other(case):
+    count, lengths = case
+    by_rank = [pairs_computed(rank, count, lengths) for rank in range(count)]
+    assert max(map(len, by_rank)) <= 1.05 * min(map(len, by_rank))
+    document = np.repeat(np.arange(len(lengths)), lengths)
+    visible = np.tril(document[:, None] == document[None, :])
+    computed = [tuple(pair) for pairs in by_rank for pair in pairs]
+    assert len(computed) == len(set(computed))
+    assert set(computed) == set(zip(*map(np.ndarray.tolist, np.nonzero(visible)), strict=True))
+
+
+def logged(log, name, function):
+    def call(*args, **kwargs):
+        log.append(name)
+        return function(*args, **kwargs)
+
+    return call
+
+
+def order_of_events():
+    """Return what a rank does in forward and backward, in order, and how much it sends."""
+    log, sent = [], []
+    real = torch.distributed.batch_isend_irecv
+
+    def counting(ops):
+        log.append("send")
+        sent.append([(op.op.__name__, op.tensor.numel()) for op in ops])
+        return real(ops)
+
+    torch.distributed.batch_isend_irecv = counting
+    ring_room._arrived = logged(log, "wait", ring_room._arrived)
+    kernel = BlockKernel(
+        logged(log, "compute", cpu_flash.forward), logged(log, "compute", cpu_flash.backward)
+    )
+    with parallel_session(ring=3) as ps:
+        whole = inputs(Case(kv_heads=1), multiple_of=6)
+        part = shard_sequence(whole, ring=ps.ring.share, ulysses=Share(0, 1))
+        results(ring(ps.ring, kernel=kernel), part, scale=None)
+    return log, sent
+
+
+def test_keys_travel_while_blocks_are_computed_and_are_never_repeated():
+    for log, sent in run_ranks(order_of_events, 3):
+        forward, backward = log[:7], log[7:]
+        assert forward == ["send", "compute", "wait", "send", "compute", "wait", "compute"]
+        # keys on their way, compute; then gradients on their way through the next computation
+        assert backward[:4] == ["send", "compute", "send", "wait"]
+        assert backward[4:9] == ["send", "compute", "wait", "send", "wait"]
+        assert backward[9:] == ["compute", "wait", "send", "wait"]
+        one_key_head = 2 * (96 // 3) * 1 * 8  # k and v
+        assert sent == [[("isend", one_key_head), ("irecv", one_key_head)]] * 7
+
+
+# ------------------------------------------------------------------------- inside other machinery
+
+
+def compiled_and_autocast():
+    with parallel_session(ring=1, ulysses=2) as ps:
+        flat = ulysses(sdpa, ps.ulysses)
+        uly = _compiled_difference(flat, ps, ulysses_share=ps.ulysses.share)
+    with parallel_session(ring=2) as ps:
+        attend = ring(ps.ring)
+        ringed = _compiled_difference(attend, ps, ulysses_share=Share(0, 1))
+        whole = inputs(Case(dtype=torch.float32), multiple_of=4)
+        part = shard_sequence(whole, ring=ps.ring.share, ulysses=Share(0, 1))
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            mixed = attend(part["q"], part["k"], part["v"].bfloat16(), spans=part.spans)
+            want = sdpa(whole["q"], whole["k"], whole["v"].bfloat16(), spans=whole.spans)
+        carried = attrs.evolve(whole, extra={"out": want})
+        want = shard_sequence(carried, ring=ps.ring.share, ulysses=Share(0, 1))["out"]
+        return uly, ringed, mixed.dtype, float((mixed - want).abs().max() / want.abs().max())
+
+
+def _compiled_difference(attend, ps, *, ulysses_share):
+    import warnings
+
+    warnings.filterwarnings("ignore", message="The .grad attribute of a Tensor")  # dynamo's own
+
+    def block(q, k, v, *, spans, scale):
+        return 2 * attend(q + 1, k, v, spans=spans, scale=scale)
+
+    part = shard_sequence(inputs(Case(), multiple_of=4), ring=ps.ring.share, ulysses=ulysses_share)
+    found = results(torch.compile(block, backend="eager"), part, scale=0.3)
+    want = results(block, part, scale=0.3)
+    return max(float((a - b).abs().max()) for a, b in zip(found, want, strict=True))
+
+
+def test_compile_leaves_both_alone_and_autocast_reaches_them():
+    for uly, ringed, dtype, rounding in run_ranks(compiled_and_autocast, 2):
+        assert uly == ringed == 0
+        assert dtype == torch.bfloat16
+        assert rounding < 2e-2
+
+
+# --------------------------------------------------------------------------------------- refusals
+
+# Axes without a process group: whoever communicates first fails otherwise than with these words.
+NOBODY = Axis("nobody", Share(0, 4))
+
+
+def qkv_of(tokens, heads, kv_heads, *, rows=1):
+    return [torch.ones(rows, tokens, count, 8) for count in (heads, kv_heads, kv_heads)]
+
+
+@pytest.mark.parametrize(
+    ("attend", "qkv", "lengths", "message"),
+    [
+        (ring(NOBODY), qkv_of(8, 2, 2), [4, 3, 1], "documents of 12, 4 tokens.*multiple_of=8"),
+        (ring(NOBODY), qkv_of(8, 2, 2), [4, 2], "spans hold 6 tokens, q holds 1 x 8"),
+        (ring(NOBODY), qkv_of(8, 3, 2), [8], "K a divisor of H"),
+        (ring(NOBODY), [*qkv_of(8, 2, 2)[:2], torch.ones(1, 4, 2, 8)], [8], "k and v"),
+        (ring(NOBODY), [*qkv_of(8, 2, 2)[:2], torch.ones(1, 8, 2, 8).half()], [8], "one dtype"),
+        (ulysses(sdpa, NOBODY), qkv_of(8, 6, 2), [32], "6 query heads .* 4 ranks"),
+        (ulysses(sdpa, NOBODY), qkv_of(8, 12, 3), [32], "3 key heads and 4 ranks"),
+        (ulysses(sdpa, NOBODY), qkv_of(8, 12, 6), [32], "6 key heads and 4 ranks"),
+        (ulysses(sdpa, NOBODY), qkv_of(8, 4, 4), [8], "hold 8 tokens, .* hold 1 x 32"),
+        (ulysses(sdpa, NOBODY), qkv_of(8, 4, 3), [32], "K a divisor of H"),
+    ],
+)
+def test_what_does_not_fit_is_refused_before_anything_is_sent(attend, qkv, lengths, message):
+    with pytest.raises(ValueError, match=message):
+        attend(*qkv, spans=spans_of(lengths))
+
+
+# -------------------------------------------------------------------------------- planted mistakes
+
+
+def planted(mistake):
+    """Return the largest difference of a ring of 2 with a mistake in it."""
+    case = Case(seed=1, rows=2)
+    with parallel_session(ring=2) as ps:
+        if mistake == "boundary":  # all documents of a row as one
+
+            def attend(q, k, v, *, spans, scale):
+                del spans
+                rows = spans_of([q.shape[1]] * q.shape[0])
+                return ring(ps.ring)(q, k, v, spans=rows, scale=scale)
+
+        elif mistake == "local lse":  # backward with each block's own log-sum-exp
+            own = BlockKernel(
+                cpu_flash.forward,
+                lambda d_out, qkv, _, block: cpu_flash.backward(
+                    d_out, qkv, cpu_flash.forward(qkv, block), block
+                ),
+            )
+            attend = ring(ps.ring, kernel=own)
+        else:  # contiguous shards where the ring expects zigzag ones
+            zigzag = shard_sequence(inputs(case, 4), ring=ps.ring.share, ulysses=Share(0, 1))
+            whole = inputs(case, 4)
+            half = whole["q"].shape[1] // 2
+            cut = slice(ps.ring.index * half, (ps.ring.index + 1) * half)
+            qkv = [whole[name][:, cut] for name in ("q", "k", "v")]
+            out = ring(ps.ring)(*qkv, spans=zigzag.spans)
+            return float(
+                (out - sdpa(*(whole[n] for n in "qkv"), spans=whole.spans)[:, cut]).abs().max()
+            )
+        return compared(ps, case, attend)
+
+
+@pytest.mark.parametrize("mistake", ["boundary", "local lse", "contiguous"])
+def test_a_planted_mistake_is_seen(mistake):
+    assert max(run_ranks(planted, 2, mistake)) > 1e-2
+
+
+def test_runs_of_a_shard_are_its_spans():
+    """What the ring reads as documents are the runs of document ids of the shard."""
+    whole = batch_of(Case(lengths=(1, 6)), multiple_of=8)
+    part = shard_sequence(whole, ring=Share(1, 4), ulysses=Share(0, 1))
+    runs = [len(list(run)) for _, run in groupby(part.document_ids[0].tolist())]
+    assert part.spans.lengths.tolist() == runs

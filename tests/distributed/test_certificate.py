@@ -1,0 +1,64 @@
+"""Any layout gives the numbers of one process; and what is wrong does not."""
+
+import attrs
+import pytest
+from torch.distributed.tensor import debug
+
+from trainkit.testing.builtin import certify_builtin, certify_model
+from trainkit.testing.certificate import as_text
+from trainkit.testing.layouts import Layout, default_layouts
+
+
+def table_of(certificate):
+    return "\n".join([as_text(certificate), *(row.traceback for row in certificate.red)])
+
+
+def here(layout):
+    """Say whether the torch that is installed can run a layout (TORCH.md, section E)."""
+    on_old_torch = not hasattr(debug, "_clear_sharding_prop_cache")
+    return not (on_old_torch and layout.schedule in ("zero_bubble_v", "dual_pipe_v"))
+
+
+def test_every_layout_gives_the_numbers_of_one_process_in_fp64():
+    certificates = certify_builtin(chosen=here, steps=2)
+    rows = [row for certificate in certificates for row in certificate.rows]
+    assert len(rows) >= 40
+    assert {row.world for row in rows} == {1, 2, 3, 4, 6, 8}
+    for certificate in certificates:
+        assert certificate.ok, table_of(certificate)
+
+
+def test_integers_are_the_same_bit_for_bit_in_every_layout():
+    (certificate,) = certify_builtin("exact", chosen=here, steps=2)
+    assert certificate.ok, table_of(certificate)
+    assert len(certificate.rows) >= 15
+
+
+FEW = [
+    Layout(dp_shard=2),
+    Layout(tp=2),
+    Layout(ring=2, fold_sp="none"),
+    Layout(ulysses=2),
+    Layout(pp=2),
+    Layout(dp_replicate=2, dp_shard=2),
+]
+
+
+@pytest.mark.parametrize("tier", ["fp32", "bf16"])
+def test_rounding_stays_within_the_stated_bounds(tier):
+    certificate = certify_model("decoder", FEW, tier=tier, steps=2)
+    assert certificate.ok, table_of(certificate)
+    worst = max(max(row.loss, row.grad_norm, row.parameters) for row in certificate.rows)
+    assert worst > 1e-9  # it is rounding that is bounded here, not nothing
+
+
+def test_the_layouts_cover_every_dimension_and_every_choice():
+    layouts = default_layouts()
+    assert len({layout.name for layout in layouts}) == len(layouts) >= 40
+    for name in ("pp", "dp_replicate", "dp_shard", "ring", "ulysses", "tp"):
+        assert any(getattr(layout, name) > 1 for layout in layouts)
+    for name in attrs.fields_dict(Layout):
+        assert name == "note" or len({getattr(layout, name) for layout in layouts}) > 1
+    named = {layout.name.partition(",")[0] for layout in layouts}
+    assert {"pp2 x dp2 x tp2", "dp2 x ring2 x tp2", "dp2 x ring2 x ulysses2"} <= named
+    assert "pp2 x replica2 x dp2" in named

@@ -1,0 +1,245 @@
+"""What the certificate must catch: every mistake is planted in a layout, whose row turns red.
+
+A mistake's name is the layout's note. It is planted by the plan, inside the ranks, before the step
+is bound, and taken out by the next layout's plan; the library knows nothing of it.
+"""
+
+import contextlib
+from functools import partial
+
+import attrs
+import numpy as np
+import pytest
+import torch
+
+import trainkit.grads
+import trainkit.parallel.pipeline
+import trainkit.step
+from trainkit.batch import shift_labels
+from trainkit.layout import spans_of_runs
+from trainkit.losses import with_terms
+from trainkit.step import call_with_noise
+from trainkit.testing import deal, train
+from trainkit.testing.builtin import (
+    CAPACITY,
+    MODELS,
+    ROWS,
+    decoder_batch,
+    decoder_loss,
+    decoder_of,
+    decoder_plan,
+)
+from trainkit.testing.certificate import TIERS, as_text
+from trainkit.testing.certify import certify
+from trainkit.testing.layouts import Layout
+
+PATCH = pytest.MonkeyPatch()
+
+
+def nothing(*_args, **_options):
+    """Stand in for what a mistake leaves out."""
+
+
+# ------------------------------------------------------------------------------------ tokens
+
+
+def dropped_token_count(_ps):
+    count = train.count_valid_tokens
+    PATCH.setattr(train, "count_valid_tokens", lambda batches: count(batches[:-1]))
+
+
+def mean_of_means(_ps):
+    def averaged(loss):
+        @with_terms(*loss.terms)
+        def mean(output, batch):
+            total, terms = loss(output, batch)
+            tokens = (batch["labels"] >= 0).sum().clamp(min=1)
+            return total / tokens, {name: term / tokens for name, term in terms.items()}
+
+        return mean
+
+    wrap_loss(averaged)
+    PATCH.setattr(train, "count_valid_tokens", lambda batches: torch.tensor(len(batches)))
+
+
+def wrap_loss(wrapper):
+    bind = train.bind_forward_backward
+    PATCH.setattr(
+        train,
+        "bind_forward_backward",
+        lambda stages, loss, **options: bind(stages, wrapper(loss), **options),
+    )
+
+
+def wrap_shard(change):
+    shard = deal.shard_sequence
+    PATCH.setattr(deal, "shard_sequence", lambda batch, **parts: change(shard(batch, **parts)))
+
+
+def labels_shifted_after_sharding(_ps):
+    def shift(batch):
+        late = shift_labels(batch.input_ids, batch.document_ids)
+        return attrs.evolve(batch, labels=torch.where(batch.labels >= 0, late, -100))
+
+    wrap_shard(shift)
+
+
+def positions_restarted_per_shard(_ps):
+    def restart(batch):
+        counts = [np.arange(n) for n in batch.spans.lengths]
+        positions = torch.from_numpy(np.concatenate(counts)).view_as(batch.input_ids)
+        return attrs.evolve(batch, position_ids=positions)
+
+    wrap_shard(restart)
+
+
+def documents_boundary_ignored(_ps):
+    def ignore(batch):
+        whole = spans_of_runs(np.zeros(batch.input_ids.shape, int))
+        return attrs.evolve(batch, spans=whole)
+
+    wrap_shard(ignore)
+
+
+def last_microbatch_only(_ps):
+    def of_the_last(loss):
+        @with_terms(*loss.terms)
+        def last(output, batch):
+            total, terms = loss(output, batch)
+            return total * bool(batch["token_index"].max() >= CAPACITY * (ROWS - 1)), terms
+
+        return last
+
+    wrap_loss(of_the_last)
+
+
+# ------------------------------------------------------------------------------------ gradients
+
+
+def replicas_not_summed(_ps):
+    from torch.distributed.fsdp import FSDPModule
+
+    never = FSDPModule.set_requires_all_reduce
+    PATCH.setattr(
+        FSDPModule, "set_requires_all_reduce", lambda self, _, **rest: never(self, False, **rest)
+    )
+
+
+def sequence_not_summed(_ps):
+    PATCH.setattr(train, "sync_sp_grads", nothing)
+
+
+def partial_not_summed(_ps):
+    PATCH.setattr(trainkit.step, "sum_partial_", nothing)
+
+
+def tied_ends_not_summed(_ps):
+    PATCH.setattr(trainkit.parallel.pipeline, "_exchange_tied", nothing)
+
+
+def averaged_instead_of_summed(_ps):
+    from torch.distributed.fsdp import FSDPModule
+
+    PATCH.setattr(FSDPModule, "set_gradient_divide_factor", nothing)
+    PATCH.setattr(FSDPModule, "set_force_sum_reduction_for_comms", nothing)
+    PATCH.setattr(trainkit.step, "check_sums", nothing)
+
+
+def wrong_factor(axis, ps):
+    step = train.clip_and_step
+
+    def scaled(params, optimizer, **options):
+        for p in params:
+            if p.grad is not None:
+                p.grad.mul_(getattr(ps, axis).count)
+        return step(params, optimizer, **options)
+
+    PATCH.setattr(train, "clip_and_step", scaled)
+
+
+def norm_counted_twice(ps):
+    step = train.clip_and_step
+    PATCH.setattr(
+        train,
+        "clip_and_step",
+        lambda params, optimizer, **options: step(params, optimizer, **options | {"axis": ps.dp}),
+    )
+
+
+def replicas_counted_in_the_norm(_ps):
+    def every_dimension(grad):
+        return grad.device_mesh, tuple(range(grad.device_mesh.ndim))
+
+    PATCH.setattr(trainkit.grads, "_sharded_over", every_dimension)
+
+
+PLAIN = {
+    "dp": Layout(dp_shard=2),
+    "replica": Layout(dp_replicate=2),
+    "tp": Layout(tp=2),
+    "ring": Layout(ring=2, fold_sp="none"),
+    "ulysses": Layout(ulysses=2, fold_sp="none"),
+    "pp": Layout(pp=2),
+}
+MISTAKES = {
+    "dropped token count": (dropped_token_count, "dp"),
+    "mean of means": (mean_of_means, "dp"),
+    "labels shifted after sharding": (labels_shifted_after_sharding, "ring"),
+    "labels shifted after slicing": (labels_shifted_after_sharding, "ulysses"),
+    "positions restarted per shard": (positions_restarted_per_shard, "ring"),
+    "documents' boundary ignored": (documents_boundary_ignored, "ring"),
+    "last microbatch only": (last_microbatch_only, "pp"),
+    "replicas not summed": (replicas_not_summed, "replica"),
+    "sequence not summed": (sequence_not_summed, "ring"),
+    "partial gradients not summed": (partial_not_summed, "tp"),
+    "tied ends not summed": (tied_ends_not_summed, "pp"),
+    "averaged instead of summed": (averaged_instead_of_summed, "dp"),
+    "norm counted twice": (norm_counted_twice, "dp"),
+    "replicas counted in the norm": (replicas_counted_in_the_norm, "replica"),
+    "whole parameters counted per tp rank": (replicas_counted_in_the_norm, "tp"),
+    **{
+        f"wrong factor on {axis}": (partial(wrong_factor, field), axis)
+        for axis, field in {
+            "dp": "dp_shard",
+            "replica": "dp_replicate",
+            "tp": "tp",
+            "ring": "ring",
+            "ulysses": "ulysses",
+            "pp": "pp",
+        }.items()
+    },
+}
+
+
+def planting_plan(ps, layout):
+    PATCH.undo()
+    with contextlib.suppress(KeyError):
+        MISTAKES[layout.note][0](ps)
+    return decoder_plan(ps, layout)
+
+
+@pytest.fixture(scope="module")
+def certificate():
+    planted = [attrs.evolve(PLAIN[axis], note=note) for note, (_, axis) in MISTAKES.items()]
+    return certify(
+        partial(decoder_of, MODELS["tied decoder"]),
+        decoder_batch,
+        [*PLAIN.values(), *planted],
+        plan=planting_plan,
+        loss=decoder_loss,
+        call=call_with_noise,
+        steps=2,
+    )
+
+
+@pytest.mark.parametrize("note", MISTAKES)
+def test_the_certificate_turns_red_for(certificate, note):
+    (row,) = (row for row in certificate.rows if row.layout.endswith(f", {note}"))
+    assert not row.error
+    assert max(row.loss, row.grad_norm, row.parameters) > 1e6 * TIERS["fp64"].bound
+    assert row in certificate.red
+
+
+def test_it_is_green_without_a_mistake(certificate):
+    sound = certificate.rows[: len(PLAIN)]
+    assert not set(sound) & set(certificate.red), as_text(certificate)

@@ -1,0 +1,158 @@
+"""What one step of a small decoder really holds and sends, for the tests of the planner."""
+
+import weakref
+
+import attrs
+import numpy as np
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_iter
+
+import trainkit as tk
+from trainkit.layout import shard_sequence
+from trainkit.losses import next_token
+from trainkit.mesh import solo_parallel
+from trainkit.models import Decoder, init_weights
+from trainkit.optim import adamw
+from trainkit.parallel import fsdp, recompute
+from trainkit.parallel.sequence import sequence
+from trainkit.parallel.tensor import tensor
+from trainkit.parallel.vocabulary import next_token_linear
+from trainkit.step import call_model
+from trainkit.testing.ledger import count_collectives
+from trainkit.types import Batch, Spans
+
+
+def make_batch(config, rows, length, documents):
+    """Return a batch of random tokens, whose rows hold documents of equal lengths."""
+    tokens = torch.arange(rows * length).view(rows, length)
+    ids = tokens * 7919 % config.vocab_size
+    lengths = np.full(rows * documents, length // documents)
+    ends = torch.tensor(np.concatenate([[0], np.cumsum(lengths)]), dtype=torch.int32)
+    position = torch.arange(length).expand(rows, length) % (length // documents)
+    return Batch(
+        input_ids=ids,
+        labels=(ids + 1) % config.vocab_size,
+        position_ids=position.contiguous(),
+        document_ids=tokens % length // (length // documents),
+        token_index=tokens,
+        spans=Spans(ends, lengths, int(lengths.max())),
+    )
+
+
+class StorageCount(TorchDispatchMode):
+    """Counts the bytes of every storage that an operator gives, while it lives."""
+
+    def __init__(self):
+        super().__init__()
+        self.sizes, self.now, self.peak = {}, 0, 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        for tensor_ in tree_iter(out):
+            if isinstance(tensor_, torch.Tensor):
+                self.see(tensor_)
+        return out
+
+    def see(self, seen):
+        local = getattr(seen, "_local_tensor", seen)
+        storage = getattr(local, "elem", local).untyped_storage()
+        key, size = storage._cdata, storage.nbytes()
+        if key not in self.sizes:
+            self.sizes[key] = size
+            self.now += size
+            self.peak = max(self.peak, self.now)
+            weakref.finalize(storage, self.drop, key)
+
+    def drop(self, key):
+        self.now -= self.sizes.pop(key)
+
+
+@attrs.frozen
+class Measured:
+    """Bytes of one rank: parameters, gradients, optimizer state and the peak; and its ledger."""
+
+    parameters: int
+    gradients: int
+    optimizer: int
+    peak: int
+    ledger: object = None
+
+
+def step_of(job, ps):
+    """Return a model, its optimizer, and the two halves of a step in a job's way of computing."""
+    dtype = torch.bfloat16 if job.dtype == "bf16" else None
+    head = "hidden" if job.loss == "linear" else "logits"
+    plan = [tensor(), sequence(), recompute(job.recompute), fsdp(param_dtype=dtype)]
+    stages = tk.build_stages(
+        lambda: Decoder(job.config, head=head),
+        ps,
+        plan,
+        weights=init_weights(job.config, seed=0),
+        schedule=job.schedule,
+    )
+    params = tk.parameters_of(stages)
+    optimizer = adamw(params, lr=1e-3)
+    rows = job.rows // ps.dp.count
+    whole = make_batch(job.config, job.microbatch, job.row_length, job.documents)
+    batch = shard_sequence(whole, ring=ps.ring.share, ulysses=ps.ulysses.share)
+    microbatches = [batch] * (rows // job.microbatch)
+    loss = next_token_linear(ps.tp) if head == "hidden" else next_token
+
+    def backward(before_forward=lambda: None):
+        def call(model, batch):
+            before_forward()
+            return call_model(model, batch)
+
+        run = tk.bind_forward_backward(
+            stages, loss, axis=ps.pp, call=call, schedule=job.schedule, reduce=job.reduce
+        )
+        run(microbatches, denominator=torch.tensor(1))
+
+    def finish():
+        tk.clip_and_step(params, optimizer, lr=1e-3, max_norm=1.0, axis=ps.pp)
+
+    return stages, optimizer, backward, finish
+
+
+def local_bytes(tensors):
+    return sum(getattr(x, "_local_tensor", x).nbytes for x in tensors)
+
+
+def measure(job, ps=None):
+    """Return what a step holds at most, by torch's MemTracker or, with stages, by StorageCount."""
+    from torch.distributed._tools.mem_tracker import MemTracker
+
+    ps = solo_parallel() if ps is None else ps
+    stages, optimizer, backward, finish = step_of(job, ps)
+    ledger = count_collectives(backward, ps)  # a first step: then the optimizer has its state
+    gradients = local_bytes(p.grad for p in tk.parameters_of(stages))
+    finish()
+    state = [x for of in optimizer.state.values() for x in of.values() if torch.is_tensor(x)]
+    found = Measured(
+        local_bytes(tk.parameters_of(stages)), gradients, local_bytes(state), 0, ledger
+    )
+    if ps.pp.count > 1:  # MemTracker takes one microbatch at a time
+        counter = StorageCount()
+        for x in (*tk.parameters_of(stages), *state):
+            counter.see(x.detach())
+        with counter:
+            backward()
+            finish()
+        return attrs.evolve(found, peak=counter.peak)
+    tracker = MemTracker()
+    tracker.track_external(*stages, optimizer)
+    with tracker:
+        backward(tracker.reset_mod_stats)
+        finish()
+    (snapshot,) = tracker.get_tracker_snapshot("peak").values()
+    return attrs.evolve(found, peak=snapshot["Total"])
+
+
+def measure_all(jobs):
+    """Return what a rank of the default group measures, for each (degrees, job)."""
+    found = []
+    for degrees, job in jobs:
+        with tk.parallel_session(**degrees) as ps:
+            found.append(measure(job, ps))
+    return found

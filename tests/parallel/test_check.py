@@ -1,0 +1,203 @@
+"""What does not fit together is refused in one sentence, before any process group is opened."""
+
+import os
+import subprocess
+import sys
+
+import attrs
+import pytest
+import recipe_runs
+from recipe_runs import error_of, refusal
+
+from trainkit.models import decoder_config, decoder_sizes
+from trainkit.parallel.check import check_layout
+from trainkit.types import ConfigError
+
+TINY = decoder_config("tiny")
+GROUPED = attrs.evolve(TINY, kv_heads=2)
+FITS = {"row_length": 256, "rows": 8, "microbatch": 1, "multiple_of": 8}
+
+
+def check(model=TINY, *, world=None, changes=None, **degrees):
+    count = 1
+    for name, degree in degrees.items():
+        count *= 1 if name == "ep" else degree
+    check_layout(model, world=world or count, degrees=degrees, **(FITS | (changes or {})))
+
+
+REFUSED = [
+    (TINY, {"tp": 3}, {}, "4 heads do not divide by tp = 3; set tp to 1, 2 or 4"),
+    (GROUPED, {"tp": 4}, {}, "2 key and value heads do not divide by tp = 4; set tp to 1 or 2"),
+    (attrs.evolve(TINY, mlp_width=385), {"tp": 2}, {}, "385 columns of the MLP.* by tp = 2; set"),
+    (attrs.evolve(TINY, vocab_size=271), {"tp": 2}, {}, "vocabulary of 271 .* tp = 2; round it up"),
+    (TINY, {"ulysses": 8}, {}, "4 heads do not divide by ulysses = 8; set ulysses to 1, 2 or 4"),
+    (TINY, {"tp": 2, "ulysses": 4}, {}, "2 heads of each of tp = 2 ranks .* ulysses = 4; set"),
+    (
+        attrs.evolve(TINY, heads=12, kv_heads=6, head_dim=8),
+        {"ulysses": 4},
+        {},
+        "6 key and value heads can neither be shared out nor repeated over ulysses = 4",
+    ),
+    (TINY, {"ring": 8}, {}, "16 equal parts, and multiple_of = 8 .* set multiple_of to 16"),
+    (
+        TINY,
+        {"ring": 2},
+        {"row_length": 254},
+        "row of 254 tokens .* ring = 2.* set row_length to 256",
+    ),
+    (
+        TINY,
+        {"ring": 2, "ulysses": 2, "tp": 2},
+        {"row_length": 260},
+        "row of 260 .* ring = 2, ulysses = 2 and tp = 2, .* multiple of 8; set row_length to 264",
+    ),
+    (TINY, {"tp": 2}, {"row_length": 255}, "row of 255 .* multiple of 2; set row_length to 256"),
+    (TINY, {"dp_shard": 9}, {}, "8 rows for dp_replicate x dp_shard = 9 .* set rows to 9"),
+    (TINY, {"pp": 2}, {"schedule": "1f1f"}, "no pipeline schedule '1f1f'; there are gpipe, 1f1b"),
+    (TINY, {}, {"schedule": "1f1f"}, "no pipeline schedule '1f1f'"),
+    (
+        TINY,
+        {"pp": 2, "dp_shard": 2},
+        {"schedule": "interleaved_zero_bubble"},
+        "'interleaved_zero_bubble' .* on these 2 ranks; set reshard_after_forward to False",
+    ),
+    (
+        TINY,
+        {"pp": 2, "ring": 2, "dp_shard": 1},
+        {"schedule": "interleaved_zero_bubble"},
+        "on these 2 ranks",
+    ),
+    (TINY, {"pp": 8}, {}, "4 layers are too few for 8 stages .*; lower pp"),
+    (
+        TINY,
+        {"pp": 4},
+        {"schedule": "interleaved_1f1b"},
+        "4 layers are too few for 8 stages .*2 of schedule = 'interleaved_1f1b' on each rank",
+    ),
+    (
+        TINY,
+        {"pp": 4},
+        {"microbatch": 4},
+        "rows = 8 .* make 2 in a step, .* needs at least 4 for 4 stages; set rows to 16",
+    ),
+    (
+        TINY,
+        {"pp": 2, "dp_shard": 3},
+        {"microbatch": 2, "rows": 6},
+        "on 3 data-parallel ranks make 1 in a step, .* needs at least 2 .*; set rows to 12",
+    ),
+    (
+        TINY,
+        {"pp": 2},
+        {"rows": 5, "schedule": "interleaved_1f1b"},
+        "make 5 in a step, .*'interleaved_1f1b' needs a multiple of 2.* set rows to 6",
+    ),
+    (TINY, {"ep": 2, "dp_shard": 2}, {}, "no experts to split over ep = 2 ranks; set ep to 1"),
+    (TINY, {"pp": 0}, {}, "pp must be at least 1, got 0"),
+    (TINY, {}, {"fold_sp": "some"}, "fold_sp must be one of all, ring, ulysses, none"),
+]
+
+
+@pytest.mark.parametrize(
+    ("model", "degrees", "changes", "said"),
+    REFUSED,
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_what_does_not_fit_is_refused_with_both_numbers_and_a_way_out(
+    model, degrees, changes, said
+):
+    with pytest.raises(ConfigError, match=said) as refusal:
+        check(model, changes=changes, **degrees)
+    assert "\n" not in str(refusal.value)
+    assert refusal.value.code == 64
+
+
+def test_a_product_that_is_not_the_world_is_refused():
+    with pytest.raises(ConfigError, match=r"multiply to 4 .* but there are 8 processes"):
+        check(world=8, tp=4)
+
+
+FITTING = [
+    *({"tp": n} for n in (2, 4)),
+    *({"pp": n} for n in (2, 4)),
+    *({"ulysses": n} for n in (2, 4)),
+    *({"ring": n} for n in (2, 4)),
+    {"tp": 2, "ulysses": 2, "ring": 2},
+    {"pp": 2, "tp": 2, "dp_replicate": 2, "dp_shard": 2},
+    {"ulysses": 4, "dp_shard": 8},
+]
+
+
+@pytest.mark.parametrize("degrees", FITTING, ids=str)
+def test_what_fits_passes(degrees):
+    check(**degrees)
+
+
+def test_the_schedules_that_split_the_backward_pass_pass_where_nothing_is_freed():
+    kept = {"schedule": "zero_bubble_v", "reshard_after_forward": False}
+    check(pp=2, dp_shard=2, changes=kept)
+    unfolded = {"schedule": "zero_bubble_v", "fold_sp": "none"}
+    check(pp=2, ring=2, changes=unfolded)
+
+
+def test_more_key_heads_than_ranks_and_fewer_both_fit_ulysses():
+    check(GROUPED, ulysses=4)
+    check(GROUPED, ulysses=2)
+
+
+@pytest.mark.parametrize("name", decoder_sizes())
+def test_every_size_fits_2_and_4_tensor_ranks(name):
+    for tp in (2, 4):
+        check(decoder_config(name), tp=tp)
+
+
+def test_a_v_schedule_is_refused_where_gloo_cannot_send_to_itself(monkeypatch):
+    from trainkit.parallel import torch_pipeline
+
+    changes = {"schedule": "dual_pipe_v"}
+    monkeypatch.setattr(torch_pipeline, "passes_to_itself", lambda: True)
+    check(pp=2, changes=changes)
+    monkeypatch.setattr(torch_pipeline, "passes_to_itself", lambda: False)
+    with pytest.raises(ConfigError, match="cannot run schedule = 'dual_pipe_v' on CPUs"):
+        check(pp=2, changes=changes)
+
+
+# ------------------------------------------------------------------------- as a new user meets it
+
+
+ONE_OF_THREE = {"RANK": "1", "WORLD_SIZE": "3", "MASTER_ADDR": "localhost", "MASTER_PORT": "1"}
+"""One rank of three is started, and the port is nobody's: opening a group would wait for it."""
+TP_3 = "4 heads do not divide by tp = 3; set tp to 1, 2 or 4"
+
+
+def test_a_recipe_refuses_a_layout_at_once_and_waits_for_nobody(tmp_path):
+    recipe = str(recipe_runs.RECIPES / "pretrain.py")
+    done = subprocess.run(
+        [sys.executable, recipe, "--tp", "3", "--out", str(tmp_path / "run")],
+        env={**os.environ, **ONE_OF_THREE},
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=60,
+    )
+    error = error_of(done.stderr)
+    assert (done.returncode, error["code"]) == (64, 64)
+    assert TP_3 in error["what"]
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize("recipe", ["pretrain", "sft", "long_context"])
+def test_every_recipe_asks_before_a_group_is_opened(recipe, tmp_path, monkeypatch):
+    for name, value in ONE_OF_THREE.items():
+        monkeypatch.setenv(name, value)
+    for flags, said in {
+        "--tp 3": TP_3,
+        "--ring 3": "set multiple_of to 6",
+        "--dp-shard 3 --rows 2": "set rows to 3",
+        "--pp 3 --schedule dual_pipe": "no pipeline schedule 'dual_pipe'",
+        "--ep 3": "no experts",
+        "--pp 2": "multiply to 2",
+    }.items():
+        code, what = refusal(recipe, "--out", tmp_path / "run", *flags.split())
+        assert (code, said in what) == (64, True), what
+    assert not (tmp_path / "run").exists()

@@ -1,0 +1,170 @@
+"""Every form of data parallelism gives the numbers of one process, whatever FSDP2 is asked for."""
+
+import functools
+
+import attrs
+import pytest
+import torch
+from torch import nn
+from whole_step import CAPACITY, Layout, corpus, difference, full, input_of
+from whole_step import CONFIG as WHOLE
+
+import trainkit as tk
+from trainkit.models import Decoder, init_weights
+from trainkit.models.config import parameter_shapes
+from trainkit.optim import adamw, decay_groups
+from trainkit.parallel import fsdp
+from trainkit.parallel.tensor import tensor
+from trainkit.parallel.vocabulary import next_token_linear
+from trainkit.testing import run_ranks
+
+CONFIG = attrs.evolve(WHOLE, vocab_size=32)
+TIED = attrs.evolve(CONFIG, tied=True)
+BLOCK = tuple(name for name in parameter_shapes(CONFIG) if name.startswith("layers.0."))
+
+
+def freeze(names):
+    """Return a transform that freezes parameters by the end of their names."""
+
+    def apply(module, _):
+        for name, p in module.named_parameters():
+            p.requires_grad_(not name.endswith(names))
+        return module
+
+    return apply
+
+
+def train(ps, *, config=CONFIG, frozen=(), steps=3, run_dir=None, **options):
+    """Train some steps from a fresh state, or from what `run_dir` holds; return the numbers."""
+    text = corpus()
+    bins = tk.pack_bins(text.lengths, CAPACITY)
+    stages = tk.build_stages(
+        lambda: Decoder(config, head="hidden").double(),
+        ps,
+        [tensor(), freeze(frozen), fsdp(**options)],
+        weights=init_weights(config, seed=0),
+    )
+    named = tk.named_parameters_of(stages)
+    optimizer = adamw(decay_groups(named, weight_decay=0.1), lr=1e-2, eps=1e-4)
+    state = tk.TrainState()
+    if run_dir is not None:
+        state = tk.resume(run_dir, state, stages, optimizer, ps, tell=lambda _: None)
+    layout = Layout()
+    params, loss = tk.parameters_of(stages), next_token_linear(ps.tp)
+    run = tk.bind_forward_backward(stages, loss, axis=ps.pp)
+    losses, norms = [], []
+    while state.step < steps:
+        batch = input_of(state.cursor, ps, layout, text=text, bins=bins)
+        tokens = tk.all_sum(tk.count_valid_tokens(batch.microbatches), ps.loss)
+        sums = run(batch.microbatches, denominator=tokens)
+        norms.append(float(tk.clip_and_step(params, optimizer, lr=1e-2, max_norm=0.5)))
+        losses.append(float(tk.reduce_metrics(sums, ps.loss)["loss"] / tokens))
+        moved = {"step": state.step + 1, "tokens": state.tokens + tokens, "cursor": batch.cursor}
+        state = attrs.evolve(state, **moved)
+    if run_dir is not None:
+        tk.save_checkpoint(run_dir, state, stages, optimizer, ps)
+    parameters = {name: full(p) for name, p in named.items()}
+    return {"losses": losses, "norms": norms, "parameters": parameters}
+
+
+KINDS = {
+    "kept gathered": {"reshard_after_forward": False},
+    "frozen in part": {"frozen": ("wq.weight", "norm.weight")},
+    "a block frozen, offloaded": {"frozen": BLOCK, "cpu_offload": True},
+    "tied, offloaded": {"config": TIED, "cpu_offload": True},
+}
+
+
+def of_all_kinds(degrees):
+    with tk.parallel_session(**degrees) as ps:
+        return {name: train(ps, **kind) for name, kind in KINDS.items()}
+
+
+@functools.cache
+def alone():
+    return of_all_kinds({})
+
+
+@pytest.mark.parametrize(
+    ("world", "degrees"),
+    [(2, {}), (4, {"dp_replicate": 2}), (4, {"tp": 2})],
+    ids=["2 sharded", "2 x 2 hybrid", "2 sharded x 2 tensor"],
+)
+def test_every_kind_gives_the_numbers_of_one_process(world, degrees):
+    found = run_ranks(of_all_kinds, world, degrees)[-1]
+    differences = {name: difference(found[name], alone()[name]) for name in KINDS}
+    assert max(differences.values()) < 1e-12, differences
+
+
+def test_frozen_parameters_keep_every_bit():
+    weights = init_weights(CONFIG, seed=0)
+    found = alone()["frozen in part"]["parameters"]
+    for name in (name for name in found if name.endswith(("wq.weight", "norm.weight"))):
+        first = weights(name, found[name].shape, (0,) * found[name].ndim).double()
+        assert torch.equal(torch.from_numpy(found[name]), first)
+    assert difference(alone()["kept gathered"], alone()["frozen in part"]) > 1e-6
+
+
+def offloaded_and_back(run_dir):
+    """Train 2 steps offloaded, and go on to 3 without."""
+    with tk.parallel_session() as ps:
+        train(ps, steps=2, run_dir=run_dir, cpu_offload=True)
+        return train(ps, steps=3, run_dir=run_dir)
+
+
+def test_what_was_saved_offloaded_goes_on_elsewhere(tmp_path):
+    found = run_ranks(offloaded_and_back, 2, tmp_path)[0]["parameters"]
+    wanted = alone()["kept gathered"]["parameters"]
+    for name, values in wanted.items():
+        assert abs(found[name] - values).max() < 1e-12 * abs(values).max()
+    with tk.parallel_session() as ps:
+        assert train(ps, steps=3, run_dir=tmp_path)["losses"] == []
+
+
+def test_on_one_process_offloading_is_refused_where_it_would_be_missed():
+    ps = tk.solo_parallel()
+    model = nn.Linear(1, 1)
+    assert fsdp(cpu_offload=True)(model, ps) is model
+    on_gpu = attrs.evolve(ps, device=torch.device("cuda", 0))
+    with pytest.raises(ValueError, match=r"cpu_offload was asked for where .* stay on cuda:0"):
+        fsdp(cpu_offload=True)(model, on_gpu)
+
+
+def what_units_do():
+    """Return for each choice whether blocks are offloaded, and whether they are freed early."""
+    from trainkit.parallel.reduction import _fsdp_groups
+    from trainkit.parallel.torch_pipeline import reshards_after_forward
+
+    found = {}
+    with tk.parallel_session() as ps:
+        for options in ({}, {"cpu_offload": True}, {"reshard_after_forward": False}):
+            with torch.device("meta"):
+                model = fsdp(**options)(Decoder(CONFIG), ps)
+            block = model.layers["0"]
+            policy = type(_fsdp_groups(block)[0].offload_policy).__name__
+            found[str(options)] = policy, reshards_after_forward(block)
+            assert not reshards_after_forward(model)
+    return found
+
+
+def test_blocks_are_offloaded_and_freed_as_was_asked():
+    assert run_ranks(what_units_do, 2)[0] == {
+        "{}": ("OffloadPolicy", True),
+        "{'cpu_offload': True}": ("CPUOffloadPolicy", True),
+        "{'reshard_after_forward': False}": ("OffloadPolicy", False),
+    }
+
+
+def without_blocks(pp):
+    with tk.parallel_session() as ps:
+        stages = attrs.evolve(ps, pp=tk.Axis("pp", tk.Share(0, pp)))
+        with torch.device("meta"):
+            module = nn.Embedding(8, 4)
+        fsdp()(module, stages)
+        return type(module.weight).__name__
+
+
+def test_only_a_pipeline_stage_may_be_without_a_block():
+    assert run_ranks(without_blocks, 2, 2) == ["DTensor", "DTensor"]
+    with pytest.raises(RuntimeError, match=r"no submodule's name matches blocks='layers\.\*'"):
+        run_ranks(without_blocks, 2, 1)

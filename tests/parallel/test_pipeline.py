@@ -1,0 +1,548 @@
+"""Every pipeline schedule gives the numbers of one process; what would not is refused by name."""
+
+import functools
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+from whole_step import Layout, build, difference, joined, model_config, run_steps
+
+import trainkit as tk
+import trainkit.collectives
+import trainkit.grads
+from trainkit.losses import next_token_linear, with_terms
+from trainkit.models import Decoder, init_weights
+from trainkit.parallel import fsdp, pipeline
+from trainkit.parallel.split import SCHEDULES
+from trainkit.parallel.vocabulary import next_token_linear as over_parts
+from trainkit.step import call_with_noise
+from trainkit.testing import run_ranks
+
+DEEP = {"layers": 4}
+V = {"zero_bubble_v", "dual_pipe_v"}
+SPLITS = {name for name, kind in SCHEDULES.items() if kind.splits_backward}
+
+
+def runs_v():
+    from trainkit.parallel.torch_pipeline import passes_to_itself
+
+    return passes_to_itself()
+
+
+def needs_v(schedule):
+    if schedule in V and not runs_v():
+        pytest.skip("this torch cannot run V schedules under gloo")
+
+
+def two(**changes):
+    return Layout(2, pp=2, **{**DEEP, **changes})
+
+
+def four(**changes):
+    return Layout(4, **{"pp": 2, **DEEP, **changes})
+
+
+TWO = {name: two(schedule=name) for name in SCHEDULES}
+TWO |= {f"{name}, tied": two(schedule=name, tied=True, dropout=0.3) for name in SCHEDULES}
+TWO |= {
+    "1f1b, recomputed": two(recompute="full"),
+    "interleaved_zero_bubble, recomputed": two(
+        schedule="interleaved_zero_bubble", recompute="full"
+    ),
+    "interleaved_zero_bubble, compiled": two(
+        schedule="interleaved_zero_bubble", compiled=True, rows=2
+    ),
+    "1f1b, two microbatches": two(rows_per_microbatch=2),
+    "gpipe, one microbatch": two(schedule="gpipe", rows_per_microbatch=4),
+    "1f1b, eight microbatches": two(rows=8),
+}
+FOUR = {
+    name: Layout(4, pp=4, schedule=name, layers=8, rows=8, tied=True)
+    for name in ("1f1b", "looped_bfs", "interleaved_zero_bubble", *sorted(V))
+}
+FOUR |= {
+    "1f1b x 2 sharded": four(rows=8),
+    "1f1b x 2 sharded, each": four(rows=8, reduce="each"),
+    "1f1b x 2 sharded, recomputed": four(recompute="full"),
+    "1f1b x 2 replicated": four(dp_replicate=2),
+    "1f1b x 2 replicated, each": four(dp_replicate=2, reduce="each", tied=True),
+    "interleaved_1f1b x 2 sharded, each": four(schedule="interleaved_1f1b", reduce="each"),
+    "looped_bfs x 2 replicated": four(schedule="looped_bfs", dp_replicate=2),
+    "gpipe x 2 sharded, tied": four(schedule="gpipe", tied=True, dropout=0.3),
+    "interleaved_zero_bubble x 2 sharded": four(
+        schedule="interleaved_zero_bubble", reshard=False, tied=True
+    ),
+    "1f1b x 2 tensor": four(tp=2, vocab_size=32),
+    "interleaved_zero_bubble x 2 tensor, tied": four(
+        schedule="interleaved_zero_bubble", tp=2, vocab_size=32, tied=True
+    ),
+    "1f1b x 2 ulysses": four(ulysses=2, fold_sp="none"),
+    "looped_bfs x 2 ring, tied": four(
+        schedule="looped_bfs", ring=2, multiple_of=4, fold_sp="none", tied=True
+    ),
+    "zero_bubble_v x 2 sharded": four(schedule="zero_bubble_v", reshard=False, tied=True),
+    "dual_pipe_v x 2 replicated": four(
+        schedule="dual_pipe_v", reshard=False, dp_replicate=2, rows=8
+    ),
+}
+
+
+def all_of(layouts):
+    return [in_a_fresh_session(run_steps, layout) for layout in layouts]
+
+
+def in_a_fresh_session(function, *args):
+    """Call what opens a session; an equal mesh of a later one must not find this one's groups."""
+    from torch.distributed.tensor import debug
+
+    try:
+        return function(*args)
+    finally:
+        getattr(debug, "_clear_sharding_prop_cache", debug._clear_python_sharding_prop_cache)()
+
+
+def results(layouts, world):
+    """Run all layouts of a number of ranks, in one start of the ranks."""
+    layouts = {name: x for name, x in layouts.items() if x.schedule not in V or runs_v()}
+    found = run_ranks(all_of, world, list(layouts.values()), timeout=120.0)
+    return dict(zip(layouts, map(joined, zip(*found, strict=True)), strict=True))
+
+
+@pytest.fixture(scope="module")
+def of_two():
+    return results(TWO, 2)
+
+
+@pytest.fixture(scope="module")
+def of_four():
+    return results(FOUR, 4)
+
+
+@functools.cache
+def reference(**changes):
+    return run_steps(Layout(**changes))
+
+
+def alone(layout):
+    names = ("layers", "rows", "tied", "dropout", "vocab_size", "multiple_of")
+    return reference(**{name: getattr(layout, name) for name in names})
+
+
+@pytest.mark.parametrize("name", TWO)
+def test_two_stages_give_the_numbers_of_one_process(name, of_two):
+    needs_v(TWO[name].schedule)
+    found, wanted = of_two[name], alone(TWO[name])
+    assert difference(found, wanted) < 1e-12
+    assert (found["hashes"], found["tokens"]) == (wanted["hashes"], wanted["tokens"])
+
+
+@pytest.mark.parametrize("name", FOUR)
+def test_four_ranks_give_the_numbers_of_one_process(name, of_four):
+    needs_v(FOUR[name].schedule)
+    assert difference(of_four[name], alone(FOUR[name])) < 1e-12
+
+
+def test_dropout_and_ties_change_the_numbers():
+    assert difference(alone(two(dropout=0.3)), alone(two())) > 1e-3
+    assert (
+        difference({**alone(two(tied=True)), "parameters": {}}, {**alone(two()), "parameters": {}})
+        > 1e-3
+    )
+
+
+# ---------------------------------------------------------------- one step, looked at closely
+
+
+def batch_of(length, seed, rows=1):
+    """Return one microbatch with two documents in a row, as a plain dict."""
+    from trainkit.layout import spans_of_runs
+
+    torch.manual_seed(seed)
+    cut = 1 + seed % (length - 1)
+    ids = torch.randint(0, 31, (rows, length))
+    documents = (torch.arange(length) >= cut).long().expand(rows, length)
+    places = torch.arange(length).expand(rows, length) - cut * documents
+    return {
+        "input_ids": ids,
+        "labels": tk.shift_labels(ids, documents),
+        "position_ids": places.contiguous(),
+        "spans": spans_of_runs(documents.numpy()),
+        "noise_key": torch.randint(0, 2**60, (rows, length)),
+    }
+
+
+def microbatches(length, count):
+    return [batch_of(length, seed) for seed in range(count)]
+
+
+def gradients(stages):
+    named = tk.named_parameters_of(stages)
+    return {name: p.grad.numpy().copy() for name, p in named.items() if p.grad is not None}
+
+
+def of_lengths(layout, lengths, counts):
+    """Add the gradients of some steps, the text of each of another length; count the calls."""
+    with tk.parallel_session(pp=layout.pp) as ps:
+        stages, _ = build(layout, ps)
+        calls = []
+
+        def counting(model, batch):
+            calls.append("stage")
+            return call_with_noise(model, batch)
+
+        @with_terms("loss")
+        def loss(output, batch):
+            calls.append("loss")
+            return next_token_linear(output, batch)
+
+        run = tk.bind_forward_backward(
+            stages, loss, axis=ps.pp, call=counting, schedule=layout.schedule
+        )
+        told, sums = [], []
+        for length, count in zip(lengths, counts, strict=True):
+            calls.clear()
+            step = run(microbatches(length, count), denominator=torch.tensor(7))
+            sums.append((step["loss"].item(), str(step["loss"].dtype)))
+            told.append((calls.count("stage"), calls.count("loss")))
+        norm = tk.grad_norm(tk.parameters_of(stages), axis=ps.pp)
+        return sums, told, gradients(stages), float(norm)
+
+
+def buffers_that_may_be_reused(schedules):
+    """Return what torch's compiler may do with buffers while each schedule runs, and after it."""
+    from torch._functorch import config
+
+    found = []
+    with tk.parallel_session(pp=2) as ps:
+        for schedule in schedules:
+            stages, _ = build(two(schedule=schedule), ps)
+            seen = set()
+
+            def looking(model, batch, seen=seen):
+                seen.add(config.donated_buffer)
+                return call_with_noise(model, batch)
+
+            run = tk.bind_forward_backward(
+                stages, next_token_linear, axis=ps.pp, call=looking, schedule=schedule
+            )
+            run(microbatches(8, 4), denominator=torch.tensor(7))
+            found.append((seen, config.donated_buffer))
+    return found
+
+
+def test_compiled_backward_passes_keep_their_buffers_where_they_run_twice():
+    from torch._functorch import config
+
+    usual = config.donated_buffer
+    for found in run_ranks(buffers_that_may_be_reused, 2, ["1f1b", "interleaved_zero_bubble"]):
+        assert found == [({usual}, usual), ({False}, usual)]
+    assert usual
+
+
+LENGTHS, COUNTS = (8, 5, 12, 8, 6, 7, 5), (4, 4, 2, 4, 6, 2, 4)
+
+
+def of_schedules(schedules):
+    return [
+        in_a_fresh_session(of_lengths, two(schedule=name, tied=True), LENGTHS, COUNTS)
+        for name in schedules
+    ]
+
+
+def test_steps_may_differ_in_length_and_number_and_nothing_is_computed_twice():
+    schedules = ["1f1b", "interleaved_zero_bubble", *(["zero_bubble_v"] if runs_v() else [])]
+    wanted, _, whole, norm = of_lengths(Layout(layers=4, tied=True), LENGTHS, COUNTS)
+    for schedule, found in zip(
+        schedules, zip(*run_ranks(of_schedules, 2, schedules), strict=True), strict=True
+    ):
+        for rank, (sums, told, grads, own_norm) in enumerate(found):
+            assert sums == [(pytest.approx(a, rel=1e-13), b) for a, b in wanted]
+            assert own_norm == pytest.approx(norm, rel=1e-13)
+            stages = 1 if schedule == "1f1b" else 2
+            last = 0 if schedule in V else 1
+            assert told == [(stages * n, n if rank == last else 0) for n in COUNTS]
+            for name, grad in grads.items():
+                b = whole[name.removesuffix(" (copy)")]
+                assert np.abs(grad - b).max() <= 1e-12 * np.abs(b).max(), (schedule, name)
+
+
+# ---------------------------------------------------------------- refusals
+
+
+def refusal(function, *args, **options):
+    try:
+        function(*args, **options)
+    except (ValueError, RuntimeError) as error:
+        return f"{type(error).__name__}: {error}"
+    return "accepted"
+
+
+def bound(stages, ps, schedule="1f1b", loss=next_token_linear, **options):
+    return tk.bind_forward_backward(
+        stages, loss, axis=ps.pp, call=call_with_noise, schedule=schedule, **options
+    )
+
+
+@with_terms("loss", "other")
+def forgetful(output, batch):
+    return next_token_linear(output, batch)
+
+
+def two_rank_refusals():
+    from trainkit.parallel import torch_pipeline
+
+    one = torch.tensor(1)
+    with tk.parallel_session(pp=2) as ps:
+        stages, _ = build(two(), ps)
+        looped, _ = build(two(schedule="interleaved_1f1b"), ps)
+        run = bound(stages, ps)
+        told = {
+            "none": refusal(run, [], denominator=one),
+            "shapes": refusal(run, [batch_of(8, 0), batch_of(9, 1)], denominator=one),
+            "few": refusal(run, microbatches(8, 1), denominator=one),
+            "rounds": refusal(
+                bound(looped, ps, "interleaved_1f1b"), microbatches(8, 5), denominator=one
+            ),
+            "placement": refusal(bound, looped, ps, "zero_bubble_v"),
+            "per rank": refusal(bound, stages, ps, "dual_pipe_v"),
+            "reversed": refusal(bound, looped[::-1], ps, "looped_bfs"),
+            "boundary": refusal(pipeline.stage_boundary, nn.Linear(1, 1), {}),
+            "deep": refusal(build, two(layers=1), ps),
+            "terms": refusal(
+                bound(stages, ps, loss=forgetful), microbatches(8, 2), denominator=one
+            ),
+        }
+        torch_pipeline.passes_to_itself = lambda: False
+        folded, _ = build(two(schedule="zero_bubble_v"), ps)
+        told["V"] = refusal(bound, folded, ps, "zero_bubble_v")
+        return told
+
+
+def test_what_a_pipeline_cannot_run_is_refused_before_it_communicates():
+    for told in run_ranks(two_rank_refusals, 2):
+        assert "must be a sequence of some, got no microbatch" in told["none"]
+        assert "shape (1, 9, 16), microbatch 0 of (1, 8, 16)" in told["shapes"]
+        assert "1 microbatches in a step, Schedule1F1B needs at least 2 for 2 stages" in told["few"]
+        assert "5 microbatches" in told["rounds"]
+        assert "a multiple of 2" in told["rounds"]
+        assert "its terms are ['loss', 'other'], and reports the scalars ['loss']" in told["terms"]
+        assert "has them on (0, 1, 1, 0)" in told["placement"]
+        assert "dual_pipe_v has 2 stage(s) on each rank, got 1" in told["per rank"]
+        assert "are not the stages of rank" in told["reversed"]
+        assert "Linear has no method boundary(batch)" in told["boundary"]
+        assert "1 layers cannot fill 2 pipeline stages" in told["deep"]
+        assert "gloo has no connection from a rank to itself" in told["V"]
+
+
+def four_rank_refusals():
+    told = {}
+    with tk.parallel_session(pp=2) as ps:
+        for name in ["interleaved_zero_bubble", *(V if runs_v() else ())]:
+            stages, _ = build(four(schedule=name), ps)
+            told[name] = refusal(bound, stages, ps, name)
+        stages, _ = build(four(schedule="interleaved_zero_bubble", reshard=False), ps)
+        told["each"] = refusal(bound, stages, ps, "interleaved_zero_bubble", reduce="each")
+        stages, _ = build(four(), ps)
+        for module in stages[0].modules():
+            if hasattr(module, "set_gradient_divide_factor"):
+                module.set_gradient_divide_factor(2.0)
+        told["averages"] = refusal(bound, stages, ps)
+        return told, bf16_loss(ps), norm_of_two_lengths(ps)
+
+
+def norm_of_two_lengths(ps):
+    """Return the norm of what two steps of different lengths add, the same on both data ranks."""
+    stages, _ = build(four(), ps)
+    run = bound(stages, ps)
+    for length in (8, 5):
+        run(microbatches(length, 2), denominator=torch.tensor(7))
+    return float(tk.grad_norm(tk.parameters_of(stages), axis=ps.pp))
+
+
+def bf16_loss(ps):
+    """Return the loss of two microbatches whose hidden states cross in bf16."""
+    config = model_config(four())
+    stages = tk.build_stages(
+        lambda: Decoder(config, head="hidden"),
+        ps,
+        [fsdp(param_dtype=torch.bfloat16)],
+        weights=init_weights(config, seed=0),
+    )
+    seen = []
+
+    def looking(model, batch):
+        seen.append(batch["input_ids"].dtype)
+        return call_with_noise(model, batch)
+
+    run = tk.bind_forward_backward(stages, next_token_linear, axis=ps.pp, call=looking)
+    sums = run(microbatches(8, 2), denominator=torch.tensor(1))
+    assert seen == [torch.bfloat16 if ps.pp.index else torch.int64] * 2
+    return float(sums["loss"])
+
+
+def test_fsdp_in_stages_is_refused_where_gradients_would_be_wrong_and_right_elsewhere():
+    (first, _), _, _, norm = of_lengths(Layout(layers=4), [8, 5], [2, 2])
+    for told, bf16, found in run_ranks(four_rank_refusals, 4):
+        assert bf16 == pytest.approx(first[0], rel=1e-2)
+        assert found == pytest.approx(2 * norm, rel=1e-12)  # torch would clear the first step's
+        assert "can only be reduced once a step" in told.pop("each")
+        assert "averages gradients" in told.pop("averages")
+        for name, message in told.items():
+            assert "reshards after forward" in message, name
+            assert f"the schedule {name} gives wrong gradients" in message
+            assert "layers." in message
+
+
+def stage_that_passes_on_something_else():
+    with tk.parallel_session(pp=2) as ps:
+        stages, _ = build(two(), ps)
+
+        def halved(model, batch):
+            output = call_with_noise(model, batch)
+            return output.float() if ps.pp.index == 0 else output
+
+        run = tk.bind_forward_backward(stages, next_token_linear, axis=ps.pp, call=halved)
+        run(microbatches(8, 2), denominator=torch.tensor(1))
+
+
+def test_a_stage_that_breaks_its_boundary_is_told_so():
+    with pytest.raises(RuntimeError, match="its boundary\\(batch\\) says"):
+        run_ranks(stage_that_passes_on_something_else, 2, timeout=20.0)
+
+
+# ---------------------------------------------------------------- evaluation and generation
+
+
+CONTEXT = 7
+
+
+def written(stages, ps):
+    """Return a text that the model goes on with, and the logits of one window."""
+    from trainkit.models import generate
+    from trainkit.parallel.generation import bind_call
+
+    call = bind_call(stages, ps)
+    ids = generate(stages[0], [3, 1, 4], max_new_tokens=8, context=CONTEXT, seed=1, call=call)
+    return ids, [module.training for stage in stages for module in stage.modules()]
+
+
+def evaluated(layout, counts, dp_replicate=1):
+    """Evaluate batches dealt to data ranks, then train, generate, and evaluate again."""
+    with tk.parallel_session(pp=layout.pp, dp_replicate=dp_replicate, tp=layout.tp) as ps:
+        stages, optimizer = build(layout, ps)
+        start = sum(counts[: ps.dp.index])
+        own = [batch_of(8, seed) for seed in range(sum(counts))][start:][: counts[ps.dp.index]]
+        ends = {"axis": ps.loss, "pp": ps.pp}
+        loss = over_parts(ps.tp)
+        before = tk.evaluate(stages, own, loss, **ends)
+        untouched = all(p.grad is None for p in tk.parameters_of(stages))
+        run = bound(stages, ps, layout.schedule, loss=loss)
+        run(microbatches(8, 4), denominator=torch.tensor(20 * ps.dp.count))
+        norm = tk.clip_and_step(
+            tk.parameters_of(stages), optimizer, lr=0.01, max_norm=1.0, axis=ps.pp
+        )
+        ids, modes = written(stages, ps)
+        after = tk.evaluate(stages, own, loss, **ends)
+        assert untouched
+        assert all(modes)
+        figures = [before["loss"], norm, after["loss"]]
+        return [float(x) for x in figures], int(before["tokens"]), ids
+
+
+EVALUATED = {"1f1b": two(tied=True), "zero_bubble_v": two(tied=True, schedule="zero_bubble_v")}
+
+
+def evaluated_all(layouts, counts):
+    return [in_a_fresh_session(evaluated, layout, counts) for layout in layouts]
+
+
+def test_evaluation_and_generation_go_through_the_stages():
+    wanted, tokens, ids = evaluated(Layout(layers=4, tied=True), (5,))
+    layouts = [x for x in EVALUATED.values() if x.schedule not in V or runs_v()]
+    for found in run_ranks(evaluated_all, 2, layouts, (5,)):
+        for figures, count, text in found:
+            assert figures == pytest.approx(wanted, rel=1e-12)
+            assert (count, text) == (tokens, ids)
+
+
+def test_data_ranks_of_a_pipeline_may_have_different_numbers_of_batches():
+    wanted, tokens, ids = evaluated(Layout(layers=4), (5,))
+    layouts = [four(), four(schedule="interleaved_zero_bubble", reshard=False)]
+    for found in run_ranks(evaluated_all, 4, layouts, (5, 0)):
+        for figures, count, text in found:
+            assert figures == pytest.approx(wanted, rel=1e-12)
+            assert (count, text) == (tokens, ids)
+
+
+# ---------------------------------------------------------------- checkpoints
+
+
+def resumed(layouts, *, steps, resume_from, save_to=None):
+    return [
+        in_a_fresh_session(
+            functools.partial(run_steps, steps=steps, resume_from=resume_from, save_to=save_to),
+            layout,
+        )
+        for layout in layouts
+    ]
+
+
+def test_a_run_goes_on_with_other_stages_bit_for_bit(tmp_path):
+    start = two(tied=True, rows=4)
+    saved = joined(run_ranks(functools.partial(run_steps, steps=1, save_to=tmp_path), 2, start))
+    alone_again = run_steps(Layout(layers=4, tied=True), steps=1, resume_from=tmp_path)
+    assert alone_again["state_hash"] == saved["state_hash"]
+    went_on = run_steps(
+        Layout(layers=4, tied=True), steps=2, resume_from=tmp_path, save_to=tmp_path
+    )
+    load = functools.partial(resumed, steps=2, resume_from=tmp_path)
+    layouts = [
+        two(tied=True, schedule=x) for x in ("gpipe", *(["dual_pipe_v"] if runs_v() else []))
+    ]
+    found = [joined(part) for part in zip(*run_ranks(load, 2, layouts), strict=True)]
+    deep = [Layout(4, pp=4, layers=4, tied=True), four(tied=True)]
+    found += [joined(part) for part in zip(*run_ranks(load, 4, deep), strict=True)]
+    for again in found:
+        assert again["state_hash"] == went_on["state_hash"]
+        for name, value in went_on["parameters"].items():
+            assert np.array_equal(again["parameters"][name], value)
+
+
+# ---------------------------------------------------------------- planted mistakes
+
+
+def nothing(*_):
+    return None
+
+
+def last_alone(terms):
+    return dict(terms[max(terms)]) if terms else {}
+
+
+MISTAKES = {
+    "last microbatch only": (pipeline, "_summed", last_alone),
+    "norm as maximum": (tk.grads, "all_sum", tk.collectives.all_max),
+    "tied copy counted twice": (tk.grads, "is_tied_copy", nothing),
+    "tied gradient not summed": (pipeline, "_exchange_tied", nothing),
+}
+
+
+def with_mistakes():
+    found = {}
+    for name, (where, what, planted) in {"none": (pipeline, "_summed", None), **MISTAKES}.items():
+        right = getattr(where, what)
+        setattr(where, what, planted or right)
+        result = run_steps(two(tied=True), steps=2)
+        setattr(where, what, right)
+        found[name] = result["losses"], result["norms"]
+    return found
+
+
+def test_planted_mistakes_are_seen():
+    wanted = alone(two(tied=True))
+    whole = np.array([wanted["losses"][:2], wanted["norms"][:2]])
+    found = run_ranks(with_mistakes, 2)[0]
+    errors = {name: np.abs(np.array(x) / whole - 1).max() for name, x in found.items()}
+    assert errors.pop("none") < 1e-12
+    assert all(error > 1e-5 for error in errors.values()), errors

@@ -1,0 +1,439 @@
+"""Tensor parallelism gives the numbers of one process, and is refused before anything is sent."""
+
+import functools
+
+import attrs
+import numpy as np
+import pytest
+import torch
+from torch import nn
+from whole_step import Layout, build, corpus, difference, full, input_of, model_config, run_steps
+
+import trainkit as tk
+from trainkit.batch import blank_batch
+from trainkit.collectives import all_sum, gather_replicated
+from trainkit.mesh import solo_parallel
+from trainkit.models import Decoder, init_weights
+from trainkit.parallel import fsdp, reduction
+from trainkit.parallel.naming import box_of
+from trainkit.parallel.reduction import mark_partial_, sum_partial_
+from trainkit.parallel.styles import STYLES
+from trainkit.parallel.tensor import DECODER_STYLES, hf_styles, tensor
+from trainkit.parallel.vocabulary import next_token_linear
+from trainkit.step import call_with_noise
+from trainkit.testing import RankError, run_ranks
+from trainkit.testing.train import forget_session
+from trainkit.types import Axis, ConfigError, Cursor, Share
+
+BASE = Layout(vocab_size=32, kv_heads=4, qkv_bias=True)
+LAYOUTS = {
+    "tp 2": Layout(2, tp=2),
+    "tp 2, dropout, tied, two rows": Layout(2, tp=2, dropout=0.3, tied=True, rows_per_microbatch=2),
+    "tp 2, selective recomputation": Layout(2, tp=2, recompute="selective"),
+    "tp 4": Layout(4, tp=4),
+    "tp 4, dropout, tied": Layout(4, tp=4, dropout=0.3, tied=True),
+    "tp 2 x fsdp 2": Layout(4, tp=2),
+    "tp 2 x fsdp 2, each, full recomputation": Layout(4, tp=2, reduce="each", recompute="full"),
+    "tp 2 x fsdp 2, dropout, tied, each": Layout(4, tp=2, dropout=0.3, tied=True, reduce="each"),
+    "tp 2 x replicate 2": Layout(4, tp=2, dp_replicate=2),
+}
+LAYOUTS = {
+    name: attrs.evolve(layout, vocab_size=32, kv_heads=4, qkv_bias=True)
+    for name, layout in LAYOUTS.items()
+}
+WORLDS = sorted({layout.world for layout in LAYOUTS.values()})
+
+# The same matrices cut without cutting the sequence.
+WHOLE_SEQUENCE = {
+    "embedding": "vocabulary",
+    "layers.*.attention.w[qkv]": "column",
+    "layers.*.attention.[qk]_norm": "partial",
+    "layers.*.attention.wo": "row",
+    "layers.*.mlp.[gu]*": "column",
+    "layers.*.mlp.down": "row",
+    "head": "column",
+}
+
+
+@functools.cache
+def reference(*, tied=False, dropout=0.0):
+    return run_steps(attrs.evolve(BASE, tied=tied, dropout=dropout))
+
+
+def several(layouts):
+    return {name: fresh(run_steps, layout) for name, layout in layouts.items()}
+
+
+def fresh(function, *args, **kwargs):
+    """Call what opens a session, and let the next one find none of this one's groups."""
+    try:
+        return function(*args, **kwargs)
+    finally:
+        forget_session()
+
+
+@functools.cache
+def found_on(world):
+    chosen = {name: layout for name, layout in LAYOUTS.items() if layout.world == world}
+    return run_ranks(several, world, chosen, timeout=240)[0]
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_three_steps_give_the_numbers_of_one_process_in_fp64(name):
+    layout = LAYOUTS[name]
+    wanted = reference(tied=layout.tied, dropout=layout.dropout)
+    found = found_on(layout.world)[name]
+    assert difference(found, wanted) < 1e-12
+    assert found["hashes"] == wanted["hashes"]
+    assert found["tokens"] == wanted["tokens"]
+
+
+def test_compiled_blocks_give_the_numbers_of_one_process():
+    small = attrs.evolve(BASE, layers=1)
+    compiled = attrs.evolve(small, tp=2, compiled=True)
+    found = run_ranks(functools.partial(run_steps, compiled, steps=1), 2, timeout=240)[0]
+    assert difference(found, run_steps(small, steps=1)) < 1e-12
+
+
+# --------------------------------------------------------------------------------------- gradients
+
+
+def gradients(styles, *, calls=1, mistake=None, **changes):
+    """Return the gradients of a step, its sums and their norm, by any plan, with or without tp."""
+    layout = attrs.evolve(BASE, **changes)
+    config = model_config(layout)
+    text = corpus()
+    with tk.parallel_session(tp=layout.tp) as ps, pytest.MonkeyPatch.context() as patch:
+        if mistake == "partial sums are skipped":
+            patch.setattr("trainkit.step.sum_partial_", lambda _: None)
+        if mistake == "partial sums are made twice":
+            patch.setattr(
+                "trainkit.step.sum_partial_", lambda m: (sum_partial_(m), sum_partial_(m))
+            )
+        (model,) = tk.build_stages(
+            lambda: Decoder(config, head="hidden").to(layout.dtype),
+            ps,
+            [tensor(styles), fsdp()],
+            weights=init_weights(config, seed=0),
+        )
+        bins = tk.pack_bins(text.lengths, 24)
+        batch = input_of(Cursor(), ps, layout, text=text, bins=bins)
+        tokens = all_sum(tk.count_valid_tokens(batch.microbatches), ps.loss)
+        loss = next_token_linear(ps.tp)
+        step = functools.partial(
+            tk.forward_backward, model, loss=loss, denominator=tokens, call=call_with_noise
+        )
+        for index in range(calls):
+            sums = step(batch.microbatches[index::calls])
+        grads = {name: p.grad for name, p in tk.named_parameters_of([model]).items()}
+        norm = float(tk.grad_norm(tk.parameters_of([model]), axis=ps.pp))
+        assert len(sums) == 1
+        return {
+            "parameters": {name: full(grad.double()) for name, grad in grads.items()},
+            "losses": [float(v) for v in tk.reduce_metrics(sums, ps.loss).values()],
+            "norms": [norm],
+        }
+
+
+def gathered_without_a_sum():
+    own = attrs.evolve(STYLES["gather"], enter=lambda x, axis: gather_replicated(x, axis, dim=1))
+    return DECODER_STYLES | {"layers.*.mlp": own}
+
+
+def partial_not_marked():
+    return {**DECODER_STYLES, "layers.*.attention.[qk]_norm": "replicated"}
+
+
+PLANS = {
+    "own": lambda: None,
+    "without a cut sequence": lambda: WHOLE_SEQUENCE,
+}
+MISTAKES = {
+    "a column's input gradient is not summed": lambda: (
+        WHOLE_SEQUENCE | {"layers.*.mlp.[gu]*": "column_inside"}
+    ),
+    "a norm on heads is taken for whole": partial_not_marked,
+    "a gather's gradient is not summed": gathered_without_a_sum,
+    "partial sums are skipped": lambda: None,
+    "partial sums are made twice": lambda: None,
+}
+
+
+def gradients_of_plans():
+    return {name: fresh(gradients, make(), tp=2) for name, make in PLANS.items()} | {
+        name: fresh(gradients, make(), tp=2, mistake=name) for name, make in MISTAKES.items()
+    }
+
+
+def test_gradients_are_those_of_one_process_and_every_mistake_shows():
+    wanted = gradients(None)
+    found = run_ranks(gradients_of_plans, 2)[0]
+    for name in PLANS:
+        assert difference(found[name], wanted) < 1e-12, name
+    for name in MISTAKES:
+        assert difference(found[name], wanted) > 1e-3, name
+
+
+def gradients_in_two_calls():
+    return gradients(None, tp=2, calls=2)
+
+
+@pytest.mark.parametrize("world", [2, 4])
+def test_gradients_of_several_calls_add_up(world):
+    wanted, found = gradients(None, calls=2), run_ranks(gradients_in_two_calls, world)[0]
+    wanted["losses"] = found["losses"]  # of the last call, which here is one rank's
+    assert difference(found, wanted) < 1e-12
+
+
+def partial_sums():
+    """Return what two ranks make of gradients that not all of them have, and the calls it took."""
+    with tk.parallel_session(tp=2) as ps:
+        sizes = {"both": torch.float64, "one": torch.float64, "none": torch.float64}
+        sizes |= {"low": torch.bfloat16, "frozen": torch.float64}
+        model = nn.ParameterDict(
+            {name: nn.Parameter(torch.ones(3, dtype=dtype)) for name, dtype in sizes.items()}
+        )
+        tensor({})(model, ps)
+        model["frozen"].requires_grad_(False)
+        mark_partial_(model, list(sizes), ps.tp)
+        for name in ("both", "low", "frozen") + (("one",) if ps.tp.index else ()):
+            model[name].grad = torch.ones_like(model[name]) * (1 + ps.tp.index)
+        calls = []
+        send = torch.distributed.all_reduce
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(
+                reduction.dist, "all_reduce", lambda *a, **k: (calls.append(0), send(*a, **k))
+            )
+            sum_partial_(model)
+        grads = {name: p.grad for name, p in model.items()}
+        return len(calls), {
+            name: None if grad is None else grad.to_local().tolist() for name, grad in grads.items()
+        }
+
+
+def test_partial_gradients_are_summed_in_one_call_per_dtype_and_missing_ones_are_zeros():
+    for rank, (calls, grads) in enumerate(run_ranks(partial_sums, 2)):
+        assert calls == 2
+        assert grads == {
+            "both": [3.0] * 3,
+            "low": [3.0] * 3,
+            "one": [2.0] * 3,
+            "none": None,
+            "frozen": [1.0 + rank] * 3,
+        }
+
+
+# -------------------------------------------------------------------------------------- checkpoints
+
+
+def resumed(layout, folder):
+    return run_steps(layout, steps=1, resume_from=folder)
+
+
+def saved(folder):
+    layout = attrs.evolve(BASE, tp=2, tied=True)
+    with tk.parallel_session(tp=2) as ps:
+        stages, _ = build(layout, ps)
+        named = tk.named_parameters_of(stages)
+        boxes = {name: (box_of(p), tuple(map(str, p.placements))) for name, p in named.items()}
+        shapes = {
+            name: (tuple(box.local.shape), box.offset, box.writes, placements[-1])
+            for name, (box, placements) in boxes.items()
+        }
+    forget_session()
+    return shapes, run_steps(layout, steps=1, save_to=folder)["state_hash"]
+
+
+def test_a_checkpoint_of_four_ranks_is_that_of_any_layout(tmp_path):
+    found = run_ranks(saved, 4, tmp_path)
+    hashes = {state_hash for _, state_hash in found}
+    assert len(hashes) == 1
+    for layout in (attrs.evolve(BASE, tied=True), attrs.evolve(BASE, tied=True, tp=2)):
+        world = 2 if layout.tp == 2 else 1
+        results = run_ranks(resumed, world, layout, tmp_path)
+        assert {result["state_hash"] for result in results} == hashes
+    shapes = [shapes for shapes, _ in found]
+    for rank, (tp, dp) in enumerate([(0, 0), (1, 0), (0, 1), (1, 1)]):
+        own = shapes[rank]
+        assert own["embedding.weight"] == ((8, 16), (16 * tp + 8 * dp, 0), True, "S(0)")
+        assert own["layers.0.attention.wo.weight"] == ((8, 8), (8 * dp, 8 * tp), True, "S(1)")
+        assert own["layers.1.attention.wq.bias"] == ((4,), (8 * tp + 4 * dp,), True, "S(0)")
+        assert own["norm.weight"] == ((8,), (8 * dp,), tp == 0, "R")
+
+
+# ---------------------------------------------------------------------------------------- refusals
+
+
+def fake(tp):
+    """Return a layout with tp, and no process group: whatever is refused has sent nothing."""
+    return attrs.evolve(solo_parallel(), tp=Axis("tp", Share(0, tp)))
+
+
+def decoder(**changes):
+    with torch.device("meta"):
+        return Decoder(attrs.evolve(model_config(BASE), **changes))
+
+
+MLP = {"layers.*.mlp.up": "column", "layers.*.mlp.down": "row"}
+
+
+@pytest.mark.parametrize(
+    ("tp", "changes", "styles", "words"),
+    [
+        (8, {}, None, ["'layers.0.attention.wq'", "has 4 heads, which do not", "tp = 8"]),
+        (4, {"kv_heads": 2}, None, ["'layers.0.attention.wk'", "2 heads", "tp = 4"]),
+        (2, {"vocab_size": 31}, None, ["embedding.weight", "is 31, which does not", "tp = 2"]),
+        (2, {"mlp_width": 25}, None, ["mlp.gate.weight", "25", "tp = 2"]),
+        (2, {"mlp_width": 25}, MLP, ["mlp.up.weight", "25", "tp = 2"]),
+        (2, {}, {"layers.*.mpl": "gather"}, ["'layers.*.mpl'", "matches"]),
+        (1, {}, {"layers.*.mpl": "gather"}, ["'layers.*.mpl'", "matches"]),
+        (2, {}, {"norm": "row"}, ["'norm'", "RMSNorm", "Linear"]),
+        (2, {}, {"norm": "rows"}, ["'rows'", "'norm'", "column"]),
+        (2, {}, {"norm": "partial", "n*": "partial"}, ["'norm'", "'n*'", "two patterns"]),
+    ],
+)
+def test_what_does_not_fit_is_refused_before_anything_is_sent(tp, changes, styles, words):
+    with pytest.raises(ConfigError) as caught:
+        tensor(styles)(decoder(**changes), fake(tp))
+    assert all(word in str(caught.value) for word in words), caught.value
+
+
+def test_a_module_without_a_ready_plan_and_an_embedding_of_special_rows_are_refused():
+    with pytest.raises(ConfigError, match="no ready plan for a Linear"):
+        tensor()(nn.Linear(2, 2), fake(2))
+    model = nn.Sequential(nn.Embedding(4, 2, max_norm=1.0))
+    with pytest.raises(ConfigError, match="max_norm"):
+        tensor({"0": "vocabulary"})(model, fake(2))
+
+
+def test_at_size_one_nothing_changes():
+    model = decoder()
+    before = [type(module) for module in model.modules()]
+    assert tensor()(model, solo_parallel()) is model
+    assert [type(module) for module in model.modules()] == before
+    assert model.sequence_parts == 1
+
+
+def late_refusals():
+    """Ask for what only a forward pass can refuse; then the ranks still understand each other."""
+    with tk.parallel_session(tp=2) as ps:
+        config = model_config(BASE)
+        (model,) = tk.build_stages(
+            lambda: Decoder(config), ps, [tensor()], weights=init_weights(config, seed=0)
+        )
+        batch = blank_batch(1, 7)
+        with pytest.raises(ValueError, match=r"rows of 7 tokens .* tp = 2"):
+            tk.call_model(model, batch)
+        assert model.sequence_parts == 2
+        logits = tk.call_model(model, blank_batch(1, 8))
+        tied = nn.ModuleDict({"a": nn.Linear(2, 2), "b": nn.Linear(2, 2)})
+        tied["b"].weight = tied["a"].weight
+        with pytest.raises(ConfigError, match=r"'b\.weight' is tied"):
+            tensor({"a": "column"})(tied, ps)
+        with pytest.raises(ConfigError, match="sharded already"):
+            tensor()(model, ps)
+        return tuple(logits.shape)
+
+
+def test_a_sequence_that_does_not_divide_is_refused_before_anything_is_sent():
+    assert run_ranks(late_refusals, 2) == [(1, 8, 16)] * 2
+
+
+def embedded(last_id):
+    """Return embeddings and the gradients of their table, with a padding row on the second rank."""
+    with tk.parallel_session(tp=2) as ps:
+        model = nn.Sequential(nn.Embedding(8, 2, padding_idx=5))
+        model.load_state_dict({"0.weight": torch.arange(16.0).view(8, 2)})
+        tensor({"0": "vocabulary"})(model, ps)
+        out = model(torch.tensor([0, 3, 4, 5, last_id]))
+        out.sum().backward()
+        return out[:, 0].tolist(), full(model[0].weight.grad)[:, 0].tolist()
+
+
+def test_an_embedding_finds_every_row_once_and_keeps_its_padding_row():
+    rows, grads = [0.0, 6.0, 8.0, 10.0, 14.0], [1.0, 0.0, 0.0, 1.0, 1.0, 0.0, 0.0, 1.0]
+    assert run_ranks(embedded, 2, 7) == [(rows, grads)] * 2
+
+
+@pytest.mark.parametrize("unknown", [8, -1])
+def test_an_id_outside_the_vocabulary_fails_as_on_one_process(unknown):
+    with pytest.raises(RankError, match="IndexError: index out of range"):
+        run_ranks(embedded, 2, unknown)
+
+
+# ------------------------------------------------------------------------------------ Hugging Face
+
+
+def hf_model(kind):
+    import transformers
+
+    sizes = {"vocab_size": 32, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2}
+    sizes |= {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8}
+    config = getattr(transformers, f"{kind}Config")(
+        **sizes, tie_word_embeddings=kind == "Qwen3", attention_bias=True, pad_token_id=3
+    )
+    torch.manual_seed(0)
+    return getattr(transformers, f"{kind}ForCausalLM")(config).double()
+
+
+def hf_step(kind, tp):
+    """Return logits, loss and gradients of a small model made from a configuration."""
+    with tk.parallel_session(tp=tp) as ps:
+        model = hf_model(kind)
+        with torch.no_grad():  # norms and biases begin at 1 and 0, which hide mistakes
+            for index, parameter in enumerate(model.parameters()):
+                phases = torch.arange(parameter.numel()).view_as(parameter) + index
+                parameter.add_(phases.sin(), alpha=0.1)
+        tensor(hf_styles(model))(model, ps)
+        ids = torch.randint(0, 32, (2, 7), generator=torch.Generator().manual_seed(1))
+        out = model(input_ids=ids, labels=ids)
+        out.loss.backward()
+        sum_partial_(model)
+        return {
+            "losses": [float(out.loss.detach())],
+            "norms": [float(tk.grad_norm(model.parameters()))],
+            "parameters": {"logits": out.logits.detach().numpy()}
+            | {name: full(p.grad) for name, p in model.named_parameters()},
+        }
+
+
+def hf_steps(tp):
+    return {kind: fresh(hf_step, kind, tp) for kind in ("Llama", "Qwen3")}
+
+
+def test_hugging_face_models_with_their_own_plan_give_the_numbers_of_one_process():
+    pytest.importorskip("transformers")
+    wanted, found = hf_steps(1), run_ranks(hf_steps, 2, 2)[0]
+    for kind in wanted:
+        assert difference(found[kind], wanted[kind]) < 1e-12, kind
+
+
+def test_norms_of_heads_that_an_older_plan_leaves_out_are_partial_all_the_same():
+    attention = nn.Module()
+    attention.head_dim, attention.q_norm = 8, nn.RMSNorm(8)
+    attention.q_proj = nn.Linear(16, 32)
+    model = nn.ModuleDict({"attention": attention})
+    model._tp_plan = {"attention.q_proj": "colwise"}
+    assert hf_styles(model) == {"attention.q_proj": "column", "attention.q_norm": "partial"}
+    attention.q_norm = nn.RMSNorm(32)
+    with pytest.raises(ConfigError, match=r"'attention\.q_norm' is no norm of single heads"):
+        hf_styles(model)
+
+
+def test_a_plan_with_an_unknown_style_or_none_is_refused_by_name():
+    model = nn.ModuleDict({"experts": nn.Linear(2, 2)})
+    with pytest.raises(ConfigError, match="brings no tensor-parallel plan"):
+        hf_styles(model)
+    model._tp_plan = {"experts": "grouped_gemm", "absent": "colwise"}
+    with pytest.raises(ConfigError, match="'grouped_gemm' at 'experts'"):
+        hf_styles(model)
+
+
+# ----------------------------------------------------------------------------------- low precision
+
+
+def test_bf16_stays_near_fp32():
+    wanted = gradients(None, dtype=torch.float32)
+    found = run_ranks(functools.partial(gradients, None, tp=2, dtype=torch.bfloat16), 2)[0]
+    assert np.isclose(found["losses"], wanted["losses"], rtol=1e-2)
+    assert np.isclose(found["norms"], wanted["norms"], rtol=5e-2)

@@ -1,0 +1,269 @@
+"""The planner lists every layout, puts the best first, and says why another cannot be."""
+
+import json
+import math
+
+import attrs
+import pytest
+
+from trainkit.__main__ import main
+from trainkit.models import DecoderConfig, count_parameters
+from trainkit.models.sizes import decoder_config
+from trainkit.planning import (
+    Hardware,
+    Job,
+    Layout,
+    hardware,
+    hardware_names,
+    layouts_of,
+    memory_of,
+    plan,
+    plan_table,
+    refusal,
+    seconds_of,
+    traffic_of,
+)
+
+TINY = DecoderConfig(vocab_size=256, width=64, layers=4, heads=4, kv_heads=4, mlp_width=128)
+ROWS = {"row_length": 128, "rows": 16}
+
+
+def job(**changes):
+    return Job(**({"config": TINY, "dtype": "fp32", **ROWS} | changes))
+
+
+def toy(**changes):
+    """A machine on which figures come out round."""
+    figures = {
+        "name": "toy",
+        "memory": 2**30,
+        "flops": {"bf16": 1e12, "fp32": 1e12},
+        "inside": 1e9,
+        "between": 1e8,
+        "ranks_per_node": 4,
+    }
+    return Hardware(**(figures | changes))
+
+
+# -------------------------------------------------------------------------------- layouts
+
+
+@pytest.mark.parametrize("world", [1, 2, 6, 8, 64])
+def test_every_factorisation_of_the_world_is_there_once(world):
+    found = list(layouts_of(world))
+    assert len(set(found)) == len(found)
+    assert {layout.world for layout in found} == {world}
+    exponents = []
+    for prime in (2, 3):
+        exponent = 0
+        while world % prime ** (exponent + 1) == 0:
+            exponent += 1
+        exponents.append(exponent)
+    assert len(found) == math.prod(math.comb(exponent + 5, 5) for exponent in exponents)
+
+
+@pytest.mark.parametrize(
+    ("layout", "changes", "words"),
+    [
+        (Layout(tp=3), {}, "4 heads do not divide by tp = 3"),
+        (Layout(ulysses=8), {}, "4 heads do not divide by ulysses = 8"),
+        (Layout(ring=3), {}, "row of 128 tokens does not divide over ring = 3"),
+        (Layout(dp_shard=32), {}, "16 rows for dp_replicate x dp_shard = 32"),
+        (Layout(pp=8), {}, "4 layers are too few for 8 stages"),
+        (Layout(pp=4), {"rows": 2}, "schedule = '1f1b' needs"),
+    ],
+)
+def test_an_impossible_layout_is_refused_with_both_numbers(layout, changes, words):
+    assert words in refusal(job(**changes), layout)
+    (one,) = plan(
+        TINY, layout.world, toy(), layouts=[layout], recompute=["none"], **(ROWS | changes)
+    )
+    assert (one.fits, one.memory, one.seconds) == (False, None, None)
+    assert words in one.why_not
+
+
+def test_a_possible_layout_is_not_refused():
+    assert refusal(job(), Layout(pp=2, dp_shard=2, ring=2, tp=2)) is None
+    assert refusal(job(schedule="dual_pipe_v"), Layout(pp=2, dp_shard=2)) is None
+
+
+# -------------------------------------------------------------------------------- memory
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_shards_of_all_ranks_add_up_to_the_model(tied):
+    config = attrs.evolve(TINY, tied=tied)
+    whole = 4 * count_parameters(config)
+    for layout in (Layout(), Layout(dp_shard=4), Layout(dp_replicate=2, ring=2), Layout(ulysses=4)):
+        memory = memory_of(job(config=config), layout)
+        assert memory.parameters * layout.fsdp == whole
+        assert memory.gradients == memory.parameters
+    assert memory_of(job(config=config, optimizer="sgd"), Layout()).optimizer == 0
+    assert memory_of(job(config=config, optimizer="momentum"), Layout()).optimizer == whole
+    steps = 4 * (3 - tied + 9 * config.layers)  # one count in fp32 for each parameter
+    assert memory_of(job(config=config), Layout()).optimizer == 2 * whole + steps
+
+
+def test_less_is_kept_where_more_is_computed_again():
+    kept = [memory_of(job(recompute=policy), Layout()).activations for policy in POLICIES]
+    assert kept == sorted(kept, reverse=True)
+    assert len(set(kept)) == 3
+
+
+POLICIES = ("none", "selective", "full")
+
+
+def test_a_degree_divides_what_it_should():
+    big = job(config=decoder_config("llama-3.1-8b"), row_length=8192, dtype="bf16")
+    solo = memory_of(big, Layout())
+    assert memory_of(big, Layout(tp=8)).parameters == pytest.approx(solo.parameters / 8, rel=1e-3)
+    assert memory_of(big, Layout(ring=8)).activations * 8 == pytest.approx(solo.activations)
+    assert memory_of(big, Layout(dp_replicate=8)).parameters == solo.parameters
+    whole, cut = (memory_of(attrs.evolve(big, loss=loss), Layout()) for loss in ("plain", "linear"))
+    assert whole.logits > 2 * cut.logits
+
+
+def test_what_exceeds_what_is_said():
+    one = attrs.evolve(hardware("h100"), ranks_per_node=1)
+    plans = plan(decoder_config("llama-3.1-8b"), 1, one, row_length=8192, rows=1)
+    assert not any(found.fits for found in plans)
+    peaks = [found.memory.peak for found in plans]
+    assert peaks == sorted(peaks)
+    assert f"{peaks[0] / 2**30:.1f} GiB" in plans[0].why_not
+    assert "exceed 71.1 GiB; most are optimizer: 59.8 GiB" in plans[0].why_not
+    enough = attrs.evolve(one, memory=peaks[0])
+    fitting = plan(decoder_config("llama-3.1-8b"), 1, enough, row_length=8192, rows=1, headroom=0.0)
+    assert [found.fits for found in fitting] == [True, False, False]
+
+
+# -------------------------------------------------------------------------------- time
+
+
+def test_compute_is_the_models_operations_over_the_rate():
+    found = seconds_of(job(), Layout(), toy(), efficiency=0.5)
+    block = 4 * 64 * 64 + 3 * 64 * 128 + 2 * 64
+    tokens = 128 * 16
+    flops = 6 * (4 * block + 256 * 64) * tokens + 12 * 4 * 64 * (128 * 129 / 2) * 16
+    assert found.step == found.compute == pytest.approx(flops / 0.5e12)
+    full = seconds_of(job(recompute="full"), Layout(), toy(), efficiency=0.5)
+    assert full.compute == pytest.approx(found.compute * 4 / 3)
+
+
+def test_a_message_takes_its_bytes_over_the_bandwidth_of_its_wire():
+    sent = sum(one.sent for one in traffic_of(job(), Layout(tp=4)))
+    near = seconds_of(job(), Layout(tp=4), toy(), efficiency=0.5)
+    far = seconds_of(job(), Layout(tp=4), toy(ranks_per_node=2), efficiency=0.5)
+    assert near.exposed == pytest.approx(sent / 1e9)
+    assert far.exposed == pytest.approx(sent / 1e8)
+    assert near.hidden == 0
+
+
+def test_what_can_be_hidden_is_hidden_only_behind_arithmetic():
+    fast = seconds_of(job(), Layout(dp_shard=4), toy(inside=1e15), efficiency=0.5)
+    assert fast.exposed == pytest.approx(0, abs=fast.compute * 1e-3)
+    slow = seconds_of(job(), Layout(dp_shard=4), toy(inside=1e5), efficiency=0.5)
+    sent = sum(one.sent for one in traffic_of(job(), Layout(dp_shard=4)))
+    assert slow.compute + slow.exposed == pytest.approx(sent / 1e5, rel=0.01)
+
+
+def test_a_pipeline_waits_at_its_ends():
+    wires = toy(inside=1e20)
+    bubbles = {
+        schedule: seconds_of(job(schedule=schedule), Layout(pp=2), wires, efficiency=0.5)
+        for schedule in ("1f1b", "interleaved_1f1b", "zero_bubble_v")
+    }
+    shares = [found.bubble / found.compute for found in bubbles.values()]
+    assert shares == pytest.approx([1 / 16, 1 / 32, 1 / 96])
+    assert seconds_of(job(), Layout(dp_shard=2), wires, efficiency=0.5).bubble == 0
+
+
+def test_documents_make_attention_cheaper():
+    one, four = (
+        seconds_of(job(documents=n, row_length=4096), Layout(), toy(), efficiency=0.5).compute
+        for n in (1, 4)
+    )
+    assert four < one
+
+
+# -------------------------------------------------------------------------------- the list
+
+
+def test_the_fastest_that_fits_is_first_and_the_impossible_last():
+    plans = plan(TINY, 8, toy(), **ROWS)
+    assert len(plans) == 56 * 3
+    fitting = [one for one in plans if one.fits]
+    seconds = [one.seconds.step for one in fitting]
+    assert seconds == sorted(seconds)
+    assert plans[: len(fitting)] == fitting
+    assert plans[-1].memory is None
+    assert all(0 < one.utilization <= 0.5 for one in fitting)
+    tokens = 16 * 128
+    assert plans[0].tokens_per_second == pytest.approx(tokens / plans[0].seconds.step)
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"headroom": 1.0}, "headroom must be at least 0 and below 1, got 1.0"),
+        ({"efficiency": 0.0}, "efficiency must be above 0 and at most 1, got 0.0"),
+        ({"rows": 0}, "rows must be at least 1, got 0"),
+        ({"recompute": ["some"]}, "recompute must be one of none, selective, full, got 'some'"),
+        ({"dtypes": ["fp8"]}, "dtype must be one of bf16, fp32, got 'fp8'"),
+        ({"schedule": "2f2b"}, "schedule must be one of gpipe, 1f1b"),
+        ({"layouts": [Layout(tp=2)]}, "tp 2 has 2 ranks, the world has 1"),
+    ],
+)
+def test_a_wrong_argument_is_named(changes, words):
+    with pytest.raises(ValueError, match=f"plan: {words}"):
+        plan(TINY, 1, toy(), **(ROWS | changes))
+
+
+def test_machines_are_records_that_anyone_can_write():
+    assert [hardware(name).name for name in hardware_names()] == list(hardware_names())
+    with pytest.raises(ValueError, match="no machine is named 'abacus'; there are a100, h100"):
+        hardware("abacus")
+    with pytest.raises(ValueError, match="every figure must be positive"):
+        toy(inside=0.0)
+    with pytest.raises(ValueError, match='flops needs "fp32" and "bf16"'):
+        toy(flops={"bf16": 1.0})
+    with pytest.raises(ValueError, match="every degree must be at least 1"):
+        Layout(tp=0)
+
+
+# -------------------------------------------------------------------------------- the command
+
+
+def test_the_table_shows_units_and_one_line_for_what_does_not_fit():
+    small = toy(memory=4 * 2**20)
+    table = plan_table(plan(TINY, 2, small, **ROWS, dtypes=["fp32"]), limit=3).splitlines()
+    assert table[0].split()[:4] == ["layout", "recompute", "peak", "GiB"]
+    assert len({len(line) for line in table[:2]}) == 1
+    assert any(line.startswith("  ... and ") for line in table)
+    assert "does not fit:" in table
+    assert any("exceed 0.00352 GiB; most are " in line for line in table)
+    nothing = plan_table(plan(TINY, 7, toy(memory=2**20), **ROWS))
+    assert nothing.startswith("nothing fits")
+    assert "not possible:\n  3 x  " in nothing
+
+
+def test_the_command_prints_a_table_and_json(capsysbinary):
+    flags = "--size 10m --world 4 --hardware cpu --row-length 256 --tp 2"
+    words = ["plan", *flags.split()]
+    assert main(words) == 0
+    out = capsysbinary.readouterr().out.decode()
+    assert out.startswith("10m, 10.0 million parameters, on 4 x cpu with 16 GiB, of which 10% stay")
+    assert "\nlayout " in out
+    assert "dp_shard 2 x tp 2" in out
+    assert main([*words, "--json", "--memory", "4", "--recompute", "full"]) == 0
+    found = json.loads(capsysbinary.readouterr().out)
+    assert len(found) == 5
+    assert {one["layout"]["tp"] for one in found} == {2}
+    assert {(one["recompute"], one["dtype"]) for one in found} == {("full", "fp32")}
+    assert all(one["fits"] == (one["why_not"] == "") for one in found)
+
+
+def test_the_command_says_what_is_wrong(capsysbinary):
+    assert main(["plan", "--world", "4", "--tp", "3"]) == 64
+    assert b"no layout of 4 ranks has tp 3" in capsysbinary.readouterr().out
+    assert main(["plan", "--size", "10n"]) == 64
+    assert main(["plan", "--hardware", "abacus"]) == 64

@@ -1,0 +1,110 @@
+"""In every layout a recipe prints the numbers of one process, and goes on from any other layout."""
+
+import pytest
+import recipe_runs
+from recipe_runs import assert_equal_runs, column, events, here, load, several
+
+from trainkit.testing import run_ranks
+
+SMALL = [*recipe_runs.SMALL.split(), "--rows", 8, "--save-every", 3, "--eval-every", 3]
+KEPT = "--schedule zero_bubble_v --no-reshard-after-forward"
+LAYOUTS = {
+    2: ["--pp 2", "--tp 2", "--ring 2", "--ulysses 2 --fold-sp none", "--cpu-offload"],
+    4: [
+        "--pp 2 --tp 2",
+        "--ring 2 --ulysses 2 --fold-sp ring",
+        "--tp 2 --dp-replicate 2",
+        f"--pp 2 --dp-shard 2 {KEPT}",
+    ],
+}
+
+
+@pytest.fixture(scope="module")
+def text(tmp_path_factory):
+    """Return a directory with a little text in it, below 7 others."""
+    folder = tmp_path_factory.mktemp("text")
+    for i in range(60):
+        words = [f"word{(i * j) % 17} = {j}" for j in range(3 + i % 7)]
+        (folder / str(i % 7)).mkdir(exist_ok=True)
+        (folder / str(i % 7) / f"{i}.txt").write_text("\n".join(words))
+    return folder
+
+
+def flags_of(out, text, steps, layout=""):
+    given = ["--out", out, "--data", text, "--steps", steps, "--sample", 3]
+    return [*given, *SMALL, *layout.split()]
+
+
+@pytest.fixture(scope="module")
+def alone(text, tmp_path_factory):
+    """Return the directory of a run of 3 steps on one process, and what the model wrote."""
+    out = tmp_path_factory.mktemp("alone")
+    code, printed = here(flags_of(out, text, 3))
+    assert code == 0, printed
+    return out, written(printed)
+
+
+def written(printed):
+    """Return what the model wrote at the end of a run."""
+    before, _, _ = printed.partition("\nthe run is in")
+    return before.rpartition("held out: ")[2].partition("\n")[2]
+
+
+@pytest.mark.parametrize("world", LAYOUTS)
+def test_every_layout_prints_the_numbers_of_one_process(world, text, alone, tmp_path):
+    outs = [tmp_path / str(number) for number in range(len(LAYOUTS[world]))]
+    runs = [
+        flags_of(out, text, 3, layout) for out, layout in zip(outs, LAYOUTS[world], strict=True)
+    ]
+    said, *others = run_ranks(several, world, runs, timeout=170)
+    for (code, printed), out, layout in zip(said, outs, LAYOUTS[world], strict=True):
+        assert code == 0, f"{layout}: {printed}"
+        assert_equal_runs(out, alone[0], about=layout)
+        for a, b in zip(events(out, "evaluation"), events(alone[0], "evaluation"), strict=True):
+            assert (a["tokens"], a["loss"]) == (b["tokens"], pytest.approx(b["loss"], rel=1e-5))
+        assert written(printed) == alone[1], layout
+    assert all(done == (0, "") for rank in others for done in rank)
+
+
+def test_a_run_goes_on_in_other_layouts_with_the_same_batches(text, alone, tmp_path):
+    layouts = ["--pp 2", "--tp 2 --schedule gpipe"]
+    runs = [flags_of(tmp_path, text, step, layout) for step, layout in enumerate(layouts, 1)]
+    assert [code for code, _ in run_ranks(several, 2, runs, timeout=170)[0]] == [0, 0]
+    assert [event["step"] for event in events(tmp_path, "resume")] == [0, 1]
+    code, printed = here(flags_of(tmp_path, text, 3))
+    assert code == 0, printed
+    assert_equal_runs(tmp_path, alone[0], about="pp, then tp, then alone")
+
+
+# ------------------------------------------------------------------------------- long_context.py
+
+LONG = ["--row-length", 128, "--rows", 4, "--warmup", 2, "--schedule-steps", 8]
+
+
+def long_flags(out, text, steps, layout=""):
+    return ["--out", out, "--data", text, "--steps", steps, *LONG, *layout.split()]
+
+
+def test_long_context_is_the_same_over_ring_and_ulysses_and_after_a_stop(text, tmp_path):
+    code, printed = here(long_flags(tmp_path / "alone", text, 4), "long_context")
+    assert code == 0, printed
+    assert "7 documents of" in printed
+    both, other = "--ring 2 --ulysses 2", "--ring 4 --fold-sp none"
+    runs = [
+        long_flags(tmp_path / "run", text, 2, both),
+        long_flags(tmp_path / "run", text, 4, other),
+    ]
+    assert [code for code, _ in run_ranks(several, 4, runs, "long_context")[0]] == [0, 0]
+    assert_equal_runs(tmp_path / "run", tmp_path / "alone", about=f"{both}, then {other}")
+    losses = column(tmp_path / "run", "loss")
+    assert losses[-1] < losses[0]
+
+
+def test_the_documents_of_long_context_are_long():
+    recipe = load("long_context")
+    tokenizer = recipe.tokenizers.open_tokenizer("bytes")
+    corpus = recipe.open_documents(recipe.Config(), tokenizer)
+    lengths = dict(zip(corpus.names, corpus.lengths.tolist(), strict=True))
+    assert lengths["asyncio"] > 400_000
+    in_long = sum(n for n in lengths.values() if n >= recipe.Config().row_length)
+    assert in_long > 0.95 * sum(lengths.values())

@@ -1,0 +1,202 @@
+"""What docs/howto/launch.md says of the environment is what the code reads."""
+
+import os
+import re
+import socket
+import subprocess
+import sys
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+
+import pytest
+import torch
+from test_docs import blocks_of, problems_of_command
+
+import trainkit as tk
+from trainkit.launch import Launch, launch_from_slurm, launch_from_torchrun, read_launch
+from trainkit.testing import run_ranks
+from trainkit.types import ConfigError
+
+PAGE = (Path(__file__).parents[1] / "docs" / "howto" / "launch.md").read_text()
+TORCHRUN = {
+    "RANK": "9",
+    "WORLD_SIZE": "16",
+    "LOCAL_RANK": "1",
+    "MASTER_ADDR": "node0",
+    "MASTER_PORT": "29500",
+}
+SLURM = {
+    "SLURM_PROCID": "9",
+    "SLURM_NTASKS": "16",
+    "SLURM_LOCALID": "1",
+    "SLURM_STEP_NODELIST": "gpu[07-08]",
+    "SLURM_JOB_NODELIST": "gpu[05-08]",
+    "SLURM_JOB_ID": "123456",
+    "MASTER_PORT": "29501",
+}
+
+
+class Watched(dict):
+    """An environment that remembers which variables it was asked for."""
+
+    def __init__(self, env):
+        super().__init__(env)
+        self.asked = set()
+
+    def __contains__(self, name):
+        self.asked.add(name)
+        return super().__contains__(name)
+
+    def __getitem__(self, name):
+        self.asked.add(name)
+        return super().__getitem__(name)
+
+    def get(self, name, default=None):
+        self.asked.add(name)
+        return super().get(name, default)
+
+
+def section(title):
+    return re.search(rf"^## {title}\n(.*?)(?=^## |\Z)", PAGE, re.MULTILINE | re.DOTALL)[1]
+
+
+def named_in(title):
+    """Return the variables in the first column of a section's table."""
+    rows = re.findall(r"^\| (`.*?) \|", section(title), re.MULTILINE)
+    return {name for row in rows for name in re.findall(r"`(\w+)`", row)}
+
+
+@pytest.mark.parametrize(
+    ("title", "read", "env"),
+    [
+        ("Several machines with torchrun", launch_from_torchrun, TORCHRUN),
+        ("SLURM", launch_from_slurm, SLURM),
+    ],
+)
+def test_the_page_names_the_variables_that_are_read_and_no_others(title, read, env):
+    seen = [Watched(env), Watched({**env, "SLURM_STEP_NODELIST": ""})]
+    seen.append(Watched({name: value for name, value in env.items() if name != "MASTER_PORT"}))
+    for found in seen:
+        if "SLURM_PROCID" in env or dict.__contains__(found, "MASTER_PORT"):
+            read(found)
+    assert set().union(*(found.asked for found in seen)) == named_in(title) == set(env)
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "changed"),
+    [
+        ("SLURM_PROCID", "3", {"rank": 3}),
+        ("SLURM_NTASKS", "32", {"world": 32}),
+        ("SLURM_LOCALID", "3", {"local_rank": 3}),
+        ("SLURM_STEP_NODELIST", "a1,b2", {"address": "a1"}),
+        ("SLURM_STEP_NODELIST", None, {"address": "gpu05"}),
+        ("SLURM_JOB_NODELIST", "elsewhere", {}),
+        ("SLURM_JOB_ID", "7", {}),
+        ("MASTER_PORT", "1234", {"port": 1234}),
+        ("MASTER_PORT", None, {"port": 15000 + 123456 % 20000}),
+    ],
+)
+def test_each_variable_of_slurm_does_what_the_page_says(name, value, changed):
+    usual = {"rank": 9, "world": 16, "local_rank": 1, "address": "gpu07", "port": 29501}
+    env = {key: text for key, text in {**SLURM, name: value}.items() if text is not None}
+    assert read_launch(env) == Launch(**(usual | changed))
+
+
+@pytest.mark.parametrize("name", ["SLURM_NTASKS", "SLURM_LOCALID"])
+def test_a_variable_of_slurm_that_is_missing_or_wrong_is_named(name):
+    for env in ({k: v for k, v in SLURM.items() if k != name}, {**SLURM, name: "two"}):
+        with pytest.raises(ConfigError, match=name):
+            read_launch(env)
+    with pytest.raises(ConfigError, match="SLURM_JOB_NODELIST names no host"):
+        read_launch({**SLURM, "SLURM_STEP_NODELIST": "", "SLURM_JOB_NODELIST": ""})
+
+
+def test_one_process_inside_an_allocation_is_one_process():
+    assert read_launch({**SLURM, "RANK": "0", "WORLD_SIZE": "1"}) == Launch(0, 1, 0)
+
+
+def as_slurm_would(port):
+    """Open a session from SLURM's variables alone, on this rank of a group that is closed first."""
+    rank, world = torch.distributed.get_rank(), torch.distributed.get_world_size()
+    torch.distributed.barrier()
+    torch.distributed.destroy_process_group()
+    for name in TORCHRUN:
+        os.environ.pop(name, None)
+    os.environ.update(SLURM_PROCID=str(rank), SLURM_NTASKS=str(world), SLURM_LOCALID=str(rank))
+    os.environ.update(SLURM_JOB_NODELIST="localhost", SLURM_JOB_ID="1", MASTER_PORT=str(port))
+    with tk.parallel_session(dp_replicate=2) as ps:
+        return ps.world.index, int(tk.all_sum(torch.tensor(rank + 1), ps.dp_replicate))
+
+
+def free_port():
+    with socket.socket() as free:
+        free.bind(("", 0))
+        return free.getsockname()[1]
+
+
+def test_two_processes_with_slurm_s_variables_meet():
+    assert run_ranks(as_slurm_would, 2, free_port()) == [(0, 3), (1, 3)]
+
+
+# ------------------------------------------------------------------------------------ snippets
+
+
+def blocks(title):
+    return {language: code for language, code, *_ in blocks_of(section(title))}
+
+
+def test_the_script_for_sbatch_is_a_script_and_its_flags_exist():
+    script = blocks("SLURM")["bash"]
+    assert subprocess.run(["bash", "-n"], input=script, text=True, check=True).returncode == 0
+    (line,) = [line for line in script.splitlines() if line.startswith("srun ")]
+    assert problems_of_command(line.removeprefix("srun ")) == []
+
+
+def test_the_job_for_kubernetes_reaches_its_first_pod_by_name():
+    yaml = pytest.importorskip("yaml")
+    service, job = yaml.safe_load_all(blocks("Kubernetes")["yaml"])
+    pod = job["spec"]["template"]["spec"]
+    (line,) = pod["containers"][0]["args"]
+    host = f"{job['metadata']['name']}-0.{service['metadata']['name']}"
+    assert f"--master-addr {host} " in line
+    assert pod["subdomain"] == service["metadata"]["name"]
+    assert service["spec"]["selector"] == {"job-name": job["metadata"]["name"]}
+    assert job["spec"]["completions"] == job["spec"]["parallelism"] == 2
+    assert problems_of_command(line) == []
+
+
+def test_ray_s_processes_get_variables_that_make_a_launch(tmp_path, monkeypatch):
+    """With a stand-in for Ray, which is not installed: actors are objects, calls made at once."""
+
+    def remote(**resources):
+        assert resources == {"num_gpus": 1}
+
+        def actor(kind):
+            def make():
+                one = kind()
+                names = {name: SimpleNamespace(remote=getattr(one, name)) for name in vars(kind)}
+                return SimpleNamespace(**{n: names[n] for n in ("meet", "train")})
+
+            return SimpleNamespace(remote=make)
+
+        return actor
+
+    ray = ModuleType("ray")
+    ray.remote, ray.get = remote, lambda value: value
+    ray.util = SimpleNamespace(get_node_ip_address=lambda: "10.0.0.7")
+    monkeypatch.setitem(sys.modules, "ray", ray)
+    monkeypatch.setattr(os, "environ", dict(os.environ))
+    monkeypatch.setattr(sys, "argv", sys.argv)
+    script = tmp_path / "recipe.py"
+    script.write_text(
+        "import os, sys, pathlib\nfrom trainkit.launch import read_launch\n"
+        "told = read_launch(os.environ)\n"
+        "with pathlib.Path(sys.argv[1]).open('a') as file:\n"
+        "    file.write(f'{told.rank} {told.world} {told.local_rank} {told.address}\\n')\n"
+        "sys.exit(told.rank)\n"
+    )
+    namespace = {"__name__": "launch_with_ray"}
+    exec(blocks("Ray")["python"], namespace)
+    codes = namespace["launch"](2, [str(script), str(tmp_path / "told")])
+    assert codes == [0, 1]
+    assert (tmp_path / "told").read_text() == "0 2 0 10.0.0.7\n1 2 0 10.0.0.7\n"

@@ -1,0 +1,215 @@
+"""The certificate as a user has it: own models, refusals, failures that hide nothing, tables."""
+
+import os
+import time
+
+import attrs
+import pytest
+import torch
+from torch import nn
+
+from trainkit.batch import blank_batch
+from trainkit.losses import next_token
+from trainkit.parallel.fsdp import fsdp
+from trainkit.testing.builtin import exact_plan
+from trainkit.testing.certificate import (
+    TIERS,
+    Certificate,
+    Row,
+    as_markdown,
+    as_text,
+    is_within,
+    summary,
+)
+from trainkit.testing.certify import certify
+from trainkit.testing.deal import deal_batch
+from trainkit.testing.exact import ExactModel, call_exact, exact_batch, exact_weights, squares
+from trainkit.testing.layouts import Layout
+from trainkit.testing.train import relative
+from trainkit.types import Share
+
+SOLO = Share(0, 1)
+
+
+# ------------------------------------------------------------------------------------ a user's own
+
+
+class Bigrams(nn.Module):
+    """A user's model: the next token from this one alone."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList([nn.Embedding(8, 8)])
+
+    def forward(self, ids):
+        return self.layers[0](ids)
+
+
+def own_plan(_ps, _layout):
+    return [fsdp()]
+
+
+def own_call(model, batch):
+    return model(batch["input_ids"])
+
+
+def make_loss(ps):
+    assert ps.tp.count == 1
+    return next_token
+
+
+def test_a_users_model_plan_loss_and_call_are_certified():
+    told = []
+    layouts = [Layout(), Layout(dp_shard=2), Layout(dp_replicate=2)]
+    found = certify(
+        Bigrams,
+        exact_batch,
+        layouts,
+        plan=own_plan,
+        loss=make_loss,
+        call=own_call,
+        steps=2,
+        tell=told.append,
+    )
+    assert found.ok, as_text(found)
+    assert [(row.layout, row.world) for row in found.rows] == [
+        ("one rank", 1),
+        ("dp2", 2),
+        ("replica2", 2),
+    ]
+    assert found.title == "Bigrams"
+    assert [row.worst for row in found.rows] == ["layers.0.weight"] * 3
+    assert "(3 of 3, about 0 s left)" in told[-1]
+    assert told[0].startswith("ok one rank")
+
+
+# ------------------------------------------------------------------------------------ failures
+
+
+def failing_plan(ps, layout):
+    if layout.note == "raises" and ps.world.index == 1:
+        raise RuntimeError("the plan failed")
+    if layout.note == "dies" and ps.world.index == 1:
+        os.abort()
+    if layout.note == "hangs" and ps.world.index == 1:
+        time.sleep(60)
+    return exact_plan(ps, layout)
+
+
+def test_a_layout_that_fails_is_red_and_hides_no_other():
+    notes = ["", "raises", "after it", "dies", "hangs", "at last"]
+    layouts = [Layout(dp_shard=2, note=note) for note in notes]
+    found = certify(
+        ExactModel,
+        exact_batch,
+        layouts,
+        plan=failing_plan,
+        loss=squares,
+        call=call_exact,
+        weights=exact_weights,
+        tier="exact",
+        steps=1,
+        lr=64.0,
+        timeout=6.0,
+    )
+    assert [row.layout for row in found.red] == ["dp2, raises", "dp2, dies", "dp2, hangs"]
+    raised, died, hung = (row.error for row in found.red)
+    assert raised == "rank 1 of 2: RuntimeError: the plan failed"
+    assert died.startswith("rank 1 of 2: was ended by SIGABRT")
+    assert "still running: rank" in hung or "Timed out" in hung
+    assert "failing_plan" in found.red[0].traceback
+    assert "RED: dp2, raises: rank 1 of 2: RuntimeError: the plan failed" in as_text(found)
+
+
+BAD = [
+    ({"layouts": []}, "none"),
+    ({"layouts": [Layout(), Layout()]}, "two are called 'one rank'"),
+    ({"tier": "fp8"}, "tier must be one of"),
+    ({"steps": 0}, "steps must be at least 1"),
+    ({"loss": lambda output, _: output}, "decorate it with losses.with_terms"),
+    ({"plan": lambda *_: []}, "top level of a module"),
+]
+
+
+@pytest.mark.parametrize(("changes", "message"), BAD)
+def test_a_bad_argument_is_refused(changes, message):
+    good = {"layouts": [Layout()], "plan": exact_plan, "loss": squares}
+    arguments = good | changes
+    with pytest.raises(ValueError, match=message):
+        certify(ExactModel, exact_batch, arguments.pop("layouts"), **arguments)
+
+
+def test_a_sequence_that_does_not_divide_is_a_row_with_both_numbers():
+    found = certify(
+        ExactModel,
+        exact_batch,
+        [Layout(ring=3)],
+        plan=exact_plan,
+        loss=squares,
+        call=call_exact,
+        steps=1,
+    )
+    (row,) = found.red
+    assert "16" in row.error
+    assert "6" in row.error
+
+
+# ------------------------------------------------------------------------------------ parts
+
+
+def test_dealt_rows_are_those_of_the_batch_and_blank_ones():
+    batch = exact_batch(0)
+    batch = attrs.evolve(batch, extra={"weight": torch.rand(8, 16)})
+    shares = [Share(rank, 3) for rank in range(3)]
+    dealt = [
+        deal_batch(batch, share, rows_per_microbatch=1, ring=SOLO, ulysses=SOLO) for share in shares
+    ]
+    assert [len(microbatches) for microbatches in dealt] == [3, 3, 3]
+    rows = [row for microbatches in dealt for row in microbatches]
+    blank = [row for row in rows if (row.token_index < 0).all()]
+    assert len(blank) == 1
+    expected = blank_batch(1, 16)
+    for name in ("input_ids", "labels", "position_ids", "document_ids", "token_index"):
+        assert torch.equal(blank[0][name], expected[name])
+        filled = torch.cat([row[name] for row in rows if row is not blank[0]])
+        assert torch.equal(filled, batch[name])
+    assert blank[0]["weight"].sum() == 0
+    assert blank[0].spans.lengths.tolist() == [16]
+
+
+def test_a_difference_is_relative_to_the_largest_and_nan_is_infinite():
+    nan = float("nan")
+    assert relative([1.0, 3.0], [1.0, 4.0]) == 0.25
+    assert relative([nan, 1.0], [nan, 1.0]) == 0
+    assert relative([nan, 1.0], [0.0, 1.0]) == float("inf")
+    assert relative([1.0], [0.0]) == float("inf")
+
+
+def test_a_row_is_within_a_tier_only_if_everything_is():
+    good = Row("dp2", 2, loss=1e-13, grad_norm=1e-13, parameters=1e-13, batches=True)
+    nan = float("nan")
+    bad = [{"loss": 1e-11}, {"grad_norm": 1e-11}, {"parameters": nan}, {"batches": False}]
+    bad += [{"loss": nan}, {"grad_norm": nan}, {"error": "it hung"}]
+    assert is_within(good, TIERS["fp64"])
+    assert not any(is_within(attrs.evolve(good, **change), TIERS["fp64"]) for change in bad)
+    assert not is_within(Row("dp2", 2), TIERS["bf16"])
+    assert not Certificate("m", TIERS["fp64"], 1, ()).ok
+
+
+def test_a_table_says_which_rows_are_red_and_why():
+    good = Row("dp2", 2, loss=0.0, grad_norm=0.0, parameters=0.0, worst="w", batches=True)
+    rows = (good, attrs.evolve(good, layout="tp2", loss=1.0), attrs.evolve(good, batches=False))
+    found = Certificate("m", TIERS["fp64"], 3, rows)
+    text, page = as_text(found).splitlines(), as_markdown(found).splitlines()
+    assert [line.endswith("RED") for line in text[:4]] == [False, False, True, True]
+    assert "RED: tp2: its numbers differ" in text
+    assert "RED: dp2: it trained on other tokens" in page
+    assert summary(found) == text[-1] == page[-1]
+    assert "1 of 3 layouts" in summary(found)
+
+
+def test_a_layout_has_a_readable_name():
+    layout = Layout(pp=2, dp_replicate=2, ring=2, fold_sp="none", cpu_offload=True, note="mine")
+    assert layout.name == "pp2 x replica2 x ring2, 1f1b, fold none, cpu offload, mine"
+    assert layout.world == 8
+    assert Layout(rows_per_microbatch=None).name == "one rank, all rows at once"

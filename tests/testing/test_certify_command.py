@@ -1,0 +1,62 @@
+"""`python -m trainkit certify`: what it prints, what it refuses, and its exit code."""
+
+import argparse
+
+import pytest
+
+from trainkit.commands import certify
+from trainkit.testing.certificate import TIERS, Certificate, Row
+from trainkit.types import ConfigError
+
+
+def options_of(*argv):
+    parser = argparse.ArgumentParser()
+    certify.add(parser.add_subparsers(dest="command"))
+    return parser.parse_args(["certify", *argv])
+
+
+def certificate(**changes):
+    row = Row("dp2", 2, loss=0.0, grad_norm=0.0, parameters=0.0, worst="w", batches=True)
+    return Certificate("m", TIERS["fp64"], 3, (row, Row("tp2", 2, **changes)))
+
+
+def test_a_layout_of_the_exact_tier_is_certified(capsys):
+    report, code = certify.run(options_of("--tier", "exact", "--layouts", "dp2"))
+    assert code == 0
+    assert "exact: 1 of 1 layouts give the numbers of one process, bit for bit" in report
+    assert capsys.readouterr().err.startswith("ok dp2 (1 of 1")
+
+
+def test_a_red_row_gives_exit_code_67(monkeypatch):
+    found = [certificate(error="it hung")]
+    monkeypatch.setattr("trainkit.testing.builtin.certify_builtin", lambda *_, **__: found)
+    text, code = certify.run(options_of())
+    assert code == 67
+    assert "RED: tp2: it hung" in text
+    rows, code = certify.run(options_of("--json"))
+    assert (code, rows[0]["ok"], rows[0]["rows"][1]["error"]) == (67, False, "it hung")
+    page, _ = certify.run(options_of("--markdown"))
+    assert page.startswith("# The certificate")
+    assert "| layout | ranks |" in page
+
+
+def test_layouts_are_chosen_by_name_and_number_of_ranks(monkeypatch):
+    taken = {}
+    monkeypatch.setattr(
+        "trainkit.testing.builtin.certify_builtin",
+        lambda _, chosen, **__: taken.update(chosen=chosen) or [certificate()],
+    )
+    certify.run(options_of("--layouts", "dp2*", "*zero*", "--world", "2"))
+    from trainkit.testing.layouts import default_layouts
+
+    names = {layout.name for layout in default_layouts() if taken["chosen"](layout)}
+    assert {"dp2", "dp2, reduce each", "pp2, zero_bubble_v"} <= names
+    assert not {"tp2", "dp2 x tp2", "replica2"} & names
+
+
+def test_a_name_that_is_none_is_refused_with_those_there_are():
+    with pytest.raises(ConfigError, match="called 'dp7'") as caught:
+        certify.run(options_of("--layouts", "dp7"))
+    assert "dp2 x ring2 x tp2" in caught.value.hint
+    with pytest.raises(ValueError, match="none of the"):
+        certify.run(options_of("--world", "7", "--quiet"))

@@ -1,0 +1,283 @@
+"""Ring attention: each rank keeps its queries, and keys and values travel around the ring.
+
+Every rank holds a zigzag shard of each document (`layout.zigzag_shard`): chunks r and 2N-1-r of 2N.
+Then what can be seen of another rank's keys is a rectangle, which needs no mask, and half of the
+work of the whole: of an earlier rank's keys all queries see the first chunk, of a later rank's keys
+the second chunk of queries sees both. Nothing else is computed, so every rank does the same work
+(Liu et al., "Ring attention with blockwise transformers", 2023; Zhu, "Ring flash attention", 2024;
+the zigzag of the Llama 3 report, 2024).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
+
+import attrs
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from trainkit.attention.blocks import (
+    Block,
+    BlockKernel,
+    OutLse,
+    QueryKeyValue,
+    kernel_for,
+    merge_lse,
+)
+from trainkit.attention.sdpa import check_heads
+from trainkit.attention.varlen import varlen
+from trainkit.types import Attend, Axis, Spans
+
+
+def ring(axis: Axis, *, kernel: BlockKernel | None = None) -> Attend:
+    """Return causal attention over documents whose zigzag shards lie on the ranks of an axis.
+
+    It equals `sdpa` over the whole rows. Each rank computes about 1/N of it; keys and values of the
+    next rank are under way while those of this one are attended to. In backward they go around
+    once more, together with their gradients. Key heads are never repeated.
+
+    Args:
+        axis: The ring, `ps.ring`. Rank r must hold what `layout.shard_sequence` gives it: chunks r
+            and 2N-1-r of every span, also of the padding of rows.
+        kernel: What computes one block; by default the fastest that takes the tensors.
+
+    Returns:
+        An `Attend` of this rank's shards: q `[B, S/N, H, D]`, k and v `[B, S/N, K, D]`, and the
+        spans of the shard, where each document has 1/N of its length. It raises ValueError for
+        shapes that do not fit each other, and for a span of an odd number of tokens, before it
+        communicates. `varlen` on an axis of size 1.
+
+    Effects:
+        None; the function returned communicates on `axis`, in forward and in backward, in N - 1 and
+        N rounds of one message each to the next rank and from the one before. `torch.compile`
+        leaves it alone (one graph break).
+
+    Examples:
+        >>> from trainkit.mesh import solo_parallel
+        >>> ring(solo_parallel().ring) is varlen
+        True
+    """
+    if axis.count == 1:
+        return varlen
+    call = partial(_attend, axis=axis, kernel=kernel)
+
+    def attend(
+        q: Tensor, k: Tensor, v: Tensor, *, spans: Spans, scale: float | None = None
+    ) -> Tensor:
+        if torch.compiler.is_compiling():
+            # Applied here and not as a decorator: it imports torch._dynamo, 1.1 s (torch 2.13).
+            return torch.compiler.disable(call)(q, k, v, spans=spans, scale=scale)
+        return call(q, k, v, spans=spans, scale=scale)
+
+    return attend
+
+
+def _attend(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    spans: Spans,
+    scale: float | None,
+    axis: Axis,
+    kernel: BlockKernel | None,
+) -> Tensor:
+    check_heads(q, k, v)
+    _check_spans(q, spans, axis)
+    q_, k_, v_ = (x.flatten(0, 1) for x in _in_one_dtype(q, k, v))
+    plan = _Plan(
+        axis=axis,
+        kernel=kernel_for(q_) if kernel is None else kernel,
+        views=_views(spans, axis, scale=q.shape[-1] ** -0.5 if scale is None else scale),
+    )
+    return _Ring.apply(q_, k_, v_, plan).view(q.shape)
+
+
+def _check_spans(q: Tensor, spans: Spans, axis: Axis) -> None:
+    parts = 2 * axis.count
+    if spans.lengths.sum() != q.shape[0] * q.shape[1]:
+        raise ValueError(
+            f"ring: the spans hold {spans.lengths.sum()} tokens, q holds {q.shape[0]} x "
+            f"{q.shape[1]}; give the spans of the shard, which layout.shard_sequence makes"
+        )
+    odd = np.flatnonzero(spans.lengths % 2)
+    if len(odd):
+        lengths = (spans.lengths[odd] * axis.count).tolist()
+        raise ValueError(
+            f"ring: documents of {', '.join(map(str, lengths[:5]))} tokens in the whole row do not "
+            f"divide by {parts} (2 chunks for each of {axis.count} ranks); pack with "
+            f"multiple_of={parts} and rows of a multiple of {parts} tokens"
+        )
+
+
+def _in_one_dtype(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, ...]:
+    """Cast fp32 as torch's attention is cast under autocast, and refuse what still differs."""
+    kind = q.device.type
+    if torch.is_autocast_enabled(kind):
+        low = torch.get_autocast_dtype(kind)
+        q, k, v = (x.to(low) if x.dtype == torch.float32 else x for x in (q, k, v))
+    if not q.dtype == k.dtype == v.dtype:
+        raise ValueError(
+            f"ring: q, k and v must have one dtype, got {q.dtype}, {k.dtype} and {v.dtype}"
+        )
+    return q, k, v
+
+
+# ------------------------------------------------------------------------------------ what is seen
+
+_Part = slice | Tensor  # which tokens of this rank, or of the rank whose keys are here
+
+
+@attrs.frozen(eq=False)
+class _View:
+    """What can be seen at one step: which of the queries see which of the keys that are here."""
+
+    queries: _Part
+    keys: _Part
+    block: Block
+
+
+@attrs.frozen(eq=False)
+class _Plan:
+    """What one call needs besides tensors; view `s` is for the keys of `s` ranks before."""
+
+    axis: Axis
+    kernel: BlockKernel
+    views: Sequence[_View]
+
+
+def _views(spans: Spans, axis: Axis, *, scale: float) -> list[_View]:
+    """Return what this rank sees at each step."""
+    half = Spans(spans.cu_seqlens // 2, spans.lengths // 2, spans.max_length // 2)
+    first, second = _halves(half, spans.cu_seqlens.device)
+    whole = slice(None)
+    own = _View(whole, whole, Block(spans, spans, causal=True, scale=scale))
+    # Of rank s < r, chunk s comes before all queries, and chunk 2N-1-s after all.
+    earlier = _View(whole, first, Block(spans, half, causal=False, scale=scale))
+    # Of rank s > r, both chunks lie between the queries' chunks r and 2N-1-r.
+    later = _View(second, whole, Block(half, spans, causal=False, scale=scale))
+    return [own] + [earlier] * axis.index + [later] * (axis.count - 1 - axis.index)
+
+
+def _halves(half: Spans, device: torch.device) -> tuple[_Part, _Part]:
+    """Return what picks the first and the second half of every document."""
+    sizes = half.lengths
+    if len(sizes) == 1:
+        return slice(0, int(sizes[0])), slice(int(sizes[0]), None)
+    before = np.repeat(np.cumsum(sizes) - sizes, sizes)
+    first = before + np.arange(len(before))
+    index = torch.from_numpy(np.stack([first, first + np.repeat(sizes, sizes)]))
+    on_device = index.to(device, non_blocking=True)
+    return on_device[0], on_device[1]
+
+
+# ------------------------------------------------------------------------------------ what travels
+
+
+@attrs.frozen(eq=False)
+class _UnderWay:
+    """A message to the next rank and one from the rank before; what is sent must not be freed."""
+
+    sent: Tensor
+    received: Tensor
+    works: Sequence[Any]
+
+
+def _send_on(x: Tensor, axis: Axis, *, tag: int) -> _UnderWay:
+    received = torch.empty_like(x)
+    after, before = (axis.index + 1) % axis.count, (axis.index - 1) % axis.count
+    # The tag keeps keys from gradients, which gloo may deliver in another order; NCCL ignores it,
+    # and delivers in the order of the calls, which is one on all ranks.
+    works = dist.batch_isend_irecv(
+        [
+            dist.P2POp(dist.isend, x, group=axis.group, tag=tag, group_peer=after),
+            dist.P2POp(dist.irecv, received, group=axis.group, tag=tag, group_peer=before),
+        ]
+    )
+    return _UnderWay(x, received, works)
+
+
+def _arrived(message: _UnderWay) -> Tensor:
+    for work in message.works:
+        work.wait()
+    return message.received
+
+
+# ------------------------------------------------------------------------------------ the ring
+
+
+def _wide(x: Tensor) -> torch.dtype:
+    """Return the dtype in which parts are summed."""
+    return torch.float64 if x.dtype == torch.float64 else torch.float32
+
+
+def _forward(qkv: QueryKeyValue, plan: _Plan) -> OutLse:
+    q, *keys_values = qkv
+    here = torch.stack(keys_values)
+    out = lse = torch.empty(0)
+    for step, view in enumerate(plan.views):
+        message = _send_on(here, plan.axis, tag=0) if step + 1 < plan.axis.count else None
+        seen = view.queries
+        k, v = (x[view.keys] for x in here)
+        part, part_lse = plan.kernel.forward((q[seen], k, v), view.block)
+        if step == 0:
+            # Copies: they are written to below, and what a kernel returned may be kept elsewhere
+            # (selective recomputation keeps the results of attention).
+            out, lse = part.to(_wide(q), copy=True), part_lse.clone()
+        else:
+            out[seen], lse[seen] = merge_lse(out[seen], lse[seen], part.to(out.dtype), part_lse)
+        here = here if message is None else _arrived(message)
+    return out.to(q.dtype), lse
+
+
+def _backward(d_out: Tensor, qkv: QueryKeyValue, result: OutLse, plan: _Plan) -> QueryKeyValue:
+    q, *keys_values = qkv
+    here = torch.stack(keys_values)
+    d_q = torch.zeros(q.shape, dtype=_wide(q), device=q.device)
+    d_here = torch.zeros(here.shape, dtype=_wide(q), device=q.device)
+    d_message: _UnderWay | None = None
+    for step, view in enumerate(plan.views):
+        message = _send_on(here, plan.axis, tag=0) if step + 1 < plan.axis.count else None
+        seen = view.queries
+        k, v = (x[view.keys] for x in here)
+        out, lse = (x[seen] for x in result)
+        d_part, *d_parts = plan.kernel.backward(
+            d_out[seen], (q[seen], k, v), (out, lse), view.block
+        )
+        d_q[seen] += d_part
+        if d_message is not None:  # what the ranks before have for the keys that are here
+            d_here = _arrived(d_message)
+        for d_sum, part in zip(d_here, d_parts, strict=True):
+            d_sum[view.keys] += part
+        d_message = _send_on(d_here, plan.axis, tag=1)  # after the last step: home
+        here = here if message is None else _arrived(message)
+    assert d_message is not None
+    d_k, d_v = _arrived(d_message).to(q.dtype)
+    return d_q.to(q.dtype), d_k, d_v
+
+
+class _Ring(torch.autograd.Function):
+    @staticmethod
+    def forward(  # pyrefly: ignore[bad-override]
+        ctx: Any, q: Tensor, k: Tensor, v: Tensor, plan: _Plan
+    ) -> Tensor:
+        with torch.autocast(q.device.type, enabled=False):
+            out, lse = _forward((q, k, v), plan)
+        ctx.save_for_backward(q, k, v, out, lse)
+        ctx.plan = plan
+        return out
+
+    @staticmethod
+    @once_differentiable
+    def backward(  # pyrefly: ignore[bad-override]
+        ctx: Any, d_out: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor, None]:
+        q, k, v, out, lse = ctx.saved_tensors
+        with torch.autocast(d_out.device.type, enabled=False):
+            d_q, d_k, d_v = _backward(d_out.contiguous(), (q, k, v), (out, lse), ctx.plan)
+        return d_q, d_k, d_v, None

@@ -1,0 +1,105 @@
+"""Ulysses attention: inside attention, slices of the sequence become slices of the heads.
+
+Outside, each rank holds a contiguous slice of every row; inside, some of the heads over the whole
+row, so that any attention will do. Two exchanges of 1/N of the data each take the place of a ring
+(Jacobs et al., "DeepSpeed Ulysses", 2023). The number of ranks is bounded by the number of heads.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+
+import torch
+from einops import rearrange
+from torch import Tensor
+
+from trainkit.attention.sdpa import check_heads
+from trainkit.collectives import exchange
+from trainkit.types import Attend, Axis, Spans
+
+
+def ulysses(attend: Attend, axis: Axis) -> Attend:
+    """Return attention over rows of which every rank of an axis holds a contiguous slice.
+
+    Heads are dealt out in order, key heads beside the query heads that they serve; where there are
+    fewer key heads than ranks, each goes to as many ranks as share it. `ulysses(ring(...), ...)`
+    composes: the rows are then those of a ring shard.
+
+    Args:
+        attend: Attention over whole rows, with fewer heads.
+        axis: The ranks that hold the slices, `ps.ulysses`.
+
+    Returns:
+        An `Attend` of this rank's slices: q `[B, S/N, H, D]`, k and v `[B, S/N, K, D]`, with the
+        spans of the whole rows (B * S tokens), which `layout.shard_sequence` leaves in the batch.
+        It raises ValueError when N does not divide H, or neither K and N divides the other, before
+        it communicates. `attend` itself on an axis of size 1.
+
+    Effects:
+        None; the function returned communicates on `axis`: two all-to-alls in forward, two in
+        backward, and what `attend` does.
+
+    Examples:
+        >>> from trainkit.attention import sdpa
+        >>> from trainkit.mesh import solo_parallel
+        >>> ulysses(sdpa, solo_parallel().ulysses) is sdpa
+        True
+    """
+    if axis.count == 1:
+        return attend
+
+    call = partial(_exchanged, attend=attend, axis=axis)
+
+    def exchanged(
+        q: Tensor, k: Tensor, v: Tensor, *, spans: Spans, scale: float | None = None
+    ) -> Tensor:
+        if torch.compiler.is_compiling():
+            # Applied here and not as a decorator: it imports torch._dynamo, 1.1 s (torch 2.13).
+            return torch.compiler.disable(call)(q, k, v, spans=spans, scale=scale)
+        return call(q, k, v, spans=spans, scale=scale)
+
+    return exchanged
+
+
+def _exchanged(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    spans: Spans,
+    scale: float | None,
+    attend: Attend,
+    axis: Axis,
+) -> Tensor:
+    _check(q, k, v, spans, axis)
+    if k.shape[2] < axis.count:
+        copies = axis.count // k.shape[2]
+        k, v = (x.repeat_interleave(copies, dim=2) for x in (k, v))
+    heads = [x.shape[2] // axis.count for x in (q, k, v)]
+    # All in one message: for each rank its heads of q, of k and of v.
+    parts = [rearrange(x, "b s (n h) d -> b s n h d", n=axis.count) for x in (q, k, v)]
+    qkv = torch.cat(parts, dim=3).flatten(2, 3)
+    whole = exchange(qkv, axis, split_dim=2, gather_dim=1)
+    q, k, v = whole.split(heads, dim=2)
+    return exchange(attend(q, k, v, spans=spans, scale=scale), axis, split_dim=1, gather_dim=2)
+
+
+def _check(q: Tensor, k: Tensor, v: Tensor, spans: Spans, axis: Axis) -> None:
+    check_heads(q, k, v)
+    count, heads, kv_heads = axis.count, q.shape[2], k.shape[2]
+    if heads % count:
+        raise ValueError(
+            f"ulysses: {heads} query heads do not divide over {count} ranks; choose a degree that "
+            f"divides {heads}"
+        )
+    if kv_heads % count and count % kv_heads:
+        raise ValueError(
+            f"ulysses: {kv_heads} key heads and {count} ranks: one must divide the other; choose "
+            f"a degree that divides {kv_heads}, or a multiple of it"
+        )
+    if spans.lengths.sum() != q.shape[0] * q.shape[1] * count:
+        raise ValueError(
+            f"ulysses: the spans hold {spans.lengths.sum()} tokens, the slices of {count} ranks "
+            f"hold {q.shape[0]} x {q.shape[1] * count}; give the spans of the whole rows, which "
+            "layout.shard_sequence leaves in the batch"
+        )

@@ -1,0 +1,142 @@
+"""The compiled loops of `collate_bins`: where the spans of a batch lie, and its fields.
+
+Whatever the bins hold, no loop reaches beyond an array.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from trainkit.jit import jit
+from trainkit.types import IGNORED_LABEL
+
+Layout = np.ndarray[tuple[int, int], np.dtype[np.int64]]
+"""Where the spans of a batch lie and what is in them: a column for each; its rows are named below.
+
+`BEGIN`: where a span begins in the batch. `LENGTH`: its length with padding. `SIZE`: its tokens (0
+for row padding). `NUMBER`: its document id (-1 for row padding). `DOCUMENT` and `SOURCE`: the
+document in the corpus, and the token in the corpus from which it begins.
+"""
+BEGIN, LENGTH, SIZE, NUMBER, DOCUMENT, SOURCE = range(6)
+
+
+@jit
+def lay_out(  # noqa: PLR0917 (an array is a parameter)
+    rows: Any,
+    offsets: Any,
+    pieces: Any,
+    corpus_offsets: Any,
+    num_tokens: int,
+    capacity: int,
+    multiple_of: int,
+) -> Any:
+    """Return the `Layout` of rows, and -1 or the number of the first row that is wrong.
+
+    The spans of a row are its pieces as they come, then what is left of it.
+    """
+    documents, starts, lengths = pieces
+    count = rows.size
+    for number in range(rows.size):
+        if rows[number] < -1 or rows[number] >= offsets.size - 1:
+            return np.empty((6, 0), np.int64), number
+        if rows[number] >= 0:
+            first, end = offsets[rows[number]], offsets[rows[number] + 1]
+            if first < 0 or end < first or end > documents.size:
+                return np.empty((6, 0), np.int64), number
+            count += end - first
+    layout = np.empty((6, count), np.int64)
+    span = 0
+    for number in range(rows.size):
+        row, filled = rows[number], 0
+        first, end = (offsets[row], offsets[row + 1]) if row >= 0 else (0, 0)
+        for piece in range(first, end):
+            document, start, length = documents[piece], starts[piece], lengths[piece]
+            if document < 0 or document >= corpus_offsets.size - 1 or start < 0 or length < 1:
+                return layout, number
+            source = corpus_offsets[document] + start
+            padded = (length + multiple_of - 1) // multiple_of * multiple_of
+            last = min(corpus_offsets[document + 1], num_tokens)
+            if source < 0 or source + length > last or filled + padded > capacity:
+                return layout, number
+            layout[BEGIN, span], layout[LENGTH, span] = number * capacity + filled, padded
+            layout[SIZE, span], layout[NUMBER, span] = length, piece - first
+            layout[DOCUMENT, span], layout[SOURCE, span] = document, source
+            filled += padded
+            span += 1
+        if filled < capacity:
+            layout[BEGIN, span], layout[LENGTH, span] = (
+                number * capacity + filled,
+                capacity - filled,
+            )
+            layout[SIZE, span], layout[NUMBER, span] = 0, -1
+            layout[DOCUMENT, span], layout[SOURCE, span] = -1, 0
+            span += 1
+    return layout[:, :span].copy(), -1
+
+
+@jit
+def write_fields(fields: Any, layout: Any, rows: Any, positions: Any, pad_id: int) -> Any:
+    """Write all that does not depend on tokens; return `cu_seqlens` and the longest span."""
+    _write_index(fields[4], rows, positions)
+    return write_spans(fields[:4], layout, pad_id)
+
+
+@jit
+def write_spans(fields: Any, layout: Any, pad_id: int) -> Any:
+    """Write positions, documents and padding; return `cu_seqlens` and the longest span."""
+    ids, labels, position_ids, document_ids = fields
+    begins, ends = layout[BEGIN], layout[BEGIN] + layout[LENGTH]
+    bounds = np.zeros(begins.size + 1, np.int32)
+    for span in range(begins.size):
+        bounds[span + 1] = ends[span]
+        part = position_ids[begins[span] : ends[span]]
+        for i in range(part.size):
+            part[i] = i
+    for span in range(begins.size):
+        document_ids[begins[span] : ends[span]] = layout[NUMBER, span]
+    for span in range(begins.size):
+        size = layout[SIZE, span]
+        ids[begins[span] + size : ends[span]] = pad_id
+        labels[begins[span] + max(size - 1, 0) : ends[span]] = IGNORED_LABEL
+    return bounds, layout[LENGTH].max()
+
+
+@jit
+def _write_index(token_index: Any, rows: Any, positions: Any) -> None:
+    capacity = token_index.size // rows.size
+    for row in range(rows.size):
+        part, first = token_index[row * capacity : (row + 1) * capacity], positions[row] * capacity
+        if rows[row] < 0:
+            part[:] = -1
+        else:
+            for i in range(part.size):
+                part[i] = first + i
+
+
+@jit
+def copy_spans(ids: Any, labels: Any, tokens: Any, layout: Any) -> Any:
+    """Copy tokens into ids and, one place to the left, into labels; return the largest."""
+    largest = tokens.dtype.type(0)
+    for span in range(layout.shape[1]):
+        begin, size, first = layout[BEGIN, span], layout[SIZE, span], layout[SOURCE, span]
+        part, source = ids[begin : begin + size], tokens[first : first + size]
+        for i in range(part.size):
+            part[i] = source[i]
+            largest = max(largest, source[i])
+        part, source = labels[begin : begin + max(size - 1, 0)], source[1:]
+        for i in range(part.size):
+            part[i] = source[i]
+    return largest
+
+
+@jit
+def mask_labels(labels: Any, trained: Any, layout: Any) -> None:
+    """Ignore the labels that ask for tokens which are not trained."""
+    for span in range(layout.shape[1]):
+        begin, size, first = layout[BEGIN, span], layout[SIZE, span], layout[SOURCE, span]
+        part = labels[begin : begin + max(size - 1, 0)]
+        asked_for = trained[first + 1 : first + size]
+        for i in range(part.size):
+            part[i] = part[i] if asked_for[i] else IGNORED_LABEL

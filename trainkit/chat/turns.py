@@ -1,0 +1,103 @@
+"""Which messages are trained on, where they stand in what a template renders, and in which tokens.
+
+Characters are counted over the whole text of a conversation, from its first piece on.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Literal
+
+import numpy as np
+
+from trainkit.types import DataError
+
+if TYPE_CHECKING:
+    from trainkit.chat.messages import Message
+    from trainkit.chat.templates import Piece
+    from trainkit.types import IntArray, Tokenizer
+
+Train = Literal["assistant", "last"] | Sequence[int] | Callable[[int, Mapping[str, Any]], bool]
+"""Which messages are trained on: all of the assistant's, its last, those with these numbers, or
+those for which `train(number, message)` is true.
+"""
+
+
+def chosen_messages(messages: Sequence[Message], train: Train) -> set[int]:
+    """Return the numbers of the messages to train on; a weight of 0 takes one out."""
+    answers = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
+    if isinstance(train, str) and train in ("assistant", "last"):
+        chosen = set(answers if train == "assistant" else answers[-1:])
+    elif isinstance(train, str):
+        raise ValueError(
+            f'encode_chat: train must be "assistant", "last", numbers of messages, or a function, '
+            f"got {train!r}"
+        )
+    elif callable(train):
+        chosen = {i for i, message in enumerate(messages) if train(i, message)}
+    else:
+        chosen = set(train)
+        if not chosen <= set(range(len(messages))):
+            raise ValueError(
+                f"encode_chat: train asks for the messages {sorted(chosen)}; there are "
+                f"{len(messages)}, numbered from 0"
+            )
+    for i, message in enumerate(messages):
+        if message.get("weight", 1) not in (0, 1):
+            raise DataError(
+                f"message {i} ({message['role']}) has the weight {message['weight']!r}; it must be "
+                "0 or 1",
+                where=i,
+                got=message["weight"],
+            )
+    return {i for i in chosen if messages[i].get("weight", 1)}
+
+
+def turns_said(
+    pieces: Sequence[Piece], chosen: set[int], messages: Sequence[Message]
+) -> list[list[tuple[int, int]]]:
+    """Return the ranges of characters [begin, end) that each chosen message said, in order."""
+    said: dict[int, list[tuple[int, int]]] = {i: [] for i in sorted(chosen)}
+    end = 0
+    for piece in pieces:
+        begin, end = end, end + len(piece.text)
+        if piece.body and piece.message in said:
+            ranges = said[piece.message]
+            if ranges and ranges[-1][1] == begin:  # a token may lie in both
+                begin = ranges.pop()[0]
+            ranges.append((begin, end))
+    for i in (i for i, ranges in said.items() if not ranges):
+        raise DataError(
+            f"message {i} ({messages[i]['role']}) is not to be found in what the template renders, "
+            "so it cannot be trained on; leave it out by its weight or by train=",
+            where=i,
+        )
+    return list(said.values())
+
+
+def tokenised(tokenizer: Tokenizer, pieces: Sequence[Piece]) -> tuple[IntArray, IntArray, IntArray]:
+    """Return the tokens of the pieces, and the characters [begin, end) that each belongs to."""
+    encode = getattr(tokenizer, "encode_with_offsets", None)
+    if encode is not None:
+        ids, offsets = encode("".join(piece.text for piece in pieces))
+        places = np.asarray(offsets, np.int64).reshape(-1, 2)
+        # Some tokenizers trim blanks off a token's place: they are the next token's.
+        ends = np.maximum.accumulate(places[:, 1])
+        begins = np.minimum(places[:, 0], np.concatenate([[0], ends[:-1]])) if len(ids) else ends
+        return np.asarray(ids, np.int64), begins, ends
+    parts = [tokenizer.encode(piece.text) for piece in pieces]
+    counts = [len(part) for part in parts]
+    edges = np.cumsum([0, *(len(piece.text) for piece in pieces)], dtype=np.int64)
+    tokens = np.concatenate([np.array([], np.int64), *(np.asarray(p, np.int64) for p in parts)])
+    return tokens, np.repeat(edges[:-1], counts), np.repeat(edges[1:], counts)
+
+
+def tokens_inside(
+    turns: Sequence[Sequence[tuple[int, int]]], begins: IntArray, ends: IntArray
+) -> np.ndarray[Any, Any]:
+    """Say which tokens lie inside one range of a turn: bool `[N]`; one without letters does not."""
+    inside = np.zeros(len(begins), dtype=bool)
+    for begin, end in itertools.chain(*turns):
+        inside |= (begins >= begin) & (ends <= end) & (begins < ends)
+    return inside

@@ -1,0 +1,72 @@
+"""`python -m trainkit pack CORPUS --capacity N`: what a packing would come to, without training.
+
+It prints the report of `packing_report` as JSON, and draws the rows with `--out`.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    import argparse
+
+
+def add(commands: Any) -> None:
+    """Describe the command's flags to the subparsers of `python -m trainkit`."""
+    pack = commands.add_parser("pack", help="pack a corpus into rows and report the padding")
+    pack.add_argument("corpus", type=Path, help="a token file, a .jsonl file, a directory of text")
+    pack.add_argument("--capacity", type=int, required=True, help="tokens per row")
+    fits = ("best_fit", "first_fit", "sequential")
+    which = pack.add_mutually_exclusive_group()
+    which.add_argument("--fit", choices=fits, default="best_fit", help="which row takes a document")
+    which.add_argument(
+        "--balanced",
+        type=int,
+        metavar="ROWS",
+        help="make k x ROWS rows, about equally full",
+    )
+    pack.add_argument(
+        "--group-size", type=int, default=100_000, help="pieces packed together; 0 means all"
+    )
+    policies = ("split", "truncate", "drop", "error")
+    pack.add_argument(
+        "--overlong", choices=policies, default="split", help="of documents above the capacity"
+    )
+    pack.add_argument("--multiple-of", type=int, default=1, help="align every piece to this")
+    pack.add_argument("--max-documents", type=int, help="the most pieces of a row")
+    pack.add_argument("--seed", type=int, help="deal the documents to groups at random")
+    pack.add_argument("--out", type=Path, help="draw the packing into this .png, .svg or .pdf")
+
+
+def run(options: argparse.Namespace) -> tuple[Any, int]:
+    """Return what to print, and the exit code.
+
+    Effects:
+        Writes the picture, if one is asked for.
+    """
+    from trainkit import packing  # noqa: PLC0415 -- slow to import
+    from trainkit.corpora import open_corpus  # noqa: PLC0415 -- slow to import
+
+    if options.out is not None:
+        from trainkit.sinks.packing import check_picture  # noqa: PLC0415 -- an extra
+
+        check_picture("pack: --out", options.out)
+    balanced = options.balanced is not None
+    fit = packing.balanced(options.balanced) if balanced else getattr(packing, options.fit)
+    lengths = open_corpus(options.corpus).lengths
+    bins = packing.pack_bins(
+        lengths,
+        options.capacity,
+        fit=fit,
+        group_size=options.group_size,
+        overlong=options.overlong,
+        multiple_of=options.multiple_of,
+        max_documents=options.max_documents,
+        seed=options.seed,
+    )
+    if options.out is not None:
+        from trainkit.sinks.packing import plot_packing  # noqa: PLC0415 -- an extra
+
+        plot_packing(bins, options.out, lengths=lengths)
+    return packing.packing_report(bins, lengths), 0

@@ -1,0 +1,245 @@
+"""Which layers and which stages a pipeline rank holds: pure arithmetic, and the decoder's split.
+
+A *stage* is a run of layers. Ranks hold one stage each, or several: in a loop (rank r of P holds r,
+P + r, ...), or in a V (r and 2P - 1 - r), so that the first rank also ends the pipeline.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from itertools import accumulate
+from typing import Literal
+
+import attrs
+from torch import nn
+
+from trainkit.models.config import DecoderConfig, parameter_shapes
+from trainkit.models.decoder import Decoder, decoder_stage
+from trainkit.types import ConfigError
+
+
+@attrs.frozen
+class Kind:
+    """What sets one pipeline schedule apart from another.
+
+    `torch_name` is its class in torch.distributed.pipelining. `splits_backward` says that gradients
+    of inputs and of weights are computed at different times.
+    """
+
+    torch_name: str
+    placement: Literal["one", "loop", "v"]
+    splits_backward: bool = False
+
+
+SCHEDULES = {
+    "gpipe": Kind("ScheduleGPipe", "one"),
+    "1f1b": Kind("Schedule1F1B", "one"),
+    "interleaved_1f1b": Kind("ScheduleInterleaved1F1B", "loop"),
+    "looped_bfs": Kind("ScheduleLoopedBFS", "loop"),
+    "interleaved_zero_bubble": Kind("ScheduleInterleavedZeroBubble", "loop", splits_backward=True),
+    "zero_bubble_v": Kind("ScheduleZBVZeroBubble", "v", splits_backward=True),
+    "dual_pipe_v": Kind("ScheduleDualPipeV", "v", splits_backward=True),
+}
+"""The pipeline schedules by name.
+
+GPipe (Huang et al., 2019); 1F1B (Narayanan et al., "PipeDream", 2019) and its interleaved form (the
+same, "Efficient large-scale language model training on GPU clusters", 2021); breadth-first looping
+(Lamy-Poirier, 2023); zero bubble and its V (Qi et al., 2024); DualPipeV (DeepSeek-V3, 2024).
+"""
+
+
+def schedule_kind(schedule: str) -> Kind:
+    """Return what a schedule's name stands for.
+
+    Raises:
+        ConfigError: There is no such schedule.
+
+    Examples:
+        >>> schedule_kind("zero_bubble_v").placement
+        'v'
+    """
+    if schedule not in SCHEDULES:
+        raise ConfigError(
+            f"there is no pipeline schedule {schedule!r}; there are {', '.join(SCHEDULES)}",
+            where="schedule",
+            got=schedule,
+            want=list(SCHEDULES),
+        )
+    return SCHEDULES[schedule]
+
+
+def rank_of_stages(schedule: str, ranks: int, *, per_rank: int | None = None) -> tuple[int, ...]:
+    """Return the rank that holds each stage, first stage first.
+
+    Args:
+        schedule: A name of `SCHEDULES`.
+        ranks: The size of the pipeline axis.
+        per_rank: Stages on each rank; by default as many as the schedule needs, 1 or 2.
+
+    Raises:
+        ConfigError: The schedule is unknown, or cannot have that many stages on a rank.
+
+    Examples:
+        >>> rank_of_stages("1f1b", 4)
+        (0, 1, 2, 3)
+        >>> rank_of_stages("interleaved_1f1b", 2)
+        (0, 1, 0, 1)
+        >>> rank_of_stages("dual_pipe_v", 2)
+        (0, 1, 1, 0)
+    """
+    placement = schedule_kind(schedule).placement
+    least, most = {"one": (1, 1), "loop": (1, math.inf), "v": (2, 2)}[placement]
+    wanted = {"one": 1, "loop": 2, "v": 2}[placement] if per_rank is None else per_rank
+    if not least <= wanted <= most:
+        raise ConfigError(
+            f"the schedule {schedule} has {least} stage(s) on each rank, got {wanted}",
+            where="stages_per_rank",
+            got=wanted,
+            want=least,
+        )
+    if placement == "v":
+        return (*range(ranks), *reversed(range(ranks)))
+    return tuple(stage % ranks for stage in range(ranks * wanted))
+
+
+@attrs.frozen
+class Place:
+    """Where a stage stands: its number, and the pipeline rank that holds each of them."""
+
+    index: int
+    ranks: tuple[int, ...]
+
+    @property
+    def last(self) -> bool:
+        """Whether no stage follows."""
+        return self.index == len(self.ranks) - 1
+
+
+# ------------------------------------------------------------------------------------------- split
+
+
+def layer_ranges(
+    costs: Sequence[float], num_stages: int, *, first: float = 0.0, last: float = 0.0
+) -> list[range]:
+    """Cut layers into runs such that the dearest stage is as cheap as can be.
+
+    Among the cuts that reach this, the one with the least sum of squares is taken, so that the
+    other stages are even too. Every stage has a layer.
+
+    Args:
+        costs: What each layer costs, in any unit.
+        num_stages: The number of stages.
+        first: What the first stage costs besides its layers: the embedding.
+        last: What the last stage costs besides its layers: the head and the loss.
+
+    Returns:
+        The numbers of each stage's layers.
+
+    Raises:
+        ConfigError: There are fewer layers than stages.
+
+    Examples:
+        >>> layer_ranges([1.0] * 8, 4, first=1.0, last=1.0)
+        [range(0, 1), range(1, 3), range(3, 6), range(6, 8)]
+        >>> layer_ranges([1.0] * 10, 4, first=1.0, last=1.0)
+        [range(0, 2), range(2, 5), range(5, 8), range(8, 10)]
+    """
+    count = len(costs)
+    if not 1 <= num_stages <= count:
+        raise ConfigError(
+            f"layer_ranges: {count} layers cannot fill {num_stages} pipeline stages, each of which "
+            f"needs one; use at most {count} stages",
+            where="pp",
+            got=num_stages,
+            want=f"<= {count}",
+        )
+    sums = list(accumulate(costs, initial=0.0))
+
+    def cost(stage: int, start: int, stop: int) -> float:
+        extra = first * (stage == 0) + last * (stage == num_stages - 1)
+        return sums[stop] - sums[start] + extra
+
+    def best(limit: float, power: int) -> tuple[float, list[int]]:
+        # least[j]: for the first j layers in the stages so far, the total and where stages begin
+        least: dict[int, tuple[float, list[int]]] = {0: (0.0, [])}
+        for stage in range(num_stages):
+            ends = range(stage + 1, count - num_stages + stage + 2)
+            following: dict[int, tuple[float, list[int]]] = {}
+            for end in ends:
+                for start, (total, starts) in least.items():
+                    if start >= end or (own := cost(stage, start, end)) > limit:
+                        continue
+                    found = max(total, own) if power == 0 else total + own**power
+                    if end not in following or found < following[end][0]:
+                        following[end] = found, [*starts, start]
+            least = following
+        return least[count]
+
+    dearest, _ = best(math.inf, 0)
+    _, starts = best(dearest * (1 + 1e-9), 2)
+    return [range(a, b) for a, b in zip(starts, [*starts[1:], count], strict=True)]
+
+
+def decoder_costs(config: DecoderConfig) -> tuple[float, float, float]:
+    """Return what a block, the embedding and the head of a decoder cost a pipeline stage.
+
+    A cost is the mean of compute and memory, both counted in parameters: a matrix that is
+    multiplied counts whole, the embedding, which is looked up but has a gradient and an optimizer
+    state like any other, counts half.
+
+    Examples:
+        >>> config = DecoderConfig(
+        ...     vocab_size=256, width=64, layers=2, heads=4, kv_heads=2, mlp_width=128
+        ... )
+        >>> decoder_costs(config)
+        (36992.0, 8192.0, 16384.0)
+    """
+    shapes = parameter_shapes(config)
+    block = sum(math.prod(s) for name, s in shapes.items() if name.startswith("layers.0."))
+    vocabulary = config.vocab_size * config.width
+    return float(block), vocabulary / 2, float(vocabulary)
+
+
+def split_layers(model: nn.Module, num_stages: int) -> list[nn.Module]:
+    """Cut a decoder into pipeline stages, by cost; the first and the last have fewer layers.
+
+    This is the split that `build_stages` takes by default. For another model, write a function of
+    the same signature: from the whole model, on the meta device, to one module for each stage,
+    whose parameters keep the names that they have in the whole model. A stage after the first is
+    called with the hidden state in place of `input_ids`. A weight that two stages share, as tied
+    embeddings do, is a parameter of the same name in both; the second must be a copy.
+
+    Args:
+        model: A `Decoder`, which is used up: its blocks become those of the stages.
+        num_stages: The number of stages.
+
+    Returns:
+        All stages, in order.
+
+    Raises:
+        ConfigError: The model is not a `Decoder`, or has fewer layers than there are stages.
+
+    Examples:
+        >>> import torch
+        >>> config = DecoderConfig(
+        ...     vocab_size=259, width=64, layers=3, heads=4, kv_heads=2, mlp_width=128
+        ... )
+        >>> with torch.device("meta"):
+        ...     stages = split_layers(Decoder(config), 2)
+        >>> [list(stage.layers) for stage in stages]
+        [['0', '1'], ['2']]
+    """
+    if not isinstance(model, Decoder):
+        raise ConfigError(
+            f"split_layers: it can split a Decoder, not a {type(model).__name__}; pass "
+            "build_stages a split=, a function (model, num_stages) -> list of modules",
+            where="split",
+            got=type(model).__name__,
+        )
+    block, embedding, head = decoder_costs(model.config)
+    ranges = layer_ranges([block] * len(model.layers), num_stages, first=embedding, last=head)
+    return [
+        decoder_stage(model, layers, first=i == 0, last=i == num_stages - 1)
+        for i, layers in enumerate(ranges)
+    ]

@@ -1,0 +1,219 @@
+"""How tensor parallelism can treat one module: which parameters are cut, and what is sent.
+
+A styled module's forward pass is its own, on this rank's part of its parameters, with a collective
+before or after it. That is Megatron's scheme (Shoeybi et al., 2019), and with the styles that cut
+the sequence between blocks that of Korthikanti et al. (2022).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from functools import partial
+from types import MappingProxyType
+from typing import Any
+
+import attrs
+from torch import Tensor, nn
+
+from trainkit.collectives import (
+    gather_dim,
+    gather_replicated,
+    scatter_sum,
+    sum_forward,
+    sum_grad,
+)
+from trainkit.types import Axis
+
+Communicate = Callable[[Tensor, Axis], Tensor]
+"""A differentiable collective on an input or an output of a module."""
+
+SEQUENCE_DIM = 1
+"""The dimension of tokens in a hidden state `[B, S, D]`."""
+
+
+@attrs.frozen(eq=False)
+class Style:
+    """How one module takes part: what it must be, what is cut, what is sent before and after.
+
+    `cuts` gives the dimension along which a parameter is cut; all others stay whole. `partial`
+    says that the whole ones see only a part of the work on each rank, so that their gradients must
+    be summed over ranks. `sequence` says that some hidden state is cut along the sequence.
+    """
+
+    kind: type[nn.Module] = nn.Module
+    cuts: Mapping[str, int] = MappingProxyType({})
+    enter: Communicate | None = None
+    leave: Communicate | None = None
+    partial: bool = False
+    sequence: bool = False
+
+
+_COLUMN = Style(nn.Linear, {"weight": 0, "bias": 0}, enter=sum_grad)
+_ROW = Style(nn.Linear, {"weight": 1}, leave=sum_forward)
+_VOCABULARY = Style(nn.Embedding, {"weight": 0}, leave=sum_forward)
+_gather_sequence = partial(gather_dim, dim=SEQUENCE_DIM)
+_scatter_sequence = partial(scatter_sum, dim=SEQUENCE_DIM)
+
+STYLES: Mapping[str, Style] = MappingProxyType(
+    {
+        "replicated": Style(),
+        "partial": Style(partial=True),
+        "column": _COLUMN,
+        "column_gathered": attrs.evolve(_COLUMN, leave=partial(gather_replicated, dim=-1)),
+        "row": _ROW,
+        "vocabulary": _VOCABULARY,
+        "gather": Style(enter=_gather_sequence, sequence=True),
+        "column_inside": attrs.evolve(_COLUMN, enter=None),
+        "row_scattered": attrs.evolve(_ROW, leave=_scatter_sequence, partial=True, sequence=True),
+        "vocabulary_scattered": attrs.evolve(_VOCABULARY, leave=_scatter_sequence, sequence=True),
+        "partial_gathered": Style(leave=_gather_sequence, partial=True, sequence=True),
+    }
+)
+"""The styles by name.
+
+| style | parameters | what is sent |
+|---|---|---|
+| replicated | whole; what a module without a style gets | nothing |
+| partial | whole, but each rank sees a part of the tokens or heads | gradients, once per step |
+| column | a Linear's output features are cut | the input's gradient is summed |
+| column_gathered | the same | and the output is gathered along its last dimension |
+| row | a Linear's input features are cut, the bias is whole | the output is summed |
+| vocabulary | an Embedding's rows are cut | the output is summed |
+
+With hidden states `[B, S / tp, D]` between blocks:
+
+| style | parameters | what is sent |
+|---|---|---|
+| gather | whole | the first input is gathered along the sequence |
+| column_inside | as column, inside a module of style gather | nothing: that gather sums |
+| row_scattered | as row, the bias partial | the output is summed and scattered |
+| vocabulary_scattered | as vocabulary | the output is summed and scattered |
+| partial_gathered | as partial | the output is gathered |
+"""
+
+
+# ----------------------------------------------------------------------------------------- classes
+
+
+def styled_class(base: type[nn.Module], names: tuple[str, ...], style: Style, axis: Axis) -> type:
+    """Return a subclass whose forward pass computes on local parameters and communicates.
+
+    Parameters of a tensor-parallel module are DTensors, for the optimizer, FSDP2 and checkpoints;
+    while its own forward pass runs, they read as this rank's plain tensors. One class serves all
+    modules of a kind, so that torch.compile shares their code.
+
+    Args:
+        base: The class of the module, anything that `style` fits.
+        names: The module's own parameters.
+        style: The style.
+        axis: `ps.tp`.
+
+    Effects:
+        None here; the forward and backward passes of its instances communicate on `axis`.
+
+    Examples:
+        >>> from trainkit.mesh import solo_parallel
+        >>> kind = styled_class(nn.Linear, ("weight",), STYLES["column"], solo_parallel().tp)
+        >>> issubclass(kind, nn.Linear)
+        True
+    """
+    is_row = style.cuts == _ROW.cuts
+    compute = _on_local(base, names, left_out=("bias",) if is_row else ())
+    if issubclass(style.kind, nn.Embedding):
+        compute = _own_rows(compute, axis)
+    if style.enter is not None or style.leave is not None:
+        compute = _communicating(compute, style, axis)
+    if is_row and "bias" in names:
+        compute = _bias_added(compute)
+    return type(f"TensorParallel{base.__name__}", (base,), {"forward": compute})
+
+
+Forward = Callable[..., Any]
+
+
+def _on_local(base: Any, names: tuple[str, ...], *, left_out: tuple[str, ...]) -> Forward:
+    """Return the class's own forward pass, on the local parts of the module's own parameters."""
+
+    # Attributes of the instance hide parameters of the same name for as long as they are there. The
+    # parameters stay registered as they are, so FSDP2 and the optimizer never see a local one.
+    def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        for name in names:
+            whole: Any = self._parameters[name]
+            object.__setattr__(self, name, None if name in left_out else whole.to_local())
+        try:
+            return base.forward(self, *args, **kwargs)
+        finally:
+            for name in names:
+                object.__delattr__(self, name)
+
+    return forward if names else base.forward
+
+
+def _communicating(compute: Forward, style: Style, axis: Axis) -> Forward:
+    enter, leave = style.enter, style.leave
+
+    def forward(self: nn.Module, x: Tensor, *args: Any, **kwargs: Any) -> Any:
+        out = compute(self, x if enter is None else enter(x, axis), *args, **kwargs)
+        return out if leave is None else leave(out, axis)
+
+    return forward
+
+
+def _bias_added(compute: Forward) -> Forward:
+    """Return a forward pass that adds the bias once, after the sum."""
+
+    def forward(self: Any, x: Tensor) -> Tensor:
+        return compute(self, x) + self._parameters["bias"].to_local()
+
+    return forward
+
+
+def _own_rows(compute: Forward, axis: Axis) -> Forward:
+    """Return a forward pass in which each rank looks up its own rows, and others are zeros.
+
+    An id outside the whole vocabulary stays outside on the first or last rank, which raises.
+    """
+    is_first, is_last = axis.index == 0, axis.index == axis.count - 1
+
+    def forward(self: Any, ids: Tensor) -> Tensor:
+        rows = self.num_embeddings // axis.count
+        local = ids - axis.index * rows
+        below, above = local < 0, local >= rows
+        others = above if is_first else below if is_last else below | above
+        out = compute(self, local.masked_fill(others, 0))
+        return out.masked_fill(others.unsqueeze(-1), 0)
+
+    return forward
+
+
+def local_padding(padding: int | None, rows: int, axis: Axis) -> int | None:
+    """Return the row of an Embedding's `padding_idx` among this rank's rows, None where it is not.
+
+    Effects:
+        None; `axis` only says which rows these are.
+
+    Examples:
+        >>> from trainkit.mesh import solo_parallel
+        >>> local_padding(3, 8, solo_parallel().tp)
+        3
+    """
+    if padding is None:
+        return None
+    local = padding - axis.index * rows
+    return local if 0 <= local < rows else None
+
+
+def style_problem(module: nn.Module, style: Style) -> str | None:
+    """Say why a style does not fit a module, or None.
+
+    Examples:
+        >>> style_problem(nn.RMSNorm(2), STYLES["row"])
+        'it is a RMSNorm, and must be a Linear'
+        >>> style_problem(nn.Linear(2, 2), STYLES["row"])
+    """
+    if not isinstance(module, style.kind):
+        return f"it is a {type(module).__name__}, and must be a {style.kind.__name__}"
+    for option in ("max_norm", "scale_grad_by_freq", "sparse"):
+        if isinstance(module, nn.Embedding) and style.cuts and getattr(module, option):
+            return f"an Embedding with {option} needs all rows at once"
+    return None

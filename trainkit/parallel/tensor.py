@@ -1,0 +1,343 @@
+"""Tensor parallelism: the matrices of each layer cut over `ps.tp`, by name patterns.
+
+Collectives are our own and explicit, on plain tensors; parameters are DTensors, so that FSDP2, the
+gradient norm, checkpoints and the optimizer know which part of the whole a rank holds.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from fnmatch import fnmatchcase
+from types import MappingProxyType
+from typing import Any
+
+from torch import Tensor, nn
+
+from trainkit.layout import contiguous_shard
+from trainkit.models.decoder import Decoder
+from trainkit.parallel.naming import canonical_name
+from trainkit.parallel.reduction import mark_partial_
+from trainkit.parallel.stages import Transform
+from trainkit.parallel.styles import STYLES, Style, local_padding, style_problem, styled_class
+from trainkit.types import Axis, ConfigError, ParallelState
+
+DECODER_STYLES: Mapping[str, str] = MappingProxyType(
+    {
+        "embedding": "vocabulary_scattered",
+        "layers.*.attention_norm": "partial",
+        "layers.*.attention": "gather",
+        "layers.*.attention.w[qkv]": "column_inside",
+        "layers.*.attention.[qk]_norm": "partial",
+        "layers.*.attention.wo": "row_scattered",
+        "layers.*.mlp_norm": "partial",
+        "layers.*.mlp": "gather",
+        "layers.*.mlp.gate": "column_inside",
+        "layers.*.mlp.up": "column_inside",
+        "layers.*.mlp.down": "row_scattered",
+        "norm": "partial_gathered",
+        "head": "column_inside",
+    }
+)
+"""The plan of `models.Decoder`: hidden states are `[B, S / tp, D]` between blocks, so that norms,
+dropout and the residual stream are shared too; the output is `[B, S, V / tp]`, or the pair of
+hidden states `[B, S, D]` and a weight `[V / tp, D]`.
+"""
+
+_HF_STYLES = {
+    "colwise": "column",
+    "colwise_rep": "column_gathered",
+    "colwise_gather_output": "column_gathered",
+    "rowwise": "row",
+    "embedding_rowwise": "vocabulary",
+    "replicated_with_grad_allreduce": "partial",
+}
+
+
+def tensor(styles: Mapping[str, str | Style] | None = None) -> Transform:
+    """Return the transform that cuts matrices over `ps.tp`; the first of a plan.
+
+    The module may be on the meta device, in `build_stages`, or hold its weights, the same on every
+    rank, of which each then keeps its part. All parameters become DTensors; those without a style
+    stay whole. The output needs the losses of `trainkit.parallel.vocabulary`, unless the style of
+    the head is "column_gathered".
+
+    Args:
+        styles: From patterns of module names, in which `*` stands for one part, to the names of
+            `STYLES` or to a `Style`: {"layers.*.mlp.up": "column", "layers.*.mlp.down": "row"}.
+            None takes the plan of `models.Decoder`; `hf_styles(model)` that of a Hugging Face
+            model.
+
+    Returns:
+        A transform for `build_stages`. At `ps.tp` of size 1 it changes nothing.
+
+    Raises:
+        ConfigError: When applied: a style is unknown or does not fit its module, a pattern matches
+            nothing (without pipeline stages), two patterns match one module, or a number of heads
+            or a dimension does not divide by tp. Nothing has been sent then.
+
+    References:
+        Shoeybi et al., "Megatron-LM" (2019); Korthikanti et al., "Reducing activation
+        recomputation in large transformer models" (2022).
+
+    Examples:
+        >>> from trainkit.mesh import solo_parallel
+        >>> model = nn.Sequential(nn.Linear(2, 4), nn.Linear(4, 2))
+        >>> tensor({"0": "column", "1": "row"})(model, solo_parallel()) is model
+        True
+    """
+
+    def apply(module: nn.Module, ps: ParallelState) -> nn.Module:
+        if ps.tp.count == 1 and styles is None:
+            return module
+        named = _styles_of(module, styles, whole=ps.pp.count == 1)
+        if ps.tp.count == 1:
+            return module
+        cut = {name: style for name, (_, style) in named.items()}
+        parents = dict(module.named_modules())
+        for name, (pattern, style) in named.items():
+            _check_module(name, parents, pattern, style, ps.tp)
+        _shard_(module, cut, ps.tp)
+        if any(style.sequence for style in cut.values()) and hasattr(module, "sequence_parts"):
+            module.sequence_parts = ps.tp.count  # pyrefly: ignore[bad-argument-type]
+            module.register_forward_pre_hook(_slice_noise(ps.tp), with_kwargs=True)
+        return module
+
+    return Transform(apply, kind="tensor", axes=("tp",))
+
+
+def hf_styles(model: Any) -> dict[str, str]:
+    """Return the styles that a Hugging Face model brings, for `tensor`.
+
+    Logits are gathered, as these models' own losses need them; {**hf_styles(model), "lm_head":
+    "column"} leaves them cut for `trainkit.parallel.vocabulary`.
+
+    Args:
+        model: A `transformers` model with a tensor-parallel plan, whole.
+
+    Returns:
+        Styles by name pattern; patterns that match nothing in this model are left out.
+
+    Raises:
+        ConfigError: The model has no plan, or one with a style that there is none for here, or a
+            norm of queries or keys that is neither in the plan nor of single heads.
+
+    Examples:
+        >>> model = nn.ModuleDict({"up": nn.Linear(2, 4), "down": nn.Linear(4, 2)})
+        >>> model._tp_plan = {"up": "colwise", "down": "rowwise"}
+        >>> hf_styles(model)
+        {'up': 'column', 'down': 'row'}
+    """
+    plan = getattr(model, "_tp_plan", None)
+    if not plan:
+        raise ConfigError(
+            f"hf_styles: {type(model).__name__} brings no tensor-parallel plan; write one, as "
+            '{"model.layers.*.mlp.up_proj": "column", ...}',
+            where="tp",
+        )
+    names = [name for name, _ in model.named_modules()]
+    held = [name for name, _ in model.named_parameters()]
+    found: dict[str, str] = {}
+    for pattern, style in plan.items():
+        if not any(_matches(name, pattern) for name in (*names, *held)):
+            continue
+        if style not in _HF_STYLES:
+            raise ConfigError(
+                f"hf_styles: the plan of {type(model).__name__} asks for {style!r} at {pattern!r}, "
+                f"which tensor() has no style for (it knows {', '.join(_HF_STYLES)})",
+                where=pattern,
+                got=style,
+                want=list(_HF_STYLES),
+            )
+        found[pattern] = _HF_STYLES[style]
+    return found | _norms_of_heads(model, found)
+
+
+def _norms_of_heads(model: nn.Module, found: Mapping[str, str]) -> dict[str, str]:
+    """Return styles for norms of queries and keys that a plan does not name, as older ones do not.
+
+    Left whole, they would silently get the gradient of one rank's heads.
+    """
+    modules = dict(model.named_modules())
+    more: dict[str, str] = {}
+    for name, module in modules.items():
+        parent, _, last = name.rpartition(".")
+        if last not in ("q_norm", "k_norm") or any(_matches(name, p) for p in found):
+            continue
+        sizes = {p.shape[-1] for p in module.parameters()}
+        if sizes - {_head_size(modules[parent])}:
+            raise ConfigError(
+                f"hf_styles: {name!r} is no norm of single heads, and the plan of "
+                f"{type(model).__name__} does not say how it is cut; write a plan for this model",
+                where=name,
+            )
+        more[name] = "partial"
+    return more
+
+
+# ------------------------------------------------------------------------------------------ checks
+
+
+def _matches(name: str, pattern: str) -> bool:
+    parts, wanted = canonical_name(name).split("."), pattern.split(".")
+    return len(parts) == len(wanted) and all(map(fnmatchcase, parts, wanted))
+
+
+def _styles_of(
+    module: nn.Module, styles: Mapping[str, str | Style] | None, *, whole: bool
+) -> dict[str, tuple[str, Style]]:
+    """Return (pattern, style) by module name; `whole` says that the module is no pipeline stage."""
+    if styles is None and not isinstance(module, Decoder):
+        raise ConfigError(
+            f"tensor: there is no ready plan for a {type(module).__name__}; pass one, as "
+            'tensor({"layers.*.up": "column", "layers.*.down": "row"}) or tensor(hf_styles(model))',
+            where="tp",
+        )
+    names = [name for name, _ in module.named_modules() if name]
+    found: dict[str, tuple[str, Style]] = {}
+    for pattern, named in (DECODER_STYLES if styles is None else styles).items():
+        matching = [name for name in names if _matches(name, pattern)]
+        if not matching and whole and styles is not None:
+            raise ConfigError(
+                f"tensor: no submodule's name matches {pattern!r}; take the pattern out, or "
+                f"correct it (names are such as {', '.join(names[:3])})",
+                where=pattern,
+            )
+        for name in matching:
+            if name in found:
+                raise ConfigError(
+                    f"tensor: {name!r} is matched by two patterns, {found[name][0]!r} and "
+                    f"{pattern!r}; leave one",
+                    where=name,
+                )
+            found[name] = pattern, _style(pattern, named)
+    return found
+
+
+def _style(pattern: str, style: str | Style) -> Style:
+    if isinstance(style, Style):
+        return style
+    if style not in STYLES:
+        raise ConfigError(
+            f"tensor: there is no style {style!r}, asked for at {pattern!r}; there are "
+            f"{', '.join(STYLES)}",
+            where=pattern,
+            got=style,
+            want=list(STYLES),
+        )
+    return STYLES[style]
+
+
+def _check_module(
+    name: str, modules: Mapping[str, nn.Module], pattern: str, style: Style, axis: Axis
+) -> None:
+    """Refuse a module that a style does not fit, or whose parameters do not divide."""
+    module = modules[name]
+    problem = style_problem(module, style)
+    if problem is not None:
+        raise ConfigError(
+            f"tensor: the style of the pattern {pattern!r} does not fit {name!r}: {problem}",
+            where=name,
+        )
+    size = _head_size(modules.get(name.rpartition(".")[0]))
+    for own, parameter in module.named_parameters(recurse=False):
+        dim = style.cuts.get(own)
+        if dim is None:
+            continue
+        count, what = parameter.shape[dim], f"dimension {dim} of '{name}.{own}' is"
+        unit = ", which does"
+        if size and dim == 0 and count % size == 0:
+            count, what, unit = count // size, f"{name!r} has", " heads, which do"
+        if count % axis.count:
+            raise ConfigError(
+                f"tensor: {what} {count}{unit} not divide into {axis.count} equal parts for tp = "
+                f"{axis.count}; choose tp among the divisors of {count}",
+                where=f"{name}.{own}",
+                got=count,
+                want=f"a multiple of {axis.count}",
+            )
+
+
+def _head_size(parent: nn.Module | None) -> int | None:
+    """Return the size of a head in an attention module, ours or one of Hugging Face's."""
+    for name in ("head_size", "head_dim"):
+        size = getattr(parent, name, None)
+        if isinstance(size, int) and size > 0:
+            return size
+    return None
+
+
+# ------------------------------------------------------------------------------------------- shard
+
+
+def _shard_(module: nn.Module, styles: Mapping[str, Style], axis: Axis) -> None:
+    """Make every parameter a DTensor, and every module with parameters or a style a styled one."""
+    classes: dict[Any, type] = {}
+    placed: dict[int, tuple[int | None, nn.Parameter]] = {}
+    for name, child in module.named_modules():
+        style = styles.get(name, STYLES["replicated"])
+        own = {key: p for key, p in child._parameters.items() if p is not None}  # noqa: SLF001
+        if not own and name not in styles:
+            continue
+        for key, parameter in own.items():
+            dim = style.cuts.get(key)
+            if id(parameter) not in placed:
+                placed[id(parameter)] = dim, _placed(parameter, dim, axis)
+            if placed[id(parameter)][0] != dim:
+                raise ConfigError(
+                    f"tensor: '{name}.{key}' is tied to a parameter that is cut otherwise; give "
+                    "both modules styles that cut alike, as vocabulary and column",
+                    where=f"{name}.{key}",
+                )
+            child._parameters[key] = placed[id(parameter)][1]  # noqa: SLF001
+        whole = [key for key in own if key not in style.cuts]
+        if style.partial and whole:
+            mark_partial_(child, whole, axis)
+        if isinstance(child, nn.Embedding) and style.cuts:
+            rows = child.num_embeddings // axis.count
+            child.padding_idx = local_padding(child.padding_idx, rows, axis)
+        kind = type(child), tuple(own), style
+        if kind not in classes:
+            classes[kind] = styled_class(*kind, axis)
+        child.__class__ = classes[kind]
+
+
+def _placed(parameter: nn.Parameter, dim: int | None, axis: Axis) -> nn.Parameter:
+    """Return this rank's part of a whole parameter as a DTensor."""
+    from torch.distributed.tensor import DTensor, Replicate, Shard  # noqa: PLC0415 (a second)
+
+    if isinstance(parameter, DTensor):
+        raise ConfigError("tensor: parameters are sharded already; tensor() comes first in a plan")
+    assert axis.mesh is not None
+    whole = parameter.detach()
+    local = whole if dim is None else whole.chunk(axis.count, dim)[axis.index].clone()
+    placement = Replicate() if dim is None else Shard(dim)
+    made = DTensor.from_local(
+        local.contiguous(),
+        axis.mesh,
+        [placement],
+        run_check=False,
+        shape=whole.shape,
+        stride=whole.stride(),
+    )
+    return nn.Parameter(made, requires_grad=parameter.requires_grad)
+
+
+def _slice_noise(axis: Axis) -> Callable[..., Any]:
+    """Return a hook for the root of a model: dropout's keys for this rank's part of the sequence.
+
+    It also refuses rows that do not divide, before anything is sent.
+    """
+
+    def hook(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        length = kwargs["position_ids"].shape[1]
+        if length % axis.count:
+            raise ValueError(
+                f"tensor: rows of {length} tokens do not divide into {axis.count} equal parts for "
+                f"tp = {axis.count}; pack rows whose length is a multiple of {axis.count}"
+            )
+        keys: Tensor | None = kwargs.get("noise_key")
+        if keys is not None:
+            kwargs = {**kwargs, "noise_key": contiguous_shard(keys, axis.share)}
+        return args, kwargs
+
+    return hook

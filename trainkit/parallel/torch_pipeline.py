@@ -1,0 +1,181 @@
+"""torch's pipeline stages and schedules, made to run our calls and reduce our gradients.
+
+Imported when a pipeline is first bound: torch.distributed.pipelining takes a second to import.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed import pipelining
+from torch.distributed.pipelining import PipelineStage
+
+from trainkit.parallel.reduction import Reduce, Reducers, reducers_of, reducing
+from trainkit.parallel.split import Kind, Place
+from trainkit.types import Axis
+
+Run = Callable[[nn.Module, int, "Tensor | None"], Tensor]
+"""From a stage, the number of a microbatch and the hidden state, if any, to what it passes on."""
+
+
+class Stage(PipelineStage):
+    """torch's stage, except for what goes into the module and how gradients are reduced.
+
+    The module is hidden in a ModuleList, so that torch does not take charge of its FSDP units: it
+    reduces at the end of a step alone, and only where the outermost module is one. What is
+    overridden has the same signature in torch 2.11 to 2.13.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        place: Place,
+        boundary: Tensor,
+        run: Run,
+        *,
+        axis: Axis,
+        device: torch.device,
+        reduce: Reduce,
+        splits_backward: bool,
+    ) -> None:
+        edge = boundary.requires_grad_()
+        loss = torch.empty((), dtype=torch.float64, device="meta", requires_grad=True)
+        super().__init__(
+            nn.ModuleList([module]),
+            place.index,
+            len(place.ranks),
+            device,
+            input_args=(edge,) if place.index else (),
+            output_args=(loss,) if place.last else (edge,),
+            group=axis.group,
+        )
+        self.module, self.run, self.microbatch = module, run, 0
+        self.reducers, self.reduce_when = reducers_of(module), reduce
+        self.splits_backward = splits_backward
+
+    def forward_one_chunk(self, fwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
+        """Remember which microbatch it is, whose other entries this stage looks up."""
+        self.microbatch = fwd_chunk_id
+        return super().forward_one_chunk(fwd_chunk_id, *args, **kwargs)
+
+    def forward_maybe_with_nosync(self, *args: Any, **_: Any) -> Tensor:
+        """Run the stage on the hidden state it has received."""
+        return self.run(self.module, self.microbatch, args[0] if args else None)
+
+    def backward_maybe_with_nosync(
+        self, backward_type: str, bwd_kwargs: dict[str, Any], last_backward: bool = False
+    ) -> Any:
+        """Run one backward pass with FSDP's reduction on or off."""
+        if self.splits_backward:
+            # Weights get their gradients after FSDP's hooks have run, so the hooks do nothing.
+            hold_gradients_(self.reducers)
+            return super().backward_maybe_with_nosync(backward_type, bwd_kwargs)
+        for _, module in self.reducers.fsdp:
+            module.set_is_last_backward(last_backward)
+            if not reshards_after_forward(module):  # the other microbatches' graphs rely on it
+                module.set_reshard_after_backward(last_backward, recurse=False)
+        with reducing(self.reducers, last=last_backward, reduce=self.reduce_when):
+            return super().backward_maybe_with_nosync(backward_type, bwd_kwargs, last_backward)
+
+    def perform_reduce_grad(self, grad_scale_factor: int) -> None:
+        """Reduce what `hold_gradients_` held back; nothing is scaled."""
+        assert grad_scale_factor == 1
+        if self.splits_backward:
+            reduce_held_(self.reducers)
+
+    def _post_metadata_inference_cleanup(self) -> None:
+        """Leave gradients alone: torch 2.13 clears FSDP's here, whether it inferred or not."""
+
+
+def hold_gradients_(reducers: Reducers) -> None:
+    """Let FSDP units keep gathered parameters and unreduced gradients through a backward pass.
+
+    Effects:
+        Sets the units' flags.
+    """
+    for _, module in reducers.fsdp:
+        module.set_is_last_backward(False)
+        module.set_reshard_after_backward(False, recurse=False)
+        module.set_requires_gradient_sync(False, recurse=False)
+
+
+def reduce_held_(reducers: Reducers) -> None:
+    """Reduce what `hold_gradients_` held back, as torch's own schedules do (2.11 to 2.13).
+
+    Effects:
+        Adds to the `.grad` of the units' shards, and frees gathered parameters; communicates over
+        what the units are sharded over, once.
+    """
+    for _, module in reducers.fsdp:
+        module.set_is_last_backward(True)
+        module.set_reshard_after_backward(True, recurse=False)
+        module.set_requires_gradient_sync(True, recurse=False)
+    states = [module._get_fsdp_state() for _, module in reducers.fsdp]  # noqa: SLF001 (no public way)
+    for state in states:
+        for group in _groups(state):
+            group.post_backward()
+    for state in states:
+        if state._is_root:  # noqa: SLF001 (as above)
+            state._root_post_backward_final_callback()  # noqa: SLF001 (as above)
+
+
+def _groups(state: Any) -> Sequence[Any]:
+    """Return FSDP2's parameter groups: one attribute in torch 2.11, a list in 2.13."""
+    many = getattr(state, "_fsdp_param_groups", None)
+    groups = [state._fsdp_param_group] if many is None else many  # noqa: SLF001 (no public way)
+    return [group for group in groups if group is not None]
+
+
+def reshards_after_forward(module: Any) -> bool:
+    """Say whether an FSDP2 module frees its gathered parameters after its forward pass."""
+    groups = _groups(module._get_fsdp_state())  # noqa: SLF001 (no public way)
+    return any(group.post_forward_mesh_info is not None for group in groups)
+
+
+def gathered_dtype(module: Any) -> torch.dtype | None:
+    """Return the dtype of a module's output under FSDP2's mixed precision; None is its own."""
+    policy = module._get_fsdp_state()._mp_policy  # noqa: SLF001 (no public way)
+    return policy.output_dtype or policy.param_dtype
+
+
+def passes_to_itself() -> bool:
+    """Say whether this torch can have neighbouring stages on one rank under gloo (2.13 can)."""
+    return hasattr(PipelineStage, "_warmup_forward_vote")
+
+
+def make_schedule(kind: Kind, stages: Sequence[Stage], microbatches: int) -> Any:
+    """Return torch's schedule; the last stage's output is the loss already.
+
+    Raises:
+        ValueError: torch cannot run so many microbatches.
+    """
+    schedule = getattr(pipelining.schedules, kind.torch_name)
+    what = stages[0] if kind.placement == "one" else list(stages)
+    return schedule(what, microbatches, loss_fn=_first, scale_grads=False)
+
+
+def _first(output: Tensor, _: Tensor) -> Tensor:
+    return output
+
+
+def run_schedule(schedule: Any, microbatches: int, *, splits_backward: bool) -> None:
+    """Run all forward and backward passes of a step on this rank.
+
+    Effects:
+        Those of the stages.
+    """
+    # torch tells the passes apart by index; targets are only there because it asks for some.
+    target = torch.arange(microbatches)
+    with _donating_nothing(splits_backward):
+        schedule.step(target=target, return_outputs=False)
+
+
+def _donating_nothing(splits_backward: bool) -> Any:
+    """Keep compiled backward passes from reusing buffers that a second pass will read."""
+    from torch._functorch import config  # noqa: PLC0415 (for compiled blocks alone)
+
+    options: Mapping[str, Any] = {"donated_buffer": False} if splits_backward else {}
+    return config.patch(dict(options))

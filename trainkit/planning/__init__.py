@@ -1,0 +1,32 @@
+"""What a layout costs before it is run: bytes of each rank, communication, an estimate of time.
+
+`plan` lists the layouts of a world; the formulas are functions of their own, of shapes alone.
+"""
+
+from __future__ import annotations
+
+from trainkit.planning.hardware import Hardware, hardware, hardware_names
+from trainkit.planning.layouts import Job, Layout, layouts_of, refusal
+from trainkit.planning.memory import Memory, memory_of
+from trainkit.planning.plans import Plan, Seconds, plan, seconds_of
+from trainkit.planning.table import plan_table
+from trainkit.planning.traffic import Transfer, traffic_of
+
+__all__ = [
+    "Hardware",
+    "Job",
+    "Layout",
+    "Memory",
+    "Plan",
+    "Seconds",
+    "Transfer",
+    "hardware",
+    "hardware_names",
+    "layouts_of",
+    "memory_of",
+    "plan",
+    "plan_table",
+    "refusal",
+    "seconds_of",
+    "traffic_of",
+]

@@ -1,0 +1,331 @@
+"""Every layout of a world with what it costs, the best first, and why the others do not fit."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from itertools import product
+from typing import Literal
+
+import attrs
+import numpy as np
+
+from trainkit.metrics import model_flops
+from trainkit.models.config import DecoderConfig
+from trainkit.planning.hardware import Hardware
+from trainkit.planning.layouts import (
+    Job,
+    Layout,
+    Recompute,
+    layouts_of,
+    num_microbatches,
+    refusal,
+    stages_per_rank,
+)
+from trainkit.planning.memory import Memory, memory_of, part_of, units_of
+from trainkit.planning.traffic import Transfer, traffic_of
+
+_BUBBLES = {
+    "gpipe": 1.0,
+    "1f1b": 1.0,
+    "looped_bfs": 1.0,
+    "interleaved_1f1b": 1.0,
+    "interleaved_zero_bubble": 1 / 3,
+    "zero_bubble_v": 1 / 3,
+    "dual_pipe_v": 1 / 3,
+}
+
+
+@attrs.frozen
+class Seconds:
+    """An estimate of one step's time, and what it is made of.
+
+    Args:
+        step: All of it.
+        compute: Arithmetic of the busiest pipeline rank.
+        exposed: Communication that nothing can hide.
+        hidden: Communication that runs beside the arithmetic.
+        bubble: Waiting of the pipeline at its two ends.
+    """
+
+    step: float
+    compute: float
+    exposed: float
+    hidden: float
+    bubble: float
+
+
+@attrs.frozen
+class Plan:
+    """One layout, what it costs each rank, and whether it can be.
+
+    Args:
+        layout: The degrees.
+        recompute: What is computed again in backward.
+        dtype: What is computed in.
+        why_not: Why it cannot be, in one sentence; empty where it can.
+        memory: Bytes of the rank that needs most; None where the model does not allow the layout.
+        traffic: What one rank sends in a step.
+        seconds: The estimated time of a step.
+        tokens_per_second: Of all ranks.
+        utilization: The model's operations, without what is computed again, over the peak.
+    """
+
+    layout: Layout
+    recompute: Recompute
+    dtype: str
+    why_not: str
+    memory: Memory | None = None
+    traffic: tuple[Transfer, ...] = ()
+    seconds: Seconds | None = None
+    tokens_per_second: float = 0.0
+    utilization: float = 0.0
+
+    @property
+    def fits(self) -> bool:
+        """Whether the layout is possible, and its peak within the memory."""
+        return not self.why_not
+
+
+def plan(
+    config: DecoderConfig,
+    world: int,
+    hardware: Hardware,
+    *,
+    row_length: int,
+    rows: int,
+    microbatch: int = 1,
+    recompute: Sequence[Recompute] = ("none", "selective", "full"),
+    dtypes: Sequence[Literal["bf16", "fp32"]] = ("bf16",),
+    optimizer: Literal["adamw", "momentum", "sgd"] = "adamw",
+    loss: Literal["linear", "plain"] = "linear",
+    schedule: str = "1f1b",
+    reduce: Literal["last", "each"] = "last",
+    documents: int = 1,
+    layouts: Iterable[Layout] | None = None,
+    efficiency: float = 0.5,
+    headroom: float = 0.1,
+) -> list[Plan]:
+    """Return the layouts of a world with what they cost, the best first.
+
+    Nothing is run: all figures follow from shapes. Memory is that of this library's decoder and
+    transforms, within 10 % of what torch's memory tracker measures on a CPU. Times are estimates
+    that put layouts in an order; see `seconds_of` for what is assumed.
+
+    Args:
+        config: The model.
+        world: The number of ranks.
+        hardware: What they run on; `hardware("h100")`, or your own record.
+        row_length: Tokens of a row.
+        rows: Rows of a step, over all ranks.
+        microbatch: Rows that go through the model at once on a rank.
+        recompute: The policies to try.
+        dtypes: What to compute in, "bf16" or "fp32"; parameters and their state are fp32.
+        optimizer: "adamw", "momentum" or "sgd".
+        loss: "linear" for `next_token_linear`, "plain" for `next_token`.
+        schedule: How pipeline stages take turns.
+        reduce: When gradients are reduced, as in `forward_backward`.
+        documents: Documents of a row, of equal lengths: attention costs less for more of them.
+        layouts: Those to try; by default every factorisation of the world.
+        efficiency: The fraction of the peak that the arithmetic reaches.
+        headroom: The fraction of memory that is not planned with: the driver's, the kernels' and
+            what fragments.
+
+    Returns:
+        One plan for each layout, policy and dtype: those that fit, fastest first, then those whose
+        memory does not suffice, least first, then those that the model does not allow.
+
+    Raises:
+        ValueError: A number is out of range, a name unknown, or a layout is of another world.
+
+    Examples:
+        >>> from trainkit.models.sizes import decoder_config
+        >>> from trainkit.planning import hardware
+        >>> best, *_, worst = plan(
+        ...     decoder_config("llama-3.1-8b"), 8, hardware("h100"), row_length=8192, rows=16
+        ... )
+        >>> best.fits, worst.why_not
+        (True, '... GiB (loss) exceed 71.1 GiB; most are optimizer: 59.8 GiB')
+    """
+    _check(world, efficiency, headroom)
+    usable = round(hardware.memory * (1 - headroom))
+    plans: list[Plan] = []
+    for layout in layouts_of(world) if layouts is None else layouts:
+        if layout.world != world:
+            raise ValueError(f"plan: {layout} has {layout.world} ranks, the world has {world}")
+        for policy, dtype in product(recompute, dtypes):
+            job = Job(
+                config=config,
+                row_length=row_length,
+                rows=rows,
+                microbatch=microbatch,
+                recompute=policy,
+                dtype=dtype,
+                loss=loss,
+                optimizer=optimizer,
+                schedule=schedule,
+                reduce=reduce,
+                documents=documents,
+            )
+            plans.append(_plan_one(job, layout, hardware, usable, efficiency))
+    return sorted(plans, key=_order)
+
+
+def _check(world: int, efficiency: float, headroom: float) -> None:
+    if world < 1:
+        raise ValueError(f"plan: world must be at least 1, got {world}")
+    if not 0 < efficiency <= 1:
+        raise ValueError(f"plan: efficiency must be above 0 and at most 1, got {efficiency}")
+    if not 0 <= headroom < 1:
+        raise ValueError(f"plan: headroom must be at least 0 and below 1, got {headroom}")
+
+
+def _order(one: Plan) -> tuple[float, ...]:
+    """Fitting ones by time, then by peak; too large ones by peak; impossible ones last."""
+    peak = math.inf if one.memory is None else float(one.memory.peak)
+    seconds = one.seconds.step if one.fits and one.seconds is not None else 0.0
+    return (not one.fits, seconds, peak)
+
+
+def _plan_one(job: Job, layout: Layout, hardware: Hardware, usable: int, efficiency: float) -> Plan:
+    why_not = refusal(job, layout)
+    if why_not is not None:
+        return Plan(layout, job.recompute, job.dtype, why_not)
+    memory = memory_of(job, layout, fused_norms=hardware.fused_norms)
+    seconds = seconds_of(job, layout, hardware, efficiency=efficiency)
+    lengths = _lengths(job)
+    flops = job.rows * _flops(job, lengths)
+    return Plan(
+        layout=layout,
+        recompute=job.recompute,
+        dtype=job.dtype,
+        why_not=_too_large(memory, usable) if memory.peak > usable else "",
+        memory=memory,
+        traffic=traffic_of(job, layout, pp_rank=memory.pp_rank),
+        seconds=seconds,
+        tokens_per_second=job.rows * job.row_length / seconds.step,
+        utilization=flops / (seconds.step * hardware.flops[job.dtype] * layout.world),
+    )
+
+
+def _too_large(memory: Memory, usable: int) -> str:
+    kinds = ("parameters", "gradients", "optimizer", "activations", "logits", "gathered", "buffers")
+    largest = max(kinds, key=lambda kind: getattr(memory, kind))
+    return (
+        f"{_gib(memory.peak)} GiB ({memory.moment}) exceed {_gib(usable)} GiB; most are "
+        f"{largest}: {_gib(getattr(memory, largest))} GiB"
+    )
+
+
+def _gib(size: float) -> str:
+    gib = size / 2**30
+    return f"{gib:.1f}" if gib >= 10 else f"{gib:.3g}"
+
+
+# -------------------------------------------------------------------------------------------- time
+
+
+def seconds_of(job: Job, layout: Layout, hardware: Hardware, *, efficiency: float) -> Seconds:
+    """Estimate the time of one step.
+
+    - Compute: the model's operations (`model_flops`) of the pipeline rank that has most, a third
+      more with full recomputation, over peak x efficiency. Selective recomputation repeats no
+      product, and counts as none.
+    - Exposed: tensor parallelism's and Ulysses' collectives, which the next operation waits for;
+      and one message per pipeline border of a microbatch.
+    - Hidden: the ring's messages run beside attention, and FSDP's and the replicas' beside all
+      compute; what takes longer than that is exposed after all, and a tenth of the rest, since it
+      takes a part of the device.
+    - Bubble: (p - 1) / (v m) of the rest for p ranks of v stages and m microbatches (Narayanan et
+      al. 2021); a third of it where backward is split (Qi et al. 2023); all of it for GPipe too.
+    - A message takes its bytes over the bandwidth: that inside a node if the whole axis with all
+      axes inside it lies in one, else that between nodes. No latency, no optimizer step, no input.
+
+    Examples:
+        >>> from trainkit.models.sizes import decoder_config
+        >>> from trainkit.planning import hardware
+        >>> job = Job(config=decoder_config("llama-3.1-8b"), row_length=8192, rows=64)
+        >>> seconds_of(job, Layout(dp_shard=64), hardware("h100"), efficiency=0.5).bubble
+        0.0
+    """
+    rate = hardware.flops[job.dtype] * efficiency
+    busiest = max(range(layout.pp), key=lambda rank: _flops_of_rank(job, layout, rank))
+    again = 4 / 3 if job.recompute == "full" else 1.0
+    compute = again * _flops_of_rank(job, layout, busiest) / rate
+    wires: dict[str, float] = {}
+    for transfer in traffic_of(job, layout, pp_rank=busiest):
+        speed = _bandwidth(transfer.axis, layout, hardware)
+        wires[transfer.axis] = wires.get(transfer.axis, 0.0) + transfer.sent / speed
+    attention = again * _flops_of_attention(job, layout, busiest) / rate
+    ring = wires.get("ring", 0.0)
+    data = wires.get("fsdp", 0.0) + wires.get("dp_replicate", 0.0)
+    exposed = sum(wires.get(axis, 0.0) for axis in ("tp", "ulysses", "pp"))
+    exposed += max(0.0, ring - attention) + max(0.0, data - compute)
+    beside = min(ring, attention) + min(data, compute)
+    exposed, hidden = exposed + 0.1 * beside, 0.9 * beside
+    turns = num_microbatches(job, layout) * stages_per_rank(job, layout)
+    bubble = (compute + exposed) * (layout.pp - 1) / turns * _BUBBLES[job.schedule]
+    return Seconds(compute + exposed + bubble, compute, exposed, hidden, bubble)
+
+
+def _lengths(job: Job) -> np.ndarray[tuple[int], np.dtype[np.int64]]:
+    """Return the lengths of a row's documents, as equal as they can be."""
+    base, more = divmod(job.row_length, job.documents)
+    return np.array([base + (i < more) for i in range(job.documents)], dtype=np.int64)
+
+
+def _flops(job: Job, lengths: np.ndarray[tuple[int], np.dtype[np.int64]]) -> float:
+    """Return the operations of one row, forward and backward."""
+    return job.config.layers * _block_flops(job, lengths) + _head_flops(job)
+
+
+def _block_flops(job: Job, lengths: np.ndarray[tuple[int], np.dtype[np.int64]]) -> float:
+    config = job.config
+    block = units_of(config, Layout()).block.whole
+    return model_flops(
+        linear_parameters=block,
+        layers=1,
+        heads=config.heads,
+        head_dim=config.head_size,
+        lengths=lengths,
+    )
+
+
+def _head_flops(job: Job) -> float:
+    return 6.0 * job.config.vocab_size * job.config.width * job.row_length
+
+
+def _rows_of_rank(job: Job, layout: Layout) -> int:
+    return num_microbatches(job, layout) * job.microbatch
+
+
+def _flops_of_rank(job: Job, layout: Layout, pp_rank: int) -> float:
+    part = part_of(job, layout, pp_rank)
+    row = part.layers * _block_flops(job, _lengths(job)) + part.head * _head_flops(job)
+    return _rows_of_rank(job, layout) * row / (layout.sp * layout.tp)
+
+
+def _flops_of_attention(job: Job, layout: Layout, pp_rank: int) -> float:
+    layers = part_of(job, layout, pp_rank).layers
+    row = model_flops(
+        linear_parameters=0,
+        layers=layers,
+        heads=job.config.heads,
+        head_dim=job.config.head_size,
+        lengths=_lengths(job),
+    )
+    return _rows_of_rank(job, layout) * row / (layout.sp * layout.tp)
+
+
+def _bandwidth(axis: str, layout: Layout, hardware: Hardware) -> float:
+    """Return the bandwidth of an axis: inside a node if it spans no more ranks than one has."""
+    spans = {
+        "tp": layout.tp,
+        "ulysses": layout.ulysses * layout.tp,
+        "ring": layout.sp * layout.tp,
+        "fsdp": layout.fsdp * layout.tp,
+        "dp_replicate": layout.dp_replicate * layout.fsdp * layout.tp,
+        "pp": layout.world,
+    }
+    inside = spans[axis] <= hardware.ranks_per_node
+    return hardware.inside if inside else hardware.between

@@ -1,0 +1,184 @@
+"""What a rank sends in a step: which collectives on which axis, how often, and how many bytes."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from typing import Literal
+
+import attrs
+
+from trainkit.models.config import DecoderConfig
+from trainkit.planning.layouts import (
+    Job,
+    Layout,
+    num_microbatches,
+    reshards,
+)
+from trainkit.planning.memory import (
+    attention_widths,
+    chunk_of_tokens,
+    ends_of,
+    logits_at_once,
+    part_of,
+    pipeline_borders,
+    tokens_per_microbatch,
+    units_of,
+)
+
+Kind = Literal["all_gather", "reduce_scatter", "all_reduce", "all_to_all", "send"]
+_FP32 = 4
+
+
+@attrs.frozen
+class Transfer:
+    """The calls of one kind that one rank makes on one axis in a step.
+
+    Args:
+        axis: The axis; "fsdp" is dp_shard x ring x ulysses.
+        size: Its ranks.
+        kind: The collective.
+        count: Calls.
+        bytes: Bytes of the whole tensors that the calls are about, added up: what is summed or
+            sent, what an all-gather gives, what a reduce-scatter takes. The same as in the ledger
+            of `testing.count_collectives`.
+
+    Examples:
+        >>> Transfer("tp", 4, "all_reduce", 1, 1000).sent
+        1500.0
+    """
+
+    axis: str
+    size: int
+    kind: Kind
+    count: int
+    bytes: int
+
+    @property
+    def sent(self) -> float:
+        """The bytes that leave the rank, with ring algorithms (Patarasuk and Yuan, 2009)."""
+        if self.kind == "send":
+            return float(self.bytes)
+        once = self.bytes * (self.size - 1) / self.size
+        return 2 * once if self.kind == "all_reduce" else once
+
+
+def traffic_of(job: Job, layout: Layout, *, pp_rank: int = 0) -> tuple[Transfer, ...]:
+    """Return what one rank of a pipeline stage sends in a step.
+
+    Left out are the few numbers of the gradient norm, of metrics and of a pipeline's terms.
+
+    Examples:
+        >>> from trainkit.models.sizes import decoder_config
+        >>> job = Job(config=decoder_config("tiny", vocab_size=256), row_length=256, rows=8)
+        >>> for transfer in traffic_of(job, Layout(dp_shard=8)):
+        ...     print(transfer.axis, transfer.kind, transfer.count, transfer.bytes)
+        fsdp all_gather 9 3477760
+        fsdp reduce_scatter 5 3543552
+    """
+    transfers = (
+        *_sharding(job, layout, pp_rank),
+        *_tensor(job, layout, pp_rank),
+        *_sequence(job, layout, pp_rank),
+        *_pipeline(job, layout, pp_rank),
+    )
+    return tuple(transfer for transfer in transfers if transfer.size > 1 and transfer.count)
+
+
+def _sharding(job: Job, layout: Layout, pp_rank: int) -> Iterator[Transfer]:
+    """FSDP2: blocks are gathered for forward and again for backward, the ends once.
+
+    Gradients are scattered once per step, or with every microbatch; replicas sum their shards once.
+    Where FSDP only replicates, it still sums.
+    """
+    part, units = part_of(job, layout, pp_rank), units_of(job.config, layout)
+    ends, turns = ends_of(part, units, tied=job.config.tied), num_microbatches(job, layout)
+    has_ends = int(ends.whole > 0)
+    blocks = part.layers * (2 if reshards(job, layout) else 1)
+    gathered = (units.block.shard * blocks + ends.shard) * layout.fsdp
+    yield Transfer(
+        "fsdp",
+        layout.fsdp,
+        "all_gather",
+        turns * (blocks + has_ends),
+        turns * gathered * job.itemsize,
+    )
+    shards, calls = units.block.shard * part.layers + ends.shard, part.layers + has_ends
+    scatters = turns if job.reduce == "each" else 1
+    yield Transfer(
+        "fsdp",
+        layout.fsdp,
+        "reduce_scatter",
+        scatters * calls,
+        scatters * shards * layout.fsdp * _FP32,
+    )
+    replicas = layout.dp_replicate
+    yield Transfer("dp_replicate", replicas, "all_reduce", calls, shards * _FP32)
+
+
+def _tensor(job: Job, layout: Layout, pp_rank: int) -> Iterator[Transfer]:
+    """Tensor parallelism with sequence-parallel norms (Korthikanti et al. 2022, section 4.2).
+
+    Each block gathers its hidden states T x D twice and scatters sums twice in forward, and the
+    other way round in backward; what is computed again in backward is gathered again. The gradients
+    of norms are summed once per step. The loss sums one number per token, and then two.
+    """
+    part, turns = part_of(job, layout, pp_rank), num_microbatches(job, layout)
+    hidden = tokens_per_microbatch(job, layout) * job.config.width * job.itemsize
+    again = job.recompute != "none"
+    ends = part.embedding + part.head
+    gathers = turns * (part.layers * (6 if again else 4) + ends)
+    # The last product of a block is not computed again: nothing behind it waits for it.
+    scatters = turns * (part.layers * (5 if again else 4) + ends)
+    yield Transfer("tp", layout.tp, "all_gather", gathers, gathers * hidden)
+    yield Transfer("tp", layout.tp, "reduce_scatter", scatters, scatters * hidden)
+    # One buffer with the gains' gradients, and for each gain whether there is one.
+    gains, tensors = norm_elements(job.config)
+    numbers = part.layers * (gains + tensors) + part.head * (job.config.width + 1)
+    yield Transfer("tp", layout.tp, "all_reduce", 1, numbers * _FP32)
+    tokens = tokens_per_microbatch(job, layout)
+    whole = logits_at_once(job, layout)
+    chunks = 1 if whole else math.ceil(tokens / chunk_of_tokens(job, layout))
+    calls = 2 * chunks * turns * part.head
+    yield Transfer("tp", layout.tp, "all_reduce", calls, 3 * tokens * turns * part.head * _FP32)
+
+
+def _sequence(job: Job, layout: Layout, pp_rank: int) -> Iterator[Transfer]:
+    """Ring and Ulysses attention, in each block and microbatch.
+
+    The ring sends keys and values N - 1 times in forward and in backward, and their gradients N
+    times, in fp32 (Liu et al. 2023). Ulysses exchanges queries, keys and values, and the output
+    back, in forward, and their gradients in backward (Jacobs et al. 2023).
+    """
+    runs = part_of(job, layout, pp_rank).layers * num_microbatches(job, layout)
+    tokens = tokens_per_microbatch(job, layout)
+    q, k = attention_widths(job.config, layout)
+    forwards = 1 if job.recompute == "none" else 2
+    block, n = round(2 * tokens * k), layout.ring
+    sends = runs * ((forwards + 1) * (n - 1) + n)
+    data = runs * block * ((forwards + 1) * (n - 1) * job.itemsize + n * _FP32)
+    yield Transfer("ring", n, "send", sends, data)
+    there, back = round(tokens * (q + 2 * k)), round(tokens * q)
+    calls = runs * 2 * (forwards + 1)
+    data = runs * (forwards + 1) * (there + back) * job.itemsize
+    yield Transfer("ulysses", layout.ulysses, "all_to_all", calls, data)
+
+
+def _pipeline(job: Job, layout: Layout, pp_rank: int) -> Iterator[Transfer]:
+    """Each microbatch's hidden states go on, and their gradients back, at every stage's borders."""
+    borders = pipeline_borders(job, layout, pp_rank)
+    sends = num_microbatches(job, layout) * borders
+    hidden = tokens_per_microbatch(job, layout) * job.config.width // layout.tp * job.itemsize
+    yield Transfer("pp", layout.pp, "send", sends, sends * hidden)
+
+
+def norm_elements(config: DecoderConfig) -> tuple[int, int]:
+    """Return the gains in one block, which tensor parallelism does not cut: elements, tensors.
+
+    Examples:
+        >>> from trainkit.models.sizes import decoder_config
+        >>> norm_elements(decoder_config("qwen3-8b"))
+        (8448, 4)
+    """
+    of_heads = 2 * config.head_size if config.qk_norm else 0
+    return 2 * config.width + of_heads, 4 if config.qk_norm else 2

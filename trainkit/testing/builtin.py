@@ -1,0 +1,269 @@
+"""The certificate of what trainkit brings: a small decoder, tied, with dropout, and exact."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import attrs
+import numpy as np
+import torch
+from torch import nn
+
+from trainkit.batch import collate_bins
+from trainkit.corpora import TokenCorpus
+from trainkit.models import Decoder, DecoderConfig
+from trainkit.noise import token_keys
+from trainkit.packing import pack_bins
+from trainkit.parallel.compiled import compiled
+from trainkit.parallel.fsdp import fsdp
+from trainkit.parallel.recompute import recompute
+from trainkit.parallel.sequence import sequence
+from trainkit.parallel.split import schedule_kind
+from trainkit.parallel.stages import Transform
+from trainkit.parallel.tensor import tensor
+from trainkit.parallel.vocabulary import next_token_linear
+from trainkit.sampling import rows_of_step
+from trainkit.step import call_with_noise
+from trainkit.testing.certificate import Certificate
+from trainkit.testing.certify import certify
+from trainkit.testing.exact import (
+    ExactModel,
+    call_exact,
+    exact_batch,
+    exact_weights,
+    split_exact,
+    squares,
+)
+from trainkit.testing.layouts import Layout, default_layouts
+from trainkit.types import Batch, Loss
+
+CONFIG = DecoderConfig(
+    vocab_size=64, width=32, layers=4, heads=8, kv_heads=4, mlp_width=48, qk_norm=True
+)
+MODELS = {
+    "decoder": CONFIG,
+    "tied decoder": attrs.evolve(CONFIG, tied=True),
+    "decoder with dropout": attrs.evolve(CONFIG, dropout=0.3),
+}
+"""The architectures of the built-in certificate by name."""
+
+ROWS = 8
+CAPACITY = 64
+
+
+def decoder_of(config: DecoderConfig) -> nn.Module:
+    """Return a decoder for the fused loss, as a recipe makes it.
+
+    Examples:
+        >>> with torch.device("meta"):
+        ...     model = decoder_of(CONFIG)
+        >>> model.output
+        'hidden'
+    """
+    return Decoder(config, head="hidden")
+
+
+def decoder_batch(step: int) -> Batch:
+    """Return the global batch of a step: packed documents, and labels masked unequally by row.
+
+    Documents have 1 to 60 tokens, aligned to 16. Of the 8 rows one has no label, two have few.
+
+    Examples:
+        >>> batch = decoder_batch(0)
+        >>> batch.input_ids.shape, sorted(batch.extra)
+        (torch.Size([8, 64]), ['noise_key'])
+    """
+    random = np.random.default_rng(0)
+    lengths = random.integers(1, 60, size=80)
+    tokens = random.integers(0, CONFIG.vocab_size, size=lengths.sum())
+    corpus = TokenCorpus(tokens, np.append(0, lengths.cumsum()))
+    bins = pack_bins(corpus.lengths, CAPACITY, multiple_of=16)
+    batch = collate_bins(
+        corpus, bins, rows_of_step(step, rows_per_step=ROWS, num_rows=len(bins), seed=0)
+    )
+    kept = torch.tensor([CAPACITY, 0, 5, CAPACITY // 2]).repeat(2).unsqueeze(1)
+    labels = torch.where(torch.arange(CAPACITY) < kept, batch.labels, -100)
+    keys = token_keys(batch.token_index, seed=0, step=step)
+    return attrs.evolve(batch, labels=labels, extra={"noise_key": keys})
+
+
+def decoder_plan(ps: Any, layout: Layout) -> list[Transform]:
+    """Return the plan of a recipe: every transform, each of which does nothing where it need not.
+
+    Examples:
+        >>> from trainkit.mesh import solo_parallel
+        >>> [step.kind for step in decoder_plan(solo_parallel(), Layout())]
+        ['tensor', 'sequence', 'recompute', 'fsdp']
+    """
+    del ps
+    blocks = [compiled(backend="aot_eager")] if layout.compiled else []
+    return [tensor(), sequence(), recompute(layout.recompute), *blocks, _sharded(layout)]
+
+
+def _sharded(layout: Layout) -> Transform:
+    reshard = not schedule_kind(layout.schedule).splits_backward
+    return fsdp(reshard_after_forward=reshard, cpu_offload=layout.cpu_offload)
+
+
+def decoder_loss(ps: Any) -> Loss:
+    """Return the fused loss over this rank's part of the vocabulary.
+
+    Examples:
+        >>> from trainkit.mesh import solo_parallel
+        >>> decoder_loss(solo_parallel()).terms
+        ('loss',)
+    """
+    return next_token_linear(ps.tp)
+
+
+def exact_plan(ps: Any, layout: Layout) -> list[Transform]:
+    """Return the plan of the exact model: its blocks hold a column- and a row-parallel matrix.
+
+    Examples:
+        >>> from trainkit.mesh import solo_parallel
+        >>> [step.kind for step in exact_plan(solo_parallel(), Layout())]
+        ['tensor', 'sequence', 'recompute', 'fsdp']
+    """
+    del ps
+    cut = tensor({"layers.*.up": "column", "layers.*.down": "row"})
+    apart = Transform(_as_it_is, kind="sequence", axes=("ring", "ulysses"))  # no token sees another
+    return [cut, apart, recompute(layout.recompute), _sharded(layout)]
+
+
+def _as_it_is(module: nn.Module, _: Any) -> nn.Module:
+    return module
+
+
+def variant_layouts() -> list[Layout]:
+    """Return the layouts in which the tied decoder and the one with dropout are trained too.
+
+    Examples:
+        >>> Layout(pp=2) in variant_layouts()
+        True
+    """
+    return [
+        Layout(recompute="full"),
+        Layout(dp_shard=2),
+        Layout(tp=2),
+        Layout(ring=2, fold_sp="none"),
+        Layout(ulysses=2),
+        Layout(pp=2),
+        Layout(pp=2, schedule="zero_bubble_v"),
+        Layout(dp_replicate=2, dp_shard=2),
+        Layout(pp=2, dp_shard=2),
+        Layout(pp=2, tp=2),
+    ]
+
+
+def exact_layouts() -> list[Layout]:
+    """Return the layouts of the exact model: those in which its arithmetic is spread over ranks.
+
+    Examples:
+        >>> Layout(dp_shard=2, tp=2) in exact_layouts()
+        True
+    """
+    return [
+        Layout(),
+        Layout(recompute="full"),
+        Layout(dp_shard=2),
+        Layout(dp_shard=2, reduce="each"),
+        Layout(dp_replicate=2),
+        Layout(tp=2),
+        Layout(ring=2),
+        Layout(ulysses=2, fold_sp="none"),
+        Layout(pp=2),
+        Layout(pp=2, schedule="interleaved_zero_bubble"),
+        Layout(dp_shard=3),
+        Layout(dp_replicate=2, dp_shard=2),
+        Layout(dp_replicate=2, dp_shard=2, reduce="each"),
+        Layout(dp_shard=2, tp=2),
+        Layout(ring=2, ulysses=2, fold_sp="ring"),
+        Layout(pp=2, dp_shard=2),
+        Layout(dp_replicate=2, dp_shard=2, ring=2),
+        Layout(pp=2, dp_shard=2, tp=2),
+    ]
+
+
+def layouts_of_tier(tier: str) -> list[Layout]:
+    """Return the layouts in which the first of the built-in models is trained in a tier.
+
+    Examples:
+        >>> len(layouts_of_tier("fp64")) > len(layouts_of_tier("exact"))
+        True
+    """
+    return exact_layouts() if tier == "exact" else default_layouts()
+
+
+def certify_builtin(
+    tier: str = "fp64",
+    *,
+    chosen: Callable[[Layout], bool] = lambda _: True,
+    steps: int = 3,
+    tell: Callable[[str], None] | None = None,
+) -> list[Certificate]:
+    """Return the certificates of the built-in models in one tier.
+
+    That is the exact model in the tier "exact", else the decoder in all default layouts, and the
+    tied decoder and the one with dropout in some.
+
+    Args:
+        tier: See `certify`.
+        chosen: Which of the layouts to run.
+        steps: How many optimizer steps to take.
+        tell: Called with a line after every layout.
+
+    Raises:
+        ValueError: The tier is unknown, or no layout is chosen.
+
+    Effects:
+        Starts processes; see `certify`.
+    """
+    wanted = layouts_of_tier(tier)
+    if tier == "exact":
+        by_model = {"exact model": wanted}
+    else:
+        by_model = {name: variant_layouts() for name in MODELS} | {"decoder": wanted}
+    picked = {name: list(filter(chosen, layouts)) for name, layouts in by_model.items()}
+    if not any(picked.values()):
+        raise ValueError(f"certify: none of the {len(wanted)} layouts is chosen")
+    return [
+        certify_model(name, layouts, tier=tier, steps=steps, tell=tell)
+        for name, layouts in picked.items()
+        if layouts
+    ]
+
+
+def certify_model(name: str, layouts: Sequence[Layout], **options: Any) -> Certificate:
+    """Return the certificate of one of `MODELS`, or of the "exact model", in some layouts.
+
+    Effects:
+        Starts processes; see `certify`, which takes the options.
+    """
+    # Compiling takes some seconds a rank, and more where other work wants the cores.
+    options = {"timeout": 180.0} | options
+    if name == "exact model":
+        return certify(
+            ExactModel,
+            exact_batch,
+            layouts,
+            plan=exact_plan,
+            loss=squares,
+            call=call_exact,
+            weights=exact_weights,
+            split=split_exact,
+            lr=64.0,  # the number of valid tokens: gradients become integers
+            title=name,
+            **options,
+        )
+    return certify(
+        partial(decoder_of, MODELS[name]),
+        decoder_batch,
+        layouts,
+        plan=decoder_plan,
+        loss=decoder_loss,
+        call=call_with_noise,
+        title=name,
+        **options,
+    )

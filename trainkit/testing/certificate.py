@@ -1,0 +1,187 @@
+"""What a certificate says, and how it is printed: one row per layout, one bound per tier."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import attrs
+
+
+@attrs.frozen
+class Tier:
+    """In which numbers a certificate computes, and how far a layout may be from one process.
+
+    `bound` holds for every parameter, `norm_bound` for the gradient norm, `loss_bound` for every
+    term of the loss.
+    """
+
+    name: str
+    dtype: str
+    bound: float
+    norm_bound: float
+    loss_bound: float
+
+
+TIERS = {
+    tier.name: tier
+    for tier in (
+        # A norm is a root of a sum of roots squared, so it is rounded even where all else is exact.
+        Tier("exact", "float64", bound=0.0, norm_bound=1e-14, loss_bound=0.0),
+        # Measured with the built-in decoder in 3 steps: 7e-15, 5e-15 and 2e-16.
+        Tier("fp64", "float64", bound=1e-12, norm_bound=1e-12, loss_bound=1e-12),
+        # Measured: 1e-5, 5e-6 and 2e-7.
+        Tier("fp32", "float32", bound=1e-4, norm_bound=5e-5, loss_bound=5e-6),
+        # Measured: 5e-2, 2.3e-2 and 2e-3; one unit in the last place of bf16 is 8e-3.
+        Tier("bf16", "bfloat16", bound=2e-1, norm_bound=1e-1, loss_bound=1e-2),
+    )
+}
+"""The tiers by name.
+
+exact: a linear model of small integers, in which every partial sum is representable, so that no
+order of summation may change a bit. fp64: rounding stays below 1e-12, and no wrong factor, missing
+reduction or lost label does. fp32 and bf16: what rounding does in practice; parameters,
+activations and gradients all have that type.
+"""
+
+
+@attrs.frozen
+class Row:
+    """One layout against one process: the largest differences, max|a - b| / max|b| per tensor.
+
+    `loss` is the largest over steps and terms, `grad_norm` over steps, `parameters` over all
+    tensors after the last step, of which `worst` names the one. `batches` says whether every step
+    trained on the very same tokens. `error` is empty unless the layout failed; `traceback` is the
+    rank's.
+    """
+
+    layout: str
+    world: int
+    loss: float = float("inf")
+    grad_norm: float = float("inf")
+    parameters: float = float("inf")
+    worst: str = ""
+    batches: bool = False
+    seconds: float = 0.0
+    error: str = ""
+    traceback: str = attrs.field(default="", repr=False)
+
+
+@attrs.frozen
+class Certificate:
+    """The rows of some layouts in one tier; `title` says of which model."""
+
+    title: str
+    tier: Tier
+    steps: int
+    rows: tuple[Row, ...]
+
+    @property
+    def ok(self) -> bool:
+        """Whether there is a row and every row is within the bound."""
+        return bool(self.rows) and not self.red
+
+    @property
+    def red(self) -> tuple[Row, ...]:
+        """The rows that are not within the bound."""
+        return tuple(row for row in self.rows if not is_within(row, self.tier))
+
+
+def is_within(row: Row, tier: Tier) -> bool:
+    """Return whether a layout gave the numbers of one process, as exactly as the tier asks.
+
+    Examples:
+        >>> row = Row("dp2", 2, loss=1e-16, grad_norm=0.0, parameters=2e-15, batches=True)
+        >>> is_within(row, TIERS["fp64"]), is_within(row, TIERS["exact"])
+        (True, False)
+    """
+    far = [(row.loss, tier.loss_bound), (row.grad_norm, tier.norm_bound)]
+    far.append((row.parameters, tier.bound))
+    return all(x <= bound for x, bound in far) and row.batches and not row.error
+
+
+# --------------------------------------------------------------------------------------- rendering
+
+_COLUMNS = ("layout", "ranks", "loss", "gradient norm", "parameters", "worst parameter", "s")
+
+
+def as_text(certificate: Certificate) -> str:
+    """Return a certificate as a table for a terminal, and a last line that says whether it holds.
+
+    Examples:
+        >>> row = Row(
+        ...     "dp2", 2, loss=0.0, grad_norm=1e-16, parameters=2e-15, worst="w", batches=True
+        ... )
+        >>> print(as_text(Certificate("a model", TIERS["fp64"], 3, (row,))))
+        layout  ranks   loss  gradient norm  parameters  worst parameter    s
+        dp2         2      0        1.0e-16     2.0e-15                w  0.0
+        a model, fp64: 1 of 1 layouts give the numbers of one process, to 1e-12, after 3 steps
+    """
+    lines = [_COLUMNS, *map(_cells, certificate.rows)]
+    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+    rows = [line[0].ljust(widths[0]) + _right(line[1:], widths[1:]) for line in lines]
+    marks = ["", *("" if is_within(r, certificate.tier) else "  RED" for r in certificate.rows)]
+    table = [row + mark for row, mark in zip(rows, marks, strict=True)]
+    return "\n".join([*table, *_told_reds(certificate), summary(certificate)])
+
+
+def as_markdown(certificate: Certificate) -> str:
+    """Return a certificate as a Markdown table, and a sentence that says whether it holds.
+
+    Examples:
+        >>> row = Row(
+        ...     "dp2", 2, loss=0.0, grad_norm=1e-16, parameters=2e-15, worst="w", batches=True
+        ... )
+        >>> print(as_markdown(Certificate("a model", TIERS["fp64"], 3, (row,))))
+        | layout | ranks | loss | gradient norm | parameters | worst parameter |
+        | --- | ---: | ---: | ---: | ---: | --- |
+        | dp2 | 2 | 0 | 1.0e-16 | 2.0e-15 | `w` |
+        <BLANKLINE>
+        a model, fp64: 1 of 1 layouts give the numbers of one process, to 1e-12, after 3 steps
+    """
+    head = [_COLUMNS[:-1], ("---", "---:", "---:", "---:", "---:", "---")]
+    cells = [_cells(row)[:-1] for row in certificate.rows]
+    quoted = [(*line[:-1], f"`{line[-1]}`" if line[-1] else "") for line in cells]
+    table = ["| " + " | ".join(line) + " |" for line in (*head, *quoted)]
+    return "\n".join([*table, "", *_told_reds(certificate), summary(certificate)])
+
+
+def summary(certificate: Certificate) -> str:
+    """Return one sentence: how many layouts hold, and to what bound.
+
+    Examples:
+        >>> summary(Certificate("a model", TIERS["exact"], 2, ()))
+        'a model, exact: 0 of 0 layouts give the numbers of one process, bit for bit, after 2 steps'
+    """
+    tier, total = certificate.tier, len(certificate.rows)
+    how = f"to {tier.bound:.0e}".replace("e-0", "e-") if tier.bound else "bit for bit"
+    return (
+        f"{certificate.title}, {tier.name}: {total - len(certificate.red)} of {total} layouts give "
+        f"the numbers of one process, {how}, after {certificate.steps} steps"
+    )
+
+
+def _told_reds(certificate: Certificate) -> list[str]:
+    reasons: list[tuple[str, Callable[[Row], bool]]] = [
+        ("it trained on other tokens", lambda row: not row.batches),
+        ("its numbers differ", lambda _: True),
+    ]
+    told = []
+    for row in certificate.red:
+        why = row.error or next(text for text, holds in reasons if holds(row))
+        told.append(f"RED: {row.layout}: {why}")
+    return told
+
+
+def _cells(row: Row) -> tuple[str, ...]:
+    numbers = [_number(x) for x in (row.loss, row.grad_norm, row.parameters)]
+    if row.error:
+        numbers = ["-"] * 3
+    return (row.layout, str(row.world), *numbers, row.worst, f"{row.seconds:.1f}")
+
+
+def _number(x: float) -> str:
+    return "0" if x == 0 else f"{x:.1e}"
+
+
+def _right(cells: Sequence[str], widths: Sequence[int]) -> str:
+    return "".join(f"  {cell:>{width}}" for cell, width in zip(cells, widths, strict=True))

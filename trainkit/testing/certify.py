@@ -1,0 +1,306 @@
+"""The certificate: any layout gives the numbers of one process, shown for a model of your own.
+
+A model is trained for a few steps on one process, and then in each layout, from the same weights on
+the same tokens. What comes out is compared: the loss and the gradient norm of every step, and every
+parameter after the last.
+"""
+
+from __future__ import annotations
+
+import inspect
+import json
+import os
+import tempfile
+import time
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import attrs
+import numpy as np
+import torch.distributed as dist
+from torch import nn
+
+from trainkit.parallel.split import split_layers
+from trainkit.parallel.stages import Split
+from trainkit.step import call_model
+from trainkit.testing.certificate import TIERS, Certificate, Row, Tier, is_within
+from trainkit.testing.exact import integer_steps
+from trainkit.testing.layouts import Layout
+from trainkit.testing.ranks import RankError, run_ranks
+from trainkit.testing.train import (
+    Differences,
+    MakeLoss,
+    Optimizers,
+    Outcome,
+    Plan,
+    Training,
+    certificate_optimizer,
+    certificate_weights,
+    compare_layout,
+    train_layout,
+)
+from trainkit.types import Batch, Call, Loss, Weights
+
+ONE_PROCESS = Layout(rows_per_microbatch=None)
+"""What every layout is compared with: one rank, all rows of a step in one microbatch."""
+
+
+def certify(
+    make_model: Callable[[], nn.Module],
+    make_batches: Callable[[int], Batch],
+    layouts: Sequence[Layout],
+    *,
+    plan: Plan,
+    loss: Loss | MakeLoss,
+    call: Call = call_model,
+    weights: Weights = certificate_weights,
+    optimizer: Optimizers | None = None,
+    split: Split = split_layers,
+    steps: int = 3,
+    tier: str = "fp64",
+    lr: float = 1e-2,
+    max_norm: float | None = 0.5,
+    title: str | None = None,
+    timeout: float = 60.0,
+    tell: Callable[[str], None] | None = None,
+) -> Certificate:
+    """Train a model for some steps in each layout, and compare it with one process.
+
+    Every function given is sent to other processes by name, so it stands at the top level of a
+    module (or is a `functools.partial` of such a function), and a script guards what it starts with
+    `if __name__ == "__main__"`. For that reason `plan` is a function, not a list: transforms are
+    closures, which cannot be sent.
+
+    The certificate deals the rows of a step to the ranks, cuts microbatches, and shards sequences,
+    as `step_batch` does for a recipe. Layouts of the same number of ranks share one start of
+    processes; one that fails or hangs is a red row and the others go on in a new start.
+
+    Args:
+        make_model: Makes the whole model; called under the meta device.
+        make_batches: From a step, 0 to `steps` - 1, to the `Batch` of the whole global batch
+            `[R, S]`, always the same. For ring degree N every document must divide by 2N (pack with
+            `multiple_of`).
+        layouts: What to compare; see `default_layouts`.
+        plan: The transforms of a layout, as a recipe lists them.
+        loss: A `Loss` that says its `terms`, or a function of the `ParallelState` that gives one,
+            for a loss that communicates.
+        call: How a batch enters the model.
+        weights: The initial values.
+        optimizer: From the parameters by name to an optimizer; `certificate_optimizer` by default,
+            and `integer_steps` in the tier "exact".
+        split: How the model is cut into pipeline stages, as for `build_stages`.
+        steps: How many optimizer steps to take.
+        tier: "fp64", "fp32", "bf16" or "exact"; see `TIERS`. For "exact" the model must keep
+            integers integers, and the number of valid tokens of a step must be a power of two.
+        lr: The learning rate: 0.01 by default. `integer_steps` wants the number of valid tokens.
+        max_norm: What gradients are clipped to; never in the tier "exact".
+        title: What the certificate calls the model; the name of `make_model` by default.
+        timeout: Seconds a layout may take before it counts as hung.
+        tell: Called with a line after every layout: how it went, and the time left.
+
+    Returns:
+        The certificate, its rows in the order of `layouts`.
+
+    Raises:
+        ValueError: An argument is wrong, two layouts have one name, or a function cannot be sent.
+        RankError: One process alone cannot train the model.
+
+    Effects:
+        Starts processes, which have ended when it returns; see `run_ranks`. They compute on the
+        CPU.
+
+    Examples:
+        >>> from trainkit.testing.builtin import exact_plan
+        >>> from trainkit.testing.exact import ExactModel, call_exact, exact_batch, squares
+        >>> found = certify(
+        ...     ExactModel,
+        ...     exact_batch,
+        ...     [Layout(dp_shard=2)],
+        ...     plan=exact_plan,
+        ...     loss=squares,
+        ...     call=call_exact,
+        ...     steps=1,
+        ... )
+        >>> found.ok, found.rows[0].layout
+        (True, 'dp2')
+    """
+    chosen = _checked(tier, layouts, steps, loss)
+    is_exact = chosen.name == "exact"
+    training = Training(
+        make_model,
+        make_batches,
+        plan,
+        loss,
+        call,
+        weights,
+        optimizer or (integer_steps if is_exact else certificate_optimizer),
+        split,
+        dtype=chosen.dtype,
+        steps=steps,
+        lr=lr,
+        max_norm=None if is_exact else max_norm,
+    )
+    sendable = attrs.astuple(training, recurse=False)
+    (wanted,) = run_ranks(_train_alone, 1, *sendable, timeout=timeout)
+    found: dict[int, Row] = {}
+    report = partial(_tell_progress, tell, layouts, found, tier=chosen, begin=time.monotonic())
+    for world in sorted({layout.world for layout in layouts}):
+        jobs = {index: layout for index, layout in enumerate(layouts) if layout.world == world}
+        while jobs:  # a layout that fails ends its start; those after it go on in the next
+            rows = _run_jobs(jobs, wanted, sendable, timeout, report)
+            found |= rows
+            jobs = {index: layout for index, layout in jobs.items() if index not in rows}
+    name = getattr(make_model, "__name__", type(make_model).__name__)
+    rows = tuple(found[index] for index in range(len(layouts)))
+    return Certificate(title or name, chosen, steps, rows)
+
+
+def _checked(tier: str, layouts: Sequence[Layout], steps: int, loss: Any) -> Tier:
+    if tier not in TIERS:
+        raise ValueError(f"certify: tier must be one of {', '.join(TIERS)}, got {tier!r}")
+    if steps < 1:
+        raise ValueError(f"certify: steps must be at least 1, got {steps}")
+    names = [layout.name for layout in layouts]
+    twice = sorted({name for name in names if names.count(name) > 1})
+    if twice or not names:
+        found = f"two are called {twice[0]!r}; tell them apart by `note`" if twice else "none"
+        raise ValueError(f"certify: layouts must be some, each with a name of its own: {found}")
+    if not hasattr(loss, "terms") and len(inspect.signature(loss).parameters) != 1:
+        raise ValueError(
+            f"certify: {loss} is neither a Loss that says its terms nor a function of the "
+            "ParallelState; decorate it with losses.with_terms(...)"
+        )
+    return TIERS[tier]
+
+
+# ------------------------------------------------------------------------------- a start of ranks
+
+
+def _train_alone(*sendable: Any) -> Outcome:
+    return train_layout(_received(sendable), ONE_PROCESS)
+
+
+def _received(sendable: Sequence[Any]) -> Training:
+    # The ranks share one machine, whose GPUs they would have to share too; before CUDA starts.
+    os.environ["CUDA_VISIBLE_DEVICES"] = ""
+    return Training(*sendable)
+
+
+def _run_jobs(
+    jobs: Mapping[int, Layout],
+    wanted: Outcome,
+    sendable: tuple[Any, ...],
+    timeout: float,
+    report: Callable[[dict[int, Row]], None],
+) -> dict[int, Row]:
+    """Run layouts of one number of ranks until all are done or one fails: its row and those before.
+
+    What ranks find goes into files, so that it survives the rank that fails after it.
+    """
+    world = next(iter(jobs.values())).world
+    with tempfile.TemporaryDirectory(prefix="trainkit_certify_") as folder:
+        known: dict[int, Row] = {}
+
+        def meanwhile() -> bool:
+            fresh = _read_rows(jobs, wanted, Path(folder), skip=known)
+            known.update(fresh)
+            if fresh:
+                report(known)
+            return bool(fresh)
+
+        try:
+            run_ranks(
+                _compare_all,
+                world,
+                jobs,
+                wanted,
+                folder,
+                *sendable,
+                timeout=timeout,
+                meanwhile=meanwhile,
+            )
+        except RankError as error:
+            meanwhile()
+            failed = next((index for index in jobs if index not in known), None)
+            if failed is None:
+                raise
+            what, _, traceback = str(error).partition("\n")
+            what = what.removeprefix("run_ranks: ")
+            known[failed] = Row(jobs[failed].name, world, error=what, traceback=traceback)
+            report(known)
+        else:
+            meanwhile()
+        return known
+
+
+def _compare_all(jobs: Mapping[int, Layout], wanted: Outcome, folder: str, *sendable: Any) -> None:
+    training = _received(sendable)
+    for index, layout in jobs.items():
+        dist.barrier()  # so that all have written what they found before one can fail in the next
+        found = compare_layout(training, layout, wanted)
+        path = Path(folder) / f"{index}_{dist.get_rank()}"
+        path.with_suffix(".part").write_text(json.dumps(attrs.asdict(found)))
+        path.with_suffix(".part").rename(path)
+
+
+def _read_rows(
+    jobs: Mapping[int, Layout], wanted: Outcome, folder: Path, *, skip: Mapping[int, Row]
+) -> dict[int, Row]:
+    """Return the rows of the layouts that every rank has finished."""
+    rows: dict[int, Row] = {}
+    for index, layout in jobs.items():
+        paths = [folder / f"{index}_{rank}" for rank in range(layout.world)]
+        if index not in skip and all(path.exists() for path in paths):
+            ranks = [Differences(**json.loads(path.read_text())) for path in paths]
+            rows[index] = _row_of(layout, wanted, ranks)
+    return rows
+
+
+def _row_of(layout: Layout, wanted: Outcome, ranks: Sequence[Differences]) -> Row:
+    parameters = dict.fromkeys(wanted.parameters, 0.0)
+    for rank in ranks:
+        for name, far in rank.parameters.items():
+            parameters[name] = max(far, parameters[name])
+    missing = [name for name in wanted.parameters if not _is_covered(name, wanted, ranks)]
+    return Row(
+        layout.name,
+        layout.world,
+        loss=max(far for rank in ranks for far in rank.terms.values()),
+        grad_norm=max(rank.norm for rank in ranks),
+        parameters=max(parameters.values()),
+        worst=max(parameters, key=lambda name: parameters[name]),
+        batches=all(rank.batches for rank in ranks),
+        seconds=max(rank.seconds for rank in ranks),
+        error=f"the ranks do not hold all of {missing[0]!r}" if missing else "",
+    )
+
+
+def _is_covered(name: str, wanted: Outcome, ranks: Sequence[Differences]) -> bool:
+    """Say whether the ranks together hold every element of a parameter."""
+    covered = np.zeros(wanted.parameters[name].values.shape, bool)
+    for offset, shape in (rank.held[name] for rank in ranks if name in rank.held):
+        sizes = zip(offset, shape, strict=True)
+        covered[tuple(slice(start, start + size) for start, size in sizes)] = True
+    return bool(covered.all())
+
+
+def _tell_progress(
+    tell: Callable[[str], None] | None,
+    layouts: Sequence[Layout],
+    found: Mapping[int, Row],
+    fresh: Mapping[int, Row],
+    *,
+    tier: Tier,
+    begin: float,
+) -> None:
+    """Say how the newest layout went, and how long the rest should take, in proportion to ranks."""
+    if tell is None:
+        return
+    done = {**found, **fresh}
+    row = list(fresh.values())[-1]
+    ranks = sum(layouts[index].world for index in done)
+    left = (time.monotonic() - begin) * (sum(layout.world for layout in layouts) / ranks - 1)
+    verdict = "ok" if is_within(row, tier) else "RED"
+    tell(f"{verdict} {row.layout} ({len(done)} of {len(layouts)}, about {left:.0f} s left)")

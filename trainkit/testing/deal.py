@@ -1,0 +1,75 @@
+"""The global batch of a step, dealt to the ranks of a layout, for batches that no corpus made."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+
+from trainkit.batch import split_batch
+from trainkit.layout import shard_sequence
+from trainkit.sampling import share_of_rows
+from trainkit.types import BATCH_TENSORS, IGNORED_LABEL, Batch, Share, Spans
+
+
+def deal_batch(
+    batch: Batch, share: Share, *, rows_per_microbatch: int | None, ring: Share, ulysses: Share
+) -> list[Batch]:
+    """Return one rank's microbatches of a global batch, as `step_batch` deals a corpus' rows.
+
+    Args:
+        batch: The global batch, `[R, S]`.
+        share: Which of the ranks that read different rows this is.
+        rows_per_microbatch: Rows in each microbatch, blank ones where they do not divide; None for
+            all of this rank's rows at once.
+        ring: Which part of a sequence this rank holds for ring attention.
+        ulysses: Which part of that it holds for Ulysses.
+
+    Raises:
+        ValueError: There are more ranks than rows, or a sequence does not divide.
+
+    Examples:
+        >>> from trainkit.batch import blank_batch
+        >>> solo, half = Share(0, 1), Share(1, 2)
+        >>> dealt = deal_batch(
+        ...     blank_batch(4, 8), half, rows_per_microbatch=1, ring=solo, ulysses=solo
+        ... )
+        >>> len(dealt), dealt[0].input_ids.shape
+        (2, torch.Size([1, 8]))
+    """
+    total = batch.input_ids.shape[0]
+    rows = rows_per_microbatch or -(-total // share.count)
+    places = share_of_rows(total, share, rows_per_microbatch=rows).reshape(-1)
+    parts = split_batch(_take_rows(batch, places), rows)
+    return [shard_sequence(part, ring=ring, ulysses=ulysses) for part in parts]
+
+
+_BLANK = dict.fromkeys(BATCH_TENSORS, -1) | {"input_ids": 0, "labels": IGNORED_LABEL}
+
+
+def _take_rows(batch: Batch, places: np.ndarray[Any, Any]) -> Batch:
+    """Return some rows of a batch; -1 stands for a blank one."""
+    rows, length = batch.input_ids.shape
+    ends = np.cumsum(batch.spans.lengths)
+    cuts = np.append(0, np.searchsorted(ends, np.arange(1, rows + 1) * length) + 1)
+    spans = [
+        batch.spans.lengths[cuts[place] : cuts[place + 1]] if place >= 0 else np.array([length])
+        for place in places
+    ]
+    blank = torch.from_numpy(places < 0)
+    index = torch.from_numpy(places).clamp(min=0)
+    taken = {name: batch[name][index] for name in (*BATCH_TENSORS, *batch.extra)}
+    for name, values in taken.items():
+        values[blank] = _BLANK.get(name, 0)
+    taken["position_ids"][blank] = torch.arange(length)
+    return Batch(
+        **{name: taken[name] for name in BATCH_TENSORS},
+        spans=_spans_of(np.concatenate(spans)),
+        extra={name: taken[name] for name in batch.extra},
+    )
+
+
+def _spans_of(lengths: np.ndarray[Any, Any]) -> Spans:
+    bounds = np.append(0, lengths.cumsum()).astype(np.int32)
+    return Spans(torch.from_numpy(bounds), lengths.astype(np.int64), int(lengths.max()))
