@@ -11,7 +11,6 @@ from pathlib import Path
 
 import attrs
 
-import trainkit as tk
 from trainkit import chat, checkpoint, config, models, runtime, sinks, tokenizers
 
 
@@ -62,8 +61,7 @@ def generate(cfg: Config) -> str:
         top_k=cfg.top_k,
         seed=cfg.seed,
         stop_id=stop_id,
-        # No id that only rounds the vocabulary up.
-        call=lambda *of: tk.call_model(*of)[..., : tokenizer.vocab_size],
+        vocab_size=tokenizer.vocab_size,
     )
     return sinks.printable(tokenizer.decode([*shown, *drawn]))
 

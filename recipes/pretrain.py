@@ -246,7 +246,6 @@ def make_facts(cfg, model, tokenizer, opened, mix, phases):
 def finish(cfg, ps, state, stages, optimizer, tokenizer):
     """Write how the run has ended, draw its loss, and show what the model writes."""
     tk.checkpoint.write_final(cfg.out, state, stages, optimizer, ps)
-    logits_of = bind_call(stages, ps)
     prompt = tokenizer.encode("def ")
     drawn = models.generate(
         stages[0],
@@ -256,8 +255,8 @@ def finish(cfg, ps, state, stages, optimizer, tokenizer):
         temperature=0.7,
         seed=cfg.seed,
         stop_id=tokenizer.eos_id,
-        # No id that only rounds the vocabulary up.
-        call=lambda *of: logits_of(*of)[..., : tokenizer.vocab_size],
+        vocab_size=tokenizer.vocab_size,
+        call=bind_call(stages, ps),
     )
     if ps.world.index == 0:
         sinks.plot_loss(cfg.out / "metrics.jsonl", cfg.out / "loss.png")

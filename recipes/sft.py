@@ -204,7 +204,6 @@ def answer(cfg, ps, stages, tokenizer, question):
     messages = [{"role": "user", "content": question}]
     prompt = chat.prompt_ids(messages, tokenizer, template=template)
     (stop_id,) = chat.stop_ids(tokenizer, template)
-    logits_of = bind_call(stages, ps)
     drawn = models.generate(
         stages[0],
         prompt,
@@ -212,8 +211,8 @@ def answer(cfg, ps, stages, tokenizer, question):
         context=cfg.row_length,
         temperature=0.0,
         stop_id=stop_id,
-        # No id that only rounds the vocabulary up.
-        call=lambda *of: logits_of(*of)[..., : tokenizer.vocab_size],
+        vocab_size=tokenizer.vocab_size,
+        call=bind_call(stages, ps),
     )
     return tokenizer.decode(drawn)
 

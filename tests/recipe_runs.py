@@ -11,8 +11,6 @@ from pathlib import Path
 
 import pytest
 
-from trainkit.testing.train import forget_session
-
 RECIPES = Path(__file__).parents[1] / "recipes"
 SMALL = "--cache None --row-length 32 --rows 4 --microbatch 2 --warmup 2 --schedule-steps 8"
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
@@ -59,11 +57,7 @@ def here(flags, recipe="pretrain"):
 
 def several(runs, recipe="pretrain"):
     """Run a recipe once for each list of flags, on the same ranks; return what `here` does."""
-    found = []
-    for flags in runs:
-        found.append(here(flags, recipe))
-        forget_session()
-    return found
+    return [here(flags, recipe) for flags in runs]
 
 
 def assert_equal_runs(found, wanted, *, about=""):

@@ -389,5 +389,4 @@ def _forget_meshes() -> None:
     if "torch.distributed.tensor" in sys.modules:
         from torch.distributed.tensor import debug  # noqa: PLC0415 (a second of import time)
 
-        old = "_clear_python_sharding_prop_cache"  # of 2.11, whose cache has no other part
-        getattr(debug, "_clear_sharding_prop_cache", getattr(debug, old, None))()
+        getattr(debug, "_clear_sharding_prop_cache", debug._clear_python_sharding_prop_cache)()  # noqa: SLF001 (no public name)

@@ -1,5 +1,7 @@
 """Any layout gives the numbers of one process; and what is wrong does not."""
 
+from pathlib import Path
+
 import attrs
 import pytest
 from torch.distributed.tensor import debug
@@ -19,8 +21,12 @@ def here(layout):
     return not (on_old_torch and layout.schedule in ("zero_bubble_v", "dual_pipe_v"))
 
 
-def test_every_layout_gives_the_numbers_of_one_process_in_fp64():
-    certificates = certify_builtin(chosen=here, steps=2)
+@pytest.fixture(scope="module")
+def certificates():
+    return certify_builtin(chosen=here, steps=2)
+
+
+def test_every_layout_gives_the_numbers_of_one_process_in_fp64(certificates):
     rows = [row for certificate in certificates for row in certificate.rows]
     assert len(rows) >= 40
     assert {row.world for row in rows} == {1, 2, 3, 4, 6, 8}
@@ -28,10 +34,27 @@ def test_every_layout_gives_the_numbers_of_one_process_in_fp64():
         assert certificate.ok, table_of(certificate)
 
 
+def test_the_table_of_the_readme_is_the_one_that_is_made_here(certificates):
+    text = (Path(__file__).parents[2] / "README.md").read_text()
+    table = text.partition("<!-- certificate -->")[2].partition("<!-- /certificate -->")[0]
+    lines = [line.strip("| ").split(" | ") for line in table.splitlines() if line.startswith("| ")]
+    told = {line[0]: line[1:] for line in lines[2:]}
+    (rows,) = [c.rows for c in certificates if c.title == "decoder"]
+    assert {row.layout for row in rows} == {name for name in told if here_by_name(name)}
+    for row in rows:
+        world, *numbers = told[row.layout]
+        assert int(world) == row.world
+        assert all(float(number) < 1e-13 for number in numbers[:3]), row.layout
+
+
 def test_integers_are_the_same_bit_for_bit_in_every_layout():
     (certificate,) = certify_builtin("exact", chosen=here, steps=2)
     assert certificate.ok, table_of(certificate)
     assert len(certificate.rows) >= 15
+
+
+def here_by_name(name):
+    return all(here(layout) for layout in default_layouts() if layout.name == name)
 
 
 FEW = [

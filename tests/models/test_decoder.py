@@ -8,10 +8,12 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch._dynamo.testing import CompileCounter
 from torch.nn import functional
 
 from trainkit import noise
 from trainkit.attention import sdpa
+from trainkit.batch import blank_batch
 from trainkit.models import (
     Decoder,
     DecoderConfig,
@@ -518,3 +520,25 @@ def test_blocks_compile_and_give_the_same_numbers_for_other_documents():
     for name, gradient in gradients(compiled).items():
         assert_equal(gradient, gradients(plain)[name.replace("_orig_mod.", "")])
     torch._dynamo.reset()
+
+
+def graphs_of(layers, dropout):
+    """Return how many graphs torch.compile makes of the blocks of a decoder."""
+    torch._dynamo.reset()
+    config = decoder_config(
+        "tiny", layers=layers, width=16, heads=2, kv_heads=2, mlp_width=16, dropout=dropout
+    )
+    model, counter = build_decoder(config, seed=0), CompileCounter()
+    for block in model.layers.values():
+        block.compile(backend=counter)
+    batch = blank_batch(1, 4)
+    keys = torch.arange(4).view(1, 4)
+    model(batch.input_ids, position_ids=batch.position_ids, spans=batch.spans, noise_key=keys)
+    return counter.frame_count
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute")  # torch's own, inside dynamo
+@pytest.mark.parametrize("dropout", [0.0, 0.5])
+def test_all_layers_share_their_compiled_code(dropout):
+    # Beyond 8 versions of one function torch.compile falls back to eager code without a word.
+    assert graphs_of(9, dropout) == graphs_of(2, dropout)

@@ -86,6 +86,24 @@ def test_draws_are_functions_of_seed_and_place():
     assert first[3:] == generate(model, PROMPT + first[:3], max_new_tokens=5, seed=1, **options)
 
 
+@pytest.mark.parametrize("head", ["logits", "hidden"])
+def test_no_id_that_only_rounds_the_vocabulary_up_is_drawn(head):
+    model = build_decoder(CONFIG, seed=0, head=head)
+    options = {"max_new_tokens": 30, "context": 8, "temperature": 3.0, "seed": 1}
+    assert max(generate(model, PROMPT, **options)) >= 7
+    few = generate(model, PROMPT, vocab_size=7, **options)
+    assert max(few) == 6
+    # What is left is a distribution of its own, and the likeliest token is the likeliest of it.
+    assert max(generate(model, PROMPT, vocab_size=7, **options, top_k=20)) == 6
+    greedy = options | {"temperature": 0.0}
+    assert (
+        max(generate(model, PROMPT, **greedy))
+        >= 7
+        > max(generate(model, PROMPT, vocab_size=7, **greedy))
+    )
+    assert generate(model, PROMPT, vocab_size=40, **options) == generate(model, PROMPT, **options)
+
+
 def test_hidden_and_logits_models_write_the_same_text():
     for config in (CONFIG, attrs.evolve(CONFIG, tied=False)):
         texts = [
@@ -120,6 +138,7 @@ def test_the_end_of_the_range_is_a_token():
         ([1], {"top_k": 0}, "top_k must be at least 1, got 0"),
         ([1], {"max_new_tokens": 0}, "max_new_tokens must be at least 1, got 0"),
         ([1], {"context": 0}, "context must be at least 1, got 0"),
+        ([1], {"vocab_size": 0}, "vocab_size must be at least 1, got 0"),
     ],
 )
 def test_bad_arguments_are_refused(prompt, change, match):

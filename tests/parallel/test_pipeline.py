@@ -313,6 +313,9 @@ def two_rank_refusals():
                 bound(stages, ps, loss=forgetful), microbatches(8, 2), denominator=one
             ),
         }
+        twice = "interleaved_zero_bubble"
+        selective, _ = build(two(schedule=twice, recompute="selective"), ps)
+        told["selective"] = refusal(bound, selective, ps, twice)
         torch_pipeline.passes_to_itself = lambda: False
         folded, _ = build(two(schedule="zero_bubble_v"), ps)
         told["V"] = refusal(bound, folded, ps, "zero_bubble_v")
@@ -332,6 +335,7 @@ def test_what_a_pipeline_cannot_run_is_refused_before_it_communicates():
         assert "are not the stages of rank" in told["reversed"]
         assert "Linear has no method boundary(batch)" in told["boundary"]
         assert "1 layers cannot fill 2 pipeline stages" in told["deep"]
+        assert "which selective recomputation does not allow" in told["selective"]
         assert "gloo has no connection from a rank to itself" in told["V"]
 
 

@@ -22,7 +22,6 @@ from trainkit.parallel.tensor import DECODER_STYLES, hf_styles, tensor
 from trainkit.parallel.vocabulary import next_token_linear
 from trainkit.step import call_with_noise
 from trainkit.testing import RankError, run_ranks
-from trainkit.testing.train import forget_session
 from trainkit.types import Axis, ConfigError, Cursor, Share
 
 BASE = Layout(vocab_size=32, kv_heads=4, qkv_bias=True)
@@ -61,15 +60,7 @@ def reference(*, tied=False, dropout=0.0):
 
 
 def several(layouts):
-    return {name: fresh(run_steps, layout) for name, layout in layouts.items()}
-
-
-def fresh(function, *args, **kwargs):
-    """Call what opens a session, and let the next one find none of this one's groups."""
-    try:
-        return function(*args, **kwargs)
-    finally:
-        forget_session()
+    return {name: run_steps(layout) for name, layout in layouts.items()}
 
 
 @functools.cache
@@ -160,8 +151,8 @@ MISTAKES = {
 
 
 def gradients_of_plans():
-    return {name: fresh(gradients, make(), tp=2) for name, make in PLANS.items()} | {
-        name: fresh(gradients, make(), tp=2, mistake=name) for name, make in MISTAKES.items()
+    return {name: gradients(make(), tp=2) for name, make in PLANS.items()} | {
+        name: gradients(make(), tp=2, mistake=name) for name, make in MISTAKES.items()
     }
 
 
@@ -240,7 +231,6 @@ def saved(folder):
             name: (tuple(box.local.shape), box.offset, box.writes, placements[-1])
             for name, (box, placements) in boxes.items()
         }
-    forget_session()
     return shapes, run_steps(layout, steps=1, save_to=folder)["state_hash"]
 
 
@@ -398,7 +388,7 @@ def hf_step(kind, tp):
 
 
 def hf_steps(tp):
-    return {kind: fresh(hf_step, kind, tp) for kind in ("Llama", "Qwen3")}
+    return {kind: hf_step(kind, tp) for kind in ("Llama", "Qwen3")}
 
 
 def test_hugging_face_models_with_their_own_plan_give_the_numbers_of_one_process():

@@ -131,13 +131,8 @@ def test_generate_writes_text_from_the_last_checkpoint(whole):
 def test_no_token_is_drawn_that_only_rounds_the_vocabulary_up(whole, text, tmp_path, monkeypatch):
     seen = []
 
-    def generate(model, prompt, *, call, **_):
-        import torch
-
-        from trainkit.models.generate import _last_logits, _window
-
-        with torch.no_grad():
-            seen.append(len(_last_logits(call(model, _window(prompt, torch.device("cpu"))))))
+    def generate(*_, vocab_size, **__):
+        seen.append(vocab_size)
         return []
 
     monkeypatch.setattr("trainkit.models.generate", generate)

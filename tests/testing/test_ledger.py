@@ -22,7 +22,6 @@ from trainkit.testing.ledger import Collective, Ledger, count_collectives, ledge
 from trainkit.testing.train import (
     certificate_optimizer,
     certificate_weights,
-    forget_session,
 )
 
 LAYERS = CONFIG.layers
@@ -73,11 +72,7 @@ def ledgers_of(layout):
 
 
 def ledgers_of_all(layouts):
-    found = {}
-    for layout in layouts:
-        found[layout.name] = ledgers_of(layout)
-        forget_session()
-    return found
+    return {layout.name: ledgers_of(layout) for layout in layouts}
 
 
 @pytest.fixture(scope="module")

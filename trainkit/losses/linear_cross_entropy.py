@@ -9,6 +9,7 @@ left to do but multiply by the incoming scalar.
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -140,13 +141,13 @@ def cast_factors(
         >>> cast_factors("mine", torch.zeros(2, 8), torch.zeros(4, 9), labels, None)
         Traceback (most recent call last):
         ...
-        ValueError: mine: weight must have 8 columns for ... of shape (2, 8), got shape (4, 9)
+        ValueError: mine: weight must have shape (vocabulary, 8) for ... got (4, 9)
     """
     check_labels(where, hidden, labels)
     if weight.ndim != 2 or weight.shape[1] != hidden.shape[-1]:
         raise ValueError(
-            f"{where}: weight must have {hidden.shape[-1]} columns for hidden states of shape "
-            f"{tuple(hidden.shape)}, got shape {tuple(weight.shape)}"
+            f"{where}: weight must have shape (vocabulary, {hidden.shape[-1]}) for "
+            f"hidden states of shape {tuple(hidden.shape)}, got {tuple(weight.shape)}"
         )
     autocast = torch.is_autocast_enabled(hidden.device.type)
     if hidden.dtype != weight.dtype and not autocast:
@@ -183,8 +184,9 @@ def linear_in_chunks(
     """
     if chunk is None:
         chunk = max(1, weight.shape[1] // 2, _SMALL // len(weight))
+    compute = partial(_chunk_by_chunk, softmax=softmax, chunk=chunk)
     rows = hidden.flatten(0, -2)
-    total, parts = run_untraced(_InChunks, rows, weight, labels.flatten(), softmax, chunk)
+    total, parts = run_untraced(_InChunks, rows, weight, labels.flatten(), compute)
     return total, parts.view(labels.shape)
 
 
@@ -227,11 +229,10 @@ class _InChunks(torch.autograd.Function):
         hidden: Tensor,
         weight: Tensor,
         labels: Tensor,
-        softmax: Softmax,
-        chunk: int,
+        compute: Callable[..., Any],
     ) -> tuple[Tensor, Tensor]:
         needs = ctx.needs_input_grad[0], ctx.needs_input_grad[1]
-        losses, d_hidden, d_weight = _chunk_by_chunk(hidden, weight, labels, softmax, chunk, needs)
+        losses, d_hidden, d_weight = compute(hidden, weight, labels, needs=needs)
         ctx.save_for_backward(d_hidden, d_weight)
         ctx.dtype = weight.dtype
         ctx.mark_non_differentiable(losses)
@@ -247,13 +248,14 @@ class _InChunks(torch.autograd.Function):
         # Not in place: a second backward over the same graph would scale twice. The weight's
         # gradient is cast after it is scaled: a sum over many tokens overflows fp16.
         d_hidden, d_weight = (g if g is None else g * d_total for g in ctx.saved_tensors)
-        return d_hidden, d_weight if d_weight is None else d_weight.to(ctx.dtype), None, None, None
+        return d_hidden, d_weight if d_weight is None else d_weight.to(ctx.dtype), None, None
 
 
 def _chunk_by_chunk(
     hidden: Tensor,
     weight: Tensor,
     labels: Tensor,
+    *,
     softmax: Softmax,
     chunk: int,
     needs: tuple[bool, bool],

@@ -153,18 +153,24 @@ class Block(nn.Module):
     ) -> Tensor:
         """Map `[B, S, D]` to `[B, S, D]`; without a `noise_key` nothing is dropped."""
         branch = self.attention(self.attention_norm(x), rotary=rotary, spans=spans)
-        x = x + _drop(branch, noise_key, name=f"{self.name}.attention", p=self.dropout)
+        x = x + _drop(branch, noise_key, of=self, name="attention", p=self.dropout)
         branch = self.mlp(self.mlp_norm(x))
-        return x + _drop(branch, noise_key, name=f"{self.name}.mlp", p=self.dropout)
+        return x + _drop(branch, noise_key, of=self, name="mlp", p=self.dropout)
 
 
-def _drop(x: Tensor, noise_key: Tensor | None, *, name: str, p: float) -> Tensor:
+def _drop(x: Tensor, noise_key: Tensor | None, *, of: Block | None, name: str, p: float) -> Tensor:
     if noise_key is None:
         return x
     if torch.compiler.is_compiling():
-        # Hashing the name cannot be traced: torch 2.13 fails on the 64-bit key it would guard.
-        return torch.compiler.disable(noise.dropout)(x, noise_key, name=name, p=p)
-    return noise.dropout(x, noise_key, name=name, p=p)
+        # Hashing the name cannot be traced: torch 2.13 fails on the 64-bit key it would guard. And
+        # a name that is put together while tracing is compiled anew for every layer.
+        return torch.compiler.disable(_dropped)(x, noise_key, of, name, p)
+    return _dropped(x, noise_key, of, name, p)
+
+
+def _dropped(x: Tensor, noise_key: Tensor, of: Block | None, name: str, p: float) -> Tensor:
+    whole = name if of is None else f"{of.name}.{name}"
+    return noise.dropout(x, noise_key, name=whole, p=p)
 
 
 class Decoder(nn.Module):
@@ -260,7 +266,7 @@ class Decoder(nn.Module):
         if not self.embeds or self.embedding is None:
             return input_ids
         x = self.embedding(input_ids)
-        return _drop(x, noise_key, name="embedding", p=self.config.dropout)
+        return _drop(x, noise_key, of=None, name="embedding", p=self.config.dropout)
 
     def _noise_key_in_use(self, noise_key: Tensor | None) -> Tensor | None:
         """Return the keys if anything is to be dropped, else None."""

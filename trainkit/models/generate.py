@@ -28,6 +28,7 @@ def generate(
     top_k: int | None = None,
     seed: int = 0,
     stop_id: int | None = None,
+    vocab_size: int | None = None,
     call: Call = _call,
 ) -> list[int]:
     """Return tokens that continue a prompt; each takes one run over the last `context` tokens.
@@ -46,6 +47,8 @@ def generate(
         top_k: Draw among that many likeliest tokens only.
         seed: The seed of the draws.
         stop_id: Stop when this id is drawn; it is not part of the result.
+        vocab_size: Draw among the ids below it only: the tokenizer's size, where the model's own is
+            rounded up. By default among all.
         call: How a batch (input_ids, position_ids, spans) enters the model.
 
     Returns:
@@ -65,14 +68,22 @@ def generate(
         >>> len(generate(model, [1, 2, 3], max_new_tokens=4, context=8))
         4
     """
-    _check(prompt_ids, max_new_tokens, context, temperature, top_k)
+    _check(
+        prompt_ids,
+        temperature,
+        max_new_tokens=max_new_tokens,
+        context=context,
+        top_k=top_k,
+        vocab_size=vocab_size,
+    )
     device = next(model.parameters()).device
     ids = list(prompt_ids)
     with torch.no_grad(), _evaluation_mode(model):
         while len(ids) < len(prompt_ids) + max_new_tokens:
             output = call(model, _window(ids[-context:], device))
             place = noise.uniform(seed, "generate", len(ids))
-            token = draw(_last_logits(output), place, temperature=temperature, top_k=top_k)
+            logits = _last_logits(output)[:vocab_size]
+            token = draw(logits, place, temperature=temperature, top_k=top_k)
             if token == stop_id:
                 break
             ids.append(token)
@@ -147,21 +158,11 @@ def _evaluation_mode(model: nn.Module) -> Iterator[None]:
             getattr(module, "reshard", _nothing)()
 
 
-def _check(
-    prompt_ids: Sequence[int],
-    max_new_tokens: int,
-    context: int,
-    temperature: float,
-    top_k: int | None,
-) -> None:
+def _check(prompt_ids: Sequence[int], temperature: float, **counts: int | None) -> None:
     if len(prompt_ids) == 0:
         raise ValueError("generate: the prompt is empty; give at least one token to continue")
     if not temperature >= 0:
         raise ValueError(f"generate: temperature must be at least 0, got {temperature}")
-    for name, value in (
-        ("max_new_tokens", max_new_tokens),
-        ("context", context),
-        ("top_k", top_k),
-    ):
+    for name, value in counts.items():
         if value is not None and value < 1:
             raise ValueError(f"generate: {name} must be at least 1, got {value}")

@@ -85,7 +85,8 @@ def fsdp(
         sum_gradients_(module)
         return module
 
-    return Transform(apply, kind="fsdp", axes=("dp_replicate", "dp_shard"))
+    device = "cpu" if cpu_offload else None  # FSDP2 wants offloaded shards there from the start
+    return Transform(apply, kind="fsdp", axes=("dp_replicate", "dp_shard"), device=device)
 
 
 def _refuse_on_one_process(

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 
 from trainkit.collectives import all_gather_json, broadcast
 from trainkit.parallel.naming import named_parameters_of
+from trainkit.parallel.recompute import recomputes_selectively
 from trainkit.parallel.reduction import (
     Reduce,
     check_sums,
@@ -572,6 +573,14 @@ def _check_layout(
                 where="plan",
             )
         check_sums(found)
+        if kind.splits_backward and recomputes_selectively(stage):
+            raise ConfigError(
+                f"bind_forward_backward: the schedule {schedule} goes through a stage's graph "
+                'twice, which selective recomputation does not allow; take recompute("full") or '
+                '"none", or a schedule that does not split the backward pass, such as 1f1b',
+                where="recompute",
+                got="selective",
+            )
         if not kind.splits_backward or not found.fsdp:
             continue
         if reduce != "last":

@@ -19,6 +19,8 @@ from trainkit.parallel.naming import blocks_of
 from trainkit.parallel.stages import Transform
 from trainkit.types import ParallelState
 
+_MODE = "_trainkit_recompute"
+
 
 def _keep_products(_context: Any, op: Any, *_args: Any, **_kwargs: Any) -> CheckpointPolicy:
     """Keep the results of matrix products and of attention, which cost most to compute again."""
@@ -74,9 +76,20 @@ def recompute(
             bound: Any = unit.forward
             forward = _recomputed(bound.__func__, preserve_rng_state, options)
             unit.forward = MethodType(forward, unit)
+            setattr(unit, _MODE, mode)
         return module
 
     return Transform(apply, kind="recompute")
+
+
+def recomputes_selectively(module: nn.Module) -> bool:
+    """Say whether any part of a module keeps some results and computes others again.
+
+    Examples:
+        >>> recomputes_selectively(nn.Linear(1, 1))
+        False
+    """
+    return any(getattr(part, _MODE, None) == "selective" for part in module.modules())
 
 
 def _recomputed(forward: Callable[..., Any], preserve: bool, options: dict[str, Any]) -> Any:

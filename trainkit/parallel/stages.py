@@ -43,11 +43,15 @@ _TIED = "_trainkit_tied"
 
 @attrs.frozen(eq=False)
 class Transform:
-    """A `ModelTransform` that states its kind, for the order, and the axes it takes care of."""
+    """A `ModelTransform` that states its kind, for the order, and the axes it takes care of.
+
+    `device` is where it wants parameters to be made, if not on the rank's device.
+    """
 
     apply: ModelTransform
     kind: str = attrs.field(kw_only=True)
     axes: tuple[str, ...] = attrs.field(default=(), kw_only=True)
+    device: str | None = attrs.field(default=None, kw_only=True)
 
     def __call__(self, module: nn.Module, ps: ParallelState) -> nn.Module:
         return self.apply(module, ps)
@@ -206,7 +210,8 @@ def _built(
 ) -> nn.Module:
     for transform in plan:
         module = transform(module, ps)
-    materialize_(module, weights, ps.device)
+    wanted = [step.device for step in plan if isinstance(step, Transform) and step.device]
+    materialize_(module, weights, wanted[-1] if wanted else ps.device)
     return module
 
 

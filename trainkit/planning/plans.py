@@ -181,10 +181,11 @@ def _check(world: int, efficiency: float, headroom: float) -> None:
 
 
 def _order(one: Plan) -> tuple[float, ...]:
-    """Fitting ones by time, then by peak; too large ones by peak; impossible ones last."""
+    """Fitting ones by time, then what is sent, then peak; too large ones by peak; others last."""
     peak = math.inf if one.memory is None else float(one.memory.peak)
-    seconds = one.seconds.step if one.fits and one.seconds is not None else 0.0
-    return (not one.fits, seconds, peak)
+    if not one.fits or one.seconds is None:
+        return (True, 0.0, 0.0, peak)
+    return (False, one.seconds.step, sum(transfer.sent for transfer in one.traffic), peak)
 
 
 def _plan_one(job: Job, layout: Layout, hardware: Hardware, usable: int, efficiency: float) -> Plan:

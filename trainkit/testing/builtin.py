@@ -242,7 +242,7 @@ def certify_model(name: str, layouts: Sequence[Layout], **options: Any) -> Certi
         Starts processes; see `certify`, which takes the options.
     """
     # Compiling takes some seconds a rank, and more where other work wants the cores.
-    options = {"timeout": 180.0} | options
+    options = {"timeout": 180.0, **options}
     if name == "exact model":
         return certify(
             ExactModel,

@@ -187,7 +187,8 @@ def compare_layout(training: Training, layout: Layout, wanted: Outcome) -> Diffe
     """
     begin = time.monotonic()
     found = train_layout(training, layout)
-    forget_session(compiled=layout.compiled)
+    if layout.compiled:  # after 8 compilations of one function dynamo falls back to eager code
+        torch.compiler.reset()
     far: dict[str, float] = {}
     for name, part in found.parameters.items():
         # A rank that holds both ends of a pipeline has a tied parameter twice.
@@ -205,29 +206,6 @@ def compare_layout(training: Training, layout: Layout, wanted: Outcome) -> Diffe
         found.hashes == wanted.hashes,
         time.monotonic() - begin,
     )
-
-
-def forget_session(*, compiled: bool = False) -> None:
-    """Forget what torch remembers of a session that is over, before another is opened.
-
-    DTensor keeps results by mesh (torch 2.11 to 2.13), and a later mesh of the same shape is equal
-    to one whose groups are gone: "could not resolve the process group". Dynamo falls back to eager
-    code after 8 compilations of one function.
-
-    Args:
-        compiled: Forget compiled code too.
-
-    Effects:
-        Clears DTensor's cache, and torch.compile's.
-
-    Examples:
-        >>> forget_session()
-    """
-    from torch.distributed.tensor import debug  # noqa: PLC0415 (a second of import time)
-
-    getattr(debug, "_clear_sharding_prop_cache", debug._clear_python_sharding_prop_cache)()  # noqa: SLF001 (no public name)
-    if compiled:
-        torch.compiler.reset()
 
 
 def relative(found: Any, wanted: Any) -> float:
