@@ -31,17 +31,24 @@ from trainkit import (
 )
 from trainkit.corpora.text import directory_texts
 from trainkit.metrics import step_record
+from trainkit.types import DataError
 
 
 @attrs.frozen(kw_only=True)
 class Config(config.RunConfig):
-    """Train on long documents; by default the packages of Python's library, each in one piece."""
+    """Train on long documents; by default the packages of Python's library, each in one piece.
+
+    The tokens of a row are spread over ring x ulysses ranks, and the losses stay those of one
+    process. Set ulysses to a divisor of the number of heads, and split longer rows with ring:
+
+    torchrun --nproc-per-node 4 recipes/long_context.py --ring 2 --ulysses 2
+    """
 
     out: Path = Path("runs/long_context")
     """The run directory: configuration, metrics, checkpoints and pictures. It is made."""
-    steps: int = attrs.field(default=40, validator=config.positive)
+    steps: int = attrs.field(default=30, validator=config.positive)
     """Stop after this step. Nothing else depends on it: see schedule-steps."""
-    schedule_steps: int = attrs.field(default=40, validator=config.positive)
+    schedule_steps: int = attrs.field(default=30, validator=config.positive)
     """The length of the learning rate's schedule; past it the last rate holds."""
     data: Path | None = None
     """A directory: the text below each entry is one document; by default Python's library."""
@@ -71,7 +78,12 @@ class Config(config.RunConfig):
     """Gradients above this norm are scaled down to it."""
 
 
-MAY_CHANGE = (*config.PLACE_FIELDS, "data", "microbatch", "recompute")
+# What a run may be continued with another value of: it changes nothing that is computed.
+MAY_CHANGE = (
+    *config.PLACE_FIELDS,
+    "data",  # the content is kept, by its hash
+    *("microbatch", "recompute"),
+)
 
 
 def open_documents(cfg, tokenizer):
@@ -81,6 +93,8 @@ def open_documents(cfg, tokenizer):
     texts = directory_texts(folder, suffixes=(".py", ".md", ".txt"), keep=keep)
     entries = itertools.groupby(texts, key=lambda named: named[0].partition("/")[0])
     documents = {name: "\n".join(text for _, text in parts) for name, parts in entries}
+    if not documents:
+        raise DataError(f"{folder}: no documents: it has no .py, .md or .txt files", where=folder)
     samples = (tokenizers.encode_document(tokenizer, text) for text in documents.values())
     return corpora.memory_corpus(samples, vocab_size=tokenizer.vocab_size, names=list(documents))
 
@@ -136,11 +150,13 @@ def train(cfg, ps, tokenizer, model):
     """Go on from the last checkpoint, or begin, and train until `cfg.steps`."""
     say = print if ps.world.index == 0 else lambda _: None
     run_dir = runtime.make_run_dir(cfg.out)
+    say(f"reading {cfg.data or 'the source of the standard library'}")
     corpus = open_documents(cfg, tokenizer)
     longest, tokens = corpus.lengths.max(), corpus.lengths.sum()
     say(f"{len(corpus.lengths)} documents of {tokens} tokens, the longest of {longest}")
     rows = tk.pack_bins(corpus.lengths, cfg.row_length, multiple_of=cfg.multiple_of, seed=cfg.seed)
     stages, optimizer = build(cfg, ps, model)
+    tk.checkpoint.require_space(run_dir, stages)
     facts = config.bound_values(cfg, may_change=MAY_CHANGE)
     facts |= {"model": attrs.asdict(model), "tokenizer": tokenizers.tokenizer_hash(tokenizer)}
     facts |= {"fingerprint": corpora.fingerprint(corpus), "rows": packing.bins_hash(rows)}
@@ -149,6 +165,9 @@ def train(cfg, ps, tokenizer, model):
     )
     if ps.world.index == 0:
         config.write_config(run_dir / "config.toml", cfg)
+    if state.step >= cfg.steps:
+        say(f"the run in {run_dir} is complete at step {state.step}; --steps takes it further")
+
     train_step = make_train_step(cfg, ps, stages, optimizer)
     make_batch = functools.partial(
         tk.step_batch,
@@ -175,6 +194,9 @@ def train(cfg, ps, tokenizer, model):
                 path = tk.save_checkpoint(run_dir, state, stages, optimizer, ps, facts=facts)
                 event("save", step=state.step, path=str(path))
     tk.checkpoint.write_final(run_dir, state, stages, optimizer, ps)
+    if ps.world.index == 0:
+        sinks.plot_loss(run_dir / "metrics.jsonl", run_dir / "loss.png")
+        print(f"the run is in {run_dir}; its loss is drawn in {run_dir / 'loss.png'}")
 
 
 def main(argv=None):

@@ -187,12 +187,11 @@ def build(cfg, ps, model):
         *([parallel.compiled()] if cfg.compiled else []),
         parallel.fsdp(reshard_after_forward=cfg.reshard_after_forward, cpu_offload=cfg.cpu_offload),
     ]
-    weights = models.init_weights(model, seed=cfg.seed)
     stages = tk.build_stages(
         lambda: models.Decoder(model, head="hidden"),
         ps,
         plan,
-        weights=weights,
+        weights=models.init_weights(model, seed=cfg.seed),
         schedule=cfg.schedule,
     )
     groups = optim.decay_groups(tk.named_parameters_of(stages), weight_decay=cfg.weight_decay)
@@ -325,7 +324,7 @@ def train(cfg, ps, tokenizer, model):
                     pad_id=pad_id,
                     device=ps.device,
                 )
-                found = tk.evaluate(stages, batches, plain, axis=ps.loss, pp=ps.pp)
+                found = tk.evaluate(stages, batches, plain, axis=ps.loss, pp=ps.pp, tp=ps.tp)
                 found = tk.to_host(found)
                 event("evaluation", step=state.step, **found)
                 say(f"held out: {found['loss']:.4f} nats per token, over {found['tokens']} tokens")

@@ -78,7 +78,9 @@ class Config(config.RunConfig):
     eval_every: int = attrs.field(default=275, validator=config.non_negative)
     """Evaluate on held-out conversations every so many steps, and at the end; 0 for never."""
     ask: tuple[str, ...] = (
-        *("def is_open(self)", "def get_version(name)", "def remove_file(path, force=False)"),
+        "def is_open(self)",
+        "def get_version(name)",
+        "def remove_file(path, force=False)",
     )
     """What the model is asked at the end, for you to read its answers."""
 
@@ -154,7 +156,6 @@ def choose_model(cfg, tokenizer, tell):
 
 def build(cfg, ps, model):
     """Return this rank's stages of the model and their optimizer."""
-    weights = models.init_weights(model, seed=cfg.seed)
     plan = [
         parallel.tensor(),
         parallel.sequence(),
@@ -164,7 +165,7 @@ def build(cfg, ps, model):
         lambda: models.Decoder(model, head="hidden"),
         ps,
         plan,
-        weights=weights,
+        weights=models.init_weights(model, seed=cfg.seed),
         schedule=cfg.schedule,
     )
     groups = optim.decay_groups(tk.named_parameters_of(stages), weight_decay=cfg.weight_decay)
@@ -304,7 +305,7 @@ def train(cfg, ps, tokenizer, model, init, told):
                     pad_id=pad_id,
                     device=ps.device,
                 )
-                found = tk.evaluate(stages, batches, loss, axis=ps.loss, pp=ps.pp)
+                found = tk.evaluate(stages, batches, loss, axis=ps.loss, pp=ps.pp, tp=ps.tp)
                 found = tk.to_host(found)
                 event("evaluation", step=state.step, **found)
                 say(f"held out: {found['loss']:.4f} nats per token, over {found['tokens']} tokens")

@@ -304,7 +304,7 @@ def evaluation_with(kind):
         for i, batch in enumerate(text(6)):
             if i % 2 == rank or kind == "extra":
                 yield {**batch, "gain": torch.tensor(1.0)}
-            if kind == "raises" and rank == 1 and i == 3:
+            if kind.startswith("raises") and rank == 1 and i == 3:
                 raise OSError("unreadable")
             if kind == "extra" and rank == 1 and i == 1:
                 return
@@ -312,16 +312,19 @@ def evaluation_with(kind):
     def call_with_gain(model, batch):
         return model(batch["input_ids"]) * batch["gain"]
 
-    with tk.parallel_session() as ps:
+    with tk.parallel_session(tp=2 if kind == "raises under tp" else 1) as ps:
         try:
-            tk.evaluate(Bigram(), batches(), next_token, axis=ps.loss, call=call_with_gain)
+            tk.evaluate(
+                Bigram(), batches(), next_token, axis=ps.loss, tp=ps.tp, call=call_with_gain
+            )
         except (OSError, RuntimeError) as error:
             return str(error)
     return "fine"
 
 
-def test_an_unreadable_batch_on_one_rank_ends_the_evaluation_on_all():
-    found = run_ranks(evaluation_with, 2, "raises")
+@pytest.mark.parametrize("kind", ["raises", "raises under tp"])
+def test_an_unreadable_batch_on_one_rank_ends_the_evaluation_on_all(kind):
+    found = run_ranks(evaluation_with, 2, kind)
     assert found == ["evaluate: another rank could not read its next batch", "unreadable"]
 
 

@@ -53,6 +53,9 @@ def _local(tensor: Tensor) -> Tensor:
 def sync_sp_grads(params: Iterable[nn.Parameter], axis: Axis) -> None:
     """Sum gradients over the sequence-parallel ranks that nothing else sums over.
 
+    Call it once a step, after the last backward pass: a second call would sum the sums again. Left
+    out, it shows as a gradient norm that differs between ranks.
+
     Gradients travel in a few flat buffers, one per dtype and 16 million elements: one call per
     tensor would cost as many waits. A parameter without a gradient on this rank counts as zeros, so
     ranks cannot disagree on what is sent; one that has none on any rank keeps none.
@@ -146,7 +149,8 @@ def grad_norm(params: Iterable[nn.Parameter], *, axis: Axis = SOLO) -> Tensor:
             data-parallel axis: what parameters are sharded over is read off them.
 
     Returns:
-        A 0-d tensor of fp32, or fp64 for fp64 gradients, equal on all ranks.
+        A 0-d tensor of fp32, or fp64 for fp64 gradients, equal on all ranks (in fp32 on a pipeline
+        stage with nothing to train).
 
     Raises:
         ValueError: A gradient is still a partial sum.
@@ -164,11 +168,16 @@ def grad_norm(params: Iterable[nn.Parameter], *, axis: Axis = SOLO) -> Tensor:
     """
     # Grouped by the parameters, which all ranks have in the same order, not by the gradients.
     groups: dict[Any, list[nn.Parameter]] = {}
+    copies: list[nn.Parameter] = []
     for p in params:
-        if p.requires_grad and not is_tied_copy(p):
+        if p.requires_grad and is_tied_copy(p):
+            copies.append(p)
+        elif p.requires_grad:
             where = None if type(p) is nn.Parameter else _sharded_over(p)
             groups.setdefault(where, []).append(p)
     totals = [_group_norm(where, members) for where, members in groups.items()]
+    # A stage that trains its tied copy alone must clip it as the first stage clips the owner.
+    totals = totals or [_zero_like(p) for p in copies[:1]]
     norm = totals[0] if len(totals) == 1 else _combined(totals)
     if axis.count == 1:
         return norm

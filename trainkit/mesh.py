@@ -330,7 +330,8 @@ def parallel_session(
         ulysses: Ulysses attention ranks.
         tp: Tensor parallel ranks.
         ep: Expert parallel ranks, a factor of what parameters are sharded over, not of the world.
-        fold_sp: Which sequence axes parameters are sharded over besides dp_shard.
+        fold_sp: Which sequence axes parameters are sharded over besides dp_shard; FSDP sums their
+            gradients. Those of the rest are summed by `sync_sp_grads`, which a step must call.
         timeout: How long a collective may wait for a peer.
 
     Yields:

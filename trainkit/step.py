@@ -242,14 +242,16 @@ def evaluate(
     *,
     axis: Axis,
     pp: Axis = SOLO,
+    tp: Axis = SOLO,
     call: Call = call_model,
 ) -> dict[str, Tensor]:
     """Return the loss over held-out data: the sum of losses over the sum of tokens, on all ranks.
 
     Ranks may have different numbers of batches, or none: one that has run out computes along, on
     its last batch or on a blank one, and adds 0, until all are done, because a sharded model needs
-    every rank for every forward pass. Through a pipeline batches go one after the other, forward
-    only, whatever the schedule of the training steps.
+    every rank for every forward pass. (Under Ulysses every rank must have one: a blank one of whole
+    rows cannot be made here; `eval_batches` makes it.) Through a pipeline batches go one after the
+    other, forward only, whatever the schedule of the training steps.
 
     Args:
         stages_or_model: Any module, or this rank's stages.
@@ -257,6 +259,7 @@ def evaluate(
         loss: The loss; see `losses.mean_terms` for what its terms are divided by.
         axis: The ranks that hold distinct tokens, `ps.loss`.
         pp: The pipeline axis, `ps.pp`.
+        tp: The tensor-parallel axis, `ps.tp`: its ranks hear of each other's failures.
         call: How a batch enters the model.
 
     Returns:
@@ -266,7 +269,7 @@ def evaluate(
         ValueError: There is no batch on any rank.
 
     Effects:
-        Communicates on `axis` and `pp`, with one host sync per batch. The training state is
+        Communicates on `axis`, `pp` and `tp`, with one host sync per batch. The training state is
         untouched: see `forward_only`.
     """
     stages = [stages_or_model] if isinstance(stages_or_model, nn.Module) else list(stages_or_model)
@@ -276,7 +279,7 @@ def evaluate(
     source = iter(batches)
     last: Mapping[str, Any] | None = None
     with evaluating(stages):
-        while (batch := _next_on_any(source, axis, pp)) is not _ALL_DONE:
+        while (batch := _next_on_any(source, (axis, pp, tp))) is not _ALL_DONE:
             if batch is None:  # others have one: compute along, on the last one or a blank one
                 again = _blank(stages[0], device) if last is None else last
                 found = _terms_through(stages, again, loss, pp=pp, call=call)
@@ -328,7 +331,7 @@ def _blank(model: nn.Module, device: torch.device) -> Mapping[str, Any]:
 _ALL_DONE = object()
 
 
-def _next_on_any(source: Iterator[Mapping[str, Any]], axis: Axis, pp: Axis) -> Any:
+def _next_on_any(source: Iterator[Mapping[str, Any]], axes: Sequence[Axis]) -> Any:
     """Return the next batch, None if only others have one, or `_ALL_DONE`; fail on all if one does.
 
     A rank that raised alone would leave the others waiting in a collective.
@@ -339,9 +342,10 @@ def _next_on_any(source: Iterator[Mapping[str, Any]], axis: Axis, pp: Axis) -> A
         batch = next(source, None)
     except Exception as error:  # noqa: BLE001 (told to the others, then raised)
         failure = error
-    state = 2 if failure is not None else int(batch is not None)
-    found = all_max(torch.tensor(state, device=communication_device(axis)), axis)
-    most = int(all_max(found.to(communication_device(pp)), pp))
+    state = torch.tensor(2 if failure is not None else int(batch is not None))
+    for axis in axes:
+        state = all_max(state.to(communication_device(axis)), axis)
+    most = int(state)
     if failure is not None:
         raise failure
     if most == 2:

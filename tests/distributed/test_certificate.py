@@ -4,26 +4,19 @@ from pathlib import Path
 
 import attrs
 import pytest
-from torch.distributed.tensor import debug
 
 from trainkit.testing.builtin import certify_builtin, certify_model
 from trainkit.testing.certificate import as_text
-from trainkit.testing.layouts import Layout, default_layouts
+from trainkit.testing.layouts import Layout, default_layouts, runs_here
 
 
 def table_of(certificate):
     return "\n".join([as_text(certificate), *(row.traceback for row in certificate.red)])
 
 
-def here(layout):
-    """Say whether the torch that is installed can run a layout (TORCH.md, section E)."""
-    on_old_torch = not hasattr(debug, "_clear_sharding_prop_cache")
-    return not (on_old_torch and layout.schedule in ("zero_bubble_v", "dual_pipe_v"))
-
-
 @pytest.fixture(scope="module")
 def certificates():
-    return certify_builtin(chosen=here, steps=2)
+    return certify_builtin(chosen=runs_here, steps=2)
 
 
 def test_every_layout_gives_the_numbers_of_one_process_in_fp64(certificates):
@@ -48,13 +41,13 @@ def test_the_table_of_the_readme_is_the_one_that_is_made_here(certificates):
 
 
 def test_integers_are_the_same_bit_for_bit_in_every_layout():
-    (certificate,) = certify_builtin("exact", chosen=here, steps=2)
+    (certificate,) = certify_builtin("exact", chosen=runs_here, steps=2)
     assert certificate.ok, table_of(certificate)
     assert len(certificate.rows) >= 15
 
 
 def here_by_name(name):
-    return all(here(layout) for layout in default_layouts() if layout.name == name)
+    return all(runs_here(layout) for layout in default_layouts() if layout.name == name)
 
 
 FEW = [

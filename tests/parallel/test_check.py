@@ -134,9 +134,9 @@ def test_what_fits_passes(degrees):
 
 
 def test_the_schedules_that_split_the_backward_pass_pass_where_nothing_is_freed():
-    kept = {"schedule": "zero_bubble_v", "reshard_after_forward": False}
+    kept = {"schedule": "interleaved_zero_bubble", "reshard_after_forward": False}
     check(pp=2, dp_shard=2, changes=kept)
-    unfolded = {"schedule": "zero_bubble_v", "fold_sp": "none"}
+    unfolded = {"schedule": "interleaved_zero_bubble", "fold_sp": "none"}
     check(pp=2, ring=2, changes=unfolded)
 
 
@@ -160,6 +160,7 @@ def test_a_v_schedule_is_refused_where_gloo_cannot_send_to_itself(monkeypatch):
     monkeypatch.setattr(torch_pipeline, "passes_to_itself", lambda: False)
     with pytest.raises(ConfigError, match="cannot run schedule = 'dual_pipe_v' on CPUs"):
         check(pp=2, changes=changes)
+    check(pp=2, changes=changes | {"here": False})  # a plan for another machine
 
 
 # ------------------------------------------------------------------------- as a new user meets it

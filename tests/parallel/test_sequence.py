@@ -16,6 +16,7 @@ from trainkit.attention.sdpa import sdpa as plain
 from trainkit.data import deal_step, documents_from, eval_batches, step_batch, stream_steps
 from trainkit.layout import shard_sequence
 from trainkit.mesh import parallel_session, solo_parallel
+from trainkit.parallel.fsdp import fsdp
 from trainkit.parallel.sequence import sequence
 from trainkit.parallel.stages import check_plan
 from trainkit.testing import run_ranks
@@ -138,9 +139,17 @@ def test_a_model_without_attend_is_refused():
 
 
 def test_a_plan_without_it_is_refused():
-    check_plan([sequence()], on_two(ring=True))
+    check_plan([sequence()], on_two(ring=True))  # as with fold_sp="none": sync_sp_grads sums
     with pytest.raises(ConfigError, match="ring = 2, but no transform"):
         check_plan([], on_two(ring=True))
+
+
+def test_a_plan_that_leaves_the_folded_ranks_to_nobody_is_refused():
+    state = on_two(ring=True)
+    folded = attrs.evolve(state, fsdp=attrs.evolve(state.fsdp, share=Share(0, 2)))
+    check_plan([sequence(), fsdp()], folded)
+    with pytest.raises(ConfigError, match=r"gradients of 2 sequence-parallel ranks to fsdp\(\)"):
+        check_plan([sequence()], folded)
 
 
 # ---------------------------------------------------------------------------------------- the batch

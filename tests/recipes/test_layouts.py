@@ -2,7 +2,7 @@
 
 import pytest
 import recipe_runs
-from recipe_runs import assert_equal_runs, column, events, here, load, several
+from recipe_runs import assert_equal_runs, column, events, here, load, refusal, several
 
 from trainkit.testing import run_ranks
 
@@ -98,6 +98,20 @@ def test_long_context_is_the_same_over_ring_and_ulysses_and_after_a_stop(text, t
     assert_equal_runs(tmp_path / "run", tmp_path / "alone", about=f"{both}, then {other}")
     losses = column(tmp_path / "run", "loss")
     assert losses[-1] < losses[0]
+
+
+def test_long_context_refuses_a_directory_without_text_and_says_when_a_run_is_complete(
+    text, tmp_path
+):
+    (tmp_path / "empty").mkdir()
+    code, what = refusal("long_context", *long_flags(tmp_path / "none", tmp_path / "empty", 1))
+    assert code == 65
+    assert "empty: no documents" in what
+    for said in ("its loss is drawn in", "is complete at step 1"):
+        code, printed = here(long_flags(tmp_path / "run", text, 1), "long_context")
+        assert code == 0, printed
+        assert said in printed
+    assert (tmp_path / "run/loss.png").stat().st_size > 1000
 
 
 def test_the_documents_of_long_context_are_long():

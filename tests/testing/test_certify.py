@@ -139,6 +139,23 @@ def test_a_bad_argument_is_refused(changes, message):
         certify(ExactModel, exact_batch, arguments.pop("layouts"), **arguments)
 
 
+def one_nan(_name, shape, _offset):
+    return torch.full(tuple(shape), torch.nan)
+
+
+def test_a_model_whose_numbers_are_not_finite_is_refused_and_not_called_equal():
+    with pytest.raises(ValueError, match="one process alone has a loss of nan in step 0"):
+        certify(
+            Bigrams,
+            exact_batch,
+            [Layout(dp_shard=2)],
+            plan=own_plan,
+            loss=make_loss,
+            call=own_call,
+            weights=one_nan,
+        )
+
+
 def test_a_sequence_that_does_not_divide_is_a_row_with_both_numbers():
     found = certify(
         ExactModel,

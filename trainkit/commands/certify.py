@@ -69,7 +69,10 @@ def add(commands: Any) -> None:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     certify.add_argument(
-        "--layouts", nargs="+", metavar="NAME", help="names, or patterns with *; all by default"
+        "--layouts",
+        nargs="+",
+        metavar="NAME",
+        help="names, or patterns with *; by default all that run",
     )
     certify.add_argument("--world", type=int, metavar="N", help="only layouts of N ranks")
     certify.add_argument(
@@ -110,6 +113,7 @@ def run(options: argparse.Namespace) -> tuple[Any, int]:
 
 def _choice(patterns: list[str] | None, world: int | None, tier: str) -> Callable[[Layout], bool]:
     from trainkit.testing.builtin import layouts_of_tier  # noqa: PLC0415 (imports torch)
+    from trainkit.testing.layouts import runs_here  # noqa: PLC0415 (imports torch)
 
     names = [layout.name for layout in layouts_of_tier(tier)]
     for pattern in patterns or ():
@@ -122,8 +126,9 @@ def _choice(patterns: list[str] | None, world: int | None, tier: str) -> Callabl
             )
 
     def is_chosen(layout: Layout) -> bool:
-        is_named = not patterns or any(fnmatchcase(layout.name, pattern) for pattern in patterns)
-        return is_named and world in (None, layout.world)
+        is_named = any(fnmatchcase(layout.name, pattern) for pattern in patterns or ())
+        wanted = is_named if patterns else runs_here(layout)
+        return wanted and world in (None, layout.world)
 
     return is_chosen
 

@@ -8,6 +8,7 @@ what runs the stages of a pipeline, are here too.
 from trainkit.parallel.check import check_layout
 from trainkit.parallel.compiled import compiled
 from trainkit.parallel.fsdp import fsdp
+from trainkit.parallel.generation import bind_call
 from trainkit.parallel.naming import (
     Box,
     blocks_of,
@@ -37,6 +38,7 @@ __all__ = [
     "Box",
     "Style",
     "Transform",
+    "bind_call",
     "blocks_of",
     "box_of",
     "build_stages",

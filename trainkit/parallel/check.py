@@ -33,6 +33,7 @@ def check_layout(
     fold_sp: FoldSP = "all",
     schedule: str = "1f1b",
     reshard_after_forward: bool = True,
+    here: bool = True,
 ) -> None:
     """Refuse what does not fit, in one sentence with both numbers and what to change.
 
@@ -48,6 +49,7 @@ def check_layout(
         fold_sp: Which sequence axes parameters are sharded over besides dp_shard.
         schedule: The pipeline schedule.
         reshard_after_forward: As given to `fsdp`.
+        here: Whether it shall run with this torch on this machine, or elsewhere, as in a plan.
 
     Raises:
         ConfigError: The first thing that does not fit.
@@ -73,6 +75,8 @@ def check_layout(
     names = ("dp_replicate", "dp_shard", *folded_axes(fold_sp))
     wrapped = math.prod(filled[name] for name in names)
     _check_schedule(schedule, pp=filled["pp"], wrapped=wrapped, reshard=reshard_after_forward)
+    if here:
+        _check_torch(schedule, pp=filled["pp"])
     dp = filled["dp_replicate"] * filled["dp_shard"]
     _check_stages(model, schedule, pp=filled["pp"])
     _check_microbatches(schedule, pp=filled["pp"], dp=dp, rows=rows, microbatch=microbatch)
@@ -196,7 +200,10 @@ def _check_schedule(schedule: str, *, pp: int, wrapped: int, reshard: bool) -> N
             got=True,
             want=False,
         )
-    if kind.placement == "v" and not torch.cuda.is_available():
+
+
+def _check_torch(schedule: str, *, pp: int) -> None:
+    if pp > 1 and schedule_kind(schedule).placement == "v" and not torch.cuda.is_available():
         from trainkit.parallel.torch_pipeline import passes_to_itself  # noqa: PLC0415 (slow)
 
         if not passes_to_itself():

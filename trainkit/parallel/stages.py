@@ -97,6 +97,15 @@ def check_plan(plan: Sequence[ModelTransform], ps: ParallelState) -> None:
                 got=count,
                 want=f"a Transform with {name!r} in its axes, or {name} = 1",
             )
+    if ps.fsdp.count > 1 and "dp_shard" not in covered:  # only by fold_sp: dp_shard itself is 1
+        raise ConfigError(
+            f"build_stages: fold_sp leaves the gradients of {ps.fsdp.count} sequence-parallel "
+            f"ranks to fsdp(), which is not in the plan ({', '.join(kinds) or 'empty'}); add "
+            "fsdp(), or set fold_sp to 'none' and call sync_sp_grads",
+            where="fold_sp",
+            got=ps.fsdp.count,
+            want="fsdp() in the plan, or fold_sp = 'none'",
+        )
 
 
 def materialize_(module: nn.Module, weights: Weights, device: torch.device | str) -> None:

@@ -58,8 +58,10 @@ def tensor(styles: Mapping[str, str | Style] | None = None) -> Transform:
 
     The module may be on the meta device, in `build_stages`, or hold its weights, the same on every
     rank, of which each then keeps its part. All parameters become DTensors; those without a style
-    stay whole. The output needs the losses of `trainkit.parallel.vocabulary`, unless the style of
-    the head is "column_gathered".
+    stay whole, and their gradients are taken for whole. So give "partial" to a module without
+    matrices that sees a part of the features, between a column and a row: an activation with a
+    weight, a norm of heads. The output needs the losses of `trainkit.parallel.vocabulary`, unless
+    the style of the head is "column_gathered".
 
     Args:
         styles: From patterns of module names, in which `*` stands for one part, to the names of

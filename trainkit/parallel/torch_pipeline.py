@@ -26,7 +26,9 @@ class Stage(PipelineStage):
 
     The module is hidden in a ModuleList, so that torch does not take charge of its FSDP units: it
     reduces at the end of a step alone, and only where the outermost module is one. What is
-    overridden has the same signature in torch 2.11 to 2.13.
+    overridden has the same signature in torch 2.11 to 2.13. Where torch would split a backward pass
+    wrongly (`splits_rightly`), the whole pass runs where the gradient of the input is due: the
+    numbers are right, but gradients of weights fill no bubble.
     """
 
     def __init__(
@@ -55,6 +57,7 @@ class Stage(PipelineStage):
         self.module, self.run, self.microbatch = module, run, 0
         self.reducers, self.reduce_when = reducers_of(module), reduce
         self.splits_backward = splits_backward
+        self.splits_rightly = not splits_backward or splits_rightly()
 
     def forward_one_chunk(self, fwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
         """Remember which microbatch it is, whose other entries this stage looks up."""
@@ -72,6 +75,8 @@ class Stage(PipelineStage):
         if self.splits_backward:
             # Weights get their gradients after FSDP's hooks have run, so the hooks do nothing.
             hold_gradients_(self.reducers)
+            if not self.splits_rightly and backward_type != "full":
+                return self._backward_at_once(backward_type, bwd_kwargs)
             return super().backward_maybe_with_nosync(backward_type, bwd_kwargs)
         for _, module in self.reducers.fsdp:
             module.set_is_last_backward(last_backward)
@@ -79,6 +84,14 @@ class Stage(PipelineStage):
                 module.set_reshard_after_backward(last_backward, recurse=False)
         with reducing(self.reducers, last=last_backward, reduce=self.reduce_when):
             return super().backward_maybe_with_nosync(backward_type, bwd_kwargs, last_backward)
+
+    def _backward_at_once(self, backward_type: str, bwd_kwargs: Mapping[str, Any]) -> Any:
+        if backward_type == "weight":
+            return (), None
+        output = bwd_kwargs["stage_output"]
+        if bwd_kwargs["output_grads"] is None:
+            (output,) = output  # a loss, which stands alone in a whole pass
+        return super().backward_maybe_with_nosync("full", {**bwd_kwargs, "stage_output": output})
 
     def perform_reduce_grad(self, grad_scale_factor: int) -> None:
         """Reduce what `hold_gradients_` held back; nothing is scaled."""
@@ -144,6 +157,39 @@ def gathered_dtype(module: Any) -> torch.dtype | None:
 def passes_to_itself() -> bool:
     """Say whether this torch can have neighbouring stages on one rank under gloo (2.13 can)."""
     return hasattr(PipelineStage, "_warmup_forward_vote")
+
+
+class _SumAndDifference(torch.autograd.Function):
+    """A node with two outputs, as compiled code and many fused operators have."""
+
+    @staticmethod
+    def forward(_: Any, a: Tensor, b: Tensor) -> Any:  # pyrefly: ignore[bad-override]
+        return a + b, a - b
+
+    @staticmethod
+    def backward(_: Any, d_sum: Tensor, d_difference: Tensor) -> Any:  # pyrefly: ignore[bad-override]
+        return d_sum + d_difference, d_sum - d_difference
+
+
+@torch.enable_grad()
+def splits_rightly() -> bool:
+    """Say whether torch's split backward pass gives the gradient of a whole one: 2.13's does.
+
+    2.11 mixes up the outputs of a node that has several, and both it and 2.12 count a weight twice
+    that is used at two places, one after the other.
+    """
+    from torch.distributed.pipelining import _backward  # noqa: PLC0415 (no public way)
+
+    x, w = (nn.Parameter(torch.ones(1, device="cpu")) for _ in range(2))
+    total, difference = _SumAndDifference.apply(x, w)
+    try:
+        _, groups = _backward.stage_backward_input(
+            [total * w + 2 * difference], None, [x], iter([w])
+        )
+        _backward.stage_backward_weight(iter([w]), groups)
+    except RuntimeError:
+        return False
+    return w.grad is not None and w.grad.item() == 1
 
 
 def make_schedule(kind: Kind, stages: Sequence[Stage], microbatches: int) -> Any:

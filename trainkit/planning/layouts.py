@@ -204,6 +204,7 @@ def refusal(job: Job, layout: Layout) -> str | None:
             multiple_of=2 * layout.ring,
             schedule=job.schedule,
             reshard_after_forward=reshards(job, layout),
+            here=False,
         )
     except ConfigError as error:
         return str(error).partition(": ")[2]

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import inspect
 import json
+import math
 import os
 import tempfile
 import time
@@ -104,7 +105,8 @@ def certify(
         The certificate, its rows in the order of `layouts`.
 
     Raises:
-        ValueError: An argument is wrong, two layouts have one name, or a function cannot be sent.
+        ValueError: An argument is wrong, two layouts have one name, a function cannot be sent, or
+            the numbers of one process alone are not finite.
         RankError: One process alone cannot train the model.
 
     Effects:
@@ -144,6 +146,7 @@ def certify(
     )
     sendable = attrs.astuple(training, recurse=False)
     (wanted,) = run_ranks(_train_alone, 1, *sendable, timeout=timeout)
+    _check_finite(wanted)
     found: dict[int, Row] = {}
     report = partial(_tell_progress, tell, layouts, found, tier=chosen, begin=time.monotonic())
     for world in sorted({layout.world for layout in layouts}):
@@ -173,6 +176,17 @@ def _checked(tier: str, layouts: Sequence[Layout], steps: int, loss: Any) -> Tie
             "ParallelState; decorate it with losses.with_terms(...)"
         )
     return TIERS[tier]
+
+
+def _check_finite(alone: Outcome) -> None:
+    """Refuse numbers that prove nothing: steps that were skipped, for NaN is as far as NaN."""
+    for name, values in {**alone.terms, "gradient norm": alone.norms}.items():
+        for step, value in enumerate(values):
+            if not math.isfinite(value):
+                raise ValueError(
+                    f"certify: one process alone has a {name} of {value} in step {step}, with "
+                    "which nothing can be compared; choose other weights or a lower lr"
+                )
 
 
 # ------------------------------------------------------------------------------- a start of ranks

@@ -8,6 +8,7 @@ import attrs
 
 from trainkit.mesh import FoldSP
 from trainkit.parallel.reduction import Reduce
+from trainkit.parallel.split import schedule_kind
 
 _DEGREES = ("pp", "dp_replicate", "dp_shard", "ring", "ulysses", "tp")
 _SHORT = {"dp_replicate": "replica", "dp_shard": "dp"}
@@ -73,6 +74,18 @@ class Layout:
         }
         chosen = [text for text, is_chosen in choices.items() if is_chosen]
         return ", ".join([" x ".join(factors) or "one rank", *chosen])
+
+
+def runs_here(layout: Layout) -> bool:
+    """Say whether this torch can run a layout on CPUs: 2.11 has no V schedules there.
+
+    Examples:
+        >>> runs_here(Layout(pp=2, schedule="gpipe"))
+        True
+    """
+    from trainkit.parallel.torch_pipeline import passes_to_itself  # noqa: PLC0415 (slow import)
+
+    return schedule_kind(layout.schedule).placement != "v" or passes_to_itself()
 
 
 def default_layouts() -> list[Layout]:
