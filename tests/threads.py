@@ -37,7 +37,8 @@ def run_threads(fn, world, *args):
                 dist.destroy_process_group()
 
     _set_thread_isolation_mode(True)
-    _install_threaded_pg()
+    state = _install_threaded_pg()
+    vars(state).setdefault("comms", [])  # destroy_process_group of torch 2.11 reads it
     try:
         threads = [threading.Thread(target=rank_main, args=(rank,)) for rank in range(world)]
         for thread in threads:

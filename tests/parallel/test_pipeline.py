@@ -1,6 +1,7 @@
 """Every pipeline schedule gives the numbers of one process; what would not is refused by name."""
 
 import functools
+import inspect
 
 import numpy as np
 import pytest
@@ -265,6 +266,35 @@ def test_steps_may_differ_in_length_and_number_and_nothing_is_computed_twice():
             for name, grad in grads.items():
                 b = whole[name.removesuffix(" (copy)")]
                 assert np.abs(grad - b).max() <= 1e-12 * np.abs(b).max(), (schedule, name)
+
+
+def failing(*_):
+    raise RuntimeError
+
+
+def with_a_wrong_split(layouts):
+    from torch.distributed.pipelining import _backward
+
+    from trainkit.parallel import torch_pipeline
+
+    _backward.stage_backward_weight = failing
+    assert not torch_pipeline.splits_rightly()
+    return all_of(layouts)
+
+
+def test_where_torch_splits_the_backward_pass_wrongly_it_is_not_split():
+    layouts = [two(schedule=x, tied=True) for x in sorted(SPLITS) if x not in V or runs_v()]
+    found = zip(*run_ranks(with_a_wrong_split, 2, layouts), strict=True)
+    assert all(difference(joined(parts), alone(layouts[0])) < 1e-12 for parts in found)
+
+
+def test_the_split_backward_pass_of_new_torch_is_right():
+    from torch.distributed.pipelining import PipelineStage
+
+    from trainkit.parallel.torch_pipeline import splits_rightly
+
+    is_new = "output_grads" in inspect.signature(PipelineStage).parameters  # 2.13 has it
+    assert splits_rightly() or not is_new
 
 
 # ---------------------------------------------------------------- refusals

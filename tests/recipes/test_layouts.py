@@ -4,10 +4,12 @@ import pytest
 import recipe_runs
 from recipe_runs import assert_equal_runs, column, events, here, load, refusal, several
 
+from trainkit.parallel.torch_pipeline import passes_to_itself
 from trainkit.testing import run_ranks
 
 SMALL = [*recipe_runs.SMALL.split(), "--rows", 8, "--save-every", 3, "--eval-every", 3]
-KEPT = "--schedule zero_bubble_v --no-reshard-after-forward"
+V = "zero_bubble_v" if passes_to_itself() else "interleaved_zero_bubble"  # what this torch can run
+KEPT = f"--schedule {V} --no-reshard-after-forward"
 LAYOUTS = {
     2: ["--pp 2", "--tp 2", "--ring 2", "--ulysses 2 --fold-sp none", "--cpu-offload"],
     4: [

@@ -54,6 +54,22 @@ def test_layouts_are_chosen_by_name_and_number_of_ranks(monkeypatch):
     assert not {"tp2", "dp2 x tp2", "replica2"} & names
 
 
+def test_without_names_those_that_this_torch_cannot_run_are_left_out(monkeypatch):
+    from trainkit.parallel import torch_pipeline
+    from trainkit.testing.layouts import default_layouts
+
+    taken = {}
+    monkeypatch.setattr(
+        "trainkit.testing.builtin.certify_builtin",
+        lambda _, chosen, **__: taken.update(chosen=chosen) or [certificate()],
+    )
+    certify.run(options_of())
+    for can in (True, False):
+        monkeypatch.setattr(torch_pipeline, "passes_to_itself", lambda can=can: can)
+        left_out = {x.schedule for x in default_layouts() if not taken["chosen"](x)}
+        assert left_out == (set() if can else {"zero_bubble_v", "dual_pipe_v"})
+
+
 def test_a_name_that_is_none_is_refused_with_those_there_are():
     with pytest.raises(ConfigError, match="called 'dp7'") as caught:
         certify.run(options_of("--layouts", "dp7"))

@@ -72,7 +72,7 @@ def add(commands: Any) -> None:
         "--layouts",
         nargs="+",
         metavar="NAME",
-        help="names, or patterns with *; by default all that run",
+        help="names, or patterns with *; by default all that this torch can run",
     )
     certify.add_argument("--world", type=int, metavar="N", help="only layouts of N ranks")
     certify.add_argument(
