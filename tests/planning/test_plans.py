@@ -264,6 +264,9 @@ def test_the_command_prints_a_table_and_json(capsysbinary):
 
 def test_the_command_says_what_is_wrong(capsysbinary):
     assert main(["plan", "--world", "4", "--tp", "3"]) == 64
-    assert b"no layout of 4 ranks has tp 3" in capsysbinary.readouterr().out
+    told = capsysbinary.readouterr().out
+    assert b"no layout of 4 ranks has tp 3, which must divide 4" in told
+    assert main(["plan", "--world", "0"]) == 64
+    assert b"--world must be at least 1, got 0" in capsysbinary.readouterr().out
     assert main(["plan", "--size", "10n"]) == 64
     assert main(["plan", "--hardware", "abacus"]) == 64

@@ -183,10 +183,17 @@ def _layouts(options: argparse.Namespace) -> list[Layout]:
         for layout in layouts_of(options.world)
         if all(getattr(layout, name) == degree for name, degree in fixed.items())
     ]
+    if options.world < 1:
+        raise ConfigError(
+            f"plan: --world must be at least 1, got {options.world}",
+            where="world",
+            got=options.world,
+        )
     if not found:
         text = " x ".join(f"{name} {degree}" for name, degree in fixed.items())
         raise ConfigError(
-            f"plan: no layout of {options.world} ranks has {text or 'any degrees'}",
+            f"plan: no layout of {options.world} ranks has {text}, which must divide "
+            f"{options.world}; change a degree or --world",
             where="world",
             got=options.world,
         )
