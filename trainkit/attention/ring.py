@@ -30,6 +30,7 @@ from trainkit.attention.blocks import (
     merge_lse,
 )
 from trainkit.attention.sdpa import check_heads
+from trainkit.attention.untraced import untraced
 from trainkit.attention.varlen import varlen
 from trainkit.types import Attend, Axis, Spans
 
@@ -64,17 +65,7 @@ def ring(axis: Axis, *, kernel: BlockKernel | None = None) -> Attend:
     """
     if axis.count == 1:
         return varlen
-    call = partial(_attend, axis=axis, kernel=kernel)
-
-    def attend(
-        q: Tensor, k: Tensor, v: Tensor, *, spans: Spans, scale: float | None = None
-    ) -> Tensor:
-        if torch.compiler.is_compiling():
-            # Applied here and not as a decorator: it imports torch._dynamo, 1.1 s (torch 2.13).
-            return torch.compiler.disable(call)(q, k, v, spans=spans, scale=scale)
-        return call(q, k, v, spans=spans, scale=scale)
-
-    return attend
+    return untraced(partial(_attend, axis=axis, kernel=kernel))
 
 
 def _attend(
@@ -83,7 +74,7 @@ def _attend(
     v: Tensor,
     *,
     spans: Spans,
-    scale: float | None,
+    scale: float | None = None,
     axis: Axis,
     kernel: BlockKernel | None,
 ) -> Tensor:

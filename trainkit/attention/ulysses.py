@@ -14,6 +14,7 @@ from einops import rearrange
 from torch import Tensor
 
 from trainkit.attention.sdpa import check_heads
+from trainkit.attention.untraced import untraced
 from trainkit.collectives import exchange
 from trainkit.types import Attend, Axis, Spans
 
@@ -47,18 +48,7 @@ def ulysses(attend: Attend, axis: Axis) -> Attend:
     """
     if axis.count == 1:
         return attend
-
-    call = partial(_exchanged, attend=attend, axis=axis)
-
-    def exchanged(
-        q: Tensor, k: Tensor, v: Tensor, *, spans: Spans, scale: float | None = None
-    ) -> Tensor:
-        if torch.compiler.is_compiling():
-            # Applied here and not as a decorator: it imports torch._dynamo, 1.1 s (torch 2.13).
-            return torch.compiler.disable(call)(q, k, v, spans=spans, scale=scale)
-        return call(q, k, v, spans=spans, scale=scale)
-
-    return exchanged
+    return untraced(partial(_exchanged, attend=attend, axis=axis))
 
 
 def _exchanged(
@@ -67,7 +57,7 @@ def _exchanged(
     v: Tensor,
     *,
     spans: Spans,
-    scale: float | None,
+    scale: float | None = None,
     attend: Attend,
     axis: Axis,
 ) -> Tensor:
