@@ -13,6 +13,7 @@ from whole_step import CONFIG, Layout, build, full
 import trainkit as tk
 from trainkit.models import Decoder, init_weights
 from trainkit.parallel import Transform, canonical_name, check_plan, compiled, fsdp, recompute
+from trainkit.parallel.stages import materialize_
 from trainkit.testing import run_ranks
 from trainkit.types import ConfigError
 
@@ -74,9 +75,18 @@ def ones(_name, shape, _offset):
     return torch.ones(tuple(shape))
 
 
-def test_a_buffer_or_a_real_parameter_is_refused_by_name():
-    with pytest.raises(ValueError, match="'running_mean' is a buffer"):
-        tk.build_stages(lambda: nn.BatchNorm1d(2), tk.solo_parallel(), [], weights=ones)
+def test_buffers_have_the_values_that_they_are_made_with():
+    (norm,) = tk.build_stages(lambda: nn.BatchNorm1d(2), tk.solo_parallel(), [], weights=ones)
+    assert norm.running_var.tolist() == [1, 1]
+    assert norm.weight.tolist() == [1, 1]
+    assert not nn.Linear(1, 1).weight.is_meta
+
+
+def test_a_buffer_without_a_value_or_a_real_parameter_is_refused_by_name():
+    with torch.device("meta"):
+        norm = nn.BatchNorm1d(2)
+    with pytest.raises(ValueError, match="the buffer 'num_batches_tracked' has no value"):
+        materialize_(norm, ones, "cpu")
     made = nn.Linear(1, 1)
     with pytest.raises(ValueError, match="'weight' is not on the meta device"):
         tk.build_stages(lambda: made, tk.solo_parallel(), [], weights=ones)

@@ -7,13 +7,14 @@ holds what it does not own.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from itertools import pairwise
 from typing import Any
 
 import attrs
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.nn.modules.module import register_module_parameter_registration_hook
 
 from trainkit.parallel.naming import (
     box_of,
@@ -108,21 +109,27 @@ def check_plan(plan: Sequence[ModelTransform], ps: ParallelState) -> None:
         )
 
 
-def materialize_(module: nn.Module, weights: Weights, device: torch.device | str) -> None:
+def materialize_(
+    module: nn.Module,
+    weights: Weights,
+    device: torch.device | str,
+    *,
+    buffers: Mapping[str, Tensor] | None = None,
+) -> None:
     """Allocate a module that is on the meta device, and fill this rank's part of every parameter.
 
     Args:
-        module: A module whose parameters are all on the meta device, sharded or not, without
-            buffers.
+        module: A module whose parameters are all on the meta device, sharded or not.
         weights: Gives the values of any box of any parameter, by its name in the whole model.
         device: Where the parameters go.
+        buffers: The values of its buffers by their names in the whole model; see `buffers_of`.
 
     Raises:
-        ValueError: A parameter is not on the meta device, there is a buffer, or `weights` gives a
-            wrong shape.
+        ValueError: A parameter is not on the meta device, a buffer has no value, or `weights` gives
+            a wrong shape.
 
     Effects:
-        Allocates and writes the parameters of `module`.
+        Allocates and writes the parameters and buffers of `module`.
 
     Examples:
         >>> with torch.device("meta"):
@@ -133,15 +140,18 @@ def materialize_(module: nn.Module, weights: Weights, device: torch.device | str
         tensor([1., 1.], requires_grad=True)
     """
     real = [name for name, p in named_parameters_of([module]).items() if not p.is_meta]
-    buffers = [name for name, _ in module.named_buffers()]
-    if real or buffers:
-        name, found = (real[0], "not on the meta device") if real else (buffers[0], "a buffer")
+    live = _live_buffers(module)
+    unknown = live.keys() - (buffers or {}).keys()
+    if real or unknown:
+        what = f"{real[0]!r} is not on" if real else f"the buffer {min(unknown)!r} has no value on"
         raise ValueError(
-            f"build_stages: {name!r} is {found}; make_model must build every parameter under "
-            "torch.device('meta') and compute other tensors in its forward pass"
+            f"build_stages: {what} the meta device; make_model must build every parameter under "
+            "torch.device('meta'), and a buffer in __init__, from numbers alone"
         )
     module.to_empty(device=device)
     with torch.no_grad():
+        for name, buffer in _live_buffers(module).items():
+            buffer.copy_((buffers or {})[name])
         for name, parameter in named_parameters_of([module]).items():
             box = box_of(parameter)
             if box.local.numel() == 0:
@@ -153,6 +163,42 @@ def materialize_(module: nn.Module, weights: Weights, device: torch.device | str
                     f"{tuple(box.local.shape)} at offset {box.offset} was asked"
                 )
             box.local.copy_(values)
+
+
+def _live_buffers(module: nn.Module) -> dict[str, Tensor]:
+    """Return all buffers of a module, persistent or not, by their names in the whole model."""
+    return {canonical_name(name): buffer for name, buffer in module.named_buffers()}
+
+
+def buffers_of(make_model: Callable[[], nn.Module]) -> dict[str, Tensor]:
+    """Return the buffers that a model computes when it is made: rotary frequencies, running means.
+
+    The model is made once more, with real buffers and parameters that have no memory: each goes to
+    the meta device as it is registered, before anything writes to it.
+
+    Args:
+        make_model: Makes the whole model.
+
+    Returns:
+        {name in the whole model: values}, on the CPU.
+
+    Effects:
+        While it runs, modules of this process that are made elsewhere lose their parameters too.
+
+    Examples:
+        >>> list(buffers_of(lambda: nn.BatchNorm1d(2)))
+        ['running_mean', 'running_var', 'num_batches_tracked']
+    """
+
+    def without_memory(_: nn.Module, __: str, parameter: nn.Parameter) -> nn.Parameter:
+        on_meta = parameter.detach().to("meta")
+        return nn.Parameter(on_meta, requires_grad=parameter.requires_grad)
+
+    handle = register_module_parameter_registration_hook(without_memory)
+    try:
+        return {name: x.clone() for name, x in _live_buffers(make_model()).items()}
+    finally:
+        handle.remove()
 
 
 Split = Callable[[nn.Module, int], Sequence[nn.Module]]
@@ -203,24 +249,31 @@ def build_stages(
     schedule_kind(schedule)
     with torch.device("meta"):
         model = make_model()
+    buffers = buffers_of(make_model) if _live_buffers(model) else {}
     if ps.pp.count == 1:
-        return [_built(model, ps, plan, weights)]
+        return [_built(model, ps, plan, weights, buffers)]
     ranks = rank_of_stages(schedule, ps.pp.count, per_rank=stages_per_rank)
     names = {canonical_name(name) for name, _ in model.named_parameters()}
     with torch.device("meta"):
         stages = list(split(model, len(ranks)))
     tied = _check_split(names, stages, len(ranks))
     own = [index for index, rank in enumerate(ranks) if rank == ps.pp.index]
-    return [_placed(_built(stages[i], ps, plan, weights), Place(i, ranks), tied) for i in own]
+    return [
+        _placed(_built(stages[i], ps, plan, weights, buffers), Place(i, ranks), tied) for i in own
+    ]
 
 
 def _built(
-    module: nn.Module, ps: ParallelState, plan: Sequence[ModelTransform], weights: Weights
+    module: nn.Module,
+    ps: ParallelState,
+    plan: Sequence[ModelTransform],
+    weights: Weights,
+    buffers: Mapping[str, Tensor],
 ) -> nn.Module:
     for transform in plan:
         module = transform(module, ps)
     wanted = [step.device for step in plan if isinstance(step, Transform) and step.device]
-    materialize_(module, weights, wanted[-1] if wanted else ps.device)
+    materialize_(module, weights, wanted[-1] if wanted else ps.device, buffers=buffers)
     return module
 
 

@@ -1,0 +1,71 @@
+"""A Hugging Face model through build_stages and the certificate, as the how-to shows it."""
+
+import pytest
+import torch
+
+from trainkit import losses, parallel
+from trainkit.mesh import solo_parallel
+from trainkit.testing import certify
+from trainkit.testing.builtin import decoder_batch
+from trainkit.testing.certificate import as_text
+from trainkit.testing.layouts import Layout
+from trainkit.testing.train import certificate_weights
+
+transformers = pytest.importorskip("transformers")
+
+
+def make_model():
+    sizes = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8}
+    return transformers.LlamaForCausalLM(transformers.LlamaConfig(**sizes, **heads))
+
+
+def call(model, batch):
+    ids, positions = batch["input_ids"], batch["position_ids"]
+    return model(input_ids=ids, position_ids=positions, use_cache=False).logits
+
+
+def plan(_ps, layout):
+    with torch.device("meta"):
+        styles = parallel.hf_styles(make_model())
+    sharded = parallel.fsdp(blocks="model.layers.*")
+    kept = parallel.recompute(layout.recompute, blocks="model.layers.*")
+    return [parallel.tensor(styles), kept, sharded]
+
+
+LAYOUTS = [
+    Layout(dp_shard=2),
+    Layout(tp=2),
+    Layout(dp_shard=2, reduce="each", rows_per_microbatch=2),
+    Layout(dp_replicate=2, dp_shard=2),
+    Layout(dp_shard=2, tp=2, recompute="full"),
+]
+
+
+def test_it_gives_the_numbers_of_one_process_in_every_layout():
+    found = certify(
+        make_model, decoder_batch, LAYOUTS, plan=plan, loss=losses.next_token, call=call, steps=2
+    )
+    assert found.ok, as_text(found)
+
+
+def test_built_by_stages_it_is_the_model_that_transformers_makes():
+    (built,) = parallel.build_stages(
+        make_model, solo_parallel(), plan(None, Layout()), weights=certificate_weights
+    )
+    made = make_model()
+    made.load_state_dict(built.state_dict())
+    batch = decoder_batch(0)
+    torch.testing.assert_close(call(built, batch), call(made, batch), rtol=0, atol=0)
+
+
+def test_a_packed_row_has_the_sum_of_the_losses_of_its_documents():
+    model, batch = make_model().double(), decoder_batch(0)
+    alone = 0
+    for row, documents in enumerate(batch.document_ids):
+        for document in documents.unique():
+            names = ("input_ids", "position_ids", "labels")
+            one = {name: batch[name][row : row + 1, documents == document] for name in names}
+            alone += losses.next_token(call(model, one), one)[0].item() * bool(document >= 0)
+    whole = losses.next_token(call(model, batch), batch)[0].item()
+    assert whole == pytest.approx(alone, rel=1e-12)
