@@ -159,7 +159,7 @@ def test_a_probe_that_finds_the_disk_full_is_a_disk_error(tmp_path, monkeypatch)
     def full(_):
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr("trainkit.runtime.os.fsync", full)
+    monkeypatch.setattr("trainkit.runtime.directory.os.fsync", full)
     with pytest.raises(DiskError, match="No space left on device"):
         make_run_dir(tmp_path)
     assert list(tmp_path.iterdir()) == []

@@ -12,7 +12,7 @@ from typing import Any, NoReturn
 import orjson
 
 from trainkit.commands import certify, checkpoint, data, pack, plan, prepare
-from trainkit.runtime import error_code
+from trainkit.runtime.errors import error_code
 from trainkit.types import ConfigError
 
 COMMANDS = {

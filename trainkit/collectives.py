@@ -15,14 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from trainkit.types import (
-    Axis,
-    CheckpointError,
-    ConfigError,
-    DataError,
-    DiskError,
-    TrainkitError,
-)
+from trainkit.types import Axis, TrainkitError
 
 
 def all_sum(x: Tensor, axis: Axis) -> Tensor:
@@ -184,7 +177,7 @@ def _told(error: Exception) -> dict[str, str | None]:
 
 
 def _as_raised(told: dict[str, Any], rank: int) -> Exception:
-    kinds = {kind.__name__: kind for kind in (ConfigError, DataError, CheckpointError, DiskError)}
+    kinds = {kind.__name__: kind for kind in TrainkitError.__subclasses__()}
     kind, what = told.pop("kind"), told.pop("what")
     if kind == "ValueError":
         return TrainkitError(f"rank {rank}: {what}", **told)

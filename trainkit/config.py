@@ -22,7 +22,7 @@ from typing import Any, Literal, TypeVar, get_origin, get_type_hints
 
 import attrs
 
-from trainkit.runtime import needs_extra
+from trainkit.runtime.errors import needs_extra
 from trainkit.types import ConfigError
 
 T = TypeVar("T")
@@ -51,6 +51,7 @@ positive = _rule(lambda value: value > 0, "above 0")
 non_negative = _rule(lambda value: value >= 0, "at least 0")
 fraction = _rule(lambda value: 0 <= value <= 1, "between 0 and 1")
 _positive_or_rest = _rule(lambda value: value > 0 or value == -1, "above 0, or -1 for the rest")
+_two_or_more = _rule(lambda value: value >= 2, "at least 2, as the newest may turn out damaged")
 
 
 def one_of(*choices: Any) -> Validator:
@@ -95,6 +96,24 @@ class RunConfig:
 
     save_every: int = attrs.field(default=200, validator=positive)
     """Save a checkpoint every so many steps, and at the end."""
+
+    keep: int = attrs.field(default=3, validator=_two_or_more)
+    """How many of the newest checkpoints stay."""
+
+    keep_every: int = attrs.field(default=0, validator=non_negative)
+    """Keep the checkpoints of every so many steps for good; 0 keeps none."""
+
+    background_saves: bool = True
+    """Copy the state to host memory and write it while training goes on."""
+
+    allow_change: tuple[str, ...] = ()
+    """Names of flags that this run may be continued with another value of: lr, schedule-steps."""
+
+    step_timeout: float = attrs.field(default=600.0, validator=positive)
+    """Seconds that a step may take before the run ends and the rank that is stuck is named."""
+
+    start_timeout: float = attrs.field(default=1800.0, validator=positive)
+    """Seconds that everything before the first step's end may take."""
 
     pp: int = attrs.field(default=1, validator=positive)
     """Pipeline stages."""
@@ -147,7 +166,10 @@ class RunConfig:
 DEGREES = ("pp", "dp_replicate", "dp_shard", "ring", "ulysses", "tp", "ep")
 LAYOUT_FIELDS = (*DEGREES, "fold_sp", "schedule", "reshard_after_forward", "cpu_offload")
 """The fields of `RunConfig` that say where the work of a step happens, never what is computed."""
-PLACE_FIELDS = ("out", "steps", "config", "resume", "save_every", *LAYOUT_FIELDS)
+SAFETY_FIELDS = ("keep", "keep_every", "background_saves", "step_timeout", "start_timeout")
+"""The fields of `RunConfig` that say how a run is watched and kept, not what it is."""
+PLACE_FIELDS = ("out", "steps", "config", "resume", "save_every", "allow_change")
+PLACE_FIELDS += (*SAFETY_FIELDS, *LAYOUT_FIELDS)
 """The fields of `RunConfig` that say where a run happens and when it stops, not what it is."""
 
 

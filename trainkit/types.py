@@ -70,6 +70,24 @@ class CheckpointError(TrainkitError):
     code = 66
 
 
+class NumericsError(TrainkitError):
+    """Numbers are not finite, or have left what training may do (exit code 67)."""
+
+    code = 67
+
+
+class PeerError(TrainkitError):
+    """Another rank has failed, has gone, or is stuck (exit code 68)."""
+
+    code = 68
+
+
+class PreemptedError(TrainkitError):
+    """The run was told to stop and could not be saved (exit code 76)."""
+
+    code = 76
+
+
 class DiskError(TrainkitError):
     """A file could not be written (exit code 74)."""
 
@@ -270,13 +288,14 @@ class TrainState:
     """The counters of a run; moves by `attrs.evolve`.
 
     `tokens` counts the trained tokens and may stay an int64 scalar on the device until someone
-    prints it. `health` holds the numbers a health policy remembers between steps.
+    prints it. `health` holds the numbers that a health policy remembers between steps, plain floats
+    and lists of them.
     """
 
     step: int = 0
     tokens: int | Tensor = 0
     cursor: Cursor = Cursor()
-    health: Mapping[str, float] = attrs.field(factory=dict)
+    health: Mapping[str, float | Sequence[float]] = attrs.field(factory=dict)
 
 
 # ---------------------------------------------------------------------------------- function types

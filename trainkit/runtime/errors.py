@@ -1,4 +1,4 @@
-"""What stands around a run: its directory, its exit code and its last words.
+"""How a run ends: its exit code and its last words.
 
 A recipe puts its body under `report_errors`. Whatever goes wrong then ends in one line for a person
 and one for a program, with an exit code that says who can mend it.
@@ -11,7 +11,6 @@ import errno
 import os
 import re
 import sys
-import tempfile
 import traceback
 from collections.abc import Iterator
 from datetime import UTC, datetime
@@ -20,7 +19,7 @@ from typing import Any
 
 import orjson
 
-from trainkit.types import ConfigError, DiskError, TrainkitError
+from trainkit.types import ConfigError, TrainkitError
 
 _USAGE, _PEER, _BUG, _DISK, _INTERRUPTED = 64, 68, 70, 74, 76
 _DISK_ERRORS = {
@@ -122,44 +121,6 @@ def error_code(error: BaseException) -> int:
     if isinstance(error, OSError):
         return _DISK if error.errno in _DISK_ERRORS else _BUG
     return _USAGE if isinstance(error, ValueError) else _BUG
-
-
-def make_run_dir(path: str | Path) -> Path:
-    """Return `path` as a directory that exists and can be written, as a probe of 4 KiB has shown.
-
-    Raises:
-        ConfigError: `path` is a file.
-        DiskError: `path` cannot be made or written.
-
-    Effects:
-        Makes the directory and its parents; writes a probe and removes it. Any rank may call it.
-
-    Examples:
-        >>> import tempfile
-        >>> with tempfile.TemporaryDirectory() as folder:
-        ...     make_run_dir(f"{folder}/runs/first").is_dir()
-        True
-    """
-    path = Path(path)
-    if path.exists() and not path.is_dir():
-        raise ConfigError(
-            f"make_run_dir: {path} is a file; a run needs a directory", where=str(path)
-        )
-    try:
-        path.mkdir(parents=True, exist_ok=True)
-        with tempfile.NamedTemporaryFile(dir=path, prefix=".probe_") as probe:
-            probe.write(bytes(4096))
-            probe.flush()
-            os.fsync(probe.fileno())
-    except OSError as error:
-        raise DiskError(
-            f"make_run_dir: user {os.geteuid()} cannot write {path}: {error.strerror}",
-            where=str(path),
-            got=error.strerror,
-            want="a directory that this user can write",
-            hint="make room, mend the permissions, or name another directory with --out",
-        ) from error
-    return path
 
 
 @contextlib.contextmanager

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Mapping
 from datetime import timedelta
 from typing import Any, TextIO
 
-from trainkit.runtime import needs_extra
+from trainkit.runtime.errors import needs_extra
 from trainkit.types import Sink
 
 _BAR_SECONDS = 0.1

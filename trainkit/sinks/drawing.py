@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from trainkit.runtime import needs_extra
+from trainkit.runtime.errors import needs_extra
 from trainkit.types import DiskError
 
 if TYPE_CHECKING:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from trainkit.runtime import needs_extra
+from trainkit.runtime.errors import needs_extra
 from trainkit.sinks.jsonl import read_jsonl
 from trainkit.types import DataError
 
