@@ -16,15 +16,7 @@ from torch import Tensor, nn
 from trainkit.batch import blank_batch, count_valid_tokens, to_device
 from trainkit.collectives import all_gather_json, all_max, all_sum, communication_device
 from trainkit.losses import mean_terms
-from trainkit.parallel.pipeline import (
-    agree_on_dtypes,
-    bind_pipeline,
-    compute_device,
-    evaluating,
-    forward_stages,
-    share_terms,
-    terms_of,
-)
+from trainkit.parallel.pipeline import bind_pipeline
 from trainkit.parallel.reduction import (
     Reduce,
     check_sums,
@@ -34,6 +26,14 @@ from trainkit.parallel.reduction import (
     sum_partial_,
 )
 from trainkit.parallel.split import schedule_kind
+from trainkit.parallel.stage_forward import (
+    agree_on_dtypes,
+    compute_device,
+    evaluating,
+    forward_stages,
+    share_terms,
+    terms_of,
+)
 from trainkit.parallel.stages import places_of
 from trainkit.types import SOLO, Axis, Call, ForwardBackward, Loss
 

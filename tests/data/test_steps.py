@@ -278,3 +278,10 @@ def test_evaluations_that_cannot_be_are_refused_at_once():
         eval_batches(CORPUS, BINS, Share(2, 2), rows_per_batch=1)
     with pytest.raises(ValueError, match=r"eval_batches: source_of_row must be .* \(3,\)"):
         eval_batches(CORPUS, BINS, Share(0, 1), rows_per_batch=1, source_of_row=SOURCES[:3])
+
+
+def test_a_rank_without_rows_evaluates_a_blank_batch_that_says_its_source():
+    share = Share(len(BINS), len(BINS) + 1)
+    (batch,) = eval_batches(CORPUS, BINS, share, rows_per_batch=2, source_of_row=SOURCES)
+    assert (batch["source"] == -1).all()
+    assert (batch.labels == -100).all()

@@ -14,6 +14,7 @@ import torch
 
 import trainkit.grads
 import trainkit.parallel.pipeline
+import trainkit.parallel.tied
 import trainkit.step
 from trainkit.batch import shift_labels
 from trainkit.layout import spans_of_runs
@@ -134,7 +135,7 @@ def partial_not_summed(_ps):
 
 
 def tied_ends_not_summed(_ps):
-    PATCH.setattr(trainkit.parallel.pipeline, "_exchange_tied", nothing)
+    PATCH.setattr(trainkit.parallel.tied, "_exchange_tied", nothing)
 
 
 def averaged_instead_of_summed(_ps):

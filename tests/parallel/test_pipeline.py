@@ -14,7 +14,7 @@ import trainkit.collectives
 import trainkit.grads
 from trainkit.losses import next_token_linear, with_terms
 from trainkit.models import Decoder, init_weights
-from trainkit.parallel import fsdp, pipeline
+from trainkit.parallel import fsdp, pipeline, tied
 from trainkit.parallel.split import SCHEDULES
 from trainkit.parallel.vocabulary import next_token_linear as over_parts
 from trainkit.step import call_with_noise
@@ -558,7 +558,7 @@ MISTAKES = {
     "last microbatch only": (pipeline, "_summed", last_alone),
     "norm as maximum": (tk.grads, "all_sum", tk.collectives.all_max),
     "tied copy counted twice": (tk.grads, "is_tied_copy", nothing),
-    "tied gradient not summed": (pipeline, "_exchange_tied", nothing),
+    "tied gradient not summed": (tied, "_exchange_tied", nothing),
 }
 
 

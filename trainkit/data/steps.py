@@ -181,8 +181,8 @@ def eval_batches(
     """Return one rank's batches of an evaluation: over all ranks every row comes exactly once.
 
     Ranks may get different numbers of batches. All batches have one shape: blank rows fill the
-    last. A rank for which there are no rows gets none, or under ring or Ulysses a batch of blank
-    rows, because attention needs all ranks and rows that it can cut.
+    last. A rank for which there are no rows gets a batch of blank rows, because a sharded model
+    needs every rank for every forward pass.
 
     Args:
         corpus: Where the tokens are.
@@ -222,7 +222,7 @@ def eval_batches(
     if source_of_row is not None:
         source_of_row = _per_row("eval_batches: source_of_row", source_of_row, bins)
     rows = np.array_split(np.arange(len(bins)), share.count)[share.index]
-    if len(bins) and not len(rows) and ring.count * ulysses.count > 1:
+    if len(bins) and not len(rows):
         rows = np.array([-1])
     rows = np.append(rows, np.full(-len(rows) % rows_per_batch, -1))
     options = {"pad_id": pad_id, "device": device, "source_of_row": source_of_row, "ring": ring}

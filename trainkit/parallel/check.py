@@ -16,7 +16,7 @@ import torch
 
 from trainkit.mesh import FoldSP, check_degrees, folded_axes
 from trainkit.models.config import DecoderConfig
-from trainkit.parallel.pipeline import check_microbatches
+from trainkit.parallel.pipeline_checks import check_microbatches
 from trainkit.parallel.split import rank_of_stages, schedule_kind
 from trainkit.types import ConfigError
 

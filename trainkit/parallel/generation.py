@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from trainkit.collectives import all_gather_json, broadcast, gather_replicated
 from trainkit.layout import shard_sequence, zigzag_unshard
-from trainkit.parallel.pipeline import compute_device, evaluating, forward_stages
+from trainkit.parallel.stage_forward import compute_device, evaluating, forward_stages
 from trainkit.parallel.stages import places_of
 from trainkit.types import IGNORED_LABEL, Batch, Call, ParallelState, Spans
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from itertools import pairwise
-from typing import Any
+from typing import Any, cast
 
 import attrs
 import torch
@@ -194,7 +194,7 @@ def buffers_of(make_model: Callable[[], nn.Module]) -> dict[str, Tensor]:
         on_meta = parameter.detach().to("meta")
         return nn.Parameter(on_meta, requires_grad=parameter.requires_grad)
 
-    handle = register_module_parameter_registration_hook(without_memory)
+    handle = register_module_parameter_registration_hook(cast("Any", without_memory))
     try:
         return {name: x.clone() for name, x in _live_buffers(make_model()).items()}
     finally:
