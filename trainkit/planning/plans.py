@@ -22,8 +22,10 @@ from trainkit.planning.layouts import (
     refusal,
     stages_per_rank,
 )
-from trainkit.planning.memory import Memory, memory_of, part_of, units_of
+from trainkit.planning.memory import Memory, memory_of
+from trainkit.planning.stages import part_of
 from trainkit.planning.traffic import Transfer, traffic_of
+from trainkit.planning.weights import units_of
 
 _BUBBLES = {
     "gpipe": 1.0,

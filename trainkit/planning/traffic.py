@@ -9,25 +9,18 @@ from typing import Literal
 import attrs
 
 from trainkit.models.config import DecoderConfig
-from trainkit.planning.layouts import (
-    Job,
-    Layout,
-    num_microbatches,
-    reshards,
-)
-from trainkit.planning.memory import (
+from trainkit.planning.activations import (
     attention_widths,
     chunk_of_tokens,
-    ends_of,
     logits_at_once,
-    part_of,
-    pipeline_borders,
     tokens_per_microbatch,
-    units_of,
 )
+from trainkit.planning.layouts import Job, Layout, num_microbatches, reshards
+from trainkit.planning.memory import ends_of
+from trainkit.planning.stages import part_of, pipeline_borders
+from trainkit.planning.weights import FP32, units_of
 
 Kind = Literal["all_gather", "reduce_scatter", "all_reduce", "all_to_all", "send"]
-_FP32 = 4
 
 
 @attrs.frozen
@@ -110,10 +103,10 @@ def _sharding(job: Job, layout: Layout, pp_rank: int) -> Iterator[Transfer]:
         layout.fsdp,
         "reduce_scatter",
         scatters * calls,
-        scatters * shards * layout.fsdp * _FP32,
+        scatters * shards * layout.fsdp * FP32,
     )
     replicas = layout.dp_replicate
-    yield Transfer("dp_replicate", replicas, "all_reduce", calls, shards * _FP32)
+    yield Transfer("dp_replicate", replicas, "all_reduce", calls, shards * FP32)
 
 
 def _tensor(job: Job, layout: Layout, pp_rank: int) -> Iterator[Transfer]:
@@ -135,12 +128,12 @@ def _tensor(job: Job, layout: Layout, pp_rank: int) -> Iterator[Transfer]:
     # One buffer with the gains' gradients, and for each gain whether there is one.
     gains, tensors = norm_elements(job.config)
     numbers = part.layers * (gains + tensors) + part.head * (job.config.width + 1)
-    yield Transfer("tp", layout.tp, "all_reduce", 1, numbers * _FP32)
+    yield Transfer("tp", layout.tp, "all_reduce", 1, numbers * FP32)
     tokens = tokens_per_microbatch(job, layout)
     whole = logits_at_once(job, layout)
     chunks = 1 if whole else math.ceil(tokens / chunk_of_tokens(job, layout))
     calls = 2 * chunks * turns * part.head
-    yield Transfer("tp", layout.tp, "all_reduce", calls, 3 * tokens * turns * part.head * _FP32)
+    yield Transfer("tp", layout.tp, "all_reduce", calls, 3 * tokens * turns * part.head * FP32)
 
 
 def _sequence(job: Job, layout: Layout, pp_rank: int) -> Iterator[Transfer]:
@@ -156,7 +149,7 @@ def _sequence(job: Job, layout: Layout, pp_rank: int) -> Iterator[Transfer]:
     forwards = 1 if job.recompute == "none" else 2
     block, n = round(2 * tokens * k), layout.ring
     sends = runs * ((forwards + 1) * (n - 1) + n)
-    data = runs * block * ((forwards + 1) * (n - 1) * job.itemsize + n * _FP32)
+    data = runs * block * ((forwards + 1) * (n - 1) * job.itemsize + n * FP32)
     yield Transfer("ring", n, "send", sends, data)
     there, back = round(tokens * (q + 2 * k)), round(tokens * q)
     calls = runs * 2 * (forwards + 1)

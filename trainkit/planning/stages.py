@@ -1,0 +1,161 @@
+"""Which part of a model a pipeline rank has, and what its sharding and its borders hold."""
+
+from __future__ import annotations
+
+import math
+from functools import lru_cache
+from itertools import pairwise
+
+import attrs
+
+from trainkit.models.config import DecoderConfig
+from trainkit.parallel.split import decoder_costs, layer_ranges, rank_of_stages
+from trainkit.planning.activations import attention_widths, tokens_per_microbatch
+from trainkit.planning.layouts import Job, Layout, num_microbatches, reshards, stages_per_rank
+from trainkit.planning.weights import FP32, Weights
+
+
+@attrs.frozen
+class Part:
+    """What a pipeline rank holds: some layers, perhaps the embedding, perhaps the output layer."""
+
+    layers: int
+    embedding: bool
+    head: bool
+
+
+def part_of(job: Job, layout: Layout, pp_rank: int) -> Part:
+    """Return what a pipeline rank holds, all of its stages together, as `split_layers` cuts it.
+
+    Examples:
+        >>> from trainkit.models.sizes import decoder_config
+        >>> job = Job(config=decoder_config("10m"), row_length=8, rows=8)
+        >>> [part_of(job, Layout(pp=3), rank).layers for rank in range(3)]
+        [3, 3, 2]
+    """
+    if layout.pp == 1:
+        return Part(job.config.layers, embedding=True, head=True)
+    holders = rank_of_stages(job.schedule, layout.pp)
+    own = [stage for stage, rank in enumerate(holders) if rank == pp_rank]
+    sizes = _layers_of_stages(job.config, len(holders))
+    return Part(sum(sizes[stage] for stage in own), 0 in own, len(holders) - 1 in own)
+
+
+@lru_cache(maxsize=64)
+def _layers_of_stages(config: DecoderConfig, stages: int) -> tuple[int, ...]:
+    block, embedding, head = decoder_costs(config)
+    ranges = layer_ranges([block] * config.layers, stages, first=embedding, last=head)
+    return tuple(map(len, ranges))
+
+
+def in_flight(job: Job, layout: Layout, pp_rank: int) -> int:
+    """Return the most (stage, microbatch) pairs whose activations a rank holds at once.
+
+    All microbatches for GPipe and looped BFS; p - rank for 1F1B; its interleaved form holds more of
+    smaller stages (Narayanan et al., "Efficient large-scale language model training on GPU
+    clusters", 2021). Where backward is split, every rank holds as much as the first one of 1F1B,
+    and some that wait for their weights' gradients (Qi et al., "Zero bubble pipeline parallelism",
+    2023): one, and in torch's interleaved form (2.11 to 2.13) more on later ranks.
+
+    Examples:
+        >>> from trainkit.models.sizes import decoder_config
+        >>> job = Job(config=decoder_config("10m"), row_length=8, rows=8)
+        >>> [in_flight(job, Layout(pp=4), rank) for rank in range(4)]
+        [4, 3, 2, 1]
+    """
+    p, v, m = layout.pp, stages_per_rank(job, layout), num_microbatches(job, layout)
+    if p == 1:
+        return 1
+    most = {
+        "gpipe": m,
+        "looped_bfs": v * m,
+        "1f1b": p - pp_rank,
+        "interleaved_1f1b": 2 * (p - pp_rank - 1) + (v - 1) * p + 1,
+        "interleaved_zero_bubble": v * p + 1 + math.ceil(pp_rank / 2),
+        "zero_bubble_v": 2 * p + 1,
+        "dual_pipe_v": 2 * p + 1,
+    }
+    return min(most[job.schedule], v * m)
+
+
+@attrs.frozen
+class Sharding:
+    """Bytes that FSDP2 adds, and of gradients that are not scattered yet; zeros without it.
+
+    Args:
+        ends: The gathered embedding, last norm and output layer, which stay from forward to the end
+            of backward, since they are one unit.
+        unit: One gathered block.
+        scatter: What one block's reduce-scatter reads, fp32.
+        ends_scatter: What that of the ends reads.
+    """
+
+    ends: int = 0
+    unit: int = 0
+    scatter: int = 0
+    ends_scatter: int = 0
+
+
+def sharding_of(
+    job: Job, layout: Layout, *, block: Weights, ends: Weights, layers: int
+) -> Sharding:
+    """Return what FSDP2 gathers: a block at a time and the next one ahead, and the ends all along.
+
+    Zhao et al., "PyTorch FSDP" (2023). With one data-parallel rank there is no FSDP; bf16 is then
+    autocast's, which keeps a copy of every weight until the microbatch is done.
+
+    Examples:
+        >>> from trainkit.models.sizes import decoder_config
+        >>> job = Job(config=decoder_config("tiny", vocab_size=256), row_length=8, rows=8)
+        >>> units = units_of(job.config, Layout(dp_shard=8))
+        >>> rest = dict(block=units.block, ends=units.embedding + units.norm, layers=4)
+        >>> sharding_of(job, Layout(dp_shard=8), **rest)
+        Sharding(ends=65792, unit=426496, scatter=852992, ends_scatter=131584)
+    """
+    if layout.fsdp * layout.dp_replicate > 1:
+        stay = 0 if reshards(job, layout) else layers * block.whole
+        return Sharding(
+            ends=(ends.whole + stay) * job.itemsize,
+            unit=0 if stay else block.whole * job.itemsize,
+            scatter=block.whole * FP32,
+            ends_scatter=ends.whole * FP32,
+        )
+    cast = job.itemsize if job.dtype != "fp32" else 0
+    return Sharding(ends=(ends.whole + layers * block.whole) * cast)
+
+
+def buffers_of(job: Job, layout: Layout, pp_rank: int) -> int:
+    """Return the bytes of communication buffers that live through a step.
+
+    The ring holds two blocks of keys and values, the present and the next one, in backward as many
+    of their gradients in fp32, and an fp32 sum of the queries' gradients (or of the output). The
+    pipeline stages of torch (2.11 to 2.13) hold a receiving buffer for every microbatch of a step
+    and each of their boundaries.
+
+    Examples:
+        >>> from trainkit.models.sizes import decoder_config
+        >>> job = Job(config=decoder_config("tiny"), row_length=256, rows=8)
+        >>> buffers_of(job, Layout(), 0)
+        0
+    """
+    tokens, config = tokens_per_microbatch(job, layout), job.config
+    q, k = attention_widths(config, layout)
+    ring = tokens * (4 * k * (job.itemsize + FP32) + q * FP32) if layout.ring > 1 else 0
+    if layout.pp == 1:
+        return round(ring)
+    boundary = tokens * config.width / layout.tp * job.itemsize
+    borders = pipeline_borders(job, layout, pp_rank)
+    return round(ring + num_microbatches(job, layout) * borders * boundary)
+
+
+def pipeline_borders(job: Job, layout: Layout, pp_rank: int) -> int:
+    """Return how many borders a rank's stages have with stages of other ranks.
+
+    Examples:
+        >>> from trainkit.models.sizes import decoder_config
+        >>> job = Job(config=decoder_config("10m"), row_length=8, rows=8, schedule="dual_pipe_v")
+        >>> [pipeline_borders(job, Layout(pp=3), rank) for rank in range(3)]
+        [2, 4, 2]
+    """
+    holders = rank_of_stages(job.schedule, layout.pp)
+    return sum(a != b and pp_rank in (a, b) for a, b in pairwise(holders))
