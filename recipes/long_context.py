@@ -7,18 +7,18 @@ torchrun --nproc-per-node 4 recipes/long_context.py --ring 4 --row-length 16384
 
 import functools
 import itertools
-import sys
 import time
 from pathlib import Path
 
 import attrs
-import torch
 
 import trainkit as tk
 from trainkit import (
+    checkpoint,
     config,
     corpora,
     data,
+    health,
     losses,
     models,
     optim,
@@ -78,12 +78,14 @@ class Config(config.RunConfig):
     """Gradients above this norm are scaled down to it."""
 
 
-# What a run may be continued with another value of: it changes nothing that is computed.
+# What a run may be continued with another value of, because it changes nothing that is computed.
 MAY_CHANGE = (
     *config.PLACE_FIELDS,
     "data",  # the content is kept, by its hash
     *("microbatch", "recompute"),
 )
+# What it may be continued with another value of if --allow-change says so.
+NEEDS_FLAG = ("lr", "warmup", "schedule_steps", "weight_decay", "max_norm")
 
 
 def open_documents(cfg, tokenizer):
@@ -118,7 +120,7 @@ def build(cfg, ps, model):
     return stages, optim.adamw(groups, lr=cfg.lr)
 
 
-def make_train_step(cfg, ps, stages, optimizer):
+def make_train_step(cfg, ps, stages, optimizer, evidence):
     """Return train_step(state, batch) -> (state, metrics): all of one step, in order."""
     params = tk.parameters_of(stages)
     lr_at = schedules.cosine(cfg.lr, warmup=cfg.warmup, total=cfg.schedule_steps)
@@ -129,12 +131,24 @@ def make_train_step(cfg, ps, stages, optimizer):
         tokens = tk.all_sum(tk.count_valid_tokens(batch.microbatches), ps.loss)
         sums = forward_backward(batch.microbatches, denominator=tokens)
         tk.sync_sp_grads(params, ps.sp_unfolded)
+        terms = losses.mean_terms(tk.reduce_metrics(sums, ps.loss), tokens)
         lr = lr_at(state.step)
-        norm = tk.clip_and_step(params, optimizer, lr=lr, max_norm=cfg.max_norm, axis=ps.pp)
+        applies = health.step_test(terms["loss"], state.health, cfg.policy, tokens=tokens)
+        norm = tk.clip_and_step(
+            params,
+            optimizer,
+            lr=lr,
+            max_norm=cfg.max_norm,
+            axis=ps.pp,
+            applies=applies,
+            world=ps.world,
+            evidence=evidence,
+        )
+        evidence.update(sums)
         metrics = {
-            **losses.mean_terms(tk.reduce_metrics(sums, ps.loss), tokens),
+            **terms,
             "grad_norm": norm,
-            "skipped": ~torch.isfinite(norm),
+            "skipped": ~applies(norm),
             "lr": lr,
             "tokens": tokens,
             "tokens_total": state.tokens + tokens,
@@ -146,29 +160,39 @@ def make_train_step(cfg, ps, stages, optimizer):
     return train_step
 
 
-def train(cfg, ps, tokenizer, model):
-    """Go on from the last checkpoint, or begin, and train until `cfg.steps`."""
-    say = print if ps.world.index == 0 else lambda _: None
-    run_dir = runtime.make_run_dir(cfg.out)
+def train(cfg, ps, tokenizer, model, phase, stopping):
+    """Go on from the last checkpoint, or begin, and train until `cfg.steps` or until a stop."""
+    say = sinks.printer(ps.world.share)
     say(f"reading {cfg.data or 'the source of the standard library'}")
     corpus = open_documents(cfg, tokenizer)
     longest, tokens = corpus.lengths.max(), corpus.lengths.sum()
     say(f"{len(corpus.lengths)} documents of {tokens} tokens, the longest of {longest}")
     rows = tk.pack_bins(corpus.lengths, cfg.row_length, multiple_of=cfg.multiple_of, seed=cfg.seed)
     stages, optimizer = build(cfg, ps, model)
-    tk.checkpoint.require_space(run_dir, stages)
-    facts = config.bound_values(cfg, may_change=MAY_CHANGE)
+    checkpoint.require_space(cfg.out, stages)
+    facts = config.config_facts(cfg)
     facts |= {"model": attrs.asdict(model), "tokenizer": tokenizers.tokenizer_hash(tokenizer)}
     facts |= {"fingerprint": corpora.fingerprint(corpus), "rows": packing.bins_hash(rows)}
+    told: list[str] = []
     state = tk.resume(
-        run_dir, tk.TrainState(), stages, optimizer, ps, request=cfg.resume, facts=facts, tell=say
+        cfg.out,
+        tk.TrainState(),
+        stages,
+        optimizer,
+        ps,
+        request=cfg.resume,
+        facts=facts,
+        changes=checkpoint.Changes(MAY_CHANGE, NEEDS_FLAG, cfg.allow_change),
+        tell=told.append,
     )
+    say("\n".join(told) or "beginning afresh")
     if ps.world.index == 0:
-        config.write_config(run_dir / "config.toml", cfg)
+        config.write_config(cfg.out / "config.toml", cfg)
     if state.step >= cfg.steps:
-        say(f"the run in {run_dir} is complete at step {state.step}; --steps takes it further")
+        say(f"the run in {cfg.out} is complete at step {state.step}; --steps takes it further")
 
-    train_step = make_train_step(cfg, ps, stages, optimizer)
+    evidence = {}
+    train_step = make_train_step(cfg, ps, stages, optimizer, evidence)
     make_batch = functools.partial(
         tk.step_batch,
         corpus,
@@ -182,21 +206,45 @@ def train(cfg, ps, tokenizer, model):
         costs=packing.row_costs(rows),
         pad_id=tokenizer.pad_id or 0,
     )
+    others = sinks.named_sinks(cfg.sinks, cfg.out, config=config.plain_values(cfg))
+    span, stop = {"step": state.step, "last": cfg.steps, "extra": others}, None
     with (
-        sinks.run_sinks(run_dir, ps.world.share, step=state.step, last=cfg.steps) as (log, event),
+        sinks.run_sinks(cfg.out, ps.world.share, **span) as (log, event),
         data.prefetch(make_batch, state.cursor, device=ps.device) as next_batch,
+        checkpoint.guarded_saves(
+            cfg.out,
+            stages,
+            optimizer,
+            ps,
+            facts=facts,
+            evidence=evidence,
+            event=event,
+            before_commit=functools.partial(sinks.sync_lines, cfg.out),
+            tell=say,
+            **cfg.safety,
+        ) as (save, guard),
     ):
-        while state.step < cfg.steps:
+        event("resume", step=state.step, told=told)
+        while state.step < cfg.steps and not stop:
             begin = time.perf_counter()
-            state, metrics = train_step(state, next_batch())
-            log(state.step, step_record(metrics, seconds=time.perf_counter() - begin))
-            if schedules.due(state.step, cfg.save_every, last=cfg.steps):
-                path = tk.save_checkpoint(run_dir, state, stages, optimizer, ps, facts=facts)
-                event("save", step=state.step, path=str(path))
-    tk.checkpoint.write_final(run_dir, state, stages, optimizer, ps)
+            state, metrics = train_step(state, next_batch(state.cursor))
+            phase(f"step {state.step + 1}", allow=cfg.step_timeout)
+            record = step_record(metrics, seconds=time.perf_counter() - begin)
+            log(state.step, record)
+            state = guard(state, record)
+            stop = stopping()
+            if stop or schedules.due(state.step, cfg.save_every, last=cfg.steps):
+                save(state)
+    if stop:
+        say(f"stopped after step {state.step} by {stop}; the same command goes on from there")
+        return runtime.SAVED
+    phase("the end", allow=cfg.start_timeout)
+    checkpoint.write_final(cfg.out, state, stages, optimizer, ps)
     if ps.world.index == 0:
-        sinks.plot_loss(run_dir / "metrics.jsonl", run_dir / "loss.png")
-        print(f"the run is in {run_dir}; its loss is drawn in {run_dir / 'loss.png'}")
+        sinks.plot_loss(cfg.out / "metrics.jsonl", cfg.out / "loss.png")
+        say(f"the run is in {cfg.out}; its loss is drawn in {cfg.out / 'loss.png'}")
+        say(sinks.run_summary(cfg.out))
+    return 0
 
 
 def main(argv=None):
@@ -211,10 +259,17 @@ def main(argv=None):
         )
         rows = {"row_length": cfg.row_length, "rows": cfg.rows, "microbatch": cfg.microbatch}
         parallel.check_layout(model, world=tk.mesh.world_size(), **rows, **cfg.layout)
-    session = tk.parallel_session(**cfg.degrees, fold_sp=cfg.fold_sp)
-    with runtime.report_errors(cfg.out), session as ps:
-        train(cfg, ps, tokenizer, model)
+        run_dir = runtime.make_run_dir(cfg.out)
+    with (
+        runtime.report_errors(run_dir),
+        runtime.trap_signals() as asked,
+        tk.parallel_session(**cfg.session) as ps,
+        runtime.run_lock(run_dir, ps.world),
+        runtime.watch(run_dir, ps.world, asked=asked, allow=cfg.start_timeout) as phase,
+        runtime.stop_votes(asked, ps.world) as stopping,
+    ):
+        return train(cfg, ps, tokenizer, model, phase, stopping)
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    runtime.leave(main)

@@ -8,19 +8,19 @@ python recipes/pretrain.py --data a.tokens b.tokens --weights 3 1    # a mixture
 """
 
 import functools
-import sys
 import time
 from pathlib import Path
 
 import attrs
 import numpy as np
-import torch
 
 import trainkit as tk
 from trainkit import (
+    checkpoint,
     config,
     corpora,
     data,
+    health,
     losses,
     models,
     optim,
@@ -89,13 +89,15 @@ class Config(config.RunConfig):
     """How many tokens the model writes at the end, for you to read."""
 
 
-# What a run may be continued with another value of: it changes nothing that is computed.
+# What a run may be continued with another value of, because it changes nothing that is computed.
 MAY_CHANGE = (
     *config.PLACE_FIELDS,
     *("data", "cache"),  # the content is kept, by its hash
     *("anneal_step", "anneal_weights", "anneal_lr"),  # the phases that have begun are kept
     *("microbatch", "recompute", "compiled", "eval_every", "sample"),
 )
+# What it may be continued with another value of if --allow-change says so.
+NEEDS_FLAG = ("lr", "warmup", "schedule_steps", "weight_decay", "max_norm")
 
 
 def open_corpora(cfg, tokenizer):
@@ -111,7 +113,7 @@ def open_corpora(cfg, tokenizer):
 
 
 def pack(cfg, ps, opened, say):
-    """Return the rows to train on, the rows held out (no document is in both), and a report."""
+    """Return the rows to train on and those held out (no document is in both), and reports."""
     train, held, reports = {}, {}, {}
     for name, corpus in opened.items():
         bins_of = functools.partial(
@@ -133,7 +135,14 @@ def pack(cfg, ps, opened, say):
             "empty_documents": int((corpus.lengths == 0).sum()),
             "held_out_documents": int(is_held.sum()),
         }
-    return data.join_packed(train), data.join_packed(held), reports
+    mix, held = data.join_packed(train), data.join_packed(held)
+    if any(part.trained is not None for part in mix.corpus.parts):
+        say("where a corpus says which of its tokens are trained on, the others are only read")
+    if not len(held.bins):
+        say("no document is held out of so few, so there is nothing to evaluate on")
+    fates = ("empty_documents", "split_documents", "truncated_documents", "dropped_documents")
+    counts = {name: sum(report[name] for report in reports.values()) for name in fates}
+    return mix, held, reports, counts
 
 
 def make_phases(cfg, num_rows):
@@ -153,7 +162,7 @@ def make_phases(cfg, num_rows):
     return sampling.make_phases(*phases)
 
 
-def bind_batches(cfg, ps, mix, phases, pad_id):
+def bind_batches(cfg, ps, mix, phases, tokenizer):
     """Return make_batch(cursor): this rank's part of the global batch at a cursor."""
     return functools.partial(
         tk.step_batch,
@@ -174,7 +183,7 @@ def bind_batches(cfg, ps, mix, phases, pad_id):
         ),
         source_of_row=mix.source_of_row,
         costs=packing.row_costs(mix.bins),
-        pad_id=pad_id,
+        pad_id=tokenizer.pad_id or 0,
     )
 
 
@@ -198,7 +207,7 @@ def build(cfg, ps, model):
     return stages, optim.adamw(groups, lr=cfg.lr)
 
 
-def make_train_step(cfg, ps, stages, optimizer, phases, loss):
+def make_train_step(cfg, ps, stages, optimizer, phases, loss, evidence):
     """Return train_step(state, batch) -> (state, metrics): all of one step, in order."""
     params = tk.parameters_of(stages)
     lr_at = schedules.warmup_stable_decay(
@@ -210,12 +219,24 @@ def make_train_step(cfg, ps, stages, optimizer, phases, loss):
         tokens = tk.all_sum(tk.count_valid_tokens(batch.microbatches), ps.loss)
         sums = forward_backward(batch.microbatches, denominator=tokens)
         tk.sync_sp_grads(params, ps.sp_unfolded)
+        terms = losses.mean_terms(tk.reduce_metrics(sums, ps.loss), tokens)
         lr = lr_at(state.step) * sampling.phase_at(state.step, phases).lr_scale
-        norm = tk.clip_and_step(params, optimizer, lr=lr, max_norm=cfg.max_norm, axis=ps.pp)
+        applies = health.step_test(terms["loss"], state.health, cfg.policy, tokens=tokens)
+        norm = tk.clip_and_step(
+            params,
+            optimizer,
+            lr=lr,
+            max_norm=cfg.max_norm,
+            axis=ps.pp,
+            applies=applies,
+            world=ps.world,
+            evidence=evidence,
+        )
+        evidence.update(sums)
         metrics = {
-            **losses.mean_terms(tk.reduce_metrics(sums, ps.loss), tokens),
+            **terms,
             "grad_norm": norm,
-            "skipped": ~torch.isfinite(norm),
+            "skipped": ~applies(norm),
             "lr": lr,
             "tokens": tokens,
             "tokens_total": state.tokens + tokens,
@@ -227,9 +248,29 @@ def make_train_step(cfg, ps, stages, optimizer, phases, loss):
     return train_step
 
 
+def bind_evaluation(cfg, ps, held, stages, loss, tokenizer):
+    """Return evaluate(), which gives the loss over the rows that are held out."""
+
+    def evaluate():
+        batches = tk.eval_batches(
+            held.corpus,
+            held.bins,
+            ps.dp.share,
+            ring=ps.ring.share,
+            ulysses=ps.ulysses.share,
+            rows_per_batch=cfg.microbatch,
+            source_of_row=held.source_of_row,
+            pad_id=tokenizer.pad_id or 0,
+            device=ps.device,
+        )
+        return tk.to_host(tk.evaluate(stages, batches, loss, axis=ps.loss, pp=ps.pp, tp=ps.tp))
+
+    return evaluate
+
+
 def make_facts(cfg, model, tokenizer, opened, mix, phases):
     """Return facts_at(step): what a run that has come to a step must be continued with."""
-    facts = config.bound_values(cfg, may_change=MAY_CHANGE)
+    facts = config.config_facts(cfg)
     facts |= {"model": attrs.asdict(model), "tokenizer": tokenizers.tokenizer_hash(tokenizer)}
     facts |= {"rows": packing.bins_hash(mix.bins)}
     facts |= {f"files of {name}": corpus.sources for name, corpus in opened.items()}
@@ -242,9 +283,9 @@ def make_facts(cfg, model, tokenizer, opened, mix, phases):
     return facts_at
 
 
-def finish(cfg, ps, state, stages, optimizer, tokenizer):
+def finish(cfg, ps, state, stages, optimizer, tokenizer, say):
     """Write how the run has ended, draw its loss, and show what the model writes."""
-    tk.checkpoint.write_final(cfg.out, state, stages, optimizer, ps)
+    checkpoint.write_final(cfg.out, state, stages, optimizer, ps)
     prompt = tokenizer.encode("def ")
     drawn = models.generate(
         stages[0],
@@ -259,79 +300,88 @@ def finish(cfg, ps, state, stages, optimizer, tokenizer):
     )
     if ps.world.index == 0:
         sinks.plot_loss(cfg.out / "metrics.jsonl", cfg.out / "loss.png")
-        print(f"\n{sinks.printable(tokenizer.decode([*prompt, *drawn]))}\n")
-        print(f"the run is in {cfg.out}; its loss is drawn in {cfg.out / 'loss.png'}")
+        say(f"\n{sinks.printable(tokenizer.decode([*prompt, *drawn]))}\n")
+        say(f"the run is in {cfg.out}; its loss is drawn in {cfg.out / 'loss.png'}")
+        say(sinks.run_summary(cfg.out))
 
 
-def train(cfg, ps, tokenizer, model):
-    """Go on from the last checkpoint, or begin, and train until `cfg.steps`."""
-    say = print if ps.world.index == 0 else lambda _: None
-    run_dir = runtime.make_run_dir(cfg.out)
+def train(cfg, ps, tokenizer, model, phase, stopping):
+    """Go on from the last checkpoint, or begin, and train until `cfg.steps` or until a stop."""
+    say = sinks.printer(ps.world.share)
     say(f"reading {', '.join(map(str, cfg.data)) or 'the source of the standard library'}")
     opened = open_corpora(cfg, tokenizer)
-    mix, held, reports = pack(cfg, ps, opened, say)
+    mix, held, reports, counts = pack(cfg, ps, opened, say)
     phases = make_phases(cfg, mix.num_rows)
-    if any(part.trained is not None for part in mix.corpus.parts):
-        say("where a corpus says which of its tokens are trained on, the others are only read")
-    if not len(held.bins):
-        say("no document is held out of so few, so there is nothing to evaluate on")
     stages, optimizer = build(cfg, ps, model)
-    tk.checkpoint.require_space(run_dir, stages)
+    checkpoint.require_space(cfg.out, stages)
     facts_at = make_facts(cfg, model, tokenizer, opened, mix, phases)
     told: list[str] = []
     state = tk.resume(
-        run_dir,
+        cfg.out,
         tk.TrainState(),
         stages,
         optimizer,
         ps,
         request=cfg.resume,
         facts=facts_at,
+        changes=checkpoint.Changes(MAY_CHANGE, NEEDS_FLAG, cfg.allow_change),
         tell=told.append,
     )
     say("\n".join(told) or "beginning afresh")
     if ps.world.index == 0:
-        config.write_config(run_dir / "config.toml", cfg)
+        config.write_config(cfg.out / "config.toml", cfg)
     if state.step >= cfg.steps:
-        say(f"the run in {run_dir} is complete at step {state.step}; --steps takes it further")
+        say(f"the run in {cfg.out} is complete at step {state.step}; --steps takes it further")
 
-    plain = parallel.next_token_linear(ps.tp)
-    loss = losses.by_source(mix.names, plain) if len(mix.names) > 1 else plain
-    fates = ("empty_documents", "split_documents", "truncated_documents", "dropped_documents")
-    counts = {name: sum(report[name] for report in reports.values()) for name in fates}
-    train_step = make_train_step(cfg, ps, stages, optimizer, phases, loss)
-    pad_id = tokenizer.pad_id or 0
-    make_batch = bind_batches(cfg, ps, mix, phases, pad_id)
+    loss = parallel.next_token_linear(ps.tp)
+    loss = losses.by_source(mix.names, loss) if len(mix.names) > 1 else loss
+    evidence = {}
+    train_step = make_train_step(cfg, ps, stages, optimizer, phases, loss, evidence)
+    make_batch = bind_batches(cfg, ps, mix, phases, tokenizer)
+    evaluate = bind_evaluation(cfg, ps, held, stages, loss, tokenizer)
+
+    others = sinks.named_sinks(cfg.sinks, cfg.out, config=config.plain_values(cfg))
+    span, stop = {"step": state.step, "last": cfg.steps, "extra": others}, None
     with (
-        sinks.run_sinks(run_dir, ps.world.share, step=state.step, last=cfg.steps) as (log, event),
+        sinks.run_sinks(cfg.out, ps.world.share, **span) as (log, event),
         data.prefetch(make_batch, state.cursor, device=ps.device) as next_batch,
+        checkpoint.guarded_saves(
+            cfg.out,
+            stages,
+            optimizer,
+            ps,
+            facts=facts_at,
+            evidence=evidence,
+            event=event,
+            before_commit=functools.partial(sinks.sync_lines, cfg.out),
+            tell=say,
+            **cfg.safety,
+        ) as (save, guard),
     ):
         event("resume", step=state.step, told=told)
         for name, report in reports.items():
             event("packing", step=state.step, corpus=name, **report)
-        while state.step < cfg.steps:
+        while state.step < cfg.steps and not stop:
             begin = time.perf_counter()
-            state, metrics = train_step(state, next_batch())
-            log(state.step, step_record(metrics, seconds=time.perf_counter() - begin) | counts)
+            state, metrics = train_step(state, next_batch(state.cursor))
+            phase(f"step {state.step + 1}", allow=cfg.step_timeout)
+            record = step_record(metrics, seconds=time.perf_counter() - begin)
+            log(state.step, record | counts)
+            state = guard(state, record)
             if len(held.bins) and schedules.due(state.step, cfg.eval_every, last=cfg.steps):
-                batches = tk.eval_batches(
-                    held.corpus,
-                    held.bins,
-                    ps.dp.share,
-                    ring=ps.ring.share,
-                    ulysses=ps.ulysses.share,
-                    rows_per_batch=cfg.microbatch,
-                    pad_id=pad_id,
-                    device=ps.device,
-                )
-                found = tk.evaluate(stages, batches, plain, axis=ps.loss, pp=ps.pp, tp=ps.tp)
-                found = tk.to_host(found)
+                phase("evaluation", allow=cfg.start_timeout)
+                found = evaluate()
                 event("evaluation", step=state.step, **found)
-                say(f"held out: {found['loss']:.4f} nats per token, over {found['tokens']} tokens")
-            if schedules.due(state.step, cfg.save_every, last=cfg.steps):
-                path = tk.save_checkpoint(run_dir, state, stages, optimizer, ps, facts=facts_at)
-                event("save", step=state.step, path=str(path))
-    finish(cfg, ps, state, stages, optimizer, tokenizer)
+                say(f"held out: {found['loss']:.4f} nats per token, {found['tokens']} tokens")
+            stop = stopping()
+            if stop or schedules.due(state.step, cfg.save_every, last=cfg.steps):
+                save(state)
+    if stop:
+        say(f"stopped after step {state.step} by {stop}; the same command goes on from there")
+        return runtime.SAVED
+    phase("the end", allow=cfg.start_timeout)
+    finish(cfg, ps, state, stages, optimizer, tokenizer, say)
+    return 0
 
 
 def main(argv=None):
@@ -343,10 +393,17 @@ def main(argv=None):
         model = models.decoder_config(cfg.size, vocab_size=vocab_size)
         rows = {"row_length": cfg.row_length, "rows": cfg.rows, "microbatch": cfg.microbatch}
         parallel.check_layout(model, world=tk.mesh.world_size(), **rows, **cfg.layout)
-    session = tk.parallel_session(**cfg.degrees, fold_sp=cfg.fold_sp)
-    with runtime.report_errors(cfg.out), session as ps:
-        train(cfg, ps, tokenizer, model)
+        run_dir = runtime.make_run_dir(cfg.out)
+    with (
+        runtime.report_errors(run_dir),
+        runtime.trap_signals() as asked,
+        tk.parallel_session(**cfg.session) as ps,
+        runtime.run_lock(run_dir, ps.world),
+        runtime.watch(run_dir, ps.world, asked=asked, allow=cfg.start_timeout) as phase,
+        runtime.stop_votes(asked, ps.world) as stopping,
+    ):
+        return train(cfg, ps, tokenizer, model, phase, stopping)
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    runtime.leave(main)

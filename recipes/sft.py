@@ -6,14 +6,12 @@ torchrun --nproc-per-node 2 recipes/sft.py --data chats.jsonl
 """
 
 import functools
-import sys
 import time
 from collections import Counter
 from pathlib import Path
 
 import attrs
 import numpy as np
-import torch
 
 import trainkit as tk
 from trainkit import (
@@ -22,6 +20,7 @@ from trainkit import (
     config,
     corpora,
     data,
+    health,
     losses,
     models,
     optim,
@@ -85,12 +84,14 @@ class Config(config.RunConfig):
     """What the model is asked at the end, for you to read its answers."""
 
 
-# What a run may be continued with another value of: it changes nothing that is computed.
+# What a run may be continued with another value of, because it changes nothing that is computed.
 MAY_CHANGE = (
     *config.PLACE_FIELDS,
     *("data", "init", "cache"),  # the content is kept, by its hash
     *("microbatch", "eval_every", "ask"),
 )
+# What it may be continued with another value of if --allow-change says so.
+NEEDS_FLAG = ("lr", "warmup", "schedule_steps", "weight_decay", "max_norm")
 
 
 def open_conversations(cfg, tokenizer):
@@ -134,6 +135,8 @@ def pack(cfg, ps, corpus, say):
         tell=say,
     )
     lengths = np.where(corpora.held_out_documents(corpus), 0, corpus.lengths)
+    if (lengths == corpus.lengths).all():
+        say("no conversation is held out of so few, so there is nothing to evaluate on")
     return bins_of(lengths=lengths), bins_of(lengths=corpus.lengths - lengths)
 
 
@@ -172,7 +175,43 @@ def build(cfg, ps, model):
     return stages, optim.adamw(groups, lr=cfg.lr)
 
 
-def make_train_step(cfg, ps, stages, optimizer, loss):
+def bind_batches(cfg, ps, corpus, rows, tokenizer):
+    """Return make_batch(cursor): this rank's part of the global batch at a cursor."""
+    return functools.partial(
+        tk.step_batch,
+        corpus,
+        rows,
+        rows=cfg.rows,
+        seed=cfg.seed,
+        share=ps.dp.share,
+        ring=ps.ring.share,
+        ulysses=ps.ulysses.share,
+        rows_per_microbatch=cfg.microbatch,
+        costs=packing.row_costs(rows),
+        pad_id=tokenizer.pad_id or 0,
+    )
+
+
+def bind_evaluation(cfg, ps, corpus, rows, stages, loss, tokenizer):
+    """Return evaluate(), which gives the loss over the rows that are held out."""
+
+    def evaluate():
+        batches = tk.eval_batches(
+            corpus,
+            rows,
+            ps.dp.share,
+            ring=ps.ring.share,
+            ulysses=ps.ulysses.share,
+            rows_per_batch=cfg.microbatch,
+            pad_id=tokenizer.pad_id or 0,
+            device=ps.device,
+        )
+        return tk.to_host(tk.evaluate(stages, batches, loss, axis=ps.loss, pp=ps.pp, tp=ps.tp))
+
+    return evaluate
+
+
+def make_train_step(cfg, ps, stages, optimizer, loss, evidence):
     """Return train_step(state, batch) -> (state, metrics): all of one step, in order."""
     params = tk.parameters_of(stages)
     lr_at = schedules.cosine(cfg.lr, warmup=cfg.warmup, total=cfg.schedule_steps)
@@ -182,12 +221,24 @@ def make_train_step(cfg, ps, stages, optimizer, loss):
         tokens = tk.all_sum(tk.count_valid_tokens(batch.microbatches), ps.loss)
         sums = forward_backward(batch.microbatches, denominator=tokens)
         tk.sync_sp_grads(params, ps.sp_unfolded)
+        terms = losses.mean_terms(tk.reduce_metrics(sums, ps.loss), tokens)
         lr = lr_at(state.step)
-        norm = tk.clip_and_step(params, optimizer, lr=lr, max_norm=cfg.max_norm, axis=ps.pp)
+        applies = health.step_test(terms["loss"], state.health, cfg.policy, tokens=tokens)
+        norm = tk.clip_and_step(
+            params,
+            optimizer,
+            lr=lr,
+            max_norm=cfg.max_norm,
+            axis=ps.pp,
+            applies=applies,
+            world=ps.world,
+            evidence=evidence,
+        )
+        evidence.update(sums)
         metrics = {
-            **losses.mean_terms(tk.reduce_metrics(sums, ps.loss), tokens),
+            **terms,
             "grad_norm": norm,
-            "skipped": ~torch.isfinite(norm),
+            "skipped": ~applies(norm),
             "lr": lr,
             "tokens": tokens,
             "tokens_total": state.tokens + tokens,
@@ -197,6 +248,14 @@ def make_train_step(cfg, ps, stages, optimizer, loss):
         return attrs.evolve(state, **moved), metrics
 
     return train_step
+
+
+def make_facts(cfg, model, tokenizer, corpus, rows):
+    """Return what a run must be continued with as it was begun."""
+    facts = config.config_facts(cfg)
+    facts |= {"model": attrs.asdict(model), "tokenizer": tokenizers.tokenizer_hash(tokenizer)}
+    facts |= {"files": corpus.sources, "fingerprint": corpora.fingerprint(corpus)}
+    return facts | {"rows": packing.bins_hash(rows)}
 
 
 def answer(cfg, ps, stages, tokenizer, question):
@@ -218,21 +277,21 @@ def answer(cfg, ps, stages, tokenizer, question):
     return tokenizer.decode(drawn)
 
 
-def finish(cfg, ps, state, stages, optimizer, tokenizer):
+def finish(cfg, ps, state, stages, optimizer, tokenizer, say):
     """Write how the run has ended, draw its loss, and ask the model some questions."""
-    tk.checkpoint.write_final(cfg.out, state, stages, optimizer, ps)
+    checkpoint.write_final(cfg.out, state, stages, optimizer, ps)
     answers = [answer(cfg, ps, stages, tokenizer, question) for question in cfg.ask]
     if ps.world.index == 0:
         sinks.plot_loss(cfg.out / "metrics.jsonl", cfg.out / "loss.png")
         for question, said in zip(cfg.ask, answers, strict=True):
-            print(f"\n{question}\n    {sinks.printable(said)}")
-        print(f"\nthe run is in {cfg.out}; its loss is drawn in {cfg.out / 'loss.png'}")
+            say(f"\n{question}\n    {sinks.printable(said)}")
+        say(f"\nthe run is in {cfg.out}; its loss is drawn in {cfg.out / 'loss.png'}")
+        say(sinks.run_summary(cfg.out))
 
 
-def train(cfg, ps, tokenizer, model, init, told):
-    """Go on from the last checkpoint, or begin, and train until `cfg.steps`."""
-    say = print if ps.world.index == 0 else lambda _: None
-    run_dir = runtime.make_run_dir(cfg.out)
+def train(cfg, ps, tokenizer, model, init, told, phase, stopping):
+    """Go on from the last checkpoint, or begin, and train until `cfg.steps` or until a stop."""
+    say = sinks.printer(ps.world.share)
     say(f"reading {cfg.data or 'signatures and docstrings of the standard library'}")
     corpus, counts = open_conversations(cfg, tokenizer)
     if counts["truncated"] or counts["dropped"]:
@@ -241,22 +300,18 @@ def train(cfg, ps, tokenizer, model, init, told):
             f"{cfg.row_length} tokens, and {counts['dropped']} are too long and dropped"
         )
     rows, held_rows = pack(cfg, ps, corpus, say)
-    if not len(held_rows):
-        say("no conversation is held out of so few, so there is nothing to evaluate on")
     stages, optimizer = build(cfg, ps, model)
-    tk.checkpoint.require_space(run_dir, stages)
-    facts = config.bound_values(cfg, may_change=MAY_CHANGE)
-    facts |= {"model": attrs.asdict(model), "tokenizer": tokenizers.tokenizer_hash(tokenizer)}
-    facts |= {"files": corpus.sources, "fingerprint": corpora.fingerprint(corpus)}
-    facts |= {"rows": packing.bins_hash(rows)}
+    checkpoint.require_space(cfg.out, stages)
+    facts = make_facts(cfg, model, tokenizer, corpus, rows)
     state = tk.resume(
-        run_dir,
+        cfg.out,
         tk.TrainState(),
         stages,
         optimizer,
         ps,
         request=cfg.resume,
         facts=facts,
+        changes=checkpoint.Changes(MAY_CHANGE, NEEDS_FLAG, cfg.allow_change),
         tell=told.append,
     )
     if init and state.step == 0:
@@ -264,55 +319,56 @@ def train(cfg, ps, tokenizer, model, init, told):
         told.append(f"beginning with the weights of {init}")
     say("\n".join(told) or "beginning afresh")
     if ps.world.index == 0:
-        config.write_config(run_dir / "config.toml", cfg)
+        config.write_config(cfg.out / "config.toml", cfg)
     if state.step >= cfg.steps:
-        say(f"the run in {run_dir} is complete at step {state.step}; --steps takes it further")
+        say(f"the run in {cfg.out} is complete at step {state.step}; --steps takes it further")
 
     loss = parallel.next_token_linear(ps.tp)
-    train_step = make_train_step(cfg, ps, stages, optimizer, loss)
-    pad_id = tokenizer.pad_id or 0
-    make_batch = functools.partial(
-        tk.step_batch,
-        corpus,
-        rows,
-        rows=cfg.rows,
-        seed=cfg.seed,
-        share=ps.dp.share,
-        ring=ps.ring.share,
-        ulysses=ps.ulysses.share,
-        rows_per_microbatch=cfg.microbatch,
-        costs=packing.row_costs(rows),
-        pad_id=pad_id,
-    )
+    evidence = {}
+    train_step = make_train_step(cfg, ps, stages, optimizer, loss, evidence)
+    make_batch = bind_batches(cfg, ps, corpus, rows, tokenizer)
+    evaluate = bind_evaluation(cfg, ps, corpus, held_rows, stages, loss, tokenizer)
+    others = sinks.named_sinks(cfg.sinks, cfg.out, config=config.plain_values(cfg))
+    span, stop = {"step": state.step, "last": cfg.steps, "extra": others}, None
     with (
-        sinks.run_sinks(run_dir, ps.world.share, step=state.step, last=cfg.steps) as (log, event),
+        sinks.run_sinks(cfg.out, ps.world.share, **span) as (log, event),
         data.prefetch(make_batch, state.cursor, device=ps.device) as next_batch,
+        checkpoint.guarded_saves(
+            cfg.out,
+            stages,
+            optimizer,
+            ps,
+            facts=facts,
+            evidence=evidence,
+            event=event,
+            before_commit=functools.partial(sinks.sync_lines, cfg.out),
+            tell=say,
+            **cfg.safety,
+        ) as (save, guard),
     ):
         event("resume", step=state.step, told=told)
         event("packing", step=state.step, **packing.packing_report(rows), **counts)
-        while state.step < cfg.steps:
+        while state.step < cfg.steps and not stop:
             begin = time.perf_counter()
-            state, metrics = train_step(state, next_batch())
-            log(state.step, step_record(metrics, seconds=time.perf_counter() - begin) | counts)
+            state, metrics = train_step(state, next_batch(state.cursor))
+            phase(f"step {state.step + 1}", allow=cfg.step_timeout)
+            record = step_record(metrics, seconds=time.perf_counter() - begin)
+            log(state.step, record | counts)
+            state = guard(state, record)
             if len(held_rows) and schedules.due(state.step, cfg.eval_every, last=cfg.steps):
-                batches = tk.eval_batches(
-                    corpus,
-                    held_rows,
-                    ps.dp.share,
-                    ring=ps.ring.share,
-                    ulysses=ps.ulysses.share,
-                    rows_per_batch=cfg.microbatch,
-                    pad_id=pad_id,
-                    device=ps.device,
-                )
-                found = tk.evaluate(stages, batches, loss, axis=ps.loss, pp=ps.pp, tp=ps.tp)
-                found = tk.to_host(found)
+                phase("evaluation", allow=cfg.start_timeout)
+                found = evaluate()
                 event("evaluation", step=state.step, **found)
-                say(f"held out: {found['loss']:.4f} nats per token, over {found['tokens']} tokens")
-            if schedules.due(state.step, cfg.save_every, last=cfg.steps):
-                path = tk.save_checkpoint(run_dir, state, stages, optimizer, ps, facts=facts)
-                event("save", step=state.step, path=str(path))
-    finish(cfg, ps, state, stages, optimizer, tokenizer)
+                say(f"held out: {found['loss']:.4f} nats per token, {found['tokens']} tokens")
+            stop = stopping()
+            if stop or schedules.due(state.step, cfg.save_every, last=cfg.steps):
+                save(state)
+    if stop:
+        say(f"stopped after step {state.step} by {stop}; the same command goes on from there")
+        return runtime.SAVED
+    phase("the end", allow=cfg.start_timeout)
+    finish(cfg, ps, state, stages, optimizer, tokenizer, say)
+    return 0
 
 
 def main(argv=None):
@@ -324,10 +380,17 @@ def main(argv=None):
         model, init = choose_model(cfg, tokenizer, told.append)
         rows = {"row_length": cfg.row_length, "rows": cfg.rows, "microbatch": cfg.microbatch}
         parallel.check_layout(model, world=tk.mesh.world_size(), **rows, **cfg.layout)
-    session = tk.parallel_session(**cfg.degrees, fold_sp=cfg.fold_sp)
-    with runtime.report_errors(cfg.out), session as ps:
-        train(cfg, ps, tokenizer, model, init, told)
+        run_dir = runtime.make_run_dir(cfg.out)
+    with (
+        runtime.report_errors(run_dir),
+        runtime.trap_signals() as asked,
+        tk.parallel_session(**cfg.session) as ps,
+        runtime.run_lock(run_dir, ps.world),
+        runtime.watch(run_dir, ps.world, asked=asked, allow=cfg.start_timeout) as phase,
+        runtime.stop_votes(asked, ps.world) as stopping,
+    ):
+        return train(cfg, ps, tokenizer, model, init, told, phase, stopping)
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    runtime.leave(main)

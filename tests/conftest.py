@@ -9,7 +9,7 @@ import pytest
 
 for _name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"):
     os.environ[_name] = "1"  # before torch: sums keep their order, and two cores their peace
-sys.path.insert(0, str(Path(__file__).parent))  # for `import strategies`
+sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parent / "faults")]  # helpers
 
 hypothesis.settings.register_profile(
     "trainkit", derandomize=True, deadline=None, max_examples=50, database=None, print_blob=False

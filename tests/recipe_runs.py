@@ -49,10 +49,10 @@ def here(flags, recipe="pretrain"):
     out, err = io.StringIO(), io.StringIO()
     with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
         try:
-            load(recipe).main([str(flag) for flag in flags])
+            code = load(recipe).main([str(flag) for flag in flags])
         except SystemExit as end:
             return end.code, err.getvalue()
-    return 0, out.getvalue()
+    return code or 0, out.getvalue()
 
 
 def several(runs, recipe="pretrain"):

@@ -14,7 +14,7 @@ import pytest
 
 PACKAGE = Path(__file__).parents[1] / "trainkit"
 PURE = ["types", "jit", "hashing", "noise", "sampling", "packing", "layout", "batch", "losses"]
-PURE += ["schedules"]
+PURE += ["schedules", "health"]
 ROOMS = [
     *PURE,
     "files",
@@ -24,6 +24,7 @@ ROOMS = [
     "prepare",
     "collectives",
     "launch",
+    "meeting",
     "mesh",
     "data",
     "attention",
@@ -31,9 +32,18 @@ ROOMS = [
     "parallel",
     "optim",
     "step",
+    "grads",
+    "metrics",
+    "checkpoint",
+    "convert",
+    "runtime",
+    "sinks",
+    "config",
+    "planning",
+    "testing",
+    "commands",
+    "__main__",
 ]
-ROOMS += ["grads", "metrics", "checkpoint", "runtime", "sinks", "config", "planning", "testing"]
-ROOMS += ["commands", "__main__"]
 SET_UP = ["types", "mesh", "parallel", "checkpoint"]
 
 FILES = {path.relative_to(PACKAGE).as_posix(): path.read_text() for path in PACKAGE.rglob("*.py")}

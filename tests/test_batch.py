@@ -180,6 +180,7 @@ def test_spans_are_the_documents_of_the_flattened_rows(batch):
     assert batch.spans.max_length == max(runs)
 
 
+@pytest.mark.case("S6")
 @given(batches())
 def test_labels_never_cross_a_document_boundary(batch):
     trained = batch.labels != IGNORED_LABEL
@@ -300,6 +301,7 @@ def of_tokens(tokens, **changes):
     return collate_bins(corpus, pack_bins([3], 4), [0])
 
 
+@pytest.mark.case("D2")
 def test_a_token_outside_the_vocabulary_is_named_with_file_document_and_offset():
     message = r"file part.tokens: document 1 \(b.md\), offset 2: token 70000 .* \[0, 50000\)"
     bins = pack_bins([4, 4], 8)
@@ -369,6 +371,7 @@ def test_blank_rows_need_no_tokens():
     assert batch.input_ids.tolist() == [[3, 3, 3, 3]]
 
 
+@pytest.mark.case("S7")
 @pytest.mark.parametrize(
     ("call", "message"),
     [

@@ -108,6 +108,7 @@ def test_a_required_field_may_come_from_either(tmp_path):
     assert read_config(Required, both) == Required(run=Path("b"))
 
 
+@pytest.mark.case("G1", "G2", "G8")
 @pytest.mark.parametrize(
     ("argv", "message"),
     [
@@ -139,6 +140,7 @@ def test_a_wrong_command_line_is_one_line_that_says_what(argv, message, capsys):
     assert capsys.readouterr() == ("", "")
 
 
+@pytest.mark.case("G1", "G2", "G11")
 @pytest.mark.parametrize(
     ("text", "message"),
     [
@@ -173,6 +175,7 @@ def test_a_wrong_file_is_refused_by_name(tmp_path, text, message):
     assert str(again.value) == str(caught.value)
 
 
+@pytest.mark.case("G2")
 def test_all_problems_of_a_file_stand_in_one_message(tmp_path):
     file = write(tmp_path, 'stpes = 3\nlr = -1.0\nsteps = "x"\ndecay = nan\nkind = "c"\nseed = 4')
     with pytest.raises(ConfigError) as caught:
@@ -238,6 +241,7 @@ def test_what_is_written_reads_back_equal(tmp_path_factory, config):
     assert [file.name for file in path.parent.iterdir()] == ["config.toml"]
 
 
+@pytest.mark.case("G2")
 def test_rules_hold_where_a_record_is_made_by_hand():
     for bad in ({"lr": 0.0}, {"decay": 1.5}, {"kind": "c"}, {"tp": 0}, {"dp_shard": -2}):
         with pytest.raises(ConfigError, match=next(iter(bad))):
@@ -248,6 +252,7 @@ def test_rules_hold_where_a_record_is_made_by_hand():
     assert math.isinf(Config(lr=math.inf).lr)
 
 
+@pytest.mark.case("L13")
 @pytest.mark.parametrize("missing", ["tyro", "cattrs"])
 def test_a_missing_extra_says_what_to_install(monkeypatch, tmp_path, missing):
     monkeypatch.setitem(sys.modules, missing, None)

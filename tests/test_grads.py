@@ -6,9 +6,14 @@ import math
 import pytest
 import torch
 from torch import nn
+from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
 
 import trainkit as tk
+from trainkit import health
+from trainkit.grads import blame
+from trainkit.parallel.naming import mark_tied_copy_
 from trainkit.testing import run_ranks
+from trainkit.types import SOLO
 
 PP = tk.solo_parallel().pp
 
@@ -25,6 +30,8 @@ def optimizers():
         "fused adamw": functools.partial(torch.optim.AdamW, fused=True),
         "adamw": functools.partial(torch.optim.AdamW, fused=False, foreach=False),
         "sgd": functools.partial(torch.optim.SGD, momentum=0.9),
+        "fused sgd": functools.partial(torch.optim.SGD, momentum=0.9, fused=True),
+        "adagrad": torch.optim.Adagrad,
     }
 
 
@@ -76,6 +83,11 @@ def test_a_group_s_rate_is_scaled():
     assert [p.item() for p in params] == [0.5, 0.75]
 
 
+def state_of(optimizer):
+    return [v.clone() for s in optimizer.state.values() for v in s.values() if v is not None]
+
+
+@pytest.mark.case("N2", "N3")
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
 @pytest.mark.parametrize("name", optimizers())
 def test_a_norm_that_is_not_finite_changes_nothing(name, value):
@@ -83,18 +95,63 @@ def test_a_norm_that_is_not_finite_changes_nothing(name, value):
     optimizer = optimizers()[name](params, lr=0.1)
     tk.clip_and_step(params, optimizer, lr=0.1, max_norm=1.0, axis=PP)
     before = [p.detach().clone() for p in params]
-    moments = [v.clone() for s in optimizer.state.values() for v in s.values() if v is not None]
+    moments = state_of(optimizer)
     for p in params:
         p.grad = torch.ones_like(p)
     params[1].grad[0] = value
     norm = tk.clip_and_step(params, optimizer, lr=0.1, max_norm=1.0, axis=PP)
     assert not torch.isfinite(norm)
-    after = [v for s in optimizer.state.values() for v in s.values() if v is not None]
     assert all(map(torch.equal, before, params))
-    assert all(map(torch.equal, moments, after))
+    assert all(map(torch.equal, moments, state_of(optimizer)))
     assert all(p.grad is None for p in params)
 
 
+@pytest.mark.case("N1")
+@pytest.mark.parametrize("value", [1.0, math.nan])
+@pytest.mark.parametrize("name", optimizers())
+def test_a_step_that_does_not_apply_changes_nothing_whatever_the_gradient(name, value):
+    params = parameters(torch.ones(3), torch.ones(2))
+    optimizer = optimizers()[name](params, lr=0.1, weight_decay=0.1)
+    seen = []
+    for applies in (True, False):
+        before, moments = [p.detach().clone() for p in params], state_of(optimizer)
+        for p in params:
+            p.grad = torch.full_like(p, 1.0 if applies else value)
+        norm = tk.clip_and_step(
+            params,
+            optimizer,
+            lr=0.1,
+            max_norm=1.0,
+            applies=lambda norm, told=applies: seen.append(norm) or torch.tensor(told),
+        )
+        assert seen[-1] is norm
+        assert all(map(torch.equal, before, params)) != applies
+    assert all(map(torch.equal, moments, state_of(optimizer)))
+
+
+@pytest.mark.case("N1")
+@pytest.mark.parametrize("name", optimizers())
+def test_a_first_step_that_is_skipped_leaves_the_second_as_a_first(name):
+    # A fused SGD that skips on the device begins its momentum with whatever the memory held.
+    results = []
+    for skips in (0, 2):
+        params = parameters(torch.ones(1000))
+        optimizer = optimizers()[name](params, lr=0.1)
+        for skip in [True] * skips + [False, False]:
+            rubbish = torch.full((1000,), 7.0)
+            del rubbish  # what the next tensor of this size is likely to find
+            params[0].grad = torch.full((1000,), math.nan if skip else 0.5)
+            tk.clip_and_step(params, optimizer, lr=0.1, max_norm=None)
+        results.append([params[0].detach(), *state_of(optimizer)])
+    assert all(map(torch.equal, *results))
+
+
+def test_skipping_by_a_factor_of_zero_is_no_skip():
+    # The control: 0 times NaN is NaN.
+    assert (torch.ones(1) - 0.0 * torch.tensor([math.nan])).isnan()
+
+
+@pytest.mark.case("O5")
 @pytest.mark.parametrize("max_norm", [0.0, -1.0, math.nan])
 def test_a_max_norm_that_is_not_positive_is_refused(max_norm):
     params = parameters(torch.ones(1))
@@ -197,10 +254,26 @@ def test_gradients_of_two_dtypes_have_one_norm():
     assert tk.grad_norm(params) == 5
 
 
-def test_a_rate_that_is_not_finite_is_refused():
+@pytest.mark.case("O5")
+@pytest.mark.parametrize("lr", [math.nan, math.inf, -0.1])
+def test_a_rate_that_is_no_rate_is_refused(lr):
     params = parameters(torch.ones(1))
-    with pytest.raises(ValueError, match="lr must be finite, got nan"):
-        tk.clip_and_step(params, torch.optim.SGD(params), lr=math.nan, max_norm=None)
+    with pytest.raises(ValueError, match=f"lr must be finite and at least 0, got {lr}"):
+        tk.clip_and_step(params, torch.optim.SGD(params), lr=lr, max_norm=None)
+    assert params[0] == 1
+    assert params[0].grad == 1
+
+
+@pytest.mark.case("O5")
+def test_parameters_that_are_frozen_or_have_no_gradient_stay_as_they_are():
+    frozen, unused = nn.Parameter(torch.ones(1), requires_grad=False), nn.Parameter(torch.ones(1))
+    for params in ([], [frozen], [unused], [frozen, unused, *parameters(torch.ones(1))]):
+        optimizer = torch.optim.AdamW([*params, nn.Parameter(torch.ones(1))], fused=True)
+        norm = tk.clip_and_step(params, optimizer, lr=0.5, max_norm=1.0)
+        assert norm == float(len(params) == 3)
+        assert frozen == unused == 1
+        assert all(p.grad is None for p in params)
+        assert [p in optimizer.state for p in params] == [False, False, True][: len(params)]
 
 
 def test_skipping_leaves_no_mark_on_the_optimizer():
@@ -261,8 +334,6 @@ def test_the_norm_over_stages_is_the_root_of_the_sum_of_squares():
 
 
 def test_a_tied_copy_is_not_counted_but_clipped_and_stepped():
-    from trainkit.parallel.naming import mark_tied_copy_
-
     params = parameters(torch.tensor([3.0, 4.0]), torch.tensor([3.0, 4.0]))
     mark_tied_copy_(params[1])
     assert tk.grad_norm(params) == 5
@@ -270,3 +341,78 @@ def test_a_tied_copy_is_not_counted_but_clipped_and_stepped():
     assert tk.clip_and_step(params, sgd, lr=1.0, max_norm=1.0) == 5
     assert torch.equal(params[0], params[1])
     assert params[1].grad is None
+
+
+@pytest.mark.case("N2")
+def test_the_first_gradient_on_the_way_back_is_blamed_first():
+    model = nn.Sequential(*[nn.Linear(2, 2, bias=False) for _ in range(5)])
+    evidence, sgd = {}, torch.optim.SGD(model.parameters())
+
+    def spoil(grad):
+        return grad * math.inf
+
+    model[3].register_full_backward_hook(lambda _, grads, __: (spoil(grads[0]),))
+    model(torch.ones(1, 2)).sum().backward()
+    norm = tk.clip_and_step(model.parameters(), sgd, lr=0.1, max_norm=None, evidence=evidence)
+    assert not torch.isfinite(norm)
+    told = blame(evidence, [model], SOLO, most=2)
+    words = "the gradient of {}.weight on rank 0"
+    assert told == [words.format(2), words.format(1), "and 1 more"]
+
+
+def test_evidence_is_of_the_last_step_alone():
+    params, evidence = parameters(torch.tensor([3.0, 4.0]), torch.ones(1)), {"loss": torch.ones(())}
+    tk.grad_norm(params, evidence=evidence)
+    assert [float(evidence[key]) for key in ("loss", *params)] == [1, 5, 1]
+    params[1].grad = None
+    tk.grad_norm(params, evidence=evidence)
+    assert evidence.keys() == {"loss", params[0]}
+
+
+def refused_by_one():
+    """Return norms and parameters when rank 1 alone refuses a step, and when nobody does."""
+    with tk.parallel_session(dp_replicate=2) as ps:
+        found = []
+        for refuser in (1, None):
+            params = parameters(torch.tensor([3.0, 4.0]))
+            applies = torch.tensor(ps.world.index != refuser)
+            norm = tk.clip_and_step(
+                params,
+                torch.optim.SGD(params),
+                lr=1.0,
+                max_norm=None,
+                applies=lambda _, told=applies: told,
+                world=ps.world,
+            )
+            found.append((float(norm), params[0].tolist()))
+        return found
+
+
+@pytest.mark.case("N1")
+def test_what_one_rank_refuses_is_refused_by_all():
+    (refused, taken), (own, also_taken) = run_ranks(refused_by_one, 2)
+    assert math.isnan(refused[0])
+    assert own[0] == 5
+    assert refused[1] == own[1] == [1.0, 1.0]
+    assert taken == also_taken == (5.0, [-2.0, -3.0])
+
+
+def steps_without_values(*, fused):
+    """Take two steps of tensors that have no values, so that reading one on the host raises."""
+    with FakeTensorMode():
+        params, memory = [nn.Parameter(torch.ones(3))], {"losses": [2.0] * 20, "norms": [1.0] * 20}
+        optimizer = torch.optim.AdamW(params, fused=fused)
+        for _ in range(2):
+            params[0].grad = torch.ones(3)
+            applies = health.step_test(
+                torch.ones(()), memory, health.Policy(on_spike="skip"), tokens=torch.ones(())
+            )
+            options = {"applies": applies, "evidence": {}}
+            norm = tk.clip_and_step(params, optimizer, lr=0.1, max_norm=1.0, **options)
+            _ = ~applies(norm)
+
+
+def test_with_a_fused_optimizer_the_host_waits_for_no_number():
+    steps_without_values(fused=True)
+    with pytest.raises(DataDependentOutputException):  # the control
+        steps_without_values(fused=False)

@@ -13,7 +13,14 @@ import torch
 from test_docs import blocks_of, problems_of_command
 
 import trainkit as tk
-from trainkit.launch import Launch, launch_from_slurm, launch_from_torchrun, read_launch
+from trainkit.launch import (
+    Launch,
+    launch_from_slurm,
+    launch_from_torchrun,
+    launch_notes,
+    read_launch,
+    require_torch,
+)
 from trainkit.testing import run_ranks
 from trainkit.types import ConfigError
 
@@ -113,6 +120,83 @@ def test_a_variable_of_slurm_that_is_missing_or_wrong_is_named(name):
 
 def test_one_process_inside_an_allocation_is_one_process():
     assert read_launch({**SLURM, "RANK": "0", "WORLD_SIZE": "1"}) == Launch(0, 1, 0)
+
+
+@pytest.mark.case("L1", "L2")
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("RANK", None),
+        ("RANK", "abc"),
+        ("RANK", ""),
+        ("RANK", "1.0"),
+        ("RANK", "-1"),
+        ("RANK", "16"),
+        ("RANK", "99"),
+        ("WORLD_SIZE", None),
+        ("WORLD_SIZE", "0"),
+        ("WORLD_SIZE", "two"),
+        ("WORLD_SIZE", "9"),
+        ("LOCAL_RANK", "-1"),
+        ("MASTER_ADDR", None),
+        ("MASTER_ADDR", ""),
+        ("MASTER_PORT", None),
+        ("MASTER_PORT", "65536"),
+        ("MASTER_PORT", "http"),
+    ],
+)
+def test_a_variable_of_torchrun_that_is_missing_or_wrong_is_named(name, value, monkeypatch):
+    env = {key: text for key, text in {**TORCHRUN, name: value}.items() if text is not None}
+    monkeypatch.setattr(socket, "socket", lambda *_: pytest.fail("a socket was opened"))
+    with pytest.raises(ConfigError) as refused:
+        read_launch(env)
+    named = "RANK" if (name, value) == ("WORLD_SIZE", "9") else name
+    assert named in str(refused.value)
+    assert refused.value.where == named
+    assert repr(value) in str(refused.value) or named != name or not value
+
+
+@pytest.mark.case("L8")
+def test_torchrun_wins_over_slurm_and_says_so():
+    both = {**SLURM, **TORCHRUN, "RANK": "3", "MASTER_PORT": "29502"}
+    assert read_launch(both) == Launch(3, 16, 1, "node0", 29502)
+    without = {name: text for name, text in both.items() if name != "LOCAL_RANK"}
+    assert read_launch(without).local_rank == 3  # not SLURM_LOCALID
+    (note,) = launch_notes(both)
+    assert note.startswith("RANK=3 of WORLD_SIZE=16 counts; SLURM_PROCID=9 of SLURM_NTASKS=16")
+    assert launch_notes({**SLURM, **TORCHRUN}) == []
+    with pytest.raises(ConfigError, match="RANK"):  # a mix would be SLURM's rank
+        read_launch({name: text for name, text in both.items() if name != "RANK"})
+
+
+@pytest.mark.case("L9", "E8")
+def test_a_job_that_slurm_has_started_again_is_told_of():
+    assert "SLURM_RESTART_COUNT=1" in launch_notes({**SLURM, "SLURM_RESTART_COUNT": "1"})[0]
+    for env in (SLURM, {**SLURM, "SLURM_RESTART_COUNT": "0"}, {}):
+        assert launch_notes(env) == []
+
+
+@pytest.mark.case("L10")
+def test_a_torchrun_in_a_job_that_would_die_of_sigusr1_is_told_of():
+    env = {"SLURM_JOB_ID": "7", "TORCHELASTIC_RUN_ID": "none"}
+    usual = "SIGTERM,SIGINT,SIGHUP,SIGQUIT"
+    (note,) = launch_notes(env | {"TORCHELASTIC_SIGNALS_TO_HANDLE": usual})
+    assert f"--signals-to-handle={usual},SIGUSR1" in note
+    assert launch_notes(env | {"TORCHELASTIC_SIGNALS_TO_HANDLE": f"{usual},SIGUSR1"}) == []
+    assert launch_notes({"TORCHELASTIC_RUN_ID": "none"}) == []
+
+
+@pytest.mark.case("L15")
+@pytest.mark.parametrize("found", ["2.10.1", "2.9", "1.13.1+cu117", "nightly"])
+def test_an_old_torch_is_refused(found):
+    with pytest.raises(ConfigError, match=r"2\.11"):
+        require_torch(found)
+
+
+@pytest.mark.case("L15")
+def test_the_torch_that_is_here_is_recent_enough():
+    for found in (None, "2.11.0", "2.13.0+cpu", "3.0.0a0+git12"):
+        require_torch(found)
 
 
 def as_slurm_would(port):

@@ -35,6 +35,7 @@ def cut_sequences(draw):
     return torch.arange(shape[0] * shape[1]).reshape(shape), dim, count, cu_seqlens
 
 
+@pytest.mark.case("S4")
 @given(cut_sequences())
 def test_unshard_undoes_shard(case):
     x, dim, count, cu_seqlens = case
@@ -131,6 +132,7 @@ def with_extra(batch):
     return attrs.evolve(batch, extra=extra)
 
 
+@pytest.mark.case("S4")
 @given(batches(multiple_of=12), st.sampled_from([2, 3, 6]), st.booleans())
 def test_all_of_a_batch_travels_together(batch, count, zigzag):
     batch, split = with_extra(batch), zigzag_shard if zigzag else contiguous_shard
@@ -210,6 +212,7 @@ def test_one_rank_holds_the_batch_itself():
     assert shard_sequence(batch, ring=Share(0, 1), ulysses=Share(0, 1)) is batch
 
 
+@pytest.mark.case("S3")
 @pytest.mark.parametrize(
     ("length", "ring", "ulysses", "message"),
     [
@@ -225,6 +228,7 @@ def test_rows_that_do_not_divide_are_refused(length, ring, ulysses, message):
         shard_sequence(blank_batch(1, length), ring=Share(0, ring), ulysses=Share(0, ulysses))
 
 
+@pytest.mark.case("S3")
 def test_documents_that_do_not_divide_are_refused():
     ids = torch.tensor([[0] * 6 + [1] * 10])
     batch = attrs.evolve(blank_batch(1, 16), spans=spans(ids))

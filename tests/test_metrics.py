@@ -5,6 +5,7 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+import trainkit as tk
 from trainkit import metrics
 from trainkit.mesh import solo_parallel
 from trainkit.metrics import (
@@ -16,6 +17,7 @@ from trainkit.metrics import (
     to_host,
     tokens_per_second,
 )
+from trainkit.testing import run_ranks
 from trainkit.types import Axis, Share
 
 SUMS = {
@@ -38,20 +40,62 @@ def test_reduce_metrics_makes_one_packed_sum_in_sorted_order(monkeypatch):
 
     def all_sum(x, axis):
         calls.append((x.clone(), axis.count))
-        return x + torch.tensor([0.25, -(2.0**52), 3.0], dtype=torch.float64)
+        other = x.clone()
+        other[1:4] = torch.tensor([0.25, -(2.0**52), 3.0])
+        return x + other
 
     monkeypatch.setattr(metrics, "all_sum", all_sum)
     out = reduce_metrics(SUMS, Axis("loss", Share(0, 2)))
     ((packed, count),) = calls
     assert count == 2
     assert packed.dtype == torch.float64
-    assert packed[1:].tolist() == [2**53 - 1, 1.5]
+    assert packed[2:4].tolist() == [2**53 - 1, 1.5]
+    assert not packed[4:].any()
     assert {name: value.dtype for name, value in out.items()} == {
         name: value.dtype for name, value in SUMS.items()
     }
+    assert list(out) == list(SUMS)
     assert out["loss"] == 4.5
     assert out["aux/count"].item() == 2**52 - 1
     assert out["aux"].item() == pytest.approx(0.35)
+
+
+def reduced_where_a_rank_has_no_value():
+    with tk.parallel_session() as ps:
+        own = {"loss": torch.tensor(1.5), f"only/{ps.world.index}": torch.tensor(2)}
+        few = own if ps.world.index else {"loss": torch.tensor(1.5)}
+        found = []
+        for sums in (own, few, few if ps.world.index else {}):
+            try:
+                found.append(reduce_metrics(sums, ps.loss))
+            except ValueError as error:
+                found.append(str(error))
+        agreed = reduce_metrics(few, ps.loss, names=("only/1", "loss", "nobody"))
+        nothing = reduce_metrics({}, ps.loss), reduce_metrics({}, ps.loss, names=())
+        return found, {name: (x.item(), str(x.dtype)) for name, x in agreed.items()}, nothing
+
+
+@pytest.mark.case("W9")
+def test_a_rank_without_a_value_adds_nothing_or_is_told_and_nobody_waits():
+    for rank, (refused, agreed, nothing) in enumerate(
+        run_ranks(reduced_where_a_rank_has_no_value, 2)
+    ):
+        own = "only/1" if rank else "loss"
+        assert all(f"'{own}'" in text or rank == 0 for text in refused)
+        for text in refused:
+            assert text.startswith(
+                "reduce_metrics: the ranks of 'loss' passed different names, here"
+            )
+        assert list(agreed) == ["only/1", "loss", "nobody"]
+        assert list(agreed.values()) == [(x, "torch.float64") for x in (2.0, 3.0, 0.0)]
+        assert nothing == ({}, {})
+
+
+def test_names_that_nobody_expects_are_refused_before_anything_is_sent():
+    with pytest.raises(ValueError, match=r"reduce_metrics: \['aux', 'aux/count'\] are not among"):
+        reduce_metrics(SUMS, Axis("loss", Share(0, 2)), names=["loss"])
+    found = reduce_metrics({"b": torch.tensor(1)}, solo_parallel().loss, names=["a", "b"])
+    assert found == {"a": 0, "b": 1}
 
 
 def test_reduce_metrics_lets_go_of_the_graph_and_refuses_what_is_no_scalar(monkeypatch):

@@ -62,6 +62,7 @@ def test_it_adds_to_the_gradient_that_is_there():
     assert torch.allclose(model.weight.grad, 2 * once.weight.grad)
 
 
+@pytest.mark.case("S1")
 def test_a_step_without_a_valid_token_leaves_zero_gradients():
     model, batch = linear(), data(4, weight=torch.zeros(4, 1))
     sums = tk.forward_backward(model, [batch], squared, denominator=torch.tensor(0), call=call)

@@ -23,15 +23,18 @@ if TYPE_CHECKING:
     from trainkit import checkpoint as checkpoint
     from trainkit import collectives as collectives
     from trainkit import config as config
+    from trainkit import convert as convert
     from trainkit import corpora as corpora
     from trainkit import data as data
     from trainkit import files as files
     from trainkit import grads as grads
     from trainkit import hashing as hashing
+    from trainkit import health as health
     from trainkit import jit as jit
     from trainkit import launch as launch
     from trainkit import layout as layout
     from trainkit import losses as losses
+    from trainkit import meeting as meeting
     from trainkit import mesh as mesh
     from trainkit import metrics as metrics
     from trainkit import models as models
@@ -65,6 +68,7 @@ if TYPE_CHECKING:
     from trainkit.corpora import write_corpus as write_corpus
     from trainkit.data import eval_batches as eval_batches
     from trainkit.data import step_batch as step_batch
+    from trainkit.grads import blame as blame
     from trainkit.grads import clip_and_step as clip_and_step
     from trainkit.grads import grad_norm as grad_norm
     from trainkit.grads import named_parameters_of as named_parameters_of
@@ -111,6 +115,7 @@ _CONTENTS = {
     "batch": "collate_bins shift_labels count_valid_tokens batch_hash to_device",
     "losses": "",
     "schedules": "",
+    "health": "",
     "files": "",
     "tokenizers": "",
     "chat": "",
@@ -118,6 +123,7 @@ _CONTENTS = {
     "prepare": "prepare_corpus",
     "collectives": "all_sum all_max broadcast agree",
     "launch": "",
+    "meeting": "",
     "mesh": "parallel_session solo_parallel axis_from_group",
     "data": "step_batch eval_batches",
     "attention": "",
@@ -128,10 +134,12 @@ _CONTENTS = {
         "forward_backward bind_forward_backward forward_only evaluate call_model call_with_noise"
     ),
     "grads": (
-        "parameters_of named_parameters_of sum_gradients_ sync_sp_grads grad_norm clip_and_step"
+        "parameters_of named_parameters_of sum_gradients_ sync_sp_grads grad_norm clip_and_step "
+        "blame"
     ),
     "metrics": "reduce_metrics to_host",
     "checkpoint": "save_checkpoint resume state_hash",
+    "convert": "",
     "runtime": "",
     "sinks": "",
     "config": "",

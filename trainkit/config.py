@@ -16,12 +16,15 @@ import re
 import sys
 import tomllib
 from collections.abc import Callable, Container, Iterable, Sequence
+from datetime import timedelta
 from itertools import groupby, zip_longest
 from pathlib import Path
 from typing import Any, Literal, TypeVar, get_origin, get_type_hints
 
 import attrs
 
+from trainkit.checkpoint.retention import Retention
+from trainkit.health import Policy
 from trainkit.runtime.errors import needs_extra
 from trainkit.types import ConfigError
 
@@ -109,6 +112,18 @@ class RunConfig:
     allow_change: tuple[str, ...] = ()
     """Names of flags that this run may be continued with another value of: lr, schedule-steps."""
 
+    max_skips: int = attrs.field(default=3, validator=positive)
+    """So many steps in a row with bad numbers are a roll-back; those before are skipped."""
+
+    max_rollbacks: int = attrs.field(default=3, validator=non_negative)
+    """How often a run may go back to an earlier checkpoint because of bad numbers."""
+
+    on_spike: Literal["apply", "skip"] = "apply"
+    """Whether a step far above those before it, in loss or norm, is taken and told, or skipped."""
+
+    sinks: tuple[Literal["tensorboard", "wandb"], ...] = ()
+    """Where metrics go besides metrics.jsonl: tensorboard, wandb."""
+
     step_timeout: float = attrs.field(default=600.0, validator=positive)
     """Seconds that a step may take before the run ends and the rank that is stuck is named."""
 
@@ -157,6 +172,29 @@ class RunConfig:
         return {name: getattr(self, name) for name in DEGREES}
 
     @property
+    def policy(self) -> Policy:
+        """What is done about bad numbers."""
+        names = ("max_skips", "max_rollbacks", "on_spike")
+        return Policy(**{name: getattr(self, name) for name in names})
+
+    @property
+    def safety(self) -> dict[str, Any]:
+        """What `checkpoint.guarded_saves` takes of a configuration."""
+        retention = Retention(last=self.keep, every=self.keep_every)
+        how = {"policy": self.policy, "retention": retention, "background": self.background_saves}
+        return {**how, "config": plain_values(self)}
+
+    @property
+    def session(self) -> dict[str, Any]:
+        """What `parallel_session` takes.
+
+        Collectives may wait long: it is `runtime.watch` that ends a step after the step-timeout,
+        and knows who is stuck.
+        """
+        longest = max(self.start_timeout, 10 * self.step_timeout)
+        return {**self.degrees, "fold_sp": self.fold_sp, "timeout": timedelta(seconds=longest)}
+
+    @property
     def layout(self) -> dict[str, Any]:
         """What `parallel.check_layout` asks beside the model and the rows."""
         others = ("fold_sp", "schedule", "reshard_after_forward", "multiple_of")
@@ -167,6 +205,7 @@ DEGREES = ("pp", "dp_replicate", "dp_shard", "ring", "ulysses", "tp", "ep")
 LAYOUT_FIELDS = (*DEGREES, "fold_sp", "schedule", "reshard_after_forward", "cpu_offload")
 """The fields of `RunConfig` that say where the work of a step happens, never what is computed."""
 SAFETY_FIELDS = ("keep", "keep_every", "background_saves", "step_timeout", "start_timeout")
+SAFETY_FIELDS += ("max_skips", "max_rollbacks", "on_spike", "sinks")
 """The fields of `RunConfig` that say how a run is watched and kept, not what it is."""
 PLACE_FIELDS = ("out", "steps", "config", "resume", "save_every", "allow_change")
 PLACE_FIELDS += (*SAFETY_FIELDS, *LAYOUT_FIELDS)
@@ -257,22 +296,30 @@ def write_config(path: str | Path, config: Any) -> None:
     new.replace(path)
 
 
-def bound_values(config: Any, *, may_change: Iterable[str]) -> dict[str, Any]:
-    """Return the values that a run keeps to the end, as facts to save with its checkpoints.
-
-    Args:
-        config: The configuration of a run.
-        may_change: Names of the fields that a run may be continued with another value of.
-
-    Returns:
-        {"config.NAME": value} of all other fields, of what JSON holds.
+def plain_values(config: Any) -> dict[str, Any]:
+    """Return the fields of a configuration as values that JSON holds.
 
     Examples:
-        >>> bound_values(RunConfig(seed=7), may_change=PLACE_FIELDS)
-        {'config.schedule_steps': 1000, 'config.seed': 7, 'config.multiple_of': 8}
+        >>> plain_values(RunConfig(seed=7))["out"], plain_values(RunConfig(seed=7))["seed"]
+        ('runs/run', 7)
     """
-    names = [a.name for a in _fields(type(config)) if a.name not in set(may_change)]
-    return {f"config.{name}": _plain(getattr(config, name)) for name in names}
+    return {a.name: _plain(getattr(config, a.name)) for a in _fields(type(config))}
+
+
+def config_facts(config: Any) -> dict[str, Any]:
+    """Return a configuration as facts to save with the checkpoints of a run.
+
+    What only says where files are, and how this start of the run began, is no fact of the run.
+
+    Returns:
+        {"config.NAME": value}.
+
+    Examples:
+        >>> config_facts(RunConfig(seed=7))["config.seed"]
+        7
+    """
+    start = ("out", "config", "resume", "allow_change")
+    return {f"config.{name}": x for name, x in plain_values(config).items() if name not in start}
 
 
 def _plain(value: Any) -> Any:

@@ -7,21 +7,24 @@ norm of the whole model's gradient, each element counted once.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, MutableMapping, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from trainkit.collectives import all_sum
+from trainkit.collectives import all_gather_json, all_sum
 from trainkit.parallel.naming import is_tied_copy, named_parameters_of
 from trainkit.parallel.reduction import sum_gradients_
 from trainkit.types import SOLO, Axis
 
 __all__ = [
+    "Evidence",
+    "blame",
     "clip_and_step",
     "grad_norm",
+    "name_ranks",
     "named_parameters_of",
     "parameters_of",
     "sum_gradients_",
@@ -29,6 +32,11 @@ __all__ = [
 ]
 
 _BUCKET_ELEMENTS = 16 * 1024 * 1024
+
+Evidence = MutableMapping[Any, Tensor]
+"""Numbers of one step on this rank, left on the device for `blame`: terms of the loss by name, and
+norms of gradients by parameter.
+"""
 
 
 def parameters_of(stages: Iterable[nn.Module]) -> list[nn.Parameter]:
@@ -110,12 +118,13 @@ def _buckets(grads: Sequence[Tensor]) -> list[list[Tensor]]:
 # -------------------------------------------------------------------------------------------- norm
 
 
-def _norm(grads: Sequence[Tensor]) -> Tensor:
-    """Return the 2-norm of a list of plain tensors, accumulated in at least fp32."""
+def _norms(grads: Sequence[Tensor]) -> list[Tensor]:
+    """Return the 2-norms of plain tensors, accumulated in at least fp32."""
+    if not grads:
+        return []
     double = any(grad.dtype == torch.float64 for grad in grads)
     dtype = torch.float64 if double else torch.float32
-    parts = torch._foreach_norm(list(grads), 2.0, dtype=dtype)  # noqa: SLF001 (torch.nn.utils too)
-    return torch.linalg.vector_norm(torch.stack(parts))
+    return list(torch._foreach_norm(list(grads), 2.0, dtype=dtype))  # noqa: SLF001 (torch.nn.utils too)
 
 
 def _sharded_over(grad: Any) -> tuple[Any, tuple[int, ...]] | None:
@@ -136,7 +145,9 @@ def _sharded_over(grad: Any) -> tuple[Any, tuple[int, ...]] | None:
 
 
 @torch.no_grad()
-def grad_norm(params: Iterable[nn.Parameter], *, axis: Axis = SOLO) -> Tensor:
+def grad_norm(
+    params: Iterable[nn.Parameter], *, axis: Axis = SOLO, evidence: Evidence | None = None
+) -> Tensor:
     """Return the 2-norm of the whole model's gradient.
 
     Squares are summed over exactly the mesh dimensions that a parameter is sharded over, never over
@@ -147,6 +158,8 @@ def grad_norm(params: Iterable[nn.Parameter], *, axis: Axis = SOLO) -> Tensor:
         params: Parameters of this rank, plain or DTensor; those without a gradient count as zero.
         axis: The pipeline axis, `ps.pp`, whose ranks hold different parameters. It is no
             data-parallel axis: what parameters are sharded over is read off them.
+        evidence: Is given the norm of each parameter's gradient on this rank, which is computed
+            anyway; those of an earlier step go.
 
     Returns:
         A 0-d tensor of fp32, or fp64 for fp64 gradients, equal on all ranks (in fp32 on a pipeline
@@ -169,13 +182,16 @@ def grad_norm(params: Iterable[nn.Parameter], *, axis: Axis = SOLO) -> Tensor:
     # Grouped by the parameters, which all ranks have in the same order, not by the gradients.
     groups: dict[Any, list[nn.Parameter]] = {}
     copies: list[nn.Parameter] = []
+    if evidence is not None:
+        for key in [key for key in evidence if isinstance(key, nn.Parameter)]:
+            del evidence[key]
     for p in params:
         if p.requires_grad and is_tied_copy(p):
             copies.append(p)
         elif p.requires_grad:
             where = None if type(p) is nn.Parameter else _sharded_over(p)
             groups.setdefault(where, []).append(p)
-    totals = [_group_norm(where, members) for where, members in groups.items()]
+    totals = [_group_norm(where, members, evidence) for where, members in groups.items()]
     # A stage that trains its tied copy alone must clip it as the first stage clips the owner.
     totals = totals or [_zero_like(p) for p in copies[:1]]
     norm = totals[0] if len(totals) == 1 else _combined(totals)
@@ -186,12 +202,15 @@ def grad_norm(params: Iterable[nn.Parameter], *, axis: Axis = SOLO) -> Tensor:
     return all_sum(square, axis).sqrt().to(norm.dtype)
 
 
-def _group_norm(where: Any, members: Sequence[nn.Parameter]) -> Tensor:
+def _group_norm(where: Any, members: Sequence[nn.Parameter], evidence: Evidence | None) -> Tensor:
     """Return the norm over parameters that are sharded alike: `where` is (mesh, its dimensions)."""
     grads = [p.grad for p in members if p.grad is not None]
     for grad in grads if where is not None else ():
         _sharded_over(grad)
-    total = _norm([_local(grad) for grad in grads]) if grads else _zero_like(members[0])
+    parts = _norms([_local(grad) for grad in grads])
+    if evidence is not None:
+        evidence.update(zip([p for p in members if p.grad is not None], parts, strict=True))
+    total = torch.linalg.vector_norm(torch.stack(parts)) if parts else _zero_like(members[0])
     if where is None or not where[1]:
         return total
     total = total.square()
@@ -230,32 +249,41 @@ def clip_and_step(
     lr: float,
     max_norm: float | None,
     axis: Axis = SOLO,
+    applies: Callable[[Tensor], Tensor] | None = None,
+    world: Axis = SOLO,
+    evidence: Evidence | None = None,
 ) -> Tensor:
     """Clip the gradient to a norm, take one optimizer step, and clear the gradients.
 
-    A gradient whose norm is not finite changes nothing: parameters and moments keep every bit. The
-    optimizer decides that on the device where it can (`found_inf`, as fused AdamW), else the host
-    waits for the norm.
+    A step that does not apply changes nothing: parameters and moments keep every bit. The optimizer
+    decides that on the device where it can (`found_inf`, as fused AdamW), else the host waits for
+    the norm.
 
     Args:
         params: The parameters of this rank that `optimizer` steps.
         optimizer: Any torch optimizer; a group's rate becomes `lr * group.get("lr_scale", 1)`.
-        lr: The learning rate of this step.
+        lr: The learning rate of this step, which is set in a skipped step too.
         max_norm: Gradients are scaled by min(1, max_norm / (norm + 1e-6)), as by torch's
             `clip_grad_norm_`; None only measures.
         axis: The pipeline axis, `ps.pp`; see `grad_norm`.
+        applies: From the norm to whether the step applies, both 0-d tensors, as
+            `health.step_test` makes it; None asks that the norm is finite.
+        world: All ranks, `ps.world`: a step that one of them refuses is refused by all, and the
+            norm is then NaN where it would have been taken. Numbers that are summed over all ranks
+            need it not; those that are computed by several ranks alike do, when one of them errs.
+        evidence: Is given each gradient's own norm, for `blame`.
 
     Returns:
-        The norm before clipping, a 0-d tensor, equal on all ranks; not finite when the step was
-        skipped.
+        The norm before clipping, a 0-d tensor; `applies` says of it, on every rank, whether the
+        step was taken.
 
     Raises:
-        ValueError: `lr` is not finite, `max_norm` is not positive, or a gradient is still a
-            partial sum.
+        ValueError: `lr` is negative or not finite, `max_norm` is not positive, or a gradient is
+            still a partial sum.
 
     Effects:
         Writes parameters and optimizer state, sets every `.grad` to None; communicates as
-        `grad_norm`.
+        `grad_norm`, and one number on `world`.
 
     Examples:
         >>> from trainkit.mesh import solo_parallel
@@ -267,14 +295,20 @@ def clip_and_step(
         >>> p.data, p.grad
         (tensor([-3., -4.]), None)
     """
-    if not math.isfinite(lr):
-        raise ValueError(f"clip_and_step: lr must be finite, got {lr}")
+    if not (math.isfinite(lr) and lr >= 0):
+        raise ValueError(f"clip_and_step: lr must be finite and at least 0, got {lr}")
     if max_norm is not None and not max_norm > 0:
         raise ValueError(
             f"clip_and_step: max_norm must be positive, got {max_norm}; None only measures"
         )
     params = list(params)  # they are walked more than once, and may be a generator
-    norm = grad_norm(params, axis=axis)
+    norm = grad_norm(params, axis=axis, evidence=evidence)
+    refused = _not_finite(norm) if applies is None else applies(norm).logical_not()
+    if world.count > 1:
+        refused = refused.to(norm.device)
+        anywhere = all_sum(refused.to(torch.float32), world) > 0
+        norm = torch.where(anywhere & ~refused, math.nan, norm)
+        refused = anywhere
     if max_norm is not None and math.isfinite(max_norm):
         scale = (max_norm / (norm + 1e-6)).clamp(max=1.0)
         grads = [_local(p.grad) for p in params if p.grad is not None]
@@ -282,20 +316,104 @@ def clip_and_step(
             torch._foreach_mul_(grads, scale)
     for group in optimizer.param_groups:
         group["lr"] = lr * group.get("lr_scale", 1)
-    _step_if_finite(optimizer, norm)
+    _step_unless(refused, optimizer)
     for p in params:
         p.grad = None
     return norm
 
 
-def _step_if_finite(optimizer: Any, norm: Tensor) -> None:
-    # By this torch's GradScaler knows optimizers that skip on the device (2.11 to 2.13).
-    if getattr(optimizer, "_step_supports_amp_scaling", False):
-        # 1.0 where the norm is not finite (x - x is then NaN); isfinite costs 4 us more on a CPU.
-        optimizer.found_inf = (norm - norm).ne(0.0).to(torch.float32)
+def _not_finite(x: Tensor) -> Tensor:
+    # x - x is NaN where x is not finite; isfinite costs 4 us more on a CPU.
+    return (x - x).ne(0.0)
+
+
+def _step_unless(refused: Tensor, optimizer: Any) -> None:
+    """Take a step, or change nothing; never by a factor of 0, for 0 times NaN is NaN."""
+    if _skips_on_device(optimizer):
+        optimizer.found_inf = refused.to(torch.float32)
         try:
             optimizer.step()
         finally:
             del optimizer.found_inf
-    elif torch.isfinite(norm):
+    elif not refused:
         optimizer.step()
+
+
+def _skips_on_device(optimizer: Any) -> bool:
+    # By this torch's GradScaler knows optimizers that skip on the device (2.11 to 2.13).
+    if not getattr(optimizer, "_step_supports_amp_scaling", False):
+        return False
+    # A fused SGD that skips its first step keeps whatever its momentum's memory held before.
+    return not isinstance(optimizer, torch.optim.SGD) or all(
+        optimizer.state.get(p, {}).get("momentum_buffer") is not None
+        for group in optimizer.param_groups
+        if group["momentum"]
+        for p in group["params"]
+        if p.grad is not None
+    )
+
+
+# ------------------------------------------------------------------------------------------- blame
+
+
+def blame(
+    evidence: Evidence, stages: Iterable[nn.Module], axis: Axis, *, most: int = 3
+) -> list[str]:
+    """Say where the numbers of a step stopped being finite, and on which ranks; for a bad step.
+
+    A loss that is not finite is named by the rank that computed it. Among gradients the one that
+    the backward pass came to first is named first, since all that it reaches follows. What FSDP has
+    summed is not finite on all ranks that hold a shard of it; then only the loss, or the rank that
+    alone is named, tells where it began.
+
+    Args:
+        evidence: What `clip_and_step` was given, and the terms of the loss on this rank before they
+            were reduced: `evidence.update(sums)`.
+        stages: This rank's stages.
+        axis: All ranks, `ps.world`.
+        most: How many are named; the others are counted.
+
+    Returns:
+        The same sentences on all ranks; none where all is finite.
+
+    Effects:
+        Communicates on `axis`, and waits for the device.
+
+    Examples:
+        >>> from trainkit.types import SOLO
+        >>> model = nn.Linear(1, 1)
+        >>> found = {"loss": torch.tensor(1.0), model.bias: torch.tensor(math.nan)}
+        >>> blame(found, [model], SOLO)
+        ['the gradient of bias on rank 0']
+    """
+    named = named_parameters_of(stages)
+    bad = {id(key): key for key, value in evidence.items() if not math.isfinite(value)}
+    terms = [f"the {key}" for key in bad.values() if isinstance(key, str)]
+    grads = [f"the gradient of {name}" for name, p in reversed(named.items()) if id(p) in bad]
+    told = all_gather_json([terms, grads], axis)
+    causes = _with_ranks([terms for terms, _ in told]) + _with_ranks([grads for _, grads in told])
+    more = len(causes) - most
+    return causes if more <= 0 else [*causes[:most], f"and {more} more"]
+
+
+def _with_ranks(told: Sequence[Sequence[str]]) -> list[str]:
+    """Return what ranks have told, each once, with its ranks; a last stage's first."""
+    ranks: dict[str, list[int]] = {}
+    for rank in reversed(range(len(told))):
+        for text in told[rank]:
+            ranks.setdefault(text, []).insert(0, rank)
+    return [f"{text} on {name_ranks(which)}" for text, which in ranks.items()]
+
+
+def name_ranks(which: Sequence[int], *, most: int = 8) -> str:
+    """Return ranks as a message names them.
+
+    Examples:
+        >>> name_ranks([1]), name_ranks([0, 2, 3]), name_ranks(range(64))
+        ('rank 1', 'ranks 0, 2 and 3', '64 ranks from 0 to 63')
+    """
+    if len(which) == 1:
+        return f"rank {which[0]}"
+    if len(which) > most:
+        return f"{len(which)} ranks from {which[0]} to {which[-1]}"
+    return f"ranks {', '.join(map(str, which[:-1]))} and {which[-1]}"

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
+from importlib.metadata import version
 
 import attrs
 
@@ -113,3 +114,64 @@ def read_launch(env: Mapping[str, str]) -> Launch:
     if "SLURM_PROCID" in env:
         return launch_from_slurm(env)
     return Launch(0, 1, 0)
+
+
+def launch_notes(env: Mapping[str, str]) -> list[str]:
+    """Return what a user should know of how this process was started, one sentence each.
+
+    Torchrun's variables win over SLURM's, and the two are never mixed: where they disagree, which
+    is usual under `srun torchrun`, a note says what counts.
+
+    Examples:
+        >>> launch_notes({"SLURM_PROCID": "0", "SLURM_RESTART_COUNT": "2"})
+        ['SLURM has started this job again (SLURM_RESTART_COUNT=2)']
+        >>> both = {"RANK": "3", "WORLD_SIZE": "8", "SLURM_PROCID": "1", "SLURM_NTASKS": "2"}
+        >>> launch_notes(both)[0]
+        'RANK=3 of WORLD_SIZE=8 counts; SLURM_PROCID=1 of SLURM_NTASKS=2 does not'
+    """
+    notes = []
+    pairs = (("RANK", "SLURM_PROCID"), ("WORLD_SIZE", "SLURM_NTASKS"))
+    if any(a in env and b in env and env[a].strip() != env[b].strip() for a, b in pairs):
+        one, other = (
+            f"{rank}={env.get(rank)} of {world}={env.get(world)}"
+            for rank, world in zip(*pairs, strict=True)
+        )
+        notes.append(f"{one} counts; {other} does not")
+    if env.get("SLURM_RESTART_COUNT", "0") != "0":
+        count = env["SLURM_RESTART_COUNT"]
+        notes.append(f"SLURM has started this job again (SLURM_RESTART_COUNT={count})")
+    handled = env.get("TORCHELASTIC_SIGNALS_TO_HANDLE", "").split(",")
+    if "SLURM_JOB_ID" in env and "TORCHELASTIC_RUN_ID" in env and "SIGUSR1" not in handled:
+        notes.append(
+            "torchrun would die of a SIGUSR1 from SLURM and not pass it on; its processes would "
+            "notice, save and end; to have it passed on, start torchrun with "
+            "--signals-to-handle=SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1"
+        )
+    return notes
+
+
+def require_torch(found: str | None = None, *, least: tuple[int, int] = (2, 11)) -> None:
+    """Return if torch is recent enough; say so before anything of it is used if it is not.
+
+    Args:
+        found: A version; by default that of the torch that is installed.
+        least: The oldest release that trainkit is tested with.
+
+    Raises:
+        ConfigError: It is older.
+
+    Examples:
+        >>> require_torch("2.13.0+cpu")
+    """
+    found = version("torch") if found is None else found
+    numbers = re.match(r"(\d+)\.(\d+)", found)
+    if numbers is None or (int(numbers[1]), int(numbers[2])) < least:
+        oldest = ".".join(map(str, least))
+        raise ConfigError(
+            f"require_torch: torch {found} is too old; trainkit needs {oldest} or newer, the "
+            "oldest that its numbers are tested with",
+            where="torch",
+            got=found,
+            want=f">= {oldest}",
+            hint=f'pip install "torch>={oldest}"',
+        )

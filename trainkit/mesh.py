@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Iterator, Mapping
+import threading
+import time
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from typing import Literal
@@ -20,6 +22,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from trainkit.collectives import agree
 from trainkit.launch import Launch, read_launch
+from trainkit.meeting import open_world
 from trainkit.types import Axis, ConfigError, ParallelState, Share
 
 FoldSP = Literal["all", "ring", "ulysses", "none"]
@@ -153,8 +156,7 @@ def _make_groups(
         if partition in groups or len(partition[0]) == 1:
             continue
         if len(partition) == 1:
-            assert dist.group.WORLD is not None
-            groups[partition] = dist.group.WORLD
+            groups[partition] = _default_group()
             continue
         for ranks in partition:
             group = dist.new_group(list(ranks), timeout=timeout)
@@ -260,6 +262,71 @@ def axis_from_group(group: dist.ProcessGroup, *, name: str = "group") -> Axis:
     return Axis(name, share) if share.count == 1 else Axis(name, share, group)
 
 
+@contextmanager
+def twin_axis(
+    axis: Axis, *, name: str = "control", timeout: timedelta = timedelta(minutes=30)
+) -> Iterator[Axis]:
+    """Open an axis over the same ranks that has a gloo group of its own, for a `with` block.
+
+    What ranks agree on beside the training (stop now? has everybody written?) may then be under way
+    while the training's collectives are: on one group the two would be taken for each other.
+
+    Args:
+        axis: An axis; every rank of it must call this. Its ranks need not be the whole world.
+        name: The name of the axis that is yielded.
+        timeout: How long a collective on it may wait for a peer.
+
+    Yields:
+        The twin, which communicates on the CPU whatever the device; `axis` itself at size 1.
+
+    Effects:
+        Opens a process group, and closes it. After an exception it does not wait for work that is
+        under way, whose peers may be gone.
+
+    Examples:
+        >>> with twin_axis(solo_parallel().world) as control:
+        ...     control.count
+        1
+    """
+    if axis.count == 1:
+        yield axis
+        return
+    assert axis.group is not None
+    ranks = dist.get_process_group_ranks(axis.group)
+    some = len(ranks) < dist.get_world_size()
+    group = dist.new_group(ranks, timeout, backend="gloo", use_local_synchronization=some)
+    assert isinstance(group, dist.ProcessGroup)
+    try:
+        yield Axis(name, axis.share, group)
+    except BaseException:
+        _let_go_later([group])
+        raise
+    finally:
+        dist.destroy_process_group(group)
+
+
+def _default_group() -> dist.ProcessGroup:
+    assert dist.group.WORLD is not None
+    return dist.group.WORLD
+
+
+def _let_go_later(groups: Sequence[dist.ProcessGroup]) -> None:
+    """Leave it to a thread to let go of groups that may have work under way.
+
+    A gloo group ends its work before it goes, and so whoever drops the last reference waits for
+    peers that may be dead, or for the timeout (torch 2.11 to 2.13; `abort` does not change it).
+    """
+    if groups:
+        threading.Thread(target=_let_go, args=([*set(groups)],), daemon=True).start()
+
+
+def _let_go(groups: list[dist.ProcessGroup]) -> None:
+    while groups:
+        while sys.getrefcount(groups[-1]) > 2:  # the list, the argument, and somebody else
+            time.sleep(0.05)
+        groups.pop()
+
+
 # ----------------------------------------------------------------------------------------- session
 
 
@@ -315,6 +382,7 @@ def parallel_session(
     ep: int = 1,
     fold_sp: FoldSP = "all",
     timeout: timedelta = timedelta(minutes=10),
+    start_timeout: timedelta = timedelta(minutes=10),
 ) -> Iterator[ParallelState]:
     """Open the process groups of a layout for the length of a `with` block.
 
@@ -332,17 +400,21 @@ def parallel_session(
         ep: Expert parallel ranks, a factor of what parameters are sharded over, not of the world.
         fold_sp: Which sequence axes parameters are sharded over besides dp_shard; FSDP sums their
             gradients. Those of the rest are summed by `sync_sp_grads`, which a step must call.
-        timeout: How long a collective may wait for a peer.
+        timeout: How long a collective may wait for a peer. Where `runtime.watch` stands guard it
+            may be long: the watch ends a hang earlier, and says who is stuck.
+        start_timeout: How long ranks may take to find each other.
 
     Yields:
         The `ParallelState` of this rank.
 
     Raises:
-        ConfigError: The environment is wrong, or the degrees do not multiply to the world.
+        ConfigError: The environment is wrong, the degrees do not multiply to the world, two
+            processes have one rank, or they disagree on how many there are.
+        PeerError: Ranks are missing (they are named), or cannot be reached.
 
     Effects:
         Opens process groups, and closes what it opened. An existing default group is used as it is
-        and left open.
+        and left open. After an exception it does not wait for collectives that are under way.
 
     Examples:
         >>> with parallel_session() as ps:
@@ -356,13 +428,8 @@ def parallel_session(
     device = _own_device(launch)
     opened = not existing and launch.world > 1
     if opened:
-        dist.init_process_group(
-            "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo",
-            init_method=f"tcp://{launch.address}:{launch.port}",
-            rank=launch.rank,
-            world_size=launch.world,
-            timeout=timeout,
-        )
+        backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
+        open_world(launch, backend, timeout=timeout, start_timeout=start_timeout)
     partitions = _partitions(degrees, ep=ep, fold_sp=fold_sp)
     groups: dict[Partition, dist.ProcessGroup] = {}
     try:
@@ -372,6 +439,9 @@ def parallel_session(
         )
         agree(False, state.world)  # all have connected before the first may leave
         yield state
+    except BaseException:
+        _let_go_later([*groups.values(), *([_default_group()] if opened else [])])
+        raise
     finally:
         for group in groups.values() if existing else ():
             if group is not dist.group.WORLD:

@@ -16,30 +16,39 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from trainkit.collectives import all_sum
-from trainkit.hashing import MASK64
+from trainkit.collectives import all_sum, communication_device
+from trainkit.hashing import MASK64, key_of
 from trainkit.types import Axis, IntArray
 
 
-def reduce_metrics(sums: Mapping[str, Tensor], axis: Axis) -> dict[str, Tensor]:
+def reduce_metrics(
+    sums: Mapping[str, Tensor], axis: Axis, *, names: Sequence[str] | None = None
+) -> dict[str, Tensor]:
     """Return the sums of all ranks of an axis, with one collective for all names.
 
     The values travel as one fp64 tensor, in the order of their sorted names, and come back in the
-    dtype they had. So integers are exact up to 2^53. Every rank must pass the same names. Nothing
-    is divided, and no host sync is made.
+    dtype they had. So integers are exact up to 2^53. Nothing is divided, and no host sync is made.
+
+    Ranks must agree on the names. With `names`, equal on all ranks, a rank that lacks a value adds
+    0, and all come back as fp64, since it does not know what they were. Without, every rank must
+    pass the same ones: ranks of up to 255 names that do not are told so (on a CPU; elsewhere all
+    values come back as NaN, since asking would wait for the device), and none waits for another.
 
     Args:
         sums: a scalar tensor per name, all on one device.
         axis: the ranks to sum over.
+        names: what to return, such as `loss.terms`.
 
     Returns:
-        A new dict; its values are the detached inputs when the axis has size 1.
+        A new dict, in the order of `names` if given. On an axis of size 1 its values are the
+        detached inputs.
 
     Raises:
-        ValueError: if a value is not a scalar tensor.
+        ValueError: if a value is not a scalar tensor or is not among `names`; on all ranks, if
+            ranks passed different names.
 
     Effects:
-        Communicates: one all-reduce on `axis`; none if its size is 1 or there is nothing to sum.
+        Communicates: one all-reduce on `axis`; none if its size is 1 or `names` is empty.
 
     Examples:
         >>> import torch
@@ -47,17 +56,47 @@ def reduce_metrics(sums: Mapping[str, Tensor], axis: Axis) -> dict[str, Tensor]:
         >>> reduce_metrics({"loss": torch.tensor(6.0)}, solo_parallel().loss)
         {'loss': tensor(6.)}
     """
+    _check_sums(sums, names)
+    given = {name: value.detach() for name, value in sums.items()}
+    if names is not None:
+        device = next((value.device for value in given.values()), communication_device(axis))
+        nothing = torch.zeros((), dtype=torch.float64, device=device)
+        given = {name: given.get(name, nothing).double() for name in names}
+    if axis.count == 1 or not (given or names is None):
+        return given
+    totals = _totals(given, axis)
+    return {name: totals[name].to(value.dtype) for name, value in given.items()}
+
+
+def _check_sums(sums: Mapping[str, Tensor], names: Sequence[str] | None) -> None:
     for name, value in sums.items():
         if value.ndim:
             raise ValueError(
                 f"reduce_metrics: {name!r} must be a scalar tensor, got shape {tuple(value.shape)}"
             )
-    if axis.count == 1 or not sums:
-        return {name: value.detach() for name, value in sums.items()}
+    if names is not None and (strange := sorted(set(sums) - set(names))):
+        raise ValueError(f"reduce_metrics: {strange} are not among the names {list(names)}")
+
+
+def _totals(sums: Mapping[str, Tensor], axis: Axis) -> dict[str, Tensor]:
+    """Return the fp64 totals by name, or fail alike on all ranks whose names differ."""
     names = sorted(sums)
-    packed = torch.stack([sums[name].detach().double() for name in names])
-    totals = all_sum(packed, axis).unbind()
-    return {name: total.to(sums[name].dtype) for name, total in zip(names, totals, strict=True)}
+    device = next((value.device for value in sums.values()), communication_device(axis))
+    # Gloo aborts the process when sizes differ, so ranks that disagree must send equally much.
+    packed = torch.zeros(-(-(1 + len(names)) // 256) * 256, dtype=torch.float64, device=device)
+    key = key_of(*names) >> 32  # 32 bits: the sum over 2^21 ranks is exact
+    packed[0] = key
+    if names:
+        packed[1 : 1 + len(names)] = torch.stack([sums[name].double() for name in names])
+    total = all_sum(packed, axis)
+    agreed = total[0] == key * axis.count
+    if device.type == "cpu" and not agreed:
+        raise ValueError(
+            f"reduce_metrics: the ranks of {axis.name!r} passed different names, here {names}; "
+            "pass names=, the same on all of them, and what a rank lacks counts as 0"
+        )
+    values = torch.where(agreed, total, torch.nan)
+    return dict(zip(names, values[1:].unbind(), strict=False))
 
 
 def to_host(metrics: Mapping[str, Tensor | float]) -> dict[str, float | int]:

@@ -95,6 +95,7 @@ def test_binary_files_are_refused_with_the_byte(tmp_path, content, message):
     assert caught.value.where == tmp_path / "x/b.txt"
 
 
+@pytest.mark.case("D8")
 def test_pipes_and_broken_links_in_a_directory_are_refused(tmp_path):
     (tmp_path / "a.txt").symlink_to(tmp_path / "gone")
     with pytest.raises(DataError, match=r"a.txt: a link that leads nowhere"):
@@ -465,6 +466,7 @@ def _few_descriptors():
     resource.setrlimit(resource.RLIMIT_NOFILE, limits)
 
 
+@pytest.mark.case("D14")
 @pytest.mark.usefixtures("_few_descriptors")
 def test_more_files_than_a_process_may_open_are_read(tmp_path):
     write_tree(tmp_path / "text", {f"{number:03}.txt": str(number) for number in range(100)})

@@ -106,6 +106,7 @@ def test_an_array_cut_or_damaged_anywhere_is_refused(tmp_path):
 # ------------------------------------------------------------------------------------ raw
 
 
+@pytest.mark.case("D1")
 def test_a_raw_file_needs_a_sidecar_with_its_dtype(tmp_path):
     path = raw(tmp_path / "a.bin", range(1000))
     message = r'a.bin: .*does not say its dtype.*\{"dtype": "uint16"\}.* into .*a.bin.json'

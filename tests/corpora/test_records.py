@@ -168,6 +168,7 @@ def failing(function, times, code=errno.EIO):
     return call
 
 
+@pytest.mark.case("D9")
 @pytest.mark.parametrize("code", [errno.EIO, errno.ESTALE])
 def test_a_read_that_fails_for_once_is_tried_again(tmp_path, monkeypatch, code):
     waits = []
@@ -186,6 +187,7 @@ def test_a_read_that_fails_for_once_is_tried_again(tmp_path, monkeypatch, code):
     assert waits == [0.1, 0.2, 0.4] * 3
 
 
+@pytest.mark.case("D9")
 def test_a_disk_that_goes_on_failing_ends_the_run_by_name(tmp_path, monkeypatch):
     monkeypatch.setattr(text.time, "sleep", lambda _: None)
     (tmp_path / "a.txt").write_text("text")

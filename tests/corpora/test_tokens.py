@@ -160,6 +160,7 @@ def forge(path, *, content=None, **changes):
     path.write_bytes(encode_header(header | changes) + content + table)
 
 
+@pytest.mark.case("D3")
 def test_a_file_cut_anywhere_is_refused_with_both_sizes(tmp_path):
     path = written(tmp_path)
     data = path.read_bytes()
@@ -174,6 +175,7 @@ def test_a_file_cut_anywhere_is_refused_with_both_sizes(tmp_path):
         open_corpus(path)
 
 
+@pytest.mark.case("D5")
 @pytest.mark.parametrize("document", [[4] * 50, sample([4] * 50, [True] * 50)])
 def test_every_flipped_bit_of_a_small_file_is_found_when_it_is_opened(tmp_path, document):
     path = tmp_path / "a.tokens"
@@ -456,6 +458,7 @@ def test_a_fingerprint_changes_with_tokens_offsets_and_what_is_trained_on(tmp_pa
 # --------------------------------------------------------------------------- while it is read
 
 
+@pytest.mark.case("D4")
 def test_a_file_that_is_cut_grown_or_written_to_while_it_is_open_is_refused(tmp_path):
     path = written(tmp_path)
     data = path.read_bytes()

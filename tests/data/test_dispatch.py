@@ -236,6 +236,7 @@ def test_parts_for_another_number_of_shares_are_refused():
         make_batch(Cursor())
 
 
+@pytest.mark.case("D12")
 def test_ranks_stop_at_the_same_step_and_tell_what_nobody_trained_on(on_two):
     for rank, found in enumerate(on_two):
         for counts, (seen, left, unread, message) in zip(ENDS, found["stopped"], strict=True):

@@ -143,6 +143,7 @@ OTHERS = {
 }
 
 
+@pytest.mark.case("P4")
 def test_everything_that_shapes_a_plan_is_in_its_name_and_in_clear_beside_it(tmp_path, monkeypatch):
     base = {"cache_dir": tmp_path, "fit": own_fit()}
     kept_bins(**base)
@@ -263,6 +264,7 @@ def longer(data, rng):
     return data + rng.bytes(8)
 
 
+@pytest.mark.case("P3")
 @pytest.mark.usefixtures("quick")
 @pytest.mark.parametrize("file", ["bins.i64", "key.json"])
 @pytest.mark.parametrize(("damage", "times"), [(flipped, 50), (cut, 50), (zeroed, 5), (longer, 1)])
@@ -315,6 +317,7 @@ def test_what_is_no_file_of_a_plan_is_replaced(tmp_path, instead):
         assert_rebuilt(tmp_path, before)
 
 
+@pytest.mark.case("P9")
 def test_a_plan_of_an_older_format_is_built_again_and_told(tmp_path):
     kept_bins(tmp_path)
     before = {path.name: path.read_bytes() for path in plan_in(tmp_path).iterdir()}
@@ -324,6 +327,7 @@ def test_a_plan_of_an_older_format_is_built_again_and_told(tmp_path):
     assert "format None" in assert_rebuilt(tmp_path, before)
 
 
+@pytest.mark.case("P4")
 def test_a_key_edited_by_hand_is_seen_and_the_part_named(tmp_path):
     kept_bins(tmp_path)
     before = {path.name: path.read_bytes() for path in plan_in(tmp_path).iterdir()}
@@ -452,6 +456,7 @@ def kill_at_every_line(folder):
         shutil.rmtree(cache)
 
 
+@pytest.mark.case("P2")
 def test_killed_at_any_line_it_leaves_a_whole_plan_or_none(tmp_path):
     assert min(run_ranks(kill_at_every_line, 2, tmp_path)) > 40
 
@@ -522,6 +527,7 @@ def build_at_once(folder, times):
     return [names(folder / f"{number}") for number in range(times)]
 
 
+@pytest.mark.case("P1")
 def test_processes_that_build_at_once_leave_one_plan_and_all_use_it(tmp_path):
     found = run_ranks(build_at_once, 3, tmp_path, 8)
     assert found[0] == found[1] == found[2] == [found[0][0]] * 8
@@ -539,6 +545,7 @@ def assert_packed_in_memory(cache_dir, reason):
     assert [reason in line for line in told] == [True], told
 
 
+@pytest.mark.case("P6")
 def test_where_nothing_can_be_written_it_packs_in_memory_and_says_why(tmp_path, monkeypatch):
     (tmp_path / "file").write_text("")
     assert_packed_in_memory(tmp_path / "file", "File exists")
@@ -578,6 +585,7 @@ def assert_disk_full(folder):
     assert names(folder) == []
 
 
+@pytest.mark.case("P5")
 def test_a_full_disk_is_told_with_what_is_needed_and_nothing_is_left(tmp_path, monkeypatch):
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (4096, hard))

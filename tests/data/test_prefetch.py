@@ -1,6 +1,7 @@
 """Batches made ahead are the batches made in turn; errors and ends come where they belong."""
 
 import threading
+import time
 from contextlib import nullcontext
 
 import attrs
@@ -57,6 +58,7 @@ def seen(batch):
     return batch.cursor, [int(batch_hash([part])) for part in batch.microbatches]
 
 
+@pytest.mark.case("X6")
 @pytest.mark.parametrize("ahead", [1, 2, 7])
 def test_batches_made_ahead_are_those_made_in_turn_from_any_cursor(ahead):
     cursor, want = Cursor(), []
@@ -128,6 +130,7 @@ def test_the_thread_ends_when_the_consumer_raises_or_stops_early():
         next_batch()
 
 
+@pytest.mark.case("D11")
 def test_a_batch_that_does_not_come_is_a_data_error_that_nobody_waits_for_twice(monkeypatch):
     freed, waits = threading.Event(), []
     monkeypatch.setattr(threading.Thread, "join", lambda _, timeout: waits.append(timeout))
@@ -237,3 +240,32 @@ def test_bad_arguments_are_refused(arguments):
     ):
         pass
     assert made == []
+
+
+def test_after_a_jump_batches_come_from_there_and_one_is_made_at_a_time():
+    made, busy = [], []
+
+    def make(cursor):
+        busy.append(cursor.batch)
+        assert len(busy) == 1
+        time.sleep(0.001)
+        made.append(busy.pop())
+        return StepBatch([], Cursor(cursor.batch + 1))
+
+    with prefetch(make, Cursor(0)) as next_batch:
+        found = [next_batch(Cursor(at)).cursor.batch for at in (0, 1, 2, 7, 8, 1, 2)]
+    assert found == [1, 2, 3, 8, 9, 2, 3]
+    assert made[:3] == [0, 1, 2]
+
+
+def test_a_jump_goes_on_after_the_end_and_after_an_error():
+    def make(cursor):
+        if cursor.batch == 5:
+            raise DataError("five")
+        return StepBatch([], Cursor(cursor.batch + 1)) if cursor.batch < 2 else None
+
+    with prefetch(make, Cursor(2)) as next_batch:
+        assert next_batch() is None
+        with pytest.raises(DataError, match="five"):
+            next_batch(Cursor(5))
+        assert next_batch(Cursor(1)).cursor.batch == 2

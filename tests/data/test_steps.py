@@ -46,6 +46,7 @@ def global_batch(count, *, rows, rows_per_microbatch, step=5, seed=3, **more):
     return [batch for rank in ranks for batch in rank.microbatches]
 
 
+@pytest.mark.case("X7")
 @pytest.mark.parametrize("rows", [8, 13])
 @pytest.mark.parametrize("count", [1, 2, 3, 4, 6, 8])
 @pytest.mark.parametrize("size", [1, 3])
@@ -137,6 +138,7 @@ def test_microbatches_are_those_collated_one_by_one():
         assert part.spans.lengths.tolist() == alone.spans.lengths.tolist()
 
 
+@pytest.mark.case("D4")
 def test_a_file_that_was_cut_ends_the_run_with_an_error_instead_of_a_signal(tmp_path):
     path = tmp_path / "a.tokens"
     corpus = write_corpus(path, [np.arange(30_000) % 500], vocab_size=500)

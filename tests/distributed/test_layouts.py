@@ -45,6 +45,7 @@ def on_ranks(layout):
     return run_ranks(run_steps, layout.world, layout)[0] if layout.world > 1 else run_steps(layout)
 
 
+@pytest.mark.case("S1", "S2")
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_a_layout_gives_the_numbers_of_one_process_in_fp64(name):
     found = on_ranks(LAYOUTS[name])

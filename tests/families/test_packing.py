@@ -36,6 +36,7 @@ def pieces_of(bins):
     return [piece for row in range(len(bins)) for piece in bins[row]]
 
 
+@pytest.mark.case("P7")
 @given(packings())
 def test_every_token_is_packed_exactly_once(packing):
     lengths, arguments = packing
@@ -49,6 +50,7 @@ def test_every_token_is_packed_exactly_once(packing):
     assert seen == [(d, t) for d, n in enumerate(expected) for t in range(n)]
 
 
+@pytest.mark.case("P7")
 @given(packings())
 def test_no_row_is_over_capacity_or_empty(packing):
     lengths, arguments = packing

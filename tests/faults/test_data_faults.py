@@ -188,6 +188,7 @@ BAD += [changed_header, changed_tokens, no_documents, empty_lines, missing, dang
 BAD += [dangling_inside, pipe, pipe_inside, folder_as_file, endless]
 
 
+@pytest.mark.case("D1", "D2", "D7", "D8")
 @pytest.mark.parametrize("make", BAD, ids=lambda make: make.__name__)
 def test_bad_data_is_named_before_the_first_step(make, start, tmp_path):
     (tmp_path / "data").mkdir()
@@ -211,6 +212,7 @@ def what_the_sidecar_says(left, _):
 CUT = [(tokens_file, both_sizes), (npy_file, both_sizes), (raw_file, what_the_sidecar_says)]
 
 
+@pytest.mark.case("D3")
 @pytest.mark.parametrize(("make", "named"), CUT, ids=["tokens", "npy", "raw"])
 def test_a_cut_file_is_named_with_what_it_has_and_should_have(make, named, start, tmp_path):
     path = make(tmp_path)
@@ -246,6 +248,7 @@ def another_name(folder):
     return "777.txt"
 
 
+@pytest.mark.case("D5", "D6", "G5")
 def test_a_directory_that_changed_between_runs_is_refused_and_the_file_named(start, tmp_path):
     folder = text_in(tmp_path / "text")
     assert start(folder)[0] == 0
@@ -262,6 +265,7 @@ def test_a_directory_that_changed_between_runs_is_refused_and_the_file_named(sta
     assert len(hashes(tmp_path / "run")) == 3
 
 
+@pytest.mark.case("D5")
 def test_a_token_file_that_changed_between_runs_is_refused_and_named(start, tmp_path):
     path = tmp_path / "c.tokens"
     tokens_in(path, vocab_size=259)
@@ -280,6 +284,7 @@ def test_a_token_file_that_changed_between_runs_is_refused_and_named(start, tmp_
 # -------------------------------------------------------------------------------- counted, and kept
 
 
+@pytest.mark.case("D7")
 def test_what_becomes_of_documents_is_counted_in_the_run(start, tmp_path):
     path = tmp_path / "c.tokens"
     write_corpus(path, [[7] * 20, [], [8] * 200] * 10, vocab_size=259)
@@ -293,6 +298,7 @@ def test_what_becomes_of_documents_is_counted_in_the_run(start, tmp_path):
     assert counts.get("empty_documents", 0) > 0, text
 
 
+@pytest.mark.case("P3")
 def test_a_damaged_cache_is_built_again_and_the_run_is_the_same(start, tmp_path):
     folder = text_in(tmp_path / "text")
     cache = tmp_path / "cache"

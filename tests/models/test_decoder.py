@@ -264,6 +264,7 @@ def dropped(model, ids, rest, keys):
     return model(ids, noise_key=keys, **rest)
 
 
+@pytest.mark.case("X3")
 def test_dropout_does_not_depend_on_rows_or_microbatches():
     model = double(attrs.evolve(SMALL, dropout=0.3)).train()
     rows, length = 4, 6

@@ -98,6 +98,7 @@ REFUSED = [
 ]
 
 
+@pytest.mark.case("S5", "S3", "G4")
 @pytest.mark.parametrize(
     ("model", "degrees", "changes", "said"),
     REFUSED,
@@ -112,6 +113,7 @@ def test_what_does_not_fit_is_refused_with_both_numbers_and_a_way_out(
     assert refusal.value.code == 64
 
 
+@pytest.mark.case("G3")
 def test_a_product_that_is_not_the_world_is_refused():
     with pytest.raises(ConfigError, match=r"multiply to 4 .* but there are 8 processes"):
         check(world=8, tp=4)

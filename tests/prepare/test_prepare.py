@@ -639,6 +639,7 @@ def test_several_processes_give_the_file_of_one(source, out):
     assert names_in(out.parent) == ["a.tokens"]
 
 
+@pytest.mark.case("D10")
 def test_a_process_that_dies_is_named_with_its_chunk(source, out, encoders):
     path = lines(source)
     message = r"worker \d \(process \d+\) was ended by SIGKILL, at chunk 2: bytes \d+ to \d+ of"
@@ -759,6 +760,7 @@ def test_an_error_while_a_chunk_is_read_comes_in_its_words(source, out, serve, m
     assert (type(said), str(said)) == (DataError, "TwoPartsError: a and b")
 
 
+@pytest.mark.case("D11")
 def test_a_process_that_says_nothing_is_named(source):
     path = lines(source)
     todo = dict(enumerate(chunks.cut_source(path, suffixes=[], chunk_bytes=100)))

@@ -12,6 +12,7 @@ import pytest
 import recipe_runs
 from recipe_runs import column, error_of, events, here, lines, load, refusal, run, start
 
+from trainkit.checkpoint import verify_checkpoint
 from trainkit.packing import pack_bins, sequential
 from trainkit.testing import run_ranks
 
@@ -45,9 +46,8 @@ def whole(text, tmp_path_factory):
 
 def test_a_run_leaves_what_the_design_says(whole):
     out, printed = whole
-    assert {path.name for path in out.iterdir()} == {
-        *("config.toml", "metrics.jsonl", "events.jsonl", "checkpoints", "final.json", "loss.png")
-    }
+    files = ("config.toml", "metrics.jsonl", "events.jsonl", "final.json", "loss.png", "run.json")
+    assert {path.name for path in out.iterdir()} == {*files, "checkpoints", "ranks"}
     assert tomllib.loads((out / "config.toml").read_text())["row_length"] == 32
     assert column(out, "step") == list(range(1, 9))
     wanted = "step loss loss_hex grad_norm grad_norm_hex lr lr_hex tokens tokens_total batch_hash"
@@ -59,7 +59,7 @@ def test_a_run_leaves_what_the_design_says(whole):
     assert (final["step"], final["tokens_total"]) == (8, sum(column(out, "tokens")))
     assert re.fullmatch("[0-9a-f]{16}", final["state_hash"])
     names = sorted(path.name for path in (out / "checkpoints").iterdir())
-    assert names == ["step_00000003", "step_00000006", "step_00000008"]
+    assert names == ["latest", "step_00000003", "step_00000006", "step_00000008"]
     assert [event["step"] for event in events(out, "evaluation")] == [4, 8]
     assert [event["step"] for event in events(out, "save")] == [3, 6, 8]
     assert (out / "loss.png").read_bytes().startswith(b"\x89PNG")
@@ -148,7 +148,7 @@ def listen_to_interrupts():
     signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 
-def test_an_interrupt_is_reported_and_loses_nothing(text, tmp_path):
+def test_an_interrupt_saves_and_ends_with_75(text, tmp_path):
     flags = ["--out", tmp_path, "--data", text, "--steps", 5000, *SMALL]
     process = start("pretrain", *flags, preexec_fn=listen_to_interrupts)
     until = time.monotonic() + 120
@@ -156,9 +156,11 @@ def test_an_interrupt_is_reported_and_loses_nothing(text, tmp_path):
         assert time.monotonic() < until
         time.sleep(0.01)
     process.send_signal(signal.SIGINT)
-    _, err = process.communicate(timeout=60)
-    assert process.returncode == 76
-    assert error_of(err)["code"] == 76
+    out, err = process.communicate(timeout=60)
+    assert process.returncode == 75, err
+    last = column(tmp_path, "step")[-1]
+    assert f"stopped after step {last} by SIGINT on rank 0" in out
+    assert verify_checkpoint(tmp_path / "checkpoints" / f"step_{last:08d}") == []
 
 
 # ---------------------------------------------------------------- bad input
@@ -283,6 +285,7 @@ def test_when_no_checkpoint_verifies_it_does_not_start_afresh(text, tmp_path):
     assert (code, "none of the 1 checkpoints" in what) == (66, True)
 
 
+@pytest.mark.case("G4")
 def test_more_ranks_than_rows_are_refused(text, tmp_path):
     for code, err in run_ranks(here, 2, flags_of(tmp_path, text, 2, "--rows", 1)):
         assert code == 64

@@ -14,46 +14,86 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from trainkit.checkpoint.diff import diff_checkpoints
+    from trainkit.checkpoint.directory import run_identity
+    from trainkit.checkpoint.export import export_checkpoint, weights_from
+    from trainkit.checkpoint.facts import Changes
+    from trainkit.checkpoint.flight import Saved
+    from trainkit.checkpoint.guard import guard_numbers, guarded_saves
     from trainkit.checkpoint.load import load_checkpoint, load_weights, read_facts, resume
     from trainkit.checkpoint.manifest import (
         choose_checkpoint,
         find_checkpoint,
         list_checkpoints,
         prune_checkpoints,
+        read_manifest,
         verify_checkpoint,
     )
-    from trainkit.checkpoint.save import require_space, save_checkpoint, write_final
+    from trainkit.checkpoint.replicas import canary, nonfinite_names
+    from trainkit.checkpoint.retention import Retention, plan_retention
+    from trainkit.checkpoint.rollback import roll_back
+    from trainkit.checkpoint.save import require_space, save_checkpoint, saves, write_final
     from trainkit.checkpoint.tensors import state_hash
 
 __all__ = [
+    "Changes",
+    "Retention",
+    "Saved",
+    "canary",
     "choose_checkpoint",
+    "diff_checkpoints",
+    "export_checkpoint",
     "find_checkpoint",
+    "guard_numbers",
+    "guarded_saves",
     "list_checkpoints",
     "load_checkpoint",
     "load_weights",
+    "nonfinite_names",
+    "plan_retention",
     "prune_checkpoints",
     "read_facts",
+    "read_manifest",
     "require_space",
     "resume",
+    "roll_back",
+    "run_identity",
     "save_checkpoint",
+    "saves",
     "state_hash",
     "verify_checkpoint",
+    "weights_from",
     "write_final",
 ]
 
 _HOME = {
+    "Changes": "facts",
+    "Retention": "retention",
+    "Saved": "flight",
+    "canary": "replicas",
     "choose_checkpoint": "manifest",
+    "diff_checkpoints": "diff",
+    "export_checkpoint": "export",
     "find_checkpoint": "manifest",
+    "guard_numbers": "guard",
+    "guarded_saves": "guard",
     "list_checkpoints": "manifest",
     "load_checkpoint": "load",
     "load_weights": "load",
+    "nonfinite_names": "replicas",
+    "plan_retention": "retention",
     "prune_checkpoints": "manifest",
     "read_facts": "load",
+    "read_manifest": "manifest",
     "require_space": "save",
     "resume": "load",
+    "roll_back": "rollback",
+    "run_identity": "directory",
     "save_checkpoint": "save",
+    "saves": "save",
     "state_hash": "tensors",
     "verify_checkpoint": "manifest",
+    "weights_from": "export",
     "write_final": "save",
 }
 

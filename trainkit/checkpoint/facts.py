@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import attrs
 import orjson
 
 from trainkit.collectives import all_gather_json, together
@@ -57,17 +58,94 @@ def _short(value: Any, most: int = 200) -> str:
     return text if len(text) <= most else f"{text[:most]}..."
 
 
-def fact_problems(saved: Mapping[str, Any], facts: Mapping[str, Any]) -> list[str]:
-    """Say which facts are not what they were."""
-    live = orjson.loads(orjson.dumps(dict(facts)))
-    problems: list[str] = []
-    for name, value in live.items():
-        old = saved.get(name)
-        if isinstance(value, dict) and isinstance(old, dict):
-            problems += _table_problems(name, old, value)
-        elif old != value:
-            problems.append(f"its {name} is {old}, the run's is {value}")
-    return problems
+@attrs.frozen
+class Changes:
+    """Which facts a run may be continued with another value of.
+
+    A fact is named as it is, or, where it is a field of the configuration ("config.lr"), as its
+    flag is ("lr", "schedule-steps"). What is in neither list must be as it was.
+
+    `free` facts change nothing that is computed, or nothing that has been computed so far: a change
+    is told. `flagged` ones change the run, which may be what its user wants: a change is refused
+    but for those that `allow` names, which are told.
+    """
+
+    free: Sequence[str] = ()
+    flagged: Sequence[str] = ()
+    allow: Sequence[str] = ()
+
+
+def check_allowed(changes: Changes) -> None:
+    """Refuse to allow what no run can be continued with.
+
+    Raises:
+        ConfigError: `allow` names a fact that is neither free nor flagged.
+
+    Examples:
+        >>> check_allowed(Changes(flagged=("lr",), allow=("lr",)))
+    """
+    may = {_plain_name(name) for name in (*changes.free, *changes.flagged)}
+    for name in changes.allow:
+        if _plain_name(name) not in may:
+            flagged = ", ".join(sorted(map(_plain_name, changes.flagged))) or "nothing"
+            raise ConfigError(
+                f"resume: {name} cannot change in a run; what can be allowed to is {flagged}",
+                where=name,
+                hint="begin another run with it: --out",
+            )
+
+
+def _plain_name(name: str) -> str:
+    return name.removeprefix("config.").replace("-", "_")
+
+
+def compare_facts(
+    saved: Mapping[str, Any], facts: Mapping[str, Any], changes: Changes
+) -> tuple[list[str], list[str]]:
+    """Say which facts are not what they were.
+
+    Args:
+        saved: The facts of a checkpoint.
+        facts: The run's.
+        changes: Which may differ.
+
+    Returns:
+        Two lists of sentences: what must not be, and what is only told.
+
+    Examples:
+        >>> changes = Changes(free=["microbatch"], flagged=["lr"])
+        >>> saved = {"config.lr": 0.1, "config.microbatch": 2, "config.seed": 0}
+        >>> live = {"config.lr": 0.2, "config.microbatch": 4, "config.seed": 0}
+        >>> refused, told = compare_facts(saved, live, changes)
+        >>> print(*refused)
+        its config.lr is 0.1, the run's is 0.2 (allow a change of lr to go on with that)
+        >>> print(*told)
+        its config.microbatch is 2, the run's is 4
+    """
+    free, flagged, allow = (
+        {_plain_name(name) for name in names}
+        for names in (changes.free, changes.flagged, changes.allow)
+    )
+    refused: list[str] = []
+    told: list[str] = []
+    for name, value in orjson.loads(orjson.dumps(dict(facts))).items():
+        plain = _plain_name(name)
+        if plain in free | flagged and name not in saved:  # it was not recorded then
+            continue
+        problems = _fact_problems(name, saved.get(name), value)
+        if plain in free | allow:
+            told += problems
+        elif plain in flagged:
+            refused += [f"{p} (allow a change of {plain} to go on with that)" for p in problems]
+        else:
+            refused += problems
+    return refused, told
+
+
+def _fact_problems(name: str, old: Any, new: Any) -> list[str]:
+    if isinstance(new, dict) and isinstance(old, dict):
+        return _table_problems(name, old, new)
+    return [] if old == new else [f"its {name} is {_short(old)}, the run's is {_short(new)}"]
 
 
 def _table_problems(name: str, old: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:
@@ -78,7 +156,7 @@ def _table_problems(name: str, old: Mapping[str, Any], new: Mapping[str, Any]) -
         if key not in old
         else f"{name}: {key} was removed"
         if key not in new
-        else f"{name}: {key} was changed from {old[key]} to {new[key]}"
+        else f"{name}: {key} was changed from {_short(old[key])} to {_short(new[key])}"
         for key in changed[:_TOLD]
     ]
     more = len(changed) - _TOLD

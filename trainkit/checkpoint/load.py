@@ -3,39 +3,38 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import attrs
 import torch
-from safetensors import safe_open
-from torch import Tensor, nn
+from torch import nn
 
-from trainkit.checkpoint.facts import Facts, agree_on_facts, fact_problems, facts_at
+from trainkit.checkpoint.boxes import shortened
+from trainkit.checkpoint.compare import Leeway
+from trainkit.checkpoint.directory import fork_run, run_identity
+from trainkit.checkpoint.facts import (
+    Changes,
+    Facts,
+    agree_on_facts,
+    check_allowed,
+    compare_facts,
+    facts_at,
+)
 from trainkit.checkpoint.manifest import (
-    choose_checkpoint,
     clear_directory,
-    plain_file_name,
+    list_checkpoints,
+    outline_problems,
     read_json,
+    read_manifest,
+    step_of,
 )
-from trainkit.checkpoint.tensors import (
-    check_optimizer,
-    group_options,
-    model_tensors,
-    optimizer_state,
-)
+from trainkit.checkpoint.owner import owner_problems
+from trainkit.checkpoint.staging import Check, Staged, install_, stage_checkpoint
 from trainkit.collectives import together
-from trainkit.parallel.naming import COPY_SUFFIX, Box, box_of, named_parameters_of
-from trainkit.parallel.reduction import reducers_of, reshard_
-from trainkit.types import (
-    SOLO,
-    Axis,
-    CheckpointError,
-    Cursor,
-    ParallelState,
-    TrainState,
-)
+from trainkit.types import SOLO, Axis, CheckpointError, ParallelState, TrainState
+
+_NO_CHANGES = Changes()
 
 
 def resume(
@@ -47,10 +46,14 @@ def resume(
     *,
     request: str | Path = "auto",
     facts: Facts | None = None,
+    changes: Changes = _NO_CHANGES,
+    strict_owner: bool = False,
     tell: Callable[[str], None] = print,
 ) -> TrainState:
     """Go on from a checkpoint of a run, written by any layout.
 
+    Another run's checkpoint is never taken by mistake. One that is asked for by its path makes this
+    run a fork: it gets an identity of its own, and what it was forked from stays as it is.
     Checkpoints of the run that are not on the branch that it goes on with (all of them after
     "never", later ones after a path) are set aside in `checkpoints/abandoned-1`, so that "auto"
     never goes back to them; nothing is deleted but what a killed save left half done.
@@ -66,35 +69,58 @@ def resume(
         facts: What must be as it was saved, for instance the fingerprint of the data, or a function
             from a step to that, for what only the steps before it can have changed; the same on all
             ranks.
-        tell: Called on rank 0 with what was passed over, taken and set aside.
+        changes: Which facts may have changed, and which the user allows to.
+        strict_owner: Refuse a checkpoint that others own or can write; without it they are told of.
+        tell: Called on rank 0 with what was passed over, taken, changed and set aside.
 
     Returns:
         The counters to go on with.
 
     Raises:
-        CheckpointError: Nothing verifies where there is something, or it does not fit the run.
-        ConfigError: The ranks do not agree on `facts`.
+        CheckpointError: Nothing verifies where there is something, it is another run's, or it does
+            not fit the run.
+        ConfigError: The ranks do not agree on `facts`, or what is allowed to change cannot.
 
     Effects:
         Writes parameters and optimizer state, on all ranks or on none, after everything has been
-        read and compared; moves directories; communicates on `ps.world`.
+        verified, compared and read; moves directories; communicates on `ps.world`.
     """
-    directory = Path(run_dir) / "checkpoints"
+    check_allowed(changes)
+    run_dir, is_first = Path(run_dir), ps.world.index == 0
+    directory = run_dir / "checkpoints"
+    say = tell if is_first else _say_nothing
     agree_on_facts(facts_at(facts, sys.maxsize), ps.world)
+    passed_over: list[str] = []
+    candidates = _candidates(run_dir, request, passed_over, say) if is_first else iter(())
+    while True:
+        chosen = together(lambda: next(candidates, None), ps.world)[0]
+        if chosen is None:
+            together(lambda: _begin_afresh(run_dir, request, tell) if is_first else None, ps.world)
+            return state
+        path, manifest = Path(chosen[0]), chosen[1]
+        told: list[str] = []
+        check = _fact_check(facts, changes, told)
+        staged = stage_checkpoint(path, manifest, stages, optimizer, axis=ps.world, check=check)
+        if not staged.problems:
+            break
+        _pass_over(path, staged.problems, request, passed_over, say)
 
-    def choose() -> str | None:
-        if ps.world.index:
-            return None
-        path = choose_checkpoint(directory, request, tell=tell)
-        if path is not None:
-            tell(f"going on from {path}")
+    def accept() -> None:
+        if not is_first:
+            return
+        notes = _owner_notes(path, strict=strict_owner)
+        newest = list_checkpoints(directory)[0] if passed_over else path
+        lost = step_of(newest) - manifest["step"] if passed_over else 0
+        tell(f"going on from {path}" + f", {lost} steps before {newest.name}" * bool(lost))
+        for note in (*notes, *told, *_machine_notes(staged.saved["machine"], ps)):
+            tell(note)
         clear_directory(directory, path, request, tell=tell)
-        return None if path is None else str(path.absolute())
+        if _is_fork(run_dir, path, manifest, request):
+            parent = {"run": manifest.get("run"), "step": manifest["step"], "path": str(path)}
+            tell(f"this is run {fork_run(run_dir, parent)['run']}, forked from {parent['run']}")
 
-    chosen = together(choose, ps.world)[0]
-    if chosen is None:
-        return state
-    return load_checkpoint(chosen, stages, optimizer, facts=facts, axis=ps.world)
+    together(accept, ps.world)
+    return install_(staged, stages, optimizer)
 
 
 def load_checkpoint(
@@ -103,101 +129,79 @@ def load_checkpoint(
     optimizer: torch.optim.Optimizer,
     *,
     facts: Facts | None = None,
+    changes: Changes = _NO_CHANGES,
+    allow_missing: Sequence[str] = (),
+    allow_extra: Sequence[str] = (),
+    cast: Sequence[str] = (),
     axis: Axis = SOLO,
 ) -> TrainState:
-    """Read one checkpoint, which has been verified, into stages and their optimizer.
+    """Verify one checkpoint and read it into stages and their optimizer.
+
+    What may be missing or different is said by patterns of parameter names, in which `*` stands for
+    any letters.
 
     Args:
         path: The checkpoint's directory.
         stages: This rank's stages.
         optimizer: The optimizer of their parameters.
         facts: What must be as it was saved; see `resume`.
+        changes: Which facts may have changed; see `resume`.
+        allow_missing: Parameters that the checkpoint may lack, or may have without moments: they
+            keep their values, and begin with no moments.
+        allow_extra: Parameters of the checkpoint that the run may lack or not train.
+        cast: Parameters that may be stored in another floating dtype.
         axis: All ranks that read it, `ps.world`: if one cannot, none changes anything.
 
     Returns:
         The counters it holds.
 
     Raises:
-        CheckpointError: Names every tensor that is missing, left over, or of another shape or
-            dtype, and every fact that differs.
+        CheckpointError: It is damaged; or it names every tensor that is missing, left over, or of
+            another shape or dtype, and every fact that differs.
 
     Effects:
-        Writes parameters and optimizer state, after everything has been read and compared;
-        communicates on `axis`.
+        Writes parameters and optimizer state, after everything has been verified, compared and
+        read; communicates on `axis`.
     """
-    path = Path(path)
-    read: dict[str, Any] = {}
-
-    def look() -> list[str]:
-        for module in stages:
-            reshard_(reducers_of(module))
-        check_optimizer(stages, optimizer)
-        read["index"] = read_json(path / "index.json")["tensors"]
-        read["saved"] = read_json(path / "state.json")
-        read["targets"] = _targets(read["index"], stages, optimizer)
-        return list(read["targets"])
-
-    wanted = {name for names in together(look, axis) for name in names}
-
-    def stage() -> None:
-        step = read["saved"]["state"]["step"]
-        problems = fact_problems(read["saved"]["facts"], facts_at(facts, step))
-        problems += _optimizer_problems(read["saved"]["optimizer"], stages, optimizer)
-        _compare(read["index"], read["targets"], path, wanted=wanted, also=problems)
-        read["values"] = _read_all(path, read["index"], read["targets"])
-
-    together(stage, axis)
-    _write_all(read["targets"], read["values"])
-    _install(read["targets"], read["saved"]["optimizer"]["scalars"], stages, optimizer)
-    return _state_from(read["saved"]["state"])
+    leeway = Leeway(tuple(allow_missing), tuple(allow_extra), tuple(cast))
+    check_allowed(changes)
+    check = _fact_check(facts, changes, [])
+    return install_(
+        _staged(path, stages, optimizer, leeway=leeway, check=check, axis=axis), stages, optimizer
+    )
 
 
-def load_weights(path: Path | str, stages: Sequence[nn.Module], *, axis: Axis = SOLO) -> TrainState:
-    """Read the parameters of one verified checkpoint and leave the optimizer state aside.
+def load_weights(
+    path: Path | str,
+    stages: Sequence[nn.Module],
+    *,
+    allow_missing: Sequence[str] = (),
+    allow_extra: Sequence[str] = (),
+    cast: Sequence[str] = (),
+    axis: Axis = SOLO,
+) -> TrainState:
+    """Verify one checkpoint, read its parameters, and leave the optimizer state aside.
 
     Args:
         path: The checkpoint's directory.
         stages: This rank's stages.
+        allow_missing: Patterns of parameters that the checkpoint may lack, new adapters say.
+        allow_extra: Patterns of parameters of the checkpoint that the stages may lack.
+        cast: Patterns of parameters that may be stored in another floating dtype.
         axis: The ranks that hold the other stages, `ps.pp` or `ps.world`.
 
     Returns:
         The counters it holds.
 
     Raises:
-        CheckpointError: Names every parameter that is missing, left over, or of another shape or
-            dtype.
+        CheckpointError: It is damaged; or it names every parameter that is missing, left over, or
+            of another shape or dtype.
 
     Effects:
         Writes the parameters and persistent buffers of `stages`; communicates on `axis`.
     """
-    path = Path(path)
-    targets = model_tensors(stages)
-    wanted = {name for names in together(lambda: list(targets), axis) for name in names}
-    index = read_json(path / "index.json")["tensors"]
-    weights = {name: entry for name, entry in index.items() if name.startswith("model/")}
-    _compare(weights, targets, path, wanted=wanted)
-    _write_all(targets, _read_all(path, weights, targets))
-    return _state_from(read_json(path / "state.json")["state"])
-
-
-def _read_all(
-    path: Path, index: Mapping[str, Any], targets: Mapping[str, Tensor]
-) -> dict[str, Tensor]:
-    return {
-        name: _read_box(path, _saved(name), index[_saved(name)], box_of(x))
-        for name, x in targets.items()
-    }
-
-
-def _saved(name: str) -> str:
-    """Return the name under which a tensor is saved: a tied copy has its owner's."""
-    return name.removesuffix(COPY_SUFFIX)
-
-
-def _write_all(targets: Mapping[str, Tensor], values: Mapping[str, Tensor]) -> None:
-    with torch.no_grad():
-        for name, target in targets.items():
-            box_of(target).local.copy_(values[name])
+    leeway = Leeway(tuple(allow_missing), tuple(allow_extra), tuple(cast))
+    return install_(_staged(path, stages, None, leeway=leeway, axis=axis), stages, None)
 
 
 def read_facts(path: Path | str) -> dict[str, Any]:
@@ -205,173 +209,188 @@ def read_facts(path: Path | str) -> dict[str, Any]:
     return read_json(Path(path) / "state.json")["facts"]
 
 
-def _state_from(saved: Mapping[str, Any]) -> TrainState:
-    cursor = Cursor(saved["cursor"]["batch"], tuple(saved["cursor"]["stream"]))
-    return TrainState(saved["step"], saved["tokens"], cursor, saved["health"])
-
-
-# ----------------------------------------------------------------------------------------- targets
-
-
-def _targets(
-    index: Mapping[str, Any], stages: Sequence[nn.Module], optimizer: torch.optim.Optimizer
-) -> dict[str, Tensor]:
-    """Return the live parameters, and for the optimizer new tensors of the layout to read into.
-
-    An optimizer that has not stepped holds no moments, so they are made like their parameter where
-    the shape is the parameter's, and as plain tensors elsewhere (the step counter).
-    """
-    named = named_parameters_of(stages)
-    targets = model_tensors(stages)
-    on_device = {
-        id(p): group.get("fused") or group.get("capturable")
-        for group in optimizer.param_groups
-        for p in group["params"]
-    }
-    for full, entry in index.items():
-        kind, *rest = full.split("/", 2)
-        if kind != "optimizer":
-            continue
-        dtype = getattr(torch, entry["dtype"])
-        for suffix in ("", COPY_SUFFIX):
-            parameter = named.get(rest[-1] + suffix)
-            if parameter is None or id(parameter) not in on_device:
-                continue
-            if tuple(entry["shape"]) == tuple(parameter.shape) and parameter.dim():
-                made = torch.zeros_like(parameter.data, dtype=dtype)
-            else:
-                counter = not entry["shape"] and not on_device[id(parameter)]
-                device = "cpu" if counter else parameter.device
-                made = torch.zeros(entry["shape"], dtype=dtype, device=device)
-            targets[full + suffix] = made
-    return targets
-
-
-def _optimizer_problems(
-    saved: Mapping[str, Any], stages: Sequence[nn.Module], optimizer: torch.optim.Optimizer
-) -> list[str]:
-    """Say where the saved optimizer is not the run's: moments must never begin afresh unseen."""
-    if saved["class"] != type(optimizer).__name__:
-        return [f"its optimizer is {saved['class']}, the run has {type(optimizer).__name__}"]
-    live = optimizer_state(stages, optimizer)
-    names = {_saved(name) for name in live} - saved["scalars"].keys()
-    problems = [f"{name} was not trained when it was saved" for name in names]
-    options = group_options(optimizer)
-    if len(options) != len(saved["options"]):
-        return [*problems, f"it has {len(saved['options'])} parameter groups, not {len(options)}"]
-    for group, (old, new) in enumerate(zip(saved["options"], options, strict=True)):
-        names = sorted(name for name in old | new if old.get(name) != new.get(name))
-        problems += [
-            f"parameter group {group} has {name} = {old.get(name)}, the run's has {new.get(name)}"
-            for name in names
-        ]
-    return problems
-
-
-def _compare(
-    index: Mapping[str, Any],
-    targets: Mapping[str, Tensor],
-    path: Path,
-    *,
-    wanted: Collection[str],
-    also: Sequence[str] = (),
-) -> None:
-    """Refuse a checkpoint that does not hold exactly the run's tensors; name all differences.
-
-    `wanted` are the names of the tensors of all ranks, of which a pipeline rank has some.
-    """
-    targets = {_saved(name): tensor for name, tensor in targets.items()}
-    problems = [f"{name} is missing in the checkpoint" for name in targets if name not in index]
-    problems += also
-    problems += [f"{name} is left over" for name in index if name not in wanted]
-    for name in targets.keys() & index.keys():
-        want = (str(targets[name].dtype).removeprefix("torch."), list(targets[name].shape))
-        found = (index[name]["dtype"], index[name]["shape"])
-        if want != found:
-            problems.append(f"{name} is {found[0]}{found[1]}, the run has {want[0]}{want[1]}")
-    if problems:
-        shown = "; ".join(sorted(problems)[:10])
-        more = f"; and {len(problems) - 10} more" if len(problems) > 10 else ""
-        raise CheckpointError(
-            f"load_checkpoint: {path} does not fit the run: {shown}{more}",
-            where=path,
-            got=sorted(problems),
-            hint="name another --out, or begin afresh here with --resume never",
-        )
-
-
-def _install(
-    targets: Mapping[str, Tensor],
-    scalars: Mapping[str, Mapping[str, Any]],
+def _staged(
+    path: Path | str,
     stages: Sequence[nn.Module],
-    optimizer: torch.optim.Optimizer,
-) -> None:
-    """Give the optimizer the moments that were read."""
-    optimizer.state.clear()
-    named = named_parameters_of(stages)
-    for full, tensor in targets.items():
-        kind, *rest = full.split("/", 2)
-        if kind == "optimizer":
-            optimizer.state[named[rest[1]]][rest[0]] = tensor
-    for name, values in scalars.items():
-        for parameter in (named.get(name), named.get(name + COPY_SUFFIX)):
-            if parameter is not None:
-                optimizer.state[parameter].update(values)
+    optimizer: torch.optim.Optimizer | None,
+    *,
+    leeway: Leeway,
+    axis: Axis,
+    check: Check = lambda _: [],
+) -> Staged:
+    """Stage one checkpoint that must be whole."""
+    path = Path(path)
+
+    def look() -> Any:
+        return read_whole_manifest(path) if axis.index == 0 else None
+
+    manifest = together(look, axis)[0]
+    staged = stage_checkpoint(
+        path, manifest, stages, optimizer, axis=axis, check=check, leeway=leeway
+    )
+    if staged.problems:
+        raise _damaged(path, staged.problems)
+    return staged
 
 
-# ------------------------------------------------------------------------------------------- boxes
+def read_whole_manifest(path: Path) -> dict[str, Any]:
+    """Return the manifest of a checkpoint whose files have the right names and sizes.
 
-
-@attrs.frozen
-class _Overlap:
-    """Where two boxes meet: slices into the saved one and into the wanted one."""
-
-    saved: tuple[slice, ...]
-    wanted: tuple[slice, ...]
-
-
-def _overlap(saved: Mapping[str, Any], wanted: Box) -> _Overlap | None:
-    """Intersect a saved box with a wanted one.
-
-    Examples:
-        >>> box = Box(torch.zeros(2, 2), (4, 2), (1, 0), writes=True)
-        >>> found = _overlap({"offset": [2, 0], "shape": [2, 2]}, box)
-        >>> found.saved[0], found.wanted[0]
-        (slice(0, 1, None), slice(1, 2, None))
+    Raises:
+        CheckpointError: They have not, or it is no checkpoint.
     """
-    in_saved: list[slice] = []
-    in_wanted: list[slice] = []
-    dims = zip(saved["offset"], saved["shape"], wanted.offset, wanted.local.shape, strict=True)
-    for start, length, own_start, own_length in dims:
-        low, high = max(start, own_start), min(start + length, own_start + own_length)
-        if low >= high:
-            return None
-        in_saved.append(slice(low - start, high - start))
-        in_wanted.append(slice(low - own_start, high - own_start))
-    return _Overlap(tuple(in_saved), tuple(in_wanted))
+    problems = outline_problems(path)
+    if problems:
+        raise _damaged(path, problems)
+    return read_manifest(path)
 
 
-def _read_box(path: Path, name: str, entry: Mapping[str, Any], box: Box) -> Tensor:
-    """Read this rank's box of a tensor from the boxes that were saved of it."""
-    out = torch.empty(box.local.shape, dtype=getattr(torch, entry["dtype"]))
-    filled = torch.zeros(box.local.shape, dtype=torch.bool)
-    for saved in entry["boxes"]:
-        overlap = _overlap(saved, box)
-        if overlap is None:
+def _damaged(path: Path | str, problems: Sequence[str]) -> CheckpointError:
+    return CheckpointError(
+        f"resume: {path} was asked for, but {shortened(problems, most=3)}",
+        where=path,
+        got=list(problems),
+        want="a checkpoint directory that verifies",
+    )
+
+
+def _fact_check(facts: Facts | None, changes: Changes, told: list[str]) -> Check:
+    """Return a check of the saved facts against the run's, which also writes what is only told."""
+
+    def check(saved: Mapping[str, Any]) -> list[str]:
+        live = facts_at(facts, saved["state"]["step"])
+        refused, changed = compare_facts(saved["facts"], live, changes)
+        told[:] = changed
+        return refused
+
+    return check
+
+
+# ----------------------------------------------------------------------------------------- choosing
+
+_Candidate = tuple[str, dict[str, Any]]
+
+
+def _candidates(
+    run_dir: Path, request: str | Path, passed_over: list[str], tell: Callable[[str], None]
+) -> Iterator[_Candidate]:
+    """Go through the checkpoints that may be gone on from, the best first, with their manifests.
+
+    Their tensors have not been looked at. Who finds one damaged after all adds it to `passed_over`.
+    """
+    if request == "never":
+        return
+    if request != "auto":
+        yield str(Path(request).absolute()), read_whole_manifest(Path(request))
+        return
+    directory = run_dir / "checkpoints"
+    known = list_checkpoints(directory)
+    parent = None if known else _parent_of(run_dir)
+    if parent is not None:
+        yield parent, read_whole_manifest(Path(parent))
+        return
+    for path in known:
+        problems = outline_problems(path)
+        if problems:
+            _pass_over(path, problems, request, passed_over, tell)
             continue
-        if not plain_file_name(saved["file"]):
-            raise CheckpointError(f"load_checkpoint: {path} names the file {saved['file']!r}")
-        with safe_open(path / saved["file"], framework="pt") as file:
-            if saved["shape"]:
-                out[overlap.wanted] = file.get_slice(name)[overlap.saved]
-            else:
-                out.copy_(file.get_tensor(name))
-        filled[overlap.wanted] = True
-    if not filled.all():
+        manifest = read_manifest(path)
+        _refuse_another_run(run_dir, path, manifest)
+        yield str(path.absolute()), manifest
+    if passed_over:
         raise CheckpointError(
-            f"load_checkpoint: the boxes of {name} in {path} hold {int(filled.sum())} of the "
-            f"{filled.numel()} elements that this rank needs",
-            where=path,
-            got=int(filled.sum()),
+            f"resume: none of the {len(passed_over)} checkpoints in {directory} verifies "
+            f"({shortened(passed_over)})",
+            where=directory,
+            got=passed_over,
+            hint="--resume never starts afresh; choose another --out to keep what is there",
         )
-    return out
+
+
+def _pass_over(
+    path: Path,
+    problems: Sequence[str],
+    request: str | Path,
+    passed_over: list[str],
+    tell: Callable[[str], None],
+) -> None:
+    if request != "auto":
+        raise _damaged(path, problems)
+    passed_over.append(f"{path.name}: {problems[0]}")
+    tell(f"passed over {path}: {problems[0]}")
+
+
+def _refuse_another_run(run_dir: Path, path: Path, manifest: Mapping[str, Any]) -> None:
+    own, other = _own_run(run_dir), manifest.get("run")
+    if own is not None and other is not None and own != other:
+        raise CheckpointError(
+            f"resume: {path} has the run_id {other}, this run has {own}: it was copied from another"
+            " run",
+            where=path,
+            got=other,
+            want=own,
+            hint=f"--resume {path} makes this run a fork of that one; or take it out of here",
+        )
+
+
+def _own_run(run_dir: Path) -> str | None:
+    """Return the identity of the run, if the directory has been told one."""
+    return run_identity(run_dir)["run"] if (run_dir / "run.json").exists() else None
+
+
+def _parent_of(run_dir: Path) -> str | None:
+    """Return what a run was forked from: it goes on from there until it has saved itself."""
+    parent = run_identity(run_dir)["parent"] if (run_dir / "run.json").exists() else None
+    return None if parent is None else parent["path"]
+
+
+def _begin_afresh(run_dir: Path, request: str | Path, tell: Callable[[str], None]) -> None:
+    clear_directory(run_dir / "checkpoints", None, request, tell=tell)
+    if request == "never" and (run_dir / "run.json").exists():
+        fork_run(run_dir, None)  # another run, whose parent is none
+
+
+def _is_fork(run_dir: Path, path: Path, manifest: Mapping[str, Any], request: str | Path) -> bool:
+    """Say whether going on from `path`, which was asked for, begins another run."""
+    if request == "auto":
+        return False
+    own = _own_run(run_dir)
+    is_inside = path.resolve().parent == (run_dir / "checkpoints").resolve()
+    if own is None or manifest.get("run") is None:
+        return not is_inside
+    return own != manifest["run"]
+
+
+def _owner_notes(path: Path, *, strict: bool) -> list[str]:
+    problems = owner_problems(path)
+    if problems and strict:
+        raise CheckpointError(
+            f"resume: {problems[0]}",
+            where=path,
+            got=problems,
+            want="a checkpoint that only this user can write",
+            hint="chown or chmod it once you trust it",
+        )
+    return [f"note that {problem}" for problem in problems]
+
+
+def _machine_notes(saved: Mapping[str, Any] | None, ps: ParallelState) -> list[str]:
+    """Say whether sums may come out in another order than where the checkpoint was written."""
+    is_cpu = ps.device.type == "cpu"
+    live = {
+        "device": "cpu" if is_cpu else torch.cuda.get_device_name(ps.device),
+        "threads": torch.get_num_threads(),
+        "isa": torch.backends.cpu.get_cpu_capability(),
+    }
+    then = saved or {}
+    differing = [
+        f"{name} {then[name]}, now {value}"
+        for name, value in live.items()
+        if name in then and then[name] != value
+    ]
+    told = f"it was written with {'; '.join(differing)}: the last bits may differ from here on"
+    return [told] if differing else []
+
+
+def _say_nothing(_: str) -> None:
+    pass

@@ -1,45 +1,190 @@
-"""Write a checkpoint: every rank its boxes, rank 0 the rest, one rename to commit."""
+"""Save a run: copy its state, write the copy beside the training, commit it by one rename."""
 
 from __future__ import annotations
 
-import os
 import secrets
 import shutil
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
+from functools import partial
+from itertools import count
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
-import attrs
 import orjson
 import torch
-from safetensors.torch import save_file
-from torch import Tensor, nn
+from torch import nn
 
 from trainkit.checkpoint.facts import Facts, facts_at
-from trainkit.checkpoint.manifest import (
-    MANIFEST,
-    disk_error,
-    hash_file,
-    make_manifest,
-    next_name,
-    sync_directory,
-    write_durably,
-)
-from trainkit.checkpoint.tensors import (
-    check_optimizer,
-    group_options,
-    model_tensors,
-    optimizer_state,
-    replica_of,
-    run_tensors,
-    state_hash,
-    tied_copies_of,
-)
-from trainkit.collectives import all_gather_json, together
-from trainkit.parallel.naming import Box, box_of
-from trainkit.parallel.reduction import reducers_of, reshard_
-from trainkit.types import DiskError, ParallelState, TrainState
+from trainkit.checkpoint.flight import Flight, Saved, at_once, fly, in_thread
+from trainkit.checkpoint.manifest import dump_json
+from trainkit.checkpoint.retention import Retention, apply_retention
+from trainkit.checkpoint.snapshot import Snapshot, TakeSnapshot, bind_snapshots
+from trainkit.checkpoint.tensors import model_tensors, state_hash
+from trainkit.checkpoint.write import Target, point_to
+from trainkit.collectives import all_gather_json
+from trainkit.mesh import twin_axis
+from trainkit.parallel.naming import box_of
+from trainkit.types import SOLO, Axis, ConfigError, DiskError, ParallelState, TrainState
+
+_WORTH_TELLING = 0.1  # seconds that a save had to wait for the one before
+_LAST_THREE = Retention()
+
+
+class Save(Protocol):
+    """Begin to save a state; every rank must call it."""
+
+    def __call__(self, state: TrainState, score: float | None = None) -> None: ...
+
+
+class Collect(Protocol):
+    """Return the saves that have ended since the last call; every rank must call it."""
+
+    def __call__(self, *, wait: bool = False) -> list[Saved]: ...
+
+
+def _no_event(name: str, **facts: Any) -> None:
+    del name, facts
+
+
+@contextmanager
+def saves(
+    run_dir: Path | str,
+    stages: Sequence[nn.Module],
+    optimizer: torch.optim.Optimizer,
+    ps: ParallelState,
+    *,
+    facts: Facts | None = None,
+    config: Mapping[str, Any] | None = None,
+    retention: Retention | None = _LAST_THREE,
+    background: bool = True,
+    grace: float = 25.0,
+    tell: Callable[[str], None] = print,
+    before_commit: Callable[[], None] | None = None,
+    event: Callable[..., None] = _no_event,
+) -> Iterator[tuple[Save, Collect]]:
+    """Save a run again and again, for a `with` block, while training goes on.
+
+    `save(state, score=None)` copies the state to host memory; a thread hashes the copy, looks for
+    numbers that are not finite, and writes it. There is one copy, so a save waits for the one
+    before. The thread never communicates: what ranks tell each other travels when all call
+    `saved()`, once a step, over a group of its own, and only while a save is under way. It returns
+    what has ended since, the same on all ranks, a failure too. Snapshots in host memory follow
+    CheckFreq (Mohan, Phanishayee and Chidambaram, 2021).
+
+    Leaving the block waits, and raises when the last save failed. An exception that leaves it does
+    not wait for other ranks: a commit under way is let finish, any other save is given up.
+
+    Args:
+        run_dir: The run directory, on a disk that all ranks share.
+        stages: This rank's stages.
+        optimizer: The optimizer of their parameters.
+        ps: The layout.
+        facts: As for `save_checkpoint`; rank 0's are saved.
+        config: The resolved configuration, plain values.
+        retention: Which checkpoints stay, by default the last three; None deletes none.
+        background: False saves completely before `save` returns; the rest is the same.
+        grace: Seconds that a run has for its last save when it is told to stop; a save that took
+            longer is told of.
+        tell: Called on rank 0 with what was waited for, is damaged, or could not be deleted.
+        before_commit: Called on rank 0, in the thread, when a checkpoint is complete but for its
+            manifest: for what must not be older than it, `sync` of a metrics file for instance. If
+            it raises, the save fails.
+        event: Called with "save" and what is known of each save that `saved` returns.
+
+    Yields:
+        `save` and `saved`, of the types `Save` and `Collect`.
+
+    Raises:
+        DiskError: On leaving: the last save could not be written.
+        NumericsError: On leaving: the last state saved was not finite.
+
+    Effects:
+        Opens a process group; holds host memory of the size of what this rank writes; writes and
+        deletes under `run_dir/checkpoints`; `save` and `saved` communicate.
+    """
+    run_dir, config = Path(run_dir), _plain(config)
+    take = bind_snapshots(stages, optimizer, ps)
+    after = _pruning(retention)
+    own_group = twin_axis(ps.world, name="saves") if background else nullcontext(ps.world)
+    flights: list[Flight] = []  # one at most
+    ended: list[Saved] = []
+    latest: list[Saved] = []  # that was collected
+    land = partial(_land, flights, ended, tell, grace)
+
+    with own_group as axis:
+        token, number = _token(axis), count()
+
+        def save(state: TrainState, score: float | None = None) -> None:
+            began = time.perf_counter()
+            land()
+            waited = time.perf_counter() - began
+            if waited > _WORTH_TELLING and axis.index == 0:
+                tell(f"step {state.step} waited {waited:.1f} s for the save before to be written")
+            staging = run_dir / "checkpoints" / f".staging-{token}-{next(number)}"
+            target = Target(run_dir, staging, axis.count, config, score, before_commit)
+            taken = partial(_taken, take, state, None if axis.index else facts)
+            start = in_thread if background else at_once
+            flights.append(fly(taken, target, axis, step=state.step, start=start, after=after))
+            next(flights[0])
+            if not background:
+                land()
+
+        def saved(*, wait: bool = False) -> list[Saved]:
+            land(polls=None if wait else 1)
+            found = ended.copy()
+            latest[:] = ended[-1:] or latest
+            for done in found:
+                event("save", **_told(done))
+            ended.clear()
+            return found
+
+        try:
+            yield save, saved
+        except BaseException:
+            for flight in flights:
+                flight.close()
+            raise
+        land()
+        for outcome in [*latest, *ended][-1:]:
+            if outcome.error is not None:
+                raise outcome.error
+
+
+def _told(done: Saved) -> dict[str, Any]:
+    """Return what a line of events.jsonl says of a save."""
+    error = None if done.error is None else str(done.error)
+    facts = {"step": done.step, "path": None if done.path is None else str(done.path)}
+    return {**facts, "seconds": done.seconds, "blocked": done.blocked, "error": error}
+
+
+def _land(
+    flights: list[Flight],
+    ended: list[Saved],
+    tell: Callable[[str], None],
+    grace: float,
+    *,
+    polls: int | None = None,
+) -> None:
+    """Ask a save under way so many times how far it is, or wait for its end."""
+    while flights and polls != 0:
+        try:
+            flights[0].send(polls is None)
+        except StopIteration as end:
+            flights.clear()
+            ended.append(end.value)
+            for line in (*end.value.told, *_too_slow(end.value, grace)):
+                tell(line)
+        polls = None if polls is None else polls - 1
+
+
+def _too_slow(outcome: Saved, grace: float) -> list[str]:
+    if outcome.seconds <= grace:
+        return []
+    took = f"the save of step {outcome.step} took {outcome.seconds:.1f} s"
+    late = f"a run that is told to stop has {grace:.0f} s to save, and may be killed before"
+    return [f"{took}; {late}: save more often, or to a faster disk"]
 
 
 def save_checkpoint(
@@ -50,8 +195,12 @@ def save_checkpoint(
     ps: ParallelState,
     *,
     facts: Facts | None = None,
+    config: Mapping[str, Any] | None = None,
+    score: float | None = None,
 ) -> Path:
     """Write a checkpoint of a run; it is there completely, or not at all.
+
+    A loop that saves again and again uses `saves`, which writes while training goes on.
 
     Args:
         run_dir: The run directory, on a disk that all ranks share; checkpoints go to
@@ -61,7 +210,9 @@ def save_checkpoint(
         optimizer: The optimizer of their parameters.
         ps: The layout.
         facts: Anything that JSON holds, for `resume` to compare: for instance the configuration. Or
-            a function from the step to that.
+            a function from the step to that. Rank 0's are saved.
+        config: The resolved configuration, plain values, for the manifest.
+        score: What `Retention.best` ranks checkpoints by, the lower the better.
 
     Returns:
         The new directory; a second save of a step appends `-1`.
@@ -69,53 +220,90 @@ def save_checkpoint(
     Raises:
         DiskError: A rank could not write. Then all ranks raise, nothing is committed, and nothing
             old has changed.
+        NumericsError: A parameter, or what the optimizer remembers of it, is not finite; the same.
 
     Effects:
         Writes to disk and waits until it is durable; communicates on `ps.world`. The run is not
         changed.
     """
-    directory = Path(run_dir) / "checkpoints"
-    staging = directory / all_gather_json(f".staging-{secrets.token_hex(8)}", ps.world)[0]
+    paths: list[Path] = []
+    options: dict[str, Any] = {"retention": None, "background": False}
+    with saves(run_dir, stages, optimizer, ps, facts=facts, config=config, **options) as both:
+        save, saved = both
+        save(state, score)
+        paths = [outcome.path for outcome in saved() if outcome.path is not None]
+    return paths[0]
+
+
+def _taken(take: TakeSnapshot, state: TrainState, facts: Facts | None) -> Snapshot:
+    return take(state, facts_at(facts, state.step))
+
+
+def _token(axis: Axis) -> str:
+    """Return 16 random hex digits, the same on all ranks."""
+    return all_gather_json(secrets.token_hex(8), axis)[0]
+
+
+def _plain(config: Mapping[str, Any] | None) -> Mapping[str, Any] | None:
     try:
-        outcomes = together(lambda: _write_rank(staging, stages, optimizer, ps), ps.world)
-
-        def commit() -> str | None:
-            if ps.world.index:
-                return None
-            memory = {
-                "class": type(optimizer).__name__,
-                "options": group_options(optimizer),
-                "scalars": _joined(outcome["scalars"] for outcome in outcomes),
-            }
-            files = {
-                "state.json": _describe(state, memory, ps, facts_at(facts, state.step)),
-                "index.json": _dump({"tensors": _merge([out["tensors"] for out in outcomes])}),
-            }
-            written = _joined(outcome["files"] for outcome in outcomes)
-            return str(_commit(staging, directory, state.step, files, written))
-
-        return Path(together(commit, ps.world)[0])
-    finally:
-        if ps.world.index == 0:  # nothing is left of it after a commit
-            shutil.rmtree(staging, ignore_errors=True)
+        return orjson.loads(orjson.dumps(None if config is None else dict(config)))
+    except TypeError as error:
+        raise ConfigError(
+            f"saves: config holds what JSON does not ({error}); give plain values", where="config"
+        ) from error
 
 
-def require_space(run_dir: Path | str, stages: Iterable[nn.Module], *, copies: int = 3) -> None:
-    """Refuse to begin where the disk has no room for one checkpoint.
+def _pruning(retention: Retention | None) -> Callable[[Path], list[str]]:
+    """Return what follows a commit: the pointer, and the deletion of what need not stay."""
+    good: set[str] = set()
+
+    def after(path: Path) -> list[str]:
+        told: list[str] = []
+        try:
+            point_to(path)
+            if retention is not None:
+                found = apply_retention(
+                    path.parent, retention, known_good={*good, path.name}, tell=told.append
+                )
+                good.clear()
+                good.update(found["verified"])
+        except Exception as error:  # noqa: BLE001 (the checkpoint stands, whatever becomes of others)
+            told.append(f"beside {path}: {type(error).__name__}: {error}")
+        return told
+
+    return after
+
+
+def require_space(
+    run_dir: Path | str,
+    stages: Iterable[nn.Module],
+    *,
+    copies: int = 3,
+    axis: Axis = SOLO,
+    tell: Callable[[str], None] | None = None,
+) -> None:
+    """Refuse to begin where the disk has no room for one checkpoint; warn where two do not fit.
 
     Args:
         run_dir: The run directory, which exists.
         stages: This rank's stages.
         copies: Tensors of a parameter's size in a checkpoint; with AdamW the parameter and two.
+        axis: The ranks that write to this disk.
+        tell: Called on the first rank with a sentence when there is room for one but not for two,
+            of which the older goes only when the newer is committed.
 
     Raises:
-        DiskError: Names the bytes that this rank will need and those that are free.
+        DiskError: On all ranks: names the bytes that will be needed and those that are free.
+
+    Effects:
+        Communicates on `axis`.
 
     Examples:
         >>> require_space("/", [nn.Linear(1, 1)])
     """
-    needed = copies * sum(box_of(tensor).local.nbytes for tensor in model_tensors(stages).values())
-    free = shutil.disk_usage(run_dir).free
+    own = copies * sum(box_of(tensor).local.nbytes for tensor in model_tensors(stages).values())
+    needed = int(1.1 * sum(all_gather_json(own, axis)))  # a tenth for what else is written
+    free = min(all_gather_json(shutil.disk_usage(run_dir).free, axis))
     if free < needed:
         raise DiskError(
             f"require_space: a checkpoint in {run_dir} needs about {needed} bytes and {free} are "
@@ -124,6 +312,11 @@ def require_space(run_dir: Path | str, stages: Iterable[nn.Module], *, copies: i
             got=free,
             want=needed,
             hint="free space or choose another --out",
+        )
+    if free < 2 * needed and tell is not None and axis.index == 0:
+        tell(
+            f"{run_dir} has {free} bytes free, and a checkpoint needs about {needed}: there is room"
+            " for one, but not for a second beside it"
         )
 
 
@@ -146,138 +339,5 @@ def write_final(
     }
     if ps.world.index == 0:
         new = Path(run_dir) / ".final.json"
-        new.write_bytes(_dump(end) + b"\n")
+        new.write_bytes(dump_json(end) + b"\n")
         new.replace(Path(run_dir) / "final.json")
-
-
-def _joined(parts: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
-    return {name: value for part in parts for name, value in part.items()}
-
-
-def _boxes_to_write(
-    stages: Sequence[nn.Module], optimizer: torch.optim.Optimizer, ps: ParallelState
-) -> dict[str, tuple[Tensor, Box]]:
-    found = {}
-    for name, tensor in run_tensors(stages, optimizer).items():
-        box = box_of(tensor, replica=replica_of(ps))
-        if box.writes:
-            found[name] = (tensor, box)
-    return found
-
-
-@contextmanager
-def _disk_errors(path: Path, needed: int) -> Iterator[None]:
-    try:
-        yield
-    except OSError as error:
-        raise disk_error(error, path, needed) from error
-
-
-def _write_rank(
-    staging: Path,
-    stages: Sequence[nn.Module],
-    optimizer: torch.optim.Optimizer,
-    ps: ParallelState,
-) -> dict[str, Any]:
-    """Write this rank's boxes into one file; return what the index and the manifest say of them."""
-    for stage in stages:
-        reshard_(reducers_of(stage))
-    check_optimizer(stages, optimizer)
-    boxes = _boxes_to_write(stages, optimizer, ps)
-    path = staging / f"rank_{ps.world.index:05d}.safetensors"
-    tensors = {
-        name: {
-            "dtype": str(tensor.dtype).removeprefix("torch."),
-            "shape": list(tensor.shape),
-            "boxes": [{"offset": box.offset, "shape": list(box.local.shape), "file": path.name}]
-            * bool(box.local.numel()),
-        }
-        for name, (tensor, box) in boxes.items()
-    }
-    values = {
-        name: box.local.contiguous().cpu() for name, (_, box) in boxes.items() if box.local.numel()
-    }
-    report = {"tensors": tensors, "files": {}, "scalars": _scalars(stages, optimizer)}
-    with _disk_errors(path, sum(value.nbytes for value in values.values())):
-        staging.mkdir(parents=True, exist_ok=True)
-        if values:
-            _save_tensors(values, path)
-            report["files"] = {path.name: hash_file(path)}
-    return report
-
-
-def _save_tensors(tensors: dict[str, Tensor], path: Path) -> None:
-    try:
-        save_file(tensors, path)
-    except Exception as error:  # safetensors raises its own type for what the system refused
-        code = next((c for c in (28, 122, 27, 30, 5, 13) if f"os error {c}" in str(error)), None)
-        if code is None:
-            raise
-        raise OSError(code, os.strerror(code), str(path)) from error
-    with path.open("rb") as file:
-        os.fsync(file.fileno())
-
-
-def _merge(parts: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Join the boxes that different ranks wrote of one tensor; of equal boxes the first stands."""
-    merged: dict[str, Any] = {}
-    for part in parts:
-        for name, entry in part.items():
-            known = merged.setdefault(name, {**entry, "boxes": []})["boxes"]
-            offsets = [box["offset"] for box in known]
-            known += [box for box in entry["boxes"] if box["offset"] not in offsets]
-    return merged
-
-
-def _scalars(
-    stages: Sequence[nn.Module], optimizer: torch.optim.Optimizer
-) -> dict[str, dict[str, Any]]:
-    """Return what the optimizer remembers of each parameter that it steps besides tensors."""
-    copies = tied_copies_of(stages)
-    return {
-        name: {key: value for key, value in values.items() if not isinstance(value, Tensor)}
-        for name, values in optimizer_state(stages, optimizer).items()
-        if name not in copies
-    }
-
-
-def _describe(
-    state: TrainState,
-    memory: Mapping[str, Any],
-    ps: ParallelState,
-    facts: Mapping[str, Any],
-) -> bytes:
-    axes = ("pp", "dp_replicate", "dp_shard", "ring", "ulysses", "tp", "ep")
-    return _dump(
-        {
-            "state": attrs.asdict(attrs.evolve(state, tokens=int(state.tokens))),
-            "optimizer": memory,
-            "layout": {axis: getattr(ps, axis).count for axis in axes},
-            "torch": torch.__version__,
-            "facts": dict(facts),
-        }
-    )
-
-
-def _dump(value: Any) -> bytes:
-    return orjson.dumps(value, option=orjson.OPT_SORT_KEYS | orjson.OPT_INDENT_2)
-
-
-def _commit(
-    staging: Path,
-    directory: Path,
-    step: int,
-    files: Mapping[str, bytes],
-    written: Mapping[str, Mapping[str, Any]],
-) -> Path:
-    """Write what rank 0 writes, then the manifest, then give the directory its name."""
-    with _disk_errors(directory, sum(map(len, files.values()))):
-        for name, data in files.items():
-            write_durably(staging / name, data)
-        listing = {**written, **{name: hash_file(staging / name) for name in files}}
-        write_durably(staging / MANIFEST, make_manifest(step, listing))
-        sync_directory(staging)
-        target = directory / next_name(directory, step)
-        staging.rename(target)
-        sync_directory(directory)
-    return target

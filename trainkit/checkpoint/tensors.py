@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+import struct
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -138,19 +139,32 @@ def replica_of(ps: ParallelState) -> int:
 
 
 def counters_of(state: TrainState) -> dict[str, int]:
-    """Return the counters of a run as integers, by name.
+    """Return the counters of a run as integers, by name; of what health remembers, the bits.
 
     Examples:
         >>> counters_of(TrainState(step=2, tokens=10))
         {'step': 2, 'tokens': 10, 'cursor/batch': 0}
+        >>> counters_of(TrainState(health={"losses": [0.0]}))["health/losses/length"]
+        1
     """
     stream = {f"cursor/stream/{i}": value for i, value in enumerate(state.cursor.stream)}
-    return {
+    counters = {
         "step": state.step,
         "tokens": int(state.tokens),
         "cursor/batch": state.cursor.batch,
         **stream,
     }
+    for name, value in state.health.items():
+        if isinstance(value, Sequence):
+            counters[f"health/{name}/length"] = len(value)
+            counters |= {f"health/{name}/{i}": _bits_of(item) for i, item in enumerate(value)}
+        else:
+            counters[f"health/{name}"] = _bits_of(value)
+    return counters
+
+
+def _bits_of(value: float) -> int:
+    return struct.unpack("<q", struct.pack("<d", value))[0]
 
 
 def _hash(name: str, box: Box, shape: tuple[int, ...]) -> int:

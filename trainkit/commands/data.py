@@ -18,6 +18,12 @@ def add(commands: Any) -> None:
     actions = data.add_subparsers(dest="action", required=True)
     verify = actions.add_parser("verify", help="check every byte and every token of a corpus")
     verify.add_argument("path", type=Path, help="whatever open_corpus opens")
+    verify.add_argument(
+        "--vocab-size",
+        type=int,
+        metavar="N",
+        help="no token may be N or larger, in files that do not say their vocabulary themselves",
+    )
     show = actions.add_parser("show", help="describe a corpus; text is counted in bytes")
     show.add_argument("path", type=Path, help="whatever open_corpus opens")
     show.add_argument("--document", type=int, default=0, help="whose tokens to show (default 0)")
@@ -29,5 +35,5 @@ def run(options: argparse.Namespace) -> tuple[Any, int]:
 
     if options.action == "show":
         return describe_corpus(options.path, document=options.document), 0
-    report = verify_corpus(options.path)
+    report = verify_corpus(options.path, vocab_size=options.vocab_size)
     return report, 0 if report["ok"] else 65

@@ -19,11 +19,12 @@ if TYPE_CHECKING:
 _SHOWN = 32
 
 
-def verify_corpus(path: str | os.PathLike[str]) -> dict[str, Any]:
+def verify_corpus(path: str | os.PathLike[str], *, vocab_size: int | None = None) -> dict[str, Any]:
     """Read all of a corpus: every byte against its hash, every token against the vocabulary.
 
     Args:
         path: Whatever `open_corpus` opens.
+        vocab_size: No token may be this large or larger, in files that do not say so themselves.
 
     Returns:
         `path`; `ok`; `problems`, sentences, at most one for each file; `documents` and `tokens`,
@@ -37,7 +38,7 @@ def verify_corpus(path: str | os.PathLike[str]) -> dict[str, Any]:
         True
     """
     path = Path(path)
-    documents, tokens, problems = _verified(path)
+    documents, tokens, problems = _verified(path, vocab_size)
     return {
         "path": str(path),
         "ok": not problems,
@@ -92,7 +93,7 @@ def describe_corpus(path: str | os.PathLike[str], *, document: int = 0) -> dict[
     }
 
 
-def _verified(path: Path) -> tuple[int, int | None, list[str]]:
+def _verified(path: Path, vocab_size: int | None) -> tuple[int, int | None, list[str]]:
     """Return how many documents and tokens are in order, and what is not, at most one per file."""
     problems: list[str] = []
     documents = tokens = 0
@@ -103,7 +104,9 @@ def _verified(path: Path) -> tuple[int, int | None, list[str]]:
         return 0, None, [str(error)]
     for name in names:
         try:
-            corpus = open_shard(path / name if path.is_dir() else path, most=None)
+            corpus = open_shard(
+                path / name if path.is_dir() else path, most=None, vocab_size=vocab_size
+            )
         except (DataError, DiskError) as error:
             problems.append(str(error))
         else:

@@ -5,7 +5,8 @@ from __future__ import annotations
 import queue
 import threading
 from contextlib import contextmanager
-from typing import TYPE_CHECKING
+from functools import partial
+from typing import TYPE_CHECKING, Protocol
 
 import attrs
 import torch
@@ -23,11 +24,17 @@ if TYPE_CHECKING:
 
 @attrs.frozen(eq=False)
 class _Line:
-    """What the thread and its consumer share: batches in order, each with when it has arrived."""
+    """What a thread and its consumer share: batches in order, each with when it has arrived."""
 
     made: queue.SimpleQueue[tuple[StepBatch | BaseException | None, torch.cuda.Event | None]]
     room: threading.Semaphore
     closed: threading.Event
+
+
+class NextBatch(Protocol):
+    """Return the next batch, or with a cursor the one there: another place begins anew."""
+
+    def __call__(self, cursor: Cursor | None = None) -> StepBatch | None: ...
 
 
 @contextmanager
@@ -38,11 +45,13 @@ def prefetch(
     ahead: int = 2,
     device: torch.device | str | None = None,
     timeout: float = 120.0,
-) -> Iterator[Callable[[], StepBatch | None]]:
+) -> Iterator[NextBatch]:
     """Yield `next_batch()`, which gives the batches of `make_batch` that a thread makes ahead.
 
     Batch and cursor are those that `make_batch` gives when it is called step by step: a checkpoint
     holds the cursor of the last batch that was used, and what was made ahead is made again.
+    `next_batch(cursor)` gives the batch at a cursor: what is ahead, if it begins there, and after a
+    jump (a roll-back) what is made from there on.
 
     Args:
         make_batch: Makes the batch at a cursor, whose `cursor` is where the next one begins; None
@@ -80,41 +89,63 @@ def prefetch(
             "prefetch: ahead must be at least 1 and timeout above 0, got "
             f"ahead={ahead}, timeout={timeout}"
         )
-    line = _Line(queue.SimpleQueue(), threading.Semaphore(ahead), threading.Event())
-    thread = threading.Thread(
-        target=_fill,
-        args=(line, make_batch, cursor, _with_index(device)),
-        name="trainkit-prefetch",
-        daemon=True,  # one that hangs must not keep the process
-    )
+    start = partial(_start, make_batch, ahead=ahead, device=_with_index(device))
+    (line, thread), place = start(cursor), cursor
     ended: list[BaseException | None] = []
-    given_up = False
+    given_up = closed = False
 
-    def next_batch() -> StepBatch | None:
-        nonlocal cursor, given_up
-        if line.closed.is_set():
+    def next_batch(cursor: Cursor | None = None) -> StepBatch | None:
+        nonlocal line, thread, place, given_up
+        if closed:
             raise ValueError("prefetch: next_batch was called after its block")
+        if cursor is not None and cursor != place:
+            _close(line, thread, 0 if given_up else timeout)
+            (line, thread), place, given_up = start(cursor), cursor, False
+            ended.clear()
         if not ended:
             try:
                 made, arrival = line.made.get(timeout=timeout)
             except queue.Empty:
-                given_up, made, arrival = True, _timeout_error(cursor, timeout), None
+                given_up, made, arrival = True, _timeout_error(place, timeout), None
             if isinstance(made, StepBatch):
                 line.room.release()
-                cursor = made.cursor
+                place = made.cursor
                 return _received(made, arrival)
             ended.append(made)
         if ended[0] is not None:
             raise ended[0]
         return None
 
-    thread.start()
     try:
         yield next_batch
     finally:
-        line.closed.set()
-        line.room.release()
-        thread.join(0 if given_up else timeout)
+        closed = True
+        _close(line, thread, 0 if given_up else timeout)
+
+
+def _start(
+    make_batch: Callable[[Cursor], StepBatch | None],
+    cursor: Cursor,
+    *,
+    ahead: int,
+    device: torch.device | None,
+) -> tuple[_Line, threading.Thread]:
+    """Start a thread that makes the batches from a cursor on."""
+    line = _Line(queue.SimpleQueue(), threading.Semaphore(ahead), threading.Event())
+    thread = threading.Thread(
+        target=_fill,
+        args=(line, make_batch, cursor, device),
+        name="trainkit-prefetch",
+        daemon=True,  # one that hangs must not keep the process
+    )
+    thread.start()
+    return line, thread
+
+
+def _close(line: _Line, thread: threading.Thread, patience: float) -> None:
+    line.closed.set()
+    line.room.release()
+    thread.join(patience)
 
 
 def _timeout_error(cursor: Cursor, timeout: float) -> DataError:

@@ -1,4 +1,4 @@
-"""What stands around a run: its directory, its exit code and its last words.
+"""What stands around a run: its directory, its exit code and last words, signals and watch.
 
 The errors need no torch, so this table of contents imports its files when a name is first used.
 """
@@ -8,19 +8,40 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from trainkit.runtime.directory import make_run_dir
-    from trainkit.runtime.errors import error_code, needs_extra, report_errors
+    from trainkit.runtime.errors import SAVED, error_code, leave, needs_extra, report_errors
+    from trainkit.runtime.lock import run_lock
+    from trainkit.runtime.signals import stop_votes, trap_signals
+    from trainkit.runtime.watch import watch
+
+__all__ = [
+    "SAVED",
+    "error_code",
+    "leave",
+    "make_run_dir",
+    "needs_extra",
+    "report_errors",
+    "run_lock",
+    "stop_votes",
+    "trap_signals",
+    "watch",
+]
 
 _HOME = {
+    "SAVED": "errors",
     "error_code": "errors",
+    "leave": "errors",
     "make_run_dir": "directory",
     "needs_extra": "errors",
     "report_errors": "errors",
+    "run_lock": "lock",
+    "stop_votes": "signals",
+    "trap_signals": "signals",
+    "watch": "watch",
 }
-
-__all__ = ["error_code", "make_run_dir", "needs_extra", "report_errors"]
 
 
 def __getattr__(name: str) -> object:
     if name not in _HOME:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(import_module(f"{__name__}.{_HOME[name]}"), name)
+    globals()[name] = value = getattr(import_module(f"{__name__}.{_HOME[name]}"), name)
+    return value

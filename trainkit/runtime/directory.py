@@ -1,19 +1,35 @@
-"""The run directory: made, and found to be writable, before anything else is done."""
+"""The run directory: made, and found to be writable, before anything else is done.
+
+What is made in it has the permissions that the user's umask leaves, checkpoints and logs alike: a
+run that others shall not read is started under `umask 077`.
+"""
 
 from __future__ import annotations
 
 import os
+import stat
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
 
 from trainkit.types import ConfigError, DiskError
 
 
-def make_run_dir(path: str | Path) -> Path:
+def make_run_dir(
+    path: str | Path,
+    *,
+    strict_owner: bool = False,
+    tell: Callable[[str], object] = lambda _: None,
+) -> Path:
     """Return `path` as a directory that exists and can be written, as a probe of 4 KiB has shown.
 
+    Args:
+        path: The directory.
+        strict_owner: Refuse a directory that others can write, too, instead of telling of it.
+        tell: What is called with a sentence for each reason to distrust the directory.
+
     Raises:
-        ConfigError: `path` is a file.
+        ConfigError: `path` is a file; or others can write it and `strict_owner` is set.
         DiskError: `path` cannot be made or written.
 
     Effects:
@@ -44,4 +60,28 @@ def make_run_dir(path: str | Path) -> Path:
             want="a directory that this user can write",
             hint="make room, mend the permissions, or name another directory with --out",
         ) from error
+    problems = _who_else_can_write(path)
+    if problems and strict_owner:
+        raise ConfigError(
+            f"make_run_dir: {'; '.join(problems)}",
+            where=str(path),
+            hint=f"chmod go-w {path}, or use a directory of your own",
+        )
+    for problem in problems:
+        tell(problem)
     return path
+
+
+def _who_else_can_write(path: Path) -> list[str]:
+    """Return who else could change what is in a directory; nothing in it is ever executed."""
+    found = path.stat()
+    mode = f"(mode {stat.S_IMODE(found.st_mode):o})"
+    is_foreign = found.st_uid not in {os.geteuid(), 0}
+    # A group with the user's own number is the user's own: where that is usual, so is umask 002.
+    is_shared = bool(found.st_mode & stat.S_IWGRP) and found.st_gid != os.geteuid()
+    is_open = bool(found.st_mode & stat.S_IWOTH)
+    return [
+        *([f"{path} belongs to user {found.st_uid}, not to {os.geteuid()}"] if is_foreign else []),
+        *([f"{path} can be written by the group {found.st_gid} {mode}"] if is_shared else []),
+        *([f"{path} can be written by everybody {mode}"] if is_open else []),
+    ]

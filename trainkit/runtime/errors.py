@@ -1,25 +1,31 @@
 """How a run ends: its exit code and its last words.
 
 A recipe puts its body under `report_errors`. Whatever goes wrong then ends in one line for a person
-and one for a program, with an exit code that says who can mend it.
+and one for a program, with an exit code that says who can mend it. `leave` ends the process.
 """
 
 from __future__ import annotations
 
 import contextlib
 import errno
+import faulthandler
 import os
 import re
+import signal
 import sys
+import threading
 import traceback
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import orjson
 
 from trainkit.types import ConfigError, TrainkitError
+
+SAVED = 75
+"""The exit code of a run that was told to stop and is saved: start the same command again."""
 
 _USAGE, _PEER, _BUG, _DISK, _INTERRUPTED = 64, 68, 70, 74, 76
 _DISK_ERRORS = {
@@ -83,22 +89,119 @@ def report_errors(run_dir: str | Path | None = None) -> Iterator[None]:
     except (Exception, KeyboardInterrupt) as error:  # noqa: BLE001 -- all of them end here
         facts = _facts_of(error, run_dir)
         place = _keep_traceback(error, run_dir, facts)
-        lines = [f"error: {facts['what']}", *([f"traceback: {place}"] if place else [])]
-        if facts["hint"]:
-            lines.insert(1, f"hint: {facts['hint']}")
-        lines.append(f"TRAINKIT_ERROR {orjson.dumps(facts, default=str).decode()}")
-        _flush_stdout()
-        sys.stderr.write("\n".join(lines) + "\n")
-        sys.stderr.flush()
+        _flush(sys.stdout)
+        with contextlib.suppress(OSError):  # whoever read it may have left
+            sys.stderr.write(_words_of(facts, *([f"traceback: {place}"] if place else [])))
+        _flush(sys.stderr)
         raise SystemExit(facts["code"]) from None
 
 
-def _flush_stdout() -> None:
+def last_words(code: int, what: str, *, hint: str | None = None) -> bytes:
+    """Return what `report_errors` would say, for a process that must end where it stands.
+
+    Examples:
+        >>> print(last_words(76, "left at once").decode().splitlines()[0])
+        error: left at once
+    """
+    names = ("code", "what", "where", "rank", "step", "got", "want", "hint")
+    facts = dict.fromkeys(names) | {"code": code, "what": what, "rank": _rank()}
+    return _words_of(facts | {"hint": hint or _HINTS.get(code)}).encode()
+
+
+def _words_of(facts: dict[str, Any], *further: str) -> str:
+    hint = [f"hint: {facts['hint']}"] if facts["hint"] else []
+    line = f"TRAINKIT_ERROR {orjson.dumps(facts, default=str).decode()}"
+    return "\n".join([f"error: {facts['what']}", *hint, *further, line]) + "\n"
+
+
+def point_nowhere(stream: Any) -> None:
+    """Let what is written to a file from now on go nowhere, as its reader has left.
+
+    Effects:
+        Points the descriptor of `stream` at the null device.
+
+    Examples:
+        >>> reader, writer = os.pipe()
+        >>> with open(writer, "w") as stream:
+        ...     os.close(reader)
+        ...     point_nowhere(stream)
+        ...     print("read by nobody", file=stream)
+    """
+    null = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(null, stream.fileno())
+    os.close(null)
+
+
+def _flush(stream: Any) -> None:
     """Flush what was printed; where its reader has left, let the rest go nowhere."""
     try:
-        sys.stdout.flush()
+        stream.flush()
     except BrokenPipeError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        point_nowhere(stream)
+    except (OSError, ValueError, AttributeError):
+        return  # a full disk, a closed stream, none at all: there is nobody left to tell
+
+
+def leave(main: Callable[[], int | None]) -> NoReturn:
+    """Run a recipe's `main`, and end the process with its exit code, whatever may be stuck.
+
+    An interpreter that ends waits for its threads, and torch's destructors for peers, which may be
+    dead: a process that has failed could stay for as long as the timeout of its collectives. This
+    one flushes its output (5 s at most), stops the children that multiprocessing has started, and
+    is gone; functions of `atexit` are not called. A crash of the process itself, an abort or a bus
+    error for a file that was cut short while it was mapped, leaves the stacks of its threads on
+    stderr.
+
+    Args:
+        main: Returns the exit code, None for 0, or raises SystemExit with it.
+
+    Effects:
+        Ends the process.
+
+    Examples:
+        >>> import subprocess
+        >>> script = "from trainkit.runtime.errors import *; leave(lambda: SAVED)"
+        >>> subprocess.run([sys.executable, "-c", script]).returncode
+        75
+    """
+    with contextlib.suppress(OSError, ValueError, AttributeError, RuntimeError):  # no stderr
+        faulthandler.enable()
+    try:
+        code = main()
+    except SystemExit as end:
+        code = end.code
+    except BaseException as error:  # noqa: BLE001 -- there is nobody further out to catch it
+        traceback.print_exc()
+        code = error_code(error)
+    if isinstance(code, str):
+        print(code, file=sys.stderr)  # noqa: T201 -- as the interpreter does with sys.exit(text)
+        code = 1
+    _ignore_signals()
+    _within(5.0, lambda: (_flush(sys.stdout), _flush(sys.stderr)))
+    _within(5.0, _end_children)
+    os._exit(code or 0)
+
+
+def _ignore_signals() -> None:
+    """Let nobody change the exit code: torchrun signals the workers that leave after the first."""
+    for name in ("SIGTERM", "SIGINT", "SIGUSR1", "SIGUSR2", "SIGHUP"):
+        with contextlib.suppress(ValueError):  # only the main thread may
+            signal.signal(getattr(signal, name), signal.SIG_IGN)
+
+
+def _within(seconds: float, work: Callable[[], object]) -> None:
+    thread = threading.Thread(target=work, daemon=True)
+    with contextlib.suppress(RuntimeError):  # no thread can be started any more
+        thread.start()
+        thread.join(seconds)
+
+
+def _end_children() -> None:
+    """Stop the daemonic children of this process, as multiprocessing would at its exit."""
+    processes = sys.modules.get("multiprocessing.process")
+    for child in processes.active_children() if processes else ():
+        if child.daemon:
+            child.kill()
 
 
 def error_code(error: BaseException) -> int:

@@ -8,8 +8,11 @@ Pictures of a run, of a packing and of a layout are here too; their names begin 
 from __future__ import annotations
 
 from trainkit.sinks.console import console, printable
-from trainkit.sinks.jsonl import events, jsonl, read_jsonl, repair_jsonl
+from trainkit.sinks.goodput import Goodput, best_save_interval, expected_goodput, goodput
+from trainkit.sinks.guarded import guarded
+from trainkit.sinks.jsonl import events, jsonl, read_jsonl, repair_jsonl, sync_lines
 from trainkit.sinks.mesh import RankPlace, mesh_places, plot_mesh
+from trainkit.sinks.named import named_sinks
 from trainkit.sinks.packing import plot_packing
 from trainkit.sinks.pipeline import (
     PipelineTask,
@@ -18,8 +21,10 @@ from trainkit.sinks.pipeline import (
     plot_pipeline,
 )
 from trainkit.sinks.plot import plot_loss
-from trainkit.sinks.run import run_sinks
+from trainkit.sinks.run import printer, run_sinks, run_summary
 from trainkit.sinks.tee import on_first_rank, tee
+from trainkit.sinks.tensorboard import tensorboard
+from trainkit.sinks.wandb import wandb
 from trainkit.sinks.zigzag import (
     RingBlock,
     ZigzagChunk,
@@ -29,15 +34,21 @@ from trainkit.sinks.zigzag import (
 )
 
 __all__ = [
+    "Goodput",
     "PipelineTask",
     "RankPlace",
     "RingBlock",
     "ZigzagChunk",
+    "best_save_interval",
     "bubble_share",
     "console",
     "events",
+    "expected_goodput",
+    "goodput",
+    "guarded",
     "jsonl",
     "mesh_places",
+    "named_sinks",
     "on_first_rank",
     "pipeline_timeline",
     "plot_loss",
@@ -46,10 +57,15 @@ __all__ = [
     "plot_pipeline",
     "plot_zigzag",
     "printable",
+    "printer",
     "read_jsonl",
     "repair_jsonl",
     "ring_blocks",
     "run_sinks",
+    "run_summary",
+    "sync_lines",
     "tee",
+    "tensorboard",
+    "wandb",
     "zigzag_chunks",
 ]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -26,6 +27,34 @@ def printable(text: str) -> str:
         'red: \ufffd[31m'
     """
     return "".join(c if c.isprintable() or c in "\n\t" else "\ufffd" for c in text)
+
+
+def printed(text: str) -> None:
+    """Print a text on stdout at once; where nobody reads stdout any more, let it go nowhere.
+
+    Effects:
+        Writes to stdout. When its reader has left, its file becomes the null device, for the rest
+        of the process: whatever else is printed, now or at exit, cannot fail either.
+
+    Examples:
+        >>> printed("step 1")
+        step 1
+    """
+    with contextlib.suppress(OSError, ValueError), _outliving_reader(sys.stdout):
+        print(text, flush=True)  # noqa: T201 -- this is its purpose
+
+
+@contextlib.contextmanager
+def _outliving_reader(stream: TextIO) -> Iterator[None]:
+    """Point a stream whose reader has left at the null device, after it has failed once."""
+    try:
+        yield
+    except BrokenPipeError:
+        with contextlib.suppress(OSError, ValueError):
+            nowhere = os.open(os.devnull, os.O_WRONLY)
+            os.dup2(nowhere, stream.fileno())
+            os.close(nowhere)
+        raise
 
 
 @contextlib.contextmanager
@@ -61,7 +90,8 @@ def console(total: int, *, start: int = 0, stream: TextIO | None = None) -> Iter
             if waiting is not None:
                 now, step, values = waiting
                 pace = (now - first[0]) / max(1, step - first[1])
-                show(step, progress_text(values, seconds_left=pace * (total - step)))
+                with _outliving_reader(stream):
+                    show(step, progress_text(values, seconds_left=pace * (total - step)))
                 waiting = None
 
         def sink(step: int, values: Mapping[str, Any]) -> None:

@@ -1,36 +1,66 @@
-"""Metrics and events as lines of strict JSON, one object each, that survive being killed."""
+"""Metrics and events as lines of strict JSON, one object each, that survive kills and full disks.
+
+What strict JSON lacks is written so that every reader takes it and nothing is lost: NaN and
+infinities are null (the `_hex` twins of `metrics.step_record` tell which), whole numbers beyond 64
+bits are strings of hexadecimal digits, and half a surrogate pair is a question mark.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import os
+import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
+import attrs
+import numpy as np
 import orjson
 
-from trainkit.types import Sink
+from trainkit.files import disk_errors, sync_folder
+from trainkit.types import DiskError, Sink
+
+_BLOCK = 1 << 16
+_ROOM = 64 << 20  # bytes of lines that wait in memory for a disk that takes them
+
+Tell = Callable[[str], None]
+Problem = Callable[[str, Exception], None]
+
+
+@attrs.frozen
+class Rewound:
+    """What `rewind_jsonl` found: lines kept, steps whose lines went, steps that have no line."""
+
+    kept: int = 0
+    dropped: int = 0
+    missing: int = 0
 
 
 @contextlib.contextmanager
-def jsonl(path: str | Path, *, step: int = 0) -> Iterator[Sink]:
-    """Yield a sink that appends one line per step, `{"step": 1, ...}`, and flushes it.
+def jsonl(path: str | Path, *, step: int = 0, tell: Tell | None = None) -> Iterator[Sink]:
+    """Yield a sink that appends one line per step, `{"step": 1, ...}`, and hands it to the system.
 
-    NaN and infinities, which JSON lacks, become null; the `_hex` twins of `metrics.step_record`
-    tell which.
+    A line that the system has is safe from a kill; `sync_lines` makes it safe from a power cut. A
+    disk that is full may take part of a line: the rest, and the lines that follow, wait in memory
+    (64 MiB of them) and are written first as soon as there is room, so that no line is torn inside
+    the file or lost. A step that is not beyond the last one, as after a roll-back, takes the place
+    of all lines from it on.
 
     Args:
         path: The file, made if need be.
         step: The step that the run goes on from: lines beyond it, and a torn last line, are
-            dropped (see `repair_jsonl`), so that after any restart each step has exactly one line.
+            dropped (see `rewind_jsonl`), so that after any restart each step has exactly one line.
+        tell: Gets the first problem in words, and lets the run go on: a full disk, a value that is
+            not plain (its type's name stands for it). None raises.
 
     Raises:
         ValueError: A value is not a plain number, string, bool, None, or list or dict of these.
+        DiskError: The file cannot be opened; without `tell`, it cannot be written.
 
     Effects:
-        Repairs the file through a new one and a rename; then only appends to it.
+        Repairs the file; then only appends to it.
 
     Examples:
         >>> import tempfile
@@ -44,23 +74,43 @@ def jsonl(path: str | Path, *, step: int = 0) -> Iterator[Sink]:
         {"step":2,"loss":1.5}
         {"step":3,"loss":1.5}
     """
-    with _repaired(Path(path), lambda text: repair_jsonl(text, step)) as append:
+    path, last = Path(path), step
+    rewind_jsonl(path, step)
+    with contextlib.ExitStack() as stack:
+        append = stack.enter_context(_appending(path, tell))
+
+        def go_back(step: int) -> None:
+            nonlocal append
+            stack.close()
+            try:
+                rewind_jsonl(path, step)
+                append = stack.enter_context(_appending(path, tell))
+            except DiskError as error:
+                _reporting(tell)("rewind", error)
 
         def write(step: int, values: Mapping[str, Any]) -> None:
+            nonlocal last
+            if step <= last:
+                go_back(step - 1)
             append({"step": step, **values})
+            last = step
 
         yield write
 
 
 @contextlib.contextmanager
-def events(path: str | Path) -> Iterator[Callable[..., None]]:
-    """Yield `event(name, **facts)`, which appends `{"time": ..., "event": name, ...}` and flushes.
+def events(path: str | Path, *, tell: Tell | None = None) -> Iterator[Callable[..., None]]:
+    """Yield `event(name, **facts)`, which appends `{"time": ..., "event": name, ...}`.
 
     For what is no step: evaluations, saves, restarts. `time` is in seconds since 1970. Nothing is
     ever removed but a torn last line: steps that a restart repeats are told twice.
 
+    Args:
+        path: The file, made if need be.
+        tell: What to do with problems, as in `jsonl`.
+
     Effects:
-        Appends to the file, which it makes if need be.
+        Appends to the file.
 
     Examples:
         >>> import tempfile
@@ -70,7 +120,10 @@ def events(path: str | Path) -> Iterator[Callable[..., None]]:
         ...     print(Path(f"{folder}/events.jsonl").read_text(), end="")
         {"time":...,"event":"evaluation","step":100,"loss":1.5}
     """
-    with _repaired(Path(path), _whole_lines) as append:
+    path = Path(path)
+    with disk_errors(path, by="events"):
+        _drop_torn_line(path)
+    with _appending(path, tell) as append:
 
         def event(name: str, **facts: Any) -> None:
             append({"time": time.time(), "event": name, **facts})
@@ -91,11 +144,84 @@ def repair_jsonl(text: bytes, step: int) -> bytes:
     kept: list[bytes] = []
     last = -1
     for line in text.split(b"\n"):
-        number = _parsed(line).get("step")
-        if type(number) is int and last < number <= step:
+        number = _step_of(line)
+        if number is not None and last < number <= step:
             kept.append(line + b"\n")
             last = number
     return b"".join(kept)
+
+
+def rewind_jsonl(path: str | Path, step: int) -> Rewound:
+    """Make a metrics file end with `step`, as `repair_jsonl` does, in time for a run to start.
+
+    Lines are parsed from the end of the file until one is sound and not beyond `step`. When what
+    stands before it has the shape of as many lines as its step asks for, the file is cut there;
+    only otherwise all of it is parsed and replaced. So 10^6 lines, 300 MB, take 0.3 s.
+
+    Args:
+        path: The file; a missing one is left missing.
+        step: The last step that may have a line.
+
+    Returns:
+        How many lines are left, how many steps beyond `step` had one, and how many steps between
+        the first line and `step` have none.
+
+    Raises:
+        DiskError: The file cannot be read, cut or replaced.
+
+    Effects:
+        Cuts the file, or replaces it by a rename.
+
+    Examples:
+        >>> import tempfile
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     path = Path(folder) / "metrics.jsonl"
+        ...     with jsonl(path) as sink:
+        ...         for step in range(1, 6):
+        ...             sink(step, {})
+        ...     rewind_jsonl(path, 3)
+        Rewound(kept=3, dropped=2, missing=0)
+    """
+    path = Path(path)
+    if not path.exists():
+        return Rewound()
+    with disk_errors(path, by="rewind_jsonl"):
+        with path.open("rb") as file:
+            end, last, newest = _last_sound_line(file, step)
+            first = _first_step(file) if end else None
+            is_whole = end == 0 or (
+                first is not None and _looks_whole(file, end, lines=last - first + 1)
+            )
+        if is_whole:
+            _cut(path, end)
+            kept = 0 if first is None else last - first + 1
+        else:
+            text = repair_jsonl(path.read_bytes(), step)
+            _replace(path, text)
+            kept, first = text.count(b"\n"), _step_of(text[: text.find(b"\n") + 1])
+    missing = step - first + 1 - kept if kept and first is not None else 0
+    return Rewound(kept=kept, dropped=max(0, newest - step), missing=missing)
+
+
+def sync_lines(run_dir: str | Path) -> None:
+    """Return once the lines of a run that the system has are on the disk; never raises.
+
+    For the moment before a checkpoint is committed: no power cut then loses lines of steps that no
+    restart will repeat. Any thread may call it.
+
+    Effects:
+        Waits for the disk.
+
+    Examples:
+        >>> sync_lines("no/such/run")
+    """
+    for name in ("metrics.jsonl", "events.jsonl"):
+        with contextlib.suppress(OSError):
+            file = os.open(Path(run_dir) / name, os.O_RDONLY | os.O_CLOEXEC)
+            try:
+                os.fsync(file)
+            finally:
+                os.close(file)
 
 
 def read_jsonl(path: str | Path) -> list[dict[str, Any]]:
@@ -110,29 +236,197 @@ def read_jsonl(path: str | Path) -> list[dict[str, Any]]:
     return [value for line in lines if (value := _parsed(line))]
 
 
+# ------------------------------------------------------------------------------------ writing
+
+
 @contextlib.contextmanager
-def _repaired(
-    path: Path, repair: Callable[[bytes], bytes]
-) -> Iterator[Callable[[Mapping[str, Any]], None]]:
-    """Repair a file of lines and yield a function that appends one."""
-    old = path.read_bytes() if path.exists() else b""
-    if (new := repair(old)) != old:
-        _replace(path, new)
-    with path.open("ab") as file:
+def _appending(path: Path, tell: Tell | None) -> Iterator[Callable[[Mapping[str, Any]], None]]:
+    """Yield a function that appends a line, or keeps it until the disk has room."""
+    problem = _reporting(tell)
+    with disk_errors(path, by="sinks"):
+        is_new = not path.exists()
+        file = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o666)
+        if is_new:
+            sync_folder(path.parent)
+    put, finish = _writer(file, path, problem)
+    try:
+        yield lambda line: put(_json_line(line, path.name, problem))
+    except BaseException:
+        with contextlib.suppress(DiskError):  # what is on its way says more
+            finish()
+        raise
+    finish()
 
-        def append(line: Mapping[str, Any]) -> None:
+
+def _reporting(tell: Tell | None) -> Problem:
+    """Return a function that raises an error, or tells it if it is the first of its kind."""
+    told: set[str] = set()
+
+    def problem(kind: str, error: Exception) -> None:
+        if tell is None:
+            raise error
+        if kind not in told:
+            told.add(kind)
+            tell(str(error))
+
+    return problem
+
+
+def _writer(
+    file: int, path: Path, problem: Problem
+) -> tuple[Callable[[bytes], None], Callable[[], None]]:
+    """Return `put(line)` and `finish()`: lines go out in order and whole, now or when they can."""
+    waiting = bytearray()
+    lost = 0
+    is_open = True  # afterwards another file may have this one's number
+    one_at_a_time = threading.Lock()  # events may come from threads
+
+    def drain() -> None:
+        try:
+            with disk_errors(path, by="sinks", needed=len(waiting)):
+                while waiting:  # a disk that fills up takes part of what it is given
+                    del waiting[: os.write(file, waiting)]
+        except DiskError as error:
+            what = f"{error}; lines wait in memory until there is room"
+            problem("disk", DiskError(what, where=path, got=error.got, want=error.want))
+
+    def put(line: bytes) -> None:
+        nonlocal lost
+        with one_at_a_time:
+            if is_open and len(waiting) + len(line) <= _ROOM:
+                waiting.extend(line)
+            else:
+                lost += 1
+            if is_open:
+                drain()
+
+    def finish() -> None:
+        nonlocal is_open
+        with one_at_a_time, contextlib.suppress(OSError, DiskError):  # it is told what is lost
             try:
-                data = orjson.dumps(line, option=orjson.OPT_APPEND_NEWLINE)
-            except TypeError as error:
-                kinds = {name: type(value).__name__ for name, value in line.items()}
-                raise ValueError(
-                    f"{path.name}: a line takes plain numbers and strings (see trainkit.to_host),"
-                    f" got {kinds}: {error}"
-                ) from error
-            file.write(data)
-            file.flush()
+                drain()
+            finally:
+                is_open = False
+                os.close(file)
+        if missing := waiting.count(b"\n") + lost:
+            problem("lost", DiskError(f"sinks: {path} lacks its last {missing} lines", where=path))
 
-        yield append
+    return put, finish
+
+
+def _json_line(line: Mapping[str, Any], name: str, problem: Problem) -> bytes:
+    """Return a line of strict JSON; what is not plain becomes the name of its type, and is told."""
+    with contextlib.suppress(TypeError):
+        return orjson.dumps(line, option=orjson.OPT_APPEND_NEWLINE)
+    odd: dict[str, str] = {}
+    plain = {_text(key): _plain(value, key, odd) for key, value in line.items()}
+    if odd:
+        problem(
+            "value",
+            ValueError(
+                f"{name}: a line takes plain numbers and strings (see trainkit.to_host), got {odd}"
+            ),
+        )
+    return orjson.dumps(plain, option=orjson.OPT_APPEND_NEWLINE)
+
+
+def _plain(value: Any, name: str, odd: dict[str, str]) -> Any:
+    """Return a value as orjson takes it, and note in `odd` where there was none."""
+    plain: Any
+    match value.item() if isinstance(value, np.generic) else value:
+        case None | bool() as plain:
+            pass
+        case str() as text:
+            plain = _text(text)
+        case int() as number if not -(1 << 63) <= number < 1 << 64:
+            plain = hex(number)
+        case int() | float() as number:
+            plain = number + 0  # where it was of a class of its own
+        case list() | tuple() as parts:
+            plain = [_plain(part, name, odd) for part in parts]
+        case Mapping() as parts:
+            plain = {_text(key): _plain(part, name, odd) for key, part in parts.items()}
+        case other:
+            plain = odd[name] = f"<{type(other).__name__}>"
+    return plain
+
+
+def _text(value: Any) -> str:
+    return str(value).encode("utf-8", "replace").decode()
+
+
+# ------------------------------------------------------------------------------------ repairing
+
+
+def _last_sound_line(file: BinaryIO, step: int) -> tuple[int, int, int]:
+    """Return where the last line up to `step` ends, its step, and the newest step of any line."""
+    newest = 0
+    for stop, line in _backwards(file):
+        number = _step_of(line)
+        if number is not None:
+            newest = max(newest, number)
+            if number <= step:
+                return stop + 1, number, newest
+    return 0, 0, newest
+
+
+def _backwards(file: BinaryIO) -> Iterator[tuple[int, bytes]]:
+    """Yield (where it ends, line) from the last line of a file to the first."""
+    begin = file.seek(0, os.SEEK_END)
+    carry, block = b"", _BLOCK
+    while begin > 0:
+        end, begin = begin, max(0, begin - block)
+        file.seek(begin)
+        text = file.read(end - begin) + carry
+        stop = begin + len(text)
+        carry, *lines = text.split(b"\n")  # the first may have begun before
+        for line in reversed(lines):
+            yield stop, line
+            stop -= len(line) + 1
+        block *= 2  # or a file of zeros, all one line, would be copied once for each block
+    if carry:
+        yield len(carry), carry
+
+
+def _first_step(file: BinaryIO) -> int | None:
+    file.seek(0)
+    return _step_of(file.readline())
+
+
+def _looks_whole(file: BinaryIO, end: int, lines: int) -> bool:
+    """Return whether what stands before a place in a file has the shape of so many lines."""
+    file.seek(0)
+    place = found = 0
+    while place < end and (block := file.read(min(end - place, 1 << 20))):
+        if place + len(block) < end:
+            block += file.readline()
+        place += len(block)
+        ends = block.count(b"\n")
+        begins = block.startswith(b'{"step":') + block.count(b'\n{"step":')
+        if not ends == block.count(b"}\n") == begins or b"\0" in block:
+            return False
+        found += ends
+    return place == end and found == lines
+
+
+def _cut(path: Path, size: int) -> None:
+    if path.stat().st_size > size:
+        with path.open("r+b") as file:
+            file.truncate(size)
+            os.fsync(file.fileno())
+
+
+def _drop_torn_line(path: Path) -> None:
+    """Cut a file after its last line that is whole."""
+    if path.exists():
+        with path.open("rb") as file:
+            end = next((stop + 1 for stop, line in _whole_lines(file) if _parsed(line)), 0)
+        _cut(path, end)
+
+
+def _whole_lines(file: BinaryIO) -> Iterator[tuple[int, bytes]]:
+    size = file.seek(0, os.SEEK_END)
+    return ((stop, line) for stop, line in _backwards(file) if stop < size)
 
 
 def _replace(path: Path, data: bytes) -> None:
@@ -142,10 +436,12 @@ def _replace(path: Path, data: bytes) -> None:
         file.flush()
         os.fsync(file.fileno())
     new.replace(path)
+    sync_folder(path.parent)
 
 
-def _whole_lines(text: bytes) -> bytes:
-    return text[: text.rfind(b"\n") + 1]
+def _step_of(line: bytes) -> int | None:
+    number = _parsed(line).get("step")
+    return number if type(number) is int else None
 
 
 def _parsed(line: bytes) -> dict[str, Any]:

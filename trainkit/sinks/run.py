@@ -1,47 +1,152 @@
-"""What a run tells: a line per step, events, and its progress."""
+"""What a run tells: a line per step, events, its progress, and how its time was spent."""
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-from trainkit.sinks.console import console
-from trainkit.sinks.jsonl import events, jsonl
-from trainkit.sinks.tee import on_first_rank, tee
-from trainkit.types import Share, Sink
+from trainkit.checkpoint.directory import run_identity
+from trainkit.sinks.console import console, printed
+from trainkit.sinks.goodput import goodput
+from trainkit.sinks.guarded import guarded
+from trainkit.sinks.jsonl import events, jsonl, read_jsonl, rewind_jsonl
+from trainkit.sinks.tee import tee
+from trainkit.types import DiskError, Share, Sink
 
 
 @contextlib.contextmanager
 def run_sinks(
-    run_dir: str | Path, share: Share, *, step: int, last: int
+    run_dir: str | Path,
+    share: Share,
+    *,
+    step: int,
+    last: int,
+    extra: Mapping[str, Callable[..., AbstractContextManager[Sink]]] | None = None,
+    patience: float = 5.0,
 ) -> Iterator[tuple[Sink, Callable[..., None]]]:
-    """Yield `(log, event)`, which write to a run directory on the first rank.
+    """Yield `(log, event)`, which write to a run directory on the first rank, and never fail.
 
     `log(step, values)` adds a line to `metrics.jsonl` and shows the progress; `event(name,
-    **facts)` adds a line to `events.jsonl`, which begins with a "start".
+    **facts)` adds a line to `events.jsonl`, which begins with a "start" and ends with an "end".
+    The lines are written at once, by the caller: a disk that is full is told about, and gets them
+    when it has room. Everything else runs behind the caller's back (see `guarded`). What goes wrong
+    is told once, on stderr and as an event called "warning". After a roll-back `log` may be given
+    earlier steps again: they take the place of those from there on.
 
     Args:
         run_dir: The run directory.
         share: Which rank of how many, `ps.world.share`.
         step: The step that the run goes on from.
         last: The step that it stops after.
+        extra: More sinks by name, each opened as `make(step=step)`: `tensorboard` or `wandb` with
+            their first argument bound, or any context manager that yields a sink.
+        patience: Seconds that closing may take, for all sinks together.
+
+    Raises:
+        DiskError: The files cannot be opened.
 
     Effects:
-        Writes to `run_dir` and to stdout, on the first rank alone; removes the `final.json` of a
-        run that goes further.
+        Writes to `run_dir` and to stdout, on the first rank alone, with a thread per sink; gives a
+        new run its `run.json`; removes the `final.json` of a run that goes further.
+    """
+    if share.index != 0:
+        yield _ignore, _ignore
+        return
+    run_dir = Path(run_dir)
+    if step < last:
+        (run_dir / "final.json").unlink(missing_ok=True)  # it told of an earlier end
+    found = rewind_jsonl(run_dir / "metrics.jsonl", step)
+    reached = step
+    with events(run_dir / "events.jsonl", tell=_warn) as event:
+
+        def tell(problem: str) -> None:
+            event("warning", step=reached, what=problem)
+            _warn(problem)
+
+        def count(step: int, values: Mapping[str, Any]) -> None:
+            nonlocal reached
+            del values
+            if step <= reached:
+                event("rewind", step=step - 1, repeated=reached - step + 1)
+            reached = step
+
+        makers = {"console": partial(console, last, start=step, stream=sys.stdout)}
+        makers |= {name: partial(make, step=step) for name, make in (extra or {}).items()}
+        facts = {"ranks": share.count, "last": last, "run": _identity(run_dir)}
+        event("start", step=step, repeated=found.dropped, **facts)
+        if found.missing:
+            tell(f"metrics.jsonl has no line for {found.missing} of the steps up to {step}")
+        with (
+            _told_end(event, lambda: reached),
+            jsonl(run_dir / "metrics.jsonl", step=step, tell=tell) as lines,
+            guarded(makers, tell=tell, patience=patience) as others,
+        ):
+            yield tee(count, lines, others), event
+
+
+def run_summary(run_dir: str | Path) -> str:
+    """Return how the time of a run was spent, over all its restarts, in one line.
+
+    Args:
+        run_dir: A run directory with `metrics.jsonl` and `events.jsonl`.
+
+    Examples:
+        >>> run_summary("no/such/run")
+        'goodput -: 0 steps, 0 repeated, 0 starts, 0 saves that blocked for 0.0 s, 0.0 s in all'
     """
     run_dir = Path(run_dir)
-    if share.index == 0 and step < last:
-        (run_dir / "final.json").unlink(missing_ok=True)  # it told of an earlier end
-    with contextlib.ExitStack() as stack:
+    found = goodput(read_jsonl(run_dir / "metrics.jsonl"), read_jsonl(run_dir / "events.jsonl"))
+    share = f"{found.share:.1%}" if found.wall else "-"
+    return (
+        f"goodput {share}: {found.steps} steps, {found.repeated} repeated, {found.starts} starts, "
+        f"{found.saves} saves that blocked for {found.blocked:.1f} s, {found.wall:.1f} s in all"
+    )
 
-        def opened(make: Any, *args: Any, **kwargs: Any) -> Any:
-            return stack.enter_context(on_first_rank(share, make, *args, **kwargs))
 
-        lines = opened(jsonl, run_dir / "metrics.jsonl", step=step)
-        event = opened(events, run_dir / "events.jsonl")
-        progress = opened(console, last, start=step)
-        event("start", step=step, ranks=share.count)
-        yield tee(lines, progress), event
+def printer(share: Share) -> Callable[[str], None]:
+    """Return a `print` for one text that prints on the first rank alone, and never fails.
+
+    A run outlives whoever reads its output: what nobody reads any more goes nowhere.
+
+    Args:
+        share: Which rank of how many, `ps.world.share`.
+
+    Examples:
+        >>> say = printer(Share(0, 2))
+        >>> say("reading the corpus")
+        reading the corpus
+    """
+    return printed if share.index == 0 else _ignore
+
+
+def _identity(run_dir: Path) -> str | None:
+    # Here and not in a sink's thread: no save is in flight yet that could draw another one.
+    with contextlib.suppress(DiskError):
+        return run_identity(run_dir)["run"]
+    return None
+
+
+@contextlib.contextmanager
+def _told_end(event: Callable[..., None], reached: Callable[[], int]) -> Iterator[None]:
+    """Add an "end" when the block ends, with the kind of what ended it early."""
+    try:
+        yield
+    except BaseException as error:
+        event("end", step=reached(), failure=type(error).__name__)
+        raise
+    event("end", step=reached(), failure=None)
+
+
+def _warn(problem: str) -> None:
+    with contextlib.suppress(OSError, ValueError, AttributeError):  # stderr may be closed, or None
+        sys.stderr.write(f"warning: {problem}\n")
+        sys.stderr.flush()
+
+
+def _ignore(*args: Any, **kwargs: Any) -> None:
+    del args, kwargs

@@ -3,18 +3,39 @@
 import errno
 import json
 import os
+import signal
 import subprocess
 import sys
+import threading
 import time
 from datetime import timedelta
 from functools import partial
+from pathlib import Path
 
 import pytest
+import torch
 import torch.distributed as dist
 
-from trainkit.runtime import error_code, make_run_dir, needs_extra, report_errors
+from trainkit.runtime.errors import (
+    SAVED,
+    error_code,
+    last_words,
+    leave,
+    needs_extra,
+    point_nowhere,
+    report_errors,
+)
 from trainkit.testing import run_ranks
-from trainkit.types import CheckpointError, ConfigError, DataError, DiskError
+from trainkit.testing.ranks import RankError
+from trainkit.types import (
+    CheckpointError,
+    ConfigError,
+    DataError,
+    DiskError,
+    NumericsError,
+    PeerError,
+    PreemptedError,
+)
 
 FACTS = ["code", "what", "where", "rank", "step", "got", "want", "hint"]
 
@@ -35,6 +56,9 @@ CASES = [
     (OSError(errno.ENOSPC, "No space left on device", "out/metrics.jsonl"), 74),
     (PermissionError(errno.EACCES, "Permission denied", "out"), 74),
     (KeyboardInterrupt(), 76),
+    (NumericsError("layers.0.wq.weight is not finite"), 67),
+    (PeerError("rank 1 is gone"), 68),
+    (PreemptedError("not saved, the last checkpoint is step 4"), 76),
 ]
 
 
@@ -67,6 +91,8 @@ def test_every_error_ends_with_its_code_and_its_last_words(
         assert "Traceback" in kept.read_text()
         assert str(kept) in err
     assert ("Traceback" in err) == (code in {68, 70} and not has_run_dir)
+    if isinstance(error, PreemptedError):
+        assert "hint: run the same command again to go on from the last checkpoint" in lines
 
 
 def test_what_the_error_knows_is_passed_on(capsys):
@@ -111,7 +137,7 @@ def test_a_traceback_that_cannot_be_kept_goes_to_stderr(tmp_path, capsys):
 
 
 def test_a_process_ends_with_the_code():
-    code = "from trainkit.runtime import report_errors\n"
+    code = "from trainkit.runtime.errors import report_errors\n"
     code += "with report_errors(): open('/dev/full', 'w', 1).write('x\\n')"
     command = [sys.executable, "-c", code]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
@@ -137,32 +163,14 @@ def test_gloos_own_errors_for_a_lost_or_stuck_peer_are_68(how):
     assert run_ranks(_lose_a_peer, 2, how) == [68, None]
 
 
-def test_a_run_directory_is_made_and_probed(tmp_path):
-    made = make_run_dir(tmp_path / "a" / "b")
-    assert made.is_dir()
-    assert list(made.iterdir()) == []
-    assert make_run_dir(str(made)) == made
-
-
-def test_a_run_directory_that_cannot_be_written_is_refused_by_name(tmp_path):
-    file = tmp_path / "file"
-    file.write_text("kept")
-    with pytest.raises(ConfigError, match="file is a file"):
-        make_run_dir(file)
-    for path in (file / "below", "/proc/trainkit", "/dev/full/run"):
-        with pytest.raises(DiskError, match=f"user {os.geteuid()} cannot write {path}"):
-            make_run_dir(path)
-    assert file.read_text() == "kept"
-
-
-def test_a_probe_that_finds_the_disk_full_is_a_disk_error(tmp_path, monkeypatch):
-    def full(_):
-        raise OSError(errno.ENOSPC, "No space left on device")
-
-    monkeypatch.setattr("trainkit.runtime.directory.os.fsync", full)
-    with pytest.raises(DiskError, match="No space left on device"):
-        make_run_dir(tmp_path)
-    assert list(tmp_path.iterdir()) == []
+@pytest.mark.case("L13")
+@pytest.mark.parametrize("extra", ["recipes", "hf", "data"])
+def test_a_library_that_is_missing_is_named_with_the_command_that_installs_it(extra, monkeypatch):
+    monkeypatch.setitem(sys.modules, "tyro", None)
+    command = rf'pip install "trainkit-lm\[{extra}\]"'
+    with pytest.raises(ConfigError, match=command) as missing, needs_extra(extra):
+        import tyro  # noqa: F401
+    assert error_code(missing.value) == 64
 
 
 def test_an_extra_that_is_there_imports():
@@ -173,3 +181,113 @@ def test_an_extra_that_is_there_imports():
 
 def test_a_reader_who_leaves_is_no_lost_peer():
     assert error_code(BrokenPipeError(32, "Broken pipe")) == 74
+
+
+def test_what_a_process_says_that_ends_where_it_stands_is_what_all_say():
+    first, hint, last = last_words(76, "left at once").decode().splitlines()
+    assert first == "error: left at once"
+    assert hint.startswith("hint: run the same command again")
+    facts = json.loads(last.removeprefix("TRAINKIT_ERROR "))
+    assert list(facts) == FACTS
+    assert (facts["code"], facts["what"], facts["rank"]) == (76, "left at once", 3)
+
+
+# ------------------------------------------------------------------------------------ leaving
+
+
+def leave_with(how):
+    """Leave in one of several ways, with a thread that would keep the interpreter for a minute."""
+    if how == "no leave":
+        threading.Thread(target=time.sleep, args=(60,)).start()
+        return
+    if how == "a peer is stuck":
+        group = dist.new_group(timeout=timedelta(seconds=60))
+        if dist.get_rank() == 0:
+            work = dist.all_reduce(torch.ones(1), group=group, async_op=True)
+            threading.Thread(target=work.wait).start()
+    threading.Thread(target=time.sleep, args=(60,)).start()
+    leave({"saved": lambda: SAVED, "failed": fail, "a peer is stuck": fail, "text": bye}[how])
+
+
+def bye():
+    sys.exit("bye")
+
+
+def fail():
+    with report_errors():
+        raise DiskError("cannot write out")
+
+
+@pytest.mark.case("R10")
+@pytest.mark.parametrize(
+    ("how", "world", "code"),
+    [("saved", 1, 75), ("failed", 1, 74), ("a peer is stuck", 2, 74), ("text", 1, 1)],
+)
+def test_a_process_that_leaves_is_gone_whatever_is_stuck(how, world, code):
+    begin = time.monotonic()
+    with pytest.raises(RankError, match=f"exited with code {code}"):
+        run_ranks(leave_with, world, how)
+    assert time.monotonic() - begin < 30
+
+
+@pytest.mark.case("R10")
+def test_without_leaving_a_thread_keeps_the_process(monkeypatch):
+    monkeypatch.setattr("trainkit.testing.ranks._EXIT_GRACE", 0.5)
+    with pytest.raises(RankError, match="returned, but did not exit"):
+        run_ranks(leave_with, 1, "no leave")
+
+
+LEAVE = """
+import atexit, multiprocessing, os, sys, time
+from trainkit.runtime.errors import leave
+def main():
+    child = multiprocessing.get_context("fork").Process(target=time.sleep, args=(60,), daemon=True)
+    child.start()
+    print(child.pid)
+    {end}
+leave(main)
+"""
+
+
+@pytest.mark.parametrize(
+    ("end", "code", "said"),
+    [
+        ("return None", 0, ""),
+        ("sys.exit(3)", 3, ""),
+        ("raise KeyError('layer')", 70, "KeyError: 'layer'"),
+        ("raise KeyboardInterrupt", 76, "KeyboardInterrupt"),
+        ("os.close(1)", 0, ""),
+    ],
+)
+def test_leaving_prints_what_is_left_and_ends_the_children(end, code, said):
+    command = [sys.executable, "-c", LEAVE.format(end=end)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=60)
+    assert (done.returncode, said in done.stderr) == (code, True)
+    if "close" not in end:
+        deadline = time.monotonic() + 20
+        while lives(int(done.stdout)):
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+
+
+def test_a_crash_leaves_the_stacks():
+    script = "import os; from trainkit.runtime.errors import leave; leave(os.abort)"
+    command = [sys.executable, "-c", script]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=60)
+    assert done.returncode == -signal.SIGABRT
+    assert done.stderr.startswith("Fatal Python error: Aborted")
+
+
+def lives(pid):
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
+
+
+def test_what_goes_nowhere_stays_open():
+    reader, writer = os.pipe()
+    with os.fdopen(writer, "w") as stream:
+        os.close(reader)
+        point_nowhere(stream)
+        print("read by nobody", file=stream, flush=True)

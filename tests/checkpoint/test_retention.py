@@ -1,0 +1,247 @@
+"""What is deleted, and what never is."""
+
+import random
+import shutil
+import time
+
+import pytest
+import torch
+from torch import nn
+
+import trainkit as tk
+from trainkit.checkpoint import list_checkpoints, manifest, retention, verify_checkpoint
+from trainkit.checkpoint.manifest import make_manifest, remove_checkpoint
+from trainkit.checkpoint.retention import Listed, Retention, apply_retention, plan_retention
+from trainkit.checkpoint.save import save_checkpoint, saves
+from trainkit.types import ConfigError
+
+SOLO = tk.solo_parallel()
+
+
+def small_run():
+    model = nn.Linear(3, 2)
+    return [model], torch.optim.SGD(model.parameters()), SOLO
+
+
+def checkpoints(run_dir, steps, scores=()):
+    scores = [*scores, *[None] * len(steps)]
+    for step, score in zip(steps, scores, strict=False):
+        save_checkpoint(run_dir, tk.TrainState(step=step), *small_run(), score=score)
+    return run_dir / "checkpoints"
+
+
+def damage(path):
+    file = next(path.glob("*.safetensors"))
+    data = bytearray(file.read_bytes())
+    data[-1] ^= 1
+    file.write_bytes(data)
+
+
+def names(home):
+    return [path.name for path in list_checkpoints(home)]
+
+
+# ------------------------------------------------------------------------------------ the plan
+
+
+def history(chance):
+    """Return a listing, a policy, what is pinned and what is in flight."""
+    steps = sorted(chance.sample(range(1, 200), chance.randrange(1, 30)), reverse=True)
+    listing = [
+        Listed(
+            f"step_{step:08d}",
+            step,
+            chance.choice([True, True, True, False, None]),
+            chance.choice([None, chance.random()]),
+        )
+        for step in steps
+    ]
+    policy = Retention(
+        last=chance.randrange(2, 5),
+        every=chance.choice([0, 7, 10]),
+        best=chance.randrange(3),
+        powers_of_two=chance.random() < 0.3,
+        milestones=chance.sample(range(200), 3),
+    )
+    some = {entry.name for entry in listing if chance.random() < 0.1}
+    return listing, policy, some, {listing[0].name}
+
+
+def broken_promises(listing, policy, pinned, in_flight, plan):
+    """Say what a plan deletes that it must not, or keeps without a reason."""
+    kept = [entry for entry in listing if entry.name not in plan]
+    good = [entry for entry in listing if entry.verified]
+    told = []
+    if not {entry.name for entry in good[: max(2, policy.last)]}.isdisjoint(plan):
+        told.append("one of the newest that verify")
+    if not (pinned | in_flight).isdisjoint(plan):
+        told.append("pinned or in flight")
+    best = sorted((e for e in good if e.score is not None), key=lambda e: e.score)[: policy.best]
+    if not {entry.name for entry in best}.isdisjoint(plan):
+        told.append("one of the best")
+    wanted = {1, 2, 4, 8, 16, 32, 64, 128} if policy.powers_of_two else set()
+    wanted |= set(policy.milestones)
+    wanted |= set(range(0, 200, policy.every)) if policy.every else set()
+    if any(entry.step in wanted and entry.name in plan for entry in good):
+        told.append("a step to keep")
+    if any(entry.verified is None and entry.name in plan for entry in listing):
+        told.append("one of a later format")
+    if plan and not any(entry.verified for entry in kept):
+        told.append("all that verify")
+    return told
+
+
+@pytest.mark.case("K11")
+def test_no_plan_deletes_what_must_stay():
+    seed = random.randrange(1 << 32)
+    print("seed", seed)
+    chance = random.Random(seed)
+    deleted = 0
+    for _ in range(1000):
+        listing, policy, pinned, in_flight = history(chance)
+        plan = plan_retention(listing, policy, pinned=pinned, in_flight=in_flight)
+        assert broken_promises(listing, policy, pinned, in_flight, plan) == []
+        deleted += len(plan)
+    assert deleted > 1000
+
+
+@pytest.mark.case("K11")
+@pytest.mark.parametrize("taken_away", ["torn ones count", "pins are not seen", "one is enough"])
+def test_control_without_a_rule_the_property_fails(monkeypatch, taken_away):
+    chance, told = random.Random(0), []
+    if taken_away == "one is enough":
+        monkeypatch.setattr(retention, "_ALWAYS", 1)
+    for _ in range(300):
+        listing, policy, pinned, in_flight = history(chance)
+        seen, also = listing, {"pinned": pinned, "in_flight": in_flight}
+        if taken_away == "torn ones count":
+            seen = [Listed(entry.name, entry.step, True, entry.score) for entry in listing]
+        elif taken_away == "pins are not seen":
+            also = {}
+        else:
+            policy = Retention(last=1)
+        plan = plan_retention(seen, policy, **also)
+        told += broken_promises(listing, policy, pinned, in_flight, plan)
+    assert told
+
+
+@pytest.mark.case("G8")
+def test_fewer_than_two_are_refused():
+    with pytest.raises(ConfigError, match=r"last \(keep_last\) must be at least 2, got 1"):
+        Retention(last=1)
+
+
+# --------------------------------------------------------------------------------- directories
+
+
+@pytest.mark.case("K11")
+def test_torn_ones_do_not_count_as_kept(tmp_path):
+    home = checkpoints(tmp_path, [1, 2, 3, 4, 5])
+    damage(home / "step_00000005")
+    shutil.rmtree(home / "step_00000004")
+    (home / "step_00000004").mkdir()
+    (home / "step_00000003/manifest.json").write_text("{}")
+    told = []
+    report = apply_retention(home, Retention(last=2), tell=told.append)
+    assert names(home) == report["kept"] == ["step_00000002", "step_00000001"]
+    assert report["deleted"] == ["step_00000005", "step_00000004", "step_00000003"]
+    assert "step_00000005 is damaged" in told[0]
+
+
+@pytest.mark.case("K11")
+def test_control_without_reading_them_a_damaged_one_counts(tmp_path, monkeypatch):
+    home = checkpoints(tmp_path, [1, 2, 3])
+    damage(home / "step_00000003")
+    monkeypatch.setattr(retention, "verify_checkpoint", lambda _: [])
+    apply_retention(home, Retention(last=2))
+    assert sum(not verify_checkpoint(path) for path in list_checkpoints(home)) == 1
+
+
+@pytest.mark.case("K11")
+def test_when_nothing_verifies_nothing_goes(tmp_path):
+    home = checkpoints(tmp_path, [1, 2, 3])
+    for path in list_checkpoints(home):
+        damage(path)
+    assert apply_retention(home, Retention(last=2), tell=lambda _: None)["deleted"] == []
+
+
+@pytest.mark.case("K11")
+def test_pinned_best_and_later_formats_stay(tmp_path):
+    home = checkpoints(tmp_path, [1, 2, 3, 4, 5, 6, 7], [9.0, 0.5, 8.0, 7.0])
+    (home / "step_00000001.pin").touch()
+    later = make_manifest(3, {}).replace(b'"version": 2', b'"version": 9')
+    shutil.rmtree(home / "step_00000003")
+    (home / "step_00000003").mkdir()
+    (home / "step_00000003/manifest.json").write_bytes(_sealed_again(later))
+    would = apply_retention(home, Retention(last=2, best=1), dry_run=True)
+    assert len(names(home)) == 7
+    assert apply_retention(home, Retention(last=2, best=1)) == would
+    assert [int(name[-1]) for name in names(home)] == [7, 6, 3, 2, 1]
+
+
+def _sealed_again(data):
+    import orjson
+
+    body = {key: value for key, value in orjson.loads(data).items() if key != "sha256"}
+    return manifest.dump_json(manifest.sealed(body))
+
+
+@pytest.mark.case("K11")
+def test_a_deletion_that_is_cut_short_leaves_no_half_a_checkpoint(tmp_path, monkeypatch):
+    home = checkpoints(tmp_path, [1, 2, 3])
+    rmtree = shutil.rmtree
+
+    def killed(path, **options):
+        if not options:
+            raise KeyboardInterrupt
+        rmtree(path, **options)
+
+    monkeypatch.setattr(shutil, "rmtree", killed)
+    with pytest.raises(KeyboardInterrupt):
+        remove_checkpoint(home / "step_00000001")
+    assert names(home) == ["step_00000003", "step_00000002"]
+    assert not (home / ".deleting-step_00000001/manifest.json").exists()
+    monkeypatch.undo()
+    tk.resume(tmp_path, tk.TrainState(), *small_run(), tell=lambda _: None)
+    assert not list(home.glob(".deleting*"))
+
+
+@pytest.mark.case("K11")
+def test_saves_prune_as_they_go_and_read_each_only_once(tmp_path, monkeypatch):
+    read = []
+    real = retention.verify_checkpoint
+    monkeypatch.setattr(
+        retention, "verify_checkpoint", lambda path: (read.append(path.name), real(path))[1]
+    )
+    home = checkpoints(tmp_path, [1, 2])
+    with saves(tmp_path, *small_run(), retention=Retention(last=3, every=4)) as (save, _):
+        for step in range(3, 11):
+            save(tk.TrainState(step=step))
+    assert [int(name[5:]) for name in names(home)] == [10, 9, 8, 4]
+    assert sorted(read) == ["step_00000001", "step_00000002"]
+
+
+def test_a_deletion_that_fails_is_told_and_the_save_stands(tmp_path, monkeypatch):
+    def refused(path):
+        raise OSError(5, "Input/output error", str(path))
+
+    monkeypatch.setattr(retention, "remove_checkpoint", refused)
+    told = []
+    with saves(
+        tmp_path, *small_run(), retention=Retention(last=2), tell=told.append, background=False
+    ) as (save, saved):
+        for step in (1, 2, 3):
+            save(tk.TrainState(step=step))
+        assert [outcome.error for outcome in saved()] == [None] * 3
+    assert "could not be deleted" in told[0]
+
+
+@pytest.mark.case("F9")
+def test_ten_thousand_old_checkpoints_are_listed_quickly(tmp_path):
+    home = checkpoints(tmp_path, [20_000])
+    for step in range(10_000):
+        (home / f"step_{step:08d}").mkdir()
+    begin = time.monotonic()
+    assert len(list_checkpoints(home)) == 10_001
+    assert manifest.next_name(home, 5) == "step_00000005-1"
+    assert time.monotonic() - begin < 2

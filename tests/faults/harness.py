@@ -1,0 +1,310 @@
+"""Runs of the recipes that are killed, stopped, starved and damaged, and what is asked of them.
+
+`running` starts a recipe on some ranks, each a process of its own, and `finish` waits for its end;
+between the two a test does harm. `differences` compares two runs by every bit of their numbers,
+`committed` lists the checkpoints that verify, `torn` those that do not.
+"""
+
+import contextlib
+import hashlib
+import json
+import os
+import random
+import select
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+import attrs
+
+from trainkit.checkpoint.manifest import list_checkpoints, verify_checkpoint
+
+ZYGOTE = Path(__file__).with_name("zygote.py")
+FLAGS = "--row-length 32 --rows 4 --microbatch 1 --warmup 2 --schedule-steps 16 --cache None"
+FLAGS += " --sample 1 --eval-every 0"
+SAME_FIELDS = ("step", "loss_hex", "grad_norm_hex", "lr_hex", "batch_hash", "tokens_total")
+PATIENCE = 120.0  # seconds; on a quiet machine a run takes one or two
+
+
+def fault_seed():
+    """Return the seed of what this run of the tests chooses, from TRAINKIT_FAULT_SEED or anew."""
+    given = os.environ.get("TRAINKIT_FAULT_SEED")
+    seed = int(given) if given else random.SystemRandom().randrange(10**6)
+    os.environ["TRAINKIT_FAULT_SEED"] = str(seed)  # the same for all files of one run
+    return seed
+
+
+# -------------------------------------------------------------------------------------- processes
+
+
+@attrs.define(eq=False)
+class Server:
+    """A zygote, and what it has told: the pids that it has given out and how they ended."""
+
+    process: subprocess.Popen
+    folder: Path
+    text: Path
+    pids: dict = attrs.field(factory=dict)
+    ended: dict = attrs.field(factory=dict)
+    pending: bytes = b""
+    started: int = 0
+
+
+@contextlib.contextmanager
+def fork_server():
+    """Yield a server that starts ranks quickly; at the end all that it has started is gone."""
+    with tempfile.TemporaryDirectory(prefix="trainkit_faults_") as folder:
+        write_text(Path(folder) / "text")
+        process = subprocess.Popen(
+            [sys.executable, str(ZYGOTE), folder],
+            env={**os.environ, "OMP_NUM_THREADS": "1"},
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+        )
+        server = Server(process, Path(folder), Path(folder) / "text")
+        try:
+            hear(server, until=lambda: "ready" in server.pids, patience=300)
+            yield server
+        finally:
+            process.stdin.close()
+            process.wait(30)
+            process.stdout.close()
+
+
+def write_text(folder):
+    """Write a small corpus: some lines that a model can learn."""
+    folder.mkdir()
+    for i in range(40):
+        words = [f"word{(i * j) % 17} = {j}" for j in range(3 + i % 7)]
+        (folder / f"{i}.txt").write_text("\n".join(words))
+
+
+def hear(server, *, until, patience=PATIENCE):
+    """Listen to the server until something is so; return whether it became so."""
+    deadline = time.monotonic() + patience
+    while not until():
+        left = deadline - time.monotonic()
+        if left <= 0 or not select.select([server.process.stdout], [], [], left)[0]:
+            return bool(until())
+        data = os.read(server.process.stdout.fileno(), 65536)
+        if not data:
+            raise RuntimeError(f"the fork server has ended: {server.process.wait()}")
+        *lines, server.pending = (server.pending + data).split(b"\n")
+        for fact in map(json.loads, lines):
+            if "status" in fact:
+                server.ended[fact["pid"]] = fact["status"]
+            else:
+                server.pids |= {fact.get("id", "ready"): fact.get("pid", fact.get("ready"))}
+    return True
+
+
+@attrs.frozen(eq=False)
+class Job:
+    """One start of a recipe: its processes by rank, and where they write."""
+
+    server: Server
+    out: Path
+    pids: list
+    logs: list
+
+    def codes(self):
+        """Return the exit codes by rank; None for a rank that lives, -9 for one that was killed."""
+        hear(self.server, until=lambda: False, patience=0)
+        return [self.server.ended.get(pid) for pid in self.pids]
+
+    def said(self, rank=0):
+        """Return what a rank has said on stderr."""
+        return self.logs[rank].with_suffix(".err").read_text(errors="replace")
+
+    def printed(self, rank=0):
+        """Return what a rank has printed."""
+        return self.logs[rank].with_suffix(".out").read_text(errors="replace")
+
+    def error(self, rank=0):
+        """Return the last words of a rank to programs, or {}."""
+        found = [x for x in self.said(rank).splitlines() if x.startswith("TRAINKIT_ERROR ")]
+        return json.loads(found[-1].removeprefix("TRAINKIT_ERROR ")) if found else {}
+
+
+def free_port():
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+@contextlib.contextmanager
+def running(
+    server, out, *flags, ranks=2, steps=8, faults=(), recipe="pretrain", environ=None, **around
+):
+    """Start a recipe on some ranks; on leaving, what still runs of it is killed.
+
+    `faults` are (name of an injector, its arguments); `around` what is different around the recipe:
+    see zygote.py.
+    """
+    given = ["--out", out, "--data", server.text, "--steps", steps, *FLAGS.split(), *flags]
+    world = {"WORLD_SIZE": ranks, "LOCAL_WORLD_SIZE": ranks, "MASTER_ADDR": "127.0.0.1"}
+    world |= {"MASTER_PORT": free_port()} | (environ or {})
+    ids, logs = [], []
+    for rank in range(ranks):
+        server.started += 1
+        ids.append(server.started)
+        logs.append(server.folder / f"log_{server.started}")
+        own = {**world, "RANK": rank, "LOCAL_RANK": rank} if ranks > 1 else environ or {}
+        request = {
+            "id": server.started,
+            "recipe": recipe,
+            "flags": [str(flag) for flag in given],
+            "environ": {key: str(value) for key, value in own.items()},
+            "stdout": str(logs[-1].with_suffix(".out")),
+            "stderr": str(logs[-1].with_suffix(".err")),
+            "faults": list(faults),
+            "surroundings": {"no_pictures": True} | around,
+        }
+        server.process.stdin.write(json.dumps(request).encode() + b"\n")
+    server.process.stdin.flush()
+    assert hear(server, until=lambda: all(i in server.pids for i in ids)), "nothing has started"
+    job = Job(server, Path(out), [server.pids[i] for i in ids], logs)
+    try:
+        yield job
+    finally:
+        for pid in job.pids:
+            kill(job, pid, signal.SIGCONT)
+        kill_all(job)
+        hear(server, until=lambda: all(pid in server.ended for pid in job.pids), patience=20)
+
+
+def kill(job, pid, number=signal.SIGKILL):
+    """Send a signal to a process of a job, if it still runs."""
+    if job.server.ended.get(pid) is None:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, number)
+
+
+def kill_all(job, number=signal.SIGKILL):
+    """Send a signal to all ranks of a job."""
+    for pid in job.pids:
+        kill(job, pid, number)
+
+
+def finish(job, patience=PATIENCE):
+    """Wait for the end of a job; return the exit codes by rank, None where it has not come."""
+    hear(
+        job.server,
+        until=lambda: all(pid in job.server.ended for pid in job.pids),
+        patience=patience,
+    )
+    return job.codes()
+
+
+def complete(server, out, *flags, **options):
+    """Run a recipe to its end, and expect that all is well."""
+    with running(server, out, *flags, **options) as job:
+        codes = finish(job)
+        assert set(codes) == {0}, (codes, *map(job.said, range(len(codes))))
+        return job
+
+
+def undisturbed(server, folder):
+    """Return a function from ranks and steps to the directory of a run that nobody disturbed."""
+    known = {}
+
+    def wanted(ranks, steps=8):
+        if (ranks, steps) not in known:
+            known[ranks, steps] = out = Path(folder) / f"undisturbed_{ranks}_{steps}"
+            complete(server, out, "--save-every", steps, ranks=ranks, steps=steps)
+        return known[ranks, steps]
+
+    return wanted
+
+
+def wait_for(condition, job, patience=PATIENCE, every=0.001):
+    """Wait until a condition holds; return whether it did before all of a job had ended."""
+    deadline = time.monotonic() + patience
+    while not condition():
+        assert time.monotonic() < deadline, f"waited for {condition}"
+        if None not in job.codes():
+            return bool(condition())
+        time.sleep(every)
+    return True
+
+
+def is_saving(out):
+    """Say whether a save is under way: its staging directory is there."""
+    with contextlib.suppress(FileNotFoundError):
+        return any(x.name.startswith(".staging") for x in (Path(out) / "checkpoints").iterdir())
+    return False
+
+
+def reached(out, step):
+    """Return a condition: the metrics of a run tell of a step."""
+
+    def condition():
+        found = steps_of(out)
+        return bool(found) and found[-1] >= step
+
+    return condition
+
+
+# ------------------------------------------------------------------------------ what a run has left
+
+
+def lines(out):
+    """Return the lines of a run's metrics, without a last one that a kill has cut short."""
+    path = Path(out) / "metrics.jsonl"
+    if not path.exists():
+        return []
+    whole = path.read_text().split("\n")[:-1]
+    return [json.loads(line) for line in whole]
+
+
+def steps_of(out):
+    """Return the steps that a run's metrics tell of."""
+    return [line["step"] for line in lines(out)]
+
+
+def differences(found, wanted):
+    """Return what differs between two runs: none, if all numbers of all steps are the same bits."""
+    problems = []
+    a, b = lines(found), lines(wanted)
+    if [line["step"] for line in a] != list(range(1, len(b) + 1)):
+        problems.append(f"steps {[line['step'] for line in a]}, wanted 1 to {len(b)}")
+    for x, y in zip(a, b, strict=False):
+        problems += [
+            f"step {y['step']}: {name} is {x.get(name)}, not {y.get(name)}"
+            for name in SAME_FIELDS
+            if x.get(name) != y.get(name)
+        ]
+    ends = [Path(out) / "final.json" for out in (found, wanted)]
+    if not all(end.exists() for end in ends) or ends[0].read_text() != ends[1].read_text():
+        problems.append("final.json differs")
+    return problems
+
+
+def committed(out):
+    """Return the names of the checkpoints that verify, oldest first."""
+    every = list_checkpoints(Path(out) / "checkpoints")
+    return sorted(path.name for path in every if not verify_checkpoint(path))
+
+
+def torn(out):
+    """Return the names of the checkpoints that do not verify: false commits."""
+    every = list_checkpoints(Path(out) / "checkpoints")
+    return sorted(path.name for path in every if verify_checkpoint(path))
+
+
+def tree_hash(folder):
+    """Return a hash of all files below a directory, their names and their bytes."""
+    whole = hashlib.sha256()
+    for path in sorted(Path(folder).rglob("*")):
+        if path.is_file():
+            whole.update(f"{path.relative_to(folder)}\0".encode() + path.read_bytes())
+    return whole.hexdigest()
+
+
+def living(job):
+    """Return the pids of a job that are still there."""
+    return [pid for pid in job.pids if Path(f"/proc/{pid}").exists()]

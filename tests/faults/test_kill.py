@@ -1,0 +1,56 @@
+"""Runs that are killed at any moment lose an interval of work, and no bit of their numbers."""
+
+import harness
+import pytest
+import trials
+
+
+@pytest.mark.case("X12")
+def test_two_clean_runs_are_equal(server, wanted, tmp_path):
+    out = tmp_path / "run"
+    harness.complete(server, out, "--save-every", 1000, ranks=2)
+    assert harness.differences(out, wanted(2)) == []
+
+
+@pytest.mark.case("X4")
+@pytest.mark.parametrize("background", [False, True])
+def test_saving_or_not_changes_no_number(background, server, wanted, tmp_path):
+    out = tmp_path / "run"
+    harness.complete(server, out, *trials.saves(background=background, every=1), ranks=2)
+    assert harness.differences(out, wanted(2)) == []
+    assert harness.torn(out) == []
+
+
+@pytest.mark.case("K1", "X4", "W4", "X5", "O3")
+@pytest.mark.parametrize("inside", [True, False], ids=["inside a save", "any moment"])
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_all_ranks_killed(ranks, inside, arena):
+    background = arena.random.random() < 0.5
+    trial = trials.kill_trial(arena, ranks=ranks, background=background, inside=inside)
+    assert trial.problems == (), trial
+
+
+@pytest.mark.case("K2", "R1")
+def test_one_rank_killed_inside_a_save(arena):
+    background = arena.random.random() < 0.5
+    trial = trials.kill_trial(arena, ranks=2, background=background, inside=True, alone=True)
+    assert trial.problems == (), trial
+
+
+@pytest.mark.case("O3", "O4")
+@pytest.mark.parametrize("after", [False, True], ids=["before the update", "after it"])
+def test_killed_around_an_update(after, arena):
+    flags, faults = trials.saves(background=False), [["kill_at", {"at": 5, "after": after}]]
+    with harness.running(arena.server, arena.out, *flags, faults=faults) as job:
+        assert harness.finish(job) == [-9, -9]
+    assert trials.go_on(arena, *flags) == []
+
+
+@pytest.mark.case("K1", "W4")
+def test_a_run_that_repeats_a_step_is_found(arena):
+    harness.complete(arena.server, arena.out, "--save-every", 2)
+    assert harness.differences(arena.out, arena.wanted(2)) == []
+    metrics = arena.out / "metrics.jsonl"
+    lines = metrics.read_text().splitlines(keepends=True)
+    metrics.write_text("".join([*lines[:3], *lines[2:]]))
+    assert harness.differences(arena.out, arena.wanted(2))

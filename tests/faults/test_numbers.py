@@ -1,0 +1,59 @@
+"""Numbers that are not finite, anywhere, on any rank: no parameter or moment is spoiled by one."""
+
+import math
+
+import harness
+import pytest
+import trials
+
+SKIPPED = [
+    ("nan_loss_at", {}),
+    ("nan_loss_at", {"value": math.inf}),
+    ("nan_gradient_at", {}),
+    ("nan_gradient_at", {"value": -math.inf, "name": "layers.1.mlp.down.weight"}),
+]
+STOPPED = [("nan_parameter_at", {}), ("nan_moment_at", {})]
+
+
+def numbers_of(sites):
+    return [pytest.param(*site, id=f"{site[0]}-{i}") for i, site in enumerate(sites)]
+
+
+@pytest.mark.case("N1", "N2", "N3", "N6", "O2")
+@pytest.mark.parametrize(("fault", "given"), numbers_of(SKIPPED))
+def test_a_step_is_skipped_on_all_ranks_alike(fault, given, arena):
+    step = arena.random.choice([2, 3, 4])  # 2 and 4 are steps of a save
+    given = {"at": step, "rank": arena.random.randrange(2), **given}
+    trial = trials.number_trial(arena, ranks=2, fault=fault, given=given, allowed=(0,))
+    assert trial.problems == (), trial
+    assert [line["skipped"] for line in harness.lines(arena.out)] == [
+        i == step for i in range(1, trials.STEPS + 1)
+    ]
+
+
+@pytest.mark.case("N4", "N6")
+@pytest.mark.parametrize(("fault", "given"), numbers_of(STOPPED))
+def test_what_is_spoiled_already_is_never_saved(fault, given, arena):
+    given = {"at": 4, "rank": arena.random.randrange(2), **given}
+    trial = trials.number_trial(arena, ranks=2, fault=fault, given=given)
+    assert trial.problems == (), trial
+
+
+@pytest.mark.case("N5")
+def test_a_storm_ends_with_67_after_its_rollbacks_and_all_that_is_saved_is_sound(arena):
+    flags = trials.saves(background=False)
+    storm = [["nan_loss_at", {"at": list(range(4, 1000)), "rank": 1}]]
+    with harness.running(arena.server, arena.out, *flags, faults=storm, steps=900) as job:
+        assert harness.finish(job) == [67, 67], job.said()
+    assert trials.every(arena.out)
+    assert not any(map(trials.poisoned, trials.every(arena.out)))
+
+
+@pytest.mark.case("N9")
+def test_a_replica_that_drifts_by_one_bit_is_named(arena):
+    faults = [["flip_bit_at", {"at": 2, "rank": 1, "name": "layers.0.mlp.down.weight"}]]
+    flags = ["--dp-replicate", 2, "--save-every", 1000]
+    with harness.running(arena.server, arena.out, *flags, faults=faults, steps=120) as job:
+        assert harness.finish(job) == [67, 67], job.said()
+    assert "rank 1" in job.error()["what"]
+    assert trials.trained(arena.out) <= 102

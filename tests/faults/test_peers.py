@@ -1,0 +1,93 @@
+"""Ranks that die, hang or fail: the others end in time, name them, and the run goes on."""
+
+import harness
+import pytest
+import trials
+
+DEATHS = [
+    ("kill_at", {}, [68], 10),
+    ("exit_at", {}, [68], 10),
+    ("fail_at", {}, [68], 10),
+]
+
+
+@pytest.mark.case("R1", "R3", "R4", "R10")
+@pytest.mark.parametrize(("name", "given", "codes", "within"), DEATHS, ids=[x[0] for x in DEATHS])
+def test_a_rank_that_is_gone_ends_all_and_is_named(name, given, codes, within, arena):
+    victim = arena.random.randrange(2)
+    trial = trials.peer_trial(
+        arena,
+        ranks=2,
+        fault=(name, given),
+        victim=victim,
+        codes=codes,
+        named=f"rank {victim}",
+        within=within,
+    )
+    assert trial.problems == (), trial
+
+
+@pytest.mark.case("R1")
+def test_one_of_four_that_is_killed_is_named_by_all_others(arena):
+    victim = arena.random.randrange(4)
+    fault, named = ("kill_at", {}), f"rank {victim}"
+    trial = trials.peer_trial(
+        arena, ranks=4, fault=fault, victim=victim, codes=[68], named=named, within=10
+    )
+    assert trial.problems == (), trial
+
+
+@pytest.mark.case("R2")
+@pytest.mark.parametrize("name", ["stop_at", "hang_at"])
+def test_a_rank_that_hangs_is_named_at_the_steps_timeout(name, arena):
+    victim = arena.random.randrange(2)
+    trial = trials.peer_trial(
+        arena,
+        ranks=2,
+        fault=(name, {}),
+        victim=victim,
+        codes=[68],
+        named=f"rank {victim}",
+        within=4 + 5,
+        **{"--step-timeout": 4},
+    )
+    assert trial.problems == (), trial
+
+
+@pytest.mark.case("R3")
+def test_the_cause_is_reported_by_the_rank_that_failed_and_by_its_peer(arena):
+    faults = [["fail_at", {"at": 3, "rank": 1}]]
+    with harness.running(arena.server, arena.out, faults=faults) as job:
+        codes = harness.finish(job)
+    assert codes == [68, 70]
+    cause = "a planned failure in step 3"
+    assert cause in job.error(1)["what"]
+    assert cause in job.error(0)["what"]
+    assert "rank 1" in job.error(0)["what"]
+
+
+@pytest.mark.case("R9")
+def test_a_rank_out_of_memory_is_a_rank_that_failed(arena):
+    faults = [["memory_at", {"at": 3, "rank": 1}]]
+    with harness.running(arena.server, arena.out, faults=faults) as job:
+        codes = harness.finish(job)
+    assert codes[0] == 68
+    assert "MemoryError" in job.error(1)["what"]
+    assert "MemoryError" in job.error(0)["what"]
+
+
+@pytest.mark.case("R7")
+def test_a_slow_rank_is_named_and_changes_nothing(arena):
+    faults = [["slow_at", {"at": list(range(3, 9)), "rank": 1, "seconds": 0.5}]]
+    flags = trials.saves(background=True)
+    with harness.running(arena.server, arena.out, *flags, faults=faults) as job:
+        assert harness.finish(job) == [0, 0]
+    assert harness.differences(arena.out, arena.wanted(2)) == []
+
+
+@pytest.mark.case("R5")
+def test_long_work_of_rank_0_alone_is_waited_for(arena):
+    faults = [["slow_at", {"at": 3, "rank": 0, "seconds": 2}]]
+    with harness.running(arena.server, arena.out, "--step-timeout", 30, faults=faults) as job:
+        assert harness.finish(job) == [0, 0]
+    assert harness.differences(arena.out, arena.wanted(2)) == []

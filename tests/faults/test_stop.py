@@ -1,0 +1,136 @@
+"""Runs that are told to stop: they save one step on all ranks, end with 75, and go on."""
+
+import signal
+import time
+
+import harness
+import pytest
+import trials
+
+
+@pytest.mark.case("E1", "E2", "E6", "E8")
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
+@pytest.mark.parametrize("to", [[1], [0, 1]], ids=["one rank", "all ranks"])
+def test_told_to_stop_a_run_is_saved_and_goes_on(number, to, arena):
+    background = arena.random.random() < 0.5
+    trial = trials.stop_trial(arena, ranks=2, background=background, number=number, to=to)
+    assert trial.problems == (), trial
+
+
+@pytest.mark.case("E1")
+def test_on_any_of_four_ranks(arena):
+    trial = trials.stop_trial(arena, ranks=4, background=True)
+    assert trial.problems == (), trial
+
+
+@pytest.mark.case("E1")
+def test_a_rank_that_stops_without_asking_the_others_is_not_saved(arena):
+    flags = [*trials.saves(background=False, every=1000), "--step-timeout", 3]
+    faults = [["signal_at", {"at": 3, "rank": 1}]]
+    with harness.running(
+        arena.server, arena.out, *flags, faults=faults, steps=900, stop_alone=True
+    ) as job:
+        codes = harness.finish(job)
+    assert 75 not in codes, codes
+    assert harness.committed(arena.out) == []
+
+
+@pytest.mark.case("E1", "E3")
+@pytest.mark.parametrize("times", [1, 50])
+def test_in_the_first_step_or_fifty_times(times, arena):
+    at = {"at": 1 if times == 1 else 3, "rank": 1, "times": times}
+    flags = trials.saves(background=True, every=100)
+    faults = [["signal_at", at]]
+    with harness.running(arena.server, arena.out, *flags, faults=faults, steps=100) as job:
+        assert harness.finish(job) == [75, 75], job.said()
+    assert trials.trained(arena.out) == trials.last_saved(arena.out)
+    assert trials.trained(arena.out) - at["at"] in {0, 1}  # votes may be a step on their way
+    assert trials.go_on(arena, *flags) == []
+
+
+@pytest.mark.case("E1")
+def test_during_a_save(arena):
+    flags = trials.saves(background=True)
+    with harness.running(arena.server, arena.out, *flags, steps=100, slow_disk=0.02) as job:
+        harness.wait_for(lambda: harness.is_saving(arena.out), job)
+        harness.kill(job, job.pids[1], signal.SIGTERM)
+        assert harness.finish(job) == [75, 75], job.said()
+    assert trials.trained(arena.out) == trials.last_saved(arena.out)
+    steps = max(trials.STEPS, trials.trained(arena.out))
+    assert trials.go_on(arena, *flags, steps=steps) == []
+
+
+@pytest.mark.case("E1")
+def test_before_the_first_step(arena):
+    flags = trials.saves(background=True)
+    with harness.running(arena.server, arena.out, *flags, steps=100) as job:
+        harness.wait_for((arena.out / "ranks").exists, job)
+        harness.kill_all(job, signal.SIGTERM)
+        codes = harness.finish(job)
+    assert set(codes) <= {75, 76}, job.said()
+    assert trials.go_on(arena, *flags) == []
+
+
+@pytest.mark.case("E3")
+def test_a_second_interrupt_ends_at_once_and_the_last_checkpoint_stands(arena):
+    flags = trials.saves(background=False)
+    with harness.running(arena.server, arena.out, *flags, steps=5000, slow_disk=0.3) as job:
+        harness.wait_for(lambda: harness.committed(arena.out), job)
+        before = harness.committed(arena.out)
+        harness.kill_all(job, signal.SIGINT)
+        time.sleep(0.2)
+        harness.kill_all(job, signal.SIGINT)
+        assert set(harness.finish(job, 10)) <= {75, 76}, job.said()
+    assert set(before) <= set(harness.committed(arena.out))
+    assert harness.torn(arena.out) == []
+
+
+@pytest.mark.case("E4")
+def test_killed_before_the_save_is_done_the_last_one_stands(arena):
+    flags = trials.saves(background=True)
+    with harness.running(arena.server, arena.out, *flags, steps=100, slow_disk=0.3) as job:
+        harness.wait_for(lambda: harness.committed(arena.out), job)
+        before = harness.committed(arena.out)
+        harness.kill_all(job, signal.SIGTERM)
+        time.sleep(0.1)
+        harness.kill_all(job)
+    assert set(before) <= set(harness.committed(arena.out))
+    assert harness.torn(arena.out) == []
+    steps = max(trials.STEPS, trials.trained(arena.out))
+    assert trials.go_on(arena, *flags, steps=steps) == []
+
+
+@pytest.mark.case("E7")
+def test_told_to_stop_while_a_peer_is_stuck(arena):
+    flags = trials.saves(background=False)
+    faults = [["stop_at", {"at": 5, "rank": 1}]]
+    with harness.running(arena.server, arena.out, *flags, faults=faults, short_grace=4) as job:
+        harness.wait_for(harness.reached(arena.out, 4), job)
+        harness.wait_for(lambda: trials.is_stopped(job.pids[1]), job)
+        harness.kill(job, job.pids[0], signal.SIGTERM)
+        harness.hear(arena.server, until=lambda: job.codes()[0] is not None, patience=40)
+        assert job.codes()[0] in {75, 76}, job.said()
+        assert "step 4" in job.said()
+    assert trials.go_on(arena, *flags) == []
+
+
+@pytest.mark.case("N7")
+def test_told_to_stop_in_a_storm_of_numbers_that_are_not_finite(arena):
+    flags = trials.saves(background=True)
+    storm = [["nan_loss_at", {"at": list(range(3, 200))}], ["signal_at", {"at": 4, "rank": 1}]]
+    with harness.running(arena.server, arena.out, *flags, faults=storm, steps=200) as job:
+        assert harness.finish(job) == [75, 75], job.said()
+    assert trials.every(arena.out)
+    assert not any(map(trials.poisoned, trials.every(arena.out)))
+
+
+@pytest.mark.case("E9")
+def test_signals_that_mean_nothing_to_a_run_change_nothing(arena):
+    flags = trials.saves(background=True)
+    faults = [
+        ["signal_at", {"at": step, "signum": int(number)}]
+        for step, number in enumerate((signal.SIGCHLD, signal.SIGCONT, signal.SIGPIPE), 2)
+    ]
+    with harness.running(arena.server, arena.out, *flags, faults=faults) as job:
+        assert harness.finish(job) == [0, 0], job.said()
+    assert harness.differences(arena.out, arena.wanted(2)) == []

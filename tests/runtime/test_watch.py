@@ -1,0 +1,316 @@
+"""Whoever dies, hangs, fails or leaves is named on all ranks, and all end; nobody else is."""
+
+import errno
+import sys
+import threading
+import time
+from pathlib import Path
+
+import attrs
+import pytest
+import rank_processes
+from threads import run_threads
+
+from trainkit.mesh import solo_parallel
+from trainkit.runtime import peers
+from trainkit.runtime.peers import (
+    Beat,
+    Failure,
+    Sighting,
+    find_culprits,
+    is_gone,
+    look,
+    put_down,
+    read_beat,
+    read_failure,
+    stragglers,
+    tell_failure,
+    this_member,
+    write_beat,
+)
+from trainkit.runtime.watch import watch
+from trainkit.types import PeerError
+
+WORLDS = {"kill": 3, "raise": 3, "alone": 1, "slow": 2} | dict.fromkeys(
+    ["bare", "stop", "term", "hang", "raise0", "exit", "return", "memory", "mapped", "prune"], 2
+)
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory):
+    """Return how the ranks of each faulty run ended; the runs go on beside each other."""
+    folder = tmp_path_factory.mktemp("runs")
+    started = {
+        fault: rank_processes.start(folder / fault, fault, range(world))
+        for fault, world in WORLDS.items()
+    }
+    return {fault: rank_processes.wait(run) for fault, run in started.items()}
+
+
+def codes(run):
+    return [rank.code for rank in run]
+
+
+@pytest.mark.case("R1", "R10")
+def test_a_killed_rank_is_named_by_all_others(runs):
+    run = runs["kill"]
+    assert codes(run) == [68, -9, 68], run
+    for rank in (run[0], run[2]):
+        assert "watch: peer rank 1 (process" in rank.error
+        assert "is gone; it was last in phase 'step" in rank.error
+        assert "this rank was in phase 'step 3'" in rank.error
+        assert rank.seconds < run[1].seconds + 10
+        assert rank.said.count("TRAINKIT_ERROR") == 1
+
+
+@pytest.mark.case("R1")
+def test_without_the_watch_a_killed_rank_is_not_named(runs):
+    assert codes(runs["bare"]) == [68, -9]
+    assert "rank 1" not in runs["bare"][0].error
+
+
+@pytest.mark.case("R2", "R10")
+def test_a_stopped_rank_is_named_with_the_phase_of_each_and_ended(runs):
+    run = runs["stop"]
+    assert codes(run) == [68, -9], run
+    assert "peer rank 1" in run[0].error
+    assert "has stopped: no sign of life" in run[0].error
+    assert "rank 0 was in phase 'step 3'" in run[0].error
+    assert "all_sum (collectives.py" in run[0].error
+    assert "most recent call first" in Path(run_folder(run), "errors/rank_00000.txt").read_text()
+
+
+def run_folder(run):
+    return next(x for x in run[0].said.splitlines() if x.startswith("traceback: "))[11:].rpartition(
+        "/errors"
+    )[0]
+
+
+@pytest.mark.case("R2")
+def test_of_ranks_that_are_all_late_the_one_that_does_not_wait_is_named(runs):
+    run = runs["hang"]
+    assert codes(run) == [68, 68], run
+    assert "peer rank 1" in run[0].error
+    assert "is stuck, in phase 'step 3'" in run[0].error
+    assert "train (watched.py" in run[0].error
+    assert "watch: rank 1" in run[1].error
+    assert codes(runs["alone"]) == [68]
+    assert "watch: rank 0" in runs["alone"][0].error
+
+
+@pytest.mark.case("R3")
+def test_the_cause_is_reported_and_not_its_echo(runs):
+    run = runs["raise"]
+    assert codes(run) == [68, 64, 68], run
+    assert run[1].error == "error: bad sample 7"
+    for rank in (run[0], run[2]):
+        want = "peer rank 1 failed: ValueError: bad sample 7 (in phase 'step 3')"
+        assert want in rank.error
+
+
+@pytest.mark.case("R6")
+def test_work_of_rank_0_alone_that_fails_ends_all(runs):
+    run = runs["raise0"]
+    assert codes(run) == [64, 68], run
+    assert "peer rank 0 failed: ValueError: cannot prune" in run[1].error
+
+
+@pytest.mark.case("R4")
+def test_a_rank_that_leaves_early_is_a_failure(runs):
+    run = runs["exit"]
+    assert codes(run) == [68, 70], run
+    assert "left with exit code 0 in phase 'step 3', before the end" in run[0].error
+    run = runs["return"]
+    assert codes(run)[0] == 68
+    assert "peer rank 1" in run[0].error
+    assert "has left the others alone, ended after phase 'step 3'" in run[0].error
+
+
+@pytest.mark.case("R5")
+def test_long_work_of_rank_0_that_has_time_ends_nobody(runs):
+    assert codes(runs["prune"]) == [0, 0], runs["prune"]
+    assert runs["prune"][0].seconds > 7
+
+
+@pytest.mark.case("R7")
+def test_a_rank_that_all_wait_for_is_named_and_nothing_fails(runs):
+    assert codes(runs["slow"]) == [0, 0]
+    assert "watch: rank 1 (process" in runs["slow"][0].said
+    assert runs["slow"][0].said.count("is slower than the others") == 1
+    assert "slower" not in "".join(rank.said for rank in runs["prune"])
+
+
+@pytest.mark.case("R9")
+def test_a_rank_without_memory_names_the_phase_and_the_bytes(runs):
+    run = runs["memory"]
+    assert codes(run)[0] == 68
+    assert run[1].code not in (0, None)
+    assert "rank 1 had no memory left in phase 'step 3'" in run[1].error
+    assert "4294967296 bytes" in run[1].error
+    assert "peer rank 1 failed:" in run[0].error
+
+
+@pytest.mark.case("D4")
+def test_a_mapped_file_that_is_cut_off_shows_where_and_ends_all(runs):
+    run = runs["mapped"]
+    assert codes(run) == [68, -7], run
+    assert "Bus error" in run[1].said
+    assert "cut_off" in run[1].said
+    assert "peer rank 1" in run[0].error
+    assert run[0].seconds < run[1].seconds + 10
+
+
+@pytest.mark.case("E7")
+def test_a_stop_that_a_dead_peer_prevents_ends_with_76(runs):
+    run = runs["term"]
+    assert codes(run) == [76, -9], run
+    assert (
+        "asked to stop (SIGTERM), but not saved within 3 s: there is no checkpoint" in run[0].said
+    )
+
+
+# ------------------------------------------------------------------------------------ one process
+
+
+def session_of(folder):
+    text = (folder / "rank_00000.json").read_text()
+    return text.split('"session":"')[1].split('"')[0]
+
+
+@pytest.mark.case("Z1")
+def test_no_thread_and_no_file_is_left_open(tmp_path):
+    threads, files = threading.active_count(), len([*Path("/proc/self/fd").iterdir()])
+    for _ in range(3):
+        with watch(tmp_path, solo_parallel().world) as phase:
+            for step in range(10_000):
+                phase(f"step {step}")
+            time.sleep(0.3)
+    assert threading.active_count() == threads
+    assert len([*Path("/proc/self/fd").iterdir()]) == files
+    folder = tmp_path / "ranks"
+    assert read_beat(folder, 0, session_of(folder)).state == "ended"
+    assert sorted(x.name for x in folder.iterdir()) == ["rank_00000.json"]
+
+
+@pytest.mark.case("Z3")
+def test_sixteen_ranks_watch_each_other(tmp_path):
+    def train(axis):
+        with watch(tmp_path, axis) as phase:
+            phase("step 1", allow=60)
+            return len(list((tmp_path / "ranks").glob("rank_*.json"))) > 0
+
+    assert run_threads(train, 16) == [True] * 16
+
+
+def test_files_of_an_earlier_run_are_not_believed(tmp_path):
+    folder = tmp_path / "ranks"
+    folder.mkdir()
+    tell_failure(folder, Failure("old", 1, "failed: old"))
+    with watch(tmp_path, solo_parallel().world):
+        assert not (folder / "failure.json").exists()
+        tell_failure(folder, Failure("old", 1, "failed: old"))
+        assert read_failure(folder, session_of(folder)) is None
+
+
+def test_an_error_of_one_process_is_raised_as_it_is(tmp_path):
+    with pytest.raises(KeyError, match="x"), watch(tmp_path, solo_parallel().world):
+        raise KeyError("x")
+    with pytest.raises(ConnectionError), watch(tmp_path, solo_parallel().world):
+        raise ConnectionResetError("a server of the recipe's own: connection reset")
+    with pytest.raises(SystemExit), watch(tmp_path, solo_parallel().world):
+        sys.exit(0)
+    with pytest.raises(PeerError, match="found before"), watch(tmp_path, solo_parallel().world):
+        raise PeerError("found before")
+
+
+def test_the_first_cause_stands(tmp_path):
+    told = []
+
+    def tell(rank):
+        told.append(tell_failure(tmp_path, Failure("a", rank, f"failed {rank}")))
+
+    threads = [threading.Thread(target=tell, args=(rank,)) for rank in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(set(told)) == 1
+    assert read_failure(tmp_path, "a") == told[0]
+
+
+BEAT = Beat("a", 1, "step 3", 1.0, 60.0, "")
+
+
+def test_a_full_disk_is_no_error_and_an_end_is_told_all_the_same(tmp_path, monkeypatch):
+    member = this_member(0)
+    write_beat(tmp_path, member, BEAT)
+
+    def full(self, _):
+        raise OSError(errno.ENOSPC, "No space left on device", str(self))
+
+    monkeypatch.setattr(Path, "write_bytes", full)
+    write_beat(tmp_path, member, attrs.evolve(BEAT, count=2))
+    assert read_beat(tmp_path, 0, "a").count == 2
+    write_beat(tmp_path, member, attrs.evolve(BEAT, phase="p" * 99, state="ended"))
+    assert read_beat(tmp_path, 0, "a") is None
+
+
+LATE = attrs.evolve(BEAT, elapsed=61.0)
+
+
+@pytest.mark.parametrize(
+    ("own", "others", "guilty"),
+    [
+        (BEAT, {1: Sighting(gone=True)}, []),  # nobody is late: a failure is told in another way
+        (LATE, {1: Sighting(LATE, gone=True), 2: Sighting(LATE)}, [1]),
+        (LATE, {1: Sighting(LATE, still=9.0), 2: Sighting(BEAT)}, [1]),
+        (LATE, {1: Sighting(BEAT), 2: Sighting(LATE)}, []),  # rank 1 has time, and is there
+        (LATE, {1: Sighting(attrs.evolve(LATE, waits=True))}, [0]),
+        (attrs.evolve(LATE, waits=True), {1: Sighting(LATE)}, [1]),
+        (attrs.evolve(LATE, waits=True), {1: Sighting(attrs.evolve(LATE, waits=True))}, [0, 1]),
+        (LATE, {1: Sighting(attrs.evolve(BEAT, state="ended"))}, [1]),
+        (attrs.evolve(LATE, waits=True), {1: Sighting()}, [1]),  # never heard of
+        (LATE, {}, [0]),
+    ],
+)
+@pytest.mark.case("R2", "R5")
+def test_who_is_at_fault(own, others, guilty):
+    assert find_culprits(0, own, others, dict.fromkeys(others, True)) == guilty
+
+
+def test_another_host_may_be_silent_for_longer():
+    found = {1: Sighting(LATE, still=30.0)}
+    waiting = attrs.evolve(LATE, elapsed=61.0, waits=True)
+    assert find_culprits(0, waiting, found, {1: True}) == [1]
+    prunes = {1: Sighting(BEAT, still=30.0)}
+    assert find_culprits(0, waiting, prunes, {1: False}) == []
+
+
+def test_a_beat_that_moves_is_heard():
+    seen = look(look(Sighting(), BEAT, 3.0), BEAT, 2.5)
+    assert (seen.still, seen.gone) == (2.5, False)
+    assert look(seen, attrs.evolve(BEAT, count=9), 1.0).still == 0.0
+    assert look(seen, None, 1.0).still == 3.5
+
+
+def test_stragglers_are_those_that_the_others_wait_for():
+    assert stragglers({0: 0.2, 1: 1.0}) == [1]
+    assert stragglers({0: 0.9, 1: 1.0, 2: 0.8}) == []
+    assert stragglers({0: 0.1, 1: 0.3, 2: 0.1}) == []  # the network is slow, not a rank
+    assert stragglers({}) == stragglers({0: 1.0}) == []
+
+
+def test_a_pid_that_is_used_again_is_not_the_same_process():
+    own = this_member(0)
+    assert not is_gone(own, own.place)
+    assert is_gone(attrs.evolve(own, started="1"), own.place)
+    assert not is_gone(attrs.evolve(own, started="1", place="elsewhere"), own.place)
+    put_down(attrs.evolve(own, started="1"), own.place)  # and is not killed
+
+
+def test_texts_without_proc(monkeypatch):
+    monkeypatch.setattr(peers, "_start_of", lambda _: None)
+    own = this_member(0)
+    assert own.started == ""
+    assert not is_gone(own, own.place)
+    assert is_gone(attrs.evolve(own, pid=2**22 - 1), own.place)

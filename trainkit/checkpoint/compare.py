@@ -1,0 +1,211 @@
+"""What a checkpoint holds against what the run has: every difference, in one list."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from fnmatch import fnmatchcase
+from typing import Any
+
+import attrs
+import torch
+from torch import nn
+
+from trainkit.checkpoint.targets import Target, expected_moments, saved_name
+from trainkit.checkpoint.tensors import group_options, optimizer_state
+
+
+@attrs.frozen
+class Leeway:
+    """What a caller says may differ: patterns of parameter names (`*` stands for any letters).
+
+    `missing` parameters keep what they have and begin with no moments; `extra` ones in the
+    checkpoint are left aside; those of `cast` may be stored in another floating dtype.
+    """
+
+    missing: Sequence[str] = ()
+    extra: Sequence[str] = ()
+    cast: Sequence[str] = ()
+
+
+def parameter_of(full: str) -> str:
+    """Return whose tensor it is that an index names.
+
+    Examples:
+        >>> parameter_of("model/a.weight"), parameter_of("optimizer/exp_avg/a.weight")
+        ('a.weight', 'a.weight')
+    """
+    kind, _, rest = full.partition("/")
+    return rest.partition("/")[2] if kind == "optimizer" else rest
+
+
+def matches(full: str, patterns: Iterable[str]) -> bool:
+    """Say whether a tensor's parameter is one of those that patterns name.
+
+    Examples:
+        >>> matches("optimizer/step/layers.0.lora_a", ["*.lora_*"])
+        True
+    """
+    return any(fnmatchcase(parameter_of(full), pattern) for pattern in patterns)
+
+
+def tensor_problems(
+    index: Mapping[str, Any],
+    targets: Mapping[str, Target],
+    *,
+    wanted: Collection[str],
+    frozen: Collection[str],
+    leeway: Leeway,
+) -> list[str]:
+    """Say which tensors are missing, left over, or of another shape or dtype than the run's.
+
+    Args:
+        index: The entries of the checkpoint's index that are to be loaded.
+        targets: This rank's.
+        wanted: The names of the targets of all ranks, of which a pipeline rank has some.
+        frozen: Parameters whose moments are told of elsewhere; see `frozen_since`.
+        leeway: What may differ.
+    """
+    by_name = {target.saved: target for target in targets.values()}
+    problems = [
+        f"{name} is missing in the checkpoint"
+        for name in by_name
+        if name not in index and not matches(name, leeway.missing)
+    ]
+    problems += [
+        f"{name} is left over"
+        for name in index
+        if name not in wanted and not matches(name, leeway.extra)
+        if not (name.startswith("optimizer/") and parameter_of(name) in frozen)
+    ]
+    for name in by_name.keys() & index.keys():
+        tensor = by_name[name].tensor
+        want = (str(tensor.dtype).removeprefix("torch."), list(tensor.shape))
+        found = (index[name]["dtype"], index[name]["shape"])
+        if want != found and not (
+            want[1] == found[1] and matches(name, leeway.cast) and _may_cast(found[0], want[0])
+        ):
+            problems.append(f"{name} is {found[0]}{found[1]}, the run has {want[0]}{want[1]}")
+    return problems
+
+
+def _may_cast(*dtypes: str) -> bool:
+    return all(getattr(torch, dtype).is_floating_point for dtype in dtypes)
+
+
+def dtype_to_make(
+    index: Mapping[str, Any], weights: Mapping[str, Target], leeway: Leeway, name: str, saved: str
+) -> str:
+    """Return the dtype of a moment: as it was saved, or its parameter's where that is cast.
+
+    A moment that had its parameter's dtype then has it again.
+    """
+    full = f"model/{name}"
+    target = next((weights[key] for key in (full, f"{full} (copy)") if key in weights), None)
+    if target is None or full not in index or not matches(full, leeway.cast):
+        return saved
+    is_alike = saved == index[full]["dtype"]
+    return str(target.tensor.dtype).removeprefix("torch.") if is_alike else saved
+
+
+def optimizer_problems(
+    saved: Mapping[str, Any],
+    index: Mapping[str, Any],
+    stages: Sequence[nn.Module],
+    optimizer: torch.optim.Optimizer,
+    *,
+    step: int,
+    leeway: Leeway,
+) -> list[str]:
+    """Say where the saved optimizer is not the run's: moments must never begin afresh unseen.
+
+    Args:
+        saved: Of `state.json` what it says of the optimizer.
+        index: The entries of the checkpoint's index.
+        stages: This rank's stages.
+        optimizer: The optimizer of their parameters.
+        step: The step of the checkpoint; before the first there are no moments.
+        leeway: Parameters that may be missing.
+    """
+    if saved["class"] != type(optimizer).__name__:
+        return [f"its optimizer is {saved['class']}, the run has {type(optimizer).__name__}"]
+    trained = {
+        name
+        for name in trained_names(stages, optimizer)
+        if not matches(f"model/{name}", leeway.missing)
+    }
+    problems = [
+        f"{name} was not trained when it was saved" for name in trained - saved["scalars"].keys()
+    ]
+    problems += _option_problems(saved["options"], group_options(optimizer), leeway)
+    if step == 0:
+        return problems
+    known = trained & saved["scalars"].keys()
+    return problems + [
+        f"optimizer/{key}/{saved_name(live)} is missing in the checkpoint"
+        for live, keys in expected_moments(stages, optimizer).items()
+        if saved_name(live) in known
+        for key in _missing_keys(saved_name(live), keys, saved, index)
+    ]
+
+
+def _missing_keys(
+    name: str, keys: Collection[str], saved: Mapping[str, Any], index: Mapping[str, Any]
+) -> list[str]:
+    """Return which moments of a parameter a checkpoint lacks, and ought to have."""
+    missing = sorted(key for key in keys if f"optimizer/{key}/{name}" not in index)
+    if len(missing) < len(keys):
+        return missing
+    if "untouched" in saved:  # the parameters that never had a gradient
+        return [] if name in saved["untouched"] else missing
+    has_some = any(full.startswith("optimizer/") for full in index)
+    return [] if has_some or saved["scalars"][name] else missing
+
+
+def _option_problems(
+    saved: Sequence[Mapping[str, Any]], live: Sequence[Mapping[str, Any]], leeway: Leeway
+) -> list[str]:
+    if len(live) != len(saved):
+        new_ones = " (parameters that may be missing go into the groups of the others)"
+        return [
+            f"it has {len(saved)} parameter groups, the run has {len(live)}"
+            + new_ones * bool(leeway.missing)
+        ]
+    return [
+        f"parameter group {group} has {name} = {old.get(name)}, the run's has {new.get(name)}"
+        for group, (old, new) in enumerate(zip(saved, live, strict=True))
+        for name in sorted(old.keys() | new.keys())
+        if old.get(name) != new.get(name)
+    ]
+
+
+def trained_names(stages: Sequence[nn.Module], optimizer: torch.optim.Optimizer) -> list[str]:
+    """Return the names of the parameters that the optimizer steps, as they are saved.
+
+    Examples:
+        >>> model = nn.Linear(1, 1, bias=False)
+        >>> trained_names([model], torch.optim.SGD(model.parameters()))
+        ['weight']
+    """
+    return [saved_name(name) for name in optimizer_state(stages, optimizer)]
+
+
+def frozen_since(
+    saved: Mapping[str, Any], trained: Collection[str], names: Collection[str]
+) -> set[str]:
+    """Return the parameters that were trained at a save and are frozen in the run.
+
+    Args:
+        saved: Of `state.json` what it says of the optimizer.
+        trained: The parameters that the run trains, on all ranks.
+        names: All parameters of the run, on all ranks.
+    """
+    return {name for name in saved["scalars"] if name in names and name not in trained}
+
+
+def frozen_problems(frozen: Collection[str], leeway: Leeway) -> list[str]:
+    """Say what is frozen now, but for what the caller leaves aside."""
+    return [
+        f"{name} was trained when it was saved and is frozen now"
+        for name in sorted(frozen)
+        if not matches(f"model/{name}", leeway.extra)
+    ]

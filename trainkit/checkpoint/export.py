@@ -1,0 +1,615 @@
+"""Weights for others: full tensors in safetensors files of a bounded size, hashed, and read back.
+
+The layout is the one that the Hub knows: `model.safetensors`, or `model-00001-of-00003.safetensors`
+with `model.safetensors.index.json`; `manifest.json` holds the size and sha256 of each, and of
+itself.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import math
+import os
+import secrets
+import shutil
+import struct
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import attrs
+import orjson
+
+from trainkit.checkpoint.boxes import index_problems
+from trainkit.checkpoint.manifest import (
+    dump_json,
+    find_checkpoint,
+    hash_file,
+    is_sealed,
+    plain_file_name,
+    read_json,
+    read_manifest,
+    sealed,
+    verify_checkpoint,
+)
+from trainkit.checkpoint.stored import (
+    DTYPES,
+    Piece,
+    Stored,
+    contiguous_stride,
+    plain_tensor_name,
+    read_box,
+    reader,
+    refusal,
+    regular_size,
+    safetensors_file,
+)
+from trainkit.files import disk_errors, sync_folder
+from trainkit.types import (
+    SOLO,
+    Axis,
+    CheckpointError,
+    ConfigError,
+    DiskError,
+    Share,
+    Weights,
+)
+
+if TYPE_CHECKING:
+    from typing import BinaryIO
+
+FORMAT = "trainkit-weights"
+VERSION = 1
+SHARD_BYTES = 4_000_000_000
+_CHUNK = 32 * 1024 * 1024
+_FLOATS = ("float64", "float32", "float16", "bfloat16")
+_INDEX = "model.safetensors.index.json"
+
+
+def export_checkpoint(
+    checkpoint: Path | str,
+    folder: Path | str,
+    *,
+    dtype: str | None = None,
+    shard_bytes: int = SHARD_BYTES,
+    overwrite: bool = False,
+) -> dict[str, Any]:
+    """Write the weights of a checkpoint of any layout as full tensors that others can read.
+
+    Args:
+        checkpoint: A checkpoint, or a run directory, of which the newest that verifies is taken.
+        folder: The new folder; it appears by one rename when it is complete.
+        dtype: What floating-point tensors become, "bfloat16" for instance; None keeps them.
+        shard_bytes: The most bytes of one file, unless a single tensor is larger.
+        overwrite: Replace a folder that an earlier export wrote. It stays until the new one is
+            complete.
+
+    Returns:
+        What has been written: {"folder", "files", "tensors", "bytes", "from"}.
+
+    Raises:
+        CheckpointError: The checkpoint does not verify.
+        ConfigError: The folder is there already.
+        DiskError: It cannot be written; then there is no folder, or the old one.
+
+    Effects:
+        Writes a folder; reads with the memory of a few chunks of 32 MiB.
+
+    Examples:
+        >>> import tempfile, torch
+        >>> from trainkit.checkpoint import save_checkpoint
+        >>> from trainkit.mesh import solo_parallel
+        >>> from trainkit.types import TrainState
+        >>> model = torch.nn.Linear(3, 2)
+        >>> rest = [model], torch.optim.SGD(model.parameters()), solo_parallel()
+        >>> with tempfile.TemporaryDirectory() as run:
+        ...     path = save_checkpoint(run, TrainState(), *rest)
+        ...     export_checkpoint(path, f"{run}/weights")["bytes"]
+        ...     weights_from(f"{run}/weights")("bias", (1,), (1,)).shape
+        32
+        torch.Size([1])
+    """
+    path = find_checkpoint(checkpoint)
+    saved = read_manifest(path)
+    origin = {
+        "checkpoint": path.name,
+        **{name: saved[name] for name in ("step", "run", "state_hash") if name in saved},
+    }
+    tensors = {
+        name.removeprefix("model/"): stored
+        for name, stored in checkpoint_tensors(path).items()
+        if name.startswith("model/")
+    }
+    return write_weights(
+        tensors, folder, dtype=dtype, shard_bytes=shard_bytes, overwrite=overwrite, origin=origin
+    )
+
+
+def checkpoint_tensors(path: Path) -> dict[str, Stored]:
+    """Describe the tensors of one of our checkpoints, which has been verified.
+
+    Raises:
+        CheckpointError: The index and the files do not say the same, or boxes do not cover a tensor
+            exactly once.
+    """
+    sizes = {name: want["size"] for name, want in read_manifest(path)["files"].items()}
+    index = read_json(path / "index.json")
+    problems = index_problems(index, sizes)
+    if problems:
+        raise refusal(path / "index.json", f"is not a good index: {problems[0]}")
+    files: dict[str, dict[str, Stored]] = {}
+    return {name: _indexed(path, name, entry, files) for name, entry in index["tensors"].items()}
+
+
+def _indexed(path: Path, name: str, entry: Any, files: dict[str, dict[str, Stored]]) -> Stored:
+    pieces: list[Piece] = []
+    for box in entry["boxes"]:
+        file = box["file"]
+        if file not in files:
+            files[file] = safetensors_file(path / file)
+        held = files[file].get(name)
+        if held is None or (held.dtype, held.shape) != (entry["dtype"], tuple(box["shape"])):
+            raise refusal(path / file, f"does not hold {name[:100]} as the index says")
+        pieces.append(attrs.evolve(held.pieces[0], offset=tuple(box["offset"])))
+    return Stored(entry["dtype"], tuple(entry["shape"]), tuple(pieces))
+
+
+# ----------------------------------------------------------------------------------------- plans
+
+
+def plan_shards(
+    tensors: Mapping[str, int], *, shard_bytes: int = SHARD_BYTES
+) -> dict[str, tuple[str, ...]]:
+    """Return which tensors go into which file: in the order of their names, each file full.
+
+    Args:
+        tensors: The bytes of each tensor by name.
+        shard_bytes: The most bytes of a file, unless a single tensor is larger.
+
+    Raises:
+        ValueError: `shard_bytes` is below 1.
+
+    Examples:
+        >>> plan_shards({"a": 2, "b": 2, "c": 2}, shard_bytes=4)["model-00001-of-00002.safetensors"]
+        ('a', 'b')
+        >>> plan_shards({"a": 2})
+        {'model.safetensors': ('a',)}
+    """
+    if shard_bytes < 1:
+        raise ValueError(f"plan_shards: shard_bytes must be at least 1, got {shard_bytes}")
+    groups: list[list[str]] = [[]]
+    room = shard_bytes
+    for name in sorted(tensors):
+        if groups[-1] and tensors[name] > room:
+            groups.append([])
+            room = shard_bytes
+        groups[-1].append(name)
+        room -= tensors[name]
+    if len(groups) == 1:
+        return {"model.safetensors": tuple(groups[0])}
+    return {
+        f"model-{number:05d}-of-{len(groups):05d}.safetensors": tuple(names)
+        for number, names in enumerate(groups, 1)
+    }
+
+
+def _cast(stored: Stored, dtype: str | None) -> Stored:
+    """Return how a tensor is described once it has been written, in one piece."""
+    kept = dtype is None or stored.dtype not in _FLOATS
+    return Stored(stored.dtype if kept else str(dtype), stored.shape, ())
+
+
+def _header(tensors: Mapping[str, Stored]) -> bytes:
+    """Return the beginning of a safetensors file; wide elements first, so that all are aligned."""
+    entries: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    end = 0
+    for name, stored in tensors.items():
+        entries[name] = {
+            "dtype": DTYPES[stored.dtype][0],
+            "shape": stored.shape,
+            "data_offsets": [end, end + stored.nbytes],
+        }
+        end += stored.nbytes
+    text = orjson.dumps(entries)
+    text += b" " * (-len(text) % 8)
+    return struct.pack("<Q", len(text)) + text
+
+
+# --------------------------------------------------------------------------------------- writing
+
+
+def write_weights(
+    tensors: Mapping[str, Stored],
+    folder: Path | str,
+    *,
+    dtype: str | None = None,
+    shard_bytes: int = SHARD_BYTES,
+    overwrite: bool = False,
+    origin: Mapping[str, Any] | None = None,
+) -> dict[str, Any]:
+    """Write described tensors as a folder of safetensors files that is there whole or not at all.
+
+    Args:
+        tensors: What `checkpoint_tensors` or `foreign_tensors` has found.
+        folder: The new folder.
+        dtype: See `export_checkpoint`.
+        shard_bytes: See `export_checkpoint`.
+        overwrite: See `export_checkpoint`.
+        origin: Where the weights come from, for the manifest.
+
+    Returns:
+        {"folder", "files", "tensors", "bytes", "from"}.
+
+    Raises:
+        ConfigError: The folder is there already, or the dtype is unknown.
+        CheckpointError: There are no tensors.
+        DiskError: It cannot be written.
+
+    Effects:
+        Writes a folder.
+    """
+    target = Path(folder).absolute()
+    if dtype is not None and dtype not in _FLOATS:
+        raise ConfigError(
+            f"export: dtype must be one of {', '.join(_FLOATS)}, got {dtype!r}", where="dtype"
+        )
+    if not tensors:
+        raise refusal(target, "would hold no tensor: the source has none of those asked for")
+    described = {name: _cast(tensors[name], dtype) for name in sorted(tensors)}
+    plan = plan_shards({name: s.nbytes for name, s in described.items()}, shard_bytes=shard_bytes)
+    total = sum(stored.nbytes for stored in described.values())
+    with _new_folder(target, total, overwrite=overwrite) as staging:
+        files = {
+            file: _write_shard(staging / file, names, tensors, described)
+            for file, names in plan.items()
+        }
+        if len(plan) > 1:
+            weights = {name: file for file, names in plan.items() for name in names}
+            index = {"metadata": {"total_size": total}, "weight_map": weights}
+            files[_INDEX] = _write_small(staging / _INDEX, dump_json(index))
+        body = {"format": FORMAT, "version": VERSION, "files": files, "from": dict(origin or {})}
+        _write_small(staging / "manifest.json", dump_json(sealed(body)))
+    return {
+        "folder": str(target),
+        "files": list(files),
+        "tensors": len(described),
+        "bytes": total,
+        "from": dict(origin or {}),
+    }
+
+
+def _write_small(path: Path, data: bytes) -> dict[str, Any]:
+    with disk_errors(path, by="export", needed=len(data)), path.open("xb") as file:
+        file.write(data)
+        file.flush()
+        os.fsync(file.fileno())
+    return {"size": len(data), "sha256": hashlib.sha256(data).hexdigest()}
+
+
+def _write_shard(
+    path: Path,
+    names: Sequence[str],
+    tensors: Mapping[str, Stored],
+    described: Mapping[str, Stored],
+) -> dict[str, Any]:
+    """Write one file in chunks, hashing what is written; return its size and sha256."""
+    ordered = sorted(names, key=lambda name: (-DTYPES[described[name].dtype][1], name))
+    header = _header({name: described[name] for name in ordered})
+    digest = hashlib.sha256()
+    size = len(header) + sum(described[name].nbytes for name in ordered)
+    with disk_errors(path, by="export", needed=size), path.open("xb") as file:
+        _append(file, digest, header)
+        for name in ordered:
+            for data in _chunks(tensors[name], described[name].dtype):
+                _append(file, digest, data)
+        file.flush()
+        os.fsync(file.fileno())
+        written = file.tell()
+    if written != size:
+        raise CheckpointError(f"export: {path} has {written} bytes, not {size}", where=path)
+    return {"size": size, "sha256": digest.hexdigest()}
+
+
+def _append(file: BinaryIO, digest: Any, data: Any) -> None:
+    digest.update(data)
+    file.write(data)
+
+
+def _chunks(stored: Stored, dtype: str) -> Iterator[Any]:
+    """Yield the bytes of a tensor in its order, a bounded number at a time."""
+    import torch  # noqa: PLC0415 - the command line plans, refuses and verifies without it
+
+    for shape, offset in _row_boxes(stored):
+        part = read_box(stored, shape, offset).to(getattr(torch, dtype)).contiguous()
+        yield part.reshape(-1).view(torch.uint8).numpy().data
+
+
+def _row_boxes(stored: Stored) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:
+    """Cut a tensor into boxes that lie one after another in row-major order, (shape, offset) each.
+
+    Examples:
+        >>> list(_row_boxes(Stored("float32", (), ())))
+        [((), ())]
+        >>> list(_row_boxes(Stored("float32", (2, 3), ())))
+        [((2, 3), (0, 0))]
+    """
+    shape, dims = stored.shape, len(stored.shape)
+    if not math.prod(shape):
+        return
+    elements = max(1, _CHUNK // DTYPES[stored.dtype][1])
+    strides = contiguous_stride(shape)
+    cut = next((dim for dim in range(dims) if strides[dim] <= elements), dims)
+    if cut == dims:
+        yield shape, (0,) * dims
+        return
+    rows = max(1, elements // strides[cut])
+    outer = math.prod(shape[:cut])
+    for block in range(outer):
+        place = [block // math.prod(shape[dim + 1 : cut]) % shape[dim] for dim in range(cut)]
+        for first in range(0, shape[cut], rows):
+            count = min(rows, shape[cut] - first)
+            box = (1,) * cut + (count,) + shape[cut + 1 :]
+            yield box, (*place, first, *(0,) * (dims - cut - 1))
+
+
+# --------------------------------------------------------------------------------------- folders
+
+
+@contextmanager
+def _new_folder(target: Path, needed: int, *, overwrite: bool) -> Iterator[Path]:
+    """Yield an empty folder beside `target` that becomes it at the end, and goes on failure."""
+    with disk_errors(target, by="export"):
+        target.parent.mkdir(parents=True, exist_ok=True)
+        _recover(target)
+        _check_target(target, overwrite=overwrite)
+        _check_space(target, needed)
+        staging = target.with_name(f".{target.name}.staging-{secrets.token_hex(4)}")
+        staging.mkdir()
+    handle = os.open(staging, os.O_RDONLY)
+    try:
+        with suppress(OSError):  # not every disk has locks; then nobody takes a folder for dead
+            fcntl.flock(handle, fcntl.LOCK_EX)  # held while this process lives: see _recover
+        yield staging
+        with disk_errors(target, by="export"):
+            sync_folder(staging)
+            _swap(staging, target)
+    except BaseException:
+        shutil.rmtree(staging, ignore_errors=True)
+        raise
+    finally:
+        os.close(handle)
+
+
+def _swap(staging: Path, target: Path) -> None:
+    """Give the new folder its name. An old one steps aside first, and goes when the new is there.
+
+    A rename never replaces a folder that holds anything, so nothing that came meanwhile is lost.
+    """
+    aside = target.with_name(f".{target.name}.replaced-{secrets.token_hex(4)}")
+    if target.exists():
+        target.rename(aside)
+    try:
+        staging.rename(target)
+    except OSError:
+        if aside.exists():
+            aside.rename(target)
+        raise
+    sync_folder(target.parent)
+    shutil.rmtree(aside, ignore_errors=True)
+
+
+def _recover(target: Path) -> None:
+    """Undo what a killed export left: put the old folder back, remove what nobody writes to."""
+    for aside in sorted(target.parent.glob(f".{target.name}.replaced-*")):
+        if target.exists():
+            shutil.rmtree(aside, ignore_errors=True)
+        else:
+            aside.rename(target)
+    for staging in target.parent.glob(f".{target.name}.staging-*"):
+        with suppress(OSError):
+            handle = os.open(staging, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+            try:
+                fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                shutil.rmtree(staging, ignore_errors=True)
+            finally:
+                os.close(handle)
+
+
+def _check_target(target: Path, *, overwrite: bool) -> None:
+    if not (target.exists() or target.is_symlink()):
+        return
+    if not overwrite:
+        raise ConfigError(
+            f"export: {target} is there already",
+            where=str(target),
+            hint="name another folder, or give --overwrite to replace what an export wrote",
+        )
+    problem = "is not a folder that an export wrote"
+    with suppress(CheckpointError):
+        manifest = read_weights_manifest(target)
+        extra = {entry.name for entry in target.iterdir()} - {*manifest["files"], "manifest.json"}
+        problem = f"also holds {min(extra)!r}, which would be lost" if extra else ""
+    if problem:
+        raise ConfigError(
+            f"export: {target} {problem}; it is not overwritten",
+            where=str(target),
+            hint="name another folder, or move what is there",
+        )
+
+
+def _check_space(target: Path, needed: int) -> None:
+    free = shutil.disk_usage(target.parent).free
+    if free < needed:
+        raise DiskError(
+            f"export: {target} needs about {needed} bytes and {free} are free",
+            where=str(target),
+            got=free,
+            want=needed,
+            hint="free space or choose another folder; nothing has been written",
+        )
+
+
+# --------------------------------------------------------------------------------------- reading
+
+
+def is_weights_folder(folder: Path) -> bool:
+    """Say whether a folder claims to be one that `export_checkpoint` wrote.
+
+    Examples:
+        >>> is_weights_folder(Path("/does/not/exist"))
+        False
+    """
+    with suppress(CheckpointError):
+        manifest = read_json(folder / "manifest.json")
+        return isinstance(manifest, dict) and manifest.get("format") == FORMAT
+    return False
+
+
+def read_weights_manifest(folder: Path) -> dict[str, Any]:
+    """Return the manifest of an exported folder, or refuse it.
+
+    Raises:
+        CheckpointError: It is missing, does not match its own hash, is of another format or
+            version, or names what is no plain file name.
+    """
+    path = folder / "manifest.json"
+    if folder.is_symlink() or not folder.is_dir():
+        raise refusal(folder, "is not a directory")
+    manifest = read_json(path)
+    if not isinstance(manifest, dict) or manifest.get("format") != FORMAT:
+        raise refusal(path, f"is no manifest of the format {FORMAT!r}")
+    if manifest.get("version") != VERSION:
+        raise refusal(path, f"has version {manifest.get('version')}; this trainkit reads {VERSION}")
+    if not is_sealed(manifest):
+        raise refusal(path, "does not match its own sha256")
+    files = manifest.get("files")
+    if not isinstance(files, dict) or not all(
+        plain_file_name(name) and isinstance(want, dict) and {"size", "sha256"} <= want.keys()
+        for name, want in files.items()
+    ):
+        raise refusal(path, "names files that are no plain file names, or without size and sha256")
+    return manifest
+
+
+def verify_weights(folder: Path | str, *, share: Share = SOLO.share) -> list[str]:
+    """Return what is wrong with an exported folder: an empty list when every byte is as written.
+
+    Files that others put beside, a `config.json` for instance, are let be; other weights are not.
+
+    Args:
+        folder: The folder.
+        share: Which of its files to hash, dealt in turn; by default all.
+
+    Effects:
+        Reads the files; hashes several at once, in threads.
+
+    Examples:
+        >>> verify_weights("/does/not/exist")
+        ['checkpoint: /does/not/exist is not a directory']
+    """
+    folder = Path(folder)
+    try:
+        manifest = read_weights_manifest(folder)
+        problems = [
+            f"{path.name} is not in the manifest"
+            for path in sorted(folder.glob("*.safetensors"))
+            if path.name not in manifest["files"]
+        ]
+        mine = dict(list(manifest["files"].items())[share.index :: share.count])
+        with ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as pool:
+            found = pool.map(_file_problem, [folder / name for name in mine], mine.values())
+            return problems + [problem for each in found for problem in each]
+    except CheckpointError as error:
+        return [error.what]
+
+
+def _file_problem(path: Path, want: Mapping[str, Any]) -> list[str]:
+    try:
+        size = regular_size(path)
+        if size != want["size"]:
+            return [f"{path.name} has {size} bytes, the manifest says {want['size']}"]
+        same = hash_file(path)["sha256"] == want["sha256"]
+    except (CheckpointError, OSError) as error:
+        return [str(error)]
+    return [] if same else [f"{path.name} does not match its sha256"]
+
+
+def exported_tensors(folder: Path | str, *, axis: Axis = SOLO) -> dict[str, Stored]:
+    """Describe the tensors of an exported folder, after every byte has been verified.
+
+    Args:
+        folder: The folder.
+        axis: The ranks that read it; each hashes its share of the files.
+
+    Raises:
+        CheckpointError: It does not verify, or its files hold a tensor of an odd name, twice, or
+            not as its index says; on all ranks.
+
+    Effects:
+        Reads the files; communicates on `axis`.
+    """
+    from trainkit.collectives import together  # noqa: PLC0415 - verifying alone needs no torch
+
+    folder = Path(folder)
+    told = together(lambda: verify_weights(folder, share=axis.share), axis)
+    return _described(folder, [problem for problems in told for problem in problems])
+
+
+def _described(folder: Path, problems: Sequence[str]) -> dict[str, Stored]:
+    if problems:
+        raise CheckpointError(
+            f"weights_from: {folder} does not verify: {problems[0]}", where=folder, got=problems
+        )
+    found: dict[str, Stored] = {}
+    for name in read_weights_manifest(folder)["files"]:
+        tensors = safetensors_file(folder / name) if name.endswith(".safetensors") else {}
+        if found.keys() & tensors.keys():
+            raise refusal(folder, f"holds {min(found.keys() & tensors.keys())} in two files")
+        found |= tensors
+    listed = read_json(folder / _INDEX)["weight_map"] if (folder / _INDEX).exists() else found
+    if listed.keys() != found.keys() or not all(map(plain_tensor_name, found)):
+        raise refusal(folder / _INDEX, "does not list the tensors that are there")
+    return found
+
+
+def weights_from(folder: Path | str, *, axis: Axis = SOLO) -> Weights:
+    """Return the weights of an exported folder as a function of a name and a box.
+
+    `build_stages(..., weights=weights_from(folder, axis=ps.world))` fills every rank's part of a
+    model from it, in any layout; no rank holds more of it than its own.
+
+    Args:
+        folder: A folder that `export_checkpoint` or `convert_weights` wrote.
+        axis: The ranks that call this together; each hashes its share of the files.
+
+    Returns:
+        A `Weights` function: tensors on the CPU, of the dtypes of the files.
+
+    Raises:
+        CheckpointError: A byte is not as it was written; or, when it is called, there is no such
+            tensor, or none of such a shape.
+
+    Effects:
+        Reads and hashes all of the folder once, communicates on `axis`; the function that it
+        returns reads one box per call, and does not communicate.
+
+    Examples:
+        >>> weights_from("/does/not/exist")
+        Traceback (most recent call last):
+        ...
+        trainkit.types.CheckpointError: weights_from: /does/not/exist does not verify: checkpoint...
+    """
+    return reader(exported_tensors(folder, axis=axis))
+
+
+def verify_any(path: Path) -> list[str]:
+    """Return what is wrong with a checkpoint or an exported folder.
+
+    Examples:
+        >>> verify_any(Path("/does/not/exist"))
+        ['/does/not/exist is not there']
+    """
+    return verify_weights(path) if is_weights_folder(path) else verify_checkpoint(path)

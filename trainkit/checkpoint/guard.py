@@ -1,0 +1,169 @@
+"""The numbers of a run under guard: what is done after a step whose loss, state or replicas err."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+from typing import Any, Protocol
+
+import attrs
+import torch
+from torch import nn
+
+from trainkit.checkpoint.facts import Facts
+from trainkit.checkpoint.flight import Saved
+from trainkit.checkpoint.replicas import canary, nonfinite_names
+from trainkit.checkpoint.retention import Retention
+from trainkit.checkpoint.rollback import roll_back
+from trainkit.checkpoint.save import Collect, Save, saves
+from trainkit.grads import Evidence, blame
+from trainkit.health import Action, Policy, judge, stop_error
+from trainkit.types import CheckpointError, NumericsError, ParallelState, TrainState
+
+
+class Guard(Protocol):
+    """Return the state to go on with after a step, whatever its numbers were."""
+
+    def __call__(self, state: TrainState, record: Mapping[str, Any]) -> TrainState: ...
+
+
+@contextmanager
+def guarded_saves(
+    run_dir: Path | str,
+    stages: Sequence[nn.Module],
+    optimizer: torch.optim.Optimizer,
+    ps: ParallelState,
+    *,
+    policy: Policy,
+    evidence: Evidence,
+    event: Callable[..., None],
+    facts: Facts | None = None,
+    config: Mapping[str, Any] | None = None,
+    retention: Retention | None = None,
+    background: bool = True,
+    before_commit: Callable[[], None] | None = None,
+    tell: Callable[[str], None] = print,
+) -> Iterator[tuple[Save, Guard]]:
+    """Yield `(save, guard)`: `saves` and `guard_numbers` of one run.
+
+    Args:
+        run_dir: The run directory.
+        stages: This rank's stages.
+        optimizer: The optimizer of their parameters.
+        ps: The layout.
+        policy: What is done about bad numbers; see `guard_numbers`.
+        evidence: What `clip_and_step` leaves for `blame`.
+        event: Where lines of saves and of bad steps go, as `run_sinks` yields it.
+        facts: As for `save_checkpoint`.
+        config: The resolved configuration, plain values.
+        retention: Which checkpoints stay; None deletes none.
+        background: Whether saves are written while training goes on; see `saves`.
+        before_commit: See `saves`.
+        tell: Called on rank 0 with what a user wants to read.
+
+    Raises:
+        DiskError: On leaving: the last save could not be written.
+        NumericsError: See `guard_numbers` and `saves`.
+
+    Effects:
+        Those of `saves` and of `guard_numbers`.
+    """
+    run = (run_dir, stages, optimizer, ps)
+    said: dict[str, Any] = {"facts": facts, "config": config, "tell": tell}
+    how: dict[str, Any] = {"retention": retention, "background": background, "event": event}
+    with saves(*run, **said, **how, before_commit=before_commit) as (save, saved):
+        numbers: dict[str, Any] = {"policy": policy, "evidence": evidence, "event": event}
+        yield save, guard_numbers(*run, saved=saved, **numbers, **said)
+        saved(wait=True)
+
+
+def guard_numbers(
+    run_dir: Path | str,
+    stages: Sequence[nn.Module],
+    optimizer: torch.optim.Optimizer,
+    ps: ParallelState,
+    *,
+    policy: Policy,
+    saved: Collect,
+    evidence: Evidence,
+    event: Callable[..., None],
+    tell: Callable[[str], None] = print,
+    canary_every: int = 10,
+    **saving: Any,
+) -> Guard:
+    """Return `guard(state, record)`, which skips, rolls back or ends a run as a policy has it.
+
+    A good step costs it nothing but the canary's hashes. A bad one is told, with the rank and the
+    parameter where it began. A run that has to go back goes back there and then: the state that
+    `guard` returns is an earlier one, saved anew, whose data begins behind what went wrong. So do
+    runs of which a save has found that they are not finite. Replicas that have come to differ end
+    the run: which of them is right cannot be known from within.
+
+    Args:
+        run_dir: The run directory.
+        stages: This rank's stages.
+        optimizer: The optimizer of their parameters.
+        ps: The layout.
+        policy: See `health.Policy`.
+        saved: What tells of saves that have ended, from `saves`.
+        evidence: What `clip_and_step` leaves for `blame`.
+        event: Where a line for each bad step goes, as `run_sinks` yields it.
+        tell: Called on rank 0 with what a roll-back did.
+        canary_every: How many steps lie between two looks at the replicas; see `canary`.
+        **saving: What `save_checkpoint` takes besides: the facts, the configuration.
+
+    Returns:
+        A function of the state after a step and of its record, which has `loss`, `grad_norm`,
+        `tokens` and `skipped`; every rank must call it after every step.
+
+    Raises:
+        NumericsError: From `guard`: roll-backs are used up, there is no checkpoint to go back to,
+            or replicas differ.
+
+    Effects:
+        `guard` may write parameters, optimizer state and checkpoints; it communicates on
+        `ps.world` after bad steps and at the canary's.
+    """
+    damage = partial(nonfinite_names, stages, optimizer, ps.world)
+    looks = [canary(stages, optimizer, ps, every=canary_every)]
+
+    def guard(state: TrainState, record: Mapping[str, Any]) -> TrainState:
+        action, state = judge(state, record, policy, damage=damage)
+        if action.reason:
+            guilty = blame(evidence, stages, ps.world)
+            event(action.kind, step=state.step, reason=action.reason, guilty=guilty)
+        action = _after_saves(saved(), action)
+        if action.kind == "stop":
+            raise stop_error(action, state.health)
+        if action.kind == "rollback":
+            saved(wait=True)  # a save of what is given up must not come after what is gone back to
+            most = policy.max_rollbacks
+            options: dict[str, Any] = {"before": action.before, "max_rollbacks": most, "tell": tell}
+            try:
+                state = roll_back(run_dir, state, stages, optimizer, ps, **options, **saving)
+            except CheckpointError as error:  # the numbers ended the run, not the checkpoints
+                told = attrs.evolve(action, reason=f"{action.reason}; {error}")
+                raise stop_error(told, state.health) from error
+            event("rolled back", step=state.step, reason=action.reason)
+            looks[0] = canary(stages, optimizer, ps, every=canary_every)
+        elif drifted := looks[0](state.step):
+            raise NumericsError(
+                f"replicas differ after step {state.step}: {'; '.join(drifted)}",
+                where=f"step {state.step}",
+                got=drifted,
+                hint="look at the hardware of that rank; the same command goes on from the last "
+                "checkpoint",
+            )
+        return state
+
+    return guard
+
+
+def _after_saves(ended: Sequence[Saved], action: Action) -> Action:
+    """Return a roll-back where a save has found its state not finite, else the action."""
+    bad = [done for done in ended if isinstance(done.error, NumericsError)]
+    if not bad or action.kind in ("rollback", "stop"):
+        return action
+    return Action("rollback", str(bad[0].error), before=bad[0].step - 1)

@@ -1,0 +1,344 @@
+"""Read and verify in one pass: every byte that is loaded is one that has been hashed.
+
+The files of a checkpoint are dealt to the ranks. A rank hashes its share while the bytes that it
+needs go straight to where they belong; of the other files it reads only what it needs.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
+from operator import index as as_index
+from pathlib import Path
+from typing import Any
+
+import attrs
+import orjson
+import torch
+from torch import Tensor
+
+from trainkit.checkpoint.boxes import box_bytes, overlap
+from trainkit.checkpoint.manifest import open_plain
+from trainkit.types import CheckpointError, Share
+
+_BLOCK = 4 * 1024 * 1024  # what the reader is ahead of the hash by, some of these
+_AHEAD = 4
+_FILES_AT_ONCE = 4
+_ENTRY_BYTES = 300  # of a safetensors header, or of one box in an index, beside the name
+_DTYPES = {
+    "bool": "BOOL",
+    "uint8": "U8",
+    "int8": "I8",
+    "float8_e4m3fn": "F8_E4M3",
+    "float8_e5m2": "F8_E5M2",
+    "int16": "I16",
+    "float16": "F16",
+    "bfloat16": "BF16",
+    "int32": "I32",
+    "float32": "F32",
+    "int64": "I64",
+    "float64": "F64",
+}
+
+
+@attrs.frozen(eq=False)
+class Wanted:
+    """A box that a rank wants to read: its name in the index, where it begins, and where it goes.
+
+    `out` is on the CPU, of the saved dtype, and has the box's shape.
+    """
+
+    name: str
+    offset: tuple[int, ...]
+    out: Tensor
+
+
+def read_small(path: Path, want: Mapping[str, Any], *, most: int) -> Any:
+    """Return what a JSON file of a checkpoint holds, after its hash has been checked.
+
+    Python's objects take up to 21 bytes for a byte of JSON, so what will become objects is counted
+    before.
+
+    Args:
+        path: The file.
+        want: Its "size" and "sha256", from the manifest.
+        most: How many values it may hold.
+
+    Raises:
+        CheckpointError: It is not what was written, or larger than it may be.
+    """
+    if want["size"] > 64 * most + 65536:
+        raise CheckpointError(f"{path.name} has {want['size']} bytes, too many", where=path)
+    with _opened(path, want) as file:
+        data = _exactly(file, 0, want["size"], path)
+    _must_match(path, hashlib.sha256(data).hexdigest(), want)
+    if sum(data.count(sign) for sign in (b",", b"[", b"{")) > 2 * most + 65536:
+        raise CheckpointError(f"{path.name} holds more than {most} values", where=path)
+    try:
+        return orjson.loads(data)
+    except orjson.JSONDecodeError as error:
+        raise CheckpointError(f"{path.name} is not JSON: {error}", where=path) from error
+
+
+@contextmanager
+def _opened(path: Path, want: Mapping[str, Any]) -> Iterator[int]:
+    """Open a plain file of the size that the manifest says."""
+    try:
+        with open_plain(path) as file:
+            size = os.fstat(file.fileno()).st_size
+            if size != want["size"]:
+                raise CheckpointError(
+                    f"{path.name} has {size} bytes, the manifest says {want['size']}", where=path
+                )
+            yield file.fileno()
+    except OSError as error:
+        raise CheckpointError(
+            f"{path.name} cannot be read: {error.strerror}", where=path
+        ) from error
+
+
+def _must_match(path: Path, found: str, want: Mapping[str, Any]) -> None:
+    if found != want["sha256"].lower():
+        raise CheckpointError(f"{path.name} does not match its sha256", where=path)
+
+
+def _exactly(file: int, begin: int, size: int, path: Path) -> bytearray:
+    data = bytearray(size)
+    _fill(file, begin, memoryview(data), path, lambda _: None)
+    return data
+
+
+def _fill(
+    file: int, begin: int, into: memoryview, path: Path, feed: Callable[[memoryview], None]
+) -> None:
+    """Read as many bytes as `into` has, block by block, and feed each to the hash."""
+    at = 0
+    while at < len(into):
+        block = into[at : at + _BLOCK]
+        count = os.preadv(file, [block], begin + at)
+        if count == 0:
+            raise CheckpointError(f"{path.name} ends after {begin + at} bytes", where=path)
+        feed(block[:count])
+        at += count
+
+
+# ----------------------------------------------------------------------------------------- tensors
+
+
+@attrs.frozen(eq=False)
+class _Piece:
+    """Bytes of a file, and where they go: straight into `into`, or a part of them (`taken`)."""
+
+    begin: int
+    end: int
+    into: Tensor
+    shape: tuple[int, ...] = ()
+    taken: tuple[slice, ...] | None = None
+
+
+def read_tensors(
+    path: Path,
+    files: Mapping[str, Mapping[str, Any]],
+    index: Mapping[str, Any],
+    wanted: Sequence[Wanted],
+    share: Share,
+) -> list[str]:
+    """Fill the wanted boxes from a checkpoint, and verify this rank's share of its files.
+
+    Args:
+        path: The checkpoint's directory.
+        files: Of every file of tensors its "size" and "sha256", from the manifest.
+        index: The entries of its index by name, which have been checked.
+        wanted: What this rank wants; their `out` is written.
+        share: This rank's part of the work of verifying.
+
+    Returns:
+        One sentence for each file that is not what was written: then `out` must not be used. Only
+            what all ranks find together tells of all files.
+
+    Effects:
+        Writes every `out`; reads each file of the share once, in threads that end.
+    """
+    mine = set(sorted(files)[share.index :: share.count])
+    by_file: dict[str, list[tuple[Wanted, Mapping[str, Any]]]] = {name: [] for name in files}
+    held: dict[str, dict[str, Any]] = {name: {} for name in files}
+    most = _most_header(index)
+    for name, entry in index.items():
+        for box in entry["boxes"]:
+            held[box["file"]][name] = entry, box
+    for want in wanted:
+        for box in index[want.name]["boxes"]:
+            by_file[box["file"]].append((want, box))
+
+    def read(name: str) -> list[str]:
+        try:
+            _read_file(
+                path / name, files[name], held[name], by_file[name], most=most, hashed=name in mine
+            )
+        except CheckpointError as error:
+            return [error.what]
+        return []
+
+    names = [name for name in sorted(files) if name in mine or by_file[name]]
+    if not names:
+        return []
+    with ThreadPoolExecutor(min(len(names), _FILES_AT_ONCE)) as pool:
+        return [problem for problems in pool.map(read, names) for problem in problems]
+
+
+def _read_file(
+    path: Path,
+    want: Mapping[str, Any],
+    held: Mapping[str, Any],
+    wanted: Sequence[tuple[Wanted, Mapping[str, Any]]],
+    *,
+    most: int,
+    hashed: bool,
+) -> None:
+    with _opened(path, want) as file, _hash_behind(skip=not hashed) as (digest, feed):
+        header = _read_header(file, path, want["size"], most)
+        feed(memoryview(header))
+        starts = _starts(path, header, want["size"], held)
+        pieces = [
+            piece
+            for wish, box in wanted
+            for piece in _pieces_of(wish, held[wish.name][0], box, starts[wish.name])
+        ]
+        at = len(header)
+        for piece in sorted(pieces, key=lambda piece: piece.begin):
+            if hashed:
+                _skim(file, at, piece.begin, path, feed)
+            at = _read_piece(file, piece, at, path, feed)
+        if hashed:
+            _skim(file, at, want["size"], path, feed)
+    if hashed:
+        _must_match(path, digest.hexdigest(), want)
+
+
+@contextmanager
+def _hash_behind(*, skip: bool) -> Iterator[tuple[Any, Callable[[memoryview], None]]]:
+    """Hash what is fed in a thread of its own, a few blocks behind; or nothing."""
+    digest = hashlib.sha256()
+    if skip:
+        yield digest, lambda _: None
+        return
+    pending: deque[Future[None]] = deque()
+    with ThreadPoolExecutor(1) as pool:
+
+        def feed(block: memoryview) -> None:
+            pending.append(pool.submit(digest.update, block))
+            if len(pending) > _AHEAD:
+                pending.popleft().result()
+
+        yield digest, feed
+
+
+def _skim(file: int, begin: int, end: int, path: Path, feed: Callable[[memoryview], None]) -> None:
+    """Read bytes only for their hash."""
+    while begin < end:
+        room = memoryview(bytearray(min(_BLOCK, end - begin)))
+        _fill(file, begin, room, path, feed)
+        begin += len(room)
+
+
+def _read_piece(
+    file: int, piece: _Piece, at: int, path: Path, feed: Callable[[memoryview], None]
+) -> int:
+    """Read one piece; `at` is where the hash has come to. Return where it has come to now."""
+    room = piece.into if piece.taken is None else piece.into.new_empty(piece.shape)
+    data = room.reshape(-1).view(torch.uint8).numpy().data
+    known = max(0, min(at, piece.end) - piece.begin)  # a tied copy's bytes have been hashed before
+    _fill(file, piece.begin, data[:known], path, lambda _: None)
+    _fill(file, piece.begin + known, data[known:], path, feed)
+    if piece.taken is not None:
+        piece.into.copy_(room[piece.taken])
+    return max(at, piece.end)
+
+
+def _pieces_of(
+    want: Wanted, entry: Mapping[str, Any], box: Mapping[str, Any], start: int
+) -> Iterator[_Piece]:
+    """Say which bytes of a saved box a wanted one needs.
+
+    Rows that both hold whole are read in place; of others, whole rows are read, some at a time.
+    """
+    if not box["shape"]:
+        yield _Piece(start, start + box_bytes(entry, box), want.out)
+        return
+    found = overlap(box["offset"], box["shape"], want.offset, want.out.shape)
+    if found is None:
+        return
+    row = box_bytes(entry, box) // box["shape"][0]
+    first, last = found.saved[0].start, found.saved[0].stop
+    into = want.out[found.wanted]
+    inner = tuple(part.stop - part.start for part in found.saved[1:])
+    if inner == tuple(box["shape"][1:]) and into.is_contiguous():
+        yield _Piece(start + first * row, start + last * row, into)
+        return
+    many = max(1, _BLOCK // row)
+    for low in range(first, last, many):
+        high = min(low + many, last)
+        yield _Piece(
+            start + low * row,
+            start + high * row,
+            into[low - first : high - first],
+            shape=(high - low, *box["shape"][1:]),
+            taken=(slice(None), *found.saved[1:]),
+        )
+
+
+# ----------------------------------------------------------------------------- safetensors headers
+
+
+def _read_header(file: int, path: Path, size: int, most: int) -> bytearray:
+    """Return the length and the header of a safetensors file, if it is not too long."""
+    length = int.from_bytes(_exactly(file, 0, min(8, size), path), "little")
+    if not 2 <= length <= min(most, size - 8):
+        raise CheckpointError(f"{path.name} has a header of {length} bytes", where=path)
+    return _exactly(file, 0, 8 + length, path)
+
+
+def _most_header(index: Mapping[str, Any]) -> int:
+    """Return how long a header can be in which any of the tensors may stand."""
+    return 4096 + sum(2 * len(name.encode()) + _ENTRY_BYTES for name in index)
+
+
+def _starts(path: Path, header: bytearray, size: int, held: Mapping[str, Any]) -> dict[str, int]:
+    """Return where each box begins in the file, if they are there as the index says.
+
+    Others may be there too: a rank outside a tensor's mesh writes a box that another has written.
+    """
+    spans = _spans(path, header)
+    end = 0
+    for name, (_, _, begin, stop) in sorted(spans.items(), key=lambda item: item[1][2:]):
+        if not begin == end <= stop:
+            raise CheckpointError(f"{path.name} has a gap or an overlap at {name!r}", where=path)
+        end = stop
+    if len(header) + end != size:
+        raise CheckpointError(f"{path.name} has bytes that belong to no tensor", where=path)
+    for name, (entry, box) in held.items():
+        dtype, shape, begin, stop = spans.get(name, (None, None, 0, 0))
+        want = (_DTYPES[entry["dtype"]], box["shape"], box_bytes(entry, box))
+        if (dtype, shape, stop - begin) != want:
+            raise CheckpointError(
+                f"{path.name} has {name} as {dtype}{shape}, the index as {want[0]}{want[1]}",
+                where=path,
+            )
+    return {name: len(header) + spans[name][2] for name in held}
+
+
+def _spans(path: Path, header: bytearray) -> dict[str, tuple[Any, Any, int, int]]:
+    """Return dtype, shape, begin and end of each tensor, as a safetensors header says."""
+    spans: dict[str, tuple[Any, Any, int, int]] = {}
+    try:
+        for name, one in orjson.loads(header[8:]).items():
+            if name != "__metadata__":
+                begin, end = map(as_index, one["data_offsets"])
+                spans[name] = one["dtype"], one["shape"], begin, end
+    except (orjson.JSONDecodeError, AttributeError, KeyError, TypeError, ValueError) as error:
+        raise CheckpointError(f"{path.name} has no readable header", where=path) from error
+    return spans

@@ -1,0 +1,338 @@
+"""A run's state looked at while it runs: are replicas still equal, is every number finite?
+
+A bit that flips in the memory of one replica makes no NaN and no error; the replicas part, and the
+checkpoint holds the one that writes. The canary compares hashes of them, a slice at a time: after
+some steps every bit of every parameter and moment has been looked at.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from itertools import accumulate
+
+import attrs
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from trainkit.checkpoint.tensors import model_tensors, optimizer_state
+from trainkit.collectives import all_gather_json, communication_device
+from trainkit.grads import name_ranks
+from trainkit.hashing import GOLDEN, MASK64, key_of
+from trainkit.parallel.naming import COPY_SUFFIX, box_of
+from trainkit.parallel.reduction import reducers_of, reshard_
+from trainkit.types import Axis, NumericsError, ParallelState
+
+_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+_AT_ONCE = 1 << 20  # elements that are hashed at once, in 8 MiB of working memory
+
+
+def _tensors_of(stages: Iterable[nn.Module], optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
+    """Return every tensor of the run by the name a checkpoint has for it, tied copies too.
+
+    A copy has its owner's name, unless this rank holds both.
+    """
+    stages = list(stages)
+    for stage in stages:
+        reshard_(reducers_of(stage))
+    found = model_tensors(stages)
+    for name, values in optimizer_state(stages, optimizer).items():
+        for key, value in values.items():
+            if isinstance(value, Tensor):
+                found[f"optimizer/{key}/{name}"] = value
+    copies = {name: x for name, x in found.items() if name.endswith(COPY_SUFFIX)}
+    owners = {name: x for name, x in found.items() if name not in copies}
+    return {name.removesuffix(COPY_SUFFIX): x for name, x in copies.items()} | owners
+
+
+# --------------------------------------------------------------------------------------- not finite
+
+
+def nonfinite_names(
+    stages: Iterable[nn.Module],
+    optimizer: torch.optim.Optimizer,
+    axis: Axis,
+    *,
+    most: int = 3,
+) -> list[str]:
+    """Return which parameters and moments hold a number that is not finite, and on which ranks.
+
+    It reads all of them: call it after a bad step, to know whether skipping it was enough.
+
+    Args:
+        stages: This rank's stages.
+        optimizer: The optimizer of their parameters.
+        axis: All ranks, `ps.world`.
+        most: How many are named; the others are counted.
+
+    Returns:
+        The same on all ranks: "model/NAME on rank 1", "optimizer/KEY/NAME on ranks 0 and 1".
+
+    Effects:
+        Communicates on `axis`, and waits for the device.
+
+    Examples:
+        >>> from trainkit.types import SOLO
+        >>> model = nn.Linear(1, 1)
+        >>> _ = nn.init.constant_(model.bias, torch.inf)
+        >>> nonfinite_names([model], torch.optim.SGD(model.parameters()), SOLO)
+        ['model/bias on rank 0']
+    """
+    tensors = _tensors_of(stages, optimizer)
+    own = [name for name, x in tensors.items() if not _is_finite(box_of(x).local)]
+    ranks: dict[str, list[int]] = {}
+    for rank, names in enumerate(all_gather_json(own, axis)):
+        for name in names:
+            ranks.setdefault(name, []).append(rank)
+    told = [f"{name} on {name_ranks(which)}" for name, which in ranks.items()]
+    return told if len(told) <= most else [*told[:most], f"and {len(told) - most} more"]
+
+
+def _is_finite(x: Tensor) -> bool:
+    return not (x.is_floating_point() or x.is_complex()) or bool(torch.isfinite(x).all())
+
+
+# ------------------------------------------------------------------------------------------- canary
+
+
+@attrs.frozen(eq=False)
+class _Piece:
+    """A box of a tensor that several ranks hold, or a flat part of it, as integers of its bits."""
+
+    name: str
+    offset: tuple[int, ...]
+    bits: Tensor
+
+
+Ranks = tuple[int, ...]
+
+
+@attrs.frozen(eq=False)
+class _Plan:
+    """Who holds what alike: the sets of ranks that each rank is in, and this rank's boxes by set.
+
+    The boxes of a set are thought of as one line, end to end, of which a slice is a part.
+    """
+
+    sets_of: Sequence[Sequence[Ranks]]
+    lines: Mapping[Ranks, Sequence[_Piece]]
+    weights: Mapping[torch.device, Tensor]
+
+
+def canary(
+    stages: Sequence[nn.Module],
+    optimizer: torch.optim.Optimizer,
+    ps: ParallelState,
+    *,
+    every: int = 10,
+    within: int = 100,
+) -> Callable[[int], list[str]]:
+    """Return `look(step)`, which says where replicas have come to differ.
+
+    What several ranks hold is found by name and place, in any layout: copies over dp_replicate,
+    norms over tp, everything over the part of sp that FSDP does not shard. Every `every` steps the
+    next slice of it is hashed, and 8 bytes for each set of equal ranks travel; names only when
+    hashes differ. The hash is a sum over the bits, each element times an odd number of its place,
+    modulo 2^64: one changed element always changes it. What a single rank holds alone cannot be
+    compared. After a load or a roll-back make a new one: this one knows the moments that were.
+
+    Args:
+        stages: This rank's stages.
+        optimizer: The optimizer of their parameters.
+        ps: The layout.
+        every: How many steps lie between two looks; 0 never looks.
+        within: After so many steps all of the state has been looked at, at least one look.
+
+    Returns:
+        A function of the step, the same on all ranks, for after a step. It gives one sentence for
+        each tensor that differs, the same on all ranks: the ranks that differ from most, or all of
+        them where no majority says who is right.
+
+    Raises:
+        ValueError: `every` is negative, or `within` below it.
+
+    Effects:
+        The returned function communicates on `ps.world` in every `every`th step and waits for the
+        device; it changes nothing.
+
+    Examples:
+        >>> from trainkit.mesh import solo_parallel
+        >>> model = nn.Linear(1, 1)
+        >>> look = canary([model], torch.optim.SGD(model.parameters()), solo_parallel())
+        >>> look(10)
+        []
+    """
+    if every < 0 or within < max(every, 1):
+        raise ValueError(
+            f"canary: every must be at least 0 and within at least that, got {every} and {within}"
+        )
+    slices = within // every if every else 0
+    known: dict[str, _Plan] = {}  # found at the first look, and once a round, as moments appear
+
+    def look(step: int) -> list[str]:
+        if ps.world.count == 1 or not every or step % every:
+            return []
+        turn = step // every % slices
+        if turn == 0 or not known:
+            known["plan"] = _plan(_tensors_of(stages, optimizer), ps.world)
+        return _differences(known["plan"], turn, slices, ps.world)
+
+    return look
+
+
+def refuse_drift(problems: Sequence[str]) -> None:
+    """End a run whose replicas differ.
+
+    Args:
+        problems: What `canary` found.
+
+    Raises:
+        NumericsError: There is a problem; all of them are in the message.
+
+    Examples:
+        >>> refuse_drift([])
+        >>> refuse_drift(["rank 0 and rank 1 hold different values of model/weight"])
+        Traceback (most recent call last):
+        trainkit.types.NumericsError: rank 0 and rank 1 hold different values of model/weight
+    """
+    if problems:
+        raise NumericsError(
+            "; ".join(problems),
+            where=problems[0],
+            got="replicas that differ",
+            want="the same bits on every rank",
+            hint="the memory or the device of a rank is at fault: take it out, and go on from an "
+            "earlier checkpoint; a checkpoint holds what the lowest of these ranks has",
+        )
+
+
+def _plan(tensors: Mapping[str, Tensor], axis: Axis) -> _Plan:
+    pieces: dict[int, _Piece] = {}
+    for name, tensor in tensors.items():
+        box = box_of(tensor)
+        bits = box.local.view(_INTEGERS[box.local.element_size()])
+        if bits.numel():
+            key = key_of(name, str(box.local.dtype), *box.local.shape, *box.offset)
+            pieces[key] = _Piece(name, box.offset, bits)
+    holders: dict[int, list[int]] = {}
+    for rank, keys in enumerate(all_gather_json(list(pieces), axis)):
+        for key in keys:
+            holders.setdefault(key, []).append(rank)
+    sets: list[dict[Ranks, None]] = [{} for _ in range(axis.count)]
+    for ranks in sorted({tuple(ranks) for ranks in holders.values() if len(ranks) > 1}):
+        for rank in ranks:
+            sets[rank][ranks] = None
+    lines: dict[Ranks, list[_Piece]] = {ranks: [] for ranks in sets[axis.index]}
+    for key in sorted(pieces):  # the same order on all ranks that hold them
+        if len(holders[key]) > 1:
+            lines[tuple(holders[key])].append(pieces[key])
+    return _Plan([list(each) for each in sets], lines, _weights(lines))
+
+
+def _weights(lines: Mapping[Ranks, Sequence[_Piece]]) -> dict[torch.device, Tensor]:
+    """Return an odd number for each place, as many as the longest box needs, on every device."""
+    longest: dict[torch.device, int] = {}
+    for piece in (piece for line in lines.values() for piece in line):
+        device = piece.bits.device
+        longest[device] = max(longest.get(device, 0), min(piece.bits.numel(), _AT_ONCE))
+    golden = GOLDEN - (1 << 64)  # as int64 holds it; products wrap
+    return {
+        device: torch.arange(1, 2 * count, 2, device=device) * golden
+        for device, count in longest.items()
+    }
+
+
+def _cut(line: Sequence[_Piece], turn: int, slices: int) -> list[_Piece]:
+    """Return the part of a line that is due."""
+    ends = list(accumulate(piece.bits.numel() for piece in line))
+    first, last = ends[-1] * turn // slices, ends[-1] * (turn + 1) // slices
+    cut: list[_Piece] = []
+    for piece, end in zip(line, ends, strict=True):
+        begin = end - piece.bits.numel()
+        if begin < last and end > first:
+            part = piece.bits.reshape(-1)[max(first - begin, 0) : last - begin]
+            cut.append(attrs.evolve(piece, bits=part))
+    return cut
+
+
+def _digests(pieces: Sequence[_Piece], weights: Mapping[torch.device, Tensor]) -> list[int]:
+    """Return the hash of each piece; the host waits once for each device."""
+    sums = [_digest(piece.bits, weights[piece.bits.device]) for piece in pieces]
+    digests = [0] * len(sums)
+    for device in weights:
+        here = [index for index, found in enumerate(sums) if found.device == device]
+        values = torch.stack([sums[index] for index in here]).tolist() if here else []
+        for index, value in zip(here, values, strict=True):
+            digests[index] = value
+    return digests
+
+
+def _digest(bits: Tensor, weights: Tensor) -> Tensor:
+    """Return a sum of bits times odd numbers, modulo 2^64: a change of one element changes it."""
+    total = torch.zeros((), dtype=torch.int64, device=bits.device)
+    for part in bits.split(_AT_ONCE):
+        total = total * 3 + (part * weights[: part.numel()]).sum()
+    return total
+
+
+def _differences(plan: _Plan, turn: int, slices: int, axis: Axis) -> list[str]:
+    """Compare one hash for each set of ranks, and more only where these differ."""
+    cuts = [_cut(line, turn, slices) for line in plan.lines.values()]
+    found = [_digests(cut, plan.weights) for cut in cuts]
+    width = max(map(len, plan.sets_of))
+    own = [_signed(sum(map(_mixed, digests, range(len(digests))))) for digests in found]
+    device = communication_device(axis)
+    sent = torch.tensor(own + [0] * (width - len(own)), dtype=torch.int64, device=device)
+    received = [torch.empty_like(sent) for _ in range(axis.count)]
+    if width:
+        dist.all_gather(received, sent, group=axis.group)
+    table = [row.tolist() for row in received]
+    digest_of = [
+        dict(zip(sets, row[: len(sets)], strict=True))
+        for sets, row in zip(plan.sets_of, table, strict=True)
+    ]
+    every = dict.fromkeys(ranks for sets in plan.sets_of for ranks in sets)
+    parted = [ranks for ranks in every if len({digest_of[r][ranks] for r in ranks}) > 1]
+    return _named(plan, parted, cuts, found, axis) if parted else []
+
+
+def _named(
+    plan: _Plan,
+    parted: Sequence[Ranks],
+    cuts: Sequence[Sequence[_Piece]],
+    found: Sequence[Sequence[int]],
+    axis: Axis,
+) -> list[str]:
+    """Exchange the hash of every piece of the sets that differ, and say which tensors differ."""
+    own = {
+        f"{piece.name} in the box at {piece.offset}": digest
+        for ranks, cut, digests in zip(plan.lines, cuts, found, strict=True)
+        if ranks in parted
+        for piece, digest in zip(cut, digests, strict=True)
+    }
+    values: dict[str, dict[int, int]] = {}
+    for rank, told in enumerate(all_gather_json(own, axis)):
+        for name, digest in told.items():
+            values.setdefault(name, {})[rank] = digest
+    return [_sentence(name, by) for name, by in values.items() if len(set(by.values())) > 1]
+
+
+def _sentence(name: str, digests: Mapping[int, int]) -> str:
+    usual, count = Counter(digests.values()).most_common(1)[0]
+    if 2 * count <= len(digests):
+        ranks = " and ".join(f"rank {rank}" for rank in digests)
+        return f"{ranks} hold different values of {name}"
+    odd = [rank for rank, digest in digests.items() if digest != usual]
+    others = name_ranks([rank for rank, digest in digests.items() if digest == usual])
+    verb = "holds" if len(odd) == 1 else "hold"
+    return f"{name_ranks(odd)} {verb} other values of {name} than {others}"
+
+
+def _mixed(digest: int, place: int) -> int:
+    return digest * (2 * place + 1)
+
+
+def _signed(x: int) -> int:
+    x &= MASK64
+    return x - (1 << 64) if x >> 63 else x

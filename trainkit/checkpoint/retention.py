@@ -1,0 +1,183 @@
+"""Which checkpoints stay: a plan made of values, and its execution."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable, Sequence
+from pathlib import Path
+
+import attrs
+
+from trainkit.checkpoint.manifest import (
+    list_checkpoints,
+    outline_problems,
+    read_manifest,
+    remove_checkpoint,
+    step_of,
+    verify_checkpoint,
+)
+from trainkit.types import CheckpointError, ConfigError
+
+PIN = ".pin"
+"""What the name of a file beside a checkpoint ends with that keeps it: step_00000012.pin."""
+_ALWAYS = 2  # of the newest that verify: one may turn out damaged when it is needed
+
+
+def _checked_last(_: object, __: object, value: int) -> None:
+    if value < _ALWAYS:
+        raise ConfigError(
+            f"Retention: last (keep_last) must be at least {_ALWAYS}, got {value}: while the newest"
+            " is being written, or when it is damaged, the one before is all there is",
+            where="keep_last",
+            got=value,
+            want=f">= {_ALWAYS}",
+        )
+
+
+@attrs.frozen
+class Retention:
+    """Which checkpoints stay: those that any of the rules names.
+
+    `last` counts the newest that verify. `every` keeps the steps that it divides. `best` counts
+    those of the lowest score. `powers_of_two` keeps steps 1, 2, 4, 8 and so on; `milestones` the
+    steps it lists. A checkpoint with a file of its name and ".pin" beside it always stays.
+    """
+
+    last: int = attrs.field(default=3, validator=_checked_last)
+    every: int = 0
+    best: int = 0
+    powers_of_two: bool = False
+    milestones: Sequence[int] = attrs.field(default=(), converter=tuple)
+
+
+@attrs.frozen
+class Listed:
+    """What retention knows of a checkpoint; `verified` is None for one of a format to come."""
+
+    name: str
+    step: int
+    verified: bool | None = True
+    score: float | None = None
+
+
+def plan_retention(
+    listing: Sequence[Listed],
+    policy: Retention,
+    *,
+    pinned: Collection[str] = (),
+    in_flight: Collection[str] = (),
+) -> list[str]:
+    """Return the names of the checkpoints to delete.
+
+    What does not verify counts for no rule, and goes once something that verifies stays. The newest
+    two that verify are never in the plan, nor what is pinned or being written, nor what only a
+    later trainkit can read.
+
+    Args:
+        listing: The checkpoints, newest first.
+        policy: What stays.
+        pinned: Names that stay whatever the policy says.
+        in_flight: Names that are being written or read.
+
+    Examples:
+        >>> listing = [Listed(f"step_{step:08d}", step) for step in (50, 40, 30, 20, 10)]
+        >>> plan_retention(listing, Retention(last=2, every=20))
+        ['step_00000030', 'step_00000010']
+    """
+    kept = set(_kept(listing, policy)) | {*pinned, *in_flight}
+    if not any(entry.verified and entry.name in kept for entry in listing):
+        return []
+    return [e.name for e in listing if e.verified is not None and e.name not in kept]
+
+
+def _kept(listing: Sequence[Listed], policy: Retention) -> list[str]:
+    good = [entry for entry in listing if entry.verified]
+    scored = [entry for entry in good if entry.score is not None]
+    scored.sort(key=lambda entry: entry.score or 0.0)  # stable: of equal ones the newest first
+    by_rule = [
+        entry
+        for entry in good
+        if (policy.every and entry.step % policy.every == 0)
+        or (policy.powers_of_two and entry.step.bit_count() == 1)
+        or entry.step in policy.milestones
+    ]
+    newest = good[: max(policy.last, _ALWAYS)]
+    return [entry.name for entry in (*newest, *scored[: policy.best], *by_rule)]
+
+
+def apply_retention(
+    directory: Path | str,
+    policy: Retention,
+    *,
+    known_good: Iterable[str] = (),
+    tell: Callable[[str], None] = print,
+    dry_run: bool = False,
+) -> dict[str, list[str]]:
+    """Delete the checkpoints of a directory that a policy does not keep.
+
+    A checkpoint counts as verified when every byte of it has been read and is right: what the plan
+    would keep is read, and the plan made anew if one of these is damaged.
+
+    Args:
+        directory: A `checkpoints/` directory.
+        policy: What stays.
+        known_good: Names that this process has written or verified itself.
+        tell: Called with a sentence about each that is damaged or could not be deleted.
+        dry_run: Only say what would go.
+
+    Returns:
+        {"kept": names, "verified": those of them that are known to be good, "deleted": names},
+        newest first.
+
+    Effects:
+        Reads checkpoints; deletes directories, each by a rename first, so that a deletion cut short
+        leaves no half a checkpoint by that name.
+    """
+    directory = Path(directory)
+    paths = list_checkpoints(directory)
+    listing = list(map(_listed, paths))
+    pinned = [path.name for path in paths if (directory / f"{path.name}{PIN}").exists()]
+    good = set(known_good)
+    while True:
+        doomed = plan_retention(listing, policy, pinned=pinned)
+        unread = [e.name for e in listing if e.verified and e.name not in good.union(doomed)]
+        damaged = _damaged(directory, unread, tell)
+        good.update(unread)
+        if not damaged:
+            break
+        listing = [attrs.evolve(e, verified=False) if e.name in damaged else e for e in listing]
+    deleted = doomed if dry_run else [name for name in doomed if _deleted(directory / name, tell)]
+    kept = [entry for entry in listing if entry.name not in deleted]
+    return {
+        "kept": [entry.name for entry in kept],
+        "verified": [entry.name for entry in kept if entry.verified],
+        "deleted": deleted,
+    }
+
+
+def _listed(path: Path) -> Listed:
+    problems = outline_problems(path)
+    if problems:
+        later = len(problems) == 1 and "upgrade trainkit" in problems[0]
+        return Listed(path.name, step_of(path), verified=None if later else False)
+    try:
+        score = read_manifest(path).get("score")
+    except CheckpointError:  # changed between two looks
+        return Listed(path.name, step_of(path), verified=False)
+    plain = isinstance(score, int | float) and not isinstance(score, bool)
+    return Listed(path.name, step_of(path), score=float(score) if plain else None)
+
+
+def _damaged(directory: Path, names: Sequence[str], tell: Callable[[str], None]) -> set[str]:
+    found = {name: verify_checkpoint(directory / name) for name in names}
+    for name, problems in found.items():
+        if problems:
+            tell(f"{directory / name} is damaged and counts for nothing: {problems[0]}")
+    return {name for name, problems in found.items() if problems}
+
+
+def _deleted(path: Path, tell: Callable[[str], None]) -> bool:
+    try:
+        remove_checkpoint(path)
+    except OSError as error:
+        tell(f"{path} could not be deleted: {error.strerror}")
+    return not path.exists()

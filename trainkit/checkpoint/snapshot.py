@@ -1,0 +1,323 @@
+"""A copy of what this rank writes, in host memory, laid out as it will lie in the files.
+
+The blocking part of a save is this copy alone. The memory is kept for the next one: the system
+zeroes pages that are new, which takes longer than to fill them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import attrs
+import numpy as np
+import orjson
+import torch
+from torch import Tensor, nn
+
+from trainkit.checkpoint.tensors import (
+    check_optimizer,
+    group_options,
+    optimizer_state,
+    replica_of,
+    run_tensors,
+    tied_copies_of,
+)
+from trainkit.parallel.naming import Box, box_of, named_buffers_of
+from trainkit.parallel.reduction import reducers_of, reshard_
+from trainkit.types import ParallelState, TrainState
+
+_FILE_BYTES = 128 * 1024 * 1024  # files of a rank are written and hashed in parallel
+_FILES = 16  # of a rank, about: with more bytes each file has more
+_FILE_BOXES = 50_000  # a reader parses all names of a file to find one
+
+_SAFETENSORS = {
+    torch.float64: "F64",
+    torch.float32: "F32",
+    torch.float16: "F16",
+    torch.bfloat16: "BF16",
+    torch.float8_e4m3fn: "F8_E4M3",
+    torch.float8_e5m2: "F8_E5M2",
+    torch.int64: "I64",
+    torch.int32: "I32",
+    torch.int16: "I16",
+    torch.int8: "I8",
+    torch.uint8: "U8",
+    torch.uint16: "U16",
+    torch.uint32: "U32",
+    torch.uint64: "U64",
+    torch.bool: "BOOL",
+}
+# The bits of a number without its sign, from which on it is infinite; above, it is none.
+_INFINITE = {
+    torch.float64: 0x7FF0_0000_0000_0000,
+    torch.float32: 0x7F80_0000,
+    torch.float16: 0x7C00,
+    torch.bfloat16: 0x7F80,
+    torch.float8_e5m2: 0x7C,
+    torch.float8_e4m3fn: 0x7E,  # it has no infinity: 0x7F is the next, and no number
+}
+
+
+@attrs.frozen(eq=False)
+class Piece:
+    """One box in a file: its bits, and which part of which tensor they are.
+
+    `bits` are unsigned integers in the box's shape. One of at least `not_below`, without its top
+    bit, is not finite; None where any value will do.
+    """
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    offset: tuple[int, ...]
+    bits: np.ndarray[Any, Any]
+    not_below: int | None
+
+
+@attrs.frozen(eq=False)
+class TensorFile:
+    """A safetensors file to write: its name, its header, and what follows."""
+
+    name: str
+    header: bytes
+    data: np.ndarray[Any, Any]
+    pieces: tuple[Piece, ...]
+
+
+@attrs.frozen(eq=False)
+class Snapshot:
+    """What one rank writes of a state, at rest in host memory.
+
+    `tensors` are its entries of the index, `scalars` what its optimizer remembers beside tensors,
+    and `described` the rest of `state.json`, on the first rank.
+    """
+
+    state: TrainState
+    files: tuple[TensorFile, ...]
+    tensors: Mapping[str, Any]
+    scalars: Mapping[str, Any]
+    described: Mapping[str, Any]
+
+
+TakeSnapshot = Callable[[TrainState, Mapping[str, Any]], Snapshot]
+
+
+def bind_snapshots(
+    stages: Sequence[nn.Module], optimizer: torch.optim.Optimizer, ps: ParallelState
+) -> TakeSnapshot:
+    """Return take(state, facts): copy what this rank writes of a state to host memory.
+
+    Every snapshot lies in the memory of the one before, which must have been written by then.
+
+    Args:
+        stages: This rank's stages.
+        optimizer: The optimizer of their parameters.
+        ps: The layout.
+
+    Raises:
+        ValueError: From `take`: the optimizer's memory cannot be saved, or a value that JSON cannot
+            hold is among the facts or in `state.health`.
+
+    Effects:
+        From `take`: gives gathered parameters back to their shards; on a GPU waits for the copy.
+
+    Examples:
+        >>> from trainkit.mesh import solo_parallel
+        >>> model = nn.Linear(1, 1)
+        >>> optimizer = torch.optim.SGD(model.parameters())
+        >>> take = bind_snapshots([model], optimizer, solo_parallel())
+        >>> [piece.name for piece in take(TrainState(), {}).files[0].pieces]
+        ['model/bias', 'model/weight']
+    """
+    kept: list[tuple[list[Any], _Memory]] = []
+
+    def take(state: TrainState, facts: Mapping[str, Any]) -> Snapshot:
+        for stage in stages:
+            reshard_(reducers_of(stage))
+        check_optimizer(stages, optimizer)
+        described = _described(state, optimizer, ps, facts)
+        boxes = _boxes_to_write(stages, optimizer, ps)
+        layout = [
+            (name, x.dtype, box.shape, box.offset, box.local.shape)
+            for name, (x, box) in boxes.items()
+        ]
+        if not kept or kept[0][0] != layout:
+            kept.clear()  # before the next is asked for
+            anything = {f"model/{name}" for name in named_buffers_of(stages)}
+            kept.append((layout, _allocate(boxes, ps, anything)))
+        memory = kept[0][1]
+        _copy([box.local for _, box in boxes.values() if box.local.numel()], memory.into)
+        return Snapshot(
+            attrs.evolve(state, tokens=int(state.tokens)),
+            memory.files,
+            memory.tensors,
+            _scalars(stages, optimizer),
+            described,
+        )
+
+    return take
+
+
+def _copy(values: list[Tensor], into: list[Tensor]) -> None:
+    devices = {value.device for value in values if value.is_cuda}
+    with torch.no_grad():
+        if values:
+            torch._foreach_copy_(into, values, non_blocking=bool(devices))
+    for device in devices:
+        torch.cuda.current_stream(device).synchronize()
+
+
+def _boxes_to_write(
+    stages: Sequence[nn.Module], optimizer: torch.optim.Optimizer, ps: ParallelState
+) -> dict[str, tuple[Tensor, Box]]:
+    found = {}
+    for name, tensor in run_tensors(stages, optimizer).items():
+        box = box_of(tensor, replica=replica_of(ps))
+        if box.writes:
+            found[name] = (tensor, box)
+    return found
+
+
+def _scalars(
+    stages: Sequence[nn.Module], optimizer: torch.optim.Optimizer
+) -> dict[str, dict[str, Any]]:
+    """Return what the optimizer remembers of each parameter that it steps besides tensors."""
+    copies = tied_copies_of(stages)
+    return {
+        name: {key: value for key, value in values.items() if not isinstance(value, Tensor)}
+        for name, values in optimizer_state(stages, optimizer).items()
+        if name not in copies
+    }
+
+
+def _described(
+    state: TrainState,
+    optimizer: torch.optim.Optimizer,
+    ps: ParallelState,
+    facts: Mapping[str, Any],
+) -> dict[str, Any]:
+    """Return what `state.json` will say, as plain values of this moment."""
+    unfit = [name for name, value in state.health.items() if not np.isfinite(value).all()]
+    if unfit:
+        raise ValueError(
+            f"save_checkpoint: health[{unfit[0]!r}] is {state.health[unfit[0]]}; JSON holds finite "
+            "numbers only"
+        )
+    axes = ("pp", "dp_replicate", "dp_shard", "ring", "ulysses", "tp", "ep")
+    on_gpu = ps.device.type == "cuda"
+    return orjson.loads(
+        orjson.dumps(
+            {
+                "state": attrs.asdict(attrs.evolve(state, tokens=int(state.tokens))),
+                "optimizer": {
+                    "class": type(optimizer).__name__,
+                    "options": group_options(optimizer),
+                },
+                "layout": {axis: getattr(ps, axis).count for axis in axes},
+                "facts": dict(facts),
+                "machine": {
+                    "device": torch.cuda.get_device_name(ps.device) if on_gpu else "cpu",
+                    "threads": torch.get_num_threads(),
+                    "isa": torch.backends.cpu.get_cpu_capability(),
+                },
+            }
+        )
+    )
+
+
+# ------------------------------------------------------------------------------------------ memory
+
+
+@attrs.frozen(eq=False)
+class _Memory:
+    """Host memory laid out as files; `into` are where the boxes go, in order."""
+
+    files: tuple[TensorFile, ...]
+    tensors: dict[str, Any]
+    into: list[Tensor]
+
+
+def _allocate(
+    boxes: Mapping[str, tuple[Tensor, Box]], ps: ParallelState, anything: set[str]
+) -> _Memory:
+    """Lay boxes out in files; of those in `anything`, infinite values are saved too."""
+    tensors = {
+        name: {
+            "dtype": str(tensor.dtype).removeprefix("torch."),
+            "shape": list(tensor.shape),
+            "boxes": [],
+        }
+        for name, (tensor, _) in boxes.items()
+    }
+    into: dict[str, Tensor] = {}
+    files = []
+    for number, names in enumerate(_shared_out(boxes)):
+        stem = f"rank_{ps.world.index:05d}"
+        file = f"{stem}-{number}.safetensors" if number else f"{stem}.safetensors"
+        views, made = _one_file(file, {name: boxes[name] for name in names}, anything)
+        into |= views
+        files.append(made)
+        for name in names:
+            box = boxes[name][1]
+            part = {"offset": list(box.offset), "shape": list(box.local.shape), "file": file}
+            tensors[name]["boxes"].append(part)
+    return _Memory(tuple(files), tensors, [into[name] for name in boxes if name in into])
+
+
+def _shared_out(boxes: Mapping[str, tuple[Tensor, Box]]) -> Iterator[list[str]]:
+    """Share the names of boxes that hold something out over files, in the order of their bytes."""
+    full = {name: box.local for name, (_, box) in boxes.items() if box.local.numel()}
+    order = sorted(full, key=lambda name: (-full[name].element_size(), name))
+    most = max(_FILE_BYTES, sum(x.nbytes for x in full.values()) // _FILES)
+    names: list[str] = []
+    size = 0
+    for name in order:
+        if names and (size + full[name].nbytes > most or len(names) == _FILE_BOXES):
+            yield names.copy()
+            names.clear()
+            size = 0
+        names.append(name)
+        size += full[name].nbytes
+    if names:
+        yield names
+
+
+def _one_file(
+    file: str, boxes: Mapping[str, tuple[Tensor, Box]], anything: set[str]
+) -> tuple[dict[str, Tensor], TensorFile]:
+    """Give memory to the boxes of one file; larger elements come first, so all are aligned."""
+    total = sum(box.local.nbytes for _, box in boxes.values())
+    pinned = any(box.local.is_cuda for _, box in boxes.values())
+    memory = torch.empty(total, dtype=torch.uint8, pin_memory=pinned)
+    data = memory.numpy()
+    views: dict[str, Tensor] = {}
+    header: dict[str, Any] = {}
+    pieces = []
+    begin = 0
+    for name, (tensor, box) in boxes.items():
+        dtype, end = box.local.dtype, begin + box.local.nbytes
+        shape = tuple(box.local.shape)
+        if dtype not in _SAFETENSORS:
+            raise ValueError(f"save_checkpoint: {name} is {dtype}, which safetensors cannot hold")
+        views[name] = memory[begin:end].view(dtype).view(shape)
+        header[name] = {
+            "dtype": _SAFETENSORS[dtype],
+            "shape": shape,
+            "data_offsets": (begin, end),
+        }
+        bits = data[begin:end].view(f"u{box.local.element_size()}").reshape(shape)
+        limit = _INFINITE.get(dtype)
+        if limit is not None and (name in anything or dtype == torch.float8_e4m3fn):
+            limit += 1
+        named = f"{tensor.dtype}"
+        pieces.append(Piece(name, named, tuple(tensor.shape), box.offset, bits, limit))
+        begin = end
+    return views, TensorFile(file, _header(header), data, tuple(pieces))
+
+
+def _header(entries: Mapping[str, Any]) -> bytes:
+    """Return a safetensors header: its length in 8 bytes, and JSON padded to a multiple of 8."""
+    text = orjson.dumps(entries)
+    text += b" " * (-len(text) % 8)
+    return len(text).to_bytes(8, "little") + text

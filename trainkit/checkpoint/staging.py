@@ -1,0 +1,268 @@
+"""Stage a checkpoint: verify it, compare it with the run, read it; the run is untouched till then.
+
+Everything that can fail happens here, on all ranks. What is left is to put the values in place.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import attrs
+import torch
+from torch import Tensor, nn
+
+from trainkit.checkpoint.boxes import index_problems, shortened
+from trainkit.checkpoint.compare import (
+    Leeway,
+    dtype_to_make,
+    frozen_problems,
+    frozen_since,
+    optimizer_problems,
+    tensor_problems,
+    trained_names,
+)
+from trainkit.checkpoint.migrate import migrate
+from trainkit.checkpoint.reading import read_small, read_tensors
+from trainkit.checkpoint.targets import (
+    Target,
+    install_moments_,
+    moment_targets,
+    saved_name,
+    wanted_of,
+    weight_targets,
+    write_targets_,
+)
+from trainkit.checkpoint.tensors import check_optimizer
+from trainkit.collectives import together
+from trainkit.parallel.naming import named_parameters_of
+from trainkit.parallel.reduction import reducers_of, reshard_
+from trainkit.types import Axis, CheckpointError, Cursor, TrainState
+
+_JSON = ("index.json", "state.json")
+_VALUES = 1_000_000  # that any state or index may hold; a run of many tensors may hold more
+
+_NO_LEEWAY = Leeway()
+
+Check = Callable[[Mapping[str, Any]], list[str]]
+"""From what `state.json` holds to what is wrong with it for the run."""
+
+
+@attrs.frozen(eq=False)
+class Staged:
+    """A checkpoint that fits the run and has been read; with `problems`, one that is damaged.
+
+    The problems are the same on all ranks; where there are some, nothing else may be used.
+    """
+
+    problems: Sequence[str]
+    targets: Mapping[str, Target] = attrs.field(factory=dict)
+    found: Mapping[str, Tensor] = attrs.field(factory=dict)
+    saved: Mapping[str, Any] = attrs.field(factory=dict)
+
+
+@attrs.frozen(eq=False)
+class _Read:
+    """What is known of a checkpoint before its tensors are read."""
+
+    index: Mapping[str, Any]
+    saved: Mapping[str, Any]
+    targets: Mapping[str, Target]
+
+
+def stage_checkpoint(
+    path: Path,
+    manifest: Mapping[str, Any],
+    stages: Sequence[nn.Module],
+    optimizer: torch.optim.Optimizer | None,
+    *,
+    axis: Axis,
+    check: Check = lambda _: [],
+    leeway: Leeway = _NO_LEEWAY,
+) -> Staged:
+    """Read a checkpoint into memory beside the run, after comparing it with the run.
+
+    Args:
+        path: The checkpoint's directory.
+        manifest: Its manifest, the same on all ranks; the names and sizes of the files in it have
+            been compared with the directory.
+        stages: This rank's stages.
+        optimizer: The optimizer of their parameters; None leaves moments aside.
+        axis: All ranks that read it.
+        check: What else may be wrong with its state, the same on all ranks.
+        leeway: What may differ from the run.
+
+    Returns:
+        The checkpoint, ready for `install_`, or what is damaged in it.
+
+    Raises:
+        CheckpointError: It is whole, but does not fit the run; all differences are named.
+
+    Effects:
+        Reads every file of the checkpoint once, dealt to the ranks, and what each needs of the
+            others; allocates what the run's tensors take; communicates on `axis`.
+    """
+    held: list[_Read] = []
+
+    def look() -> dict[str, Any]:
+        problems, read = _look(path, manifest, stages, optimizer, leeway)
+        if read is None:
+            return {"problems": problems}
+        held.append(read)
+        return _names(read, stages, optimizer)
+
+    looks = together(look, axis)
+    if _joined(looks, "problems"):
+        return Staged(_joined(looks, "problems"))
+    (read,) = held
+    names = {name: set(_joined(looks, name)) for name in ("wanted", "parameters", "trained")}
+    differences = together(
+        lambda: check(read.saved) + _differences(read, names, stages, optimizer, leeway), axis
+    )
+    _refuse(path, _union(differences))
+    targets = {name: t for name, t in read.targets.items() if t.saved in read.index}
+    found: dict[str, Tensor] = {}
+
+    def read_all() -> list[str]:
+        wanted, places = wanted_of(targets, read.index)
+        found.update(places)
+        return read_tensors(path, _tensor_files(manifest), read.index, wanted, axis.share)
+
+    return Staged(_union(together(read_all, axis)), targets, found, read.saved)
+
+
+def install_(
+    staged: Staged, stages: Sequence[nn.Module], optimizer: torch.optim.Optimizer | None
+) -> TrainState:
+    """Put a staged checkpoint in place; return its counters.
+
+    Effects:
+        Writes the parameters, and replaces the optimizer's state.
+    """
+    write_targets_(staged.targets, staged.found)
+    if optimizer is not None:
+        scalars = staged.saved["optimizer"]["scalars"]
+        install_moments_(staged.targets, scalars, stages, optimizer)
+    return state_from(staged.saved["state"])
+
+
+def state_from(saved: Mapping[str, Any]) -> TrainState:
+    """Return the counters that a checkpoint holds.
+
+    Examples:
+        >>> saved = {"step": 1, "tokens": 2, "cursor": {"batch": 3, "stream": []}, "health": {}}
+        >>> state_from(saved).cursor
+        Cursor(batch=3, stream=())
+    """
+    cursor = Cursor(saved["cursor"]["batch"], tuple(saved["cursor"]["stream"]))
+    return TrainState(saved["step"], saved["tokens"], cursor, saved["health"])
+
+
+def _union(lists: Sequence[Sequence[str]]) -> list[str]:
+    return sorted({text for texts in lists for text in texts})
+
+
+def _joined(looks: Sequence[Mapping[str, list[str]]], name: str) -> list[str]:
+    return _union([look.get(name, []) for look in looks])
+
+
+def _tensor_files(manifest: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: want for name, want in manifest["files"].items() if name not in _JSON}
+
+
+def _names(
+    read: _Read, stages: Sequence[nn.Module], optimizer: torch.optim.Optimizer | None
+) -> dict[str, list[str]]:
+    """Return what the other ranks need to know of this one: a pipeline rank has some of all."""
+    return {
+        "wanted": [target.saved for target in read.targets.values()],
+        "parameters": [saved_name(name) for name in named_parameters_of(stages)],
+        "trained": [] if optimizer is None else trained_names(stages, optimizer),
+    }
+
+
+def _differences(
+    read: _Read,
+    names: Mapping[str, set[str]],
+    stages: Sequence[nn.Module],
+    optimizer: torch.optim.Optimizer | None,
+    leeway: Leeway,
+) -> list[str]:
+    """Say where the checkpoint's tensors, and its optimizer, are not the run's."""
+    found: list[str] = []
+    index, frozen = read.index, set[str]()
+    if optimizer is None:
+        index = {name: entry for name, entry in index.items() if name.startswith("model/")}
+    else:
+        memory, step = read.saved["optimizer"], read.saved["state"]["step"]
+        found += optimizer_problems(memory, index, stages, optimizer, step=step, leeway=leeway)
+        frozen = frozen_since(memory, names["trained"], names["parameters"])
+        found += frozen_problems(frozen, leeway)
+    return found + tensor_problems(
+        index, read.targets, wanted=names["wanted"], frozen=frozen, leeway=leeway
+    )
+
+
+def _refuse(path: Path, problems: list[str]) -> None:
+    if problems:
+        raise CheckpointError(
+            f"load_checkpoint: {path} does not fit the run: {shortened(problems)}",
+            where=path,
+            got=problems,
+            hint="name another --out, or begin afresh here with --resume never",
+        )
+
+
+def _look(
+    path: Path,
+    manifest: Mapping[str, Any],
+    stages: Sequence[nn.Module],
+    optimizer: torch.optim.Optimizer | None,
+    leeway: Leeway,
+) -> tuple[list[str], _Read | None]:
+    """Read the two JSON files and check them; return what is wrong, or what they say."""
+    for module in stages:
+        reshard_(reducers_of(module))
+    if optimizer is not None:
+        check_optimizer(stages, optimizer)
+    weights = weight_targets(stages)
+    most = _VALUES + 64 * len(weights) * (1 + len(manifest["files"]))
+    try:
+        read = {name: read_small(path / name, manifest["files"][name], most=most) for name in _JSON}
+    except (CheckpointError, KeyError) as error:
+        return [error.what if isinstance(error, CheckpointError) else f"it has no {error}"], None
+    problems = _state_problems(read["state.json"], manifest)
+    sizes = {name: want["size"] for name, want in _tensor_files(manifest).items()}
+    problems += index_problems(read["index.json"], sizes)
+    if problems:
+        return problems, None
+    _, saved = migrate(manifest, read["state.json"])
+    index = read["index.json"]["tensors"]
+    targets = dict(weights)
+    if optimizer is not None:
+
+        def dtype_of(name: str, dtype: str) -> str:
+            return dtype_to_make(index, weights, leeway, name, dtype)
+
+        targets |= moment_targets(index, stages, optimizer, dtype_of)
+    return [], _Read(index, saved, targets)
+
+
+def _state_problems(saved: Any, manifest: Mapping[str, Any]) -> list[str]:
+    """Say whether `state.json` has the form that loading relies on."""
+    try:
+        state, memory = saved["state"], saved["optimizer"]
+        counts = [state["step"], state["tokens"], state["cursor"]["batch"]]
+        are_counts = all(type(n) is int and 0 <= n < 2**63 for n in counts)
+        stream = all(type(n) is int for n in state["cursor"]["stream"])
+        plain = isinstance(state["health"], dict) and isinstance(saved["facts"], dict)
+        named = all(isinstance(values, dict) for values in memory["scalars"].values())
+        options = all(isinstance(group, dict) for group in memory["options"])
+        if not (are_counts and stream and plain and named and options and memory["class"]):
+            return ["state.json is not the state of a run"]
+        if state["step"] != manifest["step"]:
+            return [f"state.json is of step {state['step']}, manifest.json of {manifest['step']}"]
+    except (KeyError, TypeError, AttributeError):
+        return ["state.json is not the state of a run"]
+    return []

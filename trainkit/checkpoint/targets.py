@@ -1,0 +1,196 @@
+"""Where a checkpoint's tensors go: the run's parameters, and new tensors for the moments."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from typing import Any
+
+import attrs
+import torch
+from torch import Tensor, nn
+
+from trainkit.checkpoint.reading import Wanted
+from trainkit.checkpoint.tensors import model_tensors, optimizer_state
+from trainkit.parallel.naming import COPY_SUFFIX, Box, box_of, named_parameters_of
+
+
+@attrs.frozen(eq=False)
+class Target:
+    """A tensor to be loaded: the name it was saved under, and this rank's box of it.
+
+    `is_new` is true for moments, which nothing has seen yet, so they may be read into directly.
+    """
+
+    saved: str
+    tensor: Tensor
+    box: Box
+    is_new: bool
+
+
+def saved_name(name: str) -> str:
+    """Return the name under which a tensor is saved: a tied copy has its owner's.
+
+    Examples:
+        >>> saved_name("model/embedding.weight (copy)")
+        'model/embedding.weight'
+    """
+    return name.removesuffix(COPY_SUFFIX)
+
+
+def weight_targets(stages: Sequence[nn.Module]) -> dict[str, Target]:
+    """Return the parameters and persistent buffers of this rank's stages as targets.
+
+    Examples:
+        >>> list(weight_targets([nn.Linear(1, 1, bias=False)]))
+        ['model/weight']
+    """
+    return {
+        name: Target(saved_name(name), x, box_of(x), is_new=False)
+        for name, x in model_tensors(stages).items()
+    }
+
+
+def moment_targets(
+    index: Mapping[str, Any],
+    stages: Sequence[nn.Module],
+    optimizer: torch.optim.Optimizer,
+    dtype_of: Callable[[str, str], str],
+) -> dict[str, Target]:
+    """Return new tensors for what the optimizer remembers of the parameters on this rank.
+
+    An optimizer that has not stepped holds no moments, so they are made: like their parameter where
+    the shape is the parameter's, and as plain tensors elsewhere (the step counter).
+
+    Args:
+        index: The entries of a checkpoint's index, which have been checked.
+        stages: This rank's stages.
+        optimizer: The optimizer of their parameters.
+        dtype_of: From a parameter's name and a saved dtype to the dtype to make.
+    """
+    named = named_parameters_of(stages)
+    on_device = {
+        id(p): bool(group.get("fused") or group.get("capturable"))
+        for group in optimizer.param_groups
+        for p in group["params"]
+    }
+    targets: dict[str, Target] = {}
+    for full, entry in index.items():
+        kind, *rest = full.split("/", 2)
+        if kind != "optimizer":
+            continue
+        for suffix in ("", COPY_SUFFIX):
+            parameter = named.get(rest[1] + suffix)
+            if parameter is None or id(parameter) not in on_device:
+                continue
+            is_alike = tuple(entry["shape"]) == tuple(parameter.shape) and parameter.dim() > 0
+            name = dtype_of(rest[1], entry["dtype"]) if is_alike else entry["dtype"]
+            dtype = getattr(torch, name)
+            if is_alike:
+                made = torch.empty_like(parameter.data, dtype=dtype)
+            else:
+                is_counter = not entry["shape"] and not on_device[id(parameter)]
+                device = "cpu" if is_counter else parameter.device
+                made = torch.empty(entry["shape"], dtype=dtype, device=device)
+            targets[full + suffix] = Target(full, made, box_of(made), is_new=True)
+    return targets
+
+
+def wanted_of(
+    targets: Mapping[str, Target], index: Mapping[str, Any]
+) -> tuple[list[Wanted], dict[str, Tensor]]:
+    """Return what to read for the targets, and by a target's name where it will be found.
+
+    A new tensor on the CPU is read into directly. What two targets have in common, as tied copies
+    do, is read once.
+    """
+    wanted: dict[Any, Wanted] = {}
+    found: dict[str, Tensor] = {}
+    for name, target in targets.items():
+        local, offset = target.box.local, target.box.offset
+        dtype = getattr(torch, index[target.saved]["dtype"])
+        key = (target.saved, offset, tuple(local.shape))
+        if key not in wanted:
+            direct = target.is_new and local.device.type == "cpu" and local.dtype == dtype
+            out = (
+                local if direct and local.is_contiguous() else torch.empty(local.shape, dtype=dtype)
+            )
+            wanted[key] = Wanted(target.saved, offset, out)
+        found[name] = wanted[key].out
+    return [want for want in wanted.values() if want.out.numel()], found
+
+
+def write_targets_(targets: Mapping[str, Target], found: Mapping[str, Tensor]) -> None:
+    """Put what was read where it belongs.
+
+    Effects:
+        Writes the parameters, in place.
+    """
+    with torch.no_grad():
+        for name, target in targets.items():
+            if found[name] is not target.box.local:
+                target.box.local.copy_(found[name])
+
+
+def install_moments_(
+    targets: Mapping[str, Target],
+    scalars: Mapping[str, Mapping[str, Any]],
+    stages: Sequence[nn.Module],
+    optimizer: torch.optim.Optimizer,
+) -> None:
+    """Give the optimizer the moments that were read, in place of what it remembered.
+
+    Effects:
+        Replaces the optimizer's state.
+    """
+    optimizer.state.clear()
+    named = named_parameters_of(stages)
+    for full, target in targets.items():
+        kind, *rest = full.split("/", 2)
+        if kind == "optimizer":
+            optimizer.state[named[rest[1]]][rest[0]] = target.tensor
+    for name, values in scalars.items():
+        for parameter in (named.get(name), named.get(name + COPY_SUFFIX)):
+            if parameter is not None:
+                optimizer.state[parameter].update(values)
+
+
+def expected_moments(
+    stages: Sequence[nn.Module], optimizer: torch.optim.Optimizer
+) -> dict[str, set[str]]:
+    """Return by parameter which tensors the optimizer will remember of it once it has stepped.
+
+    An optimizer says so only by stepping: one of its kind, with the options of each group, steps a
+    number of its own. One that cannot be made like that is expected to remember nothing.
+
+    Examples:
+        >>> model = nn.Linear(1, 1, bias=False)
+        >>> found = expected_moments([model], torch.optim.AdamW(model.parameters()))
+        >>> sorted(found["weight"])
+        ['exp_avg', 'exp_avg_sq', 'step']
+    """
+    by_parameter = {
+        id(p): keys
+        for group in optimizer.param_groups
+        for keys in [_keys_after_a_step(optimizer, group)]
+        for p in group["params"]
+    }
+    named = named_parameters_of(stages)
+    return {
+        name: by_parameter[id(named[name])]
+        for name in optimizer_state(stages, optimizer)
+        if named[name].requires_grad
+    }
+
+
+def _keys_after_a_step(optimizer: torch.optim.Optimizer, group: Mapping[str, Any]) -> set[str]:
+    probe = nn.Parameter(torch.zeros(2, 2))
+    probe.grad = torch.zeros_like(probe)
+    with suppress(Exception):  # an optimizer may need anything to be made, or to step
+        make: Any = type(optimizer)
+        options = {**group, "params": [probe], "fused": None, "capturable": False}
+        twin = make([options], lr=group["lr"])
+        twin.step()
+        state = twin.state[probe]
+        return {key for key, value in state.items() if isinstance(value, Tensor)}
+    return set()

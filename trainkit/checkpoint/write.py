@@ -1,0 +1,313 @@
+"""Put a snapshot on the disk: each rank its files and a report, then the first rank the rest.
+
+All of it runs in a thread beside the training, and none of it communicates: what ranks tell each
+other of a save lies in the staging directory until it is committed.
+"""
+
+from __future__ import annotations
+
+import errno
+import hashlib
+import os
+import shutil
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, suppress
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from threading import Event
+from typing import Any
+
+import attrs
+import orjson
+import torch
+
+from trainkit.checkpoint.directory import run_identity
+from trainkit.checkpoint.manifest import (
+    MANIFEST,
+    check_values,
+    disk_error,
+    dump_json,
+    hash_file,
+    is_sealed,
+    make_manifest,
+    next_name,
+    read_json,
+    sealed,
+    sync_directory,
+    write_all,
+    write_durably,
+)
+from trainkit.checkpoint.snapshot import Piece, Snapshot, TensorFile
+from trainkit.checkpoint.tensors import counters_of
+from trainkit.hashing import MASK64, hash_box, hash_counters
+from trainkit.types import CheckpointError, NumericsError
+
+_CHUNK = 4 * 1024 * 1024  # written and hashed at once, out of the same cache
+_LOOKED_AT = 1 << 18  # elements tested at once
+_WRITERS = 2  # files of a rank under way at once: one is hashed while another waits for the disk
+_REPORT_BYTES = 1 << 30
+
+
+@attrs.frozen(eq=False)
+class Target:
+    """Where a save goes, and what is written beside the state.
+
+    `ranks` is how many write, `config` the resolved configuration, `before_commit` is called when
+    all data is on the disk and the manifest is not.
+    """
+
+    run_dir: Path
+    staging: Path
+    ranks: int
+    config: Mapping[str, Any] | None = None
+    score: float | None = None
+    before_commit: Callable[[], None] | None = None
+
+
+@contextmanager
+def _disk_errors(path: Path, needed: int) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise disk_error(error, path, needed) from error
+
+
+# ---------------------------------------------------------------------------------------- one rank
+
+
+def write_rank(snapshot: Snapshot, target: Target, rank: int, stopped: Event) -> None:
+    """Write what one rank has, and a report of it, into the staging directory.
+
+    Args:
+        snapshot: What this rank has.
+        target: Where it goes.
+        rank: This rank.
+        stopped: When it is set the rest is not written, and there is no report.
+
+    Raises:
+        NumericsError: A number is not finite; names the tensor.
+        DiskError: Something cannot be written; what has been is removed.
+
+    Effects:
+        Writes to disk, and waits until it is durable; hashes and writes in threads of its own.
+    """
+    sizes = {file.name: len(file.header) + file.data.nbytes for file in snapshot.files}
+    try:
+        with _disk_errors(target.staging, sum(sizes.values())):
+            target.staging.mkdir(parents=True, exist_ok=True)
+            for name, size in sizes.items():
+                _reserve(target.staging / name, size)
+            with ThreadPoolExecutor(_WRITERS) as pool:
+                work = [pool.submit(_write_file, f, target, stopped) for f in snapshot.files]
+            written = [future.result() for future in work]
+            if stopped.is_set():
+                return
+            report = {
+                "tensors": snapshot.tensors,
+                "scalars": snapshot.scalars,
+                "files": dict(zip(sizes, (file for file, _ in written), strict=True)),
+                "hashes": {name: part for _, parts in written for name, part in parts.items()},
+            }
+            write_durably(target.staging / _report(rank), orjson.dumps(sealed(report)))
+    except BaseException:
+        for name in sizes:
+            with suppress(OSError):
+                (target.staging / name).unlink()
+        raise
+
+
+def _report(rank: int) -> str:
+    return f".report_{rank:05d}.json"
+
+
+def _reserve(path: Path, size: int) -> None:
+    """Make a file of a size, so that a disk without room says so before anything is written."""
+    flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
+    handle = os.open(path, flags, 0o666)  # as every file: the umask decides
+    try:
+        os.posix_fallocate(handle, 0, size)
+    except OSError as error:
+        if error.errno not in {errno.EOPNOTSUPP, errno.EINVAL, errno.ENOSYS}:  # cannot reserve
+            raise
+    finally:
+        os.close(handle)
+
+
+def _write_file(
+    file: TensorFile, target: Target, stopped: Event
+) -> tuple[dict[str, Any], dict[str, int]]:
+    """Write one file; return its size and sha256, and the hashes of its boxes."""
+    try:
+        hashes = {}
+        for piece in file.pieces:
+            if stopped.is_set():
+                break
+            _check_finite(piece)
+            hashes[f"{piece.name} {piece.offset}"] = hash_box(
+                f"{piece.name} {piece.dtype}", piece.bits, shape=piece.shape, offset=piece.offset
+            )
+        return _stream(file, target.staging / file.name, stopped), hashes
+    except BaseException:
+        stopped.set()
+        raise
+
+
+def _stream(file: TensorFile, path: Path, stopped: Event) -> dict[str, Any]:
+    digest = hashlib.sha256()
+    handle = os.open(path, os.O_WRONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
+    try:
+        for chunk in _chunks(file):
+            if stopped.is_set():
+                break
+            digest.update(chunk)
+            write_all(handle, chunk)
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+    return {"size": len(file.header) + file.data.nbytes, "sha256": digest.hexdigest()}
+
+
+def _chunks(file: TensorFile) -> Iterator[memoryview]:
+    for whole in (memoryview(file.header), file.data.data):
+        for begin in range(0, len(whole), _CHUNK):
+            yield whole[begin : begin + _CHUNK]
+
+
+def _check_finite(piece: Piece) -> None:
+    if piece.not_below is None:
+        return
+    flat = piece.bits.reshape(-1)
+    without_sign = flat.dtype.type((1 << (8 * flat.itemsize - 1)) - 1)
+    for begin in range(0, len(flat), _LOOKED_AT):
+        found = flat[begin : begin + _LOOKED_AT] & without_sign
+        if found.max() >= piece.not_below:
+            place = begin + int((found >= piece.not_below).argmax())
+            raise NumericsError(
+                f"save_checkpoint: {piece.name} is not finite (element {place} of the part that"
+                f" begins at {piece.offset}); the state is not saved",
+                where=piece.name,
+                hint="go on from an earlier checkpoint",
+            )
+
+
+# -------------------------------------------------------------------------------------- first rank
+
+
+def commit(snapshot: Snapshot, target: Target) -> Path:
+    """Join what all ranks have written, then the manifest, then give the directory its name.
+
+    Everything is on the disk before what refers to it: data, manifest, directory, name.
+
+    Args:
+        snapshot: What the first rank has; of its counters and facts, the whole.
+        target: Where it goes.
+
+    Returns:
+        The checkpoint.
+
+    Raises:
+        DiskError: Something cannot be written. Nothing is committed then.
+
+    Effects:
+        Writes to disk, and waits until it is durable.
+    """
+    directory = target.run_dir / "checkpoints"
+    with _disk_errors(directory, _REST_BYTES):
+        reports = [_read_report(target.staging / _report(rank)) for rank in range(target.ranks)]
+        for rank in range(target.ranks):
+            (target.staging / _report(rank)).unlink()
+        described = dict(snapshot.described)
+        scalars = _joined(report["scalars"] for report in reports)
+        described["optimizer"] = {**described["optimizer"], "scalars": scalars}
+        texts = {
+            "state.json": dump_json(described),
+            "index.json": orjson.dumps({"tensors": _merged(r["tensors"] for r in reports)}),
+        }
+        for name, data in texts.items():
+            check_values(target.staging / name, data)  # what is written must be readable
+            write_durably(target.staging / name, data)
+        if target.before_commit is not None:
+            target.before_commit()
+        files = _joined(report["files"] for report in reports)
+        files |= {name: hash_file(target.staging / name) for name in texts}
+        manifest = make_manifest(snapshot.state.step, files, **_facts(snapshot, target, reports))
+        write_durably(target.staging / MANIFEST, manifest)
+        sync_directory(target.staging)
+        path = directory / next_name(directory, snapshot.state.step)
+        target.staging.rename(path)
+        try:
+            sync_directory(directory)
+        except OSError:  # what is told to have failed must not be there
+            with suppress(OSError):
+                path.rename(target.staging)
+            raise
+    return path
+
+
+_REST_BYTES = 1 << 20  # what a commit needs beside the tensors, in round numbers
+
+
+def _read_report(path: Path) -> dict[str, Any]:
+    report = read_json(path, most_bytes=_REPORT_BYTES, most_values=_REPORT_BYTES)
+    if not is_sealed(report):
+        raise CheckpointError(f"save_checkpoint: {path} is not what was written", where=path)
+    return report
+
+
+def _facts(
+    snapshot: Snapshot, target: Target, reports: Sequence[Mapping[str, Any]]
+) -> dict[str, Any]:
+    # By box and not summed at once: ranks outside a tensor's mesh may hold the same box.
+    boxes = _joined(report["hashes"] for report in reports)
+    whole = sum(boxes.values()) + hash_counters(counters_of(snapshot.state))
+    return {
+        **run_identity(target.run_dir),
+        "state_hash": f"{whole & MASK64:016x}",
+        "score": target.score,
+        "config": target.config,
+        "trainkit": _trainkit_version(),
+        "torch": torch.__version__,
+    }
+
+
+def _trainkit_version() -> str | None:
+    try:
+        return version("trainkit-lm")
+    except PackageNotFoundError:  # read from a checkout that is not installed
+        return None
+
+
+def _joined(parts: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
+    return {name: value for part in parts for name, value in part.items()}
+
+
+def _merged(parts: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
+    """Join the boxes that different ranks wrote of one tensor; of equal boxes the first stands."""
+    merged: dict[str, Any] = {}
+    for part in parts:
+        for name, entry in part.items():
+            known = merged.setdefault(name, {**entry, "boxes": []})["boxes"]
+            offsets = [box["offset"] for box in known]
+            known += [box for box in entry["boxes"] if box["offset"] not in offsets]
+    return merged
+
+
+def point_to(path: Path) -> None:
+    """Write the name of the newest checkpoint into `latest`, for people: no program reads it.
+
+    Effects:
+        Replaces a file beside the checkpoint, by a rename.
+    """
+    new = path.with_name(".latest")
+    new.write_text(f"{path.name}\n")
+    new.replace(path.with_name("latest"))
+
+
+def remove_staging(staging: Path) -> None:
+    """Remove what a save that failed has left.
+
+    Effects:
+        Deletes a directory.
+    """
+    shutil.rmtree(staging, ignore_errors=True)

@@ -1,0 +1,410 @@
+"""What ranks know of each other beside the collectives: who they are, what they do, who failed.
+
+Each rank writes a small file about itself, its beat, and reads those of others when it has reason
+to. Nothing here communicates, so it works when a collective does not. Clocks are never compared
+between ranks: a beat carries a count, and whether that moves is seen by looking twice.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import socket
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import attrs
+import orjson
+
+SILENT = 4.0
+"""Seconds without a new beat after which a rank on this host is silent."""
+SILENT_AFAR = 65.0
+"""The same for another host: a shared folder may show files that are a minute old."""
+
+
+@attrs.frozen
+class Member:
+    """One rank's process: `place` tells hosts (and containers) apart, `started` pids used twice."""
+
+    rank: int
+    host: str
+    place: str
+    pid: int
+    started: str
+
+
+@attrs.frozen
+class Beat:
+    """What a rank says of itself about once a second.
+
+    `elapsed` is how long its phase has lasted and `allow` how long it may, in seconds. `doing` is
+    what its main thread was at, `waits` if that was a collective, `busy` the share of time in which
+    it was none (-1: not known yet). `state` is "running", "ended" or "failed".
+    """
+
+    session: str
+    count: int
+    phase: str
+    elapsed: float
+    allow: float
+    doing: str
+    busy: float = -1.0
+    waits: bool = False
+    state: str = "running"
+
+    @property
+    def is_overdue(self) -> bool:
+        """Whether the phase has lasted longer than it may."""
+        return self.state == "running" and self.elapsed > self.allow
+
+
+@attrs.frozen
+class Sighting:
+    """What another rank knows of one: its last beat, for how long that stood, if it is gone.
+
+    `beat` is None as long as none has been read.
+    """
+
+    beat: Beat | None = None
+    still: float = 0.0
+    gone: bool = False
+
+
+@attrs.frozen
+class Failure:
+    """Why the run ends: `what` continues "rank 3 ..."; `detail` says what the others were at."""
+
+    session: str
+    rank: int
+    what: str
+    detail: str = ""
+
+
+# ------------------------------------------------------------------------------------ processes
+
+
+def this_member(rank: int) -> Member:
+    """Return who this process is.
+
+    Examples:
+        >>> this_member(3).pid == os.getpid()
+        True
+    """
+    place = [socket.gethostname()]
+    with contextlib.suppress(OSError):
+        place.append(Path("/proc/sys/kernel/random/boot_id").read_text().strip())
+        place.append(str(Path("/proc/self/ns/pid").readlink()))
+    return Member(rank, place[0], "/".join(place), os.getpid(), _start_of(os.getpid()) or "")
+
+
+def is_gone(member: Member, here: str) -> bool:
+    """Return whether a rank's process has certainly ended; of other places than `here`, False.
+
+    A process that has ended but has not been waited for (a zombie) is gone.
+
+    Examples:
+        >>> own = this_member(0)
+        >>> is_gone(own, own.place), is_gone(attrs.evolve(own, started="never"), own.place)
+        (False, True)
+    """
+    if member.place != here:
+        return False
+    if member.started:
+        return _start_of(member.pid) != member.started
+    try:
+        os.kill(member.pid, 0)
+    except ProcessLookupError:
+        return True
+    except PermissionError:
+        return False
+    return False
+
+
+def put_down(member: Member, here: str) -> None:
+    """Kill a rank's process of this place that has stopped, so that the run leaves nothing behind.
+
+    Effects:
+        Sends SIGKILL, if it is still the process that it was.
+    """
+    if member.place == here and member.pid != os.getpid() and not is_gone(member, here):
+        with contextlib.suppress(OSError):
+            os.kill(member.pid, signal.SIGKILL)
+
+
+def has_stopped(member: Member, here: str) -> bool:
+    """Return whether a rank's process at this place has certainly been stopped (SIGSTOP).
+
+    Examples:
+        >>> own = this_member(0)
+        >>> has_stopped(own, own.place)
+        False
+    """
+    if member.place != here or is_gone(member, here):
+        return False
+    return _status_of(member.pid)[:1] == [b"T"]
+
+
+def _start_of(pid: int) -> str | None:
+    """Return when a process started, in the kernel's ticks; None if it has ended, or is unknown."""
+    status = _status_of(pid)
+    return None if not status or status[0] in b"ZXx" else status[19].decode()
+
+
+def _status_of(pid: int) -> list[bytes]:
+    """Return what Linux says of a process, from its state on; nothing if there is none."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].split()
+    except OSError:
+        return []
+
+
+# ------------------------------------------------------------------------------------ files
+
+
+def beat_file(folder: Path, rank: int) -> Path:
+    """Return where a rank's beats stand.
+
+    Examples:
+        >>> beat_file(Path("run/ranks"), 3).name
+        'rank_00003.json'
+    """
+    return folder / f"rank_{rank:05d}.json"
+
+
+def clear_folder(folder: Path) -> None:
+    """Make the folder of an earlier run's beats anew.
+
+    Effects:
+        Makes `folder`, and removes what ranks have written into it.
+
+    Raises:
+        OSError: It cannot be made or cleared.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    for path in [*folder.glob("rank_*"), *folder.glob("failure*")]:
+        path.unlink(missing_ok=True)
+
+
+def write_beat(folder: Path, member: Member, beat: Beat) -> None:
+    """Write a rank's beat, whole or not at all, as far as the disk lets it.
+
+    Effects:
+        Replaces the rank's file. On a full disk it writes over the old one, or removes it if the
+        rank has ended, as a rank that has ended must not look as if it were gone.
+    """
+    path = beat_file(folder, member.rank)
+    told = attrs.asdict(beat) | {"host": member.host, "pid": member.pid, "rank": member.rank}
+    text = orjson.dumps(told)
+    try:
+        path.with_suffix(".new").write_bytes(text)
+        path.with_suffix(".new").replace(path)
+    except OSError:
+        with contextlib.suppress(OSError):
+            _write_over(path, text, ended=beat.state == "ended")
+
+
+def _write_over(path: Path, text: bytes, *, ended: bool) -> None:
+    size = path.stat().st_size
+    if len(text) <= size:
+        with path.open("r+b") as file:
+            file.write(text.ljust(size))
+    elif ended:
+        path.unlink()
+
+
+def read_beat(folder: Path, rank: int, session: str) -> Beat | None:
+    """Return a rank's last beat; None if there is none of this session, or it cannot be read.
+
+    Examples:
+        >>> read_beat(Path("no_such_folder"), 0, "a")
+    """
+    return _read(beat_file(folder, rank), Beat, session)
+
+
+def read_failure(folder: Path, session: str) -> Failure | None:
+    """Return why the run ends, if somebody has said so.
+
+    Examples:
+        >>> read_failure(Path("no_such_folder"), "a")
+    """
+    return _read(folder / "failure.json", Failure, session)
+
+
+def tell_failure(folder: Path, failure: Failure) -> Failure:
+    """Say why the run ends, and return what was said first: this, or what another rank has said.
+
+    Effects:
+        Writes `failure.json`, unless it is there already.
+    """
+    path = folder / "failure.json"
+    own = path.with_suffix(f".{os.getpid()}")
+    with contextlib.suppress(OSError):
+        own.write_bytes(orjson.dumps(attrs.asdict(failure)))
+        try:
+            path.hardlink_to(own)  # fails if there is one, and never shows half a file
+        except FileExistsError:
+            pass
+        except OSError:  # no hard links here
+            with path.open("xb") as file:
+                file.write(own.read_bytes())
+    with contextlib.suppress(OSError):
+        own.unlink()
+    return read_failure(folder, failure.session) or failure
+
+
+def _read(path: Path, kind: type[Any], session: str) -> Any:
+    try:
+        told = orjson.loads(path.read_bytes())
+        found = kind(**{field.name: told[field.name] for field in attrs.fields(kind)})
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+    return found if found.session == session else None
+
+
+# ------------------------------------------------------------------------------------ judgement
+
+
+def look(before: Sighting, beat: Beat | None, seconds: float, *, gone: bool = False) -> Sighting:
+    """Return what is known of a rank after looking again, `seconds` after the last look.
+
+    Examples:
+        >>> beat = Beat("a", 7, "step 3", 1.0, 60.0, "")
+        >>> twice = look(look(Sighting(), beat, 1.0), beat, 1.5)
+        >>> twice.still, look(twice, attrs.evolve(beat, count=8), 1.0).still
+        (1.5, 0.0)
+    """
+    if beat is None:
+        return attrs.evolve(before, still=before.still + seconds, gone=gone)
+    moved = before.beat is None or beat.count != before.beat.count
+    return Sighting(beat, 0.0 if moved else before.still + seconds, gone)
+
+
+def is_silent(sighting: Sighting, *, near: bool) -> bool:
+    """Return whether a rank that should beat does not.
+
+    Examples:
+        >>> beat = Beat("a", 7, "step 3", 1.0, 60.0, "")
+        >>> is_silent(Sighting(beat, 5.0), near=True), is_silent(Sighting(beat, 5.0), near=False)
+        (True, False)
+    """
+    beat = sighting.beat
+    limit = SILENT if near else SILENT_AFAR
+    return beat is not None and beat.state == "running" and sighting.still > limit
+
+
+def find_culprits(
+    own: int, beat: Beat, others: Mapping[int, Sighting], near: Mapping[int, bool]
+) -> list[int]:
+    """Return the ranks at fault for a phase of this rank that is overdue; none if it may wait on.
+
+    At fault is who is gone, silent, has failed, or has left. If there is nobody like that, all have
+    to be overdue, this rank with them: then those are at fault who are not waiting in a collective.
+    As long as one rank is at something that it has time for, all wait for it.
+
+    Args:
+        own: This rank.
+        beat: What it would say of itself now.
+        others: What it knows of the others.
+        near: Which of them are at the same place.
+
+    Examples:
+        >>> late = Beat("a", 1, "step 3", 61.0, 60.0, "all_sum")
+        >>> prunes = attrs.evolve(late, phase="prune", allow=3600.0)
+        >>> find_culprits(0, late, {1: Sighting(prunes)}, {1: True})
+        []
+        >>> find_culprits(0, late, {1: Sighting(late, still=9.0)}, {1: True})
+        [1]
+    """
+    if not beat.is_overdue:
+        return []
+    hard = [rank for rank, x in others.items() if is_at_fault(x, near=near[rank])]
+    if hard:
+        return hard
+    beats = {own: beat} | {rank: x.beat for rank, x in others.items()}
+    if any(x is not None and not x.is_overdue for x in beats.values()):
+        return []
+    active = [rank for rank, x in beats.items() if x is None or not x.waits]
+    return sorted(active or beats)
+
+
+def is_at_fault(sighting: Sighting, *, near: bool) -> bool:
+    """Return whether a rank cannot be waited for: gone, silent, failed, or already at its end.
+
+    Examples:
+        >>> is_at_fault(Sighting(gone=True), near=True), is_at_fault(Sighting(), near=True)
+        (True, False)
+    """
+    beat = sighting.beat
+    ended = beat is not None and beat.state != "running"
+    return ended or sighting.gone or is_silent(sighting, near=near)
+
+
+def stragglers(busy: Mapping[int, float], *, factor: float = 3.0) -> list[int]:
+    """Return the ranks that the others wait for: those busy `factor` times as much as the middle.
+
+    Args:
+        busy: By rank, the share of time in which it did not wait for a collective.
+        factor: From how many times as much on.
+
+    Examples:
+        >>> stragglers({0: 0.2, 1: 1.0, 2: 0.25}), stragglers({0: 0.7, 1: 1.0})
+        ([1], [])
+    """
+    found = []
+    for rank, share in busy.items():
+        rest = sorted(other for name, other in busy.items() if name != rank)
+        if rest and share > 0.5 and share >= factor * rest[len(rest) // 2]:
+            found.append(rank)
+    return found
+
+
+# ------------------------------------------------------------------------------------ words
+
+
+def name_of(member: Member) -> str:
+    """Return how a rank is called in a message.
+
+    Examples:
+        >>> name_of(Member(3, "gpu07", "gpu07", 412, ""))
+        'rank 3 (process 412 on gpu07)'
+    """
+    return f"rank {member.rank} (process {member.pid} on {member.host})"
+
+
+def describe(beat: Beat | None) -> str:
+    """Return what a rank was at.
+
+    Examples:
+        >>> describe(Beat("a", 1, "step 3", 61.2, 60.0, "train_step (pretrain.py:9)"))
+        "in phase 'step 3' for 61 s, at train_step (pretrain.py:9)"
+    """
+    if beat is None:
+        return "not heard of yet"
+    if beat.state != "running":
+        return f"{beat.state} after phase {beat.phase!r}"
+    at = f", at {beat.doing}" if beat.doing else ""
+    return f"in phase {beat.phase!r} for {beat.elapsed:.0f} s{at}"
+
+
+def accuse(
+    culprits: Sequence[int], beats: Mapping[int, Beat | None], members: Sequence[Member], why: str
+) -> tuple[int, str, str]:
+    """Return who is named first, what is said of it, and what of the others (16 at most).
+
+    Examples:
+        >>> members = [Member(rank, "a", "a", 40 + rank, "") for rank in range(2)]
+        >>> late = Beat("a", 1, "step 3", 61.0, 60.0, "")
+        >>> accuse([1], {0: late, 1: late}, members, "is stuck")[1]
+        "(process 41 on a) is stuck, in phase 'step 3' for 61 s"
+    """
+    first, *more = culprits
+    what = f"(process {members[first].pid} on {members[first].host}) {why}, "
+    what += describe(beats.get(first))
+    if more:
+        what += (
+            f" (and so {'are' if len(more) > 1 else 'is'} rank {', '.join(map(str, more[:16]))})"
+        )
+    shown = [rank for rank in beats if rank != first][:16]
+    return first, what, "; ".join(f"rank {rank} was {describe(beats[rank])}" for rank in shown)

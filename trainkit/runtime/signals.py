@@ -1,0 +1,416 @@
+"""Stopping in time: a signal sets a flag, and all ranks agree on the step after which they stop.
+
+A scheduler that wants its machines back signals some of the processes and kills all of them half a
+minute later. A rank that saved on its own would wait for the others, and they for it (measured:
+a deadlock until the timeout, and no checkpoint). So nothing but a flag is set where the signal
+arrives, every step ends with a vote, and all ranks save the same step.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import errno
+import os
+import signal
+import socket
+import struct
+import sys
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from datetime import timedelta
+from pathlib import Path
+from typing import Any, NoReturn
+
+import attrs
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from trainkit.collectives import all_gather_json
+from trainkit.mesh import twin_axis
+from trainkit.runtime.errors import error_code, last_words, point_nowhere
+from trainkit.types import Axis, PeerError, PreemptedError
+
+GRACE = 30.0
+"""Seconds between a launcher's SIGTERM and its SIGKILL: torchrun's and SLURM's defaults."""
+
+STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2)
+"""The signals that ask a run to save and to end."""
+
+Asked = Callable[[], str | None]
+"""`Asked() -> str | None`: why this process shall stop, "SIGTERM" or "orphaned"; None to go on."""
+
+
+# ------------------------------------------------------------------------------------ this process
+
+
+@contextlib.contextmanager
+def trap_signals() -> Iterator[Asked]:
+    """Yield `asked()`, which tells why this process shall stop: a signal, or an orphan's fate.
+
+    SIGTERM, SIGINT, SIGUSR1 and SIGUSR2 set a flag and do nothing else. A second SIGINT leaves at
+    once (exit code 76; the last checkpoint stands). Under torchrun a process whose launcher has
+    died is "orphaned": torchrun dies of signals that it was not told to handle, and its workers
+    live on. SIGHUP is survived, but for workers of a torchrun that has lost its terminal, since it
+    kills them half a minute later. Output whose reader has left goes nowhere and ends nothing.
+
+    `asked` may be called from any thread, as often as one likes. It knows of a signal as soon as it
+    has arrived, also while the main thread is stuck in a collective and runs no Python: the
+    interpreter's C handler sends the number through a socket to a thread that waits for it. In
+    another thread than the main one no handler can be set; there `asked` only tells of orphans.
+
+    Yields:
+        `asked() -> str | None`, "SIGTERM" for example; it keeps to its first answer.
+
+    Raises:
+        PreemptedError: In place of an error of this process (not of a peer) after it was asked to
+            stop: it could not be saved.
+
+    Effects:
+        Sets signal handlers, and puts back what was there, faulthandler's among them; starts a
+        thread, and ends it.
+
+    Examples:
+        >>> with trap_signals() as asked:
+        ...     before = asked()
+        ...     signal.raise_signal(signal.SIGTERM)
+        ...     before, asked()
+        (None, 'SIGTERM')
+    """
+    reasons: list[str] = []
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(_readers_may_leave())
+        in_main = threading.current_thread() is threading.main_thread()
+        heard = stack.enter_context(_heard_signals()) if in_main else lambda: None
+        is_orphaned = _bind_is_orphaned()
+
+        def asked() -> str | None:
+            reason = heard() or ("orphaned" if is_orphaned() else None)
+            if reason and not reasons:
+                reasons.append(reason)
+            return reasons[0] if reasons else None
+
+        try:
+            yield asked
+        except Exception as error:
+            reason = asked()
+            if reason is None or isinstance(error, PreemptedError) or _is_of_a_peer(error):
+                raise
+            raise _unsaved(reason, error) from error
+
+
+def _is_of_a_peer(error: Exception) -> bool:
+    return error_code(error) == PeerError.code
+
+
+def _unsaved(reason: str, error: Exception) -> PreemptedError:
+    facts = {name: getattr(error, name, None) for name in ("where", "got", "want", "hint")}
+    return PreemptedError(
+        f"trap_signals: asked to stop ({reason}), but could not save: {type(error).__name__}: "
+        f"{error}",
+        **facts,
+    )
+
+
+def _bind_is_orphaned() -> Callable[[], bool]:
+    """Return a function that tells whether torchrun has died since (a shell may come and go)."""
+    if "TORCHELASTIC_RUN_ID" not in os.environ:
+        return lambda: False
+    parent = os.getppid()
+    return lambda: os.getppid() != parent
+
+
+@contextlib.contextmanager
+def _heard_signals() -> Iterator[Callable[[], str | None]]:
+    """Yield a function that returns the name of the first signal to stop that has arrived."""
+    process = os.getpid()
+    words = last_words(
+        PreemptedError.code, "left at once, at a second SIGINT; the last checkpoint stands"
+    )
+    has_hung_up = _bind_has_hung_up()
+    # The same signal comes twice, by the handler and through the socket: each counts for itself.
+    handled: list[str] = []
+    received: list[str] = []
+
+    def note(number: int, seen: list[str]) -> None:
+        name = signal.Signals(number).name
+        if name == "SIGINT" and name in seen:
+            _leave_at_once(words)
+        if name not in seen:
+            seen.append(name)
+
+    def handle(number: int, _: object) -> None:
+        if os.getpid() == process:
+            note(number, handled)
+        else:
+            _end_as_a_child(number)
+
+    handlers: dict[int, Any] = dict.fromkeys((*STOP_SIGNALS, signal.SIGHUP), handle)
+
+    def receive(number: int) -> None:
+        if number in handlers:
+            note(number, received)
+
+    def heard() -> str | None:
+        names = (*received, *handled)
+        return next((name for name in names if name != "SIGHUP" or has_hung_up()), None)
+
+    with _wakeup(receive), _handlers({**handlers, signal.SIGPIPE: signal.SIG_IGN}):
+        yield heard
+
+
+def _end_as_a_child(number: int) -> None:
+    """Do in a forked child what it would do without a trap; what a keyboard sends it lets pass."""
+    if number != signal.SIGINT:
+        signal.signal(number, signal.SIG_DFL)
+        os.kill(os.getpid(), number)
+
+
+def _bind_has_hung_up() -> Callable[[], bool]:
+    """Return a function that tells whether torchrun, our parent, has lost its terminal since."""
+    parent = os.getppid()
+    had_terminal = "TORCHELASTIC_RUN_ID" in os.environ and _has_terminal(parent)
+    return lambda: had_terminal and not _has_terminal(parent)
+
+
+_END = b"\0"  # no signal has this number
+
+
+def _leave_at_once(words: bytes) -> NoReturn:
+    with contextlib.suppress(OSError):
+        os.write(2, words)
+    os._exit(PreemptedError.code)
+
+
+def _has_terminal(pid: int) -> bool:
+    """Return whether a process has a controlling terminal (the seventh field of its stat)."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[4] != "0"
+    except OSError:
+        return False
+
+
+@contextlib.contextmanager
+def _wakeup(receive: Callable[[int], None]) -> Iterator[None]:
+    """Have a thread call `receive(number)` for each signal that reaches this process."""
+    process, credentials = os.getpid(), struct.Struct("3i")
+    reader, writer = socket.socketpair(socket.AF_UNIX, socket.SOCK_DGRAM)
+    # Forked children share the socket: only the kernel (Linux's) knows which process wrote.
+    if hasattr(socket, "SO_PASSCRED"):
+        reader.setsockopt(socket.SOL_SOCKET, socket.SO_PASSCRED, 1)
+    writer.setblocking(False)
+
+    def listen() -> None:
+        while True:
+            data, notes, *_ = reader.recvmsg(1, socket.CMSG_SPACE(credentials.size))
+            if not notes or credentials.unpack(notes[0][2])[0] == process:
+                if data == _END:
+                    return
+                receive(data[0])
+
+    with reader, writer:
+        thread = threading.Thread(target=listen, name="trainkit signals", daemon=True)
+        thread.start()
+        before = signal.set_wakeup_fd(writer.fileno(), warn_on_full_buffer=False)
+        try:
+            yield
+        finally:
+            signal.set_wakeup_fd(before)
+            writer.setblocking(True)
+            writer.send(_END)
+            thread.join()
+
+
+@contextlib.contextmanager
+def _handlers(table: Mapping[int, Any]) -> Iterator[None]:
+    """Set handlers, and put back the old ones, those of C among them, which Python cannot name."""
+    libc = ctypes.CDLL(None)
+    before: list[tuple[int, Any, Any]] = []
+    try:
+        for number, handler in table.items():
+            action = ctypes.create_string_buffer(1024)  # a struct sigaction takes 152 bytes
+            libc.sigaction(number, None, action)
+            before.append((number, action, signal.signal(number, handler)))
+        yield
+    finally:
+        for number, action, handler in before:
+            signal.signal(number, signal.SIG_DFL if handler is None else handler)
+            libc.sigaction(number, action, None)
+
+
+# ------------------------------------------------------------------------------------ its output
+
+
+@contextlib.contextmanager
+def _readers_may_leave() -> Iterator[None]:
+    """Let nothing that is printed end the run, whether a log's reader or its disk has gone."""
+    streams = [stream for stream in (sys.stdout, sys.stderr) if hasattr(stream, "__dict__")]
+    names = ("write", "flush")
+    before = [(s, name, vars(s).get(name)) for s in streams for name in names]
+    for stream in streams:
+        for name in names:
+            setattr(stream, name, _never_failing(getattr(stream, name), stream))
+    try:
+        yield
+    finally:
+        for stream, name, method in before:
+            if method is None:
+                vars(stream).pop(name, None)
+            else:
+                setattr(stream, name, method)
+
+
+def _never_failing(method: Callable[..., Any], stream: Any) -> Callable[..., Any]:
+    def call(*args: Any) -> Any:
+        try:
+            return method(*args)
+        except OSError as error:
+            if error.errno in {errno.EPIPE, errno.EIO}:  # a pipe or a terminal without a reader
+                point_nowhere(stream)
+            return len(args[0]) if args else None
+
+    return call
+
+
+# ------------------------------------------------------------------------------------ all ranks
+
+
+@attrs.frozen
+class StopPlan:
+    """Whether to stop: who wants it (None: train on), and what is to be feared for the save."""
+
+    who: str | None
+    warning: str | None
+
+
+def stop_plan(
+    flags: Sequence[str | None], *, now: float, deadline: float, save_cost: float
+) -> StopPlan:
+    """Return who wants the run to stop, and a warning if a save does not fit before the deadline.
+
+    A save that may not fit is begun all the same: one that is cut off commits nothing, and the
+    checkpoint before it stands.
+
+    Args:
+        flags: What each rank was asked by, in rank order: "SIGTERM" or None.
+        now: The time, in seconds on any clock.
+        deadline: When the processes will be killed, on the same clock.
+        save_cost: Seconds that a save takes, as measured.
+
+    Examples:
+        >>> stop_plan([None, "SIGTERM", "SIGTERM"], now=0.0, deadline=30.0, save_cost=2.0)
+        StopPlan(who='SIGTERM on ranks 1, 2', warning=None)
+        >>> stop_plan([None], now=0.0, deadline=30.0, save_cost=41.5).warning[:36]
+        'a save takes 41.5 s, but 30 s are le'
+    """
+    ranks: dict[str, list[str]] = {}
+    for rank, flag in enumerate(flags):
+        if flag is not None:
+            ranks.setdefault(flag, []).append(str(rank))
+    told = [
+        f"{flag} on rank{'s' * (len(which) > 1)} {', '.join(which)}"
+        for flag, which in ranks.items()
+    ]
+    left = max(0.0, deadline - now)
+    warning = (
+        f"a save takes {save_cost:.1f} s, but {left:g} s are left before the processes are killed: "
+        "what has been trained since the last checkpoint may be lost; lengthen the grace (torchrun "
+        "--shutdown-timeout, SLURM's --signal=TERM@seconds), or save more often"
+    )
+    return StopPlan("; ".join(told) or None, warning if save_cost > left else None)
+
+
+def grace_warning(save_cost: float, *, grace: float = GRACE) -> str | None:
+    """Return a warning if a save takes longer than a launcher waits after SIGTERM, else None.
+
+    Args:
+        save_cost: Seconds from the request to the committed checkpoint, as measured.
+        grace: Seconds that the launcher waits before it kills.
+
+    Examples:
+        >>> grace_warning(1.5)
+    """
+    return stop_plan((), now=0.0, deadline=grace, save_cost=save_cost).warning
+
+
+@contextlib.contextmanager
+def stop_votes(
+    asked: Asked, axis: Axis, *, timeout: timedelta = timedelta(hours=1)
+) -> Iterator[Asked]:
+    """Yield `stopping()`, which tells all ranks alike whether any of them was asked to stop.
+
+    A vote of one byte is posted at the end of a step and read at the end of the next one, when it
+    has long arrived: what a step pays is the posting. So a run ends at most two steps after the
+    signal. Who asked is exchanged once, when somebody has.
+
+    Args:
+        asked: Why this process shall stop, or None: that of `trap_signals`, or one that also knows
+            of a time limit.
+        axis: The ranks that stop together, `ps.world`.
+        timeout: How long a vote may wait for a rank that is late. It is no watchdog: rank 0 may
+            have an hour's work of its own.
+
+    Yields:
+        `stopping() -> str | None`, "SIGTERM on rank 3" for example; every rank must call it once
+        per step. Once it has told, it tells the same again without communicating.
+
+    Effects:
+        Communicates on a group of its own: one all-reduce of one byte per call.
+
+    Examples:
+        >>> from trainkit.mesh import solo_parallel
+        >>> with stop_votes(lambda: "SIGTERM", solo_parallel().world) as stopping:
+        ...     stopping()
+        'SIGTERM on rank 0'
+    """
+    if axis.count == 1:
+        yield lambda: _who([asked()])
+        return
+    told: list[str] = []
+    with twin_axis(axis, name="stop", timeout=timeout) as votes:
+        post = _bind_vote(votes)
+        counts = [post(asked() is not None)]
+
+        def stopping() -> str | None:
+            if told:
+                return told[0]
+            if counts.pop()():
+                told.append(_who(all_gather_json(asked(), votes)) or "one of the ranks")
+                return told[0]
+            counts.append(post(asked() is not None))
+            return None
+
+        yield stopping
+        for wait in counts:
+            wait()
+
+
+def _who(flags: Sequence[str | None]) -> str | None:
+    return stop_plan(flags, now=0.0, deadline=0.0, save_cost=0.0).who
+
+
+def _bind_vote(axis: Axis) -> Callable[[bool], Callable[[], bool]]:
+    """Return a function that posts a vote, and returns what waits for whether anybody said yes.
+
+    One vote is under way at a time, in one buffer for all: this costs half of what `all_reduce` of
+    a new tensor does.
+    """
+    flags = np.zeros(1, np.uint8)
+    buffer = [torch.from_numpy(flags)]
+    options = dist.AllreduceOptions()
+    options.reduceOp = dist.ReduceOp.MAX
+    assert axis.group is not None
+    allreduce = axis.group.allreduce
+
+    def post(vote: bool) -> Callable[[], bool]:
+        flags[0] = vote
+        work = allreduce(buffer, options)
+
+        def wait() -> bool:
+            work.wait()
+            return bool(flags[0])
+
+        return wait
+
+    return post

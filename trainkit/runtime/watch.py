@@ -1,0 +1,512 @@
+"""A watch over the ranks of a run: whoever dies or hangs is named, and all end.
+
+A process group knows that a connection broke or that time is up, never who is to blame. Here a
+thread per rank writes down what its rank is at, and looks at the others when it has reason to. It
+ends a process whose main thread cannot: one that waits in a collective for a rank that is dead.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import faulthandler
+import io
+import os
+import secrets
+import sys
+import sysconfig
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import NoReturn
+
+import attrs
+
+from trainkit.checkpoint.manifest import list_checkpoints, step_of
+from trainkit.collectives import all_gather_json
+from trainkit.runtime.errors import SAVED, _last_step, error_code, report_errors
+from trainkit.runtime.peers import (
+    Beat,
+    Failure,
+    Member,
+    Sighting,
+    accuse,
+    clear_folder,
+    describe,
+    find_culprits,
+    has_stopped,
+    is_at_fault,
+    is_gone,
+    is_silent,
+    look,
+    name_of,
+    put_down,
+    read_beat,
+    read_failure,
+    stragglers,
+    tell_failure,
+    this_member,
+    write_beat,
+)
+from trainkit.types import Axis, PeerError, PreemptedError, TrainkitError
+
+Phase = Callable[..., None]
+"""`Phase(name, allow=seconds)`: says what comes now, and how long it may take."""
+
+_TICK = 0.2  # seconds between two samples of what the main thread is at
+_PER_BEAT = 5  # ticks between two beats
+_CAUSE_GRACE = 5.0  # seconds the main thread has to notice that a peer has failed, and to end
+_ECHO_GRACE = 5.0  # seconds in which the cause behind a broken connection may still be told
+_AHEAD = 75.0  # seconds before a phase is overdue from which on the others are looked at
+_SAMPLES = 150  # what the busy share is a mean of: half a minute
+_FEWEST = 25  # samples from which on it is told
+_LOOKS = 5  # looks at which a rank must be slow in a row
+
+
+@attrs.define(eq=False)
+class _Rank:
+    """What the main thread and the watching thread of a rank share; each field has one writer."""
+
+    member: Member
+    members: Sequence[Member]
+    folder: Path
+    session: str
+    thread: int
+    phase: tuple[str, float]
+    beat: Beat
+    busy: deque[bool]
+    others: dict[int, Sighting]
+    elapsed: float = 0.0  # seconds in this phase in which the process could run
+    unseen: float = 0.0  # seconds since the others were last looked at
+    doomed: float = 0.0  # seconds since a failure has been known
+    stopping: float = 0.0  # seconds since a stop was asked for
+    state: str = "running"
+    unwinding: bool = False
+
+    @property
+    def number(self) -> int:
+        return self.member.rank
+
+    @property
+    def near(self) -> dict[int, bool]:
+        return {x.rank: x.place == self.member.place for x in self.members}
+
+
+@contextlib.contextmanager
+def watch(
+    run_dir: str | Path,
+    axis: Axis,
+    *,
+    asked: Callable[[], str | None] = lambda: None,
+    allow: float = 1800.0,
+    grace: float = 25.0,
+    tell: Callable[[str], object] | None = None,
+) -> Iterator[Phase]:
+    """Watch over the ranks of a run: end all when one dies or hangs, and say which and where.
+
+    Every rank beats: about once a second it writes what it is at to `run_dir/ranks`. The main
+    thread says by `phase` what comes, and how long that may take. Then
+
+    - a rank whose process is gone, or that has failed, ends all others within some seconds;
+    - a phase that takes longer than it may ends its rank if another one is gone, silent or at its
+      end, or if all are late. A rank that waits for one that has time (rank 0 prunes with
+      `allow=3600`) waits on;
+    - an error that only says that a connection broke becomes a `PeerError` with the cause;
+    - a stop that was asked for and is not done within `grace` ends the process (76, not saved);
+    - a rank that others always wait for is named in a warning.
+
+    A process whose main thread is stuck is ended where it stands, after its last words.
+
+    Args:
+        run_dir: The run directory, which all ranks see.
+        axis: All ranks of the run.
+        asked: Tells why the run shall stop, or None, as `trap_signals` yields it.
+        allow: Seconds for what comes before the first `phase`.
+        grace: Seconds between being asked to stop and the end; torchrun kills after 30.
+        tell: Takes warnings, in the watching thread; by default they go to stderr.
+
+    Yields:
+        `phase(name, allow=seconds)`: what this rank does from now on, and how long it may take; the
+        last `allow` holds where none is given. It costs a microsecond.
+
+    Raises:
+        PeerError: Another rank failed, has gone or is stuck: in place of the echo that came here.
+
+    Effects:
+        Communicates once on `axis`. Starts a thread; it has ended when the block is left. Writes
+        under `run_dir/ranks`, where files of an earlier run are removed. Lets Python show its stack
+        when the process crashes (`faulthandler`). May end the process, and kill a process of the
+        run on this host that has stopped.
+
+    Examples:
+        >>> import tempfile
+        >>> from trainkit.mesh import solo_parallel
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     with watch(folder, solo_parallel().world) as phase:
+        ...         phase("step 1", allow=60)
+        ...         print(*(path.name for path in Path(folder, "ranks").iterdir()))
+        rank_00000.json
+    """
+    rank, stop = _join(Path(run_dir), axis, allow), threading.Event()
+    work = (rank, stop, asked, grace, tell or _to_stderr)
+    thread = threading.Thread(target=_keep_watch, args=work, name="trainkit watch", daemon=True)
+
+    def phase(name: str, allow: float | None = None) -> None:
+        rank.phase = name, rank.phase[1] if allow is None else allow
+
+    with _crashes_shown():
+        thread.start()
+        try:
+            yield phase
+            rank.state = "ended"
+        except BaseException as error:
+            rank.unwinding = True
+            raised = _resolve_echo(rank, error) if _is_echo(error) else _own_failure(rank, error)
+            rank.state = "failed"
+            if raised is error:
+                raise
+            raise raised from error
+        finally:
+            stop.set()
+            thread.join(10.0)
+            _beat(rank)
+
+
+def _join(run_dir: Path, axis: Axis, allow: float) -> _Rank:
+    """Agree with the others on a name for this session, so that no older file is believed."""
+    folder = run_dir / "ranks"
+    if axis.index == 0:
+        with contextlib.suppress(OSError):
+            clear_folder(folder)
+    member = this_member(axis.index)
+    told = all_gather_json([secrets.token_hex(8), attrs.asdict(member)], axis)
+    members = [Member(**fields) for _, fields in told]
+    session, phase = told[0][0], ("start", allow)
+    rank = _Rank(
+        member=member,
+        members=members,
+        folder=folder,
+        session=session,
+        thread=threading.get_ident(),
+        phase=phase,
+        beat=Beat(session, 0, *phase[:1], 0.0, allow, ""),
+        busy=deque(maxlen=_SAMPLES),
+        others={x.rank: Sighting() for x in members if x.rank != axis.index},
+    )
+    with contextlib.suppress(OSError):
+        folder.mkdir(exist_ok=True)
+    write_beat(folder, member, rank.beat)
+    return rank
+
+
+@contextlib.contextmanager
+def _crashes_shown() -> Iterator[None]:
+    """Let a crash (a bus error: a mapped file was cut off) show where it was."""
+    if faulthandler.is_enabled():
+        yield
+        return
+    with contextlib.suppress(io.UnsupportedOperation, AttributeError, ValueError, RuntimeError):
+        faulthandler.enable(sys.stderr)
+    try:
+        yield
+    finally:
+        faulthandler.disable()
+
+
+def _to_stderr(text: str) -> None:
+    with contextlib.suppress(OSError, ValueError):
+        sys.stderr.write(f"{text}\n")
+        sys.stderr.flush()
+
+
+# ------------------------------------------------------------------------------------ the thread
+
+
+def _keep_watch(
+    rank: _Rank,
+    stop: threading.Event,
+    asked: Callable[[], str | None],
+    grace: float,
+    warn: Callable[[str], object],
+) -> None:
+    first, phase, before, ticks = rank.phase, rank.phase, time.monotonic(), 0
+    late, on_one_host = dict.fromkeys(rank.near, 0), all(rank.near.values())
+    while not stop.wait(_TICK):
+        # Of a pause in which this process itself was stopped, nobody is at fault.
+        now = time.monotonic()
+        passed, before, ticks = min(now - before, 5 * _TICK), now, ticks + 1
+        if rank.phase is not phase:
+            phase, rank.elapsed = rank.phase, 0.0
+        rank.elapsed += passed
+        rank.unseen += passed
+        if phase is not first:
+            rank.busy.append(not _waits(rank.thread))
+        if rank.stopping or asked() is not None:
+            rank.stopping += passed
+        with contextlib.suppress(OSError, MemoryError):
+            if ticks % _PER_BEAT == 0 or (on_one_host and rank.phase[0] != rank.beat.phase):
+                _beat(rank)
+            if ticks % _PER_BEAT == 0:
+                _look_around(rank)
+                _warn_of_stragglers(rank, late, warn)
+                _act(rank, passed * _PER_BEAT, asked, grace)
+
+
+def _beat(rank: _Rank) -> None:
+    """Write what this rank is at; nothing goes wrong if that cannot be written."""
+    rank.beat = _fresh_beat(rank)
+    write_beat(rank.folder, rank.member, rank.beat)
+
+
+def _fresh_beat(rank: _Rank) -> Beat:
+    name, allow = rank.phase
+    return Beat(
+        session=rank.session,
+        count=rank.beat.count + 1,
+        phase=name,
+        elapsed=rank.elapsed,
+        allow=allow,
+        doing="" if rank.unwinding else _doing(rank.thread),
+        busy=sum(rank.busy) / len(rank.busy) if len(rank.busy) >= _FEWEST else -1.0,
+        waits=_waits(rank.thread),
+        state=rank.state,
+    )
+
+
+def _look_around(rank: _Rank) -> None:
+    """Look at the others: rank 0 always, as it warns; the rest when there may be reason to act."""
+    near_end = rank.elapsed > rank.beat.allow - _AHEAD or rank.stopping
+    is_turn = rank.number == 0 and rank.beat.count % (1 + len(rank.members) // 64) == 0
+    if not (near_end or is_turn):
+        return
+    passed, rank.unseen = rank.unseen, 0.0
+    for number, before in rank.others.items():
+        beat = read_beat(rank.folder, number, rank.session)
+        rank.others[number] = look(before, beat, passed)
+
+
+def _warn_of_stragglers(rank: _Rank, late: dict[int, int], warn: Callable[[str], object]) -> None:
+    """Warn once of each rank that the others have been waiting for, five looks in a row."""
+    if rank.number != 0 or not rank.others:
+        return
+    beats = {0: rank.beat} | {number: x.beat for number, x in rank.others.items()}
+    busy = {number: x.busy for number, x in beats.items() if x is not None and x.busy >= 0}
+    kinds = {x.phase.rstrip("0123456789") for x in beats.values() if x is not None}
+    found = (
+        stragglers(busy) if len(kinds) == 1 else []
+    )  # who prunes while others step is no laggard
+    for number, looks in late.items():
+        late[number] = looks + 1 if number in found else min(looks, 0)
+        if late[number] == _LOOKS:
+            late[number] = -sys.maxsize
+            waiting = 1 - min(busy.values())
+            warn(
+                f"watch: {name_of(rank.members[number])} is slower than the others, who spend up "
+                f"to {waiting:.0%} of their time waiting; it is {describe(beats[number])}"
+            )
+
+
+def _act(rank: _Rank, passed: float, asked: Callable[[], str | None], grace: float) -> None:
+    """End the process if the main thread, which could go on or end by itself, does not."""
+    if rank.unwinding or rank.state != "running":
+        return
+    failure = read_failure(rank.folder, rank.session) or _find_gone(rank)
+    rank.doomed = rank.doomed + passed if failure else 0.0
+    if failure is None:
+        culprits = find_culprits(rank.number, rank.beat, rank.others, rank.near)
+        failure = _accused(rank, culprits) if culprits else None
+    # Who is late or accused has nothing to wait for: the main thread has noticed nothing.
+    hopeless = failure is not None and (rank.beat.is_overdue or failure.rank == rank.number)
+    if failure is not None and (hopeless or rank.doomed > _CAUSE_GRACE):
+        _end(rank, _error_of(rank, failure))
+    if rank.stopping > grace and not _may_finish_saving(rank):
+        _end(rank, _unsaved(rank, asked() or "a signal", grace))
+
+
+def _find_gone(rank: _Rank) -> Failure | None:
+    """Find a rank of this host whose process has ended before its work had, and tell all."""
+    for member in rank.members:
+        if is_gone(member, rank.member.place):
+            beat = read_beat(rank.folder, member.rank, rank.session)
+            if beat is not None and beat.state == "running":
+                what = (
+                    f"(process {member.pid} on {member.host}) is gone; it was last {describe(beat)}"
+                )
+                return tell_failure(rank.folder, Failure(rank.session, member.rank, what))
+    return None
+
+
+def _accused(rank: _Rank, culprits: Sequence[int]) -> Failure:
+    beats = {x.rank: read_beat(rank.folder, x.rank, rank.session) for x in rank.members}
+    beats[rank.number] = rank.beat
+    why = "is stuck"
+    if culprits[0] in rank.others:
+        sighting = rank.others[culprits[0]]
+        if is_silent(sighting, near=rank.near[culprits[0]]):
+            why = f"has stopped: no sign of life for {sighting.still:.0f} s"
+        elif is_at_fault(sighting, near=True):
+            why = "has left the others alone"
+    number, what, detail = accuse(culprits, beats, rank.members, why)
+    return tell_failure(rank.folder, Failure(rank.session, number, what, detail))
+
+
+def _may_finish_saving(rank: _Rank) -> bool:
+    """Return whether a stop takes long because the checkpoint does, and nobody is missing."""
+    found = rank.others.items()
+    at_fault = any(is_at_fault(x, near=rank.near[number]) for number, x in found)
+    saving = any("/trainkit/checkpoint/" in file for file, _, _ in _stack(rank.thread))
+    return saving and not at_fault and not rank.beat.is_overdue
+
+
+def _error_of(rank: _Rank, failure: Failure) -> PeerError:
+    peer = "" if failure.rank == rank.number else "peer "
+    detail = f"; {failure.detail or f'this rank was {describe(_fresh_beat(rank))}'}"
+    return PeerError(
+        f"watch: {peer}rank {failure.rank} {failure.what}{detail}", where=f"rank {failure.rank}"
+    )
+
+
+def _unsaved(rank: _Rank, reason: str, grace: float) -> PreemptedError:
+    run_dir = rank.folder.parent
+    saved = [step_of(path) for path in list_checkpoints(run_dir / "checkpoints")]
+    last = f"the last checkpoint is step {saved[0]}" if saved else "there is no checkpoint"
+    error = PreemptedError(
+        f"watch: asked to stop ({reason}), but not saved within {grace:g} s: {last}; rank "
+        f"{rank.number} was {describe(rank.beat)}",
+        where=f"rank {rank.number}",
+        hint="run the same command again to go on from the last checkpoint",
+    )
+    if saved and saved[0] >= (_last_step(run_dir / "metrics.jsonl") or 0):
+        error.code = SAVED  # nothing has been trained since
+    return error
+
+
+def _end(rank: _Rank, error: TrainkitError) -> NoReturn:
+    """End this process where it stands, after its last words (5 s at most)."""
+    for member in rank.members:
+        sighting = rank.others.get(member.rank, Sighting())
+        if is_silent(sighting, near=True) or has_stopped(member, rank.member.place):
+            put_down(member, rank.member.place)
+    words = threading.Thread(target=_last_words, args=(rank, error), daemon=True)
+    with contextlib.suppress(RuntimeError):  # no thread can be started any more
+        words.start()
+        words.join(5.0)
+    os._exit(error.code)
+
+
+def _last_words(rank: _Rank, error: TrainkitError) -> None:
+    run_dir = rank.folder.parent
+    with contextlib.suppress(OSError):
+        path = run_dir / "errors" / f"rank_{rank.number:05d}.txt"
+        path.parent.mkdir(exist_ok=True)
+        with path.open("a") as file:
+            faulthandler.dump_traceback(file, all_threads=True)
+    with contextlib.suppress(SystemExit), report_errors(run_dir):
+        raise error
+
+
+# ------------------------------------------------------------------------------------ the main one
+
+
+def _is_echo(error: BaseException) -> bool:
+    """Return whether an error may only say that another rank has ended."""
+    return not isinstance(error, TrainkitError) and error_code(error) == PeerError.code
+
+
+def _own_failure(rank: _Rank, error: BaseException) -> BaseException:
+    """Tell the others what went wrong here, and return what is to be raised for it."""
+    if isinstance(error, PeerError):
+        return error
+    text = f"{type(error).__name__}: {' '.join(str(error).split())[:2000]}"
+    what = f"failed: {text} (in phase {rank.phase[0]!r})"
+    if isinstance(error, SystemExit):
+        if len(rank.members) == 1:
+            return error
+        what = f"left with exit code {error.code or 0} in phase {rank.phase[0]!r}, before the end"
+    tell_failure(rank.folder, Failure(rank.session, rank.number, what))
+    if isinstance(error, SystemExit) and not error.code:
+        return RuntimeError(f"watch: rank {rank.number} {what}")
+    if isinstance(error, MemoryError) or "can't allocate memory" in text:
+        return _out_of_memory(rank, text)
+    return error
+
+
+def _out_of_memory(rank: _Rank, text: str) -> MemoryError:
+    import resource  # noqa: PLC0415 (Unix has it)
+
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    limit = resource.getrlimit(resource.RLIMIT_AS)[0]
+    bound = "" if limit == resource.RLIM_INFINITY else f", and RLIMIT_AS lets it have {limit} bytes"
+    return MemoryError(
+        f"rank {rank.number} had no memory left in phase {rank.phase[0]!r}: it has used up to "
+        f"{peak} bytes{bound}; {text}"
+    )
+
+
+def _resolve_echo(rank: _Rank, error: BaseException) -> BaseException:
+    """Return the cause behind a broken connection, which may be told a little later."""
+    seen, begin = dict.fromkeys(rank.others, Sighting()), time.monotonic()
+    for second in range(round(_ECHO_GRACE) if rank.others else 0):
+        while time.monotonic() < begin + second:
+            failure = read_failure(rank.folder, rank.session) or _find_gone(rank)
+            if failure is not None:
+                return _error_of(rank, failure)
+            time.sleep(0.05)
+        for number, before in seen.items():
+            seen[number] = look(before, read_beat(rank.folder, number, rank.session), 1.0)
+        ended = [number for number, x in seen.items() if x.beat and x.beat.state != "running"]
+        if ended and second > 0:
+            return _error_of(rank, _accused(rank, ended))
+    return _unexplained(rank, error, seen)
+
+
+def _unexplained(rank: _Rank, error: BaseException, seen: Mapping[int, Sighting]) -> BaseException:
+    """Return what can be said when nobody has told a cause: who has not been heard of meanwhile."""
+    if not seen or not isinstance(error, RuntimeError):  # a connection of the recipe's own, perhaps
+        return error
+    silent = [number for number, x in seen.items() if x.still > _ECHO_GRACE / 2]
+    lines = " ".join(str(error).split())[:300]
+    shown = [*silent, *(number for number in seen if number not in silent)][:16]
+    states = "; ".join(
+        f"{name_of(rank.members[number])} was {describe(seen[number].beat)}"
+        + (", and has not been heard of since" if number in silent else "")
+        for number in shown
+    )
+    where = f"rank {silent[0]}" if silent else None
+    return PeerError(
+        f"watch: a peer was lost in phase {rank.phase[0]!r}: {states}; {lines}", where=where
+    )
+
+
+# ------------------------------------------------------------------------------------ the stack
+
+_OTHERS = (sysconfig.get_path("stdlib"), "<")
+
+
+def _stack(thread: int) -> list[tuple[str, str, int]]:
+    """Return (file, function, line) of a thread's Python frames, innermost first."""
+    found: list[tuple[str, str, int]] = []
+    frame = sys._current_frames().get(thread)  # noqa: SLF001 (its public name)
+    while frame is not None:
+        found.append((frame.f_code.co_filename, frame.f_code.co_name, frame.f_lineno))
+        frame = frame.f_back
+    return found
+
+
+def _waits(thread: int) -> bool:
+    """Return whether a thread is inside torch.distributed (not to compute on a DTensor)."""
+    frame = sys._current_frames().get(thread)  # noqa: SLF001 (its public name)
+    file = "" if frame is None else frame.f_code.co_filename
+    return "/torch/distributed/" in file and "/torch/distributed/tensor/" not in file
+
+
+def _doing(thread: int) -> str:
+    """Return the three innermost functions of the recipe or of trainkit, outermost first."""
+    own = [
+        f"{function} ({Path(file).name}:{line})"
+        for file, function, line in _stack(thread)
+        if "/trainkit/" in file or not ("/site-packages/" in file or file.startswith(_OTHERS))
+        if not file.endswith("/trainkit/runtime/errors.py")
+    ]
+    return " > ".join(reversed(own[:3]))

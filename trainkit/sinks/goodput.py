@@ -1,0 +1,112 @@
+"""How much of a run's time made it further, and what saves and failures may be expected to cost."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import attrs
+
+
+@attrs.frozen
+class Goodput:
+    """How the time of a run was spent, over all its restarts.
+
+    `productive` is the seconds of the steps that stand in the end, `wall` the seconds from the
+    first start to the last sign of life, `share` their ratio (0 without any). `repeated` counts the
+    steps that were done more than once, `starts` how often it was started, `saves` the
+    checkpoints, `blocked` the seconds that training waited for them.
+    """
+
+    share: float
+    productive: float
+    wall: float
+    steps: int
+    repeated: int
+    starts: int
+    saves: int
+    blocked: float
+
+
+def goodput(metrics: Sequence[Mapping[str, Any]], events: Sequence[Mapping[str, Any]]) -> Goodput:
+    """Return which part of a run's time went into steps that stand (its effective training time).
+
+    What lowers it: starting, loading, saving, evaluating, steps that were lost and done again, and
+    the time in which no process ran.
+
+    Args:
+        metrics: The lines of metrics.jsonl: `step`, `seconds`.
+        events: The lines of events.jsonl: each `start` and `rewind` with `step` and `repeated`,
+            each `save` with `blocked` (seconds) where known.
+
+    Examples:
+        >>> events = [
+        ...     {"event": "start", "time": 0.0, "step": 0},
+        ...     {"event": "save", "time": 9.0, "step": 2, "blocked": 0.5},
+        ...     {"event": "start", "time": 15.0, "step": 2, "repeated": 1},
+        ...     {"event": "end", "time": 20.0, "step": 3},
+        ... ]
+        >>> goodput([{"step": n, "seconds": 4.0} for n in (1, 2, 3)], events)
+        Goodput(share=0.6, productive=12.0, wall=20.0, steps=3, repeated=1, ..., blocked=0.5)
+    """
+    starts = [event for event in events if event.get("event") == "start"]
+    saves = [event for event in events if event.get("event") == "save" and not event.get("error")]
+    seconds = {line["step"]: line.get("seconds") or 0.0 for line in metrics if "step" in line}
+    productive = math.fsum(seconds.values())
+    wall = 0.0
+    if starts:
+        # A process that was killed told no end: its steps say how long it lived at least.
+        newest = starts[-1]
+        lived = math.fsum(value for step, value in seconds.items() if step > newest["step"])
+        wall = max(newest["time"] + lived, events[-1]["time"]) - starts[0]["time"]
+    return Goodput(
+        share=min(1.0, productive / wall) if wall > 0 else 0.0,
+        productive=productive,
+        wall=wall,
+        steps=len(seconds),
+        repeated=sum(event.get("repeated") or 0 for event in events),
+        starts=len(starts),
+        saves=len(saves),
+        blocked=math.fsum(save.get("blocked") or 0.0 for save in saves),
+    )
+
+
+def expected_goodput(
+    *, stall: float, interval: float, between_failures: float, restart: float
+) -> float:
+    """Return the goodput to expect of a run that saves now and then, and fails now and then.
+
+    Saving costs stall / interval; a failure loses half an interval and a restart. All in seconds
+    (Young, "A first order approximation to the optimum checkpoint interval", 1974).
+
+    Args:
+        stall: How long a save holds training up.
+        interval: From one save to the next.
+        between_failures: The mean time from one failure to the next.
+        restart: From a failure to the first new step.
+
+    Raises:
+        ValueError: `interval` or `between_failures` is not positive.
+
+    Examples:
+        >>> round(expected_goodput(stall=5, interval=330, between_failures=10_800, restart=180), 3)
+        0.953
+    """
+    if not (interval > 0 and between_failures > 0):
+        raise ValueError(
+            "expected_goodput: interval and between_failures must be positive, got "
+            f"{interval} and {between_failures}"
+        )
+    lost = stall / interval + (interval / 2 + restart) / between_failures
+    return max(0.0, 1.0 - lost)
+
+
+def best_save_interval(*, stall: float, between_failures: float) -> float:
+    """Return the seconds between two saves that `expected_goodput` is best with.
+
+    Examples:
+        >>> round(best_save_interval(stall=5, between_failures=10_800))
+        329
+    """
+    return math.sqrt(2 * stall * between_failures)
