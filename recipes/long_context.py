@@ -7,6 +7,7 @@ torchrun --nproc-per-node 4 recipes/long_context.py --ring 4 --row-length 16384
 
 import functools
 import itertools
+import os
 import time
 from pathlib import Path
 
@@ -30,6 +31,7 @@ from trainkit import (
     tokenizers,
 )
 from trainkit.corpora.text import directory_texts
+from trainkit.launch import launch_notes
 from trainkit.metrics import step_record
 from trainkit.types import DataError
 
@@ -163,13 +165,15 @@ def make_train_step(cfg, ps, stages, optimizer, evidence):
 def train(cfg, ps, tokenizer, model, phase, stopping):
     """Go on from the last checkpoint, or begin, and train until `cfg.steps` or until a stop."""
     say = sinks.printer(ps.world.share)
+    for note in launch_notes(os.environ):
+        say(note)
     say(f"reading {cfg.data or 'the source of the standard library'}")
     corpus = open_documents(cfg, tokenizer)
     longest, tokens = corpus.lengths.max(), corpus.lengths.sum()
     say(f"{len(corpus.lengths)} documents of {tokens} tokens, the longest of {longest}")
     rows = tk.pack_bins(corpus.lengths, cfg.row_length, multiple_of=cfg.multiple_of, seed=cfg.seed)
     stages, optimizer = build(cfg, ps, model)
-    checkpoint.require_space(cfg.out, stages)
+    checkpoint.require_space(cfg.out, stages, axis=ps.world, tell=say)
     facts = config.config_facts(cfg)
     facts |= {"model": attrs.asdict(model), "tokenizer": tokenizers.tokenizer_hash(tokenizer)}
     facts |= {"fingerprint": corpora.fingerprint(corpus), "rows": packing.bins_hash(rows)}
@@ -236,7 +240,8 @@ def train(cfg, ps, tokenizer, model, phase, stopping):
             if stop or schedules.due(state.step, cfg.save_every, last=cfg.steps):
                 save(state)
     if stop:
-        say(f"stopped after step {state.step} by {stop}; the same command goes on from there")
+        say(f"stopped after step {state.step} ({stop}); the same command goes on from there")
+        say(sinks.run_summary(cfg.out))
         return runtime.SAVED
     phase("the end", allow=cfg.start_timeout)
     checkpoint.write_final(cfg.out, state, stages, optimizer, ps)
@@ -268,6 +273,7 @@ def main(argv=None):
         runtime.watch(run_dir, ps.world, asked=asked, allow=cfg.start_timeout) as phase,
         runtime.stop_votes(asked, ps.world) as stopping,
     ):
+        runtime.agree_at_start(ps.world, config.config_facts(cfg) | runtime.code_facts(__file__))
         return train(cfg, ps, tokenizer, model, phase, stopping)
 
 

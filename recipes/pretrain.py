@@ -8,6 +8,7 @@ python recipes/pretrain.py --data a.tokens b.tokens --weights 3 1    # a mixture
 """
 
 import functools
+import os
 import time
 from pathlib import Path
 
@@ -32,6 +33,7 @@ from trainkit import (
     sinks,
     tokenizers,
 )
+from trainkit.launch import launch_notes
 from trainkit.metrics import step_record
 from trainkit.parallel.generation import bind_call
 from trainkit.types import ConfigError
@@ -308,12 +310,14 @@ def finish(cfg, ps, state, stages, optimizer, tokenizer, say):
 def train(cfg, ps, tokenizer, model, phase, stopping):
     """Go on from the last checkpoint, or begin, and train until `cfg.steps` or until a stop."""
     say = sinks.printer(ps.world.share)
+    for note in launch_notes(os.environ):
+        say(note)
     say(f"reading {', '.join(map(str, cfg.data)) or 'the source of the standard library'}")
     opened = open_corpora(cfg, tokenizer)
     mix, held, reports, counts = pack(cfg, ps, opened, say)
     phases = make_phases(cfg, mix.num_rows)
     stages, optimizer = build(cfg, ps, model)
-    checkpoint.require_space(cfg.out, stages)
+    checkpoint.require_space(cfg.out, stages, axis=ps.world, tell=say)
     facts_at = make_facts(cfg, model, tokenizer, opened, mix, phases)
     told: list[str] = []
     state = tk.resume(
@@ -371,13 +375,15 @@ def train(cfg, ps, tokenizer, model, phase, stopping):
             if len(held.bins) and schedules.due(state.step, cfg.eval_every, last=cfg.steps):
                 phase("evaluation", allow=cfg.start_timeout)
                 found = evaluate()
+                state = health.refuse_divergence(state, found["loss"])
                 event("evaluation", step=state.step, **found)
                 say(f"held out: {found['loss']:.4f} nats per token, {found['tokens']} tokens")
             stop = stopping()
             if stop or schedules.due(state.step, cfg.save_every, last=cfg.steps):
                 save(state)
     if stop:
-        say(f"stopped after step {state.step} by {stop}; the same command goes on from there")
+        say(f"stopped after step {state.step} ({stop}); the same command goes on from there")
+        say(sinks.run_summary(cfg.out))
         return runtime.SAVED
     phase("the end", allow=cfg.start_timeout)
     finish(cfg, ps, state, stages, optimizer, tokenizer, say)
@@ -402,6 +408,7 @@ def main(argv=None):
         runtime.watch(run_dir, ps.world, asked=asked, allow=cfg.start_timeout) as phase,
         runtime.stop_votes(asked, ps.world) as stopping,
     ):
+        runtime.agree_at_start(ps.world, config.config_facts(cfg) | runtime.code_facts(__file__))
         return train(cfg, ps, tokenizer, model, phase, stopping)
 
 

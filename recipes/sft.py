@@ -6,6 +6,7 @@ torchrun --nproc-per-node 2 recipes/sft.py --data chats.jsonl
 """
 
 import functools
+import os
 import time
 from collections import Counter
 from pathlib import Path
@@ -31,6 +32,7 @@ from trainkit import (
     sinks,
     tokenizers,
 )
+from trainkit.launch import launch_notes
 from trainkit.metrics import step_record
 from trainkit.parallel.generation import bind_call
 from trainkit.types import CheckpointError, DataError
@@ -121,8 +123,13 @@ def open_conversations(cfg, tokenizer):
     return corpora.memory_corpus(samples, vocab_size=tokenizer.vocab_size, names=names), counts
 
 
-def pack(cfg, ps, corpus, say):
+def pack(cfg, ps, corpus, counts, say):
     """Return the rows to train on, and those held out: no conversation is in both."""
+    if counts["truncated"] or counts["dropped"]:
+        say(
+            f"of {counts['conversations']} conversations {counts['truncated']} are cut to "
+            f"{cfg.row_length} tokens, and {counts['dropped']} are too long and dropped"
+        )
     bins_of = functools.partial(
         data.cached_bins,
         cfg.cache,
@@ -292,16 +299,13 @@ def finish(cfg, ps, state, stages, optimizer, tokenizer, say):
 def train(cfg, ps, tokenizer, model, init, told, phase, stopping):
     """Go on from the last checkpoint, or begin, and train until `cfg.steps` or until a stop."""
     say = sinks.printer(ps.world.share)
+    for note in launch_notes(os.environ):
+        say(note)
     say(f"reading {cfg.data or 'signatures and docstrings of the standard library'}")
     corpus, counts = open_conversations(cfg, tokenizer)
-    if counts["truncated"] or counts["dropped"]:
-        say(
-            f"of {counts['conversations']} conversations {counts['truncated']} are cut to "
-            f"{cfg.row_length} tokens, and {counts['dropped']} are too long and dropped"
-        )
-    rows, held_rows = pack(cfg, ps, corpus, say)
+    rows, held_rows = pack(cfg, ps, corpus, counts, say)
     stages, optimizer = build(cfg, ps, model)
-    checkpoint.require_space(cfg.out, stages)
+    checkpoint.require_space(cfg.out, stages, axis=ps.world, tell=say)
     facts = make_facts(cfg, model, tokenizer, corpus, rows)
     state = tk.resume(
         cfg.out,
@@ -358,13 +362,15 @@ def train(cfg, ps, tokenizer, model, init, told, phase, stopping):
             if len(held_rows) and schedules.due(state.step, cfg.eval_every, last=cfg.steps):
                 phase("evaluation", allow=cfg.start_timeout)
                 found = evaluate()
+                state = health.refuse_divergence(state, found["loss"])
                 event("evaluation", step=state.step, **found)
                 say(f"held out: {found['loss']:.4f} nats per token, {found['tokens']} tokens")
             stop = stopping()
             if stop or schedules.due(state.step, cfg.save_every, last=cfg.steps):
                 save(state)
     if stop:
-        say(f"stopped after step {state.step} by {stop}; the same command goes on from there")
+        say(f"stopped after step {state.step} ({stop}); the same command goes on from there")
+        say(sinks.run_summary(cfg.out))
         return runtime.SAVED
     phase("the end", allow=cfg.start_timeout)
     finish(cfg, ps, state, stages, optimizer, tokenizer, say)
@@ -389,6 +395,7 @@ def main(argv=None):
         runtime.watch(run_dir, ps.world, asked=asked, allow=cfg.start_timeout) as phase,
         runtime.stop_votes(asked, ps.world) as stopping,
     ):
+        runtime.agree_at_start(ps.world, config.config_facts(cfg) | runtime.code_facts(__file__))
         return train(cfg, ps, tokenizer, model, init, told, phase, stopping)
 
 

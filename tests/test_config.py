@@ -16,7 +16,7 @@ from trainkit.config import (
     LAYOUT_FIELDS,
     PLACE_FIELDS,
     RunConfig,
-    bound_values,
+    config_facts,
     fraction,
     load_config,
     non_negative,
@@ -267,12 +267,12 @@ def test_reading_a_configuration_loads_no_torch():
     assert done.stdout.strip() == "False"
 
 
-def test_bound_values_are_plain_and_leave_out_what_may_change():
-    found = bound_values(RunConfig(out=Path("x"), seed=3), may_change=["steps", *DEGREES])
+def test_config_facts_are_plain_and_leave_out_where_a_run_is_and_how_it_is_watched():
+    found = config_facts(RunConfig(out=Path("x"), seed=3))
     assert found["config.seed"] == 3
-    assert found["config.out"] == "x"
-    assert "config.steps" not in found
-    assert "config.tp" not in found
+    assert found["config.multiple_of"] == 8
+    for name in ("out", "steps", "resume", "keep", "step_timeout", "on_spike"):
+        assert f"config.{name}" not in found
 
 
 def test_degrees_are_what_a_session_takes():
@@ -287,9 +287,11 @@ def test_a_run_goes_on_in_another_layout_and_never_with_other_rows():
     moved = dict.fromkeys(DEGREES, 2) | {"schedule": "gpipe", "fold_sp": "none"}
     moved |= {"reshard_after_forward": False, "cpu_offload": True}
     assert set(moved) == set(LAYOUT_FIELDS)
-    bound = bound_values(RunConfig(), may_change=PLACE_FIELDS)
-    assert bound_values(RunConfig(**moved), may_change=PLACE_FIELDS) == bound
-    assert bound_values(RunConfig(multiple_of=16), may_change=PLACE_FIELDS) != bound
+    before, after = config_facts(RunConfig()), config_facts(RunConfig(**moved))
+    changed = {name.removeprefix("config.") for name in before if before[name] != after[name]}
+    assert changed <= set(PLACE_FIELDS)
+    assert config_facts(RunConfig(multiple_of=16)) != before
+    assert "multiple_of" not in PLACE_FIELDS
 
 
 def test_the_layout_is_what_the_check_asks():

@@ -17,12 +17,16 @@ PRELOAD = "trainkit.testing.preload"  # importing it loads what only a forkserve
 # What has no example of its own, and why.
 DISK = "works on the disk: docs/ show it, tests/checkpoint runs it"
 WITHOUT_EXAMPLE = {
+    "checkpoint.guard_numbers": DISK,
+    "checkpoint.guarded_saves": DISK,
     "checkpoint.load_checkpoint": DISK,
     "checkpoint.load_weights": DISK,
     "checkpoint.prune_checkpoints": DISK,
     "checkpoint.read_facts": DISK,
+    "checkpoint.read_manifest": DISK,
     "checkpoint.resume": DISK,
     "checkpoint.save_checkpoint": DISK,
+    "checkpoint.saves": DISK,
     "checkpoint.write_final": DISK,
     "config.fraction": "a validator, as `one_of` explains",
     "config.non_negative": "a validator, as `one_of` explains",
@@ -32,6 +36,7 @@ WITHOUT_EXAMPLE = {
     "corpora.verify_tokens": "works on the disk, and says nothing when all is well",
     "files.disk_errors": "works on the disk: write_corpus is built on it",
     "files.replacing": "works on the disk: write_corpus is built on it",
+    "meeting.open_world": "opens sockets: parallel_session calls it, tests/runtime runs it",
     "mesh.axis_from_group": "wants a process group: docs/howto shows it",
     "parallel.vocabulary_cross_entropy_per_token": "as the one without parts, which has one",
     "parallel.vocabulary_linear_cross_entropy_per_token": "as the one without parts, which has one",

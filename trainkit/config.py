@@ -191,8 +191,10 @@ class RunConfig:
         Collectives may wait long: it is `runtime.watch` that ends a step after the step-timeout,
         and knows who is stuck.
         """
-        longest = max(self.start_timeout, 10 * self.step_timeout)
-        return {**self.degrees, "fold_sp": self.fold_sp, "timeout": timedelta(seconds=longest)}
+        start = timedelta(seconds=self.start_timeout)
+        longest = max(start, timedelta(seconds=10 * self.step_timeout))
+        waits = {"start_timeout": start, "timeout": longest}
+        return {**self.degrees, "fold_sp": self.fold_sp, **waits}
 
     @property
     def layout(self) -> dict[str, Any]:
@@ -309,7 +311,8 @@ def plain_values(config: Any) -> dict[str, Any]:
 def config_facts(config: Any) -> dict[str, Any]:
     """Return a configuration as facts to save with the checkpoints of a run.
 
-    What only says where files are, and how this start of the run began, is no fact of the run.
+    What only says where files are, how this start of the run began, when it stops and how it is
+    watched is no fact of the run.
 
     Returns:
         {"config.NAME": value}.
@@ -318,8 +321,8 @@ def config_facts(config: Any) -> dict[str, Any]:
         >>> config_facts(RunConfig(seed=7))["config.seed"]
         7
     """
-    start = ("out", "config", "resume", "allow_change")
-    return {f"config.{name}": x for name, x in plain_values(config).items() if name not in start}
+    no_facts = ("out", "steps", "config", "resume", "save_every", "allow_change", *SAFETY_FIELDS)
+    return {f"config.{name}": x for name, x in plain_values(config).items() if name not in no_facts}
 
 
 def _plain(value: Any) -> Any:

@@ -372,6 +372,32 @@ def divergence(
     return reason, {**memory, **{f"{name}_{key}": value for key, value in kept.items()}}
 
 
+def refuse_divergence(state: TrainState, loss: float, **options: Any) -> TrainState:
+    """Return a state that remembers an evaluation's loss, or end a run that has diverged.
+
+    Args:
+        state: The state.
+        loss: The loss over held-out data, the same on all ranks.
+        **options: Those of `divergence`.
+
+    Raises:
+        NumericsError: The loss is not finite, or has been high for too long.
+
+    Examples:
+        >>> refuse_divergence(TrainState(step=5), 3.0).health["evaluation_best"]
+        3.0
+    """
+    reason, memory = divergence(loss, state.health, **options)
+    if reason:
+        raise NumericsError(
+            f"training has diverged by step {state.step}: {reason}",
+            where=f"step {state.step}",
+            got=loss,
+            hint="look at the learning rate; --resume takes an earlier checkpoint",
+        )
+    return attrs.evolve(state, health=memory)
+
+
 # ------------------------------------------------------------------------------------------- memory
 
 

@@ -21,7 +21,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from trainkit.collectives import agree
-from trainkit.launch import Launch, read_launch
+from trainkit.launch import Launch, read_launch, require_torch
 from trainkit.meeting import open_world
 from trainkit.types import Axis, ConfigError, ParallelState, Share
 
@@ -422,6 +422,7 @@ def parallel_session(
         1
     """
     existing = dist.is_available() and dist.is_initialized()
+    require_torch()
     launch = _find_launch()
     asked = dict(zip(_DEGREES, (pp, dp_replicate, dp_shard, ring, ulysses, tp), strict=True))
     degrees = check_degrees(asked, ep=ep, fold_sp=fold_sp, world=launch.world)

@@ -66,6 +66,15 @@ def test_what_health_remembers_is_in_the_hash_and_comes_back(tmp_path):
     assert state_hash(found, *rest) == state_hash(state, *rest)
 
 
+def test_parameters_of_which_nothing_is_remembered_are_named(tmp_path):
+    state, (model,), optimizer, ps = small_run()
+    for names in ([], ["bias"]):
+        path = save_checkpoint(tmp_path, state, [model], optimizer, ps)
+        said = orjson.loads((path / "state.json").read_bytes())["optimizer"]
+        assert said["untouched"] == names
+        optimizer.state.pop(model.bias, None)
+
+
 def test_a_configuration_that_is_not_plain_is_refused(tmp_path):
     with pytest.raises(ConfigError, match="config holds what JSON does not"):
         save_checkpoint(tmp_path, *small_run(), config={"out": object()})
@@ -364,7 +373,7 @@ def fails_unseen(run_dir):
         write._read_report = lambda path: (
             orjson.loads(path.read_bytes())
             if path.exists()
-            else {"tensors": {}, "scalars": {}, "files": {}, "hashes": {}}
+            else {"tensors": {}, "scalars": {}, "untouched": [], "files": {}, "hashes": {}}
         )
         write.suppress = None
         unlink = Path.unlink

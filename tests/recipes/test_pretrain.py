@@ -159,7 +159,7 @@ def test_an_interrupt_saves_and_ends_with_75(text, tmp_path):
     out, err = process.communicate(timeout=60)
     assert process.returncode == 75, err
     last = column(tmp_path, "step")[-1]
-    assert f"stopped after step {last} by SIGINT on rank 0" in out
+    assert f"stopped after step {last} (SIGINT on rank 0)" in out
     assert verify_checkpoint(tmp_path / "checkpoints" / f"step_{last:08d}") == []
 
 

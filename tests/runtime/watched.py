@@ -17,7 +17,7 @@ import torch
 import trainkit as tk
 from trainkit.runtime.errors import leave, report_errors
 from trainkit.runtime.startup import agree_at_start, code_facts
-from trainkit.runtime.watch import watch
+from trainkit.runtime.watchdog import watch
 
 GIVEN = globals()["given"]
 FAULT, FOLDER, RANK = GIVEN["fault"], GIVEN["folder"], GIVEN["rank"]
@@ -91,7 +91,7 @@ def main():
             train(ps, lambda *_, **__: None)
             return 0
         if FAULT == "slow":
-            vars(sys.modules["trainkit.runtime.watch"]).update(_FEWEST=5, _LOOKS=2)
+            vars(sys.modules["trainkit.runtime.watchdog"]).update(_FEWEST=5, _LOOKS=2)
 
         def asked():
             return "SIGTERM" if FAULT == "term" and time.monotonic() > started + 2 else None

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
         read_manifest,
         verify_checkpoint,
     )
-    from trainkit.checkpoint.replicas import canary, nonfinite_names
+    from trainkit.checkpoint.replicas import canary, nonfinite_names, refuse_drift
     from trainkit.checkpoint.retention import Retention, plan_retention
     from trainkit.checkpoint.rollback import roll_back
     from trainkit.checkpoint.save import require_space, save_checkpoint, saves, write_final
@@ -54,6 +54,7 @@ __all__ = [
     "prune_checkpoints",
     "read_facts",
     "read_manifest",
+    "refuse_drift",
     "require_space",
     "resume",
     "roll_back",
@@ -85,6 +86,7 @@ _HOME = {
     "prune_checkpoints": "manifest",
     "read_facts": "load",
     "read_manifest": "manifest",
+    "refuse_drift": "replicas",
     "require_space": "save",
     "resume": "load",
     "roll_back": "rollback",

@@ -14,7 +14,7 @@ from torch import nn
 
 from trainkit.checkpoint.facts import Facts
 from trainkit.checkpoint.flight import Saved
-from trainkit.checkpoint.replicas import canary, nonfinite_names
+from trainkit.checkpoint.replicas import canary, nonfinite_names, refuse_drift
 from trainkit.checkpoint.retention import Retention
 from trainkit.checkpoint.rollback import roll_back
 from trainkit.checkpoint.save import Collect, Save, saves
@@ -75,8 +75,25 @@ def guarded_saves(
     how: dict[str, Any] = {"retention": retention, "background": background, "event": event}
     with saves(*run, **said, **how, before_commit=before_commit) as (save, saved):
         numbers: dict[str, Any] = {"policy": policy, "evidence": evidence, "event": event}
-        yield save, guard_numbers(*run, saved=saved, **numbers, **said)
+        guard = guard_numbers(*run, saved=saved, **numbers, **said)
+        yield _save_once(save, guard)
         saved(wait=True)
+
+
+def _save_once(save: Save, guard: Guard) -> tuple[Save, Guard]:
+    """Return the two so that a state which a roll-back has just saved is not saved again."""
+    based: list[TrainState] = []
+
+    def guard_and_see(state: TrainState, record: Mapping[str, Any]) -> TrainState:
+        after = guard(state, record)
+        based[:] = [after] if after.step < state.step else []
+        return after
+
+    def save_what_is_new(state: TrainState, score: float | None = None) -> None:
+        if not any((state.step, state.cursor) == (known.step, known.cursor) for known in based):
+            save(state, score)
+
+    return save_what_is_new, guard_and_see
 
 
 def guard_numbers(
@@ -132,7 +149,7 @@ def guard_numbers(
     def guard(state: TrainState, record: Mapping[str, Any]) -> TrainState:
         action, state = judge(state, record, policy, damage=damage)
         if action.reason:
-            guilty = blame(evidence, stages, ps.world)
+            guilty = [] if action.kind == "apply" else blame(evidence, stages, ps.world)
             event(action.kind, step=state.step, reason=action.reason, guilty=guilty)
         action = _after_saves(saved(), action)
         if action.kind == "stop":
@@ -148,14 +165,8 @@ def guard_numbers(
                 raise stop_error(told, state.health) from error
             event("rolled back", step=state.step, reason=action.reason)
             looks[0] = canary(stages, optimizer, ps, every=canary_every)
-        elif drifted := looks[0](state.step):
-            raise NumericsError(
-                f"replicas differ after step {state.step}: {'; '.join(drifted)}",
-                where=f"step {state.step}",
-                got=drifted,
-                hint="look at the hardware of that rank; the same command goes on from the last "
-                "checkpoint",
-            )
+        else:
+            refuse_drift(looks[0](state.step))
         return state
 
     return guard

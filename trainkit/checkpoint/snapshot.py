@@ -90,13 +90,15 @@ class Snapshot:
     """What one rank writes of a state, at rest in host memory.
 
     `tensors` are its entries of the index, `scalars` what its optimizer remembers beside tensors,
-    and `described` the rest of `state.json`, on the first rank.
+    `untouched` the parameters of which it remembers nothing, and `described` the rest of
+    `state.json`, on the first rank.
     """
 
     state: TrainState
     files: tuple[TensorFile, ...]
     tensors: Mapping[str, Any]
     scalars: Mapping[str, Any]
+    untouched: Sequence[str]
     described: Mapping[str, Any]
 
 
@@ -153,6 +155,7 @@ def bind_snapshots(
             memory.files,
             memory.tensors,
             _scalars(stages, optimizer),
+            [name for name, held in optimizer_state(stages, optimizer).items() if not held],
             described,
         )
 

@@ -141,6 +141,9 @@ def replica_of(ps: ParallelState) -> int:
 def counters_of(state: TrainState) -> dict[str, int]:
     """Return the counters of a run as integers, by name; of what health remembers, the bits.
 
+    What it remembers of evaluations is left out: a run that is evaluated more often, or that was
+    stopped and evaluated there, is the same run.
+
     Examples:
         >>> counters_of(TrainState(step=2, tokens=10))
         {'step': 2, 'tokens': 10, 'cursor/batch': 0}
@@ -155,6 +158,8 @@ def counters_of(state: TrainState) -> dict[str, int]:
         **stream,
     }
     for name, value in state.health.items():
+        if name.startswith("evaluation_"):
+            continue
         if isinstance(value, Sequence):
             counters[f"health/{name}/length"] = len(value)
             counters |= {f"health/{name}/{i}": _bits_of(item) for i, item in enumerate(value)}

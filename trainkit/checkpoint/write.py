@@ -106,6 +106,7 @@ def write_rank(snapshot: Snapshot, target: Target, rank: int, stopped: Event) ->
             report = {
                 "tensors": snapshot.tensors,
                 "scalars": snapshot.scalars,
+                "untouched": snapshot.untouched,
                 "files": dict(zip(sizes, (file for file, _ in written), strict=True)),
                 "hashes": {name: part for _, parts in written for name, part in parts.items()},
             }
@@ -217,9 +218,11 @@ def commit(snapshot: Snapshot, target: Target) -> Path:
         reports = [_read_report(target.staging / _report(rank)) for rank in range(target.ranks)]
         for rank in range(target.ranks):
             (target.staging / _report(rank)).unlink()
-        described = dict(snapshot.described)
+        described = {**snapshot.described, "optimizer": {**snapshot.described["optimizer"]}}
         scalars = _joined(report["scalars"] for report in reports)
-        described["optimizer"] = {**described["optimizer"], "scalars": scalars}
+        # Every parameter is among the scalars, a tied copy under its owner's name alone.
+        empty = {name for report in reports for name in report["untouched"]} & scalars.keys()
+        described["optimizer"] |= {"scalars": scalars, "untouched": sorted(empty)}
         texts = {
             "state.json": dump_json(described),
             "index.json": orjson.dumps({"tensors": _merged(r["tensors"] for r in reports)}),

@@ -107,6 +107,7 @@ def sharding_of(
     Examples:
         >>> from trainkit.models.sizes import decoder_config
         >>> job = Job(config=decoder_config("tiny", vocab_size=256), row_length=8, rows=8)
+        >>> from trainkit.planning.weights import units_of
         >>> units = units_of(job.config, Layout(dp_shard=8))
         >>> rest = dict(block=units.block, ends=units.embedding + units.norm, layers=4)
         >>> sharding_of(job, Layout(dp_shard=8), **rest)

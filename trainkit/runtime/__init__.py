@@ -11,14 +11,18 @@ if TYPE_CHECKING:
     from trainkit.runtime.errors import SAVED, error_code, leave, needs_extra, report_errors
     from trainkit.runtime.lock import run_lock
     from trainkit.runtime.signals import stop_votes, trap_signals
-    from trainkit.runtime.watch import watch
+    from trainkit.runtime.startup import agree_at_start, code_facts, probe
+    from trainkit.runtime.watchdog import watch
 
 __all__ = [
     "SAVED",
+    "agree_at_start",
+    "code_facts",
     "error_code",
     "leave",
     "make_run_dir",
     "needs_extra",
+    "probe",
     "report_errors",
     "run_lock",
     "stop_votes",
@@ -28,20 +32,22 @@ __all__ = [
 
 _HOME = {
     "SAVED": "errors",
+    "agree_at_start": "startup",
+    "code_facts": "startup",
     "error_code": "errors",
     "leave": "errors",
     "make_run_dir": "directory",
     "needs_extra": "errors",
+    "probe": "startup",
     "report_errors": "errors",
     "run_lock": "lock",
     "stop_votes": "signals",
     "trap_signals": "signals",
-    "watch": "watch",
+    "watch": "watchdog",
 }
 
 
 def __getattr__(name: str) -> object:
     if name not in _HOME:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    globals()[name] = value = getattr(import_module(f"{__name__}.{_HOME[name]}"), name)
-    return value
+    return getattr(import_module(f"{__name__}.{_HOME[name]}"), name)

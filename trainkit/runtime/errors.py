@@ -268,7 +268,7 @@ def _facts_of(error: BaseException, run_dir: str | Path | None) -> dict[str, Any
         "what": _what(error, code),
         "where": _where(error),
         "rank": _rank(),
-        "step": None if run_dir is None else _last_step(Path(run_dir) / "metrics.jsonl"),
+        "step": None if run_dir is None else last_step(Path(run_dir) / "metrics.jsonl"),
         "got": getattr(error, "got", None),
         "want": getattr(error, "want", None),
         "hint": getattr(error, "hint", None) or _HINTS.get(code),
@@ -299,7 +299,7 @@ def _rank() -> int:
     return int(text) if text.isdecimal() else 0
 
 
-def _last_step(metrics: Path) -> int | None:
+def last_step(metrics: Path) -> int | None:
     """Return the last step that a metrics file tells of, from its last 64 KiB."""
     try:
         with metrics.open("rb") as file:

@@ -25,7 +25,7 @@ import attrs
 
 from trainkit.checkpoint.manifest import list_checkpoints, step_of
 from trainkit.collectives import all_gather_json
-from trainkit.runtime.errors import SAVED, _last_step, error_code, report_errors
+from trainkit.runtime.errors import SAVED, error_code, last_step, report_errors
 from trainkit.runtime.peers import (
     Beat,
     Failure,
@@ -377,7 +377,7 @@ def _unsaved(rank: _Rank, reason: str, grace: float) -> PreemptedError:
         where=f"rank {rank.number}",
         hint="run the same command again to go on from the last checkpoint",
     )
-    if saved and saved[0] >= (_last_step(run_dir / "metrics.jsonl") or 0):
+    if saved and saved[0] >= (last_step(run_dir / "metrics.jsonl") or 0):
         error.code = SAVED  # nothing has been trained since
     return error
 

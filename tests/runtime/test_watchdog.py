@@ -28,7 +28,7 @@ from trainkit.runtime.peers import (
     this_member,
     write_beat,
 )
-from trainkit.runtime.watch import watch
+from trainkit.runtime.watchdog import watch
 from trainkit.types import PeerError
 
 WORLDS = {"kill": 3, "raise": 3, "alone": 1, "slow": 2} | dict.fromkeys(
