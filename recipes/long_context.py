@@ -162,11 +162,8 @@ def make_train_step(cfg, ps, stages, optimizer, evidence):
     return train_step
 
 
-def train(cfg, ps, tokenizer, model, phase, stopping):
+def train(cfg, ps, tokenizer, model, phase, stopping, say):
     """Go on from the last checkpoint, or begin, and train until `cfg.steps` or until a stop."""
-    say = sinks.printer(ps.world.share)
-    for note in launch_notes(os.environ):
-        say(note)
     say(f"reading {cfg.data or 'the source of the standard library'}")
     corpus = open_documents(cfg, tokenizer)
     longest, tokens = corpus.lengths.max(), corpus.lengths.sum()
@@ -239,6 +236,8 @@ def train(cfg, ps, tokenizer, model, phase, stopping):
             stop = stopping()
             if stop or schedules.due(state.step, cfg.save_every, last=cfg.steps):
                 save(state)
+        if stop:
+            event("stop", step=state.step, why=stop)
     if stop:
         say(f"stopped after step {state.step} ({stop}); the same command goes on from there")
         say(sinks.run_summary(cfg.out))
@@ -274,7 +273,10 @@ def main(argv=None):
         runtime.stop_votes(asked, ps.world) as stopping,
     ):
         runtime.agree_at_start(ps.world, config.config_facts(cfg) | runtime.code_facts(__file__))
-        return train(cfg, ps, tokenizer, model, phase, stopping)
+        say = sinks.printer(ps.world.share)
+        for note in launch_notes(os.environ):
+            say(note)
+        return train(cfg, ps, tokenizer, model, phase, stopping, say)
 
 
 if __name__ == "__main__":

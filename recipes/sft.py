@@ -296,11 +296,8 @@ def finish(cfg, ps, state, stages, optimizer, tokenizer, say):
         say(sinks.run_summary(cfg.out))
 
 
-def train(cfg, ps, tokenizer, model, init, told, phase, stopping):
+def train(cfg, ps, tokenizer, model, init, told, phase, stopping, say):
     """Go on from the last checkpoint, or begin, and train until `cfg.steps` or until a stop."""
-    say = sinks.printer(ps.world.share)
-    for note in launch_notes(os.environ):
-        say(note)
     say(f"reading {cfg.data or 'signatures and docstrings of the standard library'}")
     corpus, counts = open_conversations(cfg, tokenizer)
     rows, held_rows = pack(cfg, ps, corpus, counts, say)
@@ -368,6 +365,8 @@ def train(cfg, ps, tokenizer, model, init, told, phase, stopping):
             stop = stopping()
             if stop or schedules.due(state.step, cfg.save_every, last=cfg.steps):
                 save(state)
+        if stop:
+            event("stop", step=state.step, why=stop)
     if stop:
         say(f"stopped after step {state.step} ({stop}); the same command goes on from there")
         say(sinks.run_summary(cfg.out))
@@ -396,7 +395,10 @@ def main(argv=None):
         runtime.stop_votes(asked, ps.world) as stopping,
     ):
         runtime.agree_at_start(ps.world, config.config_facts(cfg) | runtime.code_facts(__file__))
-        return train(cfg, ps, tokenizer, model, init, told, phase, stopping)
+        say = sinks.printer(ps.world.share)
+        for note in launch_notes(os.environ):
+            say(note)
+        return train(cfg, ps, tokenizer, model, init, told, phase, stopping, say)
 
 
 if __name__ == "__main__":

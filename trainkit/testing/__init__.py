@@ -1,13 +1,36 @@
 """What tests of trainkit, and of code built on it, need.
 
 `run_ranks` runs a function on several ranks; `certify` shows that a layout changes no number of a
-model; `count_collectives` lists what a step sends.
+model; `count_collectives` lists what a step sends. Faults to put into a run on purpose are wrappers
+of train steps: `kill_at`, `nan_loss_at` and the like; see `trainkit.testing.faults`.
 """
 
 from __future__ import annotations
 
 from trainkit.testing.certificate import Certificate, Row, Tier, as_markdown, as_text
 from trainkit.testing.certify import certify
+from trainkit.testing.faults import (
+    act_after,
+    act_at,
+    add_file,
+    exit_at,
+    fail_at,
+    flip_bit,
+    flip_bit_at,
+    hang_at,
+    kill_at,
+    nan_gradient_at,
+    nan_loss_at,
+    nan_moment_at,
+    nan_parameter_at,
+    remove_file,
+    signal_at,
+    slow_at,
+    stop_at,
+    swap_files,
+    truncate,
+    zero_page,
+)
 from trainkit.testing.layouts import Layout, default_layouts
 from trainkit.testing.ledger import Collective, Ledger, count_collectives, ledger_table
 from trainkit.testing.ranks import RankError, run_ranks
@@ -20,11 +43,31 @@ __all__ = [
     "RankError",
     "Row",
     "Tier",
+    "act_after",
+    "act_at",
+    "add_file",
     "as_markdown",
     "as_text",
     "certify",
     "count_collectives",
     "default_layouts",
+    "exit_at",
+    "fail_at",
+    "flip_bit",
+    "flip_bit_at",
+    "hang_at",
+    "kill_at",
     "ledger_table",
+    "nan_gradient_at",
+    "nan_loss_at",
+    "nan_moment_at",
+    "nan_parameter_at",
+    "remove_file",
     "run_ranks",
+    "signal_at",
+    "slow_at",
+    "stop_at",
+    "swap_files",
+    "truncate",
+    "zero_page",
 ]
