@@ -453,7 +453,7 @@ def flip_bit_at(
     rank: Ranks = None,
     name: str | None = None,
     element: int = 0,
-    bit: int = 0,
+    bit: int = 20,
 ) -> Injector:
     """Return an injector that flips one bit of a parameter before a step: a replica that drifts.
 
@@ -464,7 +464,7 @@ def flip_bit_at(
         name: The parameter, by its name in the whole model; by default the first that this rank
             holds a part of.
         element: Which element of this rank's part.
-        bit: Which bit of it; 0 is the last of the mantissa.
+        bit: Which bit of it; 0 is the last of the mantissa, which the next update may round away.
 
     Examples:
         >>> model = nn.Linear(1, 1, bias=False)
