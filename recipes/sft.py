@@ -387,10 +387,11 @@ def main(argv=None):
         parallel.check_layout(model, world=tk.mesh.world_size(), **rows, **cfg.layout)
         run_dir = runtime.make_run_dir(cfg.out)
     with (
-        runtime.report_errors(run_dir),
+        runtime.report_errors(),
         runtime.trap_signals() as asked,
-        tk.parallel_session(**cfg.session) as ps,
+        tk.parallel_session(**cfg.session, asked=asked) as ps,
         runtime.run_lock(run_dir, ps.world),
+        runtime.report_errors(run_dir),
         runtime.watch(run_dir, ps.world, asked=asked, allow=cfg.start_timeout) as phase,
         runtime.stop_votes(asked, ps.world) as stopping,
     ):

@@ -21,7 +21,6 @@ WITHOUT_EXAMPLE = {
     "checkpoint.guarded_saves": DISK,
     "checkpoint.load_checkpoint": DISK,
     "checkpoint.load_weights": DISK,
-    "checkpoint.prune_checkpoints": DISK,
     "checkpoint.read_facts": DISK,
     "checkpoint.read_manifest": DISK,
     "checkpoint.resume": DISK,

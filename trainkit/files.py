@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import secrets
 import shutil
+import stat
 from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, BinaryIO
 
@@ -59,6 +60,37 @@ def disk_errors(path: Path, *, by: str, needed: int | None = None) -> Iterator[N
         raise DiskError(
             f"{by}: cannot write {path}: {error.strerror}{room}", where=path, got=free, want=needed
         ) from error
+
+
+def who_else_can_write(path: Path) -> list[str]:
+    """Return who else than this user may have written a file or folder, or can change it.
+
+    Nothing that is read is ever executed, so this is about numbers that somebody else chose.
+
+    Args:
+        path: What is there; a link stands for what it leads to.
+
+    Returns:
+        A sentence for each of the owner, the group and everybody, if there is something to say.
+
+    Examples:
+        >>> import tempfile
+        >>> from pathlib import Path
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     who_else_can_write(Path(folder))
+        []
+    """
+    found = path.stat()
+    mode = f"(mode {stat.S_IMODE(found.st_mode):o})"
+    is_foreign = found.st_uid not in {os.geteuid(), 0}
+    # A group with the user's own number is the user's own: where that is usual, so is umask 002.
+    is_shared = bool(found.st_mode & stat.S_IWGRP) and found.st_gid != os.geteuid()
+    is_open = bool(found.st_mode & stat.S_IWOTH)
+    return [
+        *([f"{path} belongs to user {found.st_uid}, not to {os.geteuid()}"] if is_foreign else []),
+        *([f"{path} can be written by the group {found.st_gid} {mode}"] if is_shared else []),
+        *([f"{path} can be written by everybody {mode}"] if is_open else []),
+    ]
 
 
 def sync_folder(path: Path) -> None:

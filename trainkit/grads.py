@@ -362,9 +362,9 @@ def blame(
     """Say where the numbers of a step stopped being finite, and on which ranks; for a bad step.
 
     A loss that is not finite is named by the rank that computed it. Among gradients the one that
-    the backward pass came to first is named first, since all that it reaches follows. What FSDP has
-    summed is not finite on all ranks that hold a shard of it; then only the loss, or the rank that
-    alone is named, tells where it began.
+    the backward pass came to first is named first, since all that it reaches follows. A gradient
+    of which ranks hold parts is named with those whose part is not finite ("held on rank 0"): FSDP
+    has summed it over all ranks by then, and on which one it began nobody can tell any more.
 
     Args:
         evidence: What `clip_and_step` was given, and the terms of the loss on this rank before they
@@ -389,11 +389,17 @@ def blame(
     named = named_parameters_of(stages)
     bad = {id(key): key for key, value in evidence.items() if not math.isfinite(value)}
     terms = [f"the {key}" for key in bad.values() if isinstance(key, str)]
-    grads = [f"the gradient of {name}" for name, p in reversed(named.items()) if id(p) in bad]
+    items = reversed(named.items())
+    grads = [f"the gradient of {name}{_is_held(p)}" for name, p in items if id(p) in bad]
     told = all_gather_json([terms, grads], axis)
     causes = _with_ranks([terms for terms, _ in told]) + _with_ranks([grads for _, grads in told])
     more = len(causes) - most
     return causes if more <= 0 else [*causes[:most], f"and {more} more"]
+
+
+def _is_held(p: Any) -> str:
+    found = _sharded_over(p)
+    return ", held" if found is not None and found[1] else ""
 
 
 def _with_ranks(told: Sequence[Sequence[str]]) -> list[str]:

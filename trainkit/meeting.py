@@ -23,12 +23,14 @@ import orjson
 import torch.distributed as dist
 
 from trainkit.launch import Launch
-from trainkit.types import ConfigError, PeerError
+from trainkit.types import ConfigError, PeerError, PreemptedError
 
 T = TypeVar("T")
 
 _PORT_GRACE = 5.0  # seconds for which an address may still be in use by a run that is ending
 _READ_GRACE = 3.0  # seconds for which rank 0 waits until the others have read a bad verdict
+_ASKED_PATIENCE = 20.0  # seconds to wait for others after being asked to stop: a launcher waits 30
+_NOTHING_LOST = 75  # the exit code of a run that was told to stop and has lost nothing
 _SLACK = 2.0  # seconds between rank 0's patience and that of the others, who wait for its verdict
 
 
@@ -82,7 +84,12 @@ def missing_ranks(seats: Sequence[Seat], world: int) -> list[int]:
 
 
 def open_world(
-    launch: Launch, backend: str, *, timeout: timedelta, start_timeout: timedelta
+    launch: Launch,
+    backend: str,
+    *,
+    timeout: timedelta,
+    start_timeout: timedelta,
+    asked: Callable[[], str | None] = lambda: None,
 ) -> None:
     """Open torch's default process group, once all ranks have met.
 
@@ -91,8 +98,11 @@ def open_world(
         backend: torch's name of what ranks talk through.
         timeout: How long a collective may wait for a peer.
         start_timeout: How long all of this may take.
+        asked: Tells why this process shall stop, or None: then it does not wait for ranks that are
+            missing for longer than 20 s more.
 
     Raises:
+        PreemptedError: It was asked to stop, and ranks are still missing.
         ConfigError: Two processes have one rank, ranks disagree on how many there are, or rank 0
             cannot listen at the address.
         PeerError: Ranks are missing when the time is over (they are named), or cannot be reached.
@@ -104,7 +114,7 @@ def open_world(
     deadline = time.monotonic() + start_timeout.total_seconds()
     patience = start_timeout.total_seconds() + _SLACK + 1
     place = f"{launch.address}:{launch.port}"
-    store = _bounded(lambda: _meet(launch, deadline), patience)
+    store = _bounded(lambda: _meet(launch, deadline), patience, asked)
     if store is None:
         raise PeerError(
             f"parallel_session: rank {launch.rank} found somebody at {place} who did not answer "
@@ -137,7 +147,9 @@ def open_world(
 # ---------------------------------------------------------------------------------------- the store
 
 
-def _bounded(work: Callable[[], T], seconds: float) -> T | None:
+def _bounded(
+    work: Callable[[], T], seconds: float, asked: Callable[[], str | None] = lambda: None
+) -> T | None:
     """Return what `work` returns, or None after some seconds: torch's stores may wait for ever.
 
     A connection to a program that is no store is one such case (torch 2.11 to 2.13). The thread is
@@ -152,13 +164,33 @@ def _bounded(work: Callable[[], T], seconds: float) -> T | None:
             results.put((None, error))
 
     threading.Thread(target=run, daemon=True, name="trainkit meeting").start()
-    try:
-        result, error = results.get(timeout=seconds)
-    except queue.Empty:
-        return None
-    if error is not None:
-        raise error
-    return result
+    deadline = time.monotonic() + seconds
+    given_up = None
+    while True:
+        now = time.monotonic()
+        reason = asked()
+        given_up = now + _ASKED_PATIENCE if reason and given_up is None else given_up
+        if reason and given_up is not None and now > given_up:
+            raise _asked_to_stop(reason)
+        try:
+            result, error = results.get(timeout=min(0.2, max(0.0, deadline - now)))
+        except queue.Empty:
+            if now < deadline:
+                continue
+            return None
+        if error is not None:
+            raise error
+        return result
+
+
+def _asked_to_stop(reason: str) -> PreemptedError:
+    error = PreemptedError(
+        f"parallel_session: asked to stop ({reason}), and not all ranks have come in "
+        f"{_ASKED_PATIENCE:g} s since; nothing has been trained",
+        hint="run the same command again",
+    )
+    error.code = _NOTHING_LOST
+    return error
 
 
 def _meet(launch: Launch, deadline: float) -> tuple[dist.Store, str]:

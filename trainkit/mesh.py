@@ -10,7 +10,7 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from typing import Literal
@@ -383,6 +383,7 @@ def parallel_session(
     fold_sp: FoldSP = "all",
     timeout: timedelta = timedelta(minutes=10),
     start_timeout: timedelta = timedelta(minutes=10),
+    asked: Callable[[], str | None] = lambda: None,
 ) -> Iterator[ParallelState]:
     """Open the process groups of a layout for the length of a `with` block.
 
@@ -403,6 +404,8 @@ def parallel_session(
         timeout: How long a collective may wait for a peer. Where `runtime.watch` stands guard it
             may be long: the watch ends a hang earlier, and says who is stuck.
         start_timeout: How long ranks may take to find each other.
+        asked: Tells why this process shall stop, or None, as `runtime.trap_signals` yields it: who
+            was asked does not wait for missing ranks for longer than 20 s more.
 
     Yields:
         The `ParallelState` of this rank.
@@ -411,6 +414,7 @@ def parallel_session(
         ConfigError: The environment is wrong, the degrees do not multiply to the world, two
             processes have one rank, or they disagree on how many there are.
         PeerError: Ranks are missing (they are named), or cannot be reached.
+        PreemptedError: This process was asked to stop, and ranks are still missing.
 
     Effects:
         Opens process groups, and closes what it opened. An existing default group is used as it is
@@ -424,13 +428,13 @@ def parallel_session(
     existing = dist.is_available() and dist.is_initialized()
     require_torch()
     launch = _find_launch()
-    asked = dict(zip(_DEGREES, (pp, dp_replicate, dp_shard, ring, ulysses, tp), strict=True))
-    degrees = check_degrees(asked, ep=ep, fold_sp=fold_sp, world=launch.world)
+    wanted = dict(zip(_DEGREES, (pp, dp_replicate, dp_shard, ring, ulysses, tp), strict=True))
+    degrees = check_degrees(wanted, ep=ep, fold_sp=fold_sp, world=launch.world)
     device = _own_device(launch)
     opened = not existing and launch.world > 1
     if opened:
         backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
-        open_world(launch, backend, timeout=timeout, start_timeout=start_timeout)
+        open_world(launch, backend, timeout=timeout, start_timeout=start_timeout, asked=asked)
     partitions = _partitions(degrees, ep=ep, fold_sp=fold_sp)
     groups: dict[Partition, dist.ProcessGroup] = {}
     try:

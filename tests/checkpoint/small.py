@@ -6,7 +6,8 @@ import torch
 from torch import nn
 
 import trainkit as tk
-from trainkit.checkpoint.manifest import dump_json, hash_file, sealed
+from trainkit.checkpoint.manifest import dump_json, sealed
+from trainkit.checkpoint.plain import hash_file
 from trainkit.types import Cursor
 
 

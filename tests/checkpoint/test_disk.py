@@ -15,6 +15,7 @@ from torch import nn
 
 import trainkit as tk
 from trainkit.checkpoint import list_checkpoints, require_space, snapshot, verify_checkpoint, write
+from trainkit.checkpoint import save as checkpoint_save
 from trainkit.checkpoint.save import save_checkpoint, saves
 from trainkit.types import DiskError
 
@@ -201,10 +202,10 @@ def test_too_many_open_files_are_named(tmp_path):
 def test_a_pointer_that_cannot_be_written_does_not_undo_a_commit(tmp_path, monkeypatch):
     told = []
 
-    def refused(*_):
+    def refused(_):
         raise OSError(errno.ENOSPC, "injected")
 
-    monkeypatch.setattr(Path, "write_text", refused)
+    monkeypatch.setattr(checkpoint_save, "point_to", refused)
     with saves(tmp_path, *small_run(1)[1:], tell=told.append) as (save, _):
         save(tk.TrainState(step=1))
     assert committed(tmp_path) == ["step_00000001"]

@@ -39,21 +39,24 @@ LAYOUTS = {
 EIGHT = "pp2 x dp2 x tp2"
 STARTS = (  # ranks, the layouts that train and save, and the pairs (written by, read by), in order
     (1, ["1"], []),
-    (2, ["tp2"], [("1", "pp2")]),
     (
         4,
         ["ring2 x dp2", "pp2 x tp2"],
         [
             ("1", "ring2 x ulysses2"),
-            ("tp2", "dp4"),
+            ("1", "dp4"),
             ("ring2 x dp2", "pp2 x tp2"),
             ("pp2 x tp2", "replica2 x dp2"),
         ],
     ),
     (3, ["dp3"], [("1", "dp3"), ("pp2 x tp2", "dp3")]),
     (8, [EIGHT], [("1", "dp8"), ("dp3", EIGHT)]),
-    (2, [], [(EIGHT, "dp2"), ("pp2 x tp2", "dp2"), ("ring2 x dp2", "tp2"), ("dp3", "tp2")]),
-    (1, [], [("dp3", "1"), ("pp2 x tp2", "1"), (EIGHT, "1")]),
+    (
+        2,
+        ["tp2"],
+        [("1", "pp2"), (EIGHT, "dp2"), ("ring2 x dp2", "tp2"), ("dp3", "tp2"), ("tp2", "pp2")],
+    ),
+    (1, [], [("dp3", "1"), ("pp2 x tp2", "1"), (EIGHT, "1"), ("tp2", "1")]),
 )
 PAIRS = [pair for _, _, pairs in STARTS for pair in pairs]
 

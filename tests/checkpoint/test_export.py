@@ -19,15 +19,15 @@ from torch import nn
 from whole_step import Layout, run_steps
 
 import trainkit as tk
-from trainkit.checkpoint import export
+from trainkit.checkpoint import export, sources
 from trainkit.checkpoint.export import (
     export_checkpoint,
     plan_shards,
-    verify_weights,
-    weights_from,
     write_weights,
 )
-from trainkit.checkpoint.manifest import dump_json, hash_file, make_manifest, sealed
+from trainkit.checkpoint.manifest import dump_json, make_manifest, sealed
+from trainkit.checkpoint.plain import hash_file
+from trainkit.checkpoint.sources import verify_weights, weights_from
 from trainkit.checkpoint.stored import Piece, Stored, contiguous_stride, safetensors_file
 from trainkit.testing import RankError, run_ranks
 from trainkit.types import CheckpointError, ConfigError, DiskError, Share
@@ -96,7 +96,7 @@ def test_without_the_hashes_a_flipped_bit_would_be_other_weights(source, tmp_pat
     (folder / "model.safetensors").write_bytes(data)
     with pytest.raises(CheckpointError, match=r"model.safetensors does not match its sha256"):
         weights_from(folder)
-    monkeypatch.setattr(export, "verify_weights", lambda *_, **__: [])
+    monkeypatch.setattr(sources, "verify_weights", lambda *_, **__: [])
     weights = weights_from(folder)
     assert not all(same_bits(whole(weights, name, x), x) for name, x in wanted.items())
 

@@ -16,7 +16,7 @@ import trainkit as tk
 from trainkit.checkpoint import list_checkpoints, load, reading, staging, verify_checkpoint
 from trainkit.checkpoint.facts import Changes, compare_facts
 from trainkit.checkpoint.load import load_checkpoint, load_weights
-from trainkit.checkpoint.owner import owner_problems
+from trainkit.checkpoint.plain import owner_problems
 from trainkit.testing import run_ranks
 from trainkit.types import CheckpointError, ConfigError
 
@@ -501,13 +501,13 @@ def test_who_else_may_write_a_checkpoint_is_told_or_refused(tmp_path):
         file.chmod(0o644)
     assert owner_problems(path) == []
     (path / "state.json").chmod(0o666)
-    assert "can be written by others than its owner (mode 666)" in owner_problems(path)[0]
+    assert "can be written by everybody (mode 666)" in owner_problems(path)[0]
     if os.geteuid() == 0:
         os.chown(path / "index.json", 12345, -1)
         assert "belongs to user 12345" in owner_problems(path)[0]
     told, rest = [], small_run()[1:]
     assert tk.resume(tmp_path, tk.TrainState(), *rest, tell=told.append).step == 1
-    assert any("can be written by others" in line for line in told)
+    assert any("can be written by everybody" in line for line in told)
     with pytest.raises(CheckpointError, match=r"resume: .*json"):
         tk.resume(tmp_path, tk.TrainState(), *rest, strict_owner=True, tell=quiet)
 
@@ -660,3 +660,15 @@ def test_a_checkpoint_is_read_once(tmp_path, monkeypatch):
     tensors = [size for name, size in read if name == "rank_00000.safetensors"]
     size = (path / "rank_00000.safetensors").stat().st_size
     assert size <= sum(tensors) <= size + 8  # the header's length is read before the header
+
+
+@pytest.mark.case("X13", "E8")
+def test_a_fork_that_is_requeued_with_the_same_command_goes_on(tmp_path):
+    path = tk.save_checkpoint(tmp_path / "parent", *small_run(steps=2))
+    rest, child, told = small_run(steps=0)[1:], tmp_path / "child", []
+    options = {"request": path, "tell": told.append}
+    tk.resume(child, tk.TrainState(), *rest, **options)
+    tk.save_checkpoint(child, tk.TrainState(step=7), *rest)
+    assert tk.resume(child, tk.TrainState(), *rest, **options).step == 7
+    assert any("was forked from" in line for line in told)
+    assert [p.name for p in list_checkpoints(child / "checkpoints")] == ["step_00000007"]

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 import trainkit as tk
-from trainkit.checkpoint import list_checkpoints, prune_checkpoints, verify_checkpoint
+from trainkit.checkpoint import list_checkpoints, verify_checkpoint
 from trainkit.checkpoint.manifest import dump_json, make_manifest, outline_problems, sealed
 from trainkit.types import DiskError
 
@@ -150,7 +150,8 @@ def test_bombs_are_refused_before_they_are_parsed(checkpoint, tmp_path):
     code = """
 import os, sys, time
 from pathlib import Path
-from trainkit.checkpoint.manifest import read_json, verify_checkpoint
+from trainkit.checkpoint.manifest import verify_checkpoint
+from trainkit.checkpoint.plain import read_json
 from trainkit.types import CheckpointError
 checkpoint = Path(sys.argv[1])
 for bomb in sys.argv[2:]:
@@ -171,27 +172,6 @@ assert most < 500, most
     arguments = [sys.executable, "-c", code, str(checkpoint), *map(str, bombs(tmp_path))]
     done = subprocess.run(arguments, check=False, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
-
-
-def test_pruning_keeps_the_newest_that_verify(run_dir):
-    home = run_dir / "checkpoints"
-    (home / "step_00000003/state.json").write_text("{}")
-    would = prune_checkpoints(home, keep=1, dry_run=True)
-    assert would == {"kept": ["step_00000002"], "deleted": ["step_00000003", "step_00000001"]}
-    assert len(list_checkpoints(home)) == 3
-    assert prune_checkpoints(home, keep=1) == would
-    assert [path.name for path in list_checkpoints(home)] == ["step_00000002"]
-
-
-def test_pruning_deletes_nothing_when_nothing_verifies(run_dir):
-    for path in list_checkpoints(run_dir / "checkpoints"):
-        (path / "state.json").write_text("{}")
-    assert prune_checkpoints(run_dir / "checkpoints", keep=1)["deleted"] == []
-
-
-def test_pruning_to_nothing_is_refused(run_dir):
-    with pytest.raises(ValueError, match="keep must be at least 1"):
-        prune_checkpoints(run_dir / "checkpoints", keep=0)
 
 
 def test_a_save_that_cannot_write_leaves_nothing_and_says_so(tmp_path):

@@ -3,6 +3,8 @@
 import random
 import shutil
 import time
+from contextlib import suppress
+from pathlib import Path
 
 import pytest
 import torch
@@ -10,8 +12,14 @@ from torch import nn
 
 import trainkit as tk
 from trainkit.checkpoint import list_checkpoints, manifest, retention, verify_checkpoint
-from trainkit.checkpoint.manifest import make_manifest, remove_checkpoint
-from trainkit.checkpoint.retention import Listed, Retention, apply_retention, plan_retention
+from trainkit.checkpoint.manifest import make_manifest
+from trainkit.checkpoint.retention import (
+    Listed,
+    Retention,
+    apply_retention,
+    plan_retention,
+    remove_checkpoint,
+)
 from trainkit.checkpoint.save import save_checkpoint, saves
 from trainkit.types import ConfigError
 
@@ -245,3 +253,33 @@ def test_ten_thousand_old_checkpoints_are_listed_quickly(tmp_path):
     assert len(list_checkpoints(home)) == 10_001
     assert manifest.next_name(home, 5) == "step_00000005-1"
     assert time.monotonic() - begin < 2
+
+
+@pytest.mark.case("K17")
+def test_a_link_is_left_alone_and_what_it_leads_to_too(tmp_path, monkeypatch):
+    """Somebody has moved an old checkpoint to another disk and left a link."""
+    home, archive = checkpoints(tmp_path, [1, 2, 3, 4]), tmp_path / "archive"
+    link = home / "step_00000001"
+    link.rename(archive)
+    link.symlink_to(archive)
+    apply_retention(home, Retention(last=2))
+    assert link.is_symlink()
+    assert names(home) == ["step_00000004", "step_00000003", "step_00000001"]
+    with pytest.raises(OSError, match="left alone"):
+        remove_checkpoint(link)
+    assert (archive / "manifest.json").exists()
+    with monkeypatch.context() as patch, suppress(OSError):  # the negative control
+        patch.setattr(Path, "is_symlink", lambda _: False)
+        remove_checkpoint(link)
+    assert not (archive / "manifest.json").exists()
+
+
+@pytest.mark.case("K9")
+def test_a_pointer_that_cannot_be_written_does_not_keep_old_checkpoints(tmp_path):
+    (tmp_path / "checkpoints/latest").mkdir(parents=True)
+    told = []
+    with saves(tmp_path, *small_run(), retention=Retention(last=2), tell=told.append) as (save, _):
+        for step in range(4):
+            save(tk.TrainState(step=step))
+    assert names(tmp_path / "checkpoints") == ["step_00000003", "step_00000002"]
+    assert "latest" in told[0]

@@ -6,6 +6,7 @@ import stat
 import threading
 from pathlib import Path
 
+import attrs
 import orjson
 import pytest
 import torch
@@ -15,12 +16,14 @@ from whole_step import Layout, build
 
 import trainkit as tk
 from trainkit.checkpoint import flight, list_checkpoints, snapshot, verify_checkpoint, write
+from trainkit.checkpoint.boxes import DTYPES
 from trainkit.checkpoint.directory import fork_run, run_identity
 from trainkit.checkpoint.manifest import is_sealed, read_manifest
 from trainkit.checkpoint.save import save_checkpoint, saves
 from trainkit.checkpoint.tensors import run_tensors, state_hash
+from trainkit.parallel.naming import box_of
 from trainkit.testing import run_ranks
-from trainkit.types import ConfigError, Cursor, DiskError, NumericsError
+from trainkit.types import CheckpointError, ConfigError, Cursor, DiskError, NumericsError
 
 SOLO = tk.solo_parallel()
 HEALTH = {"skips": 2.0, "losses": [3.5, 2.5]}
@@ -73,6 +76,84 @@ def test_parameters_of_which_nothing_is_remembered_are_named(tmp_path):
         said = orjson.loads((path / "state.json").read_bytes())["optimizer"]
         assert said["untouched"] == names
         optimizer.state.pop(model.bias, None)
+
+
+class One(nn.Module):
+    """One parameter of any name and shape, one buffer of any dtype."""
+
+    def __init__(self, *, name="w", shape=(2, 3), dtype=torch.float32):
+        super().__init__()
+        self.register_parameter(name, nn.Parameter(torch.ones(shape)))
+        self.register_buffer("held", torch.ones(3, 2).to(dtype))
+
+
+SAVED_DTYPES = [getattr(torch, name) for name in DTYPES]
+
+
+@pytest.mark.case("K25", "M1")
+@pytest.mark.parametrize(
+    "options",
+    [
+        *({"dtype": dtype} for dtype in SAVED_DTYPES),
+        {"name": "größe é漢"},
+        {"name": "a/b"},
+        {"shape": ()},
+        {"shape": (0, 4)},
+    ],
+    ids=str,
+)
+def test_whatever_is_saved_is_read_back(options, tmp_path):
+    ends = []
+    for _ in range(2):
+        model = One(**options)
+        optimizer = torch.optim.SGD(model.parameters(), momentum=0.9)
+        rest = [model], optimizer, SOLO
+        state = tk.resume(tmp_path, tk.TrainState(), *rest, tell=lambda _: None)
+        if not ends:
+            for p in model.parameters():
+                p.grad = torch.ones_like(p)
+            optimizer.step()
+            model.held.zero_()
+            save_checkpoint(tmp_path, state, *rest)
+        ends.append(state_hash(state, *rest))
+    assert ends[0] == ends[1]
+
+
+@pytest.mark.case("K25")
+@pytest.mark.parametrize(
+    "options",
+    [{"name": "a\nb"}, {"name": "a" * 1200}, {"shape": (1,) * 17}, {"dtype": torch.complex64}],
+    ids=["newline", "long", "dimensions", "complex"],
+)
+def test_what_could_not_be_read_back_is_not_saved(options, tmp_path):
+    model = One(**options)
+    optimizer = torch.optim.SGD(model.parameters())
+    with pytest.raises(ValueError, match=r"save_checkpoint: .*(named|sane shape|complex64)"):
+        save_checkpoint(tmp_path, tk.TrainState(), [model], optimizer, SOLO)
+    assert not list_checkpoints(tmp_path / "checkpoints")
+
+
+@pytest.mark.case("X8", "M3")
+@pytest.mark.parametrize("protected", [True, False])
+def test_parts_that_are_not_the_whole_are_never_committed(protected, tmp_path, monkeypatch):
+    """A layout that leaves rows out must fail when it saves, not when it resumes."""
+    model = nn.Linear(3, 2)
+    rest = [model], torch.optim.SGD(model.parameters()), SOLO
+
+    def half(tensor, **options):
+        box = box_of(tensor, **options)
+        return attrs.evolve(box, local=box.local[:1])
+
+    monkeypatch.setattr(snapshot, "box_of", half)
+    if protected:
+        with pytest.raises(CheckpointError, match="of its"):
+            save_checkpoint(tmp_path, tk.TrainState(), *rest)
+        assert not list_checkpoints(tmp_path / "checkpoints")
+    else:  # the negative control
+        monkeypatch.setattr(write, "_refuse_gaps", lambda *_: None)
+        save_checkpoint(tmp_path, tk.TrainState(), *rest)
+        with pytest.raises(CheckpointError):
+            tk.resume(tmp_path, tk.TrainState(), *rest, tell=lambda _: None)
 
 
 def test_a_configuration_that_is_not_plain_is_refused(tmp_path):
@@ -247,7 +328,7 @@ def test_data_then_manifest_then_directory_then_name_then_parent(tmp_path, monke
 
 @pytest.mark.case("F8")
 def test_control_a_directory_that_is_not_synced_shows(tmp_path, monkeypatch):
-    monkeypatch.setattr(write, "sync_directory", lambda _: None)
+    monkeypatch.setattr(write, "sync_folder", lambda _: None)
     assert not durable_before_it_is_named(order_of(tmp_path, monkeypatch))
 
 
@@ -370,6 +451,7 @@ def fails_unseen(run_dir):
         flight.all_max = lambda told, _: torch.zeros_like(told)
         if ps.world.index == 1:
             flight.write_rank = lambda *_: None
+        write._refuse_gaps = lambda *_: None
         write._read_report = lambda path: (
             orjson.loads(path.read_bytes())
             if path.exists()

@@ -19,9 +19,10 @@ from torch import nn
 import trainkit as tk
 from trainkit.__main__ import main
 from trainkit.checkpoint import list_checkpoints
-from trainkit.checkpoint.export import weights_from
 from trainkit.checkpoint.listing import describe_checkpoint
-from trainkit.checkpoint.manifest import hash_file, make_manifest, write_durably
+from trainkit.checkpoint.manifest import make_manifest
+from trainkit.checkpoint.plain import hash_file, write_durably
+from trainkit.checkpoint.sources import weights_from
 from trainkit.config import read_config
 from trainkit.types import ConfigError
 
@@ -162,7 +163,7 @@ def test_diff_tells_what_two_checkpoints_do_not_share(run_dir, tmp_path, said):
     assert (code, report["same"], report["bytes"]) == (1, False, False)
     assert report["facts"] == {"seed": [0.1, 0.2]}
     assert report["optimizer"] == {"options": report["optimizer"]["options"]}
-    assert report["tensors"] == {"only_a": [], "only_b": [], "changed": {}}
+    assert report["tensors"] == {"only_a": [], "only_b": [], "dtype_or_shape": {}}
     code, report = said("diff", a, other, "--values")
     assert list(report["values"]) == ["model/weight"]
     told = report["values"]["model/weight"]
@@ -180,7 +181,7 @@ def test_diff_names_tensors_of_one_side_and_of_other_shapes(tmp_path, said):
     assert report["tensors"] == {
         "only_a": ["model/bias"],
         "only_b": [],
-        "changed": {"model/weight": [["float32", [2, 3]], ["float32", [4, 3]]]},
+        "dtype_or_shape": {"model/weight": [["float32", [2, 3]], ["float32", [4, 3]]]},
     }
     damage(next((tmp_path / "a").rglob("rank_*")))
     assert said("diff", tmp_path / "a", tmp_path / "b")[0] == DAMAGED
@@ -265,7 +266,7 @@ def test_what_others_may_write_is_warned_of_or_refused(run_dir, tmp_path, capsys
     path = run_dir / "checkpoints/step_00000003"
     path.chmod(0o777)
     assert main(["checkpoint", "verify", str(path)]) == 0
-    assert "can be written by others" in capsys.readouterr().err
+    assert "can be written by everybody" in capsys.readouterr().err
     assert main(["checkpoint", "verify", str(path), "--strict-owner"]) == DAMAGED
     assert "--strict-owner refuses" in json.loads(capsys.readouterr().out)["error"]
     for action in ("export", "convert"):

@@ -23,7 +23,7 @@ from torch import nn
 from torch.distributed.checkpoint.filesystem import FileSystemReader, _StorageInfo
 from torch.distributed.checkpoint.metadata import TensorProperties
 
-from trainkit.checkpoint.export import weights_from
+from trainkit.checkpoint.sources import weights_from
 from trainkit.checkpoint.stored import check_crc
 from trainkit.convert.foreign import foreign_tensors
 from trainkit.convert.pickles import read_pickle

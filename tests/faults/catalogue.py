@@ -176,7 +176,6 @@ CASES = {
 
 NOT_YET = {
     "S9": "a decoder computes its rotary angles from positions: it has no longest sequence",
-    "N10": "there is no fp16 and no loss scaler: fp32 and bf16 need none",
 }
 """Cases of features that do not exist yet, and why; with the feature they get their test."""
 

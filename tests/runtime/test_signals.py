@@ -17,7 +17,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from trainkit.collectives import all_gather_json
@@ -25,16 +25,21 @@ from trainkit.mesh import axis_from_group, solo_parallel
 from trainkit.runtime import signals
 from trainkit.runtime.errors import error_code
 from trainkit.runtime.signals import (
-    GRACE,
     STOP_SIGNALS,
-    grace_warning,
-    stop_plan,
     stop_votes,
     trap_signals,
 )
 from trainkit.testing import run_ranks
 from trainkit.testing.ranks import RankError
-from trainkit.types import ConfigError, DiskError, PeerError, PreemptedError
+from trainkit.types import (
+    CheckpointError,
+    ConfigError,
+    DataError,
+    DiskError,
+    NumericsError,
+    PeerError,
+    PreemptedError,
+)
 
 SCRIPT = Path(__file__).with_name("stoppable.py")
 
@@ -56,9 +61,11 @@ def open_files():
     return len(list(Path("/proc/self/fd").iterdir()))
 
 
-def fail_after_a_signal(error):
-    with trap_signals():
+def fail_after_a_signal(error, *, agreed=True):
+    with trap_signals() as asked, stop_votes(asked, solo_parallel().world) as stopping:
         signal.raise_signal(signal.SIGTERM)
+        if agreed:
+            assert stopping() == "SIGTERM on rank 0"
         raise error
 
 
@@ -202,17 +209,21 @@ def test_output_to_a_full_disk_ends_nothing(monkeypatch):
     ("error", "code"),
     [
         (DiskError("cannot write state.json", where="state.json"), 76),
-        (ConfigError("lr must be above 0"), 76),
+        (ConfigError("lr must be above 0"), 64),
+        (ValueError("lr must be above 0"), 64),
+        (DataError("a token outside of the vocabulary"), 65),
+        (CheckpointError("no checkpoint verifies"), 66),
+        (NumericsError("rolled back as often as it may"), 67),
         (RuntimeError("mat1 and mat2 shapes cannot be multiplied"), 76),
         (PreemptedError("stuck"), 76),
         (PeerError("rank 1 is gone"), 68),
         (RuntimeError("Connection closed by peer [::1]:4"), 68),
     ],
 )
-def test_who_was_asked_to_stop_and_fails_has_not_been_saved(error, code):
-    with pytest.raises(type(error)) as unasked, trap_signals():
-        raise error
-    assert unasked.value is error
+def test_what_keeps_a_save_from_being_made_is_told_apart_from_what_stays_wrong(error, code):
+    with pytest.raises(type(error)) as caught:
+        fail_after_a_signal(error, agreed=False)  # other ranks do not know of the signal
+    assert caught.value is error
     with pytest.raises(Exception, match=str(error.args[0][:20])) as caught:
         fail_after_a_signal(error)
     assert error_code(caught.value) == code
@@ -226,32 +237,16 @@ def test_an_exit_passes_a_trap():
         fail_after_a_signal(SystemExit(3))
 
 
-# ------------------------------------------------------------------------------------ plans
+# ------------------------------------------------------------------------------------ votes
 
 
-def test_a_plan_names_who_asked_and_warns_of_a_save_that_does_not_fit():
-    plan = stop_plan([None, "SIGTERM", "orphaned", "SIGTERM"], now=5, deadline=30, save_cost=25)
-    assert (plan.who, plan.warning) == ("SIGTERM on ranks 1, 3; orphaned on rank 2", None)
-    assert stop_plan([], now=0, deadline=0, save_cost=0).who is None
-
-
-@pytest.mark.case("E5", "G9")
-def test_a_save_that_takes_longer_than_the_grace_is_warned_of():
-    assert grace_warning(GRACE) is None
-    assert "a save takes 30.5 s, but 30 s are left" in grace_warning(GRACE + 0.5)
-    assert "--shutdown-timeout" in grace_warning(12, grace=10)
-
-
-FLAGS = st.lists(st.sampled_from([None, "SIGTERM", "orphaned"]), max_size=8)
-
-
-@given(FLAGS, st.floats(0, 1e6), st.floats(0, 1e6), st.floats(0, 1e6))
-def test_a_plan_stops_if_anybody_asks_and_warns_if_time_is_short(flags, now, deadline, cost):
-    plan = stop_plan(flags, now=now, deadline=deadline, save_cost=cost)
-    assert (plan.who is None) == (not any(flags))
-    assert (plan.warning is not None) == (cost > max(0.0, deadline - now))
+@given(st.lists(st.sampled_from([None, "SIGTERM", "orphaned"]), max_size=8))
+@example([None, "SIGTERM", "orphaned", "SIGTERM"])
+def test_a_run_stops_if_anybody_asks_and_names_all_who_do(flags):
+    who = signals._who(flags)
+    assert (who is None) == (not any(flags))
     for rank, flag in enumerate(flags):
-        assert flag is None or str(rank) in plan.who
+        assert flag is None or (flag in who and str(rank) in who)
 
 
 def test_one_process_is_told_at_once():
@@ -332,6 +327,7 @@ def test_a_second_interrupt_leaves_at_once(stuck, tmp_path):
     with pytest.raises(RankError, match="exited with code 76"):
         run_ranks(interrupt_twice, 1, str(words), stuck)
     first, *_, last = words.read_text().splitlines()
+    assert words.read_text().count("TRAINKIT_ERROR") == 1
     assert first == "error: left at once, at a second SIGINT; the last checkpoint stands"
     assert last.startswith('TRAINKIT_ERROR {"code":76,')
 

@@ -1,6 +1,7 @@
 """Ranks that cannot become one run are told why, all of them, before the first step."""
 
 import socket
+import threading
 import time
 from datetime import timedelta
 from functools import partial
@@ -11,12 +12,12 @@ import torch
 from threads import run_threads
 
 import trainkit as tk
-from trainkit import mesh
+from trainkit import meeting, mesh
 from trainkit.meeting import Seat, find_trouble, missing_ranks
 from trainkit.mesh import twin_axis
 from trainkit.runtime.startup import agree_at_start, code_facts, find_difference, probe
 from trainkit.testing import run_ranks
-from trainkit.types import ConfigError, PeerError
+from trainkit.types import ConfigError, PeerError, PreemptedError
 
 
 @pytest.fixture(scope="module")
@@ -103,6 +104,20 @@ def test_a_rank_with_another_seed_is_named_before_the_first_step(runs):
 
 
 # ------------------------------------------------------------------------------------ one process
+
+
+@pytest.mark.case("E1", "L5")
+def test_who_is_asked_to_stop_does_not_wait_for_the_missing(monkeypatch):
+    monkeypatch.setattr(meeting, "_ASKED_PATIENCE", 0.2)
+    gate = threading.Event()
+    with pytest.raises(PreemptedError, match=r"asked to stop \(SIGINT\), and not all") as caught:
+        meeting._bounded(gate.wait, 60.0, lambda: "SIGINT")
+    assert caught.value.code == 75
+    gate.set()
+    assert meeting._bounded(gate.wait, 60.0, lambda: "SIGINT") is True  # all had come
+    gate.clear()
+    assert meeting._bounded(gate.wait, 0.5) is None  # the control: nobody asks, time is up
+    gate.set()
 
 
 def test_who_is_missing_and_what_is_wrong():

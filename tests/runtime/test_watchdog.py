@@ -1,6 +1,7 @@
 """Whoever dies, hangs, fails or leaves is named on all ranks, and all end; nobody else is."""
 
 import errno
+import subprocess
 import sys
 import threading
 import time
@@ -11,8 +12,9 @@ import pytest
 import rank_processes
 from threads import run_threads
 
+from trainkit.collectives import all_gather_json
 from trainkit.mesh import solo_parallel
-from trainkit.runtime import peers
+from trainkit.runtime import peers, watchdog
 from trainkit.runtime.peers import (
     Beat,
     Failure,
@@ -29,7 +31,7 @@ from trainkit.runtime.peers import (
     write_beat,
 )
 from trainkit.runtime.watchdog import watch
-from trainkit.types import PeerError
+from trainkit.types import PeerError, PreemptedError
 
 WORLDS = {"kill": 3, "raise": 3, "alone": 1, "slow": 2} | dict.fromkeys(
     ["bare", "stop", "term", "hang", "raise0", "exit", "return", "memory", "mapped", "prune"], 2
@@ -164,9 +166,8 @@ def test_a_mapped_file_that_is_cut_off_shows_where_and_ends_all(runs):
 def test_a_stop_that_a_dead_peer_prevents_ends_with_76(runs):
     run = runs["term"]
     assert codes(run) == [76, -9], run
-    assert (
-        "asked to stop (SIGTERM), but not saved within 3 s: there is no checkpoint" in run[0].said
-    )
+    want = "was asked to stop (SIGTERM), but not saved within 3 s: there is no checkpoint"
+    assert want in run[0].error
 
 
 # ------------------------------------------------------------------------------------ one process
@@ -224,18 +225,16 @@ def test_an_error_of_one_process_is_raised_as_it_is(tmp_path):
 
 
 def test_the_first_cause_stands(tmp_path):
-    told = []
+    for folder in (tmp_path / str(number) for number in range(20)):
+        folder.mkdir()
+        told = run_threads(_tell_and_return, 8, folder)
+        assert len(set(told)) == 1
+        assert read_failure(folder, "a") == told[0]
+        assert [path.name for path in folder.iterdir()] == ["failure.json"]
 
-    def tell(rank):
-        told.append(tell_failure(tmp_path, Failure("a", rank, f"failed {rank}")))
 
-    threads = [threading.Thread(target=tell, args=(rank,)) for rank in range(8)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert len(set(told)) == 1
-    assert read_failure(tmp_path, "a") == told[0]
+def _tell_and_return(axis, folder):
+    return tell_failure(folder, Failure("a", axis.index, f"failed {axis.index}"))
 
 
 BEAT = Beat("a", 1, "step 3", 1.0, 60.0, "")
@@ -253,6 +252,12 @@ def test_a_full_disk_is_no_error_and_an_end_is_told_all_the_same(tmp_path, monke
     assert read_beat(tmp_path, 0, "a").count == 2
     write_beat(tmp_path, member, attrs.evolve(BEAT, phase="p" * 99, state="ended"))
     assert read_beat(tmp_path, 0, "a") is None
+
+
+def test_a_folder_that_somebody_has_removed_is_made_again(tmp_path):
+    for count in (2, 3):
+        write_beat(tmp_path / "ranks", this_member(0), attrs.evolve(BEAT, count=count))
+    assert read_beat(tmp_path / "ranks", 0, "a").count == 3
 
 
 LATE = attrs.evolve(BEAT, elapsed=61.0)
@@ -300,6 +305,75 @@ def test_stragglers_are_those_that_the_others_wait_for():
     assert stragglers({}) == stragglers({0: 1.0}) == []
 
 
+@pytest.mark.case("F4", "R1")
+def test_with_no_file_left_to_open_nobody_is_gone(monkeypatch):
+    own, ended = this_member(0), subprocess.Popen(["true"])
+    dead = attrs.evolve(own, pid=ended.pid, started=peers._start_of(ended.pid))
+    ended.wait()
+    assert is_gone(dead, own.place)
+
+    def no_more_files(self):
+        raise OSError(errno.EMFILE, "Too many open files", str(self))
+
+    monkeypatch.setattr(Path, "read_bytes", no_more_files)
+    assert not is_gone(dead, own.place)
+    assert not is_gone(own, own.place)
+
+
+@pytest.mark.case("R10")
+def test_an_error_in_the_watch_itself_ends_nothing_and_is_warned_of_once(tmp_path, monkeypatch):
+    def broken(*_):
+        raise KeyError("a bug of the watch")
+
+    warned, beats = [], []
+    for name in ("_look_around", "_warn_of_stragglers"):
+        monkeypatch.setattr(watchdog, name, broken)
+    monkeypatch.setattr(watchdog, "_TICK", 0.01)
+    with watch(tmp_path, solo_parallel().world, asked=broken, tell=warned.append) as phase:
+        for _ in range(2):
+            time.sleep(0.3)
+            phase("step 1")
+            beats.append(read_beat(tmp_path / "ranks", 0, session_of(tmp_path / "ranks")).count)
+    assert beats[1] > beats[0]
+    assert len(warned) == 1
+    assert "went wrong in the watch itself, which goes on: KeyError" in warned[0]
+    monkeypatch.setattr(watchdog, "_doing", broken)
+    with watch(tmp_path, solo_parallel().world, asked=broken, tell=broken):  # not even a warning
+        first = read_beat(tmp_path / "ranks", 0, session_of(tmp_path / "ranks")).count
+        time.sleep(0.3)
+    last = read_beat(tmp_path / "ranks", 0, session_of(tmp_path / "ranks"))
+    assert (last.count > first, last.state) == (True, "ended")
+
+
+@pytest.mark.case("E1", "E7")
+def test_all_ranks_end_with_the_code_of_the_one_that_was_asked_to_stop(tmp_path):
+    def train(axis):
+        with watch(tmp_path, axis) as phase:
+            phase("step 1", allow=60)
+            told = Failure(session_of(tmp_path / "ranks"), 0, "was asked to stop", code=76)
+            if axis.index == 0:
+                tell_failure(tmp_path / "ranks", told)
+            all_gather_json(0, axis)
+            raise RuntimeError("gloo/transport: Connection closed by peer")
+
+    with pytest.raises(PreemptedError, match="rank 0 was asked to stop") as caught:
+        run_threads(train, 2)
+    assert caught.value.code == 76
+
+
+@pytest.mark.case("R10")
+def test_a_process_ends_whatever_goes_wrong_on_the_way(monkeypatch, tmp_path):
+    def broken(*_):
+        raise RuntimeError("can't start new thread")
+
+    codes = []
+    monkeypatch.setattr(watchdog.os, "_exit", codes.append)
+    monkeypatch.setattr(watchdog.threading.Thread, "start", broken)
+    rank = watchdog._join(tmp_path, solo_parallel().world, 1.0)
+    watchdog._end(rank, PeerError("rank 1 is gone"))
+    assert codes == [68]
+
+
 def test_a_pid_that_is_used_again_is_not_the_same_process():
     own = this_member(0)
     assert not is_gone(own, own.place)
@@ -312,5 +386,6 @@ def test_texts_without_proc(monkeypatch):
     monkeypatch.setattr(peers, "_start_of", lambda _: None)
     own = this_member(0)
     assert own.started == ""
+    assert not is_gone(attrs.evolve(own, started="1"), own.place)  # nobody can tell
     assert not is_gone(own, own.place)
     assert is_gone(attrs.evolve(own, pid=2**22 - 1), own.place)

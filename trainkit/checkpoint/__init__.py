@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from trainkit.checkpoint.diff import diff_checkpoints
     from trainkit.checkpoint.directory import run_identity
-    from trainkit.checkpoint.export import export_checkpoint, weights_from
+    from trainkit.checkpoint.export import export_checkpoint
     from trainkit.checkpoint.facts import Changes
     from trainkit.checkpoint.flight import Saved
     from trainkit.checkpoint.guard import guard_numbers, guarded_saves
@@ -25,7 +25,6 @@ if TYPE_CHECKING:
         choose_checkpoint,
         find_checkpoint,
         list_checkpoints,
-        prune_checkpoints,
         read_manifest,
         verify_checkpoint,
     )
@@ -33,6 +32,7 @@ if TYPE_CHECKING:
     from trainkit.checkpoint.retention import Retention, plan_retention
     from trainkit.checkpoint.rollback import roll_back
     from trainkit.checkpoint.save import require_space, save_checkpoint, saves, write_final
+    from trainkit.checkpoint.sources import weights_from
     from trainkit.checkpoint.tensors import state_hash
 
 __all__ = [
@@ -51,7 +51,6 @@ __all__ = [
     "load_weights",
     "nonfinite_names",
     "plan_retention",
-    "prune_checkpoints",
     "read_facts",
     "read_manifest",
     "refuse_drift",
@@ -83,7 +82,6 @@ _HOME = {
     "load_weights": "load",
     "nonfinite_names": "replicas",
     "plan_retention": "retention",
-    "prune_checkpoints": "manifest",
     "read_facts": "load",
     "read_manifest": "manifest",
     "refuse_drift": "replicas",
@@ -95,7 +93,7 @@ _HOME = {
     "saves": "save",
     "state_hash": "tensors",
     "verify_checkpoint": "manifest",
-    "weights_from": "export",
+    "weights_from": "sources",
     "write_final": "save",
 }
 

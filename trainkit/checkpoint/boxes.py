@@ -12,21 +12,24 @@ from typing import Any, TypeGuard
 
 import attrs
 
-ITEM_BYTES = {
-    "bool": 1,
-    "uint8": 1,
-    "int8": 1,
-    "float8_e4m3fn": 1,
-    "float8_e5m2": 1,
-    "int16": 2,
-    "float16": 2,
-    "bfloat16": 2,
-    "int32": 4,
-    "float32": 4,
-    "int64": 8,
-    "float64": 8,
+DTYPES = {
+    "float64": ("F64", 8),
+    "float32": ("F32", 4),
+    "float16": ("F16", 2),
+    "bfloat16": ("BF16", 2),
+    "float8_e4m3fn": ("F8_E4M3", 1),
+    "float8_e5m2": ("F8_E5M2", 1),
+    "int64": ("I64", 8),
+    "int32": ("I32", 4),
+    "int16": ("I16", 2),
+    "int8": ("I8", 1),
+    "uint64": ("U64", 8),
+    "uint32": ("U32", 4),
+    "uint16": ("U16", 2),
+    "uint8": ("U8", 1),
+    "bool": ("BOOL", 1),
 }
-"""The dtypes that a checkpoint may hold, and the bytes of an element."""
+"""The dtypes that a checkpoint may hold, in torch's name: safetensors' name of it, and bytes."""
 
 _MOST_DIMS = 16
 _MOST_ELEMENTS = 2**53
@@ -79,7 +82,7 @@ def box_bytes(entry: Mapping[str, Any], box: Mapping[str, Any]) -> int:
         >>> box_bytes({"dtype": "bfloat16"}, {"shape": [2, 3]})
         12
     """
-    return math.prod(box["shape"]) * ITEM_BYTES[entry["dtype"]]
+    return math.prod(box["shape"]) * DTYPES[entry["dtype"]][1]
 
 
 def index_problems(index: Any, files: Mapping[str, int]) -> list[str]:
@@ -126,16 +129,31 @@ def entry_problem(name: Any, entry: Any, files: Mapping[str, int]) -> str | None
 
     Examples:
         >>> entry_problem("../x", {}, {})
-        "the index names a tensor '../x'"
+        "a tensor is named '../x'"
+    """
+    found = description_problem(name, entry)
+    if found is not None:
+        return found
+    if not isinstance(entry.get("boxes"), list):
+        return f"{name} has no boxes"
+    return _cover_problem(name, entry["shape"], entry["boxes"], files)
+
+
+def description_problem(name: Any, entry: Any) -> str | None:
+    """Say what is wrong with the name, the dtype or the shape of a tensor.
+
+    Examples:
+        >>> description_problem("model/a", {"dtype": "complex64", "shape": []})
+        "model/a has the dtype 'complex64', which no checkpoint holds"
     """
     if not _is_tensor_name(name):
-        return f"the index names a tensor {str(name)[:100]!r}"
-    if not isinstance(entry, dict) or entry.get("dtype") not in ITEM_BYTES:
-        return f"{name} has no dtype that trainkit knows"
-    shape, boxes = entry.get("shape"), entry.get("boxes")
-    if not _are_sizes(shape) or not isinstance(boxes, list):
-        return f"{name} has no sane shape or boxes"
-    return _cover_problem(name, shape, boxes, files)
+        return f"a tensor is named {str(name)[:100]!r}"
+    if not isinstance(entry, dict):
+        return f"{name} is not described"
+    dtype = entry.get("dtype")
+    if not isinstance(dtype, str) or dtype not in DTYPES:
+        return f"{name} has the dtype {str(dtype)[:100]!r}, which no checkpoint holds"
+    return None if _are_sizes(entry.get("shape")) else f"{name} has no sane shape"
 
 
 def _cover_problem(
@@ -169,7 +187,8 @@ def _are_sizes(value: Any) -> TypeGuard[list[int]]:
 
 
 def _is_box(box: Any, shape: Sequence[int], files: Mapping[str, int]) -> bool:
-    if not isinstance(box, dict) or box.get("file") not in files:
+    file = box.get("file") if isinstance(box, dict) else None
+    if not isinstance(file, str) or file not in files:
         return False
     offset, sizes = box.get("offset"), box.get("shape")
     if not isinstance(offset, list) or not _are_sizes(sizes):

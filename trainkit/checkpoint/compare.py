@@ -155,7 +155,7 @@ def _missing_keys(
     missing = sorted(key for key in keys if f"optimizer/{key}/{name}" not in index)
     if len(missing) < len(keys):
         return missing
-    if "untouched" in saved:  # the parameters that never had a gradient
+    if "untouched" in saved:  # the parameters that never had a gradient; format 1 does not say
         return [] if name in saved["untouched"] else missing
     has_some = any(full.startswith("optimizer/") for full in index)
     return [] if has_some or saved["scalars"][name] else missing

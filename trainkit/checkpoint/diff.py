@@ -7,8 +7,8 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from trainkit.checkpoint.export import checkpoint_tensors
-from trainkit.checkpoint.manifest import read_json
+from trainkit.checkpoint.plain import read_json
+from trainkit.checkpoint.sources import checkpoint_tensors
 from trainkit.checkpoint.stored import Stored, read_box
 from trainkit.types import CheckpointError
 
@@ -26,7 +26,7 @@ def diff_checkpoints(a: Path | str, b: Path | str, *, values: bool = False) -> d
 
     Returns:
         {"same", "tensors", "state", "facts", "config", "optimizer", "layout", "manifest"}.
-        "tensors" has "only_a", "only_b" and "changed" (dtype or shape). The others are {name: [in
+        "tensors" has "only_a", "only_b" and "dtype_or_shape". The others are {name: [in
         a, in b]} for what differs, names joined by dots. "bytes" says whether the tensors of both
         have the same bytes: True, False, or None when only the values could tell. With `values`,
         "values" is {name: {"max_abs", "max_b", "relative", "unequal"}} for the tensors that differ.
@@ -77,7 +77,7 @@ def _tensor_difference(a: Mapping[str, Stored], b: Mapping[str, Stored]) -> dict
     return {
         "only_a": sorted(a.keys() - b.keys()),
         "only_b": sorted(b.keys() - a.keys()),
-        "changed": changed,
+        "dtype_or_shape": changed,
     }
 
 

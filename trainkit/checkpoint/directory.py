@@ -12,11 +12,11 @@ from trainkit.checkpoint.manifest import (
     dump_json,
     is_sealed,
     list_checkpoints,
-    read_json,
     read_manifest,
     sealed,
     verify_checkpoint,
 )
+from trainkit.checkpoint.plain import read_json
 from trainkit.files import replacing
 from trainkit.types import CheckpointError
 

@@ -15,58 +15,36 @@ import secrets
 import shutil
 import struct
 from collections.abc import Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import attrs
 import orjson
 
-from trainkit.checkpoint.boxes import index_problems
-from trainkit.checkpoint.manifest import (
-    dump_json,
-    find_checkpoint,
-    hash_file,
-    is_sealed,
-    plain_file_name,
-    read_json,
-    read_manifest,
-    sealed,
-    verify_checkpoint,
+from trainkit.checkpoint.boxes import DTYPES
+from trainkit.checkpoint.manifest import dump_json, find_checkpoint, read_manifest, sealed
+from trainkit.checkpoint.sources import (
+    FORMAT,
+    INDEX,
+    VERSION,
+    checkpoint_tensors,
+    read_weights_manifest,
 )
 from trainkit.checkpoint.stored import (
-    DTYPES,
-    Piece,
     Stored,
     contiguous_stride,
-    plain_tensor_name,
     read_box,
-    reader,
     refusal,
-    regular_size,
-    safetensors_file,
 )
 from trainkit.files import disk_errors, sync_folder
-from trainkit.types import (
-    SOLO,
-    Axis,
-    CheckpointError,
-    ConfigError,
-    DiskError,
-    Share,
-    Weights,
-)
+from trainkit.types import CheckpointError, ConfigError, DiskError
 
 if TYPE_CHECKING:
     from typing import BinaryIO
 
-FORMAT = "trainkit-weights"
-VERSION = 1
 SHARD_BYTES = 4_000_000_000
 _CHUNK = 32 * 1024 * 1024
 _FLOATS = ("float64", "float32", "float16", "bfloat16")
-_INDEX = "model.safetensors.index.json"
 
 
 def export_checkpoint(
@@ -100,7 +78,7 @@ def export_checkpoint(
 
     Examples:
         >>> import tempfile, torch
-        >>> from trainkit.checkpoint import save_checkpoint
+        >>> from trainkit.checkpoint import save_checkpoint, weights_from
         >>> from trainkit.mesh import solo_parallel
         >>> from trainkit.types import TrainState
         >>> model = torch.nn.Linear(3, 2)
@@ -126,35 +104,6 @@ def export_checkpoint(
     return write_weights(
         tensors, folder, dtype=dtype, shard_bytes=shard_bytes, overwrite=overwrite, origin=origin
     )
-
-
-def checkpoint_tensors(path: Path) -> dict[str, Stored]:
-    """Describe the tensors of one of our checkpoints, which has been verified.
-
-    Raises:
-        CheckpointError: The index and the files do not say the same, or boxes do not cover a tensor
-            exactly once.
-    """
-    sizes = {name: want["size"] for name, want in read_manifest(path)["files"].items()}
-    index = read_json(path / "index.json")
-    problems = index_problems(index, sizes)
-    if problems:
-        raise refusal(path / "index.json", f"is not a good index: {problems[0]}")
-    files: dict[str, dict[str, Stored]] = {}
-    return {name: _indexed(path, name, entry, files) for name, entry in index["tensors"].items()}
-
-
-def _indexed(path: Path, name: str, entry: Any, files: dict[str, dict[str, Stored]]) -> Stored:
-    pieces: list[Piece] = []
-    for box in entry["boxes"]:
-        file = box["file"]
-        if file not in files:
-            files[file] = safetensors_file(path / file)
-        held = files[file].get(name)
-        if held is None or (held.dtype, held.shape) != (entry["dtype"], tuple(box["shape"])):
-            raise refusal(path / file, f"does not hold {name[:100]} as the index says")
-        pieces.append(attrs.evolve(held.pieces[0], offset=tuple(box["offset"])))
-    return Stored(entry["dtype"], tuple(entry["shape"]), tuple(pieces))
 
 
 # ----------------------------------------------------------------------------------------- plans
@@ -269,7 +218,7 @@ def write_weights(
         if len(plan) > 1:
             weights = {name: file for file, names in plan.items() for name in names}
             index = {"metadata": {"total_size": total}, "weight_map": weights}
-            files[_INDEX] = _write_small(staging / _INDEX, dump_json(index))
+            files[INDEX] = _write_small(staging / INDEX, dump_json(index))
         body = {"format": FORMAT, "version": VERSION, "files": files, "from": dict(origin or {})}
         _write_small(staging / "manifest.json", dump_json(sealed(body)))
     return {
@@ -450,166 +399,3 @@ def _check_space(target: Path, needed: int) -> None:
             want=needed,
             hint="free space or choose another folder; nothing has been written",
         )
-
-
-# --------------------------------------------------------------------------------------- reading
-
-
-def is_weights_folder(folder: Path) -> bool:
-    """Say whether a folder claims to be one that `export_checkpoint` wrote.
-
-    Examples:
-        >>> is_weights_folder(Path("/does/not/exist"))
-        False
-    """
-    with suppress(CheckpointError):
-        manifest = read_json(folder / "manifest.json")
-        return isinstance(manifest, dict) and manifest.get("format") == FORMAT
-    return False
-
-
-def read_weights_manifest(folder: Path) -> dict[str, Any]:
-    """Return the manifest of an exported folder, or refuse it.
-
-    Raises:
-        CheckpointError: It is missing, does not match its own hash, is of another format or
-            version, or names what is no plain file name.
-    """
-    path = folder / "manifest.json"
-    if folder.is_symlink() or not folder.is_dir():
-        raise refusal(folder, "is not a directory")
-    manifest = read_json(path)
-    if not isinstance(manifest, dict) or manifest.get("format") != FORMAT:
-        raise refusal(path, f"is no manifest of the format {FORMAT!r}")
-    if manifest.get("version") != VERSION:
-        raise refusal(path, f"has version {manifest.get('version')}; this trainkit reads {VERSION}")
-    if not is_sealed(manifest):
-        raise refusal(path, "does not match its own sha256")
-    files = manifest.get("files")
-    if not isinstance(files, dict) or not all(
-        plain_file_name(name) and isinstance(want, dict) and {"size", "sha256"} <= want.keys()
-        for name, want in files.items()
-    ):
-        raise refusal(path, "names files that are no plain file names, or without size and sha256")
-    return manifest
-
-
-def verify_weights(folder: Path | str, *, share: Share = SOLO.share) -> list[str]:
-    """Return what is wrong with an exported folder: an empty list when every byte is as written.
-
-    Files that others put beside, a `config.json` for instance, are let be; other weights are not.
-
-    Args:
-        folder: The folder.
-        share: Which of its files to hash, dealt in turn; by default all.
-
-    Effects:
-        Reads the files; hashes several at once, in threads.
-
-    Examples:
-        >>> verify_weights("/does/not/exist")
-        ['checkpoint: /does/not/exist is not a directory']
-    """
-    folder = Path(folder)
-    try:
-        manifest = read_weights_manifest(folder)
-        problems = [
-            f"{path.name} is not in the manifest"
-            for path in sorted(folder.glob("*.safetensors"))
-            if path.name not in manifest["files"]
-        ]
-        mine = dict(list(manifest["files"].items())[share.index :: share.count])
-        with ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as pool:
-            found = pool.map(_file_problem, [folder / name for name in mine], mine.values())
-            return problems + [problem for each in found for problem in each]
-    except CheckpointError as error:
-        return [error.what]
-
-
-def _file_problem(path: Path, want: Mapping[str, Any]) -> list[str]:
-    try:
-        size = regular_size(path)
-        if size != want["size"]:
-            return [f"{path.name} has {size} bytes, the manifest says {want['size']}"]
-        same = hash_file(path)["sha256"] == want["sha256"]
-    except (CheckpointError, OSError) as error:
-        return [str(error)]
-    return [] if same else [f"{path.name} does not match its sha256"]
-
-
-def exported_tensors(folder: Path | str, *, axis: Axis = SOLO) -> dict[str, Stored]:
-    """Describe the tensors of an exported folder, after every byte has been verified.
-
-    Args:
-        folder: The folder.
-        axis: The ranks that read it; each hashes its share of the files.
-
-    Raises:
-        CheckpointError: It does not verify, or its files hold a tensor of an odd name, twice, or
-            not as its index says; on all ranks.
-
-    Effects:
-        Reads the files; communicates on `axis`.
-    """
-    from trainkit.collectives import together  # noqa: PLC0415 - verifying alone needs no torch
-
-    folder = Path(folder)
-    told = together(lambda: verify_weights(folder, share=axis.share), axis)
-    return _described(folder, [problem for problems in told for problem in problems])
-
-
-def _described(folder: Path, problems: Sequence[str]) -> dict[str, Stored]:
-    if problems:
-        raise CheckpointError(
-            f"weights_from: {folder} does not verify: {problems[0]}", where=folder, got=problems
-        )
-    found: dict[str, Stored] = {}
-    for name in read_weights_manifest(folder)["files"]:
-        tensors = safetensors_file(folder / name) if name.endswith(".safetensors") else {}
-        if found.keys() & tensors.keys():
-            raise refusal(folder, f"holds {min(found.keys() & tensors.keys())} in two files")
-        found |= tensors
-    listed = read_json(folder / _INDEX)["weight_map"] if (folder / _INDEX).exists() else found
-    if listed.keys() != found.keys() or not all(map(plain_tensor_name, found)):
-        raise refusal(folder / _INDEX, "does not list the tensors that are there")
-    return found
-
-
-def weights_from(folder: Path | str, *, axis: Axis = SOLO) -> Weights:
-    """Return the weights of an exported folder as a function of a name and a box.
-
-    `build_stages(..., weights=weights_from(folder, axis=ps.world))` fills every rank's part of a
-    model from it, in any layout; no rank holds more of it than its own.
-
-    Args:
-        folder: A folder that `export_checkpoint` or `convert_weights` wrote.
-        axis: The ranks that call this together; each hashes its share of the files.
-
-    Returns:
-        A `Weights` function: tensors on the CPU, of the dtypes of the files.
-
-    Raises:
-        CheckpointError: A byte is not as it was written; or, when it is called, there is no such
-            tensor, or none of such a shape.
-
-    Effects:
-        Reads and hashes all of the folder once, communicates on `axis`; the function that it
-        returns reads one box per call, and does not communicate.
-
-    Examples:
-        >>> weights_from("/does/not/exist")
-        Traceback (most recent call last):
-        ...
-        trainkit.types.CheckpointError: weights_from: /does/not/exist does not verify: checkpoint...
-    """
-    return reader(exported_tensors(folder, axis=axis))
-
-
-def verify_any(path: Path) -> list[str]:
-    """Return what is wrong with a checkpoint or an exported folder.
-
-    Examples:
-        >>> verify_any(Path("/does/not/exist"))
-        ['/does/not/exist is not there']
-    """
-    return verify_weights(path) if is_weights_folder(path) else verify_checkpoint(path)

@@ -127,7 +127,7 @@ def guard_numbers(
         saved: What tells of saves that have ended, from `saves`.
         evidence: What `clip_and_step` leaves for `blame`.
         event: Where a line for each bad step goes, as `run_sinks` yields it.
-        tell: Called on rank 0 with what a roll-back did.
+        tell: Called on rank 0 with what was bad in a step, and with what a roll-back did.
         canary_every: How many steps lie between two looks at the replicas; see `canary`.
         **saving: What `save_checkpoint` takes besides: the facts, the configuration.
 
@@ -149,8 +149,12 @@ def guard_numbers(
     def guard(state: TrainState, record: Mapping[str, Any]) -> TrainState:
         action, state = judge(state, record, policy, damage=damage)
         if action.reason:
-            guilty = [] if action.kind == "apply" else blame(evidence, stages, ps.world)
+            guilty = list[str]()
+            if action.kind != "apply":
+                guilty = blame(evidence, stages, ps.world)
             event(action.kind, step=state.step, reason=action.reason, guilty=guilty)
+            if ps.world.index == 0:
+                tell(_bad_step(state.step, action, guilty))
         action = _after_saves(saved(), action)
         if action.kind == "stop":
             raise stop_error(action, state.health)
@@ -163,6 +167,7 @@ def guard_numbers(
             except CheckpointError as error:  # the numbers ended the run, not the checkpoints
                 told = attrs.evolve(action, reason=f"{action.reason}; {error}")
                 raise stop_error(told, state.health) from error
+            saved(forgive=True)  # the checkpoint that it has made stands in for a failed save
             event("rolled back", step=state.step, reason=action.reason)
             looks[0] = canary(stages, optimizer, ps, every=canary_every)
         else:
@@ -170,6 +175,11 @@ def guard_numbers(
         return state
 
     return guard
+
+
+def _bad_step(step: int, action: Action, guilty: Sequence[str]) -> str:
+    done = {"apply": "it was taken", "skip": "it was skipped"}.get(action.kind, action.kind)
+    return f"step {step}: {'; '.join([action.reason, *guilty, done])}"
 
 
 def _after_saves(ended: Sequence[Saved], action: Action) -> Action:

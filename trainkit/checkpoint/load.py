@@ -25,11 +25,10 @@ from trainkit.checkpoint.manifest import (
     clear_directory,
     list_checkpoints,
     outline_problems,
-    read_json,
     read_manifest,
     step_of,
 )
-from trainkit.checkpoint.owner import owner_problems
+from trainkit.checkpoint.plain import owner_problems, read_json
 from trainkit.checkpoint.staging import Check, Staged, install_, stage_checkpoint
 from trainkit.collectives import together
 from trainkit.types import SOLO, Axis, CheckpointError, ParallelState, TrainState
@@ -65,7 +64,7 @@ def resume(
         optimizer: The optimizer of their parameters.
         ps: The layout.
         request: "auto" takes the newest checkpoint that verifies, "never" takes none, a path takes
-            that one.
+            that one; where the run was forked from it before and has saved since, it is "auto".
         facts: What must be as it was saved, for instance the fingerprint of the data, or a function
             from a step to that, for what only the steps before it can have changed; the same on all
             ranks.
@@ -90,6 +89,7 @@ def resume(
     directory = run_dir / "checkpoints"
     say = tell if is_first else _say_nothing
     agree_on_facts(facts_at(facts, sys.maxsize), ps.world)
+    request = together(lambda: str(_not_forked_again(run_dir, request, say)), ps.world)[0]
     passed_over: list[str] = []
     candidates = _candidates(run_dir, request, passed_over, say) if is_first else iter(())
     while True:
@@ -303,7 +303,7 @@ def _candidates(
             f"({shortened(passed_over)})",
             where=directory,
             got=passed_over,
-            hint="--resume never starts afresh; choose another --out to keep what is there",
+            hint="to begin afresh say --resume never, or choose another --out",
         )
 
 
@@ -342,6 +342,21 @@ def _parent_of(run_dir: Path) -> str | None:
     """Return what a run was forked from: it goes on from there until it has saved itself."""
     parent = run_identity(run_dir)["parent"] if (run_dir / "run.json").exists() else None
     return None if parent is None else parent["path"]
+
+
+def _not_forked_again(
+    run_dir: Path, request: str | Path, tell: Callable[[str], None]
+) -> str | Path:
+    """Return "auto" where a run that was forked from `request` is started again, as requeued jobs.
+
+    Taken at its word, the command would begin at the fork each time, and never get beyond.
+    """
+    parent = None if request in ("auto", "never") else _parent_of(run_dir)
+    own = list_checkpoints(run_dir / "checkpoints")
+    if parent is None or not own or Path(parent).resolve() != Path(request).resolve():
+        return request
+    tell(f"this run was forked from {request} before, and goes on with its own checkpoints")
+    return "auto"
 
 
 def _begin_afresh(run_dir: Path, request: str | Path, tell: Callable[[str], None]) -> None:

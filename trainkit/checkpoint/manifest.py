@@ -2,22 +2,20 @@
 
 from __future__ import annotations
 
-import errno
 import hashlib
 import os
 import re
 import shutil
 import stat
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
-from io import FileIO
 from pathlib import Path
 from typing import Any
 
 import orjson
 
-from trainkit.types import CheckpointError, DiskError
+from trainkit.checkpoint.plain import hash_file, parse_json, read_bounded
+from trainkit.types import CheckpointError
 
 FORMAT = "trainkit-checkpoint"
 VERSION = 2
@@ -28,164 +26,7 @@ _NAME = re.compile(r"step_(\d{8,18})(?:-(\d{1,9}))?")
 _FILE_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,99}")
 _MANIFEST_BYTES = 8 * 1024 * 1024
 _MANIFEST_VALUES = 500_000
-_JSON_BYTES = 256 * 1024 * 1024
-# An index has about 13 values for a tensor: these are 400,000 of them. As one table of as many keys
-# they take 0.8 GB, the most; `save_checkpoint` writes no more than can be read.
-_JSON_VALUES = 5_000_000
-_CHUNK = 1 << 20  # bytes read at once
 _READERS = 8  # files hashed at once, at most; one SHA-256 is bound by its core
-
-
-# ------------------------------------------------------------------------------------------- files
-
-
-@contextmanager
-def open_plain(path: Path) -> Iterator[FileIO]:
-    """Open a file of a checkpoint to read: a regular one, which has no other name anywhere.
-
-    A link, a device or a pipe is never followed, opened for its contents, or waited for.
-
-    Raises:
-        CheckpointError: It is none.
-        OSError: The system would not open it.
-    """
-    flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
-    try:
-        handle = os.open(path, flags)
-    except OSError as error:
-        if error.errno in {errno.ELOOP, errno.ENXIO}:
-            raise CheckpointError(f"checkpoint: {path} is no regular file", where=path) from error
-        raise
-    facts = os.fstat(handle)
-    what = None if stat.S_ISREG(facts.st_mode) else "is no regular file"
-    if what is None and facts.st_nlink != 1:
-        what = f"has {facts.st_nlink} names (hard links) and may change from elsewhere; copy it"
-    if what is not None:
-        os.close(handle)
-        raise CheckpointError(f"checkpoint: {path} {what}", where=path)
-    with FileIO(handle) as file:
-        yield file
-
-
-def hash_file(path: Path) -> dict[str, Any]:
-    """Return {"size": bytes, "sha256": hex} of a regular file.
-
-    Raises:
-        CheckpointError: It is no regular file.
-        OSError: It cannot be read.
-
-    Examples:
-        >>> import tempfile
-        >>> with tempfile.NamedTemporaryFile() as file:
-        ...     hash_file(Path(file.name))["size"]
-        0
-    """
-    with open_plain(path) as file:
-        digest, size, chunk = hashlib.sha256(), 0, bytearray(_CHUNK)
-        while read := file.readinto(chunk):
-            digest.update(memoryview(chunk)[:read])
-            size += read
-        return {"size": size, "sha256": digest.hexdigest()}
-
-
-def sync_directory(path: Path) -> None:
-    """Make the names in a directory durable."""
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
-
-
-def write_durably(path: Path, data: bytes) -> None:
-    """Write a new file and wait until it is on the disk."""
-    handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
-    try:
-        write_all(handle, memoryview(data))
-        os.fsync(handle)
-    finally:
-        os.close(handle)
-
-
-def write_all(handle: int, data: memoryview) -> None:
-    """Write all of some bytes, in as many calls as the system takes."""
-    while data:
-        data = data[os.write(handle, data) :]
-
-
-def read_json(path: Path, *, most_bytes: int = _JSON_BYTES, most_values: int = _JSON_VALUES) -> Any:
-    """Read a JSON file of a checkpoint: a regular file of a bounded size.
-
-    Args:
-        path: The file.
-        most_bytes: Refuse a larger file before it is read.
-        most_values: Refuse one with more commas and brackets before it is parsed: a value of a few
-            bytes takes a hundred in memory.
-
-    Raises:
-        CheckpointError: It is missing, no regular file, too large, or not JSON.
-    """
-    return _parse(path, _read_bounded(path, most_bytes), most_values)
-
-
-def _read_bounded(path: Path, most_bytes: int) -> bytes:
-    try:
-        with open_plain(path) as file:
-            size = os.fstat(file.fileno()).st_size
-            if size > most_bytes:
-                raise CheckpointError(
-                    f"checkpoint: {path} has {size} bytes; no such file has more than {most_bytes}",
-                    where=path,
-                    got=size,
-                    want=most_bytes,
-                )
-            return file.read(most_bytes)
-    except OSError as error:
-        raise CheckpointError(
-            f"checkpoint: {path} cannot be read: {error.strerror}", where=path
-        ) from error
-
-
-def check_values(path: Path, data: bytes, most_values: int = _JSON_VALUES) -> None:
-    """Refuse JSON with more commas and brackets than a file of a checkpoint may have.
-
-    Raises:
-        CheckpointError: It has.
-    """
-    values = sum(map(data.count, (b",", b"[", b"{")))
-    if values > most_values:
-        raise CheckpointError(
-            f"checkpoint: {path} holds {values} values; no such file has more than {most_values}",
-            where=path,
-            got=values,
-            want=most_values,
-        )
-
-
-def _parse(path: Path, data: bytes, most_values: int) -> Any:
-    check_values(path, data, most_values)
-    try:
-        return orjson.loads(data)
-    except orjson.JSONDecodeError as error:
-        raise CheckpointError(f"checkpoint: {path} is not JSON: {error}", where=path) from error
-
-
-def disk_error(error: OSError, path: Path, needed: int) -> DiskError:
-    """Say what a failed write needed, and what there is."""
-    try:
-        probe = next(parent for parent in (path, *path.parents) if parent.exists())
-        free: int | str = shutil.disk_usage(probe).free
-    except OSError:
-        free = "an unknown number"
-    name = errno.errorcode.get(error.errno or 0, "")
-    return DiskError(
-        f"save_checkpoint: {path} could not be written: {name} {error.strerror or error}; about "
-        f"{needed} bytes are needed and {free} are free",
-        where=path,
-        got=free,
-        want=needed,
-        hint="free space or choose another --out; every earlier checkpoint is intact",
-    )
 
 
 # ---------------------------------------------------------------------------------------- manifest
@@ -206,7 +47,10 @@ def is_sealed(record: Any) -> bool:
     """Say whether a record that was read is as `sealed` made it."""
     if not isinstance(record, dict):
         return False
-    return record == sealed({key: value for key, value in record.items() if key != "sha256"})
+    try:
+        return record == sealed({key: value for key, value in record.items() if key != "sha256"})
+    except orjson.JSONEncodeError:  # it is nested more deeply than anything that was written
+        return False
 
 
 def dump_json(value: Any) -> bytes:
@@ -244,8 +88,8 @@ def read_manifest(path: Path | str) -> dict[str, Any]:
         CheckpointError: It is missing, damaged, no manifest, or of a later format.
     """
     file = Path(path) / MANIFEST
-    data = _read_bounded(file, _MANIFEST_BYTES)
-    manifest = _parse(file, data, _MANIFEST_VALUES)
+    data = read_bounded(file, _MANIFEST_BYTES)
+    manifest = parse_json(file, data, _MANIFEST_VALUES)
     problems = _manifest_problems(manifest, data)
     if problems:
         raise CheckpointError(f"checkpoint: {path}: {problems[0]}", where=file, got=problems)
@@ -463,7 +307,7 @@ def choose_checkpoint(
             f"({'; '.join(passed_over)})",
             where=directory,
             got=passed_over,
-            hint="--resume never starts afresh; choose another --out to keep what is there",
+            hint="to begin afresh say --resume never, or choose another --out",
         )
     return None
 
@@ -553,58 +397,3 @@ def next_name(directory: Path, step: int) -> str:
     taken = [int(match[2] or 0) for match in found if match and int(match[1]) == step]
     name = f"step_{step:08d}"
     return f"{name}-{max(taken) + 1}" if taken else name
-
-
-def remove_checkpoint(path: Path) -> None:
-    """Delete a checkpoint: its name goes first, at once, then its manifest, then its data.
-
-    Raises:
-        OSError: It could not be deleted; by its name it is gone all the same, or untouched.
-
-    Effects:
-        Deletes a directory.
-    """
-    doomed = path.with_name(f".deleting-{path.name}")
-    shutil.rmtree(doomed, ignore_errors=True)  # of a deletion that was cut short
-    path.rename(doomed)
-    sync_directory(path.parent)
-    (doomed / MANIFEST).unlink(missing_ok=True)
-    shutil.rmtree(doomed)
-
-
-def prune_checkpoints(
-    directory: Path | str, *, keep: int, dry_run: bool = False
-) -> dict[str, list[str]]:
-    """Delete all but the newest checkpoints that verify.
-
-    Those that do not verify do not count as kept, and are deleted only when something verified is
-    newer or kept.
-
-    Args:
-        directory: A `checkpoints/` directory.
-        keep: How many verified checkpoints stay, at least 1.
-        dry_run: Only say what would go.
-
-    Returns:
-        {"kept": names, "deleted": names}.
-
-    Raises:
-        ValueError: `keep` is below 1.
-
-    Effects:
-        Deletes directories: renamed first, so that a deletion cut short leaves no half a checkpoint
-            by that name.
-    """
-    if keep < 1:
-        raise ValueError(f"prune_checkpoints: keep must be at least 1, got {keep}")
-    kept: list[Path] = []
-    deleted: list[Path] = []
-    for path in list_checkpoints(directory):
-        full = len(kept) == keep
-        good = not full and not verify_checkpoint(path)
-        (kept if good else deleted).append(path)
-    if not kept:
-        return {"kept": [path.name for path in deleted], "deleted": []}
-    for path in deleted if not dry_run else []:
-        remove_checkpoint(path)
-    return {"kept": [path.name for path in kept], "deleted": [path.name for path in deleted]}

@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
+import errno
+import shutil
 from collections.abc import Callable, Collection, Iterable, Sequence
 from pathlib import Path
 
 import attrs
 
 from trainkit.checkpoint.manifest import (
+    MANIFEST,
     list_checkpoints,
     outline_problems,
     read_manifest,
-    remove_checkpoint,
     step_of,
     verify_checkpoint,
 )
+from trainkit.files import sync_folder
 from trainkit.types import CheckpointError, ConfigError
 
 PIN = ".pin"
@@ -51,7 +54,10 @@ class Retention:
 
 @attrs.frozen
 class Listed:
-    """What retention knows of a checkpoint; `verified` is None for one of a format to come."""
+    """What retention knows of a checkpoint; `verified` is None for what is left alone.
+
+    That is a checkpoint of a format to come, and a link.
+    """
 
     name: str
     step: int
@@ -154,7 +160,29 @@ def apply_retention(
     }
 
 
+def remove_checkpoint(path: Path) -> None:
+    """Delete a checkpoint: its name goes first, at once, then its manifest, then its data.
+
+    Raises:
+        OSError: It could not be deleted, or is no directory; by its name it is gone all the same,
+            or untouched.
+
+    Effects:
+        Deletes a directory, and never what a link leads to.
+    """
+    if path.is_symlink():
+        raise NotADirectoryError(errno.ENOTDIR, "it is a link, which is left alone", str(path))
+    doomed = path.with_name(f".deleting-{path.name}")
+    shutil.rmtree(doomed, ignore_errors=True)  # of a deletion that was cut short
+    path.rename(doomed)
+    sync_folder(path.parent)
+    (doomed / MANIFEST).unlink(missing_ok=True)
+    shutil.rmtree(doomed)
+
+
 def _listed(path: Path) -> Listed:
+    if path.is_symlink() or not path.is_dir():  # not ours: what it leads to may be all there is
+        return Listed(path.name, step_of(path), verified=None)
     problems = outline_problems(path)
     if problems:
         later = len(problems) == 1 and "upgrade trainkit" in problems[0]

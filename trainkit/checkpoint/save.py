@@ -24,6 +24,7 @@ from trainkit.checkpoint.snapshot import Snapshot, TakeSnapshot, bind_snapshots
 from trainkit.checkpoint.tensors import model_tensors, state_hash
 from trainkit.checkpoint.write import Target, point_to
 from trainkit.collectives import all_gather_json
+from trainkit.files import replacing
 from trainkit.mesh import twin_axis
 from trainkit.parallel.naming import box_of
 from trainkit.types import SOLO, Axis, ConfigError, DiskError, ParallelState, TrainState
@@ -39,9 +40,13 @@ class Save(Protocol):
 
 
 class Collect(Protocol):
-    """Return the saves that have ended since the last call; every rank must call it."""
+    """Return the saves that have ended since the last call; every rank must call it.
 
-    def __call__(self, *, wait: bool = False) -> list[Saved]: ...
+    `wait` waits for the one under way. `forgive` says that another checkpoint stands in for what
+    has failed so far: leaving the block does not raise it.
+    """
+
+    def __call__(self, *, wait: bool = False, forgive: bool = False) -> list[Saved]: ...
 
 
 def _no_event(name: str, **facts: Any) -> None:
@@ -87,7 +92,8 @@ def saves(
         background: False saves completely before `save` returns; the rest is the same.
         grace: Seconds that a run has for its last save when it is told to stop; a save that took
             longer is told of.
-        tell: Called on rank 0 with what was waited for, is damaged, or could not be deleted.
+        tell: Called on rank 0 with what could not be saved, was waited for, is damaged, or could
+            not be deleted.
         before_commit: Called on rank 0, in the thread, when a checkpoint is complete but for its
             manifest: for what must not be older than it, `sync` of a metrics file for instance. If
             it raises, the save fails.
@@ -111,7 +117,7 @@ def saves(
     flights: list[Flight] = []  # one at most
     ended: list[Saved] = []
     latest: list[Saved] = []  # that was collected
-    land = partial(_land, flights, ended, tell, grace)
+    land = partial(_land, flights, ended, tell if ps.world.index == 0 else None, grace)
 
     with own_group as axis:
         token, number = _token(axis), count()
@@ -131,10 +137,10 @@ def saves(
             if not background:
                 land()
 
-        def saved(*, wait: bool = False) -> list[Saved]:
+        def saved(*, wait: bool = False, forgive: bool = False) -> list[Saved]:
             land(polls=None if wait else 1)
             found = ended.copy()
-            latest[:] = ended[-1:] or latest
+            latest[:] = [] if forgive else ended[-1:] or latest
             for done in found:
                 event("save", **_told(done))
             ended.clear()
@@ -162,7 +168,7 @@ def _told(done: Saved) -> dict[str, Any]:
 def _land(
     flights: list[Flight],
     ended: list[Saved],
-    tell: Callable[[str], None],
+    tell: Callable[[str], None] | None,
     grace: float,
     *,
     polls: int | None = None,
@@ -174,17 +180,22 @@ def _land(
         except StopIteration as end:
             flights.clear()
             ended.append(end.value)
-            for line in (*end.value.told, *_too_slow(end.value, grace)):
-                tell(line)
+            for line in _complaints(end.value, grace):
+                if tell is not None:
+                    tell(line)
         polls = None if polls is None else polls - 1
 
 
-def _too_slow(outcome: Saved, grace: float) -> list[str]:
-    if outcome.seconds <= grace:
-        return []
-    took = f"the save of step {outcome.step} took {outcome.seconds:.1f} s"
-    late = f"a run that is told to stop has {grace:.0f} s to save, and may be killed before"
-    return [f"{took}; {late}: save more often, or to a faster disk"]
+def _complaints(outcome: Saved, grace: float) -> list[str]:
+    """Return what a user has to know of a save that has ended."""
+    found = list(outcome.told)
+    if outcome.error is not None:
+        found.append(f"warning: step {outcome.step} was not saved: {outcome.error}")
+    if outcome.seconds > grace:
+        took = f"the save of step {outcome.step} took {outcome.seconds:.1f} s"
+        late = f"a run that is told to stop has {grace:.0f} s to save, and may be killed before"
+        found.append(f"{took}; {late}: save more often, or to a faster disk")
+    return found
 
 
 def save_checkpoint(
@@ -221,6 +232,7 @@ def save_checkpoint(
         DiskError: A rank could not write. Then all ranks raise, nothing is committed, and nothing
             old has changed.
         NumericsError: A parameter, or what the optimizer remembers of it, is not finite; the same.
+        ValueError: A tensor has a name, a shape or a dtype that no checkpoint holds; the same.
 
     Effects:
         Writes to disk and waits until it is durable; communicates on `ps.world`. The run is not
@@ -259,16 +271,19 @@ def _pruning(retention: Retention | None) -> Callable[[Path], list[str]]:
 
     def after(path: Path) -> list[str]:
         told: list[str] = []
-        try:
-            point_to(path)
+
+        def prune() -> None:
             if retention is not None:
-                found = apply_retention(
-                    path.parent, retention, known_good={*good, path.name}, tell=told.append
-                )
+                known = {*good, path.name}
+                found = apply_retention(path.parent, retention, known_good=known, tell=told.append)
                 good.clear()
                 good.update(found["verified"])
-        except Exception as error:  # noqa: BLE001 (the checkpoint stands, whatever becomes of others)
-            told.append(f"beside {path}: {type(error).__name__}: {error}")
+
+        for work in (partial(point_to, path), prune):
+            try:
+                work()
+            except Exception as error:  # noqa: BLE001 (the checkpoint stands, whatever follows)
+                told.append(f"beside {path}: {type(error).__name__}: {error}")
         return told
 
     return after
@@ -329,6 +344,9 @@ def write_final(
 ) -> None:
     """Write `final.json`: the step, the tokens and the hash with which a run has ended.
 
+    Raises:
+        DiskError: It cannot be written.
+
     Effects:
         Writes a file on the first rank, by a rename; communicates on `ps.world`.
     """
@@ -338,6 +356,5 @@ def write_final(
         "state_hash": state_hash(state, stages, optimizer, ps),
     }
     if ps.world.index == 0:
-        new = Path(run_dir) / ".final.json"
-        new.write_bytes(dump_json(end) + b"\n")
-        new.replace(Path(run_dir) / "final.json")
+        with replacing(Path(run_dir) / "final.json", by="write_final") as file:
+            file.write(dump_json(end) + b"\n")

@@ -15,6 +15,7 @@ import orjson
 import torch
 from torch import Tensor, nn
 
+from trainkit.checkpoint.boxes import DTYPES, description_problem
 from trainkit.checkpoint.tensors import (
     check_optimizer,
     group_options,
@@ -31,23 +32,6 @@ _FILE_BYTES = 128 * 1024 * 1024  # files of a rank are written and hashed in par
 _FILES = 16  # of a rank, about: with more bytes each file has more
 _FILE_BOXES = 50_000  # a reader parses all names of a file to find one
 
-_SAFETENSORS = {
-    torch.float64: "F64",
-    torch.float32: "F32",
-    torch.float16: "F16",
-    torch.bfloat16: "BF16",
-    torch.float8_e4m3fn: "F8_E4M3",
-    torch.float8_e5m2: "F8_E5M2",
-    torch.int64: "I64",
-    torch.int32: "I32",
-    torch.int16: "I16",
-    torch.int8: "I8",
-    torch.uint8: "U8",
-    torch.uint16: "U16",
-    torch.uint32: "U32",
-    torch.uint64: "U64",
-    torch.bool: "BOOL",
-}
 # The bits of a number without its sign, from which on it is infinite; above, it is none.
 _INFINITE = {
     torch.float64: 0x7FF0_0000_0000_0000,
@@ -245,14 +229,18 @@ def _allocate(
     boxes: Mapping[str, tuple[Tensor, Box]], ps: ParallelState, anything: set[str]
 ) -> _Memory:
     """Lay boxes out in files; of those in `anything`, infinite values are saved too."""
-    tensors = {
+    tensors: dict[str, dict[str, Any]] = {
         name: {
-            "dtype": str(tensor.dtype).removeprefix("torch."),
+            "dtype": _name_of(tensor.dtype),
             "shape": list(tensor.shape),
             "boxes": [],
         }
         for name, (tensor, _) in boxes.items()
     }
+    for name, entry in tensors.items():
+        problem = description_problem(name, entry)
+        if problem is not None:
+            raise ValueError(f"save_checkpoint: {problem}")
     into: dict[str, Tensor] = {}
     files = []
     for number, names in enumerate(_shared_out(boxes)):
@@ -301,11 +289,9 @@ def _one_file(
     for name, (tensor, box) in boxes.items():
         dtype, end = box.local.dtype, begin + box.local.nbytes
         shape = tuple(box.local.shape)
-        if dtype not in _SAFETENSORS:
-            raise ValueError(f"save_checkpoint: {name} is {dtype}, which safetensors cannot hold")
         views[name] = memory[begin:end].view(dtype).view(shape)
         header[name] = {
-            "dtype": _SAFETENSORS[dtype],
+            "dtype": DTYPES[_name_of(dtype)][0],
             "shape": shape,
             "data_offsets": (begin, end),
         }
@@ -317,6 +303,10 @@ def _one_file(
         pieces.append(Piece(name, named, tuple(tensor.shape), box.offset, bits, limit))
         begin = end
     return views, TensorFile(file, _header(header), data, tuple(pieces))
+
+
+def _name_of(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
 
 
 def _header(entries: Mapping[str, Any]) -> bytes:

@@ -249,15 +249,23 @@ def _look(
     return [], _Read(index, saved, targets)
 
 
+def _is_memory(health: Any) -> bool:
+    """Say whether `health` remembers numbers and lists of numbers alone."""
+    values = [one for v in health.values() for one in (v if isinstance(v, list) else [v])]
+    return all(isinstance(value, int | float) for value in values)
+
+
 def _state_problems(saved: Any, manifest: Mapping[str, Any]) -> list[str]:
     """Say whether `state.json` has the form that loading relies on."""
     try:
         state, memory = saved["state"], saved["optimizer"]
         counts = [state["step"], state["tokens"], state["cursor"]["batch"]]
         are_counts = all(type(n) is int and 0 <= n < 2**63 for n in counts)
-        stream = all(type(n) is int for n in state["cursor"]["stream"])
-        plain = isinstance(state["health"], dict) and isinstance(saved["facts"], dict)
+        stream = all(type(n) is int and -(2**63) <= n < 2**63 for n in state["cursor"]["stream"])
+        plain = _is_memory(state["health"]) and isinstance(saved["facts"], dict)
+        plain = plain and (saved.get("machine") is None or isinstance(saved["machine"], dict))
         named = all(isinstance(values, dict) for values in memory["scalars"].values())
+        named = named and (manifest["version"] == 1 or isinstance(memory["untouched"], list))
         options = all(isinstance(group, dict) for group in memory["options"])
         if not (are_counts and stream and plain and named and options and memory["class"]):
             return ["state.json is not the state of a run"]

@@ -20,31 +20,12 @@ from typing import TYPE_CHECKING, Any
 import attrs
 import orjson
 
-from trainkit.checkpoint.boxes import entry_problem, overlap
+from trainkit.checkpoint.boxes import DTYPES, entry_problem, overlap
 from trainkit.types import CheckpointError
 
 if TYPE_CHECKING:
     import torch
     from torch import Tensor
-
-DTYPES = {
-    "float64": ("F64", 8),
-    "float32": ("F32", 4),
-    "float16": ("F16", 2),
-    "bfloat16": ("BF16", 2),
-    "float8_e4m3fn": ("F8_E4M3", 1),
-    "float8_e5m2": ("F8_E5M2", 1),
-    "int64": ("I64", 8),
-    "int32": ("I32", 4),
-    "int16": ("I16", 2),
-    "int8": ("I8", 1),
-    "uint64": ("U64", 8),
-    "uint32": ("U32", 4),
-    "uint16": ("U16", 2),
-    "uint8": ("U8", 1),
-    "bool": ("BOOL", 1),
-}
-"""torch's name of a dtype: safetensors' name of it, and bytes per element."""
 
 _FROM_SAFETENSORS = {name: dtype for dtype, (name, _) in DTYPES.items()}
 _NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.:/-]{0,499}")

@@ -22,26 +22,28 @@ import attrs
 import orjson
 import torch
 
+from trainkit.checkpoint.boxes import index_problems, shortened
 from trainkit.checkpoint.directory import run_identity
 from trainkit.checkpoint.manifest import (
     MANIFEST,
-    check_values,
-    disk_error,
     dump_json,
-    hash_file,
     is_sealed,
     make_manifest,
     next_name,
-    read_json,
     sealed,
-    sync_directory,
+)
+from trainkit.checkpoint.plain import (
+    check_values,
+    hash_file,
+    read_json,
     write_all,
     write_durably,
 )
 from trainkit.checkpoint.snapshot import Piece, Snapshot, TensorFile
 from trainkit.checkpoint.tensors import counters_of
+from trainkit.files import sync_folder
 from trainkit.hashing import MASK64, hash_box, hash_counters
-from trainkit.types import CheckpointError, NumericsError
+from trainkit.types import CheckpointError, DiskError, NumericsError
 
 _CHUNK = 4 * 1024 * 1024  # written and hashed at once, out of the same cache
 _LOOKED_AT = 1 << 18  # elements tested at once
@@ -67,10 +69,29 @@ class Target:
 
 @contextmanager
 def _disk_errors(path: Path, needed: int) -> Iterator[None]:
+    """Turn an `OSError` of the block into a `DiskError`."""
     try:
         yield
     except OSError as error:
-        raise disk_error(error, path, needed) from error
+        raise _disk_error(error, path, needed) from error
+
+
+def _disk_error(error: OSError, path: Path, needed: int) -> DiskError:
+    """Say what a failed write needed, and what there is."""
+    try:
+        probe = next(parent for parent in (path, *path.parents) if parent.exists())
+        free: int | str = shutil.disk_usage(probe).free
+    except OSError:
+        free = "an unknown number"
+    name = errno.errorcode.get(error.errno or 0, "")
+    return DiskError(
+        f"save_checkpoint: {path} could not be written: {name} {error.strerror or error}; about "
+        f"{needed} bytes are needed and {free} are free",
+        where=path,
+        got=free,
+        want=needed,
+        hint="free space or choose another --out; every earlier checkpoint is intact",
+    )
 
 
 # ---------------------------------------------------------------------------------------- one rank
@@ -209,6 +230,7 @@ def commit(snapshot: Snapshot, target: Target) -> Path:
 
     Raises:
         DiskError: Something cannot be written. Nothing is committed then.
+        CheckpointError: The parts that the ranks wrote are not the whole; the same.
 
     Effects:
         Writes to disk, and waits until it is durable.
@@ -218,34 +240,51 @@ def commit(snapshot: Snapshot, target: Target) -> Path:
         reports = [_read_report(target.staging / _report(rank)) for rank in range(target.ranks)]
         for rank in range(target.ranks):
             (target.staging / _report(rank)).unlink()
-        described = {**snapshot.described, "optimizer": {**snapshot.described["optimizer"]}}
-        scalars = _joined(report["scalars"] for report in reports)
-        # Every parameter is among the scalars, a tied copy under its owner's name alone.
-        empty = {name for report in reports for name in report["untouched"]} & scalars.keys()
-        described["optimizer"] |= {"scalars": scalars, "untouched": sorted(empty)}
+        files = _joined(report["files"] for report in reports)
+        index = {"tensors": _merged(r["tensors"] for r in reports)}
+        _refuse_gaps(index, files)
         texts = {
-            "state.json": dump_json(described),
-            "index.json": orjson.dumps({"tensors": _merged(r["tensors"] for r in reports)}),
+            "state.json": dump_json(_described(snapshot, reports)),
+            "index.json": orjson.dumps(index),
         }
         for name, data in texts.items():
             check_values(target.staging / name, data)  # what is written must be readable
             write_durably(target.staging / name, data)
         if target.before_commit is not None:
             target.before_commit()
-        files = _joined(report["files"] for report in reports)
         files |= {name: hash_file(target.staging / name) for name in texts}
         manifest = make_manifest(snapshot.state.step, files, **_facts(snapshot, target, reports))
         write_durably(target.staging / MANIFEST, manifest)
-        sync_directory(target.staging)
+        sync_folder(target.staging)
         path = directory / next_name(directory, snapshot.state.step)
         target.staging.rename(path)
         try:
-            sync_directory(directory)
+            sync_folder(directory)
         except OSError:  # what is told to have failed must not be there
             with suppress(OSError):
                 path.rename(target.staging)
             raise
     return path
+
+
+def _described(snapshot: Snapshot, reports: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Return what `state.json` says: what the first rank knows, and all ranks of the optimizer."""
+    scalars = _joined(report["scalars"] for report in reports)
+    # Every parameter is among the scalars, a tied copy under its owner's name alone.
+    empty = {name for report in reports for name in report["untouched"]} & scalars.keys()
+    optimizer = {"scalars": scalars, "untouched": sorted(empty)}
+    return {**snapshot.described, "optimizer": snapshot.described["optimizer"] | optimizer}
+
+
+def _refuse_gaps(index: Mapping[str, Any], files: Mapping[str, Mapping[str, Any]]) -> None:
+    """Refuse to commit what no load would take: boxes that are not the whole of a tensor."""
+    problems = index_problems(index, {name: file["size"] for name, file in files.items()})
+    if problems:
+        raise CheckpointError(
+            f"save_checkpoint: what the ranks wrote could not be read back: {shortened(problems)}",
+            got=problems,
+            hint="every earlier checkpoint is intact; this is a fault of trainkit or of a layout",
+        )
 
 
 _REST_BYTES = 1 << 20  # what a commit needs beside the tensors, in round numbers
@@ -303,6 +342,7 @@ def point_to(path: Path) -> None:
         Replaces a file beside the checkpoint, by a rename.
     """
     new = path.with_name(".latest")
+    new.unlink(missing_ok=True)  # a link would be followed
     new.write_text(f"{path.name}\n")
     new.replace(path.with_name("latest"))
 

@@ -14,7 +14,7 @@ from typing import Any
 
 from trainkit.checkpoint.listing import describe_checkpoint
 from trainkit.checkpoint.manifest import find_checkpoint, list_checkpoints
-from trainkit.checkpoint.owner import owner_problems
+from trainkit.checkpoint.plain import owner_problems
 from trainkit.checkpoint.retention import Retention, apply_retention
 from trainkit.types import CheckpointError
 
@@ -184,7 +184,7 @@ def _home(directory: Path) -> Path:
 
 
 def _verified(path: Path) -> list[str]:
-    from trainkit.checkpoint.export import verify_any  # noqa: PLC0415 - `ls` does without it
+    from trainkit.checkpoint.sources import verify_any  # noqa: PLC0415 - `ls` does without it
 
     return verify_any(path)
 

@@ -13,9 +13,9 @@ from typing import Any, TypeGuard
 
 import attrs
 
+from trainkit.checkpoint.boxes import DTYPES
 from trainkit.checkpoint.manifest import plain_file_name
 from trainkit.checkpoint.stored import (
-    DTYPES,
     Piece,
     Stored,
     check_boxes,

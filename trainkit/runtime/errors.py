@@ -53,6 +53,7 @@ _HINTS = {
     _BUG: "this is a bug in trainkit or in the recipe; the traceback says where",
     _DISK: "make room or mend the permissions, then run the same command again",
     _INTERRUPTED: "run the same command again to go on from the last checkpoint",
+    SAVED: "run the same command again to go on from the last checkpoint",
 }
 
 

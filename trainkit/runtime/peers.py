@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import secrets
 import signal
 import socket
 from collections.abc import Mapping, Sequence
@@ -17,6 +18,8 @@ from typing import Any
 
 import attrs
 import orjson
+
+from trainkit.types import PeerError
 
 SILENT = 4.0
 """Seconds without a new beat after which a rank on this host is silent."""
@@ -74,12 +77,16 @@ class Sighting:
 
 @attrs.frozen
 class Failure:
-    """Why the run ends: `what` continues "rank 3 ..."; `detail` says what the others were at."""
+    """Why the run ends: `what` continues "rank 3 ..."; `detail` says what the others were at.
+
+    `code` is what the other ranks end with.
+    """
 
     session: str
     rank: int
     what: str
     detail: str = ""
+    code: int = PeerError.code
 
 
 # ------------------------------------------------------------------------------------ processes
@@ -112,7 +119,8 @@ def is_gone(member: Member, here: str) -> bool:
     if member.place != here:
         return False
     if member.started:
-        return _start_of(member.pid) != member.started
+        start = _start_of(member.pid)
+        return start is not None and start != member.started
     try:
         os.kill(member.pid, 0)
     except ProcessLookupError:
@@ -143,21 +151,28 @@ def has_stopped(member: Member, here: str) -> bool:
     """
     if member.place != here or is_gone(member, here):
         return False
-    return _status_of(member.pid)[:1] == [b"T"]
+    return (_status_of(member.pid) or [])[:1] == [b"T"]
 
 
 def _start_of(pid: int) -> str | None:
-    """Return when a process started, in the kernel's ticks; None if it has ended, or is unknown."""
+    """Return when a process started, in the kernel's ticks; "ended" if it has; None: who knows."""
     status = _status_of(pid)
-    return None if not status or status[0] in b"ZXx" else status[19].decode()
+    if status is None:
+        return None
+    return "ended" if not status or status[0] in b"ZXx" else status[19].decode()
 
 
-def _status_of(pid: int) -> list[bytes]:
-    """Return what Linux says of a process, from its state on; nothing if there is none."""
+def _status_of(pid: int) -> list[bytes] | None:
+    """Return what Linux says of a process, from its state on; nothing if there is none.
+
+    None is returned where nobody can tell: without `/proc`, or with no file left to open.
+    """
     try:
         return Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].split()
+    except (FileNotFoundError, ProcessLookupError):
+        return [] if Path("/proc/self/stat").exists() else None
     except OSError:
-        return []
+        return None
 
 
 # ------------------------------------------------------------------------------------ files
@@ -200,6 +215,9 @@ def write_beat(folder: Path, member: Member, beat: Beat) -> None:
     try:
         path.with_suffix(".new").write_bytes(text)
         path.with_suffix(".new").replace(path)
+    except FileNotFoundError:  # somebody has tidied up: the next beat has a place again
+        with contextlib.suppress(OSError):
+            folder.mkdir()
     except OSError:
         with contextlib.suppress(OSError):
             _write_over(path, text, ended=beat.state == "ended")
@@ -239,7 +257,7 @@ def tell_failure(folder: Path, failure: Failure) -> Failure:
         Writes `failure.json`, unless it is there already.
     """
     path = folder / "failure.json"
-    own = path.with_suffix(f".{os.getpid()}")
+    own = path.with_suffix(f".{secrets.token_hex(8)}")  # a pid may be another container's, too
     with contextlib.suppress(OSError):
         own.write_bytes(orjson.dumps(attrs.asdict(failure)))
         try:

@@ -22,7 +22,6 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any, NoReturn
 
-import attrs
 import numpy as np
 import torch
 import torch.distributed as dist
@@ -30,13 +29,24 @@ import torch.distributed as dist
 from trainkit.collectives import all_gather_json
 from trainkit.mesh import twin_axis
 from trainkit.runtime.errors import error_code, last_words, point_nowhere
-from trainkit.types import Axis, PeerError, PreemptedError
-
-GRACE = 30.0
-"""Seconds between a launcher's SIGTERM and its SIGKILL: torchrun's and SLURM's defaults."""
+from trainkit.types import (
+    Axis,
+    CheckpointError,
+    ConfigError,
+    DataError,
+    NumericsError,
+    PeerError,
+    PreemptedError,
+)
 
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2)
 """The signals that ask a run to save and to end."""
+
+_OWN_CODES = {
+    kind.code
+    for kind in (ConfigError, DataError, CheckpointError, NumericsError, PeerError, PreemptedError)
+}
+"""What a run ends with whether or not it was asked to stop: to start it again does not help."""
 
 Asked = Callable[[], str | None]
 """`Asked() -> str | None`: why this process shall stop, "SIGTERM" or "orphaned"; None to go on."""
@@ -63,10 +73,6 @@ def trap_signals() -> Iterator[Asked]:
     Yields:
         `asked() -> str | None`, "SIGTERM" for example; it keeps to its first answer.
 
-    Raises:
-        PreemptedError: In place of an error of this process (not of a peer) after it was asked to
-            stop: it could not be saved.
-
     Effects:
         Sets signal handlers, and puts back what was there, faulthandler's among them; starts a
         thread, and ends it.
@@ -91,26 +97,7 @@ def trap_signals() -> Iterator[Asked]:
                 reasons.append(reason)
             return reasons[0] if reasons else None
 
-        try:
-            yield asked
-        except Exception as error:
-            reason = asked()
-            if reason is None or isinstance(error, PreemptedError) or _is_of_a_peer(error):
-                raise
-            raise _unsaved(reason, error) from error
-
-
-def _is_of_a_peer(error: Exception) -> bool:
-    return error_code(error) == PeerError.code
-
-
-def _unsaved(reason: str, error: Exception) -> PreemptedError:
-    facts = {name: getattr(error, name, None) for name in ("where", "got", "want", "hint")}
-    return PreemptedError(
-        f"trap_signals: asked to stop ({reason}), but could not save: {type(error).__name__}: "
-        f"{error}",
-        **facts,
-    )
+        yield asked
 
 
 def _bind_is_orphaned() -> Callable[[], bool]:
@@ -132,11 +119,12 @@ def _heard_signals() -> Iterator[Callable[[], str | None]]:
     # The same signal comes twice, by the handler and through the socket: each counts for itself.
     handled: list[str] = []
     received: list[str] = []
+    leaving = threading.Lock()
 
     def note(number: int, seen: list[str]) -> None:
         name = signal.Signals(number).name
-        if name == "SIGINT" and name in seen:
-            _leave_at_once(words)
+        if name == "SIGINT" and name in seen and leaving.acquire(blocking=False):
+            _leave_at_once(words)  # by one of the two, so that it is said once
         if name not in seen:
             seen.append(name)
 
@@ -276,64 +264,6 @@ def _never_failing(method: Callable[..., Any], stream: Any) -> Callable[..., Any
 # ------------------------------------------------------------------------------------ all ranks
 
 
-@attrs.frozen
-class StopPlan:
-    """Whether to stop: who wants it (None: train on), and what is to be feared for the save."""
-
-    who: str | None
-    warning: str | None
-
-
-def stop_plan(
-    flags: Sequence[str | None], *, now: float, deadline: float, save_cost: float
-) -> StopPlan:
-    """Return who wants the run to stop, and a warning if a save does not fit before the deadline.
-
-    A save that may not fit is begun all the same: one that is cut off commits nothing, and the
-    checkpoint before it stands.
-
-    Args:
-        flags: What each rank was asked by, in rank order: "SIGTERM" or None.
-        now: The time, in seconds on any clock.
-        deadline: When the processes will be killed, on the same clock.
-        save_cost: Seconds that a save takes, as measured.
-
-    Examples:
-        >>> stop_plan([None, "SIGTERM", "SIGTERM"], now=0.0, deadline=30.0, save_cost=2.0)
-        StopPlan(who='SIGTERM on ranks 1, 2', warning=None)
-        >>> stop_plan([None], now=0.0, deadline=30.0, save_cost=41.5).warning[:36]
-        'a save takes 41.5 s, but 30 s are le'
-    """
-    ranks: dict[str, list[str]] = {}
-    for rank, flag in enumerate(flags):
-        if flag is not None:
-            ranks.setdefault(flag, []).append(str(rank))
-    told = [
-        f"{flag} on rank{'s' * (len(which) > 1)} {', '.join(which)}"
-        for flag, which in ranks.items()
-    ]
-    left = max(0.0, deadline - now)
-    warning = (
-        f"a save takes {save_cost:.1f} s, but {left:g} s are left before the processes are killed: "
-        "what has been trained since the last checkpoint may be lost; lengthen the grace (torchrun "
-        "--shutdown-timeout, SLURM's --signal=TERM@seconds), or save more often"
-    )
-    return StopPlan("; ".join(told) or None, warning if save_cost > left else None)
-
-
-def grace_warning(save_cost: float, *, grace: float = GRACE) -> str | None:
-    """Return a warning if a save takes longer than a launcher waits after SIGTERM, else None.
-
-    Args:
-        save_cost: Seconds from the request to the committed checkpoint, as measured.
-        grace: Seconds that the launcher waits before it kills.
-
-    Examples:
-        >>> grace_warning(1.5)
-    """
-    return stop_plan((), now=0.0, deadline=grace, save_cost=save_cost).warning
-
-
 @contextlib.contextmanager
 def stop_votes(
     asked: Asked, axis: Axis, *, timeout: timedelta = timedelta(hours=1)
@@ -355,6 +285,11 @@ def stop_votes(
         `stopping() -> str | None`, "SIGTERM on rank 3" for example; every rank must call it once
         per step. Once it has told, it tells the same again without communicating.
 
+    Raises:
+        PreemptedError: In place of a disk's error or a bug's after ranks have agreed to stop: the
+            run could not be saved. Errors that a new start would meet again (of the configuration,
+            the data, a checkpoint or the numbers) and those of peers stay what they are.
+
     Effects:
         Communicates on a group of its own: one all-reduce of one byte per call.
 
@@ -364,30 +299,58 @@ def stop_votes(
         ...     stopping()
         'SIGTERM on rank 0'
     """
-    if axis.count == 1:
-        yield lambda: _who([asked()])
-        return
     told: list[str] = []
-    with twin_axis(axis, name="stop", timeout=timeout) as votes:
+    with _unsaved_is_told(told), twin_axis(axis, name="stop", timeout=timeout) as votes:
+        if votes.count == 1:
+            yield lambda: _told_once(told, _who([asked()]))
+            return
         post = _bind_vote(votes)
         counts = [post(asked() is not None)]
 
         def stopping() -> str | None:
-            if told:
-                return told[0]
-            if counts.pop()():
-                told.append(_who(all_gather_json(asked(), votes)) or "one of the ranks")
-                return told[0]
-            counts.append(post(asked() is not None))
-            return None
+            if not told:
+                if counts.pop()():
+                    who = _who(all_gather_json(asked(), votes))
+                    return _told_once(told, who or "one of the ranks")
+                counts.append(post(asked() is not None))
+            return _told_once(told, None)
 
         yield stopping
         for wait in counts:
             wait()
 
 
+def _told_once(told: list[str], who: str | None) -> str | None:
+    """Return what has been told first, or keep and return what is told now."""
+    if who and not told:
+        told.append(who)
+    return told[0] if told else None
+
+
+@contextlib.contextmanager
+def _unsaved_is_told(told: Sequence[str]) -> Iterator[None]:
+    """Once ranks have agreed to stop, let all of them say that what was to be saved was not."""
+    try:
+        yield
+    except Exception as error:
+        if not told or error_code(error) in _OWN_CODES:
+            raise
+        facts = {name: getattr(error, name, None) for name in ("where", "got", "want", "hint")}
+        raise PreemptedError(
+            f"stop_votes: asked to stop ({told[0]}), but could not save: {type(error).__name__}: "
+            f"{error}",
+            **facts,
+        ) from error
+
+
 def _who(flags: Sequence[str | None]) -> str | None:
-    return stop_plan(flags, now=0.0, deadline=0.0, save_cost=0.0).who
+    """Return who asks all to stop, from what each rank was asked by, in rank order."""
+    ranks: dict[str, list[str]] = {}
+    for rank, flag in enumerate(flags):
+        if flag is not None:
+            ranks.setdefault(flag, []).append(str(rank))
+    told = [f"{flag} on rank{'s' * (len(x) > 1)} {', '.join(x)}" for flag, x in ranks.items()]
+    return "; ".join(told) or None
 
 
 def _bind_vote(axis: Axis) -> Callable[[bool], Callable[[], bool]]:

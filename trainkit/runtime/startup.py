@@ -167,7 +167,9 @@ def probe(axis: Axis, *, timeout: timedelta = timedelta(seconds=30)) -> float:
         if dist.get_backend(axis.group) == "gloo":
             dist.monitored_barrier(axis.group, timeout, wait_all_ranks=True)
         else:
-            dist.barrier(axis.group, async_op=True).wait(timeout)
+            work = dist.barrier(axis.group, async_op=True)
+            assert work is not None
+            work.wait(timeout)
     except RuntimeError as error:
         lines = " ".join(str(error).split())
         raise PeerError(

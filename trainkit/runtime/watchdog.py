@@ -148,8 +148,8 @@ def watch(
         ...         print(*(path.name for path in Path(folder, "ranks").iterdir()))
         rank_00000.json
     """
-    rank, stop = _join(Path(run_dir), axis, allow), threading.Event()
-    work = (rank, stop, asked, grace, tell or _to_stderr)
+    rank, stop, warn = _join(Path(run_dir), axis, allow), threading.Event(), tell or _to_stderr
+    work = (rank, stop, asked, grace, warn)
     thread = threading.Thread(target=_keep_watch, args=work, name="trainkit watch", daemon=True)
 
     def phase(name: str, allow: float | None = None) -> None:
@@ -170,7 +170,8 @@ def watch(
         finally:
             stop.set()
             thread.join(10.0)
-            _beat(rank)
+            with _going_on([], warn):
+                _beat(rank)
 
 
 def _join(run_dir: Path, axis: Axis, allow: float) -> _Rank:
@@ -232,6 +233,7 @@ def _keep_watch(
 ) -> None:
     first, phase, before, ticks = rank.phase, rank.phase, time.monotonic(), 0
     late, on_one_host = dict.fromkeys(rank.near, 0), all(rank.near.values())
+    told: list[str] = []
     while not stop.wait(_TICK):
         # Of a pause in which this process itself was stopped, nobody is at fault.
         now = time.monotonic()
@@ -240,23 +242,44 @@ def _keep_watch(
             phase, rank.elapsed = rank.phase, 0.0
         rank.elapsed += passed
         rank.unseen += passed
-        if phase is not first:
-            rank.busy.append(not _waits(rank.thread))
-        if rank.stopping or asked() is not None:
-            rank.stopping += passed
-        with contextlib.suppress(OSError, MemoryError):
-            if ticks % _PER_BEAT == 0 or (on_one_host and rank.phase[0] != rank.beat.phase):
+        is_turn = ticks % _PER_BEAT == 0
+        with _going_on(told, warn):
+            if is_turn or (on_one_host and rank.phase[0] != rank.beat.phase):
                 _beat(rank)
-            if ticks % _PER_BEAT == 0:
+        with _going_on(told, warn):
+            if phase is not first:
+                rank.busy.append(not _waits(rank.thread))
+            if rank.stopping or asked() is not None:
+                rank.stopping += passed
+        with _going_on(told, warn):
+            if is_turn:
                 _look_around(rank)
-                _warn_of_stragglers(rank, late, warn)
                 _act(rank, passed * _PER_BEAT, asked, grace)
+        with _going_on(told, warn):
+            if is_turn:
+                _warn_of_stragglers(rank, late, warn)
+
+
+@contextlib.contextmanager
+def _going_on(told: list[str], warn: Callable[[str], object]) -> Iterator[None]:
+    """Warn of what goes wrong in the watch itself, once of each kind: a run does not end of it."""
+    try:
+        yield
+    except Exception as error:  # noqa: BLE001 (a thread that ended would look like a dead rank)
+        if type(error).__name__ not in told:
+            told.append(type(error).__name__)
+            words = f"watch: this went wrong in the watch itself, which goes on: {error!r}"
+            with contextlib.suppress(Exception):
+                warn(words)
 
 
 def _beat(rank: _Rank) -> None:
-    """Write what this rank is at; nothing goes wrong if that cannot be written."""
-    rank.beat = _fresh_beat(rank)
-    write_beat(rank.folder, rank.member, rank.beat)
+    """Write what this rank is at, or that it is there at all: who is silent looks like the dead."""
+    rank.beat = attrs.evolve(rank.beat, count=rank.beat.count + 1, state=rank.state)
+    try:
+        rank.beat = _fresh_beat(rank)
+    finally:
+        write_beat(rank.folder, rank.member, rank.beat)
 
 
 def _fresh_beat(rank: _Rank) -> Beat:
@@ -293,9 +316,8 @@ def _warn_of_stragglers(rank: _Rank, late: dict[int, int], warn: Callable[[str],
     beats = {0: rank.beat} | {number: x.beat for number, x in rank.others.items()}
     busy = {number: x.busy for number, x in beats.items() if x is not None and x.busy >= 0}
     kinds = {x.phase.rstrip("0123456789") for x in beats.values() if x is not None}
-    found = (
-        stragglers(busy) if len(kinds) == 1 else []
-    )  # who prunes while others step is no laggard
+    # Who prunes while others step is no laggard.
+    found = stragglers(busy) if len(kinds) == 1 else []
     for number, looks in late.items():
         late[number] = looks + 1 if number in found else min(looks, 0)
         if late[number] == _LOOKS:
@@ -321,7 +343,10 @@ def _act(rank: _Rank, passed: float, asked: Callable[[], str | None], grace: flo
     if failure is not None and (hopeless or rank.doomed > _CAUSE_GRACE):
         _end(rank, _error_of(rank, failure))
     if rank.stopping > grace and not _may_finish_saving(rank):
-        _end(rank, _unsaved(rank, asked() or "a signal", grace))
+        what, code = _unsaved(rank, asked() or "a signal", grace)
+        failure = Failure(rank.session, rank.number, what, code=code)
+        tell_failure(rank.folder, failure)
+        _end(rank, _error_of(rank, failure))
 
 
 def _find_gone(rank: _Rank) -> Failure | None:
@@ -359,37 +384,39 @@ def _may_finish_saving(rank: _Rank) -> bool:
     return saving and not at_fault and not rank.beat.is_overdue
 
 
-def _error_of(rank: _Rank, failure: Failure) -> PeerError:
-    peer = "" if failure.rank == rank.number else "peer "
-    detail = f"; {failure.detail or f'this rank was {describe(_fresh_beat(rank))}'}"
-    return PeerError(
-        f"watch: {peer}rank {failure.rank} {failure.what}{detail}", where=f"rank {failure.rank}"
-    )
-
-
-def _unsaved(rank: _Rank, reason: str, grace: float) -> PreemptedError:
-    run_dir = rank.folder.parent
-    saved = [step_of(path) for path in list_checkpoints(run_dir / "checkpoints")]
-    last = f"the last checkpoint is step {saved[0]}" if saved else "there is no checkpoint"
-    error = PreemptedError(
-        f"watch: asked to stop ({reason}), but not saved within {grace:g} s: {last}; rank "
-        f"{rank.number} was {describe(rank.beat)}",
-        where=f"rank {rank.number}",
-        hint="run the same command again to go on from the last checkpoint",
-    )
-    if saved and saved[0] >= (last_step(run_dir / "metrics.jsonl") or 0):
-        error.code = SAVED  # nothing has been trained since
+def _error_of(rank: _Rank, failure: Failure) -> TrainkitError:
+    own = failure.rank == rank.number
+    detail = failure.detail or ("" if own else f"this rank was {describe(_fresh_beat(rank))}")
+    words = f"watch: {'' if own else 'peer '}rank {failure.rank} {failure.what}"
+    kind = PeerError if failure.code == PeerError.code else PreemptedError
+    error = kind(f"{words}; {detail}" if detail else words, where=f"rank {failure.rank}")
+    error.code = failure.code
     return error
+
+
+def _unsaved(rank: _Rank, reason: str, grace: float) -> tuple[str, int]:
+    """Return what a rank has to say that was asked to stop and is stuck, and its exit code."""
+    run_dir, saved = rank.folder.parent, list[int]()
+    with contextlib.suppress(OSError):
+        saved = [step_of(path) for path in list_checkpoints(run_dir / "checkpoints")]
+    last = f"the last checkpoint is step {saved[0]}" if saved else "there is no checkpoint"
+    what = (
+        f"was asked to stop ({reason}), but not saved within {grace:g} s: {last}; it was "
+        f"{describe(rank.beat)}"
+    )
+    # Nothing may have been trained since.
+    is_saved = bool(saved) and saved[0] >= (last_step(run_dir / "metrics.jsonl") or 0)
+    return what, SAVED if is_saved else PreemptedError.code
 
 
 def _end(rank: _Rank, error: TrainkitError) -> NoReturn:
     """End this process where it stands, after its last words (5 s at most)."""
-    for member in rank.members:
-        sighting = rank.others.get(member.rank, Sighting())
-        if is_silent(sighting, near=True) or has_stopped(member, rank.member.place):
-            put_down(member, rank.member.place)
-    words = threading.Thread(target=_last_words, args=(rank, error), daemon=True)
-    with contextlib.suppress(RuntimeError):  # no thread can be started any more
+    with contextlib.suppress(Exception):  # no thread can be started any more, for instance
+        for member in rank.members:
+            sighting = rank.others.get(member.rank, Sighting())
+            if is_silent(sighting, near=True) or has_stopped(member, rank.member.place):
+                put_down(member, rank.member.place)
+        words = threading.Thread(target=_last_words, args=(rank, error), daemon=True)
         words.start()
         words.join(5.0)
     os._exit(error.code)
@@ -418,7 +445,7 @@ def _own_failure(rank: _Rank, error: BaseException) -> BaseException:
     """Tell the others what went wrong here, and return what is to be raised for it."""
     if isinstance(error, PeerError):
         return error
-    text = f"{type(error).__name__}: {' '.join(str(error).split())[:2000]}"
+    text = f"{type(error).__name__}: {' '.join(str(error).split())[:2000]}".removesuffix(": ")
     what = f"failed: {text} (in phase {rank.phase[0]!r})"
     if isinstance(error, SystemExit):
         if len(rank.members) == 1:
