@@ -54,7 +54,10 @@ positive = _rule(lambda value: value > 0, "above 0")
 non_negative = _rule(lambda value: value >= 0, "at least 0")
 fraction = _rule(lambda value: 0 <= value <= 1, "between 0 and 1")
 _positive_or_rest = _rule(lambda value: value > 0 or value == -1, "above 0, or -1 for the rest")
-_two_or_more = _rule(lambda value: value >= 2, "at least 2, as the newest may turn out damaged")
+_all_or_two = _rule(
+    lambda value: value == 0 or value >= 2,
+    "0 for all, or at least 2, as the newest may turn out damaged",
+)
 
 
 def one_of(*choices: Any) -> Validator:
@@ -100,11 +103,11 @@ class RunConfig:
     save_every: int = attrs.field(default=200, validator=positive)
     """Save a checkpoint every so many steps, and at the end."""
 
-    keep: int = attrs.field(default=3, validator=_two_or_more)
-    """How many of the newest checkpoints stay."""
+    keep: int = attrs.field(default=0, validator=_all_or_two)
+    """How many of the newest checkpoints stay, at least 2; 0 for all."""
 
     keep_every: int = attrs.field(default=0, validator=non_negative)
-    """Keep the checkpoints of every so many steps for good; 0 keeps none."""
+    """With --keep: the checkpoints of every so many steps stay for good too; 0 for none."""
 
     background_saves: bool = True
     """Copy the state to host memory and write it while training goes on."""
@@ -180,7 +183,7 @@ class RunConfig:
     @property
     def safety(self) -> dict[str, Any]:
         """What `checkpoint.guarded_saves` takes of a configuration."""
-        retention = Retention(last=self.keep, every=self.keep_every)
+        retention = Retention(last=self.keep, every=self.keep_every) if self.keep else None
         how = {"policy": self.policy, "retention": retention, "background": self.background_saves}
         return {**how, "config": plain_values(self)}
 

@@ -66,8 +66,11 @@ def test_without_the_lock_two_runs_are_in_one_directory(tmp_path, monkeypatch, t
         assert "taken over" in told[0]
 
 
+LEFT = {"gone": holder(), "elsewhere": holder(host="node07"), "alive": holder(os.getpid())}
+
+
 @pytest.mark.case("L12")
-@pytest.mark.parametrize("text", [holder(), holder(host="node07"), holder(os.getpid())])
+@pytest.mark.parametrize("text", LEFT.values(), ids=LEFT)
 def test_what_a_dead_process_has_left_is_taken_over_and_told(text, tmp_path, told):
     (tmp_path / "lock").write_text(text)
     with run_lock(tmp_path, SOLO, tell=told.append):
@@ -132,7 +135,8 @@ def test_a_holder_that_leaves_while_we_look_leaves_us_no_removed_file(
 
 @pytest.mark.parametrize(
     ("text", "is_free"),
-    [("", True), (holder(), True), (holder(os.getpid()), False), (holder(host="node07"), False)],
+    [("", True), (LEFT["gone"], True), (LEFT["alive"], False), (LEFT["elsewhere"], False)],
+    ids=["nothing", *LEFT],
 )
 def test_where_there_are_no_locks_what_is_written_counts(text, is_free, tmp_path, monkeypatch):
     def without_locks(*_):

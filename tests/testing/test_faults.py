@@ -35,7 +35,7 @@ def walk(step, steps=4):
 # -------------------------------------------------------------------------------------- when, where
 
 
-@pytest.mark.parametrize("at", [2, {2}, [2, 9], lambda state: state.step == 1], ids=str)
+@pytest.mark.parametrize("at", [2, {2}, [2, 9], lambda state: state.step == 1])
 def test_a_fault_comes_at_its_step_and_at_no_other(at):
     seen = []
     step = faults.act_at(at, lambda state: seen.append(state.step))(count)
@@ -75,7 +75,6 @@ def test_injectors_are_put_around_one_another():
         (faults.exit_at(3), SystemExit),
         (faults.exit_at(3, code=5), SystemExit),
     ],
-    ids=str,
 )
 def test_a_rank_fails_instead_of_its_step(injector, error):
     assert walk(injector(count), steps=2) == [1, 2]

@@ -30,7 +30,6 @@ from trainkit.parallel.naming import box_of
 from trainkit.types import SOLO, Axis, ConfigError, DiskError, ParallelState, TrainState
 
 _WORTH_TELLING = 0.1  # seconds that a save had to wait for the one before
-_LAST_THREE = Retention()
 
 
 class Save(Protocol):
@@ -62,7 +61,7 @@ def saves(
     *,
     facts: Facts | None = None,
     config: Mapping[str, Any] | None = None,
-    retention: Retention | None = _LAST_THREE,
+    retention: Retention | None = None,
     background: bool = True,
     grace: float = 25.0,
     tell: Callable[[str], None] = print,
