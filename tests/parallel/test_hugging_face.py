@@ -34,10 +34,8 @@ def plan(_ps, layout):
 
 
 LAYOUTS = [
-    Layout(dp_shard=2),
     Layout(tp=2),
     Layout(dp_shard=2, reduce="each", rows_per_microbatch=2),
-    Layout(dp_replicate=2, dp_shard=2),
     Layout(dp_shard=2, tp=2, recompute="full"),
 ]
 

@@ -85,21 +85,6 @@ def test_run_again_it_is_complete_and_with_more_steps_it_goes_on(whole, text, tm
     assert (out / "final.json").read_text() == (whole[0] / "final.json").read_text()
 
 
-def test_killed_it_goes_on_to_the_same_bits(whole, text, tmp_path):
-    out = tmp_path / "run"
-    flags = ["--out", out, "--data", text, "--steps", 8, *SMALL, "--save-every", 1]
-    process = start("pretrain", *flags)
-    until = time.monotonic() + 120
-    while not (out / "checkpoints/step_00000002").exists() and process.poll() is None:
-        assert time.monotonic() < until
-        time.sleep(0.002)
-    process.send_signal(signal.SIGKILL)
-    process.communicate()
-    here(flags)
-    assert column(out, "loss_hex") == column(whole[0], "loss_hex")
-    assert (out / "final.json").read_text() == (whole[0] / "final.json").read_text()
-
-
 def test_torchrun_on_two_ranks_prints_the_same_losses_once(whole, text, tmp_path):
     printed = pretrain(tmp_path, text, 8, ranks=2)
     assert column(tmp_path, "batch_hash") == column(whole[0], "batch_hash")

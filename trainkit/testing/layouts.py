@@ -154,7 +154,6 @@ def _on_three_to_six() -> list[Layout]:
         *(Layout(ring=2, ulysses=2, fold_sp=fold) for fold in ("all", "ring", "ulysses", "none")),
         Layout(pp=4),
         Layout(dp_shard=2, tp=2),
-        Layout(dp_shard=2, tp=2, compiled=True),
         Layout(dp_replicate=2, tp=2),
         Layout(dp_shard=2, ring=2),
         Layout(dp_replicate=2, ring=2, fold_sp="none"),
