@@ -23,7 +23,7 @@ import attrs
 import harness
 import trials
 
-from trainkit.checkpoint.manifest import list_checkpoints
+from trainkit.checkpoint.manifest import list_checkpoints, verify_checkpoint
 
 ROOT = Path(__file__).parents[2]
 DAMAGE = {"flip": 1000, "truncate": 200, "zero": 200, "mix": 50, "pointer": 50}
@@ -261,8 +261,9 @@ def disturb(arena, ranks, name):
         if name == "stop":
             codes = [code for rank, code in enumerate(codes) if rank != victim]
         said = job.said(0)[-300:]
-    if name == "flip" and list_checkpoints(out / "checkpoints"):
-        trials.damage(list_checkpoints(out / "checkpoints")[0], random, "flip")
+    good = [path for path in list_checkpoints(out / "checkpoints") if not verify_checkpoint(path)]
+    if name == "flip" and len(good) > 1:  # with none left a run has to refuse
+        trials.damage(good[0], random, "flip")
     wrong = set(codes) - EXPECTED[name] - {0}
     return [f"{name}: ended with {codes}: {said}"] if wrong else []
 
