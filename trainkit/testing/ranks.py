@@ -331,6 +331,8 @@ def _set_up(index: int, work: _Work) -> None:
         world_size=work.world,
         timeout=timedelta(seconds=work.timeout),
     )
+    # A rank whose own connections stand may run on and close them while another still connects.
+    dist.barrier()
     for name, file in work.sources:
         if name not in sys.modules:
             _load_module(name, file)
