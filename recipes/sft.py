@@ -386,16 +386,8 @@ def main(argv=None):
         rows = {"row_length": cfg.row_length, "rows": cfg.rows, "microbatch": cfg.microbatch}
         parallel.check_layout(model, world=tk.mesh.world_size(), **rows, **cfg.layout)
         run_dir = runtime.make_run_dir(cfg.out)
-    with (
-        runtime.report_errors(),
-        runtime.trap_signals() as asked,
-        tk.parallel_session(**cfg.session, asked=asked) as ps,
-        runtime.run_lock(run_dir, ps.world),
-        runtime.report_errors(run_dir),
-        runtime.watch(run_dir, ps.world, asked=asked, allow=cfg.start_timeout) as phase,
-        runtime.stop_votes(asked, ps.world) as stopping,
-    ):
-        runtime.agree_at_start(ps.world, config.config_facts(cfg) | runtime.code_facts(__file__))
+        facts = config.config_facts(cfg) | runtime.code_facts(__file__)
+    with runtime.open_run(run_dir, facts=facts, **cfg.session) as (ps, phase, stopping):
         say = sinks.printer(ps.world.share)
         for note in launch_notes(os.environ):
             say(note)

@@ -10,6 +10,7 @@ if TYPE_CHECKING:
     from trainkit.runtime.directory import make_run_dir
     from trainkit.runtime.errors import SAVED, error_code, leave, needs_extra, report_errors
     from trainkit.runtime.lock import run_lock
+    from trainkit.runtime.session import open_run
     from trainkit.runtime.signals import stop_votes, trap_signals
     from trainkit.runtime.startup import agree_at_start, code_facts, probe
     from trainkit.runtime.watchdog import watch
@@ -22,6 +23,7 @@ __all__ = [
     "leave",
     "make_run_dir",
     "needs_extra",
+    "open_run",
     "probe",
     "report_errors",
     "run_lock",
@@ -38,6 +40,7 @@ _HOME = {
     "leave": "errors",
     "make_run_dir": "directory",
     "needs_extra": "errors",
+    "open_run": "session",
     "probe": "startup",
     "report_errors": "errors",
     "run_lock": "lock",

@@ -1,0 +1,48 @@
+"""What stands around a run is opened whole, and nothing of it is left."""
+
+import json
+import signal
+import threading
+from datetime import timedelta
+
+import pytest
+
+from trainkit.mesh import solo_parallel
+from trainkit.runtime import make_run_dir, open_run
+from trainkit.runtime.lock import run_lock
+from trainkit.types import DataError
+
+HOW = {"facts": {}, "start_timeout": timedelta(minutes=1)}
+
+
+def test_a_signal_is_heard_inside_and_all_is_put_back(tmp_path):
+    before, threads = signal.getsignal(signal.SIGTERM), threading.active_count()
+    with open_run(make_run_dir(tmp_path), **HOW) as (ps, phase, stopping):
+        phase("a step", allow=60)
+        assert stopping() is None
+        signal.raise_signal(signal.SIGTERM)
+        assert stopping() == "SIGTERM on rank 0"
+        assert ps.world.count == 1
+    assert signal.getsignal(signal.SIGTERM) == before
+    assert threading.active_count() == threads
+    with run_lock(tmp_path, solo_parallel().world):
+        pass
+
+
+def test_an_error_ends_with_its_code_and_keeps_its_traceback_in_the_directory(tmp_path, capsys):
+    with pytest.raises(SystemExit) as end, open_run(make_run_dir(tmp_path), **HOW):
+        raise DataError("document 7 is torn")
+    assert end.value.code == 65
+    last = capsys.readouterr().err.splitlines()[-1]
+    assert json.loads(last.removeprefix("TRAINKIT_ERROR "))["what"] == "document 7 is torn"
+    assert "DataError" in (tmp_path / "errors" / "rank_00000.txt").read_text()
+
+
+def test_a_directory_in_use_is_refused_with_a_code_before_anything_is_written(tmp_path, capsys):
+    with run_lock(make_run_dir(tmp_path), solo_parallel().world):
+        before = sorted(tmp_path.rglob("*"))
+        with pytest.raises(SystemExit) as end, open_run(tmp_path, **HOW):
+            pytest.fail("it was opened")
+    assert end.value.code == 64
+    assert "in use" in capsys.readouterr().err
+    assert sorted(path for path in before if path.exists()) == sorted(tmp_path.rglob("*"))
