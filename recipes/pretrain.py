@@ -234,7 +234,8 @@ def make_train_step(cfg, ps, stages, optimizer, phases, loss, evidence):
             world=ps.world,
             evidence=evidence,
         )
-        evidence.update(sums)
+        replay = functools.partial(forward_backward, batch.microbatches, denominator=tokens)
+        evidence.update(sums, replay=replay)
         metrics = {
             **terms,
             "grad_norm": norm,

@@ -1,6 +1,7 @@
 """One thread per process, the same examples every time, and no process left behind."""
 
 import os
+import random
 import sys
 from pathlib import Path
 
@@ -15,6 +16,17 @@ hypothesis.settings.register_profile(
     "trainkit", derandomize=True, deadline=None, max_examples=50, database=None, print_blob=False
 )
 hypothesis.settings.load_profile("trainkit")
+
+
+def pytest_configure():
+    """Draw the seed of the fault tests' choices before workers start, which take it from here."""
+    os.environ.setdefault("TRAINKIT_FAULT_SEED", str(random.SystemRandom().randrange(10**6)))
+
+
+def pytest_terminal_summary(terminalreporter):
+    seed = os.environ["TRAINKIT_FAULT_SEED"]
+    terminalreporter.write_line(f"faults were chosen by TRAINKIT_FAULT_SEED={seed}")
+
 
 _SERVERS = ("multiprocessing.forkserver", "multiprocessing.resource_tracker")
 

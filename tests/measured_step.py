@@ -12,13 +12,12 @@ import trainkit as tk
 from trainkit.layout import shard_sequence
 from trainkit.losses import next_token
 from trainkit.mesh import solo_parallel
-from trainkit.models import Decoder, init_weights
+from trainkit.models import Decoder, call_model, init_weights
 from trainkit.optim import adamw
 from trainkit.parallel import fsdp, recompute
 from trainkit.parallel.sequence import sequence
 from trainkit.parallel.tensor import tensor
 from trainkit.parallel.vocabulary import next_token_linear
-from trainkit.step import call_model
 from trainkit.testing.ledger import count_collectives
 from trainkit.types import Batch, Spans
 

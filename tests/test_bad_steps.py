@@ -27,7 +27,7 @@ NORM, DOWN = "layers.0.attention_norm.weight", "layers.1.mlp.down.weight"
 
 @attrs.frozen
 class Site:
-    """Where a number goes wrong on one rank: in the loss, its report, or a reduced gradient."""
+    """Where a number goes wrong on one rank: loss, report, backward pass, or summed gradient."""
 
     kind: str = "none"
     value: float = NAN
@@ -41,6 +41,8 @@ def spoiled(loss, site):
     def wrapped(output, batch):
         total, terms = loss(output, batch)
         factor = site().value if site().kind in ("loss", "report") else 1.0
+        if site().kind == "backward":  # its value is 0, and its gradient NaN
+            total = total + (0 * output[0].sum()).sqrt()
         return total * (factor if site().kind == "loss" else 1.0), {
             name: value * factor for name, value in terms.items()
         }
@@ -55,7 +57,9 @@ def spoil_gradient(stages, site):
         local.view(-1)[0] = site.value
 
 
-def step_function(layout, ps, stages, optimizer, *, policy, guilty=0, protected=True, world=None):
+def step_function(
+    layout, ps, stages, optimizer, *, policy, guilty=0, protected=True, world=None, replayed=True
+):
     """Return train_step(state, batch, site), as a recipe writes it but for the fault."""
     params, now = tk.parameters_of(stages), {}
     loss = spoiled(next_token_linear(ps.tp), lambda: now["site"])
@@ -66,8 +70,9 @@ def step_function(layout, ps, stages, optimizer, *, policy, guilty=0, protected=
         now["site"] = site if site is not None and ps.world.index == guilty else Site()
         evidence = {}
         tokens = tk.all_sum(tk.count_valid_tokens(batch.microbatches), ps.loss)
-        sums = run(batch.microbatches, denominator=tokens)
-        evidence.update(sums)
+        again = functools.partial(run, batch.microbatches, denominator=tokens)
+        sums = again()
+        evidence.update(sums, **({"replay": again} if replayed else {}))
         if now["site"].kind == "gradient":
             spoil_gradient(stages, now["site"])
         terms = losses.mean_terms(tk.reduce_metrics(sums, ps.loss), tokens)
@@ -101,7 +106,7 @@ def changed(before, after):
     return [name for name, x in before.items() if not torch.equal(x, after[name])]
 
 
-def visit(degrees, rest, sites, *, guilty=1, protected=True, alone=False):
+def visit(degrees, rest, sites, *, guilty=1, protected=True, alone=False, replayed=True):
     """Take a good step, then one for each site; return what became of each."""
     layout, text = Layout(**rest), corpus()
     bins = tk.pack_bins(text.lengths, 24)
@@ -110,6 +115,7 @@ def visit(degrees, rest, sites, *, guilty=1, protected=True, alone=False):
         stages, optimizer = build(layout, ps)
         world = SOLO if alone else ps.world
         options = {"policy": policy, "guilty": guilty, "protected": protected, "world": world}
+        options["replayed"] = replayed
         step = step_function(layout, ps, stages, optimizer, **options)
         state = TrainState()
         batch = functools.partial(input_of, ps=ps, layout=layout, text=text, bins=bins)
@@ -123,6 +129,8 @@ def visit(degrees, rest, sites, *, guilty=1, protected=True, alone=False):
             action, _ = health.judge(after, record, policy, damage=None if alone else damage)
             moved = changed(before, bits_of(stages, optimizer))
             found.append((action.kind, moved, blame(evidence, stages, ps.world), action.reason))
+            assert all(p.grad is None for p in tk.parameters_of(stages))
+            assert not changed(bits_of(stages, optimizer), before) or moved
         state, metrics, _ = step(state, batch(state.cursor))  # and on it goes
         return found, float(metrics["loss"]), bool(metrics["skipped"])
 
@@ -141,41 +149,47 @@ SITES = [
 ]
 
 
-SPREAD = (NORM, DOWN, "embedding.weight")  # over ranks by FSDP, the last two by tp
+BACKWARD = Site("backward")
 
 
-def check_nothing_moved(site, ranks, guilty, spread=()):
+def check_nothing_moved(site, ranks, guilty, *, replayed=True, named="rank {}"):
     kinds, moved, told, reasons = zip(*ranks, strict=True)
     assert set(kinds) == {"skip"}, (site, kinds, reasons)
     assert not any(moved), (site, moved)
     assert all(other == told[0] for other in told)
     if site.kind == "gradient":
-        # Of a gradient that ranks hold parts of, those are named whose part is not finite.
-        held = ", held" * (site.name in spread)
-        assert told[0] == [f"the gradient of {site.name}{held} on rank {guilty}"], site
+        # It was spoiled after the sum: who holds it is all that there is to know.
+        held = f"the summed gradient of {site.name}, held by rank {guilty}"
+        finite = "computed again, each rank's own gradients are finite"
+        assert told[0] == [held, *([finite] if replayed else [])], site
+    if site.kind == "backward" and replayed:
+        assert told[0][0] == f"the gradient of norm.weight on {named.format(guilty)}"
+    elif site.kind == "backward":
+        assert told[0][0].startswith("the summed gradient of norm.weight, held by rank")
 
 
 @pytest.mark.case("N1", "N2", "N3")
 def test_no_fault_of_two_ranks_poisons_a_parameter():
     cases = [
-        ({}, {}, SITES, {"guilty": 1}),
-        ({"pp": 2}, {"pp": 2}, SITES, {"guilty": 1}),
-        ({"dp_replicate": 2}, {}, SITES, {"guilty": 0}),
+        ({}, {}, [*SITES, BACKWARD], {"guilty": 1}),
+        ({"pp": 2}, {"pp": 2}, [*SITES, BACKWARD], {"guilty": 1}),
+        ({"dp_replicate": 2}, {}, [*SITES, BACKWARD], {"guilty": 0}),
+        ({}, {}, [SITES[6], BACKWARD], {"guilty": 1, "replayed": False}),
         ({}, {}, [SITES[0], SITES[6]], {"protected": False}),
     ]
     every = run_ranks(visit_all, 2, cases)
-    for index, (degrees, _, sites, options) in enumerate(cases[:3]):
+    for index, (degrees, _, sites, options) in enumerate(cases[:4]):
         guilty = options["guilty"]
         for number, site in enumerate(sites):
             ranks = [rank[index][0][number] for rank in every]
             owns = "pp" not in degrees or site.name not in (NORM, "embedding.weight")
             if owns:
-                check_nothing_moved(site, ranks, guilty, () if degrees else SPREAD)
+                check_nothing_moved(site, ranks, guilty, replayed=options.get("replayed", True))
             if site.kind in ("loss", "report") and "pp" not in degrees:
                 assert ranks[0][2][0] == f"the loss on rank {guilty}"
         assert all(math.isfinite(rank[index][1]) and not rank[index][2] for rank in every)
     for rank in every:  # the control: applied all the same, parameters are no numbers any more
-        found, loss, _ = rank[3]
+        found, loss, _ = rank[4]
         assert found[0][0] == "rollback"
         assert len(found[0][1]) > 10
         assert "taken all the same" in found[0][3]
@@ -187,12 +201,13 @@ def test_no_fault_of_four_ranks_poisons_a_parameter_and_ranks_part_if_they_do_no
     degrees, rest = {"dp_replicate": 2, "tp": 2}, {"tp": 2, "vocab_size": 32}
     alone = [Site("gradient", NAN, NORM)]  # every rank computes this gradient for itself
     cases = [
-        (degrees, rest, SITES, {"guilty": 2}),
+        (degrees, rest, [*SITES, BACKWARD], {"guilty": 2}),
         (degrees, rest, alone, {"guilty": 2, "alone": True}),
     ]
     every = run_ranks(visit_all, 4, cases)
-    for number, site in enumerate(SITES):
-        check_nothing_moved(site, [rank[0][0][number] for rank in every], 2, SPREAD[1:])
+    for number, site in enumerate([*SITES, BACKWARD]):
+        ranks = [rank[0][0][number] for rank in every]  # tensor-parallel ranks compute together
+        check_nothing_moved(site, ranks, 2, named="ranks {} and 3")
     # The control: without `world` some ranks take the step and others do not.
     assert len({rank[1][0][0][0] for rank in every}) == 2
     assert len({bool(rank[1][0][0][1]) for rank in every}) == 2

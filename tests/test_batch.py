@@ -11,14 +11,20 @@ from hypothesis import strategies as st
 from strategies import batches, corpus_of, packed
 
 from trainkit.batch import (
+    Along,
     batch_hash,
     blank_batch,
     collate_bins,
     count_valid_tokens,
+    pad_stack,
+    pooling_mask,
+    shard_tree,
     shift_labels,
+    shift_tokens,
     spans,
     split_batch,
     to_device,
+    unshard_tree,
 )
 from trainkit.corpora.joined import join_corpora
 from trainkit.corpora.tokens import TokenCorpus
@@ -415,3 +421,230 @@ def test_bins_read_back_as_pieces():
     assert BINS[0] == BINS[-2] == [(0, 0, 3)]
     with pytest.raises(IndexError, match="row 2 of 2"):
         BINS[2]
+
+
+# ---------------------------------------------------------------------- samples from elsewhere
+
+
+TOKENS = st.lists(st.integers(0, 3), min_size=1, max_size=9)  # few, so that neighbours repeat
+
+
+@given(TOKENS, st.data())
+def test_a_sample_is_shifted_once_with_all_that_belongs_to_its_targets(ids, data):
+    tokens = torch.tensor(ids)
+    trained = torch.tensor(data.draw(st.lists(st.booleans(), min_size=len(ids), max_size=len(ids))))
+    place = torch.arange(len(ids))
+    sample = {
+        "input_ids": tokens,
+        "labels": torch.where(trained, tokens, IGNORED_LABEL),
+        "position_ids": place + 7,
+        "attention_mask": place,
+        "weights": place,
+        "logprobs": torch.stack([place, place], 1),
+        "temperature": torch.tensor(0.5),
+        "name": "a",
+        "image": torch.zeros(len(ids) + 1),
+    }
+    shifted = shift_tokens(sample, mode="always")
+    rest = list(range(1, len(ids)))
+    assert shifted["input_ids"].tolist() == ids[:-1]
+    assert shifted["labels"].tolist() == sample["labels"].tolist()[1:]
+    assert shifted["weights"].tolist() == shifted["logprobs"][:, 1].tolist() == rest
+    for name in ("attention_mask", "position_ids"):
+        assert shifted[name].tolist() == list(range(len(rest)))
+    for name in ("temperature", "name", "image"):
+        assert shifted[name] is sample[name]
+    told = any(trained[i] and ids[i] != ids[i + 1] for i in range(len(ids) - 1))
+    found = shift_tokens(sample)
+    assert len(found["input_ids"]) == len(ids) - told
+    assert found.keys() == sample.keys()
+    again = shift_tokens(found)  # a shifted sample is never shifted again
+    assert not told or again["labels"].tolist() == shifted["labels"].tolist()
+
+
+@pytest.mark.parametrize(
+    ("ids", "labels", "is_shifted"),
+    [
+        ([1, 2, 3], [1, 2, 3], True),
+        ([1, 2, 3], [-100, 2, 3], True),
+        ([1, 2, 3], [2, 3, -100], False),
+        ([1, 2, 3], [-100, 3, 4], False),
+        ([5, 5, 6], [5, 5, 6], True),  # the first label alone would say "shifted already"
+        ([5, 5, 6], [5, 6, -100], False),
+        ([5, 5, 5], [5, 5, 5], False),
+        ([1, 2, 3], [9, 2, 3], False),  # neither
+        ([1, 2, 3], [-100, -100, 3], False),  # the last label has no next token to look at
+        ([1, 2, 3], [2, 3], False),
+        ([1], [1], False),
+        ([], [], False),
+    ],
+)
+def test_labels_tell_whether_they_are_shifted(ids, labels, is_shifted):
+    sample = {"input_ids": torch.tensor(ids), "labels": torch.tensor(labels)}
+    sample = {name: x.long() for name, x in sample.items()}
+    found = shift_tokens(sample)
+    assert found["labels"].tolist() == (labels[1:] if is_shifted else labels)
+    assert found["input_ids"].tolist() == (ids[:-1] if is_shifted else ids)
+    assert shift_tokens(sample | {"target_tokens": 0})["labels"] is sample["labels"]
+
+
+def test_targets_may_be_named():
+    sample = {"input_ids": torch.arange(3), "labels": torch.arange(3), "reward": torch.arange(3)}
+    assert shift_tokens(sample)["reward"].tolist() == [0, 1]
+    named = shift_tokens(sample, targets={"reward"})
+    assert named["reward"].tolist() == named["labels"].tolist() == [1, 2]
+
+
+@given(st.lists(TOKENS, min_size=1, max_size=4), st.integers(1, 5), st.booleans())
+def test_padded_rows_hold_each_row_and_padding(rows, multiple_of, is_left):
+    side = "left" if is_left else "right"
+    longest = max(map(len, rows))
+    for dtype, value in ((torch.int64, -100), (torch.float32, -0.5), (torch.bool, True)):
+        tensors = [torch.tensor(row).to(dtype) for row in rows]
+        padded = pad_stack(tensors, value, side=side, multiple_of=multiple_of)
+        width = padded.shape[1]
+        assert (padded.dtype, len(padded)) == (dtype, len(rows))
+        assert width % multiple_of == 0 <= width - longest < multiple_of
+        for tensor, line in zip(tensors, padded.tolist(), strict=True):
+            padding = [value] * (width - len(tensor))
+            own = tensor.tolist()
+            assert line == (padding + own if is_left else own + padding)
+
+
+def test_padding_has_no_gradient_and_no_row_needs_a_token():
+    row = torch.ones(2, requires_grad=True)
+    pad_stack([row, torch.ones(3)], 7.0).sum().backward()
+    assert row.grad is not None
+    assert row.grad.tolist() == [1, 1]
+    empty = torch.empty(0)
+    assert pad_stack([empty, empty], 0).shape == (2, 0)
+    assert pad_stack([empty, torch.ones(1)], 2).tolist() == [[2], [1]]
+
+
+@given(st.lists(st.lists(st.booleans(), min_size=5, max_size=5), min_size=1, max_size=3))
+def test_a_pooling_mask_takes_the_first_place_the_last_token_or_all(rows):
+    for mask in (torch.tensor(rows), torch.tensor(rows).long()):
+        before = mask.clone()
+        masks = {kind: pooling_mask(mask, kind) for kind in ("first", "last", "all")}
+        for i, row in enumerate(rows):
+            last = max((j for j in range(5) if row[j]), default=None)
+            assert masks["first"][i].tolist() == [1, 0, 0, 0, 0]
+            assert masks["last"][i].tolist() == [int(j == last) for j in range(5)]
+            assert masks["all"][i].tolist() == list(map(int, row))
+        assert {x.dtype for x in masks.values()} == {torch.int64}
+        masks["all"].fill_(9)
+        assert torch.equal(mask, before)
+    assert pooling_mask(torch.ones(2, 3, device="meta"), "last").device.type == "meta"
+
+
+# ---------------------------------------------------------------------- trees
+
+
+@given(st.integers(1, 4), st.integers(0, 9), st.booleans())
+def test_a_tree_that_was_cut_is_the_same_when_put_together(count, size, is_even):
+    size = size * count if is_even else size
+    tree = {
+        "x": torch.arange(2 * size).reshape(size, 2),
+        "inner": (torch.arange(3 * size).reshape(3, size), {"names": list(range(size))}),
+        "slices": torch.arange(3 * count).reshape(3, count),
+        "kept": torch.arange(5),
+        "rate": 0.5,
+        "nothing": None,
+    }
+    spec = {
+        "x": Along(),
+        "inner": (Along(-1), Along()),
+        "slices": Along(1, stack=True),
+        "kept": None,
+        "rate": Along(),
+        "nothing": None,
+    }
+    parts = shard_tree(tree, count, spec=spec, even=is_even)
+    assert len(parts) == count
+    sizes = [len(part["x"]) for part in parts]
+    assert sizes == [part["inner"][0].shape[1] for part in parts]
+    assert sizes == [len(part["inner"][1]["names"]) for part in parts]
+    assert sizes == sorted(sizes, reverse=True)
+    assert max(sizes) - min(sizes) <= (0 if is_even else 1)
+    assert all(part["slices"].shape == (3,) and part["kept"] is tree["kept"] for part in parts)
+    whole = unshard_tree(parts, spec=spec)
+    assert repr(whole) == repr(tree)
+
+
+def test_parts_are_views_and_scalars_of_parts_are_stacked():
+    x = torch.ones(4, requires_grad=True)
+    parts = shard_tree({"x": x, "scale": torch.tensor(2.0)}, 2)
+    losses = [{"loss": (part["x"] * part["scale"]).sum()} for part in parts]
+    assert parts[1]["x"]._base is x
+    whole = unshard_tree(losses)["loss"]
+    assert whole.tolist() == [4, 4]
+    whole[1].backward()
+    assert x.grad is not None
+    assert x.grad.tolist() == [0, 0, 2, 2]
+    kept = unshard_tree(parts, spec={"x": Along(), "scale": None})
+    assert (kept["scale"].ndim, len(kept["x"])) == (0, 4)
+
+
+def of_parts(*parts, **more):
+    return unshard_tree(list(parts), **more)
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda: shift_tokens({"labels": torch.ones(2)}), r"input_ids must be .* got NoneType"),
+        (
+            lambda: shift_tokens({"input_ids": torch.ones(2), "labels": torch.ones(1, 2)}),
+            r"labels must be a tensor \[S\], got \(1, 2\)",
+        ),
+        (lambda: shift_tokens({}, mode="never"), "must be .* got 'never'"),
+        (
+            lambda: shift_tokens(
+                {"input_ids": torch.ones(2), "labels": torch.ones(1)}, mode="always"
+            ),
+            "2 input_ids, 1 labels: these are shifted",
+        ),
+        (
+            lambda: shift_tokens(
+                {"input_ids": torch.ones(2), "labels": torch.ones(2), "weights": torch.ones(1)},
+                mode="always",
+            ),
+            r"weights must have one entry for each of the 2 tokens, .* got \(1,\)",
+        ),
+        (lambda: pad_stack([], 0), "at least one row"),
+        (lambda: pad_stack([torch.ones(1), torch.ones(1).long()], 0), "row 1 is .* torch.int64"),
+        (lambda: pad_stack([torch.ones(1, 1)], 0), r"row 0 is \(1, 1\)"),
+        (lambda: pad_stack([torch.ones(1).long()], 0.5), "int64 cannot be padded with 0.5"),
+        (lambda: pad_stack([torch.ones(1).byte()], -100), "uint8 cannot be padded with -100"),
+        (lambda: pad_stack([torch.ones(1).long()], float("nan")), "padded with nan"),
+        (lambda: pad_stack([torch.ones(1)], 0, side="up"), "side must be"),
+        (lambda: pad_stack([torch.ones(1)], 0, multiple_of=0), "multiple_of at least 1"),
+        (lambda: pooling_mask(torch.ones(1, 2), "mean"), "got 'mean'"),
+        (lambda: pooling_mask(torch.tensor(1), "all"), "got a scalar"),
+        (lambda: shard_tree({}, 0), "count must be at least 1, got 0"),
+        (lambda: shard_tree({"a": ([1, 2, 3],)}, 2), r"3 entries of the tree\['a'\]\[0\] do not"),
+        (lambda: shard_tree(torch.ones(3), 2, spec=Along(1)), r"no dimension 1, it is \(3,\)"),
+        (lambda: shard_tree(torch.ones(3), 2, spec=Along(stack=True)), "one slice for each of"),
+        (lambda: shard_tree([1, 2], 2, spec=Along(stack=True)), "nothing can be stacked"),
+        (lambda: shard_tree(blank_batch(2, 2), 2), "is a Batch, which cannot be cut"),
+        (lambda: shard_tree({"a": np.ones(2)}, 2), r"the tree\['a'\] is a ndarray"),
+        (lambda: shard_tree({"a": 1}, 2, spec={"b": None}), "dict of 'a', and its spec is a dict"),
+        (lambda: shard_tree(torch.ones(2), 2, spec=0), "its spec is no dict"),
+        (lambda: shard_tree(torch.ones(2), 2, spec={}), "1-d tensor .* its spec is a dict"),
+        (lambda: unshard_tree([]), "at least one tree"),
+        (lambda: unshard_tree({"a": 1}), "at least one tree"),
+        (lambda: of_parts({"a": 1}, {"b": 1}), "dict of 'a' in part 0 and a dict of 'b' in part 1"),
+        (lambda: of_parts((1,), (1, 2)), "a tuple of 1 in part 0 and a tuple of 2"),
+        (
+            lambda: of_parts(torch.ones(1), [1.0]),
+            "1-d tensor of torch.float32 in part 0 and a list",
+        ),
+        (lambda: of_parts({"a": 1}, {"a": 2}), r"the tree\['a'\] is a scalar that differs .*1, 2"),
+        (lambda: of_parts(torch.ones(1, 2), torch.ones(1, 3)), r"\[\(1, 2\), \(1, 3\)\]"),
+        (lambda: of_parts(torch.ones(1), spec=Along(3)), "along dimension 3"),
+        (lambda: of_parts(1, spec=(None,)), "its spec is a tuple of 1"),
+    ],
+)
+def test_samples_and_trees_that_cannot_be_are_refused(call, message):
+    with pytest.raises(ValueError, match=message):
+        call()

@@ -9,7 +9,7 @@ from torch import nn
 from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
 
 import trainkit as tk
-from trainkit import health
+from trainkit import grads, health
 from trainkit.grads import blame
 from trainkit.parallel.naming import mark_tied_copy_
 from trainkit.testing import run_ranks
@@ -358,6 +358,18 @@ def test_the_first_gradient_on_the_way_back_is_blamed_first():
     told = blame(evidence, [model], SOLO, most=2)
     words = "the gradient of {}.weight on rank 0"
     assert told == [words.format(2), words.format(1), "and 1 more"]
+
+
+@pytest.mark.case("N2")
+def test_a_replay_says_no_more_than_it_has_seen():
+    held = [["gradient of a"], ["gradient of b"]]
+    words = ["the summed gradient of b, held by rank 1", "the summed gradient of a, held by rank 0"]
+    finite = {"gradient of a": True, "gradient of b": True}
+    told = "computed again, each rank's own gradients are finite"
+    assert grads._after_replay([finite, finite], held) == [*words, told]
+    assert grads._after_replay([{"gradient of a": True}, {}], held) == words
+    bad = [finite, finite | {"gradient of a": False}]
+    assert grads._after_replay(bad, held) == ["the gradient of a on rank 1"]
 
 
 def test_evidence_is_of_the_last_step_alone():

@@ -11,10 +11,13 @@ from hypothesis import strategies as st
 from trainkit.hashing import key_of
 from trainkit.sampling import (
     Phase,
+    buffer_sorted_order,
+    epoch_of,
     make_phases,
     mixture_weights,
     permute,
     phase_at,
+    plan_steps,
     rows_of_mixture,
     rows_of_step,
     share_of_rows,
@@ -379,3 +382,135 @@ def one_step(**changes):
 def test_mixtures_that_cannot_be_are_refused(call, message):
     with pytest.raises(ValueError, match=message):
         call()
+
+
+# ----------------------------------------------------------------------------- sorted in buffers
+
+
+@st.composite
+def buffers(draw):
+    """(keys with many ties, keyword arguments of buffer_sorted_order)."""
+    keys = np.array(draw(st.lists(st.integers(0, 6), min_size=1, max_size=40)))
+    sizes = {name: draw(st.integers(1, 12)) for name in ("buffer_size", "pack_size")}
+    return keys, sizes | {"seed": draw(st.integers(0, 3))}
+
+
+@given(buffers())
+def test_a_buffer_is_sorted_into_packs_and_every_item_comes_once(case):
+    keys, arguments = case
+    buffer, pack = arguments["buffer_size"], arguments["pack_size"]
+    order = buffer_sorted_order(np.arange(keys.size), keys, **arguments)
+    for first in range(0, keys.size, buffer):
+        items = order[first : first + buffer]
+        assert sorted(items.tolist()) == list(range(first, min(first + buffer, keys.size)))
+        found = [sorted(keys[items[i : i + pack]].tolist()) for i in range(0, items.size, pack)]
+        ranked = np.sort(keys[items]).tolist()
+        packs = [ranked[i : i + pack] for i in range(0, items.size, pack)]
+        assert sorted(found) == sorted(packs)
+        assert len(found[-1]) == len(packs[-1])  # a short one is the last
+
+
+@given(buffers(), st.data())
+def test_an_order_in_buffers_is_the_same_however_it_is_asked_for(case, data):
+    keys, arguments = case
+    whole = buffer_sorted_order(np.arange(keys.size), keys, **arguments)
+    places = data.draw(st.lists(st.integers(0, keys.size - 1), max_size=10))
+    assert buffer_sorted_order(places, keys, **arguments).tolist() == whole[places].tolist()
+    others = keys.copy()  # what lies in other buffers does not matter
+    begin = arguments["buffer_size"]
+    others[begin:] = -others[begin:]
+    first = np.arange(min(begin, keys.size))
+    assert (buffer_sorted_order(first, others, **arguments) == whole[: first.size]).all()
+
+
+def test_packs_their_items_and_ties_are_shuffled_by_the_seed():
+    places, keys = np.arange(60), np.arange(60) // 2 % 15  # two buffers, each key twice in each
+    seeds = range(400)
+    orders = np.stack(
+        [buffer_sorted_order(places, keys, buffer_size=30, pack_size=3, seed=s) for s in seeds]
+    )
+    assert len({tuple(order[:30]) for order in orders}) == 400
+    assert (orders[:, :30] != orders[:, 30:] - 30).any(1).all()  # buffers differ from each other
+    lowest = np.isin(orders[:, :30], [0, 1]).reshape(400, 10, 3)  # in one pack, at any place
+    assert (lowest.sum(2).max(1) == 2).all()
+    assert (abs(lowest.any(2).sum(0) - 40) < 5 * 40**0.5).all()
+    assert (abs(lowest.sum((0, 1)) - 800 / 3) < 5 * (800 / 3) ** 0.5).all()
+    with_key_0 = (orders[:, :30].reshape(400, 10, 3) == 2).any(2)  # of items 2 and 3, key 1, one
+    with_key_1 = lowest.any(2)  # is in the pack of the lowest, either as often
+    assert abs((with_key_0 & with_key_1).any(1).sum() - 200) < 50
+
+
+def test_only_the_buffers_that_are_asked_for_are_read():
+    keys = np.array([3.0, 1.0, np.nan, 2.0])
+    arguments = {"buffer_size": 2, "pack_size": 1, "seed": 0}
+    assert sorted(buffer_sorted_order([0, 1], keys, **arguments).tolist()) == [0, 1]
+    with pytest.raises(ValueError, match="the key of item 2 is NaN"):
+        buffer_sorted_order([3], keys, **arguments)
+
+
+# ------------------------------------------------------------------------------ steps and epochs
+
+
+@given(st.integers(1, 60), st.integers(1, 17), st.integers(0, 200))
+def test_the_epoch_of_a_step_is_where_the_stream_of_rows_stands(num_rows, rows_per_step, step):
+    epoch = epoch_of(step, num_rows=num_rows, rows_per_step=rows_per_step)
+    number, first = divmod(step * rows_per_step, num_rows)
+    assert int(epoch) == number
+    assert epoch == pytest.approx(number + first / num_rows)
+    row = rows_of_step(step, rows_per_step=rows_per_step, num_rows=num_rows, seed=1)[0]
+    assert row == permute(first, num_rows, key_of(1, "epoch", number))[0]
+
+
+@given(st.integers(1, 60), st.integers(1, 17), st.integers(1, 4))
+def test_a_plan_takes_every_step_that_fits_and_no_row_too_often(num_rows, rows_per_step, epochs):
+    if epochs * num_rows < rows_per_step:
+        with pytest.raises(ValueError, match="hold no step of"):
+            plan_steps(num_rows=num_rows, rows_per_step=rows_per_step, epochs=epochs)
+        return
+    sizes = {"num_rows": num_rows, "rows_per_step": rows_per_step}
+    steps = plan_steps(**sizes, epochs=epochs)
+    assert epoch_of(steps, **sizes) <= epochs < epoch_of(steps + 1, **sizes)
+    rows = np.concatenate([rows_of_step(step, **sizes, seed=0) for step in range(steps)])
+    counts = np.bincount(rows, minlength=num_rows)
+    assert counts.max() <= epochs
+    assert (epochs - counts).sum() < rows_per_step
+
+
+def test_steps_are_the_fewest_of_what_limits_them():
+    sizes = {"num_rows": 100, "rows_per_step": 10}
+    assert plan_steps(**sizes, epochs=3, max_steps=7) == 7
+    assert plan_steps(**sizes, epochs=3, max_steps=70) == 30
+    assert plan_steps(**sizes, max_steps=70) == 70
+    assert plan_steps(num_rows=None, rows_per_step=10, max_steps=70) == 70
+    assert plan_steps(**sizes, epochs=0.7) == 7  # in floating point 0.7 * 100 is below 70
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda: plan_steps(num_rows=9, rows_per_step=1), "plan_steps: nothing ends the run"),
+        (lambda: plan_steps(num_rows=9, rows_per_step=1, max_steps=0), "max_steps .* got 0"),
+        (lambda: plan_steps(num_rows=9, rows_per_step=1, epochs=-1), "epochs must be .* got -1"),
+        (lambda: plan_steps(num_rows=9, rows_per_step=1, epochs=float("inf")), "got inf"),
+        (lambda: plan_steps(num_rows=None, rows_per_step=1, epochs=1), "of unknown length"),
+        (lambda: plan_steps(num_rows=0, rows_per_step=1, epochs=1), "plan_steps: .*num_rows=0"),
+        (lambda: epoch_of(0, num_rows=1, rows_per_step=0), "epoch_of: .*rows_per_step=0"),
+        (lambda: epoch_of(-1, num_rows=1, rows_per_step=1), "step must be at least 0, got -1"),
+        (lambda: sort_one(buffer_size=0), "at least 1, got 0 and 1"),
+        (lambda: sort_one(pack_size=0), "at least 1, got 1 and 0"),
+        (lambda: sort_one(index=[3]), r"\[0, 3\), got 3 to 3"),
+        (lambda: sort_one(index=[-1]), "got -1 to -1"),
+        (lambda: sort_one(keys=[[1]]), r"one dimension, got int64 \(1, 1\)"),
+        (lambda: sort_one(keys=["a"]), "must be numbers"),
+    ],
+)
+def test_steps_and_orders_that_cannot_be_are_refused(call, message):
+    with pytest.raises(ValueError, match=message):
+        call()
+
+
+def sort_one(**changes):
+    arguments = {"index": [0], "keys": [1, 2, 3], "buffer_size": 1, "pack_size": 1} | changes
+    return buffer_sorted_order(
+        arguments.pop("index"), np.array(arguments.pop("keys")), seed=0, **arguments
+    )

@@ -6,13 +6,12 @@ import torch
 
 import trainkit as tk
 from trainkit.corpora import TokenCorpus
-from trainkit.models import Decoder, DecoderConfig, init_weights
+from trainkit.models import Decoder, DecoderConfig, call_with_noise, init_weights
 from trainkit.optim import adamw, decay_groups
 from trainkit.parallel import compiled, fsdp, recompute
 from trainkit.parallel.sequence import sequence
 from trainkit.parallel.tensor import tensor
 from trainkit.parallel.vocabulary import next_token_linear
-from trainkit.step import call_with_noise
 from trainkit.types import Cursor
 
 CAPACITY = 24

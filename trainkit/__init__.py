@@ -85,12 +85,12 @@ if TYPE_CHECKING:
     from trainkit.mesh import solo_parallel as solo_parallel
     from trainkit.metrics import reduce_metrics as reduce_metrics
     from trainkit.metrics import to_host as to_host
+    from trainkit.models import call_model as call_model
+    from trainkit.models import call_with_noise as call_with_noise
     from trainkit.packing import pack_bins as pack_bins
     from trainkit.parallel import build_stages as build_stages
     from trainkit.prepare import prepare_corpus as prepare_corpus
     from trainkit.step import bind_forward_backward as bind_forward_backward
-    from trainkit.step import call_model as call_model
-    from trainkit.step import call_with_noise as call_with_noise
     from trainkit.step import evaluate as evaluate
     from trainkit.step import forward_backward as forward_backward
     from trainkit.step import forward_only as forward_only
@@ -127,12 +127,10 @@ _CONTENTS = {
     "mesh": "parallel_session solo_parallel axis_from_group",
     "data": "step_batch eval_batches",
     "attention": "",
-    "models": "",
+    "models": "call_model call_with_noise",
     "parallel": "build_stages",
     "optim": "",
-    "step": (
-        "forward_backward bind_forward_backward forward_only evaluate call_model call_with_noise"
-    ),
+    "step": "forward_backward bind_forward_backward forward_only evaluate",
     "grads": (
         "parameters_of named_parameters_of sum_gradients_ sync_sp_grads grad_norm clip_and_step "
         "blame"

@@ -7,7 +7,9 @@ norm of the whole model's gradient, each element counted once.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, MutableMapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
+from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -15,7 +17,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from trainkit.collectives import all_gather_json, all_sum
-from trainkit.parallel.naming import is_tied_copy, named_parameters_of
+from trainkit.parallel.naming import canonical_name, is_tied_copy, named_parameters_of
 from trainkit.parallel.reduction import sum_gradients_
 from trainkit.types import SOLO, Axis
 
@@ -33,9 +35,9 @@ __all__ = [
 
 _BUCKET_ELEMENTS = 16 * 1024 * 1024
 
-Evidence = MutableMapping[Any, Tensor]
-"""Numbers of one step on this rank, left on the device for `blame`: terms of the loss by name, and
-norms of gradients by parameter.
+Evidence = MutableMapping[Any, Any]
+"""What one step on this rank leaves for `blame`: terms of the loss by name and norms of gradients
+by parameter, on the device, and as "replay" a function that takes its backward pass again.
 """
 
 
@@ -361,14 +363,17 @@ def blame(
 ) -> list[str]:
     """Say where the numbers of a step stopped being finite, and on which ranks; for a bad step.
 
-    A loss that is not finite is named by the rank that computed it. Among gradients the one that
-    the backward pass came to first is named first, since all that it reaches follows. A gradient
-    of which ranks hold parts is named with those whose part is not finite ("held on rank 0"): FSDP
-    has summed it over all ranks by then, and on which one it began nobody can tell any more.
+    A loss that is not finite is named by the rank that computed it. A gradient has been summed over
+    ranks by the time that it is looked at, so a rank that holds it need not have made it: `replay`
+    computes every rank's own again, and names the rank and the gradient that the backward pass came
+    to first, since all that it reaches follows. Without it the message says who holds what.
 
     Args:
-        evidence: What `clip_and_step` was given, and the terms of the loss on this rank before they
-            were reduced: `evidence.update(sums)`.
+        evidence: What `clip_and_step` was given, and of this rank, before they were reduced, the
+            terms of the loss, and the step itself: `evidence.update(sums, replay=partial(
+            forward_backward, batch.microbatches, denominator=tokens))`. All ranks have a replay or
+            none has; it is called where the loss was finite and a gradient was not, while the
+            parameters are still those of the step.
         stages: This rank's stages.
         axis: All ranks, `ps.world`.
         most: How many are named; the others are counted.
@@ -377,7 +382,8 @@ def blame(
         The same sentences on all ranks; none where all is finite.
 
     Effects:
-        Communicates on `axis`, and waits for the device.
+        Communicates on `axis`, and waits for the device; a replay communicates as the step did, and
+        leaves no gradient.
 
     Examples:
         >>> from trainkit.types import SOLO
@@ -386,29 +392,84 @@ def blame(
         >>> blame(found, [model], SOLO)
         ['the gradient of bias on rank 0']
     """
-    named = named_parameters_of(stages)
-    bad = {id(key): key for key, value in evidence.items() if not math.isfinite(value)}
+    stages = list(stages)
+    replay = evidence.get("replay")
+    numbers = {key: value for key, value in evidence.items() if key != "replay"}
+    bad = {id(key): key for key, value in numbers.items() if not math.isfinite(value)}
     terms = [f"the {key}" for key in bad.values() if isinstance(key, str)]
-    items = reversed(named.items())
-    grads = [f"the gradient of {name}{_is_held(p)}" for name, p in items if id(p) in bad]
+    items = reversed(named_parameters_of(stages).items())
+    grads = [f"gradient of {name}" for name, p in items if id(p) in bad]
     told = all_gather_json([terms, grads], axis)
-    causes = _with_ranks([terms for terms, _ in told]) + _with_ranks([grads for _, grads in told])
+    losses, held = [terms for terms, _ in told], [grads for _, grads in told]
+    if axis.count == 1:
+        causes = _with_ranks(losses) + _with_ranks(held, "the {} on {}")
+    elif any(losses) or replay is None or not any(held):
+        causes = _with_ranks(losses) + _with_ranks(held, _HELD)
+    else:
+        causes = _after_replay(all_gather_json(_replayed(replay, stages), axis), held)
     more = len(causes) - most
     return causes if more <= 0 else [*causes[:most], f"and {more} more"]
 
 
-def _is_held(p: Any) -> str:
-    found = _sharded_over(p)
-    return ", held" if found is not None and found[1] else ""
+_HELD = "the summed {}, held by {}"
+_VANISHED = "computed again, each rank's own gradients are finite"
 
 
-def _with_ranks(told: Sequence[Sequence[str]]) -> list[str]:
+def _after_replay(own: Sequence[Mapping[str, bool]], held: Sequence[Sequence[str]]) -> list[str]:
+    """Return what a replay has shown: whose own gradients are not finite, or that all are."""
+    bad = [[name for name, is_finite in each.items() if not is_finite] for each in own]
+    if any(bad):
+        return _with_ranks(bad, "the {} on {}")
+    # What runs in compiled code may not have been seen.
+    all_seen = {name for names in held for name in names} <= {name for each in own for name in each}
+    return [*_with_ranks(held, _HELD), *([_VANISHED] if all_seen else [])]
+
+
+def _replayed(replay: Callable[[], object], stages: Sequence[nn.Module]) -> dict[str, bool]:
+    """Take a step's backward pass again; return which of this rank's own gradients are finite."""
+    finite: dict[str, Tensor] = {}
+
+    def see(name: str, gradient: Tensor) -> None:
+        verdict = _local(gradient).isfinite().all()
+        finite[name] = finite[name] & verdict if name in finite else verdict
+
+    with _gradients_seen(stages, see):
+        replay()
+    for p in named_parameters_of(stages).values():
+        p.grad = None
+    return {f"gradient of {name}": bool(verdict) for name, verdict in finite.items()}
+
+
+@contextmanager
+def _gradients_seen(
+    stages: Sequence[nn.Module], see: Callable[[str, Tensor], None]
+) -> Iterator[None]:
+    """Call `see(name, gradient)` for each gradient of this rank, before anything is summed."""
+    handles: dict[int, Any] = {}
+
+    # FSDP puts the gathered parameters in place for the forward pass: they are hooked when there.
+    def hook(path: str, module: nn.Module, _: object) -> None:
+        for name, p in module.named_parameters(path):
+            if p.requires_grad and id(p) not in handles:
+                handles[id(p)] = p.register_hook(partial(see, canonical_name(name)))
+
+    for stage in stages:
+        for path, module in stage.named_modules():
+            handles[id(module)] = module.register_forward_pre_hook(partial(hook, path))
+    try:
+        yield
+    finally:
+        for handle in handles.values():
+            handle.remove()
+
+
+def _with_ranks(told: Sequence[Sequence[str]], words: str = "{} on {}") -> list[str]:
     """Return what ranks have told, each once, with its ranks; a last stage's first."""
     ranks: dict[str, list[int]] = {}
     for rank in reversed(range(len(told))):
         for text in told[rank]:
             ranks.setdefault(text, []).insert(0, rank)
-    return [f"{text} on {name_ranks(which)}" for text, which in ranks.items()]
+    return [words.format(text, name_ranks(which)) for text, which in ranks.items()]
 
 
 def name_ranks(which: Sequence[int], *, most: int = 8) -> str:

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from trainkit.batch import blank_batch, count_valid_tokens, to_device
 from trainkit.collectives import all_gather_json, all_max, all_sum, communication_device
 from trainkit.losses import mean_terms
+from trainkit.models.call import call_model
 from trainkit.parallel.pipeline import bind_pipeline
 from trainkit.parallel.reduction import (
     Reduce,
@@ -36,34 +37,6 @@ from trainkit.parallel.stage_forward import (
 )
 from trainkit.parallel.stages import places_of
 from trainkit.types import SOLO, Axis, Call, ForwardBackward, Loss
-
-
-def call_model(model: nn.Module, batch: Mapping[str, Any]) -> Any:
-    """Enter a batch into a model: `model(input_ids, position_ids=..., spans=...)`.
-
-    Examples:
-        >>> seen = lambda ids, *, position_ids, spans: (ids, position_ids, spans)
-        >>> call_model(seen, {"input_ids": 1, "position_ids": 2, "spans": 3})
-        (1, 2, 3)
-    """
-    return model(batch["input_ids"], position_ids=batch["position_ids"], spans=batch["spans"])
-
-
-def call_with_noise(model: nn.Module, batch: Mapping[str, Any]) -> Any:
-    """Enter a batch into a model with dropout: `call_model` with the batch's `noise_key`.
-
-    Examples:
-        >>> seen = lambda ids, *, position_ids, spans, noise_key: noise_key
-        >>> batch = {"input_ids": 1, "position_ids": 2, "spans": 3, "noise_key": 4}
-        >>> call_with_noise(seen, batch)
-        4
-    """
-    return model(
-        batch["input_ids"],
-        position_ids=batch["position_ids"],
-        spans=batch["spans"],
-        noise_key=batch["noise_key"],
-    )
 
 
 def _add(sums: dict[str, Tensor], terms: Mapping[str, Tensor]) -> None:

@@ -92,9 +92,14 @@ def as_markdown(docstring: str) -> str:
 
 def members(tree: ast.Module, source: str) -> Iterator[tuple[str, str, str | None]]:
     """Yield (name, how it is written down, docstring) of the public names of a module."""
+    lines = [line.encode() for line in source.split("\n")]  # ast counts columns in bytes
 
     def text(node: ast.AST) -> str:
-        return " ".join((ast.get_source_segment(source, node) or "").split())
+        # As ast.get_source_segment, which splits the whole source at every call (4.7 s in all).
+        found = lines[node.lineno - 1 : node.end_lineno]
+        found[-1] = found[-1][: node.end_col_offset]
+        found[0] = found[0][node.col_offset :]
+        return " ".join(b" ".join(found).decode().split())
 
     for node, below in zip_longest(tree.body, tree.body[1:]):
         if isinstance(node, ast.FunctionDef) and node.name[0] != "_":

@@ -103,29 +103,26 @@ def compared(ps, case, attend):
     return max(float((a - parts[i]).abs().max() / want[i].abs().max()) for i, a in enumerate(found))
 
 
-def differences(ring_count, ulysses_count, cases):
-    with parallel_session(ring=ring_count, ulysses=ulysses_count) as ps:
-        attend = ulysses(ring(ps.ring), ps.ulysses)
-        return {name: compared(ps, case, attend) for name, case in cases.items()}
+# (ranks of the ring, ranks of Ulysses), by the number of ranks: a start of ranks serves them all.
+LAYOUTS = {2: [(2, 1), (1, 2)], 3: [(3, 1)], 4: [(4, 1), (1, 4), (2, 2)], 8: [(8, 1)]}
 
 
-def worst(found_by_rank):
-    return {name: max(found[name] for found in found_by_rank) for name in found_by_rank[0]}
+def differences(layouts):
+    """Return the largest difference of each case in each layout."""
+    found = {}
+    for rings, slices in layouts:
+        with parallel_session(ring=rings, ulysses=slices) as ps:
+            attend = ulysses(ring(ps.ring), ps.ulysses)
+            for name, case in (CASES if slices == 1 else ULYSSES).items():
+                found[rings, slices, name] = compared(ps, case, attend)
+    return found
 
 
-@pytest.mark.parametrize("world", [2, 3, 4, 8])
-def test_ring_attention_equals_plain_attention(world):
-    cases = {name: case for name, case in CASES.items() if world < 8 or case.rows > 1}
-    found = worst(run_ranks(differences, world, world, 1, cases))
-    assert found.pop("fp32") < 1e-5
-    assert max(found.values()) < 1e-12, found
-
-
-@pytest.mark.parametrize(("rings", "slices"), [(1, 2), (1, 4), (2, 2)])
-def test_ulysses_equals_plain_attention_also_around_a_ring(rings, slices):
-    found = worst(run_ranks(differences, rings * slices, rings, slices, ULYSSES))
-    assert found.pop("fp32") < 1e-5
-    assert max(found.values()) < 1e-12, found
+@pytest.mark.parametrize("world", LAYOUTS)
+def test_ring_and_ulysses_equal_plain_attention(world):
+    for found in run_ranks(differences, world, LAYOUTS[world]):
+        for (_, _, name), difference in found.items():
+            assert difference < (1e-5 if name == "fp32" else 1e-12), found
 
 
 def test_on_one_rank_each_is_the_attention_inside():
@@ -325,9 +322,16 @@ def planted(mistake):
         return compared(ps, case, attend)
 
 
-@pytest.mark.parametrize("mistake", ["boundary", "local lse", "contiguous"])
-def test_a_planted_mistake_is_seen(mistake):
-    assert max(run_ranks(planted, 2, mistake)) > 1e-2
+MISTAKES = ("boundary", "local lse", "contiguous")
+
+
+def all_planted():
+    return [planted(mistake) for mistake in MISTAKES]
+
+
+def test_planted_mistakes_are_seen():
+    for mistake, *seen in zip(MISTAKES, *run_ranks(all_planted, 2), strict=True):
+        assert max(seen) > 1e-2, mistake
 
 
 def test_runs_of_a_shard_are_its_spans():

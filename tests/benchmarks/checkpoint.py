@@ -1,15 +1,19 @@
-"""What a checkpoint costs: the copy that blocks, the hashes, the disk, reading it back.
+"""What a checkpoint costs: the copy that blocks, the hashes, the disk, reading it back, a restart.
 
-Run `python tests/benchmarks/checkpoint.py [--bytes N] [--dir DIR] [--turns N]`. Ways are timed in
-turns, and figures are medians of the turns, so that a busy machine disturbs all alike. Torch has
-one thread, as one rank of two would have.
+Run `PYTHONPATH=. python tests/benchmarks/checkpoint.py [--bytes N] [--dir DIR] [--turns N]`. Ways
+are timed in turns, and figures are medians of the turns, ratios those of the ratios of each turn,
+so that a busy machine disturbs all alike. Torch has one thread, as one rank of two would have.
 """
 
 import argparse
 import hashlib
+import itertools
 import os
 import shutil
+import signal
 import statistics
+import subprocess
+import sys
 import tempfile
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -42,16 +46,23 @@ def model_and_optimizer(size, device="cpu"):
     return model, optimizer
 
 
-def seconds_in_turns(functions, turns):
-    """Median seconds of each of some functions, by name, called in turns after one call each."""
+def taken_in_turns(functions, turns, before=lambda: None):
+    """Seconds and CPU seconds of each of some functions, called in turns after one call each."""
     taken = {name: [] for name in functions}
     for turn in range(turns + 1):
         for name, function in functions.items():
-            begin = time.perf_counter()
+            before()
+            begin, busy = time.perf_counter(), time.process_time()
             function()
             if turn:
-                taken[name].append(time.perf_counter() - begin)
-    return {name: statistics.median(values) for name, values in taken.items()}
+                taken[name].append((time.perf_counter() - begin, time.process_time() - busy))
+    return taken
+
+
+def seconds_in_turns(functions, turns):
+    """Median seconds of each of some functions, by name."""
+    taken = taken_in_turns(functions, turns)
+    return {name: statistics.median(wall for wall, _ in pairs) for name, pairs in taken.items()}
 
 
 def blocking(model, optimizer, turns):
@@ -107,34 +118,41 @@ def write_raw(folder, parts):
 
 
 def writing(model, optimizer, size, folder, turns):
-    """A save, all of it, beside the raw write of as many bytes; then reading it back."""
+    """A save, all of it, beside the raw write of files of as many bytes; then reading it back."""
     solo = tk.solo_parallel()
-    part = 128 << 20
+    part = 128 << 20  # a save's files have as many bytes
     data = memoryview(torch.randint(0, 255, (size,), dtype=torch.uint8).numpy())
     parts = [data[begin : begin + part] for begin in range(0, size, part)]
     run_dir = folder / "run"
-    numbers = {"raw": 0, "step": 0}
+    steps = itertools.count()
 
-    def raw():
-        numbers["raw"] += 1
-        write_raw(folder / f"raw-{numbers['raw']}", parts)
-        shutil.rmtree(folder / f"raw-{numbers['raw']}")
+    def before():
+        """Begin with a disk that has nothing to do: what was deleted is deleted."""
+        shutil.rmtree(folder / "raw", ignore_errors=True)
+        for old in sorted((run_dir / "checkpoints").glob("step_*"))[:-1]:
+            shutil.rmtree(old)
+        os.sync()
+        time.sleep(1.5)  # the blocks of what was deleted are discarded after that
 
-    with saves(
-        run_dir, [model], optimizer, solo, background=False, retention=Retention(last=2)
-    ) as (save, saved):
+    with saves(run_dir, [model], optimizer, solo, background=False, retention=None) as both:
+        save, saved = both
 
         def whole():
-            numbers["step"] += 1
-            save(tk.TrainState(step=numbers["step"]))
+            save(tk.TrainState(step=next(steps)))
             assert saved()[0].error is None
 
-        found = seconds_in_turns({"raw": raw, "save": whole}, turns)
+        ways = {"raw write": lambda: write_raw(folder / "raw", parts), "save": whole}
+        taken = taken_in_turns(ways, turns, before)
+    before()
+    for name, pairs in taken.items():
+        seconds, busy = map(statistics.median, zip(*pairs, strict=True))
+        print(f"{name:12} {size / seconds / 1e9:.2f} GB/s, CPU {busy:.2f} s in {seconds:.2f} s")
+    rates = [raw / save for (raw, _), (save, _) in zip(*taken.values(), strict=True)]
+    print(
+        f"a save, hashes and fsync included: {statistics.median(rates):.2f} of the rate of the raw "
+        f"write ({min(rates):.2f} to {max(rates):.2f} in {turns} pairs; to reach: 0.7)"
+    )
     newest = max((run_dir / "checkpoints").glob("step_*"))
-    rate = found["raw"] / found["save"]
-    print(f"raw write, fsync      {size / found['raw'] / 1e9:.2f} GB/s")
-    print(f"save, hashes, fsync   {size / found['save'] / 1e9:.2f} GB/s = {rate:.2f} of it", end="")
-    print(" (to reach: 0.7)")
     reading = {
         "verify": lambda: verify_checkpoint(newest),
         "resume": lambda: tk.resume(
@@ -176,11 +194,44 @@ def overhead(folder, size, turns, steps=200):
     print(f"the save costs {100 * cost:.1f} % of the wall time (to reach: 3.5)")
 
 
+def seconds_to_a_step(out, cache):
+    """Seconds from the start of the default recipe to the line of its first step; then stop it."""
+    metrics = out / "metrics.jsonl"
+    known = metrics.stat().st_size if metrics.exists() else 0
+    recipe = Path(__file__).parents[2] / "recipes" / "pretrain.py"
+    command = [sys.executable, recipe, "--out", out, "--cache", cache]
+    begin = time.perf_counter()
+    with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as process:
+        while not metrics.exists() or metrics.stat().st_size <= known:
+            assert process.poll() is None
+            time.sleep(0.005)
+        seconds = time.perf_counter() - begin
+        process.send_signal(signal.SIGTERM)  # it saves
+    assert process.returncode == 75
+    return seconds
+
+
+def restarting(folder, turns):
+    """From launch to the first new step: of a run that begins, and of one that goes on."""
+    numbers = itertools.count()
+    out = [folder]
+
+    def begins():
+        out[0] = folder / f"restart-{next(numbers)}"
+        return seconds_to_a_step(out[0], folder / "cache")
+
+    begins()  # makes the plan of rows
+    pairs = [(begins(), seconds_to_a_step(out[0], folder / "cache")) for _ in range(turns)]
+    fresh, again = map(statistics.median, zip(*pairs, strict=True))
+    print(f"\nthe default recipe, from launch to its first step: {fresh:.1f} s; with a checkpoint")
+    print(f"{again:.1f} s (to reach: 15 s and the time to read it)")
+
+
 if __name__ == "__main__":
     parser = argparse.ArgumentParser()
     parser.add_argument("--bytes", type=int, default=1_000_000_000)
     parser.add_argument("--dir", type=Path)
-    parser.add_argument("--turns", type=int, default=5)
+    parser.add_argument("--turns", type=int, default=7)
     options = parser.parse_args()
     folder = Path(tempfile.mkdtemp(dir=options.dir))
     torch.set_num_threads(1)
@@ -191,5 +242,6 @@ if __name__ == "__main__":
         writing(*held, size, folder, options.turns)
         del held
         overhead(folder, min(options.bytes, 100 << 20), options.turns)
+        restarting(folder, 3)
     finally:
         shutil.rmtree(folder)

@@ -1,9 +1,10 @@
-"""Speed of collation, evenness of the deal by cost, and what prefetching saves.
+"""Speed of collation alone and in training, evenness of deals by cost, what prefetching saves.
 
 Run `python tests/benchmarks/collation.py`. Functions are timed in turns, and figures are medians of
 the turns, so that a busy machine disturbs all alike. One thread each.
 """
 
+import resource
 import statistics
 import time
 
@@ -17,7 +18,7 @@ from trainkit.data.prefetch import prefetch
 from trainkit.data.steps import step_batch
 from trainkit.packing import pack_bins, row_costs
 from trainkit.sampling import rows_of_step, share_of_rows
-from trainkit.types import Cursor, Share
+from trainkit.types import Cursor, Share, StepBatch
 
 CAPACITY, TURNS = 8192, 21
 
@@ -132,6 +133,49 @@ def collation():
                 print(f"{lengths.mean():12.0f} {dtype:8}{rows:4}{figures}")
 
 
+def steady(batches=60):
+    """Print what the thread of `prefetch` pays for batches as training uses them up.
+
+    The consumer holds one batch while others are made: their memory goes round, so that every batch
+    lies where the cache does not have it. Time is the thread's own, without what it waits for.
+    Memory that comes new from the system would show as page faults.
+    """
+    lengths = documents(20_000, CAPACITY)
+    corpus, bins = corpus_of(lengths, "uint16"), pack_bins(lengths, CAPACITY)
+
+    def collated(cursor, rows):
+        first = cursor.batch * rows % (len(bins) - rows)
+        part = collate_bins(corpus, bins, np.arange(first, first + rows))
+        return StepBatch([part], Cursor(cursor.batch + 1))
+
+    def dealt(cursor, rows):
+        return step_batch(
+            corpus, bins, cursor, rows=rows, seed=0, share=Share(0, 1), rows_per_microbatch=rows
+        )
+
+    print("\nin the thread of prefetch: million tokens a second, and page faults a batch")
+    for rows in (4, 8, 16, 64, 128):
+        told = [f"{rows:4} rows"]
+        for name, make in (("collate_bins", collated), ("step_batch", dealt)):
+            spent = []
+
+            def timed(cursor, make=make, rows=rows, spent=spent):
+                begin, before = time.thread_time(), resource.getrusage(resource.RUSAGE_THREAD)
+                batch = make(cursor, rows)
+                after = resource.getrusage(resource.RUSAGE_THREAD)
+                spent.append((time.thread_time() - begin, after.ru_minflt - before.ru_minflt))
+                return batch
+
+            with prefetch(timed, Cursor()) as next_batch:
+                for _ in range(batches):
+                    held = next_batch()
+                del held
+            seconds, faults = zip(*spent[10:batches], strict=True)
+            speed = rows * CAPACITY / statistics.median(seconds) / 1e6
+            told.append(f"{name} {speed:5.0f}, {statistics.mean(faults):6.1f} faults")
+        print("; ".join(told))
+
+
 def imbalance(table, costs):
     """What the dearest rank costs above the mean, and the dearest of each microbatch, summed."""
     work = np.where(table < 0, 0, costs[table]).sum(2)
@@ -209,6 +253,7 @@ def prefetching(steps=30):
 def main():
     torch.set_num_threads(1)
     collation()
+    steady()
     deals()
     prefetching()
 

@@ -31,6 +31,7 @@ from trainkit.chat.templates import (
     llama3,
     qwen3,
 )
+from trainkit.corpora.open import open_corpus
 from trainkit.corpora.tokens import memory_corpus
 from trainkit.packing import pack_bins
 from trainkit.tokenizers.bytes import byte_tokenizer
@@ -433,13 +434,17 @@ def test_records_that_are_wrong_are_refused():
         chat_encoder(BYTES, overlong="split")
 
 
-def test_dropped_conversations_pass_the_check_and_are_counted():
+def test_dropped_conversations_pass_the_check_and_are_counted(tmp_path):
     counts = Counter()
     encode = chat_encoder(BYTES, max_length=30, overlong="drop", counts=counts)
     assert len(encode({"messages": talk("a very long question", "A")}).tokens) == 0
     assert len(encode({"messages": talk("Q", "A")}).tokens) > 0
     assert counts == {"conversations": 2, "truncated": 0, "turns_lost": 1, "dropped": 1}
     assert encode.counts is counts
+    path = tmp_path / "a.jsonl"
+    path.write_text(json.dumps({"messages": talk("a very long question", "A")}))
+    with pytest.raises(DataError, match="none has a token: 1 were dropped, as too long"):
+        open_corpus(path, encode=chat_encoder(BYTES, max_length=30, overlong="drop"))
     own = pickle.loads(pickle.dumps(chat_encoder(BYTES)))
     own({"messages": talk("Q", "A")})
     assert own.counts["conversations"] == 1

@@ -268,6 +268,30 @@ def test_room_for_one_is_told_and_room_for_none_is_refused(tmp_path, monkeypatch
     assert "not for a second beside it" in told[0]
 
 
+def test_the_disk_is_told_to_begin_with_every_byte_before_the_last_fsync(tmp_path, monkeypatch):
+    told, fsync = {}, os.fsync
+    monkeypatch.setattr(write, "_BEGUN", 1000)
+    monkeypatch.setattr(write, "_CHUNK", 300)
+    monkeypatch.setattr(
+        os,
+        "posix_fadvise",
+        lambda handle, begin, size, _: told.setdefault(handle, []).append((begin, size)),
+    )
+
+    def synced(handle):
+        if handle in told:
+            spans = told.pop(handle)
+            ends = [begin + size for begin, size in spans]
+            assert [begin for begin, _ in spans] == [0, *ends[:-1]]
+            assert ends[-1] == os.fstat(handle).st_size > 3000
+            told["seen"] = len(spans)
+        fsync(handle)
+
+    monkeypatch.setattr(os, "fsync", synced)
+    save_checkpoint(tmp_path, *small_run(1))
+    assert told == {"seen": 6}
+
+
 @pytest.mark.case("F6")
 def test_a_slow_disk_holds_nobody_up_beside_the_training(tmp_path, monkeypatch):
     fsync = os.fsync

@@ -1,7 +1,4 @@
-"""Any layout reads what any layout has written: the same bits, the same samples, the same losses.
-
-There is no expert parallelism yet; its layouts join the table when there is.
-"""
+"""Any layout reads what any layout has written: the same bits, samples and losses."""
 
 import functools
 
@@ -10,6 +7,8 @@ import pytest
 import torch
 from checkpoint.small import quiet
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import Shard, distribute_tensor
 from whole_step import CAPACITY, Layout, build, corpus, input_of, step_function
 
 import trainkit as tk
@@ -21,6 +20,8 @@ from trainkit.types import Cursor
 STEPS = 4
 SAVED = 2  # the step that is saved
 UNEVEN_ON = 4  # ranks that write what divides among no number of them
+EXPERT_DEGREES = {1: [1], 2: [1, 2], 3: [3], 4: [2, 1, 4], 8: [4, 8]}  # of ep, by ranks
+EXPERTS_WRITTEN_ON = (4, 2)  # ranks, ep
 OPTIONS = {"rows": 8, "multiple_of": 8, "vocab_size": 36}
 LAYOUTS = {
     "1": Layout(1, **OPTIONS),
@@ -111,6 +112,13 @@ def visit(names, pairs, folder):
             written["uneven"] = save_uneven(folder / "uneven", ps)
         if (folder / "uneven").exists():
             found["uneven", ps.world.count] = load_uneven(folder / "uneven", ps)
+        world = ps.world.count
+    for ep in EXPERT_DEGREES[world]:
+        with tk.parallel_session(ep=ep) as ps:
+            if (world, ep) == EXPERTS_WRITTEN_ON:
+                written["experts"] = save_experts(folder / "experts", ps)
+            if (folder / "experts").exists():
+                found["experts", world, ep] = load_experts(folder / "experts", ps)
     return written, found
 
 
@@ -200,6 +208,51 @@ def load_uneven(folder, ps):
 def test_seven_rows_of_four_ranks_are_read_by_any_number(world, visited):
     _, written, found = visited
     assert found["uneven", world] == written["uneven"]
+
+
+# --------------------------------------------------------------------------------------- experts
+
+
+class Experts(nn.Module):
+    """A stack of matrices, one for each of eight experts, of which each `ep` rank holds some."""
+
+    def __init__(self, ps, *, filled):
+        super().__init__()
+        whole = torch.arange(8.0 * 6 * 3).reshape(8, 6, 3) if filled else torch.zeros(8, 6, 3)
+        if ps.world.count > 1:
+            ranks = torch.arange(ps.world.count).reshape(-1, ps.ep.count)  # ep is the inner one
+            mesh = DeviceMesh("cpu", ranks, mesh_dim_names=("expert_fsdp", "ep"))
+            whole = distribute_tensor(whole, mesh, [Shard(1), Shard(0)])
+        self.stack = nn.Parameter(whole)
+
+
+def experts(ps, *, filled):
+    model = Experts(ps, filled=filled)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    model.stack.grad = model.stack.detach() * 0 + 1 if filled else torch.zeros_like(model.stack)
+    optimizer.step()
+    return model, optimizer
+
+
+def save_experts(folder, ps):
+    model, optimizer = experts(ps, filled=True)
+    state = tk.TrainState(step=1)
+    tk.save_checkpoint(folder, state, [model], optimizer, ps)
+    return tk.state_hash(state, [model], optimizer, ps)
+
+
+def load_experts(folder, ps):
+    model, optimizer = experts(ps, filled=False)
+    path = folder / "checkpoints/step_00000001"
+    state = load_checkpoint(path, [model], optimizer, axis=ps.world)
+    return tk.state_hash(state, [model], optimizer, ps)
+
+
+@pytest.mark.case("X7", "X8")
+@pytest.mark.parametrize("layout", [(w, ep) for w, eps in EXPERT_DEGREES.items() for ep in eps])
+def test_experts_of_four_ranks_are_read_by_any_number(layout, visited):
+    _, written, found = visited
+    assert found["experts", *layout] == written["experts"]
 
 
 @pytest.mark.case("X8")

@@ -6,8 +6,6 @@ What the manifest's seal keeps out is no protection here: whoever writes a direc
 import json
 import os
 import random
-import subprocess
-import sys
 import time
 from pathlib import Path
 
@@ -23,6 +21,7 @@ from trainkit.checkpoint import reading, staging, verify_checkpoint
 from trainkit.checkpoint.boxes import index_problems, overlap
 from trainkit.checkpoint.load import load_checkpoint
 from trainkit.checkpoint.manifest import dump_json, sealed
+from trainkit.testing import run_ranks
 from trainkit.types import CheckpointError
 
 SHARD = "rank_00000.safetensors"
@@ -325,43 +324,33 @@ BOMBS = [
 ]
 
 
+def most_memory():
+    """Return the most megabytes that this process has had: ru_maxrss counts its parent's too."""
+    return int(Path("/proc/self/status").read_text().partition("VmHWM:")[2].split()[0]) // 1024
+
+
+def load_bombs(good, paths):
+    """Return the CPU seconds and the error of each bomb, and the most memory before and after."""
+    load_checkpoint(good, *small_run()[1:3])
+    before, found = most_memory(), []
+    for path in paths:
+        began = time.process_time()
+        with pytest.raises(CheckpointError) as error:
+            load_checkpoint(path, *small_run()[1:3])
+        found.append((time.process_time() - began, str(error.value)))
+    return found, before, most_memory()
+
+
 @pytest.mark.case("K18")
 def test_bombs_do_not_go_off(tmp_path):
     """All in one process of its own, so that its memory can be read off at the end."""
-    paths = []
-    for kind in BOMBS:
-        path = tk.save_checkpoint(tmp_path / kind, *small_run())
+    paths = [tk.save_checkpoint(tmp_path / kind, *small_run()) for kind in BOMBS]
+    for path, kind in zip(paths, BOMBS, strict=True):
         bomb(path, kind)
-        paths.append(str(path))
-    code = """
-import sys, time
-sys.path.insert(0, sys.argv[1])
-from checkpoint.small import small_run
-from trainkit.checkpoint.load import load_checkpoint
-from trainkit.types import CheckpointError
-def most():  # ru_maxrss would count what the parent had when it forked
-    return int(open("/proc/self/status").read().partition("VmHWM:")[2].split()[0]) // 1024
-load_checkpoint(sys.argv[2], *small_run()[1:3])
-before = most()
-for path in sys.argv[3:]:
-    began = time.process_time()
-    try:
-        load_checkpoint(path, *small_run()[1:3])
-    except CheckpointError as error:
-        print(f"{time.process_time() - began:.2f} {error}")
-    else:
-        sys.exit(f"{path} was loaded")
-print(before, most())
-"""
     good = tk.save_checkpoint(tmp_path / "good", *small_run())
-    command = [sys.executable, "-c", code, str(Path(__file__).parents[1]), str(good), *paths]
-    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=100)
-    assert done.returncode == 0, done.stderr
-    *lines, memory = done.stdout.splitlines()
-    before, most = map(int, memory.split())
-    print(done.stdout)
-    assert len(lines) == len(BOMBS)
-    assert all(float(line.split()[0]) < 2 for line in lines), lines
+    found, before, most = run_ranks(load_bombs, 1, good, paths)[0]
+    print(found, before, most)
+    assert all(seconds < 2 for seconds, _ in found), found
     assert most - before < 200  # MB; torch with CUDA takes more than 500 by itself
     assert most < max(500, before + 100)
 

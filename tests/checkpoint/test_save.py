@@ -380,14 +380,18 @@ def test_control_without_the_look_it_is_committed(tmp_path, monkeypatch):
     "dtype", [torch.float64, torch.float16, torch.bfloat16, torch.float8_e5m2, torch.float8_e4m3fn]
 )
 def test_every_dtype_is_looked_at_and_large_numbers_are_no_infinities(tmp_path, dtype):
-    largest = torch.full((3,), torch.finfo(dtype).max, dtype=torch.float64).to(dtype)
+    most = torch.finfo(dtype).max
+    largest = torch.tensor([-most, most, most], dtype=torch.float64).to(dtype)
     module = nn.ParameterDict({"x": nn.Parameter(largest, requires_grad=False)})
     arguments = [module], torch.optim.SGD([torch.nn.Parameter(torch.ones(1))]), SOLO
     arguments[1].param_groups[0]["params"] = []
     save_checkpoint(tmp_path, tk.TrainState(step=1), *arguments)
-    module["x"].data[2] = float("nan")
-    with pytest.raises(NumericsError, match="model/x is not finite"):
-        save_checkpoint(tmp_path, tk.TrainState(step=2), *arguments)
+    integers = {1: torch.int8, 2: torch.int16, 8: torch.int64}[dtype.itemsize]
+    for sign in (0, torch.iinfo(integers).min):
+        module["x"].data[2] = float("nan")
+        module["x"].data.view(integers)[2] ^= sign
+        with pytest.raises(NumericsError, match=r"model/x is not finite \(element 2"):
+            save_checkpoint(tmp_path, tk.TrainState(step=2), *arguments)
 
 
 def test_a_mask_of_infinities_is_no_fault(tmp_path):

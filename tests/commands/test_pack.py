@@ -5,8 +5,9 @@ import argparse
 import pytest
 
 from trainkit.commands import pack
+from trainkit.corpora import write_corpus
 from trainkit.packing import balanced, first_fit, pack_bins, packing_report
-from trainkit.types import DiskError
+from trainkit.types import DataError, DiskError
 
 
 def run_pack(*words):
@@ -52,3 +53,18 @@ def test_the_pack_command_reports_what_pack_bins_would_do(tmp_path):
     assert report["rows"] == 6
     with pytest.raises(DiskError, match="nowhere is not a directory"):
         run_pack(tmp_path / "texts", "--capacity", 48, "--out", tmp_path / "nowhere" / "rows.png")
+
+
+def test_a_packing_that_leaves_no_row_is_refused(tmp_path):
+    corpus = tmp_path / "c.tokens"
+    write_corpus(corpus, [[1] * 9, [], [2] * 12], vocab_size=9)
+    words = (corpus, "--capacity", 4, "--out", tmp_path / "rows.png")
+    with pytest.raises(DataError, match=r"no row is left of its 3 .*all 2 .*--capacity 4") as error:
+        run_pack(*words, "--overlong", "drop")
+    assert (error.value.where, error.value.got) == (corpus, 0)
+    assert not (tmp_path / "rows.png").exists()
+    report, _ = run_pack(*words[:3], "--overlong", "truncate")
+    assert report["rows"] == 2
+    write_corpus(tmp_path / "empty.tokens", [[], []], vocab_size=9)
+    with pytest.raises(DataError, match=r"its 2 documents \(2 empty\): there are none with tokens"):
+        run_pack(tmp_path / "empty.tokens", "--capacity", 4)

@@ -50,6 +50,9 @@ def test_verify_reads_text_and_says_what_it_is_not(tmp_path):
     report, code = run("verify", path)
     assert (report["documents"], code) == (1, 65)
     assert "a.jsonl: line 2: bad JSON" in report["problems"][0]
+    path.write_bytes(b"\n\n")
+    report, code = run("verify", path)
+    assert (report["problems"], code) == ([f"{path}: there are no documents"], 65)
     report, code = run("verify", tmp_path / "gone")
     assert (code, report["problems"]) == (65, [f"{tmp_path}/gone: No such file or directory"])
 

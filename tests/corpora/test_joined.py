@@ -5,9 +5,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from trainkit.batch import collate_bins
 from trainkit.corpora.joined import JoinedCorpus, join_corpora
-from trainkit.corpora.open import fingerprint, held_out, held_out_documents
+from trainkit.corpora.open import fingerprint, held_out, held_out_documents, trainable_tokens
 from trainkit.corpora.tokens import memory_corpus, write_corpus
+from trainkit.packing import pack_bins, sequential
+from trainkit.types import IGNORED_LABEL, Sample
 
 PARTS = st.lists(
     st.lists(st.lists(st.integers(0, 99), max_size=5), max_size=4), min_size=1, max_size=4
@@ -87,3 +90,16 @@ def test_a_joins_fingerprint_follows_its_parts_their_order_and_their_borders():
     joins = [[one, two], [two, one], [one], [one, two, two], [one, memory_corpus([[4]])]]
     assert len({fingerprint(join_corpora(parts)) for parts in joins}) == len(joins)
     assert fingerprint(join_corpora([one, two])) == fingerprint(join_corpora([one, two]))
+
+
+def test_trainable_tokens_are_the_labels_of_a_batch(tmp_path):
+    choices = [[True, False, True, True], [True, False], [], [False, True], [True]]
+    samples = [Sample(np.arange(len(chosen)), np.array(chosen, bool)) for chosen in choices]
+    written = write_corpus(tmp_path / "a.tokens", samples, vocab_size=9)
+    corpus = join_corpora([written, memory_corpus([[1, 2, 3], [], [4]])])
+    counts = trainable_tokens(corpus)
+    bins = pack_bins(corpus.lengths, 4, fit=sequential, max_documents=1)
+    labels = collate_bins(corpus, bins, range(len(bins)))["labels"]
+    found = np.zeros(len(counts), np.int64)
+    found[bins.documents] = (labels != IGNORED_LABEL).sum(1)
+    assert counts.tolist() == found.tolist() == [2, 0, 0, 1, 0, 2, 0, 0]

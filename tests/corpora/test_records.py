@@ -73,7 +73,7 @@ def test_what_holds_no_records_is_refused_at_the_call(tmp_path):
     (tmp_path / "a.csv").write_bytes(b"1,2")
     with pytest.raises(DataError, match=r"a.csv: neither a directory, nor a file of .jsonl"):
         read_records(tmp_path / "a.csv")
-    with pytest.raises(DataError, match=r"there is no file of records"):
+    with pytest.raises(DataError, match=r"there is no file of text or records"):
         read_records(tmp_path)
     for name in ("a.jsonl", "b.parquet"):
         (tmp_path / name).write_bytes(b"")
@@ -82,6 +82,30 @@ def test_what_holds_no_records_is_refused_at_the_call(tmp_path):
     os.mkfifo(tmp_path / "c.jsonl")
     with pytest.raises(DataError, match=r"c.jsonl: neither a regular file nor .* but a pipe"):
         read_records(tmp_path / "c.jsonl")
+
+
+@pytest.mark.case("D7")
+def test_text_beside_records_is_refused_unless_one_kind_is_left_out(tmp_path):
+    (tmp_path / "README.md").write_text("all of the corpus?")
+    (tmp_path / "a.jsonl").write_bytes(b'{"text": "no"}\n')
+    for read in (read_records, open_corpus):
+        with pytest.raises(DataError, match=r"there is both README.md and a.jsonl") as caught:
+            read(tmp_path)
+        assert "--exclude" in caught.value.hint
+    (record,) = read_records(tmp_path, keep=lambda name: not name.endswith(".md"))
+    assert record == ("a.jsonl:1", {"text": "no"})
+    assert open_corpus(tmp_path, suffixes=()).names == ["a.jsonl:1"]
+    assert open_corpus(tmp_path, keep=lambda name: name == "README.md").names == ["README.md"]
+
+
+@pytest.mark.case("D8")
+def test_a_name_that_is_no_utf_8_is_refused_when_it_is_read(tmp_path):
+    (tmp_path / "a.txt").write_text("a")
+    (tmp_path / os.fsdecode(b"\xff.txt")).write_text("b")
+    with pytest.raises(DataError, match=r"\\udcff.txt: the name is no UTF-8") as caught:
+        open_corpus(tmp_path)
+    assert str(caught.value).isprintable()
+    assert open_corpus(tmp_path, keep=str.isascii).names == ["a.txt"]
 
 
 def test_a_record_has_a_place(tmp_path):

@@ -404,46 +404,72 @@ WRITING = {"keep_plan", "_take_place", "_remove_leftovers", "_remove", "_write",
 WRITERS = {plan_files.__file__, files.__file__}
 
 
+def traced(work, before_line):
+    """Do `work`, and call `before_line` before every line of writing."""
+
+    def trace(frame, event, _):
+        code = frame.f_code
+        if code.co_name not in WRITING or code.co_filename not in WRITERS:
+            return None
+        if event == "line":
+            before_line()
+        return trace
+
+    sys.settrace(trace)
+    try:
+        work()
+    finally:
+        sys.settrace(None)
+
+
+def lines_with_another_disk(folder, work):
+    """Do `work`; return the first of the lines of writing that find the same below a folder.
+
+    A killed process leaves what is on the disk, so of those that find the same one is enough.
+    """
+    seen = []
+
+    def look():
+        seen.append({path: path.lstat().st_size for path in folder.rglob("*")})
+
+    traced(work, look)
+    return [line for line, found in enumerate(seen) if line == 0 or found != seen[line - 1]]
+
+
 def killed_at(line, work):
-    """Do `work` in a fork, killed before its `line`-th line of writing; return whether it was."""
+    """Do `work` in a fork, killed before a line of writing; return whether it was."""
     process = os.fork()
     if process == 0:
-        lines = itertools.count(1)
-
-        def trace(frame, event, _):
-            code = frame.f_code
-            if code.co_name not in WRITING or code.co_filename not in WRITERS:
-                return None
-            if event == "line" and next(lines) == line:
-                os.kill(os.getpid(), signal.SIGKILL)
-            return trace
-
-        sys.settrace(trace)
+        lines = itertools.count()
         try:
-            work()
+            traced(work, lambda: next(lines) == line and os.kill(os.getpid(), signal.SIGKILL))
         finally:
             os._exit(0)
     return os.waitpid(process, 0)[1] == signal.SIGKILL
 
 
-def kill_at_every_line(folder):
-    """Return how often a process was killed; at no time may there be a plan that is not whole.
-
-    Rank 0 writes where there is no plan, rank 1 where a damaged one is to be replaced.
-    """
-    os.fsync = lambda _: None  # nothing here waits for the disk
-    damaged = dist.get_rank() == 1
-    folder /= f"{dist.get_rank()}"
-    kept_bins(folder / "clean")
-    clean, cache, kills = plan_in(folder / "clean"), folder / "cache", 0
+@pytest.mark.case("P2")
+@pytest.mark.parametrize("damaged", [False, True])
+def test_killed_anywhere_it_leaves_a_whole_plan_or_none(tmp_path, monkeypatch, damaged):
+    """Killed where there is no plan, and where a damaged one is to be replaced."""
+    monkeypatch.setattr(os, "fsync", lambda _: None)  # nothing here waits for the disk
+    kept_bins(tmp_path / "clean")
+    clean, cache = plan_in(tmp_path / "clean"), tmp_path / "cache"
     key = orjson.loads((clean / "key.json").read_bytes())["key"]
-    while True:
+
+    def prepare():
+        shutil.rmtree(cache, ignore_errors=True)
         if damaged:
-            shutil.copytree(folder / "clean", cache)
+            shutil.copytree(tmp_path / "clean", cache)
             (cache / clean.name / "bins.i64").write_bytes(b"")
-        if not killed_at(kills + 1, functools.partial(kept_bins, cache)):
-            return kills
-        kills += 1
+
+    keep = functools.partial(kept_bins, cache)
+    prepare()
+    lines = lines_with_another_disk(cache, keep)
+    assert len(lines) > 7
+    for line in lines:
+        prepare()
+        assert killed_at(line, keep)
         if not damaged and (cache / clean.name).exists():
             assert plan_files.open_plan(cache / clean.name, key) is not None
         for _ in range(2):
@@ -453,12 +479,6 @@ def kill_at_every_line(folder):
         assert names(cache) == [clean.name]
         for path in clean.iterdir():
             assert (cache / clean.name / path.name).read_bytes() == path.read_bytes()
-        shutil.rmtree(cache)
-
-
-@pytest.mark.case("P2")
-def test_killed_at_any_line_it_leaves_a_whole_plan_or_none(tmp_path):
-    assert min(run_ranks(kill_at_every_line, 2, tmp_path)) > 40
 
 
 def test_leftovers_of_the_dead_go_and_those_of_the_living_stay(tmp_path):
@@ -512,26 +532,6 @@ def test_a_plan_that_is_taken_away_at_once_is_kept_again(tmp_path, monkeypatch):
         assert is_mapped(bins) == mapped
         assert len(kept) == (4 if mapped else 6)
     assert "what was written there cannot be read" in kept[-1]
-
-
-def build_at_once(folder, times):
-    for number in range(times):
-        if number % 2 and dist.get_rank() == 0:
-            kept_bins(folder / f"{number}")
-            (plan_in(folder / f"{number}") / "bins.i64").write_bytes(b"")
-        dist.barrier()
-        bins = kept_bins(folder / f"{number}")
-        assert_same(bins)
-        assert is_mapped(bins)
-    dist.barrier()
-    return [names(folder / f"{number}") for number in range(times)]
-
-
-@pytest.mark.case("P1")
-def test_processes_that_build_at_once_leave_one_plan_and_all_use_it(tmp_path):
-    found = run_ranks(build_at_once, 3, tmp_path, 8)
-    assert found[0] == found[1] == found[2] == [found[0][0]] * 8
-    assert len(found[0][0]) == 1
 
 
 # ------------------------------------------------------------------------ where nothing can be kept
@@ -650,11 +650,37 @@ def on_ranks(folder):
         reseal(plan, key={"seed": 4})
     seen["edited"] = error_of(lambda: cached(folder / "one", fit=own_fit()))
     seen["left"] = (folder / "two").exists()
+    seen["at once"] = build_at_once(folder / "at once", 6)
     return seen
 
 
-def test_ranks_map_one_file_that_rank_0_keeps_and_fail_together(tmp_path):
-    first, second = run_ranks(on_ranks, 2, tmp_path)
+def build_at_once(folder, times):
+    for number in range(times):
+        if number % 2 and dist.get_rank() == 0:
+            kept_bins(folder / f"{number}")
+            (plan_in(folder / f"{number}") / "bins.i64").write_bytes(b"")
+        dist.barrier()
+        bins = kept_bins(folder / f"{number}")
+        assert_same(bins)
+        assert is_mapped(bins)
+    dist.barrier()
+    return [names(folder / f"{number}") for number in range(times)]
+
+
+@pytest.fixture(scope="module")
+def of_ranks(tmp_path_factory):
+    return run_ranks(on_ranks, 2, tmp_path_factory.mktemp("ranks"))
+
+
+@pytest.mark.case("P1")
+def test_processes_that_build_at_once_leave_one_plan_and_all_use_it(of_ranks):
+    first, second = (seen["at once"] for seen in of_ranks)
+    assert first == second == [first[0]] * 6
+    assert len(first[0]) == 1
+
+
+def test_ranks_map_one_file_that_rank_0_keeps_and_fail_together(of_ranks):
+    first, second = of_ranks
     assert (first["calls"], second["calls"]) == (1, 0)
     assert first["inode"] == second["inode"] == first["inode on disk"]
     assert (len(first["told"]), second["told"]) == (1, [])

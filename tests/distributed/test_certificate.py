@@ -23,6 +23,7 @@ def test_every_layout_gives_the_numbers_of_one_process_in_fp64(certificates):
     rows = [row for certificate in certificates for row in certificate.rows]
     assert len(rows) >= 40
     assert {row.world for row in rows} == {1, 2, 3, 4, 6, 8}
+    assert "decoder with frozen blocks" in {certificate.title for certificate in certificates}
     for certificate in certificates:
         assert certificate.ok, table_of(certificate)
 
@@ -78,3 +79,8 @@ def test_the_layouts_cover_every_dimension_and_every_choice():
     named = {layout.name.partition(",")[0] for layout in layouts}
     assert {"pp2 x dp2 x tp2", "dp2 x ring2 x tp2", "dp2 x ring2 x ulysses2"} <= named
     assert "pp2 x replica2 x dp2" in named
+    compiled = [layout for layout in layouts if layout.compiled]
+    for name in ("pp", "dp_replicate", "dp_shard", "ring", "ulysses", "tp"):
+        assert any(getattr(layout, name) > 1 for layout in compiled)
+    assert any(layout.dp_shard == layout.tp == 2 for layout in compiled)
+    assert any(layout.pp == layout.ring == layout.tp == 2 for layout in compiled)

@@ -19,7 +19,7 @@ import trainkit.step
 from trainkit.batch import shift_labels
 from trainkit.layout import spans_of_runs
 from trainkit.losses import with_terms
-from trainkit.step import call_with_noise
+from trainkit.models import call_with_noise
 from trainkit.testing import deal, train
 from trainkit.testing.builtin import (
     CAPACITY,
@@ -27,7 +27,6 @@ from trainkit.testing.builtin import (
     ROWS,
     decoder_batch,
     decoder_loss,
-    decoder_of,
     decoder_plan,
 )
 from trainkit.testing.certificate import TIERS, as_text
@@ -223,7 +222,7 @@ def planting_plan(ps, layout):
 def certificate():
     planted = [attrs.evolve(PLAIN[axis], note=note) for note, (_, axis) in MISTAKES.items()]
     return certify(
-        partial(decoder_of, MODELS["tied decoder"]),
+        MODELS["tied decoder"],
         decoder_batch,
         [*PLAIN.values(), *planted],
         plan=planting_plan,

@@ -150,16 +150,19 @@ def test_every_trainable_parameter_is_in_exactly_one_group(kind):
     assert (decayed["weight_decay"], others["weight_decay"]) == (0.1, 0.0)
 
 
-def test_groups_without_parameters_are_dropped():
+def test_every_stage_has_both_groups_and_one_with_nothing_to_train_has_an_optimizer():
     matrix, vector = nn.Parameter(torch.zeros(2, 2)), nn.Parameter(torch.zeros(2))
-    assert [g["weight_decay"] for g in decay_groups({"m": matrix}, weight_decay=0.1)] == [0.1]
-    assert [g["weight_decay"] for g in decay_groups({"v": vector}, weight_decay=0.1)] == [0.0]
+    frozen = nn.Parameter(torch.zeros(2), requires_grad=False)
+    for named, sizes in (({"m": matrix}, [1, 0]), ({"v": vector}, [0, 1]), ({"f": frozen}, [0, 0])):
+        groups = decay_groups(named, weight_decay=0.1)
+        assert [len(group["params"]) for group in groups] == sizes
+        assert [group["weight_decay"] for group in groups] == [0.1, 0.0]
+        adamw(groups, lr=0.1).step()
 
 
 def test_groups_refuse_bad_input_by_name():
-    frozen = nn.Parameter(torch.zeros(2), requires_grad=False)
     with pytest.raises(ValueError, match=r"^decay_groups: at least one parameter"):
-        decay_groups({"frozen": frozen}, weight_decay=0.1)
+        decay_groups({}, weight_decay=0.1)
     for bad in (-0.1, float("nan"), float("inf")):
         with pytest.raises(ValueError, match=f"^decay_groups: weight_decay must be .* got {bad}"):
             decay_groups({"p": nn.Parameter(torch.zeros(2))}, weight_decay=bad)

@@ -25,7 +25,3 @@ def arena(server, wanted, request, tmp_path):
     print(f"TRAINKIT_FAULT_SEED={seed}")
     chance = random.Random(f"{seed} {request.node.name}")
     return trials.Arena(server, wanted, chance, tmp_path / "run")
-
-
-def pytest_report_header():
-    return f"faults are chosen by TRAINKIT_FAULT_SEED={harness.fault_seed()}"

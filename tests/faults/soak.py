@@ -102,13 +102,23 @@ def kills(place):
         found.append(trial)
         tell_problems(trial)
     bad, hits = told_problems(found), sum(trial.inside for trial in found)
-    lost = max(trial.lost for trial in found)
     wanted = f"0 of {count} differ, 10 inside a save"
     return [
         Figure("kill -9, 2 and 4 ranks, both saves", wanted, bad or f"0, {hits} inside", not bad),
         Figure("kills inside a save", "at least 10", str(hits), hits >= 10),
-        Figure("work lost", f"{trials.INTERVAL} steps, {2 * trials.INTERVAL}", str(lost), not bad),
+        *(work_lost(found, background=background) for background in (False, True)),
     ]
+
+
+def work_lost(found, *, background):
+    """Return the most steps that one kill has cost, beside what it may cost."""
+    lost = [trial.lost for trial in found if trial.background == background]
+    kind, allowed = "background" if background else "foreground", trials.allowed(background)
+    reach = f"at most {allowed} steps, of saves every {trials.INTERVAL}"
+    if not lost:
+        return Figure(f"work lost, {kind} saves", reach, "not tried", ok=False)
+    told = f"{max(lost)} at most, {sum(lost) / len(lost):.1f} on average, of {len(lost)} kills"
+    return Figure(f"work lost, {kind} saves", reach, told, max(lost) <= allowed)
 
 
 def numbers(place):

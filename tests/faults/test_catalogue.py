@@ -1,6 +1,7 @@
 """Every case of the catalogue that matters has a test that says so."""
 
 import ast
+import functools
 from pathlib import Path
 
 import pytest
@@ -19,6 +20,7 @@ def marked(text):
     }
 
 
+@functools.cache
 def by_file():
     return {path: marked(path.read_text()) for path in TESTS.rglob("test_*.py")}
 

@@ -7,11 +7,10 @@ import trials
 DEATHS = [
     ("kill_at", {}, [68], 10),
     ("exit_at", {}, [68], 10),
-    ("fail_at", {}, [68], 10),
 ]
 
 
-@pytest.mark.case("R1", "R3", "R4", "R10")
+@pytest.mark.case("R1", "R4", "R10")
 @pytest.mark.parametrize(("name", "given", "codes", "within"), DEATHS, ids=[x[0] for x in DEATHS])
 def test_a_rank_that_is_gone_ends_all_and_is_named(name, given, codes, within, arena):
     victim = arena.random.randrange(2)
@@ -38,9 +37,8 @@ def test_one_of_four_that_is_killed_is_named_by_all_others(arena):
 
 
 @pytest.mark.case("R2")
-@pytest.mark.parametrize("name", ["stop_at", "hang_at"])
-def test_a_rank_that_hangs_is_named_at_the_steps_timeout(name, arena):
-    victim = arena.random.randrange(2)
+def test_a_rank_that_hangs_is_named_at_the_steps_timeout(arena):
+    victim, name = arena.random.randrange(2), arena.random.choice(["stop_at", "hang_at"])
     trial = trials.peer_trial(
         arena,
         ranks=2,
@@ -54,40 +52,28 @@ def test_a_rank_that_hangs_is_named_at_the_steps_timeout(name, arena):
     assert trial.problems == (), trial
 
 
-@pytest.mark.case("R3")
-def test_the_cause_is_reported_by_the_rank_that_failed_and_by_its_peer(arena):
-    faults = [["fail_at", {"at": 3, "rank": 1}]]
+@pytest.mark.case("R3", "R9")
+@pytest.mark.parametrize(
+    ("fault", "cause"),
+    [("fail_at", "a planned failure in step 3"), ("memory_at", "had no memory left in phase")],
+)
+def test_the_cause_is_reported_by_the_rank_that_failed_and_by_its_peer(fault, cause, arena):
+    faults = [[fault, {"at": 3, "rank": 1}]]
     with harness.running(arena.server, arena.out, faults=faults) as job:
         codes = harness.finish(job)
     assert codes == [68, 70]
-    cause = "a planned failure in step 3"
     assert cause in job.error(1)["what"]
-    assert cause in job.error(0)["what"]
+    told = cause if fault == "fail_at" else "MemoryError: all of it is taken (in phase 'step 3')"
+    assert told in job.error(0)["what"]
     assert "rank 1" in job.error(0)["what"]
+    assert ("--microbatch" in job.error(1)["hint"]) == (fault == "memory_at")
 
 
-@pytest.mark.case("R9")
-def test_a_rank_out_of_memory_is_a_rank_that_failed(arena):
-    faults = [["memory_at", {"at": 3, "rank": 1}]]
-    with harness.running(arena.server, arena.out, faults=faults) as job:
-        codes = harness.finish(job)
-    assert codes[0] == 68
-    assert "MemoryError" in job.error(1)["what"]
-    assert "MemoryError" in job.error(0)["what"]
-
-
-@pytest.mark.case("R7")
-def test_a_slow_rank_is_named_and_changes_nothing(arena):
-    faults = [["slow_at", {"at": list(range(3, 9)), "rank": 1, "seconds": 0.5}]]
+@pytest.mark.case("R5", "R7")
+def test_a_slow_rank_and_long_work_of_rank_0_alone_change_nothing(arena):
+    faults = [["slow_at", {"at": [3, 4, 5], "rank": 1, "seconds": 0.2}]]
+    faults += [["slow_at", {"at": 6, "rank": 0, "seconds": 1}]]
     flags = trials.saves(background=True)
     with harness.running(arena.server, arena.out, *flags, faults=faults) as job:
-        assert harness.finish(job) == [0, 0]
-    assert harness.differences(arena.out, arena.wanted(2)) == []
-
-
-@pytest.mark.case("R5")
-def test_long_work_of_rank_0_alone_is_waited_for(arena):
-    faults = [["slow_at", {"at": 3, "rank": 0, "seconds": 2}]]
-    with harness.running(arena.server, arena.out, "--step-timeout", 30, faults=faults) as job:
         assert harness.finish(job) == [0, 0]
     assert harness.differences(arena.out, arena.wanted(2)) == []

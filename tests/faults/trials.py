@@ -59,11 +59,17 @@ class Trial:
     inside: bool = False
     lost: int = 0
     seconds: float = 0.0
+    background: bool = False
 
 
 def saves(*, background, every=INTERVAL):
     """Return the flags of a run that saves in the background, or not."""
     return ["--save-every", every, "--background-saves" if background else "--no-background-saves"]
+
+
+def allowed(background):
+    """Return how many steps a kill may cost: an interval, and where it is written behind, two."""
+    return (2 if background else 1) * INTERVAL
 
 
 def last_saved(out):
@@ -118,15 +124,15 @@ def kill_trial(arena, *, ranks, background, inside, alone=False):
     was_inside = is_saving(out)
     saved, lost = last_saved(out), trained(out) - last_saved(out)
     problems += [f"a false commit: {name}" for name in torn(out)]
-    bound = (2 if background else 1) * INTERVAL
-    if lost > bound:
+    if lost > allowed(background):
         problems.append(f"{lost} steps are lost, of a run that saves every {INTERVAL}")
     problems += go_on(arena, *flags, ranks=ranks)
     if saved and f"step_{saved:08d}" not in went_on_from(out):
         problems.append(f"step {saved} was committed, and it went on from {went_on_from(out)}")
     who = f"rank {victim} of {ranks}" if alone else f"{ranks} ranks"
     what = f"kill {who}, {'background' if background else 'foreground'}"
-    return Trial(what, tuple(problems), was_inside, max(lost, 0), time.monotonic() - begin)
+    seconds = time.monotonic() - begin
+    return Trial(what, tuple(problems), was_inside, max(lost, 0), seconds, background)
 
 
 def went_on_from(out):

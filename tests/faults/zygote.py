@@ -198,9 +198,9 @@ def no_pictures(_):
 
 def short_grace(seconds):
     """Let a stop that nobody honours end the run after so many seconds."""
-    from trainkit import runtime
+    from trainkit.runtime import session
 
-    runtime.watch = functools.partial(runtime.watch, grace=seconds)
+    session.watch = functools.partial(session.watch, grace=seconds)
 
 
 def believe_files(_):
@@ -213,13 +213,20 @@ def believe_files(_):
 
 def stop_alone(_):
     """Take a protection away: a rank that is told to stop asks nobody."""
-    from trainkit import runtime
+    from trainkit.runtime import session
 
     @contextlib.contextmanager
     def stop_votes(asked, _):
         yield asked
 
-    runtime.stop_votes = stop_votes
+    session.stop_votes = stop_votes
+
+
+def deaf(_):
+    """Take a protection away: no step asks whether to stop."""
+    from trainkit.runtime import session
+
+    session.stop_votes = lambda *_: contextlib.nullcontext(lambda: None)
 
 
 SURROUNDINGS = {
@@ -229,6 +236,7 @@ SURROUNDINGS = {
     "short_grace": short_grace,
     "believe_files": believe_files,
     "stop_alone": stop_alone,
+    "deaf": deaf,
 }
 """What a request may ask to be different around the recipe."""
 

@@ -6,6 +6,7 @@ import inspect
 import numpy as np
 import pytest
 import torch
+import whole_step
 from torch import nn
 from whole_step import Layout, build, difference, joined, model_config, run_steps
 
@@ -13,11 +14,10 @@ import trainkit as tk
 import trainkit.collectives
 import trainkit.grads
 from trainkit.losses import next_token_linear, with_terms
-from trainkit.models import Decoder, init_weights
+from trainkit.models import Decoder, call_with_noise, init_weights
 from trainkit.parallel import fsdp, pipeline, tied
 from trainkit.parallel.split import SCHEDULES
 from trainkit.parallel.vocabulary import next_token_linear as over_parts
-from trainkit.step import call_with_noise
 from trainkit.testing import run_ranks
 
 DEEP = {"layers": 4}
@@ -541,6 +541,33 @@ def test_a_run_goes_on_with_other_stages_bit_for_bit(tmp_path):
         assert again["state_hash"] == went_on["state_hash"]
         for name, value in went_on["parameters"].items():
             assert np.array_equal(again["parameters"][name], value)
+
+
+def half_frozen(config, **options):
+    model = Decoder(config, **options)
+    for module in (model.embedding, *list(model.layers.values())[: config.layers // 2]):
+        module.requires_grad_(False)
+    return model
+
+
+def frozen_steps(layout, *runs):
+    """Fine-tune the upper half of the blocks in some runs, one after the other; return the last."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(whole_step, "Decoder", half_frozen)
+        return [run_steps(layout, **run) for run in runs][-1]
+
+
+def test_a_stage_that_is_frozen_as_a_whole_saves_and_goes_on(tmp_path):
+    begin = {"steps": 1, "save_to": tmp_path}
+    again = {"steps": 2, "resume_from": tmp_path, "save_to": tmp_path}
+    layout = two(dtype=torch.float32)  # a rank with nothing to train has the norm in fp32
+    found = joined(run_ranks(frozen_steps, 2, layout, begin, again))
+    solo = Layout(**DEEP, dtype=torch.float32)
+    loaded = frozen_steps(solo, {"steps": 2, "resume_from": tmp_path})
+    assert loaded["state_hash"] == found["state_hash"]
+    whole = frozen_steps(solo, {"steps": 2})
+    last = {key: whole[key][1:] for key in ("losses", "norms")}
+    assert difference(found, whole | last) < 1e-5
 
 
 # ---------------------------------------------------------------- planted mistakes

@@ -3,13 +3,19 @@
 On one process they are within 5 %, so that a wrong coefficient cannot hide.
 """
 
-import attrs
-import pytest
-from measured_step import measure, measure_all
+from functools import partial
 
+import attrs
+import measured_step
+import pytest
+import torch
+from measured_step import Measured, StorageCount, local_bytes, measure, measure_all, step_of
+
+import trainkit as tk
 from trainkit.models import DecoderConfig
+from trainkit.parallel import fsdp
 from trainkit.planning import Job, Layout, memory_of, traffic_of
-from trainkit.testing import run_ranks
+from trainkit.testing import count_collectives, run_ranks
 
 CONFIG = DecoderConfig(vocab_size=600, width=64, layers=2, heads=4, kv_heads=4, mlp_width=192)
 
@@ -76,26 +82,43 @@ RANKS = [
 ]
 
 
+CHOICES = [
+    ({"ring": 2, "fold_sp": "none"}, job(row_length=128)),
+    ({"ulysses": 2, "fold_sp": "ring"}, job(config(vocab_size=5_000), row_length=128)),
+    ({"dp_shard": 2}, job(rows=4, cpu_offload=True)),
+    ({"dp_shard": 2}, job(rows=4, cpu_offload=True, reduce="each", recompute="full")),
+    ({"dp_shard": 2}, job(config(layers=8), cpu_offload=True, recompute="full")),
+    ({"dp_replicate": 2}, job(cpu_offload=True)),
+    ({"ring": 2, "fold_sp": "ring"}, job(row_length=128, cpu_offload=True, dtype="bf16")),
+]
+
+
 @pytest.fixture(scope="module")
 def measured():
     """All cases in one start of two processes."""
-    return run_ranks(measure_all, 2, RANKS, timeout=200)
+    return run_ranks(measure_everything, 2, timeout=200)
 
 
-@pytest.mark.parametrize("case", range(len(RANKS)))
+def measure_everything():
+    return [*measure_all(RANKS), *measure_all_choices(CHOICES)]
+
+
+@pytest.mark.parametrize("case", range(len(RANKS + CHOICES)))
 def test_the_peak_of_two_ranks_is_the_measured_one(measured, case):
-    degrees, asked = RANKS[case]
+    degrees, asked = (RANKS + CHOICES)[case]
     found = max((of_rank[case] for of_rank in measured), key=lambda one: one.peak)
     planned = memory_of(asked, Layout(**degrees), fused_norms=False)
     assert planned.peak == pytest.approx(found.peak, rel=0.1)
     assert found.parameters == planned.parameters
     assert found.gradients == planned.gradients
     assert found.optimizer == planned.optimizer
+    on_host = found.parameters + found.gradients + found.optimizer
+    assert planned.host == (on_host if asked.cpu_offload else 0)
 
 
-@pytest.mark.parametrize("case", range(len(RANKS)))
+@pytest.mark.parametrize("case", range(len(RANKS + CHOICES)))
 def test_what_two_ranks_send_is_what_the_ledger_counts(measured, case):
-    degrees, asked = RANKS[case]
+    degrees, asked = (RANKS + CHOICES)[case]
     for pp_rank in range(degrees.get("pp", 1)):
         planned = {}
         for one in traffic_of(asked, Layout(**degrees), pp_rank=pp_rank):
@@ -109,3 +132,93 @@ def test_what_two_ranks_send_is_what_the_ledger_counts(measured, case):
         else:
             received = {key for key in found if key[1] == "receive"}
             assert {key: found[key] for key in found.keys() - received} == planned
+
+
+# -------------------------------------------------------------------------------- choices
+
+
+class DeviceCount(StorageCount):
+    """Counts storages, and says afterwards what their peak was without some of them."""
+
+    def __init__(self, elsewhere):
+        super().__init__()
+        self.elsewhere, self.events = {key_of(x) for x in elsewhere}, []
+
+    def see(self, seen):
+        key = key_of(seen)
+        if key not in self.elsewhere and key not in self.sizes:
+            super().see(seen)
+            self.events.append((key, self.sizes[key]))
+
+    def drop(self, key):
+        self.events.append((key, -self.sizes[key]))
+        super().drop(key)
+
+    def resize(self, storage, size):
+        """FSDP frees gathered parameters so, by no operator."""
+        grown = size - storage.nbytes()
+        if storage._cdata in self.sizes:
+            self.events.append((storage._cdata, grown))
+            self.sizes[storage._cdata] += grown
+            self.now += grown
+            self.peak = max(self.peak, self.now)
+        return RESIZE(storage, size)
+
+    def peak_without(self, tensors):
+        last = {key: i for i, (key, _) in enumerate(self.events)}
+        skipped = {last[key] for key in map(key_of, tensors)}
+        now = peak = 0
+        for i, (_, size) in enumerate(self.events):
+            now += 0 if i in skipped else size
+            peak = max(peak, now)
+        return peak
+
+
+RESIZE = torch.UntypedStorage.resize_
+
+
+def key_of(x):
+    local = getattr(x.detach(), "_local_tensor", x)
+    return getattr(local, "elem", local).untyped_storage()._cdata
+
+
+def measure_choices(job, ps):
+    """Return what a whole step holds on the device, with `sync_sp_grads` and the choices of fsdp.
+
+    On a CPU "host" and "device" are one memory, so what the host would hold is told by name.
+    """
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(measured_step, "fsdp", partial(fsdp, cpu_offload=job.cpu_offload))
+        stages, optimizer, backward, finish = step_of(job, ps)
+    params = tk.parameters_of(stages)
+
+    def reduced():
+        backward()
+        tk.sync_sp_grads(params, ps.sp_unfolded)
+
+    ledger = count_collectives(reduced, ps)
+    gradients = local_bytes(p.grad for p in params)
+    finish()
+    state = [x for of in optimizer.state.values() for x in of.values() if torch.is_tensor(x)]
+    counter = DeviceCount([*params, *state] if job.cpu_offload else [])
+    for x in (*params, *state):
+        counter.see(x)
+
+    def resize(storage, size):
+        return counter.resize(storage, size)
+
+    with counter, pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch.UntypedStorage, "resize_", resize)
+        reduced()
+        peak = counter.peak_without([p.grad for p in params] if job.cpu_offload else [])
+        finish()
+    peak = peak if job.cpu_offload else counter.peak
+    return Measured(local_bytes(params), gradients, local_bytes(state), peak, ledger)
+
+
+def measure_all_choices(jobs):
+    found = []
+    for degrees, job in jobs:
+        with tk.parallel_session(**degrees) as ps:
+            found.append(measure_choices(job, ps))
+    return found

@@ -23,6 +23,7 @@ from trainkit.planning import (
     seconds_of,
     traffic_of,
 )
+from trainkit.types import ConfigError
 
 TINY = DecoderConfig(vocab_size=256, width=64, layers=4, heads=4, kv_heads=4, mlp_width=128)
 ROWS = {"row_length": 128, "rows": 16}
@@ -87,21 +88,33 @@ def test_a_possible_layout_is_not_refused():
     assert refusal(job(schedule="dual_pipe_v"), Layout(pp=2, dp_shard=2)) is None
 
 
+def test_offload_is_refused_where_nothing_is_sharded():
+    assert "cpu_offload is FSDP's" in refusal(job(cpu_offload=True), Layout(tp=2))
+    assert "raise dp_shard" in refusal(job(cpu_offload=True), Layout(ring=2, fold_sp="none"))
+    assert refusal(job(cpu_offload=True), Layout(ring=2)) is None
+    assert refusal(job(cpu_offload=True), Layout(dp_replicate=2)) is None
+    with pytest.raises(ConfigError, match="fold_sp must be one of all, ring, ulysses, none"):
+        Layout(fold_sp="some")
+
+
 # -------------------------------------------------------------------------------- memory
 
 
-@pytest.mark.parametrize("tied", [False, True])
-def test_shards_of_all_ranks_add_up_to_the_model(tied):
-    config = attrs.evolve(TINY, tied=tied)
-    whole = 4 * count_parameters(config)
-    for layout in (Layout(), Layout(dp_shard=4), Layout(dp_replicate=2, ring=2), Layout(ulysses=4)):
-        memory = memory_of(job(config=config), layout)
-        assert memory.parameters * layout.fsdp == whole
-        assert memory.gradients == memory.parameters
-    assert memory_of(job(config=config, optimizer="sgd"), Layout()).optimizer == 0
-    assert memory_of(job(config=config, optimizer="momentum"), Layout()).optimizer == whole
-    steps = 4 * (3 - tied + 9 * config.layers)  # one count in fp32 for each parameter
-    assert memory_of(job(config=config), Layout()).optimizer == 2 * whole + steps
+@pytest.mark.parametrize(
+    ("fold", "fsdp", "axis"),
+    [("all", 16, None), ("ring", 4, "ulysses"), ("ulysses", 8, "ring"), ("none", 2, "sp")],
+)
+def test_what_is_not_folded_is_not_sharded_but_summed(fold, fsdp, axis):
+    layout = Layout(dp_shard=2, ring=2, ulysses=4, fold_sp=fold)
+    assert (layout.fsdp, layout.unfolded) == (fsdp, 16 // fsdp)
+    whole = 4 * count_parameters(TINY)
+    memory = memory_of(job(), layout)
+    assert [memory.parameters * fsdp, memory.gradients * fsdp] == [whole, whole]
+    summed = [one for one in traffic_of(job(), layout) if one.kind == "all_reduce"]
+    assert [one.axis for one in summed] == ([] if axis is None else [axis])
+    assert all(one.bytes > memory.gradients for one in summed)
+    seconds = seconds_of(job(), layout, toy(between=1e8), efficiency=0.5)
+    assert all(seconds.exposed > one.sent / 1e8 for one in summed)  # nothing is left to hide it
 
 
 def test_less_is_kept_where_more_is_computed_again():
@@ -260,6 +273,21 @@ def test_the_command_prints_a_table_and_json(capsysbinary):
     assert {one["layout"]["tp"] for one in found} == {2}
     assert {(one["recompute"], one["dtype"]) for one in found} == {("full", "fp32")}
     assert all(one["fits"] == (one["why_not"] == "") for one in found)
+
+
+def test_the_command_takes_what_fsdp_shards_over_and_where_shards_are(capsysbinary):
+    flags = "--size 10m --world 4 --hardware cpu --row-length 256 --ring 2"
+    words = ["plan", *flags.split()]
+    assert main([*words, "--cpu-offload", "--fold-sp", "none"]) == 0
+    out = capsysbinary.readouterr().out.decode()
+    assert "peak GiB    host  params" in out
+    assert "dp_shard 2 x ring 2, fold none" in out
+    assert " x  cpu_offload is FSDP's" in out
+    assert main([*words, "--dp-shard", "2", "--recompute", "full", "--cpu-offload", "--json"]) == 0
+    (one,) = json.loads(capsysbinary.readouterr().out)
+    memory = one["memory"]
+    assert memory["host"] == 2 * memory["parameters"] + memory["optimizer"]
+    assert one["layout"]["fold_sp"] == "all"
 
 
 def test_the_command_says_what_is_wrong(capsysbinary):

@@ -175,6 +175,32 @@ def test_sources_follow_one_another_and_files_are_left_out_by_name(source, out):
     assert texts_of(out) == ["one"]
     with pytest.raises(ValueError, match="only files of a directory can be left out"):
         run(second, out, keep=bool)
+    with pytest.raises(DataError, match="there are no documents: all files are left out by name"):
+        run(first, out, keep=lambda _: False)
+
+
+def test_what_is_left_out_is_told_and_two_kinds_of_files_are_refused(source, out):
+    write_tree(source)
+    (source / "b" / "page.html").write_text("x")
+    (source / "c" / "link").symlink_to(source / "b")
+    told = []
+    run(source, out, tell=told.append)
+    assert told[0] == (
+        f"{source}: 1 file of another kind is left out, such as b/page.html; "
+        "1 linked folder is left out, such as c/link"
+    )
+    write_lines(source / "a.jsonl", ["last"])
+    with pytest.raises(DataError, match=r"there is both a/0.txt and a.jsonl"):
+        run(source, out)
+    run(source, out, keep=lambda name: not name.endswith(".txt"))
+    assert texts_of(out) == ["last"]
+
+
+def test_a_name_that_could_not_be_reported_is_refused_at_once(source, out):
+    write_lines(source / "a.jsonl", ["a"])
+    with pytest.raises(DataError, match=r"\\udcff.tokens: the name is no UTF-8"):
+        run(source, out.with_name(os.fsdecode(b"\xff.tokens")))
+    assert names_in(out.parent) == []
 
 
 def encoded_by_letter(tokenizer, letter):
@@ -544,8 +570,9 @@ def test_documents_that_are_all_empty_are_no_corpus(source, out):
         def encode(self, text):
             return [*text.encode()]
 
-    with pytest.raises(DataError, match="no documents: they are all empty"):
-        run(write_lines(source / "a.jsonl", ["", ""]), out, tokenizer=Bare())
+    for tokenizer in (Bare(), BYTES):  # which marks where a document begins and ends
+        with pytest.raises(DataError, match=r"a.jsonl: no documents: they are all empty"):
+            run(write_lines(source / "a.jsonl", ["", ""]), out, tokenizer=tokenizer)
 
 
 @pytest.mark.parametrize(
@@ -828,6 +855,11 @@ def test_the_command_trains_conversations_on_what_the_assistant_says(source, out
     assert corpus.tokenizer_hash == tokenizer_hash(open_tokenizer("bytes"))
     trained = corpus.tokens[corpus.trained.astype(bool)]
     assert trained.tolist() == [*b"2", 260] * 2
+    path.write_bytes(orjson.dumps({"chat": talk}))
+    with pytest.raises(DataError, match="no field 'messages'; it has chat"):
+        command_line(path, "--out", out, "--messages")
+    report, _ = command_line(path, "--out", out, "--messages", "--field", "chat")
+    assert report["documents"] == 1
     with pytest.raises(ConfigError, match="bpe:N is trained on text"):
         command_line(path, "--out", out, "--messages", "--tokenizer", "bpe:300")
 

@@ -10,7 +10,7 @@ import tomllib
 
 import pytest
 import recipe_runs
-from recipe_runs import column, error_of, events, here, lines, load, refusal, run, start
+from recipe_runs import column, error_of, events, here, lines, load, refusal, run, several, start
 
 from trainkit.checkpoint import verify_checkpoint
 from trainkit.packing import pack_bins, sequential
@@ -93,18 +93,20 @@ def test_torchrun_on_two_ranks_prints_the_same_losses_once(whole, text, tmp_path
     assert printed.count("step 8/8") == 1
 
 
-def test_two_replicas_print_the_same_losses(whole, text, tmp_path):
-    run_ranks(here, 2, flags_of(tmp_path, text, 8, "--dp-replicate", 2))
-    assert column(tmp_path, "batch_hash") == column(whole[0], "batch_hash")
-    assert column(tmp_path, "loss") == pytest.approx(column(whole[0], "loss"), rel=1e-5)
-
-
-@pytest.mark.parametrize(("before", "after"), [(1, 2), (2, 1)])
-def test_saved_on_some_ranks_it_goes_on_on_others(before, after, whole, text, tmp_path):
-    run_ranks(here, before, flags_of(tmp_path, text, 4))
-    run_ranks(here, after, flags_of(tmp_path, text, 8))
-    assert column(tmp_path, "loss") == pytest.approx(column(whole[0], "loss"), rel=1e-5)
-    assert column(tmp_path, "batch_hash") == column(whole[0], "batch_hash")
+def test_replicas_and_other_ranks_after_a_stop_give_the_same_losses(whole, text, tmp_path):
+    replicas, more, fewer = (tmp_path / name for name in ("replicas", "more", "fewer"))
+    here(flags_of(more, text, 4))
+    runs = [
+        flags_of(replicas, text, 8, "--dp-replicate", 2),
+        flags_of(more, text, 8),
+        flags_of(fewer, text, 4),
+    ]
+    for code, said in run_ranks(several, 2, runs, timeout=170)[0]:
+        assert code == 0, said
+    here(flags_of(fewer, text, 8))
+    for out in (replicas, more, fewer):
+        assert column(out, "loss") == pytest.approx(column(whole[0], "loss"), rel=1e-5), out.name
+        assert column(out, "batch_hash") == column(whole[0], "batch_hash"), out.name
 
 
 def test_generate_writes_text_from_the_last_checkpoint(whole):
@@ -277,13 +279,15 @@ def test_more_ranks_than_rows_are_refused(text, tmp_path):
         assert re.search(r"1 rows?.* 2 ranks|2 ranks.* 1 row", error_of(err)["what"])
 
 
-def limit_files():
+def on_a_small_disk(flags):
+    """Run a recipe in a process that may write no file beyond 300,000 bytes."""
     resource.setrlimit(resource.RLIMIT_FSIZE, (300_000, 300_000))
+    return here(flags)
 
 
 def test_a_disk_that_takes_no_more_ends_with_its_code_and_leaves_no_half(text, tmp_path):
-    err = pretrain(tmp_path, text, 8, code=74, preexec_fn=limit_files)
-    assert "could not be written" in error_of(err)["what"]
+    ((code, err),) = run_ranks(on_a_small_disk, 1, flags_of(tmp_path, text, 8))
+    assert (code, "could not be written" in error_of(err)["what"]) == (74, True), err
     assert list((tmp_path / "checkpoints").iterdir()) == []
 
 

@@ -51,6 +51,8 @@ CASES = [
     (ConnectionResetError(errno.ECONNRESET, "Connection reset by peer"), 68),
     (RuntimeError("mat1 and mat2 shapes cannot be multiplied"), 70),
     (MemoryError(), 70),
+    (torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 GiB. GPU 0 has"), 70),
+    (OSError(errno.ENOMEM, "Cannot allocate memory"), 70),
     (KeyError("layer"), 70),
     (DiskError("cannot write out"), 74),
     (OSError(errno.ENOSPC, "No space left on device", "out/metrics.jsonl"), 74),
@@ -60,6 +62,34 @@ CASES = [
     (PeerError("rank 1 is gone"), 68),
     (PreemptedError("not saved, the last checkpoint is step 4"), 76),
 ]
+
+
+ASKED = {
+    "CUDA out of memory. Tried to allocate 20.00 GiB. GPU 0 has a total": "20.00 GiB",
+    "can't allocate memory: you tried to allocate 1024 bytes. Error code 12": "1024 bytes",
+    "CUDA error: out of memory": None,
+}
+
+
+@pytest.mark.case("R9")
+@pytest.mark.parametrize("text", ASKED)
+def test_out_of_memory_says_what_was_asked_for_and_what_to_do(text, capsys):
+    with pytest.raises(SystemExit) as end, report_errors():
+        raise RuntimeError(text)
+    facts = json.loads(capsys.readouterr().err.rpartition("TRAINKIT_ERROR ")[2])
+    assert (end.value.code, facts["got"]) == (70, ASKED[text])
+    assert "--microbatch" in facts["hint"]
+    assert "python -m trainkit plan" in facts["hint"]
+    with pytest.raises(SystemExit), report_errors():
+        raise RuntimeError("index out of range")
+    assert "this is a bug" in capsys.readouterr().err
+
+
+def test_what_a_compiler_has_to_say_is_cut_and_whole_in_the_traceback(tmp_path, capsys):
+    with pytest.raises(SystemExit), report_errors(tmp_path):
+        raise RuntimeError("warning: overflow " * 5000)
+    assert len(capsys.readouterr().err) < 6000
+    assert len((tmp_path / "errors/rank_00003.txt").read_text()) > 80_000
 
 
 @pytest.fixture(autouse=True)

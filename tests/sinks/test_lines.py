@@ -6,6 +6,7 @@ import importlib
 import json
 import os
 import random
+import shutil
 import subprocess
 import sys
 import textwrap
@@ -350,6 +351,27 @@ def test_used_alone_a_sink_raises_what_is_wrong_with_its_disk(tmp_path, quota):
         write_two_lines()
     with pytest.raises(DiskError, match="Is a directory"), jsonl(tmp_path):
         pass
+
+
+@pytest.mark.case("W3")
+def test_a_run_whose_directory_is_removed_says_so_and_goes_on_in_a_new_one(tmp_path, capfd):
+    out = tmp_path / "run"
+    out.mkdir()
+    with run_sinks(out, Share(0, 1), step=0, last=4) as (log, _):
+        for step in range(1, 5):
+            log(step, {"loss": 0.5})
+            if step == 2:
+                shutil.rmtree(out)
+    assert steps_of(out / "metrics.jsonl") == [3, 4]
+    said = capfd.readouterr().err
+    for name in ("metrics", "events"):
+        assert said.count(f"{name}.jsonl was removed while the run goes on") == 1
+    with jsonl(out / "alone.jsonl") as sink:
+        (out / "alone.jsonl").unlink()
+        with pytest.raises(DiskError, match="its lines up to now are lost"):
+            sink(1, {})
+        sink(2, {})
+    assert steps_of(out / "alone.jsonl") == [1, 2]
 
 
 def test_lines_reach_the_disk_before_a_checkpoint_does(tmp_path, monkeypatch):

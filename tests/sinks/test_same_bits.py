@@ -73,7 +73,7 @@ def train(ps, run_dir, *, extra=None, last=4, evaluate=False, ahead=0, told=True
                 batches = make_batch(Cursor()).microbatches
                 found = tk.evaluate(
                     stages, batches, tk.losses.next_token_linear, axis=ps.loss,
-                    call=step.call_with_noise,
+                    call=tk.call_with_noise,
                 )  # fmt: skip
                 event("evaluation", step=state.step, loss=float(found["loss"]))
     return losses, cursors, tk.state_hash(state, stages, optimizer, ps)

@@ -13,15 +13,24 @@ from trainkit.batch.batches import (
     to_device,
 )
 from trainkit.batch.collate import collate_bins
+from trainkit.batch.samples import TARGET_FIELDS, pad_stack, pooling_mask, shift_tokens
+from trainkit.batch.trees import Along, shard_tree, unshard_tree
 
 __all__ = [
+    "TARGET_FIELDS",
+    "Along",
     "batch_hash",
     "blank_batch",
     "collate_bins",
     "count_valid_tokens",
     "map_tensors",
+    "pad_stack",
+    "pooling_mask",
+    "shard_tree",
     "shift_labels",
+    "shift_tokens",
     "spans",
     "split_batch",
     "to_device",
+    "unshard_tree",
 ]

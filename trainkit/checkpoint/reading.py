@@ -11,7 +11,6 @@ import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from operator import index as as_index
 from pathlib import Path
 from typing import Any
 
@@ -20,8 +19,9 @@ import orjson
 import torch
 from torch import Tensor
 
-from trainkit.checkpoint.boxes import DTYPES, box_bytes, overlap
+from trainkit.checkpoint.boxes import box_bytes, overlap
 from trainkit.checkpoint.plain import open_plain
+from trainkit.checkpoint.stored import Stored, read_exactly, read_header
 from trainkit.types import CheckpointError, Share
 
 _BLOCK = 512 * 1024  # read and hashed at once, out of the same cache: 4 MiB cost a third more
@@ -58,7 +58,7 @@ def read_small(path: Path, want: Mapping[str, Any], *, most: int) -> Any:
     if want["size"] > 64 * most + 65536:
         raise CheckpointError(f"{path.name} has {want['size']} bytes, too many", where=path)
     with _opened(path, want) as file:
-        data = _exactly(file, 0, want["size"], path)
+        data = read_exactly(file, 0, want["size"], path)
     _must_match(path, hashlib.sha256(data).hexdigest(), want)
     if sum(data.count(sign) for sign in (b",", b"[", b"{")) > 2 * most + 65536:
         raise CheckpointError(f"{path.name} holds more than {most} values", where=path)
@@ -88,12 +88,6 @@ def _opened(path: Path, want: Mapping[str, Any]) -> Iterator[int]:
 def _must_match(path: Path, found: str, want: Mapping[str, Any]) -> None:
     if found != want["sha256"].lower():
         raise CheckpointError(f"{path.name} does not match its sha256", where=path)
-
-
-def _exactly(file: int, begin: int, size: int, path: Path) -> bytearray:
-    data = bytearray(size)
-    _fill(file, begin, memoryview(data), path, _ignore)
-    return data
 
 
 def _fill(
@@ -186,9 +180,9 @@ def _read_file(
     digest = hashlib.sha256()
     feed = digest.update if hashed else _ignore
     with _opened(path, want) as file:
-        header = _read_header(file, path, want["size"], most)
+        header, stored = read_header(file, path, want["size"], most=most)
         feed(memoryview(header))
-        starts = _starts(path, header, want["size"], held)
+        starts = _starts(path, stored, held)
         pieces = [
             piece
             for wish, box in wanted
@@ -264,54 +258,22 @@ def _pieces_of(
         )
 
 
-# ----------------------------------------------------------------------------- safetensors headers
-
-
-def _read_header(file: int, path: Path, size: int, most: int) -> bytearray:
-    """Return the length and the header of a safetensors file, if it is not too long."""
-    length = int.from_bytes(_exactly(file, 0, min(8, size), path), "little")
-    if not 2 <= length <= min(most, size - 8):
-        raise CheckpointError(f"{path.name} has a header of {length} bytes", where=path)
-    return _exactly(file, 0, 8 + length, path)
-
-
 def _most_header(index: Mapping[str, Any]) -> int:
     """Return how long a header can be in which any of the tensors may stand."""
     return 4096 + sum(2 * len(name.encode()) + _ENTRY_BYTES for name in index)
 
 
-def _starts(path: Path, header: bytearray, size: int, held: Mapping[str, Any]) -> dict[str, int]:
+def _starts(path: Path, stored: Mapping[str, Stored], held: Mapping[str, Any]) -> dict[str, int]:
     """Return where each box begins in the file, if they are there as the index says.
 
     Others may be there too: a rank outside a tensor's mesh writes a box that another has written.
     """
-    spans = _spans(path, header)
-    end = 0
-    for name, (_, _, begin, stop) in sorted(spans.items(), key=lambda item: item[1][2:]):
-        if not begin == end <= stop:
-            raise CheckpointError(f"{path.name} has a gap or an overlap at {name!r}", where=path)
-        end = stop
-    if len(header) + end != size:
-        raise CheckpointError(f"{path.name} has bytes that belong to no tensor", where=path)
     for name, (entry, box) in held.items():
-        dtype, shape, begin, stop = spans.get(name, (None, None, 0, 0))
-        want = (DTYPES[entry["dtype"]][0], box["shape"], box_bytes(entry, box))
-        if (dtype, shape, stop - begin) != want:
+        found, want = stored.get(name), (entry["dtype"], tuple(box["shape"]))
+        if found is None or (found.dtype, found.shape) != want:
+            said = "nothing" if found is None else f"{found.dtype}{list(found.shape)}"
             raise CheckpointError(
-                f"{path.name} has {name} as {dtype}{shape}, the index as {want[0]}{want[1]}",
+                f"{path.name} has {name} as {said}, the index as {want[0]}{list(want[1])}",
                 where=path,
             )
-    return {name: len(header) + spans[name][2] for name in held}
-
-
-def _spans(path: Path, header: bytearray) -> dict[str, tuple[Any, Any, int, int]]:
-    """Return dtype, shape, begin and end of each tensor, as a safetensors header says."""
-    spans: dict[str, tuple[Any, Any, int, int]] = {}
-    try:
-        for name, one in orjson.loads(header[8:]).items():
-            if name != "__metadata__":
-                begin, end = map(as_index, one["data_offsets"])
-                spans[name] = one["dtype"], one["shape"], begin, end
-    except (orjson.JSONDecodeError, AttributeError, KeyError, TypeError, ValueError) as error:
-        raise CheckpointError(f"{path.name} has no readable header", where=path) from error
-    return spans
+    return {name: stored[name].pieces[0].start for name in held}

@@ -120,17 +120,15 @@ def saves(
 
     with own_group as axis:
         token, number = _token(axis), count()
+        start = in_thread if background else at_once
 
         def save(state: TrainState, score: float | None = None) -> None:
-            began = time.perf_counter()
-            land()
-            waited = time.perf_counter() - began
+            waited = _seconds(land)
             if waited > _WORTH_TELLING and axis.index == 0:
                 tell(f"step {state.step} waited {waited:.1f} s for the save before to be written")
             staging = run_dir / "checkpoints" / f".staging-{token}-{next(number)}"
             target = Target(run_dir, staging, axis.count, config, score, before_commit)
             taken = partial(_taken, take, state, None if axis.index else facts)
-            start = in_thread if background else at_once
             flights.append(fly(taken, target, axis, step=state.step, start=start, after=after))
             next(flights[0])
             if not background:
@@ -145,16 +143,33 @@ def saves(
             ended.clear()
             return found
 
-        try:
+        with _given_up(flights):
             yield save, saved
-        except BaseException:
-            for flight in flights:
-                flight.close()
-            raise
         land()
-        for outcome in [*latest, *ended][-1:]:
-            if outcome.error is not None:
-                raise outcome.error
+        _raise_last([*latest, *ended])
+
+
+@contextmanager
+def _given_up(flights: Sequence[Flight]) -> Iterator[None]:
+    """Give up the save under way when an exception leaves the block."""
+    try:
+        yield
+    except BaseException:
+        for flight in flights:
+            flight.close()
+        raise
+
+
+def _raise_last(outcomes: Sequence[Saved]) -> None:
+    """Raise what the last save failed with, if it has failed."""
+    if outcomes and outcomes[-1].error is not None:
+        raise outcomes[-1].error
+
+
+def _seconds(work: Callable[[], None]) -> float:
+    began = time.perf_counter()
+    work()
+    return time.perf_counter() - began
 
 
 def _told(done: Saved) -> dict[str, Any]:

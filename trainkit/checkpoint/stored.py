@@ -10,7 +10,6 @@ import math
 import os
 import re
 import stat
-import struct
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -130,12 +129,12 @@ def read_exactly(handle: int, start: int, size: int, path: Path) -> bytearray:
     return data
 
 
-def sane_json(data: bytes | bytearray, path: Path | str) -> Any:
+def sane_json(data: bytes | bytearray, path: Path | str, most: int = _MOST_HEADER) -> Any:
     """Parse JSON that a file holds, but none that would need far more memory than itself."""
     values = sum(map(data.count, (b",", b"[", b"{")))
     # A header has 8 bytes and more for each value, and 15 for each key.
     crowded = len(data) > 1 << 20 and max(values * 7, data.count(b":") * 12) > len(data)
-    if len(data) > _MOST_HEADER or crowded:
+    if len(data) > most or crowded:
         raise refusal(path, f"holds {len(data)} bytes of JSON with {values} values; too many")
     try:
         return orjson.loads(data)
@@ -169,31 +168,56 @@ def safetensors_file(path: Path) -> dict[str, Stored]:
         ...
         trainkit.types.CheckpointError: checkpoint: /does/not/exist cannot be read: [Errno 2] No ...
     """
-    total = regular_size(path)
     with opened(path) as handle:
-        if total < 8:
-            raise refusal(path, f"has {total} bytes, which is no safetensors file")
-        (length,) = struct.unpack("<Q", read_exactly(handle, 0, 8, path))
-        if length > min(total - 8, _MOST_HEADER):
-            raise refusal(path, f"claims a header of {length} bytes and has {total}")
-        header = sane_json(read_exactly(handle, 8, length, path), path)
+        _, found = read_header(handle, path, os.fstat(handle).st_size)
+    for name in found:
+        if not plain_tensor_name(name):
+            raise refusal(path, f"holds a tensor of the odd name {name[:100]!r}")
+    return found
+
+
+def read_header(
+    handle: int, path: Path, total: int, *, most: int = _MOST_HEADER
+) -> tuple[bytearray, dict[str, Stored]]:
+    """Read the header of an open safetensors file, and believe nothing that the file cannot hold.
+
+    Names are not looked at.
+
+    Args:
+        handle: The file, open for reading.
+        path: Its path, for errors.
+        total: How many bytes it has.
+        most: How many bytes the header may have.
+
+    Returns:
+        The bytes before the first tensor, and every tensor by name, in one piece each.
+
+    Raises:
+        CheckpointError: The header is longer than it may be, or no JSON of tensors that lie one
+            after another to the file's end.
+    """
+    if total < 8:
+        raise refusal(path, f"has {total} bytes, which is no safetensors file")
+    length = int.from_bytes(read_exactly(handle, 0, 8, path), "little")
+    if length > min(total - 8, most):
+        raise refusal(path, f"claims a header of {length} bytes and has {total}")
+    data = read_exactly(handle, 0, 8 + length, path)
+    header = sane_json(data[8:], path, most)
     if not isinstance(header, dict):
         raise refusal(path, "has a header that is no table")
     header.pop("__metadata__", None)
-    found = {name: _in_safetensors(path, name, entry, 8 + length) for name, entry in header.items()}
-    end = 8 + length
+    found = {name: _in_safetensors(path, name, entry, len(data)) for name, entry in header.items()}
+    end = len(data)
     for piece in sorted((s.pieces[0] for s in found.values()), key=lambda p: (p.start, p.size)):
         if piece.start != end:
             raise refusal(path, "has bytes that belong to no tensor, or to two")
         end += piece.size
     if end != total:
         raise refusal(path, f"has {total} bytes, its tensors end after {end}")
-    return found
+    return data, found
 
 
 def _in_safetensors(path: Path, name: str, entry: Any, base: int) -> Stored:
-    if not plain_tensor_name(name):
-        raise refusal(path, f"holds a tensor of the odd name {name[:100]!r}")
     if not isinstance(entry, dict) or not {"dtype", "shape", "data_offsets"} <= entry.keys():
         raise refusal(path, f"says nothing of {name}")
     dtype = _FROM_SAFETENSORS.get(str(entry["dtype"]))

@@ -46,8 +46,11 @@ from trainkit.hashing import MASK64, hash_box, hash_counters
 from trainkit.types import CheckpointError, DiskError, NumericsError
 
 _CHUNK = 4 * 1024 * 1024  # written and hashed at once, out of the same cache
-_LOOKED_AT = 1 << 18  # elements tested at once
-_WRITERS = 2  # files of a rank under way at once: one is hashed while another waits for the disk
+_BEGUN = 32 * 1024 * 1024  # the disk begins with so much of a file while the rest is hashed
+_LOOKED_AT = 1 << 16  # elements tested at once, out of the nearest cache
+# Files of a rank under way at once: while some wait for the disk, others are hashed. On two cores 4
+# wrote 1 GB at 0.89 to 0.98 of the rate of a plain write, 2 at 0.73 to 0.80, and 8 were no better.
+_WRITERS = 4
 _REPORT_BYTES = 1 << 30
 
 
@@ -67,6 +70,9 @@ class Target:
     before_commit: Callable[[], None] | None = None
 
 
+_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+
+
 @contextmanager
 def _disk_errors(path: Path, needed: int) -> Iterator[None]:
     """Turn an `OSError` of the block into a `DiskError`."""
@@ -84,13 +90,14 @@ def _disk_error(error: OSError, path: Path, needed: int) -> DiskError:
     except OSError:
         free = "an unknown number"
     name = errno.errorcode.get(error.errno or 0, "")
+    cure = "free space" if error.errno in _FULL else "make it writable"
     return DiskError(
         f"save_checkpoint: {path} could not be written: {name} {error.strerror or error}; about "
         f"{needed} bytes are needed and {free} are free",
         where=path,
         got=free,
         want=needed,
-        hint="free space or choose another --out; every earlier checkpoint is intact",
+        hint=f"{cure} or choose another --out; every earlier checkpoint is intact",
     )
 
 
@@ -161,33 +168,35 @@ def _write_file(
 ) -> tuple[dict[str, Any], dict[str, int]]:
     """Write one file; return its size and sha256, and the hashes of its boxes."""
     try:
-        hashes = {}
-        for piece in file.pieces:
-            if stopped.is_set():
-                break
-            _check_finite(piece)
-            hashes[f"{piece.name} {piece.offset}"] = hash_box(
-                f"{piece.name} {piece.dtype}", piece.bits, shape=piece.shape, offset=piece.offset
-            )
-        return _stream(file, target.staging / file.name, stopped), hashes
+        path = target.staging / file.name
+        handle = os.open(path, os.O_WRONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
+        try:
+            sha256 = _stream(file, handle, stopped)
+            hashes = _hashes(file, stopped)  # while the disk is busy with what was written last
+            os.fsync(handle)
+        finally:
+            os.close(handle)
     except BaseException:
         stopped.set()
         raise
+    return {"size": len(file.header) + file.data.nbytes, "sha256": sha256}, hashes
 
 
-def _stream(file: TensorFile, path: Path, stopped: Event) -> dict[str, Any]:
-    digest = hashlib.sha256()
-    handle = os.open(path, os.O_WRONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
-    try:
-        for chunk in _chunks(file):
-            if stopped.is_set():
-                break
-            digest.update(chunk)
-            write_all(handle, chunk)
-        os.fsync(handle)
-    finally:
-        os.close(handle)
-    return {"size": len(file.header) + file.data.nbytes, "sha256": digest.hexdigest()}
+def _stream(file: TensorFile, handle: int, stopped: Event) -> str:
+    """Hash and write a file, chunk by chunk; return its sha256."""
+    digest, written, begun = hashlib.sha256(), 0, 0
+    for chunk in _chunks(file):
+        if stopped.is_set():
+            break
+        digest.update(chunk)
+        write_all(handle, chunk)
+        written += len(chunk)
+        if written - begun >= _BEGUN or written == len(file.header) + file.data.nbytes:
+            # Linux begins to write what is said not to be needed: the disk works while the rest is
+            # hashed, and the last fsync finds little to do. Elsewhere it is a hint.
+            os.posix_fadvise(handle, begun, written - begun, os.POSIX_FADV_DONTNEED)
+            begun = written
+    return digest.hexdigest()
 
 
 def _chunks(file: TensorFile) -> Iterator[memoryview]:
@@ -196,21 +205,40 @@ def _chunks(file: TensorFile) -> Iterator[memoryview]:
             yield whole[begin : begin + _CHUNK]
 
 
+def _hashes(file: TensorFile, stopped: Event) -> dict[str, int]:
+    """Return the part of the state's hash that each box of a file is; refuse what is not finite."""
+    hashes = {}
+    for piece in file.pieces:
+        if stopped.is_set():
+            break
+        _check_finite(piece)
+        hashes[f"{piece.name} {piece.offset}"] = hash_box(
+            f"{piece.name} {piece.dtype}", piece.bits, shape=piece.shape, offset=piece.offset
+        )
+    return hashes
+
+
 def _check_finite(piece: Piece) -> None:
     if piece.not_below is None:
         return
     flat = piece.bits.reshape(-1)
-    without_sign = flat.dtype.type((1 << (8 * flat.itemsize - 1)) - 1)
+    sign = 1 << (8 * flat.itemsize - 1)
     for begin in range(0, len(flat), _LOOKED_AT):
-        found = flat[begin : begin + _LOOKED_AT] & without_sign
-        if found.max() >= piece.not_below:
-            place = begin + int((found >= piece.not_below).argmax())
-            raise NumericsError(
-                f"save_checkpoint: {piece.name} is not finite (element {place} of the part that"
-                f" begins at {piece.offset}); the state is not saved",
-                where=piece.name,
-                hint="go on from an earlier checkpoint",
-            )
+        part = flat[begin : begin + _LOOKED_AT]
+        # The largest positive number is the largest as a signed integer, a negative one as an
+        # unsigned: that takes no memory, and a third of the time of masking the sign.
+        if (
+            part.view(f"i{part.itemsize}").max() < piece.not_below
+            and part.max() < sign + piece.not_below
+        ):
+            continue
+        place = begin + int(((part & part.dtype.type(sign - 1)) >= piece.not_below).argmax())
+        raise NumericsError(
+            f"save_checkpoint: {piece.name} is not finite (element {place} of the part that"
+            f" begins at {piece.offset}); the state is not saved",
+            where=piece.name,
+            hint="go on from an earlier checkpoint",
+        )
 
 
 # -------------------------------------------------------------------------------------- first rank

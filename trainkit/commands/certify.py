@@ -21,9 +21,9 @@ if TYPE_CHECKING:
 _DESCRIPTION = """\
 Train a tiny decoder for three steps on one process, and again in each layout of 1 to 8 ranks, and
 print the largest differences from one process: of the loss, of the gradient norm, and of every
-parameter after the last step, each max|a - b| / max|b|. "tied decoder" and "decoder with dropout"
-follow in fewer layouts. Ranks are processes on this machine's CPUs: no GPU and no launcher is
-needed. For your own model call trainkit.testing.certify.
+parameter after the last step, each max|a - b| / max|b|. A tied decoder, one
+with dropout and one of which half is frozen follow in fewer layouts. Ranks are processes on this
+machine's CPUs: no GPU and no launcher is needed. For your own model call trainkit.testing.certify.
 """
 
 _EPILOG = """\

@@ -8,6 +8,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from trainkit.types import DataError
+
 if TYPE_CHECKING:
     import argparse
 
@@ -42,6 +44,9 @@ def add(commands: Any) -> None:
 def run(options: argparse.Namespace) -> tuple[Any, int]:
     """Return what to print, and the exit code.
 
+    Raises:
+        DataError: The policies leave no row.
+
     Effects:
         Writes the picture, if one is asked for.
     """
@@ -65,8 +70,29 @@ def run(options: argparse.Namespace) -> tuple[Any, int]:
         max_documents=options.max_documents,
         seed=options.seed,
     )
+    report = packing.packing_report(bins, lengths)
+    _check_rows(options, report)
     if options.out is not None:
         from trainkit.sinks.packing import plot_packing  # noqa: PLC0415 -- an extra
 
         plot_packing(bins, options.out, lengths=lengths)
-    return packing.packing_report(bins, lengths), 0
+    return report, 0
+
+
+def _check_rows(options: argparse.Namespace, report: dict[str, int | float]) -> None:
+    if report["rows"]:
+        return
+    dropped, empty = report["dropped_documents"], report["empty_documents"]
+    fate = (
+        f"all {dropped} that have tokens are longer than --capacity {options.capacity} and were "
+        "dropped; raise it, or ask for --overlong split or truncate"
+        if dropped
+        else "there are none with tokens"
+    )
+    raise DataError(
+        f"pack: {options.corpus}: no row is left of its {report['documents']} documents ({empty} "
+        f"empty): {fate}",
+        where=options.corpus,
+        got=0,
+        want="at least one row",
+    )

@@ -24,10 +24,12 @@ _EPILOG = """\
 The columns: peak is the most that a rank holds at any moment, in GiB. The next are the largest of
 each kind, which are not all there at once: parameters, gradients and optimizer state in fp32, what
 waits for backward (activ.), the output layer and the loss (logits), FSDP's gathered blocks and
-gradients that are not reduced yet (gathered). Memory is counted from what trainkit's decoder keeps,
-and within 10 % of what torch measures. Sent is what one rank sends in a step, in GB. The step's
-time is an estimate that puts layouts in an order, not a promise: arithmetic at --efficiency of the
-peak, communication at the speed of the wires, where the ring's and FSDP's run beside arithmetic.
+gradients that are not reduced yet (gathered). With --cpu-offload the first three are in the memory
+of the host (host), and the peak is that of the device. Memory is counted from what trainkit's
+decoder keeps, and within 10 % of what torch measures. Sent is what one rank sends in a step, in GB.
+The step's time is an estimate that puts layouts in an order, not a promise: arithmetic at
+--efficiency of the peak, communication at the speed of the wires, where the ring's and FSDP's run
+beside arithmetic.
 
 Examples:
 
@@ -36,6 +38,10 @@ Examples:
   # longer rows: only layouts with tensor parallelism of 2, with everything computed again
   python -m trainkit plan --size llama-3.1-8b --world 16 --row-length 131072 --rows 16 \\
       --tp 2 --recompute full
+
+  # FSDP over dp_shard alone, not over the ring; its shards and the optimizer on the host
+  python -m trainkit plan --size llama-3.1-8b --world 16 --row-length 65536 --rows 16 \\
+      --fold-sp none --cpu-offload
 
   # your own machines: 4 GPUs of 24 GiB in each node
   python -m trainkit plan --size qwen3-4b --world 8 --hardware a100 --memory 24 --ranks-per-node 4
@@ -97,6 +103,17 @@ def _add_work(group: Any) -> None:
     group.add_argument(
         "--reduce", choices=("last", "each"), default="last", help="after which microbatch"
     )
+    group.add_argument(
+        "--fold-sp",
+        choices=("all", "ring", "ulysses", "none"),
+        default="all",
+        help="which of ring and Ulysses FSDP shards over, besides dp_shard (all)",
+    )
+    group.add_argument(
+        "--cpu-offload",
+        action="store_true",
+        help="parameters, gradients and optimizer state in host memory",
+    )
 
 
 def _add_machines(group: Any) -> None:
@@ -137,6 +154,7 @@ def run(options: argparse.Namespace) -> tuple[Any, int]:
         schedule=options.schedule,
         reduce=options.reduce,
         documents=options.documents,
+        cpu_offload=options.cpu_offload,
         layouts=_layouts(options),
         efficiency=options.efficiency,
         headroom=options.headroom,
@@ -180,7 +198,7 @@ def _layouts(options: argparse.Namespace) -> list[Layout]:
     fixed = {name: degree for name, degree in asked.items() if degree is not None}
     found = [
         layout
-        for layout in layouts_of(options.world)
+        for layout in layouts_of(options.world, fold_sp=options.fold_sp)
         if all(getattr(layout, name) == degree for name, degree in fixed.items())
     ]
     if options.world < 1:

@@ -78,12 +78,13 @@ def add(commands: Any) -> None:
         "trains a byte-level BPE of N tokens on the first 256 million characters of the corpus "
         "and writes it beside OUT",
     )
-    parser.add_argument("--field", default="text", help="the field with the text (default text)")
+    parser.add_argument(
+        "--field", help="the field with the text (default text), or with the messages (messages)"
+    )
     parser.add_argument(
         "--messages",
         action="store_true",
-        help="records are conversations, in the field `messages`: only what the assistant says is "
-        "trained on",
+        help="records are conversations: only what the assistant says is trained on",
     )
     parser.add_argument(
         "--template", choices=_TEMPLATES, default="chatml", help="of conversations (chatml)"
@@ -145,7 +146,7 @@ def _prepared(options: argparse.Namespace) -> dict[str, Any]:
         options.out,
         tokenizer=tokenizer,
         make_encode=_make_encode(options),
-        field=options.field,
+        field=options.field or "text",
         suffixes=suffixes,
         keep=keep,
         workers=options.workers,
@@ -193,6 +194,7 @@ def _make_encode(options: argparse.Namespace) -> Callable[[Tokenizer], Any] | No
     return partial(
         chat_encoder,
         template=TEMPLATES[options.template],
+        field=options.field or "messages",
         train=options.train_on or "assistant",
         max_length=options.max_length,
         overlong="error" if options.max_length is None else "drop",
@@ -247,10 +249,11 @@ def _texts(
     from trainkit.prepare.prepare import cut_sources  # noqa: PLC0415
     from trainkit.tokenizers.bytes import text_of  # noqa: PLC0415
 
+    field = options.field or "text"
     for chunk in cut_sources(options.source, suffixes=suffixes, keep=keep):
-        for index, record in enumerate(read_chunk(chunk, columns=[options.field])):
+        for index, record in enumerate(read_chunk(chunk, columns=[field])):
             try:
-                text = text_of(record, options.field)
+                text = text_of(record, field)
             except DataError as error:
                 raise DataError(f"{document_name(chunk, index)}: {error}") from error
             seen[0] += 1

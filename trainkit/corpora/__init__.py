@@ -6,7 +6,13 @@ from trainkit.corpora.inspect import describe_corpus, verify_corpus
 from trainkit.corpora.joined import JoinedCorpus, join_corpora
 from trainkit.corpora.library import docstring_conversations, is_library_source, standard_library
 from trainkit.corpora.mapped import check_unchanged
-from trainkit.corpora.open import fingerprint, held_out, held_out_documents, open_corpus
+from trainkit.corpora.open import (
+    fingerprint,
+    held_out,
+    held_out_documents,
+    open_corpus,
+    trainable_tokens,
+)
 from trainkit.corpora.records import read_records
 from trainkit.corpora.tokens import (
     TokenCorpus,
@@ -32,6 +38,7 @@ __all__ = [
     "open_tokens",
     "read_records",
     "standard_library",
+    "trainable_tokens",
     "verify_corpus",
     "verify_tokens",
     "write_corpus",

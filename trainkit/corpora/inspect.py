@@ -119,4 +119,6 @@ def _verified(path: Path, vocab_size: int | None) -> tuple[int, int | None, list
             documents += 1
     except (DataError, DiskError) as error:
         problems.append(str(error))
+    if not documents and not problems:
+        problems.append(f"{path}: there are no documents")
     return documents, None, problems

@@ -192,6 +192,40 @@ def _hold_out(key: np.uint64, one_in: np.uint64, chosen: Any) -> None:
         chosen[number] = mix(place) % one_in == 0
 
 
+def trainable_tokens(corpus: TokenCorpus | JoinedCorpus) -> np.ndarray[Any, Any]:
+    """Return how many labels each document has: int64 `[N]`.
+
+    A document without any takes room in a row and teaches nothing. Lengths that are set to 0 where
+    this is 0 pack into rows without it, and the report of the packing counts it as empty.
+
+    Args:
+        corpus: The corpus. A document's first token is nobody's label.
+
+    Examples:
+        >>> from trainkit.corpora.tokens import memory_corpus
+        >>> from trainkit.types import Sample
+        >>> chosen = ([True, False, True], [True, False])
+        >>> corpus = memory_corpus(Sample(np.arange(len(x)), np.array(x)) for x in chosen)
+        >>> trainable_tokens(corpus)
+        array([1, 0])
+    """
+    counts = []
+    for part in getattr(corpus, "parts", [corpus]):
+        count = np.maximum(part.lengths - 1, 0)
+        if part.trained is not None:
+            _count_labels(part.trained, part.offsets, count)
+        counts.append(count)
+    return np.concatenate(counts)
+
+
+@jit
+def _count_labels(trained: Any, offsets: Any, count: Any) -> None:
+    for document in range(count.size):
+        count[document] = 0
+        for place in range(offsets[document] + 1, offsets[document + 1]):
+            count[document] += trained[place]
+
+
 def fingerprint(corpus: Corpus) -> str:
     """Return a hash of a corpus' tokens, offsets and choices: 16 hex digits, to see it is the same.
 
@@ -235,7 +269,9 @@ def _encoded(
 
     corpus = gathered(documents(), vocab_size=vocab_size)
     if not len(corpus.tokens):
+        dropped = getattr(encode, "counts", {}).get("dropped", 0)
         found = "none has a token" if names else "none was kept"
+        found += f": {dropped} were dropped, as too long" if dropped else ""
         kinds = f"files ending in {', '.join(suffixes)}" if path.is_dir() else "lines or rows"
         raise DataError(f"open_corpus: {path}: no documents: of its {kinds}, {found}", where=path)
     return attrs.evolve(corpus, names=names, sources=sources)

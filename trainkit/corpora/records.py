@@ -41,10 +41,11 @@ def read_records(
 
     Args:
         path: A directory of text files (each a record `{"text": ...}`, sorted by relative path); a
-            `.jsonl`, `.parquet` or `.arrow` file (each line or row a record); or a directory
-            without text files, but with such files, all of one kind.
+            `.jsonl`, `.parquet` or `.arrow` file (each line or row a record); or a directory of
+            such files, all of one kind.
         suffixes: How the names of text files end.
-        keep: Says by its name whether a record is wanted.
+        keep: Says by its name whether a record is wanted; in a directory of several kinds of files
+            it is asked about these first.
         sources: Gets the hash of each file, by its name, once the file has been read.
 
     Returns:
@@ -71,30 +72,46 @@ def read_records(
     check_readable(path)
     if not path.is_dir():
         return _file_records(path, path.name, keep, sources)
-    names = file_names(path)
-    if any(name.endswith(tuple(suffixes)) for name in names):
+    names = document_files(path, suffixes=suffixes, keep=keep)
+    if names[0].endswith(tuple(suffixes)):
         texts = directory_texts(path, suffixes=suffixes, keep=keep, sources=sources)
         return ((name, {"text": text}) for name, text in texts)
-    shards = record_files(path, names)
-    return chain.from_iterable(_shard_records(path, name, keep, sources) for name in shards)
+    return chain.from_iterable(_shard_records(path, name, keep, sources) for name in names)
 
 
-def record_files(root: Path, names: Sequence[str]) -> list[str]:
-    """Return which files of a directory hold records, which must be of one kind.
+def document_files(root: Path, *, suffixes: Sequence[str], keep: Keep = None) -> list[str]:
+    """Return which files of a directory hold documents: text or records, but all of one kind.
+
+    Args:
+        root: The directory.
+        suffixes: How the names of text files end.
+        keep: Chooses by relative path among files of several kinds; of one kind all are returned.
+
+    Returns:
+        Relative paths, in order; at least one.
 
     Raises:
-        DataError: There are none, or they are of two kinds.
+        DataError: There are none, or they are of two kinds: a README beside the records would
+            otherwise be the whole corpus.
     """
-    found = [name for name in names if name.endswith(RECORD_SUFFIXES)]
-    first = {Path(name).suffix: name for name in reversed(found)}
-    if len(first) != 1:
-        what = f"both {' and '.join(sorted(first.values())[:2])}" if first else "no file of records"
+    names, text = file_names(root), tuple(suffixes)
+    kinds = [[name for name in names if name.endswith(text)]]
+    kinds += [
+        [name for name in names if name.endswith(suffix) and not name.endswith(text)]
+        for suffix in RECORD_SUFFIXES
+    ]
+    found = [kind for kind in kinds if kind]
+    if len(found) > 1 and keep is not None:
+        found = [kept for kind in found if (kept := [name for name in kind if keep(name)])]
+    if len(found) != 1:
+        what = f"both {found[0][0]} and {found[1][0]}" if found else "no file of text or records"
         raise DataError(
-            f"read_records: {root}: there is {what}; give a directory of text files, or of files "
-            f"of one kind of {', '.join(RECORD_SUFFIXES)}",
+            f"read_records: {root}: there is {what}; give a directory of text files "
+            f"({', '.join(suffixes)}), or of files of one kind of {', '.join(RECORD_SUFFIXES)}",
             where=root,
+            hint="leave one kind out with `keep`, or --exclude of prepare" if found else None,
         )
-    return found
+    return found[0]
 
 
 def record_place(path: Path, name: str) -> str:

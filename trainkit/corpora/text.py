@@ -66,6 +66,16 @@ def file_names(root: Path) -> list[str]:
     return sorted(_walk(root))
 
 
+def linked_folders(root: Path) -> list[str]:
+    """Return the relative path of each link to a directory below a directory; none is entered."""
+    return sorted(
+        (Path(folder) / name).relative_to(root).as_posix()
+        for folder, folders, _ in os.walk(root)
+        for name in folders
+        if (Path(folder) / name).is_symlink()
+    )
+
+
 def read_text(path: Path) -> str:
     """Return the text of one file of UTF-8, line ends as they are.
 
@@ -81,9 +91,10 @@ def check_readable(path: Path) -> None:
     """Refuse what is neither a regular file nor a directory: a pipe might never end.
 
     Raises:
-        DataError: There is nothing at `path`, or something else.
+        DataError: There is nothing at `path`, or something else, or its name is no UTF-8.
         DiskError: The disk fails.
     """
+    check_name(path)
     try:
         mode = retried(path.stat, path).st_mode
     except DataError as error:
@@ -94,6 +105,18 @@ def check_readable(path: Path) -> None:
         raise DataError(
             f"{path}: neither a regular file nor a directory, but {_kind_of(mode)}", where=path
         )
+
+
+def check_name(path: Path) -> None:
+    """Refuse a name that is no UTF-8: it can stand neither in a message nor in a checkpoint.
+
+    Raises:
+        DataError: It is none.
+    """
+    name = str(path)
+    if not name.isascii() and name.encode(errors="replace").decode() != name:
+        shown = name.encode(errors="backslashreplace").decode()
+        raise DataError(f"{shown}: the name is no UTF-8: rename it, or leave it out", where=shown)
 
 
 def opened(path: Path) -> BinaryIO:

@@ -1,11 +1,13 @@
 """Models: plain `nn.Module`s without buffers; their values are functions of a seed and of names.
 
 `config` describes a decoder of the dense Llama and Qwen3 family, `decoder` is its modules,
-`initial` its first values, `sizes` its public and small sizes by name; `generate` draws text.
+`initial` its first values, `sizes` its public and small sizes by name; `call` enters a batch into
+a model; `generate` draws text.
 """
 
 from __future__ import annotations
 
+from trainkit.models.call import call_model, call_with_noise
 from trainkit.models.config import DecoderConfig, Llama3Scaling, count_parameters
 from trainkit.models.decoder import Decoder, build_decoder
 from trainkit.models.generate import generate
@@ -22,6 +24,8 @@ __all__ = [
     "DecoderConfig",
     "Llama3Scaling",
     "build_decoder",
+    "call_model",
+    "call_with_noise",
     "config_from_facts",
     "count_parameters",
     "decoder_config",

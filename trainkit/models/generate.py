@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -11,11 +11,8 @@ import torch
 from torch import Tensor, nn
 
 from trainkit import noise
+from trainkit.models.call import call_model
 from trainkit.types import Call, Spans
-
-
-def _call(model: nn.Module, batch: Mapping[str, Any]) -> Any:
-    return model(batch["input_ids"], position_ids=batch["position_ids"], spans=batch["spans"])
 
 
 def generate(
@@ -29,7 +26,7 @@ def generate(
     seed: int = 0,
     stop_id: int | None = None,
     vocab_size: int | None = None,
-    call: Call = _call,
+    call: Call = call_model,
 ) -> list[int]:
     """Return tokens that continue a prompt; each takes one run over the last `context` tokens.
 

@@ -17,19 +17,21 @@ def decay_groups(
 
     Parameters with two or more dimensions (weights, embeddings) decay; norms' gains and biases do
     not: pulling a gain towards zero is no regularization. Frozen parameters are left out, a
-    parameter with two names (tied) counts once, and a group without parameters is dropped, so that
-    every trainable parameter is in exactly one group.
+    parameter with two names (tied) counts once, and every trainable parameter is in exactly one
+    group. Both groups are always there, if need be empty, so that all stages of a pipeline have the
+    same ones, as a checkpoint wants it: one that is frozen as a whole takes every step with the
+    others, and trains nothing.
 
     Args:
         named_parameters: (name, parameter) pairs, or a mapping.
         weight_decay: the decay of the first group.
 
     Returns:
-        Groups as `torch.optim` takes them: those that decay, then the others, each in the order
+        Groups as `torch.optim` takes them: the one that decays, then the other, each in the order
             given.
 
     Raises:
-        ValueError: if nothing can be trained, or `weight_decay` is negative or not finite.
+        ValueError: if there is no parameter, or `weight_decay` is negative or not finite.
 
     Examples:
         >>> from torch import nn
@@ -42,11 +44,11 @@ def decay_groups(
             f"decay_groups: weight_decay must be finite and at least 0, got {weight_decay}"
         )
     pairs = named_parameters.items() if isinstance(named_parameters, Mapping) else named_parameters
-    trainable = {id(p): p for _, p in pairs if p.requires_grad}.values()
-    if not trainable:
-        raise ValueError("decay_groups: at least one parameter must require a gradient, got none")
-    groups = [
+    parameters = {id(p): p for _, p in pairs}.values()
+    if not parameters:
+        raise ValueError("decay_groups: at least one parameter is needed, got none")
+    trainable = [p for p in parameters if p.requires_grad]
+    return [
         {"params": [p for p in trainable if p.ndim >= 2], "weight_decay": weight_decay},
         {"params": [p for p in trainable if p.ndim < 2], "weight_decay": 0.0},
     ]
-    return [group for group in groups if group["params"]]

@@ -22,13 +22,12 @@ from trainkit.packing.pieces import (
     SHELF,
     SHELF_BITS,
     align,
-    count_in_order,
     count_shelves,
     cut,
     deal,
     sort_shelves,
     survey,
-    take_whole,
+    take_in_order,
 )
 from trainkit.sampling import permute
 from trainkit.types import Bins
@@ -252,12 +251,11 @@ def _packed(
         aligned = read_only(align(asked, rule.multiple_of))
         arrival = None if seed is None else _shuffled(size, seed, "arrival", first)
         bin_of = _asked(fit, aligned, rule, arrival)
-        ends = _ends_in_order(fit, bin_of, aligned, rule)
+        origin = begin[0] if whole else -1
+        ends = _take_in_order(fit, bin_of, aligned, rule, origin, asked, columns)
         if ends is None:
             entries = np.empty((size, 4 if splits else 3), integer)
             ends = _sort(fit, bin_of, lengths, begin, rule, entries, columns)
-        elif whole:
-            take_whole(lengths, begin[0], documents[group], pieces[group])
         ends += first
         offsets.append(ends)
         first += size
@@ -284,11 +282,22 @@ def _asked(fit: Fit, lengths: IntArray, rule: _Rule, arrival: IntArray | None) -
     return read_only(bin_of)
 
 
-def _ends_in_order(fit: Fit, bin_of: IntArray, lengths: IntArray, rule: _Rule) -> IntArray | None:
-    """Return where the pieces of each bin end; None if the bins do not come in order."""
+def _take_in_order(  # noqa: PLR0917 (an array is a parameter)
+    fit: Fit,
+    bin_of: IntArray,
+    lengths: IntArray,
+    rule: _Rule,
+    origin: int,
+    asked: IntArray,
+    columns: tuple[IntArray, IntArray, IntArray],
+) -> IntArray | None:
+    """Write the pieces, and return where those of each bin end, if the bins come in order."""
     in_range = bin_of[0] == 0 <= bin_of[-1] < bin_of.size
     ends = np.empty(int(bin_of[-1]) + 1 if in_range else 0, np.int64)
-    fullest, most = count_in_order(bin_of, lengths, ends, np.empty_like(ends))
+    documents, _, pieces = columns
+    fullest, most = take_in_order(
+        bin_of, lengths, origin, read_only(asked), ends, documents, pieces
+    )
     if most == 0:
         return None
     _check_bins(fit, fullest, most, rule)

@@ -83,31 +83,27 @@ def cut(  # noqa: PLR0917 (an array is a parameter)
 
 
 @jit
-def take_whole(lengths: Any, first: int, documents: Any, pieces: Any) -> None:
-    """Write pieces that are whole documents, from one on."""
-    for piece in range(documents.size):
-        documents[piece] = first + piece
-    for piece in range(pieces.size):
-        pieces[piece] = lengths[first + piece]
-
-
-@jit
-def count_in_order(bin_of: Any, lengths: Any, ends: Any, tokens: Any) -> Any:
+def take_in_order(  # noqa: PLR0917 (an array is a parameter)
+    bin_of: Any, lengths: Any, first: int, asked: Any, ends: Any, documents: Any, pieces: Any
+) -> Any:
     """Write where the bins' pieces end; return the most tokens and the most pieces of a bin.
 
-    Zeros if the bins do not come in order, without gaps and up to the last of `ends`.
+    Zeros if the bins do not come in order, without gaps and up to the last of `ends`. Pieces that
+    are whole documents, from `first` on and as long as `asked`, are written in the same pass, which
+    takes two thirds of the time of two; `first` is -1 where they are written already.
     """
-    last = total = 0
+    last = tokens = count = fullest = most = 0
     for piece in range(bin_of.size):
         bin_ = bin_of[piece]
-        if (bin_ - last) * (bin_ - last - 1) != 0 or bin_ >= ends.size:
+        step = bin_ - last
+        if step & -2 != 0 or bin_ >= ends.size:
             return 0, 0
-        total += lengths[piece]
-        ends[bin_], tokens[bin_], last = piece + 1, total, bin_
-    most, fullest = ends[0], tokens[0]
-    for bin_ in range(1, ends.size):
-        most = max(most, ends[bin_] - ends[bin_ - 1])
-        fullest = max(fullest, tokens[bin_] - tokens[bin_ - 1])
+        same = step - 1  # all bits set, or 0: no branch that no processor foresees
+        tokens, count = (tokens & same) + lengths[piece], (count & same) + 1
+        fullest, most = max(fullest, tokens), max(most, count)
+        ends[bin_], last = piece + 1, bin_
+        if first >= 0:
+            documents[piece], pieces[piece] = first + piece, asked[piece]
     return fullest, most
 
 

@@ -11,16 +11,13 @@ from torch import Tensor, nn
 
 from trainkit.collectives import all_gather_json, broadcast, gather_replicated
 from trainkit.layout import shard_sequence, zigzag_unshard
+from trainkit.models.call import call_model
 from trainkit.parallel.stage_forward import compute_device, evaluating, forward_stages
 from trainkit.parallel.stages import places_of
 from trainkit.types import IGNORED_LABEL, Batch, Call, ParallelState, Spans
 
 
-def _enter(model: nn.Module, batch: Mapping[str, Any]) -> Any:
-    return model(batch["input_ids"], position_ids=batch["position_ids"], spans=batch["spans"])
-
-
-def bind_call(stages: Sequence[nn.Module], ps: ParallelState, *, call: Call = _enter) -> Call:
+def bind_call(stages: Sequence[nn.Module], ps: ParallelState, *, call: Call = call_model) -> Call:
     """Return a call for `models.generate` that gives whole logits on every rank of any layout.
 
     The window is lengthened to what the ranks can share equally. Attention is causal, so what

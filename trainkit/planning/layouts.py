@@ -8,6 +8,7 @@ from typing import Literal
 
 import attrs
 
+from trainkit.mesh import FoldSP, folded_axes
 from trainkit.models.config import DecoderConfig
 from trainkit.parallel.check import check_layout
 from trainkit.parallel.split import SCHEDULES, rank_of_stages
@@ -19,18 +20,22 @@ DEGREES = ("pp", "dp_replicate", "dp_shard", "ring", "ulysses", "tp")
 
 @attrs.frozen
 class Layout:
-    """The six degrees whose product is the world, outermost first.
+    """The six degrees whose product is the world, outermost first, and what FSDP shards over.
 
-    Parameters are sharded over `fsdp`: dp_shard, ring and ulysses together, as `parallel_session`
-    does by default (`fold_sp="all"`).
+    Parameters, gradients and optimizer state are sharded over `fsdp`: dp_shard, and those of ring
+    and ulysses that `fold_sp` names, as in `parallel_session`; `sync_sp_grads` sums over the rest.
 
     Raises:
         ValueError: A degree is below 1.
+        ConfigError: `fold_sp` is unknown.
 
     Examples:
         >>> layout = Layout(dp_shard=4, tp=2)
         >>> print(layout, layout.world)
         dp_shard 4 x tp 2 8
+        >>> layout = Layout(dp_shard=2, ring=4, fold_sp="none")
+        >>> print(layout, layout.fsdp, layout.unfolded)
+        dp_shard 2 x ring 4, fold none 2 4
     """
 
     pp: int = 1
@@ -39,14 +44,17 @@ class Layout:
     ring: int = 1
     ulysses: int = 1
     tp: int = 1
+    fold_sp: FoldSP = "all"
 
     def __attrs_post_init__(self) -> None:
         if min(self.degrees) < 1:
             raise ValueError(f"Layout: every degree must be at least 1, got {self.degrees}")
+        folded_axes(self.fold_sp)
 
     def __str__(self) -> str:
         pairs = zip(DEGREES, self.degrees, strict=True)
-        return " x ".join(f"{name} {degree}" for name, degree in pairs if degree > 1) or "solo"
+        text = " x ".join(f"{name} {degree}" for name, degree in pairs if degree > 1) or "solo"
+        return f"{text}, fold {self.fold_sp}" if self.unfolded > 1 else text
 
     @property
     def degrees(self) -> tuple[int, ...]:
@@ -71,7 +79,18 @@ class Layout:
     @property
     def fsdp(self) -> int:
         """How many ranks share one copy of the parameters and of the optimizer's state."""
-        return self.dp_shard * self.sp
+        return self.dp_shard * self.sp // self.unfolded
+
+    @property
+    def unfolded(self) -> int:
+        """How many ranks of the sequence hold the same parameters, and sum their gradients."""
+        folded = folded_axes(self.fold_sp)
+        return math.prod(getattr(self, x) for x in ("ring", "ulysses") if x not in folded)
+
+    @property
+    def is_wrapped(self) -> bool:
+        """Whether FSDP runs: with one rank to shard over, and no replica, it leaves a model be."""
+        return self.fsdp * self.dp_replicate > 1
 
 
 @attrs.frozen(kw_only=True)
@@ -92,6 +111,7 @@ class Job:
         schedule: How pipeline stages take turns.
         reduce: When gradients are reduced; see `forward_backward`.
         documents: Documents of a row, of equal lengths, for what attention costs.
+        cpu_offload: Whether FSDP keeps parameters, gradients and optimizer state in host memory.
 
     Raises:
         ValueError: A number is below 1, or a name is unknown.
@@ -108,6 +128,7 @@ class Job:
     schedule: str = "1f1b"
     reduce: Literal["last", "each"] = "last"
     documents: int = 1
+    cpu_offload: bool = False
 
     def __attrs_post_init__(self) -> None:
         for field in ("row_length", "rows", "microbatch", "documents"):
@@ -156,8 +177,11 @@ def num_microbatches(job: Job, layout: Layout) -> int:
     return math.ceil(math.ceil(job.rows / layout.dp) / job.microbatch)
 
 
-def layouts_of(world: int) -> Iterator[Layout]:
+def layouts_of(world: int, *, fold_sp: FoldSP = "all") -> Iterator[Layout]:
     """Yield every layout of a world: all ways to write it as a product of six degrees.
+
+    Raises:
+        ConfigError: `fold_sp` is unknown.
 
     Examples:
         >>> [str(layout) for layout in layouts_of(2)][:3]
@@ -166,7 +190,7 @@ def layouts_of(world: int) -> Iterator[Layout]:
         56
     """
     for degrees in _factorisations(world, len(DEGREES)):
-        yield Layout(*degrees)
+        yield Layout(*degrees, fold_sp=fold_sp)
 
 
 def _factorisations(number: int, parts: int) -> Iterator[tuple[int, ...]]:
@@ -193,11 +217,17 @@ def refusal(job: Job, layout: Layout) -> str | None:
         >>> refusal(job, Layout(dp_shard=8)) is None
         True
     """
+    if job.cpu_offload and not layout.is_wrapped:
+        return (
+            "cpu_offload is FSDP's, which does not run where parameters are sharded over 1 rank "
+            "and there is 1 replica; raise dp_shard"
+        )
     try:
         check_layout(
             job.config,
             world=layout.world,
-            degrees=attrs.asdict(layout),
+            degrees=dict(zip(DEGREES, layout.degrees, strict=True)),
+            fold_sp=layout.fold_sp,
             row_length=job.row_length,
             rows=job.rows,
             microbatch=job.microbatch,

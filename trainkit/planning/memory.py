@@ -14,6 +14,9 @@ from trainkit.planning.layouts import Job, Layout, num_microbatches, stages_per_
 from trainkit.planning.stages import Part, Sharding, buffers_of, in_flight, part_of, sharding_of
 from trainkit.planning.weights import FP32, Units, Weights, units_of
 
+BUCKET = 2**24
+"""Elements of a flat buffer of `grads.sync_sp_grads`."""
+
 _STATES = {"adamw": 2, "momentum": 1, "sgd": 0}
 
 
@@ -21,7 +24,8 @@ _STATES = {"adamw": 2, "momentum": 1, "sgd": 0}
 class Memory:
     """Bytes of the rank that needs most, each kind at its largest, and the peak of their sum.
 
-    The peak is less than the sum of the kinds: gradients come while activations go.
+    The peak is less than the sum of the kinds: gradients come while activations go. With
+    `cpu_offload` it is the device's, and the first three kinds are in host memory instead.
 
     Args:
         parameters: This rank's part of the parameters, fp32.
@@ -34,6 +38,7 @@ class Memory:
         peak: The largest sum of all of these at any moment.
         moment: When that is.
         pp_rank: Which pipeline rank it is.
+        host: Bytes in host memory: parameters, gradients and optimizer state with `cpu_offload`.
     """
 
     parameters: int
@@ -46,6 +51,7 @@ class Memory:
     peak: int
     moment: str
     pp_rank: int = 0
+    host: int = 0
 
 
 def memory_of(job: Job, layout: Layout, *, fused_norms: bool = True) -> Memory:
@@ -87,6 +93,8 @@ def _memory_of_rank(job: Job, layout: Layout, pp_rank: int, fused_norms: bool) -
     optimizer = states * parameters + (FP32 * own.tensors if states == 2 else 0)
     buffers = buffers_of(job, layout, pp_rank)
     moments = _moments(rank)
+    if layout.unfolded > 1 and not job.cpu_offload:
+        moments["sum over the sequence"] = rank.gradients + _flat_buffers(own) * FP32
     moment = max(moments, key=lambda name: moments[name])
     one, shard = rank.activations, rank.sharding
     return Memory(
@@ -95,12 +103,19 @@ def _memory_of_rank(job: Job, layout: Layout, pp_rank: int, fused_norms: bool) -
         optimizer=optimizer,
         activations=round((rank.held * rank.layers - 1) * one.kept + one.backward),
         logits=rank.heads * rank.head.kept + rank.head.beside,
-        gathered=shard.ends + 2 * shard.unit + shard.scatter + _unreduced(rank),
+        gathered=shard.ends + shard.unit + shard.ahead + shard.scatter + _unreduced(rank),
         buffers=buffers,
-        peak=round(parameters + optimizer + buffers + moments[moment]),
+        peak=round((0 if job.cpu_offload else parameters + optimizer) + buffers + moments[moment]),
         moment=moment,
         pp_rank=pp_rank,
+        host=2 * parameters + optimizer if job.cpu_offload else 0,
     )
+
+
+def _flat_buffers(own: Weights) -> int:
+    """Return the elements of `sync_sp_grads`' buffers: the present one, and the one before it."""
+    largest = own.largest * own.shard // own.whole  # a parameter larger than a buffer has its own
+    return min(own.shard, 2 * max(BUCKET, largest))
 
 
 def ends_of(part: Part, units: Units, *, tied: bool) -> Weights:
@@ -135,8 +150,13 @@ class _Rank:
 
     @property
     def gradients(self) -> int:
-        """Bytes of this rank's part of all gradients."""
-        return (self.block.shard * self.part.layers + self.ends.shard) * FP32
+        """Bytes of this rank's part of all gradients, on the device."""
+        return (self.block.shard * self.part.layers + self.ends.shard) * self.of_shard
+
+    @property
+    def of_shard(self) -> int:
+        """Bytes on the device of one number of this rank's part of the gradients."""
+        return 0 if self.job.cpu_offload else FP32
 
 
 def _heads_in_flight(job: Job, layout: Layout, pp_rank: int) -> int:
@@ -182,7 +202,7 @@ def _moments_of_pass(rank: _Rank, held: int, *, before: int) -> dict[str, float]
     one, shard = rank.activations, rank.sharding
     words = _output_weight(rank)
     waits = words if rank.part.embedding and rank.job.config.tied else 0
-    block = rank.block.shard * FP32
+    block = rank.block.shard * rank.of_shard
     at_start = before + waits if before else words
     at_end = before + waits if before else words + block * (rank.part.layers - 1)
     all_kept = held * rank.layers * one.kept
@@ -190,15 +210,16 @@ def _moments_of_pass(rank: _Rank, held: int, *, before: int) -> dict[str, float]
     others_kept = all_kept - rank.layers * one.kept
     weight = rank.block.largest * rank.job.itemsize
     of_block = rank.block.whole * rank.job.itemsize if shard.scatter else weight
-    gathered = shard.ends + 2 * shard.unit
+    computed = one.backward + weight + shard.ends + shard.unit
+    ahead = shard.ahead if rank.layers > 1 else 0
+    second = all_kept - 2 * one.kept + (at_start if before else at_start + block)
+    last_but_one = others_kept + one.kept + (at_end if before else at_end - block)
+    middle = max(second, last_but_one) + shard.scatter + ahead if rank.layers > 2 else 0.0
     return {
         "loss": before + all_kept + rank.head.kept + rank.head.beside + shard.ends,
-        "backward of the last block": (
-            at_start + all_kept - one.kept + one.backward + weight + gathered
-        ),
-        "backward of the first block": (
-            at_end + others_kept + one.backward + weight + gathered + shard.scatter
-        ),
+        "backward of the last block": at_start + all_kept - one.kept + computed + ahead,
+        "backward of a middle block": middle + computed,
+        "backward of the first block": at_end + others_kept + computed + shard.scatter,
         "reduction of a block": (
             at_end + others_kept + of_block + shard.ends + shard.unit + shard.scatter
         ),

@@ -10,6 +10,7 @@ from typing import Literal
 import attrs
 import numpy as np
 
+from trainkit.mesh import FoldSP
 from trainkit.metrics import model_flops
 from trainkit.models.config import DecoderConfig
 from trainkit.planning.hardware import Hardware
@@ -104,6 +105,8 @@ def plan(
     schedule: str = "1f1b",
     reduce: Literal["last", "each"] = "last",
     documents: int = 1,
+    cpu_offload: bool = False,
+    fold_sp: FoldSP = "all",
     layouts: Iterable[Layout] | None = None,
     efficiency: float = 0.5,
     headroom: float = 0.1,
@@ -128,6 +131,9 @@ def plan(
         schedule: How pipeline stages take turns.
         reduce: When gradients are reduced, as in `forward_backward`.
         documents: Documents of a row, of equal lengths: attention costs less for more of them.
+        cpu_offload: Whether FSDP keeps parameters, gradients and optimizer state in host memory.
+        fold_sp: Which of ring and Ulysses FSDP shards over, as in `parallel_session`; for the
+            layouts that are tried by default.
         layouts: Those to try; by default every factorisation of the world.
         efficiency: The fraction of the peak that the arithmetic reaches.
         headroom: The fraction of memory that is not planned with: the driver's, the kernels' and
@@ -139,6 +145,7 @@ def plan(
 
     Raises:
         ValueError: A number is out of range, a name unknown, or a layout is of another world.
+        ConfigError: `fold_sp` is unknown.
 
     Examples:
         >>> from trainkit.models.sizes import decoder_config
@@ -152,7 +159,7 @@ def plan(
     _check(world, efficiency, headroom)
     usable = round(hardware.memory * (1 - headroom))
     plans: list[Plan] = []
-    for layout in layouts_of(world) if layouts is None else layouts:
+    for layout in layouts_of(world, fold_sp=fold_sp) if layouts is None else layouts:
         if layout.world != world:
             raise ValueError(f"plan: {layout} has {layout.world} ranks, the world has {world}")
         for policy, dtype in product(recompute, dtypes):
@@ -168,6 +175,7 @@ def plan(
                 schedule=schedule,
                 reduce=reduce,
                 documents=documents,
+                cpu_offload=cpu_offload,
             )
             plans.append(_plan_one(job, layout, hardware, usable, efficiency))
     return sorted(plans, key=_order)
@@ -212,7 +220,8 @@ def _plan_one(job: Job, layout: Layout, hardware: Hardware, usable: int, efficie
 
 
 def _too_large(memory: Memory, usable: int) -> str:
-    kinds = ("parameters", "gradients", "optimizer", "activations", "logits", "gathered", "buffers")
+    kinds = ["activations", "logits", "gathered", "buffers"]
+    kinds += [] if memory.host else ["parameters", "gradients", "optimizer"]
     largest = max(kinds, key=lambda kind: getattr(memory, kind))
     return (
         f"{_gib(memory.peak)} GiB ({memory.moment}) exceed {_gib(usable)} GiB; most are "
@@ -236,13 +245,15 @@ def seconds_of(job: Job, layout: Layout, hardware: Hardware, *, efficiency: floa
       product, and counts as none.
     - Exposed: tensor parallelism's and Ulysses' collectives, which the next operation waits for;
       and one message per pipeline border of a microbatch.
+    - Exposed, too: the gradients that `sync_sp_grads` sums at the end of a step (`fold_sp`).
     - Hidden: the ring's messages run beside attention, and FSDP's and the replicas' beside all
       compute; what takes longer than that is exposed after all, and a tenth of the rest, since it
       takes a part of the device.
     - Bubble: (p - 1) / (v m) of the rest for p ranks of v stages and m microbatches (Narayanan et
       al. 2021); a third of it where backward is split (Qi et al. 2023); all of it for GPipe too.
     - A message takes its bytes over the bandwidth: that inside a node if the whole axis with all
-      axes inside it lies in one, else that between nodes. No latency, no optimizer step, no input.
+      axes inside it lies in one, else that between nodes. No latency, no optimizer step, no input,
+      and no copies between host and device (`cpu_offload`).
 
     Examples:
         >>> from trainkit.models.sizes import decoder_config
@@ -258,11 +269,13 @@ def seconds_of(job: Job, layout: Layout, hardware: Hardware, *, efficiency: floa
     wires: dict[str, float] = {}
     for transfer in traffic_of(job, layout, pp_rank=busiest):
         speed = _bandwidth(transfer.axis, layout, hardware)
-        wires[transfer.axis] = wires.get(transfer.axis, 0.0) + transfer.sent / speed
+        is_sync = transfer.axis in ("ring", "ulysses", "sp") and transfer.kind == "all_reduce"
+        wire = "sync" if is_sync else transfer.axis
+        wires[wire] = wires.get(wire, 0.0) + transfer.sent / speed
     attention = again * _flops_of_attention(job, layout, busiest) / rate
     ring = wires.get("ring", 0.0)
     data = wires.get("fsdp", 0.0) + wires.get("dp_replicate", 0.0)
-    exposed = sum(wires.get(axis, 0.0) for axis in ("tp", "ulysses", "pp"))
+    exposed = sum(wires.get(axis, 0.0) for axis in ("tp", "ulysses", "pp", "sync"))
     exposed += max(0.0, ring - attention) + max(0.0, data - compute)
     beside = min(ring, attention) + min(data, compute)
     exposed, hidden = exposed + 0.1 * beside, 0.9 * beside
@@ -326,8 +339,9 @@ def _bandwidth(axis: str, layout: Layout, hardware: Hardware) -> float:
         "tp": layout.tp,
         "ulysses": layout.ulysses * layout.tp,
         "ring": layout.sp * layout.tp,
-        "fsdp": layout.fsdp * layout.tp,
-        "dp_replicate": layout.dp_replicate * layout.fsdp * layout.tp,
+        "sp": layout.sp * layout.tp,
+        "fsdp": layout.dp_shard * layout.sp * layout.tp,
+        "dp_replicate": layout.dp * layout.sp * layout.tp,
         "pp": layout.world,
     }
     inside = spans[axis] <= hardware.ranks_per_node

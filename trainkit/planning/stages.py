@@ -86,12 +86,14 @@ class Sharding:
         ends: The gathered embedding, last norm and output layer, which stay from forward to the end
             of backward, since they are one unit.
         unit: One gathered block.
+        ahead: The one that is gathered meanwhile; none where FSDP only replicates.
         scatter: What one block's reduce-scatter reads, fp32.
         ends_scatter: What that of the ends reads.
     """
 
     ends: int = 0
     unit: int = 0
+    ahead: int = 0
     scatter: int = 0
     ends_scatter: int = 0
 
@@ -111,13 +113,15 @@ def sharding_of(
         >>> units = units_of(job.config, Layout(dp_shard=8))
         >>> rest = dict(block=units.block, ends=units.embedding + units.norm, layers=4)
         >>> sharding_of(job, Layout(dp_shard=8), **rest)
-        Sharding(ends=65792, unit=426496, scatter=852992, ends_scatter=131584)
+        Sharding(ends=65792, unit=426496, ahead=426496, scatter=852992, ends_scatter=131584)
     """
-    if layout.fsdp * layout.dp_replicate > 1:
+    if layout.is_wrapped:
         stay = 0 if reshards(job, layout) else layers * block.whole
+        unit = 0 if stay else block.whole * job.itemsize
         return Sharding(
             ends=(ends.whole + stay) * job.itemsize,
-            unit=0 if stay else block.whole * job.itemsize,
+            unit=unit,
+            ahead=unit if layout.fsdp > 1 else 0,
             scatter=block.whole * FP32,
             ends_scatter=ends.whole * FP32,
         )

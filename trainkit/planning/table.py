@@ -17,7 +17,8 @@ def plan_table(plans: Sequence[Plan], *, limit: int | None = 10) -> str:
     """Return plans as a table: those that fit, then those that do not and why.
 
     Memory is of the rank that needs most, in GiB; the columns are the largest of each kind, the
-    peak is less than their sum. Sent is what one rank sends in a step, in GB.
+    peak is less than their sum. With `cpu_offload` a column shows what is in host memory instead.
+    Sent is what one rank sends in a step, in GB.
 
     Args:
         plans: From `plan`, best first.
@@ -34,7 +35,7 @@ def plan_table(plans: Sequence[Plan], *, limit: int | None = 10) -> str:
     fitting = [one for one in plans if one.fits]
     large = [one for one in plans if not one.fits and one.memory is not None]
     impossible = Counter(one.why_not for one in plans if one.memory is None)
-    lines = _columns([_HEADER, *map(_row, fitting[:limit])]) if fitting else ["nothing fits"]
+    lines = _columns(_rows(fitting[:limit])) if fitting else ["nothing fits"]
     lines += _more(len(fitting), limit, "that fit")
     if large:
         lines += ["", "does not fit:"]
@@ -49,6 +50,15 @@ def plan_table(plans: Sequence[Plan], *, limit: int | None = 10) -> str:
 
 def _more(count: int, limit: int | None, what: str) -> list[str]:
     return [] if limit is None or count <= limit else [f"  ... and {count - limit} more {what}"]
+
+
+def _rows(plans: Sequence[Plan]) -> list[tuple[str, ...]]:
+    rows = [_HEADER, *map(_row, plans)]
+    host = [one.memory.host for one in plans if one.memory is not None]
+    if not any(host):
+        return rows
+    column = ["host", *(_figure(size / 2**30) for size in host)]
+    return [(*row[:3], cell, *row[3:]) for row, cell in zip(rows, column, strict=True)]
 
 
 def _name(one: Plan) -> str:

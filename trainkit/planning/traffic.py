@@ -8,6 +8,7 @@ from typing import Literal
 
 import attrs
 
+from trainkit.mesh import folded_axes
 from trainkit.models.config import DecoderConfig
 from trainkit.planning.activations import (
     attention_widths,
@@ -16,7 +17,7 @@ from trainkit.planning.activations import (
     tokens_per_microbatch,
 )
 from trainkit.planning.layouts import Job, Layout, num_microbatches, reshards
-from trainkit.planning.memory import ends_of
+from trainkit.planning.memory import BUCKET, ends_of
 from trainkit.planning.stages import part_of, pipeline_borders
 from trainkit.planning.weights import FP32, units_of
 
@@ -28,7 +29,8 @@ class Transfer:
     """The calls of one kind that one rank makes on one axis in a step.
 
     Args:
-        axis: The axis; "fsdp" is dp_shard x ring x ulysses.
+        axis: The axis; "fsdp" is dp_shard with those of ring and ulysses that `fold_sp` names,
+            "sp" is ring x ulysses.
         size: Its ranks.
         kind: The collective.
         count: Calls.
@@ -73,6 +75,7 @@ def traffic_of(job: Job, layout: Layout, *, pp_rank: int = 0) -> tuple[Transfer,
         *_sharding(job, layout, pp_rank),
         *_tensor(job, layout, pp_rank),
         *_sequence(job, layout, pp_rank),
+        *_sequence_gradients(job, layout, pp_rank),
         *_pipeline(job, layout, pp_rank),
     )
     return tuple(transfer for transfer in transfers if transfer.size > 1 and transfer.count)
@@ -155,6 +158,20 @@ def _sequence(job: Job, layout: Layout, pp_rank: int) -> Iterator[Transfer]:
     calls = runs * 2 * (forwards + 1)
     data = runs * (forwards + 1) * (there + back) * job.itemsize
     yield Transfer("ulysses", layout.ulysses, "all_to_all", calls, data)
+
+
+def _sequence_gradients(job: Job, layout: Layout, pp_rank: int) -> Iterator[Transfer]:
+    """`sync_sp_grads` over the sequence's ranks that `fold_sp` leaves: flat buffers, once a step.
+
+    And a number for each parameter, which says whether it has a gradient.
+    """
+    part, units = part_of(job, layout, pp_rank), units_of(job.config, layout)
+    own = units.block * part.layers + ends_of(part, units, tied=job.config.tied)
+    summed = [name for name in ("ring", "ulysses") if name not in folded_axes(layout.fold_sp)]
+    long = [name for name in summed if getattr(layout, name) > 1]
+    axis = long[0] if len(long) == 1 else "sp"
+    calls = 1 + math.ceil(own.shard / BUCKET)
+    yield Transfer(axis, layout.unfolded, "all_reduce", calls, (own.shard + own.tensors) * FP32)
 
 
 def _pipeline(job: Job, layout: Layout, pp_rank: int) -> Iterator[Transfer]:

@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING, Any
 import attrs
 import orjson
 
-from trainkit.corpora.records import RECORD_SUFFIXES, record_files
-from trainkit.corpora.text import check_readable, file_names, opened, read_text
+from trainkit.corpora.records import RECORD_SUFFIXES, document_files
+from trainkit.corpora.text import check_readable, file_names, linked_folders, opened, read_text
 from trainkit.types import ConfigError, DataError
 
 if TYPE_CHECKING:
@@ -60,7 +60,7 @@ def cut_source(
 
     Args:
         path: A directory of text files; a `.jsonl`, `.parquet` or `.arrow` file; or a directory of
-            such files and no text.
+            such files.
         suffixes: How the names of a directory's text files end.
         chunk_bytes: The least size of a chunk.
         keep: Says by its relative path whether a file of a directory is wanted.
@@ -81,15 +81,41 @@ def cut_source(
     """
     check_readable(path)
     if path.is_dir():
-        names = file_names(path)
-        if any(name.endswith(tuple(suffixes)) for name in names):
-            texts = [name for name in names if name.endswith(tuple(suffixes))]
-            return _runs_of_files(path, texts, chunk_bytes, keep)
-        shards = (path / name for name in record_files(path, names) if not keep or keep(name))
+        names = document_files(path, suffixes=suffixes, keep=keep)
+        if names[0].endswith(tuple(suffixes)):
+            return _runs_of_files(path, names, chunk_bytes, keep)
+        shards = (path / name for name in names if not keep or keep(name))
         return [chunk for shard in shards for chunk in _parts_of_file(shard, chunk_bytes)]
     if keep is not None:
         raise ValueError(f"prepare: {path}: only files of a directory can be left out by name")
     return _parts_of_file(path, chunk_bytes)
+
+
+def left_out(path: Path, suffixes: Sequence[str]) -> str:
+    """Return a sentence about what of a directory is not read; "" where there is nothing.
+
+    Examples:
+        >>> import tempfile
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     for name in ("a.txt", "b.html"):
+        ...         _ = (Path(folder) / name).write_text("hi")
+        ...     left_out(Path(folder), [".txt"]).removeprefix(folder)
+        ': 1 file of another kind is left out, such as b.html'
+    """
+    if not path.is_dir():
+        return ""
+    kinds = (*suffixes, *RECORD_SUFFIXES)
+    others = [name for name in file_names(path) if not name.endswith(kinds)]
+    links = linked_folders(path)
+    told = [
+        f"{len(names)} {one if len(names) == 1 else many} left out, such as {names[0]}"
+        for names, one, many in (
+            (others, "file of another kind is", "files of other kinds are"),
+            (links, "linked folder is", "linked folders are"),
+        )
+        if names
+    ]
+    return f"{path}: {'; '.join(told)}" if told else ""
 
 
 def read_chunk(chunk: Chunk, *, columns: Sequence[str] | None = None) -> Iterator[dict[str, Any]]:

@@ -12,10 +12,10 @@ from typing import TYPE_CHECKING, Any
 
 import attrs
 
-from trainkit.corpora.text import TEXT_SUFFIXES
+from trainkit.corpora.text import TEXT_SUFFIXES, check_name
 from trainkit.corpora.tokens import SUFFIX, write_corpus
 from trainkit.files import disk_errors, sync_folder
-from trainkit.prepare.chunks import Chunk, cut_source
+from trainkit.prepare.chunks import Chunk, cut_source, left_out
 from trainkit.prepare.parts import (
     Encode,
     Job,
@@ -168,6 +168,9 @@ def prepare_corpus(
     job = Job(out.with_name(f"{out.name}.parts"), tokenizer, make_encode, field)
     settings = settings_of(job)
     chunks = cut_sources(source, suffixes=suffixes, keep=keep, chunk_bytes=chunk_bytes)
+    sources = _paths_of(source)
+    for told in filter(None, (left_out(path, suffixes) for path in sources)):
+        say(told)
     total = sum(chunk.bytes for chunk in chunks)
     with _alone(out), _parts_folder(job.folder):
         tallies = _finished(job.folder, chunks, settings, say)
@@ -189,7 +192,7 @@ def prepare_corpus(
         crew = _crew(workers, todo, total - kept_bytes)
         write_parts(job, todo, workers=crew, timeout=timeout, sign=sign)
         sums = summed(tallies.values())
-        _check_content(sums, source)
+        _check_content(sums, sources)
         say(f"joining {len(chunks)} parts: {sums.documents} documents, {sums.tokens} tokens")
         corpus = _join(out, job, len(chunks))
     seconds = time.monotonic() - begun
@@ -215,8 +218,10 @@ def check_out(out: Path) -> None:
 
     Raises:
         ValueError: Its name does not end in `.tokens`.
+        DataError: Its name is no UTF-8.
         DiskError: Its folder is missing or must not be written to, or a folder has its name.
     """
+    check_name(out)
     if out.suffix != SUFFIX:
         raise ValueError(f"prepare: the file must end in {SUFFIX}, got {out}")
     if not out.parent.is_dir() or not os.access(out.parent, os.W_OK) or out.is_dir():
@@ -242,18 +247,13 @@ def cut_sources(
     """
     if chunk_bytes is not None and chunk_bytes < 1:
         raise ValueError(f"prepare: chunk_bytes must be at least 1, got {chunk_bytes}")
-    paths = [Path(p) for p in ([source] if isinstance(source, str | Path) else source)]
     chunks: list[Chunk] = []
-    for path in paths:
+    for path in _paths_of(source):
         least = chunk_bytes or _LEAST_CHUNK
         found = cut_source(path, suffixes=suffixes, chunk_bytes=least, keep=keep)
         if not found:
-            raise DataError(
-                f"prepare: {path}: there are no documents: no file ends in {', '.join(suffixes)}"
-                if path.is_dir()
-                else f"prepare: {path}: there are no documents",
-                where=path,
-            )
+            what = ": all files are left out by name" if path.is_dir() else ""
+            raise DataError(f"prepare: {path}: there are no documents{what}", where=path)
         chunks += found
     if chunk_bytes is None and len(chunks) > _MOST_CHUNKS:
         larger = sum(chunk.bytes for chunk in chunks) // _MOST_CHUNKS
@@ -294,12 +294,18 @@ def _crew(workers: int | None, todo: Mapping[int, Chunk], size: int) -> int:
     return max(1, min(workers, len(todo)))
 
 
-def _check_content(sums: Tally, source: object) -> None:
-    if not sums.tokens:
-        dropped = sums.counts.get("dropped", 0)
+def _paths_of(source: Source | Sequence[Source]) -> list[Path]:
+    return [Path(path) for path in ([source] if isinstance(source, str | Path) else source)]
+
+
+def _check_content(sums: Tally, sources: Sequence[Path]) -> None:
+    """Refuse documents that are all without text: marks of their begin and end are no text."""
+    dropped = sums.counts.get("dropped", 0)
+    if sums.empty_documents + dropped >= sums.documents:
         empty = f"they are all empty, or dropped ({dropped})" if dropped else "they are all empty"
         found = empty if sums.documents else "there is none"
-        raise DataError(f"prepare: {source}: no documents: {found}", where=source)
+        place = ", ".join(map(str, sources))
+        raise DataError(f"prepare: {place}: no documents: {found}", where=place)
 
 
 def _join(out: Path, job: Job, count: int) -> TokenCorpus:

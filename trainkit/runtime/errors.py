@@ -48,6 +48,12 @@ _PEER_WORDS = re.compile(
     r"connection (closed|reset|refused)|broken pipe|timed out|timeout|gloo/transport|watchdog",
     re.IGNORECASE,
 )
+_MEMORY_WORDS = re.compile(r"(can't|cannot|unable to) allocate memory|out of memory", re.IGNORECASE)
+_MEMORY_HINT = (
+    "send fewer rows through the model at once (--microbatch), compute more again in the backward "
+    "pass (--recompute), or use more ranks; python -m trainkit plan says what a layout needs"
+)
+_LONGEST = 2000  # characters of another library's error
 _HINTS = {
     _PEER: "another rank ended or is stuck: its own report says why; run the same command again",
     _BUG: "this is a bug in trainkit or in the recipe; the traceback says where",
@@ -210,7 +216,7 @@ def error_code(error: BaseException) -> int:
 
     Returns:
         64 configuration, environment or a bad argument, 65 data, 66 checkpoint, 67 numerics, 68 a
-        peer lost or a timeout, 70 a bug, 74 disk, 76 interrupted.
+        peer lost or a timeout, 70 a bug or no memory left, 74 disk, 76 interrupted.
 
     Examples:
         >>> error_code(ValueError("x")), error_code(OSError(28, "No space left on device"))
@@ -220,11 +226,40 @@ def error_code(error: BaseException) -> int:
         return error.code
     if isinstance(error, KeyboardInterrupt):
         return _INTERRUPTED
+    if is_out_of_memory(error):
+        return _BUG
     if _is_peer_loss(error):
         return _PEER
     if isinstance(error, OSError):
         return _DISK if error.errno in _DISK_ERRORS else _BUG
     return _USAGE if isinstance(error, ValueError) else _BUG
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Return whether a host or a device had no memory left.
+
+    Examples:
+        >>> is_out_of_memory(MemoryError()), is_out_of_memory(RuntimeError("out of range"))
+        (True, False)
+    """
+    if isinstance(error, MemoryError) or getattr(error, "errno", None) == errno.ENOMEM:
+        return True
+    # torch's own is known by name, since whoever reports need not have loaded torch.
+    if any(base.__name__ == "OutOfMemoryError" for base in type(error).__mro__):
+        return True
+    return isinstance(error, RuntimeError) and _MEMORY_WORDS.search(str(error)) is not None
+
+
+def bytes_asked(error: BaseException) -> str | None:
+    """Return how much memory was asked for, as an allocator's message has it; None: who knows.
+
+    Examples:
+        >>> bytes_asked(RuntimeError("CUDA out of memory. Tried to allocate 20.00 GiB. GPU 0 ..."))
+        '20.00 GiB'
+        >>> bytes_asked(MemoryError())
+    """
+    found = re.search(r"allocate ([\d.]+ (?:bytes|[KMGT]i?B))", str(error))
+    return found[1] if found else None
 
 
 @contextlib.contextmanager
@@ -263,16 +298,16 @@ def _is_peer_loss(error: BaseException) -> bool:
 
 
 def _facts_of(error: BaseException, run_dir: str | Path | None) -> dict[str, Any]:
-    code = error_code(error)
+    code, no_memory = error_code(error), is_out_of_memory(error)
     facts = {
         "code": code,
         "what": _what(error, code),
         "where": _where(error),
         "rank": _rank(),
         "step": None if run_dir is None else last_step(Path(run_dir) / "metrics.jsonl"),
-        "got": getattr(error, "got", None),
+        "got": getattr(error, "got", None) or (bytes_asked(error) if no_memory else None),
         "want": getattr(error, "want", None),
-        "hint": getattr(error, "hint", None) or _HINTS.get(code),
+        "hint": getattr(error, "hint", None) or (_MEMORY_HINT if no_memory else _HINTS.get(code)),
     }
     # A whole line of JSON whatever the error carries: a tensor or a set has a repr.
     plain = (str, int, float, bool, type(None))
@@ -284,7 +319,11 @@ def _what(error: BaseException, code: int) -> str:
         return "interrupted; the last checkpoint stands"
     text = " ".join(str(error).split())
     is_plain = isinstance(error, TrainkitError) or code == _USAGE
-    return text if is_plain and text else f"{type(error).__name__}: {text}"
+    if is_plain and text:
+        return text
+    # A compiler's output is in the traceback; a line of 50 kB is read by nobody.
+    text = text if len(text) <= _LONGEST else f"{text[:_LONGEST]} ..."
+    return f"{type(error).__name__}: {text}"
 
 
 def _where(error: BaseException) -> str | None:

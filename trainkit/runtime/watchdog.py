@@ -8,6 +8,7 @@ ends a process whose main thread cannot: one that waits in a collective for a ra
 from __future__ import annotations
 
 import contextlib
+import errno
 import faulthandler
 import io
 import os
@@ -25,7 +26,14 @@ import attrs
 
 from trainkit.checkpoint.manifest import list_checkpoints, step_of
 from trainkit.collectives import all_gather_json
-from trainkit.runtime.errors import SAVED, error_code, last_step, report_errors
+from trainkit.runtime.errors import (
+    SAVED,
+    bytes_asked,
+    error_code,
+    is_out_of_memory,
+    last_step,
+    report_errors,
+)
 from trainkit.runtime.peers import (
     Beat,
     Failure,
@@ -61,6 +69,10 @@ _ECHO_GRACE = 5.0  # seconds in which the cause behind a broken connection may s
 _AHEAD = 75.0  # seconds before a phase is overdue from which on the others are looked at
 _SAMPLES = 150  # what the busy share is a mean of: half a minute
 _FEWEST = 25  # samples from which on it is told
+_GONE = (
+    "warning: watch: the run directory {} was removed or moved while the run goes on: there is no "
+    "checkpoint there any more to go back to; the next save begins a new one in its place"
+)
 _LOOKS = 5  # looks at which a rank must be slow in a row
 
 
@@ -83,6 +95,7 @@ class _Rank:
     stopping: float = 0.0  # seconds since a stop was asked for
     state: str = "running"
     unwinding: bool = False
+    is_there: Callable[[], bool] = lambda: True  # the run directory
 
     @property
     def number(self) -> int:
@@ -114,7 +127,8 @@ def watch(
       `allow=3600`) waits on;
     - an error that only says that a connection broke becomes a `PeerError` with the cause;
     - a stop that was asked for and is not done within `grace` ends the process (76, not saved);
-    - a rank that others always wait for is named in a warning.
+    - a rank that others always wait for is named in a warning, and so is a run directory that
+      somebody has removed.
 
     A process whose main thread is stuck is ended where it stands, after its last words.
 
@@ -155,7 +169,7 @@ def watch(
     def phase(name: str, allow: float | None = None) -> None:
         rank.phase = name, rank.phase[1] if allow is None else allow
 
-    with _crashes_shown():
+    with _crashes_shown(), _held_directory(Path(run_dir)) as rank.is_there:
         thread.start()
         try:
             yield phase
@@ -258,6 +272,10 @@ def _keep_watch(
         with _going_on(told, warn):
             if is_turn:
                 _warn_of_stragglers(rank, late, warn)
+        with _going_on(told, warn):
+            if is_turn and rank.number == 0 and "gone" not in told and not rank.is_there():
+                told.append("gone")
+                warn(_GONE.format(rank.folder.parent))
 
 
 @contextlib.contextmanager
@@ -271,6 +289,30 @@ def _going_on(told: list[str], warn: Callable[[str], object]) -> Iterator[None]:
             words = f"watch: this went wrong in the watch itself, which goes on: {error!r}"
             with contextlib.suppress(Exception):
                 warn(words)
+
+
+@contextlib.contextmanager
+def _held_directory(folder: Path) -> Iterator[Callable[[], bool]]:
+    """Yield a function that tells whether a directory is still there: the same one, and no other.
+
+    It is held open, for a new directory may get the number of one that is gone.
+    """
+    try:
+        held = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    except OSError:
+        yield lambda: True
+        return
+
+    def is_there() -> bool:
+        try:
+            return os.path.samestat(os.fstat(held), folder.stat())
+        except OSError as error:  # a server that does not answer has removed nothing
+            return error.errno not in {errno.ENOENT, errno.ENOTDIR, errno.ESTALE}
+
+    try:
+        yield is_there
+    finally:
+        os.close(held)
 
 
 def _beat(rank: _Rank) -> None:
@@ -454,21 +496,23 @@ def _own_failure(rank: _Rank, error: BaseException) -> BaseException:
     tell_failure(rank.folder, Failure(rank.session, rank.number, what))
     if isinstance(error, SystemExit) and not error.code:
         return RuntimeError(f"watch: rank {rank.number} {what}")
-    if isinstance(error, MemoryError) or "can't allocate memory" in text:
-        return _out_of_memory(rank, text)
-    return error
+    return _out_of_memory(rank, error, text) if is_out_of_memory(error) else error
 
 
-def _out_of_memory(rank: _Rank, text: str) -> MemoryError:
+def _out_of_memory(rank: _Rank, error: BaseException, text: str) -> MemoryError:
+    """Return an error that says in which phase memory ran out, and what was asked for and used."""
     import resource  # noqa: PLC0415 (Unix has it)
 
+    asked = bytes_asked(error)
+    wanted = "" if asked is None else f" for {asked} more"
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
     limit = resource.getrlimit(resource.RLIMIT_AS)[0]
     bound = "" if limit == resource.RLIM_INFINITY else f", and RLIMIT_AS lets it have {limit} bytes"
-    return MemoryError(
-        f"rank {rank.number} had no memory left in phase {rank.phase[0]!r}: it has used up to "
-        f"{peak} bytes{bound}; {text}"
+    what = (
+        f"rank {rank.number} had no memory left{wanted} in phase {rank.phase[0]!r}: its process "
+        f"has used up to {peak} bytes of the host's{bound}; {text}"
     )
+    return MemoryError(what).with_traceback(error.__traceback__)
 
 
 def _resolve_echo(rank: _Rank, error: BaseException) -> BaseException:

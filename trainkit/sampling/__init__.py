@@ -6,6 +6,8 @@ next piece of it wherever it runs: ranks only decide who computes which of its r
 
 from __future__ import annotations
 
+from trainkit.sampling.buffers import buffer_sorted_order
+from trainkit.sampling.epochs import epoch_of, plan_steps
 from trainkit.sampling.mixtures import (
     Phase,
     make_phases,
@@ -18,10 +20,13 @@ from trainkit.sampling.shares import share_of_rows
 
 __all__ = [
     "Phase",
+    "buffer_sorted_order",
+    "epoch_of",
     "make_phases",
     "mixture_weights",
     "permute",
     "phase_at",
+    "plan_steps",
     "rows_of_mixture",
     "rows_of_step",
     "share_of_rows",

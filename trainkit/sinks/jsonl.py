@@ -45,8 +45,8 @@ def jsonl(path: str | Path, *, step: int = 0, tell: Tell | None = None) -> Itera
     A line that the system has is safe from a kill; `sync_lines` makes it safe from a power cut. A
     disk that is full may take part of a line: the rest, and the lines that follow, wait in memory
     (64 MiB of them) and are written first as soon as there is room, so that no line is torn inside
-    the file or lost. A step that is not beyond the last one, as after a roll-back, takes the place
-    of all lines from it on.
+    the file or lost. A file that is removed meanwhile begins anew, and that is told. A step that is
+    not beyond the last one, as after a roll-back, takes the place of all lines from it on.
 
     Args:
         path: The file, made if need be.
@@ -245,7 +245,7 @@ def _appending(path: Path, tell: Tell | None) -> Iterator[Callable[[Mapping[str,
     problem = _reporting(tell)
     with disk_errors(path, by="sinks"):
         is_new = not path.exists()
-        file = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o666)
+        file = _open(path)
         if is_new:
             sync_folder(path.parent)
     put, finish = _writer(file, path, problem)
@@ -256,6 +256,10 @@ def _appending(path: Path, tell: Tell | None) -> Iterator[Callable[[Mapping[str,
             finish()
         raise
     finish()
+
+
+def _open(path: Path) -> int:
+    return os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o666)
 
 
 def _reporting(tell: Tell | None) -> Problem:
@@ -284,6 +288,7 @@ def _writer(
     def drain() -> None:
         try:
             with disk_errors(path, by="sinks", needed=len(waiting)):
+                _begin_anew_if_removed(file, path, problem)
                 while waiting:  # a disk that fills up takes part of what it is given
                     del waiting[: os.write(file, waiting)]
         except DiskError as error:
@@ -312,6 +317,18 @@ def _writer(
             problem("lost", DiskError(f"sinks: {path} lacks its last {missing} lines", where=path))
 
     return put, finish
+
+
+def _begin_anew_if_removed(file: int, path: Path, problem: Problem) -> None:
+    """Let an open file that somebody has removed, or the directory around it, be a new one."""
+    if os.fstat(file).st_nlink:
+        return
+    path.parent.mkdir(parents=True, exist_ok=True)
+    again = _open(path)
+    os.dup2(again, file, inheritable=False)
+    os.close(again)
+    what = f"sinks: {path} was removed while the run goes on: its lines up to now are lost"
+    problem("removed", DiskError(what, where=path))
 
 
 def _json_line(line: Mapping[str, Any], name: str, problem: Problem) -> bytes:

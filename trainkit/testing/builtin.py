@@ -13,7 +13,7 @@ from torch import nn
 
 from trainkit.batch import collate_bins
 from trainkit.corpora import TokenCorpus
-from trainkit.models import Decoder, DecoderConfig
+from trainkit.models import Decoder, DecoderConfig, call_with_noise
 from trainkit.noise import token_keys
 from trainkit.packing import pack_bins
 from trainkit.parallel.compiled import compiled
@@ -25,7 +25,6 @@ from trainkit.parallel.stages import Transform
 from trainkit.parallel.tensor import tensor
 from trainkit.parallel.vocabulary import next_token_linear
 from trainkit.sampling import rows_of_step
-from trainkit.step import call_with_noise
 from trainkit.testing.certificate import Certificate
 from trainkit.testing.certify import certify
 from trainkit.testing.exact import (
@@ -42,13 +41,6 @@ from trainkit.types import Batch, Loss
 CONFIG = DecoderConfig(
     vocab_size=64, width=32, layers=4, heads=8, kv_heads=4, mlp_width=48, qk_norm=True
 )
-MODELS = {
-    "decoder": CONFIG,
-    "tied decoder": attrs.evolve(CONFIG, tied=True),
-    "decoder with dropout": attrs.evolve(CONFIG, dropout=0.3),
-}
-"""The architectures of the built-in certificate by name."""
-
 ROWS = 8
 CAPACITY = 64
 
@@ -63,6 +55,31 @@ def decoder_of(config: DecoderConfig) -> nn.Module:
         'hidden'
     """
     return Decoder(config, head="hidden")
+
+
+def half_frozen(config: DecoderConfig) -> nn.Module:
+    """Return a decoder that trains the upper half of its blocks alone: fine-tuning.
+
+    Examples:
+        >>> with torch.device("meta"):
+        ...     model = half_frozen(CONFIG)
+        >>> model.layers["1"].mlp.up.weight.requires_grad, model.head.weight.requires_grad
+        (False, True)
+    """
+    model: Any = decoder_of(config)
+    lower = [block for index, block in model.layers.items() if int(index) < config.layers // 2]
+    for module in (model.embedding, *lower):
+        module.requires_grad_(False)
+    return model
+
+
+MODELS: dict[str, Callable[[], nn.Module]] = {
+    "decoder": partial(decoder_of, CONFIG),
+    "tied decoder": partial(decoder_of, attrs.evolve(CONFIG, tied=True)),
+    "decoder with dropout": partial(decoder_of, attrs.evolve(CONFIG, dropout=0.3)),
+    "decoder with frozen blocks": partial(half_frozen, CONFIG),
+}
+"""What makes the models of the built-in certificate, by name."""
 
 
 def decoder_batch(step: int) -> Batch:
@@ -136,25 +153,32 @@ def _as_it_is(module: nn.Module, _: Any) -> nn.Module:
     return module
 
 
-def variant_layouts() -> list[Layout]:
-    """Return the layouts in which the tied decoder and the one with dropout are trained too.
+def variant_layouts(name: str) -> list[Layout]:
+    """Return the layouts in which a model that is not the first is trained too: what it is about.
 
     Examples:
-        >>> Layout(pp=2) in variant_layouts()
+        >>> Layout(pp=2) in variant_layouts("tied decoder")
         True
     """
-    return [
-        Layout(recompute="full"),
-        Layout(dp_shard=2),
-        Layout(tp=2),
-        Layout(ring=2, fold_sp="none"),
-        Layout(ulysses=2),
-        Layout(pp=2),
-        Layout(pp=2, schedule="zero_bubble_v"),
-        Layout(dp_replicate=2, dp_shard=2),
-        Layout(pp=2, dp_shard=2),
-        Layout(pp=2, tp=2),
-    ]
+    pipelines = [Layout(pp=2), Layout(pp=2, dp_shard=2)]
+    ends = [Layout(dp_shard=2), Layout(tp=2), Layout(pp=2, tp=2)]
+    return {
+        "tied decoder": [*ends, *pipelines, Layout(pp=2, schedule="zero_bubble_v")],
+        "decoder with dropout": [
+            *ends,
+            *pipelines,
+            Layout(recompute="full"),
+            Layout(ring=2, fold_sp="none"),
+            Layout(ulysses=2),
+            Layout(dp_replicate=2, dp_shard=2),
+        ],
+        # Ranks with nothing to train; and a rank with a frozen stage and another.
+        "decoder with frozen blocks": [
+            *pipelines,
+            Layout(pp=2, schedule="interleaved_zero_bubble"),
+            Layout(pp=4),
+        ],
+    }[name]
 
 
 def exact_layouts() -> list[Layout]:
@@ -205,8 +229,8 @@ def certify_builtin(
 ) -> list[Certificate]:
     """Return the certificates of the built-in models in one tier.
 
-    That is the exact model in the tier "exact", else the decoder in all default layouts, and the
-    tied decoder and the one with dropout in some.
+    That is the exact model in the tier "exact", else the decoder in all default layouts, and in
+    some the tied decoder, the one with dropout, and the one of which half is frozen.
 
     Args:
         tier: See `certify`.
@@ -224,7 +248,8 @@ def certify_builtin(
     if tier == "exact":
         by_model = {"exact model": wanted}
     else:
-        by_model = {name: variant_layouts() for name in MODELS} | {"decoder": wanted}
+        others = [name for name in MODELS if name != "decoder"]
+        by_model = {"decoder": wanted} | {name: variant_layouts(name) for name in others}
     picked = {name: list(filter(chosen, layouts)) for name, layouts in by_model.items()}
     if not any(picked.values()):
         raise ValueError(f"certify: none of the {len(wanted)} layouts is chosen")
@@ -258,7 +283,7 @@ def certify_model(name: str, layouts: Sequence[Layout], **options: Any) -> Certi
             **options,
         )
     return certify(
-        partial(decoder_of, MODELS[name]),
+        MODELS[name],
         decoder_batch,
         layouts,
         plan=decoder_plan,

@@ -23,9 +23,9 @@ import numpy as np
 import torch.distributed as dist
 from torch import nn
 
+from trainkit.models import call_model
 from trainkit.parallel.split import split_layers
 from trainkit.parallel.stages import Split
-from trainkit.step import call_model
 from trainkit.testing.certificate import TIERS, Certificate, Row, Tier, is_within
 from trainkit.testing.exact import integer_steps
 from trainkit.testing.layouts import Layout

@@ -7,12 +7,20 @@ from __future__ import annotations
 
 from importlib import import_module
 
+import numpy as np
+
+from trainkit.packing import pack_bins
+
 MODULES = (
+    "torch.distributed.checkpoint",
     "torch.distributed.device_mesh",
     "torch.distributed.fsdp",
     "torch.distributed.pipelining",
     "torch.distributed.tensor.debug",
     "torch.distributed.tensor.parallel",
+    "torch.profiler",
+    "trainkit.checkpoint",
+    "trainkit.data",
     "trainkit.hashing",
     "trainkit.noise",
     "trainkit.testing.builtin",
@@ -20,3 +28,6 @@ MODULES = (
 
 for _name in MODULES:
     import_module(_name)
+pack_bins(
+    np.ones(1, np.int64), 1
+)  # numba's first call: 0.4 s in each rank that packs, or once here

@@ -76,13 +76,15 @@ class Part:
 class Outcome:
     """What a training came to: terms and norms of every step, and the parameters after the last.
 
-    `hashes` are those of each step's global batch.
+    `hashes` are those of each step's global batch. `norm_dtype` is fp32 on a pipeline stage of an
+    fp64 model that has nothing to train; see `grad_norm`.
     """
 
     terms: dict[str, list[float]]
     norms: list[float]
     hashes: list[int]
     parameters: dict[str, Part]
+    norm_dtype: str = "float64"
 
 
 @attrs.frozen
@@ -155,7 +157,7 @@ def train_layout(training: Training, layout: Layout) -> Outcome:
             schedule=layout.schedule,
             reduce=layout.reduce,
         )
-        outcome = Outcome({}, [], [], {})
+        outcome, norms = Outcome({}, [], [], {}), list[Tensor]()
         for step in range(training.steps):
             batches = deal_batch(
                 training.make_batches(step),
@@ -172,11 +174,16 @@ def train_layout(training: Training, layout: Layout) -> Outcome:
                 params, optimizer, lr=training.lr, max_norm=training.max_norm, axis=ps.pp
             )
             means = mean_terms(reduce_metrics(sums, ps.loss), tokens)
-            outcome.norms.append(float(norm))
+            norms.append(norm)
             for name, value in means.items():
                 outcome.terms.setdefault(name, []).append(float(value))
         parts = {name: _part(p) for name, p in named.items()}
-    return attrs.evolve(outcome, parameters=parts)
+    return attrs.evolve(
+        outcome,
+        norms=[float(norm) for norm in norms],
+        parameters=parts,
+        norm_dtype=str(norms[-1].dtype).removeprefix("torch."),
+    )
 
 
 def compare_layout(training: Training, layout: Layout, wanted: Outcome) -> Differences:
@@ -197,7 +204,7 @@ def compare_layout(training: Training, layout: Layout, wanted: Outcome) -> Diffe
         far[whole] = max(distance, far.get(whole, 0.0))
     return Differences(
         {name: relative(found.terms.get(name, []), b) for name, b in wanted.terms.items()},
-        relative(found.norms, wanted.norms),
+        relative(found.norms, np.asarray(wanted.norms, found.norm_dtype)),
         far,
         {
             name: (found.parameters[name].offset, found.parameters[name].values.shape)

@@ -1,0 +1,36 @@
+"""How a batch enters a model; whoever runs a model of another signature gives another `Call`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from torch import nn
+
+
+def call_model(model: nn.Module, batch: Mapping[str, Any]) -> Any:
+    """Enter a batch into a model: `model(input_ids, position_ids=..., spans=...)`.
+
+    Examples:
+        >>> seen = lambda ids, *, position_ids, spans: (ids, position_ids, spans)
+        >>> call_model(seen, {"input_ids": 1, "position_ids": 2, "spans": 3})
+        (1, 2, 3)
+    """
+    return model(batch["input_ids"], position_ids=batch["position_ids"], spans=batch["spans"])
+
+
+def call_with_noise(model: nn.Module, batch: Mapping[str, Any]) -> Any:
+    """Enter a batch into a model with dropout: `call_model` with the batch's `noise_key`.
+
+    Examples:
+        >>> seen = lambda ids, *, position_ids, spans, noise_key: noise_key
+        >>> batch = {"input_ids": 1, "position_ids": 2, "spans": 3, "noise_key": 4}
+        >>> call_with_noise(seen, batch)
+        4
+    """
+    return model(
+        batch["input_ids"],
+        position_ids=batch["position_ids"],
+        spans=batch["spans"],
+        noise_key=batch["noise_key"],
+    )

@@ -1,0 +1,108 @@
+"""Steps and epochs: how many steps a run takes, and how many epochs a step has seen.
+
+Both count rows of the stream that `rows_of_step` reads, in optimizer steps. Microbatches and ranks
+do not occur: a step takes `rows_per_step` rows however they are dealt, and a batch may straddle two
+epochs, so no rows are left over at the end of one.
+"""
+
+from __future__ import annotations
+
+import math
+from fractions import Fraction
+
+
+def plan_steps(
+    *,
+    num_rows: int | None,
+    rows_per_step: int,
+    epochs: float | None = None,
+    max_steps: int | None = None,
+) -> int:
+    """Return how many optimizer steps a run takes: what fits into its epochs, or fewer.
+
+    A step that would go beyond the last epoch is not taken, so no row comes more than
+    `ceil(epochs)` times, and fewer than `rows_per_step` rows do not come that often.
+
+    Args:
+        num_rows: Rows in the corpus; None for a stream of unknown length, which has no epochs.
+        rows_per_step: Rows in the global batch, over all ranks and microbatches: with b rows in a
+            microbatch, a microbatches and r ranks that read different rows, b * a * r.
+        epochs: How often to go through the corpus, perhaps a fraction; None sets no limit.
+        max_steps: The most steps; None sets no limit.
+
+    Returns:
+        The number of steps, at least 1.
+
+    Raises:
+        ValueError: Nothing sets a limit, the epochs hold no whole step, epochs are asked of a
+            stream of unknown length, or a number is out of its range.
+
+    Examples:
+        >>> plan_steps(num_rows=100, rows_per_step=8, epochs=2)
+        25
+        >>> plan_steps(num_rows=100, rows_per_step=8, epochs=0.5, max_steps=1000)
+        6
+
+    In place of the steps of one epoch times the epochs, as xorl, d9d and KempnerForge count them,
+    which drops what is left over of every epoch.
+    """
+    _check_rows("plan_steps", num_rows, rows_per_step)
+    if max_steps is not None and max_steps < 1:
+        raise ValueError(f"plan_steps: max_steps must be at least 1 (or None), got {max_steps}")
+    if epochs is None:
+        if max_steps is None:
+            raise ValueError("plan_steps: nothing ends the run; give epochs, max_steps or both")
+        return max_steps
+    if num_rows is None:
+        raise ValueError(
+            f"plan_steps: {epochs} epochs of a stream of unknown length; give max_steps instead"
+        )
+    if not (math.isfinite(epochs) and epochs > 0):
+        raise ValueError(f"plan_steps: epochs must be above 0 (or None), got {epochs}")
+    # The text of a float is the shortest decimal fraction that is it: 0.1 is meant as 1/10.
+    rows = math.floor(Fraction(str(epochs)) * num_rows)
+    if rows < rows_per_step:
+        raise ValueError(
+            f"plan_steps: {epochs} epochs of {num_rows} rows hold no step of {rows_per_step} rows; "
+            "lower rows_per_step, or raise epochs"
+        )
+    steps = rows // rows_per_step
+    return steps if max_steps is None else min(steps, max_steps)
+
+
+def epoch_of(step: int, *, num_rows: int, rows_per_step: int) -> float:
+    """Return how many epochs of a corpus have been read when `step` steps are done.
+
+    A resumed run needs no epoch of its own: it follows from the step. In a mixture each corpus has
+    epochs of its own, which this does not count.
+
+    Args:
+        step: Steps done, as `TrainState.step`, from 0.
+        num_rows: Rows in the corpus.
+        rows_per_step: Rows in the global batch, over all ranks and microbatches.
+
+    Returns:
+        Epochs; the whole part is the number of the epoch that the next step's first row is in (up
+        to 2^53 rows read).
+
+    Raises:
+        ValueError: `step` is below 0, or a number of rows below 1.
+
+    Examples:
+        >>> [epoch_of(step, num_rows=100, rows_per_step=8) for step in (0, 5, 25)]
+        [0.0, 0.4, 2.0]
+        >>> [int(epoch_of(step, num_rows=4, rows_per_step=3)) for step in range(5)]
+        [0, 0, 1, 2, 3]
+    """
+    _check_rows("epoch_of", num_rows, rows_per_step)
+    if step < 0:
+        raise ValueError(f"epoch_of: step must be at least 0, got {step}")
+    return step * rows_per_step / num_rows
+
+
+def _check_rows(where: str, num_rows: int | None, rows_per_step: int) -> None:
+    if rows_per_step < 1 or (num_rows is not None and num_rows < 1):
+        raise ValueError(
+            f"{where}: num_rows and rows_per_step must be at least 1, got num_rows={num_rows}, "
+            f"rows_per_step={rows_per_step}"
+        )
