@@ -435,9 +435,11 @@ def test_packs_their_items_and_ties_are_shuffled_by_the_seed():
     assert (lowest.sum(2).max(1) == 2).all()
     assert (abs(lowest.any(2).sum(0) - 40) < 5 * 40**0.5).all()
     assert (abs(lowest.sum((0, 1)) - 800 / 3) < 5 * (800 / 3) ** 0.5).all()
-    with_key_0 = (orders[:, :30].reshape(400, 10, 3) == 2).any(2)  # of items 2 and 3, key 1, one
-    with_key_1 = lowest.any(2)  # is in the pack of the lowest, either as often
-    assert abs((with_key_0 & with_key_1).any(1).sum() - 200) < 50
+    # The third of their pack is item 2 or item 3, whose keys are equal: either as often, and at
+    # any place, since what breaks ties has nothing to do with what shuffles.
+    pack = orders[:, :30].reshape(400, 10, 3)[lowest.any(2)]
+    for item in (2, 3):
+        assert (abs((pack == item).sum(0) - 200 / 3) < 3.5 * (200 / 3) ** 0.5).all()
 
 
 def test_only_the_buffers_that_are_asked_for_are_read():
@@ -482,7 +484,7 @@ def test_steps_are_the_fewest_of_what_limits_them():
     assert plan_steps(**sizes, epochs=3, max_steps=70) == 30
     assert plan_steps(**sizes, max_steps=70) == 70
     assert plan_steps(num_rows=None, rows_per_step=10, max_steps=70) == 70
-    assert plan_steps(**sizes, epochs=0.7) == 7  # in floating point 0.7 * 100 is below 70
+    assert plan_steps(num_rows=100, rows_per_step=1, epochs=0.29) == 29  # 0.29 * 100 < 29
 
 
 @pytest.mark.parametrize(

@@ -207,7 +207,7 @@ def _structure(node: Any) -> str:
 def _check_leaf(where: str, leaf: Any, place: str) -> None:
     kinds = (torch.Tensor, list, bool, int, float, str, bytes, type(None))
     if not isinstance(leaf, kinds):
-        raise ValueError(
+        raise ValueError(  # noqa: TRY004 -- as of all arguments
             f"{where}: {place} is a {type(leaf).__name__}, which cannot be cut; make it tensors, "
             "lists, dicts, tuples and scalars (split_batch cuts a Batch)"
         )

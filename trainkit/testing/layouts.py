@@ -180,6 +180,6 @@ def _on_eight() -> list[Layout]:
         Layout(dp_replicate=2, dp_shard=2, ulysses=2, compiled=True),
         Layout(pp=2, dp_replicate=2, dp_shard=2),
         Layout(pp=2, ring=2, tp=2, compiled=True),
-        Layout(pp=2, ring=2, ulysses=2),
+        Layout(pp=2, ring=2, ulysses=2, schedule="interleaved_1f1b"),
         Layout(pp=4, dp_shard=2),
     ]
