@@ -399,9 +399,8 @@ def main(argv=None):
         model = models.decoder_config(cfg.size, vocab_size=vocab_size)
         rows = {"row_length": cfg.row_length, "rows": cfg.rows, "microbatch": cfg.microbatch}
         parallel.check_layout(model, world=tk.mesh.world_size(), **rows, **cfg.layout)
-        run_dir = runtime.make_run_dir(cfg.out)
         facts = config.config_facts(cfg) | runtime.code_facts(__file__)
-    with runtime.open_run(run_dir, facts=facts, **cfg.session) as (ps, phase, stopping):
+    with runtime.open_run(cfg.out, facts=facts, **cfg.session) as (ps, phase, stopping):
         say = sinks.printer(ps.world.share)
         for note in launch_notes(os.environ):
             say(note)

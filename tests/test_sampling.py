@@ -18,6 +18,7 @@ from trainkit.sampling import (
     permute,
     phase_at,
     plan_steps,
+    rows_in_blocks,
     rows_of_mixture,
     rows_of_step,
     share_of_rows,
@@ -77,6 +78,39 @@ def test_epochs_and_seeds_have_orders_of_their_own():
     orders = [epoch(0, 0), epoch(1, 0), epoch(0, 1)]
     assert orders[0] != orders[1] != orders[2] != orders[0]
     assert epoch(0, 0) == orders[0]
+
+
+@given(st.integers(1, 40), st.integers(1, 17), st.integers(1, 9), st.integers(0, 5))
+def test_every_row_comes_once_per_epoch_in_blocks_too(num_rows, rows_per_step, block, seed):
+    steps = -(-3 * num_rows // rows_per_step)
+    order = np.arange(num_rows)[::-1] + 100
+    arguments = {"rows_per_step": rows_per_step, "order": order, "block": block, "seed": seed}
+    stream = np.concatenate([rows_in_blocks(step, **arguments) for step in range(steps)])
+    for epoch in range(3):
+        part = stream[epoch * num_rows : (epoch + 1) * num_rows]
+        assert sorted(part.tolist()) == sorted(order.tolist())
+    few = num_rows % block + block  # those that fill no block of an epoch, of either end
+    for begin in range(0, len(stream) - block + 1, block):
+        part = np.sort(num_rows + 99 - stream[begin : begin + block])
+        assert (np.diff(part) == 1).all() or part.max() < few
+
+
+@pytest.mark.parametrize("rows", [1, 4])
+def test_blocks_of_like_rows_give_ranks_the_same_work_though_they_have_few(rows):
+    ranks, costs = 8, (np.random.default_rng(1).lognormal(0, 1, 4001) * 1000).astype(np.int64)
+    asked = {"rows_per_step": ranks * rows, "seed": 0}
+
+    def dearest(chosen):
+        deal = {"rows_per_microbatch": rows, "costs": costs[chosen]}
+        mine = [share_of_rows(len(chosen), Share(r, ranks), **deal) for r in range(ranks)]
+        work = np.array([costs[chosen[table.ravel()]].sum() for table in mine])
+        return work.max() / work.mean() - 1
+
+    steps, bound = range(4001 * 3 // (ranks * rows)), 0.02
+    blocks = {"order": np.argsort(costs), "block": ranks, **asked}
+    mean = np.mean([dearest(rows_in_blocks(step, **blocks)) for step in steps])
+    plain = np.mean([dearest(rows_of_step(s, num_rows=4001, **asked)) for s in steps])
+    assert mean < bound < 2 * bound < plain
 
 
 @given(st.integers(1, 40), st.integers(1, 5), st.sampled_from([1, 2, 3, 4, 6, 8]))
@@ -172,6 +206,9 @@ def test_three_rows_on_two_ranks():
         (lambda: rows_of_step(0, rows_per_step=1, num_rows=0, seed=0), "num_rows=0"),
         (lambda: rows_of_step(0, rows_per_step=0, num_rows=1, seed=0), "rows_per_step=0"),
         (lambda: rows_of_step(-1, rows_per_step=1, num_rows=1, seed=0), "step=-1"),
+        (lambda: rows_in_blocks(0, rows_per_step=1, order=[0], block=0, seed=0), "block=0"),
+        (lambda: rows_in_blocks(0, rows_per_step=1, order=[], block=1, seed=0), "at least one"),
+        (lambda: rows_in_blocks(0, rows_per_step=1, order=[0.5], block=1, seed=0), "float64"),
         (lambda: share_of_rows(4, Share(0, 2), rows_per_microbatch=0), "rows_per_microbatch"),
         (lambda: share_of_rows(4, Share(2, 2), rows_per_microbatch=1), "no part 2 of 2"),
         (lambda: deal([1, -2], 1, 1), r"costs must be \[2\] integers .* \(2,\) from -2 on"),

@@ -17,7 +17,7 @@ from trainkit.corpora.tokens import TokenCorpus
 from trainkit.data.prefetch import prefetch
 from trainkit.data.steps import step_batch
 from trainkit.packing import pack_bins, row_costs
-from trainkit.sampling import rows_of_step, share_of_rows
+from trainkit.sampling import rows_in_blocks, rows_of_step, share_of_rows
 from trainkit.types import Cursor, Share, StepBatch
 
 CAPACITY, TURNS = 8192, 21
@@ -211,6 +211,19 @@ def deals(ranks=8, steps=200):
             f"{plain[0].mean():5.2f} % ({plain[0].max():5.2f}), {plain[1].mean():5.2f} %; "
             f"{1e6 * statistics.median(times[::2]):.0f} us"
         )
+    order = np.argsort(costs, kind="stable")
+    for rows in (1, 2, 4, 8):
+        blocks = {"rows_per_step": rows * ranks, "order": order, "block": ranks, "seed": 0}
+        figures = []
+        for step in range(steps):
+            chosen = rows_in_blocks(step, **blocks)
+            deal = {"rows_per_microbatch": rows, "costs": costs[chosen]}
+            shares = [
+                share_of_rows(rows * ranks, Share(rank, ranks), **deal) for rank in range(ranks)
+            ]
+            figures.append(100 * imbalance(np.stack(shares), costs[chosen])[0])
+        mean, most = np.mean(figures), max(figures)
+        print(f"{rows:3} rows a rank, drawn in blocks of {ranks}: {mean:5.2f} % ({most:5.2f})")
 
 
 def prefetching(steps=30):

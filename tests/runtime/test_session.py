@@ -1,6 +1,7 @@
 """What stands around a run is opened whole, and nothing of it is left."""
 
 import json
+import os
 import signal
 import threading
 from datetime import timedelta
@@ -8,16 +9,17 @@ from datetime import timedelta
 import pytest
 
 from trainkit.mesh import solo_parallel
-from trainkit.runtime import make_run_dir, open_run
+from trainkit.runtime import make_run_dir, open_run, session
 from trainkit.runtime.lock import run_lock
-from trainkit.types import DataError
+from trainkit.testing import run_ranks
+from trainkit.types import DataError, DiskError
 
 HOW = {"facts": {}, "start_timeout": timedelta(minutes=1)}
 
 
 def test_a_signal_is_heard_inside_and_all_is_put_back(tmp_path):
     before, threads = signal.getsignal(signal.SIGTERM), threading.active_count()
-    with open_run(make_run_dir(tmp_path), **HOW) as (ps, phase, stopping):
+    with open_run(tmp_path, **HOW) as (ps, phase, stopping):
         phase("a step", allow=60)
         assert stopping() is None
         signal.raise_signal(signal.SIGTERM)
@@ -30,7 +32,7 @@ def test_a_signal_is_heard_inside_and_all_is_put_back(tmp_path):
 
 
 def test_an_error_ends_with_its_code_and_keeps_its_traceback_in_the_directory(tmp_path, capsys):
-    with pytest.raises(SystemExit) as end, open_run(make_run_dir(tmp_path), **HOW):
+    with pytest.raises(SystemExit) as end, open_run(tmp_path, **HOW):
         raise DataError("document 7 is torn")
     assert end.value.code == 65
     last = capsys.readouterr().err.splitlines()[-1]
@@ -46,3 +48,23 @@ def test_a_directory_in_use_is_refused_with_a_code_before_anything_is_written(tm
     assert end.value.code == 64
     assert "in use" in capsys.readouterr().err
     assert sorted(path for path in before if path.exists()) == sorted(tmp_path.rglob("*"))
+
+
+def _only_rank_0_can_write(folder):
+    """Return how a run ends whose directory one rank cannot write."""
+    if os.environ["RANK"] == "1":
+
+        def refuse(path):
+            raise DiskError(f"make_run_dir: user 7 cannot write {path}")
+
+        session.make_run_dir = refuse
+    try:
+        with open_run(folder, **HOW):
+            return "opened"
+    except SystemExit as end:
+        return end.code
+
+
+@pytest.mark.case("K6")
+def test_a_directory_that_one_rank_cannot_write_ends_all_ranks(tmp_path):
+    assert run_ranks(_only_rank_0_can_write, 2, tmp_path) == [74, 74]

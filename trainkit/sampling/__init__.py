@@ -6,6 +6,7 @@ next piece of it wherever it runs: ranks only decide who computes which of its r
 
 from __future__ import annotations
 
+from trainkit.sampling.blocks import rows_in_blocks
 from trainkit.sampling.buffers import buffer_sorted_order
 from trainkit.sampling.epochs import epoch_of, plan_steps
 from trainkit.sampling.mixtures import (
@@ -27,6 +28,7 @@ __all__ = [
     "permute",
     "phase_at",
     "plan_steps",
+    "rows_in_blocks",
     "rows_of_mixture",
     "rows_of_step",
     "share_of_rows",
