@@ -89,8 +89,8 @@ def hear(server, *, until, patience=PATIENCE):
     """Listen to the server until something is so; return whether it became so."""
     deadline = time.monotonic() + patience
     while not until():
-        left = deadline - time.monotonic()
-        if left <= 0 or not select.select([server.process.stdout], [], [], left)[0]:
+        left = max(0.0, deadline - time.monotonic())  # without patience what was said is heard, too
+        if not select.select([server.process.stdout], [], [], left)[0]:
             return bool(until())
         data = os.read(server.process.stdout.fileno(), 65536)
         if not data:
@@ -227,7 +227,7 @@ def wait_for(condition, job, patience=PATIENCE, every=0.004):
     """Wait until a condition holds; return whether it did before all of a job had ended."""
     deadline = time.monotonic() + patience
     while not condition():
-        assert time.monotonic() < deadline, f"waited for {condition}"
+        assert time.monotonic() < deadline, f"waited for {condition}: {job.said()}"
         if None not in job.codes():
             return bool(condition())
         time.sleep(every)
