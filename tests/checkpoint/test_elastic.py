@@ -109,16 +109,16 @@ def visit(names, pairs, folder):
     found = {pair: read(pair, folder) for pair in pairs}
     with tk.parallel_session() as ps:
         if ps.world.count == UNEVEN_ON:
-            written["uneven"] = save_uneven(folder / "uneven", ps)
+            written["uneven"] = save(uneven, folder / "uneven", ps)
         if (folder / "uneven").exists():
-            found["uneven", ps.world.count] = load_uneven(folder / "uneven", ps)
+            found["uneven", ps.world.count] = load(uneven, folder / "uneven", ps)
         world = ps.world.count
     for ep in EXPERT_DEGREES[world]:
         with tk.parallel_session(ep=ep) as ps:
             if (world, ep) == EXPERTS_WRITTEN_ON:
-                written["experts"] = save_experts(folder / "experts", ps)
+                written["experts"] = save(experts, folder / "experts", ps)
             if (folder / "experts").exists():
-                found["experts", world, ep] = load_experts(folder / "experts", ps)
+                found["experts", world, ep] = load(experts, folder / "experts", ps)
     return written, found
 
 
@@ -189,15 +189,17 @@ def uneven(ps, *, filled):
     return model, optimizer
 
 
-def save_uneven(folder, ps):
-    model, optimizer = uneven(ps, filled=True)
+def save(make, folder, ps):
+    """Save what `make` makes; return its hash."""
+    model, optimizer = make(ps, filled=True)
     state = tk.TrainState(step=1)
     tk.save_checkpoint(folder, state, [model], optimizer, ps)
     return tk.state_hash(state, [model], optimizer, ps)
 
 
-def load_uneven(folder, ps):
-    model, optimizer = uneven(ps, filled=False)
+def load(make, folder, ps):
+    """Load it over zeros; return its hash."""
+    model, optimizer = make(ps, filled=False)
     path = folder / "checkpoints/step_00000001"
     state = load_checkpoint(path, [model], optimizer, axis=ps.world)
     return tk.state_hash(state, [model], optimizer, ps)
@@ -234,20 +236,6 @@ def experts(ps, *, filled):
     return model, optimizer
 
 
-def save_experts(folder, ps):
-    model, optimizer = experts(ps, filled=True)
-    state = tk.TrainState(step=1)
-    tk.save_checkpoint(folder, state, [model], optimizer, ps)
-    return tk.state_hash(state, [model], optimizer, ps)
-
-
-def load_experts(folder, ps):
-    model, optimizer = experts(ps, filled=False)
-    path = folder / "checkpoints/step_00000001"
-    state = load_checkpoint(path, [model], optimizer, axis=ps.world)
-    return tk.state_hash(state, [model], optimizer, ps)
-
-
 @pytest.mark.case("X7", "X8")
 @pytest.mark.parametrize("layout", [(w, ep) for w, eps in EXPERT_DEGREES.items() for ep in eps])
 def test_experts_of_four_ranks_are_read_by_any_number(layout, visited):
@@ -266,7 +254,7 @@ def test_rows_read_from_where_they_do_not_belong_would_be_seen(visited, monkeypa
     monkeypatch.setattr(reading, "overlap", wrong)
     folder, hashes, _ = visited
     with tk.parallel_session() as ps:
-        assert load_uneven(folder / "uneven", ps) != hashes["uneven"]
+        assert load(uneven, folder / "uneven", ps) != hashes["uneven"]
 
 
 @pytest.mark.case("X9")
