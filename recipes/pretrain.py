@@ -99,7 +99,7 @@ MAY_CHANGE = (
     *("microbatch", "recompute", "compiled", "eval_every", "sample"),
 )
 # What it may be continued with another value of if --allow-change says so.
-NEEDS_FLAG = ("lr", "warmup", "schedule_steps", "weight_decay", "max_norm")
+NEEDS_FLAG = ("dtype", "lr", "warmup", "schedule_steps", "weight_decay", "max_norm")
 
 
 def open_corpora(cfg, tokenizer):
@@ -194,6 +194,7 @@ def build(cfg, ps, model):
     plan = [
         parallel.tensor(),
         parallel.sequence(),
+        parallel.precision(parallel.DTYPES[cfg.dtype]),
         parallel.recompute(cfg.recompute),
         *([parallel.compiled()] if cfg.compiled else []),
         parallel.fsdp(reshard_after_forward=cfg.reshard_after_forward, cpu_offload=cfg.cpu_offload),
@@ -394,6 +395,7 @@ def main(argv=None):
     """Read the configuration, refuse a layout that does not fit, open the process groups, train."""
     with runtime.report_errors():
         cfg = config.load_config(Config, argv)
+        cfg = attrs.evolve(cfg, dtype=parallel.choose_dtype(cfg.dtype))
         tokenizer = tokenizers.open_tokenizer(cfg.tokenizer)
         vocab_size = models.round_up_vocabulary(tokenizer.vocab_size)
         model = models.decoder_config(cfg.size, vocab_size=vocab_size)

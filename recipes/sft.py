@@ -93,7 +93,7 @@ MAY_CHANGE = (
     *("microbatch", "eval_every", "ask"),
 )
 # What it may be continued with another value of if --allow-change says so.
-NEEDS_FLAG = ("lr", "warmup", "schedule_steps", "weight_decay", "max_norm")
+NEEDS_FLAG = ("dtype", "lr", "warmup", "schedule_steps", "weight_decay", "max_norm")
 
 
 def open_conversations(cfg, tokenizer):
@@ -169,6 +169,7 @@ def build(cfg, ps, model):
     plan = [
         parallel.tensor(),
         parallel.sequence(),
+        parallel.precision(parallel.DTYPES[cfg.dtype]),
         parallel.fsdp(reshard_after_forward=cfg.reshard_after_forward, cpu_offload=cfg.cpu_offload),
     ]
     stages = tk.build_stages(
@@ -382,6 +383,7 @@ def main(argv=None):
     told: list[str] = []
     with runtime.report_errors():
         cfg = config.load_config(Config, argv)
+        cfg = attrs.evolve(cfg, dtype=parallel.choose_dtype(cfg.dtype))
         tokenizer = tokenizers.open_tokenizer(cfg.tokenizer)
         model, init = choose_model(cfg, tokenizer, told.append)
         rows = {"row_length": cfg.row_length, "rows": cfg.rows, "microbatch": cfg.microbatch}

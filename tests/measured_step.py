@@ -14,7 +14,7 @@ from trainkit.losses import next_token
 from trainkit.mesh import solo_parallel
 from trainkit.models import Decoder, call_model, init_weights
 from trainkit.optim import adamw
-from trainkit.parallel import fsdp, recompute
+from trainkit.parallel import fsdp, precision, recompute
 from trainkit.parallel.sequence import sequence
 from trainkit.parallel.tensor import tensor
 from trainkit.parallel.vocabulary import next_token_linear
@@ -82,7 +82,7 @@ def step_of(job, ps):
     """Return a model, its optimizer, and the two halves of a step in a job's way of computing."""
     dtype = torch.bfloat16 if job.dtype == "bf16" else None
     head = "hidden" if job.loss == "linear" else "logits"
-    plan = [tensor(), sequence(), recompute(job.recompute), fsdp(param_dtype=dtype)]
+    plan = [tensor(), sequence(), precision(dtype), recompute(job.recompute), fsdp()]
     stages = tk.build_stages(
         lambda: Decoder(job.config, head=head),
         ps,

@@ -160,6 +160,9 @@ class RunConfig:
     schedule: str = "1f1b"
     """The order of a pipeline's work: gpipe, 1f1b, interleaved_1f1b, looped_bfs, and others."""
 
+    dtype: Literal["auto", "fp32", "bf16"] = "auto"
+    """What is computed in, on fp32 parameters; auto is bf16 on a GPU and fp32 on a CPU."""
+
     reshard_after_forward: bool = True
     """Gather a block's parameters again for backward; zero-bubble schedules need it off."""
 

@@ -15,7 +15,7 @@ import trainkit.collectives
 import trainkit.grads
 from trainkit.losses import next_token_linear, with_terms
 from trainkit.models import Decoder, call_with_noise, init_weights
-from trainkit.parallel import fsdp, pipeline, tied
+from trainkit.parallel import fsdp, pipeline, precision, tied
 from trainkit.parallel.split import SCHEDULES
 from trainkit.parallel.vocabulary import next_token_linear as over_parts
 from trainkit.testing import run_ranks
@@ -400,7 +400,7 @@ def bf16_loss(ps):
     stages = tk.build_stages(
         lambda: Decoder(config, head="hidden"),
         ps,
-        [fsdp(param_dtype=torch.bfloat16)],
+        [precision(torch.bfloat16), fsdp()],
         weights=init_weights(config, seed=0),
     )
     seen = []

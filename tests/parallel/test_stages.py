@@ -111,11 +111,6 @@ def test_an_unknown_recomputation_is_refused():
         recompute("some")
 
 
-def test_bf16_parameters_on_one_process_are_refused():
-    with pytest.raises(ValueError, match="on one process"):
-        fsdp(param_dtype=torch.bfloat16)(Decoder(CONFIG), tk.solo_parallel())
-
-
 def forward_calls(mode):
     """Return how often the first block's MLP runs in one forward and backward pass."""
     config = CONFIG
@@ -134,42 +129,6 @@ def forward_calls(mode):
 
 def test_recomputation_runs_the_forward_pass_again():
     assert [forward_calls(mode) for mode in ("none", "full", "selective")] == [1, 2, 2]
-
-
-def mixed_precision_step():
-    """Return the loss with bf16 parameters, and the dtypes of shards and gradients."""
-    from whole_step import CAPACITY, ROWS, corpus, input_of
-
-    from trainkit.losses import next_token_linear
-    from trainkit.types import Cursor
-
-    text = corpus()
-    bins = tk.pack_bins(text.lengths, CAPACITY)
-    with tk.parallel_session(dp_replicate=2) as ps:
-        plan = [fsdp(param_dtype=torch.bfloat16)]
-        stages = tk.build_stages(
-            lambda: Decoder(CONFIG, head="hidden"), ps, plan, weights=init_weights(CONFIG, seed=0)
-        )
-        layout = Layout(rows_per_microbatch=ROWS)
-        batch = input_of(Cursor(), ps, layout, text=text, bins=bins)
-        tokens = tk.all_sum(tk.count_valid_tokens(batch.microbatches), ps.loss)
-        sums = tk.forward_backward(
-            stages[0], batch.microbatches, next_token_linear, denominator=tokens
-        )
-        norm = tk.grad_norm(tk.parameters_of(stages), axis=ps.pp)
-        loss = tk.reduce_metrics(sums, ps.loss)["loss"] / tokens
-        kinds = {(str(p.dtype), str(p.grad.dtype)) for p in stages[0].parameters()}
-        return float(loss), float(norm), kinds
-
-
-def test_bf16_parameters_keep_fp32_shards_and_gradients():
-    from whole_step import run_steps
-
-    exact = run_steps(Layout(), steps=1)
-    for loss, norm, kinds in run_ranks(mixed_precision_step, 2):
-        assert kinds == {("torch.float32", "torch.float32")}
-        assert loss == pytest.approx(exact["losses"][0], rel=1e-2)
-        assert norm == pytest.approx(exact["norms"][0], rel=5e-2)
 
 
 def test_a_copy_of_a_recomputed_model_runs_its_own_weights():

@@ -1,8 +1,8 @@
 """Where a model's work happens: transforms of a plan, and the functions that apply them.
 
-A transform says what becomes of a module (`tensor`, `sequence`, `recompute`, `compiled`, `fsdp`);
-`build_stages` applies a list of them. The losses of a vocabulary that is spread over ranks, and
-what runs the stages of a pipeline, are here too.
+A transform says what becomes of a module (`tensor`, `sequence`, `precision`, `recompute`,
+`compiled`, `fsdp`); `build_stages` applies a list of them. The losses of a vocabulary that is
+spread over ranks, and what runs the stages of a pipeline, are here too.
 """
 
 from trainkit.parallel.check import check_layout
@@ -17,6 +17,7 @@ from trainkit.parallel.naming import (
     named_buffers_of,
     named_parameters_of,
 )
+from trainkit.parallel.precision import DTYPES, choose_dtype, compute_dtype, precision
 from trainkit.parallel.recompute import recompute
 from trainkit.parallel.sequence import sequence
 from trainkit.parallel.split import layer_ranges, rank_of_stages, split_layers
@@ -35,6 +36,7 @@ from trainkit.parallel.vocabulary import (
 )
 
 __all__ = [
+    "DTYPES",
     "Box",
     "Style",
     "Transform",
@@ -45,7 +47,9 @@ __all__ = [
     "canonical_name",
     "check_layout",
     "check_plan",
+    "choose_dtype",
     "compiled",
+    "compute_dtype",
     "fsdp",
     "hf_styles",
     "layer_ranges",
@@ -54,6 +58,7 @@ __all__ = [
     "named_parameters_of",
     "next_token",
     "next_token_linear",
+    "precision",
     "rank_of_stages",
     "recompute",
     "sequence",

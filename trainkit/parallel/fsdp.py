@@ -6,6 +6,7 @@ import torch
 from torch import nn
 
 from trainkit.parallel.naming import blocks_of
+from trainkit.parallel.precision import compute_dtype
 from trainkit.parallel.reduction import sum_gradients_
 from trainkit.parallel.stages import Transform
 from trainkit.types import ParallelState
@@ -14,7 +15,6 @@ from trainkit.types import ParallelState
 def fsdp(
     *,
     blocks: str = "layers.*",
-    param_dtype: torch.dtype | None = None,
     reduce_dtype: torch.dtype | None = torch.float32,
     reshard_after_forward: bool = True,
     cpu_offload: bool = False,
@@ -28,8 +28,8 @@ def fsdp(
 
     Args:
         blocks: The name pattern of the blocks.
-        param_dtype: The dtype to gather parameters in and to compute with; None keeps theirs.
-        reduce_dtype: The dtype to sum gradients in when `param_dtype` is given.
+        reduce_dtype: The dtype to sum gradients in where `precision` has lowered that of the
+            computation.
         reshard_after_forward: Free a block's gathered parameters between forward and backward. A
             zero-bubble pipeline schedule needs False: with True its gradients come out wrong.
         cpu_offload: Keep shards of parameters, gradients and optimizer state in host memory, and
@@ -40,8 +40,7 @@ def fsdp(
 
     Raises:
         ValueError: When applied: `blocks` matches nothing (a pipeline stage may be without a
-            block), or `param_dtype` or `cpu_offload` is asked for on one process, where it would
-            do nothing.
+            block), or `cpu_offload` is asked for on one process, where it would do nothing.
 
     References:
         Zhao et al., "PyTorch FSDP" (2023); Rajbhandari et al., "ZeRO" (2020).
@@ -55,7 +54,8 @@ def fsdp(
 
     def apply(module: nn.Module, ps: ParallelState) -> nn.Module:
         if ps.fsdp.count == 1 and ps.dp_replicate.count == 1:
-            _refuse_on_one_process(ps, param_dtype=param_dtype, cpu_offload=cpu_offload)
+            if cpu_offload:
+                _refuse_offload_on_one_process(ps)
             return module
         from torch.distributed.fsdp import (  # noqa: PLC0415 (a second of import time)
             CPUOffloadPolicy,
@@ -70,7 +70,10 @@ def fsdp(
         assert ps.mesh is not None
         hybrid = ps.dp_replicate.count > 1
         mesh = ps.mesh["dp_replicate", "fsdp"] if hybrid else ps.mesh["fsdp"]
-        policy = MixedPrecisionPolicy(param_dtype, reduce_dtype if param_dtype else None)
+        compute = compute_dtype(module)
+        policy = MixedPrecisionPolicy(
+            compute, reduce_dtype if compute else None, cast_forward_inputs=False
+        )
         # Pinned memory, torch's default, needs an accelerator: without one torch raises.
         pin = torch.cuda.is_available()
         offload = CPUOffloadPolicy(pin_memory=pin) if cpu_offload else OffloadPolicy()
@@ -89,16 +92,9 @@ def fsdp(
     return Transform(apply, kind="fsdp", axes=("dp_replicate", "dp_shard"), device=device)
 
 
-def _refuse_on_one_process(
-    ps: ParallelState, *, param_dtype: torch.dtype | None, cpu_offload: bool
-) -> None:
+def _refuse_offload_on_one_process(ps: ParallelState) -> None:
     """Refuse what FSDP2 would have done; on a CPU there is nothing to offload, and nothing lost."""
-    if param_dtype is not None:
-        raise ValueError(
-            f"fsdp: param_dtype={param_dtype} was asked for on one process, where FSDP2 does not "
-            "run; pass a `call` that enters torch.autocast instead"
-        )
-    if cpu_offload and ps.device.type != "cpu":
+    if ps.device.type != "cpu":
         raise ValueError(
             f"fsdp: cpu_offload was asked for where parameters are sharded over 1 rank (fsdp) and "
             f"1 replica, so FSDP2 does not run and they stay on {ps.device}; raise dp_shard, or "

@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from trainkit.collectives import all_gather_json, broadcast
+from trainkit.parallel.precision import compute_dtype
 from trainkit.parallel.reduction import (
     reducers_of,
     reshard_,
@@ -27,7 +28,7 @@ Boundary = Callable[[nn.Module, Mapping[str, Any]], Tensor]
 def stage_boundary(stage: nn.Module, batch: Mapping[str, Any]) -> Tensor:
     """Return what crosses a stage's edge, as its method `boundary(batch)` says.
 
-    Under FSDP's mixed precision it is in the dtype that the stage computes in.
+    It is in the dtype that the stage computes in; see `precision`.
 
     Raises:
         ConfigError: The stage has no such method.
@@ -40,11 +41,8 @@ def stage_boundary(stage: nn.Module, batch: Mapping[str, Any]) -> Tensor:
             "the class, or pass boundary=",
             where="boundary",
         )
-    meta = own(batch)
-    from trainkit.parallel.torch_pipeline import gathered_dtype  # noqa: PLC0415 (slow import)
-
-    dtypes = [gathered_dtype(m) for name, m in reducers_of(stage).fsdp if not name]
-    return meta if not dtypes or dtypes[0] is None else meta.to(dtypes[0])
+    meta, dtype = own(batch), compute_dtype(stage)
+    return meta if dtype is None else meta.to(dtype)
 
 
 def compute_device(stage: nn.Module) -> torch.device:

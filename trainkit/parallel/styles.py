@@ -134,17 +134,20 @@ Forward = Callable[..., Any]
 def _on_local(base: Any, names: tuple[str, ...], *, left_out: tuple[str, ...]) -> Forward:
     """Return the class's own forward pass, on the local parts of the module's own parameters."""
 
-    # Attributes of the instance hide parameters of the same name for as long as they are there. The
-    # parameters stay registered as they are, so FSDP2 and the optimizer never see a local one.
+    # Attributes of the instance hide parameters of the same name for as long as they are there, as
+    # those of `precision` may do already. The parameters stay registered as they are, so FSDP2 and
+    # the optimizer never see a local one.
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        for name in names:
-            whole: Any = self._parameters[name]
+        shown: dict[str, Any] = {name: getattr(self, name) for name in names}
+        for name, whole in shown.items():
             object.__setattr__(self, name, None if name in left_out else whole.to_local())
         try:
             return base.forward(self, *args, **kwargs)
         finally:
-            for name in names:
+            for name, whole in shown.items():
                 object.__delattr__(self, name)
+                if whole is not getattr(self, name):
+                    object.__setattr__(self, name, whole)
 
     return forward if names else base.forward
 
@@ -163,7 +166,7 @@ def _bias_added(compute: Forward) -> Forward:
     """Return a forward pass that adds the bias once, after the sum."""
 
     def forward(self: Any, x: Tensor) -> Tensor:
-        return compute(self, x) + self._parameters["bias"].to_local()
+        return compute(self, x) + self.bias.to_local()
 
     return forward
 

@@ -148,12 +148,6 @@ def reshards_after_forward(module: Any) -> bool:
     return any(group.post_forward_mesh_info is not None for group in groups)
 
 
-def gathered_dtype(module: Any) -> torch.dtype | None:
-    """Return the dtype of a module's output under FSDP2's mixed precision; None is its own."""
-    policy = module._get_fsdp_state()._mp_policy  # noqa: SLF001 (no public way)
-    return policy.output_dtype or policy.param_dtype
-
-
 def passes_to_itself() -> bool:
     """Say whether this torch can have neighbouring stages on one rank under gloo (2.13 can)."""
     return hasattr(PipelineStage, "_warmup_forward_vote")

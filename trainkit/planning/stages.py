@@ -103,8 +103,8 @@ def sharding_of(
 ) -> Sharding:
     """Return what FSDP2 gathers: a block at a time and the next one ahead, and the ends all along.
 
-    Zhao et al., "PyTorch FSDP" (2023). With one data-parallel rank there is no FSDP; bf16 is then
-    autocast's, which keeps a copy of every weight until the microbatch is done.
+    Zhao et al., "PyTorch FSDP" (2023). With one data-parallel rank there is no FSDP, and
+    the copies that `precision` casts live until the microbatch is done.
 
     Examples:
         >>> from trainkit.models.sizes import decoder_config

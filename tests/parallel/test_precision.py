@@ -1,0 +1,142 @@
+"""Computing in bf16: fp32 parameters and gradients, and the same roundings in every layout."""
+
+import copy
+import functools
+
+import attrs
+import pytest
+import torch
+from torch import nn
+from whole_step import CAPACITY, CONFIG, Layout, corpus, input_of
+
+import trainkit as tk
+from trainkit.losses import next_token_linear
+from trainkit.models import Decoder, init_weights
+from trainkit.parallel import choose_dtype, compiled, fsdp, precision, recompute
+from trainkit.testing import run_ranks
+from trainkit.types import Cursor
+
+BF16 = torch.bfloat16
+SOLO = tk.solo_parallel()
+
+
+def whole(tensor):
+    return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
+
+
+def gradients(degrees, dtype=BF16, reduce="last", plan=(), tied=False):
+    """Return the loss and every gradient of a step of four microbatches, computed in a dtype."""
+    model = attrs.evolve(CONFIG, tied=tied)
+    text = corpus()
+    bins = tk.pack_bins(text.lengths, CAPACITY)
+    with tk.parallel_session(**degrees) as ps:
+        stages = tk.build_stages(
+            lambda: Decoder(model, head="hidden"),
+            ps,
+            [precision(dtype), *plan, fsdp()],
+            weights=init_weights(model, seed=0),
+        )
+        batch = input_of(Cursor(), ps, Layout(), text=text, bins=bins)
+        tokens = tk.all_sum(tk.count_valid_tokens(batch.microbatches), ps.loss)
+        run = tk.bind_forward_backward(stages, next_token_linear, axis=ps.pp, reduce=reduce)
+        sums = run(batch.microbatches, denominator=tokens)
+        named = tk.named_parameters_of(stages)
+        assert {p.dtype for p in named.values()} == {torch.float32}
+        assert {p.grad.dtype for p in named.values()} == {torch.float32}
+        loss = tk.reduce_metrics(sums, ps.loss)["loss"] / tokens
+        return float(loss), {name: whole(p.grad).clone() for name, p in named.items()}
+
+
+def farthest(found, wanted):
+    assert found
+    return max(
+        ((grad - wanted[name]).abs().max() / wanted[name].abs().max()).item()
+        for name, grad in found.items()
+    )
+
+
+def every_layout(layouts, tied=False):
+    return [gradients(degrees, tied=tied) for degrees in layouts]
+
+
+@functools.cache
+def alone(**options):
+    return gradients({}, **options)
+
+
+def test_one_process_rounds_to_bf16():
+    loss, found = alone()
+    exact, wanted = alone(dtype=None)
+    assert 1e-5 < abs(loss - exact) / exact < 1e-2
+    assert 1e-3 < farthest(found, wanted) < 1e-1
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_layouts_differ_by_the_order_of_sums_alone(tied):
+    loss, wanted = alone(tied=tied)
+    layouts = [{"dp_shard": 2}, {"dp_shard": 1, "dp_replicate": 2}]
+    if not tied:  # two stages add their gradients of a tied weight in fp32, one process in bf16
+        layouts.append({"dp_shard": 1, "pp": 2})
+    for ranks in run_ranks(functools.partial(every_layout, layouts, tied), 2):
+        for found, grads in ranks:
+            assert found == pytest.approx(loss, rel=1e-6)
+            assert farthest(grads, wanted) < 1e-6
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")  # dynamo's own
+def test_recomputation_and_compilation_round_at_the_same_places():
+    _, wanted = alone()
+    assert farthest(alone(plan=(recompute("full"),))[1], wanted) == 0
+    assert farthest(alone(plan=(compiled(backend="aot_eager"),))[1], wanted) == 0
+    torch.compiler.reset()
+
+
+class Odd(nn.Module):
+    """A module with a parameter made in bf16, one in fp32, a tie, and fp32 input."""
+
+    def __init__(self):
+        super().__init__()
+        self.into = nn.Linear(3, 3, bias=False, dtype=BF16)
+        self.norm = nn.LayerNorm(3)
+        self.out = nn.Linear(3, 3, bias=False)
+        self.out.weight = self.into.weight
+
+    def forward(self, x):
+        self.seen = self.into.weight, self.out.weight
+        return self.out(self.norm(self.into(x)))
+
+
+def test_parameters_made_in_bf16_become_fp32_and_nothing_ends_in_mixed_dtypes():
+    model = precision(BF16)(Odd(), SOLO)
+    assert {p.dtype for p in model.parameters()} == {torch.float32}
+    assert model(torch.ones(2, 3)).dtype == BF16
+    assert model.seen[0] is model.seen[1]  # a tied parameter is cast once
+    assert model.seen[0].dtype == BF16
+    assert model.into.weight is model.out.weight
+    assert isinstance(model.into.weight, nn.Parameter)  # what was shown is gone again
+
+
+def test_a_forward_pass_that_fails_leaves_the_parameters_to_be_seen():
+    model = precision(BF16)(Odd(), SOLO)
+    with pytest.raises(RuntimeError):
+        model(torch.ones(2, 4))
+    assert all(isinstance(part.weight, nn.Parameter) for part in (model.into, model.out))
+
+
+def test_a_copy_computes_with_its_own_weights():
+    model = precision(BF16)(nn.Linear(2, 1, bias=False), SOLO)
+    twin = copy.deepcopy(model)
+    with torch.no_grad():
+        twin.weight.zero_()
+    assert twin(torch.ones(1, 2)).item() == 0
+    assert model(torch.ones(1, 2)).item() != 0
+
+
+def test_what_is_computed_in_where_nobody_says(monkeypatch):
+    assert choose_dtype() == choose_dtype("auto", "cpu") == "fp32"
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    for capability, name in (((7, 5), "fp32"), ((8, 0), "bf16"), ((9, 0), "bf16")):
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _, found=capability: found)
+        assert choose_dtype() == choose_dtype("auto", "cuda:0") == name
+    with pytest.raises(ValueError, match="auto, fp32 or bf16, got 'fp8'"):
+        choose_dtype("fp8")

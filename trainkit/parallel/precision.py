@@ -1,0 +1,156 @@
+"""Compute in bf16 on fp32 parameters, with the same roundings in every layout."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from types import MethodType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from trainkit.parallel.naming import blocks_of
+from trainkit.parallel.stages import Transform
+from trainkit.types import ParallelState
+
+_COMPUTE = "_trainkit_compute"
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+"""What recipes and the planner call the dtypes that can be computed in."""
+
+
+def choose_dtype(name: str = "auto", device: torch.device | str | None = None) -> str:
+    """Return the name in `DTYPES` of what to compute in, as a recipe's flag `--dtype` says it.
+
+    Args:
+        name: A name in `DTYPES`, which is returned as it is; or "auto": bf16 on accelerators, but
+            for NVIDIA's before Ampere (2020), which cannot multiply it, and fp32 on a CPU.
+        device: By default the first GPU, or the CPU where there is none.
+
+    Raises:
+        ValueError: There is no such name.
+
+    Examples:
+        >>> choose_dtype("auto", "cpu"), choose_dtype("bf16", "cpu")
+        ('fp32', 'bf16')
+    """
+    if name not in ("auto", *DTYPES):
+        raise ValueError(f"choose_dtype: choose auto, {' or '.join(DTYPES)}, got {name!r}")
+    if name != "auto":
+        return name
+    device = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    old = device.type == "cuda" and torch.cuda.get_device_capability(device) < (8, 0)
+    return "fp32" if old or device.type == "cpu" else "bf16"
+
+
+def precision(compute: torch.dtype | None, *, blocks: str = "layers.*") -> Transform:
+    """Return the transform that keeps parameters in fp32 and computes in another dtype.
+
+    In the forward pass parameters are seen cast; gradients are cast back, and added up in fp32.
+    Under `fsdp`, which stands later in the plan, units gather their parameters in that dtype and
+    reduce gradients in fp32. Both round at the same places, so the layouts differ by the order of
+    sums alone.
+
+    Floating-point inputs of the model are cast too; nothing else is. Unlike autocast it casts no
+    operation's inputs: a norm or a softmax that must be exact asks for fp32 itself, as those of the
+    decoder and of Hugging Face's models do.
+
+    Args:
+        compute: The dtype to compute in, bf16 as a rule; None changes nothing, and a model is then
+            trained in the dtype that it was made in.
+        blocks: The name pattern of the blocks, as for `fsdp`.
+
+    Returns:
+        A transform for `build_stages`. Parameters made in fp16 or bf16, as those of many Hugging
+        Face models are, become fp32.
+
+    References:
+        Micikevicius et al., "Mixed precision training" (2018), without the loss scale, which bf16
+        does not need.
+
+    Examples:
+        >>> from trainkit.mesh import solo_parallel
+        >>> model = precision(torch.bfloat16)(nn.Linear(2, 1), solo_parallel())
+        >>> model(torch.ones(1, 2)).dtype, model.weight.dtype
+        (torch.bfloat16, torch.float32)
+    """
+
+    def apply(module: nn.Module, ps: ParallelState) -> nn.Module:
+        if compute is None:
+            return module
+        for parameter in module.parameters():
+            if parameter.dtype in (torch.float16, torch.bfloat16):
+                parameter.data = parameter.data.float()
+        setattr(module, _COMPUTE, compute)
+        if ps.fsdp.count == ps.dp_replicate.count == 1:  # else fsdp() gathers them cast
+            units = blocks_of(module, blocks)
+            inside = {part for unit in units for part in unit.modules()}
+            for unit in units:
+                _show_cast_(unit, list(unit.modules()), compute)
+            _show_cast_(module, [x for x in module.modules() if x not in inside], compute)
+        _bind_(module, partial(_casting_inputs, compute))
+        return module
+
+    return Transform(apply, kind="precision")
+
+
+def compute_dtype(module: nn.Module) -> torch.dtype | None:
+    """Return the dtype that `precision` has a model compute in; None is its parameters' own.
+
+    Examples:
+        >>> compute_dtype(nn.Linear(2, 1))
+    """
+    found: torch.dtype | None = getattr(module, _COMPUTE, None)
+    return found
+
+
+Forward = Callable[..., Any]
+
+
+def _bind_(module: nn.Module, around: Callable[[Forward], Forward]) -> None:
+    """Put a function around a module's forward; bound, so that a deepcopy runs its own weights."""
+    bound: Any = module.forward
+    module.forward = MethodType(around(bound.__func__), module)
+
+
+def _show_cast_(module: nn.Module, parts: Sequence[nn.Module], compute: torch.dtype) -> None:
+    """Show the own parameters of some parts of a module cast, during the module's forward."""
+    paths = {part: path for path, part in module.named_modules()}
+    places: dict[nn.Parameter, list[tuple[str, str]]] = {}
+    for part in parts:
+        for name, parameter in part.named_parameters("", recurse=False, remove_duplicate=False):
+            if parameter.is_floating_point():
+                places.setdefault(parameter, []).append((paths[part], name))
+    if places:
+        _bind_(module, partial(_showing_cast, list(places.values()), compute))
+
+
+def _showing_cast(
+    places: Sequence[Sequence[tuple[str, str]]], compute: torch.dtype, forward: Forward
+) -> Forward:
+    """Return a forward pass that sees parameters cast; one that is in several places, once."""
+
+    # An attribute of an instance hides the parameter of that name for as long as it is there.
+    def call(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        tied = [[(self.get_submodule(path), name) for path, name in each] for each in places]
+        for (first, name), *others in tied:
+            cast = getattr(first, name).to(compute)
+            for part, other in ((first, name), *others):
+                object.__setattr__(part, other, cast)
+        try:
+            return forward(self, *args, **kwargs)
+        finally:
+            for part, name in (place for each in tied for place in each):
+                object.__delattr__(part, name)
+
+    return call
+
+
+def _casting_inputs(compute: torch.dtype, forward: Forward) -> Forward:
+    def cast(x: Any) -> Any:
+        return x.to(compute) if isinstance(x, Tensor) and x.is_floating_point() else x
+
+    def call(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        return forward(self, *map(cast, args), **{name: cast(x) for name, x in kwargs.items()})
+
+    return call
