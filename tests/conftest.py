@@ -10,6 +10,7 @@ import pytest
 
 for _name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"):
     os.environ[_name] = "1"  # before torch: sums keep their order, and two cores their peace
+os.environ["PYTHONWARNINGS"] = "error"  # in the processes that tests start too: ranks, recipes
 sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parent / "faults")]  # helpers
 
 hypothesis.settings.register_profile(

@@ -199,8 +199,8 @@ def communication_device(axis: Axis) -> torch.device:
     """
     if axis.group is None:
         return torch.device("cpu")
-    kinds = [device.type for device in axis.group._device_types]  # noqa: SLF001 (no public name up to 2.13)
-    return torch.device("cpu" if "cpu" in kinds or not kinds else kinds[0])
+    kinds = [part.partition(":")[0] for part in dist.get_backend_config(axis.group).split(",")]
+    return torch.device("cpu" if "cpu" in kinds else kinds[0])
 
 
 # -------------------------------------------------------------------------------- differentiable

@@ -132,7 +132,8 @@ def open_world(
             world_size=launch.world,
             timeout=left,
         )
-        dist.distributed_c10d._set_pg_timeout(timeout)  # noqa: SLF001 (no public name up to 2.13)
+        assert dist.group.WORLD is not None
+        dist.group.WORLD.set_timeout(timeout)
     except RuntimeError as error:
         raise PeerError(
             f"parallel_session: rank {launch.rank}: all {launch.world} ranks have met at {place}, "
