@@ -20,7 +20,7 @@ def start(recipe, *flags, ranks=1, **options):
     """Start a recipe; return the process."""
     launcher = [sys.executable] if ranks == 1 else TORCHRUN
     command = [*launcher, str(RECIPES / f"{recipe}.py"), *map(str, flags)]
-    env = {**os.environ, "OMP_NUM_THREADS": "1"}
+    env = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
     return subprocess.Popen(
         command, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, **options
     )

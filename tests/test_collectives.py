@@ -26,7 +26,7 @@ def world_axis():
 
 def difference(a, b):
     assert a.shape == b.shape
-    return float((a - b).abs().max() / b.abs().max())
+    return ((a - b).abs().max() / b.abs().max()).item()
 
 
 def each_against_one_process():

@@ -1,5 +1,6 @@
 """Every axis of every layout, and the environments it is made from."""
 
+import contextlib
 import functools
 import os
 import subprocess
@@ -242,19 +243,59 @@ def test_collectives_return_new_values_on_all_ranks():
         assert found == ([3, -3], [2, 0], [2, -2], [True, False], gathered, [rank, -rank])
 
 
+def fail():
+    raise KeyError("x")
+
+
 def groups_before_and_after():
-    world = torch.distributed.distributed_c10d._world
-    before = len(world.pg_map)
-    with tk.parallel_session(dp_replicate=2, timeout=timedelta(seconds=77)) as ps:
-        options = ps.dp_replicate.group._get_backend(torch.device("cpu")).options
-        inside = options._timeout
-    return before == len(world.pg_map), inside
+    world, spoken, aborted = torch.distributed.distributed_c10d._world, [], []
+    all_reduce, abort = (
+        torch.distributed.all_reduce,
+        torch.distributed.distributed_c10d._abort_process_group,
+    )
+
+    def listen(x, *args, group, **kwargs):
+        spoken.append(group)
+        return all_reduce(x, *args, group=group, **kwargs)
+
+    def note(group=None):
+        aborted.append(group)
+        abort(group)
+
+    torch.distributed.all_reduce = listen
+    torch.distributed.distributed_c10d._abort_process_group = note
+    before, closed = len(world.pg_map), []
+    how = {"dp_replicate": 2, "timeout": timedelta(seconds=77)}
+    for end in (lambda: None, fail):
+        with contextlib.suppress(KeyError), tk.parallel_session(**how) as ps:
+            options = ps.dp_replicate.group._get_backend(torch.device("cpu")).options
+            groups = {ps.dp_replicate.group, ps.dp_shard.group}
+            connected = groups < set(spoken)
+            inside = options._timeout
+            end()
+        wanted = groups if end is fail else set()
+        closed.append((before == len(world.pg_map), set(aborted) == wanted))
+    return closed, inside, connected
 
 
-def test_groups_have_the_session_s_timeout_and_are_closed_with_it():
-    for closed, timeout in run_ranks(groups_before_and_after, 4):
-        assert closed
+@pytest.fixture(scope="module")
+def sessions():
+    return run_ranks(groups_before_and_after, 4)
+
+
+def test_groups_have_the_session_s_timeout_and_are_closed_with_it(sessions):
+    for closed, timeout, _ in sessions:
+        assert [all_gone for all_gone, _ in closed] == [True, True]
         assert timeout == timedelta(seconds=77)
+
+
+def test_groups_are_aborted_after_an_exception_and_destroyed_else(sessions):
+    for closed, *_ in sessions:
+        assert [as_due for _, as_due in closed] == [True, True]
+
+
+def test_every_group_has_communicated_before_the_first_step(sessions):
+    assert all(connected for *_, connected in sessions)
 
 
 def fails_on_rank_one(kind):

@@ -199,8 +199,14 @@ def communication_device(axis: Axis) -> torch.device:
     """
     if axis.group is None:
         return torch.device("cpu")
-    kinds = [device.type for device in axis.group._device_types]  # noqa: SLF001 (no public name up to 2.13)
-    return torch.device("cpu" if "cpu" in kinds or not kinds else kinds[0])
+    kinds = backends_of(axis.group)
+    return torch.device("cpu" if "cpu" in kinds else next(iter(kinds)))
+
+
+def backends_of(group: dist.ProcessGroup) -> dict[str, str]:
+    """Return what a group communicates through, by the type of device that the tensors are on."""
+    kinds = dist.get_backend_config(group).split(",")
+    return dict(kind.split(":", 1) for kind in kinds)
 
 
 # -------------------------------------------------------------------------------- differentiable
@@ -366,7 +372,7 @@ def sum_forward(x: Tensor, axis: Axis) -> Tensor:
     return x if axis.count == 1 else _applied(_SumForward, x, axis)
 
 
-# torch 2.13 warns of the names that 2.11 has.
+# From 2.13 on torch warns of the names that 2.11 has.
 _ALL_GATHER = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _REDUCE_SCATTER = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 

@@ -14,14 +14,17 @@ import secrets
 import socket
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from datetime import timedelta
+from functools import partial
 from typing import Any, TypeVar
 
 import attrs
 import orjson
+import torch
 import torch.distributed as dist
 
+from trainkit.collectives import backends_of
 from trainkit.launch import Launch
 from trainkit.types import ConfigError, PeerError, PreemptedError
 
@@ -31,6 +34,11 @@ _PORT_GRACE = 5.0  # seconds for which an address may still be in use by a run t
 _READ_GRACE = 3.0  # seconds for which rank 0 waits until the others have read a bad verdict
 _ASKED_PATIENCE = 20.0  # seconds to wait for others after being asked to stop: a launcher waits 30
 _NOTHING_LOST = 75  # the exit code of a run that was told to stop and has lost nothing
+_HINTS = {
+    "gloo": "name the network interface with GLOO_SOCKET_IFNAME, or see whether a rank died",
+    "nccl": "name the network interface with NCCL_SOCKET_IFNAME; NCCL_DEBUG=INFO says how far it "
+    "came; every rank needs a GPU of its own",
+}
 _SLACK = 2.0  # seconds between rank 0's patience and that of the others, who wait for its verdict
 
 
@@ -132,16 +140,68 @@ def open_world(
             world_size=launch.world,
             timeout=left,
         )
-        dist.distributed_c10d._set_pg_timeout(timeout)  # noqa: SLF001 (no public name up to 2.13)
+        assert dist.group.WORLD is not None
+        dist.group.WORLD.set_timeout(timeout)
     except RuntimeError as error:
         raise PeerError(
             f"parallel_session: rank {launch.rank}: all {launch.world} ranks have met at {place}, "
             f"but could not connect to each other: {error}",
             where=place,
-            hint="name the network interface with GLOO_SOCKET_IFNAME, or see whether a rank died",
+            hint=_HINTS["gloo"],
         ) from error
     if launch.rank == 0:  # a later meeting at the same store finds an empty table
         _clear_table(_table(store[0]))
+
+
+def first_words(
+    groups: Iterable[dist.ProcessGroup], device: torch.device, *, seconds: float
+) -> None:
+    """Let every group communicate once on every device that it will, and name what does not work.
+
+    NCCL connects ranks in a group's first collective. A broken set-up would hang there: in the
+    first step, and without a word.
+
+    Args:
+        groups: Groups of this rank; their members must all do this, in one order.
+        device: The device of this rank; besides it groups may communicate on the CPU.
+        seconds: How long a group may take.
+
+    Raises:
+        PeerError: A group failed, did not answer in time, or summed wrongly.
+
+    Effects:
+        Communicates: one all-reduce of 4 bytes for each group and device.
+    """
+    places = {device.type: device, "cpu": torch.device("cpu")}
+    for group in groups:
+        for kind, backend in backends_of(group).items():
+            if kind not in places:
+                continue
+            try:
+                total = _bounded(partial(_sum_of_ones, group, places[kind]), seconds)
+            except RuntimeError as error:
+                raise _unheard(group, backend, " ".join(str(error).split())) from error
+            if total is None:
+                raise _unheard(group, backend, f"no answer for {seconds:g} s")
+            if total != group.size():
+                raise _unheard(group, backend, f"their sum of ones is {total:g}")
+
+
+def _sum_of_ones(group: dist.ProcessGroup, device: torch.device) -> float:
+    one = torch.ones(1, device=device)
+    dist.all_reduce(one, group=group)
+    return one.item()
+
+
+def _unheard(group: dist.ProcessGroup, backend: str, reason: str) -> PeerError:
+    hint = _HINTS.get(backend, "see what the other ranks say")
+    return PeerError(
+        f"parallel_session: ranks {dist.get_process_group_ranks(group)} cannot communicate over "
+        f"{backend}: {reason}",
+        where=backend,
+        want="an answer from each",
+        hint=hint,
+    )
 
 
 # ---------------------------------------------------------------------------------------- the store
@@ -152,7 +212,7 @@ def _bounded(
 ) -> T | None:
     """Return what `work` returns, or None after some seconds: torch's stores may wait for ever.
 
-    A connection to a program that is no store is one such case (torch 2.11 to 2.13). The thread is
+    A connection to a program that is no store is one such case (torch from 2.11 on). The thread is
     left where it hangs; it holds no lock that the end of the process needs.
     """
     results: queue.SimpleQueue[tuple[T | None, BaseException | None]] = queue.SimpleQueue()

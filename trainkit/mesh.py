@@ -10,7 +10,7 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from typing import Literal
@@ -22,7 +22,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from trainkit.collectives import agree
 from trainkit.launch import Launch, read_launch, require_torch
-from trainkit.meeting import open_world
+from trainkit.meeting import first_words, open_world
 from trainkit.types import Axis, ConfigError, ParallelState, Share
 
 FoldSP = Literal["all", "ring", "ulysses", "none"]
@@ -314,7 +314,7 @@ def _let_go_later(groups: Sequence[dist.ProcessGroup]) -> None:
     """Leave it to a thread to let go of groups that may have work under way.
 
     A gloo group ends its work before it goes, and so whoever drops the last reference waits for
-    peers that may be dead, or for the timeout (torch 2.11 to 2.13; `abort` does not change it).
+    peers that may be dead, or for the timeout (torch from 2.11 on; `abort` does not change it).
     """
     if groups:
         threading.Thread(target=_let_go, args=([*set(groups)],), daemon=True).start()
@@ -442,22 +442,41 @@ def parallel_session(
         state = _make_state(
             degrees, partitions, groups, fold_sp=fold_sp, rank=launch.rank, device=device
         )
+        first_words(groups.values(), device, seconds=start_timeout.total_seconds())
         agree(False, state.world)  # all have connected before the first may leave
         yield state
     except BaseException:
         _let_go_later([*groups.values(), *([_default_group()] if opened else [])])
+        abort = dist.distributed_c10d._abort_process_group  # noqa: SLF001 (no public name)
+        _close(groups.values(), opened=opened, end=abort)
         raise
+    else:
+        _close(groups.values(), opened=opened, end=dist.destroy_process_group)
     finally:
-        for group in groups.values() if existing else ():
-            if group is not dist.group.WORLD:
-                dist.destroy_process_group(group)
-        if opened:
-            dist.destroy_process_group()
         _forget_meshes()
 
 
+def _close(
+    groups: Iterable[dist.ProcessGroup],
+    *,
+    opened: bool,
+    end: Callable[[dist.ProcessGroup | None], None],
+) -> None:
+    """End the groups of a session: all there are, or those that it made besides the default one.
+
+    To destroy a group of NCCL is to wait for its work, which after an exception may be waiting for
+    peers that are gone; to abort it is not.
+    """
+    if opened:
+        end(None)
+        return
+    for group in groups:
+        if group is not dist.group.WORLD:
+            end(group)
+
+
 def _forget_meshes() -> None:
-    """Clear what DTensor remembers by mesh (torch 2.11 to 2.13).
+    """Clear what DTensor remembers by mesh (torch from 2.11 on).
 
     A later mesh of the same shape is equal to one whose groups are gone, and torch would look for
     these: "could not resolve the process group".

@@ -4,6 +4,7 @@ import functools
 import os
 import stat
 import threading
+import types
 from pathlib import Path
 
 import attrs
@@ -512,3 +513,20 @@ def test_a_snapshot_takes_the_memory_of_the_state_once(tmp_path):
         verify_checkpoint(save_checkpoint(tmp_path, tk.TrainState(), [model], optimizer, SOLO))
         == []
     )
+
+
+def test_pinned_memory_is_no_larger_than_what_it_holds(monkeypatch):
+    calls = []
+    runtime = types.SimpleNamespace(
+        cudaHostRegister=lambda place, size, _: calls.append(("pin", place, size)),
+        cudaHostUnregister=lambda place: calls.append(("let go", place)),
+    )
+    monkeypatch.setattr(torch.cuda, "cudart", lambda: runtime)
+    monkeypatch.setattr(torch.cuda, "check_error", lambda _: None)
+    memory = torch.empty(5000, dtype=torch.uint8)
+    view, place = memory.numpy(), memory.data_ptr()
+    snapshot._pin(memory)
+    del memory
+    assert calls == [("pin", place, 5000)]
+    del view
+    assert calls[1:] == [("let go", place)]

@@ -63,7 +63,7 @@ def fork_server():
         write_text(Path(folder) / "text")
         process = subprocess.Popen(
             [sys.executable, str(ZYGOTE), folder],
-            env={**os.environ, "OMP_NUM_THREADS": "1"},
+            env={**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""},
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
         )

@@ -160,7 +160,7 @@ def test_a_v_schedule_is_refused_where_gloo_cannot_send_to_itself(monkeypatch):
     monkeypatch.setattr(torch_pipeline, "passes_to_itself", lambda: True)
     check(pp=2, changes=changes)
     monkeypatch.setattr(torch_pipeline, "passes_to_itself", lambda: False)
-    with pytest.raises(ConfigError, match="cannot run schedule = 'dual_pipe_v' on CPUs"):
+    with pytest.raises(ConfigError, match=r"cannot run .* on CPUs.*2\.13 or later"):
         check(pp=2, changes=changes)
     check(pp=2, changes=changes | {"here": False})  # a plan for another machine
 

@@ -1,7 +1,6 @@
 """Every pipeline schedule gives the numbers of one process; what would not is refused by name."""
 
 import functools
-import inspect
 
 import numpy as np
 import pytest
@@ -211,10 +210,21 @@ def of_lengths(layout, lengths, counts):
 
 
 def buffers_that_may_be_reused(schedules):
-    """Return what torch's compiler may do with buffers while each schedule runs, and after it."""
+    """Return what torch's compiler may do with buffers while each schedule runs, and after it.
+
+    Return also how stages came to know what they receive, for each schedule.
+    """
     from torch._functorch import config
 
-    found = []
+    from trainkit.parallel import torch_pipeline
+
+    found, made, make_stage = [], [], torch_pipeline.Stage
+
+    def noting(*args, **kwargs):
+        made.append(make_stage(*args, **kwargs))
+        return made[-1]
+
+    torch_pipeline.Stage = noting
     with tk.parallel_session(pp=2) as ps:
         for schedule in schedules:
             stages, _ = build(two(schedule=schedule), ps)
@@ -229,16 +239,27 @@ def buffers_that_may_be_reused(schedules):
             )
             run(microbatches(8, 4), denominator=torch.tensor(7))
             found.append((seen, config.donated_buffer))
-    return found
+    modes = [stage._inference_mode.name for stage in made if hasattr(stage, "_inference_mode")]
+    return found, modes
 
 
-def test_compiled_backward_passes_keep_their_buffers_where_they_run_twice():
+@pytest.fixture(scope="module")
+def looked_at():
+    return run_ranks(buffers_that_may_be_reused, 2, ["1f1b", "interleaved_zero_bubble"])
+
+
+def test_compiled_backward_passes_keep_their_buffers_where_they_run_twice(looked_at):
     from torch._functorch import config
 
     usual = config.donated_buffer
-    for found in run_ranks(buffers_that_may_be_reused, 2, ["1f1b", "interleaved_zero_bubble"]):
+    for found, _ in looked_at:
         assert found == [({usual}, usual), ({False}, usual)]
     assert usual
+
+
+def test_stages_are_told_what_they_receive_and_run_nothing_to_find_out(looked_at):
+    for _, modes in looked_at:
+        assert modes == ["STATIC"] * 3 or torch.__version__ < (2, 13)
 
 
 LENGTHS, COUNTS = (8, 5, 12, 8, 6, 7, 5), (4, 4, 2, 4, 6, 2, 4)
@@ -289,12 +310,17 @@ def test_where_torch_splits_the_backward_pass_wrongly_it_is_not_split():
 
 
 def test_the_split_backward_pass_of_new_torch_is_right():
-    from torch.distributed.pipelining import PipelineStage
-
     from trainkit.parallel.torch_pipeline import splits_rightly
 
-    is_new = "output_grads" in inspect.signature(PipelineStage).parameters  # 2.13 has it
-    assert splits_rightly() or not is_new
+    assert splits_rightly() or torch.__version__ < (2, 13)
+
+
+def test_no_name_of_torch_decides_whether_v_schedules_are_tested(monkeypatch):
+    from torch.distributed.pipelining import PipelineStage
+
+    assert runs_v() == (torch.__version__ >= (2, 13))
+    monkeypatch.delattr(PipelineStage, "_warmup_forward_vote", raising=False)  # gone in 2.15
+    assert runs_v() == (torch.__version__ >= (2, 13))
 
 
 # ---------------------------------------------------------------- refusals
@@ -366,7 +392,7 @@ def test_what_a_pipeline_cannot_run_is_refused_before_it_communicates():
         assert "Linear has no method boundary(batch)" in told["boundary"]
         assert "1 layers cannot fill 2 pipeline stages" in told["deep"]
         assert "which selective recomputation does not allow" in told["selective"]
-        assert "gloo has no connection from a rank to itself" in told["V"]
+        assert "no connection from a rank to itself; use torch 2.13 or later" in told["V"]
 
 
 def four_rank_refusals():

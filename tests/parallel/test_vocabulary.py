@@ -48,8 +48,8 @@ def part(x, axis, dim):
 def difference(a, b):
     assert a.shape == b.shape
     assert a.dtype == b.dtype
-    scale = float(b.abs().max())
-    return float((a - b).abs().max()) / (scale or 1.0)
+    scale = b.abs().max().item()
+    return (a - b).abs().max().item() / (scale or 1.0)
 
 
 def of_logits(axis, labels, ours, theirs, *, dtype=torch.float64):

@@ -3,21 +3,25 @@
 import socket
 import threading
 import time
+import types
 from datetime import timedelta
 from functools import partial
 
+import attrs
 import pytest
 import rank_processes
 import torch
 from threads import run_threads
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 import trainkit as tk
 from trainkit import meeting, mesh
 from trainkit.meeting import Seat, find_trouble, missing_ranks
 from trainkit.mesh import twin_axis
+from trainkit.runtime import startup
 from trainkit.runtime.startup import agree_at_start, code_facts, find_difference, probe
 from trainkit.testing import run_ranks
-from trainkit.types import ConfigError, PeerError, PreemptedError
+from trainkit.types import SOLO, ConfigError, PeerError, PreemptedError, Share
 
 
 @pytest.fixture(scope="module")
@@ -219,17 +223,90 @@ def test_a_twin_axis_communicates_beside_its_original():
 def unanswered():
     with tk.parallel_session() as ps, twin_axis(ps.world) as twin:
         if twin.index == 1:
-            time.sleep(3)
-            return "slept"
+            time.sleep(1)
+            meeting.first_words([ps.world.group], ps.device, seconds=30)  # 0 has given it up
+            time.sleep(2)
+            return "slept", ""
+        try:
+            meeting.first_words([ps.world.group], ps.device, seconds=0.3)
+        except PeerError as error:
+            late = str(error)
+        time.sleep(1)
         try:
             probe(twin, timeout=timedelta(seconds=1))
         except PeerError as error:
-            return str(error)
-    return "answered"
+            return str(error), late
+    return "answered", ""
 
 
 def test_a_probe_names_who_does_not_answer():
-    first, second = run_ranks(unanswered, 2)
+    (first, late), (second, _) = run_ranks(unanswered, 2)
     assert "Ranks 1 failed" in first
     assert second == "slept"
     assert probe(mesh.solo_parallel().world) < 5
+    assert late.startswith("parallel_session: ranks [0, 1] cannot communicate over gloo: no answer")
+
+
+def of_backends(config):
+    """Return an axis of two ranks whose group says that it has these backends."""
+    return attrs.evolve(SOLO, share=Share(0, 2), group=StandIn(config))
+
+
+class StandIn:
+    def __init__(self, config):
+        self.config = config
+
+    def size(self):
+        return 2
+
+
+@pytest.fixture
+def stand_ins(monkeypatch):
+    monkeypatch.setattr(torch.distributed, "get_backend_config", lambda group: group.config)
+    monkeypatch.setattr(torch.distributed, "get_process_group_ranks", lambda _: [0, 1])
+
+
+@pytest.mark.usefixtures("stand_ins")
+def test_a_group_is_tried_on_every_device_that_it_will_serve(monkeypatch):
+    both, cpu = StandIn("cpu:gloo,cuda:nccl"), torch.device("cpu")
+    tried = []
+
+    def answer(group, device):
+        tried.append((group, device))
+        if device.type == "cuda":
+            raise RuntimeError("NCCL error in: socket.cc\nconnect timed out")
+        return 2.0
+
+    monkeypatch.setattr(meeting, "_sum_of_ones", answer)
+    meeting.first_words([both], cpu, seconds=5)
+    assert tried == [(both, cpu)]
+    with pytest.raises(PeerError, match=r"over nccl: NCCL error in: socket\.cc") as caught:
+        meeting.first_words([both], torch.device("cuda", 1), seconds=5)
+    assert tried[1:] == [(both, cpu), (both, torch.device("cuda", 1))]
+    assert "NCCL_SOCKET_IFNAME" in caught.value.hint
+    monkeypatch.setattr(meeting, "_sum_of_ones", lambda *_: 3.0)
+    with pytest.raises(PeerError, match="their sum of ones is 3"):
+        meeting.first_words([both], cpu, seconds=5)
+
+
+@pytest.mark.usefixtures("stand_ins")
+def test_a_probe_sends_what_the_group_can_carry(monkeypatch):
+    sent = []
+    done = types.SimpleNamespace(wait=lambda _: None)
+    monkeypatch.setattr(torch.distributed, "get_backend", lambda _: "nccl")
+    monkeypatch.setattr(torch.distributed, "barrier", lambda *_, **__: done)
+    monkeypatch.setattr(startup, "all_sum", lambda x, _: sent.append(x.device.type) or 3)
+    with FakeTensorMode():
+        for config in ("cpu:gloo,cuda:nccl", "cuda:nccl"):
+            probe(of_backends(config))
+    assert sent == ["cpu", "cuda"]
+
+
+@pytest.mark.usefixtures("stand_ins")
+def test_offloading_over_groups_without_the_cpu_is_refused():
+    from trainkit.parallel import fsdp
+
+    ps = attrs.evolve(mesh.solo_parallel(), fsdp=of_backends("cuda:nccl"))
+    model = torch.nn.ModuleDict({"layers": torch.nn.ModuleList([torch.nn.Linear(2, 2)])})
+    with pytest.raises(ValueError, match="communicates over nccl alone, which cannot sum them"):
+        fsdp(cpu_offload=True)(model, ps)

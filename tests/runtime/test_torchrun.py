@@ -32,7 +32,7 @@ def load_script(path):
 def started(out, *flags, steps=STEPS):
     """Start the recipe with 20 ms per step; yield (torchrun, its workers) when both have begun."""
     command = [*TORCHRUN, *flags, str(SCRIPT), str(out), str(steps), "0.02"]
-    env = {**os.environ, "OMP_NUM_THREADS": "1"}
+    env = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
     with (out / "log").open("a") as log:
         launcher = subprocess.Popen(command, env=env, stdout=log, stderr=log)
     pids = []

@@ -79,6 +79,7 @@ def main():
     started = time.monotonic()
     os.environ |= {"RANK": str(RANK), "WORLD_SIZE": str(GIVEN["world"])}
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(GIVEN["port"])}
+    os.environ["CUDA_VISIBLE_DEVICES"] = ""
     said = os.open(f"{FOLDER}/said_{RANK}_{os.getpid()}", os.O_WRONLY | os.O_CREAT, 0o600)
     os.dup2(said, 1)
     os.dup2(said, 2)

@@ -7,6 +7,7 @@ import torch
 import torch.distributed as dist
 
 import trainkit as tk
+from trainkit.collectives import _ALL_GATHER, _REDUCE_SCATTER
 from trainkit.testing import run_ranks
 from trainkit.testing.builtin import (
     CONFIG,
@@ -172,8 +173,8 @@ def every_kind():
     def call():
         dist.all_reduce(x)
         dist.all_gather(parts, x)
-        dist.all_gather_into_tensor(torch.ones(8), x)
-        dist.reduce_scatter_tensor(torch.ones(2), x)
+        _ALL_GATHER(torch.ones(8), x)
+        _REDUCE_SCATTER(torch.ones(2), x)
         dist.all_to_all_single(torch.ones(4), x)
         dist.broadcast(x, 0)
         dist.barrier()

@@ -8,6 +8,7 @@ import signal
 import sys
 import tempfile
 import time
+import warnings
 from functools import partial
 from pathlib import Path
 from types import ModuleType
@@ -56,6 +57,12 @@ def _kill_myself():
     os.kill(os.getpid(), signal.SIGKILL)
 
 
+def _warn_on_one():
+    if dist.get_rank() == 1:
+        warnings.warn("this will go away", FutureWarning, stacklevel=1)
+    dist.barrier()
+
+
 def _sleep_a_day():
     if dist.get_rank() == 1:
         time.sleep(86400)
@@ -64,6 +71,7 @@ def _sleep_a_day():
 
 def _environment():
     names = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "TRAINKIT_PROBE")
+    names += ("CUDA_VISIBLE_DEVICES",)
     return [os.environ.get(name) for name in names], torch.get_num_threads()
 
 
@@ -169,8 +177,14 @@ def test_a_rank_that_returns_but_stays_is_named(monkeypatch):
 
 def test_a_rank_sees_torchruns_variables_and_the_callers(monkeypatch):
     monkeypatch.setenv("TRAINKIT_PROBE", "set late")
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")  # one GPU is no device for two ranks of gloo
     results = run_ranks(_environment, 2, threads=1)
-    assert results == [([str(r), str(r), "2", "2", "set late"], 1) for r in (0, 1)]
+    assert results == [([str(r), str(r), "2", "2", "set late", ""], 1) for r in (0, 1)]
+
+
+def test_a_warning_on_a_rank_fails_as_it_does_here():
+    with pytest.raises(RankError, match="rank 1 of 2: FutureWarning: this will go away"):
+        run_ranks(_warn_on_one, 2)
 
 
 def test_a_function_may_end_the_process_group_itself():

@@ -6,6 +6,7 @@ zeroes pages that are new, which takes longer than to fill them.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -280,7 +281,9 @@ def _one_file(
     """Give memory to the boxes of one file; larger elements come first, so all are aligned."""
     total = sum(box.local.nbytes for _, box in boxes.values())
     pinned = any(box.local.is_cuda for _, box in boxes.values())
-    memory = torch.empty(total, dtype=torch.uint8, pin_memory=pinned)
+    memory = torch.empty(total, dtype=torch.uint8)
+    if pinned:
+        _pin(memory)
     data = memory.numpy()
     views: dict[str, Tensor] = {}
     header: dict[str, Any] = {}
@@ -303,6 +306,13 @@ def _one_file(
         pieces.append(Piece(name, named, tuple(tensor.shape), box.offset, bits, limit))
         begin = end
     return views, TensorFile(file, _header(header), data, tuple(pieces))
+
+
+def _pin(memory: Tensor) -> None:
+    """Pin memory for as long as it is there; `pin_memory=True` would round it to a power of two."""
+    runtime = torch.cuda.cudart()
+    torch.cuda.check_error(runtime.cudaHostRegister(memory.data_ptr(), memory.nbytes, 0))
+    weakref.finalize(memory, runtime.cudaHostUnregister, memory.data_ptr())
 
 
 def _name_of(dtype: torch.dtype) -> str:

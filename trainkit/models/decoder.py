@@ -75,7 +75,7 @@ def project(
 class _PassedOn(torch.autograd.Function):
     """A tensor and its gradient, unchanged, as a tensor that is neither a leaf nor a view.
 
-    FSDP2 (torch 2.11 to 2.13) registers a backward hook on every tensor that a module returns: on a
+    FSDP2 (torch from 2.11 on) registers a backward hook on every tensor that a module returns: on a
     parameter itself hooks would pile up, one per call, and a view makes 2.13 warn.
     """
 

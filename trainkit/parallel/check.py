@@ -210,7 +210,7 @@ def _check_torch(schedule: str, *, pp: int) -> None:
             raise _refused(
                 f"torch {torch.__version__} cannot run schedule = {schedule!r} on CPUs, where "
                 "gloo has no connection from a rank to itself; take schedule = "
-                "'interleaved_1f1b', or torch 2.13",
+                "'interleaved_1f1b', or torch 2.13 or later",
                 where="schedule",
                 got=schedule,
                 want="interleaved_1f1b",

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import nn
 
+from trainkit.collectives import backends_of
 from trainkit.parallel.naming import blocks_of
 from trainkit.parallel.precision import compute_dtype
 from trainkit.parallel.reduction import sum_gradients_
@@ -40,7 +41,8 @@ def fsdp(
 
     Raises:
         ValueError: When applied: `blocks` matches nothing (a pipeline stage may be without a
-            block), or `cpu_offload` is asked for on one process, where it would do nothing.
+            block), or `cpu_offload` is asked for on one process, where it would do nothing, or
+            where a group has no backend for the CPU.
 
     References:
         Zhao et al., "PyTorch FSDP" (2023); Rajbhandari et al., "ZeRO" (2020).
@@ -67,6 +69,8 @@ def fsdp(
         units = blocks_of(module, blocks)
         if not units and ps.pp.count == 1:
             raise ValueError(f"fsdp: no submodule's name matches blocks={blocks!r}")
+        if cpu_offload:
+            _require_cpu_groups(ps)
         assert ps.mesh is not None
         hybrid = ps.dp_replicate.count > 1
         mesh = ps.mesh["dp_replicate", "fsdp"] if hybrid else ps.mesh["fsdp"]
@@ -90,6 +94,18 @@ def fsdp(
 
     device = "cpu" if cpu_offload else None  # FSDP2 wants offloaded shards there from the start
     return Transform(apply, kind="fsdp", axes=("dp_replicate", "dp_shard"), device=device)
+
+
+def _require_cpu_groups(ps: ParallelState) -> None:
+    """Refuse groups that cannot sum on the CPU: the norm of offloaded gradients is."""
+    for axis in (ps.fsdp, ps.dp_replicate, ps.pp, ps.tp):
+        if axis.group is not None and "cpu" not in backends_of(axis.group):
+            backends = ", ".join(backends_of(axis.group).values())
+            raise ValueError(
+                f"fsdp: cpu_offload keeps gradients on the CPU, and the group of {axis.name!r} "
+                f"communicates over {backends} alone, which cannot sum them; open it with "
+                "'cpu:gloo,cuda:nccl', as parallel_session does, or leave cpu_offload out"
+            )
 
 
 def _refuse_offload_on_one_process(ps: ParallelState) -> None:

@@ -142,7 +142,7 @@ def box_of(tensor: Tensor, *, replica: int = 0) -> Box:
     if type(tensor) in (Tensor, nn.Parameter):
         return Box(tensor.detach(), shape, (0,) * len(shape), writes=replica == 0)
     from torch.distributed.tensor import DTensor  # noqa: PLC0415 (a second of import time)
-    from torch.distributed.tensor._utils import (  # noqa: PLC0415 (same in 2.11 and 2.13)
+    from torch.distributed.tensor._utils import (  # noqa: PLC0415 (the same from 2.11 on)
         compute_local_shape_and_global_offset,
     )
 

@@ -80,7 +80,7 @@ def check_pipeline(
         raise ConfigError(
             f"bind_forward_backward: this torch ({torch.__version__}) cannot run the schedule "
             f"{schedule} on the CPU: gloo has no connection from a rank to itself; use torch 2.13 "
-            "or another schedule",
+            "or later, or another schedule",
             where="schedule",
             got=schedule,
         )

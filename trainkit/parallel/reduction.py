@@ -73,7 +73,7 @@ def reducers_of(model: nn.Module) -> Reducers:
 
 
 def _fsdp_groups(module: Any) -> list[Any]:
-    """Return FSDP2's parameter groups of a module: one attribute in torch 2.11, a list in 2.13."""
+    """Return FSDP2's parameter groups of a module: one in torch 2.11, a list from 2.13 on."""
     state = module._get_fsdp_state()  # noqa: SLF001 (no public way to read the divide factor)
     many = getattr(state, "_fsdp_param_groups", None)
     groups = [state._fsdp_param_group] if many is None else many  # noqa: SLF001

@@ -53,7 +53,7 @@ def compute_device(stage: nn.Module) -> torch.device:
         device(type='cpu')
     """
     for _, module in reducers_of(stage).fsdp:
-        return module._get_fsdp_state()._device  # noqa: SLF001 (no public way, 2.11 to 2.13)
+        return module._get_fsdp_state()._device  # noqa: SLF001 (no public way)
     return next(chain(stage.parameters(), stage.buffers()), torch.empty(0)).device
 
 

@@ -277,7 +277,7 @@ def _shard_(module: nn.Module, styles: Mapping[str, Style], axis: Axis) -> None:
     placed: dict[int, tuple[int | None, nn.Parameter]] = {}
     for name, child in module.named_modules():
         style = styles.get(name, STYLES["replicated"])
-        own = {key: p for key, p in child._parameters.items() if p is not None}  # noqa: SLF001
+        own = dict(child.named_parameters(recurse=False, remove_duplicate=False))
         if not own and name not in styles:
             continue
         for key, parameter in own.items():
@@ -290,7 +290,7 @@ def _shard_(module: nn.Module, styles: Mapping[str, Style], axis: Axis) -> None:
                     "both modules styles that cut alike, as vocabulary and column",
                     where=f"{name}.{key}",
                 )
-            child._parameters[key] = placed[id(parameter)][1]  # noqa: SLF001
+            setattr(child, key, placed[id(parameter)][1])
         whole = [key for key in own if key not in style.cuts]
         if style.partial and whole:
             mark_partial_(child, whole, axis)

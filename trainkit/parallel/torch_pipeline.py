@@ -26,7 +26,7 @@ class Stage(PipelineStage):
 
     The module is hidden in a ModuleList, so that torch does not take charge of its FSDP units: it
     reduces at the end of a step alone, and only where the outermost module is one. What is
-    overridden has the same signature in torch 2.11 to 2.13. Where torch would split a backward pass
+    overridden has the same signature in torch 2.11 to 2.15. Where torch would split a backward pass
     wrongly (`splits_rightly`), the whole pass runs where the gradient of the input is due: the
     numbers are right, but gradients of weights fill no bubble.
     """
@@ -100,7 +100,7 @@ class Stage(PipelineStage):
             reduce_held_(self.reducers)
 
     def _post_metadata_inference_cleanup(self) -> None:
-        """Leave gradients alone: torch 2.13 clears FSDP's here, whether it inferred or not."""
+        """Leave gradients alone: torch clears FSDP's here, inferred or not (from 2.13 on)."""
 
 
 def hold_gradients_(reducers: Reducers) -> None:
@@ -116,7 +116,7 @@ def hold_gradients_(reducers: Reducers) -> None:
 
 
 def reduce_held_(reducers: Reducers) -> None:
-    """Reduce what `hold_gradients_` held back, as torch's own schedules do (2.11 to 2.13).
+    """Reduce what `hold_gradients_` held back, as torch's own schedules do (2.11 to 2.15).
 
     Effects:
         Adds to the `.grad` of the units' shards, and frees gathered parameters; communicates over
@@ -136,7 +136,7 @@ def reduce_held_(reducers: Reducers) -> None:
 
 
 def _groups(state: Any) -> Sequence[Any]:
-    """Return FSDP2's parameter groups: one attribute in torch 2.11, a list in 2.13."""
+    """Return FSDP2's parameter groups: one attribute in torch 2.11, a list from 2.13 on."""
     many = getattr(state, "_fsdp_param_groups", None)
     groups = [state._fsdp_param_group] if many is None else many  # noqa: SLF001 (no public way)
     return [group for group in groups if group is not None]
@@ -149,8 +149,8 @@ def reshards_after_forward(module: Any) -> bool:
 
 
 def passes_to_itself() -> bool:
-    """Say whether this torch can have neighbouring stages on one rank under gloo (2.13 can)."""
-    return hasattr(PipelineStage, "_warmup_forward_vote")
+    """Say whether this torch can have neighbouring stages on one rank under gloo: from 2.13 on."""
+    return torch.__version__ >= (2, 13)
 
 
 class _SumAndDifference(torch.autograd.Function):
@@ -167,7 +167,7 @@ class _SumAndDifference(torch.autograd.Function):
 
 @torch.enable_grad()
 def splits_rightly() -> bool:
-    """Say whether torch's split backward pass gives the gradient of a whole one: 2.13's does.
+    """Say whether torch's split backward pass gives a whole one's gradient: from 2.13 on it does.
 
     2.11 mixes up the outputs of a node that has several, and both it and 2.12 count a weight twice
     that is used at two places, one after the other.

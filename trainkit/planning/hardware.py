@@ -20,7 +20,7 @@ class Hardware:
         inside: Bytes per second that a rank can send to others of its node, in one direction.
         between: Bytes per second that a rank can send to other nodes, in one direction.
         ranks_per_node: Devices of a node.
-        fused_norms: Whether a norm is one kernel, as on CUDA. On a CPU torch (2.11 to 2.13) takes
+        fused_norms: Whether a norm is one kernel, as on CUDA. On a CPU torch (from 2.11 on) takes
             several steps, and keeps one more copy of its input for backward.
 
     Raises:

@@ -55,7 +55,7 @@ def in_flight(job: Job, layout: Layout, pp_rank: int) -> int:
     smaller stages (Narayanan et al., "Efficient large-scale language model training on GPU
     clusters", 2021). Where backward is split, every rank holds as much as the first one of 1F1B,
     and some that wait for their weights' gradients (Qi et al., "Zero bubble pipeline parallelism",
-    2023): one, and in torch's interleaved form (2.11 to 2.13) more on later ranks.
+    2023): one, and in torch's interleaved form (from 2.11 on) more on later ranks.
 
     Examples:
         >>> from trainkit.models.sizes import decoder_config
@@ -134,7 +134,7 @@ def buffers_of(job: Job, layout: Layout, pp_rank: int) -> int:
 
     The ring holds two blocks of keys and values, the present and the next one, in backward as many
     of their gradients in fp32, and an fp32 sum of the queries' gradients (or of the output). The
-    pipeline stages of torch (2.11 to 2.13) hold a receiving buffer for every microbatch of a step
+    pipeline stages of torch (from 2.11 on) hold a receiving buffer for every microbatch of a step
     and each of their boundaries.
 
     Examples:

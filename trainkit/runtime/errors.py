@@ -43,7 +43,7 @@ _DISK_ERRORS = {
         "EPIPE",
     )
 }
-# Gloo and the stores raise plain RuntimeErrors too (torch 2.11 to 2.13).
+# Gloo and the stores raise plain RuntimeErrors too (torch from 2.11 on).
 _PEER_WORDS = re.compile(
     r"connection (closed|reset|refused)|broken pipe|timed out|timeout|gloo/transport|watchdog",
     re.IGNORECASE,

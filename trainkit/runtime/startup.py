@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 
 import trainkit
-from trainkit.collectives import all_gather_json, all_sum
+from trainkit.collectives import all_gather_json, all_sum, communication_device
 from trainkit.types import Axis, ConfigError, PeerError
 
 
@@ -177,7 +177,8 @@ def probe(axis: Axis, *, timeout: timedelta = timedelta(seconds=30)) -> float:
             f"{timeout.total_seconds():g} s: {lines}",
             where=axis.name,
         ) from error
-    total = int(all_sum(torch.tensor(axis.index + 1), axis))
+    own = torch.tensor(axis.index + 1, device=communication_device(axis))
+    total = int(all_sum(own, axis))
     if total != axis.count * (axis.count + 1) // 2:
         raise PeerError(
             f"probe: the numbers of the {axis.count} ranks of {axis.name} sum to {total}, which is "

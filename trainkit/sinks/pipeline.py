@@ -104,7 +104,7 @@ def _single_order(schedule: str, rank: int, pp: int, microbatches: int) -> list[
     """Return the order of one stage: so many forwards, then backwards and forwards in turn.
 
     Not asked of torch: its record of 1F1B for the last rank begins with microbatch 1, which is not
-    what it runs (2.11 and 2.13).
+    what it runs (from 2.11 on).
     """
     ahead = min(microbatches, pp - rank) if schedule == "1f1b" else microbatches
     order: list[Action] = [("F", rank, index) for index in range(ahead)]
@@ -117,7 +117,7 @@ def _single_order(schedule: str, rank: int, pp: int, microbatches: int) -> list[
 
 def _torch_orders(schedule: str, pp: int, microbatches: int, stages: int) -> list[list[Action]]:
     """Return the order of each rank as torch's schedule has it."""
-    # Imported here: it takes 2 s. A private module, the same in torch 2.11 and 2.13.
+    # Imported here: it takes 2 s. A private module, the same from torch 2.11 on.
     from torch.distributed.pipelining._schedule_visualizer import (  # noqa: PLC0415 -- see above
         get_schedule_ops,
     )

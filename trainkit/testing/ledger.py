@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import attrs
+import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -165,9 +166,8 @@ class _Counting(TorchDispatchMode):
 
 
 def _kind_of(func: Any) -> str | None:
-    name = getattr(func, "_overloadpacket", func).__name__
     kinds = {"c10d": _KINDS, "_c10d_functional": _FUNCTIONAL}.get(getattr(func, "namespace", ""))
-    return None if kinds is None else kinds.get(name)
+    return None if kinds is None else kinds.get(func.overloadpacket.__name__)
 
 
 def _group_of(value: Any) -> dist.ProcessGroup | None:
@@ -176,10 +176,11 @@ def _group_of(value: Any) -> dist.ProcessGroup | None:
         return value
     if isinstance(value, str) and value not in ("sum", "avg", "max", "min", "product"):
         name: Any = value
-        return dist.distributed_c10d._resolve_process_group(name)  # noqa: SLF001 (2.11 to 2.13)
+        return dist.distributed_c10d._resolve_process_group(name)  # noqa: SLF001 (from 2.11 on)
     boxed: Any = value
-    is_group = "ProcessGroup" in str(getattr(boxed, "_type", lambda: "")())
-    return dist.ProcessGroup.unbox(boxed) if is_group else None
+    if isinstance(boxed, torch.ScriptObject) and "ProcessGroup" in str(boxed._type()):  # noqa: SLF001 (no public name)
+        return dist.ProcessGroup.unbox(boxed)
+    return None
 
 
 def _tensors_of(value: object) -> Iterator[Tensor]:

@@ -96,7 +96,8 @@ def run_ranks(
     """Return `[fn(*args) on rank 0, on rank 1, ...]`, each run in a process of its own.
 
     The default process group (gloo, over a file) stands when `fn` begins, and RANK, LOCAL_RANK,
-    WORLD_SIZE and LOCAL_WORLD_SIZE are set. Arguments and results travel as copies in memory.
+    WORLD_SIZE and LOCAL_WORLD_SIZE are set. Ranks see no GPU, of which a machine may have fewer.
+    Arguments and results travel as copies in memory.
 
     Args:
         fn: A function of a module, or `functools.partial` of one; its file need not be importable.
@@ -319,10 +320,9 @@ def _report(index: int, work: _Work) -> _Returned | _Failed:
 
 def _set_up(index: int, work: _Work) -> None:
     rank, world = str(index), str(work.world)
+    own = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world, "LOCAL_WORLD_SIZE": world}
     os.environ.clear()  # the forkserver's is as old as the first call
-    os.environ.update(
-        work.environ, RANK=rank, LOCAL_RANK=rank, WORLD_SIZE=world, LOCAL_WORLD_SIZE=world
-    )
+    os.environ.update(work.environ | own | {"CUDA_VISIBLE_DEVICES": ""})  # there is no NCCL here
     torch.set_num_threads(work.threads)
     dist.init_process_group(
         "gloo",

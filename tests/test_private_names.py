@@ -1,0 +1,269 @@
+"""What trainkit relies on in torch that has no public name: listed here, and looked for.
+
+A name that is gone must fail here, and not wherever a part of trainkit falls silent for want of it.
+"""
+
+import ast
+import inspect
+import sys
+from pathlib import Path
+
+import attrs
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import trainkit
+from trainkit.testing import run_ranks
+
+PACKAGE = Path(trainkit.__file__).parent
+STANDARD = {"os._exit", "sys._current_frames"}  # documented by Python under these names
+
+
+@attrs.frozen
+class Private:
+    """`where` is a Python expression that finds it, with the names of `things`."""
+
+    where: str
+    files: str
+    why: str
+    since: tuple[int, int] = (2, 11)
+
+    @property
+    def name(self):
+        return self.where.rpartition(".")[2]
+
+
+PRIVATE = [
+    Private(
+        "torch.ops.aten._scaled_dot_product_flash_attention_for_cpu",
+        "attention/blocks.py",
+        "the kernel for CPUs; the public front does not return the log-sum-exp",
+    ),
+    Private(
+        "torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward",
+        "attention/blocks.py",
+        "its backward, with the log-sum-exp of all blocks",
+    ),
+    Private(
+        "torch.ops.aten._flash_attention_forward",
+        "attention/blocks.py",
+        "the kernel for GPUs; the public front takes no log-sum-exp in backward",
+    ),
+    Private(
+        "torch.ops.aten._flash_attention_backward", "attention/blocks.py", "its backward, as above"
+    ),
+    Private("torch._foreach_norm", "grads.py", "norms of all gradients in one launch"),
+    Private("torch._foreach_mul_", "grads.py", "clips all gradients in one launch"),
+    Private("torch._foreach_copy_", "checkpoint/snapshot.py", "copies all boxes in one call"),
+    Private("group._device_types", "grads.py", "the devices that a group communicates on"),
+    Private(
+        "optimizer._step_supports_amp_scaling", "grads.py", "who can skip a step on the device"
+    ),
+    Private(
+        "dist.distributed_c10d._abort_process_group",
+        "mesh.py",
+        "lets go of groups whose work will never end",
+    ),
+    Private(
+        "dist.distributed_c10d._resolve_process_group",
+        "testing/ledger.py",
+        "the group that a functional collective names",
+    ),
+    Private("boxed._type", "testing/ledger.py", "whether an argument is a group in a box"),
+    Private(
+        "torch.utils._python_dispatch.TorchDispatchMode",
+        "testing/ledger.py",
+        "sees every operator; documented nowhere else",
+    ),
+    Private(
+        "torch.distributed.tensor.debug._clear_python_sharding_prop_cache",
+        "mesh.py",
+        "DTensor's memory of meshes whose groups are gone",
+    ),
+    Private(
+        "torch.distributed.tensor.debug._clear_sharding_prop_cache",
+        "mesh.py",
+        "the same, and what C++ remembers",
+        since=(2, 13),
+    ),
+    Private(
+        "torch.distributed.tensor._utils.compute_local_shape_and_global_offset",
+        "parallel/naming.py",
+        "which part of a whole tensor a rank holds",
+    ),
+    Private(
+        "module._non_persistent_buffers_set", "parallel/naming.py", "which buffers are not saved"
+    ),
+    Private(
+        "module._parameters",
+        "parallel/reduction.py parallel/styles.py",
+        "parameters behind a class that hides them",
+    ),
+    Private(
+        "contract._get_registry",
+        "parallel/reduction.py",
+        "whether `replicate` has been applied",
+    ),
+    Private(
+        "sharded._get_fsdp_state",
+        "parallel/reduction.py parallel/stage_forward.py parallel/torch_pipeline.py",
+        "everything below that begins with `state`",
+    ),
+    Private(
+        "state._fsdp_param_group",
+        "parallel/reduction.py parallel/torch_pipeline.py",
+        "the divide factor, and what reduces gradients",
+    ),
+    Private(
+        "state._fsdp_param_groups",
+        "parallel/reduction.py parallel/torch_pipeline.py",
+        "the same, where units may have several",
+        since=(2, 13),
+    ),
+    Private("state._device", "parallel/stage_forward.py", "where an offloaded unit computes"),
+    Private("state._mp_policy", "parallel/torch_pipeline.py", "the dtype between stages"),
+    Private("state._is_root", "parallel/torch_pipeline.py", "whose callback ends a backward pass"),
+    Private(
+        "state._root_post_backward_final_callback",
+        "parallel/torch_pipeline.py",
+        "ends the backward passes of a split schedule",
+    ),
+    Private("replicated._comm_hooks", "parallel/reduction.py", "whether DDP sums or averages"),
+    Private(
+        "stage._post_metadata_inference_cleanup",
+        "parallel/torch_pipeline.py",
+        "overridden: it clears gradients that have been added up",
+        since=(2, 13),
+    ),
+    Private(
+        "torch.distributed.pipelining._backward",
+        "parallel/torch_pipeline.py",
+        "tried once: does a split backward pass give the gradient of a whole one?",
+    ),
+    Private(
+        "torch._functorch.config",
+        "parallel/torch_pipeline.py",
+        "buffers of compiled backward passes that run twice",
+    ),
+    Private(
+        "torch.distributed.pipelining._schedule_visualizer.get_schedule_ops",
+        "sinks/pipeline.py",
+        "what torch's schedules run, for the picture",
+    ),
+    Private("op._opname", "parallel/recompute.py", "which operators are attention"),
+]
+OTHERS = {"_tp_plan"}  # of Hugging Face's models
+LISTED = {(file, p.name) for p in PRIVATE for file in p.files.split()}
+
+
+# ------------------------------------------------------------------------------- is it all there?
+
+
+def things():
+    """Return what the expressions begin with, made on one rank."""
+    import torch._functorch.config
+    import torch.distributed._composable.contract
+    import torch.distributed.pipelining._backward
+    import torch.distributed.pipelining._schedule_visualizer
+    import torch.distributed.tensor._utils
+    import torch.distributed.tensor.debug
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+    from torch.distributed.pipelining import PipelineStage
+    from torch.nn.parallel import DistributedDataParallel
+
+    module, group = nn.Linear(1, 1), dist.group.WORLD
+    sharded = fully_shard(nn.Linear(1, 1), mesh=init_device_mesh("cpu", (1,)))
+    return {
+        "torch": torch,
+        "dist": dist,
+        "contract": sys.modules["torch.distributed._composable.contract"],
+        "group": group,
+        "boxed": group.boxed(),
+        "module": module,
+        "optimizer": torch.optim.AdamW(module.parameters(), fused=True),
+        "sharded": sharded,
+        "state": sharded._get_fsdp_state(),
+        "replicated": DistributedDataParallel(module),
+        "stage": PipelineStage(nn.ModuleList([module]), 0, 1, torch.device("cpu"), group=group),
+        "op": torch.ops.aten.add.Tensor,
+    }
+
+
+def missing():
+    """Return what is gone, and what `Stage` overrides that torch's stage does not have."""
+    from torch.distributed.pipelining import PipelineStage
+
+    from trainkit.parallel.torch_pipeline import Stage
+
+    found, known = [], things()
+    for private in PRIVATE:
+        try:
+            eval(private.where, dict(known))
+        except AttributeError as error:
+            if torch.__version__ >= private.since:
+                found.append(f"{private.where}, for {private.files}: {private.why} ({error})")
+    methods = {name for name, value in vars(Stage).items() if inspect.isfunction(value)}
+    own = {name for name in methods if f"self.{name}(" in inspect.getsource(Stage)}
+    return found, sorted(methods - own - set(dir(PipelineStage)))
+
+
+def test_every_private_name_of_torch_is_still_there():
+    assert run_ranks(missing, 1) == [([], [])]
+
+
+# ------------------------------------------------------------------------------- is it all listed?
+
+
+def private_names(text):
+    """Return the names beginning with one underscore that a file takes from others."""
+    tree = ast.parse(text)
+    nodes = list(ast.walk(tree))
+    own = {node.name for node in nodes if isinstance(node, ast.FunctionDef | ast.ClassDef)}
+    own |= {n.attr for n in nodes if isinstance(n, ast.Attribute) and isinstance(n.ctx, ast.Store)}
+    found = set()
+    for node in nodes:
+        if isinstance(node, ast.Attribute) and ast.unparse(node) not in STANDARD:
+            found.add(node.attr)
+        if isinstance(node, ast.ImportFrom | ast.Import):
+            found |= {name for name in _imported(node) if "._" in f".{name}"}
+        if isinstance(node, ast.Call) and ast.unparse(node.func) in {"getattr", "hasattr"}:
+            found |= {str(node.args[1].value)} if isinstance(node.args[1], ast.Constant) else set()
+    last = {name.rpartition(".")[2] for name in found if "._" in f".{name}" and "__" not in name}
+    return last - own
+
+
+def _imported(node):
+    """Return the dotted names of an import of torch's; a private module counts, not what it has."""
+    module = getattr(node, "module", None)
+    names = [alias.name for alias in node.names]
+    full = names if module is None else [f"{module}.{name}" for name in names]
+    return [name for name in full if name.startswith("torch")]
+
+
+def test_every_private_name_that_trainkit_uses_is_listed_and_none_besides():
+    found = set()
+    for path in sorted(PACKAGE.rglob("*.py")):
+        file = path.relative_to(PACKAGE).as_posix()
+        found |= {(file, name) for name in private_names(path.read_text()) - OTHERS}
+    overridden = {("parallel/torch_pipeline.py", "_post_metadata_inference_cleanup")}
+    assert sorted(found ^ (LISTED - overridden)) == []
+
+
+@pytest.mark.parametrize(
+    ("text", "names"),
+    [
+        ("torch._foreach_add_(x, 1)", {"_foreach_add_"}),
+        ("getattr(module, '_fsdp', None)", {"_fsdp"}),
+        ("from torch.utils._pytree import tree_map", {"tree_map"}),
+        ("from torch.distributed import _tools", {"_tools"}),
+        ("import torch._dynamo", {"_dynamo"}),
+        ("os._exit(1), x.__dict__, x.public", set()),
+        ("class A:\n    def _own(self): self._x = self._own()", set()),
+        ("from trainkit.grads import _norms", set()),
+    ],
+)
+def test_a_private_name_is_found(text, names):
+    assert private_names(text) == names
