@@ -10,6 +10,7 @@ import attrs
 import torch
 from torch import Tensor, nn
 
+from trainkit.checkpoint.hidden import optimizers_in
 from trainkit.checkpoint.reading import Wanted
 from trainkit.checkpoint.tensors import model_tensors, optimizer_state
 from trainkit.parallel.naming import COPY_SUFFIX, Box, box_of, named_parameters_of
@@ -140,6 +141,9 @@ def install_moments_(
 ) -> None:
     """Give the optimizer the moments that were read, in place of what it remembered.
 
+    Raises:
+        ValueError: The optimizer's `state` is a copy: what its parts will step with is elsewhere.
+
     Effects:
         Replaces the optimizer's state.
     """
@@ -153,6 +157,23 @@ def install_moments_(
         for parameter in (named.get(name), named.get(name + COPY_SUFFIX)):
             if parameter is not None:
                 optimizer.state[parameter].update(values)
+    _refuse_copies(optimizer)
+
+
+def _refuse_copies(optimizer: torch.optim.Optimizer) -> None:
+    """Refuse an optimizer whose parts have not got what its own state was given."""
+    for part in optimizers_in(optimizer):
+        for group in part.param_groups:
+            keys = _keys_after_a_step(part, group)
+            for p in group["params"]:
+                own, given = part.state.get(p, {}), optimizer.state.get(p, {})
+                lost = [key for key in keys if own.get(key) is not given.get(key)]
+                if lost:
+                    raise ValueError(
+                        f"load_checkpoint: the {type(part).__name__} in {type(optimizer).__name__} "
+                        f"has not got {', '.join(sorted(lost))}, which were loaded into a copy: "
+                        "`state` must be that of its parts, not made anew"
+                    )
 
 
 def expected_moments(

@@ -9,6 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from trainkit.checkpoint.boxes import shortened
+from trainkit.checkpoint.hidden import hidden_state
 from trainkit.collectives import all_gather_json
 from trainkit.hashing import MASK64, hash_box, hash_counters
 from trainkit.parallel.naming import (
@@ -66,8 +68,9 @@ def check_optimizer(stages: Iterable[nn.Module], optimizer: torch.optim.Optimize
     """Refuse an optimizer whose memory a checkpoint could not hold.
 
     Raises:
-        ValueError: It steps a parameter that is in no stage, or keeps local tensors for a sharded
-            parameter, of which it cannot be known what they are a part of.
+        ValueError: It steps a parameter that is in no stage; keeps local tensors for a sharded
+            parameter, of which it cannot be known what they are a part of; or remembers what its
+            own `state` does not show, see `hidden_state`.
 
     Examples:
         >>> model = nn.Linear(1, 1)
@@ -87,6 +90,13 @@ def check_optimizer(stages: Iterable[nn.Module], optimizer: torch.optim.Optimize
                     f"save_checkpoint: the optimizer keeps {key!r} of {names[id(p)]} as a local "
                     "tensor, but the parameter is sharded; make it like the parameter (zeros_like)"
                 )
+    hidden = hidden_state(optimizer, names)
+    if hidden:
+        raise ValueError(
+            f"save_checkpoint: {type(optimizer).__name__} holds what its own state does not show, "
+            f"and no checkpoint would hold: {shortened(hidden)}; give it a `state` and "
+            "`param_groups` that are those of all its parts"
+        )
 
 
 def model_tensors(stages: Iterable[nn.Module]) -> dict[str, Tensor]:
