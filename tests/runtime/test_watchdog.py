@@ -32,7 +32,7 @@ from trainkit.runtime.peers import (
     write_beat,
 )
 from trainkit.runtime.watchdog import watch
-from trainkit.types import PeerError, PreemptedError
+from trainkit.types import ConfigError, PeerError, PreemptedError
 
 WORLDS = {"kill": 3, "raise": 3, "alone": 1, "slow": 2} | dict.fromkeys(
     ["bare", "stop", "term", "hang", "raise0", "exit", "return", "memory", "mapped", "prune"], 2
@@ -265,6 +265,22 @@ def test_a_directory_that_somebody_removes_is_told_once(remove, tmp_path, monkey
         time.sleep(0.1)
     assert len(warned) == 1
     assert f"the run directory {folder} was removed or moved" in warned[0]
+
+
+@pytest.mark.case("L12")
+def test_a_run_whose_directory_is_another_runs_by_now_ends(tmp_path, monkeypatch):
+    monkeypatch.setattr(watchdog, "_TICK", 0.01)
+    ended, calls = [], []
+    monkeypatch.setattr(watchdog, "_end", lambda rank, error: ended.append(error))
+
+    def hold():
+        calls.append(1)
+        if len(calls) == 3:
+            raise ConfigError("run_lock: run is in use by process 7 on a")
+
+    with watch(tmp_path, solo_parallel().world, hold=hold):
+        assert soon(lambda: ended)
+    assert (ended[0].code, "in use by process 7 on a" in str(ended[0])) == (74, True)
 
 
 BEAT = Beat("a", 1, "step 3", 1.0, 60.0, "")

@@ -57,7 +57,14 @@ from trainkit.runtime.peers import (
     this_member,
     write_beat,
 )
-from trainkit.types import Axis, PeerError, PreemptedError, TrainkitError
+from trainkit.types import (
+    Axis,
+    ConfigError,
+    DiskError,
+    PeerError,
+    PreemptedError,
+    TrainkitError,
+)
 
 Phase = Callable[..., None]
 """`Phase(name, allow=seconds)`: says what comes now, and how long it may take."""
@@ -114,6 +121,7 @@ def watch(
     asked: Callable[[], str | None] = lambda: None,
     allow: float = 1800.0,
     grace: float = 25.0,
+    hold: Callable[[], None] = lambda: None,
     tell: Callable[[str], object] | None = None,
 ) -> Iterator[Phase]:
     """Watch over the ranks of a run: end all when one dies or hangs, and say which and where.
@@ -138,6 +146,8 @@ def watch(
         asked: Tells why the run shall stop, or None, as `trap_signals` yields it.
         allow: Seconds for what comes before the first `phase`.
         grace: Seconds between being asked to stop and the end; torchrun kills after 30.
+        hold: Called on rank 0 once a second, in the watching thread: keeps the directory this
+            run's, as `run_lock` yields it. A ConfigError of it ends the process (74).
         tell: Takes warnings, in the watching thread; by default they go to stderr.
 
     Yields:
@@ -163,7 +173,7 @@ def watch(
         rank_00000.json
     """
     rank, stop, warn = _join(Path(run_dir), axis, allow), threading.Event(), tell or _to_stderr
-    work = (rank, stop, asked, grace, warn)
+    work = (rank, stop, asked, grace, hold, warn)
     thread = threading.Thread(target=_keep_watch, args=work, name="trainkit watch", daemon=True)
 
     def phase(name: str, allow: float | None = None) -> None:
@@ -243,6 +253,7 @@ def _keep_watch(
     stop: threading.Event,
     asked: Callable[[], str | None],
     grace: float,
+    hold: Callable[[], None],
     warn: Callable[[str], object],
 ) -> None:
     first, phase, before, ticks = rank.phase, rank.phase, time.monotonic(), 0
@@ -276,6 +287,26 @@ def _keep_watch(
             if is_turn and rank.number == 0 and "gone" not in told and not rank.is_there():
                 told.append("gone")
                 warn(_GONE.format(rank.folder.parent))
+        with _going_on(told, warn):
+            if is_turn and rank.number == 0:
+                _keep_directory(rank, hold)
+
+
+def _keep_directory(rank: _Rank, hold: Callable[[], None]) -> None:
+    """End this process if another run is in the directory that was this one's."""
+    try:
+        hold()
+    except ConfigError as error:
+        _end(
+            rank,
+            DiskError(
+                f"watch: the run directory {rank.folder.parent} was moved away, and another run "
+                f"has begun in its place: {error}",
+                where=rank.folder.parent,
+                hint="look for the checkpoints of this run where its directory was moved to, and "
+                "go on with another --out",
+            ),
+        )
 
 
 @contextlib.contextmanager
