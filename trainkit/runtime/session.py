@@ -26,7 +26,12 @@ if TYPE_CHECKING:
 
 @contextlib.contextmanager
 def open_run(
-    run_dir: str | Path, *, facts: Mapping[str, Any], start_timeout: timedelta, **layout: Any
+    run_dir: str | Path,
+    *,
+    facts: Mapping[str, Any],
+    start_timeout: timedelta,
+    grace: float | None = None,
+    **layout: Any,
 ) -> Iterator[tuple[ParallelState, Phase, Asked]]:
     """Open the process groups, with signals trapped, the directory locked and a watch over all.
 
@@ -44,6 +49,7 @@ def open_run(
         facts: What all ranks must have alike: the configuration and `code_facts(__file__)`.
         start_timeout: How long ranks may take to find each other, and everything before the end of
             the first step.
+        grace: How many seconds a stop may take; see `watch`.
         **layout: The degrees and what else `parallel_session` takes.
 
     Yields:
@@ -74,7 +80,12 @@ def open_run(
         run_lock(folder, ps.world) as hold,
         report_errors(folder),
         watch(
-            folder, ps.world, asked=asked, allow=start_timeout.total_seconds(), hold=hold
+            folder,
+            ps.world,
+            asked=asked,
+            allow=start_timeout.total_seconds(),
+            grace=grace,
+            hold=hold,
         ) as phase,
         stop_votes(asked, ps.world) as stopping,
     ):
