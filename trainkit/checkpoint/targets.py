@@ -164,7 +164,7 @@ def _refuse_copies(optimizer: torch.optim.Optimizer) -> None:
     """Refuse an optimizer whose parts have not got what its own state was given."""
     for part in optimizers_in(optimizer):
         for group in part.param_groups:
-            keys = _keys_after_a_step(part, group)
+            keys = _state_after_a_step(part, group)
             for p in group["params"]:
                 own, given = part.state.get(p, {}), optimizer.state.get(p, {})
                 lost = [key for key in keys if own.get(key) is not given.get(key)]
@@ -190,10 +190,28 @@ def expected_moments(
         >>> sorted(found["weight"])
         ['exp_avg', 'exp_avg_sq', 'step']
     """
+    return {
+        name: {key for key, value in state.items() if isinstance(value, Tensor)}
+        for name, state in expected_state(stages, optimizer).items()
+    }
+
+
+def expected_state(
+    stages: Sequence[nn.Module], optimizer: torch.optim.Optimizer
+) -> dict[str, dict[str, Any]]:
+    """Return by parameter what the optimizer would remember of a number that it has stepped once.
+
+    As for `expected_moments`.
+
+    Examples:
+        >>> model = nn.Linear(1, 1, bias=False)
+        >>> expected_state([model], torch.optim.AdamW(model.parameters()))["weight"]["step"]
+        tensor(1.)
+    """
     by_parameter = {
-        id(p): keys
+        id(p): state
         for group in optimizer.param_groups
-        for keys in [_keys_after_a_step(optimizer, group)]
+        for state in [_state_after_a_step(optimizer, group)]
         for p in group["params"]
     }
     named = named_parameters_of(stages)
@@ -204,7 +222,9 @@ def expected_moments(
     }
 
 
-def _keys_after_a_step(optimizer: torch.optim.Optimizer, group: Mapping[str, Any]) -> set[str]:
+def _state_after_a_step(
+    optimizer: torch.optim.Optimizer, group: Mapping[str, Any]
+) -> dict[str, Any]:
     probe = nn.Parameter(torch.zeros(2, 2))
     probe.grad = torch.zeros_like(probe)
     with suppress(Exception):  # an optimizer may need anything to be made, or to step
@@ -212,6 +232,5 @@ def _keys_after_a_step(optimizer: torch.optim.Optimizer, group: Mapping[str, Any
         options = {**group, "params": [probe], "fused": None, "capturable": False}
         twin = make([options], lr=group["lr"])
         twin.step()
-        state = twin.state[probe]
-        return {key for key, value in state.items() if isinstance(value, Tensor)}
-    return set()
+        return dict(twin.state[probe])
+    return {}

@@ -26,6 +26,12 @@ from trainkit.types import ParallelState, TrainState
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
+MOST_BATCHES = 1 << 54
+"""The last batch that a cursor may name: rows are numbered in 64 bits, some hundred to a batch."""
+MOST_STREAM = 1000
+"""How many numbers a source may need to go on from: each is hashed by itself, in every save."""
+
+
 def optimizer_state(
     stages: Iterable[nn.Module], optimizer: torch.optim.Optimizer
 ) -> dict[str, Mapping[str, Any]]:
