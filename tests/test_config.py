@@ -275,6 +275,20 @@ def test_config_facts_are_plain_and_leave_out_where_a_run_is_and_how_it_is_watch
         assert f"config.{name}" not in found
 
 
+def test_how_long_a_stop_may_take_is_no_fact_and_reaches_what_needs_it():
+    found = RunConfig(grace=110.0)
+    assert "config.grace" not in config_facts(found)
+    assert (found.session["grace"], found.safety["grace"]) == (110.0, 110.0)
+    assert (RunConfig().session["grace"], RunConfig().safety["grace"]) == (None, 25.0)
+
+
+@pytest.mark.parametrize("value", ["inf", "1e300", "0", "-1"])
+@pytest.mark.parametrize("flag", ["--step-timeout", "--start-timeout", "--grace"])
+def test_a_time_that_nobody_waits_is_refused(flag, value):
+    with pytest.raises(ConfigError, match=r"at most 30 days in seconds, got"):
+        load_config(RunConfig, [flag, value])
+
+
 def test_degrees_are_what_a_session_takes():
     assert RunConfig(tp=2).degrees == {
         **dict.fromkeys(("pp", "dp_replicate", "ring", "ulysses", "ep"), 1),

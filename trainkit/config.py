@@ -52,6 +52,7 @@ def _rule(holds: Callable[[Any], bool], want: str) -> Validator:
 
 positive = _rule(lambda value: value > 0, "above 0")
 non_negative = _rule(lambda value: value >= 0, "at least 0")
+bounded = _rule(lambda value: 0 < value <= 30 * 86400, "above 0 and at most 30 days in seconds")
 fraction = _rule(lambda value: 0 <= value <= 1, "between 0 and 1")
 _positive_or_rest = _rule(lambda value: value > 0 or value == -1, "above 0, or -1 for the rest")
 _all_or_two = _rule(
@@ -127,11 +128,15 @@ class RunConfig:
     sinks: tuple[Literal["tensorboard", "wandb"], ...] = ()
     """Where metrics go besides metrics.jsonl: tensorboard, wandb."""
 
-    step_timeout: float = attrs.field(default=600.0, validator=positive)
+    step_timeout: float = attrs.field(default=600.0, validator=bounded)
     """Seconds that a step may take before the run ends and the rank that is stuck is named."""
 
-    start_timeout: float = attrs.field(default=1800.0, validator=positive)
+    start_timeout: float = attrs.field(default=1800.0, validator=bounded)
     """Seconds that everything before the first step's end may take."""
+
+    grace: float | None = attrs.field(default=None, validator=attrs.validators.optional(bounded))
+    """Seconds from a signal to stop until the launcher kills, less a few; by default 25, or what
+    two steps and a save have taken."""
 
     pp: int = attrs.field(default=1, validator=positive)
     """Pipeline stages."""
@@ -188,18 +193,18 @@ class RunConfig:
         """What `checkpoint.guarded_saves` takes of a configuration."""
         retention = Retention(last=self.keep, every=self.keep_every) if self.keep else None
         how = {"policy": self.policy, "retention": retention, "background": self.background_saves}
-        return {**how, "config": plain_values(self)}
+        return {**how, "grace": self.grace or 25.0, "config": plain_values(self)}
 
     @property
     def session(self) -> dict[str, Any]:
-        """What `parallel_session` takes.
+        """What `runtime.open_run` takes, and with it `parallel_session`.
 
         Collectives may wait long: it is `runtime.watch` that ends a step after the step-timeout,
         and knows who is stuck.
         """
         start = timedelta(seconds=self.start_timeout)
         longest = max(start, timedelta(seconds=10 * self.step_timeout))
-        waits = {"start_timeout": start, "timeout": longest}
+        waits = {"start_timeout": start, "timeout": longest, "grace": self.grace}
         return {**self.degrees, "fold_sp": self.fold_sp, **waits}
 
     @property
@@ -213,7 +218,7 @@ DEGREES = ("pp", "dp_replicate", "dp_shard", "ring", "ulysses", "tp", "ep")
 LAYOUT_FIELDS = (*DEGREES, "fold_sp", "schedule", "reshard_after_forward", "cpu_offload")
 """The fields of `RunConfig` that say where the work of a step happens, never what is computed."""
 SAFETY_FIELDS = ("keep", "keep_every", "background_saves", "step_timeout", "start_timeout")
-SAFETY_FIELDS += ("max_skips", "max_rollbacks", "on_spike", "sinks")
+SAFETY_FIELDS += ("grace", "max_skips", "max_rollbacks", "on_spike", "sinks")
 """The fields of `RunConfig` that say how a run is watched and kept, not what it is."""
 PLACE_FIELDS = ("out", "steps", "config", "resume", "save_every", "allow_change")
 PLACE_FIELDS += (*SAFETY_FIELDS, *LAYOUT_FIELDS)

@@ -37,7 +37,7 @@ def _whole_number(env: Mapping[str, str], name: str, *, low: int, high: int | No
             want=rule,
             hint="start with torchrun or srun, or unset RANK and WORLD_SIZE for one process",
         )
-    if not re.fullmatch(r"[+-]?\d+", text.strip()) or not low <= int(text) < (
+    if not re.fullmatch(r"[+-]?[0-9]+", text.strip()) or not low <= int(text) < (
         high or int(text) + 1
     ):
         raise ConfigError(
@@ -88,7 +88,7 @@ def launch_from_slurm(env: Mapping[str, str]) -> Launch:
     if world == 1:
         return Launch(rank, world, local)
     nodes = env.get("SLURM_STEP_NODELIST") or env.get("SLURM_JOB_NODELIST") or ""
-    first = re.match(r"([^,\[]+)(?:\[(\d+)[^\]]*\]([^,]*))?", nodes)
+    first = re.match(r"([^,\[]+)(?:\[([0-9]+)[^\]]*\]([^,]*))?", nodes)
     if first is None:
         raise ConfigError(
             f"parallel_session: SLURM_JOB_NODELIST names no host, got {nodes!r}",
@@ -164,7 +164,7 @@ def require_torch(found: str | None = None, *, least: tuple[int, int] = (2, 11))
         >>> require_torch("2.13.0+cpu")
     """
     found = version("torch") if found is None else found
-    numbers = re.match(r"(\d+)\.(\d+)", found)
+    numbers = re.match(r"([0-9]+)\.([0-9]+)", found)
     if numbers is None or (int(numbers[1]), int(numbers[2])) < least:
         oldest = ".".join(map(str, least))
         raise ConfigError(

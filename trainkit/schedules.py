@@ -188,13 +188,17 @@ def piecewise(lr: float, points: Sequence[Point]) -> Schedule:
     return lr_at
 
 
-def due(step: int, every: int, *, last: int | None = None) -> bool:
+def due(
+    step: int, every: int, *, last: int | None = None, powers_of_two: bool = False
+) -> bool:
     """Return whether it is time for what happens every `every` steps, and at the last one.
 
     Args:
         step: how many steps are done.
         every: the period; 0 means never, not even at the last step.
         last: the number of steps at which the run ends, which is always due.
+        powers_of_two: steps 1, 2, 4, 8 and so on are due besides, also where `every` is 0: those
+            that `checkpoint.Retention(powers_of_two=True)` keeps.
 
     Raises:
         ValueError: if `every` is negative.
@@ -204,10 +208,13 @@ def due(step: int, every: int, *, last: int | None = None) -> bool:
         [3, 6, 7]
         >>> due(7, 0, last=7)
         False
+        >>> [step for step in range(20) if due(step, 0, powers_of_two=True)]
+        [1, 2, 4, 8, 16]
     """
     if every < 0:
         raise ValueError(f"due: every must be at least 0 (0 means never), got {every}")
-    return every > 0 and (step % every == 0 or step == last)
+    is_power = powers_of_two and step > 0 and step.bit_count() == 1
+    return is_power or (every > 0 and (step % every == 0 or step == last))
 
 
 # ------------------------------------------------------------------------------------------- shapes

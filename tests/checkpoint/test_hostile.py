@@ -22,7 +22,7 @@ from trainkit.checkpoint.boxes import index_problems, overlap
 from trainkit.checkpoint.load import load_checkpoint
 from trainkit.checkpoint.manifest import dump_json, sealed
 from trainkit.testing import run_ranks
-from trainkit.types import CheckpointError
+from trainkit.types import CheckpointError, Cursor
 
 SHARD = "rank_00000.safetensors"
 WEIGHT = "model/weight"
@@ -230,6 +230,66 @@ def test_a_state_of_another_form_is_refused(part, value, path):
         value = [value]  # any table may be a run's facts
     rewrite(path, "state.json", lambda state: state.__setitem__(part, value))
     assert "state.json is not the state of a run" in refusal(path)
+
+
+@pytest.mark.case("K18")
+def test_a_cursor_that_no_run_comes_to_is_refused(path):
+    rewrite(path, "state.json", lambda state: state["state"]["cursor"].__setitem__("batch", 2**62))
+    assert "state.json is not the state of a run" in refusal(path)
+
+
+@pytest.mark.case("K18", "F9")
+def test_a_stream_of_many_numbers_is_refused_at_once_and_never_saved(path, tmp_path):
+    numbers = list(range(100_000))
+    change = lambda state: state["state"]["cursor"].__setitem__("stream", numbers)  # noqa: E731
+    rewrite(path, "state.json", change)
+    began = time.monotonic()
+    assert "state.json is not the state of a run" in refusal(path)
+    state, *rest = small_run()
+    with pytest.raises(ValueError, match="has 100000 numbers of a stream"):
+        tk.save_checkpoint(
+            tmp_path, attrs.evolve(state, cursor=Cursor(1, tuple(numbers))), *rest
+        )
+    assert time.monotonic() - began < 2
+
+
+@pytest.mark.case("K18")
+@pytest.mark.parametrize("value", ["1", None, -1, -0.5, True, [1], 3])
+def test_a_scalar_that_the_optimizer_never_has_is_refused(value, path):
+    def change(state):
+        state["optimizer"]["scalars"]["weight"]["step"] = value
+
+    rewrite(path, "state.json", change)
+    assert "the optimizer's step of weight is" in refusal(path)
+
+
+class Counting(torch.optim.SGD):
+    """It remembers numbers that are no tensors, and a word."""
+
+    def step(self):
+        super().step()
+        for group in self.param_groups:
+            for p in group["params"]:
+                known = self.state[p]
+                known |= {"count": known.get("count", 0) + 1, "trend": -0.5, "kind": "a"}
+
+
+@pytest.mark.parametrize(
+    ("name", "value"), [("count", "1"), ("count", -1), ("trend", None), ("kind", 3), ("new", "x")]
+)
+def test_other_scalars_are_what_the_optimizer_makes_of_them(name, value, tmp_path):
+    model = small_run()[1][0]
+    optimizer = Counting(model.parameters(), lr=0.1)
+    for p in model.parameters():
+        p.grad = torch.ones_like(p)
+    optimizer.step()
+    run = [model], optimizer
+    path = tk.save_checkpoint(tmp_path, tk.TrainState(1), *run, tk.solo_parallel())
+    load_checkpoint(path, *run)
+    assert optimizer.state[model.bias] == {"count": 1, "trend": -0.5, "kind": "a"}
+    rewrite(path, "state.json", lambda s: s["optimizer"]["scalars"]["bias"].update({name: value}))
+    with pytest.raises(CheckpointError, match=f"the optimizer's {name} of bias"):
+        load_checkpoint(path, *run)
 
 
 @pytest.mark.case("K4")

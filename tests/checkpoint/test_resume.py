@@ -1,6 +1,7 @@
 """A stopped run goes on to the same bits; on other ranks: see test_elastic.py."""
 
 import functools
+import os
 import shutil
 
 import attrs
@@ -14,10 +15,12 @@ from trainkit.checkpoint import (
     list_checkpoints,
     load_weights,
     require_space,
+    saves,
     verify_checkpoint,
 )
 from trainkit.testing import run_ranks
-from trainkit.types import CheckpointError, Cursor, DiskError
+from trainkit.sinks import run_sinks
+from trainkit.types import CheckpointError, Cursor, DiskError, Share
 
 STEPS = 4
 
@@ -115,6 +118,74 @@ def test_a_second_save_of_a_step_gets_a_new_directory(tmp_path):
 def test_an_empty_run_directory_is_a_fresh_start(tmp_path):
     state = tk.TrainState(step=0)
     assert tk.resume(tmp_path, state, *small_run()[1:]) is state
+
+
+LOST = {
+    "both tell": lambda run: None,
+    "run.json tells": lambda run: (run / "events.jsonl").unlink(),
+    "events.jsonl tells": lambda run: (run / "run.json").unlink(),
+}
+
+
+@pytest.mark.case("L9")
+@pytest.mark.parametrize("directory", ["empty", "missing"])
+@pytest.mark.parametrize("left", LOST.values(), ids=LOST)
+def test_a_run_that_has_saved_and_lost_it_does_not_begin_afresh(left, directory, tmp_path):
+    with (
+        run_sinks(tmp_path, Share(0, 1), step=0, last=9) as (log, event),
+        saves(tmp_path, *small_run()[1:], event=event) as (save, saved),
+    ):
+        log(1, {"loss": 1.0})
+        save(tk.TrainState(step=1))
+        saved(wait=True)
+    shutil.rmtree(tmp_path / "checkpoints")
+    if directory == "empty":
+        (tmp_path / "checkpoints").mkdir()
+    left(tmp_path)
+    before = {path: path.read_bytes() for path in tmp_path.iterdir() if path.is_file()}
+    with pytest.raises(CheckpointError, match=r"has saved, but there is no checkpoint in") as error:
+        tk.resume(tmp_path, tk.TrainState(), *small_run()[1:])
+    assert "--resume never" in error.value.hint
+    assert before == {path: path.read_bytes() for path in tmp_path.iterdir() if path.is_file()}
+    assert tk.resume(tmp_path, tk.TrainState(), *small_run()[1:], request="never").step == 0
+    with run_sinks(tmp_path, Share(0, 1), step=0, last=9):
+        pass
+    assert tk.resume(tmp_path, tk.TrainState(), *small_run()[1:]).step == 0  # it has not saved
+
+
+@pytest.mark.case("L9")
+def test_a_run_that_never_saved_begins_afresh(tmp_path):
+    with run_sinks(tmp_path, Share(0, 1), step=0, last=9) as (log, event):
+        log(1, {"loss": 1.0})
+        event("save", step=1, path=None, error="no room")
+    assert tk.resume(tmp_path, tk.TrainState(), *small_run()[1:]).step == 0
+
+
+def test_a_fork_that_has_lost_what_it_saved_does_not_begin_at_the_fork_again(tmp_path):
+    origin = tk.save_checkpoint(tmp_path / "origin", *small_run())
+    run_dir, rest = tmp_path / "fork", small_run()[1:]
+    run_dir.mkdir()
+    for _ in range(2):  # a requeued job that has not saved yet
+        state = tk.resume(run_dir, tk.TrainState(), *rest, request=origin, tell=lambda _: None)
+    shutil.rmtree(tk.save_checkpoint(run_dir, attrs.evolve(state, step=2), *rest))
+    for request in (origin, "auto"):
+        with pytest.raises(CheckpointError, match="has saved"):
+            tk.resume(run_dir, tk.TrainState(), *rest, request=request, tell=lambda _: None)
+
+
+ODD = {
+    "a dangling link": lambda path: path.symlink_to("unmounted"),
+    "a file": lambda path: path.write_text(""),
+    "a pipe": os.mkfifo,
+}
+
+
+@pytest.mark.parametrize("request_", ["auto", "never"])
+@pytest.mark.parametrize("make", ODD.values(), ids=ODD)
+def test_checkpoints_that_are_no_directory_are_told(make, request_, tmp_path):
+    make(tmp_path / "checkpoints")
+    with pytest.raises(CheckpointError, match=r"checkpoints is .* no directory"):
+        tk.resume(tmp_path, tk.TrainState(), *small_run()[1:], request=request_)
 
 
 def test_never_takes_nothing(tmp_path):

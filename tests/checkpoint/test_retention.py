@@ -11,7 +11,13 @@ import torch
 from torch import nn
 
 import trainkit as tk
-from trainkit.checkpoint import list_checkpoints, manifest, retention, verify_checkpoint
+from trainkit.checkpoint import (
+    find_checkpoint,
+    list_checkpoints,
+    manifest,
+    retention,
+    verify_checkpoint,
+)
 from trainkit.checkpoint.manifest import make_manifest
 from trainkit.checkpoint.retention import (
     Listed,
@@ -21,7 +27,8 @@ from trainkit.checkpoint.retention import (
     remove_checkpoint,
 )
 from trainkit.checkpoint.save import save_checkpoint, saves
-from trainkit.types import ConfigError
+from trainkit.schedules import due
+from trainkit.types import CheckpointError, ConfigError
 
 SOLO = tk.solo_parallel()
 
@@ -139,21 +146,73 @@ def test_fewer_than_two_are_refused():
         Retention(last=1)
 
 
+def test_what_powers_of_two_keep_is_what_is_due():
+    steps = range(70, 0, -1)
+    kept = set(steps) - {
+        int(name[5:])
+        for name in plan_retention(
+            [Listed(f"step_{step:08d}", step) for step in steps],
+            Retention(last=2, powers_of_two=True),
+        )
+    }
+    assert kept == {70, 69} | {s for s in steps if due(s, 0, powers_of_two=True)}
+    assert kept == {70, 69, 1, 2, 4, 8, 16, 32, 64}
+
+
 # --------------------------------------------------------------------------------- directories
 
 
+def test_the_best_is_found_and_a_damaged_one_passed_over(tmp_path):
+    home, told = checkpoints(tmp_path, [1, 2, 3, 4], [3.0, 1.0, 2.0]), []
+    assert find_checkpoint(tmp_path).name == "step_00000004"
+    assert find_checkpoint(tmp_path, best=True).name == "step_00000002"
+    damage(home / "step_00000002")
+    assert find_checkpoint(tmp_path, best=True, tell=told.append).name == "step_00000003"
+    assert "passed over" in told[0]
+    assert find_checkpoint(home / "step_00000001", best=True).name == "step_00000001"
+    for step in (1, 3):
+        shutil.rmtree(home / f"step_0000000{step}")
+    with pytest.raises(CheckpointError, match="none has a score and verifies"):
+        find_checkpoint(tmp_path, best=True, tell=told.append)
+    with pytest.raises(CheckpointError, match="there is no checkpoint in"):
+        find_checkpoint(tmp_path / "nowhere", best=True)
+
+
 @pytest.mark.case("K11")
-def test_torn_ones_do_not_count_as_kept(tmp_path):
-    home = checkpoints(tmp_path, [1, 2, 3, 4, 5])
-    damage(home / "step_00000005")
-    shutil.rmtree(home / "step_00000004")
-    (home / "step_00000004").mkdir()
-    (home / "step_00000003/manifest.json").write_text("{}")
+def test_torn_ones_do_not_count_as_kept_and_go_once_a_newer_one_is_good(tmp_path):
+    home = checkpoints(tmp_path, [1, 2, 3, 4])
+    damage(home / "step_00000003")
+    damage(home / "step_00000004")
     told = []
     report = apply_retention(home, Retention(last=2), tell=told.append)
-    assert names(home) == report["kept"] == ["step_00000002", "step_00000001"]
-    assert report["deleted"] == ["step_00000005", "step_00000004", "step_00000003"]
-    assert "step_00000005 is damaged" in told[0]
+    assert "step_00000004 is damaged" in told[0]
+    assert report["deleted"] == []
+    assert report["verified"] == ["step_00000002", "step_00000001"]
+    checkpoints(tmp_path, [5])
+    report = apply_retention(home, Retention(last=2), tell=told.append)
+    assert report["deleted"] == ["step_00000004", "step_00000003", "step_00000001"]
+    assert names(home) == report["kept"] == ["step_00000005", "step_00000002"]
+
+
+NOT_OURS = {
+    "empty": lambda path: path.mkdir(),
+    "of somebody else": lambda path: (path.mkdir(), (path / "notes.txt").write_text("mine")),
+    "with a manifest of another": lambda path: (
+        path.mkdir(),
+        (path / "manifest.json").write_text("{}"),
+    ),
+}
+
+
+@pytest.mark.case("K11")
+@pytest.mark.parametrize("name", ["step_00000099", "step_00000001", "step_" + "\u0660" * 6 + "\u0669" * 2])
+@pytest.mark.parametrize("make", NOT_OURS.values(), ids=NOT_OURS)
+def test_what_trainkit_has_not_made_is_left_alone(make, name, tmp_path):
+    home = checkpoints(tmp_path, [2, 3, 4])
+    make(home / name)
+    report = apply_retention(home, Retention(last=2), tell=lambda _: None)
+    assert report["deleted"] == ["step_00000002"]
+    assert (home / name).is_dir()
 
 
 @pytest.mark.case("K11")

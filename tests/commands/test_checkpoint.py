@@ -18,10 +18,11 @@ from torch import nn
 
 import trainkit as tk
 from trainkit.__main__ import main
-from trainkit.checkpoint import list_checkpoints
+from trainkit.checkpoint import list_checkpoints, manifest
 from trainkit.checkpoint.listing import describe_checkpoint
 from trainkit.checkpoint.manifest import make_manifest
 from trainkit.checkpoint.plain import hash_file, write_durably
+from trainkit.checkpoint.retention import remove_checkpoint
 from trainkit.checkpoint.sources import weights_from
 from trainkit.config import read_config
 from trainkit.types import ConfigError
@@ -207,26 +208,48 @@ def reseal(path):
     (path / "manifest.json").write_bytes(make_manifest(1, files))
 
 
+def test_what_retention_deletes_meanwhile_is_not_damaged(run_dir, said, monkeypatch):
+    home, doomed = run_dir / "checkpoints", run_dir / "checkpoints/step_00000002"
+    real = manifest.read_manifest
+
+    def read_manifest(path):
+        found = real(path)
+        if Path(path) == doomed:
+            remove_checkpoint(doomed)
+        return found
+
+    monkeypatch.setattr(manifest, "read_manifest", read_manifest)
+    code, rows = said("verify", run_dir)
+    assert (code, [row["ok"] for row in rows]) == (0, [True, True, True, None, True])
+    assert "was deleted after it was listed" in rows[3]["problems"][0]
+    doomed = home / "step_00000001"
+    code, row = said("verify", doomed)
+    assert (code, row["ok"]) == (66, None)
+    assert "was deleted after" in row["problems"][0]
+    code, row = said("verify", doomed)
+    assert (code, row["problems"]) == (66, [f"{doomed} is not there"])
+
+
 # ------------------------------------------------------------------------------------------- prune
 
 
 @pytest.mark.case("K11")
 def test_prune_says_and_does_the_same(run_dir, said):
     home = run_dir / "checkpoints"
-    damage(home / "step_00000005/rank_00000.safetensors")
+    damage(home / "step_00000003/rank_00000.safetensors")
     flags = ("--keep", 2, "--every", 2)
     code, would = said("prune", run_dir, *flags, "--dry-run")
     assert code == 0
-    assert would["deleted"] == ["step_00000005", "step_00000001"]
+    assert would["deleted"] == ["step_00000003", "step_00000001"]
     pin = home / "step_00000001.pin"
     pin.touch()
     assert [row["pinned"] for row in said("ls", run_dir)[1]] == [False] * 4 + [True]
-    assert said("prune", run_dir, *flags, "--dry-run")[1]["deleted"] == ["step_00000005"]
+    assert said("prune", run_dir, *flags, "--dry-run")[1]["deleted"] == ["step_00000003"]
     pin.unlink()
     assert len(list_checkpoints(home)) == 5
     assert said("prune", run_dir, *flags) == (code, would)
     names = [path.name for path in list_checkpoints(home)]
-    assert names == would["kept"] == ["step_00000004", "step_00000003", "step_00000002"]
+    assert names == would["kept"] == ["step_00000005", "step_00000004", "step_00000002"]
     code, report = said("prune", run_dir, "--keep", 1)
     assert code == 64
     assert "at least 2" in report["error"]

@@ -95,6 +95,17 @@ def assert_same(folder, wanted):
 
 
 @pytest.mark.case("M10")
+def test_a_key_that_stands_twice_in_a_header_is_refused(tmp_path):
+    file = tmp_path / "model.safetensors"
+    for twice in ('"dtype":"F32","dtype":"I32"', '"dtype" : "F32", "dtype" : "I32"'):
+        text = f'{{"a:b":{{{twice},"shape":[1],"data_offsets":[0,4]}}}}'.encode()
+        file.write_bytes(len(text).to_bytes(8, "little") + text + bytes(4))
+        with pytest.raises(CheckpointError, match="'dtype' stands there twice"):
+            convert_weights(file, tmp_path / "out")
+    safetensors.torch.save_file({"a:b": torch.ones(1)}, file, metadata={"x:y": "z::"})
+    convert_weights(file, tmp_path / "out")
+
+
 def test_a_sharded_directory_of_torch_is_converted_bit_for_bit(sharded, tmp_path):
     wanted = torchs(sharded)
     report = convert_weights(sharded, tmp_path / "all", shard_bytes=200)

@@ -100,9 +100,9 @@ def test_killed_before_the_save_is_done_the_last_one_stands(arena):
 
 @pytest.mark.case("E7")
 def test_told_to_stop_while_a_peer_is_stuck(arena):
-    flags = trials.saves(background=False)
+    flags = [*trials.saves(background=False), "--grace", 4]
     faults = [["stop_at", {"at": 5, "rank": 1}]]
-    with harness.running(arena.server, arena.out, *flags, faults=faults, short_grace=4) as job:
+    with harness.running(arena.server, arena.out, *flags, faults=faults) as job:
         harness.wait_for(harness.reached(arena.out, 4), job)
         harness.wait_for(lambda: trials.is_stopped(job.pids[1]), job)
         harness.kill(job, job.pids[0], signal.SIGTERM)

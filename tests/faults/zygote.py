@@ -196,13 +196,6 @@ def no_pictures(_):
     sinks.plot_loss = lambda *_: None
 
 
-def short_grace(seconds):
-    """Let a stop that nobody honours end the run after so many seconds."""
-    from trainkit.runtime import session
-
-    session.watch = functools.partial(session.watch, grace=seconds)
-
-
 def believe_files(_):
     """Take a protection away: no byte of a checkpoint is compared with its hash."""
     from trainkit.checkpoint import manifest, reading
@@ -233,7 +226,6 @@ SURROUNDINGS = {
     "limit_files": limit_files,
     "slow_disk": slow_disk,
     "no_pictures": no_pictures,
-    "short_grace": short_grace,
     "believe_files": believe_files,
     "stop_alone": stop_alone,
     "deaf": deaf,

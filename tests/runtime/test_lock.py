@@ -4,6 +4,7 @@ import errno
 import fcntl
 import json
 import os
+import shutil
 import signal
 import socket
 import threading
@@ -89,6 +90,52 @@ def test_a_file_of_nonsense_is_written_over(text, tmp_path, told):
     with run_lock(tmp_path, SOLO, tell=told.append):
         assert written(tmp_path / "lock")["pid"] == os.getpid()
     assert told == []
+
+
+@pytest.mark.case("L12")
+@pytest.mark.parametrize("lost", ["moved", "removed"])
+def test_a_directory_that_is_lost_is_made_anew_with_its_lock(lost, tmp_path):
+    run = tmp_path / "run"
+    run.mkdir()
+    with run_lock(run, SOLO) as hold:
+        hold()
+        run.rename(tmp_path / "aside") if lost == "moved" else shutil.rmtree(run)
+        hold()
+        with pytest.raises(ConfigError, match="in use"), run_lock(run, SOLO, patience=0):
+            pass
+    assert not list(run.iterdir())
+
+
+@pytest.mark.case("L12")
+def test_the_place_of_a_lost_directory_may_be_another_runs_by_now(tmp_path):
+    run = tmp_path / "run"
+    run.mkdir()
+    with run_lock(run, SOLO) as hold:
+        run.rename(tmp_path / "aside")
+        run.mkdir()
+        with run_lock(run, SOLO) as other:
+            with pytest.raises(ConfigError, match="in use"):
+                hold()
+            other()
+            assert written(run / "lock")["pid"] == os.getpid()
+    assert not (run / "lock").exists()
+
+
+def _lock_of_its_own(folder):
+    own = Path(folder) / os.environ["RANK"]
+    own.mkdir()
+    (own / "lock").write_text(holder())  # of a run before
+    try:
+        with run_lock(own, axis_from_group(dist.group.WORLD), patience=0.3):
+            return "held"
+    except ConfigError as error:
+        return str(error)
+
+
+@pytest.mark.case("L7")
+def test_ranks_that_do_not_share_the_directory_are_named_with_their_hosts(tmp_path):
+    for told in run_ranks(_lock_of_its_own, 2, tmp_path):
+        assert f"rank 1 on {socket.gethostname()} does not see the run directory of rank 0" in told
 
 
 def test_a_link_is_not_followed(tmp_path):
@@ -203,5 +250,5 @@ def test_nothing_secret_is_written(tmp_path, monkeypatch):
     for name in ("WANDB_API_KEY", "HF_TOKEN", "AWS_SECRET_ACCESS_KEY"):
         monkeypatch.setenv(name, "canary-7c1f")
     with run_lock(tmp_path, SOLO):
-        assert set(written(tmp_path / "lock")) == {"host", "pid", "job", "since"}
+        assert set(written(tmp_path / "lock")) == {"host", "pid", "job", "since", "token"}
         assert "canary" not in (tmp_path / "lock").read_text()

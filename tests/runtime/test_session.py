@@ -4,12 +4,13 @@ import json
 import os
 import signal
 import threading
+import time
 from datetime import timedelta
 
 import pytest
 
 from trainkit.mesh import solo_parallel
-from trainkit.runtime import make_run_dir, open_run, session
+from trainkit.runtime import make_run_dir, open_run, session, watchdog
 from trainkit.runtime.lock import run_lock
 from trainkit.testing import run_ranks
 from trainkit.types import DataError, DiskError
@@ -48,6 +49,21 @@ def test_a_directory_in_use_is_refused_with_a_code_before_anything_is_written(tm
     assert end.value.code == 64
     assert "in use" in capsys.readouterr().err
     assert sorted(path for path in before if path.exists()) == sorted(tmp_path.rglob("*"))
+
+
+@pytest.mark.case("L12")
+def test_a_directory_that_is_moved_away_is_made_anew_and_locked(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(watchdog, "_TICK", 0.01)
+    run = tmp_path / "run"
+    with open_run(run, **HOW):
+        run.rename(tmp_path / "aside")
+        while not (run / "lock").exists():
+            time.sleep(0.01)
+        with pytest.raises(SystemExit), open_run(run, **HOW):
+            pytest.fail("it was opened")
+    said = capsys.readouterr().err
+    assert "was removed or moved" in said
+    assert "in use by process" in said
 
 
 def _only_rank_0_can_write(folder):

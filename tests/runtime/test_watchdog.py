@@ -13,6 +13,7 @@ import pytest
 import rank_processes
 from threads import run_threads
 
+from trainkit.checkpoint import flight
 from trainkit.collectives import all_gather_json
 from trainkit.mesh import solo_parallel
 from trainkit.runtime import peers, watchdog
@@ -32,7 +33,7 @@ from trainkit.runtime.peers import (
     write_beat,
 )
 from trainkit.runtime.watchdog import watch
-from trainkit.types import PeerError, PreemptedError
+from trainkit.types import ConfigError, PeerError, PreemptedError
 
 WORLDS = {"kill": 3, "raise": 3, "alone": 1, "slow": 2} | dict.fromkeys(
     ["bare", "stop", "term", "hang", "raise0", "exit", "return", "memory", "mapped", "prune"], 2
@@ -265,6 +266,106 @@ def test_a_directory_that_somebody_removes_is_told_once(remove, tmp_path, monkey
         time.sleep(0.1)
     assert len(warned) == 1
     assert f"the run directory {folder} was removed or moved" in warned[0]
+
+
+@pytest.mark.case("L12")
+def test_a_run_whose_directory_is_another_runs_by_now_ends(tmp_path, monkeypatch):
+    monkeypatch.setattr(watchdog, "_TICK", 0.01)
+    ended, calls = [], []
+    monkeypatch.setattr(watchdog, "_end", lambda rank, error: ended.append(error))
+
+    def hold():
+        calls.append(1)
+        if len(calls) == 3:
+            raise ConfigError("run_lock: run is in use by process 7 on a")
+
+    with watch(tmp_path, solo_parallel().world, hold=hold):
+        assert soon(lambda: ended)
+    assert (ended[0].code, "in use by process 7 on a" in str(ended[0])) == (74, True)
+
+
+@pytest.fixture
+def stopping(tmp_path, monkeypatch):
+    """Return (a rank that is asked to stop, how it ends, what it warns of)."""
+    rank = watchdog._join(tmp_path, solo_parallel().world, 600.0)
+    ended, warned = [], []
+    monkeypatch.setattr(watchdog, "_end", lambda rank, error: ended.append(error))
+
+    def after(seconds, grace=None):
+        rank.stopping = seconds
+        watchdog._act(rank, 1.0, lambda: "SIGTERM", grace, warned.append)
+        return len(ended), len(warned)
+
+    return rank, after, ended, warned
+
+
+@pytest.mark.case("E5", "G9")
+def test_a_stop_may_take_as_long_as_two_steps_and_a_save_have_taken(stopping):
+    rank, after, ended, warned = stopping
+    rank.steps.extend([25.0, 3.0])
+    rank.save = 10.0
+    assert (after(24.0), after(64.0), after(66.0)) == ((0, 0), (0, 1), (1, 1))
+    assert "not saved within 25 s" in warned[0]  # a launcher may kill before the end
+    assert "not saved within 65 s" in str(ended[0])
+
+
+@pytest.mark.case("E5")
+def test_the_grace_that_is_given_holds_also_while_a_save_is_under_way(stopping, monkeypatch):
+    rank, after, *_ = stopping
+    monkeypatch.setattr(watchdog, "_may_finish_saving", lambda _: True)
+    rank.steps.append(25.0)
+    assert (after(109.0, grace=110.0), after(111.0, grace=110.0)) == ((0, 0), (1, 0))
+
+
+@pytest.mark.case("E5", "K6")
+def test_a_save_that_hangs_is_told_in_time_and_ended(stopping, monkeypatch):
+    _, after, ended, warned = stopping
+    monkeypatch.setattr(watchdog, "_may_finish_saving", lambda _: True)
+    assert (after(26.0), after(40.0), after(51.0)) == ((0, 1), (0, 1), (1, 1))
+    assert "not saved within 25 s: there is no checkpoint" in warned[0]
+    assert ended[0].code == 76
+
+
+def test_the_time_of_steps_and_saves_is_measured(tmp_path, monkeypatch):
+    monkeypatch.setattr(watchdog, "_TICK", 0.01)
+    found, join = [], watchdog._join
+    monkeypatch.setattr(watchdog, "_join", lambda *args: found.append(join(*args)) or found[0])
+    with watch(tmp_path, solo_parallel().world) as phase:
+        for step in range(1, 4):
+            phase(f"step {step}")
+            save = threading.Thread(target=time.sleep, args=(0.2,), name=flight.SAVE_THREAD)
+            save.start()
+            save.join()
+            time.sleep(0.05)
+    assert 0.2 < max(found[0].steps) < 2
+    assert 0.1 < found[0].save < 2
+
+
+@pytest.mark.case("E5", "K6")
+def test_a_disk_that_hangs_the_watch_does_not_keep_last_words(tmp_path, monkeypatch, capfd):
+    """Neither the files of the watch, nor that of the traceback, are ever written."""
+    codes, hung = [], threading.Event()
+    monkeypatch.setattr(watchdog.os, "_exit", codes.append)
+    monkeypatch.setattr(watchdog, "_SECOND", 0.01)
+    rank = watchdog._Rank(
+        this_member(0), [], tmp_path / "ranks", "a", 0, ("start", 9.0), BEAT, [], {}
+    )
+    stop = threading.Event()
+    guard = (rank, stop, lambda: "SIGTERM", 0.5)
+    watching = threading.Thread(target=watchdog._guard_the_watch, args=guard)
+    watching.start()
+    assert soon(lambda: codes)
+    stop.set()
+    watching.join()
+    assert codes[0] == 76
+    assert "was asked to stop (SIGTERM), but the disk of" in capfd.readouterr().err
+    monkeypatch.setattr(watchdog, "_last_words", lambda *_: hung.wait(30))
+    monkeypatch.setattr(watchdog, "_WORDS", 0.1)
+    codes.clear()
+    watchdog._end(rank, PreemptedError("not saved within 25 s"))
+    assert codes[0] == 76
+    assert 'TRAINKIT_ERROR {"code":76' in capfd.readouterr().err
+    hung.set()
 
 
 BEAT = Beat("a", 1, "step 3", 1.0, 60.0, "")

@@ -8,9 +8,9 @@ from typing import Any
 
 import attrs
 import torch
-from torch import nn
+from torch import Tensor, nn
 
-from trainkit.checkpoint.targets import Target, expected_moments, saved_name
+from trainkit.checkpoint.targets import Target, expected_moments, expected_state, saved_name
 from trainkit.checkpoint.tensors import group_options, optimizer_state
 
 
@@ -137,6 +137,7 @@ def optimizer_problems(
         f"{name} was not trained when it was saved" for name in trained - saved["scalars"].keys()
     ]
     problems += _option_problems(saved["options"], group_options(optimizer), leeway)
+    problems += _scalar_problems(saved["scalars"], expected_state(stages, optimizer))
     if step == 0:
         return problems
     known = trained & saved["scalars"].keys()
@@ -159,6 +160,27 @@ def _missing_keys(
         return [] if name in saved["untouched"] else missing
     has_some = any(full.startswith("optimizer/") for full in index)
     return [] if has_some or saved["scalars"][name] else missing
+
+
+def _scalar_problems(
+    saved: Mapping[str, Mapping[str, Any]], expected: Mapping[str, Mapping[str, Any]]
+) -> list[str]:
+    """Say what the optimizer cannot have remembered beside tensors: it would fail in a step."""
+    return [
+        f"the optimizer's {key} of {name} is {str(value)[:50]!r}, which it never is"
+        for live, made in expected.items()
+        for name in [saved_name(live)]
+        for key, value in saved.get(name, {}).items()
+        if not _may_be(value, made.get(key, 0))
+        if made or value is not None  # of one that cannot be made to step little is known
+    ]
+
+
+def _may_be(value: Any, made: Any) -> bool:
+    """Say whether a value from a file may stand where an optimizer has put `made`."""
+    if isinstance(made, Tensor) or type(value) not in (int, float):
+        return type(value) is type(made)
+    return type(made) is float or (type(made) is not str and value >= 0)
 
 
 def _option_problems(

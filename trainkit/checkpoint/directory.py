@@ -1,12 +1,15 @@
-"""Which run a directory belongs to: 128 random bits, drawn at its first save and kept for good."""
+"""Which run a directory belongs to, 128 random bits kept for good, and whether it has saved."""
 
 from __future__ import annotations
 
+import contextlib
 import re
 import secrets
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
+
+import orjson
 
 from trainkit.checkpoint.manifest import (
     dump_json,
@@ -49,11 +52,13 @@ def run_identity(run_dir: Path | str) -> dict[str, Any]:
         True
     """
     run_dir = Path(run_dir)
-    known = _read_identity(run_dir / "run.json") or _adopted(run_dir / "checkpoints")
+    told = _read_identity(run_dir / "run.json")
+    if told is not None:
+        return {name: told[name] for name in ("run", "parent")}
+    known = _adopted(run_dir / "checkpoints")
     if known is None:
         return fork_run(run_dir, None)
-    if not (run_dir / "run.json").exists() or not _read_identity(run_dir / "run.json"):
-        _write_identity(run_dir, known)
+    _write_identity(run_dir, known | {"saved": True})
     return known
 
 
@@ -87,12 +92,72 @@ def fork_run(run_dir: Path | str, parent: Mapping[str, Any] | None) -> dict[str,
     return identity
 
 
+def mark_saved(run_dir: Path | str) -> None:
+    """Let `run.json` say that the run has saved; see `saved_before`.
+
+    Raises:
+        DiskError: `run.json` cannot be written.
+
+    Effects:
+        Writes `run.json` after the first save. For one rank.
+
+    Examples:
+        >>> import tempfile
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     mark_saved(folder)
+        ...     saved_before(folder)
+        'run.json'
+    """
+    run_dir = Path(run_dir)
+    if saved_before(run_dir) != "run.json":
+        _write_identity(run_dir, run_identity(run_dir) | {"saved": True})
+
+
+def saved_before(run_dir: Path | str) -> str | None:
+    """Return which file of a run directory tells that its run has saved, or None.
+
+    Args:
+        run_dir: The run directory; in `events.jsonl` only what the same run has written counts.
+
+    Examples:
+        >>> saved_before("/does/not/exist")
+    """
+    run_dir = Path(run_dir)
+    own = _read_identity(run_dir / "run.json") or {}
+    if own.get("saved") is True:
+        return "run.json"
+    run = own.get("run")
+    for event in _events_of(run_dir / "events.jsonl"):
+        if event.get("event") == "start":
+            run = event.get("run")
+        elif event.get("path") and (run == own.get("run") or not own):
+            return "events.jsonl"
+    return None
+
+
+_LINE = 1 << 20  # bytes of a line that is looked at
+
+
+def _events_of(path: Path) -> Iterator[dict[str, Any]]:
+    """Yield the lines of starts and saves."""
+    if not path.is_file():
+        return
+    with path.open("rb") as file:
+        while line := file.readline(_LINE):
+            if b'"event":"start"' in line or b'"event":"save"' in line:
+                with contextlib.suppress(orjson.JSONDecodeError):
+                    event = orjson.loads(line)
+                    if isinstance(event, dict):
+                        yield event
+
+
 def _read_identity(path: Path) -> dict[str, Any] | None:
     try:
         record = read_json(path, most_bytes=65536)
     except CheckpointError:
         return None
-    return _identity_in(record) if is_sealed(record) else None
+    known = _identity_in(record) if is_sealed(record) else None
+    return None if known is None else {**known, "saved": record.get("saved")}
 
 
 def _identity_in(record: Mapping[str, Any]) -> dict[str, Any] | None:

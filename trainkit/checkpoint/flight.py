@@ -22,6 +22,9 @@ from trainkit.types import Axis
 
 _PATIENCE = 20.0  # seconds for a commit that is under way when an exception ends the run
 
+SAVE_THREAD = "trainkit-save"
+"""The name of the thread that writes a save."""
+
 Start = Callable[[Callable[[], Any]], "Future[Any]"]
 """How work is done: `at_once`, or `in_thread`."""
 
@@ -72,7 +75,7 @@ def in_thread(work: Callable[[], Any]) -> Future[Any]:
             future.set_exception(RuntimeError(f"the thread of a save was ended by {error!r}"))
 
     try:
-        Thread(target=run, name="trainkit-save", daemon=True).start()
+        Thread(target=run, name=SAVE_THREAD, daemon=True).start()
     except RuntimeError as error:  # the system has no thread left
         future.set_exception(error)
     return future

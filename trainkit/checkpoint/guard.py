@@ -43,6 +43,7 @@ def guarded_saves(
     config: Mapping[str, Any] | None = None,
     retention: Retention | None = None,
     background: bool = True,
+    grace: float = 25.0,
     before_commit: Callable[[], None] | None = None,
     tell: Callable[[str], None] = print,
 ) -> Iterator[tuple[Save, Guard]]:
@@ -60,6 +61,7 @@ def guarded_saves(
         config: The resolved configuration, plain values.
         retention: Which checkpoints stay; None deletes none.
         background: Whether saves are written while training goes on; see `saves`.
+        grace: See `saves`.
         before_commit: See `saves`.
         tell: Called on rank 0 with what a user wants to read.
 
@@ -73,6 +75,7 @@ def guarded_saves(
     run = (run_dir, stages, optimizer, ps)
     said: dict[str, Any] = {"facts": facts, "config": config, "tell": tell}
     how: dict[str, Any] = {"retention": retention, "background": background, "event": event}
+    how["grace"] = grace
     with saves(*run, **said, **how, before_commit=before_commit) as (save, saved):
         numbers: dict[str, Any] = {"policy": policy, "evidence": evidence, "event": event}
         guard = guard_numbers(*run, saved=saved, **numbers, **said)

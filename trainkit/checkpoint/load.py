@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -12,7 +13,7 @@ from torch import nn
 
 from trainkit.checkpoint.boxes import shortened
 from trainkit.checkpoint.compare import Leeway
-from trainkit.checkpoint.directory import fork_run, run_identity
+from trainkit.checkpoint.directory import fork_run, run_identity, saved_before
 from trainkit.checkpoint.facts import (
     Changes,
     Facts,
@@ -63,8 +64,9 @@ def resume(
         stages: This rank's stages, filled with anything.
         optimizer: The optimizer of their parameters.
         ps: The layout.
-        request: "auto" takes the newest checkpoint that verifies, "never" takes none, a path takes
-            that one; where the run was forked from it before and has saved since, it is "auto".
+        request: "auto" takes the newest checkpoint that verifies, and begins afresh only where
+            nothing tells that the run has saved; "never" takes none, a path takes that one; where
+            the run was forked from it before and has saved since, it is "auto".
         facts: What must be as it was saved, for instance the fingerprint of the data, or a function
             from a step to that, for what only the steps before it can have changed; the same on all
             ranks.
@@ -76,8 +78,8 @@ def resume(
         The counters to go on with.
 
     Raises:
-        CheckpointError: Nothing verifies where there is something, it is another run's, or it does
-            not fit the run.
+        CheckpointError: Nothing verifies where there is something, or there is nothing where the
+            run has saved; it is another run's, or it does not fit the run.
         ConfigError: The ranks do not agree on `facts`, or what is allowed to change cannot.
 
     Effects:
@@ -89,7 +91,7 @@ def resume(
     directory = run_dir / "checkpoints"
     say = tell if is_first else _say_nothing
     agree_on_facts(facts_at(facts, sys.maxsize), ps.world)
-    request = together(lambda: str(_not_forked_again(run_dir, request, say)), ps.world)[0]
+    request = together(lambda: _looked_over(run_dir, request, say), ps.world)[0]
     passed_over: list[str] = []
     candidates = _candidates(run_dir, request, passed_over, say) if is_first else iter(())
     while True:
@@ -285,6 +287,8 @@ def _candidates(
         return
     directory = run_dir / "checkpoints"
     known = list_checkpoints(directory)
+    if not known:
+        _refuse_lost(run_dir)
     parent = None if known else _parent_of(run_dir)
     if parent is not None:
         yield parent, read_whole_manifest(Path(parent))
@@ -344,6 +348,34 @@ def _parent_of(run_dir: Path) -> str | None:
     return None if parent is None else parent["path"]
 
 
+def _looked_over(run_dir: Path, request: str | Path, tell: Callable[[str], None]) -> str:
+    """Return what to go on from, where `checkpoints` may be a directory at all."""
+    directory = run_dir / "checkpoints"
+    if os.path.lexists(directory) and not directory.is_dir():
+        link = f"a link to {directory.readlink()}, which is" if directory.is_symlink() else ""
+        raise CheckpointError(
+            f"resume: {directory} is {link or 'a file and'} no directory",
+            where=directory,
+            want="a directory",
+            hint="mount or put back what it leads to, or choose another --out",
+        )
+    return str(_not_forked_again(run_dir, request, tell))
+
+
+def _refuse_lost(run_dir: Path) -> None:
+    """Refuse to begin afresh, or at a fork again, where the run has saved what is not there."""
+    told = saved_before(run_dir)
+    if told is not None:
+        raise CheckpointError(
+            f"resume: {run_dir / told} tells that this run has saved, but there is no checkpoint "
+            f"in {run_dir / 'checkpoints'}",
+            where=run_dir / "checkpoints",
+            want="the checkpoints of this run",
+            hint="mount or put back what is missing; to begin afresh all the same say --resume "
+            "never, or choose another --out",
+        )
+
+
 def _not_forked_again(
     run_dir: Path, request: str | Path, tell: Callable[[str], None]
 ) -> str | Path:
@@ -352,8 +384,10 @@ def _not_forked_again(
     Taken at its word, the command would begin at the fork each time, and never get beyond.
     """
     parent = None if request in ("auto", "never") else _parent_of(run_dir)
-    own = list_checkpoints(run_dir / "checkpoints")
-    if parent is None or not own or Path(parent).resolve() != Path(request).resolve():
+    if parent is None or Path(parent).resolve() != Path(request).resolve():
+        return request
+    if not list_checkpoints(run_dir / "checkpoints"):
+        _refuse_lost(run_dir)
         return request
     tell(f"this run was forked from {request} before, and goes on with its own checkpoints")
     return "auto"

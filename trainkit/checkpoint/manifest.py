@@ -22,7 +22,7 @@ VERSION = 2
 READABLE = (1, 2)
 """The versions that this trainkit reads."""
 MANIFEST = "manifest.json"
-_NAME = re.compile(r"step_(\d{8,18})(?:-(\d{1,9}))?")
+_NAME = re.compile(r"step_([0-9]{8,18})(?:-([0-9]{1,9}))?")
 _FILE_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,99}")
 _MANIFEST_BYTES = 8 * 1024 * 1024
 _MANIFEST_VALUES = 500_000
@@ -94,6 +94,21 @@ def read_manifest(path: Path | str) -> dict[str, Any]:
     if problems:
         raise CheckpointError(f"checkpoint: {path}: {problems[0]}", where=file, got=problems)
     return manifest
+
+
+def is_ours(path: Path | str) -> bool:
+    """Say whether a directory has a manifest of trainkit's format, be it damaged.
+
+    Examples:
+        >>> is_ours("/does/not/exist")
+        False
+    """
+    file = Path(path) / MANIFEST
+    try:
+        manifest = parse_json(file, read_bounded(file, _MANIFEST_BYTES), _MANIFEST_VALUES)
+    except CheckpointError:
+        return False
+    return isinstance(manifest, dict) and manifest.get("format") == FORMAT
 
 
 def _manifest_problems(manifest: Any, data: bytes) -> list[str]:
@@ -227,13 +242,15 @@ def _outline(path: Path) -> tuple[list[str], dict[str, Any]]:
         return [f"{path} is a run directory; name one of its checkpoints/step_..."], {}
     try:
         manifest = read_manifest(path)
+        present = {entry.name for entry in os.scandir(path)} - {MANIFEST}
     except CheckpointError as error:
         return error.got if isinstance(error.got, list) else [error.what], {}
+    except OSError as error:  # deleted between two looks, for instance
+        return [f"{path} cannot be read: {error.strerror}"], {}
     problems = []
     name = _NAME.fullmatch(path.name)
     if name and int(name[1]) != manifest["step"]:
         problems.append(f"{path.name} holds step {manifest['step']}")
-    present = {entry.name for entry in os.scandir(path)} - {MANIFEST}
     problems += [
         f"{name} is not in the manifest" for name in sorted(present - set(manifest["files"]))
     ]
@@ -312,15 +329,19 @@ def choose_checkpoint(
     return None
 
 
-def find_checkpoint(path: Path | str, *, tell: Callable[[str], None] = print) -> Path:
-    """Return the checkpoint to read weights from: `path` itself, or the newest of a run directory.
+def find_checkpoint(
+    path: Path | str, *, best: bool = False, tell: Callable[[str], None] = print
+) -> Path:
+    """Return the checkpoint to read weights from: `path` itself, or one of a run directory.
 
     Args:
         path: A checkpoint, or a run directory with `checkpoints/`.
+        best: Of a run, the one of the lowest score that verifies (of equal ones the newest), not
+            the newest.
         tell: Called with one sentence about each checkpoint passed over.
 
     Raises:
-        CheckpointError: There is none, or none that verifies.
+        CheckpointError: There is none, or none that verifies; or, with `best`, none has a score.
 
     Examples:
         >>> find_checkpoint("/does/not/exist")
@@ -331,11 +352,46 @@ def find_checkpoint(path: Path | str, *, tell: Callable[[str], None] = print) ->
     path = Path(path)
     if (path / "manifest.json").exists():
         found = choose_checkpoint(path.parent, path, tell=tell)
+    elif best:
+        found = _best_of(path / "checkpoints", tell)
     else:
         found = choose_checkpoint(path / "checkpoints", tell=tell)
     if found is None:
         raise CheckpointError(f"find_checkpoint: there is no checkpoint in {path}", where=path)
     return found
+
+
+def _best_of(directory: Path, tell: Callable[[str], None]) -> Path | None:
+    """Return the checkpoint of the lowest score that verifies, or None where there is none."""
+    paths = list_checkpoints(directory)
+    scored = [(score, path) for path in paths if (score := score_of(path)) is not None]
+    for _, path in sorted(scored, key=lambda pair: pair[0]):
+        problems = verify_checkpoint(path)
+        if not problems:
+            return path
+        tell(f"passed over {path}: {problems[0]}")
+    if paths:
+        raise CheckpointError(
+            f"find_checkpoint: of the {len(paths)} checkpoints in {directory} none has a score and "
+            "verifies",
+            where=directory,
+            hint="save with score=, the lower the better; without best=True the newest is taken",
+        )
+    return None
+
+
+def score_of(path: Path | str) -> float | None:
+    """Return the score that a checkpoint was saved with, the lower the better, if it has one.
+
+    Examples:
+        >>> score_of("/does/not/exist")
+    """
+    try:
+        score = read_manifest(path).get("score")
+    except CheckpointError:
+        return None
+    plain = isinstance(score, int | float) and not isinstance(score, bool)
+    return float(score) if plain else None
 
 
 def clear_directory(

@@ -10,7 +10,7 @@ import hashlib
 import os
 import stat
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from io import FileIO
 from pathlib import Path
 from typing import Any
@@ -178,5 +178,8 @@ def owner_problems(path: Path | str) -> list[str]:
         []
     """
     path = Path(path)
-    entries = (path, *sorted(entry for entry in path.iterdir() if not entry.is_symlink()))
-    return [problem for entry in entries for problem in who_else_can_write(entry)][:_TOLD]
+    found: list[str] = []
+    for entry in (path, *sorted(entry for entry in path.iterdir() if not entry.is_symlink())):
+        with suppress(FileNotFoundError):  # retention may delete what was listed
+            found += who_else_can_write(entry)
+    return found[:_TOLD]

@@ -11,14 +11,16 @@ import attrs
 
 from trainkit.checkpoint.manifest import (
     MANIFEST,
+    is_ours,
     list_checkpoints,
     outline_problems,
-    read_manifest,
+    score_of,
     step_of,
     verify_checkpoint,
 )
 from trainkit.files import sync_folder
-from trainkit.types import CheckpointError, ConfigError
+from trainkit.schedules import due
+from trainkit.types import ConfigError
 
 PIN = ".pin"
 """What the name of a file beside a checkpoint ends with that keeps it: step_00000012.pin."""
@@ -41,7 +43,8 @@ class Retention:
     """Which checkpoints stay: those that any of the rules names.
 
     `last` counts the newest that verify. `every` keeps the steps that it divides. `best` counts
-    those of the lowest score. `powers_of_two` keeps steps 1, 2, 4, 8 and so on; `milestones` the
+    those of the lowest score. `powers_of_two` keeps steps 1, 2, 4, 8 and so on, which
+    `schedules.due(step, every, powers_of_two=True)` saves; `milestones` the
     steps it lists. A checkpoint with a file of its name and ".pin" beside it always stays.
     """
 
@@ -56,7 +59,8 @@ class Retention:
 class Listed:
     """What retention knows of a checkpoint; `verified` is None for what is left alone.
 
-    That is a checkpoint of a format to come, and a link.
+    That is a checkpoint of a format to come, a link, and what has no manifest that says that it is
+    trainkit's: a commit leaves no such thing behind.
     """
 
     name: str
@@ -74,9 +78,9 @@ def plan_retention(
 ) -> list[str]:
     """Return the names of the checkpoints to delete.
 
-    What does not verify counts for no rule, and goes once something that verifies stays. The newest
-    two that verify are never in the plan, nor what is pinned or being written, nor what only a
-    later trainkit can read.
+    What does not verify counts for no rule, and goes once something newer that verifies stays:
+    above that it may be all that is left of the newest steps. The newest two that verify are never
+    in the plan, nor what is pinned or being written, nor what is left alone (see `Listed`).
 
     Args:
         listing: The checkpoints, newest first.
@@ -90,9 +94,9 @@ def plan_retention(
         ['step_00000030', 'step_00000010']
     """
     kept = set(_kept(listing, policy)) | {*pinned, *in_flight}
-    if not any(entry.verified and entry.name in kept for entry in listing):
-        return []
-    return [e.name for e in listing if e.verified is not None and e.name not in kept]
+    newest = next((place for place, entry in enumerate(listing) if entry.verified), len(listing))
+    below = listing[newest:]
+    return [e.name for e in below if e.verified is not None and e.name not in kept]
 
 
 def _kept(listing: Sequence[Listed], policy: Retention) -> list[str]:
@@ -103,7 +107,7 @@ def _kept(listing: Sequence[Listed], policy: Retention) -> list[str]:
         entry
         for entry in good
         if (policy.every and entry.step % policy.every == 0)
-        or (policy.powers_of_two and entry.step.bit_count() == 1)
+        or (policy.powers_of_two and due(entry.step, 0, powers_of_two=True))
         or entry.step in policy.milestones
     ]
     newest = good[: max(policy.last, _ALWAYS)]
@@ -186,13 +190,8 @@ def _listed(path: Path) -> Listed:
     problems = outline_problems(path)
     if problems:
         later = len(problems) == 1 and "upgrade trainkit" in problems[0]
-        return Listed(path.name, step_of(path), verified=None if later else False)
-    try:
-        score = read_manifest(path).get("score")
-    except CheckpointError:  # changed between two looks
-        return Listed(path.name, step_of(path), verified=False)
-    plain = isinstance(score, int | float) and not isinstance(score, bool)
-    return Listed(path.name, step_of(path), score=float(score) if plain else None)
+        return Listed(path.name, step_of(path), verified=None if later or not is_ours(path) else False)
+    return Listed(path.name, step_of(path), score=score_of(path))
 
 
 def _damaged(directory: Path, names: Sequence[str], tell: Callable[[str], None]) -> set[str]:

@@ -16,6 +16,7 @@ import orjson
 import torch
 from torch import nn
 
+from trainkit.checkpoint.directory import mark_saved
 from trainkit.checkpoint.facts import Facts, facts_at
 from trainkit.checkpoint.flight import Flight, Saved, at_once, fly, in_thread
 from trainkit.checkpoint.manifest import dump_json
@@ -280,7 +281,7 @@ def _plain(config: Mapping[str, Any] | None) -> Mapping[str, Any] | None:
 
 
 def _pruning(retention: Retention | None) -> Callable[[Path], list[str]]:
-    """Return what follows a commit: the pointer, and the deletion of what need not stay."""
+    """Return what follows a commit: the pointer, the mark, the deletion of what need not stay."""
     good: set[str] = set()
 
     def after(path: Path) -> list[str]:
@@ -293,7 +294,8 @@ def _pruning(retention: Retention | None) -> Callable[[Path], list[str]]:
                 good.clear()
                 good.update(found["verified"])
 
-        for work in (partial(point_to, path), prune):
+        mark = partial(mark_saved, path.parent.parent)
+        for work in (partial(point_to, path), mark, prune):
             try:
                 work()
             except Exception as error:  # noqa: BLE001 (the checkpoint stands, whatever follows)

@@ -18,6 +18,8 @@ from torch import Tensor, nn
 
 from trainkit.checkpoint.boxes import DTYPES, description_problem
 from trainkit.checkpoint.tensors import (
+    MOST_BATCHES,
+    MOST_STREAM,
     check_optimizer,
     group_options,
     optimizer_state,
@@ -191,6 +193,12 @@ def _described(
         raise ValueError(
             f"save_checkpoint: health[{unfit[0]!r}] is {state.health[unfit[0]]}; JSON holds finite "
             "numbers only"
+        )
+    if len(state.cursor.stream) > MOST_STREAM or state.cursor.batch > MOST_BATCHES:
+        raise ValueError(
+            f"save_checkpoint: the cursor is at batch {state.cursor.batch} and has "
+            f"{len(state.cursor.stream)} numbers of a stream; a checkpoint holds {MOST_BATCHES} and "
+            f"{MOST_STREAM} at most"
         )
     axes = ("pp", "dp_replicate", "dp_shard", "ring", "ulysses", "tp", "ep")
     on_gpu = ps.device.type == "cuda"

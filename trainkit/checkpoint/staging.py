@@ -34,7 +34,7 @@ from trainkit.checkpoint.targets import (
     weight_targets,
     write_targets_,
 )
-from trainkit.checkpoint.tensors import check_optimizer
+from trainkit.checkpoint.tensors import MOST_BATCHES, MOST_STREAM, check_optimizer
 from trainkit.collectives import together
 from trainkit.parallel.naming import named_parameters_of
 from trainkit.parallel.reduction import reducers_of, reshard_
@@ -261,7 +261,10 @@ def _state_problems(saved: Any, manifest: Mapping[str, Any]) -> list[str]:
         state, memory = saved["state"], saved["optimizer"]
         counts = [state["step"], state["tokens"], state["cursor"]["batch"]]
         are_counts = all(type(n) is int and 0 <= n < 2**63 for n in counts)
-        stream = all(type(n) is int and -(2**63) <= n < 2**63 for n in state["cursor"]["stream"])
+        are_counts = are_counts and counts[2] <= MOST_BATCHES
+        numbers = state["cursor"]["stream"]
+        stream = isinstance(numbers, list) and len(numbers) <= MOST_STREAM
+        stream = stream and all(type(n) is int and -(2**63) <= n < 2**63 for n in numbers)
         plain = _is_memory(state["health"]) and isinstance(saved["facts"], dict)
         plain = plain and (saved.get("machine") is None or isinstance(saved["machine"], dict))
         named = all(isinstance(values, dict) for values in memory["scalars"].values())

@@ -6,6 +6,7 @@ records, so one function reads them and one writes them. Describing needs no tor
 
 from __future__ import annotations
 
+import json
 import math
 import os
 import re
@@ -130,16 +131,44 @@ def read_exactly(handle: int, start: int, size: int, path: Path) -> bytearray:
 
 
 def sane_json(data: bytes | bytearray, path: Path | str, most: int = _MOST_HEADER) -> Any:
-    """Parse JSON that a file holds, but none that would need far more memory than itself."""
+    """Parse JSON that a file holds, but none that would need far more memory than itself.
+
+    A table with a key twice is refused: readers do not agree on which of the values stands.
+    """
     values = sum(map(data.count, (b",", b"[", b"{")))
     # A header has 8 bytes and more for each value, and 15 for each key.
     crowded = len(data) > 1 << 20 and max(values * 7, data.count(b":") * 12) > len(data)
     if len(data) > most or crowded:
         raise refusal(path, f"holds {len(data)} bytes of JSON with {values} values; too many")
     try:
-        return orjson.loads(data)
-    except orjson.JSONDecodeError as error:
+        found = orjson.loads(data)
+        # Every key has a colon: where there are no more of them, no key stands there twice.
+        if data.count(b":") != _keys_in(found):
+            json.loads(data, object_pairs_hook=_without_twins)
+    except (ValueError, RecursionError) as error:
         raise refusal(path, f"holds no good JSON: {error}") from error
+    return found
+
+
+def _keys_in(value: Any) -> int:
+    count, rest = 0, [value]
+    while rest:
+        one = rest.pop()
+        if isinstance(one, dict):
+            count += len(one)
+            rest += one.values()
+        elif isinstance(one, list):
+            rest += one
+    return count
+
+
+def _without_twins(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    table = dict(pairs)
+    if len(table) < len(pairs):
+        names = [name for name, _ in pairs]
+        twice = next(name for name in names if names.count(name) > 1)
+        raise ValueError(f"the key {twice[:100]!r} stands there twice")
+    return table
 
 
 # ----------------------------------------------------------------------------------- safetensors

@@ -10,6 +10,7 @@ import attrs
 import torch
 from torch import Tensor, nn
 
+from trainkit.checkpoint.hidden import optimizers_in
 from trainkit.checkpoint.reading import Wanted
 from trainkit.checkpoint.tensors import model_tensors, optimizer_state
 from trainkit.parallel.naming import COPY_SUFFIX, Box, box_of, named_parameters_of
@@ -140,6 +141,9 @@ def install_moments_(
 ) -> None:
     """Give the optimizer the moments that were read, in place of what it remembered.
 
+    Raises:
+        ValueError: The optimizer's `state` is a copy: what its parts will step with is elsewhere.
+
     Effects:
         Replaces the optimizer's state.
     """
@@ -153,6 +157,23 @@ def install_moments_(
         for parameter in (named.get(name), named.get(name + COPY_SUFFIX)):
             if parameter is not None:
                 optimizer.state[parameter].update(values)
+    _refuse_copies(optimizer)
+
+
+def _refuse_copies(optimizer: torch.optim.Optimizer) -> None:
+    """Refuse an optimizer whose parts have not got what its own state was given."""
+    for part in optimizers_in(optimizer):
+        for group in part.param_groups:
+            keys = _state_after_a_step(part, group)
+            for p in group["params"]:
+                own, given = part.state.get(p, {}), optimizer.state.get(p, {})
+                lost = [key for key in keys if own.get(key) is not given.get(key)]
+                if lost:
+                    raise ValueError(
+                        f"load_checkpoint: the {type(part).__name__} in {type(optimizer).__name__} "
+                        f"has not got {', '.join(sorted(lost))}, which were loaded into a copy: "
+                        "`state` must be that of its parts, not made anew"
+                    )
 
 
 def expected_moments(
@@ -169,10 +190,28 @@ def expected_moments(
         >>> sorted(found["weight"])
         ['exp_avg', 'exp_avg_sq', 'step']
     """
+    return {
+        name: {key for key, value in state.items() if isinstance(value, Tensor)}
+        for name, state in expected_state(stages, optimizer).items()
+    }
+
+
+def expected_state(
+    stages: Sequence[nn.Module], optimizer: torch.optim.Optimizer
+) -> dict[str, dict[str, Any]]:
+    """Return by parameter what the optimizer would remember of a number that it has stepped once.
+
+    As for `expected_moments`.
+
+    Examples:
+        >>> model = nn.Linear(1, 1, bias=False)
+        >>> expected_state([model], torch.optim.AdamW(model.parameters()))["weight"]["step"]
+        tensor(1.)
+    """
     by_parameter = {
-        id(p): keys
+        id(p): state
         for group in optimizer.param_groups
-        for keys in [_keys_after_a_step(optimizer, group)]
+        for state in [_state_after_a_step(optimizer, group)]
         for p in group["params"]
     }
     named = named_parameters_of(stages)
@@ -183,7 +222,9 @@ def expected_moments(
     }
 
 
-def _keys_after_a_step(optimizer: torch.optim.Optimizer, group: Mapping[str, Any]) -> set[str]:
+def _state_after_a_step(
+    optimizer: torch.optim.Optimizer, group: Mapping[str, Any]
+) -> dict[str, Any]:
     probe = nn.Parameter(torch.zeros(2, 2))
     probe.grad = torch.zeros_like(probe)
     with suppress(Exception):  # an optimizer may need anything to be made, or to step
@@ -191,6 +232,5 @@ def _keys_after_a_step(optimizer: torch.optim.Optimizer, group: Mapping[str, Any
         options = {**group, "params": [probe], "fused": None, "capturable": False}
         twin = make([options], lr=group["lr"])
         twin.step()
-        state = twin.state[probe]
-        return {key for key, value in state.items() if isinstance(value, Tensor)}
-    return set()
+        return dict(twin.state[probe])
+    return {}

@@ -9,6 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from trainkit.checkpoint.boxes import shortened
+from trainkit.checkpoint.hidden import hidden_state
 from trainkit.collectives import all_gather_json
 from trainkit.hashing import MASK64, hash_box, hash_counters
 from trainkit.parallel.naming import (
@@ -22,6 +24,12 @@ from trainkit.parallel.reduction import reducers_of, reshard_
 from trainkit.types import ParallelState, TrainState
 
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+MOST_BATCHES = 1 << 54
+"""The last batch that a cursor may name: rows are numbered in 64 bits, some hundred to a batch."""
+MOST_STREAM = 1000
+"""How many numbers a source may need to go on from: each is hashed by itself, in every save."""
 
 
 def optimizer_state(
@@ -66,8 +74,9 @@ def check_optimizer(stages: Iterable[nn.Module], optimizer: torch.optim.Optimize
     """Refuse an optimizer whose memory a checkpoint could not hold.
 
     Raises:
-        ValueError: It steps a parameter that is in no stage, or keeps local tensors for a sharded
-            parameter, of which it cannot be known what they are a part of.
+        ValueError: It steps a parameter that is in no stage; keeps local tensors for a sharded
+            parameter, of which it cannot be known what they are a part of; or remembers what its
+            own `state` does not show, see `hidden_state`.
 
     Examples:
         >>> model = nn.Linear(1, 1)
@@ -87,6 +96,13 @@ def check_optimizer(stages: Iterable[nn.Module], optimizer: torch.optim.Optimize
                     f"save_checkpoint: the optimizer keeps {key!r} of {names[id(p)]} as a local "
                     "tensor, but the parameter is sharded; make it like the parameter (zeros_like)"
                 )
+    hidden = hidden_state(optimizer, names)
+    if hidden:
+        raise ValueError(
+            f"save_checkpoint: {type(optimizer).__name__} holds what its own state does not show, "
+            f"and no checkpoint would hold: {shortened(hidden)}; give it a `state` and "
+            "`param_groups` that are those of all its parts"
+        )
 
 
 def model_tensors(stages: Iterable[nn.Module]) -> dict[str, Tensor]:

@@ -183,10 +183,14 @@ def _home(directory: Path) -> Path:
     return inside if inside.is_dir() else directory
 
 
-def _verified(path: Path) -> list[str]:
+def _verified(path: Path) -> tuple[bool | None, list[str]]:
+    """Return whether a checkpoint is whole, None if somebody deletes it meanwhile, and problems."""
     from trainkit.checkpoint.sources import verify_any  # noqa: PLC0415 - `ls` does without it
 
-    return verify_any(path)
+    problems = verify_any(path)
+    if problems and not path.exists():
+        return None, [f"{path} was deleted after it was listed, by retention or by somebody"]
+    return not problems, problems
 
 
 def _ls(options: argparse.Namespace) -> tuple[Any, int]:
@@ -196,23 +200,27 @@ def _ls(options: argparse.Namespace) -> tuple[Any, int]:
     for path in list_checkpoints(home):
         row = describe_checkpoint(path)
         if options.verify:
-            problems = row["problems"] or _verified(path)
-            row |= {"ok": not problems, "problems": problems}
+            ok, problems = _verified(path)
+            row |= {"ok": ok, "problems": problems}
         rows.append(row)
-    return rows, 0 if all(row.get("ok", True) for row in rows) else _DAMAGED
+    return rows, _DAMAGED if any(row.get("ok") is False for row in rows) else 0
 
 
 def _verify(options: argparse.Namespace) -> tuple[Any, int]:
     directory = options.directory
     _heed_owners(directory, strict=options.strict_owner)
+    was_there = directory.exists()
     many = list_checkpoints(directory / "checkpoints") or list_checkpoints(directory)
     reports = [
-        {"checkpoint": str(path), "ok": not problems, "problems": problems}
+        {"checkpoint": str(path), "ok": ok, "problems": problems}
         for path in many or [directory]
-        for problems in [_verified(path)]
+        for ok, problems in [_verified(path)]
     ]
-    fine = all(report["ok"] for report in reports)
-    return reports if many else reports[0], 0 if fine else _DAMAGED
+    if many:
+        return reports, _DAMAGED if any(report["ok"] is False for report in reports) else 0
+    if not was_there:
+        reports[0] |= {"ok": False, "problems": [f"{directory} is not there"]}
+    return reports[0], 0 if reports[0]["ok"] else _DAMAGED
 
 
 def _one(path: Path, *, strict: bool) -> Path:

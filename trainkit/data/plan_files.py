@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 FORMAT = 1
 """The version of this layout. A plan of another one is unusable, so it is packed anew."""
 _DATA, _KEY = "bins.i64", "key.json"
-_BESIDE = re.compile(r"\.plan-(\d{1,9})-[0-9a-f]{8}-(.+)")  # the writer's process and host
+_BESIDE = re.compile(r"\.plan-([0-9]{1,9})-[0-9a-f]{8}-(.+)")  # the writer's process and host
 _FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO}
 _TAKEN = {errno.EEXIST, errno.ENOTEMPTY, errno.ENOTDIR}
 

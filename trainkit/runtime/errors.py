@@ -258,7 +258,7 @@ def bytes_asked(error: BaseException) -> str | None:
         '20.00 GiB'
         >>> bytes_asked(MemoryError())
     """
-    found = re.search(r"allocate ([\d.]+ (?:bytes|[KMGT]i?B))", str(error))
+    found = re.search(r"allocate ([0-9.]+ (?:bytes|[KMGT]i?B))", str(error))
     return found[1] if found else None
 
 
@@ -344,7 +344,7 @@ def last_step(metrics: Path) -> int | None:
     try:
         with metrics.open("rb") as file:
             file.seek(max(0, metrics.stat().st_size - 65536))
-            steps = re.findall(rb'^\{"step":(\d+),.*\}$', file.read(), re.MULTILINE)
+            steps = re.findall(rb'^\{"step":([0-9]+),.*\}$', file.read(), re.MULTILINE)
     except OSError:
         return None
     return int(steps[-1]) if steps else None

@@ -11,6 +11,7 @@ import contextlib
 import errno
 import fcntl
 import os
+import secrets
 import socket
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -50,20 +51,28 @@ def run_lock(
     *,
     tell: Callable[[str], object] = print,
     patience: float = 10.0,
-) -> Iterator[None]:
+) -> Iterator[Callable[[], None]]:
     """Hold a run directory for the length of a `with` block, or refuse on all ranks alike.
 
     Rank 0 holds `lock` in the directory. A file that a dead process has left is taken over, and
-    told of. Nothing that changes is written to the directory before the lock is held.
+    told of. Nothing that changes is written to the directory before the lock is held. All ranks
+    must find in it what rank 0 has written: a rank with a disk of its own would save nothing.
 
     Args:
         run_dir: The run directory, which exists.
         axis: The ranks of the run, `ps.world`.
         tell: What is called, on rank 0, with a sentence about a lock that is taken over.
-        patience: Seconds that the children of a dead holder have to end.
+        patience: Seconds that the children of a dead holder have to end, and that the file may take
+            until all ranks see it.
+
+    Yields:
+        `hold()`, which takes the lock again where the directory was moved away or removed, in a
+        directory that it makes anew; it raises ConfigError if another run is there by then. Rank 0
+        calls it from time to time, as `watch` does.
 
     Raises:
-        ConfigError: Another run is in the directory; the message names its host, process and job.
+        ConfigError: Another run is in the directory, and the message names its host, process and
+            job; or a rank does not see the directory of rank 0, and it names the rank and its host.
         DiskError: The file cannot be written.
 
     Effects:
@@ -77,19 +86,50 @@ def run_lock(
         ...         sorted(path.name for path in Path(folder).iterdir())
         ['lock']
     """
-    path = Path(run_dir) / "lock"
+    path, token = Path(run_dir) / "lock", secrets.token_hex(8)
     with contextlib.ExitStack() as stack:
+        taken: list[BinaryIO] = []
 
-        def take() -> None:
+        def take(patience: float) -> str:
             if axis.index == 0:
-                stack.enter_context(_held(path, tell, patience))
+                taken.append(stack.enter_context(_held(path, token, tell, patience)))
+            return token
 
-        together(take, axis)
-        yield
+        def hold() -> None:
+            if taken and not _is_the_file(taken[-1], path):
+                path.parent.mkdir(parents=True, exist_ok=True)
+                take(0.0)
+
+        own = together(lambda: take(patience), axis)[0]
+        together(lambda: _see(path, own, axis.index, patience), axis)
+        yield hold
+
+
+def _see(path: Path, token: str, rank: int, patience: float) -> None:
+    """Wait until the file says what rank 0 has written, as another host may learn of it late."""
+    deadline = time.monotonic() + patience
+    while not (said := _read_text(path)) or token not in said:
+        if time.monotonic() >= deadline:
+            raise ConfigError(
+                f"run_lock: rank {rank} on {socket.gethostname()} does not see the run directory "
+                f"of rank 0: {path} is {'another one' if said else 'not there'}",
+                where=str(path.parent),
+                want="one directory for all ranks, on a disk that their hosts share",
+                hint="give all ranks the same --out, on a shared disk",
+            )
+        time.sleep(0.1)
+
+
+def _read_text(path: Path) -> str:
+    with contextlib.suppress(OSError), path.open(encoding="utf-8", errors="replace") as file:
+        return file.read(4096)
+    return ""
 
 
 @contextlib.contextmanager
-def _held(path: Path, tell: Callable[[str], object], patience: float) -> Iterator[None]:
+def _held(
+    path: Path, token: str, tell: Callable[[str], object], patience: float
+) -> Iterator[BinaryIO]:
     with disk_errors(path, by="run_lock"), contextlib.ExitStack() as opened:
         file = opened.enter_context(_take(path, patience))
         left = _read_holder(file)
@@ -97,16 +137,18 @@ def _held(path: Path, tell: Callable[[str], object], patience: float) -> Iterato
             tell(f"{path}: taken over; {left}, has ended without giving it back")
         file.seek(0)
         file.truncate()
-        file.write(orjson.dumps(attrs.asdict(_this_process()), option=orjson.OPT_APPEND_NEWLINE))
+        told = attrs.asdict(_this_process()) | {"token": token}
+        file.write(orjson.dumps(told, option=orjson.OPT_APPEND_NEWLINE))
         file.flush()
         opened.pop_all()
     with file:
         try:
-            yield
+            yield file
         finally:
             # While it is held: whoever opened the same file meanwhile will find another one there.
             with contextlib.suppress(OSError):
-                path.unlink()
+                if _is_the_file(file, path):  # the directory may be another run's by now
+                    path.unlink()
 
 
 def _take(path: Path, patience: float) -> BinaryIO:

@@ -26,7 +26,12 @@ if TYPE_CHECKING:
 
 @contextlib.contextmanager
 def open_run(
-    run_dir: str | Path, *, facts: Mapping[str, Any], start_timeout: timedelta, **layout: Any
+    run_dir: str | Path,
+    *,
+    facts: Mapping[str, Any],
+    start_timeout: timedelta,
+    grace: float | None = None,
+    **layout: Any,
 ) -> Iterator[tuple[ParallelState, Phase, Asked]]:
     """Open the process groups, with signals trapped, the directory locked and a watch over all.
 
@@ -34,7 +39,7 @@ def open_run(
     code; `trap_signals` hears a signal while ranks still look for each other; `parallel_session`
     brings them together; `make_run_dir` tries the directory on all ranks, and if one of them cannot
     write there, all end (on its own it would leave the others waiting for it); `run_lock` refuses a
-    directory that another job trains in; `report_errors` again, since from here on a traceback has
+    directory that another job trains in, or that not all ranks share; `report_errors` again, since from here on a traceback has
     a directory to lie in; `watch` ends all ranks when one is lost or stuck; `stop_votes` lets all
     stop after the same step; `agree_at_start` compares what the ranks were started with. A script
     that wants fewer of them opens those itself, down to `parallel_session` alone.
@@ -44,6 +49,7 @@ def open_run(
         facts: What all ranks must have alike: the configuration and `code_facts(__file__)`.
         start_timeout: How long ranks may take to find each other, and everything before the end of
             the first step.
+        grace: How many seconds a stop may take; see `watch`.
         **layout: The degrees and what else `parallel_session` takes.
 
     Yields:
@@ -71,9 +77,16 @@ def open_run(
         trap_signals() as asked,
         parallel_session(start_timeout=start_timeout, **layout, asked=asked) as ps,
         _made_on_all(run_dir, ps.world) as folder,
-        run_lock(folder, ps.world),
+        run_lock(folder, ps.world) as hold,
         report_errors(folder),
-        watch(folder, ps.world, asked=asked, allow=start_timeout.total_seconds()) as phase,
+        watch(
+            folder,
+            ps.world,
+            asked=asked,
+            allow=start_timeout.total_seconds(),
+            grace=grace,
+            hold=hold,
+        ) as phase,
         stop_votes(asked, ps.world) as stopping,
     ):
         agree_at_start(ps.world, facts)

@@ -24,6 +24,7 @@ from typing import NoReturn
 
 import attrs
 
+from trainkit.checkpoint.flight import SAVE_THREAD
 from trainkit.checkpoint.manifest import list_checkpoints, step_of
 from trainkit.collectives import all_gather_json
 from trainkit.runtime.errors import (
@@ -32,6 +33,7 @@ from trainkit.runtime.errors import (
     error_code,
     is_out_of_memory,
     last_step,
+    last_words,
     report_errors,
 )
 from trainkit.runtime.peers import (
@@ -57,7 +59,14 @@ from trainkit.runtime.peers import (
     this_member,
     write_beat,
 )
-from trainkit.types import Axis, PeerError, PreemptedError, TrainkitError
+from trainkit.types import (
+    Axis,
+    ConfigError,
+    DiskError,
+    PeerError,
+    PreemptedError,
+    TrainkitError,
+)
 
 Phase = Callable[..., None]
 """`Phase(name, allow=seconds)`: says what comes now, and how long it may take."""
@@ -74,6 +83,11 @@ _GONE = (
     "checkpoint there any more to go back to; the next save begins a new one in its place"
 )
 _LOOKS = 5  # looks at which a rank must be slow in a row
+_GRACE = 25.0  # seconds for a stop, at least: most launchers kill after 30
+_SECOND = 1.0  # between two looks at the watch itself
+_STUCK = 8  # such looks after which it hangs: it needs 6 s for its own last words
+_WORDS = 5.0  # seconds for last words and the traceback
+_STEPS = 8  # steps of which the longest counts
 
 
 @attrs.define(eq=False)
@@ -93,6 +107,11 @@ class _Rank:
     unseen: float = 0.0  # seconds since the others were last looked at
     doomed: float = 0.0  # seconds since a failure has been known
     stopping: float = 0.0  # seconds since a stop was asked for
+    steps: deque[float] = attrs.field(factory=lambda: deque(maxlen=_STEPS))  # how long they took
+    save: float = 0.0  # how long the longest save has taken in its thread
+    saving: float = 0.0  # for how long a save has been under way there
+    told_late: bool = False  # that a stop takes long has been said
+    looked: float = attrs.field(factory=time.monotonic)  # when the thread last went round
     state: str = "running"
     unwinding: bool = False
     is_there: Callable[[], bool] = lambda: True  # the run directory
@@ -113,7 +132,8 @@ def watch(
     *,
     asked: Callable[[], str | None] = lambda: None,
     allow: float = 1800.0,
-    grace: float = 25.0,
+    grace: float | None = None,
+    hold: Callable[[], None] = lambda: None,
     tell: Callable[[str], object] | None = None,
 ) -> Iterator[Phase]:
     """Watch over the ranks of a run: end all when one dies or hangs, and say which and where.
@@ -126,7 +146,8 @@ def watch(
       end, or if all are late. A rank that waits for one that has time (rank 0 prunes with
       `allow=3600`) waits on;
     - an error that only says that a connection broke becomes a `PeerError` with the cause;
-    - a stop that was asked for and is not done within `grace` ends the process (76, not saved);
+    - a stop that was asked for and is not done within `grace` ends the process (76, not saved),
+      also where the disk does not answer any more;
     - a rank that others always wait for is named in a warning, and so is a run directory that
       somebody has removed.
 
@@ -137,7 +158,11 @@ def watch(
         axis: All ranks of the run.
         asked: Tells why the run shall stop, or None, as `trap_signals` yields it.
         allow: Seconds for what comes before the first `phase`.
-        grace: Seconds between being asked to stop and the end; torchrun kills after 30.
+        grace: Seconds between being asked to stop and the end. None: 25, as torchrun kills after
+            30, or as many as two steps and a save have taken, with 5 to spare; a save that is under
+            way by then has as long again.
+        hold: Called on rank 0 once a second, in the watching thread: keeps the directory this
+            run's, as `run_lock` yields it. A ConfigError of it ends the process (74).
         tell: Takes warnings, in the watching thread; by default they go to stderr.
 
     Yields:
@@ -163,14 +188,16 @@ def watch(
         rank_00000.json
     """
     rank, stop, warn = _join(Path(run_dir), axis, allow), threading.Event(), tell or _to_stderr
-    work = (rank, stop, asked, grace, warn)
+    work = (rank, stop, asked, grace, hold, warn)
     thread = threading.Thread(target=_keep_watch, args=work, name="trainkit watch", daemon=True)
+    guard = threading.Thread(target=_guard_the_watch, args=(rank, stop, asked, grace), daemon=True)
 
     def phase(name: str, allow: float | None = None) -> None:
         rank.phase = name, rank.phase[1] if allow is None else allow
 
     with _crashes_shown(), _held_directory(Path(run_dir)) as rank.is_there:
         thread.start()
+        guard.start()
         try:
             yield phase
             rank.state = "ended"
@@ -184,6 +211,7 @@ def watch(
         finally:
             stop.set()
             thread.join(10.0)
+            guard.join(1.0)
             with _going_on([], warn):
                 _beat(rank)
 
@@ -242,7 +270,8 @@ def _keep_watch(
     rank: _Rank,
     stop: threading.Event,
     asked: Callable[[], str | None],
-    grace: float,
+    grace: float | None,
+    hold: Callable[[], None],
     warn: Callable[[str], object],
 ) -> None:
     first, phase, before, ticks = rank.phase, rank.phase, time.monotonic(), 0
@@ -252,10 +281,14 @@ def _keep_watch(
         # Of a pause in which this process itself was stopped, nobody is at fault.
         now = time.monotonic()
         passed, before, ticks = min(now - before, 5 * _TICK), now, ticks + 1
+        rank.looked = now
         if rank.phase is not phase:
+            if phase[0].startswith("step "):
+                rank.steps.append(rank.elapsed)
             phase, rank.elapsed = rank.phase, 0.0
         rank.elapsed += passed
         rank.unseen += passed
+        _time_saves(rank, passed)
         is_turn = ticks % _PER_BEAT == 0
         with _going_on(told, warn):
             if is_turn or (on_one_host and rank.phase[0] != rank.beat.phase):
@@ -268,7 +301,7 @@ def _keep_watch(
         with _going_on(told, warn):
             if is_turn:
                 _look_around(rank)
-                _act(rank, passed * _PER_BEAT, asked, grace)
+                _act(rank, passed * _PER_BEAT, asked, grace, warn)
         with _going_on(told, warn):
             if is_turn:
                 _warn_of_stragglers(rank, late, warn)
@@ -276,6 +309,26 @@ def _keep_watch(
             if is_turn and rank.number == 0 and "gone" not in told and not rank.is_there():
                 told.append("gone")
                 warn(_GONE.format(rank.folder.parent))
+        with _going_on(told, warn):
+            if is_turn and rank.number == 0:
+                _keep_directory(rank, hold)
+
+
+def _keep_directory(rank: _Rank, hold: Callable[[], None]) -> None:
+    """End this process if another run is in the directory that was this one's."""
+    try:
+        hold()
+    except ConfigError as error:
+        _end(
+            rank,
+            DiskError(
+                f"watch: the run directory {rank.folder.parent} was moved away, and another run "
+                f"has begun in its place: {error}",
+                where=rank.folder.parent,
+                hint="look for the checkpoints of this run where its directory was moved to, and "
+                "go on with another --out",
+            ),
+        )
 
 
 @contextlib.contextmanager
@@ -371,7 +424,39 @@ def _warn_of_stragglers(rank: _Rank, late: dict[int, int], warn: Callable[[str],
             )
 
 
-def _act(rank: _Rank, passed: float, asked: Callable[[], str | None], grace: float) -> None:
+def _time_saves(rank: _Rank, passed: float) -> None:
+    """Measure how long saves take in their threads."""
+    is_saving = any(thread.name == SAVE_THREAD for thread in threading.enumerate())
+    rank.save = max(rank.save, rank.saving) if not rank.stopping else rank.save
+    rank.saving = rank.saving + passed if is_saving else 0.0
+
+
+def _time_to_stop(rank: _Rank, grace: float | None) -> float:
+    """Return how many seconds a stop may take: what is asked for, or what was measured."""
+    measured = 2 * max(rank.steps, default=0.0) + rank.save + 5.0
+    return max(_GRACE, measured) if grace is None else grace
+
+
+def _guard_the_watch(
+    rank: _Rank, stop: threading.Event, asked: Callable[[], str | None], grace: float | None
+) -> None:
+    """End a process that shall stop when the watch itself hangs, as a disk can make it."""
+    since, seen, stuck = 0.0, rank.looked, 0
+    while not stop.wait(_SECOND):
+        since += 1.0 if since or asked() is not None else 0.0
+        stuck, seen = stuck + 1 if rank.looked == seen else 0, rank.looked
+        if since > _time_to_stop(rank, grace) and stuck > _STUCK:
+            what = f"watch: was asked to stop ({asked()}), but the disk of {rank.folder.parent} "
+            _end_without_disk(PreemptedError.code, f"{what}does not answer")
+
+
+def _act(
+    rank: _Rank,
+    passed: float,
+    asked: Callable[[], str | None],
+    grace: float | None,
+    warn: Callable[[str], object],
+) -> None:
     """End the process if the main thread, which could go on or end by itself, does not."""
     if rank.unwinding or rank.state != "running":
         return
@@ -384,11 +469,20 @@ def _act(rank: _Rank, passed: float, asked: Callable[[], str | None], grace: flo
     hopeless = failure is not None and (rank.beat.is_overdue or failure.rank == rank.number)
     if failure is not None and (hopeless or rank.doomed > _CAUSE_GRACE):
         _end(rank, _error_of(rank, failure))
-    if rank.stopping > grace and not _may_finish_saving(rank):
-        what, code = _unsaved(rank, asked() or "a signal", grace)
-        failure = Failure(rank.session, rank.number, what, code=code)
-        tell_failure(rank.folder, failure)
-        _end(rank, _error_of(rank, failure))
+    allowed, least = _time_to_stop(rank, grace), _GRACE if grace is None else grace
+    if rank.stopping <= least:
+        return
+    may_go_on = rank.stopping <= 2 * allowed and _may_finish_saving(rank)
+    if grace is None and (rank.stopping <= allowed or may_go_on):
+        if not rank.told_late:  # a launcher may kill at any time from now on
+            words, _ = _unsaved(rank, asked() or "a signal", least)
+            warn(f"warning: watch: rank {rank.number} {words}; it goes on for some time")
+        rank.told_late = True
+        return
+    what, code = _unsaved(rank, asked() or "a signal", allowed)
+    failure = Failure(rank.session, rank.number, what, code=code)
+    tell_failure(rank.folder, failure)
+    _end(rank, _error_of(rank, failure))
 
 
 def _find_gone(rank: _Rank) -> Failure | None:
@@ -460,8 +554,19 @@ def _end(rank: _Rank, error: TrainkitError) -> NoReturn:
                 put_down(member, rank.member.place)
         words = threading.Thread(target=_last_words, args=(rank, error), daemon=True)
         words.start()
-        words.join(5.0)
+        words.join(_WORDS)
+        if words.is_alive():  # the disk does not take the traceback
+            _end_without_disk(error.code, str(error))
     os._exit(error.code)
+
+
+def _end_without_disk(code: int, what: str) -> NoReturn:
+    """End this process after last words that touch no file (1 s at most, for a pipe may be full)."""
+    words = last_words(code, what)
+    teller = threading.Thread(target=os.write, args=(2, words), daemon=True)
+    teller.start()
+    teller.join(1.0)
+    os._exit(code)
 
 
 def _last_words(rank: _Rank, error: TrainkitError) -> None:
