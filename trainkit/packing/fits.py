@@ -13,6 +13,7 @@ import attrs
 import numpy as np
 
 from trainkit.jit import jit
+from trainkit.sampling.integers import integers
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -189,9 +190,13 @@ def _asked(
 ) -> tuple[IntArray, int]:
     """Return the lengths in the form that the compiled loops take, and the limit of pieces."""
     check_whole(name, "capacity", capacity, least=1, most=MOST_TOKENS)
-    lengths = read_only(np.ascontiguousarray(lengths, np.int64))
+    lengths = integers(name, "lengths", lengths)
+    if lengths.ndim != 1:
+        raise ValueError(f"{name}: lengths must have one dimension, got shape {lengths.shape}")
+    if max_documents is not None:
+        check_whole(name, "max_documents", max_documents, least=1)
     limit = lengths.size if max_documents is None else min(int(max_documents), lengths.size)
-    return lengths, max(1, limit)
+    return read_only(np.ascontiguousarray(lengths)), max(1, limit)
 
 
 def _check_range(name: str, found: tuple[int, int], capacity: int) -> None:
