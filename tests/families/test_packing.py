@@ -1,5 +1,6 @@
 """Every `Fit` through one battery: a new one is a row of FITS."""
 
+import resource
 import subprocess
 import sys
 import tracemalloc
@@ -290,6 +291,26 @@ def test_a_fit_refuses_a_limit_of_pieces_that_is_none(fit):
             fit([1], 8, max_documents=limit)
     with pytest.raises(ValueError, match="one dimension"):
         fit([[1]], 8, max_documents=None)
+
+
+@given(cases(), st.integers(0, 2**20 - 1))
+def test_few_and_long_pieces_get_the_same_bins_as_short_ones(case, rest):
+    """Lengths and capacity times 2^20: tables by length would be longer than all else."""
+    capacity, lengths, limit = case
+    if not lengths:
+        return
+    longer = np.array(lengths) << 20, (capacity << 20) + rest
+    for fit in FITS[:-1]:
+        found, want = fit(*longer, max_documents=limit), fit(lengths, capacity, max_documents=limit)
+        assert found.tolist() == want.tolist()
+
+
+@pytest.mark.parametrize("fit", FITS[:-1])
+def test_memory_goes_by_the_documents_and_not_by_their_length(fit):
+    fit([3 << 20], 1 << 30, max_documents=None)  # compiled now
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    assert fit([1, 1 << 28, 7], 1 << 30, max_documents=None).tolist() == [0, 0, 0]
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 64 << 10  # KiB
 
 
 # FAULTS.md, P7: 0, 1, the capacity, one more, all equal, one huge.
