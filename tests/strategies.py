@@ -54,7 +54,9 @@ def batches(draw, *, multiple_of=None, blanks=True):
     """A batch of one to four rows, blank ones among them."""
     corpus, bins = draw(packed(multiple_of=multiple_of))
     rows = st.integers(-1 if blanks else 0, len(bins) - 1)
-    return collate_bins(corpus, bins, draw(st.lists(rows, min_size=1, max_size=4)), pad_id=999)
+    chosen = draw(st.lists(rows, min_size=1, max_size=4))
+    places = [number if row >= 0 else -1 for number, row in enumerate(chosen)]
+    return collate_bins(corpus, bins, chosen, pad_id=999, row_positions=places)
 
 
 def shares(max_count=8):

@@ -57,7 +57,8 @@ def plain_row(corpus, pieces, capacity, multiple_of):
 def test_rows_are_what_they_are_token_by_token(case, data):
     corpus, bins = case
     rows = data.draw(st.lists(st.integers(-1, len(bins) - 1), min_size=1, max_size=4))
-    batch = collate_bins(corpus, bins, rows, pad_id=999)
+    places = [number if row >= 0 else -1 for number, row in enumerate(rows)]
+    batch = collate_bins(corpus, bins, rows, pad_id=999, row_positions=places)
     pieces = [bins[row] if row >= 0 else [] for row in rows]
     plain = [plain_row(corpus, part, bins.capacity, bins.multiple_of) for part in pieces]
     for name, column in zip(TENSORS, zip(*plain, strict=True), strict=False):
@@ -91,7 +92,7 @@ def test_a_label_asks_for_trained_tokens_only(case, seed):
 
 def test_a_corpus_of_which_nothing_is_trained_has_no_labels():
     corpus = attrs.evolve(corpus_of([3, 5]), trained=np.zeros(8, bool))
-    batch = collate_bins(corpus, pack_bins(corpus.lengths, 8), [0, -1])
+    batch = collate_bins(corpus, pack_bins(corpus.lengths, 8), [0])
     assert int(count_valid_tokens([batch])) == 0
     assert batch.input_ids[0].tolist() == list(range(8))
 
@@ -114,8 +115,8 @@ def test_documents_in_parts_collate_as_documents_in_one(case, data):
             TokenCorpus(corpus.tokens[span].astype(dtype), offsets, 1000, trained=trained[span])
         )
     rows = [*range(len(bins)), -1]
-    whole = collate_bins(corpus, bins, rows, pad_id=999)
-    joined = collate_bins(join_corpora(parts), bins, rows, pad_id=999)
+    whole = collate_bins(corpus, bins, rows, pad_id=999, row_positions=rows)
+    joined = collate_bins(join_corpora(parts), bins, rows, pad_id=999, row_positions=rows)
     for name in TENSORS:
         assert torch.equal(joined[name], whole[name]), name
 
@@ -147,8 +148,8 @@ def test_tables_that_are_read_only_give_the_same_batch():
 def test_a_batch_lies_in_the_memory_it_is_given():
     corpus = corpus_of([5, 9, 2])
     bins, out = pack_bins(corpus.lengths, 8), np.full((5, 2, 8), 77)
-    batch = collate_bins(corpus, bins, [1, -1], out=out)
-    fresh = collate_bins(corpus, bins, [1, -1])
+    batch = collate_bins(corpus, bins, [1, -1], row_positions=[0, -1], out=out)
+    fresh = collate_bins(corpus, bins, [1, -1], row_positions=[0, -1])
     for number, name in enumerate(TENSORS):
         assert torch.equal(batch[name], fresh[name]), name
         assert batch[name].numpy().base is not None
@@ -222,7 +223,8 @@ def test_row_positions_say_where_a_row_is_in_the_global_step():
 
 def test_a_blank_row_is_a_blank_batch():
     corpus = corpus_of([4])
-    collated = collate_bins(corpus, pack_bins(corpus.lengths, 4), [-1, -1], pad_id=7)
+    bins, none = pack_bins(corpus.lengths, 4), [-1, -1]
+    collated = collate_bins(corpus, bins, none, pad_id=7, row_positions=none)
     blank = blank_batch(2, 4, pad_id=7)
     for name in TENSORS:
         assert torch.equal(collated[name], blank[name]), name
@@ -373,7 +375,7 @@ def test_offsets_beyond_the_tokens_are_refused():
 
 def test_blank_rows_need_no_tokens():
     empty = TokenCorpus(np.empty(0, np.uint16), np.array([0]))
-    batch = collate_bins(empty, pack_bins([], 4), [-1], pad_id=3)
+    batch = collate_bins(empty, pack_bins([], 4), [-1], pad_id=3, row_positions=[-1])
     assert batch.input_ids.tolist() == [[3, 3, 3, 3]]
 
 
@@ -382,8 +384,12 @@ def test_blank_rows_need_no_tokens():
     ("call", "message"),
     [
         (lambda: collate_bins(CORPUS, BINS, [0, 2, -2]), r"no rows \[2, -2\]: bins has 2"),
+        (lambda: collate_bins(CORPUS, BINS, [-1]), r"no rows \[-1\]: .* blank row has -1 both"),
+        (lambda: collate_bins(CORPUS, BINS, [-1], row_positions=[0]), r"no rows \[-1\]"),
+        (lambda: collate_bins(CORPUS, BINS, [0], row_positions=[-1]), r"no rows \[0\]"),
+        (lambda: collate_bins(CORPUS, BINS, [-1], row_positions=[-2]), r"got \[-2\] there"),
         (lambda: collate_bins(CORPUS, BINS, []), "at least one integer"),
-        (lambda: collate_bins(CORPUS, BINS, [0.5]), "at least one integer"),
+        (lambda: collate_bins(CORPUS, BINS, [0.5]), "indices must be integers, got float64"),
         (lambda: collate_bins(CORPUS, BINS, [[0], [0, 1]]), "indices must be .* ragged"),
         (lambda: collate_bins(CORPUS, BINS, [[0]]), r"one dimension, got int64 \(1, 1\)"),
         (lambda: collate_bins(CORPUS, BINS, [0], row_positions=[0, 1]), "row_positions must be"),

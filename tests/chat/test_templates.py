@@ -258,6 +258,40 @@ def test_words_are_found_in_a_template_that_rewrites_what_came_before(messages):
         assert shown[i] == words + "$"
 
 
+READS = {
+    "m.NAME": "{% if m.NAME is defined %}({{ m.NAME }}){% endif %}",
+    "m['NAME']": "{% if 'NAME' in m %}({{ m['NAME'] }}){% endif %}",
+    "m.get": "{% if m.get('NAME') %}({{ m.get('NAME') }}){% endif %}",
+    "either": "{% for x in [m.NAME, m.reasoning] if x is defined %}({{ x }}){% endfor %}",
+}
+NAMES = ("reasoning_content", "thinking", "reasoning")
+
+
+@pytest.mark.parametrize("way", READS)
+def test_reasoning_reaches_the_name_that_a_template_reads(way):
+    for read in NAMES[: 1 if way == "either" else 3]:
+        shown = READS[way].replace("NAME", read)
+        source = (
+            f"{{% for m in messages %}}[{{{{ m.role }}}}]{shown}{{{{ m.content }}}}${{% endfor %}}"
+        )
+        template = jinja_template(source, eos_token="$")
+        for name in NAMES:
+            found = template([user("a"), answer("b", **{name: "hm"})])
+            assert text_of(found) == "[user]a$[assistant](hm)b$", (read, name)
+
+
+def test_reasoning_that_a_template_does_not_read_is_not_lost_without_a_word():
+    source = (
+        "{% set thinking = 1 %}{% for m in messages %}[{{ m.role }}]{{ m.content }}${% endfor %}"
+    )
+    template = jinja_template(source, eos_token="$")
+    with pytest.raises(
+        DataError, match=r"message 1 \(assistant\) has reasoning, of which the temp"
+    ):
+        template([user("a"), answer("b", reasoning_content="hm")])
+    assert text_of(template([user("a"), answer("b", thinking="\n")])) == "[user]a$[assistant]b$"
+
+
 @pytest.mark.parametrize(
     "source",
     [

@@ -1,8 +1,10 @@
 """Every `Fit` through one battery: a new one is a row of FITS."""
 
+import resource
 import subprocess
 import sys
 import tracemalloc
+from functools import partial
 
 import numpy as np
 import pytest
@@ -23,7 +25,9 @@ from trainkit.packing import (
 )
 from trainkit.packing.fits import read_only
 from trainkit.packing.pieces import cut, survey
+from trainkit.sampling import buffer_sorted_order, permute, rows_in_blocks, share_of_rows
 from trainkit.sinks.packing import _THIN, _figure, plot_packing
+from trainkit.types import Share
 
 FITS = [best_fit, first_fit, sequential, balanced(1), balanced(4)]
 
@@ -256,6 +260,57 @@ def test_a_fit_refuses_lengths_that_no_bin_takes(fit):
     for lengths in ([3, 9], [0, 3], [-1]):
         with pytest.raises(ValueError, match=r"lengths must lie between 1 and the capacity, 8"):
             fit(np.array(lengths), 8, max_documents=None)
+
+
+NO_INTEGERS = [[1.7], [True], ["1"], [2**70], np.array([2**63], np.uint64), [[1], [1, 2]]]
+TAKES_INTEGERS = {
+    **{fit.__name__: partial(fit, capacity=8, max_documents=None) for fit in FITS[:-1]},
+    "pack_bins": partial(pack_bins, capacity=8),
+    "packing_report": partial(packing_report, pack_bins([1], 8)),
+    "permute": partial(permute, count=8, key=0),
+    "buffer_sorted_order": partial(
+        buffer_sorted_order, keys=np.arange(8), buffer_size=4, pack_size=2, seed=0
+    ),
+    "rows_in_blocks": lambda x: rows_in_blocks(0, rows_per_step=1, order=x, block=1, seed=0),
+    "share_of_rows": lambda x: share_of_rows(1, Share(0, 1), rows_per_microbatch=1, costs=x),
+}
+
+
+@pytest.mark.parametrize("name", TAKES_INTEGERS)
+def test_what_is_no_integer_is_refused_and_not_cut_off(name):
+    TAKES_INTEGERS[name](np.array([1], np.uint64))
+    for values in NO_INTEGERS:
+        with pytest.raises(ValueError, match=r"integers|below 2\^63|has \d+ tokens"):
+            TAKES_INTEGERS[name](values)
+
+
+@pytest.mark.parametrize("fit", FITS)
+def test_a_fit_refuses_a_limit_of_pieces_that_is_none(fit):
+    for limit in (0, 1.5, True):
+        with pytest.raises(ValueError, match="max_documents must be an integer of at least 1"):
+            fit([1], 8, max_documents=limit)
+    with pytest.raises(ValueError, match="one dimension"):
+        fit([[1]], 8, max_documents=None)
+
+
+@given(cases(), st.integers(0, 2**20 - 1))
+def test_few_and_long_pieces_get_the_same_bins_as_short_ones(case, rest):
+    """Lengths and capacity times 2^20: tables by length would be longer than all else."""
+    capacity, lengths, limit = case
+    if not lengths:
+        return
+    longer = np.array(lengths) << 20, (capacity << 20) + rest
+    for fit in FITS[:-1]:
+        found, want = fit(*longer, max_documents=limit), fit(lengths, capacity, max_documents=limit)
+        assert found.tolist() == want.tolist()
+
+
+@pytest.mark.parametrize("fit", FITS[:-1])
+def test_memory_goes_by_the_documents_and_not_by_their_length(fit):
+    fit([3 << 20], 1 << 30, max_documents=None)  # compiled now
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    assert fit([1, 1 << 28, 7], 1 << 30, max_documents=None).tolist() == [0, 0, 0]
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 64 << 10  # KiB
 
 
 # FAULTS.md, P7: 0, 1, the capacity, one more, all equal, one huge.

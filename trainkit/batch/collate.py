@@ -17,6 +17,7 @@ from trainkit.batch.loops import (
     mask_labels,
     write_fields,
 )
+from trainkit.sampling.integers import integers
 from trainkit.types import Batch, DataError, Spans
 
 if TYPE_CHECKING:
@@ -49,10 +50,11 @@ def collate_bins(
     Args:
         corpus: Where the tokens are; its `trained` and `parts` count where it has them.
         bins: Which piece is in which row; made from this corpus' lengths.
-        indices: The rows, integers `[B]`; -1 makes a blank row, which is row padding throughout.
+        indices: The rows, integers `[B]`.
         pad_id: The token id of padding.
         row_positions: The position of each row in the global step, `[B]`, from which `token_index`
-            follows; by default the rows are the whole step. Tokens of a blank row have index -1.
+            follows; by default the rows are the whole step. A row of index -1 and position -1 is
+            blank: row padding throughout, with -1 for `token_index`.
         out: int64 `[5, B, capacity]`, C-contiguous, that the batch's tensors shall lie in; new
             memory by default. New memory comes in pages that the system has to clear first, which
             can take longer than all the rest.
@@ -61,7 +63,7 @@ def collate_bins(
         A `Batch` of `[B, capacity]`.
 
     Raises:
-        ValueError: An index is not a row of `bins`, `bins` does not fit the corpus, the batch is
+        ValueError: An index is no row of `bins`, `bins` does not fit the corpus, the batch is
             too large for int32 `cu_seqlens`, or `out` is not as above.
         DataError: A token is negative or outside the corpus' vocabulary, or the corpus' arrays are
             no arrays of integers. The message names the file, the document and the offset.
@@ -77,7 +79,7 @@ def collate_bins(
         ([[0, 0, 0, 0, 1, 1, 1, -1]], [4, 3, 1])
     """
     rows = _checked_rows(indices, bins)
-    positions = _checked_positions(row_positions, rows)
+    positions = _checked_positions(row_positions, rows, len(bins))
     # In one piece: from 4 MiB on numpy asks for huge pages, which torch does not. To take and fill
     # such memory for 64 rows of 8,192, again and again: 660 million tokens a second, 410 in five
     # torch.empty.
@@ -90,7 +92,7 @@ def collate_bins(
 
 
 def _checked_rows(indices: ArrayLike, bins: Bins) -> IntArray:
-    chosen = _integers("indices", indices)
+    chosen = integers("collate_bins", "indices", indices)
     if chosen.ndim != 1 or chosen.size == 0:
         raise ValueError(
             "collate_bins: indices must be at least one integer in one dimension, "
@@ -104,30 +106,24 @@ def _checked_rows(indices: ArrayLike, bins: Bins) -> IntArray:
     return chosen
 
 
-def _checked_positions(row_positions: ArrayLike | None, rows: IntArray) -> IntArray:
+def _checked_positions(row_positions: ArrayLike | None, rows: IntArray, num_rows: int) -> IntArray:
+    """Return the positions; a blank row is one that is meant as such, not a row from the end."""
     if row_positions is None:
-        return np.arange(rows.size)
-    positions = _integers("row_positions", row_positions)
+        positions = np.arange(rows.size)
+    else:
+        positions = integers("collate_bins", "row_positions", row_positions)
     if positions.shape != rows.shape:
         raise ValueError(
             f"collate_bins: row_positions must be [{rows.size}], one per row, got {positions.shape}"
         )
-    return positions
-
-
-def _integers(name: str, values: ArrayLike) -> IntArray:
-    try:
-        array = np.asarray(values)
-    except ValueError:
+    wrong = (rows < -1) | (rows >= num_rows) | ((rows < 0) != (positions < 0)) | (positions < -1)
+    if wrong.any():
         raise ValueError(
-            f"collate_bins: {name} must be one list of integers, not a ragged one"
-        ) from None
-    if array.dtype.kind not in "iu":
-        raise ValueError(
-            f"collate_bins: {name} must be at least one integer in one dimension, "
-            f"got {array.dtype} {array.shape}"
+            f"collate_bins: there are no rows {rows[wrong].tolist()}: bins has {num_rows}, from 0; "
+            "a blank row has -1 both as its index and in row_positions, got "
+            f"{positions[wrong].tolist()} there"
         )
-    return array.astype(np.int64)
+    return positions
 
 
 def _checked_out(out: np.ndarray[Any, Any], shape: tuple[int, ...]) -> np.ndarray[Any, Any]:
@@ -168,12 +164,6 @@ def _write_rows(
 
 def _refuse_row(corpus: Corpus, bins: Bins, rows: IntArray, number: int) -> NoReturn:
     """Say what is wrong with a row that cannot be collated."""
-    unknown = rows[(rows < -1) | (rows >= len(bins))]
-    if unknown.size:
-        raise ValueError(
-            f"collate_bins: there are no rows {unknown.tolist()}: bins has {len(bins)}, from 0 "
-            "(and -1 makes a blank row)"
-        )
     row = int(rows[number])
     for document, start, length in bins[row]:
         known = 0 <= document < len(corpus.offsets) - 1

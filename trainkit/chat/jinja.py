@@ -9,7 +9,7 @@ from datetime import datetime
 from functools import lru_cache, partial
 from typing import TYPE_CHECKING, Any
 
-from trainkit.chat.messages import REASONING, Message, checked_messages
+from trainkit.chat.messages import REASONING, Message, checked_messages, wrong_message
 from trainkit.chat.templates import Piece
 from trainkit.types import ConfigError, DataError
 
@@ -32,7 +32,9 @@ def jinja_template(
     Whose text is whose is found by rendering again with one message's words replaced by a marker:
     what stays the same is scaffold. Where reasoning is shown too, so that more changes than the
     words, the turn begins after the generation prompt. A message that cannot be told apart so has
-    no body, and `encode_chat` refuses to train on it.
+    no body, and `encode_chat` refuses to train on it. Reasoning is given under the name that the
+    source reads, the first of `reasoning_content`, `thinking` and `reasoning`; where it reads none
+    of them, the template refuses messages with reasoning.
 
     Args:
         source: The Jinja text, or a tokenizer with the attribute `chat_template`.
@@ -79,7 +81,7 @@ def _jinja_pieces(
     stop: str,
     variables: Mapping[str, Any],
 ) -> list[Piece]:
-    checked = checked_messages(messages)
+    checked = _with_reasoning(checked_messages(messages), _compiled(source)[1])
     render = partial(_rendered, source, tools=tools, variables=variables)
     whole, prompted = render(checked), render(checked, add_generation_prompt=True)
     prompt = prompted[len(whole) :] if prompted.startswith(whole) else ""
@@ -106,6 +108,19 @@ def _jinja_pieces(
         end = span[1]
     pieces += [Piece(whole[end:]), Piece(prompt if add_generation_prompt else "")]
     return [piece for piece in pieces if piece.text or piece.body]
+
+
+def _with_reasoning(messages: list[dict[str, Any]], name: str | None) -> list[dict[str, Any]]:
+    """Return the messages with their reasoning under the one name that the template reads."""
+    named = []
+    for i, message in enumerate(messages):
+        thoughts = message.get(REASONING[0])
+        if name is None and thoughts and thoughts.strip():
+            what = f"has reasoning, of which the template shows nothing: it reads no {REASONING[0]}"
+            raise wrong_message(i, message, f"{what}; take the field out, or another template")
+        other = {key: value for key, value in message.items() if key not in REASONING}
+        named.append(other if name is None or thoughts is None else {**other, name: thoughts})
+    return named
 
 
 def _body_span(
@@ -167,7 +182,7 @@ def _rendered(
 
     values = {"tools": tools, "documents": None, "add_generation_prompt": add_generation_prompt}
     try:
-        return _compiled(source).render(messages=messages, **values, **variables)
+        return _compiled(source)[0].render(messages=messages, **values, **variables)
     except (jinja2.TemplateError, TypeError) as error:
         raise DataError(
             f"jinja_template: the template refuses these messages "
@@ -176,10 +191,15 @@ def _rendered(
 
 
 @lru_cache(maxsize=8)
-def _compiled(source: str) -> Any:
-    """Compile a source in the environment that transformers gives to chat templates."""
+def _compiled(source: str) -> tuple[Any, str | None]:
+    """Compile a source in the environment that transformers gives to chat templates.
+
+    Returns:
+        The compiled template, and under which name it reads reasoning, if it does.
+    """
     try:
         import jinja2  # noqa: PLC0415  (an extra)
+        from jinja2 import nodes  # noqa: PLC0415  (an extra)
         from jinja2.sandbox import ImmutableSandboxedEnvironment  # noqa: PLC0415
     except ImportError as error:
         command = 'pip install "trainkit-lm[hf]"'
@@ -206,7 +226,11 @@ def _compiled(source: str) -> Any:
     source = re.sub(r"({%[-+]?\s*)generation(\s*[-+]?%})", r"\1if true\2", source)
     source = re.sub(r"({%[-+]?\s*)endgeneration(\s*[-+]?%})", r"\1endif\2", source)
     try:
-        return environment.from_string(source)
+        tree = environment.parse(source)
+        read = {node.attr for node in tree.find_all(nodes.Getattr)}
+        read |= {node.value for node in tree.find_all(nodes.Const)}  # as in m["x"] and "x" in m
+        name = next((name for name in REASONING if name in read), None)
+        return environment.from_string(tree), name
     except jinja2.TemplateSyntaxError as error:
         raise ValueError(
             f"jinja_template: line {error.lineno} is no Jinja: {error.message}"

@@ -21,6 +21,7 @@ from trainkit.data.plan_files import (
     plan_of,
 )
 from trainkit.packing import best_fit, pack_bins
+from trainkit.packing.bins import checked_lengths
 from trainkit.types import SOLO, DataError
 
 if TYPE_CHECKING:
@@ -29,7 +30,7 @@ if TYPE_CHECKING:
     from numpy.typing import ArrayLike
 
     from trainkit.packing.bins import Overlong
-    from trainkit.types import Axis, Bins, Fit, IntArray
+    from trainkit.types import Axis, Bins, Fit
 
     Pack = Callable[[], Plan]
     Tell = Callable[[str], object]
@@ -223,7 +224,7 @@ def _key_of(
             "its plan could not be told from its next version's: give it one, or keep no plan "
             "(cache_dir=None)"
         )
-    whole = _as_integers(lengths)
+    whole = checked_lengths(lengths)
     pack_bins(whole[:0], capacity, **arguments)
     parts = arguments | {
         "fit": f"{getattr(fit, '__module__', None)}.{name}",
@@ -235,13 +236,3 @@ def _key_of(
         "lengths_sha256": hashlib.sha256(np.ascontiguousarray(whole, "<i8").data).hexdigest(),
     }
     return {part: int(x) if isinstance(x, np.integer) else x for part, x in parts.items()}
-
-
-def _as_integers(lengths: ArrayLike) -> IntArray:
-    """Return lengths as int64 `[N]`; those that `pack_bins` refuses, it refuses here."""
-    with suppress(ValueError):
-        array = np.asarray(lengths)
-        if array.ndim == 1 and array.dtype.kind in "iu":
-            return array.astype(np.int64, copy=False)
-    pack_bins(lengths, 1)
-    return np.zeros(0, np.int64)

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from heapq import heappop, heappush
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from trainkit.jit import jit
-from trainkit.packing.fits import by_length, in_arrival_order, task_of, with_version
+from trainkit.packing.fits import by_length, has_table, in_arrival_order, task_of, with_version
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -63,14 +64,15 @@ def _smallest(task: Task, rows: int) -> IntArray:
     or below those without it, by induction over the pieces. So k can be searched in steps that
     double. (That is proved without a limit of pieces; with one, 360,000 random cases agree.)
     """
-    size = task.lengths.size
+    size = task.keys.size
     ends, _ = by_length(task)
     tokens, pieces = -(-task.total // (rows * task.capacity)), -(-size // (rows * task.limit))
     most = size // rows
 
     def answer(k: int) -> IntArray | None:
         bins, top = np.empty(size, np.int64), min(task.capacity, task.total)
-        fits = k <= most and _emptiest(ends, top, task.limit, k * rows, bins)
+        deal = _emptiest if has_table(top, size) else _emptiest_by_heap
+        fits = k <= most and deal(ends, task.sizes, top, task.limit, k * rows, bins)
         return bins if fits else None
 
     low = max(1, tokens, pieces)  # the fewest that may work
@@ -102,7 +104,9 @@ def _bisected(
 
 
 @jit
-def _emptiest(ends: Any, top: int, limit: int, num_bins: int, bins: Any) -> bool:
+def _emptiest(  # noqa: PLR0917 (an array is a parameter)
+    ends: Any, sizes: Any, top: int, limit: int, num_bins: int, bins: Any
+) -> bool:
     """Write the bins of the pieces by length; return False when one goes over `top`.
 
     The longest goes first, into the emptiest bin, without a search for it: bins wait filed under
@@ -113,8 +117,9 @@ def _emptiest(ends: Any, top: int, limit: int, num_bins: int, bins: Any) -> bool
     room = np.full(num_bins, limit)
     emptiest = np.arange(num_bins)  # the bins of the present load, by number
     count, at, load = num_bins, 0, 0
-    for length in range(ends.size - 1, 0, -1):
-        for place in range(ends[length - 1], ends[length]):
+    for key in range(ends.size - 1, 0, -1):
+        length = sizes[key]
+        for place in range(ends[key - 1], ends[key]):
             while at == count and load + length < top:
                 load += 1
                 count = at = 0
@@ -133,4 +138,23 @@ def _emptiest(ends: Any, top: int, limit: int, num_bins: int, bins: Any) -> bool
             if room[bin_] > 0:
                 earlier[bin_] = waiting[load + length]
                 waiting[load + length] = bin_
+    return True
+
+
+@jit
+def _emptiest_by_heap(  # noqa: PLR0917 (an array is a parameter)
+    ends: Any, sizes: Any, top: int, limit: int, num_bins: int, bins: Any
+) -> bool:
+    """Do what `_emptiest` does, where a table of all loads would be far longer than the pieces."""
+    room = np.full(num_bins, limit)
+    waiting = [(0, bin_) for bin_ in range(num_bins)]  # in order, so a heap: the load, the number
+    for key in range(ends.size - 1, 0, -1):
+        for place in range(ends[key - 1], ends[key]):
+            if len(waiting) == 0 or waiting[0][0] + sizes[key] > top:
+                return False
+            load, bin_ = heappop(waiting)
+            bins[place] = bin_
+            room[bin_] -= 1
+            if room[bin_] > 0:
+                heappush(waiting, (load + sizes[key], bin_))
     return True

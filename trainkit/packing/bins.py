@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -30,6 +31,7 @@ from trainkit.packing.pieces import (
     take_in_order,
 )
 from trainkit.sampling import permute
+from trainkit.sampling.integers import integers
 from trainkit.types import Bins
 
 if TYPE_CHECKING:
@@ -89,7 +91,7 @@ def pack_bins(
         >>> pack_bins([11], 8)[0]
         [(0, 0, 8)]
     """
-    array = _checked_array(lengths)
+    array = checked_lengths(lengths)
     rule = _checked_rule(capacity, multiple_of, overlong, max_documents)
     _check_fit(fit)
     check_whole("pack_bins", "group_size", group_size, least=0)
@@ -119,24 +121,15 @@ class _Rule:
     most: int
 
 
-def _checked_array(lengths: ArrayLike) -> IntArray:
+def checked_lengths(lengths: ArrayLike) -> IntArray:
     """Return lengths in the one form that the compiled loops take: int64, contiguous, read-only."""
-    try:
-        array = np.asarray(lengths)
-    except ValueError:
-        raise ValueError(
-            "pack_bins: lengths must be one list of integers, not a ragged one"
-        ) from None
+    # numpy makes unsigned integers, objects or floats of integers beyond int64.
+    if isinstance(lengths, Sequence) and all(type(length) is int for length in lengths):
+        _check_longest(np.asarray(lengths, object), max(lengths, default=0))
+    array = integers("pack_bins", "lengths", lengths)
     if array.ndim != 1:
         raise ValueError(f"pack_bins: lengths must have one dimension, got shape {array.shape}")
-    kind = array.dtype.kind
-    # numpy makes unsigned integers, objects or floats of integers beyond int64.
-    exact = np.asarray(lengths, object) if kind in "fO" else array
-    if kind == "u" or (kind in "fO" and all(type(length) is int for length in exact)):
-        _check_longest(exact, int(exact.max(initial=0)))
-    if kind not in "iu" and array.size:
-        raise ValueError(f"pack_bins: lengths must be integers, got {array.dtype}")
-    return read_only(np.ascontiguousarray(array, np.int64))
+    return read_only(np.ascontiguousarray(array))
 
 
 def _check_longest(lengths: np.ndarray[Any, Any], longest: int) -> None:

@@ -13,6 +13,7 @@ import attrs
 import numpy as np
 
 from trainkit.jit import jit
+from trainkit.sampling.integers import integers
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -88,11 +89,12 @@ def sequential(lengths: IntArray, capacity: int, *, max_documents: int | None) -
 def best_fit(lengths: IntArray, capacity: int, *, max_documents: int | None) -> IntArray:
     """Put each piece, the longest first, into the fullest bin that has room (best fit decreasing).
 
-    Time and memory are linear in pieces plus the longest length, without a search for the fullest
-    bin: lengths only fall, so the bins with room for the present length form a stack with the
-    fullest on top. A bin that is taken from the top is filled with pieces of this length as long as
-    they fit; then its space is below the length, and it waits, filed under that space, until the
-    length has fallen to it. Then it is fuller than all bins on the stack, and joins on top.
+    Time is linear in pieces plus the longest length, or for few and long pieces that of sorting
+    them, and memory is linear in pieces, without a search for the fullest bin: lengths only fall,
+    so the bins with room for the present length form a stack with the fullest on top. A bin that is
+    taken from the top is filled with pieces of this length as long as they fit; then its space is
+    below the length, and it waits, filed under that space, until the length has fallen to it. Then
+    it is fuller than all bins on the stack, and joins on top.
 
     Ties: pieces of one length go in arrival order, and of bins that are equally full the one filed
     first goes first.
@@ -114,15 +116,15 @@ def best_fit(lengths: IntArray, capacity: int, *, max_documents: int | None) -> 
         array([1, 1, 0, 0])
     """
     task = task_of("best_fit", lengths, capacity, max_documents)
-    size = task.lengths.size
+    size = task.keys.size
     # Runs come to at most three a length; segments to far fewer than pieces: memory that is never
     # touched is never there.
-    runs = np.empty((min(most_bins(task), 3 * task.longest + 1), 5), np.int64)
+    runs = np.empty((min(most_bins(task), 3 * task.sizes.size), 5), np.int64)
     segments = np.empty((size, 4), np.int32 if size < INT32 else np.int64)
-    firsts = np.zeros(task.longest + 1, np.int64)
-    _best_fit(task.lengths, task.capacity, task.limit, runs, segments, firsts)
+    firsts = np.zeros(task.sizes.size, np.int64)
+    _best_fit(task.keys, task.sizes, task.capacity, task.limit, runs, segments, firsts)
     bin_of = np.empty(size, np.int64)
-    _assign(task.lengths, segments, firsts, bin_of)
+    _assign(task.keys, segments, firsts, bin_of)
     return bin_of
 
 
@@ -155,7 +157,7 @@ def first_fit(lengths: IntArray, capacity: int, *, max_documents: int | None) ->
     leaves = 1 << (most_bins(task) - 1).bit_length()
     tree = np.zeros(2 * leaves, np.int32)
     room = np.empty(leaves, bins.dtype)
-    _first_fit(ends, task.capacity, task.limit, tree, room, bins)
+    _first_fit(ends, task.sizes, task.capacity, task.limit, tree, room, bins)
     return in_arrival_order(task, ends, bins)
 
 
@@ -166,13 +168,16 @@ def first_fit(lengths: IntArray, capacity: int, *, max_documents: int | None) ->
 class Task:
     """What a fit is asked, checked and in the one form that the compiled loops take.
 
-    `limit` is `max_documents`, or the number of pieces where there is none.
+    `limit` is `max_documents`, or the number of pieces where there is none. `keys` say which of
+    `sizes`, that rise from 0, each piece is as long as. A table may have a place for each of them:
+    they are all lengths up to the longest, so that a key is a length, or, where these would be far
+    more than there are pieces, those that occur.
     """
 
-    lengths: IntArray
+    keys: IntArray
+    sizes: IntArray
     capacity: int
     limit: int
-    longest: int
     total: int
 
 
@@ -181,7 +186,15 @@ def task_of(name: str, lengths: Any, capacity: int, max_documents: int | None) -
     lengths, limit = _asked(name, lengths, capacity, max_documents)
     shortest, longest, total = extent(lengths)
     _check_range(name, (shortest, longest), capacity)
-    return Task(lengths, int(capacity), limit, longest, total)
+    if has_table(longest, lengths.size):
+        return Task(lengths, np.arange(longest + 1), int(capacity), limit, total)
+    sizes, keys = np.unique(np.append(0, lengths), return_inverse=True)
+    return Task(read_only(keys[1:]), sizes, int(capacity), limit, total)
+
+
+def has_table(longest: int, num_pieces: int) -> bool:
+    """Tell whether a table with a place for each length is small beside the pieces, or at all."""
+    return longest <= (1 << 16) + 16 * num_pieces
 
 
 def _asked(
@@ -189,9 +202,13 @@ def _asked(
 ) -> tuple[IntArray, int]:
     """Return the lengths in the form that the compiled loops take, and the limit of pieces."""
     check_whole(name, "capacity", capacity, least=1, most=MOST_TOKENS)
-    lengths = read_only(np.ascontiguousarray(lengths, np.int64))
+    lengths = integers(name, "lengths", lengths)
+    if lengths.ndim != 1:
+        raise ValueError(f"{name}: lengths must have one dimension, got shape {lengths.shape}")
+    if max_documents is not None:
+        check_whole(name, "max_documents", max_documents, least=1)
     limit = lengths.size if max_documents is None else min(int(max_documents), lengths.size)
-    return lengths, max(1, limit)
+    return read_only(np.ascontiguousarray(lengths)), max(1, limit)
 
 
 def _check_range(name: str, found: tuple[int, int], capacity: int) -> None:
@@ -228,26 +245,26 @@ def most_bins(task: Task) -> int:
     All bins but one, and but those that `limit` has closed, are more than half full: of two that
     are not, the first would have had room for the pieces of the second.
     """
-    bound = 2 * task.total // task.capacity + 1 + task.lengths.size // task.limit
-    return max(1, min(task.lengths.size, bound))
+    bound = 2 * task.total // task.capacity + 1 + task.keys.size // task.limit
+    return max(1, min(task.keys.size, bound))
 
 
 def by_length(task: Task) -> tuple[IntArray, np.ndarray[Any, Any]]:
-    """Return where the pieces of length l end, `ends[l]`, if they are sorted, and room for bins.
+    """Return where the pieces of key k end, `ends[k]`, if they are sorted, and room for bins.
 
     Bins are written for pieces by length and, of one length, by arrival: one after the other.
     """
-    ends = np.zeros(task.longest + 1, np.int64)
-    _count(task.lengths, ends)
-    size = task.lengths.size
+    ends = np.zeros(task.sizes.size, np.int64)
+    _count(task.keys, ends)
+    size = task.keys.size
     return np.cumsum(ends, out=ends), np.empty(size, np.int32 if size < INT32 else np.int64)
 
 
 def in_arrival_order(task: Task, ends: IntArray, bins: np.ndarray[Any, Any]) -> IntArray:
     """Return the bin of each piece, from the bins of pieces by length; `ends` are used up."""
-    bin_of = np.empty(task.lengths.size, np.int64)
+    bin_of = np.empty(task.keys.size, np.int64)
     ends[1:] = ends[:-1]
-    _arrive(task.lengths, ends, bins, bin_of)
+    _arrive(task.keys, ends, bins, bin_of)
     return bin_of
 
 
@@ -314,16 +331,16 @@ def _count(keys: Any, counts: Any) -> None:
 
 
 @jit
-def _arrive(lengths: Any, places: Any, bins: Any, bin_of: Any) -> None:
-    for piece in range(lengths.size):
-        place = places[lengths[piece]]
-        places[lengths[piece]] = place + 1
+def _arrive(keys: Any, places: Any, bins: Any, bin_of: Any) -> None:
+    for piece in range(keys.size):
+        place = places[keys[piece]]
+        places[keys[piece]] = place + 1
         bin_of[piece] = bins[place]
 
 
 @jit
 def _best_fit(  # noqa: PLR0917 (an array is a parameter)
-    lengths: Any, capacity: int, limit: int, runs: Any, segments: Any, firsts: Any
+    keys: Any, sizes: Any, capacity: int, limit: int, runs: Any, segments: Any, firsts: Any
 ) -> None:
     """Write into which bins the pieces of each length go, in order of arrival, from `firsts` on.
 
@@ -336,17 +353,15 @@ def _best_fit(  # noqa: PLR0917 (an array is a parameter)
     begin, count, space = runs[:, 0], runs[:, 1], runs[:, 2]
     room, earlier = runs[:, 3], runs[:, 4]
     ready = np.empty(len(runs), np.int64)  # the stack
-    waiting = np.full(firsts.size, -1)  # by space: the run filed last
-    for length in lengths:
-        firsts[length] += 1
+    waiting = np.full(sizes.size, -1)  # by the longest that has space: the run filed last
+    every = sizes[-1] == sizes.size - 1
+    for key in keys:
+        firsts[key] += 1
     num_bins = num_runs = num_ready = num_segments = 0
-    for length in range(firsts.size - 1, 0, -1):
-        run = waiting[length]
-        while run >= 0:
-            ready[num_ready] = run
-            num_ready += 1
-            run = earlier[run]
-        left, firsts[length] = firsts[length], num_segments
+    for key in range(sizes.size - 1, 0, -1):
+        length = sizes[key]
+        num_ready = _join(ready, num_ready, waiting[key], earlier, space, every)
+        left, firsts[key] = firsts[key], num_segments
         while left > 0:
             if num_ready == 0:
                 each = min(capacity // length, limit)
@@ -380,27 +395,44 @@ def _best_fit(  # noqa: PLR0917 (an array is a parameter)
                 ready[num_ready] = run
                 num_ready += 1
             else:
-                earlier[run] = waiting[space[run]]
-                waiting[space[run]] = run
+                file = space[run] if every else np.searchsorted(sizes, space[run], "right") - 1
+                earlier[run] = waiting[file]
+                waiting[file] = run
 
 
 @jit
-def _assign(lengths: Any, segments: Any, firsts: Any, bin_of: Any) -> None:
+def _join(  # noqa: PLR0917 (an array is a parameter)
+    ready: Any, num_ready: int, run: int, earlier: Any, space: Any, every: bool
+) -> int:
+    """Put the runs of one file on the stack, the fullest on top; return its height."""
+    joined = num_ready
+    while run >= 0:
+        ready[num_ready] = run
+        num_ready += 1
+        run = earlier[run]
+    if not every and num_ready - joined > 1:  # else their spaces are the same
+        top = ready[joined:num_ready]
+        top[:] = top[np.argsort(-space[top], kind="mergesort")]
+    return num_ready
+
+
+@jit
+def _assign(keys: Any, segments: Any, firsts: Any, bin_of: Any) -> None:
     """Deal the pieces to the segments of their lengths, which are used up."""
-    for piece in range(lengths.size):
-        at = firsts[lengths[piece]]
+    for piece in range(keys.size):
+        at = firsts[keys[piece]]
         bin_of[piece] = segments[at, 0]
         segments[at, 3] -= 1
         if segments[at, 3] == 0:
             segments[at, 0] += 1
             segments[at, 3] = segments[at, 2]
             if segments[at, 0] == segments[at, 1]:
-                firsts[lengths[piece]] = at + 1
+                firsts[keys[piece]] = at + 1
 
 
 @jit
 def _first_fit(  # noqa: PLR0917 (an array is a parameter)
-    ends: Any, capacity: int, limit: int, tree: Any, room: Any, bins: Any
+    ends: Any, sizes: Any, capacity: int, limit: int, tree: Any, room: Any, bins: Any
 ) -> None:
     """Write the bins of the pieces by length.
 
@@ -408,8 +440,8 @@ def _first_fit(  # noqa: PLR0917 (an array is a parameter)
     """
     leaves = tree.size // 2
     num_bins = 0
-    for length in range(ends.size - 1, 0, -1):
-        place, end = ends[length - 1], ends[length]
+    for key in range(ends.size - 1, 0, -1):
+        length, place, end = sizes[key], ends[key - 1], ends[key]
         while place < end:
             if tree[1] >= length:
                 node = 1

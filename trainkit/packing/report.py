@@ -8,6 +8,7 @@ import numpy as np
 
 from trainkit.hashing import MASK64, hash_box, hash_counters
 from trainkit.packing.pieces import align
+from trainkit.sampling.integers import integers
 
 if TYPE_CHECKING:
     from numpy.typing import ArrayLike
@@ -30,7 +31,7 @@ def packing_report(bins: Bins, lengths: ArrayLike | None = None) -> dict[str, in
         `dropped_tokens`, those of the last two that are in no row.
 
     Raises:
-        ValueError: The bins were made from other lengths.
+        ValueError: The bins were made from other lengths, or these are no integers.
 
     Examples:
         >>> from trainkit.packing import pack_bins
@@ -52,7 +53,9 @@ def packing_report(bins: Bins, lengths: ArrayLike | None = None) -> dict[str, in
         "row_padding": places - aligned,
         "efficiency": tokens / places if places else 1.0,
     }
-    return report if lengths is None else report | _fates(bins, np.asarray(lengths, np.int64))
+    if lengths is None:
+        return report
+    return report | _fates(bins, integers("packing_report", "lengths", lengths))
 
 
 def row_costs(bins: Bins) -> IntArray:

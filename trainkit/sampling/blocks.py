@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from trainkit.hashing import key_of
+from trainkit.sampling.integers import integers
 from trainkit.sampling.permutation import permute
 
 if TYPE_CHECKING:
@@ -55,8 +56,8 @@ def rows_in_blocks(
             "rows_in_blocks: step must be at least 0, rows_per_step and block at least 1, got "
             f"step={step}, rows_per_step={rows_per_step}, block={block}"
         )
-    order = np.asarray(order)
-    if order.ndim != 1 or order.size == 0 or order.dtype.kind not in "iu":
+    order = integers("rows_in_blocks", "order", order)
+    if order.ndim != 1 or order.size == 0:
         raise ValueError(
             "rows_in_blocks: order must be at least one integer in one dimension, got "
             f"{order.dtype} {order.shape}"

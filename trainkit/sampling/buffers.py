@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from trainkit.hashing import key_of
+from trainkit.sampling.integers import integers
 from trainkit.sampling.permutation import permute
 
 if TYPE_CHECKING:
@@ -49,7 +50,8 @@ def buffer_sorted_order(
         int64, as many as places. Over all places every item comes once.
 
     Raises:
-        ValueError: `keys` are not as above, a size is below 1, or a place lies outside [0, N).
+        ValueError: `keys` are not as above, a size is below 1, or a place is no integer or lies
+            outside [0, N).
 
     Examples:
         >>> lengths = np.array([9, 2, 8, 1, 3, 7, 5, 4, 6])
@@ -68,7 +70,7 @@ def buffer_sorted_order(
             "buffer_sorted_order: buffer_size and pack_size must be at least 1, got "
             f"{buffer_size} and {pack_size}"
         )
-    places = np.atleast_1d(np.asarray(index, dtype=np.int64))
+    places = np.atleast_1d(integers("buffer_sorted_order", "index", index))
     if places.size and not 0 <= places.min() <= places.max() < keys.size:
         raise ValueError(
             f"buffer_sorted_order: places must lie in [0, {keys.size}), got {places.min()} to "

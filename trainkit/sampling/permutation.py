@@ -8,6 +8,7 @@ import numpy as np
 
 from trainkit.hashing import GOLDEN, key_of, mix
 from trainkit.jit import jit
+from trainkit.sampling.integers import integers
 
 if TYPE_CHECKING:
     from numpy.typing import ArrayLike
@@ -33,7 +34,7 @@ def permute(index: ArrayLike, count: int, key: int) -> IntArray:
         int64 `[N]`.
 
     Raises:
-        ValueError: `count` is below 1, or an index lies outside [0, count).
+        ValueError: `count` is below 1, or an index is no integer or lies outside [0, count).
 
     Examples:
         >>> permute(np.arange(10), 10, key_of(0))
@@ -41,7 +42,7 @@ def permute(index: ArrayLike, count: int, key: int) -> IntArray:
     """
     if count < 1:
         raise ValueError(f"permute: count must be at least 1, got {count}")
-    index = np.atleast_1d(np.asarray(index, dtype=np.int64))
+    index = np.atleast_1d(integers("permute", "index", index))
     if index.size and not 0 <= index.min() <= index.max() < count:
         raise ValueError(
             f"permute: indices must lie in [0, {count}), got {index.min()} to {index.max()}"

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from trainkit.jit import jit
+from trainkit.sampling.integers import integers
 
 if TYPE_CHECKING:
     from numpy.typing import ArrayLike
@@ -77,14 +78,14 @@ def share_of_rows(
 
 
 def _checked_costs(costs: ArrayLike, num_rows: int) -> IntArray:
-    array = np.asarray(costs)
-    if array.shape != (num_rows,) or array.dtype.kind not in "iu" or array.min() < 0:
+    array = integers("share_of_rows", "costs", costs)
+    if array.shape != (num_rows,) or array.min() < 0:
         raise ValueError(
             f"share_of_rows: costs must be [{num_rows}] integers of at least 0, one per row of the "
             f"global batch, got {array.dtype} {array.shape}"
             + (f" from {array.min()} on" if array.shape == (num_rows,) else "")
         )
-    return array.astype(np.int64)
+    return array
 
 
 def _deal(costs: IntArray, num_ranks: int, size: int, width: int) -> np.ndarray[Any, Any]:
