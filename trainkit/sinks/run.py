@@ -102,9 +102,10 @@ def run_summary(run_dir: str | Path) -> str:
     run_dir = Path(run_dir)
     found = goodput(read_jsonl(run_dir / "metrics.jsonl"), read_jsonl(run_dir / "events.jsonl"))
     share = f"{found.share:.1%}" if found.wall else "-"
+    down = f", and {found.down:.1f} s in which nothing ran" if found.starts > 1 else ""
     return (
         f"goodput {share}: {found.steps} steps, {found.repeated} repeated, {found.starts} starts, "
-        f"{found.saves} saves that blocked for {found.blocked:.1f} s, {found.wall:.1f} s in all"
+        f"{found.saves} saves that blocked for {found.blocked:.1f} s, {found.wall:.1f} s in all{down}"
     )
 
 
