@@ -142,9 +142,7 @@ def pack(cfg, ps, opened, say):
         say("where a corpus says which of its tokens are trained on, the others are only read")
     if not len(held.bins):
         say("no document is held out of so few, so there is nothing to evaluate on")
-    fates = ("empty_documents", "split_documents", "truncated_documents", "dropped_documents")
-    counts = {name: sum(report[name] for report in reports.values()) for name in fates}
-    return mix, held, reports, counts
+    return mix, held, reports
 
 
 def make_phases(cfg, num_rows):
@@ -316,7 +314,7 @@ def train(cfg, ps, tokenizer, model, phase, stopping, say):
     """Go on from the last checkpoint, or begin, and train until `cfg.steps` or until a stop."""
     say(f"reading {', '.join(map(str, cfg.data)) or 'the source of the standard library'}")
     opened = open_corpora(cfg, tokenizer)
-    mix, held, reports, counts = pack(cfg, ps, opened, say)
+    mix, held, reports = pack(cfg, ps, opened, say)
     phases = make_phases(cfg, mix.num_rows)
     stages, optimizer = build(cfg, ps, model)
     checkpoint.require_space(cfg.out, stages, axis=ps.world, tell=say)
@@ -372,7 +370,7 @@ def train(cfg, ps, tokenizer, model, phase, stopping, say):
             state, metrics = train_step(state, next_batch(state.cursor))
             phase(f"step {state.step + 1}", allow=cfg.step_timeout)
             record = step_record(metrics, begin=begin)
-            log(state.step, record | counts)
+            log(state.step, record)
             state = guard(state, record)
             if len(held.bins) and schedules.due(state.step, cfg.eval_every, last=cfg.steps):
                 phase("evaluation", allow=cfg.start_timeout)

@@ -359,7 +359,7 @@ def train(cfg, ps, tokenizer, model, init, told, phase, stopping, say):
             state, metrics = train_step(state, next_batch(state.cursor))
             phase(f"step {state.step + 1}", allow=cfg.step_timeout)
             record = step_record(metrics, begin=begin)
-            log(state.step, record | counts)
+            log(state.step, record)
             state = guard(state, record)
             if len(held_rows) and schedules.due(state.step, cfg.eval_every, last=cfg.steps):
                 phase("evaluation", allow=cfg.start_timeout)

@@ -113,7 +113,7 @@ _CONTENTS = {
     "packing": "pack_bins",
     "sampling": "",
     "layout": "zigzag_shard zigzag_unshard contiguous_shard shard_batch shard_sequence",
-    "batch": "collate_bins shift_labels count_valid_tokens count_tokens batch_hash to_device",
+    "batch": ("collate_bins shift_labels count_valid_tokens count_tokens batch_hash to_device"),
     "losses": "",
     "schedules": "",
     "health": "",

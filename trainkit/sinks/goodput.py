@@ -55,7 +55,8 @@ def goodput(metrics: Sequence[Mapping[str, Any]], events: Sequence[Mapping[str, 
     """
     starts = [i for i, event in enumerate(events) if event.get("event") == "start"]
     saves = [event for event in events if event.get("event") == "save" and not event.get("error")]
-    seconds = {line["step"]: line.get("seconds") or 0.0 for line in metrics if "step" in line}
+    steps = [line for line in metrics if type(line.get("step")) is int]
+    seconds = {line["step"]: line.get("seconds") or 0.0 for line in steps}
     productive = math.fsum(seconds.values())
     lives = [
         _life(events[begin:end], events[end] if end < len(events) else None, seconds)
