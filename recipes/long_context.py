@@ -134,7 +134,10 @@ def make_train_step(cfg, ps, stages, optimizer, evidence):
         tokens = tk.all_sum(tk.count_valid_tokens(batch.microbatches), ps.loss)
         sums = forward_backward(batch.microbatches, denominator=tokens)
         tk.sync_sp_grads(params, ps.sp_unfolded)
-        terms = losses.mean_terms(tk.reduce_metrics(sums, ps.loss), tokens)
+        counted = {**sums, "processed": tk.count_tokens(batch.microbatches)}
+        totals = tk.reduce_metrics(counted, ps.loss)
+        processed = totals.pop("processed")
+        terms = losses.mean_terms(totals, tokens)
         lr = lr_at(state.step)
         applies = health.step_test(terms["loss"], state.health, cfg.policy, tokens=tokens)
         norm = tk.clip_and_step(
@@ -155,6 +158,7 @@ def make_train_step(cfg, ps, stages, optimizer, evidence):
             "skipped": ~applies(norm),
             "lr": lr,
             "tokens": tokens,
+            "tokens_processed": processed,
             "tokens_total": state.tokens + tokens,
             "batch_hash": tk.all_sum(tk.batch_hash(batch.microbatches), ps.loss),
         }
@@ -232,7 +236,7 @@ def train(cfg, ps, tokenizer, model, phase, stopping, say):
             begin = time.perf_counter()
             state, metrics = train_step(state, next_batch(state.cursor))
             phase(f"step {state.step + 1}", allow=cfg.step_timeout)
-            record = step_record(metrics, seconds=time.perf_counter() - begin)
+            record = step_record(metrics, begin=begin)
             log(state.step, record)
             state = guard(state, record)
             stop = stopping()

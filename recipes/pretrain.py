@@ -142,9 +142,7 @@ def pack(cfg, ps, opened, say):
         say("where a corpus says which of its tokens are trained on, the others are only read")
     if not len(held.bins):
         say("no document is held out of so few, so there is nothing to evaluate on")
-    fates = ("empty_documents", "split_documents", "truncated_documents", "dropped_documents")
-    counts = {name: sum(report[name] for report in reports.values()) for name in fates}
-    return mix, held, reports, counts
+    return mix, held, reports
 
 
 def make_phases(cfg, num_rows):
@@ -222,7 +220,10 @@ def make_train_step(cfg, ps, stages, optimizer, phases, loss, evidence):
         tokens = tk.all_sum(tk.count_valid_tokens(batch.microbatches), ps.loss)
         sums = forward_backward(batch.microbatches, denominator=tokens)
         tk.sync_sp_grads(params, ps.sp_unfolded)
-        terms = losses.mean_terms(tk.reduce_metrics(sums, ps.loss), tokens)
+        counted = {**sums, "processed": tk.count_tokens(batch.microbatches)}
+        totals = tk.reduce_metrics(counted, ps.loss)
+        processed = totals.pop("processed")
+        terms = losses.mean_terms(totals, tokens)
         lr = lr_at(state.step) * sampling.phase_at(state.step, phases).lr_scale
         applies = health.step_test(terms["loss"], state.health, cfg.policy, tokens=tokens)
         norm = tk.clip_and_step(
@@ -243,6 +244,7 @@ def make_train_step(cfg, ps, stages, optimizer, phases, loss, evidence):
             "skipped": ~applies(norm),
             "lr": lr,
             "tokens": tokens,
+            "tokens_processed": processed,
             "tokens_total": state.tokens + tokens,
             "batch_hash": tk.all_sum(tk.batch_hash(batch.microbatches), ps.loss),
         }
@@ -313,7 +315,7 @@ def train(cfg, ps, tokenizer, model, phase, stopping, say):
     """Go on from the last checkpoint, or begin, and train until `cfg.steps` or until a stop."""
     say(f"reading {', '.join(map(str, cfg.data)) or 'the source of the standard library'}")
     opened = open_corpora(cfg, tokenizer)
-    mix, held, reports, counts = pack(cfg, ps, opened, say)
+    mix, held, reports = pack(cfg, ps, opened, say)
     phases = make_phases(cfg, mix.num_rows)
     stages, optimizer = build(cfg, ps, model)
     checkpoint.require_space(cfg.out, stages, axis=ps.world, tell=say)
@@ -368,8 +370,8 @@ def train(cfg, ps, tokenizer, model, phase, stopping, say):
             begin = time.perf_counter()
             state, metrics = train_step(state, next_batch(state.cursor))
             phase(f"step {state.step + 1}", allow=cfg.step_timeout)
-            record = step_record(metrics, seconds=time.perf_counter() - begin)
-            log(state.step, record | counts)
+            record = step_record(metrics, begin=begin)
+            log(state.step, record)
             state = guard(state, record)
             if len(held.bins) and schedules.due(state.step, cfg.eval_every, last=cfg.steps):
                 phase("evaluation", allow=cfg.start_timeout)

@@ -229,7 +229,10 @@ def make_train_step(cfg, ps, stages, optimizer, loss, evidence):
         tokens = tk.all_sum(tk.count_valid_tokens(batch.microbatches), ps.loss)
         sums = forward_backward(batch.microbatches, denominator=tokens)
         tk.sync_sp_grads(params, ps.sp_unfolded)
-        terms = losses.mean_terms(tk.reduce_metrics(sums, ps.loss), tokens)
+        counted = {**sums, "processed": tk.count_tokens(batch.microbatches)}
+        totals = tk.reduce_metrics(counted, ps.loss)
+        processed = totals.pop("processed")
+        terms = losses.mean_terms(totals, tokens)
         lr = lr_at(state.step)
         applies = health.step_test(terms["loss"], state.health, cfg.policy, tokens=tokens)
         norm = tk.clip_and_step(
@@ -250,6 +253,7 @@ def make_train_step(cfg, ps, stages, optimizer, loss, evidence):
             "skipped": ~applies(norm),
             "lr": lr,
             "tokens": tokens,
+            "tokens_processed": processed,
             "tokens_total": state.tokens + tokens,
             "batch_hash": tk.all_sum(tk.batch_hash(batch.microbatches), ps.loss),
         }
@@ -355,8 +359,8 @@ def train(cfg, ps, tokenizer, model, init, told, phase, stopping, say):
             begin = time.perf_counter()
             state, metrics = train_step(state, next_batch(state.cursor))
             phase(f"step {state.step + 1}", allow=cfg.step_timeout)
-            record = step_record(metrics, seconds=time.perf_counter() - begin)
-            log(state.step, record | counts)
+            record = step_record(metrics, begin=begin)
+            log(state.step, record)
             state = guard(state, record)
             if len(held_rows) and schedules.due(state.step, cfg.eval_every, last=cfg.steps):
                 phase("evaluation", allow=cfg.start_timeout)

@@ -124,7 +124,7 @@ def visit(degrees, rest, sites, *, guilty=1, protected=True, alone=False, replay
         for site in sites:
             before = bits_of(stages, optimizer)
             after, metrics, evidence = step(state, batch(state.cursor), site)
-            record = step_record(metrics, seconds=1.0)
+            record = step_record(metrics, begin=0.0)
             damage = functools.partial(nonfinite_names, stages, optimizer, ps.world)
             action, _ = health.judge(after, record, policy, damage=None if alone else damage)
             moved = changed(before, bits_of(stages, optimizer))
@@ -271,7 +271,7 @@ def test_damage_in_the_state_is_found_at_the_next_bad_step(where):
     run_tensors(stages, optimizer)[f"{where}/{DOWN}"].view(-1)[3] = NAN
     for _ in range(2):  # a moment reaches the loss one step later
         state, metrics, _ = step(state, make_batch(state.cursor))
-        record = step_record(metrics, seconds=1.0)
+        record = step_record(metrics, begin=0.0)
         damage = functools.partial(nonfinite_names, stages, optimizer, SOLO)
         action, state = health.judge(state, record, health.Policy(), damage=damage)
         if action.kind != "apply":
@@ -422,7 +422,7 @@ def test_counters_are_exact_far_out(start, tmp_path):
     tokens = int(metrics["tokens"])
     assert state.cursor.batch == start + 1
     assert counters_of(state)["tokens"] == start + tokens
-    record = step_record({**metrics, "tokens_total": state.tokens}, seconds=1.0)
+    record = step_record({**metrics, "tokens_total": state.tokens}, begin=0.0)
     assert orjson.loads(orjson.dumps(record))["tokens_total"] == start + tokens
     ps = tk.solo_parallel()
     path = tk.save_checkpoint(tmp_path, state, stages, optimizer, ps)

@@ -15,6 +15,7 @@ from trainkit.batch import (
     batch_hash,
     blank_batch,
     collate_bins,
+    count_tokens,
     count_valid_tokens,
     pad_stack,
     pooling_mask,
@@ -241,6 +242,8 @@ def test_valid_tokens_and_hashes_add_over_any_cut_into_microbatches(case, size):
         collate_bins(corpus, bins, part, row_positions=part) for part in padded.reshape(-1, size)
     ]
     assert count_valid_tokens(parts) == count_valid_tokens([whole])
+    aligned = -(-bins.lengths // bins.multiple_of) * bins.multiple_of
+    assert count_tokens(parts) == count_tokens([whole]) == aligned.sum()
     assert batch_hash(parts) == batch_hash([whole])
     assert batch_hash(parts[::-1]) == batch_hash([whole])
     assert batch_hash(parts[:1]) + sum(batch_hash([part]) for part in parts[1:]) == batch_hash(
@@ -279,6 +282,7 @@ def test_what_runs_in_a_step_reads_nothing_back_from_the_device():
     batch = to_device(blank_batch(2, 4), "meta")
     assert batch.spans.cu_seqlens.device.type == "meta"
     assert count_valid_tokens([batch]).device.type == "meta"
+    assert count_tokens([batch]).device.type == "meta"
     assert batch_hash([batch, batch]).device.type == "meta"
     assert shift_labels(batch.input_ids, batch.document_ids).device.type == "meta"
 

@@ -54,6 +54,7 @@ if TYPE_CHECKING:
     from trainkit import types as types
     from trainkit.batch import batch_hash as batch_hash
     from trainkit.batch import collate_bins as collate_bins
+    from trainkit.batch import count_tokens as count_tokens
     from trainkit.batch import count_valid_tokens as count_valid_tokens
     from trainkit.batch import shift_labels as shift_labels
     from trainkit.batch import to_device as to_device
@@ -112,7 +113,7 @@ _CONTENTS = {
     "packing": "pack_bins",
     "sampling": "",
     "layout": "zigzag_shard zigzag_unshard contiguous_shard shard_batch shard_sequence",
-    "batch": "collate_bins shift_labels count_valid_tokens batch_hash to_device",
+    "batch": ("collate_bins shift_labels count_valid_tokens count_tokens batch_hash to_device"),
     "losses": "",
     "schedules": "",
     "health": "",

@@ -1,6 +1,7 @@
-"""`python -m trainkit COMMAND`: tools around a run, which print JSON or a table.
+"""`python -m trainkit COMMAND`: tools around a run.
 
-Errors are JSON, and have exit codes.
+On a terminal they print tables and sentences; elsewhere, and with `--json`, records are JSON, and
+so are errors. Either way errors have exit codes.
 """
 
 from __future__ import annotations
@@ -12,17 +13,41 @@ from typing import Any, NoReturn
 import orjson
 
 from trainkit.commands import certify, checkpoint, data, pack, plan, prepare
+from trainkit.commands.text import as_text
 from trainkit.runtime.errors import error_code
 from trainkit.types import ConfigError
 
 COMMANDS = {
-    "certify": certify,
-    "checkpoint": checkpoint,
-    "data": data,
-    "pack": pack,
     "plan": plan,
     "prepare": prepare,
+    "data": data,
+    "pack": pack,
+    "checkpoint": checkpoint,
+    "certify": certify,
 }
+
+_EPILOG = """\
+Training itself is a recipe, python recipes/pretrain.py; these commands stand around it:
+
+  python -m trainkit plan --size llama-3.1-8b --world 8 --hardware h100 --row-length 8192
+                                               which layouts fit, and how fast each would be
+  python -m trainkit prepare books/ --out books.tokens
+                                               text into tokens, once, in parallel
+  python -m trainkit data show books.tokens    what is in it; data verify reads every byte
+  python -m trainkit pack books.tokens --capacity 4096
+                                               what packing it into rows would come to
+  python -m trainkit checkpoint ls runs/mine   what a run has saved; also verify, diff, prune,
+                                               export and convert
+  python -m trainkit certify --world 2         that two ranks compute what one computes
+
+Each explains itself, with examples: python -m trainkit COMMAND --help
+
+On a terminal they print text. Into a pipe or a file, and with --json, records are JSON, and so is
+an error: {"error": ..., "hint": ...}.
+
+Exit codes: 0 fine, 64 wrong use, 65 data, 66 a checkpoint, 67 numbers, 70 a bug, 74 the disk, 76
+interrupted.
+"""
 
 
 class _Parser(argparse.ArgumentParser):
@@ -33,7 +58,12 @@ class _Parser(argparse.ArgumentParser):
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = _Parser(prog="python -m trainkit", description=__doc__.splitlines()[0])
+    parser = _Parser(
+        prog="python -m trainkit",
+        description="Tools around a training run.",
+        epilog=_EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
     commands = parser.add_subparsers(dest="command", required=True)
     for command in COMMANDS.values():
         command.add(commands)
@@ -45,21 +75,31 @@ def _json(report: Any) -> bytes:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run one command; return its exit code.
+    """Run one command; return its exit code. Without any, print what there is.
 
     Effects:
-        Prints what the command returns, text as it is and all else as JSON, and does what the
-        command does.
+        Prints what the command returns: text as it is, records as a table on a terminal and as JSON
+        elsewhere; and does what the command does.
     """
+    words = sys.argv[1:] if argv is None else argv
+    is_for_people = sys.stdout.isatty() and "--json" not in words
+    if not words:
+        _parser().print_help()
+        return 0
     try:
-        options = _parser().parse_args(argv)
+        options = _parser().parse_args(words)
         report, code = COMMANDS[options.command].run(options)
     except (ValueError, OSError) as error:
         hint = getattr(error, "hint", None)
+        if is_for_people or (sys.stderr.isatty() and not sys.stdout.isatty()):
+            sys.stderr.write(f"error: {error}\n" + (f"hint: {hint}\n" if hint else ""))
         report = {"error": str(error)} | ({"hint": hint} if hint else {})
         code = error_code(error)
-    text = report.encode() if isinstance(report, str) else _json(report)
-    sys.stdout.buffer.write(text + b"\n")
+        if is_for_people:
+            return code
+    is_text = isinstance(report, str)
+    text = report if is_text else as_text(report) if is_for_people else _json(report)
+    sys.stdout.buffer.write((text if isinstance(text, bytes) else text.encode()) + b"\n")
     return code
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 import re
+import time
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
@@ -138,30 +139,39 @@ def _bits(value: Tensor) -> Tensor:
     return value.double().view(torch.int64) if value.is_floating_point() else value.long()
 
 
-def step_record(metrics: Mapping[str, Tensor | float], *, seconds: float) -> dict[str, Any]:
+def step_record(metrics: Mapping[str, Tensor | float], *, begin: float) -> dict[str, Any]:
     """Return one line of metrics.jsonl: a step's metrics as plain values, and what follows.
 
+    A step has ended when its numbers have arrived on the host, not when Python has handed it to the
+    device: the clock is read after them.
+
     Args:
-        metrics: Scalar tensors and plain numbers; `tokens` is the step's valid tokens.
-        seconds: How long the step took, with everything around it.
+        metrics: Scalar tensors and plain numbers; `tokens` is what the step trained on, and
+            `tokens_processed`, if it is there, what went through the model (`count_tokens`).
+        begin: When the step began, with everything around it: `time.perf_counter()`.
 
     Returns:
         The metrics as numbers; `batch_hash` as 16 hex digits; `loss_hex`, `grad_norm_hex` and
-        `lr_hex`, which hold every bit; `seconds` and `tokens_per_second`.
+        `lr_hex`, which hold every bit; `seconds`; and `tokens_per_second`, of the tokens that were
+        processed where they are known.
 
     Effects:
-        Waits for the device: see `to_host`.
+        Waits for the device, once: see `to_host`.
 
     Examples:
-        >>> step_record({"loss": 0.5, "tokens": 100, "batch_hash": 255}, seconds=0.5)["batch_hash"]
+        >>> import time
+        >>> metrics = {"loss": 0.5, "tokens": 100, "batch_hash": 255}
+        >>> step_record(metrics, begin=time.perf_counter())["batch_hash"]
         '00000000000000ff'
     """
+    numbers = to_host(metrics)
+    seconds = time.perf_counter() - begin
     record: dict[str, Any] = {}
-    for name, value in to_host(metrics).items():
+    for name, value in numbers.items():
         record[name] = f"{int(value) & MASK64:016x}" if name == "batch_hash" else value
         if name in ("loss", "grad_norm", "lr"):
             record[f"{name}_hex"] = float(value).hex()
-    speed = tokens_per_second(record["tokens"], seconds)
+    speed = tokens_per_second(record.get("tokens_processed", record["tokens"]), seconds)
     return record | {"seconds": seconds, "tokens_per_second": speed}
 
 

@@ -1,11 +1,13 @@
 """Every sink takes (step, values); files have one whole line per step, after any kills."""
 
 import contextlib
+import functools
 import io
 import json
 import math
 import sys
 import time
+import types
 
 import orjson
 import pytest
@@ -202,7 +204,9 @@ def test_a_picture_is_drawn_from_what_a_killed_run_left(tmp_path, steps):
     with (tmp_path / "metrics.jsonl").open("ab") as file:
         file.write(b'{"step": 99, "lo')
     with sinks.events(tmp_path / "events.jsonl") as event:
-        event("evaluation", step=1, loss=5.0)
+        event("evaluation", step=1, **{"eval/loss": 5.0})
+    with (tmp_path / "events.jsonl").open("ab") as file:
+        file.write(b'{"event":"evaluation","step":1,"eval/lo')
     picture = sinks.plot_loss(tmp_path / "metrics.jsonl", tmp_path / "loss.png")
     assert picture.read_bytes().startswith(b"\x89PNG")
     assert "matplotlib.pyplot" not in sys.modules
@@ -243,3 +247,111 @@ def test_a_run_s_sinks_write_on_the_first_rank_alone(tmp_path, capsys):
     assert (told[0]["step"], told[0]["ranks"], told[2]["step"]) == (4, 2, 5)
     assert list((tmp_path / "1").iterdir()) == []
     assert capsys.readouterr().out.count("step 5/6") == 1
+
+
+# ------------------------------------------------------------------------------------ evaluations
+
+EVALUATED = {"loss": 1.75, "loss/web": 1.5, "tokens": 40}
+
+
+@pytest.fixture
+def curves(monkeypatch):
+    """Return what a stub of TensorBoard is told, each time that it is opened."""
+    opened = []
+
+    def make(*_, **options):
+        scalars = []
+        opened.append((options["purge_step"], scalars))
+        return types.SimpleNamespace(add_scalar=lambda *x: scalars.append(x), close=lambda: None)
+
+    module = types.ModuleType("torch.utils.tensorboard")
+    module.SummaryWriter = make
+    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", module)
+    return opened
+
+
+@pytest.fixture
+def page(monkeypatch):
+    """Return the rows that a stub of wandb's server has; more of the last one joins it."""
+    rows = {}
+
+    def log(values, *, step):
+        assert step >= max(rows, default=0)
+        rows[step] = rows.get(step, {}) | values
+
+    run = types.SimpleNamespace(log=log, finish=lambda **_: None, step=0)
+    library = types.SimpleNamespace(init=lambda **_: run)
+    monkeypatch.setitem(sys.modules, "wandb", library)
+    return rows
+
+
+def run_of(folder, steps, *, begin=0, evaluated=()):
+    """Log some steps as a run does, and what is found after some of them."""
+    extra = sinks.named_sinks(["tensorboard", "wandb"], folder)
+    extra["lines"] = functools.partial(sinks.jsonl, folder / "extra.jsonl")
+    span = {"step": begin, "last": 9, "extra": extra, "patience": 30}
+    with sinks.run_sinks(folder, Share(0, 1), **span) as (log, event):
+        for step in steps:
+            log(step, {"loss": 2.0 / step, "batch_hash": "00ff"})
+            if step in evaluated:
+                event("evaluation", step=step, **EVALUATED)
+    return sinks.read_metrics(folder)
+
+
+def test_what_an_evaluation_finds_reaches_every_sink_under_its_own_name(
+    tmp_path, curves, page, capsys
+):
+    joined = run_of(tmp_path, (1, 2, 3), evaluated=(2,))
+    found = {"eval/loss": 1.75, "eval/loss/web": 1.5}
+    assert page == {
+        1: {"train/loss": 2.0},
+        2: {"train/loss": 1.0, **found},
+        3: {"train/loss": 2 / 3},
+    }
+    told = [("train/loss", 2.0, 1), ("train/loss", 1.0, 2), *((*x, 2) for x in found.items())]
+    assert curves == [(1, [*told, ("train/loss", 2 / 3, 3)])]
+    hashes = {"train/batch_hash": "00ff"}
+    assert [line | hashes for line in lines_of(tmp_path / "extra.jsonl")] == [
+        {"step": step, **values, **hashes} for step, values in page.items()
+    ]
+    (told,) = [x for x in sinks.read_jsonl(tmp_path / "events.jsonl") if x["event"] == "evaluation"]
+    assert {name: told[name] for name in told.keys() - {"time", "event"}} == {
+        "step": 2, "eval/tokens": 40, **found,
+    }  # fmt: skip
+    assert "eval" not in (tmp_path / "metrics.jsonl").read_text()
+    assert [line.get("eval/loss") for line in joined] == [None, 1.75, None]
+    assert [line["loss"] for line in joined] == [2.0, 1.0, 2 / 3]
+    out = capsys.readouterr().out
+    assert "loss 2.0000" in out
+    assert "loss -" not in out
+
+
+def test_a_step_that_is_done_again_takes_its_evaluation_with_it(tmp_path, curves, page):
+    joined = run_of(tmp_path, (1, 2, 3, 2, 3, 4), evaluated=(1, 3))
+    assert [line.get("eval/loss") for line in joined] == [1.75, None, 1.75, None]
+    assert lines_of(tmp_path / "extra.jsonl")[2]["eval/loss"] == 1.75
+    assert [purged for purged, _ in curves] == [1, 2]
+    assert list(page) == [1, 2, 3, 4]
+    joined = run_of(tmp_path, (2,), begin=1)  # after a restart
+    assert [line.get("eval/loss") for line in joined] == [1.75, None]
+
+
+def test_the_metrics_of_a_run_that_was_killed_are_read_up_to_the_torn_line(tmp_path):
+    assert sinks.read_metrics(tmp_path) == []
+    with sinks.events(tmp_path / "events.jsonl") as event:
+        event("evaluation", step=0, **{"eval/loss": 5.5})
+        event("evaluation", **{"eval/loss": 9.0})
+    (tmp_path / "metrics.jsonl").write_bytes(written([1, 2]))
+    whole = sinks.read_metrics(tmp_path)
+    assert [(line["step"], line.get("eval/loss")) for line in whole] == [
+        (0, 5.5),
+        (1, None),
+        (2, None),
+    ]
+    for torn in (b'{"step":3,"lo', b'{"step":3,"note":"\xc3', b"\0" * 5000, b'{"step":null}\n[3'):
+        for name, text in (("metrics", written([1, 2])), ("events", b"")):
+            before = (tmp_path / f"{name}.jsonl").read_bytes()
+            (tmp_path / f"{name}.jsonl").write_bytes((text or before) + torn)
+            assert sinks.read_metrics(tmp_path) == whole
+            assert "2 steps" in sinks.run_summary(tmp_path)
+            (tmp_path / f"{name}.jsonl").write_bytes(before)

@@ -63,7 +63,8 @@ def test_every_layout_prints_the_numbers_of_one_process(world, text, alone, tmp_
         assert code == 0, f"{layout}: {printed}"
         assert_equal_runs(out, alone[0], about=layout)
         for a, b in zip(events(out, "evaluation"), events(alone[0], "evaluation"), strict=True):
-            assert (a["tokens"], a["loss"]) == (b["tokens"], pytest.approx(b["loss"], rel=1e-5))
+            loss = pytest.approx(b["eval/loss"], rel=1e-5)
+            assert (a["eval/tokens"], a["eval/loss"]) == (b["eval/tokens"], loss)
         assert written(printed) == alone[1], layout
     assert all(done == (0, "") for rank in others for done in rank)
 

@@ -12,6 +12,7 @@ import pytest
 import recipe_runs
 from recipe_runs import column, error_of, events, here, lines, load, refusal, run, several, start
 
+from trainkit import sinks
 from trainkit.checkpoint import verify_checkpoint
 from trainkit.packing import pack_bins, sequential
 from trainkit.testing import run_ranks
@@ -61,6 +62,12 @@ def test_a_run_leaves_what_the_design_says(whole):
     names = sorted(path.name for path in (out / "checkpoints").iterdir())
     assert names == ["latest", "step_00000003", "step_00000006", "step_00000008"]
     assert [event["step"] for event in events(out, "evaluation")] == [4, 8]
+    joined = sinks.read_metrics(out)
+    assert [line["step"] for line in joined if "eval/loss" in line] == [4, 8]
+    assert all(joined[i].items() >= line.items() for i, line in enumerate(lines(out)))
+    counters = {"split_documents", "empty_documents", "eval/loss"}
+    assert not counters & lines(out)[-1].keys()  # what never moves is no curve
+    assert counters & events(out, "packing")[0].keys() == counters - {"eval/loss"}
     assert [event["step"] for event in events(out, "save")] == [3, 6, 8]
     assert (out / "loss.png").read_bytes().startswith(b"\x89PNG")
     assert "step 8/8" in printed

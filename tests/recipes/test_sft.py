@@ -1,16 +1,21 @@
 """recipes/sft.py: it learns the assistant's words, resumes, and begins with a pretrained model."""
 
 import json
+import time
 
 import pytest
 import recipe_runs
 from recipe_runs import assert_equal_runs, column, events, here, lines, refusal, several
 
+from trainkit import metrics
 from trainkit.corpora import write_corpus
 from trainkit.testing import run_ranks
 from trainkit.tokenizers import save_tokenizer, train_bpe
 
 SMALL = [*recipe_runs.SMALL.split(), "--save-every", 2, "--ask", "def is_open(self)"]
+
+
+DEVICE = 0.05  # seconds for which the device still works on a step that Python is done with
 
 
 def conversation(number):
@@ -35,9 +40,17 @@ def flags_of(out, chats, steps, *flags):
 
 @pytest.fixture(scope="module")
 def whole(chats, tmp_path_factory):
-    """Return the directory of a run of 4 steps, and what it printed."""
+    """Return the directory of a run of 4 steps on a slow device, and what it printed."""
     out = tmp_path_factory.mktemp("whole") / "run"
-    code, printed = here(flags_of(out, chats, 4), "sft")
+    fetch = metrics.to_host
+
+    def when_done(values):
+        time.sleep(DEVICE)
+        return fetch(values)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(metrics, "to_host", when_done)
+        code, printed = here(flags_of(out, chats, 4), "sft")
     assert code == 0, printed
     return out, printed
 
@@ -48,6 +61,13 @@ def test_only_what_the_assistant_says_is_trained_on(whole):
     for row in lines(whole[0]):
         assert 0 < row["tokens"] < report["tokens"] / report["rows"] * 4
         assert row["tokens"] <= 17 * 2 * 4
+
+
+def test_the_speed_is_that_of_all_tokens_and_of_the_device(whole):
+    for row in lines(whole[0]):
+        assert row["tokens"] < row["tokens_processed"] <= 4 * 64
+        assert row["seconds"] >= DEVICE
+        assert row["tokens_per_second"] == row["tokens_processed"] / row["seconds"]
 
 
 def test_what_was_cut_is_counted(whole):

@@ -125,6 +125,16 @@ def test_every_error_ends_with_its_code_and_its_last_words(
         assert "hint: run the same command again to go on from the last checkpoint" in lines
 
 
+def test_on_a_terminal_it_stands_once_and_in_words(capsys, monkeypatch):
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
+    with pytest.raises(SystemExit), report_errors():
+        raise CASES[0][0]
+    assert capsys.readouterr().err == "error: lr must be above 0\nhint: try 3e-4\n"
+    assert last_words(76, "left at once").count(b"left at once") == 1
+    monkeypatch.setattr(sys, "stderr", None)
+    assert b"TRAINKIT_ERROR" in last_words(76, "left at once")
+
+
 def test_what_the_error_knows_is_passed_on(capsys):
     with pytest.raises(SystemExit), report_errors():
         raise CASES[0][0]

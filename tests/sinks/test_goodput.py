@@ -25,7 +25,7 @@ def test_an_uninterrupted_run():
     assert (found.saves, found.blocked) == (1, 0.25)
 
 
-def test_lost_steps_restarts_and_pauses_lower_it_and_a_kill_leaves_no_end():
+def test_lost_steps_and_restarts_lower_it_and_a_kill_leaves_no_end():
     events = [
         start(0.0, 0),
         {"event": "save", "time": 8.0, "step": 4},
@@ -34,9 +34,18 @@ def test_lost_steps_restarts_and_pauses_lower_it_and_a_kill_leaves_no_end():
         {"event": "evaluation", "time": 53.0, "step": 5},
     ]
     found = goodput(steps(10), events)
-    assert found.wall == 50 + 6 * 2.0  # the steps after step 4 say how long it lived at least
-    assert found.share == 20 / 62
+    assert found.wall == 7 * 2.0 + 6 * 2.0  # the steps say how long each lived at least
+    assert found.share == 20 / 26
+    assert found.down == 50.0 - 14.0
     assert (found.repeated, found.starts, found.saves) == (3, 2, 1)
+
+
+def test_the_hours_in_which_nothing_ran_are_no_part_of_it():
+    night = [start(0.0, 0), {"event": "end", "time": 5.0}, start(36_005.0, 2), {"time": 36_010.0}]
+    found = goodput(steps(4), night)
+    assert (found.share, found.wall, found.down) == (0.8, 10.0, 36_000.0)
+    slower = [*night[:1], start(3.0, 2, repeated=4)]  # no process outlives the start of the next
+    assert goodput(steps(6), slower).wall == 3.0 + 8.0
 
 
 def test_nothing_is_no_goodput_and_more_than_all_is_all():
@@ -72,4 +81,5 @@ def test_a_run_tells_its_goodput_over_all_its_restarts(tmp_path):
     assert summary.startswith("goodput ")
     assert ": 8 steps, 2 repeated, 2 starts, 2 saves that blocked for 0.1 s, " in summary
     assert 0 < float(summary.split()[1].rstrip("%:")) < 100
-    assert float(summary.split(", ")[-1].split()[0]) <= whole + 0.1
+    assert float(summary.split(", ")[-2].split()[0]) <= whole + 0.1
+    assert summary.endswith(" s in which nothing ran")

@@ -5,6 +5,7 @@ from __future__ import annotations
 from trainkit.batch.batches import (
     batch_hash,
     blank_batch,
+    count_tokens,
     count_valid_tokens,
     map_tensors,
     shift_labels,
@@ -22,6 +23,7 @@ __all__ = [
     "batch_hash",
     "blank_batch",
     "collate_bins",
+    "count_tokens",
     "count_valid_tokens",
     "map_tensors",
     "pad_stack",

@@ -162,6 +162,29 @@ def count_valid_tokens(microbatches: Sequence[Mapping[str, Any]]) -> Tensor:
     )
 
 
+def count_tokens(microbatches: Sequence[Mapping[str, Any]]) -> Tensor:
+    """Return how many tokens of a step this rank works on, trained on or not, without a host sync.
+
+    Args:
+        microbatches: `Batch`es, or any mappings with "document_ids".
+
+    Returns:
+        An int64 scalar on their device, without the padding of rows; the few places that align a
+        piece belong to it.
+
+    Raises:
+        ValueError: There is no microbatch.
+
+    Examples:
+        >>> count_tokens([{"document_ids": torch.tensor([[0, 0, 1, -1]])}, blank_batch(1, 2)])
+        tensor(3)
+    """
+    _check_microbatches("count_tokens", microbatches)
+    return functools.reduce(
+        torch.add, [(batch["document_ids"] >= 0).sum() for batch in microbatches]
+    )
+
+
 def to_device(batch: Batch, device: torch.device | str) -> Batch:
     """Return the batch with all its tensors on a device; itself when it is there already.
 

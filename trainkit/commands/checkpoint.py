@@ -1,7 +1,7 @@
 """`python -m trainkit checkpoint ls|verify|diff|prune|export|convert`: look after checkpoints.
 
-Each prints JSON. What does not verify ends with 66. Only `export`, `convert` and `diff --values`
-import torch.
+Each prints a table on a terminal, JSON elsewhere. What does not verify ends with 66. Only `export`,
+`convert` and `diff --values` import torch.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ def add(commands: Any) -> None:
     checkpoint = commands.add_parser(
         "checkpoint",
         help="list, verify, compare, delete, export and convert checkpoints",
-        description="Look after checkpoints: each command prints JSON.",
+        description="Look after checkpoints: tables on a terminal, JSON elsewhere.",
         epilog=_EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
@@ -82,6 +82,7 @@ def add(commands: Any) -> None:
     for name in ("export", "convert"):
         _add_target(parsers[name], foreign=name == "convert")
     for parser in parsers.values():
+        parser.add_argument("--json", action="store_true", help="print JSON on a terminal too")
         parser.add_argument(
             "--strict-owner",
             action="store_true",

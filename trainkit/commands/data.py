@@ -26,6 +26,8 @@ def add(commands: Any) -> None:
     )
     show = actions.add_parser("show", help="describe a corpus; text is counted in bytes")
     show.add_argument("path", type=Path, help="whatever open_corpus opens")
+    for parser in (verify, show):
+        parser.add_argument("--json", action="store_true", help="print JSON on a terminal too")
     show.add_argument("--document", type=int, default=0, help="whose tokens to show (default 0)")
 
 

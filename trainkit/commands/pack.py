@@ -1,6 +1,6 @@
 """`python -m trainkit pack CORPUS --capacity N`: what a packing would come to, without training.
 
-It prints the report of `packing_report` as JSON, and draws the rows with `--out`.
+It prints the report of `packing_report`, and draws the rows with `--out`.
 """
 
 from __future__ import annotations
@@ -38,6 +38,7 @@ def add(commands: Any) -> None:
     pack.add_argument("--multiple-of", type=int, default=1, help="align every piece to this")
     pack.add_argument("--max-documents", type=int, help="the most pieces of a row")
     pack.add_argument("--seed", type=int, help="deal the documents to groups at random")
+    pack.add_argument("--json", action="store_true", help="print JSON on a terminal too")
     pack.add_argument("--out", type=Path, help="draw the packing into this .png, .svg or .pdf")
 
 

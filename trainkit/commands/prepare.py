@@ -114,6 +114,7 @@ def add(commands: Any) -> None:
         metavar="PATTERN",
         help="leave out a directory's files whose relative path matches, such as 'test/*'",
     )
+    parser.add_argument("--json", action="store_true", help="print JSON on a terminal too")
     parser.add_argument("--workers", type=int, help="processes (default: one for each core)")
 
 

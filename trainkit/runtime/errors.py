@@ -67,10 +67,10 @@ _HINTS = {
 def report_errors(run_dir: str | Path | None = None) -> Iterator[None]:
     """End the process with the exit code of what goes wrong inside, after saying what it was.
 
-    The exit codes are those of `error_code`. On stderr stand one readable line and then, last,
-    `TRAINKIT_ERROR {json}` with code, what, where, rank, step, got, want and hint; every rank
-    writes its own. The traceback is appended to `errors/rank_00000.txt` in the run directory;
-    without one it goes to stderr, but for errors of the user, which need none.
+    The exit codes are those of `error_code`. On stderr stand one readable line and then, last and
+    unless it is a terminal, `TRAINKIT_ERROR {json}` with code, what, where, rank, step, got, want
+    and hint; every rank writes its own. The traceback is appended to `errors/rank_00000.txt` in the
+    run directory; without one it goes to stderr, but for errors of the user, which need none.
 
     Args:
         run_dir: The run directory, once it is known. Contexts may be nested: the inner one reports.
@@ -117,8 +117,16 @@ def last_words(code: int, what: str, *, hint: str | None = None) -> bytes:
 
 def _words_of(facts: dict[str, Any], *further: str) -> str:
     hint = [f"hint: {facts['hint']}"] if facts["hint"] else []
-    line = f"TRAINKIT_ERROR {orjson.dumps(facts, default=str).decode()}"
-    return "\n".join([f"error: {facts['what']}", *hint, *further, line]) + "\n"
+    line = [f"TRAINKIT_ERROR {orjson.dumps(facts, default=str).decode()}"]
+    line = [] if _is_terminal(sys.stderr) else line  # people need not read it twice
+    return "\n".join([f"error: {facts['what']}", *hint, *further, *line]) + "\n"
+
+
+def _is_terminal(stream: Any) -> bool:
+    try:
+        return stream.isatty()
+    except (OSError, ValueError, AttributeError):  # closed, or none at all
+        return False
 
 
 def point_nowhere(stream: Any) -> None:

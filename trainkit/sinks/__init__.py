@@ -10,7 +10,7 @@ from __future__ import annotations
 from trainkit.sinks.console import console, printable
 from trainkit.sinks.goodput import Goodput, best_save_interval, expected_goodput, goodput
 from trainkit.sinks.guarded import guarded
-from trainkit.sinks.jsonl import events, jsonl, read_jsonl, repair_jsonl, sync_lines
+from trainkit.sinks.jsonl import events, jsonl, read_jsonl, read_metrics, repair_jsonl, sync_lines
 from trainkit.sinks.mesh import RankPlace, mesh_places, plot_mesh
 from trainkit.sinks.named import named_sinks
 from trainkit.sinks.packing import plot_packing
@@ -59,6 +59,7 @@ __all__ = [
     "printable",
     "printer",
     "read_jsonl",
+    "read_metrics",
     "repair_jsonl",
     "ring_blocks",
     "run_sinks",

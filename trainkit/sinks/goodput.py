@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from itertools import pairwise
 from typing import Any
 
 import attrs
@@ -13,8 +14,9 @@ import attrs
 class Goodput:
     """How the time of a run was spent, over all its restarts.
 
-    `productive` is the seconds of the steps that stand in the end, `wall` the seconds from the
-    first start to the last sign of life, `share` their ratio (0 without any). `repeated` counts the
+    `productive` is the seconds of the steps that stand in the end, `wall` the seconds in which the
+    run was there at all, `share` their ratio (0 without any). `down` is the seconds between the end
+    of one process and the start of the next, which no part of it counts. `repeated` counts the
     steps that were done more than once, `starts` how often it was started, `saves` the
     checkpoints, `blocked` the seconds that training waited for them.
     """
@@ -22,6 +24,7 @@ class Goodput:
     share: float
     productive: float
     wall: float
+    down: float
     steps: int
     repeated: int
     starts: int
@@ -32,8 +35,8 @@ class Goodput:
 def goodput(metrics: Sequence[Mapping[str, Any]], events: Sequence[Mapping[str, Any]]) -> Goodput:
     """Return which part of a run's time went into steps that stand (its effective training time).
 
-    What lowers it: starting, loading, saving, evaluating, steps that were lost and done again, and
-    the time in which no process ran.
+    What lowers it: starting, loading, saving, evaluating, and steps that were lost and done again.
+    The hours in which nothing ran, because the run was stopped or waited for its turn, do not.
 
     Args:
         metrics: The lines of metrics.jsonl: `step`, `seconds`.
@@ -44,32 +47,50 @@ def goodput(metrics: Sequence[Mapping[str, Any]], events: Sequence[Mapping[str, 
         >>> events = [
         ...     {"event": "start", "time": 0.0, "step": 0},
         ...     {"event": "save", "time": 9.0, "step": 2, "blocked": 0.5},
-        ...     {"event": "start", "time": 15.0, "step": 2, "repeated": 1},
-        ...     {"event": "end", "time": 20.0, "step": 3},
+        ...     {"event": "start", "time": 60.0, "step": 2, "repeated": 1},  # killed after step 3
+        ...     {"event": "end", "time": 68.0, "step": 3},
         ... ]
         >>> goodput([{"step": n, "seconds": 4.0} for n in (1, 2, 3)], events)
-        Goodput(share=0.6, productive=12.0, wall=20.0, steps=3, repeated=1, ..., blocked=0.5)
+        Goodput(share=0.6, productive=12.0, wall=20.0, down=48.0, steps=3, repeated=1, ...)
     """
-    starts = [event for event in events if event.get("event") == "start"]
+    starts = [i for i, event in enumerate(events) if event.get("event") == "start"]
     saves = [event for event in events if event.get("event") == "save" and not event.get("error")]
-    seconds = {line["step"]: line.get("seconds") or 0.0 for line in metrics if "step" in line}
+    steps = [line for line in metrics if type(line.get("step")) is int]
+    seconds = {line["step"]: line.get("seconds") or 0.0 for line in steps}
     productive = math.fsum(seconds.values())
-    wall = 0.0
-    if starts:
-        # A process that was killed told no end: its steps say how long it lived at least.
-        newest = starts[-1]
-        lived = math.fsum(value for step, value in seconds.items() if step > newest["step"])
-        wall = max(newest["time"] + lived, events[-1]["time"]) - starts[0]["time"]
+    lives = [
+        _life(events[begin:end], events[end] if end < len(events) else None, seconds)
+        for begin, end in pairwise([*starts, len(events)])
+    ]
+    wall = math.fsum(end - begin for begin, end in lives)
     return Goodput(
         share=min(1.0, productive / wall) if wall > 0 else 0.0,
         productive=productive,
         wall=wall,
+        down=math.fsum(after[0] - before[1] for before, after in pairwise(lives)),
         steps=len(seconds),
         repeated=sum(event.get("repeated") or 0 for event in events),
         starts=len(starts),
         saves=len(saves),
         blocked=math.fsum(save.get("blocked") or 0.0 for save in saves),
     )
+
+
+def _life(
+    events: Sequence[Mapping[str, Any]],
+    following: Mapping[str, Any] | None,
+    seconds: Mapping[int, float],
+) -> tuple[float, float]:
+    """Return from when to when a process lived; one that was killed told no end.
+
+    Its steps say how long it lived at least: those up to where the next start found the lines.
+    """
+    first, end = events[0], math.inf
+    reached = math.inf
+    if following is not None:
+        reached, end = following["step"] + (following.get("repeated") or 0), following["time"]
+    worked = math.fsum(x for step, x in seconds.items() if first["step"] < step <= reached)
+    return first["time"], min(end, max(events[-1]["time"], first["time"] + worked))
 
 
 def expected_goodput(

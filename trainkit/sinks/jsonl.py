@@ -11,7 +11,7 @@ import contextlib
 import os
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -46,7 +46,8 @@ def jsonl(path: str | Path, *, step: int = 0, tell: Tell | None = None) -> Itera
     disk that is full may take part of a line: the rest, and the lines that follow, wait in memory
     (64 MiB of them) and are written first as soon as there is room, so that no line is torn inside
     the file or lost. A file that is removed meanwhile begins anew, and that is told. A step that is
-    not beyond the last one, as after a roll-back, takes the place of all lines from it on.
+    not beyond the last one, as after a roll-back, takes the place of all lines from it on; but what
+    is told of the last step under other names, as by an evaluation, joins its line.
 
     Args:
         path: The file, made if need be.
@@ -74,7 +75,7 @@ def jsonl(path: str | Path, *, step: int = 0, tell: Tell | None = None) -> Itera
         {"step":2,"loss":1.5}
         {"step":3,"loss":1.5}
     """
-    path, last = Path(path), step
+    path, last, told = Path(path), step, dict[str, Any]()
     rewind_jsonl(path, step)
     with contextlib.ExitStack() as stack:
         append = stack.enter_context(_appending(path, tell))
@@ -89,10 +90,12 @@ def jsonl(path: str | Path, *, step: int = 0, tell: Tell | None = None) -> Itera
                 _reporting(tell)("rewind", error)
 
         def write(step: int, values: Mapping[str, Any]) -> None:
-            nonlocal last
+            nonlocal last, told
+            is_more = step == last and told.keys().isdisjoint(values)
+            told = {**told, **values} if is_more else dict(values)
             if step <= last:
                 go_back(step - 1)
-            append({"step": step, **values})
+            append({"step": step, **told})
             last = step
 
         yield write
@@ -116,9 +119,9 @@ def events(path: str | Path, *, tell: Tell | None = None) -> Iterator[Callable[.
         >>> import tempfile
         >>> with tempfile.TemporaryDirectory() as folder:
         ...     with events(f"{folder}/events.jsonl") as event:
-        ...         event("evaluation", step=100, loss=1.5)
+        ...         event("stop", step=100, why="SIGTERM")
         ...     print(Path(f"{folder}/events.jsonl").read_text(), end="")
-        {"time":...,"event":"evaluation","step":100,"loss":1.5}
+        {"time":...,"event":"stop","step":100,"why":"SIGTERM"}
     """
     path = Path(path)
     with disk_errors(path, by="events"):
@@ -222,6 +225,61 @@ def sync_lines(run_dir: str | Path) -> None:
                 os.fsync(file)
             finally:
                 os.close(file)
+
+
+def read_metrics(run_dir: str | Path) -> list[dict[str, Any]]:
+    r"""Return the steps of a run in their order, with what evaluations found after each of them.
+
+    The lines of metrics.jsonl, joined by the evaluations of events.jsonl as `eval/NAME`. What a
+    restart or a roll-back has given up is left out, of both, and so is a torn last line. An
+    evaluation of a step without a line, such as step 0, has a line of its own.
+
+    Args:
+        run_dir: A run directory; a missing one has no steps.
+
+    Examples:
+        >>> import tempfile
+        >>> with tempfile.TemporaryDirectory() as run:
+        ...     _ = Path(run, "metrics.jsonl").write_text('{"step":1,"loss":5.5}\n{"step":2,"lo')
+        ...     line = '{"event":"evaluation","step":1,"eval/loss":5.25}\n'
+        ...     _ = Path(run, "events.jsonl").write_text(line)
+        ...     read_metrics(run)
+        [{'step': 1, 'loss': 5.5, 'eval/loss': 5.25}]
+    """
+    lines, told = (read_jsonl(Path(run_dir) / f"{name}.jsonl") for name in ("metrics", "events"))
+    return joined(lines, told)
+
+
+def joined(
+    metrics: Iterable[dict[str, Any]], events: Iterable[dict[str, Any]]
+) -> list[dict[str, Any]]:
+    """Return the lines of metrics.jsonl with the evaluations of events.jsonl: see `read_metrics`.
+
+    Examples:
+        >>> events = [
+        ...     {"event": "evaluation", "step": 2, "eval/loss": 9.0},
+        ...     {"event": "rewind", "step": 1},
+        ... ]
+        >>> joined([{"step": 1, "loss": 2.5}, {"step": 2, "loss": 2.25}], events)
+        [{'step': 1, 'loss': 2.5}, {'step': 2, 'loss': 2.25}]
+    """
+    steps = {step: line for line in metrics if (step := _whole(line.get("step"))) is not None}
+    for step, found in _evaluations(events).items():
+        steps[step] = steps.get(step, {"step": step}) | found
+    return [steps[step] for step in sorted(steps)]
+
+
+def _evaluations(events: Iterable[dict[str, Any]]) -> dict[int, dict[str, Any]]:
+    """Return what evaluations found by their steps, but of steps that were done again since."""
+    found: dict[int, dict[str, Any]] = {}
+    for event in events:
+        if (step := _whole(event.get("step"))) is None:
+            continue
+        if event.get("event") in ("start", "rewind"):  # it went on from here
+            found = {done: values for done, values in found.items() if done <= step}
+        elif event.get("event") == "evaluation":
+            found[step] = {name: x for name, x in event.items() if name.startswith("eval/")}
+    return found
 
 
 def read_jsonl(path: str | Path) -> list[dict[str, Any]]:
@@ -457,7 +515,10 @@ def _replace(path: Path, data: bytes) -> None:
 
 
 def _step_of(line: bytes) -> int | None:
-    number = _parsed(line).get("step")
+    return _whole(_parsed(line).get("step"))
+
+
+def _whole(number: Any) -> int | None:
     return number if type(number) is int else None
 
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from trainkit.runtime.errors import needs_extra
-from trainkit.sinks.jsonl import read_jsonl
+from trainkit.sinks.jsonl import joined, read_jsonl
 from trainkit.types import DataError
 
 if TYPE_CHECKING:
@@ -22,8 +22,9 @@ _BLUE, _ORANGE, _GREY = "#2a6f97", "#e07a2f", "#6b7280"
 def plot_loss(metrics_path: str | Path, image_path: str | Path) -> Path:
     """Draw the training loss (each step light, smoothed dark) over the learning rate; return where.
 
-    Events called `evaluation` with `step` and `loss`, in the `events.jsonl` beside the metrics,
-    appear as points. Steps without a finite loss are left out, and the title counts them.
+    What evaluations found (`eval/loss` in the `events.jsonl` beside the metrics, see
+    `read_metrics`) appears as points. Steps without a finite loss are left out, and the title
+    counts them.
 
     Args:
         metrics_path: A file that `jsonl` wrote, with `step`, `loss` and perhaps `lr`.
@@ -35,19 +36,17 @@ def plot_loss(metrics_path: str | Path, image_path: str | Path) -> Path:
     Effects:
         Writes `image_path`.
     """
-    metrics = [line for line in read_jsonl(metrics_path) if "step" in line]
-    steps = [line for line in metrics if line.get("loss") is not None]
+    told = read_jsonl(Path(metrics_path).with_name("events.jsonl"))
+    lines = joined(read_jsonl(metrics_path), told)
+    metrics = [line for line in lines if "loss" in line]
+    steps = [line for line in metrics if line["loss"] is not None]
     if not steps:
         raise DataError(
             f"plot_loss: {metrics_path} holds no step with a finite loss", where=str(metrics_path)
         )
-    # A restart may evaluate a step again: the last word counts.
-    held_out = {
-        line["step"]: line["loss"]
-        for line in read_jsonl(Path(metrics_path).with_name("events.jsonl"))
-        if line.get("event") == "evaluation" and line.get("loss") is not None
-    }
-    figure = _figure(steps, dict(sorted(held_out.items())), left_out=len(metrics) - len(steps))
+    evaluated = [line for line in lines if line.get("eval/loss") is not None]
+    held_out = {line["step"]: line["eval/loss"] for line in evaluated}
+    figure = _figure(steps, held_out, left_out=len(metrics) - len(steps))
     figure.savefig(image_path, dpi=160)
     return Path(image_path)
 

@@ -33,6 +33,9 @@ def run_sinks(
 
     `log(step, values)` adds a line to `metrics.jsonl` and shows the progress; `event(name,
     **facts)` adds a line to `events.jsonl`, which begins with a "start" and ends with an "end".
+    `extra` sinks get what is logged as `train/NAME`; what an `event("evaluation", step=...,
+    NAME=...)` found is `eval/NAME` in its line and, but for the number of tokens, which is no
+    curve, in those sinks too. `read_metrics` joins both.
     The lines are written at once, by the caller: a disk that is full is told about, and gets them
     when it has room. Everything else runs behind the caller's back (see `guarded`). What goes wrong
     is told once, on stderr and as an event called "warning". After a roll-back `log` may be given
@@ -75,7 +78,8 @@ def run_sinks(
                 event("rewind", step=step - 1, repeated=reached - step + 1)
             reached = step
 
-        makers = {"console": partial(console, last, start=step, stream=sys.stdout)}
+        bar = partial(console, last, start=step, stream=sys.stdout)
+        makers: dict[str, Any] = {"console": partial(_of_training, bar)}
         makers |= {name: partial(make, step=step) for name, make in (extra or {}).items()}
         facts = {"ranks": share.count, "last": last, "run": _identity(run_dir)}
         event("start", step=step, repeated=found.dropped, **facts)
@@ -86,7 +90,38 @@ def run_sinks(
             jsonl(run_dir / "metrics.jsonl", step=step, tell=tell) as lines,
             guarded(makers, tell=tell, patience=patience) as others,
         ):
-            yield tee(count, lines, others), event
+            yield tee(count, lines, _under_train(others)), _telling(event, others)
+
+
+def _under_train(sink: Sink) -> Sink:
+    return lambda step, values: sink(step, {f"train/{name}": x for name, x in values.items()})
+
+
+@contextlib.contextmanager
+def _of_training(make: Callable[[], AbstractContextManager[Sink]]) -> Iterator[Sink]:
+    """Yield a sink that gets what is under train/, by the names that it was logged with."""
+    with make() as sink:
+
+        def write(step: int, values: Mapping[str, Any]) -> None:
+            own = {x: y for x, y in values.items() if x.startswith("train/")}
+            if own:
+                sink(step, {name.removeprefix("train/"): value for name, value in own.items()})
+
+        yield write
+
+
+def _telling(event: Callable[..., None], sink: Sink) -> Callable[..., None]:
+    """Return an `event` that tells a sink too what an evaluation found, as eval/NAME."""
+
+    def tell(name: str, **facts: Any) -> None:
+        if name == "evaluation" and "step" in facts:
+            step = facts.pop("step")
+            found = {f"eval/{key}": value for key, value in facts.items()}
+            sink(step, {key: value for key, value in found.items() if key != "eval/tokens"})
+            facts = {"step": step, **found}
+        event(name, **facts)
+
+    return tell
 
 
 def run_summary(run_dir: str | Path) -> str:
@@ -102,9 +137,11 @@ def run_summary(run_dir: str | Path) -> str:
     run_dir = Path(run_dir)
     found = goodput(read_jsonl(run_dir / "metrics.jsonl"), read_jsonl(run_dir / "events.jsonl"))
     share = f"{found.share:.1%}" if found.wall else "-"
+    down = f", and {found.down:.1f} s in which nothing ran" if found.starts > 1 else ""
     return (
         f"goodput {share}: {found.steps} steps, {found.repeated} repeated, {found.starts} starts, "
-        f"{found.saves} saves that blocked for {found.blocked:.1f} s, {found.wall:.1f} s in all"
+        f"{found.saves} saves that blocked for {found.blocked:.1f} s, "
+        f"{found.wall:.1f} s in all{down}"
     )
 
 

@@ -34,7 +34,7 @@ def tensorboard(path: str | Path, *, step: int = 0) -> Iterator[Sink]:
     """
     with needs_extra("sinks"):
         from torch.utils.tensorboard import SummaryWriter  # noqa: PLC0415 -- an extra, and slow
-    path, last = str(path), step
+    path, last, told = str(path), step, dict[str, float]()
     with contextlib.ExitStack() as stack:
 
         def opened(step: int) -> Any:
@@ -44,12 +44,15 @@ def tensorboard(path: str | Path, *, step: int = 0) -> Iterator[Sink]:
         writer = opened(step + 1)
 
         def write(step: int, values: Mapping[str, Any]) -> None:
-            nonlocal writer, last
-            if step <= last:
+            nonlocal writer, last, told
+            numbers = scalars(values)
+            # More of the last step, as an evaluation tells it; a name twice is a step done again.
+            is_more = step == last and told and told.keys().isdisjoint(numbers)
+            if step <= last and not is_more:
                 writer = opened(step)
-            for name, value in scalars(values).items():
+            for name, value in numbers.items():
                 writer.add_scalar(name, value, step)
-            last = step
+            last, told = step, {**told, **numbers} if is_more else numbers
 
         yield write
 

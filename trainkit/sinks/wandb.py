@@ -63,14 +63,18 @@ def wandb(
     )
     # What the server has: up to `step`, or further on if steps beyond it were sent before.
     sent = max(step, (getattr(run, "step", 0) or 0) - 1)
+    told: dict[str, float] = {}  # of the step that was sent last, by this process
     failed = 1
     try:
 
         def write(step: int, values: Mapping[str, Any]) -> None:
-            nonlocal sent
-            if step > sent:
-                run.log(scalars(values), step=step)
-                sent = step
+            nonlocal sent, told
+            numbers = scalars(values)
+            # An evaluation tells more of the step; a name twice is a step done again.
+            is_more = step == sent and told and told.keys().isdisjoint(numbers)
+            if step > sent or is_more:
+                run.log(numbers, step=step)
+                sent, told = step, {**told, **numbers} if is_more else numbers
 
         yield write
         failed = 0
