@@ -208,7 +208,7 @@ def check_fit(model: nn.Module, weights: Weights) -> None:
         more = f" (and {len(problems) - 1} more such tensors)" if len(problems) > 1 else ""
         raise CheckpointError(
             f"build_stages: the weights hold {problems[0]}{more}; make the model that they are "
-            "of, or say by allow_extra what may be left out",
+            "of, or let weights_from leave some out by allow_extra",
             where="weights",
             got=problems,
         )
