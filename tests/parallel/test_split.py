@@ -57,6 +57,17 @@ def test_the_first_and_the_last_stage_have_fewer_layers():
     assert sum(sizes) == 32
 
 
+@pytest.mark.parametrize("scale", [1.0, 0.1, 1 / 3])
+def test_what_does_not_divide_goes_to_the_first_stages(scale):
+    def sizes(layers, stages, **more):
+        return list(map(len, layer_ranges([scale] * layers, stages, **more)))
+
+    assert sizes(10, 4) == [3, 3, 2, 2]
+    assert sizes(7, 4) == [2, 2, 2, 1]
+    assert sizes(32, 5) == [7, 7, 6, 6, 6]
+    assert sizes(8, 4, first=scale, last=scale) == [2, 3, 2, 1]
+
+
 def test_a_large_model_is_cut_at_once():
     assert len(layer_ranges([1.0] * 126, 32, first=2.0, last=2.0)) == 32
 

@@ -13,7 +13,7 @@ from whole_step import CONFIG, Layout, build, full
 import trainkit as tk
 from trainkit.models import Decoder, init_weights
 from trainkit.parallel import Transform, canonical_name, check_plan, compiled, fsdp, recompute
-from trainkit.parallel.stages import materialize_
+from trainkit.parallel.materialize import materialize_
 from trainkit.testing import run_ranks
 from trainkit.types import ConfigError
 

@@ -9,6 +9,7 @@ import os
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
+from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
@@ -187,14 +188,19 @@ def _described(folder: Path, problems: Sequence[str]) -> dict[str, Stored]:
     return found
 
 
-def weights_from(folder: Path | str, *, axis: Axis = SOLO) -> Weights:
+def weights_from(
+    folder: Path | str, *, allow_extra: Sequence[str] = (), axis: Axis = SOLO
+) -> Weights:
     """Return the weights of an exported folder as a function of a name and a box.
 
     `build_stages(..., weights=weights_from(folder, axis=ps.world))` fills every rank's part of a
-    model from it, in any layout; no rank holds more of it than its own.
+    model from it, in any layout; no rank holds more of it than its own. The model must be the one
+    that the folder is of: tensors that it has no place for are refused, and so are other shapes.
 
     Args:
         folder: A folder that `export_checkpoint` or `convert_weights` wrote.
+        allow_extra: Patterns of tensors of the folder that the model may lack, in which `*` stands
+            for any letters.
         axis: The ranks that call this together; each hashes its share of the files.
 
     Returns:
@@ -214,7 +220,15 @@ def weights_from(folder: Path | str, *, axis: Axis = SOLO) -> Weights:
         ...
         trainkit.types.CheckpointError: weights_from: /does/not/exist does not verify: checkpoint...
     """
-    return reader(exported_tensors(folder, axis=axis))
+    from trainkit.parallel.materialize import listed  # noqa: PLC0415 - verifying needs no torch
+
+    tensors = exported_tensors(folder, axis=axis)
+    kept = {
+        name: stored.shape
+        for name, stored in tensors.items()
+        if not any(fnmatchcase(name, pattern) for pattern in allow_extra)
+    }
+    return listed(reader(tensors), kept)
 
 
 def verify_any(path: Path) -> list[str]:

@@ -9,6 +9,7 @@ from trainkit.parallel.check import check_layout
 from trainkit.parallel.compiled import compiled
 from trainkit.parallel.fsdp import fsdp
 from trainkit.parallel.generation import bind_call
+from trainkit.parallel.materialize import materialize_, weights_of
 from trainkit.parallel.naming import (
     Box,
     blocks_of,
@@ -21,7 +22,7 @@ from trainkit.parallel.precision import DTYPES, choose_dtype, compute_dtype, pre
 from trainkit.parallel.recompute import recompute
 from trainkit.parallel.sequence import sequence
 from trainkit.parallel.split import layer_ranges, rank_of_stages, split_layers
-from trainkit.parallel.stages import Transform, build_stages, check_plan, materialize_
+from trainkit.parallel.stages import Transform, build_stages, check_plan
 from trainkit.parallel.styles import Style
 from trainkit.parallel.tensor import hf_styles, tensor
 from trainkit.parallel.vocabulary import (
@@ -69,5 +70,6 @@ __all__ = [
     "vocabulary_linear_cross_entropy",
     "vocabulary_linear_cross_entropy_per_token",
     "vocabulary_z_loss",
+    "weights_of",
     "z_term",
 ]

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Sequence
 from fnmatch import fnmatchcase
+from typing import Any
 
 import attrs
 import torch
@@ -49,6 +50,56 @@ def named_parameters_of(stages: Iterable[nn.Module]) -> dict[str, nn.Parameter]:
                 raise ValueError(f"named_parameters_of: two parameters are called {name!r}")
             found[name] = parameter
     return found
+
+
+def _places(module: nn.Module) -> Iterator[tuple[str, dict[str, Any], str]]:
+    """Go through where a module holds tensors, a shared one as often: name, dictionary, key in it.
+
+    Dictionaries and not attributes, behind which tensor parallelism shows local tensors.
+    """
+    for path, owner in module.named_modules(remove_duplicate=False):
+        for held in (owner._parameters, owner._buffers):  # noqa: SLF001 (see above)
+            for key in [key for key, tensor in held.items() if tensor is not None]:
+                yield canonical_name(f"{path}.{key}" if path else key), held, key
+
+
+def ties_of(module: nn.Module) -> list[tuple[str, ...]]:
+    """Return the names of every parameter and buffer that goes by several, the first one first.
+
+    Examples:
+        >>> model = nn.ModuleDict({"embedding": nn.Embedding(3, 2), "head": nn.Linear(2, 3)})
+        >>> model.head.weight = model.embedding.weight
+        >>> ties_of(model)
+        [('embedding.weight', 'head.weight')]
+    """
+    names: dict[int, list[str]] = {}
+    for name, held, key in _places(module):
+        names.setdefault(id(held[key]), []).append(name)
+    return [tuple(group) for group in names.values() if len(group) > 1]
+
+
+def retie_(module: nn.Module, ties: Iterable[Sequence[str]]) -> None:
+    """Make one tensor of those that go by the names of a tie: the first name's.
+
+    Args:
+        module: A module whose tensors have been replaced one by one, as by `to_empty`.
+        ties: What `ties_of` gave before that.
+
+    Effects:
+        Replaces parameters and buffers of `module`.
+
+    Examples:
+        >>> model = nn.ModuleDict({"a": nn.Linear(1, 1), "b": nn.Linear(1, 1)})
+        >>> retie_(model, [("a.weight", "b.weight")])
+        >>> model.b.weight is model.a.weight
+        True
+    """
+    found = {name: (held, key) for name, held, key in _places(module)}
+    for first, *others in ties:
+        held, key = found[first]
+        for name in others:
+            other, its_key = found[name]
+            other[its_key] = held[key]
 
 
 def mark_tied_copy_(parameter: nn.Parameter) -> None:

@@ -125,7 +125,8 @@ def layer_ranges(
     """Cut layers into runs such that the dearest stage is as cheap as can be.
 
     Among the cuts that reach this, the one with the least sum of squares is taken, so that the
-    other stages are even too. Every stage has a layer.
+    other stages are even too, and among those the one that gives what does not divide to the first
+    stages (the last has the head). Every stage has a layer.
 
     Args:
         costs: What each layer costs, in any unit.
@@ -141,7 +142,7 @@ def layer_ranges(
 
     Examples:
         >>> layer_ranges([1.0] * 8, 4, first=1.0, last=1.0)
-        [range(0, 1), range(1, 3), range(3, 6), range(6, 8)]
+        [range(0, 2), range(2, 5), range(5, 7), range(7, 8)]
         >>> layer_ranges([1.0] * 10, 4, first=1.0, last=1.0)
         [range(0, 2), range(2, 5), range(5, 8), range(8, 10)]
     """
@@ -171,7 +172,8 @@ def layer_ranges(
                     if start >= end or (own := cost(stage, start, end)) > limit:
                         continue
                     found = max(total, own) if power == 0 else total + own**power
-                    if end not in following or found < following[end][0]:
+                    # Of equals the later start, up to rounding: fewer layers in this stage.
+                    if end not in following or found <= following[end][0] * (1 + 1e-12):
                         following[end] = found, [*starts, start]
             least = following
         return least[count]

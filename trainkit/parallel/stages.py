@@ -9,18 +9,23 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from itertools import pairwise
-from typing import Any, cast
+from typing import Any
 
 import attrs
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.module import register_module_parameter_registration_hook
 
+from trainkit.parallel.materialize import (
+    buffers_of,
+    check_fit,
+    live_buffers,
+    materialize_,
+)
 from trainkit.parallel.naming import (
-    box_of,
     canonical_name,
     mark_tied_copy_,
     named_parameters_of,
+    ties_of,
 )
 from trainkit.parallel.split import Place, rank_of_stages, schedule_kind, split_layers
 from trainkit.types import (
@@ -46,7 +51,8 @@ _TIED = "_trainkit_tied"
 class Transform:
     """A `ModelTransform` that states its kind, for the order, and the axes it takes care of.
 
-    `device` is where it wants parameters to be made, if not on the rank's device.
+    `device` is where it wants parameters to be made, if not on the rank's device. What modules share
+    stays shared, or the transform is refused: a weight that it would make two of would train apart.
     """
 
     apply: ModelTransform
@@ -55,7 +61,29 @@ class Transform:
     device: str | None = attrs.field(default=None, kw_only=True)
 
     def __call__(self, module: nn.Module, ps: ParallelState) -> nn.Module:
-        return self.apply(module, ps)
+        ties = ties_of(module)
+        made = self.apply(module, ps)
+        _check_ties(made, ties, self.kind)
+        return made
+
+
+def _check_ties(module: nn.Module, ties: Sequence[tuple[str, ...]], kind: str) -> None:
+    """Refuse what a transform has made of a module if a tie has lost one of its names."""
+    now = [set(names) for names in ties_of(module)]
+    for names in ties:
+        if any(len(names) <= len(tie) and tie & {*names} for tie in now):
+            continue
+        raise ConfigError(
+            f"{kind}: {_listed(names)} are one tensor, which modules share; it would come apart "
+            "and no longer be trained as one. Let one block hold all that share it (see `blocks`), "
+            "or none of them",
+            where=names[0],
+            got=names,
+        )
+
+
+def _listed(names: Sequence[str]) -> str:
+    return " and ".join(map(repr, names))
 
 
 def check_plan(plan: Sequence[ModelTransform], ps: ParallelState) -> None:
@@ -109,98 +137,6 @@ def check_plan(plan: Sequence[ModelTransform], ps: ParallelState) -> None:
         )
 
 
-def materialize_(
-    module: nn.Module,
-    weights: Weights,
-    device: torch.device | str,
-    *,
-    buffers: Mapping[str, Tensor] | None = None,
-) -> None:
-    """Allocate a module that is on the meta device, and fill this rank's part of every parameter.
-
-    Args:
-        module: A module whose parameters are all on the meta device, sharded or not.
-        weights: Gives the values of any box of any parameter, by its name in the whole model.
-        device: Where the parameters go.
-        buffers: The values of its buffers by their names in the whole model; see `buffers_of`.
-
-    Raises:
-        ValueError: A parameter is not on the meta device, a buffer has no value, or `weights` gives
-            a wrong shape.
-
-    Effects:
-        Allocates and writes the parameters and buffers of `module`.
-
-    Examples:
-        >>> with torch.device("meta"):
-        ...     model = nn.Linear(2, 2)
-        >>> materialize_(model, lambda name, shape, offset: torch.ones(tuple(shape)), "cpu")
-        >>> model.bias
-        Parameter containing:
-        tensor([1., 1.], requires_grad=True)
-    """
-    real = [name for name, p in named_parameters_of([module]).items() if not p.is_meta]
-    live = _live_buffers(module)
-    unknown = live.keys() - (buffers or {}).keys()
-    if real or unknown:
-        what = f"{real[0]!r} is not on" if real else f"the buffer {min(unknown)!r} has no value on"
-        raise ValueError(
-            f"build_stages: {what} the meta device; make_model must build every parameter under "
-            "torch.device('meta'), and a buffer in __init__, from numbers alone"
-        )
-    module.to_empty(device=device)
-    with torch.no_grad():
-        for name, buffer in _live_buffers(module).items():
-            buffer.copy_((buffers or {})[name])
-        for name, parameter in named_parameters_of([module]).items():
-            box = box_of(parameter)
-            if box.local.numel() == 0:
-                continue
-            values = weights(name, tuple(box.local.shape), box.offset)
-            if values.shape != box.local.shape:
-                raise ValueError(
-                    f"build_stages: weights gave shape {tuple(values.shape)} for {name!r}, where "
-                    f"{tuple(box.local.shape)} at offset {box.offset} was asked"
-                )
-            box.local.copy_(values)
-
-
-def _live_buffers(module: nn.Module) -> dict[str, Tensor]:
-    """Return all buffers of a module, persistent or not, by their names in the whole model."""
-    return {canonical_name(name): buffer for name, buffer in module.named_buffers()}
-
-
-def buffers_of(make_model: Callable[[], nn.Module]) -> dict[str, Tensor]:
-    """Return the buffers that a model computes when it is made: rotary frequencies, running means.
-
-    The model is made once more, with real buffers and parameters that have no memory: each goes to
-    the meta device as it is registered, before anything writes to it.
-
-    Args:
-        make_model: Makes the whole model.
-
-    Returns:
-        {name in the whole model: values}, on the CPU.
-
-    Effects:
-        While it runs, modules of this process that are made elsewhere lose their parameters too.
-
-    Examples:
-        >>> list(buffers_of(lambda: nn.BatchNorm1d(2)))
-        ['running_mean', 'running_var', 'num_batches_tracked']
-    """
-
-    def without_memory(_: nn.Module, __: str, parameter: nn.Parameter) -> nn.Parameter:
-        on_meta = parameter.detach().to("meta")
-        return nn.Parameter(on_meta, requires_grad=parameter.requires_grad)
-
-    handle = register_module_parameter_registration_hook(cast("Any", without_memory))
-    try:
-        return {name: x.clone() for name, x in _live_buffers(make_model()).items()}
-    finally:
-        handle.remove()
-
-
 Split = Callable[[nn.Module, int], Sequence[nn.Module]]
 """`split(model, num_stages)`: all stages of a whole model; see `split_layers`."""
 
@@ -232,7 +168,9 @@ def build_stages(
 
     Raises:
         ConfigError: The plan's order is wrong, an axis of size above 1 has nobody to take care of
-            it, or the model cannot be split into so many stages.
+            it, the model cannot be split into so many stages, or a weight that modules share would
+            come apart.
+        CheckpointError: `weights` says what it holds, and that is not this model.
         ValueError: See `materialize_`.
 
     Effects:
@@ -249,14 +187,16 @@ def build_stages(
     schedule_kind(schedule)
     with torch.device("meta"):
         model = make_model()
-    buffers = buffers_of(make_model) if _live_buffers(model) else {}
+    check_fit(model, weights)
+    buffers = buffers_of(make_model) if live_buffers(model) else {}
     if ps.pp.count == 1:
         return [_built(model, ps, plan, weights, buffers)]
     ranks = rank_of_stages(schedule, ps.pp.count, per_rank=stages_per_rank)
     names = {canonical_name(name) for name, _ in model.named_parameters()}
+    ties = ties_of(model)
     with torch.device("meta"):
         stages = list(split(model, len(ranks)))
-    tied = _check_split(names, stages, len(ranks))
+    tied = _check_split(names, ties, stages, len(ranks))
     own = [index for index, rank in enumerate(ranks) if rank == ps.pp.index]
     return [
         _placed(_built(stages[i], ps, plan, weights, buffers), Place(i, ranks), tied) for i in own
@@ -270,7 +210,8 @@ def _built(
     weights: Weights,
     buffers: Mapping[str, Tensor],
 ) -> nn.Module:
-    for transform in plan:
+    for step in plan:
+        transform = step if isinstance(step, Transform) else Transform(step, kind="build_stages")
         module = transform(module, ps)
     wanted = [step.device for step in plan if isinstance(step, Transform) and step.device]
     materialize_(module, weights, wanted[-1] if wanted else ps.device, buffers=buffers)
@@ -278,7 +219,7 @@ def _built(
 
 
 def _check_split(
-    names: set[str], stages: Sequence[nn.Module], wanted: int
+    names: set[str], ties: Sequence[tuple[str, ...]], stages: Sequence[nn.Module], wanted: int
 ) -> dict[str, tuple[int, int]]:
     """Refuse stages that are not the model; return which two stages share a parameter, by name."""
     if len(stages) != wanted:
@@ -292,13 +233,17 @@ def _check_split(
     for index, stage in enumerate(stages):
         for name in named_parameters_of([stage]):
             owners.setdefault(name, []).append(index)
-    problems = [f"{name!r} is in no stage" for name in sorted(names - owners.keys())]
-    problems += [
-        f"{name!r} of stage {where[0]} is no parameter of the whole model (a weight that is tied "
-        "to another goes by the other's name)"
+    told = {
+        name: f", but tied to {first!r}; what stages share goes by one name, and is a copy in one"
+        for first, *others in ties
+        for name in others
+    }
+    problems = [
+        f"{name!r} of stage {where[0]} is no parameter of the whole model{told.get(name, '')}"
         for name, where in owners.items()
         if name not in names
     ]
+    problems += [f"{name!r} is in no stage" for name in sorted(names - owners.keys())]
     problems += [f"{name!r} is in {len(x)} stages" for name, x in owners.items() if len(x) > 2]
     if problems:
         raise ConfigError(f"build_stages: in the split, {problems[0]}", where="split")

@@ -1,0 +1,284 @@
+"""From a module on the meta device to one that holds values: this rank's part of every tensor.
+
+Values come from a `Weights` function: a counter-based initialiser, a folder (`weights_from`), or a
+module that was made and initialised as its author meant it (`weights_of`). One that says in its
+attribute `shapes` which tensors it holds must be used up, and fills persistent buffers too.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.module import register_module_parameter_registration_hook
+
+from trainkit.collectives import all_gather_json
+from trainkit.parallel.naming import (
+    box_of,
+    canonical_name,
+    named_buffers_of,
+    named_parameters_of,
+    retie_,
+    ties_of,
+)
+from trainkit.types import SOLO, Axis, CheckpointError, Weights
+
+
+def materialize_(
+    module: nn.Module,
+    weights: Weights,
+    device: torch.device | str,
+    *,
+    buffers: Mapping[str, Tensor] | None = None,
+) -> None:
+    """Allocate a module that is on the meta device, and fill this rank's part of every parameter.
+
+    A tensor that several modules share is allocated once. It is asked for by its first name, or by
+    those of its names that `weights` holds, which must then give the same values.
+
+    Args:
+        module: A module whose parameters are all on the meta device, sharded or not.
+        weights: Gives the values of any box of any parameter, by its name in the whole model.
+        device: Where the parameters go.
+        buffers: The values of its buffers by their names in the whole model; see `buffers_of`.
+
+    Raises:
+        ValueError: A parameter is not on the meta device, a buffer has no value, or `weights` gives
+            a wrong shape.
+        CheckpointError: `weights` holds two values for what is one parameter.
+
+    Effects:
+        Allocates and writes the parameters and buffers of `module`.
+
+    Examples:
+        >>> with torch.device("meta"):
+        ...     model = nn.Linear(2, 2)
+        >>> materialize_(model, lambda name, shape, offset: torch.ones(tuple(shape)), "cpu")
+        >>> model.bias
+        Parameter containing:
+        tensor([1., 1.], requires_grad=True)
+    """
+    real = [name for name, p in named_parameters_of([module]).items() if not p.is_meta]
+    unknown = live_buffers(module).keys() - (buffers or {}).keys()
+    if real or unknown:
+        what = f"{real[0]!r} is not on" if real else f"the buffer {min(unknown)!r} has no value on"
+        raise ValueError(
+            f"build_stages: {what} the meta device; make_model must build every parameter under "
+            "torch.device('meta'), and a buffer in __init__, from numbers alone"
+        )
+    ties = ties_of(module)
+    module.to_empty(device=device)
+    retie_(module, ties)  # to_empty makes a tensor for every module that holds it
+    names = {name: tie for tie in ties for name in tie}
+    held = shapes_of(weights)
+    stored = {name: x for name, x in named_buffers_of([module]).items() if name in held}
+    with torch.no_grad():
+        for name, buffer in live_buffers(module).items():
+            buffer.copy_((buffers or {})[name])
+        for name, tensor in (named_parameters_of([module]) | stored).items():
+            box = box_of(tensor)
+            if box.local.numel():
+                shape, offset = tuple(box.local.shape), box.offset
+                box.local.copy_(_values(weights, names.get(name, (name,)), shape, offset))
+
+
+def _values(
+    weights: Weights, names: Sequence[str], shape: tuple[int, ...], offset: tuple[int, ...]
+) -> Tensor:
+    """Return a box of the tensor that goes by some names."""
+    asked = [name for name in names if name in shapes_of(weights)] or names[:1]
+    found = [weights(name, shape, offset) for name in asked]
+    for name, values in zip(asked, found, strict=True):
+        if values.shape != shape:
+            raise ValueError(
+                f"build_stages: weights gave shape {tuple(values.shape)} for {name!r}, where "
+                f"{shape} at offset {offset} was asked"
+            )
+        if not torch.equal(values, found[0]):
+            raise CheckpointError(
+                f"build_stages: {asked[0]!r} and {name!r} are one parameter of the model, but the "
+                "weights differ; untie them in the model, or leave one out by allow_extra",
+                where=name,
+            )
+    return found[0]
+
+
+def live_buffers(module: nn.Module) -> dict[str, Tensor]:
+    """Return all buffers of a module, persistent or not, by each of their names in the whole model.
+
+    Examples:
+        >>> list(live_buffers(nn.BatchNorm1d(2)))
+        ['running_mean', 'running_var', 'num_batches_tracked']
+    """
+    named = module.named_buffers(remove_duplicate=False)
+    return {canonical_name(name): buffer for name, buffer in named}
+
+
+def buffers_of(make_model: Callable[[], nn.Module]) -> dict[str, Tensor]:
+    """Return the buffers that a model computes when it is made: rotary frequencies, running means.
+
+    The model is made once more, with real buffers and parameters that have no memory: each goes to
+    the meta device as it is registered, before anything writes to it.
+
+    Args:
+        make_model: Makes the whole model.
+
+    Returns:
+        {name in the whole model: values}, on the CPU.
+
+    Effects:
+        While it runs, modules of this process that are made elsewhere lose their parameters too.
+
+    Examples:
+        >>> list(buffers_of(lambda: nn.BatchNorm1d(2)))
+        ['running_mean', 'running_var', 'num_batches_tracked']
+    """
+
+    def without_memory(_: nn.Module, __: str, parameter: nn.Parameter) -> nn.Parameter:
+        on_meta = parameter.detach().to("meta")
+        return nn.Parameter(on_meta, requires_grad=parameter.requires_grad)
+
+    handle = register_module_parameter_registration_hook(cast("Any", without_memory))
+    try:
+        return {name: x.clone() for name, x in live_buffers(make_model()).items()}
+    finally:
+        handle.remove()
+
+
+# ---------------------------------------------------------------------------- weights with a list
+
+
+def listed(weights: Weights, shapes: Mapping[str, Sequence[int]]) -> Weights:
+    """Say of a `Weights` function which whole tensors it holds; a model must take all of them.
+
+    Effects:
+        Sets an attribute of the function.
+
+    Examples:
+        >>> ones = lambda name, shape, offset: torch.ones(tuple(shape))
+        >>> shapes_of(listed(ones, {"a": [2]}))
+        {'a': (2,)}
+    """
+    found = {name: tuple(shape) for name, shape in shapes.items()}
+    setattr(weights, "shapes", found)  # noqa: B010 (a function has no such attribute)
+    return weights
+
+
+def shapes_of(weights: Weights) -> Mapping[str, tuple[int, ...]]:
+    """Return which whole tensors a `Weights` function says it holds; none if it does not say.
+
+    Examples:
+        >>> shapes_of(lambda name, shape, offset: torch.ones(tuple(shape)))
+        {}
+    """
+    return getattr(weights, "shapes", {})
+
+
+def check_fit(model: nn.Module, weights: Weights) -> None:
+    """Refuse weights that say which tensors they hold, and are not of this model.
+
+    Args:
+        model: The whole model.
+        weights: The weights; what they lack is told when they are asked for it.
+
+    Raises:
+        CheckpointError: They hold tensors which the model has no place for, or of another shape;
+            all are named.
+
+    Examples:
+        >>> ones = lambda name, shape, offset: torch.ones(tuple(shape))
+        >>> check_fit(nn.Linear(1, 1), listed(ones, {"weight": (1, 1), "scale": (1,)}))
+        Traceback (most recent call last):
+        trainkit.types.CheckpointError: build_stages: the weights hold 'scale', which the model ...
+    """
+    model_has = {name: tuple(x.shape) for name, x in _named_tensors(model).items()}
+    held = shapes_of(weights)
+    problems = [
+        f"{name!r} of shape {shape}, where the model's has {model_has[name]}"
+        for name, shape in held.items()
+        if name in model_has and model_has[name] != shape
+    ]
+    problems += [
+        f"{name!r}, which the model does not have" for name in held if name not in model_has
+    ]
+    if problems:
+        more = f" (and {len(problems) - 1} more such tensors)" if len(problems) > 1 else ""
+        raise CheckpointError(
+            f"build_stages: the weights hold {problems[0]}{more}; make the model that they are "
+            "of, or let weights_from leave some out by allow_extra",
+            where="weights",
+            got=problems,
+        )
+
+
+def _named_tensors(module: nn.Module) -> dict[str, Tensor]:
+    """Return parameters and persistent buffers by all of their names in the whole model."""
+    named: dict[str, Tensor] = {**named_parameters_of([module]), **named_buffers_of([module])}
+    shared = [(tie[0], name) for tie in ties_of(module) for name in tie if tie[0] in named]
+    return named | {name: named[first] for first, name in shared}
+
+
+def weights_of(module: nn.Module, *, axis: Axis = SOLO) -> Weights:
+    """Return the values of a module, made and initialised as its author meant it, as `Weights`.
+
+    `build_stages(make_model, ps, plan, weights=weights_of(make_model(), axis=ps.world))` begins
+    with the initial values of a model of one's own. Each rank makes the whole module, on its CPU,
+    from the same seed, and keeps it while the stages are built.
+
+    Args:
+        module: The whole model, plain; its ties are known by all of their names.
+        axis: The ranks that call this together, whose modules must hold the same values.
+
+    Returns:
+        A `Weights` function: parts of the module's own tensors.
+
+    Raises:
+        ValueError: A tensor is on the meta device; or, told on all ranks, one holds other values.
+
+    Effects:
+        With several ranks hashes the module, and communicates on `axis`.
+
+    Examples:
+        >>> from trainkit.mesh import solo_parallel
+        >>> from trainkit.parallel import build_stages
+        >>> _ = torch.manual_seed(0)
+        >>> make_model = lambda: nn.Linear(3, 2)
+        >>> made = make_model()
+        >>> (model,) = build_stages(make_model, solo_parallel(), [], weights=weights_of(made))
+        >>> torch.equal(model.weight, made.weight)
+        True
+    """
+    named = _named_tensors(module)
+    for name, tensor in named.items():
+        if tensor.is_meta:
+            raise ValueError(f"weights_of: {name!r} is on the meta device, and has no values")
+    if axis.count > 1:
+        _check_alike(named, axis)
+
+    def read(name: str, shape: Sequence[int], offset: Sequence[int]) -> Tensor:
+        if name not in named:
+            raise ValueError(f"weights_of: the module has no tensor {name!r}")
+        part = named[name].detach()
+        for dim, (start, length) in enumerate(zip(offset, shape, strict=True)):
+            part = part.narrow(dim, start, length)
+        return part
+
+    return listed(read, {name: tensor.shape for name, tensor in named.items()})
+
+
+def _check_alike(named: Mapping[str, Tensor], axis: Axis) -> None:
+    def digest(tensor: Tensor) -> str:
+        flat = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
+        return hashlib.sha256(cast("Any", flat.numpy())).hexdigest()
+
+    ranks = all_gather_json({name: digest(tensor) for name, tensor in named.items()}, axis)
+    for rank, found in enumerate(ranks):
+        other = [name for name in ranks[0] if found.get(name) != ranks[0][name]]
+        if other:
+            raise ValueError(
+                f"weights_of: rank {rank} holds other values of {other[0]!r} than rank 0; make the "
+                "module from the same seed on every rank"
+            )
