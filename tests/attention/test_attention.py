@@ -178,45 +178,42 @@ def cuda_inputs(dtype, size=8, *, kv_heads=4):
 
 @pytest.fixture
 def taken(monkeypatch):
-    """Give `sdpa` a torch with kernels as on CUDA; return which path each call took."""
-    log, room = [], sys.modules["trainkit.attention.sdpa"]
-    monkeypatch.setattr(room, "SDPAParams", lambda q, k, *_: (q, k.shape[1]))
-    low = (torch.float16, torch.bfloat16)
-    monkeypatch.setattr(room, "can_use_flash_attention", lambda asked: asked[0].dtype in low)
-    monkeypatch.setattr(
-        room,
-        "can_use_efficient_attention",
-        lambda asked: asked[0].dtype == torch.float32 and asked[1] == asked[0].shape[1],
-    )
-    real, written_out = torch.nn.functional.scaled_dot_product_attention, room.written_out
+    """Give torch kernels as on CUDA; return a list of the calls, by their number of key heads."""
+    log, room, low = [], torch.backends.cuda, (torch.float16, torch.bfloat16)
+    real = torch.nn.functional.scaled_dot_product_attention
 
     def fused(q, k, v, **options):
-        log.append(f"fused, {k.shape[1]} key heads")
+        log.append(k.shape[1])
         return real(q, k, v, **options)
 
+    def efficient(asked):
+        dtype, heads, kv_heads = asked
+        return dtype == torch.float32 and heads == kv_heads
+
+    asked = "SDPAParams", lambda q, k, *_: (q.dtype, q.shape[1], k.shape[1])
+    monkeypatch.setattr(room, *asked)
+    monkeypatch.setattr(room, "can_use_flash_attention", lambda asked: asked[0] in low)
+    monkeypatch.setattr(room, "can_use_efficient_attention", efficient)
     monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", fused)
-    monkeypatch.setattr(
-        room, "written_out", lambda *a, **b: log.append("written out") or written_out(*a, **b)
-    )
     return log
 
 
 @pytest.mark.parametrize(
-    ("dtype", "kv_heads", "path"),
+    ("dtype", "kv_heads", "calls"),
     [
-        (torch.bfloat16, 2, "fused, 2 key heads"),
-        (torch.float32, 4, "fused, 4 key heads"),
-        (torch.float32, 2, "fused, 4 key heads"),  # grouped, torch would write the scores out
-        (torch.float64, 2, "written out"),
+        (torch.bfloat16, 2, {2}),
+        (torch.float32, 4, {4}),
+        (torch.float32, 2, {4}),  # of shared key heads torch would write the scores out
+        (torch.float64, 2, set()),  # and of fp64; so do we, some queries at a time
     ],
 )
-def test_no_path_on_cuda_keeps_all_scores(taken, dtype, kv_heads, path):
+def test_no_path_on_cuda_keeps_all_scores(taken, dtype, kv_heads, calls):
     def attend(*qkv):
         return sdpa(*qkv, spans=spans_of([7, 5]), scale=0.3)
 
     qkv = cuda_inputs(dtype, kv_heads=kv_heads)
     found = output_and_gradients(attend, qkv)
-    assert set(taken) == {path}
+    assert set(taken) == calls
     exact = [x.detach().as_subclass(torch.Tensor).double().requires_grad_() for x in qkv]
     want = output_and_gradients(attend, exact)
     bound = {torch.bfloat16: 5e-2, torch.float32: 1e-5, torch.float64: 1e-12}[dtype]

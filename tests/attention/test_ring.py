@@ -9,6 +9,8 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_iter
 
 from trainkit.attention import sdpa
 from trainkit.attention.blocks import BlockKernel, cpu_flash
@@ -184,6 +186,28 @@ def test_each_rank_computes_what_can_be_seen_once_and_as_much_as_any_other(case)
     computed = [tuple(pair) for pairs in by_rank for pair in pairs]
     assert len(computed) == len(set(computed))
     assert set(computed) == set(zip(*map(np.ndarray.tolist, np.nonzero(visible)), strict=True))
+
+
+class Arguments(TorchDispatchMode):
+    """The devices of all that operators are given."""
+
+    def __init__(self):
+        super().__init__()
+        self.seen = set()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        tensors = [x for x in tree_iter((args, kwargs)) if isinstance(x, torch.Tensor)]
+        self.seen |= {x.device.type for x in tensors}
+        return func(*args, **(kwargs or {}))
+
+
+def test_what_is_seen_is_found_out_on_the_device():
+    """Each layer asks anew: nothing may be copied there each time."""
+    spans = spans_of([4, 8, 2])
+    spans = attrs.evolve(spans, cu_seqlens=spans.cu_seqlens.to("meta"))
+    with Arguments() as arguments:
+        views = ring_room._views(spans, Axis("ring", Share(1, 3)), scale=1.0)
+    assert {view.keys.device.type for view in views[1:2]} == arguments.seen == {"meta"}
 
 
 def logged(log, name, function):

@@ -11,11 +11,6 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor, nn
-from torch.backends.cuda import (
-    SDPAParams,
-    can_use_efficient_attention,
-    can_use_flash_attention,
-)
 
 from trainkit.attention.blocks import written_out
 from trainkit.attention.inputs import check_inputs
@@ -86,9 +81,9 @@ def _fused(q: Tensor, k: Tensor, v: Tensor) -> bool:
     """Say whether torch has a kernel that does not keep all scores: it would not say so itself."""
     if not q.is_cuda:
         return True
-    heads_first = (_heads_first(x, 1) for x in (q, k, v))
-    asked = SDPAParams(*heads_first, None, 0.0, True, q.shape[2] != k.shape[2])
-    return can_use_flash_attention(asked) or can_use_efficient_attention(asked)
+    backend, heads_first = torch.backends.cuda, (_heads_first(x, 1) for x in (q, k, v))
+    asked = backend.SDPAParams(*heads_first, None, 0.0, True, q.shape[2] != k.shape[2])
+    return backend.can_use_flash_attention(asked) or backend.can_use_efficient_attention(asked)
 
 
 def _heads_first(x: Tensor, count: int) -> Tensor:

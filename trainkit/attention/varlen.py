@@ -62,8 +62,11 @@ def flash_varlen(q: Tensor, k: Tensor, v: Tensor, *, spans: Spans, scale: float)
         else:  # torch 2.11: the kernel wants one key head per query head
             groups = q.shape[2] // k.shape[2]
             k, v = k.repeat_interleave(groups, dim=2), v.repeat_interleave(groups, dim=2)
+    q_, k_, v_ = (in_order(x.flatten(0, 1)) for x in (q, k, v))
     out = varlen_attn(
-        *(in_order(x.flatten(0, 1)) for x in (q, k, v)),
+        q_,
+        k_,
+        v_,
         spans.cu_seqlens,
         spans.cu_seqlens,
         spans.max_length,
