@@ -240,6 +240,29 @@ def test_documents_that_do_not_divide_are_refused():
         shard_sequence(batch, ring=Share(0, 1), ulysses=Share(2, 2))
 
 
+ELEMENTS = {
+    "fp16": torch.arange(16).half(),
+    "bf16": torch.arange(16).bfloat16(),
+    "float8": torch.arange(16).to(torch.float8_e4m3fn),
+    "bool": torch.arange(16) % 3 == 0,
+    "complex": torch.arange(16) * 1j,
+    "16 bytes": torch.arange(16).to(torch.complex128),
+    "a conjugate view": (torch.arange(16) * 1j).conj(),
+    "a negative view": (torch.arange(16) * 1j).conj().imag,
+}
+
+
+@pytest.mark.parametrize("name", ELEMENTS)
+def test_any_dtype_and_any_view_is_cut_and_joined(name):
+    x, bounds = ELEMENTS[name], np.array([0, 4, 16])
+    shards = [zigzag_shard(x, Share(rank, 2), dim=0, cu_seqlens=bounds) for rank in (0, 1)]
+    expected = x.resolve_conj().resolve_neg()[[0, 3, 4, 5, 6, 13, 14, 15]]
+    assert shards[0].dtype == x.dtype
+    assert torch.equal(shards[0].to(torch.complex64), expected.to(torch.complex64))
+    joined = zigzag_unshard(torch.cat(shards), 2, dim=0, cu_seqlens=bounds)
+    assert torch.equal(joined.to(torch.complex64), x.to(torch.complex64))
+
+
 X = torch.arange(12).unsqueeze(0)
 
 
@@ -265,6 +288,14 @@ X = torch.arange(12).unsqueeze(0)
         (lambda: zigzag_shard(X, Share(0, 2), cu_seqlens=torch.ones(1, device="meta")), "on meta"),
         (lambda: zigzag_shard(X, Share(2, 2)), "no part 2 of 2"),
         (lambda: zigzag_unshard(X, 0), "no part 0 of 0"),
+        (lambda: zigzag_shard(X, Share(0, 2), dim=2), r"zigzag_shard: .* dimension 2 in \(1, 12\)"),
+        (lambda: zigzag_shard(X, Share(0, 1), dim=-3), "zigzag_shard: .* dimension -3"),
+        (
+            lambda: zigzag_shard(X, Share(0, 2), dim=2, cu_seqlens=np.array([0, 12])),
+            "zigzag_shard: .* dimension 2",
+        ),
+        (lambda: zigzag_unshard(X, 2, dim=2), "zigzag_unshard: .* dimension 2"),
+        (lambda: contiguous_shard(X, Share(0, 2), dim=2), "contiguous_shard: .* dimension 2"),
     ],
 )
 def test_what_does_not_divide_is_refused(call, message):

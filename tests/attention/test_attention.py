@@ -12,8 +12,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from trainkit.attention import sdpa, varlen
-from trainkit.types import Spans
+from trainkit.attention import ring, sdpa, ulysses, varlen
+from trainkit.types import Axis, Share, Spans
 
 
 def spans_of(lengths):
@@ -129,11 +129,132 @@ def test_cost_is_a_sum_over_documents():
         ([(1, 4, 4, 8), (1, 5, 4, 8), (1, 5, 4, 8)], [4], "attention: q must be"),
         ([(4, 4, 8), (4, 4, 8), (4, 4, 8)], [4], "attention: q must be"),
         ([(2, 4, 4, 8), (2, 4, 4, 8), (2, 4, 4, 8)], [4, 3], "7 tokens, q holds 2 x 4"),
+        ([(1, 4, 4, 8), (1, 4, 4, 8), (1, 4, 4, 8)], [-2, 6], "a span has -2 tokens"),
+        ([(1, 0, 4, 8), (1, 0, 4, 8), (1, 0, 4, 8)], [0], "attention: q must be .* no size 0"),
+        ([(1, 4, 4, 8), (1, 4, 0, 8), (1, 4, 0, 8)], [4], "attention: q must be .* no size 0"),
+        ([(1, 4, 4, 0), (1, 4, 4, 0), (1, 4, 4, 0)], [4], "attention: q must be .* no size 0"),
     ],
 )
 def test_bad_shapes_are_refused(shapes, lengths, match):
-    with pytest.raises(ValueError, match=match):
-        varlen(*(torch.ones(shape) for shape in shapes), spans=spans_of(lengths))
+    for attend in KERNELS:
+        with pytest.raises(ValueError, match=match):
+            attend(*(torch.ones(shape) for shape in shapes), spans=spans_of(lengths))
+
+
+# An axis without a process group: who communicates before it looks fails with other words.
+KERNELS = (varlen, sdpa, ring(Axis("nobody", Share(0, 4))))
+
+
+@pytest.mark.parametrize("scale", [0, -0.5, float("inf"), float("nan")])
+def test_a_scale_that_makes_no_attention_is_refused(scale):
+    qkv = [torch.ones(1, 4, 4, 8)] * 3
+    slices = ulysses(sdpa, Axis("nobody", Share(0, 4)))
+    for attend, tokens in ((slices, 16), *((kernel, 4) for kernel in KERNELS)):
+        with pytest.raises(ValueError, match=f"scale must be .* got {scale}"):
+            attend(*qkv, spans=spans_of([tokens]), scale=scale)
+
+
+def test_mixed_and_whole_number_dtypes_are_refused():
+    x = torch.ones(1, 4, 4, 8)
+    for attend in KERNELS:
+        for qkv in ((x, x.double(), x), (x, x, x.half()), (x.int(), x.int(), x.int())):
+            with pytest.raises(ValueError, match="one dtype, a floating-point one, got"):
+                attend(*qkv, spans=spans_of([4]))
+
+
+# --------------------------------------------------------------------- paths of a CUDA that is not
+
+
+class Cuda(torch.Tensor):
+    """A tensor of the CPU that says it is on CUDA."""
+
+    is_cuda = True
+
+
+def cuda_inputs(dtype, size=8, *, kv_heads=4):
+    qkv = inputs(1, 12, kv_heads=kv_heads, dim=size, dtype=dtype)
+    return [x.detach().as_subclass(Cuda).requires_grad_() for x in qkv]
+
+
+@pytest.fixture
+def taken(monkeypatch):
+    """Give torch kernels as on CUDA; return a list of the calls, by their number of key heads."""
+    log, room, low = [], torch.backends.cuda, (torch.float16, torch.bfloat16)
+    real = torch.nn.functional.scaled_dot_product_attention
+
+    def fused(q, k, v, **options):
+        log.append(k.shape[1])
+        return real(q, k, v, **options)
+
+    def efficient(asked):
+        dtype, heads, kv_heads = asked
+        return dtype == torch.float32 and heads == kv_heads
+
+    asked = "SDPAParams", lambda q, k, *_: (q.dtype, q.shape[1], k.shape[1])
+    monkeypatch.setattr(room, *asked)
+    monkeypatch.setattr(room, "can_use_flash_attention", lambda asked: asked[0] in low)
+    monkeypatch.setattr(room, "can_use_efficient_attention", efficient)
+    monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", fused)
+    return log
+
+
+@pytest.mark.parametrize(
+    ("dtype", "kv_heads", "calls"),
+    [
+        (torch.bfloat16, 2, {2}),
+        (torch.float32, 4, {4}),
+        (torch.float32, 2, {4}),  # of shared key heads torch would write the scores out
+        (torch.float64, 2, set()),  # and of fp64; so do we, some queries at a time
+    ],
+)
+def test_no_path_on_cuda_keeps_all_scores(taken, dtype, kv_heads, calls):
+    def attend(*qkv):
+        return sdpa(*qkv, spans=spans_of([7, 5]), scale=0.3)
+
+    qkv = cuda_inputs(dtype, kv_heads=kv_heads)
+    found = output_and_gradients(attend, qkv)
+    assert set(taken) == calls
+    exact = [x.detach().as_subclass(torch.Tensor).double().requires_grad_() for x in qkv]
+    want = output_and_gradients(attend, exact)
+    bound = {torch.bfloat16: 5e-2, torch.float32: 1e-5, torch.float64: 1e-12}[dtype]
+    for a, b in zip(found, want, strict=True):
+        assert (a.double() - b).abs().max() <= bound * b.abs().max()
+
+
+@pytest.mark.parametrize(
+    ("major", "size", "dtype", "autocast", "path"),
+    [
+        (8, 8, torch.bfloat16, False, "flash_varlen"),
+        (9, 256, torch.float16, False, "flash_varlen"),
+        (8, 8, torch.float32, True, "flash_varlen"),  # under autocast q and k may be wider than v
+        (8, 8, torch.float32, False, "sdpa"),
+        (8, 12, torch.bfloat16, False, "sdpa"),
+        (8, 264, torch.bfloat16, False, "sdpa"),
+        (7, 8, torch.bfloat16, False, "sdpa"),
+    ],
+)
+def test_varlen_takes_its_kernel_for_what_the_kernel_takes(  # noqa: PLR0917 (a table)
+    monkeypatch, major, size, dtype, autocast, path
+):
+    room = sys.modules["trainkit.attention.varlen"]
+    device = types.SimpleNamespace(major=major)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: device)
+    seen = []
+    for name in ("flash_varlen", "sdpa"):
+        monkeypatch.setattr(room, name, lambda *x, name=name, **_: seen.append((name, x)))
+    q, k, v = cuda_inputs(dtype, size)
+    with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+        varlen(q, k, v.bfloat16() if autocast else v, spans=spans_of([12]))
+    [(name, qkv)] = seen
+    assert name == path
+    assert {x.dtype for x in qkv} == {torch.bfloat16 if autocast else dtype}
+
+
+def test_autocast_reaches_every_attention():
+    q, k, v = inputs(1, 12, dtype=torch.float32)
+    with torch.autocast("cpu", torch.bfloat16):
+        for attend in (sdpa, varlen):
+            assert attend(q, k, v.bfloat16(), spans=spans_of([12])).dtype == torch.bfloat16
 
 
 # torch 2.13 reads .grad of every tensor that enters a compiled frame, leaf or not.

@@ -1,11 +1,16 @@
 """Attention in blocks: parts of a softmax merge into the whole, and each kernel gives its part."""
 
+import types
+
 import numpy as np
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_iter
 
+from trainkit.attention import blocks
 from trainkit.attention.blocks import Block, cpu_flash, cuda_flash, kernel_for, matmul, merge_lse
 from trainkit.types import Spans
 
@@ -109,6 +114,62 @@ def test_the_written_out_kernel_has_the_gradient_of_its_forward():
         assert difference(matmul.backward(d_out, tuple(qkv), (out, lse), block), want) < 1e-14
 
 
+@pytest.mark.parametrize(
+    "dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16], ids=str
+)
+def test_the_last_dimension_need_not_lie_in_order(dtype):
+    """As `q, k, v = qkv.unbind(-1)` gives them; the gradient that comes in may be so too."""
+    block = Block(spans_of([3, 6]), spans_of([3, 6]), causal=True, scale=0.3)
+    tensors = [made(9, heads, 8).to(dtype) + n for n, heads in enumerate((4, 4, 2, 2))]
+    strided = [torch.stack([x, x], -1)[..., 0] for x in tensors]
+    out, lse = want = cpu_flash.forward(tuple(tensors[1:]), block)
+    for a, b in zip(cpu_flash.forward(tuple(strided[1:]), block), want, strict=True):
+        assert torch.equal(a, b)
+    strided_out = torch.stack([out, out], -1)[..., 0]
+    found = cpu_flash.backward(strided[0], tuple(strided[1:]), (strided_out, lse), block)
+    want = cpu_flash.backward(tensors[0], tuple(tensors[1:]), (out, lse), block)
+    assert all(torch.equal(a, b) for a, b in zip(found, want, strict=True))
+
+
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize("at_once", [1, 8 * 20 * 4])
+def test_queries_by_chunks_are_the_same_attention(monkeypatch, causal, at_once):
+    """At least 16 queries at a time, and as many as the scores in memory allow."""
+    block = Block(spans_of([40, 1, 17]), spans_of([40, 1, 17]), causal, scale=0.3)
+    d_out, *qkv = (made(58, heads, 8) + n for n, heads in enumerate((4, 4, 2, 2)))
+    want = matmul.forward(tuple(qkv), block)
+    gradients = matmul.backward(d_out, tuple(qkv), want, block)
+    monkeypatch.setattr(blocks, "_SCORES", at_once)
+    assert difference(matmul.forward(tuple(qkv), block), want) < 1e-14
+    assert difference(matmul.backward(d_out, tuple(qkv), want, block), gradients) < 1e-13
+
+
+class Largest(TorchDispatchMode):
+    """The most bytes of any tensor that an operator gives."""
+
+    found = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        for x in tree_iter(out):
+            if isinstance(x, torch.Tensor):
+                self.found = max(self.found, x.untyped_storage().nbytes())
+        return out
+
+
+@pytest.mark.parametrize("causal", [True, False])
+def test_scores_written_out_take_memory_that_does_not_grow_with_the_square(monkeypatch, causal):
+    """2^14 tokens of two heads have 2 GiB of scores; shapes alone are computed here."""
+    monkeypatch.setattr(blocks, "_SCORES", 1 << 22, raising=False)
+    spans = spans_of([1 << 14])
+    block = Block(on_meta(spans), on_meta(spans), causal, scale=0.3)
+    qkv = tuple(torch.empty(1 << 14, heads, 8, device="meta") for heads in (2, 1, 1))
+    with Largest() as seen:
+        result = matmul.forward(qkv, block)
+        matmul.backward(torch.empty_like(qkv[0]), qkv, result, block)
+    assert seen.found <= 4 << 22
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("kernel", [cpu_flash, matmul], ids=["cpu_flash", "matmul"])
 def test_lower_precision_keeps_the_log_sum_exp_in_fp32(kernel, dtype):
@@ -139,6 +200,20 @@ def on_meta(spans):
     return Spans(spans.cu_seqlens.to("meta"), spans.lengths, spans.max_length)
 
 
-def test_the_kernel_is_chosen_by_device_dtype_and_head_size():
+def test_the_kernel_is_chosen_by_device_dtype_and_head_size(monkeypatch):
     assert kernel_for(torch.ones(1, 1, 7, dtype=torch.bfloat16)) is cpu_flash
     assert kernel_for(torch.ones(1, 1, 8, device="meta")) is matmul
+    low = torch.bfloat16
+    for major, size, dtype, kernel in (
+        (8, 8, low, cuda_flash),
+        (9, 256, torch.float16, cuda_flash),
+        (8, 12, low, matmul),
+        (8, 264, low, matmul),
+        (7, 8, low, matmul),
+        (8, 8, torch.float32, matmul),
+    ):
+        device = types.SimpleNamespace(major=major)
+        monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _, found=device: found)
+        q = types.SimpleNamespace(device=torch.device("cuda"), is_cuda=True, dtype=dtype)
+        q.shape = (1, 1, size)
+        assert kernel_for(q) is kernel, (major, size, dtype)

@@ -9,6 +9,8 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_iter
 
 from trainkit.attention import sdpa
 from trainkit.attention.blocks import BlockKernel, cpu_flash
@@ -45,6 +47,7 @@ class Case:
     kv_heads: int = 2
     scale: float | None = None
     dtype: torch.dtype = torch.float64
+    strided: bool = False  # a last dimension that does not lie in order
 
 
 CASES = {
@@ -55,12 +58,18 @@ CASES = {
     "one long document": Case(seed=3, lengths=(96, 97), kv_heads=1),
     "one key head, odd head count": Case(seed=4, heads=3, kv_heads=1),
     "fp32": Case(seed=5, rows=2, dtype=torch.float32),
+    "strided": Case(seed=5, strided=True),
+    "fp32, strided": Case(seed=5, dtype=torch.float32, strided=True),
+    "bf16, strided": Case(seed=5, dtype=torch.bfloat16, strided=True),
+    "fp16, strided": Case(seed=5, dtype=torch.float16, strided=True),
 }
+ROUNDING = {torch.float64: 1e-12, torch.float32: 1e-5, torch.bfloat16: 4e-2, torch.float16: 5e-3}
 ULYSSES = {
     "random documents": Case(seed=6, heads=8, kv_heads=4),
     "fewer key heads than ranks": Case(seed=7, heads=8, kv_heads=1, rows=2),
     "key heads shared by two ranks": Case(seed=8, heads=4, kv_heads=2, scale=0.4),
     "fp32": Case(seed=9, dtype=torch.float32),
+    "strided": Case(seed=9, strided=True),
 }
 
 
@@ -77,7 +86,7 @@ def results(attend, batch, *, scale):
     """Return out, dq, dk, dv for the q, k, v and d_out in a batch's extra."""
     qkv = [batch[name].detach().requires_grad_() for name in ("q", "k", "v")]
     out = attend(*qkv, spans=batch.spans, scale=scale)
-    return [out.detach(), *torch.autograd.grad((out * batch["d_out"]).sum(), qkv)]
+    return [out.detach(), *torch.autograd.grad(out, qkv, batch["d_out"])]
 
 
 def inputs(case, multiple_of):
@@ -95,7 +104,11 @@ def compared(ps, case, attend):
     """Return the largest difference from `sdpa` over the whole rows, per tensor, on this rank."""
     whole = inputs(case, multiple_of=2 * ps.ring.count)
     shares = {"ring": ps.ring.share, "ulysses": ps.ulysses.share}
-    found = results(attend, shard_sequence(whole, **shares), scale=case.scale)
+    part = shard_sequence(whole, **shares)
+    if case.strided:  # as from `qkv.unbind(-1)`
+        strided = {name: torch.stack([x, x], -1)[..., 0] for name, x in part.extra.items()}
+        part = attrs.evolve(part, extra=strided)
+    found = results(attend, part, scale=case.scale)
     want = results(sdpa, whole, scale=case.scale)
     carried = attrs.evolve(whole, extra=dict(enumerate(want)))
     parts = shard_sequence(carried, **shares).extra
@@ -121,8 +134,9 @@ def differences(layouts):
 @pytest.mark.parametrize("world", LAYOUTS)
 def test_ring_and_ulysses_equal_plain_attention(world):
     for found in run_ranks(differences, world, LAYOUTS[world]):
-        for (_, _, name), difference in found.items():
-            assert difference < (1e-5 if name == "fp32" else 1e-12), found
+        for (_, slices, name), difference in found.items():
+            case = (CASES if slices == 1 else ULYSSES)[name]
+            assert difference < ROUNDING[case.dtype], found
 
 
 def test_on_one_rank_each_is_the_attention_inside():
@@ -172,6 +186,28 @@ def test_each_rank_computes_what_can_be_seen_once_and_as_much_as_any_other(case)
     computed = [tuple(pair) for pairs in by_rank for pair in pairs]
     assert len(computed) == len(set(computed))
     assert set(computed) == set(zip(*map(np.ndarray.tolist, np.nonzero(visible)), strict=True))
+
+
+class Arguments(TorchDispatchMode):
+    """The devices of all that operators are given."""
+
+    def __init__(self):
+        super().__init__()
+        self.seen = set()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        tensors = [x for x in tree_iter((args, kwargs)) if isinstance(x, torch.Tensor)]
+        self.seen |= {x.device.type for x in tensors}
+        return func(*args, **(kwargs or {}))
+
+
+def test_what_is_seen_is_found_out_on_the_device():
+    """Each layer asks anew: nothing may be copied there each time."""
+    spans = spans_of([4, 8, 2])
+    spans = attrs.evolve(spans, cu_seqlens=spans.cu_seqlens.to("meta"))
+    with Arguments() as arguments:
+        views = ring_room._views(spans, Axis("ring", Share(1, 3)), scale=1.0)
+    assert {view.keys.device.type for view in views[1:2]} == arguments.seen == {"meta"}
 
 
 def logged(log, name, function):

@@ -9,11 +9,13 @@ A `BlockKernel` computes one such part, forward and backward; `ring` puts them t
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
+from typing import Any
 
 import attrs
 import torch
 from einops import rearrange
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from trainkit.types import Spans
 
@@ -90,8 +92,30 @@ def kernel_for(q: Tensor) -> BlockKernel:
     """
     if q.device.type == "cpu":
         return cpu_flash
-    low = q.dtype in (torch.float16, torch.bfloat16)
-    return cuda_flash if q.is_cuda and low and q.shape[-1] % 8 == 0 else matmul
+    return cuda_flash if flash_takes(q) else matmul
+
+
+def flash_takes(q: Tensor) -> bool:
+    """Say whether CUDA's flash kernel for packed documents takes tensors like this one.
+
+    It wants fp16 or bf16, a head size that is a multiple of 8 and at most 256, and Ampere or later.
+
+    Examples:
+        >>> flash_takes(torch.ones(4, 2, 8))
+        False
+    """
+    if not q.is_cuda or q.dtype not in (torch.float16, torch.bfloat16):
+        return False
+    known_size = q.shape[-1] % 8 == 0 and q.shape[-1] <= 256
+    return known_size and torch.cuda.get_device_properties(q.device).major >= 8
+
+
+def in_order(x: Tensor) -> Tensor:
+    """Return `[T, H, D]` whose last dimension lies in order, as the operators below assume.
+
+    Torch's own front sees to it. The operator for CPUs reads on regardless, and is wrong.
+    """
+    return x if x.stride(-1) == 1 else x.contiguous()
 
 
 # ------------------------------------------------------------------------------- torch on the CPU
@@ -99,6 +123,7 @@ def kernel_for(q: Tensor) -> BlockKernel:
 
 def _documents(x: Tensor, spans: Spans) -> list[Tensor]:
     """Cut `[T, H, ...]` into documents `[n, H, L, ...]`: one batch of them if all are as long."""
+    x = in_order(x) if x.ndim == 3 else x
     lengths = spans.lengths.tolist()
     if min(lengths) == max(lengths):
         return [x.unflatten(0, (len(lengths), -1)).transpose(1, 2)]
@@ -148,7 +173,7 @@ def _bounds(block: Block) -> tuple[Tensor, Tensor, int, int]:
 def _cuda_forward(qkv: QueryKeyValue, block: Block) -> OutLse:
     op = torch.ops.aten._flash_attention_forward.default  # noqa: SLF001 (as torch's varlen_attn)
     options = {"return_debug_mask": False, "scale": block.scale}
-    out, lse, *_ = op(*qkv, *_bounds(block), 0.0, block.causal, **options)
+    out, lse, *_ = op(*map(in_order, qkv), *_bounds(block), 0.0, block.causal, **options)
     return out, lse.transpose(0, 1)
 
 
@@ -158,7 +183,7 @@ def _cuda_backward(
     op = torch.ops.aten._flash_attention_backward.default  # noqa: SLF001 (as torch's varlen_attn)
     out, lse = result
     no_dropout = torch.zeros(2, dtype=torch.uint64, device=out.device), out.new_empty(0)
-    known = d_out, *qkv, out, lse.transpose(0, 1).contiguous()
+    known = *map(in_order, (d_out, *qkv, out)), lse.transpose(0, 1).contiguous()
     return op(*known, *_bounds(block), 0.0, block.causal, *no_dropout, scale=block.scale)
 
 
@@ -172,51 +197,107 @@ never been run.
 
 # ------------------------------------------------------------------------------------- written out
 
+_SCORES = 1 << 26
+"""How many scores are in memory at once: 256 MiB in fp32. Fewer queries at a time keep to it."""
+
 
 def _wide_documents(x: Tensor, spans: Spans) -> Iterator[Tensor]:
     wide = x if x.dtype == torch.float64 else x.float()
     return iter(wide.split(spans.lengths.tolist()))
 
 
+def _chunks(q: Tensor, k: Tensor, block: Block) -> Iterator[tuple[slice, slice]]:
+    """Yield some queries of a document and the keys that any of them sees, all in turn."""
+    size = max(_SCORES // (q.shape[1] * max(len(k), 1)), 16)
+    for first in range(0, len(q), size):
+        rows = slice(first, min(first + size, len(q)))
+        yield rows, slice(0, rows.stop if block.causal else len(k))
+
+
 def _scores(q: Tensor, k: Tensor, block: Block) -> Tensor:
-    """Return the scores of one document `[K, G, L, M]`, for G query heads per key head."""
+    """Return the scores `[K, G, L, M]` of a chunk, for G query heads per key head."""
     queries = rearrange(q, "l (k g) d -> k g l d", k=k.shape[1])
     scores = torch.einsum("kgld,mkd->kglm", queries, k) * block.scale
     if not block.causal:
         return scores
-    seen = torch.ones(scores.shape[-2:], dtype=torch.bool, device=q.device).tril()
-    return scores.masked_fill(~seen, -torch.inf)
+    queries, keys = scores.shape[-2:]  # the last key seen is that of the last query
+    hidden = torch.ones(queries, keys, dtype=torch.bool, device=q.device).triu(keys - queries + 1)
+    return scores.masked_fill_(hidden, -torch.inf)
 
 
 def _matmul_forward(qkv: QueryKeyValue, block: Block) -> OutLse:
     outs, lses = list[Tensor](), list[Tensor]()
     spans = block.queries, block.keys, block.keys
     for q, k, v in zip(*map(_wide_documents, qkv, spans), strict=True):
-        scores = _scores(q, k, block)
-        outs.append(torch.einsum("kglm,mkd->lkgd", scores.softmax(-1), v).flatten(1, 2))
-        lses.append(rearrange(scores.logsumexp(-1), "k g l -> l (k g)"))
+        for rows, seen in _chunks(q, k, block):
+            scores = _scores(q[rows], k[seen], block)
+            outs.append(torch.einsum("kglm,mkd->lkgd", scores.softmax(-1), v[seen]).flatten(1, 2))
+            lses.append(rearrange(scores.logsumexp(-1), "k g l -> l (k g)"))
     return torch.cat(outs).to(qkv[0].dtype), torch.cat(lses)
 
 
 def _matmul_backward(
     d_out: Tensor, qkv: QueryKeyValue, result: OutLse, block: Block
 ) -> QueryKeyValue:
-    parts = list[tuple[Tensor, ...]]()
     spans = (block.queries, block.queries, block.keys, block.keys, block.queries, block.queries)
     columns = map(_wide_documents, (d_out, *qkv, *result), spans)
-    for d_rows, q, k, v, out, lse in zip(*columns, strict=True):
-        by_head = {"pattern": "l (k g) d -> k g l d", "k": k.shape[1]}
-        means, bases = (d_rows * out).sum(-1, keepdim=True), lse.unsqueeze(-1)
-        q_, d_rows_, means_, bases_ = (rearrange(x, **by_head) for x in (q, d_rows, means, bases))
-        weights = torch.exp(_scores(q, k, block) - bases_)
-        d_weights = torch.einsum("kgld,mkd->kglm", d_rows_, v)
-        d_scores = weights * (d_weights - means_) * block.scale
-        d_q = torch.einsum("kglm,mkd->lkgd", d_scores, k).flatten(1, 2)
-        d_k = torch.einsum("kglm,kgld->mkd", d_scores, q_)
-        parts.append((d_q, d_k, torch.einsum("kglm,kgld->mkd", weights, d_rows_)))
+    parts = [_document_backward(*document, block) for document in zip(*columns, strict=True)]
     d_q, d_k, d_v = (torch.cat(column).to(qkv[0].dtype) for column in zip(*parts, strict=True))
     return d_q, d_k, d_v
 
 
+def _document_backward(  # noqa: PLR0917 (the tensors of one document)
+    d_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, block: Block
+) -> QueryKeyValue:
+    means, bases = (d_out * out).sum(-1, keepdim=True), lse.unsqueeze(-1)
+    d_q, d_k, d_v = torch.empty_like(q), torch.zeros_like(k), torch.zeros_like(v)
+    for rows, seen in _chunks(q, k, block):
+        q_, d_out_, means_, bases_ = (
+            rearrange(x[rows], "l (k g) d -> k g l d", k=k.shape[1])
+            for x in (q, d_out, means, bases)
+        )
+        weights = _scores(q[rows], k[seen], block).sub_(bases_).exp_()
+        d_v[seen] += torch.einsum("kglm,kgld->mkd", weights, d_out_)
+        d_weights = torch.einsum("kgld,mkd->kglm", d_out_, v[seen])
+        d_scores = d_weights.sub_(means_).mul_(weights).mul_(block.scale)
+        d_q[rows] = torch.einsum("kglm,mkd->lkgd", d_scores, k[seen]).flatten(1, 2)
+        d_k[seen] += torch.einsum("kglm,kgld->mkd", d_scores, q_)
+    return d_q, d_k, d_v
+
+
 matmul = BlockKernel(_matmul_forward, _matmul_backward)
-"""Attention written out, its scores in memory: any device and dtype, and the tests' reference."""
+"""Attention written out, some queries at a time: any device and dtype, and the tests' reference."""
+
+
+class _WrittenOut(torch.autograd.Function):
+    @staticmethod
+    def forward(  # pyrefly: ignore[bad-override]
+        ctx: Any, q: Tensor, k: Tensor, v: Tensor, block: Block
+    ) -> Tensor:
+        out, lse = matmul.forward((q, k, v), block)
+        ctx.save_for_backward(q, k, v, out, lse)
+        ctx.block = block
+        return out
+
+    @staticmethod
+    @once_differentiable
+    def backward(  # pyrefly: ignore[bad-override]
+        ctx: Any, d_out: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor, None]:
+        q, k, v, out, lse = ctx.saved_tensors
+        return *matmul.backward(d_out, (q, k, v), (out, lse), ctx.block), None
+
+
+def written_out(q: Tensor, k: Tensor, v: Tensor, *, spans: Spans, scale: float) -> Tensor:
+    """Return causal attention inside each span by `matmul`: in linear memory, without a kernel.
+
+    Arguments and result are those of `sdpa`.
+
+    Examples:
+        >>> from trainkit.batch import blank_batch
+        >>> q, k, v = torch.ones(3, 1, 4, 2, 8)
+        >>> written_out(q, k, v, spans=blank_batch(1, 4).spans, scale=1.0).shape
+        torch.Size([1, 4, 2, 8])
+    """
+    block = Block(spans, spans, causal=True, scale=scale)
+    return _WrittenOut.apply(*(x.flatten(0, 1) for x in (q, k, v)), block).view(q.shape)

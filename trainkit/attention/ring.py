@@ -29,7 +29,7 @@ from trainkit.attention.blocks import (
     kernel_for,
     merge_lse,
 )
-from trainkit.attention.sdpa import check_heads
+from trainkit.attention.inputs import check_inputs
 from trainkit.attention.untraced import untraced
 from trainkit.attention.varlen import varlen
 from trainkit.types import Attend, Axis, Spans
@@ -78,24 +78,19 @@ def _attend(
     axis: Axis,
     kernel: BlockKernel | None,
 ) -> Tensor:
-    check_heads(q, k, v)
-    _check_spans(q, spans, axis)
-    q_, k_, v_ = (x.flatten(0, 1) for x in _in_one_dtype(q, k, v))
+    q, k, v, scale = check_inputs(q, k, v, spans=spans, scale=scale)
+    _check_lengths(spans, axis)
+    q_, k_, v_ = (x.flatten(0, 1) for x in (q, k, v))
     plan = _Plan(
         axis=axis,
         kernel=kernel_for(q_) if kernel is None else kernel,
-        views=_views(spans, axis, scale=q.shape[-1] ** -0.5 if scale is None else scale),
+        views=_views(spans, axis, scale=scale),
     )
     return _Ring.apply(q_, k_, v_, plan).view(q.shape)
 
 
-def _check_spans(q: Tensor, spans: Spans, axis: Axis) -> None:
+def _check_lengths(spans: Spans, axis: Axis) -> None:
     parts = 2 * axis.count
-    if spans.lengths.sum() != q.shape[0] * q.shape[1]:
-        raise ValueError(
-            f"ring: the spans hold {spans.lengths.sum()} tokens, q holds {q.shape[0]} x "
-            f"{q.shape[1]}; give the spans of the shard, which layout.shard_sequence makes"
-        )
     odd = np.flatnonzero(spans.lengths % 2)
     if len(odd):
         lengths = (spans.lengths[odd] * axis.count).tolist()
@@ -104,19 +99,6 @@ def _check_spans(q: Tensor, spans: Spans, axis: Axis) -> None:
             f"divide by {parts} (2 chunks for each of {axis.count} ranks); pack with "
             f"multiple_of={parts} and rows of a multiple of {parts} tokens"
         )
-
-
-def _in_one_dtype(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, ...]:
-    """Cast fp32 as torch's attention is cast under autocast, and refuse what still differs."""
-    kind = q.device.type
-    if torch.is_autocast_enabled(kind):
-        low = torch.get_autocast_dtype(kind)
-        q, k, v = (x.to(low) if x.dtype == torch.float32 else x for x in (q, k, v))
-    if not q.dtype == k.dtype == v.dtype:
-        raise ValueError(
-            f"ring: q, k and v must have one dtype, got {q.dtype}, {k.dtype} and {v.dtype}"
-        )
-    return q, k, v
 
 
 # ------------------------------------------------------------------------------------ what is seen
@@ -145,7 +127,7 @@ class _Plan:
 def _views(spans: Spans, axis: Axis, *, scale: float) -> list[_View]:
     """Return what this rank sees at each step."""
     half = Spans(spans.cu_seqlens // 2, spans.lengths // 2, spans.max_length // 2)
-    first, second = _halves(half, spans.cu_seqlens.device)
+    first, second = _halves(half)
     whole = slice(None)
     own = _View(whole, whole, Block(spans, spans, causal=True, scale=scale))
     # Of rank s < r, chunk s comes before all queries, and chunk 2N-1-s after all.
@@ -155,16 +137,16 @@ def _views(spans: Spans, axis: Axis, *, scale: float) -> list[_View]:
     return [own] + [earlier] * axis.index + [later] * (axis.count - 1 - axis.index)
 
 
-def _halves(half: Spans, device: torch.device) -> tuple[_Part, _Part]:
-    """Return what picks the first and the second half of every document."""
+def _halves(half: Spans) -> tuple[_Part, _Part]:
+    """Return what picks the first and the second half of every document, without an upload."""
     sizes = half.lengths
     if len(sizes) == 1:
         return slice(0, int(sizes[0])), slice(int(sizes[0]), None)
-    before = np.repeat(np.cumsum(sizes) - sizes, sizes)
-    first = before + np.arange(len(before))
-    index = torch.from_numpy(np.stack([first, first + np.repeat(sizes, sizes)]))
-    on_device = index.to(device, non_blocking=True)
-    return on_device[0], on_device[1]
+    # Token j of all first halves, in document d, lies at j + bounds[d]; of the second, + its size.
+    bounds = half.cu_seqlens.long()
+    token = torch.arange(int(sizes.sum()), device=bounds.device)
+    document = torch.searchsorted(bounds[1:], token, right=True)
+    return token + bounds[document], token + bounds[document + 1]
 
 
 # ------------------------------------------------------------------------------------ what travels

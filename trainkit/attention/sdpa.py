@@ -2,7 +2,9 @@
 
 There is no mask: a document is attended by itself, so the cost grows with the sum of squared
 document lengths and never with the squared row. It is the exact reference of this folder, and what
-runs on a CPU.
+runs on a CPU. Memory grows with the tokens and never with their square: where CUDA has no fused
+kernel for key heads that several query heads share (fp32), these are repeated, and where it has
+none at all (fp64), `blocks.written_out` goes through the queries in chunks.
 """
 
 from __future__ import annotations
@@ -10,24 +12,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
+from trainkit.attention.blocks import written_out
+from trainkit.attention.inputs import check_inputs
 from trainkit.types import Spans
-
-
-def check_heads(q: Tensor, k: Tensor, v: Tensor) -> None:
-    """Refuse queries, keys and values whose shapes do not belong together.
-
-    Raises:
-        ValueError: k and v differ, rows, tokens or head sizes differ, or K does not divide H.
-
-    Examples:
-        >>> check_heads(torch.ones(1, 4, 6, 8), torch.ones(1, 4, 3, 8), torch.ones(1, 4, 3, 8))
-    """
-    same = q.ndim == 4 and k.shape == v.shape and q.shape[:2] == k.shape[:2]
-    if not same or q.shape[3] != k.shape[3] or q.shape[2] % max(k.shape[2], 1) != 0:
-        raise ValueError(
-            "attention: q must be [B, S, H, D], k and v [B, S, K, D] with K a divisor of H, got "
-            f"q {tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)}"
-        )
 
 
 def sdpa(q: Tensor, k: Tensor, v: Tensor, *, spans: Spans, scale: float | None = None) -> Tensor:
@@ -45,10 +32,11 @@ def sdpa(q: Tensor, k: Tensor, v: Tensor, *, spans: Spans, scale: float | None =
         scale: What scores are multiplied by; 1 / sqrt(D) by default.
 
     Returns:
-        `[B, S, H, D]`, of q's dtype.
+        `[B, S, H, D]`, of q's dtype; under autocast of autocast's.
 
     Raises:
-        ValueError: The shapes do not fit each other, or the spans do not cover the B * S tokens.
+        ValueError: Shapes or dtypes do not fit each other, there are no tokens, the spans do not
+            cover the B * S tokens, or the scale is not a finite number above 0.
 
     Examples:
         >>> import numpy as np
@@ -66,27 +54,36 @@ def sdpa(q: Tensor, k: Tensor, v: Tensor, *, spans: Spans, scale: float | None =
 
 
 def _by_document(q: Tensor, k: Tensor, v: Tensor, spans: Spans, scale: float | None) -> Tensor:
-    check_heads(q, k, v)
+    q, k, v, scale = check_inputs(q, k, v, spans=spans, scale=scale)
+    groups = q.shape[2] // k.shape[2]
+    if not _fused(q, k, v):
+        repeated = [x.repeat_interleave(groups, dim=2) for x in (k, v)]
+        if not _fused(q, *repeated):
+            return written_out(q, k, v, spans=spans, scale=scale)
+        (k, v), groups = repeated, 1
     lengths = spans.lengths.tolist()
-    if sum(lengths) != q.shape[0] * q.shape[1]:
-        raise ValueError(
-            f"sdpa: the spans hold {sum(lengths)} tokens, q holds {q.shape[0]} x {q.shape[1]}; "
-            "make the spans of this very batch"
-        )
     if len(set(lengths)) == 1:
         parts = [tuple(_heads_first(x, len(lengths)) for x in (q, k, v))]
     else:
         # One split and not a slice per document: the gradient of a slice is a zero tensor of the
         # whole row, 64 of them here (random lengths, 4,096 tokens: 217 ms against 80).
         parts = zip(*(_heads_first(x, 1).split(lengths, dim=2) for x in (q, k, v)), strict=True)
-    grouped = q.shape[2] != k.shape[2]
     outputs = [
         nn.functional.scaled_dot_product_attention(
-            q_, k_, v_, is_causal=True, scale=scale, enable_gqa=grouped
+            q_, k_, v_, is_causal=True, scale=scale, enable_gqa=groups > 1
         ).transpose(1, 2)
         for q_, k_, v_ in parts
     ]
     return torch.cat(outputs, dim=1).view_as(q) if len(outputs) > 1 else outputs[0].reshape(q.shape)
+
+
+def _fused(q: Tensor, k: Tensor, v: Tensor) -> bool:
+    """Say whether torch has a kernel that does not keep all scores: it would not say so itself."""
+    if not q.is_cuda:
+        return True
+    backend, heads_first = torch.backends.cuda, (_heads_first(x, 1) for x in (q, k, v))
+    asked = backend.SDPAParams(*heads_first, None, 0.0, True, q.shape[2] != k.shape[2])
+    return backend.can_use_flash_attention(asked) or backend.can_use_efficient_attention(asked)
 
 
 def _heads_first(x: Tensor, count: int) -> Tensor:

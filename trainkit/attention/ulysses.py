@@ -13,7 +13,7 @@ import torch
 from einops import rearrange
 from torch import Tensor
 
-from trainkit.attention.sdpa import check_heads
+from trainkit.attention.inputs import check_inputs
 from trainkit.attention.untraced import untraced
 from trainkit.collectives import exchange
 from trainkit.types import Attend, Axis, Spans
@@ -61,7 +61,8 @@ def _exchanged(
     attend: Attend,
     axis: Axis,
 ) -> Tensor:
-    _check(q, k, v, spans, axis)
+    q, k, v, scale = check_inputs(q, k, v, spans=spans, scale=scale, parts=axis.count)
+    _check_heads(q, k, axis)
     if k.shape[2] < axis.count:
         copies = axis.count // k.shape[2]
         k, v = (x.repeat_interleave(copies, dim=2) for x in (k, v))
@@ -74,8 +75,7 @@ def _exchanged(
     return exchange(attend(q, k, v, spans=spans, scale=scale), axis, split_dim=1, gather_dim=2)
 
 
-def _check(q: Tensor, k: Tensor, v: Tensor, spans: Spans, axis: Axis) -> None:
-    check_heads(q, k, v)
+def _check_heads(q: Tensor, k: Tensor, axis: Axis) -> None:
     count, heads, kv_heads = axis.count, q.shape[2], k.shape[2]
     if heads % count:
         raise ValueError(
@@ -86,10 +86,4 @@ def _check(q: Tensor, k: Tensor, v: Tensor, spans: Spans, axis: Axis) -> None:
         raise ValueError(
             f"ulysses: {kv_heads} key heads and {count} ranks: one must divide the other; choose "
             f"a degree that divides {kv_heads}, or a multiple of it"
-        )
-    if spans.lengths.sum() != q.shape[0] * q.shape[1] * count:
-        raise ValueError(
-            f"ulysses: the spans hold {spans.lengths.sum()} tokens, the slices of {count} ranks "
-            f"hold {q.shape[0]} x {q.shape[1] * count}; give the spans of the whole rows, which "
-            "layout.shard_sequence leaves in the batch"
         )

@@ -4,19 +4,21 @@ from __future__ import annotations
 
 from functools import partial
 
-import torch
 from torch import Tensor
 
-from trainkit.attention.sdpa import check_heads, sdpa
+from trainkit.attention.blocks import flash_takes, in_order
+from trainkit.attention.inputs import check_inputs
+from trainkit.attention.sdpa import sdpa
 from trainkit.types import Spans
 
 
 def varlen(q: Tensor, k: Tensor, v: Tensor, *, spans: Spans, scale: float | None = None) -> Tensor:
     """Return causal attention inside each span, in one kernel where torch has one.
 
-    fp16 and bf16 on CUDA take `torch.nn.attention.varlen.varlen_attn`; all else takes `sdpa`, to
-    which this function is equal up to rounding. The CUDA branch has so far been checked against the
-    signatures of torch 2.11 and 2.13 only, and never been run.
+    `torch.nn.attention.varlen.varlen_attn` gets what it can take: on CUDA, from Ampere on, fp16 and
+    bf16 (under autocast fp32 too) with head sizes that are multiples of 8, up to 256. All else
+    takes `sdpa`, to which this function is equal up to rounding. The CUDA branch has so far been
+    checked against the signatures of torch 2.11 and 2.13 only, and never been run.
 
     Args:
         q: Queries `[B, S, H, D]`.
@@ -27,10 +29,10 @@ def varlen(q: Tensor, k: Tensor, v: Tensor, *, spans: Spans, scale: float | None
         scale: What scores are multiplied by; 1 / sqrt(D) by default.
 
     Returns:
-        `[B, S, H, D]`, of q's dtype.
+        `[B, S, H, D]`, of q's dtype; under autocast of autocast's.
 
     Raises:
-        ValueError: The shapes do not fit each other, or the spans do not cover the tokens.
+        ValueError: As `sdpa`.
 
     Examples:
         >>> import numpy as np
@@ -40,14 +42,13 @@ def varlen(q: Tensor, k: Tensor, v: Tensor, *, spans: Spans, scale: float | None
         >>> torch.equal(varlen(q, k, v, spans=spans), sdpa(q, k, v, spans=spans))
         True
     """
-    if q.is_cuda and q.dtype in (torch.float16, torch.bfloat16):
+    q, k, v, scale = check_inputs(q, k, v, spans=spans, scale=scale)
+    if flash_takes(q):
         return flash_varlen(q, k, v, spans=spans, scale=scale)
     return sdpa(q, k, v, spans=spans, scale=scale)
 
 
-def flash_varlen(
-    q: Tensor, k: Tensor, v: Tensor, *, spans: Spans, scale: float | None = None
-) -> Tensor:
+def flash_varlen(q: Tensor, k: Tensor, v: Tensor, *, spans: Spans, scale: float) -> Tensor:
     """Call torch's `varlen_attn` for a packed batch: `varlen` without the choice, for CUDA alone.
 
     Arguments and result are those of `varlen`.
@@ -55,17 +56,17 @@ def flash_varlen(
     # Imported here: the module imports torch._dynamo, 1.1 s (torch 2.13).
     from torch.nn.attention.varlen import varlen_attn  # noqa: PLC0415 - see above
 
-    check_heads(q, k, v)
     if q.shape[2] != k.shape[2]:
         if "enable_gqa" in (varlen_attn.__kwdefaults__ or {}):
             varlen_attn = partial(varlen_attn, enable_gqa=True)
         else:  # torch 2.11: the kernel wants one key head per query head
             groups = q.shape[2] // k.shape[2]
             k, v = k.repeat_interleave(groups, dim=2), v.repeat_interleave(groups, dim=2)
+    q_, k_, v_ = (in_order(x.flatten(0, 1)) for x in (q, k, v))
     out = varlen_attn(
-        q.flatten(0, 1),
-        k.flatten(0, 1),
-        v.flatten(0, 1),
+        q_,
+        k_,
+        v_,
         spans.cu_seqlens,
         spans.cu_seqlens,
         spans.max_length,

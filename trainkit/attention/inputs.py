@@ -1,0 +1,94 @@
+"""What the attentions of this folder are given: checked before anything is computed or sent."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from trainkit.types import Spans
+
+
+def check_inputs(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    spans: Spans,
+    scale: float | None = None,
+    parts: int = 1,
+) -> tuple[Tensor, Tensor, Tensor, float]:
+    """Return queries, keys and values of one dtype, and the scale; refuse what does not fit.
+
+    Under autocast fp32 becomes autocast's dtype, as in torch's own attention: rotary tables and
+    norms make queries and keys wider than the values.
+
+    Args:
+        q: Queries `[B, S, H, D]`.
+        k: Keys `[B, S, K, D]`; K divides H.
+        v: Values, as `k`.
+        spans: The documents, over the flattened rows.
+        scale: What scores are multiplied by; 1 / sqrt(D) by default.
+        parts: How many ranks hold as many tokens of these rows.
+
+    Raises:
+        ValueError: Shapes or dtypes do not belong together, there are no tokens, the spans do not
+            cover them, or the scale is not a finite number above 0.
+
+    Examples:
+        >>> from trainkit.batch import blank_batch
+        >>> q, k, v = torch.ones(3, 1, 4, 2, 16)
+        >>> *_, scale = check_inputs(q, k, v, spans=blank_batch(1, 4).spans)
+        >>> scale
+        0.25
+    """
+    _check_shapes(q, k, v)
+    q, k, v = _in_one_dtype(q, k, v)
+    scale = q.shape[3] ** -0.5 if scale is None else scale
+    if not 0 < scale < math.inf:
+        raise ValueError(
+            f"attention: scale must be a finite number above 0, got {scale}; scores times that are "
+            "no attention. Leave it out for 1 / sqrt(D)"
+        )
+    if not torch.compiler.is_compiling():  # host arrays, which a graph must not be made for
+        _check_spans(q, spans, parts)
+    return q, k, v, scale
+
+
+def _check_shapes(q: Tensor, k: Tensor, v: Tensor) -> None:
+    same = q.ndim == k.ndim == 4 and k.shape == v.shape and q.shape[:2] == k.shape[:2]
+    whole = same and q.numel() > 0 and k.numel() > 0
+    if not whole or q.shape[3] != k.shape[3] or q.shape[2] % k.shape[2] != 0:
+        raise ValueError(
+            f"attention: q must be [B, S, H, D], k and v [B, S, K, D] with K a divisor of H and no "
+            f"size 0, got q {tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)}"
+        )
+
+
+def _in_one_dtype(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    kind = q.device.type
+    if torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind):
+        low = torch.get_autocast_dtype(kind)
+        q, k, v = (x.to(low) if x.dtype == torch.float32 else x for x in (q, k, v))
+    if not q.dtype == k.dtype == v.dtype or not q.is_floating_point():
+        raise ValueError(
+            f"attention: q, k and v must have one dtype, a floating-point one, got {q.dtype}, "
+            f"{k.dtype} and {v.dtype}"
+        )
+    return q, k, v
+
+
+def _check_spans(q: Tensor, spans: Spans, parts: int) -> None:
+    rows, tokens = q.shape[0], q.shape[1] * parts
+    if spans.lengths.sum() != rows * tokens:
+        held = f"q holds {rows} x" if parts == 1 else f"the slices of {parts} ranks hold {rows} x"
+        raise ValueError(
+            f"attention: the spans hold {spans.lengths.sum()} tokens, {held} {tokens}; give the "
+            "spans of this very batch (layout.shard_sequence makes those of a shard, and leaves "
+            "Ulysses those of the whole rows)"
+        )
+    if spans.lengths.min() < 0:
+        raise ValueError(
+            f"attention: a span has {spans.lengths.min()} tokens, which must be 0 or more"
+        )
