@@ -200,9 +200,9 @@ def test_a_gradient_that_was_never_reduced_is_refused():
 
 
 def summed_gradients(bucket):
-    from trainkit import grads
+    from trainkit.parallel import reduction
 
-    grads._BUCKET_ELEMENTS = bucket
+    reduction._BUCKET_ELEMENTS = bucket
     with tk.parallel_session(dp_shard=1, ring=2, fold_sp="none") as ps:
         scale = ps.sp_unfolded.index + 1
         values = [torch.full((3,), 1.0), torch.full((2, 2), 2.0), torch.full((4,), 3.0)]

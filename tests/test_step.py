@@ -368,9 +368,9 @@ def own_backward_after_a_step():
 def _param_groups(module):
     from torch.distributed.fsdp import FSDPModule
 
-    from trainkit.parallel.reduction import _fsdp_groups
+    from trainkit.parallel.reduction import fsdp_groups
 
-    return _fsdp_groups(module) if isinstance(module, FSDPModule) else []
+    return fsdp_groups(module) if isinstance(module, FSDPModule) else []
 
 
 def test_the_reduction_of_a_module_is_switched_back_on_whatever_happens():

@@ -18,7 +18,11 @@ from torch import Tensor, nn
 
 from trainkit.collectives import all_gather_json, all_sum
 from trainkit.parallel.naming import canonical_name, is_tied_copy, named_parameters_of
-from trainkit.parallel.reduction import sum_gradients_
+from trainkit.parallel.reduction import (
+    local_of,
+    sum_gradients_,
+    sum_grads_,
+)
 from trainkit.types import SOLO, Axis
 
 __all__ = [
@@ -32,8 +36,6 @@ __all__ = [
     "sum_gradients_",
     "sync_sp_grads",
 ]
-
-_BUCKET_ELEMENTS = 16 * 1024 * 1024
 
 Evidence = MutableMapping[Any, Any]
 """What one step on this rank leaves for `blame`: terms of the loss by name and norms of gradients
@@ -51,14 +53,6 @@ def parameters_of(stages: Iterable[nn.Module]) -> list[nn.Parameter]:
     return [p for p in named_parameters_of(stages).values() if p.requires_grad]
 
 
-def _local(tensor: Tensor) -> Tensor:
-    """Return this rank's part of a tensor, sharing its memory."""
-    if type(tensor) is Tensor:
-        return tensor
-    to_local = getattr(tensor, "to_local", None)
-    return tensor if to_local is None else to_local()
-
-
 @torch.no_grad()
 def sync_sp_grads(params: Iterable[nn.Parameter], axis: Axis) -> None:
     """Sum gradients over the sequence-parallel ranks that nothing else sums over.
@@ -74,47 +68,20 @@ def sync_sp_grads(params: Iterable[nn.Parameter], axis: Axis) -> None:
         params: The same parameters on every rank of the axis.
         axis: `ps.sp_unfolded`.
 
+    Raises:
+        ValueError: A gradient is sparse.
+
     Effects:
-        Replaces the values of `.grad`; communicates on `axis`: one all-reduce per buffer, and one
-        that tells who has a gradient. Nothing at size 1.
+        Replaces the values of `.grad`; communicates on `axis`: one all-reduce per buffer. Nothing
+        at size 1.
 
     Examples:
         >>> from trainkit.mesh import solo_parallel
         >>> sync_sp_grads([nn.Parameter(torch.ones(2))], solo_parallel().sp_unfolded)
     """
-    if axis.count == 1:
-        return
-    trainable = [p for p in params if p.requires_grad]
-    if not trainable:
-        return
-    own = [float(p.grad is not None) for p in trainable]
-    used = all_sum(torch.tensor(own, device=trainable[0].device), axis)
-    if not all(own):  # only a rank that lacks a gradient waits to hear who has it
-        for p, count in zip(trainable, used.tolist(), strict=True):
-            if p.grad is None and count:
-                p.grad = torch.zeros_like(p)
-    grads = [_local(p.grad) for p in trainable if p.grad is not None]
-    for bucket in _buckets(grads):
-        flat = torch.cat([grad.reshape(-1) for grad in bucket])
-        dist.all_reduce(flat, group=axis.group)
-        parts = flat.split([grad.numel() for grad in bucket])
-        for grad, part in zip(bucket, parts, strict=True):
-            grad.copy_(part.view_as(grad))
-
-
-def _buckets(grads: Sequence[Tensor]) -> list[list[Tensor]]:
-    """Group tensors by dtype and device, in order, into lists of a bounded number of elements."""
-    open_buckets: dict[Any, list[Tensor]] = {}
-    sizes: dict[Any, int] = {}
-    full: list[list[Tensor]] = []
-    for grad in grads:
-        kind = (grad.dtype, grad.device)
-        if kind in open_buckets and sizes[kind] + grad.numel() > _BUCKET_ELEMENTS:
-            full.append(open_buckets.pop(kind))
-            sizes[kind] = 0
-        open_buckets.setdefault(kind, []).append(grad)
-        sizes[kind] = sizes.get(kind, 0) + grad.numel()
-    return [*full, *open_buckets.values()]
+    if axis.count > 1:
+        assert axis.group is not None
+        sum_grads_(params, axis.group)
 
 
 # -------------------------------------------------------------------------------------------- norm
@@ -209,7 +176,7 @@ def _group_norm(where: Any, members: Sequence[nn.Parameter], evidence: Evidence 
     grads = [p.grad for p in members if p.grad is not None]
     for grad in grads if where is not None else ():
         _sharded_over(grad)
-    parts = _norms([_local(grad) for grad in grads])
+    parts = _norms([local_of(grad) for grad in grads])
     if evidence is not None:
         evidence.update(zip([p for p in members if p.grad is not None], parts, strict=True))
     total = torch.linalg.vector_norm(torch.stack(parts)) if parts else _zero_like(members[0])
@@ -313,7 +280,7 @@ def clip_and_step(
         refused = anywhere
     if max_norm is not None and math.isfinite(max_norm):
         scale = (max_norm / (norm + 1e-6)).clamp(max=1.0)
-        grads = [_local(p.grad) for p in params if p.grad is not None]
+        grads = [local_of(p.grad) for p in params if p.grad is not None]
         if grads:
             torch._foreach_mul_(grads, scale)
     for group in optimizer.param_groups:
@@ -430,7 +397,7 @@ def _replayed(replay: Callable[[], object], stages: Sequence[nn.Module]) -> dict
     finite: dict[str, Tensor] = {}
 
     def see(name: str, gradient: Tensor) -> None:
-        verdict = _local(gradient).isfinite().all()
+        verdict = local_of(gradient).isfinite().all()
         finite[name] = finite[name] & verdict if name in finite else verdict
 
     with _gradients_seen(stages, see):

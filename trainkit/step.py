@@ -23,8 +23,6 @@ from trainkit.parallel.reduction import (
     check_sums,
     reducers_of,
     reducing,
-    setting_aside_reduced,
-    sum_partial_,
 )
 from trainkit.parallel.split import schedule_kind
 from trainkit.parallel.stage_forward import (
@@ -99,13 +97,12 @@ def forward_backward(
             _add(sums, terms)
         return sums
     check_sums(reducers)
-    with setting_aside_reduced(reducers):
+    with reducing(model, reducers, reduce=reduce) as reduction:
         for index, batch in enumerate(microbatches):
-            with reducing(reducers, last=index == len(microbatches) - 1, reduce=reduce):
+            with reduction.microbatch(last=index == len(microbatches) - 1):
                 total, terms = loss(call(model, batch), batch)
                 (total / divisor).backward()
             _add(sums, terms)
-        sum_partial_(model)
     return sums
 
 

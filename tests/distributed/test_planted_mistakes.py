@@ -14,12 +14,14 @@ import torch
 
 import trainkit.grads
 import trainkit.parallel.pipeline
+import trainkit.parallel.reduction
 import trainkit.parallel.tied
 import trainkit.step
 from trainkit.batch import shift_labels
 from trainkit.layout import spans_of_runs
 from trainkit.losses import with_terms
 from trainkit.models import call_with_noise
+from trainkit.parallel.reduction import Reduction
 from trainkit.testing import deal, train
 from trainkit.testing.builtin import (
     CAPACITY,
@@ -117,12 +119,8 @@ def last_microbatch_only(_ps):
 
 
 def replicas_not_summed(_ps):
-    from torch.distributed.fsdp import FSDPModule
-
-    never = FSDPModule.set_requires_all_reduce
-    PATCH.setattr(
-        FSDPModule, "set_requires_all_reduce", lambda self, _, **rest: never(self, False, **rest)
-    )
+    run = Reduction._run
+    PATCH.setattr(Reduction, "_run", lambda *args, now, **_: run(*args, now=now, last=False))
 
 
 def sequence_not_summed(_ps):
@@ -130,7 +128,7 @@ def sequence_not_summed(_ps):
 
 
 def partial_not_summed(_ps):
-    PATCH.setattr(trainkit.step, "sum_partial_", nothing)
+    PATCH.setattr(trainkit.parallel.reduction, "sum_partial_", nothing)
 
 
 def tied_ends_not_summed(_ps):

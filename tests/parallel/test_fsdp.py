@@ -132,7 +132,7 @@ def test_on_one_process_offloading_is_refused_where_it_would_be_missed():
 
 def what_units_do():
     """Return for each choice whether blocks are offloaded, and whether they are freed early."""
-    from trainkit.parallel.reduction import _fsdp_groups
+    from trainkit.parallel.reduction import fsdp_groups
     from trainkit.parallel.torch_pipeline import reshards_after_forward
 
     found = {}
@@ -141,7 +141,7 @@ def what_units_do():
             with torch.device("meta"):
                 model = fsdp(**options)(Decoder(CONFIG), ps)
             block = model.layers["0"]
-            policy = type(_fsdp_groups(block)[0].offload_policy).__name__
+            policy = type(fsdp_groups(block)[0].offload_policy).__name__
             found[str(options)] = policy, reshards_after_forward(block)
             assert not reshards_after_forward(model)
     return found

@@ -28,6 +28,7 @@ from trainkit.testing.train import (
 LAYERS = CONFIG.layers
 UNITS = LAYERS + 1  # of FSDP: the blocks, and what is left
 PARAMETERS = 35_136
+TENSORS = 11 * LAYERS + 3  # each has a number that says who has its gradient
 ROUNDS = ROWS // 2  # microbatches where all rows are one rank's
 TWO = [
     Layout(dp_shard=2),
@@ -91,8 +92,10 @@ def test_sharded_gradients_are_reduced_once_per_unit_and_step(ledgers):
     assert counts_of(first) == {
         ("dp_shard", "all_gather"): rounds * (2 * LAYERS + 1),  # the root stays between the two
         ("dp_shard", "reduce_scatter"): UNITS,
+        ("dp_shard", "all_reduce"): 1,  # who has gradients
     }
     assert first.bytes("dp_shard", "reduce_scatter") == 4 * PARAMETERS
+    assert first.bytes("dp_shard", "all_reduce") == 4 * TENSORS
     assert counts_of(last) == {("dp_shard", "all_reduce"): 1}  # the norm
 
 
@@ -106,8 +109,8 @@ def test_reducing_once_saves_all_but_one_of_the_reductions(ledgers):
 
 def test_replicas_are_summed_once_per_unit_and_step_and_gather_nothing(ledgers):
     first, last = ledgers["replica2"]
-    assert counts_of(first) == {("dp_replicate", "all_reduce"): UNITS}
-    assert first.bytes("dp_replicate", "all_reduce") == 4 * PARAMETERS
+    assert counts_of(first) == {("dp_replicate", "all_reduce"): UNITS + 1}
+    assert first.bytes("dp_replicate", "all_reduce") == 4 * (PARAMETERS + TENSORS)
     assert last.rows == ()
 
 
@@ -119,9 +122,10 @@ def test_a_hybrid_sums_shards_over_replicas_once_per_step(ledgers, reduce):
     assert counts_of(first) == {
         ("dp_shard", "all_gather"): rounds * (2 * LAYERS + 1),
         ("dp_shard", "reduce_scatter"): UNITS * (1 if reduce == "last" else rounds),
-        ("dp_replicate", "all_reduce"): UNITS,
+        ("dp_shard", "all_reduce"): 1,
+        ("dp_replicate", "all_reduce"): UNITS + 1,
     }
-    assert first.bytes("dp_replicate", "all_reduce") == 4 * PARAMETERS // 2
+    assert first.bytes("dp_replicate", "all_reduce") == 4 * (PARAMETERS // 2 + TENSORS)
 
 
 def test_tensor_parallel_blocks_gather_and_scatter_twice_each_way(ledgers):
@@ -139,7 +143,7 @@ def test_a_ring_passes_on_keys_and_values_and_gradients_travel_in_one_buffer(led
     first, last = ledgers["ring2, fold none"]
     passes = ROUNDS * LAYERS * 4  # keys and values on, and back; then their gradients
     assert counts_of(first) == {("ring", "send"): passes, ("ring", "receive"): passes}
-    assert counts_of(last) == {("ring", "all_reduce"): 2}  # who has gradients, and all of them
+    assert counts_of(last) == {("ring", "all_reduce"): 1}
     folded, _ = ledgers["ring2"]
     assert folded.count("ring", "reduce_scatter") == UNITS
     assert folded.count("ring", "send") == passes
@@ -148,7 +152,7 @@ def test_a_ring_passes_on_keys_and_values_and_gradients_travel_in_one_buffer(led
 def test_ulysses_exchanges_once_before_and_once_after_attention(ledgers):
     first, last = ledgers["ulysses2, fold none"]
     assert counts_of(first) == {("ulysses", "all_to_all"): ROUNDS * LAYERS * 4}  # and in backward
-    assert counts_of(last) == {("ulysses", "all_reduce"): 2}
+    assert counts_of(last) == {("ulysses", "all_reduce"): 1}
 
 
 def test_a_pipeline_sends_a_hidden_state_per_microbatch_and_edge(ledgers):

@@ -20,9 +20,9 @@ from trainkit.parallel.pipeline_checks import check_microbatches, check_pipeline
 from trainkit.parallel.reduction import (
     Reduce,
     check_sums,
+    Reduction,
     reducers_of,
-    setting_aside_reduced,
-    sum_partial_,
+    reducing,
 )
 from trainkit.parallel.split import Kind, Place, schedule_kind
 from trainkit.parallel.stage_forward import (
@@ -61,10 +61,11 @@ class _Step:
     batches: Sequence[Mapping[str, Any]] = ()
     divisor: Tensor | None = None
     terms: dict[int, dict[str, Tensor]] = attrs.field(factory=dict)
+    reductions: Sequence[Reduction] = ()
 
     def forget(self) -> None:
         """Let go of the microbatches."""
-        self.batches, self.divisor = (), None
+        self.batches, self.divisor, self.reductions = (), None, ()
         self.terms.clear()
 
 
@@ -135,9 +136,9 @@ def bind_pipeline(
                 places,
                 edge=edge,
                 run=run_one,
+                reduction=lambda stage: step.reductions[[*stages].index(stage)],
                 microbatches=len(microbatches),
                 axis=axis,
-                reduce=reduce,
             )
             schedules[key] = made
             while len(schedules) > _KEPT_SHAPES:
@@ -146,14 +147,14 @@ def bind_pipeline(
         step.terms = {}
         try:
             with ExitStack() as stack:
-                for found in reducers:
-                    stack.enter_context(setting_aside_reduced(found))
                 stack.enter_context(setting_aside_tied(stages, places, axis))
+                step.reductions = [
+                    stack.enter_context(reducing(stage, found, reduce=reduce))
+                    for stage, found in zip(stages, reducers, strict=True)
+                ]
                 run_schedule(
                     schedules[key], len(microbatches), splits_backward=kind.splits_backward
                 )
-                for stage in stages:
-                    sum_partial_(stage)
             sums = _summed(step.terms)
         except BaseException:
             schedules.clear()  # a schedule that broke off holds half a step
@@ -198,9 +199,9 @@ def _make_schedule(
     *,
     edge: Tensor,
     run: Any,
+    reduction: Any,
     microbatches: int,
     axis: Axis,
-    reduce: Reduce,
 ) -> Any:
     from trainkit.parallel.torch_pipeline import Stage, make_schedule  # noqa: PLC0415 (slow import)
 
@@ -212,9 +213,9 @@ def _make_schedule(
             place,
             edge,
             run,
+            reduction,
             axis=axis,
             device=device,
-            reduce=reduce,
             splits_backward=kind.splits_backward,
         )
         for stage, place in zip(stages, places, strict=True)

@@ -12,7 +12,8 @@ norm that each rank applies to its part of the sequence or to its heads. Their g
 # No `from __future__ import annotations` here: DDP compares a hook's annotation with the class.
 
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager
+from functools import partial
 from typing import Any, Literal
 
 import attrs
@@ -25,6 +26,7 @@ from trainkit.types import SOLO, Axis
 Reduce = Literal["last", "each"]
 _BROKEN_OFF = "_trainkit_broken_off"
 _PARTIAL = "_trainkit_partial"
+_BUCKET_ELEMENTS = 16 * 1024 * 1024
 
 
 @attrs.frozen(eq=False)
@@ -72,7 +74,7 @@ def reducers_of(model: nn.Module) -> Reducers:
     )
 
 
-def _fsdp_groups(module: Any) -> list[Any]:
+def fsdp_groups(module: Any) -> list[Any]:
     """Return FSDP2's parameter groups of a module: one in torch 2.11, a list from 2.13 on."""
     state = module._get_fsdp_state()  # noqa: SLF001 (no public way to read the divide factor)
     many = getattr(state, "_fsdp_param_groups", None)
@@ -139,7 +141,7 @@ def check_sums(reducers: Reducers) -> None:
     averaging = [
         name
         for name, module in reducers.fsdp
-        if any(group.gradient_divide_factor != 1.0 for group in _fsdp_groups(module))
+        if any(group.gradient_divide_factor != 1.0 for group in fsdp_groups(module))
     ]
     averaging += [name for name, module in reducers.ddp if not _sums(module)]
     averaging += [name for name, _ in reducers.foreign]
@@ -151,34 +153,177 @@ def check_sums(reducers: Reducers) -> None:
         )
 
 
-@contextmanager
-def reducing(reducers: Reducers, *, last: bool, reduce: Reduce) -> Iterator[None]:
-    """Run one microbatch's forward and backward with gradients reduced now or later.
+class Reduction:
+    """The reduction of one step's gradients by the FSDP2 and DDP modules of a model.
 
-    With reduce="last", nothing is reduced before the last microbatch. With "each", FSDP2
-    reduce-scatters every microbatch and leaves only the all-reduce over replicas for the last. DDP
-    always waits for the last: it reduces the accumulated gradient, so a sum reduced twice would
-    count the first microbatches once per rank.
+    FSDP2 reduces the parameters that a rank has used, and nothing that the last backward pass does
+    not reach; DDP waits for every parameter in its last one. So ranks whose rows take different
+    ways through a model would add gradients of different parameters, wait for each other, or leave
+    some unreduced. Here every unit reduces all of its trainable parameters, zeros where there is no
+    gradient, at the moment that FSDP2 does it; units with replicas keep to one order, and one whose
+    turn has not come waits; `finish` reduces what is left.
+    """
+
+    def __init__(self, reducers: Reducers, *, reduce: Reduce) -> None:
+        units = [group for _, module in reducers.fsdp for group in fsdp_groups(module)]
+        self.reducers, self.reduce = reducers, reduce
+        # In the order of backward, mostly: the others of a fixed order would have to wait for it.
+        self.units = [unit for unit in reversed(dict.fromkeys(units)) if _trainable(unit)]
+        self.left = list(self.units)
+        params = [p.sharded_param for unit in self.units for p in _trainable(unit)]
+        self.used = {id(p): False for p in params}
+        self.earlier = {id(p) for p in params if p.grad is not None}
+
+    @contextmanager
+    def microbatch(self, *, last: bool, holds: bool = False) -> Iterator[None]:
+        """Run one microbatch's forward and backward with gradients reduced now or later.
+
+        With reduce="last", nothing is reduced before the last microbatch, with `holds` nothing
+        before `finish`. With "each", FSDP2 reduce-scatters every microbatch and leaves only the
+        all-reduce over replicas for the last. DDP always waits for `finish`: it reduces the
+        accumulated gradient, so a sum reduced twice would count the first microbatches once per
+        rank.
+
+        Effects:
+            Takes the place of what FSDP2 does after a unit's backward pass, and gives it back.
+        """
+        now = not holds and (last or self.reduce == "each")
+        for unit in self.units:
+            unit.post_backward = partial(self._after_backward, unit, now=now, last=last)
+        try:
+            with ExitStack() as stack:
+                for _, module in self.reducers.ddp:
+                    stack.enter_context(module.no_sync())
+                yield
+        finally:
+            for unit in self.units:
+                del unit.post_backward
+
+    def _after_backward(self, unit: Any, *_: Any, now: bool, last: bool) -> None:
+        if not _was_gathered(unit):  # a unit that no microbatch has used, in no step
+            return
+        if now and last and unit in self.left:
+            if _replicas(unit) is not None and unit is not self._next_with_replicas():
+                now = False
+            else:
+                self.left.remove(unit)
+        self._run(unit, now=now, last=last)
+
+    def _next_with_replicas(self) -> Any:
+        return next(unit for unit in self.left if _replicas(unit) is not None)
+
+    def _run(self, unit: Any, *, now: bool, last: bool) -> None:
+        """Do what FSDP2 does after a unit's backward pass (2.11 to 2.14), for all its parameters."""
+        if now:
+            self._fill(unit)
+        unit.reduce_grads, unit.all_reduce_grads = now, last
+        try:
+            type(unit).post_backward(unit)
+        finally:
+            unit.reduce_grads = unit.all_reduce_grads = True
+
+    @torch.no_grad()
+    def _fill(self, unit: Any) -> None:
+        """Give every trainable parameter of a unit a gradient, all in one dtype."""
+        params = _trainable(unit)
+        wider = any(p.unsharded_accumulated_grad is not None for p in params)
+        for p in params:
+            if p.unsharded_accumulated_grad is not None or p.unsharded_param.grad is not None:
+                self.used[id(p.sharded_param)] = True
+            else:
+                p.unsharded_param.grad = torch.zeros_like(p.unsharded_param)
+            if wider and p.unsharded_accumulated_grad is None:  # by earlier microbatches
+                p.to_accumulated_grad_if_needed()
+
+    def reduce_left(self) -> None:
+        """Reduce the units that no backward pass has reduced.
+
+        Effects:
+            Adds to the `.grad` of their shards, and frees gathered parameters; communicates over
+            what they are sharded over and their replicas.
+        """
+        # Ranks that shard a unit gather it together, so without replicas nobody has used it.
+        left = [unit for unit in self.left if _was_gathered(unit) or _replicas(unit) is not None]
+        self.left.clear()
+        if not left:
+            return
+        for _, module in self.reducers.fsdp:  # outermost first: the first one becomes the root
+            if any(unit in left and not _was_gathered(unit) for unit in fsdp_groups(module)):
+                module._get_fsdp_state()._lazy_init()  # noqa: SLF001 (as before a forward pass)
+                module.unshard()
+                module.reshard()
+        for unit in left:
+            self._run(unit, now=True, last=True)
+        for _, module in self.reducers.fsdp:
+            state = module._get_fsdp_state()  # noqa: SLF001 (no public way)
+            if state._is_root:  # noqa: SLF001 (as above)
+                state._root_post_backward_final_callback()  # noqa: SLF001 (as above)
+
+    def finish(self) -> None:
+        """Reduce what is left after the last backward pass; drop gradients that nobody made.
+
+        Effects:
+            Adds to `.grad`; communicates. A rank that has used every parameter does not wait.
+        """
+        self.reduce_left()
+        self._drop_unused()
+        for _, module in self.reducers.ddp:
+            sum_grads_(_ddp_parameters(module), module.process_group)
+            module.require_forward_param_sync = True  # its buffers, as after a reduction of its own
+
+    def _drop_unused(self) -> None:
+        """Take the zeros away where no rank has used a parameter: no optimizer may step it."""
+        meshes: dict[Any, list[Any]] = {}
+        for unit in self.units:
+            groups = (getattr(unit.mesh_info, "shard_process_group", None), _replicas(unit))
+            meshes.setdefault((unit.device, *groups), []).extend(_trainable(unit))
+        for (device, *groups), found in meshes.items():
+            params = [p.sharded_param for p in found]
+            used = [self.used[id(p)] for p in params]
+            counts = _flags(used, torch.empty(0, device=device))
+            for group in groups:
+                if group is not None and group.size() > 1:
+                    dist.all_reduce(counts, group=group)
+            for p, count in zip(params, [1] if all(used) else counts.tolist(), strict=False):
+                if not count and id(p) not in self.earlier:
+                    p.grad = None
+
+
+def _trainable(unit: Any) -> list[Any]:
+    return [p for p in unit.fsdp_params if p.sharded_param.requires_grad]
+
+
+def _was_gathered(unit: Any) -> bool:
+    return all(hasattr(p, "_unsharded_param") for p in unit.fsdp_params)
+
+
+def _replicas(unit: Any) -> Any:
+    """Return the group of a unit's replicas, None without."""
+    return getattr(unit.mesh_info, "replicate_process_group", None)
+
+
+def _ddp_parameters(module: Any) -> list[nn.Parameter]:
+    named = module.module.named_parameters()
+    return [p for name, p in named if name not in module.parameters_to_ignore]
+
+
+@contextmanager
+def reducing(model: nn.Module, reducers: Reducers, *, reduce: Reduce) -> Iterator[Reduction]:
+    """Run a step's microbatches, each within `microbatch`, and reduce what is left afterwards.
 
     Effects:
-        Sets the modules' reduction flags, and sets them back.
+        Those of `Reduction` and `sum_partial_`; keeps earlier gradients out of a second reduction.
     """
-    with ExitStack() as stack:
-        for _, module in reducers.fsdp:
-            module.set_requires_gradient_sync(last or reduce == "each", recurse=False)
-            module.set_requires_all_reduce(last, recurse=False)
-        for _, module in reducers.ddp:
-            stack.enter_context(nullcontext() if last else module.no_sync())
-        try:
-            yield
-        except BaseException:
-            for _, module in (*reducers.fsdp, *reducers.ddp):
-                setattr(module, _BROKEN_OFF, True)
-            raise
-        finally:
-            for _, module in reducers.fsdp:
-                module.set_requires_gradient_sync(True, recurse=False)
-                module.set_requires_all_reduce(True, recurse=False)
+    reduction = Reduction(reducers, reduce=reduce)
+    try:
+        with setting_aside_reduced(reducers):
+            yield reduction
+            reduction.finish()
+            sum_partial_(model)
+    except BaseException:
+        for _, module in (*reducers.fsdp, *reducers.ddp):
+            setattr(module, _BROKEN_OFF, True)
+        raise
 
 
 @contextmanager
@@ -192,7 +337,7 @@ def setting_aside_reduced(reducers: Reducers) -> Iterator[None]:
         Sets the `.grad` of their parameters aside for the length of the block.
     """
     held: list[tuple[nn.Parameter, Tensor]] = []
-    reduced = [p for _, module in reducers.ddp for p in module.parameters()]
+    reduced = [p for _, module in reducers.ddp for p in _ddp_parameters(module)]
     partial = _partial_parameters(module for _, module in reducers.partial)
     for parameter in (*reduced, *(parameter for parameter, _ in partial)):
         if parameter.grad is not None:
@@ -256,26 +401,96 @@ def sum_partial_(model: nn.Module) -> None:
     """
     groups: dict[Any, list[Any]] = {}
     for parameter, axis in _partial_parameters(model.modules()):
-        groups.setdefault((axis.group, parameter.dtype), []).append(parameter)
-    for (group, _), parameters in groups.items():
-        _sum_grads_(parameters, group)
+        groups.setdefault(axis.group, []).append(parameter)
+    for group, parameters in groups.items():
+        sum_grads_(parameters, group)
 
 
-def _sum_grads_(parameters: Sequence[Any], group: dist.ProcessGroup) -> None:
-    """Sum the gradients of parameters of one dtype, and who has one, in one all-reduce."""
-    has = [p.grad is not None for p in parameters]
-    grads = [torch.zeros_like(p) if p.grad is None else p.grad for p in parameters]
-    parts = [grad.to_local() if hasattr(grad, "to_local") else grad for grad in grads]
-    counts = torch.tensor(has).to(parts[0], non_blocking=True)
-    flat = torch.cat([counts, *(part.reshape(-1) for part in parts)])
-    dist.all_reduce(flat, group=group)
-    counts, *sums = flat.split([len(parts), *(part.numel() for part in parts)])
-    for part, total in zip(parts, sums, strict=True):
-        part.copy_(total.view_as(part))
-    if not all(has):  # only a rank that lacks a gradient waits to hear whether another has one
-        has = counts.bool().tolist()
-    for parameter, grad, kept in zip(parameters, grads, has, strict=True):
-        parameter.grad = grad if kept else None
+@torch.no_grad()
+def sum_grads_(parameters: Iterable[nn.Parameter], group: dist.ProcessGroup) -> None:
+    """Sum the gradients of parameters over a group, in a few flat buffers.
+
+    A buffer also carries who has a gradient. A parameter that has none on this rank counts as
+    zeros, so ranks cannot disagree on what is sent; one that has none on any rank keeps none.
+
+    Args:
+        parameters: The same ones on every rank of the group; frozen ones are left out.
+        group: The ranks to sum over.
+
+    Raises:
+        ValueError: A gradient is sparse.
+
+    Effects:
+        Replaces the values of `.grad`; communicates: one all-reduce per dtype and 16 million
+        elements. Only a rank that lacks a gradient waits for the device.
+    """
+    for bucket in _buckets([p for p in parameters if p.requires_grad]):
+        check_dense(bucket)
+        has = [p.grad is not None for p in bucket]
+        grads = [torch.zeros_like(p) if p.grad is None else p.grad for p in bucket]
+        parts = [local_of(grad) for grad in grads]
+        flat = torch.cat([_flags(has, parts[0]), *(part.reshape(-1) for part in parts)])
+        dist.all_reduce(flat, group=group)
+        counts, *sums = flat.split([len(parts), *(part.numel() for part in parts)])
+        for part, total in zip(parts, sums, strict=True):
+            part.copy_(total.view_as(part))
+        if not all(has):  # only a rank that lacks a gradient waits to hear whether another has one
+            has = counts.bool().tolist()
+        for parameter, grad, kept in zip(bucket, grads, has, strict=True):
+            parameter.grad = grad if kept else None
+
+
+def _flags(flags: Sequence[bool], like: Tensor) -> Tensor:
+    """Return flags as numbers, made where they are needed if all are true."""
+    if all(flags):
+        return like.new_ones(len(flags))
+    return torch.tensor(flags).to(like, non_blocking=True)
+
+
+def local_of(tensor: Any) -> Tensor:
+    """Return this rank's part of a tensor, sharing its memory.
+
+    Examples:
+        >>> local_of(torch.ones(1))
+        tensor([1.])
+    """
+    if type(tensor) is Tensor:
+        return tensor
+    to_local = getattr(tensor, "to_local", None)
+    return tensor if to_local is None else to_local()
+
+
+def check_dense(parameters: Iterable[nn.Parameter]) -> None:
+    """Refuse sparse gradients, which nothing here adds, measures or scales.
+
+    Raises:
+        ValueError: Names the first by its shape.
+
+    Examples:
+        >>> check_dense([nn.Parameter(torch.ones(1))])
+    """
+    for p in parameters:
+        if p.grad is not None and p.grad.layout != torch.strided:
+            raise ValueError(
+                f"trainkit sums, measures and clips dense gradients; a parameter of shape "
+                f"{tuple(p.shape)} has one of layout {p.grad.layout}; build its module with "
+                "sparse=False (as in nn.Embedding)"
+            )
+
+
+def _buckets(parameters: Sequence[nn.Parameter]) -> list[list[nn.Parameter]]:
+    """Group parameters by dtype and device, in order, into lists of a bounded size."""
+    open_buckets: dict[Any, list[nn.Parameter]] = {}
+    sizes: dict[Any, int] = {}
+    full: list[list[nn.Parameter]] = []
+    for p in parameters:
+        kind, size = (p.dtype, p.device), local_of(p).numel()
+        if kind in open_buckets and sizes[kind] + size > _BUCKET_ELEMENTS:
+            full.append(open_buckets.pop(kind))
+            sizes[kind] = 0
+        open_buckets.setdefault(kind, []).append(p)
+        sizes[kind] = sizes.get(kind, 0) + size
+    return [*full, *open_buckets.values()]
 
 
 def reshard_(reducers: Reducers) -> None:

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.distributed import pipelining
 from torch.distributed.pipelining import PipelineStage
 
-from trainkit.parallel.reduction import Reduce, Reducers, reducers_of, reducing
+from trainkit.parallel.reduction import Reducers, Reduction, fsdp_groups, reducers_of
 from trainkit.parallel.split import Kind, Place
 from trainkit.types import Axis
 
@@ -37,10 +37,10 @@ class Stage(PipelineStage):
         place: Place,
         boundary: Tensor,
         run: Run,
+        reduction: Callable[[nn.Module], Reduction],
         *,
         axis: Axis,
         device: torch.device,
-        reduce: Reduce,
         splits_backward: bool,
     ) -> None:
         edge = boundary.requires_grad_()
@@ -55,7 +55,7 @@ class Stage(PipelineStage):
             group=axis.group,
         )
         self.module, self.run, self.microbatch = module, run, 0
-        self.reducers, self.reduce_when = reducers_of(module), reduce
+        self.reducers, self.reduction = reducers_of(module), reduction
         self.splits_backward = splits_backward
         self.splits_rightly = not splits_backward or splits_rightly()
 
@@ -72,17 +72,15 @@ class Stage(PipelineStage):
         self, backward_type: str, bwd_kwargs: dict[str, Any], last_backward: bool = False
     ) -> Any:
         """Run one backward pass with FSDP's reduction on or off."""
-        if self.splits_backward:
-            # Weights get their gradients after FSDP's hooks have run, so the hooks do nothing.
-            hold_gradients_(self.reducers)
-            if not self.splits_rightly and backward_type != "full":
-                return self._backward_at_once(backward_type, bwd_kwargs)
-            return super().backward_maybe_with_nosync(backward_type, bwd_kwargs)
+        # Weights may get their gradients after FSDP's hooks have run: then these do nothing.
+        last, splits = last_backward and not self.splits_backward, self.splits_backward
         for _, module in self.reducers.fsdp:
-            module.set_is_last_backward(last_backward)
+            module.set_is_last_backward(last)
             if not reshards_after_forward(module):  # the other microbatches' graphs rely on it
-                module.set_reshard_after_backward(last_backward, recurse=False)
-        with reducing(self.reducers, last=last_backward, reduce=self.reduce_when):
+                module.set_reshard_after_backward(last, recurse=False)
+        with self.reduction(self.module).microbatch(last=last, holds=splits):
+            if splits and not self.splits_rightly and backward_type != "full":
+                return self._backward_at_once(backward_type, bwd_kwargs)
             return super().backward_maybe_with_nosync(backward_type, bwd_kwargs, last_backward)
 
     def _backward_at_once(self, backward_type: str, bwd_kwargs: Mapping[str, Any]) -> Any:
@@ -94,57 +92,20 @@ class Stage(PipelineStage):
         return super().backward_maybe_with_nosync("full", {**bwd_kwargs, "stage_output": output})
 
     def perform_reduce_grad(self, grad_scale_factor: int) -> None:
-        """Reduce what `hold_gradients_` held back; nothing is scaled."""
+        """Reduce what no backward pass has reduced; nothing is scaled."""
         assert grad_scale_factor == 1
-        if self.splits_backward:
-            reduce_held_(self.reducers)
+        for _, module in self.reducers.fsdp:
+            module.set_is_last_backward(True)
+            module.set_reshard_after_backward(True, recurse=False)
+        self.reduction(self.module).reduce_left()
 
     def _post_metadata_inference_cleanup(self) -> None:
         """Leave gradients alone: torch clears FSDP's here, inferred or not (from 2.13 on)."""
 
 
-def hold_gradients_(reducers: Reducers) -> None:
-    """Let FSDP units keep gathered parameters and unreduced gradients through a backward pass.
-
-    Effects:
-        Sets the units' flags.
-    """
-    for _, module in reducers.fsdp:
-        module.set_is_last_backward(False)
-        module.set_reshard_after_backward(False, recurse=False)
-        module.set_requires_gradient_sync(False, recurse=False)
-
-
-def reduce_held_(reducers: Reducers) -> None:
-    """Reduce what `hold_gradients_` held back, as torch's own schedules do (2.11 to 2.15).
-
-    Effects:
-        Adds to the `.grad` of the units' shards, and frees gathered parameters; communicates over
-        what the units are sharded over, once.
-    """
-    for _, module in reducers.fsdp:
-        module.set_is_last_backward(True)
-        module.set_reshard_after_backward(True, recurse=False)
-        module.set_requires_gradient_sync(True, recurse=False)
-    states = [module._get_fsdp_state() for _, module in reducers.fsdp]  # noqa: SLF001 (no public way)
-    for state in states:
-        for group in _groups(state):
-            group.post_backward()
-    for state in states:
-        if state._is_root:  # noqa: SLF001 (as above)
-            state._root_post_backward_final_callback()  # noqa: SLF001 (as above)
-
-
-def _groups(state: Any) -> Sequence[Any]:
-    """Return FSDP2's parameter groups: one attribute in torch 2.11, a list from 2.13 on."""
-    many = getattr(state, "_fsdp_param_groups", None)
-    groups = [state._fsdp_param_group] if many is None else many  # noqa: SLF001 (no public way)
-    return [group for group in groups if group is not None]
-
-
 def reshards_after_forward(module: Any) -> bool:
     """Say whether an FSDP2 module frees its gathered parameters after its forward pass."""
-    groups = _groups(module._get_fsdp_state())  # noqa: SLF001 (no public way)
+    groups = fsdp_groups(module)
     return any(group.post_forward_mesh_info is not None for group in groups)
 
 

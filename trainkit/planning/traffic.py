@@ -85,7 +85,8 @@ def _sharding(job: Job, layout: Layout, pp_rank: int) -> Iterator[Transfer]:
     """FSDP2: blocks are gathered for forward and again for backward, the ends once.
 
     Gradients are scattered once per step, or with every microbatch; replicas sum their shards once.
-    Where FSDP only replicates, it still sums.
+    Where FSDP only replicates, it still sums. A number for each parameter says on how many ranks it
+    has a gradient.
     """
     part, units = part_of(job, layout, pp_rank), units_of(job.config, layout)
     ends, turns = ends_of(part, units, tied=job.config.tied), num_microbatches(job, layout)
@@ -109,7 +110,9 @@ def _sharding(job: Job, layout: Layout, pp_rank: int) -> Iterator[Transfer]:
         scatters * shards * layout.fsdp * FP32,
     )
     replicas = layout.dp_replicate
-    yield Transfer("dp_replicate", replicas, "all_reduce", calls, shards * FP32)
+    tensors = units.block.tensors * part.layers + ends.tensors
+    yield Transfer("fsdp", layout.fsdp, "all_reduce", 1, tensors * FP32)
+    yield Transfer("dp_replicate", replicas, "all_reduce", calls + 1, (shards + tensors) * FP32)
 
 
 def _tensor(job: Job, layout: Layout, pp_rank: int) -> Iterator[Transfer]:
@@ -170,7 +173,7 @@ def _sequence_gradients(job: Job, layout: Layout, pp_rank: int) -> Iterator[Tran
     summed = [name for name in ("ring", "ulysses") if name not in folded_axes(layout.fold_sp)]
     long = [name for name in summed if getattr(layout, name) > 1]
     axis = long[0] if len(long) == 1 else "sp"
-    calls = 1 + math.ceil(own.shard / BUCKET)
+    calls = math.ceil(own.shard / BUCKET)
     yield Transfer(axis, layout.unfolded, "all_reduce", calls, (own.shard + own.tensors) * FP32)
 
 
