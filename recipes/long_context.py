@@ -127,7 +127,7 @@ def make_train_step(cfg, ps, stages, optimizer, evidence):
     """Return train_step(state, batch) -> (state, metrics): all of one step, in order."""
     params = tk.parameters_of(stages)
     lr_at = schedules.cosine(cfg.lr, warmup=cfg.warmup, total=cfg.schedule_steps)
-    loss = parallel.next_token_linear(ps.tp)
+    loss = losses.next_token_linear
     forward_backward = tk.bind_forward_backward(stages, loss, axis=ps.pp, schedule=cfg.schedule)
 
     def train_step(state, batch):

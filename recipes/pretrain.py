@@ -338,7 +338,7 @@ def train(cfg, ps, tokenizer, model, phase, stopping, say):
     if state.step >= cfg.steps:
         say(f"the run in {cfg.out} is complete at step {state.step}; --steps takes it further")
 
-    loss = parallel.next_token_linear(ps.tp)
+    loss = losses.next_token_linear
     loss = losses.by_source(mix.names, loss) if len(mix.names) > 1 else loss
     evidence = {}
     train_step = make_train_step(cfg, ps, stages, optimizer, phases, loss, evidence)

@@ -330,7 +330,7 @@ def train(cfg, ps, tokenizer, model, init, told, phase, stopping, say):
     if state.step >= cfg.steps:
         say(f"the run in {cfg.out} is complete at step {state.step}; --steps takes it further")
 
-    loss = parallel.next_token_linear(ps.tp)
+    loss = losses.next_token_linear
     evidence = {}
     train_step = make_train_step(cfg, ps, stages, optimizer, loss, evidence)
     make_batch = bind_batches(cfg, ps, corpus, rows, tokenizer)

@@ -10,14 +10,13 @@ from torch.utils._pytree import tree_iter
 
 import trainkit as tk
 from trainkit.layout import shard_sequence
-from trainkit.losses import next_token
+from trainkit.losses import next_token, next_token_linear
 from trainkit.mesh import solo_parallel
 from trainkit.models import Decoder, call_model, init_weights
 from trainkit.optim import adamw
 from trainkit.parallel import fsdp, precision, recompute
 from trainkit.parallel.sequence import sequence
 from trainkit.parallel.tensor import tensor
-from trainkit.parallel.vocabulary import next_token_linear
 from trainkit.testing.ledger import count_collectives
 from trainkit.types import Batch, Spans
 
@@ -96,7 +95,7 @@ def step_of(job, ps):
     whole = make_batch(job.config, job.microbatch, job.row_length, job.documents)
     batch = shard_sequence(whole, ring=ps.ring.share, ulysses=ps.ulysses.share)
     microbatches = [batch] * (rows // job.microbatch)
-    loss = next_token_linear(ps.tp) if head == "hidden" else next_token
+    loss = next_token_linear if head == "hidden" else next_token
 
     def backward(before_forward=lambda: None):
         def call(model, batch):

@@ -15,9 +15,9 @@ from trainkit import health, losses, schedules
 from trainkit.checkpoint.replicas import nonfinite_names
 from trainkit.checkpoint.tensors import counters_of, run_tensors
 from trainkit.grads import blame
+from trainkit.losses import next_token_linear
 from trainkit.metrics import step_record
 from trainkit.parallel.naming import box_of
-from trainkit.parallel.vocabulary import next_token_linear
 from trainkit.testing import run_ranks
 from trainkit.types import SOLO, Cursor, TrainState
 
@@ -62,7 +62,7 @@ def step_function(
 ):
     """Return train_step(state, batch, site), as a recipe writes it but for the fault."""
     params, now = tk.parameters_of(stages), {}
-    loss = spoiled(next_token_linear(ps.tp), lambda: now["site"])
+    loss = spoiled(next_token_linear, lambda: now["site"])
     run = tk.bind_forward_backward(stages, loss, axis=ps.pp, schedule=layout.schedule)
     world = ps.world if world is None else world
 

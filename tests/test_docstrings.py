@@ -37,8 +37,6 @@ WITHOUT_EXAMPLE = {
     "files.replacing": "works on the disk: write_corpus is built on it",
     "meeting.open_world": "opens sockets: parallel_session calls it, tests/runtime runs it",
     "mesh.axis_from_group": "wants a process group: docs/howto shows it",
-    "parallel.vocabulary_cross_entropy_per_token": "as the one without parts, which has one",
-    "parallel.vocabulary_linear_cross_entropy_per_token": "as the one without parts, which has one",
     "sinks.plot_loss": "draws a picture",
     "sinks.plot_packing": "draws a picture: docs/howto/pack.md shows it",
     "sinks.run_sinks": "works on the disk: recipes/pretrain.py shows it",

@@ -6,12 +6,12 @@ import torch
 
 import trainkit as tk
 from trainkit.corpora import TokenCorpus
+from trainkit.losses import next_token_linear
 from trainkit.models import Decoder, DecoderConfig, call_with_noise, init_weights
 from trainkit.optim import adamw, decay_groups
 from trainkit.parallel import compiled, fsdp, recompute
 from trainkit.parallel.sequence import sequence
 from trainkit.parallel.tensor import tensor
-from trainkit.parallel.vocabulary import next_token_linear
 from trainkit.types import Cursor
 
 CAPACITY = 24
@@ -109,7 +109,7 @@ def step_function(layout, ps, stages, optimizer):
     params = tk.parameters_of(stages)
     run = tk.bind_forward_backward(
         stages,
-        next_token_linear(ps.tp),
+        next_token_linear,
         axis=ps.pp,
         call=call_with_noise,
         schedule=layout.schedule,

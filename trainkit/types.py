@@ -8,7 +8,7 @@ registration. This file imports no torch at run time, so that packing and planni
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import attrs
 import numpy as np
@@ -160,6 +160,19 @@ class ParallelState:
     sp_unfolded: Axis
     mesh: DeviceMesh | None
     device: torch.device
+
+
+class Hidden(NamedTuple):
+    """What stands for logits that are never made: a decoder with `head="hidden"` returns it.
+
+    `hidden` is `[B, S, D]`; `weight` are the rows of the output weight `[V / N, D]` that this rank
+    of `axis` has, in rank order. `hidden @ weight.T` are the logits of their words. (A tuple, so
+    that FSDP finds the tensors in it.)
+    """
+
+    hidden: Tensor
+    weight: Tensor
+    axis: Axis = SOLO
 
 
 # -------------------------------------------------------------------------------------------- data

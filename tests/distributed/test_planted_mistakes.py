@@ -19,7 +19,7 @@ import trainkit.parallel.tied
 import trainkit.step
 from trainkit.batch import shift_labels
 from trainkit.layout import spans_of_runs
-from trainkit.losses import with_terms
+from trainkit.losses import next_token_linear, with_terms
 from trainkit.models import call_with_noise
 from trainkit.parallel.reduction import Reduction
 from trainkit.testing import deal, train
@@ -28,7 +28,6 @@ from trainkit.testing.builtin import (
     MODELS,
     ROWS,
     decoder_batch,
-    decoder_loss,
     decoder_plan,
 )
 from trainkit.testing.certificate import TIERS, as_text
@@ -224,7 +223,7 @@ def certificate():
         decoder_batch,
         [*PLAIN.values(), *planted],
         plan=planting_plan,
-        loss=decoder_loss,
+        loss=next_token_linear,
         call=call_with_noise,
         steps=2,
     )

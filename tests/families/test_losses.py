@@ -18,7 +18,7 @@ from trainkit.losses import (
     z_term,
 )
 from trainkit.losses.by_source import by_source
-from trainkit.losses.linear_cross_entropy import linear_cross_entropy_per_token
+from trainkit.losses.linear_cross_entropy import linear_sum_and_parts
 
 V, D = 11, 6
 
@@ -47,7 +47,7 @@ def first(loss):
 
 
 def linear_parts(output, batch):
-    return linear_cross_entropy_per_token(*output, batch["labels"], chunk=3)
+    return linear_sum_and_parts((*output, None), batch["labels"], chunk=3)
 
 
 linear_by_token = with_terms("loss", per_token=linear_parts)(lambda *_: None)

@@ -25,7 +25,7 @@ from trainkit.models import (
 from trainkit.models.config import parameter_shapes
 from trainkit.models.rotary import rotary_frequencies, rotary_table, rotate
 from trainkit.models.sizes import decoder_config, decoder_sizes
-from trainkit.types import Spans
+from trainkit.types import SOLO, Spans
 
 SMALL = DecoderConfig(vocab_size=31, width=16, layers=2, heads=4, kv_heads=2, mlp_width=24)
 RICH = attrs.evolve(
@@ -133,7 +133,8 @@ def test_hidden_head_holds_the_logits():
         ids, rest = packed([4, 7])
         logits = double(config)(ids, **rest)
         model = double(config, head="hidden")
-        hidden, weight = model(ids, **rest)
+        hidden, weight, axis = model(ids, **rest)
+        assert axis is SOLO
         assert_equal(hidden @ weight.T, logits)
         assert not weight.is_leaf  # FSDP2 hooks what a module returns
         (hidden @ weight.T).sum().backward()

@@ -10,12 +10,12 @@ from whole_step import CAPACITY, Layout, corpus, difference, full, input_of
 from whole_step import CONFIG as WHOLE
 
 import trainkit as tk
+from trainkit.losses import next_token_linear
 from trainkit.models import Decoder, init_weights
 from trainkit.models.config import parameter_shapes
 from trainkit.optim import adamw, decay_groups
 from trainkit.parallel import fsdp
 from trainkit.parallel.tensor import tensor
-from trainkit.parallel.vocabulary import next_token_linear
 from trainkit.testing import run_ranks
 
 CONFIG = attrs.evolve(WHOLE, vocab_size=32)
@@ -50,7 +50,7 @@ def train(ps, *, config=CONFIG, frozen=(), steps=3, run_dir=None, **options):
     if run_dir is not None:
         state = tk.resume(run_dir, state, stages, optimizer, ps, tell=lambda _: None)
     layout = Layout()
-    params, loss = tk.parameters_of(stages), next_token_linear(ps.tp)
+    params, loss = tk.parameters_of(stages), next_token_linear
     run = tk.bind_forward_backward(stages, loss, axis=ps.pp)
     losses, norms = [], []
     while state.step < steps:

@@ -16,7 +16,6 @@ from trainkit.losses import next_token_linear, with_terms
 from trainkit.models import Decoder, call_with_noise, init_weights
 from trainkit.parallel import fsdp, pipeline, precision, tied
 from trainkit.parallel.split import SCHEDULES
-from trainkit.parallel.vocabulary import next_token_linear as over_parts
 from trainkit.testing import run_ranks
 
 DEEP = {"layers": 4}
@@ -494,7 +493,7 @@ def evaluated(layout, counts, dp_replicate=1):
         start = sum(counts[: ps.dp.index])
         own = [batch_of(8, seed) for seed in range(sum(counts))][start:][: counts[ps.dp.index]]
         ends = {"axis": ps.loss, "pp": ps.pp}
-        loss = over_parts(ps.tp)
+        loss = next_token_linear
         before = tk.evaluate(stages, own, loss, **ends)
         untouched = all(p.grad is None for p in tk.parameters_of(stages))
         run = bound(stages, ps, layout.schedule, loss=loss)

@@ -12,6 +12,7 @@ from whole_step import Layout, build, corpus, difference, full, input_of, model_
 import trainkit as tk
 from trainkit.batch import blank_batch
 from trainkit.collectives import all_sum, gather_replicated
+from trainkit.losses import next_token, next_token_linear, with_terms
 from trainkit.mesh import solo_parallel
 from trainkit.models import Decoder, call_with_noise, init_weights
 from trainkit.parallel import fsdp, reduction
@@ -19,7 +20,6 @@ from trainkit.parallel.naming import box_of
 from trainkit.parallel.reduction import mark_partial_, sum_partial_
 from trainkit.parallel.styles import STYLES
 from trainkit.parallel.tensor import DECODER_STYLES, hf_styles, tensor
-from trainkit.parallel.vocabulary import next_token_linear
 from trainkit.testing import RankError, run_ranks
 from trainkit.types import Axis, ConfigError, Cursor, Share
 
@@ -81,7 +81,7 @@ def test_three_steps_give_the_numbers_of_one_process_in_fp64(name):
 # --------------------------------------------------------------------------------------- gradients
 
 
-def gradients(styles, *, calls=1, mistake=None, **changes):
+def gradients(styles, *, calls=1, mistake=None, head="hidden", loss=next_token_linear, **changes):
     """Return the gradients of a step, its sums and their norm, by any plan, with or without tp."""
     layout = attrs.evolve(BASE, **changes)
     config = model_config(layout)
@@ -94,7 +94,7 @@ def gradients(styles, *, calls=1, mistake=None, **changes):
                 "trainkit.step.sum_partial_", lambda m: (sum_partial_(m), sum_partial_(m))
             )
         (model,) = tk.build_stages(
-            lambda: Decoder(config, head="hidden").to(layout.dtype),
+            lambda: Decoder(config, head=head).to(layout.dtype),
             ps,
             [tensor(styles), fsdp()],
             weights=init_weights(config, seed=0),
@@ -102,7 +102,6 @@ def gradients(styles, *, calls=1, mistake=None, **changes):
         bins = tk.pack_bins(text.lengths, 24)
         batch = input_of(Cursor(), ps, layout, text=text, bins=bins)
         tokens = all_sum(tk.count_valid_tokens(batch.microbatches), ps.loss)
-        loss = next_token_linear(ps.tp)
         step = functools.partial(
             tk.forward_backward, model, loss=loss, denominator=tokens, call=call_with_noise
         )
@@ -110,7 +109,6 @@ def gradients(styles, *, calls=1, mistake=None, **changes):
             sums = step(batch.microbatches[index::calls])
         grads = {name: p.grad for name, p in tk.named_parameters_of([model]).items()}
         norm = float(tk.grad_norm(tk.parameters_of([model]), axis=ps.pp))
-        assert len(sums) == 1
         return {
             "parameters": {name: full(grad.double()) for name, grad in grads.items()},
             "losses": [float(v) for v in tk.reduce_metrics(sums, ps.loss).values()],
@@ -140,6 +138,38 @@ MISTAKES = {
     "partial sums are skipped": lambda: None,
     "partial sums are made twice": lambda: None,
 }
+
+
+@with_terms("loss", "distance")
+def own_loss(logits, batch):
+    """A user's: it needs all of the vocabulary, at every token that has a label."""
+    kept = (batch["labels"] >= 0).unsqueeze(-1)
+    far = ((logits - logits.mean(-1, keepdim=True)).square() * kept).sum()
+    total, terms = next_token(logits, batch)
+    return total + 0.1 * far, {**terms, "distance": far.detach()}
+
+
+ON_LOGITS = {
+    "own, whole logits": {"styles": None},
+    "own, whole logits, tied": {"styles": None, "tied": True},
+    "without a cut sequence, whole logits": {"styles": WHOLE_SEQUENCE},
+    "gathered by the plan": {"styles": WHOLE_SEQUENCE | {"head": "column_gathered"}},
+}
+
+
+def gradients_of_logits():
+    return {
+        name: gradients(**options, head="logits", loss=own_loss, tp=2)
+        for name, options in ON_LOGITS.items()
+    }
+
+
+def test_a_loss_on_logits_sees_the_whole_vocabulary_in_value_and_gradient():
+    found = run_ranks(gradients_of_logits, 2)[0]
+    for name, options in ON_LOGITS.items():
+        tied = options.get("tied", False)
+        wanted = gradients(None, head="logits", loss=own_loss, tied=tied)
+        assert difference(found[name], wanted) < 1e-12, name
 
 
 def gradients_of_plans():
@@ -318,7 +348,7 @@ def late_refusals():
 
 
 def test_a_sequence_that_does_not_divide_is_refused_before_anything_is_sent():
-    assert run_ranks(late_refusals, 2) == [(1, 8, 16)] * 2
+    assert run_ranks(late_refusals, 2) == [(1, 8, 32)] * 2
 
 
 def embedded(last_id):

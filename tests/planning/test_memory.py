@@ -75,6 +75,7 @@ RANKS = [
     ({"dp_replicate": 2}, job(rows=2)),
     ({"tp": 2}, job(row_length=128)),
     ({"tp": 2}, job(recompute="full", row_length=128)),
+    ({"tp": 2}, job(config(vocab_size=2_000), row_length=128, loss="plain")),
     ({"ring": 2}, job(row_length=128)),
     ({"ulysses": 2}, job(recompute="selective", row_length=128)),
     ({"pp": 2}, job(config(layers=4), rows=4)),

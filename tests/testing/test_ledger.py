@@ -8,12 +8,12 @@ import torch.distributed as dist
 
 import trainkit as tk
 from trainkit.collectives import _ALL_GATHER, _REDUCE_SCATTER
+from trainkit.losses import next_token_linear
 from trainkit.testing import run_ranks
 from trainkit.testing.builtin import (
     CONFIG,
     ROWS,
     decoder_batch,
-    decoder_loss,
     decoder_of,
     decoder_plan,
 )
@@ -55,7 +55,7 @@ def ledgers_of(layout):
         named = tk.named_parameters_of(stages)
         params, optimizer = tk.parameters_of(stages), certificate_optimizer(named)
         run = tk.bind_forward_backward(
-            stages, decoder_loss(ps), axis=ps.pp, reduce=layout.reduce, call=tk.call_with_noise
+            stages, next_token_linear, axis=ps.pp, reduce=layout.reduce, call=tk.call_with_noise
         )
         shares = {"ring": ps.ring.share, "ulysses": ps.ulysses.share}
         batches = deal_batch(

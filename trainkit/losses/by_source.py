@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from trainkit.losses.terms import next_token, with_terms
+from trainkit.losses.terms import labels_of, next_token, with_terms
 from trainkit.types import IGNORED_LABEL
 
 if TYPE_CHECKING:
@@ -66,6 +66,11 @@ def by_source(names: Sequence[str], loss: NamedLoss = next_token) -> NamedLoss:
             raise ValueError(
                 'by_source: the batch has no "source"; step_batch and eval_batches add it, with '
                 "source_of_row="
+            )
+        if batch["source"].shape != labels_of("by_source", batch).shape:
+            raise ValueError(
+                f"by_source: source must have the shape of labels {tuple(batch['labels'].shape)}, "
+                f"one for each token, got {tuple(batch['source'].shape)}"
             )
         total, parts = per_token(output, batch)
         sums, counts = _sums(parts, batch["labels"], batch["source"], len(names))

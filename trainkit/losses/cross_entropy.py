@@ -2,6 +2,9 @@
 
 A sum can be added up over microbatches, ranks and pipeline stages; dividing is left to the one
 place that knows the number of trained tokens in the whole global batch.
+
+Each takes an `axis`, for logits of which every rank has the part of its own words, in rank order.
+The result is then equal on all ranks, and what is sent does not grow with the vocabulary.
 """
 
 from __future__ import annotations
@@ -9,10 +12,11 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from trainkit.types import IGNORED_LABEL
+from trainkit.losses.softmax import accumulation_dtype, scores_of_logits
+from trainkit.types import IGNORED_LABEL, SOLO, Axis
 
 
-def cross_entropy(logits: Tensor, labels: Tensor) -> Tensor:
+def cross_entropy(logits: Tensor, labels: Tensor, *, axis: Axis = SOLO) -> Tensor:
     """Return the summed cross entropy, in nats, of all tokens whose label is not -100.
 
     The sum is accumulated in fp32 (fp64 logits stay fp64). Ignored tokens add exactly zero to the
@@ -23,14 +27,20 @@ def cross_entropy(logits: Tensor, labels: Tensor) -> Tensor:
     makes the gradient of its row NaN, so that the gradient norm shows a model that has broken.
 
     Args:
-        logits: scores, any floating dtype, `[..., V]`.
-        labels: the next token of each position, int64 `[...]`; -100 is ignored.
+        logits: Scores, any floating dtype, `[..., V]`, or `[..., V / N]` of this rank's words.
+        labels: The next token of each position among all V words, int64 `[...]`, equal on all ranks
+            of the axis; -100 is ignored.
+        axis: The axis over which the vocabulary is cut, if it is: `ps.tp`.
 
     Returns:
         A scalar, fp32 or fp64.
 
     Raises:
-        ValueError: if the shapes do not match or the labels are not int64.
+        ValueError: The shapes do not match, the labels are not int64, the logits hold no floating
+            numbers or no word, or, on a CPU, a label is no word (on CUDA the device asserts it).
+
+    Effects:
+        Communicates: two all-reduces on `axis`, of one and of two numbers per token.
 
     Examples:
         >>> import torch
@@ -41,44 +51,58 @@ def cross_entropy(logits: Tensor, labels: Tensor) -> Tensor:
         >>> float(logits.grad.abs().sum())
         0.0
     """
-    check_labels("cross_entropy", logits, labels)
-    rows = logits.to(accumulation_dtype(logits)).flatten(0, -2)
-    return nn.functional.cross_entropy(
-        rows, labels.flatten(), ignore_index=IGNORED_LABEL, reduction="sum"
-    )
+    return sum_and_parts("cross_entropy", logits, labels, axis)[0]
 
 
-def cross_entropy_per_token(logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
-    """Return `cross_entropy` and each token's part of it, detached; 0 at ignored tokens.
+def cross_entropy_per_token(logits: Tensor, labels: Tensor, *, axis: Axis = SOLO) -> Tensor:
+    """Return the cross entropy of each token, differentiable; 0 where the label is -100.
 
-    Both come from one softmax.
+    For losses that weigh tokens, or go on with their log-probabilities, which are these, negated.
 
     Args:
-        logits: scores, any floating dtype, `[..., V]`.
-        labels: the next token of each position, int64 `[...]`; -100 is ignored.
+        logits: As in `cross_entropy`.
+        labels: As in `cross_entropy`.
+        axis: As in `cross_entropy`.
 
     Returns:
-        The scalar of `cross_entropy`, to the last bit, and the parts, fp32 or fp64 `[...]`.
+        fp32 or fp64 `[...]`.
 
     Raises:
-        ValueError: if the shapes do not match or the labels are not int64.
+        ValueError: As `cross_entropy`.
+
+    Effects:
+        Communicates as `cross_entropy`.
 
     Examples:
         >>> import torch
         >>> cross_entropy_per_token(torch.zeros(3, 4), torch.tensor([0, -100, 2]))
+        tensor([1.3863, 0.0000, 1.3863])
+    """
+    check_labels("cross_entropy_per_token", logits, labels, words=logits.shape[-1] * axis.count)
+    return _each(logits, labels, axis).view(labels.shape)
+
+
+def sum_and_parts(where: str, logits: Tensor, labels: Tensor, axis: Axis) -> tuple[Tensor, Tensor]:
+    """Return `cross_entropy` and each token's part of it, detached `[...]`, from one softmax.
+
+    Effects:
+        Communicates as `cross_entropy`.
+
+    Examples:
+        >>> import torch
+        >>> sum_and_parts("mine", torch.zeros(3, 4), torch.tensor([0, -100, 2]), SOLO)
         (tensor(2.7726), tensor([1.3863, 0.0000, 1.3863]))
     """
-    check_labels("cross_entropy_per_token", logits, labels)
-    rows = logits.to(accumulation_dtype(logits)).flatten(0, -2).log_softmax(-1)
-    flat = labels.flatten()
+    check_labels(where, logits, labels, words=logits.shape[-1] * axis.count)
+    if axis.count > 1:
+        parts = _each(logits, labels, axis)
+        return parts.sum(), parts.detach().view(labels.shape)
+    rows, flat = _rows(logits).log_softmax(-1), labels.flatten()
     total = nn.functional.nll_loss(rows, flat, ignore_index=IGNORED_LABEL, reduction="sum")
-    parts = nn.functional.nll_loss(
-        rows.detach(), flat, ignore_index=IGNORED_LABEL, reduction="none"
-    )
-    return total, parts.view(labels.shape)
+    return total, _picked(rows.detach(), flat).view(labels.shape)
 
 
-def z_loss(logits: Tensor, labels: Tensor) -> Tensor:
+def z_loss(logits: Tensor, labels: Tensor, *, axis: Axis = SOLO) -> Tensor:
     """Return the sum of logsumexp(logits)^2 over all tokens whose label is not -100.
 
     A small multiple of it (1e-4 is usual) keeps the normalizer of the softmax near 1, and so the
@@ -86,44 +110,72 @@ def z_loss(logits: Tensor, labels: Tensor) -> Tensor:
     `cross_entropy`. From PaLM (Chowdhery et al. 2022, section 5).
 
     Args:
-        logits: scores, any floating dtype, `[..., V]`.
-        labels: the next token of each position, int64 `[...]`; -100 is ignored.
+        logits: As in `cross_entropy`.
+        labels: As in `cross_entropy`.
+        axis: As in `cross_entropy`.
 
     Returns:
         A scalar, fp32 or fp64.
 
     Raises:
-        ValueError: if the shapes do not match or the labels are not int64.
+        ValueError: As `cross_entropy`.
+
+    Effects:
+        Communicates as `cross_entropy`.
 
     Examples:
         >>> import torch
         >>> float(z_loss(torch.zeros(3, 4), torch.tensor([0, -100, 2])))  # 2 (log 4)^2
         3.84...
     """
-    check_labels("z_loss", logits, labels)
-    normalizers = logits.to(accumulation_dtype(logits)).logsumexp(-1)
-    return normalizers.square().masked_fill(labels == IGNORED_LABEL, 0).sum()
+    check_labels("z_loss", logits, labels, words=logits.shape[-1] * axis.count)
+    flat = labels.flatten()
+    if axis.count == 1:
+        normalizers = _rows(logits).logsumexp(-1)
+    else:
+        _, normalizers = scores_of_logits(logits.flatten(0, -2), flat, axis)
+    return normalizers.square().masked_fill(flat == IGNORED_LABEL, 0).sum()
 
 
-def check_labels(function: str, x: Tensor, labels: Tensor) -> None:
+def _rows(logits: Tensor) -> Tensor:
+    return logits.to(accumulation_dtype(logits)).flatten(0, -2)
+
+
+def _picked(rows: Tensor, labels: Tensor) -> Tensor:
+    return nn.functional.nll_loss(rows, labels, ignore_index=IGNORED_LABEL, reduction="none")
+
+
+def _each(logits: Tensor, labels: Tensor, axis: Axis) -> Tensor:
+    """Return each token's cross entropy, differentiable `[T]`."""
+    flat = labels.flatten()
+    if axis.count == 1:
+        return _picked(_rows(logits).log_softmax(-1), flat)
+    losses, _ = scores_of_logits(logits.flatten(0, -2), flat, axis)
+    return losses.masked_fill(flat == IGNORED_LABEL, 0)
+
+
+# ------------------------------------------------------------------------------------------ checks
+
+
+def check_labels(function: str, x: Tensor, labels: Tensor, *, words: int) -> None:
     """Refuse labels that do not belong to `x`, one label for each vector along its last dimension.
 
     Args:
-        function: who asks, for the message.
-        x: logits or hidden states `[..., V or D]`.
+        function: Who asks, for the message.
+        x: Logits or hidden states `[..., V or D]`.
         labels: int64 `[...]`.
+        words: V, the size of the whole vocabulary.
 
     Raises:
-        ValueError: if the shapes do not match or the labels are not int64.
+        ValueError: The shapes do not match, the labels are not int64, `x` is not floating, or there
+            is no word; and on a CPU, where looking at them costs no sync, a label is no word.
 
     Examples:
         >>> import torch
-        >>> check_labels(
-        ...     "cross_entropy", torch.zeros(2, 3, 4), torch.zeros(2, 2, dtype=torch.int64)
-        ... )
+        >>> check_labels("cross_entropy", torch.zeros(2, 4), torch.tensor([3, 4]), words=4)
         Traceback (most recent call last):
         ...
-        ValueError: cross_entropy: labels must have shape (2, 3), ... got (2, 2)
+        ValueError: cross_entropy: labels must be -100 or in [0, 4), ... got 4 at index 1 ...
     """
     if x.ndim < 2 or labels.shape != x.shape[:-1]:
         raise ValueError(
@@ -132,13 +184,19 @@ def check_labels(function: str, x: Tensor, labels: Tensor) -> None:
         )
     if labels.dtype != torch.int64:
         raise ValueError(f"{function}: labels must be int64, got {labels.dtype}")
-
-
-def accumulation_dtype(x: Tensor) -> torch.dtype:
-    """Return the dtype in which sums over `x` are made: fp32, or fp64 if that is what it holds.
-
-    Examples:
-        >>> accumulation_dtype(torch.zeros(1, dtype=torch.bfloat16))
-        torch.float32
-    """
-    return torch.float64 if x.dtype == torch.float64 else torch.float32
+    if not x.is_floating_point():
+        raise ValueError(f"{function}: logits and hidden states are floating, got {x.dtype}")
+    if words < 1:
+        raise ValueError(f"{function}: the vocabulary must have a word, got one of size {words}")
+    # Fake tensors have no values to look at, and a branch on values would break a compiled graph.
+    on_host = type(labels) is Tensor and labels.device.type == "cpu"
+    if on_host and not torch.compiler.is_compiling():
+        flat = labels.flatten()
+        wrong = (flat != IGNORED_LABEL) & ((flat < 0) | (flat >= words))
+        if wrong.any():
+            place = int(wrong.nonzero()[0])
+            raise ValueError(
+                f"{function}: labels must be {IGNORED_LABEL} or in [0, {words}), the vocabulary, "
+                f"got {int(flat[place])} at index {place} of the flattened labels; set what is not "
+                f"to be trained on to {IGNORED_LABEL}"
+            )

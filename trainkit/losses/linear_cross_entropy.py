@@ -8,7 +8,7 @@ left to do but multiply by the incoming scalar.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -16,26 +16,34 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from trainkit.losses.cross_entropy import (
-    accumulation_dtype,
-    check_labels,
-    cross_entropy,
-    cross_entropy_per_token,
-)
-from trainkit.types import IGNORED_LABEL
+from trainkit.losses.cross_entropy import check_labels, sum_and_parts
+from trainkit.losses.softmax import accumulation_dtype, run_untraced, scores_, slopes_
+from trainkit.types import IGNORED_LABEL, SOLO, Axis
 
-Softmax = Callable[[Tensor, Tensor, bool], Tensor]
-"""From logits `[T, V]` and labels `[T]` to losses `[T]`.
+Factors = tuple[Tensor, Tensor, Tensor | None]
+"""Hidden states `[..., D]`, the output weight and its bias: whole, or this rank's rows of them."""
 
-With True as the third argument, the logits are overwritten by the gradient of the losses' sum;
-else they may hold anything afterwards.
+OfScores = Callable[[Tensor, Tensor], Tensor]
+"""From the cross entropy and the log-sum-exp of each token's logits to what it adds: `[T]` each."""
+
+OfLogits = Callable[[Tensor, slice, bool], Tensor]
+"""From logits `[T, V]` and which tokens they are of, to values `[T or 1, K]`.
+
+With True as the third argument, the logits are overwritten by the gradient of the sum of the first
+column; else they may hold anything afterwards.
 """
 
 _SMALL = 2**22  # elements, 16 MiB of fp32: logits below this are not worth splitting further
 
 
 def linear_cross_entropy(
-    hidden: Tensor, weight: Tensor, labels: Tensor, *, chunk: int | None = None
+    hidden: Tensor,
+    weight: Tensor,
+    labels: Tensor,
+    *,
+    bias: Tensor | None = None,
+    axis: Axis = SOLO,
+    chunk: int | None = None,
 ) -> Tensor:
     """Return `cross_entropy(hidden @ weight.T, labels)` without holding all logits at once.
 
@@ -43,25 +51,35 @@ def linear_cross_entropy(
     to the dtype of their input once, at the end. Only the gradients that are needed are computed,
     none under `torch.no_grad()`. Ignored tokens are treated as in `cross_entropy`; they cost their
     share of the time, since leaving them out would need a host sync. Factors in bf16 are multiplied
-    as they are on CUDA, with fp32 results, and in fp32 elsewhere. Under autocast both inputs are
+    as they are on CUDA, with fp32 results, and in fp32 elsewhere. Under autocast the inputs are
     cast first, as a linear layer would.
 
     Chunks have no second derivative, and run as they are inside `torch.compile`, which would
     otherwise keep several of them at a time.
 
+    Over an `axis` of several ranks, the gradient of `hidden` is this rank's part, of its words
+    alone. Let `hidden` come from `collectives.gather_dim` or go through `collectives.sum_grad`:
+    these sum it, once.
+
     Args:
-        hidden: what enters the output layer, `[..., D]`.
-        weight: the output layer's weight `[V, D]`, same dtype and device.
-        labels: the next token of each position, int64 `[...]`; -100 is ignored.
-        chunk: tokens whose logits exist at a time. By default D / 2, so that they take half of the
+        hidden: What enters the output layer, `[..., D]`, equal on all ranks of the axis.
+        weight: The output layer's weight `[V, D]`, same dtype and device; or this rank's rows of it
+            `[V / N, D]`, in rank order.
+        labels: The next token of each position among all V words, int64 `[...]`; -100 is ignored.
+        bias: The output layer's bias `[V]` or `[V / N]`, of the same dtype.
+        axis: The axis over which the vocabulary is cut, if it is: `ps.tp`.
+        chunk: Tokens whose logits exist at a time. By default D / 2, so that they take half of the
             memory of the weight's gradient, or as many as fit into 16 MiB, if that is more; and if
             all fit into that, the plain path is taken, which has less overhead.
 
     Returns:
-        A scalar, fp32 or fp64.
+        A scalar, fp32 or fp64, equal on all ranks of the axis.
 
     Raises:
-        ValueError: if shapes or dtypes do not match or `chunk` is below 1.
+        ValueError: Shapes or dtypes do not match, `chunk` is below 1, or as `cross_entropy`.
+
+    Effects:
+        Communicates: two all-reduces on `axis` per chunk, of one and of two numbers per token.
 
     Examples:
         >>> import torch
@@ -79,146 +97,231 @@ def linear_cross_entropy(
 
     The idea of the gradient in the forward pass is Liger Kernel's (Hsu et al. 2024).
     """
-    hidden, weight = cast_factors("linear_cross_entropy", hidden, weight, labels, chunk)
-    if chunk is None and _fits_at_once(weight, labels):
-        return cross_entropy(nn.functional.linear(hidden, weight), labels)
-    return linear_in_chunks(hidden, weight, labels, _cross_entropy_, chunk=chunk)[0]
+    where = "linear_cross_entropy"
+    factors = cast_factors(where, hidden, weight, labels, bias=bias, axis=axis, chunk=chunk)
+    return linear_sum_and_parts(factors, labels, axis=axis, chunk=chunk)[0]
 
 
 def linear_cross_entropy_per_token(
-    hidden: Tensor, weight: Tensor, labels: Tensor, *, chunk: int | None = None
-) -> tuple[Tensor, Tensor]:
-    """Return `linear_cross_entropy` and each token's part of it, detached; 0 at ignored tokens.
+    hidden: Tensor,
+    weight: Tensor,
+    labels: Tensor,
+    *,
+    bias: Tensor | None = None,
+    axis: Axis = SOLO,
+    chunk: int | None = None,
+) -> Tensor:
+    """Return the cross entropy of each token, differentiable; 0 where the label is -100.
 
-    The parts exist anyway while the sum is made; they cost no further work.
+    As `cross_entropy_per_token` of `hidden @ weight.T`, for losses that weigh tokens. How they do
+    is not known before backward, which so computes the logits of every chunk again: one product
+    more than `linear_cross_entropy`.
 
     Args:
-        hidden: what enters the output layer, `[..., D]`.
-        weight: the output layer's weight `[V, D]`, same dtype and device.
-        labels: the next token of each position, int64 `[...]`; -100 is ignored.
-        chunk: as in `linear_cross_entropy`.
+        hidden: As in `linear_cross_entropy`, as all that follow.
+        weight: `[V, D]`, or this rank's rows of it.
+        labels: int64 `[...]`.
+        bias: `[V]`, or this rank's part of it.
+        axis: The axis over which the vocabulary is cut.
+        chunk: Tokens whose logits exist at a time.
 
     Returns:
-        The scalar of `linear_cross_entropy`, to the last bit, and the parts, fp32 or fp64 `[...]`.
+        fp32 or fp64 `[...]`, equal on all ranks of the axis.
 
     Raises:
-        ValueError: if shapes or dtypes do not match or `chunk` is below 1.
+        ValueError: As `linear_cross_entropy`.
+
+    Effects:
+        Communicates as `linear_cross_entropy`.
 
     Examples:
         >>> import torch
         >>> labels = torch.tensor([0, -100, 2])
         >>> linear_cross_entropy_per_token(torch.zeros(3, 8), torch.zeros(4, 8), labels)
-        (tensor(2.7726), tensor([1.3863, 0.0000, 1.3863]))
+        tensor([1.3863, 0.0000, 1.3863])
     """
     where = "linear_cross_entropy_per_token"
-    hidden, weight = cast_factors(where, hidden, weight, labels, chunk)
-    if chunk is None and _fits_at_once(weight, labels):
-        return cross_entropy_per_token(nn.functional.linear(hidden, weight), labels)
-    return linear_in_chunks(hidden, weight, labels, _cross_entropy_, chunk=chunk)
+    factors = cast_factors(where, hidden, weight, labels, bias=bias, axis=axis, chunk=chunk)
+    hidden, weight, bias = factors
+    flat, chunk = labels.flatten(), chunk or _chunk_of(weight)
+    losses = run_untraced(_EachToken, hidden.flatten(0, -2), weight, bias, (flat, axis, chunk))
+    return losses.masked_fill(flat == IGNORED_LABEL, 0).view(labels.shape)
 
 
-# ------------------------------------------------------------------------------- for any softmax
+# -------------------------------------------------------------------------------------- one pass
 
 
 def cast_factors(
-    where: str, hidden: Tensor, weight: Tensor, labels: Tensor, chunk: int | None
-) -> tuple[Tensor, Tensor]:
+    where: str,
+    hidden: Tensor,
+    weight: Tensor,
+    labels: Tensor,
+    *,
+    bias: Tensor | None = None,
+    axis: Axis = SOLO,
+    chunk: int | None = None,
+) -> Factors:
     """Refuse factors that do not fit, and cast them under autocast as a linear layer would.
 
-    Args:
-        where: who asks, for the message.
-        hidden: what enters the output layer, `[..., D]`.
-        weight: rows of the output layer's weight, `[V, D]`, or this rank's of them.
-        labels: int64 `[...]`.
-        chunk: as in `linear_cross_entropy`.
+    The arguments are those of `linear_cross_entropy`; `where` is who asks, for the message.
 
     Raises:
-        ValueError: if shapes or dtypes do not match or `chunk` is below 1.
+        ValueError: As `linear_cross_entropy`.
+
+    Effects:
+        None; `axis` only says how many words there are.
 
     Examples:
         >>> import torch
-        >>> labels = torch.tensor([0, 2])
-        >>> cast_factors("mine", torch.zeros(2, 8), torch.zeros(4, 9), labels, None)
+        >>> cast_factors("mine", torch.zeros(2, 8), torch.zeros(4, 9), torch.tensor([0, 2]))
         Traceback (most recent call last):
         ...
         ValueError: mine: weight must have shape (vocabulary, 8) for ... got (4, 9)
     """
-    check_labels(where, hidden, labels)
+    check_labels(where, hidden, labels, words=len(weight) * axis.count)
     if weight.ndim != 2 or weight.shape[1] != hidden.shape[-1]:
         raise ValueError(
             f"{where}: weight must have shape (vocabulary, {hidden.shape[-1]}) for "
             f"hidden states of shape {tuple(hidden.shape)}, got {tuple(weight.shape)}"
         )
-    autocast = torch.is_autocast_enabled(hidden.device.type)
-    if hidden.dtype != weight.dtype and not autocast:
+    if bias is not None and bias.shape != weight.shape[:1]:
         raise ValueError(
-            f"{where}: hidden and weight must have one dtype, got {hidden.dtype} and {weight.dtype}"
+            f"{where}: bias must have shape ({len(weight)},) for a weight of shape "
+            f"{tuple(weight.shape)}, got {tuple(bias.shape)}"
+        )
+    autocast = torch.is_autocast_enabled(hidden.device.type)
+    dtypes = {x.dtype for x in (hidden, weight, bias) if x is not None}
+    if len(dtypes) > 1 and not autocast:
+        raise ValueError(
+            f"{where}: hidden, weight and bias must have one dtype, got "
+            f"{', '.join(sorted(map(str, dtypes)))}"
         )
     if chunk is not None and chunk < 1:
         raise ValueError(f"{where}: chunk must be at least 1, got {chunk}")
-    if autocast:
-        dtype = torch.get_autocast_dtype(hidden.device.type)
-        hidden, weight = hidden.to(dtype), weight.to(dtype)
-    return hidden, weight
+    dtype = torch.get_autocast_dtype(hidden.device.type) if autocast else weight.dtype
+    return hidden.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype)
 
 
-def linear_in_chunks(
-    hidden: Tensor, weight: Tensor, labels: Tensor, softmax: Softmax, *, chunk: int | None = None
+def linear_sum_and_parts(
+    factors: Factors, labels: Tensor, *, axis: Axis = SOLO, chunk: int | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Return the sum of the losses of `hidden @ weight.T`, and each token's, detached `[...]`.
+    """Return `linear_cross_entropy`, and each token's part of it, detached.
 
-    Args:
-        hidden: what enters the output layer, `[..., D]`.
-        weight: the output layer's weight `[V, D]`, or this rank's rows of it.
-        labels: int64 `[...]`.
-        softmax: what makes losses and their gradient of the logits of a chunk.
-        chunk: as in `linear_cross_entropy`.
+    Effects:
+        Communicates as `linear_cross_entropy`.
 
     Examples:
         >>> import torch
-        >>> def largest(logits, labels, gradient):
-        ...     return logits.amax(-1)
-        >>> hidden, labels = torch.tensor([[1.0], [2.0]]), torch.tensor([0, 0])
-        >>> linear_in_chunks(hidden, torch.ones(3, 1), labels, largest, chunk=1)
-        (tensor(3.), tensor([1., 2.]))
+        >>> labels = torch.tensor([0, -100, 2])
+        >>> linear_sum_and_parts((torch.zeros(3, 8), torch.zeros(4, 8), None), labels)
+        (tensor(2.7726), tensor([1.3863, 0.0000, 1.3863]))
     """
-    if chunk is None:
-        chunk = max(1, weight.shape[1] // 2, _SMALL // len(weight))
-    compute = partial(_chunk_by_chunk, softmax=softmax, chunk=chunk)
-    rows = hidden.flatten(0, -2)
-    total, parts = run_untraced(_InChunks, rows, weight, labels.flatten(), compute)
+    hidden, weight, bias = factors
+    if chunk is None and axis.count == 1 and _fits_at_once(weight, labels):
+        return sum_and_parts("", nn.functional.linear(hidden, weight, bias), labels, axis)
+    total, parts = linear_terms(factors, labels, [(entropy, 1.0)], axis=axis, chunk=chunk)
     return total, parts.view(labels.shape)
 
 
-def run_untraced(function: type[torch.autograd.Function], *args: Any) -> Any:
-    """Run a Function as it is inside `torch.compile`, and without gradients where none are wanted.
+def linear_terms(
+    factors: Factors,
+    labels: Tensor,
+    terms: Sequence[tuple[OfScores, float]],
+    *,
+    axis: Axis = SOLO,
+    chunk: int | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Return the weighted sum of several terms of the same logits, and each token's, `[T, K]`.
 
-    Traced, 512 tokens of the benchmark of `linear_cross_entropy` take twice the memory.
+    All come out of one pass over the chunks; the values are unweighted and detached.
+
+    Effects:
+        Communicates as `linear_cross_entropy`.
 
     Examples:
         >>> import torch
-        >>> class Doubled(torch.autograd.Function):
-        ...     @staticmethod
-        ...     def forward(ctx, x):
-        ...         return 2 * x, ctx.needs_input_grad[0]
-        >>> with torch.no_grad():
-        ...     run_untraced(Doubled, torch.ones(1, requires_grad=True))
-        (tensor([2.]), False)
+        >>> terms = [(entropy, 1.0), (squared_normalizer, 10.0)]
+        >>> factors = torch.zeros(2, 8), torch.zeros(4, 8), None
+        >>> total, values = linear_terms(factors, torch.tensor([0, -100]), terms)
+        >>> values
+        tensor([[1.3863, 1.9218],
+                [0.0000, 0.0000]])
     """
-    if not torch.is_grad_enabled():  # which a Function does not ask
-        args = tuple(x.detach() if isinstance(x, Tensor) else x for x in args)
-    run = function.apply
-    if torch.compiler.is_compiling():
-        run = torch.compiler.disable(run)
-    return run(*args)
+    labels = labels.flatten()
+
+    def compute(logits: Tensor, rows: slice, gradient: bool) -> Tensor:
+        own = labels[rows]
+        scores = scores_(logits, own, axis)
+        leaves = [x.requires_grad_(gradient) for x in (scores.losses, scores.normalizers)]
+        with torch.set_grad_enabled(gradient):
+            values = [term(*leaves).masked_fill(own == IGNORED_LABEL, 0) for term, _ in terms]
+            total = torch.stack([w * x for (_, w), x in zip(terms, values, strict=True)]).sum(0)
+            whole = total.sum()
+        if gradient:
+            slopes = torch.autograd.grad(whole, leaves, allow_unused=True, materialize_grads=True)
+            slopes_(logits, own, axis, *slopes, scale=scores.scale)
+        return torch.stack([total, *values], dim=-1).detach()
+
+    return linear_in_chunks(factors, compute, chunk=chunk)
+
+
+def entropy(losses: Tensor, _: Tensor) -> Tensor:
+    """Return the cross entropy of each token: an `OfScores`.
+
+    Examples:
+        >>> entropy(torch.ones(1), torch.zeros(1))
+        tensor([1.])
+    """
+    return losses
+
+
+def squared_normalizer(_: Tensor, normalizers: Tensor) -> Tensor:
+    """Return the squared log-sum-exp of each token's logits: an `OfScores`, the z-loss.
+
+    Examples:
+        >>> squared_normalizer(torch.ones(1), torch.full((1,), 3.0))
+        tensor([9.])
+    """
+    return normalizers.square()
+
+
+def linear_in_chunks(
+    factors: Factors, compute: OfLogits, *, chunk: int | None = None
+) -> tuple[Tensor, Tensor]:
+    """Return the sum of the first column of what is computed of logits, and the other columns.
+
+    Args:
+        factors: Hidden states `[..., D]`, weight and bias, whole or this rank's part.
+        compute: What makes values and the gradient of their first column of the logits of a chunk.
+        chunk: As in `linear_cross_entropy`.
+
+    Returns:
+        A scalar that can be differentiated, and detached values, those of all chunks one after
+        another.
+
+    Examples:
+        >>> import torch
+        >>> def largest(logits, rows, gradient):
+        ...     return logits.amax(-1, keepdim=True).expand(-1, 2)
+        >>> factors = torch.tensor([[1.0], [2.0]]), torch.ones(3, 1), None
+        >>> linear_in_chunks(factors, largest, chunk=1)[0]
+        tensor(3.)
+    """
+    hidden, weight, bias = factors
+    walk = partial(_chunk_by_chunk, compute=compute, chunk=chunk or _chunk_of(weight))
+    return run_untraced(_InChunks, hidden.flatten(0, -2), weight, bias, walk)
 
 
 def _fits_at_once(weight: Tensor, labels: Tensor) -> bool:
     return labels.numel() * len(weight) <= _SMALL and weight.dtype == accumulation_dtype(weight)
 
 
+def _chunk_of(weight: Tensor) -> int:
+    return max(1, weight.shape[1] // 2, _SMALL // len(weight))
+
+
 class _InChunks(torch.autograd.Function):
-    """The sum and its parts, with gradients of the sum that are ready when forward returns.
+    """A sum and values beside it, with gradients of the sum that are ready when forward returns.
 
     Torch declares both methods as taking and returning anything, and so they override it unsoundly.
     """
@@ -228,71 +331,101 @@ class _InChunks(torch.autograd.Function):
         ctx: Any,
         hidden: Tensor,
         weight: Tensor,
-        labels: Tensor,
-        compute: Callable[..., Any],
+        bias: Tensor | None,
+        walk: Callable[..., Any],
     ) -> tuple[Tensor, Tensor]:
-        needs = ctx.needs_input_grad[0], ctx.needs_input_grad[1]
-        losses, d_hidden, d_weight = compute(hidden, weight, labels, needs=needs)
-        ctx.save_for_backward(d_hidden, d_weight)
-        ctx.dtype = weight.dtype
-        ctx.mark_non_differentiable(losses)
-        return losses.sum(), losses
+        values, gradients = walk((hidden, weight, bias), needs=ctx.needs_input_grad[:3])
+        ctx.save_for_backward(*gradients)
+        ctx.dtype, beside = weight.dtype, values[:, 1:]
+        ctx.mark_non_differentiable(beside)
+        return values[:, 0].sum(), beside
 
     @staticmethod
     @once_differentiable
     def backward(  # pyrefly: ignore[bad-override]
-        ctx: Any,
-        d_total: Tensor,
-        _: Tensor,
+        ctx: Any, d_total: Tensor, _: Tensor
     ) -> tuple[Tensor | None, ...]:
         # Not in place: a second backward over the same graph would scale twice. The weight's
         # gradient is cast after it is scaled: a sum over many tokens overflows fp16.
-        d_hidden, d_weight = (g if g is None else g * d_total for g in ctx.saved_tensors)
-        return d_hidden, d_weight if d_weight is None else d_weight.to(ctx.dtype), None, None
+        scaled = [g if g is None else (g * d_total).to(ctx.dtype) for g in ctx.saved_tensors]
+        return *scaled, None
+
+
+class _EachToken(torch.autograd.Function):
+    """The cross entropy of each token; backward computes the logits again."""
+
+    @staticmethod
+    def forward(  # pyrefly: ignore[bad-override]
+        ctx: Any,
+        hidden: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        asked: tuple[Tensor, Axis, int],
+    ) -> Tensor:
+        labels, axis, chunk = asked
+
+        def compute(logits: Tensor, rows: slice, _: bool) -> Tensor:
+            return torch.stack(scores_(logits, labels[rows], axis)[:2], dim=-1)
+
+        factors = hidden, weight, bias
+        values, _ = _chunk_by_chunk(factors, compute=compute, chunk=chunk, needs=(False,) * 3)
+        losses, normalizers = values.unbind(-1)
+        ctx.save_for_backward(hidden, weight, bias, labels, normalizers)
+        ctx.axis, ctx.chunk = axis, chunk
+        return losses.clone()  # no view: of several outputs of a Function it could not be changed
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, d_losses: Tensor) -> tuple[Tensor | None, ...]:  # pyrefly: ignore[bad-override]
+        hidden, weight, bias, labels, normalizers = ctx.saved_tensors
+
+        def compute(logits: Tensor, rows: slice, _: bool) -> Tensor:
+            exponentials, d = logits.sub_(normalizers[rows, None]).exp_(), d_losses[rows]
+            slopes_(exponentials, labels[rows], ctx.axis, d, torch.zeros_like(d))
+            return d[:, None]
+
+        _, gradients = _chunk_by_chunk(
+            (hidden, weight, bias),
+            compute=compute,
+            chunk=ctx.chunk,
+            needs=ctx.needs_input_grad[:3],
+        )
+        return *(g if g is None else g.to(weight.dtype) for g in gradients), None
 
 
 def _chunk_by_chunk(
-    hidden: Tensor,
-    weight: Tensor,
-    labels: Tensor,
-    *,
-    softmax: Softmax,
-    chunk: int,
-    needs: tuple[bool, bool],
-) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """Return losses `[N]` and the gradients that are needed; hidden `[N, D]`, weight `[V, D]`."""
+    factors: Factors, *, compute: OfLogits, chunk: int, needs: Sequence[bool]
+) -> tuple[Tensor, tuple[Tensor | None, ...]]:
+    """Return values and the gradients that are needed; hidden `[N, D]`, weight `[V, D]`."""
+    hidden, weight, bias = factors
     dtype, exact = weight.dtype, accumulation_dtype(weight)
     if not weight.is_cuda:  # only CUDA multiplies bf16 into fp32
         hidden, weight = hidden.to(exact), weight.to(exact)
-    losses = hidden.new_zeros(len(hidden), dtype=exact)
     d_hidden = hidden.new_empty(hidden.shape) if needs[0] else None
     d_weight = weight.new_zeros(weight.shape, dtype=exact) if needs[1] else None
+    d_bias = weight.new_zeros(len(weight), dtype=exact) if needs[2] else None
     # One buffer for all chunks: fresh memory for each would be cleared by the system each time.
     buffer = hidden.new_empty((min(chunk, len(hidden)), len(weight)), dtype=exact)
-    for start in range(0, len(hidden), chunk):
+    values = []
+    for start in range(0, max(1, len(hidden)), chunk):
         rows = slice(start, start + chunk)
         inputs = hidden[rows]
         logits = _product(inputs, weight.t(), out=buffer[: len(inputs)])
-        losses[rows] = softmax(logits, labels[rows], any(needs))
+        if bias is not None:
+            logits.add_(bias)
+        values.append(compute(logits, rows, any(needs)))
         slopes = logits.to(weight.dtype)
         if d_hidden is not None:
             torch.mm(slopes, weight, out=d_hidden[rows])
         if d_weight is not None:
             _add_product_(d_weight, slopes.t(), inputs)
-    return losses, d_hidden if d_hidden is None else d_hidden.to(dtype), d_weight
-
-
-def _cross_entropy_(logits: Tensor, labels: Tensor, gradient: bool) -> Tensor:
-    """Return each token's loss; turn its logits into the gradient of their sum: a `Softmax`."""
-    ignored = (labels == IGNORED_LABEL).unsqueeze(-1)
-    labels = labels.unsqueeze(-1).masked_fill(ignored, 0)
-    picked = logits.sub_(logits.amax(-1, keepdim=True)).gather(-1, labels)
-    total = logits.exp_().sum(-1, keepdim=True)
-    if gradient:
-        logits.mul_(total.reciprocal().masked_fill(ignored, 0))
-        at_label = (picked.exp() / total - 1).masked_fill(ignored, 0)
-        logits.scatter_(-1, labels, at_label)
-    return (total.log() - picked).masked_fill(ignored, 0).squeeze(-1)
+        if d_bias is not None:
+            d_bias.add_(logits.sum(0))
+    return torch.cat(values), (
+        d_hidden if d_hidden is None else d_hidden.to(dtype),
+        d_weight,
+        d_bias,
+    )
 
 
 def _product(a: Tensor, b: Tensor, *, out: Tensor) -> Tensor:
@@ -307,4 +440,4 @@ def _add_product_(total: Tensor, a: Tensor, b: Tensor) -> None:
     if a.dtype == total.dtype:
         total.addmm_(a, b)
     else:
-        total.add_(torch.mm(a, b, out_dtype=total.dtype))
+        torch.addmm(total, a, b, out_dtype=total.dtype, out=total)

@@ -3,23 +3,33 @@
 A `Loss` returns the sum to differentiate and a dict of detached sums to report. Its attribute
 `terms` names them in advance, for the pipeline stages that see no loss and must still join the
 sums. A term with a denominator of its own reports two sums, `name` and `name/count`. A loss that
-knows what each token adds has a second function for it in its attribute `per_token`.
+knows what each token adds has a second function for it in its attribute `per_token`; one that is a
+function of a token's cross entropy and log-sum-exp says so in `of_scores`.
 """
 
 from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol, cast
 
+import torch
 from torch import Tensor
 
-from trainkit.losses.cross_entropy import cross_entropy, cross_entropy_per_token, z_loss
+from trainkit.collectives import gather_replicated
+from trainkit.losses.cross_entropy import sum_and_parts, z_loss
 from trainkit.losses.linear_cross_entropy import (
-    linear_cross_entropy,
-    linear_cross_entropy_per_token,
+    Factors,
+    OfScores,
+    cast_factors,
+    entropy,
+    linear_in_chunks,
+    linear_sum_and_parts,
+    linear_terms,
+    squared_normalizer,
 )
+from trainkit.types import SOLO, Axis, Hidden
 
 Terms = tuple[Tensor, dict[str, Tensor]]
 """The sum to differentiate, and the detached sums to report by name."""
@@ -29,10 +39,11 @@ PerToken = Callable[[Any, Mapping[str, Any]], tuple[Tensor, Tensor]]
 
 
 class NamedLoss(Protocol):
-    """A `Loss` that says which terms it reports, and may have a `PerToken` form."""
+    """A `Loss` that says which terms it reports, and may have other forms, for other losses."""
 
     terms: tuple[str, ...]
     per_token: PerToken | None
+    of_scores: tuple[tuple[OfScores, float], ...]
 
     def __call__(self, output: Any, batch: Mapping[str, Any], /) -> Terms:
         """Return the sum to differentiate, and the terms."""
@@ -40,13 +51,18 @@ class NamedLoss(Protocol):
 
 
 def with_terms(
-    *terms: str, per_token: PerToken | None = None
+    *terms: str,
+    per_token: PerToken | None = None,
+    of_scores: Sequence[tuple[OfScores, float]] = (),
 ) -> Callable[[Callable[[Any, Mapping[str, Any]], Terms]], NamedLoss]:
     """Return a decorator that makes a function a `Loss` by writing down which terms it reports.
 
     Args:
-        terms: the keys of the dict that the function returns.
-        per_token: the same loss with its parts, for `by_source`.
+        terms: The keys of the dict that the function returns.
+        per_token: The same loss with its parts, for `by_source`.
+        of_scores: For each term what a token adds, as a function of its cross entropy and the
+            log-sum-exp of its logits, and the term's weight in the sum: `add_terms` then takes all
+            such terms of a `Hidden` from one pass.
 
     Examples:
         >>> import torch
@@ -60,18 +76,51 @@ def with_terms(
 
     def decorate(function: Callable[[Any, Mapping[str, Any]], Terms]) -> NamedLoss:
         loss = cast("NamedLoss", function)
-        loss.terms, loss.per_token = terms, per_token
+        loss.terms, loss.per_token, loss.of_scores = terms, per_token, tuple(of_scores)
         return loss
 
     return decorate
 
 
-def _of_logits(logits: Tensor, batch: Mapping[str, Any]) -> tuple[Tensor, Tensor]:
-    return cross_entropy_per_token(logits, batch["labels"])
+def labels_of(where: str, batch: Mapping[str, Any]) -> Tensor:
+    """Return a batch's labels.
+
+    Raises:
+        ValueError: It has none.
+
+    Examples:
+        >>> labels_of("mine", {"input_ids": 0})
+        Traceback (most recent call last):
+        ...
+        ValueError: mine: the batch has no "labels" (it has input_ids); collate_bins makes them...
+    """
+    if "labels" not in batch:
+        raise ValueError(
+            f'{where}: the batch has no "labels" (it has {", ".join(batch) or "nothing"}); '
+            "collate_bins makes them, and shift_labels those of rows of your own"
+        )
+    return batch["labels"]
 
 
-def _of_hidden(output: tuple[Tensor, Tensor], batch: Mapping[str, Any]) -> tuple[Tensor, Tensor]:
-    return linear_cross_entropy_per_token(*output, batch["labels"])
+def _read(where: str, output: Any, batch: Mapping[str, Any]) -> tuple[Factors, Tensor, Axis]:
+    """Return the factors, the labels and the axis of a `Hidden` or a plain pair."""
+    if not isinstance(output, tuple):
+        raise ValueError(  # noqa: TRY004 (a bad argument, as all others)
+            f'{where}: a Hidden or a pair (hidden, weight), as of a decoder with head="hidden", '
+            f"was expected, got a {type(output).__name__}; for logits take next_token"
+        )
+    hidden, weight, axis = Hidden(*output)
+    labels = labels_of(where, batch)
+    return cast_factors(where, hidden, weight, labels, axis=axis), labels, axis
+
+
+def _of_logits(logits: Any, batch: Mapping[str, Any]) -> tuple[Tensor, Tensor]:
+    return sum_and_parts("next_token", logits, labels_of("next_token", batch), SOLO)
+
+
+def _of_hidden(output: Any, batch: Mapping[str, Any]) -> tuple[Tensor, Tensor]:
+    factors, labels, axis = _read("next_token_linear", output, batch)
+    return linear_sum_and_parts(factors, labels, axis=axis)
 
 
 @with_terms("loss", per_token=_of_logits)
@@ -84,13 +133,15 @@ def next_token(logits: Tensor, batch: Mapping[str, Any]) -> Terms:
         >>> float(terms["loss"])  # log 4
         1.38...
     """
-    total = cross_entropy(logits, batch["labels"])
+    total, _ = _of_logits(logits, batch)
     return total, {"loss": total.detach()}
 
 
-@with_terms("loss", per_token=_of_hidden)
-def next_token_linear(output: tuple[Tensor, Tensor], batch: Mapping[str, Any]) -> Terms:
-    """Return what `next_token` does, of hidden states `[B, S, D]` and an output weight `[V, D]`.
+@with_terms("loss", per_token=_of_hidden, of_scores=[(entropy, 1.0)])
+def next_token_linear(output: tuple[Any, ...], batch: Mapping[str, Any]) -> Terms:
+    """Return what `next_token` does, of a `Hidden`: the whole logits exist nowhere.
+
+    A plain pair of hidden states `[B, S, D]` and a whole output weight `[V, D]` serves as well.
 
     Examples:
         >>> import torch
@@ -99,14 +150,13 @@ def next_token_linear(output: tuple[Tensor, Tensor], batch: Mapping[str, Any]) -
         >>> float(terms["loss"])  # log 4
         1.38...
     """
-    hidden, weight = output
-    total = linear_cross_entropy(hidden, weight, batch["labels"])
+    total, _ = _of_hidden(output, batch)
     return total, {"loss": total.detach()}
 
 
-@with_terms("z_loss")
-def z_term(logits: Tensor, batch: Mapping[str, Any]) -> Terms:
-    """Return `z_loss` of a batch as a `Loss`, for a model that returns logits `[B, S, V]`.
+@with_terms("z_loss", of_scores=[(squared_normalizer, 1.0)])
+def z_term(output: Any, batch: Mapping[str, Any]) -> Terms:
+    """Return `z_loss` of a batch as a `Loss`, of logits `[B, S, V]` or of a `Hidden`.
 
     Examples:
         >>> import torch
@@ -114,18 +164,77 @@ def z_term(logits: Tensor, batch: Mapping[str, Any]) -> Terms:
         >>> float(terms["z_loss"])  # (log 4)^2
         1.92...
     """
-    total = z_loss(logits, batch["labels"])
+    if isinstance(output, tuple):
+        return _in_one_pass(z_term, output, batch)
+    total = z_loss(output, labels_of("z_term", batch))
     return total, {"z_loss": total.detach()}
+
+
+def _in_one_pass(loss: NamedLoss, output: Any, batch: Mapping[str, Any]) -> Terms:
+    """Return the terms of a loss of scores, from one pass over the chunks of a `Hidden`."""
+    factors, labels, axis = _read(" and ".join(loss.terms), output, batch)
+    total, values = linear_terms(factors, labels, loss.of_scores, axis=axis)
+    return total, dict(zip(loss.terms, values.sum(0).unbind(), strict=True))
+
+
+def in_chunks(loss: NamedLoss, *, chunk: int | None = None) -> NamedLoss:
+    """Return a loss on logits as one of a `Hidden`: it gets whole logits, some tokens at a time.
+
+    For terms that are no function of cross entropy and log-sum-exp, beside `next_token_linear`:
+    `add_terms((next_token_linear, 0.9), (in_chunks(uniform), 0.1))`. They cost a pass of their own.
+    Under tensor parallelism the logits of a chunk are gathered.
+
+    Args:
+        loss: A sum over tokens, each of which needs its own logits alone. It is called with logits
+            `[1, T, V]` in fp32 (fp64 stays fp64), and with those tensors of the batch that begin
+            with the dimensions of the labels, cut alike.
+        chunk: T, as in `linear_cross_entropy`.
+
+    Examples:
+        >>> import torch
+        >>> batch = {"labels": torch.tensor([[1, -100]])}
+        >>> hidden, weight = torch.ones(1, 2, 8), torch.ones(4, 8)
+        >>> one, _ = in_chunks(z_term, chunk=1)(Hidden(hidden, weight), batch)
+        >>> bool(torch.isclose(one, z_term(hidden @ weight.T, batch)[0]))
+        True
+    """
+
+    @with_terms(*loss.terms)
+    def chunked(output: Any, batch: Mapping[str, Any]) -> Terms:
+        factors, labels, axis = _read(f"in_chunks of {loss.terms}", output, batch)
+        tokens = {
+            name: x.flatten(0, labels.ndim - 1)
+            for name, x in batch.items()
+            if isinstance(x, Tensor) and x.shape[: labels.ndim] == labels.shape
+        }
+
+        def compute(logits: Tensor, rows: slice, gradient: bool) -> Tensor:
+            whole = gather_replicated(logits, axis, dim=-1).detach().requires_grad_(gradient)
+            with torch.set_grad_enabled(gradient):
+                part = {name: x[rows][None] for name, x in tokens.items()}
+                total, terms = loss(whole[None], part)
+            if gradient:
+                (slopes,) = torch.autograd.grad(total, whole)
+                logits.copy_(slopes.chunk(axis.count, -1)[axis.index])
+            return torch.stack([total.detach(), *(terms[name] for name in loss.terms)])[None]
+
+        total, values = linear_in_chunks(factors, compute, chunk=chunk)
+        return total, dict(zip(loss.terms, values.sum(0).unbind(), strict=True))
+
+    return chunked
 
 
 def add_terms(*weighted: tuple[NamedLoss, float]) -> NamedLoss:
     """Return the weighted sum of several losses as one loss, which reports every term, unweighted.
 
+    Of a `Hidden`, all terms of cross entropy and log-sum-exp come out of one pass over its logits:
+    `add_terms((next_token_linear, 1.0), (z_term, 1e-4))` costs what `next_token_linear` does.
+
     Args:
-        weighted: pairs of a loss and its weight. All see the same output and batch.
+        weighted: Pairs of a loss and its weight. All see the same output and batch.
 
     Raises:
-        ValueError: if there is no loss, a loss without `terms`, two terms of one name, or a weight
+        ValueError: There is no loss, a loss without `terms`, two terms of one name, or a weight
             that is not finite.
 
     Examples:
@@ -138,13 +247,23 @@ def add_terms(*weighted: tuple[NamedLoss, float]) -> NamedLoss:
         True
     """
     _check(weighted)
+    scored = [(loss, weight) for loss, weight in weighted if loss.of_scores]
+    others = [(loss, weight) for loss, weight in weighted if not loss.of_scores]
+    of_scores = [(of, own * weight) for loss, weight in scored for of, own in loss.of_scores]
+    names = tuple(term for loss, _ in weighted for term in loss.terms)
 
-    @with_terms(*(term for loss, _ in weighted for term in loss.terms))
+    @with_terms(*(term for loss, _ in scored for term in loss.terms), of_scores=of_scores)
+    def together(output: Any, batch: Mapping[str, Any]) -> Terms:
+        return _in_one_pass(together, output, batch)
+
+    @with_terms(*names, of_scores=() if others else of_scores)
     def total_loss(output: Any, batch: Mapping[str, Any]) -> Terms:
-        sums, terms = zip(*(loss(output, batch) for loss, _ in weighted), strict=True)
-        weights = (weight for _, weight in weighted)
-        first, *rest = (weight * part for weight, part in zip(weights, sums, strict=True))
-        return sum(rest, first), {name: value for each in terms for name, value in each.items()}
+        one_pass = len(scored) > 1 and isinstance(output, tuple)
+        pairs = [(together, 1.0), *others] if one_pass else weighted
+        parts = [(loss(output, batch), weight) for loss, weight in pairs]
+        first, *rest = (weight * total for (total, _), weight in parts)
+        terms = {name: value for (_, each), _ in parts for name, value in each.items()}
+        return sum(rest, first), {name: terms[name] for name in names}
 
     return total_loss
 

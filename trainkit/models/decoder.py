@@ -17,10 +17,11 @@ from torch import Tensor, nn
 
 from trainkit import noise
 from trainkit.attention.varlen import varlen
+from trainkit.collectives import gather_replicated
 from trainkit.models.config import DecoderConfig
 from trainkit.models.initial import init_weights
 from trainkit.models.rotary import rotary_frequencies, rotary_table, rotate
-from trainkit.types import Attend, Spans
+from trainkit.types import Attend, Hidden, Spans
 
 
 class Linear(nn.Linear):
@@ -50,26 +51,38 @@ class Head(Linear):
 
     def forward(  # pyrefly: ignore[bad-override-param-name]
         self, hidden: Tensor
-    ) -> Tensor | tuple[Tensor, Tensor]:
-        """Map hidden states `[B, S, D]` to logits, or to the pair (hidden states, weight)."""
+    ) -> Tensor | Hidden:
+        """Map hidden states `[B, S, D]` to logits, or to a `Hidden`."""
         return project(hidden, self.weight, output=self.output)
 
 
 def project(
     hidden: Tensor, weight: Tensor, *, output: Literal["logits", "hidden"]
-) -> Tensor | tuple[Tensor, Tensor]:
-    """Return logits `[B, S, V]`, or the pair (hidden `[B, S, D]`, weight `[V, D]`).
+) -> Tensor | Hidden:
+    """Return logits `[B, S, V]` of hidden states `[B, S, D]` and a weight `[V, D]`, or a `Hidden`.
 
     Examples:
-        >>> hidden, weight = project(torch.ones(1, 2, 4), torch.ones(8, 4), output="hidden")
-        >>> (hidden @ weight.T).shape
-        torch.Size([1, 2, 8])
+        >>> project(torch.ones(1, 2, 4), torch.ones(8, 4), output="hidden").weight.shape
+        torch.Size([8, 4])
     """
     if hasattr(weight, "to_local"):  # tensor parallel: this rank's part of the vocabulary
         weight = weight.to_local()
     if output == "logits":
         return nn.functional.linear(hidden, weight)
-    return hidden, _PassedOn.apply(weight)
+    return Hidden(hidden, _PassedOn.apply(weight))
+
+
+def whole_logits(output: Tensor | tuple[Any, ...]) -> Tensor:
+    """Return logits `[B, S, V]` of what a decoder returns: these, a `Hidden`, or a plain pair.
+
+    Examples:
+        >>> whole_logits(Hidden(torch.ones(1, 2, 4), torch.ones(8, 4))).shape
+        torch.Size([1, 2, 8])
+    """
+    if isinstance(output, Tensor):
+        return output
+    hidden, weight, axis = Hidden(*output)
+    return gather_replicated(nn.functional.linear(hidden, weight), axis, dim=-1)
 
 
 class _PassedOn(torch.autograd.Function):
@@ -182,8 +195,8 @@ class Decoder(nn.Module):
     Args:
         config: The architecture.
         attend: The attention kernel.
-        head: "logits" to return logits, "hidden" to return the pair (hidden, output weight), which
-            a fused linear cross entropy takes; `hidden @ weight.T` are the logits.
+        head: "logits" to return logits, whole in every layout; "hidden" to return a `Hidden`, which
+            `losses.next_token_linear` takes in every layout.
 
     Examples:
         >>> config = DecoderConfig(
@@ -225,8 +238,8 @@ class Decoder(nn.Module):
         position_ids: Tensor,
         spans: Spans,
         noise_key: Tensor | None = None,
-    ) -> Tensor | tuple[Tensor, Tensor]:
-        """Return logits `[B, S, V]`, or the pair (hidden `[B, S, D]`, output weight `[V, D]`).
+    ) -> Tensor | Hidden:
+        """Return logits `[B, S, V]`, or a `Hidden` of hidden states `[B, S, D]` and a weight.
 
         Args:
             input_ids: int64 `[B, S]`; for a pipeline stage after the first, the hidden states `[B,

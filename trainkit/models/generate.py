@@ -12,7 +12,8 @@ from torch import Tensor, nn
 
 from trainkit import noise
 from trainkit.models.call import call_model
-from trainkit.types import Call, Spans
+from trainkit.models.decoder import whole_logits
+from trainkit.types import Call, Hidden, Spans
 
 
 def generate(
@@ -35,8 +36,7 @@ def generate(
     text is longer than `context`, every token moves down by one position per step.
 
     Args:
-        model: Called as `call(model, batch)`; returns logits `[1, S, V]`, or the pair (hidden `[1,
-            S, D]`, output weight `[V, D]`).
+        model: Called as `call(model, batch)`; returns logits `[1, S, V]`, or a `Hidden`.
         prompt_ids: The token ids to continue, at least one.
         max_new_tokens: How many tokens to draw at most.
         context: The longest window the model sees.
@@ -115,11 +115,11 @@ def draw(logits: Tensor, place: float, *, temperature: float, top_k: int | None 
     return int(ids[index])
 
 
-def _last_logits(output: Tensor | tuple[Tensor, Tensor]) -> Tensor:
+def _last_logits(output: Tensor | tuple[Any, ...]) -> Tensor:
     if isinstance(output, tuple):
-        hidden, weight = output
-        return weight @ hidden[0, -1]
-    return output[0, -1]
+        hidden, *weight = output
+        output = Hidden(hidden[:, -1:], *weight)
+    return whole_logits(output)[0, -1]
 
 
 def _window(ids: Sequence[int], device: torch.device) -> dict[str, Any]:

@@ -1,8 +1,8 @@
 """Where a model's work happens: transforms of a plan, and the functions that apply them.
 
 A transform says what becomes of a module (`tensor`, `sequence`, `precision`, `recompute`,
-`compiled`, `fsdp`); `build_stages` applies a list of them. The losses of a vocabulary that is
-spread over ranks, and what runs the stages of a pipeline, are here too.
+`compiled`, `fsdp`); `build_stages` applies a list of them. What runs the stages of a pipeline is
+here too.
 """
 
 from trainkit.parallel.check import check_layout
@@ -25,16 +25,6 @@ from trainkit.parallel.split import layer_ranges, rank_of_stages, split_layers
 from trainkit.parallel.stages import Transform, build_stages, check_plan
 from trainkit.parallel.styles import Style
 from trainkit.parallel.tensor import hf_styles, tensor
-from trainkit.parallel.vocabulary import (
-    next_token,
-    next_token_linear,
-    vocabulary_cross_entropy,
-    vocabulary_cross_entropy_per_token,
-    vocabulary_linear_cross_entropy,
-    vocabulary_linear_cross_entropy_per_token,
-    vocabulary_z_loss,
-    z_term,
-)
 
 __all__ = [
     "DTYPES",
@@ -57,19 +47,11 @@ __all__ = [
     "materialize_",
     "named_buffers_of",
     "named_parameters_of",
-    "next_token",
-    "next_token_linear",
     "precision",
     "rank_of_stages",
     "recompute",
     "sequence",
     "split_layers",
     "tensor",
-    "vocabulary_cross_entropy",
-    "vocabulary_cross_entropy_per_token",
-    "vocabulary_linear_cross_entropy",
-    "vocabulary_linear_cross_entropy_per_token",
-    "vocabulary_z_loss",
     "weights_of",
-    "z_term",
 ]

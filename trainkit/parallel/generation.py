@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from trainkit.collectives import all_gather_json, broadcast, gather_replicated
 from trainkit.layout import shard_sequence, zigzag_unshard
 from trainkit.models.call import call_model
+from trainkit.models.decoder import whole_logits
 from trainkit.parallel.stage_forward import compute_device, evaluating, forward_stages
 from trainkit.parallel.stages import places_of
 from trainkit.types import IGNORED_LABEL, Batch, Call, ParallelState, Spans
@@ -55,8 +56,8 @@ def bind_call(stages: Sequence[nn.Module], ps: ParallelState, *, call: Call = ca
             output = forward_stages(stages, part, axis=ps.pp, call=call)
             logits = None
             if ps.pp.index == last:
-                own = _own_logits(output, stages[-1], ps)
-                logits = _in_order(own, ps)[:, : batch["input_ids"].shape[1]].contiguous()
+                text = _in_order(_whole(output, stages[-1]), ps)
+                logits = text[:, : batch["input_ids"].shape[1]].contiguous()
             return _on_all_stages(logits, ps, source=last, device=whole.input_ids.device)
 
     return run
@@ -88,14 +89,16 @@ def _lengthened(batch: Mapping[str, Any], ps: ParallelState, device: torch.devic
     )
 
 
-def _own_logits(output: Any, stage: nn.Module, ps: ParallelState) -> Tensor:
-    """Return the logits of this rank's tokens over the whole vocabulary: `[1, S, V]`."""
-    if isinstance(output, tuple):
-        hidden, weight = output
-        return gather_replicated(nn.functional.linear(hidden, weight), ps.tp, dim=2)
-    # A plan of one's own may gather the vocabulary itself, as ready plans of Hugging Face's do.
-    size = getattr(getattr(stage, "config", None), "vocab_size", None)
-    return output if output.shape[2] == size else gather_replicated(output, ps.tp, dim=2)
+def _whole(output: Any, stage: nn.Module) -> Tensor:
+    """Return the logits of this rank's tokens: `[1, S, V]`; refuse a part of the vocabulary."""
+    logits = whole_logits(output)
+    size = getattr(getattr(stage, "config", None), "vocab_size", logits.shape[-1])
+    if logits.shape[-1] < size:
+        raise ValueError(
+            f"bind_call: the model gives logits of {logits.shape[-1]} words of {size}; give the "
+            'style "column_gathered" to its last matrix'
+        )
+    return logits
 
 
 def _in_order(logits: Tensor, ps: ParallelState) -> Tensor:

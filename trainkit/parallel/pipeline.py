@@ -19,8 +19,8 @@ from torch import Tensor, nn
 from trainkit.parallel.pipeline_checks import check_microbatches, check_pipeline
 from trainkit.parallel.reduction import (
     Reduce,
-    check_sums,
     Reduction,
+    check_sums,
     reducers_of,
     reducing,
 )

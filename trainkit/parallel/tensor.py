@@ -13,13 +13,14 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from trainkit.collectives import gather_replicated
 from trainkit.layout import contiguous_shard
 from trainkit.models.decoder import Decoder
 from trainkit.parallel.naming import canonical_name
 from trainkit.parallel.reduction import mark_partial_
 from trainkit.parallel.stages import Transform
 from trainkit.parallel.styles import STYLES, Style, local_padding, style_problem, styled_class
-from trainkit.types import Axis, ConfigError, ParallelState
+from trainkit.types import Axis, ConfigError, Hidden, ParallelState
 
 DECODER_STYLES: Mapping[str, str] = MappingProxyType(
     {
@@ -39,8 +40,8 @@ DECODER_STYLES: Mapping[str, str] = MappingProxyType(
     }
 )
 """The plan of `models.Decoder`: hidden states are `[B, S / tp, D]` between blocks, so that norms,
-dropout and the residual stream are shared too; the output is `[B, S, V / tp]`, or the pair of
-hidden states `[B, S, D]` and a weight `[V / tp, D]`.
+dropout and the residual stream are shared too. Logits leave the model whole, `[B, S, V]`; a
+`Hidden` leaves it with this rank's rows of the weight, `[V / tp, D]`, and the axis.
 """
 
 _HF_STYLES = {
@@ -60,8 +61,9 @@ def tensor(styles: Mapping[str, str | Style] | None = None) -> Transform:
     rank, of which each then keeps its part. All parameters become DTensors; those without a style
     stay whole, and their gradients are taken for whole. So give "partial" to a module without
     matrices that sees a part of the features, between a column and a row: an activation with a
-    weight, a norm of heads. The output needs the losses of `trainkit.parallel.vocabulary`, unless
-    the style of the head is "column_gathered".
+    weight, a norm of heads. A `Decoder` returns whole logits, or a `Hidden` that knows the axis, by
+    any styles; the last matrix of another model needs "column_gathered", for losses that want whole
+    logits, or losses with `axis=ps.tp`.
 
     Args:
         styles: From patterns of module names, in which `*` stands for one part, to the names of
@@ -102,6 +104,8 @@ def tensor(styles: Mapping[str, str | Style] | None = None) -> Transform:
         if any(style.sequence for style in cut.values()) and hasattr(module, "sequence_parts"):
             module.sequence_parts = ps.tp.count  # pyrefly: ignore[bad-argument-type]
             module.register_forward_pre_hook(_slice_noise(ps.tp), with_kwargs=True)
+        if isinstance(module, Decoder) and module.norm is not None:  # the last stage
+            module.register_forward_hook(_whole_vocabulary(ps.tp))
         return module
 
     return Transform(apply, kind="tensor", axes=("tp",))
@@ -110,8 +114,8 @@ def tensor(styles: Mapping[str, str | Style] | None = None) -> Transform:
 def hf_styles(model: Any) -> dict[str, str]:
     """Return the styles that a Hugging Face model brings, for `tensor`.
 
-    Logits are gathered, as these models' own losses need them; {**hf_styles(model), "lm_head":
-    "column"} leaves them cut for `trainkit.parallel.vocabulary`.
+    Logits are gathered, as all losses on logits need them; {**hf_styles(model), "lm_head":
+    "column"} leaves them cut, for `losses.cross_entropy(logits, labels, axis=ps.tp)`.
 
     Args:
         model: A `transformers` model with a tensor-parallel plan, whole.
@@ -341,5 +345,19 @@ def _slice_noise(axis: Axis) -> Callable[..., Any]:
         if keys is not None:
             kwargs = {**kwargs, "noise_key": contiguous_shard(keys, axis.share)}
         return args, kwargs
+
+    return hook
+
+
+def _whole_vocabulary(axis: Axis) -> Callable[..., Any]:
+    """Return a hook for the root of a decoder: no half of a vocabulary leaves it unannounced."""
+
+    def hook(module: Decoder, _: Any, output: Tensor | Hidden) -> Tensor | Hidden:
+        words = len(output.weight) if isinstance(output, Hidden) else output.shape[-1]
+        if words == module.config.vocab_size:  # whole already, by the styles of the plan
+            return output
+        if isinstance(output, Hidden):
+            return output._replace(axis=axis)
+        return gather_replicated(output, axis, dim=-1)
 
     return hook

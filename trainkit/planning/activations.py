@@ -124,9 +124,9 @@ def head_activations(job: Job, layout: Layout, *, fused_norms: bool) -> Head:
 
     `linear_cross_entropy` makes logits chunk by chunk, and keeps the gradients of the hidden states
     (T x D) and of the weight (V x D, fp32), which are ready when forward ends; backward scales them
-    into a second pair. Fewer than 2^22 logits in fp32, and the plain loss, exist all at once:
-    log-probabilities are kept, and there are as many gradients of them and of the logits. Under
-    tensor parallelism V is a part of the vocabulary.
+    into a second pair. Under tensor parallelism V is a part of the vocabulary. Fewer than 2^22
+    logits in fp32 without it exist all at once, and those of the plain loss, whole in every layout:
+    log-probabilities are kept, and there are as many gradients of them and of the logits.
 
     Examples:
         >>> from trainkit.models.sizes import decoder_config
@@ -138,7 +138,8 @@ def head_activations(job: Job, layout: Layout, *, fused_norms: bool) -> Head:
         13.8 GiB
     """
     config, item = job.config, job.itemsize
-    tokens, words = tokens_per_microbatch(job, layout), config.vocab_size // layout.tp
+    parts = 1 if job.loss == "plain" else layout.tp
+    tokens, words = tokens_per_microbatch(job, layout), config.vocab_size // parts
     copies = 1 if fused_norms else 2
     norm = round(tokens * config.width * (copies / layout.tp + 1) * item)
     low = item != FP32

@@ -13,7 +13,6 @@ from trainkit.models.config import DecoderConfig
 from trainkit.planning.activations import (
     attention_widths,
     chunk_of_tokens,
-    logits_at_once,
     tokens_per_microbatch,
 )
 from trainkit.planning.layouts import Job, Layout, num_microbatches, reshards
@@ -120,7 +119,8 @@ def _tensor(job: Job, layout: Layout, pp_rank: int) -> Iterator[Transfer]:
 
     Each block gathers its hidden states T x D twice and scatters sums twice in forward, and the
     other way round in backward; what is computed again in backward is gathered again. The gradients
-    of norms are summed once per step. The loss sums one number per token, and then two.
+    of norms are summed once per step. The fused loss sums one number per token, and then two; for
+    the plain one logits are gathered.
     """
     part, turns = part_of(job, layout, pp_rank), num_microbatches(job, layout)
     hidden = tokens_per_microbatch(job, layout) * job.config.width * job.itemsize
@@ -129,17 +129,19 @@ def _tensor(job: Job, layout: Layout, pp_rank: int) -> Iterator[Transfer]:
     gathers = turns * (part.layers * (6 if again else 4) + ends)
     # The last product of a block is not computed again: nothing behind it waits for it.
     scatters = turns * (part.layers * (5 if again else 4) + ends)
-    yield Transfer("tp", layout.tp, "all_gather", gathers, gathers * hidden)
+    tokens = tokens_per_microbatch(job, layout)
+    plain = turns * part.head if job.loss == "plain" else 0  # whose logits are gathered
+    logits = plain * tokens * job.config.vocab_size * job.itemsize
+    yield Transfer("tp", layout.tp, "all_gather", gathers + plain, gathers * hidden + logits)
     yield Transfer("tp", layout.tp, "reduce_scatter", scatters, scatters * hidden)
     # One buffer with the gains' gradients, and for each gain whether there is one.
     gains, tensors = norm_elements(job.config)
     numbers = part.layers * (gains + tensors) + part.head * (job.config.width + 1)
     yield Transfer("tp", layout.tp, "all_reduce", 1, numbers * FP32)
-    tokens = tokens_per_microbatch(job, layout)
-    whole = logits_at_once(job, layout)
-    chunks = 1 if whole else math.ceil(tokens / chunk_of_tokens(job, layout))
-    calls = 2 * chunks * turns * part.head
-    yield Transfer("tp", layout.tp, "all_reduce", calls, 3 * tokens * turns * part.head * FP32)
+    if not plain:
+        turns *= part.head
+        calls = 2 * turns * math.ceil(tokens / chunk_of_tokens(job, layout))
+        yield Transfer("tp", layout.tp, "all_reduce", calls, 3 * tokens * turns * FP32)
 
 
 def _sequence(job: Job, layout: Layout, pp_rank: int) -> Iterator[Transfer]:

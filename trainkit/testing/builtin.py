@@ -13,6 +13,7 @@ from torch import nn
 
 from trainkit.batch import collate_bins
 from trainkit.corpora import TokenCorpus
+from trainkit.losses import next_token_linear
 from trainkit.models import Decoder, DecoderConfig, call_with_noise
 from trainkit.noise import token_keys
 from trainkit.packing import pack_bins
@@ -23,7 +24,6 @@ from trainkit.parallel.sequence import sequence
 from trainkit.parallel.split import schedule_kind
 from trainkit.parallel.stages import Transform
 from trainkit.parallel.tensor import tensor
-from trainkit.parallel.vocabulary import next_token_linear
 from trainkit.sampling import rows_of_step
 from trainkit.testing.certificate import Certificate
 from trainkit.testing.certify import certify
@@ -36,7 +36,7 @@ from trainkit.testing.exact import (
     squares,
 )
 from trainkit.testing.layouts import Layout, default_layouts
-from trainkit.types import Batch, Loss
+from trainkit.types import Batch
 
 CONFIG = DecoderConfig(
     vocab_size=64, width=32, layers=4, heads=8, kv_heads=4, mlp_width=48, qk_norm=True
@@ -122,17 +122,6 @@ def decoder_plan(ps: Any, layout: Layout) -> list[Transform]:
 def _sharded(layout: Layout) -> Transform:
     reshard = not schedule_kind(layout.schedule).splits_backward
     return fsdp(reshard_after_forward=reshard, cpu_offload=layout.cpu_offload)
-
-
-def decoder_loss(ps: Any) -> Loss:
-    """Return the fused loss over this rank's part of the vocabulary.
-
-    Examples:
-        >>> from trainkit.mesh import solo_parallel
-        >>> decoder_loss(solo_parallel()).terms
-        ('loss',)
-    """
-    return next_token_linear(ps.tp)
 
 
 def exact_plan(ps: Any, layout: Layout) -> list[Transform]:
@@ -287,7 +276,7 @@ def certify_model(name: str, layouts: Sequence[Layout], **options: Any) -> Certi
         decoder_batch,
         layouts,
         plan=decoder_plan,
-        loss=decoder_loss,
+        loss=next_token_linear,
         call=call_with_noise,
         title=name,
         **options,

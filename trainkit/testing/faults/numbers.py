@@ -13,6 +13,7 @@ from torch.utils.hooks import RemovableHandle
 
 from trainkit.parallel.naming import box_of, canonical_name, named_parameters_of
 from trainkit.testing.faults.steps import At, Injector, Ranks, act_at, during
+from trainkit.types import Hidden
 
 _Value = float | Callable[[Tensor], Tensor]  # what is written, or makes it of what was there
 _Handles = Mapping[int, RemovableHandle]  # hooks, by the id of what has them
@@ -43,8 +44,9 @@ def nan_loss_at(
     """
 
     def scaled(_: nn.Module, __: Any, output: Any) -> Any:
-        if isinstance(output, tuple):  # (hidden, output weight)
-            return (output[0] * value, *output[1:])
+        if isinstance(output, tuple):  # in place of logits
+            hidden, *weight = output
+            return Hidden(hidden * value, *weight)
         return output * value
 
     def hook() -> _Handles:
