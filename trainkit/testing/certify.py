@@ -13,7 +13,7 @@ import math
 import os
 import tempfile
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -35,6 +35,7 @@ from trainkit.testing.train import (
     MakeLoss,
     Optimizers,
     Outcome,
+    Part,
     Plan,
     Training,
     certificate_optimizer,
@@ -270,8 +271,8 @@ def _read_rows(
 
 
 def _row_of(layout: Layout, wanted: Outcome, ranks: Sequence[Differences]) -> Row:
-    parameters = _largest(wanted.parameters, [rank.parameters for rank in ranks])
-    state = _largest(wanted.state, [rank.state for rank in ranks])
+    parameters = _farthest(wanted.parameters, ranks, [rank.parameters for rank in ranks])
+    state = _farthest(wanted.state, ranks, [rank.state for rank in ranks])
     far = parameters | state
     return Row(
         layout.name,
@@ -283,26 +284,36 @@ def _row_of(layout: Layout, wanted: Outcome, ranks: Sequence[Differences]) -> Ro
         worst=max(far, key=lambda name: far[name]),
         batches=all(rank.batches for rank in ranks),
         seconds=max(rank.seconds for rank in ranks),
-        error=_other_tensors(wanted, ranks),
+        error=_other_parameters(wanted, ranks),
     )
 
 
-def _largest(names: Iterable[str], found: Sequence[Mapping[str, float]]) -> dict[str, float]:
-    return {name: max((rank.get(name, 0.0) for rank in found)) for name in names}
+def _farthest(
+    wanted: Mapping[str, Part],
+    ranks: Sequence[Differences],
+    found: Sequence[Mapping[str, float]],
+) -> dict[str, float]:
+    """Return by name how far the rank that is worst is off; infinity for what is not held whole."""
+    far = {name: 0.0 if _is_covered(name, x, ranks) else math.inf for name, x in wanted.items()}
+    for rank in found:
+        far |= {name: max(distance, far.get(name, 0.0)) for name, distance in rank.items()}
+    return far
 
 
-def _other_tensors(wanted: Outcome, ranks: Sequence[Differences]) -> str:
-    """Say which tensor the ranks lack, or one process does, and to what it is tied in either."""
-    lacking = [
-        f"the ranks do not hold all of {name!r}"
-        for name in (*wanted.parameters, *wanted.state)
-        if not _is_covered(name, wanted, ranks)
-    ]
-    others = sorted({name for rank in ranks for name in rank.others})
-    problems = [*lacking, *(f"one process does not hold {name!r}" for name in others)]
+def _other_parameters(wanted: Outcome, ranks: Sequence[Differences]) -> str:
+    """Say which parameter the ranks lack, or one process does, and to what it is tied in either."""
+    problems = {
+        name: f"the ranks do not hold all of {name!r}"
+        for name, whole in wanted.parameters.items()
+        if not _is_covered(name, whole, ranks)
+    }
+    held = sorted({name for rank in ranks for name in rank.parameters})
+    problems |= {
+        name: f"one process does not hold {name!r}" for name in held if name not in wanted.parameters
+    }
     if not problems:
         return ""
-    name = problems[0].split("'")[1].partition("/")[0]
+    name, problem = next(iter(problems.items()))
     ties = {"one process": wanted.ties, "the ranks": [tie for x in ranks for tie in x.ties]}
     told = [
         f"; on {where} {' and '.join(map(repr, tie))} are one tensor"
@@ -310,13 +321,12 @@ def _other_tensors(wanted: Outcome, ranks: Sequence[Differences]) -> str:
         for tie in dict.fromkeys(map(tuple, found))
         if name in tie
     ]
-    return problems[0] + "".join(told)
+    return problem + "".join(told)
 
 
-def _is_covered(name: str, wanted: Outcome, ranks: Sequence[Differences]) -> bool:
+def _is_covered(name: str, whole: Part, ranks: Sequence[Differences]) -> bool:
     """Say whether the ranks together hold every element of a tensor."""
-    whole = (wanted.parameters | wanted.state)[name].values
-    covered = np.zeros(whole.shape, bool)
+    covered = np.zeros(whole.values.shape, bool)
     for offset, shape in (rank.held[name] for rank in ranks if name in rank.held):
         sizes = zip(offset, shape, strict=True)
         covered[tuple(slice(start, start + size) for start, size in sizes)] = True

@@ -100,14 +100,13 @@ class Differences:
     """An outcome against another: max|a - b| / max|b| of each tensor, terms and norms over steps.
 
     `parameters` and `state` are those of this rank, of which it holds the boxes (offset, shape) of
-    `held`; `others` are tensors of this rank that the other outcome does not have.
+    `held`; what the other outcome does not have is infinitely far.
     """
 
     terms: dict[str, float]
     norm: float
     parameters: dict[str, float]
     state: dict[str, float]
-    others: list[str]
     ties: list[tuple[str, ...]]
     held: dict[str, tuple[tuple[int, ...], tuple[int, ...]]]
     batches: bool
@@ -249,8 +248,6 @@ def compare_layout(training: Training, layout: Layout, wanted: Outcome) -> Diffe
     if layout.compiled:  # after 8 compilations of one function dynamo falls back to eager code
         torch.compiler.reset()
     parts = found.parameters | found.state
-    names = {name.removesuffix(COPY_SUFFIX) for name in parts}
-    known = wanted.parameters.keys() | wanted.state.keys()
     return Differences(
         {
             name: relative(found.terms.get(name, []), wanted.terms.get(name, []))
@@ -259,7 +256,6 @@ def compare_layout(training: Training, layout: Layout, wanted: Outcome) -> Diffe
         relative(found.norms, np.asarray(wanted.norms, found.norm_dtype)),
         _distances(found.parameters, wanted.parameters),
         _distances(found.state, wanted.state, least=_least_moments(wanted.state)),
-        sorted(names - known),
         found.ties,
         {name: (part.offset, part.values.shape) for name, part in parts.items()},
         found.hashes == wanted.hashes,
@@ -283,14 +279,14 @@ def _least_moments(state: Mapping[str, Part]) -> dict[str, float]:
 def _distances(
     found: Mapping[str, Part], wanted: Mapping[str, Part], *, least: Mapping[str, float] | None = None
 ) -> dict[str, float]:
-    """Return how far this rank's parts are off, by the names that both have."""
+    """Return how far this rank's parts are off, by name in the whole model."""
     far: dict[str, float] = {}
     for name, part in found.items():
         # A rank that holds both ends of a pipeline has a tied parameter twice.
-        whole = name.removesuffix(COPY_SUFFIX)
+        whole, distance = name.removesuffix(COPY_SUFFIX), math.inf
         if whole in wanted:
             distance = _of_part(part, wanted[whole].values, least=(least or {}).get(whole, 0.0))
-            far[whole] = max(distance, far.get(whole, 0.0))
+        far[whole] = max(distance, far.get(whole, 0.0))
     return far
 
 
