@@ -170,6 +170,41 @@ def replicas_counted_in_the_norm(_ps):
     PATCH.setattr(trainkit.grads, "_sharded_over", every_dimension)
 
 
+# ------------------------------------------------------------------------- what a sum does not show
+
+
+def moments_forgotten(_ps):
+    """Leave parameters as they are, and halve a moment, after the last step."""
+    step, calls = train.clip_and_step, []
+
+    def forgetful(params, optimizer, **options):
+        norm = step(params, optimizer, **options)
+        calls.append(norm)
+        if len(calls) == STEPS:
+            for remembered in optimizer.state.values():
+                remembered["exp_avg_sq"].div_(2)
+        return norm
+
+    PATCH.setattr(train, "clip_and_step", forgetful)
+
+
+def half_a_parameter(ps):
+    """Lose the half of what a rank has of the largest parameters, when training is over."""
+    part = train._part
+
+    def half(tensor):
+        whole = part(tensor)
+        few = ps.world.index == 0 and whole.values.ndim > 1
+        return attrs.evolve(whole, values=whole.values[: len(whole.values) // 2]) if few else whole
+
+    PATCH.setattr(train, "_part", half)
+
+
+def terms_lacking(_ps):
+    PATCH.setattr(train, "mean_terms", lambda *_: {})
+
+
+STEPS = 2
 PLAIN = {
     "dp": Layout(dp_shard=2),
     "replica": Layout(dp_replicate=2),
@@ -194,6 +229,8 @@ MISTAKES = {
     "norm counted twice": (norm_counted_twice, "dp"),
     "replicas counted in the norm": (replicas_counted_in_the_norm, "replica"),
     "whole parameters counted per tp rank": (replicas_counted_in_the_norm, "tp"),
+    "moments forgotten": (moments_forgotten, "dp"),
+    "terms lacking": (terms_lacking, "replica"),
     **{
         f"wrong factor on {axis}": (partial(wrong_factor, field), axis)
         for axis, field in {
@@ -208,10 +245,13 @@ MISTAKES = {
 }
 
 
+LACKING = "half a parameter"
+
+
 def planting_plan(ps, layout):
     PATCH.undo()
     with contextlib.suppress(KeyError):
-        MISTAKES[layout.note][0](ps)
+        (MISTAKES | {LACKING: (half_a_parameter, "dp")})[layout.note][0](ps)
     return decoder_plan(ps, layout)
 
 
@@ -221,11 +261,11 @@ def certificate():
     return certify(
         MODELS["tied decoder"],
         decoder_batch,
-        [*PLAIN.values(), *planted],
+        [*PLAIN.values(), *planted, attrs.evolve(PLAIN["dp"], note=LACKING)],
         plan=planting_plan,
         loss=next_token_linear,
         call=call_with_noise,
-        steps=2,
+        steps=STEPS,
     )
 
 
@@ -233,7 +273,13 @@ def certificate():
 def test_the_certificate_turns_red_for(certificate, note):
     (row,) = (row for row in certificate.rows if row.layout.endswith(f", {note}"))
     assert not row.error
-    assert max(row.loss, row.grad_norm, row.parameters) > 1e6 * TIERS["fp64"].bound
+    assert max(row.loss, row.grad_norm, row.parameters, row.state) > 1e6 * TIERS["fp64"].bound
+    assert row in certificate.red
+
+
+def test_ranks_that_do_not_hold_all_of_a_parameter_are_red(certificate):
+    row = certificate.rows[-1]
+    assert row.error == "the ranks do not hold all of 'embedding.weight'"
     assert row in certificate.red
 
 

@@ -10,6 +10,7 @@ from torch import nn
 
 from trainkit.batch import blank_batch
 from trainkit.losses import next_token
+from trainkit.parallel import stages
 from trainkit.parallel.fsdp import fsdp
 from trainkit.testing.builtin import exact_plan
 from trainkit.testing.certificate import (
@@ -78,9 +79,92 @@ def test_a_users_model_plan_loss_and_call_are_certified():
         ("replica2", 2),
     ]
     assert found.title == "Bigrams"
-    assert [row.worst for row in found.rows] == ["layers.0.weight"] * 3
+    assert {row.worst.partition("/")[0] for row in found.rows} == {"layers.0.weight"}
     assert "(3 of 3, about 0 s left)" in told[-1]
     assert told[0].startswith("ok one rank")
+
+
+# ------------------------------------------------------------------------------------ what is tied
+
+
+class TiedBigrams(nn.Module):
+    """A head that is the embedding, and a buffer that counts the calls if it is told to."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList([nn.Embedding(8, 8)])
+        self.head = nn.Linear(8, 8, bias=False)
+        self.head.weight = self.layers[0].weight
+        self.register_buffer("calls", torch.zeros(()))
+        self.counts = False
+
+    def forward(self, ids):
+        self.calls += self.counts
+        return self.head(self.layers[0](ids))
+
+
+def untying(module, _ps):
+    module.head.weight = nn.Parameter(module.head.weight.detach().clone())
+    return module
+
+
+def counting(module, _ps):
+    module.counts = True
+    return module
+
+
+def tied_plan(_ps, layout):
+    if layout.note == "untied":  # build_stages would refuse it
+        pytest.MonkeyPatch().setattr(stages, "_check_ties", lambda *_: None)
+        return [untying]
+    return [fsdp(blocks="head"), *([counting] if layout.note == "counts" else [])]
+
+
+def test_what_a_layout_unties_is_named_and_so_is_a_buffer_that_differs():
+    found = certify(
+        TiedBigrams,
+        exact_batch,
+        [Layout(), Layout(note="counts"), Layout(note="untied")],
+        plan=tied_plan,
+        loss=next_token,
+        call=own_call,
+        steps=1,
+    )
+    tied, counted, untied = found.rows
+    assert tied not in found.red, as_text(found)
+    assert (counted in found.red, counted.worst, counted.parameters < 1e-12) == (True, "calls", 1)
+    assert untied.error == (
+        "one process does not hold 'head.weight'; on one process 'layers.0.weight' and "
+        "'head.weight' are one tensor"
+    )
+
+
+class Untied(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.a, self.b = nn.Embedding(8, 8), nn.Linear(8, 8, bias=False)
+
+    def forward(self, ids):
+        return self.b(self.a(ids))
+
+
+def tying(module, _ps):
+    module.b.weight = module.a.weight
+    return module
+
+
+def tying_plan(_ps, _layout):
+    return [tying]
+
+
+def test_what_a_layout_ties_is_named():
+    found = certify(
+        Untied, exact_batch, [Layout()], plan=tying_plan, loss=next_token, call=own_call, steps=1
+    )
+    assert found.rows[0].error == (
+        "the ranks do not hold all of 'b.weight'; on the ranks 'a.weight' and 'b.weight' are one "
+        "tensor"
+    )
 
 
 # ------------------------------------------------------------------------------------ failures
@@ -203,9 +287,9 @@ def test_a_difference_is_relative_to_the_largest_and_nan_is_infinite():
 
 
 def test_a_row_is_within_a_tier_only_if_everything_is():
-    good = Row("dp2", 2, loss=1e-13, grad_norm=1e-13, parameters=1e-13, batches=True)
+    good = Row("dp2", 2, loss=1e-13, grad_norm=1e-13, parameters=1e-13, state=0.0, batches=True)
     nan = float("nan")
-    bad = [{"loss": 1e-11}, {"grad_norm": 1e-11}, {"parameters": nan}, {"batches": False}]
+    bad = [{"loss": 1e-11}, {"grad_norm": 1e-11}, {"parameters": nan}, {"state": 1e-11}, {"batches": False}]
     bad += [{"loss": nan}, {"grad_norm": nan}, {"error": "it hung"}]
     assert is_within(good, TIERS["fp64"])
     assert not any(is_within(attrs.evolve(good, **change), TIERS["fp64"]) for change in bad)
@@ -214,7 +298,7 @@ def test_a_row_is_within_a_tier_only_if_everything_is():
 
 
 def test_a_table_says_which_rows_are_red_and_why():
-    good = Row("dp2", 2, loss=0.0, grad_norm=0.0, parameters=0.0, worst="w", batches=True)
+    good = Row("dp2", 2, 0.0, 0.0, 0.0, 0.0, worst="w", batches=True)
     rows = (good, attrs.evolve(good, layout="tp2", loss=1.0), attrs.evolve(good, batches=False))
     found = Certificate("m", TIERS["fp64"], 3, rows)
     text, page = as_text(found).splitlines(), as_markdown(found).splitlines()

@@ -16,7 +16,7 @@ def options_of(*argv):
 
 
 def certificate(**changes):
-    row = Row("dp2", 2, loss=0.0, grad_norm=0.0, parameters=0.0, worst="w", batches=True)
+    row = Row("dp2", 2, 0.0, 0.0, 0.0, 0.0, worst="w", batches=True)
     return Certificate("m", TIERS["fp64"], 3, (row, Row("tp2", 2, **changes)))
 
 

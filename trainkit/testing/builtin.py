@@ -1,4 +1,7 @@
-"""The certificate of what trainkit brings: a small decoder, tied, with dropout, and exact."""
+"""The certificate of what trainkit brings: a small decoder, tied, with dropout, and exact.
+
+And of a model that has nothing of trainkit in it.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +16,7 @@ from torch import nn
 
 from trainkit.batch import collate_bins
 from trainkit.corpora import TokenCorpus
-from trainkit.losses import next_token_linear
+from trainkit.losses import next_token, next_token_linear
 from trainkit.models import Decoder, DecoderConfig, call_with_noise
 from trainkit.noise import token_keys
 from trainkit.packing import pack_bins
@@ -35,6 +38,7 @@ from trainkit.testing.exact import (
     split_exact,
     squares,
 )
+from trainkit.testing.foreign import ForeignModel, call_foreign, foreign_plan, split_foreign
 from trainkit.testing.layouts import Layout, default_layouts
 from trainkit.types import Batch
 
@@ -78,6 +82,8 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
     "tied decoder": partial(decoder_of, attrs.evolve(CONFIG, tied=True)),
     "decoder with dropout": partial(decoder_of, attrs.evolve(CONFIG, dropout=0.3)),
     "decoder with frozen blocks": partial(half_frozen, CONFIG),
+    "foreign model": ForeignModel,
+    "foreign model, a part for some": partial(ForeignModel, sometimes=True),
 }
 """What makes the models of the built-in certificate, by name."""
 
@@ -167,6 +173,8 @@ def variant_layouts(name: str) -> list[Layout]:
             Layout(pp=2, schedule="interleaved_zero_bubble"),
             Layout(pp=4),
         ],
+        "foreign model": [*ends[:2], Layout(dp_shard=2, tp=2), Layout(pp=2, dp_shard=2)],
+        "foreign model, a part for some": [Layout(), Layout(tp=2), Layout(pp=2)],
     }[name]
 
 
@@ -219,7 +227,7 @@ def certify_builtin(
     """Return the certificates of the built-in models in one tier.
 
     That is the exact model in the tier "exact", else the decoder in all default layouts, and in
-    some the tied decoder, the one with dropout, and the one of which half is frozen.
+    some each other one of `MODELS`.
 
     Args:
         tier: See `certify`.
@@ -270,6 +278,11 @@ def certify_model(name: str, layouts: Sequence[Layout], **options: Any) -> Certi
             lr=64.0,  # the number of valid tokens: gradients become integers
             title=name,
             **options,
+        )
+    if name.startswith("foreign"):
+        parts = {"plan": foreign_plan, "call": call_foreign, "split": split_foreign}
+        return certify(
+            MODELS[name], decoder_batch, layouts, loss=next_token, title=name, **parts, **options
         )
     return certify(
         MODELS[name],

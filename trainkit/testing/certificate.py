@@ -11,8 +11,8 @@ import attrs
 class Tier:
     """In which numbers a certificate computes, and how far a layout may be from one process.
 
-    `bound` holds for every parameter, `norm_bound` for the gradient norm, `loss_bound` for every
-    term of the loss.
+    `bound` holds for every parameter, every buffer and what the optimizer remembers, `norm_bound`
+    for the gradient norm, `loss_bound` for every term of the loss.
     """
 
     name: str
@@ -48,8 +48,9 @@ activations and gradients all have that type.
 class Row:
     """One layout against one process: the largest differences, max|a - b| / max|b| per tensor.
 
-    `loss` is the largest over steps and terms, `grad_norm` over steps, `parameters` over all
-    tensors after the last step, of which `worst` names the one. `batches` says whether every step
+    `loss` is the largest over steps and terms, `grad_norm` over steps, `parameters` and `state`
+    (buffers, and "PARAMETER/KEY" of the optimizer) over all tensors after the last step, of which
+    `worst` names the one. `batches` says whether every step
     trained on the very same tokens. `error` is empty unless the layout failed; `traceback` is the
     rank's.
     """
@@ -59,6 +60,7 @@ class Row:
     loss: float = float("inf")
     grad_norm: float = float("inf")
     parameters: float = float("inf")
+    state: float = float("inf")
     worst: str = ""
     batches: bool = False
     seconds: float = 0.0
@@ -90,30 +92,28 @@ def is_within(row: Row, tier: Tier) -> bool:
     """Return whether a layout gave the numbers of one process, as exactly as the tier asks.
 
     Examples:
-        >>> row = Row("dp2", 2, loss=1e-16, grad_norm=0.0, parameters=2e-15, batches=True)
+        >>> row = Row("dp2", 2, 1e-16, 0.0, 2e-15, state=0.0, batches=True)
         >>> is_within(row, TIERS["fp64"]), is_within(row, TIERS["exact"])
         (True, False)
     """
     far = [(row.loss, tier.loss_bound), (row.grad_norm, tier.norm_bound)]
-    far.append((row.parameters, tier.bound))
+    far += [(row.parameters, tier.bound), (row.state, tier.bound)]
     return all(x <= bound for x, bound in far) and row.batches and not row.error
 
 
 # --------------------------------------------------------------------------------------- rendering
 
-_COLUMNS = ("layout", "ranks", "loss", "gradient norm", "parameters", "worst parameter", "s")
+_COLUMNS = ("layout", "ranks", "loss", "gradient norm", "parameters", "state", "worst tensor", "s")
 
 
 def as_text(certificate: Certificate) -> str:
     """Return a certificate as a table for a terminal, and a last line that says whether it holds.
 
     Examples:
-        >>> row = Row(
-        ...     "dp2", 2, loss=0.0, grad_norm=1e-16, parameters=2e-15, worst="w", batches=True
-        ... )
+        >>> row = Row("dp2", 2, 0.0, 1e-16, 2e-15, state=0.0, worst="w", batches=True)
         >>> print(as_text(Certificate("a model", TIERS["fp64"], 3, (row,))))
-        layout  ranks   loss  gradient norm  parameters  worst parameter    s
-        dp2         2      0        1.0e-16     2.0e-15                w  0.0
+        layout  ranks  loss  gradient norm  parameters  state  worst tensor    s
+        dp2         2     0        1.0e-16     2.0e-15      0             w  0.0
         a model, fp64: 1 of 1 layouts give the numbers of one process, to 1e-12, after 3 steps
     """
     lines = [_COLUMNS, *map(_cells, certificate.rows)]
@@ -128,17 +128,15 @@ def as_markdown(certificate: Certificate) -> str:
     """Return a certificate as a Markdown table, and a sentence that says whether it holds.
 
     Examples:
-        >>> row = Row(
-        ...     "dp2", 2, loss=0.0, grad_norm=1e-16, parameters=2e-15, worst="w", batches=True
-        ... )
+        >>> row = Row("dp2", 2, 0.0, 1e-16, 2e-15, state=0.0, worst="w", batches=True)
         >>> print(as_markdown(Certificate("a model", TIERS["fp64"], 3, (row,))))
-        | layout | ranks | loss | gradient norm | parameters | worst parameter |
-        | --- | ---: | ---: | ---: | ---: | --- |
-        | dp2 | 2 | 0 | 1.0e-16 | 2.0e-15 | `w` |
+        | layout | ranks | loss | gradient norm | parameters | state | worst tensor |
+        | --- | ---: | ---: | ---: | ---: | ---: | --- |
+        | dp2 | 2 | 0 | 1.0e-16 | 2.0e-15 | 0 | `w` |
         <BLANKLINE>
         a model, fp64: 1 of 1 layouts give the numbers of one process, to 1e-12, after 3 steps
     """
-    head = [_COLUMNS[:-1], ("---", "---:", "---:", "---:", "---:", "---")]
+    head = [_COLUMNS[:-1], ("---", *["---:"] * (len(_COLUMNS) - 3), "---")]
     cells = [_cells(row)[:-1] for row in certificate.rows]
     quoted = [(*line[:-1], f"`{line[-1]}`" if line[-1] else "") for line in cells]
     table = ["| " + " | ".join(line) + " |" for line in (*head, *quoted)]
@@ -173,9 +171,9 @@ def _told_reds(certificate: Certificate) -> list[str]:
 
 
 def _cells(row: Row) -> tuple[str, ...]:
-    numbers = [_number(x) for x in (row.loss, row.grad_norm, row.parameters)]
+    numbers = [_number(x) for x in (row.loss, row.grad_norm, row.parameters, row.state)]
     if row.error:
-        numbers = ["-"] * 3
+        numbers = ["-"] * len(numbers)
     return (row.layout, str(row.world), *numbers, row.worst, f"{row.seconds:.1f}")
 
 

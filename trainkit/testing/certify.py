@@ -1,8 +1,8 @@
 """The certificate: any layout gives the numbers of one process, shown for a model of your own.
 
-A model is trained for a few steps on one process, and then in each layout, from the same weights on
-the same tokens. What comes out is compared: the loss and the gradient norm of every step, and every
-parameter after the last.
+A model is trained for a few steps on one process, as a plain module, and then in each layout, from
+the same weights on the same tokens. What comes out is compared: the loss and the gradient norm of
+every step, and every parameter, buffer and number of the optimizer after the last.
 """
 
 from __future__ import annotations
@@ -35,18 +35,15 @@ from trainkit.testing.train import (
     MakeLoss,
     Optimizers,
     Outcome,
+    Part,
     Plan,
     Training,
     certificate_optimizer,
     certificate_weights,
     compare_layout,
-    train_layout,
+    train_plain,
 )
 from trainkit.types import Batch, Call, Loss, Weights
-
-ONE_PROCESS = Layout(rows_per_microbatch=None)
-"""What every layout is compared with: one rank, all rows of a step in one microbatch."""
-
 
 def certify(
     make_model: Callable[[], nn.Module],
@@ -79,7 +76,8 @@ def certify(
     processes; one that fails or hangs is a red row and the others go on in a new start.
 
     Args:
-        make_model: Makes the whole model; called under the meta device.
+        make_model: Makes the whole model; called under the meta device, and once for real, for what
+            layouts are compared with. What a plan would change of a model belongs in here.
         make_batches: From a step, 0 to `steps` - 1, to the `Batch` of the whole global batch
             `[R, S]`, always the same. For ring degree N every document must divide by 2N (pack with
             `multiple_of`).
@@ -193,7 +191,7 @@ def _check_finite(alone: Outcome) -> None:
 
 
 def _train_alone(*sendable: Any) -> Outcome:
-    return train_layout(_received(sendable), ONE_PROCESS)
+    return train_plain(_received(sendable))
 
 
 def _received(sendable: Sequence[Any]) -> Training:
@@ -273,27 +271,62 @@ def _read_rows(
 
 
 def _row_of(layout: Layout, wanted: Outcome, ranks: Sequence[Differences]) -> Row:
-    parameters = dict.fromkeys(wanted.parameters, 0.0)
-    for rank in ranks:
-        for name, far in rank.parameters.items():
-            parameters[name] = max(far, parameters[name])
-    missing = [name for name in wanted.parameters if not _is_covered(name, wanted, ranks)]
+    parameters = _farthest(wanted.parameters, ranks, [rank.parameters for rank in ranks])
+    state = _farthest(wanted.state, ranks, [rank.state for rank in ranks])
+    far = parameters | state
     return Row(
         layout.name,
         layout.world,
         loss=max(far for rank in ranks for far in rank.terms.values()),
         grad_norm=max(rank.norm for rank in ranks),
         parameters=max(parameters.values()),
-        worst=max(parameters, key=lambda name: parameters[name]),
+        state=max(state.values(), default=0.0),
+        worst=max(far, key=lambda name: far[name]),
         batches=all(rank.batches for rank in ranks),
         seconds=max(rank.seconds for rank in ranks),
-        error=f"the ranks do not hold all of {missing[0]!r}" if missing else "",
+        error=_other_parameters(wanted, ranks),
     )
 
 
-def _is_covered(name: str, wanted: Outcome, ranks: Sequence[Differences]) -> bool:
-    """Say whether the ranks together hold every element of a parameter."""
-    covered = np.zeros(wanted.parameters[name].values.shape, bool)
+def _farthest(
+    wanted: Mapping[str, Part],
+    ranks: Sequence[Differences],
+    found: Sequence[Mapping[str, float]],
+) -> dict[str, float]:
+    """Return by name how far the rank that is worst is off; infinity for what is not held whole."""
+    far = {name: 0.0 if _is_covered(name, x, ranks) else math.inf for name, x in wanted.items()}
+    for rank in found:
+        far |= {name: max(distance, far.get(name, 0.0)) for name, distance in rank.items()}
+    return far
+
+
+def _other_parameters(wanted: Outcome, ranks: Sequence[Differences]) -> str:
+    """Say which parameter the ranks lack, or one process does, and to what it is tied in either."""
+    problems = {
+        name: f"the ranks do not hold all of {name!r}"
+        for name, whole in wanted.parameters.items()
+        if not _is_covered(name, whole, ranks)
+    }
+    held = sorted({name for rank in ranks for name in rank.parameters})
+    problems |= {
+        name: f"one process does not hold {name!r}" for name in held if name not in wanted.parameters
+    }
+    if not problems:
+        return ""
+    name, problem = next(iter(problems.items()))
+    ties = {"one process": wanted.ties, "the ranks": [tie for x in ranks for tie in x.ties]}
+    told = [
+        f"; on {where} {' and '.join(map(repr, tie))} are one tensor"
+        for where, found in ties.items()
+        for tie in dict.fromkeys(map(tuple, found))
+        if name in tie
+    ]
+    return problem + "".join(told)
+
+
+def _is_covered(name: str, whole: Part, ranks: Sequence[Differences]) -> bool:
+    """Say whether the ranks together hold every element of a tensor."""
+    covered = np.zeros(whole.values.shape, bool)
     for offset, shape in (rank.held[name] for rank in ranks if name in rank.held):
         sizes = zip(offset, shape, strict=True)
         covered[tuple(slice(start, start + size) for start, size in sizes)] = True

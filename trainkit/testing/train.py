@@ -1,4 +1,8 @@
-"""One layout of a certificate: train a model for some steps, and say what came out."""
+"""One layout of a certificate: train a model for some steps, and say what came out.
+
+What layouts are compared with, `train_plain`, makes and fills the model without `build_stages`: a
+plain module with plain parameters, so that nothing is compared with itself.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +26,8 @@ from trainkit.losses import mean_terms
 from trainkit.mesh import parallel_session
 from trainkit.metrics import reduce_metrics
 from trainkit.optim import adamw, decay_groups
-from trainkit.parallel.naming import COPY_SUFFIX, box_of
+from trainkit.parallel.materialize import live_buffers
+from trainkit.parallel.naming import COPY_SUFFIX, box_of, ties_of
 from trainkit.parallel.stages import Split, build_stages
 from trainkit.step import bind_forward_backward
 from trainkit.testing.deal import deal_batch
@@ -66,7 +71,7 @@ class Training:
 
 @attrs.frozen(eq=False)
 class Part:
-    """The part of a parameter that a rank holds, in fp64, and where it begins in the whole."""
+    """The part of a tensor that a rank holds, in fp64, and where it begins in the whole."""
 
     values: np.ndarray[Any, Any]
     offset: tuple[int, ...]
@@ -74,29 +79,35 @@ class Part:
 
 @attrs.frozen(eq=False)
 class Outcome:
-    """What a training came to: terms and norms of every step, and the parameters after the last.
+    """What a training came to: terms and norms of every step, and all tensors after the last.
 
-    `hashes` are those of each step's global batch. `norm_dtype` is fp32 on a pipeline stage of an
-    fp64 model that has nothing to train; see `grad_norm`.
+    `state` holds buffers by name, and what the optimizer remembers as "PARAMETER/KEY". `ties` are
+    names of one tensor. `hashes` are those of each step's global batch. `norm_dtype` is fp32 on a
+    pipeline stage of an fp64 model that has nothing to train; see `grad_norm`.
     """
 
     terms: dict[str, list[float]]
     norms: list[float]
     hashes: list[int]
     parameters: dict[str, Part]
-    norm_dtype: str = "float64"
+    state: dict[str, Part]
+    ties: list[tuple[str, ...]]
+    norm_dtype: str
 
 
 @attrs.frozen
 class Differences:
     """An outcome against another: max|a - b| / max|b| of each tensor, terms and norms over steps.
 
-    `parameters` are those of this rank, of which it holds the boxes (offset, shape) of `held`.
+    `parameters` and `state` are those of this rank, of which it holds the boxes (offset, shape) of
+    `held`; what the other outcome does not have is infinitely far.
     """
 
     terms: dict[str, float]
     norm: float
     parameters: dict[str, float]
+    state: dict[str, float]
+    ties: list[tuple[str, ...]]
     held: dict[str, tuple[tuple[int, ...], tuple[int, ...]]]
     batches: bool
     seconds: float
@@ -131,6 +142,22 @@ def certificate_optimizer(parameters: Mapping[str, nn.Parameter]) -> torch.optim
     return adamw(decay_groups(dict(parameters), weight_decay=0.1), lr=1e-2, eps=1e-4)
 
 
+def train_plain(training: Training) -> Outcome:
+    """Train a plain module on one process, all rows of a step at once; see `certify`.
+
+    The plan is not applied, for a plan must not change a number.
+
+    Effects:
+        Opens the process group of one rank and closes it.
+    """
+    with parallel_session() as ps:
+        model = _typed(training.make_model, training.dtype)
+        with torch.no_grad():
+            for name, p in model.named_parameters():
+                p.copy_(training.weights(name, tuple(p.shape), (0,) * p.ndim))
+        return _train(training, Layout(rows_per_microbatch=None), ps, [model])
+
+
 def train_layout(training: Training, layout: Layout) -> Outcome:
     """Train in one layout, on every rank of the default process group; see `certify`.
 
@@ -146,44 +173,68 @@ def train_layout(training: Training, layout: Layout) -> Outcome:
             split=training.split,
             schedule=layout.schedule,
         )
-        named = named_parameters_of(stages)
-        params, optimizer = parameters_of(stages), training.optimizer(named)
-        loss: Any = training.loss
-        run = bind_forward_backward(
-            stages,
-            loss if hasattr(loss, "terms") else loss(ps),
-            axis=ps.pp,
-            call=training.call,
-            schedule=layout.schedule,
-            reduce=layout.reduce,
+        return _train(training, layout, ps, stages)
+
+
+def _train(
+    training: Training, layout: Layout, ps: ParallelState, stages: Sequence[nn.Module]
+) -> Outcome:
+    named, ties = named_parameters_of(stages), [tie for x in stages for tie in ties_of(x)]
+    params, optimizer = parameters_of(stages), training.optimizer(named)
+    loss: Any = training.loss
+    run = bind_forward_backward(
+        stages,
+        loss if hasattr(loss, "terms") else loss(ps),
+        axis=ps.pp,
+        call=training.call,
+        schedule=layout.schedule,
+        reduce=layout.reduce,
+    )
+    terms, norms, hashes = dict[str, list[float]](), list[Tensor](), list[int]()
+    for step in range(training.steps):
+        batches = deal_batch(
+            training.make_batches(step),
+            ps.dp.share,
+            rows_per_microbatch=layout.rows_per_microbatch,
+            ring=ps.ring.share,
+            ulysses=ps.ulysses.share,
         )
-        outcome, norms = Outcome({}, [], [], {}), list[Tensor]()
-        for step in range(training.steps):
-            batches = deal_batch(
-                training.make_batches(step),
-                ps.dp.share,
-                rows_per_microbatch=layout.rows_per_microbatch,
-                ring=ps.ring.share,
-                ulysses=ps.ulysses.share,
-            )
-            outcome.hashes.append(int(all_sum(batch_hash(batches), ps.loss)))
-            tokens = all_sum(count_valid_tokens(batches), ps.loss)
-            sums = run(batches, denominator=tokens)
-            sync_sp_grads(params, ps.sp_unfolded)
-            norm = clip_and_step(
+        hashes.append(int(all_sum(batch_hash(batches), ps.loss)))
+        tokens = all_sum(count_valid_tokens(batches), ps.loss)
+        sums = run(batches, denominator=tokens)
+        sync_sp_grads(params, ps.sp_unfolded)
+        norms.append(
+            clip_and_step(
                 params, optimizer, lr=training.lr, max_norm=training.max_norm, axis=ps.pp
             )
-            means = mean_terms(reduce_metrics(sums, ps.loss), tokens)
-            norms.append(norm)
-            for name, value in means.items():
-                outcome.terms.setdefault(name, []).append(float(value))
-        parts = {name: _part(p) for name, p in named.items()}
-    return attrs.evolve(
-        outcome,
-        norms=[float(norm) for norm in norms],
-        parameters=parts,
-        norm_dtype=str(norms[-1].dtype).removeprefix("torch."),
+        )
+        for name, value in mean_terms(reduce_metrics(sums, ps.loss), tokens).items():
+            terms.setdefault(name, []).append(float(value))
+    return Outcome(
+        terms,
+        [float(norm) for norm in norms],
+        hashes,
+        {name: _part(p) for name, p in named.items()},
+        {name: _part(x) for name, x in _state(stages, named, optimizer).items()},
+        ties,
+        str(norms[-1].dtype).removeprefix("torch."),
     )
+
+
+def _state(
+    stages: Sequence[nn.Module],
+    named: Mapping[str, nn.Parameter],
+    optimizer: torch.optim.Optimizer,
+) -> dict[str, Tensor]:
+    """Return buffers by name, and every number that the optimizer remembers."""
+    found = {name: x for stage in stages for name, x in live_buffers(stage).items()}
+    for name, p in named.items():
+        owner = name.removesuffix(COPY_SUFFIX)
+        for key, value in optimizer.state.get(p, {}).items():
+            if isinstance(value, Tensor | int | float):
+                copy = name.removeprefix(owner)
+                found[f"{owner}/{key}{copy}"] = torch.as_tensor(value)
+    return found
 
 
 def compare_layout(training: Training, layout: Layout, wanted: Outcome) -> Differences:
@@ -196,23 +247,47 @@ def compare_layout(training: Training, layout: Layout, wanted: Outcome) -> Diffe
     found = train_layout(training, layout)
     if layout.compiled:  # after 8 compilations of one function dynamo falls back to eager code
         torch.compiler.reset()
-    far: dict[str, float] = {}
-    for name, part in found.parameters.items():
-        # A rank that holds both ends of a pipeline has a tied parameter twice.
-        whole = name.removesuffix(COPY_SUFFIX)
-        distance = _of_part(part, wanted.parameters[whole].values)
-        far[whole] = max(distance, far.get(whole, 0.0))
+    parts = found.parameters | found.state
     return Differences(
-        {name: relative(found.terms.get(name, []), b) for name, b in wanted.terms.items()},
-        relative(found.norms, np.asarray(wanted.norms, found.norm_dtype)),
-        far,
         {
-            name: (found.parameters[name].offset, found.parameters[name].values.shape)
-            for name in far
+            name: relative(found.terms.get(name, []), wanted.terms.get(name, []))
+            for name in found.terms | wanted.terms
         },
+        relative(found.norms, np.asarray(wanted.norms, found.norm_dtype)),
+        _distances(found.parameters, wanted.parameters),
+        _distances(found.state, wanted.state, least=_least_moments(wanted.state)),
+        found.ties,
+        {name: (part.offset, part.values.shape) for name, part in parts.items()},
         found.hashes == wanted.hashes,
         time.monotonic() - begin,
     )
+
+
+def _least_moments(state: Mapping[str, Part]) -> dict[str, float]:
+    """Return what the largest element of a moment counts as at least: 1e-3 of its kind's largest.
+
+    A gradient that is 0 but for rounding (of a bias of keys, which no softmax sees) has moments
+    that are rounding alone.
+    """
+    kinds: dict[str, float] = {}
+    for name, part in state.items():
+        kind = name.partition("/")[2]
+        kinds[kind] = max(kinds.get(kind, 0.0), _largest(part.values) if kind else 0.0)
+    return {name: 1e-3 * kinds[name.partition("/")[2]] for name in state}
+
+
+def _distances(
+    found: Mapping[str, Part], wanted: Mapping[str, Part], *, least: Mapping[str, float] | None = None
+) -> dict[str, float]:
+    """Return how far this rank's parts are off, by name in the whole model."""
+    far: dict[str, float] = {}
+    for name, part in found.items():
+        # A rank that holds both ends of a pipeline has a tied parameter twice.
+        whole, distance = name.removesuffix(COPY_SUFFIX), math.inf
+        if whole in wanted:
+            distance = _of_part(part, wanted[whole].values, least=(least or {}).get(whole, 0.0))
+        far[whole] = max(distance, far.get(whole, 0.0))
+    return far
 
 
 def relative(found: Any, wanted: Any) -> float:
@@ -226,13 +301,18 @@ def relative(found: Any, wanted: Any) -> float:
     return _of_part(Part(a, (0,) * a.ndim), b) if a.shape == b.shape else math.inf
 
 
-def _of_part(part: Part, whole: np.ndarray[Any, Any]) -> float:
+def _largest(values: np.ndarray[Any, Any]) -> float:
+    finite = np.isfinite(values)
+    return float(np.abs(values, where=finite, out=np.zeros_like(values)).max(initial=0.0))
+
+
+def _of_part(part: Part, whole: np.ndarray[Any, Any], *, least: float = 0.0) -> float:
     a, sizes = part.values, zip(part.offset, part.values.shape, strict=True)
     b = whole[tuple(slice(start, start + size) for start, size in sizes)]
     if a.shape != b.shape or not np.array_equal(np.isfinite(a), np.isfinite(b)):
         return math.inf
     far = float(np.abs(a - b, where=np.isfinite(b), out=np.zeros_like(b)).max(initial=0.0))
-    top = float(np.abs(whole, where=np.isfinite(whole), out=np.zeros_like(whole)).max(initial=0.0))
+    top = max(_largest(whole), least)
     return 0.0 if far == 0 else far / top if top else math.inf
 
 
@@ -240,6 +320,6 @@ def _typed(make_model: Callable[[], nn.Module], dtype: str) -> nn.Module:
     return make_model().to(getattr(torch, dtype))
 
 
-def _part(parameter: nn.Parameter) -> Part:
-    box = box_of(parameter)
+def _part(tensor: Tensor) -> Part:
+    box = box_of(tensor)
     return Part(box.local.detach().to(torch.float64).cpu().numpy().copy(), box.offset)
