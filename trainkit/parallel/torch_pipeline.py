@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.distributed import pipelining
 from torch.distributed.pipelining import PipelineStage
 
-from trainkit.parallel.reduction import Reducers, Reduction, fsdp_groups, reducers_of
+from trainkit.parallel.reduction import Reduction, fsdp_groups, reducers_of
 from trainkit.parallel.split import Kind, Place
 from trainkit.types import Axis
 
