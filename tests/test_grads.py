@@ -9,7 +9,7 @@ from torch import nn
 from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
 
 import trainkit as tk
-from trainkit import grads, health
+from trainkit import grads, health, optim
 from trainkit.grads import blame
 from trainkit.parallel.naming import mark_tied_copy_
 from trainkit.testing import run_ranks
@@ -66,6 +66,50 @@ def test_clipping_is_torch_s_and_the_norm_is_the_one_before(max_norm):
     assert torch.equal(found, wanted)
     assert all(torch.allclose(a, b, rtol=1e-15) for a, b in zip(ours, theirs, strict=True))
     assert all(p.grad is None for p in ours)
+
+
+def test_clipping_alone_scales_each_parameter_once_and_steps_nothing():
+    torch.manual_seed(0)
+    values = torch.randn(3, 4).double(), torch.randn(5).double()
+    ours, theirs = parameters(*values), parameters(*values)
+    wanted = nn.utils.clip_grad_norm_(theirs, 0.5)
+    assert torch.equal(tk.clip_grads_([*ours, *ours], max_norm=0.5), wanted)
+    assert all(torch.equal(a.grad, b.grad) for a, b in zip(ours, theirs, strict=True))
+    assert all(torch.equal(p, torch.ones_like(p)) for p in ours)
+    assert tk.grad_norm([*ours, *ours]) == tk.grad_norm(ours)
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+def test_clipping_alone_leaves_a_gradient_that_is_not_finite_as_it_is(value):
+    params = parameters(torch.tensor([value, 2.0]))
+    assert not torch.isfinite(tk.clip_grads_(params, max_norm=1.0))
+    assert params[0].grad.tolist() == pytest.approx([value, 2.0], nan_ok=True)
+
+
+def test_a_gradient_that_no_group_would_step_is_refused():
+    held, lost, frozen, unused = parameters(*[torch.ones(2, n) for n in (2, 3, 4, 5)])
+    frozen.requires_grad_(False)
+    unused.grad = None
+    sgd = torch.optim.SGD([held])
+    with pytest.raises(ValueError, match=r"1 of 4 parameters have gradients .* \(shapes \(2, 3\)\)"):
+        tk.clip_and_step([held, lost, frozen, unused], sgd, lr=1.0, max_norm=None)
+    assert lost.grad is not None
+    assert torch.equal(held, torch.ones(2, 2))
+    tk.clip_and_step([held, frozen, unused], sgd, lr=1.0, max_norm=None)
+    assert not held.any()
+
+
+def test_sparse_gradients_are_refused_in_words():
+    model = nn.Embedding(4, 2, sparse=True)
+    model(torch.tensor([1])).sum().backward()
+    for function in (
+        lambda: tk.grad_norm(model.parameters()),
+        lambda: tk.clip_and_step(
+            model.parameters(), torch.optim.SGD(model.parameters()), lr=1.0, max_norm=None
+        ),
+    ):
+        with pytest.raises(ValueError, match=r"shape \(4, 2\) .* sparse=False"):
+            function()
 
 
 def test_parameters_may_come_as_a_generator():
@@ -174,12 +218,23 @@ def mixed_norm():
             whole = value if placement is None else distribute_tensor(value, mesh, placement)
             params.append(nn.Parameter(whole))
             params[-1].grad = whole.clone()
-        return float(tk.grad_norm(params, axis=ps.pp)), float(nn.utils.get_total_norm(values))
+        norms = float(tk.grad_norm(params, axis=ps.pp)), float(nn.utils.get_total_norm(values))
+        plain = parameters(*values)
+        for p, value in zip(plain, values, strict=True):
+            p.data = value.clone()
+        optimizer = optim.adamw(params, lr=0.1)
+        tk.clip_and_step(params, optimizer, lr=0.1, max_norm=None, axis=ps.pp)
+        tk.clip_and_step(plain, optim.adamw(plain, lr=0.1, fused=False), lr=0.1, max_norm=None)
+        whole = [p.full_tensor() if hasattr(p, "full_tensor") else p for p in params]
+        return *norms, all(
+            torch.allclose(a, b, rtol=1e-14) for a, b in zip(whole, plain, strict=True)
+        )
 
 
 def test_replicas_are_counted_once_over_different_placements():
-    for found, wanted in run_ranks(mixed_norm, 4):
+    for found, wanted, stepped in run_ranks(mixed_norm, 4):
         assert found == pytest.approx(wanted, rel=1e-14)
+        assert stepped  # by an optimizer whose fused kernel would take only one kind
 
 
 def partial_norm():

@@ -261,6 +261,28 @@ def test_whatever_averages_is_refused_by_name(kind):
         run_ranks(foreign_reduction, 2, kind)
 
 
+def parameters_of_what_averages():
+    """Return what `parameters_of` says to FSDP2 and DDP, before and after they sum."""
+    from torch.distributed.fsdp import fully_shard
+
+    said = []
+    for wrap in (nn.parallel.DistributedDataParallel, fully_shard):
+        model = wrap(linear())
+        try:
+            tk.parameters_of([model])
+        except ValueError as error:
+            said.append(str(error))
+        tk.sum_gradients_(model)
+        assert len(tk.parameters_of([model])) == 1
+    return said
+
+
+def test_parameters_of_a_module_that_averages_are_refused():
+    for said in run_ranks(parameters_of_what_averages, 2):
+        assert len(said) == 2
+        assert all("parameters_of: the module" in text for text in said)
+
+
 def test_a_static_graph_is_refused():
     with pytest.raises(RuntimeError, match="static_graph=True"):
         run_ranks(foreign_reduction, 2, "static")

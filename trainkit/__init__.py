@@ -71,6 +71,7 @@ if TYPE_CHECKING:
     from trainkit.data import step_batch as step_batch
     from trainkit.grads import blame as blame
     from trainkit.grads import clip_and_step as clip_and_step
+    from trainkit.grads import clip_grads_ as clip_grads_
     from trainkit.grads import grad_norm as grad_norm
     from trainkit.grads import named_parameters_of as named_parameters_of
     from trainkit.grads import parameters_of as parameters_of
@@ -133,8 +134,8 @@ _CONTENTS = {
     "optim": "",
     "step": "forward_backward bind_forward_backward forward_only evaluate",
     "grads": (
-        "parameters_of named_parameters_of sum_gradients_ sync_sp_grads grad_norm clip_and_step "
-        "blame"
+        "parameters_of named_parameters_of sum_gradients_ sync_sp_grads grad_norm clip_grads_ "
+        "clip_and_step blame"
     ),
     "metrics": "reduce_metrics to_host",
     "checkpoint": "save_checkpoint resume state_hash",

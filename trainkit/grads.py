@@ -19,7 +19,10 @@ from torch import Tensor, nn
 from trainkit.collectives import all_gather_json, all_sum
 from trainkit.parallel.naming import canonical_name, is_tied_copy, named_parameters_of
 from trainkit.parallel.reduction import (
+    check_dense,
+    check_not_averaging,
     local_of,
+    reducers_of,
     sum_gradients_,
     sum_grads_,
 )
@@ -29,6 +32,7 @@ __all__ = [
     "Evidence",
     "blame",
     "clip_and_step",
+    "clip_grads_",
     "grad_norm",
     "name_ranks",
     "named_parameters_of",
@@ -46,10 +50,20 @@ by parameter, on the device, and as "replay" a function that takes its backward 
 def parameters_of(stages: Iterable[nn.Module]) -> list[nn.Parameter]:
     """Return the trainable parameters of a list of stages, each once.
 
+    Whoever runs a backward pass of their own gets the gradients that FSDP2 and DDP leave, and these
+    average by default. A parameter does not show it, so it is asked here, where the modules are
+    seen: parameters that are listed by hand cannot be checked by anything that takes them.
+
+    Raises:
+        ValueError: A module averages gradients over ranks; call `sum_gradients_` first.
+
     Examples:
         >>> [tuple(p.shape) for p in parameters_of([nn.Linear(2, 3)])]
         [(3, 2), (3,)]
     """
+    stages = list(stages)
+    for stage in stages:
+        check_not_averaging("parameters_of", reducers_of(stage))
     return [p for p in named_parameters_of(stages).values() if p.requires_grad]
 
 
@@ -124,7 +138,8 @@ def grad_norm(
     last stage's copy of a tied embedding is not counted.
 
     Args:
-        params: Parameters of this rank, plain or DTensor; those without a gradient count as zero.
+        params: Parameters of this rank, plain or DTensor; those without a gradient count as zero,
+            and one that is listed twice counts once.
         axis: The pipeline axis, `ps.pp`, whose ranks hold different parameters. It is no
             data-parallel axis: what parameters are sharded over is read off them.
         evidence: Is given the norm of each parameter's gradient on this rank, which is computed
@@ -135,7 +150,7 @@ def grad_norm(
         stage with nothing to train).
 
     Raises:
-        ValueError: A gradient is still a partial sum.
+        ValueError: A gradient is sparse, or still a partial sum.
 
     Effects:
         Communicates: one all-reduce of a number per mesh dimension that parameters are sharded
@@ -154,6 +169,8 @@ def grad_norm(
     if evidence is not None:
         for key in [key for key in evidence if isinstance(key, nn.Parameter)]:
             del evidence[key]
+    params = list(dict.fromkeys(params))
+    check_dense(params)
     for p in params:
         if p.requires_grad and is_tied_copy(p):
             copies.append(p)
@@ -191,8 +208,8 @@ def _group_norm(where: Any, members: Sequence[nn.Parameter], evidence: Evidence 
 def _device_of_axis(axis: Axis) -> torch.device:
     """Return the device that the other ranks' parameters are on, for a rank that has none."""
     assert axis.group is not None
-    kinds = [device.type for device in axis.group._device_types]  # noqa: SLF001 (no public name up to 2.13)
-    return torch.device("cuda" if "cuda" in kinds and torch.cuda.is_available() else "cpu")
+    backends = dist.get_backend_config(axis.group)  # such as "cpu:gloo,cuda:nccl"
+    return torch.device("cuda" if "cuda:" in backends and torch.cuda.is_available() else "cpu")
 
 
 def _zero_like(p: Tensor) -> Tensor:
@@ -208,6 +225,53 @@ def _combined(totals: Sequence[Tensor]) -> Tensor:
 
 
 # -------------------------------------------------------------------------------------------- step
+
+
+@torch.no_grad()
+def clip_grads_(
+    params: Iterable[nn.Parameter],
+    *,
+    max_norm: float | None,
+    axis: Axis = SOLO,
+    evidence: Evidence | None = None,
+) -> Tensor:
+    """Scale the gradient of the whole model down to a norm; nothing is stepped or cleared.
+
+    The twin of torch's `clip_grad_norm_` for parameters in any layout. A norm that is not finite
+    leaves the gradients as they are.
+
+    Args:
+        params: The parameters of this rank; one that is listed twice is scaled once.
+        max_norm: Gradients are scaled by min(1, max_norm / (norm + 1e-6)); None only measures.
+        axis: The pipeline axis, `ps.pp`; see `grad_norm`.
+        evidence: Is given each gradient's own norm, for `blame`.
+
+    Returns:
+        The norm before clipping, a 0-d tensor, equal on all ranks.
+
+    Raises:
+        ValueError: `max_norm` is not positive, or a gradient is sparse or still a partial sum.
+
+    Effects:
+        Writes the values of `.grad`; communicates as `grad_norm`.
+
+    Examples:
+        >>> p = nn.Parameter(torch.zeros(2))
+        >>> p.grad = torch.tensor([3.0, 4.0])
+        >>> clip_grads_([p], max_norm=1.0), p.grad
+        (tensor(5.), tensor([0.6000, 0.8000]))
+    """
+    if max_norm is not None and not max_norm > 0:
+        raise ValueError(
+            f"clip_grads_: max_norm must be positive, got {max_norm}; None only measures"
+        )
+    params = list(dict.fromkeys(params))
+    norm = grad_norm(params, axis=axis, evidence=evidence)
+    grads = [local_of(p.grad) for p in params if p.grad is not None]
+    if grads and max_norm is not None and math.isfinite(max_norm):
+        scale = (max_norm / (norm + 1e-6)).clamp(max=1.0)
+        torch._foreach_mul_(grads, torch.where(_not_finite(norm), 1.0, scale))
+    return norm
 
 
 @torch.no_grad()
@@ -247,8 +311,9 @@ def clip_and_step(
         step was taken.
 
     Raises:
-        ValueError: `lr` is negative or not finite, `max_norm` is not positive, or a gradient is
-            still a partial sum.
+        ValueError: `lr` is negative or not finite, `max_norm` is not positive, a gradient is
+            sparse or still a partial sum, or no group of `optimizer` holds a parameter that has
+            one.
 
     Effects:
         Writes parameters and optimizer state, sets every `.grad` to None; communicates as
@@ -266,29 +331,34 @@ def clip_and_step(
     """
     if not (math.isfinite(lr) and lr >= 0):
         raise ValueError(f"clip_and_step: lr must be finite and at least 0, got {lr}")
-    if max_norm is not None and not max_norm > 0:
-        raise ValueError(
-            f"clip_and_step: max_norm must be positive, got {max_norm}; None only measures"
-        )
     params = list(params)  # they are walked more than once, and may be a generator
-    norm = grad_norm(params, axis=axis, evidence=evidence)
+    _check_held(params, optimizer)
+    norm = clip_grads_(params, max_norm=max_norm, axis=axis, evidence=evidence)
     refused = _not_finite(norm) if applies is None else applies(norm).logical_not()
     if world.count > 1:
         refused = refused.to(norm.device)
         anywhere = all_sum(refused.to(torch.float32), world) > 0
         norm = torch.where(anywhere & ~refused, math.nan, norm)
         refused = anywhere
-    if max_norm is not None and math.isfinite(max_norm):
-        scale = (max_norm / (norm + 1e-6)).clamp(max=1.0)
-        grads = [local_of(p.grad) for p in params if p.grad is not None]
-        if grads:
-            torch._foreach_mul_(grads, scale)
     for group in optimizer.param_groups:
         group["lr"] = lr * group.get("lr_scale", 1)
     _step_unless(refused, optimizer)
     for p in params:
         p.grad = None
     return norm
+
+
+def _check_held(params: Sequence[nn.Parameter], optimizer: torch.optim.Optimizer) -> None:
+    held = {id(p) for group in optimizer.param_groups for p in group["params"]}
+    lost = [p for p in params if p.grad is not None and p.requires_grad and id(p) not in held]
+    if lost:
+        shapes = ", ".join(str(tuple(p.shape)) for p in lost[:3])
+        raise ValueError(
+            f"clip_and_step: {len(lost)} of {len(params)} parameters have gradients and are in no "
+            f"group of the optimizer, so that nothing would step them (shapes {shapes}"
+            f"{', ...' if len(lost) > 3 else ''}); give the optimizer all of params, or freeze "
+            "these by requires_grad_(False)"
+        )
 
 
 def _not_finite(x: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""Ranks whose rows take different ways through a model: the gradient of one process all the same."""
+"""Ranks whose rows take different ways through a model have the gradient of one process."""
 
 import copy
 from itertools import product

@@ -31,7 +31,8 @@ def adamw(
         eps: added to the root of the second moment.
         weight_decay: for groups that do not say; the parameter shrinks by lr * weight_decay per
             step.
-        fused: one kernel, or torch's default.
+        fused: one kernel, or torch's default. A group of plain and sharded parameters takes the
+            default in any case: torch's kernel takes only one kind.
 
     Raises:
         ValueError: if there is no parameter or a number is out of range.
@@ -53,6 +54,13 @@ def adamw(
             raise ValueError(f"adamw: {name} must be finite and at least 0, got {value}")
     if len(betas) != 2 or not all(0 <= beta < 1 for beta in betas):
         raise ValueError(f"adamw: betas must be two numbers of at least 0 and below 1, got {betas}")
+    groups = listed if isinstance(listed[0], dict) else [{"params": listed}]
+    groups = [{**group, "params": _listed(group["params"])} for group in groups]
+    one_kind = all(len({hasattr(p, "placements") for p in g["params"]}) < 2 for g in groups)
     return torch.optim.AdamW(
-        listed, lr=lr, betas=betas, eps=eps, weight_decay=weight_decay, fused=fused
+        groups, lr=lr, betas=betas, eps=eps, weight_decay=weight_decay, fused=fused and one_kind
     )
+
+
+def _listed(params: Any) -> list[Any]:
+    return [params] if isinstance(params, torch.Tensor) else list(params)

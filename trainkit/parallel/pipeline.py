@@ -121,6 +121,9 @@ def bind_pipeline(
         total, step.terms[index] = loss(output, batch)
         return (total / step.divisor).double()
 
+    def reduction_of(stage: nn.Module) -> Reduction:
+        return step.reductions[[*stages].index(stage)]
+
     def run(microbatches: Sequence[Mapping[str, Any]], *, denominator: Tensor) -> dict[str, Tensor]:
         from trainkit.parallel.torch_pipeline import run_schedule  # noqa: PLC0415 (slow import)
 
@@ -136,7 +139,7 @@ def bind_pipeline(
                 places,
                 edge=edge,
                 run=run_one,
-                reduction=lambda stage: step.reductions[[*stages].index(stage)],
+                reduction=reduction_of,
                 microbatches=len(microbatches),
                 axis=axis,
             )

@@ -138,6 +138,15 @@ def check_sums(reducers: Reducers) -> None:
                 f"forward_backward: the DDP module {name or '(the model itself)'!r} has "
                 "static_graph=True, which cannot wait for the last microbatch; leave it out"
             )
+    check_not_averaging("forward_backward", reducers)
+
+
+def check_not_averaging(function: str, reducers: Reducers) -> None:
+    """Refuse a module that averages gradients, in the name of a function.
+
+    Raises:
+        ValueError: Names the first one.
+    """
     averaging = [
         name
         for name, module in reducers.fsdp
@@ -147,7 +156,7 @@ def check_sums(reducers: Reducers) -> None:
     averaging += [name for name, _ in reducers.foreign]
     if averaging:
         raise ValueError(
-            f"forward_backward: the module {averaging[0] or '(the model itself)'!r} averages "
+            f"{function}: the module {averaging[0] or '(the model itself)'!r} averages "
             "gradients over ranks, which would divide them twice; wrap it with FSDP2 or DDP, and "
             "call sum_gradients_(model) once, without a communication hook of your own"
         )
@@ -213,7 +222,7 @@ class Reduction:
         return next(unit for unit in self.left if _replicas(unit) is not None)
 
     def _run(self, unit: Any, *, now: bool, last: bool) -> None:
-        """Do what FSDP2 does after a unit's backward pass (2.11 to 2.14), for all its parameters."""
+        """Do what FSDP2 does after a unit's backward (2.11 to 2.14), with all its parameters."""
         if now:
             self._fill(unit)
         unit.reduce_grads, unit.all_reduce_grads = now, last

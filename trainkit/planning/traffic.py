@@ -69,6 +69,7 @@ def traffic_of(job: Job, layout: Layout, *, pp_rank: int = 0) -> tuple[Transfer,
         ...     print(transfer.axis, transfer.kind, transfer.count, transfer.bytes)
         fsdp all_gather 9 3477760
         fsdp reduce_scatter 5 3543552
+        fsdp all_reduce 1 152
     """
     transfers = (
         *_sharding(job, layout, pp_rank),
