@@ -38,7 +38,8 @@ def generate(cfg: Config) -> str:
     """Return the prompt and what the model makes of it."""
     to_stderr = functools.partial(print, file=sys.stderr)
     path = checkpoint.find_checkpoint(cfg.run, tell=to_stderr)
-    facts = checkpoint.read_facts(path)
+    needs = ("model", "config.tokenizer", "config.row_length")
+    facts = checkpoint.read_facts(path, needs=needs)
     model = models.Decoder(models.config_from_facts(facts["model"]))
     checkpoint.load_weights(path, [model])
     tokenizer = tokenizers.open_tokenizer(facts["config.tokenizer"])

@@ -3,6 +3,7 @@
 import math
 import subprocess
 import sys
+import os
 from pathlib import Path
 from typing import Literal
 
@@ -287,6 +288,20 @@ def test_how_long_a_stop_may_take_is_no_fact_and_reaches_what_needs_it():
 def test_a_time_that_nobody_waits_is_refused(flag, value):
     with pytest.raises(ConfigError, match=r"at most 30 days in seconds, got"):
         load_config(RunConfig, [flag, value])
+
+
+def test_a_word_that_is_no_text_here_is_refused_with_the_cure():
+    path = os.fsdecode("/runs/é".encode()).encode().decode("ascii", "surrogateescape")
+    with pytest.raises(ConfigError, match="is no text in this locale") as error:
+        load_config(RunConfig, ["--out", path])
+    assert "LC_ALL=C.UTF-8" in error.value.hint
+    assert load_config(RunConfig, ["--out", "/runs/é"]).out == Path("/runs/é")
+
+
+def test_a_null_byte_is_told_with_the_field(tmp_path):
+    (tmp_path / "c.toml").write_text('out = "a\\u0000b"')
+    with pytest.raises(ConfigError, match="out must have no null byte"):
+        load_config(RunConfig, ["--config", str(tmp_path / "c.toml")])
 
 
 def test_degrees_are_what_a_session_takes():

@@ -258,6 +258,7 @@ def load_config(
     with needs_extra("recipes"):
         import tyro  # noqa: PLC0415 -- an extra
     argv = list(sys.argv[1:] if argv is None else argv)
+    _refuse_undecoded(argv)
     _check_flags(config_type, argv)
     file = _config_flag(config_type, argv)
     default = _from_file(config_type, file, tyro.MISSING) if file else tyro.MISSING_NONPROP
@@ -380,6 +381,17 @@ def _nearest(name: str, names: Iterable[str]) -> str:
     return f" (did you mean {near[0]}?)" if near else ""
 
 
+def _refuse_undecoded(argv: Sequence[str]) -> None:
+    """Refuse words that Python could not decode: no file of a run could name them."""
+    for word in argv:
+        if not word.isascii() and any("\ud800" <= letter <= "\udfff" for letter in word):
+            raise ConfigError(
+                f"{os.fsencode(word)!r} is no text in this locale ({sys.getfilesystemencoding()})",
+                where="command line",
+                hint="set LC_ALL=C.UTF-8, or PYTHONUTF8=1, and name files in UTF-8",
+            )
+
+
 def _check_flags(config_type: type[Any], argv: Sequence[str]) -> None:
     flags = ["--help", *(_flag(a.name) for a in _fields(config_type))]
     types = get_type_hints(config_type)
@@ -494,6 +506,8 @@ def _rule_problems(config: Any, names: Container[str] | None = None) -> list[str
         parts = value if isinstance(value, tuple) else (value,)
         if any(isinstance(part, float) and math.isnan(part) for part in parts):
             problems.append(f"{attribute.name} must be a number, got {value!r}")
+        elif any(isinstance(part, Path) and "\0" in str(part) for part in parts):
+            problems.append(f"{attribute.name} must have no null byte, got {str(value)!r}")
         elif attribute.validator is not None:
             try:
                 attribute.validator(config, attribute, value)

@@ -540,7 +540,7 @@ def test_a_change_is_told_or_wants_leave_or_is_refused(with_facts):
     assert told[-1] == "its config.microbatch is 2, the run's is 4"
     with pytest.raises(CheckpointError) as error:
         resume_with(with_facts, **{"config.lr": 0.2, "config.seed": 1})
-    assert "config.lr is 0.1, the run's is 0.2 (allow a change of lr" in str(error.value)
+    assert "config.lr is 0.1, the run's is 0.2 (--allow-change lr" in str(error.value)
     assert "its config.seed is 0, the run's is 1" in str(error.value)
     allowed = Changes(**{**vars_of(CHANGES), "allow": ["lr"]})
     state, told = resume_with(with_facts, allowed, **{"config.lr": 0.2})

@@ -15,6 +15,7 @@ from trainkit.checkpoint import (
     find_checkpoint,
     list_checkpoints,
     manifest,
+    read_facts,
     retention,
     verify_checkpoint,
 )
@@ -160,6 +161,21 @@ def test_what_powers_of_two_keep_is_what_is_due():
 
 
 # --------------------------------------------------------------------------------- directories
+
+
+@pytest.mark.parametrize("file", ["model.safetensors", "pytorch_model.bin", ".metadata"])
+def test_a_folder_of_weights_is_no_checkpoint_and_says_what_to_do(file, tmp_path):
+    (tmp_path / file).touch()
+    (tmp_path / "manifest.json").write_text('{"format": "trainkit-weights"}')
+    with pytest.raises(CheckpointError, match="holds weights alone") as error:
+        find_checkpoint(tmp_path)
+    assert "weights_from" in error.value.hint
+
+
+def test_facts_that_a_reader_needs_are_named_where_they_are_not(tmp_path):
+    checkpoints(tmp_path, [1])
+    with pytest.raises(CheckpointError, match=r"does not say its model, config\.tokenizer: it was"):
+        read_facts(find_checkpoint(tmp_path), needs=("model", "config.tokenizer"))
 
 
 def test_the_best_is_found_and_a_damaged_one_passed_over(tmp_path):

@@ -16,6 +16,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from trainkit.runtime.directory import make_run_dir
 from trainkit.runtime.errors import (
     SAVED,
     error_code,
@@ -50,6 +51,8 @@ CASES = [
     (RuntimeError("Timed out waiting 1000ms for recv operation to complete"), 68),
     (ConnectionResetError(errno.ECONNRESET, "Connection reset by peer"), 68),
     (RuntimeError("mat1 and mat2 shapes cannot be multiplied"), 70),
+    (OSError(errno.EMFILE, "Too many open files", "out/metrics.jsonl"), 64),
+    (RuntimeError("socket: Too many open files"), 64),
     (MemoryError(), 70),
     (torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 GiB. GPU 0 has"), 70),
     (OSError(errno.ENOMEM, "Cannot allocate memory"), 70),
@@ -331,3 +334,55 @@ def test_what_goes_nowhere_stays_open():
         os.close(reader)
         point_nowhere(stream)
         print("read by nobody", file=stream, flush=True)
+
+
+HELP = """
+import os, sys
+from trainkit.runtime.errors import leave, report_errors
+def main():
+    with report_errors():
+        for _ in range(9999):
+            print("--a-flag")
+leave(main)
+"""
+
+
+def test_help_whose_reader_has_left_ends_quietly():
+    command = f"{sys.executable} -c '{HELP}' | head -3; echo ${{PIPESTATUS[0]}} >&2"
+    done = subprocess.run(["bash", "-c", command], capture_output=True, text=True, check=False)
+    assert (done.stdout, done.stderr) == ("--a-flag\n" * 3, "141\n")
+
+
+CLOSED = """
+import sys
+from trainkit.runtime.errors import leave, report_errors
+from trainkit.types import ConfigError
+def main():
+    assert sys.stderr is None
+    with report_errors():
+        with open(sys.argv[1], "w") as file:
+            assert file.fileno() > 2, file.fileno()
+        raise ConfigError("lr must be above 0")
+leave(main)
+"""
+
+
+def test_a_closed_stderr_changes_no_exit_code(tmp_path):
+    command = [sys.executable, "-c", CLOSED, str(tmp_path / "file")]
+    line = "exec " + " ".join(f"'{word}'" for word in command) + " 2>&-"
+    assert subprocess.run(["bash", "-c", line], check=False).returncode == 64
+
+
+def test_too_many_open_files_are_told_with_the_cure(capsys):
+    with pytest.raises(SystemExit), report_errors():
+        raise OSError(errno.EMFILE, "Too many open files", "out/metrics.jsonl")
+    assert "ulimit -n" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("name", ["metrics.jsonl", "events.jsonl", "lock"])
+def test_a_pipe_where_a_run_writes_is_refused_and_never_waited_for(name, tmp_path, capsys):
+    os.mkfifo(tmp_path / name)
+    with pytest.raises(SystemExit) as end, report_errors(tmp_path):
+        make_run_dir(tmp_path)
+    assert end.value.code == 64
+    assert f"{name} is no regular file" in capsys.readouterr().err

@@ -138,10 +138,13 @@ def test_workers_of_a_torchrun_that_has_died_are_orphaned(monkeypatch):
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "none")
     with trap_signals() as asked:
         assert asked() is None
+        torchrun = os.getppid()
         monkeypatch.setattr(os, "getppid", lambda: 1)
-        assert asked() == "orphaned"
+        told = asked()
+        assert told.startswith(f"torchrun (process {torchrun} on ")
+        assert told.endswith("has died: orphaned")
         signal.raise_signal(signal.SIGTERM)
-        assert asked() == "orphaned"
+        assert asked() == told
 
 
 def test_a_shell_may_end_before_what_it_started(monkeypatch):
@@ -191,6 +194,25 @@ def test_output_that_nobody_reads_ends_nothing(name, monkeypatch):
                     print("x" * 100_000, file=getattr(sys, name), flush=True)
             monkeypatch.undo()
             signals.point_nowhere(stream)
+
+
+@pytest.mark.case("E9")
+@pytest.mark.parametrize("name", ["stdout", "stderr"])
+def test_a_full_pipe_that_nobody_reads_holds_nothing_up(name, monkeypatch):
+    monkeypatch.setattr(signals, "_PATIENCE", 0.1)
+    reader, writer = os.pipe()
+    with open(writer, "w") as stream:  # noqa: PTH123 (a number)
+        monkeypatch.setattr(sys, name, stream)
+        begin = time.monotonic()
+        with trap_signals():
+            for text in ("x" * 300_000, *"abc"):
+                print(text, file=getattr(sys, name), flush=True)
+            assert time.monotonic() - begin < 5
+            os.read(reader, 1 << 20)
+            print("read again", file=getattr(sys, name))
+        assert os.read(reader, 1 << 20).endswith(b"read again\n")
+        monkeypatch.undo()
+    os.close(reader)
 
 
 @pytest.mark.case("E9")

@@ -284,6 +284,22 @@ def test_a_run_whose_directory_is_another_runs_by_now_ends(tmp_path, monkeypatch
     assert (ended[0].code, "in use by process 7 on a" in str(ended[0])) == (74, True)
 
 
+def test_ranks_at_different_places_are_a_fault_of_the_recipe(tmp_path):
+    rank = watchdog._join(tmp_path, solo_parallel().world, 600.0)
+    other = attrs.evolve(this_member(0), rank=1)
+    rank.members = [rank.member, other]
+    rank.others = {1: Sighting(BEAT)}
+    for doing, hint in (("agree (x.py:7)", True), ("all_sum (x.py:1)", False)):
+        rank.beat = attrs.evolve(rank.beat, waits=True, doing="all_sum (x.py:1)")
+        beat = attrs.evolve(BEAT, session=rank.session, waits=True, doing=doing)
+        write_beat(rank.folder, other, beat)
+        error = watchdog._error_of(rank, watchdog._accused(rank, [0, 1]))
+        (rank.folder / "failure.json").unlink()
+        assert error.code == 68
+        assert ("fault of the recipe" in (error.hint or "")) == hint
+        assert "all_sum (x.py:1)" in str(error)
+
+
 @pytest.fixture
 def stopping(tmp_path, monkeypatch):
     """Return (a rank that is asked to stop, how it ends, what it warns of)."""

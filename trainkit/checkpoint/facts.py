@@ -118,7 +118,7 @@ def compare_facts(
         >>> live = {"config.lr": 0.2, "config.microbatch": 4, "config.seed": 0}
         >>> refused, told = compare_facts(saved, live, changes)
         >>> print(*refused)
-        its config.lr is 0.1, the run's is 0.2 (allow a change of lr to go on with that)
+        its config.lr is 0.1, the run's is 0.2 (--allow-change lr goes on with that)
         >>> print(*told)
         its config.microbatch is 2, the run's is 4
     """
@@ -136,7 +136,8 @@ def compare_facts(
         if plain in free | allow:
             told += problems
         elif plain in flagged:
-            refused += [f"{p} (allow a change of {plain} to go on with that)" for p in problems]
+            flag = plain.replace("_", "-")
+            refused += [f"{p} (--allow-change {flag} goes on with that)" for p in problems]
         else:
             refused += problems
     return refused, told

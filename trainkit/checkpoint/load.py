@@ -206,9 +206,28 @@ def load_weights(
     return install_(_staged(path, stages, None, leeway=leeway, axis=axis), stages, None)
 
 
-def read_facts(path: Path | str) -> dict[str, Any]:
-    """Return the facts that were saved with a checkpoint, which has been verified."""
-    return read_json(Path(path) / "state.json")["facts"]
+def read_facts(path: Path | str, *, needs: Sequence[str] = ()) -> dict[str, Any]:
+    """Return the facts that were saved with a checkpoint, which has been verified.
+
+    Args:
+        path: The checkpoint's directory.
+        needs: Facts that must be among them.
+
+    Raises:
+        CheckpointError: Some are not: the run that saved it was of another recipe.
+    """
+    facts = read_json(Path(path) / "state.json")["facts"]
+    missing = [name for name in needs if name not in facts]
+    if missing:
+        raise CheckpointError(
+            f"read_facts: {path} does not say its {', '.join(missing)}: it was saved by a recipe "
+            "of another kind",
+            where=path,
+            got=sorted(facts),
+            want=list(needs),
+            hint="name a run of a recipe that saves them with its facts",
+        )
+    return facts
 
 
 def _staged(

@@ -341,7 +341,8 @@ def find_checkpoint(
         tell: Called with one sentence about each checkpoint passed over.
 
     Raises:
-        CheckpointError: There is none, or none that verifies; or, with `best`, none has a score.
+        CheckpointError: There is none, or none that verifies; with `best`, none has a score; or
+            `path` is a folder of weights alone, and what such weights are for is said.
 
     Examples:
         >>> find_checkpoint("/does/not/exist")
@@ -350,6 +351,7 @@ def find_checkpoint(
         trainkit.types.CheckpointError: find_checkpoint: there is no checkpoint in /does/not/exist
     """
     path = Path(path)
+    _refuse_weights(path)
     if (path / "manifest.json").exists():
         found = choose_checkpoint(path.parent, path, tell=tell)
     elif best:
@@ -359,6 +361,22 @@ def find_checkpoint(
     if found is None:
         raise CheckpointError(f"find_checkpoint: there is no checkpoint in {path}", where=path)
     return found
+
+
+def _refuse_weights(path: Path) -> None:
+    """Refuse a Hugging Face folder, or one that `export` or `convert` wrote, in words."""
+    kinds = ("*.safetensors", "pytorch_model*.bin", ".metadata")
+    if not path.is_dir() or is_ours(path) or not any(any(path.glob(kind)) for kind in kinds):
+        return
+    raise CheckpointError(
+        f"find_checkpoint: {path} holds weights alone, and no checkpoint of a run: it does not say "
+        "of which model",
+        where=path,
+        want="a run directory, or one of its checkpoints",
+        hint="build the model that they fit and fill it by build_stages(..., weights=weights_from("
+        "folder)); others' files first become such a folder by python -m trainkit checkpoint "
+        "convert SOURCE FOLDER",
+    )
 
 
 def _best_of(directory: Path, tell: Callable[[str], None]) -> Path | None:

@@ -7,12 +7,14 @@ run that others shall not read is started under `umask 077`.
 from __future__ import annotations
 
 import os
-import stat
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
 
+from trainkit.files import who_else_can_write
 from trainkit.types import ConfigError, DiskError
+
+_FILES = ("lock", "metrics.jsonl", "events.jsonl", "run.json", "config.toml", "final.json")
 
 
 def make_run_dir(
@@ -29,7 +31,8 @@ def make_run_dir(
         tell: What is called with a sentence for each reason to distrust the directory.
 
     Raises:
-        ConfigError: `path` is a file; or others can write it and `strict_owner` is set.
+        ConfigError: `path` is a file, or what a run writes in it is a pipe, a folder or the like;
+            or others can write it and `strict_owner` is set.
         DiskError: `path` cannot be made or written.
 
     Effects:
@@ -42,6 +45,7 @@ def make_run_dir(
         True
     """
     path = Path(path)
+    _refuse_odd_files(path)
     if path.exists() and not path.is_dir():
         raise ConfigError(
             f"make_run_dir: {path} is a file; a run needs a directory", where=str(path)
@@ -60,7 +64,7 @@ def make_run_dir(
             want="a directory that this user can write",
             hint="make room, mend the permissions, or name another directory with --out",
         ) from error
-    problems = _who_else_can_write(path)
+    problems = who_else_can_write(path)
     if problems and strict_owner:
         raise ConfigError(
             f"make_run_dir: {'; '.join(problems)}",
@@ -72,16 +76,13 @@ def make_run_dir(
     return path
 
 
-def _who_else_can_write(path: Path) -> list[str]:
-    """Return who else could change what is in a directory; nothing in it is ever executed."""
-    found = path.stat()
-    mode = f"(mode {stat.S_IMODE(found.st_mode):o})"
-    is_foreign = found.st_uid not in {os.geteuid(), 0}
-    # A group with the user's own number is the user's own: where that is usual, so is umask 002.
-    is_shared = bool(found.st_mode & stat.S_IWGRP) and found.st_gid != os.geteuid()
-    is_open = bool(found.st_mode & stat.S_IWOTH)
-    return [
-        *([f"{path} belongs to user {found.st_uid}, not to {os.geteuid()}"] if is_foreign else []),
-        *([f"{path} can be written by the group {found.st_gid} {mode}"] if is_shared else []),
-        *([f"{path} can be written by everybody {mode}"] if is_open else []),
-    ]
+def _refuse_odd_files(path: Path) -> None:
+    """Refuse to wait for a pipe, or to write over what is no file."""
+    for name in _FILES:
+        file = path / name
+        if file.exists() and not file.is_file():
+            raise ConfigError(
+                f"make_run_dir: {file} is no regular file, and a run writes there",
+                where=str(file),
+                hint=f"remove {file}, or name another directory with --out",
+            )

@@ -11,6 +11,7 @@ import errno
 import faulthandler
 import os
 import re
+import select
 import signal
 import sys
 import threading
@@ -28,6 +29,7 @@ SAVED = 75
 """The exit code of a run that was told to stop and is saved: start the same command again."""
 
 _USAGE, _PEER, _BUG, _DISK, _INTERRUPTED = 64, 68, 70, 74, 76
+_PIPE = 141  # 128 + SIGPIPE
 _DISK_ERRORS = {
     getattr(errno, name)
     for name in (
@@ -53,6 +55,8 @@ _MEMORY_HINT = (
     "send fewer rows through the model at once (--microbatch), compute more again in the backward "
     "pass (--recompute), or use more ranks; python -m trainkit plan says what a layout needs"
 )
+_FILES_WORDS = re.compile(r"too many open files", re.IGNORECASE)
+_FILES_HINT = "let the process open more files (ulimit -n 65536), and run the same command again"
 _LONGEST = 2000  # characters of another library's error
 _HINTS = {
     _PEER: "another rank ended or is stuck: its own report says why; run the same command again",
@@ -76,7 +80,8 @@ def report_errors(run_dir: str | Path | None = None) -> Iterator[None]:
         run_dir: The run directory, once it is known. Contexts may be nested: the inner one reports.
 
     Raises:
-        SystemExit: With the code, in place of the exception.
+        SystemExit: With the code, in place of the exception. Where the reader of stdout has left
+            (`--help | head`) it is 141, without a word, as other programs die of SIGPIPE.
 
     Effects:
         On an error writes to stderr and under `run_dir`.
@@ -94,12 +99,12 @@ def report_errors(run_dir: str | Path | None = None) -> Iterator[None]:
     try:
         yield
     except (Exception, KeyboardInterrupt) as error:  # noqa: BLE001 -- all of them end here
+        if isinstance(error, BrokenPipeError) and _has_no_reader(sys.stdout):
+            raise SystemExit(_PIPE) from None
         facts = _facts_of(error, run_dir)
         place = _keep_traceback(error, run_dir, facts)
         _flush(sys.stdout)
-        with contextlib.suppress(OSError):  # whoever read it may have left
-            sys.stderr.write(_words_of(facts, *([f"traceback: {place}"] if place else [])))
-        _flush(sys.stderr)
+        _to_stderr(_words_of(facts, *([f"traceback: {place}"] if place else [])))
         raise SystemExit(facts["code"]) from None
 
 
@@ -147,6 +152,23 @@ def point_nowhere(stream: Any) -> None:
     os.close(null)
 
 
+def _has_no_reader(stream: Any) -> bool:
+    """Return whether what is printed reaches nobody any more; let the rest go nowhere then."""
+    with contextlib.suppress(OSError, ValueError, AttributeError):
+        asked = select.poll()
+        asked.register(stream.fileno(), select.POLLOUT)
+        if any(found & select.POLLERR for _, found in asked.poll(0)):
+            point_nowhere(stream)
+            return True
+    return False
+
+
+def _to_stderr(text: str) -> None:
+    with contextlib.suppress(OSError, ValueError, AttributeError):  # closed, or without a reader
+        sys.stderr.write(text)
+    _flush(sys.stderr)
+
+
 def _flush(stream: Any) -> None:
     """Flush what was printed; where its reader has left, let the rest go nowhere."""
     try:
@@ -179,6 +201,7 @@ def leave(main: Callable[[], int | None]) -> NoReturn:
         >>> subprocess.run([sys.executable, "-c", script]).returncode
         75
     """
+    _open_standard_files()
     with contextlib.suppress(OSError, ValueError, AttributeError, RuntimeError):  # no stderr
         faulthandler.enable()
     try:
@@ -195,6 +218,15 @@ def leave(main: Callable[[], int | None]) -> NoReturn:
     _within(5.0, lambda: (_flush(sys.stdout), _flush(sys.stderr)))
     _within(5.0, _end_children)
     os._exit(code or 0)
+
+
+def _open_standard_files() -> None:
+    """Let no file that is opened get the number of a standard one that was closed at the start."""
+    for number in range(3):
+        try:
+            os.fstat(number)
+        except OSError:
+            os.open(os.devnull, os.O_RDWR)  # gets the lowest number that is free
 
 
 def _ignore_signals() -> None:
@@ -236,6 +268,8 @@ def error_code(error: BaseException) -> int:
         return _INTERRUPTED
     if is_out_of_memory(error):
         return _BUG
+    if _is_out_of_files(error):
+        return _USAGE
     if _is_peer_loss(error):
         return _PEER
     if isinstance(error, OSError):
@@ -256,6 +290,14 @@ def is_out_of_memory(error: BaseException) -> bool:
     if any(base.__name__ == "OutOfMemoryError" for base in type(error).__mro__):
         return True
     return isinstance(error, RuntimeError) and _MEMORY_WORDS.search(str(error)) is not None
+
+
+def _is_out_of_files(error: BaseException) -> bool:
+    """Return whether the process, or the system, has no number for another file."""
+    is_plain = isinstance(error, OSError | RuntimeError | ImportError)
+    return getattr(error, "errno", None) in {errno.EMFILE, errno.ENFILE} or (
+        is_plain and _FILES_WORDS.search(str(error)) is not None
+    )
 
 
 def bytes_asked(error: BaseException) -> str | None:
@@ -307,6 +349,8 @@ def _is_peer_loss(error: BaseException) -> bool:
 
 def _facts_of(error: BaseException, run_dir: str | Path | None) -> dict[str, Any]:
     code, no_memory = error_code(error), is_out_of_memory(error)
+    hint = _MEMORY_HINT if no_memory else _HINTS.get(code)
+    hint = _FILES_HINT if _is_out_of_files(error) else hint
     facts = {
         "code": code,
         "what": _what(error, code),
@@ -315,7 +359,7 @@ def _facts_of(error: BaseException, run_dir: str | Path | None) -> dict[str, Any
         "step": None if run_dir is None else last_step(Path(run_dir) / "metrics.jsonl"),
         "got": getattr(error, "got", None) or (bytes_asked(error) if no_memory else None),
         "want": getattr(error, "want", None),
-        "hint": getattr(error, "hint", None) or (_MEMORY_HINT if no_memory else _HINTS.get(code)),
+        "hint": getattr(error, "hint", None) or hint,
     }
     # A whole line of JSON whatever the error carries: a tensor or a set has a repr.
     plain = (str, int, float, bool, type(None))
@@ -326,7 +370,7 @@ def _what(error: BaseException, code: int) -> str:
     if isinstance(error, KeyboardInterrupt):
         return "interrupted; the last checkpoint stands"
     text = " ".join(str(error).split())
-    is_plain = isinstance(error, TrainkitError) or code == _USAGE
+    is_plain = isinstance(error, TrainkitError | ValueError)
     if is_plain and text:
         return text
     # A compiler's output is in the traceback; a line of 50 kB is read by nobody.
@@ -349,6 +393,8 @@ def _rank() -> int:
 
 def last_step(metrics: Path) -> int | None:
     """Return the last step that a metrics file tells of, from its last 64 KiB."""
+    if not metrics.is_file():  # a pipe would be waited for
+        return None
     try:
         with metrics.open("rb") as file:
             file.seek(max(0, metrics.stat().st_size - 65536))
@@ -371,5 +417,5 @@ def _keep_traceback(
                 file.write(f"{datetime.now(UTC).isoformat(timespec='seconds')}\n{text}\n")
             return path
     if facts["code"] in {_PEER, _BUG}:
-        sys.stderr.write(text)
+        _to_stderr(text)
     return None

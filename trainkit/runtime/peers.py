@@ -79,7 +79,7 @@ class Sighting:
 class Failure:
     """Why the run ends: `what` continues "rank 3 ..."; `detail` says what the others were at.
 
-    `code` is what the other ranks end with.
+    `code` is what the other ranks end with, `hint` what to do where the usual is wrong.
     """
 
     session: str
@@ -87,6 +87,7 @@ class Failure:
     what: str
     detail: str = ""
     code: int = PeerError.code
+    hint: str = ""
 
 
 # ------------------------------------------------------------------------------------ processes
@@ -376,6 +377,19 @@ def stragglers(busy: Mapping[int, float], *, factor: float = 3.0) -> list[int]:
         if rest and share > 0.5 and share >= factor * rest[len(rest) // 2]:
             found.append(rank)
     return found
+
+
+def are_apart(beats: Mapping[int, Beat | None]) -> bool:
+    """Return whether all ranks wait for each other in collectives, at different places.
+
+    Examples:
+        >>> a = Beat("a", 1, "step 3", 61.0, 60.0, "all_sum (x.py:1)", waits=True)
+        >>> b = attrs.evolve(a, doing="agree (x.py:7)")
+        >>> are_apart({0: a, 1: b}), are_apart({0: a, 1: a})
+        (True, False)
+    """
+    known = [beat for beat in beats.values() if beat is not None and beat.waits]
+    return len(known) == len(beats) and len({beat.doing for beat in known}) > 1
 
 
 # ------------------------------------------------------------------------------------ words

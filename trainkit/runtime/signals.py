@@ -12,8 +12,10 @@ import contextlib
 import ctypes
 import errno
 import os
+import select
 import signal
 import socket
+import stat
 import struct
 import sys
 import threading
@@ -49,7 +51,9 @@ _OWN_CODES = {
 """What a run ends with whether or not it was asked to stop: to start it again does not help."""
 
 Asked = Callable[[], str | None]
-"""`Asked() -> str | None`: why this process shall stop, "SIGTERM" or "orphaned"; None to go on."""
+"""`Asked() -> str | None`: why this process shall stop, "SIGTERM" say, or that it is orphaned and
+whose death made it so; None to go on.
+"""
 
 
 # ------------------------------------------------------------------------------------ this process
@@ -61,7 +65,7 @@ def trap_signals() -> Iterator[Asked]:
 
     SIGTERM, SIGINT, SIGUSR1 and SIGUSR2 set a flag and do nothing else. A second SIGINT leaves at
     once (exit code 76; the last checkpoint stands). Under torchrun a process whose launcher has
-    died is "orphaned": torchrun dies of signals that it was not told to handle, and its workers
+    died is orphaned, and names it: torchrun dies of signals that it was not told to handle, and its workers
     live on. SIGHUP is survived, but for workers of a torchrun that has lost its terminal, since it
     kills them half a minute later. Output whose reader has left goes nowhere and ends nothing.
 
@@ -89,10 +93,10 @@ def trap_signals() -> Iterator[Asked]:
         stack.enter_context(_readers_may_leave())
         in_main = threading.current_thread() is threading.main_thread()
         heard = stack.enter_context(_heard_signals()) if in_main else lambda: None
-        is_orphaned = _bind_is_orphaned()
+        orphaned_by = _bind_orphaned_by()
 
         def asked() -> str | None:
-            reason = heard() or ("orphaned" if is_orphaned() else None)
+            reason = heard() or orphaned_by()
             if reason and not reasons:
                 reasons.append(reason)
             return reasons[0] if reasons else None
@@ -100,12 +104,13 @@ def trap_signals() -> Iterator[Asked]:
         yield asked
 
 
-def _bind_is_orphaned() -> Callable[[], bool]:
+def _bind_orphaned_by() -> Callable[[], str | None]:
     """Return a function that tells whether torchrun has died since (a shell may come and go)."""
     if "TORCHELASTIC_RUN_ID" not in os.environ:
-        return lambda: False
+        return lambda: None
     parent = os.getppid()
-    return lambda: os.getppid() != parent
+    words = f"torchrun (process {parent} on {socket.gethostname()}) has died: orphaned"
+    return lambda: words if os.getppid() != parent else None
 
 
 @contextlib.contextmanager
@@ -232,13 +237,18 @@ def _handlers(table: Mapping[int, Any]) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _readers_may_leave() -> Iterator[None]:
-    """Let nothing that is printed end the run, whether a log's reader or its disk has gone."""
+    """Let nothing that is printed end or hold up the run: its reader or disk may be gone, or slow.
+
+    What a pipe that nobody reads has no room for is lost, after the first seconds at once.
+    """
     streams = [stream for stream in (sys.stdout, sys.stderr) if hasattr(stream, "__dict__")]
     names = ("write", "flush")
     before = [(s, name, vars(s).get(name)) for s in streams for name in names]
     for stream in streams:
-        for name in names:
-            setattr(stream, name, _never_failing(getattr(stream, name), stream))
+        write = _never_failing(stream.write, stream)
+        flush = _never_failing(stream.flush, stream)
+        stream.write = _never_waiting(write, flush, stream) if _is_pipe(stream) else write
+        stream.flush = flush
     try:
         yield
     finally:
@@ -259,6 +269,43 @@ def _never_failing(method: Callable[..., Any], stream: Any) -> Callable[..., Any
             return len(args[0]) if args else None
 
     return call
+
+
+_PATIENCE = 5.0  # seconds for the reader of a full pipe
+_LETTERS = 1000  # that a pipe with any room takes at once: 4,096 bytes (PIPE_BUF of Linux)
+
+
+def _never_waiting(
+    write: Callable[[str], Any], flush: Callable[[], Any], stream: Any
+) -> Callable[[str], int]:
+    """Return a `write` to a pipe that gives up what the pipe has no room for."""
+    patience = [_PATIENCE]
+    one_at_a_time = threading.RLock()
+
+    def has_room() -> bool:
+        try:
+            found = bool(select.select([], [stream], [], patience[0])[1])
+        except (OSError, ValueError):  # a number too high for select, or a closed file
+            return True
+        patience[0] = _PATIENCE if found else 0.0
+        return found
+
+    def call(text: str) -> int:
+        with one_at_a_time:
+            for begin in range(0, len(text), _LETTERS):
+                if not has_room():
+                    break
+                write(text[begin : begin + _LETTERS])
+                flush()
+        return len(text)
+
+    return call
+
+
+def _is_pipe(stream: Any) -> bool:
+    with contextlib.suppress(OSError, ValueError, AttributeError):
+        return stat.S_ISFIFO(os.fstat(stream.fileno()).st_mode)
+    return False
 
 
 # ------------------------------------------------------------------------------------ all ranks

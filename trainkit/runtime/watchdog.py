@@ -42,6 +42,7 @@ from trainkit.runtime.peers import (
     Member,
     Sighting,
     accuse,
+    are_apart,
     clear_folder,
     describe,
     find_culprits,
@@ -81,6 +82,10 @@ _FEWEST = 25  # samples from which on it is told
 _GONE = (
     "warning: watch: the run directory {} was removed or moved while the run goes on: there is no "
     "checkpoint there any more to go back to; the next save begins a new one in its place"
+)
+_APART = (
+    "ranks that wait for each other at different places are most often a fault of the recipe, which "
+    "the same command meets again: every rank must call the same collectives in the same order"
 )
 _LOOKS = 5  # looks at which a rank must be slow in a row
 _GRACE = 25.0  # seconds for a stop, at least: most launchers kill after 30
@@ -501,15 +506,18 @@ def _find_gone(rank: _Rank) -> Failure | None:
 def _accused(rank: _Rank, culprits: Sequence[int]) -> Failure:
     beats = {x.rank: read_beat(rank.folder, x.rank, rank.session) for x in rank.members}
     beats[rank.number] = rank.beat
-    why = "is stuck"
-    if culprits[0] in rank.others:
+    why, hint = "is stuck", ""
+    if are_apart(beats):
+        why, hint = "waits at another place than others", _APART
+    elif culprits[0] in rank.others:
         sighting = rank.others[culprits[0]]
         if is_silent(sighting, near=rank.near[culprits[0]]):
             why = f"has stopped: no sign of life for {sighting.still:.0f} s"
         elif is_at_fault(sighting, near=True):
             why = "has left the others alone"
     number, what, detail = accuse(culprits, beats, rank.members, why)
-    return tell_failure(rank.folder, Failure(rank.session, number, what, detail))
+    failure = Failure(rank.session, number, what, detail, hint=hint)
+    return tell_failure(rank.folder, failure)
 
 
 def _may_finish_saving(rank: _Rank) -> bool:
@@ -525,7 +533,8 @@ def _error_of(rank: _Rank, failure: Failure) -> TrainkitError:
     detail = failure.detail or ("" if own else f"this rank was {describe(_fresh_beat(rank))}")
     words = f"watch: {'' if own else 'peer '}rank {failure.rank} {failure.what}"
     kind = PeerError if failure.code == PeerError.code else PreemptedError
-    error = kind(f"{words}; {detail}" if detail else words, where=f"rank {failure.rank}")
+    text, hint = f"{words}; {detail}" if detail else words, failure.hint or None
+    error = kind(text, where=f"rank {failure.rank}", hint=hint)
     error.code = failure.code
     return error
 
