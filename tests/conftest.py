@@ -10,9 +10,13 @@ import pytest
 
 for _name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"):
     os.environ[_name] = "1"  # before torch: sums keep their order, and two cores their peace
-# Warnings are errors in the processes that tests start too: ranks, recipes. torch's compiler reads
-# `.grad` of every tensor that enters a compiled frame, leaf or not (from 2.13 on).
-os.environ["PYTHONWARNINGS"] = "error,ignore:The .grad attribute of a Tensor:UserWarning"
+# Warnings are errors in the processes that tests start too: ranks, recipes. But torch's compiler
+# reads `.grad` of tensors that are no leaves, and makes what it warns of (from 2.13 on).
+_COMPILER = (
+    "ignore:The .grad attribute of a Tensor:UserWarning",
+    "ignore:<class 'torch.autograd.function.Function'> should not be:DeprecationWarning",
+)
+os.environ["PYTHONWARNINGS"] = ",".join(("error", *_COMPILER))
 sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parent / "faults")]  # helpers
 
 hypothesis.settings.register_profile(

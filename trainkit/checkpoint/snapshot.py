@@ -289,10 +289,10 @@ def _one_file(
     """Give memory to the boxes of one file; larger elements come first, so all are aligned."""
     total = sum(box.local.nbytes for _, box in boxes.values())
     pinned = any(box.local.is_cuda for _, box in boxes.values())
-    memory = torch.empty(total, dtype=torch.uint8)
+    data = np.empty(total, np.uint8)
     if pinned:
-        _pin(memory)
-    data = memory.numpy()
+        _pin(data)
+    memory = torch.from_numpy(data)
     views: dict[str, Tensor] = {}
     header: dict[str, Any] = {}
     pieces = []
@@ -316,11 +316,11 @@ def _one_file(
     return views, TensorFile(file, _header(header), data, tuple(pieces))
 
 
-def _pin(memory: Tensor) -> None:
+def _pin(data: np.ndarray[Any, Any]) -> None:
     """Pin memory for as long as it is there; `pin_memory=True` would round it to a power of two."""
-    runtime = torch.cuda.cudart()
-    torch.cuda.check_error(runtime.cudaHostRegister(memory.data_ptr(), memory.nbytes, 0))
-    weakref.finalize(memory, runtime.cudaHostUnregister, memory.data_ptr())
+    runtime: Any = torch.cuda.cudart()
+    torch.cuda.check_error(runtime.cudaHostRegister(data.ctypes.data, data.nbytes, 0))
+    weakref.finalize(data, runtime.cudaHostUnregister, data.ctypes.data)
 
 
 def _name_of(dtype: torch.dtype) -> str:

@@ -111,7 +111,7 @@ def reshards_after_forward(module: Any) -> bool:
 
 def passes_to_itself() -> bool:
     """Say whether this torch can have neighbouring stages on one rank under gloo: from 2.13 on."""
-    return torch.__version__ >= (2, 13)
+    return torch.__version__ >= "2.13"
 
 
 class _SumAndDifference(torch.autograd.Function):

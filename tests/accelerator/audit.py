@@ -1,0 +1,202 @@
+"""What trainkit does with an accelerator, on a machine that has none: run by .ci/accelerator."""
+
+import contextlib
+import functools
+import importlib.util
+import inspect
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from unittest import mock
+
+import attrs
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from torch._subclasses.fake_tensor import DataDependentOutputException
+from torch.testing._internal.distributed.fake_pg import FakeStore
+from torch.utils._python_dispatch import _disable_current_modes
+
+import trainkit as tk
+from trainkit import attention, config, mesh, models, packing, sampling
+from trainkit.batch import to_device
+from trainkit.corpora import TokenCorpus
+from trainkit.parallel import next_token_linear, stage_forward
+from trainkit.types import SOLO, Share, Spans
+
+sys.path.insert(0, str(Path(__file__).parent))
+from device import fake_device
+
+VARLEN = "_varlen_attn"  # the operator that torch.nn.attention.varlen_attn calls
+RECIPES = Path(__file__).parents[2] / "recipes"
+LAYERS, ROWS, MICROBATCH, LENGTH = 2, 8, 2, 128
+MODEL = models.DecoderConfig(
+    vocab_size=256, width=64, layers=LAYERS, heads=4, kv_heads=2, mlp_width=128
+)
+
+
+@functools.cache
+def recipe_of(name):
+    spec = importlib.util.spec_from_file_location(f"recipe_{name}", RECIPES / f"{name}.py")
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+def rows_of(shortest, longest):
+    """Return a corpus of documents of such lengths, and its rows."""
+    rng = np.random.default_rng(0)
+    lengths = rng.integers(shortest, longest + 1, 400)
+    corpus = TokenCorpus(rng.integers(0, 250, int(lengths.sum())), np.append(0, np.cumsum(lengths)))
+    return corpus, packing.pack_bins(corpus.lengths, LENGTH, multiple_of=8)
+
+
+@contextlib.contextmanager
+def session(rank, degrees):
+    """Open a layout of ranks that are not there, as one of them."""
+    world = int(np.prod([n for n in degrees.values() if isinstance(n, int)]))
+    if world == 1:
+        yield mesh.solo_parallel("cuda:0")
+        return
+    dist.init_process_group("fake", rank=rank, world_size=world, store=FakeStore())
+    alike = mock.patch.object(stage_forward, "all_gather_json", lambda x, axis: [x] * axis.count)
+    unheard = mock.patch.object(mesh, "first_words")  # nobody would answer
+    try:
+        with unheard, mesh.parallel_session(**degrees) as ps, alike:
+            yield ps
+    finally:
+        dist.destroy_process_group()
+
+
+def step_of(name, *flags, documents=(8, 40), rank=0, bf16=True, model=MODEL, **degrees):
+    """Take two steps of a recipe; return the ledger of the second, and its microbatches."""
+    recipe, (corpus, bins) = recipe_of(name), rows_of(*documents)
+    cfg = config.load_config(recipe.Config, list(flags))
+    with session(rank, degrees) as ps, fake_device() as ledger:
+        stages, optimizer = recipe.build(cfg, ps, model)
+        known = {"phases": sampling.make_phases(sampling.Phase(0, {"a": 1.0}))}
+        known |= {"loss": next_token_linear(ps.tp), "evidence": {}, "cfg": cfg, "ps": ps}
+        known |= {"stages": stages, "optimizer": optimizer}
+        wanted = inspect.signature(recipe.make_train_step).parameters
+        train_step = recipe.make_train_step(**{key: known[key] for key in wanted})
+        state = tk.TrainState()
+        for _ in range(2):
+            batch = batch_of(corpus, bins, state.cursor, ps)
+            ledger.clear()
+            # Until recipes have a flag for it.
+            with torch.autocast("cuda", torch.bfloat16, enabled=bf16):
+                state, _ = train_step(state, batch)
+    return ledger, len(batch.microbatches)
+
+
+def batch_of(corpus, bins, cursor, ps):
+    with _disable_current_modes():
+        batch = tk.step_batch(
+            corpus,
+            bins,
+            cursor,
+            rows=ROWS,
+            seed=0,
+            share=ps.dp.share,
+            ring=ps.ring.share,
+            ulysses=ps.ulysses.share,
+            rows_per_microbatch=MICROBATCH,
+        )
+    parts = [to_device(part, torch.device("cuda:0")) for part in batch.microbatches]
+    return attrs.evolve(batch, microbatches=parts)
+
+
+# ------------------------------------------------------------------------------------ whole steps
+
+ALONE, SHARDED = {}, {"dp_shard": 2}
+UNFOLDED = {"ring": 2, "fold_sp": "none"}
+LAYOUTS = [
+    ("pretrain", 0, ALONE),
+    ("pretrain", 0, SHARDED),
+    ("pretrain", 0, {"dp_replicate": 2, "dp_shard": 2}),
+    ("pretrain", 0, {"tp": 2}),
+    ("pretrain", 0, {"ulysses": 2}),
+    ("pretrain", 0, UNFOLDED),
+    ("pretrain", 1, {"pp": 2}),
+    ("sft", 0, SHARDED),
+    ("long_context", 0, {"ring": 2, "ulysses": 2}),
+]
+MAY_WAIT: set[str] = set()
+"""Where a step may make the host wait for the device, as "what in file:function"."""
+
+NCCL = {torch.uint8, torch.int8, torch.int32, torch.int64}
+NCCL |= {torch.float16, torch.bfloat16, torch.float32, torch.float64}
+
+
+@functools.cache
+def audited(number):
+    name, rank, degrees = LAYOUTS[number]
+    return step_of(name, rank=rank, **degrees)[0]
+
+
+each_layout = pytest.mark.parametrize("number", range(len(LAYOUTS)), ids=lambda n: LAYOUTS[n])
+
+
+@each_layout
+def test_a_step_waits_for_the_device_nowhere_but_where_it_may(number):
+    assert set(audited(number).syncs) <= MAY_WAIT, audited(number).syncs
+
+
+@each_layout
+def test_what_enters_a_collective_is_on_the_device_and_of_a_dtype_that_nccl_has(number):
+    sent = audited(number).collectives
+    assert sent or LAYOUTS[number][-1] == ALONE
+    assert {dtype for _, (_, dtype), _ in sent} <= NCCL
+    assert [where for where in sent if where[1][0] != "cuda"] == []
+
+
+@pytest.mark.parametrize("recompute", ["none", "selective", "full"])
+def test_documents_are_attended_to_in_one_call_for_each_layer_and_microbatch(recompute):
+    ledger, microbatches = step_of("pretrain", "--recompute", recompute)
+    forwards = 2 if recompute == "full" else 1
+    assert ledger.operators[VARLEN] == forwards * LAYERS * microbatches
+    assert not [name for name in ledger.operators if "scaled_dot_product" in name]
+
+
+def test_launches_do_not_grow_with_the_number_of_documents():
+    few, _ = step_of("pretrain", documents=(LENGTH, LENGTH))
+    many, _ = step_of("pretrain", documents=(8, 40))
+    assert few.operators == many.operators
+
+
+# --------------------------------------------------------------------------------- single functions
+
+
+def axis_of_two(devices):
+    """Return an axis of two ranks whose group notes on which device it is given tensors."""
+    return attrs.evolve(SOLO, share=Share(0, 2), group=SimpleNamespace(config=devices))
+
+
+@pytest.mark.parametrize("devices", ["cpu:gloo,cuda:nccl", "cuda:nccl"])
+def test_ranks_with_and_without_values_send_them_over_one_backend(monkeypatch, devices):
+    sent = []
+    monkeypatch.setattr(dist, "get_backend_config", lambda group: group.config)
+    monkeypatch.setattr(dist, "all_reduce", lambda x, **_: sent.append(x.device.type))
+    with fake_device():
+        value = {"loss": torch.ones((), device="cuda:0")}
+        for sums in (value, {}):
+            with contextlib.suppress(DataDependentOutputException):  # it may look at the result
+                tk.reduce_metrics(sums, axis_of_two(devices), names=["loss"])
+    assert len(set(sent)) == 1, sent
+
+
+@pytest.mark.parametrize(
+    ("size", "architecture", "taken"),
+    [(64, 90, True), (20, 90, False), (264, 90, False), (64, 75, False)],
+)
+def test_what_the_kernel_does_not_take_goes_another_way(monkeypatch, size, architecture, taken):
+    found = SimpleNamespace(major=architecture // 10, minor=architecture % 10)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda *_: found)
+    with fake_device() as ledger:
+        ends = torch.zeros(3, dtype=torch.int32, device="cuda:0")
+        spans = Spans(ends, np.array([5, 11]), 11)
+        shape, how = (1, 16, 4, size), {"device": "cuda:0", "dtype": torch.bfloat16}
+        attention.varlen(*(torch.randn(shape, **how) for _ in "qkv"), spans=spans)
+    assert bool(ledger.operators[VARLEN]) == taken
