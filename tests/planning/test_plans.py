@@ -245,6 +245,26 @@ def test_machines_are_records_that_anyone_can_write():
         Layout(tp=0)
 
 
+def test_what_fits_only_if_gradients_are_reduced_after_each_microbatch_says_so():
+    config, layouts = decoder_config("llama-3.1-8b"), [Layout(dp_shard=8), Layout(dp_replicate=8)]
+
+    def found(reduce):
+        run = {"row_length": 8192, "rows": 32, "recompute": ["selective"], "reduce": reduce}
+        return plan(config, 8, hardware("h100"), layouts=layouts, **run)
+
+    sharded, replicated = found("last")
+    assert sharded.why_not.startswith("73.3 GiB (loss) exceed 71.1 GiB; most are gathered")
+    assert sharded.why_not.endswith('; with reduce="each" it fits: 47.1 GiB')
+    assert "each" not in replicated.why_not
+    best, worst = found("each")
+    assert (str(best.layout), best.fits, round(best.memory.peak / 2**30, 1)) == (
+        "dp_shard 8",
+        True,
+        47.1,
+    )
+    assert "each" not in worst.why_not
+
+
 # -------------------------------------------------------------------------------- the command
 
 

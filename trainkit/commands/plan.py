@@ -49,6 +49,9 @@ Examples:
   # for a script
   python -m trainkit plan --size 10m --world 2 --hardware cpu --row-length 256 --json
 
+Gradients are reduced once, after the last microbatch (--reduce last, as the recipes do), and until
+then every rank holds them whole; what is too large for that, but fits with --reduce each, says so.
+
 A layout from the table goes to a recipe as it stands: --dp-shard 4 --tp 2.
 """
 
@@ -101,7 +104,7 @@ def _add_work(group: Any) -> None:
     )
     group.add_argument("--schedule", default="1f1b", help="of a pipeline (1f1b)")
     group.add_argument(
-        "--reduce", choices=("last", "each"), default="last", help="after which microbatch"
+        "--reduce", choices=("last", "each"), default="last", help="after which microbatch (last)"
     )
     group.add_argument(
         "--fold-sp",
@@ -172,7 +175,8 @@ def _heading(options: argparse.Namespace, config: DecoderConfig) -> str:
     return (
         f"{options.size}, {count_parameters(config) / 1e6:,.1f} million parameters, on "
         f"{options.world} x {machine.name} with {machine.memory / 2**30:g} GiB, of which "
-        f"{options.headroom:.0%} stay free; steps of {rows} rows of {options.row_length:,} tokens"
+        f"{options.headroom:.0%} stay free; steps of {rows} rows of {options.row_length:,} tokens, "
+        f"--reduce {options.reduce}"
     )
 
 

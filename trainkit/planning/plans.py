@@ -66,7 +66,8 @@ class Plan:
         layout: The degrees.
         recompute: What is computed again in backward.
         dtype: What is computed in.
-        why_not: Why it cannot be, in one sentence; empty where it can.
+        why_not: Why it cannot be, in one sentence, and whether `reduce="each"` would help; empty
+            where it can.
         memory: Bytes of the rank that needs most; None where the model does not allow the layout.
         traffic: What one rank sends in a step.
         seconds: The estimated time of a step.
@@ -203,6 +204,8 @@ def _plan_one(job: Job, layout: Layout, hardware: Hardware, usable: int, efficie
     if why_not is not None:
         return Plan(layout, job.recompute, job.dtype, why_not)
     memory = memory_of(job, layout, fused_norms=hardware.fused_norms)
+    if memory.peak > usable:
+        why_not = _too_large(memory, usable) + _remedy(job, layout, hardware, usable)
     seconds = seconds_of(job, layout, hardware, efficiency=efficiency)
     lengths = _lengths(job)
     flops = job.rows * _flops(job, lengths)
@@ -210,7 +213,7 @@ def _plan_one(job: Job, layout: Layout, hardware: Hardware, usable: int, efficie
         layout=layout,
         recompute=job.recompute,
         dtype=job.dtype,
-        why_not=_too_large(memory, usable) if memory.peak > usable else "",
+        why_not=why_not or "",
         memory=memory,
         traffic=traffic_of(job, layout, pp_rank=memory.pp_rank),
         seconds=seconds,
@@ -227,6 +230,12 @@ def _too_large(memory: Memory, usable: int) -> str:
         f"{_gib(memory.peak)} GiB ({memory.moment}) exceed {_gib(usable)} GiB; most are "
         f"{largest}: {_gib(getattr(memory, largest))} GiB"
     )
+
+
+def _remedy(job: Job, layout: Layout, hardware: Hardware, usable: int) -> str:
+    """Say whether a layout fits where gradients do not wait whole for the last microbatch."""
+    each = memory_of(attrs.evolve(job, reduce="each"), layout, fused_norms=hardware.fused_norms)
+    return f'; with reduce="each" it fits: {_gib(each.peak)} GiB' if each.peak <= usable else ""
 
 
 def _gib(size: float) -> str:
