@@ -13,7 +13,6 @@ from trainkit.models.config import DecoderConfig
 from trainkit.planning.activations import (
     attention_widths,
     chunk_of_tokens,
-    logits_at_once,
     tokens_per_microbatch,
 )
 from trainkit.planning.layouts import Job, Layout, num_microbatches, reshards
