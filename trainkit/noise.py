@@ -140,29 +140,40 @@ def token_keys(token_index: Tensor, *, seed: int, step: int) -> Tensor:
     return mix_tensor(token_index * signed(GOLDEN) + signed(key_of(seed, "token", step)))
 
 
-def dropout(x: Tensor, keys: Tensor, *, name: str, p: float) -> Tensor:
+def dropout(
+    x: Tensor, keys: Tensor, *, name: str, p: float, width: int, offset: int | None = None
+) -> Tensor:
     """Set elements to zero with probability `p` and scale the rest by 1 / (1 - p).
 
     Whether an element is dropped is a function of its token's key, the name of the place in the
     model and the index of the feature. So recomputation, and any cut into rows, microbatches and
-    shards of the sequence, drops the same.
+    shards of the sequence or of the features, drops the same.
 
     Args:
-        x: `[B, S, D]`, floating point.
+        x: `[B, S, D]`, floating point; or a part of the features, `[B, S, D / N]`.
         keys: int64 `[B, S]`, from `token_keys`.
         name: The place in the whole model, for instance "layers.3.attention".
         p: The probability, in [0, 1).
+        width: D, the number of features in the whole model: not that of `x` inside a region that
+            tensor parallelism cuts.
+        offset: The index of the first feature of `x` among them, where it holds a part:
+            `ps.tp.index * x.shape[-1]`.
 
     Returns:
         A tensor like `x`; `x` itself when `p` is 0.
 
     Raises:
-        ValueError: `p` is not in [0, 1), or the shapes do not fit.
+        ValueError: `p` is not in [0, 1), the shapes do not fit, or `x` holds a part of the features
+            and does not say which.
 
     Examples:
         >>> x, keys = torch.ones(1, 2, 8), token_keys(torch.tensor([[0, 1]]), seed=0, step=0)
-        >>> sorted(set(dropout(x, keys, name="mlp", p=0.5).flatten().tolist()))
+        >>> dropped = dropout(x, keys, name="mlp", p=0.5, width=8)
+        >>> sorted(set(dropped.flatten().tolist()))
         [0.0, 2.0]
+        >>> part = dropout(x[..., 4:], keys, name="mlp", p=0.5, width=8, offset=4)
+        >>> torch.equal(part, dropped[..., 4:])
+        True
     """
     if not 0 <= p < 1:
         raise ValueError(f"dropout: p must be in [0, 1), got {p}")
@@ -171,9 +182,16 @@ def dropout(x: Tensor, keys: Tensor, *, name: str, p: float) -> Tensor:
             f"dropout: keys {tuple(keys.shape)} must have the shape of x "
             f"{tuple(x.shape)} without its last dimension"
         )
+    features, first = x.shape[-1], offset or 0
+    if (features != width and offset is None) or not 0 <= first <= width - features:
+        raise ValueError(
+            f"dropout: x has {features} of the {width} features at {name!r}; say with offset=, in "
+            f"[0, {width - features}], which is its first (got {offset}), or every part of them "
+            "drops the same"
+        )
     if p == 0:
         return x
-    feature = torch.arange(x.shape[-1], device=x.device) * signed(GOLDEN)
+    feature = torch.arange(first, first + features, device=x.device) * signed(GOLDEN)
     site = mix_tensor(keys ^ signed(key_of(name)))
     bits = _shift_right(mix_tensor(site.unsqueeze(-1) + feature), 11)
     return torch.where(bits < int((1 - p) * 2**53), x / (1 - p), 0.0)

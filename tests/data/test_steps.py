@@ -11,6 +11,7 @@ from strategies import corpus_of, packed, shares
 from trainkit.batch import batch_hash, collate_bins, count_valid_tokens
 from trainkit.corpora import join_corpora, write_corpus
 from trainkit.data import eval_batches, step_batch
+from trainkit.noise import token_keys
 from trainkit.packing import pack_bins, sequential
 from trainkit.sampling import rows_of_step
 from trainkit.types import Cursor, DataError, Share
@@ -44,6 +45,13 @@ def global_batch(count, *, rows, rows_per_microbatch, step=5, seed=3, **more):
     assert {rank.cursor for rank in ranks} == {Cursor(step + 1)}
     assert len({len(rank.microbatches) for rank in ranks}) == 1
     return [batch for rank in ranks for batch in rank.microbatches]
+
+
+def test_the_noise_of_a_step_is_that_of_its_number():
+    for step in (5, 6):
+        for batch in global_batch(2, rows=8, rows_per_microbatch=2, step=step, noise_seed=1):
+            keys = token_keys(batch.token_index, seed=1, step=step)
+            assert torch.equal(batch["noise_key"], keys)
 
 
 @pytest.mark.case("X7")

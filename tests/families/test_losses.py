@@ -10,7 +10,9 @@ from hypothesis import strategies as st
 from trainkit.losses import (
     add_terms,
     cross_entropy,
+    cross_entropy_per_token,
     linear_cross_entropy,
+    linear_cross_entropy_per_token,
     next_token,
     next_token_linear,
     with_terms,
@@ -464,9 +466,118 @@ def test_by_source_refuses_what_it_cannot_tell_apart(call, message):
         call()
 
 
+# ------------------------------------------------------------------------------- tokens and terms
+
+
+def test_losses_of_tokens_and_a_bias_are_those_of_the_product_and_can_be_differentiated():
+    hidden, weight = make_hidden(2, 5)
+    labels, bias = make_labels(2, 5), torch.linspace(-1, 1, V, dtype=torch.float64).requires_grad_()
+    weights = torch.linspace(-1, 2, 10, dtype=torch.float64).view(2, 5)
+    inputs = hidden, weight, bias
+    logits = torch.nn.functional.linear(*inputs)
+    rows = torch.nn.functional.cross_entropy(
+        logits.flatten(0, 1), labels.flatten(), reduction="none"
+    )
+    want = rows.view(2, 5)
+    each = linear_cross_entropy_per_token(hidden, weight, labels, bias=bias, chunk=3)
+    for have in (each, cross_entropy_per_token(logits, labels)):
+        assert close(have, want)
+        grads = [
+            torch.autograd.grad((weights * x).square().sum(), inputs, retain_graph=True)
+            for x in (have, want)
+        ]
+        assert all(close(a, b) for a, b in zip(*grads, strict=True))
+    for chunk in (3, None):
+        total = linear_cross_entropy(hidden, weight, labels, bias=bias, chunk=chunk)
+        assert close(total, want.sum())
+        grads = [torch.autograd.grad(x, inputs, retain_graph=True) for x in (total, want.sum())]
+        assert all(close(a, b) for a, b in zip(*grads, strict=True))
+    with torch.no_grad():
+        assert not linear_cross_entropy_per_token(hidden, weight, labels).requires_grad
+
+
+def test_a_second_term_costs_no_second_pass(monkeypatch):
+    monkeypatch.setattr(sys.modules["trainkit.losses.linear_cross_entropy"], "_SMALL", 1)
+    output, batch, products = make_hidden(2, 5), {"labels": make_labels(2, 5)}, []
+    monkeypatch.setattr(
+        torch, "mm", lambda *a, f=torch.mm, **k: products.append("mm") or f(*a, **k)
+    )
+    costs = []
+    for loss in (
+        next_token_linear,
+        add_terms((add_terms((next_token_linear, 1.0)), 1.0), (z_term, 1e-2)),
+    ):
+        products.clear()
+        loss(output, batch)[0].backward()
+        costs.append(len(products))
+    assert costs[0] == costs[1] > 0
+
+
 # ------------------------------------------------------------------------------------- bad input
 
 LOGITS, LABELS = torch.zeros(2, 3, V), torch.zeros(2, 3, dtype=torch.int64)
+
+
+@pytest.mark.parametrize("label", [V, -1, 2**40])
+def test_a_label_outside_of_the_vocabulary_is_told_in_words(label):
+    labels = LABELS.clone()
+    labels[0, 1], labels[1, 1] = -100, label
+    for loss in (cross_entropy, z_loss, cross_entropy_per_token):
+        with pytest.raises(ValueError, match=rf"{loss.__name__}: .*\[0, 11\).* {label} at index 4"):
+            loss(LOGITS, labels)
+    for loss in (linear_cross_entropy, linear_cross_entropy_per_token):
+        with pytest.raises(ValueError, match=rf"{loss.__name__}: .*\[0, 11\).* {label} at index 4"):
+            loss(torch.zeros(2, 3, D), torch.zeros(V, D), labels)
+
+
+def test_fake_labels_are_not_looked_at():
+    with torch._subclasses.FakeTensorMode():
+        assert cross_entropy(torch.zeros(3, 4), torch.full((3,), 7)).shape == ()
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (
+            lambda: cross_entropy(LOGITS.long(), LABELS),
+            "cross_entropy: .* floating, got torch.int64",
+        ),
+        (
+            lambda: z_loss(LOGITS.to(torch.complex64), LABELS),
+            "z_loss: .* floating, got torch.complex",
+        ),
+        (
+            lambda: cross_entropy(LOGITS[..., :0], LABELS - 100),
+            "must have a word, got one of size 0",
+        ),
+        (
+            lambda: next_token(LOGITS, {"input_ids": LABELS}),
+            'next_token: the batch has no "labels"',
+        ),
+        (lambda: z_term(LOGITS, {}), 'z_term: the batch has no "labels" \\(it has nothing\\)'),
+        (
+            lambda: next_token_linear(LOGITS, {"labels": LABELS}),
+            "next_token_linear: a Hidden or a pair",
+        ),
+        (
+            lambda: next_token((LOGITS, LOGITS), {"labels": LABELS}),
+            "got a tuple; take next_token_linear",
+        ),
+        (
+            lambda: by_source(["a"])(LOGITS, {"labels": LABELS, "source": LABELS[:1]}),
+            r"by_source: source must have the shape of labels \(2, 3\).*got \(1, 3\)",
+        ),
+        (
+            lambda: linear_cross_entropy(
+                torch.zeros(2, 3, D), torch.zeros(V, D), LABELS, bias=torch.zeros(D)
+            ),
+            r"bias must have shape \(11,\).*got \(6,\)",
+        ),
+    ],
+)
+def test_what_is_no_loss_is_refused_in_words(call, message):
+    with pytest.raises(ValueError, match=message):
+        call()
 
 
 @pytest.mark.parametrize("loss", [cross_entropy, z_loss])

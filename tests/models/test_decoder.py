@@ -291,9 +291,9 @@ def test_dropout_uses_each_site_once_under_its_name_in_the_whole_model(monkeypat
     sites = []
     real = noise.dropout
 
-    def recorded(x, keys, *, name, p):
+    def recorded(x, keys, *, name, p, **options):
         sites.append((name, p))
-        return real(x, keys, name=name, p=p)
+        return real(x, keys, name=name, p=p, **options)
 
     monkeypatch.setattr(noise, "dropout", recorded)
     model = build_decoder(attrs.evolve(SMALL, dropout=0.3), seed=0)

@@ -130,9 +130,6 @@ PLANS = {
     "without a cut sequence": lambda: WHOLE_SEQUENCE,
 }
 MISTAKES = {
-    "a column's input gradient is not summed": lambda: (
-        WHOLE_SEQUENCE | {"layers.*.mlp.[gu]*": "column_inside"}
-    ),
     "a norm on heads is taken for whole": partial_not_marked,
     "a gather's gradient is not summed": gathered_without_a_sum,
     "partial sums are skipped": lambda: None,
@@ -196,6 +193,44 @@ def test_gradients_of_several_calls_add_up(world):
     wanted, found = gradients(None, calls=2), run_ranks(gradients_in_two_calls, world)[0]
     wanted["losses"] = found["losses"]  # of the last call, which here is one rank's
     assert difference(found, wanted) < 1e-12
+
+
+class Biased(nn.Module):
+    """A model whose hidden states are cut along the sequence, with a bias everywhere."""
+
+    def __init__(self):
+        super().__init__()
+        self.embedding, self.norm = nn.Embedding(8, 4), nn.LayerNorm(4)
+        self.mlp = nn.Sequential(nn.Linear(4, 6), nn.Linear(6, 4))
+        self.head = nn.Linear(4, 8)
+
+    def forward(self, ids):
+        x = self.embedding(ids)
+        return self.head(self.norm(x + self.mlp(x)))
+
+
+BIASED = {"embedding": "vocabulary_scattered", "mlp": "gather", "mlp.0": "column_inside"}
+BIASED |= {"mlp.1": "row_scattered", "norm": "partial_gathered", "head": "column_inside_gathered"}
+
+
+def of_biases(tp):
+    """Return the gradients of a user's model that is cut along the sequence too."""
+    with tk.parallel_session(tp=tp) as ps:
+        torch.manual_seed(0)
+        model = tensor(BIASED)(Biased().double(), ps)
+        ids = torch.arange(8).view(1, 8)
+        total, _ = next_token(model(ids), {"labels": (3 * ids + 1) % 8})
+        total.backward()
+        sum_partial_(model)
+        return {
+            "losses": [float(total.detach())],
+            "norms": [1.0],
+            "parameters": {name: full(p.grad) for name, p in model.named_parameters()},
+        }
+
+
+def test_biases_where_the_sequence_is_cut_get_the_gradient_of_all_tokens():
+    assert difference(run_ranks(of_biases, 2, 2)[0], of_biases(1)) < 1e-12
 
 
 def partial_sums():
@@ -286,6 +321,7 @@ def decoder(**changes):
         return Decoder(attrs.evolve(model_config(BASE), **changes))
 
 
+WITHOUT_NORM = {k: v for k, v in DECODER_STYLES.items() if k != "layers.*.mlp_norm"}
 MLP = {"layers.*.mlp.up": "column", "layers.*.mlp.down": "row"}
 
 
@@ -302,12 +338,29 @@ MLP = {"layers.*.mlp.up": "column", "layers.*.mlp.down": "row"}
         (2, {}, {"norm": "row"}, ["'norm'", "RMSNorm", "Linear"]),
         (2, {}, {"norm": "rows"}, ["'rows'", "'norm'", "column"]),
         (2, {}, {"norm": "partial", "n*": "partial"}, ["'norm'", "'n*'", "two patterns"]),
+        # What would be summed twice, by nobody, or only by some.
+        (2, {}, {**DECODER_STYLES, "head": "column"}, ["'head' sums", "column_inside"]),
+        (2, {}, {**DECODER_STYLES, "head": "column_gathered"}, ["'head' sums", "_gathered"]),
+        (1, {}, {**DECODER_STYLES, "layers.*.mlp.up": "column"}, ["mlp.up' sums"]),
+        (2, {}, {"layers.*.mlp.[gu]*": "column_inside"}, ["nothing sums", "mlp.gate'"]),
+        (2, {}, WITHOUT_NORM, ["'layers.0.mlp_norm' has parameters", "no style", '"partial"']),
     ],
 )
 def test_what_does_not_fit_is_refused_before_anything_is_sent(tp, changes, styles, words):
     with pytest.raises(ConfigError) as caught:
         tensor(styles)(decoder(**changes), fake(tp))
     assert all(word in str(caught.value) for word in words), caught.value
+
+
+def test_a_parameter_of_ones_own_where_features_are_cut_needs_a_style():
+    block = nn.ModuleDict({"up": nn.Linear(2, 4), "down": nn.Linear(4, 2)})
+    model, mlp = nn.ModuleDict({"block": block}), {"block.up": "column", "block.down": "row"}
+    assert tensor(mlp)(model, solo_parallel()) is model
+    block.register_parameter("gain", nn.Parameter(torch.ones(1)))
+    for ps in (solo_parallel(), fake(2)):
+        with pytest.raises(ConfigError, match="'block' has parameters of its own and no style"):
+            tensor(mlp)(model, ps)
+    assert tensor(mlp | {"block": "partial"})(model, solo_parallel()) is model
 
 
 def test_a_module_without_a_ready_plan_and_an_embedding_of_special_rows_are_refused():

@@ -115,6 +115,11 @@ def _read(where: str, output: Any, batch: Mapping[str, Any]) -> tuple[Factors, T
 
 
 def _of_logits(logits: Any, batch: Mapping[str, Any]) -> tuple[Tensor, Tensor]:
+    if not isinstance(logits, Tensor):
+        raise ValueError(  # noqa: TRY004 (as above)
+            f"next_token: logits are needed, got a {type(logits).__name__}; take next_token_linear "
+            "for a Hidden, and for other records a call that returns the logits"
+        )
     return sum_and_parts("next_token", logits, labels_of("next_token", batch), SOLO)
 
 

@@ -172,6 +172,7 @@ class Block(nn.Module):
 
 
 def _drop(x: Tensor, noise_key: Tensor | None, *, of: Block | None, name: str, p: float) -> Tensor:
+    """Drop features of the residual stream, of which every rank has all."""
     if noise_key is None:
         return x
     if torch.compiler.is_compiling():
@@ -183,7 +184,7 @@ def _drop(x: Tensor, noise_key: Tensor | None, *, of: Block | None, name: str, p
 
 def _dropped(x: Tensor, noise_key: Tensor, of: Block | None, name: str, p: float) -> Tensor:
     whole = name if of is None else f"{of.name}.{name}"
-    return noise.dropout(x, noise_key, name=whole, p=p)
+    return noise.dropout(x, noise_key, name=whole, p=p, width=x.shape[-1])
 
 
 class Decoder(nn.Module):

@@ -64,6 +64,9 @@ STYLES: Mapping[str, Style] = MappingProxyType(
         "vocabulary": _VOCABULARY,
         "gather": Style(enter=_gather_sequence, sequence=True),
         "column_inside": attrs.evolve(_COLUMN, enter=None),
+        "column_inside_gathered": attrs.evolve(
+            _COLUMN, enter=None, leave=partial(gather_replicated, dim=-1)
+        ),
         "row_scattered": attrs.evolve(_ROW, leave=_scatter_sequence, partial=True, sequence=True),
         "vocabulary_scattered": attrs.evolve(_VOCABULARY, leave=_scatter_sequence, sequence=True),
         "partial_gathered": Style(leave=_gather_sequence, partial=True, sequence=True),
@@ -86,6 +89,7 @@ With hidden states `[B, S / tp, D]` between blocks:
 |---|---|---|
 | gather | whole | the first input is gathered along the sequence |
 | column_inside | as column, inside a module of style gather | nothing: that gather sums |
+| column_inside_gathered | the same | and the output is gathered along its last dimension |
 | row_scattered | as row, the bias partial | the output is summed and scattered |
 | vocabulary_scattered | as vocabulary | the output is summed and scattered |
 | partial_gathered | as partial | the output is gathered |
@@ -204,6 +208,51 @@ def local_padding(padding: int | None, rows: int, axis: Axis) -> int | None:
         return None
     local = padding - axis.index * rows
     return local if 0 <= local < rows else None
+
+
+def sums_problem(module: nn.Module, styles: Mapping[str, Style]) -> str | None:
+    """Say by which module of a plan a gradient would be summed twice, or by nobody, or None.
+
+    It knows what styles send, not in which order modules call one another.
+
+    Args:
+        module: A model or a stage of one.
+        styles: The styles by module name.
+
+    Examples:
+        >>> model = nn.ModuleDict({"norm": nn.RMSNorm(2), "head": nn.Linear(2, 2)})
+        >>> of = {"norm": STYLES["partial_gathered"], "head": STYLES["column"]}
+        >>> print(sums_problem(model, of))
+        'head' sums its input's gradient, which the gathering of the sequence sums already: ...
+    """
+    cut = any(style.sequence for style in styles.values())
+    whole = any(style.leave is sum_forward for style in styles.values())
+    for name, style in styles.items():
+        if cut and not whole and style.enter is sum_grad:
+            return (
+                f"{name!r} sums its input's gradient, which the gathering of the sequence sums "
+                'already: give it "column_inside" or "column_inside_gathered"'
+            )
+        if not cut and style.kind is nn.Linear and style.cuts == _COLUMN.cuts and not style.enter:
+            return (
+                f"nothing sums the gradient of the input of {name!r}: its style is for a module of "
+                'style "gather", or behind "partial_gathered"; give it "column"'
+            )
+    for name, child in module.named_modules():
+        trained = any(p.requires_grad for p in child.parameters(recurse=False))
+        if trained and name not in styles and (cut or _is_around_a_cut(name, styles)):
+            return (
+                f"{name or 'the root'!r} has parameters of its own and no style; say "
+                '"partial" if each rank sees a part of the tokens, heads or features there, or '
+                '"replicated" if all of them'
+            )
+    return None
+
+
+def _is_around_a_cut(name: str, styles: Mapping[str, Style]) -> bool:
+    """Say whether a module holds a column and a row: what is between them is a part."""
+    inside = [style.cuts for own, style in styles.items() if own.rpartition(".")[0] == name]
+    return _COLUMN.cuts in inside and _ROW.cuts in inside
 
 
 def style_problem(module: nn.Module, style: Style) -> str | None:

@@ -19,7 +19,14 @@ from trainkit.models.decoder import Decoder
 from trainkit.parallel.naming import canonical_name
 from trainkit.parallel.reduction import mark_partial_
 from trainkit.parallel.stages import Transform
-from trainkit.parallel.styles import STYLES, Style, local_padding, style_problem, styled_class
+from trainkit.parallel.styles import (
+    STYLES,
+    Style,
+    local_padding,
+    style_problem,
+    styled_class,
+    sums_problem,
+)
 from trainkit.types import Axis, ConfigError, Hidden, ParallelState
 
 DECODER_STYLES: Mapping[str, str] = MappingProxyType(
@@ -75,9 +82,10 @@ def tensor(styles: Mapping[str, str | Style] | None = None) -> Transform:
         A transform for `build_stages`. At `ps.tp` of size 1 it changes nothing.
 
     Raises:
-        ConfigError: When applied: a style is unknown or does not fit its module, a pattern matches
-            nothing (without pipeline stages), two patterns match one module, or a number of heads
-            or a dimension does not divide by tp. Nothing has been sent then.
+        ConfigError: When applied: a style is unknown or does not fit its module, styles would sum a
+            gradient twice or not at all, as far as that can be seen, a pattern matches nothing
+            (without pipeline stages), two patterns match one module, or a number of heads or a
+            dimension does not divide by tp. Nothing has been sent then.
 
     References:
         Shoeybi et al., "Megatron-LM" (2019); Korthikanti et al., "Reducing activation
@@ -94,9 +102,12 @@ def tensor(styles: Mapping[str, str | Style] | None = None) -> Transform:
         if ps.tp.count == 1 and styles is None:
             return module
         named = _styles_of(module, styles, whole=ps.pp.count == 1)
+        cut = {name: style for name, (_, style) in named.items()}
+        problem = sums_problem(module, cut)
+        if problem is not None:
+            raise ConfigError(f"tensor: {problem}", where="tp")
         if ps.tp.count == 1:
             return module
-        cut = {name: style for name, (_, style) in named.items()}
         parents = dict(module.named_modules())
         for name, (pattern, style) in named.items():
             _check_module(name, parents, pattern, style, ps.tp)
