@@ -10,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from strategies import batches, corpus_of, packed
 
+from trainkit.attention import sdpa
 from trainkit.batch import (
     Along,
     batch_hash,
@@ -29,8 +30,10 @@ from trainkit.batch import (
 )
 from trainkit.corpora.joined import join_corpora
 from trainkit.corpora.tokens import TokenCorpus
+from trainkit.layout import shard_sequence
 from trainkit.packing import pack_bins
-from trainkit.types import IGNORED_LABEL, Bins, DataError
+from trainkit.testing.deal import deal_batch
+from trainkit.types import IGNORED_LABEL, Bins, DataError, Share, Spans
 
 TENSORS = ("input_ids", "labels", "position_ids", "document_ids", "token_index")
 
@@ -265,6 +268,36 @@ def test_the_hash_sees_one_changed_value_of_every_field(name):
     changed = batch[name].clone()
     changed[0, 3] += 1
     assert batch_hash([attrs.evolve(batch, **{name: changed})]) != batch_hash([batch])
+
+
+@pytest.mark.parametrize("ring", [1, 3])
+def test_padding_is_short_spans_wherever_it_comes_from(ring):
+    """Attention costs the squares of spans: 3 tokens in a row of 3,072 must not cost 3,072^2."""
+    corpus, solo, multiple_of = corpus_of([3]), Share(0, 1), 2 * ring
+    bins = pack_bins(corpus.lengths, 3072, multiple_of=multiple_of)
+    row, filled = (collate_bins(corpus, bins, rows) for rows in ([0], [0, -1]))
+    [dealt] = deal_batch(row, solo, rows_per_microbatch=2, ring=solo, ulysses=solo)
+    whole = [row, filled, dealt, blank_batch(2, 3072, multiple_of=multiple_of)]
+    for batch in [*whole, *(shard_sequence(x, ring=Share(0, ring), ulysses=solo) for x in whole)]:
+        lengths = batch.spans.lengths
+        assert lengths.sum() == batch.input_ids.numel()
+        assert (lengths**2).sum() <= 192 * lengths.sum()
+        assert not (lengths % 2).any()
+        assert batch.spans.max_length == lengths.max()
+        assert batch.spans.cu_seqlens.tolist() == [0, *np.cumsum(lengths)]
+    again = spans(filled.document_ids, multiple_of=multiple_of)
+    assert again.lengths.tolist() == filled.spans.lengths.tolist()
+
+
+def test_short_spans_of_padding_change_no_token():
+    batch = collate_bins(corpus_of([300]), pack_bins([300], 1024), [0])
+    make = torch.Generator().manual_seed(0)
+    q, k, v = torch.randn(3, 1, 1024, 2, 8, generator=make)
+    long = Spans(torch.tensor([0, 300, 1024], dtype=torch.int32), np.array([300, 724]), 724)
+    found, whole = (sdpa(q, k, v, spans=spans_) for spans_ in (batch.spans, long))
+    assert torch.equal(found[:, :300], whole[:, :300])
+    assert torch.equal(found, sdpa(q, k, v, spans=batch.spans))
+    assert found.isfinite().all()
 
 
 def test_the_hash_leaves_out_padding_but_not_swapped_tokens():

@@ -269,11 +269,7 @@ def _zigzag_batch(batch: Batch, share: Share) -> Batch:
         shard = zigzag_shard(x.flatten(0, 1), share, dim=0, cu_seqlens=bounds)
         return shard.view(rows, length // share.count, *x.shape[2:])
 
-    lengths = batch.spans.lengths // share.count
-    cu_seqlens = torch.from_numpy((bounds // share.count).astype(np.int32))
-    spans = Spans(
-        cu_seqlens.to(batch.input_ids.device, non_blocking=True), lengths, int(lengths.max())
-    )
+    spans = spans_of_lengths(batch.spans.lengths // share.count, device=batch.input_ids.device)
     return _each(batch, cut, spans=spans)
 
 
@@ -286,11 +282,15 @@ def _each(batch: Batch, function: Callable[[Tensor], Tensor], *, spans: Spans) -
     )
 
 
-def spans_of_runs(ids: np.ndarray[Any, Any], *, device: torch.device | str = "cpu") -> Spans:
+def spans_of_runs(
+    ids: np.ndarray[Any, Any], *, multiple_of: int = 1, device: torch.device | str = "cpu"
+) -> Spans:
     """Return the `Spans` of the runs of equal numbers in each row of a host array.
 
     Args:
-        ids: Integers `[B, S]`. The end of a row always ends a run.
+        ids: Integers `[B, S]`. The end of a row always ends a run. Runs of negative numbers are
+            padding, which `cut_padding` makes into short spans.
+        multiple_of: What the spans of padding are multiples of.
         device: Where `cu_seqlens` shall live.
 
     Returns:
@@ -307,10 +307,58 @@ def spans_of_runs(ids: np.ndarray[Any, Any], *, device: torch.device | str = "cp
         raise ValueError(f"spans_of_runs: {ids.size} tokens are too many for int32 cu_seqlens")
     begins = np.ones(ids.shape, bool)
     begins[:, 1:] = ids[:, 1:] != ids[:, :-1]
-    bounds = np.append(np.flatnonzero(begins), ids.size)
-    lengths = np.diff(bounds)
-    cu_seqlens = torch.from_numpy(bounds.astype(np.int32)).to(device, non_blocking=True)
+    begins = np.flatnonzero(begins)
+    lengths = np.diff(np.append(begins, ids.size))
+    is_padding = ids.reshape(-1)[begins] < 0
+    return spans_of_lengths(
+        cut_padding(lengths, is_padding, multiple_of=multiple_of), device=device
+    )
+
+
+def spans_of_lengths(lengths: IntArray, *, device: torch.device | str = "cpu") -> Spans:
+    """Return the `Spans` of documents of these lengths, one after another.
+
+    Examples:
+        >>> spans_of_lengths(np.array([2, 1, 3])).cu_seqlens.tolist()
+        [0, 2, 3, 6]
+    """
+    bounds = np.zeros(lengths.size + 1, np.int32)
+    np.cumsum(lengths, dtype=np.int32, out=bounds[1:])
+    cu_seqlens = torch.from_numpy(bounds).to(device, non_blocking=True)
     return Spans(cu_seqlens, lengths, int(lengths.max(initial=0)))
+
+
+def cut_padding(
+    lengths: IntArray, is_padding: np.ndarray[Any, Any], *, multiple_of: int = 1
+) -> IntArray:
+    """Return the lengths of spans, those of padding cut into spans of about 192 tokens.
+
+    Attention inside a span costs its length squared. So padding costs no more than its length, in
+    every kernel, and none has to know of it.
+
+    Args:
+        lengths: Tokens of each span, int64 `[N]`, at least 1.
+        is_padding: Which of them are padding, bool `[N]`.
+        multiple_of: What all lengths are multiples of, and shall be: 2N for a ring of N ranks.
+
+    Returns:
+        int64 `[M]`, M >= N: the others as they were.
+
+    Examples:
+        >>> cut_padding(np.array([400, 400]), np.array([False, True])).tolist()
+        [400, 192, 192, 16]
+        >>> cut_padding(np.array([400]), np.array([True]), multiple_of=10).tolist()
+        [200, 200]
+    """
+    size = -(-_PADDING // multiple_of) * multiple_of
+    pieces = np.where(is_padding, -(-lengths // size), 1)
+    cut = np.repeat(np.where(is_padding, size, lengths), pieces)
+    cut[np.cumsum(pieces) - 1] = np.where(is_padding, lengths - (pieces - 1) * size, lengths)
+    return cut
+
+
+_PADDING = 192
+"""What a span of padding holds: it divides by 2N for rings of 2, 3, 4, 6, 8, 12, 16 and more."""
 
 
 def _ends_of_rows(lengths: IntArray, rows: int, length: int) -> IntArray:
@@ -340,8 +388,9 @@ def _copied(x: Tensor, share: Share, dim: int, bounds: Any) -> Tensor | None:
     """Return a zigzag shard by one compiled loop over chunks, or None where that cannot be.
 
     It needs a plain tensor on the host, in order, without a gradient to follow, of at most 8 bytes
-    an element (whose bits are copied as integers), and bounds that are as they should be. 131,072 int64 in 128 documents over a ring of 8 take 1.6 times a copy of the
-    result; an index takes 25 times, a slice per chunk 150 times as long.
+    an element (whose bits are copied as integers), and bounds that are as they should be. 131,072
+    int64 in 128 documents over a ring of 8 take 1.6 times a copy of the result; an index takes 25
+    times, a slice per chunk 150 times as long.
     """
     if type(x) is not torch.Tensor or type(bounds) is not np.ndarray or bounds.dtype.kind != "i":
         return None

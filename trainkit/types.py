@@ -222,7 +222,7 @@ class Sample:
 
 @attrs.frozen(eq=False)
 class Spans:
-    """The documents of a batch over its flattened rows; the padding of a row is a span of its own.
+    """The documents of a batch over its flattened rows; the padding of a row is short spans too.
 
     `cu_seqlens` (int32 `[N+1]`, on the batch's device) and `lengths` (int64 numpy, on the host) say
     the same. Both are made at collation, so that no kernel needs a host sync to know a length.

@@ -241,14 +241,18 @@ def _matmul_backward(
 ) -> QueryKeyValue:
     spans = (block.queries, block.queries, block.keys, block.keys, block.queries, block.queries)
     columns = map(_wide_documents, (d_out, *qkv, *result), spans)
-    parts = [_document_backward(*document, block) for document in zip(*columns, strict=True)]
+    parts = [
+        _document_backward(d_rows, (q, k, v), (out, lse), block)
+        for d_rows, q, k, v, out, lse in zip(*columns, strict=True)
+    ]
     d_q, d_k, d_v = (torch.cat(column).to(qkv[0].dtype) for column in zip(*parts, strict=True))
     return d_q, d_k, d_v
 
 
-def _document_backward(  # noqa: PLR0917 (the tensors of one document)
-    d_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, block: Block
+def _document_backward(
+    d_out: Tensor, qkv: QueryKeyValue, result: OutLse, block: Block
 ) -> QueryKeyValue:
+    (q, k, v), (out, lse) = qkv, result
     means, bases = (d_out * out).sum(-1, keepdim=True), lse.unsqueeze(-1)
     d_q, d_k, d_v = torch.empty_like(q), torch.zeros_like(k), torch.zeros_like(v)
     for rows, seen in _chunks(q, k, block):

@@ -81,8 +81,9 @@ def _fused(q: Tensor, k: Tensor, v: Tensor) -> bool:
     """Say whether torch has a kernel that does not keep all scores: it would not say so itself."""
     if not q.is_cuda:
         return True
-    backend, heads_first = torch.backends.cuda, (_heads_first(x, 1) for x in (q, k, v))
-    asked = backend.SDPAParams(*heads_first, None, 0.0, True, q.shape[2] != k.shape[2])
+    backend = torch.backends.cuda
+    q_, k_, v_ = (_heads_first(x, 1) for x in (q, k, v))
+    asked = backend.SDPAParams(q_, k_, v_, None, 0.0, True, q.shape[2] != k.shape[2])
     return backend.can_use_flash_attention(asked) or backend.can_use_efficient_attention(asked)
 
 

@@ -21,8 +21,6 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from trainkit.types import IntArray
-
 
 def split_batch(batch: Batch, rows: int) -> list[Batch]:
     """Cut a batch into microbatches of `rows` rows each; their tensors are views of the batch's.
@@ -57,8 +55,17 @@ def split_batch(batch: Batch, rows: int) -> list[Batch]:
     return parts
 
 
-def blank_batch(rows: int, length: int, *, pad_id: int = 0) -> Batch:
+def blank_batch(rows: int, length: int, *, pad_id: int = 0, multiple_of: int = 1) -> Batch:
     """Return a batch of row padding: it adds 0 to every sum.
+
+    Args:
+        rows: How many rows.
+        length: Tokens of each.
+        pad_id: The token id of padding.
+        multiple_of: What the spans of padding are multiples of, as in `pack_bins`.
+
+    Raises:
+        ValueError: There would be no tokens.
 
     Examples:
         >>> batch = blank_batch(1, 4)
@@ -75,7 +82,7 @@ def blank_batch(rows: int, length: int, *, pad_id: int = 0) -> Batch:
         torch.arange(length).repeat(rows, 1),
         torch.full((rows, length), -1),
         torch.full((rows, length), -1),
-        _spans(np.full(rows, length)),
+        spans_of_runs(np.full((rows, length), -1), multiple_of=multiple_of),
     )
 
 
@@ -112,13 +119,15 @@ def shift_labels(input_ids: Tensor, document_ids: Tensor) -> Tensor:
     return labels
 
 
-def spans(document_ids: Tensor) -> Spans:
+def spans(document_ids: Tensor, *, multiple_of: int = 1) -> Spans:
     """Return the spans of rows whose documents are numbered: the runs of equal ids in each row.
 
-    This needs host data, because `Spans` has lengths on the host: call it where the batch is made.
+    Padding, id -1, is cut into short spans, so that attention to it costs little. This needs host
+    data, because `Spans` has lengths on the host: call it where the batch is made.
 
     Args:
         document_ids: int64 `[B, S]` on the CPU.
+        multiple_of: What the spans of padding are multiples of: 2N for a ring of N ranks.
 
     Returns:
         The `Spans` over the flattened rows.
@@ -135,7 +144,7 @@ def spans(document_ids: Tensor) -> Spans:
             "spans: document_ids must be [B, S] on the host, got "
             f"{tuple(document_ids.shape)} on {document_ids.device}"
         )
-    return spans_of_runs(document_ids.numpy())
+    return spans_of_runs(document_ids.numpy(), multiple_of=multiple_of)
 
 
 def count_valid_tokens(microbatches: Sequence[Mapping[str, Any]]) -> Tensor:
@@ -258,9 +267,3 @@ def _check_microbatches(where: str, microbatches: Sequence[Mapping[str, Any]]) -
             f"{where}: microbatches must be a sequence of at least one batch, "
             f"got {'one batch' if len(microbatches) else 'none'}"
         )
-
-
-def _spans(lengths: IntArray) -> Spans:
-    bounds = np.zeros(lengths.size + 1, np.int32)
-    np.cumsum(lengths, dtype=np.int32, out=bounds[1:])
-    return Spans(torch.from_numpy(bounds), lengths, int(lengths.max()))

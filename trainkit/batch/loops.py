@@ -15,6 +15,8 @@ from trainkit.types import IGNORED_LABEL
 Layout = np.ndarray[tuple[int, int], np.dtype[np.int64]]
 """Where the spans of a batch lie and what is in them: a column for each; its rows are named below.
 
+All the padding of a row is one column here; attention is told of shorter spans (`cut_padding`).
+
 `BEGIN`: where a span begins in the batch. `LENGTH`: its length with padding. `SIZE`: its tokens (0
 for row padding). `NUMBER`: its document id (-1 for row padding). `DOCUMENT` and `SOURCE`: the
 document in the corpus, and the token in the corpus from which it begins.
@@ -77,20 +79,18 @@ def lay_out(  # noqa: PLR0917 (an array is a parameter)
 
 
 @jit
-def write_fields(fields: Any, layout: Any, rows: Any, positions: Any, pad_id: int) -> Any:
-    """Write all that does not depend on tokens; return `cu_seqlens` and the longest span."""
+def write_fields(fields: Any, layout: Any, rows: Any, positions: Any, pad_id: int) -> None:
+    """Write all that does not depend on tokens."""
     _write_index(fields[4], rows, positions)
-    return write_spans(fields[:4], layout, pad_id)
+    write_spans(fields[:4], layout, pad_id)
 
 
 @jit
-def write_spans(fields: Any, layout: Any, pad_id: int) -> Any:
-    """Write positions, documents and padding; return `cu_seqlens` and the longest span."""
+def write_spans(fields: Any, layout: Any, pad_id: int) -> None:
+    """Write positions, documents and padding."""
     ids, labels, position_ids, document_ids = fields
     begins, ends = layout[BEGIN], layout[BEGIN] + layout[LENGTH]
-    bounds = np.zeros(begins.size + 1, np.int32)
     for span in range(begins.size):
-        bounds[span + 1] = ends[span]
         part = position_ids[begins[span] : ends[span]]
         for i in range(part.size):
             part[i] = i
@@ -100,7 +100,6 @@ def write_spans(fields: Any, layout: Any, pad_id: int) -> Any:
         size = layout[SIZE, span]
         ids[begins[span] + size : ends[span]] = pad_id
         labels[begins[span] + max(size - 1, 0) : ends[span]] = IGNORED_LABEL
-    return bounds, layout[LENGTH].max()
 
 
 @jit

@@ -7,10 +7,10 @@ from typing import Any
 import numpy as np
 import torch
 
-from trainkit.batch import split_batch
-from trainkit.layout import shard_sequence
+from trainkit.batch import blank_batch, split_batch
+from trainkit.layout import shard_sequence, spans_of_lengths
 from trainkit.sampling import share_of_rows
-from trainkit.types import BATCH_TENSORS, IGNORED_LABEL, Batch, Share, Spans
+from trainkit.types import BATCH_TENSORS, IGNORED_LABEL, Batch, Share
 
 
 def deal_batch(
@@ -41,20 +41,21 @@ def deal_batch(
     total = batch.input_ids.shape[0]
     rows = rows_per_microbatch or -(-total // share.count)
     places = share_of_rows(total, share, rows_per_microbatch=rows).reshape(-1)
-    parts = split_batch(_take_rows(batch, places), rows)
+    parts = split_batch(_take_rows(batch, places, multiple_of=2 * ring.count), rows)
     return [shard_sequence(part, ring=ring, ulysses=ulysses) for part in parts]
 
 
 _BLANK = dict.fromkeys(BATCH_TENSORS, -1) | {"input_ids": 0, "labels": IGNORED_LABEL}
 
 
-def _take_rows(batch: Batch, places: np.ndarray[Any, Any]) -> Batch:
+def _take_rows(batch: Batch, places: np.ndarray[Any, Any], *, multiple_of: int) -> Batch:
     """Return some rows of a batch; -1 stands for a blank one."""
     rows, length = batch.input_ids.shape
     ends = np.cumsum(batch.spans.lengths)
     cuts = np.append(0, np.searchsorted(ends, np.arange(1, rows + 1) * length) + 1)
+    blank_row = blank_batch(1, length, multiple_of=multiple_of).spans.lengths
     spans = [
-        batch.spans.lengths[cuts[place] : cuts[place + 1]] if place >= 0 else np.array([length])
+        batch.spans.lengths[cuts[place] : cuts[place + 1]] if place >= 0 else blank_row
         for place in places
     ]
     blank = torch.from_numpy(places < 0)
@@ -65,11 +66,6 @@ def _take_rows(batch: Batch, places: np.ndarray[Any, Any]) -> Batch:
     taken["position_ids"][blank] = torch.arange(length)
     return Batch(
         **{name: taken[name] for name in BATCH_TENSORS},
-        spans=_spans_of(np.concatenate(spans)),
+        spans=spans_of_lengths(np.concatenate(spans)),
         extra={name: taken[name] for name in batch.extra},
     )
-
-
-def _spans_of(lengths: np.ndarray[Any, Any]) -> Spans:
-    bounds = np.append(0, lengths.cumsum()).astype(np.int32)
-    return Spans(torch.from_numpy(bounds), lengths.astype(np.int64), int(lengths.max()))
