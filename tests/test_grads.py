@@ -13,7 +13,7 @@ from trainkit import grads, health, optim
 from trainkit.grads import blame
 from trainkit.parallel.naming import mark_tied_copy_
 from trainkit.testing import run_ranks
-from trainkit.types import SOLO
+from trainkit.types import SOLO, Axis, Share
 
 PP = tk.solo_parallel().pp
 
@@ -274,6 +274,18 @@ def test_sequence_parallel_gradients_are_summed_in_buckets(bucket):
     # The last parameter has a gradient on one rank alone.
     for found in run_ranks(functools.partial(summed_gradients, bucket), 2):
         assert found == ([3.0, 6.0, 9.0, 1.0], 1)
+
+
+def test_summing_gradients_copies_nothing_from_the_host(monkeypatch):
+    # The device "meta" stands for an accelerator.
+    with torch.device("meta"):
+        params = parameters(torch.ones(3), torch.ones(2))
+    monkeypatch.setattr(torch.distributed, "all_reduce", lambda *_, **__: None)
+    made = []
+    tensor = torch.tensor
+    monkeypatch.setattr(torch, "tensor", lambda *args, **kwargs: made.append(1) or tensor(*args))
+    tk.sync_sp_grads(params, Axis("sp", Share(0, 2), group=object()))
+    assert not made
 
 
 def test_frozen_parameters_are_left_out():

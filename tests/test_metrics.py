@@ -1,6 +1,7 @@
 """Metrics: one reduction, one transfer, and arithmetic that can be checked by hand."""
 
 import time
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -60,6 +61,33 @@ def test_reduce_metrics_makes_one_packed_sum_in_sorted_order(monkeypatch):
     assert out["loss"] == 4.5
     assert out["aux/count"].item() == 2**52 - 1
     assert out["aux"].item() == pytest.approx(0.35)
+
+
+class Operations(TorchDispatchMode):
+    """Notes the names of operators."""
+
+    def __init__(self):
+        super().__init__()
+        self.names = []
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        self.names.append(str(function))
+        return function(*args, **(kwargs or {}))
+
+
+def test_ranks_send_from_the_axis_s_device_whatever_they_have_and_no_number_is_copied(monkeypatch):
+    # The device "meta" stands for an accelerator: nothing on it can be read by the host.
+    axis = Axis("loss", Share(0, 2), mesh=SimpleNamespace(device_type="meta"))
+    sent = []
+    monkeypatch.setattr(metrics, "all_sum", lambda x, _: sent.append((x.device, x.shape)) or x)
+    here, there = torch.ones(()), torch.ones((), device="meta")
+    with Operations() as operations:
+        for sums in ({}, {"a": here}, {"a": there}, {"a": here, "b": there}):
+            reduce_metrics(sums, axis, names=("a", "b"))
+    assert sent == [(torch.device("meta"), (256,))] * 4
+    until = operations.names[: operations.names.index("aten.eq.Scalar")]
+    assert "aten.fill_.Scalar" in until
+    assert "aten.scalar_tensor.default" not in until
 
 
 def reduced_where_a_rank_has_no_value():

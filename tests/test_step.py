@@ -182,6 +182,19 @@ def test_evaluation_is_the_sum_of_losses_over_the_sum_of_tokens(counts):
         assert found == (pytest.approx(loss, rel=1e-13), tokens)
 
 
+def test_long_sums_of_an_evaluation_lose_nothing():
+    terms = iter([2.0**24] + [1.0] * 40 + [2.0**24] + [1.0] * 40)
+
+    def loss(_, __):
+        return None, {"loss": torch.tensor(next(terms))}
+
+    batches = [{"labels": torch.zeros(1, 1, dtype=torch.int64)}] * 41
+    model, options = nn.Identity(), {"call": lambda *_: None}
+    found = tk.evaluate(model, batches, loss, axis=tk.solo_parallel().loss, **options)
+    assert found["loss"] * 41 == 2**24 + 40
+    assert tk.forward_only(model, batches, loss, **options)["loss"] == 2**24 + 40
+
+
 def test_evaluation_is_no_mean_of_means():
     model, solo = Bigram().eval(), tk.solo_parallel()
     each = [float(tk.evaluate(model, [b], next_token, axis=solo.loss)["loss"]) for b in text(6)]

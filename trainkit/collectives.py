@@ -209,6 +209,27 @@ def backends_of(group: dist.ProcessGroup) -> dict[str, str]:
     return dict(kind.split(":", 1) for kind in kinds)
 
 
+def computing_device(axis: Axis) -> torch.device:
+    """Return the device that the ranks of an axis compute on: the same on all of them.
+
+    What every rank shall send, though some have no value that would say where, goes there. An axis
+    of one's own group says nothing else: it means the accelerator where the group reaches one.
+
+    Effects:
+        None; the axis is only asked.
+
+    Examples:
+        >>> from trainkit.mesh import solo_parallel
+        >>> computing_device(solo_parallel().world)
+        device(type='cpu')
+    """
+    if axis.mesh is not None:
+        return torch.device(axis.mesh.device_type)
+    backends = "" if axis.group is None else dist.get_backend_config(axis.group)
+    reaches = "cuda:" in backends and torch.cuda.is_available()  # such as "cpu:gloo,cuda:nccl"
+    return torch.device("cuda" if reaches else "cpu")
+
+
 # -------------------------------------------------------------------------------- differentiable
 #
 # Each is linear, and its gradient is its transpose: for the others, what one rank's output costs

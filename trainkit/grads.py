@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from trainkit.collectives import all_gather_json, all_sum
+from trainkit.collectives import all_gather_json, all_sum, computing_device
 from trainkit.parallel.naming import canonical_name, is_tied_copy, named_parameters_of
 from trainkit.parallel.reduction import (
     check_dense,
@@ -184,7 +184,7 @@ def grad_norm(
     if axis.count == 1:
         return norm
     # In fp64, as stages may differ in dtype, and one may have nothing to train at all.
-    square = norm.double().square().to(_device_of_axis(axis) if not totals else norm.device)
+    square = norm.double().square().to(norm.device if totals else computing_device(axis))
     return all_sum(square, axis).sqrt().to(norm.dtype)
 
 
@@ -203,13 +203,6 @@ def _group_norm(where: Any, members: Sequence[nn.Parameter], evidence: Evidence 
     for dim in where[1]:
         dist.all_reduce(total, group=where[0].get_group(dim))
     return total.sqrt()
-
-
-def _device_of_axis(axis: Axis) -> torch.device:
-    """Return the device that the other ranks' parameters are on, for a rank that has none."""
-    assert axis.group is not None
-    backends = dist.get_backend_config(axis.group)  # such as "cpu:gloo,cuda:nccl"
-    return torch.device("cuda" if "cuda:" in backends and torch.cuda.is_available() else "cpu")
 
 
 def _zero_like(p: Tensor) -> Tensor:

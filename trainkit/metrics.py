@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from trainkit.collectives import all_sum, communication_device
+from trainkit.collectives import all_sum, computing_device
 from trainkit.hashing import MASK64, key_of
 from trainkit.types import Axis, IntArray
 
@@ -36,13 +36,13 @@ def reduce_metrics(
     values come back as NaN, since asking would wait for the device), and none waits for another.
 
     Args:
-        sums: a scalar tensor per name, all on one device.
+        sums: a scalar tensor per name.
         axis: the ranks to sum over.
         names: what to return, such as `loss.terms`.
 
     Returns:
-        A new dict, in the order of `names` if given. On an axis of size 1 its values are the
-        detached inputs.
+        A new dict, in the order of `names` if given, on the device that the ranks of the axis
+        compute on. On an axis of size 1 its values are the detached inputs.
 
     Raises:
         ValueError: if a value is not a scalar tensor or is not among `names`; on all ranks, if
@@ -59,8 +59,10 @@ def reduce_metrics(
     """
     _check_sums(sums, names)
     given = {name: value.detach() for name, value in sums.items()}
+    if axis.count > 1:  # a rank without a value must send from the same device as the others
+        given = {name: value.to(computing_device(axis)) for name, value in given.items()}
     if names is not None:
-        device = next((value.device for value in given.values()), communication_device(axis))
+        device = next((value.device for value in given.values()), computing_device(axis))
         nothing = torch.zeros((), dtype=torch.float64, device=device)
         given = {name: given.get(name, nothing).double() for name in names}
     if axis.count == 1 or not (given or names is None):
@@ -82,11 +84,11 @@ def _check_sums(sums: Mapping[str, Tensor], names: Sequence[str] | None) -> None
 def _totals(sums: Mapping[str, Tensor], axis: Axis) -> dict[str, Tensor]:
     """Return the fp64 totals by name, or fail alike on all ranks whose names differ."""
     names = sorted(sums)
-    device = next((value.device for value in sums.values()), communication_device(axis))
+    device = computing_device(axis)
     # Gloo aborts the process when sizes differ, so ranks that disagree must send equally much.
     packed = torch.zeros(-(-(1 + len(names)) // 256) * 256, dtype=torch.float64, device=device)
     key = key_of(*names) >> 32  # 32 bits: the sum over 2^21 ranks is exact
-    packed[0] = key
+    packed[0].fill_(key)  # packed[0] = key would be copied from the host, and waited for
     if names:
         packed[1 : 1 + len(names)] = torch.stack([sums[name].double() for name in names])
     total = all_sum(packed, axis)

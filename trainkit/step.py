@@ -42,6 +42,12 @@ def _add(sums: dict[str, Tensor], terms: Mapping[str, Tensor]) -> None:
         sums[name] = sums[name] + term if name in sums else term
 
 
+def _add_long(sums: dict[str, Tensor], terms: Mapping[str, Tensor]) -> None:
+    """Add terms of which there may be many in fp64: fp32 is 2e-5 off after 10^9 tokens."""
+    wide = {name: x.double() if x.is_floating_point() else x for name, x in terms.items()}
+    _add(sums, wide)
+
+
 def forward_backward(
     model: nn.Module,
     microbatches: Sequence[Mapping[str, Any]],
@@ -183,8 +189,8 @@ def forward_only(
     """Return the sums of the loss's terms over some microbatches, without gradients.
 
     Returns:
-        The terms summed over the microbatches of this rank, not divided; empty without a
-        microbatch.
+        The terms summed over the microbatches of this rank in fp64 (integers stay integers), not
+        divided; empty without a microbatch.
 
     Effects:
         Puts `model` into evaluation mode and every module back into the mode it had; no gradient,
@@ -196,12 +202,12 @@ def forward_only(
         >>> call = lambda model, batch: model(batch["x"])
         >>> sums = forward_only(nn.Identity(), [{"x": torch.ones(2)}] * 3, loss, call=call)
         >>> sums["loss"]
-        tensor(6.)
+        tensor(6., dtype=torch.float64)
     """
     sums: dict[str, Tensor] = {}
     with evaluating([model]):
         for batch in microbatches:
-            _add(sums, loss(call(model, batch), batch)[1])
+            _add_long(sums, loss(call(model, batch), batch)[1])
     return sums
 
 
@@ -233,7 +239,8 @@ def evaluate(
         call: How a batch enters the model.
 
     Returns:
-        The divided terms, and "tokens", the number of valid tokens (int64); equal on all ranks.
+        The divided terms, summed and divided in fp64, and "tokens", the number of valid tokens
+        (int64); equal on all ranks.
 
     Raises:
         ValueError: There is no batch on any rank.
@@ -253,11 +260,11 @@ def evaluate(
             if batch is None:  # others have one: compute along, on the last one or a blank one
                 again = _blank(stages[0], device) if last is None else last
                 found = _terms_through(stages, again, loss, pp=pp, call=call)
-                _add(sums, {name: torch.zeros_like(term) for name, term in found.items()})
+                _add_long(sums, {name: torch.zeros_like(term) for name, term in found.items()})
                 continue
             last = batch
             count = count + count_valid_tokens([batch])
-            _add(sums, _terms_through(stages, batch, loss, pp=pp, call=call))
+            _add_long(sums, _terms_through(stages, batch, loss, pp=pp, call=call))
     sums = _shared(sums, loss, pp=pp, stages=stages, device=device)
     if not sums:
         raise ValueError("evaluate: there is no batch to evaluate on any rank")

@@ -20,6 +20,7 @@ from trainkit.checkpoint.tensors import model_tensors, optimizer_state
 from trainkit.collectives import all_gather_json, communication_device
 from trainkit.grads import name_ranks
 from trainkit.hashing import GOLDEN, MASK64, key_of
+from trainkit.metrics import to_host
 from trainkit.parallel.naming import COPY_SUFFIX, box_of
 from trainkit.parallel.reduction import reducers_of, reshard_
 from trainkit.types import Axis, NumericsError, ParallelState
@@ -70,7 +71,7 @@ def nonfinite_names(
         The same on all ranks: "model/NAME on rank 1", "optimizer/KEY/NAME on ranks 0 and 1".
 
     Effects:
-        Communicates on `axis`, and waits for the device.
+        Communicates on `axis`, and waits for the device once.
 
     Examples:
         >>> from trainkit.types import SOLO
@@ -80,17 +81,18 @@ def nonfinite_names(
         ['model/bias on rank 0']
     """
     tensors = _tensors_of(stages, optimizer)
-    own = [name for name, x in tensors.items() if not _is_finite(box_of(x).local)]
+    checks = {
+        name: torch.isfinite(box_of(x).local).all()
+        for name, x in tensors.items()
+        if x.is_floating_point() or x.is_complex()
+    }
+    own = [name for name, is_finite in to_host(checks).items() if not is_finite]
     ranks: dict[str, list[int]] = {}
     for rank, names in enumerate(all_gather_json(own, axis)):
         for name in names:
             ranks.setdefault(name, []).append(rank)
     told = [f"{name} on {name_ranks(which)}" for name, which in ranks.items()]
     return told if len(told) <= most else [*told[:most], f"and {len(told) - most} more"]
-
-
-def _is_finite(x: Tensor) -> bool:
-    return not (x.is_floating_point() or x.is_complex()) or bool(torch.isfinite(x).all())
 
 
 # ------------------------------------------------------------------------------------------- canary
