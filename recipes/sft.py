@@ -125,11 +125,9 @@ def open_conversations(cfg, tokenizer):
 
 def pack(cfg, ps, corpus, counts, say):
     """Return the rows to train on, and those held out: no conversation is in both."""
-    if counts["truncated"] or counts["dropped"]:
-        say(
-            f"of {counts['conversations']} conversations {counts['truncated']} are cut to "
-            f"{cfg.row_length} tokens, and {counts['dropped']} are too long and dropped"
-        )
+    cut = {"truncated": counts["truncated"], "dropped": counts["dropped"], "what": "conversations"}
+    if warning := packing.overlong_warning(counts["conversations"], capacity=cfg.row_length, **cut):
+        say(warning)
     bins_of = functools.partial(
         data.cached_bins,
         cfg.cache,
@@ -308,6 +306,7 @@ def train(cfg, ps, tokenizer, model, init, told, phase, stopping, say):
     corpus, counts = open_conversations(cfg, tokenizer)
     rows, held_rows = pack(cfg, ps, corpus, counts, say)
     stages, optimizer = build(cfg, ps, model)
+    say(sinks.start_lines(stages, ps, rows, rows_per_step=cfg.rows, dtype="fp32"))
     checkpoint.require_space(cfg.out, stages, axis=ps.world, tell=say)
     facts = make_facts(cfg, model, tokenizer, corpus, rows)
     state = tk.resume(

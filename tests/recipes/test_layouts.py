@@ -10,6 +10,7 @@ from trainkit.testing import run_ranks
 SMALL = [*recipe_runs.SMALL.split(), "--rows", 8, "--save-every", 3, "--eval-every", 3]
 V = "zero_bubble_v" if passes_to_itself() else "interleaved_zero_bubble"  # what this torch can run
 KEPT = f"--schedule {V} --no-reshard-after-forward"
+DEGREES = ("pp", "dp_replicate", "dp_shard", "ring", "ulysses", "tp")
 LAYOUTS = {
     2: ["--pp 2", "--tp 2", "--ring 2", "--ulysses 2 --fold-sp none", "--cpu-offload"],
     4: [
@@ -39,11 +40,16 @@ def flags_of(out, text, steps, layout=""):
 
 @pytest.fixture(scope="module")
 def alone(text, tmp_path_factory):
-    """Return the directory of a run of 3 steps on one process, and what the model wrote."""
+    """Return the directory of a run of 3 steps on one process, its sample, and all it printed."""
     out = tmp_path_factory.mktemp("alone")
     code, printed = here(flags_of(out, text, 3))
     assert code == 0, printed
-    return out, written(printed)
+    return out, written(printed), printed
+
+
+def began(printed):
+    """Return the line that says what a run is: its parameters, where it is, and its layout."""
+    return next(line for line in printed.splitlines() if " parameters, " in line)
 
 
 def written(printed):
@@ -66,6 +72,10 @@ def test_every_layout_prints_the_numbers_of_one_process(world, text, alone, tmp_
             loss = pytest.approx(b["eval/loss"], rel=1e-5)
             assert (a["eval/tokens"], a["eval/loss"]) == (b["eval/tokens"], loss)
         assert written(printed) == alone[1], layout
+        assert began(printed).startswith(f"{began(alone[2]).removesuffix('1 rank')}{world} ranks: ")
+        flags = [flag[2:].replace("-", "_") for flag in layout.split()]
+        for flag, count in zip(flags, layout.split()[1:], strict=False):
+            assert flag not in DEGREES or f"{flag} {count}" in began(printed), layout
     assert all(done == (0, "") for rank in others for done in rank)
 
 

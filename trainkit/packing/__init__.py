@@ -9,7 +9,7 @@ from __future__ import annotations
 from trainkit.packing.balanced import balanced
 from trainkit.packing.bins import pack_bins
 from trainkit.packing.fits import VersionedFit, best_fit, first_fit, sequential, with_version
-from trainkit.packing.report import bins_hash, packing_report, row_costs
+from trainkit.packing.report import bins_hash, overlong_warning, packing_report, row_costs
 
 __all__ = [
     "VersionedFit",
@@ -17,6 +17,7 @@ __all__ = [
     "best_fit",
     "bins_hash",
     "first_fit",
+    "overlong_warning",
     "pack_bins",
     "packing_report",
     "row_costs",

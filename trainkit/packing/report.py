@@ -58,6 +58,35 @@ def packing_report(bins: Bins, lengths: ArrayLike | None = None) -> dict[str, in
     return report | _fates(bins, integers("packing_report", "lengths", lengths))
 
 
+def overlong_warning(
+    total: int, *, capacity: int, truncated: int = 0, dropped: int = 0, what: str = "documents"
+) -> str:
+    """Return a warning of how many documents are not trained on whole; "" where all of them are.
+
+    Args:
+        total: How many documents there are.
+        capacity: The most tokens of one.
+        truncated: How many lose their end.
+        dropped: How many are left out.
+        what: What a document is called.
+
+    Examples:
+        >>> overlong_warning(300, capacity=256, truncated=40, dropped=60, what="conversations")
+        'warning: 100 of 300 conversations are longer than 256 tokens: 33 % (40 cut, 60 dropped)'
+        >>> overlong_warning(300, capacity=256)
+        ''
+    """
+    found = truncated + dropped
+    if not found:
+        return ""
+    share = 100 * found / total
+    figure = f"{share:.0f}" if share >= 1 else f"{share:.1g}"
+    return (
+        f"warning: {found:,} of {total:,} {what} are longer than {capacity:,} tokens: {figure} % "
+        f"({truncated:,} cut, {dropped:,} dropped)"
+    )
+
+
 def row_costs(bins: Bins) -> IntArray:
     """Return what attention costs in each row: the sum over its pieces of length squared.
 

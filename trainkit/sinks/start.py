@@ -1,0 +1,79 @@
+"""What a run is, in two lines at its start: the model and where it is, the data and its steps."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from trainkit.packing.report import packing_report
+from trainkit.types import Bins, ParallelState
+
+if TYPE_CHECKING:
+    from torch import nn
+
+_DEGREES = ("pp", "dp_replicate", "dp_shard", "ring", "ulysses", "tp", "ep")
+
+
+def start_lines(
+    stages: Sequence[nn.Module], ps: ParallelState, rows: Bins, *, rows_per_step: int, dtype: str
+) -> str:
+    """Return two lines that say what is trained, where, and on how much.
+
+    Parameters are the whole model's in every layout: a shard counts as what it is a part of, and a
+    pipeline's copy of a tied embedding not at all.
+
+    Args:
+        stages: This rank's stages.
+        ps: The layout.
+        rows: What an epoch goes through, from `pack_bins`.
+        rows_per_step: Rows of a step, over all ranks.
+        dtype: What is computed in, in words.
+
+    Effects:
+        Communicates: all ranks of `ps.pp` must call it.
+
+    Examples:
+        >>> from torch import nn
+        >>> from trainkit.mesh import solo_parallel
+        >>> from trainkit.packing import pack_bins
+        >>> rows = pack_bins([6, 8, 3, 8], 8)
+        >>> print(
+        ...     start_lines([nn.Linear(9, 3)], solo_parallel(), rows, rows_per_step=2, dtype="fp32")
+        ... )
+        30 parameters, all trained, in fp32 on cpu, 1 rank
+        4 rows of 8 tokens, 78.1 % full; 2 rows a step (16 tokens): 2 steps an epoch
+    """
+    total, trained = _parameters(stages, ps)
+    share = "all trained" if trained == total else f"{trained:,} of them trained"
+    device = "cpu" if ps.device.type == "cpu" else _device_name(ps)
+    degrees = [(name, getattr(ps, name).count) for name in _DEGREES]
+    layout = " x ".join(f"{name} {count}" for name, count in degrees if count > 1)
+    ranks = f"{ps.world.count} ranks: {layout}" if layout else "1 rank"
+    full, steps = packing_report(rows)["efficiency"], len(rows) / rows_per_step
+    return (
+        f"{total:,} parameters, {share}, in {dtype} on {device}, {ranks}\n"
+        f"{len(rows):,} rows of {rows.capacity:,} tokens, {100 * full:.1f} % full; "
+        f"{rows_per_step:,} rows a step ({rows_per_step * rows.capacity:,} tokens): "
+        f"{f'{steps:,.0f}' if steps >= 100 else f'{steps:.3g}'} steps an epoch"
+    )
+
+
+def _parameters(stages: Sequence[nn.Module], ps: ParallelState) -> tuple[int, int]:
+    """Return how many numbers the whole model has, and how many of them are trained."""
+    from trainkit.collectives import all_gather_json  # noqa: PLC0415 -- loads torch
+    from trainkit.parallel.naming import (  # noqa: PLC0415 -- loads torch
+        is_tied_copy,
+        named_parameters_of,
+    )
+
+    own = [p for p in named_parameters_of(stages).values() if not is_tied_copy(p)]
+    counts = [sum(p.numel() for p in own), sum(p.numel() for p in own if p.requires_grad)]
+    totals = map(sum, zip(*all_gather_json(counts, ps.pp), strict=True))
+    return next(totals), next(totals)
+
+
+def _device_name(ps: ParallelState) -> str:
+    import torch  # noqa: PLC0415 -- slow to import
+
+    is_known = ps.device.type == "cuda"
+    return torch.cuda.get_device_name(ps.device) if is_known else ps.device.type
