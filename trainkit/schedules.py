@@ -188,9 +188,7 @@ def piecewise(lr: float, points: Sequence[Point]) -> Schedule:
     return lr_at
 
 
-def due(
-    step: int, every: int, *, last: int | None = None, powers_of_two: bool = False
-) -> bool:
+def due(step: int, every: int, *, last: int | None = None, powers_of_two: bool = False) -> bool:
     """Return whether it is time for what happens every `every` steps, and at the last one.
 
     Args:

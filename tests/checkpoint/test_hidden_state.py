@@ -34,7 +34,9 @@ class View(dict):
     """The state of several optimizers, made anew whenever it is asked for, and written through."""
 
     def __init__(self, parts):
-        self.home = {p: part.state for part in parts for g in part.param_groups for p in g["params"]}
+        self.home = {
+            p: part.state for part in parts for g in part.param_groups for p in g["params"]
+        }
         super().__init__((p, state[p]) for p, state in self.home.items() if p in state)
 
     def __missing__(self, p):

@@ -247,9 +247,7 @@ def test_a_stream_of_many_numbers_is_refused_at_once_and_never_saved(path, tmp_p
     assert "state.json is not the state of a run" in refusal(path)
     state, *rest = small_run()
     with pytest.raises(ValueError, match="has 100000 numbers of a stream"):
-        tk.save_checkpoint(
-            tmp_path, attrs.evolve(state, cursor=Cursor(1, tuple(numbers))), *rest
-        )
+        tk.save_checkpoint(tmp_path, attrs.evolve(state, cursor=Cursor(1, tuple(numbers))), *rest)
     assert time.monotonic() - began < 2
 
 

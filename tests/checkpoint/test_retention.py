@@ -221,7 +221,9 @@ NOT_OURS = {
 
 
 @pytest.mark.case("K11")
-@pytest.mark.parametrize("name", ["step_00000099", "step_00000001", "step_" + "\u0660" * 6 + "\u0669" * 2])
+@pytest.mark.parametrize(
+    "name", ["step_00000099", "step_00000001", "step_" + "\u0660" * 6 + "\u0669" * 2]
+)
 @pytest.mark.parametrize("make", NOT_OURS.values(), ids=NOT_OURS)
 def test_what_trainkit_has_not_made_is_left_alone(make, name, tmp_path):
     home = checkpoints(tmp_path, [2, 3, 4])

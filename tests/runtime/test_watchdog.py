@@ -308,8 +308,8 @@ def stopping(tmp_path, monkeypatch):
     monkeypatch.setattr(watchdog, "_end", lambda rank, error: ended.append(error))
 
     def after(seconds, grace=None):
-        rank.stopping = seconds
-        watchdog._act(rank, 1.0, lambda: "SIGTERM", grace, warned.append)
+        rank.stopping, rank.grace = seconds, grace
+        watchdog._act(rank, 1.0, lambda: "SIGTERM", warned.append)
         return len(ended), len(warned)
 
     return rank, after, ended, warned
@@ -367,7 +367,8 @@ def test_a_disk_that_hangs_the_watch_does_not_keep_last_words(tmp_path, monkeypa
         this_member(0), [], tmp_path / "ranks", "a", 0, ("start", 9.0), BEAT, [], {}
     )
     stop = threading.Event()
-    guard = (rank, stop, lambda: "SIGTERM", 0.5)
+    rank.grace = 0.5
+    guard = (rank, stop, lambda: "SIGTERM")
     watching = threading.Thread(target=watchdog._guard_the_watch, args=guard)
     watching.start()
     assert soon(lambda: codes)

@@ -190,7 +190,9 @@ def _listed(path: Path) -> Listed:
     problems = outline_problems(path)
     if problems:
         later = len(problems) == 1 and "upgrade trainkit" in problems[0]
-        return Listed(path.name, step_of(path), verified=None if later or not is_ours(path) else False)
+        return Listed(
+            path.name, step_of(path), verified=None if later or not is_ours(path) else False
+        )
     return Listed(path.name, step_of(path), score=score_of(path))
 
 

@@ -65,8 +65,8 @@ def trap_signals() -> Iterator[Asked]:
 
     SIGTERM, SIGINT, SIGUSR1 and SIGUSR2 set a flag and do nothing else. A second SIGINT leaves at
     once (exit code 76; the last checkpoint stands). Under torchrun a process whose launcher has
-    died is orphaned, and names it: torchrun dies of signals that it was not told to handle, and its workers
-    live on. SIGHUP is survived, but for workers of a torchrun that has lost its terminal, since it
+    died is orphaned, and names it: torchrun dies of signals that it was not told to handle, and its
+    workers live on. SIGHUP is survived, but for workers of a torchrun that has lost its terminal, since it
     kills them half a minute later. Output whose reader has left goes nowhere and ends nothing.
 
     `asked` may be called from any thread, as often as one likes. It knows of a signal as soon as it
