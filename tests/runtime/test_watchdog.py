@@ -272,7 +272,7 @@ def test_a_directory_that_somebody_removes_is_told_once(remove, tmp_path, monkey
 def test_a_run_whose_directory_is_another_runs_by_now_ends(tmp_path, monkeypatch):
     monkeypatch.setattr(watchdog, "_TICK", 0.01)
     ended, calls = [], []
-    monkeypatch.setattr(watchdog, "_end", lambda rank, error: ended.append(error))
+    monkeypatch.setattr(watchdog, "_end", lambda _, error: ended.append(error))
 
     def hold():
         calls.append(1)
@@ -305,7 +305,7 @@ def stopping(tmp_path, monkeypatch):
     """Return (a rank that is asked to stop, how it ends, what it warns of)."""
     rank = watchdog._join(tmp_path, solo_parallel().world, 600.0)
     ended, warned = [], []
-    monkeypatch.setattr(watchdog, "_end", lambda rank, error: ended.append(error))
+    monkeypatch.setattr(watchdog, "_end", lambda _, error: ended.append(error))
 
     def after(seconds, grace=None):
         rank.stopping, rank.grace = seconds, grace

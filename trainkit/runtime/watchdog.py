@@ -446,9 +446,7 @@ def _time_to_stop(rank: _Rank) -> float:
     return max(_GRACE, measured) if rank.grace is None else rank.grace
 
 
-def _guard_the_watch(
-    rank: _Rank, stop: threading.Event, asked: Callable[[], str | None]
-) -> None:
+def _guard_the_watch(rank: _Rank, stop: threading.Event, asked: Callable[[], str | None]) -> None:
     """End a process that shall stop when the watch itself hangs, as a disk can make it."""
     since, seen, stuck = 0.0, rank.looked, 0
     while not stop.wait(_SECOND):
