@@ -1,9 +1,9 @@
 """Defaults, a file and flags make one record; what is wrong is named, all of it, before step 1."""
 
 import math
+import os
 import subprocess
 import sys
-import os
 from pathlib import Path
 from typing import Literal
 

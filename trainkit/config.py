@@ -52,7 +52,7 @@ def _rule(holds: Callable[[Any], bool], want: str) -> Validator:
 
 positive = _rule(lambda value: value > 0, "above 0")
 non_negative = _rule(lambda value: value >= 0, "at least 0")
-bounded = _rule(lambda value: 0 < value <= 30 * 86400, "above 0 and at most 30 days in seconds")
+_waited = _rule(lambda value: 0 < value <= 30 * 86400, "above 0 and at most 30 days in seconds")
 fraction = _rule(lambda value: 0 <= value <= 1, "between 0 and 1")
 _positive_or_rest = _rule(lambda value: value > 0 or value == -1, "above 0, or -1 for the rest")
 _all_or_two = _rule(
@@ -128,13 +128,13 @@ class RunConfig:
     sinks: tuple[Literal["tensorboard", "wandb"], ...] = ()
     """Where metrics go besides metrics.jsonl: tensorboard, wandb."""
 
-    step_timeout: float = attrs.field(default=600.0, validator=bounded)
+    step_timeout: float = attrs.field(default=600.0, validator=_waited)
     """Seconds that a step may take before the run ends and the rank that is stuck is named."""
 
-    start_timeout: float = attrs.field(default=1800.0, validator=bounded)
+    start_timeout: float = attrs.field(default=1800.0, validator=_waited)
     """Seconds that everything before the first step's end may take."""
 
-    grace: float | None = attrs.field(default=None, validator=attrs.validators.optional(bounded))
+    grace: float | None = attrs.field(default=None, validator=attrs.validators.optional(_waited))
     """Seconds from a signal to stop until the launcher kills, less a few; by default 25, or what
     two steps and a save have taken."""
 

@@ -18,8 +18,8 @@ from trainkit.checkpoint import (
     saves,
     verify_checkpoint,
 )
-from trainkit.testing import run_ranks
 from trainkit.sinks import run_sinks
+from trainkit.testing import run_ranks
 from trainkit.types import CheckpointError, Cursor, DiskError, Share
 
 STEPS = 4
@@ -121,7 +121,7 @@ def test_an_empty_run_directory_is_a_fresh_start(tmp_path):
 
 
 LOST = {
-    "both tell": lambda run: None,
+    "both tell": lambda _: None,
     "run.json tells": lambda run: (run / "events.jsonl").unlink(),
     "events.jsonl tells": lambda run: (run / "run.json").unlink(),
 }

@@ -11,7 +11,6 @@ input ends it kills what it has started, and ends.
 
 import ast
 import contextlib
-import functools
 import inspect
 import json
 import os

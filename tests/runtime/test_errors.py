@@ -52,7 +52,7 @@ CASES = [
     (ConnectionResetError(errno.ECONNRESET, "Connection reset by peer"), 68),
     (RuntimeError("mat1 and mat2 shapes cannot be multiplied"), 70),
     (OSError(errno.EMFILE, "Too many open files", "out/metrics.jsonl"), 64),
-    (RuntimeError("socket: Too many open files"), 64),
+    (RuntimeError("[gloo/transport/tcp/device.cc:1] socket: Too many open files"), 64),
     (MemoryError(), 70),
     (torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 GiB. GPU 0 has"), 70),
     (OSError(errno.ENOMEM, "Cannot allocate memory"), 70),

@@ -272,7 +272,7 @@ def test_a_directory_that_somebody_removes_is_told_once(remove, tmp_path, monkey
 def test_a_run_whose_directory_is_another_runs_by_now_ends(tmp_path, monkeypatch):
     monkeypatch.setattr(watchdog, "_TICK", 0.01)
     ended, calls = [], []
-    monkeypatch.setattr(watchdog, "_end", lambda rank, error: ended.append(error))
+    monkeypatch.setattr(watchdog, "_end", lambda _, error: ended.append(error))
 
     def hold():
         calls.append(1)
@@ -305,11 +305,11 @@ def stopping(tmp_path, monkeypatch):
     """Return (a rank that is asked to stop, how it ends, what it warns of)."""
     rank = watchdog._join(tmp_path, solo_parallel().world, 600.0)
     ended, warned = [], []
-    monkeypatch.setattr(watchdog, "_end", lambda rank, error: ended.append(error))
+    monkeypatch.setattr(watchdog, "_end", lambda _, error: ended.append(error))
 
     def after(seconds, grace=None):
-        rank.stopping = seconds
-        watchdog._act(rank, 1.0, lambda: "SIGTERM", grace, warned.append)
+        rank.stopping, rank.grace = seconds, grace
+        watchdog._act(rank, 1.0, lambda: "SIGTERM", warned.append)
         return len(ended), len(warned)
 
     return rank, after, ended, warned
@@ -367,7 +367,8 @@ def test_a_disk_that_hangs_the_watch_does_not_keep_last_words(tmp_path, monkeypa
         this_member(0), [], tmp_path / "ranks", "a", 0, ("start", 9.0), BEAT, [], {}
     )
     stop = threading.Event()
-    guard = (rank, stop, lambda: "SIGTERM", 0.5)
+    rank.grace = 0.5
+    guard = (rank, stop, lambda: "SIGTERM")
     watching = threading.Thread(target=watchdog._guard_the_watch, args=guard)
     watching.start()
     assert soon(lambda: codes)

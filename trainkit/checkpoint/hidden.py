@@ -33,7 +33,7 @@ def hidden_state(optimizer: torch.optim.Optimizer, names: Mapping[int, str]) -> 
     shown = {p: optimizer.state.get(p, {}) for p in stepped.values()}
     known = {id(x) for values in shown.values() for x in values.values() if isinstance(x, Tensor)}
     sizes = {p.numel() for p in shown} | {sum(p.numel() for p in shown)}
-    found = []
+    found: list[str] = []
     for place, held in _held_by(optimizer):
         if not isinstance(held, Tensor):
             kind = type(held).__name__

@@ -197,8 +197,8 @@ def _described(
     if len(state.cursor.stream) > MOST_STREAM or state.cursor.batch > MOST_BATCHES:
         raise ValueError(
             f"save_checkpoint: the cursor is at batch {state.cursor.batch} and has "
-            f"{len(state.cursor.stream)} numbers of a stream; a checkpoint holds {MOST_BATCHES} and "
-            f"{MOST_STREAM} at most"
+            f"{len(state.cursor.stream)} numbers of a stream; a checkpoint holds {MOST_BATCHES} "
+            f"and {MOST_STREAM} at most"
         )
     axes = ("pp", "dp_replicate", "dp_shard", "ring", "ulysses", "tp", "ep")
     on_gpu = ps.device.type == "cuda"

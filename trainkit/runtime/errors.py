@@ -255,8 +255,9 @@ def error_code(error: BaseException) -> int:
     """Return the exit code of a recipe that `error` ends.
 
     Returns:
-        64 configuration, environment or a bad argument, 65 data, 66 checkpoint, 67 numerics, 68 a
-        peer lost or a timeout, 70 a bug or no memory left, 74 disk, 76 interrupted.
+        64 configuration, environment (no file left to open) or a bad argument, 65 data, 66
+        checkpoint, 67 numerics, 68 a peer lost or a timeout, 70 a bug or no memory left, 74 disk,
+        76 interrupted.
 
     Examples:
         >>> error_code(ValueError("x")), error_code(OSError(28, "No space left on device"))
@@ -268,13 +269,11 @@ def error_code(error: BaseException) -> int:
         return _INTERRUPTED
     if is_out_of_memory(error):
         return _BUG
-    if _is_out_of_files(error):
-        return _USAGE
-    if _is_peer_loss(error):
+    if _is_peer_loss(error) and not _is_out_of_files(error):
         return _PEER
-    if isinstance(error, OSError):
-        return _DISK if error.errno in _DISK_ERRORS else _BUG
-    return _USAGE if isinstance(error, ValueError) else _BUG
+    if isinstance(error, OSError) and error.errno in _DISK_ERRORS:
+        return _DISK
+    return _USAGE if isinstance(error, ValueError) or _is_out_of_files(error) else _BUG
 
 
 def is_out_of_memory(error: BaseException) -> bool:
@@ -353,7 +352,7 @@ def _facts_of(error: BaseException, run_dir: str | Path | None) -> dict[str, Any
     hint = _FILES_HINT if _is_out_of_files(error) else hint
     facts = {
         "code": code,
-        "what": _what(error, code),
+        "what": _what(error),
         "where": _where(error),
         "rank": _rank(),
         "step": None if run_dir is None else last_step(Path(run_dir) / "metrics.jsonl"),
@@ -366,7 +365,7 @@ def _facts_of(error: BaseException, run_dir: str | Path | None) -> dict[str, Any
     return {k: v if isinstance(v, plain) else repr(v) for k, v in facts.items()}
 
 
-def _what(error: BaseException, code: int) -> str:
+def _what(error: BaseException) -> str:
     if isinstance(error, KeyboardInterrupt):
         return "interrupted; the last checkpoint stands"
     text = " ".join(str(error).split())

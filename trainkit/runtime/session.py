@@ -39,10 +39,11 @@ def open_run(
     code; `trap_signals` hears a signal while ranks still look for each other; `parallel_session`
     brings them together; `make_run_dir` tries the directory on all ranks, and if one of them cannot
     write there, all end (on its own it would leave the others waiting for it); `run_lock` refuses a
-    directory that another job trains in, or that not all ranks share; `report_errors` again, since from here on a traceback has
-    a directory to lie in; `watch` ends all ranks when one is lost or stuck; `stop_votes` lets all
-    stop after the same step; `agree_at_start` compares what the ranks were started with. A script
-    that wants fewer of them opens those itself, down to `parallel_session` alone.
+    directory that another job trains in, or that not all ranks share; `report_errors` again, since
+    from here on a traceback has a directory to lie in; `watch` ends all ranks when one is lost or
+    stuck; `stop_votes` lets all stop after the same step; `agree_at_start` compares what the ranks
+    were started with. A script that wants fewer of them opens those itself, down to
+    `parallel_session` alone.
 
     Args:
         run_dir: The run directory; it is made.

@@ -65,9 +65,10 @@ def trap_signals() -> Iterator[Asked]:
 
     SIGTERM, SIGINT, SIGUSR1 and SIGUSR2 set a flag and do nothing else. A second SIGINT leaves at
     once (exit code 76; the last checkpoint stands). Under torchrun a process whose launcher has
-    died is orphaned, and names it: torchrun dies of signals that it was not told to handle, and its workers
-    live on. SIGHUP is survived, but for workers of a torchrun that has lost its terminal, since it
-    kills them half a minute later. Output whose reader has left goes nowhere and ends nothing.
+    died is orphaned, and names it: torchrun dies of signals that it was not told to handle, and its
+    workers live on. SIGHUP is survived, but for workers of a torchrun that has lost its terminal,
+    since it kills them half a minute later. Output whose reader has left, or does not read, goes
+    nowhere and holds nothing up.
 
     `asked` may be called from any thread, as often as one likes. It knows of a signal as soon as it
     has arrived, also while the main thread is stuck in a collective and runs no Python: the
@@ -247,8 +248,8 @@ def _readers_may_leave() -> Iterator[None]:
     for stream in streams:
         write = _never_failing(stream.write, stream)
         flush = _never_failing(stream.flush, stream)
-        stream.write = _never_waiting(write, flush, stream) if _is_pipe(stream) else write
-        stream.flush = flush
+        patient = _never_waiting(write, flush, stream) if _is_pipe(stream) else write
+        vars(stream).update(write=patient, flush=flush)
     try:
         yield
     finally:

@@ -84,8 +84,9 @@ _GONE = (
     "checkpoint there any more to go back to; the next save begins a new one in its place"
 )
 _APART = (
-    "ranks that wait for each other at different places are most often a fault of the recipe, which "
-    "the same command meets again: every rank must call the same collectives in the same order"
+    "ranks that wait for each other at different places are most often a fault of the recipe, "
+    "which the same command meets again: every rank must call the same collectives in the same "
+    "order"
 )
 _LOOKS = 5  # looks at which a rank must be slow in a row
 _GRACE = 25.0  # seconds for a stop, at least: most launchers kill after 30
@@ -120,6 +121,9 @@ class _Rank:
     state: str = "running"
     unwinding: bool = False
     is_there: Callable[[], bool] = lambda: True  # the run directory
+    hold: Callable[[], None] = lambda: None  # keep it this run's
+    grace: float | None = None  # seconds that a stop may take
+    timed: tuple[str, float] | None = None  # the phase that `elapsed` is of
 
     @property
     def number(self) -> int:
@@ -193,9 +197,10 @@ def watch(
         rank_00000.json
     """
     rank, stop, warn = _join(Path(run_dir), axis, allow), threading.Event(), tell or _to_stderr
-    work = (rank, stop, asked, grace, hold, warn)
+    rank.hold, rank.grace = hold, grace
+    work = (rank, stop, asked, warn)
     thread = threading.Thread(target=_keep_watch, args=work, name="trainkit watch", daemon=True)
-    guard = threading.Thread(target=_guard_the_watch, args=(rank, stop, asked, grace), daemon=True)
+    guard = threading.Thread(target=_guard_the_watch, args=(rank, stop, asked), daemon=True)
 
     def phase(name: str, allow: float | None = None) -> None:
         rank.phase = name, rank.phase[1] if allow is None else allow
@@ -275,11 +280,9 @@ def _keep_watch(
     rank: _Rank,
     stop: threading.Event,
     asked: Callable[[], str | None],
-    grace: float | None,
-    hold: Callable[[], None],
     warn: Callable[[str], object],
 ) -> None:
-    first, phase, before, ticks = rank.phase, rank.phase, time.monotonic(), 0
+    first, before, ticks = rank.phase, time.monotonic(), 0
     late, on_one_host = dict.fromkeys(rank.near, 0), all(rank.near.values())
     told: list[str] = []
     while not stop.wait(_TICK):
@@ -287,26 +290,20 @@ def _keep_watch(
         now = time.monotonic()
         passed, before, ticks = min(now - before, 5 * _TICK), now, ticks + 1
         rank.looked = now
-        if rank.phase is not phase:
-            if phase[0].startswith("step "):
-                rank.steps.append(rank.elapsed)
-            phase, rank.elapsed = rank.phase, 0.0
-        rank.elapsed += passed
-        rank.unseen += passed
-        _time_saves(rank, passed)
+        _measure(rank, passed)
         is_turn = ticks % _PER_BEAT == 0
         with _going_on(told, warn):
             if is_turn or (on_one_host and rank.phase[0] != rank.beat.phase):
                 _beat(rank)
         with _going_on(told, warn):
-            if phase is not first:
+            if rank.timed is not first:
                 rank.busy.append(not _waits(rank.thread))
             if rank.stopping or asked() is not None:
                 rank.stopping += passed
         with _going_on(told, warn):
             if is_turn:
                 _look_around(rank)
-                _act(rank, passed * _PER_BEAT, asked, grace, warn)
+                _act(rank, passed * _PER_BEAT, asked, warn)
         with _going_on(told, warn):
             if is_turn:
                 _warn_of_stragglers(rank, late, warn)
@@ -316,13 +313,13 @@ def _keep_watch(
                 warn(_GONE.format(rank.folder.parent))
         with _going_on(told, warn):
             if is_turn and rank.number == 0:
-                _keep_directory(rank, hold)
+                _keep_directory(rank)
 
 
-def _keep_directory(rank: _Rank, hold: Callable[[], None]) -> None:
+def _keep_directory(rank: _Rank) -> None:
     """End this process if another run is in the directory that was this one's."""
     try:
-        hold()
+        rank.hold()
     except ConfigError as error:
         _end(
             rank,
@@ -429,28 +426,33 @@ def _warn_of_stragglers(rank: _Rank, late: dict[int, int], warn: Callable[[str],
             )
 
 
-def _time_saves(rank: _Rank, passed: float) -> None:
-    """Measure how long saves take in their threads."""
+def _measure(rank: _Rank, passed: float) -> None:
+    """Count the time of this phase, and how long steps, and saves in their threads, have taken."""
+    if rank.timed is not rank.phase:
+        if rank.timed is not None and rank.timed[0].startswith("step "):
+            rank.steps.append(rank.elapsed)
+        rank.timed, rank.elapsed = rank.phase, 0.0
+    rank.elapsed += passed
+    rank.unseen += passed
+    if not rank.stopping:  # one that hangs then is no measure of what to wait for
+        rank.save = max(rank.save, rank.saving)
     is_saving = any(thread.name == SAVE_THREAD for thread in threading.enumerate())
-    rank.save = max(rank.save, rank.saving) if not rank.stopping else rank.save
     rank.saving = rank.saving + passed if is_saving else 0.0
 
 
-def _time_to_stop(rank: _Rank, grace: float | None) -> float:
+def _time_to_stop(rank: _Rank) -> float:
     """Return how many seconds a stop may take: what is asked for, or what was measured."""
     measured = 2 * max(rank.steps, default=0.0) + rank.save + 5.0
-    return max(_GRACE, measured) if grace is None else grace
+    return max(_GRACE, measured) if rank.grace is None else rank.grace
 
 
-def _guard_the_watch(
-    rank: _Rank, stop: threading.Event, asked: Callable[[], str | None], grace: float | None
-) -> None:
+def _guard_the_watch(rank: _Rank, stop: threading.Event, asked: Callable[[], str | None]) -> None:
     """End a process that shall stop when the watch itself hangs, as a disk can make it."""
     since, seen, stuck = 0.0, rank.looked, 0
     while not stop.wait(_SECOND):
         since += 1.0 if since or asked() is not None else 0.0
         stuck, seen = stuck + 1 if rank.looked == seen else 0, rank.looked
-        if since > _time_to_stop(rank, grace) and stuck > _STUCK:
+        if since > _time_to_stop(rank) and stuck > _STUCK:
             what = f"watch: was asked to stop ({asked()}), but the disk of {rank.folder.parent} "
             _end_without_disk(PreemptedError.code, f"{what}does not answer")
 
@@ -459,7 +461,6 @@ def _act(
     rank: _Rank,
     passed: float,
     asked: Callable[[], str | None],
-    grace: float | None,
     warn: Callable[[str], object],
 ) -> None:
     """End the process if the main thread, which could go on or end by itself, does not."""
@@ -474,17 +475,21 @@ def _act(
     hopeless = failure is not None and (rank.beat.is_overdue or failure.rank == rank.number)
     if failure is not None and (hopeless or rank.doomed > _CAUSE_GRACE):
         _end(rank, _error_of(rank, failure))
-    allowed, least = _time_to_stop(rank, grace), _GRACE if grace is None else grace
-    if rank.stopping <= least:
-        return
+    if rank.stopping > (_GRACE if rank.grace is None else rank.grace):
+        _end_late_stop(rank, asked() or "a signal", warn)
+
+
+def _end_late_stop(rank: _Rank, reason: str, warn: Callable[[str], object]) -> None:
+    """End a process that was to stop, or say once that it takes long, if it may go on."""
+    allowed = _time_to_stop(rank)
     may_go_on = rank.stopping <= 2 * allowed and _may_finish_saving(rank)
-    if grace is None and (rank.stopping <= allowed or may_go_on):
+    if rank.grace is None and (rank.stopping <= allowed or may_go_on):
         if not rank.told_late:  # a launcher may kill at any time from now on
-            words, _ = _unsaved(rank, asked() or "a signal", least)
+            words, _ = _unsaved(rank, reason, _GRACE)
             warn(f"warning: watch: rank {rank.number} {words}; it goes on for some time")
         rank.told_late = True
         return
-    what, code = _unsaved(rank, asked() or "a signal", allowed)
+    what, code = _unsaved(rank, reason, allowed)
     failure = Failure(rank.session, rank.number, what, code=code)
     tell_failure(rank.folder, failure)
     _end(rank, _error_of(rank, failure))
@@ -570,7 +575,7 @@ def _end(rank: _Rank, error: TrainkitError) -> NoReturn:
 
 
 def _end_without_disk(code: int, what: str) -> NoReturn:
-    """End this process after last words that touch no file (1 s at most, for a pipe may be full)."""
+    """End this process after last words that touch no file (1 s at most: a pipe may be full)."""
     words = last_words(code, what)
     teller = threading.Thread(target=os.write, args=(2, words), daemon=True)
     teller.start()
