@@ -4,6 +4,7 @@ import math
 import os
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Literal
 
@@ -115,6 +116,7 @@ def test_a_required_field_may_come_from_either(tmp_path):
     [
         (["--stpes", "3"], "unknown flag --stpes (did you mean --steps?)"),
         (["--schedule-step=3"], "unknown flag --schedule-step (did you mean --schedule-steps?)"),
+        (["--seed", "9" * 26], "seed must be below 2^63, got 99999"),
         (["--zzz", "--lrr", "1"], "unknown flag --zzz; unknown flag --lrr (did you mean --lr?)"),
         (["--steps", "3.7"], "--steps: invalid literal for int() with base 10: '3.7'"),
         (["--steps"], "Missing value for argument '--steps'"),
@@ -139,6 +141,62 @@ def test_a_wrong_command_line_is_one_line_that_says_what(argv, message, capsys):
     assert "\n" not in str(caught.value)
     assert "│" not in str(caught.value)
     assert capsys.readouterr() == ("", "")
+
+
+def test_a_flag_that_is_near_none_is_not_taken_for_a_short_one():
+    for flag in ("--lora", "--dp", "--" + "x" * 1_000_000):
+        with pytest.raises(ConfigError) as caught:
+            load_config(Config, [flag])
+        assert str(caught.value) == f"unknown flag {flag[:100]}"
+
+
+def many_keys(path):
+    path.write_text("".join(f"some_key_{i:010d} = 1\n" for i in range(440_000)))
+
+
+def deep(path):
+    path.write_text(f"seed = {'[' * 30_000}{']' * 30_000}")
+
+
+def deep_keys(path):
+    path.write_text(f"seed{'.a' * 30_000} = 1")
+
+
+def nested(path):
+    path.write_text(f"seed{'.a' * 900} = 1")
+
+
+def sparse(path):
+    with path.open("wb") as file:
+        file.truncate(3 << 30)
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (os.mkfifo, "is no regular file"),
+        (sparse, "has 3221225472 bytes, where 65536 are the most"),
+        (many_keys, "has 10560000 bytes, where"),
+        (deep, "nested too deep for a configuration"),
+        (deep_keys, "nested too deep for a configuration"),
+        (nested, "seed must be int, got {'a': {'a': {'a'"),
+    ],
+)
+def test_a_file_that_would_never_be_read_is_refused_at_once(tmp_path, make, message):
+    make(tmp_path / "config.toml")
+    begin = time.perf_counter()
+    with pytest.raises(ConfigError) as caught:
+        load_config(Config, ["--config", str(tmp_path / "config.toml")])
+    assert str(caught.value).startswith(f"{tmp_path / 'config.toml'}: {message}")
+    assert time.perf_counter() - begin < 2
+
+
+def test_of_many_problems_the_first_are_told(tmp_path):
+    file = write(tmp_path, "".join(f"some_key_{i} = 1\n" for i in range(3000)))
+    begin = time.perf_counter()
+    with pytest.raises(ConfigError, match=r"some_key_19; and 2980 more$"):
+        read_config(Config, file)
+    assert time.perf_counter() - begin < 2
 
 
 @pytest.mark.case("G1", "G2", "G11")
@@ -220,7 +278,7 @@ numbers = st.floats(allow_nan=False)
 configs = st.builds(
     Config,
     out=strings.filter(lambda text: "\0" not in text).map(Path),
-    steps=st.integers(),
+    steps=st.integers(-(2**63), 2**63 - 1),
     seed=st.integers(0, 2**63 - 1),
     lr=st.floats(min_value=0, exclude_min=True),
     max_norm=st.none() | numbers,

@@ -13,6 +13,7 @@ import json
 import math
 import os
 import re
+import reprlib
 import sys
 import tomllib
 from collections.abc import Callable, Container, Iterable, Sequence
@@ -24,11 +25,19 @@ from typing import Any, Literal, TypeVar, get_origin, get_type_hints
 import attrs
 
 from trainkit.checkpoint.retention import Retention
+from trainkit.files import read_bounded
 from trainkit.health import Policy
 from trainkit.runtime.errors import needs_extra
 from trainkit.types import ConfigError
 
 T = TypeVar("T")
+
+_INT64 = 1 << 63
+_short = reprlib.Repr()  # which bounds depth and length
+_short.maxstring = _short.maxother = 100
+_MOST_BYTES = 1 << 16  # of a configuration file
+_MOST_DOTS = 1000  # of a line of it
+_MOST_PROBLEMS = 20  # that are told, each with the nearest name: a search takes a millisecond
 
 Validator = Callable[[Any, "attrs.Attribute[Any]", Any], None]
 """The type of an attrs validator."""
@@ -377,8 +386,11 @@ def _flag(name: str) -> str:
 
 
 def _nearest(name: str, names: Iterable[str]) -> str:
-    near = difflib.get_close_matches(name, list(names), n=1)
-    return f" (did you mean {near[0]}?)" if near else ""
+    # Without the dashes of flags, which are alike in all: --lora is nowhere near --lr.
+    dashes = name[: len(name) - len(name.lstrip("-"))]
+    bare = [known.lstrip("-") for known in names]
+    near = difflib.get_close_matches(name[:100].lstrip("-"), bare, n=1, cutoff=0.7)
+    return f" (did you mean {dashes}{near[0]}?)" if near else ""
 
 
 def _refuse_undecoded(argv: Sequence[str]) -> None:
@@ -400,7 +412,7 @@ def _check_flags(config_type: type[Any], argv: Sequence[str]) -> None:
         *("--no-" + f[2:] for f in flags if types.get(f[2:].replace("-", "_")) is bool),
     }
     given = (_flag(word[2:].partition("=")[0]) for word in argv if word.startswith("--"))
-    unknown = [f"unknown flag {f}{_nearest(f, flags)}" for f in given if f not in known]
+    unknown = [f"unknown flag {f[:100]}{_nearest(f, flags)}" for f in given if f not in known]
     _raise_all(unknown, "command line")
 
 
@@ -427,7 +439,7 @@ def _reason(message: str) -> str:
 def _from_file(config_type: type[T], path: str | Path, absent: Any) -> T:
     """Return the record of a file, with `absent` for what it lacks, or raise all that is wrong."""
     try:
-        table = tomllib.loads(Path(path).read_text(encoding="utf-8"))
+        table = _toml_table(read_bounded(Path(path), most=_MOST_BYTES).decode())
     except (OSError, ValueError) as error:
         reason = getattr(error, "strerror", None) or error
         raise ConfigError(f"{path}: {reason}", where=str(path)) from error
@@ -441,6 +453,16 @@ def _from_file(config_type: type[T], path: str | Path, absent: Any) -> T:
     return config
 
 
+def _toml_table(text: str) -> dict[str, Any]:
+    """Parse a file; the parser takes the square of a dotted key's parts in time and memory."""
+    try:
+        if max((line.count(".") for line in text.splitlines()), default=0) < _MOST_DOTS:
+            return tomllib.loads(text)
+    except RecursionError:
+        pass
+    raise ValueError("nested too deep for a configuration")
+
+
 def _typed_values(table: dict[str, Any], types: dict[str, Any]) -> tuple[dict[str, Any], list[str]]:
     """Return the values of a table by field name, and what is wrong with the others."""
     convert = _converter()
@@ -449,14 +471,16 @@ def _typed_values(table: dict[str, Any], types: dict[str, Any]) -> tuple[dict[st
     for key, value in table.items():
         name = key.replace("-", "_")
         if name not in types:
-            problems.append(f"unknown key {key}{_nearest(name, types)}")
+            near = _nearest(name, types) if len(problems) < _MOST_PROBLEMS else ""
+            problems.append(f"unknown key {key[:100]}{near}")
         elif name in values:
             problems.append(f"{name} stands there twice, with dashes and with underscores")
         else:
             try:
                 values[name] = convert(value, types[name])
             except Exception:  # noqa: BLE001 -- cattrs raises groups and bare Exceptions
-                problems.append(f"{name} must be {_readable(types[name])}, got {value!r}")
+                shown = _short.repr(value)
+                problems.append(f"{name} must be {_readable(types[name])}, got {shown}")
     return values, problems
 
 
@@ -496,7 +520,8 @@ def _converter() -> Callable[[Any, Any], Any]:
 def _rule_problems(config: Any, names: Container[str] | None = None) -> list[str]:
     """Return what breaks a field's rule: all of it, where attrs itself would stop at the first.
 
-    NaN, which passes through comparisons unseen, is refused for every field.
+    NaN, which passes through comparisons unseen, and integers beyond int64 are refused for every
+    field.
     """
     problems: list[str] = []
     for attribute in attrs.fields(type(config)):
@@ -508,6 +533,8 @@ def _rule_problems(config: Any, names: Container[str] | None = None) -> list[str
             problems.append(f"{attribute.name} must be a number, got {value!r}")
         elif any(isinstance(part, Path) and "\0" in str(part) for part in parts):
             problems.append(f"{attribute.name} must have no null byte, got {str(value)!r}")
+        elif any(isinstance(part, int) and not -_INT64 <= part < _INT64 for part in parts):
+            problems.append(f"{attribute.name} must be below 2^63, got {value!r}")
         elif attribute.validator is not None:
             try:
                 attribute.validator(config, attribute, value)
@@ -518,5 +545,7 @@ def _rule_problems(config: Any, names: Container[str] | None = None) -> list[str
 
 
 def _raise_all(problems: Sequence[str], where: str) -> None:
-    if problems:
-        raise ConfigError("; ".join(problems), where=where)
+    told, more = problems[:_MOST_PROBLEMS], len(problems) - _MOST_PROBLEMS
+    if told:
+        rest = [f"and {more} more"] if more > 0 else []
+        raise ConfigError("; ".join([*told, *rest]), where=where)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import secrets
 import shutil
@@ -60,6 +61,32 @@ def disk_errors(path: Path, *, by: str, needed: int | None = None) -> Iterator[N
         raise DiskError(
             f"{by}: cannot write {path}: {error.strerror}{room}", where=path, got=free, want=needed
         ) from error
+
+
+def read_bounded(path: Path, *, most: int) -> bytes:
+    """Return the bytes of a regular file of at most `most`; what is none, or larger, is not read.
+
+    Raises:
+        OSError: As `open` does; or it is a pipe, which might never end, or too large.
+
+    Examples:
+        >>> from pathlib import Path
+        >>> read_bounded(Path("/dev/null"), most=10)
+        Traceback (most recent call last):
+        ...
+        OSError: [Errno 22] is no regular file: '/dev/null'
+    """
+    # Without O_NONBLOCK a pipe that nobody writes to cannot even be opened.
+    with open(os.open(path, os.O_RDONLY | os.O_NONBLOCK), "rb") as file:  # noqa: PTH123
+        found = os.fstat(file.fileno())
+        if stat.S_ISDIR(found.st_mode):
+            raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
+        if not stat.S_ISREG(found.st_mode):
+            raise OSError(errno.EINVAL, "is no regular file", str(path))
+        if found.st_size > most:
+            what = f"has {found.st_size} bytes, where {most} are the most"
+            raise OSError(errno.EFBIG, what, str(path))
+        return file.read(most)
 
 
 def who_else_can_write(path: Path) -> list[str]:

@@ -95,6 +95,16 @@ def test_binary_files_are_refused_with_the_byte(tmp_path, content, message):
     assert caught.value.where == tmp_path / "x/b.txt"
 
 
+@pytest.mark.parametrize("name", ["a.txt", "a.jsonl"])
+def test_nothing_but_nul_bytes_is_refused_at_the_first(tmp_path, name):
+    with (tmp_path / name).open("wb") as file:
+        file.truncate(3 << 30)
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    with pytest.raises(DataError, match=rf"{name}: .* NUL byte"):
+        open_corpus(tmp_path)
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 100 << 10  # KiB
+
+
 @pytest.mark.case("D8")
 def test_pipes_and_broken_links_in_a_directory_are_refused(tmp_path):
     (tmp_path / "a.txt").symlink_to(tmp_path / "gone")

@@ -301,8 +301,23 @@ def pipe(path):
     os.mkfifo(path)
 
 
+def huge(path):
+    path.unlink()
+    with path.open("wb") as file:
+        file.truncate(2 << 30)
+
+
 @pytest.mark.usefixtures("quick")
-@pytest.mark.parametrize("instead", [nothing, folder_instead, link_to_nowhere, pipe])
+def test_a_key_file_far_too_large_is_not_read(tmp_path):
+    kept_bins(tmp_path)
+    plan = plan_in(tmp_path)
+    huge(plan / "key.json")
+    with pytest.raises(plan_files.UnusablePlanError, match=r"key\.json: has 2147483648 bytes"):
+        plan_files.open_plan(plan, {})
+
+
+@pytest.mark.usefixtures("quick")
+@pytest.mark.parametrize("instead", [nothing, folder_instead, link_to_nowhere, pipe, huge])
 def test_what_is_no_file_of_a_plan_is_replaced(tmp_path, instead):
     kept_bins(tmp_path)
     plan = plan_in(tmp_path)

@@ -196,6 +196,13 @@ def test_what_is_left_out_is_told_and_two_kinds_of_files_are_refused(source, out
     assert texts_of(out) == ["last"]
 
 
+def test_a_file_of_nul_bytes_is_refused_at_the_first(tmp_path):
+    with (tmp_path / "a.jsonl").open("wb") as file:
+        file.truncate(3 << 30)
+    with pytest.raises(DataError, match=r"a\.jsonl: bad JSON: a line with a NUL byte"):
+        chunks.cut_source(tmp_path / "a.jsonl", suffixes=TEXT_SUFFIXES, chunk_bytes=1 << 20)
+
+
 def test_a_name_that_could_not_be_reported_is_refused_at_once(source, out):
     write_lines(source / "a.jsonl", ["a"])
     with pytest.raises(DataError, match=r"\\udcff.tokens: the name is no UTF-8"):

@@ -1,6 +1,7 @@
 """Text to tokens and back: bytes, a tokenizer.json, a BPE trained here, and any other object."""
 
 import json
+import os
 import sys
 
 import pytest
@@ -276,6 +277,26 @@ def test_a_file_that_is_no_tokenizer_is_refused_by_name(bpe, tmp_path):
     (tmp_path / "tokenizer_config.json").write_text("[]")
     with pytest.raises(DataError, match=r"tokenizer_config\.json: no JSON object but list"):
         hf_tokenizer(path)
+
+
+def test_a_file_that_would_take_all_memory_is_refused_at_once(bpe, tmp_path):
+    path = tmp_path / "tokenizer.json"
+    os.mkfifo(path)
+    with pytest.raises(DataError, match=r"tokenizer\.json: is no regular file"):
+        open_tokenizer(path)
+    path.unlink()
+    with path.open("wb") as file:
+        file.truncate(3 << 30)
+    with pytest.raises(DataError, match=r"has 3221225472 bytes, where 134217728 are the most"):
+        open_tokenizer(path)
+    facts = json.loads(bpe.backend.to_str())
+    facts["model"]["vocab"]["far"] = 2**32 - 1
+    path.write_text(json.dumps(facts))
+    with pytest.raises(DataError, match=r"its largest id is 4294967295, and it has 3\d\d tokens"):
+        open_tokenizer(path)
+    facts["model"]["vocab"]["far"] = 1000  # some unused are usual
+    path.write_text(json.dumps(facts))
+    assert open_tokenizer(path).vocab_size == 1001
 
 
 def test_an_object_is_copied_and_its_truncation_does_not_count(bpe):

@@ -171,6 +171,8 @@ def _lines(path: Path, source: str, sources: dict[str, str] | None) -> Iterator[
             for line in ended:
                 yield bytes(begun) + line
                 begun.clear()
+            if b"\0" in last:  # else a file of them would be read whole, as one line
+                raise DataError(f"{path}: bad JSON: a line with a NUL byte", where=path)
             begun += last
     if begun:
         yield bytes(begun)

@@ -186,19 +186,23 @@ def hash_of(file: BinaryIO, path: Path) -> str:
     return digest.hexdigest()
 
 
-def _read_bytes(path: Path) -> bytes:
+def _read_bytes(path: Path) -> bytearray:
+    """Read a file up to its end, or to its first NUL byte, however much may follow."""
     check_readable(path)
-    return retried(path.read_bytes, path)
+    data = bytearray()
+    with opened(path) as file:
+        for block in blocks(file, path):
+            if b"\0" in block:
+                raise _binary(path, f"a NUL byte at byte {len(data) + block.index(0)}")
+            data += block
+    return data
 
 
-def _decoded(data: bytes, path: Path) -> str:
+def _decoded(data: bytearray, path: Path) -> str:
     try:
-        text = data.decode()
+        return data.decode()
     except UnicodeDecodeError as error:
         raise _binary(path, f"invalid UTF-8 at byte {error.start}") from error
-    if "\0" in text:
-        raise _binary(path, f"a NUL byte at byte {data.index(0)}")
-    return text
 
 
 def _walk(root: Path) -> Iterator[str]:

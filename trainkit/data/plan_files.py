@@ -24,7 +24,7 @@ import attrs
 import numpy as np
 import orjson
 
-from trainkit.files import sync_folder
+from trainkit.files import read_bounded, sync_folder
 from trainkit.types import Bins, DataError, DiskError
 
 if TYPE_CHECKING:
@@ -33,6 +33,7 @@ if TYPE_CHECKING:
 FORMAT = 1
 """The version of this layout. A plan of another one is unusable, so it is packed anew."""
 _DATA, _KEY = "bins.i64", "key.json"
+_MOST_KEY = 1 << 20  # bytes of key.json, which has about a thousand
 _BESIDE = re.compile(r"\.plan-([0-9]{1,9})-[0-9a-f]{8}-(.+)")  # the writer's process and host
 _FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO}
 _TAKEN = {errno.EEXIST, errno.ENOTEMPTY, errno.ENOTDIR}
@@ -112,9 +113,8 @@ def open_plan(folder: Path, key: dict[str, Any]) -> Plan | None:
 
 def _read_record(path: Path, key: dict[str, Any]) -> dict[str, Any]:
     """Return what `key.json` says, which must be that this is the plan of `key`."""
-    _check_regular(path)
     try:
-        record = orjson.loads(path.read_bytes())
+        record = orjson.loads(read_bounded(path, most=_MOST_KEY))
     except orjson.JSONDecodeError as error:
         raise UnusablePlanError(f"{_KEY} is not JSON: {error}") from error
     if not isinstance(record, dict) or record.get("format") != FORMAT:

@@ -125,7 +125,8 @@ def checked_lengths(lengths: ArrayLike) -> IntArray:
     """Return lengths in the one form that the compiled loops take: int64, contiguous, read-only."""
     # numpy makes unsigned integers, objects or floats of integers beyond int64.
     if isinstance(lengths, Sequence) and all(type(length) is int for length in lengths):
-        _check_longest(np.asarray(lengths, object), max(lengths, default=0))
+        exact = np.asarray(lengths, object)
+        _check_longest(exact, exact.max(initial=0))
     array = integers("pack_bins", "lengths", lengths)
     if array.ndim != 1:
         raise ValueError(f"pack_bins: lengths must have one dimension, got shape {array.shape}")

@@ -11,7 +11,7 @@ from __future__ import annotations
 import itertools
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, BinaryIO
 
 import attrs
 import orjson
@@ -237,9 +237,16 @@ def _line_cuts(path: Path, least: int) -> Iterator[tuple[int, int, int]]:
     with opened(path) as file:
         while begin < size:
             file.seek(min(begin + least, size) - 1)
-            file.readline()
+            _skip_line(file, path)
             yield begin, file.tell(), file.tell() - begin
             begin = file.tell()
+
+
+def _skip_line(file: BinaryIO, path: Path) -> None:
+    """Go to the end of a line; one of NUL bytes, which may be the whole file, is not read."""
+    while (part := file.readline(1 << 20)) and not part.endswith(b"\n"):
+        if b"\0" in part:
+            raise DataError(f"{path}: bad JSON: a line with a NUL byte", where=path)
 
 
 def _numbered(chunk: Chunk) -> Iterator[tuple[int, int, bytes]]:

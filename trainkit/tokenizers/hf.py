@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import attrs
 import orjson
 
-from trainkit.files import disk_errors, replacing
+from trainkit.files import disk_errors, read_bounded, replacing
 from trainkit.types import ConfigError, DataError
 
 if TYPE_CHECKING:
@@ -26,6 +26,11 @@ Offsets = list[tuple[int, int]]
 """Where in a text each token stands: (begin, end) in characters."""
 
 _ROLES = {"bos": BOS, "eos": EOS, "pad": PAD}
+
+_MOST_BYTES = 1 << 27
+"""The largest tokenizer.json that is read; those of a million tokens have half of it."""
+_MOST_UNUSED = 1 << 20
+"""The most ids without a token: a model has a row for each."""
 
 # A word with the blank before it; one to three digits; a run of other signs; line ends with the
 # blank lines before them; blanks, except the one that goes with what follows. Numbers are cut from
@@ -137,6 +142,14 @@ def hf_tokenizer(
     backend.no_padding()
     _add_from_config(backend, config, name)
     vocabulary = backend.get_vocab(with_added_tokens=True)
+    largest = max(vocabulary.values(), default=-1)
+    if largest - len(vocabulary) > _MOST_UNUSED:
+        raise DataError(
+            f"{name}: its largest id is {largest}, and it has {len(vocabulary)} tokens: a model "
+            "would have a row for every id between; number the tokens anew",
+            where=name,
+            got=largest,
+        )
     asked = {"bos": bos, "eos": eos, "pad": pad}
     roles = {
         f"{role}_id": _id_of(vocabulary, asked[role] or config.get(f"{role}_token"), own, name)
@@ -144,7 +157,7 @@ def hf_tokenizer(
     }
     added = sorted(backend.get_added_tokens_decoder().items())
     special = {token.content: i for i, token in added if token.special}
-    return HFTokenizer(backend, max(vocabulary.values()) + 1, special, **roles)
+    return HFTokenizer(backend, largest + 1, special, **roles)
 
 
 def train_bpe(
@@ -237,7 +250,7 @@ def _needs_hf() -> Iterator[None]:
 
 def _text_of(path: Path) -> str:
     try:
-        return path.read_text(encoding="utf-8")
+        return read_bounded(path, most=_MOST_BYTES).decode()
     except OSError as error:
         raise DataError(f"{path}: {error.strerror}", where=path) from error
     except UnicodeDecodeError as error:
