@@ -136,7 +136,9 @@ def audited(number):
     return step_of(name, rank=rank, **degrees)[0]
 
 
-each_layout = pytest.mark.parametrize("number", range(len(LAYOUTS)), ids=lambda n: LAYOUTS[n])
+each_layout = pytest.mark.parametrize(
+    "number", range(len(LAYOUTS)), ids=[f"{name} {degrees}" for name, _, degrees in LAYOUTS]
+)
 
 
 @each_layout

@@ -26,6 +26,14 @@ WAITS = {
 SILENT = {"empty", "empty_like", "empty_strided", "new_empty", "detach"}  # they launch nothing
 
 
+class Fake(FakeTensorMode):
+    """Fake tensors, of which `torch.tensor(..., device=)` makes one on the host and then copies."""
+
+    @property
+    def avoid_device_init(self):
+        return True
+
+
 class Ledger(TorchDispatchMode):
     """What a call does with the device, by the innermost function of trainkit that asks for it."""
 
@@ -126,7 +134,7 @@ def fake_device():
     with (
         mock.patch.object(utils, "compute_local_shape_and_global_offset", really),
         mock.patch.object(torch.nn.Module, "to_empty", to_empty),
-        FakeTensorMode(allow_non_fake_inputs=True),
+        Fake(allow_non_fake_inputs=True),
         ledger,
     ):
         yield ledger
