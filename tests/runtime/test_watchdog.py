@@ -335,9 +335,11 @@ def test_the_grace_that_is_given_holds_also_while_a_save_is_under_way(stopping, 
 
 @pytest.mark.case("E5", "K6")
 def test_a_save_that_hangs_is_told_in_time_and_ended(stopping, monkeypatch):
-    _, after, ended, warned = stopping
+    rank, after, ended, warned = stopping
     monkeypatch.setattr(watchdog, "_may_finish_saving", lambda _: True)
-    assert (after(26.0), after(40.0), after(51.0)) == ((0, 1), (0, 1), (1, 1))
+    assert (after(26.0), after(599.0)) == ((0, 1), (0, 1))  # of the first one nothing is known
+    rank.save = 0.1
+    assert (after(40.0), after(51.0)) == ((0, 1), (1, 1))
     assert "not saved within 25 s: there is no checkpoint" in warned[0]
     assert ended[0].code == 76
 

@@ -169,7 +169,7 @@ def watch(
         allow: Seconds for what comes before the first `phase`.
         grace: Seconds between being asked to stop and the end. None: 25, as torchrun kills after
             30, or as many as two steps and a save have taken, with 5 to spare; a save that is under
-            way by then has as long again.
+            way by then has as long again, or what its phase allows if it is the first.
         hold: Called on rank 0 once a second, in the watching thread: keeps the directory this
             run's, as `run_lock` yields it. A ConfigError of it ends the process (74).
         tell: Takes warnings, in the watching thread; by default they go to stderr.
@@ -482,7 +482,9 @@ def _act(
 def _end_late_stop(rank: _Rank, reason: str, warn: Callable[[str], object]) -> None:
     """End a process that was to stop, or say once that it takes long, if it may go on."""
     allowed = _time_to_stop(rank)
-    may_go_on = rank.stopping <= 2 * allowed and _may_finish_saving(rank)
+    # The first save of a run may be this one: nothing says yet how long one takes.
+    longest = 2 * allowed if rank.save else max(2 * allowed, rank.phase[1])
+    may_go_on = rank.stopping <= longest and _may_finish_saving(rank)
     if rank.grace is None and (rank.stopping <= allowed or may_go_on):
         if not rank.told_late:  # a launcher may kill at any time from now on
             words, _ = _unsaved(rank, reason, _GRACE)
