@@ -4,20 +4,27 @@ import pytest
 import torch
 
 from trainkit import losses, parallel
+from trainkit.checkpoint import weights_from
+from trainkit.convert import convert_weights
 from trainkit.mesh import solo_parallel
 from trainkit.testing import certify
 from trainkit.testing.builtin import decoder_batch
 from trainkit.testing.certificate import as_text
 from trainkit.testing.layouts import Layout
 from trainkit.testing.train import certificate_weights
+from trainkit.types import CheckpointError
 
 transformers = pytest.importorskip("transformers")
 
 
+SIZES = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}
+SIZES |= {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8}
+
+
 def make_model():
-    sizes = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}
-    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8}
-    return transformers.LlamaForCausalLM(transformers.LlamaConfig(**sizes, **heads))
+    """Return a model with a tied head, biases, and norms of queries and keys."""
+    more = {"tie_word_embeddings": True, "attention_bias": True}
+    return transformers.Qwen3ForCausalLM(transformers.Qwen3Config(**SIZES, **more))
 
 
 def call(model, batch):
@@ -45,6 +52,26 @@ def test_it_gives_the_numbers_of_one_process_in_every_layout():
         make_model, decoder_batch, LAYOUTS, plan=plan, loss=losses.next_token, call=call, steps=2
     )
     assert found.ok, as_text(found)
+
+
+def test_its_own_folder_is_loaded_though_a_tied_head_is_not_in_it(tmp_path):
+    made = make_model()
+    made.save_pretrained(tmp_path / "model")
+    convert_weights(tmp_path / "model", tmp_path / "weights")
+    weights = weights_from(tmp_path / "weights")
+    (built,) = parallel.build_stages(make_model, solo_parallel(), [], weights=weights)
+    assert built.lm_head.weight is built.model.embed_tokens.weight
+    assert len(list(built.parameters())) == len(list(made.parameters()))
+    batch = decoder_batch(0)
+    torch.testing.assert_close(call(built, batch), call(made, batch), rtol=0, atol=0)
+    with pytest.raises(CheckpointError, match=r"weights: there is no lm_head.weight"):
+        parallel.build_stages(untied, solo_parallel(), [], weights=weights)
+
+
+def untied():
+    model = make_model()
+    model.lm_head.weight = torch.nn.Parameter(model.lm_head.weight.detach().clone())
+    return model
 
 
 def test_built_by_stages_it_is_the_model_that_transformers_makes():

@@ -4,6 +4,7 @@ import pytest
 import recipe_runs
 from recipe_runs import assert_equal_runs, column, events, here, load, refusal, several
 
+from trainkit import schedules
 from trainkit.parallel.torch_pipeline import passes_to_itself
 from trainkit.testing import run_ranks
 
@@ -111,6 +112,8 @@ def test_long_context_is_the_same_over_ring_and_ulysses_and_after_a_stop(text, t
     assert_equal_runs(tmp_path / "run", tmp_path / "alone", about=f"{both}, then {other}")
     losses = column(tmp_path / "run", "loss")
     assert losses[-1] < losses[0]
+    rate = schedules.cosine(load("long_context").Config().lr, warmup=2, total=8)
+    assert column(tmp_path / "run", "lr") == [rate(step) for step in range(4)]
 
 
 def test_long_context_refuses_a_directory_without_text_and_says_when_a_run_is_complete(

@@ -12,7 +12,11 @@ import pytest
 import recipe_runs
 from recipe_runs import column, error_of, events, here, lines, load, refusal, run, several, start
 
+<<<<<<< HEAD
 from trainkit import sinks
+=======
+from trainkit import schedules
+>>>>>>> w-a
 from trainkit.checkpoint import verify_checkpoint
 from trainkit.packing import pack_bins, sequential
 from trainkit.testing import run_ranks
@@ -73,6 +77,12 @@ def test_a_run_leaves_what_the_design_says(whole):
     assert "step 8/8" in printed
     assert "def " in printed
     assert str(out) in printed
+
+
+def test_step_n_has_the_nth_rate_of_the_schedule(whole):
+    peak = load("pretrain").Config().lr
+    rate = schedules.warmup_stable_decay(peak, warmup=2, total=8, decay=0.4)
+    assert column(whole[0], "lr") == [rate(step) for step in range(8)]
 
 
 def test_the_loss_falls(whole):

@@ -5,9 +5,13 @@ import time
 
 import pytest
 import recipe_runs
-from recipe_runs import assert_equal_runs, column, events, here, lines, refusal, several
+from recipe_runs import assert_equal_runs, column, events, here, lines, load, refusal, several
 
+<<<<<<< HEAD
 from trainkit import metrics
+=======
+from trainkit import schedules
+>>>>>>> w-a
 from trainkit.corpora import write_corpus
 from trainkit.testing import run_ranks
 from trainkit.tokenizers import save_tokenizer, train_bpe
@@ -63,11 +67,17 @@ def test_only_what_the_assistant_says_is_trained_on(whole):
         assert row["tokens"] <= 17 * 2 * 4
 
 
+<<<<<<< HEAD
 def test_the_speed_is_that_of_all_tokens_and_of_the_device(whole):
     for row in lines(whole[0]):
         assert row["tokens"] < row["tokens_processed"] <= 4 * 64
         assert row["seconds"] >= DEVICE
         assert row["tokens_per_second"] == row["tokens_processed"] / row["seconds"]
+=======
+def test_step_n_has_the_nth_rate_of_the_schedule(whole):
+    rate = schedules.cosine(load("sft").Config().lr, warmup=2, total=8)
+    assert column(whole[0], "lr") == [rate(step) for step in range(4)]
+>>>>>>> w-a
 
 
 def test_what_was_cut_is_counted(whole):
@@ -94,7 +104,7 @@ def test_stopped_it_goes_on_to_the_same_bits(whole, chats, tmp_path):
     assert (tmp_path / "final.json").read_text() == (whole[0] / "final.json").read_text()
 
 
-@pytest.mark.parametrize(("world", "layouts"), [(2, ["", "--pp 2"]), (4, ["--ring 2 --tp 2"])])
+@pytest.mark.parametrize(("world", "layouts"), [(2, ["", "--pp 2"]), (4, ["--ring 2 --tp 2 --fold-sp none"])])
 def test_every_layout_prints_the_same_losses(world, layouts, whole, chats, tmp_path):
     outs = [tmp_path / str(number) for number in range(len(layouts))]
     runs = [
