@@ -12,11 +12,7 @@ import pytest
 import recipe_runs
 from recipe_runs import column, error_of, events, here, lines, load, refusal, run, several, start
 
-<<<<<<< HEAD
-from trainkit import sinks
-=======
-from trainkit import schedules
->>>>>>> w-a
+from trainkit import schedules, sinks
 from trainkit.checkpoint import verify_checkpoint
 from trainkit.packing import pack_bins, sequential
 from trainkit.testing import run_ranks

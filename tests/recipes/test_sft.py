@@ -7,11 +7,7 @@ import pytest
 import recipe_runs
 from recipe_runs import assert_equal_runs, column, events, here, lines, load, refusal, several
 
-<<<<<<< HEAD
-from trainkit import metrics
-=======
-from trainkit import schedules
->>>>>>> w-a
+from trainkit import metrics, schedules
 from trainkit.corpora import write_corpus
 from trainkit.testing import run_ranks
 from trainkit.tokenizers import save_tokenizer, train_bpe
@@ -67,17 +63,16 @@ def test_only_what_the_assistant_says_is_trained_on(whole):
         assert row["tokens"] <= 17 * 2 * 4
 
 
-<<<<<<< HEAD
 def test_the_speed_is_that_of_all_tokens_and_of_the_device(whole):
     for row in lines(whole[0]):
         assert row["tokens"] < row["tokens_processed"] <= 4 * 64
         assert row["seconds"] >= DEVICE
         assert row["tokens_per_second"] == row["tokens_processed"] / row["seconds"]
-=======
+
+
 def test_step_n_has_the_nth_rate_of_the_schedule(whole):
     rate = schedules.cosine(load("sft").Config().lr, warmup=2, total=8)
     assert column(whole[0], "lr") == [rate(step) for step in range(4)]
->>>>>>> w-a
 
 
 def test_what_was_cut_is_counted(whole):
