@@ -142,16 +142,17 @@ def _on_local(base: Any, names: tuple[str, ...], *, left_out: tuple[str, ...]) -
     # those of `precision` may do already. The parameters stay registered as they are, so FSDP2 and
     # the optimizer never see a local one.
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        shown: dict[str, Any] = {name: getattr(self, name) for name in names}
-        for name, whole in shown.items():
+        before = {name: vars(self).get(name) for name in names}
+        for name in names:
+            whole: Any = getattr(self, name)
             object.__setattr__(self, name, None if name in left_out else whole.to_local())
         try:
             return base.forward(self, *args, **kwargs)
         finally:
-            for name, whole in shown.items():
+            for name, shown in before.items():
                 object.__delattr__(self, name)
-                if whole is not getattr(self, name):
-                    object.__setattr__(self, name, whole)
+                if shown is not None:
+                    object.__setattr__(self, name, shown)
 
     return forward if names else base.forward
 
