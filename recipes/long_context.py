@@ -108,7 +108,7 @@ def build(cfg, ps, model):
     plan = [
         parallel.tensor(),
         parallel.sequence(),
-        parallel.recompute(cfg.recompute),
+        parallel.recompute(cfg.recompute, preserve_rng_state=False),
         parallel.fsdp(reshard_after_forward=cfg.reshard_after_forward, cpu_offload=cfg.cpu_offload),
     ]
     stages = tk.build_stages(

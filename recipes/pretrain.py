@@ -194,7 +194,7 @@ def build(cfg, ps, model):
     plan = [
         parallel.tensor(),
         parallel.sequence(),
-        parallel.recompute(cfg.recompute),
+        parallel.recompute(cfg.recompute, preserve_rng_state=False),
         *([parallel.compiled()] if cfg.compiled else []),
         parallel.fsdp(reshard_after_forward=cfg.reshard_after_forward, cpu_offload=cfg.cpu_offload),
     ]
