@@ -193,7 +193,7 @@ def build(cfg, ps, model):
         parallel.tensor(),
         parallel.sequence(),
         parallel.precision(parallel.DTYPES[cfg.dtype]),
-        parallel.recompute(cfg.recompute),
+        parallel.recompute(cfg.recompute, preserve_rng_state=False),
         *([parallel.compiled()] if cfg.compiled else []),
         parallel.fsdp(reshard_after_forward=cfg.reshard_after_forward, cpu_offload=cfg.cpu_offload),
     ]

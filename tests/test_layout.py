@@ -152,11 +152,14 @@ def test_all_of_a_batch_travels_together(batch, count, zigzag):
 
 
 @given(batches(multiple_of=12), st.sampled_from([2, 3, 6]), st.booleans())
-def test_spans_of_a_shard_are_the_runs_of_its_documents(batch, count, zigzag):
+def test_spans_of_a_shard_are_the_runs_of_the_spans_of_the_whole(batch, count, zigzag):
     split = zigzag_shard if zigzag else contiguous_shard
+    numbers = np.repeat(np.arange(len(batch.spans.lengths)), batch.spans.lengths)
+    numbers = torch.from_numpy(numbers).view(batch.input_ids.shape)
+    batch = attrs.evolve(batch, extra={"span": numbers})
     for rank in range(count):
         shard = shard_batch(batch, Share(rank, count), split=split)
-        runs = [len(list(run)) for row in shard.document_ids.tolist() for _, run in groupby(row)]
+        runs = [len(list(run)) for row in shard["span"].tolist() for _, run in groupby(row)]
         assert shard.spans.lengths.tolist() == runs
         assert shard.spans.cu_seqlens.tolist() == [0, *np.cumsum(runs)]
         assert shard.spans.cu_seqlens.dtype == torch.int32

@@ -331,7 +331,7 @@ def spans_of_lengths(lengths: IntArray, *, device: torch.device | str = "cpu") -
 def cut_padding(
     lengths: IntArray, is_padding: np.ndarray[Any, Any], *, multiple_of: int = 1
 ) -> IntArray:
-    """Return the lengths of spans, those of padding cut into spans of about 192 tokens.
+    """Return the lengths of spans, those of padding cut into spans of about 96 tokens.
 
     Attention inside a span costs its length squared. So padding costs no more than its length, in
     every kernel, and none has to know of it.
@@ -345,10 +345,10 @@ def cut_padding(
         int64 `[M]`, M >= N: the others as they were.
 
     Examples:
-        >>> cut_padding(np.array([400, 400]), np.array([False, True])).tolist()
-        [400, 192, 192, 16]
-        >>> cut_padding(np.array([400]), np.array([True]), multiple_of=10).tolist()
-        [200, 200]
+        >>> cut_padding(np.array([200, 200]), np.array([False, True])).tolist()
+        [200, 96, 96, 8]
+        >>> cut_padding(np.array([200]), np.array([True]), multiple_of=10).tolist()
+        [100, 100]
     """
     size = -(-_PADDING // multiple_of) * multiple_of
     pieces = np.where(is_padding, -(-lengths // size), 1)
@@ -357,7 +357,7 @@ def cut_padding(
     return cut
 
 
-_PADDING = 192
+_PADDING = 96
 """What a span of padding holds: it divides by 2N for rings of 2, 3, 4, 6, 8, 12, 16 and more."""
 
 

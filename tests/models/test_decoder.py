@@ -230,20 +230,38 @@ def test_rotary_scores_depend_on_distance_alone():
     )
 
     def score(i, j):
-        tables = [rotary_table(torch.tensor([[p]]), frequencies, dtype=x.dtype) for p in (i, j)]
+        tables = [rotary_table(torch.tensor([[p]]), frequencies) for p in (i, j)]
         return (rotate(x, *tables[0]) * rotate(y, *tables[1])).sum()
 
     torch.testing.assert_close(score(3, 1), score(1003, 1001), rtol=1e-10, atol=0)
     assert (score(3, 1) - score(3, 2)).abs() > 1e-3
 
 
-def test_rotary_angles_of_a_half_precision_model_are_single_precision():
+def test_rotary_angles_and_products_of_a_half_precision_model_are_single_precision():
     model = build_decoder(SMALL, seed=0).bfloat16()
     positions = torch.tensor([[1001, 1002, 1003]])  # bf16 cannot tell these apart
-    cos, _ = model._rotary(positions, dtype=torch.bfloat16)
-    assert cos.dtype == torch.bfloat16
-    want = torch.cos(positions[0].double()).to(torch.bfloat16)
-    assert torch.equal(cos[0, :, 0, 0], want)
+    cos, sin = model._rotary(positions, dtype=torch.bfloat16)
+    assert cos.dtype == torch.float32
+    want = torch.cos(positions[0].double()).float()
+    torch.testing.assert_close(cos[0, :, 0, 0], want, rtol=0, atol=1e-6)
+    x = torch.randn(1, 3, 2, 4, generator=torch.Generator().manual_seed(0)).bfloat16()
+    turned = rotate(x, cos, sin)
+    assert turned.dtype == x.dtype
+    assert torch.equal(turned, rotate(x.float(), cos, sin).bfloat16())
+
+
+def test_under_autocast_attention_sees_one_low_dtype():
+    """A table in fp32 must not make queries and keys wider than values: flash would not take it."""
+    seen = []
+
+    def attend(q, k, v, *, spans, scale=None):
+        seen.extend(x.dtype for x in (q, k, v))
+        return sdpa(q, k, v, spans=spans, scale=scale)
+
+    ids, rest = packed([4, 7])
+    with torch.autocast("cpu", torch.bfloat16):
+        build_decoder(SMALL, seed=0, attend=attend)(ids, **rest)
+    assert set(seen) == {torch.bfloat16}
 
 
 def test_attention_is_an_argument():

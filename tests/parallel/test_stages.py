@@ -3,11 +3,13 @@
 import copy
 import functools
 import hashlib
+import importlib
 
 import attrs
 import pytest
 import torch
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 from whole_step import CONFIG, Layout, build, full
 
 import trainkit as tk
@@ -129,6 +131,54 @@ def forward_calls(mode):
 
 def test_recomputation_runs_the_forward_pass_again():
     assert [forward_calls(mode) for mode in ("none", "full", "selective")] == [1, 2, 2]
+
+
+class Calls(TorchDispatchMode):
+    """The operators that run, each time."""
+
+    def __init__(self):
+        super().__init__()
+        self.log = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.log.append(func)
+        return func(*args, **(kwargs or {}))
+
+
+def test_selective_recomputation_keeps_products_and_attention():
+    """By identity: an operator with another name, as CUDA's `_varlen_attn`, is kept as well."""
+    aten = torch.ops.aten
+    forward = aten._scaled_dot_product_flash_attention_for_cpu.default
+    counts = []
+    for mode in ("none", "selective", "full"):
+        (model,) = tk.build_stages(
+            lambda: Decoder(CONFIG),
+            tk.solo_parallel(),
+            [recompute(mode, preserve_rng_state=False)],
+            weights=init_weights(CONFIG, seed=0),
+        )
+        batch = tk.batch.blank_batch(1, 4)
+        with Calls() as calls:
+            rest = {"position_ids": batch.position_ids, "spans": batch.spans}
+            model(batch.input_ids, **rest).sum().backward()
+        counts.append((calls.log.count(forward), calls.log.count(aten.mm.default)))
+    assert counts[0] == counts[1] < counts[2]
+
+
+def test_the_kernel_for_packed_documents_is_kept_on_cuda():
+    from trainkit.parallel.recompute import kept_operators
+
+    on_cuda, on_cpu = (kept_operators(torch.device(name)) for name in ("cuda", "cpu"))
+    assert on_cuda - on_cpu == {torch.ops.torch_attn._varlen_attn.default}
+    assert torch.ops.aten._flash_attention_forward.default in on_cpu
+
+
+def test_an_operator_that_torch_has_renamed_is_no_secret(monkeypatch):
+    """Else selective recomputation would keep nothing, and say nothing."""
+    room = importlib.import_module("trainkit.parallel.recompute")
+    monkeypatch.setattr(room, "_PRODUCTS", ("mm", "_mm_of_old"), raising=False)
+    with pytest.raises(AttributeError, match="_mm_of_old"):
+        recompute("selective")(Decoder(CONFIG), tk.solo_parallel())
 
 
 def test_a_copy_of_a_recomputed_model_runs_its_own_weights():

@@ -294,7 +294,7 @@ class Decoder(nn.Module):
         return noise_key
 
     def _rotary(self, position_ids: Tensor, *, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """Return the table all layers share, computed in fp32 (fp64 for an fp64 model)."""
+        """Return the table all layers share, in fp32 (fp64 for an fp64 model)."""
         frequencies = rotary_frequencies(
             self.config.head_size,
             theta=self.config.rope_theta,
@@ -302,7 +302,7 @@ class Decoder(nn.Module):
             dtype=torch.float64 if dtype == torch.float64 else torch.float32,
             device=position_ids.device,
         )
-        return rotary_table(position_ids, frequencies, dtype=dtype)
+        return rotary_table(position_ids, frequencies)
 
 
 def decoder_stage(model: Decoder, layers: range, *, first: bool, last: bool) -> Decoder:

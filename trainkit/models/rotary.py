@@ -40,22 +40,23 @@ def rotary_frequencies(
     return torch.lerp(frequencies / scaling.factor, frequencies, kept)
 
 
-def rotary_table(
-    position_ids: Tensor, frequencies: Tensor, *, dtype: torch.dtype
-) -> tuple[Tensor, Tensor]:
+def rotary_table(position_ids: Tensor, frequencies: Tensor) -> tuple[Tensor, Tensor]:
     """Return cosines and sines of the angles at each position, both `[B, S, 1, head_dim / 2]`.
 
     Examples:
-        >>> cos, sin = rotary_table(torch.tensor([[0, 1]]), torch.ones(1), dtype=torch.float32)
+        >>> cos, sin = rotary_table(torch.tensor([[0, 1]]), torch.ones(1))
         >>> cos.shape, sin[0, 0].item()
         (torch.Size([1, 2, 1, 1]), 0.0)
     """
     angles = position_ids[:, :, None, None].to(frequencies.dtype) * frequencies
-    return angles.cos().to(dtype), angles.sin().to(dtype)
+    return angles.cos(), angles.sin()
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Turn each pair (i, i + head_dim / 2) of `x` `[B, S, H, head_dim]` by its angle.
+
+    The product is computed in the table's dtype and rounded once, to that of `x`: whether `x` is
+    bf16 by autocast or by FSDP, it is rounded alike, and attention sees no wider queries.
 
     Examples:
         >>> x = torch.tensor([1.0, 0.0]).reshape(1, 1, 1, 2)
@@ -63,4 +64,5 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         tensor([0., 1.])
     """
     first, second = x.chunk(2, dim=-1)
-    return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
+    turned = torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
+    return turned.to(x.dtype)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
+from importlib import import_module
 from types import MethodType
 from typing import Any, Literal
 
@@ -22,11 +23,45 @@ from trainkit.types import ParallelState
 _MODE = "_trainkit_recompute"
 
 
-def _keep_products(_context: Any, op: Any, *_args: Any, **_kwargs: Any) -> CheckpointPolicy:
-    """Keep the results of matrix products and of attention, which cost most to compute again."""
-    name = getattr(op, "_opname", "")
-    kept = name in ("mm", "addmm", "bmm", "_grouped_mm") or "attention" in name
-    return CheckpointPolicy.MUST_SAVE if kept else CheckpointPolicy.PREFER_RECOMPUTE
+_PRODUCTS = ("mm", "addmm", "bmm", "_grouped_mm")
+_ATTENTION = (
+    "_scaled_dot_product_flash_attention",
+    "_scaled_dot_product_flash_attention_for_cpu",
+    "_scaled_dot_product_efficient_attention",
+    "_scaled_dot_product_cudnn_attention",
+    "_scaled_dot_product_fused_attention_overrideable",
+    "_flash_attention_forward",
+)
+
+
+def kept_operators(device: torch.device) -> frozenset[Any]:
+    """Return the operators whose results selective recomputation keeps, since they cost most.
+
+    They are matrix products, and attention by every kernel of `trainkit.attention`. A name that
+    torch does not know is an error: nobody would see that nothing is kept.
+
+    Args:
+        device: Where the model runs; the kernel for packed documents is on CUDA alone.
+
+    Raises:
+        AttributeError: This torch has no such operator.
+
+    Examples:
+        >>> torch.ops.aten.mm.default in kept_operators(torch.device("cpu"))
+        True
+    """
+    packets = [getattr(torch.ops.aten, name) for name in (*_PRODUCTS, *_ATTENTION)]
+    if device.type == "cuda":
+        # Registers the operator; not imported above, for it imports torch._dynamo (1.1 s, 2.13).
+        import_module("torch.nn.attention.varlen")
+        packets.append(torch.ops.torch_attn._varlen_attn)  # noqa: SLF001 (what varlen_attn calls)
+    return frozenset(getattr(packet, name) for packet in packets for name in packet.overloads())
+
+
+def _keep(
+    kept: frozenset[Any], _context: Any, op: Any, *_args: Any, **_kwargs: Any
+) -> CheckpointPolicy:
+    return CheckpointPolicy.MUST_SAVE if op in kept else CheckpointPolicy.PREFER_RECOMPUTE
 
 
 def recompute(
@@ -41,8 +76,9 @@ def recompute(
         mode: "full" keeps the input of a block alone; "selective" keeps the results of matrix
             products and of attention too; "none" changes nothing.
         blocks: The name pattern of the blocks.
-        preserve_rng_state: Restore torch's generators for the second forward pass. Models whose
-            randomness is a function of a counter, as ours, need not pay for it.
+        preserve_rng_state: Restore torch's generators for the second forward pass. A foreign
+            module's own dropout needs it. Models whose randomness is a function of a counter, as
+            ours, should not pay for it: pass False.
 
     Returns:
         A transform for `build_stages`. It replaces `forward` on each block and renames nothing.
@@ -62,7 +98,6 @@ def recompute(
         raise ValueError(f"recompute: mode must be none, selective or full, got {mode!r}")
 
     def apply(module: nn.Module, ps: ParallelState) -> nn.Module:
-        del ps
         if mode == "none":
             return module
         units = blocks_of(module, blocks)
@@ -70,7 +105,8 @@ def recompute(
             raise ValueError(f"recompute: no submodule's name matches blocks={blocks!r}")
         options: dict[str, Any] = {}
         if mode == "selective":
-            options["context_fn"] = partial(create_selective_checkpoint_contexts, _keep_products)
+            keep = partial(_keep, kept_operators(ps.device))
+            options["context_fn"] = partial(create_selective_checkpoint_contexts, keep)
         for unit in units:
             # A bound method, which deepcopy binds to the copy; a closure would run the original.
             bound: Any = unit.forward
