@@ -91,7 +91,7 @@ def test_a_gradient_that_no_group_would_step_is_refused():
     frozen.requires_grad_(False)
     unused.grad = None
     sgd = torch.optim.SGD([held])
-    with pytest.raises(ValueError, match=r"1 of 4 parameters have gradients .* \(shapes \(2, 3\)\)"):
+    with pytest.raises(ValueError, match=r"1 of 4 parameters have .* \(shapes \(2, 3\)\)"):
         tk.clip_and_step([held, lost, frozen, unused], sgd, lr=1.0, max_norm=None)
     assert lost.grad is not None
     assert torch.equal(held, torch.ones(2, 2))
@@ -283,7 +283,7 @@ def test_summing_gradients_copies_nothing_from_the_host(monkeypatch):
     monkeypatch.setattr(torch.distributed, "all_reduce", lambda *_, **__: None)
     made = []
     tensor = torch.tensor
-    monkeypatch.setattr(torch, "tensor", lambda *args, **kwargs: made.append(1) or tensor(*args))
+    monkeypatch.setattr(torch, "tensor", lambda *args, **_: made.append(1) or tensor(*args))
     tk.sync_sp_grads(params, Axis("sp", Share(0, 2), group=object()))
     assert not made
 

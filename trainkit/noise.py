@@ -9,7 +9,8 @@ ones. The idea is that of Salmon, Moraes, Dror and Shaw, "Parallel random number
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
@@ -18,6 +19,7 @@ from torch import Tensor
 
 from trainkit.hashing import GOLDEN, MASK64, key_of, mix
 from trainkit.jit import jit
+from trainkit.types import Share
 
 
 def signed(key: int) -> int:
@@ -195,3 +197,48 @@ def dropout(
     site = mix_tensor(keys ^ signed(key_of(name)))
     bits = _shift_right(mix_tensor(site.unsqueeze(-1) + feature), 11)
     return torch.where(bits < int((1 - p) * 2**53), x / (1 - p), 0.0)
+
+
+@contextmanager
+def seeded_generators(
+    seed: int, *, step: int, share: Share, stage: int = 0, device: torch.device | str = "cpu"
+) -> Iterator[None]:
+    """Seed torch's generators for a step, for models whose dropout is torch's own.
+
+    `nn.Dropout`, and with it every model of others, draws from one generator per device, which no
+    checkpoint holds. Around a step's forward and backward passes this makes what it draws a
+    function of the seed, the step and the rank's place: ranks with different rows draw different
+    masks, ranks that compute the same rows (tp) the same ones, and a resumed run repeats them.
+    Microbatches follow each other in the generator. A recomputed forward pass repeats its masks as
+    long as it preserves torch's generators, which `parallel.recompute` does by default.
+
+    Which numbers a layout draws it cannot make independent of the layout: another cut into ranks,
+    microbatches or stages has other masks, as good, and not the same bits. `dropout` has no such
+    limit; a model of one's own should use it.
+
+    Args:
+        seed: The run's seed.
+        step: The step, as the counter of the run has it.
+        share: The rank's place among those that hold distinct tokens, `ps.loss.share`.
+        stage: The rank's place in the pipeline, `ps.pp.index`.
+        device: The rank's device, `ps.device`, whose generator is seeded besides the CPU's.
+
+    Effects:
+        Seeds torch's generators, and sets them back to the state that they had, whatever happens.
+
+    Examples:
+        >>> def drawn(step):
+        ...     with seeded_generators(0, step=step, share=Share(0, 1)):
+        ...         return torch.rand(2)
+        >>> torch.equal(drawn(3), drawn(3)), torch.equal(drawn(3), drawn(4))
+        (True, False)
+    """
+    key = key_of(seed, "generators", step, share.index, stage)
+    kind = torch.device(device).type
+    module = torch.get_device_module(kind)
+    devices: list[int] = [] if kind == "cpu" else [module.current_device()]
+    with torch.random.fork_rng(devices, device_type=kind):
+        torch.default_generator.manual_seed(key)
+        if devices:
+            module.manual_seed(key)
+        yield
