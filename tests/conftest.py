@@ -11,8 +11,9 @@ import pytest
 for _name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"):
     os.environ[_name] = "1"  # before torch: sums keep their order, and two cores their peace
 # Warnings are errors in the processes that tests start too: ranks, recipes. But torch's compiler
-# reads `.grad` of tensors that are no leaves, and makes what it warns of (from 2.13 on).
+# reads `.grad` of tensors that are no leaves, makes what it warns of, and tells what it leaves out.
 _COMPILER = (
+    "ignore:Dynamo does not know how to trace:UserWarning",
     "ignore:The .grad attribute of a Tensor:UserWarning",
     "ignore:<class 'torch.autograd.function.Function'> should not be:DeprecationWarning",
 )
