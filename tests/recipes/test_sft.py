@@ -79,6 +79,9 @@ def test_what_was_cut_is_counted(whole):
     (report,) = events(whole[0], "packing")
     assert report["conversations"] == 61
     assert (report["truncated"], report["turns_lost"] > 0, report["dropped"]) == (1, True, 0)
+    told = "warning: 1 of 61 conversations are longer than 64 tokens: 2 % (1 cut, 0 dropped)\n"
+    assert told in whole[1]
+    assert "truncated" not in lines(whole[0])[-1]
 
 
 def test_it_answers_at_the_end(whole):
