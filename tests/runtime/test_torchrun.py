@@ -5,6 +5,7 @@ import importlib.util
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -127,7 +128,8 @@ def test_sigusr1_to_torchrun(is_handled, tmp_path, monkeypatch):
     flags = ["--signals-to-handle=SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1"] if is_handled else []
     with started(tmp_path, *flags) as (launcher, pids):
         launcher.send_signal(signal.SIGUSR1)
-        name = "SIGUSR1" if is_handled else "orphaned"
+        dead = f"torchrun (process {launcher.pid} on {socket.gethostname()}) has died: orphaned"
+        name = "SIGUSR1" if is_handled else dead
         who = [f"{name} on rank{which}" for which in ("s 0, 1", " 0", " 1")]
         assert_all_are_saved(tmp_path, launcher, pids, who)
         assert (launcher.returncode == -signal.SIGUSR1) == (not is_handled)
