@@ -175,7 +175,7 @@ def train(cfg, ps, tokenizer, model, phase, stopping, say):
     say(f"{len(corpus.lengths)} documents of {tokens} tokens, the longest of {longest}")
     rows = tk.pack_bins(corpus.lengths, cfg.row_length, multiple_of=cfg.multiple_of, seed=cfg.seed)
     stages, optimizer = build(cfg, ps, model)
-    say(sinks.start_lines(stages, ps, rows, rows_per_step=cfg.rows, dtype="fp32"))
+    say(parallel.start_lines(stages, ps, rows, rows_per_step=cfg.rows, dtype="fp32"))
     checkpoint.require_space(cfg.out, stages, axis=ps.world, tell=say)
     facts = config.config_facts(cfg)
     facts |= {"model": attrs.asdict(model), "tokenizer": tokenizers.tokenizer_hash(tokenizer)}

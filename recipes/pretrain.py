@@ -317,7 +317,7 @@ def train(cfg, ps, tokenizer, model, phase, stopping, say):
     mix, held, reports = pack(cfg, ps, opened, say)
     phases = make_phases(cfg, mix.num_rows)
     stages, optimizer = build(cfg, ps, model)
-    say(sinks.start_lines(stages, ps, mix.bins, rows_per_step=cfg.rows, dtype="fp32"))
+    say(parallel.start_lines(stages, ps, mix.bins, rows_per_step=cfg.rows, dtype="fp32"))
     checkpoint.require_space(cfg.out, stages, axis=ps.world, tell=say)
     facts_at = make_facts(cfg, model, tokenizer, opened, mix, phases)
     told: list[str] = []

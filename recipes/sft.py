@@ -305,7 +305,7 @@ def train(cfg, ps, tokenizer, model, init, told, phase, stopping, say):
     corpus, counts = open_conversations(cfg, tokenizer)
     rows, held_rows = pack(cfg, ps, corpus, counts, say)
     stages, optimizer = build(cfg, ps, model)
-    say(sinks.start_lines(stages, ps, rows, rows_per_step=cfg.rows, dtype="fp32"))
+    say(parallel.start_lines(stages, ps, rows, rows_per_step=cfg.rows, dtype="fp32"))
     checkpoint.require_space(cfg.out, stages, axis=ps.world, tell=say)
     facts = make_facts(cfg, model, tokenizer, corpus, rows)
     state = tk.resume(

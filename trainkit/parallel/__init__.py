@@ -21,6 +21,7 @@ from trainkit.parallel.recompute import recompute
 from trainkit.parallel.sequence import sequence
 from trainkit.parallel.split import layer_ranges, rank_of_stages, split_layers
 from trainkit.parallel.stages import Transform, build_stages, check_plan, materialize_
+from trainkit.parallel.start import start_lines
 from trainkit.parallel.styles import Style
 from trainkit.parallel.tensor import hf_styles, tensor
 from trainkit.parallel.vocabulary import (
@@ -58,6 +59,7 @@ __all__ = [
     "recompute",
     "sequence",
     "split_layers",
+    "start_lines",
     "tensor",
     "vocabulary_cross_entropy",
     "vocabulary_cross_entropy_per_token",
