@@ -128,7 +128,9 @@ def make_train_step(cfg, ps, stages, optimizer, evidence):
     params = tk.parameters_of(stages)
     lr_at = schedules.cosine(cfg.lr, warmup=cfg.warmup, total=cfg.schedule_steps)
     loss = losses.next_token_linear
-    forward_backward = tk.bind_forward_backward(stages, loss, axis=ps.pp, schedule=cfg.schedule)
+    forward_backward = tk.bind_forward_backward(
+        stages, loss, axis=ps.pp, schedule=cfg.schedule, reduce=cfg.reduce
+    )
 
     def train_step(state, batch):
         tokens = tk.all_sum(tk.count_valid_tokens(batch.microbatches), ps.loss)
@@ -176,7 +178,7 @@ def train(cfg, ps, tokenizer, model, phase, stopping, say):
     say(f"{len(corpus.lengths)} documents of {tokens} tokens, the longest of {longest}")
     rows = tk.pack_bins(corpus.lengths, cfg.row_length, multiple_of=cfg.multiple_of, seed=cfg.seed)
     stages, optimizer = build(cfg, ps, model)
-    say(sinks.start_lines(stages, ps, rows, rows_per_step=cfg.rows, dtype="fp32"))
+    say(parallel.start_lines(stages, ps, rows, rows_per_step=cfg.rows, dtype=cfg.dtype))
     checkpoint.require_space(cfg.out, stages, axis=ps.world, tell=say)
     facts = config.config_facts(cfg)
     facts |= {"model": attrs.asdict(model), "tokenizer": tokenizers.tokenizer_hash(tokenizer)}

@@ -214,7 +214,9 @@ def make_train_step(cfg, ps, stages, optimizer, phases, loss, evidence):
     lr_at = schedules.warmup_stable_decay(
         cfg.lr, warmup=cfg.warmup, total=cfg.schedule_steps, decay=0.4
     )
-    forward_backward = tk.bind_forward_backward(stages, loss, axis=ps.pp, schedule=cfg.schedule)
+    forward_backward = tk.bind_forward_backward(
+        stages, loss, axis=ps.pp, schedule=cfg.schedule, reduce=cfg.reduce
+    )
 
     def train_step(state, batch):
         tokens = tk.all_sum(tk.count_valid_tokens(batch.microbatches), ps.loss)
@@ -318,7 +320,7 @@ def train(cfg, ps, tokenizer, model, phase, stopping, say):
     mix, held, reports = pack(cfg, ps, opened, say)
     phases = make_phases(cfg, mix.num_rows)
     stages, optimizer = build(cfg, ps, model)
-    say(sinks.start_lines(stages, ps, mix.bins, rows_per_step=cfg.rows, dtype="fp32"))
+    say(parallel.start_lines(stages, ps, mix.bins, rows_per_step=cfg.rows, dtype=cfg.dtype))
     checkpoint.require_space(cfg.out, stages, axis=ps.world, tell=say)
     facts_at = make_facts(cfg, model, tokenizer, opened, mix, phases)
     told: list[str] = []

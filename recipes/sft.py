@@ -221,7 +221,9 @@ def make_train_step(cfg, ps, stages, optimizer, loss, evidence):
     """Return train_step(state, batch) -> (state, metrics): all of one step, in order."""
     params = tk.parameters_of(stages)
     lr_at = schedules.cosine(cfg.lr, warmup=cfg.warmup, total=cfg.schedule_steps)
-    forward_backward = tk.bind_forward_backward(stages, loss, axis=ps.pp, schedule=cfg.schedule)
+    forward_backward = tk.bind_forward_backward(
+        stages, loss, axis=ps.pp, schedule=cfg.schedule, reduce=cfg.reduce
+    )
 
     def train_step(state, batch):
         tokens = tk.all_sum(tk.count_valid_tokens(batch.microbatches), ps.loss)
@@ -306,7 +308,7 @@ def train(cfg, ps, tokenizer, model, init, told, phase, stopping, say):
     corpus, counts = open_conversations(cfg, tokenizer)
     rows, held_rows = pack(cfg, ps, corpus, counts, say)
     stages, optimizer = build(cfg, ps, model)
-    say(sinks.start_lines(stages, ps, rows, rows_per_step=cfg.rows, dtype="fp32"))
+    say(parallel.start_lines(stages, ps, rows, rows_per_step=cfg.rows, dtype=cfg.dtype))
     checkpoint.require_space(cfg.out, stages, axis=ps.world, tell=say)
     facts = make_facts(cfg, model, tokenizer, corpus, rows)
     state = tk.resume(

@@ -23,6 +23,7 @@ from trainkit.parallel.recompute import recompute
 from trainkit.parallel.sequence import sequence
 from trainkit.parallel.split import layer_ranges, rank_of_stages, split_layers
 from trainkit.parallel.stages import Transform, build_stages, check_plan
+from trainkit.parallel.start import start_lines
 from trainkit.parallel.styles import Style
 from trainkit.parallel.tensor import hf_styles, tensor
 
@@ -52,6 +53,7 @@ __all__ = [
     "recompute",
     "sequence",
     "split_layers",
+    "start_lines",
     "tensor",
     "weights_of",
 ]

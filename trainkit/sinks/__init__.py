@@ -22,7 +22,6 @@ from trainkit.sinks.pipeline import (
 )
 from trainkit.sinks.plot import plot_loss
 from trainkit.sinks.run import printer, run_sinks, run_summary
-from trainkit.sinks.start import start_lines
 from trainkit.sinks.tee import on_first_rank, tee
 from trainkit.sinks.tensorboard import tensorboard
 from trainkit.sinks.wandb import wandb
@@ -65,7 +64,6 @@ __all__ = [
     "ring_blocks",
     "run_sinks",
     "run_summary",
-    "start_lines",
     "sync_lines",
     "tee",
     "tensorboard",

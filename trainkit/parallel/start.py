@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
+import torch
+from torch import nn
+
+from trainkit.collectives import all_gather_json
 from trainkit.packing.report import packing_report
+from trainkit.parallel.naming import is_tied_copy, named_parameters_of
 from trainkit.types import Bins, ParallelState
-
-if TYPE_CHECKING:
-    from torch import nn
 
 _DEGREES = ("pp", "dp_replicate", "dp_shard", "ring", "ulysses", "tp", "ep")
 
@@ -33,7 +34,6 @@ def start_lines(
         Communicates: all ranks of `ps.pp` must call it.
 
     Examples:
-        >>> from torch import nn
         >>> from trainkit.mesh import solo_parallel
         >>> from trainkit.packing import pack_bins
         >>> rows = pack_bins([6, 8, 3, 8], 8)
@@ -45,7 +45,8 @@ def start_lines(
     """
     total, trained = _parameters(stages, ps)
     share = "all trained" if trained == total else f"{trained:,} of them trained"
-    device = "cpu" if ps.device.type == "cpu" else _device_name(ps)
+    is_cuda = ps.device.type == "cuda"
+    device = torch.cuda.get_device_name(ps.device) if is_cuda else ps.device.type
     degrees = [(name, getattr(ps, name).count) for name in _DEGREES]
     layout = " x ".join(f"{name} {count}" for name, count in degrees if count > 1)
     ranks = f"{ps.world.count} ranks: {layout}" if layout else "1 rank"
@@ -60,20 +61,7 @@ def start_lines(
 
 def _parameters(stages: Sequence[nn.Module], ps: ParallelState) -> tuple[int, int]:
     """Return how many numbers the whole model has, and how many of them are trained."""
-    from trainkit.collectives import all_gather_json  # noqa: PLC0415 -- loads torch
-    from trainkit.parallel.naming import (  # noqa: PLC0415 -- loads torch
-        is_tied_copy,
-        named_parameters_of,
-    )
-
     own = [p for p in named_parameters_of(stages).values() if not is_tied_copy(p)]
     counts = [sum(p.numel() for p in own), sum(p.numel() for p in own if p.requires_grad)]
     totals = map(sum, zip(*all_gather_json(counts, ps.pp), strict=True))
     return next(totals), next(totals)
-
-
-def _device_name(ps: ParallelState) -> str:
-    import torch  # noqa: PLC0415 -- slow to import
-
-    is_known = ps.device.type == "cuda"
-    return torch.cuda.get_device_name(ps.device) if is_known else ps.device.type

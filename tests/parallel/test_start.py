@@ -8,8 +8,8 @@ from torch import nn
 from trainkit.mesh import solo_parallel
 from trainkit.models import Decoder, count_parameters, decoder_config
 from trainkit.packing import overlong_warning, pack_bins
+from trainkit.parallel import start_lines
 from trainkit.parallel.naming import mark_tied_copy_
-from trainkit.sinks import start_lines
 
 ROWS = pack_bins([6, 8, 3, 8, 8], 8)
 
