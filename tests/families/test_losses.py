@@ -629,3 +629,19 @@ def test_the_fp16_weight_gradient_of_many_tokens_does_not_overflow():
 def test_names_that_would_mix_up_sums_and_counts_are_refused(names):
     with pytest.raises(ValueError, match="by_source: "):
         by_source(names)
+
+
+def test_the_weight_gradient_of_bf16_factors_is_added_in_place():
+    """On CUDA: no second fp32 matrix of the weight's size for each chunk."""
+    module, seen = sys.modules["trainkit.losses.linear_cross_entropy"], []
+
+    class Made(torch.utils._python_dispatch.TorchDispatchMode):
+        def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+            seen.append(str(function))
+            return function(*args, **(kwargs or {}))
+
+    total = torch.zeros(V, D, device="meta")
+    slopes, inputs = (torch.zeros(5, n, dtype=torch.bfloat16, device="meta") for n in (V, D))
+    with Made():
+        module._add_product_(total, slopes.t(), inputs)
+    assert [name for name in seen if name != "aten.t.default"] == ["aten.addmm.dtype_out"]
