@@ -36,6 +36,7 @@ def varlen(q: Tensor, k: Tensor, v: Tensor, *, spans: Spans, scale: float | None
 
     Examples:
         >>> import numpy as np
+        >>> import torch
         >>> from trainkit.types import Spans
         >>> spans = Spans(torch.tensor([0, 3, 4], dtype=torch.int32), np.array([3, 1]), 3)
         >>> q, k, v = torch.randn(3, 1, 4, 2, 8)

@@ -10,6 +10,7 @@ if TYPE_CHECKING:
     from trainkit.runtime.directory import make_run_dir
     from trainkit.runtime.errors import SAVED, error_code, leave, needs_extra, report_errors
     from trainkit.runtime.lock import run_lock
+    from trainkit.runtime.reproducible import deterministic
     from trainkit.runtime.session import open_run
     from trainkit.runtime.signals import stop_votes, trap_signals
     from trainkit.runtime.startup import agree_at_start, code_facts, probe
@@ -19,6 +20,7 @@ __all__ = [
     "SAVED",
     "agree_at_start",
     "code_facts",
+    "deterministic",
     "error_code",
     "leave",
     "make_run_dir",
@@ -36,6 +38,7 @@ _HOME = {
     "SAVED": "errors",
     "agree_at_start": "startup",
     "code_facts": "startup",
+    "deterministic": "reproducible",
     "error_code": "errors",
     "leave": "errors",
     "make_run_dir": "directory",
