@@ -1,5 +1,6 @@
 """What docs/howto/launch.md says of the environment is what the code reads."""
 
+import inspect
 import os
 import re
 import socket
@@ -284,3 +285,23 @@ def test_ray_s_processes_get_variables_that_make_a_launch(tmp_path, monkeypatch)
     codes = namespace["launch"](2, [str(script), str(tmp_path / "told")])
     assert codes == [0, 1]
     assert (tmp_path / "told").read_text() == "0 2 0 10.0.0.7\n1 2 0 10.0.0.7\n"
+
+
+# ------------------------------------------------------------------------------------ torch
+
+
+def release(text):
+    return tuple(map(int, re.match(r"(\d+)\.(\d+)", text).groups()))
+
+
+def test_the_torch_that_is_allowed_is_the_torch_that_was_tested():
+    """The bounds of pyproject.toml, what `require_torch` says, .ci's pin, and the page's table."""
+    root = Path(__file__).parents[1]
+    bounds = re.search(r'"torch>=([\d.]+),<([\d.]+)"', (root / "pyproject.toml").read_text())
+    least, below = map(release, bounds.groups())
+    pinned = re.search(r"torch==([\d.]+)", (root / ".ci/constraints.txt").read_text())
+    page = (root / "docs" / "torch-versions.md").read_text().splitlines()
+    whole = [release(line[2:]) for line in page if line.startswith("| 2.") and "all tests" in line]
+    assert least == inspect.signature(require_torch).parameters["least"].default
+    assert release(pinned[1]) in whole
+    assert max(whole) == (below[0], below[1] - 1)
