@@ -265,6 +265,8 @@ def main(argv=None):
     with runtime.report_errors():
         cfg = config.load_config(Config, argv)
         cfg = attrs.evolve(cfg, dtype=parallel.choose_dtype(cfg.dtype))
+        if cfg.deterministic:
+            runtime.deterministic()
         tokenizer = tokenizers.open_tokenizer(cfg.tokenizer)
         model = models.decoder_config(
             cfg.size,

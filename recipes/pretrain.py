@@ -401,6 +401,8 @@ def main(argv=None):
     with runtime.report_errors():
         cfg = config.load_config(Config, argv)
         cfg = attrs.evolve(cfg, dtype=parallel.choose_dtype(cfg.dtype))
+        if cfg.deterministic:
+            runtime.deterministic()
         tokenizer = tokenizers.open_tokenizer(cfg.tokenizer)
         vocab_size = models.round_up_vocabulary(tokenizer.vocab_size)
         model = models.decoder_config(cfg.size, vocab_size=vocab_size)

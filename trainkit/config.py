@@ -177,6 +177,9 @@ class RunConfig:
     dtype: Literal["auto", "fp32", "bf16"] = "auto"
     """What is computed in, on fp32 parameters; auto is bf16 on a GPU and fp32 on a CPU."""
 
+    deterministic: bool = False
+    """Take only algorithms that give the same bits each time, which all do on a CPU."""
+
     reduce: Literal["last", "each"] = "last"
     """After which microbatch gradients are reduced; each needs less memory, and sends more."""
 
@@ -228,7 +231,7 @@ class RunConfig:
 
 DEGREES = ("pp", "dp_replicate", "dp_shard", "ring", "ulysses", "tp", "ep")
 LAYOUT_FIELDS = (*DEGREES, "fold_sp", "schedule", "reduce")
-LAYOUT_FIELDS += ("reshard_after_forward", "cpu_offload")
+LAYOUT_FIELDS += ("reshard_after_forward", "cpu_offload", "deterministic")
 """The fields of `RunConfig` that say where the work of a step happens, never what is computed."""
 SAFETY_FIELDS = ("keep", "keep_every", "background_saves", "step_timeout", "start_timeout")
 SAFETY_FIELDS += ("grace", "max_skips", "max_rollbacks", "on_spike", "sinks")
