@@ -176,7 +176,7 @@ class Reduction:
     def __init__(self, reducers: Reducers, *, reduce: Reduce) -> None:
         units = [group for _, module in reducers.fsdp for group in fsdp_groups(module)]
         self.reducers, self.reduce = reducers, reduce
-        # In the order of backward, mostly: the others of a fixed order would have to wait for it.
+        # The order of most backward passes: in another, units with replicas wait for `finish`.
         self.units = [unit for unit in reversed(dict.fromkeys(units)) if _trainable(unit)]
         self.left = list(self.units)
         params = [p.sharded_param for unit in self.units for p in _trainable(unit)]
@@ -293,7 +293,9 @@ class Reduction:
             for group in groups:
                 if group is not None and group.size() > 1:
                     dist.all_reduce(counts, group=group)
-            for p, count in zip(params, [1] if all(used) else counts.tolist(), strict=False):
+            if all(used):  # only a rank that lacks a gradient waits to hear whether another has one
+                continue
+            for p, count in zip(params, counts.tolist(), strict=True):
                 if not count and id(p) not in self.earlier:
                     p.grad = None
 
@@ -443,7 +445,7 @@ def sum_grads_(parameters: Iterable[nn.Parameter], group: dist.ProcessGroup) -> 
         counts, *sums = flat.split([len(parts), *(part.numel() for part in parts)])
         for part, total in zip(parts, sums, strict=True):
             part.copy_(total.view_as(part))
-        if not all(has):  # only a rank that lacks a gradient waits to hear whether another has one
+        if not all(has):  # only such a rank waits to hear whether another has one
             has = counts.bool().tolist()
         for parameter, grad, kept in zip(bucket, grads, has, strict=True):
             parameter.grad = grad if kept else None
