@@ -275,14 +275,15 @@ def test_help_explains_every_field_with_its_default_and_exits_0(capsys):
 
 strings = st.text(st.characters(exclude_categories=["Cs"]), max_size=12)
 numbers = st.floats(allow_nan=False)
+paths = strings.filter(lambda text: "\0" not in text).map(Path)
 configs = st.builds(
     Config,
-    out=strings.filter(lambda text: "\0" not in text).map(Path),
+    out=paths,
     steps=st.integers(-(2**63), 2**63 - 1),
     seed=st.integers(0, 2**63 - 1),
     lr=st.floats(min_value=0, exclude_min=True),
     max_norm=st.none() | numbers,
-    corpus=st.lists(strings.map(Path), max_size=3).map(tuple),
+    corpus=st.lists(paths, max_size=3).map(tuple),
     betas=st.tuples(numbers, numbers),
     name=st.none() | strings.filter(lambda text: text != "None"),
     compile=st.booleans(),
