@@ -373,7 +373,8 @@ def test_degrees_are_what_a_session_takes():
 
 def test_a_run_goes_on_in_another_layout_and_never_with_other_rows():
     moved = dict.fromkeys(DEGREES, 2) | {"schedule": "gpipe", "fold_sp": "none"}
-    moved |= {"reshard_after_forward": False, "cpu_offload": True}
+    moved |= {"reshard_after_forward": False, "cpu_offload": True, "reduce": "each"}
+    moved |= {"deterministic": True}
     assert set(moved) == set(LAYOUT_FIELDS)
     before, after = config_facts(RunConfig()), config_facts(RunConfig(**moved))
     changed = {name.removeprefix("config.") for name in before if before[name] != after[name]}
