@@ -80,7 +80,9 @@ def test_stopped_it_goes_on_to_the_same_bits(whole, chats, tmp_path):
     assert (tmp_path / "final.json").read_text() == (whole[0] / "final.json").read_text()
 
 
-@pytest.mark.parametrize(("world", "layouts"), [(2, ["", "--pp 2"]), (4, ["--ring 2 --tp 2 --fold-sp none"])])
+@pytest.mark.parametrize(
+    ("world", "layouts"), [(2, ["", "--pp 2"]), (4, ["--ring 2 --tp 2 --fold-sp none"])]
+)
 def test_every_layout_prints_the_same_losses(world, layouts, whole, chats, tmp_path):
     outs = [tmp_path / str(number) for number in range(len(layouts))]
     runs = [
