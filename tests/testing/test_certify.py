@@ -289,7 +289,13 @@ def test_a_difference_is_relative_to_the_largest_and_nan_is_infinite():
 def test_a_row_is_within_a_tier_only_if_everything_is():
     good = Row("dp2", 2, loss=1e-13, grad_norm=1e-13, parameters=1e-13, state=0.0, batches=True)
     nan = float("nan")
-    bad = [{"loss": 1e-11}, {"grad_norm": 1e-11}, {"parameters": nan}, {"state": 1e-11}, {"batches": False}]
+    bad = [
+        {"loss": 1e-11},
+        {"grad_norm": 1e-11},
+        {"parameters": nan},
+        {"state": 1e-11},
+        {"batches": False},
+    ]
     bad += [{"loss": nan}, {"grad_norm": nan}, {"error": "it hung"}]
     assert is_within(good, TIERS["fp64"])
     assert not any(is_within(attrs.evolve(good, **change), TIERS["fp64"]) for change in bad)

@@ -21,9 +21,10 @@ if TYPE_CHECKING:
 _DESCRIPTION = """\
 Train a tiny decoder for three steps on one process, and again in each layout of 1 to 8 ranks, and
 print the largest differences from one process: of the loss, of the gradient norm, and of every
-parameter after the last step, each max|a - b| / max|b|. A tied decoder, one
-with dropout and one of which half is frozen follow in fewer layouts. Ranks are processes on this
-machine's CPUs: no GPU and no launcher is needed. For your own model call trainkit.testing.certify.
+parameter, buffer and number of the optimizer after the last step, each max|a - b| / max|b|. A tied
+decoder, one with dropout, one of which half is frozen, and a model in plain torch follow in fewer
+layouts. Ranks are processes on this machine's CPUs: no GPU and no launcher is needed. For your own
+model call trainkit.testing.certify.
 """
 
 _EPILOG = """\
@@ -49,7 +50,8 @@ _PAGE = """
 Any layout gives the numbers of one process. A tiny decoder is trained for three steps on one
 process, and again in each of these layouts, from the same weights on the same tokens; the numbers
 are the largest differences from the one process, max|a - b| / max|b| of each tensor: of the loss
-and of the gradient norm over the steps, and of every parameter after the last.
+and of the gradient norm over the steps, and of every parameter and of the state (buffers, and what
+the optimizer remembers) after the last.
 
 `python -m trainkit certify` prints these tables on your machine; `trainkit.testing.certify` makes
 one for a model, a plan, a loss and a call of your own. In a name `dp` is the number of ranks that

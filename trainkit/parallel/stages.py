@@ -51,8 +51,8 @@ _TIED = "_trainkit_tied"
 class Transform:
     """A `ModelTransform` that states its kind, for the order, and the axes it takes care of.
 
-    `device` is where it wants parameters to be made, if not on the rank's device. What modules share
-    stays shared, or the transform is refused: a weight that it would make two of would train apart.
+    `device` is where it wants parameters to be made, if not on the rank's device. What modules
+    share stays shared, or the transform is refused: a weight made two of would train apart.
     """
 
     apply: ModelTransform

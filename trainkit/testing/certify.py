@@ -45,6 +45,7 @@ from trainkit.testing.train import (
 )
 from trainkit.types import Batch, Call, Loss, Weights
 
+
 def certify(
     make_model: Callable[[], nn.Module],
     make_batches: Callable[[int], Batch],
@@ -309,7 +310,9 @@ def _other_parameters(wanted: Outcome, ranks: Sequence[Differences]) -> str:
     }
     held = sorted({name for rank in ranks for name in rank.parameters})
     problems |= {
-        name: f"one process does not hold {name!r}" for name in held if name not in wanted.parameters
+        name: f"one process does not hold {name!r}"
+        for name in held
+        if name not in wanted.parameters
     }
     if not problems:
         return ""

@@ -1,4 +1,4 @@
-"""A model as others write theirs, for the certificate: GPT-2's kind, with nothing of trainkit in it.
+"""A model as others write theirs, for the certificate: of GPT-2's kind, in plain torch.
 
 Biases and layer norms everywhere, learned positions, a head that is the embedding, a buffer, and
 (in one variant) a part that only some microbatches use.

@@ -204,9 +204,7 @@ def _train(
         sums = run(batches, denominator=tokens)
         sync_sp_grads(params, ps.sp_unfolded)
         norms.append(
-            clip_and_step(
-                params, optimizer, lr=training.lr, max_norm=training.max_norm, axis=ps.pp
-            )
+            clip_and_step(params, optimizer, lr=training.lr, max_norm=training.max_norm, axis=ps.pp)
         )
         for name, value in mean_terms(reduce_metrics(sums, ps.loss), tokens).items():
             terms.setdefault(name, []).append(float(value))
@@ -277,7 +275,10 @@ def _least_moments(state: Mapping[str, Part]) -> dict[str, float]:
 
 
 def _distances(
-    found: Mapping[str, Part], wanted: Mapping[str, Part], *, least: Mapping[str, float] | None = None
+    found: Mapping[str, Part],
+    wanted: Mapping[str, Part],
+    *,
+    least: Mapping[str, float] | None = None,
 ) -> dict[str, float]:
     """Return how far this rank's parts are off, by name in the whole model."""
     far: dict[str, float] = {}
