@@ -49,10 +49,12 @@ def varlen(q: Tensor, k: Tensor, v: Tensor, *, spans: Spans, scale: float | None
     return sdpa(q, k, v, spans=spans, scale=scale)
 
 
-def flash_varlen(q: Tensor, k: Tensor, v: Tensor, *, spans: Spans, scale: float) -> Tensor:
-    """Call torch's `varlen_attn` for a packed batch: `varlen` without the choice, for CUDA alone.
+def flash_varlen(
+    q: Tensor, k: Tensor, v: Tensor, *, spans: Spans, scale: float | None = None
+) -> Tensor:
+    """Call torch's `varlen_attn` for a packed batch: `varlen` without its choice and its checks.
 
-    Arguments and result are those of `varlen`.
+    For CUDA alone. Arguments and result are those of `varlen`.
     """
     # Imported here: the module imports torch._dynamo, 1.1 s (torch 2.13).
     from torch.nn.attention.varlen import varlen_attn  # noqa: PLC0415 - see above
