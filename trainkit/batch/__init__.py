@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from trainkit.batch.batches import (
     batch_hash,
+    batch_of_rows,
     blank_batch,
     count_valid_tokens,
     map_tensors,
@@ -20,6 +21,7 @@ __all__ = [
     "TARGET_FIELDS",
     "Along",
     "batch_hash",
+    "batch_of_rows",
     "blank_batch",
     "collate_bins",
     "count_valid_tokens",
