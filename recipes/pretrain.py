@@ -50,7 +50,9 @@ class Config(config.RunConfig):
     schedule_steps: int = attrs.field(default=650, validator=config.positive)
     """The length of the learning rate's schedule; past it the last rate holds."""
     data: tuple[Path, ...] = ()
-    """Corpora: directories of text, .jsonl, .tokens and others; by default Python's library."""
+    """Corpora: text files, directories of them, .jsonl, .tokens and others; by default Python's."""
+    field: str = "text"
+    """The field of JSON lines, parquet or arrow files that holds the text."""
     weights: tuple[float, ...] = ()
     """How many of a step's rows each corpus gives, in proportion; by default as many as it has."""
     anneal_step: int = attrs.field(default=0, validator=config.non_negative)
@@ -59,8 +61,8 @@ class Config(config.RunConfig):
     """What the weights become at the anneal-step."""
     anneal_lr: float = attrs.field(default=1.0, validator=config.positive)
     """What the learning rate is multiplied with from the anneal-step on."""
-    tokenizer: str = "bytes"
-    """bytes, or a tokenizer.json."""
+    tokenizer: str | None = None
+    """bytes, or a tokenizer.json; by default that beside the data (of n.tokens), or bytes."""
     cache: Path | None = Path("runs/cache")
     """Where the plans of rows are kept for the next run; None keeps none."""
     size: str = "tiny"
@@ -94,7 +96,7 @@ class Config(config.RunConfig):
 # What a run may be continued with another value of, because it changes nothing that is computed.
 MAY_CHANGE = (
     *config.PLACE_FIELDS,
-    *("data", "cache"),  # the content is kept, by its hash
+    *("data", "field", "cache"),  # the content is kept, by its hash
     *("anneal_step", "anneal_weights", "anneal_lr"),  # the phases that have begun are kept
     *("microbatch", "recompute", "compiled", "eval_every", "sample"),
 )
@@ -111,13 +113,15 @@ def open_corpora(cfg, tokenizer):
         raise ConfigError(f"--data names a corpus twice: {', '.join(map(str, cfg.data))}")
     stems = {path: path.stem for path in cfg.data}
     names = stems if len(set(stems.values())) == len(stems) else {x: str(x) for x in cfg.data}
-    return {names[path]: tk.open_corpus(path, tokenizer=tokenizer) for path in cfg.data}
+    how = {"tokenizer": tokenizer, "field": cfg.field}
+    return {names[path]: tk.open_corpus(path, **how) for path in cfg.data}
 
 
 def pack(cfg, ps, opened, say):
-    """Return the rows to train on and those held out (no document is in both), and reports."""
+    """Return the rows to train on and those held out (no token is in both), and reports."""
     train, held, reports = {}, {}, {}
-    for name, corpus in opened.items():
+    for name, whole in opened.items():
+        corpus, is_held = corpora.hold_out(whole, one_in=40, piece=cfg.row_length)
         bins_of = functools.partial(
             data.cached_bins,
             cfg.cache,
@@ -128,7 +132,6 @@ def pack(cfg, ps, opened, say):
             axis=ps.world,
             tell=say,
         )
-        is_held = corpora.held_out_documents(corpus, one_in=40)
         lengths = np.where(is_held, 0, corpus.lengths)
         train[name] = corpus, bins_of(lengths=lengths)
         held[name] = corpus, bins_of(lengths=corpus.lengths - lengths)
@@ -141,7 +144,7 @@ def pack(cfg, ps, opened, say):
     if any(part.trained is not None for part in mix.corpus.parts):
         say("where a corpus says which of its tokens are trained on, the others are only read")
     if not len(held.bins):
-        say("no document is held out of so few, so there is nothing to evaluate on")
+        say("nothing is held out of so little, so there is nothing to evaluate on")
     return mix, held, reports
 
 
@@ -403,6 +406,7 @@ def main(argv=None):
         cfg = attrs.evolve(cfg, dtype=parallel.choose_dtype(cfg.dtype))
         if cfg.deterministic:
             runtime.deterministic()
+        cfg = attrs.evolve(cfg, tokenizer=tokenizers.find_tokenizer(cfg.tokenizer, cfg.data))
         tokenizer = tokenizers.open_tokenizer(cfg.tokenizer)
         vocab_size = models.round_up_vocabulary(tokenizer.vocab_size)
         model = models.decoder_config(cfg.size, vocab_size=vocab_size)

@@ -14,6 +14,7 @@ from trainkit.attention import sdpa
 from trainkit.batch import (
     Along,
     batch_hash,
+    batch_of_rows,
     blank_batch,
     collate_bins,
     count_tokens,
@@ -216,6 +217,32 @@ def test_shift_labels_gives_the_next_token_of_the_same_document(ids):
         for i, document in enumerate(line):
             goes_on = i + 1 < len(line) and line[i + 1] == document and document != -1
             assert labels[row][i] == (int(tokens[row, i]) + 1 if goes_on else IGNORED_LABEL)
+
+
+@given(batches(multiple_of=1, blanks=False))
+def test_rows_packed_elsewhere_become_the_batch_that_collation_makes(batch):
+    padding = batch.document_ids < 0
+    kept = {"padding": padding, "labels": batch.labels}
+    for way in ({"starts": batch.position_ids == 0}, {"position_ids": batch.position_ids}):
+        assert torch.equal(batch_of_rows(batch.input_ids, **way, **kept).labels, batch.labels)
+        found = batch_of_rows(batch.input_ids, padding=padding, **way)
+        for name in TENSORS:
+            assert torch.equal(found[name], batch[name]), name
+        assert torch.equal(found.spans.cu_seqlens, batch.spans.cu_seqlens)
+        assert found.spans.max_length == batch.spans.max_length
+
+
+def test_rows_packed_elsewhere_say_what_is_wrong_with_them():
+    ids = torch.arange(6).view(2, 3)
+    assert batch_of_rows(ids, first_row=4).token_index.tolist() == [[12, 13, 14], [15, 16, 17]]
+    assert batch_of_rows(ids, extra={"weights": ids})["weights"] is ids
+    for name, x in (("starts", ids), ("padding", ids[:1] > 0), ("labels", ids.int())):
+        with pytest.raises(ValueError, match=f"batch_of_rows: {name} must be"):
+            batch_of_rows(ids, **{name: x})
+    with pytest.raises(ValueError, match="not both"):
+        batch_of_rows(ids, starts=ids > 0, position_ids=ids)
+    with pytest.raises(ValueError, match="input_ids must be"):
+        batch_of_rows(ids[0])
 
 
 def test_row_positions_say_where_a_row_is_in_the_global_step():

@@ -97,6 +97,8 @@ def test_the_page_names_the_variables_that_are_read_and_no_others(title, read, e
         ("SLURM_NTASKS", "32", {"world": 32}),
         ("SLURM_LOCALID", "3", {"local_rank": 3}),
         ("SLURM_STEP_NODELIST", "a1,b2", {"address": "a1"}),
+        ("SLURM_STEP_NODELIST", "c1-r[2-3]-n[04-05],d7", {"address": "c1-r2-n04"}),
+        ("SLURM_STEP_NODELIST", "r[2,4]n[08]x,d[1-2]", {"address": "r2n08x"}),
         ("SLURM_STEP_NODELIST", None, {"address": "gpu05"}),
         ("SLURM_JOB_NODELIST", "elsewhere", {}),
         ("SLURM_JOB_ID", "7", {}),

@@ -13,6 +13,7 @@ from trainkit.schedules import (
     due,
     linear,
     piecewise,
+    power,
     rex,
     warmup_stable_decay,
 )
@@ -70,8 +71,10 @@ def test_joints_are_exact(make, final):
     assert lr_at(warmup - 1) == lr_at(warmup) == lr
     assert lr_at(total - 1) > lr * final or final == 1
     assert lr_at(total) == lr_at(total + 1) == lr_at(10**9) == lr * final
-    zero_start = [lr_at(step - 1) for step in range(9)]
-    assert zero_start == pytest.approx([lr * min(1, step / 7) for step in range(9)])
+    for begin in (0.0, 0.25):
+        rates = values(make(lr, warmup=warmup, total=total, final=final, warmup_from=begin), 51)
+        assert rates[:8] == pytest.approx([lr * (begin + (1 - begin) * s / 7) for s in range(8)])
+        assert rates[7:] == values(lr_at, 51)[7:]
 
 
 @each
@@ -93,7 +96,7 @@ def test_rates_stay_between_zero_and_the_peak_and_fall_after_warmup(make, lr, wa
     assert all(rate >= lr * final / slack for rate in after)
 
 
-@given(shape=st.sampled_from(["linear", "cosine", "sqrt"]), decay=st.integers(0, 40))
+@given(shape=st.sampled_from(["linear", "cosine", "sqrt", "sqrt_late"]), decay=st.integers(0, 40))
 def test_the_plateau_does_not_depend_on_the_length_of_the_run(shape, decay):
     short = warmup_stable_decay(1.0, warmup=5, total=50, decay=decay, shape=shape)
     long = warmup_stable_decay(1.0, warmup=5, total=90, decay=decay, shape=shape)
@@ -149,7 +152,7 @@ def test_bad_values_are_refused_by_name(make, changed, message):
         ({"decay": -1}, "decay must be .* got -1"),
         ({"decay": 9}, "must fit into total = 10 steps, got 2 and 9"),
         ({"decay": 0.9}, "must fit into total = 10 steps, got 2 and 9"),
-        ({"shape": "cubic"}, "shape must be one of linear, cosine, sqrt, got 'cubic'"),
+        ({"shape": "cubic"}, "shape must be one of linear, cosine, sqrt, sqrt_late, got"),
     ],
 )
 def test_a_decay_that_does_not_fit_is_refused(changed, message):
@@ -200,3 +203,17 @@ def test_due_fires_at_multiples_and_at_the_last_step(every, last, fires):
 def test_due_refuses_a_negative_period():
     with pytest.raises(ValueError, match=r"^due: every must be .* got -1"):
         due(1, -1)
+
+
+def test_the_decays_of_kempnerforge_have_names():
+    shares = [step / 10 for step in range(11)]
+    floor = {"warmup": 0, "total": 10, "final": 0.1}
+    assert values(power(1.0, exponent=3.0, **floor), 11) == pytest.approx(
+        [max(0.1, (1 - p) ** 3) for p in shares]
+    )
+    late = warmup_stable_decay(1.0, decay=1.0, shape="sqrt_late", **floor)
+    assert values(late, 11) == pytest.approx([0.1 + 0.9 * (1 - p) ** 0.5 for p in shares])
+    for bad in ({"exponent": 0.0}, {"warmup_from": 1.5}, {"warmup_from": float("nan")}):
+        with pytest.raises(ValueError, match=f"power: {next(iter(bad))} must be"):
+            power(1.0, **floor, **bad)
+    assert power(1.0, warmup=4, total=8, final=0.5, warmup_from=0.0)(1) == 0.25

@@ -88,7 +88,7 @@ def launch_from_slurm(env: Mapping[str, str]) -> Launch:
     if world == 1:
         return Launch(rank, world, local)
     nodes = env.get("SLURM_STEP_NODELIST") or env.get("SLURM_JOB_NODELIST") or ""
-    first = re.match(r"([^,\[]+)(?:\[([0-9]+)[^\]]*\]([^,]*))?", nodes)
+    first = re.match(r"(?:[^,\[\]]|\[[0-9]+[^\]]*\])+", nodes)
     if first is None:
         raise ConfigError(
             f"parallel_session: SLURM_JOB_NODELIST names no host, got {nodes!r}",
@@ -99,7 +99,7 @@ def launch_from_slurm(env: Mapping[str, str]) -> Launch:
         port = _whole_number(env, "MASTER_PORT", low=1, high=65536)
     else:
         port = 15000 + _whole_number(env, "SLURM_JOB_ID", low=0) % 20000
-    return Launch(rank, world, local, "".join(part or "" for part in first.groups()), port)
+    return Launch(rank, world, local, re.sub(r"\[(\d+)[^\]]*\]", r"\1", first[0]), port)
 
 
 def read_launch(env: Mapping[str, str]) -> Launch:

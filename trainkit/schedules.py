@@ -2,10 +2,10 @@
 
 All schedules but `piecewise` have one anatomy. Step s, counted from 0, is the step about to be
 taken. Warm-up rises in a straight line, lr * (s + 1) / warmup: the first step is no step at rate
-zero, and step warmup - 1 has the full rate. The decay falls from lr at step `warmup` (or later) to
-lr * final at step `total`, which a run of `total` steps does not reach: so its last step is not at
-rate zero either. Past `total` the last value holds. For a warm-up that begins at zero, shift a
-schedule by one step: `lambda step: lr_at(step - 1)`.
+zero, and step warmup - 1 has the full rate. With `warmup_from` it begins at that fraction of lr, at
+0.0 for instance, and step `warmup` is the first with the full rate. The decay falls from lr at step
+`warmup` (or later) to lr * final at step `total`, which a run of `total` steps does not reach: so
+its last step is not at rate zero either. Past `total` the last value holds.
 """
 
 from __future__ import annotations
@@ -29,12 +29,13 @@ Point = tuple[int, float] | tuple[int, float, Curve]
 _LOG_FLOOR = 1e-8  # an exponential curve cannot start or end at 0
 
 
-def constant(lr: float, *, warmup: int = 0) -> Schedule:
+def constant(lr: float, *, warmup: int = 0, warmup_from: float | None = None) -> Schedule:
     """Return a schedule that stays at lr after warm-up.
 
     Args:
         lr: the rate.
         warmup: steps of warm-up.
+        warmup_from: where warm-up begins, as a fraction of lr; None is one step's part of the way.
 
     Raises:
         ValueError: if an argument is out of range.
@@ -42,17 +43,27 @@ def constant(lr: float, *, warmup: int = 0) -> Schedule:
     Examples:
         >>> [constant(1.0, warmup=4)(step) for step in range(6)]
         [0.25, 0.5, 0.75, 1.0, 1.0, 1.0]
+        >>> [constant(1.0, warmup=4, warmup_from=0.0)(step) for step in range(6)]
+        [0.0, 0.25, 0.5, 0.75, 1.0, 1.0]
     """
-    _check("constant", lr=lr, warmup=warmup, total=max(warmup, 1), final=0.0)
-    return lambda step: lr * _warmed(step, warmup)
+    _check("constant", lr, warmup, max(warmup, 1), 0.0, warmup_from)
+    return lambda step: lr * _warmed(step, warmup, warmup_from)
 
 
-def linear(lr: float, *, warmup: int, total: int, final: float = 0.0) -> Schedule:
+def linear(
+    lr: float,
+    *,
+    warmup: int,
+    total: int,
+    final: float = 0.0,
+    warmup_from: float | None = None,
+) -> Schedule:
     """Return a schedule that falls in a straight line after warm-up.
 
     Args:
         lr: the peak rate.
         warmup: steps of warm-up.
+        warmup_from: where warm-up begins, as a fraction of lr; None is one step's part of the way.
         total: the step at which the decay is over.
         final: where the decay ends, as a fraction of lr.
 
@@ -63,15 +74,23 @@ def linear(lr: float, *, warmup: int, total: int, final: float = 0.0) -> Schedul
         >>> [linear(1.0, warmup=2, total=6)(step) for step in range(8)]
         [0.5, 1.0, 1.0, 0.75, 0.5, 0.25, 0.0, 0.0]
     """
-    return _decaying("linear", _straight, lr=lr, warmup=warmup, total=total, final=final)
+    return _decaying("linear", _straight, lr, warmup, total, final, warmup_from)
 
 
-def cosine(lr: float, *, warmup: int, total: int, final: float = 0.0) -> Schedule:
+def cosine(
+    lr: float,
+    *,
+    warmup: int,
+    total: int,
+    final: float = 0.0,
+    warmup_from: float | None = None,
+) -> Schedule:
     """Return a schedule that falls along half a cosine after warm-up (Loshchilov and Hutter 2017).
 
     Args:
         lr: the peak rate.
         warmup: steps of warm-up.
+        warmup_from: where warm-up begins, as a fraction of lr; None is one step's part of the way.
         total: the step at which the decay is over.
         final: where the decay ends, as a fraction of lr.
 
@@ -82,19 +101,27 @@ def cosine(lr: float, *, warmup: int, total: int, final: float = 0.0) -> Schedul
         >>> [round(cosine(1.0, warmup=0, total=4, final=0.2)(step), 3) for step in range(5)]
         [1.0, 0.883, 0.6, 0.317, 0.2]
     """
-    return _decaying("cosine", _half_cosine, lr=lr, warmup=warmup, total=total, final=final)
+    return _decaying("cosine", _half_cosine, lr, warmup, total, final, warmup_from)
 
 
-def rex(lr: float, *, warmup: int, total: int, final: float = 0.0) -> Schedule:
+def rex(
+    lr: float,
+    *,
+    warmup: int,
+    total: int,
+    final: float = 0.0,
+    warmup_from: float | None = None,
+) -> Schedule:
     """Return a schedule that falls slowly first and fast at the end: reflected exponential decay.
 
     With p the share of the decay that is over, (1 - p) / (1/2 + (1 - p)/2) of the way down is left,
     as in Chen et al. 2021 (REX: Revisiting Budgeted Training with an Improved Schedule). Some
-    libraries call a power of 1 - p "rex".
+    libraries call a power of 1 - p "rex": here that is `power`.
 
     Args:
         lr: the peak rate.
         warmup: steps of warm-up.
+        warmup_from: where warm-up begins, as a fraction of lr; None is one step's part of the way.
         total: the step at which the decay is over.
         final: where the decay ends, as a fraction of lr.
 
@@ -105,7 +132,45 @@ def rex(lr: float, *, warmup: int, total: int, final: float = 0.0) -> Schedule:
         >>> [round(rex(1.0, warmup=0, total=4)(step), 3) for step in range(5)]
         [1.0, 0.857, 0.667, 0.4, 0.0]
     """
-    return _decaying("rex", _reflected, lr=lr, warmup=warmup, total=total, final=final)
+    return _decaying("rex", _reflected, lr, warmup, total, final, warmup_from)
+
+
+def power(
+    lr: float,
+    *,
+    warmup: int,
+    total: int,
+    exponent: float = 1.0,
+    final: float = 0.0,
+    warmup_from: float | None = None,
+) -> Schedule:
+    """Return a schedule that falls as a power of what is left: lr * max(final, (1 - p)^exponent).
+
+    p is the share of the decay that is over. Where the others end at `final`, this one is cut off
+    there, and stays. KempnerForge calls it "rex".
+
+    Args:
+        lr: the peak rate.
+        warmup: steps of warm-up.
+        warmup_from: where warm-up begins, as a fraction of lr; None is one step's part of the way.
+        total: the step at which the decay is over.
+        exponent: 1 is a straight line; above 1 it falls fast first, below 1 slowly.
+        final: the least rate, as a fraction of lr.
+
+    Raises:
+        ValueError: if an argument is out of range.
+
+    Examples:
+        >>> [power(1.0, warmup=0, total=4, exponent=2, final=0.1)(step) for step in range(5)]
+        [1.0, 0.5625, 0.25, 0.1, 0.1]
+    """
+    if not (math.isfinite(exponent) and exponent > 0):
+        raise ValueError(f"power: exponent must be above 0, got {exponent}")
+    _check("power", lr, warmup, total, final, None)
+    lr_at = _decaying(
+        "power", lambda over: (1 - over) ** exponent, lr, warmup, total, 0.0, warmup_from
+    )
+    return lambda step: lr_at(step) if step < warmup else max(lr_at(step), lr * final)
 
 
 def warmup_stable_decay(
@@ -114,22 +179,25 @@ def warmup_stable_decay(
     warmup: int,
     total: int,
     decay: float = 0.2,
-    shape: Literal["linear", "cosine", "sqrt"] = "linear",
+    shape: Literal["linear", "cosine", "sqrt", "sqrt_late"] = "linear",
     final: float = 0.0,
+    warmup_from: float | None = None,
 ) -> Schedule:
     """Return a schedule that stays at lr between warm-up and a decay at the end.
 
     The long middle does not depend on `total`, so that a run can be prolonged from before its
     decay. "sqrt" falls fast first: 1 - sqrt(p) of the way down is left, the best cool-down of
     Haegele et al. 2024 (Scaling Laws and Compute-Optimal Training Beyond Fixed Training Durations).
+    "sqrt_late" falls fast at the end: sqrt(1 - p) is left, which KempnerForge calls "sqrt".
 
     Args:
         lr: the peak rate.
         warmup: steps of warm-up.
+        warmup_from: where warm-up begins, as a fraction of lr; None is one step's part of the way.
         total: the step at which the decay is over.
         decay: how long the decay takes: a float is a fraction of `total`, an int is a number of
             steps.
-        shape: how it falls: "linear", "cosine" (half a cosine) or "sqrt".
+        shape: how it falls: "linear", "cosine" (half a cosine), "sqrt" or "sqrt_late".
         final: where the decay ends, as a fraction of lr.
 
     Raises:
@@ -142,12 +210,11 @@ def warmup_stable_decay(
         [0.5, 1.0, 1.0, 1.0, 1.0, 1.0, 1.0, 0.5, 0.293, 0.134, 0.0, 0.0]
     """
     name = "warmup_stable_decay"
-    shapes: dict[str, Shape] = {"linear": _straight, "cosine": _half_cosine, "sqrt": _square_root}
+    shapes: dict[str, Shape] = {"linear": _straight, "cosine": _half_cosine}
+    shapes |= {"sqrt": _square_root, "sqrt_late": _root_of_rest}
     if shape not in shapes:
         raise ValueError(f"{name}: shape must be one of {', '.join(shapes)}, got {shape!r}")
-    return _decaying(
-        name, shapes[shape], lr=lr, warmup=warmup, total=total, final=final, decay=decay
-    )
+    return _decaying(name, shapes[shape], lr, warmup, total, final, warmup_from, decay)
 
 
 def piecewise(lr: float, points: Sequence[Point]) -> Schedule:
@@ -175,7 +242,7 @@ def piecewise(lr: float, points: Sequence[Point]) -> Schedule:
         >>> [piecewise(1.0, [(0, 0.0), (4, 1.0, square)])(step) for step in range(5)]
         [0.0, 0.0625, 0.25, 0.5625, 1.0]
     """
-    _check("piecewise", lr=lr, warmup=0, total=1, final=0.0)
+    _check("piecewise", lr, 0, 1, 0.0, None)
     steps, fractions, curves = _checked_points(points)
 
     def lr_at(step: int) -> float:
@@ -230,6 +297,10 @@ def _square_root(over: float) -> float:
     return 1 - math.sqrt(over)
 
 
+def _root_of_rest(over: float) -> float:
+    return math.sqrt(1 - over)
+
+
 def _reflected(over: float) -> float:
     return (1 - over) / (0.5 + (1 - over) / 2)
 
@@ -250,28 +321,30 @@ def _exponential_to(start: float, end: float, share: float) -> float:
 # ------------------------------------------------------------------------------------------ anatomy
 
 
-def _warmed(step: int, warmup: int) -> float:
+def _warmed(step: int, warmup: int, begin: float | None) -> float:
     """Return the fraction of the peak that warm-up allows: 0 before step 0, then up to 1."""
-    return min(1.0, (step + 1) / warmup) if warmup else 1.0
+    if begin is None:
+        return min(1.0, (step + 1) / warmup) if warmup else 1.0
+    return begin + (1 - begin) * min(1.0, step / warmup) if warmup else 1.0
 
 
-def _decaying(
+def _decaying(  # noqa: PLR0917 (each schedule hands all of its own on)
     name: str,
     shape: Shape,
-    *,
     lr: float,
     warmup: int,
     total: int,
     final: float,
+    warmup_from: float | None,
     decay: float | None = None,
 ) -> Schedule:
     """Return warm-up, a plateau (if the decay is shorter than the rest), and a decay."""
-    _check(name, lr=lr, warmup=warmup, total=total, final=final)
+    _check(name, lr, warmup, total, final, warmup_from)
     first = warmup if decay is None else _decay_start(decay, warmup, total)
 
     def lr_at(step: int) -> float:
         if step < first:
-            return lr * _warmed(step, warmup)
+            return lr * _warmed(step, warmup, warmup_from)
         if step >= total:
             return lr * final
         return lr * (final + (1 - final) * shape((step - first) / (total - first)))
@@ -296,7 +369,9 @@ def _decay_start(decay: float, warmup: int, total: int) -> int:
     return total - steps
 
 
-def _check(name: str, *, lr: float, warmup: int, total: int, final: float) -> None:
+def _check(  # noqa: PLR0917 (each schedule hands all of its own on)
+    name: str, lr: float, warmup: int, total: int, final: float, warmup_from: float | None
+) -> None:
     if not (math.isfinite(lr) and lr >= 0):
         raise ValueError(f"{name}: lr must be finite and at least 0, got {lr}")
     if warmup < 0:
@@ -305,6 +380,8 @@ def _check(name: str, *, lr: float, warmup: int, total: int, final: float) -> No
         raise ValueError(
             f"{name}: total must be at least 1 step and at least warmup = {warmup}, got {total}"
         )
+    if warmup_from is not None and not 0 <= warmup_from <= 1:
+        raise ValueError(f"{name}: warmup_from must be between 0 and 1 of lr, got {warmup_from}")
     if not 0 <= final <= 1:
         raise ValueError(f"{name}: final must be a fraction of lr between 0 and 1, got {final}")
 

@@ -8,18 +8,23 @@ import resource
 import shutil
 import socket
 import sysconfig
+from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from trainkit.chat.encode import chat_encoder
+from trainkit.corpora.joined import join_corpora
 from trainkit.corpora.library import is_library_source, standard_library
 from trainkit.corpora.mapped import check_unchanged
 from trainkit.corpora.open import (
     fingerprint,
     held_out,
     held_out_documents,
+    hold_out,
     open_corpus,
 )
 from trainkit.corpora.tokens import TokenCorpus, write_corpus
@@ -141,13 +146,53 @@ def test_what_must_not_be_read_is_named(tmp_path, monkeypatch):
         raise PermissionError(errno.EACCES, "Permission denied", str(path))
 
     with monkeypatch.context() as patch:
-        patch.setattr(Path, "read_bytes", refuse)
+        patch.setattr(Path, "open", refuse)
         with pytest.raises(DataError, match=r"a.txt: Permission denied"):
             open_corpus(tmp_path)
     with monkeypatch.context() as patch:
         patch.setattr(os, "scandir", refuse)
         with pytest.raises(DataError, match=re.escape(f"{tmp_path}: Permission denied")):
             open_corpus(tmp_path)
+
+
+@pytest.mark.parametrize("name", ["input.txt", "a.md", "b.c.py"])
+def test_a_text_file_is_a_corpus_of_one_document(tmp_path, name):
+    write_tree(tmp_path, {name: "First Citizen:\nSpeak.\n\nAll:\nSpeak, ä", "other.txt": "x"})
+    corpus = open_corpus(tmp_path / name, field="body")  # which text does not have
+    assert texts(corpus) == ["First Citizen:\nSpeak.\n\nAll:\nSpeak, ä"]
+    assert (corpus.names, [*corpus.sources]) == ([name], [name])
+    (tmp_path / name).write_bytes(b"\xff")
+    with pytest.raises(DataError, match=rf"^{tmp_path / name}: not a text file"):
+        open_corpus(tmp_path / name)
+    with pytest.raises(DataError, match=rf"^{tmp_path / name}: no"):
+        open_corpus(tmp_path / name, encode=lambda _: "no")
+
+
+LENGTHS = st.lists(st.integers(0, 50), min_size=1, max_size=300)
+
+
+@given(LENGTHS, st.integers(1, 9), st.integers(1, 4), st.booleans())
+def test_some_of_every_corpus_is_held_out_and_no_token_is_on_both_sides(
+    lengths, piece, parts, whole
+):
+    offsets = np.append(0, np.cumsum(lengths))
+    one = TokenCorpus(np.arange(offsets[-1]), offsets, digest="d" * 64)
+    corpus = one if whole else join_corpora([one] * parts)
+    found, chosen = hold_out(corpus, piece=piece, one_in=20)
+    assert len(chosen) == len(found.lengths)
+    assert int(found.lengths.sum()) == int(corpus.lengths.sum())
+    held, total = int(found.lengths[chosen].sum()), int(corpus.lengths.sum())
+    if found is corpus:
+        assert chosen.tolist() == held_out_documents(corpus, one_in=20).tolist()
+        assert 0 < held <= total / 4
+        return
+    assert found.lengths.max(initial=0) <= piece
+    assert fingerprint(found) != fingerprint(corpus)
+    assert 0 < held < total or len(chosen) < 2
+    if whole:
+        assert np.concatenate([found.tokens[a:b] for a, b in pairwise(found.offsets)]).tolist() == (
+            one.tokens.tolist()
+        )
 
 
 # ------------------------------------------------------------------------------------ JSON lines

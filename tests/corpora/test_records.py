@@ -200,7 +200,7 @@ def test_a_read_that_fails_for_once_is_tried_again(tmp_path, monkeypatch, code):
     (tmp_path / "a.txt").write_text("text")
     (tmp_path / "a.jsonl").write_bytes(b'{"text": "a"}')
     with monkeypatch.context() as patch:
-        patch.setattr(Path, "read_bytes", failing(Path.read_bytes, 3, code))
+        patch.setattr(os, "pread", failing(os.pread, 3, code))
         assert read_text(tmp_path / "a.txt") == "text"
     with monkeypatch.context() as patch:
         patch.setattr(os, "pread", failing(os.pread, 3, code))
@@ -216,9 +216,11 @@ def test_a_disk_that_goes_on_failing_ends_the_run_by_name(tmp_path, monkeypatch)
     monkeypatch.setattr(text.time, "sleep", lambda _: None)
     (tmp_path / "a.txt").write_text("text")
     (tmp_path / "a.jsonl").write_bytes(b'{"text": "a"}')
-    monkeypatch.setattr(Path, "read_bytes", failing(Path.read_bytes, 4))
+    monkeypatch.setattr(os, "pread", failing(os.pread, 4))
     with pytest.raises(DiskError, match=r"a.txt: cannot be read: Input/output error, 4 times"):
         read_text(tmp_path / "a.txt")
+    monkeypatch.undo()
+    monkeypatch.setattr(text.time, "sleep", lambda _: None)
     monkeypatch.setattr(os, "pread", failing(os.pread, 4))
     with pytest.raises(DiskError, match=r"a.jsonl: cannot be read: Input/output error") as caught:
         list(read_records(tmp_path / "a.jsonl"))

@@ -5,9 +5,11 @@ import pytest
 import torch
 from torch import nn
 
-from trainkit.models import build_decoder
+from trainkit.mesh import solo_parallel
+from trainkit.models import build_decoder, call_model
 from trainkit.models.generate import draw, generate
 from trainkit.models.sizes import decoder_config
+from trainkit.parallel.generation import bind_call
 
 CONFIG = decoder_config("tiny", width=32, layers=2, mlp_width=48, vocab_size=40)
 PROMPT = [3, 1, 4, 1, 5]
@@ -104,6 +106,18 @@ def test_no_id_that_only_rounds_the_vocabulary_up_is_drawn(head):
     assert generate(model, PROMPT, vocab_size=40, **options) == generate(model, PROMPT, **options)
 
 
+def test_the_text_is_uploaded_once_and_none_is_drawn_of_none(monkeypatch):
+    uploads = []
+    upload = torch.tensor
+    monkeypatch.setattr(torch, "tensor", lambda *a, **k: uploads.append(a) or upload(*a, **k))
+    model = build_decoder(CONFIG, seed=0)
+    for call in (call_model, bind_call([model], solo_parallel())):
+        uploads.clear()
+        assert len(generate(model, PROMPT, max_new_tokens=5, context=16, call=call)) == 5
+        assert len(uploads) == 1
+    assert generate(model, PROMPT, max_new_tokens=0, context=16) == []
+
+
 def test_hidden_and_logits_models_write_the_same_text():
     for config in (CONFIG, attrs.evolve(CONFIG, tied=False)):
         texts = [
@@ -136,7 +150,7 @@ def test_the_end_of_the_range_is_a_token():
         ([1], {"temperature": -0.5}, "temperature must be at least 0, got -0.5"),
         ([1], {"temperature": float("nan")}, "temperature must be at least 0, got nan"),
         ([1], {"top_k": 0}, "top_k must be at least 1, got 0"),
-        ([1], {"max_new_tokens": 0}, "max_new_tokens must be at least 1, got 0"),
+        ([1], {"max_new_tokens": -1}, "max_new_tokens must be at least 0, got -1"),
         ([1], {"context": 0}, "context must be at least 1, got 0"),
         ([1], {"vocab_size": 0}, "vocab_size must be at least 1, got 0"),
     ],

@@ -196,6 +196,15 @@ def test_what_is_left_out_is_told_and_two_kinds_of_files_are_refused(source, out
     assert texts_of(out) == ["last"]
 
 
+def test_a_text_file_is_a_source_of_one_document(tmp_path):
+    (tmp_path / "input.txt").write_text("one\n\ntwo")
+    (cut,) = chunks.cut_source(tmp_path / "input.txt", suffixes=TEXT_SUFFIXES, chunk_bytes=1)
+    assert list(chunks.read_chunk(cut)) == [{"text": "one\n\ntwo"}]
+    assert chunks.document_name(cut, 0) == str(tmp_path / "input.txt")
+    run(tmp_path / "input.txt", tmp_path / "a.tokens")
+    assert texts_of(tmp_path / "a.tokens") == ["one\n\ntwo"]
+
+
 def test_a_file_of_nul_bytes_is_refused_at_the_first(tmp_path):
     with (tmp_path / "a.jsonl").open("wb") as file:
         file.truncate(3 << 30)

@@ -81,6 +81,21 @@ def test_step_n_has_the_nth_rate_of_the_schedule(whole):
     assert column(whole[0], "lr") == [rate(step) for step in range(8)]
 
 
+def test_one_text_file_and_a_field_of_json_lines_are_corpora_and_are_evaluated_on(tmp_path):
+    (tmp_path / "input.txt").write_text("First Citizen: speak.\n\nAll: speak, speak.\n\n" * 60)
+    (tmp_path / "b.jsonl").write_text('{"body": "a b c d e f g h i j k l m n o p"}\n' * 40)
+    data = ["--data", tmp_path / "input.txt", tmp_path / "b.jsonl", "--field", "body"]
+    out = tmp_path / "run"
+    flags = ["--out", out, *data, "--steps", 2, *SMALL]
+    code, said = here(flags)
+    assert code == 0, said
+    (found,) = events(out, "evaluation")
+    assert 30 < found["tokens"] < 600
+    counts = [event["held_out_documents"] for event in events(out, "packing")]
+    assert min(counts) >= 1
+    assert max(counts) <= 10
+
+
 def test_the_loss_falls(whole):
     losses = column(whole[0], "loss")
     assert losses[-1] < losses[0] - 0.5

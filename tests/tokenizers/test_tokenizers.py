@@ -14,6 +14,7 @@ from trainkit.tokenizers.bytes import (
     covered_hashes,
     encode_document,
     encode_documents,
+    find_tokenizer,
     open_tokenizer,
     text_encoder,
     tokenizer_hash,
@@ -158,6 +159,15 @@ def test_a_tokenizer_is_opened_by_its_name(tmp_path):
 def bpe():
     pytest.importorskip("tokenizers")
     return train_bpe([TEXT * 3, "the theme of them"], vocab_size=320)
+
+
+def test_the_tokenizer_that_lies_beside_the_data_is_found(tmp_path):
+    data = [tmp_path / name for name in ("a.txt", "a.tokens", "b.tokens")]
+    assert find_tokenizer(None, data) == "bytes"
+    (tmp_path / "a.tokenizer.json").mkdir()
+    (tmp_path / "b.tokenizer.json").write_text("{}")
+    assert find_tokenizer(None, data) == str(tmp_path / "b.tokenizer.json")
+    assert find_tokenizer(None, data[:2]) == find_tokenizer("bytes", data) == "bytes"
 
 
 def test_a_bpe_brings_every_text_back(bpe):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from trainkit.batch.batches import (
     batch_hash,
+    batch_of_rows,
     blank_batch,
     count_tokens,
     count_valid_tokens,
@@ -21,6 +22,7 @@ __all__ = [
     "TARGET_FIELDS",
     "Along",
     "batch_hash",
+    "batch_of_rows",
     "blank_batch",
     "collate_bins",
     "count_tokens",

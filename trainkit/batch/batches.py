@@ -86,6 +86,78 @@ def blank_batch(rows: int, length: int, *, pad_id: int = 0, multiple_of: int = 1
     )
 
 
+def batch_of_rows(
+    input_ids: Tensor,
+    *,
+    starts: Tensor | None = None,
+    position_ids: Tensor | None = None,
+    padding: Tensor | None = None,
+    labels: Tensor | None = None,
+    first_row: int = 0,
+    extra: Mapping[str, Tensor] | None = None,
+) -> Batch:
+    """Return rows that were packed elsewhere as a `Batch`.
+
+    Where documents begin follows from `starts`, or else from `position_ids`; with neither, each row
+    is one document.
+
+    Args:
+        input_ids: int64 `[B, S]` on the host.
+        starts: bool `[B, S]`: where a document begins. A row always begins one.
+        position_ids: int64 `[B, S]`: a document begins where one is not its left neighbour's and 1.
+        padding: bool `[B, S]`: what belongs to no document; nothing by default.
+        labels: int64 `[B, S]`, the next token of each, -100 where there is none; made by
+            `shift_labels` by default.
+        first_row: The position of the first row in the global step, from which `token_index`
+            follows.
+        extra: Further tensors `[B, S, ...]`.
+
+    Returns:
+        The batch. Positions are those given, or count from 0 in each document.
+
+    Raises:
+        ValueError: A tensor has another shape or dtype, or is not on the host; or both `starts` and
+            `position_ids` are given.
+
+    Examples:
+        >>> ids = torch.tensor([[5, 6, 7, 8, 0]])
+        >>> batch = batch_of_rows(ids, starts=ids == 7, padding=ids == 0)
+        >>> batch.labels.tolist(), batch.position_ids.tolist(), batch.spans.lengths.tolist()
+        ([[6, -100, 8, -100, -100]], [[0, 1, 0, 1, 0]], [2, 2, 1])
+    """
+    if starts is not None and position_ids is not None:
+        raise ValueError("batch_of_rows: give starts or position_ids, not both")
+    padding = torch.zeros_like(input_ids, dtype=torch.bool) if padding is None else padding
+    given = {"input_ids": input_ids, "position_ids": position_ids, "labels": labels}
+    for name, x in (given | {"starts": starts, "padding": padding}).items():
+        want = torch.int64 if name in given else torch.bool
+        if x is None or (x.ndim == 2 and (x.shape, x.dtype) == (input_ids.shape, want)):
+            continue
+        raise ValueError(
+            f"batch_of_rows: {name} must be {want} {list(input_ids.shape)} of two dimensions, got "
+            f"{x.dtype} {list(x.shape)}"
+        )
+    begins = torch.ones_like(padding)
+    begins[:, 1:] = padding[:, 1:] != padding[:, :-1]
+    if starts is not None:
+        begins |= starts & ~padding
+    if position_ids is not None:
+        begins[:, 1:] |= (position_ids[:, 1:] != position_ids[:, :-1] + 1) & ~padding[:, 1:]
+    documents = torch.where(padding, -1, (begins & ~padding).cumsum(1) - 1)
+    if position_ids is None:
+        places = torch.arange(input_ids.shape[1]).expand_as(input_ids)
+        position_ids = places - torch.where(begins, places, 0).cummax(1).values
+    return Batch(
+        input_ids,
+        shift_labels(input_ids, documents) if labels is None else labels,
+        position_ids,
+        documents,
+        torch.arange(input_ids.numel()).view_as(input_ids) + first_row * input_ids.shape[1],
+        spans(documents),
+        extra or {},
+    )
+
+
 def shift_labels(input_ids: Tensor, document_ids: Tensor) -> Tensor:
     """Return the next token of each token of a document: -100 where there is none.
 

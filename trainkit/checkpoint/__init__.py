@@ -29,7 +29,7 @@ if TYPE_CHECKING:
         verify_checkpoint,
     )
     from trainkit.checkpoint.replicas import canary, nonfinite_names, refuse_drift
-    from trainkit.checkpoint.retention import Retention, plan_retention
+    from trainkit.checkpoint.retention import Listed, Retention, plan_retention
     from trainkit.checkpoint.rollback import roll_back
     from trainkit.checkpoint.save import require_space, save_checkpoint, saves, write_final
     from trainkit.checkpoint.sources import weights_from
@@ -37,6 +37,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "Changes",
+    "Listed",
     "Retention",
     "Saved",
     "canary",
@@ -68,6 +69,7 @@ __all__ = [
 
 _HOME = {
     "Changes": "facts",
+    "Listed": "retention",
     "Retention": "retention",
     "Saved": "flight",
     "canary": "replicas",

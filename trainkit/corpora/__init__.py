@@ -10,6 +10,7 @@ from trainkit.corpora.open import (
     fingerprint,
     held_out,
     held_out_documents,
+    hold_out,
     open_corpus,
     trainable_tokens,
 )
@@ -31,6 +32,7 @@ __all__ = [
     "fingerprint",
     "held_out",
     "held_out_documents",
+    "hold_out",
     "is_library_source",
     "join_corpora",
     "memory_corpus",

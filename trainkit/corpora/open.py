@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any
 import attrs
 import numpy as np
 
-from trainkit.corpora.joined import JoinedCorpus, joint_digest
-from trainkit.corpora.records import read_records, record_place
+from trainkit.corpora.joined import JoinedCorpus, join_corpora, joint_digest
+from trainkit.corpora.records import document_files, read_records, record_place
 from trainkit.corpora.shards import open_shard, open_shards, tokens_at
 from trainkit.corpora.text import TEXT_SUFFIXES, check_readable
 from trainkit.corpora.tokens import TokenCorpus, gathered
@@ -42,7 +42,7 @@ def open_corpus(
 ) -> TokenCorpus | JoinedCorpus:
     """Open a corpus, whatever lies at a path; its name says what it is, never its content.
 
-    - A directory of text files: each file is a document, in the order of relative paths.
+    - A text file, which is one document; or a directory of them, in the order of relative paths.
     - A `.jsonl`, `.parquet` or `.arrow` file (the last two with the extra `data`): each line or row
       is a document. Or a directory of such files, all of one kind.
     - A `.tokens` file, which `write_corpus` makes.
@@ -58,7 +58,7 @@ def open_corpus(
         path: The directory or file.
         tokenizer: For text; bytes by default. Files of tokens it has to cover: their vocabulary,
             and where a file says which tokenizer made it, that one (see `covered_hashes`).
-        field: The field of each record that holds the text.
+        field: The field of each line or row that holds the text.
         suffixes: How the names of a directory's text files end.
         keep: Which documents to take, by relative path or by line number (from 1, in decimal).
         encode: Makes a record's token ids, or its `Sample`, in place of `tokenizer` and `field`.
@@ -104,6 +104,8 @@ def open_corpus(
         raise ValueError(f"open_corpus: {path}: eos_id is for files of tokens")
     if encode is None:
         tokenizer = tokenizer or byte_tokenizer()
+        is_text = document_files(path, suffixes=suffixes, keep=keep)[0].endswith(tuple(suffixes))
+        field = "text" if is_text else field
         encode = text_encoder(tokenizer, field=field)
     vocab_size = getattr(tokenizer or encode, "vocab_size", None)
     return _encoded(path, encode, vocab_size, suffixes, keep)
@@ -190,6 +192,60 @@ def _hold_out(key: np.uint64, one_in: np.uint64, chosen: Any) -> None:
     for number in range(chosen.size):
         place = key + np.uint64(number) * np.uint64(GOLDEN)
         chosen[number] = mix(place) % one_in == 0
+
+
+def hold_out(
+    corpus: TokenCorpus | JoinedCorpus, *, piece: int, one_in: int = 20
+) -> tuple[TokenCorpus | JoinedCorpus, np.ndarray[Any, Any]]:
+    """Return a corpus and which of its documents are held out: pieces, where documents are few.
+
+    Documents are held out whole, as `held_out_documents` says, where that takes some of the tokens
+    and no more than a quarter of them. It does not where there are few: then they are first cut
+    into pieces of `piece` tokens, which are held out in the same way; at least the last is.
+
+    Args:
+        corpus: The corpus.
+        piece: Tokens of a piece, for instance a row's.
+        one_in: About one document, or piece, in so many is held out.
+
+    Returns:
+        The corpus, or a view of its tokens with a document for each piece; bool `[N]`.
+
+    Raises:
+        ValueError: `piece` or `one_in` is below 1.
+
+    Examples:
+        >>> corpus, chosen = hold_out(TokenCorpus(np.arange(10), np.array([0, 10])), piece=4)
+        >>> corpus.lengths, chosen
+        (array([4, 4, 2]), array([False, False,  True]))
+    """
+    if piece < 1:
+        raise ValueError(f"hold_out: piece must be at least 1 token, got {piece}")
+    chosen = held_out_documents(corpus, one_in=one_in)
+    lengths = corpus.lengths
+    if 0 < lengths[chosen].sum() * 4 <= lengths.sum():
+        return corpus, chosen
+    if isinstance(corpus, JoinedCorpus):
+        corpus = join_corpora(_in_pieces(part, piece) for part in corpus.parts)
+    else:
+        corpus = _in_pieces(corpus, piece)
+    chosen = held_out_documents(corpus, one_in=one_in)
+    if not chosen.any() and len(chosen) > 1:
+        chosen[-1] = True
+    return corpus, chosen
+
+
+def _in_pieces(corpus: TokenCorpus, piece: int) -> TokenCorpus:
+    """Return a view of a corpus, whose documents end after `piece` tokens too."""
+    counts = -(-corpus.lengths // piece)
+    firsts = np.repeat(np.cumsum(counts) - counts, counts)
+    begins = np.repeat(corpus.offsets[:-1], counts) + (np.arange(len(firsts)) - firsts) * piece
+    return attrs.evolve(
+        corpus,
+        offsets=np.append(begins, corpus.offsets[-1]),
+        names=None,
+        digest=None if corpus.digest is None else joint_digest([corpus.digest, str(piece)]),
+    )
 
 
 def trainable_tokens(corpus: TokenCorpus | JoinedCorpus) -> np.ndarray[Any, Any]:

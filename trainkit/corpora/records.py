@@ -14,10 +14,10 @@ from trainkit.corpora.text import (
     TEXT_SUFFIXES,
     blocks,
     check_readable,
-    directory_texts,
     file_names,
     hash_of,
     opened,
+    texts_of,
 )
 from trainkit.types import ConfigError, DataError
 
@@ -40,16 +40,16 @@ def read_records(
     """Return the records at a path, read one after the other, whatever their number.
 
     Args:
-        path: A directory of text files (each a record `{"text": ...}`, sorted by relative path); a
-            `.jsonl`, `.parquet` or `.arrow` file (each line or row a record); or a directory of
-            such files, all of one kind.
+        path: A text file (one record, `{"text": ...}`), or a directory of them (sorted by relative
+            path); a `.jsonl`, `.parquet` or `.arrow` file (each line or row a record); or a
+            directory of such files, all of one kind.
         suffixes: How the names of text files end.
         keep: Says by its name whether a record is wanted; in a directory of several kinds of files
             it is asked about these first.
         sources: Gets the hash of each file, by its name, once the file has been read.
 
     Returns:
-        An iterator of (name, record). The name is the relative path, or the number of the line or
+        An iterator of (name, record). The name is the file's relative path, or the number of the line or
         row from 1, in decimal; in a directory of such files, `file:number`.
 
     Raises:
@@ -70,12 +70,13 @@ def read_records(
     """
     path = Path(path)
     check_readable(path)
-    if not path.is_dir():
-        return _file_records(path, path.name, keep, sources)
     names = document_files(path, suffixes=suffixes, keep=keep)
     if names[0].endswith(tuple(suffixes)):
-        texts = directory_texts(path, suffixes=suffixes, keep=keep, sources=sources)
+        root = path if path.is_dir() else path.parent
+        texts = texts_of(root, names, keep=keep, sources=sources)
         return ((name, {"text": text}) for name, text in texts)
+    if not path.is_dir():
+        return _file_records(path, path.name, keep, sources)
     return chain.from_iterable(_shard_records(path, name, keep, sources) for name in names)
 
 
@@ -83,7 +84,7 @@ def document_files(root: Path, *, suffixes: Sequence[str], keep: Keep = None) ->
     """Return which files of a directory hold documents: text or records, but all of one kind.
 
     Args:
-        root: The directory.
+        root: The directory, or a file, which is the only one.
         suffixes: How the names of text files end.
         keep: Chooses by relative path among files of several kinds; of one kind all are returned.
 
@@ -94,6 +95,8 @@ def document_files(root: Path, *, suffixes: Sequence[str], keep: Keep = None) ->
         DataError: There are none, or they are of two kinds: a README beside the records would
             otherwise be the whole corpus.
     """
+    if not root.is_dir():
+        return [root.name]
     names, text = file_names(root), tuple(suffixes)
     kinds = [[name for name in names if name.endswith(text)]]
     kinds += [
@@ -125,6 +128,8 @@ def record_place(path: Path, name: str) -> str:
         file, _, number = name.rpartition(":")
         inside = file.endswith(RECORD_SUFFIXES) and number.isdecimal()
         return record_place(path / file, number) if inside else f"{path / name}"
+    if path.suffix not in RECORD_SUFFIXES:
+        return f"{path}"
     return f"{path}: {'line' if path.suffix == '.jsonl' else 'row'} {name}"
 
 
@@ -134,8 +139,9 @@ def _file_records(path: Path, source: str, keep: Keep, sources: dict[str, str] |
     if reader is None:
         raise DataError(
             f"read_records: {path}: neither a directory, nor a file of "
-            f"{', '.join(RECORD_SUFFIXES)}",
+            f"{', '.join(RECORD_SUFFIXES)}, nor of text",
             where=path,
+            hint=f"text has a name that ends in {', '.join(TEXT_SUFFIXES)}",
         )
     if path.suffix != ".jsonl":
         _pyarrow()

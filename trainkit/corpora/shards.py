@@ -41,8 +41,8 @@ def tokens_at(
         DataError: The file is of no known kind; or the directory holds neither, or both.
     """
     if not path.is_dir():
-        known = (*RECORD_SUFFIXES, *TOKEN_SUFFIXES)
-        if path.suffix not in known:
+        known = (*RECORD_SUFFIXES, *TOKEN_SUFFIXES, *suffixes)
+        if not path.name.endswith(known):
             raise DataError(
                 f"{path}: neither a directory, nor a file of a known kind: {', '.join(known)}",
                 where=path,

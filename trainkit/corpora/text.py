@@ -1,4 +1,4 @@
-"""Text as documents: a directory of files. Nothing is skipped silently."""
+"""Text as documents: a file, or a directory of them. Nothing is skipped silently."""
 
 from __future__ import annotations
 
@@ -24,21 +24,21 @@ WAITS = (0.1, 0.2, 0.4)
 """Seconds before a read that failed is tried again."""
 
 
-def directory_texts(
+def texts_of(
     root: Path,
+    names: Sequence[str],
     *,
-    suffixes: Sequence[str],
     keep: Callable[[str], bool] | None = None,
     sources: dict[str, str] | None = None,
 ) -> Iterator[tuple[str, str]]:
-    """Yield (relative path, text) of each text file below a directory, sorted by relative path.
+    """Yield (relative path, text) of each text file of a directory that is named.
 
-    Linked files are read, linked directories are not entered.
+    Linked files are read.
 
     Args:
         root: The directory.
-        suffixes: How the names of text files end; other files are none.
-        keep: Says by its relative path, with slashes, whether a text file is wanted.
+        names: Relative paths, with slashes.
+        keep: Says by its relative path whether a text file is wanted.
         sources: Gets the hash of each file that was read.
 
     Raises:
@@ -48,7 +48,6 @@ def directory_texts(
     Effects:
         Writes to `sources`.
     """
-    names = [name for name in file_names(root) if name.endswith(tuple(suffixes))]
     for name in names:
         if keep is None or keep(name):
             data = _read_bytes(root / name)

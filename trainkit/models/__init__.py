@@ -10,7 +10,7 @@ from __future__ import annotations
 from trainkit.models.call import call_model, call_with_noise
 from trainkit.models.config import DecoderConfig, Llama3Scaling, count_parameters
 from trainkit.models.decoder import Decoder, build_decoder
-from trainkit.models.generate import generate
+from trainkit.models.generate import draw, generate
 from trainkit.models.initial import init_weights
 from trainkit.models.sizes import (
     config_from_facts,
@@ -30,6 +30,7 @@ __all__ = [
     "count_parameters",
     "decoder_config",
     "decoder_sizes",
+    "draw",
     "generate",
     "init_weights",
     "round_up_vocabulary",

@@ -38,7 +38,7 @@ def generate(
     Args:
         model: Called as `call(model, batch)`; returns logits `[1, S, V]`, or a `Hidden`.
         prompt_ids: The token ids to continue, at least one.
-        max_new_tokens: How many tokens to draw at most.
+        max_new_tokens: How many tokens to draw at most; 0 draws none.
         context: The longest window the model sees.
         temperature: What logits are divided by; 0 takes the likeliest token.
         top_k: Draw among that many likeliest tokens only.
@@ -74,15 +74,18 @@ def generate(
         vocab_size=vocab_size,
     )
     device = next(model.parameters()).device
-    ids = list(prompt_ids)
+    ids, end = list(prompt_ids), len(prompt_ids) + max_new_tokens
+    # The text stays on the device: a token is written into it without an upload.
+    text = torch.tensor([[*ids, *[0] * max_new_tokens]], device=device)
     with torch.no_grad(), _evaluation_mode(model):
-        while len(ids) < len(prompt_ids) + max_new_tokens:
-            output = call(model, _window(ids[-context:], device))
+        while len(ids) < end:
+            output = call(model, _window(text[:, max(0, len(ids) - context) : len(ids)]))
             place = noise.uniform(seed, "generate", len(ids))
             logits = _last_logits(output)[:vocab_size]
             token = draw(logits, place, temperature=temperature, top_k=top_k)
             if token == stop_id:
                 break
+            text[0, len(ids)] = token
             ids.append(token)
     return ids[len(prompt_ids) :]
 
@@ -122,16 +125,16 @@ def _last_logits(output: Tensor | tuple[Any, ...]) -> Tensor:
     return whole_logits(output)[0, -1]
 
 
-def _window(ids: Sequence[int], device: torch.device) -> dict[str, Any]:
+def _window(ids: Tensor) -> dict[str, Any]:
     """Return one row with one document, as a model takes it."""
-    length = len(ids)
+    length, device = ids.shape[1], ids.device
     spans = Spans(
-        cu_seqlens=torch.tensor([0, length], dtype=torch.int32, device=device),
+        cu_seqlens=torch.arange(0, length + 1, length, dtype=torch.int32, device=device),
         lengths=np.array([length]),
         max_length=length,
     )
     return {
-        "input_ids": torch.tensor([ids], device=device),
+        "input_ids": ids,
         "position_ids": torch.arange(length, device=device)[None],
         "spans": spans,
     }
@@ -161,5 +164,6 @@ def _check(prompt_ids: Sequence[int], temperature: float, **counts: int | None) 
     if not temperature >= 0:
         raise ValueError(f"generate: temperature must be at least 0, got {temperature}")
     for name, value in counts.items():
-        if value is not None and value < 1:
-            raise ValueError(f"generate: {name} must be at least 1, got {value}")
+        least = 0 if name == "max_new_tokens" else 1
+        if value is not None and value < least:
+            raise ValueError(f"generate: {name} must be at least {least}, got {value}")

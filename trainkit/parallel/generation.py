@@ -82,7 +82,7 @@ def _lengthened(batch: Mapping[str, Any], ps: ParallelState, device: torch.devic
         document_ids=zeros,
         token_index=places,
         spans=Spans(
-            torch.tensor([0, length], dtype=torch.int32, device=device),
+            torch.arange(0, length + 1, length, dtype=torch.int32, device=device),
             np.array([length]),
             length,
         ),

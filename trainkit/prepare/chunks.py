@@ -59,8 +59,8 @@ def cut_source(
     r"""Cut a source into chunks of at least `chunk_bytes`, the last excepted.
 
     Args:
-        path: A directory of text files; a `.jsonl`, `.parquet` or `.arrow` file; or a directory of
-            such files.
+        path: A text file or a directory of them; a `.jsonl`, `.parquet` or `.arrow` file; or a
+            directory of such files.
         suffixes: How the names of a directory's text files end.
         chunk_bytes: The least size of a chunk.
         keep: Says by its relative path whether a file of a directory is wanted.
@@ -88,6 +88,8 @@ def cut_source(
         return [chunk for shard in shards for chunk in _parts_of_file(shard, chunk_bytes)]
     if keep is not None:
         raise ValueError(f"prepare: {path}: only files of a directory can be left out by name")
+    if path.name.endswith(tuple(suffixes)):
+        return _runs_of_files(path.parent, [path.name], chunk_bytes, None)
     return _parts_of_file(path, chunk_bytes)
 
 

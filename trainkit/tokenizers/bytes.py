@@ -21,7 +21,7 @@ from trainkit.tokenizers.hf import BOS, EOS, PAD, HFTokenizer, Offsets, byte_nam
 from trainkit.types import DataError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping, Sequence
+    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
     from trainkit.types import IntArray, Tokenizer
 
@@ -176,6 +176,24 @@ def open_tokenizer(name: str | os.PathLike[str]) -> ByteTokenizer | HFTokenizer:
             where=name,
         )
     return hf_tokenizer(name)
+
+
+def find_tokenizer(name: str | None, data: Iterable[Path]) -> str:
+    """Return the name of a tokenizer: the one given, or the one that `prepare` left beside the data.
+
+    Args:
+        name: What a command line names; None where it names none.
+        data: The files of the corpora; beside `n.tokens` a tokenizer is `n.tokenizer.json`.
+
+    Returns:
+        A name for `open_tokenizer`, "bytes" where there is no such file.
+
+    Examples:
+        >>> find_tokenizer(None, [Path("web.tokens")]), find_tokenizer("t.json", [])
+        ('bytes', 't.json')
+    """
+    beside = (path.with_suffix(".tokenizer.json") for path in data if path.suffix == ".tokens")
+    return name or next((str(path) for path in beside if path.is_file()), "bytes")
 
 
 def encode_document(tokenizer: Tokenizer, text: str) -> IntArray:
