@@ -57,7 +57,6 @@ PRIVATE = [
     Private("torch._foreach_norm", "grads.py", "norms of all gradients in one launch"),
     Private("torch._foreach_mul_", "grads.py", "clips all gradients in one launch"),
     Private("torch._foreach_copy_", "checkpoint/snapshot.py", "copies all boxes in one call"),
-    Private("group._device_types", "grads.py", "the devices that a group communicates on"),
     Private(
         "optimizer._step_supports_amp_scaling", "grads.py", "who can skip a step on the device"
     ),
@@ -98,9 +97,10 @@ PRIVATE = [
     ),
     Private(
         "module._parameters",
-        "parallel/reduction.py parallel/styles.py",
-        "parameters behind a class that hides them",
+        "parallel/reduction.py parallel/naming.py",
+        "parameters behind what hides them, and every place of a shared one",
     ),
+    Private("module._buffers", "parallel/naming.py", "every place of a shared buffer"),
     Private(
         "contract._get_registry",
         "parallel/reduction.py",
@@ -108,27 +108,32 @@ PRIVATE = [
     ),
     Private(
         "sharded._get_fsdp_state",
-        "parallel/reduction.py parallel/stage_forward.py parallel/torch_pipeline.py",
+        "parallel/reduction.py parallel/stage_forward.py",
         "everything below that begins with `state`",
     ),
     Private(
         "state._fsdp_param_group",
-        "parallel/reduction.py parallel/torch_pipeline.py",
+        "parallel/reduction.py",
         "the divide factor, and what reduces gradients",
     ),
     Private(
         "state._fsdp_param_groups",
-        "parallel/reduction.py parallel/torch_pipeline.py",
+        "parallel/reduction.py",
         "the same, where units may have several",
         since=(2, 13),
     ),
     Private("state._device", "parallel/stage_forward.py", "where an offloaded unit computes"),
-    Private("state._mp_policy", "parallel/torch_pipeline.py", "the dtype between stages"),
-    Private("state._is_root", "parallel/torch_pipeline.py", "whose callback ends a backward pass"),
+    Private("state._is_root", "parallel/reduction.py", "whose callback ends a backward pass"),
+    Private("state._lazy_init", "parallel/reduction.py", "makes a unit ready that was not entered"),
     Private(
         "state._root_post_backward_final_callback",
-        "parallel/torch_pipeline.py",
-        "ends the backward passes of a split schedule",
+        "parallel/reduction.py",
+        "ends the backward passes of a step",
+    ),
+    Private(
+        "fsdp_param._unsharded_param",
+        "parallel/reduction.py",
+        "whether a unit was gathered, and what gets zeros where there is no gradient",
     ),
     Private("replicated._comm_hooks", "parallel/reduction.py", "whether DDP sums or averages"),
     Private(
@@ -152,9 +157,13 @@ PRIVATE = [
         "sinks/pipeline.py",
         "what torch's schedules run, for the picture",
     ),
-    Private("op._opname", "parallel/recompute.py", "which operators are attention"),
+    Private(
+        "torch.ops.torch_attn._varlen_attn",
+        "parallel/recompute.py",
+        "the kernel for packed documents, whose result is kept",
+    ),
 ]
-OTHERS = {"_tp_plan"}  # of Hugging Face's models
+OTHERS = {"_tp_plan", "_replace"}  # of Hugging Face's models, and of named tuples
 LISTED = {(file, p.name) for p in PRIVATE for file in p.files.split()}
 
 
@@ -169,13 +178,17 @@ def things():
     import torch.distributed.pipelining._schedule_visualizer
     import torch.distributed.tensor._utils
     import torch.distributed.tensor.debug
+    import torch.nn.attention.varlen
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
     from torch.distributed.pipelining import PipelineStage
     from torch.nn.parallel import DistributedDataParallel
 
+    from trainkit.parallel.reduction import fsdp_groups
+
     module, group = nn.Linear(1, 1), dist.group.WORLD
     sharded = fully_shard(nn.Linear(1, 1), mesh=init_device_mesh("cpu", (1,)))
+    sharded.unshard()
     return {
         "torch": torch,
         "dist": dist,
@@ -186,6 +199,7 @@ def things():
         "optimizer": torch.optim.AdamW(module.parameters(), fused=True),
         "sharded": sharded,
         "state": sharded._get_fsdp_state(),
+        "fsdp_param": fsdp_groups(sharded)[0].fsdp_params[0],
         "replicated": DistributedDataParallel(module),
         "stage": PipelineStage(nn.ModuleList([module]), 0, 1, torch.device("cpu"), group=group),
         "op": torch.ops.aten.add.Tensor,

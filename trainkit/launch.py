@@ -99,7 +99,7 @@ def launch_from_slurm(env: Mapping[str, str]) -> Launch:
         port = _whole_number(env, "MASTER_PORT", low=1, high=65536)
     else:
         port = 15000 + _whole_number(env, "SLURM_JOB_ID", low=0) % 20000
-    return Launch(rank, world, local, re.sub(r"\[(\d+)[^\]]*\]", r"\1", first[0]), port)
+    return Launch(rank, world, local, re.sub(r"\[([0-9]+)[^\]]*\]", r"\1", first[0]), port)
 
 
 def read_launch(env: Mapping[str, str]) -> Launch:

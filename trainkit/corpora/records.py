@@ -49,8 +49,8 @@ def read_records(
         sources: Gets the hash of each file, by its name, once the file has been read.
 
     Returns:
-        An iterator of (name, record). The name is the file's relative path, or the number of the line or
-        row from 1, in decimal; in a directory of such files, `file:number`.
+        An iterator of (name, record). The name is the file's relative path, or the number of the
+        line or row from 1, in decimal; in a directory of such files, `file:number`.
 
     Raises:
         DataError: The path is missing, unreadable or of no known kind; or, while reading, a file
