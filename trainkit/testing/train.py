@@ -47,6 +47,9 @@ Plan = Callable[[ParallelState, Layout], Sequence[ModelTransform]]
 MakeLoss = Callable[[ParallelState], Loss]
 """`MakeLoss(ps) -> Loss`: for a loss that communicates."""
 
+MakeStages = Callable[[ParallelState], Sequence[nn.Module]]
+"""From a layout to this rank's stages, filled."""
+
 Optimizers = Callable[[Mapping[str, nn.Parameter]], torch.optim.Optimizer]
 """From a rank's parameters by their whole-model name to the optimizer that steps them."""
 
@@ -150,12 +153,11 @@ def train_plain(training: Training) -> Outcome:
     Effects:
         Opens the process group of one rank and closes it.
     """
-    with parallel_session() as ps:
-        model = _typed(training.make_model, training.dtype)
-        with torch.no_grad():
-            for name, p in model.named_parameters():
-                p.copy_(training.weights(name, tuple(p.shape), (0,) * p.ndim))
-        return _train(training, Layout(rows_per_microbatch=None), ps, [model])
+    model = _typed(training.make_model, training.dtype)
+    with torch.no_grad():
+        for name, p in model.named_parameters():
+            p.copy_(training.weights(name, tuple(p.shape), (0,) * p.ndim))
+    return _train(training, Layout(rows_per_microbatch=None), lambda _: [model])
 
 
 def train_layout(training: Training, layout: Layout) -> Outcome:
@@ -164,59 +166,63 @@ def train_layout(training: Training, layout: Layout) -> Outcome:
     Effects:
         Opens the layout's process groups and closes them.
     """
-    with parallel_session(**layout.degrees) as ps:
-        stages = build_stages(
+    return _train(
+        training,
+        layout,
+        lambda ps: build_stages(
             partial(_typed, training.make_model, training.dtype),
             ps,
             training.plan(ps, layout),
             weights=training.weights,
             split=training.split,
             schedule=layout.schedule,
-        )
-        return _train(training, layout, ps, stages)
+        ),
+    )
 
 
-def _train(
-    training: Training, layout: Layout, ps: ParallelState, stages: Sequence[nn.Module]
-) -> Outcome:
-    named, ties = named_parameters_of(stages), [tie for x in stages for tie in ties_of(x)]
-    params, optimizer = parameters_of(stages), training.optimizer(named)
-    loss: Any = training.loss
-    run = bind_forward_backward(
-        stages,
-        loss if hasattr(loss, "terms") else loss(ps),
-        axis=ps.pp,
-        call=training.call,
-        schedule=layout.schedule,
-        reduce=layout.reduce,
-    )
-    terms, norms, hashes = dict[str, list[float]](), list[Tensor](), list[int]()
-    for step in range(training.steps):
-        batches = deal_batch(
-            training.make_batches(step),
-            ps.dp.share,
-            rows_per_microbatch=layout.rows_per_microbatch,
-            ring=ps.ring.share,
-            ulysses=ps.ulysses.share,
+def _train(training: Training, layout: Layout, make_stages: MakeStages) -> Outcome:
+    with parallel_session(**layout.degrees) as ps:
+        stages = make_stages(ps)
+        named, ties = named_parameters_of(stages), [tie for x in stages for tie in ties_of(x)]
+        params, optimizer = parameters_of(stages), training.optimizer(named)
+        loss: Any = training.loss
+        run = bind_forward_backward(
+            stages,
+            loss if hasattr(loss, "terms") else loss(ps),
+            axis=ps.pp,
+            call=training.call,
+            schedule=layout.schedule,
+            reduce=layout.reduce,
         )
-        hashes.append(int(all_sum(batch_hash(batches), ps.loss)))
-        tokens = all_sum(count_valid_tokens(batches), ps.loss)
-        sums = run(batches, denominator=tokens)
-        sync_sp_grads(params, ps.sp_unfolded)
-        norms.append(
-            clip_and_step(params, optimizer, lr=training.lr, max_norm=training.max_norm, axis=ps.pp)
+        terms, norms, hashes = dict[str, list[float]](), list[Tensor](), list[int]()
+        for step in range(training.steps):
+            batches = deal_batch(
+                training.make_batches(step),
+                ps.dp.share,
+                rows_per_microbatch=layout.rows_per_microbatch,
+                ring=ps.ring.share,
+                ulysses=ps.ulysses.share,
+            )
+            hashes.append(int(all_sum(batch_hash(batches), ps.loss)))
+            tokens = all_sum(count_valid_tokens(batches), ps.loss)
+            sums = run(batches, denominator=tokens)
+            sync_sp_grads(params, ps.sp_unfolded)
+            norms.append(
+                clip_and_step(
+                    params, optimizer, lr=training.lr, max_norm=training.max_norm, axis=ps.pp
+                )
+            )
+            for name, value in mean_terms(reduce_metrics(sums, ps.loss), tokens).items():
+                terms.setdefault(name, []).append(float(value))
+        return Outcome(
+            terms,
+            [float(norm) for norm in norms],
+            hashes,
+            {name: _part(p) for name, p in named.items()},
+            {name: _part(x) for name, x in _state(stages, named, optimizer).items()},
+            ties,
+            str(norms[-1].dtype).removeprefix("torch."),
         )
-        for name, value in mean_terms(reduce_metrics(sums, ps.loss), tokens).items():
-            terms.setdefault(name, []).append(float(value))
-    return Outcome(
-        terms,
-        [float(norm) for norm in norms],
-        hashes,
-        {name: _part(p) for name, p in named.items()},
-        {name: _part(x) for name, x in _state(stages, named, optimizer).items()},
-        ties,
-        str(norms[-1].dtype).removeprefix("torch."),
-    )
 
 
 def _state(
@@ -262,7 +268,7 @@ def compare_layout(training: Training, layout: Layout, wanted: Outcome) -> Diffe
 
 
 def _least_moments(state: Mapping[str, Part]) -> dict[str, float]:
-    """Return what the largest element of a moment counts as at least: 1e-3 of its kind's largest.
+    """Return what the largest element of a moment counts as at least: 1e-2 of its kind's largest.
 
     A gradient that is 0 but for rounding (of a bias of keys, which no softmax sees) has moments
     that are rounding alone.
@@ -271,7 +277,7 @@ def _least_moments(state: Mapping[str, Part]) -> dict[str, float]:
     for name, part in state.items():
         kind = name.partition("/")[2]
         kinds[kind] = max(kinds.get(kind, 0.0), _largest(part.values) if kind else 0.0)
-    return {name: 1e-3 * kinds[name.partition("/")[2]] for name in state}
+    return {name: 1e-2 * kinds[name.partition("/")[2]] for name in state}
 
 
 def _distances(
