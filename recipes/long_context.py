@@ -264,9 +264,9 @@ def main(argv=None):
     """Read the configuration, refuse a layout that does not fit, open the process groups, train."""
     with runtime.report_errors():
         cfg = config.load_config(Config, argv)
-        cfg = attrs.evolve(cfg, dtype=parallel.choose_dtype(cfg.dtype))
         if cfg.deterministic:
             runtime.deterministic()
+        cfg = attrs.evolve(cfg, dtype=parallel.choose_dtype(cfg.dtype))
         tokenizer = tokenizers.open_tokenizer(cfg.tokenizer)
         model = models.decoder_config(
             cfg.size,

@@ -388,9 +388,9 @@ def main(argv=None):
     told: list[str] = []
     with runtime.report_errors():
         cfg = config.load_config(Config, argv)
-        cfg = attrs.evolve(cfg, dtype=parallel.choose_dtype(cfg.dtype))
         if cfg.deterministic:
             runtime.deterministic()
+        cfg = attrs.evolve(cfg, dtype=parallel.choose_dtype(cfg.dtype))
         tokenizer = tokenizers.open_tokenizer(cfg.tokenizer)
         model, init = choose_model(cfg, tokenizer, told.append)
         rows = {"row_length": cfg.row_length, "rows": cfg.rows, "microbatch": cfg.microbatch}
