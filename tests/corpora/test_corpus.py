@@ -172,9 +172,7 @@ LENGTHS = st.lists(st.integers(0, 50), min_size=1, max_size=300)
 
 
 @given(LENGTHS, st.integers(1, 9), st.integers(1, 4), st.booleans())
-def test_some_of_every_corpus_is_held_out_and_no_token_is_on_both_sides(
-    lengths, piece, parts, whole
-):
+def test_some_of_every_corpus_is_held_out_and_no_token_twice(lengths, piece, parts, whole):
     offsets = np.append(0, np.cumsum(lengths))
     one = TokenCorpus(np.arange(offsets[-1]), offsets, digest="d" * 64)
     corpus = one if whole else join_corpora([one] * parts)
@@ -245,7 +243,7 @@ def test_paths_that_are_no_corpus_are_refused(tmp_path):
         server.bind(str(tmp_path / "s.tokens"))
         with pytest.raises(DataError, match=r"s.tokens: neither a regular file nor a directory"):
             open_corpus(tmp_path / "s.tokens")
-    for name in ("a.txt", "empty"):
+    for name in ("a.csv", "empty"):
         write_tree(tmp_path, {name: ""})
         with pytest.raises(
             DataError, match=rf"{name}: neither a directory, nor a file of a known kind: .jsonl"

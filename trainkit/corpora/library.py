@@ -8,7 +8,7 @@ import warnings
 from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING, Any
 
-from trainkit.corpora.text import file_names, read_text, texts_of
+from trainkit.corpora.text import directory_texts, read_text
 from trainkit.types import DataError
 
 if TYPE_CHECKING:
@@ -65,7 +65,7 @@ def docstring_conversations() -> Iterator[tuple[str, dict[str, Any]]]:
         >>> [message["role"] for message in record["messages"]]
         ['user', 'assistant']
     """
-    texts = texts_of(standard_library(), file_names(standard_library()), keep=is_library_source)
+    texts = directory_texts(standard_library(), suffixes=(".py",), keep=is_library_source)
     for path, text in texts:
         for line, signature, purpose in _documented_functions(text):
             messages = [

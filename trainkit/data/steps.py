@@ -56,8 +56,8 @@ def step_batch(
         rows: Rows in the global batch.
         seed: The run's seed.
         share: Which of the ranks that read different rows this is (`ps.dp.share`).
-        rows_per_microbatch: Rows in each microbatch, and no more than a rank has; blank rows fill
-            what does not divide.
+        rows_per_microbatch: Rows in each microbatch, and no more than `rows`; blank rows fill what
+            does not divide.
         pad_id: The token id of padding.
         device: Where the microbatches shall be; the host by default.
         noise_seed: For dropout: each microbatch then carries one `noise_key` per token, a function
@@ -108,7 +108,8 @@ def step_batch(
         share,
         rows_per_microbatch=rows_per_microbatch,
         costs=None if costs is None else _per_row("step_batch: costs", costs, bins)[chosen],
-    ).reshape(-1)
+    )
+    rows_per_microbatch, places = places.shape[1], places.reshape(-1)
     mine = np.where(places < 0, -1, chosen[places])
     batch = _collate(
         corpus,
@@ -189,7 +190,7 @@ def eval_batches(
         corpus: Where the tokens are.
         bins: The rows, the same on all ranks.
         share: Which of the ranks that read different rows this is.
-        rows_per_batch: Rows in each batch, and no more than there are for a rank.
+        rows_per_batch: Rows in each batch, and no more than `bins` has.
         pad_id: The token id of padding.
         device: Where the batches shall be; the host by default.
         source_of_row: As in `step_batch`.
@@ -225,7 +226,7 @@ def eval_batches(
     rows = np.array_split(np.arange(len(bins)), share.count)[share.index]
     if len(bins) and not len(rows):
         rows = np.array([-1])
-    rows_per_batch = min(rows_per_batch, max(1, -(-len(bins) // share.count)))
+    rows_per_batch = min(rows_per_batch, max(1, len(bins)))
     rows = np.append(rows, np.full(-len(rows) % rows_per_batch, -1))
     options = {"pad_id": pad_id, "device": device, "source_of_row": source_of_row, "ring": ring}
     return (

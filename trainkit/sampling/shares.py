@@ -34,7 +34,7 @@ def share_of_rows(
     Args:
         num_rows: Rows in the global batch.
         share: Which rank of how many that read different rows.
-        rows_per_microbatch: Rows in every microbatch; what goes beyond a rank's rows is left off.
+        rows_per_microbatch: Rows in every microbatch, and no more than `num_rows`.
         costs: The cost of the row at each position of the global batch, integers `[num_rows]` of at
             least 0, as `packing.row_costs` gives; the same on all ranks.
 
@@ -66,7 +66,7 @@ def share_of_rows(
             f"{num_rows} rows in the global batch; raise the rows per step, or lower the "
             "data-parallel degree"
         )
-    rows_per_microbatch = min(rows_per_microbatch, -(-num_rows // share.count))
+    rows_per_microbatch = min(rows_per_microbatch, num_rows)
     num_microbatches = -(-num_rows // (share.count * rows_per_microbatch))
     size = num_microbatches * rows_per_microbatch
     if costs is not None:

@@ -179,7 +179,7 @@ def open_tokenizer(name: str | os.PathLike[str]) -> ByteTokenizer | HFTokenizer:
 
 
 def find_tokenizer(name: str | None, data: Iterable[Path]) -> str:
-    """Return the name of a tokenizer: the one given, or the one that `prepare` left beside the data.
+    """Return the name of a tokenizer: that given, or that which `prepare` left beside the data.
 
     Args:
         name: What a command line names; None where it names none.
