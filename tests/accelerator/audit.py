@@ -22,7 +22,8 @@ import trainkit as tk
 from trainkit import attention, config, mesh, models, packing, sampling
 from trainkit.batch import to_device
 from trainkit.corpora import TokenCorpus
-from trainkit.parallel import next_token_linear, stage_forward
+from trainkit.losses import next_token_linear
+from trainkit.parallel import stage_forward
 from trainkit.types import SOLO, Share, Spans
 
 sys.path.insert(0, str(Path(__file__).parent))
@@ -73,11 +74,11 @@ def session(rank, degrees):
 def step_of(name, *flags, documents=(8, 40), rank=0, bf16=True, model=MODEL, **degrees):
     """Take two steps of a recipe; return the ledger of the second, and its microbatches."""
     recipe, (corpus, bins) = recipe_of(name), rows_of(*documents)
-    cfg = config.load_config(recipe.Config, list(flags))
+    cfg = config.load_config(recipe.Config, ["--dtype", "bf16" if bf16 else "fp32", *flags])
     with session(rank, degrees) as ps, fake_device() as ledger:
         stages, optimizer = recipe.build(cfg, ps, model)
         known = {"phases": sampling.make_phases(sampling.Phase(0, {"a": 1.0}))}
-        known |= {"loss": next_token_linear(ps.tp), "evidence": {}, "cfg": cfg, "ps": ps}
+        known |= {"loss": next_token_linear, "evidence": {}, "cfg": cfg, "ps": ps}
         known |= {"stages": stages, "optimizer": optimizer}
         wanted = inspect.signature(recipe.make_train_step).parameters
         train_step = recipe.make_train_step(**{key: known[key] for key in wanted})
@@ -85,9 +86,7 @@ def step_of(name, *flags, documents=(8, 40), rank=0, bf16=True, model=MODEL, **d
         for _ in range(2):
             batch = batch_of(corpus, bins, state.cursor, ps)
             ledger.clear()
-            # Until recipes have a flag for it.
-            with torch.autocast("cuda", torch.bfloat16, enabled=bf16):
-                state, _ = train_step(state, batch)
+            state, _ = train_step(state, batch)
     return ledger, len(batch.microbatches)
 
 

@@ -174,7 +174,11 @@ def variant_layouts(name: str) -> list[Layout]:
             Layout(pp=4),
         ],
         "foreign model": [*ends[:2], Layout(dp_shard=2, tp=2), Layout(pp=2, dp_shard=2)],
-        "foreign model, a part for some": [Layout(), Layout(tp=2), Layout(pp=2)],
+        "foreign model, a part for some": [
+            *(Layout(), Layout(tp=2), Layout(pp=2), Layout(dp_shard=2)),
+            Layout(dp_shard=2, reduce="each"),
+            Layout(dp_replicate=2, dp_shard=2, reduce="each"),
+        ],
     }[name]
 
 
