@@ -9,7 +9,7 @@ from torch.distributed.fsdp import fully_shard
 
 import trainkit as tk
 from trainkit.losses import with_terms
-from trainkit.parallel import fsdp
+from trainkit.parallel import fsdp, precision
 from trainkit.testing import run_ranks
 
 WIDTH = 4
@@ -135,8 +135,8 @@ def wrapped(kind, model, ps):
             fully_shard(block, mesh=ps.mesh["fsdp"])
         tk.sum_gradients_(model)
         return model
-    policy = {"param_dtype": torch.float32, "reduce_dtype": torch.float64}
-    return fsdp(**(policy if kind == "fp32" else {}))(model, ps)
+    compute = torch.float32 if kind == "fp32" else None
+    return fsdp(reduce_dtype=torch.float64)(precision(compute)(model, ps), ps)
 
 
 def problems_of(kinds):
