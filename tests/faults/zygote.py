@@ -93,9 +93,8 @@ def warm_up(folder):
     for i in range(20):
         (text / f"{i}.txt").write_text(f"word {i}\n" * (i + 3))
     shrink_models()
-    recipe = recipe_runs.load("pretrain")
-    cfg = config.load_config(recipe.Config, ["--data", str(text)])
-    corpus = tk.open_corpus(text, tokenizer=tokenizers.open_tokenizer(cfg.tokenizer))
+    config.load_config(recipe_runs.load("pretrain").Config, ["--data", str(text)])
+    corpus = tk.open_corpus(text, tokenizer=tokenizers.open_tokenizer("bytes"))
     bins = tk.pack_bins(corpus.lengths, 32, multiple_of=8)
     batch = tk.step_batch(
         corpus, bins, types.Cursor(), rows=2, seed=0, share=types.Share(0, 1), rows_per_microbatch=1
