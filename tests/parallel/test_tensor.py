@@ -88,10 +88,11 @@ def gradients(styles, *, calls=1, mistake=None, head="hidden", loss=next_token_l
     text = corpus()
     with tk.parallel_session(tp=layout.tp) as ps, pytest.MonkeyPatch.context() as patch:
         if mistake == "partial sums are skipped":
-            patch.setattr("trainkit.step.sum_partial_", lambda _: None)
+            patch.setattr("trainkit.parallel.reduction.sum_partial_", lambda _: None)
         if mistake == "partial sums are made twice":
             patch.setattr(
-                "trainkit.step.sum_partial_", lambda m: (sum_partial_(m), sum_partial_(m))
+                "trainkit.parallel.reduction.sum_partial_",
+                lambda m: (sum_partial_(m), sum_partial_(m)),
             )
         (model,) = tk.build_stages(
             lambda: Decoder(config, head=head).to(layout.dtype),

@@ -90,7 +90,7 @@ def test_one_text_file_and_a_field_of_json_lines_are_corpora_and_are_evaluated_o
     code, said = here(flags)
     assert code == 0, said
     (found,) = events(out, "evaluation")
-    assert 30 < found["tokens"] < 600
+    assert 30 < found["eval/tokens"] < 600
     counts = [event["held_out_documents"] for event in events(out, "packing")]
     assert min(counts) >= 1
     assert max(counts) <= 10

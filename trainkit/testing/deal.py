@@ -40,8 +40,9 @@ def deal_batch(
     """
     total = batch.input_ids.shape[0]
     rows = rows_per_microbatch or -(-total // share.count)
-    places = share_of_rows(total, share, rows_per_microbatch=rows).reshape(-1)
-    parts = split_batch(_take_rows(batch, places, multiple_of=2 * ring.count), rows)
+    places = share_of_rows(total, share, rows_per_microbatch=rows)
+    taken = _take_rows(batch, places.reshape(-1), multiple_of=2 * ring.count)
+    parts = split_batch(taken, places.shape[1])
     return [shard_sequence(part, ring=ring, ulysses=ulysses) for part in parts]
 
 
