@@ -97,7 +97,7 @@ def _values(
                 f"build_stages: weights gave shape {tuple(values.shape)} for {name!r}, where "
                 f"{shape} at offset {offset} was asked"
             )
-        if not torch.equal(values, found[0]):
+        if values is not found[0] and not torch.equal(values, found[0]):
             raise CheckpointError(
                 f"build_stages: {asked[0]!r} and {name!r} are one parameter of the model, but the "
                 "weights differ; untie them in the model, or leave one out by allow_extra",
