@@ -8,7 +8,7 @@ registration. This file imports no torch at run time, so that packing and planni
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol
 
 import attrs
 import numpy as np
@@ -94,7 +94,136 @@ class DiskError(TrainkitError):
     code = 74
 
 
+# --------------------------------------------------------------------------------- rules of a field
+
+Validator = Callable[[Any, "attrs.Attribute[Any]", Any], None]
+"""The type of an attrs validator."""
+
+
+def rule(holds: Callable[[Any], bool], want: str) -> Validator:
+    """Return an attrs validator: `holds(value)`, which `want` says in words after "must be".
+
+    Examples:
+        >>> @attrs.frozen
+        ... class Config:
+        ...     size: int = attrs.field(default=2, validator=rule(lambda x: x % 2 == 0, "even"))
+        >>> Config(3)
+        Traceback (most recent call last):
+        ...
+        trainkit.types.ConfigError: size must be even, got 3
+    """
+
+    def validate(_: Any, attribute: attrs.Attribute[Any], value: Any) -> None:
+        if not holds(value):
+            raise ConfigError(
+                f"{attribute.name} must be {want}, got {value!r}",
+                where=attribute.name,
+                got=value,
+                want=want,
+            )
+
+    return validate
+
+
+def one_of(*choices: Any) -> Validator:
+    """Return an attrs validator: the value is one of `choices`.
+
+    Examples:
+        >>> @attrs.frozen
+        ... class Config:
+        ...     kernel: str = attrs.field(default="sdpa", validator=one_of("sdpa", "varlen"))
+        >>> Config("sdp")
+        Traceback (most recent call last):
+        ...
+        trainkit.types.ConfigError: kernel must be one of 'sdpa', 'varlen', got 'sdp'
+    """
+    return rule(lambda value: value in choices, f"one of {', '.join(map(repr, choices))}")
+
+
+positive = rule(lambda value: value > 0, "above 0")
+"""An attrs validator: the value is above 0."""
+
+
 # ------------------------------------------------------------------------------------- parallelism
+
+FoldSP = Literal["all", "ring", "ulysses", "none"]
+"""Which of ring and ulysses also split parameters."""
+
+
+def _degree(default: int = 1, *, of: str = "world") -> Any:
+    """Return a field for a degree, a factor of the number of ranks on the axis `of`."""
+    above = rule(lambda value: value > 0 or value == -1, "above 0, or -1 for the rest")
+    validator = above if default == -1 else positive
+    return attrs.field(default=default, validator=validator, metadata={"factor of": of})
+
+
+@attrs.frozen(kw_only=True)
+class Layout:
+    """Where the work of a step happens, never what is computed.
+
+    The degrees stand first, outermost first: world = pp x dp_replicate x dp_shard x ring x ulysses
+    x tp. This is the one place where their names are written; all else reads `degrees`.
+
+    Examples:
+        >>> Layout(tp=2).degrees
+        {'pp': 1, 'dp_replicate': 1, 'dp_shard': -1, 'ring': 1, 'ulysses': 1, 'tp': 2, 'ep': 1}
+        >>> Layout(pp=0)
+        Traceback (most recent call last):
+        ...
+        trainkit.types.ConfigError: pp must be above 0, got 0
+    """
+
+    pp: int = _degree()
+    """Pipeline stages."""
+
+    dp_replicate: int = _degree()
+    """Copies of the parameters, each trained on rows of its own."""
+
+    dp_shard: int = _degree(-1)
+    """Ranks that split parameters and rows between them; -1 takes the rest of the world."""
+
+    ring: int = _degree()
+    """Ranks that split a row's tokens and pass keys and values around."""
+
+    ulysses: int = _degree()
+    """Ranks that split a row's tokens and exchange them for heads."""
+
+    tp: int = _degree()
+    """Ranks that split each matrix (tensor parallelism)."""
+
+    ep: int = _degree(of="fsdp")
+    """Ranks that split the experts; they are among those that shard parameters."""
+
+    fold_sp: FoldSP = attrs.field(default="all", validator=one_of("all", "ring", "ulysses", "none"))
+    """Which of ring and ulysses also split parameters; gradients are summed over the rest."""
+
+    schedule: str = "1f1b"
+    """The order of a pipeline's work: gpipe, 1f1b, interleaved_1f1b, looped_bfs, and others."""
+
+    reduce: Literal["last", "each"] = attrs.field(default="last", validator=one_of("last", "each"))
+    """After which microbatch gradients are reduced; each needs less memory, and sends more."""
+
+    reshard_after_forward: bool = True
+    """Gather a block's parameters again for backward; zero-bubble schedules need it off."""
+
+    cpu_offload: bool = False
+    """Keep sharded parameters and the optimizer's state in host memory, and step there."""
+
+    @property
+    def degrees(self) -> dict[str, int]:
+        """All degrees by name, outermost first; `ep` last, which is no factor of the world."""
+        return self.factors("world") | self.factors("fsdp")
+
+    @property
+    def folded(self) -> tuple[str, ...]:
+        """The sequence axes that parameters are sharded over besides dp_shard: see `fold_sp`."""
+        return tuple(name for name in ("ring", "ulysses") if self.fold_sp in (name, "all"))
+
+    def factors(self, of: str) -> dict[str, int]:
+        """Return the degrees by name that are factors of an axis: "world", or "fsdp"."""
+        fields = attrs.fields(Layout)
+        names = [field.name for field in fields if field.metadata.get("factor of") == of]
+        return {name: getattr(self, name) for name in names}
 
 
 @attrs.frozen
