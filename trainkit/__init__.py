@@ -85,6 +85,7 @@ if TYPE_CHECKING:
     from trainkit.mesh import axis_from_group as axis_from_group
     from trainkit.mesh import parallel_session as parallel_session
     from trainkit.mesh import solo_parallel as solo_parallel
+    from trainkit.metrics import advance as advance
     from trainkit.metrics import reduce_metrics as reduce_metrics
     from trainkit.metrics import to_host as to_host
     from trainkit.models import call_model as call_model
@@ -92,6 +93,7 @@ if TYPE_CHECKING:
     from trainkit.packing import pack_bins as pack_bins
     from trainkit.parallel import build_stages as build_stages
     from trainkit.prepare import prepare_corpus as prepare_corpus
+    from trainkit.runtime import open_run as open_run
     from trainkit.step import bind_forward_backward as bind_forward_backward
     from trainkit.step import evaluate as evaluate
     from trainkit.step import forward_backward as forward_backward
@@ -105,9 +107,10 @@ if TYPE_CHECKING:
     from trainkit.types import Spans as Spans
     from trainkit.types import StepBatch as StepBatch
     from trainkit.types import TrainState as TrainState
+    from trainkit.types import Update as Update
 
 _CONTENTS = {
-    "types": "Axis Batch Bins Cursor ParallelState Share Spans StepBatch TrainState",
+    "types": "Axis Batch Bins Cursor ParallelState Share Spans StepBatch TrainState Update",
     "jit": "",
     "hashing": "",
     "noise": "",
@@ -137,10 +140,10 @@ _CONTENTS = {
         "parameters_of named_parameters_of sum_gradients_ sync_sp_grads grad_norm clip_grads_ "
         "clip_and_step blame"
     ),
-    "metrics": "reduce_metrics to_host",
+    "metrics": "advance reduce_metrics to_host",
     "checkpoint": "save_checkpoint resume state_hash",
     "convert": "",
-    "runtime": "",
+    "runtime": "open_run",
     "sinks": "",
     "config": "",
     "planning": "",

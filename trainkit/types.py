@@ -8,6 +8,7 @@ registration. This file imports no torch at run time, so that packing and planni
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol
 
 import attrs
@@ -94,6 +95,29 @@ class DiskError(TrainkitError):
     code = 74
 
 
+@contextmanager
+def needs_extra(extra: str) -> Iterator[None]:
+    """Turn a failed import of an optional library into the command that installs it.
+
+    Raises:
+        ConfigError: In place of the ImportError.
+
+    Examples:
+        >>> with needs_extra("recipes"):
+        ...     import no_such_library
+        Traceback (most recent call last):
+        ...
+        trainkit.types.ConfigError: no_such_library is missing: pip install "trainkit-lm[recipes]"
+    """
+    try:
+        yield
+    except ImportError as error:
+        command = f'pip install "trainkit-lm[{extra}]"'
+        raise ConfigError(
+            f"{error.name} is missing: {command}", where=error.name, hint=command
+        ) from error
+
+
 # --------------------------------------------------------------------------------- rules of a field
 
 Validator = Callable[[Any, "attrs.Attribute[Any]", Any], None]
@@ -142,6 +166,10 @@ def one_of(*choices: Any) -> Validator:
 
 positive = rule(lambda value: value > 0, "above 0")
 """An attrs validator: the value is above 0."""
+non_negative = rule(lambda value: value >= 0, "at least 0")
+"""An attrs validator: the value is at least 0."""
+fraction = rule(lambda value: 0 <= value <= 1, "between 0 and 1")
+"""An attrs validator: the value is between 0 and 1."""
 
 
 # ------------------------------------------------------------------------------------- parallelism
@@ -208,6 +236,9 @@ class Layout:
 
     cpu_offload: bool = False
     """Keep sharded parameters and the optimizer's state in host memory, and step there."""
+
+    deterministic: bool = False
+    """Take only algorithms that give the same bits each time, which all do on a CPU."""
 
     @property
     def degrees(self) -> dict[str, int]:
@@ -423,6 +454,19 @@ class StepBatch:
 
     microbatches: Sequence[Batch]
     cursor: Cursor
+
+
+@attrs.frozen(eq=False)
+class Update:
+    """What became of an optimizer step, equal on all ranks; see `clip_and_step`.
+
+    Attributes:
+        norm: The norm of the whole model's gradient before clipping, 0-d.
+        applied: Whether the step was taken, a 0-d bool tensor.
+    """
+
+    norm: Tensor
+    applied: Tensor
 
 
 @attrs.frozen(eq=False)

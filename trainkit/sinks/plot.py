@@ -8,9 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from trainkit.runtime.errors import needs_extra
 from trainkit.sinks.jsonl import joined, read_jsonl
-from trainkit.types import DataError
+from trainkit.types import DataError, needs_extra
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
