@@ -26,6 +26,7 @@ from trainkit import (
     packing,
     parallel,
     runtime,
+    sampling,
     schedules,
     sinks,
     tokenizers,
@@ -205,15 +206,10 @@ def train(cfg, ps, tokenizer, model, phase, stopping, say):
     train_step = make_train_step(cfg, ps, stages, optimizer, evidence)
     make_batch = functools.partial(
         tk.step_batch,
-        corpus,
-        rows,
-        rows=cfg.rows,
-        seed=cfg.seed,
-        share=ps.dp.share,
-        ring=ps.ring.share,
-        ulysses=ps.ulysses.share,
+        tk.Packed(corpus, rows),
+        sampling.rows_of_epochs(len(rows), rows_per_step=cfg.rows, seed=cfg.seed),
+        place=ps.place,
         rows_per_microbatch=cfg.microbatch,
-        costs=packing.row_costs(rows),
         pad_id=tokenizer.pad_id or 0,
     )
     others = sinks.named_sinks(cfg.sinks, cfg.out, config=config.plain_values(cfg))

@@ -133,17 +133,17 @@ def pack(cfg, ps, opened, say):
             tell=say,
         )
         lengths = np.where(is_held, 0, corpus.lengths)
-        train[name] = corpus, bins_of(lengths=lengths)
-        held[name] = corpus, bins_of(lengths=corpus.lengths - lengths)
+        train[name] = tk.Packed(corpus, bins_of(lengths=lengths))
+        held[name] = tk.Packed(corpus, bins_of(lengths=corpus.lengths - lengths))
         reports[name] = {
-            **packing.packing_report(train[name][1], lengths),
+            **packing.packing_report(train[name].bins, lengths),
             "empty_documents": int((corpus.lengths == 0).sum()),
             "held_out_documents": int(is_held.sum()),
         }
     mix, held = data.join_packed(train), data.join_packed(held)
     if any(part.trained is not None for part in mix.corpus.parts):
         say("where a corpus says which of its tokens are trained on, the others are only read")
-    if not len(held.bins):
+    if not len(held):
         say("nothing is held out of so little, so there is nothing to evaluate on")
     return mix, held, reports
 
@@ -169,23 +169,10 @@ def bind_batches(cfg, ps, mix, phases, tokenizer):
     """Return make_batch(cursor): this rank's part of the global batch at a cursor."""
     return functools.partial(
         tk.step_batch,
-        mix.corpus,
-        mix.bins,
-        rows=cfg.rows,
-        seed=cfg.seed,
-        share=ps.dp.share,
-        ring=ps.ring.share,
-        ulysses=ps.ulysses.share,
+        mix,
+        sampling.rows_of_mixture(mix.num_rows, phases, rows_per_step=cfg.rows, seed=cfg.seed),
+        place=ps.place,
         rows_per_microbatch=cfg.microbatch,
-        rows_at=functools.partial(
-            sampling.rows_of_mixture,
-            rows_per_step=cfg.rows,
-            num_rows=mix.num_rows,
-            phases=phases,
-            seed=cfg.seed,
-        ),
-        source_of_row=mix.source_of_row,
-        costs=packing.row_costs(mix.bins),
         pad_id=tokenizer.pad_id or 0,
     )
 
@@ -264,13 +251,9 @@ def bind_evaluation(cfg, ps, held, stages, loss, tokenizer):
 
     def evaluate():
         batches = tk.eval_batches(
-            held.corpus,
-            held.bins,
-            ps.dp.share,
-            ring=ps.ring.share,
-            ulysses=ps.ulysses.share,
+            held,
+            place=ps.place,
             rows_per_batch=cfg.microbatch,
-            source_of_row=held.source_of_row,
             pad_id=tokenizer.pad_id or 0,
             device=ps.device,
         )
@@ -345,7 +328,7 @@ def train(cfg, ps, tokenizer, model, phase, stopping, say):
         say(f"the run in {cfg.out} is complete at step {state.step}; --steps takes it further")
 
     loss = losses.next_token_linear
-    loss = losses.by_source(mix.names, loss) if len(mix.names) > 1 else loss
+    loss = losses.by_source(tuple(mix.num_rows), loss) if len(mix.num_rows) > 1 else loss
     evidence = {}
     train_step = make_train_step(cfg, ps, stages, optimizer, phases, loss, evidence)
     make_batch = bind_batches(cfg, ps, mix, phases, tokenizer)
@@ -379,7 +362,7 @@ def train(cfg, ps, tokenizer, model, phase, stopping, say):
             record = step_record(metrics, begin=begin)
             log(state.step, record)
             state = guard(state, record)
-            if len(held.bins) and schedules.due(state.step, cfg.eval_every, last=cfg.steps):
+            if len(held) and schedules.due(state.step, cfg.eval_every, last=cfg.steps):
                 phase("evaluation", allow=cfg.start_timeout)
                 found = evaluate()
                 state = health.refuse_divergence(state, found["loss"])

@@ -28,6 +28,7 @@ from trainkit import (
     packing,
     parallel,
     runtime,
+    sampling,
     schedules,
     sinks,
     tokenizers,
@@ -185,15 +186,10 @@ def bind_batches(cfg, ps, corpus, rows, tokenizer):
     """Return make_batch(cursor): this rank's part of the global batch at a cursor."""
     return functools.partial(
         tk.step_batch,
-        corpus,
-        rows,
-        rows=cfg.rows,
-        seed=cfg.seed,
-        share=ps.dp.share,
-        ring=ps.ring.share,
-        ulysses=ps.ulysses.share,
+        tk.Packed(corpus, rows),
+        sampling.rows_of_epochs(len(rows), rows_per_step=cfg.rows, seed=cfg.seed),
+        place=ps.place,
         rows_per_microbatch=cfg.microbatch,
-        costs=packing.row_costs(rows),
         pad_id=tokenizer.pad_id or 0,
     )
 
@@ -203,11 +199,8 @@ def bind_evaluation(cfg, ps, corpus, rows, stages, loss, tokenizer):
 
     def evaluate():
         batches = tk.eval_batches(
-            corpus,
-            rows,
-            ps.dp.share,
-            ring=ps.ring.share,
-            ulysses=ps.ulysses.share,
+            tk.Packed(corpus, rows),
+            place=ps.place,
             rows_per_batch=cfg.microbatch,
             pad_id=tokenizer.pad_id or 0,
             device=ps.device,
