@@ -67,6 +67,7 @@ if TYPE_CHECKING:
     from trainkit.collectives import broadcast as broadcast
     from trainkit.corpora import open_corpus as open_corpus
     from trainkit.corpora import write_corpus as write_corpus
+    from trainkit.data import Packed as Packed
     from trainkit.data import eval_batches as eval_batches
     from trainkit.data import step_batch as step_batch
     from trainkit.grads import blame as blame
@@ -102,7 +103,9 @@ if TYPE_CHECKING:
     from trainkit.types import Batch as Batch
     from trainkit.types import Bins as Bins
     from trainkit.types import Cursor as Cursor
+    from trainkit.types import Layout as Layout
     from trainkit.types import ParallelState as ParallelState
+    from trainkit.types import Place as Place
     from trainkit.types import Share as Share
     from trainkit.types import Spans as Spans
     from trainkit.types import StepBatch as StepBatch
@@ -110,7 +113,9 @@ if TYPE_CHECKING:
     from trainkit.types import Update as Update
 
 _CONTENTS = {
-    "types": "Axis Batch Bins Cursor ParallelState Share Spans StepBatch TrainState Update",
+    "types": (
+        "Axis Batch Bins Cursor Layout ParallelState Place Share Spans StepBatch TrainState Update"
+    ),
     "jit": "",
     "hashing": "",
     "noise": "",
@@ -130,7 +135,7 @@ _CONTENTS = {
     "launch": "",
     "meeting": "",
     "mesh": "parallel_session solo_parallel axis_from_group",
-    "data": "step_batch eval_batches",
+    "data": "Packed step_batch eval_batches",
     "attention": "",
     "models": "call_model call_with_noise",
     "parallel": "build_stages",

@@ -265,6 +265,19 @@ class Share:
     count: int
 
 
+@attrs.frozen
+class Place:
+    """Which part of a global batch a rank holds: by default all of it.
+
+    `rows` says which of the ranks that read different rows this is, `ring` which part of each
+    document it holds, `ulysses` which slice of that. `ps.place` is the place of a rank.
+    """
+
+    rows: Share = Share(0, 1)
+    ring: Share = Share(0, 1)
+    ulysses: Share = Share(0, 1)
+
+
 @attrs.frozen(eq=False)
 class Axis:
     """A share plus the right to talk: one named dimension of the layout, seen from one rank.
@@ -320,6 +333,11 @@ class ParallelState:
     sp_unfolded: Axis
     mesh: DeviceMesh | None
     device: torch.device
+
+    @property
+    def place(self) -> Place:
+        """Which part of a global batch this rank holds."""
+        return Place(self.dp.share, self.ring.share, self.ulysses.share)
 
 
 class Hidden(NamedTuple):
@@ -509,6 +527,13 @@ class Tokenizer(Protocol):
 
     def encode(self, text: str) -> Sequence[int]: ...
     def decode(self, ids: Sequence[int]) -> str: ...
+
+
+RowsAt = Callable[[int], IntArray]
+"""`RowsAt(batch) -> rows`: the rows that make up a global batch, as a function of its number.
+
+The number is `Cursor.batch`, which no roll-back takes back, not the step of the run.
+"""
 
 
 class Fit(Protocol):
