@@ -25,6 +25,7 @@ from trainkit import (
     optim,
     packing,
     parallel,
+    pictures,
     runtime,
     schedules,
     sinks,
@@ -254,7 +255,7 @@ def train(cfg, ps, tokenizer, model, phase, stopping, say):
     phase("the end", allow=cfg.start_timeout)
     checkpoint.write_final(cfg.out, state, stages, optimizer, ps)
     if ps.world.index == 0:
-        sinks.plot_loss(cfg.out / "metrics.jsonl", cfg.out / "loss.png")
+        pictures.plot_loss(cfg.out / "metrics.jsonl", cfg.out / "loss.png")
         say(f"the run is in {cfg.out}; its loss is drawn in {cfg.out / 'loss.png'}")
         say(sinks.run_summary(cfg.out))
     return 0

@@ -27,6 +27,7 @@ from trainkit import (
     optim,
     packing,
     parallel,
+    pictures,
     runtime,
     sampling,
     schedules,
@@ -310,7 +311,7 @@ def finish(cfg, ps, state, stages, optimizer, tokenizer, say):
         call=bind_call(stages, ps),
     )
     if ps.world.index == 0:
-        sinks.plot_loss(cfg.out / "metrics.jsonl", cfg.out / "loss.png")
+        pictures.plot_loss(cfg.out / "metrics.jsonl", cfg.out / "loss.png")
         say(f"\n{sinks.printable(tokenizer.decode([*prompt, *drawn]))}\n")
         say(f"the run is in {cfg.out}; its loss is drawn in {cfg.out / 'loss.png'}")
         say(sinks.run_summary(cfg.out))

@@ -27,6 +27,7 @@ from trainkit import (
     optim,
     packing,
     parallel,
+    pictures,
     runtime,
     schedules,
     sinks,
@@ -295,7 +296,7 @@ def finish(cfg, ps, state, stages, optimizer, tokenizer, say):
     checkpoint.write_final(cfg.out, state, stages, optimizer, ps)
     answers = [answer(cfg, ps, stages, tokenizer, question) for question in cfg.ask]
     if ps.world.index == 0:
-        sinks.plot_loss(cfg.out / "metrics.jsonl", cfg.out / "loss.png")
+        pictures.plot_loss(cfg.out / "metrics.jsonl", cfg.out / "loss.png")
         for question, said in zip(cfg.ask, answers, strict=True):
             say(f"\n{question}\n    {sinks.printable(said)}")
         say(f"\nthe run is in {cfg.out}; its loss is drawn in {cfg.out / 'loss.png'}")

@@ -39,6 +39,7 @@ ROOMS = [
     "convert",
     "runtime",
     "sinks",
+    "pictures",
     "config",
     "planning",
     "testing",

@@ -42,6 +42,7 @@ if TYPE_CHECKING:
     from trainkit import optim as optim
     from trainkit import packing as packing
     from trainkit import parallel as parallel
+    from trainkit import pictures as pictures
     from trainkit import planning as planning
     from trainkit import prepare as prepare
     from trainkit import runtime as runtime
@@ -142,6 +143,7 @@ _CONTENTS = {
     "convert": "",
     "runtime": "",
     "sinks": "",
+    "pictures": "",
     "config": "",
     "planning": "",
     "testing": "",
