@@ -42,6 +42,7 @@ if TYPE_CHECKING:
     from trainkit import optim as optim
     from trainkit import packing as packing
     from trainkit import parallel as parallel
+    from trainkit import pictures as pictures
     from trainkit import planning as planning
     from trainkit import prepare as prepare
     from trainkit import runtime as runtime
@@ -148,8 +149,9 @@ _CONTENTS = {
     "metrics": "advance reduce_metrics to_host",
     "checkpoint": "save_checkpoint resume state_hash",
     "convert": "",
-    "runtime": "open_run",
     "sinks": "",
+    "pictures": "",
+    "runtime": "open_run",
     "config": "",
     "planning": "",
     "testing": "",

@@ -188,9 +188,9 @@ def slow_disk(seconds):
 
 def no_pictures(_):
     """Draw nothing at the end of a run."""
-    from trainkit import sinks
+    from trainkit import pictures
 
-    sinks.plot_loss = lambda *_: None
+    pictures.plot_loss = lambda *_: None
 
 
 def believe_files(_):

@@ -77,7 +77,7 @@ class Keeping:
     background_saves: bool = True
     """Copy the state to host memory and write it while training goes on."""
 
-    sinks: tuple[Literal["tensorboard", "wandb"], ...] = ()
+    sinks: tuple[Literal[tensorboard, wandb], ...] = ()
     """Where metrics go besides metrics.jsonl: tensorboard, wandb."""
 
     @property

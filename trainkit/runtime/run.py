@@ -27,6 +27,7 @@ from trainkit.files import replacing, toml_text
 from trainkit.launch import launch_notes
 from trainkit.mesh import parallel_session
 from trainkit.metrics import step_record
+from trainkit.pictures.loss import plot_loss
 from trainkit.runtime.directory import make_run_dir
 from trainkit.runtime.errors import report_errors
 from trainkit.runtime.limits import Limits
@@ -38,7 +39,6 @@ from trainkit.runtime.watchdog import Phase, watch
 from trainkit.schedules import due
 from trainkit.sinks.jsonl import sync_lines
 from trainkit.sinks.named import named_sinks
-from trainkit.sinks.plot import plot_loss
 from trainkit.sinks.run import printer, run_sinks, run_summary
 from trainkit.types import (
     Axis,

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from trainkit.packing import packing_report
-from trainkit.sinks.drawing import check_picture, new_figure, save_picture
+from trainkit.pictures.drawing import GREY, INK, check_picture, new_figure, save_picture
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 _PIECES = ("#1d4e6f", "#2a6f97", "#4f93b8", "#89bdd6")
 _THIN = "#b9d6e5"
-_ORANGE, _GREY, _INK = "#e07a2f", "#6b7280", "#111827"
+_ORANGE = "#e07a2f"
 _ROWS = 24
 _ROW_INCHES = 0.165
 
@@ -61,13 +61,13 @@ def _figure(bins: Bins, lengths: IntArray | None) -> Figure:
     bottom.set_visible(len(bins) > 0)
     for axes in (top, bottom):
         axes.spines[["top", "right", "left"]].set_visible(False)
-        axes.spines["bottom"].set_color(_GREY)
-        axes.tick_params(colors=_GREY, labelsize=9, length=0)
+        axes.spines["bottom"].set_color(GREY)
+        axes.tick_params(colors=GREY, labelsize=9, length=0)
         axes.tick_params(axis="x", which="major", length=3)
     efficiency = min(report["efficiency"], 0.9999) if _padding(report) else 1.0
     rows = f"{len(bins):,} row{'s' * (len(bins) != 1)} of {bins.capacity:,} tokens"
     headline = f"efficiency {efficiency:.2%}: {rows}" if len(bins) else "no rows"
-    title = figure.suptitle(headline, ha="left", fontsize=13, color=_INK)
+    title = figure.suptitle(headline, ha="left", fontsize=13, color=INK)
     top.set_title(_facts(report) + "\n\n" + top.get_title(loc="left"), loc="left", fontsize=9)
     figure.draw_without_rendering()  # says where the axes are
     title.set_x(top.get_position().x0)
@@ -110,7 +110,7 @@ def _draw_lengths(axes: Axes, bins: Bins, lengths: IntArray | None) -> None:
     axes.set_ylim(bottom=0)
     what = "pieces" if lengths is None else "documents"
     told = f"{what} per bar, by length in tokens (the highest bar: {counts.max():,})"
-    axes.set_title(told if values.size else f"no {what}", loc="left", fontsize=9, color=_GREY)
+    axes.set_title(told if values.size else f"no {what}", loc="left", fontsize=9, color=GREY)
 
 
 def _draw_rows(axes: Axes, bins: Bins) -> None:
@@ -130,10 +130,10 @@ def _draw_rows(axes: Axes, bins: Bins) -> None:
     axes.set_yticks(np.arange(len(shown)) + 0.5, [f"{row:,}" for row in shown.tolist()])
     axes.xaxis.set_major_formatter("{x:,.0f}")
     axes.locator_params(axis="x", integer=True)
-    axes.set_xlabel("tokens", fontsize=9, color=_GREY)
+    axes.set_xlabel("tokens", fontsize=9, color=GREY)
     some = "the rows" if len(shown) == len(bins) else f"{len(shown)} of {len(bins):,} rows"
     told = f"{some}: pieces blue, padding orange" + ", many thin pieces pale" * merged
-    axes.set_title(told, loc="left", fontsize=9, color=_GREY)
+    axes.set_title(told, loc="left", fontsize=9, color=GREY)
 
 
 def _spans(bins: Bins, row: int) -> tuple[IntArray, IntArray, np.ndarray[Any, Any]]:

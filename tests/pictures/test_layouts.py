@@ -12,12 +12,12 @@ import numpy as np
 import pytest
 import torch
 
-from trainkit import sinks
+from trainkit import pictures
 from trainkit.attention.ring import _views
 from trainkit.layout import spans_of_runs, zigzag_shard
 from trainkit.mesh import _partitions
 from trainkit.parallel.split import SCHEDULES, rank_of_stages
-from trainkit.sinks.drawing import check_picture
+from trainkit.pictures.drawing import check_picture
 from trainkit.types import Axis, ConfigError, DiskError, Share
 
 NAMES = list(SCHEDULES)
@@ -37,7 +37,7 @@ ONES = dict.fromkeys(["pp", "dp_replicate", "dp_shard", "ring", "ulysses", "tp"]
 @pytest.mark.parametrize("left_out", [[], ["pp", "ring"], ["dp_shard", "tp"]], ids=str)
 def test_places_are_those_of_the_axes(fold_sp, left_out):
     degrees = {name: 1 if name in left_out else 2 for name in ONES} | {"dp_replicate": 3}
-    places = sinks.mesh_places(degrees, fold_sp=fold_sp)
+    places = pictures.mesh_places(degrees, fold_sp=fold_sp)
     found = _partitions(degrees, ep=1, fold_sp=fold_sp)
     index = {
         name: {rank: ranks.index(rank) for ranks in lists for rank in ranks}
@@ -57,7 +57,7 @@ def test_places_are_those_of_the_axes(fold_sp, left_out):
 
 def test_a_picture_of_a_mesh_names_axes_ranks_tokens_and_parameters(tmp_path):
     degrees = {"pp": 2, "dp_replicate": 2, "tp": 2}
-    words = words_of(sinks.plot_mesh(degrees, tmp_path / "mesh.svg"))
+    words = words_of(pictures.plot_mesh(degrees, tmp_path / "mesh.svg"))
     assert "8 ranks: pp 2 x dp_replicate 2 x tp 2" in words
     assert "2 parts of the tokens, 4 of the parameters" in words
     assert {"pp", "dp_replicate", "tp", "rank", "tokens", "parameters", "7", "A", "B"} <= {*words}
@@ -67,11 +67,11 @@ def test_a_picture_of_a_mesh_names_axes_ranks_tokens_and_parameters(tmp_path):
 
 def test_a_mesh_that_is_none_or_too_large_is_refused(tmp_path):
     with pytest.raises(ValueError, match="'ep' is none of the axes pp, "):
-        sinks.mesh_places({"ep": 2})
+        pictures.mesh_places({"ep": 2})
     with pytest.raises(ConfigError, match="tp must be at least 1, got 0"):
-        sinks.mesh_places({"tp": 0})
+        pictures.mesh_places({"tp": 0})
     with pytest.raises(ValueError, match="128 ranks are more than the 64"):
-        sinks.plot_mesh({"dp_shard": 128}, tmp_path / "mesh.svg")
+        pictures.plot_mesh({"dp_shard": 128}, tmp_path / "mesh.svg")
 
 
 # ------------------------------------------------------------------------------------ the zigzag
@@ -88,7 +88,7 @@ def test_chunks_are_those_of_zigzag_shard(row):
     lengths, ring = lengths_of(row), row[1]
     bounds = np.append(0, np.cumsum(lengths))
     tokens = torch.arange(bounds[-1])
-    chunks = sinks.zigzag_chunks(lengths, ring)
+    chunks = pictures.zigzag_chunks(lengths, ring)
     for rank in range(ring):
         held = zigzag_shard(tokens, Share(rank, ring), dim=0, cu_seqlens=bounds).tolist()
         mine = [range(c.begin, c.end) for c in chunks if c.rank == rank]
@@ -98,7 +98,7 @@ def test_chunks_are_those_of_zigzag_shard(row):
 @pytest.mark.parametrize("row", ROWS, ids=str)
 def test_blocks_are_causal_attention_and_every_rank_does_the_same_work_at_each_step(row):
     lengths, ring = lengths_of(row), row[1]
-    blocks = sinks.ring_blocks(lengths, ring)
+    blocks = pictures.ring_blocks(lengths, ring)
     assert sum(b.pairs for b in blocks) == sum(n * (n + 1) // 2 for n in lengths)
     seen = np.zeros((sum(lengths), sum(lengths)), int)
     for b in blocks:
@@ -119,7 +119,7 @@ def test_the_steps_are_those_of_ring_attention(ring):
     tokens, document = torch.arange(bounds[-1]), torch.repeat_interleave(torch.tensor(lengths))
     shares = [Share(rank, ring) for rank in range(ring)]
     held = [zigzag_shard(tokens, share, dim=0, cu_seqlens=bounds) for share in shares]
-    blocks = sinks.ring_blocks(lengths, ring)
+    blocks = pictures.ring_blocks(lengths, ring)
     for rank, share in enumerate(shares):
         spans = spans_of_runs(document[held[rank]].numpy()[None])
         for step, view in enumerate(_views(spans, Axis("ring", share), scale=1.0)):
@@ -136,7 +136,7 @@ def test_the_steps_are_those_of_ring_attention(ring):
 
 
 def test_a_picture_of_a_zigzag_names_ranks_chunks_and_steps(tmp_path):
-    words = words_of(sinks.plot_zigzag([64, 40], 4, tmp_path / "zigzag.svg"))
+    words = words_of(pictures.plot_zigzag([64, 40], 4, tmp_path / "zigzag.svg"))
     assert "each document cut into 8 chunks: rank r holds chunks r and 7 - r" in words
     assert "what is computed: colour is the rank, number the step" in words
     assert {"rank 0", "rank 3", "row", "tokens", "queries", "keys", "25 %"} <= {*words}
@@ -144,11 +144,11 @@ def test_a_picture_of_a_zigzag_names_ranks_chunks_and_steps(tmp_path):
 
 def test_a_zigzag_that_does_not_divide_is_refused_with_both_numbers(tmp_path):
     with pytest.raises(ValueError, match=r"12 tokens is no multiple of 8 .* multiple_of=8"):
-        sinks.zigzag_chunks([16, 12], 4)
+        pictures.zigzag_chunks([16, 12], 4)
     with pytest.raises(ValueError, match="no ring of 2 ranks over documents of"):
-        sinks.zigzag_chunks([], 2)
+        pictures.zigzag_chunks([], 2)
     with pytest.raises(ValueError, match="8 ranks can be told apart by colour, got 9"):
-        sinks.plot_zigzag([18], 9, tmp_path / "zigzag.svg")
+        pictures.plot_zigzag([18], 9, tmp_path / "zigzag.svg")
 
 
 # ------------------------------------------------------------------------------------ the pipeline
@@ -160,25 +160,27 @@ SIZES = [(2, 4), (4, 8), (3, 6), (4, 16)]
 @pytest.mark.parametrize("microbatches", [1, 3, 8])
 @pytest.mark.parametrize("name", ["gpipe", "1f1b"])
 def test_the_bubble_of_one_stage_per_rank_is_that_of_the_formula(name, pp, microbatches):
-    tasks = sinks.pipeline_timeline(name, pp=pp, microbatches=microbatches)
-    share = sinks.bubble_share(tasks)
+    tasks = pictures.pipeline_timeline(name, pp=pp, microbatches=microbatches)
+    share = pictures.bubble_share(tasks)
     assert share == pytest.approx((pp - 1) / (microbatches + pp - 1), abs=1e-11)
 
 
 @pytest.mark.parametrize(("pp", "microbatches"), SIZES)
 def test_more_stages_and_split_backwards_shrink_the_bubble_as_published(pp, microbatches):
     share = {
-        name: sinks.bubble_share(sinks.pipeline_timeline(name, pp=pp, microbatches=microbatches))
+        name: pictures.bubble_share(
+            pictures.pipeline_timeline(name, pp=pp, microbatches=microbatches)
+        )
         for name in MANY
     }
     looped = (pp - 1) / (2 * microbatches + pp - 1)
     split = (pp - 1) / (6 * microbatches + pp - 1)  # only the first forwards are waited for
     wanted = dict.fromkeys(MANY, split) | dict.fromkeys(["interleaved_1f1b", "looped_bfs"], looped)
     assert share == pytest.approx(wanted, abs=1e-11)
-    four = sinks.pipeline_timeline(
+    four = pictures.pipeline_timeline(
         "interleaved_1f1b", pp=pp, microbatches=microbatches, stages_per_rank=4
     )
-    assert sinks.bubble_share(four) == pytest.approx(
+    assert pictures.bubble_share(four) == pytest.approx(
         (pp - 1) / (4 * microbatches + pp - 1), abs=1e-11
     )
 
@@ -186,7 +188,7 @@ def test_more_stages_and_split_backwards_shrink_the_bubble_as_published(pp, micr
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize(("pp", "microbatches"), SIZES)
 def test_a_timeline_does_all_work_once_in_an_order_that_can_be(name, pp, microbatches):
-    tasks = sinks.pipeline_timeline(name, pp=pp, microbatches=microbatches)
+    tasks = pictures.pipeline_timeline(name, pp=pp, microbatches=microbatches)
     stages = max(task.stage for task in tasks) + 1
     ranks = rank_of_stages(name, pp)
     assert {task.stage: task.rank for task in tasks} == dict(enumerate(ranks))
@@ -216,7 +218,7 @@ def test_the_order_of_one_stage_per_rank_is_torch_s(name, whole):
     """Torch's record of 1F1B for the last rank begins with microbatch 1: it is left out."""
     from torch.distributed.pipelining._schedule_visualizer import get_schedule_ops
 
-    tasks = sinks.pipeline_timeline(name, pp=4, microbatches=6)
+    tasks = pictures.pipeline_timeline(name, pp=4, microbatches=6)
     for rank, order in enumerate(get_schedule_ops(name, 4, 6)[:whole]):
         mine = [f"{t.stage}{t.kind}{t.microbatch}" for t in tasks if t.rank == rank]
         assert mine == [str(action) for action in order if action is not None][: len(mine)]
@@ -227,7 +229,7 @@ def test_the_order_of_one_stage_per_rank_is_torch_s(name, whole):
 
 def test_1f1b_holds_no_more_microbatches_than_there_are_stages():
     for name, most in (("1f1b", 3), ("gpipe", 8)):
-        tasks = sinks.pipeline_timeline(name, pp=3, microbatches=8)
+        tasks = pictures.pipeline_timeline(name, pp=3, microbatches=8)
         held = np.cumsum([{"F": 1, "B": -1}[task.kind] for task in tasks if task.rank == 0])
         assert held.max() == most
 
@@ -245,16 +247,16 @@ def test_a_pipeline_that_cannot_be_is_refused():
         ("dual_pipe_v", {"microbatches": 4}, "dual_pipe_v: DualPipeV requires at least as many"),
     ]:
         with pytest.raises(ValueError, match=said):
-            sinks.pipeline_timeline(name, **({"pp": 4, "microbatches": 8} | numbers))
+            pictures.pipeline_timeline(name, **({"pp": 4, "microbatches": 8} | numbers))
 
 
 def test_a_picture_of_a_pipeline_prints_the_bubble_of_each_schedule(tmp_path):
     names = ["1f1b", "zero_bubble_v"]
-    words = words_of(sinks.plot_pipeline(names, tmp_path / "p.svg", pp=4, microbatches=8))
+    words = words_of(pictures.plot_pipeline(names, tmp_path / "p.svg", pp=4, microbatches=8))
     assert "1f1b: bubble 27.3 %" in words
     assert "zero_bubble_v: bubble 5.9 %" in words
     assert {"rank 0", "rank 3", "forward", "backward for the weights", "bubble"} <= {*words}
-    alone = words_of(sinks.plot_pipeline("1f1b", tmp_path / "p.svg", pp=2, microbatches=3))
+    alone = words_of(pictures.plot_pipeline("1f1b", tmp_path / "p.svg", pp=2, microbatches=3))
     assert {"1f1b: bubble 25.0 %", "backward"} <= {*alone}
     assert "backward for the weights" not in alone
 
@@ -262,16 +264,17 @@ def test_a_picture_of_a_pipeline_prints_the_bubble_of_each_schedule(tmp_path):
 # ------------------------------------------------------------------------------------ the files
 
 
-def test_sinks_are_imported_without_torch():
-    code = "import sys, trainkit.sinks; print(*{'torch', 'matplotlib'} & {*sys.modules})"
+@pytest.mark.parametrize("room", ["sinks", "pictures"])
+def test_sinks_and_pictures_are_imported_without_torch(room):
+    code = f"import sys, trainkit.{room}; print(*{{'torch', 'matplotlib'}} & {{*sys.modules}})"
     found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert found.stdout.strip() == ""
 
 
 PICTURES = {
-    "plot_mesh": lambda path: sinks.plot_mesh({"dp_shard": 2, "tp": 2}, path),
-    "plot_zigzag": lambda path: sinks.plot_zigzag([16, 8], 2, path),
-    "plot_pipeline": lambda path: sinks.plot_pipeline("gpipe", path, pp=2, microbatches=2),
+    "plot_mesh": lambda path: pictures.plot_mesh({"dp_shard": 2, "tp": 2}, path),
+    "plot_zigzag": lambda path: pictures.plot_zigzag([16, 8], 2, path),
+    "plot_pipeline": lambda path: pictures.plot_pipeline("gpipe", path, pp=2, microbatches=2),
 }
 
 

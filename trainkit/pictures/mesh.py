@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import attrs
 import numpy as np
 
-from trainkit.sinks.drawing import (
+from trainkit.pictures.drawing import (
     GREY,
     INK,
     bare,

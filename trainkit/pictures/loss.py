@@ -8,14 +8,15 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from trainkit.pictures.drawing import GREY, INK, PALE, check_picture, new_figure, save_picture
 from trainkit.sinks.jsonl import joined, read_jsonl
-from trainkit.types import DataError, needs_extra
+from trainkit.types import DataError
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-_BLUE, _ORANGE, _GREY = "#2a6f97", "#e07a2f", "#6b7280"
+_BLUE, _ORANGE = "#2a6f97", "#e07a2f"
 
 
 def plot_loss(metrics_path: str | Path, image_path: str | Path) -> Path:
@@ -31,10 +32,14 @@ def plot_loss(metrics_path: str | Path, image_path: str | Path) -> Path:
 
     Raises:
         DataError: The metrics hold no step with a finite loss.
+        ValueError: The name of the picture says no format.
+        ConfigError: matplotlib is missing.
+        DiskError: The picture cannot be written.
 
     Effects:
         Writes `image_path`.
     """
+    check_picture("plot_loss", Path(image_path))
     told = read_jsonl(Path(metrics_path).with_name("events.jsonl"))
     lines = joined(read_jsonl(metrics_path), told)
     metrics = [line for line in lines if "loss" in line]
@@ -46,8 +51,7 @@ def plot_loss(metrics_path: str | Path, image_path: str | Path) -> Path:
     evaluated = [line for line in lines if line.get("eval/loss") is not None]
     held_out = {line["step"]: line["eval/loss"] for line in evaluated}
     figure = _figure(steps, held_out, left_out=len(metrics) - len(steps))
-    figure.savefig(image_path, dpi=160)
-    return Path(image_path)
+    return save_picture("plot_loss", figure, image_path)
 
 
 def smooth(values: Sequence[float], window: int) -> list[float]:
@@ -68,28 +72,24 @@ def smooth(values: Sequence[float], window: int) -> list[float]:
 
 
 def _figure(steps: list[dict[str, Any]], held_out: dict[int, float], *, left_out: int) -> Figure:
-    with needs_extra("recipes"):
-        # The objects themselves and not pyplot, which keeps every figure in a global.
-        from matplotlib.figure import Figure  # noqa: PLC0415 -- an extra
-        from matplotlib.ticker import MaxNLocator  # noqa: PLC0415 -- an extra
-    figure = Figure(figsize=(8, 5), layout="constrained", facecolor="white")
+    figure = new_figure(8, 5)
     top, bottom = figure.subplots(2, 1, sharex=True, height_ratios=[4, 1])
     title = _draw_loss(top, steps, held_out)
     _draw_rate(bottom, steps)
     for axes in (top, bottom):
         axes.spines[["top", "right"]].set_visible(False)
-        axes.spines[["left", "bottom"]].set_color(_GREY)
-        axes.tick_params(colors=_GREY, labelsize=9)
-        axes.grid(axis="y", color="#e5e7eb", linewidth=0.8)
+        axes.spines[["left", "bottom"]].set_color(GREY)
+        axes.tick_params(colors=GREY, labelsize=9)
+        axes.grid(axis="y", color=PALE, linewidth=0.8)
         axes.set_axisbelow(True)
     bottom.set_xlim(0, max(2, 1.02 * steps[-1]["step"]))
-    bottom.xaxis.set_major_locator(MaxNLocator(integer=True))
+    bottom.locator_params(axis="x", integer=True)
     bottom.xaxis.set_major_formatter("{x:,.0f}")
-    bottom.yaxis.set_major_locator(MaxNLocator(nbins=2))
+    bottom.locator_params(axis="y", nbins=2)
     bottom.yaxis.set_major_formatter("{x:.2g}")
-    bottom.set_xlabel("step", color=_GREY)
+    bottom.set_xlabel("step", color=GREY)
     title += f"  ({left_out} steps without a finite loss)" if left_out else ""
-    top.set_title(title, loc="left", fontsize=11, color="#111827", pad=10)
+    top.set_title(title, loc="left", fontsize=11, color=INK, pad=10)
     return figure
 
 
@@ -109,8 +109,8 @@ def _draw_loss(axes: Axes, steps: list[dict[str, Any]], held_out: dict[int, floa
         at, values = list(held_out), list(held_out.values())
         axes.plot(at, values, "o-", color=_ORANGE, markersize=5, linewidth=1.2, label="held out")
         title += f", held out {values[-1]:.3f}"
-    axes.set_ylabel("loss (nats per token)", color=_GREY)
-    axes.legend(frameon=False, fontsize=9, labelcolor=_GREY)
+    axes.set_ylabel("loss (nats per token)", color=GREY)
+    axes.legend(frameon=False, fontsize=9, labelcolor=GREY)
     return title
 
 
@@ -118,6 +118,6 @@ def _draw_rate(axes: Axes, steps: list[dict[str, Any]]) -> None:
     rates = [(line["step"], line["lr"]) for line in steps if line.get("lr") is not None]
     if rates:
         marker = "o" if len(rates) == 1 else None
-        axes.plot(*zip(*rates, strict=True), marker=marker, color=_GREY, linewidth=1.5)
-    axes.set_ylabel("learning rate", color=_GREY, fontsize=9)
+        axes.plot(*zip(*rates, strict=True), marker=marker, color=GREY, linewidth=1.5)
+    axes.set_ylabel("learning rate", color=GREY, fontsize=9)
     axes.set_ylim(0, 1.15 * max((rate for _, rate in rates), default=0.0) or 1.0)

@@ -13,7 +13,15 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import attrs
 
-from trainkit.sinks.drawing import GREY, INK, bare, check_picture, ink_on, new_figure, save_picture
+from trainkit.pictures.drawing import (
+    GREY,
+    INK,
+    bare,
+    check_picture,
+    ink_on,
+    new_figure,
+    save_picture,
+)
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
