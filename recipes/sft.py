@@ -132,13 +132,17 @@ def build(cfg, ps, model):
         parallel.sequence(),
         parallel.precision(parallel.DTYPES[cfg.dtype]),
         parallel.recompute(cfg.recompute, preserve_rng_state=False),
-        parallel.compiled(cfg.compiled),
-        parallel.fsdp(cfg.layout),
+        *([parallel.compiled()] if cfg.compiled else []),
+        parallel.fsdp(
+            reshard_after_forward=cfg.layout.reshard_after_forward,
+            cpu_offload=cfg.layout.cpu_offload,
+        ),
     ]
     make_model = functools.partial(models.Decoder, model, head="hidden")
     weights = models.init_weights(model, seed=cfg.seed)
     stages = tk.build_stages(make_model, ps, plan, weights=weights, schedule=cfg.layout.schedule)
-    groups = optim.decay_groups(stages, weight_decay=cfg.optim.weight_decay)
+    named = tk.named_parameters_of(stages)
+    groups = optim.decay_groups(named, weight_decay=cfg.optim.weight_decay)
     return stages, optim.adamw(groups, lr=cfg.optim.lr)
 
 
@@ -262,7 +266,21 @@ def main(argv=None):
     tokenizer = tokenizers.open_tokenizer(cfg.tokenizer)
     model, init = choose_model(cfg, tokenizer)
     world = tk.mesh.world_size()
-    parallel.refuse(parallel.problems(cfg.layout, model, cfg.batch, world=world))
+    rows = {
+        "row_length": cfg.batch.row_length,
+        "rows": cfg.batch.rows,
+        "microbatch": cfg.batch.microbatch,
+        "multiple_of": cfg.batch.multiple_of,
+    }
+    parallel.check_layout(
+        model,
+        world=world,
+        **rows,
+        degrees=cfg.layout.degrees,
+        fold_sp=cfg.layout.fold_sp,
+        schedule=cfg.layout.schedule,
+        reshard_after_forward=cfg.layout.reshard_after_forward,
+    )
     told = config.plain_values(cfg)
     with tk.open_run(cfg.out, layout=cfg.layout, limits=cfg.limits, config=told) as run:
         return train(cfg, run, tokenizer, model, init)
