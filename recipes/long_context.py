@@ -31,7 +31,7 @@ from trainkit import (
     tokenizers,
 )
 from trainkit.corpora.text import directory_texts
-from trainkit.launch import launch_notes
+from trainkit.mesh import launch_notes
 from trainkit.metrics import step_record
 from trainkit.types import DataError
 

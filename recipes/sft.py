@@ -32,7 +32,7 @@ from trainkit import (
     sinks,
     tokenizers,
 )
-from trainkit.launch import launch_notes
+from trainkit.mesh import launch_notes
 from trainkit.metrics import step_record
 from trainkit.parallel.generation import bind_call
 from trainkit.types import CheckpointError, DataError

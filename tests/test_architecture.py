@@ -23,8 +23,6 @@ ROOMS = [
     "corpora",
     "prepare",
     "collectives",
-    "launch",
-    "meeting",
     "mesh",
     "losses",
     "data",

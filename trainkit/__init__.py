@@ -31,10 +31,8 @@ if TYPE_CHECKING:
     from trainkit import hashing as hashing
     from trainkit import health as health
     from trainkit import jit as jit
-    from trainkit import launch as launch
     from trainkit import layout as layout
     from trainkit import losses as losses
-    from trainkit import meeting as meeting
     from trainkit import mesh as mesh
     from trainkit import metrics as metrics
     from trainkit import models as models
@@ -100,6 +98,7 @@ if TYPE_CHECKING:
     from trainkit.types import Batch as Batch
     from trainkit.types import Bins as Bins
     from trainkit.types import Cursor as Cursor
+    from trainkit.types import Layout as Layout
     from trainkit.types import ParallelState as ParallelState
     from trainkit.types import Share as Share
     from trainkit.types import Spans as Spans
@@ -107,7 +106,7 @@ if TYPE_CHECKING:
     from trainkit.types import TrainState as TrainState
 
 _CONTENTS = {
-    "types": "Axis Batch Bins Cursor ParallelState Share Spans StepBatch TrainState",
+    "types": "Axis Batch Bins Cursor Layout ParallelState Share Spans StepBatch TrainState",
     "jit": "",
     "hashing": "",
     "noise": "",
@@ -124,8 +123,6 @@ _CONTENTS = {
     "corpora": "open_corpus write_corpus",
     "prepare": "prepare_corpus",
     "collectives": "all_sum all_max broadcast agree",
-    "launch": "",
-    "meeting": "",
     "mesh": "parallel_session solo_parallel axis_from_group",
     "data": "step_batch eval_batches",
     "attention": "",
