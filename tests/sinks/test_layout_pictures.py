@@ -20,8 +20,8 @@ from trainkit.parallel.split import SCHEDULES, rank_of_stages
 from trainkit.sinks.drawing import check_picture
 from trainkit.types import Axis, ConfigError, DiskError, Layout, Share
 
-WORLD_AXES = list(SCHEDULES)
-MANY = [name for name in WORLD_AXES if name not in {"gpipe", "1f1b"}]
+NAMES = list(SCHEDULES)
+MANY = [name for name in NAMES if name not in {"gpipe", "1f1b"}]
 
 
 def words_of(path):
