@@ -29,7 +29,7 @@ from trainkit.checkpoint.export import (
 from trainkit.checkpoint.manifest import dump_json, make_manifest, sealed
 from trainkit.checkpoint.plain import hash_file
 from trainkit.checkpoint.sources import verify_weights, weights_from
-from trainkit.checkpoint.stored import Piece, Stored, contiguous_stride, safetensors_file
+from trainkit.checkpoint.stored import Extent, Stored, contiguous_stride, safetensors_file
 from trainkit.testing import RankError, run_ranks
 from trainkit.types import CheckpointError, ConfigError, DiskError, Share
 
@@ -494,7 +494,7 @@ def test_weights_of_another_name_or_shape_are_refused(source, tmp_path):
 def test_no_tensors_are_no_folder(tmp_path):
     with pytest.raises(CheckpointError, match="would hold no tensor"):
         write_weights({}, tmp_path / "weights")
-    piece = Piece(tmp_path / "gone", 0, 4, (0,), (1,), contiguous_stride((1,)))
+    extent = Extent(tmp_path / "gone", 0, 4, (0,), (1,), contiguous_stride((1,)))
     with pytest.raises(CheckpointError, match="gone cannot be read"):
-        write_weights({"a": Stored("float32", (1,), (piece,))}, tmp_path / "weights")
+        write_weights({"a": Stored("float32", (1,), (extent,))}, tmp_path / "weights")
     assert list(tmp_path.iterdir()) == []

@@ -144,7 +144,7 @@ def plan_shards(
 
 
 def _cast(stored: Stored, dtype: str | None) -> Stored:
-    """Return how a tensor is described once it has been written, in one piece."""
+    """Return how a tensor is described once it has been written, in one extent."""
     kept = dtype is None or stored.dtype not in _FLOATS
     return Stored(stored.dtype if kept else str(dtype), stored.shape, ())
 
