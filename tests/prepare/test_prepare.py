@@ -709,7 +709,7 @@ def work(out):
         job = parts.make_job(out.parent, tokenizer, make_encode, "text")
         (out.parent / ".job").write_bytes(data := pickle.dumps(job))
         told = workers._hash(data)
-        return [workers._write(out.parent, told, *task) for task in enumerate(todo)]
+        return [workers._write(out.parent / ".job", told, *task) for task in enumerate(todo)]
 
     return written
 
@@ -793,7 +793,7 @@ def test_a_job_that_was_changed_and_another_trainkit_are_refused(source, out, wo
     work(None, chunk)
     monkeypatch.setattr(workers, "_here", threading.local())
     with pytest.raises(DataError, match="has another trainkit"):
-        workers._write(out.parent, "another hash", 0, chunk)
+        workers._write(out.parent / ".job", "another hash", 0, chunk)
 
 
 @pytest.mark.case("D11")

@@ -10,6 +10,7 @@ from __future__ import annotations
 import hashlib
 import os
 import pickle
+import secrets
 import signal
 import socket
 import threading
@@ -33,8 +34,6 @@ if TYPE_CHECKING:
     from multiprocessing.process import BaseProcess
 
     from trainkit.prepare.chunks import Chunk
-
-_JOB = ".job"
 
 
 def write_parts(
@@ -62,15 +61,16 @@ def write_parts(
     Effects:
         Writes parts.
     """
-    data = pickle.dumps(job)
-    with disk_errors(job.folder, by="prepare", needed=len(data)):
-        (job.folder / _JOB).write_bytes(data)
+    # A name of its own: Dask takes a call with the same arguments for one that it has answered.
+    data, path = pickle.dumps(job), job.folder / f".job_{secrets.token_hex(4)}"
+    with disk_errors(path, by="prepare", needed=len(data)):
+        path.write_bytes(data)
     futures: dict[Future[Part], int] = {}
     try:
         with _interrupts_wait():
             for number, chunk in todo.items():
                 there = attrs.evolve(chunk, path=chunk.path.absolute())
-                futures[executor.submit(_write, job.folder, _hash(data), number, there)] = number
+                futures[executor.submit(_write, path, _hash(data), number, there)] = number
         crew = active_children()
         for future in _as_ended(futures, job.folder, timeout):
             number = futures[future]
@@ -155,14 +155,14 @@ def _ended(marks: Iterable[str], what: str) -> DataError:
 _here = threading.local()  # an encoder counts, so no two threads may share one
 
 
-def _write(folder: Path, told: str, number: int, chunk: Chunk) -> Part:
+def _write(job: Path, told: str, number: int, chunk: Chunk) -> Part:
     """Write a part, with a mark that one is at it; what goes wrong can go through a pipe."""
     who = f"process {os.getpid()} on {socket.gethostname()}"
-    mark = folder / f".at_{number} {who}"
+    mark = job.with_name(f".at_{number} {who}")
     try:
         with disk_errors(mark, by="prepare"):
             mark.write_text(f"{who}, at chunk {number}, {chunk_place(chunk)},")
-        return _writer(folder, told)(number, chunk, mark.touch)
+        return _writer(job, told)(number, chunk, mark.touch)
     except Exception as error:
         if _can_travel(error):
             raise
@@ -182,14 +182,14 @@ def _can_travel(error: Exception) -> bool:
     return False
 
 
-def _writer(folder: Path, told: str) -> WritePart:
-    """Return what writes the parts of the job in a folder, made once in each thread."""
+def _writer(job: Path, told: str) -> WritePart:
+    """Return what writes the parts of the job in a file, made once in each thread."""
     if getattr(_here, "told", "") != told:
-        data = (folder / _JOB).read_bytes()
+        data = job.read_bytes()
         if _hash(data) != told:
             raise DataError(
                 f"prepare: {socket.gethostname()} has another trainkit ({code_version()}) than the "
-                f"process that asks, or {folder / _JOB} was changed; install the same everywhere"
+                f"process that asks, or {job} was changed; install the same everywhere"
             )
         _here.write, _here.told = part_writer(pickle.loads(data)), told  # noqa: S301 (see above)
     return _here.write
