@@ -33,7 +33,7 @@ from trainkit.corpora.tokens import open_tokens, write_corpus
 from trainkit.prepare import chunks, parts, workers
 from trainkit.prepare import prepare as room
 from trainkit.prepare.prepare import Progress, prepare_corpus
-from trainkit.tokenizers.bytes import (
+from trainkit.tokenizers import (
     byte_tokenizer,
     encode_document,
     open_tokenizer,
@@ -649,7 +649,7 @@ def test_numbers_out_of_range_are_refused(options, source, out):
 
 DEADLY = """
 import os, signal, time
-from trainkit.tokenizers.bytes import encode_document
+from trainkit.tokenizers import encode_document
 
 def make(tokenizer):
     return lambda record: encode_document(tokenizer, record["text"])

@@ -26,7 +26,8 @@ from trainkit.corpora.documents import checked_document
 from trainkit.corpora.tokens import SUFFIX, Check, TokenCorpus, open_tokens, write_corpus
 from trainkit.files import disk_errors, replacing
 from trainkit.prepare.chunks import Chunk, document_name, read_chunk
-from trainkit.tokenizers.bytes import encode_documents, text_of, tokenizer_hash
+from trainkit.tokenizers.documents import encode_documents, text_of
+from trainkit.tokenizers.open import tokenizer_hash
 from trainkit.types import DataError, Sample, Tokenizer
 
 if TYPE_CHECKING:
@@ -189,11 +190,13 @@ def part_writer(job: Job) -> WritePart:
         DataError: A document cannot be read or encoded. The message names its file and line.
         DiskError: A part cannot be written.
     """
-    if job.make_encode is None:
-        encode_all = partial(_encode_texts, job.tokenizer, job.field)
-        return partial(_write_part, job=job, encode=encode_all, counts={})
-    encode = job.make_encode(job.tokenizer)
-    encode_all = partial(_encode_each, encode, job.vocab_size or 1 << 32)
+    encode = None if job.make_encode is None else job.make_encode(job.tokenizer)
+    encode_all = (
+        partial(_encode_texts, job.tokenizer, job.field)
+        if encode is None
+        else partial(_encode_each, encode)
+    )
+    encode_all = partial(_encode_checked, encode_all, job.vocab_size or 1 << 32)
     counts = getattr(encode, "counts", {})
     return partial(_write_part, job=job, encode=encode_all, counts=counts)
 
@@ -248,8 +251,14 @@ def _encode_texts(
     return encode_documents(tokenizer, [text_of(record, field) for record in records])
 
 
-def _encode_each(encode: Encode, limit: int, records: Sequence[Mapping[str, Any]]) -> list[Any]:
-    documents = [encode(record) for record in records]
+def _encode_each(encode: Encode, records: Sequence[Mapping[str, Any]]) -> list[Any]:
+    return [encode(record) for record in records]
+
+
+def _encode_checked(
+    encode: EncodeAll, limit: int, records: Sequence[Mapping[str, Any]]
+) -> list[Any]:
+    documents = encode(records)
     for document in documents:
         checked_document(document, limit, "what `encode` returned")
     return documents
