@@ -16,7 +16,7 @@ import time
 import torch
 
 import trainkit as tk
-from trainkit import health, models, optim
+from trainkit import health, models, optim, sampling
 from trainkit.checkpoint.replicas import canary
 from trainkit.corpora import TokenCorpus
 from trainkit.losses import mean_terms, next_token_linear
@@ -46,8 +46,9 @@ def make(ps, size):
     tokens = torch.randint(256, (4 * ROWS * LENGTH,), generator=torch.manual_seed(0)).numpy()
     text = TokenCorpus(tokens, [0, len(tokens)])
     bins = tk.pack_bins(text.lengths, LENGTH)
+    rows_at = sampling.rows_of_epochs(len(bins), rows_per_step=ROWS, seed=0)
     batch = tk.step_batch(
-        text, bins, tk.Cursor(), rows=ROWS, seed=0, share=ps.dp.share, rows_per_microbatch=4
+        tk.Packed(text, bins), rows_at, tk.Cursor(), place=ps.place, rows_per_microbatch=4
     )
     run = tk.bind_forward_backward(stages, next_token_linear, axis=ps.pp)
 

@@ -6,8 +6,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from trainkit.runtime.errors import needs_extra
-from trainkit.types import DiskError
+from trainkit.types import DiskError, needs_extra
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -23,7 +23,7 @@ from typing import Any, NoReturn
 
 import orjson
 
-from trainkit.types import ConfigError, TrainkitError
+from trainkit.types import TrainkitError
 
 SAVED = 75
 """The exit code of a run that was told to stop and is saved: start the same command again."""
@@ -309,29 +309,6 @@ def bytes_asked(error: BaseException) -> str | None:
     """
     found = re.search(r"allocate ([0-9.]+ (?:bytes|[KMGT]i?B))", str(error))
     return found[1] if found else None
-
-
-@contextlib.contextmanager
-def needs_extra(extra: str) -> Iterator[None]:
-    """Turn a failed import of an optional library into the command that installs it.
-
-    Raises:
-        ConfigError: In place of the ImportError.
-
-    Examples:
-        >>> with needs_extra("recipes"):
-        ...     import no_such_library
-        Traceback (most recent call last):
-        ...
-        trainkit.types.ConfigError: no_such_library is missing: pip install "trainkit-lm[recipes]"
-    """
-    try:
-        yield
-    except ImportError as error:
-        command = f'pip install "trainkit-lm[{extra}]"'
-        raise ConfigError(
-            f"{error.name} is missing: {command}", where=error.name, hint=command
-        ) from error
 
 
 def _is_peer_loss(error: BaseException) -> bool:

@@ -10,8 +10,7 @@ from collections.abc import Callable, Iterator, Mapping
 from datetime import timedelta
 from typing import Any, TextIO
 
-from trainkit.runtime.errors import needs_extra
-from trainkit.types import Sink
+from trainkit.types import Sink, needs_extra
 
 _BAR_SECONDS = 0.1
 _LINE_SECONDS = 2.0

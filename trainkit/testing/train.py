@@ -207,11 +207,8 @@ def _train(training: Training, layout: Layout, make_stages: MakeStages) -> Outco
             tokens = all_sum(count_valid_tokens(batches), ps.loss)
             sums = run(batches, denominator=tokens)
             sync_sp_grads(params, ps.sp_unfolded)
-            norms.append(
-                clip_and_step(
-                    params, optimizer, lr=training.lr, max_norm=training.max_norm, axis=ps.pp
-                )
-            )
+            limit = {"lr": training.lr, "max_norm": training.max_norm}
+            norms.append(clip_and_step(params, optimizer, **limit, axis=ps.pp).norm)
             for name, value in mean_terms(reduce_metrics(sums, ps.loss), tokens).items():
                 terms.setdefault(name, []).append(float(value))
         return Outcome(

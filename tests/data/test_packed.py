@@ -1,6 +1,5 @@
 """Corpora mixed row by row: one global batch for every number of ranks, and where it comes from."""
 
-from functools import partial
 from itertools import pairwise
 
 import attrs
@@ -10,11 +9,11 @@ import torch
 from strategies import corpus_of
 
 from trainkit.batch import batch_hash, collate_bins, count_valid_tokens
-from trainkit.data.mixture import join_packed
+from trainkit.data.packed import Packed, join_packed
 from trainkit.data.steps import step_batch
 from trainkit.packing import pack_bins, sequential
 from trainkit.sampling import Phase, make_phases, rows_of_mixture
-from trainkit.types import Cursor, Share
+from trainkit.types import Cursor, Place, Share
 
 ROWS = 13
 TENSORS = ("input_ids", "labels", "position_ids", "document_ids", "token_index", "source")
@@ -26,27 +25,23 @@ def corpora(**changes):
     for number, (name, count) in enumerate({"web": 200, "code": 60, "old": 40}.items()):
         corpus = corpus_of(np.random.default_rng(number).integers(1, 50, count))
         corpus = attrs.evolve(corpus, tokens=corpus.tokens % 300 + 300 * number)
-        packed[name] = (corpus, pack_bins(corpus.lengths, **({"capacity": 32} | changes)))
+        packed[name] = Packed(corpus, pack_bins(corpus.lengths, **({"capacity": 32} | changes)))
     return packed
 
 
 MIX = join_packed(corpora())
 PHASES = make_phases(Phase(0, {"web": 6, "code": 3, "old": 0}), Phase(7, {"web": 1}, lr_scale=0.5))
-ROWS_AT = partial(rows_of_mixture, rows_per_step=ROWS, num_rows=MIX.num_rows, phases=PHASES, seed=3)
+ROWS_AT = rows_of_mixture(MIX.num_rows, PHASES, rows_per_step=ROWS, seed=3)
 
 
-def global_batch(step, count, *, rows_per_microbatch, mix=MIX):
+def global_batch(step, count, *, rows_per_microbatch):
     made = [
         step_batch(
-            mix.corpus,
-            mix.bins,
+            MIX,
+            ROWS_AT,
             Cursor(step),
-            rows=ROWS,
-            seed=3,
-            share=Share(rank, count),
+            place=Place(Share(rank, count)),
             rows_per_microbatch=rows_per_microbatch,
-            rows_at=ROWS_AT,
-            source_of_row=mix.source_of_row,
         )
         for rank in range(count)
     ]
@@ -65,32 +60,33 @@ def test_joined_rows_hold_the_tokens_of_their_own_corpus():
     packed = corpora(multiple_of=4)
     mix = join_packed(packed)
     row = 0
-    for number, (name, (corpus, bins)) in enumerate(packed.items()):
-        assert mix.num_rows[name] == len(bins)
-        for own in range(len(bins)):
-            want = [corpus.read(*piece).tolist() for piece in bins[own]]
+    for number, (name, part) in enumerate(packed.items()):
+        assert mix.num_rows[name] == len(part)
+        for own in range(len(part)):
+            want = [part.corpus.read(*piece).tolist() for piece in part.bins[own]]
             assert [mix.corpus.read(*piece).tolist() for piece in mix.bins[row]] == want
-            assert mix.source_of_row[row] == number
+            assert mix.source_of([row]) == [number]
             row += 1
-    assert row == len(mix.bins) == len(mix.source_of_row)
+    assert row == len(mix) == len(mix.bins)
     assert (mix.bins.capacity, mix.bins.multiple_of) == (32, 4)
-    assert mix.names == ("web", "code", "old")
+    assert list(mix.num_rows) == ["web", "code", "old"]
 
 
 def test_one_corpus_alone_keeps_its_own_tables():
-    corpus, bins = corpora()["web"]
-    mix = join_packed({"web": (corpus, bins)})
+    alone = corpora()["web"]
+    corpus, bins = alone.corpus, alone.bins
+    mix = join_packed({"web": alone})
     for name in ("offsets", "documents", "starts", "lengths"):
         assert np.shares_memory(getattr(mix.bins, name), getattr(bins, name)), name
     assert np.shares_memory(mix.corpus.offsets, corpus.offsets)
     assert mix.corpus.parts == (corpus,)
     one, other = collate_bins(mix.corpus, mix.bins, [3, 0]), collate_bins(corpus, bins, [3, 0])
     assert batch_hash([one]) == batch_hash([other])
-    assert join_packed({"all": (mix.corpus, bins)}).corpus is mix.corpus
-    assert (mix.names, mix.num_rows) == (("web",), {"web": len(bins)})
-    assert (mix.source_of_row == np.zeros(len(bins))).all()
+    assert join_packed({"all": mix}).corpus is mix.corpus
+    assert mix.num_rows == {"web": len(bins)}
+    assert (mix.source_of(np.arange(len(bins))) == 0).all()
     with pytest.raises(ValueError, match="bins of 'old' hold document 199, its corpus has 40"):
-        join_packed({"old": (corpora()["old"][0], bins)})
+        join_packed({"old": Packed(corpora()["old"].corpus, bins)})
 
 
 @pytest.mark.parametrize("step", [5, 6, 7])
@@ -152,8 +148,13 @@ def test_bins_of_different_measures_are_refused_by_name(changes, message):
 
 def test_bins_of_another_corpus_are_refused():
     packed = corpora()
-    packed["old"] = (packed["old"][0], packed["web"][1])
+    packed["old"] = Packed(packed["old"].corpus, packed["web"].bins)
     with pytest.raises(ValueError, match="bins of 'old' hold document 199, its corpus has 40"):
         join_packed(packed)
     with pytest.raises(ValueError, match="no corpus to join"):
         join_packed({})
+
+
+def test_rows_of_sources_that_do_not_add_up_are_refused():
+    with pytest.raises(ValueError, match=f"add up to the {len(MIX)} rows of bins, got .*'web': 1"):
+        Packed(MIX.corpus, MIX.bins, {"web": 1})

@@ -1,8 +1,8 @@
-"""Corpora that are packed each on its own, as one table of rows to draw a mixture from."""
+"""What there is to read: a corpus and its rows, or several as one table of rows."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import attrs
 import numpy as np
@@ -13,30 +13,46 @@ from trainkit.types import Bins
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
+    from numpy.typing import ArrayLike
+
     from trainkit.corpora.tokens import TokenCorpus
-    from trainkit.types import IntArray
+    from trainkit.types import Corpus, IntArray
 
 
 @attrs.frozen(eq=False)
-class Mixture:
-    """Several packed corpora as one; the rows of each follow those of the one before.
+class Packed:
+    """A corpus and the rows that it is packed into: what there is to read.
 
     Attributes:
         corpus: All documents.
-        bins: All rows; every row holds documents of one corpus.
-        names: What the corpora are called.
-        num_rows: The rows of each, by name, for `sampling.rows_of_mixture`.
-        source_of_row: Which of `names` each row comes from, int64 `[B]`, for `step_batch`.
+        bins: The rows, the same on all ranks.
+        num_rows: For rows of several sources, how many there are of each, by name; they follow one
+            another in this order. Batches then carry "source", the number of each token's source.
     """
 
-    corpus: JoinedCorpus
+    corpus: Corpus
     bins: Bins
-    names: tuple[str, ...]
-    num_rows: Mapping[str, int]
-    source_of_row: IntArray
+    num_rows: Mapping[str, int] | None = attrs.field(default=None)
+
+    @num_rows.validator
+    def _check_num_rows(self, _: Any, num_rows: Mapping[str, int] | None) -> None:
+        if num_rows is not None and sum(num_rows.values()) != len(self.bins):
+            raise ValueError(
+                f"Packed: num_rows must add up to the {len(self.bins)} rows of bins, got "
+                f"{dict(num_rows)}"
+            )
+
+    def __len__(self) -> int:
+        return len(self.bins)
+
+    def source_of(self, rows: ArrayLike) -> IntArray | None:
+        """Return the number of the source of each row, or None without `num_rows`."""
+        if self.num_rows is None:
+            return None
+        return np.searchsorted(np.cumsum(list(self.num_rows.values())), rows, side="right")
 
 
-def join_packed(packed: Mapping[str, tuple[TokenCorpus | JoinedCorpus, Bins]]) -> Mixture:
+def join_packed(packed: Mapping[str, Packed]) -> Packed:
     """Join corpora that are packed each on its own into one table of rows.
 
     Packing each alone keeps a row to one corpus, so that a mixture of rows is one of tokens, as far
@@ -45,10 +61,10 @@ def join_packed(packed: Mapping[str, tuple[TokenCorpus | JoinedCorpus, Bins]]) -
     for each row, also where the bins are mapped from a plan that processes share.
 
     Args:
-        packed: For each name a corpus and its bins, all of one `capacity` and `multiple_of`.
+        packed: Each by name, with bins of one `capacity` and `multiple_of`.
 
     Returns:
-        The `Mixture`.
+        All rows; those of each corpus follow those of the one before, and `num_rows` counts them.
 
     Raises:
         ValueError: There is no corpus, the bins differ in their measures, or bins name a document
@@ -59,32 +75,28 @@ def join_packed(packed: Mapping[str, tuple[TokenCorpus | JoinedCorpus, Bins]]) -
         >>> from trainkit.packing import pack_bins
         >>> web, code = memory_corpus([[1, 2, 3], [4]]), memory_corpus([[5, 6]])
         >>> mix = join_packed(
-        ...     {"web": (web, pack_bins([3, 1], 3)), "code": (code, pack_bins([2], 3))}
+        ...     {"web": Packed(web, pack_bins([3, 1], 3)), "code": Packed(code, pack_bins([2], 3))}
         ... )
-        >>> mix.num_rows, mix.source_of_row, mix.bins[2]
+        >>> mix.num_rows, mix.source_of([0, 1, 2]), mix.bins[2]
         ({'web': 2, 'code': 1}, array([0, 0, 1]), [(2, 0, 2)])
     """
     if not packed:
         raise ValueError("join_packed: there is no corpus to join")
-    _check_measures({name: bins for name, (_, bins) in packed.items()})
-    for name, (part, bins) in packed.items():
-        documents = len(part.offsets) - 1
-        if bins.documents.size and bins.documents.max() >= documents:
+    _check_measures({name: part.bins for name, part in packed.items()})
+    for name, part in packed.items():
+        documents = len(part.corpus.offsets) - 1
+        if part.bins.documents.size and part.bins.documents.max() >= documents:
             raise ValueError(
-                f"join_packed: the bins of {name!r} hold document {bins.documents.max()}, its "
+                f"join_packed: the bins of {name!r} hold document {part.bins.documents.max()}, its "
                 f"corpus has {documents}; pack this corpus' own lengths"
             )
-    corpora = [corpus for corpus, _ in packed.values()]
-    tables = [bins for _, bins in packed.values()]
-    alone = len(tables) == 1
-    counts = [len(bins) for bins in tables]
-    return Mixture(
-        _as_joined(corpora[0]) if alone else join_corpora(corpora),
-        tables[0] if alone else _join_bins(tables, [len(part.offsets) - 1 for part in corpora]),
-        tuple(packed),
-        dict(zip(packed, counts, strict=True)),
-        np.repeat(np.arange(len(tables)), counts),
-    )
+    corpora: list[Any] = [part.corpus for part in packed.values()]
+    tables = [part.bins for part in packed.values()]
+    num_rows = {name: len(part) for name, part in packed.items()}
+    if len(tables) == 1:
+        return Packed(_as_joined(corpora[0]), tables[0], num_rows)
+    bins = _join_bins(tables, [len(corpus.offsets) - 1 for corpus in corpora])
+    return Packed(join_corpora(corpora), bins, num_rows)
 
 
 def _as_joined(corpus: TokenCorpus | JoinedCorpus) -> JoinedCorpus:
