@@ -365,7 +365,7 @@ def test_a_disk_that_hangs_the_watch_does_not_keep_last_words(tmp_path, monkeypa
     codes, hung = [], threading.Event()
     monkeypatch.setattr(watchdog.os, "_exit", codes.append)
     monkeypatch.setattr(watchdog, "_SECOND", 0.01)
-    rank = watchdog._Rank(
+    rank = watchdog._Self(
         this_member(0), [], tmp_path / "ranks", "a", 0, ("start", 9.0), BEAT, [], {}
     )
     stop = threading.Event()
