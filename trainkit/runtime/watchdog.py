@@ -35,6 +35,7 @@ from trainkit.runtime.errors import (
     last_step,
     last_words,
     report_errors,
+    say_on_stderr,
 )
 from trainkit.runtime.peers import (
     Beat,
@@ -143,7 +144,7 @@ def watch(
     allow: float = 1800.0,
     grace: float | None = None,
     hold: Callable[[], None] = lambda: None,
-    tell: Callable[[str], object] | None = None,
+    tell: Callable[[str], object] = say_on_stderr,
 ) -> Iterator[Announce]:
     """Watch over the ranks of a run: end all when one dies or hangs, and say which and where.
 
@@ -196,7 +197,7 @@ def watch(
         ...         print(*(path.name for path in Path(folder, "ranks").iterdir()))
         rank_00000.json
     """
-    rank, stop, warn = _join(Path(run_dir), axis, allow), threading.Event(), tell or _to_stderr
+    rank, stop, warn = _join(Path(run_dir), axis, allow), threading.Event(), tell
     rank.hold, rank.grace = hold, grace
     work = (rank, stop, asked, warn)
     thread = threading.Thread(target=_keep_watch, args=work, name="trainkit watch", daemon=True)
@@ -265,12 +266,6 @@ def _crashes_shown() -> Iterator[None]:
         yield
     finally:
         faulthandler.disable()
-
-
-def _to_stderr(text: str) -> None:
-    with contextlib.suppress(OSError, ValueError):
-        sys.stderr.write(f"{text}\n")
-        sys.stderr.flush()
 
 
 # ------------------------------------------------------------------------------------ the thread
