@@ -154,7 +154,7 @@ PRIVATE = [
     ),
     Private(
         "torch.distributed.pipelining._schedule_visualizer.get_schedule_ops",
-        "sinks/pipeline.py",
+        "pictures/pipeline.py",
         "what torch's schedules run, for the picture",
     ),
     Private(

@@ -1,14 +1,17 @@
-"""Files that are there whole or not at all."""
+"""Files and folders that are there whole or not at all."""
 
 from __future__ import annotations
 
 import errno
+import fcntl
+import json
 import os
 import secrets
 import shutil
 import stat
+from collections.abc import Mapping, Sequence
 from contextlib import contextmanager, suppress
-from typing import TYPE_CHECKING, BinaryIO
+from typing import TYPE_CHECKING, Any, BinaryIO
 
 from trainkit.types import DiskError
 
@@ -47,6 +50,106 @@ def replacing(path: Path, *, by: str) -> Iterator[BinaryIO]:
             file.close()
         temporary.unlink(missing_ok=True)
         raise
+
+
+@contextmanager
+def new_folder(path: Path, *, by: str, replace: bool = False) -> Iterator[Path]:
+    """Yield an empty folder beside `path` that becomes it at the end, and goes on failure.
+
+    What is written into it must have reached the disk when the block ends; then one rename makes it
+    `path`. The folder is locked meanwhile, so that another process that makes the same removes what
+    killed ones have left, and never what is still being written.
+
+    Args:
+        path: The folder to make.
+        by: Which function writes, for the message.
+        replace: A folder that is there steps aside, and goes when the new one has its place. A
+            rename alone never takes the place of a folder that holds anything.
+
+    Raises:
+        DiskError: It cannot be written.
+
+    Effects:
+        Makes `path`, and the folders above it; removes what killed processes left beside it.
+
+    Examples:
+        >>> import tempfile
+        >>> from pathlib import Path
+        >>> with tempfile.TemporaryDirectory() as home:
+        ...     with new_folder(Path(home) / "made", by="example") as staging:
+        ...         _ = (staging / "file").write_text("whole")
+        ...     [path.name for path in Path(home).rglob("*")]
+        ['made', 'file']
+    """
+    with disk_errors(path, by=by):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        recover_folder(path)
+        staging = path.with_name(f".{path.name}.staging-{secrets.token_hex(4)}")
+        staging.mkdir()
+        handle = os.open(staging, os.O_RDONLY)
+    try:
+        with suppress(OSError):  # not every disk has locks; then nobody takes a folder for dead
+            fcntl.flock(handle, fcntl.LOCK_EX)
+        yield staging
+        with disk_errors(path, by=by):
+            (_swap if replace and path.exists() else commit_folder)(staging, path)
+    except BaseException:
+        shutil.rmtree(staging, ignore_errors=True)
+        raise
+    finally:
+        os.close(handle)
+
+
+def commit_folder(staging: Path, path: Path) -> None:
+    """Give a finished folder its name: what it holds is on the disk before the name is.
+
+    Raises:
+        OSError: It could not; then there is no `path`, and `staging` is still there.
+
+    Effects:
+        Renames a folder, and waits for the disk.
+    """
+    sync_folder(staging)
+    staging.rename(path)
+    try:
+        sync_folder(path.parent)
+    except OSError:  # what is told to have failed must not be there
+        with suppress(OSError):
+            path.rename(staging)
+        raise
+
+
+def _swap(staging: Path, path: Path) -> None:
+    aside = path.with_name(f".{path.name}.replaced-{secrets.token_hex(4)}")
+    sync_folder(staging)
+    path.rename(aside)
+    try:
+        commit_folder(staging, path)
+    except OSError:
+        aside.rename(path)
+        raise
+    shutil.rmtree(aside, ignore_errors=True)
+
+
+def recover_folder(path: Path) -> None:
+    """Undo what a killed `new_folder` left: put the old one back, remove what nobody writes to.
+
+    Effects:
+        Renames and removes folders beside `path`.
+    """
+    for aside in sorted(path.parent.glob(f".{path.name}.replaced-*")):
+        if path.exists():
+            shutil.rmtree(aside, ignore_errors=True)
+        else:
+            aside.rename(path)
+    for staging in path.parent.glob(f".{path.name}.staging-*"):
+        with suppress(OSError):
+            handle = os.open(staging, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+            try:
+                fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                shutil.rmtree(staging, ignore_errors=True)
+            finally:
+                os.close(handle)
 
 
 @contextmanager
@@ -137,3 +240,34 @@ def sync_folder(path: Path) -> None:
         os.fsync(folder)
     finally:
         os.close(folder)
+
+
+def toml_text(values: Mapping[str, Any]) -> str:
+    """Return plain values by name as the text of a TOML file.
+
+    TOML has no null: None is written as "None", which `config.read_config` reads as one.
+
+    Raises:
+        TypeError: A value is none of str, number, bool, None and lists of these.
+
+    Examples:
+        >>> print(toml_text({"lr": 0.1, "out": "runs/a", "data": ["a", "b"]}), end="")
+        lr = 0.1
+        out = "runs/a"
+        data = ["a", "b"]
+    """
+    return "".join(f"{name} = {_toml(value)}\n" for name, value in values.items())
+
+
+def _toml(value: Any) -> str:
+    if value is None:
+        return '"None"'
+    if isinstance(value, bool):
+        return str(value).lower()
+    if isinstance(value, int | float):
+        return repr(value)
+    if isinstance(value, str):
+        return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
+    if isinstance(value, Sequence):
+        return f"[{', '.join(map(_toml, value))}]"
+    raise TypeError(f"toml_text: {value!r} is no str, number, bool, None or list")

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol
 
 import attrs
@@ -95,6 +96,29 @@ class DiskError(TrainkitError):
     code = 74
 
 
+@contextmanager
+def needs_extra(extra: str) -> Iterator[None]:
+    """Turn a failed import of an optional library into the command that installs it.
+
+    Raises:
+        ConfigError: In place of the ImportError.
+
+    Examples:
+        >>> with needs_extra("recipes"):
+        ...     import no_such_library
+        Traceback (most recent call last):
+        ...
+        trainkit.types.ConfigError: no_such_library is missing: pip install "trainkit-lm[recipes]"
+    """
+    try:
+        yield
+    except ImportError as error:
+        command = f'pip install "trainkit-lm[{extra}]"'
+        raise ConfigError(
+            f"{error.name} is missing: {command}", where=error.name, hint=command
+        ) from error
+
+
 # --------------------------------------------------------------------------------- rules of a field
 
 Validator = Callable[[Any, "attrs.Attribute[Any]", Any], None]
@@ -143,6 +167,10 @@ def one_of(*choices: Any) -> Validator:
 
 positive = rule(lambda value: value > 0, "above 0")
 """An attrs validator: the value is above 0."""
+non_negative = rule(lambda value: value >= 0, "at least 0")
+"""An attrs validator: the value is at least 0."""
+fraction = rule(lambda value: 0 <= value <= 1, "between 0 and 1")
+"""An attrs validator: the value is between 0 and 1."""
 
 
 # ------------------------------------------------------------------------------------- parallelism
@@ -212,6 +240,9 @@ class Layout:
 
     cpu_offload: bool = False
     """Keep sharded parameters and the optimizer's state in host memory, and step there."""
+
+    deterministic: bool = False
+    """Take only algorithms that give the same bits each time, which all do on a CPU."""
 
     def __str__(self) -> str:
         big = [f"{name} {degree}" for name, degree in self.degrees.items() if degree > 1]
@@ -313,6 +344,19 @@ class Share:
     count: int
 
 
+@attrs.frozen
+class Place:
+    """Which part of a global batch a rank holds: by default all of it.
+
+    `rows` says which of the ranks that read different rows this is, `ring` which part of each
+    document it holds, `ulysses` which slice of that. `ps.place` is the place of a rank.
+    """
+
+    rows: Share = Share(0, 1)
+    ring: Share = Share(0, 1)
+    ulysses: Share = Share(0, 1)
+
+
 @attrs.frozen(eq=False)
 class Axis:
     """A share plus the right to talk: one named dimension of the layout, seen from one rank.
@@ -368,6 +412,11 @@ class ParallelState:
     sp_unfolded: Axis
     mesh: DeviceMesh | None
     device: torch.device
+
+    @property
+    def place(self) -> Place:
+        """Which part of a global batch this rank holds."""
+        return Place(self.dp.share, self.ring.share, self.ulysses.share)
 
     @property
     def degrees(self) -> dict[str, Any]:
@@ -510,6 +559,19 @@ class StepBatch:
 
 
 @attrs.frozen(eq=False)
+class Update:
+    """What became of an optimizer step, equal on all ranks; see `clip_and_step`.
+
+    Attributes:
+        norm: The norm of the whole model's gradient before clipping, 0-d.
+        applied: Whether the step was taken, a 0-d bool tensor.
+    """
+
+    norm: Tensor
+    applied: Tensor
+
+
+@attrs.frozen(eq=False)
 class TrainState:
     """The counters of a run; moves by `attrs.evolve`.
 
@@ -549,6 +611,13 @@ class Tokenizer(Protocol):
 
     def encode(self, text: str) -> Sequence[int]: ...
     def decode(self, ids: Sequence[int]) -> str: ...
+
+
+RowsAt = Callable[[int], IntArray]
+"""`RowsAt(batch) -> rows`: the rows that make up a global batch, as a function of its number.
+
+The number is `Cursor.batch`, which no roll-back takes back, not the step of the run.
+"""
 
 
 class Fit(Protocol):

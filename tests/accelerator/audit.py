@@ -93,14 +93,10 @@ def step_of(name, *flags, documents=(8, 40), rank=0, bf16=True, model=MODEL, **d
 def batch_of(corpus, bins, cursor, ps):
     with _disable_current_modes():
         batch = tk.step_batch(
-            corpus,
-            bins,
+            tk.Packed(corpus, bins),
+            sampling.rows_of_epochs(len(bins), rows_per_step=ROWS, seed=0),
             cursor,
-            rows=ROWS,
-            seed=0,
-            share=ps.dp.share,
-            ring=ps.ring.share,
-            ulysses=ps.ulysses.share,
+            place=ps.place,
             rows_per_microbatch=MICROBATCH,
         )
     parts = [to_device(part, torch.device("cuda:0")) for part in batch.microbatches]

@@ -180,12 +180,12 @@ def moments_forgotten(_ps):
     step, calls = train.clip_and_step, []
 
     def forgetful(params, optimizer, **options):
-        norm = step(params, optimizer, **options)
-        calls.append(norm)
+        update = step(params, optimizer, **options)
+        calls.append(update)
         if len(calls) == STEPS:
             for remembered in optimizer.state.values():
                 remembered["exp_avg_sq"].div_(2)
-        return norm
+        return update
 
     PATCH.setattr(train, "clip_and_step", forgetful)
 

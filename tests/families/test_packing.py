@@ -25,8 +25,8 @@ from trainkit.packing import (
 )
 from trainkit.packing.fits import read_only
 from trainkit.packing.pieces import cut, survey
+from trainkit.pictures.packing import _THIN, _figure, plot_packing
 from trainkit.sampling import buffer_sorted_order, permute, rows_in_blocks, share_of_rows
-from trainkit.sinks.packing import _THIN, _figure, plot_packing
 from trainkit.types import Share
 
 FITS = [best_fit, first_fit, sequential, balanced(1), balanced(4)]

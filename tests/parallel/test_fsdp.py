@@ -57,7 +57,7 @@ def train(ps, *, config=CONFIG, frozen=(), steps=3, run_dir=None, **options):
         batch = input_of(state.cursor, ps, layout, text=text, bins=bins)
         tokens = tk.all_sum(tk.count_valid_tokens(batch.microbatches), ps.loss)
         sums = run(batch.microbatches, denominator=tokens)
-        norms.append(float(tk.clip_and_step(params, optimizer, lr=1e-2, max_norm=0.5)))
+        norms.append(float(tk.clip_and_step(params, optimizer, lr=1e-2, max_norm=0.5).norm))
         losses.append(float(tk.reduce_metrics(sums, ps.loss)["loss"] / tokens))
         moved = {"step": state.step + 1, "tokens": state.tokens + tokens, "cursor": batch.cursor}
         state = attrs.evolve(state, **moved)

@@ -496,9 +496,8 @@ def evaluated(layout, counts, dp_replicate=1):
         untouched = all(p.grad is None for p in tk.parameters_of(stages))
         run = bound(stages, ps, layout.schedule, loss=loss)
         run(microbatches(8, 4), denominator=torch.tensor(20 * ps.dp.count))
-        norm = tk.clip_and_step(
-            tk.parameters_of(stages), optimizer, lr=0.01, max_norm=1.0, axis=ps.pp
-        )
+        params = tk.parameters_of(stages)
+        norm = tk.clip_and_step(params, optimizer, lr=0.01, max_norm=1.0, axis=ps.pp).norm
         ids, modes = written(stages, ps)
         after = tk.evaluate(stages, own, loss, **ends)
         assert untouched

@@ -1,4 +1,4 @@
-"""A permutation without a table, and the endless stream of epochs that is made of it."""
+"""A pseudorandom permutation without a table."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from trainkit.hashing import GOLDEN, key_of, mix
+from trainkit.hashing import GOLDEN, mix
 from trainkit.jit import jit
 from trainkit.sampling.integers import integers
 
@@ -37,6 +37,7 @@ def permute(index: ArrayLike, count: int, key: int) -> IntArray:
         ValueError: `count` is below 1, or an index is no integer or lies outside [0, count).
 
     Examples:
+        >>> from trainkit.hashing import key_of
         >>> permute(np.arange(10), 10, key_of(0))
         array([6, 8, 2, 5, 7, 0, 9, 4, 1, 3])
     """
@@ -48,48 +49,6 @@ def permute(index: ArrayLike, count: int, key: int) -> IntArray:
             f"permute: indices must lie in [0, {count}), got {index.min()} to {index.max()}"
         )
     return _permute(index, np.uint64(count), np.uint64(key), ((count - 1).bit_length() + 1) // 2)
-
-
-def rows_of_step(step: int, *, rows_per_step: int, num_rows: int, seed: int) -> IntArray:
-    """Return the rows of global batch `step`: its part of the endless stream of epochs.
-
-    Every row comes once per epoch. A batch may straddle epochs: no row is left out to make them
-    even.
-
-    Args:
-        step: The global batch, from 0.
-        rows_per_step: Rows in the global batch, over all ranks and microbatches.
-        num_rows: Rows in the corpus.
-        seed: The run's seed; each epoch's order is made from it and the epoch's number.
-
-    Returns:
-        int64 `[rows_per_step]`, each in [0, num_rows).
-
-    Raises:
-        ValueError: `step` is below 0, or a number of rows below 1.
-
-    Examples:
-        >>> [rows_of_step(step, rows_per_step=3, num_rows=4, seed=0).tolist() for step in range(4)]
-        [[3, 0, 2], [1, 0, 2], [1, 3, 2], [0, 3, 1]]
-    """
-    if step < 0 or rows_per_step < 1 or num_rows < 1:
-        raise ValueError(
-            "rows_of_step: step must be at least 0, rows_per_step and num_rows at least 1, got "
-            f"step={step}, rows_per_step={rows_per_step}, num_rows={num_rows}"
-        )
-    return draws(step * rows_per_step, rows_per_step, num_rows, seed, "epoch")
-
-
-def draws(place: int, size: int, num_rows: int, *key: int | str) -> IntArray:
-    """Return `size` rows of an endless stream of epochs, from draw `place` on."""
-    parts: list[IntArray] = []
-    end = place + size
-    while place < end:
-        epoch, first = divmod(place, num_rows)
-        index = np.arange(first, min(first + end - place, num_rows))
-        parts.append(permute(index, num_rows, key_of(*key, epoch)))
-        place += index.size
-    return np.concatenate(parts)
 
 
 @jit

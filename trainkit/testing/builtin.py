@@ -26,7 +26,7 @@ from trainkit.parallel.recompute import recompute
 from trainkit.parallel.sequence import sequence
 from trainkit.parallel.tensor import tensor
 from trainkit.parallel.transforms import Transform
-from trainkit.sampling import rows_of_step
+from trainkit.sampling import rows_of_epochs
 from trainkit.testing.cases import Case, default_cases
 from trainkit.testing.certificate import Certificate
 from trainkit.testing.certify import certify
@@ -102,9 +102,8 @@ def decoder_batch(step: int) -> Batch:
     tokens = random.integers(0, CONFIG.vocab_size, size=lengths.sum())
     corpus = TokenCorpus(tokens, np.append(0, lengths.cumsum()))
     bins = pack_bins(corpus.lengths, CAPACITY, multiple_of=16)
-    batch = collate_bins(
-        corpus, bins, rows_of_step(step, rows_per_step=ROWS, num_rows=len(bins), seed=0)
-    )
+    rows_at = rows_of_epochs(len(bins), rows_per_step=ROWS, seed=0)
+    batch = collate_bins(corpus, bins, rows_at(step))
     kept = torch.tensor([CAPACITY, 0, 5, CAPACITY // 2]).repeat(2).unsqueeze(1)
     labels = torch.where(torch.arange(CAPACITY) < kept, batch.labels, -100)
     keys = token_keys(batch.token_index, seed=0, step=step)

@@ -41,8 +41,8 @@ from trainkit.types import (
     Weights,
 )
 
-Plan = Callable[[ParallelState, Case], Sequence[ModelTransform]]
-"""`Plan(ps, case) -> transforms`: what `build_stages` shall do to the model in a case."""
+MakePlan = Callable[[ParallelState, Case], Sequence[ModelTransform]]
+"""`MakePlan(ps, case) -> transforms`: what `build_stages` shall do to the model in a case."""
 
 MakeLoss = Callable[[ParallelState], Loss]
 """`MakeLoss(ps) -> Loss`: for a loss that communicates."""
@@ -60,7 +60,7 @@ class Training:
 
     make_model: Callable[[], nn.Module]
     make_batches: Callable[[int], Batch]
-    plan: Plan
+    plan: MakePlan
     loss: Loss | MakeLoss
     call: Call
     weights: Weights
@@ -207,11 +207,8 @@ def _train(training: Training, case: Case, make_stages: MakeStages) -> Outcome:
             tokens = all_sum(count_valid_tokens(batches), ps.loss)
             sums = run(batches, denominator=tokens)
             sync_sp_grads(params, ps.sp_unfolded)
-            norms.append(
-                clip_and_step(
-                    params, optimizer, lr=training.lr, max_norm=training.max_norm, axis=ps.pp
-                )
-            )
+            limit = {"lr": training.lr, "max_norm": training.max_norm}
+            norms.append(clip_and_step(params, optimizer, **limit, axis=ps.pp).norm)
             for name, value in mean_terms(reduce_metrics(sums, ps.loss), tokens).items():
                 terms.setdefault(name, []).append(float(value))
         return Outcome(
