@@ -71,7 +71,7 @@ def split_layers(model: nn.Module, num_stages: int) -> list[nn.Module]:
     ]
 
 
-Split = Callable[[nn.Module, int], Sequence[nn.Module]]
+SplitModel = Callable[[nn.Module, int], Sequence[nn.Module]]
 """`split(model, num_stages)`: all stages of a whole model; see `split_layers`."""
 
 
@@ -81,7 +81,7 @@ def build_stages(
     plan: Sequence[ModelTransform],
     *,
     weights: Weights,
-    split: Split = split_layers,
+    split: SplitModel = split_layers,
     schedule: str = "1f1b",
     stages_per_rank: int | None = None,
 ) -> list[nn.Module]:
