@@ -266,21 +266,7 @@ def main(argv=None):
     tokenizer = tokenizers.open_tokenizer(cfg.tokenizer)
     model, init = choose_model(cfg, tokenizer)
     world = tk.mesh.world_size()
-    rows = {
-        "row_length": cfg.batch.row_length,
-        "rows": cfg.batch.rows,
-        "microbatch": cfg.batch.microbatch,
-        "multiple_of": cfg.batch.multiple_of,
-    }
-    parallel.check_layout(
-        model,
-        world=world,
-        **rows,
-        degrees=cfg.layout.degrees,
-        fold_sp=cfg.layout.fold_sp,
-        schedule=cfg.layout.schedule,
-        reshard_after_forward=cfg.layout.reshard_after_forward,
-    )
+    parallel.refuse(parallel.problems(cfg.layout, model, cfg.batch, world=world))
     told = config.plain_values(cfg)
     with tk.open_run(cfg.out, layout=cfg.layout, limits=cfg.limits, config=told) as run:
         return train(cfg, run, tokenizer, model, init)

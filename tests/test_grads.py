@@ -9,7 +9,7 @@ from torch import nn
 from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
 
 import trainkit as tk
-from trainkit import grads, health, optim
+from trainkit import health, optim
 from trainkit.grads import blame
 from trainkit.parallel.naming import mark_tied_copy_
 from trainkit.testing import run_ranks

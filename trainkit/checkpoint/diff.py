@@ -121,7 +121,7 @@ def _same_bytes(
         return True
     cuts = [
         {
-            name: [(p.path.name, p.start, p.offset, p.shape) for p in s.pieces]
+            name: [(p.path.name, p.start, p.offset, p.shape) for p in s.extents]
             for name, s in i.items()
         }
         for i in indices

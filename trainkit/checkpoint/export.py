@@ -7,15 +7,13 @@ itself.
 
 from __future__ import annotations
 
-import fcntl
 import hashlib
 import math
 import os
-import secrets
 import shutil
 import struct
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -36,7 +34,7 @@ from trainkit.checkpoint.stored import (
     read_box,
     refusal,
 )
-from trainkit.files import disk_errors, sync_folder
+from trainkit.files import disk_errors, new_folder, recover_folder
 from trainkit.types import CheckpointError, ConfigError, DiskError
 
 if TYPE_CHECKING:
@@ -146,7 +144,7 @@ def plan_shards(
 
 
 def _cast(stored: Stored, dtype: str | None) -> Stored:
-    """Return how a tensor is described once it has been written, in one piece."""
+    """Return how a tensor is described once it has been written, in one extent."""
     kept = dtype is None or stored.dtype not in _FLOATS
     return Stored(stored.dtype if kept else str(dtype), stored.shape, ())
 
@@ -210,7 +208,12 @@ def write_weights(
     described = {name: _cast(tensors[name], dtype) for name in sorted(tensors)}
     plan = plan_shards({name: s.nbytes for name, s in described.items()}, shard_bytes=shard_bytes)
     total = sum(stored.nbytes for stored in described.values())
-    with _new_folder(target, total, overwrite=overwrite) as staging:
+    with disk_errors(target, by="export"):
+        target.parent.mkdir(parents=True, exist_ok=True)
+        recover_folder(target)
+        _check_target(target, overwrite=overwrite)
+        _check_space(target, total)
+    with new_folder(target, by="export", replace=overwrite) as staging:
         files = {
             file: _write_shard(staging / file, names, tensors, described)
             for file, names in plan.items()
@@ -305,66 +308,6 @@ def _row_boxes(stored: Stored) -> Iterator[tuple[tuple[int, ...], tuple[int, ...
 
 
 # --------------------------------------------------------------------------------------- folders
-
-
-@contextmanager
-def _new_folder(target: Path, needed: int, *, overwrite: bool) -> Iterator[Path]:
-    """Yield an empty folder beside `target` that becomes it at the end, and goes on failure."""
-    with disk_errors(target, by="export"):
-        target.parent.mkdir(parents=True, exist_ok=True)
-        _recover(target)
-        _check_target(target, overwrite=overwrite)
-        _check_space(target, needed)
-        staging = target.with_name(f".{target.name}.staging-{secrets.token_hex(4)}")
-        staging.mkdir()
-    handle = os.open(staging, os.O_RDONLY)
-    try:
-        with suppress(OSError):  # not every disk has locks; then nobody takes a folder for dead
-            fcntl.flock(handle, fcntl.LOCK_EX)  # held while this process lives: see _recover
-        yield staging
-        with disk_errors(target, by="export"):
-            sync_folder(staging)
-            _swap(staging, target)
-    except BaseException:
-        shutil.rmtree(staging, ignore_errors=True)
-        raise
-    finally:
-        os.close(handle)
-
-
-def _swap(staging: Path, target: Path) -> None:
-    """Give the new folder its name. An old one steps aside first, and goes when the new is there.
-
-    A rename never replaces a folder that holds anything, so nothing that came meanwhile is lost.
-    """
-    aside = target.with_name(f".{target.name}.replaced-{secrets.token_hex(4)}")
-    if target.exists():
-        target.rename(aside)
-    try:
-        staging.rename(target)
-    except OSError:
-        if aside.exists():
-            aside.rename(target)
-        raise
-    sync_folder(target.parent)
-    shutil.rmtree(aside, ignore_errors=True)
-
-
-def _recover(target: Path) -> None:
-    """Undo what a killed export left: put the old folder back, remove what nobody writes to."""
-    for aside in sorted(target.parent.glob(f".{target.name}.replaced-*")):
-        if target.exists():
-            shutil.rmtree(aside, ignore_errors=True)
-        else:
-            aside.rename(target)
-    for staging in target.parent.glob(f".{target.name}.staging-*"):
-        with suppress(OSError):
-            handle = os.open(staging, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
-            try:
-                fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                shutil.rmtree(staging, ignore_errors=True)
-            finally:
-                os.close(handle)
 
 
 def _check_target(target: Path, *, overwrite: bool) -> None:

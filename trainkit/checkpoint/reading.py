@@ -276,4 +276,4 @@ def _starts(path: Path, stored: Mapping[str, Stored], held: Mapping[str, Any]) -
                 f"{path.name} has {name} as {said}, the index as {want[0]}{list(want[1])}",
                 where=path,
             )
-    return {name: stored[name].pieces[0].start for name in held}
+    return {name: stored[name].extents[0].start for name in held}

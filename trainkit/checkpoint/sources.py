@@ -24,7 +24,7 @@ from trainkit.checkpoint.manifest import (
 )
 from trainkit.checkpoint.plain import hash_file, read_json
 from trainkit.checkpoint.stored import (
-    Piece,
+    Extent,
     Stored,
     plain_tensor_name,
     reader,
@@ -56,7 +56,7 @@ def checkpoint_tensors(path: Path) -> dict[str, Stored]:
 
 
 def _indexed(path: Path, name: str, entry: Any, files: dict[str, dict[str, Stored]]) -> Stored:
-    pieces: list[Piece] = []
+    extents: list[Extent] = []
     for box in entry["boxes"]:
         file = box["file"]
         if file not in files:
@@ -64,8 +64,8 @@ def _indexed(path: Path, name: str, entry: Any, files: dict[str, dict[str, Store
         held = files[file].get(name)
         if held is None or (held.dtype, held.shape) != (entry["dtype"], tuple(box["shape"])):
             raise refusal(path / file, f"does not hold {name[:100]} as the index says")
-        pieces.append(attrs.evolve(held.pieces[0], offset=tuple(box["offset"])))
-    return Stored(entry["dtype"], tuple(entry["shape"]), tuple(pieces))
+        extents.append(attrs.evolve(held.extents[0], offset=tuple(box["offset"])))
+    return Stored(entry["dtype"], tuple(entry["shape"]), tuple(extents))
 
 
 def is_weights_folder(folder: Path) -> bool:

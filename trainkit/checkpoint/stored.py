@@ -35,7 +35,7 @@ _CHUNK = 16 * 1024 * 1024
 
 
 @attrs.frozen
-class Piece:
+class Extent:
     """One box of a tensor in a file.
 
     `start` and `size` say, in bytes, where the storage lies; the box begins `skip` elements into
@@ -55,11 +55,11 @@ class Piece:
 
 @attrs.frozen
 class Stored:
-    """A whole tensor: its dtype in torch's name, its shape, and the pieces that hold it."""
+    """A whole tensor: its dtype in torch's name, its shape, and the extents that hold it."""
 
     dtype: str
     shape: tuple[int, ...]
-    pieces: tuple[Piece, ...]
+    extents: tuple[Extent, ...]
 
     @property
     def nbytes(self) -> int:
@@ -219,7 +219,7 @@ def read_header(
         most: How many bytes the header may have.
 
     Returns:
-        The bytes before the first tensor, and every tensor by name, in one piece each.
+        The bytes before the first tensor, and every tensor by name, in one extent each.
 
     Raises:
         CheckpointError: The header is longer than it may be, or no JSON of tensors that lie one
@@ -237,10 +237,10 @@ def read_header(
     header.pop("__metadata__", None)
     found = {name: _in_safetensors(path, name, entry, len(data)) for name, entry in header.items()}
     end = len(data)
-    for piece in sorted((s.pieces[0] for s in found.values()), key=lambda p: (p.start, p.size)):
-        if piece.start != end:
+    for extent in sorted((s.extents[0] for s in found.values()), key=lambda p: (p.start, p.size)):
+        if extent.start != end:
             raise refusal(path, "has bytes that belong to no tensor, or to two")
-        end += piece.size
+        end += extent.size
     if end != total:
         raise refusal(path, f"has {total} bytes, its tensors end after {end}")
     return data, found
@@ -258,68 +258,68 @@ def _in_safetensors(path: Path, name: str, entry: Any, base: int) -> Stored:
     if len(places) != 2 or places[1] - places[0] != size:
         raise refusal(path, f"gives {name} {list(places)}, its shape needs {size} bytes")
     zeros = (0,) * len(shape)
-    piece = Piece(path, base + places[0], size, zeros, shape, contiguous_stride(shape))
-    return Stored(dtype, shape, (piece,))
+    extent = Extent(path, base + places[0], size, zeros, shape, contiguous_stride(shape))
+    return Stored(dtype, shape, (extent,))
 
 
 # ----------------------------------------------------------------------------------------- boxes
 
 
 def check_boxes(name: str, stored: Stored, path: Path | str) -> None:
-    """Refuse pieces that do not cover a tensor exactly once, or that their file cannot hold.
+    """Refuse extents that do not cover a tensor exactly once, or that their file cannot hold.
 
     Raises:
         CheckpointError: A box is outside the tensor, two overlap, or elements are missing.
     """
-    boxes = [piece for piece in stored.pieces if math.prod(piece.shape)]
+    boxes = [extent for extent in stored.extents if math.prod(extent.shape)]
     entry = {
         "dtype": "uint8",
         "shape": list(stored.shape),
         "boxes": [
-            {"file": str(i), "offset": list(piece.offset), "shape": list(piece.shape)}
-            for i, piece in enumerate(boxes)
+            {"file": str(i), "offset": list(extent.offset), "shape": list(extent.shape)}
+            for i, extent in enumerate(boxes)
         ],
     }
     problem = entry_problem(
-        "model/it", entry, {str(i): piece.size for i, piece in enumerate(boxes)}
+        "model/it", entry, {str(i): extent.size for i, extent in enumerate(boxes)}
     )
     if problem is not None:
         raise refusal(path, f"does not hold {name} once and whole: {problem}")
-    for piece in boxes:
-        _check_piece(name, piece, stored, path)
+    for extent in boxes:
+        _check_extent(name, extent, stored, path)
 
 
-def _check_piece(name: str, piece: Piece, stored: Stored, path: Path | str) -> None:
-    if len(piece.stride) != len(piece.shape):
+def _check_extent(name: str, extent: Extent, stored: Stored, path: Path | str) -> None:
+    if len(extent.stride) != len(extent.shape):
         raise refusal(path, f"has a box of {name} with other strides than dimensions")
-    steps = zip(piece.shape, piece.stride, strict=True)
-    last = piece.skip + sum((length - 1) * step for length, step in steps)
+    steps = zip(extent.shape, extent.stride, strict=True)
+    last = extent.skip + sum((length - 1) * step for length, step in steps)
     # A stride of 0 claims more elements than there are bytes: so few bytes could fill a memory.
-    needed = max(last + 1, math.prod(piece.shape)) * DTYPES[stored.dtype][1]
-    if needed > piece.size:
-        raise refusal(path, f"has {piece.size} bytes of {name}, its box needs {needed}")
-    if piece.start + piece.size > regular_size(piece.path):
-        raise refusal(piece.path, f"is too short for {name}")
+    needed = max(last + 1, math.prod(extent.shape)) * DTYPES[stored.dtype][1]
+    if needed > extent.size:
+        raise refusal(path, f"has {extent.size} bytes of {name}, its box needs {needed}")
+    if extent.start + extent.size > regular_size(extent.path):
+        raise refusal(extent.path, f"is too short for {name}")
 
 
-def check_crc(piece: Piece) -> None:
-    """Refuse a piece whose bytes do not add up to its CRC-32; torch does not look at it."""
-    if piece.crc is None:
+def check_crc(extent: Extent) -> None:
+    """Refuse a extent whose bytes do not add up to its CRC-32; torch does not look at it."""
+    if extent.crc is None:
         return
     crc = 0
-    with opened(piece.path) as handle:
-        for start in range(0, piece.size, _CHUNK):
-            size = min(_CHUNK, piece.size - start)
-            crc = zlib.crc32(read_exactly(handle, piece.start + start, size, piece.path), crc)
-    if crc != piece.crc:
-        raise refusal(piece.path, f"has damaged bytes at {piece.start}: their CRC-32 differs")
+    with opened(extent.path) as handle:
+        for start in range(0, extent.size, _CHUNK):
+            size = min(_CHUNK, extent.size - start)
+            crc = zlib.crc32(read_exactly(handle, extent.start + start, size, extent.path), crc)
+    if crc != extent.crc:
+        raise refusal(extent.path, f"has damaged bytes at {extent.start}: their CRC-32 differs")
 
 
 def read_box(stored: Stored, shape: Sequence[int], offset: Sequence[int]) -> Tensor:
     """Read one box of a tensor, with the memory of the box and of the rows it is read from.
 
     Args:
-        stored: The tensor, whose pieces have been checked.
+        stored: The tensor, whose extents have been checked.
         shape: The shape of the box.
         offset: Where it begins in the whole tensor.
 
@@ -345,28 +345,28 @@ def read_box(stored: Stored, shape: Sequence[int], offset: Sequence[int]) -> Ten
     out = torch.empty(tuple(shape), dtype=getattr(torch, stored.dtype))
     if out.numel() == 0:
         return out
-    for piece in stored.pieces:
-        found = overlap(piece.offset, piece.shape, offset, shape)
+    for extent in stored.extents:
+        found = overlap(extent.offset, extent.shape, offset, shape)
         if found is not None:
-            out[found.wanted] = _read_part(piece, found.saved, out.dtype)
+            out[found.wanted] = _read_part(extent, found.saved, out.dtype)
     return out
 
 
-def _read_part(piece: Piece, part: tuple[slice, ...], dtype: torch.dtype) -> Tensor:
-    """Read a part of a piece: its rows alone where they lie together, else all of its storage."""
+def _read_part(extent: Extent, part: tuple[slice, ...], dtype: torch.dtype) -> Tensor:
+    """Read a part of a extent: its rows alone where they lie together, else all of its storage."""
     import torch  # noqa: PLC0415 - describing tensors needs none of it
 
-    lined_up = part and piece.stride == contiguous_stride(piece.shape)
-    row = piece.stride[0] if lined_up else 0
-    first = piece.skip + part[0].start * row if lined_up else 0
-    count = (part[0].stop - part[0].start) * row if lined_up else piece.size // dtype.itemsize
-    with opened(piece.path) as handle:
-        place = piece.start + first * dtype.itemsize
-        data = read_exactly(handle, place, count * dtype.itemsize, piece.path)
+    lined_up = part and extent.stride == contiguous_stride(extent.shape)
+    row = extent.stride[0] if lined_up else 0
+    first = extent.skip + part[0].start * row if lined_up else 0
+    count = (part[0].stop - part[0].start) * row if lined_up else extent.size // dtype.itemsize
+    with opened(extent.path) as handle:
+        place = extent.start + first * dtype.itemsize
+        data = read_exactly(handle, place, count * dtype.itemsize, extent.path)
     flat = torch.frombuffer(data, dtype=torch.uint8).view(dtype)
     if lined_up:
-        return flat.view(-1, *piece.shape[1:])[(slice(None), *part[1:])]
-    return flat.as_strided(piece.shape, piece.stride, piece.skip)[part]
+        return flat.view(-1, *extent.shape[1:])[(slice(None), *part[1:])]
+    return flat.as_strided(extent.shape, extent.stride, extent.skip)[part]
 
 
 def reader(tensors: Mapping[str, Stored]) -> Callable[[str, Sequence[int], Sequence[int]], Tensor]:

@@ -41,7 +41,7 @@ from trainkit.checkpoint.plain import (
 )
 from trainkit.checkpoint.snapshot import Piece, Snapshot, TensorFile
 from trainkit.checkpoint.tensors import counters_of
-from trainkit.files import sync_folder
+from trainkit.files import commit_folder
 from trainkit.hashing import MASK64, hash_box, hash_counters
 from trainkit.types import CheckpointError, DiskError, NumericsError
 
@@ -283,15 +283,8 @@ def commit(snapshot: Snapshot, target: Target) -> Path:
         files |= {name: hash_file(target.staging / name) for name in texts}
         manifest = make_manifest(snapshot.state.step, files, **_facts(snapshot, target, reports))
         write_durably(target.staging / MANIFEST, manifest)
-        sync_folder(target.staging)
         path = directory / next_name(directory, snapshot.state.step)
-        target.staging.rename(path)
-        try:
-            sync_folder(directory)
-        except OSError:  # what is told to have failed must not be there
-            with suppress(OSError):
-                path.rename(target.staging)
-            raise
+        commit_folder(target.staging, path)
     return path
 
 

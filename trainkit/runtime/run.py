@@ -24,8 +24,7 @@ from trainkit.checkpoint.guard import Guard
 from trainkit.checkpoint.save import Save
 from trainkit.collectives import together
 from trainkit.files import replacing, toml_text
-from trainkit.launch import launch_notes
-from trainkit.mesh import parallel_session
+from trainkit.mesh import launch_notes, parallel_session
 from trainkit.metrics import step_record
 from trainkit.pictures.loss import plot_loss
 from trainkit.runtime.directory import make_run_dir
@@ -35,7 +34,7 @@ from trainkit.runtime.lock import run_lock
 from trainkit.runtime.reproducible import deterministic
 from trainkit.runtime.signals import Asked, stop_votes, trap_signals
 from trainkit.runtime.startup import agree_at_start, code_facts
-from trainkit.runtime.watchdog import Phase, watch
+from trainkit.runtime.watchdog import Announce, watch
 from trainkit.schedules import due
 from trainkit.sinks.jsonl import sync_lines
 from trainkit.sinks.named import named_sinks
@@ -93,7 +92,7 @@ class Run:
     say: Callable[[str], None]
     """Prints a text on the first rank (`sinks.printer`)."""
 
-    phase: Phase
+    phase: Announce
     """`phase(name, allow=seconds)`: what comes, and how long it may take (`runtime.watch`)."""
 
     stopping: Asked
@@ -166,13 +165,7 @@ def open_run(
     with (
         report_errors(),
         trap_signals() as asked,
-        parallel_session(
-            **layout.degrees,
-            fold_sp=layout.fold_sp,
-            timeout=longest,
-            start_timeout=start,
-            asked=asked,
-        ) as ps,
+        parallel_session(layout, timeout=longest, start_timeout=start, asked=asked) as ps,
         _made_on_all(run_dir, ps.world) as folder,
         run_lock(folder, ps.world) as hold,
         report_errors(folder),
@@ -208,7 +201,7 @@ class _Frame:
     dir: Path
     ps: ParallelState
     say: Callable[[str], None]
-    phase: Phase
+    phase: Announce
     stopping: Asked
     limits: Limits
     config: Mapping[str, Any] | None
