@@ -123,13 +123,17 @@ def build(cfg, ps, model):
         parallel.sequence(),
         parallel.precision(parallel.DTYPES[cfg.dtype]),
         parallel.recompute(cfg.recompute, preserve_rng_state=False),
-        parallel.compiled(cfg.compiled),
-        parallel.fsdp(cfg.layout),
+        *([parallel.compiled()] if cfg.compiled else []),
+        parallel.fsdp(
+            reshard_after_forward=cfg.layout.reshard_after_forward,
+            cpu_offload=cfg.layout.cpu_offload,
+        ),
     ]
     make_model = functools.partial(models.Decoder, model, head="hidden")
     weights = models.init_weights(model, seed=cfg.seed)
     stages = tk.build_stages(make_model, ps, plan, weights=weights, schedule=cfg.layout.schedule)
-    groups = optim.decay_groups(stages, weight_decay=cfg.optim.weight_decay)
+    named = tk.named_parameters_of(stages)
+    groups = optim.decay_groups(named, weight_decay=cfg.optim.weight_decay)
     return stages, optim.adamw(groups, lr=cfg.optim.lr)
 
 
@@ -168,8 +172,8 @@ def bind_evaluation(cfg, ps, held, stages, loss):
 
 def sample(cfg, ps, stages, tokenizer, rows):
     """Return a text that the model goes on from, and how."""
-    document, start, length = rows.bins[0][0]
-    begin = rows.corpus.read(document, start, min(length, 24)).tolist()
+    document = int(rows.bins.documents[0])
+    begin = rows.corpus.read(document, 0, min(24, rows.corpus.lengths[document])).tolist()
     if cfg.prompt is not None:
         bos = [] if tokenizer.bos_id is None else [tokenizer.bos_id]
         begin = [*bos, *tokenizer.encode(cfg.prompt)]

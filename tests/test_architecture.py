@@ -24,8 +24,6 @@ ROOMS = [
     "corpora",
     "prepare",
     "collectives",
-    "launch",
-    "meeting",
     "mesh",
     "losses",
     "data",

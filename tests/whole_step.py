@@ -117,7 +117,7 @@ def step_function(layout, ps, stages, optimizer):
         tokens = tk.all_sum(tk.count_valid_tokens(batch.microbatches), ps.loss)
         sums = run(batch.microbatches, denominator=tokens)
         tk.sync_sp_grads(params, ps.sp_unfolded)
-        norm = tk.clip_and_step(params, optimizer, lr=1e-2, max_norm=0.5, axis=ps.pp)
+        norm = tk.clip_and_step(params, optimizer, lr=1e-2, max_norm=0.5, axis=ps.pp).norm
         sums = tk.reduce_metrics(sums, ps.loss)
         metrics = {"loss": sums["loss"] / tokens.clamp(min=1), "grad_norm": norm}
         moved = {"step": state.step + 1, "tokens": state.tokens + tokens, "cursor": batch.cursor}

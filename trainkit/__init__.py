@@ -31,10 +31,8 @@ if TYPE_CHECKING:
     from trainkit import hashing as hashing
     from trainkit import health as health
     from trainkit import jit as jit
-    from trainkit import launch as launch
     from trainkit import layout as layout
     from trainkit import losses as losses
-    from trainkit import meeting as meeting
     from trainkit import mesh as mesh
     from trainkit import metrics as metrics
     from trainkit import models as models
@@ -133,8 +131,6 @@ _CONTENTS = {
     "corpora": "open_corpus write_corpus",
     "prepare": "prepare_corpus",
     "collectives": "all_sum all_max broadcast agree",
-    "launch": "",
-    "meeting": "",
     "mesh": "parallel_session solo_parallel axis_from_group",
     "data": "Packed step_batch eval_batches",
     "attention": "",

@@ -31,6 +31,7 @@ from trainkit.runtime.limits import Limits
 from trainkit.types import (
     ConfigError,
     Layout,
+    Rows,
     Validator,
     fraction,
     needs_extra,
@@ -118,7 +119,7 @@ class OptimOptions:
 
 
 @attrs.frozen(kw_only=True)
-class RowOptions:
+class RowOptions(Rows):
     """How text becomes the rows of a step."""
 
     row_length: int = attrs.field(default=256, validator=positive)

@@ -7,6 +7,7 @@ registration. This file imports no torch at run time, so that packing and planni
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol
@@ -178,11 +179,10 @@ FoldSP = Literal["all", "ring", "ulysses", "none"]
 """Which of ring and ulysses also split parameters."""
 
 
-def _degree(default: int = 1, *, of: str = "world") -> Any:
-    """Return a field for a degree, a factor of the number of ranks on the axis `of`."""
+def _degree(default: int = 1) -> Any:
     above = rule(lambda value: value > 0 or value == -1, "above 0, or -1 for the rest")
     validator = above if default == -1 else positive
-    return attrs.field(default=default, validator=validator, metadata={"factor of": of})
+    return attrs.field(default=default, validator=validator, metadata={"degree": True})
 
 
 @attrs.frozen(kw_only=True)
@@ -190,11 +190,15 @@ class Layout:
     """Where the work of a step happens, never what is computed.
 
     The degrees stand first, outermost first: world = pp x dp_replicate x dp_shard x ring x ulysses
-    x tp. This is the one place where their names are written; all else reads `degrees`.
+    x tp, and ep is a factor of what parameters are sharded over. This is the one place where their
+    names are written; all else reads `degrees` and `axes`.
 
     Examples:
         >>> Layout(tp=2).degrees
         {'pp': 1, 'dp_replicate': 1, 'dp_shard': -1, 'ring': 1, 'ulysses': 1, 'tp': 2, 'ep': 1}
+        >>> layout = Layout(dp_shard=2, ring=4, fold_sp="none")
+        >>> print(layout, layout.world, layout.count("fsdp"))
+        dp_shard 2 x ring 4, fold none 8 2
         >>> Layout(pp=0)
         Traceback (most recent call last):
         ...
@@ -219,7 +223,7 @@ class Layout:
     tp: int = _degree()
     """Ranks that split each matrix (tensor parallelism)."""
 
-    ep: int = _degree(of="fsdp")
+    ep: int = _degree()
     """Ranks that split the experts; they are among those that shard parameters."""
 
     fold_sp: FoldSP = attrs.field(default="all", validator=one_of("all", "ring", "ulysses", "none"))
@@ -240,21 +244,96 @@ class Layout:
     deterministic: bool = False
     """Take only algorithms that give the same bits each time, which all do on a CPU."""
 
+    def __str__(self) -> str:
+        big = [f"{name} {degree}" for name, degree in self.degrees.items() if degree > 1]
+        fold = f", fold {self.fold_sp}" if self.count("sp_unfolded") > 1 else ""
+        return (" x ".join(big) or "solo") + fold
+
     @property
     def degrees(self) -> dict[str, int]:
-        """All degrees by name, outermost first; `ep` last, which is no factor of the world."""
-        return self.factors("world") | self.factors("fsdp")
+        """All degrees by name, outermost first; ep last, which is no factor of the world."""
+        names = [field.name for field in attrs.fields(Layout) if "degree" in field.metadata]
+        return {name: getattr(self, name) for name in names}
 
     @property
-    def folded(self) -> tuple[str, ...]:
-        """The sequence axes that parameters are sharded over besides dp_shard: see `fold_sp`."""
-        return tuple(name for name in ("ring", "ulysses") if self.fold_sp in (name, "all"))
+    def axes(self) -> dict[str, tuple[str, ...]]:
+        """The degrees whose product each axis is, outermost first; see `ParallelState`."""
+        world, dp, sp = tuple(self.degrees)[:-1], ("dp_replicate", "dp_shard"), ("ring", "ulysses")
+        folded = tuple(name for name in sp if self.fold_sp in (name, "all"))
+        return {
+            "world": world,
+            "dp": dp,
+            "sp": sp,
+            "loss": (*dp, *sp),
+            "fsdp": ("dp_shard", *folded),
+            "sp_unfolded": tuple(name for name in sp if name not in folded),
+            **{name: (name,) for name in world},
+        }
 
-    def factors(self, of: str) -> dict[str, int]:
-        """Return the degrees by name that are factors of an axis: "world", or "fsdp"."""
-        fields = attrs.fields(Layout)
-        names = [field.name for field in fields if field.metadata.get("factor of") == of]
-        return {name: getattr(self, name) for name in names}
+    def count(self, axis: str) -> int:
+        """Return the number of ranks on an axis, where a dp_shard of -1 counts 1; see `over`."""
+        return math.prod(max(1, getattr(self, name)) for name in self.axes[axis])
+
+    @property
+    def world(self) -> int:
+        """The number of ranks, where a dp_shard of -1 counts 1."""
+        return self.count("world")
+
+    @property
+    def wrapped(self) -> int:
+        """The ranks that FSDP spreads parameters and replicas over; with 1 it leaves a model be."""
+        return self.count("dp_replicate") * self.count("fsdp")
+
+    def over(self, world: int) -> Layout:
+        """Return the layout on so many ranks, dp_shard = -1 filled in.
+
+        Raises:
+            ConfigError: The degrees do not multiply to the world, or `ep` does not divide what
+                parameters are sharded over.
+
+        Examples:
+            >>> Layout(dp_replicate=2).over(8).dp_shard
+            4
+        """
+        rest = max(world // self.world, 1) if self.dp_shard == -1 else self.dp_shard
+        filled = attrs.evolve(self, dp_shard=rest)
+        if filled.world != world:
+            degrees = ((name, getattr(filled, name)) for name in self.axes["world"])
+            text = " x ".join(f"{name} {degree}" for name, degree in degrees)
+            raise ConfigError(
+                f"the degrees multiply to {filled.world} ({text}), but there are {world} "
+                f"processes; start {filled.world} of them, or change a degree",
+                where="degrees",
+                got=filled.world,
+                want=world,
+            )
+        fsdp = filled.count("fsdp")
+        if fsdp % self.ep:
+            raise ConfigError(
+                f"ep {self.ep} does not divide the {fsdp} ranks that parameters are sharded over "
+                f"(dp_shard, with fold_sp={self.fold_sp!r})",
+                where="ep",
+                got=self.ep,
+                want=f"a divisor of {fsdp}",
+            )
+        return filled
+
+
+@attrs.frozen(kw_only=True)
+class Rows:
+    """What a step is fed: how many rows, how long, and how they are cut; see `pack_bins`."""
+
+    row_length: int
+    """Tokens in a row."""
+
+    rows: int
+    """Rows in a step, over all ranks."""
+
+    microbatch: int = 1
+    """Rows in a microbatch on a rank."""
+
+    multiple_of: int = 1
+    """What the lengths of pieces in a row are rounded up to."""
 
 
 @attrs.frozen
@@ -338,6 +417,11 @@ class ParallelState:
     def place(self) -> Place:
         """Which part of a global batch this rank holds."""
         return Place(self.dp.share, self.ring.share, self.ulysses.share)
+
+    @property
+    def degrees(self) -> dict[str, Any]:
+        """The sizes of the axes that a `Layout` gives, by name."""
+        return {name: getattr(self, name).count for name in Layout().degrees}
 
 
 class Hidden(NamedTuple):

@@ -1,4 +1,4 @@
-"""What watching the numbers costs, in parts of a step: the canary, the step's test, the evidence.
+"""What watching the numbers costs, in parts of a step: the canary, the step's test.
 
     python tests/benchmarks/canary.py
 
@@ -62,7 +62,7 @@ def make(ps, size):
 
 def watching(ps, stages, optimizer, backward):
     """Return milliseconds of a step, and of `clip_and_step` without and with all that is asked."""
-    params, policy, evidence = tk.parameters_of(stages), health.Policy(on_spike="skip"), {}
+    params, policy = tk.parameters_of(stages), health.Policy(on_spike="skip")
     memory = {"losses": [2.0] * 64, "norms": [1e9] * 64}
     rest = {"lr": 1e-9, "max_norm": 1.0, "axis": ps.pp}
     times = {"step": [], "plain": [], "watched": [], "all-reduce": []}
@@ -70,12 +70,9 @@ def watching(ps, stages, optimizer, backward):
     def plain():
         tk.clip_and_step(params, optimizer, **rest)
 
-    def watched(sums, terms, count):
-        evidence.update(sums)
+    def watched(terms, count):
         applies = health.step_test(terms["loss"], memory, policy, tokens=count)
-        tk.clip_and_step(
-            params, optimizer, **rest, applies=applies, world=ps.world, evidence=evidence
-        )
+        tk.clip_and_step(params, optimizer, **rest, applies=applies, world=ps.world)
 
     for turn in range(TURNS):
         tk.all_sum(torch.zeros(()), ps.world)  # ranks begin together

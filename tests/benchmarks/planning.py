@@ -17,7 +17,8 @@ from measured_step import measure
 
 from trainkit.models import DecoderConfig
 from trainkit.models.sizes import decoder_config
-from trainkit.planning import Job, Layout, hardware, memory_of, plan
+from trainkit.planning import Job, hardware, memory_of, plan
+from trainkit.types import Layout
 
 SHAPES = {
     "wide": DecoderConfig(

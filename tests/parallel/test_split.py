@@ -18,9 +18,8 @@ from trainkit.parallel.split import (
     decoder_costs,
     layer_ranges,
     rank_of_stages,
-    split_layers,
 )
-from trainkit.parallel.stages import places_of, tied_of
+from trainkit.parallel.stages import places_of, split_layers, tied_of
 from trainkit.types import ConfigError
 
 

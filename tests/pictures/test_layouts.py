@@ -15,10 +15,10 @@ import torch
 from trainkit import pictures
 from trainkit.attention.ring import _views
 from trainkit.layout import spans_of_runs, zigzag_shard
-from trainkit.mesh import _partitions
+from trainkit.mesh.axes import partitions_of
 from trainkit.parallel.split import SCHEDULES, rank_of_stages
 from trainkit.pictures.drawing import check_picture
-from trainkit.types import Axis, ConfigError, DiskError, Share
+from trainkit.types import Axis, ConfigError, DiskError, Layout, Share
 
 NAMES = list(SCHEDULES)
 MANY = [name for name in NAMES if name not in {"gpipe", "1f1b"}]
@@ -30,21 +30,22 @@ def words_of(path):
 
 # ------------------------------------------------------------------------------------ the mesh
 
-ONES = dict.fromkeys(["pp", "dp_replicate", "dp_shard", "ring", "ulysses", "tp"], 1)
+WORLD_AXES = Layout().axes["world"]
 
 
 @pytest.mark.parametrize("fold_sp", ["all", "ring", "ulysses", "none"])
 @pytest.mark.parametrize("left_out", [[], ["pp", "ring"], ["dp_shard", "tp"]], ids=str)
 def test_places_are_those_of_the_axes(fold_sp, left_out):
-    degrees = {name: 1 if name in left_out else 2 for name in ONES} | {"dp_replicate": 3}
-    places = pictures.mesh_places(degrees, fold_sp=fold_sp)
-    found = _partitions(degrees, ep=1, fold_sp=fold_sp)
+    degrees = {name: 1 if name in left_out else 2 for name in WORLD_AXES} | {"dp_replicate": 3}
+    layout = Layout(**degrees, fold_sp=fold_sp)
+    places = pictures.mesh_places(layout)
+    found = partitions_of(layout)
     index = {
         name: {rank: ranks.index(rank) for ranks in lists for rank in ranks}
         for name, lists in found.items()
     }
     for place in places:
-        assert place.index == {name: index[name][place.rank] for name in ONES}
+        assert place.index == {name: index[name][place.rank] for name in WORLD_AXES}
         assert place.tokens == index["loss"][place.rank]
     held = {p.rank: tuple(index[name][p.rank] for name in ("pp", "fsdp", "tp")) for p in places}
     for one, other in product(places[:12], places):
@@ -56,8 +57,8 @@ def test_places_are_those_of_the_axes(fold_sp, left_out):
 
 
 def test_a_picture_of_a_mesh_names_axes_ranks_tokens_and_parameters(tmp_path):
-    degrees = {"pp": 2, "dp_replicate": 2, "tp": 2}
-    words = words_of(pictures.plot_mesh(degrees, tmp_path / "mesh.svg"))
+    layout = Layout(pp=2, dp_replicate=2, tp=2)
+    words = words_of(pictures.plot_mesh(layout, tmp_path / "mesh.svg"))
     assert "8 ranks: pp 2 x dp_replicate 2 x tp 2" in words
     assert "2 parts of the tokens, 4 of the parameters" in words
     assert {"pp", "dp_replicate", "tp", "rank", "tokens", "parameters", "7", "A", "B"} <= {*words}
@@ -65,13 +66,9 @@ def test_a_picture_of_a_mesh_names_axes_ranks_tokens_and_parameters(tmp_path):
     assert words.count("A") == 2  # both stages see the same tokens
 
 
-def test_a_mesh_that_is_none_or_too_large_is_refused(tmp_path):
-    with pytest.raises(ValueError, match="'ep' is none of the axes pp, "):
-        pictures.mesh_places({"ep": 2})
-    with pytest.raises(ConfigError, match="tp must be at least 1, got 0"):
-        pictures.mesh_places({"tp": 0})
+def test_a_mesh_that_is_too_large_is_refused(tmp_path):
     with pytest.raises(ValueError, match="128 ranks are more than the 64"):
-        pictures.plot_mesh({"dp_shard": 128}, tmp_path / "mesh.svg")
+        pictures.plot_mesh(Layout(dp_shard=128), tmp_path / "mesh.svg")
 
 
 # ------------------------------------------------------------------------------------ the zigzag
@@ -272,7 +269,7 @@ def test_sinks_and_pictures_are_imported_without_torch(room):
 
 
 PICTURES = {
-    "plot_mesh": lambda path: pictures.plot_mesh({"dp_shard": 2, "tp": 2}, path),
+    "plot_mesh": lambda path: pictures.plot_mesh(Layout(dp_shard=2, tp=2), path),
     "plot_zigzag": lambda path: pictures.plot_zigzag([16, 8], 2, path),
     "plot_pipeline": lambda path: pictures.plot_pipeline("gpipe", path, pp=2, microbatches=2),
 }

@@ -5,7 +5,7 @@ import recipe_runs
 from recipe_runs import assert_equal_runs, column, events, here, load, refusal, several
 
 from trainkit import schedules
-from trainkit.parallel.torch_pipeline import passes_to_itself
+from trainkit.parallel.fitting import passes_to_itself
 from trainkit.testing import run_ranks
 
 SMALL = [*recipe_runs.SMALL.split(), "--rows", 8, "--save-every", 3, "--eval-every", 3]

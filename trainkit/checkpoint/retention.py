@@ -6,6 +6,7 @@ import errno
 import shutil
 from collections.abc import Callable, Collection, Iterable, Sequence
 from pathlib import Path
+from typing import Literal
 
 import attrs
 
@@ -77,7 +78,7 @@ class Keeping:
     background_saves: bool = True
     """Copy the state to host memory and write it while training goes on."""
 
-    sinks: tuple[Literal[tensorboard, wandb], ...] = ()
+    sinks: tuple[Literal["tensorboard", "wandb"], ...] = ()
     """Where metrics go besides metrics.jsonl: tensorboard, wandb."""
 
     @property

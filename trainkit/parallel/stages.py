@@ -15,6 +15,8 @@ import attrs
 import torch
 from torch import Tensor, nn
 
+from trainkit.models.decoder import Decoder, decoder_stage
+from trainkit.parallel.fitting import problems, refuse
 from trainkit.parallel.materialize import (
     buffers_of,
     check_fit,
@@ -27,11 +29,12 @@ from trainkit.parallel.naming import (
     named_parameters_of,
     ties_of,
 )
-from trainkit.parallel.split import Place, rank_of_stages, schedule_kind, split_layers
+from trainkit.parallel.split import Place, decoder_costs, layer_ranges, rank_of_stages
 from trainkit.types import (
     SOLO,
     Axis,
     ConfigError,
+    Layout,
     ModelTransform,
     ParallelState,
     Weights,
@@ -42,7 +45,7 @@ ORDER = ("tensor", "sequence", "expert", "precision", "adapter", "recompute", "c
 ones left it.
 """
 
-_AXES = ("dp_replicate", "dp_shard", "ring", "ulysses", "tp")
+_AXES = [name for name in Layout().axes["world"] if name != "pp"]
 _PLACE = "_trainkit_place"
 _TIED = "_trainkit_tied"
 
@@ -137,6 +140,50 @@ def check_plan(plan: Sequence[ModelTransform], ps: ParallelState) -> None:
         )
 
 
+def split_layers(model: nn.Module, num_stages: int) -> list[nn.Module]:
+    """Cut a decoder into pipeline stages, by cost; the first and the last have fewer layers.
+
+    This is the split that `build_stages` takes by default. For another model, write a function of
+    the same signature: from the whole model, on the meta device, to one module for each stage,
+    whose parameters keep the names that they have in the whole model. A stage after the first is
+    called with the hidden state in place of `input_ids`. A weight that two stages share, as tied
+    embeddings do, is a parameter of the same name in both; the second must be a copy.
+
+    Args:
+        model: A `Decoder`, which is used up: its blocks become those of the stages.
+        num_stages: The number of stages.
+
+    Returns:
+        All stages, in order.
+
+    Raises:
+        ConfigError: The model is not a `Decoder`, or has fewer layers than there are stages.
+
+    Examples:
+        >>> from trainkit.models.config import DecoderConfig
+        >>> config = DecoderConfig(
+        ...     vocab_size=259, width=64, layers=3, heads=4, kv_heads=2, mlp_width=128
+        ... )
+        >>> with torch.device("meta"):
+        ...     stages = split_layers(Decoder(config), 2)
+        >>> [list(stage.layers) for stage in stages]
+        [['0', '1'], ['2']]
+    """
+    if not isinstance(model, Decoder):
+        raise ConfigError(
+            f"split_layers: it can split a Decoder, not a {type(model).__name__}; pass "
+            "build_stages a split=, a function (model, num_stages) -> list of modules",
+            where="split",
+            got=type(model).__name__,
+        )
+    block, embedding, head = decoder_costs(model.config)
+    ranges = layer_ranges([block] * len(model.layers), num_stages, first=embedding, last=head)
+    return [
+        decoder_stage(model, layers, first=i == 0, last=i == num_stages - 1)
+        for i, layers in enumerate(ranges)
+    ]
+
+
 Split = Callable[[nn.Module, int], Sequence[nn.Module]]
 """`split(model, num_stages)`: all stages of a whole model; see `split_layers`."""
 
@@ -184,9 +231,13 @@ def build_stages(
         3.0
     """
     check_plan(plan, ps)
-    schedule_kind(schedule)
     with torch.device("meta"):
         model = make_model()
+    known = isinstance(model, Decoder) and split is split_layers and stages_per_rank is None
+    # What is freed after forward is the plan's: `bind_forward_backward` asks about that.
+    layout = Layout(**ps.degrees, schedule=schedule, reshard_after_forward=False)
+    config, device = model.config if known else None, ps.device.type
+    refuse(problems(layout, config, world=layout.world, device=device))
     check_fit(model, weights)
     buffers = buffers_of(make_model) if live_buffers(model) else {}
     if ps.pp.count == 1:

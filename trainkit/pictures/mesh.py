@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping
 from itertools import groupby
 from pathlib import Path
@@ -21,14 +20,10 @@ from trainkit.pictures.drawing import (
     new_figure,
     save_picture,
 )
+from trainkit.types import Layout
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
-
-    from trainkit.mesh import FoldSP
-
-AXES = ("pp", "dp_replicate", "dp_shard", "ring", "ulysses", "tp")
-"""The axes whose product is the world, outermost first."""
 
 _LIMIT = 64
 _LETTERS = "ABCDEFGHIJKLMNOPQRSTUVWXYZ"
@@ -48,38 +43,28 @@ class RankPlace:
     parameters: int
 
 
-def mesh_places(degrees: Mapping[str, int], *, fold_sp: FoldSP = "all") -> list[RankPlace]:
+def mesh_places(layout: Layout) -> list[RankPlace]:
     """Return where each rank of a layout sits.
 
     Tokens differ over dp_replicate, dp_shard, ring and ulysses. Parameters differ over pp, tp and
     what they are sharded over: dp_shard and the part of ring and ulysses that `fold_sp` names.
 
     Args:
-        degrees: Degrees of the axes by name; those left out are 1.
-        fold_sp: As in `parallel_session`.
-
-    Raises:
-        ConfigError: An axis is unknown, or a degree below 1.
+        layout: The layout; a dp_shard of -1 counts 1.
 
     Examples:
-        >>> [(p.tokens, p.parameters) for p in mesh_places({"dp_replicate": 2, "tp": 2})]
+        >>> [(p.tokens, p.parameters) for p in mesh_places(Layout(dp_replicate=2, tp=2))]
         [(0, 0), (0, 1), (1, 0), (1, 1)]
     """
-    from trainkit.mesh import check_degrees, folded_axes  # noqa: PLC0415 -- it imports torch
-
-    unknown = set(degrees) - set(AXES)
-    if unknown:
-        raise ValueError(f"mesh_places: {unknown.pop()!r} is none of the axes {', '.join(AXES)}")
-    sizes = {name: degrees.get(name, 1) for name in AXES}
-    world = math.prod(sizes.values())
-    check_degrees(sizes, ep=1, fold_sp=fold_sp, world=world)
+    axes = layout.axes
+    sizes = {name: layout.count(name) for name in axes["world"]}
     places: list[RankPlace] = []
-    for rank in range(world):
+    for rank in range(layout.world):
         found = np.unravel_index(rank, tuple(sizes.values()))
-        index = dict(zip(AXES, map(int, found), strict=True))
-        tokens = _number(index, sizes, ("dp_replicate", "dp_shard", "ring", "ulysses"))
-        sharded = ("pp", "dp_shard", *folded_axes(fold_sp), "tp")
-        places.append(RankPlace(rank, index, tokens, _number(index, sizes, sharded)))
+        index = dict(zip(sizes, map(int, found), strict=True))
+        tokens = _number(index, sizes, axes["loss"])
+        parameters = _number(index, sizes, ("pp", *axes["fsdp"], "tp"))
+        places.append(RankPlace(rank, index, tokens, parameters))
     return places
 
 
@@ -91,20 +76,19 @@ def _number(index: Mapping[str, int], sizes: Mapping[str, int], names: tuple[str
 # ---------------------------------------------------------------------------------- the picture
 
 
-def plot_mesh(degrees: Mapping[str, int], path: str | Path, *, fold_sp: FoldSP = "all") -> Path:
+def plot_mesh(layout: Layout, path: str | Path) -> Path:
     """Draw where each rank of a layout sits, which tokens and parameters it holds; return where.
 
     A column is a rank. A row above is an axis, which cuts what lies above it into its parts. Below,
     ranks with the same letter hold the same tokens, ranks with the same number the same parameters.
 
     Args:
-        degrees: Degrees of the axes by name; those left out are 1.
+        layout: The layout; a dp_shard of -1 counts 1.
         path: The picture; the name says the format (.png, .svg, .pdf).
-        fold_sp: As in `parallel_session`.
 
     Raises:
-        ConfigError: A degree is below 1, or matplotlib is missing.
-        ValueError: An axis is unknown, there are more than 64 ranks, or the name says no format.
+        ConfigError: matplotlib is missing.
+        ValueError: There are more than 64 ranks, or the name says no format.
         DiskError: The picture cannot be written.
 
     Effects:
@@ -113,14 +97,14 @@ def plot_mesh(degrees: Mapping[str, int], path: str | Path, *, fold_sp: FoldSP =
     Examples:
         >>> import tempfile
         >>> with tempfile.TemporaryDirectory() as folder:
-        ...     plot_mesh({"dp_shard": 2, "tp": 2}, f"{folder}/mesh.svg").name
+        ...     plot_mesh(Layout(dp_shard=2, tp=2), f"{folder}/mesh.svg").name
         'mesh.svg'
     """
     check_picture("plot_mesh", Path(path))
-    places = mesh_places(degrees, fold_sp=fold_sp)
+    places = mesh_places(layout)
     if len(places) > _LIMIT:
         raise ValueError(f"plot_mesh: {len(places)} ranks are more than the {_LIMIT} drawn legibly")
-    shown = [name for name in AXES if degrees.get(name, 1) > 1]
+    shown = [name for name in layout.axes["world"] if layout.count(name) > 1]
     rows = [*shown, "rank", "tokens", "parameters"]
     figure = new_figure(max(5.0, 1.2 + 0.42 * len(places)), 0.34 * len(rows) + 0.85)
     axes = figure.subplots()
@@ -133,18 +117,18 @@ def plot_mesh(degrees: Mapping[str, int], path: str | Path, *, fold_sp: FoldSP =
     axes.set_xlim(0, len(places))
     axes.set_xticks([])
     axes.tick_params(axis="y", labelcolor=INK)
-    axes.set_title(_told(degrees, shown, len(places)), loc="left", fontsize=11, color=INK)
+    axes.set_title(
+        f"{_count(len(places), 'rank')}: {layout}" if shown else "1 rank",
+        loc="left",
+        fontsize=11,
+        color=INK,
+    )
     parts = [len({getattr(p, kind) for p in places}) for kind in ("tokens", "parameters")]
     told = f"{_count(parts[0], 'part')} of the tokens, {parts[1]} of the parameters"
     axes.set_xlabel(told, loc="left", color=GREY)
     bare(axes)
     axes.tick_params(axis="y", labelcolor=INK)
     return save_picture("plot_mesh", figure, path)
-
-
-def _told(degrees: Mapping[str, int], shown: list[str], world: int) -> str:
-    product = " x ".join(f"{name} {degrees[name]}" for name in shown)
-    return f"{_count(world, 'rank')}: {product}" if shown else "1 rank"
 
 
 def _count(number: int, what: str) -> str:

@@ -10,13 +10,11 @@ from typing import Literal
 import attrs
 import numpy as np
 
-from trainkit.mesh import FoldSP
 from trainkit.metrics import model_flops
 from trainkit.models.config import DecoderConfig
 from trainkit.planning.hardware import Hardware
-from trainkit.planning.layouts import (
+from trainkit.planning.jobs import (
     Job,
-    Layout,
     Recompute,
     layouts_of,
     num_microbatches,
@@ -27,6 +25,7 @@ from trainkit.planning.memory import Memory, memory_of
 from trainkit.planning.stages import part_of
 from trainkit.planning.traffic import Transfer, traffic_of
 from trainkit.planning.weights import units_of
+from trainkit.types import ConfigError, Layout
 
 _BUBBLES = {
     "gpipe": 1.0,
@@ -103,11 +102,7 @@ def plan(
     dtypes: Sequence[Literal["bf16", "fp32"]] = ("bf16",),
     optimizer: Literal["adamw", "momentum", "sgd"] = "adamw",
     loss: Literal["linear", "plain"] = "linear",
-    schedule: str = "1f1b",
-    reduce: Literal["last", "each"] = "last",
     documents: int = 1,
-    cpu_offload: bool = False,
-    fold_sp: FoldSP = "all",
     layouts: Iterable[Layout] | None = None,
     efficiency: float = 0.5,
     headroom: float = 0.1,
@@ -129,13 +124,9 @@ def plan(
         dtypes: What to compute in, "bf16" or "fp32"; parameters and their state are fp32.
         optimizer: "adamw", "momentum" or "sgd".
         loss: "linear" for `next_token_linear`, "plain" for `next_token`.
-        schedule: How pipeline stages take turns.
-        reduce: When gradients are reduced, as in `forward_backward`.
         documents: Documents of a row, of equal lengths: attention costs less for more of them.
-        cpu_offload: Whether FSDP keeps parameters, gradients and optimizer state in host memory.
-        fold_sp: Which of ring and Ulysses FSDP shards over, as in `parallel_session`; for the
-            layouts that are tried by default.
-        layouts: Those to try; by default every factorisation of the world.
+        layouts: Those to try, for instance `layouts_of(world, like=Layout(fold_sp="none"))`; by
+            default every factorisation of the world.
         efficiency: The fraction of the peak that the arithmetic reaches.
         headroom: The fraction of memory that is not planned with: the driver's, the kernels' and
             what fragments.
@@ -145,8 +136,7 @@ def plan(
         memory does not suffice, least first, then those that the model does not allow.
 
     Raises:
-        ValueError: A number is out of range, a name unknown, or a layout is of another world.
-        ConfigError: `fold_sp` is unknown.
+        ConfigError: A number is out of range, a name unknown, or a layout is of another world.
 
     Examples:
         >>> from trainkit.models.sizes import decoder_config
@@ -157,12 +147,14 @@ def plan(
         >>> best.fits, worst.why_not
         (True, '... GiB (loss) exceed 71.1 GiB; most are optimizer: 59.8 GiB')
     """
-    _check(world, efficiency, headroom)
+    if world < 1 or not 0 < efficiency <= 1 or not 0 <= headroom < 1:
+        raise ConfigError(
+            "plan: world must be at least 1, efficiency above 0 and at most 1, and headroom at "
+            f"least 0 and below 1, got {world}, {efficiency} and {headroom}"
+        )
     usable = round(hardware.memory * (1 - headroom))
     plans: list[Plan] = []
-    for layout in layouts_of(world, fold_sp=fold_sp) if layouts is None else layouts:
-        if layout.world != world:
-            raise ValueError(f"plan: {layout} has {layout.world} ranks, the world has {world}")
+    for layout in layouts_of(world) if layouts is None else layouts:
         for policy, dtype in product(recompute, dtypes):
             job = Job(
                 config=config,
@@ -173,22 +165,10 @@ def plan(
                 dtype=dtype,
                 loss=loss,
                 optimizer=optimizer,
-                schedule=schedule,
-                reduce=reduce,
                 documents=documents,
-                cpu_offload=cpu_offload,
             )
-            plans.append(_plan_one(job, layout, hardware, usable, efficiency))
+            plans.append(_plan_one(job, layout.over(world), hardware, usable, efficiency))
     return sorted(plans, key=_order)
-
-
-def _check(world: int, efficiency: float, headroom: float) -> None:
-    if world < 1:
-        raise ValueError(f"plan: world must be at least 1, got {world}")
-    if not 0 < efficiency <= 1:
-        raise ValueError(f"plan: efficiency must be above 0 and at most 1, got {efficiency}")
-    if not 0 <= headroom < 1:
-        raise ValueError(f"plan: headroom must be at least 0 and below 1, got {headroom}")
 
 
 def _order(one: Plan) -> tuple[float, ...]:
@@ -234,7 +214,7 @@ def _too_large(memory: Memory, usable: int) -> str:
 
 def _remedy(job: Job, layout: Layout, hardware: Hardware, usable: int) -> str:
     """Say whether a layout fits where gradients do not wait whole for the last microbatch."""
-    each = memory_of(attrs.evolve(job, reduce="each"), layout, fused_norms=hardware.fused_norms)
+    each = memory_of(job, attrs.evolve(layout, reduce="each"), fused_norms=hardware.fused_norms)
     return f'; with reduce="each" it fits: {_gib(each.peak)} GiB' if each.peak <= usable else ""
 
 
@@ -288,8 +268,8 @@ def seconds_of(job: Job, layout: Layout, hardware: Hardware, *, efficiency: floa
     exposed += max(0.0, ring - attention) + max(0.0, data - compute)
     beside = min(ring, attention) + min(data, compute)
     exposed, hidden = exposed + 0.1 * beside, 0.9 * beside
-    turns = num_microbatches(job, layout) * stages_per_rank(job, layout)
-    bubble = (compute + exposed) * (layout.pp - 1) / turns * _BUBBLES[job.schedule]
+    turns = num_microbatches(job, layout) * stages_per_rank(layout)
+    bubble = (compute + exposed) * (layout.pp - 1) / turns * _BUBBLES[layout.schedule]
     return Seconds(compute + exposed + bubble, compute, exposed, hidden, bubble)
 
 
@@ -327,7 +307,7 @@ def _rows_of_rank(job: Job, layout: Layout) -> int:
 def _flops_of_rank(job: Job, layout: Layout, pp_rank: int) -> float:
     part = part_of(job, layout, pp_rank)
     row = part.layers * _block_flops(job, _lengths(job)) + part.head * _head_flops(job)
-    return _rows_of_rank(job, layout) * row / (layout.sp * layout.tp)
+    return _rows_of_rank(job, layout) * row / (layout.count("sp") * layout.tp)
 
 
 def _flops_of_attention(job: Job, layout: Layout, pp_rank: int) -> float:
@@ -339,7 +319,7 @@ def _flops_of_attention(job: Job, layout: Layout, pp_rank: int) -> float:
         head_dim=job.config.head_size,
         lengths=_lengths(job),
     )
-    return _rows_of_rank(job, layout) * row / (layout.sp * layout.tp)
+    return _rows_of_rank(job, layout) * row / (layout.count("sp") * layout.tp)
 
 
 def _bandwidth(axis: str, layout: Layout, hardware: Hardware) -> float:
@@ -347,10 +327,10 @@ def _bandwidth(axis: str, layout: Layout, hardware: Hardware) -> float:
     spans = {
         "tp": layout.tp,
         "ulysses": layout.ulysses * layout.tp,
-        "ring": layout.sp * layout.tp,
-        "sp": layout.sp * layout.tp,
-        "fsdp": layout.dp_shard * layout.sp * layout.tp,
-        "dp_replicate": layout.dp * layout.sp * layout.tp,
+        "ring": layout.count("sp") * layout.tp,
+        "sp": layout.count("sp") * layout.tp,
+        "fsdp": layout.dp_shard * layout.count("sp") * layout.tp,
+        "dp_replicate": layout.count("dp") * layout.count("sp") * layout.tp,
         "pp": layout.world,
     }
     inside = spans[axis] <= hardware.ranks_per_node

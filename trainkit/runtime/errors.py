@@ -192,6 +192,7 @@ def _flush(stream: Any) -> None:
 def leave(main: Callable[[], int | None]) -> NoReturn:
     """Run a recipe's `main`, and end the process with its exit code, whatever may be stuck.
 
+    What goes wrong in it is told as `report_errors` does, also before a run directory is known.
     An interpreter that ends waits for its threads, and torch's destructors for peers, which may be
     dead: a process that has failed could stay for as long as the timeout of its collectives. This
     one flushes its output (5 s at most), stops the children that multiprocessing has started, and
@@ -215,7 +216,8 @@ def leave(main: Callable[[], int | None]) -> NoReturn:
     with contextlib.suppress(OSError, ValueError, AttributeError, RuntimeError):  # no stderr
         faulthandler.enable()
     try:
-        code = main()
+        with report_errors():
+            code = main()
     except SystemExit as end:
         code = end.code
     except BaseException as error:  # noqa: BLE001 -- there is nobody further out to catch it

@@ -24,8 +24,7 @@ from trainkit.checkpoint.guard import Guard
 from trainkit.checkpoint.save import Save
 from trainkit.collectives import together
 from trainkit.files import replacing, toml_text
-from trainkit.launch import launch_notes
-from trainkit.mesh import parallel_session
+from trainkit.mesh import launch_notes, parallel_session
 from trainkit.metrics import step_record
 from trainkit.pictures.loss import plot_loss
 from trainkit.runtime.directory import make_run_dir
@@ -166,13 +165,7 @@ def open_run(
     with (
         report_errors(),
         trap_signals() as asked,
-        parallel_session(
-            **layout.degrees,
-            fold_sp=layout.fold_sp,
-            timeout=longest,
-            start_timeout=start,
-            asked=asked,
-        ) as ps,
+        parallel_session(layout, timeout=longest, start_timeout=start, asked=asked) as ps,
         _made_on_all(run_dir, ps.world) as folder,
         run_lock(folder, ps.world) as hold,
         report_errors(folder),

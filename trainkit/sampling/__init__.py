@@ -14,6 +14,7 @@ from trainkit.sampling.buffers import buffer_sorted_order
 from trainkit.sampling.epochs import epoch_of, plan_steps, rows_of_epochs
 from trainkit.sampling.mixtures import (
     Phase,
+    facts_with_phases,
     make_phases,
     mixture_weights,
     phase_at,
@@ -26,6 +27,7 @@ __all__ = [
     "Phase",
     "buffer_sorted_order",
     "epoch_of",
+    "facts_with_phases",
     "make_phases",
     "mixture_weights",
     "permute",

@@ -5,7 +5,7 @@ from __future__ import annotations
 import bisect
 import functools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from fractions import Fraction
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any
@@ -121,6 +121,28 @@ def mixture_weights(weights: Mapping[str, float], *, temperature: float = 1.0) -
     powers = _powers(tuple(weights.values()), temperature)
     total = math.fsum(powers)
     return {name: power / total for name, power in zip(weights, powers, strict=True)}
+
+
+def facts_with_phases(
+    facts: Mapping[str, Any], phases: Sequence[Phase]
+) -> Callable[[int], dict[str, Any]]:
+    """Return facts_at(batches): facts of a run, and the phases that have begun by then.
+
+    What a run must be continued with are the phases that it has drawn from; those to come may
+    change. See `checkpoint.Facts`.
+
+    Examples:
+        >>> phases = make_phases(Phase(0, {"web": 1, "code": 1}), Phase(5, {"web": 3}))
+        >>> facts_at = facts_with_phases({"seed": 0}, phases)
+        >>> [list(facts_at(batches)["phases"]) for batches in (0, 5, 6)]
+        [['0'], ['0'], ['0', '5']]
+    """
+
+    def facts_at(batches: int) -> dict[str, Any]:
+        begun = [phase for phase in phases if phase.start < max(batches, 1)]
+        return {**facts, "phases": {str(phase.start): attrs.asdict(phase) for phase in begun}}
+
+    return facts_at
 
 
 def rows_of_mixture(

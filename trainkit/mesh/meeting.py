@@ -25,7 +25,7 @@ import torch
 import torch.distributed as dist
 
 from trainkit.collectives import backends_of
-from trainkit.launch import Launch
+from trainkit.mesh.launch import Launch
 from trainkit.types import ConfigError, PeerError, PreemptedError
 
 T = TypeVar("T")
