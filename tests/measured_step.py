@@ -18,7 +18,7 @@ from trainkit.parallel import fsdp, precision, recompute
 from trainkit.parallel.sequence import sequence
 from trainkit.parallel.tensor import tensor
 from trainkit.testing.ledger import count_collectives
-from trainkit.types import Batch, Spans
+from trainkit.types import Batch, Layout, Spans
 
 
 def make_batch(config, rows, length, documents):
@@ -77,7 +77,7 @@ class Measured:
     ledger: object = None
 
 
-def step_of(job, ps):
+def step_of(job, layout, ps):
     """Return a model, its optimizer, and the two halves of a step in a job's way of computing."""
     dtype = torch.bfloat16 if job.dtype == "bf16" else None
     head = "hidden" if job.loss == "linear" else "logits"
@@ -87,7 +87,7 @@ def step_of(job, ps):
         ps,
         plan,
         weights=init_weights(job.config, seed=0),
-        schedule=job.schedule,
+        schedule=layout.schedule,
     )
     params = tk.parameters_of(stages)
     optimizer = adamw(params, lr=1e-3)
@@ -103,7 +103,7 @@ def step_of(job, ps):
             return call_model(model, batch)
 
         run = tk.bind_forward_backward(
-            stages, loss, axis=ps.pp, call=call, schedule=job.schedule, reduce=job.reduce
+            stages, loss, axis=ps.pp, call=call, schedule=layout.schedule, reduce=layout.reduce
         )
         run(microbatches, denominator=torch.tensor(1))
 
@@ -117,12 +117,12 @@ def local_bytes(tensors):
     return sum(getattr(x, "_local_tensor", x).nbytes for x in tensors)
 
 
-def measure(job, ps=None):
+def measure(job, layout=Layout(), ps=None):  # noqa: B008 (frozen)
     """Return what a step holds at most, by torch's MemTracker or, with stages, by StorageCount."""
     from torch.distributed._tools.mem_tracker import MemTracker
 
     ps = solo_parallel() if ps is None else ps
-    stages, optimizer, backward, finish = step_of(job, ps)
+    stages, optimizer, backward, finish = step_of(job, layout, ps)
     ledger = count_collectives(backward, ps)  # a first step: then the optimizer has its state
     gradients = local_bytes(p.grad for p in tk.parameters_of(stages))
     finish()
@@ -148,9 +148,9 @@ def measure(job, ps=None):
 
 
 def measure_all(jobs):
-    """Return what a rank of the default group measures, for each (degrees, job)."""
+    """Return what a rank of the default group measures, for each (layout, job)."""
     found = []
-    for degrees, job in jobs:
-        with tk.parallel_session(**degrees) as ps:
-            found.append(measure(job, ps))
+    for layout, job in jobs:
+        with tk.parallel_session(layout) as ps:
+            found.append(measure(job, layout, ps))
     return found

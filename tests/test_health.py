@@ -84,13 +84,13 @@ def test_usual_noise_makes_no_spike_and_wild_values_do_not_move_the_limit():
     limits = spike_limits(state.health, Policy())
     wild = {name: [*state.health[name][8:], *[1e6] * 8] for name in ("losses", "norms")}
     assert all(
-        b < 2 * a for a, b in zip(limits, spike_limits(wild, Policy(window=64)), strict=True)
+        b < 2 * a for a, b in zip(limits, spike_limits(wild, Policy(spike_window=64)), strict=True)
     )
 
 
 def test_a_shorter_window_forgets_what_is_older():
     memory = {name: [100.0] * 40 + [1.0] * 8 for name in ("losses", "norms")}
-    assert max(spike_limits(memory, Policy(window=8, min_count=8))) < 2
+    assert max(spike_limits(memory, Policy(spike_window=8, spike_after=8))) < 2
     assert min(spike_limits(memory, Policy())) > 100
 
 
@@ -107,7 +107,7 @@ def test_nothing_is_a_spike_of_a_window_that_is_short_or_all_zero():
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
 def test_device_and_host_draw_the_line_at_the_same_number(dtype):
     # Values around the limit, to the last bit of their dtype; and limits that fp32 rounds.
-    drawn, policy = random.Random(1), Policy(on_spike="skip", min_count=4)
+    drawn, policy = random.Random(1), Policy(on_spike="skip", spike_after=4)
     for _ in range(50):
         memory = {name: [drawn.uniform(0.5, 2) for _ in range(9)] for name in ("losses", "norms")}
         limits = spike_limits(memory, policy)
@@ -240,7 +240,7 @@ def test_spikes_are_told_or_skipped_by_policy():
 @pytest.mark.case("N8")
 def test_the_window_is_bounded_and_excludes_bad_steps():
     records = [record(float(n)) if n % 3 else record(NAN) for n in range(200)]
-    _, state = run(records, Policy(window=8))
+    _, state = run(records, Policy(spike_window=8))
     assert state.health["losses"] == [float(n) for n in range(188, 200) if n % 3]
     assert len(state.health["bad_steps"]) == 32
     assert state.health["skipped"] == 67
@@ -325,7 +325,7 @@ def test_memory_of_the_first_format_is_understood():
         {"on_spike": "ignore"},
         {"spike_sigmas": 0.0},
         {"window": 0},
-        {"min_count": 0},
+        {"spike_after": 0},
     ],
 )
 def test_a_policy_out_of_range_is_refused(wrong):

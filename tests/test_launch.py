@@ -14,7 +14,7 @@ import torch
 from test_docs import blocks_of, problems_of_command
 
 import trainkit as tk
-from trainkit.launch import (
+from trainkit.mesh import (
     Launch,
     launch_from_slurm,
     launch_from_torchrun,
@@ -276,7 +276,7 @@ def test_ray_s_processes_get_variables_that_make_a_launch(tmp_path, monkeypatch)
     monkeypatch.setattr(sys, "argv", sys.argv)
     script = tmp_path / "recipe.py"
     script.write_text(
-        "import os, sys, pathlib\nfrom trainkit.launch import read_launch\n"
+        "import os, sys, pathlib\nfrom trainkit.mesh import read_launch\n"
         "told = read_launch(os.environ)\n"
         "with pathlib.Path(sys.argv[1]).open('a') as file:\n"
         "    file.write(f'{told.rank} {told.world} {told.local_rank} {told.address}\\n')\n"

@@ -14,12 +14,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import trainkit as tk
-from trainkit.launch import launch_from_slurm, read_launch
-from trainkit.mesh import check_degrees, folded_axes, world_size
+from trainkit.mesh import launch_from_slurm, read_launch, world_size
+from trainkit.mesh.axes import partitions_of
 from trainkit.testing import run_ranks
-from trainkit.types import ConfigError
+from trainkit.types import ConfigError, Layout
 
-ONES = dict.fromkeys(["pp", "dp_replicate", "dp_shard", "ring", "ulysses", "tp"], 1)
+NAMES = Layout().axes["world"]
 AXES = [
     "world pp dp dp_replicate dp_shard sp ring ulysses tp ep fsdp expert_fsdp loss sp_unfolded"
 ][0].split()
@@ -85,10 +85,8 @@ def test_experts_are_a_factor_of_what_parameters_are_sharded_over():
 
 @given(st.permutations([1, 1, 1, 2, 3, 2]), st.sampled_from(["all", "ring", "ulysses", "none"]))
 def test_every_axis_partitions_the_world(degrees, fold_sp):
-    from trainkit.mesh import _partitions
-
-    named = dict(zip(ONES, degrees, strict=True))
-    found = _partitions(named, ep=1, fold_sp=fold_sp)
+    named = dict(zip(NAMES, degrees, strict=True))
+    found = partitions_of(Layout(**named, fold_sp=fold_sp))
     for name, lists in found.items():
         assert sorted(rank for ranks in lists for rank in ranks) == list(range(12)), name
     assert (
@@ -100,11 +98,11 @@ def test_every_axis_partitions_the_world(degrees, fold_sp):
     )
 
 
-@pytest.mark.parametrize("name", [*ONES, "ep"])
+@pytest.mark.parametrize("name", [*NAMES, "ep"])
 @pytest.mark.parametrize("degree", [0, -2])
 def test_degrees_below_one_are_refused(name, degree):
     with (
-        pytest.raises(ConfigError, match=f"{name} must be at least 1, got {degree}"),
+        pytest.raises(ConfigError, match=f"{name} must be above 0,.* got {degree}"),
         tk.parallel_session(**{name: degree}),
     ):
         pass
@@ -112,16 +110,16 @@ def test_degrees_below_one_are_refused(name, degree):
 
 def test_a_product_that_is_not_the_world_is_refused_with_both_numbers():
     with pytest.raises(ConfigError, match=r"multiply to 6 .* but there are 4 processes"):
-        check_degrees({**ONES, "dp_shard": 3, "tp": 2}, ep=1, fold_sp="all", world=4)
+        Layout(dp_shard=3, tp=2).over(4)
     with pytest.raises(ConfigError, match=r"multiply to 3 .* but there are 4"):
-        check_degrees({**ONES, "dp_shard": -1, "tp": 3}, ep=1, fold_sp="all", world=4)
+        Layout(tp=3).over(4)
 
 
 def test_experts_that_do_not_divide_and_unknown_folds_are_refused():
     with pytest.raises(ConfigError, match="ep 3 does not divide the 4 ranks"):
-        check_degrees({**ONES, "dp_shard": 4}, ep=3, fold_sp="all", world=4)
+        Layout(ep=3).over(4)
     with pytest.raises(ConfigError, match="fold_sp must be one of"):
-        check_degrees(ONES, ep=1, fold_sp="some", world=1)
+        Layout(fold_sp="some")
 
 
 TORCHRUN = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": "29500"}
@@ -191,13 +189,21 @@ def test_the_world_is_known_before_anything_is_opened(monkeypatch):
 
 
 def test_the_folded_axes_are_the_design_s():
-    assert [folded_axes(x) for x in ("all", "ulysses", "none")] == [
-        ("ring", "ulysses"),
-        ("ulysses",),
-        (),
+    assert [Layout(fold_sp=x).axes["fsdp"] for x in ("all", "ulysses", "none")] == [
+        ("dp_shard", "ring", "ulysses"),
+        ("dp_shard", "ulysses"),
+        ("dp_shard",),
     ]
-    with pytest.raises(ConfigError, match="fold_sp must be one of"):
-        folded_axes("some")
+
+
+def test_a_layout_and_single_fields_of_it_open_the_same_session():
+    layout = Layout(tp=2, fold_sp="none")
+    with pytest.raises(ConfigError, match="multiply to 2"), tk.parallel_session(layout):
+        pass
+    with tk.parallel_session(layout, tp=1) as ps:
+        assert ps.degrees == dict.fromkeys(layout.degrees, 1)
+    with pytest.raises(TypeError, match="dp"), tk.parallel_session(dp=2):
+        pass
 
 
 def left_open():

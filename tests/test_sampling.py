@@ -18,9 +18,9 @@ from trainkit.sampling import (
     permute,
     phase_at,
     plan_steps,
-    rows_in_blocks,
+    rows_of_blocks,
+    rows_of_epochs,
     rows_of_mixture,
-    rows_of_step,
     share_of_rows,
 )
 from trainkit.types import Share
@@ -56,7 +56,7 @@ def test_indices_beyond_two_to_the_31_stay_right():
     assert len(set(image.tolist())) == 1000
     assert image.min() >= 0
     assert 2**38 < image.max() < 2**40
-    rows = rows_of_step(2**40, rows_per_step=3, num_rows=2**35, seed=0)
+    rows = rows_of_epochs(2**35, rows_per_step=3, seed=0)(2**40)
     epoch, first = divmod(3 * 2**40, 2**35)
     assert rows.tolist() == permute(first + np.arange(3), 2**35, key_of(0, "epoch", epoch)).tolist()
 
@@ -64,8 +64,8 @@ def test_indices_beyond_two_to_the_31_stay_right():
 @given(st.integers(1, 40), st.integers(1, 17), st.integers(0, 5))
 def test_every_row_comes_once_per_epoch(num_rows, rows_per_step, seed):
     steps = -(-3 * num_rows // rows_per_step)
-    arguments = {"rows_per_step": rows_per_step, "num_rows": num_rows, "seed": seed}
-    stream = np.concatenate([rows_of_step(step, **arguments) for step in range(steps)])
+    rows_at = rows_of_epochs(num_rows, rows_per_step=rows_per_step, seed=seed)
+    stream = np.concatenate([rows_at(step) for step in range(steps)])
     for epoch in range(3):
         part = stream[epoch * num_rows : (epoch + 1) * num_rows]
         assert sorted(part.tolist()) == list(range(num_rows))
@@ -73,7 +73,7 @@ def test_every_row_comes_once_per_epoch(num_rows, rows_per_step, seed):
 
 def test_epochs_and_seeds_have_orders_of_their_own():
     def epoch(number, seed):
-        return rows_of_step(number, rows_per_step=100, num_rows=100, seed=seed).tolist()
+        return rows_of_epochs(100, rows_per_step=100, seed=seed)(number).tolist()
 
     orders = [epoch(0, 0), epoch(1, 0), epoch(0, 1)]
     assert orders[0] != orders[1] != orders[2] != orders[0]
@@ -84,8 +84,8 @@ def test_epochs_and_seeds_have_orders_of_their_own():
 def test_every_row_comes_once_per_epoch_in_blocks_too(num_rows, rows_per_step, block, seed):
     steps = -(-3 * num_rows // rows_per_step)
     order = np.arange(num_rows)[::-1] + 100
-    arguments = {"rows_per_step": rows_per_step, "order": order, "block": block, "seed": seed}
-    stream = np.concatenate([rows_in_blocks(step, **arguments) for step in range(steps)])
+    rows_at = rows_of_blocks(order, block=block, rows_per_step=rows_per_step, seed=seed)
+    stream = np.concatenate([rows_at(step) for step in range(steps)])
     for epoch in range(3):
         part = stream[epoch * num_rows : (epoch + 1) * num_rows]
         assert sorted(part.tolist()) == sorted(order.tolist())
@@ -107,9 +107,10 @@ def test_blocks_of_like_rows_give_ranks_the_same_work_though_they_have_few(rows)
         return work.max() / work.mean() - 1
 
     steps, bound = range(4001 * 3 // (ranks * rows)), 0.02
-    blocks = {"order": np.argsort(costs), "block": ranks, **asked}
-    mean = np.mean([dearest(rows_in_blocks(step, **blocks)) for step in steps])
-    plain = np.mean([dearest(rows_of_step(s, num_rows=4001, **asked)) for s in steps])
+    in_blocks = rows_of_blocks(np.argsort(costs), block=ranks, **asked)
+    in_epochs = rows_of_epochs(4001, **asked)
+    mean = np.mean([dearest(in_blocks(step)) for step in steps])
+    plain = np.mean([dearest(in_epochs(step)) for step in steps])
     assert mean < bound < 2 * bound < plain
 
 
@@ -210,12 +211,12 @@ def test_three_rows_on_two_ranks():
         (lambda: permute([0], 0, 1), "permute: count must be at least 1, got 0"),
         (lambda: permute([3], 3, 1), r"permute: indices must lie in \[0, 3\)"),
         (lambda: permute([-1], 3, 1), r"permute: indices must lie in \[0, 3\)"),
-        (lambda: rows_of_step(0, rows_per_step=1, num_rows=0, seed=0), "num_rows=0"),
-        (lambda: rows_of_step(0, rows_per_step=0, num_rows=1, seed=0), "rows_per_step=0"),
-        (lambda: rows_of_step(-1, rows_per_step=1, num_rows=1, seed=0), "step=-1"),
-        (lambda: rows_in_blocks(0, rows_per_step=1, order=[0], block=0, seed=0), "block=0"),
-        (lambda: rows_in_blocks(0, rows_per_step=1, order=[], block=1, seed=0), "at least one"),
-        (lambda: rows_in_blocks(0, rows_per_step=1, order=[0.5], block=1, seed=0), "float64"),
+        (lambda: rows_of_epochs(0, rows_per_step=1, seed=0), "num_rows=0"),
+        (lambda: rows_of_epochs(1, rows_per_step=0, seed=0), "rows_per_step=0"),
+        (lambda: rows_of_epochs(1, rows_per_step=1, seed=0)(-1), "from 0, got -1"),
+        (lambda: rows_of_blocks([0], block=0, rows_per_step=1, seed=0), "block=0"),
+        (lambda: rows_of_blocks([], block=1, rows_per_step=1, seed=0), "at least one"),
+        (lambda: rows_of_blocks([0.5], block=1, rows_per_step=1, seed=0), "float64"),
         (lambda: share_of_rows(4, Share(0, 2), rows_per_microbatch=0), "rows_per_microbatch"),
         (lambda: share_of_rows(4, Share(2, 2), rows_per_microbatch=1), "no part 2 of 2"),
         (lambda: deal([1, -2], 1, 1), r"costs must be \[2\] integers .* \(2,\) from -2 on"),
@@ -232,9 +233,9 @@ def test_bad_arguments_are_refused(call, message):
 
 
 def test_numpy_numbers_are_the_same_numbers():
-    rows = rows_of_step(3, rows_per_step=3, num_rows=50, seed=0)
+    rows = rows_of_epochs(50, rows_per_step=3, seed=0)(3)
     for step, seed in ((np.int64(3), 0), (3, np.int64(0))):
-        again = rows_of_step(step, rows_per_step=3, num_rows=50, seed=seed)
+        again = rows_of_epochs(50, rows_per_step=3, seed=seed)(step)
         assert again.tolist() == rows.tolist()
 
 
@@ -249,19 +250,9 @@ def mixed(steps, rows_per_step, weights, *, num_rows=7, later=(), seed=0, temper
     sizes = {name: num_rows + i for i, name in enumerate(names)}
     first = Phase(0, dict(zip(names, weights, strict=True)))
     phases = make_phases(first, *later)
-    rows = np.concatenate(
-        [
-            rows_of_mixture(
-                step,
-                rows_per_step=rows_per_step,
-                num_rows=sizes,
-                phases=phases,
-                seed=seed,
-                temperature=temperature,
-            )
-            for step in steps
-        ]
-    )
+    more = {"seed": seed, "temperature": temperature}
+    rows_at = rows_of_mixture(sizes, phases, rows_per_step=rows_per_step, **more)
+    rows = np.concatenate([rows_at(step) for step in steps])
     begins = np.cumsum([0, *sizes.values()])
     sources = np.searchsorted(begins, rows, side="right") - 1
     return sources, rows - begins[sources]
@@ -305,10 +296,9 @@ def test_what_is_owed_does_not_add_up_over_many_phases(num_corpora, most):
         *(Phase(int(start), {n: int(draw.integers(1, 50)) for n in names}) for start in starts)
     )
     asked, drawn = np.zeros(num_corpora), np.zeros(num_corpora)
+    rows_at = rows_of_mixture(dict.fromkeys(names, 20), phases, rows_per_step=3, seed=0)
     for step in range(int(starts[-1]) + 3):
-        rows = rows_of_mixture(
-            step, rows_per_step=3, num_rows=dict.fromkeys(names, 20), phases=phases, seed=0
-        )
+        rows = rows_at(step)
         parts = np.array(list(mixture_weights(phase_at(step, phases).weights).values()))
         for source in rows // 20:
             asked += parts
@@ -396,7 +386,8 @@ def one_step(**changes):
         "phases": [Phase(0, {"a": 1, "b": 1})],
         "seed": 0,
     } | changes
-    return rows_of_mixture(arguments.pop("step"), **arguments)
+    step = arguments.pop("step")
+    return rows_of_mixture(**arguments)(step)
 
 
 @pytest.mark.parametrize(
@@ -411,13 +402,13 @@ def one_step(**changes):
         (make_phases, r"start at 0 and .* got \[\]"),
         (lambda: make_phases(Phase(1, {"a": 1})), r"start at 0 and .* got \[1\]"),
         (lambda: make_phases(Phase(0, {"a": 1}), Phase(0, {})), r"later than .* got \[0, 0\]"),
-        (lambda: make_phases(Phase(0, {"a": 1}), Phase(4, {"b": 1})), r"step 4 names \['b'\]"),
-        (lambda: make_phases(Phase(0, {"a": 1}), Phase(4, {"a": 0})), "step 4: at least one"),
+        (lambda: make_phases(Phase(0, {"a": 1}), Phase(4, {"b": 1})), r"batch 4 names \['b'\]"),
+        (lambda: make_phases(Phase(0, {"a": 1}), Phase(4, {"a": 0})), "batch 4: at least one"),
         (lambda: make_phases(Phase(0, {"a": 1}, lr_scale=-1)), "lr_scale -1"),
-        (lambda: phase_at(-1, make_phases(Phase(0, {"a": 1}))), "step must be at least 0, got -1"),
-        (lambda: one_step(step=-1), "step=-1"),
-        (lambda: one_step(rows_per_step=0), "rows_per_step=0"),
-        (lambda: one_step(num_rows={"a": 3, "b": 0}), r"step 0 gives weight to \['b'\], which"),
+        (lambda: phase_at(-1, make_phases(Phase(0, {"a": 1}))), "numbered from 0, got -1"),
+        (lambda: one_step(step=-1), "numbered from 0, got -1"),
+        (lambda: one_step(rows_per_step=0), "rows_per_step must be .* got 0"),
+        (lambda: one_step(num_rows={"a": 3, "b": 0}), r"batch 0 gives weight to \['b'\], which"),
         (lambda: one_step(num_rows={"a": 3}), r"weighs \['a', 'b'\], the corpora are \['a'\]"),
         (lambda: one_step(phases=[Phase(0, {"a": 1})]), "make_phases completes"),
         (lambda: one_step(phases=[Phase(0, {"a": 1, "b": 1e-9})]), r"\['b'\] come to less than"),
@@ -503,7 +494,7 @@ def test_the_epoch_of_a_step_is_where_the_stream_of_rows_stands(num_rows, rows_p
     number, first = divmod(step * rows_per_step, num_rows)
     assert int(epoch) == number
     assert epoch == pytest.approx(number + first / num_rows)
-    row = rows_of_step(step, rows_per_step=rows_per_step, num_rows=num_rows, seed=1)[0]
+    row = rows_of_epochs(num_rows, rows_per_step=rows_per_step, seed=1)(step)[0]
     assert row == permute(first, num_rows, key_of(1, "epoch", number))[0]
 
 
@@ -516,7 +507,8 @@ def test_a_plan_takes_every_step_that_fits_and_no_row_too_often(num_rows, rows_p
     sizes = {"num_rows": num_rows, "rows_per_step": rows_per_step}
     steps = plan_steps(**sizes, epochs=epochs)
     assert epoch_of(steps, **sizes) <= epochs < epoch_of(steps + 1, **sizes)
-    rows = np.concatenate([rows_of_step(step, **sizes, seed=0) for step in range(steps)])
+    rows_at = rows_of_epochs(**sizes, seed=0)
+    rows = np.concatenate([rows_at(step) for step in range(steps)])
     counts = np.bincount(rows, minlength=num_rows)
     assert counts.max() <= epochs
     assert (epochs - counts).sum() < rows_per_step

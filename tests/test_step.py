@@ -229,7 +229,7 @@ def sharded_evaluation(counts):
 
     with tk.parallel_session() as ps:
         stages, _ = build(Layout(), ps)
-        rows = list(tk.eval_batches(text_, bins, tk.Share(0, 1), rows_per_batch=1))
+        rows = list(tk.eval_batches(tk.Packed(text_, bins), rows_per_batch=1))
         start = sum(counts[: ps.loss.index])
         own = rows[start : start + counts[ps.loss.index]]
         found = tk.evaluate(stages[0], own, next_token_linear, axis=ps.loss)

@@ -12,6 +12,7 @@ from trainkit.optim import adamw, decay_groups
 from trainkit.parallel import compiled, fsdp, recompute
 from trainkit.parallel.sequence import sequence
 from trainkit.parallel.tensor import tensor
+from trainkit.sampling import rows_of_epochs
 from trainkit.types import Cursor
 
 CAPACITY = 24
@@ -68,16 +69,12 @@ def unequal(batch):
 def input_of(cursor, ps, layout, *, text, bins):
     """Return the step's microbatches on this rank, some labels masked, and the next cursor."""
     made = tk.step_batch(
-        text,
-        bins,
+        tk.Packed(text, bins),
+        rows_of_epochs(len(bins), rows_per_step=layout.rows, seed=0),
         cursor,
-        rows=layout.rows,
-        seed=0,
-        share=ps.dp.share,
+        place=ps.place,
         rows_per_microbatch=layout.rows_per_microbatch,
         noise_seed=0,
-        ring=ps.ring.share,
-        ulysses=ps.ulysses.share,
     )
     return attrs.evolve(made, microbatches=list(map(unequal, made.microbatches)))
 
@@ -120,7 +117,7 @@ def step_function(layout, ps, stages, optimizer):
         tokens = tk.all_sum(tk.count_valid_tokens(batch.microbatches), ps.loss)
         sums = run(batch.microbatches, denominator=tokens)
         tk.sync_sp_grads(params, ps.sp_unfolded)
-        norm = tk.clip_and_step(params, optimizer, lr=1e-2, max_norm=0.5, axis=ps.pp)
+        norm = tk.clip_and_step(params, optimizer, lr=1e-2, max_norm=0.5, axis=ps.pp).norm
         sums = tk.reduce_metrics(sums, ps.loss)
         metrics = {"loss": sums["loss"] / tokens.clamp(min=1), "grad_norm": norm}
         moved = {"step": state.step + 1, "tokens": state.tokens + tokens, "cursor": batch.cursor}

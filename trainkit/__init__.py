@@ -31,10 +31,8 @@ if TYPE_CHECKING:
     from trainkit import hashing as hashing
     from trainkit import health as health
     from trainkit import jit as jit
-    from trainkit import launch as launch
     from trainkit import layout as layout
     from trainkit import losses as losses
-    from trainkit import meeting as meeting
     from trainkit import mesh as mesh
     from trainkit import metrics as metrics
     from trainkit import models as models
@@ -42,6 +40,7 @@ if TYPE_CHECKING:
     from trainkit import optim as optim
     from trainkit import packing as packing
     from trainkit import parallel as parallel
+    from trainkit import pictures as pictures
     from trainkit import planning as planning
     from trainkit import prepare as prepare
     from trainkit import runtime as runtime
@@ -67,6 +66,7 @@ if TYPE_CHECKING:
     from trainkit.collectives import broadcast as broadcast
     from trainkit.corpora import open_corpus as open_corpus
     from trainkit.corpora import write_corpus as write_corpus
+    from trainkit.data import Packed as Packed
     from trainkit.data import eval_batches as eval_batches
     from trainkit.data import step_batch as step_batch
     from trainkit.grads import blame as blame
@@ -85,6 +85,7 @@ if TYPE_CHECKING:
     from trainkit.mesh import axis_from_group as axis_from_group
     from trainkit.mesh import parallel_session as parallel_session
     from trainkit.mesh import solo_parallel as solo_parallel
+    from trainkit.metrics import advance as advance
     from trainkit.metrics import reduce_metrics as reduce_metrics
     from trainkit.metrics import to_host as to_host
     from trainkit.models import call_model as call_model
@@ -92,6 +93,7 @@ if TYPE_CHECKING:
     from trainkit.packing import pack_bins as pack_bins
     from trainkit.parallel import build_stages as build_stages
     from trainkit.prepare import prepare_corpus as prepare_corpus
+    from trainkit.runtime import open_run as open_run
     from trainkit.step import bind_forward_backward as bind_forward_backward
     from trainkit.step import evaluate as evaluate
     from trainkit.step import forward_backward as forward_backward
@@ -100,14 +102,19 @@ if TYPE_CHECKING:
     from trainkit.types import Batch as Batch
     from trainkit.types import Bins as Bins
     from trainkit.types import Cursor as Cursor
+    from trainkit.types import Layout as Layout
     from trainkit.types import ParallelState as ParallelState
+    from trainkit.types import Place as Place
     from trainkit.types import Share as Share
     from trainkit.types import Spans as Spans
     from trainkit.types import StepBatch as StepBatch
     from trainkit.types import TrainState as TrainState
+    from trainkit.types import Update as Update
 
 _CONTENTS = {
-    "types": "Axis Batch Bins Cursor ParallelState Share Spans StepBatch TrainState",
+    "types": (
+        "Axis Batch Bins Cursor Layout ParallelState Place Share Spans StepBatch TrainState Update"
+    ),
     "jit": "",
     "hashing": "",
     "noise": "",
@@ -124,10 +131,8 @@ _CONTENTS = {
     "corpora": "open_corpus write_corpus",
     "prepare": "prepare_corpus",
     "collectives": "all_sum all_max broadcast agree",
-    "launch": "",
-    "meeting": "",
     "mesh": "parallel_session solo_parallel axis_from_group",
-    "data": "step_batch eval_batches",
+    "data": "Packed step_batch eval_batches",
     "attention": "",
     "models": "call_model call_with_noise",
     "parallel": "build_stages",
@@ -137,11 +142,12 @@ _CONTENTS = {
         "parameters_of named_parameters_of sum_gradients_ sync_sp_grads grad_norm clip_grads_ "
         "clip_and_step blame"
     ),
-    "metrics": "reduce_metrics to_host",
+    "metrics": "advance reduce_metrics to_host",
     "checkpoint": "save_checkpoint resume state_hash",
     "convert": "",
-    "runtime": "",
     "sinks": "",
+    "pictures": "",
+    "runtime": "open_run",
     "config": "",
     "planning": "",
     "testing": "",

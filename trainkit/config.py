@@ -8,27 +8,56 @@ from __future__ import annotations
 
 import contextlib
 import difflib
+import functools
 import io
-import json
 import math
 import os
 import re
 import reprlib
 import sys
 import tomllib
-from collections.abc import Callable, Container, Iterable, Sequence
-from datetime import timedelta
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from itertools import groupby, zip_longest
 from pathlib import Path
-from typing import Any, Literal, TypeVar, get_origin, get_type_hints
+from typing import TYPE_CHECKING, Any, Literal, TypeVar, get_args, get_origin, get_type_hints
 
 import attrs
 
-from trainkit.checkpoint.retention import Retention
-from trainkit.files import read_bounded
+from trainkit.checkpoint.retention import Keeping
+from trainkit.files import read_bounded, replacing, toml_text
 from trainkit.health import Policy
-from trainkit.runtime.errors import needs_extra
-from trainkit.types import ConfigError
+from trainkit.runtime.limits import Limits
+from trainkit.types import (
+    ConfigError,
+    Layout,
+    Rows,
+    Validator,
+    fraction,
+    needs_extra,
+    non_negative,
+    one_of,
+    positive,
+)
+
+if TYPE_CHECKING:
+    from trainkit.checkpoint.facts import Changes
+
+__all__ = [
+    "OptimOptions",
+    "RowOptions",
+    "RunConfig",
+    "changes_of",
+    "config_facts",
+    "fraction",
+    "load_config",
+    "non_negative",
+    "one_of",
+    "option",
+    "plain_values",
+    "positive",
+    "read_config",
+    "write_config",
+]
 
 T = TypeVar("T")
 
@@ -39,206 +68,185 @@ _MOST_BYTES = 1 << 16  # of a configuration file
 _MOST_DOTS = 1000  # of a line of it
 _MOST_PROBLEMS = 20  # that are told, each with the nearest name: a search takes a millisecond
 
-Validator = Callable[[Any, "attrs.Attribute[Any]", Any], None]
-"""The type of an attrs validator."""
+Change = Literal["refused", "asked", "free", "no fact"]
+"""Whether a run may be continued with another value of a field: no; if --allow-change names it;
+yes, as it changes nothing that is computed; or it is not even kept with the run, since it only says
+how this start of it is meant."""
 
 
-# ------------------------------------------------------------------------------------ rules
+# ------------------------------------------------------------------------------------ records
 
 
-def _rule(holds: Callable[[Any], bool], want: str) -> Validator:
-    def validate(_: Any, attribute: attrs.Attribute[Any], value: Any) -> None:
-        if not holds(value):
-            raise ConfigError(
-                f"{attribute.name} must be {want}, got {value!r}",
-                where=attribute.name,
-                got=value,
-                want=want,
-            )
+def option(default: Any, validator: Validator | None = None, *, change: Change = "refused") -> Any:
+    """Return a field of a configuration; the docstring below it is its help.
 
-    return validate
+    A field may be a record itself, with `default` an instance of it: its fields are then flags and
+    keys like all others, under a heading of their own in the help, and have its `change` where they
+    have none.
 
-
-positive = _rule(lambda value: value > 0, "above 0")
-non_negative = _rule(lambda value: value >= 0, "at least 0")
-_waited = _rule(lambda value: 0 < value <= 30 * 86400, "above 0 and at most 30 days in seconds")
-fraction = _rule(lambda value: 0 <= value <= 1, "between 0 and 1")
-_positive_or_rest = _rule(lambda value: value > 0 or value == -1, "above 0, or -1 for the rest")
-_all_or_two = _rule(
-    lambda value: value == 0 or value >= 2,
-    "0 for all, or at least 2, as the newest may turn out damaged",
-)
-
-
-def one_of(*choices: Any) -> Validator:
-    """Return an attrs validator: the value is one of `choices`.
-
-    `positive`, `non_negative` and `fraction` are such validators too; `attrs.validators.optional`
-    makes them let None pass.
+    Args:
+        default: The value where nobody gives one.
+        validator: What it must be: `positive`, `one_of(...)`, or any other of attrs.
+        change: Whether a run may be continued with another value; see `changes_of`.
 
     Examples:
-        >>> @attrs.frozen
-        ... class Config:
-        ...     kernel: str = attrs.field(default="sdpa", validator=one_of("sdpa", "varlen"))
-        >>> Config("sdp")
-        Traceback (most recent call last):
-        ...
-        trainkit.types.ConfigError: kernel must be one of 'sdpa', 'varlen', got 'sdp'
+        >>> @attrs.frozen(kw_only=True)
+        ... class Config(RunConfig):
+        ...     rows: int = option(8, positive)
+        ...     recompute: str = option("none", one_of("none", "full"), change="free")
+        >>> changes_of(Config()).free[-1]
+        'recompute'
     """
-    return _rule(lambda value: value in choices, f"one of {', '.join(map(repr, choices))}")
+    return attrs.field(default=default, validator=validator, metadata={"change": change})
+
+
+@attrs.frozen(kw_only=True)
+class OptimOptions:
+    """How the optimizer steps."""
+
+    lr: float = attrs.field(default=3e-3, validator=positive)
+    """The peak learning rate."""
+
+    warmup: int = attrs.field(default=30, validator=non_negative)
+    """Steps in which the learning rate rises."""
+
+    schedule_steps: int = attrs.field(default=1000, validator=positive)
+    """The length of the learning rate's schedule; past it the last rate holds."""
+
+    weight_decay: float = attrs.field(default=0.1, validator=non_negative)
+    """Decay of matrices; vectors have none."""
+
+    max_norm: float = attrs.field(default=1.0, validator=positive)
+    """Gradients above this norm are scaled down to it."""
+
+
+@attrs.frozen(kw_only=True)
+class RowOptions(Rows):
+    """How text becomes the rows of a step."""
+
+    row_length: int = attrs.field(default=256, validator=positive)
+    """Tokens in a row; documents are packed into rows, and longer ones are split or cut."""
+
+    rows: int = attrs.field(default=8, validator=positive)
+    """Rows in a step, over all ranks."""
+
+    microbatch: int = option(4, positive, change="free")
+    """Rows that go through the model at once, on each rank."""
+
+    multiple_of: int = attrs.field(default=8, validator=positive)
+    """What a piece's length in its row is rounded up to, in all layouts; a ring of N needs 2 N."""
 
 
 @attrs.frozen(kw_only=True)
 class RunConfig:
     """The flags that every training recipe has; a recipe's own record inherits from it."""
 
-    out: Path = Path("runs/run")
+    out: Path = option(Path("runs/run"), change="no fact")
     """The run directory: configuration, metrics, checkpoints and pictures. It is made."""
 
-    steps: int = attrs.field(default=1000, validator=non_negative)
+    steps: int = option(1000, non_negative, change="no fact")
     """Stop after this step. Nothing else depends on it: see schedule-steps."""
 
-    schedule_steps: int = attrs.field(default=1000, validator=positive)
-    """The length of the learning rate's schedule; past it the last rate holds."""
-
-    seed: int = attrs.field(default=0, validator=non_negative)
+    seed: int = option(0, non_negative)
     """What initial values, the order of the data and dropout follow from."""
 
-    config: Path | None = None
+    config: Path | None = option(None, change="no fact")
     """A TOML file with values for these flags, keys as in config.toml; flags override it."""
 
-    resume: str = "auto"
+    resume: str = option("auto", change="no fact")
     """auto: from the newest checkpoint that verifies, if there is one; never; or a checkpoint."""
 
-    save_every: int = attrs.field(default=200, validator=positive)
-    """Save a checkpoint every so many steps, and at the end."""
-
-    keep: int = attrs.field(default=0, validator=_all_or_two)
-    """How many of the newest checkpoints stay, at least 2; 0 for all."""
-
-    keep_every: int = attrs.field(default=0, validator=non_negative)
-    """With --keep: the checkpoints of every so many steps stay for good too; 0 for none."""
-
-    background_saves: bool = True
-    """Copy the state to host memory and write it while training goes on."""
-
-    allow_change: tuple[str, ...] = ()
+    allow_change: tuple[str, ...] = option((), change="no fact")
     """Names of flags that this run may be continued with another value of: lr, schedule-steps."""
 
-    max_skips: int = attrs.field(default=3, validator=positive)
-    """So many steps in a row with bad numbers are a roll-back; those before are skipped."""
-
-    max_rollbacks: int = attrs.field(default=3, validator=non_negative)
-    """How often a run may go back to an earlier checkpoint because of bad numbers."""
-
-    on_spike: Literal["apply", "skip"] = "apply"
-    """Whether a step far above those before it, in loss or norm, is taken and told, or skipped."""
-
-    sinks: tuple[Literal["tensorboard", "wandb"], ...] = ()
-    """Where metrics go besides metrics.jsonl: tensorboard, wandb."""
-
-    step_timeout: float = attrs.field(default=600.0, validator=_waited)
-    """Seconds that a step may take before the run ends and the rank that is stuck is named."""
-
-    start_timeout: float = attrs.field(default=1800.0, validator=_waited)
-    """Seconds that everything before the first step's end may take."""
-
-    grace: float | None = attrs.field(default=None, validator=attrs.validators.optional(_waited))
-    """Seconds from a signal to stop until the launcher kills, less a few; by default 25, or what
-    two steps and a save have taken."""
-
-    pp: int = attrs.field(default=1, validator=positive)
-    """Pipeline stages."""
-
-    dp_replicate: int = attrs.field(default=1, validator=positive)
-    """Copies of the parameters, each trained on rows of its own."""
-
-    dp_shard: int = attrs.field(default=-1, validator=_positive_or_rest)
-    """Ranks that split parameters and rows between them; -1 takes the rest of the world."""
-
-    ring: int = attrs.field(default=1, validator=positive)
-    """Ranks that split a row's tokens and pass keys and values around."""
-
-    ulysses: int = attrs.field(default=1, validator=positive)
-    """Ranks that split a row's tokens and exchange them for heads."""
-
-    tp: int = attrs.field(default=1, validator=positive)
-    """Ranks that split each matrix (tensor parallelism)."""
-
-    ep: int = attrs.field(default=1, validator=positive)
-    """Ranks that split the experts; they are among those that shard parameters."""
-
-    fold_sp: Literal["all", "ring", "ulysses", "none"] = "all"
-    """Which of ring and ulysses also split parameters; gradients are summed over the rest."""
-
-    schedule: str = "1f1b"
-    """The order of a pipeline's work: gpipe, 1f1b, interleaved_1f1b, looped_bfs, and others."""
-
-    dtype: Literal["auto", "fp32", "bf16"] = "auto"
+    dtype: Literal["auto", "fp32", "bf16"] = option("auto", change="asked")
     """What is computed in, on fp32 parameters; auto is bf16 on a GPU and fp32 on a CPU."""
 
-    deterministic: bool = False
-    """Take only algorithms that give the same bits each time, which all do on a CPU."""
+    recompute: Literal["none", "selective", "full"] = option("none", change="free")
+    """What is computed again in the backward pass, to save memory."""
 
-    reduce: Literal["last", "each"] = "last"
-    """After which microbatch gradients are reduced; each needs less memory, and sends more."""
+    compiled: bool = option(default=False, change="free")
+    """Compile the blocks with torch.compile."""
 
-    reshard_after_forward: bool = True
-    """Gather a block's parameters again for backward; zero-bubble schedules need it off."""
+    keeping: Keeping = option(Keeping(), change="no fact")
+    limits: Limits = option(Limits(), change="no fact")
+    policy: Policy = option(Policy(), change="no fact")
+    layout: Layout = option(Layout(), change="free")
 
-    cpu_offload: bool = False
-    """Keep sharded parameters and the optimizer's state in host memory, and step there."""
 
-    multiple_of: int = attrs.field(default=8, validator=positive)
-    """What a piece's length in its row is rounded up to, in all layouts; a ring of N needs 2 N."""
+# ------------------------------------------------------------------------------------ fields
 
-    @property
-    def degrees(self) -> dict[str, int]:
-        """The degrees of the layout by name, for `parallel_session`."""
-        return {name: getattr(self, name) for name in DEGREES}
 
-    @property
-    def policy(self) -> Policy:
-        """What is done about bad numbers."""
-        names = ("max_skips", "max_rollbacks", "on_spike")
-        return Policy(**{name: getattr(self, name) for name in names})
+@attrs.frozen
+class _Field:
+    """A field of a configuration, or of a record in it."""
 
-    @property
-    def safety(self) -> dict[str, Any]:
-        """What `checkpoint.guarded_saves` takes of a configuration."""
-        retention = Retention(last=self.keep, every=self.keep_every) if self.keep else None
-        how = {"policy": self.policy, "retention": retention, "background": self.background_saves}
-        return {**how, "grace": self.grace or 25.0, "config": plain_values(self)}
+    path: tuple[str, ...]
+    attribute: attrs.Attribute[Any]
+    type: Any
+    change: Change
+    owner: Any = None  # the default of the record that it is in
 
     @property
-    def session(self) -> dict[str, Any]:
-        """What `runtime.open_run` takes, and with it `parallel_session`.
+    def default(self) -> Any:
+        """The value where nobody gives one; `attrs.NOTHING` for a field that must be given."""
+        name = self.attribute.name
+        return self.attribute.default if self.owner is None else getattr(self.owner, name)
 
-        Collectives may wait long: it is `runtime.watch` that ends a step after the step-timeout,
-        and knows who is stuck.
-        """
-        start = timedelta(seconds=self.start_timeout)
-        longest = max(start, timedelta(seconds=10 * self.step_timeout))
-        waits = {"start_timeout": start, "timeout": longest, "grace": self.grace}
-        return {**self.degrees, "fold_sp": self.fold_sp, **waits}
-
-    @property
-    def layout(self) -> dict[str, Any]:
-        """What `parallel.check_layout` asks beside the model and the rows."""
-        others = ("fold_sp", "schedule", "reshard_after_forward", "multiple_of")
-        return {"degrees": self.degrees, **{name: getattr(self, name) for name in others}}
+    def value(self, config: Any) -> Any:
+        """Return the field's value in a configuration."""
+        return functools.reduce(getattr, self.path, config)
 
 
-DEGREES = ("pp", "dp_replicate", "dp_shard", "ring", "ulysses", "tp", "ep")
-LAYOUT_FIELDS = (*DEGREES, "fold_sp", "schedule", "reduce")
-LAYOUT_FIELDS += ("reshard_after_forward", "cpu_offload", "deterministic")
-"""The fields of `RunConfig` that say where the work of a step happens, never what is computed."""
-SAFETY_FIELDS = ("keep", "keep_every", "background_saves", "step_timeout", "start_timeout")
-SAFETY_FIELDS += ("grace", "max_skips", "max_rollbacks", "on_spike", "sinks")
-"""The fields of `RunConfig` that say how a run is watched and kept, not what it is."""
-PLACE_FIELDS = ("out", "steps", "config", "resume", "save_every", "allow_change")
-PLACE_FIELDS += (*SAFETY_FIELDS, *LAYOUT_FIELDS)
-"""The fields of `RunConfig` that say where a run happens and when it stops, not what it is."""
+def _fields(config_type: type[Any]) -> dict[str, _Field]:
+    """Return all fields by name, those of the records inside among them."""
+    found: dict[str, _Field] = {}
+    types = get_type_hints(config_type)
+    for a in attrs.fields(config_type):
+        change = a.metadata.get("change", "refused")
+        own = {a.name: _Field((a.name,), a, types[a.name], change)} if a.init else {}
+        if own and attrs.has(types[a.name]):
+            inside = _fields(types[a.name]).values()
+            own = {x.attribute.name: _inside(a, x, change) for x in inside}
+        assert not own.keys() & found.keys(), f"{config_type.__name__} has {a.name} twice"
+        found |= own
+    return found
+
+
+def _inside(record: attrs.Attribute[Any], field: _Field, change: Change) -> _Field:
+    own = field.attribute.metadata.get("change", change)
+    path = (record.name, *field.path)
+    return attrs.evolve(field, path=path, change=own, owner=record.default)
+
+
+def _record(config_type: type[T], values: Mapping[str, Any], absent: Any) -> T:
+    """Return a configuration of values by name; `absent` stands for what has none and needs one."""
+    types, made = get_type_hints(config_type), dict[str, Any]()
+    for a in attrs.fields(config_type):
+        if a.init and attrs.has(types[a.name]):
+            inside = {name: x for name, x in values.items() if name in _fields(types[a.name])}
+            made[a.name] = attrs.evolve(a.default, **inside)
+        elif a.init and a.name in values:
+            made[a.name] = values[a.name]
+        elif a.init and a.default is attrs.NOTHING:
+            made[a.name] = absent
+    return config_type(**made)
+
+
+def changes_of(config: Any) -> Changes:
+    """Return which fields a run may be continued with other values of; see `option`.
+
+    Examples:
+        >>> changes_of(RunConfig(allow_change=("dtype",))).flagged
+        ('dtype',)
+    """
+    from trainkit.checkpoint.facts import Changes  # noqa: PLC0415 -- it needs torch
+
+    named = {kind: list[str]() for kind in get_args(Change)}
+    for name, field in _fields(type(config)).items():
+        named[field.change].append(name)
+    free = (*named["no fact"], *named["free"])
+    return Changes(free, tuple(named["asked"]), config.allow_change)
 
 
 # ------------------------------------------------------------------------------------ reading
@@ -281,7 +289,13 @@ def load_config(
     errors = io.StringIO()
     with attrs.validators.disabled(), contextlib.redirect_stderr(errors):  # see _rule_problems
         try:
-            config = tyro.cli(config_type, args=argv, default=default, description=description)
+            config = tyro.cli(
+                config_type,
+                args=argv,
+                default=default,
+                description=description,
+                config=(tyro.conf.OmitArgPrefixes,),
+            )
         except SystemExit as end:
             if not end.code:
                 raise
@@ -306,8 +320,8 @@ def read_config(config_type: type[T], path: str | Path) -> T:
         True
     """
     config = _from_file(config_type, path, attrs.NOTHING)
-    fields = _fields(config_type)
-    missing = [f"{a.name} is missing" for a in fields if getattr(config, a.name) is attrs.NOTHING]
+    fields = _fields(config_type).items()
+    missing = [f"{name} is missing" for name, x in fields if x.value(config) is attrs.NOTHING]
     _raise_all(missing, str(path))
     return config
 
@@ -320,10 +334,9 @@ def write_config(path: str | Path, config: Any) -> None:
     Effects:
         Writes `path`, by a rename, so that it is whole at any time.
     """
-    path = Path(path)
-    new = path.with_name(f".{path.name}.{os.getpid()}")
-    new.write_text("".join(_toml_lines(config)), encoding="utf-8")
-    new.replace(path)
+    values = {name: x for name, x in plain_values(config).items() if name != "config"}
+    with replacing(Path(path), by="write_config") as file:
+        file.write(toml_text(values).encode())
 
 
 def plain_values(config: Any) -> dict[str, Any]:
@@ -333,14 +346,14 @@ def plain_values(config: Any) -> dict[str, Any]:
         >>> plain_values(RunConfig(seed=7))["out"], plain_values(RunConfig(seed=7))["seed"]
         ('runs/run', 7)
     """
-    return {a.name: _plain(getattr(config, a.name)) for a in _fields(type(config))}
+    return {name: _plain(x.value(config)) for name, x in _fields(type(config)).items()}
 
 
 def config_facts(config: Any) -> dict[str, Any]:
     """Return a configuration as facts to save with the checkpoints of a run.
 
     What only says where files are, how this start of the run began, when it stops and how it is
-    watched is no fact of the run.
+    watched is no fact of the run: see `option`.
 
     Returns:
         {"config.NAME": value}.
@@ -349,8 +362,9 @@ def config_facts(config: Any) -> dict[str, Any]:
         >>> config_facts(RunConfig(seed=7))["config.seed"]
         7
     """
-    no_facts = ("out", "steps", "config", "resume", "save_every", "allow_change", *SAFETY_FIELDS)
-    return {f"config.{name}": x for name, x in plain_values(config).items() if name not in no_facts}
+    kept = [name for name, x in _fields(type(config)).items() if x.change != "no fact"]
+    values = plain_values(config)
+    return {f"config.{name}": values[name] for name in kept}
 
 
 def _plain(value: Any) -> Any:
@@ -359,33 +373,7 @@ def _plain(value: Any) -> Any:
     return str(value) if isinstance(value, Path) else value
 
 
-def _toml_lines(config: Any) -> Iterable[str]:
-    for attribute in _fields(type(config)):
-        value = getattr(config, attribute.name)
-        is_default = value is None and attribute.default is None
-        if not is_default and attribute.name != "config":
-            yield f"{attribute.name} = {_toml(value)}\n"
-
-
-def _toml(value: Any) -> str:
-    if value is None:
-        return '"None"'  # TOML has no null; an optional field reads this as one, like its flag
-    if isinstance(value, bool):
-        return str(value).lower()
-    if isinstance(value, int | float):
-        return repr(value)
-    if isinstance(value, str | Path):
-        return json.dumps(str(value), ensure_ascii=False).replace("\x7f", "\\u007f")
-    if isinstance(value, Sequence):
-        return f"[{', '.join(map(_toml, value))}]"
-    raise ConfigError(f"write_config: {value!r} is no str, number, bool, Path, None or tuple")
-
-
 # ------------------------------------------------------------------------------------ checking
-
-
-def _fields(config_type: type[Any]) -> tuple[attrs.Attribute[Any], ...]:
-    return tuple(a for a in attrs.fields(config_type) if a.init)
 
 
 def _flag(name: str) -> str:
@@ -412,12 +400,9 @@ def _refuse_undecoded(argv: Sequence[str]) -> None:
 
 
 def _check_flags(config_type: type[Any], argv: Sequence[str]) -> None:
-    flags = ["--help", *(_flag(a.name) for a in _fields(config_type))]
-    types = get_type_hints(config_type)
-    known = {
-        *flags,
-        *("--no-" + f[2:] for f in flags if types.get(f[2:].replace("-", "_")) is bool),
-    }
+    fields = _fields(config_type)
+    flags = ["--help", *map(_flag, fields)]
+    known = {*flags, *(_flag(f"no_{name}") for name, x in fields.items() if x.type is bool)}
     given = (_flag(word[2:].partition("=")[0]) for word in argv if word.startswith("--"))
     unknown = [f"unknown flag {f[:100]}{_nearest(f, flags)}" for f in given if f not in known]
     _raise_all(unknown, "command line")
@@ -430,7 +415,7 @@ def _config_flag(config_type: type[Any], argv: Sequence[str]) -> str | None:
         name, equals, value = word.partition("=")
         if name == "--config":
             file = value if equals else following
-    return file if file != "None" and "config" in attrs.fields_dict(config_type) else None
+    return file if file != "None" and "config" in _fields(config_type) else None
 
 
 def _reason(message: str) -> str:
@@ -450,11 +435,10 @@ def _from_file(config_type: type[T], path: str | Path, absent: Any) -> T:
     except (OSError, ValueError) as error:
         reason = getattr(error, "strerror", None) or error
         raise ConfigError(f"{path}: {reason}", where=str(path)) from error
-    fields = {a.name: a for a in _fields(config_type) if a.name != "config"}
-    values, problems = _typed_values(table, {n: get_type_hints(config_type)[n] for n in fields})
-    required = {name: absent for name, a in fields.items() if a.default is attrs.NOTHING}
+    types = {name: x.type for name, x in _fields(config_type).items() if name != "config"}
+    values, problems = _typed_values(table, types)
     with attrs.validators.disabled():
-        config = config_type(**(required | values))
+        config = _record(config_type, values, absent)
     problems += _rule_problems(config, set(values))
     _raise_all([f"{path}: {problem}" for problem in problems[:1]] + problems[1:], str(path))
     return config
@@ -531,23 +515,23 @@ def _rule_problems(config: Any, names: Container[str] | None = None) -> list[str
     field.
     """
     problems: list[str] = []
-    for attribute in attrs.fields(type(config)):
-        value = getattr(config, attribute.name)
-        if names is not None and attribute.name not in names:
+    for name, field in _fields(type(config)).items():
+        value = field.value(config)
+        if names is not None and name not in names:
             continue
         parts = value if isinstance(value, tuple) else (value,)
         if any(isinstance(part, float) and math.isnan(part) for part in parts):
-            problems.append(f"{attribute.name} must be a number, got {value!r}")
+            problems.append(f"{name} must be a number, got {value!r}")
         elif any(isinstance(part, Path) and "\0" in str(part) for part in parts):
-            problems.append(f"{attribute.name} must have no null byte, got {str(value)!r}")
+            problems.append(f"{name} must have no null byte, got {str(value)!r}")
         elif any(isinstance(part, int) and not -_INT64 <= part < _INT64 for part in parts):
-            problems.append(f"{attribute.name} must be below 2^63, got {value!r}")
-        elif attribute.validator is not None:
+            problems.append(f"{name} must be below 2^63, got {value!r}")
+        elif field.attribute.validator is not None:
             try:
-                attribute.validator(config, attribute, value)
+                field.attribute.validator(config, field.attribute, value)
             except (ValueError, TypeError) as error:
                 text = str(error)
-                problems.append(text if attribute.name in text else f"{attribute.name}: {text}")
+                problems.append(text if name in text else f"{name}: {text}")
     return problems
 
 

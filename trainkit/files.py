@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import errno
 import fcntl
+import json
 import os
 import secrets
 import shutil
 import stat
+from collections.abc import Mapping, Sequence
 from contextlib import contextmanager, suppress
-from typing import TYPE_CHECKING, BinaryIO
+from typing import TYPE_CHECKING, Any, BinaryIO
 
 from trainkit.types import DiskError
 
@@ -238,3 +240,34 @@ def sync_folder(path: Path) -> None:
         os.fsync(folder)
     finally:
         os.close(folder)
+
+
+def toml_text(values: Mapping[str, Any]) -> str:
+    """Return plain values by name as the text of a TOML file.
+
+    TOML has no null: None is written as "None", which `config.read_config` reads as one.
+
+    Raises:
+        TypeError: A value is none of str, number, bool, None and lists of these.
+
+    Examples:
+        >>> print(toml_text({"lr": 0.1, "out": "runs/a", "data": ["a", "b"]}), end="")
+        lr = 0.1
+        out = "runs/a"
+        data = ["a", "b"]
+    """
+    return "".join(f"{name} = {_toml(value)}\n" for name, value in values.items())
+
+
+def _toml(value: Any) -> str:
+    if value is None:
+        return '"None"'
+    if isinstance(value, bool):
+        return str(value).lower()
+    if isinstance(value, int | float):
+        return repr(value)
+    if isinstance(value, str):
+        return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
+    if isinstance(value, Sequence):
+        return f"[{', '.join(map(_toml, value))}]"
+    raise TypeError(f"toml_text: {value!r} is no str, number, bool, None or list")

@@ -7,7 +7,7 @@ norm of the whole model's gradient, each element counted once.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -26,10 +26,9 @@ from trainkit.parallel.reduction import (
     sum_gradients_,
     sum_grads_,
 )
-from trainkit.types import SOLO, Axis
+from trainkit.types import SOLO, Axis, Update
 
 __all__ = [
-    "Evidence",
     "blame",
     "clip_and_step",
     "clip_grads_",
@@ -40,11 +39,6 @@ __all__ = [
     "sum_gradients_",
     "sync_sp_grads",
 ]
-
-Evidence = MutableMapping[Any, Any]
-"""What one step on this rank leaves for `blame`: terms of the loss by name and norms of gradients
-by parameter, on the device, and as "replay" a function that takes its backward pass again.
-"""
 
 
 def parameters_of(stages: Iterable[nn.Module]) -> list[nn.Parameter]:
@@ -128,9 +122,7 @@ def _sharded_over(grad: Any) -> tuple[Any, tuple[int, ...]] | None:
 
 
 @torch.no_grad()
-def grad_norm(
-    params: Iterable[nn.Parameter], *, axis: Axis = SOLO, evidence: Evidence | None = None
-) -> Tensor:
+def grad_norm(params: Iterable[nn.Parameter], *, axis: Axis = SOLO) -> Tensor:
     """Return the 2-norm of the whole model's gradient.
 
     Squares are summed over exactly the mesh dimensions that a parameter is sharded over, never over
@@ -142,8 +134,6 @@ def grad_norm(
             and one that is listed twice counts once.
         axis: The pipeline axis, `ps.pp`, whose ranks hold different parameters. It is no
             data-parallel axis: what parameters are sharded over is read off them.
-        evidence: Is given the norm of each parameter's gradient on this rank, which is computed
-            anyway; those of an earlier step go.
 
     Returns:
         A 0-d tensor of fp32, or fp64 for fp64 gradients, equal on all ranks (in fp32 on a pipeline
@@ -166,9 +156,6 @@ def grad_norm(
     # Grouped by the parameters, which all ranks have in the same order, not by the gradients.
     groups: dict[Any, list[nn.Parameter]] = {}
     copies: list[nn.Parameter] = []
-    if evidence is not None:
-        for key in [key for key in evidence if isinstance(key, nn.Parameter)]:
-            del evidence[key]
     params = list(dict.fromkeys(params))
     check_dense(params)
     for p in params:
@@ -177,7 +164,7 @@ def grad_norm(
         elif p.requires_grad:
             where = None if type(p) is nn.Parameter else _sharded_over(p)
             groups.setdefault(where, []).append(p)
-    totals = [_group_norm(where, members, evidence) for where, members in groups.items()]
+    totals = [_group_norm(where, members) for where, members in groups.items()]
     # A stage that trains its tied copy alone must clip it as the first stage clips the owner.
     totals = totals or [_zero_like(p) for p in copies[:1]]
     norm = totals[0] if len(totals) == 1 else _combined(totals)
@@ -188,14 +175,12 @@ def grad_norm(
     return all_sum(square, axis).sqrt().to(norm.dtype)
 
 
-def _group_norm(where: Any, members: Sequence[nn.Parameter], evidence: Evidence | None) -> Tensor:
+def _group_norm(where: Any, members: Sequence[nn.Parameter]) -> Tensor:
     """Return the norm over parameters that are sharded alike: `where` is (mesh, its dimensions)."""
     grads = [p.grad for p in members if p.grad is not None]
     for grad in grads if where is not None else ():
         _sharded_over(grad)
     parts = _norms([local_of(grad) for grad in grads])
-    if evidence is not None:
-        evidence.update(zip([p for p in members if p.grad is not None], parts, strict=True))
     total = torch.linalg.vector_norm(torch.stack(parts)) if parts else _zero_like(members[0])
     if where is None or not where[1]:
         return total
@@ -222,11 +207,7 @@ def _combined(totals: Sequence[Tensor]) -> Tensor:
 
 @torch.no_grad()
 def clip_grads_(
-    params: Iterable[nn.Parameter],
-    *,
-    max_norm: float | None,
-    axis: Axis = SOLO,
-    evidence: Evidence | None = None,
+    params: Iterable[nn.Parameter], *, max_norm: float | None, axis: Axis = SOLO
 ) -> Tensor:
     """Scale the gradient of the whole model down to a norm; nothing is stepped or cleared.
 
@@ -237,7 +218,6 @@ def clip_grads_(
         params: The parameters of this rank; one that is listed twice is scaled once.
         max_norm: Gradients are scaled by min(1, max_norm / (norm + 1e-6)); None only measures.
         axis: The pipeline axis, `ps.pp`; see `grad_norm`.
-        evidence: Is given each gradient's own norm, for `blame`.
 
     Returns:
         The norm before clipping, a 0-d tensor, equal on all ranks.
@@ -259,7 +239,7 @@ def clip_grads_(
             f"clip_grads_: max_norm must be positive, got {max_norm}; None only measures"
         )
     params = list(dict.fromkeys(params))
-    norm = grad_norm(params, axis=axis, evidence=evidence)
+    norm = grad_norm(params, axis=axis)
     grads = [local_of(p.grad) for p in params if p.grad is not None]
     if grads and max_norm is not None and math.isfinite(max_norm):
         scale = (max_norm / (norm + 1e-6)).clamp(max=1.0)
@@ -277,8 +257,7 @@ def clip_and_step(
     axis: Axis = SOLO,
     applies: Callable[[Tensor], Tensor] | None = None,
     world: Axis = SOLO,
-    evidence: Evidence | None = None,
-) -> Tensor:
+) -> Update:
     """Clip the gradient to a norm, take one optimizer step, and clear the gradients.
 
     A step that does not apply changes nothing: parameters and moments keep every bit. The optimizer
@@ -293,15 +272,14 @@ def clip_and_step(
             `clip_grad_norm_`; None only measures.
         axis: The pipeline axis, `ps.pp`; see `grad_norm`.
         applies: From the norm to whether the step applies, both 0-d tensors, as
-            `health.step_test` makes it; None asks that the norm is finite.
-        world: All ranks, `ps.world`: a step that one of them refuses is refused by all, and the
-            norm is then NaN where it would have been taken. Numbers that are summed over all ranks
-            need it not; those that are computed by several ranks alike do, when one of them errs.
-        evidence: Is given each gradient's own norm, for `blame`.
+            `health.step_test` makes it. A norm that is not finite is refused whatever it says.
+        world: All ranks, `ps.world`: a step that one of them refuses is refused by all. Numbers
+            that are summed over all ranks need it not; those that are computed by several ranks
+            alike do, when one of them errs.
 
     Returns:
-        The norm before clipping, a 0-d tensor; `applies` says of it, on every rank, whether the
-        step was taken.
+        The norm before clipping, and whether the step was taken, which is equal on all ranks of
+        `world`: two 0-d tensors.
 
     Raises:
         ValueError: `lr` is negative or not finite, `max_norm` is not positive, a gradient is
@@ -318,7 +296,7 @@ def clip_and_step(
         >>> p.grad = torch.tensor([3.0, 4.0])
         >>> optimizer = torch.optim.SGD([p])
         >>> clip_and_step([p], optimizer, lr=1.0, max_norm=None, axis=solo_parallel().pp)
-        tensor(5.)
+        Update(norm=tensor(5.), applied=tensor(True))
         >>> p.data, p.grad
         (tensor([-3., -4.]), None)
     """
@@ -326,19 +304,18 @@ def clip_and_step(
         raise ValueError(f"clip_and_step: lr must be finite and at least 0, got {lr}")
     params = list(params)  # they are walked more than once, and may be a generator
     _check_held(params, optimizer)
-    norm = clip_grads_(params, max_norm=max_norm, axis=axis, evidence=evidence)
-    refused = _not_finite(norm) if applies is None else applies(norm).logical_not()
+    norm = clip_grads_(params, max_norm=max_norm, axis=axis)
+    refused = _not_finite(norm)
+    if applies is not None:
+        refused = refused | applies(norm).logical_not().to(norm.device)
     if world.count > 1:
-        refused = refused.to(norm.device)
-        anywhere = all_sum(refused.to(torch.float32), world) > 0
-        norm = torch.where(anywhere & ~refused, math.nan, norm)
-        refused = anywhere
+        refused = all_sum(refused.to(torch.float32), world) > 0
     for group in optimizer.param_groups:
         group["lr"] = lr * group.get("lr_scale", 1)
     _step_unless(refused, optimizer)
     for p in params:
         p.grad = None
-    return norm
+    return Update(norm, refused.logical_not())
 
 
 def _check_held(params: Sequence[nn.Parameter], optimizer: torch.optim.Optimizer) -> None:
@@ -389,74 +366,66 @@ def _skips_on_device(optimizer: Any) -> bool:
 
 
 def blame(
-    evidence: Evidence, stages: Iterable[nn.Module], axis: Axis, *, most: int = 3
+    replay: Callable[[], Mapping[str, Tensor]],
+    stages: Iterable[nn.Module],
+    axis: Axis,
+    *,
+    most: int = 3,
 ) -> list[str]:
-    """Say where the numbers of a step stopped being finite, and on which ranks; for a bad step.
+    """Say where the numbers of a step stop being finite, and on which ranks; for a bad step.
 
-    A loss that is not finite is named by the rank that computed it. A gradient has been summed over
-    ranks by the time that it is looked at, so a rank that holds it need not have made it: `replay`
-    computes every rank's own again, and names the rank and the gradient that the backward pass came
-    to first, since all that it reaches follows. Without it the message says who holds what.
+    A bad step is skipped, so its parameters are still there, and its backward pass can be taken
+    again. A term of the loss is named by the rank that computes it. Gradients are looked at before
+    anything sums them: the rank is named whose own is not finite, and the one first that the
+    backward pass comes to, since all that it reaches follows.
 
     Args:
-        evidence: What `clip_and_step` was given, and of this rank, before they were reduced, the
-            terms of the loss, and the step itself: `evidence.update(sums, replay=partial(
-            forward_backward, batch.microbatches, denominator=tokens))`. All ranks have a replay or
-            none has; it is called where the loss was finite and a gradient was not, while the
-            parameters are still those of the step.
+        replay: Takes the step's forward and backward passes again and returns the terms of the
+            loss, as `partial(forward_backward, batch.microbatches, denominator=tokens)` does.
         stages: This rank's stages.
         axis: All ranks, `ps.world`.
         most: How many are named; the others are counted.
 
     Returns:
-        The same sentences on all ranks; none where all is finite.
+        The same sentences on all ranks.
 
     Effects:
-        Communicates on `axis`, and waits for the device; a replay communicates as the step did, and
-        leaves no gradient.
+        Waits for the device; communicates as `replay` does, and on `axis`; leaves no gradient.
 
     Examples:
         >>> from trainkit.types import SOLO
         >>> model = nn.Linear(1, 1)
-        >>> found = {"loss": torch.tensor(1.0), model.bias: torch.tensor(math.nan)}
-        >>> blame(found, [model], SOLO)
+        >>> def replay():
+        ...     loss = (model.bias * math.inf).sum()
+        ...     loss.backward()
+        ...     return {"loss": torch.zeros(())}
+        >>> blame(replay, [model], SOLO)
         ['the gradient of bias on rank 0']
     """
-    stages = list(stages)
-    replay = evidence.get("replay")
-    numbers = {key: value for key, value in evidence.items() if key != "replay"}
-    bad = {id(key): key for key, value in numbers.items() if not math.isfinite(value)}
-    terms = [f"the {key}" for key in bad.values() if isinstance(key, str)]
-    items = reversed(named_parameters_of(stages).items())
-    grads = [f"gradient of {name}" for name, p in items if id(p) in bad]
-    told = all_gather_json([terms, grads], axis)
-    losses, held = [terms for terms, _ in told], [grads for _, grads in told]
-    if axis.count == 1:
-        causes = _with_ranks(losses) + _with_ranks(held, "the {} on {}")
-    elif any(losses) or replay is None or not any(held):
-        causes = _with_ranks(losses) + _with_ranks(held, _HELD)
+    told = all_gather_json(_replayed(replay, list(stages)), axis)
+    terms, own, summed, seen = ([each[key] for each in told] for key in _LOOKED_AT)
+    if any(terms):
+        causes = _with_ranks(terms)
+    elif any(own):
+        causes = _with_ranks(own, "the {} on {}")
     else:
-        causes = _after_replay(all_gather_json(_replayed(replay, stages), axis), held)
+        causes = _with_ranks(summed, "the summed {}, held by {}")
+        # What runs in compiled code may not have been seen.
+        if {name for names in summed for name in names} <= {
+            name for names in seen for name in names
+        }:
+            causes.append("computed again, each rank's own numbers are finite")
     more = len(causes) - most
     return causes if more <= 0 else [*causes[:most], f"and {more} more"]
 
 
-_HELD = "the summed {}, held by {}"
-_VANISHED = "computed again, each rank's own gradients are finite"
+_LOOKED_AT = ("terms", "own", "summed", "seen")
 
 
-def _after_replay(own: Sequence[Mapping[str, bool]], held: Sequence[Sequence[str]]) -> list[str]:
-    """Return what a replay has shown: whose own gradients are not finite, or that all are."""
-    bad = [[name for name, is_finite in each.items() if not is_finite] for each in own]
-    if any(bad):
-        return _with_ranks(bad, "the {} on {}")
-    # What runs in compiled code may not have been seen.
-    all_seen = {name for names in held for name in names} <= {name for each in own for name in each}
-    return [*_with_ranks(held, _HELD), *([_VANISHED] if all_seen else [])]
-
-
-def _replayed(replay: Callable[[], object], stages: Sequence[nn.Module]) -> dict[str, bool]:
-    """Take a step's backward pass again; return which of this rank's own gradients are finite."""
+def _replayed(
+    replay: Callable[[], Mapping[str, Tensor]], stages: Sequence[nn.Module]
+) -> dict[str, list[str]]:
+    """Take a step's backward pass again; return by name what of it on this rank is not finite."""
     finite: dict[str, Tensor] = {}
 
     def see(name: str, gradient: Tensor) -> None:
@@ -464,10 +433,19 @@ def _replayed(replay: Callable[[], object], stages: Sequence[nn.Module]) -> dict
         finite[name] = finite[name] & verdict if name in finite else verdict
 
     with _gradients_seen(stages, see):
-        replay()
-    for p in named_parameters_of(stages).values():
+        sums = replay()
+    named = named_parameters_of(stages)
+    grads = {name: local_of(p.grad) for name, p in named.items() if p.grad is not None}
+    summed = [name for name, grad in reversed(grads.items()) if not grad.isfinite().all()]
+    found = {
+        "terms": [f"the {name}" for name, value in sums.items() if not bool(value.isfinite())],
+        "own": [f"gradient of {name}" for name, verdict in finite.items() if not verdict],
+        "summed": [f"gradient of {name}" for name in summed],
+        "seen": [f"gradient of {name}" for name in finite],
+    }
+    for p in named.values():
         p.grad = None
-    return {f"gradient of {name}": bool(verdict) for name, verdict in finite.items()}
+    return found
 
 
 @contextmanager

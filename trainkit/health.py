@@ -12,8 +12,8 @@ call for a roll-back; too many of these end the run. A step whose loss or norm l
 of the last good ones is a *spike*. A step without a trained token is *empty*, and skipped.
 
     applies = health.step_test(terms["loss"], state.health, policy, tokens=tokens)
-    norm = tk.clip_and_step(params, optimizer, ..., applies=applies)
-    metrics = {**terms, "grad_norm": norm, "tokens": tokens, "skipped": ~applies(norm), ...}
+    update = tk.clip_and_step(params, optimizer, ..., applies=applies)
+    metrics = {**terms, "grad_norm": update.norm, "skipped": ~update.applied, "tokens": tokens, ...}
 
 and in the loop `action, state = health.judge(state, record, policy)`.
 """
@@ -27,7 +27,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import attrs
 
-from trainkit.types import NumericsError, TrainState
+from trainkit.types import NumericsError, TrainState, non_negative, one_of, positive
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -49,19 +49,19 @@ _LEAST_SPREAD = 0.02  # of the median: numbers that hardly move make no spike of
 class Policy:
     """What is done about bad steps, spikes and a run that diverges."""
 
-    max_skips: int = attrs.field(default=3, validator=attrs.validators.ge(1))
+    max_skips: int = attrs.field(default=3, validator=positive)
     """So many bad steps in a row are a roll-back; those before are skipped."""
-    max_rollbacks: int = attrs.field(default=3, validator=attrs.validators.ge(0))
+    max_rollbacks: int = attrs.field(default=3, validator=non_negative)
     """The run stops where it would roll back once more."""
     on_spike: Literal["apply", "skip"] = attrs.field(
-        default="apply", validator=attrs.validators.in_(("apply", "skip"))
+        default="apply", validator=one_of("apply", "skip")
     )
     """Whether a step that is a spike is taken and told, or skipped as a bad one."""
-    spike_sigmas: float = attrs.field(default=10.0, validator=attrs.validators.gt(0.0))
+    spike_sigmas: float = attrs.field(default=10.0, validator=positive)
     """A spike lies so many standard deviations above the median of the window."""
-    window: int = attrs.field(default=64, validator=attrs.validators.ge(1))
-    """How many good steps are looked back at."""
-    min_count: int = attrs.field(default=16, validator=attrs.validators.ge(1))
+    spike_window: int = attrs.field(default=64, validator=positive)
+    """How many good steps a spike is held against."""
+    spike_after: int = attrs.field(default=16, validator=positive)
     """With fewer good steps than this there is no spike."""
 
 
@@ -98,9 +98,9 @@ def spike_limits(memory: Memory, policy: Policy) -> tuple[float, float]:
 
     Examples:
         >>> memory = {"losses": [2.0, 2.1, 1.9, 2.0], "norms": [1.0] * 4}
-        >>> spike_limits(memory, Policy(min_count=4, spike_sigmas=5))
+        >>> spike_limits(memory, Policy(spike_after=4, spike_sigmas=5))
         (2.370650053024292, 1.100000023841858)
-        >>> spike_limits(memory, Policy(min_count=5))
+        >>> spike_limits(memory, Policy(spike_after=5))
         (inf, inf)
     """
     return _limit(_list(memory, "losses"), policy), _limit(_list(memory, "norms"), policy)
@@ -423,8 +423,8 @@ def _median(ordered: Sequence[float]) -> float:
 
 
 def _limit(values: Sequence[float], policy: Policy) -> float:
-    recent = sorted(values[-policy.window :])
-    if len(recent) < policy.min_count:
+    recent = sorted(values[-policy.spike_window :])
+    if len(recent) < policy.spike_after:
         return math.inf
     median = _median(recent)
     spread = _SIGMA * _median(sorted(abs(value - median) for value in recent))
@@ -474,5 +474,5 @@ def _remembered(
     elif found.kind != "empty":
         kept["skips"] = 0.0
         for name, value in zip(("losses", "norms"), values, strict=True):
-            kept[name] = [*_list(memory, name), value][-policy.window :]
+            kept[name] = [*_list(memory, name), value][-policy.spike_window :]
     return kept

@@ -13,13 +13,15 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
+import attrs
 import numpy as np
 import torch
 from torch import Tensor
 
+from trainkit.batch import batch_hash, count_tokens
 from trainkit.collectives import all_sum, computing_device
 from trainkit.hashing import MASK64, key_of
-from trainkit.types import Axis, IntArray
+from trainkit.types import Axis, IntArray, StepBatch, TrainState
 
 
 def reduce_metrics(
@@ -139,6 +141,43 @@ def to_host(metrics: Mapping[str, Tensor | float]) -> dict[str, float | int]:
 def _bits(value: Tensor) -> Tensor:
     """Return a number as int64: floating point by the bits of its fp64 form."""
     return value.double().view(torch.int64) if value.is_floating_point() else value.long()
+
+
+def advance(
+    state: TrainState, batch: StepBatch, metrics: Mapping[str, Tensor | float], *, axis: Axis
+) -> tuple[TrainState, dict[str, Tensor | float]]:
+    """Return the counters after a step, and its metrics with what every step reports.
+
+    Args:
+        state: The counters before it.
+        batch: What this rank has trained on.
+        metrics: The step's own metrics; `tokens` is what the global batch was trained on.
+        axis: The ranks that hold different tokens, `ps.loss`.
+
+    Returns:
+        The state of the next step, whose data begin at `batch.cursor`; and the metrics with
+        `tokens_processed`, all that went through the model, `tokens_total`, trained on so far, and
+        `batch_hash` of the global batch.
+
+    Effects:
+        Communicates: one all-reduce of two numbers on `axis`.
+
+    Examples:
+        >>> import torch
+        >>> from trainkit.types import SOLO, Cursor
+        >>> batch = {"input_ids": torch.ones(1, 2).long(), "document_ids": torch.zeros(1, 2).long()}
+        >>> batch |= {"labels": torch.ones(1, 2).long(), "token_index": torch.arange(2)[None]}
+        >>> step = StepBatch([batch], Cursor(1))
+        >>> state, metrics = advance(TrainState(), step, {"tokens": torch.tensor(2)}, axis=SOLO)
+        >>> state.step, state.tokens, metrics["tokens_processed"]
+        (1, tensor(2), tensor(2))
+    """
+    own = [batch_hash(batch.microbatches), count_tokens(batch.microbatches)]
+    total_hash, processed = all_sum(torch.stack(own), axis).unbind()
+    tokens: Any = state.tokens + metrics["tokens"]
+    moved = attrs.evolve(state, step=state.step + 1, tokens=tokens, cursor=batch.cursor)
+    counts = {"tokens_processed": processed, "tokens_total": tokens, "batch_hash": total_hash}
+    return moved, {**metrics, **counts}
 
 
 def step_record(metrics: Mapping[str, Tensor | float], *, begin: float) -> dict[str, Any]:

@@ -7,8 +7,10 @@ registration. This file imports no torch at run time, so that packing and planni
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol
 
 import attrs
 import numpy as np
@@ -94,7 +96,244 @@ class DiskError(TrainkitError):
     code = 74
 
 
+@contextmanager
+def needs_extra(extra: str) -> Iterator[None]:
+    """Turn a failed import of an optional library into the command that installs it.
+
+    Raises:
+        ConfigError: In place of the ImportError.
+
+    Examples:
+        >>> with needs_extra("recipes"):
+        ...     import no_such_library
+        Traceback (most recent call last):
+        ...
+        trainkit.types.ConfigError: no_such_library is missing: pip install "trainkit-lm[recipes]"
+    """
+    try:
+        yield
+    except ImportError as error:
+        command = f'pip install "trainkit-lm[{extra}]"'
+        raise ConfigError(
+            f"{error.name} is missing: {command}", where=error.name, hint=command
+        ) from error
+
+
+# --------------------------------------------------------------------------------- rules of a field
+
+Validator = Callable[[Any, "attrs.Attribute[Any]", Any], None]
+"""The type of an attrs validator."""
+
+
+def rule(holds: Callable[[Any], bool], want: str) -> Validator:
+    """Return an attrs validator: `holds(value)`, which `want` says in words after "must be".
+
+    Examples:
+        >>> @attrs.frozen
+        ... class Config:
+        ...     size: int = attrs.field(default=2, validator=rule(lambda x: x % 2 == 0, "even"))
+        >>> Config(3)
+        Traceback (most recent call last):
+        ...
+        trainkit.types.ConfigError: size must be even, got 3
+    """
+
+    def validate(_: Any, attribute: attrs.Attribute[Any], value: Any) -> None:
+        if not holds(value):
+            raise ConfigError(
+                f"{attribute.name} must be {want}, got {value!r}",
+                where=attribute.name,
+                got=value,
+                want=want,
+            )
+
+    return validate
+
+
+def one_of(*choices: Any) -> Validator:
+    """Return an attrs validator: the value is one of `choices`.
+
+    Examples:
+        >>> @attrs.frozen
+        ... class Config:
+        ...     kernel: str = attrs.field(default="sdpa", validator=one_of("sdpa", "varlen"))
+        >>> Config("sdp")
+        Traceback (most recent call last):
+        ...
+        trainkit.types.ConfigError: kernel must be one of 'sdpa', 'varlen', got 'sdp'
+    """
+    return rule(lambda value: value in choices, f"one of {', '.join(map(repr, choices))}")
+
+
+positive = rule(lambda value: value > 0, "above 0")
+"""An attrs validator: the value is above 0."""
+non_negative = rule(lambda value: value >= 0, "at least 0")
+"""An attrs validator: the value is at least 0."""
+fraction = rule(lambda value: 0 <= value <= 1, "between 0 and 1")
+"""An attrs validator: the value is between 0 and 1."""
+
+
 # ------------------------------------------------------------------------------------- parallelism
+
+FoldSP = Literal["all", "ring", "ulysses", "none"]
+"""Which of ring and ulysses also split parameters."""
+
+
+def _degree(default: int = 1) -> Any:
+    above = rule(lambda value: value > 0 or value == -1, "above 0, or -1 for the rest")
+    validator = above if default == -1 else positive
+    return attrs.field(default=default, validator=validator, metadata={"degree": True})
+
+
+@attrs.frozen(kw_only=True)
+class Layout:
+    """Where the work of a step happens, never what is computed.
+
+    The degrees stand first, outermost first: world = pp x dp_replicate x dp_shard x ring x ulysses
+    x tp, and ep is a factor of what parameters are sharded over. This is the one place where their
+    names are written; all else reads `degrees` and `axes`.
+
+    Examples:
+        >>> Layout(tp=2).degrees
+        {'pp': 1, 'dp_replicate': 1, 'dp_shard': -1, 'ring': 1, 'ulysses': 1, 'tp': 2, 'ep': 1}
+        >>> layout = Layout(dp_shard=2, ring=4, fold_sp="none")
+        >>> print(layout, layout.world, layout.count("fsdp"))
+        dp_shard 2 x ring 4, fold none 8 2
+        >>> Layout(pp=0)
+        Traceback (most recent call last):
+        ...
+        trainkit.types.ConfigError: pp must be above 0, got 0
+    """
+
+    pp: int = _degree()
+    """Pipeline stages."""
+
+    dp_replicate: int = _degree()
+    """Copies of the parameters, each trained on rows of its own."""
+
+    dp_shard: int = _degree(-1)
+    """Ranks that split parameters and rows between them; -1 takes the rest of the world."""
+
+    ring: int = _degree()
+    """Ranks that split a row's tokens and pass keys and values around."""
+
+    ulysses: int = _degree()
+    """Ranks that split a row's tokens and exchange them for heads."""
+
+    tp: int = _degree()
+    """Ranks that split each matrix (tensor parallelism)."""
+
+    ep: int = _degree()
+    """Ranks that split the experts; they are among those that shard parameters."""
+
+    fold_sp: FoldSP = attrs.field(default="all", validator=one_of("all", "ring", "ulysses", "none"))
+    """Which of ring and ulysses also split parameters; gradients are summed over the rest."""
+
+    schedule: str = "1f1b"
+    """The order of a pipeline's work: gpipe, 1f1b, interleaved_1f1b, looped_bfs, and others."""
+
+    reduce: Literal["last", "each"] = attrs.field(default="last", validator=one_of("last", "each"))
+    """After which microbatch gradients are reduced; each needs less memory, and sends more."""
+
+    reshard_after_forward: bool = True
+    """Gather a block's parameters again for backward; zero-bubble schedules need it off."""
+
+    cpu_offload: bool = False
+    """Keep sharded parameters and the optimizer's state in host memory, and step there."""
+
+    deterministic: bool = False
+    """Take only algorithms that give the same bits each time, which all do on a CPU."""
+
+    def __str__(self) -> str:
+        big = [f"{name} {degree}" for name, degree in self.degrees.items() if degree > 1]
+        fold = f", fold {self.fold_sp}" if self.count("sp_unfolded") > 1 else ""
+        return (" x ".join(big) or "solo") + fold
+
+    @property
+    def degrees(self) -> dict[str, int]:
+        """All degrees by name, outermost first; ep last, which is no factor of the world."""
+        names = [field.name for field in attrs.fields(Layout) if "degree" in field.metadata]
+        return {name: getattr(self, name) for name in names}
+
+    @property
+    def axes(self) -> dict[str, tuple[str, ...]]:
+        """The degrees whose product each axis is, outermost first; see `ParallelState`."""
+        world, dp, sp = tuple(self.degrees)[:-1], ("dp_replicate", "dp_shard"), ("ring", "ulysses")
+        folded = tuple(name for name in sp if self.fold_sp in (name, "all"))
+        return {
+            "world": world,
+            "dp": dp,
+            "sp": sp,
+            "loss": (*dp, *sp),
+            "fsdp": ("dp_shard", *folded),
+            "sp_unfolded": tuple(name for name in sp if name not in folded),
+            **{name: (name,) for name in world},
+        }
+
+    def count(self, axis: str) -> int:
+        """Return the number of ranks on an axis, where a dp_shard of -1 counts 1; see `over`."""
+        return math.prod(max(1, getattr(self, name)) for name in self.axes[axis])
+
+    @property
+    def world(self) -> int:
+        """The number of ranks, where a dp_shard of -1 counts 1."""
+        return self.count("world")
+
+    @property
+    def wrapped(self) -> int:
+        """The ranks that FSDP spreads parameters and replicas over; with 1 it leaves a model be."""
+        return self.count("dp_replicate") * self.count("fsdp")
+
+    def over(self, world: int) -> Layout:
+        """Return the layout on so many ranks, dp_shard = -1 filled in.
+
+        Raises:
+            ConfigError: The degrees do not multiply to the world, or `ep` does not divide what
+                parameters are sharded over.
+
+        Examples:
+            >>> Layout(dp_replicate=2).over(8).dp_shard
+            4
+        """
+        rest = max(world // self.world, 1) if self.dp_shard == -1 else self.dp_shard
+        filled = attrs.evolve(self, dp_shard=rest)
+        if filled.world != world:
+            degrees = ((name, getattr(filled, name)) for name in self.axes["world"])
+            text = " x ".join(f"{name} {degree}" for name, degree in degrees)
+            raise ConfigError(
+                f"the degrees multiply to {filled.world} ({text}), but there are {world} "
+                f"processes; start {filled.world} of them, or change a degree",
+                where="degrees",
+                got=filled.world,
+                want=world,
+            )
+        fsdp = filled.count("fsdp")
+        if fsdp % self.ep:
+            raise ConfigError(
+                f"ep {self.ep} does not divide the {fsdp} ranks that parameters are sharded over "
+                f"(dp_shard, with fold_sp={self.fold_sp!r})",
+                where="ep",
+                got=self.ep,
+                want=f"a divisor of {fsdp}",
+            )
+        return filled
+
+
+@attrs.frozen(kw_only=True)
+class Rows:
+    """What a step is fed: how many rows, how long, and how they are cut; see `pack_bins`."""
+
+    row_length: int
+    """Tokens in a row."""
+
+    rows: int
+    """Rows in a step, over all ranks."""
+
+    microbatch: int = 1
+    """Rows in a microbatch on a rank."""
+
+    multiple_of: int = 1
+    """What the lengths of pieces in a row are rounded up to."""
 
 
 @attrs.frozen
@@ -103,6 +342,19 @@ class Share:
 
     index: int
     count: int
+
+
+@attrs.frozen
+class Place:
+    """Which part of a global batch a rank holds: by default all of it.
+
+    `rows` says which of the ranks that read different rows this is, `ring` which part of each
+    document it holds, `ulysses` which slice of that. `ps.place` is the place of a rank.
+    """
+
+    rows: Share = Share(0, 1)
+    ring: Share = Share(0, 1)
+    ulysses: Share = Share(0, 1)
 
 
 @attrs.frozen(eq=False)
@@ -160,6 +412,16 @@ class ParallelState:
     sp_unfolded: Axis
     mesh: DeviceMesh | None
     device: torch.device
+
+    @property
+    def place(self) -> Place:
+        """Which part of a global batch this rank holds."""
+        return Place(self.dp.share, self.ring.share, self.ulysses.share)
+
+    @property
+    def degrees(self) -> dict[str, Any]:
+        """The sizes of the axes that a `Layout` gives, by name."""
+        return {name: getattr(self, name).count for name in Layout().degrees}
 
 
 class Hidden(NamedTuple):
@@ -297,6 +559,19 @@ class StepBatch:
 
 
 @attrs.frozen(eq=False)
+class Update:
+    """What became of an optimizer step, equal on all ranks; see `clip_and_step`.
+
+    Attributes:
+        norm: The norm of the whole model's gradient before clipping, 0-d.
+        applied: Whether the step was taken, a 0-d bool tensor.
+    """
+
+    norm: Tensor
+    applied: Tensor
+
+
+@attrs.frozen(eq=False)
 class TrainState:
     """The counters of a run; moves by `attrs.evolve`.
 
@@ -336,6 +611,13 @@ class Tokenizer(Protocol):
 
     def encode(self, text: str) -> Sequence[int]: ...
     def decode(self, ids: Sequence[int]) -> str: ...
+
+
+RowsAt = Callable[[int], IntArray]
+"""`RowsAt(batch) -> rows`: the rows that make up a global batch, as a function of its number.
+
+The number is `Cursor.batch`, which no roll-back takes back, not the step of the run.
+"""
 
 
 class Fit(Protocol):

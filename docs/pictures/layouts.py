@@ -8,18 +8,19 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from trainkit import sinks
+from trainkit import pictures
+from trainkit.types import Layout
 
 FOLDER = Path(__file__).parent
 
 
 def main() -> None:
     """Draw the pictures."""
-    degrees = {"pp": 2, "dp_replicate": 2, "dp_shard": 2, "tp": 2}
-    sinks.plot_mesh(degrees, FOLDER / "mesh.svg")
-    sinks.plot_zigzag([64, 32], 4, FOLDER / "zigzag.svg")
+    layout = Layout(pp=2, dp_replicate=2, dp_shard=2, tp=2)
+    pictures.plot_mesh(layout, FOLDER / "mesh.svg")
+    pictures.plot_zigzag([64, 32], 4, FOLDER / "zigzag.svg")
     schedules = ["1f1b", "interleaved_1f1b", "zero_bubble_v"]
-    sinks.plot_pipeline(schedules, FOLDER / "pipeline.svg", pp=4, microbatches=8)
+    pictures.plot_pipeline(schedules, FOLDER / "pipeline.svg", pp=4, microbatches=8)
 
 
 if __name__ == "__main__":

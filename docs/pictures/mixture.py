@@ -27,10 +27,8 @@ COLOURS = {"web": "#4c72b0", "code": "#dd8452", "chat": "#55a868"}
 
 def main() -> None:
     """Draw the picture."""
-    drawn = [
-        rows_of_mixture(step, rows_per_step=ROWS, num_rows=NUM_ROWS, phases=PHASES, seed=0)
-        for step in range(STEPS)
-    ]
+    rows_at = rows_of_mixture(NUM_ROWS, PHASES, rows_per_step=ROWS, seed=0)
+    drawn = [rows_at(batch) for batch in range(STEPS)]
     ends = np.cumsum(list(NUM_ROWS.values()))
     sources = np.searchsorted(ends, np.concatenate(drawn), side="right")
     weights = np.array([list(phase.weights.values()) for phase in PHASES])

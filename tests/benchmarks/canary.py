@@ -1,4 +1,4 @@
-"""What watching the numbers costs, in parts of a step: the canary, the step's test, the evidence.
+"""What watching the numbers costs, in parts of a step: the canary, the step's test.
 
     python tests/benchmarks/canary.py
 
@@ -16,7 +16,7 @@ import time
 import torch
 
 import trainkit as tk
-from trainkit import health, models, optim
+from trainkit import health, models, optim, sampling
 from trainkit.checkpoint.replicas import canary
 from trainkit.corpora import TokenCorpus
 from trainkit.losses import mean_terms, next_token_linear
@@ -46,8 +46,9 @@ def make(ps, size):
     tokens = torch.randint(256, (4 * ROWS * LENGTH,), generator=torch.manual_seed(0)).numpy()
     text = TokenCorpus(tokens, [0, len(tokens)])
     bins = tk.pack_bins(text.lengths, LENGTH)
+    rows_at = sampling.rows_of_epochs(len(bins), rows_per_step=ROWS, seed=0)
     batch = tk.step_batch(
-        text, bins, tk.Cursor(), rows=ROWS, seed=0, share=ps.dp.share, rows_per_microbatch=4
+        tk.Packed(text, bins), rows_at, tk.Cursor(), place=ps.place, rows_per_microbatch=4
     )
     run = tk.bind_forward_backward(stages, next_token_linear, axis=ps.pp)
 
@@ -61,7 +62,7 @@ def make(ps, size):
 
 def watching(ps, stages, optimizer, backward):
     """Return milliseconds of a step, and of `clip_and_step` without and with all that is asked."""
-    params, policy, evidence = tk.parameters_of(stages), health.Policy(on_spike="skip"), {}
+    params, policy = tk.parameters_of(stages), health.Policy(on_spike="skip")
     memory = {"losses": [2.0] * 64, "norms": [1e9] * 64}
     rest = {"lr": 1e-9, "max_norm": 1.0, "axis": ps.pp}
     times = {"step": [], "plain": [], "watched": [], "all-reduce": []}
@@ -69,12 +70,9 @@ def watching(ps, stages, optimizer, backward):
     def plain():
         tk.clip_and_step(params, optimizer, **rest)
 
-    def watched(sums, terms, count):
-        evidence.update(sums)
+    def watched(terms, count):
         applies = health.step_test(terms["loss"], memory, policy, tokens=count)
-        tk.clip_and_step(
-            params, optimizer, **rest, applies=applies, world=ps.world, evidence=evidence
-        )
+        tk.clip_and_step(params, optimizer, **rest, applies=applies, world=ps.world)
 
     for turn in range(TURNS):
         tk.all_sum(torch.zeros(()), ps.world)  # ranks begin together

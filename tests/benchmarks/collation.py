@@ -14,10 +14,9 @@ import torch
 from trainkit.batch.collate import _checked_tokens, _write_rows, collate_bins
 from trainkit.batch.loops import copy_spans, write_spans
 from trainkit.corpora.tokens import TokenCorpus
-from trainkit.data.prefetch import prefetch
-from trainkit.data.steps import step_batch
+from trainkit.data import Packed, prefetch, step_batch
 from trainkit.packing import pack_bins, row_costs
-from trainkit.sampling import rows_in_blocks, rows_of_step, share_of_rows
+from trainkit.sampling import rows_of_blocks, rows_of_epochs, share_of_rows
 from trainkit.types import Cursor, Share, StepBatch
 
 CAPACITY, TURNS = 8192, 21
@@ -149,9 +148,8 @@ def steady(batches=60):
         return StepBatch([part], Cursor(cursor.batch + 1))
 
     def dealt(cursor, rows):
-        return step_batch(
-            corpus, bins, cursor, rows=rows, seed=0, share=Share(0, 1), rows_per_microbatch=rows
-        )
+        rows_at = rows_of_epochs(len(bins), rows_per_step=rows, seed=0)
+        return step_batch(Packed(corpus, bins), rows_at, cursor, rows_per_microbatch=rows)
 
     print("\nin the thread of prefetch: million tokens a second, and page faults a batch")
     for rows in (4, 8, 16, 64, 128):
@@ -192,8 +190,9 @@ def deals(ranks=8, steps=200):
     print("the same of each microbatch; mean (largest) of 200 steps")
     for rows, width in ((4, 1), (4, 4), (8, 1), (16, 1), (16, 4), (32, 1)):
         num_rows, figures, times = rows * ranks, [], []
+        rows_at = rows_of_epochs(len(bins), rows_per_step=num_rows, seed=0)
         for step in range(steps):
-            chosen = rows_of_step(step, rows_per_step=num_rows, num_rows=len(bins), seed=0)
+            chosen = rows_at(step)
             for given in (costs[chosen], None):
                 start = time.perf_counter()
                 shares = [
@@ -213,10 +212,10 @@ def deals(ranks=8, steps=200):
         )
     order = np.argsort(costs, kind="stable")
     for rows in (1, 2, 4, 8):
-        blocks = {"rows_per_step": rows * ranks, "order": order, "block": ranks, "seed": 0}
+        rows_at = rows_of_blocks(order, block=ranks, rows_per_step=rows * ranks, seed=0)
         figures = []
         for step in range(steps):
-            chosen = rows_in_blocks(step, **blocks)
+            chosen = rows_at(step)
             deal = {"rows_per_microbatch": rows, "costs": costs[chosen]}
             shares = [
                 share_of_rows(rows * ranks, Share(rank, ranks), **deal) for rank in range(ranks)
@@ -231,11 +230,10 @@ def prefetching(steps=30):
     lengths = documents(20_000, CAPACITY)
     corpus, bins = corpus_of(lengths, "uint16"), pack_bins(lengths, CAPACITY)
 
+    packed, rows_at = Packed(corpus, bins), rows_of_epochs(len(bins), rows_per_step=64, seed=0)
+
     def make_batch(cursor):
-        share = Share(0, 1)
-        return step_batch(
-            corpus, bins, cursor, rows=64, seed=0, share=share, rows_per_microbatch=8, noise_seed=0
-        )
+        return step_batch(packed, rows_at, cursor, rows_per_microbatch=8, noise_seed=0)
 
     def run(next_batch):
         start = time.perf_counter()

@@ -68,7 +68,7 @@ def with_trainkit(model, optimizer, lr_at):
         tokens = tk.all_sum(tk.count_valid_tokens(microbatches), ps.loss)
         sums = forward_backward(microbatches, denominator=tokens)
         tk.sync_sp_grads(params, ps.sp_unfolded)
-        norm = tk.clip_and_step(params, optimizer, lr=lr_at(index), max_norm=1.0, axis=ps.pp)
+        norm = tk.clip_and_step(params, optimizer, lr=lr_at(index), max_norm=1.0, axis=ps.pp).norm
         sums = tk.reduce_metrics(sums, ps.loss)
         return sums["loss"] / tokens.clamp(min=1), norm
 

@@ -8,12 +8,14 @@ from strategies import corpus_of
 
 import trainkit as tk
 from trainkit.data.dispatch import dispatch, stop_together
-from trainkit.data.steps import step_batch
-from trainkit.data.stream import deal_step, documents_from, stream_steps
+from trainkit.data.packed import Packed
+from trainkit.data.steps import deal_rows, step_batch
+from trainkit.data.stream import documents_from, stream_steps
 from trainkit.mesh import solo_parallel
 from trainkit.packing import pack_bins
+from trainkit.sampling import rows_of_epochs
 from trainkit.testing import run_ranks
-from trainkit.types import Cursor, DataError, Share, StepBatch
+from trainkit.types import Cursor, DataError, Place, Share, StepBatch
 
 STEPS = 3
 
@@ -35,16 +37,14 @@ def batch_at(cursor, share):
         return None
     corpus = corpus_of(np.random.default_rng(0).integers(1, 30, 60))
     bins = pack_bins(corpus.lengths, 32, multiple_of=4)
+    packed = Packed(corpus, bins, {"a": 3, "b": 0, "c": len(bins) - 3})
     made = step_batch(
-        corpus,
-        bins,
+        packed,
+        rows_of_epochs(len(bins), rows_per_step=7, seed=0),
         cursor,
-        rows=7,
-        seed=0,
-        share=share,
+        place=Place(share),
         rows_per_microbatch=2,
         noise_seed=1,
-        source_of_row=np.arange(len(bins)) % 3,
     )
     after = attrs.evolve(made.cursor, stream=(cursor.batch + 1, 2**62))
     return StepBatch([with_extra(one) for one in made.microbatches], after)
@@ -61,8 +61,11 @@ def streamed(cursor, count):
     step = next(stream_steps(documents, cursor, capacity=32, rows=4, seed=0), None)
     if step is None:
         return None
-    shares = [Share(index, count) for index in range(count)]
-    return [deal_step(step, share, rows_per_microbatch=1) for share in shares]
+    rows, places = range(4), [Place(Share(index, count)) for index in range(count)]
+    return [
+        StepBatch(deal_rows(step.packed, rows, place=place, rows_per_microbatch=1), step.cursor)
+        for place in places
+    ]
 
 
 def same(one, other):

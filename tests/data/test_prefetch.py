@@ -11,10 +11,12 @@ import torch
 from strategies import corpus_of
 
 from trainkit.batch import batch_hash, blank_batch, map_tensors, to_device
+from trainkit.data.packed import Packed
 from trainkit.data.prefetch import prefetch
 from trainkit.data.steps import step_batch
 from trainkit.packing import pack_bins
-from trainkit.types import Cursor, DataError, Share, StepBatch
+from trainkit.sampling import rows_of_epochs
+from trainkit.types import Cursor, DataError, StepBatch
 
 CORPUS = corpus_of(np.random.default_rng(0).integers(1, 30, 60))
 BINS = pack_bins(CORPUS.lengths, 32)
@@ -22,9 +24,8 @@ PATIENCE = 20.0  # seconds that no test of a machine that is not stuck reaches
 
 
 def make_batch(cursor):
-    return step_batch(
-        CORPUS, BINS, cursor, rows=5, seed=2, share=Share(0, 1), rows_per_microbatch=2
-    )
+    rows_at = rows_of_epochs(len(BINS), rows_per_step=5, seed=2)
+    return step_batch(Packed(CORPUS, BINS), rows_at, cursor, rows_per_microbatch=2)
 
 
 def counted(stop_at, *, error=None):

@@ -10,15 +10,21 @@ from strategies import corpus_of, packed, shares
 
 from trainkit.batch import batch_hash, collate_bins, count_valid_tokens
 from trainkit.corpora import join_corpora, write_corpus
-from trainkit.data import eval_batches, step_batch
+from trainkit.data import Packed, deal_rows, eval_batches, step_batch
 from trainkit.noise import token_keys
-from trainkit.packing import pack_bins, sequential
-from trainkit.sampling import rows_of_step
-from trainkit.types import Cursor, DataError, Share
+from trainkit.packing import pack_bins, row_costs, sequential
+from trainkit.sampling import rows_of_epochs, share_of_rows
+from trainkit.types import Cursor, DataError, Place, Share
 
 TENSORS = ("input_ids", "labels", "position_ids", "document_ids", "token_index")
 CORPUS = corpus_of(np.random.default_rng(0).integers(1, 30, 200))
 BINS = pack_bins(CORPUS.lengths, 32, multiple_of=4)
+PACKED = Packed(CORPUS, BINS)
+NAMED = Packed(CORPUS, BINS, {"a": 40, "b": 0, "c": 7, "d": len(BINS) - 47})
+
+
+def rows_of(rows, seed=0):
+    return rows_of_epochs(len(BINS), rows_per_step=rows, seed=seed)
 
 
 def tokens_of(batches):
@@ -28,15 +34,13 @@ def tokens_of(batches):
     return columns[columns[:, -1].argsort()]
 
 
-def global_batch(count, *, rows, rows_per_microbatch, step=5, seed=3, **more):
+def global_batch(count, *, rows, rows_per_microbatch, step=5, packed=PACKED, **more):
     ranks = [
         step_batch(
-            CORPUS,
-            BINS,
+            packed,
+            rows if callable(rows) else rows_of(rows, seed=3),
             Cursor(step),
-            rows=rows,
-            seed=seed,
-            share=Share(rank, count),
+            place=Place(Share(rank, count)),
             rows_per_microbatch=rows_per_microbatch,
             **more,
         )
@@ -68,10 +72,6 @@ def test_a_step_is_the_same_for_every_number_of_ranks(rows, count, size):
     assert batch_hash(parts) == batch_hash(whole)
 
 
-COSTS = np.add.reduceat((-(-BINS.lengths // 4) * 4) ** 2, BINS.offsets[:-1])
-SOURCES = np.arange(len(BINS)) % 3
-
-
 def work_of(batches):
     """The cost of the rows of batches: the squares of their spans, row padding left out."""
     rows = torch.cat([batch.document_ids for batch in batches])
@@ -80,12 +80,10 @@ def work_of(batches):
 
 @pytest.mark.parametrize("count", [1, 2, 4, 8])
 @pytest.mark.parametrize("size", [1, 3])
-def test_dealing_by_cost_changes_who_computes_and_nothing_else(count, size):
-    more = {"rows": 24, "noise_seed": 1, "source_of_row": SOURCES}
+def test_what_tokens_carry_does_not_depend_on_who_computes_them(count, size):
+    more = {"rows": 24, "noise_seed": 1, "packed": NAMED}
     whole = global_batch(1, rows_per_microbatch=24, **more)
-    parts = global_batch(count, rows_per_microbatch=size, costs=COSTS, **more)
-    assert torch.equal(tokens_of(parts), tokens_of(whole))
-    assert batch_hash(parts) == batch_hash(whole)
+    parts = global_batch(count, rows_per_microbatch=size, **more)
     for name in ("noise_key", "source"):
         pairs = [
             sorted(
@@ -100,45 +98,41 @@ def test_dealing_by_cost_changes_who_computes_and_nothing_else(count, size):
         assert [pair for pair in pairs[0] if pair[0] >= 0] == [p for p in pairs[1] if p[0] >= 0]
 
 
-def test_ranks_do_equal_work_when_costs_are_given():
-    def imbalance(**more):
-        parts = global_batch(4, rows=32, rows_per_microbatch=8, **more)
-        work = [work_of([part]) for part in parts]
-        return max(work) * len(work) / sum(work) - 1
-
-    assert imbalance(costs=COSTS) < 0.02
-    assert imbalance() > 0.05
+def test_ranks_do_equal_work():
+    parts = global_batch(4, rows=32, rows_per_microbatch=8)
+    work = [work_of([part]) for part in parts]
+    assert max(work) * len(work) / sum(work) - 1 < 0.02
+    contiguous = row_costs(BINS)[rows_of(32, seed=3)(5)].reshape(4, 8).sum(1)
+    assert contiguous.max() * 4 / contiguous.sum() - 1 > 0.05
 
 
 def test_every_token_says_which_source_its_row_is_of():
-    chosen = rows_of_step(5, rows_per_step=6, num_rows=len(BINS), seed=3)
-    parts = global_batch(2, rows=6, rows_per_microbatch=4, source_of_row=SOURCES)
+    chosen = rows_of(6, seed=3)(5)
+    parts = global_batch(2, rows=6, rows_per_microbatch=4, packed=NAMED)
     for part in parts:
         for row in range(4):
             index = int(part.token_index[row, 0])
-            want = SOURCES[chosen[index // 32]] if index >= 0 else -1
+            want = NAMED.source_of(chosen[index // 32]) if index >= 0 else -1
             expected = torch.where(part.document_ids[row] < 0, -1, int(want))
             assert torch.equal(part["source"][row], expected)
-    assert {int(x) for part in parts for x in part["source"].unique()} == {-1, 0, 1, 2}
+    assert {int(x) for part in parts for x in part["source"].unique()} == {-1, 0, 2, 3}
 
 
 @pytest.mark.parametrize("count", [1, 2, 3])
-def test_rows_may_come_from_a_function_of_the_step(count):
-    def rows_at(step):
-        return [step, 7, step + 1]
-
-    parts = global_batch(count, rows=3, rows_per_microbatch=1, rows_at=rows_at)
+def test_rows_may_come_from_any_function_of_the_number_of_the_batch(count):
+    parts = global_batch(count, rows=lambda batch: [batch, 7, batch + 1], rows_per_microbatch=1)
     got = tokens_of(parts)[:, 0].reshape(3, 32)
     want = collate_bins(CORPUS, BINS, [5, 7, 6]).input_ids
     assert torch.equal(got, want)
 
 
 def test_microbatches_are_those_collated_one_by_one():
-    chosen = rows_of_step(5, rows_per_step=7, num_rows=len(BINS), seed=3)
+    chosen = rows_of(7, seed=3)(5)
     parts = global_batch(2, rows=7, rows_per_microbatch=2)
-    places = [[0, 1], [2, 3], [4, 5], [6, -1]]
+    deal = {"rows_per_microbatch": 2, "costs": row_costs(BINS)[chosen]}
+    places = [where for rank in (0, 1) for where in share_of_rows(7, Share(rank, 2), **deal)]
     for part, where in zip(parts, places, strict=True):
-        mine = np.where(np.array(where) < 0, -1, chosen[where])
+        mine = np.where(where < 0, -1, chosen[where])
         alone = collate_bins(CORPUS, BINS, mine, row_positions=where)
         for name in TENSORS:
             assert torch.equal(part[name], alone[name]), name
@@ -150,14 +144,13 @@ def test_microbatches_are_those_collated_one_by_one():
 def test_a_file_that_was_cut_ends_the_run_with_an_error_instead_of_a_signal(tmp_path):
     path = tmp_path / "a.tokens"
     corpus = write_corpus(path, [np.arange(30_000) % 500], vocab_size=500)
-    bins = pack_bins(corpus.lengths, 32)
-    arguments = {"rows": 2, "seed": 0, "share": Share(0, 1), "rows_per_microbatch": 2}
-    step_batch(corpus, bins, Cursor(), **arguments)
+    packed = Packed(corpus, pack_bins(corpus.lengths, 32))
+    deal_rows(packed, [3, 1], rows_per_microbatch=2)
     with path.open("r+b") as file:
         file.truncate(8192)
     for batches in (
-        lambda: step_batch(corpus, bins, Cursor(), **arguments),
-        lambda: list(eval_batches(corpus, bins, Share(0, 1), rows_per_batch=4)),
+        lambda: deal_rows(packed, [3, 1], rows_per_microbatch=2),
+        lambda: list(eval_batches(packed, rows_per_batch=4)),
     ):
         with pytest.raises(DataError, match=r"a.tokens: the file has 8192 bytes"):
             batches()
@@ -174,9 +167,7 @@ def test_a_step_looks_only_at_the_files_that_it_reads(tmp_path):
     rows = [int(np.flatnonzero(source == number)[5]) for number in range(3)]  # one of each file
 
     def step(*chosen):
-        arguments = {"rows": len(chosen), "rows_at": lambda _: np.array(chosen)}
-        arguments |= {"seed": 0, "share": Share(0, 1), "rows_per_microbatch": 4}
-        step_batch(corpus, bins, Cursor(), **arguments)
+        deal_rows(Packed(corpus, bins), chosen, rows_per_microbatch=4)
 
     with paths[1].open("r+b") as file:
         file.truncate(4096)
@@ -188,10 +179,10 @@ def test_a_step_looks_only_at_the_files_that_it_reads(tmp_path):
 
 def test_steps_walk_through_every_row_once_per_epoch_and_resume_anywhere():
     cursor, seen, hashes = Cursor(), [], []
-    arguments = {"rows": 7, "seed": 1, "share": Share(0, 1), "rows_per_microbatch": 7}
+    rows_at = rows_of(7, seed=1)
     for step in range(len(BINS)):
-        chosen = rows_of_step(step, rows_per_step=7, num_rows=len(BINS), seed=1)
-        batch = step_batch(CORPUS, BINS, cursor, **arguments)
+        chosen = rows_at(step)
+        batch = step_batch(PACKED, rows_at, cursor, rows_per_microbatch=7)
         first_tokens = batch.microbatches[0].input_ids[:, 0].tolist()
         want = [
             int(CORPUS.tokens[CORPUS.offsets[document] + start])
@@ -203,15 +194,13 @@ def test_steps_walk_through_every_row_once_per_epoch_and_resume_anywhere():
         cursor = batch.cursor
     assert sorted(seen) == sorted(list(range(len(BINS))) * 7)
     assert len(set(hashes)) == len(hashes)
-    again = step_batch(CORPUS, BINS, Cursor(batch=4), **arguments)
+    again = step_batch(PACKED, rows_at, Cursor(batch=4), rows_per_microbatch=7)
     assert int(batch_hash(again.microbatches)) == hashes[4]
 
 
 def test_the_cursor_keeps_what_else_it_holds():
     cursor = Cursor(batch=2, stream=(1, 9))
-    batch = step_batch(
-        CORPUS, BINS, cursor, rows=2, seed=0, share=Share(0, 1), rows_per_microbatch=1
-    )
+    batch = step_batch(PACKED, rows_of(2), cursor, rows_per_microbatch=1)
     assert batch.cursor == attrs.evolve(cursor, batch=3)
 
 
@@ -220,21 +209,22 @@ def test_a_microbatch_far_beyond_the_rows_pads_to_the_rows():
         parts = global_batch(count, rows=4, rows_per_microbatch=10**12)
         assert {part.input_ids.shape for part in parts} == {(4, 32)}
         assert batch_hash(parts) == batch_hash(global_batch(1, rows=4, rows_per_microbatch=4))
-        (found,) = eval_batches(CORPUS, BINS, Share(0, count), rows_per_batch=10**12)
+        place = Place(Share(0, count))
+        (found,) = eval_batches(PACKED, place=place, rows_per_batch=10**12)
         assert found.input_ids.shape == (len(BINS), 32)
 
 
 @given(packed(), st.integers(1, 9), st.integers(1, 4))
 def test_an_evaluation_sees_every_row_once_over_all_ranks(case, count, size):
-    corpus, bins = case
+    case, bins = Packed(*case), case[1]
     ranks = [
-        list(eval_batches(corpus, bins, Share(rank, count), rows_per_batch=size))
+        list(eval_batches(case, place=Place(Share(rank, count)), rows_per_batch=size))
         for rank in range(count)
     ]
     batches = [batch for rank in ranks for batch in rank]
     width = min(size, len(bins))
     assert {batch.input_ids.shape for batch in batches} == {(width, bins.capacity)}
-    whole = list(eval_batches(corpus, bins, Share(0, 1), rows_per_batch=len(bins)))
+    whole = list(eval_batches(case, rows_per_batch=len(bins)))
     assert torch.equal(tokens_of(batches), tokens_of(whole))
     assert len(tokens_of(whole)) == len(bins) * bins.capacity
 
@@ -242,66 +232,59 @@ def test_an_evaluation_sees_every_row_once_over_all_ranks(case, count, size):
 @pytest.mark.parametrize("count", [1, 3])
 def test_every_token_of_an_evaluation_says_which_source_its_row_is_of(count):
     for rank in range(count):
-        share = Share(rank, count)
-        for part in eval_batches(CORPUS, BINS, share, rows_per_batch=4, source_of_row=SOURCES):
-            rows = torch.from_numpy(SOURCES)[part.token_index.clamp(min=0) // 32]
+        place = Place(Share(rank, count))
+        for part in eval_batches(NAMED, place=place, rows_per_batch=4):
+            sources = torch.from_numpy(NAMED.source_of(np.arange(len(BINS))))
+            rows = sources[part.token_index.clamp(min=0) // 32]
             assert torch.equal(part["source"], torch.where(part.document_ids < 0, -1, rows))
-    (plain, *_) = eval_batches(CORPUS, BINS, Share(0, 1), rows_per_batch=4)
+    (plain, *_) = eval_batches(PACKED, rows_per_batch=4)
     assert plain.extra == {}
 
 
 @given(shares())
 def test_microbatches_live_where_they_are_asked_to(share):
-    arguments = {"rows": 8, "seed": 0, "share": share, "rows_per_microbatch": 2}
-    batch = step_batch(CORPUS, BINS, Cursor(), **arguments, device="meta")
+    where = {"place": Place(share), "device": "meta"}
+    batch = step_batch(NAMED, rows_of(8), Cursor(), rows_per_microbatch=2, **where)
     assert {b.input_ids.device.type for b in batch.microbatches} == {"meta"}
-    batches = eval_batches(
-        CORPUS, BINS, share, rows_per_batch=8, device="meta", source_of_row=SOURCES
-    )
+    batches = eval_batches(NAMED, rows_per_batch=8, **where)
     assert {b[name].device.type for b in batches for name in ("labels", "source")} <= {"meta"}
 
 
 def test_padding_has_the_id_that_was_asked_for():
     corpus = corpus_of([5, 5, 5])
-    bins = pack_bins(corpus.lengths, 8)
-    arguments = {"rows": 3, "seed": 0, "share": Share(0, 1), "rows_per_microbatch": 2}
-    _, batch = step_batch(corpus, bins, Cursor(), **arguments, pad_id=7).microbatches
+    packed = Packed(corpus, pack_bins(corpus.lengths, 8))
+    _, batch = deal_rows(packed, [0, 2, 1], rows_per_microbatch=2, pad_id=7)
     assert batch.input_ids[0, 5:].tolist() == [7] * 3
     assert batch.input_ids[1].tolist() == [7] * 8
 
 
 @pytest.mark.parametrize(
-    ("arguments", "message"),
+    ("rows", "more", "message"),
     [
-        ({"rows": len(BINS) + 1}, f"takes {len(BINS) + 1} rows, the corpus has {len(BINS)}"),
-        ({"rows": 2, "share": Share(0, 3)}, "more ranks than rows: 3 ranks .* 2 rows"),
-        ({"rows": 2, "rows_per_microbatch": 0}, "rows_per_microbatch must be at least 1"),
-        ({"rows": 0}, "rows_per_step=0"),
-        ({"rows": 2, "rows_at": lambda _: [1]}, r"rows_at\(0\) must give 2 integers .* \(1,\)"),
-        ({"rows": 1, "rows_at": lambda _: [0.5]}, "must give 1 integers .* float64"),
-        ({"rows": 1, "rows_at": lambda _: [-1]}, f"rows from 0 to {len(BINS) - 1}, got -1 to -1"),
-        ({"rows": 1, "rows_at": lambda _: [len(BINS)]}, "must give rows from 0"),
-        ({"rows": 2, "costs": COSTS[1:]}, f"costs must be one integer .* {len(BINS)} rows"),
-        ({"rows": 2, "source_of_row": SOURCES * 1.0}, "source_of_row must be .* float64"),
+        (range(len(BINS) + 1), {}, f"takes {len(BINS) + 1} rows, the corpus has {len(BINS)}"),
+        ([1, 2], {"place": Place(Share(0, 3))}, "more ranks than rows: 3 ranks .* 2 rows"),
+        ([1, 2], {"rows_per_microbatch": 0}, "rows_per_microbatch must be at least 1"),
+        ([], {}, "integers in one dimension"),
+        ([[1]], {}, r"integers in one dimension, got int64 \(1, 1\)"),
+        ([0.5], {}, "integers in one dimension, got float64"),
+        ([-1], {}, f"from 0 to {len(BINS) - 1}, got -1 to -1"),
+        ([len(BINS)], {}, "from 0 to"),
     ],
 )
-def test_steps_that_cannot_be_are_refused(arguments, message):
-    arguments = {"seed": 0, "share": Share(0, 1), "rows_per_microbatch": 1} | arguments
+def test_steps_that_cannot_be_are_refused(rows, more, message):
     with pytest.raises(ValueError, match=message):
-        step_batch(CORPUS, BINS, Cursor(), **arguments)
+        deal_rows(PACKED, rows, **{"rows_per_microbatch": 1} | more)
 
 
 def test_evaluations_that_cannot_be_are_refused_at_once():
     with pytest.raises(ValueError, match="got 0 and part 0 of 1"):
-        eval_batches(CORPUS, BINS, Share(0, 1), rows_per_batch=0)
+        eval_batches(PACKED, rows_per_batch=0)
     with pytest.raises(ValueError, match="got 1 and part 2 of 2"):
-        eval_batches(CORPUS, BINS, Share(2, 2), rows_per_batch=1)
-    with pytest.raises(ValueError, match=r"eval_batches: source_of_row must be .* \(3,\)"):
-        eval_batches(CORPUS, BINS, Share(0, 1), rows_per_batch=1, source_of_row=SOURCES[:3])
+        eval_batches(PACKED, place=Place(Share(2, 2)), rows_per_batch=1)
 
 
 def test_a_rank_without_rows_evaluates_a_blank_batch_that_says_its_source():
-    share = Share(len(BINS), len(BINS) + 1)
-    (batch,) = eval_batches(CORPUS, BINS, share, rows_per_batch=2, source_of_row=SOURCES)
+    place = Place(Share(len(BINS), len(BINS) + 1))
+    (batch,) = eval_batches(NAMED, place=place, rows_per_batch=2)
     assert (batch["source"] == -1).all()
     assert (batch.labels == -100).all()

@@ -11,19 +11,17 @@ from hypothesis import strategies as st
 
 from trainkit.batch import batch_hash
 from trainkit.data.prefetch import prefetch
-from trainkit.data.steps import step_batch
+from trainkit.data.steps import deal_rows
 from trainkit.data.stream import (
     batch_maker,
-    deal_step,
     documents_from,
     stream_counts,
     stream_steps,
 )
 from trainkit.packing import best_fit, sequential
-from trainkit.types import Cursor, DataError, Sample, Share
+from trainkit.types import Cursor, DataError, Place, Sample, Share, StepBatch
 
 TENSORS = ("input_ids", "labels", "position_ids", "document_ids", "token_index")
-WHOLE = Share(0, 1)
 FEW = {"capacity": 16, "rows": 4, "seed": 3, "buffer_rows": 8}
 
 
@@ -41,6 +39,13 @@ DOCUMENTS = documents_of(SIZES)
 def steps_of(documents=DOCUMENTS, cursor=Cursor(), **changes):  # noqa: B008 (immutable)
     arguments = {"capacity": 16, "rows": 5, "seed": 3, "buffer_rows": 8} | changes
     return stream_steps(documents_from(lambda: iter(documents)), cursor, **arguments)
+
+
+def deal(step, rows_per_microbatch, share=Share(0, 1)):  # noqa: B008 (immutable)
+    rows = range(len(step.packed))
+    place = Place(share)
+    parts = deal_rows(step.packed, rows, place=place, rows_per_microbatch=rows_per_microbatch)
+    return StepBatch(parts, step.cursor)
 
 
 def same(one, other):
@@ -72,10 +77,10 @@ def test_every_token_of_a_stream_comes_exactly_once(sizes, rows, buffer_rows, mu
     steps = list(
         steps_of(documents, rows=rows, buffer_rows=buffer_rows, multiple_of=multiple_of, fit=fit)
     )
-    tokens = np.concatenate([np.arange(0), *(step.corpus.tokens for step in steps)])
+    tokens = np.concatenate([np.arange(0), *(step.packed.corpus.tokens for step in steps)])
     assert sorted(tokens.tolist()) == list(range(sum(sizes)))
-    assert all(len(step.bins) == rows for step in steps)
-    full = [np.diff(step.bins.offsets) > 0 for step in steps]
+    assert all(len(step.packed.bins) == rows for step in steps)
+    full = [np.diff(step.packed.bins.offsets) > 0 for step in steps]
     assert all(rows_.all() for rows_ in full[:-1])  # blank rows only fill the last step
     assert [step.cursor.batch for step in steps] == list(range(1, len(steps) + 1))
     if steps:
@@ -89,8 +94,7 @@ def test_a_stream_goes_on_from_every_cursor_bit_for_bit(overlong):
     assert len(steps) > 2
 
     def deals(step):
-        deal = {"rows_per_microbatch": 2, "noise_seed": 1}
-        return [deal_step(step, share, **deal) for share in (WHOLE, Share(1, 3))]
+        return [deal(step, 2, share) for share in (Share(0, 1), Share(1, 3))]
 
     want = [deals(step) for step in steps]
     cursors = [Cursor(), *(step.cursor for step in steps)]
@@ -105,52 +109,34 @@ def test_a_stream_goes_on_from_every_cursor_bit_for_bit(overlong):
 @pytest.mark.parametrize("ranks", [1, 2, 3, 5])
 def test_the_global_batch_of_a_stream_is_the_same_for_every_number_of_ranks(ranks):
     for step in islice(steps_of(), 4):
-        parts = [deal_step(step, Share(r, ranks), rows_per_microbatch=1) for r in range(ranks)]
+        parts = [deal(step, 1, Share(r, ranks)) for r in range(ranks)]
         hashes = sum(int(batch_hash(part.microbatches)) for part in parts)
-        whole = deal_step(step, WHOLE, rows_per_microbatch=5)
+        whole = deal(step, 5)
         assert (hashes - int(batch_hash(whole.microbatches))) % 2**64 == 0
 
 
 def test_a_step_that_is_not_full_is_filled_with_blank_rows_that_count_for_nothing():
     steps = list(steps_of(documents_of([16] * 7)))
-    (last,) = deal_step(steps[-1], WHOLE, rows_per_microbatch=5).microbatches
+    (last,) = deal(steps[-1], 5).microbatches
     assert (last.document_ids[:2] >= 0).all()
     assert (last.document_ids[2:] == -1).all()
     assert (last.labels[2:] == -100).all()
     short = list(steps_of(documents_of([16] * 7), rows=1))[5:]
-    parts = [deal_step(step, WHOLE, rows_per_microbatch=1).microbatches[0] for step in short]
+    parts = [deal(step, 1).microbatches[0] for step in short]
     assert torch.equal(torch.cat([part.input_ids for part in parts]), last.input_ids[:2])
 
 
 def test_each_window_of_one_huge_document_has_an_order_of_its_own():
     steps = steps_of(documents_of([24 * 16]), rows=1)
-    windows = np.array([int(step.corpus.tokens[0]) // 16 for step in steps]).reshape(3, 8)
+    windows = np.array([int(step.packed.corpus.tokens[0]) // 16 for step in steps]).reshape(3, 8)
     assert (np.sort(windows, 1).reshape(-1) == np.arange(24)).all()
     assert len({tuple(window % 8) for window in windows}) == 3
-
-
-def test_a_step_of_a_stream_has_the_noise_of_its_number():
-    for number, step in enumerate(islice(steps_of(), 3)):
-        want = step_batch(
-            step.corpus,
-            step.bins,
-            Cursor(number),
-            rows=5,
-            seed=0,
-            share=WHOLE,
-            rows_per_microbatch=5,
-            rows_at=lambda _: np.arange(5),
-            noise_seed=1,
-        )
-        dealt = deal_step(step, WHOLE, rows_per_microbatch=5, noise_seed=1)
-        (one,), (other,) = dealt.microbatches, want.microbatches
-        assert torch.equal(one["noise_key"], other["noise_key"])
 
 
 def test_rows_leave_a_window_in_an_order_of_their_own():
     def order(seed):
         steps = steps_of(documents_of([16] * 24), rows=1, seed=seed)
-        return [int(step.corpus.tokens[0]) // 16 for step in steps]
+        return [int(step.packed.corpus.tokens[0]) // 16 for step in steps]
 
     for seed in (0, 1):
         windows = np.array(order(seed)).reshape(3, 8)
@@ -172,15 +158,15 @@ def test_no_more_than_a_window_and_a_step_is_read_ahead():
     )
     assert read == [0]
     for step in islice(steps, 200):
-        used += len(step.corpus.tokens)
+        used += len(step.packed.corpus.tokens)
         assert read[0] - used <= 8 * 16 + 20
     assert used > 10_000
 
 
 def test_a_document_of_any_size_is_cut_into_windows_of_full_rows():
     steps = list(steps_of([np.arange(10), np.arange(10_000)], rows=8))
-    assert max(len(step.corpus.tokens) for step in steps) <= 8 * 16
-    pieces = np.concatenate([step.corpus.lengths for step in steps])
+    assert max(len(step.packed.corpus.tokens) for step in steps) <= 8 * 16
+    pieces = np.concatenate([step.packed.corpus.lengths for step in steps])
     assert sorted(pieces.tolist()) == [10] + 625 * [16]
 
 
@@ -192,7 +178,7 @@ def test_what_is_left_out_is_counted_in_the_cursor(overlong, shortened, tokens):
     steps = list(steps_of(documents_of([20, 5, 100, 16]), overlong=overlong))
     counts = stream_counts(steps[-1].cursor)
     assert counts == {"documents": 4, "shortened_documents": shortened, "lost_tokens": tokens}
-    assert sum(len(step.corpus.tokens) for step in steps) == 141 - tokens
+    assert sum(len(step.packed.corpus.tokens) for step in steps) == 141 - tokens
 
 
 @pytest.mark.parametrize("after", [[17], [0, 40, 0, 17], [0]])
@@ -208,7 +194,7 @@ def test_documents_without_a_token_after_the_last_row_are_counted_in_the_last_st
 
 def test_a_document_that_is_too_long_is_an_error_only_when_its_window_is_read():
     steps = steps_of(documents_of([16, 17]), rows=1, buffer_rows=1, overlong="error")
-    assert next(steps).corpus.tokens.tolist() == list(range(16))
+    assert next(steps).packed.corpus.tokens.tolist() == list(range(16))
     with pytest.raises(DataError, match="document 1 has 17 tokens"):
         next(steps)
 
@@ -217,7 +203,7 @@ def test_tokens_that_are_not_trained_on_stay_so():
     sizes = [20, 7, 40, 3]
     samples = [Sample(x, x % 3 == 0) for x in documents_of(sizes)]
     for step in steps_of(samples, multiple_of=4):
-        for batch in deal_step(step, WHOLE, rows_per_microbatch=1).microbatches:
+        for batch in deal(step, 1).microbatches:
             asked = batch.labels[batch.labels >= 0]
             assert (asked % 3 == 0).all()
             follows = (batch.document_ids[:, 1:] == batch.document_ids[:, :-1]) & (
@@ -229,7 +215,7 @@ def test_tokens_that_are_not_trained_on_stay_so():
 
 def test_a_stream_can_be_prefetched_from_any_cursor():
     def batches_from(cursor):
-        return (deal_step(step, WHOLE, rows_per_microbatch=5) for step in steps_of(cursor=cursor))
+        return (deal(step, 5) for step in steps_of(cursor=cursor))
 
     want = list(batches_from(Cursor()))
     for first in (0, 3):
@@ -245,7 +231,7 @@ def test_a_batch_maker_reads_on_and_begins_anew_only_at_another_cursor():
 
     def batches_from(cursor):
         opened.append(cursor.batch)
-        return (deal_step(step, WHOLE, rows_per_microbatch=5) for step in steps_of(cursor=cursor))
+        return (deal(step, 5) for step in steps_of(cursor=cursor))
 
     make_batch = batch_maker(batches_from)
     first = make_batch(Cursor())
@@ -262,7 +248,7 @@ def test_a_batch_maker_that_failed_begins_anew_instead_of_saying_that_the_source
         for step in steps_of(cursor=cursor):
             if step.cursor.batch == 2 and failures:
                 raise failures.pop()
-            yield deal_step(step, WHOLE, rows_per_microbatch=5)
+            yield deal(step, 5)
 
     make_batch = batch_maker(batches_from)
     cursor = make_batch(Cursor()).cursor
@@ -389,7 +375,7 @@ def test_an_error_of_the_source_arrives_as_it_was_raised_and_names_the_document(
 
     def batches_from(cursor):
         steps = stream_steps(documents_from(lambda: breaking(broken, error)), cursor, **FEW)
-        return (deal_step(step, WHOLE, rows_per_microbatch=4) for step in steps)
+        return (deal(step, 4) for step in steps)
 
     with prefetch(batch_maker(batches_from), cursor) as next_batch:
         for _ in range(2):  # the second call raises it again

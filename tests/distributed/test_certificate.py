@@ -2,12 +2,12 @@
 
 from pathlib import Path
 
-import attrs
 import pytest
 
 from trainkit.testing.builtin import certify_builtin, certify_model
+from trainkit.testing.cases import Case, default_cases, runs_here
 from trainkit.testing.certificate import as_text
-from trainkit.testing.layouts import Layout, default_layouts, runs_here
+from trainkit.types import Layout
 
 
 def table_of(certificate):
@@ -48,16 +48,16 @@ def test_integers_are_the_same_bit_for_bit_in_every_layout():
 
 
 def here_by_name(name):
-    return all(runs_here(layout) for layout in default_layouts() if layout.name == name)
+    return all(runs_here(case) for case in default_cases() if case.name == name)
 
 
 FEW = [
-    Layout(dp_shard=2),
-    Layout(tp=2),
-    Layout(ring=2, fold_sp="none"),
-    Layout(ulysses=2),
-    Layout(pp=2),
-    Layout(dp_replicate=2, dp_shard=2),
+    Case(Layout(dp_shard=2)),
+    Case(Layout(tp=2)),
+    Case(Layout(ring=2, fold_sp="none")),
+    Case(Layout(ulysses=2)),
+    Case(Layout(pp=2)),
+    Case(Layout(dp_replicate=2, dp_shard=2)),
 ]
 
 
@@ -70,17 +70,20 @@ def test_rounding_stays_within_the_stated_bounds(tier):
 
 
 def test_the_layouts_cover_every_dimension_and_every_choice():
-    layouts = default_layouts()
-    assert len({layout.name for layout in layouts}) == len(layouts) >= 40
-    for name in ("pp", "dp_replicate", "dp_shard", "ring", "ulysses", "tp"):
+    cases = default_cases()
+    assert len({case.name for case in cases}) == len(cases) >= 40
+    layouts = [case.layout for case in cases]
+    for name in Layout().axes["world"]:
         assert any(getattr(layout, name) > 1 for layout in layouts)
-    for name in attrs.fields_dict(Layout):
-        assert name == "note" or len({getattr(layout, name) for layout in layouts}) > 1
-    named = {layout.name.partition(",")[0] for layout in layouts}
+    choices = ["fold_sp", "schedule", "reduce", "cpu_offload"]
+    assert all(len({getattr(layout, name) for layout in layouts}) > 1 for name in choices)
+    choices = ["rows_per_microbatch", "recompute", "compiled"]
+    assert all(len({getattr(case, name) for case in cases}) > 1 for name in choices)
+    named = {case.name.partition(",")[0] for case in cases}
     assert {"pp2 x dp2 x tp2", "dp2 x ring2 x tp2", "dp2 x ring2 x ulysses2"} <= named
     assert "pp2 x replica2 x dp2" in named
-    compiled = [layout for layout in layouts if layout.compiled]
-    for name in ("pp", "dp_replicate", "dp_shard", "ring", "ulysses", "tp"):
+    compiled = [case.layout for case in cases if case.compiled]
+    for name in Layout().axes["world"]:
         assert any(getattr(layout, name) > 1 for layout in compiled)
     assert any(layout.dp_shard == layout.tp == 2 for layout in compiled)
     assert any(layout.pp == layout.ring == layout.tp == 2 for layout in compiled)

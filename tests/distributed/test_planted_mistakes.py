@@ -30,9 +30,10 @@ from trainkit.testing.builtin import (
     decoder_batch,
     decoder_plan,
 )
+from trainkit.testing.cases import Case
 from trainkit.testing.certificate import TIERS, as_text
 from trainkit.testing.certify import certify
-from trainkit.testing.layouts import Layout
+from trainkit.types import Layout
 
 PATCH = pytest.MonkeyPatch()
 
@@ -179,12 +180,12 @@ def moments_forgotten(_ps):
     step, calls = train.clip_and_step, []
 
     def forgetful(params, optimizer, **options):
-        norm = step(params, optimizer, **options)
-        calls.append(norm)
+        update = step(params, optimizer, **options)
+        calls.append(update)
         if len(calls) == STEPS:
             for remembered in optimizer.state.values():
                 remembered["exp_avg_sq"].div_(2)
-        return norm
+        return update
 
     PATCH.setattr(train, "clip_and_step", forgetful)
 
@@ -207,12 +208,12 @@ def terms_lacking(_ps):
 
 STEPS = 2
 PLAIN = {
-    "dp": Layout(dp_shard=2),
-    "replica": Layout(dp_replicate=2),
-    "tp": Layout(tp=2),
-    "ring": Layout(ring=2, fold_sp="none"),
-    "ulysses": Layout(ulysses=2, fold_sp="none"),
-    "pp": Layout(pp=2),
+    "dp": Case(Layout(dp_shard=2)),
+    "replica": Case(Layout(dp_replicate=2)),
+    "tp": Case(Layout(tp=2)),
+    "ring": Case(Layout(ring=2, fold_sp="none")),
+    "ulysses": Case(Layout(ulysses=2, fold_sp="none")),
+    "pp": Case(Layout(pp=2)),
 }
 MISTAKES = {
     "dropped token count": (dropped_token_count, "dp"),
@@ -249,11 +250,11 @@ MISTAKES = {
 LACKING = "half a parameter"
 
 
-def planting_plan(ps, layout):
+def planting_plan(ps, case):
     PATCH.undo()
     with contextlib.suppress(KeyError):
-        (MISTAKES | {LACKING: (half_a_parameter, "dp")})[layout.note][0](ps)
-    return decoder_plan(ps, layout)
+        (MISTAKES | {LACKING: (half_a_parameter, "dp")})[case.note][0](ps)
+    return decoder_plan(ps, case)
 
 
 @pytest.fixture(scope="module")

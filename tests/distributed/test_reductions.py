@@ -29,12 +29,10 @@ def batch_hash_of(rows_per_microbatch):
     bins = tk.pack_bins(text.lengths, CAPACITY)
     with tk.parallel_session() as ps:
         made = tk.step_batch(
-            text,
-            bins,
+            tk.Packed(text, bins),
+            tk.sampling.rows_of_epochs(len(bins), rows_per_step=ROWS, seed=0),
             tk.Cursor(),
-            rows=ROWS,
-            seed=0,
-            share=ps.dp.share,
+            place=ps.place,
             rows_per_microbatch=rows_per_microbatch,
         )
         return int(tk.all_sum(tk.batch_hash(made.microbatches), ps.loss))

@@ -15,7 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from trainkit import sinks
-from trainkit.types import ConfigError, DataError, Share
+from trainkit.types import ConfigError, Share
 
 
 class Terminal(io.StringIO):
@@ -30,7 +30,7 @@ VALUES = {"loss": 2.5, "tokens_per_second": 41234.5, "lr": 3e-4, "grad_norm": 1.
 def a_tee(tmp_path):
     with (
         sinks.jsonl(tmp_path / "a.jsonl") as one,
-        sinks.on_first_rank(Share(0, 2), sinks.jsonl, tmp_path / "b.jsonl") as two,
+        sinks.jsonl(tmp_path / "b.jsonl") as two,
     ):
         yield sinks.tee(one, two)
 
@@ -39,10 +39,7 @@ FAMILY = {
     "console, a terminal": lambda _: sinks.console(5, stream=Terminal()),
     "console, a pipe": lambda _: sinks.console(5, stream=io.StringIO()),
     "jsonl": lambda tmp_path: sinks.jsonl(tmp_path / "metrics.jsonl"),
-    "tee and first rank": a_tee,
-    "another rank": lambda tmp_path: sinks.on_first_rank(
-        Share(1, 2), sinks.jsonl, tmp_path / "no" / "such" / "folder"
-    ),
+    "tee": a_tee,
 }
 
 
@@ -185,53 +182,13 @@ def test_a_terminal_gets_a_bar_with_everything():
         assert part in last
 
 
-# ------------------------------------------------------------------------------------ tee, picture
+# ------------------------------------------------------------------------------------ tee
 
 
-def test_only_the_first_rank_opens_anything(tmp_path):
-    for index in (1, 0):
-        path = tmp_path / f"events_{index}.jsonl"
-        with sinks.on_first_rank(Share(index, 2), sinks.events, path) as event:
-            event("save", step=1)
-        assert path.exists() == (index == 0)
-
-
-@pytest.mark.parametrize("steps", [1, 2, 300])
-def test_a_picture_is_drawn_from_what_a_killed_run_left(tmp_path, steps):
-    with sinks.jsonl(tmp_path / "metrics.jsonl") as sink:
-        for step in range(1, steps + 1):
-            sink(step, {"loss": math.nan if step == 2 else 5 / step, "lr": 1e-3})
-    with (tmp_path / "metrics.jsonl").open("ab") as file:
-        file.write(b'{"step": 99, "lo')
-    with sinks.events(tmp_path / "events.jsonl") as event:
-        event("evaluation", step=1, **{"eval/loss": 5.0})
-    with (tmp_path / "events.jsonl").open("ab") as file:
-        file.write(b'{"event":"evaluation","step":1,"eval/lo')
-    picture = sinks.plot_loss(tmp_path / "metrics.jsonl", tmp_path / "loss.png")
-    assert picture.read_bytes().startswith(b"\x89PNG")
-    assert "matplotlib.pyplot" not in sys.modules
-
-
-def test_a_picture_of_nothing_is_refused(tmp_path):
-    with pytest.raises(DataError, match="holds no step"):
-        sinks.plot_loss(tmp_path / "missing.jsonl", tmp_path / "loss.png")
-
-
-@pytest.mark.parametrize(
-    ("library", "use"),
-    [
-        ("rich.progress", lambda _: sinks.console(5, stream=Terminal()).__enter__()),
-        (
-            "matplotlib.figure",
-            lambda tmp_path: sinks.plot_loss(tmp_path / "metrics.jsonl", tmp_path / "loss.png"),
-        ),
-    ],
-)
-def test_a_missing_extra_says_what_to_install(tmp_path, monkeypatch, library, use):
-    (tmp_path / "metrics.jsonl").write_bytes(written([1]))
-    monkeypatch.setitem(sys.modules, library, None)
+def test_a_missing_extra_says_what_to_install(monkeypatch):
+    monkeypatch.setitem(sys.modules, "rich.progress", None)
     with pytest.raises(ConfigError, match=r'pip install "trainkit-lm\[recipes\]"'):
-        use(tmp_path)
+        sinks.console(5, stream=Terminal()).__enter__()
 
 
 def test_a_run_s_sinks_write_on_the_first_rank_alone(tmp_path, capsys):

@@ -81,7 +81,7 @@ def warm_up(folder):
     import torch
 
     import trainkit as tk
-    from trainkit import config, optim, sinks, tokenizers, types
+    from trainkit import config, optim, sampling, sinks, tokenizers, types
     from trainkit.testing import preload
 
     assert preload.MODULES
@@ -96,9 +96,8 @@ def warm_up(folder):
     config.load_config(recipe_runs.load("pretrain").Config, ["--data", str(text)])
     corpus = tk.open_corpus(text, tokenizer=tokenizers.open_tokenizer("bytes"))
     bins = tk.pack_bins(corpus.lengths, 32, multiple_of=8)
-    batch = tk.step_batch(
-        corpus, bins, types.Cursor(), rows=2, seed=0, share=types.Share(0, 1), rows_per_microbatch=1
-    )
+    rows_at = sampling.rows_of_epochs(len(bins), rows_per_step=2, seed=0)
+    batch = tk.step_batch(tk.Packed(corpus, bins), rows_at, types.Cursor(), rows_per_microbatch=1)
     assert tk.batch_hash(batch.microbatches) is not None
     assert len(list(Path("/proc/self/task").iterdir())) == 1, "a process with threads must not fork"
 
@@ -189,9 +188,9 @@ def slow_disk(seconds):
 
 def no_pictures(_):
     """Draw nothing at the end of a run."""
-    from trainkit import sinks
+    from trainkit import pictures
 
-    sinks.plot_loss = lambda *_: None
+    pictures.plot_loss = lambda *_: None
 
 
 def believe_files(_):

@@ -10,19 +10,19 @@ import recipe_runs
 from recipe_runs import error_of, refusal
 
 from trainkit.models import decoder_config, decoder_sizes
-from trainkit.parallel.check import check_layout
-from trainkit.types import ConfigError
+from trainkit.parallel import problems, refuse
+from trainkit.types import ConfigError, Layout, Rows
 
 TINY = decoder_config("tiny")
 GROUPED = attrs.evolve(TINY, kv_heads=2)
 FITS = {"row_length": 256, "rows": 8, "microbatch": 1, "multiple_of": 8}
 
 
-def check(model=TINY, *, world=None, changes=None, **degrees):
-    count = 1
-    for name, degree in degrees.items():
-        count *= 1 if name == "ep" else degree
-    check_layout(model, world=world or count, degrees=degrees, **(FITS | (changes or {})))
+def check(model=TINY, *, world=None, changes=None, device=None, **degrees):
+    changes = changes or {}
+    rows = Rows(**(FITS | {name: x for name, x in changes.items() if name in FITS}))
+    layout = Layout(**degrees, **{name: x for name, x in changes.items() if name not in FITS})
+    refuse(problems(layout, model, rows, world=world or layout.world, device=device))
 
 
 REFUSED = [
@@ -93,8 +93,8 @@ REFUSED = [
         "make 5 in a step, .*'interleaved_1f1b' needs a multiple of 2.* set rows to 6",
     ),
     (TINY, {"ep": 2, "dp_shard": 2}, {}, "no experts to split over ep = 2 ranks; set ep to 1"),
-    (TINY, {"pp": 0}, {}, "pp must be at least 1, got 0"),
-    (TINY, {}, {"fold_sp": "some"}, "fold_sp must be one of all, ring, ulysses, none"),
+    (TINY, {"pp": 0}, {}, "pp must be above 0, got 0"),
+    (TINY, {}, {"fold_sp": "some"}, "fold_sp must be one of 'all', 'ring', 'ulysses', 'none'"),
 ]
 
 
@@ -116,7 +116,7 @@ def test_what_does_not_fit_is_refused_with_both_numbers_and_a_way_out(
 @pytest.mark.case("G3")
 def test_a_product_that_is_not_the_world_is_refused():
     with pytest.raises(ConfigError, match=r"multiply to 4 .* but there are 8 processes"):
-        check(world=8, tp=4)
+        check(world=8, dp_shard=1, tp=4)
 
 
 FITTING = [
@@ -154,15 +154,23 @@ def test_every_size_fits_2_and_4_tensor_ranks(name):
 
 
 def test_a_v_schedule_is_refused_where_gloo_cannot_send_to_itself(monkeypatch):
-    from trainkit.parallel import torch_pipeline
-
     changes = {"schedule": "dual_pipe_v"}
-    monkeypatch.setattr(torch_pipeline, "passes_to_itself", lambda: True)
-    check(pp=2, changes=changes)
-    monkeypatch.setattr(torch_pipeline, "passes_to_itself", lambda: False)
+    monkeypatch.setattr("trainkit.parallel.fitting.passes_to_itself", lambda: True)
+    check(pp=2, changes=changes, device="cpu")
+    monkeypatch.setattr("trainkit.parallel.fitting.passes_to_itself", lambda: False)
     with pytest.raises(ConfigError, match=r"cannot run .* on CPUs.*2\.13 or later"):
-        check(pp=2, changes=changes)
-    check(pp=2, changes=changes | {"here": False})  # a plan for another machine
+        check(pp=2, changes=changes, device="cpu")
+    check(pp=2, changes=changes, device="cuda")  # a plan for another machine
+
+
+def test_all_that_does_not_fit_is_listed_and_the_first_is_raised_with_the_number_of_others():
+    layout, rows = Layout(pp=8, tp=3), Rows(row_length=256, rows=8)
+    found = problems(layout, TINY, rows, world=24)
+    assert [problem.where for problem in found] == ["tp", "row_length", "pp"]
+    with pytest.raises(ConfigError, match=r"4 heads do not .* size of model \(and 2 more"):
+        refuse(found)
+    assert [problem.where for problem in problems(layout, None, rows, world=24)] == ["row_length"]
+    assert problems(layout, world=24) == []
 
 
 # ------------------------------------------------------------------------- as a new user meets it

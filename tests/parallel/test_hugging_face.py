@@ -9,10 +9,10 @@ from trainkit.convert import convert_weights
 from trainkit.mesh import solo_parallel
 from trainkit.testing import certify
 from trainkit.testing.builtin import decoder_batch
+from trainkit.testing.cases import Case
 from trainkit.testing.certificate import as_text
-from trainkit.testing.layouts import Layout
 from trainkit.testing.train import certificate_weights
-from trainkit.types import CheckpointError
+from trainkit.types import CheckpointError, Layout
 
 transformers = pytest.importorskip("transformers")
 
@@ -32,18 +32,18 @@ def call(model, batch):
     return model(input_ids=ids, position_ids=positions, use_cache=False).logits
 
 
-def plan(_ps, layout):
+def plan(_ps, case):
     with torch.device("meta"):
         styles = parallel.hf_styles(make_model())
     sharded = parallel.fsdp(blocks="model.layers.*")
-    kept = parallel.recompute(layout.recompute, blocks="model.layers.*")
+    kept = parallel.recompute(case.recompute, blocks="model.layers.*")
     return [parallel.tensor(styles), kept, sharded]
 
 
 LAYOUTS = [
-    Layout(tp=2),
-    Layout(dp_shard=2, reduce="each", rows_per_microbatch=2),
-    Layout(dp_shard=2, tp=2, recompute="full"),
+    Case(Layout(tp=2)),
+    Case(Layout(dp_shard=2, reduce="each"), rows_per_microbatch=2),
+    Case(Layout(dp_shard=2, tp=2), recompute="full"),
 ]
 
 
@@ -76,7 +76,7 @@ def untied():
 
 def test_built_by_stages_it_is_the_model_that_transformers_makes():
     (built,) = parallel.build_stages(
-        make_model, solo_parallel(), plan(None, Layout()), weights=certificate_weights
+        make_model, solo_parallel(), plan(None, Case()), weights=certificate_weights
     )
     made = make_model()
     made.load_state_dict(built.state_dict())

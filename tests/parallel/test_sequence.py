@@ -13,14 +13,15 @@ from whole_step import CAPACITY, Layout, corpus, difference, joined, run_steps, 
 import trainkit as tk
 from trainkit.attention import sdpa
 from trainkit.attention.sdpa import sdpa as plain
-from trainkit.data import deal_step, documents_from, eval_batches, step_batch, stream_steps
+from trainkit.data import Packed, deal_rows, documents_from, eval_batches, step_batch, stream_steps
 from trainkit.layout import shard_sequence
 from trainkit.mesh import parallel_session, solo_parallel
 from trainkit.parallel.fsdp import fsdp
 from trainkit.parallel.sequence import sequence
 from trainkit.parallel.stages import check_plan
+from trainkit.sampling import rows_of_epochs
 from trainkit.testing import run_ranks
-from trainkit.types import ConfigError, Cursor, Share
+from trainkit.types import ConfigError, Cursor, Place, Share
 
 # Rows of 24 tokens of documents that are aligned to 8: enough for a ring of 4.
 ALIGNED = {"multiple_of": 8}
@@ -162,19 +163,17 @@ SHARES = [
 ]
 
 
-def steps_of(shares, **changes):
+def steps_of(shares):
     text = corpus()
-    options = {"rows": 5, "seed": 0, "share": Share(0, 1), "rows_per_microbatch": 2}
     bins = tk.pack_bins(text.lengths, CAPACITY, **ALIGNED)
-    source = np.arange(len(bins))
+    packed = Packed(text, bins, dict.fromkeys(range(len(bins)), 1))
     return step_batch(
-        text,
-        bins,
+        packed,
+        rows_of_epochs(len(bins), rows_per_step=5, seed=0),
         Cursor(3),
+        place=Place(**shares),
+        rows_per_microbatch=2,
         noise_seed=0,
-        source_of_row=source,
-        **shares,
-        **{**options, **changes},
     )
 
 
@@ -217,10 +216,11 @@ def test_a_microbatch_is_the_share_of_its_microbatch():
 def test_a_step_of_a_stream_is_sharded_too():
     documents = documents_from(lambda: iter([np.arange(n) for n in (5, 30, 9, 12)]))
     (step, *_) = stream_steps(documents, Cursor(), capacity=24, rows=2, seed=0, multiple_of=4)
-    whole = deal_step(step, WHOLE, rows_per_microbatch=1).microbatches
+    whole = deal_rows(step.packed, range(2), rows_per_microbatch=1)
     for shares in SHARES:
         if shares["ring"].count < 4:
-            parts = deal_step(step, WHOLE, rows_per_microbatch=1, **shares).microbatches
+            place = Place(**shares)
+            parts = deal_rows(step.packed, range(2), place=place, rows_per_microbatch=1)
             for part, batch in zip(parts, whole, strict=True):
                 want = shard_sequence(batch, **shares)
                 assert torch.equal(part.token_index, want.token_index)
@@ -230,7 +230,8 @@ def evaluations(share, *, ring=WHOLE, ulysses=WHOLE):
     text = corpus()
     bins = tk.pack_bins(text.lengths[:2], CAPACITY, **ALIGNED)
     assert len(bins) == 4
-    return list(eval_batches(text, bins, share, rows_per_batch=2, ring=ring, ulysses=ulysses))
+    place = Place(share, ring, ulysses)
+    return list(eval_batches(Packed(text, bins), place=place, rows_per_batch=2))
 
 
 def test_an_evaluation_is_sharded_and_no_rank_is_left_without_a_batch():
@@ -261,7 +262,7 @@ def test_lengths_that_do_not_divide_are_refused_with_the_remedy():
     text = corpus()
     bins = tk.pack_bins(text.lengths, CAPACITY, multiple_of=2)
     with pytest.raises(ConfigError, match=r"a document of \d+ tokens .* pack with multiple_of=8"):
-        list(eval_batches(text, bins, Share(0, 1), rows_per_batch=4, ring=Share(0, 4)))
+        list(eval_batches(Packed(text, bins), place=Place(ring=Share(0, 4)), rows_per_batch=4))
 
 
 # ------------------------------------------------------------------------------- planted mistakes

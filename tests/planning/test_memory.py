@@ -14,8 +14,9 @@ from measured_step import Measured, StorageCount, local_bytes, measure, measure_
 import trainkit as tk
 from trainkit.models import DecoderConfig
 from trainkit.parallel import fsdp
-from trainkit.planning import Job, Layout, memory_of, traffic_of
+from trainkit.planning import Job, memory_of, traffic_of
 from trainkit.testing import count_collectives, run_ranks
+from trainkit.types import Layout
 
 CONFIG = DecoderConfig(vocab_size=600, width=64, layers=2, heads=4, kv_heads=4, mlp_width=192)
 
@@ -70,27 +71,27 @@ def test_a_copy_that_a_norm_keeps_is_seen():
 # -------------------------------------------------------------------------------- two ranks
 
 RANKS = [
-    ({"dp_shard": 2}, job(rows=4, reduce="each", recompute="full")),
-    ({"dp_shard": 2}, job(rows=4, dtype="bf16", recompute="selective")),
-    ({"dp_replicate": 2}, job(rows=2)),
-    ({"tp": 2}, job(row_length=128)),
-    ({"tp": 2}, job(recompute="full", row_length=128)),
-    ({"tp": 2}, job(config(vocab_size=2_000), row_length=128, loss="plain")),
-    ({"ring": 2}, job(row_length=128)),
-    ({"ulysses": 2}, job(recompute="selective", row_length=128)),
-    ({"pp": 2}, job(config(layers=4), rows=4)),
-    ({"pp": 2}, job(config(layers=4), rows=4, schedule="gpipe", recompute="full")),
+    (Layout(dp_shard=2, reduce="each"), job(rows=4, recompute="full")),
+    (Layout(dp_shard=2), job(rows=4, dtype="bf16", recompute="selective")),
+    (Layout(dp_replicate=2), job(rows=2)),
+    (Layout(tp=2), job(row_length=128)),
+    (Layout(tp=2), job(recompute="full", row_length=128)),
+    (Layout(tp=2), job(config(vocab_size=2_000), row_length=128, loss="plain")),
+    (Layout(ring=2), job(row_length=128)),
+    (Layout(ulysses=2), job(recompute="selective", row_length=128)),
+    (Layout(pp=2), job(config(layers=4), rows=4)),
+    (Layout(pp=2, schedule="gpipe"), job(config(layers=4), rows=4, recompute="full")),
 ]
 
 
 CHOICES = [
-    ({"ring": 2, "fold_sp": "none"}, job(row_length=128)),
-    ({"ulysses": 2, "fold_sp": "ring"}, job(config(vocab_size=5_000), row_length=128)),
-    ({"dp_shard": 2}, job(rows=4, cpu_offload=True)),
-    ({"dp_shard": 2}, job(rows=4, cpu_offload=True, reduce="each", recompute="full")),
-    ({"dp_shard": 2}, job(config(layers=8), cpu_offload=True, recompute="full")),
-    ({"dp_replicate": 2}, job(cpu_offload=True)),
-    ({"ring": 2, "fold_sp": "ring"}, job(row_length=128, cpu_offload=True, dtype="bf16")),
+    (Layout(ring=2, fold_sp="none"), job(row_length=128)),
+    (Layout(ulysses=2, fold_sp="ring"), job(config(vocab_size=5_000), row_length=128)),
+    (Layout(dp_shard=2, cpu_offload=True), job(rows=4)),
+    (Layout(dp_shard=2, cpu_offload=True, reduce="each"), job(rows=4, recompute="full")),
+    (Layout(dp_shard=2, cpu_offload=True), job(config(layers=8), recompute="full")),
+    (Layout(dp_replicate=2, cpu_offload=True), job()),
+    (Layout(ring=2, fold_sp="ring", cpu_offload=True), job(row_length=128, dtype="bf16")),
 ]
 
 
@@ -106,29 +107,30 @@ def measure_everything():
 
 @pytest.mark.parametrize("case", range(len(RANKS + CHOICES)))
 def test_the_peak_of_two_ranks_is_the_measured_one(measured, case):
-    degrees, asked = (RANKS + CHOICES)[case]
+    layout, asked = (RANKS + CHOICES)[case]
     found = max((of_rank[case] for of_rank in measured), key=lambda one: one.peak)
-    planned = memory_of(asked, Layout(**degrees), fused_norms=False)
+    planned = memory_of(asked, layout, fused_norms=False)
     assert planned.peak == pytest.approx(found.peak, rel=0.1)
     assert found.parameters == planned.parameters
     assert found.gradients == planned.gradients
     assert found.optimizer == planned.optimizer
     on_host = found.parameters + found.gradients + found.optimizer
-    assert planned.host == (on_host if asked.cpu_offload else 0)
+    assert planned.host == (on_host if layout.cpu_offload else 0)
 
 
 @pytest.mark.parametrize("case", range(len(RANKS + CHOICES)))
 def test_what_two_ranks_send_is_what_the_ledger_counts(measured, case):
-    degrees, asked = (RANKS + CHOICES)[case]
-    for pp_rank in range(degrees.get("pp", 1)):
+    layout, asked = (RANKS + CHOICES)[case]
+    for pp_rank in range(layout.pp):
         planned = {}
-        for one in traffic_of(asked, Layout(**degrees), pp_rank=pp_rank):
-            axis = next(iter(degrees)) if one.axis == "fsdp" else one.axis
+        cut = next(name for name, degree in layout.degrees.items() if degree > 1)
+        for one in traffic_of(asked, layout, pp_rank=pp_rank):
+            axis = cut if one.axis == "fsdp" else one.axis
             count, size = planned.get((axis, one.kind), (0, 0))
             planned[axis, one.kind] = count + one.count, size + one.bytes
         rows = measured[pp_rank][case].ledger.rows
         found = {(row.axis, row.kind): (row.count, row.bytes) for row in rows}
-        if "pp" in degrees:  # terms and dtypes are agreed upon besides, in a few bytes
+        if layout.pp > 1:  # terms and dtypes are agreed upon besides, in a few bytes
             assert found["pp", "send"][1] == pytest.approx(planned["pp", "send"][1], abs=64)
         else:
             received = {key for key in found if key[1] == "receive"}
@@ -183,14 +185,14 @@ def key_of(x):
     return getattr(local, "elem", local).untyped_storage()._cdata
 
 
-def measure_choices(job, ps):
+def measure_choices(job, layout, ps):
     """Return what a whole step holds on the device, with `sync_sp_grads` and the choices of fsdp.
 
     On a CPU "host" and "device" are one memory, so what the host would hold is told by name.
     """
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(measured_step, "fsdp", partial(fsdp, cpu_offload=job.cpu_offload))
-        stages, optimizer, backward, finish = step_of(job, ps)
+        patch.setattr(measured_step, "fsdp", partial(fsdp, cpu_offload=layout.cpu_offload))
+        stages, optimizer, backward, finish = step_of(job, layout, ps)
     params = tk.parameters_of(stages)
 
     def reduced():
@@ -201,7 +203,7 @@ def measure_choices(job, ps):
     gradients = local_bytes(p.grad for p in params)
     finish()
     state = [x for of in optimizer.state.values() for x in of.values() if torch.is_tensor(x)]
-    counter = DeviceCount([*params, *state] if job.cpu_offload else [])
+    counter = DeviceCount([*params, *state] if layout.cpu_offload else [])
     for x in (*params, *state):
         counter.see(x)
 
@@ -211,15 +213,15 @@ def measure_choices(job, ps):
     with counter, pytest.MonkeyPatch.context() as patch:
         patch.setattr(torch.UntypedStorage, "resize_", resize)
         reduced()
-        peak = counter.peak_without([p.grad for p in params] if job.cpu_offload else [])
+        peak = counter.peak_without([p.grad for p in params] if layout.cpu_offload else [])
         finish()
-    peak = peak if job.cpu_offload else counter.peak
+    peak = peak if layout.cpu_offload else counter.peak
     return Measured(local_bytes(params), gradients, local_bytes(state), peak, ledger)
 
 
 def measure_all_choices(jobs):
     found = []
-    for degrees, job in jobs:
-        with tk.parallel_session(**degrees) as ps:
-            found.append(measure_choices(job, ps))
+    for layout, job in jobs:
+        with tk.parallel_session(layout) as ps:
+            found.append(measure_choices(job, layout, ps))
     return found

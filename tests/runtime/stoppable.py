@@ -16,8 +16,7 @@ from pathlib import Path
 import torch
 
 from trainkit.collectives import agree, all_sum
-from trainkit.launch import launch_notes
-from trainkit.mesh import parallel_session
+from trainkit.mesh import launch_notes, parallel_session
 from trainkit.runtime.errors import SAVED, leave, report_errors
 from trainkit.runtime.lock import run_lock
 from trainkit.runtime.signals import stop_votes, trap_signals

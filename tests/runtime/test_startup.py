@@ -15,9 +15,9 @@ from threads import run_threads
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import trainkit as tk
-from trainkit import meeting, mesh
-from trainkit.meeting import Seat, find_trouble, missing_ranks
-from trainkit.mesh import twin_axis
+from trainkit import mesh
+from trainkit.mesh import meeting, twin_axis
+from trainkit.mesh.meeting import Seat, find_trouble, missing_ranks
 from trainkit.runtime import startup
 from trainkit.runtime.startup import agree_at_start, code_facts, find_difference, probe
 from trainkit.testing import run_ranks

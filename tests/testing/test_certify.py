@@ -13,6 +13,7 @@ from trainkit.losses import next_token
 from trainkit.parallel import stages
 from trainkit.parallel.fsdp import fsdp
 from trainkit.testing.builtin import exact_plan
+from trainkit.testing.cases import Case
 from trainkit.testing.certificate import (
     TIERS,
     Certificate,
@@ -25,9 +26,8 @@ from trainkit.testing.certificate import (
 from trainkit.testing.certify import certify
 from trainkit.testing.deal import deal_batch
 from trainkit.testing.exact import ExactModel, call_exact, exact_batch, exact_weights, squares
-from trainkit.testing.layouts import Layout
 from trainkit.testing.train import relative
-from trainkit.types import Share
+from trainkit.types import Layout, Share
 
 SOLO = Share(0, 1)
 
@@ -46,7 +46,7 @@ class Bigrams(nn.Module):
         return self.layers[0](ids)
 
 
-def own_plan(_ps, _layout):
+def own_plan(_ps, _case):
     return [fsdp()]
 
 
@@ -61,11 +61,11 @@ def make_loss(ps):
 
 def test_a_users_model_plan_loss_and_call_are_certified():
     told = []
-    layouts = [Layout(), Layout(dp_shard=2), Layout(dp_replicate=2)]
+    cases = [Case(), Case(Layout(dp_shard=2)), Case(Layout(dp_replicate=2))]
     found = certify(
         Bigrams,
         exact_batch,
-        layouts,
+        cases,
         plan=own_plan,
         loss=make_loss,
         call=own_call,
@@ -113,18 +113,18 @@ def counting(module, _ps):
     return module
 
 
-def tied_plan(_ps, layout):
-    if layout.note == "untied":  # build_stages would refuse it
+def tied_plan(_ps, case):
+    if case.note == "untied":  # build_stages would refuse it
         pytest.MonkeyPatch().setattr(stages, "_check_ties", lambda *_: None)
         return [untying]
-    return [fsdp(blocks="head"), *([counting] if layout.note == "counts" else [])]
+    return [fsdp(blocks="head"), *([counting] if case.note == "counts" else [])]
 
 
 def test_what_a_layout_unties_is_named_and_so_is_a_buffer_that_differs():
     found = certify(
         TiedBigrams,
         exact_batch,
-        [Layout(), Layout(note="counts"), Layout(note="untied")],
+        [Case(), Case(note="counts"), Case(note="untied")],
         plan=tied_plan,
         loss=next_token,
         call=own_call,
@@ -153,13 +153,13 @@ def tying(module, _ps):
     return module
 
 
-def tying_plan(_ps, _layout):
+def tying_plan(_ps, _case):
     return [tying]
 
 
 def test_what_a_layout_ties_is_named():
     found = certify(
-        Untied, exact_batch, [Layout()], plan=tying_plan, loss=next_token, call=own_call, steps=1
+        Untied, exact_batch, [Case()], plan=tying_plan, loss=next_token, call=own_call, steps=1
     )
     assert found.rows[0].error == (
         "the ranks do not hold all of 'b.weight'; on the ranks 'a.weight' and 'b.weight' are one "
@@ -170,23 +170,23 @@ def test_what_a_layout_ties_is_named():
 # ------------------------------------------------------------------------------------ failures
 
 
-def failing_plan(ps, layout):
-    if layout.note == "raises" and ps.world.index == 1:
+def failing_plan(ps, case):
+    if case.note == "raises" and ps.world.index == 1:
         raise RuntimeError("the plan failed")
-    if layout.note == "dies" and ps.world.index == 1:
+    if case.note == "dies" and ps.world.index == 1:
         os.abort()
-    if layout.note == "hangs" and ps.world.index == 1:
+    if case.note == "hangs" and ps.world.index == 1:
         time.sleep(60)
-    return exact_plan(ps, layout)
+    return exact_plan(ps, case)
 
 
 def test_a_layout_that_fails_is_red_and_hides_no_other():
     notes = ["", "raises", "after it", "dies", "hangs", "at last"]
-    layouts = [Layout(dp_shard=2, note=note) for note in notes]
+    cases = [Case(Layout(dp_shard=2), note=note) for note in notes]
     found = certify(
         ExactModel,
         exact_batch,
-        layouts,
+        cases,
         plan=failing_plan,
         loss=squares,
         call=call_exact,
@@ -206,8 +206,8 @@ def test_a_layout_that_fails_is_red_and_hides_no_other():
 
 
 BAD = [
-    ({"layouts": []}, "none"),
-    ({"layouts": [Layout(), Layout()]}, "two are called 'one rank'"),
+    ({"cases": []}, "none"),
+    ({"cases": [Case(), Case()]}, "two are called 'one rank'"),
     ({"tier": "fp8"}, "tier must be one of"),
     ({"steps": 0}, "steps must be at least 1"),
     ({"loss": lambda output, _: output}, "decorate it with losses.with_terms"),
@@ -217,10 +217,10 @@ BAD = [
 
 @pytest.mark.parametrize(("changes", "message"), BAD)
 def test_a_bad_argument_is_refused(changes, message):
-    good = {"layouts": [Layout()], "plan": exact_plan, "loss": squares}
+    good = {"cases": [Case()], "plan": exact_plan, "loss": squares}
     arguments = good | changes
     with pytest.raises(ValueError, match=message):
-        certify(ExactModel, exact_batch, arguments.pop("layouts"), **arguments)
+        certify(ExactModel, exact_batch, arguments.pop("cases"), **arguments)
 
 
 def one_nan(_name, shape, _offset):
@@ -232,7 +232,7 @@ def test_a_model_whose_numbers_are_not_finite_is_refused_and_not_called_equal():
         certify(
             Bigrams,
             exact_batch,
-            [Layout(dp_shard=2)],
+            [Case(Layout(dp_shard=2))],
             plan=own_plan,
             loss=make_loss,
             call=own_call,
@@ -244,7 +244,7 @@ def test_a_sequence_that_does_not_divide_is_a_row_with_both_numbers():
     found = certify(
         ExactModel,
         exact_batch,
-        [Layout(ring=3)],
+        [Case(Layout(ring=3))],
         plan=exact_plan,
         loss=squares,
         call=call_exact,
@@ -316,7 +316,7 @@ def test_a_table_says_which_rows_are_red_and_why():
 
 
 def test_a_layout_has_a_readable_name():
-    layout = Layout(pp=2, dp_replicate=2, ring=2, fold_sp="none", cpu_offload=True, note="mine")
-    assert layout.name == "pp2 x replica2 x ring2, 1f1b, fold none, cpu offload, mine"
-    assert layout.world == 8
-    assert Layout(rows_per_microbatch=None).name == "one rank, all rows at once"
+    case = Case(Layout(pp=2, dp_replicate=2, ring=2, fold_sp="none", cpu_offload=True), note="mine")
+    assert case.name == "pp2 x replica2 x ring2, 1f1b, fold none, cpu offload, mine"
+    assert case.world == 8
+    assert Case(rows_per_microbatch=None).name == "one rank, all rows at once"

@@ -47,16 +47,16 @@ def test_layouts_are_chosen_by_name_and_number_of_ranks(monkeypatch):
         lambda _, chosen, **__: taken.update(chosen=chosen) or [certificate()],
     )
     certify.run(options_of("--layouts", "dp2*", "*zero*", "--world", "2"))
-    from trainkit.testing.layouts import default_layouts
+    from trainkit.testing.cases import default_cases
 
-    names = {layout.name for layout in default_layouts() if taken["chosen"](layout)}
+    names = {case.name for case in default_cases() if taken["chosen"](case)}
     assert {"dp2", "dp2, reduce each", "pp2, zero_bubble_v"} <= names
     assert not {"tp2", "dp2 x tp2", "replica2"} & names
 
 
 def test_without_names_those_that_this_torch_cannot_run_are_left_out(monkeypatch):
-    from trainkit.parallel import torch_pipeline
-    from trainkit.testing.layouts import default_layouts
+    from trainkit.parallel import fitting
+    from trainkit.testing.cases import default_cases
 
     taken = {}
     monkeypatch.setattr(
@@ -65,8 +65,8 @@ def test_without_names_those_that_this_torch_cannot_run_are_left_out(monkeypatch
     )
     certify.run(options_of())
     for can in (True, False):
-        monkeypatch.setattr(torch_pipeline, "passes_to_itself", lambda can=can: can)
-        left_out = {x.schedule for x in default_layouts() if not taken["chosen"](x)}
+        monkeypatch.setattr(fitting, "passes_to_itself", lambda can=can: can)
+        left_out = {x.layout.schedule for x in default_cases() if not taken["chosen"](x)}
         assert left_out == (set() if can else {"zero_bubble_v", "dual_pipe_v"})
 
 

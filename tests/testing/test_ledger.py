@@ -17,13 +17,14 @@ from trainkit.testing.builtin import (
     decoder_of,
     decoder_plan,
 )
+from trainkit.testing.cases import Case
 from trainkit.testing.deal import deal_batch
-from trainkit.testing.layouts import Layout
 from trainkit.testing.ledger import Collective, Ledger, count_collectives, ledger_table
 from trainkit.testing.train import (
     certificate_optimizer,
     certificate_weights,
 )
+from trainkit.types import Layout
 
 LAYERS = CONFIG.layers
 UNITS = LAYERS + 1  # of FSDP: the blocks, and what is left
@@ -31,35 +32,42 @@ PARAMETERS = 35_136
 TENSORS = 11 * LAYERS + 3  # each has a number that says who has its gradient
 ROUNDS = ROWS // 2  # microbatches where all rows are one rank's
 TWO = [
-    Layout(dp_shard=2),
-    Layout(dp_shard=2, reduce="each"),
-    Layout(dp_replicate=2),
-    Layout(tp=2),
-    Layout(ring=2),
-    Layout(ring=2, fold_sp="none"),
-    Layout(ulysses=2, fold_sp="none"),
-    Layout(pp=2),
+    Case(Layout(dp_shard=2)),
+    Case(Layout(dp_shard=2, reduce="each")),
+    Case(Layout(dp_replicate=2)),
+    Case(Layout(tp=2)),
+    Case(Layout(ring=2)),
+    Case(Layout(ring=2, fold_sp="none")),
+    Case(Layout(ulysses=2, fold_sp="none")),
+    Case(Layout(pp=2)),
 ]
-FOUR = [Layout(dp_replicate=2, dp_shard=2), Layout(dp_replicate=2, dp_shard=2, reduce="each")]
+FOUR = [
+    Case(Layout(dp_replicate=2, dp_shard=2)),
+    Case(Layout(dp_replicate=2, dp_shard=2, reduce="each")),
+]
 
 
-def ledgers_of(layout):
+def ledgers_of(case):
     """Return the ledgers of a step's forward and backward, and of the rest of it."""
-    with tk.parallel_session(**layout.degrees) as ps:
+    with tk.parallel_session(case.layout) as ps:
         stages = tk.build_stages(
             functools.partial(decoder_of, CONFIG),
             ps,
-            decoder_plan(ps, layout),
+            decoder_plan(ps, case),
             weights=certificate_weights,
         )
         named = tk.named_parameters_of(stages)
         params, optimizer = tk.parameters_of(stages), certificate_optimizer(named)
         run = tk.bind_forward_backward(
-            stages, next_token_linear, axis=ps.pp, reduce=layout.reduce, call=tk.call_with_noise
+            stages,
+            next_token_linear,
+            axis=ps.pp,
+            reduce=case.layout.reduce,
+            call=tk.call_with_noise,
         )
         shares = {"ring": ps.ring.share, "ulysses": ps.ulysses.share}
         batches = deal_batch(
-            decoder_batch(0), ps.dp.share, rows_per_microbatch=4 // layout.world, **shares
+            decoder_batch(0), ps.dp.share, rows_per_microbatch=4 // case.world, **shares
         )
 
         def finish():
@@ -73,8 +81,8 @@ def ledgers_of(layout):
         return first, last
 
 
-def ledgers_of_all(layouts):
-    return {layout.name: ledgers_of(layout) for layout in layouts}
+def ledgers_of_all(cases):
+    return {case.name: ledgers_of(case) for case in cases}
 
 
 @pytest.fixture(scope="module")

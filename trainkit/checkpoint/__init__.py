@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from trainkit.checkpoint.diff import diff_checkpoints
     from trainkit.checkpoint.directory import run_identity
     from trainkit.checkpoint.export import export_checkpoint
-    from trainkit.checkpoint.facts import Changes
+    from trainkit.checkpoint.facts import Changes, Facts
     from trainkit.checkpoint.flight import Saved
     from trainkit.checkpoint.guard import guard_numbers, guarded_saves
     from trainkit.checkpoint.load import load_checkpoint, load_weights, read_facts, resume
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
         verify_checkpoint,
     )
     from trainkit.checkpoint.replicas import canary, nonfinite_names, refuse_drift
-    from trainkit.checkpoint.retention import Listed, Retention, plan_retention
+    from trainkit.checkpoint.retention import Keeping, Listed, Retention, plan_retention
     from trainkit.checkpoint.rollback import roll_back
     from trainkit.checkpoint.save import require_space, save_checkpoint, saves, write_final
     from trainkit.checkpoint.sources import weights_from
@@ -36,6 +36,8 @@ if TYPE_CHECKING:
 
 __all__ = [
     "Changes",
+    "Facts",
+    "Keeping",
     "Listed",
     "Retention",
     "Saved",
@@ -67,6 +69,8 @@ __all__ = [
 
 _HOME = {
     "Changes": "facts",
+    "Facts": "facts",
+    "Keeping": "retention",
     "Listed": "retention",
     "Retention": "retention",
     "Saved": "flight",

@@ -13,16 +13,17 @@ from trainkit.collectives import all_gather_json, together
 from trainkit.types import Axis, ConfigError
 
 Facts = Mapping[str, Any] | Callable[[int], Mapping[str, Any]]
-"""Values that JSON holds by name; or a function from a step to them, for what has happened by then:
-the phases of a mixture that have begun, say, while those to come may still change.
+"""Values that JSON holds by name; or a function to them from the number of global batches that have
+been read, for what has happened by then: the phases of a mixture that have begun, say, while those
+to come may still change. A roll-back takes no batch back.
 """
 
 _TOLD = 5  # places where tables differ; more would hide the others
 
 
-def facts_at(facts: Facts | None, step: int) -> Mapping[str, Any]:
-    """Return the facts that hold after a number of steps."""
-    return facts(step) if callable(facts) else facts or {}
+def facts_at(facts: Facts | None, batches: int) -> Mapping[str, Any]:
+    """Return the facts that hold after a number of global batches."""
+    return facts(batches) if callable(facts) else facts or {}
 
 
 def agree_on_facts(facts: Mapping[str, Any], axis: Axis) -> None:

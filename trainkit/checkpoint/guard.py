@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -18,15 +19,26 @@ from trainkit.checkpoint.replicas import canary, nonfinite_names, refuse_drift
 from trainkit.checkpoint.retention import Retention
 from trainkit.checkpoint.rollback import roll_back
 from trainkit.checkpoint.save import Collect, Save, saves
-from trainkit.grads import Evidence, blame
+from trainkit.collectives import all_gather_json
+from trainkit.grads import blame
 from trainkit.health import Action, Policy, judge, stop_error
-from trainkit.types import CheckpointError, NumericsError, ParallelState, TrainState
+from trainkit.types import (
+    Axis,
+    CheckpointError,
+    ForwardBackward,
+    NumericsError,
+    ParallelState,
+    StepBatch,
+    TrainState,
+)
 
 
 class Guard(Protocol):
-    """Return the state to go on with after a step, whatever its numbers were."""
+    """Return the state to go on with after a step on a batch, whatever its numbers were."""
 
-    def __call__(self, state: TrainState, record: Mapping[str, Any]) -> TrainState: ...
+    def __call__(
+        self, state: TrainState, record: Mapping[str, Any], batch: StepBatch
+    ) -> TrainState: ...
 
 
 @contextmanager
@@ -37,7 +49,7 @@ def guarded_saves(
     ps: ParallelState,
     *,
     policy: Policy,
-    evidence: Evidence,
+    replay: ForwardBackward,
     event: Callable[..., None],
     facts: Facts | None = None,
     config: Mapping[str, Any] | None = None,
@@ -55,7 +67,7 @@ def guarded_saves(
         optimizer: The optimizer of their parameters.
         ps: The layout.
         policy: What is done about bad numbers; see `guard_numbers`.
-        evidence: What `clip_and_step` leaves for `blame`.
+        replay: What the steps take their gradients with; see `guard_numbers`.
         event: Where lines of saves and of bad steps go, as `run_sinks` yields it.
         facts: As for `save_checkpoint`.
         config: The resolved configuration, plain values.
@@ -77,7 +89,7 @@ def guarded_saves(
     how: dict[str, Any] = {"retention": retention, "background": background, "event": event}
     how["grace"] = grace
     with saves(*run, **said, **how, before_commit=before_commit) as (save, saved):
-        numbers: dict[str, Any] = {"policy": policy, "evidence": evidence, "event": event}
+        numbers: dict[str, Any] = {"policy": policy, "replay": replay, "event": event}
         guard = guard_numbers(*run, saved=saved, **numbers, **said)
         yield _save_once(save, guard)
         saved(wait=True)
@@ -87,8 +99,8 @@ def _save_once(save: Save, guard: Guard) -> tuple[Save, Guard]:
     """Return the two so that a state which a roll-back has just saved is not saved again."""
     based: list[TrainState] = []
 
-    def guard_and_see(state: TrainState, record: Mapping[str, Any]) -> TrainState:
-        after = guard(state, record)
+    def guard_and_see(state: TrainState, record: Mapping[str, Any], batch: StepBatch) -> TrainState:
+        after = guard(state, record, batch)
         based[:] = [after] if after.step < state.step else []
         return after
 
@@ -107,19 +119,20 @@ def guard_numbers(
     *,
     policy: Policy,
     saved: Collect,
-    evidence: Evidence,
+    replay: ForwardBackward,
     event: Callable[..., None],
     tell: Callable[[str], None] = print,
     canary_every: int = 10,
     **saving: Any,
 ) -> Guard:
-    """Return `guard(state, record)`, which skips, rolls back or ends a run as a policy has it.
+    """Return `guard(state, record, batch)`: tells, rolls back or ends a run as a policy has it.
 
-    A good step costs it nothing but the canary's hashes. A bad one is told, with the rank and the
-    parameter where it began. A run that has to go back goes back there and then: the state that
-    `guard` returns is an earlier one, saved anew, whose data begins behind what went wrong. So do
-    runs of which a save has found that they are not finite. Replicas that have come to differ end
-    the run: which of them is right cannot be known from within.
+    A good step costs it nothing but the canary's hashes. A bad one has been skipped, so that its
+    parameters are still there: its backward pass is taken once more, and the rank and the parameter
+    are told where its numbers stop being finite. A run that has to go back goes back there and
+    then: the state that `guard` returns is an earlier one, saved anew, whose data begins behind
+    what went wrong. So do runs of which a save has found that they are not finite. Replicas that
+    have come to differ end the run: which of them is right cannot be known from within.
 
     Args:
         run_dir: The run directory.
@@ -128,15 +141,16 @@ def guard_numbers(
         ps: The layout.
         policy: See `health.Policy`.
         saved: What tells of saves that have ended, from `saves`.
-        evidence: What `clip_and_step` leaves for `blame`.
+        replay: What the steps take their gradients with, from `bind_forward_backward`: it is taken
+            again after a bad step, never the optimizer.
         event: Where a line for each bad step goes, as `run_sinks` yields it.
         tell: Called on rank 0 with what was bad in a step, and with what a roll-back did.
         canary_every: How many steps lie between two looks at the replicas; see `canary`.
         **saving: What `save_checkpoint` takes besides: the facts, the configuration.
 
     Returns:
-        A function of the state after a step and of its record, which has `loss`, `grad_norm`,
-        `tokens` and `skipped`; every rank must call it after every step.
+        A function of the state after a step, of its record, which has `loss`, `grad_norm`,
+        `tokens` and `skipped`, and of its batch; every rank must call it after every step.
 
     Raises:
         NumericsError: From `guard`: roll-backs are used up, there is no checkpoint to go back to,
@@ -149,12 +163,14 @@ def guard_numbers(
     damage = partial(nonfinite_names, stages, optimizer, ps.world)
     looks = [canary(stages, optimizer, ps, every=canary_every)]
 
-    def guard(state: TrainState, record: Mapping[str, Any]) -> TrainState:
+    def guard(state: TrainState, record: Mapping[str, Any], batch: StepBatch) -> TrainState:
         action, state = judge(state, record, policy, damage=damage)
         if action.reason:
             guilty = list[str]()
-            if action.kind != "apply":
-                guilty = blame(evidence, stages, ps.world)
+            if action.kind != "apply" and _is_bad_somewhere(record, ps.world):
+                tokens = torch.as_tensor(record["tokens"])
+                again = partial(replay, batch.microbatches, denominator=tokens)
+                guilty = blame(again, stages, ps.world)
             event(action.kind, step=state.step, reason=action.reason, guilty=guilty)
             if ps.world.index == 0:
                 tell(_bad_step(state.step, action, guilty))
@@ -178,6 +194,12 @@ def guard_numbers(
         return state
 
     return guard
+
+
+def _is_bad_somewhere(record: Mapping[str, Any], axis: Axis) -> bool:
+    """Say whether a number of a step is not finite on any rank: a spike has nothing to look for."""
+    finite = [math.isfinite(record[name]) for name in ("loss", "grad_norm")]
+    return not all(map(all, all_gather_json(finite, axis)))
 
 
 def _bad_step(step: int, action: Action, guilty: Sequence[str]) -> str:

@@ -68,8 +68,8 @@ def resume(
             nothing tells that the run has saved; "never" takes none, a path takes that one; where
             the run was forked from it before and has saved since, it is "auto".
         facts: What must be as it was saved, for instance the fingerprint of the data, or a function
-            from a step to that, for what only the steps before it can have changed; the same on all
-            ranks.
+            from a number of global batches to that, for what only those can have changed; the same
+            on all ranks.
         changes: Which facts may have changed, and which the user allows to.
         strict_owner: Refuse a checkpoint that others own or can write; without it they are told of.
         tell: Called on rank 0 with what was passed over, taken, changed and set aside.
@@ -266,7 +266,7 @@ def _fact_check(facts: Facts | None, changes: Changes, told: list[str]) -> Check
     """Return a check of the saved facts against the run's, which also writes what is only told."""
 
     def check(saved: Mapping[str, Any]) -> list[str]:
-        live = facts_at(facts, saved["state"]["step"])
+        live = facts_at(facts, saved["state"]["cursor"]["batch"])
         refused, changed = compare_facts(saved["facts"], live, changes)
         told[:] = changed
         return refused

@@ -6,6 +6,7 @@ import errno
 import shutil
 from collections.abc import Callable, Collection, Iterable, Sequence
 from pathlib import Path
+from typing import Literal
 
 import attrs
 
@@ -20,7 +21,7 @@ from trainkit.checkpoint.manifest import (
 )
 from trainkit.files import sync_folder
 from trainkit.schedules import due
-from trainkit.types import ConfigError
+from trainkit.types import ConfigError, non_negative, positive, rule
 
 PIN = ".pin"
 """What the name of a file beside a checkpoint ends with that keeps it: step_00000012.pin."""
@@ -53,6 +54,37 @@ class Retention:
     best: int = 0
     powers_of_two: bool = False
     milestones: Sequence[int] = attrs.field(default=(), converter=tuple)
+
+
+_all_or_two = rule(
+    lambda value: value == 0 or value >= _ALWAYS,
+    "0 for all, or at least 2, as the newest may turn out damaged",
+)
+
+
+@attrs.frozen(kw_only=True)
+class Keeping:
+    """When a run saves, which checkpoints stay, and where else its metrics go."""
+
+    save_every: int = attrs.field(default=200, validator=positive)
+    """Save a checkpoint every so many steps, and at the end."""
+
+    keep: int = attrs.field(default=0, validator=_all_or_two)
+    """How many of the newest checkpoints stay, at least 2; 0 for all."""
+
+    keep_every: int = attrs.field(default=0, validator=non_negative)
+    """With --keep: the checkpoints of every so many steps stay for good too; 0 for none."""
+
+    background_saves: bool = True
+    """Copy the state to host memory and write it while training goes on."""
+
+    sinks: tuple[Literal["tensorboard", "wandb"], ...] = ()
+    """Where metrics go besides metrics.jsonl: tensorboard, wandb."""
+
+    @property
+    def retention(self) -> Retention | None:
+        """Which checkpoints stay; None deletes none."""
+        return Retention(last=self.keep, every=self.keep_every) if self.keep else None
 
 
 @attrs.frozen

@@ -263,7 +263,7 @@ def save_checkpoint(
 
 
 def _taken(take: TakeSnapshot, state: TrainState, facts: Facts | None) -> Snapshot:
-    return take(state, facts_at(facts, state.step))
+    return take(state, facts_at(facts, state.cursor.batch))
 
 
 def _token(axis: Axis) -> str:

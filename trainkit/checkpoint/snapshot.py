@@ -201,7 +201,6 @@ def _described(
             f"{len(state.cursor.stream)} numbers of a stream; a checkpoint holds {MOST_BATCHES} "
             f"and {MOST_STREAM} at most"
         )
-    axes = ("pp", "dp_replicate", "dp_shard", "ring", "ulysses", "tp", "ep")
     on_gpu = ps.device.type == "cuda"
     return orjson.loads(
         orjson.dumps(
@@ -211,7 +210,7 @@ def _described(
                     "class": type(optimizer).__name__,
                     "options": group_options(optimizer),
                 },
-                "layout": {axis: getattr(ps, axis).count for axis in axes},
+                "layout": ps.degrees,
                 "facts": dict(facts),
                 "machine": {
                     "device": torch.cuda.get_device_name(ps.device) if on_gpu else "cpu",

@@ -7,16 +7,16 @@ and prints how far they are apart. Exits with 67 when a layout is outside the bo
 from __future__ import annotations
 
 import argparse
-import sys
 from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING, Any
 
+from trainkit.runtime.errors import say_on_stderr
 from trainkit.types import ConfigError
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from trainkit.testing.layouts import Layout
+    from trainkit.testing.cases import Case
 
 _DESCRIPTION = """\
 Train a tiny decoder for three steps on one process, and again in each layout of 1 to 8 ranks, and
@@ -102,7 +102,7 @@ def run(options: argparse.Namespace) -> tuple[Any, int]:
 
     chosen = _choice(options.layouts, options.world, options.tier)
     certificates = certify_builtin(
-        options.tier, chosen=chosen, tell=None if options.quiet else _to_stderr
+        options.tier, chosen=chosen, tell=None if options.quiet else say_on_stderr
     )
     code = 0 if all(certificate.ok for certificate in certificates) else 67
     if options.json:
@@ -113,11 +113,11 @@ def run(options: argparse.Namespace) -> tuple[Any, int]:
     return "\n\n".join(map(as_text, certificates)), code
 
 
-def _choice(patterns: list[str] | None, world: int | None, tier: str) -> Callable[[Layout], bool]:
-    from trainkit.testing.builtin import layouts_of_tier  # noqa: PLC0415 (imports torch)
-    from trainkit.testing.layouts import runs_here  # noqa: PLC0415 (imports torch)
+def _choice(patterns: list[str] | None, world: int | None, tier: str) -> Callable[[Case], bool]:
+    from trainkit.testing.builtin import cases_of_tier  # noqa: PLC0415 (imports torch)
+    from trainkit.testing.cases import runs_here  # noqa: PLC0415 (imports torch)
 
-    names = [layout.name for layout in layouts_of_tier(tier)]
+    names = [case.name for case in cases_of_tier(tier)]
     for pattern in patterns or ():
         if not any(fnmatchcase(name, pattern) for name in names):
             raise ConfigError(
@@ -127,13 +127,9 @@ def _choice(patterns: list[str] | None, world: int | None, tier: str) -> Callabl
                 hint=f"there are: {'; '.join(names)}",
             )
 
-    def is_chosen(layout: Layout) -> bool:
-        is_named = any(fnmatchcase(layout.name, pattern) for pattern in patterns or ())
-        wanted = is_named if patterns else runs_here(layout)
-        return wanted and world in (None, layout.world)
+    def is_chosen(case: Case) -> bool:
+        is_named = any(fnmatchcase(case.name, pattern) for pattern in patterns or ())
+        wanted = is_named if patterns else runs_here(case)
+        return wanted and world in (None, case.world)
 
     return is_chosen
-
-
-def _to_stderr(line: str) -> None:
-    sys.stderr.write(f"{line}\n")

@@ -55,7 +55,7 @@ def run(options: argparse.Namespace) -> tuple[Any, int]:
     from trainkit.corpora import open_corpus  # noqa: PLC0415 -- slow to import
 
     if options.out is not None:
-        from trainkit.sinks.packing import check_picture  # noqa: PLC0415 -- an extra
+        from trainkit.pictures.drawing import check_picture  # noqa: PLC0415 -- an extra
 
         check_picture("pack: --out", options.out)
     balanced = options.balanced is not None
@@ -74,7 +74,7 @@ def run(options: argparse.Namespace) -> tuple[Any, int]:
     report = packing.packing_report(bins, lengths)
     _check_rows(options, report)
     if options.out is not None:
-        from trainkit.sinks.packing import plot_packing  # noqa: PLC0415 -- an extra
+        from trainkit.pictures.packing import plot_packing  # noqa: PLC0415 -- an extra
 
         plot_packing(bins, options.out, lengths=lengths)
     return report, 0

@@ -10,9 +10,8 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from trainkit.models.config import DecoderConfig
-    from trainkit.planning import Hardware, Layout
-
-_DEGREES = ("pp", "dp_replicate", "dp_shard", "ring", "ulysses", "tp")
+    from trainkit.planning import Hardware
+    from trainkit.types import Layout
 
 _DESCRIPTION = """\
 List every way to spread a model over some ranks, as degrees of pipeline (pp), data (dp_replicate,
@@ -68,11 +67,17 @@ def add(commands: Any) -> None:
     _add_work(plan.add_argument_group("what is trained"))
     _add_machines(plan.add_argument_group("what it runs on"))
     only = plan.add_argument_group("only layouts with these degrees")
-    for name in _DEGREES:
+    for name in _degrees():
         only.add_argument(f"--{name.replace('_', '-')}", type=int, metavar="N")
     shown = plan.add_argument_group("what is printed")
     shown.add_argument("--limit", type=int, default=10, help="lines of a table (10); 0 for all")
     shown.add_argument("--json", action="store_true", help="print all plans as JSON, in bytes")
+
+
+def _degrees() -> tuple[str, ...]:
+    from trainkit.types import Layout  # noqa: PLC0415 -- see run
+
+    return Layout().axes["world"]
 
 
 def _add_work(group: Any) -> None:
@@ -138,32 +143,31 @@ def run(options: argparse.Namespace) -> tuple[Any, int]:
     import attrs  # noqa: PLC0415
 
     from trainkit.models.sizes import decoder_config  # noqa: PLC0415
-    from trainkit.planning import plan, plan_table  # noqa: PLC0415
+    from trainkit.planning import Job, plan, plan_table  # noqa: PLC0415
 
     vocabulary = {} if options.vocab_size is None else {"vocab_size": options.vocab_size}
     config = decoder_config(options.size, **vocabulary)
-    dtype = options.dtype or ("fp32" if options.hardware == "cpu" else "bf16")
-    plans = plan(
-        config,
-        options.world,
-        _hardware(options),
+    layouts = _layouts(options)
+    job = Job(
+        config=config,
         row_length=options.row_length,
         rows=options.rows or 4 * options.world,
         microbatch=options.microbatch,
-        recompute=options.recompute,
-        dtypes=[dtype],
+        dtype=options.dtype or ("fp32" if options.hardware == "cpu" else "bf16"),
         optimizer=options.optimizer,
         loss=options.loss,
-        schedule=options.schedule,
-        reduce=options.reduce,
         documents=options.documents,
-        cpu_offload=options.cpu_offload,
-        layouts=_layouts(options),
+    )
+    plans = plan(
+        job,
+        layouts,
+        _hardware(options),
+        recompute=options.recompute,
         efficiency=options.efficiency,
         headroom=options.headroom,
     )
     if options.json:
-        return [attrs.asdict(one) | {"fits": one.fits} for one in plans], 0
+        return [attrs.asdict(one) | {"dtype": job.dtype, "fits": one.fits} for one in plans], 0
     return f"{_heading(options, config)}\n\n{plan_table(plans, limit=options.limit or None)}", 0
 
 
@@ -196,13 +200,15 @@ def _hardware(options: argparse.Namespace) -> Hardware:
 def _layouts(options: argparse.Namespace) -> list[Layout]:
     """Return the layouts of the world that have the degrees asked for."""
     from trainkit.planning import layouts_of  # noqa: PLC0415 -- see run
-    from trainkit.types import ConfigError  # noqa: PLC0415 -- see run
+    from trainkit.types import ConfigError, Layout  # noqa: PLC0415 -- see run
 
-    asked = {name: getattr(options, name) for name in _DEGREES}
+    asked = {name: getattr(options, name) for name in _degrees()}
     fixed = {name: degree for name, degree in asked.items() if degree is not None}
+    names = ("fold_sp", "schedule", "reduce", "cpu_offload")
+    like = Layout(**{name: getattr(options, name) for name in names})
     found = [
         layout
-        for layout in layouts_of(options.world, fold_sp=options.fold_sp)
+        for layout in layouts_of(options.world, like=like)
         if all(getattr(layout, name) == degree for name, degree in fixed.items())
     ]
     if options.world < 1:

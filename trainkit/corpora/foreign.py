@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, BinaryIO
 import numpy as np
 
 from trainkit.corpora.layouts import (
-    Layout,
+    FileLayout,
     Sidecar,
     megatron_layout,
     npy_layout,
@@ -70,7 +70,7 @@ def open_foreign(
     return _opened(layout, side, side.vocab_size or vocab_size, eos_id, full=full)
 
 
-def _layout_of(path: Path) -> tuple[Layout, Sidecar]:
+def _layout_of(path: Path) -> tuple[FileLayout, Sidecar]:
     """Return where a file's tokens lie: names alone say of which kind it is."""
     if path.suffix == ".npy":
         side = read_sidecar(path)
@@ -92,7 +92,7 @@ def _layout_of(path: Path) -> tuple[Layout, Sidecar]:
 
 
 def _opened(
-    layout: Layout, side: Sidecar, vocab_size: int | None, eos_id: int | None, *, full: bool
+    layout: FileLayout, side: Sidecar, vocab_size: int | None, eos_id: int | None, *, full: bool
 ) -> TokenCorpus:
     path, kind = layout.path, layout.dtype
     if layout.count == 0:

@@ -41,7 +41,7 @@ class Sidecar:
 
 
 @attrs.frozen(eq=False)
-class Layout:
+class FileLayout:
     """Where a file's tokens lie, and where documents end, if that is known."""
 
     path: Path
@@ -55,7 +55,7 @@ class Layout:
 # ------------------------------------------------------------------------------------------ layouts
 
 
-def raw_layout(path: Path, side: Sidecar) -> Layout:
+def raw_layout(path: Path, side: Sidecar) -> FileLayout:
     """Return the layout of raw numbers.
 
     Raises:
@@ -77,10 +77,10 @@ def raw_layout(path: Path, side: Sidecar) -> Layout:
             got=size,
         )
     count = size // dtype.itemsize
-    return Layout(path, dtype, 0, count, *_sidecar_offsets(path, side, count))
+    return FileLayout(path, dtype, 0, count, *_sidecar_offsets(path, side, count))
 
 
-def npy_layout(path: Path, side: Sidecar) -> Layout:
+def npy_layout(path: Path, side: Sidecar) -> FileLayout:
     """Return the layout of a file that `numpy.save` made, of integers in one dimension.
 
     Raises:
@@ -94,7 +94,7 @@ def npy_layout(path: Path, side: Sidecar) -> Layout:
             got=dtype.name,
             want=side.dtype,
         )
-    return Layout(path, dtype, begin, count, *_sidecar_offsets(path, side, count))
+    return FileLayout(path, dtype, begin, count, *_sidecar_offsets(path, side, count))
 
 
 def _npy_header(path: Path) -> tuple[np.dtype[Any], int, int]:
@@ -129,7 +129,7 @@ def _npy_header(path: Path) -> tuple[np.dtype[Any], int, int]:
     return dtype, begin, int(shape[0])
 
 
-def megatron_layout(path: Path) -> Layout:
+def megatron_layout(path: Path) -> FileLayout:
     """Return the layout of Megatron's indexed dataset, of which `path` is one file of two.
 
     Raises:
@@ -159,7 +159,7 @@ def megatron_layout(path: Path) -> Layout:
     ends = np.frombuffer(data, "<i8", documents, 34 + 12 * sequences)
     offsets = _megatron_offsets(index, lengths, pointers, ends, dtype.itemsize)
     sources = {index.name: hashlib.sha256(data).hexdigest()[:16]}
-    return Layout(path, dtype, 0, int(offsets[-1]), offsets, sources)
+    return FileLayout(path, dtype, 0, int(offsets[-1]), offsets, sources)
 
 
 def _megatron_offsets(

@@ -3,25 +3,24 @@
 from __future__ import annotations
 
 from trainkit.data.dispatch import dispatch, stop_together
-from trainkit.data.mixture import Mixture, join_packed
+from trainkit.data.packed import Packed, join_packed
 from trainkit.data.plans import cached_bins
 from trainkit.data.prefetch import prefetch
-from trainkit.data.steps import eval_batches, step_batch
+from trainkit.data.steps import deal_rows, eval_batches, step_batch, with_noise_keys
 from trainkit.data.stream import (
     StreamStep,
     batch_maker,
-    deal_step,
     documents_from,
     stream_counts,
     stream_steps,
 )
 
 __all__ = [
-    "Mixture",
+    "Packed",
     "StreamStep",
     "batch_maker",
     "cached_bins",
-    "deal_step",
+    "deal_rows",
     "dispatch",
     "documents_from",
     "eval_batches",
@@ -31,4 +30,5 @@ __all__ = [
     "stop_together",
     "stream_counts",
     "stream_steps",
+    "with_noise_keys",
 ]

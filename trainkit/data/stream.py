@@ -17,8 +17,7 @@ from typing import TYPE_CHECKING
 import attrs
 import numpy as np
 
-from trainkit.corpora.tokens import TokenCorpus
-from trainkit.data.steps import WHOLE, step_batch
+from trainkit.data.packed import Packed
 from trainkit.data.windows import (
     Document,
     Packing,
@@ -29,15 +28,14 @@ from trainkit.data.windows import (
     part_of,
     windows,
 )
-from trainkit.packing import best_fit, pack_bins
+from trainkit.packing import best_fit, pack_bins, take_rows
 from trainkit.types import Bins, Cursor, DataError, Sample, StepBatch
 
 if TYPE_CHECKING:
-    import torch
     from numpy.typing import ArrayLike
 
     from trainkit.packing.bins import Overlong
-    from trainkit.types import Fit, IntArray, Share
+    from trainkit.types import Fit, IntArray
 
 OpenDocuments = Callable[[int], "Iterator[ArrayLike | Sample]"]
 """From the number of a document to an iterator over the documents from that one on."""
@@ -47,16 +45,15 @@ _MEND = "give the documents, the arguments and the seed of the save, or begin an
 
 @attrs.frozen(eq=False)
 class StreamStep:
-    """The rows of one global step of a stream.
+    """The rows of one global step of a stream, for `deal_rows`: all of `packed`, in order.
 
     Attributes:
-        corpus: The pieces of the rows, each as a document.
-        bins: The rows; those at the end of the stream that are left over are blank.
+        packed: The rows, with the pieces in them as documents; at the end of the stream those that
+            are left over are blank.
         cursor: Where the next step begins.
     """
 
-    corpus: TokenCorpus
-    bins: Bins
+    packed: Packed
     cursor: Cursor
 
 
@@ -141,7 +138,7 @@ def stream_steps(
     Examples:
         >>> open_documents = documents_from(lambda: iter([[1, 2], [3, 4, 5], [6]]))
         >>> steps = list(stream_steps(open_documents, Cursor(), capacity=4, rows=1, seed=0))
-        >>> [step.bins.lengths.tolist() for step in steps], steps[0].cursor
+        >>> [step.packed.bins.lengths.tolist() for step in steps], steps[0].cursor
         ([[2], [3, 1]], Cursor(batch=1, stream=(0, 0, 1, 0, 0, ...)))
     """
     if rows < 1 or buffer_rows < 1:
@@ -168,50 +165,6 @@ def stream_steps(
         seed=seed,
     )
     return _steps(open_documents, cursor.batch, _position(cursor), rows, packing)
-
-
-def deal_step(
-    step: StreamStep,
-    share: Share,
-    *,
-    rows_per_microbatch: int,
-    pad_id: int = 0,
-    device: torch.device | str | None = None,
-    noise_seed: int | None = None,
-    ring: Share = WHOLE,
-    ulysses: Share = WHOLE,
-) -> StepBatch:
-    """Return one rank's microbatches of a step of a stream; the arguments are `step_batch`'s.
-
-    Examples:
-        >>> from trainkit.types import Share
-        >>> open_documents = documents_from(lambda: iter([[1, 2], [3, 4, 5], [6]]))
-        >>> (step,) = stream_steps(open_documents, Cursor(), capacity=4, rows=2, seed=0)
-        >>> batch = deal_step(step, Share(1, 2), rows_per_microbatch=1)
-        >>> batch.microbatches[0].input_ids.tolist()
-        [[3, 4, 5, 6]]
-    """
-    rows = len(step.bins)
-
-    def in_order(_: int) -> IntArray:
-        return np.arange(rows)
-
-    batch = step_batch(
-        step.corpus,
-        step.bins,
-        Cursor(step.cursor.batch - 1),
-        rows=rows,
-        seed=0,
-        rows_at=in_order,
-        share=share,
-        rows_per_microbatch=rows_per_microbatch,
-        pad_id=pad_id,
-        device=device,
-        noise_seed=noise_seed,
-        ring=ring,
-        ulysses=ulysses,
-    )
-    return attrs.evolve(batch, cursor=step.cursor)
 
 
 def stream_counts(cursor: Cursor) -> dict[str, int]:
@@ -339,13 +292,11 @@ def _step(
     """Copy the pieces of the rows that make up a step."""
     parts, sizes = list[Document](), [np.zeros(1, np.int64)]
     for window, chosen in held:
-        bins, corpus = window.bins, window.corpus
-        first, end = bins.offsets[chosen], bins.offsets[chosen + 1]
-        sizes.append(end - first)
-        for piece in _ranges(first, end - first).tolist():
-            begin = int(corpus.offsets[bins.documents[piece]] + bins.starts[piece])
-            document = corpus.tokens, corpus.trained
-            parts.append(part_of(document, begin, begin + int(bins.lengths[piece])))
+        corpus, bins = window.corpus, take_rows(window.bins, chosen)
+        sizes.append(np.diff(bins.offsets))
+        begins = corpus.offsets[bins.documents] + bins.starts
+        for begin, length in zip(begins.tolist(), bins.lengths.tolist(), strict=True):
+            parts.append(part_of((corpus.tokens, corpus.trained), begin, begin + length))
     blanks = rows + 1 - sum(len(part) for part in sizes)
     corpus = corpus_of(parts, packing.vocab_size)
     bins = Bins(
@@ -356,9 +307,4 @@ def _step(
         capacity=packing.capacity,
         multiple_of=packing.multiple_of,
     )
-    return StreamStep(corpus, bins, cursor)
-
-
-def _ranges(first: IntArray, sizes: IntArray) -> IntArray:
-    """Return first[i], first[i] + 1, ... of each i, `sizes[i]` numbers, one range after another."""
-    return np.repeat(first - np.cumsum(sizes) + sizes, sizes) + np.arange(sizes.sum())
+    return StreamStep(Packed(corpus, bins), cursor)

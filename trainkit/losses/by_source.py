@@ -64,8 +64,8 @@ def by_source(names: Sequence[str], loss: NamedLoss = next_token) -> NamedLoss:
     def loss_by_source(output: Any, batch: Mapping[str, Any]) -> Terms:
         if "source" not in batch:
             raise ValueError(
-                'by_source: the batch has no "source"; step_batch and eval_batches add it, with '
-                "source_of_row="
+                'by_source: the batch has no "source"; step_batch and eval_batches add it '
+                "where Packed has num_rows, as join_packed gives it"
             )
         if batch["source"].shape != labels_of("by_source", batch).shape:
             raise ValueError(

@@ -7,7 +7,7 @@ documents, aligns, groups, and writes the result down as a table. Nothing here i
 from __future__ import annotations
 
 from trainkit.packing.balanced import balanced
-from trainkit.packing.bins import pack_bins
+from trainkit.packing.bins import pack_bins, take_rows
 from trainkit.packing.fits import VersionedFit, best_fit, first_fit, sequential, with_version
 from trainkit.packing.report import bins_hash, overlong_warning, packing_report, row_costs
 
@@ -22,5 +22,6 @@ __all__ = [
     "packing_report",
     "row_costs",
     "sequential",
+    "take_rows",
     "with_version",
 ]

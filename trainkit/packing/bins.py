@@ -108,6 +108,26 @@ def pack_bins(
     return Bins(offsets, documents, starts, pieces, rule.capacity, rule.multiple_of)
 
 
+def take_rows(bins: Bins, rows: ArrayLike) -> Bins:
+    """Return some rows of bins, in the order asked for, as bins of their own.
+
+    Args:
+        bins: The table.
+        rows: Integers `[B]` in [0, len(bins)).
+
+    Examples:
+        >>> take_rows(pack_bins([4, 4, 3, 3, 2, 8], 8, group_size=0), [2, 0])[0]
+        [(2, 0, 3), (3, 0, 3), (4, 0, 2)]
+    """
+    rows = np.asarray(rows)
+    begins = bins.offsets[rows]
+    sizes = bins.offsets[rows + 1] - begins
+    offsets = np.append(0, np.cumsum(sizes))
+    pieces = np.repeat(begins - offsets[:-1], sizes) + np.arange(offsets[-1])
+    columns = (column[pieces] for column in (bins.documents, bins.starts, bins.lengths))
+    return Bins(offsets, *columns, capacity=bins.capacity, multiple_of=bins.multiple_of)
+
+
 # ---------------------------------------------------------------------------------- what is checked
 
 

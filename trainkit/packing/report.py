@@ -91,7 +91,7 @@ def row_costs(bins: Bins) -> IntArray:
     """Return what attention costs in each row: the sum over its pieces of length squared.
 
     Aligned lengths, since kernels work on padding too. Rows that cost the same take the same time,
-    so `step_batch(..., costs=row_costs(bins))` deals a step's rows to the ranks by it.
+    so `deal_rows` deals a step's rows to the ranks by it.
 
     Returns:
         int64 `[B]`, in tokens squared.

@@ -5,8 +5,8 @@ A transform says what becomes of a module (`tensor`, `sequence`, `precision`, `r
 here too.
 """
 
-from trainkit.parallel.check import check_layout
 from trainkit.parallel.compiled import compiled
+from trainkit.parallel.fitting import problems, refuse
 from trainkit.parallel.fsdp import fsdp
 from trainkit.parallel.generation import bind_call
 from trainkit.parallel.materialize import materialize_, weights_of
@@ -21,11 +21,12 @@ from trainkit.parallel.naming import (
 from trainkit.parallel.precision import DTYPES, choose_dtype, compute_dtype, precision
 from trainkit.parallel.recompute import recompute
 from trainkit.parallel.sequence import sequence
-from trainkit.parallel.split import layer_ranges, rank_of_stages, split_layers
-from trainkit.parallel.stages import Transform, build_stages, check_plan
+from trainkit.parallel.split import layer_ranges, rank_of_stages
+from trainkit.parallel.stages import build_stages, split_layers
 from trainkit.parallel.start import start_lines
 from trainkit.parallel.styles import Style
 from trainkit.parallel.tensor import hf_styles, tensor
+from trainkit.parallel.transforms import Transform, check_plan
 
 __all__ = [
     "DTYPES",
@@ -37,7 +38,6 @@ __all__ = [
     "box_of",
     "build_stages",
     "canonical_name",
-    "check_layout",
     "check_plan",
     "choose_dtype",
     "compiled",
@@ -49,8 +49,10 @@ __all__ = [
     "named_buffers_of",
     "named_parameters_of",
     "precision",
+    "problems",
     "rank_of_stages",
     "recompute",
+    "refuse",
     "sequence",
     "split_layers",
     "start_lines",

@@ -6,11 +6,12 @@ import torch
 from torch import nn
 
 from trainkit.collectives import backends_of
+from trainkit.parallel.fitting import problems, refuse
 from trainkit.parallel.naming import blocks_of
 from trainkit.parallel.precision import compute_dtype
 from trainkit.parallel.reduction import sum_gradients_
-from trainkit.parallel.stages import Transform
-from trainkit.types import ParallelState
+from trainkit.parallel.transforms import Transform
+from trainkit.types import Layout, ParallelState
 
 
 def fsdp(
@@ -56,8 +57,8 @@ def fsdp(
 
     def apply(module: nn.Module, ps: ParallelState) -> nn.Module:
         if ps.fsdp.count == 1 and ps.dp_replicate.count == 1:
-            if cpu_offload:
-                _refuse_offload_on_one_process(ps)
+            alone = Layout(cpu_offload=cpu_offload)
+            refuse(problems(alone, world=1, device=ps.device.type))
             return module
         from torch.distributed.fsdp import (  # noqa: PLC0415 (a second of import time)
             CPUOffloadPolicy,
@@ -106,13 +107,3 @@ def _require_cpu_groups(ps: ParallelState) -> None:
                 f"communicates over {backends} alone, which cannot sum them; open it with "
                 "'cpu:gloo,cuda:nccl', as parallel_session does, or leave cpu_offload out"
             )
-
-
-def _refuse_offload_on_one_process(ps: ParallelState) -> None:
-    """Refuse what FSDP2 would have done; on a CPU there is nothing to offload, and nothing lost."""
-    if ps.device.type != "cpu":
-        raise ValueError(
-            f"fsdp: cpu_offload was asked for where parameters are sharded over 1 rank (fsdp) and "
-            f"1 replica, so FSDP2 does not run and they stay on {ps.device}; raise dp_shard, or "
-            "leave it out"
-        )

@@ -16,15 +16,24 @@ import attrs
 import torch
 from torch import Tensor, nn
 
-from trainkit.parallel.pipeline_checks import check_microbatches, check_pipeline
+from trainkit.parallel.fitting import problems, refuse
+from trainkit.parallel.places import Place, places_of
+from trainkit.parallel.recompute import recomputes_selectively
 from trainkit.parallel.reduction import (
     Reduce,
     Reduction,
     check_sums,
+    fsdp_groups,
     reducers_of,
     reducing,
+    reshards_after_forward,
 )
-from trainkit.parallel.split import Kind, Place, schedule_kind
+from trainkit.parallel.split import (
+    SCHEDULES,
+    Kind,
+    microbatches_wanted,
+    rank_of_stages,
+)
 from trainkit.parallel.stage_forward import (
     Boundary,
     agree_on_dtypes,
@@ -35,9 +44,8 @@ from trainkit.parallel.stage_forward import (
     stage_boundary,
     terms_of,
 )
-from trainkit.parallel.stages import places_of
 from trainkit.parallel.tied import setting_aside_tied
-from trainkit.types import Axis, Call, ForwardBackward, Loss
+from trainkit.types import Axis, Call, ConfigError, ForwardBackward, Layout, Loss
 
 _KEPT_SHAPES = 4  # schedules to keep: each holds receive buffers for all microbatches of a step
 
@@ -104,8 +112,9 @@ def bind_pipeline(
         None here. The returned function adds to `.grad` and communicates, on `axis` and on what
         the stages reduce over. Every rank must pass the same number of microbatches.
     """
-    kind, places, terms = schedule_kind(schedule), places_of(stages, axis), terms_of(loss)
-    check_pipeline(stages, places, kind, schedule=schedule, reduce=reduce, axis=axis)
+    places, terms = places_of(stages, axis), terms_of(loss)
+    _check(stages, places, schedule=schedule, reduce=reduce, axis=axis)
+    kind = SCHEDULES[schedule]
     step = _Step()
     schedules: dict[Any, Any] = {}
     dtypes: dict[str, str] = {}
@@ -133,6 +142,7 @@ def bind_pipeline(
             check_sums(found)
         key = (tuple(edge.shape), edge.dtype, len(microbatches))
         if key not in schedules:
+            _check_microbatches(schedule, len(microbatches), places, axis)
             made = _make_schedule(
                 kind,
                 stages,
@@ -169,6 +179,67 @@ def bind_pipeline(
         return share_terms(sums, dtypes, axis=axis, source=last, device=device)
 
     return run
+
+
+def _check(
+    stages: Sequence[nn.Module],
+    places: Sequence[Place],
+    *,
+    schedule: str,
+    reduce: Reduce,
+    axis: Axis,
+) -> None:
+    """Refuse what torch would run with wrong gradients, or not at all."""
+    wanted = rank_of_stages(schedule, axis.count, per_rank=len(places))
+    if places[0].ranks != wanted:
+        raise ConfigError(
+            f"bind_forward_backward: the stages are on ranks {places[0].ranks}, the schedule "
+            f"{schedule} has them on {wanted}; give build_stages the same schedule",
+            where="schedule",
+            got=schedule,
+        )
+    found = [reducers_of(stage) for stage in stages]
+    for place, reducers in zip(places, found, strict=True):
+        if reducers.ddp:
+            raise ConfigError(
+                f"bind_forward_backward: stage {place.index} is a DDP module, which reduces at the "
+                "end of its first backward pass; use fsdp() with dp_replicate",
+                where="plan",
+            )
+        check_sums(reducers)
+    if SCHEDULES[schedule].splits_backward and any(map(recomputes_selectively, stages)):
+        raise ConfigError(
+            f"bind_forward_backward: the schedule {schedule} goes through a stage's graph "
+            'twice, which selective recomputation does not allow; take recompute("full") or '
+            '"none", or a schedule that does not split the backward pass, such as 1f1b',
+            where="recompute",
+            got="selective",
+        )
+    wrapped = [module for reducers in found for _, module in reducers.fsdp]
+    layout = Layout(
+        pp=axis.count,
+        dp_shard=max([2, *map(_ranks, wrapped)]) if wrapped else 1,
+        schedule=schedule,
+        reduce=reduce,
+        reshard_after_forward=any(map(reshards_after_forward, wrapped)),
+    )
+    refuse(problems(layout, world=layout.world, device=compute_device(stages[0]).type))
+
+
+def _ranks(module: Any) -> int:
+    return max((group.mesh_info.mesh.size() for group in fsdp_groups(module)), default=1)
+
+
+def _check_microbatches(schedule: str, count: int, places: Sequence[Place], axis: Axis) -> None:
+    wanted = microbatches_wanted(schedule, axis.count, len(places[0].ranks), count)
+    if wanted is not None:
+        raise ConfigError(
+            f"forward_backward: there are {count} microbatches in a step, the schedule {schedule} "
+            f"needs {wanted}; use more rows in a step, or fewer in a microbatch",
+            where="microbatches",
+            got=count,
+            want=wanted,
+        )
 
 
 def _summed(terms: Mapping[int, Mapping[str, Tensor]]) -> dict[str, Tensor]:
@@ -208,7 +279,6 @@ def _make_schedule(
 ) -> Any:
     from trainkit.parallel.torch_pipeline import Stage, make_schedule  # noqa: PLC0415 (slow import)
 
-    check_microbatches(kind, microbatches, ranks=axis.count, num_stages=len(places[0].ranks))
     device = compute_device(stages[0])
     made = [
         Stage(

@@ -82,6 +82,11 @@ def fsdp_groups(module: Any) -> list[Any]:
     return [group for group in groups if group is not None]
 
 
+def reshards_after_forward(module: Any) -> bool:
+    """Say whether an FSDP2 module frees its gathered parameters after its forward pass."""
+    return any(group.post_forward_mesh_info is not None for group in fsdp_groups(module))
+
+
 def _sum_bucket(group: Any, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
     """Sum a DDP bucket over the group without dividing."""
     work = dist.all_reduce(bucket.buffer(), group=group, async_op=True)

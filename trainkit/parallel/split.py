@@ -1,4 +1,4 @@
-"""Which layers and which stages a pipeline rank holds: pure arithmetic, and the decoder's split.
+"""Which layers and which stages a pipeline rank holds: pure arithmetic.
 
 A *stage* is a run of layers. Ranks hold one stage each, or several: in a loop (rank r of P holds r,
 P + r, ...), or in a V (r and 2P - 1 - r), so that the first rank also ends the pipeline.
@@ -12,10 +12,8 @@ from itertools import accumulate
 from typing import Literal
 
 import attrs
-from torch import nn
 
 from trainkit.models.config import DecoderConfig, parameter_shapes
-from trainkit.models.decoder import Decoder, decoder_stage
 from trainkit.types import ConfigError
 
 
@@ -103,17 +101,27 @@ def rank_of_stages(schedule: str, ranks: int, *, per_rank: int | None = None) ->
     return tuple(stage % ranks for stage in range(ranks * wanted))
 
 
-@attrs.frozen
-class Place:
-    """Where a stage stands: its number, and the pipeline rank that holds each of them."""
+def microbatches_wanted(schedule: str, ranks: int, stages: int, count: int) -> str | None:
+    """Say how many microbatches a schedule needs where it cannot run `count` of them, or None.
 
-    index: int
-    ranks: tuple[int, ...]
+    Args:
+        schedule: A name of `SCHEDULES`.
+        ranks: The size of the pipeline axis.
+        stages: The number of stages, of all ranks.
+        count: The number of microbatches in a step.
 
-    @property
-    def last(self) -> bool:
-        """Whether no stage follows."""
-        return self.index == len(self.ranks) - 1
+    Examples:
+        >>> microbatches_wanted("1f1b", 4, 4, 4)
+        >>> microbatches_wanted("1f1b", 4, 4, 2)
+        'at least 4 for 4 stages'
+    """
+    least = stages if schedule in ("1f1b", "dual_pipe_v") else 1
+    if count < least:
+        return f"at least {least} for {stages} stages"
+    rounds = max(1, count // ranks)
+    if schedule in ("interleaved_1f1b", "interleaved_zero_bubble") and count % rounds:
+        return f"a multiple of {rounds}, for rounds of at least {ranks} (such as {rounds * ranks})"
+    return None
 
 
 # ------------------------------------------------------------------------------------------- split
@@ -201,47 +209,3 @@ def decoder_costs(config: DecoderConfig) -> tuple[float, float, float]:
     block = sum(math.prod(s) for name, s in shapes.items() if name.startswith("layers.0."))
     vocabulary = config.vocab_size * config.width
     return float(block), vocabulary / 2, float(vocabulary)
-
-
-def split_layers(model: nn.Module, num_stages: int) -> list[nn.Module]:
-    """Cut a decoder into pipeline stages, by cost; the first and the last have fewer layers.
-
-    This is the split that `build_stages` takes by default. For another model, write a function of
-    the same signature: from the whole model, on the meta device, to one module for each stage,
-    whose parameters keep the names that they have in the whole model. A stage after the first is
-    called with the hidden state in place of `input_ids`. A weight that two stages share, as tied
-    embeddings do, is a parameter of the same name in both; the second must be a copy.
-
-    Args:
-        model: A `Decoder`, which is used up: its blocks become those of the stages.
-        num_stages: The number of stages.
-
-    Returns:
-        All stages, in order.
-
-    Raises:
-        ConfigError: The model is not a `Decoder`, or has fewer layers than there are stages.
-
-    Examples:
-        >>> import torch
-        >>> config = DecoderConfig(
-        ...     vocab_size=259, width=64, layers=3, heads=4, kv_heads=2, mlp_width=128
-        ... )
-        >>> with torch.device("meta"):
-        ...     stages = split_layers(Decoder(config), 2)
-        >>> [list(stage.layers) for stage in stages]
-        [['0', '1'], ['2']]
-    """
-    if not isinstance(model, Decoder):
-        raise ConfigError(
-            f"split_layers: it can split a Decoder, not a {type(model).__name__}; pass "
-            "build_stages a split=, a function (model, num_stages) -> list of modules",
-            where="split",
-            got=type(model).__name__,
-        )
-    block, embedding, head = decoder_costs(model.config)
-    ranges = layer_ranges([block] * len(model.layers), num_stages, first=embedding, last=head)
-    return [
-        decoder_stage(model, layers, first=i == 0, last=i == num_stages - 1)
-        for i, layers in enumerate(ranges)
-    ]

@@ -10,9 +10,7 @@ from torch import nn
 from trainkit.collectives import all_gather_json
 from trainkit.packing.report import packing_report
 from trainkit.parallel.naming import is_tied_copy, named_parameters_of
-from trainkit.types import Bins, ParallelState
-
-_DEGREES = ("pp", "dp_replicate", "dp_shard", "ring", "ulysses", "tp", "ep")
+from trainkit.types import Bins, Layout, ParallelState
 
 
 def start_lines(
@@ -47,9 +45,8 @@ def start_lines(
     share = "all trained" if trained == total else f"{trained:,} of them trained"
     is_cuda = ps.device.type == "cuda"
     device = torch.cuda.get_device_name(ps.device) if is_cuda else ps.device.type
-    degrees = [(name, getattr(ps, name).count) for name in _DEGREES]
-    layout = " x ".join(f"{name} {count}" for name, count in degrees if count > 1)
-    ranks = f"{ps.world.count} ranks: {layout}" if layout else "1 rank"
+    world = ps.world.count
+    ranks = f"{world} ranks: {Layout(**ps.degrees)}" if world > 1 else "1 rank"
     full, steps = packing_report(rows)["efficiency"], len(rows) / rows_per_step
     return (
         f"{total:,} parameters, {share}, in {dtype} on {device}, {ranks}\n"

@@ -13,8 +13,9 @@ from torch import Tensor, nn
 from torch.distributed import pipelining
 from torch.distributed.pipelining import PipelineStage
 
-from trainkit.parallel.reduction import Reduction, fsdp_groups, reducers_of
-from trainkit.parallel.split import Kind, Place
+from trainkit.parallel.places import Place
+from trainkit.parallel.reduction import Reduction, reducers_of, reshards_after_forward
+from trainkit.parallel.split import Kind
 from trainkit.types import Axis
 
 Run = Callable[[nn.Module, int, "Tensor | None"], Tensor]
@@ -101,17 +102,6 @@ class Stage(PipelineStage):
 
     def _post_metadata_inference_cleanup(self) -> None:
         """Leave gradients alone: torch clears FSDP's here, inferred or not (from 2.13 on)."""
-
-
-def reshards_after_forward(module: Any) -> bool:
-    """Say whether an FSDP2 module frees its gathered parameters after its forward pass."""
-    groups = fsdp_groups(module)
-    return any(group.post_forward_mesh_info is not None for group in groups)
-
-
-def passes_to_itself() -> bool:
-    """Say whether this torch can have neighbouring stages on one rank under gloo: from 2.13 on."""
-    return torch.__version__ >= "2.13"
 
 
 class _SumAndDifference(torch.autograd.Function):

@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 from trainkit.planning.hardware import Hardware, hardware, hardware_names
-from trainkit.planning.layouts import Job, Layout, layouts_of, refusal
+from trainkit.planning.jobs import Job, layouts_of, refusal
 from trainkit.planning.memory import Memory, memory_of
 from trainkit.planning.plans import Plan, Seconds, plan, seconds_of
 from trainkit.planning.table import plan_table
@@ -15,7 +15,6 @@ from trainkit.planning.traffic import Transfer, traffic_of
 __all__ = [
     "Hardware",
     "Job",
-    "Layout",
     "Memory",
     "Plan",
     "Seconds",

@@ -5,8 +5,9 @@ from __future__ import annotations
 import attrs
 
 from trainkit.models.config import DecoderConfig
-from trainkit.planning.layouts import Job, Layout
+from trainkit.planning.jobs import Job
 from trainkit.planning.weights import FP32
+from trainkit.types import Layout
 
 _SMALL = 2**22  # elements: losses.linear_cross_entropy has logits below this in one chunk
 
@@ -88,7 +89,7 @@ def tokens_per_microbatch(job: Job, layout: Layout) -> int:
         >>> tokens_per_microbatch(job, Layout(ring=2))
         512
     """
-    return job.microbatch * job.row_length // layout.sp
+    return job.microbatch * job.row_length // layout.count("sp")
 
 
 def attention_widths(config: DecoderConfig, layout: Layout) -> tuple[float, float]:

@@ -10,12 +10,19 @@ from __future__ import annotations
 import attrs
 
 from trainkit.planning.activations import Block, Head, block_activations, head_activations
-from trainkit.planning.layouts import Job, Layout, num_microbatches, stages_per_rank
-from trainkit.planning.stages import Part, Sharding, buffers_of, in_flight, part_of, sharding_of
-from trainkit.planning.weights import FP32, Units, Weights, units_of
-
-BUCKET = 2**24
-"""Elements of a flat buffer of `grads.sync_sp_grads`."""
+from trainkit.planning.jobs import Job, num_microbatches, stages_per_rank
+from trainkit.planning.stages import (
+    BUCKET,
+    Part,
+    Sharding,
+    buffers_of,
+    ends_of,
+    in_flight,
+    part_of,
+    sharding_of,
+)
+from trainkit.planning.weights import FP32, Weights, units_of
+from trainkit.types import Layout
 
 _STATES = {"adamw": 2, "momentum": 1, "sgd": 0}
 
@@ -78,22 +85,23 @@ def _memory_of_rank(job: Job, layout: Layout, pp_rank: int, fused_norms: bool) -
     states = _STATES[job.optimizer]
     rank = _Rank(
         job=job,
+        layout=layout,
         part=part,
         block=units.block,
         ends=ends,
         activations=block_activations(job, layout, fused_norms=fused_norms),
         head=head_activations(job, layout, fused_norms=fused_norms) if part.head else Head(),
         sharding=sharding_of(job, layout, block=units.block, ends=ends, layers=part.layers),
-        layers=part.layers / stages_per_rank(job, layout),
+        layers=part.layers / stages_per_rank(layout),
         held=in_flight(job, layout, pp_rank),
-        later=num_microbatches(job, layout) * stages_per_rank(job, layout) - 1,
+        later=num_microbatches(job, layout) * stages_per_rank(layout) - 1,
         heads=_heads_in_flight(job, layout, pp_rank),
     )
     parameters = own.shard * FP32
     optimizer = states * parameters + (FP32 * own.tensors if states == 2 else 0)
     buffers = buffers_of(job, layout, pp_rank)
     moments = _moments(rank)
-    if layout.unfolded > 1 and not job.cpu_offload:
+    if layout.count("sp_unfolded") > 1 and not layout.cpu_offload:
         moments["sum over the sequence"] = rank.gradients + _flat_buffers(own) * FP32
     moment = max(moments, key=lambda name: moments[name])
     one, shard = rank.activations, rank.sharding
@@ -105,10 +113,12 @@ def _memory_of_rank(job: Job, layout: Layout, pp_rank: int, fused_norms: bool) -
         logits=rank.heads * rank.head.kept + rank.head.beside,
         gathered=shard.ends + shard.unit + shard.ahead + shard.scatter + _unreduced(rank),
         buffers=buffers,
-        peak=round((0 if job.cpu_offload else parameters + optimizer) + buffers + moments[moment]),
+        peak=round(
+            (0 if layout.cpu_offload else parameters + optimizer) + buffers + moments[moment]
+        ),
         moment=moment,
         pp_rank=pp_rank,
-        host=2 * parameters + optimizer if job.cpu_offload else 0,
+        host=2 * parameters + optimizer if layout.cpu_offload else 0,
     )
 
 
@@ -116,15 +126,6 @@ def _flat_buffers(own: Weights) -> int:
     """Return the elements of `sync_sp_grads`' buffers: the present one, and the one before it."""
     largest = own.largest * own.shard // own.whole  # a parameter larger than a buffer has its own
     return min(own.shard, 2 * max(BUCKET, largest))
-
-
-def ends_of(part: Part, units: Units, *, tied: bool) -> Weights:
-    """Return what a rank owns besides its blocks; the last stage has a copy of a tied embedding."""
-    first = units.embedding if part.embedding else Weights()
-    last = units.norm if part.head else Weights()
-    if part.head and not (tied and part.embedding):
-        last += units.embedding if tied else units.head
-    return first + last
 
 
 @attrs.frozen
@@ -137,6 +138,7 @@ class _Rank:
     """
 
     job: Job
+    layout: Layout
     part: Part
     block: Weights
     ends: Weights
@@ -156,7 +158,7 @@ class _Rank:
     @property
     def of_shard(self) -> int:
         """Bytes on the device of one number of this rank's part of the gradients."""
-        return 0 if self.job.cpu_offload else FP32
+        return 0 if self.layout.cpu_offload else FP32
 
 
 def _heads_in_flight(job: Job, layout: Layout, pp_rank: int) -> int:
@@ -165,15 +167,15 @@ def _heads_in_flight(job: Job, layout: Layout, pp_rank: int) -> int:
     All where forwards come first, else one; the interleaved zero bubble delays the gradients of
     weights by as many as the rank's number.
     """
-    if layout.pp > 1 and job.schedule in ("gpipe", "looped_bfs"):
+    if layout.pp > 1 and layout.schedule in ("gpipe", "looped_bfs"):
         return num_microbatches(job, layout)
-    delayed = layout.pp > 1 and job.schedule == "interleaved_zero_bubble"
+    delayed = layout.pp > 1 and layout.schedule == "interleaved_zero_bubble"
     return min(1 + pp_rank, num_microbatches(job, layout)) if delayed else 1
 
 
 def _unreduced(rank: _Rank) -> int:
     """Return the bytes of whole gradients that wait for the last microbatch, above their shards."""
-    if rank.later == 0 or rank.job.reduce == "each" or not rank.sharding.scatter:
+    if rank.later == 0 or rank.layout.reduce == "each" or not rank.sharding.scatter:
         return 0
     return (rank.block.whole * rank.part.layers + rank.ends.whole) * FP32 - rank.gradients
 

@@ -4,21 +4,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
-from itertools import product
-from typing import Literal
 
 import attrs
 import numpy as np
 
-from trainkit.mesh import FoldSP
 from trainkit.metrics import model_flops
-from trainkit.models.config import DecoderConfig
 from trainkit.planning.hardware import Hardware
-from trainkit.planning.layouts import (
+from trainkit.planning.jobs import (
     Job,
-    Layout,
     Recompute,
-    layouts_of,
     num_microbatches,
     refusal,
     stages_per_rank,
@@ -27,6 +21,7 @@ from trainkit.planning.memory import Memory, memory_of
 from trainkit.planning.stages import part_of
 from trainkit.planning.traffic import Transfer, traffic_of
 from trainkit.planning.weights import units_of
+from trainkit.types import ConfigError, Layout
 
 _BUBBLES = {
     "gpipe": 1.0,
@@ -65,7 +60,6 @@ class Plan:
     Args:
         layout: The degrees.
         recompute: What is computed again in backward.
-        dtype: What is computed in.
         why_not: Why it cannot be, in one sentence, and whether `reduce="each"` would help; empty
             where it can.
         memory: Bytes of the rank that needs most; None where the model does not allow the layout.
@@ -77,7 +71,6 @@ class Plan:
 
     layout: Layout
     recompute: Recompute
-    dtype: str
     why_not: str
     memory: Memory | None = None
     traffic: tuple[Transfer, ...] = ()
@@ -92,103 +85,55 @@ class Plan:
 
 
 def plan(
-    config: DecoderConfig,
-    world: int,
+    job: Job,
+    layouts: Iterable[Layout],
     hardware: Hardware,
     *,
-    row_length: int,
-    rows: int,
-    microbatch: int = 1,
     recompute: Sequence[Recompute] = ("none", "selective", "full"),
-    dtypes: Sequence[Literal["bf16", "fp32"]] = ("bf16",),
-    optimizer: Literal["adamw", "momentum", "sgd"] = "adamw",
-    loss: Literal["linear", "plain"] = "linear",
-    schedule: str = "1f1b",
-    reduce: Literal["last", "each"] = "last",
-    documents: int = 1,
-    cpu_offload: bool = False,
-    fold_sp: FoldSP = "all",
-    layouts: Iterable[Layout] | None = None,
     efficiency: float = 0.5,
     headroom: float = 0.1,
 ) -> list[Plan]:
-    """Return the layouts of a world with what they cost, the best first.
+    """Return some layouts with what they cost, the best first.
 
     Nothing is run: all figures follow from shapes. Memory is that of this library's decoder and
     transforms, within 10 % of what torch's memory tracker measures on a CPU. Times are estimates
     that put layouts in an order; see `seconds_of` for what is assumed.
 
     Args:
-        config: The model.
-        world: The number of ranks.
+        job: What is trained, and how.
+        layouts: Those to try, for instance `layouts_of(8, like=Layout(fold_sp="none"))`.
         hardware: What they run on; `hardware("h100")`, or your own record.
-        row_length: Tokens of a row.
-        rows: Rows of a step, over all ranks.
-        microbatch: Rows that go through the model at once on a rank.
-        recompute: The policies to try.
-        dtypes: What to compute in, "bf16" or "fp32"; parameters and their state are fp32.
-        optimizer: "adamw", "momentum" or "sgd".
-        loss: "linear" for `next_token_linear`, "plain" for `next_token`.
-        schedule: How pipeline stages take turns.
-        reduce: When gradients are reduced, as in `forward_backward`.
-        documents: Documents of a row, of equal lengths: attention costs less for more of them.
-        cpu_offload: Whether FSDP keeps parameters, gradients and optimizer state in host memory.
-        fold_sp: Which of ring and Ulysses FSDP shards over, as in `parallel_session`; for the
-            layouts that are tried by default.
-        layouts: Those to try; by default every factorisation of the world.
+        recompute: The policies to try, in place of the job's.
         efficiency: The fraction of the peak that the arithmetic reaches.
         headroom: The fraction of memory that is not planned with: the driver's, the kernels' and
             what fragments.
 
     Returns:
-        One plan for each layout, policy and dtype: those that fit, fastest first, then those whose
-        memory does not suffice, least first, then those that the model does not allow.
+        One plan for each layout and policy: those that fit, fastest first, then those whose memory
+        does not suffice, least first, then those that the model does not allow.
 
     Raises:
-        ValueError: A number is out of range, a name unknown, or a layout is of another world.
-        ConfigError: `fold_sp` is unknown.
+        ConfigError: A fraction is out of range, or a policy unknown.
 
     Examples:
         >>> from trainkit.models.sizes import decoder_config
-        >>> from trainkit.planning import hardware
-        >>> best, *_, worst = plan(
-        ...     decoder_config("llama-3.1-8b"), 8, hardware("h100"), row_length=8192, rows=16
-        ... )
+        >>> from trainkit.planning import hardware, layouts_of
+        >>> job = Job(config=decoder_config("llama-3.1-8b"), row_length=8192, rows=16)
+        >>> best, *_, worst = plan(job, layouts_of(8), hardware("h100"))
         >>> best.fits, worst.why_not
         (True, '... GiB (loss) exceed 71.1 GiB; most are optimizer: 59.8 GiB')
     """
-    _check(world, efficiency, headroom)
+    if not 0 < efficiency <= 1 or not 0 <= headroom < 1:
+        raise ConfigError(
+            "plan: efficiency must be above 0 and at most 1, and headroom at least 0 and below 1, "
+            f"got {efficiency} and {headroom}"
+        )
     usable = round(hardware.memory * (1 - headroom))
-    plans: list[Plan] = []
-    for layout in layouts_of(world, fold_sp=fold_sp) if layouts is None else layouts:
-        if layout.world != world:
-            raise ValueError(f"plan: {layout} has {layout.world} ranks, the world has {world}")
-        for policy, dtype in product(recompute, dtypes):
-            job = Job(
-                config=config,
-                row_length=row_length,
-                rows=rows,
-                microbatch=microbatch,
-                recompute=policy,
-                dtype=dtype,
-                loss=loss,
-                optimizer=optimizer,
-                schedule=schedule,
-                reduce=reduce,
-                documents=documents,
-                cpu_offload=cpu_offload,
-            )
-            plans.append(_plan_one(job, layout, hardware, usable, efficiency))
+    jobs = [attrs.evolve(job, recompute=policy) for policy in recompute]
+    plans = [
+        _plan_one(job, layout, hardware, usable, efficiency) for layout in layouts for job in jobs
+    ]
     return sorted(plans, key=_order)
-
-
-def _check(world: int, efficiency: float, headroom: float) -> None:
-    if world < 1:
-        raise ValueError(f"plan: world must be at least 1, got {world}")
-    if not 0 < efficiency <= 1:
-        raise ValueError(f"plan: efficiency must be above 0 and at most 1, got {efficiency}")
-    if not 0 <= headroom < 1:
-        raise ValueError(f"plan: headroom must be at least 0 and below 1, got {headroom}")
 
 
 def _order(one: Plan) -> tuple[float, ...]:
@@ -202,7 +147,7 @@ def _order(one: Plan) -> tuple[float, ...]:
 def _plan_one(job: Job, layout: Layout, hardware: Hardware, usable: int, efficiency: float) -> Plan:
     why_not = refusal(job, layout)
     if why_not is not None:
-        return Plan(layout, job.recompute, job.dtype, why_not)
+        return Plan(layout, job.recompute, why_not)
     memory = memory_of(job, layout, fused_norms=hardware.fused_norms)
     if memory.peak > usable:
         why_not = _too_large(memory, usable) + _remedy(job, layout, hardware, usable)
@@ -212,7 +157,6 @@ def _plan_one(job: Job, layout: Layout, hardware: Hardware, usable: int, efficie
     return Plan(
         layout=layout,
         recompute=job.recompute,
-        dtype=job.dtype,
         why_not=why_not or "",
         memory=memory,
         traffic=traffic_of(job, layout, pp_rank=memory.pp_rank),
@@ -234,7 +178,7 @@ def _too_large(memory: Memory, usable: int) -> str:
 
 def _remedy(job: Job, layout: Layout, hardware: Hardware, usable: int) -> str:
     """Say whether a layout fits where gradients do not wait whole for the last microbatch."""
-    each = memory_of(attrs.evolve(job, reduce="each"), layout, fused_norms=hardware.fused_norms)
+    each = memory_of(job, attrs.evolve(layout, reduce="each"), fused_norms=hardware.fused_norms)
     return f'; with reduce="each" it fits: {_gib(each.peak)} GiB' if each.peak <= usable else ""
 
 
@@ -288,8 +232,8 @@ def seconds_of(job: Job, layout: Layout, hardware: Hardware, *, efficiency: floa
     exposed += max(0.0, ring - attention) + max(0.0, data - compute)
     beside = min(ring, attention) + min(data, compute)
     exposed, hidden = exposed + 0.1 * beside, 0.9 * beside
-    turns = num_microbatches(job, layout) * stages_per_rank(job, layout)
-    bubble = (compute + exposed) * (layout.pp - 1) / turns * _BUBBLES[job.schedule]
+    turns = num_microbatches(job, layout) * stages_per_rank(layout)
+    bubble = (compute + exposed) * (layout.pp - 1) / turns * _BUBBLES[layout.schedule]
     return Seconds(compute + exposed + bubble, compute, exposed, hidden, bubble)
 
 
@@ -327,7 +271,7 @@ def _rows_of_rank(job: Job, layout: Layout) -> int:
 def _flops_of_rank(job: Job, layout: Layout, pp_rank: int) -> float:
     part = part_of(job, layout, pp_rank)
     row = part.layers * _block_flops(job, _lengths(job)) + part.head * _head_flops(job)
-    return _rows_of_rank(job, layout) * row / (layout.sp * layout.tp)
+    return _rows_of_rank(job, layout) * row / (layout.count("sp") * layout.tp)
 
 
 def _flops_of_attention(job: Job, layout: Layout, pp_rank: int) -> float:
@@ -339,7 +283,7 @@ def _flops_of_attention(job: Job, layout: Layout, pp_rank: int) -> float:
         head_dim=job.config.head_size,
         lengths=_lengths(job),
     )
-    return _rows_of_rank(job, layout) * row / (layout.sp * layout.tp)
+    return _rows_of_rank(job, layout) * row / (layout.count("sp") * layout.tp)
 
 
 def _bandwidth(axis: str, layout: Layout, hardware: Hardware) -> float:
@@ -347,10 +291,10 @@ def _bandwidth(axis: str, layout: Layout, hardware: Hardware) -> float:
     spans = {
         "tp": layout.tp,
         "ulysses": layout.ulysses * layout.tp,
-        "ring": layout.sp * layout.tp,
-        "sp": layout.sp * layout.tp,
-        "fsdp": layout.dp_shard * layout.sp * layout.tp,
-        "dp_replicate": layout.dp * layout.sp * layout.tp,
+        "ring": layout.count("sp") * layout.tp,
+        "sp": layout.count("sp") * layout.tp,
+        "fsdp": layout.dp_shard * layout.count("sp") * layout.tp,
+        "dp_replicate": layout.count("dp") * layout.count("sp") * layout.tp,
         "pp": layout.world,
     }
     inside = spans[axis] <= hardware.ranks_per_node

@@ -11,8 +11,12 @@ import attrs
 from trainkit.models.config import DecoderConfig
 from trainkit.parallel.split import decoder_costs, layer_ranges, rank_of_stages
 from trainkit.planning.activations import attention_widths, tokens_per_microbatch
-from trainkit.planning.layouts import Job, Layout, num_microbatches, reshards, stages_per_rank
-from trainkit.planning.weights import FP32, Weights
+from trainkit.planning.jobs import Job, num_microbatches, reshards, stages_per_rank
+from trainkit.planning.weights import FP32, Units, Weights
+from trainkit.types import Layout
+
+BUCKET = 2**24
+"""Elements of a flat buffer of `grads.sync_sp_grads`."""
 
 
 @attrs.frozen
@@ -35,7 +39,7 @@ def part_of(job: Job, layout: Layout, pp_rank: int) -> Part:
     """
     if layout.pp == 1:
         return Part(job.config.layers, embedding=True, head=True)
-    holders = rank_of_stages(job.schedule, layout.pp)
+    holders = rank_of_stages(layout.schedule, layout.pp)
     own = [stage for stage, rank in enumerate(holders) if rank == pp_rank]
     sizes = _layers_of_stages(job.config, len(holders))
     return Part(sum(sizes[stage] for stage in own), 0 in own, len(holders) - 1 in own)
@@ -46,6 +50,15 @@ def _layers_of_stages(config: DecoderConfig, stages: int) -> tuple[int, ...]:
     block, embedding, head = decoder_costs(config)
     ranges = layer_ranges([block] * config.layers, stages, first=embedding, last=head)
     return tuple(map(len, ranges))
+
+
+def ends_of(part: Part, units: Units, *, tied: bool) -> Weights:
+    """Return what a rank owns besides its blocks; the last stage has a copy of a tied embedding."""
+    first = units.embedding if part.embedding else Weights()
+    last = units.norm if part.head else Weights()
+    if part.head and not (tied and part.embedding):
+        last += units.embedding if tied else units.head
+    return first + last
 
 
 def in_flight(job: Job, layout: Layout, pp_rank: int) -> int:
@@ -63,7 +76,7 @@ def in_flight(job: Job, layout: Layout, pp_rank: int) -> int:
         >>> [in_flight(job, Layout(pp=4), rank) for rank in range(4)]
         [4, 3, 2, 1]
     """
-    p, v, m = layout.pp, stages_per_rank(job, layout), num_microbatches(job, layout)
+    p, v, m = layout.pp, stages_per_rank(layout), num_microbatches(job, layout)
     if p == 1:
         return 1
     most = {
@@ -75,7 +88,7 @@ def in_flight(job: Job, layout: Layout, pp_rank: int) -> int:
         "zero_bubble_v": 2 * p + 1,
         "dual_pipe_v": 2 * p + 1,
     }
-    return min(most[job.schedule], v * m)
+    return min(most[layout.schedule], v * m)
 
 
 @attrs.frozen
@@ -115,13 +128,13 @@ def sharding_of(
         >>> sharding_of(job, Layout(dp_shard=8), **rest)
         Sharding(ends=65792, unit=426496, ahead=426496, scatter=852992, ends_scatter=131584)
     """
-    if layout.is_wrapped:
-        stay = 0 if reshards(job, layout) else layers * block.whole
+    if layout.wrapped > 1:
+        stay = 0 if reshards(layout) else layers * block.whole
         unit = 0 if stay else block.whole * job.itemsize
         return Sharding(
             ends=(ends.whole + stay) * job.itemsize,
             unit=unit,
-            ahead=unit if layout.fsdp > 1 else 0,
+            ahead=unit if layout.count("fsdp") > 1 else 0,
             scatter=block.whole * FP32,
             ends_scatter=ends.whole * FP32,
         )
@@ -149,18 +162,17 @@ def buffers_of(job: Job, layout: Layout, pp_rank: int) -> int:
     if layout.pp == 1:
         return round(ring)
     boundary = tokens * config.width / layout.tp * job.itemsize
-    borders = pipeline_borders(job, layout, pp_rank)
+    borders = pipeline_borders(layout, pp_rank)
     return round(ring + num_microbatches(job, layout) * borders * boundary)
 
 
-def pipeline_borders(job: Job, layout: Layout, pp_rank: int) -> int:
+def pipeline_borders(layout: Layout, pp_rank: int) -> int:
     """Return how many borders a rank's stages have with stages of other ranks.
 
     Examples:
-        >>> from trainkit.models.sizes import decoder_config
-        >>> job = Job(config=decoder_config("10m"), row_length=8, rows=8, schedule="dual_pipe_v")
-        >>> [pipeline_borders(job, Layout(pp=3), rank) for rank in range(3)]
+        >>> layout = Layout(pp=3, schedule="dual_pipe_v")
+        >>> [pipeline_borders(layout, rank) for rank in range(3)]
         [2, 4, 2]
     """
-    holders = rank_of_stages(job.schedule, layout.pp)
+    holders = rank_of_stages(layout.schedule, layout.pp)
     return sum(a != b and pp_rank in (a, b) for a, b in pairwise(holders))

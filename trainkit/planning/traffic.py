@@ -8,17 +8,16 @@ from typing import Literal
 
 import attrs
 
-from trainkit.mesh import folded_axes
 from trainkit.models.config import DecoderConfig
 from trainkit.planning.activations import (
     attention_widths,
     chunk_of_tokens,
     tokens_per_microbatch,
 )
-from trainkit.planning.layouts import Job, Layout, num_microbatches, reshards
-from trainkit.planning.memory import BUCKET, ends_of
-from trainkit.planning.stages import part_of, pipeline_borders
+from trainkit.planning.jobs import Job, num_microbatches, reshards
+from trainkit.planning.stages import BUCKET, ends_of, part_of, pipeline_borders
 from trainkit.planning.weights import FP32, units_of
+from trainkit.types import Layout
 
 Kind = Literal["all_gather", "reduce_scatter", "all_reduce", "all_to_all", "send"]
 
@@ -91,27 +90,27 @@ def _sharding(job: Job, layout: Layout, pp_rank: int) -> Iterator[Transfer]:
     part, units = part_of(job, layout, pp_rank), units_of(job.config, layout)
     ends, turns = ends_of(part, units, tied=job.config.tied), num_microbatches(job, layout)
     has_ends = int(ends.whole > 0)
-    blocks = part.layers * (2 if reshards(job, layout) else 1)
-    gathered = (units.block.shard * blocks + ends.shard) * layout.fsdp
+    blocks = part.layers * (2 if reshards(layout) else 1)
+    gathered = (units.block.shard * blocks + ends.shard) * layout.count("fsdp")
     yield Transfer(
         "fsdp",
-        layout.fsdp,
+        layout.count("fsdp"),
         "all_gather",
         turns * (blocks + has_ends),
         turns * gathered * job.itemsize,
     )
     shards, calls = units.block.shard * part.layers + ends.shard, part.layers + has_ends
-    scatters = turns if job.reduce == "each" else 1
+    scatters = turns if layout.reduce == "each" else 1
     yield Transfer(
         "fsdp",
-        layout.fsdp,
+        layout.count("fsdp"),
         "reduce_scatter",
         scatters * calls,
-        scatters * shards * layout.fsdp * FP32,
+        scatters * shards * layout.count("fsdp") * FP32,
     )
     replicas = layout.dp_replicate
     tensors = units.block.tensors * part.layers + ends.tensors
-    yield Transfer("fsdp", layout.fsdp, "all_reduce", 1, tensors * FP32)
+    yield Transfer("fsdp", layout.count("fsdp"), "all_reduce", 1, tensors * FP32)
     yield Transfer("dp_replicate", replicas, "all_reduce", calls + 1, (shards + tensors) * FP32)
 
 
@@ -173,16 +172,17 @@ def _sequence_gradients(job: Job, layout: Layout, pp_rank: int) -> Iterator[Tran
     """
     part, units = part_of(job, layout, pp_rank), units_of(job.config, layout)
     own = units.block * part.layers + ends_of(part, units, tied=job.config.tied)
-    summed = [name for name in ("ring", "ulysses") if name not in folded_axes(layout.fold_sp)]
-    long = [name for name in summed if getattr(layout, name) > 1]
+    long = [name for name in layout.axes["sp_unfolded"] if layout.count(name) > 1]
     axis = long[0] if len(long) == 1 else "sp"
     calls = math.ceil(own.shard / BUCKET)
-    yield Transfer(axis, layout.unfolded, "all_reduce", calls, (own.shard + own.tensors) * FP32)
+    yield Transfer(
+        axis, layout.count("sp_unfolded"), "all_reduce", calls, (own.shard + own.tensors) * FP32
+    )
 
 
 def _pipeline(job: Job, layout: Layout, pp_rank: int) -> Iterator[Transfer]:
     """Each microbatch's hidden states go on, and their gradients back, at every stage's borders."""
-    borders = pipeline_borders(job, layout, pp_rank)
+    borders = pipeline_borders(layout, pp_rank)
     sends = num_microbatches(job, layout) * borders
     hidden = tokens_per_microbatch(job, layout) * job.config.width // layout.tp * job.itemsize
     yield Transfer("pp", layout.pp, "send", sends, sends * hidden)

@@ -8,7 +8,7 @@ from functools import lru_cache
 import attrs
 
 from trainkit.models.config import DecoderConfig, parameter_shapes
-from trainkit.planning.layouts import Layout
+from trainkit.types import Layout
 
 FP32 = 4
 """Bytes of a number in fp32."""
@@ -67,7 +67,7 @@ def units_of(config: DecoderConfig, layout: Layout) -> Units:
         >>> units.embedding
         Weights(whole=33152, shard=16640, tensors=1, largest=33152)
     """
-    return _units(config, layout.tp, layout.fsdp)
+    return _units(config, layout.tp, layout.count("fsdp"))
 
 
 @lru_cache(maxsize=256)

@@ -8,23 +8,26 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from trainkit.runtime.directory import make_run_dir
-    from trainkit.runtime.errors import SAVED, error_code, leave, needs_extra, report_errors
+    from trainkit.runtime.errors import SAVED, error_code, leave, report_errors
+    from trainkit.runtime.limits import Limits
     from trainkit.runtime.lock import run_lock
     from trainkit.runtime.reproducible import deterministic
-    from trainkit.runtime.session import open_run
+    from trainkit.runtime.run import Loop, Run, open_run
     from trainkit.runtime.signals import stop_votes, trap_signals
     from trainkit.runtime.startup import agree_at_start, code_facts, probe
     from trainkit.runtime.watchdog import watch
 
 __all__ = [
     "SAVED",
+    "Limits",
+    "Loop",
+    "Run",
     "agree_at_start",
     "code_facts",
     "deterministic",
     "error_code",
     "leave",
     "make_run_dir",
-    "needs_extra",
     "open_run",
     "probe",
     "report_errors",
@@ -36,14 +39,16 @@ __all__ = [
 
 _HOME = {
     "SAVED": "errors",
+    "Limits": "limits",
+    "Loop": "run",
+    "Run": "run",
     "agree_at_start": "startup",
     "code_facts": "startup",
     "deterministic": "reproducible",
     "error_code": "errors",
     "leave": "errors",
     "make_run_dir": "directory",
-    "needs_extra": "errors",
-    "open_run": "session",
+    "open_run": "run",
     "probe": "startup",
     "report_errors": "errors",
     "run_lock": "lock",

@@ -23,7 +23,7 @@ from typing import Any, NoReturn
 
 import orjson
 
-from trainkit.types import ConfigError, TrainkitError
+from trainkit.types import TrainkitError
 
 SAVED = 75
 """The exit code of a run that was told to stop and is saved: start the same command again."""
@@ -104,7 +104,7 @@ def report_errors(run_dir: str | Path | None = None) -> Iterator[None]:
         facts = _facts_of(error, run_dir)
         place = _keep_traceback(error, run_dir, facts)
         _flush(sys.stdout)
-        _to_stderr(_words_of(facts, *([f"traceback: {place}"] if place else [])))
+        say_on_stderr(_words_of(facts, *([f"traceback: {place}"] if place else [])))
         raise SystemExit(facts["code"]) from None
 
 
@@ -117,14 +117,14 @@ def last_words(code: int, what: str, *, hint: str | None = None) -> bytes:
     """
     names = ("code", "what", "where", "rank", "step", "got", "want", "hint")
     facts = dict.fromkeys(names) | {"code": code, "what": what, "rank": _rank()}
-    return _words_of(facts | {"hint": hint or _HINTS.get(code)}).encode()
+    return _words_of(facts | {"hint": hint or _HINTS.get(code)}).encode() + b"\n"
 
 
 def _words_of(facts: dict[str, Any], *further: str) -> str:
     hint = [f"hint: {facts['hint']}"] if facts["hint"] else []
     line = [f"TRAINKIT_ERROR {orjson.dumps(facts, default=str).decode()}"]
     line = [] if _is_terminal(sys.stderr) else line  # people need not read it twice
-    return "\n".join([f"error: {facts['what']}", *hint, *further, *line]) + "\n"
+    return "\n".join([f"error: {facts['what']}", *hint, *further, *line])
 
 
 def _is_terminal(stream: Any) -> bool:
@@ -163,9 +163,19 @@ def _has_no_reader(stream: Any) -> bool:
     return False
 
 
-def _to_stderr(text: str) -> None:
-    with contextlib.suppress(OSError, ValueError, AttributeError):  # closed, or without a reader
-        sys.stderr.write(text)
+def say_on_stderr(text: str) -> None:
+    """Write lines on stderr at once; they are lost where it is closed or has no reader.
+
+    Effects:
+        Writes to stderr, and never fails.
+
+    Examples:
+        >>> with contextlib.redirect_stderr(sys.stdout):
+        ...     say_on_stderr("warning: the disk is full")
+        warning: the disk is full
+    """
+    with contextlib.suppress(OSError, ValueError, AttributeError):
+        sys.stderr.write(f"{text}\n")
     _flush(sys.stderr)
 
 
@@ -182,6 +192,7 @@ def _flush(stream: Any) -> None:
 def leave(main: Callable[[], int | None]) -> NoReturn:
     """Run a recipe's `main`, and end the process with its exit code, whatever may be stuck.
 
+    What goes wrong in it is told as `report_errors` does, also before a run directory is known.
     An interpreter that ends waits for its threads, and torch's destructors for peers, which may be
     dead: a process that has failed could stay for as long as the timeout of its collectives. This
     one flushes its output (5 s at most), stops the children that multiprocessing has started, and
@@ -205,7 +216,8 @@ def leave(main: Callable[[], int | None]) -> NoReturn:
     with contextlib.suppress(OSError, ValueError, AttributeError, RuntimeError):  # no stderr
         faulthandler.enable()
     try:
-        code = main()
+        with report_errors():
+            code = main()
     except SystemExit as end:
         code = end.code
     except BaseException as error:  # noqa: BLE001 -- there is nobody further out to catch it
@@ -311,29 +323,6 @@ def bytes_asked(error: BaseException) -> str | None:
     return found[1] if found else None
 
 
-@contextlib.contextmanager
-def needs_extra(extra: str) -> Iterator[None]:
-    """Turn a failed import of an optional library into the command that installs it.
-
-    Raises:
-        ConfigError: In place of the ImportError.
-
-    Examples:
-        >>> with needs_extra("recipes"):
-        ...     import no_such_library
-        Traceback (most recent call last):
-        ...
-        trainkit.types.ConfigError: no_such_library is missing: pip install "trainkit-lm[recipes]"
-    """
-    try:
-        yield
-    except ImportError as error:
-        command = f'pip install "trainkit-lm[{extra}]"'
-        raise ConfigError(
-            f"{error.name} is missing: {command}", where=error.name, hint=command
-        ) from error
-
-
 def _is_peer_loss(error: BaseException) -> bool:
     # By name, since whoever reports need not have loaded torch.
     if any(base.__name__ == "DistError" for base in type(error).__mro__):
@@ -416,5 +405,5 @@ def _keep_traceback(
                 file.write(f"{datetime.now(UTC).isoformat(timespec='seconds')}\n{text}\n")
             return path
     if facts["code"] in {_PEER, _BUG}:
-        _to_stderr(text)
+        say_on_stderr(text)
     return None

@@ -2,22 +2,22 @@
 
 from __future__ import annotations
 
+import functools
 from typing import TYPE_CHECKING
 
 import numpy as np
 
 from trainkit.hashing import key_of
+from trainkit.sampling.epochs import check_batch
 from trainkit.sampling.integers import integers
 from trainkit.sampling.permutation import permute
 
 if TYPE_CHECKING:
-    from trainkit.types import IntArray
+    from trainkit.types import IntArray, RowsAt
 
 
-def rows_in_blocks(
-    step: int, *, rows_per_step: int, order: IntArray, block: int, seed: int
-) -> IntArray:
-    """Return the rows of global batch `step`, as `rows_of_step` does, but drawn block by block.
+def rows_of_blocks(order: IntArray, *, block: int, rows_per_step: int, seed: int) -> RowsAt:
+    """Return rows_at(batch), as `rows_of_epochs` does, but rows are drawn block by block.
 
     A block is so many rows that follow one another in `order`. With rows in the order of their cost
     and as many in a block as there are ranks, or a multiple, every rank gets one row of each block,
@@ -29,41 +29,48 @@ def rows_in_blocks(
     ends with them.
 
     Args:
-        step: The global batch, from 0.
-        rows_per_step: Rows in the global batch, over all ranks and microbatches.
         order: All rows, int64 `[num_rows]`, for instance `np.argsort(row_costs(bins))`.
         block: Rows in a block.
+        rows_per_step: Rows in the global batch, over all ranks and microbatches.
         seed: The run's seed; the order of blocks in each epoch is made from it.
 
     Returns:
-        int64 `[rows_per_step]`, elements of `order`.
+        A function from the number of a global batch, from 0, to its rows: int64
+        `[rows_per_step]`, elements of `order`.
 
     Raises:
-        ValueError: `step` is below 0, `rows_per_step` or `block` below 1, or `order` is no integers
-            in one dimension, or empty.
+        ValueError: `rows_per_step` or `block` is below 1, or `order` is no integers in one
+            dimension, or empty; from rows_at, a number of a batch below 0.
 
     Examples:
         >>> order = np.argsort([9, 1, 8, 2, 7, 3])
-        >>> arguments = {"rows_per_step": 4, "order": order, "block": 2, "seed": 0}
-        >>> [rows_in_blocks(step, **arguments).tolist() for step in range(3)]
+        >>> rows_at = rows_of_blocks(order, block=2, rows_per_step=4, seed=0)
+        >>> [rows_at(batch).tolist() for batch in range(3)]
         [[5, 4, 1, 3], [2, 0, 2, 0], [1, 3, 5, 4]]
 
     Batches of samples of like length are an old habit (Khomenko et al., "Accelerating recurrent
     neural network training using sequence bucketing", 2017); here they are rows of like cost.
     """
-    if step < 0 or rows_per_step < 1 or block < 1:
+    if rows_per_step < 1 or block < 1:
         raise ValueError(
-            "rows_in_blocks: step must be at least 0, rows_per_step and block at least 1, got "
-            f"step={step}, rows_per_step={rows_per_step}, block={block}"
+            "rows_of_blocks: rows_per_step and block must be at least 1, got "
+            f"rows_per_step={rows_per_step}, block={block}"
         )
-    order = integers("rows_in_blocks", "order", order)
+    order = integers("rows_of_blocks", "order", order)
     if order.ndim != 1 or order.size == 0:
         raise ValueError(
-            "rows_in_blocks: order must be at least one integer in one dimension, got "
+            "rows_of_blocks: order must be at least one integer in one dimension, got "
             f"{order.dtype} {order.shape}"
         )
+    return functools.partial(
+        _rows_at, order=order, block=block, rows_per_step=rows_per_step, seed=seed
+    )
+
+
+def _rows_at(batch: int, *, order: IntArray, block: int, rows_per_step: int, seed: int) -> IntArray:
+    check_batch(batch)
     parts: list[IntArray] = []
-    place, end = step * rows_per_step, (step + 1) * rows_per_step
+    place, end = batch * rows_per_step, (batch + 1) * rows_per_step
     while place < end:
         epoch, first = divmod(place, order.size)
         index = np.arange(first, min(first + end - place, order.size))

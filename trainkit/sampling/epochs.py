@@ -1,14 +1,72 @@
-"""Steps and epochs: how many steps a run takes, and how many epochs a step has seen.
+"""The endless stream of epochs: its rows, how many steps a run takes, how far a step has come.
 
-Both count rows of the stream that `rows_of_step` reads, in optimizer steps. Microbatches and ranks
-do not occur: a step takes `rows_per_step` rows however they are dealt, and a batch may straddle two
-epochs, so no rows are left over at the end of one.
+A step takes the next `rows_per_step` rows of the stream, however they are dealt to microbatches and
+ranks, and a batch may straddle two epochs: no rows are left over at the end of one.
 """
 
 from __future__ import annotations
 
+import functools
 import math
 from fractions import Fraction
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from trainkit.hashing import key_of
+from trainkit.sampling.permutation import permute
+
+if TYPE_CHECKING:
+    from trainkit.types import IntArray, RowsAt
+
+
+def rows_of_epochs(num_rows: int, *, rows_per_step: int, seed: int) -> RowsAt:
+    """Return rows_at(batch), which goes through all rows once per epoch.
+
+    Each epoch is shuffled anew. A batch may straddle epochs: no row is left out to make them even.
+
+    Args:
+        num_rows: Rows in the corpus.
+        rows_per_step: Rows in the global batch, over all ranks and microbatches.
+        seed: The run's seed; each epoch's order is made from it and the epoch's number.
+
+    Returns:
+        A function from the number of a global batch, from 0, to its rows: int64
+        `[rows_per_step]`, each in [0, num_rows).
+
+    Raises:
+        ValueError: A number of rows is below 1; from rows_at, a number of a batch below 0.
+
+    Examples:
+        >>> rows_at = rows_of_epochs(4, rows_per_step=3, seed=0)
+        >>> [rows_at(batch).tolist() for batch in range(4)]
+        [[3, 0, 2], [1, 0, 2], [1, 3, 2], [0, 3, 1]]
+    """
+    _check_rows("rows_of_epochs", num_rows, rows_per_step)
+    return functools.partial(_rows_at, num_rows=num_rows, rows_per_step=rows_per_step, seed=seed)
+
+
+def _rows_at(batch: int, *, num_rows: int, rows_per_step: int, seed: int) -> IntArray:
+    check_batch(batch)
+    return draws(batch * rows_per_step, rows_per_step, num_rows, seed, "epoch")
+
+
+def check_batch(batch: int) -> None:
+    """Refuse the number of a global batch that there is not."""
+    if batch < 0:
+        raise ValueError(f"rows_at: global batches are numbered from 0, got {batch}")
+
+
+def draws(place: int, size: int, num_rows: int, *key: int | str) -> IntArray:
+    """Return `size` rows of an endless stream of epochs, from draw `place` on."""
+    parts: list[IntArray] = []
+    end = place + size
+    while place < end:
+        epoch, first = divmod(place, num_rows)
+        index = np.arange(first, min(first + end - place, num_rows))
+        parts.append(permute(index, num_rows, key_of(*key, epoch)))
+        place += index.size
+    return np.concatenate(parts)
 
 
 def plan_steps(

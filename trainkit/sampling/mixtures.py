@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import bisect
 import functools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from fractions import Fraction
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any
@@ -13,10 +14,10 @@ import attrs
 import numpy as np
 
 from trainkit.jit import jit
-from trainkit.sampling.permutation import draws
+from trainkit.sampling.epochs import check_batch, draws
 
 if TYPE_CHECKING:
-    from trainkit.types import IntArray
+    from trainkit.types import IntArray, RowsAt
 
 LONGEST_PERIOD = 1 << 20  # a table of as many bytes, made in 0.1 s for 8 corpora
 BLOCK = 1024
@@ -24,7 +25,10 @@ BLOCK = 1024
 
 @attrs.frozen
 class Phase:
-    """From step `start` on: how much of each corpus, and what the learning rate is multiplied by.
+    """From global batch `start` on: how much of each corpus, and a factor of the learning rate.
+
+    Both follow the number of the global batch, `Cursor.batch`, and not the step of the run: a
+    roll-back goes back in steps, never in batches, and rows and rate shall change together.
 
     In a later phase `weights` may name only what changes: `make_phases` fills in the rest.
     """
@@ -57,7 +61,7 @@ def make_phases(*phases: Phase) -> tuple[Phase, ...]:
     _check_starts("make_phases", phases)
     merged = []
     for phase in phases:
-        where = f"make_phases: the phase from step {phase.start}"
+        where = f"make_phases: the phase from batch {phase.start}"
         unknown = [name for name in phase.weights if name not in phases[0].weights]
         if unknown:
             raise ValueError(
@@ -71,21 +75,24 @@ def make_phases(*phases: Phase) -> tuple[Phase, ...]:
     return tuple(merged)
 
 
-def phase_at(step: int, phases: Sequence[Phase]) -> Phase:
-    """Return the phase of a step: the last that has started.
+def phase_at(batch: int, phases: Sequence[Phase]) -> Phase:
+    """Return the phase of a global batch: the last that has started.
+
+    Args:
+        batch: The number of the global batch, `state.cursor.batch`.
+        phases: What `make_phases` returns.
 
     Raises:
-        ValueError: `step` is below 0, or the phases do not start at 0 and rise.
+        ValueError: `batch` is below 0, or the phases do not start at 0 and rise.
 
     Examples:
         >>> phases = make_phases(Phase(0, {"web": 1}), Phase(90, {}, lr_scale=0.5))
-        >>> [phase_at(step, phases).lr_scale for step in (0, 89, 90)]
+        >>> [phase_at(batch, phases).lr_scale for batch in (0, 89, 90)]
         [1.0, 1.0, 0.5]
     """
     _check_starts("phase_at", phases)
-    if step < 0:
-        raise ValueError(f"phase_at: step must be at least 0, got {step}")
-    return next(phase for phase in reversed(phases) if phase.start <= step)
+    check_batch(batch)
+    return next(phase for phase in reversed(phases) if phase.start <= batch)
 
 
 def mixture_weights(weights: Mapping[str, float], *, temperature: float = 1.0) -> dict[str, float]:
@@ -116,16 +123,37 @@ def mixture_weights(weights: Mapping[str, float], *, temperature: float = 1.0) -
     return {name: power / total for name, power in zip(weights, powers, strict=True)}
 
 
+def facts_with_phases(
+    facts: Mapping[str, Any], phases: Sequence[Phase]
+) -> Callable[[int], dict[str, Any]]:
+    """Return facts_at(batches): facts of a run, and the phases that have begun by then.
+
+    What a run must be continued with are the phases that it has drawn from; those to come may
+    change. See `checkpoint.Facts`.
+
+    Examples:
+        >>> phases = make_phases(Phase(0, {"web": 1, "code": 1}), Phase(5, {"web": 3}))
+        >>> facts_at = facts_with_phases({"seed": 0}, phases)
+        >>> [list(facts_at(batches)["phases"]) for batches in (0, 5, 6)]
+        [['0'], ['0'], ['0', '5']]
+    """
+
+    def facts_at(batches: int) -> dict[str, Any]:
+        begun = [phase for phase in phases if phase.start < max(batches, 1)]
+        return {**facts, "phases": {str(phase.start): attrs.asdict(phase) for phase in begun}}
+
+    return facts_at
+
+
 def rows_of_mixture(
-    step: int,
-    *,
-    rows_per_step: int,
     num_rows: Mapping[str, int],
     phases: Sequence[Phase],
+    *,
+    rows_per_step: int,
     seed: int,
     temperature: float = 1.0,
-) -> IntArray:
-    """Return the rows of global batch `step` of a mixture of corpora.
+) -> RowsAt:
+    """Return rows_at(batch), which draws from several corpora in given proportions.
 
     Over every prefix of a run with one phase each corpus has been drawn within one row of its part:
     n rows times its probability. A further phase takes over what those before it owe, as nearly as
@@ -138,47 +166,65 @@ def rows_of_mixture(
     have such (0.7 and 0.3 do), else rounded to it, off by less than a row in a million.
 
     Args:
-        step: The global batch, from 0.
-        rows_per_step: Rows in the global batch, over all ranks and microbatches.
         num_rows: Rows of each corpus, in the order in which `join_packed` joins them.
         phases: What `make_phases` returns. A phase to come changes nothing before it.
+        rows_per_step: Rows in the global batch, over all ranks and microbatches.
         seed: The run's seed; an epoch's order is made from it, the corpus' name and the epoch's
             number.
         temperature: See `mixture_weights`.
 
     Returns:
-        int64 `[rows_per_step]`, rows of the joined table.
+        A function from the number of a global batch, from 0, to its rows: int64
+        `[rows_per_step]`, rows of the joined table.
 
     Raises:
-        ValueError: `step` or a number of rows is out of its range, the phases do not weigh exactly
-            the corpora of `num_rows`, a corpus that has weight has no rows, or a weight comes to
-            less than a row in a million.
+        ValueError: `rows_per_step` is below 1, the phases do not weigh exactly the corpora of
+            `num_rows`, a corpus that has weight has no rows, or a weight comes to less than a row
+            in a million; from rows_at, a number of a batch below 0.
 
     Examples:
-        >>> arguments = dict(rows_per_step=4, num_rows={"web": 6, "code": 2}, seed=0)
+        >>> num_rows = {"web": 6, "code": 2}
         >>> phases = make_phases(Phase(0, {"web": 3, "code": 1}), Phase(2, {"web": 1}))
-        >>> [rows_of_mixture(step, phases=phases, **arguments).tolist() for step in range(4)]
+        >>> rows_at = rows_of_mixture(num_rows, phases, rows_per_step=4, seed=0)
+        >>> [rows_at(batch).tolist() for batch in range(4)]
         [[0, 5, 6, 4], [2, 1, 7, 3], [3, 6, 0, 7], [1, 6, 4, 7]]
 
     The guarantee is Tijdeman's, "The chairman assignment problem" (1980).
     """
-    if step < 0 or rows_per_step < 1:
-        raise ValueError(
-            "rows_of_mixture: step must be at least 0 and rows_per_step at least 1, got "
-            f"step={step}, rows_per_step={rows_per_step}"
-        )
+    if rows_per_step < 1:
+        raise ValueError(f"rows_of_mixture: rows_per_step must be at least 1, got {rows_per_step}")
     _check_sources(num_rows, phases)
-    names, past = list(num_rows), [phase for phase in phases if phase.start <= step]
+    names = tuple(num_rows)
     quotas = [
-        _quotas(tuple(names), tuple(phase.weights[name] for name in names), temperature)
-        for phase in past
+        _quotas(names, tuple(phase.weights[name] for name in names), temperature)
+        for phase in phases
     ]
-    ends = [phase.start for phase in past[1:]]
-    done = [(end - phase.start) * rows_per_step for phase, end in zip(past, ends, strict=False)]
-    begin, drawn = _begin(tuple(zip(quotas, done, strict=False)), quotas[-1])
-    place = begin + (step - past[-1].start) * rows_per_step
-    drawn = drawn + _drawn(quotas[-1], place) - _drawn(quotas[-1], begin)
-    order, _ = _cycle(quotas[-1])
+    return functools.partial(
+        _rows_at,
+        num_rows=dict(num_rows),
+        starts=[phase.start for phase in phases],
+        quotas=quotas,
+        rows_per_step=rows_per_step,
+        seed=seed,
+    )
+
+
+def _rows_at(
+    batch: int,
+    *,
+    num_rows: Mapping[str, int],
+    starts: list[int],
+    quotas: list[tuple[int, ...]],
+    rows_per_step: int,
+    seed: int,
+) -> IntArray:
+    check_batch(batch)
+    now = bisect.bisect_right(starts, batch) - 1
+    done = [(end - start) * rows_per_step for start, end in pairwise(starts[: now + 1])]
+    begin, drawn = _begin(tuple(zip(quotas, done, strict=False)), quotas[now])
+    place = begin + (batch - starts[now]) * rows_per_step
+    drawn = drawn + _drawn(quotas[now], place) - _drawn(quotas[now], begin)
+    order, _ = _cycle(quotas[now])
     places = (place + np.arange(rows_per_step)) % order.size
     chosen, rows, first_row = order[places], np.empty(rows_per_step, np.int64), 0
     for source, (name, count) in enumerate(num_rows.items()):
@@ -210,7 +256,7 @@ def _check_weights(where: str, weights: Mapping[str, float]) -> None:
 def _check_sources(num_rows: Mapping[str, int], phases: Sequence[Phase]) -> None:
     _check_starts("rows_of_mixture", phases)
     for phase in phases:
-        where = f"rows_of_mixture: the phase from step {phase.start}"
+        where = f"rows_of_mixture: the phase from batch {phase.start}"
         if phase.weights.keys() != num_rows.keys():
             raise ValueError(
                 f"{where} weighs {sorted(phase.weights)}, the corpora are {sorted(num_rows)}; name "

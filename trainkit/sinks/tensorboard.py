@@ -7,8 +7,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from trainkit.runtime.errors import needs_extra
-from trainkit.types import Sink
+from trainkit.types import Sink, needs_extra
 
 
 @contextlib.contextmanager

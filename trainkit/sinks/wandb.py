@@ -9,9 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from trainkit.checkpoint.directory import run_identity
-from trainkit.runtime.errors import needs_extra
 from trainkit.sinks.tensorboard import scalars
-from trainkit.types import Sink
+from trainkit.types import Sink, needs_extra
 
 
 @contextlib.contextmanager

@@ -7,6 +7,7 @@ of train steps: `kill_at`, `nan_loss_at` and the like; see `trainkit.testing.fau
 
 from __future__ import annotations
 
+from trainkit.testing.cases import Case, default_cases
 from trainkit.testing.certificate import Certificate, Row, Tier, as_markdown, as_text
 from trainkit.testing.certify import certify
 from trainkit.testing.faults import (
@@ -31,14 +32,13 @@ from trainkit.testing.faults import (
     truncate,
     zero_page,
 )
-from trainkit.testing.layouts import Layout, default_layouts
 from trainkit.testing.ledger import Collective, Ledger, count_collectives, ledger_table
 from trainkit.testing.ranks import RankError, run_ranks
 
 __all__ = [
+    "Case",
     "Certificate",
     "Collective",
-    "Layout",
     "Ledger",
     "RankError",
     "Row",
@@ -50,7 +50,7 @@ __all__ = [
     "as_text",
     "certify",
     "count_collectives",
-    "default_layouts",
+    "default_cases",
     "exit_at",
     "fail_at",
     "flip_bit",

@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from trainkit.batch import collate_bins
-from trainkit.corpora import TokenCorpus
+from trainkit.corpora.tokens import TokenCorpus
 from trainkit.losses import next_token, next_token_linear
 from trainkit.models import Decoder, DecoderConfig, call_with_noise
 from trainkit.noise import token_keys
@@ -24,10 +24,10 @@ from trainkit.parallel.compiled import compiled
 from trainkit.parallel.fsdp import fsdp
 from trainkit.parallel.recompute import recompute
 from trainkit.parallel.sequence import sequence
-from trainkit.parallel.split import schedule_kind
-from trainkit.parallel.stages import Transform
 from trainkit.parallel.tensor import tensor
-from trainkit.sampling import rows_of_step
+from trainkit.parallel.transforms import Transform
+from trainkit.sampling import rows_of_epochs
+from trainkit.testing.cases import Case, default_cases
 from trainkit.testing.certificate import Certificate
 from trainkit.testing.certify import certify
 from trainkit.testing.exact import (
@@ -39,8 +39,7 @@ from trainkit.testing.exact import (
     squares,
 )
 from trainkit.testing.foreign import ForeignModel, call_foreign, foreign_plan, split_foreign
-from trainkit.testing.layouts import Layout, default_layouts
-from trainkit.types import Batch
+from trainkit.types import Batch, Layout
 
 CONFIG = DecoderConfig(
     vocab_size=64, width=32, layers=4, heads=8, kv_heads=4, mlp_width=48, qk_norm=True
@@ -103,128 +102,130 @@ def decoder_batch(step: int) -> Batch:
     tokens = random.integers(0, CONFIG.vocab_size, size=lengths.sum())
     corpus = TokenCorpus(tokens, np.append(0, lengths.cumsum()))
     bins = pack_bins(corpus.lengths, CAPACITY, multiple_of=16)
-    batch = collate_bins(
-        corpus, bins, rows_of_step(step, rows_per_step=ROWS, num_rows=len(bins), seed=0)
-    )
+    rows_at = rows_of_epochs(len(bins), rows_per_step=ROWS, seed=0)
+    batch = collate_bins(corpus, bins, rows_at(step))
     kept = torch.tensor([CAPACITY, 0, 5, CAPACITY // 2]).repeat(2).unsqueeze(1)
     labels = torch.where(torch.arange(CAPACITY) < kept, batch.labels, -100)
     keys = token_keys(batch.token_index, seed=0, step=step)
     return attrs.evolve(batch, labels=labels, extra={"noise_key": keys})
 
 
-def decoder_plan(ps: Any, layout: Layout) -> list[Transform]:
+def decoder_plan(ps: Any, case: Case) -> list[Transform]:
     """Return the plan of a recipe: every transform, each of which does nothing where it need not.
 
     Examples:
         >>> from trainkit.mesh import solo_parallel
-        >>> [step.kind for step in decoder_plan(solo_parallel(), Layout())]
+        >>> [step.kind for step in decoder_plan(solo_parallel(), Case())]
         ['tensor', 'sequence', 'recompute', 'fsdp']
     """
     del ps
-    blocks = [compiled(backend="aot_eager")] if layout.compiled else []
-    return [tensor(), sequence(), recompute(layout.recompute), *blocks, _sharded(layout)]
+    blocks = [compiled(backend="aot_eager")] if case.compiled else []
+    return [tensor(), sequence(), recompute(case.recompute), *blocks, _sharded(case.layout)]
 
 
 def _sharded(layout: Layout) -> Transform:
-    reshard = not schedule_kind(layout.schedule).splits_backward
-    return fsdp(reshard_after_forward=reshard, cpu_offload=layout.cpu_offload)
+    return fsdp(reshard_after_forward=layout.reshard_after_forward, cpu_offload=layout.cpu_offload)
 
 
-def exact_plan(ps: Any, layout: Layout) -> list[Transform]:
+def exact_plan(ps: Any, case: Case) -> list[Transform]:
     """Return the plan of the exact model: its blocks hold a column- and a row-parallel matrix.
 
     Examples:
         >>> from trainkit.mesh import solo_parallel
-        >>> [step.kind for step in exact_plan(solo_parallel(), Layout())]
+        >>> [step.kind for step in exact_plan(solo_parallel(), Case())]
         ['tensor', 'sequence', 'recompute', 'fsdp']
     """
     del ps
     cut = tensor({"layers.*.up": "column", "layers.*.down": "row"})
     apart = Transform(_as_it_is, kind="sequence", axes=("ring", "ulysses"))  # no token sees another
-    return [cut, apart, recompute(layout.recompute), _sharded(layout)]
+    return [cut, apart, recompute(case.recompute), _sharded(case.layout)]
 
 
 def _as_it_is(module: nn.Module, _: Any) -> nn.Module:
     return module
 
 
-def variant_layouts(name: str) -> list[Layout]:
-    """Return the layouts in which a model that is not the first is trained too: what it is about.
+def variant_cases(name: str) -> list[Case]:
+    """Return the cases in which a model that is not the first is trained too: what it is about.
 
     Examples:
-        >>> Layout(pp=2) in variant_layouts("tied decoder")
+        >>> Case(Layout(pp=2)) in variant_cases("tied decoder")
         True
     """
-    pipelines = [Layout(pp=2), Layout(pp=2, dp_shard=2)]
-    ends = [Layout(dp_shard=2), Layout(tp=2), Layout(pp=2, tp=2)]
+    pipelines = [Case(Layout(pp=2)), Case(Layout(pp=2, dp_shard=2))]
+    ends = [Case(Layout(dp_shard=2)), Case(Layout(tp=2)), Case(Layout(pp=2, tp=2))]
     return {
-        "tied decoder": [*ends, *pipelines, Layout(pp=2, schedule="zero_bubble_v")],
+        "tied decoder": [*ends, *pipelines, Case(Layout(pp=2, schedule="zero_bubble_v"))],
         "decoder with dropout": [
             *ends,
             *pipelines,
-            Layout(recompute="full"),
-            Layout(ring=2, fold_sp="none"),
-            Layout(ulysses=2),
-            Layout(dp_replicate=2, dp_shard=2),
+            Case(recompute="full"),
+            Case(Layout(ring=2, fold_sp="none")),
+            Case(Layout(ulysses=2)),
+            Case(Layout(dp_replicate=2, dp_shard=2)),
         ],
         # Ranks with nothing to train; and a rank with a frozen stage and another.
         "decoder with frozen blocks": [
             *pipelines,
-            Layout(pp=2, schedule="interleaved_zero_bubble"),
-            Layout(pp=4),
+            Case(Layout(pp=2, schedule="interleaved_zero_bubble")),
+            Case(Layout(pp=4)),
         ],
-        "foreign model": [*ends[:2], Layout(dp_shard=2, tp=2), Layout(pp=2, dp_shard=2)],
+        "foreign model": [
+            *ends[:2],
+            Case(Layout(dp_shard=2, tp=2)),
+            Case(Layout(pp=2, dp_shard=2)),
+        ],
         "foreign model, a part for some": [
-            *(Layout(), Layout(tp=2), Layout(pp=2), Layout(dp_shard=2)),
-            Layout(dp_shard=2, reduce="each"),
-            Layout(dp_replicate=2, dp_shard=2, reduce="each"),
+            *(Case(), Case(Layout(tp=2)), Case(Layout(pp=2)), Case(Layout(dp_shard=2))),
+            Case(Layout(dp_shard=2, reduce="each")),
+            Case(Layout(dp_replicate=2, dp_shard=2, reduce="each")),
         ],
     }[name]
 
 
-def exact_layouts() -> list[Layout]:
-    """Return the layouts of the exact model: those in which its arithmetic is spread over ranks.
+def exact_cases() -> list[Case]:
+    """Return the cases of the exact model: those in which its arithmetic is spread over ranks.
 
     Examples:
-        >>> Layout(dp_shard=2, tp=2) in exact_layouts()
+        >>> Case(Layout(dp_shard=2, tp=2)) in exact_cases()
         True
     """
     return [
-        Layout(),
-        Layout(recompute="full"),
-        Layout(dp_shard=2),
-        Layout(dp_shard=2, reduce="each"),
-        Layout(dp_replicate=2),
-        Layout(tp=2),
-        Layout(ring=2),
-        Layout(ulysses=2, fold_sp="none"),
-        Layout(pp=2),
-        Layout(pp=2, schedule="interleaved_zero_bubble"),
-        Layout(dp_shard=3),
-        Layout(dp_replicate=2, dp_shard=2),
-        Layout(dp_replicate=2, dp_shard=2, reduce="each"),
-        Layout(dp_shard=2, tp=2),
-        Layout(ring=2, ulysses=2, fold_sp="ring"),
-        Layout(pp=2, dp_shard=2),
-        Layout(dp_replicate=2, dp_shard=2, ring=2),
-        Layout(pp=2, dp_shard=2, tp=2),
+        Case(),
+        Case(recompute="full"),
+        Case(Layout(dp_shard=2)),
+        Case(Layout(dp_shard=2, reduce="each")),
+        Case(Layout(dp_replicate=2)),
+        Case(Layout(tp=2)),
+        Case(Layout(ring=2)),
+        Case(Layout(ulysses=2, fold_sp="none")),
+        Case(Layout(pp=2)),
+        Case(Layout(pp=2, schedule="interleaved_zero_bubble")),
+        Case(Layout(dp_shard=3)),
+        Case(Layout(dp_replicate=2, dp_shard=2)),
+        Case(Layout(dp_replicate=2, dp_shard=2, reduce="each")),
+        Case(Layout(dp_shard=2, tp=2)),
+        Case(Layout(ring=2, ulysses=2, fold_sp="ring")),
+        Case(Layout(pp=2, dp_shard=2)),
+        Case(Layout(dp_replicate=2, dp_shard=2, ring=2)),
+        Case(Layout(pp=2, dp_shard=2, tp=2)),
     ]
 
 
-def layouts_of_tier(tier: str) -> list[Layout]:
-    """Return the layouts in which the first of the built-in models is trained in a tier.
+def cases_of_tier(tier: str) -> list[Case]:
+    """Return the cases in which the first of the built-in models is trained in a tier.
 
     Examples:
-        >>> len(layouts_of_tier("fp64")) > len(layouts_of_tier("exact"))
+        >>> len(cases_of_tier("fp64")) > len(cases_of_tier("exact"))
         True
     """
-    return exact_layouts() if tier == "exact" else default_layouts()
+    return exact_cases() if tier == "exact" else default_cases()
 
 
 def certify_builtin(
     tier: str = "fp64",
     *,
-    chosen: Callable[[Layout], bool] = lambda _: True,
+    chosen: Callable[[Case], bool] = lambda _: True,
     steps: int = 3,
     tell: Callable[[str], None] | None = None,
 ) -> list[Certificate]:
@@ -235,7 +236,7 @@ def certify_builtin(
 
     Args:
         tier: See `certify`.
-        chosen: Which of the layouts to run.
+        chosen: Which of the cases to run.
         steps: How many optimizer steps to take.
         tell: Called with a line after every layout.
 
@@ -245,23 +246,23 @@ def certify_builtin(
     Effects:
         Starts processes; see `certify`.
     """
-    wanted = layouts_of_tier(tier)
+    wanted = cases_of_tier(tier)
     if tier == "exact":
         by_model = {"exact model": wanted}
     else:
         others = [name for name in MODELS if name != "decoder"]
-        by_model = {"decoder": wanted} | {name: variant_layouts(name) for name in others}
-    picked = {name: list(filter(chosen, layouts)) for name, layouts in by_model.items()}
+        by_model = {"decoder": wanted} | {name: variant_cases(name) for name in others}
+    picked = {name: list(filter(chosen, cases)) for name, cases in by_model.items()}
     if not any(picked.values()):
         raise ValueError(f"certify: none of the {len(wanted)} layouts is chosen")
     return [
-        certify_model(name, layouts, tier=tier, steps=steps, tell=tell)
-        for name, layouts in picked.items()
-        if layouts
+        certify_model(name, cases, tier=tier, steps=steps, tell=tell)
+        for name, cases in picked.items()
+        if cases
     ]
 
 
-def certify_model(name: str, layouts: Sequence[Layout], **options: Any) -> Certificate:
+def certify_model(name: str, cases: Sequence[Case], **options: Any) -> Certificate:
     """Return the certificate of one of `MODELS`, or of the "exact model", in some layouts.
 
     Effects:
@@ -273,7 +274,7 @@ def certify_model(name: str, layouts: Sequence[Layout], **options: Any) -> Certi
         return certify(
             ExactModel,
             exact_batch,
-            layouts,
+            cases,
             plan=exact_plan,
             loss=squares,
             call=call_exact,
@@ -286,12 +287,12 @@ def certify_model(name: str, layouts: Sequence[Layout], **options: Any) -> Certi
     if name.startswith("foreign"):
         parts = {"plan": foreign_plan, "call": call_foreign, "split": split_foreign}
         return certify(
-            MODELS[name], decoder_batch, layouts, loss=next_token, title=name, **parts, **options
+            MODELS[name], decoder_batch, cases, loss=next_token, title=name, **parts, **options
         )
     return certify(
         MODELS[name],
         decoder_batch,
-        layouts,
+        cases,
         plan=decoder_plan,
         loss=next_token_linear,
         call=call_with_noise,

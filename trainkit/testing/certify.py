@@ -24,19 +24,18 @@ import torch.distributed as dist
 from torch import nn
 
 from trainkit.models import call_model
-from trainkit.parallel.split import split_layers
-from trainkit.parallel.stages import Split
+from trainkit.parallel.stages import SplitModel, split_layers
+from trainkit.testing.cases import Case
 from trainkit.testing.certificate import TIERS, Certificate, Row, Tier, is_within
 from trainkit.testing.exact import integer_steps
-from trainkit.testing.layouts import Layout
 from trainkit.testing.ranks import RankError, run_ranks
 from trainkit.testing.train import (
     Differences,
     MakeLoss,
+    MakePlan,
     Optimizers,
     Outcome,
     Part,
-    Plan,
     Training,
     certificate_optimizer,
     certificate_weights,
@@ -49,14 +48,14 @@ from trainkit.types import Batch, Call, Loss, Weights
 def certify(
     make_model: Callable[[], nn.Module],
     make_batches: Callable[[int], Batch],
-    layouts: Sequence[Layout],
+    cases: Sequence[Case],
     *,
-    plan: Plan,
+    plan: MakePlan,
     loss: Loss | MakeLoss,
     call: Call = call_model,
     weights: Weights = certificate_weights,
     optimizer: Optimizers | None = None,
-    split: Split = split_layers,
+    split: SplitModel = split_layers,
     steps: int = 3,
     tier: str = "fp64",
     lr: float = 1e-2,
@@ -82,7 +81,7 @@ def certify(
         make_batches: From a step, 0 to `steps` - 1, to the `Batch` of the whole global batch
             `[R, S]`, always the same. For ring degree N every document must divide by 2N (pack with
             `multiple_of`).
-        layouts: What to compare; see `default_layouts`.
+        cases: What to compare; see `default_cases`.
         plan: The transforms of a layout, as a recipe lists them.
         loss: A `Loss` that says its `terms`, or a function of the `ParallelState` that gives one,
             for a loss that communicates.
@@ -101,10 +100,10 @@ def certify(
         tell: Called with a line after every layout: how it went, and the time left.
 
     Returns:
-        The certificate, its rows in the order of `layouts`.
+        The certificate, its rows in the order of `cases`.
 
     Raises:
-        ValueError: An argument is wrong, two layouts have one name, a function cannot be sent, or
+        ValueError: An argument is wrong, two cases have one name, a function cannot be sent, or
             the numbers of one process alone are not finite.
         RankError: One process alone cannot train the model.
 
@@ -115,10 +114,11 @@ def certify(
     Examples:
         >>> from trainkit.testing.builtin import exact_plan
         >>> from trainkit.testing.exact import ExactModel, call_exact, exact_batch, squares
+        >>> from trainkit.types import Layout
         >>> found = certify(
         ...     ExactModel,
         ...     exact_batch,
-        ...     [Layout(dp_shard=2)],
+        ...     [Case(Layout(dp_shard=2))],
         ...     plan=exact_plan,
         ...     loss=squares,
         ...     call=call_exact,
@@ -127,7 +127,7 @@ def certify(
         >>> found.ok, found.rows[0].layout
         (True, 'dp2')
     """
-    chosen = _checked(tier, layouts, steps, loss)
+    chosen = _checked(tier, cases, steps, loss)
     is_exact = chosen.name == "exact"
     training = Training(
         make_model,
@@ -147,28 +147,28 @@ def certify(
     (wanted,) = run_ranks(_train_alone, 1, *sendable, timeout=timeout)
     _check_finite(wanted)
     found: dict[int, Row] = {}
-    report = partial(_tell_progress, tell, layouts, found, tier=chosen, begin=time.monotonic())
-    for world in sorted({layout.world for layout in layouts}):
-        jobs = {index: layout for index, layout in enumerate(layouts) if layout.world == world}
+    report = partial(_tell_progress, tell, cases, found, tier=chosen, begin=time.monotonic())
+    for world in sorted({case.world for case in cases}):
+        jobs = {index: case for index, case in enumerate(cases) if case.world == world}
         while jobs:  # a layout that fails ends its start; those after it go on in the next
             rows = _run_jobs(jobs, wanted, sendable, timeout, report)
             found |= rows
-            jobs = {index: layout for index, layout in jobs.items() if index not in rows}
+            jobs = {index: case for index, case in jobs.items() if index not in rows}
     name = getattr(make_model, "__name__", type(make_model).__name__)
-    rows = tuple(found[index] for index in range(len(layouts)))
+    rows = tuple(found[index] for index in range(len(cases)))
     return Certificate(title or name, chosen, steps, rows)
 
 
-def _checked(tier: str, layouts: Sequence[Layout], steps: int, loss: Any) -> Tier:
+def _checked(tier: str, cases: Sequence[Case], steps: int, loss: Any) -> Tier:
     if tier not in TIERS:
         raise ValueError(f"certify: tier must be one of {', '.join(TIERS)}, got {tier!r}")
     if steps < 1:
         raise ValueError(f"certify: steps must be at least 1, got {steps}")
-    names = [layout.name for layout in layouts]
+    names = [case.name for case in cases]
     twice = sorted({name for name in names if names.count(name) > 1})
     if twice or not names:
         found = f"two are called {twice[0]!r}; tell them apart by `note`" if twice else "none"
-        raise ValueError(f"certify: layouts must be some, each with a name of its own: {found}")
+        raise ValueError(f"certify: cases must be some, each with a name of its own: {found}")
     if not hasattr(loss, "terms") and len(inspect.signature(loss).parameters) != 1:
         raise ValueError(
             f"certify: {loss} is neither a Loss that says its terms nor a function of the "
@@ -202,7 +202,7 @@ def _received(sendable: Sequence[Any]) -> Training:
 
 
 def _run_jobs(
-    jobs: Mapping[int, Layout],
+    jobs: Mapping[int, Case],
     wanted: Outcome,
     sendable: tuple[Any, ...],
     timeout: float,
@@ -248,36 +248,36 @@ def _run_jobs(
         return known
 
 
-def _compare_all(jobs: Mapping[int, Layout], wanted: Outcome, folder: str, *sendable: Any) -> None:
+def _compare_all(jobs: Mapping[int, Case], wanted: Outcome, folder: str, *sendable: Any) -> None:
     training = _received(sendable)
-    for index, layout in jobs.items():
+    for index, case in jobs.items():
         dist.barrier()  # so that all have written what they found before one can fail in the next
-        found = compare_layout(training, layout, wanted)
+        found = compare_layout(training, case, wanted)
         path = Path(folder) / f"{index}_{dist.get_rank()}"
         path.with_suffix(".part").write_text(json.dumps(attrs.asdict(found)))
         path.with_suffix(".part").rename(path)
 
 
 def _read_rows(
-    jobs: Mapping[int, Layout], wanted: Outcome, folder: Path, *, skip: Mapping[int, Row]
+    jobs: Mapping[int, Case], wanted: Outcome, folder: Path, *, skip: Mapping[int, Row]
 ) -> dict[int, Row]:
     """Return the rows of the layouts that every rank has finished."""
     rows: dict[int, Row] = {}
-    for index, layout in jobs.items():
-        paths = [folder / f"{index}_{rank}" for rank in range(layout.world)]
+    for index, case in jobs.items():
+        paths = [folder / f"{index}_{rank}" for rank in range(case.world)]
         if index not in skip and all(path.exists() for path in paths):
             ranks = [Differences(**json.loads(path.read_text())) for path in paths]
-            rows[index] = _row_of(layout, wanted, ranks)
+            rows[index] = _row_of(case, wanted, ranks)
     return rows
 
 
-def _row_of(layout: Layout, wanted: Outcome, ranks: Sequence[Differences]) -> Row:
+def _row_of(case: Case, wanted: Outcome, ranks: Sequence[Differences]) -> Row:
     parameters = _farthest(wanted.parameters, ranks, [rank.parameters for rank in ranks])
     state = _farthest(wanted.state, ranks, [rank.state for rank in ranks])
     far = parameters | state
     return Row(
-        layout.name,
-        layout.world,
+        case.name,
+        case.world,
         loss=max(far for rank in ranks for far in rank.terms.values()),
         grad_norm=max(rank.norm for rank in ranks),
         parameters=max(parameters.values()),
@@ -338,7 +338,7 @@ def _is_covered(name: str, whole: Part, ranks: Sequence[Differences]) -> bool:
 
 def _tell_progress(
     tell: Callable[[str], None] | None,
-    layouts: Sequence[Layout],
+    cases: Sequence[Case],
     found: Mapping[int, Row],
     fresh: Mapping[int, Row],
     *,
@@ -350,7 +350,7 @@ def _tell_progress(
         return
     done = {**found, **fresh}
     row = list(fresh.values())[-1]
-    ranks = sum(layouts[index].world for index in done)
-    left = (time.monotonic() - begin) * (sum(layout.world for layout in layouts) / ranks - 1)
+    ranks = sum(cases[index].world for index in done)
+    left = (time.monotonic() - begin) * (sum(case.world for case in cases) / ranks - 1)
     verdict = "ok" if is_within(row, tier) else "RED"
-    tell(f"{verdict} {row.layout} ({len(done)} of {len(layouts)}, about {left:.0f} s left)")
+    tell(f"{verdict} {row.layout} ({len(done)} of {len(cases)}, about {left:.0f} s left)")

@@ -15,9 +15,9 @@ from torch import Tensor, nn
 
 from trainkit.parallel.fsdp import fsdp
 from trainkit.parallel.recompute import recompute
-from trainkit.parallel.stages import Transform
 from trainkit.parallel.tensor import tensor
-from trainkit.testing.layouts import Layout
+from trainkit.parallel.transforms import Transform
+from trainkit.testing.cases import Case
 
 VOCABULARY = 64
 WIDTH = 32
@@ -120,13 +120,13 @@ def call_foreign(model: nn.Module, batch: Mapping[str, Any]) -> Any:
     return model(batch["input_ids"], **{name: batch[name] for name in names})
 
 
-def foreign_plan(ps: Any, layout: Layout) -> list[Transform]:
+def foreign_plan(ps: Any, case: Case) -> list[Transform]:
     """Return the plan of the model: `tensor` gets styles by name.
 
     Examples:
         >>> from trainkit.mesh import solo_parallel
-        >>> [step.kind for step in foreign_plan(solo_parallel(), Layout())]
+        >>> [step.kind for step in foreign_plan(solo_parallel(), Case())]
         ['tensor', 'recompute', 'fsdp']
     """
     del ps
-    return [tensor(STYLES), recompute(layout.recompute), fsdp()]
+    return [tensor(STYLES), recompute(case.recompute), fsdp()]

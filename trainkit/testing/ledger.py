@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from trainkit.types import Axis, ParallelState
+from trainkit.types import Axis, Layout, ParallelState
 
 _KINDS = {
     "allreduce_": "all_reduce",
@@ -47,7 +47,7 @@ _FUNCTIONAL = {
     "all_to_all_single": "all_to_all",
     "broadcast": "broadcast",
 }
-_FIRST = ("pp", "dp_replicate", "dp_shard", "ring", "ulysses", "tp", "fsdp", "sp", "sp_unfolded")
+_FIRST = (*Layout().axes["world"], "fsdp", "sp", "sp_unfolded")
 """The names that come first for a group that several axes share."""
 
 
@@ -88,7 +88,7 @@ def count_collectives(fn: Callable[[], Any], axes: Any = ()) -> Ledger:
         fn: Called once, without arguments: a step, for instance.
         axes: A `ParallelState`, or some `Axis`, that give groups their names; a group that is none
             of them counts as "other". Of several axes over the same ranks the first gives the name,
-            pp, dp_replicate, dp_shard, ring, ulysses and tp first of all.
+            those of a layout's degrees first of all.
 
     Returns:
         The ledger of this rank.

@@ -28,10 +28,10 @@ from trainkit.metrics import reduce_metrics
 from trainkit.optim import adamw, decay_groups
 from trainkit.parallel.materialize import live_buffers
 from trainkit.parallel.naming import COPY_SUFFIX, box_of, ties_of
-from trainkit.parallel.stages import Split, build_stages
+from trainkit.parallel.stages import SplitModel, build_stages
 from trainkit.step import bind_forward_backward
+from trainkit.testing.cases import Case
 from trainkit.testing.deal import deal_batch
-from trainkit.testing.layouts import Layout
 from trainkit.types import (
     Batch,
     Call,
@@ -41,8 +41,8 @@ from trainkit.types import (
     Weights,
 )
 
-Plan = Callable[[ParallelState, Layout], Sequence[ModelTransform]]
-"""`Plan(ps, layout) -> transforms`: what `build_stages` shall do to the model in a layout."""
+MakePlan = Callable[[ParallelState, Case], Sequence[ModelTransform]]
+"""`MakePlan(ps, case) -> transforms`: what `build_stages` shall do to the model in a case."""
 
 MakeLoss = Callable[[ParallelState], Loss]
 """`MakeLoss(ps) -> Loss`: for a loss that communicates."""
@@ -60,12 +60,12 @@ class Training:
 
     make_model: Callable[[], nn.Module]
     make_batches: Callable[[int], Batch]
-    plan: Plan
+    plan: MakePlan
     loss: Loss | MakeLoss
     call: Call
     weights: Weights
     optimizer: Optimizers
-    split: Split
+    split: SplitModel
     dtype: str
     steps: int
     lr: float
@@ -157,10 +157,10 @@ def train_plain(training: Training) -> Outcome:
     with torch.no_grad():
         for name, p in model.named_parameters():
             p.copy_(training.weights(name, tuple(p.shape), (0,) * p.ndim))
-    return _train(training, Layout(rows_per_microbatch=None), lambda _: [model])
+    return _train(training, Case(rows_per_microbatch=None), lambda _: [model])
 
 
-def train_layout(training: Training, layout: Layout) -> Outcome:
+def train_layout(training: Training, case: Case) -> Outcome:
     """Train in one layout, on every rank of the default process group; see `certify`.
 
     Effects:
@@ -168,20 +168,20 @@ def train_layout(training: Training, layout: Layout) -> Outcome:
     """
     return _train(
         training,
-        layout,
+        case,
         lambda ps: build_stages(
             partial(_typed, training.make_model, training.dtype),
             ps,
-            training.plan(ps, layout),
+            training.plan(ps, case),
             weights=training.weights,
             split=training.split,
-            schedule=layout.schedule,
+            schedule=case.layout.schedule,
         ),
     )
 
 
-def _train(training: Training, layout: Layout, make_stages: MakeStages) -> Outcome:
-    with parallel_session(**layout.degrees) as ps:
+def _train(training: Training, case: Case, make_stages: MakeStages) -> Outcome:
+    with parallel_session(case.layout) as ps:
         stages = make_stages(ps)
         named, ties = named_parameters_of(stages), [tie for x in stages for tie in ties_of(x)]
         params, optimizer = parameters_of(stages), training.optimizer(named)
@@ -191,15 +191,15 @@ def _train(training: Training, layout: Layout, make_stages: MakeStages) -> Outco
             loss if hasattr(loss, "terms") else loss(ps),
             axis=ps.pp,
             call=training.call,
-            schedule=layout.schedule,
-            reduce=layout.reduce,
+            schedule=case.layout.schedule,
+            reduce=case.layout.reduce,
         )
         terms, norms, hashes = dict[str, list[float]](), list[Tensor](), list[int]()
         for step in range(training.steps):
             batches = deal_batch(
                 training.make_batches(step),
                 ps.dp.share,
-                rows_per_microbatch=layout.rows_per_microbatch,
+                rows_per_microbatch=case.rows_per_microbatch,
                 ring=ps.ring.share,
                 ulysses=ps.ulysses.share,
             )
@@ -207,11 +207,8 @@ def _train(training: Training, layout: Layout, make_stages: MakeStages) -> Outco
             tokens = all_sum(count_valid_tokens(batches), ps.loss)
             sums = run(batches, denominator=tokens)
             sync_sp_grads(params, ps.sp_unfolded)
-            norms.append(
-                clip_and_step(
-                    params, optimizer, lr=training.lr, max_norm=training.max_norm, axis=ps.pp
-                )
-            )
+            limit = {"lr": training.lr, "max_norm": training.max_norm}
+            norms.append(clip_and_step(params, optimizer, **limit, axis=ps.pp).norm)
             for name, value in mean_terms(reduce_metrics(sums, ps.loss), tokens).items():
                 terms.setdefault(name, []).append(float(value))
         return Outcome(
@@ -241,15 +238,15 @@ def _state(
     return found
 
 
-def compare_layout(training: Training, layout: Layout, wanted: Outcome) -> Differences:
+def compare_layout(training: Training, case: Case, wanted: Outcome) -> Differences:
     """Train in one layout and compare what comes out with another outcome.
 
     Effects:
         Those of `train_layout`.
     """
     begin = time.monotonic()
-    found = train_layout(training, layout)
-    if layout.compiled:  # after 8 compilations of one function dynamo falls back to eager code
+    found = train_layout(training, case)
+    if case.compiled:  # after 8 compilations of one function dynamo falls back to eager code
         torch.compiler.reset()
     parts = found.parameters | found.state
     return Differences(

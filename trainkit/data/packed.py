@@ -1,0 +1,140 @@
+"""What there is to read: a corpus and its rows, or several as one table of rows."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import attrs
+import numpy as np
+
+from trainkit.corpora.joined import JoinedCorpus, join_corpora
+from trainkit.types import Bins
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from numpy.typing import ArrayLike
+
+    from trainkit.corpora.tokens import TokenCorpus
+    from trainkit.types import Corpus, IntArray
+
+
+@attrs.frozen(eq=False)
+class Packed:
+    """A corpus and the rows that it is packed into: what there is to read.
+
+    Attributes:
+        corpus: All documents.
+        bins: The rows, the same on all ranks.
+        num_rows: For rows of several sources, how many there are of each, by name; they follow one
+            another in this order. Batches then carry "source", the number of each token's source.
+    """
+
+    corpus: Corpus
+    bins: Bins
+    num_rows: Mapping[str, int] | None = attrs.field(default=None)
+
+    @num_rows.validator
+    def _check_num_rows(self, _: Any, num_rows: Mapping[str, int] | None) -> None:
+        if num_rows is not None and sum(num_rows.values()) != len(self.bins):
+            raise ValueError(
+                f"Packed: num_rows must add up to the {len(self.bins)} rows of bins, got "
+                f"{dict(num_rows)}"
+            )
+
+    def __len__(self) -> int:
+        return len(self.bins)
+
+    def source_of(self, rows: ArrayLike) -> IntArray | None:
+        """Return the number of the source of each row, or None without `num_rows`."""
+        if self.num_rows is None:
+            return None
+        return np.searchsorted(np.cumsum(list(self.num_rows.values())), rows, side="right")
+
+
+def join_packed(packed: Mapping[str, Packed]) -> Packed:
+    """Join corpora that are packed each on its own into one table of rows.
+
+    Packing each alone keeps a row to one corpus, so that a mixture of rows is one of tokens, as far
+    as rows are full. No token is copied. Of one corpus no table is copied either; those of several
+    are written anew, in memory of this process: 8 bytes for each document, 24 for each piece and 8
+    for each row, also where the bins are mapped from a plan that processes share.
+
+    Args:
+        packed: Each by name, with bins of one `capacity` and `multiple_of`.
+
+    Returns:
+        All rows; those of each corpus follow those of the one before, and `num_rows` counts them.
+
+    Raises:
+        ValueError: There is no corpus, the bins differ in their measures, or bins name a document
+            that their corpus does not have.
+
+    Examples:
+        >>> from trainkit.corpora.tokens import memory_corpus
+        >>> from trainkit.packing import pack_bins
+        >>> web, code = memory_corpus([[1, 2, 3], [4]]), memory_corpus([[5, 6]])
+        >>> mix = join_packed(
+        ...     {"web": Packed(web, pack_bins([3, 1], 3)), "code": Packed(code, pack_bins([2], 3))}
+        ... )
+        >>> mix.num_rows, mix.source_of([0, 1, 2]), mix.bins[2]
+        ({'web': 2, 'code': 1}, array([0, 0, 1]), [(2, 0, 2)])
+    """
+    if not packed:
+        raise ValueError("join_packed: there is no corpus to join")
+    _check_measures({name: part.bins for name, part in packed.items()})
+    for name, part in packed.items():
+        documents = len(part.corpus.offsets) - 1
+        if part.bins.documents.size and part.bins.documents.max() >= documents:
+            raise ValueError(
+                f"join_packed: the bins of {name!r} hold document {part.bins.documents.max()}, its "
+                f"corpus has {documents}; pack this corpus' own lengths"
+            )
+    corpora: list[Any] = [part.corpus for part in packed.values()]
+    tables = [part.bins for part in packed.values()]
+    num_rows = {name: len(part) for name, part in packed.items()}
+    if len(tables) == 1:
+        return Packed(_as_joined(corpora[0]), tables[0], num_rows)
+    bins = _join_bins(tables, [len(corpus.offsets) - 1 for corpus in corpora])
+    return Packed(join_corpora(corpora), bins, num_rows)
+
+
+def _as_joined(corpus: TokenCorpus | JoinedCorpus) -> JoinedCorpus:
+    """Return one corpus as a joined one, with its own offsets instead of a copy."""
+    if isinstance(corpus, JoinedCorpus):
+        return corpus
+    return JoinedCorpus((corpus,), np.array([0, len(corpus.offsets) - 1]), corpus.offsets)
+
+
+def _join_bins(tables: Sequence[Bins], documents: Sequence[int]) -> Bins:
+    """Return the rows of several bins, whose corpora have so many documents, one after the other.
+
+    Each array is written once, in place: tables of 10^9 documents leave no room for a second copy.
+    """
+    pieces = np.cumsum([0, *(len(bins.documents) for bins in tables)]).tolist()
+    rows = np.cumsum([0, *(len(bins) for bins in tables)]).tolist()
+    first_documents = np.cumsum([0, *documents]).tolist()
+    offsets, numbers = np.zeros(rows[-1] + 1, np.int64), np.empty(pieces[-1], np.int64)
+    for i, bins in enumerate(tables):
+        np.add(bins.offsets[1:], pieces[i], out=offsets[rows[i] + 1 : rows[i + 1] + 1])
+        np.add(bins.documents, first_documents[i], out=numbers[pieces[i] : pieces[i + 1]])
+    return Bins(
+        offsets,
+        numbers,
+        np.concatenate([bins.starts for bins in tables]),
+        np.concatenate([bins.lengths for bins in tables]),
+        capacity=tables[0].capacity,
+        multiple_of=tables[0].multiple_of,
+    )
+
+
+def _check_measures(bins: Mapping[str, Bins]) -> None:
+    (first, one), *others = bins.items()
+    for name, other in others:
+        for measure in ("capacity", "multiple_of"):
+            have, want = getattr(other, measure), getattr(one, measure)
+            if have != want:
+                raise ValueError(
+                    f"join_packed: bins must have one {measure}: {first!r} has {want}, {name!r} "
+                    f"has {have}; pack them alike"
+                )

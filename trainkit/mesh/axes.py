@@ -1,0 +1,231 @@
+"""The axes of a layout: which ranks each connects, their process groups, and the mesh.
+
+world = pp x dp_replicate x dp_shard x ring x ulysses x tp, outermost first: neighbours on `tp` have
+adjacent ranks. Axes that hold the same ranks share one process group.
+"""
+
+from __future__ import annotations
+
+import sys
+import threading
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from datetime import timedelta
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+
+from trainkit.types import Axis, Layout, ParallelState, Share
+
+Partition = tuple[tuple[int, ...], ...]
+
+
+def partitions_of(layout: Layout) -> dict[str, Partition]:
+    """Return, for each axis of a layout, the lists of ranks that it connects.
+
+    Examples:
+        >>> found = partitions_of(Layout(dp_shard=2, tp=2))
+        >>> found["tp"], found["dp_shard"]
+        (((0, 1), (2, 3)), ((0, 2), (1, 3)))
+    """
+    tables = {name: _table(layout, *names) for name, names in layout.axes.items()}
+    fsdp, ep = tables["fsdp"], layout.ep
+    tables["ep"] = fsdp.reshape(-1, ep)
+    inner = fsdp.reshape(len(fsdp), -1, ep).transpose(0, 2, 1)
+    tables["expert_fsdp"] = inner.reshape(len(fsdp) * ep, -1)
+    return {name: tuple(map(tuple, table.tolist())) for name, table in tables.items()}
+
+
+def _table(layout: Layout, *names: str) -> np.ndarray[tuple[int, int], np.dtype[np.int64]]:
+    """Return the ranks that differ in some degrees alone, one row for each of the others."""
+    every = layout.axes["world"]
+    world = np.arange(layout.world).reshape([layout.count(name) for name in every])
+    inner = [every.index(name) for name in names]
+    outer = [dim for dim in range(len(every)) if dim not in inner]
+    size = int(np.prod([world.shape[dim] for dim in inner]))
+    return world.transpose(*outer, *inner).reshape(-1, size)
+
+
+def make_groups(
+    partitions: Mapping[str, Partition], rank: int, timeout: timedelta
+) -> dict[Partition, dist.ProcessGroup]:
+    """Make one process group per distinct partition, on all ranks in the same order.
+
+    Effects:
+        Opens process groups; all ranks must call it.
+    """
+    groups: dict[Partition, dist.ProcessGroup] = {}
+    for partition in partitions.values():
+        if partition in groups or len(partition[0]) == 1:
+            continue
+        if len(partition) == 1:
+            groups[partition] = default_group()
+            continue
+        for ranks in partition:
+            group = dist.new_group(list(ranks), timeout=timeout)
+            if rank in ranks:
+                assert isinstance(group, dist.ProcessGroup)
+                groups[partition] = group
+    return groups
+
+
+def _root_mesh(
+    layout: Layout,
+    partitions: Mapping[str, Partition],
+    groups: dict[Partition, dist.ProcessGroup],
+    device: torch.device,
+) -> DeviceMesh | None:
+    """Return the mesh (pp, dp_replicate, fsdp, sp_unfolded, tp) without its dimensions of size 1.
+
+    Sharded and tensor-parallel parameters must live on slices of one mesh. FSDP2's hybrid mode
+    wants a dimension to shard over beside the replicated one, if only of size 1.
+    """
+    names = ("pp", "dp_replicate", "fsdp", "sp_unfolded", "tp")
+    kept = [name for name in names if layout.count(name) > 1]
+    if not kept:
+        return None
+    if "dp_replicate" in kept and "fsdp" not in kept:
+        kept.insert(kept.index("dp_replicate") + 1, "fsdp")
+        singles = [dist.new_group([rank]) for rank in range(layout.world)]
+        own = singles[dist.get_rank()]
+        assert isinstance(own, dist.ProcessGroup)
+        groups[partitions["fsdp"]] = own
+    if len(kept) == 1:
+        return _mesh_of(groups[partitions[kept[0]]], kept[0], device)
+    order = [degree for name in names for degree in layout.axes[name]]
+    ranks = _table(layout, *order).reshape([layout.count(name) for name in kept])
+    return DeviceMesh.from_group(
+        [groups[partitions[name]] for name in kept],
+        device.type,
+        mesh=torch.from_numpy(ranks.copy()).to(torch.int),
+        mesh_dim_names=tuple(kept),
+    )
+
+
+def _mesh_of(group: dist.ProcessGroup, name: str, device: torch.device) -> DeviceMesh:
+    return DeviceMesh.from_group(group, device.type, mesh_dim_names=(name,))
+
+
+def make_state(
+    layout: Layout,
+    partitions: Mapping[str, Partition],
+    groups: dict[Partition, dist.ProcessGroup],
+    *,
+    rank: int,
+    device: torch.device,
+) -> ParallelState:
+    """Return the axes of a layout as one rank sees them.
+
+    Effects:
+        May open groups of one rank, which it adds to `groups`; all ranks must call it.
+    """
+    mesh = _root_mesh(layout, partitions, groups, device)
+    axes: dict[str, Axis] = {}
+    for name, partition in partitions.items():
+        ranks = next(ranks for ranks in partition if rank in ranks)
+        share = Share(ranks.index(rank), len(ranks))
+        if len(ranks) == 1:
+            axes[name] = Axis(name, share)
+            continue
+        group = groups[partition]
+        in_mesh = mesh is not None and name in (mesh.mesh_dim_names or ())
+        axis_mesh = mesh[name] if mesh is not None and in_mesh else _mesh_of(group, name, device)
+        axes[name] = Axis(name, share, group, axis_mesh)
+    return ParallelState(**axes, mesh=mesh, device=device)
+
+
+def solo_parallel(device: torch.device | str = "cpu") -> ParallelState:
+    """Return the state of one process: every axis has size 1, and there is no process group.
+
+    Examples:
+        >>> ps = solo_parallel()
+        >>> ps.loss.count, ps.loss.group
+        (1, None)
+    """
+    layout = Layout()
+    return make_state(layout, partitions_of(layout), {}, rank=0, device=torch.device(device))
+
+
+def axis_from_group(group: dist.ProcessGroup, *, name: str = "group") -> Axis:
+    """Return an axis over somebody else's process group, to use single functions elsewhere.
+
+    Raises:
+        ValueError: This process is not a member of the group.
+    """
+    rank = dist.get_rank(group)
+    if rank < 0:
+        raise ValueError(f"axis_from_group: this process is not a member of the group {name!r}")
+    share = Share(rank, dist.get_world_size(group))
+    return Axis(name, share) if share.count == 1 else Axis(name, share, group)
+
+
+@contextmanager
+def twin_axis(
+    axis: Axis, *, name: str = "control", timeout: timedelta = timedelta(minutes=30)
+) -> Iterator[Axis]:
+    """Open an axis over the same ranks that has a gloo group of its own, for a `with` block.
+
+    What ranks agree on beside the training (stop now? has everybody written?) may then be under way
+    while the training's collectives are: on one group the two would be taken for each other.
+
+    Args:
+        axis: An axis; every rank of it must call this. Its ranks need not be the whole world.
+        name: The name of the axis that is yielded.
+        timeout: How long a collective on it may wait for a peer.
+
+    Yields:
+        The twin, which communicates on the CPU whatever the device; `axis` itself at size 1.
+
+    Effects:
+        Opens a process group, and closes it. After an exception it does not wait for work that is
+        under way, whose peers may be gone.
+
+    Examples:
+        >>> with twin_axis(solo_parallel().world) as control:
+        ...     control.count
+        1
+    """
+    if axis.count == 1:
+        yield axis
+        return
+    assert axis.group is not None
+    ranks = dist.get_process_group_ranks(axis.group)
+    some = len(ranks) < dist.get_world_size()
+    group = dist.new_group(ranks, timeout, backend="gloo", use_local_synchronization=some)
+    assert isinstance(group, dist.ProcessGroup)
+    try:
+        yield Axis(name, axis.share, group)
+    except BaseException:
+        let_go_later([group])
+        raise
+    finally:
+        dist.destroy_process_group(group)
+
+
+def default_group() -> dist.ProcessGroup:
+    """Return the default process group, which must be there."""
+    assert dist.group.WORLD is not None
+    return dist.group.WORLD
+
+
+def let_go_later(groups: Sequence[dist.ProcessGroup]) -> None:
+    """Leave it to a thread to let go of groups that may have work under way.
+
+    A gloo group ends its work before it goes, and so whoever drops the last reference waits for
+    peers that may be dead, or for the timeout (torch from 2.11 on; `abort` does not change it).
+
+    Effects:
+        Starts a thread, which ends when nobody else refers to the groups.
+    """
+    if groups:
+        threading.Thread(target=_let_go, args=([*set(groups)],), daemon=True).start()
+
+
+def _let_go(groups: list[dist.ProcessGroup]) -> None:
+    while groups:
+        while sys.getrefcount(groups[-1]) > 2:  # the list, the argument, and somebody else
+            time.sleep(0.05)
+        groups.pop()

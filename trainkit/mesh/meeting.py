@@ -1,0 +1,434 @@
+"""How the ranks of a run find each other, and what they are told when they do not.
+
+torch waits for ranks without a word, and then fails with a word that names none of them (a missing
+rank is "1/2 clients joined" after half an hour; of two processes with one rank, both wait). Here
+ranks sit down at a table first: a store at the launcher's address, where each says who it is. Rank
+0 looks at the table, and tells all of them one verdict.
+"""
+
+from __future__ import annotations
+
+import os
+import queue
+import secrets
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from datetime import timedelta
+from functools import partial
+from typing import Any, TypeVar
+
+import attrs
+import orjson
+import torch
+import torch.distributed as dist
+
+from trainkit.collectives import backends_of
+from trainkit.mesh.launch import Launch
+from trainkit.types import ConfigError, PeerError, PreemptedError
+
+T = TypeVar("T")
+
+_PORT_GRACE = 5.0  # seconds for which an address may still be in use by a run that is ending
+_READ_GRACE = 3.0  # seconds for which rank 0 waits until the others have read a bad verdict
+_ASKED_PATIENCE = 20.0  # seconds to wait for others after being asked to stop: a launcher waits 30
+_NOTHING_LOST = 75  # the exit code of a run that was told to stop and has lost nothing
+_HINTS = {
+    "gloo": "name the network interface with GLOO_SOCKET_IFNAME, or see whether a rank died",
+    "nccl": "name the network interface with NCCL_SOCKET_IFNAME; NCCL_DEBUG=INFO says how far it "
+    "came; every rank needs a GPU of its own",
+}
+_SLACK = 2.0  # seconds between rank 0's patience and that of the others, who wait for its verdict
+
+
+@attrs.frozen
+class Seat:
+    """What a rank says of itself when the ranks meet."""
+
+    rank: int
+    world: int
+    host: str
+    pid: int
+
+
+def find_trouble(seats: Sequence[Seat], world: int) -> str | None:
+    """Return why these ranks cannot be one run, or None; that some are missing is no reason.
+
+    Args:
+        seats: Those who have come so far, in the order of their coming.
+        world: How many ranks there are according to rank 0.
+
+    Examples:
+        >>> find_trouble([Seat(0, 2, "a", 10), Seat(1, 2, "a", 11)], 2)
+        >>> find_trouble([Seat(0, 3, "a", 10), Seat(1, 3, "a", 11), Seat(1, 3, "b", 12)], 3)
+        'rank 1 has come twice: process 11 on a and process 12 on b'
+        >>> find_trouble([Seat(0, 2, "a", 10), Seat(1, 3, "a", 11)], 2)
+        'rank 1 says that there are 3 processes, rank 0 says 2'
+    """
+    first: dict[int, Seat] = {}
+    for seat in seats:
+        if seat.world != world:
+            return (
+                f"rank {seat.rank} says that there are {seat.world} processes, rank 0 says {world}"
+            )
+        other = first.setdefault(seat.rank, seat)
+        if other != seat:
+            return (
+                f"rank {seat.rank} has come twice: process {other.pid} on {other.host} and process "
+                f"{seat.pid} on {seat.host}"
+            )
+    return None
+
+
+def missing_ranks(seats: Sequence[Seat], world: int) -> list[int]:
+    """Return the ranks that have not come.
+
+    Examples:
+        >>> missing_ranks([Seat(1, 3, "a", 11)], 3)
+        [0, 2]
+    """
+    return sorted(set(range(world)) - {seat.rank for seat in seats})
+
+
+def open_world(
+    launch: Launch,
+    backend: str,
+    *,
+    timeout: timedelta,
+    start_timeout: timedelta,
+    asked: Callable[[], str | None] = lambda: None,
+) -> None:
+    """Open torch's default process group, once all ranks have met.
+
+    Args:
+        launch: Which rank this is, and where all meet.
+        backend: torch's name of what ranks talk through.
+        timeout: How long a collective may wait for a peer.
+        start_timeout: How long all of this may take.
+        asked: Tells why this process shall stop, or None: then it does not wait for ranks that are
+            missing for longer than 20 s more.
+
+    Raises:
+        PreemptedError: It was asked to stop, and ranks are still missing.
+        ConfigError: Two processes have one rank, ranks disagree on how many there are, or rank 0
+            cannot listen at the address.
+        PeerError: Ranks are missing when the time is over (they are named), or cannot be reached.
+
+    Effects:
+        Opens a store (under torchrun uses the agent's) and the default process group. What has
+        failed leaves no group behind.
+    """
+    deadline = time.monotonic() + start_timeout.total_seconds()
+    patience = start_timeout.total_seconds() + _SLACK + 1
+    place = f"{launch.address}:{launch.port}"
+    store = _bounded(lambda: _meet(launch, deadline), patience, asked)
+    if store is None:
+        raise PeerError(
+            f"parallel_session: rank {launch.rank} found somebody at {place} who did not answer "
+            f"for {patience:.0f} s",
+            where=place,
+            want="rank 0",
+            hint="another program may hold the port, or rank 0 may have been stopped",
+        )
+    left = timedelta(seconds=max(5.0, deadline - time.monotonic()))
+    try:
+        dist.init_process_group(
+            backend,
+            store=dist.PrefixStore(f"trainkit/{store[1]}", store[0]),
+            rank=launch.rank,
+            world_size=launch.world,
+            timeout=left,
+        )
+        assert dist.group.WORLD is not None
+        dist.group.WORLD.set_timeout(timeout)
+    except RuntimeError as error:
+        raise PeerError(
+            f"parallel_session: rank {launch.rank}: all {launch.world} ranks have met at {place}, "
+            f"but could not connect to each other: {error}",
+            where=place,
+            hint=_HINTS["gloo"],
+        ) from error
+    if launch.rank == 0:  # a later meeting at the same store finds an empty table
+        _clear_table(_table(store[0]))
+
+
+def first_words(
+    groups: Iterable[dist.ProcessGroup], device: torch.device, *, seconds: float
+) -> None:
+    """Let every group communicate once on every device that it will, and name what does not work.
+
+    NCCL connects ranks in a group's first collective. A broken set-up would hang there: in the
+    first step, and without a word.
+
+    Args:
+        groups: Groups of this rank; their members must all do this, in one order.
+        device: The device of this rank; besides it groups may communicate on the CPU.
+        seconds: How long a group may take.
+
+    Raises:
+        PeerError: A group failed, did not answer in time, or summed wrongly.
+
+    Effects:
+        Communicates: one all-reduce of 4 bytes for each group and device.
+    """
+    places = {device.type: device, "cpu": torch.device("cpu")}
+    for group in groups:
+        for kind, backend in backends_of(group).items():
+            if kind not in places:
+                continue
+            try:
+                total = _bounded(partial(_sum_of_ones, group, places[kind]), seconds)
+            except RuntimeError as error:
+                raise _unheard(group, backend, " ".join(str(error).split())) from error
+            if total is None:
+                raise _unheard(group, backend, f"no answer for {seconds:g} s")
+            if total != group.size():
+                raise _unheard(group, backend, f"their sum of ones is {total:g}")
+
+
+def _sum_of_ones(group: dist.ProcessGroup, device: torch.device) -> float:
+    one = torch.ones(1, device=device)
+    dist.all_reduce(one, group=group)
+    return one.item()
+
+
+def _unheard(group: dist.ProcessGroup, backend: str, reason: str) -> PeerError:
+    hint = _HINTS.get(backend, "see what the other ranks say")
+    return PeerError(
+        f"parallel_session: ranks {dist.get_process_group_ranks(group)} cannot communicate over "
+        f"{backend}: {reason}",
+        where=backend,
+        want="an answer from each",
+        hint=hint,
+    )
+
+
+# ---------------------------------------------------------------------------------------- the store
+
+
+def _bounded(
+    work: Callable[[], T], seconds: float, asked: Callable[[], str | None] = lambda: None
+) -> T | None:
+    """Return what `work` returns, or None after some seconds: torch's stores may wait for ever.
+
+    A connection to a program that is no store is one such case (torch from 2.11 on). The thread is
+    left where it hangs; it holds no lock that the end of the process needs.
+    """
+    results: queue.SimpleQueue[tuple[T | None, BaseException | None]] = queue.SimpleQueue()
+
+    def run() -> None:
+        try:
+            results.put((work(), None))
+        except BaseException as error:  # noqa: BLE001 (raised in the thread that asked)
+            results.put((None, error))
+
+    threading.Thread(target=run, daemon=True, name="trainkit meeting").start()
+    deadline = time.monotonic() + seconds
+    given_up = None
+    while True:
+        now = time.monotonic()
+        reason = asked()
+        given_up = now + _ASKED_PATIENCE if reason and given_up is None else given_up
+        if reason and given_up is not None and now > given_up:
+            raise _asked_to_stop(reason)
+        try:
+            result, error = results.get(timeout=min(0.2, max(0.0, deadline - now)))
+        except queue.Empty:
+            if now < deadline:
+                continue
+            return None
+        if error is not None:
+            raise error
+        return result
+
+
+def _asked_to_stop(reason: str) -> PreemptedError:
+    error = PreemptedError(
+        f"parallel_session: asked to stop ({reason}), and not all ranks have come in "
+        f"{_ASKED_PATIENCE:g} s since; nothing has been trained",
+        hint="run the same command again",
+    )
+    error.code = _NOTHING_LOST
+    return error
+
+
+def _meet(launch: Launch, deadline: float) -> tuple[dist.Store, str]:
+    """Return the store and this session's name on it."""
+    while True:
+        store = _open_store(launch, deadline)
+        try:
+            return store, _session_name(launch, store, deadline)
+        except dist.DistNetworkError as error:  # it was the last session's, and has gone since
+            if time.monotonic() > deadline:
+                raise PeerError(
+                    f"parallel_session: rank {launch.rank} lost rank 0 at {launch.address}:"
+                    f"{launch.port} before all had come: {str(error).splitlines()[0]}",
+                    where=f"{launch.address}:{launch.port}",
+                    hint="rank 0's own report says why it went",
+                ) from None
+            time.sleep(0.1)
+
+
+def _open_store(launch: Launch, deadline: float) -> dist.Store:
+    assert launch.address is not None
+    assert launch.port is not None
+    # torchrun's agent keeps the store itself; then even rank 0 is a guest.
+    hosts = launch.rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
+    if not hosts:
+        _reach(launch, deadline)
+    left = timedelta(seconds=max(1.0, deadline - time.monotonic()))
+    until = min(deadline, time.monotonic() + _PORT_GRACE)
+    while True:
+        try:
+            return dist.TCPStore(
+                launch.address,
+                launch.port,
+                None,
+                hosts,
+                left,
+                wait_for_workers=False,
+                multi_tenant=True,
+            )
+        except dist.DistNetworkError as error:
+            if not hosts:
+                raise
+            if "EADDRINUSE" not in str(error) or time.monotonic() > until:
+                raise _cannot_listen(launch, str(error)) from None
+            time.sleep(0.2)
+
+
+def _cannot_listen(launch: Launch, error: str) -> ConfigError:
+    place = f"{launch.address}:{launch.port}"
+    text, hint = f"rank 0 cannot listen at {place}: {error.splitlines()[0]}", None
+    if "EADDRINUSE" in error:
+        text = f"rank 0 cannot listen at {place}: the port is taken"
+        hint = "another job is there, or a second process with RANK 0; choose another MASTER_PORT"
+    elif "EACCES" in error:
+        text = f"rank 0 cannot listen at {place}: this user may not use port {launch.port}"
+        hint = "choose a MASTER_PORT above 1024"
+    elif "timed out" in error:
+        text = f"rank 0 listens on port {launch.port}, but cannot reach itself at {place}"
+        hint = "MASTER_ADDR must be the host that rank 0 runs on"
+    return ConfigError(f"parallel_session: {text}", where=place, hint=hint)
+
+
+def _reach(launch: Launch, deadline: float) -> None:
+    """Wait until somebody listens; torch would fill stderr with what it sees meanwhile."""
+    place, pause, begin = f"{launch.address}:{launch.port}", 0.01, time.monotonic()
+    while True:
+        left = deadline - time.monotonic()
+        try:
+            socket.create_connection((launch.address, launch.port), max(0.1, min(left, 5))).close()
+        except OSError as error:
+            if left > 0:
+                time.sleep(min(pause, left))
+                pause = min(2 * pause, 0.5)
+                continue
+            reason = error.strerror or str(error)
+            kind = ConfigError if isinstance(error, socket.gaierror) else PeerError
+            raise kind(
+                f"parallel_session: rank {launch.rank} of {launch.world} was waiting for rank 0 "
+                f"for {time.monotonic() - begin:.0f} s, but could not connect to {place}: {reason}",
+                where=place,
+                got=reason,
+                want="rank 0, listening there",
+                hint="start rank 0, or mend MASTER_ADDR and MASTER_PORT: all ranks need the same",
+            ) from None
+        return
+
+
+# ---------------------------------------------------------------------------------------- the table
+
+
+def _table(store: dist.Store) -> dist.Store:
+    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    return dist.PrefixStore(f"trainkit/meeting/{attempt}", store)
+
+
+def _session_name(launch: Launch, store: dist.Store, deadline: float) -> str:
+    """Sit down, and return the name that rank 0 gives the session; raise what is wrong with it."""
+    table = _table(store)
+    seat = Seat(launch.rank, launch.world, socket.gethostname(), os.getpid())
+    number = table.add("seats", 1)
+    table.set(f"seat/{number}", orjson.dumps(attrs.asdict(seat)).decode())
+    if launch.rank == 0:
+        verdict = _judge(table, launch.world, deadline)
+        table.set("verdict", orjson.dumps(verdict).decode())
+    else:
+        verdict = _verdict_of_rank_0(table, launch.world, deadline + _SLACK)
+        table.add("read", 1)
+    if "name" not in verdict:
+        if launch.rank == 0:
+            _wait_for_readers(table, verdict["seats"] - 1)
+        raise _as_error(verdict, launch)
+    return verdict["name"]
+
+
+def _judge(table: dist.Store, world: int, deadline: float) -> Mapping[str, Any]:
+    seats: list[Seat] = []
+    while True:
+        _read_seats(table, seats)
+        trouble = find_trouble(seats, world)
+        if trouble is not None:
+            return {"trouble": trouble, "seats": len(seats)}
+        missing = missing_ranks(seats, world)
+        if not missing:
+            return {"name": secrets.token_hex(8)}
+        if time.monotonic() > deadline:
+            return {"missing": missing, "seats": len(seats)}
+        time.sleep(0.005)
+
+
+def _read_seats(table: dist.Store, seats: list[Seat]) -> None:
+    """Add those who have sat down since, to `seats`."""
+    count = table.add("seats", 0)
+    while len(seats) < count and table.check([f"seat/{len(seats) + 1}"]):
+        seats.append(Seat(**orjson.loads(table.get(f"seat/{len(seats) + 1}"))))
+
+
+def _verdict_of_rank_0(table: dist.Store, world: int, deadline: float) -> Mapping[str, Any]:
+    pause = 0.002
+    while not table.check(["verdict"]):
+        if time.monotonic() > deadline:  # under an agent's store rank 0 itself may be missing
+            seats: list[Seat] = []
+            _read_seats(table, seats)
+            return {"missing": missing_ranks(seats, world), "seats": len(seats)}
+        time.sleep(pause)
+        pause = min(1.5 * pause, 0.1)
+    return orjson.loads(table.get("verdict"))
+
+
+def _wait_for_readers(table: dist.Store, readers: int) -> None:
+    """Keep the store open until the others have read what is wrong."""
+    deadline = time.monotonic() + _READ_GRACE
+    while table.add("read", 0) < readers and time.monotonic() < deadline:
+        time.sleep(0.02)
+
+
+def _as_error(verdict: Mapping[str, Any], launch: Launch) -> ConfigError | PeerError:
+    place = f"{launch.address}:{launch.port}"
+    if "trouble" in verdict:
+        return ConfigError(
+            f"parallel_session: {verdict['trouble']}",
+            where="RANK" if "twice" in verdict["trouble"] else "WORLD_SIZE",
+            want="ranks 0 to WORLD_SIZE - 1, each once, at one MASTER_ADDR:MASTER_PORT",
+            hint=f"see what each process was started with; all of them came to {place}",
+        )
+    shown = ", ".join(map(str, verdict["missing"][:16])) + ", ..." * (len(verdict["missing"]) > 16)
+    plural = "s" if len(verdict["missing"]) > 1 else ""
+    return PeerError(
+        f"parallel_session: still waiting for rank{plural} {shown} of {launch.world}, who did not "
+        f"come to {place} in time",
+        where=place,
+        got=f"{launch.world - len(verdict['missing'])} ranks",
+        want=f"{launch.world} ranks",
+        hint="see whether they were started, and with the same MASTER_ADDR and MASTER_PORT",
+    )
+
+
+def _clear_table(table: dist.Store) -> None:
+    for number in range(1, table.add("seats", 0) + 1):
+        table.delete_key(f"seat/{number}")
+    for key in ("seats", "verdict", "read"):
+        table.delete_key(key)

@@ -1,0 +1,24 @@
+"""How long ranks may wait: plain numbers, since a configuration needs no torch."""
+
+from __future__ import annotations
+
+import attrs
+
+from trainkit.types import rule
+
+_waited = rule(lambda value: 0 < value <= 30 * 86400, "above 0 and at most 30 days in seconds")
+
+
+@attrs.frozen(kw_only=True)
+class Limits:
+    """How long a step, what comes before it, and a stop may take, in seconds."""
+
+    step_timeout: float = attrs.field(default=600.0, validator=_waited)
+    """Seconds that a step may take before the run ends and the rank that is stuck is named."""
+
+    start_timeout: float = attrs.field(default=1800.0, validator=_waited)
+    """Seconds that everything before the first step's end may take."""
+
+    grace: float | None = attrs.field(default=None, validator=attrs.validators.optional(_waited))
+    """Seconds from a signal to stop until the launcher kills, less a few; by default 25, or what
+    two steps and a save have taken."""

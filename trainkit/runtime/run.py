@@ -1,0 +1,344 @@
+"""What stands around a training process, and around its steps: two records of functions.
+
+`open_run` yields a `Run`; `run.loop` yields a `Loop`. Neither has a step, and no function of the
+library takes one of them: each field stands for two or three calls of other rooms, named beside it,
+which a script of another shape makes itself.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager
+from datetime import timedelta
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import attrs
+
+from trainkit import checkpoint, health
+from trainkit.checkpoint.guard import Guard
+from trainkit.checkpoint.save import Save
+from trainkit.collectives import together
+from trainkit.files import replacing, toml_text
+from trainkit.mesh import launch_notes, parallel_session
+from trainkit.metrics import step_record
+from trainkit.pictures.loss import plot_loss
+from trainkit.runtime.directory import make_run_dir
+from trainkit.runtime.errors import report_errors
+from trainkit.runtime.limits import Limits
+from trainkit.runtime.lock import run_lock
+from trainkit.runtime.reproducible import deterministic
+from trainkit.runtime.signals import Asked, stop_votes, trap_signals
+from trainkit.runtime.startup import agree_at_start, code_facts
+from trainkit.runtime.watchdog import Announce, watch
+from trainkit.schedules import due
+from trainkit.sinks.jsonl import sync_lines
+from trainkit.sinks.named import named_sinks
+from trainkit.sinks.run import printer, run_sinks, run_summary
+from trainkit.types import (
+    Axis,
+    ForwardBackward,
+    Layout,
+    ParallelState,
+    Sink,
+    StepBatch,
+    TrainState,
+)
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor, nn
+
+Evaluate = Callable[[], Mapping[str, float]]
+"""Evaluates; what it finds has a `loss` and its number of `tokens`."""
+
+
+@attrs.frozen(eq=False)
+class Loop:
+    """What stands around the steps of a run, from `run.loop`."""
+
+    after: Callable[[TrainState, Mapping[str, Tensor | float], StepBatch], TrainState]
+    """`state = after(state, metrics, batch)`: waits for the step's numbers (`step_record`), writes
+    its line (`run_sinks`), and skips, goes back or ends as the policy has it (`guard_numbers`): the
+    state that it returns may be an earlier one."""
+
+    evaluated: Callable[[TrainState, Evaluate], TrainState]
+    """`state = evaluated(state, evaluate)`: announces an evaluation to the watch, takes it, tells
+    what it found to every sink as eval/NAME, and ends a run that has diverged
+    (`refuse_divergence`). Its loss is the score of the checkpoint of this step."""
+
+    keep: Callable[[TrainState], str | None]
+    """`stop = keep(state)`: lets the ranks vote on whether to stop (`stop_votes`), saves when a
+    save is due or the run stops (`saves`), and returns why it stops, or None."""
+
+    event: Callable[..., None]
+    """`event(name, **facts)` adds a line to events.jsonl."""
+
+
+@attrs.frozen(eq=False)
+class Run:
+    """What stands around a training process, from `open_run`."""
+
+    dir: Path
+    """The run directory."""
+
+    ps: ParallelState
+    """The layout, as this rank sees it."""
+
+    say: Callable[[str], None]
+    """Prints a text on the first rank (`sinks.printer`)."""
+
+    phase: Announce
+    """`phase(name, allow=seconds)`: what comes, and how long it may take (`runtime.watch`)."""
+
+    stopping: Asked
+    """Why the run shall stop, or None; all ranks are told after the same step (`stop_votes`)."""
+
+    resume: Callable[..., TrainState]
+    """`state = resume(stages, optimizer, facts=..., changes=..., request="auto")`: asks whether two
+    checkpoints have room (`checkpoint.require_space`), goes on from the last one or begins
+    (`checkpoint.resume`), says which, and writes config.toml."""
+
+    loop: Callable[..., AbstractContextManager[Loop]]
+    """`with loop(state, stages, optimizer, steps=..., replay=forward_backward, keeping=..., policy=
+    ...) as loop:` opens where lines go (`run_sinks`) and what saves and guards the
+    numbers (`guarded_saves`). Leaving it waits for the last save."""
+
+    finish: Callable[[TrainState, Iterable[nn.Module], torch.optim.Optimizer], None]
+    """`finish(state, stages, optimizer)` writes final.json (`checkpoint.write_final`), draws the
+    loss, and says how the time was spent."""
+
+
+@contextlib.contextmanager
+def open_run(
+    run_dir: str | Path,
+    *,
+    layout: Layout | None = None,
+    limits: Limits | None = None,
+    config: Mapping[str, Any] | None = None,
+) -> Iterator[Run]:
+    """Open the process groups, with signals trapped, the directory locked and a watch over all.
+
+    From the outside in, and why there: `report_errors` tells of every error and gives it its exit
+    code; `trap_signals` hears a signal while ranks still look for each other; `parallel_session`
+    brings them together; `make_run_dir` tries the directory on all ranks, and if one of them cannot
+    write there, all end (on its own it would leave the others waiting for it); `run_lock` refuses a
+    directory that another job trains in, or that not all ranks share; `report_errors` again, since
+    from here on a traceback has a directory to lie in; `watch` ends all ranks when one is lost or
+    stuck; `stop_votes` lets all stop after the same step; `agree_at_start` compares what the ranks
+    were started with. A script that wants fewer of them opens those itself, down to
+    `parallel_session` alone.
+
+    Args:
+        run_dir: The run directory; it is made.
+        layout: The degrees and how work is done; by default what there are of processes shard.
+        limits: How long ranks may wait. Collectives may wait longer: it is the watch that ends a
+            step in time, and knows who is stuck.
+        config: The resolved configuration, plain values by name. All ranks must have the same, but
+            for `out`; `resume` writes it, checkpoints hold it, and sinks show it.
+
+    Yields:
+        A `Run`.
+
+    Raises:
+        SystemExit: In place of any exception, with the exit code of `error_code`.
+
+    Effects:
+        Opens process groups, starts threads, sets signal handlers and writes the lock and the beats
+        of this rank under `run_dir`; closes, ends and puts back what it can at the end.
+
+    Examples:
+        >>> import tempfile
+        >>> with tempfile.TemporaryDirectory() as folder, open_run(folder) as run:
+        ...     run.ps.world.count, run.stopping()
+        (1, None)
+    """
+    layout, limits = layout or Layout(), limits or Limits()
+    start = timedelta(seconds=limits.start_timeout)
+    longest = max(start, timedelta(seconds=10 * limits.step_timeout))
+    if layout.deterministic:
+        deterministic()
+    with (
+        report_errors(),
+        trap_signals() as asked,
+        parallel_session(layout, timeout=longest, start_timeout=start, asked=asked) as ps,
+        _made_on_all(run_dir, ps.world) as folder,
+        run_lock(folder, ps.world) as hold,
+        report_errors(folder),
+        watch(
+            folder,
+            ps.world,
+            asked=asked,
+            allow=limits.start_timeout,
+            grace=limits.grace,
+            hold=hold,
+        ) as phase,
+        stop_votes(asked, ps.world) as stopping,
+    ):
+        same = {f"config.{name}": x for name, x in (config or {}).items() if name != "out"}
+        agree_at_start(ps.world, same | code_facts())
+        say = printer(ps.world.share)
+        for note in launch_notes(os.environ):
+            say(note)
+        frame = _Frame(folder, ps, say, phase, stopping, limits, config)
+        yield Run(folder, ps, say, phase, stopping, frame.resume, frame.loop, frame.finish)
+
+
+@contextlib.contextmanager
+def _made_on_all(run_dir: str | Path, axis: Axis) -> Iterator[Path]:
+    together(lambda: str(make_run_dir(run_dir)), axis)
+    yield Path(run_dir)
+
+
+@attrs.define(eq=False)
+class _Frame:
+    """What the functions of a `Run` share."""
+
+    dir: Path
+    ps: ParallelState
+    say: Callable[[str], None]
+    phase: Announce
+    stopping: Asked
+    limits: Limits
+    config: Mapping[str, Any] | None
+    facts: checkpoint.Facts | None = None
+    told: list[str] = attrs.field(factory=list)  # how the run began
+
+    def resume(
+        self,
+        stages: Iterable[nn.Module],
+        optimizer: torch.optim.Optimizer,
+        *,
+        facts: checkpoint.Facts | None = None,
+        changes: checkpoint.Changes | None = None,
+        request: str | Path = "auto",
+    ) -> TrainState:
+        stages, self.facts = list(stages), facts
+        checkpoint.require_space(self.dir, stages, axis=self.ps.world, tell=self.say)
+        state = checkpoint.resume(
+            self.dir,
+            TrainState(),
+            stages,
+            optimizer,
+            self.ps,
+            request=request,
+            facts=facts,
+            changes=changes or checkpoint.Changes(),
+            tell=self.told.append,
+        )
+        self.say("\n".join(self.told) or "beginning afresh")
+        if self.ps.world.index == 0 and self.config is not None:
+            with replacing(self.dir / "config.toml", by="open_run") as file:
+                file.write(toml_text(self.config).encode())
+        return state
+
+    @contextlib.contextmanager
+    def loop(
+        self,
+        state: TrainState,
+        stages: Iterable[nn.Module],
+        optimizer: torch.optim.Optimizer,
+        *,
+        steps: int,
+        replay: ForwardBackward,
+        keeping: checkpoint.Keeping | None = None,
+        policy: health.Policy | None = None,
+    ) -> Iterator[Loop]:
+        keeping = keeping or checkpoint.Keeping()
+        if state.step >= steps:
+            self.say(
+                f"the run in {self.dir} is complete at step {state.step}; --steps takes it further"
+            )
+        others = named_sinks(keeping.sinks, self.dir, config=self.config)
+        with (
+            run_sinks(self.dir, self.ps.world.share, step=state.step, last=steps, extra=others) as (
+                log,
+                event,
+            ),
+            checkpoint.guarded_saves(
+                self.dir,
+                list(stages),
+                optimizer,
+                self.ps,
+                policy=policy or health.Policy(),
+                replay=replay,
+                event=event,
+                facts=self.facts,
+                config=self.config,
+                retention=keeping.retention,
+                background=keeping.background_saves,
+                grace=self.limits.grace or 25.0,
+                before_commit=partial(sync_lines, self.dir),
+                tell=self.say,
+            ) as (save, guard),
+        ):
+            event("resume", step=state.step, told=self.told)
+            around = _Around(self, steps, keeping.save_every, log, event, save, guard)
+            yield Loop(around.after, around.evaluated, around.keep, event)
+            if around.stop:
+                event("stop", step=around.step, why=around.stop)
+        if around.stop:
+            why, again = f"({around.stop})", "the same command goes on from there"
+            self.say(f"stopped after step {around.step} {why}; {again}")
+            self.say(run_summary(self.dir))
+
+    def finish(
+        self, state: TrainState, stages: Iterable[nn.Module], optimizer: torch.optim.Optimizer
+    ) -> None:
+        self.phase("the end", allow=self.limits.start_timeout)
+        checkpoint.write_final(self.dir, state, list(stages), optimizer, self.ps)
+        if self.ps.world.index == 0:
+            plot_loss(self.dir / "metrics.jsonl", self.dir / "loss.png")
+            self.say(f"the run is in {self.dir}; its loss is drawn in {self.dir / 'loss.png'}")
+            self.say(run_summary(self.dir))
+
+
+@attrs.define(eq=False)
+class _Around:
+    """What the functions of a `Loop` share: the clock of a step, the last score, the vote."""
+
+    frame: _Frame
+    steps: int
+    save_every: int
+    log: Sink
+    event: Callable[..., None]
+    save: Save
+    guard: Guard
+    begin: float = attrs.field(factory=time.perf_counter)
+    score: tuple[int, float] | None = None
+    stop: str | None = None
+    step: int = 0
+
+    def after(
+        self, state: TrainState, metrics: Mapping[str, Tensor | float], batch: StepBatch
+    ) -> TrainState:
+        # The next step may take its time from here on: this one has been handed to the device.
+        self.frame.phase(f"step {state.step + 1}", allow=self.frame.limits.step_timeout)
+        record = step_record(metrics, begin=self.begin)
+        self.log(state.step, record)
+        state = self.guard(state, record, batch)
+        self.begin = time.perf_counter()
+        return state
+
+    def evaluated(self, state: TrainState, evaluate: Evaluate) -> TrainState:
+        self.frame.phase("evaluation", allow=self.frame.limits.start_timeout)
+        found = evaluate()
+        state = health.refuse_divergence(state, found["loss"])
+        self.event("evaluation", step=state.step, **found)
+        told = f"{found['loss']:.4f} nats per token, {found['tokens']} tokens"
+        self.frame.say(f"held out: {told}")
+        self.score = state.step, found["loss"]
+        self.begin = time.perf_counter()
+        return state
+
+    def keep(self, state: TrainState) -> str | None:
+        self.stop, self.step = self.frame.stopping(), state.step
+        if self.stop or due(state.step, self.save_every, last=self.steps):
+            scored, score = self.score or (None, None)
+            self.save(state, score if scored == state.step else None)
+        self.begin = time.perf_counter()
+        return self.stop

@@ -1,0 +1,172 @@
+"""The cases of a certificate: every layout and every choice that must not change the numbers."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import attrs
+
+from trainkit.parallel.fitting import problems
+from trainkit.types import Layout
+
+_SHORT = {"dp_replicate": "replica", "dp_shard": "dp"}
+
+
+@attrs.frozen
+class Case:
+    """A layout, and what else may be chosen that no number depends on.
+
+    `rows_per_microbatch` is None for all rows of a rank at once. `recompute` and `compiled` are
+    there for a plan to read, and `note` for anything else a plan may want to know; it is part of
+    the name.
+
+    Examples:
+        >>> Case(Layout(dp_shard=2, ring=2, tp=2, fold_sp="none")).name
+        'dp2 x ring2 x tp2, fold none'
+        >>> Case(Layout(pp=2, schedule="gpipe", reduce="each"), compiled=True).name
+        'pp2, gpipe, reduce each, compiled'
+    """
+
+    layout: Layout = attrs.field(factory=Layout)
+    rows_per_microbatch: int | None = attrs.field(default=1, kw_only=True)
+    recompute: Literal["none", "selective", "full"] = attrs.field(default="none", kw_only=True)
+    compiled: bool = attrs.field(default=False, kw_only=True)
+    note: str = attrs.field(default="", kw_only=True)
+
+    @property
+    def world(self) -> int:
+        """The number of ranks."""
+        return self.layout.world
+
+    @property
+    def name(self) -> str:
+        """The degrees above 1, and every choice that is not the usual one."""
+        layout, rows = self.layout, self.rows_per_microbatch
+        factors = [f"{_SHORT.get(name, name)}{n}" for name, n in layout.degrees.items() if n > 1]
+        choices = {
+            layout.schedule: layout.pp > 1,
+            f"fold {layout.fold_sp}": layout.fold_sp != "all",
+            "all rows at once": rows is None,
+            f"{rows} rows a microbatch": rows not in (None, 1),
+            f"reduce {layout.reduce}": layout.reduce != "last",
+            f"recompute {self.recompute}": self.recompute != "none",
+            "compiled": self.compiled,
+            "cpu offload": layout.cpu_offload,
+            self.note: self.note != "",
+        }
+        chosen = [text for text, is_chosen in choices.items() if is_chosen]
+        return ", ".join([" x ".join(factors) or "one rank", *chosen])
+
+
+def runs_here(case: Case) -> bool:
+    """Say whether this torch can run a case on CPUs: 2.11 has no V schedules there.
+
+    Examples:
+        >>> runs_here(Case(Layout(pp=2, schedule="gpipe")))
+        True
+    """
+    return not problems(case.layout, world=case.world, device="cpu")
+
+
+def default_cases() -> list[Case]:
+    """Return cases on 1 to 8 ranks that cover every dimension, every choice, and products.
+
+    They suit a step of at least 8 rows, 4 layers, 8 heads with 4 of keys and values, and documents
+    in multiples of 16 tokens. A pipeline needs as many microbatches as it has stages. Compiling
+    takes 4 to 5 s of each rank, so it is asked of one rank and of products that have every axis.
+
+    Examples:
+        >>> cases = default_cases()
+        >>> len(cases) >= 40, {case.world for case in cases}
+        (True, {1, 2, 3, 4, 6, 8})
+    """
+    return [*_alone(), *_on_two(), *_on_three_to_six(), *_on_eight()]
+
+
+def _alone() -> list[Case]:
+    return [
+        Case(),
+        Case(rows_per_microbatch=3),
+        Case(recompute="full"),
+        Case(recompute="selective"),
+        Case(compiled=True),
+    ]
+
+
+def _on_two() -> list[Case]:
+    schedules = ["1f1b", "gpipe", "interleaved_1f1b", "looped_bfs"]
+    schedules += ["interleaved_zero_bubble", "zero_bubble_v", "dual_pipe_v"]
+    return [
+        Case(Layout(dp_shard=2)),
+        Case(Layout(dp_shard=2), rows_per_microbatch=None),
+        Case(Layout(dp_shard=2, reduce="each")),
+        Case(Layout(dp_shard=2), recompute="full"),
+        Case(Layout(dp_shard=2, cpu_offload=True)),
+        Case(Layout(dp_replicate=2)),
+        Case(Layout(tp=2)),
+        Case(Layout(tp=2), recompute="selective"),
+        Case(Layout(ring=2)),
+        Case(Layout(ring=2, fold_sp="none"), rows_per_microbatch=2),
+        Case(Layout(ring=2), recompute="full"),
+        Case(Layout(ulysses=2)),
+        Case(Layout(ulysses=2, fold_sp="none")),
+        Case(Layout(ulysses=2), recompute="full"),
+        *(Case(Layout(pp=2, schedule=schedule)) for schedule in schedules),
+        Case(Layout(pp=2), rows_per_microbatch=2),
+        Case(Layout(pp=2), recompute="full"),
+    ]
+
+
+def _on_three_to_six() -> list[Case]:
+    return [
+        Case(Layout(dp_shard=3)),
+        Case(Layout(pp=3)),
+        Case(Layout(dp_shard=4)),
+        Case(Layout(dp_replicate=2, dp_shard=2)),
+        Case(Layout(dp_replicate=2, dp_shard=2, reduce="each"), recompute="selective"),
+        Case(Layout(tp=4)),
+        Case(Layout(ring=4)),
+        Case(Layout(ulysses=4)),
+        *(
+            Case(Layout(ring=2, ulysses=2, fold_sp=fold))
+            for fold in ("all", "ring", "ulysses", "none")
+        ),
+        Case(Layout(pp=4)),
+        Case(Layout(dp_shard=2, tp=2)),
+        Case(Layout(dp_shard=2, tp=2), compiled=True),
+        Case(Layout(dp_replicate=2, tp=2)),
+        Case(Layout(dp_shard=2, ring=2)),
+        Case(Layout(dp_replicate=2, ring=2, fold_sp="none")),
+        Case(Layout(dp_shard=2, ulysses=2)),
+        Case(Layout(ring=2, tp=2)),
+        Case(Layout(ulysses=2, tp=2)),
+        Case(Layout(pp=2, dp_shard=2)),
+        Case(Layout(pp=2, dp_shard=2, reduce="each")),
+        Case(
+            Layout(
+                pp=2, dp_shard=2, schedule="interleaved_zero_bubble", reshard_after_forward=False
+            )
+        ),
+        Case(Layout(pp=2, dp_replicate=2)),
+        Case(Layout(pp=2, tp=2)),
+        Case(Layout(pp=2, ring=2)),
+        Case(Layout(pp=2, ulysses=2, fold_sp="none")),
+        Case(Layout(dp_shard=3, tp=2)),
+    ]
+
+
+def _on_eight() -> list[Case]:
+    return [
+        Case(Layout(dp_shard=8)),
+        Case(Layout(ulysses=8)),
+        Case(Layout(pp=2, dp_shard=2, tp=2)),
+        Case(Layout(pp=2, dp_shard=2, tp=2, schedule="zero_bubble_v", reshard_after_forward=False)),
+        Case(Layout(dp_shard=2, ring=2, tp=2)),
+        Case(Layout(dp_shard=2, ring=2, tp=2, fold_sp="none"), recompute="full"),
+        Case(Layout(dp_shard=2, ring=2, ulysses=2, fold_sp="ulysses")),
+        Case(Layout(dp_replicate=2, dp_shard=2, ulysses=2), compiled=True),
+        Case(Layout(pp=2, dp_replicate=2, dp_shard=2)),
+        Case(Layout(pp=2, ring=2, tp=2), compiled=True),
+        Case(Layout(pp=2, ring=2, ulysses=2, schedule="interleaved_1f1b")),
+        Case(Layout(pp=4, dp_shard=2)),
+    ]
