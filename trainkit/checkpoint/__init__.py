@@ -22,7 +22,6 @@ if TYPE_CHECKING:
     from trainkit.checkpoint.guard import guard_numbers, guarded_saves
     from trainkit.checkpoint.load import load_checkpoint, load_weights, read_facts, resume
     from trainkit.checkpoint.manifest import (
-        choose_checkpoint,
         find_checkpoint,
         list_checkpoints,
         read_manifest,
@@ -43,7 +42,6 @@ __all__ = [
     "Retention",
     "Saved",
     "canary",
-    "choose_checkpoint",
     "diff_checkpoints",
     "export_checkpoint",
     "find_checkpoint",
@@ -77,7 +75,6 @@ _HOME = {
     "Retention": "retention",
     "Saved": "flight",
     "canary": "replicas",
-    "choose_checkpoint": "manifest",
     "diff_checkpoints": "diff",
     "export_checkpoint": "export",
     "find_checkpoint": "manifest",
