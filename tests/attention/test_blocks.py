@@ -11,7 +11,14 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 
 from trainkit.attention import blocks
-from trainkit.attention.blocks import Block, cpu_flash, cuda_flash, kernel_for, matmul, merge_lse
+from trainkit.attention.blocks import (
+    BlockSpans,
+    cpu_flash,
+    cuda_flash,
+    kernel_for,
+    matmul,
+    merge_lse,
+)
 from trainkit.types import Spans
 
 
@@ -89,7 +96,7 @@ BLOCKS = {
 @pytest.mark.parametrize("name", BLOCKS)
 def test_the_flash_kernel_equals_attention_written_out(name, kv_heads):
     queries, keys, causal = BLOCKS[name]
-    block = Block(spans_of(queries), spans_of(keys), causal, scale=0.3)
+    block = BlockSpans(spans_of(queries), spans_of(keys), causal, scale=0.3)
     q = made(sum(queries), 4, 8)
     k, v = (made(sum(keys), kv_heads, 8) + shift for shift in (0, 1))
     want = matmul.forward((q, k, v), block)
@@ -105,7 +112,7 @@ def test_the_flash_kernel_equals_attention_written_out(name, kv_heads):
 
 def test_the_written_out_kernel_has_the_gradient_of_its_forward():
     queries = [3, 5]
-    block = Block(spans_of(queries), spans_of(queries), causal=True, scale=0.3)
+    block = BlockSpans(spans_of(queries), spans_of(queries), causal=True, scale=0.3)
     qkv = [made(8, heads, 4).requires_grad_() for heads in (4, 2, 2)]
     out, lse = matmul.forward(tuple(qkv), block)
     d_out = made(8, 4, 4)
@@ -119,7 +126,7 @@ def test_the_written_out_kernel_has_the_gradient_of_its_forward():
 )
 def test_the_last_dimension_need_not_lie_in_order(dtype):
     """As `q, k, v = qkv.unbind(-1)` gives them; the gradient that comes in may be so too."""
-    block = Block(spans_of([3, 6]), spans_of([3, 6]), causal=True, scale=0.3)
+    block = BlockSpans(spans_of([3, 6]), spans_of([3, 6]), causal=True, scale=0.3)
     tensors = [made(9, heads, 8).to(dtype) + n for n, heads in enumerate((4, 4, 2, 2))]
     strided = [torch.stack([x, x], -1)[..., 0] for x in tensors]
     out, lse = want = cpu_flash.forward(tuple(tensors[1:]), block)
@@ -135,7 +142,7 @@ def test_the_last_dimension_need_not_lie_in_order(dtype):
 @pytest.mark.parametrize("at_once", [1, 8 * 20 * 4])
 def test_queries_by_chunks_are_the_same_attention(monkeypatch, causal, at_once):
     """At least 16 queries at a time, and as many as the scores in memory allow."""
-    block = Block(spans_of([40, 1, 17]), spans_of([40, 1, 17]), causal, scale=0.3)
+    block = BlockSpans(spans_of([40, 1, 17]), spans_of([40, 1, 17]), causal, scale=0.3)
     d_out, *qkv = (made(58, heads, 8) + n for n, heads in enumerate((4, 4, 2, 2)))
     want = matmul.forward(tuple(qkv), block)
     gradients = matmul.backward(d_out, tuple(qkv), want, block)
@@ -162,7 +169,7 @@ def test_scores_written_out_take_memory_that_does_not_grow_with_the_square(monke
     """2^14 tokens of two heads have 2 GiB of scores; shapes alone are computed here."""
     monkeypatch.setattr(blocks, "_SCORES", 1 << 22, raising=False)
     spans = spans_of([1 << 14])
-    block = Block(on_meta(spans), on_meta(spans), causal, scale=0.3)
+    block = BlockSpans(on_meta(spans), on_meta(spans), causal, scale=0.3)
     qkv = tuple(torch.empty(1 << 14, heads, 8, device="meta") for heads in (2, 1, 1))
     with Largest() as seen:
         result = matmul.forward(qkv, block)
@@ -173,7 +180,7 @@ def test_scores_written_out_take_memory_that_does_not_grow_with_the_square(monke
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("kernel", [cpu_flash, matmul], ids=["cpu_flash", "matmul"])
 def test_lower_precision_keeps_the_log_sum_exp_in_fp32(kernel, dtype):
-    block = Block(spans_of([5]), spans_of([5]), causal=True, scale=0.3)
+    block = BlockSpans(spans_of([5]), spans_of([5]), causal=True, scale=0.3)
     exact = [made(5, heads, 8).to(dtype) for heads in (4, 2, 2)]
     out, lse = kernel.forward(tuple(exact), block)
     want = matmul.forward(tuple(x.double() for x in exact), block)
@@ -187,7 +194,7 @@ def test_lower_precision_keeps_the_log_sum_exp_in_fp32(kernel, dtype):
 def test_the_cuda_kernel_fits_the_schemas_of_its_operators():
     """On the meta device torch checks the arguments and gives the shapes; no GPU is needed."""
     queries, keys = (on_meta(spans_of(lengths)) for lengths in ([4, 2], [2, 1]))
-    block = Block(queries, keys, causal=False, scale=0.3)
+    block = BlockSpans(queries, keys, causal=False, scale=0.3)
     shapes = ((6, 4, 8), (3, 2, 8), (3, 2, 8))
     qkv = tuple(torch.empty(shape, dtype=torch.bfloat16, device="meta") for shape in shapes)
     out, lse = cuda_flash.forward(qkv, block)

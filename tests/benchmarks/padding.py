@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 from trainkit.attention import sdpa
-from trainkit.attention.blocks import Block, cpu_flash, matmul
+from trainkit.attention.blocks import BlockSpans, cpu_flash, matmul
 from trainkit.batch import blank_batch, collate_bins
 from trainkit.corpora import TokenCorpus
 from trainkit.packing import pack_bins
@@ -36,7 +36,7 @@ def by_kernel(kernel):
     """What runs in a ring, on a rank's own keys."""
 
     def run(qkv, d_out, spans):
-        block = Block(spans, spans, causal=True, scale=0.125)
+        block = BlockSpans(spans, spans, causal=True, scale=0.125)
         kernel.backward(d_out, qkv, kernel.forward(qkv, block), block)
 
     return run

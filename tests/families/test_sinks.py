@@ -30,7 +30,7 @@ VALUES = {"loss": 2.5, "tokens_per_second": 41234.5, "lr": 3e-4, "grad_norm": 1.
 def a_tee(tmp_path):
     with (
         sinks.jsonl(tmp_path / "a.jsonl") as one,
-        sinks.on_first_rank(Share(0, 2), sinks.jsonl, tmp_path / "b.jsonl") as two,
+        sinks.jsonl(tmp_path / "b.jsonl") as two,
     ):
         yield sinks.tee(one, two)
 
@@ -39,10 +39,7 @@ FAMILY = {
     "console, a terminal": lambda _: sinks.console(5, stream=Terminal()),
     "console, a pipe": lambda _: sinks.console(5, stream=io.StringIO()),
     "jsonl": lambda tmp_path: sinks.jsonl(tmp_path / "metrics.jsonl"),
-    "tee and first rank": a_tee,
-    "another rank": lambda tmp_path: sinks.on_first_rank(
-        Share(1, 2), sinks.jsonl, tmp_path / "no" / "such" / "folder"
-    ),
+    "tee": a_tee,
 }
 
 
@@ -186,14 +183,6 @@ def test_a_terminal_gets_a_bar_with_everything():
 
 
 # ------------------------------------------------------------------------------------ tee
-
-
-def test_only_the_first_rank_opens_anything(tmp_path):
-    for index in (1, 0):
-        path = tmp_path / f"events_{index}.jsonl"
-        with sinks.on_first_rank(Share(index, 2), sinks.events, path) as event:
-            event("save", step=1)
-        assert path.exists() == (index == 0)
 
 
 def test_a_missing_extra_says_what_to_install(monkeypatch):

@@ -7,15 +7,15 @@ over rows of which each rank holds a part.
 
 from __future__ import annotations
 
-from trainkit.attention.blocks import Block, BlockKernel, kernel_for, merge_lse
+from trainkit.attention.blocks import BlockKernel, BlockSpans, kernel_for, merge_lse
 from trainkit.attention.ring import ring
 from trainkit.attention.sdpa import sdpa
 from trainkit.attention.ulysses import ulysses
 from trainkit.attention.varlen import varlen
 
 __all__ = [
-    "Block",
     "BlockKernel",
+    "BlockSpans",
     "kernel_for",
     "merge_lse",
     "ring",

@@ -21,7 +21,7 @@ from trainkit.types import Spans
 
 
 @attrs.frozen(eq=False)
-class Block:
+class BlockSpans:
     """Which keys a block of queries sees: in each document all, or (`causal`) none after itself.
 
     Queries and keys have as many documents; with `causal` they have the same spans. Scores are
@@ -52,8 +52,8 @@ class BlockKernel:
             what other blocks hold needs no second look.
     """
 
-    forward: Callable[[QueryKeyValue, Block], OutLse]
-    backward: Callable[[Tensor, QueryKeyValue, OutLse, Block], QueryKeyValue]
+    forward: Callable[[QueryKeyValue, BlockSpans], OutLse]
+    backward: Callable[[Tensor, QueryKeyValue, OutLse, BlockSpans], QueryKeyValue]
 
 
 def merge_lse(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor) -> OutLse:
@@ -136,7 +136,7 @@ def _joined(documents: Iterable[Tensor]) -> Tensor:
     return parts[0] if len(parts) == 1 else torch.cat(parts)
 
 
-def _cpu_forward(qkv: QueryKeyValue, block: Block) -> OutLse:
+def _cpu_forward(qkv: QueryKeyValue, block: BlockSpans) -> OutLse:
     op = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default  # noqa: SLF001 (the one that gives the lse)
     spans = block.queries, block.keys, block.keys
     documents = zip(*map(_documents, qkv, spans), strict=True)
@@ -144,7 +144,9 @@ def _cpu_forward(qkv: QueryKeyValue, block: Block) -> OutLse:
     return _joined(out for out, _ in parts), _joined(lse for _, lse in parts)
 
 
-def _cpu_backward(d_out: Tensor, qkv: QueryKeyValue, result: OutLse, block: Block) -> QueryKeyValue:
+def _cpu_backward(
+    d_out: Tensor, qkv: QueryKeyValue, result: OutLse, block: BlockSpans
+) -> QueryKeyValue:
     op = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.default  # noqa: SLF001 (see _cpu_forward)
     spans = (block.queries, block.queries, block.keys, block.keys, block.queries, block.queries)
     documents = zip(*map(_documents, (d_out, *qkv, *result), spans), strict=True)
@@ -165,12 +167,12 @@ operator's mask is not used: it gives lse = 0 for a row that sees nothing.
 # ----------------------------------------------------------------------------------- torch on CUDA
 
 
-def _bounds(block: Block) -> tuple[Tensor, Tensor, int, int]:
+def _bounds(block: BlockSpans) -> tuple[Tensor, Tensor, int, int]:
     queries, keys = block.queries, block.keys
     return queries.cu_seqlens, keys.cu_seqlens, queries.max_length, keys.max_length
 
 
-def _cuda_forward(qkv: QueryKeyValue, block: Block) -> OutLse:
+def _cuda_forward(qkv: QueryKeyValue, block: BlockSpans) -> OutLse:
     op = torch.ops.aten._flash_attention_forward.default  # noqa: SLF001 (as torch's varlen_attn)
     options = {"return_debug_mask": False, "scale": block.scale}
     out, lse, *_ = op(*map(in_order, qkv), *_bounds(block), 0.0, block.causal, **options)
@@ -178,7 +180,7 @@ def _cuda_forward(qkv: QueryKeyValue, block: Block) -> OutLse:
 
 
 def _cuda_backward(
-    d_out: Tensor, qkv: QueryKeyValue, result: OutLse, block: Block
+    d_out: Tensor, qkv: QueryKeyValue, result: OutLse, block: BlockSpans
 ) -> QueryKeyValue:
     op = torch.ops.aten._flash_attention_backward.default  # noqa: SLF001 (as torch's varlen_attn)
     out, lse = result
@@ -206,7 +208,7 @@ def _wide_documents(x: Tensor, spans: Spans) -> Iterator[Tensor]:
     return iter(wide.split(spans.lengths.tolist()))
 
 
-def _chunks(q: Tensor, k: Tensor, block: Block) -> Iterator[tuple[slice, slice]]:
+def _chunks(q: Tensor, k: Tensor, block: BlockSpans) -> Iterator[tuple[slice, slice]]:
     """Yield some queries of a document and the keys that any of them sees, all in turn."""
     size = max(_SCORES // (q.shape[1] * max(len(k), 1)), 16)
     for first in range(0, len(q), size):
@@ -214,7 +216,7 @@ def _chunks(q: Tensor, k: Tensor, block: Block) -> Iterator[tuple[slice, slice]]
         yield rows, slice(0, rows.stop if block.causal else len(k))
 
 
-def _scores(q: Tensor, k: Tensor, block: Block) -> Tensor:
+def _scores(q: Tensor, k: Tensor, block: BlockSpans) -> Tensor:
     """Return the scores `[K, G, L, M]` of a chunk, for G query heads per key head."""
     queries = rearrange(q, "l (k g) d -> k g l d", k=k.shape[1])
     scores = torch.einsum("kgld,mkd->kglm", queries, k) * block.scale
@@ -225,7 +227,7 @@ def _scores(q: Tensor, k: Tensor, block: Block) -> Tensor:
     return scores.masked_fill_(hidden, -torch.inf)
 
 
-def _matmul_forward(qkv: QueryKeyValue, block: Block) -> OutLse:
+def _matmul_forward(qkv: QueryKeyValue, block: BlockSpans) -> OutLse:
     outs, lses = list[Tensor](), list[Tensor]()
     spans = block.queries, block.keys, block.keys
     for q, k, v in zip(*map(_wide_documents, qkv, spans), strict=True):
@@ -237,7 +239,7 @@ def _matmul_forward(qkv: QueryKeyValue, block: Block) -> OutLse:
 
 
 def _matmul_backward(
-    d_out: Tensor, qkv: QueryKeyValue, result: OutLse, block: Block
+    d_out: Tensor, qkv: QueryKeyValue, result: OutLse, block: BlockSpans
 ) -> QueryKeyValue:
     spans = (block.queries, block.queries, block.keys, block.keys, block.queries, block.queries)
     columns = map(_wide_documents, (d_out, *qkv, *result), spans)
@@ -250,7 +252,7 @@ def _matmul_backward(
 
 
 def _document_backward(
-    d_out: Tensor, qkv: QueryKeyValue, result: OutLse, block: Block
+    d_out: Tensor, qkv: QueryKeyValue, result: OutLse, block: BlockSpans
 ) -> QueryKeyValue:
     (q, k, v), (out, lse) = qkv, result
     means, bases = (d_out * out).sum(-1, keepdim=True), lse.unsqueeze(-1)
@@ -276,7 +278,7 @@ matmul = BlockKernel(_matmul_forward, _matmul_backward)
 class _WrittenOut(torch.autograd.Function):
     @staticmethod
     def forward(  # pyrefly: ignore[bad-override]
-        ctx: Any, q: Tensor, k: Tensor, v: Tensor, block: Block
+        ctx: Any, q: Tensor, k: Tensor, v: Tensor, block: BlockSpans
     ) -> Tensor:
         out, lse = matmul.forward((q, k, v), block)
         ctx.save_for_backward(q, k, v, out, lse)
@@ -303,5 +305,5 @@ def written_out(q: Tensor, k: Tensor, v: Tensor, *, spans: Spans, scale: float) 
         >>> written_out(q, k, v, spans=blank_batch(1, 4).spans, scale=1.0).shape
         torch.Size([1, 4, 2, 8])
     """
-    block = Block(spans, spans, causal=True, scale=scale)
+    block = BlockSpans(spans, spans, causal=True, scale=scale)
     return _WrittenOut.apply(*(x.flatten(0, 1) for x in (q, k, v)), block).view(q.shape)

@@ -22,8 +22,8 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from trainkit.attention.blocks import (
-    Block,
     BlockKernel,
+    BlockSpans,
     OutLse,
     QueryKeyValue,
     kernel_for,
@@ -81,12 +81,12 @@ def _attend(
     q, k, v, scale = check_inputs(q, k, v, spans=spans, scale=scale)
     _check_lengths(spans, axis)
     q_, k_, v_ = (x.flatten(0, 1) for x in (q, k, v))
-    plan = _Plan(
+    tour = _Tour(
         axis=axis,
         kernel=kernel_for(q_) if kernel is None else kernel,
         views=_views(spans, axis, scale=scale),
     )
-    return _Ring.apply(q_, k_, v_, plan).view(q.shape)
+    return _Ring.apply(q_, k_, v_, tour).view(q.shape)
 
 
 def _check_lengths(spans: Spans, axis: Axis) -> None:
@@ -112,11 +112,11 @@ class _View:
 
     queries: _Part
     keys: _Part
-    block: Block
+    block: BlockSpans
 
 
 @attrs.frozen(eq=False)
-class _Plan:
+class _Tour:
     """What one call needs besides tensors; view `s` is for the keys of `s` ranks before."""
 
     axis: Axis
@@ -129,11 +129,11 @@ def _views(spans: Spans, axis: Axis, *, scale: float) -> list[_View]:
     half = Spans(spans.cu_seqlens // 2, spans.lengths // 2, spans.max_length // 2)
     first, second = _halves(half)
     whole = slice(None)
-    own = _View(whole, whole, Block(spans, spans, causal=True, scale=scale))
+    own = _View(whole, whole, BlockSpans(spans, spans, causal=True, scale=scale))
     # Of rank s < r, chunk s comes before all queries, and chunk 2N-1-s after all.
-    earlier = _View(whole, first, Block(spans, half, causal=False, scale=scale))
+    earlier = _View(whole, first, BlockSpans(spans, half, causal=False, scale=scale))
     # Of rank s > r, both chunks lie between the queries' chunks r and 2N-1-r.
-    later = _View(second, whole, Block(half, spans, causal=False, scale=scale))
+    later = _View(second, whole, BlockSpans(half, spans, causal=False, scale=scale))
     return [own] + [earlier] * axis.index + [later] * (axis.count - 1 - axis.index)
 
 
@@ -189,15 +189,15 @@ def _wide(x: Tensor) -> torch.dtype:
     return torch.float64 if x.dtype == torch.float64 else torch.float32
 
 
-def _forward(qkv: QueryKeyValue, plan: _Plan) -> OutLse:
+def _forward(qkv: QueryKeyValue, tour: _Tour) -> OutLse:
     q, *keys_values = qkv
     here = torch.stack(keys_values)
     out = lse = torch.empty(0)
-    for step, view in enumerate(plan.views):
-        message = _send_on(here, plan.axis, tag=0) if step + 1 < plan.axis.count else None
+    for step, view in enumerate(tour.views):
+        message = _send_on(here, tour.axis, tag=0) if step + 1 < tour.axis.count else None
         seen = view.queries
         k, v = (x[view.keys] for x in here)
-        part, part_lse = plan.kernel.forward((q[seen], k, v), view.block)
+        part, part_lse = tour.kernel.forward((q[seen], k, v), view.block)
         if step == 0:
             # Copies: they are written to below, and what a kernel returned may be kept elsewhere
             # (selective recomputation keeps the results of attention).
@@ -208,18 +208,18 @@ def _forward(qkv: QueryKeyValue, plan: _Plan) -> OutLse:
     return out.to(q.dtype), lse
 
 
-def _backward(d_out: Tensor, qkv: QueryKeyValue, result: OutLse, plan: _Plan) -> QueryKeyValue:
+def _backward(d_out: Tensor, qkv: QueryKeyValue, result: OutLse, tour: _Tour) -> QueryKeyValue:
     q, *keys_values = qkv
     here = torch.stack(keys_values)
     d_q = torch.zeros(q.shape, dtype=_wide(q), device=q.device)
     d_here = torch.zeros(here.shape, dtype=_wide(q), device=q.device)
     d_message: _UnderWay | None = None
-    for step, view in enumerate(plan.views):
-        message = _send_on(here, plan.axis, tag=0) if step + 1 < plan.axis.count else None
+    for step, view in enumerate(tour.views):
+        message = _send_on(here, tour.axis, tag=0) if step + 1 < tour.axis.count else None
         seen = view.queries
         k, v = (x[view.keys] for x in here)
         out, lse = (x[seen] for x in result)
-        d_part, *d_parts = plan.kernel.backward(
+        d_part, *d_parts = tour.kernel.backward(
             d_out[seen], (q[seen], k, v), (out, lse), view.block
         )
         d_q[seen] += d_part
@@ -227,7 +227,7 @@ def _backward(d_out: Tensor, qkv: QueryKeyValue, result: OutLse, plan: _Plan) ->
             d_here = _arrived(d_message)
         for d_sum, part in zip(d_here, d_parts, strict=True):
             d_sum[view.keys] += part
-        d_message = _send_on(d_here, plan.axis, tag=1)  # after the last step: home
+        d_message = _send_on(d_here, tour.axis, tag=1)  # after the last step: home
         here = here if message is None else _arrived(message)
     assert d_message is not None
     d_k, d_v = _arrived(d_message).to(q.dtype)
@@ -237,12 +237,12 @@ def _backward(d_out: Tensor, qkv: QueryKeyValue, result: OutLse, plan: _Plan) ->
 class _Ring(torch.autograd.Function):
     @staticmethod
     def forward(  # pyrefly: ignore[bad-override]
-        ctx: Any, q: Tensor, k: Tensor, v: Tensor, plan: _Plan
+        ctx: Any, q: Tensor, k: Tensor, v: Tensor, tour: _Tour
     ) -> Tensor:
         with torch.autocast(q.device.type, enabled=False):
-            out, lse = _forward((q, k, v), plan)
+            out, lse = _forward((q, k, v), tour)
         ctx.save_for_backward(q, k, v, out, lse)
-        ctx.plan = plan
+        ctx.tour = tour
         return out
 
     @staticmethod
@@ -252,5 +252,5 @@ class _Ring(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor, Tensor, None]:
         q, k, v, out, lse = ctx.saved_tensors
         with torch.autocast(d_out.device.type, enabled=False):
-            d_q, d_k, d_v = _backward(d_out.contiguous(), (q, k, v), (out, lse), ctx.plan)
+            d_q, d_k, d_v = _backward(d_out.contiguous(), (q, k, v), (out, lse), ctx.tour)
         return d_q, d_k, d_v, None

@@ -7,10 +7,10 @@ and prints how far they are apart. Exits with 67 when a layout is outside the bo
 from __future__ import annotations
 
 import argparse
-import sys
 from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING, Any
 
+from trainkit.runtime.errors import say_on_stderr
 from trainkit.types import ConfigError
 
 if TYPE_CHECKING:
@@ -102,7 +102,7 @@ def run(options: argparse.Namespace) -> tuple[Any, int]:
 
     chosen = _choice(options.layouts, options.world, options.tier)
     certificates = certify_builtin(
-        options.tier, chosen=chosen, tell=None if options.quiet else _to_stderr
+        options.tier, chosen=chosen, tell=None if options.quiet else say_on_stderr
     )
     code = 0 if all(certificate.ok for certificate in certificates) else 67
     if options.json:
@@ -133,7 +133,3 @@ def _choice(patterns: list[str] | None, world: int | None, tier: str) -> Callabl
         return wanted and world in (None, case.world)
 
     return is_chosen
-
-
-def _to_stderr(line: str) -> None:
-    sys.stderr.write(f"{line}\n")

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import argparse
 import functools
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +15,7 @@ from trainkit.checkpoint.listing import describe_checkpoint
 from trainkit.checkpoint.manifest import find_checkpoint, list_checkpoints
 from trainkit.checkpoint.plain import owner_problems
 from trainkit.checkpoint.retention import Retention, apply_retention
+from trainkit.runtime.errors import say_on_stderr
 from trainkit.types import CheckpointError
 
 _DAMAGED = 66
@@ -173,7 +173,7 @@ def _heed_owners(path: Path, *, strict: bool) -> None:
             hint="chmod go-w, chown, or copy it to a place of your own",
         )
     for problem in problems:
-        sys.stderr.write(f"warning: {problem}; its numbers may be somebody else's\n")
+        say_on_stderr(f"warning: {problem}; its numbers may be somebody else's")
 
 
 def _home(directory: Path) -> Path:
@@ -226,13 +226,9 @@ def _verify(options: argparse.Namespace) -> tuple[Any, int]:
 
 def _one(path: Path, *, strict: bool) -> Path:
     """Return the checkpoint that a path names, every byte of it verified."""
-    found = find_checkpoint(path, tell=_tell)
+    found = find_checkpoint(path, tell=say_on_stderr)
     _heed_owners(found, strict=strict)
     return found
-
-
-def _tell(text: str) -> None:
-    sys.stderr.write(f"{text}\n")
 
 
 def _diff(options: argparse.Namespace) -> tuple[Any, int]:
@@ -247,7 +243,7 @@ def _prune(options: argparse.Namespace) -> tuple[Any, int]:
     home = _home(options.directory)
     _heed_owners(home, strict=options.strict_owner)
     policy = Retention(last=options.keep, every=options.every, best=options.best)
-    report = apply_retention(home, policy, tell=_tell, dry_run=options.dry_run)
+    report = apply_retention(home, policy, tell=say_on_stderr, dry_run=options.dry_run)
     return report, _DAMAGED if report["kept"] and not report["verified"] else 0
 
 

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 import attrs
 
+from trainkit.runtime.errors import say_on_stderr
 from trainkit.types import ConfigError, DataError
 
 if TYPE_CHECKING:
@@ -127,7 +128,7 @@ def run(options: argparse.Namespace) -> tuple[Any, int]:
     try:
         return _prepared(options), 0
     except KeyboardInterrupt:
-        _say("")
+        say_on_stderr("")
         return {"error": _interrupted(options.out)}, _INTERRUPTED
 
 
@@ -151,7 +152,7 @@ def _prepared(options: argparse.Namespace) -> dict[str, Any]:
         suffixes=suffixes,
         keep=keep,
         workers=options.workers,
-        tell=_say,
+        tell=say_on_stderr,
         progress=_progress_printer(),
     )
     return _report(done, facts, time.monotonic() - begun)
@@ -229,12 +230,12 @@ def _trained(
     if options.messages:
         raise ConfigError("prepare: bpe:N is trained on text; give conversations a tokenizer.json")
     seen = [0, 0]
-    _say(f"training a BPE of {size} tokens")
+    say_on_stderr(f"training a BPE of {size} tokens")
     texts = _texts(options, suffixes, keep, seen)
     tokenizer = train_bpe(texts, vocab_size=size, special=(BOS, EOS, PAD, *CHAT_SPECIAL))
     path = options.out.with_suffix(".tokenizer.json")
     save_tokenizer(tokenizer, path)
-    _say(f"wrote {path}: {tokenizer.vocab_size} tokens, from {seen[0]} documents")
+    say_on_stderr(f"wrote {path}: {tokenizer.vocab_size} tokens, from {seen[0]} documents")
     facts = {"tokenizer": str(path), "bpe_documents": seen[0], "bpe_characters": seen[1]}
     return tokenizer, facts
 
@@ -265,11 +266,6 @@ def _texts(
 
 
 # ---------------------------------------------------------------------------------------- progress
-
-
-def _say(text: str) -> None:
-    sys.stderr.write(text + "\n")
-    sys.stderr.flush()
 
 
 def _progress_printer() -> Callable[[Progress], None]:

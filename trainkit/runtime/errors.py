@@ -104,7 +104,7 @@ def report_errors(run_dir: str | Path | None = None) -> Iterator[None]:
         facts = _facts_of(error, run_dir)
         place = _keep_traceback(error, run_dir, facts)
         _flush(sys.stdout)
-        _to_stderr(_words_of(facts, *([f"traceback: {place}"] if place else [])))
+        say_on_stderr(_words_of(facts, *([f"traceback: {place}"] if place else [])))
         raise SystemExit(facts["code"]) from None
 
 
@@ -117,14 +117,14 @@ def last_words(code: int, what: str, *, hint: str | None = None) -> bytes:
     """
     names = ("code", "what", "where", "rank", "step", "got", "want", "hint")
     facts = dict.fromkeys(names) | {"code": code, "what": what, "rank": _rank()}
-    return _words_of(facts | {"hint": hint or _HINTS.get(code)}).encode()
+    return _words_of(facts | {"hint": hint or _HINTS.get(code)}).encode() + b"\n"
 
 
 def _words_of(facts: dict[str, Any], *further: str) -> str:
     hint = [f"hint: {facts['hint']}"] if facts["hint"] else []
     line = [f"TRAINKIT_ERROR {orjson.dumps(facts, default=str).decode()}"]
     line = [] if _is_terminal(sys.stderr) else line  # people need not read it twice
-    return "\n".join([f"error: {facts['what']}", *hint, *further, *line]) + "\n"
+    return "\n".join([f"error: {facts['what']}", *hint, *further, *line])
 
 
 def _is_terminal(stream: Any) -> bool:
@@ -163,9 +163,19 @@ def _has_no_reader(stream: Any) -> bool:
     return False
 
 
-def _to_stderr(text: str) -> None:
-    with contextlib.suppress(OSError, ValueError, AttributeError):  # closed, or without a reader
-        sys.stderr.write(text)
+def say_on_stderr(text: str) -> None:
+    """Write lines on stderr at once; they are lost where it is closed or has no reader.
+
+    Effects:
+        Writes to stderr, and never fails.
+
+    Examples:
+        >>> with contextlib.redirect_stderr(sys.stdout):
+        ...     say_on_stderr("warning: the disk is full")
+        warning: the disk is full
+    """
+    with contextlib.suppress(OSError, ValueError, AttributeError):
+        sys.stderr.write(f"{text}\n")
     _flush(sys.stderr)
 
 
@@ -395,5 +405,5 @@ def _keep_traceback(
                 file.write(f"{datetime.now(UTC).isoformat(timespec='seconds')}\n{text}\n")
             return path
     if facts["code"] in {_PEER, _BUG}:
-        _to_stderr(text)
+        say_on_stderr(text)
     return None

@@ -24,6 +24,7 @@ import orjson
 
 from trainkit.collectives import together
 from trainkit.files import disk_errors
+from trainkit.runtime.peers import Member, is_gone
 from trainkit.types import Axis, ConfigError
 
 # File systems that have no locks say one of these, Lustre without its option `flock` for example.
@@ -215,15 +216,8 @@ def _read_holder(file: BinaryIO) -> Holder | None:
 
 def _has_ended(holder: Holder) -> bool:
     """Return whether the holder is known to be gone; on another host nobody can know."""
-    if holder.host != socket.gethostname():
-        return False
-    try:
-        os.kill(holder.pid, 0)
-    except ProcessLookupError:
-        return True
-    except OSError:
-        return False  # it is somebody else's
-    return False
+    place = holder.host
+    return is_gone(Member(0, place, place, holder.pid, started=""), here=socket.gethostname())
 
 
 def _this_process(env: Mapping[str, str] = os.environ) -> Holder:

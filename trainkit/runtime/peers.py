@@ -124,10 +124,8 @@ def is_gone(member: Member, here: str) -> bool:
         return start is not None and start != member.started
     try:
         os.kill(member.pid, 0)
-    except ProcessLookupError:
-        return True
-    except PermissionError:
-        return False
+    except OSError as error:  # it may be somebody else's
+        return isinstance(error, ProcessLookupError)
     return False
 
 
@@ -360,12 +358,11 @@ def is_at_fault(sighting: Sighting, *, near: bool) -> bool:
     return ended or sighting.gone or is_silent(sighting, near=near)
 
 
-def stragglers(busy: Mapping[int, float], *, factor: float = 3.0) -> list[int]:
-    """Return the ranks that the others wait for: those busy `factor` times as much as the middle.
+def stragglers(busy: Mapping[int, float]) -> list[int]:
+    """Return the ranks that the others wait for: those busy three times as much as the middle.
 
     Args:
         busy: By rank, the share of time in which it did not wait for a collective.
-        factor: From how many times as much on.
 
     Examples:
         >>> stragglers({0: 0.2, 1: 1.0, 2: 0.25}), stragglers({0: 0.7, 1: 1.0})
@@ -374,7 +371,7 @@ def stragglers(busy: Mapping[int, float], *, factor: float = 3.0) -> list[int]:
     found = []
     for rank, share in busy.items():
         rest = sorted(other for name, other in busy.items() if name != rank)
-        if rest and share > 0.5 and share >= factor * rest[len(rest) // 2]:
+        if rest and share > 0.5 and share >= 3.0 * rest[len(rest) // 2]:
             found.append(rank)
     return found
 

@@ -34,7 +34,7 @@ from trainkit.runtime.lock import run_lock
 from trainkit.runtime.reproducible import deterministic
 from trainkit.runtime.signals import Asked, stop_votes, trap_signals
 from trainkit.runtime.startup import agree_at_start, code_facts
-from trainkit.runtime.watchdog import Phase, watch
+from trainkit.runtime.watchdog import Announce, watch
 from trainkit.schedules import due
 from trainkit.sinks.jsonl import sync_lines
 from trainkit.sinks.named import named_sinks
@@ -92,7 +92,7 @@ class Run:
     say: Callable[[str], None]
     """Prints a text on the first rank (`sinks.printer`)."""
 
-    phase: Phase
+    phase: Announce
     """`phase(name, allow=seconds)`: what comes, and how long it may take (`runtime.watch`)."""
 
     stopping: Asked
@@ -201,7 +201,7 @@ class _Frame:
     dir: Path
     ps: ParallelState
     say: Callable[[str], None]
-    phase: Phase
+    phase: Announce
     stopping: Asked
     limits: Limits
     config: Mapping[str, Any] | None
@@ -251,7 +251,7 @@ class _Frame:
         keeping = keeping or checkpoint.Keeping()
         if state.step >= steps:
             self.say(
-                f"the run in {self.dir} is complete at step {state.step}; --steps goes further"
+                f"the run in {self.dir} is complete at step {state.step}; --steps takes it further"
             )
         others = named_sinks(keeping.sinks, self.dir, config=self.config)
         with (

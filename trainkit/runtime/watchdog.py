@@ -35,6 +35,7 @@ from trainkit.runtime.errors import (
     last_step,
     last_words,
     report_errors,
+    say_on_stderr,
 )
 from trainkit.runtime.peers import (
     Beat,
@@ -69,8 +70,8 @@ from trainkit.types import (
     TrainkitError,
 )
 
-Phase = Callable[..., None]
-"""`Phase(name, allow=seconds)`: says what comes now, and how long it may take."""
+Announce = Callable[..., None]
+"""`Announce(name, allow=seconds)`: says what comes now, and how long it may take."""
 
 _TICK = 0.2  # seconds between two samples of what the main thread is at
 _PER_BEAT = 5  # ticks between two beats
@@ -97,7 +98,7 @@ _STEPS = 8  # steps of which the longest counts
 
 
 @attrs.define(eq=False)
-class _Rank:
+class _Self:
     """What the main thread and the watching thread of a rank share; each field has one writer."""
 
     member: Member
@@ -143,8 +144,8 @@ def watch(
     allow: float = 1800.0,
     grace: float | None = None,
     hold: Callable[[], None] = lambda: None,
-    tell: Callable[[str], object] | None = None,
-) -> Iterator[Phase]:
+    tell: Callable[[str], object] = say_on_stderr,
+) -> Iterator[Announce]:
     """Watch over the ranks of a run: end all when one dies or hangs, and say which and where.
 
     Every rank beats: about once a second it writes what it is at to `run_dir/ranks`. The main
@@ -196,7 +197,7 @@ def watch(
         ...         print(*(path.name for path in Path(folder, "ranks").iterdir()))
         rank_00000.json
     """
-    rank, stop, warn = _join(Path(run_dir), axis, allow), threading.Event(), tell or _to_stderr
+    rank, stop, warn = _join(Path(run_dir), axis, allow), threading.Event(), tell
     rank.hold, rank.grace = hold, grace
     work = (rank, stop, asked, warn)
     thread = threading.Thread(target=_keep_watch, args=work, name="trainkit watch", daemon=True)
@@ -226,7 +227,7 @@ def watch(
                 _beat(rank)
 
 
-def _join(run_dir: Path, axis: Axis, allow: float) -> _Rank:
+def _join(run_dir: Path, axis: Axis, allow: float) -> _Self:
     """Agree with the others on a name for this session, so that no older file is believed."""
     folder = run_dir / "ranks"
     if axis.index == 0:
@@ -236,7 +237,7 @@ def _join(run_dir: Path, axis: Axis, allow: float) -> _Rank:
     told = all_gather_json([secrets.token_hex(8), attrs.asdict(member)], axis)
     members = [Member(**fields) for _, fields in told]
     session, phase = told[0][0], ("start", allow)
-    rank = _Rank(
+    rank = _Self(
         member=member,
         members=members,
         folder=folder,
@@ -267,17 +268,11 @@ def _crashes_shown() -> Iterator[None]:
         faulthandler.disable()
 
 
-def _to_stderr(text: str) -> None:
-    with contextlib.suppress(OSError, ValueError):
-        sys.stderr.write(f"{text}\n")
-        sys.stderr.flush()
-
-
 # ------------------------------------------------------------------------------------ the thread
 
 
 def _keep_watch(
-    rank: _Rank,
+    rank: _Self,
     stop: threading.Event,
     asked: Callable[[], str | None],
     warn: Callable[[str], object],
@@ -316,7 +311,7 @@ def _keep_watch(
                 _keep_directory(rank)
 
 
-def _keep_directory(rank: _Rank) -> None:
+def _keep_directory(rank: _Self) -> None:
     """End this process if another run is in the directory that was this one's."""
     try:
         rank.hold()
@@ -370,7 +365,7 @@ def _held_directory(folder: Path) -> Iterator[Callable[[], bool]]:
         os.close(held)
 
 
-def _beat(rank: _Rank) -> None:
+def _beat(rank: _Self) -> None:
     """Write what this rank is at, or that it is there at all: who is silent looks like the dead."""
     rank.beat = attrs.evolve(rank.beat, count=rank.beat.count + 1, state=rank.state)
     try:
@@ -379,7 +374,7 @@ def _beat(rank: _Rank) -> None:
         write_beat(rank.folder, rank.member, rank.beat)
 
 
-def _fresh_beat(rank: _Rank) -> Beat:
+def _fresh_beat(rank: _Self) -> Beat:
     name, allow = rank.phase
     return Beat(
         session=rank.session,
@@ -394,7 +389,7 @@ def _fresh_beat(rank: _Rank) -> Beat:
     )
 
 
-def _look_around(rank: _Rank) -> None:
+def _look_around(rank: _Self) -> None:
     """Look at the others: rank 0 always, as it warns; the rest when there may be reason to act."""
     near_end = rank.elapsed > rank.beat.allow - _AHEAD or rank.stopping
     is_turn = rank.number == 0 and rank.beat.count % (1 + len(rank.members) // 64) == 0
@@ -406,7 +401,7 @@ def _look_around(rank: _Rank) -> None:
         rank.others[number] = look(before, beat, passed)
 
 
-def _warn_of_stragglers(rank: _Rank, late: dict[int, int], warn: Callable[[str], object]) -> None:
+def _warn_of_stragglers(rank: _Self, late: dict[int, int], warn: Callable[[str], object]) -> None:
     """Warn once of each rank that the others have been waiting for, five looks in a row."""
     if rank.number != 0 or not rank.others:
         return
@@ -426,7 +421,7 @@ def _warn_of_stragglers(rank: _Rank, late: dict[int, int], warn: Callable[[str],
             )
 
 
-def _measure(rank: _Rank, passed: float) -> None:
+def _measure(rank: _Self, passed: float) -> None:
     """Count the time of this phase, and how long steps, and saves in their threads, have taken."""
     if rank.timed is not rank.phase:
         if rank.timed is not None and rank.timed[0].startswith("step "):
@@ -440,13 +435,13 @@ def _measure(rank: _Rank, passed: float) -> None:
     rank.saving = rank.saving + passed if is_saving else 0.0
 
 
-def _time_to_stop(rank: _Rank) -> float:
+def _time_to_stop(rank: _Self) -> float:
     """Return how many seconds a stop may take: what is asked for, or what was measured."""
     measured = 2 * max(rank.steps, default=0.0) + rank.save + 5.0
     return max(_GRACE, measured) if rank.grace is None else rank.grace
 
 
-def _guard_the_watch(rank: _Rank, stop: threading.Event, asked: Callable[[], str | None]) -> None:
+def _guard_the_watch(rank: _Self, stop: threading.Event, asked: Callable[[], str | None]) -> None:
     """End a process that shall stop when the watch itself hangs, as a disk can make it."""
     since, seen, stuck = 0.0, rank.looked, 0
     while not stop.wait(_SECOND):
@@ -458,7 +453,7 @@ def _guard_the_watch(rank: _Rank, stop: threading.Event, asked: Callable[[], str
 
 
 def _act(
-    rank: _Rank,
+    rank: _Self,
     passed: float,
     asked: Callable[[], str | None],
     warn: Callable[[str], object],
@@ -479,7 +474,7 @@ def _act(
         _end_late_stop(rank, asked() or "a signal", warn)
 
 
-def _end_late_stop(rank: _Rank, reason: str, warn: Callable[[str], object]) -> None:
+def _end_late_stop(rank: _Self, reason: str, warn: Callable[[str], object]) -> None:
     """End a process that was to stop, or say once that it takes long, if it may go on."""
     allowed = _time_to_stop(rank)
     # The first save of a run may be this one: nothing says yet how long one takes.
@@ -497,7 +492,7 @@ def _end_late_stop(rank: _Rank, reason: str, warn: Callable[[str], object]) -> N
     _end(rank, _error_of(rank, failure))
 
 
-def _find_gone(rank: _Rank) -> Failure | None:
+def _find_gone(rank: _Self) -> Failure | None:
     """Find a rank of this host whose process has ended before its work had, and tell all."""
     for member in rank.members:
         if is_gone(member, rank.member.place):
@@ -510,7 +505,7 @@ def _find_gone(rank: _Rank) -> Failure | None:
     return None
 
 
-def _accused(rank: _Rank, culprits: Sequence[int]) -> Failure:
+def _accused(rank: _Self, culprits: Sequence[int]) -> Failure:
     beats = {x.rank: read_beat(rank.folder, x.rank, rank.session) for x in rank.members}
     beats[rank.number] = rank.beat
     why, hint = "is stuck", ""
@@ -527,7 +522,7 @@ def _accused(rank: _Rank, culprits: Sequence[int]) -> Failure:
     return tell_failure(rank.folder, failure)
 
 
-def _may_finish_saving(rank: _Rank) -> bool:
+def _may_finish_saving(rank: _Self) -> bool:
     """Return whether a stop takes long because the checkpoint does, and nobody is missing."""
     found = rank.others.items()
     at_fault = any(is_at_fault(x, near=rank.near[number]) for number, x in found)
@@ -535,7 +530,7 @@ def _may_finish_saving(rank: _Rank) -> bool:
     return saving and not at_fault and not rank.beat.is_overdue
 
 
-def _error_of(rank: _Rank, failure: Failure) -> TrainkitError:
+def _error_of(rank: _Self, failure: Failure) -> TrainkitError:
     own = failure.rank == rank.number
     detail = failure.detail or ("" if own else f"this rank was {describe(_fresh_beat(rank))}")
     words = f"watch: {'' if own else 'peer '}rank {failure.rank} {failure.what}"
@@ -546,7 +541,7 @@ def _error_of(rank: _Rank, failure: Failure) -> TrainkitError:
     return error
 
 
-def _unsaved(rank: _Rank, reason: str, grace: float) -> tuple[str, int]:
+def _unsaved(rank: _Self, reason: str, grace: float) -> tuple[str, int]:
     """Return what a rank has to say that was asked to stop and is stuck, and its exit code."""
     run_dir, saved = rank.folder.parent, list[int]()
     with contextlib.suppress(OSError):
@@ -561,7 +556,7 @@ def _unsaved(rank: _Rank, reason: str, grace: float) -> tuple[str, int]:
     return what, SAVED if is_saved else PreemptedError.code
 
 
-def _end(rank: _Rank, error: TrainkitError) -> NoReturn:
+def _end(rank: _Self, error: TrainkitError) -> NoReturn:
     """End this process where it stands, after its last words (5 s at most)."""
     with contextlib.suppress(Exception):  # no thread can be started any more, for instance
         for member in rank.members:
@@ -585,7 +580,7 @@ def _end_without_disk(code: int, what: str) -> NoReturn:
     os._exit(code)
 
 
-def _last_words(rank: _Rank, error: TrainkitError) -> None:
+def _last_words(rank: _Self, error: TrainkitError) -> None:
     run_dir = rank.folder.parent
     with contextlib.suppress(OSError):
         path = run_dir / "errors" / f"rank_{rank.number:05d}.txt"
@@ -604,7 +599,7 @@ def _is_echo(error: BaseException) -> bool:
     return not isinstance(error, TrainkitError) and error_code(error) == PeerError.code
 
 
-def _own_failure(rank: _Rank, error: BaseException) -> BaseException:
+def _own_failure(rank: _Self, error: BaseException) -> BaseException:
     """Tell the others what went wrong here, and return what is to be raised for it."""
     if isinstance(error, PeerError):
         return error
@@ -620,7 +615,7 @@ def _own_failure(rank: _Rank, error: BaseException) -> BaseException:
     return _out_of_memory(rank, error, text) if is_out_of_memory(error) else error
 
 
-def _out_of_memory(rank: _Rank, error: BaseException, text: str) -> MemoryError:
+def _out_of_memory(rank: _Self, error: BaseException, text: str) -> MemoryError:
     """Return an error that says in which phase memory ran out, and what was asked for and used."""
     import resource  # noqa: PLC0415 (Unix has it)
 
@@ -636,7 +631,7 @@ def _out_of_memory(rank: _Rank, error: BaseException, text: str) -> MemoryError:
     return MemoryError(what).with_traceback(error.__traceback__)
 
 
-def _resolve_echo(rank: _Rank, error: BaseException) -> BaseException:
+def _resolve_echo(rank: _Self, error: BaseException) -> BaseException:
     """Return the cause behind a broken connection, which may be told a little later."""
     seen, begin = dict.fromkeys(rank.others, Sighting()), time.monotonic()
     for second in range(round(_ECHO_GRACE) if rank.others else 0):
@@ -653,7 +648,7 @@ def _resolve_echo(rank: _Rank, error: BaseException) -> BaseException:
     return _unexplained(rank, error, seen)
 
 
-def _unexplained(rank: _Rank, error: BaseException, seen: Mapping[int, Sighting]) -> BaseException:
+def _unexplained(rank: _Self, error: BaseException, seen: Mapping[int, Sighting]) -> BaseException:
     """Return what can be said when nobody has told a cause: who has not been heard of meanwhile."""
     if not seen or not isinstance(error, RuntimeError):  # a connection of the recipe's own, perhaps
         return error

@@ -12,7 +12,7 @@ from trainkit.sinks.guarded import guarded
 from trainkit.sinks.jsonl import events, jsonl, read_jsonl, read_metrics, repair_jsonl, sync_lines
 from trainkit.sinks.named import named_sinks
 from trainkit.sinks.run import printer, run_sinks, run_summary
-from trainkit.sinks.tee import on_first_rank, tee
+from trainkit.sinks.tee import tee
 from trainkit.sinks.tensorboard import tensorboard
 from trainkit.sinks.wandb import wandb
 
@@ -26,7 +26,6 @@ __all__ = [
     "guarded",
     "jsonl",
     "named_sinks",
-    "on_first_rank",
     "printable",
     "printer",
     "read_jsonl",

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import contextlib
-import os
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
 from datetime import timedelta
 from typing import Any, TextIO
 
+from trainkit.runtime.errors import point_nowhere
 from trainkit.types import Sink, needs_extra
 
 _BAR_SECONDS = 0.1
@@ -50,9 +50,7 @@ def _outliving_reader(stream: TextIO) -> Iterator[None]:
         yield
     except BrokenPipeError:
         with contextlib.suppress(OSError, ValueError):
-            nowhere = os.open(os.devnull, os.O_WRONLY)
-            os.dup2(nowhere, stream.fileno())
-            os.close(nowhere)
+            point_nowhere(stream)
         raise
 
 

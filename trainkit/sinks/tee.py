@@ -1,16 +1,11 @@
-"""Several sinks as one, and sinks that only one rank opens."""
+"""Several sinks as one."""
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager
-from typing import Any, ParamSpec, TypeVar, cast
+from collections.abc import Mapping
+from typing import Any
 
-from trainkit.types import Share, Sink
-
-P = ParamSpec("P")
-Writer = TypeVar("Writer", bound=Callable[..., None])
+from trainkit.types import Sink
 
 
 def tee(*sinks: Sink) -> Sink:
@@ -30,35 +25,3 @@ def tee(*sinks: Sink) -> Sink:
             sink(step, values)
 
     return write
-
-
-@contextlib.contextmanager
-def on_first_rank(
-    share: Share,
-    make: Callable[P, AbstractContextManager[Writer]],
-    *args: P.args,
-    **kwargs: P.kwargs,
-) -> Iterator[Writer]:
-    """Open `make(*args, **kwargs)` where `share.index` is 0; elsewhere give what does nothing.
-
-    So that a recipe has the same lines on every rank, and one rank has the files.
-
-    Args:
-        share: Which rank of how many; in a recipe `ps.world.share`.
-        make: `console`, `jsonl`, `events`, or any context manager that yields a function.
-        *args: Passed to `make`.
-        **kwargs: Passed to `make`.
-
-    Examples:
-        >>> with on_first_rank(Share(1, 2), open, "never made", "w") as sink:
-        ...     sink(1, {"loss": 2.0})
-    """
-    if share.index == 0:
-        with make(*args, **kwargs) as writer:
-            yield writer
-    else:
-        yield cast("Writer", _ignore)
-
-
-def _ignore(*args: Any, **kwargs: Any) -> None:
-    del args, kwargs

@@ -79,7 +79,7 @@ class _Work:
 
 
 @attrs.frozen(eq=False)
-class _Rank:
+class _Child:
     index: int
     process: ForkServerProcess
     pipe: Connection
@@ -148,15 +148,15 @@ def run_ranks(
 
 
 @contextlib.contextmanager
-def _started(work: _Work) -> Iterator[list[_Rank]]:
+def _started(work: _Work) -> Iterator[list[_Child]]:
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["trainkit.testing.preload", "pytest", "hypothesis"])
-    ranks: list[_Rank] = []
+    ranks: list[_Child] = []
     try:
         for index in range(work.world):
             ours, theirs = context.Pipe()
             process = context.Process(target=_rank_main, args=(index, work, theirs))
-            ranks.append(_Rank(index, process, ours))
+            ranks.append(_Child(index, process, ours))
             try:
                 process.start()
             except ConnectionError as error:
@@ -178,7 +178,7 @@ def _started(work: _Work) -> Iterator[list[_Rank]]:
 
 
 def _gather(
-    ranks: Sequence[_Rank], timeout: float, meanwhile: Callable[[], bool] | None
+    ranks: Sequence[_Child], timeout: float, meanwhile: Callable[[], bool] | None
 ) -> dict[int, _Returned | _Failed]:
     """Return the reports by rank, all of them, or what there is after a failure or `timeout`."""
     deadline = time.monotonic() + timeout
@@ -200,7 +200,7 @@ def _gather(
     return reports
 
 
-def _receive(rank: _Rank) -> _Returned | _Failed:
+def _receive(rank: _Child) -> _Returned | _Failed:
     try:
         return rank.pipe.recv()
     except (EOFError, ConnectionError):
@@ -208,7 +208,7 @@ def _receive(rank: _Rank) -> _Returned | _Failed:
         return _Failed(time.monotonic(), f"{_end_of(rank)} before it returned")
 
 
-def _end_of(rank: _Rank) -> str:
+def _end_of(rank: _Child) -> str:
     code = rank.process.exitcode or 0
     return f"was ended by {signal.Signals(-code).name}" if code < 0 else f"exited with code {code}"
 
@@ -223,7 +223,7 @@ def _raise_first_cause(reports: dict[int, _Returned | _Failed], world: int) -> d
     return {i: report for i, report in reports.items() if isinstance(report, _Returned)}
 
 
-def _raise_hang(ranks: Sequence[_Rank], work: _Work) -> None:
+def _raise_hang(ranks: Sequence[_Child], work: _Work) -> None:
     if not ranks:
         return
     for rank in ranks:
@@ -240,7 +240,7 @@ def _raise_hang(ranks: Sequence[_Rank], work: _Work) -> None:
     )
 
 
-def _let_go(ranks: Sequence[_Rank]) -> None:
+def _let_go(ranks: Sequence[_Child]) -> None:
     """Let ranks leave that have all returned: no rank closes a socket that another still reads."""
     for rank in ranks:
         rank.pipe.send("all have returned")

@@ -41,8 +41,8 @@ from trainkit.types import (
     Weights,
 )
 
-Plan = Callable[[ParallelState, Case], Sequence[ModelTransform]]
-"""`Plan(ps, case) -> transforms`: what `build_stages` shall do to the model in a case."""
+MakePlan = Callable[[ParallelState, Case], Sequence[ModelTransform]]
+"""`MakePlan(ps, case) -> transforms`: what `build_stages` shall do to the model in a case."""
 
 MakeLoss = Callable[[ParallelState], Loss]
 """`MakeLoss(ps) -> Loss`: for a loss that communicates."""
@@ -60,7 +60,7 @@ class Training:
 
     make_model: Callable[[], nn.Module]
     make_batches: Callable[[int], Batch]
-    plan: Plan
+    plan: MakePlan
     loss: Loss | MakeLoss
     call: Call
     weights: Weights
