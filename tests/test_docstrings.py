@@ -38,8 +38,6 @@ WITHOUT_EXAMPLE = {
     "files.disk_errors": "works on the disk: write_corpus is built on it",
     "files.replacing": "works on the disk: write_corpus is built on it",
     "collectives.backends_of": "asks a process group: communication_device calls it",
-    "meeting.open_world": "opens sockets: parallel_session calls it, tests/runtime runs it",
-    "meeting.first_words": "needs process groups: parallel_session calls it, tests/runtime runs it",
     "mesh.axis_from_group": "wants a process group: docs/howto shows it",
     "pictures.plot_loss": "draws a picture",
     "pictures.plot_packing": "draws a picture: docs/howto/pack.md shows it",

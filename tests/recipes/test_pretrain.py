@@ -331,8 +331,8 @@ def test_help_explains_every_field(capsys):
             module.main(["--help"])
         assert not end.value.code
         said = capsys.readouterr().out
-        for name in config.plain_values(module.Config()):
-            assert f"--{name.replace('_', '-')}" in said
+        for field in config.plain_values(module.Config()):
+            assert f"--{field.replace('_', '-')}" in said
 
 
 # ---------------------------------------------------------------- mixtures

@@ -22,7 +22,6 @@ from trainkit.runtime.errors import (
     error_code,
     last_words,
     leave,
-    needs_extra,
     point_nowhere,
     report_errors,
 )
@@ -36,6 +35,7 @@ from trainkit.types import (
     NumericsError,
     PeerError,
     PreemptedError,
+    needs_extra,
 )
 
 FACTS = ["code", "what", "where", "rank", "step", "got", "want", "hint"]

@@ -21,6 +21,7 @@ import orjson
 
 from trainkit.checkpoint.boxes import DTYPES
 from trainkit.checkpoint.manifest import dump_json, find_checkpoint, read_manifest, sealed
+from trainkit.checkpoint.plain import refusal, write_durably
 from trainkit.checkpoint.sources import (
     FORMAT,
     INDEX,
@@ -28,12 +29,7 @@ from trainkit.checkpoint.sources import (
     checkpoint_tensors,
     read_weights_manifest,
 )
-from trainkit.checkpoint.stored import (
-    Stored,
-    contiguous_stride,
-    read_box,
-    refusal,
-)
+from trainkit.checkpoint.stored import Stored, contiguous_stride
 from trainkit.files import disk_errors, new_folder, recover_folder
 from trainkit.types import CheckpointError, ConfigError, DiskError
 
@@ -221,9 +217,11 @@ def write_weights(
         if len(plan) > 1:
             weights = {name: file for file, names in plan.items() for name in names}
             index = {"metadata": {"total_size": total}, "weight_map": weights}
-            files[INDEX] = _write_small(staging / INDEX, dump_json(index))
+            with disk_errors(staging / INDEX, by="export"):
+                files[INDEX] = write_durably(staging / INDEX, dump_json(index))
         body = {"format": FORMAT, "version": VERSION, "files": files, "from": dict(origin or {})}
-        _write_small(staging / "manifest.json", dump_json(sealed(body)))
+        with disk_errors(staging, by="export"):
+            write_durably(staging / "manifest.json", dump_json(sealed(body)))
     return {
         "folder": str(target),
         "files": list(files),
@@ -231,14 +229,6 @@ def write_weights(
         "bytes": total,
         "from": dict(origin or {}),
     }
-
-
-def _write_small(path: Path, data: bytes) -> dict[str, Any]:
-    with disk_errors(path, by="export", needed=len(data)), path.open("xb") as file:
-        file.write(data)
-        file.flush()
-        os.fsync(file.fileno())
-    return {"size": len(data), "sha256": hashlib.sha256(data).hexdigest()}
 
 
 def _write_shard(
@@ -273,6 +263,8 @@ def _append(file: BinaryIO, digest: Any, data: Any) -> None:
 def _chunks(stored: Stored, dtype: str) -> Iterator[Any]:
     """Yield the bytes of a tensor in its order, a bounded number at a time."""
     import torch  # noqa: PLC0415 - the command line plans, refuses and verifies without it
+
+    from trainkit.checkpoint.reading import read_box  # noqa: PLC0415 - likewise
 
     for shape, offset in _row_boxes(stored):
         part = read_box(stored, shape, offset).to(getattr(torch, dtype)).contiguous()

@@ -33,8 +33,7 @@ from trainkit.checkpoint.manifest import (
     sealed,
 )
 from trainkit.checkpoint.plain import (
-    check_values,
-    hash_file,
+    parse_json,
     read_json,
     write_all,
     write_durably,
@@ -276,11 +275,10 @@ def commit(snapshot: Snapshot, target: Target) -> Path:
             "index.json": orjson.dumps(index),
         }
         for name, data in texts.items():
-            check_values(target.staging / name, data)  # what is written must be readable
-            write_durably(target.staging / name, data)
+            parse_json(target.staging / name, data)  # what is written must be readable
+            files[name] = write_durably(target.staging / name, data)
         if target.before_commit is not None:
             target.before_commit()
-        files |= {name: hash_file(target.staging / name) for name in texts}
         manifest = make_manifest(snapshot.state.step, files, **_facts(snapshot, target, reports))
         write_durably(target.staging / MANIFEST, manifest)
         path = directory / next_name(directory, snapshot.state.step)
