@@ -1,8 +1,9 @@
-"""Files that are there whole or not at all."""
+"""Files and folders that are there whole or not at all."""
 
 from __future__ import annotations
 
 import errno
+import fcntl
 import json
 import os
 import secrets
@@ -49,6 +50,106 @@ def replacing(path: Path, *, by: str) -> Iterator[BinaryIO]:
             file.close()
         temporary.unlink(missing_ok=True)
         raise
+
+
+@contextmanager
+def new_folder(path: Path, *, by: str, replace: bool = False) -> Iterator[Path]:
+    """Yield an empty folder beside `path` that becomes it at the end, and goes on failure.
+
+    What is written into it must have reached the disk when the block ends; then one rename makes it
+    `path`. The folder is locked meanwhile, so that another process that makes the same removes what
+    killed ones have left, and never what is still being written.
+
+    Args:
+        path: The folder to make.
+        by: Which function writes, for the message.
+        replace: A folder that is there steps aside, and goes when the new one has its place. A
+            rename alone never takes the place of a folder that holds anything.
+
+    Raises:
+        DiskError: It cannot be written.
+
+    Effects:
+        Makes `path`, and the folders above it; removes what killed processes left beside it.
+
+    Examples:
+        >>> import tempfile
+        >>> from pathlib import Path
+        >>> with tempfile.TemporaryDirectory() as home:
+        ...     with new_folder(Path(home) / "made", by="example") as staging:
+        ...         _ = (staging / "file").write_text("whole")
+        ...     [path.name for path in Path(home).rglob("*")]
+        ['made', 'file']
+    """
+    with disk_errors(path, by=by):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        recover_folder(path)
+        staging = path.with_name(f".{path.name}.staging-{secrets.token_hex(4)}")
+        staging.mkdir()
+        handle = os.open(staging, os.O_RDONLY)
+    try:
+        with suppress(OSError):  # not every disk has locks; then nobody takes a folder for dead
+            fcntl.flock(handle, fcntl.LOCK_EX)
+        yield staging
+        with disk_errors(path, by=by):
+            (_swap if replace and path.exists() else commit_folder)(staging, path)
+    except BaseException:
+        shutil.rmtree(staging, ignore_errors=True)
+        raise
+    finally:
+        os.close(handle)
+
+
+def commit_folder(staging: Path, path: Path) -> None:
+    """Give a finished folder its name: what it holds is on the disk before the name is.
+
+    Raises:
+        OSError: It could not; then there is no `path`, and `staging` is still there.
+
+    Effects:
+        Renames a folder, and waits for the disk.
+    """
+    sync_folder(staging)
+    staging.rename(path)
+    try:
+        sync_folder(path.parent)
+    except OSError:  # what is told to have failed must not be there
+        with suppress(OSError):
+            path.rename(staging)
+        raise
+
+
+def _swap(staging: Path, path: Path) -> None:
+    aside = path.with_name(f".{path.name}.replaced-{secrets.token_hex(4)}")
+    sync_folder(staging)
+    path.rename(aside)
+    try:
+        commit_folder(staging, path)
+    except OSError:
+        aside.rename(path)
+        raise
+    shutil.rmtree(aside, ignore_errors=True)
+
+
+def recover_folder(path: Path) -> None:
+    """Undo what a killed `new_folder` left: put the old one back, remove what nobody writes to.
+
+    Effects:
+        Renames and removes folders beside `path`.
+    """
+    for aside in sorted(path.parent.glob(f".{path.name}.replaced-*")):
+        if path.exists():
+            shutil.rmtree(aside, ignore_errors=True)
+        else:
+            aside.rename(path)
+    for staging in path.parent.glob(f".{path.name}.staging-*"):
+        with suppress(OSError):
+            handle = os.open(staging, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+            try:
+                fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                shutil.rmtree(staging, ignore_errors=True)
+            finally:
+                os.close(handle)
 
 
 @contextmanager

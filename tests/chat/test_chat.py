@@ -22,20 +22,13 @@ from trainkit.chat.encode import (
     stop_ids,
 )
 from trainkit.chat.jinja import jinja_template
-from trainkit.chat.templates import (
-    CHATML_SPECIAL,
-    LLAMA3_SPECIAL,
-    QWEN3_SPECIAL,
-    Piece,
-    chatml,
-    llama3,
-    qwen3,
-)
+from trainkit.chat.templates import Piece, chatml, llama3, qwen3
 from trainkit.corpora.open import open_corpus
 from trainkit.corpora.tokens import memory_corpus
 from trainkit.packing import pack_bins
 from trainkit.tokenizers.bytes import byte_tokenizer
 from trainkit.tokenizers.hf import hf_tokenizer
+from trainkit.tokenizers.special import CHATML_SPECIAL, LLAMA3_SPECIAL, QWEN3_SPECIAL
 from trainkit.types import IGNORED_LABEL, DataError, Sample
 
 BYTES = byte_tokenizer((*QWEN3_SPECIAL, *LLAMA3_SPECIAL))

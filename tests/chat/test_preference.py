@@ -8,9 +8,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from trainkit.batch import collate_bins
+from trainkit.chat import QWEN3_SPECIAL, qwen3
 from trainkit.chat.encode import mask_parts
 from trainkit.chat.preference import encode_pair, pack_pairs, pair_documents
-from trainkit.chat.templates import QWEN3_SPECIAL, qwen3
 from trainkit.corpora.tokens import memory_corpus
 from trainkit.packing import best_fit, first_fit, sequential
 from trainkit.tokenizers.bytes import byte_tokenizer

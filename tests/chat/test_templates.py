@@ -19,16 +19,9 @@ from hypothesis import strategies as st
 from trainkit.chat.encode import stop_ids
 from trainkit.chat.jinja import jinja_template
 from trainkit.chat.messages import checked_messages
-from trainkit.chat.templates import (
-    CHATML_SPECIAL,
-    LLAMA3_SPECIAL,
-    QWEN3_SPECIAL,
-    TEMPLATES,
-    chatml,
-    llama3,
-    qwen3,
-)
+from trainkit.chat.templates import TEMPLATES, chatml, llama3, qwen3
 from trainkit.tokenizers import open_tokenizer
+from trainkit.tokenizers.special import CHATML_SPECIAL, LLAMA3_SPECIAL, QWEN3_SPECIAL
 from trainkit.types import ConfigError, DataError
 
 NATIVE = {"chatml": chatml, "llama3": llama3, "qwen3": qwen3}

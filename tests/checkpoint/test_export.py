@@ -19,7 +19,8 @@ from torch import nn
 from whole_step import Layout, run_steps
 
 import trainkit as tk
-from trainkit.checkpoint import export, sources
+from trainkit import files
+from trainkit.checkpoint import export, reading, sources
 from trainkit.checkpoint.export import (
     export_checkpoint,
     plan_shards,
@@ -28,7 +29,7 @@ from trainkit.checkpoint.export import (
 from trainkit.checkpoint.manifest import dump_json, make_manifest, sealed
 from trainkit.checkpoint.plain import hash_file
 from trainkit.checkpoint.sources import verify_weights, weights_from
-from trainkit.checkpoint.stored import Piece, Stored, contiguous_stride, safetensors_file
+from trainkit.checkpoint.stored import Extent, Stored, contiguous_stride, safetensors_file
 from trainkit.testing import RankError, run_ranks
 from trainkit.types import CheckpointError, ConfigError, DiskError, Share
 
@@ -147,8 +148,8 @@ def test_a_large_tensor_is_read_and_written_in_parts(tmp_path, monkeypatch):
     x = torch.arange(3 * 5 * 7, dtype=torch.float64).view(3, 5, 7)
     safetensors.torch.save_file({"x": x, "e": torch.zeros(0, 4)}, tmp_path / "a.safetensors")
     asked = []
-    read = export.read_box
-    monkeypatch.setattr(export, "read_box", lambda s, *box: asked.append(box) or read(s, *box))
+    read = reading.read_box
+    monkeypatch.setattr(reading, "read_box", lambda s, *box: asked.append(box) or read(s, *box))
     for chunk, parts in ((8 * 7 * 5 * 3, 1), (8 * 7 * 5, 3), (8 * 7 * 2, 9), (8 * 3, 45), (1, 105)):
         asked.clear()
         monkeypatch.setattr(export, "_CHUNK", chunk)
@@ -173,7 +174,7 @@ def killed_at(source, folder, place):
     """Export in this process, and kill it at a place."""
     kill = functools.partial(os.kill, os.getpid(), signal.SIGKILL)
     appended, renamed = iter(range(1000)), iter(range(1000))
-    append, sync, replace = export._append, export.sync_folder, Path.rename
+    append, sync, replace = export._append, files.sync_folder, Path.rename
 
     def appending(*arguments):
         append(*arguments)
@@ -190,7 +191,7 @@ def killed_at(source, folder, place):
             kill()
         return replace(self, target)
 
-    export._append, export.sync_folder = appending, syncing
+    export._append, files.sync_folder = appending, syncing
     Path.rename = renaming
     export_checkpoint(source, folder, overwrite=True, shard_bytes=100)
 
@@ -272,9 +273,9 @@ def test_what_is_there_is_never_overwritten_unasked(source, tmp_path):
 def test_an_export_that_still_runs_keeps_its_folder(source, tmp_path):
     path, _ = source
     folder = tmp_path / "weights"
-    with export._new_folder(folder, 0, overwrite=False) as staging:
+    with files.new_folder(folder, by="export") as staging:
         (staging / "mine").write_text("")
-        export._recover(folder)
+        files.recover_folder(folder)
         assert (staging / "mine").exists()
         shutil.copy(path / "manifest.json", staging)
     assert sorted(tree(folder)) == ["manifest.json", "mine"]
@@ -408,7 +409,7 @@ def test_a_header_that_claims_more_than_there_is_is_refused(tmp_path):
         safetensors_file(path)
     text = b"[" + b"[]," * 700_000 + b"1]"
     path.write_bytes(len(text).to_bytes(8, "little") + text)
-    with pytest.raises(CheckpointError, match=r"\d+ values; too many"):
+    with pytest.raises(CheckpointError, match=r"holds \d+ values"):
         safetensors_file(path)
 
 
@@ -457,8 +458,8 @@ def test_each_rank_hashes_its_share_and_all_refuse_alike(source, tmp_path):
     path, wanted = source
     folder = tmp_path / "weights"
     export_checkpoint(path, folder, shard_bytes=100)
-    files = list(json.loads((folder / "manifest.json").read_bytes())["files"])
-    assert len(files) == 4
+    held = list(json.loads((folder / "manifest.json").read_bytes())["files"])
+    assert len(held) == 4
 
     def read(axis):
         try:
@@ -468,7 +469,7 @@ def test_each_rank_hashes_its_share_and_all_refuse_alike(source, tmp_path):
         return all(same_bits(whole(weights, name, x), x) for name, x in wanted.items())
 
     assert run_threads(read, 3) == [True] * 3
-    last = folder / files[-1]
+    last = folder / held[-1]
     data = bytearray(last.read_bytes())
     data[-1] ^= 1
     last.write_bytes(data)
@@ -493,7 +494,7 @@ def test_weights_of_another_name_or_shape_are_refused(source, tmp_path):
 def test_no_tensors_are_no_folder(tmp_path):
     with pytest.raises(CheckpointError, match="would hold no tensor"):
         write_weights({}, tmp_path / "weights")
-    piece = Piece(tmp_path / "gone", 0, 4, (0,), (1,), contiguous_stride((1,)))
+    extent = Extent(tmp_path / "gone", 0, 4, (0,), (1,), contiguous_stride((1,)))
     with pytest.raises(CheckpointError, match="gone cannot be read"):
-        write_weights({"a": Stored("float32", (1,), (piece,))}, tmp_path / "weights")
+        write_weights({"a": Stored("float32", (1,), (extent,))}, tmp_path / "weights")
     assert list(tmp_path.iterdir()) == []

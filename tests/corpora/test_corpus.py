@@ -10,6 +10,7 @@ import socket
 import sysconfig
 from itertools import pairwise
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -28,7 +29,7 @@ from trainkit.corpora.open import (
     open_corpus,
 )
 from trainkit.corpora.tokens import TokenCorpus, write_corpus
-from trainkit.tokenizers.bytes import byte_tokenizer, open_tokenizer, tokenizer_hash
+from trainkit.tokenizers import byte_tokenizer, open_tokenizer, tokenizer_hash
 from trainkit.types import DataError, Sample
 
 BYTES = byte_tokenizer()
@@ -531,3 +532,11 @@ def test_more_files_than_a_process_may_open_are_read(tmp_path):
     corpus = open_corpus(tmp_path / "tokens")
     assert corpus.read(99, 0, 2).tolist() == [1, 2]
     check_unchanged(corpus)
+
+
+def test_a_tokenizer_that_leaves_its_vocabulary_is_refused(tmp_path):
+    tokenizer = SimpleNamespace(vocab_size=5, encode=lambda text: [ord(c) - 97 for c in text])
+    for text, found in (("az", "token 25 at 1"), ("aA", "token -32 at 1")):
+        (tmp_path / "a.txt").write_text(text)
+        with pytest.raises(DataError, match=rf"a\.txt has {found}, outside \[0, 5\)"):
+            open_corpus(tmp_path, tokenizer=tokenizer)

@@ -164,7 +164,7 @@ def test_rows_that_point_outside_their_file_are_refused(tmp_path):
     data = path.read_bytes()
     assert offsets in data
     path.write_bytes(data.replace(offsets, struct.pack("<4i", 0, 5, 2**30, 15)))
-    with pytest.raises(DataError, match=r"a.arrow: no .arrow file, or a damaged one, after row 0"):
+    with pytest.raises(DataError, match=r"a.arrow: no .arrow file, or a damaged one"):
         list(read_records(path))
 
 

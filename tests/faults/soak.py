@@ -31,7 +31,7 @@ MODES = [(2, False), (2, True), (4, False), (4, True)]
 KILLS, INSIDE = 50, 16
 QUOTAS = 24
 STOPS = 8
-HOSTILE = ["tests/checkpoint/test_hostile.py", "tests/checkpoint/test_convert.py"]
+HOSTILE = ["tests/checkpoint/test_hostile.py", "tests/convert/test_convert.py"]
 CHAOS_STEPS = 120
 
 

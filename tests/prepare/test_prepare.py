@@ -5,12 +5,16 @@ import functools
 import itertools
 import multiprocessing
 import os
+import pickle
 import shutil
 import signal
-import socket
+import subprocess
 import sys
+import threading
+import time
 import warnings
 from argparse import ArgumentParser
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
 from types import SimpleNamespace
@@ -29,7 +33,7 @@ from trainkit.corpora.tokens import open_tokens, write_corpus
 from trainkit.prepare import chunks, parts, workers
 from trainkit.prepare import prepare as room
 from trainkit.prepare.prepare import Progress, prepare_corpus
-from trainkit.tokenizers.bytes import (
+from trainkit.tokenizers import (
     byte_tokenizer,
     encode_document,
     open_tokenizer,
@@ -406,12 +410,12 @@ def test_a_trainkit_that_is_not_installed_still_knows_its_code(tmp_path, monkeyp
         raise parts.metadata.PackageNotFoundError
 
     monkeypatch.setattr(parts.metadata, "version", not_installed)
-    ours = parts._code()
+    ours = parts.code_version()
     assert ours.startswith("not installed ")
     seen = {ours}
     for name in ("chat", "tokenizers"):
         other_code(tmp_path, monkeypatch, name)
-        seen.add(parts._code())
+        seen.add(parts.code_version())
     assert len(seen) == 3
 
 
@@ -644,8 +648,8 @@ def test_numbers_out_of_range_are_refused(options, source, out):
 # ---------------------------------------------------------------------------------------- processes
 
 DEADLY = """
-import os, signal
-from trainkit.tokenizers.bytes import encode_document
+import os, signal, time
+from trainkit.tokenizers import encode_document
 
 def make(tokenizer):
     return lambda record: encode_document(tokenizer, record["text"])
@@ -656,6 +660,8 @@ def make_deadly(tokenizer):
             os.kill(os.getpid(), signal.SIGKILL)
         if record["text"] == "late":
             raise ValueError("too late")
+        if record["text"] == "hangs":
+            time.sleep(60)
         return encode_document(tokenizer, record["text"])
     return encode
 """
@@ -685,7 +691,7 @@ def test_several_processes_give_the_file_of_one(source, out):
 @pytest.mark.case("D10")
 def test_a_process_that_dies_is_named_with_its_chunk(source, out, encoders):
     path = lines(source)
-    message = r"worker \d \(process \d+\) was ended by SIGKILL, at chunk 2: bytes \d+ to \d+ of"
+    message = r"process \d+ on .*, at chunk 2, bytes \d+ to \d+ of .*, was ended by SIGKILL"
     with pytest.raises(DataError, match=message):
         run(path, out, workers=2, make_encode=encoders.make_deadly)
     left = names_in(out.parent / "a.tokens.parts")
@@ -696,64 +702,41 @@ def test_a_process_that_dies_is_named_with_its_chunk(source, out, encoders):
 
 
 @pytest.fixture
-def serve(monkeypatch):
-    """What a worker's loop, run in this process, says of some chunks."""
-    monkeypatch.setenv("TOKENIZERS_PARALLELISM", "true")  # it sets this
-    handler = signal.getsignal(signal.SIGINT)  # and this
+def work(out):
+    """What a worker does with some chunks, in this process."""
 
-    def said(job, *todo):
-        ours, theirs = multiprocessing.Pipe()
-        with ours, socket.socket(fileno=os.dup(ours.fileno())) as end:
-            for task in enumerate(todo):
-                ours.send(task)
-            end.shutdown(socket.SHUT_WR)
-            with theirs:
-                workers._serve(theirs, job)
-            answers = []
-            with suppress(EOFError):
-                while True:
-                    answers.append(ours.recv())
-        return answers
+    def written(make_encode, *todo, tokenizer=BYTES):
+        job = parts.make_job(out.parent, tokenizer, make_encode, "text")
+        (out.parent / ".job").write_bytes(data := pickle.dumps(job))
+        told = workers._hash(data)
+        return [workers._write(out.parent / ".job", told, *task) for task in enumerate(todo)]
 
-    yield said
-    signal.signal(signal.SIGINT, handler)
+    return written
 
 
-def job_of(out, make_encode, tokenizer=BYTES):
-    return parts.Job(out.parent, tokenizer, make_encode, "text")
+def start_one():
+    with workers.process_pool(2) as pool:
+        with workers._interrupts_wait():
+            pool.submit(os.getpid)
+        pytest.fail("the interrupt was lost")
 
 
-def interrupted(tokenizer):
-    """Make an encoder during whose work somebody types Ctrl-C."""
-
-    def encode(record):
-        os.kill(os.getpid(), signal.SIGINT)
-        return encode_document(tokenizer, record["text"])
-
-    return encode
-
-
-def test_a_worker_leaves_the_interrupt_to_the_parent(source, out, serve):
-    (chunk,) = chunks.cut_source(lines(source), suffixes=[], chunk_bytes=10_000)
-    try:
-        ((tally, done),) = serve(job_of(out, interrupted), chunk)
-    except KeyboardInterrupt:
-        pytest.fail("the worker was interrupted")
-    assert (tally.documents, done) == (len(WORDS), True)
-
-
-def test_a_worker_that_is_still_starting_leaves_the_interrupt_to_the_parent(out, monkeypatch):
+def test_workers_leave_the_interrupt_to_the_parent(monkeypatch, capfd):
+    """Ctrl-C goes to all processes of a terminal, those that are still starting too."""
     masks = []
 
-    def start(_):
+    def start(process):
         masks.append(signal.pthread_sigmask(signal.SIG_BLOCK, []))
-        os.kill(os.getpid(), signal.SIGINT)  # it comes when the worker is there
+        os.kill(os.getpid(), signal.SIGINT)  # it comes when all are there
+        started(process)
 
+    started = multiprocessing.context.SpawnProcess.start
     monkeypatch.setattr(multiprocessing.context.SpawnProcess, "start", start)
-    with pytest.raises(KeyboardInterrupt), workers._workers(job_of(out, None), 3):
-        pytest.fail("the interrupt was lost")
+    with pytest.raises(KeyboardInterrupt):
+        start_one()
     assert [signal.SIGINT in mask for mask in masks] == [True]
     assert signal.SIGINT not in signal.pthread_sigmask(signal.SIG_BLOCK, [])
+    assert "Traceback" not in capfd.readouterr().err
 
 
 class TwoPartsError(ValueError):
@@ -766,51 +749,104 @@ class OwnError(DataError):
         super().__init__(f"{first} and {second}")
 
 
-@pytest.mark.parametrize(
-    ("error", "kind", "message"),
-    [
-        (TwoPartsError("a", "b"), DataError, "TwoPartsError: a and b"),
-        (OwnError("a", "b"), DataError, "OwnError: a and b"),
-        (DataError("odd", got=lambda: 0), DataError, "DataError: odd"),
-        (KeyError("k"), DataError, "KeyError: 'k'"),
-        (ValueError("v"), ValueError, "v"),
-        (DiskError("full", where=Path("a"), got=1, want=(2,), hint="h"), DiskError, "full"),
-        (ConfigError("gone", hint="pip"), ConfigError, "gone"),
-    ],
-)
-def test_an_error_of_a_worker_comes_as_what_it_is_or_in_its_words(error, kind, message, out, serve):
-    def failing_at_once(_):
-        raise error
+ERRORS = {
+    "two parts": (TwoPartsError("a", "b"), DataError, "TwoPartsError: a and b"),
+    "own": (OwnError("a", "b"), DataError, "OwnError: a and b"),
+    "odd": (DataError("odd", got=lambda: 0), DataError, "DataError: odd"),
+    "key": (KeyError("k"), DataError, "KeyError: 'k'"),
+    "value": (ValueError("v"), ValueError, "v"),
+    "disk": (DiskError("full", where=Path("a"), got=1, want=(2,), hint="h"), DiskError, "full"),
+    "config": (ConfigError("gone", hint="pip"), ConfigError, "gone"),
+}
 
-    job = job_of(out, failing_at_once)
-    (said,) = serve(job)
+
+def failing_at_once(_, name):
+    raise ERRORS[name][0]
+
+
+@pytest.mark.parametrize("name", ERRORS)
+def test_an_error_of_a_worker_comes_as_what_it_is_or_in_its_words(name, work, source):
+    error, kind, message = ERRORS[name]
+    (chunk,) = chunks.cut_source(lines(source), suffixes=[], chunk_bytes=10_000)
+    with pytest.raises(kind) as caught:
+        work(functools.partial(failing_at_once, name=name), chunk)
+    said = pickle.loads(pickle.dumps(caught.value))
     assert (type(said), str(said)) == (kind, message)
     if kind in (DiskError, ConfigError):
-        for name in ("what", "where", "got", "want", "hint"):
-            assert getattr(said, name) == getattr(error, name)
-    task = SimpleNamespace(worker=SimpleNamespace(pipe=SimpleNamespace(recv=lambda: said)))
-    with pytest.raises(kind, match=message.replace("'", ".")):
-        workers._heard(task, None)
+        for fact in ("what", "where", "got", "want", "hint"):
+            assert getattr(said, fact) == getattr(error, fact)
 
 
-def test_an_error_while_a_chunk_is_read_comes_in_its_words(source, out, serve, monkeypatch):
+def test_an_error_while_a_chunk_is_read_comes_in_its_words(source, out, work, monkeypatch):
     def broken(*_, **__):
         raise TwoPartsError("a", "b")
 
     (chunk,) = chunks.cut_source(lines(source), suffixes=[], chunk_bytes=10_000)
     monkeypatch.setattr(parts, "read_chunk", broken)
-    (said,) = serve(job_of(out, None), chunk)
-    assert (type(said), str(said)) == (DataError, "TwoPartsError: a and b")
+    with pytest.raises(DataError, match="TwoPartsError: a and b"):
+        work(None, chunk)
+    assert names_in(out.parent) == [".job"]
+
+
+def test_a_job_that_was_changed_and_another_trainkit_are_refused(source, out, work, monkeypatch):
+    (chunk,) = chunks.cut_source(lines(source), suffixes=[], chunk_bytes=10_000)
+    work(None, chunk)
+    monkeypatch.setattr(workers, "_here", threading.local())
+    with pytest.raises(DataError, match="has another trainkit"):
+        workers._write(out.parent / ".job", "another hash", 0, chunk)
 
 
 @pytest.mark.case("D11")
-def test_a_process_that_says_nothing_is_named(source):
+def test_a_process_that_says_nothing_is_named(source, out, encoders):
+    path = write_lines(source / "a.jsonl", ["x" * 200, "hangs", "y" * 200])
+    message = r"process \d+ on .*, at chunk 1, bytes \d+ to \d+ of .*, has said nothing for \d+ s"
+    with pytest.raises(DataError, match=message):
+        run(path, out, workers=2, timeout=2.0, make_encode=encoders.make_deadly)
+    assert multiprocessing.active_children() == []
+
+
+def test_processes_end_with_one_that_is_killed(tmp_path):
+    """No pool outlives the process that made it, however that ends."""
+    script = tmp_path / "script.py"
+    script.write_text(KILLED)
+    process = subprocess.Popen([sys.executable, script], stdout=subprocess.PIPE, text=True)
+    children = [int(process.stdout.readline()) for _ in range(2)]
+    process.kill()
+    process.wait()
+    process.stdout.close()
+    deadline = time.monotonic() + 20
+    while any(map(is_running, children)):
+        assert time.monotonic() < deadline
+        time.sleep(0.1)
+
+
+KILLED = """
+import os, time
+from trainkit.prepare.workers import process_pool
+
+if __name__ == "__main__":
+    with process_pool(2) as pool:
+        pool.submit(time.sleep, 1), pool.submit(time.sleep, 1)
+        for process in pool._processes:
+            print(process, flush=True)
+        time.sleep(60)
+"""
+
+
+def is_running(pid):
+    stat = Path(f"/proc/{pid}/stat")
+    with suppress(FileNotFoundError, ProcessLookupError):
+        return stat.read_text().rpartition(")")[2].split()[0] != "Z"
+    return False
+
+
+def test_a_pool_of_somebody_elses_does_the_same(source, out):
     path = lines(source)
-    todo = dict(enumerate(chunks.cut_source(path, suffixes=[], chunk_bytes=100)))
-    process = SimpleNamespace(pid=4711)
-    task = workers._Task(workers._Worker("worker 1", process, None), 2, 0.0)
-    with pytest.raises(DataError, match=r"worker 1 \(process 4711\) has said nothing for \d+ s"):
-        workers._check_alive([task], todo, 5.0)
+    run(path, out)
+    want = out.read_bytes()
+    with ThreadPoolExecutor(3) as executor:
+        done = run(path, out, executor=executor)
+    assert (out.read_bytes(), done.workers) == (want, None)
 
 
 def test_a_small_source_is_done_in_this_process(source, out):
@@ -922,14 +958,14 @@ def test_the_command_refuses_flags_that_make_no_sense(flags, message, source, ou
         command_line(talks(source), "--out", out, *flags)
 
 
-def test_counts_of_parts_add_up_in_any_process_and_after_a_stop(source, out, serve):
+def test_counts_of_parts_add_up_in_any_process_and_after_a_stop(source, out, work):
     path, tokenizer = talks(source), byte_tokenizer(CHATML_SPECIAL)
     make = functools.partial(chat_encoder, max_length=35, overlong="drop")
     todo = chunks.cut_source(path, suffixes=[], chunk_bytes=1)
-    said = serve(job_of(out, make, tokenizer), *todo)
-    found = [(tally.counts["truncated"], tally.counts["dropped"]) for tally, _ in said]
+    said = work(make, *todo, tokenizer=tokenizer)
+    found = [(part.counts["truncated"], part.counts["dropped"]) for part in said]
     assert found == [(0, 0), (1, 0), (1, 0), (0, 1)]
-    assert [tally.empty_documents for tally, _ in said] == [0] * 4
+    assert [part.empty_documents for part in said] == [0] * 4
     options = {"make_encode": make, "tokenizer": tokenizer, "chunk_bytes": 1}
     with pytest.raises(KeyboardInterrupt):
         run(path, out, progress=stop_after(3), **options)

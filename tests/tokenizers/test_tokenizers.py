@@ -8,18 +8,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from trainkit.tokenizers.bytes import (
-    CHAT_SPECIAL,
-    byte_tokenizer,
+from trainkit.tokenizers.bytes import byte_tokenizer
+from trainkit.tokenizers.documents import encode_document, encode_documents, text_encoder
+from trainkit.tokenizers.hf import hf_tokenizer, save_tokenizer, train_bpe
+from trainkit.tokenizers.open import (
     covered_hashes,
-    encode_document,
-    encode_documents,
     find_tokenizer,
     open_tokenizer,
-    text_encoder,
     tokenizer_hash,
 )
-from trainkit.tokenizers.hf import hf_tokenizer, save_tokenizer, train_bpe
+from trainkit.tokenizers.special import CHAT_SPECIAL
 from trainkit.types import ConfigError, DataError, DiskError
 
 BYTES = byte_tokenizer()
@@ -104,15 +102,6 @@ def test_special_tokens_are_added_only_where_there_are_some():
     assert encode_document(letters, "ab").tolist() == [0, 1, 30]
     assert encode_document(Letters(), "").tolist() == []
     assert [x.tolist() for x in encode_documents(letters, ["", "a"])] == [[30], [0, 30]]
-
-
-def test_tokens_outside_the_vocabulary_are_refused():
-    letters = Letters()
-    letters.vocab_size = 5
-    with pytest.raises(ValueError, match=r"tokens 0 to 25 do not lie in \[0, 5\).*Letters"):
-        encode_document(letters, "az")
-    with pytest.raises(ValueError, match="tokens -32 to"):
-        encode_document(Letters(), "aA")
 
 
 def test_a_record_without_its_text_is_refused_with_the_fields_name():

@@ -14,17 +14,8 @@ from trainkit.chat.encode import (
 from trainkit.chat.jinja import jinja_template
 from trainkit.chat.preference import encode_pair, pack_pairs, pair_documents
 from trainkit.chat.prompt import prompt_ids
-from trainkit.chat.templates import (
-    CHATML_SPECIAL,
-    LLAMA3_SPECIAL,
-    QWEN3_SPECIAL,
-    TEMPLATES,
-    Piece,
-    Template,
-    chatml,
-    llama3,
-    qwen3,
-)
+from trainkit.chat.templates import TEMPLATES, Piece, Template, chatml, llama3, qwen3
+from trainkit.tokenizers.special import CHATML_SPECIAL, LLAMA3_SPECIAL, QWEN3_SPECIAL
 
 __all__ = [
     "CHATML_SPECIAL",

@@ -84,7 +84,7 @@ def encode_chat(
 
     Examples:
         >>> from trainkit.tokenizers import byte_tokenizer
-        >>> from trainkit.chat.templates import CHATML_SPECIAL
+        >>> from trainkit.chat import CHATML_SPECIAL
         >>> tokenizer = byte_tokenizer(CHATML_SPECIAL)
         >>> messages = [{"role": "user", "content": "1+1?"}, {"role": "assistant", "content": "2"}]
         >>> sample = encode_chat(messages, tokenizer)
@@ -153,7 +153,7 @@ def chat_encoder(
 
     Examples:
         >>> from trainkit.tokenizers import byte_tokenizer
-        >>> from trainkit.chat.templates import CHATML_SPECIAL
+        >>> from trainkit.chat import CHATML_SPECIAL
         >>> encode = chat_encoder(byte_tokenizer(CHATML_SPECIAL), train="last")
         >>> said = [("user", "a"), ("assistant", "b"), ("user", "c"), ("assistant", "d")]
         >>> sample = encode({"messages": [{"role": r, "content": c} for r, c in said]})
@@ -218,7 +218,7 @@ def stop_ids(tokenizer: Tokenizer, template: Template = chatml) -> tuple[int, ..
 
     Examples:
         >>> from trainkit.tokenizers import byte_tokenizer
-        >>> from trainkit.chat.templates import CHATML_SPECIAL
+        >>> from trainkit.chat import CHATML_SPECIAL
         >>> stop_ids(byte_tokenizer(CHATML_SPECIAL))
         (260,)
     """

@@ -61,7 +61,7 @@ def encode_pair(
 
     Examples:
         >>> from trainkit.tokenizers import byte_tokenizer
-        >>> from trainkit.chat.templates import CHATML_SPECIAL
+        >>> from trainkit.chat import CHATML_SPECIAL
         >>> record = {"prompt": "1+1?", "chosen": "2", "rejected": "3"}
         >>> chosen, rejected = encode_pair(record, byte_tokenizer(CHATML_SPECIAL))
         >>> chosen.tokens[chosen.trained], rejected.tokens[rejected.trained]

@@ -17,23 +17,6 @@ import attrs
 from trainkit.chat.messages import Message, checked_messages, wrong_message
 from trainkit.types import DataError
 
-CHATML_SPECIAL = ("<|im_start|>", "<|im_end|>")
-"""The special tokens that `chatml` writes."""
-
-LLAMA3_SPECIAL = ("<|begin_of_text|>", "<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>")
-"""The special tokens that `llama3` writes."""
-
-QWEN3_SPECIAL = (
-    *CHATML_SPECIAL,
-    "<think>",
-    "</think>",
-    "<tool_call>",
-    "</tool_call>",
-    "<tool_response>",
-    "</tool_response>",
-)
-"""The special tokens that `qwen3` writes; Qwen's tokenizer has one token for each."""
-
 
 @attrs.frozen
 class Piece:

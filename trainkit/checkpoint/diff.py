@@ -9,7 +9,7 @@ from typing import Any
 
 from trainkit.checkpoint.plain import read_json
 from trainkit.checkpoint.sources import checkpoint_tensors
-from trainkit.checkpoint.stored import Stored, read_box
+from trainkit.checkpoint.stored import Stored
 from trainkit.types import CheckpointError
 
 _TOLD = 200  # entries of a kind; more would hide the others
@@ -121,7 +121,7 @@ def _same_bytes(
         return True
     cuts = [
         {
-            name: [(p.path.name, p.start, p.offset, p.shape) for p in s.pieces]
+            name: [(p.path.name, p.start, p.offset, p.shape) for p in s.extents]
             for name, s in i.items()
         }
         for i in indices
@@ -142,6 +142,8 @@ def _value_difference(a: Mapping[str, Stored], b: Mapping[str, Stored]) -> dict[
 def _compare_values(a: Stored, b: Stored) -> dict[str, Any]:
     """Compare two tensors in parts: the largest difference, and how many elements differ."""
     import torch  # noqa: PLC0415 - all but values is told without it
+
+    from trainkit.checkpoint.reading import read_box  # noqa: PLC0415 - likewise
 
     largest = scale = 0.0
     unequal = 0

@@ -7,15 +7,13 @@ itself.
 
 from __future__ import annotations
 
-import fcntl
 import hashlib
 import math
 import os
-import secrets
 import shutil
 import struct
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -23,6 +21,7 @@ import orjson
 
 from trainkit.checkpoint.boxes import DTYPES
 from trainkit.checkpoint.manifest import dump_json, find_checkpoint, read_manifest, sealed
+from trainkit.checkpoint.plain import refusal, write_durably
 from trainkit.checkpoint.sources import (
     FORMAT,
     INDEX,
@@ -30,13 +29,8 @@ from trainkit.checkpoint.sources import (
     checkpoint_tensors,
     read_weights_manifest,
 )
-from trainkit.checkpoint.stored import (
-    Stored,
-    contiguous_stride,
-    read_box,
-    refusal,
-)
-from trainkit.files import disk_errors, sync_folder
+from trainkit.checkpoint.stored import Stored, contiguous_stride
+from trainkit.files import disk_errors, new_folder, recover_folder
 from trainkit.types import CheckpointError, ConfigError, DiskError
 
 if TYPE_CHECKING:
@@ -146,7 +140,7 @@ def plan_shards(
 
 
 def _cast(stored: Stored, dtype: str | None) -> Stored:
-    """Return how a tensor is described once it has been written, in one piece."""
+    """Return how a tensor is described once it has been written, in one extent."""
     kept = dtype is None or stored.dtype not in _FLOATS
     return Stored(stored.dtype if kept else str(dtype), stored.shape, ())
 
@@ -210,7 +204,12 @@ def write_weights(
     described = {name: _cast(tensors[name], dtype) for name in sorted(tensors)}
     plan = plan_shards({name: s.nbytes for name, s in described.items()}, shard_bytes=shard_bytes)
     total = sum(stored.nbytes for stored in described.values())
-    with _new_folder(target, total, overwrite=overwrite) as staging:
+    with disk_errors(target, by="export"):
+        target.parent.mkdir(parents=True, exist_ok=True)
+        recover_folder(target)
+        _check_target(target, overwrite=overwrite)
+        _check_space(target, total)
+    with new_folder(target, by="export", replace=overwrite) as staging:
         files = {
             file: _write_shard(staging / file, names, tensors, described)
             for file, names in plan.items()
@@ -218,9 +217,11 @@ def write_weights(
         if len(plan) > 1:
             weights = {name: file for file, names in plan.items() for name in names}
             index = {"metadata": {"total_size": total}, "weight_map": weights}
-            files[INDEX] = _write_small(staging / INDEX, dump_json(index))
+            with disk_errors(staging / INDEX, by="export"):
+                files[INDEX] = write_durably(staging / INDEX, dump_json(index))
         body = {"format": FORMAT, "version": VERSION, "files": files, "from": dict(origin or {})}
-        _write_small(staging / "manifest.json", dump_json(sealed(body)))
+        with disk_errors(staging, by="export"):
+            write_durably(staging / "manifest.json", dump_json(sealed(body)))
     return {
         "folder": str(target),
         "files": list(files),
@@ -228,14 +229,6 @@ def write_weights(
         "bytes": total,
         "from": dict(origin or {}),
     }
-
-
-def _write_small(path: Path, data: bytes) -> dict[str, Any]:
-    with disk_errors(path, by="export", needed=len(data)), path.open("xb") as file:
-        file.write(data)
-        file.flush()
-        os.fsync(file.fileno())
-    return {"size": len(data), "sha256": hashlib.sha256(data).hexdigest()}
 
 
 def _write_shard(
@@ -271,6 +264,8 @@ def _chunks(stored: Stored, dtype: str) -> Iterator[Any]:
     """Yield the bytes of a tensor in its order, a bounded number at a time."""
     import torch  # noqa: PLC0415 - the command line plans, refuses and verifies without it
 
+    from trainkit.checkpoint.reading import read_box  # noqa: PLC0415 - likewise
+
     for shape, offset in _row_boxes(stored):
         part = read_box(stored, shape, offset).to(getattr(torch, dtype)).contiguous()
         yield part.reshape(-1).view(torch.uint8).numpy().data
@@ -305,66 +300,6 @@ def _row_boxes(stored: Stored) -> Iterator[tuple[tuple[int, ...], tuple[int, ...
 
 
 # --------------------------------------------------------------------------------------- folders
-
-
-@contextmanager
-def _new_folder(target: Path, needed: int, *, overwrite: bool) -> Iterator[Path]:
-    """Yield an empty folder beside `target` that becomes it at the end, and goes on failure."""
-    with disk_errors(target, by="export"):
-        target.parent.mkdir(parents=True, exist_ok=True)
-        _recover(target)
-        _check_target(target, overwrite=overwrite)
-        _check_space(target, needed)
-        staging = target.with_name(f".{target.name}.staging-{secrets.token_hex(4)}")
-        staging.mkdir()
-    handle = os.open(staging, os.O_RDONLY)
-    try:
-        with suppress(OSError):  # not every disk has locks; then nobody takes a folder for dead
-            fcntl.flock(handle, fcntl.LOCK_EX)  # held while this process lives: see _recover
-        yield staging
-        with disk_errors(target, by="export"):
-            sync_folder(staging)
-            _swap(staging, target)
-    except BaseException:
-        shutil.rmtree(staging, ignore_errors=True)
-        raise
-    finally:
-        os.close(handle)
-
-
-def _swap(staging: Path, target: Path) -> None:
-    """Give the new folder its name. An old one steps aside first, and goes when the new is there.
-
-    A rename never replaces a folder that holds anything, so nothing that came meanwhile is lost.
-    """
-    aside = target.with_name(f".{target.name}.replaced-{secrets.token_hex(4)}")
-    if target.exists():
-        target.rename(aside)
-    try:
-        staging.rename(target)
-    except OSError:
-        if aside.exists():
-            aside.rename(target)
-        raise
-    sync_folder(target.parent)
-    shutil.rmtree(aside, ignore_errors=True)
-
-
-def _recover(target: Path) -> None:
-    """Undo what a killed export left: put the old folder back, remove what nobody writes to."""
-    for aside in sorted(target.parent.glob(f".{target.name}.replaced-*")):
-        if target.exists():
-            shutil.rmtree(aside, ignore_errors=True)
-        else:
-            aside.rename(target)
-    for staging in target.parent.glob(f".{target.name}.staging-*"):
-        with suppress(OSError):
-            handle = os.open(staging, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
-            try:
-                fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                shutil.rmtree(staging, ignore_errors=True)
-            finally:
-                os.close(handle)
 
 
 def _check_target(target: Path, *, overwrite: bool) -> None:

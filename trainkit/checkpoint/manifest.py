@@ -6,7 +6,6 @@ import hashlib
 import os
 import re
 import shutil
-import stat
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -14,7 +13,7 @@ from typing import Any
 
 import orjson
 
-from trainkit.checkpoint.plain import hash_file, parse_json, read_bounded
+from trainkit.checkpoint.plain import file_problem, parse_json, read_bounded, read_json
 from trainkit.types import CheckpointError
 
 FORMAT = "trainkit-checkpoint"
@@ -105,13 +104,13 @@ def is_ours(path: Path | str) -> bool:
     """
     file = Path(path) / MANIFEST
     try:
-        manifest = parse_json(file, read_bounded(file, _MANIFEST_BYTES), _MANIFEST_VALUES)
+        manifest = read_json(file, most_bytes=_MANIFEST_BYTES, most_values=_MANIFEST_VALUES)
     except CheckpointError:
         return False
     return isinstance(manifest, dict) and manifest.get("format") == FORMAT
 
 
-def _manifest_problems(manifest: Any, data: bytes) -> list[str]:
+def _manifest_problems(manifest: Any, data: bytes | bytearray) -> list[str]:
     if not isinstance(manifest, dict) or not isinstance(manifest.get("files"), dict):
         return [f"{MANIFEST} is not a manifest"]
     if not is_sealed(manifest):
@@ -165,31 +164,6 @@ def plain_file_name(name: str) -> bool:
     return isinstance(name, str) and _FILE_NAME.fullmatch(name) is not None
 
 
-def _size_problems(path: Path, want: Mapping[str, Any]) -> list[str]:
-    try:
-        facts = path.lstat()
-    except FileNotFoundError:
-        return [f"{path.name} is missing"]
-    except OSError as error:
-        return [f"{path.name} cannot be read: {error.strerror}"]
-    if not stat.S_ISREG(facts.st_mode):
-        return [f"{path.name} is no regular file"]
-    if facts.st_size != want["size"]:
-        return [f"{path.name} has {facts.st_size} bytes, the manifest says {want['size']}"]
-    return []
-
-
-def _hash_problems(path: Path, want: Mapping[str, Any]) -> list[str]:
-    try:
-        found = hash_file(path)
-    except CheckpointError as error:
-        return [f"{path.name} cannot be trusted: {error.what}"]
-    except OSError as error:
-        return [f"{path.name} cannot be read: {error.strerror}"]
-    same = (want["size"], want["sha256"]) == (found["size"], found["sha256"])
-    return [] if same else [f"{path.name} does not match its sha256"]
-
-
 def verify_checkpoint(path: Path | str) -> list[str]:
     """Return what is wrong with a checkpoint: an empty list when every byte is as it was written.
 
@@ -211,10 +185,21 @@ def verify_checkpoint(path: Path | str) -> list[str]:
     problems, manifest = _outline(path)
     if problems:
         return problems
-    files = sorted(manifest["files"].items(), key=lambda item: -item[1]["size"])
+    return file_problems(path, manifest["files"])
+
+
+def file_problems(path: Path, files: Mapping[str, Mapping[str, Any]]) -> list[str]:
+    """Return which files of a folder are not as its manifest says, by every byte.
+
+    Effects:
+        Reads them; hashes up to eight at once, in threads.
+    """
+    largest = sorted(files.items(), key=lambda item: -item[1]["size"])
     with ThreadPoolExecutor(min(_READERS, os.cpu_count() or 1)) as pool:
-        found = pool.map(_hash_problems, (path / name for name, _ in files), (w for _, w in files))
-        return [problem for problems in found for problem in problems]
+        found = pool.map(
+            file_problem, (path / name for name, _ in largest), (w for _, w in largest)
+        )
+        return [problem for problem in found if problem is not None]
 
 
 def outline_problems(path: Path | str) -> list[str]:
@@ -254,9 +239,8 @@ def _outline(path: Path) -> tuple[list[str], dict[str, Any]]:
     problems += [
         f"{name} is not in the manifest" for name in sorted(present - set(manifest["files"]))
     ]
-    for file, want in manifest["files"].items():
-        problems += _size_problems(path / file, want)
-    return problems, manifest
+    sizes = (file_problem(path / f, w, whole=False) for f, w in manifest["files"].items())
+    return [*problems, *filter(None, sizes)], manifest
 
 
 # ------------------------------------------------------------------------------------- directories

@@ -1,7 +1,7 @@
 """Tensors as they lie in files: which bytes of which file hold which box. Reading checks them.
 
 Checkpoints, exported folders, safetensors files and others' formats are all described by the same
-records, so one function reads them and one writes them. Describing needs no torch.
+records, so one function reads them and one writes them. No torch.
 """
 
 from __future__ import annotations
@@ -10,32 +10,31 @@ import json
 import math
 import os
 import re
-import stat
 import zlib
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import attrs
-import orjson
 
-from trainkit.checkpoint.boxes import DTYPES, entry_problem, overlap
-from trainkit.types import CheckpointError
-
-if TYPE_CHECKING:
-    import torch
-    from torch import Tensor
+from trainkit.checkpoint.boxes import DTYPES, entry_problem
+from trainkit.checkpoint.plain import (
+    open_plain,
+    parse_json,
+    read_exactly,
+    refusal,
+    size_of,
+    skim,
+)
 
 _FROM_SAFETENSORS = {name: dtype for dtype, (name, _) in DTYPES.items()}
 _NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.:/-]{0,499}")
 _MOST_HEADER = 40 * 1024 * 1024  # of about 300,000 tensors
 _MOST_NUMBER = 1 << 60
-_CHUNK = 16 * 1024 * 1024
 
 
 @attrs.frozen
-class Piece:
+class Extent:
     """One box of a tensor in a file.
 
     `start` and `size` say, in bytes, where the storage lies; the box begins `skip` elements into
@@ -55,24 +54,16 @@ class Piece:
 
 @attrs.frozen
 class Stored:
-    """A whole tensor: its dtype in torch's name, its shape, and the pieces that hold it."""
+    """A whole tensor: its dtype in torch's name, its shape, and the extents that hold it."""
 
     dtype: str
     shape: tuple[int, ...]
-    pieces: tuple[Piece, ...]
+    extents: tuple[Extent, ...]
 
     @property
     def nbytes(self) -> int:
         """Bytes of all its elements."""
         return math.prod(self.shape) * DTYPES[self.dtype][1]
-
-
-# -------------------------------------------------------------------------------------- refusing
-
-
-def refusal(path: Path | str, what: str) -> CheckpointError:
-    """Return the error for a file that is not what a good one is."""
-    return CheckpointError(f"checkpoint: {path} {what}", where=str(path))
 
 
 def plain_tensor_name(name: Any) -> bool:
@@ -93,60 +84,23 @@ def sizes_of(values: Any, path: Path | str) -> tuple[int, ...]:
     return tuple(listed)
 
 
-def regular_size(path: Path) -> int:
-    """Return the size of a file in bytes; refuse what is no regular file, links included."""
-    try:
-        facts = path.lstat()
-    except (OSError, ValueError) as error:
-        raise refusal(path, f"cannot be read: {error}") from error
-    if not stat.S_ISREG(facts.st_mode):
-        raise refusal(path, "is no regular file")
-    return facts.st_size
+def sane_table(data: bytes | bytearray, path: Path) -> dict[str, Any]:
+    """Parse a table of JSON from others, but none that would need far more memory than itself.
 
-
-@contextmanager
-def opened(path: Path) -> Iterator[int]:
-    """Open a regular file for reading, never through a link in its last part."""
-    regular_size(path)
-    try:
-        handle = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
-    except OSError as error:
-        raise refusal(path, f"cannot be read: {error}") from error
-    try:
-        yield handle
-    finally:
-        os.close(handle)
-
-
-def read_exactly(handle: int, start: int, size: int, path: Path) -> bytearray:
-    """Read bytes at a place of a file, all of them or an error."""
-    data = bytearray(size)
-    view, done = memoryview(data), 0
-    while done < size:
-        got = os.preadv(handle, [view[done : done + _CHUNK]], start + done)
-        if not got:
-            raise refusal(path, f"ends after {start + done} bytes, {start + size} were expected")
-        done += got
-    return data
-
-
-def sane_json(data: bytes | bytearray, path: Path | str, most: int = _MOST_HEADER) -> Any:
-    """Parse JSON that a file holds, but none that would need far more memory than itself.
-
-    A table with a key twice is refused: readers do not agree on which of the values stands.
+    A key that stands there twice is refused: readers do not agree on which of the values stands.
     """
-    values = sum(map(data.count, (b",", b"[", b"{")))
     # A header has 8 bytes and more for each value, and 15 for each key.
-    crowded = len(data) > 1 << 20 and max(values * 7, data.count(b":") * 12) > len(data)
-    if len(data) > most or crowded:
-        raise refusal(path, f"holds {len(data)} bytes of JSON with {values} values; too many")
-    try:
-        found = orjson.loads(data)
-        # Every key has a colon: where there are no more of them, no key stands there twice.
-        if data.count(b":") != _keys_in(found):
+    most = len(data) // 7 if len(data) > 1 << 20 else len(data)
+    crowded = data.count(b":") * 12 > len(data) > 1 << 20
+    found = parse_json(path, data, 0 if crowded else most)
+    if not isinstance(found, dict):
+        raise refusal(path, "holds JSON that is no table")
+    # Every key has a colon: where there are no more of them, no key stands there twice.
+    if data.count(b":") != _keys_in(found):
+        try:
             json.loads(data, object_pairs_hook=_without_twins)
-    except (ValueError, RecursionError) as error:
-        raise refusal(path, f"holds no good JSON: {error}") from error
+        except (ValueError, RecursionError) as error:
+            raise refusal(path, f"is no good JSON: {error}") from error
     return found
 
 
@@ -197,8 +151,8 @@ def safetensors_file(path: Path) -> dict[str, Stored]:
         ...
         trainkit.types.CheckpointError: checkpoint: /does/not/exist cannot be read: [Errno 2] No ...
     """
-    with opened(path) as handle:
-        _, found = read_header(handle, path, os.fstat(handle).st_size)
+    with open_plain(path, shared=True) as file:
+        _, found = read_header(file, path, os.fstat(file).st_size)
     for name in found:
         if not plain_tensor_name(name):
             raise refusal(path, f"holds a tensor of the odd name {name[:100]!r}")
@@ -206,20 +160,20 @@ def safetensors_file(path: Path) -> dict[str, Stored]:
 
 
 def read_header(
-    handle: int, path: Path, total: int, *, most: int = _MOST_HEADER
+    file: int, path: Path, total: int, *, most: int = _MOST_HEADER
 ) -> tuple[bytearray, dict[str, Stored]]:
     """Read the header of an open safetensors file, and believe nothing that the file cannot hold.
 
     Names are not looked at.
 
     Args:
-        handle: The file, open for reading.
+        file: The file, open for reading.
         path: Its path, for errors.
         total: How many bytes it has.
         most: How many bytes the header may have.
 
     Returns:
-        The bytes before the first tensor, and every tensor by name, in one piece each.
+        The bytes before the first tensor, and every tensor by name, in one extent each.
 
     Raises:
         CheckpointError: The header is longer than it may be, or no JSON of tensors that lie one
@@ -227,20 +181,18 @@ def read_header(
     """
     if total < 8:
         raise refusal(path, f"has {total} bytes, which is no safetensors file")
-    length = int.from_bytes(read_exactly(handle, 0, 8, path), "little")
+    length = int.from_bytes(read_exactly(file, 0, 8, path), "little")
     if length > min(total - 8, most):
         raise refusal(path, f"claims a header of {length} bytes and has {total}")
-    data = read_exactly(handle, 0, 8 + length, path)
-    header = sane_json(data[8:], path, most)
-    if not isinstance(header, dict):
-        raise refusal(path, "has a header that is no table")
+    data = read_exactly(file, 0, 8 + length, path)
+    header = sane_table(data[8:], path)
     header.pop("__metadata__", None)
     found = {name: _in_safetensors(path, name, entry, len(data)) for name, entry in header.items()}
     end = len(data)
-    for piece in sorted((s.pieces[0] for s in found.values()), key=lambda p: (p.start, p.size)):
-        if piece.start != end:
+    for extent in sorted((s.extents[0] for s in found.values()), key=lambda p: (p.start, p.size)):
+        if extent.start != end:
             raise refusal(path, "has bytes that belong to no tensor, or to two")
-        end += piece.size
+        end += extent.size
     if end != total:
         raise refusal(path, f"has {total} bytes, its tensors end after {end}")
     return data, found
@@ -258,140 +210,81 @@ def _in_safetensors(path: Path, name: str, entry: Any, base: int) -> Stored:
     if len(places) != 2 or places[1] - places[0] != size:
         raise refusal(path, f"gives {name} {list(places)}, its shape needs {size} bytes")
     zeros = (0,) * len(shape)
-    piece = Piece(path, base + places[0], size, zeros, shape, contiguous_stride(shape))
-    return Stored(dtype, shape, (piece,))
+    extent = Extent(path, base + places[0], size, zeros, shape, contiguous_stride(shape))
+    return Stored(dtype, shape, (extent,))
+
+
+def extent_of(path: Path, name: str, entry: Any, box: Any, held: Mapping[str, Stored]) -> Extent:
+    """Return where a box of an index lies, if its file says the same of it as the index.
+
+    Args:
+        path: The file that the index names.
+        name: The tensor.
+        entry: What the index says of the tensor.
+        box: What it says of the box.
+        held: What the header of the file says.
+
+    Raises:
+        CheckpointError: They do not agree.
+    """
+    found, want = held.get(name), (entry["dtype"], tuple(box["shape"]))
+    if found is None or (found.dtype, found.shape) != want:
+        said = "nothing" if found is None else f"{found.dtype}{list(found.shape)}"
+        raise refusal(path, f"has {name[:100]} as {said}, the index as {want[0]}{list(want[1])}")
+    return attrs.evolve(found.extents[0], offset=tuple(box["offset"]))
 
 
 # ----------------------------------------------------------------------------------------- boxes
 
 
 def check_boxes(name: str, stored: Stored, path: Path | str) -> None:
-    """Refuse pieces that do not cover a tensor exactly once, or that their file cannot hold.
+    """Refuse extents that do not cover a tensor exactly once, or that their file cannot hold.
 
     Raises:
         CheckpointError: A box is outside the tensor, two overlap, or elements are missing.
     """
-    boxes = [piece for piece in stored.pieces if math.prod(piece.shape)]
+    boxes = [extent for extent in stored.extents if math.prod(extent.shape)]
     entry = {
         "dtype": "uint8",
         "shape": list(stored.shape),
         "boxes": [
-            {"file": str(i), "offset": list(piece.offset), "shape": list(piece.shape)}
-            for i, piece in enumerate(boxes)
+            {"file": str(i), "offset": list(extent.offset), "shape": list(extent.shape)}
+            for i, extent in enumerate(boxes)
         ],
     }
     problem = entry_problem(
-        "model/it", entry, {str(i): piece.size for i, piece in enumerate(boxes)}
+        "model/it", entry, {str(i): extent.size for i, extent in enumerate(boxes)}
     )
     if problem is not None:
         raise refusal(path, f"does not hold {name} once and whole: {problem}")
-    for piece in boxes:
-        _check_piece(name, piece, stored, path)
+    for extent in boxes:
+        _check_extent(name, extent, stored, path)
 
 
-def _check_piece(name: str, piece: Piece, stored: Stored, path: Path | str) -> None:
-    if len(piece.stride) != len(piece.shape):
+def _check_extent(name: str, extent: Extent, stored: Stored, path: Path | str) -> None:
+    if len(extent.stride) != len(extent.shape):
         raise refusal(path, f"has a box of {name} with other strides than dimensions")
-    steps = zip(piece.shape, piece.stride, strict=True)
-    last = piece.skip + sum((length - 1) * step for length, step in steps)
+    steps = zip(extent.shape, extent.stride, strict=True)
+    last = extent.skip + sum((length - 1) * step for length, step in steps)
     # A stride of 0 claims more elements than there are bytes: so few bytes could fill a memory.
-    needed = max(last + 1, math.prod(piece.shape)) * DTYPES[stored.dtype][1]
-    if needed > piece.size:
-        raise refusal(path, f"has {piece.size} bytes of {name}, its box needs {needed}")
-    if piece.start + piece.size > regular_size(piece.path):
-        raise refusal(piece.path, f"is too short for {name}")
+    needed = max(last + 1, math.prod(extent.shape)) * DTYPES[stored.dtype][1]
+    if needed > extent.size:
+        raise refusal(path, f"has {extent.size} bytes of {name}, its box needs {needed}")
+    if extent.start + extent.size > size_of(extent.path):
+        raise refusal(extent.path, f"is too short for {name}")
 
 
-def check_crc(piece: Piece) -> None:
-    """Refuse a piece whose bytes do not add up to its CRC-32; torch does not look at it."""
-    if piece.crc is None:
+def check_crc(extent: Extent) -> None:
+    """Refuse a extent whose bytes do not add up to its CRC-32; torch does not look at it."""
+    if extent.crc is None:
         return
     crc = 0
-    with opened(piece.path) as handle:
-        for start in range(0, piece.size, _CHUNK):
-            size = min(_CHUNK, piece.size - start)
-            crc = zlib.crc32(read_exactly(handle, piece.start + start, size, piece.path), crc)
-    if crc != piece.crc:
-        raise refusal(piece.path, f"has damaged bytes at {piece.start}: their CRC-32 differs")
 
+    def feed(block: memoryview) -> None:
+        nonlocal crc
+        crc = zlib.crc32(block, crc)
 
-def read_box(stored: Stored, shape: Sequence[int], offset: Sequence[int]) -> Tensor:
-    """Read one box of a tensor, with the memory of the box and of the rows it is read from.
-
-    Args:
-        stored: The tensor, whose pieces have been checked.
-        shape: The shape of the box.
-        offset: Where it begins in the whole tensor.
-
-    Returns:
-        A new tensor on the CPU, of the dtype of the file.
-
-    Raises:
-        ValueError: The box is not inside of the tensor.
-        CheckpointError: A file has been cut since it was checked.
-
-    Examples:
-        >>> read_box(Stored("float32", (0, 2), ()), (0, 2), (0, 0)).shape
-        torch.Size([0, 2])
-    """
-    import torch  # noqa: PLC0415 - describing tensors needs none of it
-
-    dims = [*zip(offset, shape, strict=True)]
-    if len(dims) != len(stored.shape) or any(
-        start < 0 or length < 0 or start + length > whole
-        for (start, length), whole in zip(dims, stored.shape, strict=True)
-    ):
-        raise ValueError(f"read_box: {dims} is not inside of a tensor of shape {stored.shape}")
-    out = torch.empty(tuple(shape), dtype=getattr(torch, stored.dtype))
-    if out.numel() == 0:
-        return out
-    for piece in stored.pieces:
-        found = overlap(piece.offset, piece.shape, offset, shape)
-        if found is not None:
-            out[found.wanted] = _read_part(piece, found.saved, out.dtype)
-    return out
-
-
-def _read_part(piece: Piece, part: tuple[slice, ...], dtype: torch.dtype) -> Tensor:
-    """Read a part of a piece: its rows alone where they lie together, else all of its storage."""
-    import torch  # noqa: PLC0415 - describing tensors needs none of it
-
-    lined_up = part and piece.stride == contiguous_stride(piece.shape)
-    row = piece.stride[0] if lined_up else 0
-    first = piece.skip + part[0].start * row if lined_up else 0
-    count = (part[0].stop - part[0].start) * row if lined_up else piece.size // dtype.itemsize
-    with opened(piece.path) as handle:
-        place = piece.start + first * dtype.itemsize
-        data = read_exactly(handle, place, count * dtype.itemsize, piece.path)
-    flat = torch.frombuffer(data, dtype=torch.uint8).view(dtype)
-    if lined_up:
-        return flat.view(-1, *piece.shape[1:])[(slice(None), *part[1:])]
-    return flat.as_strided(piece.shape, piece.stride, piece.skip)[part]
-
-
-def reader(tensors: Mapping[str, Stored]) -> Callable[[str, Sequence[int], Sequence[int]], Tensor]:
-    """Return a `Weights` function that reads described tensors by name."""
-
-    def read(name: str, shape: Sequence[int], offset: Sequence[int]) -> Tensor:
-        if name not in tensors:
-            raise CheckpointError(
-                f"weights: there is no {name}; there are {_some(tensors)}", where=name
-            )
-        stored = tensors[name]
-        if len(shape) != len(stored.shape) or any(
-            start + length > whole
-            for start, length, whole in zip(offset, shape, stored.shape, strict=True)
-        ):
-            raise CheckpointError(
-                f"weights: {name} has the shape {list(stored.shape)}; a box of {list(shape)} at "
-                f"{list(offset)} was asked for",
-                where=name,
-            )
-        return read_box(stored, shape, offset)
-
-    return read
-
-
-def _some(names: Iterable[str], most: int = 3) -> str:
-    names = sorted(names)
-    return ", ".join(names[:most]) + (", ..." if len(names) > most else "")
+    with open_plain(extent.path, shared=True) as file:
+        skim(file, extent.start, extent.start + extent.size, extent.path, feed)
+    if crc != extent.crc:
+        raise refusal(extent.path, f"has damaged bytes at {extent.start}: their CRC-32 differs")

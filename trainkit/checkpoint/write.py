@@ -33,15 +33,14 @@ from trainkit.checkpoint.manifest import (
     sealed,
 )
 from trainkit.checkpoint.plain import (
-    check_values,
-    hash_file,
+    parse_json,
     read_json,
     write_all,
     write_durably,
 )
 from trainkit.checkpoint.snapshot import Piece, Snapshot, TensorFile
 from trainkit.checkpoint.tensors import counters_of
-from trainkit.files import sync_folder
+from trainkit.files import commit_folder
 from trainkit.hashing import MASK64, hash_box, hash_counters
 from trainkit.types import CheckpointError, DiskError, NumericsError
 
@@ -276,22 +275,14 @@ def commit(snapshot: Snapshot, target: Target) -> Path:
             "index.json": orjson.dumps(index),
         }
         for name, data in texts.items():
-            check_values(target.staging / name, data)  # what is written must be readable
-            write_durably(target.staging / name, data)
+            parse_json(target.staging / name, data)  # what is written must be readable
+            files[name] = write_durably(target.staging / name, data)
         if target.before_commit is not None:
             target.before_commit()
-        files |= {name: hash_file(target.staging / name) for name in texts}
         manifest = make_manifest(snapshot.state.step, files, **_facts(snapshot, target, reports))
         write_durably(target.staging / MANIFEST, manifest)
-        sync_folder(target.staging)
         path = directory / next_name(directory, snapshot.state.step)
-        target.staging.rename(path)
-        try:
-            sync_folder(directory)
-        except OSError:  # what is told to have failed must not be there
-            with suppress(OSError):
-                path.rename(target.staging)
-            raise
+        commit_folder(target.staging, path)
     return path
 
 

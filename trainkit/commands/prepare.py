@@ -225,7 +225,7 @@ def _trained(
 ) -> tuple[Tokenizer, dict[str, Any]]:
     """Train a BPE on the beginning of the corpus and write it beside the corpus."""
     from trainkit.tokenizers import CHAT_SPECIAL, save_tokenizer, train_bpe  # noqa: PLC0415
-    from trainkit.tokenizers.hf import BOS, EOS, PAD  # noqa: PLC0415
+    from trainkit.tokenizers.special import BOS, EOS, PAD  # noqa: PLC0415
 
     if options.messages:
         raise ConfigError("prepare: bpe:N is trained on text; give conversations a tokenizer.json")
@@ -249,7 +249,7 @@ def _texts(
     """Yield the first texts of the corpus, and count them."""
     from trainkit.prepare.chunks import document_name, read_chunk  # noqa: PLC0415
     from trainkit.prepare.prepare import cut_sources  # noqa: PLC0415
-    from trainkit.tokenizers.bytes import text_of  # noqa: PLC0415
+    from trainkit.tokenizers.documents import text_of  # noqa: PLC0415
 
     field = options.field or "text"
     for chunk in cut_sources(options.source, suffixes=suffixes, keep=keep):

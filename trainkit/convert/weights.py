@@ -6,7 +6,8 @@ from pathlib import Path
 from typing import Any
 
 from trainkit.checkpoint.export import SHARD_BYTES, write_weights
-from trainkit.checkpoint.stored import check_boxes, check_crc, plain_tensor_name, refusal
+from trainkit.checkpoint.plain import refusal
+from trainkit.checkpoint.stored import check_boxes, check_crc, plain_tensor_name
 from trainkit.convert.foreign import foreign_tensors
 
 
@@ -22,9 +23,9 @@ def convert_weights(
     """Convert a foreign checkpoint into a folder that `weights_from` reads.
 
     It may be a directory of torch.distributed.checkpoint, a file of torch.save, a safetensors file
-    or a folder of them. Pickles are read as data by an interpreter that can run nothing, with a
-    list of the names that a good file mentions; objects that are no tensors are skipped and told.
-    A file's own checksums (CRC-32 of each zip member) are compared, which torch does not.
+    or a folder of them. Pickles are read in a process of their own, of bounded memory, by torch's
+    loader of weights alone; objects that are no tensors are skipped and told. A file's own
+    checksums (CRC-32 of each zip member) are compared, which torch does not.
 
     Args:
         source: The foreign checkpoint.
@@ -43,7 +44,7 @@ def convert_weights(
         DiskError: It cannot be written.
 
     Effects:
-        Writes a folder; executes nothing that the source says.
+        Writes a folder; starts a process that reads pickles; executes nothing that they say.
 
     Examples:
         >>> import tempfile, torch
@@ -67,8 +68,8 @@ def convert_weights(
         if not plain_tensor_name(name):
             raise refusal(source, f"holds a tensor of the odd name {name[:100]!r}")
         check_boxes(name, stored, source)
-        for piece in stored.pieces:
-            check_crc(piece)
+        for extent in stored.extents:
+            check_crc(extent)
     report = write_weights(
         chosen,
         folder,

@@ -16,7 +16,7 @@ from trainkit.corpora.text import TEXT_SUFFIXES, check_readable
 from trainkit.corpora.tokens import TokenCorpus, gathered
 from trainkit.hashing import GOLDEN, MASK64, hash_box, key_of, mix
 from trainkit.jit import jit
-from trainkit.tokenizers.bytes import byte_tokenizer, covered_hashes, text_encoder
+from trainkit.tokenizers import byte_tokenizer, covered_hashes, text_encoder
 from trainkit.types import Corpus, DataError
 
 if TYPE_CHECKING:

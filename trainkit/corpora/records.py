@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import hashlib
 import os
-from itertools import chain
+from contextlib import contextmanager
+from functools import partial
+from itertools import chain, islice
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, BinaryIO
+from typing import TYPE_CHECKING, Any
 
 import orjson
 
@@ -28,6 +30,7 @@ if TYPE_CHECKING:
     Records = Iterator[tuple[str, dict[str, Any]]]
 
 RECORD_SUFFIXES = (".jsonl", ".parquet", ".arrow")
+_ROWS = 256  # rows that are turned into Python objects at a time
 
 
 def read_records(
@@ -134,18 +137,17 @@ def record_place(path: Path, name: str) -> str:
 
 
 def _file_records(path: Path, source: str, keep: Keep, sources: dict[str, str] | None) -> Records:
-    readers = {".jsonl": _json_lines, ".parquet": _parquet_rows, ".arrow": _arrow_rows}
-    reader = readers.get(path.suffix)
-    if reader is None:
+    if path.suffix not in RECORD_SUFFIXES:
         raise DataError(
             f"read_records: {path}: neither a directory, nor a file of "
             f"{', '.join(RECORD_SUFFIXES)}, nor of text",
             where=path,
             hint=f"text has a name that ends in {', '.join(TEXT_SUFFIXES)}",
         )
-    if path.suffix != ".jsonl":
-        _pyarrow()
-    return reader(path, source, keep, sources)
+    if path.suffix == ".jsonl":
+        return _json_records(path, source, keep, sources)
+    _pyarrow()
+    return _row_records(path, source, keep, sources)
 
 
 def _shard_records(root: Path, name: str, keep: Keep, sources: dict[str, str] | None) -> Records:
@@ -161,100 +163,169 @@ def _shard_records(root: Path, name: str, keep: Keep, sources: dict[str, str] | 
 # ------------------------------------------------------------------------------------- JSON lines
 
 
-def _json_lines(path: Path, source: str, keep: Keep, sources: dict[str, str] | None) -> Records:
+def _json_records(path: Path, source: str, keep: Keep, sources: dict[str, str] | None) -> Records:
     """Yield the records of a file of JSON objects; empty lines are none."""
-    for number, line in enumerate(_lines(path, source, sources), start=1):
+    digest = hashlib.sha256()
+    for number, (_, line) in enumerate(lines_of(path, seen=digest.update), start=1):
         if line.strip() and (keep is None or keep(str(number))):
-            yield str(number), _json_object(line, f"{path}: line {number}")
-
-
-def _lines(path: Path, source: str, sources: dict[str, str] | None) -> Iterator[bytes]:
-    digest, begun = hashlib.sha256(), bytearray()
-    with opened(path) as file:
-        for block in blocks(file, path):
-            digest.update(block)
-            *ended, last = block.split(b"\n")
-            for line in ended:
-                yield bytes(begun) + line
-                begun.clear()
-            if b"\0" in last:  # else a file of them would be read whole, as one line
-                raise DataError(f"{path}: bad JSON: a line with a NUL byte", where=path)
-            begun += last
-    if begun:
-        yield bytes(begun)
+            yield str(number), json_object(line, partial(record_place, path, str(number)))
     if sources is not None:
         sources[source] = digest.hexdigest()[:16]
 
 
-def _json_object(line: bytes, where: str) -> dict[str, Any]:
+def lines_of(
+    path: Path,
+    begin: int = 0,
+    end: int | None = None,
+    *,
+    seen: Callable[[bytes], object] = bool,
+) -> Iterator[tuple[int, bytes]]:
+    """Yield (first byte, line without its end) of the lines that begin at a byte in [begin, end).
+
+    Args:
+        path: The file.
+        begin: Where a line begins.
+        end: Where another one does; None for the end of the file.
+        seen: Called with all bytes that are read, in order.
+
+    Raises:
+        DataError: The file cannot be read, or a NUL byte stands in it.
+        DiskError: The disk fails.
+    """
+    place, begun = begin, bytearray()
+    with opened(path) as file:
+        for block in blocks(file, path, begin):
+            seen(block)
+            *ended, last = block.split(b"\n")
+            for tail in ended:
+                line = bytes(begun) + tail
+                begun.clear()
+                yield place, line
+                place += len(line) + 1
+                if end is not None and place >= end:
+                    return
+            if b"\0" in last:  # else a file of them would be read whole, as one line
+                raise DataError(f"{path}: bad JSON: a line with a NUL byte", where=path)
+            begun += last
+    if begun:
+        yield place, bytes(begun)
+
+
+def json_object(line: bytes, place: Callable[[], str]) -> dict[str, Any]:
+    """Return the JSON object in a line.
+
+    Raises:
+        DataError: It is none; the message begins with `place()`.
+    """
     try:
         record = orjson.loads(line)
     except orjson.JSONDecodeError as error:
-        raise DataError(f"{where}: bad JSON: {error}", where=where) from error
+        raise DataError(f"{place()}: bad JSON: {error}", where=place()) from error
     if not isinstance(record, dict):
         got = type(record).__name__
-        raise DataError(f"{where}: must be a JSON object, got {got}", where=where, got=got)
+        raise DataError(f"{place()}: must be a JSON object, got {got}", where=place(), got=got)
     return record
 
 
 # ------------------------------------------------------------------------------- parquet and arrow
 
 
-def _parquet_rows(path: Path, source: str, keep: Keep, sources: dict[str, str] | None) -> Records:
+def _row_records(path: Path, source: str, keep: Keep, sources: dict[str, str] | None) -> Records:
+    """Yield the rows of a file as dicts; nested ones are lists and dicts."""
+    if sources is not None:
+        with opened(path) as file:
+            sources[source] = hash_of(file, path)[:16]
+    for number, record in enumerate(rows_of(path), start=1):
+        if keep is None or keep(str(number)):
+            yield str(number), record
+
+
+def rows_of(
+    path: Path, begin: int = 0, end: int | None = None, columns: Sequence[str] | None = None
+) -> Iterator[dict[str, Any]]:
+    """Yield the rows of a `.parquet` file's row groups, or an `.arrow` file's record batches.
+
+    Args:
+        path: The file.
+        begin: The first group or batch.
+        end: The one after the last; None for all.
+        columns: The columns to read where the file has all of them; otherwise it is read whole.
+
+    Raises:
+        DataError: The file is damaged. The message names it.
+        ConfigError: pyarrow is missing.
+    """
+    with _reading(path):
+        for batch in _batches(path, begin, end, columns):
+            batch.validate(full=True)  # offsets of a damaged file may point anywhere
+            for first in range(0, batch.num_rows, _ROWS):
+                yield from batch.slice(first, _ROWS).to_pylist()
+
+
+def group_sizes(path: Path) -> list[tuple[int, int]]:
+    """Return (bytes, rows) of each row group or record batch; raises as `rows_of`."""
+    with _reading(path):
+        if path.suffix == ".arrow":
+            return [(batch.nbytes, batch.num_rows) for batch in _arrow_batches(path)]
+        with _parquet(path) as file:
+            groups = map(file.metadata.row_group, range(file.num_row_groups))
+            return [(group.total_byte_size, group.num_rows) for group in groups]
+
+
+def _batches(
+    path: Path, begin: int, end: int | None, columns: Sequence[str] | None
+) -> Iterator[Any]:
+    """Yield record batches, with the wanted columns where the file has them all."""
+    if path.suffix == ".arrow":
+        for batch in islice(_arrow_batches(path), begin, end):
+            has_all = columns is not None and {*columns} <= {*batch.schema.names}
+            yield batch.select(columns) if has_all else batch
+        return
+    with _parquet(path) as file:
+        has_all = columns is not None and {*columns} <= {*file.schema_arrow.names}
+        yield from file.iter_batches(
+            _ROWS,
+            row_groups=range(file.num_row_groups)[begin:end],
+            columns=columns if has_all else None,
+            use_threads=False,
+        )
+
+
+def _parquet(path: Path) -> Any:
     import pyarrow.parquet  # noqa: PLC0415 (optional; _pyarrow has said so where it is missing)
 
-    def batches(file: BinaryIO) -> Iterator[Any]:
-        yield from pyarrow.parquet.ParquetFile(file).iter_batches(1024)
-
-    return _rows(path, source, keep, sources, batches)
+    return pyarrow.parquet.ParquetFile(path)
 
 
-def _arrow_rows(path: Path, source: str, keep: Keep, sources: dict[str, str] | None) -> Records:
-    from pyarrow import ipc  # noqa: PLC0415 (optional; _pyarrow has said so where it is missing)
-
-    def batches(file: BinaryIO) -> Iterator[Any]:
-        magic = file.read(6)
-        file.seek(0)
-        if magic != b"ARROW1":  # the stream format, in which Hugging Face's datasets are kept
-            yield from ipc.open_stream(file)
+def _arrow_batches(path: Path) -> Iterator[Any]:
+    """Yield the record batches of an IPC file or stream, as views of the mapped file."""
+    pa = _pyarrow()
+    with pa.memory_map(str(path)) as file:
+        if file.read(6) == b"ARROW1":
+            reader = pa.ipc.open_file(file)
+            yield from map(reader.get_batch, range(reader.num_record_batches))
             return
-        reader = ipc.open_file(file)
-        for number in range(reader.num_record_batches):
-            yield reader.get_batch(number)
-
-    return _rows(path, source, keep, sources, batches)
+        file.seek(0)  # the stream format, in which Hugging Face's datasets are kept
+        yield from pa.ipc.open_stream(file)
 
 
-def _rows(
-    path: Path,
-    source: str,
-    keep: Keep,
-    sources: dict[str, str] | None,
-    batches: Callable[[BinaryIO], Iterator[Any]],
-) -> Records:
-    """Yield the rows of a file's record batches as dicts; nested ones are lists and dicts."""
-    number = 0
-    with opened(path) as file:
-        try:
-            if sources is not None:
-                sources[source] = hash_of(file, path)[:16]
-            for batch in batches(file):
-                batch.validate(full=True)  # offsets of a damaged file may point anywhere
-                for record in batch.to_pylist():
-                    number += 1
-                    if keep is None or keep(str(number)):
-                        yield str(number), record
-        except (OSError, _pyarrow().ArrowException) as error:
-            raise DataError(
-                f"{path}: no {path.suffix} file, or a damaged one, after row {number}: "
-                f"{str(error).splitlines()[0]}",
-                where=path,
-            ) from error
+@contextmanager
+def _reading(path: Path) -> Iterator[None]:
+    """Name the file of what pyarrow finds wrong with it."""
+    pa = _pyarrow()
+    try:
+        yield
+    except (OSError, ValueError, pa.ArrowException) as error:
+        raise DataError(
+            f"{path}: no {path.suffix} file, or a damaged one: {str(error).splitlines()[0]}",
+            where=path,
+        ) from error
 
 
 def _pyarrow() -> Any:
     try:
         import pyarrow as pa  # noqa: PLC0415 (optional)
+        import pyarrow.ipc  # noqa: PLC0415 (optional)
     except ImportError as error:
         command = 'pip install "trainkit-lm[data]"'
         raise ConfigError(

@@ -177,13 +177,12 @@ def retried(read: Callable[[], T], path: Path) -> T:
         time.sleep(wait)
 
 
-def blocks(file: BinaryIO, path: Path) -> Iterator[bytes]:
-    """Yield the bytes of an open file from its beginning, 1 MiB at a time.
+def blocks(file: BinaryIO, path: Path, place: int = 0) -> Iterator[bytes]:
+    """Yield the bytes of an open file from byte `place` on, 1 MiB at a time.
 
     Raises:
         DiskError: The disk fails.
     """
-    place = 0
     while block := read_at(file, path, place, BLOCK):
         yield block
         place += len(block)

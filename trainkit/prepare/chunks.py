@@ -8,25 +8,30 @@ all chunks, in order, are those of `read_records`.
 
 from __future__ import annotations
 
-import itertools
-from contextlib import contextmanager
+from functools import partial
+from itertools import islice
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, BinaryIO
+from typing import TYPE_CHECKING, Any
 
 import attrs
-import orjson
 
-from trainkit.corpora.records import RECORD_SUFFIXES, document_files
-from trainkit.corpora.text import check_readable, file_names, linked_folders, opened, read_text
-from trainkit.types import ConfigError, DataError
+from trainkit.corpora.records import (
+    RECORD_SUFFIXES,
+    document_files,
+    group_sizes,
+    json_object,
+    lines_of,
+    record_place,
+    rows_of,
+)
+from trainkit.corpora.text import check_readable, file_names, linked_folders, read_text
+from trainkit.types import DataError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
 Stats = tuple[str, int, int]
 """A file's name, its size in bytes, and when it was written to, in nanoseconds."""
-
-_ROWS = 256  # rows that are turned into Python objects at a time
 
 
 @attrs.frozen
@@ -137,12 +142,10 @@ def read_chunk(chunk: Chunk, *, columns: Sequence[str] | None = None) -> Iterato
         for name, _, _ in chunk.files:
             yield {"text": read_text(chunk.path / name)}
     elif chunk.path.suffix == ".jsonl":
-        with _reading(chunk.path):
-            for i, (_, _, line) in enumerate(_numbered(chunk)):
-                yield _json_object(line, chunk, i)
+        for index, (_, _, line) in enumerate(_numbered(chunk)):
+            yield json_object(line, partial(document_name, chunk, index))
     else:
-        with _reading(chunk.path):
-            yield from _rows(chunk, columns)
+        yield from rows_of(chunk.path, chunk.begin, chunk.end, columns)
     _check_unchanged(chunk)
 
 
@@ -156,8 +159,17 @@ def document_name(chunk: Chunk, index: int) -> str:
     if chunk.path.suffix == ".jsonl":
         whole = attrs.evolve(chunk, begin=0, end=chunk.files[0][1])
         wanted = (n for begin, n, _ in _numbered(whole) if begin >= chunk.begin)
-        return f"{chunk.path}: line {next(itertools.islice(wanted, index, None))}"
-    return f"{chunk.path}: row {_rows_before(chunk) + index + 1}"
+        return record_place(chunk.path, str(next(islice(wanted, index, None))))
+    before = sum(rows for _, rows in group_sizes(chunk.path)[: chunk.begin])
+    return record_place(chunk.path, str(before + index + 1))
+
+
+def chunk_place(chunk: Chunk) -> str:
+    """Return which part of the source a chunk is, for a message."""
+    if chunk.path.is_dir():
+        return f"{chunk.path}, files {chunk.files[0][0]} to {chunk.files[-1][0]}"
+    unit = "bytes" if chunk.path.suffix == ".jsonl" else "row groups"
+    return f"{unit} {chunk.begin} to {chunk.end} of {chunk.path}"
 
 
 # -------------------------------------------------------------------------------------------- cuts
@@ -192,9 +204,11 @@ def _parts_of_file(path: Path, least: int) -> list[Chunk]:
             where=path,
         )
     stats = (_stats(path, path.name),)
-    with _reading(path):
-        cuts = _line_cuts if path.suffix == ".jsonl" else _row_cuts
-        return [Chunk(path, stats, *cut) for cut in cuts(path, least)]
+    if path.suffix == ".jsonl":
+        cuts = _line_cuts(path, least)
+    else:
+        cuts = _runs([size for size, _ in group_sizes(path)], least)
+    return [Chunk(path, stats, *cut) for cut in cuts]
 
 
 def _stats(path: Path, name: str) -> Stats:
@@ -213,127 +227,18 @@ def _check_unchanged(chunk: Chunk) -> None:
             )
 
 
-@contextmanager
-def _reading(path: Path) -> Iterator[None]:
-    """Name the file of what goes wrong, and the extra of a library that is missing."""
-    try:
-        yield
-    except ImportError as error:
-        command = 'pip install "trainkit-lm[data]"'
-        raise ConfigError(f"{error.name} is missing: {command}", hint=command) from error
-    except DataError:
-        raise
-    except (OSError, ValueError) as error:  # pyarrow's errors are among these
-        raise DataError(
-            f"{path}: no {path.suffix} file, or a damaged one: {str(error).splitlines()[0]}",
-            where=path,
-        ) from error
-
-
-# ------------------------------------------------------------------------------------------ .jsonl
-
-
 def _line_cuts(path: Path, least: int) -> Iterator[tuple[int, int, int]]:
     """Yield (begin, end, size) of ranges of whole lines."""
     begin, size = 0, path.stat().st_size
-    with opened(path) as file:
-        while begin < size:
-            file.seek(min(begin + least, size) - 1)
-            _skip_line(file, path)
-            yield begin, file.tell(), file.tell() - begin
-            begin = file.tell()
-
-
-def _skip_line(file: BinaryIO, path: Path) -> None:
-    """Go to the end of a line; one of NUL bytes, which may be the whole file, is not read."""
-    while (part := file.readline(1 << 20)) and not part.endswith(b"\n"):
-        if b"\0" in part:
-            raise DataError(f"{path}: bad JSON: a line with a NUL byte", where=path)
+    while begin < size:
+        # From the byte before it: a cut that falls on the end of a line stays there.
+        last = min(begin + least, size) - 1
+        end = last + len(next(lines_of(path, last))[1]) + 1
+        yield begin, min(end, size), min(end, size) - begin
+        begin = end
 
 
 def _numbered(chunk: Chunk) -> Iterator[tuple[int, int, bytes]]:
     """Yield (first byte, number from 1 within the chunk, line) of lines that are not blank."""
-    place = chunk.begin
-    with opened(chunk.path) as file:
-        file.seek(place)
-        for number in itertools.count(1):
-            if place >= chunk.end or not (line := file.readline()):
-                return
-            if line.strip():
-                yield place, number, line
-            place += len(line)
-
-
-def _json_object(line: bytes, chunk: Chunk, index: int) -> dict[str, Any]:
-    try:
-        record = orjson.loads(line)
-    except orjson.JSONDecodeError as error:
-        where = document_name(chunk, index)
-        raise DataError(f"{where}: bad JSON: {error}", where=where) from error
-    if not isinstance(record, dict):
-        where = document_name(chunk, index)
-        raise DataError(f"{where}: must be a JSON object, got {type(record).__name__}", where=where)
-    return record
-
-
-# ----------------------------------------------------------------------------- .parquet and .arrow
-
-
-def _parquet(path: Path) -> Any:
-    import pyarrow.parquet as pq  # noqa: PLC0415 - an extra
-
-    return pq.ParquetFile(path, memory_map=True)
-
-
-def _arrow(path: Path) -> Iterator[Any]:
-    """Yield the record batches of an IPC file or stream, as views of the mapped file."""
-    import pyarrow as pa  # noqa: PLC0415 - an extra
-
-    with pa.memory_map(str(path)) as source:
-        try:
-            reader = pa.ipc.open_file(source)
-        except pa.ArrowInvalid:  # no footer: a stream, as `datasets` writes it
-            source.seek(0)
-            yield from pa.ipc.open_stream(source)
-            return
-        for i in range(reader.num_record_batches):
-            yield reader.get_batch(i)
-
-
-def _row_cuts(path: Path, least: int) -> Iterator[tuple[int, int, int]]:
-    """Yield (begin, end, size) of runs of row groups or record batches."""
-    return _runs([size for size, _ in _groups(path)], least)
-
-
-def _groups(path: Path) -> list[tuple[int, int]]:
-    """Return (bytes, rows) of each row group or record batch."""
-    if path.suffix == ".arrow":
-        return [(batch.nbytes, batch.num_rows) for batch in _arrow(path)]
-    facts = _parquet(path).metadata
-    groups = map(facts.row_group, range(facts.num_row_groups))
-    return [(group.total_byte_size, group.num_rows) for group in groups]
-
-
-def _rows(chunk: Chunk, columns: Sequence[str] | None) -> Iterator[dict[str, Any]]:
-    for batch in _batches(chunk, columns):
-        batch.validate(full=True)  # offsets of a damaged file may point anywhere
-        for begin in range(0, batch.num_rows, _ROWS):
-            yield from batch.slice(begin, _ROWS).to_pylist()
-
-
-def _batches(chunk: Chunk, columns: Sequence[str] | None) -> Iterator[Any]:
-    """Yield the record batches of a chunk, with the wanted columns where it has them all."""
-    if chunk.path.suffix == ".arrow":
-        for batch in itertools.islice(_arrow(chunk.path), chunk.begin, chunk.end):
-            has_all = columns is not None and {*columns} <= {*batch.schema.names}
-            yield batch.select(columns) if has_all else batch
-        return
-    file, groups = _parquet(chunk.path), range(chunk.begin, chunk.end)
-    has_all = columns is not None and {*columns} <= {*file.schema_arrow.names}
-    yield from file.iter_batches(
-        _ROWS, row_groups=groups, columns=columns if has_all else None, use_threads=False
-    )
-
-
-def _rows_before(chunk: Chunk) -> int:
-    return sum(rows for _, rows in _groups(chunk.path)[: chunk.begin])
+    lines = lines_of(chunk.path, chunk.begin, chunk.end)
+    return ((begin, n, line) for n, (begin, line) in enumerate(lines, start=1) if line.strip())

@@ -23,10 +23,11 @@ import numpy as np
 import orjson
 
 from trainkit.corpora.documents import checked_document
-from trainkit.corpora.tokens import SUFFIX, open_tokens, write_corpus
+from trainkit.corpora.tokens import SUFFIX, Check, TokenCorpus, open_tokens, write_corpus
 from trainkit.files import disk_errors, replacing
 from trainkit.prepare.chunks import Chunk, document_name, read_chunk
-from trainkit.tokenizers.bytes import encode_documents, text_of, tokenizer_hash
+from trainkit.tokenizers.documents import encode_documents, text_of
+from trainkit.tokenizers.open import tokenizer_hash
 from trainkit.types import DataError, Sample, Tokenizer
 
 if TYPE_CHECKING:
@@ -43,23 +44,31 @@ An attribute `counts`, if it has one, is a `Counter` to which it adds what happe
 is `dropped` there gives no tokens, but is no empty document.
 """
 
+EncodeAll = Callable[[Sequence[Mapping[str, Any]]], list[Any]]
+WritePart = Callable[[int, Chunk, Callable[[], object]], "Part"]
+
+MakeEncode = Callable[[Tokenizer], Encode]
+"""From a tokenizer to an `Encode`; other processes import it by its name."""
+
 
 @attrs.frozen
 class Job:
     """How chunks become parts; travels to other processes.
 
     Attributes:
-        folder: Where the parts lie.
+        folder: Where the parts lie, absolute.
         tokenizer: What encodes.
         make_encode: `make_encode(tokenizer) -> encode`, called in each process; None encodes the
             text of `field`.
         field: The field of a record that holds its text.
+        settings: What the content of all parts follows from, but for the source.
     """
 
     folder: Path
     tokenizer: Tokenizer
-    make_encode: Callable[[Tokenizer], Encode] | None
+    make_encode: MakeEncode | None
     field: str
+    settings: Mapping[str, Any]
 
     @property
     def vocab_size(self) -> int | None:
@@ -67,75 +76,55 @@ class Job:
         return getattr(self.tokenizer, "vocab_size", None)
 
 
-EncodeAll = Callable[[Sequence[Mapping[str, Any]]], list[Any]]
+def make_job(folder: Path, tokenizer: Tokenizer, make_encode: MakeEncode | None, field: str) -> Job:
+    """Return a job with its settings.
 
-
-@attrs.frozen(eq=False)
-class Work:
-    """A job, and what one process makes of it once.
-
-    Attributes:
-        job: The job.
-        encode: From records to documents.
-        settings: What parts are made from.
-        counts: Where the encoder adds up what happened, if it does.
+    Raises:
+        ValueError: The tokenizer or the encoder cannot be told from another.
     """
-
-    job: Job
-    encode: EncodeAll
-    settings: Mapping[str, Any]
-    counts: Mapping[str, int]
+    settings = {
+        "format": FORMAT,
+        "trainkit": code_version(),
+        "tokenizer": tokenizer_hash(tokenizer),
+        "vocab_size": getattr(tokenizer, "vocab_size", None),
+        "encode": f"field {field}" if make_encode is None else identity(make_encode),
+    }
+    return Job(folder.absolute(), tokenizer, make_encode, field, settings)
 
 
 @attrs.frozen
-class Tally:
-    """What came out of some documents: how many, their tokens, how many had no text.
+class Part:
+    """What some documents have become: how many they are, their tokens, how many had no text.
 
-    `counts` is what the encoder says happened to them.
+    `counts` is what the encoder says happened to them; `digest` the hash of the token file, None
+    where there is none.
     """
 
     documents: int = 0
     tokens: int = 0
     empty_documents: int = 0
     counts: Mapping[str, int] = attrs.field(factory=dict)
+    digest: str | None = None
 
 
-def summed(tallies: Iterable[Tally]) -> Tally:
-    """Add up tallies.
+def summed(parts: Iterable[Part]) -> Part:
+    """Add up parts.
 
     Examples:
-        >>> summed([Tally(1, 5, 0, {"dropped": 1}), Tally(2, 6, 1)])
-        Tally(documents=3, tokens=11, empty_documents=1, counts={'dropped': 1})
+        >>> summed([Part(1, 5, 0, {"dropped": 1}), Part(2, 6, 1)])
+        Part(documents=3, tokens=11, empty_documents=1, counts={'dropped': 1}, digest=None)
     """
     documents = tokens = empty = 0
     counts: Counter[str] = Counter()
-    for tally in tallies:
-        documents += tally.documents
-        tokens += tally.tokens
-        empty += tally.empty_documents
-        counts.update(tally.counts)
-    return Tally(documents, tokens, empty, dict(counts))
+    for part in parts:
+        documents += part.documents
+        tokens += part.tokens
+        empty += part.empty_documents
+        counts.update(part.counts)
+    return Part(documents, tokens, empty, dict(counts))
 
 
-Report = Callable[[Tally], None]
-
-
-def settings_of(job: Job) -> dict[str, Any]:
-    """Return what the content of all parts follows from, but for the source.
-
-    Raises:
-        ValueError: The tokenizer or the encoder cannot be told from another.
-    """
-    return {
-        "format": FORMAT,
-        "trainkit": _code(),
-        "tokenizer": tokenizer_hash(job.tokenizer),
-        "vocab_size": job.vocab_size,
-        "encode": f"field {job.field}" if job.make_encode is None else identity(job.make_encode),
-    }
-
-
-def _code() -> str:
+def code_version() -> str:
     """Return trainkit's version, and a hash of its code that turns text and messages into ids."""
     try:
         version = metadata.version("trainkit-lm")
@@ -191,68 +180,69 @@ def identity(value: Any) -> str:
 # ------------------------------------------------------------------------------------------- write
 
 
-def ready(job: Job) -> Work:
-    """Make the encoder in this process.
+def part_writer(job: Job) -> WritePart:
+    """Return the function that writes parts, with the encoder that it uses.
 
-    Raises:
-        ValueError: The tokenizer or the encoder cannot be told from another.
-    """
-    if job.make_encode is None:
-        return Work(job, partial(_encode_texts, job.tokenizer, job.field), settings_of(job), {})
-    one = job.make_encode(job.tokenizer)
-    encode = partial(_encode_each, one, job.vocab_size or 1 << 32)
-    return Work(job, encode, settings_of(job), getattr(one, "counts", {}))
-
-
-def write_part(work: Work, number: int, chunk: Chunk, report: Report) -> Tally:
-    """Encode a chunk and write its part.
-
-    Args:
-        work: How, as `ready` returned it.
-        number: Which part this is.
-        chunk: What to read.
-        report: Called every half second with what there is so far.
+    `write(number, chunk, alive)` encodes a chunk, writes the two files of its part and returns it;
+    it calls `alive()` every half second.
 
     Raises:
         DataError: A document cannot be read or encoded. The message names its file and line.
-        DiskError: The part cannot be written.
-
-    Effects:
-        Writes the part's two files.
+        DiskError: A part cannot be written.
     """
-    job, tally = work.job, Tally()
-    plain = job.make_encode is None
-    no_text = len(encode_documents(job.tokenizer, [""])[0]) if plain else 0
-    last = time.monotonic()
+    encode = None if job.make_encode is None else job.make_encode(job.tokenizer)
+    encode_all = (
+        partial(_encode_texts, job.tokenizer, job.field)
+        if encode is None
+        else partial(_encode_each, encode)
+    )
+    encode_all = partial(_encode_checked, encode_all, job.vocab_size or 1 << 32)
+    counts = getattr(encode, "counts", {})
+    return partial(_write_part, job=job, encode=encode_all, counts=counts)
 
-    def documents() -> Iterator[IntArray | Sample]:
-        nonlocal tally, last
-        records = read_chunk(chunk, columns=[job.field] if plain else None)
-        for batch in _batched(records, _RECORDS):
-            before = dict(work.counts)
-            found = _encoded(work.encode, batch, chunk, tally.documents)
-            counts = {name: n - before.get(name, 0) for name, n in work.counts.items()}
-            sizes = [_size(document) for document in found]
-            empty = sum(size <= no_text for size in sizes) - counts.get("dropped", 0)
-            tally = summed([tally, Tally(len(found), sum(sizes), empty, counts)])
-            yield from found
-            if time.monotonic() - last > _SIGN:
-                last = time.monotonic()
-                report(tally)
 
-    rest = documents()
-    first = list(itertools.islice(rest, 1))
-    digest = None
+def _write_part(
+    number: int,
+    chunk: Chunk,
+    alive: Callable[[], object],
+    *,
+    job: Job,
+    encode: EncodeAll,
+    counts: Mapping[str, int],
+) -> Part:
+    path, found, before = _path(job.folder, number), Counter[str](), Counter(counts)
+    documents = _documents(job, encode, chunk, found, alive)
+    first, digest = list(itertools.islice(documents, 1)), None
     if first:
-        path = _path(job.folder, number)
-        whole = itertools.chain(first, rest)
+        whole = itertools.chain(first, documents)
         digest = write_corpus(path, whole, vocab_size=job.vocab_size).digest
-    key = key_of_part(work.settings, chunk)
-    text = orjson.dumps({"key": key, "digest": digest, **attrs.asdict(tally)})
-    path = _path(job.folder, number).with_suffix(".json")
+    counted = {name: count - before[name] for name, count in counts.items()}
+    empty = found["empty"] - counted.get("dropped", 0)
+    part = Part(found["documents"], found["tokens"], empty, counted, digest)
+    text = orjson.dumps({"key": key_of_part(job.settings, chunk), **attrs.asdict(part)})
+    path = path.with_suffix(".json")
     with replacing(path, by="prepare") as file, disk_errors(path, by="prepare", needed=len(text)):
         file.write(text)
-    return tally
+    return part
+
+
+def _documents(
+    job: Job, encode: EncodeAll, chunk: Chunk, found: Counter[str], alive: Callable[[], object]
+) -> Iterator[IntArray | Sample]:
+    """Yield the documents of a chunk, and count them, their tokens, and those without text."""
+    plain = job.make_encode is None
+    no_text = len(encode_documents(job.tokenizer, [""])[0]) if plain else 0
+    records = read_chunk(chunk, columns=[job.field] if plain else None)
+    last = time.monotonic()
+    while batch := list(itertools.islice(records, _RECORDS)):
+        documents = _encoded(encode, batch, chunk, found["documents"])
+        sizes = [np.size(getattr(document, "tokens", document)) for document in documents]
+        empty = sum(size <= no_text for size in sizes)
+        found.update(documents=len(sizes), tokens=int(sum(sizes)), empty=empty)
+        yield from documents
+        if time.monotonic() - last > _SIGN:
+            last = time.monotonic()
+            alive()
 
 
 def _encode_texts(
@@ -261,18 +251,21 @@ def _encode_texts(
     return encode_documents(tokenizer, [text_of(record, field) for record in records])
 
 
-def _encode_each(encode: Encode, limit: int, records: Sequence[Mapping[str, Any]]) -> list[Any]:
-    documents = [encode(record) for record in records]
+def _encode_each(encode: Encode, records: Sequence[Mapping[str, Any]]) -> list[Any]:
+    return [encode(record) for record in records]
+
+
+def _encode_checked(
+    encode: EncodeAll, limit: int, records: Sequence[Mapping[str, Any]]
+) -> list[Any]:
+    documents = encode(records)
     for document in documents:
         checked_document(document, limit, "what `encode` returned")
     return documents
 
 
 def _encoded(
-    encode: EncodeAll,
-    records: Sequence[Mapping[str, Any]],
-    chunk: Chunk,
-    before: int,
+    encode: EncodeAll, records: Sequence[Mapping[str, Any]], chunk: Chunk, before: int
 ) -> list[Any]:
     """Encode some records; where that fails, find out which of them it was."""
     try:
@@ -288,16 +281,6 @@ def _encoded(
         raise
 
 
-def _size(document: Any) -> int:
-    return np.size(document.tokens if isinstance(document, Sample) else document)
-
-
-def _batched(records: Iterable[dict[str, Any]], count: int) -> Iterator[list[dict[str, Any]]]:
-    records = iter(records)
-    while batch := list(itertools.islice(records, count)):
-        yield batch
-
-
 def _path(folder: Path, number: int) -> Path:
     return folder / f"part_{number:08d}{SUFFIX}"
 
@@ -305,13 +288,13 @@ def _path(folder: Path, number: int) -> Path:
 # -------------------------------------------------------------------------------------------- read
 
 
-def finished_part(folder: Path, number: int, key: Mapping[str, Any]) -> tuple[Tally | None, str]:
+def finished_part(folder: Path, number: int, key: Mapping[str, Any]) -> tuple[Part | None, str]:
     """Return what a part holds, or None and why it is of no use ("" where there is none)."""
     path = _path(folder, number)
     try:
         facts = orjson.loads(path.with_suffix(".json").read_bytes())
-        found, digest = facts.pop("key"), facts.pop("digest")
-        tally = Tally(**facts)
+        found = dict(facts.pop("key"))
+        part = Part(digest=facts.pop("digest"), **facts)
     except FileNotFoundError:
         return None, ""
     except (OSError, ValueError, TypeError, AttributeError, KeyError) as error:
@@ -319,29 +302,37 @@ def finished_part(folder: Path, number: int, key: Mapping[str, Any]) -> tuple[Ta
     for name, want in orjson.loads(orjson.dumps(key)).items():
         if found.get(name) != want:
             return None, _changed(name, found.get(name), want)
-    if digest is not None:
-        try:
-            got = open_tokens(path, check="full").digest
-        except DataError as error:
-            return None, str(error)
-        if got != digest:
-            return None, f"{path.name} is not the file that was written"
-    return tally, ""
+    try:
+        if part.digest is not None:
+            _opened(path, part, check="full")
+    except DataError as error:
+        return None, str(error)
+    return part, ""
 
 
-def documents_of_parts(folder: Path, count: int) -> Iterator[np.ndarray[Any, Any] | Sample]:
-    """Yield the documents of all parts, in order."""
-    for number in range(count):
-        path = _path(folder, number)
-        if not path.exists():  # a chunk without documents
+def documents_of_parts(folder: Path, parts: Sequence[Part]) -> Iterator[IntArray | Sample]:
+    """Yield the documents of all parts, in order.
+
+    Raises:
+        DataError: A part is not the one that was written.
+    """
+    for number, part in enumerate(parts):
+        if part.digest is None:  # a chunk without documents
             continue
-        corpus = open_tokens(path, check="none")
+        corpus = _opened(_path(folder, number), part, check="none")
         for begin, end in itertools.pairwise(corpus.offsets.tolist()):
             tokens = corpus.tokens[begin:end]
             if corpus.trained is None:
                 yield tokens
             else:
                 yield Sample(tokens, corpus.trained[begin:end].view(np.bool_))
+
+
+def _opened(path: Path, part: Part, *, check: Check) -> TokenCorpus:
+    corpus = open_tokens(path, check=check)
+    if corpus.digest != part.digest:
+        raise DataError(f"{path.name} is not the file that was written", where=path)
+    return corpus
 
 
 def _changed(name: str, got: Any, want: Any) -> str:

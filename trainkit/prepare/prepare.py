@@ -6,9 +6,9 @@ import fcntl
 import os
 import shutil
 import time
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import attrs
 
@@ -17,21 +17,22 @@ from trainkit.corpora.tokens import SUFFIX, write_corpus
 from trainkit.files import disk_errors, sync_folder
 from trainkit.prepare.chunks import Chunk, cut_source, left_out
 from trainkit.prepare.parts import (
-    Encode,
     Job,
-    Tally,
+    MakeEncode,
+    Part,
     documents_of_parts,
     finished_part,
     key_of_part,
-    settings_of,
+    make_job,
+    part_writer,
     summed,
 )
-from trainkit.prepare.workers import write_parts
-from trainkit.tokenizers.bytes import tokenizer_hash
+from trainkit.prepare.workers import process_pool, write_parts
 from trainkit.types import ConfigError, DataError, DiskError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
+    from concurrent.futures import Executor
 
     from trainkit.corpora.tokens import TokenCorpus
     from trainkit.types import Tokenizer
@@ -79,7 +80,7 @@ class Prepared:
         vocab_size: The tokenizer's vocabulary.
         digest: The token file's hash.
         parts_kept: Parts that an earlier run had finished.
-        workers: Processes that worked.
+        workers: Processes that worked; None where an executor of yours did.
         seconds: How long it took.
         tokens_per_second: Tokens of this run over its seconds.
     """
@@ -93,7 +94,7 @@ class Prepared:
     vocab_size: int | None
     digest: str | None
     parts_kept: int
-    workers: int
+    workers: int | None
     seconds: float
     tokens_per_second: float
 
@@ -103,23 +104,24 @@ def prepare_corpus(
     out: str | os.PathLike[str],
     *,
     tokenizer: Tokenizer,
-    make_encode: Callable[[Tokenizer], Encode] | None = None,
+    make_encode: MakeEncode | None = None,
     field: str = "text",
     suffixes: Sequence[str] = TEXT_SUFFIXES,
     keep: Callable[[str], bool] | None = None,
     workers: int | None = None,
+    executor: Executor | None = None,
     chunk_bytes: int | None = None,
     timeout: float = 300.0,
     tell: Callable[[str], object] | None = None,
     progress: Callable[[Progress], object] | None = None,
 ) -> Prepared:
-    """Turn text into a token file, in several processes.
+    """Turn text into a token file, in several processes, or by anybody's `Executor`.
 
     The source is cut into chunks, and each becomes a part file in the folder `OUT.parts`; at the
     end they are joined, in the order of the source. A run that was stopped, however hard, is
     started again with the same call and goes on with the parts that are finished. A part whose
     file, tokenizer or settings have changed meanwhile is made anew. The token file is the same byte
-    for byte for any number of processes and interruptions.
+    for byte for any executor, any number of processes and any interruptions.
 
     Args:
         source: A directory of text files; a `.jsonl`, `.parquet` or `.arrow` file, or a directory
@@ -136,10 +138,13 @@ def prepare_corpus(
         keep: Says by its relative path whether a file of a directory is wanted.
         workers: How many processes; by default one for each core, and this one alone for less than
             32 MiB.
+        executor: What makes the parts instead of a pool of our own: any of `concurrent.futures`, or
+            Dask's `client.get_executor()` for the cores of several machines, which all see the
+            source and the folder of `out`, and have this trainkit. It is not shut down.
         chunk_bytes: The least size of a chunk; by default 4 MiB, or a 4096th of the source.
-        timeout: Seconds after which a process that says nothing is taken to hang.
+        timeout: Seconds without a sign of life after which processes are taken to hang.
         tell: Called with a sentence about each thing worth knowing, such as parts that are reused.
-        progress: Called about every half second for each process.
+        progress: Called whenever a part is finished.
 
     Raises:
         DataError: The source is missing, empty or damaged, a document cannot be encoded, or a
@@ -165,51 +170,44 @@ def prepare_corpus(
     check_out(out)
     if workers is not None and workers < 1:
         raise ValueError(f"prepare: workers must be at least 1, got {workers}")
-    job = Job(out.with_name(f"{out.name}.parts"), tokenizer, make_encode, field)
-    settings = settings_of(job)
+    job = make_job(out.with_name(f"{out.name}.parts"), tokenizer, make_encode, field)
     chunks = cut_sources(source, suffixes=suffixes, keep=keep, chunk_bytes=chunk_bytes)
-    sources = _paths_of(source)
-    for told in filter(None, (left_out(path, suffixes) for path in sources)):
+    for told in filter(None, (left_out(path, suffixes) for path in _paths_of(source))):
         say(told)
     total = sum(chunk.bytes for chunk in chunks)
     with _alone(out), _parts_folder(job.folder):
-        tallies = _finished(job.folder, chunks, settings, say)
-        kept = dict(tallies)
+        parts = _finished(job, chunks, say)
+        kept = dict(parts)
         todo = {i: chunk for i, chunk in enumerate(chunks) if i not in kept}
-        finished = kept_bytes = sum(chunks[i].bytes for i in kept)
+        kept_bytes = sum(chunks[i].bytes for i in kept)
 
-        def sign(number: int, tally: Tally, done: bool) -> None:
-            nonlocal finished
-            tallies[number] = tally
-            finished += chunks[number].bytes if done else 0
+        def done(number: int, part: Part) -> None:
+            parts[number] = part
             if progress is not None:
+                sums, size = summed(parts.values()), sum(chunks[i].bytes for i in parts)
                 seconds = time.monotonic() - begun
-                sums = summed(tallies.values())
-                progress(
-                    Progress(sums.documents, sums.tokens, finished, total, kept_bytes, seconds)
-                )
+                progress(Progress(sums.documents, sums.tokens, size, total, kept_bytes, seconds))
 
         crew = _crew(workers, todo, total - kept_bytes)
-        write_parts(job, todo, workers=crew, timeout=timeout, sign=sign)
-        sums = summed(tallies.values())
-        _check_content(sums, sources)
+        _write_parts(job, todo, executor, crew, timeout=timeout, done=done)
+        sums = summed(parts.values())
+        _check_content(sums, _paths_of(source))
         say(f"joining {len(chunks)} parts: {sums.documents} documents, {sums.tokens} tokens")
-        corpus = _join(out, job, len(chunks))
+        corpus = _join(out, job, [parts[i] for i in range(len(chunks))])
     seconds = time.monotonic() - begun
-    new_tokens = sums.tokens - summed(kept.values()).tokens
     return Prepared(
-        out,
-        sums.documents,
-        sums.tokens,
-        total,
-        sums.empty_documents,
-        sums.counts,
-        job.vocab_size,
-        corpus.digest,
-        len(kept),
-        crew,
-        seconds,
-        new_tokens / seconds,
+        path=out,
+        documents=sums.documents,
+        tokens=sums.tokens,
+        bytes=total,
+        empty_documents=sums.empty_documents,
+        counts=sums.counts,
+        vocab_size=job.vocab_size,
+        digest=corpus.digest,
+        parts_kept=len(kept),
+        workers=crew if executor is None else None,
+        seconds=seconds,
+        tokens_per_second=(sums.tokens - summed(kept.values()).tokens) / seconds,
     )
 
 
@@ -262,30 +260,44 @@ def cut_sources(
     return chunks
 
 
-def _finished(
-    folder: Path,
-    chunks: Sequence[Chunk],
-    settings: Mapping[str, Any],
-    say: Callable[[str], object],
-) -> dict[int, Tally]:
+def _finished(job: Job, chunks: Sequence[Chunk], say: Callable[[str], object]) -> dict[int, Part]:
     """Return the parts that an earlier run has finished; delete those that are of no use."""
-    tallies: dict[int, Tally] = {}
+    parts: dict[int, Part] = {}
     reasons: list[str] = []
     for number, chunk in enumerate(chunks):
-        tally, reason = finished_part(folder, number, key_of_part(settings, chunk))
-        if tally is not None:
-            tallies[number] = tally
+        part, reason = finished_part(job.folder, number, key_of_part(job.settings, chunk))
+        if part is not None:
+            parts[number] = part
         elif reason:
             reasons.append(reason)
-    useful = {f"part_{number:08d}" for number in tallies}
-    for file in folder.iterdir():
+    useful = {f"part_{number:08d}" for number in parts}
+    for file in job.folder.iterdir():
         if file.stem not in useful:
             file.unlink()
-    if tallies or reasons:
-        say(f"{folder}: going on with {len(tallies)} of {len(chunks)} parts")
+    if parts or reasons:
+        say(f"{job.folder}: going on with {len(parts)} of {len(chunks)} parts")
     if reasons:
-        say(f"{folder}: {len(reasons)} finished parts are made anew: {reasons[0]}")
-    return tallies
+        say(f"{job.folder}: {len(reasons)} finished parts are made anew: {reasons[0]}")
+    return parts
+
+
+def _write_parts(
+    job: Job,
+    todo: Mapping[int, Chunk],
+    executor: Executor | None,
+    crew: int,
+    *,
+    timeout: float,
+    done: Callable[[int, Part], None],
+) -> None:
+    """Write parts by an executor, in processes of our own, or in this one."""
+    if executor is None and crew == 1:
+        write = part_writer(job)
+        for number, chunk in todo.items():
+            done(number, write(number, chunk, bool))
+        return
+    with process_pool(crew) if executor is None else nullcontext(executor) as pool:
+        write_parts(job, todo, pool, timeout=timeout, done=done)
 
 
 def _crew(workers: int | None, todo: Mapping[int, Chunk], size: int) -> int:
@@ -298,7 +310,7 @@ def _paths_of(source: Source | Sequence[Source]) -> list[Path]:
     return [Path(path) for path in ([source] if isinstance(source, str | Path) else source)]
 
 
-def _check_content(sums: Tally, sources: Sequence[Path]) -> None:
+def _check_content(sums: Part, sources: Sequence[Path]) -> None:
     """Refuse documents that are all without text: marks of their begin and end are no text."""
     dropped = sums.counts.get("dropped", 0)
     if sums.empty_documents + dropped >= sums.documents:
@@ -308,7 +320,7 @@ def _check_content(sums: Tally, sources: Sequence[Path]) -> None:
         raise DataError(f"prepare: {place}: no documents: {found}", where=place)
 
 
-def _join(out: Path, job: Job, count: int) -> TokenCorpus:
+def _join(out: Path, job: Job, parts: Sequence[Part]) -> TokenCorpus:
     """Write the token file from the parts, and delete them."""
     needed = sum(file.stat().st_size for file in job.folder.glob(f"*{SUFFIX}"))
     if (free := shutil.disk_usage(out.parent).free) < needed:
@@ -321,12 +333,11 @@ def _join(out: Path, job: Job, count: int) -> TokenCorpus:
             hint="make room and run the same again: the parts are finished",
         )
     joined = job.folder / f"joined{SUFFIX}"
-    documents = documents_of_parts(job.folder, count)
     corpus = write_corpus(
         joined,
-        documents,
+        documents_of_parts(job.folder, parts),
         vocab_size=job.vocab_size,
-        tokenizer_hash=tokenizer_hash(job.tokenizer),
+        tokenizer_hash=job.settings["tokenizer"],
     )
     with disk_errors(out, by="prepare"):
         joined.replace(out)

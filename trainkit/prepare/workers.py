@@ -1,172 +1,92 @@
-"""Processes that turn chunks into parts: dealt one at a time, watched, ended all at once."""
+"""Chunks become parts in other processes: those of anybody's `Executor`, or a pool of our own.
+
+What they share is the folder of parts. The job lies there as a file, so that a tokenizer of
+megabytes does not travel with each chunk; and whoever is at a chunk has a file there that says so
+and is touched every half second, so that a process that hangs or has died can be named.
+"""
 
 from __future__ import annotations
 
-import multiprocessing
+import hashlib
 import os
+import pickle
+import secrets
 import signal
+import socket
+import threading
 import time
-from collections import deque
+from concurrent.futures import FIRST_COMPLETED, BrokenExecutor, ProcessPoolExecutor, wait
 from contextlib import contextmanager, suppress
-from multiprocessing import resource_tracker
-from multiprocessing.connection import Connection, wait
-from multiprocessing.reduction import ForkingPickler
-from typing import TYPE_CHECKING, Any
+from multiprocessing import active_children, get_context, parent_process
+from pathlib import Path
+from typing import TYPE_CHECKING
 
 import attrs
 
-from trainkit.prepare.parts import Job, Tally, Work, ready, write_part
+from trainkit.files import disk_errors
+from trainkit.prepare.chunks import chunk_place
+from trainkit.prepare.parts import Job, Part, WritePart, code_version, part_writer
 from trainkit.types import DataError, TrainkitError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping
-    from multiprocessing.context import SpawnProcess
+    from collections.abc import Callable, Iterable, Iterator, Mapping
+    from concurrent.futures import Executor, Future
+    from multiprocessing.process import BaseProcess
 
     from trainkit.prepare.chunks import Chunk
 
-    Sign = Callable[[int, Tally, bool], None]
-
-
-@attrs.frozen(eq=False)
-class _Worker:
-    name: str
-    process: SpawnProcess
-    pipe: Connection
-
-
-@attrs.define(eq=False)
-class _Task:
-    """What a worker is at, and when it last said so."""
-
-    worker: _Worker
-    number: int
-    heard: float
-
 
 def write_parts(
-    job: Job, todo: Mapping[int, Chunk], *, workers: int, timeout: float, sign: Sign
+    job: Job,
+    todo: Mapping[int, Chunk],
+    executor: Executor,
+    *,
+    timeout: float,
+    done: Callable[[int, Part], None],
 ) -> None:
-    """Write the parts of some chunks, in this process or in several.
+    """Write the parts of some chunks by an executor.
 
     Args:
         job: How chunks become parts.
         todo: Chunks by the numbers of their parts.
-        workers: How many processes; 1 works in this one.
-        timeout: Seconds after which a worker that says nothing is taken to hang.
-        sign: Called with a part's number, what there is of it, and whether it is finished.
+        executor: What calls a function elsewhere.
+        timeout: Seconds after which those who are at a chunk and show no sign of life are taken to
+            hang.
+        done: Called with a part's number and the part, once it is written.
 
     Raises:
-        DataError: A document is bad, or a worker died or hangs. The message names it.
+        DataError: A document is bad, or a process died or hangs. The message names it.
         DiskError: A part cannot be written.
 
     Effects:
-        Writes parts. No process is left when it returns or raises.
+        Writes parts.
     """
-    if workers > 1:
-        _deal(job, todo, workers, timeout, sign)
-        return
-    work = ready(job)
-    for number, chunk in todo.items():
-        tally = write_part(work, number, chunk, lambda x, n=number: sign(n, x, False))
-        sign(number, tally, True)
-
-
-def _deal(job: Job, todo: Mapping[int, Chunk], workers: int, timeout: float, sign: Sign) -> None:
-    waiting = deque(todo.items())
-    with _workers(job, workers) as crew:
-        tasks: dict[Connection, _Task] = {}
-        for worker in crew:
-            _give(worker, waiting, tasks)
-        while tasks:
-            for pipe in wait(list(tasks), timeout=min(timeout, 5.0)):
-                assert isinstance(pipe, Connection)
-                task = tasks[pipe]
-                tally, done = _heard(task, todo[task.number])
-                task.heard = time.monotonic()
-                sign(task.number, tally, done)
-                if done:
-                    del tasks[pipe]
-                    _give(task.worker, waiting, tasks)
-            _check_alive(tasks.values(), todo, timeout)
-
-
-def _give(
-    worker: _Worker, waiting: deque[tuple[int, Chunk]], tasks: dict[Connection, _Task]
-) -> None:
-    """Give the next chunk to a worker, if there is one."""
-    if waiting:
-        number, chunk = waiting.popleft()
-        tasks[worker.pipe] = _Task(worker, number, time.monotonic())
-        with suppress(OSError):  # it is dead: found when it is heard
-            worker.pipe.send((number, chunk))
-
-
-def _heard(task: _Task, chunk: Chunk) -> tuple[Tally, bool]:
-    """Return what a worker says; raise what it raised, or that it died."""
+    # A name of its own: Dask takes a call with the same arguments for one that it has answered.
+    data, path = pickle.dumps(job), job.folder / f".job_{secrets.token_hex(4)}"
+    with disk_errors(path, by="prepare", needed=len(data)):
+        path.write_bytes(data)
+    futures: dict[Future[Part], int] = {}
     try:
-        said = task.worker.pipe.recv()
-    except (EOFError, OSError) as error:
-        task.worker.process.join(timeout=5)
-        raise _lost(task, chunk, _how_it_ended(task.worker.process.exitcode)) from error
-    if isinstance(said, BaseException):
-        raise said
-    return said
-
-
-def _check_alive(tasks: Any, todo: Mapping[int, Chunk], timeout: float) -> None:
-    for task in tasks:
-        silent = time.monotonic() - task.heard
-        if silent > timeout:
-            raise _lost(task, todo[task.number], f"has said nothing for {silent:.0f} s")
-
-
-def _lost(task: _Task, chunk: Chunk, what: str) -> DataError:
-    name = f"{task.worker.name} (process {task.worker.process.pid})"
-    part = f"bytes {chunk.begin} to {chunk.end} of {chunk.path}"
-    if chunk.path.is_dir():
-        part = f"{chunk.path}, files {chunk.files[0][0]} to {chunk.files[-1][0]}"
-    elif chunk.path.suffix != ".jsonl":
-        part = f"row groups {chunk.begin} to {chunk.end} of {chunk.path}"
-    return DataError(
-        f"prepare: {name} {what}, at chunk {task.number}: {part}",
-        where=chunk.path,
-        hint="finished parts are kept: run the same again, with fewer workers if memory was short",
-    )
-
-
-def _how_it_ended(code: int | None) -> str:
-    if code is None:
-        return "closed its pipe"
-    if code < 0:
-        return f"was ended by {signal.Signals(-code).name}"
-    return (
-        f"ended with exit code {code} (a script that prepares data in several processes does so "
-        "under `if __name__ == '__main__':`)"
-    )
-
-
-@contextmanager
-def _workers(job: Job, count: int) -> Iterator[list[_Worker]]:
-    """Start processes; end them with the block, whatever they are at."""
-    # Spawned: a fork would take over locks of threads (numpy's, arrow's) that nobody will release.
-    context = multiprocessing.get_context("spawn")
-    crew: list[_Worker] = []
-    try:
-        for index in range(count):
-            ours, theirs = context.Pipe()
-            process = context.Process(target=_serve, args=(theirs, job), daemon=True)
-            crew.append(_Worker(f"worker {index}", process, ours))
-            with _interrupts_wait():
-                process.start()
-            theirs.close()
-        yield crew
+        with _interrupts_wait():
+            for number, chunk in todo.items():
+                there = attrs.evolve(chunk, path=chunk.path.absolute())
+                futures[executor.submit(_write, path, _hash(data), number, there)] = number
+        crew = active_children()
+        for future in _as_ended(futures, job.folder, timeout):
+            number = futures[future]
+            try:
+                part = future.result()
+            except BrokenExecutor as error:
+                raise _lost(crew, job.folder) from error
+            except Exception as error:
+                if isinstance(error, ValueError):  # TrainkitErrors among them
+                    raise
+                what = f"{type(error).__name__}: {error}, at chunk {number}"
+                raise DataError(f"prepare: {what}: {chunk_place(todo[number])}") from error
+            done(number, part)
     finally:
-        for worker in crew:
-            if worker.process.pid is not None:
-                worker.process.kill()
-                worker.process.join()
-            worker.process.close()
-            worker.pipe.close()
+        for future in futures:
+            future.cancel()
 
 
 @contextmanager
@@ -176,7 +96,6 @@ def _interrupts_wait() -> Iterator[None]:
     It goes to all processes of a terminal, and one that is still importing modules would end with a
     traceback.
     """
-    resource_tracker.ensure_running()  # or the first start does it, and lets Ctrl-C through again
     before = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])
     try:
         yield
@@ -184,38 +103,128 @@ def _interrupts_wait() -> Iterator[None]:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
-def _serve(pipe: Connection, job: Job) -> None:
-    """Work off chunks as they come in, until the other end is closed."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's to handle
-    os.environ["TOKENIZERS_PARALLELISM"] = "false"  # the processes are the parallelism
-    with suppress(EOFError, OSError):  # the parent is gone
-        try:
-            work = ready(job)
-        except Exception as error:  # noqa: BLE001 (the parent raises it)
-            pipe.send(_portable(error))
-            return
-        while True:
-            pipe.send(_answer(pipe, work))
+def _as_ended(
+    futures: Iterable[Future[Part]], folder: Path, timeout: float
+) -> Iterator[Future[Part]]:
+    """Yield futures as they end; raise when chunks that were begun show no sign of life."""
+    waiting, last = set(futures), time.monotonic()
+    marks: dict[str, int] = {}
+    while waiting:
+        ended, waiting = wait(waiting, min(timeout, 5.0), return_when=FIRST_COMPLETED)
+        yield from ended
+        before, marks = marks, _marks(folder)
+        silent = time.monotonic() - last
+        if ended or marks != before or not marks:
+            last = time.monotonic()
+        elif silent > timeout:
+            raise _ended(marks, f"has said nothing for {silent:.0f} s")
 
 
-def _answer(pipe: Connection, work: Work) -> Any:
-    """Write the part that is asked for; return what to say of it."""
-    number, chunk = pipe.recv()
+def _marks(folder: Path) -> dict[str, int]:
+    """Return who is at which chunk, and when that was last said, in nanoseconds."""
+    marks = {}
+    for path in folder.glob(".at_*"):
+        with suppress(FileNotFoundError):  # it has ended meanwhile
+            marks[path.read_text()] = path.stat().st_mtime_ns
+    return marks
+
+
+def _lost(crew: Iterable[BaseProcess], folder: Path) -> DataError:
+    """Return the error of processes of which one has died, and the others were told to end."""
+    marks = _marks(folder)
+    for process in crew:
+        process.join(timeout=5)
+        code = process.exitcode or 0
+        if code not in {0, -signal.SIGTERM}:
+            how = f"by {signal.Signals(-code).name}" if code < 0 else f"with exit code {code}"
+            its = [mark for mark in marks if mark.startswith(f"process {process.pid} ")]
+            return _ended(its or ["a process, before its first chunk,"], f"was ended {how}")
+    return _ended(marks, "has ended")
+
+
+def _ended(marks: Iterable[str], what: str) -> DataError:
+    return DataError(
+        f"prepare: {' or '.join(sorted(marks)) or 'a process'} {what}",
+        hint="finished parts are kept: run the same again, with fewer workers if memory was short; "
+        "a script that works with several processes does so under `if __name__ == '__main__':`",
+    )
+
+
+# ---------------------------------------------------------------------------- in the other process
+
+_here = threading.local()  # an encoder counts, so no two threads may share one
+
+
+def _write(job: Path, told: str, number: int, chunk: Chunk) -> Part:
+    """Write a part, with a mark that one is at it; what goes wrong can go through a pipe."""
+    who = f"process {os.getpid()} on {socket.gethostname()}"
+    mark = job.with_name(f".at_{number} {who}")
     try:
-        tally = write_part(work, number, chunk, lambda x: pipe.send((x, False)))
-    except Exception as error:  # noqa: BLE001 (the parent raises it)
-        return _portable(error)
-    return tally, True
+        with disk_errors(mark, by="prepare"):
+            mark.write_text(f"{who}, at chunk {number}, {chunk_place(chunk)},")
+        return _writer(job, told)(number, chunk, mark.touch)
+    except Exception as error:
+        if _can_travel(error):
+            raise
+        raise DataError(f"{type(error).__name__}: {error}") from None
+    finally:
+        mark.unlink(missing_ok=True)
 
 
-def _portable(error: Exception) -> Exception:
-    """Return an error that the parent can read: trainkit's own as it is, another in words.
+def _can_travel(error: Exception) -> bool:
+    """Say whether an error can be made anew from the arguments of its class, as the parent does.
 
-    An error travels as the arguments of its class, and a class with arguments of its own, or one of
-    the script that runs, cannot be made from them there.
+    One of a class with arguments of its own, or of the script that runs, cannot.
     """
     if type(error).__module__ == TrainkitError.__module__ or type(error) is ValueError:
         with suppress(Exception):  # what was found need not go through a pipe
-            ForkingPickler.dumps(error)
-            return error
-    return DataError(f"{type(error).__name__}: {error}")
+            return bool(pickle.dumps(error))
+    return False
+
+
+def _writer(job: Path, told: str) -> WritePart:
+    """Return what writes the parts of the job in a file, made once in each thread."""
+    if getattr(_here, "told", "") != told:
+        data = job.read_bytes()
+        if _hash(data) != told:
+            raise DataError(
+                f"prepare: {socket.gethostname()} has another trainkit ({code_version()}) than the "
+                f"process that asks, or {job} was changed; install the same everywhere"
+            )
+        _here.write, _here.told = part_writer(pickle.loads(data)), told  # noqa: S301 (see above)
+    return _here.write
+
+
+def _hash(data: bytes) -> str:
+    return hashlib.sha256(data + code_version().encode()).hexdigest()
+
+
+# -------------------------------------------------------------------------------- a pool of our own
+
+
+@contextmanager
+def process_pool(workers: int) -> Iterator[Executor]:
+    """Yield a pool of processes that end with the block, at once if it fails, and with this one."""
+    # Spawned: a fork would take over locks of threads (numpy's, arrow's) that nobody will release.
+    others = {*active_children()}
+    pool = ProcessPoolExecutor(workers, mp_context=get_context("spawn"), initializer=_begin)
+    try:
+        yield pool
+    except BaseException:
+        for process in {*active_children()} - others:
+            process.kill()
+        raise
+    finally:
+        pool.shutdown(cancel_futures=True)
+
+
+def _begin() -> None:
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"  # the processes are the parallelism
+    threading.Thread(target=_end_with_parent, daemon=True).start()
+
+
+def _end_with_parent() -> None:
+    parent = parent_process()
+    assert parent is not None
+    parent.join()
+    os._exit(1)

@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-from trainkit.tokenizers.bytes import (
-    CHAT_SPECIAL,
-    ByteTokenizer,
-    byte_tokenizer,
+from trainkit.tokenizers.bytes import ByteTokenizer, byte_tokenizer
+from trainkit.tokenizers.documents import encode_document, text_encoder
+from trainkit.tokenizers.hf import HFTokenizer, hf_tokenizer, save_tokenizer, train_bpe
+from trainkit.tokenizers.open import (
     covered_hashes,
-    encode_document,
     find_tokenizer,
     open_tokenizer,
-    text_encoder,
     tokenizer_hash,
 )
-from trainkit.tokenizers.hf import HFTokenizer, hf_tokenizer, save_tokenizer, train_bpe
+from trainkit.tokenizers.special import CHAT_SPECIAL
 
 __all__ = [
     "CHAT_SPECIAL",

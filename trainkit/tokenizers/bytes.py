@@ -1,41 +1,28 @@
-"""From text to token ids and back. Any object with `encode` and `decode` serves.
+"""The tokenizer that needs no file and no training: the bytes of UTF-8.
 
-Two kinds come with trainkit: the bytes of UTF-8, which need no file, and what a `tokenizer.json` of
-the `tokenizers` library says, downloaded or trained here. A special token that stands in a text is
-read as that token by both, as in `transformers`; none is added but by `encode_document`.
+A special token that stands in a text is read as that token, as in `transformers`; none is added but
+by `encode_document`.
 """
 
 from __future__ import annotations
 
-import hashlib
-import os
 import re
-from functools import partial
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import attrs
 import numpy as np
 
-from trainkit.tokenizers.hf import BOS, EOS, PAD, HFTokenizer, Offsets, byte_name, hf_tokenizer
-from trainkit.types import DataError
+from trainkit.tokenizers.special import BOS, EOS, PAD
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+    from collections.abc import Mapping, Sequence
 
-    from trainkit.types import IntArray, Tokenizer
+    from trainkit.types import IntArray
+
+Offsets = list[tuple[int, int]]
+"""Where in a text each token stands: (begin, end) in characters."""
 
 _FIRST_SPECIAL = 259
-
-CHAT_SPECIAL = (
-    *("<|im_start|>", "<|im_end|>"),
-    *("<think>", "</think>", "<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>"),
-    *("<|begin_of_text|>", "<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>"),
-)
-"""The special tokens of every native template of `trainkit.chat`."""
-
-
-# ------------------------------------------------------------------------------------------- bytes
 
 
 @attrs.frozen
@@ -69,25 +56,23 @@ class ByteTokenizer:
 
     def encode(self, text: str) -> list[int]:
         """Return the bytes of a text, and the ids of your special tokens that stand in it."""
-        return _byte_ids(self, text).tolist()
+        return _ids(self, text).tolist()
 
     def encode_batch(self, texts: Sequence[str]) -> list[IntArray]:
         """Return what `encode` does of each text, as int64 arrays."""
-        return [_byte_ids(self, text) for text in texts]
+        return [_ids(self, text) for text in texts]
 
     def encode_with_offsets(self, text: str) -> tuple[list[int], Offsets]:
         """Return the ids, and of each the characters `[begin, end)` that it belongs to."""
         ids: list[int] = []
         offsets: Offsets = []
-        for begin, part, special in _byte_parts(self, text):
-            if special is not None:
-                ids.append(special)
-                offsets.append((begin, begin + len(part)))
-                continue
-            for place, character in enumerate(part, begin):
-                data = character.encode()
-                ids += data
-                offsets += [(place, place + 1)] * len(data)
+        special, place = self.special_ids, 0
+        for i, part in enumerate(_cut(self, text)):
+            for unit in [part] if i % 2 else part:
+                tokens = [special[unit]] if i % 2 else unit.encode()
+                ids += tokens
+                offsets += [(place, place + len(unit))] * len(tokens)
+                place += len(unit)
         return ids, offsets
 
     def decode(self, ids: Sequence[int]) -> str:
@@ -123,206 +108,28 @@ def byte_tokenizer(special: Sequence[str] = ()) -> ByteTokenizer:
     return ByteTokenizer(special)
 
 
-def _byte_parts(tokenizer: ByteTokenizer, text: str) -> Iterator[tuple[int, str, int | None]]:
-    """Yield (begin, part, None or the special token's id) of the parts of a text, in order."""
+def byte_name(byte: int) -> str:
+    """Return a text for one byte: `<0xC3>` where it is no character by itself.
+
+    Examples:
+        >>> byte_name(65), byte_name(195)
+        ('A', '<0xC3>')
+    """
+    return chr(byte) if byte < 128 else f"<0x{byte:02X}>"
+
+
+def _cut(tokenizer: ByteTokenizer, text: str) -> list[str]:
+    """Cut a text at the special tokens: they are at the odd places."""
     if not tokenizer.special:
-        yield 0, text, None
-        return
+        return [text]
     longest_first = sorted(tokenizer.special, key=len, reverse=True)
-    ids, end = tokenizer.special_ids, 0
-    for found in re.finditer("|".join(map(re.escape, longest_first)), text):
-        if found.start() > end:
-            yield end, text[end : found.start()], None
-        yield found.start(), found[0], ids[found[0]]
-        end = found.end()
-    if end < len(text):
-        yield end, text[end:], None
+    return re.split(f"({'|'.join(map(re.escape, longest_first))})", text)
 
 
-def _byte_ids(tokenizer: ByteTokenizer, text: str) -> IntArray:
+def _ids(tokenizer: ByteTokenizer, text: str) -> IntArray:
+    special = tokenizer.special_ids
     parts = [
-        np.frombuffer(part.encode(), np.uint8).astype(np.int64)
-        if special is None
-        else np.array([special], np.int64)
-        for _, part, special in _byte_parts(tokenizer, text)
+        np.array([special[part]]) if i % 2 else np.frombuffer(part.encode(), np.uint8)
+        for i, part in enumerate(_cut(tokenizer, text))
     ]
-    return parts[0] if len(parts) == 1 else np.concatenate([*parts, np.array([], np.int64)])
-
-
-# ----------------------------------------------------------------------------------- of any kind
-
-
-def open_tokenizer(name: str | os.PathLike[str]) -> ByteTokenizer | HFTokenizer:
-    """Return the tokenizer that a command line names.
-
-    Args:
-        name: `bytes`, which are those of UTF-8 and `CHAT_SPECIAL`, so that what learns to write can
-            be taught to talk; or a `tokenizer.json`, or a folder that has one.
-
-    Raises:
-        DataError: There is no such file, or it is no tokenizer.
-        ConfigError: The library that reads it is missing: `pip install "trainkit-lm[hf]"`.
-
-    Examples:
-        >>> open_tokenizer("bytes").vocab_size
-        271
-    """
-    if name == "bytes":
-        return byte_tokenizer(CHAT_SPECIAL)
-    if not Path(name).exists():
-        raise DataError(
-            f"open_tokenizer: there is no {os.fspath(name)!r}; give `bytes`, a tokenizer.json, or "
-            "a folder that holds one",
-            where=name,
-        )
-    return hf_tokenizer(name)
-
-
-def find_tokenizer(name: str | None, data: Iterable[Path]) -> str:
-    """Return the name of a tokenizer: that given, or that which `prepare` left beside the data.
-
-    Args:
-        name: What a command line names; None where it names none.
-        data: The files of the corpora; beside `n.tokens` a tokenizer is `n.tokenizer.json`.
-
-    Returns:
-        A name for `open_tokenizer`, "bytes" where there is no such file.
-
-    Examples:
-        >>> find_tokenizer(None, [Path("web.tokens")]), find_tokenizer("t.json", [])
-        ('bytes', 't.json')
-    """
-    beside = (path.with_suffix(".tokenizer.json") for path in data if path.suffix == ".tokens")
-    return name or next((str(path) for path in beside if path.is_file()), "bytes")
-
-
-def encode_document(tokenizer: Tokenizer, text: str) -> IntArray:
-    """Return a document's tokens: `bos_id`, the text's, `eos_id`, where the tokenizer has them.
-
-    Returns:
-        int64 `[N]`.
-
-    Raises:
-        ValueError: A token is below 0, or not below the tokenizer's `vocab_size`.
-
-    Examples:
-        >>> encode_document(byte_tokenizer(), "hi")
-        array([256, 104, 105, 257])
-    """
-    return _document(tokenizer, tokenizer.encode(text))
-
-
-def encode_documents(tokenizer: Tokenizer, texts: Sequence[str]) -> list[IntArray]:
-    """Return what `encode_document` does of each text, by the tokenizer's `encode_batch` if any.
-
-    Examples:
-        >>> encode_documents(byte_tokenizer(), ["hi", ""])
-        [array([256, 104, 105, 257]), array([256, 257])]
-    """
-    encode_batch: Callable[[Sequence[str]], Sequence[Any]] | None
-    encode_batch = getattr(tokenizer, "encode_batch", None)
-    rows = map(tokenizer.encode, texts) if encode_batch is None else encode_batch(texts)
-    return [_document(tokenizer, ids) for ids in rows]
-
-
-def text_encoder(
-    tokenizer: Tokenizer, *, field: str = "text"
-) -> Callable[[Mapping[str, Any]], IntArray]:
-    """Return the function from a record with a text to its tokens.
-
-    Args:
-        tokenizer: What encodes the text, by `encode_document`.
-        field: The record's field that holds it.
-
-    Returns:
-        `encode(record) -> ids`, int64 `[N]`. It raises DataError where the field is missing or no
-        string, and names it.
-
-    Examples:
-        >>> text_encoder(byte_tokenizer())({"text": "hi"})
-        array([256, 104, 105, 257])
-    """
-    return partial(_encode_text, tokenizer, field)
-
-
-def text_of(record: Mapping[str, Any], field: str) -> str:
-    """Return the text of a record.
-
-    Raises:
-        DataError: The field is missing, or no string.
-
-    Examples:
-        >>> text_of({"text": "hi"}, "text")
-        'hi'
-    """
-    if field not in record:
-        raise DataError(f"there is no field {field!r}; found {', '.join(record)}", want=field)
-    text = record[field]
-    if not isinstance(text, str):
-        got = type(text).__name__
-        raise DataError(f"field {field!r} must be a string, got {got}", got=got)
-    return text
-
-
-def tokenizer_hash(tokenizer: Tokenizer) -> str:
-    """Return what tells one tokenizer from another: 16 hex digits of a hash.
-
-    It is made from the tokenizer's `identity`, a text that changes with its ids; give one to a
-    tokenizer of your own.
-
-    Raises:
-        ValueError: It has no `identity`.
-
-    Examples:
-        >>> tokenizer_hash(byte_tokenizer()) == tokenizer_hash(byte_tokenizer(["<|end|>"]))
-        False
-    """
-    identity = getattr(tokenizer, "identity", None)
-    if identity is None:
-        raise ValueError(
-            f"tokenizer_hash: cannot tell one {type(tokenizer).__name__} from another; give it an "
-            "attribute `identity`, a text that changes with its ids"
-        )
-    text = f"{type(tokenizer).__qualname__} {identity}"
-    return hashlib.sha256(text.encode()).hexdigest()[:16]
-
-
-def covered_hashes(tokenizer: Tokenizer) -> tuple[str, ...]:
-    """Return the hashes of the tokenizers whose ids mean the same in this one; its own is the last.
-
-    Those are its own and those that it names in an attribute `covers`: bytes with special tokens
-    cover bytes with the first of these, and bytes alone.
-
-    Returns:
-        Hashes as `tokenizer_hash` gives them; none for a tokenizer without an `identity`.
-
-    Examples:
-        >>> ours = covered_hashes(byte_tokenizer(["<|end|>"]))
-        >>> ours == tuple(map(tokenizer_hash, [byte_tokenizer(), byte_tokenizer(["<|end|>"])]))
-        True
-    """
-    if getattr(tokenizer, "identity", None) is None:
-        return ()
-    return tuple(map(tokenizer_hash, (*getattr(tokenizer, "covers", ()), tokenizer)))
-
-
-def _encode_text(tokenizer: Tokenizer, field: str, record: Mapping[str, Any]) -> IntArray:
-    return encode_document(tokenizer, text_of(record, field))
-
-
-def _document(tokenizer: Tokenizer, ids: Sequence[int] | IntArray) -> IntArray:
-    begin, end = (getattr(tokenizer, name, None) for name in ("bos_id", "eos_id"))
-    tokens = np.concatenate(
-        [
-            np.array([] if begin is None else [begin], np.int64),
-            np.asarray(ids, np.int64),
-            np.array([] if end is None else [end], np.int64),
-        ]
-    )
-    vocab_size = getattr(tokenizer, "vocab_size", None)
-    if tokens.size and (tokens.min() < 0 or (vocab_size and tokens.max() >= vocab_size)):
-        raise ValueError(
-            f"encode_document: tokens {tokens.min()} to {tokens.max()} do not lie in "
-            f"[0, {vocab_size}), the vocabulary of {type(tokenizer).__name__}"
-        )
-    return tokens
+    return np.concatenate(parts, dtype=np.int64)

@@ -14,16 +14,12 @@ import attrs
 import orjson
 
 from trainkit.files import disk_errors, read_bounded, replacing
+from trainkit.tokenizers.bytes import Offsets, byte_name
+from trainkit.tokenizers.special import BOS, EOS, PAD
 from trainkit.types import ConfigError, DataError
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping, Sequence
-
-BOS, EOS, PAD = "<|bos|>", "<|eos|>", "<|pad|>"
-"""The special tokens of trainkit's own tokenizers: a document's begin, its end, and padding."""
-
-Offsets = list[tuple[int, int]]
-"""Where in a text each token stands: (begin, end) in characters."""
 
 _ROLES = {"bos": BOS, "eos": EOS, "pad": PAD}
 
@@ -335,13 +331,3 @@ def _piece(token: str, byte_of: Mapping[str, int]) -> str:
         return data.decode()
     except UnicodeDecodeError:
         return "".join(map(byte_name, data))
-
-
-def byte_name(byte: int) -> str:
-    """Return a text for one byte: `<0xC3>` where it is no character by itself.
-
-    Examples:
-        >>> byte_name(65), byte_name(195)
-        ('A', '<0xC3>')
-    """
-    return chr(byte) if byte < 128 else f"<0x{byte:02X}>"
