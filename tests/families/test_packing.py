@@ -26,7 +26,7 @@ from trainkit.packing import (
 from trainkit.packing.fits import read_only
 from trainkit.packing.pieces import cut, survey
 from trainkit.pictures.packing import _THIN, _figure, plot_packing
-from trainkit.sampling import buffer_sorted_order, permute, rows_in_blocks, share_of_rows
+from trainkit.sampling import buffer_sorted_order, permute, rows_of_blocks, share_of_rows
 from trainkit.types import Share
 
 FITS = [best_fit, first_fit, sequential, balanced(1), balanced(4)]
@@ -271,7 +271,7 @@ TAKES_INTEGERS = {
     "buffer_sorted_order": partial(
         buffer_sorted_order, keys=np.arange(8), buffer_size=4, pack_size=2, seed=0
     ),
-    "rows_in_blocks": lambda x: rows_in_blocks(0, rows_per_step=1, order=x, block=1, seed=0),
+    "rows_of_blocks": lambda x: rows_of_blocks(x, block=1, rows_per_step=1, seed=0),
     "share_of_rows": lambda x: share_of_rows(1, Share(0, 1), rows_per_microbatch=1, costs=x),
 }
 
