@@ -17,12 +17,17 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from trainkit.checkpoint.boxes import DTYPES
-from trainkit.checkpoint.manifest import dump_json, find_checkpoint, read_manifest, sealed
+from trainkit.checkpoint.manifest import (
+    READABLE,
+    WEIGHTS,
+    dump_json,
+    find_checkpoint,
+    read_manifest,
+    sealed,
+)
 from trainkit.checkpoint.plain import refusal, write_durably
 from trainkit.checkpoint.sources import (
-    FORMAT,
     INDEX,
-    VERSION,
     checkpoint_tensors,
     read_weights_manifest,
 )
@@ -201,7 +206,12 @@ def write_weights(
             index = {"metadata": {"total_size": total}, "weight_map": weights}
             with disk_errors(staging / INDEX, by="export"):
                 files[INDEX] = write_durably(staging / INDEX, dump_json(index))
-        body = {"format": FORMAT, "version": VERSION, "files": files, "from": dict(origin or {})}
+        body = {
+            "format": WEIGHTS,
+            "version": READABLE[WEIGHTS][-1],
+            "files": files,
+            "from": dict(origin or {}),
+        }
         with disk_errors(staging, by="export"):
             write_durably(staging / "manifest.json", dump_json(sealed(body)))
     return {

@@ -6,16 +6,15 @@ Each is described by the bytes that hold it, and read box by box.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import suppress
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
 from trainkit.checkpoint.boxes import index_problems
 from trainkit.checkpoint.manifest import (
+    WEIGHTS,
     file_problems,
-    is_sealed,
-    plain_file_name,
+    format_of,
     read_manifest,
     verify_checkpoint,
 )
@@ -29,8 +28,6 @@ from trainkit.checkpoint.stored import (
 )
 from trainkit.types import SOLO, Axis, CheckpointError, Share, Weights
 
-FORMAT = "trainkit-weights"
-VERSION = 1
 INDEX = "model.safetensors.index.json"
 
 
@@ -60,43 +57,15 @@ def _indexed(path: Path, name: str, entry: Any, files: dict[str, dict[str, Store
     return Stored(entry["dtype"], tuple(entry["shape"]), tuple(extents))
 
 
-def is_weights_folder(folder: Path) -> bool:
-    """Say whether a folder claims to be one that `export_checkpoint` wrote.
-
-    Examples:
-        >>> is_weights_folder(Path("/does/not/exist"))
-        False
-    """
-    with suppress(CheckpointError):
-        manifest = read_json(folder / "manifest.json")
-        return isinstance(manifest, dict) and manifest.get("format") == FORMAT
-    return False
-
-
 def read_weights_manifest(folder: Path) -> dict[str, Any]:
     """Return the manifest of an exported folder, or refuse it.
 
     Raises:
-        CheckpointError: It is missing, does not match its own hash, is of another format or
-            version, or names what is no plain file name.
+        CheckpointError: It is no folder; or as for `read_manifest`.
     """
-    path = folder / "manifest.json"
     if folder.is_symlink() or not folder.is_dir():
         raise refusal(folder, "is not a directory")
-    manifest = read_json(path)
-    if not isinstance(manifest, dict) or manifest.get("format") != FORMAT:
-        raise refusal(path, f"is no manifest of the format {FORMAT!r}")
-    if manifest.get("version") != VERSION:
-        raise refusal(path, f"has version {manifest.get('version')}; this trainkit reads {VERSION}")
-    if not is_sealed(manifest):
-        raise refusal(path, "does not match its own sha256")
-    files = manifest.get("files")
-    if not isinstance(files, dict) or not all(
-        plain_file_name(name) and isinstance(want, dict) and {"size", "sha256"} <= want.keys()
-        for name, want in files.items()
-    ):
-        raise refusal(path, "names files that are no plain file names, or without size and sha256")
-    return manifest
+    return read_manifest(folder, form=WEIGHTS)
 
 
 def verify_weights(folder: Path | str, *, share: Share = SOLO.share) -> list[str]:
@@ -218,4 +187,4 @@ def verify_any(path: Path) -> list[str]:
         >>> verify_any(Path("/does/not/exist"))
         ['/does/not/exist is not there']
     """
-    return verify_weights(path) if is_weights_folder(path) else verify_checkpoint(path)
+    return verify_weights(path) if format_of(path) == WEIGHTS else verify_checkpoint(path)
