@@ -16,7 +16,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from trainkit.checkpoint.boxes import DTYPES
+from trainkit.checkpoint.boxes import DTYPES, shared_out
 from trainkit.checkpoint.manifest import (
     READABLE,
     WEIGHTS,
@@ -126,14 +126,8 @@ def plan_shards(
     """
     if shard_bytes < 1:
         raise ValueError(f"plan_shards: shard_bytes must be at least 1, got {shard_bytes}")
-    groups: list[list[str]] = [[]]
-    room = shard_bytes
-    for name in sorted(tensors):
-        if groups[-1] and tensors[name] > room:
-            groups.append([])
-            room = shard_bytes
-        groups[-1].append(name)
-        room -= tensors[name]
+    sizes = {name: tensors[name] for name in sorted(tensors)}
+    groups = shared_out(sizes, most_bytes=shard_bytes)
     if len(groups) == 1:
         return {"model.safetensors": tuple(groups[0])}
     return {

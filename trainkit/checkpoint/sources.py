@@ -98,28 +98,17 @@ def verify_weights(folder: Path | str, *, share: Share = SOLO.share) -> list[str
         return [error.what]
 
 
-def exported_tensors(folder: Path | str, *, axis: Axis = SOLO) -> dict[str, Stored]:
-    """Describe the tensors of an exported folder, after every byte has been verified.
+def exported_tensors(folder: Path, problems: Sequence[str]) -> dict[str, Stored]:
+    """Describe the tensors of an exported folder whose every byte has been verified.
 
     Args:
         folder: The folder.
-        axis: The ranks that read it; each hashes its share of the files.
+        problems: What `verify_weights` has found.
 
     Raises:
-        CheckpointError: It does not verify, or its files hold a tensor of an odd name, twice, or
-            not as its index says; on all ranks.
-
-    Effects:
-        Reads the files; communicates on `axis`.
+        CheckpointError: There is a problem; or its files hold a tensor of an odd name, twice, or
+            not as its index says.
     """
-    from trainkit.collectives import together  # noqa: PLC0415 - verifying alone needs no torch
-
-    folder = Path(folder)
-    told = together(lambda: verify_weights(folder, share=axis.share), axis)
-    return _described(folder, [problem for problems in told for problem in problems])
-
-
-def _described(folder: Path, problems: Sequence[str]) -> dict[str, Stored]:
     if problems:
         raise CheckpointError(
             f"weights_from: {folder} does not verify: {problems[0]}", where=folder, got=problems
@@ -169,9 +158,12 @@ def weights_from(
         trainkit.types.CheckpointError: weights_from: /does/not/exist does not verify: checkpoint...
     """
     from trainkit.checkpoint.reading import reader  # noqa: PLC0415 - verifying needs no torch
+    from trainkit.collectives import together  # noqa: PLC0415 - likewise
     from trainkit.parallel.materialize import listed  # noqa: PLC0415 - likewise
 
-    tensors = exported_tensors(folder, axis=axis)
+    folder = Path(folder)
+    told = together(lambda: verify_weights(folder, share=axis.share), axis)
+    tensors = exported_tensors(folder, [problem for problems in told for problem in problems])
     kept = {
         name: stored.shape
         for name, stored in tensors.items()
