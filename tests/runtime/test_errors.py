@@ -298,7 +298,7 @@ leave(main)
         ("return None", 0, ""),
         ("sys.exit(3)", 3, ""),
         ("raise KeyError('layer')", 70, "KeyError: 'layer'"),
-        ("raise KeyboardInterrupt", 76, "KeyboardInterrupt"),
+        ("raise KeyboardInterrupt", 76, "error: interrupted"),
         ("os.close(1)", 0, ""),
     ],
 )

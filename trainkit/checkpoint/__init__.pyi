@@ -11,7 +11,6 @@ from .load import load_checkpoint as load_checkpoint
 from .load import load_weights as load_weights
 from .load import read_facts as read_facts
 from .load import resume as resume
-from .manifest import choose_checkpoint as choose_checkpoint
 from .manifest import find_checkpoint as find_checkpoint
 from .manifest import list_checkpoints as list_checkpoints
 from .manifest import read_manifest as read_manifest
