@@ -27,8 +27,6 @@ from trainkit import (
     schedules,
     tokenizers,
 )
-from trainkit.corpora.text import directory_texts
-from trainkit.types import DataError
 
 
 @attrs.frozen(kw_only=True)
@@ -61,11 +59,9 @@ def open_documents(cfg, tokenizer):
     """Return the corpus: one document for all text below each entry of the directory."""
     keep = corpora.is_library_source if cfg.data is None else None
     folder = cfg.data or corpora.standard_library()
-    texts = directory_texts(folder, suffixes=(".py", ".md", ".txt"), keep=keep)
+    texts = corpora.read_records(folder, suffixes=(".py", ".md", ".txt"), keep=keep)
     entries = itertools.groupby(texts, key=lambda named: named[0].partition("/")[0])
-    documents = {name: "\n".join(text for _, text in parts) for name, parts in entries}
-    if not documents:
-        raise DataError(f"{folder}: no documents: it has no .py, .md or .txt files", where=folder)
+    documents = {name: "\n".join(record["text"] for _, record in parts) for name, parts in entries}
     samples = (tokenizers.encode_document(tokenizer, text) for text in documents.values())
     return corpora.memory_corpus(samples, vocab_size=tokenizer.vocab_size, names=list(documents))
 

@@ -11,6 +11,8 @@ from pathlib import Path
 
 import pytest
 
+from trainkit.runtime import report_errors
+
 RECIPES = Path(__file__).parents[1] / "recipes"
 SMALL = "--cache None --row-length 32 --rows 4 --microbatch 2 --warmup 2 --schedule-steps 8"
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
@@ -49,7 +51,8 @@ def here(flags, recipe="pretrain"):
     out, err = io.StringIO(), io.StringIO()
     with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
         try:
-            code = load(recipe).main([str(flag) for flag in flags])
+            with report_errors():  # as `leave` does, which would end this process
+                code = load(recipe).main([str(flag) for flag in flags])
         except SystemExit as end:
             return end.code, err.getvalue()
     return code or 0, out.getvalue()

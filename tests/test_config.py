@@ -14,20 +14,20 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from trainkit.config import (
-    DEGREES,
-    LAYOUT_FIELDS,
-    PLACE_FIELDS,
+    RowOptions,
     RunConfig,
+    changes_of,
     config_facts,
     fraction,
     load_config,
     non_negative,
     one_of,
+    plain_values,
     positive,
     read_config,
     write_config,
 )
-from trainkit.types import ConfigError
+from trainkit.types import ConfigError, Layout
 
 
 @attrs.frozen(kw_only=True)
@@ -66,6 +66,14 @@ class Config(RunConfig):
 
 
 @attrs.frozen(kw_only=True)
+class WithRows(RunConfig):
+    """Has the rows of a recipe."""
+
+    batch: RowOptions = RowOptions()
+    """How rows are made."""
+
+
+@attrs.frozen(kw_only=True)
 class Required:
     """Needs a run."""
 
@@ -90,9 +98,9 @@ def test_flags_override_the_file_and_the_file_overrides_defaults(tmp_path):
     config = load_config(
         Config, ["--config", file, "--steps", "9", "--dp-replicate=2", "--compile"]
     )
-    assert (config.steps, config.lr, config.save_every, config.seed) == (9, 1.0, 3, 0)
+    assert (config.steps, config.lr, config.keeping.save_every, config.seed) == (9, 1.0, 3, 0)
     assert (config.betas, config.corpus, config.compile) == ((0.8, 0.9), (Path("a"),), True)
-    assert config.dp_replicate == 2
+    assert config.layout == Layout(dp_replicate=2)
     assert config.config == Path(file)
     assert type(config.lr) is float
 
@@ -115,7 +123,7 @@ def test_a_required_field_may_come_from_either(tmp_path):
     ("argv", "message"),
     [
         (["--stpes", "3"], "unknown flag --stpes (did you mean --steps?)"),
-        (["--schedule-step=3"], "unknown flag --schedule-step (did you mean --schedule-steps?)"),
+        (["--start-timeou=3"], "unknown flag --start-timeou (did you mean --start-timeout?)"),
         (["--seed", "9" * 26], "seed must be below 2^63, got 99999"),
         (["--zzz", "--lrr", "1"], "unknown flag --zzz; unknown flag --lrr (did you mean --lr?)"),
         (["--steps", "3.7"], "--steps: invalid literal for int() with base 10: '3.7'"),
@@ -266,11 +274,12 @@ def test_help_explains_every_field_with_its_default_and_exits_0(capsys):
     text = " ".join(capsys.readouterr().out.replace("│", " ").split())
     assert caught.value.code == 0
     assert "Train a thing." in text
-    for attribute in attrs.fields(Config):
-        assert f"--{attribute.name.replace('_', '-')}" in text
+    for name in plain_values(Config()):
+        assert f"--{name.replace('_', '-')}" in text
+    assert "When a run saves, which checkpoints stay, and where else its metrics go." in text
     assert "Stop after so many. (default: 50)" in text
     assert "The peak learning rate. (default: 0.001)" in text
-    assert text.count("(default:") == len(attrs.fields(Config))
+    assert text.count("(default:") == len(plain_values(Config()))
 
 
 strings = st.text(st.characters(exclude_categories=["Cs"]), max_size=12)
@@ -286,6 +295,7 @@ configs = st.builds(
     corpus=st.lists(paths, max_size=3).map(tuple),
     betas=st.tuples(numbers, numbers),
     name=st.none() | strings.filter(lambda text: text != "None"),
+    layout=st.builds(Layout, tp=st.integers(1, 9), cpu_offload=st.booleans()),
     compile=st.booleans(),
     resume=strings,
 )
@@ -303,9 +313,12 @@ def test_what_is_written_reads_back_equal(tmp_path_factory, config):
 
 @pytest.mark.case("G2")
 def test_rules_hold_where_a_record_is_made_by_hand():
-    for bad in ({"lr": 0.0}, {"decay": 1.5}, {"kind": "c"}, {"tp": 0}, {"dp_shard": -2}):
+    for bad in ({"lr": 0.0}, {"decay": 1.5}, {"kind": "c"}):
         with pytest.raises(ConfigError, match=next(iter(bad))):
             Config(**bad)
+    for bad in ({"tp": 0}, {"dp_shard": -2}):
+        with pytest.raises(ConfigError, match=next(iter(bad))):
+            Layout(**bad)
     with pytest.raises(ConfigError, match="seed must be at least 0, got -1"):
         Config(seed=-1)
     assert callable(non_negative)
@@ -328,18 +341,11 @@ def test_reading_a_configuration_loads_no_torch():
 
 
 def test_config_facts_are_plain_and_leave_out_where_a_run_is_and_how_it_is_watched():
-    found = config_facts(RunConfig(out=Path("x"), seed=3))
+    found = config_facts(WithRows(out=Path("x"), seed=3))
     assert found["config.seed"] == 3
     assert found["config.multiple_of"] == 8
     for name in ("out", "steps", "resume", "keep", "step_timeout", "on_spike"):
         assert f"config.{name}" not in found
-
-
-def test_how_long_a_stop_may_take_is_no_fact_and_reaches_what_needs_it():
-    found = RunConfig(grace=110.0)
-    assert "config.grace" not in config_facts(found)
-    assert (found.session["grace"], found.safety["grace"]) == (110.0, 110.0)
-    assert (RunConfig().session["grace"], RunConfig().safety["grace"]) == (None, 25.0)
 
 
 @pytest.mark.parametrize("value", ["inf", "1e300", "0", "-1"])
@@ -363,32 +369,48 @@ def test_a_null_byte_is_told_with_the_field(tmp_path):
         load_config(RunConfig, ["--config", str(tmp_path / "c.toml")])
 
 
-def test_degrees_are_what_a_session_takes():
-    assert RunConfig(tp=2).degrees == {
-        **dict.fromkeys(("pp", "dp_replicate", "ring", "ulysses", "ep"), 1),
-        "dp_shard": -1,
-        "tp": 2,
-    }
-
-
 def test_a_run_goes_on_in_another_layout_and_never_with_other_rows():
-    moved = dict.fromkeys(DEGREES, 2) | {"schedule": "gpipe", "fold_sp": "none"}
-    moved |= {"reshard_after_forward": False, "cpu_offload": True, "reduce": "each"}
-    moved |= {"deterministic": True}
-    assert set(moved) == set(LAYOUT_FIELDS)
-    before, after = config_facts(RunConfig()), config_facts(RunConfig(**moved))
-    changed = {name.removeprefix("config.") for name in before if before[name] != after[name]}
-    assert changed <= set(PLACE_FIELDS)
-    assert config_facts(RunConfig(multiple_of=16)) != before
-    assert "multiple_of" not in PLACE_FIELDS
+    moved = Layout(
+        **dict.fromkeys(Layout().degrees, 2),
+        schedule="gpipe",
+        fold_sp="none",
+        reshard_after_forward=False,
+        cpu_offload=True,
+        reduce="each",
+        deterministic=True,
+    )
+    before, after = WithRows(), WithRows(layout=moved, batch=RowOptions(microbatch=1))
+    changed = {name for name, x in plain_values(before).items() if plain_values(after)[name] != x}
+    assert changed == {field.name for field in attrs.fields(Layout)} | {"microbatch"}
+    changes = changes_of(WithRows(allow_change=("dtype",)))
+    assert changed <= set(changes.free)
+    assert (changes.flagged, changes.allow) == (("dtype",), ("dtype",))
+    for name in ("multiple_of", "rows", "row_length", "seed"):
+        assert name not in {*changes.free, *changes.flagged}
 
 
-def test_the_layout_is_what_the_check_asks():
-    import inspect
+def test_a_field_of_a_record_inside_is_a_flag_and_a_key_like_any_other(tmp_path):
+    file = write(tmp_path, "rows = 3\nmultiple-of = 16\nring = 4")
+    config = load_config(WithRows, ["--config", file, "--rows", "5", "--on-spike", "skip"])
+    assert (config.batch, config.layout) == (RowOptions(rows=5, multiple_of=16), Layout(ring=4))
+    assert config.policy.on_spike == "skip"
+    for argv, message in (
+        (["--rows", "0"], "rows must be above 0, got 0"),
+        (["--keep", "1"], "keep must be 0 for all, or at least 2"),
+        (["--ring", "9" * 26], "ring must be below 2"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            load_config(WithRows, argv)
 
-    from trainkit.parallel.check import check_layout
 
-    layout = RunConfig(tp=2, schedule="gpipe", multiple_of=16).layout
-    assert layout["degrees"]["tp"] == 2
-    assert (layout["schedule"], layout["multiple_of"]) == ("gpipe", 16)
-    assert set(layout) < set(inspect.signature(check_layout).parameters)
+@attrs.frozen(kw_only=True)
+class Twice(RunConfig):
+    """Has rows of its own beside those of the record."""
+
+    batch: RowOptions = RowOptions()
+    rows: int = 3
+
+
+def test_two_fields_of_one_name_are_a_mistake_of_the_recipe():
+    with pytest.raises(AssertionError, match="Twice has rows twice"):
+        plain_values(Twice())

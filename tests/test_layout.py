@@ -227,7 +227,9 @@ def test_one_rank_holds_the_batch_itself():
 def test_rows_that_do_not_divide_are_refused(length, ring, ulysses, message):
     with pytest.raises(ConfigError, match=message):
         check_row_length(length, ring=ring, ulysses=ulysses)
-    with pytest.raises(ConfigError, match=message):
+    part = f"a length of {length // ring} does not divide into {ulysses}"
+    said = part if ulysses > 1 else f"{length} tokens, no multiple of {2 * ring}"
+    with pytest.raises(ValueError, match=said):
         shard_sequence(blank_batch(1, length), ring=Share(0, ring), ulysses=Share(0, ulysses))
 
 
@@ -235,7 +237,7 @@ def test_rows_that_do_not_divide_are_refused(length, ring, ulysses, message):
 def test_documents_that_do_not_divide_are_refused():
     ids = torch.tensor([[0] * 6 + [1] * 10])
     batch = attrs.evolve(blank_batch(1, 16), spans=spans(ids))
-    with pytest.raises(ConfigError, match=r"of 6 tokens \(2 of 2 spans\).* multiple_of=4"):
+    with pytest.raises(ValueError, match=r"document 0 has 6 tokens, .* multiple_of=4"):
         shard_sequence(batch, ring=Share(0, 2), ulysses=Share(0, 1))
     ulysses_alone = shard_sequence(batch, ring=Share(0, 1), ulysses=Share(1, 2))
     assert ulysses_alone.spans is batch.spans

@@ -62,7 +62,7 @@ PRIVATE = [
     ),
     Private(
         "dist.distributed_c10d._abort_process_group",
-        "mesh.py",
+        "mesh/session.py",
         "lets go of groups whose work will never end",
     ),
     Private(
@@ -78,12 +78,12 @@ PRIVATE = [
     ),
     Private(
         "torch.distributed.tensor.debug._clear_python_sharding_prop_cache",
-        "mesh.py",
+        "mesh/session.py",
         "DTensor's memory of meshes whose groups are gone",
     ),
     Private(
         "torch.distributed.tensor.debug._clear_sharding_prop_cache",
-        "mesh.py",
+        "mesh/session.py",
         "the same, and what C++ remembers",
         since=(2, 13),
     ),

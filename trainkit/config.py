@@ -19,11 +19,10 @@ import tomllib
 from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from itertools import groupby, zip_longest
 from pathlib import Path
-from typing import Any, Literal, TypeVar, get_args, get_origin, get_type_hints
+from typing import TYPE_CHECKING, Any, Literal, TypeVar, get_args, get_origin, get_type_hints
 
 import attrs
 
-from trainkit.checkpoint.facts import Changes
 from trainkit.checkpoint.retention import Keeping
 from trainkit.files import read_bounded, replacing, toml_text
 from trainkit.health import Policy
@@ -39,6 +38,9 @@ from trainkit.types import (
     one_of,
     positive,
 )
+
+if TYPE_CHECKING:
+    from trainkit.checkpoint.facts import Changes
 
 __all__ = [
     "OptimOptions",
@@ -238,6 +240,8 @@ def changes_of(config: Any) -> Changes:
         >>> changes_of(RunConfig(allow_change=("dtype",))).flagged
         ('dtype',)
     """
+    from trainkit.checkpoint.facts import Changes  # noqa: PLC0415 -- it needs torch
+
     named = {kind: list[str]() for kind in get_args(Change)}
     for name, field in _fields(type(config)).items():
         named[field.change].append(name)

@@ -195,9 +195,8 @@ def shard_sequence(batch: Batch, *, ring: Share, ulysses: Share) -> Batch:
         batch itself when both counts are 1.
 
     Raises:
-        ConfigError: A document or row does not divide by 2 * ring, or a row over the ring does not
-            divide by Ulysses.
-        ValueError: Spans cross rows, or there is no such share.
+        ValueError: A document does not divide by 2 * ring, a row over the ring not by Ulysses,
+            spans cross rows, or there is no such share.
 
     Examples:
         >>> from trainkit.batch import blank_batch
@@ -205,10 +204,6 @@ def shard_sequence(batch: Batch, *, ring: Share, ulysses: Share) -> Batch:
         >>> part.position_ids.tolist(), part.spans.lengths.tolist()
         ([[12, 13, 14, 15]], [8])
     """
-    for share in (ring, ulysses):
-        _check_share("shard_sequence", share)
-    check_row_length(batch.input_ids.shape[1], ring=ring.count, ulysses=ulysses.count)
-    _check_documents(batch.spans.lengths, ring=ring.count)
     ring_part = shard_batch(batch, ring)
     if ulysses.count == 1:
         return ring_part
@@ -244,19 +239,6 @@ def check_row_length(length: int, *, ring: int, ulysses: int) -> None:
             where="ring, ulysses",
             got=length,
             want=f"a multiple of {multiple}",
-        )
-
-
-def _check_documents(lengths: IntArray, *, ring: int) -> None:
-    """Refuse documents that a ring cannot cut into equal chunks."""
-    uneven = lengths[lengths % (2 * ring) > 0]
-    if ring > 1 and len(uneven):
-        raise ConfigError(
-            f"shard_sequence: a document of {uneven[0]} tokens ({len(uneven)} of {len(lengths)} "
-            f"spans) does not divide by ring = {ring} x 2 chunks; pack with multiple_of={2 * ring}",
-            where="multiple_of",
-            got=int(uneven[0]),
-            want=f"a multiple of {2 * ring}",
         )
 
 

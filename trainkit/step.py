@@ -18,6 +18,7 @@ from trainkit.collectives import all_gather_json, all_max, all_sum, communicatio
 from trainkit.losses import mean_terms
 from trainkit.models.call import call_model
 from trainkit.parallel.pipeline import bind_pipeline
+from trainkit.parallel.places import places_of
 from trainkit.parallel.reduction import (
     Reduce,
     check_sums,
@@ -33,7 +34,6 @@ from trainkit.parallel.stage_forward import (
     share_terms,
     terms_of,
 )
-from trainkit.parallel.stages import places_of
 from trainkit.types import SOLO, Axis, Call, ForwardBackward, Loss
 
 

@@ -3,7 +3,6 @@
 import contextlib
 import functools
 import importlib.util
-import inspect
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -77,11 +76,9 @@ def step_of(name, *flags, documents=(8, 40), rank=0, bf16=True, model=MODEL, **d
     cfg = config.load_config(recipe.Config, ["--dtype", "bf16" if bf16 else "fp32", *flags])
     with session(rank, degrees) as ps, fake_device() as ledger:
         stages, optimizer = recipe.build(cfg, ps, model)
-        known = {"phases": sampling.make_phases(sampling.Phase(0, {"a": 1.0}))}
-        known |= {"loss": next_token_linear, "evidence": {}, "cfg": cfg, "ps": ps}
-        known |= {"stages": stages, "optimizer": optimizer}
-        wanted = inspect.signature(recipe.make_train_step).parameters
-        train_step = recipe.make_train_step(**{key: known[key] for key in wanted})
+        order = {"schedule": cfg.layout.schedule, "reduce": cfg.layout.reduce}
+        run = tk.bind_forward_backward(stages, next_token_linear, axis=ps.pp, **order)
+        train_step = recipe.make_train_step(cfg, ps, stages, optimizer, run)
         state = tk.TrainState()
         for _ in range(2):
             batch = batch_of(corpus, bins, state.cursor, ps)

@@ -17,7 +17,7 @@ from measured_step import measure
 
 from trainkit.models import DecoderConfig
 from trainkit.models.sizes import decoder_config
-from trainkit.planning import Job, hardware, memory_of, plan
+from trainkit.planning import Job, hardware, layouts_of, memory_of, plan
 from trainkit.types import Layout
 
 SHAPES = {
@@ -54,9 +54,8 @@ def speed():
     """Print how long it takes to list all layouts of a world."""
     for world in (8, 64, 1_024):
         begin = time.perf_counter()
-        found = plan(
-            decoder_config("llama-3.1-70b"), world, hardware("h100"), row_length=8_192, rows=world
-        )
+        job = Job(config=decoder_config("llama-3.1-70b"), row_length=8_192, rows=world)
+        found = plan(job, layouts_of(world), hardware("h100"))
         seconds = time.perf_counter() - begin
         print(f"world {world:>5}: {len(found):>6} plans in {seconds:.2f} s")
 

@@ -11,17 +11,23 @@ import trainkit as tk
 from trainkit.checkpoint import list_checkpoints, write
 from trainkit.checkpoint.guard import guarded_saves
 from trainkit.health import Policy
-from trainkit.types import Cursor, DiskError, NumericsError
+from trainkit.types import Cursor, DiskError, NumericsError, StepBatch
 
 GOOD = {"loss": 2.0, "grad_norm": 1.0, "tokens": 8, "skipped": 0}
 BAD = GOOD | {"loss": math.nan, "skipped": 1}
+BATCH = StepBatch([], Cursor())
+
+
+def replay_nothing(microbatches, *, denominator):
+    assert (microbatches, int(denominator)) == ([], 8)
+    return {"loss": torch.tensor(math.nan)}
 
 
 def run(out, records, *, save_at=(), seen=None):
     """Train steps whose records are given; return the state, and what was told and noted."""
     state, stages, optimizer, ps = small_run(steps=0)
     told, events = [], []
-    options = {"policy": Policy(max_skips=2), "evidence": {}, "tell": told.append}
+    options = {"policy": Policy(max_skips=2), "replay": replay_nothing, "tell": told.append}
 
     def event(name, **facts):
         events.append((name, facts.get("step"), facts.get("reason", facts.get("error"))))
@@ -34,7 +40,7 @@ def run(out, records, *, save_at=(), seen=None):
                 optimizer.step()
             step = state.step + 1
             state = attrs.evolve(state, step=step, tokens=8 * step, cursor=Cursor(cursor))
-            state = guard(state, record)
+            state = guard(state, record, BATCH)
             if seen is not None:
                 seen.append(live(stages, optimizer))
             if state.step in save_at:
@@ -49,7 +55,7 @@ def test_a_bad_step_is_told_and_a_storm_goes_back_past_its_data(tmp_path):
     state, told, events = run(tmp_path, records, save_at=(2, 4), seen=seen)
     assert (state.step, state.cursor) == (5, Cursor(7))  # back from 6 to 4, and one step on
     assert state.health["rolled_back"] == [5.0]
-    assert "step 3: the loss is nan; it was skipped" in told
+    assert "step 3: the loss is nan; the loss on rank 0; it was skipped" in told
     assert any(line.startswith("rolled back from step 6") for line in told)
     kinds = [(name, step) for name, step, _ in events if name != "save"]
     assert kinds == [("skip", 3), ("skip", 5), ("rollback", 6), ("rolled back", 4)]
@@ -77,7 +83,7 @@ def test_a_storm_that_does_not_end_is_67_with_the_list_and_a_checkpoint_or_none(
 @pytest.mark.case("N6")
 def test_a_save_that_finds_its_state_damaged_leads_back(tmp_path):
     state, stages, optimizer, ps = small_run(steps=1)
-    options = {"policy": Policy(), "evidence": {}, "event": lambda *_, **__: None}
+    options = {"policy": Policy(), "replay": replay_nothing, "event": lambda *_, **__: None}
     with guarded_saves(
         tmp_path, stages, optimizer, ps, background=False, tell=lambda _: None, **options
     ) as (save, guard):
@@ -86,7 +92,7 @@ def test_a_save_that_finds_its_state_damaged_leads_back(tmp_path):
         with torch.no_grad():
             stages[0].bias[0] = math.inf
         save(attrs.evolve(state, step=2))
-        state = guard(attrs.evolve(state, step=3), GOOD)
+        state = guard(attrs.evolve(state, step=3), GOOD, BATCH)
         assert state.step == 1
         assert same(live(stages, optimizer), good)
 
@@ -103,12 +109,12 @@ def test_a_save_that_failed_is_told_at_the_next_step(tmp_path, monkeypatch):
     monkeypatch.setattr(write, "_reserve", no_room)
     state, stages, optimizer, ps = small_run(steps=1)
     told = []
-    options = {"policy": Policy(), "evidence": {}, "event": lambda *_, **__: None}
+    options = {"policy": Policy(), "replay": replay_nothing, "event": lambda *_, **__: None}
     with guarded_saves(
         tmp_path, stages, optimizer, ps, background=False, tell=told.append, **options
     ) as (save, guard):
         save(state)
-        guard(attrs.evolve(state, step=2), GOOD)
+        guard(attrs.evolve(state, step=2), GOOD, BATCH)
         (line,) = told
         assert line.startswith("warning: step 1 was not saved: ")
         assert "ENOSPC" in line

@@ -6,7 +6,7 @@ import sys
 import pytest
 
 from trainkit.__main__ import COMMANDS, main
-from trainkit.checkpoint.write import write_durably
+from trainkit.checkpoint.plain import write_durably
 from trainkit.commands.text import as_text
 from trainkit.corpora import write_corpus
 

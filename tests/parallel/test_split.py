@@ -12,14 +12,14 @@ from whole_step import CONFIG
 
 import trainkit as tk
 from trainkit.models import Decoder, init_weights
+from trainkit.parallel.places import Place, places_of, tied_of
 from trainkit.parallel.split import (
     SCHEDULES,
-    Place,
     decoder_costs,
     layer_ranges,
     rank_of_stages,
 )
-from trainkit.parallel.stages import places_of, split_layers, tied_of
+from trainkit.parallel.stages import split_layers
 from trainkit.types import ConfigError
 
 

@@ -75,9 +75,7 @@ def test_every_factorisation_of_the_world_is_there_once(world):
 )
 def test_an_impossible_layout_is_refused_with_both_numbers(layout, changes, words):
     assert words in refusal(job(**changes), layout)
-    (one,) = plan(
-        TINY, layout.world, toy(), layouts=[layout], recompute=["none"], **(ROWS | changes)
-    )
+    (one,) = plan(job(**changes), [layout], toy(), recompute=["none"])
     assert (one.fits, one.memory, one.seconds) == (False, None, None)
     assert words in one.why_not
 
@@ -138,14 +136,15 @@ def test_a_degree_divides_what_it_should():
 
 def test_what_exceeds_what_is_said():
     one = attrs.evolve(hardware("h100"), ranks_per_node=1)
-    plans = plan(decoder_config("llama-3.1-8b"), 1, one, row_length=8192, rows=1)
+    large = Job(config=decoder_config("llama-3.1-8b"), row_length=8192, rows=1)
+    plans = plan(large, layouts_of(1), one)
     assert not any(found.fits for found in plans)
     peaks = [found.memory.peak for found in plans]
     assert peaks == sorted(peaks)
     assert f"{peaks[0] / 2**30:.1f} GiB" in plans[0].why_not
     assert "exceed 71.1 GiB; most are optimizer: 59.8 GiB" in plans[0].why_not
     enough = attrs.evolve(one, memory=peaks[0])
-    fitting = plan(decoder_config("llama-3.1-8b"), 1, enough, row_length=8192, rows=1, headroom=0.0)
+    fitting = plan(large, layouts_of(1), enough, headroom=0.0)
     assert [found.fits for found in fitting] == [True, False, False]
 
 
@@ -202,7 +201,7 @@ def test_documents_make_attention_cheaper():
 
 
 def test_the_fastest_that_fits_is_first_and_the_impossible_last():
-    plans = plan(TINY, 8, toy(), **ROWS)
+    plans = plan(job(), layouts_of(8), toy())
     assert len(plans) == 56 * 3
     fitting = [one for one in plans if one.fits]
     seconds = [one.seconds.step for one in fitting]
@@ -217,17 +216,19 @@ def test_the_fastest_that_fits_is_first_and_the_impossible_last():
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ({"headroom": 1.0}, "headroom at least 0 and below 1, got 1, 0.5 and 1.0"),
-        ({"efficiency": 0.0}, "efficiency above 0 and at most 1, .* got 1, 0.0 and 0.1"),
+        ({"headroom": 1.0}, "headroom at least 0 and below 1, got 0.5 and 1.0"),
+        ({"efficiency": 0.0}, "efficiency must be above 0 and at most 1, .* got 0.0 and 0.1"),
         ({"rows": 0}, "rows must be above 0, got 0"),
         ({"recompute": ["some"]}, "recompute must be one of 'none', 'selective', 'full', got 's"),
-        ({"dtypes": ["fp8"]}, "dtype must be one of 'bf16', 'fp32', got 'fp8'"),
-        ({"layouts": [Layout(tp=2)]}, "the degrees multiply to 2 .* but there are 1 processes"),
+        ({"dtype": "fp8"}, "dtype must be one of 'bf16', 'fp32', got 'fp8'"),
     ],
 )
 def test_a_wrong_argument_is_named(changes, words):
+    of_plan = {"headroom", "efficiency", "recompute"} & {*changes}
+    options = {name: changes[name] for name in of_plan}
+    others = {name: value for name, value in changes.items() if name not in of_plan}
     with pytest.raises(ValueError, match=words):
-        plan(TINY, 1, toy(), **(ROWS | changes))
+        plan(job(**others), layouts_of(1), toy(), **options)
 
 
 def test_machines_are_records_that_anyone_can_write():
@@ -244,9 +245,9 @@ def test_what_fits_only_if_gradients_are_reduced_after_each_microbatch_says_so()
     config, layouts = decoder_config("llama-3.1-8b"), [Layout(dp_shard=8), Layout(dp_replicate=8)]
 
     def found(reduce):
-        run = {"row_length": 8192, "rows": 32, "recompute": ["selective"]}
+        large = Job(config=config, row_length=8192, rows=32)
         reducing = [attrs.evolve(layout, reduce=reduce) for layout in layouts]
-        return plan(config, 8, hardware("h100"), layouts=reducing, **run)
+        return plan(large, reducing, hardware("h100"), recompute=["selective"])
 
     sharded, replicated = found("last")
     assert sharded.why_not.startswith("73.3 GiB (loss) exceed 71.1 GiB; most are gathered")
@@ -266,13 +267,13 @@ def test_what_fits_only_if_gradients_are_reduced_after_each_microbatch_says_so()
 
 def test_the_table_shows_units_and_one_line_for_what_does_not_fit():
     small = toy(memory=4 * 2**20)
-    table = plan_table(plan(TINY, 2, small, **ROWS, dtypes=["fp32"]), limit=3).splitlines()
+    table = plan_table(plan(job(), layouts_of(2), small), limit=3).splitlines()
     assert table[0].split()[:4] == ["layout", "recompute", "peak", "GiB"]
     assert len({len(line) for line in table[:2]}) == 1
     assert any(line.startswith("  ... and ") for line in table)
     assert "does not fit:" in table
     assert any("exceed 0.00352 GiB; most are " in line for line in table)
-    nothing = plan_table(plan(TINY, 7, toy(memory=2**20), **ROWS))
+    nothing = plan_table(plan(job(), layouts_of(7), toy(memory=2**20)))
     assert nothing.startswith("nothing fits")
     assert "not possible:\n  3 x  " in nothing
 

@@ -112,7 +112,7 @@ def test_long_context_is_the_same_over_ring_and_ulysses_and_after_a_stop(text, t
     assert_equal_runs(tmp_path / "run", tmp_path / "alone", about=f"{both}, then {other}")
     losses = column(tmp_path / "run", "loss")
     assert losses[-1] < losses[0]
-    rate = schedules.cosine(load("long_context").Config().lr, warmup=2, total=8)
+    rate = schedules.cosine(load("long_context").Config().optim.lr, warmup=2, total=8)
     assert column(tmp_path / "run", "lr") == [rate(step) for step in range(4)]
 
 
@@ -136,5 +136,5 @@ def test_the_documents_of_long_context_are_long():
     corpus = recipe.open_documents(recipe.Config(), tokenizer)
     lengths = dict(zip(corpus.names, corpus.lengths.tolist(), strict=True))
     assert lengths["asyncio"] > 400_000
-    in_long = sum(n for n in lengths.values() if n >= recipe.Config().row_length)
+    in_long = sum(n for n in lengths.values() if n >= recipe.Config().batch.row_length)
     assert in_long > 0.95 * sum(lengths.values())

@@ -12,7 +12,7 @@ import pytest
 import recipe_runs
 from recipe_runs import column, error_of, events, here, lines, load, refusal, run, several, start
 
-from trainkit import schedules, sinks
+from trainkit import config, schedules, sinks
 from trainkit.checkpoint import verify_checkpoint
 from trainkit.packing import pack_bins, sequential
 from trainkit.testing import run_ranks
@@ -42,7 +42,7 @@ def pretrain(out, text, steps, *flags, **options):
 def whole(text, tmp_path_factory):
     """Return the directory of a run of 8 steps, and what it printed."""
     out = tmp_path_factory.mktemp("whole") / "run"
-    return out, pretrain(out, text, 8, "--eval-every", 4)
+    return out, pretrain(out, text, 8, "--eval-every", 4, "--prompt", "def ")
 
 
 def test_a_run_leaves_what_the_design_says(whole):
@@ -76,7 +76,7 @@ def test_a_run_leaves_what_the_design_says(whole):
 
 
 def test_step_n_has_the_nth_rate_of_the_schedule(whole):
-    peak = load("pretrain").Config().lr
+    peak = load("pretrain").Config().optim.lr
     rate = schedules.warmup_stable_decay(peak, warmup=2, total=8, decay=0.4)
     assert column(whole[0], "lr") == [rate(step) for step in range(8)]
 
@@ -331,8 +331,8 @@ def test_help_explains_every_field(capsys):
             module.main(["--help"])
         assert not end.value.code
         said = capsys.readouterr().out
-        for field in module.Config.__attrs_attrs__:
-            assert f"--{field.name.replace('_', '-')}" in said
+        for field in config.plain_values(module.Config()):
+            assert f"--{field.replace('_', '-')}" in said
 
 
 # ---------------------------------------------------------------- mixtures

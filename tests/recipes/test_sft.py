@@ -71,7 +71,7 @@ def test_the_speed_is_that_of_all_tokens_and_of_the_device(whole):
 
 
 def test_step_n_has_the_nth_rate_of_the_schedule(whole):
-    rate = schedules.cosine(load("sft").Config().lr, warmup=2, total=8)
+    rate = schedules.cosine(load("sft").Config().optim.lr, warmup=2, total=8)
     assert column(whole[0], "lr") == [rate(step) for step in range(4)]
 
 

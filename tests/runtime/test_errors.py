@@ -22,7 +22,6 @@ from trainkit.runtime.errors import (
     error_code,
     last_words,
     leave,
-    needs_extra,
     point_nowhere,
     report_errors,
 )
@@ -36,6 +35,7 @@ from trainkit.types import (
     NumericsError,
     PeerError,
     PreemptedError,
+    needs_extra,
 )
 
 FACTS = ["code", "what", "where", "rank", "step", "got", "want", "hint"]
@@ -298,7 +298,7 @@ leave(main)
         ("return None", 0, ""),
         ("sys.exit(3)", 3, ""),
         ("raise KeyError('layer')", 70, "KeyError: 'layer'"),
-        ("raise KeyboardInterrupt", 76, "KeyboardInterrupt"),
+        ("raise KeyboardInterrupt", 76, "error: interrupted"),
         ("os.close(1)", 0, ""),
     ],
 )

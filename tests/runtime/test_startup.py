@@ -17,7 +17,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 import trainkit as tk
 from trainkit import mesh
 from trainkit.mesh import meeting, twin_axis
-from trainkit.mesh.meeting import Seat, find_trouble, missing_ranks
+from trainkit.mesh.table import Seat, find_trouble, missing_ranks
 from trainkit.runtime import startup
 from trainkit.runtime.startup import agree_at_start, code_facts, find_difference, probe
 from trainkit.testing import run_ranks

@@ -10,7 +10,7 @@ from torch import nn
 
 from trainkit.batch import blank_batch
 from trainkit.losses import next_token
-from trainkit.parallel import stages
+from trainkit.parallel import transforms
 from trainkit.parallel.fsdp import fsdp
 from trainkit.testing.builtin import exact_plan
 from trainkit.testing.cases import Case
@@ -115,7 +115,7 @@ def counting(module, _ps):
 
 def tied_plan(_ps, case):
     if case.note == "untied":  # build_stages would refuse it
-        pytest.MonkeyPatch().setattr(stages, "_check_ties", lambda *_: None)
+        pytest.MonkeyPatch().setattr(transforms, "_check_ties", lambda *_: None)
         return [untying]
     return [fsdp(blocks="head"), *([counting] if case.note == "counts" else [])]
 

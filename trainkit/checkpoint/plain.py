@@ -9,9 +9,8 @@ import errno
 import hashlib
 import os
 import stat
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
-from io import FileIO
 from pathlib import Path
 from typing import Any
 
@@ -25,43 +24,96 @@ JSON_BYTES = 256 * 1024 * 1024
 # they take 0.8 GB, the most; `save_checkpoint` writes no more than can be read.
 JSON_VALUES = 5_000_000
 _TOLD = 3  # of many that others can write
-_CHUNK = 1 << 20  # bytes read at once
+_BLOCK = 512 * 1024  # read and hashed at once, out of the same cache: 4 MiB cost a third more
+
+
+def refusal(path: Path | str, what: str) -> CheckpointError:
+    """Return the error for a file that is not what a good one is."""
+    return CheckpointError(f"checkpoint: {path} {what}", where=str(path))
 
 
 @contextmanager
-def open_plain(path: Path) -> Iterator[FileIO]:
+def open_plain(path: Path, *, shared: bool = False) -> Iterator[int]:
     """Open a file of a checkpoint to read: a regular one, which has no other name anywhere.
 
     A link, a device or a pipe is never followed, opened for its contents, or waited for.
 
+    Args:
+        path: The file.
+        shared: It may have other names: it is of others, and not believed for its hash.
+
     Raises:
-        CheckpointError: It is none.
-        OSError: The system would not open it.
+        CheckpointError: It is none, or cannot be read.
     """
-    flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
     try:
+        flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
         handle = os.open(path, flags)
-    except OSError as error:
-        if error.errno in {errno.ELOOP, errno.ENXIO}:
-            raise CheckpointError(f"checkpoint: {path} is no regular file", where=path) from error
-        raise
-    facts = os.fstat(handle)
-    what = None if stat.S_ISREG(facts.st_mode) else "is no regular file"
-    if what is None and facts.st_nlink != 1:
-        what = f"has {facts.st_nlink} names (hard links) and may change from elsewhere; copy it"
-    if what is not None:
+    except (OSError, ValueError) as error:
+        if isinstance(error, OSError) and error.errno in {errno.ELOOP, errno.ENXIO}:
+            raise refusal(path, "is no regular file") from error
+        raise refusal(path, f"cannot be read: {error}") from error
+    try:
+        facts = os.fstat(handle)
+        if not stat.S_ISREG(facts.st_mode):
+            raise refusal(path, "is no regular file")
+        if facts.st_nlink != 1 and not shared:
+            several = f"has {facts.st_nlink} names (hard links) and may change from elsewhere"
+            raise refusal(path, f"{several}; copy it")
+        yield handle
+    finally:
         os.close(handle)
-        raise CheckpointError(f"checkpoint: {path} {what}", where=path)
-    with FileIO(handle) as file:
-        yield file
+
+
+def size_of(path: Path) -> int:
+    """Return the size of a file in bytes; refuse what is no regular file, links included."""
+    with open_plain(path, shared=True) as file:
+        return os.fstat(file).st_size
+
+
+def fill(
+    file: int,
+    begin: int,
+    into: memoryview,
+    path: Path,
+    feed: Callable[[memoryview], object] = lambda _: None,
+) -> None:
+    """Read as many bytes as `into` has, block by block, and feed each to a hash.
+
+    Raises:
+        CheckpointError: The file ends before, or cannot be read.
+    """
+    at = 0
+    while at < len(into):
+        block = into[at : at + _BLOCK]
+        try:
+            count = os.preadv(file, [block], begin + at)
+        except OSError as error:
+            raise refusal(path, f"cannot be read: {error}") from error
+        if count == 0:
+            raise refusal(path, f"ends after {begin + at} bytes, too early")
+        feed(block[:count])
+        at += count
+
+
+def skim(file: int, begin: int, end: int, path: Path, feed: Callable[[memoryview], object]) -> None:
+    """Read bytes only for their hash."""
+    room = memoryview(bytearray(max(0, min(_BLOCK, end - begin))))
+    for at in range(begin, end, _BLOCK):
+        fill(file, at, room[: end - at], path, feed)
+
+
+def read_exactly(file: int, begin: int, size: int, path: Path) -> bytearray:
+    """Read bytes at a place of a file, all of them or an error."""
+    data = bytearray(size)
+    fill(file, begin, memoryview(data), path)
+    return data
 
 
 def hash_file(path: Path) -> dict[str, Any]:
     """Return {"size": bytes, "sha256": hex} of a regular file.
 
     Raises:
-        CheckpointError: It is no regular file.
-        OSError: It cannot be read.
+        CheckpointError: It is no regular file, or cannot be read.
 
     Examples:
         >>> import tempfile
@@ -70,21 +122,40 @@ def hash_file(path: Path) -> dict[str, Any]:
         0
     """
     with open_plain(path) as file:
-        digest, size, chunk = hashlib.sha256(), 0, bytearray(_CHUNK)
-        while read := file.readinto(chunk):
-            digest.update(memoryview(chunk)[:read])
-            size += read
+        digest, size = hashlib.sha256(), os.fstat(file).st_size
+        skim(file, 0, size, path, digest.update)
         return {"size": size, "sha256": digest.hexdigest()}
 
 
-def write_durably(path: Path, data: bytes) -> None:
-    """Write a new file and wait until it is on the disk."""
+def file_problem(path: Path, want: Mapping[str, Any], *, whole: bool = True) -> str | None:
+    """Say what is wrong with a file that a manifest names.
+
+    Args:
+        path: The file.
+        want: Its "size" and "sha256".
+        whole: Hash every byte; else only the size is looked at.
+    """
+    try:
+        found = size_of(path)
+        if found != want["size"]:
+            return f"{path.name} has {found} bytes, the manifest says {want['size']}"
+        if whole and hash_file(path)["sha256"] != want["sha256"]:
+            return f"{path.name} does not match its sha256"
+    except CheckpointError as error:
+        missing = isinstance(error.__cause__, FileNotFoundError)
+        return f"{path.name} is missing" if missing else error.what
+    return None
+
+
+def write_durably(path: Path, data: bytes) -> dict[str, Any]:
+    """Write a new file, wait until it is on the disk, and return {"size", "sha256"} of it."""
     handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
     try:
         write_all(handle, memoryview(data))
         os.fsync(handle)
     finally:
         os.close(handle)
+    return {"size": len(data), "sha256": hashlib.sha256(data).hexdigest()}
 
 
 def write_all(handle: int, data: memoryview) -> None:
@@ -93,71 +164,68 @@ def write_all(handle: int, data: memoryview) -> None:
         data = data[os.write(handle, data) :]
 
 
-def read_json(path: Path, *, most_bytes: int = JSON_BYTES, most_values: int = JSON_VALUES) -> Any:
+# -------------------------------------------------------------------------------------------- JSON
+
+
+def read_json(
+    path: Path,
+    *,
+    most_bytes: int = JSON_BYTES,
+    most_values: int = JSON_VALUES,
+    want: Mapping[str, Any] | None = None,
+) -> Any:
     """Read a JSON file of a checkpoint: a regular file of a bounded size.
 
     Args:
         path: The file.
         most_bytes: Refuse a larger file before it is read.
-        most_values: Refuse one with more commas and brackets before it is parsed: a value of a few
-            bytes takes a hundred in memory.
+        most_values: See `parse_json`.
+        want: Its "size" and "sha256", from the manifest.
 
     Raises:
-        CheckpointError: It is missing, no regular file, too large, or not JSON.
+        CheckpointError: It is missing, no regular file, too large, not what was written, or not
+            JSON.
     """
-    return parse_json(path, read_bounded(path, most_bytes), most_values)
+    data = read_bounded(path, most_bytes)
+    if want is not None and len(data) != want["size"]:
+        raise refusal(path, f"has {len(data)} bytes, the manifest says {want['size']}")
+    if want is not None and hashlib.sha256(data).hexdigest() != want["sha256"]:
+        raise refusal(path, "does not match its sha256")
+    return parse_json(path, data, most_values)
 
 
-def read_bounded(path: Path, most_bytes: int) -> bytes:
-    """Read a plain file that is not larger than it may be.
+def read_bounded(path: Path, most_bytes: int, *, shared: bool = False) -> bytearray:
+    """Read a plain file that is not larger than it may be; `shared` as for `open_plain`.
 
     Raises:
         CheckpointError: It is missing, no regular file, or too large.
     """
-    try:
-        with open_plain(path) as file:
-            size = os.fstat(file.fileno()).st_size
-            if size > most_bytes:
-                raise CheckpointError(
-                    f"checkpoint: {path} has {size} bytes; no such file has more than {most_bytes}",
-                    where=path,
-                    got=size,
-                    want=most_bytes,
-                )
-            return file.read(most_bytes)
-    except OSError as error:
-        raise CheckpointError(
-            f"checkpoint: {path} cannot be read: {error.strerror}", where=path
-        ) from error
+    with open_plain(path, shared=shared) as file:
+        size = os.fstat(file).st_size
+        if size > most_bytes:
+            raise refusal(path, f"has {size} bytes; no such file has more than {most_bytes}")
+        return read_exactly(file, 0, size, path)
 
 
-def check_values(path: Path, data: bytes, most_values: int = JSON_VALUES) -> None:
-    """Refuse JSON with more commas and brackets than a file of a checkpoint may have.
+def parse_json(path: Path, data: bytes | bytearray, most_values: int = JSON_VALUES) -> Any:
+    """Return what the JSON of a file holds, if there is not too much of it.
+
+    Args:
+        path: The file.
+        data: What it holds.
+        most_values: Refuse more commas and brackets before they are parsed: a value of a few bytes
+            takes a hundred in memory.
 
     Raises:
-        CheckpointError: It has.
+        CheckpointError: There is too much, or it is not JSON.
     """
     values = sum(map(data.count, (b",", b"[", b"{")))
     if values > most_values:
-        raise CheckpointError(
-            f"checkpoint: {path} holds {values} values; no such file has more than {most_values}",
-            where=path,
-            got=values,
-            want=most_values,
-        )
-
-
-def parse_json(path: Path, data: bytes, most_values: int) -> Any:
-    """Return what the JSON of a file holds, if there is not too much of it.
-
-    Raises:
-        CheckpointError: There is, or it is not JSON.
-    """
-    check_values(path, data, most_values)
+        raise refusal(path, f"holds {values} values; no such file has more than {most_values}")
     try:
         return orjson.loads(data)
     except orjson.JSONDecodeError as error:
-        raise CheckpointError(f"checkpoint: {path} is not JSON: {error}", where=path) from error
+        raise refusal(path, f"is no good JSON: {error}") from error
 
 
 def owner_problems(path: Path | str) -> list[str]:

@@ -1,4 +1,4 @@
-"""Read and verify in one pass: every byte that is loaded is one that has been hashed.
+"""Read boxes of tensors out of files; of a checkpoint, every byte that is loaded has been hashed.
 
 The files of a checkpoint are dealt to the ranks. A rank hashes its share while the bytes that it
 needs go straight to where they belong; of the other files it reads only what it needs.
@@ -7,24 +7,29 @@ needs go straight to where they belong; of the other files it reads only what it
 from __future__ import annotations
 
 import hashlib
+import math
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import attrs
-import orjson
 import torch
 from torch import Tensor
 
-from trainkit.checkpoint.boxes import box_bytes, overlap
-from trainkit.checkpoint.plain import open_plain
-from trainkit.checkpoint.stored import Stored, read_exactly, read_header
+from trainkit.checkpoint.boxes import overlap
+from trainkit.checkpoint.plain import fill, open_plain, refusal, skim
+from trainkit.checkpoint.stored import (
+    Extent,
+    Stored,
+    contiguous_stride,
+    extent_of,
+    read_header,
+)
 from trainkit.types import CheckpointError, Share
 
-_BLOCK = 512 * 1024  # read and hashed at once, out of the same cache: 4 MiB cost a third more
+_AT_ONCE = 512 * 1024  # bytes of rows that are read to take a part of each
 _FILES_AT_ONCE = 4
 _ENTRY_BYTES = 300  # of a safetensors header, or of one box in an index, beside the name
 
@@ -41,81 +46,54 @@ class Wanted:
     out: Tensor
 
 
-def read_small(path: Path, want: Mapping[str, Any], *, most: int) -> Any:
-    """Return what a JSON file of a checkpoint holds, after its hash has been checked.
-
-    Python's objects take up to 21 bytes for a byte of JSON, so what will become objects is counted
-    before.
+def read_box(stored: Stored, shape: Sequence[int], offset: Sequence[int]) -> Tensor:
+    """Read one box of a tensor, with the memory of the box and of the rows it is read from.
 
     Args:
-        path: The file.
-        want: Its "size" and "sha256", from the manifest.
-        most: How many values it may hold.
+        stored: The tensor, whose extents have been checked.
+        shape: The shape of the box, which lies inside of the tensor.
+        offset: Where it begins in the whole tensor.
+
+    Returns:
+        A new tensor on the CPU, of the dtype of the file.
 
     Raises:
-        CheckpointError: It is not what was written, or larger than it may be.
+        CheckpointError: A file has been cut since it was checked.
+
+    Examples:
+        >>> read_box(Stored("float32", (0, 2), ()), (0, 2), (0, 0)).shape
+        torch.Size([0, 2])
     """
-    if want["size"] > 64 * most + 65536:
-        raise CheckpointError(f"{path.name} has {want['size']} bytes, too many", where=path)
-    with _opened(path, want) as file:
-        data = read_exactly(file, 0, want["size"], path)
-    _must_match(path, hashlib.sha256(data).hexdigest(), want)
-    if sum(data.count(sign) for sign in (b",", b"[", b"{")) > 2 * most + 65536:
-        raise CheckpointError(f"{path.name} holds more than {most} values", where=path)
-    try:
-        return orjson.loads(data)
-    except orjson.JSONDecodeError as error:
-        raise CheckpointError(f"{path.name} is not JSON: {error}", where=path) from error
+    out = torch.empty(tuple(shape), dtype=getattr(torch, stored.dtype))
+    for extent in stored.extents:
+        fetches = list(_fetches(extent, offset, out))
+        if fetches:
+            with open_plain(extent.path, shared=True) as file:
+                for fetch in fetches:
+                    _fetch(file, fetch, fetch.begin, extent.path, _ignore)
+    return out
 
 
-@contextmanager
-def _opened(path: Path, want: Mapping[str, Any]) -> Iterator[int]:
-    """Open a plain file of the size that the manifest says."""
-    try:
-        with open_plain(path) as file:
-            size = os.fstat(file.fileno()).st_size
-            if size != want["size"]:
-                raise CheckpointError(
-                    f"{path.name} has {size} bytes, the manifest says {want['size']}", where=path
-                )
-            yield file.fileno()
-    except OSError as error:
-        raise CheckpointError(
-            f"{path.name} cannot be read: {error.strerror}", where=path
-        ) from error
+def reader(tensors: Mapping[str, Stored]) -> Callable[[str, Sequence[int], Sequence[int]], Tensor]:
+    """Return a `Weights` function that reads described tensors by name."""
 
+    def read(name: str, shape: Sequence[int], offset: Sequence[int]) -> Tensor:
+        if name not in tensors:
+            some = ", ".join(sorted(tensors)[:3])
+            raise CheckpointError(f"weights: there is no {name}; there are {some}", where=name)
+        stored = tensors[name]
+        if len(shape) != len(stored.shape) or any(
+            start + length > whole
+            for start, length, whole in zip(offset, shape, stored.shape, strict=True)
+        ):
+            raise CheckpointError(
+                f"weights: {name} has the shape {list(stored.shape)}; a box of {list(shape)} at "
+                f"{list(offset)} was asked for",
+                where=name,
+            )
+        return read_box(stored, shape, offset)
 
-def _must_match(path: Path, found: str, want: Mapping[str, Any]) -> None:
-    if found != want["sha256"].lower():
-        raise CheckpointError(f"{path.name} does not match its sha256", where=path)
-
-
-def _fill(
-    file: int, begin: int, into: memoryview, path: Path, feed: Callable[[memoryview], None]
-) -> None:
-    """Read as many bytes as `into` has, block by block, and feed each to the hash."""
-    at = 0
-    while at < len(into):
-        block = into[at : at + _BLOCK]
-        count = os.preadv(file, [block], begin + at)
-        if count == 0:
-            raise CheckpointError(f"{path.name} ends after {begin + at} bytes", where=path)
-        feed(block[:count])
-        at += count
-
-
-# ----------------------------------------------------------------------------------------- tensors
-
-
-@attrs.frozen(eq=False)
-class _Piece:
-    """Bytes of a file, and where they go: straight into `into`, or a part of them (`taken`)."""
-
-    begin: int
-    end: int
-    into: Tensor
-    shape: tuple[int, ...] = ()
-    taken: tuple[slice, ...] | None = None
+    return read
 
 
 def read_tensors(
@@ -142,21 +120,20 @@ def read_tensors(
         Writes every `out`; reads each file of the share once, in threads that end.
     """
     mine = set(sorted(files)[share.index :: share.count])
-    by_file: dict[str, list[tuple[Wanted, Mapping[str, Any]]]] = {name: [] for name in files}
+    by_file: dict[str, list[Wanted]] = {name: [] for name in files}
     held: dict[str, dict[str, Any]] = {name: {} for name in files}
-    most = _most_header(index)
+    most = 4096 + sum(2 * len(name.encode()) + _ENTRY_BYTES for name in index)  # of a header
     for name, entry in index.items():
         for box in entry["boxes"]:
             held[box["file"]][name] = entry, box
     for want in wanted:
         for box in index[want.name]["boxes"]:
-            by_file[box["file"]].append((want, box))
+            by_file[box["file"]].append(want)
 
     def read(name: str) -> list[str]:
+        said = (files[name], held[name], by_file[name])
         try:
-            _read_file(
-                path / name, files[name], held[name], by_file[name], most=most, hashed=name in mine
-            )
+            _read_file(path / name, *said, most=most, hashed=name in mine)
         except CheckpointError as error:
             return [error.what]
         return []
@@ -172,108 +149,109 @@ def _read_file(
     path: Path,
     want: Mapping[str, Any],
     held: Mapping[str, Any],
-    wanted: Sequence[tuple[Wanted, Mapping[str, Any]]],
+    wanted: Sequence[Wanted],
     *,
     most: int,
     hashed: bool,
 ) -> None:
     digest = hashlib.sha256()
     feed = digest.update if hashed else _ignore
-    with _opened(path, want) as file:
-        header, stored = read_header(file, path, want["size"], most=most)
+    with open_plain(path) as file:
+        size = os.fstat(file).st_size
+        if size != want["size"]:
+            raise refusal(path, f"has {size} bytes, the manifest says {want['size']}")
+        header, stored = read_header(file, path, size, most=most)
         feed(memoryview(header))
-        starts = _starts(path, stored, held)
-        pieces = [
-            piece
-            for wish, box in wanted
-            for piece in _pieces_of(wish, held[wish.name][0], box, starts[wish.name])
+        # Other boxes may be there too: a rank outside a tensor's mesh writes what another has.
+        extents = {name: extent_of(path, name, e, box, stored) for name, (e, box) in held.items()}
+        fetches = [
+            fetch
+            for wish in wanted
+            for fetch in _fetches(extents[wish.name], wish.offset, wish.out)
         ]
         at = len(header)
-        for piece in sorted(pieces, key=lambda piece: piece.begin):
+        for fetch in sorted(fetches, key=lambda fetch: fetch.begin):
             if hashed:
-                _skim(file, at, piece.begin, path, feed)
-            at = _read_piece(file, piece, at, path, feed)
+                skim(file, at, fetch.begin, path, feed)
+            at = _fetch(file, fetch, at, path, feed)
         if hashed:
-            _skim(file, at, want["size"], path, feed)
+            skim(file, at, size, path, feed)
     if hashed:
         _must_match(path, digest.hexdigest(), want)
+
+
+def _must_match(path: Path, found: str, want: Mapping[str, Any]) -> None:
+    if found != want["sha256"]:
+        raise refusal(path, "does not match its sha256")
 
 
 def _ignore(_: memoryview) -> None:
     pass
 
 
-def _skim(file: int, begin: int, end: int, path: Path, feed: Callable[[memoryview], None]) -> None:
-    """Read bytes only for their hash."""
-    room = memoryview(bytearray(max(0, min(_BLOCK, end - begin))))
-    while begin < end:
-        block = room[: end - begin]
-        _fill(file, begin, block, path, feed)
-        begin += len(block)
+# ------------------------------------------------------------------------------------------- bytes
 
 
-def _read_piece(
-    file: int, piece: _Piece, at: int, path: Path, feed: Callable[[memoryview], None]
+@attrs.frozen(eq=False)
+class _Fetch:
+    """Bytes of a file, and where they go: straight into `into`, or a part of them (`taken`).
+
+    A part is taken out of the elements that the bytes are, seen with `shape` and `stride`.
+    """
+
+    begin: int
+    end: int
+    into: Tensor
+    taken: tuple[slice, ...] | None = None
+    shape: tuple[int, ...] = ()
+    stride: tuple[int, ...] = ()
+    skip: int = 0
+
+
+def _fetch(
+    file: int, fetch: _Fetch, at: int, path: Path, feed: Callable[[memoryview], object]
 ) -> int:
-    """Read one piece; `at` is where the hash has come to. Return where it has come to now."""
-    room = piece.into if piece.taken is None else piece.into.new_empty(piece.shape)
+    """Read what a fetch says; `at` is where the hash has come to. Return where it has come to."""
+    count = (fetch.end - fetch.begin) // fetch.into.element_size()
+    room = fetch.into if fetch.taken is None else fetch.into.new_empty(count)
     data = room.reshape(-1).view(torch.uint8).numpy().data
-    known = max(0, min(at, piece.end) - piece.begin)  # a tied copy's bytes have been hashed before
-    _fill(file, piece.begin, data[:known], path, _ignore)
-    _fill(file, piece.begin + known, data[known:], path, feed)
-    if piece.taken is not None:
-        piece.into.copy_(room[piece.taken])
-    return max(at, piece.end)
+    known = max(0, min(at, fetch.end) - fetch.begin)  # a tied copy's bytes have been hashed before
+    fill(file, fetch.begin, data[:known], path)
+    fill(file, fetch.begin + known, data[known:], path, feed)
+    if fetch.taken is not None:
+        fetch.into.copy_(room.as_strided(fetch.shape, fetch.stride, fetch.skip)[fetch.taken])
+    return max(at, fetch.end)
 
 
-def _pieces_of(
-    want: Wanted, entry: Mapping[str, Any], box: Mapping[str, Any], start: int
-) -> Iterator[_Piece]:
-    """Say which bytes of a saved box a wanted one needs.
+def _fetches(extent: Extent, offset: Sequence[int], out: Tensor) -> Iterator[_Fetch]:
+    """Say which bytes of an extent a wanted box needs.
 
     Rows that both hold whole are read in place; of others, whole rows are read, some at a time.
+    Storage that is not in the order of its rows is read whole.
     """
-    if not box["shape"]:
-        yield _Piece(start, start + box_bytes(entry, box), want.out)
-        return
-    found = overlap(box["offset"], box["shape"], want.offset, want.out.shape)
+    found = overlap(extent.offset, extent.shape, offset, out.shape)
     if found is None:
         return
-    row = box_bytes(entry, box) // box["shape"][0]
-    first, last = found.saved[0].start, found.saved[0].stop
-    into = want.out[found.wanted]
-    inner = tuple(part.stop - part.start for part in found.saved[1:])
-    if inner == tuple(box["shape"][1:]) and into.is_contiguous():
-        yield _Piece(start + first * row, start + last * row, into)
+    into, shape, item = out[found.wanted], extent.shape, out.element_size()
+    if extent.stride != contiguous_stride(shape):
+        layout = (shape, extent.stride, extent.skip)
+        yield _Fetch(extent.start, extent.start + extent.size, into, found.saved, *layout)
         return
-    many = max(1, _BLOCK // row)
+    start = extent.start + extent.skip * item
+    if not shape:
+        yield _Fetch(start, start + item, into)
+        return
+    row = math.prod(shape[1:]) * item
+    first, last = found.saved[0].start, found.saved[0].stop
+    if into.shape[1:] == shape[1:] and into.is_contiguous():
+        yield _Fetch(start + first * row, start + last * row, into)
+        return
+    many = max(1, _AT_ONCE // row)
     for low in range(first, last, many):
         high = min(low + many, last)
-        yield _Piece(
-            start + low * row,
-            start + high * row,
-            into[low - first : high - first],
-            shape=(high - low, *box["shape"][1:]),
-            taken=(slice(None), *found.saved[1:]),
+        part = into[low - first : high - first]
+        rows = (high - low, *shape[1:])
+        taken = (slice(None), *found.saved[1:])
+        yield _Fetch(
+            start + low * row, start + high * row, part, taken, rows, contiguous_stride(rows)
         )
-
-
-def _most_header(index: Mapping[str, Any]) -> int:
-    """Return how long a header can be in which any of the tensors may stand."""
-    return 4096 + sum(2 * len(name.encode()) + _ENTRY_BYTES for name in index)
-
-
-def _starts(path: Path, stored: Mapping[str, Stored], held: Mapping[str, Any]) -> dict[str, int]:
-    """Return where each box begins in the file, if they are there as the index says.
-
-    Others may be there too: a rank outside a tensor's mesh writes a box that another has written.
-    """
-    for name, (entry, box) in held.items():
-        found, want = stored.get(name), (entry["dtype"], tuple(box["shape"]))
-        if found is None or (found.dtype, found.shape) != want:
-            said = "nothing" if found is None else f"{found.dtype}{list(found.shape)}"
-            raise CheckpointError(
-                f"{path.name} has {name} as {said}, the index as {want[0]}{list(want[1])}",
-                where=path,
-            )
-    return {name: stored[name].extents[0].start for name in held}

@@ -5,31 +5,26 @@ Each is described by the bytes that hold it, and read box by box.
 
 from __future__ import annotations
 
-import os
-from collections.abc import Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Sequence
 from contextlib import suppress
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
-import attrs
-
 from trainkit.checkpoint.boxes import index_problems
 from trainkit.checkpoint.manifest import (
+    file_problems,
     is_sealed,
     plain_file_name,
     read_manifest,
     verify_checkpoint,
 )
-from trainkit.checkpoint.plain import hash_file, read_json
+from trainkit.checkpoint.plain import read_json, refusal
 from trainkit.checkpoint.stored import (
     Extent,
     Stored,
+    extent_of,
     plain_tensor_name,
-    reader,
-    refusal,
-    regular_size,
     safetensors_file,
 )
 from trainkit.types import SOLO, Axis, CheckpointError, Share, Weights
@@ -58,13 +53,10 @@ def checkpoint_tensors(path: Path) -> dict[str, Stored]:
 def _indexed(path: Path, name: str, entry: Any, files: dict[str, dict[str, Stored]]) -> Stored:
     extents: list[Extent] = []
     for box in entry["boxes"]:
-        file = box["file"]
-        if file not in files:
-            files[file] = safetensors_file(path / file)
-        held = files[file].get(name)
-        if held is None or (held.dtype, held.shape) != (entry["dtype"], tuple(box["shape"])):
-            raise refusal(path / file, f"does not hold {name[:100]} as the index says")
-        extents.append(attrs.evolve(held.extents[0], offset=tuple(box["offset"])))
+        file = path / box["file"]
+        if file.name not in files:
+            files[file.name] = safetensors_file(file)
+        extents.append(extent_of(file, name, entry, box, files[file.name]))
     return Stored(entry["dtype"], tuple(entry["shape"]), tuple(extents))
 
 
@@ -132,22 +124,9 @@ def verify_weights(folder: Path | str, *, share: Share = SOLO.share) -> list[str
             if path.name not in manifest["files"]
         ]
         mine = dict(list(manifest["files"].items())[share.index :: share.count])
-        with ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as pool:
-            found = pool.map(_file_problem, [folder / name for name in mine], mine.values())
-            return problems + [problem for each in found for problem in each]
+        return problems + file_problems(folder, mine)
     except CheckpointError as error:
         return [error.what]
-
-
-def _file_problem(path: Path, want: Mapping[str, Any]) -> list[str]:
-    try:
-        size = regular_size(path)
-        if size != want["size"]:
-            return [f"{path.name} has {size} bytes, the manifest says {want['size']}"]
-        same = hash_file(path)["sha256"] == want["sha256"]
-    except (CheckpointError, OSError) as error:
-        return [str(error)]
-    return [] if same else [f"{path.name} does not match its sha256"]
 
 
 def exported_tensors(folder: Path | str, *, axis: Axis = SOLO) -> dict[str, Stored]:
@@ -220,7 +199,8 @@ def weights_from(
         ...
         trainkit.types.CheckpointError: weights_from: /does/not/exist does not verify: checkpoint...
     """
-    from trainkit.parallel.materialize import listed  # noqa: PLC0415 - verifying needs no torch
+    from trainkit.checkpoint.reading import reader  # noqa: PLC0415 - verifying needs no torch
+    from trainkit.parallel.materialize import listed  # noqa: PLC0415 - likewise
 
     tensors = exported_tensors(folder, axis=axis)
     kept = {

@@ -24,7 +24,8 @@ from trainkit.checkpoint.compare import (
     trained_names,
 )
 from trainkit.checkpoint.migrate import migrate
-from trainkit.checkpoint.reading import read_small, read_tensors
+from trainkit.checkpoint.plain import read_json
+from trainkit.checkpoint.reading import read_tensors
 from trainkit.checkpoint.targets import (
     Target,
     install_moments_,
@@ -41,7 +42,7 @@ from trainkit.parallel.reduction import reducers_of, reshard_
 from trainkit.types import Axis, CheckpointError, Cursor, TrainState
 
 _JSON = ("index.json", "state.json")
-_VALUES = 1_000_000  # that any state or index may hold; a run of many tensors may hold more
+_VALUES = 2_000_000  # that any state or index may hold; a run of many tensors may hold more
 
 _NO_LEEWAY = Leeway()
 
@@ -227,9 +228,14 @@ def _look(
     if optimizer is not None:
         check_optimizer(stages, optimizer)
     weights = weight_targets(stages)
-    most = _VALUES + 64 * len(weights) * (1 + len(manifest["files"]))
+    most = _VALUES + 128 * len(weights) * (1 + len(manifest["files"]))
     try:
-        read = {name: read_small(path / name, manifest["files"][name], most=most) for name in _JSON}
+        read = {
+            name: read_json(
+                path / name, most_bytes=32 * most, most_values=most, want=manifest["files"][name]
+            )
+            for name in _JSON
+        }
     except (CheckpointError, KeyError) as error:
         return [error.what if isinstance(error, CheckpointError) else f"it has no {error}"], None
     problems = _state_problems(read["state.json"], manifest)

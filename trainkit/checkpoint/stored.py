@@ -1,7 +1,7 @@
 """Tensors as they lie in files: which bytes of which file hold which box. Reading checks them.
 
 Checkpoints, exported folders, safetensors files and others' formats are all described by the same
-records, so one function reads them and one writes them. Describing needs no torch.
+records, so one function reads them and one writes them. No torch.
 """
 
 from __future__ import annotations
@@ -10,28 +10,28 @@ import json
 import math
 import os
 import re
-import stat
 import zlib
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import attrs
 import orjson
 
-from trainkit.checkpoint.boxes import DTYPES, entry_problem, overlap
-from trainkit.types import CheckpointError
-
-if TYPE_CHECKING:
-    import torch
-    from torch import Tensor
+from trainkit.checkpoint.boxes import DTYPES, entry_problem
+from trainkit.checkpoint.plain import (
+    open_plain,
+    parse_json,
+    read_exactly,
+    refusal,
+    size_of,
+    skim,
+)
 
 _FROM_SAFETENSORS = {name: dtype for dtype, (name, _) in DTYPES.items()}
 _NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.:/-]{0,499}")
 _MOST_HEADER = 40 * 1024 * 1024  # of about 300,000 tensors
 _MOST_NUMBER = 1 << 60
-_CHUNK = 16 * 1024 * 1024
 
 
 @attrs.frozen
@@ -67,14 +67,6 @@ class Stored:
         return math.prod(self.shape) * DTYPES[self.dtype][1]
 
 
-# -------------------------------------------------------------------------------------- refusing
-
-
-def refusal(path: Path | str, what: str) -> CheckpointError:
-    """Return the error for a file that is not what a good one is."""
-    return CheckpointError(f"checkpoint: {path} {what}", where=str(path))
-
-
 def plain_tensor_name(name: Any) -> bool:
     """Say whether a tensor's name from a file is one that a model would have.
 
@@ -93,60 +85,23 @@ def sizes_of(values: Any, path: Path | str) -> tuple[int, ...]:
     return tuple(listed)
 
 
-def regular_size(path: Path) -> int:
-    """Return the size of a file in bytes; refuse what is no regular file, links included."""
-    try:
-        facts = path.lstat()
-    except (OSError, ValueError) as error:
-        raise refusal(path, f"cannot be read: {error}") from error
-    if not stat.S_ISREG(facts.st_mode):
-        raise refusal(path, "is no regular file")
-    return facts.st_size
+def sane_table(data: bytes | bytearray, path: Path) -> dict[str, Any]:
+    """Parse a table of JSON from others, but none that would need far more memory than itself.
 
-
-@contextmanager
-def opened(path: Path) -> Iterator[int]:
-    """Open a regular file for reading, never through a link in its last part."""
-    regular_size(path)
-    try:
-        handle = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
-    except OSError as error:
-        raise refusal(path, f"cannot be read: {error}") from error
-    try:
-        yield handle
-    finally:
-        os.close(handle)
-
-
-def read_exactly(handle: int, start: int, size: int, path: Path) -> bytearray:
-    """Read bytes at a place of a file, all of them or an error."""
-    data = bytearray(size)
-    view, done = memoryview(data), 0
-    while done < size:
-        got = os.preadv(handle, [view[done : done + _CHUNK]], start + done)
-        if not got:
-            raise refusal(path, f"ends after {start + done} bytes, {start + size} were expected")
-        done += got
-    return data
-
-
-def sane_json(data: bytes | bytearray, path: Path | str, most: int = _MOST_HEADER) -> Any:
-    """Parse JSON that a file holds, but none that would need far more memory than itself.
-
-    A table with a key twice is refused: readers do not agree on which of the values stands.
+    A key that stands there twice is refused: readers do not agree on which of the values stands.
     """
-    values = sum(map(data.count, (b",", b"[", b"{")))
     # A header has 8 bytes and more for each value, and 15 for each key.
-    crowded = len(data) > 1 << 20 and max(values * 7, data.count(b":") * 12) > len(data)
-    if len(data) > most or crowded:
-        raise refusal(path, f"holds {len(data)} bytes of JSON with {values} values; too many")
-    try:
-        found = orjson.loads(data)
-        # Every key has a colon: where there are no more of them, no key stands there twice.
-        if data.count(b":") != _keys_in(found):
+    most = len(data) // 7 if len(data) > 1 << 20 else len(data)
+    crowded = data.count(b":") * 12 > len(data) > 1 << 20
+    found = parse_json(path, data, 0 if crowded else most)
+    if not isinstance(found, dict):
+        raise refusal(path, "holds JSON that is no table")
+    # Every key has a colon: where there are no more of them, no key stands there twice.
+    if data.count(b":") != _keys_in(found):
+        try:
             json.loads(data, object_pairs_hook=_without_twins)
-    except (ValueError, RecursionError) as error:
-        raise refusal(path, f"holds no good JSON: {error}") from error
+        except (ValueError, RecursionError) as error:
+            raise refusal(path, f"is no good JSON: {error}") from error
     return found
 
 
@@ -184,6 +139,30 @@ def contiguous_stride(shape: Sequence[int]) -> tuple[int, ...]:
     return tuple(math.prod(shape[dim + 1 :]) for dim in range(len(shape)))
 
 
+def safetensors_header(
+    tensors: Mapping[str, Stored], *, metadata: Mapping[str, str] | None = None
+) -> bytes:
+    """Return the beginning of a safetensors file: its length in 8 bytes, and padded JSON.
+
+    Args:
+        tensors: What follows, in this order; the wider elements first, so that all are aligned.
+        metadata: What else it says.
+
+    Examples:
+        >>> len(safetensors_header({"a": Stored("float32", (2,), ())}))
+        64
+    """
+    entries: dict[str, Any] = {} if metadata is None else {"__metadata__": dict(metadata)}
+    end = 0
+    for name, stored in tensors.items():
+        begin, end = end, end + stored.nbytes
+        dtype = DTYPES[stored.dtype][0]
+        entries[name] = {"dtype": dtype, "shape": stored.shape, "data_offsets": (begin, end)}
+    text = orjson.dumps(entries)
+    text += b" " * (-len(text) % 8)
+    return len(text).to_bytes(8, "little") + text
+
+
 def safetensors_file(path: Path) -> dict[str, Stored]:
     """Describe the tensors of one safetensors file: names, sizes and places checked, no data read.
 
@@ -197,8 +176,8 @@ def safetensors_file(path: Path) -> dict[str, Stored]:
         ...
         trainkit.types.CheckpointError: checkpoint: /does/not/exist cannot be read: [Errno 2] No ...
     """
-    with opened(path) as handle:
-        _, found = read_header(handle, path, os.fstat(handle).st_size)
+    with open_plain(path, shared=True) as file:
+        _, found = read_header(file, path, os.fstat(file).st_size)
     for name in found:
         if not plain_tensor_name(name):
             raise refusal(path, f"holds a tensor of the odd name {name[:100]!r}")
@@ -206,14 +185,14 @@ def safetensors_file(path: Path) -> dict[str, Stored]:
 
 
 def read_header(
-    handle: int, path: Path, total: int, *, most: int = _MOST_HEADER
+    file: int, path: Path, total: int, *, most: int = _MOST_HEADER
 ) -> tuple[bytearray, dict[str, Stored]]:
     """Read the header of an open safetensors file, and believe nothing that the file cannot hold.
 
     Names are not looked at.
 
     Args:
-        handle: The file, open for reading.
+        file: The file, open for reading.
         path: Its path, for errors.
         total: How many bytes it has.
         most: How many bytes the header may have.
@@ -227,13 +206,11 @@ def read_header(
     """
     if total < 8:
         raise refusal(path, f"has {total} bytes, which is no safetensors file")
-    length = int.from_bytes(read_exactly(handle, 0, 8, path), "little")
+    length = int.from_bytes(read_exactly(file, 0, 8, path), "little")
     if length > min(total - 8, most):
         raise refusal(path, f"claims a header of {length} bytes and has {total}")
-    data = read_exactly(handle, 0, 8 + length, path)
-    header = sane_json(data[8:], path, most)
-    if not isinstance(header, dict):
-        raise refusal(path, "has a header that is no table")
+    data = read_exactly(file, 0, 8 + length, path)
+    header = sane_table(data[8:], path)
     header.pop("__metadata__", None)
     found = {name: _in_safetensors(path, name, entry, len(data)) for name, entry in header.items()}
     end = len(data)
@@ -260,6 +237,26 @@ def _in_safetensors(path: Path, name: str, entry: Any, base: int) -> Stored:
     zeros = (0,) * len(shape)
     extent = Extent(path, base + places[0], size, zeros, shape, contiguous_stride(shape))
     return Stored(dtype, shape, (extent,))
+
+
+def extent_of(path: Path, name: str, entry: Any, box: Any, held: Mapping[str, Stored]) -> Extent:
+    """Return where a box of an index lies, if its file says the same of it as the index.
+
+    Args:
+        path: The file that the index names.
+        name: The tensor.
+        entry: What the index says of the tensor.
+        box: What it says of the box.
+        held: What the header of the file says.
+
+    Raises:
+        CheckpointError: They do not agree.
+    """
+    found, want = held.get(name), (entry["dtype"], tuple(box["shape"]))
+    if found is None or (found.dtype, found.shape) != want:
+        said = "nothing" if found is None else f"{found.dtype}{list(found.shape)}"
+        raise refusal(path, f"has {name[:100]} as {said}, the index as {want[0]}{list(want[1])}")
+    return attrs.evolve(found.extents[0], offset=tuple(box["offset"]))
 
 
 # ----------------------------------------------------------------------------------------- boxes
@@ -298,7 +295,7 @@ def _check_extent(name: str, extent: Extent, stored: Stored, path: Path | str) -
     needed = max(last + 1, math.prod(extent.shape)) * DTYPES[stored.dtype][1]
     if needed > extent.size:
         raise refusal(path, f"has {extent.size} bytes of {name}, its box needs {needed}")
-    if extent.start + extent.size > regular_size(extent.path):
+    if extent.start + extent.size > size_of(extent.path):
         raise refusal(extent.path, f"is too short for {name}")
 
 
@@ -307,91 +304,12 @@ def check_crc(extent: Extent) -> None:
     if extent.crc is None:
         return
     crc = 0
-    with opened(extent.path) as handle:
-        for start in range(0, extent.size, _CHUNK):
-            size = min(_CHUNK, extent.size - start)
-            crc = zlib.crc32(read_exactly(handle, extent.start + start, size, extent.path), crc)
+
+    def feed(block: memoryview) -> None:
+        nonlocal crc
+        crc = zlib.crc32(block, crc)
+
+    with open_plain(extent.path, shared=True) as file:
+        skim(file, extent.start, extent.start + extent.size, extent.path, feed)
     if crc != extent.crc:
         raise refusal(extent.path, f"has damaged bytes at {extent.start}: their CRC-32 differs")
-
-
-def read_box(stored: Stored, shape: Sequence[int], offset: Sequence[int]) -> Tensor:
-    """Read one box of a tensor, with the memory of the box and of the rows it is read from.
-
-    Args:
-        stored: The tensor, whose extents have been checked.
-        shape: The shape of the box.
-        offset: Where it begins in the whole tensor.
-
-    Returns:
-        A new tensor on the CPU, of the dtype of the file.
-
-    Raises:
-        ValueError: The box is not inside of the tensor.
-        CheckpointError: A file has been cut since it was checked.
-
-    Examples:
-        >>> read_box(Stored("float32", (0, 2), ()), (0, 2), (0, 0)).shape
-        torch.Size([0, 2])
-    """
-    import torch  # noqa: PLC0415 - describing tensors needs none of it
-
-    dims = [*zip(offset, shape, strict=True)]
-    if len(dims) != len(stored.shape) or any(
-        start < 0 or length < 0 or start + length > whole
-        for (start, length), whole in zip(dims, stored.shape, strict=True)
-    ):
-        raise ValueError(f"read_box: {dims} is not inside of a tensor of shape {stored.shape}")
-    out = torch.empty(tuple(shape), dtype=getattr(torch, stored.dtype))
-    if out.numel() == 0:
-        return out
-    for extent in stored.extents:
-        found = overlap(extent.offset, extent.shape, offset, shape)
-        if found is not None:
-            out[found.wanted] = _read_part(extent, found.saved, out.dtype)
-    return out
-
-
-def _read_part(extent: Extent, part: tuple[slice, ...], dtype: torch.dtype) -> Tensor:
-    """Read a part of a extent: its rows alone where they lie together, else all of its storage."""
-    import torch  # noqa: PLC0415 - describing tensors needs none of it
-
-    lined_up = part and extent.stride == contiguous_stride(extent.shape)
-    row = extent.stride[0] if lined_up else 0
-    first = extent.skip + part[0].start * row if lined_up else 0
-    count = (part[0].stop - part[0].start) * row if lined_up else extent.size // dtype.itemsize
-    with opened(extent.path) as handle:
-        place = extent.start + first * dtype.itemsize
-        data = read_exactly(handle, place, count * dtype.itemsize, extent.path)
-    flat = torch.frombuffer(data, dtype=torch.uint8).view(dtype)
-    if lined_up:
-        return flat.view(-1, *extent.shape[1:])[(slice(None), *part[1:])]
-    return flat.as_strided(extent.shape, extent.stride, extent.skip)[part]
-
-
-def reader(tensors: Mapping[str, Stored]) -> Callable[[str, Sequence[int], Sequence[int]], Tensor]:
-    """Return a `Weights` function that reads described tensors by name."""
-
-    def read(name: str, shape: Sequence[int], offset: Sequence[int]) -> Tensor:
-        if name not in tensors:
-            raise CheckpointError(
-                f"weights: there is no {name}; there are {_some(tensors)}", where=name
-            )
-        stored = tensors[name]
-        if len(shape) != len(stored.shape) or any(
-            start + length > whole
-            for start, length, whole in zip(offset, shape, stored.shape, strict=True)
-        ):
-            raise CheckpointError(
-                f"weights: {name} has the shape {list(stored.shape)}; a box of {list(shape)} at "
-                f"{list(offset)} was asked for",
-                where=name,
-            )
-        return read_box(stored, shape, offset)
-
-    return read
-
-
-def _some(names: Iterable[str], most: int = 3) -> str:
-    names = sorted(names)
-    return ", ".join(names[:most]) + (", ..." if len(names) > most else "")

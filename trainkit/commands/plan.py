@@ -143,29 +143,31 @@ def run(options: argparse.Namespace) -> tuple[Any, int]:
     import attrs  # noqa: PLC0415
 
     from trainkit.models.sizes import decoder_config  # noqa: PLC0415
-    from trainkit.planning import plan, plan_table  # noqa: PLC0415
+    from trainkit.planning import Job, plan, plan_table  # noqa: PLC0415
 
     vocabulary = {} if options.vocab_size is None else {"vocab_size": options.vocab_size}
     config = decoder_config(options.size, **vocabulary)
-    dtype = options.dtype or ("fp32" if options.hardware == "cpu" else "bf16")
-    plans = plan(
-        config,
-        options.world,
-        _hardware(options),
+    layouts = _layouts(options)
+    job = Job(
+        config=config,
         row_length=options.row_length,
         rows=options.rows or 4 * options.world,
         microbatch=options.microbatch,
-        recompute=options.recompute,
-        dtypes=[dtype],
+        dtype=options.dtype or ("fp32" if options.hardware == "cpu" else "bf16"),
         optimizer=options.optimizer,
         loss=options.loss,
         documents=options.documents,
-        layouts=_layouts(options),
+    )
+    plans = plan(
+        job,
+        layouts,
+        _hardware(options),
+        recompute=options.recompute,
         efficiency=options.efficiency,
         headroom=options.headroom,
     )
     if options.json:
-        return [attrs.asdict(one) | {"fits": one.fits} for one in plans], 0
+        return [attrs.asdict(one) | {"dtype": job.dtype, "fits": one.fits} for one in plans], 0
     return f"{_heading(options, config)}\n\n{plan_table(plans, limit=options.limit or None)}", 0
 
 

@@ -18,16 +18,8 @@ import attrs
 import orjson
 
 from trainkit.checkpoint.manifest import plain_file_name
-from trainkit.checkpoint.stored import (
-    Extent,
-    Stored,
-    opened,
-    read_exactly,
-    refusal,
-    regular_size,
-    safetensors_file,
-    sane_json,
-)
+from trainkit.checkpoint.plain import read_bounded, refusal
+from trainkit.checkpoint.stored import Extent, Stored, safetensors_file, sane_table
 from trainkit.types import CheckpointError
 
 _MOST_INDEX = 64 * 1024 * 1024
@@ -128,12 +120,7 @@ def safetensors_folder(folder: Path) -> dict[str, Stored]:
     if not listed.exists():
         files = sorted(folder.glob("*.safetensors"))
         return dict(joined([Found("", safetensors_file(path)) for path in files], folder).tensors)
-    size = regular_size(listed)
-    if size > _MOST_INDEX:
-        raise refusal(listed, f"has {size} bytes, which no index has")
-    with opened(listed) as handle:
-        index = sane_json(read_exactly(handle, 0, size, listed), listed)
-    where = index.get("weight_map") if isinstance(index, dict) else None
+    where = sane_table(read_bounded(listed, _MOST_INDEX, shared=True), listed).get("weight_map")
     if not isinstance(where, dict) or not all(isinstance(name, str) for name in where.values()):
         raise refusal(listed, "holds no weight_map")
     for name in set(where.values()):

@@ -6,7 +6,8 @@ from pathlib import Path
 from typing import Any
 
 from trainkit.checkpoint.export import SHARD_BYTES, write_weights
-from trainkit.checkpoint.stored import check_boxes, check_crc, plain_tensor_name, refusal
+from trainkit.checkpoint.plain import refusal
+from trainkit.checkpoint.stored import check_boxes, check_crc, plain_tensor_name
 from trainkit.convert.foreign import foreign_tensors
 
 

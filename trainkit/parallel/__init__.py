@@ -22,10 +22,11 @@ from trainkit.parallel.precision import DTYPES, choose_dtype, compute_dtype, pre
 from trainkit.parallel.recompute import recompute
 from trainkit.parallel.sequence import sequence
 from trainkit.parallel.split import layer_ranges, rank_of_stages
-from trainkit.parallel.stages import Transform, build_stages, check_plan, split_layers
+from trainkit.parallel.stages import build_stages, split_layers
 from trainkit.parallel.start import start_lines
 from trainkit.parallel.styles import Style
 from trainkit.parallel.tensor import hf_styles, tensor
+from trainkit.parallel.transforms import Transform, check_plan
 
 __all__ = [
     "DTYPES",

@@ -10,7 +10,7 @@ from trainkit.parallel.fitting import problems, refuse
 from trainkit.parallel.naming import blocks_of
 from trainkit.parallel.precision import compute_dtype
 from trainkit.parallel.reduction import sum_gradients_
-from trainkit.parallel.stages import Transform
+from trainkit.parallel.transforms import Transform
 from trainkit.types import Layout, ParallelState
 
 

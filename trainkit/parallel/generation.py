@@ -13,8 +13,8 @@ from trainkit.collectives import all_gather_json, broadcast, gather_replicated
 from trainkit.layout import shard_sequence, zigzag_unshard
 from trainkit.models.call import call_model
 from trainkit.models.decoder import whole_logits
+from trainkit.parallel.places import places_of
 from trainkit.parallel.stage_forward import compute_device, evaluating, forward_stages
-from trainkit.parallel.stages import places_of
 from trainkit.types import IGNORED_LABEL, Batch, Call, ParallelState, Spans
 
 

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from trainkit.parallel.fitting import problems, refuse
+from trainkit.parallel.places import Place, places_of
 from trainkit.parallel.recompute import recomputes_selectively
 from trainkit.parallel.reduction import (
     Reduce,
@@ -30,7 +31,6 @@ from trainkit.parallel.reduction import (
 from trainkit.parallel.split import (
     SCHEDULES,
     Kind,
-    Place,
     microbatches_wanted,
     rank_of_stages,
 )
@@ -44,7 +44,6 @@ from trainkit.parallel.stage_forward import (
     stage_boundary,
     terms_of,
 )
-from trainkit.parallel.stages import places_of
 from trainkit.parallel.tied import setting_aside_tied
 from trainkit.types import Axis, Call, ConfigError, ForwardBackward, Layout, Loss
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from trainkit.parallel.naming import blocks_of
-from trainkit.parallel.stages import Transform
+from trainkit.parallel.transforms import Transform
 from trainkit.types import ParallelState
 
 _COMPUTE = "_trainkit_compute"

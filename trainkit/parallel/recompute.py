@@ -17,7 +17,7 @@ from torch.utils.checkpoint import (
 )
 
 from trainkit.parallel.naming import blocks_of
-from trainkit.parallel.stages import Transform
+from trainkit.parallel.transforms import Transform
 from trainkit.types import ParallelState
 
 _MODE = "_trainkit_recompute"

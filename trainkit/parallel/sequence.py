@@ -13,7 +13,7 @@ from torch import nn
 from trainkit.attention.blocks import BlockKernel
 from trainkit.attention.ring import ring
 from trainkit.attention.ulysses import ulysses
-from trainkit.parallel.stages import Transform
+from trainkit.parallel.transforms import Transform
 from trainkit.types import ConfigError, ParallelState
 
 

@@ -124,19 +124,6 @@ def microbatches_wanted(schedule: str, ranks: int, stages: int, count: int) -> s
     return None
 
 
-@attrs.frozen
-class Place:
-    """Where a stage stands: its number, and the pipeline rank that holds each of them."""
-
-    index: int
-    ranks: tuple[int, ...]
-
-    @property
-    def last(self) -> bool:
-        """Whether no stage follows."""
-        return self.index == len(self.ranks) - 1
-
-
 # ------------------------------------------------------------------------------------------- split
 
 

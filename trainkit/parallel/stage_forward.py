@@ -12,13 +12,12 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from trainkit.collectives import all_gather_json, broadcast
+from trainkit.parallel.places import Place, places_of
 from trainkit.parallel.precision import compute_dtype
 from trainkit.parallel.reduction import (
     reducers_of,
     reshard_,
 )
-from trainkit.parallel.split import Place
-from trainkit.parallel.stages import places_of
 from trainkit.types import Axis, Call, ConfigError, Loss
 
 Boundary = Callable[[nn.Module, Mapping[str, Any]], Tensor]

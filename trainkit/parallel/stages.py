@@ -8,10 +8,7 @@ holds what it does not own.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from itertools import pairwise
-from typing import Any
 
-import attrs
 import torch
 from torch import Tensor, nn
 
@@ -23,121 +20,11 @@ from trainkit.parallel.materialize import (
     live_buffers,
     materialize_,
 )
-from trainkit.parallel.naming import (
-    canonical_name,
-    mark_tied_copy_,
-    named_parameters_of,
-    ties_of,
-)
-from trainkit.parallel.split import Place, decoder_costs, layer_ranges, rank_of_stages
-from trainkit.types import (
-    SOLO,
-    Axis,
-    ConfigError,
-    Layout,
-    ModelTransform,
-    ParallelState,
-    Weights,
-)
-
-ORDER = ("tensor", "sequence", "expert", "precision", "adapter", "recompute", "compiled", "fsdp")
-"""The order in which kinds of transforms must stand in a plan: each sees the module as the earlier
-ones left it.
-"""
-
-_AXES = [name for name in Layout().axes["world"] if name != "pp"]
-_PLACE = "_trainkit_place"
-_TIED = "_trainkit_tied"
-
-
-@attrs.frozen(eq=False)
-class Transform:
-    """A `ModelTransform` that states its kind, for the order, and the axes it takes care of.
-
-    `device` is where it wants parameters to be made, if not on the rank's device. What modules
-    share stays shared, or the transform is refused: a weight made two of would train apart.
-    """
-
-    apply: ModelTransform
-    kind: str = attrs.field(kw_only=True)
-    axes: tuple[str, ...] = attrs.field(default=(), kw_only=True)
-    device: str | None = attrs.field(default=None, kw_only=True)
-
-    def __call__(self, module: nn.Module, ps: ParallelState) -> nn.Module:
-        ties = ties_of(module)
-        made = self.apply(module, ps)
-        _check_ties(made, ties, self.kind)
-        return made
-
-
-def _check_ties(module: nn.Module, ties: Sequence[tuple[str, ...]], kind: str) -> None:
-    """Refuse what a transform has made of a module if a tie has lost one of its names."""
-    now = [set(names) for names in ties_of(module)]
-    for names in ties:
-        if any(len(names) <= len(tie) and tie & {*names} for tie in now):
-            continue
-        raise ConfigError(
-            f"{kind}: {_listed(names)} are one tensor, which modules share; it would come apart "
-            "and no longer be trained as one. Let one block hold all that share it (see `blocks`), "
-            "or none of them",
-            where=names[0],
-            got=names,
-        )
-
-
-def _listed(names: Sequence[str]) -> str:
-    return " and ".join(map(repr, names))
-
-
-def check_plan(plan: Sequence[ModelTransform], ps: ParallelState) -> None:
-    """Refuse a plan in a wrong order, or one that leaves an axis of size above 1 to nobody.
-
-    Args:
-        plan: Transforms; a plain function has no kind and may stand anywhere, but takes care of no
-            axis.
-        ps: The layout; of its axes `build_stages` itself takes care of pp.
-
-    Raises:
-        ConfigError: Names the two transforms, or the axis.
-
-    Examples:
-        >>> from trainkit.mesh import solo_parallel
-        >>> from trainkit.parallel import compiled, fsdp
-        >>> check_plan([compiled(), fsdp()], solo_parallel())
-        >>> check_plan([fsdp(), compiled()], solo_parallel())
-        Traceback (most recent call last):
-        trainkit.types.ConfigError: build_stages: in the plan, compiled must come before fsdp ...
-    """
-    kinds = [step.kind for step in plan if isinstance(step, Transform)]
-    for first, second in pairwise(kinds):
-        if first not in ORDER or second not in ORDER or ORDER.index(first) <= ORDER.index(second):
-            continue
-        raise ConfigError(
-            f"build_stages: in the plan, {second} must come before {first} (the order is "
-            f"{', '.join(ORDER)})",
-            where="plan",
-            got=kinds,
-        )
-    covered = {axis for step in plan if isinstance(step, Transform) for axis in step.axes}
-    for name in _AXES:
-        count = getattr(ps, name).count
-        if count > 1 and name not in covered:
-            raise ConfigError(
-                f"build_stages: the layout has {name} = {count}, but no transform of the plan "
-                f"({', '.join(kinds) or 'empty'}) takes care of it; set {name} to 1",
-                where=name,
-                got=count,
-                want=f"a Transform with {name!r} in its axes, or {name} = 1",
-            )
-    if ps.fsdp.count > 1 and "dp_shard" not in covered:  # only by fold_sp: dp_shard itself is 1
-        raise ConfigError(
-            f"build_stages: fold_sp leaves the gradients of {ps.fsdp.count} sequence-parallel "
-            f"ranks to fsdp(), which is not in the plan ({', '.join(kinds) or 'empty'}); add "
-            "fsdp(), or set fold_sp to 'none' and call sync_sp_grads",
-            where="fold_sp",
-            got=ps.fsdp.count,
-            want="fsdp() in the plan, or fold_sp = 'none'",
-        )
+from trainkit.parallel.naming import canonical_name, named_parameters_of, ties_of
+from trainkit.parallel.places import Place, placed_
+from trainkit.parallel.split import decoder_costs, layer_ranges, rank_of_stages
+from trainkit.parallel.transforms import Transform, check_plan
+from trainkit.types import ConfigError, Layout, ModelTransform, ParallelState, Weights
 
 
 def split_layers(model: nn.Module, num_stages: int) -> list[nn.Module]:
@@ -184,7 +71,7 @@ def split_layers(model: nn.Module, num_stages: int) -> list[nn.Module]:
     ]
 
 
-Split = Callable[[nn.Module, int], Sequence[nn.Module]]
+SplitModel = Callable[[nn.Module, int], Sequence[nn.Module]]
 """`split(model, num_stages)`: all stages of a whole model; see `split_layers`."""
 
 
@@ -194,7 +81,7 @@ def build_stages(
     plan: Sequence[ModelTransform],
     *,
     weights: Weights,
-    split: Split = split_layers,
+    split: SplitModel = split_layers,
     schedule: str = "1f1b",
     stages_per_rank: int | None = None,
 ) -> list[nn.Module]:
@@ -203,7 +90,7 @@ def build_stages(
     Args:
         make_model: Makes the whole model; called under the meta device, so it costs no memory.
         ps: The layout.
-        plan: Transforms in the order of `ORDER`; applied to each stage by itself.
+        plan: Transforms in the order of `transforms.ORDER`; applied to each stage by itself.
         weights: The initial values, a function of a parameter's name and of the box asked for.
         split: Cuts the whole model, on the meta device, into stages; see `split_layers`.
         schedule: The pipeline schedule, which says which rank holds which stages; see
@@ -250,7 +137,7 @@ def build_stages(
     tied = _check_split(names, ties, stages, len(ranks))
     own = [index for index, rank in enumerate(ranks) if rank == ps.pp.index]
     return [
-        _placed(_built(stages[i], ps, plan, weights, buffers), Place(i, ranks), tied) for i in own
+        placed_(_built(stages[i], ps, plan, weights, buffers), Place(i, ranks), tied) for i in own
     ]
 
 
@@ -299,61 +186,3 @@ def _check_split(
     if problems:
         raise ConfigError(f"build_stages: in the split, {problems[0]}", where="split")
     return {name: (where[0], where[1]) for name, where in owners.items() if len(where) == 2}
-
-
-def _placed(stage: nn.Module, place: Place, tied: dict[str, tuple[int, int]]) -> nn.Module:
-    """Write on a stage where it stands, and on its parameters which are copies of another's."""
-    setattr(stage, _PLACE, place)
-    setattr(stage, _TIED, {name: pair for name, pair in tied.items() if place.index in pair})
-    for name, parameter in named_parameters_of([stage]).items():
-        if name in tied and place.index == tied[name][1]:
-            mark_tied_copy_(parameter)
-    return stage
-
-
-def places_of(stages: Sequence[nn.Module], axis: Axis = SOLO) -> list[Place]:
-    """Return where each of a rank's stages stands in the pipeline.
-
-    Args:
-        stages: The stages of this rank, from `build_stages`; or one module of one's own, which is
-            taken for the stage of this rank's number.
-        axis: The pipeline axis.
-
-    Raises:
-        ConfigError: Several modules do not say where they stand, or the stages are of another
-            layout.
-
-    Effects:
-        None; the axis is only asked for its size.
-
-    Examples:
-        >>> places_of([nn.Linear(1, 1)])
-        [Place(index=0, ranks=(0,))]
-    """
-    found = [getattr(stage, _PLACE, None) for stage in stages]
-    if len(found) == 1 and found[0] is None:
-        return [Place(axis.index, tuple(range(axis.count)))]
-    places = [place for place in found if place is not None]
-    fits = all({*p.ranks} == {*range(axis.count)} for p in places) and (
-        [p.index for p in places]
-        == [i for i, rank in enumerate(places[0].ranks if places else ()) if rank == axis.index]
-    )
-    if len(places) < len(found) or not places or not fits:
-        raise ConfigError(
-            f"these {len(stages)} modules are not the stages of rank {axis.index} of "
-            f"{axis.count} pipeline ranks; pass what build_stages gave",
-            where="stages",
-            got=[None if p is None else p.index for p in found],
-        )
-    return places
-
-
-def tied_of(stage: nn.Module) -> dict[str, tuple[int, int]]:
-    """Return which parameters of a stage another has a copy of: {name: (owner, copy)}.
-
-    Examples:
-        >>> tied_of(nn.Linear(1, 1))
-        {}
-    """
-    found: Any = getattr(stage, _TIED, {})
-    return found

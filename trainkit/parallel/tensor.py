@@ -18,7 +18,6 @@ from trainkit.layout import contiguous_shard
 from trainkit.models.decoder import Decoder
 from trainkit.parallel.naming import canonical_name
 from trainkit.parallel.reduction import mark_partial_
-from trainkit.parallel.stages import Transform
 from trainkit.parallel.styles import (
     STYLES,
     Style,
@@ -27,6 +26,7 @@ from trainkit.parallel.styles import (
     styled_class,
     sums_problem,
 )
+from trainkit.parallel.transforms import Transform
 from trainkit.types import Axis, ConfigError, Hidden, ParallelState
 
 DECODER_STYLES: Mapping[str, str] = MappingProxyType(

@@ -11,8 +11,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from trainkit.parallel.naming import named_parameters_of
-from trainkit.parallel.split import Place
-from trainkit.parallel.stages import tied_of
+from trainkit.parallel.places import Place, tied_of
 from trainkit.types import Axis
 
 

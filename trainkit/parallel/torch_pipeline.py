@@ -13,8 +13,9 @@ from torch import Tensor, nn
 from torch.distributed import pipelining
 from torch.distributed.pipelining import PipelineStage
 
+from trainkit.parallel.places import Place
 from trainkit.parallel.reduction import Reduction, reducers_of, reshards_after_forward
-from trainkit.parallel.split import Kind, Place
+from trainkit.parallel.split import Kind
 from trainkit.types import Axis
 
 Run = Callable[[nn.Module, int, "Tensor | None"], Tensor]

@@ -4,19 +4,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
-from itertools import product
-from typing import Literal
 
 import attrs
 import numpy as np
 
 from trainkit.metrics import model_flops
-from trainkit.models.config import DecoderConfig
 from trainkit.planning.hardware import Hardware
 from trainkit.planning.jobs import (
     Job,
     Recompute,
-    layouts_of,
     num_microbatches,
     refusal,
     stages_per_rank,
@@ -64,7 +60,6 @@ class Plan:
     Args:
         layout: The degrees.
         recompute: What is computed again in backward.
-        dtype: What is computed in.
         why_not: Why it cannot be, in one sentence, and whether `reduce="each"` would help; empty
             where it can.
         memory: Bytes of the rank that needs most; None where the model does not allow the layout.
@@ -76,7 +71,6 @@ class Plan:
 
     layout: Layout
     recompute: Recompute
-    dtype: str
     why_not: str
     memory: Memory | None = None
     traffic: tuple[Transfer, ...] = ()
@@ -91,83 +85,54 @@ class Plan:
 
 
 def plan(
-    config: DecoderConfig,
-    world: int,
+    job: Job,
+    layouts: Iterable[Layout],
     hardware: Hardware,
     *,
-    row_length: int,
-    rows: int,
-    microbatch: int = 1,
     recompute: Sequence[Recompute] = ("none", "selective", "full"),
-    dtypes: Sequence[Literal["bf16", "fp32"]] = ("bf16",),
-    optimizer: Literal["adamw", "momentum", "sgd"] = "adamw",
-    loss: Literal["linear", "plain"] = "linear",
-    documents: int = 1,
-    layouts: Iterable[Layout] | None = None,
     efficiency: float = 0.5,
     headroom: float = 0.1,
 ) -> list[Plan]:
-    """Return the layouts of a world with what they cost, the best first.
+    """Return some layouts with what they cost, the best first.
 
     Nothing is run: all figures follow from shapes. Memory is that of this library's decoder and
     transforms, within 10 % of what torch's memory tracker measures on a CPU. Times are estimates
     that put layouts in an order; see `seconds_of` for what is assumed.
 
     Args:
-        config: The model.
-        world: The number of ranks.
+        job: What is trained, and how.
+        layouts: Those to try, for instance `layouts_of(8, like=Layout(fold_sp="none"))`.
         hardware: What they run on; `hardware("h100")`, or your own record.
-        row_length: Tokens of a row.
-        rows: Rows of a step, over all ranks.
-        microbatch: Rows that go through the model at once on a rank.
-        recompute: The policies to try.
-        dtypes: What to compute in, "bf16" or "fp32"; parameters and their state are fp32.
-        optimizer: "adamw", "momentum" or "sgd".
-        loss: "linear" for `next_token_linear`, "plain" for `next_token`.
-        documents: Documents of a row, of equal lengths: attention costs less for more of them.
-        layouts: Those to try, for instance `layouts_of(world, like=Layout(fold_sp="none"))`; by
-            default every factorisation of the world.
+        recompute: The policies to try, in place of the job's.
         efficiency: The fraction of the peak that the arithmetic reaches.
         headroom: The fraction of memory that is not planned with: the driver's, the kernels' and
             what fragments.
 
     Returns:
-        One plan for each layout, policy and dtype: those that fit, fastest first, then those whose
-        memory does not suffice, least first, then those that the model does not allow.
+        One plan for each layout and policy: those that fit, fastest first, then those whose memory
+        does not suffice, least first, then those that the model does not allow.
 
     Raises:
-        ConfigError: A number is out of range, a name unknown, or a layout is of another world.
+        ConfigError: A fraction is out of range, or a policy unknown.
 
     Examples:
         >>> from trainkit.models.sizes import decoder_config
-        >>> from trainkit.planning import hardware
-        >>> best, *_, worst = plan(
-        ...     decoder_config("llama-3.1-8b"), 8, hardware("h100"), row_length=8192, rows=16
-        ... )
+        >>> from trainkit.planning import hardware, layouts_of
+        >>> job = Job(config=decoder_config("llama-3.1-8b"), row_length=8192, rows=16)
+        >>> best, *_, worst = plan(job, layouts_of(8), hardware("h100"))
         >>> best.fits, worst.why_not
         (True, '... GiB (loss) exceed 71.1 GiB; most are optimizer: 59.8 GiB')
     """
-    if world < 1 or not 0 < efficiency <= 1 or not 0 <= headroom < 1:
+    if not 0 < efficiency <= 1 or not 0 <= headroom < 1:
         raise ConfigError(
-            "plan: world must be at least 1, efficiency above 0 and at most 1, and headroom at "
-            f"least 0 and below 1, got {world}, {efficiency} and {headroom}"
+            "plan: efficiency must be above 0 and at most 1, and headroom at least 0 and below 1, "
+            f"got {efficiency} and {headroom}"
         )
     usable = round(hardware.memory * (1 - headroom))
-    plans: list[Plan] = []
-    for layout in layouts_of(world) if layouts is None else layouts:
-        for policy, dtype in product(recompute, dtypes):
-            job = Job(
-                config=config,
-                row_length=row_length,
-                rows=rows,
-                microbatch=microbatch,
-                recompute=policy,
-                dtype=dtype,
-                loss=loss,
-                optimizer=optimizer,
-                documents=documents,
-            )
-            plans.append(_plan_one(job, layout.over(world), hardware, usable, efficiency))
+    jobs = [attrs.evolve(job, recompute=policy) for policy in recompute]
+    plans = [
+        _plan_one(job, layout, hardware, usable, efficiency) for layout in layouts for job in jobs
+    ]
     return sorted(plans, key=_order)
 
 
@@ -182,7 +147,7 @@ def _order(one: Plan) -> tuple[float, ...]:
 def _plan_one(job: Job, layout: Layout, hardware: Hardware, usable: int, efficiency: float) -> Plan:
     why_not = refusal(job, layout)
     if why_not is not None:
-        return Plan(layout, job.recompute, job.dtype, why_not)
+        return Plan(layout, job.recompute, why_not)
     memory = memory_of(job, layout, fused_norms=hardware.fused_norms)
     if memory.peak > usable:
         why_not = _too_large(memory, usable) + _remedy(job, layout, hardware, usable)
@@ -192,7 +157,6 @@ def _plan_one(job: Job, layout: Layout, hardware: Hardware, usable: int, efficie
     return Plan(
         layout=layout,
         recompute=job.recompute,
-        dtype=job.dtype,
         why_not=why_not or "",
         memory=memory,
         traffic=traffic_of(job, layout, pp_rank=memory.pp_rank),

@@ -27,8 +27,9 @@ def plan_table(plans: Sequence[Plan], *, limit: int | None = 10) -> str:
 
     Examples:
         >>> from trainkit.models.sizes import decoder_config
-        >>> from trainkit.planning import hardware, plan
-        >>> found = plan(decoder_config("tiny"), 1, hardware("cpu"), row_length=256, rows=8)
+        >>> from trainkit.planning import Job, hardware, layouts_of, plan
+        >>> job = Job(config=decoder_config("tiny"), row_length=256, rows=8)
+        >>> found = plan(job, layouts_of(1), hardware("cpu"))
         >>> print(plan_table(found, limit=1))
         layout  recompute  ...
     """

@@ -251,7 +251,7 @@ class _Frame:
         keeping = keeping or checkpoint.Keeping()
         if state.step >= steps:
             self.say(
-                f"the run in {self.dir} is complete at step {state.step}; --steps goes further"
+                f"the run in {self.dir} is complete at step {state.step}; --steps takes it further"
             )
         others = named_sinks(keeping.sinks, self.dir, config=self.config)
         with (

@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from trainkit.batch import collate_bins
-from trainkit.corpora import TokenCorpus
+from trainkit.corpora.tokens import TokenCorpus
 from trainkit.losses import next_token, next_token_linear
 from trainkit.models import Decoder, DecoderConfig, call_with_noise
 from trainkit.noise import token_keys
@@ -24,8 +24,8 @@ from trainkit.parallel.compiled import compiled
 from trainkit.parallel.fsdp import fsdp
 from trainkit.parallel.recompute import recompute
 from trainkit.parallel.sequence import sequence
-from trainkit.parallel.stages import Transform
 from trainkit.parallel.tensor import tensor
+from trainkit.parallel.transforms import Transform
 from trainkit.sampling import rows_of_epochs
 from trainkit.testing.cases import Case, default_cases
 from trainkit.testing.certificate import Certificate

@@ -24,7 +24,7 @@ import torch.distributed as dist
 from torch import nn
 
 from trainkit.models import call_model
-from trainkit.parallel.stages import Split, split_layers
+from trainkit.parallel.stages import SplitModel, split_layers
 from trainkit.testing.cases import Case
 from trainkit.testing.certificate import TIERS, Certificate, Row, Tier, is_within
 from trainkit.testing.exact import integer_steps
@@ -55,7 +55,7 @@ def certify(
     call: Call = call_model,
     weights: Weights = certificate_weights,
     optimizer: Optimizers | None = None,
-    split: Split = split_layers,
+    split: SplitModel = split_layers,
     steps: int = 3,
     tier: str = "fp64",
     lr: float = 1e-2,
@@ -114,6 +114,7 @@ def certify(
     Examples:
         >>> from trainkit.testing.builtin import exact_plan
         >>> from trainkit.testing.exact import ExactModel, call_exact, exact_batch, squares
+        >>> from trainkit.types import Layout
         >>> found = certify(
         ...     ExactModel,
         ...     exact_batch,

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from trainkit import noise
 from trainkit.batch import collate_bins
-from trainkit.corpora import TokenCorpus
+from trainkit.corpora.tokens import TokenCorpus
 from trainkit.hashing import key_of
 from trainkit.losses import with_terms
 from trainkit.packing import pack_bins

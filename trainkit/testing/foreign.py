@@ -15,8 +15,8 @@ from torch import Tensor, nn
 
 from trainkit.parallel.fsdp import fsdp
 from trainkit.parallel.recompute import recompute
-from trainkit.parallel.stages import Transform
 from trainkit.parallel.tensor import tensor
+from trainkit.parallel.transforms import Transform
 from trainkit.testing.cases import Case
 
 VOCABULARY = 64

@@ -28,7 +28,7 @@ from trainkit.metrics import reduce_metrics
 from trainkit.optim import adamw, decay_groups
 from trainkit.parallel.materialize import live_buffers
 from trainkit.parallel.naming import COPY_SUFFIX, box_of, ties_of
-from trainkit.parallel.stages import Split, build_stages
+from trainkit.parallel.stages import SplitModel, build_stages
 from trainkit.step import bind_forward_backward
 from trainkit.testing.cases import Case
 from trainkit.testing.deal import deal_batch
@@ -65,7 +65,7 @@ class Training:
     call: Call
     weights: Weights
     optimizer: Optimizers
-    split: Split
+    split: SplitModel
     dtype: str
     steps: int
     lr: float

@@ -38,6 +38,7 @@ from trainkit.testing.faults.steps import (
     act_after,
     act_at,
     during,
+    until_next,
 )
 
 __all__ = [
@@ -65,5 +66,6 @@ __all__ = [
     "stop_at",
     "swap_files",
     "truncate",
+    "until_next",
     "zero_page",
 ]

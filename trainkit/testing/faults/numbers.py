@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from trainkit.parallel.naming import box_of, canonical_name, named_parameters_of
-from trainkit.testing.faults.steps import At, Injector, Ranks, act_at, during
+from trainkit.testing.faults.steps import At, Injector, Ranks, act_at, until_next
 from trainkit.types import Hidden
 
 _Value = float | Callable[[Tensor], Tensor]  # what is written, or makes it of what was there
@@ -24,7 +24,8 @@ def nan_loss_at(
 ) -> Injector:
     """Return an injector that makes the loss of a step NaN, and with it every gradient.
 
-    What this rank's last stage returns is multiplied with `value`, in all microbatches.
+    What this rank's last stage returns is multiplied with `value`, in all microbatches, and again
+    when the step is taken again before the next one; an evaluation is not touched.
 
     Args:
         at: When; see `trainkit.testing.faults.steps`.
@@ -43,7 +44,9 @@ def nan_loss_at(
         True
     """
 
-    def scaled(_: nn.Module, __: Any, output: Any) -> Any:
+    def scaled(stage: nn.Module, __: Any, output: Any) -> Any:
+        if not stage.training:
+            return output
         if isinstance(output, tuple):  # in place of logits
             hidden, *weight = output
             return Hidden(hidden * value, *weight)
@@ -52,7 +55,7 @@ def nan_loss_at(
     def hook() -> _Handles:
         return {0: stages[-1].register_forward_hook(scaled)}
 
-    return during(at, lambda: _hooked(hook), rank=rank)
+    return until_next(at, lambda: _hooked(hook), rank=rank)
 
 
 def nan_gradient_at(
@@ -66,7 +69,8 @@ def nan_gradient_at(
 ) -> Injector:
     """Return an injector that puts a number into a gradient of a step; the loss stays finite.
 
-    It is this rank's own gradient, of every microbatch, before ranks are summed over.
+    It is this rank's own gradient, of every microbatch, before ranks are summed over, and again
+    when the step is taken again before the next one.
 
     Args:
         at: When; see `trainkit.testing.faults.steps`.
@@ -106,7 +110,7 @@ def nan_gradient_at(
             handles[id(module)] = module.register_forward_pre_hook(hook_parameter)
         return handles
 
-    return during(at, lambda: _hooked(hook), rank=rank)
+    return until_next(at, lambda: _hooked(hook), rank=rank)
 
 
 def nan_parameter_at(

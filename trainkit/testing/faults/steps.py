@@ -15,7 +15,7 @@ a rollback has the same number: `lambda state: state.cursor.batch == 6` follows 
 from __future__ import annotations
 
 from collections.abc import Callable, Collection
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from typing import Any
 
 import torch.distributed as dist
@@ -117,6 +117,46 @@ def during(
         def injected(state: TrainState, batch: StepBatch) -> tuple[TrainState, Any]:
             with around() if _is_due(at, rank, state) else nullcontext():
                 return train_step(state, batch)
+
+        return injected
+
+    return wrap
+
+
+def until_next(
+    at: At, around: Callable[[], AbstractContextManager[Any]], *, rank: Ranks = None
+) -> Injector:
+    """Return an injector like `during` whose `with` block lasts until the next step begins.
+
+    What a batch does to a step it does again when the step is taken once more, as a guard does that
+    looks for what was wrong.
+
+    Args:
+        at: When; see the head of this module.
+        around: Makes the block's context.
+        rank: Where; by default on all ranks.
+
+    Examples:
+        >>> import contextlib, io
+        >>> heard = io.StringIO()
+        >>> step = until_next(1, lambda: contextlib.redirect_stdout(heard))(
+        ...     lambda state, batch: (state, {})
+        ... )
+        >>> _ = step(TrainState(step=0), None)
+        >>> print("as if in the step", end="")
+        >>> _ = step(TrainState(step=1), None)
+        >>> heard.getvalue()
+        'as if in the step'
+    """
+
+    def wrap(train_step: TrainStep) -> TrainStep:
+        held = ExitStack()
+
+        def injected(state: TrainState, batch: StepBatch) -> tuple[TrainState, Any]:
+            held.close()
+            if _is_due(at, rank, state):
+                held.enter_context(around())
+            return train_step(state, batch)
 
         return injected
 

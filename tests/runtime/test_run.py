@@ -5,27 +5,27 @@ import os
 import signal
 import threading
 import time
-from datetime import timedelta
 
 import pytest
 
+from trainkit import runtime
 from trainkit.mesh import solo_parallel
-from trainkit.runtime import make_run_dir, open_run, session, watchdog
+from trainkit.runtime import Limits, make_run_dir, open_run, watchdog
 from trainkit.runtime.lock import run_lock
 from trainkit.testing import run_ranks
 from trainkit.types import DataError, DiskError
 
-HOW = {"facts": {}, "start_timeout": timedelta(minutes=1)}
+HOW = {"limits": Limits(start_timeout=60.0)}
 
 
 def test_a_signal_is_heard_inside_and_all_is_put_back(tmp_path):
     before, threads = signal.getsignal(signal.SIGTERM), threading.active_count()
-    with open_run(tmp_path, **HOW) as (ps, phase, stopping):
-        phase("a step", allow=60)
-        assert stopping() is None
+    with open_run(tmp_path, **HOW) as run:
+        run.phase("a step", allow=60)
+        assert run.stopping() is None
         signal.raise_signal(signal.SIGTERM)
-        assert stopping() == "SIGTERM on rank 0"
-        assert ps.world.count == 1
+        assert run.stopping() == "SIGTERM on rank 0"
+        assert run.ps.world.count == 1
     assert signal.getsignal(signal.SIGTERM) == before
     assert threading.active_count() == threads
     with run_lock(tmp_path, solo_parallel().world):
@@ -73,7 +73,7 @@ def _only_rank_0_can_write(folder):
         def refuse(path):
             raise DiskError(f"make_run_dir: user 7 cannot write {path}")
 
-        session.make_run_dir = refuse
+        runtime.run.make_run_dir = refuse
     try:
         with open_run(folder, **HOW):
             return "opened"
