@@ -11,10 +11,10 @@ from torch.nn.functional import cross_entropy
 
 from trainkit.__main__ import main
 from trainkit.batch import collate_bins, shift_labels
+from trainkit.batch.shards import contiguous_shard, zigzag_shard, zigzag_unshard
 from trainkit.corpora import fingerprint, foreign, open_corpus, tokens, write_corpus
 from trainkit.data import plans
 from trainkit.data.plans import cached_bins
-from trainkit.layout import contiguous_shard, zigzag_shard, zigzag_unshard
 from trainkit.losses import next_token
 from trainkit.packing import bins, pack_bins
 from trainkit.types import DataError, Share
