@@ -211,8 +211,8 @@ def open_conversations(
 
     Examples:
         >>> import tempfile
-        >>> from trainkit.chat import TEMPLATES, chat_encoder
-        >>> tokenizer = byte_tokenizer()
+        >>> from trainkit.chat import CHATML_SPECIAL, TEMPLATES, chat_encoder
+        >>> tokenizer = byte_tokenizer(CHATML_SPECIAL)
         >>> encode = chat_encoder(tokenizer, template=TEMPLATES["chatml"])
         >>> with tempfile.TemporaryDirectory() as folder:
         ...     file = Path(folder) / "a.jsonl"
