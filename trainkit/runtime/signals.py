@@ -29,8 +29,9 @@ import torch
 import torch.distributed as dist
 
 from trainkit.collectives import all_gather_json
+from trainkit.files import point_nowhere
 from trainkit.mesh import twin_axis
-from trainkit.runtime.errors import error_code, last_words, point_nowhere
+from trainkit.runtime.errors import error_code, last_words
 from trainkit.types import (
     Axis,
     CheckpointError,
@@ -342,7 +343,8 @@ def stop_votes(
         Communicates on a group of its own: one all-reduce of one byte per call.
 
     Examples:
-        >>> from trainkit.mesh import solo_parallel
+        >>> from trainkit.files import point_nowhere
+    from trainkit.mesh import solo_parallel
         >>> with stop_votes(lambda: "SIGTERM", solo_parallel().world) as stopping:
         ...     stopping()
         'SIGTERM on rank 0'
