@@ -57,8 +57,21 @@ def value_of(tree: ast.Module, name: str) -> Any:
 
 def contents() -> dict[str, list[str]]:
     """Return {room: the names that `tk.` has of it}, as the table of contents lists them."""
-    table = value_of(parse(PACKAGE / "__init__.py"), "_CONTENTS")
-    return {room: names.split() for room, names in table.items()}
+    table = imports_of(PACKAGE / "__init__.py")
+    rooms = [name for name, home in table.items() if home == "trainkit"]
+    return {r: [n for n, home in table.items() if home == f"trainkit.{r}"] for r in rooms}
+
+
+def imports_of(path: Path) -> dict[str, str]:
+    """Return {name: the module it comes from} of a file, or of the stub that says it lazily."""
+    stub = path.with_suffix(".pyi")
+    tree = parse(stub if stub.exists() else path)
+    nodes = [node for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)]
+    package = [module_of(path)]
+    homes = [".".join(package * node.level + [node.module] * bool(node.module)) for node in nodes]
+    return {
+        alias.name: home for node, home in zip(nodes, homes, strict=True) for alias in node.names
+    }
 
 
 def families(room: str) -> dict[str, str]:
@@ -68,7 +81,10 @@ def families(room: str) -> dict[str, str]:
         homes = {name: module_of(file) for name in members(file)}
     else:
         tables = sorted((PACKAGE / room).rglob("__init__.py"), key=lambda path: -len(path.parts))
-        listed = [(module_of(path), value_of(parse(path), "__all__") or []) for path in tables]
+        listed = [
+            (module_of(path), value_of(parse(path), "__all__") or imports_of(path))
+            for path in tables
+        ]
         homes = {name: module for module, names in listed for name in names}
     return homes | dict.fromkeys(contents()[room], "trainkit")
 
@@ -83,9 +99,8 @@ def defined_in(name: str, path: Path) -> Path | None:
     """Return the file that defines a name of a file, or None if nothing is written about it."""
     if name in members(path):
         return path
-    nodes = [node for node in ast.walk(parse(path)) if isinstance(node, ast.ImportFrom)]
-    found = [n.module for n in nodes if n.module and name in [alias.name for alias in n.names]]
-    return defined_in(name, file_of(found[0])) if found else None
+    home = imports_of(path).get(name)
+    return defined_in(name, file_of(home)) if home else None
 
 
 def shown_names(room: str) -> dict[str, tuple[Path, str]]:

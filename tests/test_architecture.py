@@ -9,6 +9,7 @@ import subprocess
 import sys
 from itertools import pairwise
 from pathlib import Path
+from types import ModuleType
 
 import house
 import pytest
@@ -178,7 +179,8 @@ def public_functions_are_explained(name, text):
 
 
 def no_pickle(name, text):
-    if name == "convert/pickled.py":  # in a process of its own, with a table of names
+    # In a process of its own, with a table of names; what a run itself has made, by its hash.
+    if name in {"convert/pickled.py", "prepare/workers.py"}:
         return []
     roots = {module.split(".")[0] for module in imports_of(text)}
     return [f"{name} imports {root}" for root in sorted(roots & {"pickle", "dill", "cloudpickle"})]
@@ -312,18 +314,12 @@ def test_an_effect_of_importing_is_seen(tmp_path):
 # ------------------------------------------------------------------------------------ contents
 
 
-def test_the_table_of_contents_says_the_same_to_people_and_to_type_checkers():
+def test_the_table_of_contents_has_every_room():
     import trainkit
 
-    tree = ast.parse(FILES["__init__.py"])
-    (block,) = (node for node in tree.body if isinstance(node, ast.If))
-    seen = {alias.asname: node.module for node in block.body for alias in node.names}
-    homes = dict.fromkeys(trainkit._CONTENTS, "trainkit")
-    homes |= {name: f"trainkit.{module}" for name, module in trainkit._HOMES.items()}
-    assert seen == homes
-    assert set(trainkit.__all__) == set(seen)
-    assert set(trainkit._CONTENTS) == set(ROOMS) - {"commands", "__main__"}
-    assert set(seen) <= set(dir(trainkit))
+    rooms = {name for name in trainkit.__all__ if isinstance(getattr(trainkit, name), ModuleType)}
+    assert rooms == set(ROOMS) - {"commands", "__main__"}
+    assert set(trainkit.__all__) <= set(dir(trainkit))
 
 
 def test_every_name_of_the_contents_is_there():
@@ -331,7 +327,7 @@ def test_every_name_of_the_contents_is_there():
 
     missing = [name for name in trainkit.__all__ if not hasattr(trainkit, name)]
     assert missing == []
-    with pytest.raises(AttributeError, match="has no attribute 'Trainer'"):
+    with pytest.raises(AttributeError, match="No trainkit attribute Trainer"):
         _ = trainkit.Trainer
 
 

@@ -22,7 +22,7 @@ from trainkit.chat.encode import (
     stop_ids,
 )
 from trainkit.chat.jinja import jinja_template
-from trainkit.chat.templates import Piece, chatml, llama3, qwen3
+from trainkit.chat.templates import Segment, chatml, llama3, qwen3
 from trainkit.corpora.open import open_corpus
 from trainkit.corpora.tokens import memory_corpus
 from trainkit.packing import pack_bins
@@ -89,16 +89,16 @@ def in_parts(messages, **_):
     """Render each message as three bodies, with something between the first two."""
     parts = [
         [
-            Piece("<|im_start|>", i),
-            Piece(message["content"][:1], i, body=True),
-            Piece("|", i),
-            Piece(message["content"][1:], i, body=True),
-            Piece("<|im_end|>", i, body=True),
-            Piece("\n", i),
+            Segment("<|im_start|>", i),
+            Segment(message["content"][:1], i, body=True),
+            Segment("|", i),
+            Segment(message["content"][1:], i, body=True),
+            Segment("<|im_end|>", i, body=True),
+            Segment("\n", i),
         ]
         for i, message in enumerate(messages)
     ]
-    return [piece for part in parts for piece in part]
+    return [segment for part in parts for segment in part]
 
 
 class Plain:
@@ -212,9 +212,9 @@ def test_tokens_are_those_of_the_whole_text(name, bpe):
         )
         assert sample.tokens.tolist() == bpe.encode(row["text"], add_special_tokens=False).ids
         said = [
-            piece.text
-            for piece in template(row["messages"], tools=row.get("tools"))
-            if piece.body and row["messages"][piece.message]["role"] == "assistant"
+            segment.text
+            for segment in template(row["messages"], tools=row.get("tools"))
+            if segment.body and row["messages"][segment.message]["role"] == "assistant"
         ]
         assert "".join(trained_texts(sample, hf_tokenizer(bpe))) == "".join(said)
 
@@ -244,7 +244,9 @@ def test_a_token_is_trained_when_all_of_it_was_said(sizes, trim, template):
     messages = talk("Hello", "\n\nwell \n said", "?", " \n")
     sample = encode_chat(messages, Runs(sizes, trim), template=template)
     characters = [
-        piece.body and piece.message in (1, 3) for piece in template(messages) for _ in piece.text
+        segment.body and segment.message in (1, 3)
+        for segment in template(messages)
+        for _ in segment.text
     ]
     begin, expected = 0, []
     for k in range(len(sample.tokens)):
@@ -270,8 +272,10 @@ class Marked:
 
 def test_a_token_of_no_characters_is_never_trained():
     sample = encode_chat(talk("Q", "AB"), Marked())
-    pieces = chatml(talk("Q", "AB"))
-    characters = [piece.body and piece.message == 1 for piece in pieces for _ in piece.text]
+    segments = chatml(talk("Q", "AB"))
+    characters = [
+        segment.body and segment.message == 1 for segment in segments for _ in segment.text
+    ]
     assert not sample.trained[::2].any()
     assert sample.trained[1::2].tolist() == characters
 
@@ -374,7 +378,7 @@ def test_the_trained_part_is_coloured_and_special_tokens_are_seen():
     shown = show_mask(sample, BYTES)
     assert shown.endswith("<|im_start|>assistant\n\x1b[32mü<|im_end|>\x1b[0m\n")
     plain = shown.replace("\x1b[32m", "").replace("\x1b[0m", "")
-    assert plain == "".join(piece.text for piece in chatml(talk("é", "ü")))
+    assert plain == "".join(segment.text for segment in chatml(talk("é", "ü")))
     assert show_mask(sample_of([97, 260], [0, 1]), Plain(BYTES), colour=False) == "a[[<260>]]"
 
 

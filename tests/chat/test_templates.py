@@ -71,38 +71,38 @@ def calling(*names):
     return [{"function": {"name": name, "arguments": {"x": "é"}}} for name in names]
 
 
-def text_of(pieces):
-    return "".join(piece.text for piece in pieces)
+def text_of(segments):
+    return "".join(segment.text for segment in segments)
 
 
-def said(pieces, messages, roles=("assistant",)):
+def said(segments, messages, roles=("assistant",)):
     """Return, character by character, the message that says it, or None."""
     return [
-        piece.message if piece.body and messages[piece.message]["role"] in roles else None
-        for piece in pieces
-        for _ in piece.text
+        segment.message if segment.body and messages[segment.message]["role"] in roles else None
+        for segment in segments
+        for _ in segment.text
     ]
 
 
-def bodies(pieces):
-    return {piece.message: piece.text for piece in pieces if piece.body}
+def bodies(segments):
+    return {segment.message: segment.text for segment in segments if segment.body}
 
 
 @pytest.mark.parametrize(("name", "row"), GOLDEN)
 def test_a_native_template_renders_what_transformers_renders(name, row):
-    pieces = NATIVE[name](
+    segments = NATIVE[name](
         row["messages"],
         tools=row.get("tools"),
         add_generation_prompt=row.get("add_generation_prompt", False),
         **row.get("arguments", {}),
     )
-    assert text_of(pieces) == row["text"]
+    assert text_of(segments) == row["text"]
     answers = {i for i, m in enumerate(row["messages"]) if m["role"] == "assistant"}
-    assert answers <= set(bodies(pieces))
-    for piece in pieces:
-        if piece.message in answers:
-            assert piece.body == piece.text.endswith(STOP[name])
-            assert "assistant" not in piece.text or not piece.body
+    assert answers <= set(bodies(segments))
+    for segment in segments:
+        if segment.message in answers:
+            assert segment.body == segment.text.endswith(STOP[name])
+            assert "assistant" not in segment.text or not segment.body
 
 
 def test_there_are_a_dozen_golden_conversations_of_each_template():
@@ -297,8 +297,8 @@ def test_reasoning_that_a_template_does_not_read_is_not_lost_without_a_word():
     ],
 )
 def test_words_that_cannot_be_told_apart_have_no_body(source):
-    pieces = jinja_template(source, eos_token="$")([user("a"), answer("b")])
-    assert 1 not in bodies(pieces)
+    segments = jinja_template(source, eos_token="$")([user("a"), answer("b")])
+    assert 1 not in bodies(segments)
 
 
 @pytest.mark.parametrize("earlier", ["m.content", "m.content | upper"])
@@ -332,9 +332,9 @@ def test_a_jinja_template_has_what_transformers_gives_it():
     {{- m.content }}$
 {%- endfor %}"""
     template = jinja_template(source, bos_token="<s>", eos_token="$", variables={"mood": "!"})
-    pieces = template([user("a"), user("b")])
-    assert text_of(pieces) == '<s>{"a": "é<"}!4a$'
-    assert pickle.loads(pickle.dumps(template))([user("a")]) == pieces
+    segments = template([user("a"), user("b")])
+    assert text_of(segments) == '<s>{"a": "é<"}!4a$'
+    assert pickle.loads(pickle.dumps(template))([user("a")]) == segments
 
 
 def test_lines_of_blocks_alone_leave_nothing_behind():
@@ -381,7 +381,7 @@ def test_without_the_library_the_message_says_what_to_install(monkeypatch):
 def test_the_tokenizer_named_bytes_knows_every_native_template(template):
     said = [{"role": "user", "content": "?"}, {"role": "assistant", "content": "!"}]
     tokenizer = open_tokenizer("bytes")
-    text = "".join(piece.text for piece in template(said))
+    text = "".join(segment.text for segment in template(said))
     special = set(re.findall(r"<\|?/?\w+\|?>", text))
     assert special
     assert special <= tokenizer.special_ids.keys()

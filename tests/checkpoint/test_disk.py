@@ -110,8 +110,8 @@ def test_a_disk_that_is_full_at_any_byte_changes_nothing(tmp_path, monkeypatch):
 @pytest.mark.parametrize("part", [0.5, 0.999])
 def test_control_without_the_staging_a_full_disk_leaves_a_torn_one(tmp_path, monkeypatch, part):
     total = sum(bytes_of_a_save(tmp_path, monkeypatch))
-    bare = write.Target(tmp_path, tmp_path / "checkpoints/step_00000002", 1)
-    monkeypatch.setattr("trainkit.checkpoint.save.Target", lambda *_: bare)
+    bare = write.Destination(tmp_path, tmp_path / "checkpoints/step_00000002", 1)
+    monkeypatch.setattr("trainkit.checkpoint.save.Destination", lambda *_: bare)
     monkeypatch.setattr("trainkit.checkpoint.flight.remove_staging", lambda _: None)
     failing(monkeypatch, "write", errno.ENOSPC, after=int(total * part))
     with pytest.raises(DiskError):
@@ -125,8 +125,8 @@ def test_control_staging_on_another_disk_cannot_be_renamed(tmp_path, monkeypatch
     other = Path("/dev/shm")
     if not other.is_dir() or other.stat().st_dev == tmp_path.stat().st_dev:
         pytest.skip("there is one disk")
-    elsewhere = write.Target(tmp_path, other / f"staging-{os.getpid()}", 1)
-    monkeypatch.setattr("trainkit.checkpoint.save.Target", lambda *_: elsewhere)
+    elsewhere = write.Destination(tmp_path, other / f"staging-{os.getpid()}", 1)
+    monkeypatch.setattr("trainkit.checkpoint.save.Destination", lambda *_: elsewhere)
     (tmp_path / "checkpoints").mkdir()
     with pytest.raises(DiskError, match="EXDEV"):
         save_checkpoint(tmp_path, *small_run(2))

@@ -12,7 +12,7 @@ from torch import nn
 
 import trainkit as tk
 from trainkit.checkpoint import list_checkpoints, verify_checkpoint
-from trainkit.checkpoint.manifest import dump_json, make_manifest, outline_problems, sealed
+from trainkit.checkpoint.manifest import dump_json, make_manifest, outline, sealed
 from trainkit.types import DiskError
 
 
@@ -57,7 +57,7 @@ def test_every_flipped_bit_is_seen(checkpoint):
 def test_control_sizes_alone_show_no_flipped_bit(checkpoint):
     file = checkpoint / "rank_00000.safetensors"
     file.write_bytes(file.read_bytes()[:-1] + b"\xff")
-    assert outline_problems(checkpoint) == []
+    assert outline(checkpoint)[0] == []
     assert verify_checkpoint(checkpoint) == ["rank_00000.safetensors does not match its sha256"]
 
 

@@ -17,6 +17,7 @@ from torch import nn
 from whole_step import Layout, build
 
 import trainkit as tk
+from trainkit import files
 from trainkit.checkpoint import flight, list_checkpoints, snapshot, verify_checkpoint, write
 from trainkit.checkpoint.boxes import DTYPES
 from trainkit.checkpoint.directory import fork_run, run_identity
@@ -265,9 +266,9 @@ def test_a_save_of_an_old_step_that_fails_leaves_the_old_one(tmp_path, monkeypat
         monkeypatch.setattr(flight, "remove_staging", lambda _: None)
         where = Path.mkdir
         monkeypatch.setattr(Path, "mkdir", lambda self, **_: where(self, exist_ok=True))
-        into = functools.partial(write.Target, staging=path)
+        into = functools.partial(write.Destination, staging=path)
         monkeypatch.setattr(
-            "trainkit.checkpoint.save.Target",
+            "trainkit.checkpoint.save.Destination",
             lambda run, _, *rest: into(run, ranks=rest[0]),
         )
     monkeypatch.setattr(write, "commit", lambda *_: 1 / 0)
@@ -330,7 +331,7 @@ def test_data_then_manifest_then_directory_then_name_then_parent(tmp_path, monke
 
 @pytest.mark.case("F8")
 def test_control_a_directory_that_is_not_synced_shows(tmp_path, monkeypatch):
-    monkeypatch.setattr(write, "sync_folder", lambda _: None)
+    monkeypatch.setattr(files, "sync_folder", lambda _: None)
     assert not durable_before_it_is_named(order_of(tmp_path, monkeypatch))
 
 

@@ -6,7 +6,7 @@ import harness
 import pytest
 import trials
 
-from trainkit.checkpoint.manifest import choose_checkpoint, list_checkpoints, verify_checkpoint
+from trainkit.checkpoint.manifest import find_checkpoint, list_checkpoints, verify_checkpoint
 
 KINDS = {"flip": 60, "truncate": 20, "zero": 20, "mix": 20, "pointer": 5}
 
@@ -112,4 +112,4 @@ def test_the_pointer_for_people_is_never_believed(lie, own):
     names = [path.name for path in list_checkpoints(own)]
     (own / "latest").unlink(missing_ok=True)
     lie(own / "latest", names)
-    assert choose_checkpoint(own).name == names[0]
+    assert find_checkpoint(own.parent).name == names[0]

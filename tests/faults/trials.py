@@ -31,7 +31,7 @@ from harness import (
 )
 from safetensors import safe_open
 
-from trainkit.checkpoint.manifest import choose_checkpoint, list_checkpoints, verify_checkpoint
+from trainkit.checkpoint.manifest import find_checkpoint, list_checkpoints, verify_checkpoint
 from trainkit.testing import faults
 from trainkit.types import CheckpointError
 
@@ -218,10 +218,10 @@ def damage_trials(directory, random, kinds, *, check=verify_checkpoint):
             found = check(newest)
             problems = [] if found else [f"undetected: {what}"]
             if found and trials and len(trials) % 50 == 0:
-                taken = choose_checkpoint(directory, tell=lambda _: None)
+                taken = find_checkpoint(directory.parent, tell=lambda _: None)
                 problems += [] if taken == second else [f"{what}: auto takes {taken}"]
                 with contextlib.suppress(CheckpointError):
-                    choose_checkpoint(directory, newest)
+                    find_checkpoint(newest)
                     problems.append(f"{what}: taken when asked for")
             mend()
             trials.append(Trial(f"{kind}: {what}", tuple(problems)))
@@ -234,7 +234,7 @@ def pointer_trial(directory, newest, random):
     pointer = directory / "latest"
     before, bit = pointer.read_bytes(), random.randrange(8 * pointer.stat().st_size)
     faults.flip_bit(pointer, bit)
-    taken = choose_checkpoint(directory, tell=lambda _: None)
+    taken = find_checkpoint(directory.parent, tell=lambda _: None)
     pointer.write_bytes(before)
     problems = [] if taken == newest else [f"auto takes {taken}"]
     return Trial(f"bit {bit} of the pointer", tuple(problems))

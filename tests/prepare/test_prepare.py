@@ -706,10 +706,10 @@ def work(out):
     """What a worker does with some chunks, in this process."""
 
     def written(make_encode, *todo, tokenizer=BYTES):
-        job = parts.make_job(out.parent, tokenizer, make_encode, "text")
-        (out.parent / ".job").write_bytes(data := pickle.dumps(job))
+        work = parts.make_work(out.parent, tokenizer, make_encode, "text")
+        (out.parent / ".work").write_bytes(data := pickle.dumps(work))
         told = workers._hash(data)
-        return [workers._write(out.parent / ".job", told, *task) for task in enumerate(todo)]
+        return [workers._write(out.parent / ".work", told, *task) for task in enumerate(todo)]
 
     return written
 
@@ -785,7 +785,7 @@ def test_an_error_while_a_chunk_is_read_comes_in_its_words(source, out, work, mo
     monkeypatch.setattr(parts, "read_chunk", broken)
     with pytest.raises(DataError, match="TwoPartsError: a and b"):
         work(None, chunk)
-    assert names_in(out.parent) == [".job"]
+    assert names_in(out.parent) == [".work"]
 
 
 def test_a_job_that_was_changed_and_another_trainkit_are_refused(source, out, work, monkeypatch):
@@ -793,7 +793,7 @@ def test_a_job_that_was_changed_and_another_trainkit_are_refused(source, out, wo
     work(None, chunk)
     monkeypatch.setattr(workers, "_here", threading.local())
     with pytest.raises(DataError, match="has another trainkit"):
-        workers._write(out.parent / ".job", "another hash", 0, chunk)
+        workers._write(out.parent / ".work", "another hash", 0, chunk)
 
 
 @pytest.mark.case("D11")

@@ -14,7 +14,7 @@ from trainkit.chat.encode import (
 from trainkit.chat.jinja import jinja_template
 from trainkit.chat.preference import encode_pair, pack_pairs, pair_documents
 from trainkit.chat.prompt import prompt_ids
-from trainkit.chat.templates import TEMPLATES, Piece, Template, chatml, llama3, qwen3
+from trainkit.chat.templates import TEMPLATES, Segment, Template, chatml, llama3, qwen3
 from trainkit.tokenizers.special import CHATML_SPECIAL, LLAMA3_SPECIAL, QWEN3_SPECIAL
 
 __all__ = [
@@ -22,7 +22,7 @@ __all__ = [
     "LLAMA3_SPECIAL",
     "QWEN3_SPECIAL",
     "TEMPLATES",
-    "Piece",
+    "Segment",
     "Template",
     "chat_encoder",
     "chatml",

@@ -1,6 +1,6 @@
 """Conversations: from messages to tokens with a mask that trains on chosen turns.
 
-A template (`trainkit.chat.templates`) renders the messages in pieces that say whose they are. The
+A template (`trainkit.chat.templates`) renders the messages in segments that say whose they are. The
 whole text is tokenised once, and a token is trained on when all its characters lie in what a chosen
 message said, its stop token included.
 """
@@ -54,7 +54,7 @@ def encode_chat(
     header, nor what stands after the stop token. A token that lies only partly inside is not
     trained on: the model will never be asked for it, since a prompt ends with the whole header.
     With a tokenizer that has `encode_with_offsets` the tokens are those of the whole text, as in
-    `transformers`; with another each piece is encoded by itself.
+    `transformers`; with another each segment is encoded by itself.
 
     Args:
         messages: Mappings with `role` and `content` (a text, or parts of text); an assistant's may
@@ -94,9 +94,9 @@ def encode_chat(
     _check_lengths("encode_chat", max_length, overlong)
     checked = checked_messages(messages)
     chosen = chosen_messages(checked, train)
-    pieces = template(checked, tools=tools)
-    turns = turns_said(pieces, chosen, checked)
-    tokens, begins, ends = tokenised(tokenizer, pieces)
+    segments = template(checked, tools=tools)
+    turns = turns_said(segments, chosen, checked)
+    tokens, begins, ends = tokenised(tokenizer, segments)
     trained = tokens_inside(turns, begins, ends)
     keep, lost = len(tokens), 0
     if max_length is not None and len(tokens) > max_length:
@@ -223,7 +223,7 @@ def stop_ids(tokenizer: Tokenizer, template: Template = chatml) -> tuple[int, ..
         (260,)
     """
     probe = [{"role": "user", "content": "?"}, {"role": "assistant", "content": _PROBE}]
-    said = [piece.text for piece in template(probe) if piece.body and piece.message == 1]
+    said = [segment.text for segment in template(probe) if segment.body and segment.message == 1]
     stop = "".join(said).rpartition(_PROBE)[2].strip()
     if not stop:
         raise ValueError("stop_ids: the template ends an assistant's turn without a stop token")

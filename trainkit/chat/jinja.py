@@ -10,7 +10,7 @@ from functools import lru_cache, partial
 from typing import TYPE_CHECKING, Any
 
 from trainkit.chat.messages import REASONING, Message, checked_messages, wrong_message
-from trainkit.chat.templates import Piece
+from trainkit.chat.templates import Segment
 from trainkit.types import ConfigError, DataError
 
 if TYPE_CHECKING:
@@ -53,7 +53,7 @@ def jinja_template(
     Examples:
         >>> source = "{% for m in messages %}{{ m.role }}: {{ m.content }}</s>{% endfor %}"
         >>> template = jinja_template(source, eos_token="</s>")
-        >>> [piece.text for piece in template([{"role": "user", "content": "hi"}])]
+        >>> [segment.text for segment in template([{"role": "user", "content": "hi"}])]
         ['user: ', 'hi</s>']
     """
     text = source if isinstance(source, str) else getattr(source, "chat_template", None)
@@ -69,10 +69,12 @@ def jinja_template(
     if not stop:
         raise ValueError("jinja_template: say what ends a turn, by eos_token= or stop=")
     _compiled(text)
-    return partial(_jinja_pieces, source=text, stop=stop, variables={**tokens, **(variables or {})})
+    return partial(
+        _jinja_segments, source=text, stop=stop, variables={**tokens, **(variables or {})}
+    )
 
 
-def _jinja_pieces(
+def _jinja_segments(
     messages: Sequence[Message],
     *,
     tools: Sequence[Mapping[str, Any]] | None = None,
@@ -80,14 +82,14 @@ def _jinja_pieces(
     source: str,
     stop: str,
     variables: Mapping[str, Any],
-) -> list[Piece]:
+) -> list[Segment]:
     checked = _with_reasoning(checked_messages(messages), _compiled(source)[1])
     render = partial(_rendered, source, tools=tools, variables=variables)
     whole, prompted = render(checked), render(checked, add_generation_prompt=True)
     prompt = prompted[len(whole) :] if prompted.startswith(whole) else ""
     if add_generation_prompt and prompted != whole + prompt:
         raise DataError("jinja_template: the generation prompt changes what comes before it")
-    pieces: list[Piece] = []
+    segments: list[Segment] = []
     end, known = 0, True  # where the message before ended, and whether it was found
     for i in range(len(checked)):
         span = _body_span(
@@ -104,10 +106,10 @@ def _jinja_pieces(
             continue
         if span[0] < end:
             raise DataError(f"jinja_template: message {i} is shown before the one before it")
-        pieces += [Piece(whole[end : span[0]], i), Piece(whole[slice(*span)], i, body=True)]
+        segments += [Segment(whole[end : span[0]], i), Segment(whole[slice(*span)], i, body=True)]
         end = span[1]
-    pieces += [Piece(whole[end:]), Piece(prompt if add_generation_prompt else "")]
-    return [piece for piece in pieces if piece.text or piece.body]
+    segments += [Segment(whole[end:]), Segment(prompt if add_generation_prompt else "")]
+    return [segment for segment in segments if segment.text or segment.body]
 
 
 def _with_reasoning(messages: list[dict[str, Any]], name: str | None) -> list[dict[str, Any]]:

@@ -221,18 +221,18 @@ def _halves(record: Mapping[str, Any]) -> tuple[dict[str, list[dict[str, Any]]],
         raise DataError(
             "encode_pair: both halves are the same, so there is nothing to prefer", where="chosen"
         )
-    if record.get("prompt") is not None:
+    if record.get("prompt") is None:
+        common = next(i for i, (a, b) in enumerate(zip_longest(chosen, rejected)) if a != b)
+        if common == 0:
+            raise DataError(
+                "encode_pair: the record has no 'prompt', and its halves differ from message 0 on: "
+                f"{chosen[0]} and {rejected[0]}",
+                where=0,
+            )
+    else:
         prompt = _messages(record["prompt"], "user", "prompt")
-        for name, messages in halves.items():
-            halves[name] = _with_prompt(prompt, messages, name)
-        return halves, len(prompt)
-    common = next(i for i, (a, b) in enumerate(zip_longest(chosen, rejected)) if a != b)
-    if common == 0:
-        raise DataError(
-            "encode_pair: the record has no 'prompt', and its halves differ from message 0 on: "
-            f"{chosen[0]} and {rejected[0]}",
-            where=0,
-        )
+        common = len(prompt)
+        halves = {name: _with_prompt(prompt, half, name) for name, half in halves.items()}
     for name, messages in halves.items():
         if len(messages) == common:
             raise DataError(f"encode_pair: the {name} half has no answer of its own", where=name)
@@ -264,8 +264,6 @@ def _with_prompt(
                 got=found,
                 want=message,
             )
-    if len(messages) == len(prompt):
-        raise DataError(f"encode_pair: the {name} half has no answer of its own", where=name)
     return messages
 
 
@@ -278,11 +276,12 @@ def _check_prompts(
     """Refuse halves whose prompts a template renders differently: what follows may change them."""
     texts: list[str] = []
     for messages in halves.values():
-        pieces = template(messages, tools=tools)
+        segments = template(messages, tools=tools)
         first = next(
-            (k for k, p in enumerate(pieces) if p.body and p.message == prompt_length), len(pieces)
+            (k for k, p in enumerate(segments) if p.body and p.message == prompt_length),
+            len(segments),
         )
-        texts.append("".join(piece.text for piece in pieces[:first]))
+        texts.append("".join(segment.text for segment in segments[:first]))
     if texts[0] != texts[1]:
         place = next(k for k, (a, b) in enumerate(zip_longest(*texts)) if a != b)
         raise DataError(

@@ -34,5 +34,5 @@ def prompt_ids(
         >>> bytes(ids[-10:])
         b'assistant\n'
     """
-    pieces = template(messages, add_generation_prompt=True)
-    return list(tokenizer.encode("".join(piece.text for piece in pieces)))
+    segments = template(messages, add_generation_prompt=True)
+    return list(tokenizer.encode("".join(segment.text for segment in segments)))

@@ -1,8 +1,8 @@
-"""Chat templates: from messages to the text that a model reads, in pieces that say who wrote them.
+"""Chat templates: from messages to the text that a model reads, in segments: who wrote which.
 
-A template returns the text as pieces, so that the mask of a conversation follows from whose piece a
-token lies in, and never from tags inside a template. Those of ChatML, Llama 3 and Qwen 3 are
-written here and need no library; `jinja_template` takes any other from its Jinja source
+A template returns the text as segments, so that the mask of a conversation follows from whose
+segment a token lies in, and never from tags inside a template. Those of ChatML, Llama 3 and Qwen 3
+are written here and need no library; `jinja_template` takes any other from its Jinja source
 (`trainkit.chat.jinja`).
 """
 
@@ -19,11 +19,11 @@ from trainkit.types import DataError
 
 
 @attrs.frozen
-class Piece:
+class Segment:
     """A stretch of a rendered conversation.
 
     Attributes:
-        text: The characters; those of all pieces, in order, are the conversation.
+        text: The characters; those of all segments, in order, are the conversation.
         message: The number of the message it belongs to; None for what belongs to no message.
         body: Whether the message's role said it: the words, the calls and the stop token, but not
             the header before them.
@@ -35,9 +35,9 @@ class Piece:
 
 
 class Template(Protocol):
-    """From messages to pieces; `add_generation_prompt` ends with the header of an answer.
+    """From messages to segments; `add_generation_prompt` ends with the header of an answer.
 
-    The pieces of a message stand together, and messages come in their order. Of its pieces any
+    The segments of a message stand together, and messages come in their order. Of its segments any
     number may be its body, with others between them: all of the body is trained on, and what is
     between is not. A message without a body cannot be trained on. The stop token ends the last of
     an assistant's bodies.
@@ -50,7 +50,7 @@ class Template(Protocol):
         *,
         tools: Sequence[Mapping[str, Any]] | None = None,
         add_generation_prompt: bool = False,
-    ) -> list[Piece]: ...
+    ) -> list[Segment]: ...
 
 
 # ----------------------------------------------------------------------------------- ChatML, Qwen 3
@@ -61,7 +61,7 @@ def chatml(
     *,
     tools: Sequence[Mapping[str, Any]] | None = None,
     add_generation_prompt: bool = False,
-) -> list[Piece]:
+) -> list[Segment]:
     r"""Render ChatML: each message between `<|im_start|>role` and `<|im_end|>`.
 
     Args:
@@ -70,28 +70,28 @@ def chatml(
         add_generation_prompt: Whether to end with the header of an answer.
 
     Returns:
-        The pieces.
+        The segments.
 
     Raises:
         ValueError: There are tools, for which ChatML has no place.
         DataError: A message is wrong (see `checked_messages`), or calls tools.
 
     Examples:
-        >>> [piece.text for piece in chatml([{"role": "user", "content": "hi"}])]
+        >>> [segment.text for segment in chatml([{"role": "user", "content": "hi"}])]
         ['<|im_start|>user\n', 'hi<|im_end|>', '\n']
     """
     if tools:
         raise ValueError(
             f"chatml: got {len(tools)} tools, for which ChatML has no place; take qwen3 or llama3"
         )
-    pieces: list[Piece] = []
+    segments: list[Segment] = []
     for i, message in enumerate(checked_messages(messages)):
         if "tool_calls" in message:
             raise wrong_message(
                 i, message, "has tool_calls, for which ChatML has no place; take qwen3 or llama3"
             )
-        pieces += _im_turn(i, message["role"], message["content"])
-    return pieces + [Piece("<|im_start|>assistant\n")] * add_generation_prompt
+        segments += _im_turn(i, message["role"], message["content"])
+    return segments + [Segment("<|im_start|>assistant\n")] * add_generation_prompt
 
 
 def qwen3(
@@ -100,7 +100,7 @@ def qwen3(
     tools: Sequence[Mapping[str, Any]] | None = None,
     add_generation_prompt: bool = False,
     enable_thinking: bool = True,
-) -> list[Piece]:
+) -> list[Segment]:
     r"""Render as Qwen 3 does: ChatML, with tools in the system turn and reasoning in `<think>`.
 
     Reasoning (`reasoning_content`, or a `<think>` block in the content) is shown for the answers
@@ -115,46 +115,50 @@ def qwen3(
         enable_thinking: False ends the generation prompt with an empty block.
 
     Returns:
-        The pieces.
+        The segments.
 
     Raises:
         DataError: A message is wrong (see `checked_messages`), or a developer's.
 
     Examples:
-        >>> pieces = qwen3(
+        >>> segments = qwen3(
         ...     [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "A"}]
         ... )
-        >>> [piece.text for piece in pieces if piece.message == 1]
+        >>> [segment.text for segment in segments if segment.message == 1]
         ['<|im_start|>assistant\n<think>\n\n</think>\n\n', 'A<|im_end|>', '\n']
     """
     checked = checked_messages(messages)
-    pieces = _qwen3_system(checked, tools)
+    segments = _qwen3_system(checked, tools)
     last_query = max((i for i, m in enumerate(checked) if _is_query(m)), default=len(checked) - 1)
     for i, message in enumerate(checked):
         role, last = message["role"], i == len(checked) - 1
         if role == "developer":
             raise wrong_message(i, message, "has a role that Qwen 3 does not know")
         if role == "assistant":
-            pieces += _qwen3_answer(i, message, may_think=i > last_query, last=last)
+            segments += _qwen3_answer(i, message, may_think=i > last_query, last=last)
         elif role == "tool":
             begins = checked[i - 1]["role"] != "tool"
             ends = last or checked[i + 1]["role"] != "tool"
             header = "<|im_start|>user" * begins + "\n<tool_response>\n"
             footer = "\n</tool_response>" + "<|im_end|>\n" * ends
-            pieces += [Piece(header, i), Piece(message["content"], i, body=True), Piece(footer, i)]
+            segments += [
+                Segment(header, i),
+                Segment(message["content"], i, body=True),
+                Segment(footer, i),
+            ]
         elif role == "user" or i > 0:
-            pieces += _im_turn(i, role, message["content"])
+            segments += _im_turn(i, role, message["content"])
     if add_generation_prompt:
         no_thoughts = "" if enable_thinking else "<think>\n\n</think>\n\n"
-        pieces.append(Piece("<|im_start|>assistant\n" + no_thoughts))
-    return pieces
+        segments.append(Segment("<|im_start|>assistant\n" + no_thoughts))
+    return segments
 
 
-def _im_turn(i: int, role: str, content: str, header: str = "") -> list[Piece]:
+def _im_turn(i: int, role: str, content: str, header: str = "") -> list[Segment]:
     return [
-        Piece(f"<|im_start|>{role}\n{header}", i),
-        Piece(f"{content}<|im_end|>", i, body=True),
-        Piece("\n", i),
+        Segment(f"<|im_start|>{role}\n{header}", i),
+        Segment(f"{content}<|im_end|>", i, body=True),
+        Segment("\n", i),
     ]
 
 
@@ -169,7 +173,7 @@ def _is_query(message: Message) -> bool:
 
 def _qwen3_system(
     messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] | None
-) -> list[Piece]:
+) -> list[Segment]:
     first = messages[0] if messages[0]["role"] == "system" else None
     if not tools:
         return [] if first is None else _im_turn(0, "system", first["content"])
@@ -182,12 +186,12 @@ def _qwen3_system(
         '{"name": <function-name>, "arguments": <args-json-object>}\n</tool_call><|im_end|>\n'
     )
     if first is None:
-        return [Piece("<|im_start|>system\n" + rules)]
-    own = Piece(first["content"], 0, body=True)
-    return [Piece("<|im_start|>system\n", 0), own, Piece("\n\n" + rules, 0)]
+        return [Segment("<|im_start|>system\n" + rules)]
+    own = Segment(first["content"], 0, body=True)
+    return [Segment("<|im_start|>system\n", 0), own, Segment("\n\n" + rules, 0)]
 
 
-def _qwen3_answer(i: int, message: Message, *, may_think: bool, last: bool) -> list[Piece]:
+def _qwen3_answer(i: int, message: Message, *, may_think: bool, last: bool) -> list[Segment]:
     content, reasoning = message["content"] or "", message.get("reasoning_content")
     if reasoning is None and "</think>" in content:
         before, after = content.split("</think>")[0], content.split("</think>")[-1]
@@ -216,7 +220,7 @@ def llama3(
     add_generation_prompt: bool = False,
     date: str = "26 Jul 2024",
     tools_in_user_message: bool = True,
-) -> list[Piece]:
+) -> list[Segment]:
     r"""Render as Llama 3.1, 3.2 and 3.3 Instruct do, with a system turn that tells the date.
 
     An assistant's turn that calls a tool shows the call alone, as the official template does, and
@@ -231,15 +235,15 @@ def llama3(
         tools_in_user_message: Whether tools stand in the first user's turn or in the system turn.
 
     Returns:
-        The pieces.
+        The segments.
 
     Raises:
         DataError: A message is wrong (see `checked_messages`), an assistant calls several tools at
             once, or the first user's turn, which has to hold the tools, is missing.
 
     Examples:
-        >>> pieces = llama3([{"role": "user", "content": "hi"}])
-        >>> "".join(piece.text for piece in pieces[-2:])
+        >>> segments = llama3([{"role": "user", "content": "hi"}])
+        >>> "".join(segment.text for segment in segments[-2:])
         '<|start_header_id|>user<|end_header_id|>\n\nhi<|eot_id|>'
     """
     checked = checked_messages(messages)
@@ -250,10 +254,10 @@ def llama3(
     environment = "Environment: ipython\n" * (tools is not None)
     owner = 0 if has_system else None
     said = checked[0]["content"].strip() if has_system else ""
-    pieces = [
-        Piece("<|begin_of_text|>"),
-        Piece(_llama3_header("system") + environment + dates + in_system, owner),
-        Piece(said + "<|eot_id|>", owner, body=has_system),
+    segments = [
+        Segment("<|begin_of_text|>"),
+        Segment(_llama3_header("system") + environment + dates + in_system, owner),
+        Segment(said + "<|eot_id|>", owner, body=has_system),
     ]
     for i, message in enumerate(checked[has_system:], int(has_system)):
         first = i == has_system and tools is not None and tools_in_user_message
@@ -263,10 +267,10 @@ def llama3(
             )
         header, body = _llama3_turn(i, message)
         header += (_TOOLS_IN_USER + inside) * first
-        pieces += [Piece(header, i), Piece(body + "<|eot_id|>", i, body=True)]
+        segments += [Segment(header, i), Segment(body + "<|eot_id|>", i, body=True)]
     if tools is not None and tools_in_user_message and len(checked) == has_system:
         raise DataError("llama3: the tools stand in the first user's turn, and there is none")
-    return pieces + [Piece(_llama3_header("assistant"))] * add_generation_prompt
+    return segments + [Segment(_llama3_header("assistant"))] * add_generation_prompt
 
 
 _FORMAT = (

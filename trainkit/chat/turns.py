@@ -1,6 +1,6 @@
 """Which messages are trained on, where they stand in what a template renders, and in which tokens.
 
-Characters are counted over the whole text of a conversation, from its first piece on.
+Characters are counted over the whole text of a conversation, from its first segment on.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from trainkit.types import DataError
 
 if TYPE_CHECKING:
     from trainkit.chat.messages import Message
-    from trainkit.chat.templates import Piece
+    from trainkit.chat.templates import Segment
     from trainkit.types import IntArray, Tokenizer
 
 Train = Literal["assistant", "last"] | Sequence[int] | Callable[[int, Mapping[str, Any]], bool]
@@ -55,15 +55,15 @@ def chosen_messages(messages: Sequence[Message], train: Train) -> set[int]:
 
 
 def turns_said(
-    pieces: Sequence[Piece], chosen: set[int], messages: Sequence[Message]
+    segments: Sequence[Segment], chosen: set[int], messages: Sequence[Message]
 ) -> list[list[tuple[int, int]]]:
     """Return the ranges of characters [begin, end) that each chosen message said, in order."""
     said: dict[int, list[tuple[int, int]]] = {i: [] for i in sorted(chosen)}
     end = 0
-    for piece in pieces:
-        begin, end = end, end + len(piece.text)
-        if piece.body and piece.message in said:
-            ranges = said[piece.message]
+    for segment in segments:
+        begin, end = end, end + len(segment.text)
+        if segment.body and segment.message in said:
+            ranges = said[segment.message]
             if ranges and ranges[-1][1] == begin:  # a token may lie in both
                 begin = ranges.pop()[0]
             ranges.append((begin, end))
@@ -76,19 +76,21 @@ def turns_said(
     return list(said.values())
 
 
-def tokenised(tokenizer: Tokenizer, pieces: Sequence[Piece]) -> tuple[IntArray, IntArray, IntArray]:
-    """Return the tokens of the pieces, and the characters [begin, end) that each belongs to."""
+def tokenised(
+    tokenizer: Tokenizer, segments: Sequence[Segment]
+) -> tuple[IntArray, IntArray, IntArray]:
+    """Return the tokens of the segments, and the characters [begin, end) that each belongs to."""
     encode = getattr(tokenizer, "encode_with_offsets", None)
     if encode is not None:
-        ids, offsets = encode("".join(piece.text for piece in pieces))
+        ids, offsets = encode("".join(segment.text for segment in segments))
         places = np.asarray(offsets, np.int64).reshape(-1, 2)
         # Some tokenizers trim blanks off a token's place: they are the next token's.
         ends = np.maximum.accumulate(places[:, 1])
         begins = np.minimum(places[:, 0], np.concatenate([[0], ends[:-1]])) if len(ids) else ends
         return np.asarray(ids, np.int64), begins, ends
-    parts = [tokenizer.encode(piece.text) for piece in pieces]
+    parts = [tokenizer.encode(segment.text) for segment in segments]
     counts = [len(part) for part in parts]
-    edges = np.cumsum([0, *(len(piece.text) for piece in pieces)], dtype=np.int64)
+    edges = np.cumsum([0, *(len(segment.text) for segment in segments)], dtype=np.int64)
     tokens = np.concatenate([np.array([], np.int64), *(np.asarray(p, np.int64) for p in parts)])
     return tokens, np.repeat(edges[:-1], counts), np.repeat(edges[1:], counts)
 

@@ -10,7 +10,7 @@ import attrs
 import torch
 from torch import Tensor, nn
 
-from trainkit.checkpoint.targets import Target, expected_moments, expected_state, saved_name
+from trainkit.checkpoint.targets import Target, expected_state, saved_name
 from trainkit.checkpoint.tensors import group_options, optimizer_state
 
 
@@ -137,15 +137,18 @@ def optimizer_problems(
         f"{name} was not trained when it was saved" for name in trained - saved["scalars"].keys()
     ]
     problems += _option_problems(saved["options"], group_options(optimizer), leeway)
-    problems += _scalar_problems(saved["scalars"], expected_state(stages, optimizer))
+    expected = expected_state(stages, optimizer)
+    problems += _scalar_problems(saved["scalars"], expected)
     if step == 0:
         return problems
     known = trained & saved["scalars"].keys()
     return problems + [
         f"optimizer/{key}/{saved_name(live)} is missing in the checkpoint"
-        for live, keys in expected_moments(stages, optimizer).items()
+        for live, made in expected.items()
         if saved_name(live) in known
-        for key in _missing_keys(saved_name(live), keys, saved, index)
+        for key in _missing_keys(
+            saved_name(live), {k for k, v in made.items() if isinstance(v, Tensor)}, saved, index
+        )
     ]
 
 

@@ -10,7 +10,6 @@ from typing import Any
 from trainkit.checkpoint.plain import read_json
 from trainkit.checkpoint.sources import checkpoint_tensors
 from trainkit.checkpoint.stored import Stored
-from trainkit.types import CheckpointError
 
 _TOLD = 200  # entries of a kind; more would hide the others
 _ELEMENTS = 4 * 1024 * 1024
@@ -162,18 +161,3 @@ def _compare_values(a: Stored, b: Stored) -> dict[str, Any]:
     # JSON has no infinity: orjson writes it as null.
     relative = largest / scale if scale else (0.0 if not largest else float("inf"))
     return {"max_abs": largest, "max_b": scale, "relative": relative, "unequal": unequal}
-
-
-def require_verified(problems: list[str], path: Path) -> None:
-    """Refuse a checkpoint that something is wrong with.
-
-    Raises:
-        CheckpointError: `problems` is not empty.
-
-    Examples:
-        >>> require_verified([], Path("x"))
-    """
-    if problems:
-        raise CheckpointError(
-            f"checkpoint: {path} does not verify: {problems[0]}", where=path, got=problems
-        )

@@ -13,11 +13,11 @@ import orjson
 
 from trainkit.checkpoint.manifest import (
     dump_json,
+    first_verified,
     is_sealed,
     list_checkpoints,
     read_manifest,
     sealed,
-    verify_checkpoint,
 )
 from trainkit.checkpoint.plain import read_json
 from trainkit.files import replacing
@@ -168,10 +168,8 @@ def _identity_in(record: Mapping[str, Any]) -> dict[str, Any] | None:
 
 
 def _adopted(directory: Path) -> dict[str, Any] | None:
-    for path in list_checkpoints(directory):
-        if not verify_checkpoint(path):
-            return _identity_in(read_manifest(path))
-    return None
+    path = first_verified(list_checkpoints(directory), [], lambda _: None)
+    return None if path is None else _identity_in(read_manifest(path))
 
 
 def _write_identity(run_dir: Path, identity: Mapping[str, Any]) -> None:

@@ -11,13 +11,10 @@ import hashlib
 import math
 import os
 import shutil
-import struct
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
-
-import orjson
 
 from trainkit.checkpoint.boxes import DTYPES
 from trainkit.checkpoint.manifest import dump_json, find_checkpoint, read_manifest, sealed
@@ -29,7 +26,7 @@ from trainkit.checkpoint.sources import (
     checkpoint_tensors,
     read_weights_manifest,
 )
-from trainkit.checkpoint.stored import Stored, contiguous_stride
+from trainkit.checkpoint.stored import Stored, safetensors_header
 from trainkit.files import disk_errors, new_folder, recover_folder
 from trainkit.types import CheckpointError, ConfigError, DiskError
 
@@ -38,6 +35,7 @@ if TYPE_CHECKING:
 
 SHARD_BYTES = 4_000_000_000
 _CHUNK = 32 * 1024 * 1024
+Sizes = tuple[int, ...]
 _FLOATS = ("float64", "float32", "float16", "bfloat16")
 
 
@@ -145,22 +143,6 @@ def _cast(stored: Stored, dtype: str | None) -> Stored:
     return Stored(stored.dtype if kept else str(dtype), stored.shape, ())
 
 
-def _header(tensors: Mapping[str, Stored]) -> bytes:
-    """Return the beginning of a safetensors file; wide elements first, so that all are aligned."""
-    entries: dict[str, Any] = {"__metadata__": {"format": "pt"}}
-    end = 0
-    for name, stored in tensors.items():
-        entries[name] = {
-            "dtype": DTYPES[stored.dtype][0],
-            "shape": stored.shape,
-            "data_offsets": [end, end + stored.nbytes],
-        }
-        end += stored.nbytes
-    text = orjson.dumps(entries)
-    text += b" " * (-len(text) % 8)
-    return struct.pack("<Q", len(text)) + text
-
-
 # --------------------------------------------------------------------------------------- writing
 
 
@@ -239,7 +221,9 @@ def _write_shard(
 ) -> dict[str, Any]:
     """Write one file in chunks, hashing what is written; return its size and sha256."""
     ordered = sorted(names, key=lambda name: (-DTYPES[described[name].dtype][1], name))
-    header = _header({name: described[name] for name in ordered})
+    header = safetensors_header(
+        {name: described[name] for name in ordered}, metadata={"format": "pt"}
+    )
     digest = hashlib.sha256()
     size = len(header) + sum(described[name].nbytes for name in ordered)
     with disk_errors(path, by="export", needed=size), path.open("xb") as file:
@@ -266,37 +250,29 @@ def _chunks(stored: Stored, dtype: str) -> Iterator[Any]:
 
     from trainkit.checkpoint.reading import read_box  # noqa: PLC0415 - likewise
 
-    for shape, offset in _row_boxes(stored):
+    most = max(1, _CHUNK // DTYPES[stored.dtype][1])
+    for shape, offset in _row_boxes(stored.shape, (0,) * len(stored.shape), most):
         part = read_box(stored, shape, offset).to(getattr(torch, dtype)).contiguous()
         yield part.reshape(-1).view(torch.uint8).numpy().data
 
 
-def _row_boxes(stored: Stored) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:
-    """Cut a tensor into boxes that lie one after another in row-major order, (shape, offset) each.
+def _row_boxes(shape: Sizes, offset: Sizes, most: int) -> Iterator[tuple[Sizes, Sizes]]:
+    """Cut a box into boxes that lie one after another in row-major order, (shape, offset) each.
 
     Examples:
-        >>> list(_row_boxes(Stored("float32", (), ())))
-        [((), ())]
-        >>> list(_row_boxes(Stored("float32", (2, 3), ())))
-        [((2, 3), (0, 0))]
+        >>> list(_row_boxes((2, 3), (0, 0), 3))
+        [((1, 3), (0, 0)), ((1, 3), (1, 0))]
     """
-    shape, dims = stored.shape, len(stored.shape)
-    if not math.prod(shape):
+    if math.prod(shape) <= most:
+        if math.prod(shape):
+            yield shape, offset
         return
-    elements = max(1, _CHUNK // DTYPES[stored.dtype][1])
-    strides = contiguous_stride(shape)
-    cut = next((dim for dim in range(dims) if strides[dim] <= elements), dims)
-    if cut == dims:
-        yield shape, (0,) * dims
-        return
-    rows = max(1, elements // strides[cut])
-    outer = math.prod(shape[:cut])
-    for block in range(outer):
-        place = [block // math.prod(shape[dim + 1 : cut]) % shape[dim] for dim in range(cut)]
-        for first in range(0, shape[cut], rows):
-            count = min(rows, shape[cut] - first)
-            box = (1,) * cut + (count,) + shape[cut + 1 :]
-            yield box, (*place, first, *(0,) * (dims - cut - 1))
+    cut = next(dim for dim, size in enumerate(shape) if size > 1)
+    rows = max(1, most // math.prod(shape[cut + 1 :]))
+    for first in range(0, shape[cut], rows):
+        count = min(rows, shape[cut] - first)
+        start = (*offset[:cut], first, *offset[cut + 1 :])
+        yield from _row_boxes((*shape[:cut], count, *shape[cut + 1 :]), start, most)
 
 
 # --------------------------------------------------------------------------------------- folders

@@ -16,7 +16,7 @@ import attrs
 import torch
 
 from trainkit.checkpoint.snapshot import Snapshot
-from trainkit.checkpoint.write import Target, commit, remove_staging, write_rank
+from trainkit.checkpoint.write import Destination, commit, remove_staging, write_rank
 from trainkit.collectives import all_max, communication_device, together
 from trainkit.types import Axis
 
@@ -83,7 +83,7 @@ def in_thread(work: Callable[[], Any]) -> Future[Any]:
 
 def fly(
     take: Callable[[], Snapshot],
-    target: Target,
+    target: Destination,
     axis: Axis,
     *,
     step: int,

@@ -9,7 +9,7 @@ from typing import Any
 
 import orjson
 
-from trainkit.checkpoint.manifest import MANIFEST, READABLE, outline_problems
+from trainkit.checkpoint.manifest import MANIFEST, READABLE, outline
 from trainkit.checkpoint.retention import PIN
 
 _TOLD = ("step", "run", "version", "score")
@@ -47,7 +47,7 @@ def describe_checkpoint(path: Path | str) -> dict[str, Any]:
             return row | {"complete": True, "problems": []}
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
         pass  # the slower look says what is wrong
-    problems = outline_problems(place)
+    problems, _ = outline(place)
     return row | {"complete": not problems, "problems": problems}
 
 

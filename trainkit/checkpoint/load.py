@@ -11,7 +11,6 @@ from typing import Any
 import torch
 from torch import nn
 
-from trainkit.checkpoint.boxes import shortened
 from trainkit.checkpoint.compare import Leeway
 from trainkit.checkpoint.directory import fork_run, run_identity, saved_before
 from trainkit.checkpoint.facts import (
@@ -24,9 +23,10 @@ from trainkit.checkpoint.facts import (
 )
 from trainkit.checkpoint.manifest import (
     clear_directory,
+    damaged,
     list_checkpoints,
-    outline_problems,
-    read_manifest,
+    none_verifies,
+    outline,
     step_of,
 )
 from trainkit.checkpoint.plain import owner_problems, read_json
@@ -243,36 +243,23 @@ def _staged(
     path = Path(path)
 
     def look() -> Any:
-        return read_whole_manifest(path) if axis.index == 0 else None
+        return _whole_manifest(path) if axis.index == 0 else None
 
     manifest = together(look, axis)[0]
     staged = stage_checkpoint(
         path, manifest, stages, optimizer, axis=axis, check=check, leeway=leeway
     )
     if staged.problems:
-        raise _damaged(path, staged.problems)
+        raise damaged(path, staged.problems)
     return staged
 
 
-def read_whole_manifest(path: Path) -> dict[str, Any]:
-    """Return the manifest of a checkpoint whose files have the right names and sizes.
-
-    Raises:
-        CheckpointError: They have not, or it is no checkpoint.
-    """
-    problems = outline_problems(path)
+def _whole_manifest(path: Path) -> dict[str, Any]:
+    """Return the manifest of a checkpoint that was named, whose files have the right sizes."""
+    problems, manifest = outline(path)
     if problems:
-        raise _damaged(path, problems)
-    return read_manifest(path)
-
-
-def _damaged(path: Path | str, problems: Sequence[str]) -> CheckpointError:
-    return CheckpointError(
-        f"resume: {path} was asked for, but {shortened(problems, most=3)}",
-        where=path,
-        got=list(problems),
-        want="a checkpoint directory that verifies",
-    )
+        raise damaged(path, problems)
+    return manifest
 
 
 def _fact_check(facts: Facts | None, changes: Changes, told: list[str]) -> Check:
@@ -302,7 +289,7 @@ def _candidates(
     if request == "never":
         return
     if request != "auto":
-        yield str(Path(request).absolute()), read_whole_manifest(Path(request))
+        yield str(Path(request).absolute()), _whole_manifest(Path(request))
         return
     directory = run_dir / "checkpoints"
     known = list_checkpoints(directory)
@@ -310,24 +297,17 @@ def _candidates(
         _refuse_lost(run_dir)
     parent = None if known else _parent_of(run_dir)
     if parent is not None:
-        yield parent, read_whole_manifest(Path(parent))
+        yield parent, _whole_manifest(Path(parent))
         return
     for path in known:
-        problems = outline_problems(path)
+        problems, manifest = outline(path)
         if problems:
             _pass_over(path, problems, request, passed_over, tell)
             continue
-        manifest = read_manifest(path)
         _refuse_another_run(run_dir, path, manifest)
         yield str(path.absolute()), manifest
     if passed_over:
-        raise CheckpointError(
-            f"resume: none of the {len(passed_over)} checkpoints in {directory} verifies "
-            f"({shortened(passed_over)})",
-            where=directory,
-            got=passed_over,
-            hint="to begin afresh say --resume never, or choose another --out",
-        )
+        raise none_verifies(directory, passed_over)
 
 
 def _pass_over(
@@ -338,7 +318,7 @@ def _pass_over(
     tell: Callable[[str], None],
 ) -> None:
     if request != "auto":
-        raise _damaged(path, problems)
+        raise damaged(path, problems)
     passed_over.append(f"{path.name}: {problems[0]}")
     tell(f"passed over {path}: {problems[0]}")
 

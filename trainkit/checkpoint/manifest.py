@@ -6,13 +6,14 @@ import hashlib
 import os
 import re
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import orjson
 
+from trainkit.checkpoint.boxes import shortened
 from trainkit.checkpoint.plain import file_problem, parse_json, read_bounded, read_json
 from trainkit.types import CheckpointError
 
@@ -182,7 +183,7 @@ def verify_checkpoint(path: Path | str) -> list[str]:
         ['/does/not/exist is not there']
     """
     path = Path(path)
-    problems, manifest = _outline(path)
+    problems, manifest = outline(path)
     if problems:
         return problems
     return file_problems(path, manifest["files"])
@@ -202,23 +203,21 @@ def file_problems(path: Path, files: Mapping[str, Mapping[str, Any]]) -> list[st
         return [problem for problem in found if problem is not None]
 
 
-def outline_problems(path: Path | str) -> list[str]:
-    """Return what can be seen to be wrong with a checkpoint without reading its tensors.
+def outline(path: Path | str) -> tuple[list[str], dict[str, Any]]:
+    """Return what can be seen to be wrong with a checkpoint without its tensors; and its manifest.
 
     Args:
         path: A checkpoint directory.
 
     Returns:
-        What `verify_checkpoint` would say of its manifest and of the names and sizes of its files.
+        What `verify_checkpoint` would say of its manifest and of the names and sizes of its files;
+            the manifest, empty where it cannot be believed.
 
     Examples:
-        >>> outline_problems("/does/not/exist")
-        ['/does/not/exist is not there']
+        >>> outline("/does/not/exist")
+        (['/does/not/exist is not there'], {})
     """
-    return _outline(Path(path))[0]
-
-
-def _outline(path: Path) -> tuple[list[str], dict[str, Any]]:
+    path = Path(path)
     if not path.exists():
         return [f"{path} is not there"], {}
     if not path.is_dir() or path.is_symlink():
@@ -264,53 +263,41 @@ def list_checkpoints(directory: Path | str) -> list[Path]:
     return [path for _, path in found]
 
 
-def choose_checkpoint(
-    directory: Path | str, request: str | Path = "auto", *, tell: Callable[[str], None] = print
+def first_verified(
+    paths: Iterable[Path], passed_over: list[str], tell: Callable[[str], None]
 ) -> Path | None:
-    """Return the checkpoint to go on from, or None for a fresh start.
-
-    Args:
-        directory: The `checkpoints/` directory of a run.
-        request: "auto" takes the newest checkpoint that verifies; "never" takes none; a path takes
-            that one.
-        tell: Called with one sentence about each checkpoint passed over.
-
-    Raises:
-        CheckpointError: A path does not verify, or there are checkpoints and none verifies. A fresh
-            start would throw away a run that somebody wants to continue.
-
-    Examples:
-        >>> choose_checkpoint("/does/not/exist") is None
-        True
-    """
-    if request == "never":
-        return None
-    if request != "auto":
-        problems = verify_checkpoint(request)
-        if problems:
-            raise CheckpointError(
-                f"resume: {request} was asked for, but {problems[0]}",
-                where=request,
-                got=problems,
-                want="a checkpoint directory that verifies",
-            )
-        return Path(request)
-    passed_over = []
-    for path in list_checkpoints(directory):
+    """Return the first of some checkpoints that verifies; tell of the others, and list them."""
+    for path in paths:
         problems = verify_checkpoint(path)
         if not problems:
             return path
         passed_over.append(f"{path.name}: {problems[0]}")
         tell(f"passed over {path}: {problems[0]}")
-    if passed_over:
-        raise CheckpointError(
-            f"resume: none of the {len(passed_over)} checkpoints in {directory} verifies "
-            f"({'; '.join(passed_over)})",
-            where=directory,
-            got=passed_over,
-            hint="to begin afresh say --resume never, or choose another --out",
-        )
     return None
+
+
+def none_verifies(directory: Path, passed_over: Sequence[str]) -> CheckpointError:
+    """Return the error for a run whose every checkpoint is damaged.
+
+    A fresh start would throw away a run that somebody wants to continue.
+    """
+    return CheckpointError(
+        f"resume: none of the {len(passed_over)} checkpoints in {directory} verifies "
+        f"({shortened(passed_over)})",
+        where=directory,
+        got=list(passed_over),
+        hint="to begin afresh say --resume never, or choose another --out",
+    )
+
+
+def damaged(path: Path, problems: Sequence[str]) -> CheckpointError:
+    """Return the error for a checkpoint that was named, and does not verify."""
+    return CheckpointError(
+        f"resume: {path} was asked for, but {shortened(problems, most=3)}",
+        where=path,
+        got=list(problems),
+        want="a checkpoint directory that verifies",
+    )
 
 
 def find_checkpoint(
@@ -336,15 +323,32 @@ def find_checkpoint(
     """
     path = Path(path)
     _refuse_weights(path)
-    if (path / "manifest.json").exists():
-        found = choose_checkpoint(path.parent, path, tell=tell)
-    elif best:
-        found = _best_of(path / "checkpoints", tell)
-    else:
-        found = choose_checkpoint(path / "checkpoints", tell=tell)
-    if found is None:
+    if (path / MANIFEST).exists():
+        problems = verify_checkpoint(path)
+        if problems:
+            raise damaged(path, problems)
+        return path
+    directory, passed_over = path / "checkpoints", list[str]()
+    paths = list_checkpoints(directory)
+    if not paths:
         raise CheckpointError(f"find_checkpoint: there is no checkpoint in {path}", where=path)
-    return found
+    found = first_verified(_by_score(paths) if best else paths, passed_over, tell)
+    if found is not None:
+        return found
+    if not best:
+        raise none_verifies(directory, passed_over)
+    raise CheckpointError(
+        f"find_checkpoint: of the {len(paths)} checkpoints in {directory} none has a score and "
+        "verifies",
+        where=directory,
+        hint="save with score=, the lower the better; without best=True the newest is taken",
+    )
+
+
+def _by_score(paths: Sequence[Path]) -> list[Path]:
+    """Return the checkpoints that have a score, the lowest first, and of equal ones the newest."""
+    scores = {path: score_of(outline(path)[1]) for path in paths}
+    return sorted((p for p in paths if scores[p] is not None), key=lambda p: scores[p] or 0.0)
 
 
 def _refuse_weights(path: Path) -> None:
@@ -363,35 +367,14 @@ def _refuse_weights(path: Path) -> None:
     )
 
 
-def _best_of(directory: Path, tell: Callable[[str], None]) -> Path | None:
-    """Return the checkpoint of the lowest score that verifies, or None where there is none."""
-    paths = list_checkpoints(directory)
-    scored = [(score, path) for path in paths if (score := score_of(path)) is not None]
-    for _, path in sorted(scored, key=lambda pair: pair[0]):
-        problems = verify_checkpoint(path)
-        if not problems:
-            return path
-        tell(f"passed over {path}: {problems[0]}")
-    if paths:
-        raise CheckpointError(
-            f"find_checkpoint: of the {len(paths)} checkpoints in {directory} none has a score and "
-            "verifies",
-            where=directory,
-            hint="save with score=, the lower the better; without best=True the newest is taken",
-        )
-    return None
-
-
-def score_of(path: Path | str) -> float | None:
+def score_of(manifest: Mapping[str, Any]) -> float | None:
     """Return the score that a checkpoint was saved with, the lower the better, if it has one.
 
     Examples:
-        >>> score_of("/does/not/exist")
+        >>> score_of({"score": 2}), score_of({})
+        (2.0, None)
     """
-    try:
-        score = read_manifest(path).get("score")
-    except CheckpointError:
-        return None
+    score = manifest.get("score")
     plain = isinstance(score, int | float) and not isinstance(score, bool)
     return float(score) if plain else None
 

@@ -176,7 +176,12 @@ def _read_file(
             at = _fetch(file, fetch, at, path, feed)
         if hashed:
             skim(file, at, size, path, feed)
-    if hashed and digest.hexdigest() != want["sha256"].lower():
+    if hashed:
+        _must_match(path, digest.hexdigest(), want)
+
+
+def _must_match(path: Path, found: str, want: Mapping[str, Any]) -> None:
+    if found != want["sha256"]:
         raise refusal(path, "does not match its sha256")
 
 

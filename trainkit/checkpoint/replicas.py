@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from trainkit.checkpoint.tensors import model_tensors, optimizer_state
+from trainkit.checkpoint.tensors import INTEGERS, model_tensors, optimizer_state
 from trainkit.collectives import all_gather_json, communication_device
 from trainkit.grads import name_ranks
 from trainkit.hashing import GOLDEN, MASK64, key_of
@@ -25,7 +25,6 @@ from trainkit.parallel.naming import COPY_SUFFIX, box_of
 from trainkit.parallel.reduction import reducers_of, reshard_
 from trainkit.types import Axis, NumericsError, ParallelState
 
-_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _AT_ONCE = 1 << 20  # elements that are hashed at once, in 8 MiB of working memory
 
 
@@ -99,7 +98,7 @@ def nonfinite_names(
 
 
 @attrs.frozen(eq=False)
-class _Piece:
+class _Replica:
     """A box of a tensor that several ranks hold, or a flat part of it, as integers of its bits."""
 
     name: str
@@ -118,7 +117,7 @@ class _Plan:
     """
 
     sets_of: Sequence[Sequence[Ranks]]
-    lines: Mapping[Ranks, Sequence[_Piece]]
+    lines: Mapping[Ranks, Sequence[_Replica]]
     weights: Mapping[torch.device, Tensor]
 
 
@@ -210,34 +209,34 @@ def refuse_drift(problems: Sequence[str]) -> None:
 
 
 def _plan(tensors: Mapping[str, Tensor], axis: Axis) -> _Plan:
-    pieces: dict[int, _Piece] = {}
+    replicas: dict[int, _Replica] = {}
     for name, tensor in tensors.items():
         box = box_of(tensor)
-        bits = box.local.view(_INTEGERS[box.local.element_size()])
+        bits = box.local.view(INTEGERS[box.local.element_size()])
         if bits.numel():
             key = key_of(name, str(box.local.dtype), *box.local.shape, *box.offset)
-            pieces[key] = _Piece(name, box.offset, bits)
+            replicas[key] = _Replica(name, box.offset, bits)
     holders: dict[int, list[int]] = {}
-    for rank, keys in enumerate(all_gather_json(list(pieces), axis)):
+    for rank, keys in enumerate(all_gather_json(list(replicas), axis)):
         for key in keys:
             holders.setdefault(key, []).append(rank)
     sets: list[dict[Ranks, None]] = [{} for _ in range(axis.count)]
     for ranks in sorted({tuple(ranks) for ranks in holders.values() if len(ranks) > 1}):
         for rank in ranks:
             sets[rank][ranks] = None
-    lines: dict[Ranks, list[_Piece]] = {ranks: [] for ranks in sets[axis.index]}
-    for key in sorted(pieces):  # the same order on all ranks that hold them
+    lines: dict[Ranks, list[_Replica]] = {ranks: [] for ranks in sets[axis.index]}
+    for key in sorted(replicas):  # the same order on all ranks that hold them
         if len(holders[key]) > 1:
-            lines[tuple(holders[key])].append(pieces[key])
+            lines[tuple(holders[key])].append(replicas[key])
     return _Plan([list(each) for each in sets], lines, _weights(lines))
 
 
-def _weights(lines: Mapping[Ranks, Sequence[_Piece]]) -> dict[torch.device, Tensor]:
+def _weights(lines: Mapping[Ranks, Sequence[_Replica]]) -> dict[torch.device, Tensor]:
     """Return an odd number for each place, as many as the longest box needs, on every device."""
     longest: dict[torch.device, int] = {}
-    for piece in (piece for line in lines.values() for piece in line):
-        device = piece.bits.device
-        longest[device] = max(longest.get(device, 0), min(piece.bits.numel(), _AT_ONCE))
+    for replica in (replica for line in lines.values() for replica in line):
+        device = replica.bits.device
+        longest[device] = max(longest.get(device, 0), min(replica.bits.numel(), _AT_ONCE))
     golden = GOLDEN - (1 << 64)  # as int64 holds it; products wrap
     return {
         device: torch.arange(1, 2 * count, 2, device=device) * golden
@@ -245,22 +244,22 @@ def _weights(lines: Mapping[Ranks, Sequence[_Piece]]) -> dict[torch.device, Tens
     }
 
 
-def _cut(line: Sequence[_Piece], turn: int, slices: int) -> list[_Piece]:
+def _cut(line: Sequence[_Replica], turn: int, slices: int) -> list[_Replica]:
     """Return the part of a line that is due."""
-    ends = list(accumulate(piece.bits.numel() for piece in line))
+    ends = list(accumulate(replica.bits.numel() for replica in line))
     first, last = ends[-1] * turn // slices, ends[-1] * (turn + 1) // slices
-    cut: list[_Piece] = []
-    for piece, end in zip(line, ends, strict=True):
-        begin = end - piece.bits.numel()
+    cut: list[_Replica] = []
+    for replica, end in zip(line, ends, strict=True):
+        begin = end - replica.bits.numel()
         if begin < last and end > first:
-            part = piece.bits.reshape(-1)[max(first - begin, 0) : last - begin]
-            cut.append(attrs.evolve(piece, bits=part))
+            part = replica.bits.reshape(-1)[max(first - begin, 0) : last - begin]
+            cut.append(attrs.evolve(replica, bits=part))
     return cut
 
 
-def _digests(pieces: Sequence[_Piece], weights: Mapping[torch.device, Tensor]) -> list[int]:
-    """Return the hash of each piece; the host waits once for each device."""
-    sums = [_digest(piece.bits, weights[piece.bits.device]) for piece in pieces]
+def _digests(replicas: Sequence[_Replica], weights: Mapping[torch.device, Tensor]) -> list[int]:
+    """Return the hash of each replica; the host waits once for each device."""
+    sums = [_digest(replica.bits, weights[replica.bits.device]) for replica in replicas]
     digests = [0] * len(sums)
     for device in weights:
         here = [index for index, found in enumerate(sums) if found.device == device]
@@ -302,16 +301,16 @@ def _differences(plan: _Plan, turn: int, slices: int, axis: Axis) -> list[str]:
 def _named(
     plan: _Plan,
     parted: Sequence[Ranks],
-    cuts: Sequence[Sequence[_Piece]],
+    cuts: Sequence[Sequence[_Replica]],
     found: Sequence[Sequence[int]],
     axis: Axis,
 ) -> list[str]:
-    """Exchange the hash of every piece of the sets that differ, and say which tensors differ."""
+    """Exchange the hash of every replica of the sets that differ, and say which tensors differ."""
     own = {
-        f"{piece.name} in the box at {piece.offset}": digest
+        f"{replica.name} in the box at {replica.offset}": digest
         for ranks, cut, digests in zip(plan.lines, cuts, found, strict=True)
         if ranks in parted
-        for piece, digest in zip(cut, digests, strict=True)
+        for replica, digest in zip(cut, digests, strict=True)
     }
     values: dict[str, dict[int, int]] = {}
     for rank, told in enumerate(all_gather_json(own, axis)):

@@ -14,7 +14,7 @@ from trainkit.checkpoint.manifest import (
     MANIFEST,
     is_ours,
     list_checkpoints,
-    outline_problems,
+    outline,
     score_of,
     step_of,
     verify_checkpoint,
@@ -219,13 +219,13 @@ def remove_checkpoint(path: Path) -> None:
 def _listed(path: Path) -> Listed:
     if path.is_symlink() or not path.is_dir():  # not ours: what it leads to may be all there is
         return Listed(path.name, step_of(path), verified=None)
-    problems = outline_problems(path)
+    problems, manifest = outline(path)
     if problems:
         later = len(problems) == 1 and "upgrade trainkit" in problems[0]
         return Listed(
             path.name, step_of(path), verified=None if later or not is_ours(path) else False
         )
-    return Listed(path.name, step_of(path), score=score_of(path))
+    return Listed(path.name, step_of(path), score=score_of(manifest))
 
 
 def _damaged(directory: Path, names: Sequence[str], tell: Callable[[str], None]) -> set[str]:

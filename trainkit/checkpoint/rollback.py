@@ -19,9 +19,9 @@ from trainkit.checkpoint.facts import Facts
 from trainkit.checkpoint.load import load_checkpoint
 from trainkit.checkpoint.manifest import (
     clear_directory,
+    first_verified,
     list_checkpoints,
     step_of,
-    verify_checkpoint,
 )
 from trainkit.checkpoint.save import save_checkpoint
 from trainkit.collectives import together
@@ -115,13 +115,10 @@ def _check_count(memory: Memory, before: int, most: int) -> None:
 
 def _newest_before(run_dir: Path, before: int) -> str:
     passed_over: list[str] = []
-    for path in list_checkpoints(run_dir / "checkpoints"):
-        if step_of(path) > before:
-            continue
-        problems = verify_checkpoint(path)
-        if not problems:
-            return str(path.absolute())
-        passed_over.append(f"{path.name}: {problems[0]}")
+    known = [path for path in list_checkpoints(run_dir / "checkpoints") if step_of(path) <= before]
+    found = first_verified(known, passed_over, lambda _: None)
+    if found is not None:
+        return str(found.absolute())
     raise CheckpointError(
         f"roll_back: there is no checkpoint at or before step {before} that verifies in {run_dir}",
         where=run_dir,

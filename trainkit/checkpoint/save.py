@@ -23,7 +23,7 @@ from trainkit.checkpoint.manifest import dump_json
 from trainkit.checkpoint.retention import Retention, apply_retention
 from trainkit.checkpoint.snapshot import Snapshot, TakeSnapshot, bind_snapshots
 from trainkit.checkpoint.tensors import model_tensors, state_hash
-from trainkit.checkpoint.write import Target, point_to
+from trainkit.checkpoint.write import Destination, point_to
 from trainkit.collectives import all_gather_json
 from trainkit.files import replacing
 from trainkit.mesh import twin_axis
@@ -128,7 +128,7 @@ def saves(
             if waited > _WORTH_TELLING and axis.index == 0:
                 tell(f"step {state.step} waited {waited:.1f} s for the save before to be written")
             staging = run_dir / "checkpoints" / f".staging-{token}-{next(number)}"
-            target = Target(run_dir, staging, axis.count, config, score, before_commit)
+            target = Destination(run_dir, staging, axis.count, config, score, before_commit)
             taken = partial(_taken, take, state, None if axis.index else facts)
             flights.append(fly(taken, target, axis, step=state.step, start=start, after=after))
             next(flights[0])

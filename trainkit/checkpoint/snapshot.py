@@ -16,7 +16,8 @@ import orjson
 import torch
 from torch import Tensor, nn
 
-from trainkit.checkpoint.boxes import DTYPES, description_problem
+from trainkit.checkpoint.boxes import description_problem
+from trainkit.checkpoint.stored import Stored, safetensors_header
 from trainkit.checkpoint.tensors import (
     MOST_BATCHES,
     MOST_STREAM,
@@ -47,7 +48,7 @@ _INFINITE = {
 
 
 @attrs.frozen(eq=False)
-class Piece:
+class SavedBox:
     """One box in a file: its bits, and which part of which tensor they are.
 
     `bits` are unsigned integers in the box's shape. One of at least `not_below`, without its top
@@ -69,7 +70,7 @@ class TensorFile:
     name: str
     header: bytes
     data: np.ndarray[Any, Any]
-    pieces: tuple[Piece, ...]
+    boxes: tuple[SavedBox, ...]
 
 
 @attrs.frozen(eq=False)
@@ -116,7 +117,7 @@ def bind_snapshots(
         >>> model = nn.Linear(1, 1)
         >>> optimizer = torch.optim.SGD(model.parameters())
         >>> take = bind_snapshots([model], optimizer, solo_parallel())
-        >>> [piece.name for piece in take(TrainState(), {}).files[0].pieces]
+        >>> [box.name for box in take(TrainState(), {}).files[0].boxes]
         ['model/bias', 'model/weight']
     """
     kept: list[tuple[list[Any], _Memory]] = []
@@ -293,26 +294,22 @@ def _one_file(
         _pin(data)
     memory = torch.from_numpy(data)
     views: dict[str, Tensor] = {}
-    header: dict[str, Any] = {}
-    pieces = []
+    held: dict[str, Stored] = {}
+    saved = []
     begin = 0
     for name, (tensor, box) in boxes.items():
         dtype, end = box.local.dtype, begin + box.local.nbytes
         shape = tuple(box.local.shape)
         views[name] = memory[begin:end].view(dtype).view(shape)
-        header[name] = {
-            "dtype": DTYPES[_name_of(dtype)][0],
-            "shape": shape,
-            "data_offsets": (begin, end),
-        }
+        held[name] = Stored(_name_of(dtype), shape, ())
         bits = data[begin:end].view(f"u{box.local.element_size()}").reshape(shape)
         limit = _INFINITE.get(dtype)
         if limit is not None and (name in anything or dtype == torch.float8_e4m3fn):
             limit += 1
-        named = f"{tensor.dtype}"
-        pieces.append(Piece(name, named, tuple(tensor.shape), box.offset, bits, limit))
+        whole = (f"{tensor.dtype}", tuple(tensor.shape))
+        saved.append(SavedBox(name, *whole, box.offset, bits, limit))
         begin = end
-    return views, TensorFile(file, _header(header), data, tuple(pieces))
+    return views, TensorFile(file, safetensors_header(held), data, tuple(saved))
 
 
 def _pin(data: np.ndarray[Any, Any]) -> None:
@@ -324,10 +321,3 @@ def _pin(data: np.ndarray[Any, Any]) -> None:
 
 def _name_of(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
-
-
-def _header(entries: Mapping[str, Any]) -> bytes:
-    """Return a safetensors header: its length in 8 bytes, and JSON padded to a multiple of 8."""
-    text = orjson.dumps(entries)
-    text += b" " * (-len(text) % 8)
-    return len(text).to_bytes(8, "little") + text

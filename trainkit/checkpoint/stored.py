@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import attrs
+import orjson
 
 from trainkit.checkpoint.boxes import DTYPES, entry_problem
 from trainkit.checkpoint.plain import (
@@ -136,6 +137,30 @@ def contiguous_stride(shape: Sequence[int]) -> tuple[int, ...]:
         (12, 4, 1)
     """
     return tuple(math.prod(shape[dim + 1 :]) for dim in range(len(shape)))
+
+
+def safetensors_header(
+    tensors: Mapping[str, Stored], *, metadata: Mapping[str, str] | None = None
+) -> bytes:
+    """Return the beginning of a safetensors file: its length in 8 bytes, and padded JSON.
+
+    Args:
+        tensors: What follows, in this order; the wider elements first, so that all are aligned.
+        metadata: What else it says.
+
+    Examples:
+        >>> len(safetensors_header({"a": Stored("float32", (2,), ())}))
+        64
+    """
+    entries: dict[str, Any] = {} if metadata is None else {"__metadata__": dict(metadata)}
+    end = 0
+    for name, stored in tensors.items():
+        begin, end = end, end + stored.nbytes
+        dtype = DTYPES[stored.dtype][0]
+        entries[name] = {"dtype": dtype, "shape": stored.shape, "data_offsets": (begin, end)}
+    text = orjson.dumps(entries)
+    text += b" " * (-len(text) % 8)
+    return len(text).to_bytes(8, "little") + text
 
 
 def safetensors_file(path: Path) -> dict[str, Stored]:

@@ -176,32 +176,13 @@ def _refuse_copies(optimizer: torch.optim.Optimizer) -> None:
                     )
 
 
-def expected_moments(
-    stages: Sequence[nn.Module], optimizer: torch.optim.Optimizer
-) -> dict[str, set[str]]:
-    """Return by parameter which tensors the optimizer will remember of it once it has stepped.
-
-    An optimizer says so only by stepping: one of its kind, with the options of each group, steps a
-    number of its own. One that cannot be made like that is expected to remember nothing.
-
-    Examples:
-        >>> model = nn.Linear(1, 1, bias=False)
-        >>> found = expected_moments([model], torch.optim.AdamW(model.parameters()))
-        >>> sorted(found["weight"])
-        ['exp_avg', 'exp_avg_sq', 'step']
-    """
-    return {
-        name: {key for key, value in state.items() if isinstance(value, Tensor)}
-        for name, state in expected_state(stages, optimizer).items()
-    }
-
-
 def expected_state(
     stages: Sequence[nn.Module], optimizer: torch.optim.Optimizer
 ) -> dict[str, dict[str, Any]]:
-    """Return by parameter what the optimizer would remember of a number that it has stepped once.
+    """Return by parameter what the optimizer will remember of it once it has stepped.
 
-    As for `expected_moments`.
+    An optimizer says so only by stepping: one of its kind, with the options of each group, steps a
+    number of its own. One that cannot be made like that is expected to remember nothing.
 
     Examples:
         >>> model = nn.Linear(1, 1, bias=False)

@@ -23,7 +23,8 @@ from trainkit.parallel.naming import (
 from trainkit.parallel.reduction import reducers_of, reshard_
 from trainkit.types import ParallelState, TrainState
 
-_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+"""By bytes of an element the integers that its bits are looked at as."""
 
 
 MOST_BATCHES = 1 << 54
@@ -191,7 +192,7 @@ def _bits_of(value: float) -> int:
 def _hash(name: str, box: Box, shape: tuple[int, ...]) -> int:
     if box.local.is_complex():
         raise ValueError(f"state_hash: {name} is {box.local.dtype}, which has no integer twin")
-    bits = box.local.detach().contiguous().view(_INTEGERS[box.local.element_size()])
+    bits = box.local.detach().contiguous().view(INTEGERS[box.local.element_size()])
     return hash_box(f"{name} {box.local.dtype}", bits.cpu().numpy(), shape=shape, offset=box.offset)
 
 

@@ -38,7 +38,7 @@ from trainkit.checkpoint.plain import (
     write_all,
     write_durably,
 )
-from trainkit.checkpoint.snapshot import Piece, Snapshot, TensorFile
+from trainkit.checkpoint.snapshot import SavedBox, Snapshot, TensorFile
 from trainkit.checkpoint.tensors import counters_of
 from trainkit.files import commit_folder
 from trainkit.hashing import MASK64, hash_box, hash_counters
@@ -54,7 +54,7 @@ _REPORT_BYTES = 1 << 30
 
 
 @attrs.frozen(eq=False)
-class Target:
+class Destination:
     """Where a save goes, and what is written beside the state.
 
     `ranks` is how many write, `config` the resolved configuration, `before_commit` is called when
@@ -103,7 +103,7 @@ def _disk_error(error: OSError, path: Path, needed: int) -> DiskError:
 # ---------------------------------------------------------------------------------------- one rank
 
 
-def write_rank(snapshot: Snapshot, target: Target, rank: int, stopped: Event) -> None:
+def write_rank(snapshot: Snapshot, target: Destination, rank: int, stopped: Event) -> None:
     """Write what one rank has, and a report of it, into the staging directory.
 
     Args:
@@ -163,7 +163,7 @@ def _reserve(path: Path, size: int) -> None:
 
 
 def _write_file(
-    file: TensorFile, target: Target, stopped: Event
+    file: TensorFile, target: Destination, stopped: Event
 ) -> tuple[dict[str, Any], dict[str, int]]:
     """Write one file; return its size and sha256, and the hashes of its boxes."""
     try:
@@ -207,35 +207,35 @@ def _chunks(file: TensorFile) -> Iterator[memoryview]:
 def _hashes(file: TensorFile, stopped: Event) -> dict[str, int]:
     """Return the part of the state's hash that each box of a file is; refuse what is not finite."""
     hashes = {}
-    for piece in file.pieces:
+    for box in file.boxes:
         if stopped.is_set():
             break
-        _check_finite(piece)
-        hashes[f"{piece.name} {piece.offset}"] = hash_box(
-            f"{piece.name} {piece.dtype}", piece.bits, shape=piece.shape, offset=piece.offset
+        _check_finite(box)
+        hashes[f"{box.name} {box.offset}"] = hash_box(
+            f"{box.name} {box.dtype}", box.bits, shape=box.shape, offset=box.offset
         )
     return hashes
 
 
-def _check_finite(piece: Piece) -> None:
-    if piece.not_below is None:
+def _check_finite(box: SavedBox) -> None:
+    if box.not_below is None:
         return
-    flat = piece.bits.reshape(-1)
+    flat = box.bits.reshape(-1)
     sign = 1 << (8 * flat.itemsize - 1)
     for begin in range(0, len(flat), _LOOKED_AT):
         part = flat[begin : begin + _LOOKED_AT]
         # The largest positive number is the largest as a signed integer, a negative one as an
         # unsigned: that takes no memory, and a third of the time of masking the sign.
         if (
-            part.view(f"i{part.itemsize}").max() < piece.not_below
-            and part.max() < sign + piece.not_below
+            part.view(f"i{part.itemsize}").max() < box.not_below
+            and part.max() < sign + box.not_below
         ):
             continue
-        place = begin + int(((part & part.dtype.type(sign - 1)) >= piece.not_below).argmax())
+        place = begin + int(((part & part.dtype.type(sign - 1)) >= box.not_below).argmax())
         raise NumericsError(
-            f"save_checkpoint: {piece.name} is not finite (element {place} of the part that"
-            f" begins at {piece.offset}); the state is not saved",
-            where=piece.name,
+            f"save_checkpoint: {box.name} is not finite (element {place} of the part that"
+            f" begins at {box.offset}); the state is not saved",
+            where=box.name,
             hint="go on from an earlier checkpoint",
         )
 
@@ -243,7 +243,7 @@ def _check_finite(piece: Piece) -> None:
 # -------------------------------------------------------------------------------------- first rank
 
 
-def commit(snapshot: Snapshot, target: Target) -> Path:
+def commit(snapshot: Snapshot, target: Destination) -> Path:
     """Join what all ranks have written, then the manifest, then give the directory its name.
 
     Everything is on the disk before what refers to it: data, manifest, directory, name.
@@ -317,7 +317,7 @@ def _read_report(path: Path) -> dict[str, Any]:
 
 
 def _facts(
-    snapshot: Snapshot, target: Target, reports: Sequence[Mapping[str, Any]]
+    snapshot: Snapshot, target: Destination, reports: Sequence[Mapping[str, Any]]
 ) -> dict[str, Any]:
     # By box and not summed at once: ranks outside a tensor's mesh may hold the same box.
     boxes = _joined(report["hashes"] for report in reports)

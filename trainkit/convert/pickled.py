@@ -37,7 +37,7 @@ from trainkit.checkpoint.stored import Extent, Stored, check_boxes, plain_tensor
 from trainkit.convert.foreign import Found, joined
 from trainkit.types import CheckpointError
 
-_ROOM = 400 * 1024 * 1024  # bytes for what is described: 100,000 tensors take about 200 MB
+_ROOM = 256 * 1024 * 1024  # bytes for what is described: 100,000 tensors take about 130 MB
 _SECONDS = 600  # of computing
 _MOST_PICKLE = 64 * 1024 * 1024
 _MOST_NAMES = 2_000_000

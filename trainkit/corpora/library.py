@@ -8,7 +8,8 @@ import warnings
 from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING, Any
 
-from trainkit.corpora.text import directory_texts, read_text
+from trainkit.corpora.records import read_records
+from trainkit.corpora.text import read_text
 from trainkit.types import DataError
 
 if TYPE_CHECKING:
@@ -65,9 +66,9 @@ def docstring_conversations() -> Iterator[tuple[str, dict[str, Any]]]:
         >>> [message["role"] for message in record["messages"]]
         ['user', 'assistant']
     """
-    texts = directory_texts(standard_library(), suffixes=(".py",), keep=is_library_source)
-    for path, text in texts:
-        for line, signature, purpose in _documented_functions(text):
+    files = read_records(standard_library(), suffixes=(".py",), keep=is_library_source)
+    for path, record in files:
+        for line, signature, purpose in _documented_functions(record["text"]):
             messages = [
                 {"role": "user", "content": signature},
                 {"role": "assistant", "content": purpose},

@@ -24,27 +24,6 @@ WAITS = (0.1, 0.2, 0.4)
 """Seconds before a read that failed is tried again."""
 
 
-def directory_texts(
-    root: Path,
-    *,
-    suffixes: Sequence[str],
-    keep: Callable[[str], bool] | None = None,
-    sources: dict[str, str] | None = None,
-) -> Iterator[tuple[str, str]]:
-    """Yield (relative path, text) of each text file below a directory, sorted by relative path.
-
-    Linked files are read, linked directories are not entered; the rest is as in `texts_of`.
-
-    Args:
-        root: The directory.
-        suffixes: How the names of text files end; other files are none.
-        keep: As in `texts_of`.
-        sources: As in `texts_of`.
-    """
-    names = [name for name in file_names(root) if name.endswith(tuple(suffixes))]
-    return texts_of(root, names, keep=keep, sources=sources)
-
-
 def texts_of(
     root: Path,
     names: Sequence[str],

@@ -2,36 +2,32 @@
 
 torch waits for ranks without a word, and then fails with a word that names none of them (a missing
 rank is "1/2 clients joined" after half an hour; of two processes with one rank, both wait). Here
-ranks sit down at a table first: a store at the launcher's address, where each says who it is. Rank
-0 looks at the table, and tells all of them one verdict.
+ranks sit down at a table first: a store at the launcher's address, where each says who it is.
 """
 
 from __future__ import annotations
 
 import os
 import queue
-import secrets
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable
 from datetime import timedelta
 from functools import partial
-from typing import Any, TypeVar
+from typing import TypeVar
 
-import attrs
-import orjson
 import torch
 import torch.distributed as dist
 
 from trainkit.collectives import backends_of
 from trainkit.mesh.launch import Launch
+from trainkit.mesh.table import SLACK, clear_table, session_name
 from trainkit.types import ConfigError, PeerError, PreemptedError
 
 T = TypeVar("T")
 
 _PORT_GRACE = 5.0  # seconds for which an address may still be in use by a run that is ending
-_READ_GRACE = 3.0  # seconds for which rank 0 waits until the others have read a bad verdict
 _ASKED_PATIENCE = 20.0  # seconds to wait for others after being asked to stop: a launcher waits 30
 _NOTHING_LOST = 75  # the exit code of a run that was told to stop and has lost nothing
 _HINTS = {
@@ -39,56 +35,6 @@ _HINTS = {
     "nccl": "name the network interface with NCCL_SOCKET_IFNAME; NCCL_DEBUG=INFO says how far it "
     "came; every rank needs a GPU of its own",
 }
-_SLACK = 2.0  # seconds between rank 0's patience and that of the others, who wait for its verdict
-
-
-@attrs.frozen
-class Seat:
-    """What a rank says of itself when the ranks meet."""
-
-    rank: int
-    world: int
-    host: str
-    pid: int
-
-
-def find_trouble(seats: Sequence[Seat], world: int) -> str | None:
-    """Return why these ranks cannot be one run, or None; that some are missing is no reason.
-
-    Args:
-        seats: Those who have come so far, in the order of their coming.
-        world: How many ranks there are according to rank 0.
-
-    Examples:
-        >>> find_trouble([Seat(0, 2, "a", 10), Seat(1, 2, "a", 11)], 2)
-        >>> find_trouble([Seat(0, 3, "a", 10), Seat(1, 3, "a", 11), Seat(1, 3, "b", 12)], 3)
-        'rank 1 has come twice: process 11 on a and process 12 on b'
-        >>> find_trouble([Seat(0, 2, "a", 10), Seat(1, 3, "a", 11)], 2)
-        'rank 1 says that there are 3 processes, rank 0 says 2'
-    """
-    first: dict[int, Seat] = {}
-    for seat in seats:
-        if seat.world != world:
-            return (
-                f"rank {seat.rank} says that there are {seat.world} processes, rank 0 says {world}"
-            )
-        other = first.setdefault(seat.rank, seat)
-        if other != seat:
-            return (
-                f"rank {seat.rank} has come twice: process {other.pid} on {other.host} and process "
-                f"{seat.pid} on {seat.host}"
-            )
-    return None
-
-
-def missing_ranks(seats: Sequence[Seat], world: int) -> list[int]:
-    """Return the ranks that have not come.
-
-    Examples:
-        >>> missing_ranks([Seat(1, 3, "a", 11)], 3)
-        [0, 2]
-    """
-    return sorted(set(range(world)) - {seat.rank for seat in seats})
 
 
 def open_world(
@@ -120,7 +66,7 @@ def open_world(
         failed leaves no group behind.
     """
     deadline = time.monotonic() + start_timeout.total_seconds()
-    patience = start_timeout.total_seconds() + _SLACK + 1
+    patience = start_timeout.total_seconds() + SLACK + 1
     place = f"{launch.address}:{launch.port}"
     store = _bounded(lambda: _meet(launch, deadline), patience, asked)
     if store is None:
@@ -150,7 +96,7 @@ def open_world(
             hint=_HINTS["gloo"],
         ) from error
     if launch.rank == 0:  # a later meeting at the same store finds an empty table
-        _clear_table(_table(store[0]))
+        clear_table(store[0])
 
 
 def first_words(
@@ -258,7 +204,7 @@ def _meet(launch: Launch, deadline: float) -> tuple[dist.Store, str]:
     while True:
         store = _open_store(launch, deadline)
         try:
-            return store, _session_name(launch, store, deadline)
+            return store, session_name(launch, store, deadline)
         except dist.DistNetworkError as error:  # it was the last session's, and has gone since
             if time.monotonic() > deadline:
                 raise PeerError(
@@ -336,99 +282,3 @@ def _reach(launch: Launch, deadline: float) -> None:
                 hint="start rank 0, or mend MASTER_ADDR and MASTER_PORT: all ranks need the same",
             ) from None
         return
-
-
-# ---------------------------------------------------------------------------------------- the table
-
-
-def _table(store: dist.Store) -> dist.Store:
-    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-    return dist.PrefixStore(f"trainkit/meeting/{attempt}", store)
-
-
-def _session_name(launch: Launch, store: dist.Store, deadline: float) -> str:
-    """Sit down, and return the name that rank 0 gives the session; raise what is wrong with it."""
-    table = _table(store)
-    seat = Seat(launch.rank, launch.world, socket.gethostname(), os.getpid())
-    number = table.add("seats", 1)
-    table.set(f"seat/{number}", orjson.dumps(attrs.asdict(seat)).decode())
-    if launch.rank == 0:
-        verdict = _judge(table, launch.world, deadline)
-        table.set("verdict", orjson.dumps(verdict).decode())
-    else:
-        verdict = _verdict_of_rank_0(table, launch.world, deadline + _SLACK)
-        table.add("read", 1)
-    if "name" not in verdict:
-        if launch.rank == 0:
-            _wait_for_readers(table, verdict["seats"] - 1)
-        raise _as_error(verdict, launch)
-    return verdict["name"]
-
-
-def _judge(table: dist.Store, world: int, deadline: float) -> Mapping[str, Any]:
-    seats: list[Seat] = []
-    while True:
-        _read_seats(table, seats)
-        trouble = find_trouble(seats, world)
-        if trouble is not None:
-            return {"trouble": trouble, "seats": len(seats)}
-        missing = missing_ranks(seats, world)
-        if not missing:
-            return {"name": secrets.token_hex(8)}
-        if time.monotonic() > deadline:
-            return {"missing": missing, "seats": len(seats)}
-        time.sleep(0.005)
-
-
-def _read_seats(table: dist.Store, seats: list[Seat]) -> None:
-    """Add those who have sat down since, to `seats`."""
-    count = table.add("seats", 0)
-    while len(seats) < count and table.check([f"seat/{len(seats) + 1}"]):
-        seats.append(Seat(**orjson.loads(table.get(f"seat/{len(seats) + 1}"))))
-
-
-def _verdict_of_rank_0(table: dist.Store, world: int, deadline: float) -> Mapping[str, Any]:
-    pause = 0.002
-    while not table.check(["verdict"]):
-        if time.monotonic() > deadline:  # under an agent's store rank 0 itself may be missing
-            seats: list[Seat] = []
-            _read_seats(table, seats)
-            return {"missing": missing_ranks(seats, world), "seats": len(seats)}
-        time.sleep(pause)
-        pause = min(1.5 * pause, 0.1)
-    return orjson.loads(table.get("verdict"))
-
-
-def _wait_for_readers(table: dist.Store, readers: int) -> None:
-    """Keep the store open until the others have read what is wrong."""
-    deadline = time.monotonic() + _READ_GRACE
-    while table.add("read", 0) < readers and time.monotonic() < deadline:
-        time.sleep(0.02)
-
-
-def _as_error(verdict: Mapping[str, Any], launch: Launch) -> ConfigError | PeerError:
-    place = f"{launch.address}:{launch.port}"
-    if "trouble" in verdict:
-        return ConfigError(
-            f"parallel_session: {verdict['trouble']}",
-            where="RANK" if "twice" in verdict["trouble"] else "WORLD_SIZE",
-            want="ranks 0 to WORLD_SIZE - 1, each once, at one MASTER_ADDR:MASTER_PORT",
-            hint=f"see what each process was started with; all of them came to {place}",
-        )
-    shown = ", ".join(map(str, verdict["missing"][:16])) + ", ..." * (len(verdict["missing"]) > 16)
-    plural = "s" if len(verdict["missing"]) > 1 else ""
-    return PeerError(
-        f"parallel_session: still waiting for rank{plural} {shown} of {launch.world}, who did not "
-        f"come to {place} in time",
-        where=place,
-        got=f"{launch.world - len(verdict['missing'])} ranks",
-        want=f"{launch.world} ranks",
-        hint="see whether they were started, and with the same MASTER_ADDR and MASTER_PORT",
-    )
-
-
-def _clear_table(table: dist.Store) -> None:
-    for number in range(1, table.add("seats", 0) + 1):
-        table.delete_key(f"seat/{number}")
-    for key in ("seats", "verdict", "read"):
-        table.delete_key(key)

@@ -1,4 +1,4 @@
-"""Part files of a corpus that is being prepared: one for each chunk of its source.
+"""Tally files of a corpus that is being prepared: one for each chunk of its source.
 
 `part_00000012.tokens` holds the documents of chunk 12, and `part_00000012.json`, written after it,
 says from what they were made: a part counts only while all of that is as it was, and the tokens
@@ -45,14 +45,14 @@ is `dropped` there gives no tokens, but is no empty document.
 """
 
 EncodeAll = Callable[[Sequence[Mapping[str, Any]]], list[Any]]
-WritePart = Callable[[int, Chunk, Callable[[], object]], "Part"]
+WritePart = Callable[[int, Chunk, Callable[[], object]], "Tally"]
 
 MakeEncode = Callable[[Tokenizer], Encode]
 """From a tokenizer to an `Encode`; other processes import it by its name."""
 
 
 @attrs.frozen
-class Job:
+class Work:
     """How chunks become parts; travels to other processes.
 
     Attributes:
@@ -76,8 +76,10 @@ class Job:
         return getattr(self.tokenizer, "vocab_size", None)
 
 
-def make_job(folder: Path, tokenizer: Tokenizer, make_encode: MakeEncode | None, field: str) -> Job:
-    """Return a job with its settings.
+def make_work(
+    folder: Path, tokenizer: Tokenizer, make_encode: MakeEncode | None, field: str
+) -> Work:
+    """Return how chunks become parts, and what their content follows from.
 
     Raises:
         ValueError: The tokenizer or the encoder cannot be told from another.
@@ -89,11 +91,11 @@ def make_job(folder: Path, tokenizer: Tokenizer, make_encode: MakeEncode | None,
         "vocab_size": getattr(tokenizer, "vocab_size", None),
         "encode": f"field {field}" if make_encode is None else identity(make_encode),
     }
-    return Job(folder.absolute(), tokenizer, make_encode, field, settings)
+    return Work(folder.absolute(), tokenizer, make_encode, field, settings)
 
 
 @attrs.frozen
-class Part:
+class Tally:
     """What some documents have become: how many they are, their tokens, how many had no text.
 
     `counts` is what the encoder says happened to them; `digest` the hash of the token file, None
@@ -107,12 +109,12 @@ class Part:
     digest: str | None = None
 
 
-def summed(parts: Iterable[Part]) -> Part:
+def summed(parts: Iterable[Tally]) -> Tally:
     """Add up parts.
 
     Examples:
-        >>> summed([Part(1, 5, 0, {"dropped": 1}), Part(2, 6, 1)])
-        Part(documents=3, tokens=11, empty_documents=1, counts={'dropped': 1}, digest=None)
+        >>> summed([Tally(1, 5, 0, {"dropped": 1}), Tally(2, 6, 1)])
+        Tally(documents=3, tokens=11, empty_documents=1, counts={'dropped': 1}, digest=None)
     """
     documents = tokens = empty = 0
     counts: Counter[str] = Counter()
@@ -121,7 +123,7 @@ def summed(parts: Iterable[Part]) -> Part:
         tokens += part.tokens
         empty += part.empty_documents
         counts.update(part.counts)
-    return Part(documents, tokens, empty, dict(counts))
+    return Tally(documents, tokens, empty, dict(counts))
 
 
 def code_version() -> str:
@@ -180,7 +182,7 @@ def identity(value: Any) -> str:
 # ------------------------------------------------------------------------------------------- write
 
 
-def part_writer(job: Job) -> WritePart:
+def part_writer(work: Work) -> WritePart:
     """Return the function that writes parts, with the encoder that it uses.
 
     `write(number, chunk, alive)` encodes a chunk, writes the two files of its part and returns it;
@@ -190,15 +192,15 @@ def part_writer(job: Job) -> WritePart:
         DataError: A document cannot be read or encoded. The message names its file and line.
         DiskError: A part cannot be written.
     """
-    encode = None if job.make_encode is None else job.make_encode(job.tokenizer)
+    encode = None if work.make_encode is None else work.make_encode(work.tokenizer)
     encode_all = (
-        partial(_encode_texts, job.tokenizer, job.field)
+        partial(_encode_texts, work.tokenizer, work.field)
         if encode is None
         else partial(_encode_each, encode)
     )
-    encode_all = partial(_encode_checked, encode_all, job.vocab_size or 1 << 32)
+    encode_all = partial(_encode_checked, encode_all, work.vocab_size or 1 << 32)
     counts = getattr(encode, "counts", {})
-    return partial(_write_part, job=job, encode=encode_all, counts=counts)
+    return partial(_write_part, work=work, encode=encode_all, counts=counts)
 
 
 def _write_part(
@@ -206,20 +208,20 @@ def _write_part(
     chunk: Chunk,
     alive: Callable[[], object],
     *,
-    job: Job,
+    work: Work,
     encode: EncodeAll,
     counts: Mapping[str, int],
-) -> Part:
-    path, found, before = _path(job.folder, number), Counter[str](), Counter(counts)
-    documents = _documents(job, encode, chunk, found, alive)
+) -> Tally:
+    path, found, before = _path(work.folder, number), Counter[str](), Counter(counts)
+    documents = _documents(work, encode, chunk, found, alive)
     first, digest = list(itertools.islice(documents, 1)), None
     if first:
         whole = itertools.chain(first, documents)
-        digest = write_corpus(path, whole, vocab_size=job.vocab_size).digest
+        digest = write_corpus(path, whole, vocab_size=work.vocab_size).digest
     counted = {name: count - before[name] for name, count in counts.items()}
     empty = found["empty"] - counted.get("dropped", 0)
-    part = Part(found["documents"], found["tokens"], empty, counted, digest)
-    text = orjson.dumps({"key": key_of_part(job.settings, chunk), **attrs.asdict(part)})
+    part = Tally(found["documents"], found["tokens"], empty, counted, digest)
+    text = orjson.dumps({"key": key_of_part(work.settings, chunk), **attrs.asdict(part)})
     path = path.with_suffix(".json")
     with replacing(path, by="prepare") as file, disk_errors(path, by="prepare", needed=len(text)):
         file.write(text)
@@ -227,12 +229,12 @@ def _write_part(
 
 
 def _documents(
-    job: Job, encode: EncodeAll, chunk: Chunk, found: Counter[str], alive: Callable[[], object]
+    work: Work, encode: EncodeAll, chunk: Chunk, found: Counter[str], alive: Callable[[], object]
 ) -> Iterator[IntArray | Sample]:
     """Yield the documents of a chunk, and count them, their tokens, and those without text."""
-    plain = job.make_encode is None
-    no_text = len(encode_documents(job.tokenizer, [""])[0]) if plain else 0
-    records = read_chunk(chunk, columns=[job.field] if plain else None)
+    plain = work.make_encode is None
+    no_text = len(encode_documents(work.tokenizer, [""])[0]) if plain else 0
+    records = read_chunk(chunk, columns=[work.field] if plain else None)
     last = time.monotonic()
     while batch := list(itertools.islice(records, _RECORDS)):
         documents = _encoded(encode, batch, chunk, found["documents"])
@@ -288,13 +290,13 @@ def _path(folder: Path, number: int) -> Path:
 # -------------------------------------------------------------------------------------------- read
 
 
-def finished_part(folder: Path, number: int, key: Mapping[str, Any]) -> tuple[Part | None, str]:
+def finished_part(folder: Path, number: int, key: Mapping[str, Any]) -> tuple[Tally | None, str]:
     """Return what a part holds, or None and why it is of no use ("" where there is none)."""
     path = _path(folder, number)
     try:
         facts = orjson.loads(path.with_suffix(".json").read_bytes())
         found = dict(facts.pop("key"))
-        part = Part(digest=facts.pop("digest"), **facts)
+        part = Tally(digest=facts.pop("digest"), **facts)
     except FileNotFoundError:
         return None, ""
     except (OSError, ValueError, TypeError, AttributeError, KeyError) as error:
@@ -310,7 +312,7 @@ def finished_part(folder: Path, number: int, key: Mapping[str, Any]) -> tuple[Pa
     return part, ""
 
 
-def documents_of_parts(folder: Path, parts: Sequence[Part]) -> Iterator[IntArray | Sample]:
+def documents_of_parts(folder: Path, parts: Sequence[Tally]) -> Iterator[IntArray | Sample]:
     """Yield the documents of all parts, in order.
 
     Raises:
@@ -328,7 +330,7 @@ def documents_of_parts(folder: Path, parts: Sequence[Part]) -> Iterator[IntArray
                 yield Sample(tokens, corpus.trained[begin:end].view(np.bool_))
 
 
-def _opened(path: Path, part: Part, *, check: Check) -> TokenCorpus:
+def _opened(path: Path, part: Tally, *, check: Check) -> TokenCorpus:
     corpus = open_tokens(path, check=check)
     if corpus.digest != part.digest:
         raise DataError(f"{path.name} is not the file that was written", where=path)

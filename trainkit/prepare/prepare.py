@@ -17,13 +17,13 @@ from trainkit.corpora.tokens import SUFFIX, write_corpus
 from trainkit.files import disk_errors, sync_folder
 from trainkit.prepare.chunks import Chunk, cut_source, left_out
 from trainkit.prepare.parts import (
-    Job,
     MakeEncode,
-    Part,
+    Tally,
+    Work,
     documents_of_parts,
     finished_part,
     key_of_part,
-    make_job,
+    make_work,
     part_writer,
     summed,
 )
@@ -170,18 +170,18 @@ def prepare_corpus(
     check_out(out)
     if workers is not None and workers < 1:
         raise ValueError(f"prepare: workers must be at least 1, got {workers}")
-    job = make_job(out.with_name(f"{out.name}.parts"), tokenizer, make_encode, field)
+    work = make_work(out.with_name(f"{out.name}.parts"), tokenizer, make_encode, field)
     chunks = cut_sources(source, suffixes=suffixes, keep=keep, chunk_bytes=chunk_bytes)
     for told in filter(None, (left_out(path, suffixes) for path in _paths_of(source))):
         say(told)
     total = sum(chunk.bytes for chunk in chunks)
-    with _alone(out), _parts_folder(job.folder):
-        parts = _finished(job, chunks, say)
+    with _alone(out), _parts_folder(work.folder):
+        parts = _finished(work, chunks, say)
         kept = dict(parts)
         todo = {i: chunk for i, chunk in enumerate(chunks) if i not in kept}
         kept_bytes = sum(chunks[i].bytes for i in kept)
 
-        def done(number: int, part: Part) -> None:
+        def done(number: int, part: Tally) -> None:
             parts[number] = part
             if progress is not None:
                 sums, size = summed(parts.values()), sum(chunks[i].bytes for i in parts)
@@ -189,11 +189,11 @@ def prepare_corpus(
                 progress(Progress(sums.documents, sums.tokens, size, total, kept_bytes, seconds))
 
         crew = _crew(workers, todo, total - kept_bytes)
-        _write_parts(job, todo, executor, crew, timeout=timeout, done=done)
+        _write_parts(work, todo, executor, crew, timeout=timeout, done=done)
         sums = summed(parts.values())
         _check_content(sums, _paths_of(source))
         say(f"joining {len(chunks)} parts: {sums.documents} documents, {sums.tokens} tokens")
-        corpus = _join(out, job, [parts[i] for i in range(len(chunks))])
+        corpus = _join(out, work, [parts[i] for i in range(len(chunks))])
     seconds = time.monotonic() - begun
     return Prepared(
         path=out,
@@ -202,7 +202,7 @@ def prepare_corpus(
         bytes=total,
         empty_documents=sums.empty_documents,
         counts=sums.counts,
-        vocab_size=job.vocab_size,
+        vocab_size=work.vocab_size,
         digest=corpus.digest,
         parts_kept=len(kept),
         workers=crew if executor is None else None,
@@ -260,44 +260,46 @@ def cut_sources(
     return chunks
 
 
-def _finished(job: Job, chunks: Sequence[Chunk], say: Callable[[str], object]) -> dict[int, Part]:
+def _finished(
+    work: Work, chunks: Sequence[Chunk], say: Callable[[str], object]
+) -> dict[int, Tally]:
     """Return the parts that an earlier run has finished; delete those that are of no use."""
-    parts: dict[int, Part] = {}
+    parts: dict[int, Tally] = {}
     reasons: list[str] = []
     for number, chunk in enumerate(chunks):
-        part, reason = finished_part(job.folder, number, key_of_part(job.settings, chunk))
+        part, reason = finished_part(work.folder, number, key_of_part(work.settings, chunk))
         if part is not None:
             parts[number] = part
         elif reason:
             reasons.append(reason)
     useful = {f"part_{number:08d}" for number in parts}
-    for file in job.folder.iterdir():
+    for file in work.folder.iterdir():
         if file.stem not in useful:
             file.unlink()
     if parts or reasons:
-        say(f"{job.folder}: going on with {len(parts)} of {len(chunks)} parts")
+        say(f"{work.folder}: going on with {len(parts)} of {len(chunks)} parts")
     if reasons:
-        say(f"{job.folder}: {len(reasons)} finished parts are made anew: {reasons[0]}")
+        say(f"{work.folder}: {len(reasons)} finished parts are made anew: {reasons[0]}")
     return parts
 
 
 def _write_parts(
-    job: Job,
+    work: Work,
     todo: Mapping[int, Chunk],
     executor: Executor | None,
     crew: int,
     *,
     timeout: float,
-    done: Callable[[int, Part], None],
+    done: Callable[[int, Tally], None],
 ) -> None:
     """Write parts by an executor, in processes of our own, or in this one."""
     if executor is None and crew == 1:
-        write = part_writer(job)
+        write = part_writer(work)
         for number, chunk in todo.items():
             done(number, write(number, chunk, bool))
         return
     with process_pool(crew) if executor is None else nullcontext(executor) as pool:
-        write_parts(job, todo, pool, timeout=timeout, done=done)
+        write_parts(work, todo, pool, timeout=timeout, done=done)
 
 
 def _crew(workers: int | None, todo: Mapping[int, Chunk], size: int) -> int:
@@ -310,7 +312,7 @@ def _paths_of(source: Source | Sequence[Source]) -> list[Path]:
     return [Path(path) for path in ([source] if isinstance(source, str | Path) else source)]
 
 
-def _check_content(sums: Part, sources: Sequence[Path]) -> None:
+def _check_content(sums: Tally, sources: Sequence[Path]) -> None:
     """Refuse documents that are all without text: marks of their begin and end are no text."""
     dropped = sums.counts.get("dropped", 0)
     if sums.empty_documents + dropped >= sums.documents:
@@ -320,9 +322,9 @@ def _check_content(sums: Part, sources: Sequence[Path]) -> None:
         raise DataError(f"prepare: {place}: no documents: {found}", where=place)
 
 
-def _join(out: Path, job: Job, parts: Sequence[Part]) -> TokenCorpus:
+def _join(out: Path, work: Work, parts: Sequence[Tally]) -> TokenCorpus:
     """Write the token file from the parts, and delete them."""
-    needed = sum(file.stat().st_size for file in job.folder.glob(f"*{SUFFIX}"))
+    needed = sum(file.stat().st_size for file in work.folder.glob(f"*{SUFFIX}"))
     if (free := shutil.disk_usage(out.parent).free) < needed:
         raise DiskError(
             f"prepare: cannot write {out}: the parts are joined in a new file, which needs "
@@ -332,17 +334,17 @@ def _join(out: Path, job: Job, parts: Sequence[Part]) -> TokenCorpus:
             want=needed,
             hint="make room and run the same again: the parts are finished",
         )
-    joined = job.folder / f"joined{SUFFIX}"
+    joined = work.folder / f"joined{SUFFIX}"
     corpus = write_corpus(
         joined,
-        documents_of_parts(job.folder, parts),
-        vocab_size=job.vocab_size,
-        tokenizer_hash=job.settings["tokenizer"],
+        documents_of_parts(work.folder, parts),
+        vocab_size=work.vocab_size,
+        tokenizer_hash=work.settings["tokenizer"],
     )
     with disk_errors(out, by="prepare"):
         joined.replace(out)
         sync_folder(out.parent)
-    shutil.rmtree(job.folder)
+    shutil.rmtree(work.folder)
     return corpus
 
 

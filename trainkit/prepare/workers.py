@@ -1,6 +1,6 @@
 """Chunks become parts in other processes: those of anybody's `Executor`, or a pool of our own.
 
-What they share is the folder of parts. The job lies there as a file, so that a tokenizer of
+What they share is the folder of parts. The work lies there as a file, so that a tokenizer of
 megabytes does not travel with each chunk; and whoever is at a chunk has a file there that says so
 and is touched every half second, so that a process that hangs or has died can be named.
 """
@@ -25,7 +25,7 @@ import attrs
 
 from trainkit.files import disk_errors
 from trainkit.prepare.chunks import chunk_place
-from trainkit.prepare.parts import Job, Part, WritePart, code_version, part_writer
+from trainkit.prepare.parts import Tally, Work, WritePart, code_version, part_writer
 from trainkit.types import DataError, TrainkitError
 
 if TYPE_CHECKING:
@@ -37,17 +37,17 @@ if TYPE_CHECKING:
 
 
 def write_parts(
-    job: Job,
+    work: Work,
     todo: Mapping[int, Chunk],
     executor: Executor,
     *,
     timeout: float,
-    done: Callable[[int, Part], None],
+    done: Callable[[int, Tally], None],
 ) -> None:
     """Write the parts of some chunks by an executor.
 
     Args:
-        job: How chunks become parts.
+        work: How chunks become parts.
         todo: Chunks by the numbers of their parts.
         executor: What calls a function elsewhere.
         timeout: Seconds after which those who are at a chunk and show no sign of life are taken to
@@ -62,22 +62,22 @@ def write_parts(
         Writes parts.
     """
     # A name of its own: Dask takes a call with the same arguments for one that it has answered.
-    data, path = pickle.dumps(job), job.folder / f".job_{secrets.token_hex(4)}"
+    data, path = pickle.dumps(work), work.folder / f".work_{secrets.token_hex(4)}"
     with disk_errors(path, by="prepare", needed=len(data)):
         path.write_bytes(data)
-    futures: dict[Future[Part], int] = {}
+    futures: dict[Future[Tally], int] = {}
     try:
         with _interrupts_wait():
             for number, chunk in todo.items():
                 there = attrs.evolve(chunk, path=chunk.path.absolute())
                 futures[executor.submit(_write, path, _hash(data), number, there)] = number
         crew = active_children()
-        for future in _as_ended(futures, job.folder, timeout):
+        for future in _as_ended(futures, work.folder, timeout):
             number = futures[future]
             try:
                 part = future.result()
             except BrokenExecutor as error:
-                raise _lost(crew, job.folder) from error
+                raise _lost(crew, work.folder) from error
             except Exception as error:
                 if isinstance(error, ValueError):  # TrainkitErrors among them
                     raise
@@ -104,8 +104,8 @@ def _interrupts_wait() -> Iterator[None]:
 
 
 def _as_ended(
-    futures: Iterable[Future[Part]], folder: Path, timeout: float
-) -> Iterator[Future[Part]]:
+    futures: Iterable[Future[Tally]], folder: Path, timeout: float
+) -> Iterator[Future[Tally]]:
     """Yield futures as they end; raise when chunks that were begun show no sign of life."""
     waiting, last = set(futures), time.monotonic()
     marks: dict[str, int] = {}
@@ -155,14 +155,14 @@ def _ended(marks: Iterable[str], what: str) -> DataError:
 _here = threading.local()  # an encoder counts, so no two threads may share one
 
 
-def _write(job: Path, told: str, number: int, chunk: Chunk) -> Part:
+def _write(path: Path, told: str, number: int, chunk: Chunk) -> Tally:
     """Write a part, with a mark that one is at it; what goes wrong can go through a pipe."""
     who = f"process {os.getpid()} on {socket.gethostname()}"
-    mark = job.with_name(f".at_{number} {who}")
+    mark = path.with_name(f".at_{number} {who}")
     try:
         with disk_errors(mark, by="prepare"):
             mark.write_text(f"{who}, at chunk {number}, {chunk_place(chunk)},")
-        return _writer(job, told)(number, chunk, mark.touch)
+        return _writer(path, told)(number, chunk, mark.touch)
     except Exception as error:
         if _can_travel(error):
             raise
@@ -182,14 +182,14 @@ def _can_travel(error: Exception) -> bool:
     return False
 
 
-def _writer(job: Path, told: str) -> WritePart:
-    """Return what writes the parts of the job in a file, made once in each thread."""
+def _writer(path: Path, told: str) -> WritePart:
+    """Return what writes the parts, made once in each thread from the work in a file."""
     if getattr(_here, "told", "") != told:
-        data = job.read_bytes()
+        data = path.read_bytes()
         if _hash(data) != told:
             raise DataError(
                 f"prepare: {socket.gethostname()} has another trainkit ({code_version()}) than the "
-                f"process that asks, or {job} was changed; install the same everywhere"
+                f"process that asks, or {path} was changed; install the same everywhere"
             )
         _here.write, _here.told = part_writer(pickle.loads(data)), told  # noqa: S301 (see above)
     return _here.write
