@@ -12,25 +12,10 @@ from pathlib import Path
 import attrs
 
 import trainkit as tk
-from trainkit import (
-    config,
-    corpora,
-    data,
-    health,
-    losses,
-    models,
-    optim,
-    packing,
-    parallel,
-    runtime,
-    sampling,
-    schedules,
-    tokenizers,
-)
 
 
 @attrs.frozen(kw_only=True)
-class Config(config.RunConfig):
+class Config(tk.config.RunConfig):
     """Train on long documents; by default the packages of Python's library, each in one piece.
 
     The tokens of a row are spread over ring x ulysses ranks, and the losses stay those of one
@@ -39,66 +24,62 @@ class Config(config.RunConfig):
     torchrun --nproc-per-node 4 recipes/long_context.py --ring 2 --ulysses 2
     """
 
-    out: Path = config.option(Path("runs/long_context"), change="no fact")
+    out: Path = tk.config.option(Path("runs/long_context"), change="no fact")
     """The run directory: configuration, metrics, checkpoints and pictures. It is made."""
-    steps: int = config.option(30, config.positive, change="no fact")
+    steps: int = tk.config.option(30, tk.config.positive, change="no fact")
     """Stop after this step. Nothing else depends on it: see schedule-steps."""
-    data: Path | None = config.option(None, change="free")
+    data: Path | None = tk.config.option(None, change="free")
     """A directory: the text below each entry is one document; by default Python's library."""
     tokenizer: str = "bytes"
     """bytes, or a tokenizer.json."""
     size: str = "tiny"
     """A named model size; see trainkit.models.decoder_sizes."""
-    rope_theta: float = config.option(500_000.0, config.positive)
+    rope_theta: float = tk.config.option(500_000.0, tk.config.positive)
     """The base of the rotary wavelengths: long contexts need long waves."""
-    batch: config.RowOptions = config.RowOptions(row_length=4096, rows=2, microbatch=1)
-    optim: config.OptimOptions = config.OptimOptions(lr=2e-3, warmup=5, schedule_steps=30)
+    batch: tk.config.RowOptions = tk.config.RowOptions(row_length=4096, rows=2, microbatch=1)
+    optim: tk.config.OptimOptions = tk.config.OptimOptions(lr=2e-3, warmup=5, schedule_steps=30)
 
 
 def open_documents(cfg, tokenizer):
     """Return the corpus: one document for all text below each entry of the directory."""
-    keep = corpora.is_library_source if cfg.data is None else None
-    folder = cfg.data or corpora.standard_library()
-    texts = corpora.read_records(folder, suffixes=(".py", ".md", ".txt"), keep=keep)
+    keep = tk.corpora.is_library_source if cfg.data is None else None
+    folder = cfg.data or tk.corpora.standard_library()
+    texts = tk.corpora.read_records(folder, suffixes=(".py", ".md", ".txt"), keep=keep)
     entries = itertools.groupby(texts, key=lambda named: named[0].partition("/")[0])
     documents = {name: "\n".join(record["text"] for _, record in parts) for name, parts in entries}
-    samples = (tokenizers.encode_document(tokenizer, text) for text in documents.values())
-    return corpora.memory_corpus(samples, vocab_size=tokenizer.vocab_size, names=list(documents))
+    samples = (tk.tokenizers.encode_document(tokenizer, text) for text in documents.values())
+    return tk.corpora.memory_corpus(samples, vocab_size=tokenizer.vocab_size, names=list(documents))
 
 
 def build(cfg, ps, model):
     """Return this rank's stages of the model and their optimizer."""
     plan = [
-        parallel.tensor(),
-        parallel.sequence(),
-        parallel.precision(parallel.DTYPES[cfg.dtype]),
-        parallel.recompute(cfg.recompute, preserve_rng_state=False),
-        *([parallel.compiled()] if cfg.compiled else []),
-        parallel.fsdp(
-            reshard_after_forward=cfg.layout.reshard_after_forward,
-            cpu_offload=cfg.layout.cpu_offload,
-        ),
+        tk.parallel.tensor(),
+        tk.parallel.sequence(),
+        tk.parallel.precision(tk.parallel.DTYPES[cfg.dtype]),
+        tk.parallel.recompute(cfg.recompute, preserve_rng_state=False),
+        *([tk.parallel.compiled()] if cfg.compiled else []),
+        tk.parallel.fsdp(cfg.layout),
     ]
-    make_model = functools.partial(models.Decoder, model, head="hidden")
-    weights = models.init_weights(model, seed=cfg.seed)
+    make_model = functools.partial(tk.models.Decoder, model, head="hidden")
+    weights = tk.models.init_weights(model, seed=cfg.seed)
     stages = tk.build_stages(make_model, ps, plan, weights=weights, schedule=cfg.layout.schedule)
-    named = tk.named_parameters_of(stages)
-    groups = optim.decay_groups(named, weight_decay=cfg.optim.weight_decay)
-    return stages, optim.adamw(groups, lr=cfg.optim.lr)
+    named, decay = tk.named_parameters_of(stages), cfg.optim.weight_decay
+    return stages, tk.optim.adamw(tk.optim.decay_groups(named, weight_decay=decay), lr=cfg.optim.lr)
 
 
 def make_train_step(cfg, ps, stages, optimizer, forward_backward):
     """Return train_step(state, batch) -> (state, metrics): all of one step, in order."""
     params, total = tk.parameters_of(stages), cfg.optim.schedule_steps
-    lr_at = schedules.cosine(cfg.optim.lr, warmup=cfg.optim.warmup, total=total)
+    lr_at = tk.schedules.cosine(cfg.optim.lr, warmup=cfg.optim.warmup, total=total)
     clip = {"max_norm": cfg.optim.max_norm, "axis": ps.pp, "world": ps.world}
 
     def train_step(state, batch):
         tokens = tk.all_sum(tk.count_valid_tokens(batch.microbatches), ps.loss)
         sums = forward_backward(batch.microbatches, denominator=tokens)
         tk.sync_sp_grads(params, ps.sp_unfolded)
-        terms = losses.mean_terms(tk.reduce_metrics(sums, ps.loss), tokens)
-        applies = health.step_test(terms["loss"], state.health, cfg.policy, tokens=tokens)
+        terms = tk.losses.mean_terms(tk.reduce_metrics(sums, ps.loss), tokens)
+        applies = tk.health.step_test(terms["loss"], state.health, cfg.policy, tokens=tokens)
         lr = lr_at(state.step)
         update = tk.clip_and_step(params, optimizer, lr=lr, applies=applies, **clip)
         metrics = {**terms, "grad_norm": update.norm, "skipped": ~update.applied, "lr": lr}
@@ -119,27 +100,25 @@ def train(cfg, run, tokenizer, model):
     )
     stages, optimizer = build(cfg, ps, model)
     size = {"rows_per_step": batch.rows, "dtype": cfg.dtype}
-    run.say(parallel.start_lines(stages, ps, rows, **size))
-    facts = config.config_facts(cfg)
-    facts |= {"model": attrs.asdict(model), "tokenizer": tokenizers.tokenizer_hash(tokenizer)}
-    facts |= {"fingerprint": corpora.fingerprint(corpus), "rows": packing.bins_hash(rows)}
-    changes = config.changes_of(cfg)
+    run.say(tk.parallel.start_lines(stages, ps, rows, **size))
+    facts = tk.config.config_facts(cfg)
+    facts |= {"model": attrs.asdict(model), "tokenizer": tk.tokenizers.tokenizer_hash(tokenizer)}
+    facts |= {"fingerprint": tk.corpora.fingerprint(corpus), "rows": tk.packing.bins_hash(rows)}
+    changes = tk.config.changes_of(cfg)
     state = run.resume(stages, optimizer, facts=facts, changes=changes, request=cfg.resume)
     order = {"schedule": cfg.layout.schedule, "reduce": cfg.layout.reduce}
-    forward_backward = tk.bind_forward_backward(
-        stages, losses.next_token_linear, axis=ps.pp, **order
-    )
+    loss = tk.losses.next_token_linear
+    forward_backward = tk.bind_forward_backward(stages, loss, axis=ps.pp, **order)
     train_step = make_train_step(cfg, ps, stages, optimizer, forward_backward)
-    rows_at = sampling.rows_of_epochs(len(rows), rows_per_step=batch.rows, seed=cfg.seed)
-    share = {
-        "place": ps.place,
-        "rows_per_microbatch": batch.microbatch,
-        "pad_id": tokenizer.pad_id or 0,
-    }
-    make_batch = functools.partial(tk.step_batch, tk.Packed(corpus, rows), rows_at, **share)
+    rows_at = tk.sampling.rows_of_epochs(len(rows), rows_per_step=batch.rows, seed=cfg.seed)
+    share = {"place": ps.place, "rows_per_microbatch": batch.microbatch}
+    pad_id = tokenizer.pad_id or 0
+    make_batch = functools.partial(
+        tk.step_batch, tk.Packed(corpus, rows), rows_at, pad_id=pad_id, **share
+    )
     stop, around = None, {"steps": cfg.steps, "keeping": cfg.keeping, "policy": cfg.policy}
     with (
-        data.prefetch(make_batch, state.cursor, device=ps.device) as next_batch,
+        tk.data.prefetch(make_batch, state.cursor, device=ps.device) as next_batch,
         run.loop(state, stages, optimizer, replay=forward_backward, **around) as loop,
     ):
         while state.step < cfg.steps and not stop:
@@ -148,25 +127,26 @@ def train(cfg, run, tokenizer, model):
             state = loop.after(state, metrics, batch)
             stop = loop.keep(state)
     if stop:
-        return runtime.SAVED
+        return tk.runtime.SAVED
     run.finish(state, stages, optimizer)
     return 0
 
 
 def main(argv=None):
     """Read the configuration, refuse a layout that does not fit, open the process groups, train."""
-    cfg = config.load_config(Config, argv)
-    cfg = attrs.evolve(cfg, dtype=parallel.choose_dtype(cfg.dtype))
-    tokenizer = tokenizers.open_tokenizer(cfg.tokenizer)
-    vocab_size = models.round_up_vocabulary(tokenizer.vocab_size)
+    cfg = tk.config.load_config(Config, argv)
+    cfg = attrs.evolve(cfg, dtype=tk.parallel.choose_dtype(cfg.dtype))
+    tokenizer = tk.tokenizers.open_tokenizer(cfg.tokenizer)
+    vocab_size = tk.models.round_up_vocabulary(tokenizer.vocab_size)
     rope = {"rope_theta": cfg.rope_theta}
-    model = models.decoder_config(cfg.size, vocab_size=vocab_size, **rope)
-    world = tk.mesh.world_size()
-    parallel.refuse(parallel.problems(cfg.layout, model, cfg.batch, world=world))
-    told = config.plain_values(cfg)
+    model = tk.models.decoder_config(cfg.size, vocab_size=vocab_size, **rope)
+    tk.parallel.refuse(
+        tk.parallel.problems(cfg.layout, model, cfg.batch, world=tk.mesh.world_size())
+    )
+    told = tk.config.plain_values(cfg)
     with tk.open_run(cfg.out, layout=cfg.layout, limits=cfg.limits, config=told) as run:
         return train(cfg, run, tokenizer, model)
 
 
 if __name__ == "__main__":
-    runtime.leave(main)
+    tk.runtime.leave(main)

@@ -14,65 +14,49 @@ import attrs
 import numpy as np
 
 import trainkit as tk
-from trainkit import (
-    config,
-    corpora,
-    data,
-    health,
-    losses,
-    models,
-    optim,
-    packing,
-    parallel,
-    runtime,
-    sampling,
-    schedules,
-    sinks,
-    tokenizers,
-)
 from trainkit.types import ConfigError
 
 
 @attrs.frozen(kw_only=True)
-class Config(config.RunConfig):
+class Config(tk.config.RunConfig):
     """Train a decoder from scratch; by default a small one, on the source of Python's library."""
 
-    out: Path = config.option(Path("runs/pretrain"), change="no fact")
+    out: Path = tk.config.option(Path("runs/pretrain"), change="no fact")
     """The run directory: configuration, metrics, checkpoints and pictures. It is made."""
-    steps: int = config.option(650, config.positive, change="no fact")
+    steps: int = tk.config.option(650, tk.config.positive, change="no fact")
     """Stop after this step. Nothing else depends on it: see schedule-steps."""
-    data: tuple[Path, ...] = config.option((), change="free")
+    data: tuple[Path, ...] = tk.config.option((), change="free")
     """Corpora: text files, directories of them, .jsonl, .tokens and others; by default Python's."""
-    field: str = config.option("text", change="free")
+    field: str = tk.config.option("text", change="free")
     """The field of JSON lines, parquet or arrow files that holds the text."""
     tokenizer: str | None = None
     """bytes, or a tokenizer.json; by default that beside the data (of n.tokens), or bytes."""
-    cache: Path | None = config.option(Path("runs/cache"), change="free")
+    cache: Path | None = tk.config.option(Path("runs/cache"), change="free")
     """Where packings are kept for the next run; None keeps none."""
     weights: tuple[float, ...] = ()
     """How many of a step's rows each corpus gives, in proportion; by default as many as it has."""
-    anneal_step: int = config.option(0, config.non_negative, change="free")
+    anneal_step: int = tk.config.option(0, tk.config.non_negative, change="free")
     """From this global batch on the anneal-weights and the anneal-lr hold; 0 for never."""
-    anneal_weights: tuple[float, ...] = config.option((), change="free")
+    anneal_weights: tuple[float, ...] = tk.config.option((), change="free")
     """What the weights become at the anneal-step."""
-    anneal_lr: float = config.option(1.0, config.positive, change="free")
+    anneal_lr: float = tk.config.option(1.0, tk.config.positive, change="free")
     """What the learning rate is multiplied with from the anneal-step on."""
     size: str = "tiny"
     """A named model size; see trainkit.models.decoder_sizes."""
-    eval_every: int = config.option(325, config.non_negative, change="free")
+    eval_every: int = tk.config.option(325, tk.config.non_negative, change="free")
     """Evaluate on held-out documents every so many steps, and at the end; 0 for never."""
-    prompt: str | None = config.option(None, change="free")
+    prompt: str | None = tk.config.option(None, change="free")
     """What the model goes on from when it is evaluated; by default how a held-out text begins."""
-    sample: int = config.option(120, config.positive, change="free")
+    sample: int = tk.config.option(120, tk.config.positive, change="free")
     """How many tokens it then writes, for you to read."""
-    batch: config.RowOptions = config.RowOptions()
-    optim: config.OptimOptions = config.OptimOptions(lr=4e-3, schedule_steps=650)
+    batch: tk.config.RowOptions = tk.config.RowOptions()
+    optim: tk.config.OptimOptions = tk.config.OptimOptions(lr=4e-3, schedule_steps=650)
 
 
 def open_corpora(cfg, tokenizer):
     """Return the corpora by name."""
     if not cfg.data:
-        library, keep = corpora.standard_library(), corpora.is_library_source
+        library, keep = tk.corpora.standard_library(), tk.corpora.is_library_source
         return {"library": tk.open_corpus(library, tokenizer=tokenizer, keep=keep)}
     if len(set(cfg.data)) < len(cfg.data):
         raise ConfigError(f"--data names a corpus twice: {', '.join(map(str, cfg.data))}")
@@ -86,18 +70,20 @@ def pack(cfg, run, opened):
     train, held, reports = {}, {}, {}
     size = {"capacity": cfg.batch.row_length, "multiple_of": cfg.batch.multiple_of}
     for name, whole in opened.items():
-        corpus, is_held = corpora.hold_out(whole, one_in=40, piece=cfg.batch.row_length)
-        how = {"content": corpora.fingerprint(corpus), "seed": cfg.seed, "tell": run.say}
-        bins_of = functools.partial(data.cached_bins, cfg.cache, axis=run.ps.world, **how, **size)
+        corpus, is_held = tk.corpora.hold_out(whole, one_in=40, piece=cfg.batch.row_length)
+        how = {"content": tk.corpora.fingerprint(corpus), "seed": cfg.seed, "tell": run.say}
+        bins_of = functools.partial(
+            tk.data.cached_bins, cfg.cache, axis=run.ps.world, **how, **size
+        )
         lengths = np.where(is_held, 0, corpus.lengths)
         train[name] = tk.Packed(corpus, bins_of(lengths))
         held[name] = tk.Packed(corpus, bins_of(corpus.lengths - lengths))
         reports[name] = {
-            **packing.packing_report(train[name].bins, lengths),
+            **tk.packing.packing_report(train[name].bins, lengths),
             "empty_documents": int((corpus.lengths == 0).sum()),
             "held_out_documents": int(is_held.sum()),
         }
-    return data.join_packed(train), data.join_packed(held), reports
+    return tk.data.join_packed(train), tk.data.join_packed(held), reports
 
 
 def make_phases(cfg, num_rows):
@@ -110,46 +96,42 @@ def make_phases(cfg, num_rows):
 
     if not cfg.anneal_step and (cfg.anneal_weights or cfg.anneal_lr != 1):
         raise ConfigError("--anneal-weights and --anneal-lr do nothing without --anneal-step")
-    first = sampling.Phase(0, by_name(cfg.weights, "--weights") or num_rows)
+    first = tk.sampling.Phase(0, by_name(cfg.weights, "--weights") or num_rows)
     weights = by_name(cfg.anneal_weights, "--anneal-weights")
-    anneal = sampling.Phase(cfg.anneal_step, weights, cfg.anneal_lr)
-    return sampling.make_phases(first, *([anneal] if cfg.anneal_step else []))
+    anneal = tk.sampling.Phase(cfg.anneal_step, weights, cfg.anneal_lr)
+    return tk.sampling.make_phases(first, *([anneal] if cfg.anneal_step else []))
 
 
 def build(cfg, ps, model):
     """Return this rank's stages of the model and their optimizer."""
     plan = [
-        parallel.tensor(),
-        parallel.sequence(),
-        parallel.precision(parallel.DTYPES[cfg.dtype]),
-        parallel.recompute(cfg.recompute, preserve_rng_state=False),
-        *([parallel.compiled()] if cfg.compiled else []),
-        parallel.fsdp(
-            reshard_after_forward=cfg.layout.reshard_after_forward,
-            cpu_offload=cfg.layout.cpu_offload,
-        ),
+        tk.parallel.tensor(),
+        tk.parallel.sequence(),
+        tk.parallel.precision(tk.parallel.DTYPES[cfg.dtype]),
+        tk.parallel.recompute(cfg.recompute, preserve_rng_state=False),
+        *([tk.parallel.compiled()] if cfg.compiled else []),
+        tk.parallel.fsdp(cfg.layout),
     ]
-    make_model = functools.partial(models.Decoder, model, head="hidden")
-    weights = models.init_weights(model, seed=cfg.seed)
+    make_model = functools.partial(tk.models.Decoder, model, head="hidden")
+    weights = tk.models.init_weights(model, seed=cfg.seed)
     stages = tk.build_stages(make_model, ps, plan, weights=weights, schedule=cfg.layout.schedule)
-    named = tk.named_parameters_of(stages)
-    groups = optim.decay_groups(named, weight_decay=cfg.optim.weight_decay)
-    return stages, optim.adamw(groups, lr=cfg.optim.lr)
+    named, decay = tk.named_parameters_of(stages), cfg.optim.weight_decay
+    return stages, tk.optim.adamw(tk.optim.decay_groups(named, weight_decay=decay), lr=cfg.optim.lr)
 
 
 def make_train_step(cfg, ps, stages, optimizer, forward_backward):
     """Return train_step(state, batch) -> (state, metrics): all of one step, in order."""
     params, total = tk.parameters_of(stages), cfg.optim.schedule_steps
     rise = {"warmup": cfg.optim.warmup, "total": total}
-    lr_at = schedules.warmup_stable_decay(cfg.optim.lr, **rise, decay=0.4)
+    lr_at = tk.schedules.warmup_stable_decay(cfg.optim.lr, **rise, decay=0.4)
     clip = {"max_norm": cfg.optim.max_norm, "axis": ps.pp, "world": ps.world}
 
     def train_step(state, batch):
         tokens = tk.all_sum(tk.count_valid_tokens(batch.microbatches), ps.loss)
         sums = forward_backward(batch.microbatches, denominator=tokens)
         tk.sync_sp_grads(params, ps.sp_unfolded)
-        terms = losses.mean_terms(tk.reduce_metrics(sums, ps.loss), tokens)
-        applies = health.step_test(terms["loss"], state.health, cfg.policy, tokens=tokens)
+        terms = tk.losses.mean_terms(tk.reduce_metrics(sums, ps.loss), tokens)
+        applies = tk.health.step_test(terms["loss"], state.health, cfg.policy, tokens=tokens)
         is_annealing = 0 < cfg.anneal_step <= state.cursor.batch
         lr = lr_at(state.step) * (cfg.anneal_lr if is_annealing else 1.0)
         update = tk.clip_and_step(params, optimizer, lr=lr, applies=applies, **clip)
@@ -177,60 +159,51 @@ def sample(cfg, ps, stages, tokenizer, rows):
     if cfg.prompt is not None:
         bos = [] if tokenizer.bos_id is None else [tokenizer.bos_id]
         begin = [*bos, *tokenizer.encode(cfg.prompt)]
-    drawn = models.generate(
-        stages[0],
-        begin,
-        max_new_tokens=cfg.sample,
-        context=cfg.batch.row_length,
-        temperature=0.7,
-        seed=cfg.seed,
-        stop_id=tokenizer.eos_id,
-        vocab_size=tokenizer.vocab_size,
-        call=parallel.bind_call(stages, ps),
-    )
-    return sinks.printable(tokenizer.decode([*begin, *drawn]))
+    call, window = tk.parallel.bind_call(stages, ps), cfg.batch.row_length
+    how = {"context": window, "max_new_tokens": cfg.sample, "temperature": 0.7, "seed": cfg.seed}
+    ids = {"stop_id": tokenizer.eos_id, "vocab_size": tokenizer.vocab_size}
+    drawn = tk.models.generate(stages[0], begin, **how, **ids, call=call)
+    return tk.sinks.printable(tokenizer.decode([*begin, *drawn]))
 
 
 def make_facts(cfg, model, tokenizer, opened, rows):
     """Return what a run must be continued with, but for the phases of its mixture."""
-    facts = config.config_facts(cfg)
-    facts |= {"model": attrs.asdict(model), "tokenizer": tokenizers.tokenizer_hash(tokenizer)}
-    facts |= {"rows": packing.bins_hash(rows.bins)}
+    facts = tk.config.config_facts(cfg)
+    facts |= {"model": attrs.asdict(model), "tokenizer": tk.tokenizers.tokenizer_hash(tokenizer)}
+    facts |= {"rows": tk.packing.bins_hash(rows.bins)}
     facts |= {f"files of {name}": corpus.sources for name, corpus in opened.items()}
-    return facts | {f"fingerprint of {name}": corpora.fingerprint(x) for name, x in opened.items()}
+    return facts | {
+        f"fingerprint of {name}": tk.corpora.fingerprint(x) for name, x in opened.items()
+    }
 
 
 def train(cfg, run, tokenizer, model):
     """Go on from the last checkpoint, or begin, and train until `steps` or until a stop."""
-    ps, loss = run.ps, losses.next_token_linear
+    ps, loss = run.ps, tk.losses.next_token_linear
     run.say(f"reading {', '.join(map(str, cfg.data)) or 'the source of the standard library'}")
     opened = open_corpora(cfg, tokenizer)
     mix, held, reports = pack(cfg, run, opened)
     phases = make_phases(cfg, mix.num_rows)
     stages, optimizer = build(cfg, ps, model)
     size = {"rows_per_step": cfg.batch.rows, "dtype": cfg.dtype}
-    run.say(parallel.start_lines(stages, ps, mix.bins, **size))
-    loss = losses.by_source(tuple(opened), loss) if len(opened) > 1 else loss
+    run.say(tk.parallel.start_lines(stages, ps, mix.bins, **size))
+    loss = tk.losses.by_source(tuple(opened), loss) if len(opened) > 1 else loss
     order = {"schedule": cfg.layout.schedule, "reduce": cfg.layout.reduce}
     forward_backward = tk.bind_forward_backward(stages, loss, axis=ps.pp, **order)
     train_step = make_train_step(cfg, ps, stages, optimizer, forward_backward)
     evaluate = bind_evaluation(cfg, ps, held, stages, loss)
-    rows_at = sampling.rows_of_mixture(
-        mix.num_rows, phases, rows_per_step=cfg.batch.rows, seed=cfg.seed
-    )
-    share = {
-        "place": ps.place,
-        "rows_per_microbatch": cfg.batch.microbatch,
-        "pad_id": tokenizer.pad_id or 0,
-    }
-    make_batch = functools.partial(tk.step_batch, mix, rows_at, **share)
+    order = {"rows_per_step": cfg.batch.rows, "seed": cfg.seed}
+    rows_at = tk.sampling.rows_of_mixture(mix.num_rows, phases, **order)
+    share = {"place": ps.place, "rows_per_microbatch": cfg.batch.microbatch}
+    pad_id = tokenizer.pad_id or 0
+    make_batch = functools.partial(tk.step_batch, mix, rows_at, pad_id=pad_id, **share)
     facts = make_facts(cfg, model, tokenizer, opened, mix)
-    facts_at = sampling.facts_with_phases(facts, phases)
-    changes = config.changes_of(cfg)
+    facts_at = tk.sampling.facts_with_phases(facts, phases)
+    changes = tk.config.changes_of(cfg)
     state = run.resume(stages, optimizer, facts=facts_at, changes=changes, request=cfg.resume)
     stop, around = None, {"steps": cfg.steps, "keeping": cfg.keeping, "policy": cfg.policy}
     with (
-        data.prefetch(make_batch, state.cursor, device=ps.device) as next_batch,
+        tk.data.prefetch(make_batch, state.cursor, device=ps.device) as next_batch,
         run.loop(state, stages, optimizer, replay=forward_backward, **around) as loop,
     ):
         for name, report in reports.items():
@@ -239,30 +212,31 @@ def train(cfg, run, tokenizer, model):
             batch = next_batch(state.cursor)
             state, metrics = train_step(state, batch)
             state = loop.after(state, metrics, batch)
-            if len(held) and schedules.due(state.step, cfg.eval_every, last=cfg.steps):
+            if len(held) and tk.schedules.due(state.step, cfg.eval_every, last=cfg.steps):
                 state = loop.evaluated(state, evaluate)
                 run.say(sample(cfg, ps, stages, tokenizer, held))
             stop = loop.keep(state)
     if stop:
-        return runtime.SAVED
+        return tk.runtime.SAVED
     run.finish(state, stages, optimizer)
     return 0
 
 
 def main(argv=None):
     """Read the configuration, refuse a layout that does not fit, open the process groups, train."""
-    cfg = config.load_config(Config, argv)
-    name = tokenizers.find_tokenizer(cfg.tokenizer, cfg.data)
-    cfg = attrs.evolve(cfg, tokenizer=name, dtype=parallel.choose_dtype(cfg.dtype))
-    tokenizer = tokenizers.open_tokenizer(name)
-    vocab_size = models.round_up_vocabulary(tokenizer.vocab_size)
-    model = models.decoder_config(cfg.size, vocab_size=vocab_size)
-    world = tk.mesh.world_size()
-    parallel.refuse(parallel.problems(cfg.layout, model, cfg.batch, world=world))
-    told = config.plain_values(cfg)
+    cfg = tk.config.load_config(Config, argv)
+    name = tk.tokenizers.find_tokenizer(cfg.tokenizer, cfg.data)
+    cfg = attrs.evolve(cfg, tokenizer=name, dtype=tk.parallel.choose_dtype(cfg.dtype))
+    tokenizer = tk.tokenizers.open_tokenizer(name)
+    vocab_size = tk.models.round_up_vocabulary(tokenizer.vocab_size)
+    model = tk.models.decoder_config(cfg.size, vocab_size=vocab_size)
+    tk.parallel.refuse(
+        tk.parallel.problems(cfg.layout, model, cfg.batch, world=tk.mesh.world_size())
+    )
+    told = tk.config.plain_values(cfg)
     with tk.open_run(cfg.out, layout=cfg.layout, limits=cfg.limits, config=told) as run:
         return train(cfg, run, tokenizer, model)
 
 
 if __name__ == "__main__":
-    runtime.leave(main)
+    tk.runtime.leave(main)

@@ -89,7 +89,7 @@ def build(layout, ps):
     config = model_config(layout)
     plan = [tensor(), sequence(), recompute(layout.recompute)]
     plan += [compiled(backend="aot_eager")] if layout.compiled else []
-    plan += [fsdp(reshard_after_forward=layout.reshard)]
+    plan += [fsdp(tk.Layout(reshard_after_forward=layout.reshard))]
     stages = tk.build_stages(
         lambda: Decoder(config, head="hidden").to(layout.dtype),
         ps,

@@ -21,7 +21,7 @@ from trainkit.mesh.table import Seat, find_trouble, missing_ranks
 from trainkit.runtime import startup
 from trainkit.runtime.startup import agree_at_start, code_facts, find_difference, probe
 from trainkit.testing import run_ranks
-from trainkit.types import SOLO, ConfigError, PeerError, PreemptedError, Share
+from trainkit.types import SOLO, ConfigError, Layout, PeerError, PreemptedError, Share
 
 
 @pytest.fixture(scope="module")
@@ -309,4 +309,4 @@ def test_offloading_over_groups_without_the_cpu_is_refused():
     ps = attrs.evolve(mesh.solo_parallel(), fsdp=of_backends("cuda:nccl"))
     model = torch.nn.ModuleDict({"layers": torch.nn.ModuleList([torch.nn.Linear(2, 2)])})
     with pytest.raises(ValueError, match="communicates over nccl alone, which cannot sum them"):
-        fsdp(cpu_offload=True)(model, ps)
+        fsdp(Layout(cpu_offload=True))(model, ps)

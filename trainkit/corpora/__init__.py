@@ -11,6 +11,7 @@ from trainkit.corpora.open import (
     held_out,
     held_out_documents,
     hold_out,
+    open_conversations,
     open_corpus,
     trainable_tokens,
 )
@@ -36,6 +37,7 @@ __all__ = [
     "is_library_source",
     "join_corpora",
     "memory_corpus",
+    "open_conversations",
     "open_corpus",
     "open_tokens",
     "read_records",

@@ -10,10 +10,11 @@ import attrs
 import numpy as np
 
 from trainkit.corpora.joined import JoinedCorpus, join_corpora, joint_digest
+from trainkit.corpora.library import docstring_conversations
 from trainkit.corpora.records import document_files, read_records, record_place
 from trainkit.corpora.shards import open_shard, open_shards, tokens_at
 from trainkit.corpora.text import TEXT_SUFFIXES, check_readable
-from trainkit.corpora.tokens import TokenCorpus, gathered
+from trainkit.corpora.tokens import TokenCorpus, gathered, memory_corpus
 from trainkit.hashing import GOLDEN, MASK64, hash_box, key_of, mix
 from trainkit.jit import jit
 from trainkit.tokenizers import byte_tokenizer, covered_hashes, text_encoder
@@ -192,6 +193,49 @@ def _hold_out(key: np.uint64, one_in: np.uint64, chosen: Any) -> None:
     for number in range(chosen.size):
         place = key + np.uint64(number) * np.uint64(GOLDEN)
         chosen[number] = mix(place) % one_in == 0
+
+
+def open_conversations(
+    path: Path | None, encode: Encode, *, tokenizer: Any
+) -> TokenCorpus | JoinedCorpus:
+    """Open conversations as a corpus that says which of its tokens are trained on.
+
+    Args:
+        path: A .jsonl, .parquet or .arrow file with a field `messages`, or a .tokens file that was
+            made of such; None for those of `docstring_conversations`.
+        encode: From a record to a `Sample`, from `chat.chat_encoder`.
+        tokenizer: What `encode` takes, with its `vocab_size`; or what made the .tokens file.
+
+    Raises:
+        DataError: As `open_corpus`; or a .tokens file does not say which tokens are trained on.
+
+    Examples:
+        >>> import tempfile
+        >>> from trainkit.chat import CHATML_SPECIAL, TEMPLATES, chat_encoder
+        >>> tokenizer = byte_tokenizer(CHATML_SPECIAL)
+        >>> encode = chat_encoder(tokenizer, template=TEMPLATES["chatml"])
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     file = Path(folder) / "a.jsonl"
+        ...     turns = '{"role": "user", "content": "1"}, {"role": "assistant", "content": "2"}'
+        ...     _ = file.write_text('{"messages": [' + turns + "]}")
+        ...     corpus = open_conversations(file, encode, tokenizer=tokenizer)
+        >>> int(corpus.trained.sum())
+        2
+    """
+    if path is None:
+        names, records = zip(*docstring_conversations(), strict=True)
+        samples, vocab_size = map(encode, records), tokenizer.vocab_size
+        return memory_corpus(samples, vocab_size=vocab_size, names=names)
+    if path.suffix != ".tokens":
+        return open_corpus(path, encode=encode)
+    corpus = open_corpus(path, tokenizer=tokenizer)
+    if isinstance(corpus, TokenCorpus) and corpus.trained is None:
+        raise DataError(
+            f"{path}: nothing says which of its tokens the assistant said; write it with "
+            "python -m trainkit prepare --messages",
+            where=path,
+        )
+    return corpus
 
 
 def hold_out(

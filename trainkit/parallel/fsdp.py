@@ -15,11 +15,10 @@ from trainkit.types import Layout, ParallelState
 
 
 def fsdp(
+    layout: Layout | None = None,
     *,
     blocks: str = "layers.*",
     reduce_dtype: torch.dtype | None = torch.float32,
-    reshard_after_forward: bool = True,
-    cpu_offload: bool = False,
 ) -> Transform:
     """Return the transform that shards over `ps.fsdp` and replicates over `ps.dp_replicate`.
 
@@ -29,13 +28,14 @@ def fsdp(
     placements, and are sharded once more. A frozen parameter is sharded, and gets no gradient.
 
     Args:
+        layout: Its `reshard_after_forward` says whether a block's gathered parameters are freed
+            between forward and backward (a zero-bubble pipeline schedule needs False: with True its
+            gradients come out wrong); its `cpu_offload` whether shards of parameters, gradients and
+            optimizer state stay in host memory, where they are stepped; a block is then copied to
+            the device for its forward and its backward.
         blocks: The name pattern of the blocks.
         reduce_dtype: The dtype to sum gradients in where `precision` has lowered that of the
             computation.
-        reshard_after_forward: Free a block's gathered parameters between forward and backward. A
-            zero-bubble pipeline schedule needs False: with True its gradients come out wrong.
-        cpu_offload: Keep shards of parameters, gradients and optimizer state in host memory, and
-            step there; a block is copied to the device for its forward and its backward.
 
     Returns:
         A transform for `build_stages`. Gradients are summed, in the dtype of the parameters.
@@ -54,6 +54,8 @@ def fsdp(
         >>> fsdp()(model, solo_parallel()) is model
         True
     """
+    layout = layout or Layout()
+    cpu_offload, reshard_after_forward = layout.cpu_offload, layout.reshard_after_forward
 
     def apply(module: nn.Module, ps: ParallelState) -> nn.Module:
         if ps.fsdp.count == 1 and ps.dp_replicate.count == 1:

@@ -13,8 +13,8 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from trainkit.batch.shards import contiguous_shard
 from trainkit.collectives import gather_replicated
-from trainkit.layout import contiguous_shard
 from trainkit.models.decoder import Decoder
 from trainkit.parallel.naming import canonical_name
 from trainkit.parallel.reduction import mark_partial_

@@ -288,7 +288,7 @@ def _flops_of_attention(job: Job, layout: Layout, pp_rank: int) -> float:
 
 def _bandwidth(axis: str, layout: Layout, hardware: Hardware) -> float:
     """Return the bandwidth of an axis: inside a node if it spans no more ranks than one has."""
-    world = layout.axes["world"]
-    outermost = min(map(world.index, layout.axes[axis]))
-    span = math.prod(map(layout.count, world[outermost:]))
-    return hardware.inside if span <= hardware.ranks_per_node else hardware.between
+    outermost = layout.axes["world"].index(layout.axes[axis][0])
+    spans = math.prod(layout.count(name) for name in layout.axes["world"][outermost:])
+    inside = spans <= hardware.ranks_per_node
+    return hardware.inside if inside else hardware.between

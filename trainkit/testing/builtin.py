@@ -124,7 +124,7 @@ def decoder_plan(ps: Any, case: Case) -> list[Transform]:
 
 
 def _sharded(layout: Layout) -> Transform:
-    return fsdp(reshard_after_forward=layout.reshard_after_forward, cpu_offload=layout.cpu_offload)
+    return fsdp(layout)
 
 
 def exact_plan(ps: Any, case: Case) -> list[Transform]:
