@@ -21,7 +21,7 @@ from trainkit.corpora.text import (
     opened,
     texts_of,
 )
-from trainkit.types import ConfigError, DataError
+from trainkit.types import DataError, needs_extra
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -323,12 +323,7 @@ def _reading(path: Path) -> Iterator[None]:
 
 
 def _pyarrow() -> Any:
-    try:
+    with needs_extra("data"):
         import pyarrow as pa  # noqa: PLC0415 (optional)
         import pyarrow.ipc  # noqa: PLC0415 (optional)
-    except ImportError as error:
-        command = 'pip install "trainkit-lm[data]"'
-        raise ConfigError(
-            f"pyarrow is missing: {command}", where="pyarrow", hint=command
-        ) from error
     return pa
