@@ -12,26 +12,28 @@ from strategies import batches, corpus_of, packed
 
 from trainkit.attention import sdpa
 from trainkit.batch import (
-    Along,
     batch_hash,
     batch_of_rows,
     blank_batch,
     collate_bins,
     count_tokens,
     count_valid_tokens,
-    pad_stack,
-    pooling_mask,
-    shard_tree,
     shift_labels,
-    shift_tokens,
     spans,
     split_batch,
     to_device,
-    unshard_tree,
 )
+from trainkit.batch.shards import shard_sequence
 from trainkit.corpora.joined import join_corpora
 from trainkit.corpora.tokens import TokenCorpus
-from trainkit.layout import shard_sequence
+from trainkit.loaders import (
+    Along,
+    pad_stack,
+    pooling_mask,
+    shard_tree,
+    shift_tokens,
+    unshard_tree,
+)
 from trainkit.packing import pack_bins
 from trainkit.testing.deal import deal_batch
 from trainkit.types import IGNORED_LABEL, Bins, DataError, Share, Spans
@@ -303,7 +305,7 @@ def test_padding_is_short_spans_wherever_it_comes_from(ring):
     corpus, solo, multiple_of = corpus_of([3]), Share(0, 1), 2 * ring
     bins = pack_bins(corpus.lengths, 3072, multiple_of=multiple_of)
     row, filled = (collate_bins(corpus, bins, x, row_positions=x) for x in ([0], [0, -1]))
-    [dealt] = deal_batch(row, solo, rows_per_microbatch=2, ring=solo, ulysses=solo)
+    [dealt] = deal_batch(row, rows_per_microbatch=2)
     whole = [row, filled, dealt, blank_batch(2, 3072, multiple_of=multiple_of)]
     for batch in [*whole, *(shard_sequence(x, ring=Share(0, ring), ulysses=solo) for x in whole)]:
         lengths = batch.spans.lengths

@@ -34,6 +34,7 @@ WITHOUT_EXAMPLE = {
     "corpora.open_tokens": "works on the disk: the example of write_corpus calls it",
     "files.commit_folder": "works on the disk: new_folder calls it",
     "files.recover_folder": "works on the disk: new_folder calls it",
+    "files.remove_abandoned": "works on the disk: new_folder calls it",
     "files.disk_errors": "works on the disk: write_corpus is built on it",
     "files.replacing": "works on the disk: write_corpus is built on it",
     "collectives.backends_of": "asks a process group: communication_device calls it",
