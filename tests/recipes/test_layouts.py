@@ -132,7 +132,7 @@ def test_long_context_refuses_a_directory_without_text_and_says_when_a_run_is_co
 
 def test_the_documents_of_long_context_are_long():
     recipe = load("long_context")
-    tokenizer = recipe.tokenizers.open_tokenizer("bytes")
+    tokenizer = recipe.tk.tokenizers.open_tokenizer("bytes")
     corpus = recipe.open_documents(recipe.Config(), tokenizer)
     lengths = dict(zip(corpus.names, corpus.lengths.tolist(), strict=True))
     assert lengths["asyncio"] > 400_000
