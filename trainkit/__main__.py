@@ -1,7 +1,25 @@
 """`python -m trainkit COMMAND`: tools around a run.
 
-On a terminal they print tables and sentences; elsewhere, and with `--json`, records are JSON, and
-so are errors. Either way errors have exit codes.
+On a terminal they print tables and sentences; elsewhere, and with --json, records are JSON, and so
+is an error: {"error": ..., "hint": ...}. Either way errors have exit codes.
+
+Training itself is a recipe, python recipes/pretrain.py; these commands stand around it:
+
+  python -m trainkit plan --size llama-3.1-8b --world 8 --hardware h100 --row-length 8192
+                                               which layouts fit, and how fast each would be
+  python -m trainkit prepare books/ --out books.tokens
+                                               text into tokens, once, in parallel
+  python -m trainkit data show books.tokens    what is in it; data verify reads every byte
+  python -m trainkit pack books.tokens --capacity 4096
+                                               what packing it into rows would come to
+  python -m trainkit checkpoint ls runs/mine   what a run has saved; also verify, diff, prune,
+                                               export and convert
+  python -m trainkit certify --world 2         that two ranks compute what one computes
+
+Each explains itself, with examples: python -m trainkit COMMAND --help
+
+Exit codes: 0 fine, 64 wrong use, 65 data, 66 a checkpoint, 67 numbers, 70 a bug, 74 the disk, 76
+interrupted.
 """
 
 from __future__ import annotations
@@ -26,29 +44,6 @@ COMMANDS = {
     "certify": certify,
 }
 
-_EPILOG = """\
-Training itself is a recipe, python recipes/pretrain.py; these commands stand around it:
-
-  python -m trainkit plan --size llama-3.1-8b --world 8 --hardware h100 --row-length 8192
-                                               which layouts fit, and how fast each would be
-  python -m trainkit prepare books/ --out books.tokens
-                                               text into tokens, once, in parallel
-  python -m trainkit data show books.tokens    what is in it; data verify reads every byte
-  python -m trainkit pack books.tokens --capacity 4096
-                                               what packing it into rows would come to
-  python -m trainkit checkpoint ls runs/mine   what a run has saved; also verify, diff, prune,
-                                               export and convert
-  python -m trainkit certify --world 2         that two ranks compute what one computes
-
-Each explains itself, with examples: python -m trainkit COMMAND --help
-
-On a terminal they print text. Into a pipe or a file, and with --json, records are JSON, and so is
-an error: {"error": ..., "hint": ...}.
-
-Exit codes: 0 fine, 64 wrong use, 65 data, 66 a checkpoint, 67 numbers, 70 a bug, 74 the disk, 76
-interrupted.
-"""
-
 
 class _Parser(argparse.ArgumentParser):
     """A parser whose errors are ours."""
@@ -60,8 +55,7 @@ class _Parser(argparse.ArgumentParser):
 def _parser() -> argparse.ArgumentParser:
     parser = _Parser(
         prog="python -m trainkit",
-        description="Tools around a training run.",
-        epilog=_EPILOG,
+        description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     commands = parser.add_subparsers(dest="command", required=True)

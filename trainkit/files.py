@@ -307,3 +307,21 @@ def _toml(value: Any) -> str:
     if isinstance(value, Sequence):
         return f"[{', '.join(map(_toml, value))}]"
     raise TypeError(f"toml_text: {value!r} is no str, number, bool, None or list")
+
+
+def point_nowhere(stream: Any) -> None:
+    """Let what is written to a file from now on go nowhere, as its reader has left.
+
+    Effects:
+        Points the descriptor of `stream` at the null device.
+
+    Examples:
+        >>> reader, writer = os.pipe()
+        >>> with open(writer, "w") as stream:
+        ...     os.close(reader)
+        ...     point_nowhere(stream)
+        ...     print("read by nobody", file=stream)
+    """
+    null = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(null, stream.fileno())
+    os.close(null)

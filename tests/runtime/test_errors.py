@@ -16,13 +16,13 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from trainkit.files import point_nowhere
 from trainkit.runtime.directory import make_run_dir
 from trainkit.runtime.errors import (
     SAVED,
     error_code,
     last_words,
     leave,
-    point_nowhere,
     report_errors,
 )
 from trainkit.testing import run_ranks

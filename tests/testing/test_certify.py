@@ -27,10 +27,7 @@ from trainkit.testing.certify import certify
 from trainkit.testing.deal import deal_batch
 from trainkit.testing.exact import ExactModel, call_exact, exact_batch, exact_weights, squares
 from trainkit.testing.train import relative
-from trainkit.types import Layout, Share
-
-SOLO = Share(0, 1)
-
+from trainkit.types import Layout, Place, Share
 
 # ------------------------------------------------------------------------------------ a user's own
 
@@ -262,9 +259,7 @@ def test_dealt_rows_are_those_of_the_batch_and_blank_ones():
     batch = exact_batch(0)
     batch = attrs.evolve(batch, extra={"weight": torch.rand(8, 16)})
     shares = [Share(rank, 3) for rank in range(3)]
-    dealt = [
-        deal_batch(batch, share, rows_per_microbatch=1, ring=SOLO, ulysses=SOLO) for share in shares
-    ]
+    dealt = [deal_batch(batch, Place(share), rows_per_microbatch=1) for share in shares]
     assert [len(microbatches) for microbatches in dealt] == [3, 3, 3]
     rows = [row for microbatches in dealt for row in microbatches]
     blank = [row for row in rows if (row.token_index < 0).all()]

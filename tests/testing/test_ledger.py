@@ -65,10 +65,7 @@ def ledgers_of(case):
             reduce=case.layout.reduce,
             call=tk.call_with_noise,
         )
-        shares = {"ring": ps.ring.share, "ulysses": ps.ulysses.share}
-        batches = deal_batch(
-            decoder_batch(0), ps.dp.share, rows_per_microbatch=4 // case.world, **shares
-        )
+        batches = deal_batch(decoder_batch(0), ps.place, rows_per_microbatch=4 // case.world)
 
         def finish():
             tk.sync_sp_grads(params, ps.sp_unfolded)

@@ -1,33 +1,12 @@
 """`python -m trainkit certify`: show that the layouts give the numbers of one process.
 
-It trains a tiny decoder for three steps on one process and in each layout, on this machine's CPUs,
-and prints how far they are apart. Exits with 67 when a layout is outside the bound of its tier.
-"""
-
-from __future__ import annotations
-
-import argparse
-from fnmatch import fnmatchcase
-from typing import TYPE_CHECKING, Any
-
-from trainkit.runtime.errors import say_on_stderr
-from trainkit.types import ConfigError
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from trainkit.testing.cases import Case
-
-_DESCRIPTION = """\
 Train a tiny decoder for three steps on one process, and again in each layout of 1 to 8 ranks, and
 print the largest differences from one process: of the loss, of the gradient norm, and of every
 parameter, buffer and number of the optimizer after the last step, each max|a - b| / max|b|. A tied
 decoder, one with dropout, one of which half is frozen, and a model in plain torch follow in fewer
 layouts. Ranks are processes on this machine's CPUs: no GPU and no launcher is needed. For your own
 model call trainkit.testing.certify.
-"""
 
-_EPILOG = """\
 A layout's name is its degrees and its choices:
   dp2           parameters sharded over 2 ranks        replica2    2 replicas of them
   tp2           tensor parallel                        pp2, gpipe  2 stages, by GPipe
@@ -43,6 +22,20 @@ Examples:
 A row is red when a number is outside the bound, when a step trained on other tokens, or when the
 layout failed; the reason follows below the table, and the exit code is 67.
 """
+
+from __future__ import annotations
+
+import argparse
+from fnmatch import fnmatchcase
+from typing import TYPE_CHECKING, Any
+
+from trainkit.runtime.errors import say_on_stderr
+from trainkit.types import ConfigError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from trainkit.testing.cases import Case
 
 _PAGE = """
 # The certificate
@@ -66,8 +59,7 @@ def add(commands: Any) -> None:
     certify = commands.add_parser(
         "certify",
         help="show that the layouts give the numbers of one process",
-        description=_DESCRIPTION,
-        epilog=_EPILOG,
+        description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     certify.add_argument(

@@ -2,25 +2,7 @@
 
 Each prints a table on a terminal, JSON elsewhere. What does not verify ends with 66. Only `export`,
 `convert` and `diff --values` import torch.
-"""
 
-from __future__ import annotations
-
-import argparse
-import functools
-from pathlib import Path
-from typing import Any
-
-from trainkit.checkpoint.listing import describe_checkpoint
-from trainkit.checkpoint.manifest import find_checkpoint, list_checkpoints
-from trainkit.checkpoint.plain import owner_problems
-from trainkit.checkpoint.retention import Retention, apply_retention
-from trainkit.runtime.errors import say_on_stderr
-from trainkit.types import CheckpointError
-
-_DAMAGED = 66
-
-_EPILOG = """\
 What is there, newest first, without reading it all; and with every byte hashed:
 
   python -m trainkit checkpoint ls runs/mine
@@ -51,14 +33,29 @@ Exit codes: 0 fine, 1 two checkpoints differ, 64 wrong use (a target that exists
 does not verify or is refused, 74 the disk is full or cannot be written.
 """
 
+from __future__ import annotations
+
+import argparse
+import functools
+from pathlib import Path
+from typing import Any
+
+from trainkit.checkpoint.listing import describe_checkpoint
+from trainkit.checkpoint.manifest import find_checkpoint, list_checkpoints
+from trainkit.checkpoint.plain import owner_problems
+from trainkit.checkpoint.retention import Retention, apply_retention
+from trainkit.runtime.errors import say_on_stderr
+from trainkit.types import CheckpointError
+
+_DAMAGED = 66
+
 
 def add(commands: Any) -> None:
     """Describe the command's flags to the subparsers of `python -m trainkit`."""
     checkpoint = commands.add_parser(
         "checkpoint",
         help="list, verify, compare, delete, export and convert checkpoints",
-        description="Look after checkpoints: tables on a terminal, JSON elsewhere.",
-        epilog=_EPILOG,
+        description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     actions = checkpoint.add_subparsers(dest="action", required=True)

@@ -1,25 +1,11 @@
-"""`python -m trainkit plan`: which layouts a model has on some machines, and what each would cost.
+r"""`python -m trainkit plan`: which layouts a model has on some machines, and what each would cost.
 
 Nothing is trained and nothing is started: all figures follow from shapes, by `trainkit.planning`.
-"""
 
-from __future__ import annotations
-
-import argparse
-from typing import TYPE_CHECKING, Any
-
-if TYPE_CHECKING:
-    from trainkit.models.config import DecoderConfig
-    from trainkit.planning import Hardware
-    from trainkit.types import Layout
-
-_DESCRIPTION = """\
-List every way to spread a model over some ranks, as degrees of pipeline (pp), data (dp_replicate,
+It lists the ways to spread a model over ranks, as degrees of pipeline (pp), data (dp_replicate,
 dp_shard), sequence (ring, ulysses) and tensor parallelism (tp), with the memory each rank needs,
-what it sends in a step, and an estimate of the step's time; and say what does not fit, and why.
-"""
+what it sends in a step, and an estimate of the step's time; and says what does not fit, and why.
 
-_EPILOG = """\
 The columns: peak is the most that a rank holds at any moment, in GiB. The next are the largest of
 each kind, which are not all there at once: parameters, gradients and optimizer state in fp32, what
 waits for backward (activ.), the output layer and the loss (logits), FSDP's gathered blocks and
@@ -31,15 +17,14 @@ The step's time is an estimate that puts layouts in an order, not a promise: ari
 beside arithmetic.
 
 Examples:
-
   python -m trainkit plan --size llama-3.1-8b --world 8 --hardware h100 --row-length 8192
 
   # longer rows: only layouts with tensor parallelism of 2, with everything computed again
-  python -m trainkit plan --size llama-3.1-8b --world 16 --row-length 131072 --rows 16 \\
+  python -m trainkit plan --size llama-3.1-8b --world 16 --row-length 131072 --rows 16 \
       --tp 2 --recompute full
 
   # FSDP over dp_shard alone, not over the ring; its shards and the optimizer on the host
-  python -m trainkit plan --size llama-3.1-8b --world 16 --row-length 65536 --rows 16 \\
+  python -m trainkit plan --size llama-3.1-8b --world 16 --row-length 65536 --rows 16 \
       --fold-sp none --cpu-offload
 
   # your own machines: 4 GPUs of 24 GiB in each node
@@ -54,14 +39,23 @@ then every rank holds them whole; what is too large for that, but fits with --re
 A layout from the table goes to a recipe as it stands: --dp-shard 4 --tp 2.
 """
 
+from __future__ import annotations
+
+import argparse
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from trainkit.models.config import DecoderConfig
+    from trainkit.planning import Hardware
+    from trainkit.types import Layout
+
 
 def add(commands: Any) -> None:
     """Describe the command's flags to the subparsers of `python -m trainkit`."""
     plan = commands.add_parser(
         "plan",
         help="list layouts for a model, with memory, communication and time",
-        description=_DESCRIPTION,
-        epilog=_EPILOG,
+        description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     _add_work(plan.add_argument_group("what is trained"))

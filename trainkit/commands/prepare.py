@@ -1,35 +1,8 @@
 """`python -m trainkit prepare SOURCE --out FILE.tokens`: text into a token file, in parallel.
 
-What it does is `trainkit.prepare.prepare_corpus`; here are its flags, its progress, and the
-tokenizer.
-"""
+Text is tokenised once, as `trainkit.prepare.prepare_corpus` does it, and opened in no time by any
+run.
 
-from __future__ import annotations
-
-import argparse
-import sys
-import time
-from fnmatch import fnmatchcase
-from functools import partial
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
-
-import attrs
-
-from trainkit.runtime.errors import say_on_stderr
-from trainkit.types import ConfigError, DataError
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
-
-    from trainkit.prepare.prepare import Prepared, Progress
-    from trainkit.types import Tokenizer
-
-_TEMPLATES = ("chatml", "llama3", "qwen3")
-_SAMPLE = 256 << 20  # characters of text that a BPE is trained on at most
-_INTERRUPTED = 76
-
-_EPILOG = """\
 A source is a directory of text files (each one document), a file of .jsonl, .parquet or .arrow
 (each line or row one), or a directory of such files. Nothing is skipped: a document that cannot be
 read or encoded ends the command, and is named by file and line.
@@ -60,14 +33,38 @@ A command that was stopped goes on when it is given again: finished parts lie in
 corpus is written.
 """
 
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from fnmatch import fnmatchcase
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import attrs
+
+from trainkit.runtime.errors import say_on_stderr
+from trainkit.types import ConfigError, DataError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+    from trainkit.prepare.prepare import Prepared, Progress
+    from trainkit.types import Tokenizer
+
+_TEMPLATES = ("chatml", "llama3", "qwen3")
+_SAMPLE = 256 << 20  # characters of text that a BPE is trained on at most
+_INTERRUPTED = 76
+
 
 def add(commands: Any) -> None:
     """Describe the command's flags to the subparsers of `python -m trainkit`."""
     parser = commands.add_parser(
         "prepare",
         help="turn text into a token file, in parallel",
-        description="Turn text into a token file: tokenised once, opened in no time by any run.",
-        epilog=_EPILOG,
+        description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("source", type=Path, nargs="+", help="directories or files, in order")

@@ -288,14 +288,7 @@ def _flops_of_attention(job: Job, layout: Layout, pp_rank: int) -> float:
 
 def _bandwidth(axis: str, layout: Layout, hardware: Hardware) -> float:
     """Return the bandwidth of an axis: inside a node if it spans no more ranks than one has."""
-    spans = {
-        "tp": layout.tp,
-        "ulysses": layout.ulysses * layout.tp,
-        "ring": layout.count("sp") * layout.tp,
-        "sp": layout.count("sp") * layout.tp,
-        "fsdp": layout.dp_shard * layout.count("sp") * layout.tp,
-        "dp_replicate": layout.count("dp") * layout.count("sp") * layout.tp,
-        "pp": layout.world,
-    }
-    inside = spans[axis] <= hardware.ranks_per_node
+    outermost = layout.axes["world"].index(layout.axes[axis][0])
+    spans = math.prod(layout.count(name) for name in layout.axes["world"][outermost:])
+    inside = spans <= hardware.ranks_per_node
     return hardware.inside if inside else hardware.between

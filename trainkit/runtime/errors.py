@@ -23,6 +23,7 @@ from typing import Any, NoReturn
 
 import orjson
 
+from trainkit.files import point_nowhere
 from trainkit.types import TrainkitError
 
 SAVED = 75
@@ -132,24 +133,6 @@ def _is_terminal(stream: Any) -> bool:
         return stream.isatty()
     except (OSError, ValueError, AttributeError):  # closed, or none at all
         return False
-
-
-def point_nowhere(stream: Any) -> None:
-    """Let what is written to a file from now on go nowhere, as its reader has left.
-
-    Effects:
-        Points the descriptor of `stream` at the null device.
-
-    Examples:
-        >>> reader, writer = os.pipe()
-        >>> with open(writer, "w") as stream:
-        ...     os.close(reader)
-        ...     point_nowhere(stream)
-        ...     print("read by nobody", file=stream)
-    """
-    null = os.open(os.devnull, os.O_WRONLY)
-    os.dup2(null, stream.fileno())
-    os.close(null)
 
 
 def _has_no_reader(stream: Any) -> bool:

@@ -150,21 +150,25 @@ def has_stopped(member: Member, here: str) -> bool:
     """
     if member.place != here or is_gone(member, here):
         return False
-    return (_status_of(member.pid) or [])[:1] == [b"T"]
+    return (status_of(member.pid) or [])[:1] == [b"T"]
 
 
 def _start_of(pid: int) -> str | None:
     """Return when a process started, in the kernel's ticks; "ended" if it has; None: who knows."""
-    status = _status_of(pid)
+    status = status_of(pid)
     if status is None:
         return None
     return "ended" if not status or status[0] in b"ZXx" else status[19].decode()
 
 
-def _status_of(pid: int) -> list[bytes] | None:
+def status_of(pid: int) -> list[bytes] | None:
     """Return what Linux says of a process, from its state on; nothing if there is none.
 
     None is returned where nobody can tell: without `/proc`, or with no file left to open.
+
+    Examples:
+        >>> status_of(2**22 + 1)  # no process has this number
+        []
     """
     try:
         return Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].split()

@@ -21,7 +21,6 @@ import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import timedelta
-from pathlib import Path
 from typing import Any, NoReturn
 
 import numpy as np
@@ -29,8 +28,10 @@ import torch
 import torch.distributed as dist
 
 from trainkit.collectives import all_gather_json
+from trainkit.files import point_nowhere
 from trainkit.mesh import twin_axis
-from trainkit.runtime.errors import error_code, last_words, point_nowhere
+from trainkit.runtime.errors import error_code, last_words
+from trainkit.runtime.peers import status_of
 from trainkit.types import (
     Axis,
     CheckpointError,
@@ -178,11 +179,9 @@ def _leave_at_once(words: bytes) -> NoReturn:
 
 
 def _has_terminal(pid: int) -> bool:
-    """Return whether a process has a controlling terminal (the seventh field of its stat)."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[4] != "0"
-    except OSError:
-        return False
+    """Return whether a process has a controlling terminal."""
+    status = status_of(pid)
+    return bool(status) and status[4] != b"0"
 
 
 @contextlib.contextmanager

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Mapping
 from datetime import timedelta
 from typing import Any, TextIO
 
-from trainkit.runtime.errors import point_nowhere
+from trainkit.files import point_nowhere
 from trainkit.types import Sink, needs_extra
 
 _BAR_SECONDS = 0.1

@@ -9,41 +9,38 @@ import torch
 
 from trainkit.batch import blank_batch, split_batch
 from trainkit.batch.shards import shard_sequence, spans_of_lengths
+from trainkit.data.steps import WHOLE
 from trainkit.sampling import share_of_rows
-from trainkit.types import BATCH_TENSORS, IGNORED_LABEL, Batch, Share
+from trainkit.types import BATCH_TENSORS, IGNORED_LABEL, Batch, Place
 
 
 def deal_batch(
-    batch: Batch, share: Share, *, rows_per_microbatch: int | None, ring: Share, ulysses: Share
+    batch: Batch, place: Place = WHOLE, *, rows_per_microbatch: int | None = None
 ) -> list[Batch]:
-    """Return one rank's microbatches of a global batch, as `step_batch` deals a corpus' rows.
+    """Return one rank's microbatches of a global batch, as `deal_rows` deals those of a corpus.
 
     Args:
         batch: The global batch, `[R, S]`.
-        share: Which of the ranks that read different rows this is.
+        place: Which part of it the rank holds, `ps.place`; all by default.
         rows_per_microbatch: Rows in each microbatch, blank ones where they do not divide; None for
             all of this rank's rows at once.
-        ring: Which part of a sequence this rank holds for ring attention.
-        ulysses: Which part of that it holds for Ulysses.
 
     Raises:
         ValueError: There are more ranks than rows, or a sequence does not divide.
 
     Examples:
         >>> from trainkit.batch import blank_batch
-        >>> solo, half = Share(0, 1), Share(1, 2)
-        >>> dealt = deal_batch(
-        ...     blank_batch(4, 8), half, rows_per_microbatch=1, ring=solo, ulysses=solo
-        ... )
+        >>> from trainkit.types import Share
+        >>> dealt = deal_batch(blank_batch(4, 8), Place(Share(1, 2)), rows_per_microbatch=1)
         >>> len(dealt), dealt[0].input_ids.shape
         (2, torch.Size([1, 8]))
     """
     total = batch.input_ids.shape[0]
-    rows = rows_per_microbatch or -(-total // share.count)
-    places = share_of_rows(total, share, rows_per_microbatch=rows)
-    taken = _take_rows(batch, places.reshape(-1), multiple_of=2 * ring.count)
-    parts = split_batch(taken, places.shape[1])
-    return [shard_sequence(part, ring=ring, ulysses=ulysses) for part in parts]
+    rows = rows_per_microbatch or -(-total // place.rows.count)
+    positions = share_of_rows(total, place.rows, rows_per_microbatch=rows)
+    taken = _take_rows(batch, positions.reshape(-1), multiple_of=2 * place.ring.count)
+    parts = split_batch(taken, positions.shape[1])
+    return [shard_sequence(part, ring=place.ring, ulysses=place.ulysses) for part in parts]
 
 
 _BLANK = dict.fromkeys(BATCH_TENSORS, -1) | {"input_ids": 0, "labels": IGNORED_LABEL}

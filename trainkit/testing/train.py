@@ -196,13 +196,8 @@ def _train(training: Training, case: Case, make_stages: MakeStages) -> Outcome:
         )
         terms, norms, hashes = dict[str, list[float]](), list[Tensor](), list[int]()
         for step in range(training.steps):
-            batches = deal_batch(
-                training.make_batches(step),
-                ps.dp.share,
-                rows_per_microbatch=case.rows_per_microbatch,
-                ring=ps.ring.share,
-                ulysses=ps.ulysses.share,
-            )
+            whole = training.make_batches(step)
+            batches = deal_batch(whole, ps.place, rows_per_microbatch=case.rows_per_microbatch)
             hashes.append(int(all_sum(batch_hash(batches), ps.loss)))
             tokens = all_sum(count_valid_tokens(batches), ps.loss)
             sums = run(batches, denominator=tokens)
