@@ -112,7 +112,10 @@ def train(cfg, run, tokenizer, model):
     train_step = make_train_step(cfg, ps, stages, optimizer, forward_backward)
     rows_at = tk.sampling.rows_of_epochs(len(rows), rows_per_step=batch.rows, seed=cfg.seed)
     share = {"place": ps.place, "rows_per_microbatch": batch.microbatch}
-    make_batch = functools.partial(tk.step_batch, tk.Packed(corpus, rows), rows_at, **share)
+    pad_id = tokenizer.pad_id or 0
+    make_batch = functools.partial(
+        tk.step_batch, tk.Packed(corpus, rows), rows_at, pad_id=pad_id, **share
+    )
     stop, around = None, {"steps": cfg.steps, "keeping": cfg.keeping, "policy": cfg.policy}
     with (
         tk.data.prefetch(make_batch, state.cursor, device=ps.device) as next_batch,

@@ -195,7 +195,8 @@ def train(cfg, run, tokenizer, model):
     order = {"rows_per_step": cfg.batch.rows, "seed": cfg.seed}
     rows_at = tk.sampling.rows_of_mixture(mix.num_rows, phases, **order)
     share = {"place": ps.place, "rows_per_microbatch": cfg.batch.microbatch}
-    make_batch = functools.partial(tk.step_batch, mix, rows_at, **share)
+    pad_id = tokenizer.pad_id or 0
+    make_batch = functools.partial(tk.step_batch, mix, rows_at, pad_id=pad_id, **share)
     facts = make_facts(cfg, model, tokenizer, opened, mix)
     facts_at = tk.sampling.facts_with_phases(facts, phases)
     changes = tk.config.changes_of(cfg)

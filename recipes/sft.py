@@ -169,7 +169,8 @@ def train(cfg, run, tokenizer, model, init):
     evaluate = bind_evaluation(cfg, ps, held, stages, loss)
     rows_at = tk.sampling.rows_of_epochs(len(rows), rows_per_step=cfg.batch.rows, seed=cfg.seed)
     share = {"place": ps.place, "rows_per_microbatch": cfg.batch.microbatch}
-    make_batch = functools.partial(tk.step_batch, rows, rows_at, **share)
+    pad_id = tokenizer.pad_id or 0
+    make_batch = functools.partial(tk.step_batch, rows, rows_at, pad_id=pad_id, **share)
     facts, changes = make_facts(cfg, model, tokenizer, rows), tk.config.changes_of(cfg)
     state = run.resume(stages, optimizer, facts=facts, changes=changes, request=cfg.resume)
     if init and state.step == 0:

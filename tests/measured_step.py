@@ -9,7 +9,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 
 import trainkit as tk
-from trainkit.layout import shard_sequence
+from trainkit.batch.shards import shard_sequence
 from trainkit.losses import next_token, next_token_linear
 from trainkit.mesh import solo_parallel
 from trainkit.models import Decoder, call_model, init_weights

@@ -15,7 +15,7 @@ import house
 import pytest
 
 PACKAGE = Path(__file__).parents[1] / "trainkit"
-PURE = ["types", "jit", "hashing", "noise", "sampling", "packing", "layout", "batch"]
+PURE = ["types", "jit", "hashing", "noise", "sampling", "packing", "batch", "loaders"]
 PURE += ["schedules", "health"]
 ROOMS = [
     *PURE,
@@ -211,7 +211,7 @@ BAD = [
     (rooms_above_only, "batch.py", "import trainkit.mesh"),
     (rooms_above_only, "batch.py", "from trainkit import mesh"),
     (rooms_above_only, "batch/z.py", "def f():\n    from trainkit.schedules import due"),
-    (rooms_above_only, "layout.py", "if TYPE_CHECKING:\n    from trainkit.batch import a"),
+    (rooms_above_only, "noise.py", "if TYPE_CHECKING:\n    from trainkit.batch import a"),
     (pure_rooms_do_not_communicate, "batch.py", "import torch.distributed as dist"),
     (pure_rooms_do_not_communicate, "batch/z.py", "from torch import distributed"),
     (pure_rooms_do_not_communicate, "types.py", "from torch.distributed import ProcessGroup"),

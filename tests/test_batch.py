@@ -12,26 +12,28 @@ from strategies import batches, corpus_of, packed
 
 from trainkit.attention import sdpa
 from trainkit.batch import (
-    Along,
     batch_hash,
     batch_of_rows,
     blank_batch,
     collate_bins,
     count_tokens,
     count_valid_tokens,
-    pad_stack,
-    pooling_mask,
-    shard_tree,
     shift_labels,
-    shift_tokens,
     spans,
     split_batch,
     to_device,
-    unshard_tree,
 )
+from trainkit.batch.shards import shard_sequence
 from trainkit.corpora.joined import join_corpora
 from trainkit.corpora.tokens import TokenCorpus
-from trainkit.layout import shard_sequence
+from trainkit.loaders import (
+    Along,
+    pad_stack,
+    pooling_mask,
+    shard_tree,
+    shift_tokens,
+    unshard_tree,
+)
 from trainkit.packing import pack_bins
 from trainkit.testing.deal import deal_batch
 from trainkit.types import IGNORED_LABEL, Bins, DataError, Share, Spans

@@ -35,6 +35,7 @@ WITHOUT_EXAMPLE = {
     "corpora.verify_tokens": "works on the disk, and says nothing when all is well",
     "files.commit_folder": "works on the disk: new_folder calls it",
     "files.recover_folder": "works on the disk: new_folder calls it",
+    "files.remove_abandoned": "works on the disk: new_folder calls it",
     "files.disk_errors": "works on the disk: write_corpus is built on it",
     "files.replacing": "works on the disk: write_corpus is built on it",
     "collectives.backends_of": "asks a process group: communication_device calls it",

@@ -9,9 +9,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from trainkit.hashing import key_of
+from trainkit.loaders import buffer_sorted_order
 from trainkit.sampling import (
     Phase,
-    buffer_sorted_order,
     epoch_of,
     make_phases,
     mixture_weights,

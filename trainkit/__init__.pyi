@@ -13,7 +13,7 @@ from . import grads as grads
 from . import hashing as hashing
 from . import health as health
 from . import jit as jit
-from . import layout as layout
+from . import loaders as loaders
 from . import losses as losses
 from . import mesh as mesh
 from . import metrics as metrics
@@ -35,10 +35,15 @@ from . import tokenizers as tokenizers
 from . import types as types
 from .batch import batch_hash as batch_hash
 from .batch import collate_bins as collate_bins
+from .batch import contiguous_shard as contiguous_shard
 from .batch import count_tokens as count_tokens
 from .batch import count_valid_tokens as count_valid_tokens
+from .batch import shard_batch as shard_batch
+from .batch import shard_sequence as shard_sequence
 from .batch import shift_labels as shift_labels
 from .batch import to_device as to_device
+from .batch import zigzag_shard as zigzag_shard
+from .batch import zigzag_unshard as zigzag_unshard
 from .checkpoint import resume as resume
 from .checkpoint import save_checkpoint as save_checkpoint
 from .checkpoint import state_hash as state_hash
@@ -59,11 +64,6 @@ from .grads import named_parameters_of as named_parameters_of
 from .grads import parameters_of as parameters_of
 from .grads import sum_gradients_ as sum_gradients_
 from .grads import sync_sp_grads as sync_sp_grads
-from .layout import contiguous_shard as contiguous_shard
-from .layout import shard_batch as shard_batch
-from .layout import shard_sequence as shard_sequence
-from .layout import zigzag_shard as zigzag_shard
-from .layout import zigzag_unshard as zigzag_unshard
 from .mesh import axis_from_group as axis_from_group
 from .mesh import parallel_session as parallel_session
 from .mesh import solo_parallel as solo_parallel

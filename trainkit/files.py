@@ -16,13 +16,16 @@ from typing import TYPE_CHECKING, Any, BinaryIO
 from trainkit.types import DiskError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterable, Iterator
+    from io import BufferedReader
     from pathlib import Path
 
 
 @contextmanager
 def replacing(path: Path, *, by: str) -> Iterator[BinaryIO]:
     """Open a temporary file that becomes `path` at the end, and goes on failure.
+
+    The file is locked meanwhile: `remove_abandoned` leaves it alone until its process is gone.
 
     Args:
         path: The file to make, or to replace.
@@ -34,10 +37,11 @@ def replacing(path: Path, *, by: str) -> Iterator[BinaryIO]:
     Effects:
         Writes `path`; file and folder have reached the disk when the block has ended.
     """
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.{secrets.token_hex(4)}")
+    temporary = path.with_name(f".{path.name}.staging-{secrets.token_hex(4)}")
     with disk_errors(path, by=by):
         file = temporary.open("xb")
     try:
+        _lock(file.fileno())
         yield file
         with disk_errors(path, by=by):
             file.flush()
@@ -88,8 +92,7 @@ def new_folder(path: Path, *, by: str, replace: bool = False) -> Iterator[Path]:
         staging.mkdir()
         handle = os.open(staging, os.O_RDONLY)
     try:
-        with suppress(OSError):  # not every disk has locks; then nobody takes a folder for dead
-            fcntl.flock(handle, fcntl.LOCK_EX)
+        _lock(handle)
         yield staging
         with disk_errors(path, by=by):
             (_swap if replace and path.exists() else commit_folder)(staging, path)
@@ -142,14 +145,28 @@ def recover_folder(path: Path) -> None:
             shutil.rmtree(aside, ignore_errors=True)
         else:
             aside.rename(path)
-    for staging in path.parent.glob(f".{path.name}.staging-*"):
+    remove_abandoned(path.parent.glob(f".{path.name}.staging-*"))
+
+
+def remove_abandoned(paths: Iterable[Path]) -> None:
+    """Remove what `replacing` and `new_folder` were making when their process was killed.
+
+    Effects:
+        Removes files and folders on which nobody has a lock.
+    """
+    for path in paths:
         with suppress(OSError):
-            handle = os.open(staging, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+            handle = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
             try:
                 fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                shutil.rmtree(staging, ignore_errors=True)
+                shutil.rmtree(path) if path.is_dir() else path.unlink()
             finally:
                 os.close(handle)
+
+
+def _lock(handle: int) -> None:
+    with suppress(OSError):  # not every disk has locks; then nobody takes what is made for dead
+        fcntl.flock(handle, fcntl.LOCK_EX)
 
 
 @contextmanager
@@ -179,17 +196,36 @@ def read_bounded(path: Path, *, most: int) -> bytes:
         ...
         OSError: [Errno 22] is no regular file: '/dev/null'
     """
-    # Without O_NONBLOCK a pipe that nobody writes to cannot even be opened.
-    with open(os.open(path, os.O_RDONLY | os.O_NONBLOCK), "rb") as file:  # noqa: PTH123
-        found = os.fstat(file.fileno())
-        if stat.S_ISDIR(found.st_mode):
-            raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
-        if not stat.S_ISREG(found.st_mode):
-            raise OSError(errno.EINVAL, "is no regular file", str(path))
-        if found.st_size > most:
-            what = f"has {found.st_size} bytes, where {most} are the most"
+    with open_regular(path) as file:
+        size = os.fstat(file.fileno()).st_size
+        if size > most:
+            what = f"has {size} bytes, where {most} are the most"
             raise OSError(errno.EFBIG, what, str(path))
         return file.read(most)
+
+
+def open_regular(path: Path) -> BufferedReader:
+    """Open a file to be read, if it is a regular one; a pipe might never end.
+
+    Raises:
+        OSError: As `open` does; or it is no regular file.
+
+    Examples:
+        >>> from pathlib import Path
+        >>> open_regular(Path("/dev/null"))
+        Traceback (most recent call last):
+        ...
+        OSError: [Errno 22] is no regular file: '/dev/null'
+    """
+    # Without O_NONBLOCK a pipe that nobody writes to cannot even be opened.
+    file = open(os.open(path, os.O_RDONLY | os.O_NONBLOCK), "rb")  # noqa: PTH123, SIM115
+    kind = os.fstat(file.fileno()).st_mode
+    if stat.S_ISREG(kind):
+        return file
+    file.close()
+    if stat.S_ISDIR(kind):
+        raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
+    raise OSError(errno.EINVAL, "is no regular file", str(path))
 
 
 def who_else_can_write(path: Path) -> list[str]:

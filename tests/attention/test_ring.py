@@ -18,8 +18,8 @@ from trainkit.attention.ring import ring
 from trainkit.attention.ulysses import ulysses
 from trainkit.attention.varlen import varlen
 from trainkit.batch import collate_bins
+from trainkit.batch.shards import shard_sequence, zigzag_shard
 from trainkit.corpora import TokenCorpus
-from trainkit.layout import shard_sequence, zigzag_shard
 from trainkit.mesh import parallel_session
 from trainkit.packing import pack_bins
 from trainkit.testing import run_ranks

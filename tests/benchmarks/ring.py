@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 from trainkit.attention import sdpa
 from trainkit.attention.ring import ring
-from trainkit.layout import zigzag_shard
+from trainkit.batch.shards import zigzag_shard
 from trainkit.mesh import parallel_session
 from trainkit.testing import run_ranks
 from trainkit.types import Axis, Share, Spans

@@ -13,8 +13,8 @@ import torch.distributed as dist
 from torch import nn
 
 from trainkit.batch import blank_batch, split_batch
+from trainkit.batch.shards import contiguous_shard, shard_batch, spans_of_runs, zigzag_shard
 from trainkit.grads import sync_sp_grads
-from trainkit.layout import contiguous_shard, shard_batch, spans_of_runs, zigzag_shard
 from trainkit.mesh import parallel_session
 from trainkit.testing import run_ranks
 from trainkit.types import Share

@@ -353,7 +353,7 @@ def forged(folder, files=None, **changed):
     held = files or {
         path.name: hash_file(path) for path in folder.iterdir() if path.name != "manifest.json"
     }
-    body = {"format": export.FORMAT, "version": 1, "files": held, "from": {}} | changed
+    body = {"format": "trainkit-weights", "version": 1, "files": held, "from": {}} | changed
     (folder / "manifest.json").write_bytes(dump_json(sealed(body)))
 
 
@@ -423,7 +423,7 @@ def test_a_manifest_never_leads_out_of_its_folder(source, tmp_path):
     said = hash_file(outside)
     for name in ("../outside.safetensors", str(outside), "a\0b", "", ".", "..", "con/x"):
         forged(folder, {name: said})
-        assert "no plain file names" in verify_weights(folder)[0]
+        assert "no plain file name" in verify_weights(folder)[0]
     (folder / "model.safetensors").unlink()
     (folder / "model.safetensors").symlink_to(outside)
     forged(folder, {"model.safetensors": said})

@@ -142,7 +142,7 @@ def test_every_element_is_looked_at_once_in_a_round():
 @pytest.mark.parametrize("dtype", [torch.int64, torch.int32, torch.int16, torch.uint8])
 def test_every_bit_moves_the_hash_and_so_does_the_order(dtype):
     bits = torch.arange(5).to(dtype)
-    weights = replicas._weights({(): [replicas._Replica("", (), bits)]})[bits.device]
+    weights = replicas._weights({"0": [replicas._Replica("", (), bits)]})[bits.device]
     before = replicas._digest(bits, weights)
     for bit in range(8 * bits.element_size()):
         other = bits.clone()
@@ -154,7 +154,7 @@ def test_every_bit_moves_the_hash_and_so_does_the_order(dtype):
 def test_a_long_box_is_hashed_in_parts(monkeypatch):
     monkeypatch.setattr(replicas, "_AT_ONCE", 3)
     bits = torch.tensor([5, 6, 7, 5, 6, 7])
-    weights = replicas._weights({(): [replicas._Replica("", (), bits)]})[bits.device]
+    weights = replicas._weights({"0": [replicas._Replica("", (), bits)]})[bits.device]
     assert len(weights) == 3
     assert replicas._digest(bits, weights) != replicas._digest(bits.roll(3) + 1, weights)
     swapped = torch.tensor([5, 6, 8, 5, 6, 7]), torch.tensor([5, 6, 7, 5, 6, 8])

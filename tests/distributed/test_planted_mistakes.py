@@ -18,7 +18,7 @@ import trainkit.parallel.reduction
 import trainkit.parallel.tied
 import trainkit.step
 from trainkit.batch import shift_labels
-from trainkit.layout import spans_of_runs
+from trainkit.batch.shards import spans_of_runs
 from trainkit.losses import next_token_linear, with_terms
 from trainkit.models import call_with_noise
 from trainkit.parallel.reduction import Reduction

@@ -303,7 +303,7 @@ def test_a_damaged_cache_is_built_again_and_the_run_is_the_same(start, tmp_path)
     folder = text_in(tmp_path / "text")
     cache = tmp_path / "cache"
     assert start(folder, "--cache", cache, out="first")[0] == 0
-    plans = sorted(cache.rglob("bins.i64"))
+    plans = sorted(cache.rglob("*.bins"))
     before = [plan.read_bytes() for plan in plans]
     for plan in plans:
         flip(plan, plan.stat().st_size // 2)

@@ -11,10 +11,10 @@ from torch.nn.functional import cross_entropy
 
 from trainkit.__main__ import main
 from trainkit.batch import collate_bins, shift_labels
+from trainkit.batch.shards import contiguous_shard, zigzag_shard, zigzag_unshard
 from trainkit.corpora import fingerprint, foreign, open_corpus, tokens, write_corpus
-from trainkit.data import plan_files, plans
+from trainkit.data import plans
 from trainkit.data.plans import cached_bins
-from trainkit.layout import contiguous_shard, zigzag_shard, zigzag_unshard
 from trainkit.losses import next_token
 from trainkit.packing import bins, pack_bins
 from trainkit.types import DataError, Share
@@ -121,20 +121,20 @@ def test_changes_that_sizes_do_not_show_are_other_facts(tmp_path):
 def test_without_its_hash_a_damaged_plan_would_be_used(tmp_path, monkeypatch):
     kept = cached_bins(tmp_path, LENGTHS, 64, content="a", tell=tell_nobody)
     clean = kept.lengths.copy()  # of the file itself, which is damaged below
-    (data,) = tmp_path.rglob("bins.i64")
+    (data,) = tmp_path.rglob("*.bins")
     flip(data, len(data.read_bytes()) - 8)
     told = []
     again = cached_bins(tmp_path, LENGTHS, 64, content="a", tell=told.append)
     assert np.array_equal(again.lengths, clean)
     assert "rebuilt" in told[0]
     flip(data, len(data.read_bytes()) - 8)
-    right = json.loads((data.parent / "key.json").read_bytes())["bins_sha256"]
+    right = json.loads(data.read_bytes().split(b"\n", 1)[0])["sha256"]
 
     class Trusting:
         def hexdigest(self):
             return right
 
-    monkeypatch.setattr(plan_files.hashlib, "file_digest", lambda *_: Trusting())
+    monkeypatch.setattr(plans.hashlib, "file_digest", lambda *_: Trusting())
     damaged = cached_bins(tmp_path, LENGTHS, 64, content="a", tell=tell_nobody)
     assert not np.array_equal(damaged.lengths, clean)
 

@@ -124,10 +124,10 @@ def test_what_was_saved_offloaded_goes_on_elsewhere(tmp_path):
 def test_on_one_process_offloading_is_refused_where_it_would_be_missed():
     ps = tk.solo_parallel()
     model = nn.Linear(1, 1)
-    assert fsdp(Layout(cpu_offload=True))(model, ps) is model
+    assert fsdp(tk.Layout(cpu_offload=True))(model, ps) is model
     on_gpu = attrs.evolve(ps, device=torch.device("cuda", 0))
     with pytest.raises(ValueError, match=r"cpu_offload is FSDP's, .* leave it out"):
-        fsdp(Layout(cpu_offload=True))(model, on_gpu)
+        fsdp(tk.Layout(cpu_offload=True))(model, on_gpu)
 
 
 def what_units_do():

@@ -155,7 +155,7 @@ def test_dropout_and_ties_change_the_numbers():
 
 def batch_of(length, seed, rows=1):
     """Return one microbatch with two documents in a row, as a plain dict."""
-    from trainkit.layout import spans_of_runs
+    from trainkit.batch.shards import spans_of_runs
 
     torch.manual_seed(seed)
     cut = 1 + seed % (length - 1)

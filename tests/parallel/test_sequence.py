@@ -13,8 +13,8 @@ from whole_step import CAPACITY, Layout, corpus, difference, joined, run_steps, 
 import trainkit as tk
 from trainkit.attention import sdpa
 from trainkit.attention.sdpa import sdpa as plain
+from trainkit.batch.shards import shard_sequence
 from trainkit.data import Packed, deal_rows, documents_from, eval_batches, step_batch, stream_steps
-from trainkit.layout import shard_sequence
 from trainkit.mesh import parallel_session, solo_parallel
 from trainkit.parallel.fsdp import fsdp
 from trainkit.parallel.sequence import sequence
@@ -261,7 +261,7 @@ def test_lengths_that_do_not_divide_are_refused_with_the_remedy():
         evaluations(Share(0, 1), ulysses=fifth)
     text = corpus()
     bins = tk.pack_bins(text.lengths, CAPACITY, multiple_of=2)
-    with pytest.raises(ConfigError, match=r"a document of \d+ tokens .* pack with multiple_of=8"):
+    with pytest.raises(ValueError, match=r"document \d+ has \d+ tokens.* pack with multiple_of=8"):
         list(eval_batches(Packed(text, bins), place=Place(ring=Share(0, 4)), rows_per_batch=4))
 
 

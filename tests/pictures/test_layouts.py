@@ -14,7 +14,7 @@ import torch
 
 from trainkit import pictures
 from trainkit.attention.ring import _views
-from trainkit.layout import spans_of_runs, zigzag_shard
+from trainkit.batch.shards import spans_of_runs, zigzag_shard
 from trainkit.mesh.axes import partitions_of
 from trainkit.parallel.split import SCHEDULES, rank_of_stages
 from trainkit.pictures.drawing import check_picture

@@ -43,9 +43,9 @@ def test_two_processes_of_dask_give_the_file_of_one(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)  # workers stand elsewhere: relative paths are made absolute
     with two_processes(tmp_path / "dask") as client:
         options["executor"] = client.get_executor()
-        source.write_bytes(good + b'{"txt": 1}\n')
-        with pytest.raises(DataError, match=r"a\.jsonl: line 201: there is no field 'text'"):
-            prepare_corpus(source, out, **options)
+        source.write_bytes(good + b'{"text": "odd"}\n')
+        with pytest.raises(DataError, match=r"a\.jsonl: line 201: OddError: a and b"):
+            prepare_corpus(source, out, make_encode=__import__("deadly").make_odd, **options)
         source.write_bytes(good)
         with pytest.raises(DataError, match=r"KilledWorker: .*, at chunk \d: bytes \d+ to \d+ of"):
             prepare_corpus(source, out, make_encode=__import__("deadly").make, **options)
@@ -60,6 +60,17 @@ def test_two_processes_of_dask_give_the_file_of_one(tmp_path, monkeypatch):
 
 DEADLY = """
 import os
+
+class OddError(Exception):
+    def __init__(self, a, b):
+        super().__init__(f"{a} and {b}")
+
+def make_odd(tokenizer):
+    def encode(record):
+        if record["text"] == "odd":
+            raise OddError("a", "b")
+        return tokenizer.encode(record["text"])
+    return encode
 
 def make(tokenizer):
     def encode(record):

@@ -21,7 +21,7 @@ from trainkit.mesh.table import Seat, find_trouble, missing_ranks
 from trainkit.runtime import startup
 from trainkit.runtime.startup import agree_at_start, code_facts, find_difference, probe
 from trainkit.testing import run_ranks
-from trainkit.types import SOLO, ConfigError, PeerError, PreemptedError, Share
+from trainkit.types import SOLO, ConfigError, Layout, PeerError, PreemptedError, Share
 
 
 @pytest.fixture(scope="module")

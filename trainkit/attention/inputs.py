@@ -85,7 +85,7 @@ def _check_spans(q: Tensor, spans: Spans, parts: int) -> None:
         held = f"q holds {rows} x" if parts == 1 else f"the slices of {parts} ranks hold {rows} x"
         raise ValueError(
             f"attention: the spans hold {spans.lengths.sum()} tokens, {held} {tokens}; give the "
-            "spans of this very batch (layout.shard_sequence makes those of a shard, and leaves "
+            "spans of this very batch (batch.shard_sequence makes those of a shard, and leaves "
             "Ulysses those of the whole rows)"
         )
     if spans.lengths.min() < 0:

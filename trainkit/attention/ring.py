@@ -1,6 +1,6 @@
 """Ring attention: each rank keeps its queries, and keys and values travel around the ring.
 
-Every rank holds a zigzag shard of each document (`layout.zigzag_shard`): chunks r and 2N-1-r of 2N.
+Every rank holds a zigzag shard of each document (`batch.zigzag_shard`): chunks r and 2N-1-r of 2N.
 Then what can be seen of another rank's keys is a rectangle, which needs no mask, and half of the
 work of the whole: of an earlier rank's keys all queries see the first chunk, of a later rank's keys
 the second chunk of queries sees both. Nothing else is computed, so every rank does the same work
@@ -43,7 +43,7 @@ def ring(axis: Axis, *, kernel: BlockKernel | None = None) -> Attend:
     once more, together with their gradients. Key heads are never repeated.
 
     Args:
-        axis: The ring, `ps.ring`. Rank r must hold what `layout.shard_sequence` gives it: chunks r
+        axis: The ring, `ps.ring`. Rank r must hold what `batch.shard_sequence` gives it: chunks r
             and 2N-1-r of every span, also of the padding of rows.
         kernel: What computes one block; by default the fastest that takes the tensors.
 

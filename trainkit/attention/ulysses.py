@@ -32,7 +32,7 @@ def ulysses(attend: Attend, axis: Axis) -> Attend:
 
     Returns:
         An `Attend` of this rank's slices: q `[B, S/N, H, D]`, k and v `[B, S/N, K, D]`, with the
-        spans of the whole rows (B * S tokens), which `layout.shard_sequence` leaves in the batch.
+        spans of the whole rows (B * S tokens), which `batch.shard_sequence` leaves in the batch.
         It raises ValueError when N does not divide H, or neither K and N divides the other, before
         it communicates. `attend` itself on an axis of size 1.
 

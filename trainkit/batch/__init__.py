@@ -1,4 +1,4 @@
-"""From rows of pieces to tensors, and what is read off a batch without waiting for the device."""
+"""From rows of pieces to tensors, to parts of them, and to what is read off a batch."""
 
 from __future__ import annotations
 
@@ -15,26 +15,29 @@ from trainkit.batch.batches import (
     to_device,
 )
 from trainkit.batch.collate import collate_bins
-from trainkit.batch.samples import TARGET_FIELDS, pad_stack, pooling_mask, shift_tokens
-from trainkit.batch.trees import Along, shard_tree, unshard_tree
+from trainkit.batch.shards import (
+    contiguous_shard,
+    shard_batch,
+    shard_sequence,
+    zigzag_shard,
+    zigzag_unshard,
+)
 
 __all__ = [
-    "TARGET_FIELDS",
-    "Along",
     "batch_hash",
     "batch_of_rows",
     "blank_batch",
     "collate_bins",
+    "contiguous_shard",
     "count_tokens",
     "count_valid_tokens",
     "map_tensors",
-    "pad_stack",
-    "pooling_mask",
-    "shard_tree",
+    "shard_batch",
+    "shard_sequence",
     "shift_labels",
-    "shift_tokens",
     "spans",
     "split_batch",
     "to_device",
-    "unshard_tree",
+    "zigzag_shard",
+    "zigzag_unshard",
 ]

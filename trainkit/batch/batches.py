@@ -11,8 +11,8 @@ import attrs
 import numpy as np
 import torch
 
+from trainkit.batch.shards import spans_of_runs
 from trainkit.hashing import GOLDEN, key_of
-from trainkit.layout import spans_of_runs
 from trainkit.noise import mix_tensor, signed
 from trainkit.types import IGNORED_LABEL, Batch, Spans
 

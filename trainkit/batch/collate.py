@@ -18,7 +18,7 @@ from trainkit.batch.loops import (
     mask_labels,
     write_fields,
 )
-from trainkit.layout import cut_padding, spans_of_lengths
+from trainkit.batch.shards import cut_padding, spans_of_lengths
 from trainkit.sampling.integers import integers
 from trainkit.types import Batch, DataError
 
@@ -44,7 +44,7 @@ def collate_bins(
 
     A piece is followed by its alignment padding: its document and its positions go on, its labels
     do not. What is left of a row is row padding: document -1, positions from 0, short spans of its
-    own (`layout.cut_padding`), which cost attention little. The last token of a piece has no label,
+    own (`shards.cut_padding`), which cost attention little. The last token of a piece has no label,
     and no label asks for a token that is not trained.
 
     A few compiled loops write all rows, one loop per field: 64 rows of 8,192 at six to seven tenths

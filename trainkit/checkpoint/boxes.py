@@ -235,6 +235,31 @@ def _cut(boxes: _Boxes, dim: int) -> list[_Boxes]:
     return parts
 
 
+def shared_out(
+    sizes: Mapping[str, int], *, most_bytes: int, most_names: int | None = None
+) -> list[list[str]]:
+    """Share names out over files in their order, each file full; a name alone may be larger.
+
+    Args:
+        sizes: The bytes of each name.
+        most_bytes: Of a file.
+        most_names: In a file; None for any number.
+
+    Examples:
+        >>> shared_out({"a": 2, "b": 2, "c": 9}, most_bytes=4)
+        [['a', 'b'], ['c']]
+    """
+    files: list[list[str]] = []
+    room = 0
+    for name, size in sizes.items():
+        if not files or size > room or len(files[-1]) == most_names:
+            files.append([])
+            room = most_bytes
+        files[-1].append(name)
+        room -= size
+    return files
+
+
 def shortened(problems: Iterable[str], most: int = _TOLD) -> str:
     """Join problems into one line: the first ones, and how many more there are.
 

@@ -16,13 +16,18 @@ from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from trainkit.checkpoint.boxes import DTYPES
-from trainkit.checkpoint.manifest import dump_json, find_checkpoint, read_manifest, sealed
+from trainkit.checkpoint.boxes import DTYPES, shared_out
+from trainkit.checkpoint.manifest import (
+    READABLE,
+    WEIGHTS,
+    dump_json,
+    find_checkpoint,
+    read_manifest,
+    sealed,
+)
 from trainkit.checkpoint.plain import refusal, write_durably
 from trainkit.checkpoint.sources import (
-    FORMAT,
     INDEX,
-    VERSION,
     checkpoint_tensors,
     read_weights_manifest,
 )
@@ -121,14 +126,8 @@ def plan_shards(
     """
     if shard_bytes < 1:
         raise ValueError(f"plan_shards: shard_bytes must be at least 1, got {shard_bytes}")
-    groups: list[list[str]] = [[]]
-    room = shard_bytes
-    for name in sorted(tensors):
-        if groups[-1] and tensors[name] > room:
-            groups.append([])
-            room = shard_bytes
-        groups[-1].append(name)
-        room -= tensors[name]
+    sizes = {name: tensors[name] for name in sorted(tensors)}
+    groups = shared_out(sizes, most_bytes=shard_bytes)
     if len(groups) == 1:
         return {"model.safetensors": tuple(groups[0])}
     return {
@@ -201,7 +200,12 @@ def write_weights(
             index = {"metadata": {"total_size": total}, "weight_map": weights}
             with disk_errors(staging / INDEX, by="export"):
                 files[INDEX] = write_durably(staging / INDEX, dump_json(index))
-        body = {"format": FORMAT, "version": VERSION, "files": files, "from": dict(origin or {})}
+        body = {
+            "format": WEIGHTS,
+            "version": READABLE[WEIGHTS][-1],
+            "files": files,
+            "from": dict(origin or {}),
+        }
         with disk_errors(staging, by="export"):
             write_durably(staging / "manifest.json", dump_json(sealed(body)))
     return {

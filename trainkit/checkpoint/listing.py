@@ -9,7 +9,7 @@ from typing import Any
 
 import orjson
 
-from trainkit.checkpoint.manifest import MANIFEST, READABLE, outline
+from trainkit.checkpoint.manifest import FORMAT, MANIFEST, READABLE, outline
 from trainkit.checkpoint.retention import PIN
 
 _TOLD = ("step", "run", "version", "score")
@@ -43,7 +43,7 @@ def describe_checkpoint(path: Path | str) -> dict[str, Any]:
         row |= {key: manifest.get(key) for key in _TOLD}
         wanted = {file: want["size"] for file, want in manifest["files"].items()}
         row["bytes"] = sum(wanted.values())
-        if sizes == wanted and manifest.get("version") in READABLE:
+        if sizes == wanted and manifest.get("version") in READABLE[FORMAT]:
             return row | {"complete": True, "problems": []}
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
         pass  # the slower look says what is wrong

@@ -30,6 +30,7 @@ from trainkit.checkpoint.manifest import (
     step_of,
 )
 from trainkit.checkpoint.plain import owner_problems, read_json
+from trainkit.checkpoint.snapshot import machine_of
 from trainkit.checkpoint.staging import Check, Staged, install_, stage_checkpoint
 from trainkit.collectives import together
 from trainkit.types import SOLO, Axis, CheckpointError, ParallelState, TrainState
@@ -424,16 +425,10 @@ def _owner_notes(path: Path, *, strict: bool) -> list[str]:
 
 def _machine_notes(saved: Mapping[str, Any] | None, ps: ParallelState) -> list[str]:
     """Say whether sums may come out in another order than where the checkpoint was written."""
-    is_cpu = ps.device.type == "cpu"
-    live = {
-        "device": "cpu" if is_cpu else torch.cuda.get_device_name(ps.device),
-        "threads": torch.get_num_threads(),
-        "isa": torch.backends.cpu.get_cpu_capability(),
-    }
     then = saved or {}
     differing = [
         f"{name} {then[name]}, now {value}"
-        for name, value in live.items()
+        for name, value in machine_of(ps.device).items()
         if name in then and then[name] != value
     ]
     told = f"it was written with {'; '.join(differing)}: the last bits may differ from here on"

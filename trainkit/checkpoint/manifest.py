@@ -19,8 +19,9 @@ from trainkit.types import CheckpointError
 
 FORMAT = "trainkit-checkpoint"
 VERSION = 2
-READABLE = (1, 2)
-"""The versions that this trainkit reads."""
+WEIGHTS = "trainkit-weights"
+READABLE = {FORMAT: (1, 2), WEIGHTS: (1,)}
+"""The versions that this trainkit reads, of checkpoints and of exported folders."""
 MANIFEST = "manifest.json"
 _NAME = re.compile(r"step_([0-9]{8,18})(?:-([0-9]{1,9}))?")
 _FILE_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,99}")
@@ -76,13 +77,14 @@ def make_manifest(step: int, files: Mapping[str, Mapping[str, Any]], **facts: An
     return dump_json(sealed(dict.fromkeys(names) | facts | body))
 
 
-def read_manifest(path: Path | str) -> dict[str, Any]:
+def read_manifest(path: Path | str, *, form: str = FORMAT) -> dict[str, Any]:
     """Return the manifest of a checkpoint, whose own hash is right and whose version can be read.
 
     The other files are not looked at; see `verify_checkpoint`.
 
     Args:
         path: A checkpoint directory.
+        form: What it must be: `FORMAT`, or `WEIGHTS` for an exported folder.
 
     Raises:
         CheckpointError: It is missing, damaged, no manifest, or of a later format.
@@ -90,37 +92,36 @@ def read_manifest(path: Path | str) -> dict[str, Any]:
     file = Path(path) / MANIFEST
     data = read_bounded(file, _MANIFEST_BYTES)
     manifest = parse_json(file, data, _MANIFEST_VALUES)
-    problems = _manifest_problems(manifest, data)
+    problems = _manifest_problems(manifest, data, form)
     if problems:
         raise CheckpointError(f"checkpoint: {path}: {problems[0]}", where=file, got=problems)
     return manifest
 
 
-def is_ours(path: Path | str) -> bool:
-    """Say whether a directory has a manifest of trainkit's format, be it damaged.
+def format_of(path: Path | str) -> str | None:
+    """Return which format the manifest of a directory claims, be it damaged; None without one.
 
     Examples:
-        >>> is_ours("/does/not/exist")
-        False
+        >>> format_of("/does/not/exist")
     """
     file = Path(path) / MANIFEST
     try:
         manifest = read_json(file, most_bytes=_MANIFEST_BYTES, most_values=_MANIFEST_VALUES)
     except CheckpointError:
-        return False
-    return isinstance(manifest, dict) and manifest.get("format") == FORMAT
+        return None
+    return manifest.get("format") if isinstance(manifest, dict) else None
 
 
-def _manifest_problems(manifest: Any, data: bytes | bytearray) -> list[str]:
+def _manifest_problems(manifest: Any, data: bytes | bytearray, form: str) -> list[str]:
     if not isinstance(manifest, dict) or not isinstance(manifest.get("files"), dict):
         return [f"{MANIFEST} is not a manifest"]
     if not is_sealed(manifest):
         return [f"{MANIFEST} does not match its own sha256"]
-    if manifest.get("format") != FORMAT:
-        return [f"{MANIFEST} has the format {manifest.get('format')!r}, not {FORMAT!r}"]
-    if manifest.get("version") not in READABLE:
+    if manifest.get("format") != form:
+        return [f"{MANIFEST} has the format {manifest.get('format')!r}, not {form!r}"]
+    if manifest.get("version") not in READABLE[form]:
         found, by = manifest.get("version"), manifest.get("trainkit")
-        reads = " and ".join(map(str, READABLE))
+        reads = " and ".join(map(str, READABLE[form]))
         told = f"has version {found}, written by trainkit {by}; this trainkit reads {reads}"
         return [f"{MANIFEST} {told}: upgrade trainkit"]
     if data != dump_json(manifest):  # the same values in other bytes
@@ -137,7 +138,7 @@ def _listing_problems(manifest: Mapping[str, Any]) -> list[str]:
     ]
     if len({name.casefold() for name in files}) < len(files):
         problems.append(f"{MANIFEST} names two files that differ by upper and lower case alone")
-    if not _is_count(manifest.get("step")):
+    if manifest["format"] == FORMAT and not _is_count(manifest.get("step")):
         problems.append(f"{MANIFEST} names no step")
     problems += [
         f"{MANIFEST} does not say the size and sha256 of {name}"
@@ -354,7 +355,11 @@ def _by_score(paths: Sequence[Path]) -> list[Path]:
 def _refuse_weights(path: Path) -> None:
     """Refuse a Hugging Face folder, or one that `export` or `convert` wrote, in words."""
     kinds = ("*.safetensors", "pytorch_model*.bin", ".metadata")
-    if not path.is_dir() or is_ours(path) or not any(any(path.glob(kind)) for kind in kinds):
+    if (
+        not path.is_dir()
+        or format_of(path) == FORMAT
+        or not any(any(path.glob(kind)) for kind in kinds)
+    ):
         return
     raise CheckpointError(
         f"find_checkpoint: {path} holds weights alone, and no checkpoint of a run: it does not say "

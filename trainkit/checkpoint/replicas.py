@@ -13,11 +13,10 @@ from itertools import accumulate
 
 import attrs
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from trainkit.checkpoint.tensors import INTEGERS, model_tensors, optimizer_state
-from trainkit.collectives import all_gather_json, communication_device
+from trainkit.collectives import all_gather_json
 from trainkit.grads import name_ranks
 from trainkit.hashing import GOLDEN, MASK64, key_of
 from trainkit.metrics import to_host
@@ -106,18 +105,15 @@ class _Replica:
     bits: Tensor
 
 
-Ranks = tuple[int, ...]
-
-
 @attrs.frozen(eq=False)
 class _Plan:
-    """Who holds what alike: the sets of ranks that each rank is in, and this rank's boxes by set.
+    """Who holds what alike: this rank's boxes by the set of ranks that hold them too.
 
-    The boxes of a set are thought of as one line, end to end, of which a slice is a part.
+    The boxes of a set are thought of as one line, end to end, of which a slice is a part. Sets have
+    the same numbers on all ranks.
     """
 
-    sets_of: Sequence[Sequence[Ranks]]
-    lines: Mapping[Ranks, Sequence[_Replica]]
+    lines: Mapping[str, Sequence[_Replica]]
     weights: Mapping[torch.device, Tensor]
 
 
@@ -133,7 +129,7 @@ def canary(
 
     What several ranks hold is found by name and place, in any layout: copies over dp_replicate,
     norms over tp, everything over the part of sp that FSDP does not shard. Every `every` steps the
-    next slice of it is hashed, and 8 bytes for each set of equal ranks travel; names only when
+    next slice of it is hashed, and a number for each set of equal ranks travels; names only when
     hashes differ. The hash is a sum over the bits, each element times an odd number of its place,
     modulo 2^64: one changed element always changes it. What a single rank holds alone cannot be
     compared. After a load or a roll-back make a new one: this one knows the moments that were.
@@ -220,18 +216,16 @@ def _plan(tensors: Mapping[str, Tensor], axis: Axis) -> _Plan:
     for rank, keys in enumerate(all_gather_json(list(replicas), axis)):
         for key in keys:
             holders.setdefault(key, []).append(rank)
-    sets: list[dict[Ranks, None]] = [{} for _ in range(axis.count)]
-    for ranks in sorted({tuple(ranks) for ranks in holders.values() if len(ranks) > 1}):
-        for rank in ranks:
-            sets[rank][ranks] = None
-    lines: dict[Ranks, list[_Replica]] = {ranks: [] for ranks in sets[axis.index]}
+    sets = sorted({tuple(ranks) for ranks in holders.values() if len(ranks) > 1})
+    number = {ranks: str(place) for place, ranks in enumerate(sets)}
+    lines: dict[str, list[_Replica]] = {}
     for key in sorted(replicas):  # the same order on all ranks that hold them
         if len(holders[key]) > 1:
-            lines[tuple(holders[key])].append(replicas[key])
-    return _Plan([list(each) for each in sets], lines, _weights(lines))
+            lines.setdefault(number[tuple(holders[key])], []).append(replicas[key])
+    return _Plan(lines, _weights(lines))
 
 
-def _weights(lines: Mapping[Ranks, Sequence[_Replica]]) -> dict[torch.device, Tensor]:
+def _weights(lines: Mapping[str, Sequence[_Replica]]) -> dict[torch.device, Tensor]:
     """Return an odd number for each place, as many as the longest box needs, on every device."""
     longest: dict[torch.device, int] = {}
     for replica in (replica for line in lines.values() for replica in line):
@@ -279,42 +273,25 @@ def _digest(bits: Tensor, weights: Tensor) -> Tensor:
 
 def _differences(plan: _Plan, turn: int, slices: int, axis: Axis) -> list[str]:
     """Compare one hash for each set of ranks, and more only where these differ."""
-    cuts = [_cut(line, turn, slices) for line in plan.lines.values()]
-    found = [_digests(cut, plan.weights) for cut in cuts]
-    width = max(map(len, plan.sets_of))
-    own = [_signed(sum(map(_mixed, digests, range(len(digests))))) for digests in found]
-    device = communication_device(axis)
-    sent = torch.tensor(own + [0] * (width - len(own)), dtype=torch.int64, device=device)
-    received = [torch.empty_like(sent) for _ in range(axis.count)]
-    if width:
-        dist.all_gather(received, sent, group=axis.group)
-    table = [row.tolist() for row in received]
-    digest_of = [
-        dict(zip(sets, row[: len(sets)], strict=True))
-        for sets, row in zip(plan.sets_of, table, strict=True)
-    ]
-    every = dict.fromkeys(ranks for sets in plan.sets_of for ranks in sets)
-    parted = [ranks for ranks in every if len({digest_of[r][ranks] for r in ranks}) > 1]
-    return _named(plan, parted, cuts, found, axis) if parted else []
-
-
-def _named(
-    plan: _Plan,
-    parted: Sequence[Ranks],
-    cuts: Sequence[Sequence[_Replica]],
-    found: Sequence[Sequence[int]],
-    axis: Axis,
-) -> list[str]:
-    """Exchange the hash of every replica of the sets that differ, and say which tensors differ."""
+    cuts = {name: _cut(line, turn, slices) for name, line in plan.lines.items()}
+    found = {name: _digests(cut, plan.weights) for name, cut in cuts.items()}
     own = {
+        name: sum(digest * (2 * place + 1) for place, digest in enumerate(digests)) & MASK64
+        for name, digests in found.items()
+    }
+    told = all_gather_json(own, axis)
+    names = {name for each in told for name in each}
+    parted = {name for name in names if len({each[name] for each in told if name in each}) > 1}
+    if not parted:
+        return []
+    boxes = {
         f"{replica.name} in the box at {replica.offset}": digest
-        for ranks, cut, digests in zip(plan.lines, cuts, found, strict=True)
-        if ranks in parted
-        for replica, digest in zip(cut, digests, strict=True)
+        for name in parted & cuts.keys()
+        for replica, digest in zip(cuts[name], found[name], strict=True)
     }
     values: dict[str, dict[int, int]] = {}
-    for rank, told in enumerate(all_gather_json(own, axis)):
-        for name, digest in told.items():
+    for rank, each in enumerate(all_gather_json(boxes, axis)):
+        for name, digest in each.items():
             values.setdefault(name, {})[rank] = digest
     return [_sentence(name, by) for name, by in values.items() if len(set(by.values())) > 1]
 
@@ -328,12 +305,3 @@ def _sentence(name: str, digests: Mapping[int, int]) -> str:
     others = name_ranks([rank for rank, digest in digests.items() if digest == usual])
     verb = "holds" if len(odd) == 1 else "hold"
     return f"{name_ranks(odd)} {verb} other values of {name} than {others}"
-
-
-def _mixed(digest: int, place: int) -> int:
-    return digest * (2 * place + 1)
-
-
-def _signed(x: int) -> int:
-    x &= MASK64
-    return x - (1 << 64) if x >> 63 else x

@@ -11,8 +11,9 @@ from typing import Literal
 import attrs
 
 from trainkit.checkpoint.manifest import (
+    FORMAT,
     MANIFEST,
-    is_ours,
+    format_of,
     list_checkpoints,
     outline,
     score_of,
@@ -223,7 +224,7 @@ def _listed(path: Path) -> Listed:
     if problems:
         later = len(problems) == 1 and "upgrade trainkit" in problems[0]
         return Listed(
-            path.name, step_of(path), verified=None if later or not is_ours(path) else False
+            path.name, step_of(path), verified=None if later or format_of(path) != FORMAT else False
         )
     return Listed(path.name, step_of(path), score=score_of(manifest))
 

@@ -21,7 +21,7 @@ from trainkit.checkpoint.facts import Facts, facts_at
 from trainkit.checkpoint.flight import Flight, Saved, at_once, fly, in_thread
 from trainkit.checkpoint.manifest import dump_json
 from trainkit.checkpoint.retention import Retention, apply_retention
-from trainkit.checkpoint.snapshot import Snapshot, TakeSnapshot, bind_snapshots
+from trainkit.checkpoint.snapshot import Snapshot, bind_snapshots
 from trainkit.checkpoint.tensors import model_tensors, state_hash
 from trainkit.checkpoint.write import Destination, point_to
 from trainkit.collectives import all_gather_json
@@ -120,16 +120,21 @@ def saves(
     land = partial(_land, flights, ended, tell if ps.world.index == 0 else None, grace)
 
     with own_group as axis:
-        token, number = _token(axis), count()
+        token, number = all_gather_json(secrets.token_hex(8), axis)[0], count()
         start = in_thread if background else at_once
 
         def save(state: TrainState, score: float | None = None) -> None:
-            waited = _seconds(land)
+            began = time.perf_counter()
+            land()
+            waited = time.perf_counter() - began
             if waited > _WORTH_TELLING and axis.index == 0:
                 tell(f"step {state.step} waited {waited:.1f} s for the save before to be written")
             staging = run_dir / "checkpoints" / f".staging-{token}-{next(number)}"
             target = Destination(run_dir, staging, axis.count, config, score, before_commit)
-            taken = partial(_taken, take, state, None if axis.index else facts)
+
+            def taken() -> Snapshot:
+                return take(state, {} if axis.index else facts_at(facts, state.cursor.batch))
+
             flights.append(fly(taken, target, axis, step=state.step, start=start, after=after))
             next(flights[0])
             if not background:
@@ -144,33 +149,20 @@ def saves(
             ended.clear()
             return found
 
-        with _given_up(flights):
+        try:
             yield save, saved
+        except BaseException:
+            for flight in flights:
+                flight.close()  # gives it up
+            raise
         land()
         _raise_last([*latest, *ended])
-
-
-@contextmanager
-def _given_up(flights: Sequence[Flight]) -> Iterator[None]:
-    """Give up the save under way when an exception leaves the block."""
-    try:
-        yield
-    except BaseException:
-        for flight in flights:
-            flight.close()
-        raise
 
 
 def _raise_last(outcomes: Sequence[Saved]) -> None:
     """Raise what the last save failed with, if it has failed."""
     if outcomes and outcomes[-1].error is not None:
         raise outcomes[-1].error
-
-
-def _seconds(work: Callable[[], None]) -> float:
-    began = time.perf_counter()
-    work()
-    return time.perf_counter() - began
 
 
 def _told(done: Saved) -> dict[str, Any]:
@@ -260,15 +252,6 @@ def save_checkpoint(
         save(state, score)
         paths = [outcome.path for outcome in saved() if outcome.path is not None]
     return paths[0]
-
-
-def _taken(take: TakeSnapshot, state: TrainState, facts: Facts | None) -> Snapshot:
-    return take(state, facts_at(facts, state.cursor.batch))
-
-
-def _token(axis: Axis) -> str:
-    """Return 16 random hex digits, the same on all ranks."""
-    return all_gather_json(secrets.token_hex(8), axis)[0]
 
 
 def _plain(config: Mapping[str, Any] | None) -> Mapping[str, Any] | None:

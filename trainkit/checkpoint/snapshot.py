@@ -7,7 +7,7 @@ zeroes pages that are new, which takes longer than to fill them.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import attrs
@@ -16,7 +16,7 @@ import orjson
 import torch
 from torch import Tensor, nn
 
-from trainkit.checkpoint.boxes import description_problem
+from trainkit.checkpoint.boxes import description_problem, shared_out
 from trainkit.checkpoint.stored import Stored, safetensors_header
 from trainkit.checkpoint.tensors import (
     MOST_BATCHES,
@@ -201,7 +201,6 @@ def _described(
             f"{len(state.cursor.stream)} numbers of a stream; a checkpoint holds {MOST_BATCHES} "
             f"and {MOST_STREAM} at most"
         )
-    on_gpu = ps.device.type == "cuda"
     return orjson.loads(
         orjson.dumps(
             {
@@ -212,14 +211,24 @@ def _described(
                 },
                 "layout": ps.degrees,
                 "facts": dict(facts),
-                "machine": {
-                    "device": torch.cuda.get_device_name(ps.device) if on_gpu else "cpu",
-                    "threads": torch.get_num_threads(),
-                    "isa": torch.backends.cpu.get_cpu_capability(),
-                },
+                "machine": machine_of(ps.device),
             }
         )
     )
+
+
+def machine_of(device: torch.device) -> dict[str, Any]:
+    """Return what of a machine decides in which order sums are taken.
+
+    Examples:
+        >>> machine_of(torch.device("cpu"))["device"]
+        'cpu'
+    """
+    return {
+        "device": "cpu" if device.type == "cpu" else torch.cuda.get_device_name(device),
+        "threads": torch.get_num_threads(),
+        "isa": torch.backends.cpu.get_cpu_capability(),
+    }
 
 
 # ------------------------------------------------------------------------------------------ memory
@@ -250,9 +259,13 @@ def _allocate(
         problem = description_problem(name, entry)
         if problem is not None:
             raise ValueError(f"save_checkpoint: {problem}")
+    full = {name: box.local for name, (_, box) in boxes.items() if box.local.numel()}
+    order = sorted(full, key=lambda name: (-full[name].element_size(), name))  # so all are aligned
+    most = max(_FILE_BYTES, sum(x.nbytes for x in full.values()) // _FILES)
+    sizes = {name: full[name].nbytes for name in order}
     into: dict[str, Tensor] = {}
     files = []
-    for number, names in enumerate(_shared_out(boxes)):
+    for number, names in enumerate(shared_out(sizes, most_bytes=most, most_names=_FILE_BOXES)):
         stem = f"rank_{ps.world.index:05d}"
         file = f"{stem}-{number}.safetensors" if number else f"{stem}.safetensors"
         views, made = _one_file(file, {name: boxes[name] for name in names}, anything)
@@ -265,28 +278,10 @@ def _allocate(
     return _Memory(tuple(files), tensors, [into[name] for name in boxes if name in into])
 
 
-def _shared_out(boxes: Mapping[str, tuple[Tensor, Box]]) -> Iterator[list[str]]:
-    """Share the names of boxes that hold something out over files, in the order of their bytes."""
-    full = {name: box.local for name, (_, box) in boxes.items() if box.local.numel()}
-    order = sorted(full, key=lambda name: (-full[name].element_size(), name))
-    most = max(_FILE_BYTES, sum(x.nbytes for x in full.values()) // _FILES)
-    names: list[str] = []
-    size = 0
-    for name in order:
-        if names and (size + full[name].nbytes > most or len(names) == _FILE_BOXES):
-            yield names.copy()
-            names.clear()
-            size = 0
-        names.append(name)
-        size += full[name].nbytes
-    if names:
-        yield names
-
-
 def _one_file(
     file: str, boxes: Mapping[str, tuple[Tensor, Box]], anything: set[str]
 ) -> tuple[dict[str, Tensor], TensorFile]:
-    """Give memory to the boxes of one file; larger elements come first, so all are aligned."""
+    """Give memory to the boxes of one file."""
     total = sum(box.local.nbytes for _, box in boxes.values())
     pinned = any(box.local.is_cuda for _, box in boxes.values())
     data = np.empty(total, np.uint8)

@@ -6,16 +6,15 @@ Each is described by the bytes that hold it, and read box by box.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import suppress
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
 from trainkit.checkpoint.boxes import index_problems
 from trainkit.checkpoint.manifest import (
+    WEIGHTS,
     file_problems,
-    is_sealed,
-    plain_file_name,
+    format_of,
     read_manifest,
     verify_checkpoint,
 )
@@ -29,8 +28,6 @@ from trainkit.checkpoint.stored import (
 )
 from trainkit.types import SOLO, Axis, CheckpointError, Share, Weights
 
-FORMAT = "trainkit-weights"
-VERSION = 1
 INDEX = "model.safetensors.index.json"
 
 
@@ -60,43 +57,15 @@ def _indexed(path: Path, name: str, entry: Any, files: dict[str, dict[str, Store
     return Stored(entry["dtype"], tuple(entry["shape"]), tuple(extents))
 
 
-def is_weights_folder(folder: Path) -> bool:
-    """Say whether a folder claims to be one that `export_checkpoint` wrote.
-
-    Examples:
-        >>> is_weights_folder(Path("/does/not/exist"))
-        False
-    """
-    with suppress(CheckpointError):
-        manifest = read_json(folder / "manifest.json")
-        return isinstance(manifest, dict) and manifest.get("format") == FORMAT
-    return False
-
-
 def read_weights_manifest(folder: Path) -> dict[str, Any]:
     """Return the manifest of an exported folder, or refuse it.
 
     Raises:
-        CheckpointError: It is missing, does not match its own hash, is of another format or
-            version, or names what is no plain file name.
+        CheckpointError: It is no folder; or as for `read_manifest`.
     """
-    path = folder / "manifest.json"
     if folder.is_symlink() or not folder.is_dir():
         raise refusal(folder, "is not a directory")
-    manifest = read_json(path)
-    if not isinstance(manifest, dict) or manifest.get("format") != FORMAT:
-        raise refusal(path, f"is no manifest of the format {FORMAT!r}")
-    if manifest.get("version") != VERSION:
-        raise refusal(path, f"has version {manifest.get('version')}; this trainkit reads {VERSION}")
-    if not is_sealed(manifest):
-        raise refusal(path, "does not match its own sha256")
-    files = manifest.get("files")
-    if not isinstance(files, dict) or not all(
-        plain_file_name(name) and isinstance(want, dict) and {"size", "sha256"} <= want.keys()
-        for name, want in files.items()
-    ):
-        raise refusal(path, "names files that are no plain file names, or without size and sha256")
-    return manifest
+    return read_manifest(folder, form=WEIGHTS)
 
 
 def verify_weights(folder: Path | str, *, share: Share = SOLO.share) -> list[str]:
@@ -129,28 +98,17 @@ def verify_weights(folder: Path | str, *, share: Share = SOLO.share) -> list[str
         return [error.what]
 
 
-def exported_tensors(folder: Path | str, *, axis: Axis = SOLO) -> dict[str, Stored]:
-    """Describe the tensors of an exported folder, after every byte has been verified.
+def exported_tensors(folder: Path, problems: Sequence[str]) -> dict[str, Stored]:
+    """Describe the tensors of an exported folder whose every byte has been verified.
 
     Args:
         folder: The folder.
-        axis: The ranks that read it; each hashes its share of the files.
+        problems: What `verify_weights` has found.
 
     Raises:
-        CheckpointError: It does not verify, or its files hold a tensor of an odd name, twice, or
-            not as its index says; on all ranks.
-
-    Effects:
-        Reads the files; communicates on `axis`.
+        CheckpointError: There is a problem; or its files hold a tensor of an odd name, twice, or
+            not as its index says.
     """
-    from trainkit.collectives import together  # noqa: PLC0415 - verifying alone needs no torch
-
-    folder = Path(folder)
-    told = together(lambda: verify_weights(folder, share=axis.share), axis)
-    return _described(folder, [problem for problems in told for problem in problems])
-
-
-def _described(folder: Path, problems: Sequence[str]) -> dict[str, Stored]:
     if problems:
         raise CheckpointError(
             f"weights_from: {folder} does not verify: {problems[0]}", where=folder, got=problems
@@ -200,9 +158,12 @@ def weights_from(
         trainkit.types.CheckpointError: weights_from: /does/not/exist does not verify: checkpoint...
     """
     from trainkit.checkpoint.reading import reader  # noqa: PLC0415 - verifying needs no torch
+    from trainkit.collectives import together  # noqa: PLC0415 - likewise
     from trainkit.parallel.materialize import listed  # noqa: PLC0415 - likewise
 
-    tensors = exported_tensors(folder, axis=axis)
+    folder = Path(folder)
+    told = together(lambda: verify_weights(folder, share=axis.share), axis)
+    tensors = exported_tensors(folder, [problem for problems in told for problem in problems])
     kept = {
         name: stored.shape
         for name, stored in tensors.items()
@@ -218,4 +179,4 @@ def verify_any(path: Path) -> list[str]:
         >>> verify_any(Path("/does/not/exist"))
         ['/does/not/exist is not there']
     """
-    return verify_weights(path) if is_weights_folder(path) else verify_checkpoint(path)
+    return verify_weights(path) if format_of(path) == WEIGHTS else verify_checkpoint(path)

@@ -74,30 +74,24 @@ _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 @contextmanager
 def _disk_errors(path: Path, needed: int) -> Iterator[None]:
-    """Turn an `OSError` of the block into a `DiskError`."""
+    """Turn an `OSError` of the block into a `DiskError`: what was needed, and what there is."""
     try:
         yield
     except OSError as error:
-        raise _disk_error(error, path, needed) from error
-
-
-def _disk_error(error: OSError, path: Path, needed: int) -> DiskError:
-    """Say what a failed write needed, and what there is."""
-    try:
-        probe = next(parent for parent in (path, *path.parents) if parent.exists())
-        free: int | str = shutil.disk_usage(probe).free
-    except OSError:
-        free = "an unknown number"
-    name = errno.errorcode.get(error.errno or 0, "")
-    cure = "free space" if error.errno in _FULL else "make it writable"
-    return DiskError(
-        f"save_checkpoint: {path} could not be written: {name} {error.strerror or error}; about "
-        f"{needed} bytes are needed and {free} are free",
-        where=path,
-        got=free,
-        want=needed,
-        hint=f"{cure} or choose another --out; every earlier checkpoint is intact",
-    )
+        free: int | str = "an unknown number"
+        with suppress(OSError):
+            probe = next(parent for parent in (path, *path.parents) if parent.exists())
+            free = shutil.disk_usage(probe).free
+        name = errno.errorcode.get(error.errno or 0, "")
+        cure = "free space" if error.errno in _FULL else "make it writable"
+        raise DiskError(
+            f"save_checkpoint: {path} could not be written: {name} {error.strerror or error}; "
+            f"about {needed} bytes are needed and {free} are free",
+            where=path,
+            got=free,
+            want=needed,
+            hint=f"{cure} or choose another --out; every earlier checkpoint is intact",
+        ) from error
 
 
 # ---------------------------------------------------------------------------------------- one rank

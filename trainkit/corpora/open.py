@@ -196,7 +196,7 @@ def _hold_out(key: np.uint64, one_in: np.uint64, chosen: Any) -> None:
 
 
 def open_conversations(
-    path: Path | None, encode: Encode, *, tokenizer: Tokenizer
+    path: Path | None, encode: Encode, *, tokenizer: Any
 ) -> TokenCorpus | JoinedCorpus:
     """Open conversations as a corpus that says which of its tokens are trained on.
 
@@ -204,34 +204,32 @@ def open_conversations(
         path: A .jsonl, .parquet or .arrow file with a field `messages`, or a .tokens file that was
             made of such; None for those of `docstring_conversations`.
         encode: From a record to a `Sample`, from `chat.chat_encoder`.
-        tokenizer: What `encode` takes, or what the .tokens file was made with.
+        tokenizer: What `encode` takes, with its `vocab_size`; or what made the .tokens file.
 
     Raises:
         DataError: As `open_corpus`; or a .tokens file does not say which tokens are trained on.
 
     Examples:
         >>> import tempfile
-        >>> from trainkit.chat import TEMPLATES, chat_encoder
-        >>> tokenizer = byte_tokenizer()
+        >>> from trainkit.chat import CHATML_SPECIAL, TEMPLATES, chat_encoder
+        >>> tokenizer = byte_tokenizer(CHATML_SPECIAL)
         >>> encode = chat_encoder(tokenizer, template=TEMPLATES["chatml"])
         >>> with tempfile.TemporaryDirectory() as folder:
         ...     file = Path(folder) / "a.jsonl"
-        ...     turns = (
-        ...         '{"role": "user", "content": "1 + 1?"}, {"role": "assistant", "content": "2"}'
-        ...     )
-        ...     _ = file.write_text('{"messages": [%s]}' % turns)
+        ...     turns = '{"role": "user", "content": "1"}, {"role": "assistant", "content": "2"}'
+        ...     _ = file.write_text('{"messages": [' + turns + "]}")
         ...     corpus = open_conversations(file, encode, tokenizer=tokenizer)
         >>> int(corpus.trained.sum())
         2
     """
     if path is None:
         names, records = zip(*docstring_conversations(), strict=True)
-        samples = map(encode, records)
-        return memory_corpus(samples, vocab_size=tokenizer.vocab_size, names=names)
+        samples, vocab_size = map(encode, records), tokenizer.vocab_size
+        return memory_corpus(samples, vocab_size=vocab_size, names=names)
     if path.suffix != ".tokens":
         return open_corpus(path, encode=encode)
     corpus = open_corpus(path, tokenizer=tokenizer)
-    if corpus.trained is None:
+    if isinstance(corpus, TokenCorpus) and corpus.trained is None:
         raise DataError(
             f"{path}: nothing says which of its tokens the assistant said; write it with "
             "python -m trainkit prepare --messages",

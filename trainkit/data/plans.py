@@ -1,28 +1,28 @@
-"""`cached_bins`: the bins of a corpus, packed once, mapped by every rank and every later run."""
+"""`cached_bins`: the bins of a corpus, packed once, mapped by every rank and every later run.
+
+A plan of rows is one file, `CACHE/KEY.bins`; KEY is 16 hex digits of a hash of everything that
+shapes the bins. Its first line is JSON: the parts of the key in clear, the sizes, and the SHA-256
+of the rest. The rest are the four arrays of `Bins` as little-endian int64: offsets, documents,
+starts, lengths. Every byte is compared or hashed before it is used.
+"""
 
 from __future__ import annotations
 
+import errno
 import hashlib
-from contextlib import suppress
-from functools import partial
+import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import attrs
 import numpy as np
+import orjson
 
 from trainkit.collectives import together
-from trainkit.data.plan_files import (
-    Plan,
-    UnusablePlanError,
-    difference,
-    folder_of,
-    keep_plan,
-    open_plan,
-    plan_of,
-)
+from trainkit.files import disk_errors, open_regular, remove_abandoned, replacing
 from trainkit.packing import best_fit, pack_bins
 from trainkit.packing.bins import checked_lengths
-from trainkit.types import SOLO, DataError
+from trainkit.types import SOLO, Bins, DataError
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -30,17 +30,19 @@ if TYPE_CHECKING:
     from numpy.typing import ArrayLike
 
     from trainkit.packing.bins import Overlong
-    from trainkit.types import Axis, Bins, Fit
+    from trainkit.types import Axis, Fit
 
-    Pack = Callable[[], Plan]
-    Tell = Callable[[str], object]
+    _Key = dict[str, Any]
+    _Pack = Callable[[], "_Plan"]
+    _Tell = Callable[[str], object]
 
-TABLE = 1
-"""The version of what `pack_bins` does around a fit, part of the key: whoever changes its answers
-raises it.
+FORMAT = 2
+"""The version of a plan's file, and of what `pack_bins` does around a fit. It is part of the key:
+whoever changes either raises it, and older plans are not found.
 """
-_MANY = 10_000_000  # documents; packing them takes half a second
-_TRIES = 5
+_MOST_HEADER = 1 << 16  # bytes of the first line, which has about 700
+_UNUSABLE = (OSError, ValueError, TypeError, AttributeError)  # the last two: a forged header
+_FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO}
 
 
 def cached_bins(
@@ -85,13 +87,12 @@ def cached_bins(
 
     Raises:
         ValueError: An argument that `pack_bins` refuses, or a fit without a version.
-        DataError: A plan's key.json is whole and names another plan than its directory does, or
-            ranks ask for different plans or got different ones.
+        DataError: Ranks ask for different plans or got different ones.
         DiskError: The disk is full. What was half written is removed.
 
     Effects:
-        Writes below `cache_dir` when the plan is not there; replaces a damaged one, and removes
-        what killed processes left. Communicates on `axis`.
+        Writes below `cache_dir` when the plan is not there; replaces one that is damaged or
+        another's, and removes what killed processes left. Communicates on `axis`.
 
     Examples:
         >>> import tempfile
@@ -111,31 +112,47 @@ def cached_bins(
         "seed": seed,
     }
     kept = cache_dir is not None
-    key = _agreed_key(partial(_key_of, lengths, capacity, content, arguments, kept=kept), axis)
-    folder = None if cache_dir is None else folder_of(Path(cache_dir), key)
+    keys = together(lambda: _key_of(lengths, capacity, content, arguments, kept=kept), axis)
+    for rank, key in enumerate(keys):
+        if part := _difference(key, keys[0]):
+            raise DataError(f"cached_bins: rank {rank} asks for another plan than rank 0: {part}")
+    key = keys[0]
+    path = Path(cache_dir) / f"{_hash_of(key)[:16]}.bins" if cache_dir is not None else None
 
-    def pack() -> Plan:
-        return plan_of(pack_bins(lengths, capacity, **arguments))
+    def pack() -> _Plan:
+        bins = pack_bins(lengths, capacity, **arguments)
+        return _Plan(bins, _sha256(bins), is_kept=False)
 
-    return _shared_bins(folder, key, pack, axis, tell or (lambda _: None))
+    return _shared(path, key, pack, axis, tell or (lambda _: None)).bins
 
 
-def _shared_bins(
-    folder: Path | None, key: dict[str, Any], pack: Pack, axis: Axis, tell: Tell
-) -> Bins:
+@attrs.frozen(eq=False)
+class _Plan:
+    """Bins, the SHA-256 of their arrays, and whether they are mapped from a file."""
+
+    bins: Bins
+    sha256: str
+    is_kept: bool
+
+
+def _shared(path: Path | None, key: _Key, pack: _Pack, axis: Axis, tell: _Tell) -> _Plan:
     """Let rank 0 go first, then the others; refuse bins that differ."""
-    mine: list[Plan] = []
+    mine: list[_Plan] = []
+
+    def work(*, leads: bool, look: bool) -> None:
+        found = _opened_or_packed(path, key, pack, tell, leads=leads) if path and look else pack()
+        mine.append(found)
 
     def lead() -> bool:
         if axis.index == 0:
-            mine.append(_opened_or_packed(folder, key, pack, tell))
-        return axis.index == 0 and mine[0].mapped
+            work(leads=True, look=True)
+        return axis.index == 0 and mine[0].is_kept
 
-    mapped = together(lead, axis)[0]
+    is_kept = together(lead, axis)[0]
 
     def follow() -> str:
         if axis.index > 0:
-            mine.append(_opened_as_rank_0(folder if mapped else None, key, pack, tell))
+            work(leads=False, look=is_kept)
         return mine[0].sha256
 
     hashes = together(follow, axis)
@@ -147,74 +164,110 @@ def _shared_bins(
                 got=found,
                 want=hashes[0],
             )
-    return mine[0].bins
+    return mine[0]
 
 
-def _opened_or_packed(folder: Path | None, key: dict[str, Any], pack: Pack, tell: Tell) -> Plan:
-    """Return the plan in `folder`; if there is no whole one, pack it and keep it."""
-    damage = None
+def _opened_or_packed(path: Path, key: _Key, pack: _Pack, tell: _Tell, *, leads: bool) -> _Plan:
+    """Return the plan of a path; if there is no whole one, pack it, and keep it if it leads."""
+    damage = ""
     try:
-        if folder is not None and (plan := open_plan(folder, key)):
-            return plan
-    except UnusablePlanError as error:
+        return _open(path, key)
+    except FileNotFoundError:
+        pass
+    except _UNUSABLE as error:
         damage = str(error)
-    if key["documents"] >= _MANY:
-        tell(f"packing {key['documents']} documents")
     plan = pack()
-    if folder is None:
+    if not leads:
+        why = f"this rank does not see rank 0's plan in {path}: {damage or 'there is none'}"
+        tell(f"packed in memory, since {why}")
         return plan
     try:
-        kept = _kept(folder, key, plan)
-    except (OSError, UnusablePlanError) as error:
-        tell(f"packed in memory, since no plan can be kept in {folder}: {error}")
+        _keep(path, key, plan)
+        kept = _open(path, key)
+    except _UNUSABLE as error:
+        if isinstance(error.__cause__, OSError) and error.__cause__.errno in _FULL:
+            raise
+        tell(f"packed in memory, since no plan can be kept in {path}: {error}")
         return plan
-    rows = len(kept.bins)
+    rows = len(plan.bins)
     tell(
-        f"rebuilt the plan of {rows} rows in {folder}, which was damaged: {damage}"
+        f"rebuilt the plan of {rows} rows in {path}, which was damaged: {damage}"
         if damage
-        else f"plan of {rows} rows kept in {folder}"
+        else f"plan of {rows} rows kept in {path}"
     )
     return kept
 
 
-def _kept(folder: Path, key: dict[str, Any], plan: Plan) -> Plan:
-    """Keep a plan and open it; again where another process, replacing a broken one, took it."""
-    for _ in range(_TRIES):
-        keep_plan(folder, key, plan)
-        with suppress(UnusablePlanError):
-            if kept := open_plan(folder, key):
-                return kept
-    raise UnusablePlanError("what was written there cannot be read")
+# -------------------------------------------------------------------------------------- the file
 
 
-def _opened_as_rank_0(folder: Path | None, key: dict[str, Any], pack: Pack, tell: Tell) -> Plan:
-    """Return the plan that rank 0 left in `folder`; None: it packed in memory."""
-    if folder is None:
-        return pack()
-    reason = "there is none"
-    try:
-        if plan := open_plan(folder, key):
-            return plan
-    except UnusablePlanError as error:
-        reason = str(error)
-    tell(f"packed in memory, since this rank does not see rank 0's plan in {folder}: {reason}")
-    return pack()
+def _keep(path: Path, key: _Key, plan: _Plan) -> None:
+    """Write a plan, and give it its place; what processes that were killed left beside it goes."""
+    sizes = {"rows": len(plan.bins), "pieces": len(plan.bins.documents)}
+    header = orjson.dumps({"key": key, **sizes, "sha256": plan.sha256})
+    header = header.ljust(-(-(len(header) + 1) // 64) * 64 - 1) + b"\n"
+    arrays = _arrays(plan.bins)
+    needed = len(header) + sum(array.nbytes for array in arrays)
+    with disk_errors(path, by="cached_bins", needed=needed):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        remove_abandoned(path.parent.glob(".*.bins.staging-*"))
+    with (
+        replacing(path, by="cached_bins") as file,
+        disk_errors(path, by="cached_bins", needed=needed),
+    ):
+        for part in (
+            header,
+            *(array.data for array in arrays),
+        ):  # through its handle: on a full disk a mapping ends all
+            file.write(part)
+        file.flush()
+        os.fsync(file.fileno())
 
 
-# --------------------------------------------------------------------------------------------- key
+def _open(path: Path, key: _Key) -> _Plan:
+    """Map a plan read-only, once every byte of it is seen to be what was written for this key.
+
+    Raises what is in _UNUSABLE.
+    """
+    with open_regular(path) as file:
+        header = orjson.loads(file.readline(_MOST_HEADER))
+        if not isinstance(header, dict) or header.keys() != {"key", "rows", "pieces", "sha256"}:
+            raise ValueError(f"its first line is no header of a plan: {str(header)[:99]}")
+        if part := _difference(header["key"], key):
+            raise ValueError(f"it is the plan of another key: {part}")
+        begin, rows, pieces = file.tell(), header["rows"], header["pieces"]
+        size, want = os.fstat(file.fileno()).st_size, begin + 8 * (rows + 1 + 3 * pieces)
+        if size != want:
+            raise ValueError(f"it has {size} bytes instead of {want}")
+        if hashlib.file_digest(file, "sha256").hexdigest() != header["sha256"]:
+            raise ValueError("its arrays do not match their sha256")
+        data = np.asarray(np.memmap(file, "<i8", mode="r", offset=begin))
+    arrays = np.split(data, np.cumsum([rows + 1, pieces, pieces]))
+    offsets = arrays[0]
+    if offsets[0] != 0 or offsets[-1] != pieces or (np.diff(offsets) < 0).any():
+        raise ValueError(f"its offsets do not rise from 0 to {pieces}")
+    bins = Bins(*arrays, capacity=key["capacity"], multiple_of=key["multiple_of"])
+    return _Plan(bins, header["sha256"], is_kept=True)
 
 
-def _agreed_key(key_of: Callable[[], dict[str, Any]], axis: Axis) -> dict[str, Any]:
-    keys = together(key_of, axis)
-    for rank, key in enumerate(keys):
-        if part := difference(key, keys[0]):
-            raise DataError(f"cached_bins: rank {rank} asks for another plan than rank 0: {part}")
-    return keys[0]
+def _arrays(bins: Bins) -> list[np.ndarray[Any, Any]]:
+    arrays = (bins.offsets, bins.documents, bins.starts, bins.lengths)
+    return [np.ascontiguousarray(array, "<i8") for array in arrays]
+
+
+def _sha256(bins: Bins) -> str:
+    digest = hashlib.sha256()
+    for array in _arrays(bins):
+        digest.update(array.data)
+    return digest.hexdigest()
+
+
+# --------------------------------------------------------------------------------------- the key
 
 
 def _key_of(
     lengths: ArrayLike, capacity: int, content: str, arguments: dict[str, Any], *, kept: bool
-) -> dict[str, Any]:
+) -> _Key:
     """Return the parts of the key, once `pack_bins` has looked at the arguments."""
     fit = arguments["fit"]
     name, version = getattr(fit, "__name__", repr(fit)), getattr(fit, "version", None)
@@ -229,10 +282,23 @@ def _key_of(
     parts = arguments | {
         "fit": f"{getattr(fit, '__module__', None)}.{name}",
         "fit_version": version,
-        "table_version": TABLE,
+        "format": FORMAT,
         "capacity": capacity,
         "content": content,
         "documents": len(whole),
         "lengths_sha256": hashlib.sha256(np.ascontiguousarray(whole, "<i8").data).hexdigest(),
     }
     return {part: int(x) if isinstance(x, np.integer) else x for part, x in parts.items()}
+
+
+def _hash_of(key: _Key) -> str:
+    return hashlib.sha256(orjson.dumps(key, option=orjson.OPT_SORT_KEYS)).hexdigest()
+
+
+def _difference(got: _Key, want: _Key) -> str | None:
+    """Name the first part in which two keys differ."""
+    for part in sorted({*got, *want}):
+        one, other = got.get(part, "nothing"), want.get(part, "nothing")
+        if one != other:
+            return f"{part} is {one!r} instead of {other!r}"
+    return None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import TYPE_CHECKING, Any
 
 import attrs
@@ -9,12 +10,12 @@ import numpy as np
 import torch
 
 from trainkit.batch import collate_bins, split_batch, to_device
+from trainkit.batch.shards import shard_sequence
 from trainkit.corpora.mapped import check_unchanged
-from trainkit.layout import shard_sequence
 from trainkit.noise import token_keys
 from trainkit.packing import row_costs, take_rows
 from trainkit.sampling import share_of_rows
-from trainkit.types import Place, StepBatch
+from trainkit.types import ConfigError, Place, StepBatch
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
@@ -119,8 +120,9 @@ def deal_rows(
         "source", int64 `[B, S]`, -1 for row padding.
 
     Raises:
-        ValueError: `rows` are not rows of `packed`, or more than it has, or fewer than ranks.
-        ConfigError: Rows or documents do not divide by ring and Ulysses.
+        ValueError: `rows` are not rows of `packed`, or more than it has, or fewer than ranks; or a
+            document does not divide by 2 * ring.
+        ConfigError: Rows do not divide by ring and Ulysses.
         DataError: A file of the corpus was changed since it was opened, or holds a token outside
             its vocabulary.
 
@@ -135,6 +137,7 @@ def deal_rows(
         >>> part.input_ids.tolist()
         [[0, 1, 2, 3]]
     """
+    _check_row_length(packed.bins, place)
     chosen = _checked_rows(rows, packed.bins)
     bins, sources = take_rows(packed.bins, chosen), packed.source_of(chosen)
     positions = share_of_rows(
@@ -193,7 +196,7 @@ def eval_batches(
 
     Raises:
         ValueError: `rows_per_batch` is below 1, or there is no such share.
-        ConfigError: Rows or documents do not divide by ring and Ulysses.
+        ConfigError: Rows do not divide by ring and Ulysses.
 
     Examples:
         >>> from trainkit.corpora import TokenCorpus
@@ -214,6 +217,7 @@ def eval_batches(
             "eval_batches: rows_per_batch must be at least 1 and the share exist, got "
             f"{rows_per_batch} and part {share.index} of {share.count}"
         )
+    _check_row_length(bins, place)
     sources = packed.source_of(np.arange(len(bins)))
     rows = np.array_split(np.arange(len(bins)), share.count)[share.index]
     if len(bins) and not len(rows):
@@ -224,6 +228,19 @@ def eval_batches(
         _placed(_collate(packed.corpus, bins, chosen, sources, pad_id), place, device)
         for chosen in rows.reshape(-1, rows_per_batch)
     )
+
+
+def _check_row_length(bins: Bins, place: Place) -> None:
+    ring, ulysses = place.ring.count, place.ulysses.count
+    multiple = math.lcm(2 * ring if ring > 1 else 1, ring * ulysses)
+    if bins.capacity % multiple:
+        raise ConfigError(
+            f"step_batch: rows of {bins.capacity} tokens do not divide by ring = {ring} x 2 chunks "
+            f"and ulysses = {ulysses}; choose a row length that is a multiple of {multiple}",
+            where="ring, ulysses",
+            got=bins.capacity,
+            want=f"a multiple of {multiple}",
+        )
 
 
 def _checked_rows(rows: ArrayLike, bins: Bins) -> IntArray:

@@ -9,8 +9,8 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from trainkit.batch.shards import shard_sequence, zigzag_unshard
 from trainkit.collectives import all_gather_json, broadcast, gather_replicated
-from trainkit.layout import shard_sequence, zigzag_unshard
 from trainkit.models.call import call_model
 from trainkit.models.decoder import whole_logits
 from trainkit.parallel.places import places_of

@@ -1,7 +1,7 @@
 """Sequence parallelism: each rank holds a part of every document, and attention puts it together.
 
 Only attention looks at other tokens, so it is all that changes in a model: `ring` and `ulysses` of
-`trainkit.attention` take the place of the attention that it has. `layout.shard_sequence` deals out
+`trainkit.attention` take the place of the attention that it has. `batch.shard_sequence` deals out
 the tokens, and the gradients of the parts are summed by FSDP over the axes that `fold_sp` names and
 by `grads.sync_sp_grads` over the others.
 """

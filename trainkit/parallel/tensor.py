@@ -13,8 +13,8 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from trainkit.batch.shards import contiguous_shard
 from trainkit.collectives import gather_replicated
-from trainkit.layout import contiguous_shard
 from trainkit.models.decoder import Decoder
 from trainkit.parallel.naming import canonical_name
 from trainkit.parallel.reduction import mark_partial_
@@ -340,18 +340,9 @@ def _placed(parameter: nn.Parameter, dim: int | None, axis: Axis) -> nn.Paramete
 
 
 def _slice_noise(axis: Axis) -> Callable[..., Any]:
-    """Return a hook for the root of a model: dropout's keys for this rank's part of the sequence.
-
-    It also refuses rows that do not divide, before anything is sent.
-    """
+    """Return a hook for the root of a model: dropout's keys for this rank's part of the tokens."""
 
     def hook(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        length = kwargs["position_ids"].shape[1]
-        if length % axis.count:
-            raise ValueError(
-                f"tensor: rows of {length} tokens do not divide into {axis.count} equal parts for "
-                f"tp = {axis.count}; pack rows whose length is a multiple of {axis.count}"
-            )
         keys: Tensor | None = kwargs.get("noise_key")
         if keys is not None:
             kwargs = {**kwargs, "noise_key": contiguous_shard(keys, axis.share)}

@@ -53,7 +53,7 @@ class RingBlock:
 def zigzag_chunks(lengths: Sequence[int], ring: int) -> list[ZigzagChunk]:
     """Return the chunks of a packed row in the order of its tokens.
 
-    Rank r of N holds chunks r and 2N-1-r of each document, as `layout.zigzag_shard` cuts it.
+    Rank r of N holds chunks r and 2N-1-r of each document, as `batch.zigzag_shard` cuts it.
 
     Args:
         lengths: The documents of the row, in tokens; each a multiple of 2N.

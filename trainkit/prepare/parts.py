@@ -12,7 +12,7 @@ import inspect
 import itertools
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from functools import partial
 from importlib import metadata
 from pathlib import Path
@@ -70,11 +70,6 @@ class Work:
     field: str
     settings: Mapping[str, Any]
 
-    @property
-    def vocab_size(self) -> int | None:
-        """The tokenizer's, where it has one."""
-        return getattr(self.tokenizer, "vocab_size", None)
-
 
 def make_work(
     folder: Path, tokenizer: Tokenizer, make_encode: MakeEncode | None, field: str
@@ -109,21 +104,22 @@ class Tally:
     digest: str | None = None
 
 
-def summed(parts: Iterable[Tally]) -> Tally:
+def summed(parts: Collection[Tally]) -> Tally:
     """Add up parts.
 
     Examples:
         >>> summed([Tally(1, 5, 0, {"dropped": 1}), Tally(2, 6, 1)])
         Tally(documents=3, tokens=11, empty_documents=1, counts={'dropped': 1}, digest=None)
     """
-    documents = tokens = empty = 0
-    counts: Counter[str] = Counter()
+    counts = Counter[str]()
     for part in parts:
-        documents += part.documents
-        tokens += part.tokens
-        empty += part.empty_documents
         counts.update(part.counts)
-    return Tally(documents, tokens, empty, dict(counts))
+    return Tally(
+        documents=sum(part.documents for part in parts),
+        tokens=sum(part.tokens for part in parts),
+        empty_documents=sum(part.empty_documents for part in parts),
+        counts=dict(counts),
+    )
 
 
 def code_version() -> str:
@@ -192,78 +188,53 @@ def part_writer(work: Work) -> WritePart:
         DataError: A document cannot be read or encoded. The message names its file and line.
         DiskError: A part cannot be written.
     """
-    encode = None if work.make_encode is None else work.make_encode(work.tokenizer)
-    encode_all = (
-        partial(_encode_texts, work.tokenizer, work.field)
-        if encode is None
-        else partial(_encode_each, encode)
-    )
-    encode_all = partial(_encode_checked, encode_all, work.vocab_size or 1 << 32)
-    counts = getattr(encode, "counts", {})
-    return partial(_write_part, work=work, encode=encode_all, counts=counts)
+    one = None if work.make_encode is None else work.make_encode(work.tokenizer)
+    counts = getattr(one, "counts", {})
+    vocab_size, columns = work.settings["vocab_size"], [work.field] if one is None else None
+    no_text = 0 if one else len(encode_documents(work.tokenizer, [""])[0])
 
+    def encode(records: Sequence[Mapping[str, Any]]) -> list[Any]:
+        documents = (
+            [one(record) for record in records]
+            if one
+            else encode_documents(
+                work.tokenizer, [text_of(record, work.field) for record in records]
+            )
+        )
+        for document in documents:
+            checked_document(document, vocab_size or 1 << 32, "what `encode` returned")
+        return documents
 
-def _write_part(
-    number: int,
-    chunk: Chunk,
-    alive: Callable[[], object],
-    *,
-    work: Work,
-    encode: EncodeAll,
-    counts: Mapping[str, int],
-) -> Tally:
-    path, found, before = _path(work.folder, number), Counter[str](), Counter(counts)
-    documents = _documents(work, encode, chunk, found, alive)
-    first, digest = list(itertools.islice(documents, 1)), None
-    if first:
-        whole = itertools.chain(first, documents)
-        digest = write_corpus(path, whole, vocab_size=work.vocab_size).digest
-    counted = {name: count - before[name] for name, count in counts.items()}
-    empty = found["empty"] - counted.get("dropped", 0)
-    part = Tally(found["documents"], found["tokens"], empty, counted, digest)
-    text = orjson.dumps({"key": key_of_part(work.settings, chunk), **attrs.asdict(part)})
-    path = path.with_suffix(".json")
-    with replacing(path, by="prepare") as file, disk_errors(path, by="prepare", needed=len(text)):
-        file.write(text)
-    return part
+    def write(number: int, chunk: Chunk, alive: Callable[[], object]) -> Tally:
+        path, before = _path(work.folder, number), Counter(counts)
+        documents = _documents(encode, chunk, columns, alive)
+        first, tally = list(itertools.islice(documents, 1)), Tally()
+        if first:
+            whole = itertools.chain(first, documents)
+            corpus = write_corpus(path, whole, vocab_size=vocab_size)
+            lengths, counted = corpus.lengths, {n: c - before[n] for n, c in counts.items()}
+            empty = int((lengths <= no_text).sum()) - counted.get("dropped", 0)
+            tally = Tally(len(lengths), int(lengths.sum()), empty, counted, corpus.digest)
+        text = orjson.dumps({"key": key_of_part(work.settings, chunk), **attrs.asdict(tally)})
+        path = path.with_suffix(".json")
+        with replacing(path, by="prepare") as file, disk_errors(path, by="prepare"):
+            file.write(text)
+        return tally
+
+    return write
 
 
 def _documents(
-    work: Work, encode: EncodeAll, chunk: Chunk, found: Counter[str], alive: Callable[[], object]
-) -> Iterator[IntArray | Sample]:
-    """Yield the documents of a chunk, and count them, their tokens, and those without text."""
-    plain = work.make_encode is None
-    no_text = len(encode_documents(work.tokenizer, [""])[0]) if plain else 0
-    records = read_chunk(chunk, columns=[work.field] if plain else None)
-    last = time.monotonic()
+    encode: EncodeAll, chunk: Chunk, columns: Sequence[str] | None, alive: Callable[[], object]
+) -> Iterator[Any]:
+    records, last = read_chunk(chunk, columns=columns), time.monotonic()
+    before = 0
     while batch := list(itertools.islice(records, _RECORDS)):
-        documents = _encoded(encode, batch, chunk, found["documents"])
-        sizes = [np.size(getattr(document, "tokens", document)) for document in documents]
-        empty = sum(size <= no_text for size in sizes)
-        found.update(documents=len(sizes), tokens=int(sum(sizes)), empty=empty)
-        yield from documents
+        yield from _encoded(encode, batch, chunk, before)
+        before += len(batch)
         if time.monotonic() - last > _SIGN:
             last = time.monotonic()
             alive()
-
-
-def _encode_texts(
-    tokenizer: Tokenizer, field: str, records: Sequence[Mapping[str, Any]]
-) -> list[IntArray]:
-    return encode_documents(tokenizer, [text_of(record, field) for record in records])
-
-
-def _encode_each(encode: Encode, records: Sequence[Mapping[str, Any]]) -> list[Any]:
-    return [encode(record) for record in records]
-
-
-def _encode_checked(
-    encode: EncodeAll, limit: int, records: Sequence[Mapping[str, Any]]
-) -> list[Any]:
-    documents = encode(records)
-    for document in documents:
-        checked_document(document, limit, "what `encode` returned")
-    return documents
 
 
 def _encoded(

@@ -202,7 +202,7 @@ def prepare_corpus(
         bytes=total,
         empty_documents=sums.empty_documents,
         counts=sums.counts,
-        vocab_size=work.vocab_size,
+        vocab_size=work.settings["vocab_size"],
         digest=corpus.digest,
         parts_kept=len(kept),
         workers=crew if executor is None else None,
@@ -338,7 +338,7 @@ def _join(out: Path, work: Work, parts: Sequence[Tally]) -> TokenCorpus:
     corpus = write_corpus(
         joined,
         documents_of_parts(work.folder, parts),
-        vocab_size=work.vocab_size,
+        vocab_size=work.settings["vocab_size"],
         tokenizer_hash=work.settings["tokenizer"],
     )
     with disk_errors(out, by="prepare"):

@@ -163,23 +163,25 @@ def _write(path: Path, told: str, number: int, chunk: Chunk) -> Tally:
         with disk_errors(mark, by="prepare"):
             mark.write_text(f"{who}, at chunk {number}, {chunk_place(chunk)},")
         return _writer(path, told)(number, chunk, mark.touch)
-    except Exception as error:
-        if _can_travel(error):
-            raise
-        raise DataError(f"{type(error).__name__}: {error}") from None
+    except Exception as error:  # noqa: BLE001 (raised below)
+        found = error
     finally:
         mark.unlink(missing_ok=True)
+    raise _portable(found)
 
 
-def _can_travel(error: Exception) -> bool:
-    """Say whether an error can be made anew from the arguments of its class, as the parent does.
+def _portable(error: Exception) -> Exception:
+    """Return an error that the parent can read: trainkit's own as it is, another in words.
 
-    One of a class with arguments of its own, or of the script that runs, cannot.
+    An error travels as the arguments of its class, and by some executors with what caused it. A
+    class with arguments of its own, or one of the script that runs, cannot be made from them there.
     """
     if type(error).__module__ == TrainkitError.__module__ or type(error) is ValueError:
+        error.__cause__ = error.__context__ = None
         with suppress(Exception):  # what was found need not go through a pipe
-            return bool(pickle.dumps(error))
-    return False
+            pickle.dumps(error)
+            return error
+    return DataError(f"{type(error).__name__}: {error}")
 
 
 def _writer(path: Path, told: str) -> WritePart:

@@ -10,7 +10,6 @@ rates, are functions of that number; schedules are functions of the step.
 from __future__ import annotations
 
 from trainkit.sampling.blocks import rows_of_blocks
-from trainkit.sampling.buffers import buffer_sorted_order
 from trainkit.sampling.epochs import epoch_of, plan_steps, rows_of_epochs
 from trainkit.sampling.mixtures import (
     Phase,
@@ -25,7 +24,6 @@ from trainkit.sampling.shares import share_of_rows
 
 __all__ = [
     "Phase",
-    "buffer_sorted_order",
     "epoch_of",
     "facts_with_phases",
     "make_phases",

@@ -8,8 +8,8 @@ import numpy as np
 import torch
 
 from trainkit.batch import blank_batch, split_batch
+from trainkit.batch.shards import shard_sequence, spans_of_lengths
 from trainkit.data.steps import WHOLE
-from trainkit.layout import shard_sequence, spans_of_lengths
 from trainkit.sampling import share_of_rows
 from trainkit.types import BATCH_TENSORS, IGNORED_LABEL, Batch, Place
 

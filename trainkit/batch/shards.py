@@ -14,7 +14,7 @@ import numpy as np
 import torch
 
 from trainkit.jit import jit
-from trainkit.types import BATCH_TENSORS, Batch, ConfigError, Share, Spans
+from trainkit.types import BATCH_TENSORS, Batch, Share, Spans
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -212,34 +212,6 @@ def shard_sequence(batch: Batch, *, ring: Share, ulysses: Share) -> Batch:
         return contiguous_shard(x, ulysses).contiguous()
 
     return _each(ring_part, cut, spans=ring_part.spans)
-
-
-def check_row_length(length: int, *, ring: int, ulysses: int) -> None:
-    """Refuse rows that ring and Ulysses cannot cut into equal parts, and say what would do.
-
-    Args:
-        length: Tokens in a row.
-        ring: Ranks on the ring; each holds two chunks of every row.
-        ulysses: Ranks that share a ring rank's part.
-
-    Raises:
-        ConfigError: The length does not divide.
-
-    Examples:
-        >>> check_row_length(16, ring=2, ulysses=2)
-        >>> check_row_length(18, ring=2, ulysses=2)
-        Traceback (most recent call last):
-        trainkit.types.ConfigError: check_row_length: rows of 18 tokens do not divide by ...
-    """
-    multiple = int(np.lcm(2 * ring if ring > 1 else 1, ring * ulysses))
-    if length % multiple:
-        raise ConfigError(
-            f"check_row_length: rows of {length} tokens do not divide by ring = {ring} x 2 chunks "
-            f"and ulysses = {ulysses}; choose a row length that is a multiple of {multiple}",
-            where="ring, ulysses",
-            got=length,
-            want=f"a multiple of {multiple}",
-        )
 
 
 def _zigzag_batch(batch: Batch, share: Share) -> Batch:
