@@ -394,13 +394,12 @@ def blame(
 
     Examples:
         >>> from trainkit.types import SOLO
-        >>> model = nn.Linear(1, 1)
+        >>> model = nn.Linear(1, 1, bias=False)
         >>> def replay():
-        ...     loss = (model.bias * math.inf).sum()
-        ...     loss.backward()
+        ...     (model(torch.ones(1)) * math.inf).sum().backward()
         ...     return {"loss": torch.zeros(())}
         >>> blame(replay, [model], SOLO)
-        ['the gradient of bias on rank 0']
+        ['the gradient of weight on rank 0']
     """
     told = all_gather_json(_replayed(replay, list(stages)), axis)
     terms, own, summed, seen = ([each[key] for each in told] for key in _LOOKED_AT)

@@ -164,13 +164,12 @@ def advance(
 
     Examples:
         >>> import torch
+        >>> from trainkit.batch import blank_batch
         >>> from trainkit.types import SOLO, Cursor
-        >>> batch = {"input_ids": torch.ones(1, 2).long(), "document_ids": torch.zeros(1, 2).long()}
-        >>> batch |= {"labels": torch.ones(1, 2).long(), "token_index": torch.arange(2)[None]}
-        >>> step = StepBatch([batch], Cursor(1))
-        >>> state, metrics = advance(TrainState(), step, {"tokens": torch.tensor(2)}, axis=SOLO)
-        >>> state.step, state.tokens, metrics["tokens_processed"]
-        (1, tensor(2), tensor(2))
+        >>> batch = StepBatch([blank_batch(1, 2)], Cursor(1))
+        >>> state, metrics = advance(TrainState(), batch, {"tokens": torch.tensor(0)}, axis=SOLO)
+        >>> state.step, state.cursor.batch, metrics["tokens_total"]
+        (1, 1, tensor(0))
     """
     own = [batch_hash(batch.microbatches), count_tokens(batch.microbatches)]
     total_hash, processed = all_sum(torch.stack(own), axis).unbind()

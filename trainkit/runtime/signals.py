@@ -341,8 +341,7 @@ def stop_votes(
         Communicates on a group of its own: one all-reduce of one byte per call.
 
     Examples:
-        >>> from trainkit.files import point_nowhere
-    from trainkit.mesh import solo_parallel
+        >>> from trainkit.mesh import solo_parallel
         >>> with stop_votes(lambda: "SIGTERM", solo_parallel().world) as stopping:
         ...     stopping()
         'SIGTERM on rank 0'
