@@ -15,8 +15,7 @@ import house
 import pytest
 
 PACKAGE = Path(__file__).parents[1] / "trainkit"
-PURE = ["types", "jit", "hashing", "noise", "sampling", "packing", "batch", "loaders"]
-PURE += ["schedules", "health"]
+PURE = ["types", "noise", "sampling", "packing", "batch", "loaders", "schedules", "health"]
 ROOMS = [
     *PURE,
     "files",

@@ -41,7 +41,7 @@ from trainkit.checkpoint.plain import (
 from trainkit.checkpoint.snapshot import SavedBox, Snapshot, TensorFile
 from trainkit.checkpoint.tensors import counters_of
 from trainkit.files import commit_folder
-from trainkit.hashing import MASK64, hash_box, hash_counters
+from trainkit.noise.hashing import MASK64, hash_box, hash_counters
 from trainkit.types import CheckpointError, DiskError, NumericsError
 
 _CHUNK = 4 * 1024 * 1024  # written and hashed at once, out of the same cache
