@@ -15,8 +15,7 @@ import house
 import pytest
 
 PACKAGE = Path(__file__).parents[1] / "trainkit"
-PURE = ["types", "jit", "hashing", "noise", "sampling", "packing", "batch", "loaders"]
-PURE += ["schedules", "health"]
+PURE = ["types", "noise", "sampling", "packing", "batch", "loaders", "schedules", "health"]
 ROOMS = [
     *PURE,
     "files",
@@ -339,6 +338,11 @@ def test_the_page_on_the_design_lists_the_rooms_that_there_are():
     pure = lines[: lines.index("-- text into tokens --")]
     assert [line.split()[0] for line in pure] == PURE
     assert len(page.splitlines()) <= 250
+    readme = (PACKAGE.parent / "README.md").read_text()
+    tree = readme.split("```text\ntrainkit/\n")[1].split("recipes/")[0]
+    assert {line.split()[0].strip("/").removesuffix(".py") for line in tree.splitlines()} == (
+        {*ROOMS} - {"__main__"}
+    )
 
 
 # ------------------------------------------------------------------------------------ the ratchet

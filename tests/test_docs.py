@@ -10,11 +10,11 @@ import sys
 from itertools import zip_longest
 from pathlib import Path
 
-import attrs
 import pytest
 
 import trainkit
 import trainkit.__main__ as command_line
+from trainkit import config
 
 ROOT = Path(__file__).parents[1]
 DOCS = ROOT / "docs"
@@ -102,7 +102,7 @@ def flags_of(script):
     spec = importlib.util.spec_from_file_location(f"recipe_{script.stem}", script)
     recipe = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(recipe)
-    return {"--help", *("--" + a.name.replace("_", "-") for a in attrs.fields(recipe.Config))}
+    return {"--help", *map(config._flag, config._fields(recipe.Config))}
 
 
 def problems_of_command(line):

@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from trainkit.hashing import key_of
 from trainkit.loaders import buffer_sorted_order
+from trainkit.noise.hashing import key_of
 from trainkit.sampling import (
     Phase,
     epoch_of,

@@ -10,9 +10,7 @@ from . import corpora as corpora
 from . import data as data
 from . import files as files
 from . import grads as grads
-from . import hashing as hashing
 from . import health as health
-from . import jit as jit
 from . import loaders as loaders
 from . import losses as losses
 from . import mesh as mesh

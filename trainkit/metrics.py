@@ -20,7 +20,7 @@ from torch import Tensor
 
 from trainkit.batch import batch_hash, count_tokens
 from trainkit.collectives import all_sum, computing_device
-from trainkit.hashing import MASK64, key_of
+from trainkit.noise.hashing import MASK64, key_of
 from trainkit.types import Axis, IntArray, StepBatch, TrainState
 
 

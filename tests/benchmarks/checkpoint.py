@@ -28,7 +28,7 @@ from trainkit.checkpoint import verify_checkpoint
 from trainkit.checkpoint.retention import Retention
 from trainkit.checkpoint.save import saves
 from trainkit.checkpoint.snapshot import bind_snapshots
-from trainkit.hashing import hash_box
+from trainkit.noise.hashing import hash_box
 
 GIB = 1 << 30
 

@@ -12,8 +12,8 @@ import numpy as np
 import torch
 
 from trainkit.batch.shards import spans_of_runs
-from trainkit.hashing import GOLDEN, key_of
-from trainkit.noise import mix_tensor, signed
+from trainkit.noise.counters import mix_tensor, signed
+from trainkit.noise.hashing import GOLDEN, key_of
 from trainkit.types import IGNORED_LABEL, Batch, Spans
 
 if TYPE_CHECKING:

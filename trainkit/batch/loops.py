@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from trainkit.jit import jit
+from trainkit.noise.jit import jit
 from trainkit.types import IGNORED_LABEL
 
 Columns = np.ndarray[tuple[int, int], np.dtype[np.int64]]

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from trainkit.jit import jit
+from trainkit.noise.jit import jit
 from trainkit.types import BATCH_TENSORS, Batch, Share, Spans
 
 if TYPE_CHECKING:

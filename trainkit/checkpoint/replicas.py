@@ -18,8 +18,8 @@ from torch import Tensor, nn
 from trainkit.checkpoint.tensors import INTEGERS, run_tensors
 from trainkit.collectives import all_gather_json
 from trainkit.grads import name_ranks
-from trainkit.hashing import GOLDEN, MASK64, key_of
 from trainkit.metrics import to_host
+from trainkit.noise.hashing import GOLDEN, MASK64, key_of
 from trainkit.parallel.naming import COPY_SUFFIX, box_of
 from trainkit.parallel.reduction import reducers_of, reshard_
 from trainkit.types import Axis, NumericsError, ParallelState

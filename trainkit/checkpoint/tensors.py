@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from trainkit.checkpoint.boxes import shortened
 from trainkit.checkpoint.hidden import hidden_state
 from trainkit.collectives import all_gather_json
-from trainkit.hashing import MASK64, hash_box, hash_counters
+from trainkit.noise.hashing import MASK64, hash_box, hash_counters
 from trainkit.parallel.naming import (
     Box,
     box_of,

@@ -41,7 +41,7 @@ from trainkit.checkpoint.plain import (
 from trainkit.checkpoint.snapshot import SavedBox, Snapshot, TensorFile
 from trainkit.checkpoint.tensors import hash_of_boxes
 from trainkit.files import commit_folder
-from trainkit.hashing import hash_box
+from trainkit.noise.hashing import hash_box
 from trainkit.types import CheckpointError, DiskError, NumericsError
 
 _CHUNK = 4 * 1024 * 1024  # written and hashed at once, out of the same cache

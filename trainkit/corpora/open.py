@@ -15,8 +15,8 @@ from trainkit.corpora.records import document_files, read_records, record_place
 from trainkit.corpora.shards import open_shard, open_shards, tokens_at
 from trainkit.corpora.text import TEXT_SUFFIXES, check_readable
 from trainkit.corpora.tokens import TokenCorpus, gathered, memory_corpus
-from trainkit.hashing import GOLDEN, MASK64, hash_box, key_of, mix
-from trainkit.jit import jit
+from trainkit.noise.hashing import GOLDEN, MASK64, hash_box, key_of, mix
+from trainkit.noise.jit import jit
 from trainkit.tokenizers import byte_tokenizer, covered_hashes, text_encoder
 from trainkit.types import Corpus, DataError
 

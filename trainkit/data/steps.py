@@ -12,7 +12,7 @@ import torch
 from trainkit.batch import collate_bins, split_batch, to_device
 from trainkit.batch.shards import shard_sequence
 from trainkit.corpora.mapped import check_unchanged
-from trainkit.noise import token_keys
+from trainkit.noise.counters import token_keys
 from trainkit.packing import row_costs, take_rows
 from trainkit.sampling import share_of_rows
 from trainkit.types import ConfigError, Place, StepBatch

@@ -13,7 +13,7 @@ import numpy as np
 
 from trainkit.corpora.documents import checked_document, smallest_dtype
 from trainkit.corpora.tokens import TokenCorpus
-from trainkit.hashing import hash_box, hash_counters, key_of
+from trainkit.noise.hashing import hash_box, hash_counters, key_of
 from trainkit.packing import pack_bins
 from trainkit.sampling import permute
 from trainkit.types import DataError

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from trainkit.hashing import key_of
+from trainkit.noise.hashing import key_of
 from trainkit.sampling.integers import integers
 from trainkit.sampling.permutation import permute
 
@@ -44,7 +44,7 @@ def buffer_sorted_order(
         pack_size: Items in a pack. Where it divides `buffer_size`, places from a multiple of it on
             to the next are one pack.
         seed: Makes ties and shuffles; which items share a buffer does not depend on it. For another
-            order in each epoch take `hashing.key_of(seed, epoch)`.
+            order in each epoch take `noise.key_of(seed, epoch)`.
 
     Returns:
         int64, as many as places. Over all places every item comes once.

@@ -15,12 +15,12 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from trainkit import noise
 from trainkit.attention.varlen import varlen
 from trainkit.collectives import gather_replicated
 from trainkit.models.config import DecoderConfig
 from trainkit.models.initial import init_weights
 from trainkit.models.rotary import rotary_frequencies, rotary_table, rotate
+from trainkit.noise import counters
 from trainkit.types import Attend, Hidden, Spans
 
 
@@ -184,7 +184,7 @@ def _drop(x: Tensor, noise_key: Tensor | None, *, of: Block | None, name: str, p
 
 def _dropped(x: Tensor, noise_key: Tensor, of: Block | None, name: str, p: float) -> Tensor:
     whole = name if of is None else f"{of.name}.{name}"
-    return noise.dropout(x, noise_key, name=whole, p=p, width=x.shape[-1])
+    return counters.dropout(x, noise_key, name=whole, p=p, width=x.shape[-1])
 
 
 class Decoder(nn.Module):

@@ -10,9 +10,9 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from trainkit import noise
 from trainkit.models.call import call_model
 from trainkit.models.decoder import whole_logits
+from trainkit.noise import counters
 from trainkit.types import Call, Hidden, Spans
 
 
@@ -80,7 +80,7 @@ def generate(
     with torch.no_grad(), _evaluation_mode(model):
         while len(ids) < end:
             output = call(model, _window(text[:, max(0, len(ids) - context) : len(ids)]))
-            place = noise.uniform(seed, "generate", len(ids))
+            place = counters.uniform(seed, "generate", len(ids))
             logits = _last_logits(output)[:vocab_size]
             token = draw(logits, place, temperature=temperature, top_k=top_k)
             if token == stop_id:

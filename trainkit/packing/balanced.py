@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from trainkit.jit import jit
+from trainkit.noise.jit import jit
 from trainkit.packing.fits import by_length, has_table, in_arrival_order, task_of, with_version
 
 if TYPE_CHECKING:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import attrs
 import numpy as np
 
-from trainkit.hashing import key_of
+from trainkit.noise.hashing import key_of
 from trainkit.packing.fits import (
     INT32,
     MOST_TOKENS,

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from trainkit.jit import jit
+from trainkit.noise.jit import jit
 
 if TYPE_CHECKING:
     from trainkit.types import IntArray

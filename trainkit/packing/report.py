@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from trainkit.hashing import MASK64, hash_box, hash_counters
+from trainkit.noise.hashing import MASK64, hash_box, hash_counters
 from trainkit.packing.pieces import align
 from trainkit.sampling.integers import integers
 

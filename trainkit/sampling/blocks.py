@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from trainkit.hashing import key_of
+from trainkit.noise.hashing import key_of
 from trainkit.sampling.epochs import check_batch
 from trainkit.sampling.integers import integers
 from trainkit.sampling.permutation import permute

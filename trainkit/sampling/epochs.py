@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from trainkit.hashing import key_of
+from trainkit.noise.hashing import key_of
 from trainkit.sampling.permutation import permute
 
 if TYPE_CHECKING:

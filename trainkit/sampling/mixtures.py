@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import attrs
 import numpy as np
 
-from trainkit.jit import jit
+from trainkit.noise.jit import jit
 from trainkit.sampling.epochs import check_batch, draws
 
 if TYPE_CHECKING:

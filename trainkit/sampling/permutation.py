@@ -6,8 +6,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from trainkit.hashing import GOLDEN, mix
-from trainkit.jit import jit
+from trainkit.noise.hashing import GOLDEN, mix
+from trainkit.noise.jit import jit
 from trainkit.sampling.integers import integers
 
 if TYPE_CHECKING:
@@ -30,7 +30,7 @@ def permute(index: ArrayLike, count: int, key: int) -> IntArray:
     Args:
         index: Integers in [0, count), `[N]`.
         count: The size of the permutation, at least 1.
-        key: A 64-bit key, as `hashing.key_of` makes; each gives another permutation.
+        key: A 64-bit key, as `noise.key_of` makes; each gives another permutation.
 
     Returns:
         int64 `[N]`.
@@ -39,7 +39,7 @@ def permute(index: ArrayLike, count: int, key: int) -> IntArray:
         ValueError: `count` is below 1, or an index is no integer or lies outside [0, count).
 
     Examples:
-        >>> from trainkit.hashing import key_of
+        >>> from trainkit.noise.hashing import key_of
         >>> permute(np.arange(10), 10, key_of(0))
         array([6, 8, 2, 5, 7, 0, 9, 4, 1, 3])
     """

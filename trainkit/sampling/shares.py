@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from trainkit.jit import jit
+from trainkit.noise.jit import jit
 from trainkit.sampling.integers import integers
 
 if TYPE_CHECKING:

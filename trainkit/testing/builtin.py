@@ -18,7 +18,7 @@ from trainkit.batch import collate_bins
 from trainkit.corpora.tokens import TokenCorpus
 from trainkit.losses import next_token, next_token_linear
 from trainkit.models import Decoder, DecoderConfig, call_with_noise
-from trainkit.noise import token_keys
+from trainkit.noise.counters import token_keys
 from trainkit.packing import pack_bins
 from trainkit.parallel.compiled import compiled
 from trainkit.parallel.fsdp import fsdp

@@ -15,11 +15,11 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from trainkit import noise
 from trainkit.batch import collate_bins
 from trainkit.corpora.tokens import TokenCorpus
-from trainkit.hashing import key_of
 from trainkit.losses import with_terms
+from trainkit.noise import counters
+from trainkit.noise.hashing import key_of
 from trainkit.packing import pack_bins
 from trainkit.types import IGNORED_LABEL, Batch
 
@@ -115,7 +115,7 @@ def exact_weights(name: str, shape: Sequence[int], offset: Sequence[int]) -> Ten
         >>> exact_weights("w", (8, 8), (0, 0)).unique()
         tensor([-1.,  0.,  1.])
     """
-    return noise.normal(key_of(0, name), shape, offset).mul_(0.6).round_().clamp_(-1, 1) + 0.0
+    return counters.normal(key_of(0, name), shape, offset).mul_(0.6).round_().clamp_(-1, 1) + 0.0
 
 
 def exact_batch(step: int) -> Batch:

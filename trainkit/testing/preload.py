@@ -21,8 +21,8 @@ MODULES = (
     "torch.profiler",
     "trainkit.checkpoint",
     "trainkit.data",
-    "trainkit.hashing",
-    "trainkit.noise",
+    "trainkit.noise.hashing",
+    "trainkit.noise.counters",
     "trainkit.testing.builtin",
 )
 

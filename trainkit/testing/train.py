@@ -17,14 +17,14 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from trainkit import noise
 from trainkit.batch import batch_hash, count_valid_tokens
 from trainkit.collectives import all_sum
 from trainkit.grads import clip_and_step, named_parameters_of, parameters_of, sync_sp_grads
-from trainkit.hashing import key_of
 from trainkit.losses import mean_terms
 from trainkit.mesh import parallel_session
 from trainkit.metrics import reduce_metrics
+from trainkit.noise import counters
+from trainkit.noise.hashing import key_of
 from trainkit.optim import adamw, decay_groups
 from trainkit.parallel.materialize import live_buffers
 from trainkit.parallel.naming import COPY_SUFFIX, box_of, ties_of
@@ -127,7 +127,7 @@ def certificate_weights(name: str, shape: Sequence[int], offset: Sequence[int]) 
         >>> torch.equal(whole[2:], certificate_weights("w", (2, 8), (2, 0)))
         True
     """
-    values = noise.normal(key_of(0, name), shape, offset).mul_(0.2)
+    values = counters.normal(key_of(0, name), shape, offset).mul_(0.2)
     return values.add_(1) if len(shape) < 2 else values
 
 

@@ -17,8 +17,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from trainkit.hashing import GOLDEN, MASK64, key_of, mix
-from trainkit.jit import jit
+from trainkit.noise.hashing import GOLDEN, MASK64, key_of, mix
+from trainkit.noise.jit import jit
 from trainkit.types import Share
 
 

@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from trainkit.jit import jit
+from trainkit.noise.jit import jit
 
 MASK64 = (1 << 64) - 1
 GOLDEN = 0x9E3779B97F4A7C15

@@ -1,0 +1,12 @@
+# The table of contents, which __init__.py loads lazily.
+from .counters import dropout as dropout
+from .counters import mix_tensor as mix_tensor
+from .counters import normal as normal
+from .counters import seeded_generators as seeded_generators
+from .counters import signed as signed
+from .counters import token_keys as token_keys
+from .counters import uniform as uniform
+from .hashing import hash_box as hash_box
+from .hashing import hash_counters as hash_counters
+from .hashing import key_of as key_of
+from .hashing import mix as mix
