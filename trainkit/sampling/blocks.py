@@ -8,9 +8,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from trainkit.noise.hashing import key_of
-from trainkit.sampling.epochs import check_batch
 from trainkit.sampling.integers import integers
-from trainkit.sampling.permutation import permute
+from trainkit.sampling.permutation import check_batch, permute
 
 if TYPE_CHECKING:
     from trainkit.types import IntArray, RowsAt

@@ -11,10 +11,7 @@ import math
 from fractions import Fraction
 from typing import TYPE_CHECKING
 
-import numpy as np
-
-from trainkit.noise.hashing import key_of
-from trainkit.sampling.permutation import permute
+from trainkit.sampling.permutation import check_batch, draws
 
 if TYPE_CHECKING:
     from trainkit.types import IntArray, RowsAt
@@ -49,24 +46,6 @@ def rows_of_epochs(num_rows: int, *, rows_per_step: int, seed: int) -> RowsAt:
 def _rows_at(batch: int, *, num_rows: int, rows_per_step: int, seed: int) -> IntArray:
     check_batch(batch)
     return draws(batch * rows_per_step, rows_per_step, num_rows, seed, "epoch")
-
-
-def check_batch(batch: int) -> None:
-    """Refuse the number of a global batch that there is not."""
-    if batch < 0:
-        raise ValueError(f"rows_at: global batches are numbered from 0, got {batch}")
-
-
-def draws(place: int, size: int, num_rows: int, *key: int | str) -> IntArray:
-    """Return `size` rows of an endless stream of epochs, from draw `place` on."""
-    parts: list[IntArray] = []
-    end = place + size
-    while place < end:
-        epoch, first = divmod(place, num_rows)
-        index = np.arange(first, min(first + end - place, num_rows))
-        parts.append(permute(index, num_rows, key_of(*key, epoch)))
-        place += index.size
-    return np.concatenate(parts)
 
 
 def plan_steps(

@@ -13,7 +13,7 @@ import attrs
 import numpy as np
 
 from trainkit.noise.jit import jit
-from trainkit.sampling.epochs import check_batch, draws
+from trainkit.sampling.permutation import check_batch, draws
 
 if TYPE_CHECKING:
     from trainkit.types import IntArray, RowsAt

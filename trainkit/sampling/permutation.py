@@ -1,4 +1,4 @@
-"""A pseudorandom permutation without a table."""
+"""A pseudorandom permutation without a table, and the endless stream of epochs made of it."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from trainkit.noise.hashing import GOLDEN, mix
+from trainkit.noise.hashing import GOLDEN, key_of, mix
 from trainkit.noise.jit import jit
 from trainkit.sampling.integers import integers
 
@@ -39,7 +39,6 @@ def permute(index: ArrayLike, count: int, key: int) -> IntArray:
         ValueError: `count` is below 1, or an index is no integer or lies outside [0, count).
 
     Examples:
-        >>> from trainkit.noise.hashing import key_of
         >>> permute(np.arange(10), 10, key_of(0))
         array([6, 8, 2, 5, 7, 0, 9, 4, 1, 3])
     """
@@ -51,6 +50,24 @@ def permute(index: ArrayLike, count: int, key: int) -> IntArray:
             f"permute: indices must lie in [0, {count}), got {index.min()} to {index.max()}"
         )
     return _permute(index, np.uint64(count), np.uint64(key), ((count - 1).bit_length() + 1) // 2)
+
+
+def check_batch(batch: int) -> None:
+    """Refuse the number of a global batch that there is not."""
+    if batch < 0:
+        raise ValueError(f"rows_at: global batches are numbered from 0, got {batch}")
+
+
+def draws(place: int, size: int, num_rows: int, *key: int | str) -> IntArray:
+    """Return `size` rows of an endless stream of epochs, from draw `place` on."""
+    parts: list[IntArray] = []
+    end = place + size
+    while place < end:
+        epoch, first = divmod(place, num_rows)
+        index = np.arange(first, min(first + end - place, num_rows))
+        parts.append(permute(index, num_rows, key_of(*key, epoch)))
+        place += index.size
+    return np.concatenate(parts)
 
 
 @jit
