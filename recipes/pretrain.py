@@ -76,8 +76,8 @@ def pack(cfg, run, opened):
             tk.data.cached_bins, cfg.cache, axis=run.ps.world, **how, **size
         )
         lengths = np.where(is_held, 0, corpus.lengths)
-        train[name] = tk.Packed(corpus, bins_of(lengths))
-        held[name] = tk.Packed(corpus, bins_of(corpus.lengths - lengths))
+        train[name] = tk.Packed(corpus, bins_of(lengths=lengths))
+        held[name] = tk.Packed(corpus, bins_of(lengths=corpus.lengths - lengths))
         reports[name] = {
             **tk.packing.packing_report(train[name].bins, lengths),
             "empty_documents": int((corpus.lengths == 0).sum()),

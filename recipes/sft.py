@@ -68,7 +68,7 @@ def pack(cfg, run, corpus, counts):
     how = {"content": tk.corpora.fingerprint(corpus), "seed": cfg.seed, "tell": run.say}
     bins_of = functools.partial(tk.data.cached_bins, cfg.cache, axis=run.ps.world, **how, **size)
     lengths = np.where(tk.corpora.held_out_documents(corpus), 0, corpus.lengths)
-    rows, held = bins_of(lengths), bins_of(corpus.lengths - lengths)
+    rows, held = bins_of(lengths=lengths), bins_of(lengths=corpus.lengths - lengths)
     return tk.Packed(corpus, rows), tk.Packed(corpus, held)
 
 

@@ -32,7 +32,6 @@ WITHOUT_EXAMPLE = {
     "types.positive": "a validator, as `one_of` explains",
     "config.write_config": "works on the disk: the example of read_config calls it",
     "corpora.open_tokens": "works on the disk: the example of write_corpus calls it",
-    "corpora.verify_tokens": "works on the disk, and says nothing when all is well",
     "files.commit_folder": "works on the disk: new_folder calls it",
     "files.recover_folder": "works on the disk: new_folder calls it",
     "files.remove_abandoned": "works on the disk: new_folder calls it",

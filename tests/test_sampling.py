@@ -409,8 +409,8 @@ def one_step(**changes):
         (lambda: one_step(step=-1), "numbered from 0, got -1"),
         (lambda: one_step(rows_per_step=0), "rows_per_step must be .* got 0"),
         (lambda: one_step(num_rows={"a": 3, "b": 0}), r"batch 0 gives weight to \['b'\], which"),
-        (lambda: one_step(num_rows={"a": 3}), r"weighs \['a', 'b'\], the corpora are \['a'\]"),
-        (lambda: one_step(phases=[Phase(0, {"a": 1})]), "make_phases completes"),
+        (lambda: one_step(num_rows={"a": 3}), r"weigh \['a', 'b'\], the corpora are \['a'\]"),
+        (lambda: one_step(phases=[Phase(0, {"a": 1})]), "name them all in the first"),
         (lambda: one_step(phases=[Phase(0, {"a": 1, "b": 1e-9})]), r"\['b'\] come to less than"),
     ],
 )

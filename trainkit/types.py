@@ -338,10 +338,14 @@ class Rows:
 
 @attrs.frozen
 class Share:
-    """Which part of how many: part `index` of `count` equal parts."""
+    """Which part of how many: part `index` of `count` equal parts; one that is not is refused."""
 
     index: int
     count: int
+
+    def __attrs_post_init__(self) -> None:
+        if not 0 <= self.index < self.count:
+            raise ValueError(f"Share: there is no part {self.index} of {self.count}")
 
 
 @attrs.frozen

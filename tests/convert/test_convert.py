@@ -352,6 +352,8 @@ def test_pickles_are_read_in_a_process_of_their_own_of_bounded_memory(sharded, t
     with pytest.raises(CheckpointError, match=r"evil.pt is refused: it mentions '\w+.system'"):
         convert_weights(tmp_path / "evil.pt", tmp_path / "out")
     assert not marker.exists()
+    with (sharded / "sparse.distcp").open("wb") as file:
+        file.truncate(2**30)
     (sharded / ".metadata").write_bytes(b"\x80\x04" + b"]" * 60_000_000 + b".")
     with pytest.raises(CheckpointError, match=r"takes over \d+ bytes to describe"):
         convert_weights(sharded, tmp_path / "out")

@@ -13,8 +13,8 @@ from trainkit.__main__ import main
 from trainkit.batch import collate_bins, shift_labels
 from trainkit.batch.shards import contiguous_shard, zigzag_shard, zigzag_unshard
 from trainkit.corpora import fingerprint, foreign, open_corpus, tokens, write_corpus
-from trainkit.data import plans
-from trainkit.data.plans import cached_bins
+from trainkit.data import cache
+from trainkit.data.cache import cached_bins
 from trainkit.losses import next_token
 from trainkit.packing import bins, pack_bins
 from trainkit.types import DataError, Share
@@ -134,7 +134,7 @@ def test_without_its_hash_a_damaged_plan_would_be_used(tmp_path, monkeypatch):
         def hexdigest(self):
             return right
 
-    monkeypatch.setattr(plans.hashlib, "file_digest", lambda *_: Trusting())
+    monkeypatch.setattr(cache.hashlib, "file_digest", lambda *_: Trusting())
     damaged = cached_bins(tmp_path, LENGTHS, 64, content="a", tell=tell_nobody)
     assert not np.array_equal(damaged.lengths, clean)
 
@@ -144,7 +144,7 @@ def test_a_key_that_leaves_something_out_would_give_anothers_plan(tmp_path, monk
     first = cached_bins(tmp_path, LENGTHS, 64, content="a", tell=tell_nobody)
     other = cached_bins(tmp_path, LENGTHS[::-1], 64, content="b", tell=tell_nobody)
     assert not np.array_equal(first.lengths, other.lengths)
-    monkeypatch.setattr(plans, "_key_of", _same_key(plans._key_of))
+    monkeypatch.setattr(cache, "_key_of", _same_key(cache._key_of))
     weak = tmp_path / "weak"
     first = cached_bins(weak, LENGTHS, 64, content="a", tell=tell_nobody)
     stale = cached_bins(weak, LENGTHS[::-1], 64, content="b", tell=tell_nobody)

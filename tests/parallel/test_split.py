@@ -12,7 +12,7 @@ from whole_step import CONFIG
 
 import trainkit as tk
 from trainkit.models import Decoder, init_weights
-from trainkit.parallel.places import Place, places_of, tied_of
+from trainkit.parallel.places import StagePlace, places_of, tied_of
 from trainkit.parallel.split import (
     SCHEDULES,
     decoder_costs,
@@ -146,7 +146,7 @@ def test_stages_run_one_after_the_other_give_what_the_whole_gives():
 
 def test_a_stage_says_where_it_stands_and_what_it_shares():
     stages, axis = of_rank(1, 2, "interleaved_1f1b")
-    assert places_of(stages, axis) == [Place(1, (0, 1, 0, 1)), Place(3, (0, 1, 0, 1))]
+    assert places_of(stages, axis) == [StagePlace(1, (0, 1, 0, 1)), StagePlace(3, (0, 1, 0, 1))]
     assert [tied_of(stage) for stage in stages] == [{}, {"embedding.weight": (0, 3)}]
     assert list(tk.named_parameters_of(stages))[-1] == "norm.weight"
 

@@ -122,7 +122,7 @@ def test_long_context_refuses_a_directory_without_text_and_says_when_a_run_is_co
     (tmp_path / "empty").mkdir()
     code, what = refusal("long_context", *long_flags(tmp_path / "none", tmp_path / "empty", 1))
     assert code == 65
-    assert "empty: no documents" in what
+    assert "empty: there is no file of text or records" in what
     for said in ("its loss is drawn in", "is complete at step 1"):
         code, printed = here(long_flags(tmp_path / "run", text, 1), "long_context")
         assert code == 0, printed
@@ -132,7 +132,7 @@ def test_long_context_refuses_a_directory_without_text_and_says_when_a_run_is_co
 
 def test_the_documents_of_long_context_are_long():
     recipe = load("long_context")
-    tokenizer = recipe.tokenizers.open_tokenizer("bytes")
+    tokenizer = recipe.tk.tokenizers.open_tokenizer("bytes")
     corpus = recipe.open_documents(recipe.Config(), tokenizer)
     lengths = dict(zip(corpus.names, corpus.lengths.tolist(), strict=True))
     assert lengths["asyncio"] > 400_000

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
     from numpy.typing import ArrayLike
 
-    from trainkit.batch.loops import Layout
+    from trainkit.batch.loops import Columns
     from trainkit.types import Bins, Corpus, IntArray, Spans
 
 
@@ -88,8 +88,8 @@ def collate_bins(
     # torch.empty.
     shape = (5, rows.size, bins.capacity)
     fields = np.empty(shape, np.int64) if out is None else _checked_out(out, shape)
-    layout, spans_ = _write_rows(fields, corpus, bins, rows, positions, pad_id=pad_id)
-    _copy_tokens(fields, corpus, layout)
+    columns, spans_ = _write_rows(fields, corpus, bins, rows, positions, pad_id=pad_id)
+    _copy_tokens(fields, corpus, columns)
     input_ids, labels, position_ids, document_ids, token_index = torch.from_numpy(fields).unbind()
     return Batch(input_ids, labels, position_ids, document_ids, token_index, spans_)
 
@@ -147,10 +147,10 @@ def _write_rows(
     positions: IntArray,
     *,
     pad_id: int,
-) -> tuple[Layout, Spans]:
+) -> tuple[Columns, Spans]:
     """Lay out the spans of rows, also as `Spans`, and write all that does not depend on tokens."""
     flat = getattr(corpus, "parts", None) is None
-    layout, wrong = lay_out(
+    columns, wrong = lay_out(
         rows,
         _read_only(bins.offsets),
         (_read_only(bins.documents), _read_only(bins.starts), _read_only(bins.lengths)),
@@ -161,9 +161,9 @@ def _write_rows(
     )
     if wrong >= 0:
         _refuse_row(corpus, bins, rows, wrong)
-    write_fields(fields.reshape(5, -1), layout, rows, positions, pad_id)
-    lengths = cut_padding(layout[LENGTH], layout[NUMBER] < 0, multiple_of=bins.multiple_of)
-    return layout, spans_of_lengths(lengths)
+    write_fields(fields.reshape(5, -1), columns, rows, positions, pad_id)
+    lengths = cut_padding(columns[LENGTH], columns[NUMBER] < 0, multiple_of=bins.multiple_of)
+    return columns, spans_of_lengths(lengths)
 
 
 def _refuse_row(corpus: Corpus, bins: Bins, rows: IntArray, number: int) -> NoReturn:
@@ -182,28 +182,28 @@ def _refuse_row(corpus: Corpus, bins: Bins, rows: IntArray, number: int) -> NoRe
     )
 
 
-def _copy_tokens(fields: np.ndarray[Any, Any], corpus: Corpus, layout: Layout) -> None:
+def _copy_tokens(fields: np.ndarray[Any, Any], corpus: Corpus, columns: Columns) -> None:
     """Copy the tokens of spans into the ids and, one place to the left, into the labels."""
     if getattr(corpus, "parts", None) is not None:
-        for part, spans_ in _by_part(corpus, layout):
+        for part, spans_ in _by_part(corpus, columns):
             _copy_tokens(fields, part, spans_)
         return
     tokens, limit = _checked_tokens(corpus)
     ids, labels = fields[:2].reshape(2, -1)
-    if copy_spans(ids, labels, tokens, layout) >= limit:
-        _refuse_token(corpus, layout)
+    if copy_spans(ids, labels, tokens, columns) >= limit:
+        _refuse_token(corpus, columns)
     trained = getattr(corpus, "trained", None)
     if trained is not None:
-        mask_labels(labels, _checked_mask(corpus, trained), layout)
+        mask_labels(labels, _checked_mask(corpus, trained), columns)
 
 
-def _by_part(corpus: Any, layout: Layout) -> Iterator[tuple[Corpus, Layout]]:
+def _by_part(corpus: Any, columns: Columns) -> Iterator[tuple[Corpus, Columns]]:
     """Yield each part that has some of the spans, with these as they lie in the part."""
     firsts, offsets = np.asarray(corpus.first_documents), corpus.offsets
-    layout = np.compress(layout[DOCUMENT] >= 0, layout, axis=1)
-    part_of = np.searchsorted(firsts, layout[DOCUMENT], side="right") - 1
+    columns = np.compress(columns[DOCUMENT] >= 0, columns, axis=1)
+    part_of = np.searchsorted(firsts, columns[DOCUMENT], side="right") - 1
     for number in np.unique(part_of).tolist():
-        part, own = corpus.parts[number], np.compress(part_of == number, layout, axis=1)
+        part, own = corpus.parts[number], np.compress(part_of == number, columns, axis=1)
         own[DOCUMENT] -= firsts[number]
         own[SOURCE] -= offsets[firsts[number]] - part.offsets[0]
         if (own[SOURCE] + own[SIZE]).max() > len(part.tokens):
@@ -243,10 +243,10 @@ def _checked_mask(corpus: Corpus, trained: Any) -> np.ndarray[Any, Any]:
     return _read_only(mask.view(np.uint8))
 
 
-def _refuse_token(corpus: Corpus, layout: Layout) -> NoReturn:
+def _refuse_token(corpus: Corpus, columns: Columns) -> NoReturn:
     """Name the first token that is negative or outside the vocabulary."""
     tokens, limit = _checked_tokens(corpus)
-    sizes, documents, sources = layout[[SIZE, DOCUMENT, SOURCE]].tolist()
+    sizes, documents, sources = columns[[SIZE, DOCUMENT, SOURCE]].tolist()
     span, offset = next(
         (span, int(wrong.argmax()))
         for span, (size, source) in enumerate(zip(sizes, sources, strict=True))

@@ -12,7 +12,7 @@ import numpy as np
 from trainkit.noise.jit import jit
 from trainkit.types import IGNORED_LABEL
 
-Layout = np.ndarray[tuple[int, int], np.dtype[np.int64]]
+Columns = np.ndarray[tuple[int, int], np.dtype[np.int64]]
 """Where the spans of a batch lie and what is in them: a column for each; its rows are named below.
 
 All the padding of a row is one column here; attention is told of shorter spans (`cut_padding`).
@@ -34,7 +34,7 @@ def lay_out(  # noqa: PLR0917 (an array is a parameter)
     capacity: int,
     multiple_of: int,
 ) -> Any:
-    """Return the `Layout` of rows, and -1 or the number of the first row that is wrong.
+    """Return the `Columns` of rows, and -1 or the number of the first row that is wrong.
 
     The spans of a row are its pieces as they come, then what is left of it.
     """
@@ -48,7 +48,7 @@ def lay_out(  # noqa: PLR0917 (an array is a parameter)
             if first < 0 or end < first or end > documents.size:
                 return np.empty((6, 0), np.int64), number
             count += end - first
-    layout = np.empty((6, count), np.int64)
+    columns = np.empty((6, count), np.int64)
     span = 0
     for number in range(rows.size):
         row, filled = rows[number], 0
@@ -56,48 +56,48 @@ def lay_out(  # noqa: PLR0917 (an array is a parameter)
         for piece in range(first, end):
             document, start, length = documents[piece], starts[piece], lengths[piece]
             if document < 0 or document >= corpus_offsets.size - 1 or start < 0 or length < 1:
-                return layout, number
+                return columns, number
             source = corpus_offsets[document] + start
             padded = (length + multiple_of - 1) // multiple_of * multiple_of
             last = min(corpus_offsets[document + 1], num_tokens)
             if source < 0 or source + length > last or filled + padded > capacity:
-                return layout, number
-            layout[BEGIN, span], layout[LENGTH, span] = number * capacity + filled, padded
-            layout[SIZE, span], layout[NUMBER, span] = length, piece - first
-            layout[DOCUMENT, span], layout[SOURCE, span] = document, source
+                return columns, number
+            columns[BEGIN, span], columns[LENGTH, span] = number * capacity + filled, padded
+            columns[SIZE, span], columns[NUMBER, span] = length, piece - first
+            columns[DOCUMENT, span], columns[SOURCE, span] = document, source
             filled += padded
             span += 1
         if filled < capacity:
-            layout[BEGIN, span], layout[LENGTH, span] = (
+            columns[BEGIN, span], columns[LENGTH, span] = (
                 number * capacity + filled,
                 capacity - filled,
             )
-            layout[SIZE, span], layout[NUMBER, span] = 0, -1
-            layout[DOCUMENT, span], layout[SOURCE, span] = -1, 0
+            columns[SIZE, span], columns[NUMBER, span] = 0, -1
+            columns[DOCUMENT, span], columns[SOURCE, span] = -1, 0
             span += 1
-    return layout[:, :span].copy(), -1
+    return columns[:, :span].copy(), -1
 
 
 @jit
-def write_fields(fields: Any, layout: Any, rows: Any, positions: Any, pad_id: int) -> None:
+def write_fields(fields: Any, columns: Any, rows: Any, positions: Any, pad_id: int) -> None:
     """Write all that does not depend on tokens."""
     _write_index(fields[4], rows, positions)
-    write_spans(fields[:4], layout, pad_id)
+    write_spans(fields[:4], columns, pad_id)
 
 
 @jit
-def write_spans(fields: Any, layout: Any, pad_id: int) -> None:
+def write_spans(fields: Any, columns: Any, pad_id: int) -> None:
     """Write positions, documents and padding."""
     ids, labels, position_ids, document_ids = fields
-    begins, ends = layout[BEGIN], layout[BEGIN] + layout[LENGTH]
+    begins, ends = columns[BEGIN], columns[BEGIN] + columns[LENGTH]
     for span in range(begins.size):
         part = position_ids[begins[span] : ends[span]]
         for i in range(part.size):
             part[i] = i
     for span in range(begins.size):
-        document_ids[begins[span] : ends[span]] = layout[NUMBER, span]
+        document_ids[begins[span] : ends[span]] = columns[NUMBER, span]
     for span in range(begins.size):
-        size = layout[SIZE, span]
+        size = columns[SIZE, span]
         ids[begins[span] + size : ends[span]] = pad_id
         labels[begins[span] + max(size - 1, 0) : ends[span]] = IGNORED_LABEL
 
@@ -115,11 +115,11 @@ def _write_index(token_index: Any, rows: Any, positions: Any) -> None:
 
 
 @jit
-def copy_spans(ids: Any, labels: Any, tokens: Any, layout: Any) -> Any:
+def copy_spans(ids: Any, labels: Any, tokens: Any, columns: Any) -> Any:
     """Copy tokens into ids and, one place to the left, into labels; return the largest."""
     largest = tokens.dtype.type(0)
-    for span in range(layout.shape[1]):
-        begin, size, first = layout[BEGIN, span], layout[SIZE, span], layout[SOURCE, span]
+    for span in range(columns.shape[1]):
+        begin, size, first = columns[BEGIN, span], columns[SIZE, span], columns[SOURCE, span]
         part, source = ids[begin : begin + size], tokens[first : first + size]
         for i in range(part.size):
             part[i] = source[i]
@@ -131,10 +131,10 @@ def copy_spans(ids: Any, labels: Any, tokens: Any, layout: Any) -> Any:
 
 
 @jit
-def mask_labels(labels: Any, trained: Any, layout: Any) -> None:
+def mask_labels(labels: Any, trained: Any, columns: Any) -> None:
     """Ignore the labels that ask for tokens which are not trained."""
-    for span in range(layout.shape[1]):
-        begin, size, first = layout[BEGIN, span], layout[SIZE, span], layout[SOURCE, span]
+    for span in range(columns.shape[1]):
+        begin, size, first = columns[BEGIN, span], columns[SIZE, span], columns[SOURCE, span]
         part = labels[begin : begin + max(size - 1, 0)]
         asked_for = trained[first + 1 : first + size]
         for i in range(part.size):

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from trainkit.chat.messages import REASONING, Message, checked_messages, wrong_message
 from trainkit.chat.templates import Segment
-from trainkit.types import ConfigError, DataError
+from trainkit.types import DataError, needs_extra
 
 if TYPE_CHECKING:
     from trainkit.chat.templates import Template
@@ -199,15 +199,10 @@ def _compiled(source: str) -> tuple[Any, str | None]:
     Returns:
         The compiled template, and under which name it reads reasoning, if it does.
     """
-    try:
+    with needs_extra("hf"):
         import jinja2  # noqa: PLC0415  (an extra)
         from jinja2 import nodes  # noqa: PLC0415  (an extra)
         from jinja2.sandbox import ImmutableSandboxedEnvironment  # noqa: PLC0415
-    except ImportError as error:
-        command = 'pip install "trainkit-lm[hf]"'
-        raise ConfigError(
-            f"jinja_template: {error.name} is missing: {command}", where=error.name, hint=command
-        ) from error
 
     def refuse(message: str) -> None:
         raise jinja2.TemplateError(message)

@@ -289,16 +289,13 @@ def _candidates(
     """
     if request == "never":
         return
-    if request != "auto":
-        yield str(Path(request).absolute()), _whole_manifest(Path(request))
-        return
     directory = run_dir / "checkpoints"
-    known = list_checkpoints(directory)
-    if not known:
+    known = list_checkpoints(directory) if request == "auto" else []
+    if request == "auto" and not known:
         _refuse_lost(run_dir)
-    parent = None if known else _parent_of(run_dir)
-    if parent is not None:
-        yield parent, _whole_manifest(Path(parent))
+    named = _parent_of(run_dir) if request == "auto" else str(Path(request).absolute())
+    if named is not None and not known:
+        yield named, _whole_manifest(Path(named))
         return
     for path in known:
         problems, manifest = outline(path)
@@ -325,7 +322,7 @@ def _pass_over(
 
 
 def _refuse_another_run(run_dir: Path, path: Path, manifest: Mapping[str, Any]) -> None:
-    own, other = _own_run(run_dir), manifest.get("run")
+    own, other = _identity(run_dir)["run"], manifest.get("run")
     if own is not None and other is not None and own != other:
         raise CheckpointError(
             f"resume: {path} has the run_id {other}, this run has {own}: it was copied from another"
@@ -337,14 +334,15 @@ def _refuse_another_run(run_dir: Path, path: Path, manifest: Mapping[str, Any]) 
         )
 
 
-def _own_run(run_dir: Path) -> str | None:
-    """Return the identity of the run, if the directory has been told one."""
-    return run_identity(run_dir)["run"] if (run_dir / "run.json").exists() else None
+def _identity(run_dir: Path) -> Mapping[str, Any]:
+    """Return which run this is and what it was forked from, if the directory has been told."""
+    known = (run_dir / "run.json").exists()
+    return run_identity(run_dir) if known else {"run": None, "parent": None}
 
 
 def _parent_of(run_dir: Path) -> str | None:
     """Return what a run was forked from: it goes on from there until it has saved itself."""
-    parent = run_identity(run_dir)["parent"] if (run_dir / "run.json").exists() else None
+    parent = _identity(run_dir)["parent"]
     return None if parent is None else parent["path"]
 
 
@@ -403,7 +401,7 @@ def _is_fork(run_dir: Path, path: Path, manifest: Mapping[str, Any], request: st
     """Say whether going on from `path`, which was asked for, begins another run."""
     if request == "auto":
         return False
-    own = _own_run(run_dir)
+    own = _identity(run_dir)["run"]
     is_inside = path.resolve().parent == (run_dir / "checkpoints").resolve()
     if own is None or manifest.get("run") is None:
         return not is_inside

@@ -15,7 +15,7 @@ import attrs
 import torch
 from torch import Tensor, nn
 
-from trainkit.checkpoint.tensors import INTEGERS, model_tensors, optimizer_state
+from trainkit.checkpoint.tensors import INTEGERS, run_tensors
 from trainkit.collectives import all_gather_json
 from trainkit.grads import name_ranks
 from trainkit.metrics import to_host
@@ -35,11 +35,7 @@ def _tensors_of(stages: Iterable[nn.Module], optimizer: torch.optim.Optimizer) -
     stages = list(stages)
     for stage in stages:
         reshard_(reducers_of(stage))
-    found = model_tensors(stages)
-    for name, values in optimizer_state(stages, optimizer).items():
-        for key, value in values.items():
-            if isinstance(value, Tensor):
-                found[f"optimizer/{key}/{name}"] = value
+    found = run_tensors(stages, optimizer, copies=True)
     copies = {name: x for name, x in found.items() if name.endswith(COPY_SUFFIX)}
     owners = {name: x for name, x in found.items() if name not in copies}
     return {name.removesuffix(COPY_SUFFIX): x for name, x in copies.items()} | owners

@@ -118,10 +118,12 @@ def model_tensors(stages: Iterable[nn.Module]) -> dict[str, Tensor]:
     return {f"model/{name}": x for name, x in (named | named_buffers_of(stages)).items()}
 
 
-def run_tensors(stages: Iterable[nn.Module], optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
+def run_tensors(
+    stages: Iterable[nn.Module], optimizer: torch.optim.Optimizer, *, copies: bool = False
+) -> dict[str, Tensor]:
     """Return every tensor that a checkpoint holds: "model/NAME" and "optimizer/KEY/NAME".
 
-    A pipeline's copy of a tied embedding is left out: it is the same as its owner's.
+    A pipeline's copy of a tied embedding is the same as its owner's, and left out but for `copies`.
 
     Examples:
         >>> model = nn.Linear(1, 1, bias=False)
@@ -129,13 +131,13 @@ def run_tensors(stages: Iterable[nn.Module], optimizer: torch.optim.Optimizer) -
         ['model/weight']
     """
     stages = list(stages)
-    copies = tied_copies_of(stages)
+    left_out = set[str]() if copies else tied_copies_of(stages)
     tensors = model_tensors(stages)
-    for name in copies:
+    for name in left_out:
         del tensors[f"model/{name}"]
     for name, values in optimizer_state(stages, optimizer).items():
         for key, value in values.items():
-            if isinstance(value, Tensor) and name not in copies:
+            if isinstance(value, Tensor) and name not in left_out:
                 tensors[f"optimizer/{key}/{name}"] = value
     return tensors
 
@@ -226,4 +228,14 @@ def state_hash(
             own[f"{name} {box.offset}"] = _hash(name, box, tuple(tensor.shape))
     # By box and not summed at once: ranks outside a tensor's mesh may hold the same box.
     boxes = {name: part for parts in all_gather_json(own, ps.world) for name, part in parts.items()}
+    return hash_of_boxes(boxes, state)
+
+
+def hash_of_boxes(boxes: Mapping[str, int], state: TrainState) -> str:
+    """Return the hash of a state whose boxes have these hashes.
+
+    Examples:
+        >>> hash_of_boxes({}, TrainState()) == hash_of_boxes({"a": 1}, TrainState())
+        False
+    """
     return f"{(sum(boxes.values()) + hash_counters(counters_of(state))) & MASK64:016x}"

@@ -39,9 +39,9 @@ from trainkit.checkpoint.plain import (
     write_durably,
 )
 from trainkit.checkpoint.snapshot import SavedBox, Snapshot, TensorFile
-from trainkit.checkpoint.tensors import counters_of
+from trainkit.checkpoint.tensors import hash_of_boxes
 from trainkit.files import commit_folder
-from trainkit.noise.hashing import MASK64, hash_box, hash_counters
+from trainkit.noise.hashing import hash_box
 from trainkit.types import CheckpointError, DiskError, NumericsError
 
 _CHUNK = 4 * 1024 * 1024  # written and hashed at once, out of the same cache
@@ -315,10 +315,9 @@ def _facts(
 ) -> dict[str, Any]:
     # By box and not summed at once: ranks outside a tensor's mesh may hold the same box.
     boxes = _joined(report["hashes"] for report in reports)
-    whole = sum(boxes.values()) + hash_counters(counters_of(snapshot.state))
     return {
         **run_identity(target.run_dir),
-        "state_hash": f"{whole & MASK64:016x}",
+        "state_hash": hash_of_boxes(boxes, snapshot.state),
         "score": target.score,
         "config": target.config,
         "trainkit": _trainkit_version(),

@@ -33,13 +33,14 @@ from torch import Tensor
 from trainkit.checkpoint.boxes import DTYPES
 from trainkit.checkpoint.manifest import plain_file_name
 from trainkit.checkpoint.plain import open_plain, read_bounded, refusal, size_of
-from trainkit.checkpoint.stored import Extent, Stored, check_boxes, plain_tensor_name, sizes_of
+from trainkit.checkpoint.stored import Extent, Stored, plain_tensor_name, sizes_of
 from trainkit.convert.foreign import Found, joined
 from trainkit.types import CheckpointError
 
 _ROOM = 256 * 1024 * 1024  # bytes for what is described: 100,000 tensors take about 130 MB
 _SECONDS = 600  # of computing
 _MOST_PICKLE = 64 * 1024 * 1024
+_FREE = 1024 * 1024  # bytes of `.metadata` beside hardly any tensors
 _MOST_NAMES = 2_000_000
 _DEEPEST = 64
 
@@ -63,13 +64,20 @@ def main(source: Path) -> None:
 def _limit_process() -> None:
     """Let this process have little more memory than it has now, and end it when it takes long."""
     now = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
-    resource.setrlimit(resource.RLIMIT_AS, (now + _ROOM, now + _ROOM))
-    resource.setrlimit(resource.RLIMIT_CPU, (_SECONDS, _SECONDS))
-    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    for kind, most in {
+        resource.RLIMIT_AS: now + _ROOM,
+        resource.RLIMIT_CPU: _SECONDS,
+        resource.RLIMIT_CORE: 0,
+    }.items():
+        hard = resource.getrlimit(kind)[1]
+        limit = most if hard == resource.RLIM_INFINITY else min(most, hard)
+        resource.setrlimit(kind, (limit, limit))
 
 
 def describe(source: Path) -> Found:
     """Describe the tensors of a file of torch.save, or of a folder with `.metadata` or such files.
+
+    What it tells is checked by who asks: that boxes are the whole of a tensor, and in their files.
 
     Raises:
         CheckpointError: It is not a good one.
@@ -212,7 +220,6 @@ def torch_file(path: Path) -> Found:
         if name in tensors:
             raise refusal(path, f"holds {shown(name)!r} twice")
         tensors[name] = _stored(leaf, archive)
-        check_boxes(name, tensors[name], path)
     if not tensors:
         raise refusal(path, "holds no tensor by a name")
     return Found("torch.save", tensors, tuple(skipped))
@@ -271,8 +278,8 @@ def distributed_directory(directory: Path) -> Found:
     Objects that are no tensors are named in `skipped`; their pickles are never opened.
 
     Raises:
-        CheckpointError: Its `.metadata` is not a good one, names a file outside of the directory,
-            or its boxes do not cover a tensor exactly once.
+        CheckpointError: Its `.metadata` is not a good one, or names a file outside of the
+            directory.
     """
     from torch.distributed.checkpoint import metadata as dcp  # noqa: PLC0415 - takes a second
 
@@ -302,7 +309,6 @@ def distributed_directory(directory: Path) -> Found:
                 for extent in _chunk(name, dtype, chunk, said.storage_data, path)
             ]
             tensors[name] = Stored(dtype, sizes_of([*entry.size], path), tuple(extents))
-            check_boxes(name, tensors[name], path)
     return Found("torch.distributed.checkpoint", tensors, tuple(skipped))
 
 
@@ -317,7 +323,10 @@ def _read_metadata(path: Path) -> Any:
                 raise pickle.UnpicklingError(f"GLOBAL {full}")
             return allowed[full]
 
-    return Reader(io.BytesIO(read_bounded(path, _MOST_PICKLE, shared=True))).load()
+    # A description has some 250 bytes, and what it describes is an archive of 1,000 and more.
+    beside = sum(file.lstat().st_size for file in path.parent.glob("*.distcp"))
+    data = read_bounded(path, min(_MOST_PICKLE, _FREE + beside), shared=True)
+    return Reader(io.BytesIO(data)).load()
 
 
 def _metadata_names() -> dict[str, Any]:

@@ -20,7 +20,6 @@ from trainkit.corpora.tokens import (
     TokenCorpus,
     memory_corpus,
     open_tokens,
-    verify_tokens,
     write_corpus,
 )
 
@@ -44,6 +43,5 @@ __all__ = [
     "standard_library",
     "trainable_tokens",
     "verify_corpus",
-    "verify_tokens",
     "write_corpus",
 ]

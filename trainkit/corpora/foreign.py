@@ -13,7 +13,6 @@ from trainkit.corpora.layouts import (
     Sidecar,
     megatron_layout,
     npy_layout,
-    partner,
     raw_layout,
     read_sidecar,
     sidecar_of,
@@ -75,10 +74,10 @@ def _layout_of(path: Path) -> tuple[FileLayout, Sidecar]:
     if path.suffix == ".npy":
         side = read_sidecar(path)
         return npy_layout(path, side), side
-    if path.suffix == ".bin" and not partner(path, ".idx").exists():
+    if path.suffix == ".bin" and not path.with_suffix(".idx").exists():
         side = read_sidecar(path)
         return raw_layout(path, side), side
-    side = sidecar_of(partner(path, ".bin"))
+    side = sidecar_of(path.with_suffix(".bin"))
     if side.exists():
         raise DataError(
             f"{path}: the .bin file has both an .idx file and {side.name}; keep the one that is "

@@ -45,7 +45,8 @@ class JoinedCorpus:
     @property
     def vocab_size(self) -> int | None:
         """The largest of the parts'; None where one does not say."""
-        return joint_vocabulary([part.vocab_size for part in self.parts])
+        sizes = [part.vocab_size for part in self.parts if part.vocab_size is not None]
+        return max(sizes) if len(sizes) == len(self.parts) else None
 
     @property
     def names(self) -> Sequence[str] | None:
@@ -109,12 +110,6 @@ def join_corpora(parts: Iterable[TokenCorpus | JoinedCorpus]) -> JoinedCorpus:
         offsets[begin : begin + len(part.offsets)] = part.offsets - part.offsets[0] + total
         total = int(offsets[begin + len(part.offsets) - 1])
     return JoinedCorpus(flat, first, offsets)
-
-
-def joint_vocabulary(sizes: Sequence[int | None]) -> int | None:
-    """Return the largest vocabulary, or None where one is not known."""
-    known = [size for size in sizes if size is not None]
-    return max(known) if len(known) == len(sizes) else None
 
 
 def joint_digest(digests: Iterable[str]) -> str:

@@ -135,7 +135,7 @@ def megatron_layout(path: Path) -> FileLayout:
     Raises:
         DataError: The index is no such file, or the two do not fit.
     """
-    index, path = partner(path, ".idx"), partner(path, ".bin")
+    index, path = path.with_suffix(".idx"), path.with_suffix(".bin")
     for file in (index, path):
         check_readable(file)
     with opened(index) as file:
@@ -282,11 +282,6 @@ def _short_hash(path: Path) -> str:
 def _size_of(path: Path) -> int:
     with opened(path) as file:
         return os.fstat(file.fileno()).st_size
-
-
-def partner(path: Path, suffix: str) -> Path:
-    """Return the path with another suffix."""
-    return path.with_suffix(suffix)
 
 
 def wrong_size(path: Path, got: int, want: int) -> DataError:

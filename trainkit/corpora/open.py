@@ -329,7 +329,7 @@ def _count_labels(trained: Any, offsets: Any, count: Any) -> None:
 def fingerprint(corpus: Corpus) -> str:
     """Return a hash of a corpus' tokens, offsets and choices: 16 hex digits, to see it is the same.
 
-    A token file's is read from its header, since a large one takes long to hash; `verify_tokens`
+    A token file's is read from its header, since a large one takes long to hash; `verify_corpus`
     says whether the content still has that hash.
 
     Examples:

@@ -19,9 +19,9 @@ from trainkit.corpora.text import (
     file_names,
     hash_of,
     opened,
-    texts_of,
+    read_text,
 )
-from trainkit.types import ConfigError, DataError
+from trainkit.types import DataError, needs_extra
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -75,9 +75,7 @@ def read_records(
     check_readable(path)
     names = document_files(path, suffixes=suffixes, keep=keep)
     if names[0].endswith(tuple(suffixes)):
-        root = path if path.is_dir() else path.parent
-        texts = texts_of(root, names, keep=keep, sources=sources)
-        return ((name, {"text": text}) for name, text in texts)
+        return _text_records(path if path.is_dir() else path.parent, names, keep, sources)
     if not path.is_dir():
         return _file_records(path, path.name, keep, sources)
     return chain.from_iterable(_shard_records(path, name, keep, sources) for name in names)
@@ -134,6 +132,18 @@ def record_place(path: Path, name: str) -> str:
     if path.suffix not in RECORD_SUFFIXES:
         return f"{path}"
     return f"{path}: {'line' if path.suffix == '.jsonl' else 'row'} {name}"
+
+
+def _text_records(
+    root: Path, names: Sequence[str], keep: Keep, sources: dict[str, str] | None
+) -> Records:
+    for name in names:
+        if keep is None or keep(name):
+            digest = hashlib.sha256()
+            text = read_text(root / name, seen=digest.update)
+            if sources is not None:
+                sources[name] = digest.hexdigest()[:16]
+            yield name, {"text": text}
 
 
 def _file_records(path: Path, source: str, keep: Keep, sources: dict[str, str] | None) -> Records:
@@ -323,12 +333,7 @@ def _reading(path: Path) -> Iterator[None]:
 
 
 def _pyarrow() -> Any:
-    try:
+    with needs_extra("data"):
         import pyarrow as pa  # noqa: PLC0415 (optional)
         import pyarrow.ipc  # noqa: PLC0415 (optional)
-    except ImportError as error:
-        command = 'pip install "trainkit-lm[data]"'
-        raise ConfigError(
-            f"pyarrow is missing: {command}", where="pyarrow", hint=command
-        ) from error
     return pa

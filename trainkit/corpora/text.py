@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, BinaryIO, TypeVar
 from trainkit.types import DataError, DiskError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
+    from collections.abc import Callable, Iterator
 
 T = TypeVar("T")
 
@@ -22,38 +22,6 @@ TEXT_SUFFIXES = (".md", ".py", ".rst", ".txt")
 BLOCK = 1 << 20
 WAITS = (0.1, 0.2, 0.4)
 """Seconds before a read that failed is tried again."""
-
-
-def texts_of(
-    root: Path,
-    names: Sequence[str],
-    *,
-    keep: Callable[[str], bool] | None = None,
-    sources: dict[str, str] | None = None,
-) -> Iterator[tuple[str, str]]:
-    """Yield (relative path, text) of each text file of a directory that is named.
-
-    Linked files are read.
-
-    Args:
-        root: The directory.
-        names: Relative paths, with slashes.
-        keep: Says by its relative path whether a text file is wanted.
-        sources: Gets the hash of each file that was read.
-
-    Raises:
-        DataError: A file is unreadable, binary, no regular file, or a link that leads nowhere.
-        DiskError: The disk fails.
-
-    Effects:
-        Writes to `sources`.
-    """
-    for name in names:
-        if keep is None or keep(name):
-            data = _read_bytes(root / name)
-            if sources is not None:
-                sources[name] = hashlib.sha256(data).hexdigest()[:16]
-            yield name, _decoded(data, root / name)
 
 
 def file_names(root: Path) -> list[str]:
@@ -75,15 +43,24 @@ def linked_folders(root: Path) -> list[str]:
     )
 
 
-def read_text(path: Path) -> str:
+def read_text(path: Path, *, seen: Callable[[bytearray], object] = bool) -> str:
     """Return the text of one file of UTF-8, line ends as they are.
+
+    Args:
+        path: The file.
+        seen: Called with its bytes.
 
     Raises:
         DataError: The file is missing, unreadable, no regular file, or binary: it holds a NUL byte
             or invalid UTF-8. The message names the file and the byte.
         DiskError: The disk fails.
     """
-    return _decoded(_read_bytes(path), path)
+    data = _read_bytes(path)
+    seen(data)
+    try:
+        return data.decode()
+    except UnicodeDecodeError as error:
+        raise _binary(path, f"invalid UTF-8 at byte {error.start}") from error
 
 
 def check_readable(path: Path) -> None:
@@ -194,13 +171,6 @@ def _read_bytes(path: Path) -> bytearray:
                 raise _binary(path, f"a NUL byte at byte {len(data) + block.index(0)}")
             data += block
     return data
-
-
-def _decoded(data: bytearray, path: Path) -> str:
-    try:
-        return data.decode()
-    except UnicodeDecodeError as error:
-        raise _binary(path, f"invalid UTF-8 at byte {error.start}") from error
 
 
 def _walk(root: Path) -> Iterator[str]:

@@ -212,7 +212,8 @@ def open_tokens(path: str | os.PathLike[str], *, check: Check = "sample") -> Tok
     Args:
         path: The file.
         check: "sample" reads up to 32 chunks of 4 MiB, others at each start: all of a file of up to
-            128 MiB. "full" reads all; "none" only the header and the offsets.
+            128 MiB. "full" compares all hashes with the content, and all tokens with the
+            vocabulary; "none" reads only the header and the offsets.
 
     Raises:
         DataError: The file is missing, truncated, damaged, no token file of this version, or holds
@@ -259,16 +260,6 @@ def open_part(path: Path, *, most: int | None, vocab_size: int | None = None) ->
         file=told,
         tokenizer_hash=header.tokenizer,
     )
-
-
-def verify_tokens(path: str | os.PathLike[str]) -> None:
-    """Read a whole token file: compare all hashes with the content, all tokens with the vocabulary.
-
-    Raises:
-        DataError: The file cannot be opened, or its content is not what was written. The message
-            names the byte, and for a token the document too.
-    """
-    open_tokens(path, check="full")
 
 
 def _check_offsets(

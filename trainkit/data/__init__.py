@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+from trainkit.data.cache import cached_bins
 from trainkit.data.dispatch import dispatch, stop_together
 from trainkit.data.packed import Packed, join_packed
-from trainkit.data.plans import cached_bins
 from trainkit.data.prefetch import prefetch
 from trainkit.data.steps import deal_rows, eval_batches, step_batch, with_noise_keys
 from trainkit.data.stream import (

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import math
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 import numpy as np
 import orjson
 import torch
 import torch.distributed as dist
+from safetensors.torch import load, save
 
 from trainkit.batch import to_device
 from trainkit.collectives import all_gather_json, all_max, communication_device, together
@@ -22,8 +22,6 @@ if TYPE_CHECKING:
     from trainkit.types import Axis, Share
 
 T = TypeVar("T")
-
-_ALIGNMENT = 8  # bytes, so that a part of a buffer can be seen as any dtype
 
 
 def dispatch(
@@ -185,35 +183,30 @@ def _scatter(
 
 
 def _packed(batch: StepBatch) -> Tensor:
-    """Write a batch into one uint8 tensor: the length of a JSON header, the header, tensors."""
-    tensors = [x for one in batch.microbatches for x in _tensors_of(one).values()]
+    """Write a batch into one uint8 tensor: the bytes of a safetensors file, after their number."""
     header = {
         "cursor": [batch.cursor.batch, *batch.cursor.stream],
-        "microbatches": [_header_of(one) for one in batch.microbatches],
+        "max_lengths": [part.spans.max_length for part in batch.microbatches],
     }
-    text = orjson.dumps(header)
-    text += b" " * (-len(text) % _ALIGNMENT)
-    parts = [torch.tensor([len(text)]).view(torch.uint8), _bytes(text)]
-    for x in tensors:
-        flat = x.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
-        parts += [flat, torch.zeros(-len(flat) % _ALIGNMENT, dtype=torch.uint8)]
-    return torch.cat(parts)
+    tensors = {"header": _bytes(orjson.dumps(header))}
+    for number, part in enumerate(batch.microbatches):
+        for name, x in _tensors_of(part).items():  # copied, for parts are views of one batch
+            tensors[f"{number}/{name}"] = x.detach().cpu().clone().contiguous()
+    data = save(tensors)
+    return torch.cat([torch.tensor([len(data)]).view(torch.uint8), _bytes(data)])
 
 
 def _unpacked(data: Tensor) -> StepBatch:
-    size = int(data[:_ALIGNMENT].view(torch.int64))
-    header = orjson.loads(data[_ALIGNMENT : _ALIGNMENT + size].numpy().tobytes())
-    place, microbatches = _ALIGNMENT + size, list[Batch]()
-    for table in header["microbatches"]:
-        tensors = dict[str, Any]()
-        for name, kind, shape in table["tensors"]:
-            dtype = getattr(torch, kind)
-            end = place + math.prod(shape) * dtype.itemsize
-            tensors[name] = data[place:end].view(dtype).view(shape).clone()
-            place = end + -end % _ALIGNMENT
-        microbatches.append(_batch_of(tensors, table["max_length"]))
+    size = int(data[:8].view(torch.int64))
+    tensors = load(data[8 : 8 + size].numpy().tobytes())
+    header = orjson.loads(tensors.pop("header").numpy().tobytes())
+    parts: list[dict[str, Tensor]] = [{} for _ in header["max_lengths"]]
+    for name, x in tensors.items():
+        number, own_name = name.split("/", 1)
+        parts[int(number)][own_name] = x
     first, *stream = header["cursor"]
-    return StepBatch(microbatches, Cursor(first, tuple(stream)))
+    made = [_batch_of(*part) for part in zip(parts, header["max_lengths"], strict=True)]
+    return StepBatch(made, Cursor(first, tuple(stream)))
 
 
 def _tensors_of(batch: Batch) -> dict[str, Tensor]:
@@ -226,15 +219,7 @@ def _tensors_of(batch: Batch) -> dict[str, Tensor]:
     return own | spans | {f"extra/{name}": value for name, value in batch.extra.items()}
 
 
-def _header_of(batch: Batch) -> dict[str, Any]:
-    tensors = [
-        (name, str(x.dtype).removeprefix("torch."), list(x.shape))
-        for name, x in _tensors_of(batch).items()
-    ]
-    return {"tensors": tensors, "max_length": batch.spans.max_length}
-
-
-def _batch_of(tensors: dict[str, Any], max_length: int) -> Batch:
+def _batch_of(tensors: dict[str, Tensor], max_length: int) -> Batch:
     lengths = tensors.pop("spans/lengths").numpy()
     spans = Spans(tensors.pop("spans/cu_seqlens"), lengths, max_length)
     own = [tensors.pop(name) for name in BATCH_TENSORS]

@@ -195,7 +195,7 @@ def eval_batches(
         evaluation.
 
     Raises:
-        ValueError: `rows_per_batch` is below 1, or there is no such share.
+        ValueError: `rows_per_batch` is below 1.
         ConfigError: Rows do not divide by ring and Ulysses.
 
     Examples:
@@ -212,11 +212,8 @@ def eval_batches(
         [2, 1]
     """
     share, bins = place.rows, packed.bins
-    if rows_per_batch < 1 or not 0 <= share.index < share.count:
-        raise ValueError(
-            "eval_batches: rows_per_batch must be at least 1 and the share exist, got "
-            f"{rows_per_batch} and part {share.index} of {share.count}"
-        )
+    if rows_per_batch < 1:
+        raise ValueError(f"eval_batches: rows_per_batch must be at least 1, got {rows_per_batch}")
     _check_row_length(bins, place)
     sources = packed.source_of(np.arange(len(bins)))
     rows = np.array_split(np.arange(len(bins)), share.count)[share.index]

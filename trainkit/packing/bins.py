@@ -30,8 +30,8 @@ from trainkit.packing.pieces import (
     survey,
     take_in_order,
 )
-from trainkit.sampling import permute
 from trainkit.sampling.integers import integers
+from trainkit.sampling.permutation import permute
 from trainkit.types import Bins
 
 if TYPE_CHECKING:

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from trainkit.parallel.fitting import problems, refuse
-from trainkit.parallel.places import Place, places_of
+from trainkit.parallel.places import StagePlace, places_of
 from trainkit.parallel.recompute import recomputes_selectively
 from trainkit.parallel.reduction import (
     Reduce,
@@ -183,7 +183,7 @@ def bind_pipeline(
 
 def _check(
     stages: Sequence[nn.Module],
-    places: Sequence[Place],
+    places: Sequence[StagePlace],
     *,
     schedule: str,
     reduce: Reduce,
@@ -230,7 +230,9 @@ def _ranks(module: Any) -> int:
     return max((group.mesh_info.mesh.size() for group in fsdp_groups(module)), default=1)
 
 
-def _check_microbatches(schedule: str, count: int, places: Sequence[Place], axis: Axis) -> None:
+def _check_microbatches(
+    schedule: str, count: int, places: Sequence[StagePlace], axis: Axis
+) -> None:
     wanted = microbatches_wanted(schedule, axis.count, len(places[0].ranks), count)
     if wanted is not None:
         raise ConfigError(
@@ -269,7 +271,7 @@ def _common_edge(
 def _make_schedule(
     kind: Kind,
     stages: Sequence[nn.Module],
-    places: Sequence[Place],
+    places: Sequence[StagePlace],
     *,
     edge: Tensor,
     run: Any,

@@ -16,7 +16,7 @@ _TIED = "_trainkit_tied"
 
 
 @attrs.frozen
-class Place:
+class StagePlace:
     """Where a stage stands: its number, and the pipeline rank that holds each of them."""
 
     index: int
@@ -28,7 +28,7 @@ class Place:
         return self.index == len(self.ranks) - 1
 
 
-def placed_(stage: nn.Module, place: Place, tied: dict[str, tuple[int, int]]) -> nn.Module:
+def placed_(stage: nn.Module, place: StagePlace, tied: dict[str, tuple[int, int]]) -> nn.Module:
     """Write on a stage where it stands, and on its parameters which are copies of another's.
 
     Args:
@@ -47,7 +47,7 @@ def placed_(stage: nn.Module, place: Place, tied: dict[str, tuple[int, int]]) ->
     return stage
 
 
-def places_of(stages: Sequence[nn.Module], axis: Axis = SOLO) -> list[Place]:
+def places_of(stages: Sequence[nn.Module], axis: Axis = SOLO) -> list[StagePlace]:
     """Return where each of a rank's stages stands in the pipeline.
 
     Args:
@@ -64,11 +64,11 @@ def places_of(stages: Sequence[nn.Module], axis: Axis = SOLO) -> list[Place]:
 
     Examples:
         >>> places_of([nn.Linear(1, 1)])
-        [Place(index=0, ranks=(0,))]
+        [StagePlace(index=0, ranks=(0,))]
     """
     found = [getattr(stage, _PLACE, None) for stage in stages]
     if len(found) == 1 and found[0] is None:
-        return [Place(axis.index, tuple(range(axis.count)))]
+        return [StagePlace(axis.index, tuple(range(axis.count)))]
     places = [place for place in found if place is not None]
     fits = all({*p.ranks} == {*range(axis.count)} for p in places) and (
         [p.index for p in places]

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from trainkit.collectives import all_gather_json, broadcast
-from trainkit.parallel.places import Place, places_of
+from trainkit.parallel.places import StagePlace, places_of
 from trainkit.parallel.precision import compute_dtype
 from trainkit.parallel.reduction import (
     reducers_of,
@@ -90,7 +90,7 @@ def evaluating(stages: Sequence[nn.Module]) -> Iterator[None]:
 
 def run_stage(
     stage: nn.Module,
-    place: Place,
+    place: StagePlace,
     batch: Mapping[str, Any],
     hidden: Tensor | None,
     *,
@@ -100,7 +100,7 @@ def run_stage(
     return call(stage, batch if place.index == 0 else {**batch, "input_ids": hidden})
 
 
-def check_edge(output: Any, boundary: Tensor, place: Place) -> Tensor:
+def check_edge(output: Any, boundary: Tensor, place: StagePlace) -> Tensor:
     """Return an output that the next stage expects: unequal sizes would end a gloo process.
 
     Raises:

@@ -21,7 +21,7 @@ from trainkit.parallel.materialize import (
     materialize_,
 )
 from trainkit.parallel.naming import canonical_name, named_parameters_of, ties_of
-from trainkit.parallel.places import Place, placed_
+from trainkit.parallel.places import StagePlace, placed_
 from trainkit.parallel.split import decoder_costs, layer_ranges, rank_of_stages
 from trainkit.parallel.transforms import Transform, check_plan
 from trainkit.types import ConfigError, Layout, ModelTransform, ParallelState, Weights
@@ -121,8 +121,7 @@ def build_stages(
     with torch.device("meta"):
         model = make_model()
     known = isinstance(model, Decoder) and split is split_layers and stages_per_rank is None
-    # What is freed after forward is the plan's: `bind_forward_backward` asks about that.
-    layout = Layout(**ps.degrees, schedule=schedule, reshard_after_forward=False)
+    layout = Layout(pp=ps.pp.count, schedule=schedule)  # the other axes are the plan's
     config, device = model.config if known else None, ps.device.type
     refuse(problems(layout, config, world=layout.world, device=device))
     check_fit(model, weights)
@@ -137,7 +136,8 @@ def build_stages(
     tied = _check_split(names, ties, stages, len(ranks))
     own = [index for index, rank in enumerate(ranks) if rank == ps.pp.index]
     return [
-        placed_(_built(stages[i], ps, plan, weights, buffers), Place(i, ranks), tied) for i in own
+        placed_(_built(stages[i], ps, plan, weights, buffers), StagePlace(i, ranks), tied)
+        for i in own
     ]
 
 

@@ -11,13 +11,13 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from trainkit.parallel.naming import named_parameters_of
-from trainkit.parallel.places import Place, tied_of
+from trainkit.parallel.places import StagePlace, tied_of
 from trainkit.types import Axis
 
 
 @contextmanager
 def setting_aside_tied(
-    stages: Sequence[nn.Module], places: Sequence[Place], axis: Axis
+    stages: Sequence[nn.Module], places: Sequence[StagePlace], axis: Axis
 ) -> Iterator[None]:
     """Sum the gradients of tied parameters over their two stages, those of this step alone.
 
@@ -42,7 +42,7 @@ def setting_aside_tied(
 
 
 def _tied_parameters(
-    stages: Sequence[nn.Module], places: Sequence[Place]
+    stages: Sequence[nn.Module], places: Sequence[StagePlace]
 ) -> list[tuple[int, int, nn.Parameter]]:
     """Return this rank's tied parameters: own stage, the other one's stage, parameter."""
     found = []

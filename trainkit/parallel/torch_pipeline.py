@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.distributed import pipelining
 from torch.distributed.pipelining import PipelineStage
 
-from trainkit.parallel.places import Place
+from trainkit.parallel.places import StagePlace
 from trainkit.parallel.reduction import Reduction, reducers_of, reshards_after_forward
 from trainkit.parallel.split import Kind
 from trainkit.types import Axis
@@ -35,7 +35,7 @@ class Stage(PipelineStage):
     def __init__(
         self,
         module: nn.Module,
-        place: Place,
+        place: StagePlace,
         boundary: Tensor,
         run: Run,
         reduction: Callable[[nn.Module], Reduction],

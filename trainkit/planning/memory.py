@@ -21,7 +21,7 @@ from trainkit.planning.stages import (
     part_of,
     sharding_of,
 )
-from trainkit.planning.weights import FP32, Weights, units_of
+from trainkit.planning.weights import FP32, Sizes, units_of
 from trainkit.types import Layout
 
 _STATES = {"adamw": 2, "momentum": 1, "sgd": 0}
@@ -122,7 +122,7 @@ def _memory_of_rank(job: Job, layout: Layout, pp_rank: int, fused_norms: bool) -
     )
 
 
-def _flat_buffers(own: Weights) -> int:
+def _flat_buffers(own: Sizes) -> int:
     """Return the elements of `sync_sp_grads`' buffers: the present one, and the one before it."""
     largest = own.largest * own.shard // own.whole  # a parameter larger than a buffer has its own
     return min(own.shard, 2 * max(BUCKET, largest))
@@ -140,8 +140,8 @@ class _Rank:
     job: Job
     layout: Layout
     part: Part
-    block: Weights
-    ends: Weights
+    block: Sizes
+    ends: Sizes
     activations: Block
     head: Head
     sharding: Sharding

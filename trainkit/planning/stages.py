@@ -12,7 +12,7 @@ from trainkit.models.config import DecoderConfig
 from trainkit.parallel.split import decoder_costs, layer_ranges, rank_of_stages
 from trainkit.planning.activations import attention_widths, tokens_per_microbatch
 from trainkit.planning.jobs import Job, num_microbatches, reshards, stages_per_rank
-from trainkit.planning.weights import FP32, Units, Weights
+from trainkit.planning.weights import FP32, Sizes, Units
 from trainkit.types import Layout
 
 BUCKET = 2**24
@@ -52,10 +52,10 @@ def _layers_of_stages(config: DecoderConfig, stages: int) -> tuple[int, ...]:
     return tuple(map(len, ranges))
 
 
-def ends_of(part: Part, units: Units, *, tied: bool) -> Weights:
+def ends_of(part: Part, units: Units, *, tied: bool) -> Sizes:
     """Return what a rank owns besides its blocks; the last stage has a copy of a tied embedding."""
-    first = units.embedding if part.embedding else Weights()
-    last = units.norm if part.head else Weights()
+    first = units.embedding if part.embedding else Sizes()
+    last = units.norm if part.head else Sizes()
     if part.head and not (tied and part.embedding):
         last += units.embedding if tied else units.head
     return first + last
@@ -111,9 +111,7 @@ class Sharding:
     ends_scatter: int = 0
 
 
-def sharding_of(
-    job: Job, layout: Layout, *, block: Weights, ends: Weights, layers: int
-) -> Sharding:
+def sharding_of(job: Job, layout: Layout, *, block: Sizes, ends: Sizes, layers: int) -> Sharding:
     """Return what FSDP2 gathers: a block at a time and the next one ahead, and the ends all along.
 
     Zhao et al., "PyTorch FSDP" (2023). With one data-parallel rank there is no FSDP, and

@@ -15,7 +15,7 @@ FP32 = 4
 
 
 @attrs.frozen
-class Weights:
+class Sizes:
     """Some parameters as one rank has them: how many elements, of which it owns a shard.
 
     Args:
@@ -30,27 +30,27 @@ class Weights:
     tensors: int = 0
     largest: int = 0
 
-    def __add__(self, other: Weights) -> Weights:
-        return Weights(
+    def __add__(self, other: Sizes) -> Sizes:
+        return Sizes(
             self.whole + other.whole,
             self.shard + other.shard,
             self.tensors + other.tensors,
             max(self.largest, other.largest),
         )
 
-    def __mul__(self, times: int) -> Weights:
+    def __mul__(self, times: int) -> Sizes:
         largest = self.largest if times else 0
-        return Weights(self.whole * times, self.shard * times, self.tensors * times, largest)
+        return Sizes(self.whole * times, self.shard * times, self.tensors * times, largest)
 
 
 @attrs.frozen
 class Units:
     """The parameters of one block, of the embedding, of the last norm, and of the output layer."""
 
-    block: Weights
-    embedding: Weights
-    norm: Weights
-    head: Weights
+    block: Sizes
+    embedding: Sizes
+    norm: Sizes
+    head: Sizes
 
 
 def units_of(config: DecoderConfig, layout: Layout) -> Units:
@@ -65,7 +65,7 @@ def units_of(config: DecoderConfig, layout: Layout) -> Units:
         >>> from trainkit.models.sizes import decoder_config
         >>> units = units_of(decoder_config("tiny", vocab_size=259), Layout(dp_shard=2))
         >>> units.embedding
-        Weights(whole=33152, shard=16640, tensors=1, largest=33152)
+        Sizes(whole=33152, shard=16640, tensors=1, largest=33152)
     """
     return _units(config, layout.tp, layout.count("fsdp"))
 
@@ -74,13 +74,13 @@ def units_of(config: DecoderConfig, layout: Layout) -> Units:
 def _units(config: DecoderConfig, tp: int, fsdp: int) -> Units:
     shapes = parameter_shapes(attrs.evolve(config, layers=1))
 
-    def total(prefix: str) -> Weights:
+    def total(prefix: str) -> Sizes:
         found = (
             _local(_tensor_parallel_shape(name, shape, tp), fsdp)
             for name, shape in shapes.items()
             if name.startswith(prefix)
         )
-        return sum(found, Weights())
+        return sum(found, Sizes())
 
     return Units(total("layers."), total("embedding."), total("norm."), total("head."))
 
@@ -93,7 +93,7 @@ def _tensor_parallel_shape(name: str, shape: tuple[int, ...], tp: int) -> tuple[
     return (shape[0] // tp, *shape[1:])
 
 
-def _local(shape: tuple[int, ...], parts: int) -> Weights:
+def _local(shape: tuple[int, ...], parts: int) -> Sizes:
     whole = math.prod(shape)
     rows = math.ceil(shape[0] / parts)
-    return Weights(whole, rows * math.prod(shape[1:]), 1, whole)
+    return Sizes(whole, rows * math.prod(shape[1:]), 1, whole)

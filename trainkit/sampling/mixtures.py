@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import bisect
 import functools
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -58,7 +57,11 @@ def make_phases(*phases: Phase) -> tuple[Phase, ...]:
         >>> phases[1].weights
         {'web': 3, 'code': 9}
     """
-    _check_starts("make_phases", phases)
+    starts = [phase.start for phase in phases]
+    if starts[:1] != [0] or any(after <= before for before, after in pairwise(starts)):
+        raise ValueError(
+            f"make_phases: phases must start at 0 and each later than the one before, got {starts}"
+        )
     merged = []
     for phase in phases:
         where = f"make_phases: the phase from batch {phase.start}"
@@ -83,14 +86,13 @@ def phase_at(batch: int, phases: Sequence[Phase]) -> Phase:
         phases: What `make_phases` returns.
 
     Raises:
-        ValueError: `batch` is below 0, or the phases do not start at 0 and rise.
+        ValueError: `batch` is below 0.
 
     Examples:
         >>> phases = make_phases(Phase(0, {"web": 1}), Phase(90, {}, lr_scale=0.5))
         >>> [phase_at(batch, phases).lr_scale for batch in (0, 89, 90)]
         [1.0, 1.0, 0.5]
     """
-    _check_starts("phase_at", phases)
     check_batch(batch)
     return next(phase for phase in reversed(phases) if phase.start <= batch)
 
@@ -167,7 +169,7 @@ def rows_of_mixture(
 
     Args:
         num_rows: Rows of each corpus, in the order in which `join_packed` joins them.
-        phases: What `make_phases` returns. A phase to come changes nothing before it.
+        phases: As for `make_phases`. A phase to come changes nothing before it.
         rows_per_step: Rows in the global batch, over all ranks and microbatches.
         seed: The run's seed; an epoch's order is made from it, the corpus' name and the epoch's
             number.
@@ -193,40 +195,63 @@ def rows_of_mixture(
     """
     if rows_per_step < 1:
         raise ValueError(f"rows_of_mixture: rows_per_step must be at least 1, got {rows_per_step}")
+    phases = make_phases(*phases)
     _check_sources(num_rows, phases)
-    names = tuple(num_rows)
-    quotas = [
-        _quotas(names, tuple(phase.weights[name] for name in names), temperature)
-        for phase in phases
-    ]
+    quotas = [_quotas(phase.weights, tuple(num_rows), temperature) for phase in phases]
+    spans = _spans([phase.start for phase in phases], quotas, rows_per_step)
     return functools.partial(
-        _rows_at,
-        num_rows=dict(num_rows),
-        starts=[phase.start for phase in phases],
-        quotas=quotas,
-        rows_per_step=rows_per_step,
-        seed=seed,
+        _rows_at, spans=spans, num_rows=dict(num_rows), rows_per_step=rows_per_step, seed=seed
     )
 
 
+@attrs.frozen(eq=False)
+class _Span:
+    """A phase as rows are drawn in it.
+
+    `begin` is where in its period it begins; `drawn` is how often each source was drawn before the
+    phase, less how often it comes in the period before `begin`.
+    """
+
+    start: int
+    quotas: tuple[int, ...]
+    begin: int
+    drawn: IntArray
+
+
+def _spans(
+    starts: Sequence[int], quotas: Sequence[tuple[int, ...]], rows_per_step: int
+) -> list[_Span]:
+    """Let each phase begin where its period owes each source about what those before it still do.
+
+    Beginning anew each time, many short phases could owe one source a row each.
+    """
+    found: list[_Span] = []
+    drawn, owed = np.zeros(len(quotas[0]), np.int64), [Fraction(0)] * len(quotas[0])
+    for start, end, quota in zip(starts, [*starts[1:], None], quotas, strict=True):
+        begin = 0
+        if any(owed):
+            order, _ = _cycle(quota)
+            begin = _nearest(order, np.array(quota), np.array([float(debt) for debt in owed]))
+        found.append(_Span(start, quota, begin, drawn - _drawn(quota, begin)))
+        if end is not None:
+            rows = (end - start) * rows_per_step
+            drawn = found[-1].drawn + _drawn(quota, begin + rows)
+            here = drawn - found[-1].drawn - _drawn(quota, begin)
+            for source, part in enumerate(quota):
+                owed[source] += Fraction(rows * part, sum(quota)) - int(here[source])
+    return found
+
+
 def _rows_at(
-    batch: int,
-    *,
-    num_rows: Mapping[str, int],
-    starts: list[int],
-    quotas: list[tuple[int, ...]],
-    rows_per_step: int,
-    seed: int,
+    batch: int, *, spans: list[_Span], num_rows: dict[str, int], rows_per_step: int, seed: int
 ) -> IntArray:
     check_batch(batch)
-    now = bisect.bisect_right(starts, batch) - 1
-    done = [(end - start) * rows_per_step for start, end in pairwise(starts[: now + 1])]
-    begin, drawn = _begin(tuple(zip(quotas, done, strict=False)), quotas[now])
-    place = begin + (batch - starts[now]) * rows_per_step
-    drawn = drawn + _drawn(quotas[now], place) - _drawn(quotas[now], begin)
-    order, _ = _cycle(quotas[now])
-    places = (place + np.arange(rows_per_step)) % order.size
-    chosen, rows, first_row = order[places], np.empty(rows_per_step, np.int64), 0
+    span = next(span for span in reversed(spans) if span.start <= batch)
+    place = span.begin + (batch - span.start) * rows_per_step
+    drawn = span.drawn + _drawn(span.quotas, place)
+    order, _ = _cycle(span.quotas)
+    chosen = order[(place + np.arange(rows_per_step)) % order.size]
+    rows, first_row = np.empty(rows_per_step, np.int64), 0
     for source, (name, count) in enumerate(num_rows.items()):
         own = np.flatnonzero(chosen == source)
         if own.size:
@@ -235,14 +260,6 @@ def _rows_at(
             )
         first_row += count
     return rows
-
-
-def _check_starts(where: str, phases: Sequence[Phase]) -> None:
-    starts = [phase.start for phase in phases]
-    if starts[:1] != [0] or any(after <= before for before, after in pairwise(starts)):
-        raise ValueError(
-            f"{where}: phases must start at 0 and each later than the one before, got {starts}"
-        )
 
 
 def _check_weights(where: str, weights: Mapping[str, float]) -> None:
@@ -254,18 +271,18 @@ def _check_weights(where: str, weights: Mapping[str, float]) -> None:
 
 
 def _check_sources(num_rows: Mapping[str, int], phases: Sequence[Phase]) -> None:
-    _check_starts("rows_of_mixture", phases)
+    if phases[0].weights.keys() != num_rows.keys():
+        raise ValueError(
+            f"rows_of_mixture: the phases weigh {sorted(phases[0].weights)}, the corpora are "
+            f"{sorted(num_rows)}; name them all in the first (weight 0 leaves one out)"
+        )
     for phase in phases:
-        where = f"rows_of_mixture: the phase from batch {phase.start}"
-        if phase.weights.keys() != num_rows.keys():
-            raise ValueError(
-                f"{where} weighs {sorted(phase.weights)}, the corpora are {sorted(num_rows)}; name "
-                "them all (weight 0 leaves one out); make_phases completes later phases"
-            )
-        _check_weights(where, phase.weights)
         empty = [name for name, weight in phase.weights.items() if weight and num_rows[name] < 1]
         if empty:
-            raise ValueError(f"{where} gives weight to {empty}, which have no rows")
+            raise ValueError(
+                f"rows_of_mixture: the phase from batch {phase.start} gives weight to {empty}, "
+                "which have no rows"
+            )
 
 
 def _powers(weights: Sequence[float], temperature: float) -> tuple[float, ...]:
@@ -278,14 +295,14 @@ def _powers(weights: Sequence[float], temperature: float) -> tuple[float, ...]:
     return tuple((weight / largest) ** (1 / temperature) if weight else 0.0 for weight in weights)
 
 
-@functools.lru_cache(maxsize=256)
 def _quotas(
-    names: tuple[str, ...], weights: tuple[float, ...], temperature: float
+    weights: Mapping[str, float], names: tuple[str, ...], temperature: float
 ) -> tuple[int, ...]:
     """Return how many of a period's rows each corpus gets; their sum is the period."""
+    powers = _powers([weights[name] for name in names], temperature)
     # The text of a float is the shortest decimal fraction that is it: 0.1 is meant as 1/10.
-    powers = [Fraction(str(power)) for power in _powers(weights, temperature)]
-    shares = [power / sum(powers) for power in powers]
+    parts = [Fraction(str(power)) for power in powers]
+    shares = [part / sum(parts) for part in parts]
     period = min(LONGEST_PERIOD, math.lcm(*(share.denominator for share in shares)))
     quotas = [math.floor(share * period) for share in shares]
     by_remainder = sorted(range(len(shares)), key=lambda i: quotas[i] - shares[i] * period)
@@ -312,7 +329,6 @@ def _cycle(quotas: tuple[int, ...]) -> tuple[np.ndarray[Any, Any], np.ndarray[An
     return order.astype(np.min_scalar_type(len(quotas) - 1)), before
 
 
-@functools.lru_cache(maxsize=1024)
 def _drawn(quotas: tuple[int, ...], rows: int) -> IntArray:
     """Return how often each source comes among the first `rows` rows of a phase."""
     order, before = _cycle(quotas)
@@ -320,36 +336,6 @@ def _drawn(quotas: tuple[int, ...], rows: int) -> IntArray:
     block = rest // BLOCK
     last = np.bincount(order[block * BLOCK : rest], minlength=len(quotas))
     return periods * np.array(quotas) + before[block] + last
-
-
-@functools.lru_cache(maxsize=64)
-def _begin(
-    done: tuple[tuple[tuple[int, ...], int], ...], quotas: tuple[int, ...]
-) -> tuple[int, IntArray]:
-    """Return where in its period a phase begins, and how often each source was drawn before it.
-
-    Each phase begins where its period owes each source about what the phases before it still do:
-    beginning anew each time, many short phases could owe one source a row each.
-
-    Args:
-        done: Quotas and rows of the phases before it.
-        quotas: Those of the phase.
-    """
-    begin, drawn, owed = 0, np.zeros(len(quotas), np.int64), [Fraction(0)] * len(quotas)
-    for number, (before, rows) in enumerate(done):
-        here = _drawn(before, begin + rows) - _drawn(before, begin)
-        drawn = drawn + here
-        for source, quota in enumerate(before):
-            owed[source] += Fraction(rows * quota, sum(before)) - int(here[source])
-        following = done[number + 1][0] if number + 1 < len(done) else quotas
-        begin = _nearest_place(following, tuple(map(float, owed)))
-    return begin, drawn
-
-
-@functools.lru_cache(maxsize=4096)
-def _nearest_place(quotas: tuple[int, ...], owed: tuple[float, ...]) -> int:
-    order, _ = _cycle(quotas)
-    return _nearest(order, np.array(quotas), np.array(owed)) if any(owed) else 0
 
 
 @jit

@@ -43,8 +43,8 @@ def share_of_rows(
         row. Over all ranks every position occurs once.
 
     Raises:
-        ValueError: There are more ranks than rows, no such share, `rows_per_microbatch` is below 1,
-            or costs are not as above.
+        ValueError: There are more ranks than rows, `rows_per_microbatch` is below 1, or costs are
+            not as above.
 
     Examples:
         >>> from trainkit.types import Share
@@ -58,8 +58,6 @@ def share_of_rows(
         raise ValueError(
             f"share_of_rows: rows_per_microbatch must be at least 1, got {rows_per_microbatch}"
         )
-    if not 0 <= share.index < share.count:
-        raise ValueError(f"share_of_rows: there is no part {share.index} of {share.count}")
     if share.count > num_rows:
         raise ValueError(
             f"share_of_rows: more ranks than rows: {share.count} ranks that read different rows, "

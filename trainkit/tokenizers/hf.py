@@ -6,7 +6,6 @@ Their ids are those that `transformers` gives for the same text without its own 
 from __future__ import annotations
 
 import os
-from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -16,10 +15,10 @@ import orjson
 from trainkit.files import disk_errors, read_bounded, replacing
 from trainkit.tokenizers.bytes import Offsets, byte_name
 from trainkit.tokenizers.special import BOS, EOS, PAD
-from trainkit.types import ConfigError, DataError
+from trainkit.types import DataError, needs_extra
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Mapping, Sequence
+    from collections.abc import Iterable, Mapping, Sequence
 
 _ROLES = {"bos": BOS, "eos": EOS, "pad": PAD}
 
@@ -112,7 +111,7 @@ def hf_tokenizer(
         >>> hf_tokenizer(tokenizer.backend).encode("two") == tokenizer.encode("two")
         True
     """
-    with _needs_hf():
+    with needs_extra("hf"):
         import tokenizers  # noqa: PLC0415 - an extra
     config: dict[str, Any] = {}
     if isinstance(source, str | Path):
@@ -184,7 +183,7 @@ def train_bpe(
         >>> tokenizer.decode(tokenizer.encode("7 °C"))
         '7 °C'
     """
-    with _needs_hf():
+    with needs_extra("hf"):
         from tokenizers import (  # noqa: PLC0415 - an extra
             Regex,
             Tokenizer,
@@ -233,15 +232,6 @@ def save_tokenizer(tokenizer: HFTokenizer, path: str | os.PathLike[str]) -> None
         disk_errors(Path(path), by="save_tokenizer", needed=len(text)),
     ):
         file.write(text.encode())
-
-
-@contextmanager
-def _needs_hf() -> Iterator[None]:
-    try:
-        yield
-    except ImportError as error:
-        command = 'pip install "trainkit-lm[hf]"'
-        raise ConfigError(f"{error.name} is missing: {command}", hint=command) from error
 
 
 def _text_of(path: Path) -> str:

@@ -21,8 +21,8 @@ from strategies import corpus_of, packings
 
 from trainkit import files
 from trainkit.batch import collate_bins
-from trainkit.data import plans
-from trainkit.data.plans import cached_bins
+from trainkit.data import cache
+from trainkit.data.cache import cached_bins
 from trainkit.mesh import axis_from_group
 from trainkit.packing import balanced, pack_bins, packing_report, sequential
 from trainkit.testing import run_ranks
@@ -154,7 +154,7 @@ def test_everything_that_shapes_a_plan_is_in_its_name_and_in_its_first_line(tmp_
             ),
         )
         assert len(names(tmp_path)) == count
-    monkeypatch.setattr(plans, "FORMAT", 0)
+    monkeypatch.setattr(cache, "FORMAT", 0)
     kept_bins(**base)
     assert len(names(tmp_path)) == len(OTHERS) + 2
     keys = [header_of(path)["key"] for path in tmp_path.iterdir()]
@@ -327,7 +327,7 @@ def test_a_plan_of_another_format_has_another_name_and_in_this_ones_place_is_rep
     before = plan_in(tmp_path).read_bytes()
     reseal(plan_in(tmp_path), key={"format": 1})
     assert "format is 1 instead of 2" in assert_rebuilt(tmp_path, before)
-    monkeypatch.setattr(plans, "FORMAT", 3)
+    monkeypatch.setattr(cache, "FORMAT", 3)
     kept_bins(tmp_path)
     assert len(names(tmp_path)) == 2
 
@@ -393,7 +393,7 @@ def test_all_of_a_plan_is_on_the_disk_before_it_takes_its_place(tmp_path, monkey
 
 
 WRITING = {"_keep", "replacing", "remove_abandoned", "sync_folder"}
-WRITERS = {plans.__file__, files.__file__}
+WRITERS = {cache.__file__, files.__file__}
 
 
 def traced(work, before_line):

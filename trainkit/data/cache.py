@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from trainkit.types import Axis, Fit
 
     _Key = dict[str, Any]
-    _Pack = Callable[[], "_Plan"]
+    _Pack = Callable[[], "_Cached"]
     _Tell = Callable[[str], object]
 
 FORMAT = 2
@@ -119,15 +119,15 @@ def cached_bins(
     key = keys[0]
     path = Path(cache_dir) / f"{_hash_of(key)[:16]}.bins" if cache_dir is not None else None
 
-    def pack() -> _Plan:
+    def pack() -> _Cached:
         bins = pack_bins(lengths, capacity, **arguments)
-        return _Plan(bins, _sha256(bins), is_kept=False)
+        return _Cached(bins, _sha256(bins), is_kept=False)
 
     return _shared(path, key, pack, axis, tell or (lambda _: None)).bins
 
 
 @attrs.frozen(eq=False)
-class _Plan:
+class _Cached:
     """Bins, the SHA-256 of their arrays, and whether they are mapped from a file."""
 
     bins: Bins
@@ -135,9 +135,9 @@ class _Plan:
     is_kept: bool
 
 
-def _shared(path: Path | None, key: _Key, pack: _Pack, axis: Axis, tell: _Tell) -> _Plan:
+def _shared(path: Path | None, key: _Key, pack: _Pack, axis: Axis, tell: _Tell) -> _Cached:
     """Let rank 0 go first, then the others; refuse bins that differ."""
-    mine: list[_Plan] = []
+    mine: list[_Cached] = []
 
     def work(*, leads: bool, look: bool) -> None:
         found = _opened_or_packed(path, key, pack, tell, leads=leads) if path and look else pack()
@@ -167,7 +167,7 @@ def _shared(path: Path | None, key: _Key, pack: _Pack, axis: Axis, tell: _Tell) 
     return mine[0]
 
 
-def _opened_or_packed(path: Path, key: _Key, pack: _Pack, tell: _Tell, *, leads: bool) -> _Plan:
+def _opened_or_packed(path: Path, key: _Key, pack: _Pack, tell: _Tell, *, leads: bool) -> _Cached:
     """Return the plan of a path; if there is no whole one, pack it, and keep it if it leads."""
     damage = ""
     try:
@@ -201,7 +201,7 @@ def _opened_or_packed(path: Path, key: _Key, pack: _Pack, tell: _Tell, *, leads:
 # -------------------------------------------------------------------------------------- the file
 
 
-def _keep(path: Path, key: _Key, plan: _Plan) -> None:
+def _keep(path: Path, key: _Key, plan: _Cached) -> None:
     """Write a plan, and give it its place; what processes that were killed left beside it goes."""
     sizes = {"rows": len(plan.bins), "pieces": len(plan.bins.documents)}
     header = orjson.dumps({"key": key, **sizes, "sha256": plan.sha256})
@@ -224,7 +224,7 @@ def _keep(path: Path, key: _Key, plan: _Plan) -> None:
         os.fsync(file.fileno())
 
 
-def _open(path: Path, key: _Key) -> _Plan:
+def _open(path: Path, key: _Key) -> _Cached:
     """Map a plan read-only, once every byte of it is seen to be what was written for this key.
 
     Raises what is in _UNUSABLE.
@@ -247,7 +247,7 @@ def _open(path: Path, key: _Key) -> _Plan:
     if offsets[0] != 0 or offsets[-1] != pieces or (np.diff(offsets) < 0).any():
         raise ValueError(f"its offsets do not rise from 0 to {pieces}")
     bins = Bins(*arrays, capacity=key["capacity"], multiple_of=key["multiple_of"])
-    return _Plan(bins, header["sha256"], is_kept=True)
+    return _Cached(bins, header["sha256"], is_kept=True)
 
 
 def _arrays(bins: Bins) -> list[np.ndarray[Any, Any]]:
