@@ -36,7 +36,7 @@ from trainkit.loaders import (
 )
 from trainkit.packing import pack_bins
 from trainkit.testing.deal import deal_batch
-from trainkit.types import IGNORED_LABEL, Bins, DataError, Share, Spans
+from trainkit.types import IGNORED_LABEL, Bins, DataError, Place, Share, Spans
 
 TENSORS = ("input_ids", "labels", "position_ids", "document_ids", "token_index")
 
@@ -305,7 +305,7 @@ def test_padding_is_short_spans_wherever_it_comes_from(ring):
     corpus, solo, multiple_of = corpus_of([3]), Share(0, 1), 2 * ring
     bins = pack_bins(corpus.lengths, 3072, multiple_of=multiple_of)
     row, filled = (collate_bins(corpus, bins, x, row_positions=x) for x in ([0], [0, -1]))
-    [dealt] = deal_batch(row, rows_per_microbatch=2)
+    [dealt] = deal_batch(row, Place(), rows_per_microbatch=2)
     whole = [row, filled, dealt, blank_batch(2, 3072, multiple_of=multiple_of)]
     for batch in [*whole, *(shard_sequence(x, ring=Share(0, ring), ulysses=solo) for x in whole)]:
         lengths = batch.spans.lengths

@@ -249,7 +249,9 @@ def test_rows_read_from_where_they_do_not_belong_would_be_seen(visited, monkeypa
     swapped = {0: 2, 2: 0}
 
     def wrong(offset, *rest):
-        return boxes.overlap([swapped.get(n, n) for n in offset[:1]] + offset[1:], *rest)
+        return boxes.overlap(
+            [swapped.get(offset[0], offset[0]), *offset[1:]] if offset else [], *rest
+        )
 
     monkeypatch.setattr(reading, "overlap", wrong)
     folder, hashes, _ = visited

@@ -9,19 +9,18 @@ import torch
 
 from trainkit.batch import blank_batch, split_batch
 from trainkit.batch.shards import shard_sequence, spans_of_lengths
-from trainkit.data.steps import WHOLE
 from trainkit.sampling import share_of_rows
 from trainkit.types import BATCH_TENSORS, IGNORED_LABEL, Batch, Place
 
 
 def deal_batch(
-    batch: Batch, place: Place = WHOLE, *, rows_per_microbatch: int | None = None
+    batch: Batch, place: Place, *, rows_per_microbatch: int | None = None
 ) -> list[Batch]:
     """Return one rank's microbatches of a global batch, as `deal_rows` deals those of a corpus.
 
     Args:
         batch: The global batch, `[R, S]`.
-        place: Which part of it the rank holds, `ps.place`; all by default.
+        place: Which part of it the rank holds, `ps.place`.
         rows_per_microbatch: Rows in each microbatch, blank ones where they do not divide; None for
             all of this rank's rows at once.
 

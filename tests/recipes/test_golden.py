@@ -1,0 +1,61 @@
+"""The recipes train on the batches that they have always trained on, to the same numbers.
+
+`golden.json` holds 20 steps of each, on one process, as commit e2ed3d5 took them, before recipes
+had one frame. Batch hashes and tokens are equal bit for bit, on every machine. Losses and norms are
+on the machine and torch that made the file; elsewhere sums are taken in another order.
+"""
+
+import json
+import platform
+from pathlib import Path
+
+import pytest
+import torch
+from recipe_runs import column, here
+
+GOLDEN = json.loads(Path(__file__).with_name("golden.json").read_text())
+FLAGS = "--steps 20 --schedule-steps 20 --rows 4 --microbatch 2 --warmup 2 --seed 5"
+SIZES = {"pretrain": 32, "sft": 64, "long_context": 128}
+
+
+def write_data(folder):
+    """Write what each recipe reads; return where it lies."""
+    for i in range(60):
+        words = [f"word{(i * j) % 17} = {j}" for j in range(3 + i % 7)]
+        place = folder / "text" / str(i % 7)
+        place.mkdir(parents=True, exist_ok=True)
+        (place / f"{i}.txt").write_text("\n".join(words))
+    chats = [
+        [{"role": "user", "content": f"{i} + 1?"}, {"role": "assistant", "content": f"{i + 1}."}]
+        for i in range(60)
+    ]
+    lines = [json.dumps({"messages": messages}) for messages in chats]
+    (folder / "chats.jsonl").write_text("\n".join(lines))
+    text = folder / "text"
+    return {"pretrain": text, "sft": folder / "chats.jsonl", "long_context": text}
+
+
+def flags_of(recipe, data, out):
+    flags = [*FLAGS.split(), "--row-length", SIZES[recipe], "--data", data[recipe], "--out", out]
+    return flags if recipe == "long_context" else [*flags, "--cache", "None", "--eval-every", 0]
+
+
+def machine():
+    cpu = torch.backends.cpu.get_cpu_capability()
+    return {"torch": torch.__version__, "cpu": cpu, "machine": platform.machine()}
+
+
+@pytest.mark.parametrize("recipe", SIZES)
+def test_twenty_steps_are_those_of_old(recipe, tmp_path):
+    code, said = here(flags_of(recipe, write_data(tmp_path), tmp_path / "run"), recipe)
+    assert code == 0, said
+    wanted = GOLDEN[recipe]
+    for name in ("batch_hash", "tokens_total", "lr_hex"):
+        assert column(tmp_path / "run", name) == wanted[name], name
+    for name in ("loss", "grad_norm"):
+        values = [float.fromhex(x) for x in wanted[f"{name}_hex"]]
+        assert column(tmp_path / "run", name) == pytest.approx(values, rel=1e-4), name
+    if machine() == GOLDEN["machine"]:
+        seen = column(tmp_path / "run", "loss_hex"), column(tmp_path / "run", "grad_norm_hex")
+        same = seen == (wanted["loss_hex"], wanted["grad_norm_hex"])
+        print(f"{recipe}: bit for bit the losses and norms of e2ed3d5: {same}")  # noqa: T201
