@@ -5,6 +5,7 @@ A name that is gone must fail here, and not wherever a part of trainkit falls si
 
 import ast
 import inspect
+import io
 import sys
 from pathlib import Path
 
@@ -158,6 +159,17 @@ PRIVATE = [
         "what torch's schedules run, for the picture",
     ),
     Private(
+        "torch.distributed.checkpoint.filesystem._StorageInfo",
+        "convert/pickled.py",
+        "where a tensor lies, in the .metadata of others' checkpoints",
+    ),
+    Private("torch.serialization._get_layout", "convert/pickled.py", "a name that .metadata holds"),
+    Private(
+        "loaded._checkpoint_offset",
+        "convert/pickled.py",
+        "where a tensor's bytes lie in its file, when none is read",
+    ),
+    Private(
         "torch.ops.torch_attn._varlen_attn",
         "parallel/recompute.py",
         "the kernel for packed documents, whose result is kept",
@@ -174,6 +186,7 @@ def things():
     """Return what the expressions begin with, made on one rank."""
     import torch._functorch.config
     import torch.distributed._composable.contract
+    import torch.distributed.checkpoint.filesystem
     import torch.distributed.pipelining._backward
     import torch.distributed.pipelining._schedule_visualizer
     import torch.distributed.tensor._utils
@@ -187,6 +200,10 @@ def things():
     from trainkit.parallel.reduction import fsdp_groups
 
     module, group = nn.Linear(1, 1), dist.group.WORLD
+    file = io.BytesIO()
+    torch.save(torch.ones(1), file)
+    file.seek(0)
+    loaded = torch.load(file, map_location="meta", weights_only=True)
     sharded = fully_shard(nn.Linear(1, 1), mesh=init_device_mesh("cpu", (1,)))
     sharded.unshard()
     return {
@@ -195,6 +212,7 @@ def things():
         "contract": sys.modules["torch.distributed._composable.contract"],
         "group": group,
         "boxed": group.boxed(),
+        "loaded": loaded.untyped_storage(),
         "module": module,
         "optimizer": torch.optim.AdamW(module.parameters(), fused=True),
         "sharded": sharded,

@@ -6,6 +6,7 @@ import itertools
 import multiprocessing
 import os
 import pickle
+import secrets
 import shutil
 import signal
 import subprocess
@@ -707,9 +708,8 @@ def work(out):
 
     def written(make_encode, *todo, tokenizer=BYTES):
         work = parts.make_work(out.parent, tokenizer, make_encode, "text")
-        (out.parent / ".work").write_bytes(data := pickle.dumps(work))
-        told = workers._hash(data)
-        return [workers._write(out.parent / ".work", told, *task) for task in enumerate(todo)]
+        job = workers._Job(secrets.token_hex(8), workers.code_version(), work)
+        return [workers._write(job, *task) for task in enumerate(todo)]
 
     return written
 
@@ -788,12 +788,12 @@ def test_an_error_while_a_chunk_is_read_comes_in_its_words(source, out, work, mo
     assert names_in(out.parent) == [".work"]
 
 
-def test_a_job_that_was_changed_and_another_trainkit_are_refused(source, out, work, monkeypatch):
+def test_another_trainkit_is_refused(source, out, monkeypatch):
     (chunk,) = chunks.cut_source(lines(source), suffixes=[], chunk_bytes=10_000)
-    work(None, chunk)
+    work = parts.make_work(out.parent, BYTES, None, "text")
     monkeypatch.setattr(workers, "_here", threading.local())
-    with pytest.raises(DataError, match="has another trainkit"):
-        workers._write(out.parent / ".work", "another hash", 0, chunk)
+    with pytest.raises(DataError, match=r"has another trainkit .* \(of old\)"):
+        workers._write(workers._Job("a run", "of old", work), 0, chunk)
 
 
 @pytest.mark.case("D11")

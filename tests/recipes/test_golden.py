@@ -58,4 +58,4 @@ def test_twenty_steps_are_those_of_old(recipe, tmp_path):
     if machine() == GOLDEN["machine"]:
         seen = column(tmp_path / "run", "loss_hex"), column(tmp_path / "run", "grad_norm_hex")
         same = seen == (wanted["loss_hex"], wanted["grad_norm_hex"])
-        print(f"{recipe}: bit for bit the losses and norms of e2ed3d5: {same}")  # noqa: T201
+        print(f"{recipe}: bit for bit the losses and norms of e2ed3d5: {same}")

@@ -1,13 +1,11 @@
 """Chunks become parts in other processes: those of anybody's `Executor`, or a pool of our own.
 
-What they share is the folder of parts. The work lies there as a file, so that a tokenizer of
-megabytes does not travel with each chunk; and whoever is at a chunk has a file there that says so
-and is touched every half second, so that a process that hangs or has died can be named.
+What they share is the folder of parts. Whoever is at a chunk has a file there that says so and is
+touched every half second, so that a process that hangs or has died can be named.
 """
 
 from __future__ import annotations
 
-import hashlib
 import os
 import pickle
 import secrets
@@ -61,16 +59,14 @@ def write_parts(
     Effects:
         Writes parts.
     """
-    # A name of its own: Dask takes a call with the same arguments for one that it has answered.
-    data, path = pickle.dumps(work), work.folder / f".work_{secrets.token_hex(4)}"
-    with disk_errors(path, by="prepare", needed=len(data)):
-        path.write_bytes(data)
+    # Dask takes a call with the same arguments for one that it has answered: each run has its own.
+    job = _Job(secrets.token_hex(8), code_version(), work)
     futures: dict[Future[Tally], int] = {}
     try:
         with _interrupts_wait():
             for number, chunk in todo.items():
                 there = attrs.evolve(chunk, path=chunk.path.absolute())
-                futures[executor.submit(_write, path, _hash(data), number, there)] = number
+                futures[executor.submit(_write, job, number, there)] = number
         crew = active_children()
         for future in _as_ended(futures, work.folder, timeout):
             number = futures[future]
@@ -155,14 +151,23 @@ def _ended(marks: Iterable[str], what: str) -> DataError:
 _here = threading.local()  # an encoder counts, so no two threads may share one
 
 
-def _write(path: Path, told: str, number: int, chunk: Chunk) -> Tally:
+@attrs.frozen
+class _Job:
+    """What travels with each chunk: which run asks, of which trainkit, for what."""
+
+    name: str
+    code: str
+    work: Work
+
+
+def _write(job: _Job, number: int, chunk: Chunk) -> Tally:
     """Write a part, with a mark that one is at it; what goes wrong can go through a pipe."""
     who = f"process {os.getpid()} on {socket.gethostname()}"
-    mark = path.with_name(f".at_{number} {who}")
+    mark = job.work.folder / f".at_{number} {who}"
     try:
         with disk_errors(mark, by="prepare"):
             mark.write_text(f"{who}, at chunk {number}, {chunk_place(chunk)},")
-        return _writer(path, told)(number, chunk, mark.touch)
+        return _writer(job)(number, chunk, mark.touch)
     except Exception as error:  # noqa: BLE001 (raised below)
         found = error
     finally:
@@ -179,26 +184,21 @@ def _portable(error: Exception) -> Exception:
     if type(error).__module__ == TrainkitError.__module__ or type(error) is ValueError:
         error.__cause__ = error.__context__ = None
         with suppress(Exception):  # what was found need not go through a pipe
-            pickle.dumps(error)
+            pickle.dumps(error)  # never read: no file is unpickled here
             return error
     return DataError(f"{type(error).__name__}: {error}")
 
 
-def _writer(path: Path, told: str) -> WritePart:
-    """Return what writes the parts, made once in each thread from the work in a file."""
-    if getattr(_here, "told", "") != told:
-        data = path.read_bytes()
-        if _hash(data) != told:
+def _writer(job: _Job) -> WritePart:
+    """Return what writes the parts, made once in each thread of a run."""
+    if getattr(_here, "name", "") != job.name:
+        if job.code != code_version():
             raise DataError(
                 f"prepare: {socket.gethostname()} has another trainkit ({code_version()}) than the "
-                f"process that asks, or {path} was changed; install the same everywhere"
+                f"process that asks ({job.code}); install the same everywhere"
             )
-        _here.write, _here.told = part_writer(pickle.loads(data)), told  # noqa: S301 (see above)
+        _here.write, _here.name = part_writer(job.work), job.name
     return _here.write
-
-
-def _hash(data: bytes) -> str:
-    return hashlib.sha256(data + code_version().encode()).hexdigest()
 
 
 # -------------------------------------------------------------------------------- a pool of our own
