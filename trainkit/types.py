@@ -185,13 +185,13 @@ def _degree(default: int = 1) -> Any:
     return attrs.field(default=default, validator=validator, metadata={"degree": True})
 
 
+# The one place where the names of degrees are written: all else reads `degrees` and `axes`.
 @attrs.frozen(kw_only=True)
 class Layout:
     """Where the work of a step happens, never what is computed.
 
     The degrees stand first, outermost first: world = pp x dp_replicate x dp_shard x ring x ulysses
-    x tp, and ep is a factor of what parameters are sharded over. This is the one place where their
-    names are written; all else reads `degrees` and `axes`.
+    x tp, and ep is a factor of what parameters are sharded over.
 
     Examples:
         >>> Layout(tp=2).degrees
