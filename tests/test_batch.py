@@ -690,7 +690,7 @@ def of_parts(*parts, **more):
         (lambda: pad_stack([torch.ones(1).byte()], -100), "uint8 cannot be padded with -100"),
         (lambda: pad_stack([torch.ones(1).long()], float("nan")), "padded with nan"),
         (lambda: pad_stack([torch.ones(1)], 0, side="up"), "side must be"),
-        (lambda: pad_stack([torch.ones(1)], 0, multiple_of=0), "multiple_of at least 1"),
+        (lambda: pad_stack([torch.ones(1)], 0, multiple_of=0), "multiple_of must be at least 1"),
         (lambda: pooling_mask(torch.ones(1, 2), "mean"), "got 'mean'"),
         (lambda: pooling_mask(torch.tensor(1), "all"), "got a scalar"),
         (lambda: shard_tree({}, 0), "count must be at least 1, got 0"),

@@ -15,7 +15,7 @@ from collections.abc import Callable, Sequence
 from itertools import pairwise
 from typing import Literal
 
-from trainkit.types import Schedule
+from trainkit.types import Schedule, at_least
 
 Shape = Callable[[float], float]
 """From the share of the decay that is over, 0 to 1, to what is left of the way down, 1 to 0."""
@@ -276,8 +276,7 @@ def due(step: int, every: int, *, last: int | None = None, powers_of_two: bool =
         >>> [step for step in range(20) if due(step, 0, powers_of_two=True)]
         [1, 2, 4, 8, 16]
     """
-    if every < 0:
-        raise ValueError(f"due: every must be at least 0 (0 means never), got {every}")
+    at_least(0, "due", every=every)
     is_power = powers_of_two and step > 0 and step.bit_count() == 1
     return is_power or (every > 0 and (step % every == 0 or step == last))
 
@@ -356,16 +355,14 @@ def _decay_start(decay: float, warmup: int, total: int) -> int:
     """Return the step at which a decay of that length begins: int steps, or a float fraction."""
     name, limit = "warmup_stable_decay", total if isinstance(decay, int) else 1.0
     if not 0 <= decay <= limit:
-        raise ValueError(
-            f"{name}: decay must be a fraction of total between 0.0 and 1.0, or a number of steps "
-            f"between 0 and {total}, got {decay!r}"
+        must = (
+            f"a fraction of total between 0.0 and 1.0, or a number of steps between 0 and {total}"
         )
+        raise ValueError(f"{name}: decay must be {must}, got {decay!r}")
     steps = decay if isinstance(decay, int) else round(decay * total)
     if warmup + steps > total:
-        raise ValueError(
-            f"{name}: warm-up and decay must fit into total = {total} steps, "
-            f"got {warmup} and {steps}"
-        )
+        must = f"warm-up and decay must fit into total = {total} steps"
+        raise ValueError(f"{name}: {must}, got {warmup} and {steps}")
     return total - steps
 
 
@@ -377,9 +374,8 @@ def _check(  # noqa: PLR0917 (each schedule hands all of its own on)
     if warmup < 0:
         raise ValueError(f"{name}: warmup must be at least 0 steps, got {warmup}")
     if total < max(warmup, 1):
-        raise ValueError(
-            f"{name}: total must be at least 1 step and at least warmup = {warmup}, got {total}"
-        )
+        must = f"total must be at least 1 step and at least warmup = {warmup}"
+        raise ValueError(f"{name}: {must}, got {total}")
     if warmup_from is not None and not 0 <= warmup_from <= 1:
         raise ValueError(f"{name}: warmup_from must be between 0 and 1 of lr, got {warmup_from}")
     if not 0 <= final <= 1:
@@ -396,15 +392,12 @@ def _checked_points(
     if not points or any(a >= b for a, b in pairwise(steps)):
         raise ValueError(f"piecewise: points must have increasing steps, got {steps}")
     if not all(math.isfinite(fraction) and fraction >= 0 for fraction in fractions):
-        raise ValueError(
-            f"piecewise: fractions of lr must be finite and at least 0, got {fractions}"
-        )
+        must = "fractions of lr must be finite and at least 0"
+        raise ValueError(f"piecewise: {must}, got {fractions}")
     unknown = [curve for curve in curves if not callable(curve) and curve not in named]
     if unknown:
-        raise ValueError(
-            f"piecewise: a curve must be a function or one of {', '.join(named)}, "
-            f"got {unknown[0]!r}"
-        )
+        must = f"a curve must be a function or one of {', '.join(named)}"
+        raise ValueError(f"piecewise: {must}, got {unknown[0]!r}")
     return (
         steps,
         fractions,

@@ -119,6 +119,41 @@ def needs_extra(extra: str) -> Iterator[None]:
         ) from error
 
 
+def at_least(least: float, by: str, **arguments: float | None) -> None:
+    """Refuse arguments of a function `by` that are below `least`; None is one that was not given.
+
+    Raises:
+        ValueError: One is; the message names them all.
+
+    Examples:
+        >>> at_least(1, "blank_batch", rows=0, length=4)
+        Traceback (most recent call last):
+        ...
+        ValueError: blank_batch: rows and length must be at least 1, got 0 and 4
+    """
+    if [value for value in arguments.values() if value is not None and value < least]:
+        names, got = " and ".join(arguments), " and ".join(map(str, arguments.values()))
+        raise ValueError(f"{by}: {names} must be at least {least}, got {got}")
+
+
+def among(choices: Sequence[str], by: str, **arguments: str) -> None:
+    """Refuse an argument of a function `by` that is none of `choices`.
+
+    Raises:
+        ValueError: One is not; the message names it.
+
+    Examples:
+        >>> among(["error", "drop"], "pack_pairs", overlong="split")
+        Traceback (most recent call last):
+        ...
+        ValueError: pack_pairs: overlong must be "error" or "drop", got 'split'
+    """
+    for name, value in arguments.items():
+        if value not in choices:
+            known = " or ".join(f'"{choice}"' for choice in choices)
+            raise ValueError(f"{by}: {name} must be {known}, got {value!r}")
+
+
 # --------------------------------------------------------------------------------- rules of a field
 
 Validator = Callable[[Any, "attrs.Attribute[Any]", Any], None]

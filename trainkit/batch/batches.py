@@ -14,7 +14,7 @@ import torch
 from trainkit.batch.shards import spans_of_runs
 from trainkit.noise.counters import mix_tensor, signed
 from trainkit.noise.hashing import GOLDEN, key_of
-from trainkit.types import IGNORED_LABEL, Batch, Spans
+from trainkit.types import IGNORED_LABEL, Batch, Spans, at_least
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -72,10 +72,7 @@ def blank_batch(rows: int, length: int, *, pad_id: int = 0, multiple_of: int = 1
         >>> batch.labels.tolist(), batch.document_ids.tolist(), batch.spans.lengths.tolist()
         ([[-100, -100, -100, -100]], [[-1, -1, -1, -1]], [4])
     """
-    if rows < 1 or length < 1:
-        raise ValueError(
-            f"blank_batch: rows and length must be at least 1, got {rows} and {length}"
-        )
+    at_least(1, "blank_batch", rows=rows, length=length)
     return Batch(
         torch.full((rows, length), pad_id),
         torch.full((rows, length), IGNORED_LABEL),
@@ -133,10 +130,8 @@ def batch_of_rows(
         want = torch.int64 if name in given else torch.bool
         if x is None or (x.ndim == 2 and (x.shape, x.dtype) == (input_ids.shape, want)):
             continue
-        raise ValueError(
-            f"batch_of_rows: {name} must be {want} {list(input_ids.shape)} of two dimensions, got "
-            f"{x.dtype} {list(x.shape)}"
-        )
+        must = f"must be {want} {list(input_ids.shape)} of two dimensions"
+        raise ValueError(f"batch_of_rows: {name} {must}, got {x.dtype} {list(x.shape)}")
     begins = torch.ones_like(padding)
     begins[:, 1:] = padding[:, 1:] != padding[:, :-1]
     if starts is not None:
@@ -180,10 +175,9 @@ def shift_labels(input_ids: Tensor, document_ids: Tensor) -> Tensor:
         [[6, -100, 8, -100, -100]]
     """
     if input_ids.shape != document_ids.shape or input_ids.ndim != 2:
-        raise ValueError(
-            "shift_labels: input_ids and document_ids must have one shape [B, S], got "
-            f"{tuple(input_ids.shape)} and {tuple(document_ids.shape)}"
-        )
+        got = f"{tuple(input_ids.shape)} and {tuple(document_ids.shape)}"
+        must = "input_ids and document_ids must have one shape [B, S]"
+        raise ValueError(f"shift_labels: {must}, got {got}")
     labels = torch.full_like(input_ids, IGNORED_LABEL)
     here, following = document_ids[:, :-1], document_ids[:, 1:]
     goes_on = (here == following) & (here >= 0)
@@ -212,10 +206,8 @@ def spans(document_ids: Tensor, *, multiple_of: int = 1) -> Spans:
         array([2, 1, 1, 4])
     """
     if document_ids.device.type != "cpu" or document_ids.ndim != 2:
-        raise ValueError(
-            "spans: document_ids must be [B, S] on the host, got "
-            f"{tuple(document_ids.shape)} on {document_ids.device}"
-        )
+        got = f"{tuple(document_ids.shape)} on {document_ids.device}"
+        raise ValueError(f"spans: document_ids must be [B, S] on the host, got {got}")
     return spans_of_runs(document_ids.numpy(), multiple_of=multiple_of)
 
 
@@ -335,7 +327,6 @@ def _hash_of(batch: Mapping[str, Any]) -> Tensor:
 
 def _check_microbatches(where: str, microbatches: Sequence[Mapping[str, Any]]) -> None:
     if isinstance(microbatches, Mapping) or len(microbatches) == 0:
-        raise ValueError(
-            f"{where}: microbatches must be a sequence of at least one batch, "
-            f"got {'one batch' if len(microbatches) else 'none'}"
-        )
+        got = "one batch" if len(microbatches) else "none"
+        must = "microbatches must be a sequence of at least one batch"
+        raise ValueError(f"{where}: {must}, got {got}")

@@ -97,15 +97,11 @@ def collate_bins(
 def _checked_rows(indices: ArrayLike, bins: Bins) -> IntArray:
     chosen = integers("collate_bins", "indices", indices)
     if chosen.ndim != 1 or chosen.size == 0:
-        raise ValueError(
-            "collate_bins: indices must be at least one integer in one dimension, "
-            f"got {chosen.dtype} {chosen.shape}"
-        )
+        must = "indices must be at least one integer in one dimension"
+        raise ValueError(f"collate_bins: {must}, got {chosen.dtype} {chosen.shape}")
     if chosen.size * bins.capacity >= 1 << 31:
-        raise ValueError(
-            f"collate_bins: {chosen.size} rows of {bins.capacity} tokens are too many for int32 "
-            "cu_seqlens; make smaller microbatches"
-        )
+        what = f"{chosen.size} rows of {bins.capacity} tokens are too many for int32 cu_seqlens"
+        raise ValueError(f"collate_bins: {what}; make smaller microbatches")
     return chosen
 
 
@@ -116,26 +112,21 @@ def _checked_positions(row_positions: ArrayLike | None, rows: IntArray, num_rows
     else:
         positions = integers("collate_bins", "row_positions", row_positions)
     if positions.shape != rows.shape:
-        raise ValueError(
-            f"collate_bins: row_positions must be [{rows.size}], one per row, got {positions.shape}"
-        )
+        must = f"must be [{rows.size}], one per row, got {positions.shape}"
+        raise ValueError(f"collate_bins: row_positions {must}")
     wrong = (rows < -1) | (rows >= num_rows) | ((rows < 0) != (positions < 0)) | (positions < -1)
     if wrong.any():
-        raise ValueError(
-            f"collate_bins: there are no rows {rows[wrong].tolist()}: bins has {num_rows}, from 0; "
-            "a blank row has -1 both as its index and in row_positions, got "
-            f"{positions[wrong].tolist()} there"
-        )
+        what = f"there are no rows {rows[wrong].tolist()}: bins has {num_rows}, from 0"
+        mend = "a blank row has -1 both as its index and in row_positions"
+        raise ValueError(f"collate_bins: {what}; {mend}, got {positions[wrong].tolist()} there")
     return positions
 
 
 def _checked_out(out: np.ndarray[Any, Any], shape: tuple[int, ...]) -> np.ndarray[Any, Any]:
     fits = out.shape == shape and out.dtype == np.int64
     if not fits or not out.flags.c_contiguous or not out.flags.writeable:
-        raise ValueError(
-            f"collate_bins: out must be int64 {shape}, C-contiguous and writeable, got "
-            f"{out.dtype} {out.shape}"
-        )
+        must = f"out must be int64 {shape}, C-contiguous and writeable"
+        raise ValueError(f"collate_bins: {must}, got {out.dtype} {out.shape}")
     return out
 
 
@@ -172,14 +163,12 @@ def _refuse_row(corpus: Corpus, bins: Bins, rows: IntArray, number: int) -> NoRe
     for document, start, length in bins[row]:
         known = 0 <= document < len(corpus.offsets) - 1
         if not known or start + length > corpus.offsets[document + 1] - corpus.offsets[document]:
-            raise ValueError(
-                f"collate_bins: bins do not fit the corpus, which does not have the {length} "
-                f"tokens of document {document} from {start} on; pack this corpus' own lengths"
-            )
-    raise ValueError(
-        f"collate_bins: row {row} of bins, {bins[row]}, does not fit {bins.capacity} tokens in "
-        f"multiples of {bins.multiple_of}, or the corpus has fewer tokens than its offsets say"
-    )
+            lacks = f"the {length} tokens of document {document} from {start} on"
+            what = f"bins do not fit the corpus, which does not have {lacks}"
+            raise ValueError(f"collate_bins: {what}; pack this corpus' own lengths")
+    room = f"{bins.capacity} tokens in multiples of {bins.multiple_of}"
+    what = f"row {row} of bins, {bins[row]}, does not fit {room}"
+    raise ValueError(f"collate_bins: {what}, or the corpus has fewer tokens than its offsets say")
 
 
 def _copy_tokens(fields: np.ndarray[Any, Any], corpus: Corpus, columns: Columns) -> None:
@@ -207,10 +196,8 @@ def _by_part(corpus: Any, columns: Columns) -> Iterator[tuple[Corpus, Columns]]:
         own[DOCUMENT] -= firsts[number]
         own[SOURCE] -= offsets[firsts[number]] - part.offsets[0]
         if (own[SOURCE] + own[SIZE]).max() > len(part.tokens):
-            raise DataError(
-                f"collate_bins: {_name_of(part)}: its {len(part.tokens)} tokens are fewer than its "
-                "offsets say"
-            )
+            what = f"its {len(part.tokens)} tokens are fewer than its offsets say"
+            raise DataError(f"collate_bins: {_name_of(part)}: {what}")
         yield part, own
 
 
@@ -222,11 +209,9 @@ def _checked_tokens(corpus: Corpus) -> tuple[np.ndarray[Any, Any], int]:
     tokens = np.asarray(corpus.tokens)
     kind = tokens.dtype
     if tokens.ndim != 1 or kind.kind not in "iu" or not kind.isnative:
-        raise DataError(
-            f"collate_bins: {_name_of(corpus)}: tokens must be integers in one dimension, in this "
-            f"machine's byte order, got {kind} {tokens.shape}",
-            got=str(kind),
-        )
+        must = "tokens must be integers in one dimension, in this machine's byte order"
+        what = f"{_name_of(corpus)}: {must}, got {kind} {tokens.shape}"
+        raise DataError(f"collate_bins: {what}", got=str(kind))
     limit = 1 << (8 * kind.itemsize - (kind.kind == "i" or kind.itemsize == 8))
     vocab_size = getattr(corpus, "vocab_size", None)
     limit = limit if vocab_size is None else min(limit, vocab_size)
@@ -236,10 +221,9 @@ def _checked_tokens(corpus: Corpus) -> tuple[np.ndarray[Any, Any], int]:
 def _checked_mask(corpus: Corpus, trained: Any) -> np.ndarray[Any, Any]:
     mask = np.asarray(trained)
     if mask.shape != np.shape(corpus.tokens) or mask.dtype not in (np.bool_, np.uint8):
-        raise DataError(
-            f"collate_bins: {_name_of(corpus)}: trained must be bool or uint8 for each of "
-            f"{len(corpus.tokens)} tokens, got {mask.dtype} {mask.shape}"
-        )
+        must = f"trained must be bool or uint8 for each of {len(corpus.tokens)} tokens"
+        what = f"{_name_of(corpus)}: {must}, got {mask.dtype} {mask.shape}"
+        raise DataError(f"collate_bins: {what}")
     return _read_only(mask.view(np.uint8))
 
 
@@ -253,15 +237,11 @@ def _refuse_token(corpus: Corpus, columns: Columns) -> NoReturn:
         if (wrong := tokens[source : source + size] >= limit).any()
     )
     document, place = documents[span], sources[span] + offset
-    token = int(corpus.tokens[place])
-    raise DataError(
-        f"collate_bins: {_name_of(corpus, document)}, offset {place - corpus.offsets[document]}: "
-        f"token {token} is outside the vocabulary, [0, {limit}); write the corpus again with the "
-        "tokenizer of this vocabulary",
-        where=_name_of(corpus, document),
-        got=token,
-        want=limit,
-    )
+    token, name = int(corpus.tokens[place]), _name_of(corpus, document)
+    what = f"token {token} is outside the vocabulary, [0, {limit})"
+    what = f"{name}, offset {place - corpus.offsets[document]}: {what}"
+    mend = "write the corpus again with the tokenizer of this vocabulary"
+    raise DataError(f"collate_bins: {what}; {mend}", where=name, got=token, want=limit)
 
 
 def _name_of(corpus: Any, document: int | None = None) -> str:

@@ -318,9 +318,8 @@ def _ends_of_rows(lengths: IntArray, rows: int, length: int) -> IntArray:
     row_ends = np.arange(1, rows + 1) * length
     last = np.searchsorted(ends, row_ends)
     if ends[-1] != rows * length or not np.array_equal(ends[last], row_ends):
-        raise ValueError(
-            f"shard_batch: the spans do not end where the {rows} rows of {length} tokens end"
-        )
+        what = f"the spans do not end where the {rows} rows of {length} tokens end"
+        raise ValueError(f"shard_batch: {what}")
     return last
 
 
@@ -396,11 +395,9 @@ def _zigzag_index(where: str, bounds: IntArray, rank: int, count: int) -> IntArr
     sizes, rests = np.divmod(np.diff(bounds), 2 * count)
     if rests.any():
         worst = int((rests > 0).argmax())
-        raise ValueError(
-            f"{where}: document {worst} has {bounds[worst + 1] - bounds[worst]} tokens, no "
-            f"multiple of {2 * count} (2 parts for each of {count} ranks); "
-            f"pack with multiple_of={2 * count}"
-        )
+        want = f"no multiple of {2 * count} (2 parts for each of {count} ranks)"
+        what = f"document {worst} has {bounds[worst + 1] - bounds[worst]} tokens, {want}"
+        raise ValueError(f"{where}: {what}; pack with multiple_of={2 * count}")
     chunks = np.array([rank, 2 * count - 1 - rank])
     starts = (bounds[:-1, None] + sizes[:, None] * chunks).reshape(-1)
     sizes = np.repeat(sizes, 2)
@@ -414,21 +411,17 @@ def _take(x: Tensor, index: IntArray, dim: int) -> Tensor:
 def _bounds(where: str, cu_seqlens: Any, length: int) -> IntArray:
     """Check `cu_seqlens` against the length it describes and return it as int64 numpy."""
     if isinstance(cu_seqlens, torch.Tensor) and cu_seqlens.device.type != "cpu":
-        raise ValueError(
-            f"{where}: cu_seqlens is on {cu_seqlens.device}; give it on the host, as "
-            "np.append(0, spans.lengths.cumsum()): reading it back would wait for the device"
-        )
+        mend = "give it on the host, as np.append(0, spans.lengths.cumsum())"
+        why = "reading it back would wait for the device"
+        raise ValueError(f"{where}: cu_seqlens is on {cu_seqlens.device}; {mend}: {why}")
     bounds = np.asarray(cu_seqlens)
     if bounds.ndim != 1 or bounds.size == 0 or bounds.dtype.kind not in "iu":
-        raise ValueError(
-            f"{where}: cu_seqlens must be integers in one dimension, "
-            f"got {bounds.dtype} {bounds.shape}"
-        )
+        got = f"{bounds.dtype} {bounds.shape}"
+        raise ValueError(f"{where}: cu_seqlens must be integers in one dimension, got {got}")
     bounds = bounds.astype(np.int64)
     if bounds[0] != 0 or bounds[-1] != length or (np.diff(bounds) <= 0).any():
-        raise ValueError(
-            f"{where}: cu_seqlens must rise from 0 to the length, {length}, got {bounds.tolist()}"
-        )
+        must = f"must rise from 0 to the length, {length}, got {bounds.tolist()}"
+        raise ValueError(f"{where}: cu_seqlens {must}")
     return bounds
 
 
@@ -442,8 +435,6 @@ def _length(where: str, x: Tensor, dim: int) -> int:
 def _chunk(where: str, length: int, parts: int) -> int:
     """Return the size of one of `parts` equal parts."""
     if length % parts:
-        raise ValueError(
-            f"{where}: a length of {length} does not divide into {parts} parts; "
-            f"it must be a multiple of {parts}"
-        )
+        what = f"a length of {length} does not divide into {parts} parts"
+        raise ValueError(f"{where}: {what}; it must be a multiple of {parts}")
     return length // parts

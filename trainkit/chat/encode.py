@@ -18,7 +18,7 @@ import numpy as np
 from trainkit.chat.messages import checked_messages, tools_of
 from trainkit.chat.templates import chatml
 from trainkit.chat.turns import Train, chosen_messages, tokenised, tokens_inside, turns_said
-from trainkit.types import DataError, Sample
+from trainkit.types import DataError, Sample, among, at_least
 
 if TYPE_CHECKING:
     from trainkit.chat.messages import Message
@@ -104,13 +104,11 @@ def encode_chat(
         fitting = last_tokens[last_tokens <= max_length]
         keep, lost = int(fitting.max(initial=0)), len(turns) - len(fitting)
         if keep == 0 and overlong == "error":
-            raise DataError(
-                f"encode_chat: of {len(turns)} turns to train on none fits: the first ends after "
-                f"{last_tokens.min(initial=len(tokens))} tokens, max_length is {max_length}",
-                got=len(tokens),
-                want=max_length,
-                hint='raise max_length, or ask for overlong="drop"',
-            )
+            first = last_tokens.min(initial=len(tokens))
+            why = f"the first ends after {first} tokens, max_length is {max_length}"
+            what = f"of {len(turns)} turns to train on none fits: {why}"
+            hint = 'raise max_length, or ask for overlong="drop"'
+            raise DataError(f"encode_chat: {what}", got=len(tokens), want=max_length, hint=hint)
     if counts is not None:
         counts["conversations"] += 1
         counts["truncated"] += 0 < keep < len(tokens)
@@ -190,21 +188,16 @@ def from_sharegpt(record: Mapping[str, Any]) -> list[dict[str, Any]]:
     """
     turns = record.get("conversations")
     if not isinstance(turns, Sequence) or isinstance(turns, str):
-        raise DataError(
-            f"from_sharegpt: the record has no list `conversations`; it has {', '.join(record)}"
-        )
+        what = f"the record has no list `conversations`; it has {', '.join(record)}"
+        raise DataError(f"from_sharegpt: {what}")
     messages = []
     if record.get("system"):
         messages.append({"role": "system", "content": record["system"]})
     for i, turn in enumerate(turns):
         role = _SHAREGPT.get(turn.get("from", "")) if isinstance(turn, Mapping) else None
         if role is None or "value" not in turn:
-            raise DataError(
-                f"from_sharegpt: turn {i} must have a `value`, and a `from` that is one of "
-                f"{', '.join(_SHAREGPT)}; got {turn!r}",
-                where=i,
-                got=turn,
-            )
+            must = f"must have a `value`, and a `from` that is one of {', '.join(_SHAREGPT)}"
+            raise DataError(f"from_sharegpt: turn {i} {must}; got {turn!r}", where=i, got=turn)
         messages.append({"role": role, "content": turn["value"]})
     return messages
 
@@ -229,11 +222,9 @@ def stop_ids(tokenizer: Tokenizer, template: Template = chatml) -> tuple[int, ..
         raise ValueError("stop_ids: the template ends an assistant's turn without a stop token")
     ids = tuple(int(i) for i in tokenizer.encode(stop))
     if len(ids) != 1:
-        raise ValueError(
-            f"stop_ids: the template ends a turn with {stop}, for which the tokenizer has "
-            f"{len(ids)} tokens, where one is needed; give it the template's special tokens, as in "
-            "byte_tokenizer(CHATML_SPECIAL)"
-        )
+        what = f"{stop}, for which the tokenizer has {len(ids)} tokens, where one is needed"
+        mend = "give it the template's special tokens, as in byte_tokenizer(CHATML_SPECIAL)"
+        raise ValueError(f"stop_ids: the template ends a turn with {what}; {mend}")
     return ids
 
 
@@ -265,11 +256,9 @@ def check_mask(sample: Sample, *, stop_ids: Sequence[int]) -> None:
         raise DataError(f"check_mask: all {total} tokens are trained on, the prompt too", got=count)
     is_stop = np.isin(sample.tokens, np.asarray(stop_ids, np.int64))
     if not (is_stop & np.asarray(sample.trained, bool)).any():
-        raise DataError(
-            f"check_mask: of {count} trained tokens none is a stop token ({list(stop_ids)}); "
-            f"{int(is_stop.sum())} stand among the {total} tokens",
-            got=0,
-        )
+        what = f"of {count} trained tokens none is a stop token ({list(stop_ids)})"
+        others = f"{int(is_stop.sum())} stand among the {total} tokens"
+        raise DataError(f"check_mask: {what}; {others}", got=0)
 
 
 def show_mask(sample: Sample, tokenizer: Tokenizer, *, colour: bool = True) -> str:
@@ -328,11 +317,8 @@ def _encode_record(
     if isinstance(field, str):
         if field not in record:
             hint = "; take field=from_sharegpt" if "conversations" in record else ""
-            raise DataError(
-                f"chat_encoder: the record has no field {field!r}; it has "
-                f"{', '.join(record)}{hint}",
-                want=field,
-            )
+            what = f"the record has no field {field!r}; it has {', '.join(record)}{hint}"
+            raise DataError(f"chat_encoder: {what}", want=field)
         messages = record[field]
     else:
         messages = field(record)
@@ -343,7 +329,5 @@ def _encode_record(
 
 
 def _check_lengths(by: str, max_length: int | None, overlong: str) -> None:
-    if max_length is not None and max_length < 1:
-        raise ValueError(f"{by}: max_length must be at least 1, got {max_length}")
-    if overlong not in ("error", "drop"):
-        raise ValueError(f'{by}: overlong must be "error" or "drop", got {overlong!r}')
+    at_least(1, by, max_length=max_length)
+    among(("error", "drop"), by, overlong=overlong)

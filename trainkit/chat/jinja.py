@@ -59,10 +59,8 @@ def jinja_template(
     text = source if isinstance(source, str) else getattr(source, "chat_template", None)
     text = text.get("default") if isinstance(text, Mapping) else text
     if text is None:
-        raise ValueError(
-            "jinja_template: source must be a Jinja text, or a tokenizer with a chat_template, "
-            f"got a {type(source).__name__} without one"
-        )
+        must = "source must be a Jinja text, or a tokenizer with a chat_template"
+        raise ValueError(f"jinja_template: {must}, got a {type(source).__name__} without one")
     found = {"bos_token": bos_token, "eos_token": eos_token}
     tokens = {name: value or getattr(source, name, None) or "" for name, value in found.items()}
     stop = stop or tokens["eos_token"]
@@ -186,10 +184,9 @@ def _rendered(
     try:
         return _compiled(source)[0].render(messages=messages, **values, **variables)
     except (jinja2.TemplateError, TypeError) as error:
-        raise DataError(
-            f"jinja_template: the template refuses these messages "
-            f"({', '.join(str(message['role']) for message in messages)}): {error}"
-        ) from error
+        roles = ", ".join(str(message["role"]) for message in messages)
+        what = f"the template refuses these messages ({roles}): {error}"
+        raise DataError(f"jinja_template: {what}") from error
 
 
 @lru_cache(maxsize=8)
@@ -229,6 +226,5 @@ def _compiled(source: str) -> tuple[Any, str | None]:
         name = next((name for name in REASONING if name in read), None)
         return environment.from_string(tree), name
     except jinja2.TemplateSyntaxError as error:
-        raise ValueError(
-            f"jinja_template: line {error.lineno} is no Jinja: {error.message}"
-        ) from error
+        what = f"line {error.lineno} is no Jinja: {error.message}"
+        raise ValueError(f"jinja_template: {what}") from error

@@ -38,10 +38,8 @@ def checked_messages(messages: Sequence[Message]) -> list[dict[str, Any]]:
         [{'role': 'user', 'content': 'hi'}]
     """
     if isinstance(messages, str) or not isinstance(messages, Sequence) or not messages:
-        raise DataError(
-            f"a conversation is a list of at least one message, got {short(messages)}",
-            got=messages,
-        )
+        what = f"a conversation is a list of at least one message, got {short(messages)}"
+        raise DataError(what, got=messages)
     checked = [_checked_message(i, message) for i, message in enumerate(messages)]
     for i, message in enumerate(checked):
         if message["role"] == "tool" and (
@@ -74,30 +72,25 @@ def tools_of(record: Mapping[str, Any]) -> Sequence[Mapping[str, Any]] | None:
     if not tools:
         return None
     if not isinstance(tools, Sequence) or not all(isinstance(tool, Mapping) for tool in tools):
-        raise DataError(
-            f"the field 'tools' must be a list of JSON schemas, got {short(tools)}",
-            where="tools",
-            got=tools,
-        )
+        what = f"the field 'tools' must be a list of JSON schemas, got {short(tools)}"
+        raise DataError(what, where="tools", got=tools)
     return tools
 
 
 def _checked_message(i: int, message: Any) -> dict[str, Any]:
     if not isinstance(message, Mapping):
-        raise DataError(f"message {i} must be a mapping, got {short(message)}", got=message)
+        raise wrong_message(i, message, f"must be a mapping, got {short(message)}")
     found = {key: value for key, value in message.items() if value is not None}
     if not found.get(
         "tool_calls", True
     ):  # an empty list is a table's way to say that there is none
         del found["tool_calls"]
-    if found.get("role") not in ROLES:
-        raise wrong_message(
-            i,
-            message,
-            f"has the role {short(found.get('role'))}; roles are {', '.join(ROLES)}"
-            if "role" in found
-            else f"has no role, it has {', '.join(map(str, message)) or 'no field'}",
-        )
+    role = found.get("role")
+    if role not in ROLES:
+        what = f"has the role {short(role)}; roles are {', '.join(ROLES)}"
+        if role is None:
+            what = f"has no role, it has {', '.join(map(str, message)) or 'no field'}"
+        raise wrong_message(i, message, what)
     if "tool_calls" in found:
         found["tool_calls"] = _checked_calls(i, found)
     elif "content" not in found:
@@ -133,11 +126,12 @@ def _checked_calls(i: int, message: Message) -> list[dict[str, Any]]:
     checked = []
     for n, call in enumerate(calls):
         function = call.get("function", call) if isinstance(call, Mapping) else None
-        if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
-            raise wrong_message(i, message, f"has a call {n} without a name: {short(call)}")
-        if not isinstance(function.get("arguments"), (Mapping, str)):
-            raise wrong_message(i, message, f"has a call {n} without arguments: {short(call)}")
-        checked.append({**(call if "function" in call else {}), "function": dict(function)})
+        fields = function if isinstance(function, Mapping) else {}
+        missing = "" if isinstance(fields.get("arguments"), (Mapping, str)) else "arguments"
+        missing = missing if isinstance(fields.get("name"), str) else "a name"
+        if missing:
+            raise wrong_message(i, message, f"has a call {n} without {missing}: {short(call)}")
+        checked.append({**(call if "function" in call else {}), "function": dict(fields)})
     return checked
 
 
@@ -148,10 +142,9 @@ def wrong_message(i: int, message: Message, what: str) -> DataError:
         >>> str(wrong_message(2, {"role": "user"}, "has no content"))
         'message 2 (user) has no content'
     """
-    role = message.get("role")
-    return DataError(
-        f"message {i}{f' ({role})' if isinstance(role, str) else ''} {what}", where=i, got=message
-    )
+    role = message.get("role") if isinstance(message, Mapping) else None
+    shown = f" ({role})" if isinstance(role, str) else ""
+    return DataError(f"message {i}{shown} {what}", where=i, got=message)
 
 
 def short(value: Any) -> str:

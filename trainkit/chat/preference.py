@@ -15,10 +15,10 @@ import attrs
 import numpy as np
 
 from trainkit.chat.encode import encode_chat
-from trainkit.chat.messages import checked_messages, tools_of
+from trainkit.chat.messages import checked_messages, tools_of, wrong_message
 from trainkit.chat.templates import chatml
 from trainkit.packing import best_fit, pack_bins
-from trainkit.types import Bins, DataError, Sample
+from trainkit.types import Bins, DataError, Sample, among
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
@@ -71,13 +71,10 @@ def encode_pair(
     halves, prompt_length = _halves(record)
     for name, messages in halves.items():
         if messages[prompt_length]["role"] != "assistant":
-            raise DataError(
-                f"encode_pair: the {name} half's message {prompt_length} "
-                f"({messages[prompt_length]['role']}) is where the halves begin to differ; an "
-                "answer begins with an assistant's message, so the prompts differ",
-                where=prompt_length,
-                got=messages[prompt_length],
-            )
+            why = "an answer begins with an assistant's message, so the prompts differ"
+            what = f"is where the halves begin to differ; {why}"
+            error = wrong_message(prompt_length, messages[prompt_length], what)
+            raise _no_pair(f"the {name} half's {error}", where=prompt_length, got=error.got)
     _check_prompts(halves, prompt_length, template, tools)
     samples: list[Sample] = []
     for name, messages in halves.items():
@@ -96,11 +93,9 @@ def encode_pair(
                 )
             )
         except DataError as error:
-            raise DataError(f"encode_pair: the {name} half: {error}", where=name) from error
+            raise _no_pair(f"the {name} half: {error}", where=name) from error
     if np.array_equal(samples[0].tokens, samples[1].tokens):
-        raise DataError(
-            "encode_pair: both halves are the same, so there is nothing to prefer", where="chosen"
-        )
+        raise _no_pair(_SAME, where="chosen")
     return samples[0], samples[1]
 
 
@@ -120,9 +115,8 @@ def pair_documents(pairs: Iterable[tuple[Sample, Sample]]) -> Iterator[Sample]:
     for i, pair in enumerate(pairs):
         if len(pair) != 2 or not all(len(half.tokens) for half in pair):
             sizes = [len(half.tokens) for half in pair]
-            raise DataError(
-                f"pair_documents: pair {i} must have two halves with tokens, got {sizes}", where=i
-            )
+            what = f"pair {i} must have two halves with tokens, got {sizes}"
+            raise DataError(f"pair_documents: {what}", where=i)
         yield from pair
 
 
@@ -161,23 +155,19 @@ def pack_pairs(
         >>> [bins[row] for row in range(len(bins))]
         [[(0, 0, 3), (1, 0, 2), (4, 0, 2), (5, 0, 1)], [(2, 0, 1), (3, 0, 1)]]
     """
-    if overlong not in ("error", "drop"):
-        raise ValueError(f'pack_pairs: overlong must be "error" or "drop", got {overlong!r}')
+    among(("error", "drop"), "pack_pairs", overlong=overlong)
     halves = _checked_pairs(lengths)
     if multiple_of < 1 or capacity % multiple_of:
-        raise ValueError(
-            f"pack_pairs: capacity {capacity} must be a multiple of multiple_of, {multiple_of}"
-        )
+        what = f"capacity {capacity} must be a multiple of multiple_of, {multiple_of}"
+        raise ValueError(f"pack_pairs: {what}")
     pairs = (-(-halves // multiple_of) * multiple_of).sum(axis=1)
     longest = int(pairs.argmax()) if len(pairs) else 0
     if overlong == "error" and pairs.max(initial=0) > capacity:
-        raise DataError(
-            f"pack_pairs: pair {longest}, of {halves[longest, 0]} and {halves[longest, 1]} tokens, "
-            f'does not fit into {capacity}: raise the capacity, or ask for overlong="drop"',
-            where=longest,
-            got=int(pairs[longest]),
-            want=capacity,
-        )
+        one, other = halves[longest]
+        what = f"pair {longest}, of {one} and {other} tokens, does not fit into {capacity}"
+        mend = 'raise the capacity, or ask for overlong="drop"'
+        facts = {"where": longest, "got": int(pairs[longest]), "want": capacity}
+        raise DataError(f"pack_pairs: {what}: {mend}", **facts)
     bins = pack_bins(pairs, capacity, fit=fit, group_size=group_size, overlong="drop")
     documents = (2 * bins.documents[:, None] + np.arange(2)).ravel()
     return attrs.evolve(
@@ -194,17 +184,20 @@ def _checked_pairs(lengths: ArrayLike) -> np.ndarray[Any, np.dtype[np.int64]]:
     """Return lengths as int64 `[N, 2]`."""
     array = np.asarray(lengths)
     if array.ndim != 1 or len(array) % 2 or (array.size and array.dtype.kind not in "iu"):
-        raise ValueError(
-            "pack_pairs: lengths must be an even number of integers, two for each pair; got "
-            f"{array.dtype} {array.shape}"
-        )
+        must = "must be an even number of integers, two for each pair"
+        raise ValueError(f"pack_pairs: lengths {must}; got {array.dtype} {array.shape}")
     if array.size and array.min() < 1:
-        worst = int(array.argmin())
-        raise ValueError(
-            f"pack_pairs: document {worst} has {array[worst]} tokens; a pair needs both halves"
-        )
+        what = f"document {array.argmin()} has {array.min()} tokens; a pair needs both halves"
+        raise ValueError(f"pack_pairs: {what}")
     pairs: np.ndarray[Any, np.dtype[np.int64]] = array.astype(np.int64).reshape(-1, 2)
     return pairs
+
+
+_SAME = "both halves are the same, so there is nothing to prefer"
+
+
+def _no_pair(what: str, **facts: Any) -> DataError:
+    return DataError(f"encode_pair: {what}", **facts)
 
 
 def _halves(record: Mapping[str, Any]) -> tuple[dict[str, list[dict[str, Any]]], int]:
@@ -212,30 +205,23 @@ def _halves(record: Mapping[str, Any]) -> tuple[dict[str, list[dict[str, Any]]],
     halves: dict[str, list[dict[str, Any]]] = {}
     for name in ("chosen", "rejected"):
         if record.get(name) is None:
-            raise DataError(
-                f"encode_pair: the record has no {name!r}; it has {', '.join(record)}", want=name
-            )
+            raise _no_pair(f"the record has no {name!r}; it has {', '.join(record)}", want=name)
         halves[name] = _messages(record[name], "assistant", name)
     chosen, rejected = halves.values()
     if chosen == rejected:
-        raise DataError(
-            "encode_pair: both halves are the same, so there is nothing to prefer", where="chosen"
-        )
+        raise _no_pair(_SAME, where="chosen")
     if record.get("prompt") is None:
         common = next(i for i, (a, b) in enumerate(zip_longest(chosen, rejected)) if a != b)
         if common == 0:
-            raise DataError(
-                "encode_pair: the record has no 'prompt', and its halves differ from message 0 on: "
-                f"{chosen[0]} and {rejected[0]}",
-                where=0,
-            )
+            what = "the record has no 'prompt', and its halves differ from message 0 on"
+            raise _no_pair(f"{what}: {chosen[0]} and {rejected[0]}", where=0)
     else:
         prompt = _messages(record["prompt"], "user", "prompt")
         common = len(prompt)
         halves = {name: _with_prompt(prompt, half, name) for name, half in halves.items()}
     for name, messages in halves.items():
         if len(messages) == common:
-            raise DataError(f"encode_pair: the {name} half has no answer of its own", where=name)
+            raise _no_pair(f"the {name} half has no answer of its own", where=name)
     return halves, common
 
 
@@ -245,7 +231,7 @@ def _messages(value: Any, role: str, name: str) -> list[dict[str, Any]]:
             [{"role": role, "content": value}] if isinstance(value, str) else value
         )
     except DataError as error:
-        raise DataError(f"encode_pair: {name}: {error}", where=name) from error
+        raise _no_pair(f"{name}: {error}", where=name) from error
 
 
 def _with_prompt(
@@ -257,13 +243,8 @@ def _with_prompt(
     for i, message in enumerate(prompt):
         if i >= len(messages) or messages[i] != message:
             found = messages[i] if i < len(messages) else "nothing"
-            raise DataError(
-                f"encode_pair: the prompt of the {name} half differs from 'prompt' in message {i}: "
-                f"{found} and {message}",
-                where=i,
-                got=found,
-                want=message,
-            )
+            what = f"the prompt of the {name} half differs from 'prompt' in message {i}"
+            raise _no_pair(f"{what}: {found} and {message}", where=i, got=found, want=message)
     return messages
 
 
@@ -284,9 +265,6 @@ def _check_prompts(
         texts.append("".join(segment.text for segment in segments[:first]))
     if texts[0] != texts[1]:
         place = next(k for k, (a, b) in enumerate(zip_longest(*texts)) if a != b)
-        raise DataError(
-            f"encode_pair: the template renders the prompts of both halves differently, from "
-            f"character {place} on: {texts[0][place : place + 30]!r} and "
-            f"{texts[1][place : place + 30]!r}",
-            where=place,
-        )
+        one, other = (text[place : place + 30] for text in texts)
+        what = "the template renders the prompts of both halves differently"
+        raise _no_pair(f"{what}, from character {place} on: {one!r} and {other!r}", where=place)

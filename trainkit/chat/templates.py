@@ -87,9 +87,8 @@ def chatml(
     segments: list[Segment] = []
     for i, message in enumerate(checked_messages(messages)):
         if "tool_calls" in message:
-            raise wrong_message(
-                i, message, "has tool_calls, for which ChatML has no place; take qwen3 or llama3"
-            )
+            what = "has tool_calls, for which ChatML has no place; take qwen3 or llama3"
+            raise wrong_message(i, message, what)
         segments += _im_turn(i, message["role"], message["content"])
     return segments + [Segment("<|im_start|>assistant\n")] * add_generation_prompt
 
@@ -262,9 +261,8 @@ def llama3(
     for i, message in enumerate(checked[has_system:], int(has_system)):
         first = i == has_system and tools is not None and tools_in_user_message
         if first and message["role"] != "user":
-            raise wrong_message(
-                i, message, "stands where the first user's turn has to hold the tools"
-            )
+            what = "stands where the first user's turn has to hold the tools"
+            raise wrong_message(i, message, what)
         header, body = _llama3_turn(i, message)
         header += (_TOOLS_IN_USER + inside) * first
         segments += [Segment(header, i), Segment(body + "<|eot_id|>", i, body=True)]

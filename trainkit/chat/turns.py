@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
-from trainkit.types import DataError
+from trainkit.chat.messages import wrong_message
 
 if TYPE_CHECKING:
     from trainkit.chat.messages import Message
@@ -30,27 +30,19 @@ def chosen_messages(messages: Sequence[Message], train: Train) -> set[int]:
     if isinstance(train, str) and train in ("assistant", "last"):
         chosen = set(answers if train == "assistant" else answers[-1:])
     elif isinstance(train, str):
-        raise ValueError(
-            f'encode_chat: train must be "assistant", "last", numbers of messages, or a function, '
-            f"got {train!r}"
-        )
+        known = '"assistant", "last", numbers of messages, or a function'
+        raise ValueError(f"encode_chat: train must be {known}, got {train!r}")
     elif callable(train):
         chosen = {i for i, message in enumerate(messages) if train(i, message)}
     else:
         chosen = set(train)
         if not chosen <= set(range(len(messages))):
-            raise ValueError(
-                f"encode_chat: train asks for the messages {sorted(chosen)}; there are "
-                f"{len(messages)}, numbered from 0"
-            )
+            what = f"the messages {sorted(chosen)}; there are {len(messages)}, numbered from 0"
+            raise ValueError(f"encode_chat: train asks for {what}")
     for i, message in enumerate(messages):
         if message.get("weight", 1) not in (0, 1):
-            raise DataError(
-                f"message {i} ({message['role']}) has the weight {message['weight']!r}; it must be "
-                "0 or 1",
-                where=i,
-                got=message["weight"],
-            )
+            what = f"has the weight {message['weight']!r}; it must be 0 or 1"
+            raise wrong_message(i, message, what)
     return {i for i in chosen if messages[i].get("weight", 1)}
 
 
@@ -68,11 +60,8 @@ def turns_said(
                 begin = ranges.pop()[0]
             ranges.append((begin, end))
     for i in (i for i, ranges in said.items() if not ranges):
-        raise DataError(
-            f"message {i} ({messages[i]['role']}) is not to be found in what the template renders, "
-            "so it cannot be trained on; leave it out by its weight or by train=",
-            where=i,
-        )
+        what = "is not to be found in what the template renders, so it cannot be trained on"
+        raise wrong_message(i, messages[i], f"{what}; leave it out by its weight or by train=")
     return list(said.values())
 
 

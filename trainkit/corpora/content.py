@@ -12,9 +12,9 @@ import attrs
 import numpy as np
 
 from trainkit.corpora.documents import checked_document
+from trainkit.corpora.text import bad_file
 from trainkit.corpora.token_file import BLOCK, CHUNK, Header, encode_header
 from trainkit.files import disk_errors
-from trainkit.types import DataError
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -114,9 +114,7 @@ def _put_documents(
                 choices = choices or stack.enter_context(_nameless(out.path))
                 choices.write(chosen.tobytes())
     if len(offsets) == 1:
-        raise DataError(
-            f"write_corpus: {out.path}: there are no documents to write", where=out.path
-        )
+        raise bad_file(out.path, "there are no documents to write")
     return offsets, choices
 
 

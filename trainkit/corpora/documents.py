@@ -31,32 +31,26 @@ def checked_document(
     Raises:
         DataError: It is not what it must be.
     """
+
+    def wrong(what: str, got: int | None = None) -> DataError:
+        return DataError(f"{where}{what}", where=where, got=got)
+
     is_sample = isinstance(document, Sample)
     if with_choice is not None and is_sample != with_choice:
-        raise DataError(
-            f"{where} is {'a' if is_sample else 'no'} Sample, unlike those before it: "
-            "all documents of a corpus say which tokens are trained on, or none does",
-            where=where,
-        )
+        what = f" is {'a' if is_sample else 'no'} Sample, unlike those before it"
+        must = "all documents of a corpus say which tokens are trained on, or none does"
+        raise wrong(f"{what}: {must}")
     ids = np.asarray(document.tokens if is_sample else document)
     if ids.ndim != 1 or (ids.size and ids.dtype.kind not in "iu"):
-        raise DataError(
-            f"{where} must be integers in one dimension, got {ids.dtype} {ids.shape}", where=where
-        )
+        raise wrong(f" must be integers in one dimension, got {ids.dtype} {ids.shape}")
     if ids.size and (ids.min() < 0 or ids.max() >= limit):
         worst = int(((ids < 0) | (ids >= limit)).argmax())
-        raise DataError(
-            f"{where} has token {ids[worst]} at {worst}, outside [0, {limit})",
-            where=where,
-            got=int(ids[worst]),
-        )
+        got = int(ids[worst])
+        raise wrong(f" has token {got} at {worst}, outside [0, {limit})", got)
     if not is_sample:
         return ids, None
     trained = np.asarray(document.trained)
     if trained.dtype != np.bool_ or trained.shape != ids.shape:
-        raise DataError(
-            f"{where}: `trained` must be bool {ids.shape}, like its tokens, "
-            f"got {trained.dtype} {trained.shape}",
-            where=where,
-        )
+        got = f"{trained.dtype} {trained.shape}"
+        raise wrong(f": `trained` must be bool {ids.shape}, like its tokens, got {got}")
     return ids, trained.view(np.uint8)

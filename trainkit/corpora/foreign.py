@@ -16,13 +16,11 @@ from trainkit.corpora.layouts import (
     raw_layout,
     read_sidecar,
     sidecar_of,
-    wrong_size,
 )
 from trainkit.corpora.mapped import map_file
-from trainkit.corpora.text import BLOCK, hash_of, opened, read_at
+from trainkit.corpora.text import BLOCK, bad_file, hash_of, opened, read_at, wrong_size
 from trainkit.corpora.token_file import check_ids
 from trainkit.corpora.tokens import TokenCorpus
-from trainkit.types import DataError
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -61,10 +59,9 @@ def open_foreign(
     """
     layout, side = _layout_of(path)
     if eos_id is not None and (layout.offsets is not None or side.eos_id not in {None, eos_id}):
-        raise ValueError(
-            f"open_corpus: {path}: eos_id={eos_id} is for files that do not say where documents "
-            f"end; this one {'does' if layout.offsets is not None else f'has {side.eos_id}'}"
-        )
+        says = f"has {side.eos_id}" if layout.offsets is None else "does"
+        what = f"eos_id={eos_id} is for files that do not say where documents end; this one {says}"
+        raise ValueError(f"open_corpus: {path}: {what}")
     eos_id = side.eos_id if eos_id is None else eos_id
     return _opened(layout, side, side.vocab_size or vocab_size, eos_id, full=full)
 
@@ -79,11 +76,8 @@ def _layout_of(path: Path) -> tuple[FileLayout, Sidecar]:
         return raw_layout(path, side), side
     side = sidecar_of(path.with_suffix(".bin"))
     if side.exists():
-        raise DataError(
-            f"{path}: the .bin file has both an .idx file and {side.name}; keep the one that is "
-            "its own",
-            where=path,
-        )
+        what = f"the .bin file has both an .idx file and {side.name}"
+        raise bad_file(path, f"{what}; keep the one that is its own")
     return megatron_layout(path), Sidecar()
 
 
@@ -95,7 +89,7 @@ def _opened(
 ) -> TokenCorpus:
     path, kind = layout.path, layout.dtype
     if layout.count == 0:
-        raise DataError(f"{path}: the file holds no tokens", where=path)
+        raise bad_file(path, "the file holds no tokens")
     with opened(path) as file:
         whole = full or os.fstat(file.fileno()).st_size <= WHOLE
         sha256 = _content_hash(file, path, whole=whole)
@@ -104,7 +98,7 @@ def _opened(
         raise wrong_size(path, told.size, layout.begin + layout.count * kind.itemsize)
     if whole and side.sha256 not in {None, sha256}:
         what = "its content does not have the fingerprint (sha256) of its sidecar"
-        raise DataError(f"{path}: {what}", where=path, got=sha256, want=side.sha256)
+        raise bad_file(path, what, got=sha256, want=side.sha256)
     tokens = data[layout.begin :].view(kind)
     offsets = layout.offsets if layout.offsets is not None else _ends(tokens, eos_id)
     step = BLOCK // kind.itemsize

@@ -16,8 +16,14 @@ import attrs
 import numpy as np
 import orjson
 
-from trainkit.corpora.text import check_readable, hash_of, opened
-from trainkit.types import DataError
+from trainkit.corpora.text import (
+    bad_file,
+    check_readable,
+    damaged,
+    hash_of,
+    opened,
+    wrong_size,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -62,20 +68,14 @@ def raw_layout(path: Path, side: Sidecar) -> FileLayout:
         DataError: The sidecar is missing or has no dtype, or the file's size does not fit.
     """
     if side.dtype is None:
-        raise DataError(
-            f"{path}: a raw file of tokens does not say its dtype, and none is guessed; write "
-            f'{{"dtype": "uint16"}}, or what it is, into {sidecar_of(path)}',
-            where=path,
-            want="dtype",
-            hint="offsets, eos_id, vocab_size and sha256 may stand there too",
-        )
+        what = "a raw file of tokens does not say its dtype, and none is guessed"
+        mend = f'write {{"dtype": "uint16"}}, or what it is, into {sidecar_of(path)}'
+        hint = "offsets, eos_id, vocab_size and sha256 may stand there too"
+        raise bad_file(path, f"{what}; {mend}", want="dtype", hint=hint)
     dtype, size = np.dtype(side.dtype), _size_of(path)
     if size % dtype.itemsize:
-        raise DataError(
-            f"{path}: {size} bytes are no whole number of {dtype}, the dtype of its sidecar",
-            where=path,
-            got=size,
-        )
+        what = f"{size} bytes are no whole number of {dtype}, the dtype of its sidecar"
+        raise bad_file(path, what, got=size)
     count = size // dtype.itemsize
     return FileLayout(path, dtype, 0, count, *_sidecar_offsets(path, side, count))
 
@@ -88,12 +88,8 @@ def npy_layout(path: Path, side: Sidecar) -> FileLayout:
     """
     dtype, begin, count = _npy_header(path)
     if side.dtype not in {None, dtype.name}:
-        raise DataError(
-            f"{path}: its dtype is {dtype}, its sidecar says {side.dtype}",
-            where=path,
-            got=dtype.name,
-            want=side.dtype,
-        )
+        what = f"its dtype is {dtype}, its sidecar says {side.dtype}"
+        raise bad_file(path, what, got=dtype.name, want=side.dtype)
     return FileLayout(path, dtype, begin, count, *_sidecar_offsets(path, side, count))
 
 
@@ -110,20 +106,13 @@ def _npy_header(path: Path) -> tuple[np.dtype[Any], int, int]:
             shape, _, dtype = read(file)
             begin = file.tell()
     except (KeyError, OSError, ValueError) as error:
-        what = str(error).splitlines()[0]
-        raise DataError(f"{path}: no .npy file, or a damaged one: {what}", where=path) from error
+        raise damaged(path, error) from error
     if len(shape) != 1 or shape[0] < 0 or dtype.name not in DTYPES:
-        raise DataError(
-            f"{path}: tokens are integers in one dimension, got {dtype} {shape}",
-            where=path,
-            got=str(dtype),
-        )
+        what = f"tokens are integers in one dimension, got {dtype} {shape}"
+        raise bad_file(path, what, got=str(dtype))
     if not dtype.isnative or begin % dtype.itemsize:
-        raise DataError(
-            f"{path}: its numbers are big-endian, or lie at odd places; save it again with numpy "
-            "as little-endian",
-            where=path,
-        )
+        what = "its numbers are big-endian, or lie at odd places"
+        raise bad_file(path, f"{what}; save it again with numpy as little-endian")
     if size != begin + shape[0] * dtype.itemsize:
         raise wrong_size(path, size, begin + shape[0] * dtype.itemsize)
     return dtype, begin, int(shape[0])
@@ -145,9 +134,9 @@ def megatron_layout(path: Path) -> FileLayout:
         )
         version = int.from_bytes(data[9:17], "little")
         if len(data) < 34 or data[:9] != MEGATRON_MAGIC or version != 1:
-            raise DataError(f"{index}: no Megatron index of version 1", where=index, got=data[:17])
+            raise bad_file(index, "no Megatron index of version 1", got=data[:17])
         if code not in MEGATRON_DTYPES:
-            raise DataError(f"{index}: dtype code {code} is none of tokens", where=index, got=code)
+            raise bad_file(index, f"dtype code {code} is none of tokens", got=code)
         got, want = os.fstat(file.fileno()).st_size, 34 + 12 * sequences + 8 * documents
         if got != want:
             raise wrong_size(index, got, want)
@@ -172,18 +161,14 @@ def _megatron_offsets(
     """Return where documents begin, in tokens: a document is a run of sequences."""
     if (lengths < 0).any():
         worst = int((lengths < 0).argmax())
-        raise DataError(f"{index}: sequence {worst} has {lengths[worst]} tokens", where=index)
+        raise bad_file(index, f"sequence {worst} has {lengths[worst]} tokens")
     places = np.append(0, np.cumsum(lengths, dtype=np.int64))
     astray = pointers != places[:-1] * itemsize
     if astray.any():
         worst = int(astray.argmax())
-        raise DataError(
-            f"{index}: sequence {worst} begins at byte {pointers[worst]} of the .bin file instead "
-            f"of {places[worst] * itemsize}, where the one before it ends",
-            where=index,
-            got=int(pointers[worst]),
-            want=int(places[worst]) * itemsize,
-        )
+        got, want = int(pointers[worst]), int(places[worst]) * itemsize
+        what = f"sequence {worst} begins at byte {got} of the .bin file instead of {want}"
+        raise bad_file(index, f"{what}, where the one before it ends", got=got, want=want)
     _check_rising(index, ends, len(lengths), "sequences")
     return places[ends]
 
@@ -216,7 +201,7 @@ def read_sidecar(path: Path) -> Sidecar:
         with opened(side) as file:
             facts = orjson.loads(file.read())
     except orjson.JSONDecodeError as error:
-        raise DataError(f"{side}: bad JSON: {error}", where=side) from error
+        raise bad_file(side, f"bad JSON: {error}") from error
     rules: dict[str, Callable[[Any], bool]] = {
         "dtype": lambda x: x in DTYPES,
         "offsets": lambda x: (
@@ -228,15 +213,12 @@ def read_sidecar(path: Path) -> Sidecar:
         "sha256": lambda x: type(x) is str,
     }
     if not isinstance(facts, dict) or not facts.keys() <= rules.keys():
-        raise DataError(
-            f"{side}: must be a JSON object of {', '.join(rules)}, got "
-            f"{', '.join(facts) if isinstance(facts, dict) else type(facts).__name__}",
-            where=side,
-        )
+        got = ", ".join(facts) if isinstance(facts, dict) else type(facts).__name__
+        raise bad_file(side, f"must be a JSON object of {', '.join(rules)}, got {got}")
     for name, value in facts.items():
         if not rules[name](value):
             what = f"one of {', '.join(DTYPES)}" if name == "dtype" else "what it must be"
-            raise DataError(f"{side}: {name} {value!r} is not {what}", where=side, got=value)
+            raise bad_file(side, f"{name} {value!r} is not {what}", got=value)
     return Sidecar(**facts)
 
 
@@ -267,11 +249,8 @@ def _check_rising(path: Path, offsets: np.ndarray[Any, Any], end: int, what: str
     rises = len(offsets) > 1 and not (offsets[1:] < offsets[:-1]).any()
     if not rises or offsets[0] != 0 or offsets[-1] != end:
         found = f"{len(offsets)} numbers, {offsets[:3].tolist()} to {offsets[-1:].tolist()}"
-        raise DataError(
-            f"{path}: where documents begin and end must rise from 0 to {end}, the number of "
-            f"{what}; got {found}",
-            where=path,
-        )
+        must = f"where documents begin and end must rise from 0 to {end}, the number of {what}"
+        raise bad_file(path, f"{must}; got {found}")
 
 
 def _short_hash(path: Path) -> str:
@@ -282,14 +261,3 @@ def _short_hash(path: Path) -> str:
 def _size_of(path: Path) -> int:
     with opened(path) as file:
         return os.fstat(file.fileno()).st_size
-
-
-def wrong_size(path: Path, got: int, want: int) -> DataError:
-    """Return the error of a file that was cut or grew."""
-    return DataError(
-        f"{path}: the file has {got} bytes instead of {want}",
-        where=path,
-        got=got,
-        want=want,
-        hint="it was cut, or written by halves: copy or write it again",
-    )

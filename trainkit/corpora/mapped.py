@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, BinaryIO
 import attrs
 import numpy as np
 
-from trainkit.types import DataError
+from trainkit.corpora.text import bad_file
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -64,13 +64,9 @@ def map_file(file: BinaryIO, path: Path) -> tuple[np.ndarray[Any, Any], MappedFi
     address = system.mmap(None, facts.st_size, mmap.PROT_READ, mmap.MAP_SHARED, file.fileno(), 0)
     if address == _FAILED:
         code = ctypes.get_errno()
-        raise DataError(
-            f"{path}: cannot be mapped: {os.strerror(code)}",
-            where=path,
-            hint="a process maps some 65,000 files (vm.max_map_count): join small shards"
-            if code == errno.ENOMEM
-            else None,
-        )
+        hint = "a process maps some 65,000 files (vm.max_map_count): join small shards"
+        hint = hint if code == errno.ENOMEM else None
+        raise bad_file(path, f"cannot be mapped: {os.strerror(code)}", hint=hint)
     memory = (ctypes.c_uint8 * facts.st_size).from_address(address)
     unmap: Any = weakref.finalize(memory, system.munmap, address, facts.st_size)
     unmap.atexit = False  # arrays may be read while the interpreter ends
@@ -108,20 +104,10 @@ def _check_file(file: MappedFile) -> None:
     if (facts.st_dev, facts.st_ino) != file.identity:
         return
     if facts.st_size != file.size:
-        raise DataError(
-            f"{file.path}: the file has {facts.st_size} bytes, it had {file.size} when it was "
-            "opened",
-            where=file.path,
-            got=facts.st_size,
-            want=file.size,
-            hint="put a new file in its place instead of changing it while it is read",
-        )
+        what = f"the file has {facts.st_size} bytes, it had {file.size} when it was opened"
+        hint = "put a new file in its place instead of changing it while it is read"
+        raise bad_file(file.path, what, got=facts.st_size, want=file.size, hint=hint)
     if facts.st_mtime_ns != file.modified:
-        raise DataError(
-            f"{file.path}: the file was written to while it was open, so its content may have "
-            "changed",
-            where=file.path,
-            got=facts.st_mtime_ns,
-            want=file.modified,
-            hint="start again, which checks the content; write beside a file and rename instead",
-        )
+        what = "the file was written to while it was open, so its content may have changed"
+        hint = "start again, which checks the content; write beside a file and rename instead"
+        raise bad_file(file.path, what, got=facts.st_mtime_ns, want=file.modified, hint=hint)

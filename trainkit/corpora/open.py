@@ -13,12 +13,12 @@ from trainkit.corpora.joined import JoinedCorpus, join_corpora, joint_digest
 from trainkit.corpora.library import docstring_conversations
 from trainkit.corpora.records import document_files, read_records, record_place
 from trainkit.corpora.shards import open_shard, open_shards, tokens_at
-from trainkit.corpora.text import TEXT_SUFFIXES, check_readable
+from trainkit.corpora.text import TEXT_SUFFIXES, bad_file, check_readable
 from trainkit.corpora.tokens import TokenCorpus, gathered, memory_corpus
 from trainkit.noise.hashing import GOLDEN, MASK64, hash_box, key_of, mix
 from trainkit.noise.jit import jit
 from trainkit.tokenizers import byte_tokenizer, covered_hashes, text_encoder
-from trainkit.types import Corpus, DataError
+from trainkit.types import Corpus, at_least
 
 if TYPE_CHECKING:
     import os
@@ -90,10 +90,8 @@ def open_corpus(
     names = tokens_at(path, suffixes=suffixes, keep=keep)
     if names:
         if keep is not None or encode is not None:
-            raise ValueError(
-                f"open_corpus: {path}: a token file's documents have no names for `keep` to choose "
-                "by, and no records for `encode`; choose and encode when you write it"
-            )
+            what = "documents of a token file have no names for `keep`, and no records for `encode`"
+            raise ValueError(f"open_corpus: {path}: {what}; choose and encode when you write it")
         known = getattr(tokenizer, "vocab_size", None)
         corpus: TokenCorpus | JoinedCorpus = (
             open_shards(path, names, vocab_size=known, eos_id=eos_id)
@@ -118,27 +116,17 @@ def _covered(
     """Return the corpus if all its tokens are the tokenizer's."""
     known = getattr(tokenizer, "vocab_size", None)
     if corpus.vocab_size is not None and known is not None and corpus.vocab_size > known:
-        raise DataError(
-            f"open_corpus: {path}: its vocabulary of {corpus.vocab_size} is larger than the "
-            f"tokenizer's, {known}",
-            where=path,
-            got=corpus.vocab_size,
-            want=known,
-        )
+        what = f"its vocabulary of {corpus.vocab_size} is larger than the tokenizer's, {known}"
+        raise bad_file(path, what, got=corpus.vocab_size, want=known)
     covered = () if tokenizer is None else covered_hashes(tokenizer)
     for part in getattr(corpus, "parts", [corpus]):
         made_by = part.tokenizer_hash
         if covered and made_by is not None and made_by not in covered:
             place = path if part.file is None else part.file.path
-            raise DataError(
-                f"open_corpus: {place}: its tokens were made by the tokenizer {made_by}, "
-                f"and this one is {covered[-1]}; the same ids mean other text. Open it with the "
-                "tokenizer that made it, or make it anew",
-                where=place,
-                got=made_by,
-                want=covered[-1],
-                hint="the hashes are those of tokenizer_hash",
-            )
+            what = f"its tokens were made by the tokenizer {made_by}, and this one is {covered[-1]}"
+            mend = "the same ids mean other text: open it with that tokenizer, or make it anew"
+            hint = "the hashes are those of tokenizer_hash"
+            raise bad_file(place, f"{what}; {mend}", got=made_by, want=covered[-1], hint=hint)
     return corpus
 
 
@@ -151,8 +139,7 @@ def held_out(name: str, *, one_in: int = 20) -> bool:
         >>> sum(held_out(f"{i}.py") for i in range(1000))
         57
     """
-    if one_in < 1:
-        raise ValueError(f"held_out: one_in must be at least 1, got {one_in}")
+    at_least(1, "held_out", one_in=one_in)
     digest = hashlib.sha256(name.encode(errors="surrogateescape")).digest()
     return int.from_bytes(digest[:8], "little") % one_in == 0
 
@@ -178,8 +165,7 @@ def held_out_documents(
         >>> np.flatnonzero(held_out_documents(corpus))
         array([12, 22, 34, 49])
     """
-    if one_in < 1:
-        raise ValueError(f"held_out_documents: one_in must be at least 1, got {one_in}")
+    at_least(1, "held_out_documents", one_in=one_in)
     names = corpus.names
     if names is not None:
         return np.array([held_out(name, one_in=one_in) for name in names], dtype=bool)
@@ -230,11 +216,8 @@ def open_conversations(
         return open_corpus(path, encode=encode)
     corpus = open_corpus(path, tokenizer=tokenizer)
     if isinstance(corpus, TokenCorpus) and corpus.trained is None:
-        raise DataError(
-            f"{path}: nothing says which of its tokens the assistant said; write it with "
-            "python -m trainkit prepare --messages",
-            where=path,
-        )
+        what = "nothing says which of its tokens the assistant said"
+        raise bad_file(path, f"{what}; write it with python -m trainkit prepare --messages")
     return corpus
 
 
@@ -263,8 +246,7 @@ def hold_out(
         >>> corpus.lengths, chosen
         (array([4, 4, 2]), array([False, False,  True]))
     """
-    if piece < 1:
-        raise ValueError(f"hold_out: piece must be at least 1 token, got {piece}")
+    at_least(1, "hold_out", piece=piece)
     chosen = held_out_documents(corpus, one_in=one_in)
     lengths = corpus.lengths
     if 0 < lengths[chosen].sum() * 4 <= lengths.sum():
@@ -373,7 +355,7 @@ def _encoded(
         found = "none has a token" if names else "none was kept"
         found += f": {dropped} were dropped, as too long" if dropped else ""
         kinds = f"files ending in {', '.join(suffixes)}" if path.is_dir() else "lines or rows"
-        raise DataError(f"open_corpus: {path}: no documents: of its {kinds}, {found}", where=path)
+        raise bad_file(path, f"no documents: of its {kinds}, {found}")
     return attrs.evolve(corpus, names=names, sources=sources)
 
 
@@ -382,4 +364,4 @@ def _encode(encode: Encode, record: Mapping[str, Any], where: str) -> ArrayLike 
         return encode(record)
     except Exception as error:
         what = str(error) if isinstance(error, ValueError) else f"{type(error).__name__}: {error}"
-        raise DataError(f"{where}: {what}", where=where) from error
+        raise bad_file(where, what) from error

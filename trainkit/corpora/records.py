@@ -14,14 +14,16 @@ import orjson
 
 from trainkit.corpora.text import (
     TEXT_SUFFIXES,
+    bad_file,
     blocks,
     check_readable,
+    damaged,
     file_names,
     hash_of,
     opened,
     read_text,
 )
-from trainkit.types import DataError, needs_extra
+from trainkit.types import needs_extra
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -109,12 +111,10 @@ def document_files(root: Path, *, suffixes: Sequence[str], keep: Keep = None) ->
         found = [kept for kind in found if (kept := [name for name in kind if keep(name)])]
     if len(found) != 1:
         what = f"both {found[0][0]} and {found[1][0]}" if found else "no file of text or records"
-        raise DataError(
-            f"read_records: {root}: there is {what}; give a directory of text files "
-            f"({', '.join(suffixes)}), or of files of one kind of {', '.join(RECORD_SUFFIXES)}",
-            where=root,
-            hint="leave one kind out with `keep`, or --exclude of prepare" if found else None,
-        )
+        text_files, records = f"text files ({', '.join(suffixes)})", ", ".join(RECORD_SUFFIXES)
+        mend = f"give a directory of {text_files}, or of files of one kind of {records}"
+        hint = "leave one kind out with `keep`, or --exclude of prepare" if found else None
+        raise bad_file(root, f"there is {what}; {mend}", hint=hint)
     return found[0]
 
 
@@ -148,12 +148,9 @@ def _text_records(
 
 def _file_records(path: Path, source: str, keep: Keep, sources: dict[str, str] | None) -> Records:
     if path.suffix not in RECORD_SUFFIXES:
-        raise DataError(
-            f"read_records: {path}: neither a directory, nor a file of "
-            f"{', '.join(RECORD_SUFFIXES)}, nor of text",
-            where=path,
-            hint=f"text has a name that ends in {', '.join(TEXT_SUFFIXES)}",
-        )
+        what = f"neither a directory, nor a file of {', '.join(RECORD_SUFFIXES)}, nor of text"
+        hint = f"text has a name that ends in {', '.join(TEXT_SUFFIXES)}"
+        raise bad_file(path, what, hint=hint)
     if path.suffix == ".jsonl":
         return _json_records(path, source, keep, sources)
     _pyarrow()
@@ -215,7 +212,7 @@ def lines_of(
                 if end is not None and place >= end:
                     return
             if b"\0" in last:  # else a file of them would be read whole, as one line
-                raise DataError(f"{path}: bad JSON: a line with a NUL byte", where=path)
+                raise bad_file(path, "bad JSON: a line with a NUL byte")
             begun += last
     if begun:
         yield place, bytes(begun)
@@ -230,10 +227,10 @@ def json_object(line: bytes, place: Callable[[], str]) -> dict[str, Any]:
     try:
         record = orjson.loads(line)
     except orjson.JSONDecodeError as error:
-        raise DataError(f"{place()}: bad JSON: {error}", where=place()) from error
+        raise bad_file(place(), f"bad JSON: {error}") from error
     if not isinstance(record, dict):
         got = type(record).__name__
-        raise DataError(f"{place()}: must be a JSON object, got {got}", where=place(), got=got)
+        raise bad_file(place(), f"must be a JSON object, got {got}", got=got)
     return record
 
 
@@ -326,10 +323,7 @@ def _reading(path: Path) -> Iterator[None]:
     try:
         yield
     except (OSError, ValueError, pa.ArrowException) as error:
-        raise DataError(
-            f"{path}: no {path.suffix} file, or a damaged one: {str(error).splitlines()[0]}",
-            where=path,
-        ) from error
+        raise damaged(path, error) from error
 
 
 def _pyarrow() -> Any:

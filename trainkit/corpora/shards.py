@@ -11,10 +11,9 @@ from trainkit.corpora.foreign import FOREIGN_SUFFIXES, open_foreign
 from trainkit.corpora.joined import JoinedCorpus, join_corpora
 from trainkit.corpora.layouts import offsets_file, read_sidecar, sidecar_of
 from trainkit.corpora.records import RECORD_SUFFIXES
-from trainkit.corpora.text import TEXT_SUFFIXES, check_readable, file_names
+from trainkit.corpora.text import TEXT_SUFFIXES, bad_file, check_readable, file_names
 from trainkit.corpora.token_file import SAMPLED
 from trainkit.corpora.tokens import SUFFIX, TokenCorpus, open_part
-from trainkit.types import DataError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -43,10 +42,8 @@ def tokens_at(
     if not path.is_dir():
         known = (*RECORD_SUFFIXES, *TOKEN_SUFFIXES, *suffixes)
         if not path.name.endswith(known):
-            raise DataError(
-                f"{path}: neither a directory, nor a file of a known kind: {', '.join(known)}",
-                where=path,
-            )
+            what = f"neither a directory, nor a file of a known kind: {', '.join(known)}"
+            raise bad_file(path, what)
         return [path.name] if path.suffix in TOKEN_SUFFIXES else []
     names = file_names(path)
     texts = [name for name in names if name.endswith(tuple(suffixes))]
@@ -55,17 +52,12 @@ def tokens_at(
         names = [name for name in names if keep(name)]
     shards = _shard_names(path, names, sure=bool(texts))
     if texts and shards:
-        raise DataError(
-            f"{path}: both {texts[0]} and {shards[0]}, text and tokens: open one kind, from a "
-            "directory of its own or with suffixes=() or `keep`",
-            where=path,
-        )
+        what = f"both {texts[0]} and {shards[0]}, text and tokens"
+        mend = "open one kind, from a directory of its own or with suffixes=() or `keep`"
+        raise bad_file(path, f"{what}: {mend}")
     if not texts and not shards:
-        raise DataError(
-            f"{path}: no documents: of its files ending in {', '.join(suffixes)} none was found, "
-            "nor any file of records or tokens",
-            where=path,
-        )
+        what = f"no documents: of its files ending in {', '.join(suffixes)} none was found"
+        raise bad_file(path, f"{what}, nor any file of records or tokens")
     return shards
 
 
@@ -144,12 +136,9 @@ def _check_eos(path: Path, parts: Mapping[Path, TokenCorpus], eos_id: int | None
     asked = {name: eos for name, eos in asked.items() if eos is not None}
     if asked and not any(_ends_a_document(parts[name], eos) for name, eos in asked.items()):
         eos, count = next(iter(asked.values())), sum(len(parts[name].tokens) for name in asked)
-        raise DataError(
-            f"{path}: eos_id {eos} is to end the documents, but is not among the {count} tokens: "
-            "look which token ends them, or leave it out if each file is one document",
-            where=path,
-            want=eos,
-        )
+        what = f"eos_id {eos} is to end the documents, but is not among the {count} tokens"
+        mend = "look which token ends them, or leave it out if each file is one document"
+        raise bad_file(path, f"{what}: {mend}", want=eos)
 
 
 def _ends_a_document(part: TokenCorpus, eos_id: int) -> bool:
@@ -189,9 +178,6 @@ def _shard_names(root: Path, names: Sequence[str], *, sure: bool) -> list[str]:
     }
     kinds = [files for files in found.values() if files]
     if len(kinds) > 1:
-        raise DataError(
-            f"{root}: files of tokens of two kinds, {kinds[0][0]} and {kinds[1][0]}; "
-            "open them one by one, and give them to join_corpora",
-            where=root,
-        )
+        what = f"files of tokens of two kinds, {kinds[0][0]} and {kinds[1][0]}"
+        raise bad_file(root, f"{what}; open them one by one, and give them to join_corpora")
     return kinds[0] if kinds else []

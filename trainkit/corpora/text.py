@@ -9,7 +9,7 @@ import stat
 import time
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, BinaryIO, TypeVar
+from typing import TYPE_CHECKING, Any, BinaryIO, TypeVar
 
 from trainkit.types import DataError, DiskError
 
@@ -75,12 +75,28 @@ def check_readable(path: Path) -> None:
         mode = retried(path.stat, path).st_mode
     except DataError as error:
         if path.is_symlink() and isinstance(error.__cause__, FileNotFoundError):
-            raise DataError(f"{path}: a link that leads nowhere", where=path) from error
+            raise bad_file(path, "a link that leads nowhere") from error
         raise
     if not stat.S_ISREG(mode) and not stat.S_ISDIR(mode):
-        raise DataError(
-            f"{path}: neither a regular file nor a directory, but {_kind_of(mode)}", where=path
-        )
+        raise bad_file(path, f"neither a regular file nor a directory, but {_kind_of(mode)}")
+
+
+def bad_file(path: Path | str, what: str | None, **facts: Any) -> DataError:
+    """Return the error that says what is wrong with a file; `facts` are further ones of it."""
+    return DataError(f"{path}: {what}", where=path, **facts)
+
+
+def wrong_size(path: Path, got: int, want: int) -> DataError:
+    """Return the error of a file that was cut or grew."""
+    hint = "it was cut, or written by halves: copy or write it again"
+    what = f"the file has {got} bytes instead of {want}"
+    return bad_file(path, what, got=got, want=want, hint=hint)
+
+
+def damaged(path: Path, error: Exception) -> DataError:
+    """Return the error of a file that is not what its suffix says, as the library that read it."""
+    what = str(error).splitlines()[0]
+    return bad_file(path, f"no {path.suffix} file, or a damaged one: {what}")
 
 
 def check_name(path: Path) -> None:
@@ -92,7 +108,7 @@ def check_name(path: Path) -> None:
     name = str(path)
     if not name.isascii() and name.encode(errors="replace").decode() != name:
         shown = name.encode(errors="backslashreplace").decode()
-        raise DataError(f"{shown}: the name is no UTF-8: rename it, or leave it out", where=shown)
+        raise bad_file(shown, "the name is no UTF-8: rename it, or leave it out")
 
 
 def opened(path: Path) -> BinaryIO:
@@ -122,14 +138,12 @@ def retried(read: Callable[[], T], path: Path) -> T:
             return read()
         except OSError as error:
             if error.errno not in {errno.EIO, errno.ESTALE}:
-                raise DataError(f"{path}: {error.strerror}", where=path) from error
+                raise bad_file(path, error.strerror) from error
             wait = next(waits, None)
             if wait is None:
-                raise DiskError(
-                    f"{path}: cannot be read: {error.strerror}, {len(WAITS) + 1} times in a row",
-                    where=path,
-                    hint="look at the disk, or mount the network file system again",
-                ) from error
+                what = f"cannot be read: {error.strerror}, {len(WAITS) + 1} times in a row"
+                hint = "look at the disk, or mount the network file system again"
+                raise DiskError(f"{path}: {what}", where=path, hint=hint) from error
         time.sleep(wait)
 
 
@@ -175,7 +189,7 @@ def _read_bytes(path: Path) -> bytearray:
 
 def _walk(root: Path) -> Iterator[str]:
     def refuse(error: OSError) -> None:
-        raise DataError(f"{error.filename}: {error.strerror}", where=error.filename) from error
+        raise bad_file(error.filename, error.strerror) from error
 
     for folder, _, names in os.walk(root, onerror=refuse):
         prefix = Path(folder).relative_to(root).as_posix()
@@ -193,8 +207,5 @@ def _kind_of(mode: int) -> str:
 
 
 def _binary(path: Path, what: str) -> DataError:
-    return DataError(
-        f"{path}: not a text file: {what}",
-        where=path,
-        hint="leave it out with `keep`, or convert it to UTF-8",
-    )
+    hint = "leave it out with `keep`, or convert it to UTF-8"
+    return bad_file(path, f"not a text file: {what}", hint=hint)

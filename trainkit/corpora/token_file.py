@@ -19,12 +19,13 @@ import attrs
 import numpy as np
 import orjson
 
-from trainkit.corpora.text import read_at
-from trainkit.types import DataError
+from trainkit.corpora.text import bad_file, read_at
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping
     from pathlib import Path
+
+    from trainkit.types import DataError
 
 MAGIC = b"\x89TKTOK\r\n"
 VERSION = 2
@@ -134,9 +135,9 @@ def read_header(file: BinaryIO, path: Path) -> Header:
 
 def _checked(facts: dict[str, Any], path: Path) -> Header:
     """Make the header's record; unknown keys are for later versions."""
-    if facts.get("dtype") not in DTYPES:
-        got = facts.get("dtype")
-        raise broken(path, f"unknown dtype {got}", got=got, want=DTYPES)
+    dtype = facts.get("dtype")
+    if dtype not in DTYPES:
+        raise broken(path, f"unknown dtype {dtype}", got=dtype, want=DTYPES)
     rules: dict[str, Callable[[Any], bool]] = {
         "documents": lambda x: type(x) is int and x >= 1,
         "tokens": lambda x: type(x) is int and x >= 0,
@@ -151,7 +152,7 @@ def _checked(facts: dict[str, Any], path: Path) -> Header:
     for name, rule in rules.items():
         if name not in facts or not rule(facts[name]):
             raise broken(path, f"a header with {name} {facts.get(name)!r}", got=facts.get(name))
-    return Header(facts["dtype"], **{name: facts[name] for name in rules})
+    return Header(dtype, **{name: facts[name] for name in rules})
 
 
 # ------------------------------------------------------------------------------------------ chunks
@@ -190,13 +191,10 @@ def check_chunks(
         end = min(begin + header.chunk_bytes, header.table_at)
         got = hashlib.sha256(read_at(file, path, begin, end - begin)).digest()
         if got != table[number * HASH : (number + 1) * HASH]:
-            raise broken(
-                path,
-                f"content between bytes {begin} and {end} that was changed after it was written: "
-                "it does not have the fingerprint that was written down",
-                got=got.hex()[:16],
-                hint="write it again, or copy it again from where it came from",
-            )
+            what = f"content between bytes {begin} and {end} that was changed after it was written"
+            why = "it does not have the fingerprint that was written down"
+            hint = "write it again, or copy it again from where it came from"
+            raise broken(path, f"{what}: {why}", got=got.hex()[:16], hint=hint)
         yield begin, end
 
 
@@ -232,16 +230,11 @@ def check_ids(
     document = int(np.searchsorted(offsets, place, side="right")) - 1
     token = int(tokens[worst])
     rule = "what is a token, from 0 on" if vocab_size is None else f"its vocabulary of {vocab_size}"
-    raise DataError(
-        f"{path}: this file has, in document {document} at offset "
-        f"{place - int(offsets[document])} (byte {first_byte + place * tokens.itemsize} of the "
-        f"file), token {token} outside {rule}",
-        where=path,
-        got=token,
-        want=vocab_size,
-    )
+    byte, offset = first_byte + place * tokens.itemsize, place - int(offsets[document])
+    what = f"this file has, in document {document} at offset {offset} (byte {byte} of the file)"
+    raise bad_file(path, f"{what}, token {token} outside {rule}", got=token, want=vocab_size)
 
 
-def broken(path: str | os.PathLike[str], what: str, **facts: Any) -> DataError:
+def broken(path: Path, what: str, **facts: Any) -> DataError:
     """Return the error that says what is wrong with a token file."""
-    return DataError(f"{os.fspath(path)}: this token file has {what}", where=path, **facts)
+    return bad_file(path, f"this token file has {what}", **facts)

@@ -158,12 +158,9 @@ def _shared(path: Path | None, key: _Key, pack: _Pack, axis: Axis, tell: _Tell) 
     hashes = together(follow, axis)
     for rank, found in enumerate(hashes):
         if found != hashes[0]:
-            raise DataError(
-                f"cached_bins: rank {rank} has other bins than rank 0 for the same lengths; the "
-                f"fit {key['fit']} must be a function of its arguments alone",
-                got=found,
-                want=hashes[0],
-            )
+            what = f"rank {rank} has other bins than rank 0 for the same lengths"
+            must = f"the fit {key['fit']} must be a function of its arguments alone"
+            raise DataError(f"cached_bins: {what}; {must}", got=found, want=hashes[0])
     return mine[0]
 
 
@@ -272,11 +269,10 @@ def _key_of(
     fit = arguments["fit"]
     name, version = getattr(fit, "__name__", repr(fit)), getattr(fit, "version", None)
     if kept and not isinstance(version, int | str):
-        raise ValueError(
-            f"cached_bins: the fit {name} has no attribute `version` that is an int or a str, so "
-            "its plan could not be told from its next version's: give it one, or keep no plan "
-            "(cache_dir=None)"
-        )
+        what = f"the fit {name} has no attribute `version` that is an int or a str"
+        why = "its plan could not be told from its next version's"
+        mend = "give it one, or keep no plan (cache_dir=None)"
+        raise ValueError(f"cached_bins: {what}, so {why}: {mend}")
     whole = checked_lengths(lengths)
     pack_bins(whole[:0], capacity, **arguments)
     parts = arguments | {

@@ -155,10 +155,8 @@ def _checked_parts(parts: Sequence[StepBatch] | None, count: int) -> Sequence[St
     if parts is None:
         return ()
     if len(parts) != count:
-        raise ValueError(
-            f"dispatch: make_parts must give one StepBatch for each of {count} shares, got "
-            f"{len(parts)}"
-        )
+        must = f"make_parts must give one StepBatch for each of {count} shares"
+        raise ValueError(f"dispatch: {must}, got {len(parts)}")
     return parts
 
 

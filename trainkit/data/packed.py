@@ -37,10 +37,8 @@ class Packed:
     @num_rows.validator
     def _check_num_rows(self, _: Any, num_rows: Mapping[str, int] | None) -> None:
         if num_rows is not None and sum(num_rows.values()) != len(self.bins):
-            raise ValueError(
-                f"Packed: num_rows must add up to the {len(self.bins)} rows of bins, got "
-                f"{dict(num_rows)}"
-            )
+            must = f"num_rows must add up to the {len(self.bins)} rows of bins"
+            raise ValueError(f"Packed: {must}, got {dict(num_rows)}")
 
     def __len__(self) -> int:
         return len(self.bins)
@@ -84,12 +82,10 @@ def join_packed(packed: Mapping[str, Packed]) -> Packed:
         raise ValueError("join_packed: there is no corpus to join")
     _check_measures({name: part.bins for name, part in packed.items()})
     for name, part in packed.items():
-        documents = len(part.corpus.offsets) - 1
-        if part.bins.documents.size and part.bins.documents.max() >= documents:
-            raise ValueError(
-                f"join_packed: the bins of {name!r} hold document {part.bins.documents.max()}, its "
-                f"corpus has {documents}; pack this corpus' own lengths"
-            )
+        last, documents = part.bins.documents.max(initial=-1), len(part.corpus.offsets) - 1
+        if last >= documents:
+            what = f"the bins of {name!r} hold document {last}, its corpus has {documents}"
+            raise ValueError(f"join_packed: {what}; pack this corpus' own lengths")
     corpora: list[Any] = [part.corpus for part in packed.values()]
     tables = [part.bins for part in packed.values()]
     num_rows = {name: len(part) for name, part in packed.items()}
@@ -134,7 +130,5 @@ def _check_measures(bins: Mapping[str, Bins]) -> None:
         for measure in ("capacity", "multiple_of"):
             have, want = getattr(other, measure), getattr(one, measure)
             if have != want:
-                raise ValueError(
-                    f"join_packed: bins must have one {measure}: {first!r} has {want}, {name!r} "
-                    f"has {have}; pack them alike"
-                )
+                what = f"bins must have one {measure}: {first!r} has {want}, {name!r} has {have}"
+                raise ValueError(f"join_packed: {what}; pack them alike")

@@ -85,10 +85,8 @@ def prefetch(
         2
     """
     if ahead < 1 or not timeout > 0:
-        raise ValueError(
-            "prefetch: ahead must be at least 1 and timeout above 0, got "
-            f"ahead={ahead}, timeout={timeout}"
-        )
+        must = "ahead must be at least 1 and timeout above 0"
+        raise ValueError(f"prefetch: {must}, got ahead={ahead}, timeout={timeout}")
     start = partial(_start, make_batch, ahead=ahead, device=_with_index(device))
     (line, thread), place = start(cursor), cursor
     ended: list[BaseException | None] = []

@@ -15,7 +15,7 @@ from trainkit.corpora.mapped import check_unchanged
 from trainkit.noise.counters import token_keys
 from trainkit.packing import row_costs, take_rows
 from trainkit.sampling import share_of_rows
-from trainkit.types import ConfigError, Place, StepBatch
+from trainkit.types import ConfigError, Place, StepBatch, at_least
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
@@ -212,8 +212,7 @@ def eval_batches(
         [2, 1]
     """
     share, bins = place.rows, packed.bins
-    if rows_per_batch < 1:
-        raise ValueError(f"eval_batches: rows_per_batch must be at least 1, got {rows_per_batch}")
+    at_least(1, "eval_batches", rows_per_batch=rows_per_batch)
     _check_row_length(bins, place)
     sources = packed.source_of(np.arange(len(bins)))
     rows = np.array_split(np.arange(len(bins)), share.count)[share.index]
@@ -231,32 +230,25 @@ def _check_row_length(bins: Bins, place: Place) -> None:
     ring, ulysses = place.ring.count, place.ulysses.count
     multiple = math.lcm(2 * ring if ring > 1 else 1, ring * ulysses)
     if bins.capacity % multiple:
-        raise ConfigError(
-            f"step_batch: rows of {bins.capacity} tokens do not divide by ring = {ring} x 2 chunks "
-            f"and ulysses = {ulysses}; choose a row length that is a multiple of {multiple}",
-            where="ring, ulysses",
-            got=bins.capacity,
-            want=f"a multiple of {multiple}",
-        )
+        degrees = f"ring = {ring} x 2 chunks and ulysses = {ulysses}"
+        what = f"rows of {bins.capacity} tokens do not divide by {degrees}"
+        mend, where = f"choose a row length that is a multiple of {multiple}", "ring, ulysses"
+        facts = {"got": bins.capacity, "want": f"a multiple of {multiple}"}
+        raise ConfigError(f"step_batch: {what}; {mend}", where=where, **facts)
 
 
 def _checked_rows(rows: ArrayLike, bins: Bins) -> IntArray:
     chosen = np.asarray(rows)
     if chosen.ndim != 1 or chosen.dtype.kind not in "iu":
-        raise ValueError(
-            "deal_rows: the rows of a step must be integers in one dimension, got "
-            f"{chosen.dtype} {chosen.shape}"
-        )
+        must = "the rows of a step must be integers in one dimension"
+        raise ValueError(f"deal_rows: {must}, got {chosen.dtype} {chosen.shape}")
     if len(chosen) > len(bins):
-        raise ValueError(
-            f"deal_rows: a step takes {len(chosen)} rows, the corpus has {len(bins)} of "
-            f"{bins.capacity} tokens; ask for fewer or shorter rows, or bring more text"
-        )
+        has = f"the corpus has {len(bins)} of {bins.capacity} tokens"
+        mend = "ask for fewer or shorter rows, or bring more text"
+        raise ValueError(f"deal_rows: a step takes {len(chosen)} rows, {has}; {mend}")
     if len(chosen) and not 0 <= chosen.min() <= chosen.max() < len(bins):
-        raise ValueError(
-            f"deal_rows: the rows of a step must be from 0 to {len(bins) - 1}, got "
-            f"{chosen.min()} to {chosen.max()}"
-        )
+        must = f"the rows of a step must be from 0 to {len(bins) - 1}"
+        raise ValueError(f"deal_rows: {must}, got {chosen.min()} to {chosen.max()}")
     return chosen
 
 

@@ -29,7 +29,7 @@ from trainkit.data.windows import (
     windows,
 )
 from trainkit.packing import best_fit, pack_bins, take_rows
-from trainkit.types import Bins, Cursor, DataError, Sample, StepBatch
+from trainkit.types import Bins, Cursor, DataError, Sample, StepBatch, at_least
 
 if TYPE_CHECKING:
     from numpy.typing import ArrayLike
@@ -73,12 +73,8 @@ def documents_from(make_iterator: Callable[[], Iterable[ArrayLike | Sample]]) ->
         documents = iter(make_iterator())
         number = sum(1 for _ in islice(noting_errors(documents, 0), first))
         if number < first:
-            raise DataError(
-                f"documents_from: the source ends after {number} documents, the cursor is at "
-                f"document {first}: it has changed",
-                got=number,
-                want=first,
-            )
+            what = f"the source ends after {number} documents, the cursor is at document {first}"
+            raise DataError(f"documents_from: {what}: it has changed", got=number, want=first)
         return documents
 
     return open_documents
@@ -141,10 +137,7 @@ def stream_steps(
         >>> [step.packed.bins.lengths.tolist() for step in steps], steps[0].cursor
         ([[2], [3, 1]], Cursor(batch=1, stream=(0, 0, 1, 0, 0, ...)))
     """
-    if rows < 1 or buffer_rows < 1:
-        raise ValueError(
-            f"stream_steps: rows and buffer_rows must be at least 1, got {rows} and {buffer_rows}"
-        )
+    at_least(1, "stream_steps", rows=rows, buffer_rows=buffer_rows)
     # Packing nothing checks the arguments before a document is read.
     pack_bins(
         [],
@@ -220,10 +213,8 @@ def batch_maker(
 def _position(cursor: Cursor) -> Position:
     fields = len(attrs.fields(Position))
     if len(cursor.stream) not in (0, fields):
-        raise ValueError(
-            f"stream_steps: a cursor of a stream holds {fields} integers, got {cursor.stream}: "
-            "it is another source's"
-        )
+        what = f"a cursor of a stream holds {fields} integers, got {cursor.stream}"
+        raise ValueError(f"stream_steps: {what}: it is another source's")
     return Position(*cursor.stream)
 
 
@@ -264,26 +255,22 @@ def _check_window(window: Window, saved: Position) -> None:
     """Raise if a window of which rows are used is not the one that the cursor was saved in."""
     if window.hash == saved.window_hash and saved.rows < len(window.order):
         return
-    raise DataError(
-        f"stream_steps: the cursor is at row {saved.rows} of the window from document "
-        f"{saved.document} on, which is no longer the same: now it ends before document "
-        f"{window.end.document} and has {len(window.corpus.tokens)} tokens in {len(window.order)} "
-        f"rows, with hash {window.hash} instead of {saved.window_hash}: {_MEND}",
-        where=f"document {saved.document}",
-        got=window.hash,
-        want=saved.window_hash,
-    )
+    where, got, want = f"document {saved.document}", window.hash, saved.window_hash
+    was = f"the cursor is at row {saved.rows} of the window from {where} on"
+    size = f"{len(window.corpus.tokens)} tokens in {len(window.order)} rows"
+    now = f"now it ends before document {window.end.document} and has {size}"
+    what = f"{was}, which is no longer the same: {now}, with hash {got} instead of {want}"
+    raise DataError(f"stream_steps: {what}: {_MEND}", where=where, got=got, want=want)
 
 
 def _check_end(position: Position) -> None:
     """Raise if a source that gave no window was left inside of one."""
     if position.rows or position.token:
-        raise DataError(
-            f"stream_steps: the cursor is at token {position.token} of document "
-            f"{position.document}, with {position.rows} rows used of the window that begins there, "
-            f"but the source ends before it: {_MEND}",
-            where=f"document {position.document}",
-        )
+        where = f"document {position.document}"
+        used = f"{position.rows} rows used of the window that begins there"
+        what = f"the cursor is at token {position.token} of {where}, with {used}"
+        mend = f"but the source ends before it: {_MEND}"
+        raise DataError(f"stream_steps: {what}, {mend}", where=where)
 
 
 def _step(

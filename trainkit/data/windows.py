@@ -119,12 +119,9 @@ def _portion(
         take = room // capacity * capacity
         return take, True, attrs.evolve(position, token=position.token + take)
     if packing.overlong == "error":
-        raise DataError(
-            f"stream_steps: document {position.document} has {size} tokens; the capacity is "
-            f'{capacity}: raise it, or ask for overlong="split", "truncate" or "drop"',
-            got=size,
-            want=capacity,
-        )
+        what = f"document {position.document} has {size} tokens; the capacity is {capacity}"
+        mend = 'raise it, or ask for overlong="split", "truncate" or "drop"'
+        raise DataError(f"stream_steps: {what}: {mend}", got=size, want=capacity)
     take = capacity if packing.overlong == "truncate" else 0
     shortened, lost = position.shortened_documents + 1, position.lost_tokens + size - take
     return take, False, attrs.evolve(beyond, shortened_documents=shortened, lost_tokens=lost)
@@ -157,12 +154,9 @@ def noting_errors(
 
 def _rest(document: Document, token: int, number: int) -> Document:
     if token >= len(document[0]):
-        raise DataError(
-            f"stream_steps: the cursor is at token {token} of document {number}, which has "
-            f"{len(document[0])}: it has changed",
-            got=len(document[0]),
-            want=token,
-        )
+        got = len(document[0])
+        what = f"the cursor is at token {token} of document {number}, which has {got}"
+        raise DataError(f"stream_steps: {what}: it has changed", got=got, want=token)
     return part_of(document, token, None)
 
 

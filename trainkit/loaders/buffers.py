@@ -7,8 +7,9 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from trainkit.noise.hashing import key_of
-from trainkit.sampling.integers import integers
+from trainkit.sampling.integers import indices_below
 from trainkit.sampling.permutation import permute
+from trainkit.types import at_least
 
 if TYPE_CHECKING:
     from numpy.typing import ArrayLike
@@ -65,17 +66,8 @@ def buffer_sorted_order(
     The idea is d9d's, whose order depends on who asks, and when.
     """
     keys = _checked_keys(keys)
-    if buffer_size < 1 or pack_size < 1:
-        raise ValueError(
-            "buffer_sorted_order: buffer_size and pack_size must be at least 1, got "
-            f"{buffer_size} and {pack_size}"
-        )
-    places = np.atleast_1d(integers("buffer_sorted_order", "index", index))
-    if places.size and not 0 <= places.min() <= places.max() < keys.size:
-        raise ValueError(
-            f"buffer_sorted_order: places must lie in [0, {keys.size}), got {places.min()} to "
-            f"{places.max()}"
-        )
+    at_least(1, "buffer_sorted_order", buffer_size=buffer_size, pack_size=pack_size)
+    places = indices_below(keys.size, "buffer_sorted_order", index)
     items = np.empty_like(places)
     by_place = np.argsort(places, kind="stable")
     buffers, firsts = np.unique(places[by_place] // buffer_size, return_index=True)
@@ -108,8 +100,6 @@ def _shuffled(count: int, seed: int, number: int, name: str) -> IntArray:
 def _checked_keys(keys: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
     keys = np.asarray(keys)
     if keys.ndim != 1 or keys.dtype.kind not in "biuf":
-        raise ValueError(
-            "buffer_sorted_order: keys must be numbers in one dimension, got "
-            f"{keys.dtype} {keys.shape}"
-        )
+        got = f"{keys.dtype} {keys.shape}"
+        raise ValueError(f"buffer_sorted_order: keys must be numbers in one dimension, got {got}")
     return keys

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 from torch.nn import functional
 
-from trainkit.types import IGNORED_LABEL
+from trainkit.types import IGNORED_LABEL, among, at_least
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Mapping, Sequence
@@ -62,8 +62,7 @@ def shift_tokens(
 
     The idea is xorl's, which trusts the first label even where it repeats the token before.
     """
-    if mode not in {"auto", "always"}:
-        raise ValueError(f'shift_tokens: mode must be "auto" or "always", got {mode!r}')
+    among(("auto", "always"), "shift_tokens", mode=mode)
     if not _needs_shift(sample, mode):
         return dict(sample)
     length = len(sample["input_ids"])
@@ -75,10 +74,8 @@ def shift_tokens(
             shifted[name] = torch.arange(max(length - 1, 0), device=value.device)
         elif name == "labels" or name in targets:
             if len(value) != length:
-                raise ValueError(
-                    f"shift_tokens: {name} must have one entry for each of the {length} tokens, or "
-                    f"be a scalar, got {tuple(value.shape)}"
-                )
+                must = f"must have one entry for each of the {length} tokens, or be a scalar"
+                raise ValueError(f"shift_tokens: {name} {must}, got {tuple(value.shape)}")
             shifted[name] = value[1:]
         else:
             shifted[name] = value[:-1] if len(value) == length else value
@@ -90,11 +87,9 @@ def _needs_shift(sample: Mapping[str, Any], mode: str) -> bool:
         return False
     input_ids, labels = (_tokens(sample, name) for name in ("input_ids", "labels"))
     if mode == "always" and ("target_tokens" in sample or len(input_ids) != len(labels)):
-        raise ValueError(
-            f"shift_tokens: {len(input_ids)} input_ids, {len(labels)} labels"
-            f"{' and target_tokens' if 'target_tokens' in sample else ''}: these are shifted "
-            'already; ask for mode="auto"'
-        )
+        targets = " and target_tokens" if "target_tokens" in sample else ""
+        what = f"{len(input_ids)} input_ids, {len(labels)} labels{targets}"
+        raise ValueError(f'shift_tokens: {what}: these are shifted already; ask for mode="auto"')
     if mode == "always":
         return True
     if len(input_ids) != len(labels):
@@ -144,11 +139,8 @@ def pad_stack(
     Rows that are packed instead waste next to nothing: `collate_bins`.
     """
     _check_rows(rows, value)
-    if side not in {"left", "right"} or multiple_of < 1:
-        raise ValueError(
-            'pad_stack: side must be "left" or "right" and multiple_of at least 1, got '
-            f"{side!r} and {multiple_of}"
-        )
+    among(("left", "right"), "pad_stack", side=side)
+    at_least(1, "pad_stack", multiple_of=multiple_of)
     width = -(-max(len(row) for row in rows) // multiple_of) * multiple_of
     gaps = [width - len(row) for row in rows]
     pads = [(gap, 0) if side == "left" else (0, gap) for gap in gaps]
@@ -163,11 +155,10 @@ def _check_rows(rows: Sequence[Tensor], value: float) -> None:
     kinds = [(row.ndim, row.dtype, row.device) for row in rows]
     wrong = next((i for i, kind in enumerate(kinds) if kind != (1, *kinds[0][1:])), None)
     if wrong is not None:
-        raise ValueError(
-            f"pad_stack: rows must be [S] of one dtype on one device; row 0 is "
-            f"{tuple(rows[0].shape)} {rows[0].dtype} on {rows[0].device}, row {wrong} is "
-            f"{tuple(rows[wrong].shape)} {rows[wrong].dtype} on {rows[wrong].device}"
-        )
+        kinds = [(i, rows[i]) for i in (0, wrong)]
+        got = [f"row {i} is {tuple(row.shape)} {row.dtype} on {row.device}" for i, row in kinds]
+        must = "rows must be [S] of one dtype on one device"
+        raise ValueError(f"pad_stack: {must}; {', '.join(got)}")
     dtype = rows[0].dtype
     if dtype.is_floating_point or dtype.is_complex:
         return
@@ -200,8 +191,7 @@ def pooling_mask(mask: Tensor, kind: Literal["first", "last", "all"]) -> Tensor:
 
     The three kinds are d9d's.
     """
-    if kind not in {"first", "last", "all"}:
-        raise ValueError(f'pooling_mask: kind must be "first", "last" or "all", got {kind!r}')
+    among(("first", "last", "all"), "pooling_mask", kind=kind)
     if mask.ndim == 0:
         raise ValueError("pooling_mask: mask must be [..., S], got a scalar")
     tokens = (mask != 0).long()

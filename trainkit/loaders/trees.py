@@ -9,6 +9,8 @@ from typing import Any
 import attrs
 import torch
 
+from trainkit.types import at_least
+
 
 @attrs.frozen
 class Along:
@@ -50,8 +52,7 @@ def shard_tree(tree: Any, count: int, *, spec: Any = Along(), even: bool = True)
 
     The idea is d9d's, for the state of its pipelines.
     """
-    if count < 1:
-        raise ValueError(f"shard_tree: count must be at least 1, got {count}")
+    at_least(1, "shard_tree", count=count)
     return _shards(tree, count, spec, even, "the tree")
 
 
@@ -107,26 +108,21 @@ def _shards(tree: Any, count: int, spec: Any, even: bool, place: str) -> list[An
 
 def _cut(tensor: torch.Tensor, count: int, spec: Along, even: bool, place: str) -> list[Any]:
     if not -tensor.ndim <= spec.dim < tensor.ndim:
-        raise ValueError(
-            f"shard_tree: {place} has no dimension {spec.dim}, it is {tuple(tensor.shape)}"
-        )
+        what = f"{place} has no dimension {spec.dim}, it is {tuple(tensor.shape)}"
+        raise ValueError(f"shard_tree: {what}")
     size = tensor.shape[spec.dim]
     if not spec.stack:
         return list(tensor.tensor_split(_ends(size, count, even, place)[:-1], spec.dim))
     if size != count:
-        raise ValueError(
-            f"shard_tree: {place} is {tuple(tensor.shape)}: dimension {spec.dim} must have one "
-            f"slice for each of the {count} parts"
-        )
+        must = f"dimension {spec.dim} must have one slice for each of the {count} parts"
+        raise ValueError(f"shard_tree: {place} is {tuple(tensor.shape)}: {must}")
     return list(tensor.unbind(spec.dim))
 
 
 def _ends(size: int, count: int, even: bool, place: str) -> list[int]:
     if even and size % count:
-        raise ValueError(
-            f"shard_tree: {size} entries of {place} do not divide into {count} parts; "
-            "even=False allows parts that differ by one"
-        )
+        what = f"{size} entries of {place} do not divide into {count} parts"
+        raise ValueError(f"shard_tree: {what}; even=False allows parts that differ by one")
     small, larger = divmod(size, count)
     return [small * part + min(part, larger) for part in range(1, count + 1)]
 
@@ -140,9 +136,8 @@ def _whole(parts: list[Any], spec: Any, place: str) -> Any:
     kinds = [_structure(part) for part in parts]
     differs = next((i for i, kind in enumerate(kinds) if kind != kinds[0]), None)
     if differs is not None:
-        raise ValueError(
-            f"unshard_tree: {place} is {kinds[0]} in part 0 and {kinds[differs]} in part {differs}"
-        )
+        what = f"is {kinds[0]} in part 0 and {kinds[differs]} in part {differs}"
+        raise ValueError(f"unshard_tree: {place} {what}")
     if inner is not None:
         found = {
             name: _whole([part[name] for part in parts], own, f"{place}[{name!r}]")
@@ -168,9 +163,8 @@ def _joined(parts: list[torch.Tensor], spec: Along, place: str) -> torch.Tensor:
         return torch.stack(parts, spec.dim) if spec.stack else torch.cat(parts, spec.dim)
     except (RuntimeError, IndexError) as error:
         shapes = [tuple(part.shape) for part in parts]
-        raise ValueError(
-            f"unshard_tree: {place} cannot be put together along dimension {spec.dim}: {shapes}"
-        ) from error
+        what = f"{place} cannot be put together along dimension {spec.dim}: {shapes}"
+        raise ValueError(f"unshard_tree: {what}") from error
 
 
 # ---------------------------------------------------------------------------------------- structure
@@ -182,10 +176,9 @@ def _inner(where: str, tree: Any, spec: Any, place: str) -> dict[Any, Any] | Non
     if spec is None or isinstance(spec, Along):
         return dict.fromkeys(_names(tree), spec) if is_node else None
     if not is_node or _structure(spec) != _structure(tree):
-        raise ValueError(
-            f"{where}: {place} is {_structure(tree)}, and its spec is {_structure(spec)}; a spec "
-            "is an Along, None, or of the tree's structure"
-        )
+        what = f"{place} is {_structure(tree)}, and its spec is {_structure(spec)}"
+        must = "a spec is an Along, None, or of the tree's structure"
+        raise ValueError(f"{where}: {what}; {must}")
     return {name: spec[name] for name in _names(tree)}
 
 
@@ -207,7 +200,6 @@ def _structure(node: Any) -> str:
 def _check_leaf(where: str, leaf: Any, place: str) -> None:
     kinds = (torch.Tensor, list, bool, int, float, str, bytes, type(None))
     if not isinstance(leaf, kinds):
-        raise ValueError(  # noqa: TRY004 -- as of all arguments
-            f"{where}: {place} is a {type(leaf).__name__}, which cannot be cut; make it tensors, "
-            "lists, dicts, tuples and scalars (split_batch cuts a Batch)"
-        )
+        what = f"{place} is a {type(leaf).__name__}, which cannot be cut"
+        mend = "make it tensors, lists, dicts, tuples and scalars (split_batch cuts a Batch)"
+        raise ValueError(f"{where}: {what}; {mend}")  # noqa: TRY004 -- as of all arguments

@@ -46,11 +46,10 @@ def by_source(names: Sequence[str], loss: NamedLoss = next_token) -> NamedLoss:
     """
     per_token = getattr(loss, "per_token", None)
     if per_token is None or len(loss.terms) != 1:
-        raise ValueError(
-            f"by_source: {getattr(loss, '__name__', loss)} does not say what each token adds; take "
-            "next_token or next_token_linear, or with_terms(name, per_token=...), and add other "
-            "terms outside: add_terms((by_source(...), 1.0), ...)"
-        )
+        what = f"{getattr(loss, '__name__', loss)} does not say what each token adds"
+        mend = "take next_token or next_token_linear, or with_terms(name, per_token=...)"
+        others = "add other terms outside: add_terms((by_source(...), 1.0), ...)"
+        raise ValueError(f"by_source: {what}; {mend}, and {others}")
     twice = [name for name, count in Counter(names).items() if count > 1]
     if isinstance(names, str) or not names or twice:
         raise ValueError(f"by_source: names must be different names, at least one, got {names!r}")
@@ -63,15 +62,12 @@ def by_source(names: Sequence[str], loss: NamedLoss = next_token) -> NamedLoss:
     @with_terms(name, *own)
     def loss_by_source(output: Any, batch: Mapping[str, Any]) -> Terms:
         if "source" not in batch:
-            raise ValueError(
-                'by_source: the batch has no "source"; step_batch and eval_batches add it '
-                "where Packed has num_rows, as join_packed gives it"
-            )
-        if batch["source"].shape != labels_of("by_source", batch).shape:
-            raise ValueError(
-                f"by_source: source must have the shape of labels {tuple(batch['labels'].shape)}, "
-                f"one for each token, got {tuple(batch['source'].shape)}"
-            )
+            mend = "step_batch and eval_batches add it where Packed has num_rows (see join_packed)"
+            raise ValueError(f'by_source: the batch has no "source"; {mend}')
+        want, got = (tuple(x.shape) for x in (labels_of("by_source", batch), batch["source"]))
+        if got != want:
+            must = f"must have the shape of labels {want}, one for each token"
+            raise ValueError(f"by_source: source {must}, got {got}")
         total, parts = per_token(output, batch)
         sums, counts = _sums(parts, batch["labels"], batch["source"], len(names))
         values = [value for pair in zip(sums, counts, strict=True) for value in pair]

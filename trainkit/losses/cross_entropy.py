@@ -178,10 +178,9 @@ def check_labels(function: str, x: Tensor, labels: Tensor, *, words: int) -> Non
         ValueError: cross_entropy: labels must be -100 or in [0, 4), ... got 4 at index 1 ...
     """
     if x.ndim < 2 or labels.shape != x.shape[:-1]:
-        raise ValueError(
-            f"{function}: labels must have shape {tuple(x.shape[:-1])}, one per vector of an input "
-            f"of shape {tuple(x.shape)} with two or more dimensions, got {tuple(labels.shape)}"
-        )
+        of = f"an input of shape {tuple(x.shape)} with two or more dimensions"
+        must = f"labels must have shape {tuple(x.shape[:-1])}, one per vector of {of}"
+        raise ValueError(f"{function}: {must}, got {tuple(labels.shape)}")
     if labels.dtype != torch.int64:
         raise ValueError(f"{function}: labels must be int64, got {labels.dtype}")
     if not x.is_floating_point():
@@ -195,8 +194,7 @@ def check_labels(function: str, x: Tensor, labels: Tensor, *, words: int) -> Non
         wrong = (flat != IGNORED_LABEL) & ((flat < 0) | (flat >= words))
         if wrong.any():
             place = int(wrong.nonzero()[0])
-            raise ValueError(
-                f"{function}: labels must be {IGNORED_LABEL} or in [0, {words}), the vocabulary, "
-                f"got {int(flat[place])} at index {place} of the flattened labels; set what is not "
-                f"to be trained on to {IGNORED_LABEL}"
-            )
+            must = f"labels must be {IGNORED_LABEL} or in [0, {words}), the vocabulary"
+            got = f"got {int(flat[place])} at index {place} of the flattened labels"
+            mend = f"set what is not to be trained on to {IGNORED_LABEL}"
+            raise ValueError(f"{function}: {must}, {got}; {mend}")

@@ -18,7 +18,7 @@ from torch.autograd.function import once_differentiable
 
 from trainkit.losses.cross_entropy import check_labels, sum_and_parts
 from trainkit.losses.softmax import accumulation_dtype, run_untraced, scores_, slopes_
-from trainkit.types import IGNORED_LABEL, SOLO, Axis
+from trainkit.types import IGNORED_LABEL, SOLO, Axis, at_least
 
 Factors = tuple[Tensor, Tensor, Tensor | None]
 """Hidden states `[..., D]`, the output weight and its bias: whole, or this rank's rows of them."""
@@ -180,24 +180,17 @@ def cast_factors(
     """
     check_labels(where, hidden, labels, words=len(weight) * axis.count)
     if weight.ndim != 2 or weight.shape[1] != hidden.shape[-1]:
-        raise ValueError(
-            f"{where}: weight must have shape (vocabulary, {hidden.shape[-1]}) for "
-            f"hidden states of shape {tuple(hidden.shape)}, got {tuple(weight.shape)}"
-        )
+        must = f"(vocabulary, {hidden.shape[-1]}) for hidden states of shape {tuple(hidden.shape)}"
+        raise ValueError(f"{where}: weight must have shape {must}, got {tuple(weight.shape)}")
     if bias is not None and bias.shape != weight.shape[:1]:
-        raise ValueError(
-            f"{where}: bias must have shape ({len(weight)},) for a weight of shape "
-            f"{tuple(weight.shape)}, got {tuple(bias.shape)}"
-        )
+        must = f"({len(weight)},) for a weight of shape {tuple(weight.shape)}"
+        raise ValueError(f"{where}: bias must have shape {must}, got {tuple(bias.shape)}")
     autocast = torch.is_autocast_enabled(hidden.device.type)
     dtypes = {x.dtype for x in (hidden, weight, bias) if x is not None}
     if len(dtypes) > 1 and not autocast:
-        raise ValueError(
-            f"{where}: hidden, weight and bias must have one dtype, got "
-            f"{', '.join(sorted(map(str, dtypes)))}"
-        )
-    if chunk is not None and chunk < 1:
-        raise ValueError(f"{where}: chunk must be at least 1, got {chunk}")
+        got = ", ".join(sorted(map(str, dtypes)))
+        raise ValueError(f"{where}: hidden, weight and bias must have one dtype, got {got}")
+    at_least(1, where, chunk=chunk)
     dtype = torch.get_autocast_dtype(hidden.device.type) if autocast else weight.dtype
     return hidden.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype)
 

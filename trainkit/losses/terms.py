@@ -95,20 +95,20 @@ def labels_of(where: str, batch: Mapping[str, Any]) -> Tensor:
         ValueError: mine: the batch has no "labels" (it has input_ids); collate_bins makes them...
     """
     if "labels" not in batch:
-        raise ValueError(
-            f'{where}: the batch has no "labels" (it has {", ".join(batch) or "nothing"}); '
-            "collate_bins makes them, and shift_labels those of rows of your own"
-        )
+        what = f'the batch has no "labels" (it has {", ".join(batch) or "nothing"})'
+        mend = "collate_bins makes them, and shift_labels those of rows of your own"
+        raise ValueError(f"{where}: {what}; {mend}")
     return batch["labels"]
 
 
 def _read(where: str, output: Any, batch: Mapping[str, Any]) -> tuple[Factors, Tensor, Axis]:
     """Return the factors, the labels and the axis of a `Hidden` or a plain pair."""
     if not isinstance(output, tuple):
-        raise ValueError(  # noqa: TRY004 (a bad argument, as all others)
-            f'{where}: a Hidden or a pair (hidden, weight), as of a decoder with head="hidden", '
-            f"was expected, got a {type(output).__name__}; for logits take next_token"
+        must = (
+            'a Hidden or a pair (hidden, weight), as of a decoder with head="hidden", was expected'
         )
+        what = f"{must}, got a {type(output).__name__}; for logits take next_token"
+        raise ValueError(f"{where}: {what}")  # noqa: TRY004 (a bad argument, as all others)
     hidden, weight, axis = Hidden(*output)
     labels = labels_of(where, batch)
     return cast_factors(where, hidden, weight, labels, axis=axis), labels, axis
@@ -116,10 +116,9 @@ def _read(where: str, output: Any, batch: Mapping[str, Any]) -> tuple[Factors, T
 
 def _of_logits(logits: Any, batch: Mapping[str, Any]) -> tuple[Tensor, Tensor]:
     if not isinstance(logits, Tensor):
-        raise ValueError(  # noqa: TRY004 (as above)
-            f"next_token: logits are needed, got a {type(logits).__name__}; take next_token_linear "
-            "for a Hidden, and for other records a call that returns the logits"
-        )
+        got = type(logits).__name__
+        mend = "take next_token_linear for a Hidden, for other records a call that returns logits"
+        raise ValueError(f"next_token: logits are needed, got a {got}; {mend}")  # noqa: TRY004
     return sum_and_parts("next_token", logits, labels_of("next_token", batch), SOLO)
 
 
@@ -303,15 +302,12 @@ def _check(weighted: tuple[tuple[NamedLoss, float], ...]) -> None:
         raise ValueError("add_terms: at least one (loss, weight) pair is needed, got none")
     for loss, weight in weighted:
         if not hasattr(loss, "terms"):
-            raise ValueError(
-                f"add_terms: {loss!r} does not say which terms it reports; decorate it with "
-                "with_terms(...)"
-            )
+            what = f"{loss!r} does not say which terms it reports"
+            raise ValueError(f"add_terms: {what}; decorate it with with_terms(...)")
         if not math.isfinite(weight):
             raise ValueError(f"add_terms: the weight of {loss.terms} must be finite, got {weight}")
     counts = Counter(term for loss, _ in weighted for term in loss.terms)
     twice = sorted(term for term, count in counts.items() if count > 1)
     if twice:
-        raise ValueError(
-            f"add_terms: every term must have a name of its own, got {twice} more than once"
-        )
+        must = f"every term must have a name of its own, got {twice} more than once"
+        raise ValueError(f"add_terms: {must}")

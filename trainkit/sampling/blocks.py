@@ -10,6 +10,7 @@ import numpy as np
 from trainkit.noise.hashing import key_of
 from trainkit.sampling.integers import integers
 from trainkit.sampling.permutation import check_batch, permute
+from trainkit.types import at_least
 
 if TYPE_CHECKING:
     from trainkit.types import IntArray, RowsAt
@@ -50,17 +51,11 @@ def rows_of_blocks(order: IntArray, *, block: int, rows_per_step: int, seed: int
     Batches of samples of like length are an old habit (Khomenko et al., "Accelerating recurrent
     neural network training using sequence bucketing", 2017); here they are rows of like cost.
     """
-    if rows_per_step < 1 or block < 1:
-        raise ValueError(
-            "rows_of_blocks: rows_per_step and block must be at least 1, got "
-            f"rows_per_step={rows_per_step}, block={block}"
-        )
+    at_least(1, "rows_of_blocks", rows_per_step=rows_per_step, block=block)
     order = integers("rows_of_blocks", "order", order)
     if order.ndim != 1 or order.size == 0:
-        raise ValueError(
-            "rows_of_blocks: order must be at least one integer in one dimension, got "
-            f"{order.dtype} {order.shape}"
-        )
+        must = "order must be at least one integer in one dimension"
+        raise ValueError(f"rows_of_blocks: {must}, got {order.dtype} {order.shape}")
     return functools.partial(
         _rows_at, order=order, block=block, rows_per_step=rows_per_step, seed=seed
     )

@@ -12,6 +12,7 @@ from fractions import Fraction
 from typing import TYPE_CHECKING
 
 from trainkit.sampling.permutation import check_batch, draws
+from trainkit.types import at_least
 
 if TYPE_CHECKING:
     from trainkit.types import IntArray, RowsAt
@@ -39,7 +40,7 @@ def rows_of_epochs(num_rows: int, *, rows_per_step: int, seed: int) -> RowsAt:
         >>> [rows_at(batch).tolist() for batch in range(4)]
         [[3, 0, 2], [1, 0, 2], [1, 3, 2], [0, 3, 1]]
     """
-    _check_rows("rows_of_epochs", num_rows, rows_per_step)
+    at_least(1, "rows_of_epochs", num_rows=num_rows, rows_per_step=rows_per_step)
     return functools.partial(_rows_at, num_rows=num_rows, rows_per_step=rows_per_step, seed=seed)
 
 
@@ -83,26 +84,22 @@ def plan_steps(
     In place of the steps of one epoch times the epochs, as xorl, d9d and KempnerForge count them,
     which drops what is left over of every epoch.
     """
-    _check_rows("plan_steps", num_rows, rows_per_step)
-    if max_steps is not None and max_steps < 1:
-        raise ValueError(f"plan_steps: max_steps must be at least 1 (or None), got {max_steps}")
+    at_least(1, "plan_steps", num_rows=num_rows, rows_per_step=rows_per_step)
+    at_least(1, "plan_steps", max_steps=max_steps)
     if epochs is None:
         if max_steps is None:
             raise ValueError("plan_steps: nothing ends the run; give epochs, max_steps or both")
         return max_steps
     if num_rows is None:
-        raise ValueError(
-            f"plan_steps: {epochs} epochs of a stream of unknown length; give max_steps instead"
-        )
+        what = f"{epochs} epochs of a stream of unknown length; give max_steps instead"
+        raise ValueError(f"plan_steps: {what}")
     if not (math.isfinite(epochs) and epochs > 0):
         raise ValueError(f"plan_steps: epochs must be above 0 (or None), got {epochs}")
     # The text of a float is the shortest decimal fraction that is it: 0.1 is meant as 1/10.
     rows = math.floor(Fraction(str(epochs)) * num_rows)
     if rows < rows_per_step:
-        raise ValueError(
-            f"plan_steps: {epochs} epochs of {num_rows} rows hold no step of {rows_per_step} rows; "
-            "lower rows_per_step, or raise epochs"
-        )
+        what = f"{epochs} epochs of {num_rows} rows hold no step of {rows_per_step} rows"
+        raise ValueError(f"plan_steps: {what}; lower rows_per_step, or raise epochs")
     steps = rows // rows_per_step
     return steps if max_steps is None else min(steps, max_steps)
 
@@ -131,15 +128,6 @@ def epoch_of(step: int, *, num_rows: int, rows_per_step: int) -> float:
         >>> [int(epoch_of(step, num_rows=4, rows_per_step=3)) for step in range(5)]
         [0, 0, 1, 2, 3]
     """
-    _check_rows("epoch_of", num_rows, rows_per_step)
-    if step < 0:
-        raise ValueError(f"epoch_of: step must be at least 0, got {step}")
+    at_least(1, "epoch_of", num_rows=num_rows, rows_per_step=rows_per_step)
+    at_least(0, "epoch_of", step=step)
     return step * rows_per_step / num_rows
-
-
-def _check_rows(where: str, num_rows: int | None, rows_per_step: int) -> None:
-    if rows_per_step < 1 or (num_rows is not None and num_rows < 1):
-        raise ValueError(
-            f"{where}: num_rows and rows_per_step must be at least 1, got num_rows={num_rows}, "
-            f"rows_per_step={rows_per_step}"
-        )

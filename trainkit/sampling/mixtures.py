@@ -14,6 +14,7 @@ import numpy as np
 
 from trainkit.noise.jit import jit
 from trainkit.sampling.permutation import check_batch, draws
+from trainkit.types import at_least
 
 if TYPE_CHECKING:
     from trainkit.types import IntArray, RowsAt
@@ -59,17 +60,15 @@ def make_phases(*phases: Phase) -> tuple[Phase, ...]:
     """
     starts = [phase.start for phase in phases]
     if starts[:1] != [0] or any(after <= before for before, after in pairwise(starts)):
-        raise ValueError(
-            f"make_phases: phases must start at 0 and each later than the one before, got {starts}"
-        )
+        must = "phases must start at 0 and each later than the one before"
+        raise ValueError(f"make_phases: {must}, got {starts}")
     merged = []
     for phase in phases:
         where = f"make_phases: the phase from batch {phase.start}"
         unknown = [name for name in phase.weights if name not in phases[0].weights]
         if unknown:
-            raise ValueError(
-                f"{where} names {unknown}, which the first does not; name them there, with weight 0"
-            )
+            mend = "which the first does not; name them there, with weight 0"
+            raise ValueError(f"{where} names {unknown}, {mend}")
         if not (math.isfinite(phase.lr_scale) and phase.lr_scale >= 0):
             raise ValueError(f"{where} has lr_scale {phase.lr_scale}; it must be finite, 0 or more")
         whole = attrs.evolve(phase, weights={**phases[0].weights, **phase.weights})
@@ -193,8 +192,7 @@ def rows_of_mixture(
 
     The guarantee is Tijdeman's, "The chairman assignment problem" (1980).
     """
-    if rows_per_step < 1:
-        raise ValueError(f"rows_of_mixture: rows_per_step must be at least 1, got {rows_per_step}")
+    at_least(1, "rows_of_mixture", rows_per_step=rows_per_step)
     phases = make_phases(*phases)
     _check_sources(num_rows, phases)
     quotas = [_quotas(phase.weights, tuple(num_rows), temperature) for phase in phases]
@@ -272,17 +270,14 @@ def _check_weights(where: str, weights: Mapping[str, float]) -> None:
 
 def _check_sources(num_rows: Mapping[str, int], phases: Sequence[Phase]) -> None:
     if phases[0].weights.keys() != num_rows.keys():
-        raise ValueError(
-            f"rows_of_mixture: the phases weigh {sorted(phases[0].weights)}, the corpora are "
-            f"{sorted(num_rows)}; name them all in the first (weight 0 leaves one out)"
-        )
+        what = f"the phases weigh {sorted(phases[0].weights)}, the corpora are {sorted(num_rows)}"
+        mend = "name them all in the first (weight 0 leaves one out)"
+        raise ValueError(f"rows_of_mixture: {what}; {mend}")
     for phase in phases:
         empty = [name for name, weight in phase.weights.items() if weight and num_rows[name] < 1]
         if empty:
-            raise ValueError(
-                f"rows_of_mixture: the phase from batch {phase.start} gives weight to {empty}, "
-                "which have no rows"
-            )
+            what = f"gives weight to {empty}, which have no rows"
+            raise ValueError(f"rows_of_mixture: the phase from batch {phase.start} {what}")
 
 
 def _powers(weights: Sequence[float], temperature: float) -> tuple[float, ...]:
@@ -310,10 +305,8 @@ def _quotas(
         quotas[source] += 1
     lost = [name for name, share, quota in zip(names, shares, quotas, strict=True) if share > quota]
     if lost:
-        raise ValueError(
-            f"rows_of_mixture: the weights of {lost} come to less than one row in {period}; "
-            "make them larger, or 0"
-        )
+        what = f"the weights of {lost} come to less than one row in {period}"
+        raise ValueError(f"rows_of_mixture: {what}; make them larger, or 0")
     return tuple(quotas)
 
 

@@ -8,7 +8,8 @@ import numpy as np
 
 from trainkit.noise.hashing import GOLDEN, key_of, mix
 from trainkit.noise.jit import jit
-from trainkit.sampling.integers import integers
+from trainkit.sampling.integers import indices_below
+from trainkit.types import at_least
 
 if TYPE_CHECKING:
     from numpy.typing import ArrayLike
@@ -42,13 +43,8 @@ def permute(index: ArrayLike, count: int, key: int) -> IntArray:
         >>> permute(np.arange(10), 10, key_of(0))
         array([6, 8, 2, 5, 7, 0, 9, 4, 1, 3])
     """
-    if count < 1:
-        raise ValueError(f"permute: count must be at least 1, got {count}")
-    index = np.atleast_1d(integers("permute", "index", index))
-    if index.size and not 0 <= index.min() <= index.max() < count:
-        raise ValueError(
-            f"permute: indices must lie in [0, {count}), got {index.min()} to {index.max()}"
-        )
+    at_least(1, "permute", count=count)
+    index = indices_below(count, "permute", index)
     return _permute(index, np.uint64(count), np.uint64(key), ((count - 1).bit_length() + 1) // 2)
 
 

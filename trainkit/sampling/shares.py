@@ -8,6 +8,7 @@ import numpy as np
 
 from trainkit.noise.jit import jit
 from trainkit.sampling.integers import integers
+from trainkit.types import at_least
 
 if TYPE_CHECKING:
     from numpy.typing import ArrayLike
@@ -54,16 +55,11 @@ def share_of_rows(
         >>> [share_of_rows(4, Share(rank, 2), **deal).tolist() for rank in (0, 1)]
         [[[0, 3]], [[1, 2]]]
     """
-    if rows_per_microbatch < 1:
-        raise ValueError(
-            f"share_of_rows: rows_per_microbatch must be at least 1, got {rows_per_microbatch}"
-        )
+    at_least(1, "share_of_rows", rows_per_microbatch=rows_per_microbatch)
     if share.count > num_rows:
-        raise ValueError(
-            f"share_of_rows: more ranks than rows: {share.count} ranks that read different rows, "
-            f"{num_rows} rows in the global batch; raise the rows per step, or lower the "
-            "data-parallel degree"
-        )
+        what = f"{share.count} ranks that read different rows, {num_rows} rows in the global batch"
+        mend = "raise the rows per step, or lower the data-parallel degree"
+        raise ValueError(f"share_of_rows: more ranks than rows: {what}; {mend}")
     rows_per_microbatch = min(rows_per_microbatch, num_rows)
     num_microbatches = -(-num_rows // (share.count * rows_per_microbatch))
     size = num_microbatches * rows_per_microbatch
@@ -79,11 +75,9 @@ def share_of_rows(
 def _checked_costs(costs: ArrayLike, num_rows: int) -> IntArray:
     array = integers("share_of_rows", "costs", costs)
     if array.shape != (num_rows,) or array.min() < 0:
-        raise ValueError(
-            f"share_of_rows: costs must be [{num_rows}] integers of at least 0, one per row of the "
-            f"global batch, got {array.dtype} {array.shape}"
-            + (f" from {array.min()} on" if array.shape == (num_rows,) else "")
-        )
+        must = f"must be [{num_rows}] integers of at least 0, one per row of the global batch"
+        least = f" from {array.min()} on" if array.shape == (num_rows,) else ""
+        raise ValueError(f"share_of_rows: costs {must}, got {array.dtype} {array.shape}{least}")
     return array
 
 
