@@ -170,16 +170,26 @@ def _lock(handle: int) -> None:
 
 
 @contextmanager
-def disk_errors(path: Path, *, by: str, needed: int | None = None) -> Iterator[None]:
+def disk_errors(
+    path: Path, *, by: str, needed: int | None = None, hint: str | None = None
+) -> Iterator[None]:
     """Turn an `OSError` of the block into a `DiskError` that names the file and what is free."""
     try:
         yield
     except OSError as error:
-        free = shutil.disk_usage(path.parent).free if path.parent.is_dir() else None
+        free = None
+        with suppress(OSError):
+            there = next(each for each in (path, *path.parents) if each.exists())
+            free = shutil.disk_usage(there).free
         room = f"; the next part needs {needed} bytes" if needed else ""
         room += "" if free is None else f"; {free} bytes are free"
+        what = f"{error.strerror or error} ({errno.errorcode.get(error.errno or 0, 'no code')})"
         raise DiskError(
-            f"{by}: cannot write {path}: {error.strerror}{room}", where=path, got=free, want=needed
+            f"{by}: cannot write {path}: {what}{room}",
+            where=path,
+            got=free,
+            want=needed,
+            hint=hint,
         ) from error
 
 

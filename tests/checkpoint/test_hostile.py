@@ -194,8 +194,8 @@ def test_boxes_of_any_grid_are_the_whole():
 def test_two_boxes_meet_where_they_share_elements():
     whole = torch.arange(30).reshape(5, 6)
     saved, wanted = whole[1:4, 2:6], torch.zeros(4, 3, dtype=torch.int64)  # at (1, 2), (0, 1)
-    found = overlap((1, 2), (3, 4), (0, 1), (4, 3))
-    wanted[found.wanted] = saved[found.saved]
+    here, there = overlap((1, 2), (3, 4), (0, 1), (4, 3))
+    wanted[there] = saved[here]
     assert torch.equal(wanted[1:, 1:], whole[1:4, 2:4])
     assert not wanted[0].any()
 

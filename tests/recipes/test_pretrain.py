@@ -315,7 +315,7 @@ def on_a_small_disk(flags):
 
 def test_a_disk_that_takes_no_more_ends_with_its_code_and_leaves_no_half(text, tmp_path):
     ((code, err),) = run_ranks(on_a_small_disk, 1, flags_of(tmp_path, text, 8))
-    assert (code, "could not be written" in error_of(err)["what"]) == (74, True), err
+    assert (code, "cannot write" in error_of(err)["what"]) == (74, True), err
     assert list((tmp_path / "checkpoints").iterdir()) == []
 
 

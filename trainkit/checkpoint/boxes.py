@@ -10,8 +10,6 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, TypeGuard
 
-import attrs
-
 DTYPES = {
     "float64": ("F64", 8),
     "float32": ("F32", 4),
@@ -36,29 +34,18 @@ _MOST_ELEMENTS = 2**53
 _TOLD = 10
 
 
-@attrs.frozen
-class Overlap:
-    """Where a saved box and a wanted one meet: slices into the saved one and into the wanted one.
-
-    Examples:
-        >>> found = overlap([2, 0], [2, 2], [1, 0], [2, 2])
-        >>> found.saved[0], found.wanted[0]
-        (slice(0, 1, None), slice(1, 2, None))
-    """
-
-    saved: tuple[slice, ...]
-    wanted: tuple[slice, ...]
-
-
 def overlap(
     offset: Sequence[int],
     shape: Sequence[int],
     own_offset: Sequence[int],
     own_shape: Sequence[int],
-) -> Overlap | None:
-    """Return where a box that was saved meets one that is wanted, or None.
+) -> tuple[tuple[slice, ...], tuple[slice, ...]] | None:
+    """Return where a box that was saved meets one that is wanted: slices into each; or None.
 
     Examples:
+        >>> saved, wanted = overlap([2, 0], [2, 2], [1, 0], [2, 2])
+        >>> saved[0], wanted[0]
+        (slice(0, 1, None), slice(1, 2, None))
         >>> overlap([0], [2], [2], [5]) is None
         True
     """
@@ -72,7 +59,7 @@ def overlap(
             return None
         in_saved.append(slice(low - start, high - start))
         in_wanted.append(slice(low - own_start, high - own_start))
-    return Overlap(tuple(in_saved), tuple(in_wanted))
+    return tuple(in_saved), tuple(in_wanted)
 
 
 def box_bytes(entry: Mapping[str, Any], box: Mapping[str, Any]) -> int:

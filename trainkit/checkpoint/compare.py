@@ -62,7 +62,7 @@ def tensor_problems(
         index: The entries of the checkpoint's index that are to be loaded.
         targets: This rank's.
         wanted: The names of the targets of all ranks, of which a pipeline rank has some.
-        frozen: Parameters whose moments are told of elsewhere; see `frozen_since`.
+        frozen: Parameters whose moments are told of elsewhere; see `frozen_problems`.
         leeway: What may differ.
     """
     by_name = {target.saved: target for target in targets.values()}
@@ -81,30 +81,11 @@ def tensor_problems(
         tensor = by_name[name].tensor
         want = (str(tensor.dtype).removeprefix("torch."), list(tensor.shape))
         found = (index[name]["dtype"], index[name]["shape"])
-        if want != found and not (
-            want[1] == found[1] and matches(name, leeway.cast) and _may_cast(found[0], want[0])
-        ):
+        are_floats = all(getattr(torch, dtype).is_floating_point for dtype in (found[0], want[0]))
+        may_cast = want[1] == found[1] and are_floats and matches(name, leeway.cast)
+        if want != found and not may_cast:
             problems.append(f"{name} is {found[0]}{found[1]}, the run has {want[0]}{want[1]}")
     return problems
-
-
-def _may_cast(*dtypes: str) -> bool:
-    return all(getattr(torch, dtype).is_floating_point for dtype in dtypes)
-
-
-def dtype_to_make(
-    index: Mapping[str, Any], weights: Mapping[str, Target], leeway: Leeway, name: str, saved: str
-) -> str:
-    """Return the dtype of a moment: as it was saved, or its parameter's where that is cast.
-
-    A moment that had its parameter's dtype then has it again.
-    """
-    full = f"model/{name}"
-    target = next((weights[key] for key in (full, f"{full} (copy)") if key in weights), None)
-    if target is None or full not in index or not matches(full, leeway.cast):
-        return saved
-    is_alike = saved == index[full]["dtype"]
-    return str(target.tensor.dtype).removeprefix("torch.") if is_alike else saved
 
 
 def optimizer_problems(
@@ -214,21 +195,8 @@ def trained_names(stages: Sequence[nn.Module], optimizer: torch.optim.Optimizer)
     return [saved_name(name) for name in optimizer_state(stages, optimizer)]
 
 
-def frozen_since(
-    saved: Mapping[str, Any], trained: Collection[str], names: Collection[str]
-) -> set[str]:
-    """Return the parameters that were trained at a save and are frozen in the run.
-
-    Args:
-        saved: Of `state.json` what it says of the optimizer.
-        trained: The parameters that the run trains, on all ranks.
-        names: All parameters of the run, on all ranks.
-    """
-    return {name for name in saved["scalars"] if name in names and name not in trained}
-
-
 def frozen_problems(frozen: Collection[str], leeway: Leeway) -> list[str]:
-    """Say what is frozen now, but for what the caller leaves aside."""
+    """Say which of the parameters that the run trains no more the caller does not leave aside."""
     return [
         f"{name} was trained when it was saved and is frozen now"
         for name in sorted(frozen)

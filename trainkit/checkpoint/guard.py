@@ -122,7 +122,6 @@ def guard_numbers(
     replay: ForwardBackward,
     event: Callable[..., None],
     tell: Callable[[str], None] = print,
-    canary_every: int = 10,
     **saving: Any,
 ) -> Guard:
     """Return `guard(state, record, batch)`: tells, rolls back or ends a run as a policy has it.
@@ -145,7 +144,6 @@ def guard_numbers(
             again after a bad step, never the optimizer.
         event: Where a line for each bad step goes, as `run_sinks` yields it.
         tell: Called on rank 0 with what was bad in a step, and with what a roll-back did.
-        canary_every: How many steps lie between two looks at the replicas; see `canary`.
         **saving: What `save_checkpoint` takes besides: the facts, the configuration.
 
     Returns:
@@ -161,7 +159,7 @@ def guard_numbers(
         `ps.world` after bad steps and at the canary's.
     """
     damage = partial(nonfinite_names, stages, optimizer, ps.world)
-    looks = [canary(stages, optimizer, ps, every=canary_every)]
+    looks = [canary(stages, optimizer, ps)]
 
     def guard(state: TrainState, record: Mapping[str, Any], batch: StepBatch) -> TrainState:
         action, state = judge(state, record, policy, damage=damage)
@@ -188,7 +186,7 @@ def guard_numbers(
                 raise stop_error(told, state.health) from error
             saved(forgive=True)  # the checkpoint that it has made stands in for a failed save
             event("rolled back", step=state.step, reason=action.reason)
-            looks[0] = canary(stages, optimizer, ps, every=canary_every)
+            looks[0] = canary(stages, optimizer, ps)
         else:
             refuse_drift(looks[0](state.step))
         return state

@@ -31,11 +31,12 @@ from trainkit.checkpoint.manifest import (
 )
 from trainkit.checkpoint.plain import owner_problems, read_json
 from trainkit.checkpoint.snapshot import machine_of
-from trainkit.checkpoint.staging import Check, Staged, install_, stage_checkpoint
+from trainkit.checkpoint.staging import Check, install_, stage_checkpoint
 from trainkit.collectives import together
 from trainkit.types import SOLO, Axis, CheckpointError, ParallelState, TrainState
 
 _NO_CHANGES = Changes()
+_NO_LEEWAY = Leeway()
 
 
 def resume(
@@ -90,7 +91,7 @@ def resume(
     check_allowed(changes)
     run_dir, is_first = Path(run_dir), ps.world.index == 0
     directory = run_dir / "checkpoints"
-    say = tell if is_first else _say_nothing
+    say = tell if is_first else (lambda _: None)
     agree_on_facts(facts_at(facts, sys.maxsize), ps.world)
     request = together(lambda: _looked_over(run_dir, request, say), ps.world)[0]
     passed_over: list[str] = []
@@ -103,7 +104,9 @@ def resume(
         path, manifest = Path(chosen[0]), chosen[1]
         told: list[str] = []
         check = _fact_check(facts, changes, told)
-        staged = stage_checkpoint(path, manifest, stages, optimizer, axis=ps.world, check=check)
+        staged = stage_checkpoint(
+            path, manifest, stages, optimizer, axis=ps.world, check=check, leeway=_NO_LEEWAY
+        )
         if not staged.problems:
             break
         _pass_over(path, staged.problems, request, passed_over, say)
@@ -129,7 +132,7 @@ def resume(
 def load_checkpoint(
     path: Path | str,
     stages: Sequence[nn.Module],
-    optimizer: torch.optim.Optimizer,
+    optimizer: torch.optim.Optimizer | None,
     *,
     facts: Facts | None = None,
     changes: Changes = _NO_CHANGES,
@@ -146,7 +149,7 @@ def load_checkpoint(
     Args:
         path: The checkpoint's directory.
         stages: This rank's stages.
-        optimizer: The optimizer of their parameters.
+        optimizer: The optimizer of their parameters; None leaves what it remembered aside.
         facts: What must be as it was saved; see `resume`.
         changes: Which facts may have changed; see `resume`.
         allow_missing: Parameters that the checkpoint may lack, or may have without moments: they
@@ -166,12 +169,16 @@ def load_checkpoint(
         Writes parameters and optimizer state, after everything has been verified, compared and
         read; communicates on `axis`.
     """
-    leeway = Leeway(tuple(allow_missing), tuple(allow_extra), tuple(cast))
     check_allowed(changes)
-    check = _fact_check(facts, changes, [])
-    return install_(
-        _staged(path, stages, optimizer, leeway=leeway, check=check, axis=axis), stages, optimizer
+    path = Path(path)
+    manifest = together(lambda: _whole_manifest(path) if axis.index == 0 else None, axis)[0]
+    check, leeway = _fact_check(facts, changes, []), Leeway(allow_missing, allow_extra, cast)
+    staged = stage_checkpoint(
+        path, manifest, stages, optimizer, axis=axis, check=check, leeway=leeway
     )
+    if staged.problems:
+        raise damaged(path, staged.problems)
+    return install_(staged, stages, optimizer)
 
 
 def load_weights(
@@ -203,8 +210,8 @@ def load_weights(
     Effects:
         Writes the parameters and persistent buffers of `stages`; communicates on `axis`.
     """
-    leeway = Leeway(tuple(allow_missing), tuple(allow_extra), tuple(cast))
-    return install_(_staged(path, stages, None, leeway=leeway, axis=axis), stages, None)
+    may = {"allow_missing": allow_missing, "allow_extra": allow_extra, "cast": cast}
+    return load_checkpoint(path, stages, None, axis=axis, **may)
 
 
 def read_facts(path: Path | str, *, needs: Sequence[str] = ()) -> dict[str, Any]:
@@ -229,30 +236,6 @@ def read_facts(path: Path | str, *, needs: Sequence[str] = ()) -> dict[str, Any]
             hint="name a run of a recipe that saves them with its facts",
         )
     return facts
-
-
-def _staged(
-    path: Path | str,
-    stages: Sequence[nn.Module],
-    optimizer: torch.optim.Optimizer | None,
-    *,
-    leeway: Leeway,
-    axis: Axis,
-    check: Check = lambda _: [],
-) -> Staged:
-    """Stage one checkpoint that must be whole."""
-    path = Path(path)
-
-    def look() -> Any:
-        return _whole_manifest(path) if axis.index == 0 else None
-
-    manifest = together(look, axis)[0]
-    staged = stage_checkpoint(
-        path, manifest, stages, optimizer, axis=axis, check=check, leeway=leeway
-    )
-    if staged.problems:
-        raise damaged(path, staged.problems)
-    return staged
 
 
 def _whole_manifest(path: Path) -> dict[str, Any]:
@@ -431,7 +414,3 @@ def _machine_notes(saved: Mapping[str, Any] | None, ps: ParallelState) -> list[s
     ]
     told = f"it was written with {'; '.join(differing)}: the last bits may differ from here on"
     return [told] if differing else []
-
-
-def _say_nothing(_: str) -> None:
-    pass

@@ -232,17 +232,18 @@ def _fetches(extent: Extent, offset: Sequence[int], out: Tensor) -> Iterator[_Fe
     found = overlap(extent.offset, extent.shape, offset, out.shape)
     if found is None:
         return
-    into, shape, item = out[found.wanted], extent.shape, out.element_size()
+    saved, into = found[0], out[found[1]]
+    shape, item = extent.shape, out.element_size()
     if extent.stride != contiguous_stride(shape):
         layout = (shape, extent.stride, extent.skip)
-        yield _Fetch(extent.start, extent.start + extent.size, into, found.saved, *layout)
+        yield _Fetch(extent.start, extent.start + extent.size, into, saved, *layout)
         return
     start = extent.start + extent.skip * item
     if not shape:
         yield _Fetch(start, start + item, into)
         return
     row = math.prod(shape[1:]) * item
-    first, last = found.saved[0].start, found.saved[0].stop
+    first, last = saved[0].start, saved[0].stop
     if into.shape[1:] == shape[1:] and into.is_contiguous():
         yield _Fetch(start + first * row, start + last * row, into)
         return
@@ -251,7 +252,7 @@ def _fetches(extent: Extent, offset: Sequence[int], out: Tensor) -> Iterator[_Fe
         high = min(low + many, last)
         part = into[low - first : high - first]
         rows = (high - low, *shape[1:])
-        taken = (slice(None), *found.saved[1:])
+        taken = (slice(None), *saved[1:])
         yield _Fetch(
             start + low * row, start + high * row, part, taken, rows, contiguous_stride(rows)
         )

@@ -107,26 +107,24 @@ def plan_retention(
     policy: Retention,
     *,
     pinned: Collection[str] = (),
-    in_flight: Collection[str] = (),
 ) -> list[str]:
     """Return the names of the checkpoints to delete.
 
     What does not verify counts for no rule, and goes once something newer that verifies stays:
     above that it may be all that is left of the newest steps. The newest two that verify are never
-    in the plan, nor what is pinned or being written, nor what is left alone (see `Listed`).
+    in the plan, nor what is pinned, nor what is left alone (see `Listed`).
 
     Args:
         listing: The checkpoints, newest first.
         policy: What stays.
         pinned: Names that stay whatever the policy says.
-        in_flight: Names that are being written or read.
 
     Examples:
         >>> listing = [Listed(f"step_{step:08d}", step) for step in (50, 40, 30, 20, 10)]
         >>> plan_retention(listing, Retention(last=2, every=20))
         ['step_00000030', 'step_00000010']
     """
-    kept = set(_kept(listing, policy)) | {*pinned, *in_flight}
+    kept = set(_kept(listing, policy)) | {*pinned}
     newest = next((place for place, entry in enumerate(listing) if entry.verified), len(listing))
     below = listing[newest:]
     return [e.name for e in below if e.verified is not None and e.name not in kept]

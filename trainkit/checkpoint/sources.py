@@ -20,7 +20,6 @@ from trainkit.checkpoint.manifest import (
 )
 from trainkit.checkpoint.plain import read_json, refusal
 from trainkit.checkpoint.stored import (
-    Extent,
     Stored,
     extent_of,
     plain_tensor_name,
@@ -43,18 +42,15 @@ def checkpoint_tensors(path: Path) -> dict[str, Stored]:
     problems = index_problems(index, sizes)
     if problems:
         raise refusal(path / "index.json", f"is not a good index: {problems[0]}")
-    files: dict[str, dict[str, Stored]] = {}
-    return {name: _indexed(path, name, entry, files) for name, entry in index["tensors"].items()}
-
-
-def _indexed(path: Path, name: str, entry: Any, files: dict[str, dict[str, Stored]]) -> Stored:
-    extents: list[Extent] = []
-    for box in entry["boxes"]:
-        file = path / box["file"]
-        if file.name not in files:
-            files[file.name] = safetensors_file(file)
-        extents.append(extent_of(file, name, entry, box, files[file.name]))
-    return Stored(entry["dtype"], tuple(entry["shape"]), tuple(extents))
+    tensors = index["tensors"]
+    files = {box["file"] for entry in tensors.values() for box in entry["boxes"]}
+    held = {file: safetensors_file(path / file) for file in sorted(files)}
+    found: dict[str, Stored] = {}
+    for name, entry in tensors.items():
+        places = [(path / box["file"], box, held[box["file"]]) for box in entry["boxes"]]
+        extents = tuple(extent_of(file, name, entry, box, said) for file, box, said in places)
+        found[name] = Stored(entry["dtype"], tuple(entry["shape"]), extents)
+    return found
 
 
 def read_weights_manifest(folder: Path) -> dict[str, Any]:

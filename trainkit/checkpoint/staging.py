@@ -6,6 +6,7 @@ Everything that can fail happens here, on all ranks. What is left is to put the 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,14 +17,12 @@ from torch import Tensor, nn
 from trainkit.checkpoint.boxes import index_problems, shortened
 from trainkit.checkpoint.compare import (
     Leeway,
-    dtype_to_make,
     frozen_problems,
-    frozen_since,
+    matches,
     optimizer_problems,
     tensor_problems,
     trained_names,
 )
-from trainkit.checkpoint.migrate import migrate
 from trainkit.checkpoint.plain import read_json
 from trainkit.checkpoint.reading import read_tensors
 from trainkit.checkpoint.targets import (
@@ -44,32 +43,23 @@ from trainkit.types import Axis, CheckpointError, Cursor, TrainState
 _JSON = ("index.json", "state.json")
 _VALUES = 2_000_000  # that any state or index may hold; a run of many tensors may hold more
 
-_NO_LEEWAY = Leeway()
-
 Check = Callable[[Mapping[str, Any]], list[str]]
 """From what `state.json` holds to what is wrong with it for the run."""
 
 
 @attrs.frozen(eq=False)
 class Staged:
-    """A checkpoint that fits the run and has been read; with `problems`, one that is damaged.
+    """What has been read of a checkpoint; with `problems`, it is damaged, and nothing else counts.
 
-    The problems are the same on all ranks; where there are some, nothing else may be used.
+    `index` has the entries of its tensors, `saved` is what `state.json` holds, `targets` say where
+    the tensors go, and `found` is what they hold, by the names of the targets.
     """
 
-    problems: Sequence[str]
+    problems: Sequence[str] = ()
+    index: Mapping[str, Any] = attrs.field(factory=dict)
+    saved: Mapping[str, Any] = attrs.field(factory=dict)
     targets: Mapping[str, Target] = attrs.field(factory=dict)
     found: Mapping[str, Tensor] = attrs.field(factory=dict)
-    saved: Mapping[str, Any] = attrs.field(factory=dict)
-
-
-@attrs.frozen(eq=False)
-class _Read:
-    """What is known of a checkpoint before its tensors are read."""
-
-    index: Mapping[str, Any]
-    saved: Mapping[str, Any]
-    targets: Mapping[str, Target]
 
 
 def stage_checkpoint(
@@ -79,8 +69,8 @@ def stage_checkpoint(
     optimizer: torch.optim.Optimizer | None,
     *,
     axis: Axis,
-    check: Check = lambda _: [],
-    leeway: Leeway = _NO_LEEWAY,
+    check: Check,
+    leeway: Leeway,
 ) -> Staged:
     """Read a checkpoint into memory beside the run, after comparing it with the run.
 
@@ -95,7 +85,7 @@ def stage_checkpoint(
         leeway: What may differ from the run.
 
     Returns:
-        The checkpoint, ready for `install_`, or what is damaged in it.
+        The checkpoint, ready for `install_`, or what is damaged in it, the same on all ranks.
 
     Raises:
         CheckpointError: It is whole, but does not fit the run; all differences are named.
@@ -104,22 +94,19 @@ def stage_checkpoint(
         Reads every file of the checkpoint once, dealt to the ranks, and what each needs of the
             others; allocates what the run's tensors take; communicates on `axis`.
     """
-    held: list[_Read] = []
+    held: list[Staged] = []
 
-    def look() -> dict[str, Any]:
-        problems, read = _look(path, manifest, stages, optimizer, leeway)
-        if read is None:
-            return {"problems": problems}
-        held.append(read)
-        return _names(read, stages, optimizer)
+    def look() -> dict[str, Sequence[str]]:
+        held.append(_look(path, manifest, stages, optimizer, leeway))
+        return _told(held[0], stages, optimizer)
 
     looks = together(look, axis)
-    if _joined(looks, "problems"):
-        return Staged(_joined(looks, "problems"))
+    told = {name: {text for look in looks for text in look[name]} for name in looks[0]}
+    if told["problems"]:
+        return Staged(sorted(told["problems"]))
     (read,) = held
-    names = {name: set(_joined(looks, name)) for name in ("wanted", "parameters", "trained")}
     differences = together(
-        lambda: check(read.saved) + _differences(read, names, stages, optimizer, leeway), axis
+        lambda: check(read.saved) + _differences(read, told, stages, optimizer, leeway), axis
     )
     _refuse(path, _union(differences))
     targets = {name: t for name, t in read.targets.items() if t.saved in read.index}
@@ -130,7 +117,8 @@ def stage_checkpoint(
         found.update(places)
         return read_tensors(path, _tensor_files(manifest), read.index, wanted, axis.share)
 
-    return Staged(_union(together(read_all, axis)), targets, found, read.saved)
+    problems = _union(together(read_all, axis))
+    return attrs.evolve(read, problems=problems, targets=targets, found=found)
 
 
 def install_(
@@ -164,19 +152,16 @@ def _union(lists: Sequence[Sequence[str]]) -> list[str]:
     return sorted({text for texts in lists for text in texts})
 
 
-def _joined(looks: Sequence[Mapping[str, list[str]]], name: str) -> list[str]:
-    return _union([look.get(name, []) for look in looks])
-
-
 def _tensor_files(manifest: Mapping[str, Any]) -> dict[str, Any]:
     return {name: want for name, want in manifest["files"].items() if name not in _JSON}
 
 
-def _names(
-    read: _Read, stages: Sequence[nn.Module], optimizer: torch.optim.Optimizer | None
-) -> dict[str, list[str]]:
+def _told(
+    read: Staged, stages: Sequence[nn.Module], optimizer: torch.optim.Optimizer | None
+) -> dict[str, Sequence[str]]:
     """Return what the other ranks need to know of this one: a pipeline rank has some of all."""
     return {
+        "problems": read.problems,
         "wanted": [target.saved for target in read.targets.values()],
         "parameters": [saved_name(name) for name in named_parameters_of(stages)],
         "trained": [] if optimizer is None else trained_names(stages, optimizer),
@@ -184,7 +169,7 @@ def _names(
 
 
 def _differences(
-    read: _Read,
+    read: Staged,
     names: Mapping[str, set[str]],
     stages: Sequence[nn.Module],
     optimizer: torch.optim.Optimizer | None,
@@ -198,7 +183,7 @@ def _differences(
     else:
         memory, step = read.saved["optimizer"], read.saved["state"]["step"]
         found += optimizer_problems(memory, index, stages, optimizer, step=step, leeway=leeway)
-        frozen = frozen_since(memory, names["trained"], names["parameters"])
+        frozen = memory["scalars"].keys() & (names["parameters"] - names["trained"])
         found += frozen_problems(frozen, leeway)
     return found + tensor_problems(
         index, read.targets, wanted=names["wanted"], frozen=frozen, leeway=leeway
@@ -221,7 +206,7 @@ def _look(
     stages: Sequence[nn.Module],
     optimizer: torch.optim.Optimizer | None,
     leeway: Leeway,
-) -> tuple[list[str], _Read | None]:
+) -> Staged:
     """Read the two JSON files and check them; return what is wrong, or what they say."""
     for module in stages:
         reshard_(reducers_of(module))
@@ -237,22 +222,33 @@ def _look(
             for name in _JSON
         }
     except (CheckpointError, KeyError) as error:
-        return [error.what if isinstance(error, CheckpointError) else f"it has no {error}"], None
+        return Staged([error.what if isinstance(error, CheckpointError) else f"it has no {error}"])
     problems = _state_problems(read["state.json"], manifest)
     sizes = {name: want["size"] for name, want in _tensor_files(manifest).items()}
     problems += index_problems(read["index.json"], sizes)
     if problems:
-        return problems, None
-    _, saved = migrate(manifest, read["state.json"])
+        return Staged(problems)
     index = read["index.json"]["tensors"]
-    targets = dict(weights)
-    if optimizer is not None:
+    is_cast = partial(matches, patterns=leeway.cast)
+    moments = {} if optimizer is None else moment_targets(index, stages, optimizer, is_cast)
+    saved = migrate(read["state.json"], manifest["version"])
+    return Staged((), index, saved, weights | moments)
 
-        def dtype_of(name: str, dtype: str) -> str:
-            return dtype_to_make(index, weights, leeway, name, dtype)
 
-        targets |= moment_targets(index, stages, optimizer, dtype_of)
-    return [], _Read(index, saved, targets)
+def migrate(state: Mapping[str, Any], version: int) -> dict[str, Any]:
+    """Return what a `state.json` holds as the present format has it; nothing on disk is rewritten.
+
+    One of every format ever written stays in `tests/checkpoint/fixtures`.
+
+    Args:
+        state: What the `state.json` of a checkpoint holds.
+        version: The format of the checkpoint, up to the present one.
+
+    Examples:
+        >>> migrate({"step": 3}, 1)
+        {'step': 3, 'machine': None}
+    """
+    return {**state, "machine": None} if version == 1 else dict(state)
 
 
 def _is_memory(health: Any) -> bool:

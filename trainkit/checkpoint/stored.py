@@ -93,28 +93,12 @@ def sane_table(data: bytes | bytearray, path: Path) -> dict[str, Any]:
     # A header has 8 bytes and more for each value, and 15 for each key.
     most = len(data) // 7 if len(data) > 1 << 20 else len(data)
     crowded = data.count(b":") * 12 > len(data) > 1 << 20
-    found = parse_json(path, data, 0 if crowded else most)
-    if not isinstance(found, dict):
+    if not isinstance(parse_json(path, data, 0 if crowded else most), dict):
         raise refusal(path, "holds JSON that is no table")
-    # Every key has a colon: where there are no more of them, no key stands there twice.
-    if data.count(b":") != _keys_in(found):
-        try:
-            json.loads(data, object_pairs_hook=_without_twins)
-        except (ValueError, RecursionError) as error:
-            raise refusal(path, f"is no good JSON: {error}") from error
-    return found
-
-
-def _keys_in(value: Any) -> int:
-    count, rest = 0, [value]
-    while rest:
-        one = rest.pop()
-        if isinstance(one, dict):
-            count += len(one)
-            rest += one.values()
-        elif isinstance(one, list):
-            rest += one
-    return count
+    try:
+        return json.loads(data, object_pairs_hook=_without_twins)
+    except (ValueError, RecursionError) as error:
+        raise refusal(path, f"is no good JSON: {error}") from error
 
 
 def _without_twins(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

@@ -18,15 +18,11 @@ from trainkit.parallel.naming import COPY_SUFFIX, Box, box_of, named_parameters_
 
 @attrs.frozen(eq=False)
 class Target:
-    """A tensor to be loaded: the name it was saved under, and this rank's box of it.
-
-    `is_new` is true for moments, which nothing has seen yet, so they may be read into directly.
-    """
+    """A tensor to be loaded: the name it was saved under, and this rank's box of it."""
 
     saved: str
     tensor: Tensor
     box: Box
-    is_new: bool
 
 
 def saved_name(name: str) -> str:
@@ -47,8 +43,7 @@ def weight_targets(stages: Sequence[nn.Module]) -> dict[str, Target]:
         ['model/weight']
     """
     return {
-        name: Target(saved_name(name), x, box_of(x), is_new=False)
-        for name, x in model_tensors(stages).items()
+        name: Target(saved_name(name), x, box_of(x)) for name, x in model_tensors(stages).items()
     }
 
 
@@ -56,7 +51,7 @@ def moment_targets(
     index: Mapping[str, Any],
     stages: Sequence[nn.Module],
     optimizer: torch.optim.Optimizer,
-    dtype_of: Callable[[str, str], str],
+    is_cast: Callable[[str], bool],
 ) -> dict[str, Target]:
     """Return new tensors for what the optimizer remembers of the parameters on this rank.
 
@@ -67,7 +62,8 @@ def moment_targets(
         index: The entries of a checkpoint's index, which have been checked.
         stages: This rank's stages.
         optimizer: The optimizer of their parameters.
-        dtype_of: From a parameter's name and a saved dtype to the dtype to make.
+        is_cast: Says by an entry's name whether its parameter may be stored in another dtype. A
+            moment that had its parameter's dtype then has it again.
     """
     named = named_parameters_of(stages)
     on_device = {
@@ -80,20 +76,21 @@ def moment_targets(
         kind, *rest = full.split("/", 2)
         if kind != "optimizer":
             continue
+        weight = index.get(f"model/{rest[1]}", {})
+        follows = weight.get("dtype") == entry["dtype"] and is_cast(full)
         for suffix in ("", COPY_SUFFIX):
             parameter = named.get(rest[1] + suffix)
             if parameter is None or id(parameter) not in on_device:
                 continue
             is_alike = tuple(entry["shape"]) == tuple(parameter.shape) and parameter.dim() > 0
-            name = dtype_of(rest[1], entry["dtype"]) if is_alike else entry["dtype"]
-            dtype = getattr(torch, name)
+            dtype = getattr(torch, entry["dtype"])
             if is_alike:
-                made = torch.empty_like(parameter.data, dtype=dtype)
+                made = torch.empty_like(parameter.data, dtype=parameter.dtype if follows else dtype)
             else:
                 is_counter = not entry["shape"] and not on_device[id(parameter)]
                 device = "cpu" if is_counter else parameter.device
                 made = torch.empty(entry["shape"], dtype=dtype, device=device)
-            targets[full + suffix] = Target(full, made, box_of(made), is_new=True)
+            targets[full + suffix] = Target(full, made, box_of(made))
     return targets
 
 
@@ -102,8 +99,8 @@ def wanted_of(
 ) -> tuple[list[Wanted], dict[str, Tensor]]:
     """Return what to read for the targets, and by a target's name where it will be found.
 
-    A new tensor on the CPU is read into directly. What two targets have in common, as tied copies
-    do, is read once.
+    A moment on the CPU, which nothing has seen yet, is read into directly. What two targets have in
+    common, as tied copies do, is read once.
     """
     wanted: dict[Any, Wanted] = {}
     found: dict[str, Tensor] = {}
@@ -112,7 +109,8 @@ def wanted_of(
         dtype = getattr(torch, index[target.saved]["dtype"])
         key = (target.saved, offset, tuple(local.shape))
         if key not in wanted:
-            direct = target.is_new and local.device.type == "cpu" and local.dtype == dtype
+            is_new = target.saved.startswith("optimizer/")
+            direct = is_new and local.device.type == "cpu" and local.dtype == dtype
             out = (
                 local if direct and local.is_contiguous() else torch.empty(local.shape, dtype=dtype)
             )

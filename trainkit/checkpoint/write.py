@@ -12,7 +12,8 @@ import os
 import shutil
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager, suppress
+from contextlib import suppress
+from functools import partial
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from threading import Event
@@ -40,9 +41,9 @@ from trainkit.checkpoint.plain import (
 )
 from trainkit.checkpoint.snapshot import SavedBox, Snapshot, TensorFile
 from trainkit.checkpoint.tensors import hash_of_boxes
-from trainkit.files import commit_folder
+from trainkit.files import commit_folder, disk_errors
 from trainkit.noise.hashing import hash_box
-from trainkit.types import CheckpointError, DiskError, NumericsError
+from trainkit.types import CheckpointError, NumericsError
 
 _CHUNK = 4 * 1024 * 1024  # written and hashed at once, out of the same cache
 _BEGUN = 32 * 1024 * 1024  # the disk begins with so much of a file while the rest is hashed
@@ -69,29 +70,12 @@ class Destination:
     before_commit: Callable[[], None] | None = None
 
 
-_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
-
-
-@contextmanager
-def _disk_errors(path: Path, needed: int) -> Iterator[None]:
-    """Turn an `OSError` of the block into a `DiskError`: what was needed, and what there is."""
-    try:
-        yield
-    except OSError as error:
-        free: int | str = "an unknown number"
-        with suppress(OSError):
-            probe = next(parent for parent in (path, *path.parents) if parent.exists())
-            free = shutil.disk_usage(probe).free
-        name = errno.errorcode.get(error.errno or 0, "")
-        cure = "free space" if error.errno in _FULL else "make it writable"
-        raise DiskError(
-            f"save_checkpoint: {path} could not be written: {name} {error.strerror or error}; "
-            f"about {needed} bytes are needed and {free} are free",
-            where=path,
-            got=free,
-            want=needed,
-            hint=f"{cure} or choose another --out; every earlier checkpoint is intact",
-        ) from error
+_disk_errors = partial(
+    disk_errors,
+    by="save_checkpoint",
+    hint="free space, make it writable or choose another --out; every earlier checkpoint is intact",
+)
+"""Turn an `OSError` of a save into a `DiskError`."""
 
 
 # ---------------------------------------------------------------------------------------- one rank
@@ -115,7 +99,7 @@ def write_rank(snapshot: Snapshot, target: Destination, rank: int, stopped: Even
     """
     sizes = {file.name: len(file.header) + file.data.nbytes for file in snapshot.files}
     try:
-        with _disk_errors(target.staging, sum(sizes.values())):
+        with _disk_errors(target.staging, needed=sum(sizes.values())):
             target.staging.mkdir(parents=True, exist_ok=True)
             for name, size in sizes.items():
                 _reserve(target.staging / name, size)
@@ -257,7 +241,7 @@ def commit(snapshot: Snapshot, target: Destination) -> Path:
         Writes to disk, and waits until it is durable.
     """
     directory = target.run_dir / "checkpoints"
-    with _disk_errors(directory, _REST_BYTES):
+    with _disk_errors(directory, needed=_REST_BYTES):
         reports = [_read_report(target.staging / _report(rank)) for rank in range(target.ranks)]
         for rank in range(target.ranks):
             (target.staging / _report(rank)).unlink()
