@@ -9,6 +9,7 @@ import os
 import secrets
 import shutil
 import stat
+import sys
 from collections.abc import Mapping, Sequence
 from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, Any, BinaryIO
@@ -335,3 +336,44 @@ def point_nowhere(stream: Any) -> None:
     null = os.open(os.devnull, os.O_WRONLY)
     os.dup2(null, stream.fileno())
     os.close(null)
+
+
+def flush(stream: Any) -> None:
+    """Flush what was printed; where its reader has left, let the rest go nowhere.
+
+    Effects:
+        Writes to `stream`, and never fails.
+
+    Examples:
+        >>> flush(sys.stdout)
+    """
+    try:
+        stream.flush()
+    except BrokenPipeError:
+        point_nowhere(stream)
+    except (OSError, ValueError, AttributeError):
+        return  # a full disk, a closed stream, none at all: there is nobody left to tell
+
+
+def say(text: str, stream: Any) -> None:
+    """Write lines on a stream at once; they are lost where it is closed or has no reader.
+
+    Effects:
+        Writes to `stream`, and never fails.
+
+    Examples:
+        >>> say("step 1", sys.stdout)
+        step 1
+    """
+    with suppress(OSError, ValueError, AttributeError):
+        stream.write(f"{text}\n")
+    flush(stream)
+
+
+def say_on_stderr(text: str) -> None:
+    """Write lines on stderr at once; see `say`.
+
+    Effects:
+        Writes to stderr, and never fails.
+    """
+    say(text, sys.stderr)

@@ -13,7 +13,6 @@ from trainkit.planning import (
     Hardware,
     Job,
     hardware,
-    hardware_names,
     layouts_of,
     memory_of,
     plan,
@@ -232,7 +231,8 @@ def test_a_wrong_argument_is_named(changes, words):
 
 
 def test_machines_are_records_that_anyone_can_write():
-    assert [hardware(name).name for name in hardware_names()] == list(hardware_names())
+    names = ("a100", "h100", "h200", "b200", "cpu")
+    assert tuple(hardware(name).name for name in names) == names
     with pytest.raises(ValueError, match="no machine is named 'abacus'; there are a100, h100"):
         hardware("abacus")
     with pytest.raises(ValueError, match="every figure must be positive"):

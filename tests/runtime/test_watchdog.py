@@ -421,8 +421,7 @@ LATE = attrs.evolve(BEAT, elapsed=61.0)
 @pytest.mark.parametrize(
     ("own", "others", "guilty"),
     [
-        (BEAT, {1: Sighting(gone=True)}, []),  # nobody is late: a failure is told in another way
-        (LATE, {1: Sighting(LATE, gone=True), 2: Sighting(LATE)}, [1]),
+        (BEAT, {1: Sighting(LATE, still=9.0)}, []),  # nobody is late: it is told in another way
         (LATE, {1: Sighting(LATE, still=9.0), 2: Sighting(BEAT)}, [1]),
         (LATE, {1: Sighting(BEAT), 2: Sighting(LATE)}, []),  # rank 1 has time, and is there
         (LATE, {1: Sighting(attrs.evolve(LATE, waits=True))}, [0]),
@@ -448,7 +447,7 @@ def test_another_host_may_be_silent_for_longer():
 
 def test_a_beat_that_moves_is_heard():
     seen = look(look(Sighting(), BEAT, 3.0), BEAT, 2.5)
-    assert (seen.still, seen.gone) == (2.5, False)
+    assert seen.still == 2.5
     assert look(seen, attrs.evolve(BEAT, count=9), 1.0).still == 0.0
     assert look(seen, None, 1.0).still == 3.5
 

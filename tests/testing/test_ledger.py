@@ -19,7 +19,7 @@ from trainkit.testing.builtin import (
 )
 from trainkit.testing.cases import Case
 from trainkit.testing.deal import deal_batch
-from trainkit.testing.ledger import Collective, Ledger, count_collectives, ledger_table
+from trainkit.testing.ledger import Collective, Ledger, count_collectives
 from trainkit.testing.train import (
     certificate_optimizer,
     certificate_weights,
@@ -212,4 +212,3 @@ def test_a_ledger_is_read_by_axis_and_kind():
     ledger = Ledger((Collective("tp", 2, "send", 3, 24), Collective("pp", 2, "send", 1, 8)))
     assert ledger.count("tp", "send"), ledger.bytes("pp", "send") == (3, 8)
     assert ledger.count("tp", "receive") == 0
-    assert ledger_table(ledger).splitlines()[1].split() == ["tp", "2", "send", "3", "24"]

@@ -29,7 +29,7 @@ import argparse
 from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING, Any
 
-from trainkit.runtime.errors import say_on_stderr
+from trainkit.files import say_on_stderr
 from trainkit.types import ConfigError
 
 if TYPE_CHECKING:

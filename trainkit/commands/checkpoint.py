@@ -44,7 +44,7 @@ from trainkit.checkpoint.listing import describe_checkpoint
 from trainkit.checkpoint.manifest import find_checkpoint, list_checkpoints
 from trainkit.checkpoint.plain import owner_problems
 from trainkit.checkpoint.retention import Retention, apply_retention
-from trainkit.runtime.errors import say_on_stderr
+from trainkit.files import say_on_stderr
 from trainkit.types import CheckpointError
 
 _DAMAGED = 66

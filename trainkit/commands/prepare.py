@@ -45,7 +45,7 @@ from typing import TYPE_CHECKING, Any
 
 import attrs
 
-from trainkit.runtime.errors import say_on_stderr
+from trainkit.files import say_on_stderr
 from trainkit.types import ConfigError, DataError
 
 if TYPE_CHECKING:

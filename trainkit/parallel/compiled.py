@@ -32,10 +32,7 @@ def compiled(
 
     def apply(module: nn.Module, ps: ParallelState) -> nn.Module:
         del ps
-        units = blocks_of(module, blocks)
-        if not units:
-            raise ValueError(f"compiled: no submodule's name matches blocks={blocks!r}")
-        for unit in units:
+        for unit in blocks_of(module, blocks, needed_by="compiled"):
             unit.compile(backend=backend, dynamic=dynamic)
         return module
 

@@ -69,9 +69,7 @@ def fsdp(
             fully_shard,
         )
 
-        units = blocks_of(module, blocks)
-        if not units and ps.pp.count == 1:
-            raise ValueError(f"fsdp: no submodule's name matches blocks={blocks!r}")
+        units = blocks_of(module, blocks, needed_by="fsdp" if ps.pp.count == 1 else "")
         if cpu_offload:
             _require_cpu_groups(ps)
         assert ps.mesh is not None

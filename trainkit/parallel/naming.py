@@ -143,25 +143,42 @@ def named_buffers_of(stages: Iterable[nn.Module]) -> dict[str, Tensor]:
     return found
 
 
-def blocks_of(module: nn.Module, pattern: str) -> list[nn.Module]:
-    """Return the submodules whose name matches a pattern, part by part, in the order of the model.
+def name_matches(name: str, pattern: str) -> bool:
+    """Say whether a name is what a pattern stands for, part by part.
+
+    Args:
+        name: The name of a module or parameter, with wrappers' prefixes or without.
+        pattern: A name in which `*` stands for one part (or for some of its letters): "layers.*".
+
+    Examples:
+        >>> name_matches("_orig_mod.layers.3", "layers.*"), name_matches("layers.3.mlp", "layers.*")
+        (True, False)
+    """
+    parts, wanted = canonical_name(name).split("."), pattern.split(".")
+    return len(parts) == len(wanted) and all(map(fnmatchcase, parts, wanted))
+
+
+def blocks_of(module: nn.Module, pattern: str, *, needed_by: str = "") -> list[nn.Module]:
+    """Return the submodules whose name matches a pattern, in the order of the model.
 
     Args:
         module: The model.
-        pattern: A name in which `*` stands for one part (or for some of its letters): "layers.*".
+        pattern: See `name_matches`.
+        needed_by: Who cannot do without any, for the message; by default there may be none.
+
+    Raises:
+        ValueError: Nothing matches, and somebody needs a block.
 
     Examples:
         >>> model = nn.ModuleDict({"layers": nn.Sequential(nn.Linear(1, 1), nn.Linear(1, 1))})
         >>> len(blocks_of(model, "layers.*")), len(blocks_of(model, "*"))
         (2, 1)
     """
-    wanted = pattern.split(".")
-
-    def matches(name: str) -> bool:
-        parts = canonical_name(name).split(".")
-        return len(parts) == len(wanted) and all(map(fnmatchcase, parts, wanted))
-
-    return [block for name, block in module.named_modules() if name and matches(name)]
+    named = module.named_modules()
+    blocks = [block for name, block in named if name and name_matches(name, pattern)]
+    if needed_by and not blocks:
+        raise ValueError(f"{needed_by}: no submodule's name matches blocks={pattern!r}")
+    return blocks
 
 
 @attrs.frozen(eq=False)

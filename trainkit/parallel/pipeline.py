@@ -35,7 +35,6 @@ from trainkit.parallel.split import (
     rank_of_stages,
 )
 from trainkit.parallel.stage_forward import (
-    Boundary,
     agree_on_dtypes,
     check_edge,
     compute_device,
@@ -85,7 +84,6 @@ def bind_pipeline(
     call: Call,
     schedule: str = "1f1b",
     reduce: Reduce = "last",
-    boundary: Boundary = stage_boundary,
 ) -> ForwardBackward:
     """Return the executor of a pipeline: `forward_backward(microbatches, denominator=...)`.
 
@@ -101,7 +99,6 @@ def bind_pipeline(
         reduce: "last" reduces the gradients of FSDP's units once a step, "each" after every
             microbatch, which needs less memory; schedules that split the backward pass can only do
             the former.
-        boundary: What crosses a stage's edge; by default the stage's method `boundary(batch)`.
 
     Raises:
         ConfigError: The stages are not those of the schedule, the loss has no `terms`, or the
@@ -125,7 +122,7 @@ def bind_pipeline(
         entered = None if hidden is None else _Entered.apply(hidden)
         output = run_stage(stage, place, batch, entered, call=call)
         if not place.last:
-            return check_edge(output, boundary(stage, batch), place)
+            return check_edge(output, stage_boundary(stage, batch), place)
         assert step.divisor is not None
         total, step.terms[index] = loss(output, batch)
         return (total / step.divisor).double()
@@ -136,7 +133,7 @@ def bind_pipeline(
     def run(microbatches: Sequence[Mapping[str, Any]], *, denominator: Tensor) -> dict[str, Tensor]:
         from trainkit.parallel.torch_pipeline import run_schedule  # noqa: PLC0415 (slow import)
 
-        edge = _common_edge(stages[0], microbatches, boundary)
+        edge = _common_edge(stages[0], microbatches)
         reducers = [reducers_of(stage) for stage in stages]
         for found in reducers:
             check_sums(found)
@@ -253,11 +250,9 @@ def _summed(terms: Mapping[int, Mapping[str, Tensor]]) -> dict[str, Tensor]:
     return sums
 
 
-def _common_edge(
-    stage: nn.Module, microbatches: Sequence[Mapping[str, Any]], boundary: Boundary
-) -> Tensor:
+def _common_edge(stage: nn.Module, microbatches: Sequence[Mapping[str, Any]]) -> Tensor:
     """Return what crosses every edge, the same for all microbatches of a step."""
-    edges = [boundary(stage, batch) for batch in microbatches]
+    edges = [stage_boundary(stage, batch) for batch in microbatches]
     for index, edge in enumerate(edges):
         if edge.shape != edges[0].shape:
             raise ValueError(

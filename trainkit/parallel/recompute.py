@@ -100,9 +100,7 @@ def recompute(
     def apply(module: nn.Module, ps: ParallelState) -> nn.Module:
         if mode == "none":
             return module
-        units = blocks_of(module, blocks)
-        if not units:
-            raise ValueError(f"recompute: no submodule's name matches blocks={blocks!r}")
+        units = blocks_of(module, blocks, needed_by="recompute")
         options: dict[str, Any] = {}
         if mode == "selective":
             keep = partial(_keep, kept_operators(ps.device))

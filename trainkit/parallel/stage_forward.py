@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import chain
 from typing import Any
@@ -14,14 +14,8 @@ from torch import Tensor, nn
 from trainkit.collectives import all_gather_json, broadcast
 from trainkit.parallel.places import StagePlace, places_of
 from trainkit.parallel.precision import compute_dtype
-from trainkit.parallel.reduction import (
-    reducers_of,
-    reshard_,
-)
+from trainkit.parallel.reduction import reducers_of, reshard_
 from trainkit.types import Axis, Call, ConfigError, Loss
-
-Boundary = Callable[[nn.Module, Mapping[str, Any]], Tensor]
-"""From a stage and a microbatch to what crosses its edge: a tensor on the meta device."""
 
 
 def stage_boundary(stage: nn.Module, batch: Mapping[str, Any]) -> Tensor:
@@ -37,7 +31,7 @@ def stage_boundary(stage: nn.Module, batch: Mapping[str, Any]) -> Tensor:
         raise ConfigError(
             f"the pipeline stage {type(stage).__name__} has no method boundary(batch), which gives "
             "the shape and dtype of what it passes on as a tensor on the meta device; add it to "
-            "the class, or pass boundary=",
+            "the class",
             where="boundary",
         )
     meta, dtype = own(batch), compute_dtype(stage)
@@ -122,7 +116,6 @@ def forward_stages(
     *,
     axis: Axis,
     call: Call,
-    boundary: Boundary = stage_boundary,
 ) -> Any:
     """Run one batch through the whole pipeline, forward only.
 
@@ -131,7 +124,6 @@ def forward_stages(
         batch: The batch, the same on all ranks of the pipeline.
         axis: The pipeline axis.
         call: How a batch enters a stage.
-        boundary: What crosses a stage's edge.
 
     Returns:
         The output of the last stage on the rank that holds it, None on the others.
@@ -142,7 +134,7 @@ def forward_stages(
     places = places_of(stages, axis)
     ranks, output = places[0].ranks, None
     for place, stage in zip(places, stages, strict=True):
-        edge = boundary(stage, batch) if axis.count > 1 else None
+        edge = stage_boundary(stage, batch) if axis.count > 1 else None
         hidden = output
         if place.index and ranks[place.index - 1] != axis.index:
             assert edge is not None

@@ -7,7 +7,6 @@ gradient norm, checkpoints and the optimizer know which part of the whole a rank
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from fnmatch import fnmatchcase
 from types import MappingProxyType
 from typing import Any
 
@@ -16,7 +15,7 @@ from torch import Tensor, nn
 from trainkit.batch.shards import contiguous_shard
 from trainkit.collectives import gather_replicated
 from trainkit.models.decoder import Decoder
-from trainkit.parallel.naming import canonical_name
+from trainkit.parallel.naming import name_matches
 from trainkit.parallel.reduction import mark_partial_
 from trainkit.parallel.styles import (
     STYLES,
@@ -155,7 +154,7 @@ def hf_styles(model: Any) -> dict[str, str]:
     held = [name for name, _ in model.named_parameters()]
     found: dict[str, str] = {}
     for pattern, style in plan.items():
-        if not any(_matches(name, pattern) for name in (*names, *held)):
+        if not any(name_matches(name, pattern) for name in (*names, *held)):
             continue
         if style not in _HF_STYLES:
             raise ConfigError(
@@ -178,7 +177,7 @@ def _norms_of_heads(model: nn.Module, found: Mapping[str, str]) -> dict[str, str
     more: dict[str, str] = {}
     for name, module in modules.items():
         parent, _, last = name.rpartition(".")
-        if last not in ("q_norm", "k_norm") or any(_matches(name, p) for p in found):
+        if last not in ("q_norm", "k_norm") or any(name_matches(name, p) for p in found):
             continue
         sizes = {p.shape[-1] for p in module.parameters()}
         if sizes - {_head_size(modules[parent])}:
@@ -194,11 +193,6 @@ def _norms_of_heads(model: nn.Module, found: Mapping[str, str]) -> dict[str, str
 # ------------------------------------------------------------------------------------------ checks
 
 
-def _matches(name: str, pattern: str) -> bool:
-    parts, wanted = canonical_name(name).split("."), pattern.split(".")
-    return len(parts) == len(wanted) and all(map(fnmatchcase, parts, wanted))
-
-
 def _styles_of(
     module: nn.Module, styles: Mapping[str, str | Style] | None, *, whole: bool
 ) -> dict[str, tuple[str, Style]]:
@@ -212,7 +206,7 @@ def _styles_of(
     names = [name for name, _ in module.named_modules() if name]
     found: dict[str, tuple[str, Style]] = {}
     for pattern, named in (DECODER_STYLES if styles is None else styles).items():
-        matching = [name for name in names if _matches(name, pattern)]
+        matching = [name for name in names if name_matches(name, pattern)]
         if not matching and whole and styles is not None:
             raise ConfigError(
                 f"tensor: no submodule's name matches {pattern!r}; take the pattern out, or "

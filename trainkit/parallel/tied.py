@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 
 from trainkit.parallel.naming import named_parameters_of
 from trainkit.parallel.places import StagePlace, tied_of
+from trainkit.parallel.reduction import local_of
 from trainkit.types import Axis
 
 
@@ -60,7 +60,7 @@ def _exchange_tied(
     tied: Sequence[tuple[int, int, nn.Parameter]], ranks: Sequence[int], axis: Axis
 ) -> None:
     gradients = [
-        (own, other, p, _local(torch.zeros_like(p) if p.grad is None else p.grad))
+        (own, other, p, local_of(torch.zeros_like(p) if p.grad is None else p.grad))
         for own, other, p in tied
     ]
     received = []
@@ -81,8 +81,4 @@ def _exchange_tied(
         local.copy_(local + twin if own < other else twin + local)
         if p.grad is None:
             p.grad = torch.zeros_like(p)
-            _local(p.grad).copy_(local)
-
-
-def _local(tensor: Any) -> Tensor:
-    return tensor.to_local() if hasattr(tensor, "to_local") else tensor
+            local_of(p.grad).copy_(local)

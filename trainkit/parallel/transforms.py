@@ -45,17 +45,14 @@ def _check_ties(module: nn.Module, ties: Sequence[tuple[str, ...]], kind: str) -
     for names in ties:
         if any(len(names) <= len(tie) and tie & {*names} for tie in now):
             continue
+        listed = " and ".join(map(repr, names))
         raise ConfigError(
-            f"{kind}: {_listed(names)} are one tensor, which modules share; it would come apart "
+            f"{kind}: {listed} are one tensor, which modules share; it would come apart "
             "and no longer be trained as one. Let one block hold all that share it (see `blocks`), "
             "or none of them",
             where=names[0],
             got=names,
         )
-
-
-def _listed(names: Sequence[str]) -> str:
-    return " and ".join(map(repr, names))
 
 
 def check_plan(plan: Sequence[ModelTransform], ps: ParallelState) -> None:

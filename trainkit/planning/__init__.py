@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from trainkit.planning.hardware import Hardware, hardware, hardware_names
+from trainkit.planning.hardware import Hardware, hardware
 from trainkit.planning.jobs import Job, layouts_of, refusal
 from trainkit.planning.memory import Memory, memory_of
 from trainkit.planning.plans import Plan, Seconds, plan, seconds_of
@@ -20,7 +20,6 @@ __all__ = [
     "Seconds",
     "Transfer",
     "hardware",
-    "hardware_names",
     "layouts_of",
     "memory_of",
     "plan",

@@ -66,23 +66,13 @@ def hardware(name: str) -> Hardware:
         >>> hardware("h100").memory / 2**30
         79.0
     """
-    kinds = {kind.name: kind for kind in _known()}
+    kinds = _known()
     if name not in kinds:
         raise ValueError(f"hardware: no machine is named {name!r}; there are {', '.join(kinds)}")
     return kinds[name]
 
 
-def hardware_names() -> tuple[str, ...]:
-    """Return the names that `hardware` knows.
-
-    Examples:
-        >>> hardware_names()
-        ('a100', 'h100', 'h200', 'b200', 'cpu')
-    """
-    return tuple(kind.name for kind in _known())
-
-
-def _known() -> tuple[Hardware, ...]:
+def _known() -> dict[str, Hardware]:
     #        name, GiB, bf16 and fp32 TFLOP/s, GB/s inside and between nodes
     table = (
         ("a100", 79, 312, 19.5, 300, 25),
@@ -110,4 +100,4 @@ def _known() -> tuple[Hardware, ...]:
         ranks_per_node=8,
         fused_norms=False,
     )
-    return (*devices, cpu)
+    return {kind.name: kind for kind in (*devices, cpu)}

@@ -202,7 +202,8 @@ def _moments_of_pass(rank: _Rank, held: int, *, before: int) -> dict[str, float]
     a tied embedding waits until the embedding's own part is there.
     """
     one, shard = rank.activations, rank.sharding
-    words = _output_weight(rank)
+    # The gradient of the output weight, or of the embedding.
+    words = rank.ends.largest * rank.job.itemsize
     waits = words if rank.part.embedding and rank.job.config.tied else 0
     block = rank.block.shard * rank.of_shard
     at_start = before + waits if before else words
@@ -230,8 +231,3 @@ def _moments_of_pass(rank: _Rank, held: int, *, before: int) -> dict[str, float]
             + shard.ends + shard.ends_scatter
         ),
     }  # fmt: skip
-
-
-def _output_weight(rank: _Rank) -> int:
-    """Return the bytes of the gradient of the output weight, or of the embedding."""
-    return rank.ends.largest * rank.job.itemsize

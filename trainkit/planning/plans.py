@@ -153,7 +153,8 @@ def _plan_one(job: Job, layout: Layout, hardware: Hardware, usable: int, efficie
         why_not = _too_large(memory, usable) + _remedy(job, layout, hardware, usable)
     seconds = seconds_of(job, layout, hardware, efficiency=efficiency)
     lengths = _lengths(job)
-    flops = job.rows * _flops(job, lengths)
+    row = job.config.layers * _block_flops(job, lengths) + _head_flops(job)
+    flops = job.rows * row
     return Plan(
         layout=layout,
         recompute=job.recompute,
@@ -243,12 +244,8 @@ def _lengths(job: Job) -> np.ndarray[tuple[int], np.dtype[np.int64]]:
     return np.array([base + (i < more) for i in range(job.documents)], dtype=np.int64)
 
 
-def _flops(job: Job, lengths: np.ndarray[tuple[int], np.dtype[np.int64]]) -> float:
-    """Return the operations of one row, forward and backward."""
-    return job.config.layers * _block_flops(job, lengths) + _head_flops(job)
-
-
 def _block_flops(job: Job, lengths: np.ndarray[tuple[int], np.dtype[np.int64]]) -> float:
+    """Return the operations of one row in one block, forward and backward."""
     config = job.config
     block = units_of(config, Layout()).block.whole
     return model_flops(

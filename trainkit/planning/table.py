@@ -40,7 +40,7 @@ def plan_table(plans: Sequence[Plan], *, limit: int | None = 10) -> str:
     lines += _more(len(fitting), limit, "that fit")
     if large:
         lines += ["", "does not fit:"]
-        lines += _columns([(_name(one), one.recompute, one.why_not) for one in large[:limit]])
+        lines += _columns([(str(one.layout), one.recompute, one.why_not) for one in large[:limit]])
         lines += _more(len(large), limit, "that do not fit")
     if impossible:
         lines += ["", "not possible:"]
@@ -62,10 +62,6 @@ def _rows(plans: Sequence[Plan]) -> list[tuple[str, ...]]:
     return [(*row[:3], cell, *row[3:]) for row, cell in zip(rows, column, strict=True)]
 
 
-def _name(one: Plan) -> str:
-    return str(one.layout)
-
-
 def _row(one: Plan) -> tuple[str, ...]:
     assert one.memory is not None
     assert one.seconds is not None
@@ -76,7 +72,7 @@ def _row(one: Plan) -> tuple[str, ...]:
     )
     sent = sum(transfer.sent for transfer in one.traffic)
     return (
-        _name(one),
+        str(one.layout),
         one.recompute,
         *(_figure(size / 2**30) for size in sizes),
         _figure(sent / 1e9),

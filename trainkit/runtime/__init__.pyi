@@ -14,5 +14,4 @@ from .signals import stop_votes as stop_votes
 from .signals import trap_signals as trap_signals
 from .startup import agree_at_start as agree_at_start
 from .startup import code_facts as code_facts
-from .startup import probe as probe
 from .watchdog import watch as watch

@@ -23,7 +23,7 @@ from typing import Any, NoReturn
 
 import orjson
 
-from trainkit.files import point_nowhere
+from trainkit.files import flush, point_nowhere, say_on_stderr
 from trainkit.types import TrainkitError
 
 SAVED = 75
@@ -104,12 +104,12 @@ def report_errors(run_dir: str | Path | None = None) -> Iterator[None]:
             raise SystemExit(_PIPE) from None
         facts = _facts_of(error, run_dir)
         place = _keep_traceback(error, run_dir, facts)
-        _flush(sys.stdout)
+        flush(sys.stdout)
         say_on_stderr(_words_of(facts, *([f"traceback: {place}"] if place else [])))
         raise SystemExit(facts["code"]) from None
 
 
-def last_words(code: int, what: str, *, hint: str | None = None) -> bytes:
+def last_words(code: int, what: str) -> bytes:
     """Return what `report_errors` would say, for a process that must end where it stands.
 
     Examples:
@@ -118,7 +118,7 @@ def last_words(code: int, what: str, *, hint: str | None = None) -> bytes:
     """
     names = ("code", "what", "where", "rank", "step", "got", "want", "hint")
     facts = dict.fromkeys(names) | {"code": code, "what": what, "rank": _rank()}
-    return _words_of(facts | {"hint": hint or _HINTS.get(code)}).encode() + b"\n"
+    return _words_of(facts | {"hint": _HINTS.get(code)}).encode() + b"\n"
 
 
 def _words_of(facts: dict[str, Any], *further: str) -> str:
@@ -144,32 +144,6 @@ def _has_no_reader(stream: Any) -> bool:
             point_nowhere(stream)
             return True
     return False
-
-
-def say_on_stderr(text: str) -> None:
-    """Write lines on stderr at once; they are lost where it is closed or has no reader.
-
-    Effects:
-        Writes to stderr, and never fails.
-
-    Examples:
-        >>> with contextlib.redirect_stderr(sys.stdout):
-        ...     say_on_stderr("warning: the disk is full")
-        warning: the disk is full
-    """
-    with contextlib.suppress(OSError, ValueError, AttributeError):
-        sys.stderr.write(f"{text}\n")
-    _flush(sys.stderr)
-
-
-def _flush(stream: Any) -> None:
-    """Flush what was printed; where its reader has left, let the rest go nowhere."""
-    try:
-        stream.flush()
-    except BrokenPipeError:
-        point_nowhere(stream)
-    except (OSError, ValueError, AttributeError):
-        return  # a full disk, a closed stream, none at all: there is nobody left to tell
 
 
 def leave(main: Callable[[], int | None]) -> NoReturn:
@@ -210,7 +184,7 @@ def leave(main: Callable[[], int | None]) -> NoReturn:
         print(code, file=sys.stderr)  # noqa: T201 -- as the interpreter does with sys.exit(text)
         code = 1
     _ignore_signals()
-    _within(5.0, lambda: (_flush(sys.stdout), _flush(sys.stderr)))
+    _within(5.0, lambda: (flush(sys.stdout), flush(sys.stderr)))
     _within(5.0, _end_children)
     os._exit(code or 0)
 

@@ -14,7 +14,7 @@ import os
 import secrets
 import socket
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import BinaryIO, NoReturn
@@ -220,10 +220,10 @@ def _has_ended(holder: Holder) -> bool:
     return is_gone(Member(0, place, place, holder.pid, started=""), here=socket.gethostname())
 
 
-def _this_process(env: Mapping[str, str] = os.environ) -> Holder:
+def _this_process() -> Holder:
     return Holder(
         socket.gethostname(),
         os.getpid(),
-        env.get("SLURM_JOB_ID") or env.get("TORCHELASTIC_RUN_ID"),
+        os.environ.get("SLURM_JOB_ID") or os.environ.get("TORCHELASTIC_RUN_ID"),
         datetime.now(UTC).isoformat(timespec="seconds"),
     )

@@ -65,14 +65,13 @@ class Beat:
 
 @attrs.frozen
 class Sighting:
-    """What another rank knows of one: its last beat, for how long that stood, if it is gone.
+    """What another rank knows of one: its last beat, and for how long that stood.
 
     `beat` is None as long as none has been read.
     """
 
     beat: Beat | None = None
     still: float = 0.0
-    gone: bool = False
 
 
 @attrs.frozen
@@ -287,7 +286,7 @@ def _read(path: Path, kind: type[Any], session: str) -> Any:
 # ------------------------------------------------------------------------------------ judgement
 
 
-def look(before: Sighting, beat: Beat | None, seconds: float, *, gone: bool = False) -> Sighting:
+def look(before: Sighting, beat: Beat | None, seconds: float) -> Sighting:
     """Return what is known of a rank after looking again, `seconds` after the last look.
 
     Examples:
@@ -297,9 +296,9 @@ def look(before: Sighting, beat: Beat | None, seconds: float, *, gone: bool = Fa
         (1.5, 0.0)
     """
     if beat is None:
-        return attrs.evolve(before, still=before.still + seconds, gone=gone)
+        return attrs.evolve(before, still=before.still + seconds)
     moved = before.beat is None or beat.count != before.beat.count
-    return Sighting(beat, 0.0 if moved else before.still + seconds, gone)
+    return Sighting(beat, 0.0 if moved else before.still + seconds)
 
 
 def is_silent(sighting: Sighting, *, near: bool) -> bool:
@@ -320,7 +319,7 @@ def find_culprits(
 ) -> list[int]:
     """Return the ranks at fault for a phase of this rank that is overdue; none if it may wait on.
 
-    At fault is who is gone, silent, has failed, or has left. If there is nobody like that, all have
+    At fault is who is silent, has failed, or has left. If there is nobody like that, all have
     to be overdue, this rank with them: then those are at fault who are not waiting in a collective.
     As long as one rank is at something that it has time for, all wait for it.
 
@@ -351,15 +350,16 @@ def find_culprits(
 
 
 def is_at_fault(sighting: Sighting, *, near: bool) -> bool:
-    """Return whether a rank cannot be waited for: gone, silent, failed, or already at its end.
+    """Return whether a rank cannot be waited for: silent, failed, or already at its end.
 
     Examples:
-        >>> is_at_fault(Sighting(gone=True), near=True), is_at_fault(Sighting(), near=True)
+        >>> failed = Beat("a", 7, "step 3", 1.0, 60.0, "", state="failed")
+        >>> is_at_fault(Sighting(failed), near=True), is_at_fault(Sighting(), near=True)
         (True, False)
     """
     beat = sighting.beat
     ended = beat is not None and beat.state != "running"
-    return ended or sighting.gone or is_silent(sighting, near=near)
+    return ended or is_silent(sighting, near=near)
 
 
 def stragglers(busy: Mapping[int, float]) -> list[int]:

@@ -1,25 +1,22 @@
-"""Whether the ranks of a run are of one mind, and can talk, before the first step is taken."""
+"""Whether the ranks of a run are of one mind, before the first step is taken."""
 
 from __future__ import annotations
 
 import hashlib
 import platform
 import sys
-import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from datetime import timedelta
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
 import orjson
 import torch
-import torch.distributed as dist
 
 import trainkit
-from trainkit.collectives import all_gather_json, all_sum, communication_device
-from trainkit.types import Axis, ConfigError, PeerError
+from trainkit.collectives import all_gather_json
+from trainkit.types import Axis, ConfigError
 
 
 def code_facts(recipe: str | Path | None = None) -> dict[str, str]:
@@ -139,50 +136,3 @@ def _text(facts: Mapping[str, Any], name: str) -> str:
         return "none"
     text = orjson.dumps(facts[name]).decode()
     return text if len(text) <= 200 else f"{text[:200]}..."
-
-
-def probe(axis: Axis, *, timeout: timedelta = timedelta(seconds=30)) -> float:
-    """Return how many seconds one round over all ranks takes; name those who do not answer.
-
-    Args:
-        axis: The ranks to ask; with a gloo group (`mesh.twin_axis`) the silent ones are named.
-        timeout: How long an answer may take.
-
-    Raises:
-        PeerError: Some rank did not answer in time, or a sum over the ranks came out wrong. The
-            group is of no use then.
-
-    Effects:
-        Communicates on `axis`; every rank must call it.
-
-    Examples:
-        >>> from trainkit.mesh import solo_parallel
-        >>> probe(solo_parallel().world) < 1
-        True
-    """
-    begin = time.perf_counter()
-    if axis.group is None:
-        return time.perf_counter() - begin
-    try:
-        if dist.get_backend(axis.group) == "gloo":
-            dist.monitored_barrier(axis.group, timeout, wait_all_ranks=True)
-        else:
-            work = dist.barrier(axis.group, async_op=True)
-            assert work is not None
-            work.wait(timeout)
-    except RuntimeError as error:
-        lines = " ".join(str(error).split())
-        raise PeerError(
-            f"probe: rank {axis.index} of {axis.name} found that not all ranks answered within "
-            f"{timeout.total_seconds():g} s: {lines}",
-            where=axis.name,
-        ) from error
-    own = torch.tensor(axis.index + 1, device=communication_device(axis))
-    total = int(all_sum(own, axis))
-    if total != axis.count * (axis.count + 1) // 2:
-        raise PeerError(
-            f"probe: the numbers of the {axis.count} ranks of {axis.name} sum to {total}, which is "
-            "wrong: the network or a rank is damaged",
-            where=axis.name,
-        )
-    return time.perf_counter() - begin

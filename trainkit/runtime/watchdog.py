@@ -27,6 +27,7 @@ import attrs
 from trainkit.checkpoint.flight import SAVE_THREAD
 from trainkit.checkpoint.manifest import list_checkpoints, step_of
 from trainkit.collectives import all_gather_json
+from trainkit.files import say_on_stderr
 from trainkit.runtime.errors import (
     SAVED,
     bytes_asked,
@@ -35,7 +36,6 @@ from trainkit.runtime.errors import (
     last_step,
     last_words,
     report_errors,
-    say_on_stderr,
 )
 from trainkit.runtime.peers import (
     Beat,

@@ -7,7 +7,7 @@ device. Sinks that hold a file or the terminal are context managers that yield t
 from __future__ import annotations
 
 from trainkit.sinks.console import console, printable
-from trainkit.sinks.goodput import Goodput, best_save_interval, expected_goodput, goodput
+from trainkit.sinks.goodput import Goodput, best_save_interval, goodput
 from trainkit.sinks.guarded import guarded
 from trainkit.sinks.jsonl import events, jsonl, read_jsonl, read_metrics, repair_jsonl, sync_lines
 from trainkit.sinks.named import named_sinks
@@ -21,7 +21,6 @@ __all__ = [
     "best_save_interval",
     "console",
     "events",
-    "expected_goodput",
     "goodput",
     "guarded",
     "jsonl",

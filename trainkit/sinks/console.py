@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Mapping
 from datetime import timedelta
 from typing import Any, TextIO
 
-from trainkit.files import point_nowhere
+from trainkit.files import point_nowhere, say
 from trainkit.types import Sink, needs_extra
 
 _BAR_SECONDS = 0.1
@@ -39,8 +39,7 @@ def printed(text: str) -> None:
         >>> printed("step 1")
         step 1
     """
-    with contextlib.suppress(OSError, ValueError), _outliving_reader(sys.stdout):
-        print(text, flush=True)  # noqa: T201 -- this is its purpose
+    say(text, sys.stdout)
 
 
 @contextlib.contextmanager

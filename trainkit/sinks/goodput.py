@@ -1,4 +1,4 @@
-"""How much of a run's time made it further, and what saves and failures may be expected to cost."""
+"""How much of a run's time made it further, and how often to save."""
 
 from __future__ import annotations
 
@@ -93,38 +93,15 @@ def _life(
     return first["time"], min(end, max(events[-1]["time"], first["time"] + worked))
 
 
-def expected_goodput(
-    *, stall: float, interval: float, between_failures: float, restart: float
-) -> float:
-    """Return the goodput to expect of a run that saves now and then, and fails now and then.
+def best_save_interval(*, stall: float, between_failures: float) -> float:
+    """Return the seconds between two saves with which the goodput to expect is best.
 
-    Saving costs stall / interval; a failure loses half an interval and a restart. All in seconds
-    (Young, "A first order approximation to the optimum checkpoint interval", 1974).
+    Saving costs stall / interval; a failure loses half an interval and a restart (Young, "A first
+    order approximation to the optimum checkpoint interval", 1974).
 
     Args:
-        stall: How long a save holds training up.
-        interval: From one save to the next.
-        between_failures: The mean time from one failure to the next.
-        restart: From a failure to the first new step.
-
-    Raises:
-        ValueError: `interval` or `between_failures` is not positive.
-
-    Examples:
-        >>> round(expected_goodput(stall=5, interval=330, between_failures=10_800, restart=180), 3)
-        0.953
-    """
-    if not (interval > 0 and between_failures > 0):
-        raise ValueError(
-            "expected_goodput: interval and between_failures must be positive, got "
-            f"{interval} and {between_failures}"
-        )
-    lost = stall / interval + (interval / 2 + restart) / between_failures
-    return max(0.0, 1.0 - lost)
-
-
-def best_save_interval(*, stall: float, between_failures: float) -> float:
-    """Return the seconds between two saves that `expected_goodput` is best with.
+        stall: How long a save holds training up, in seconds.
+        between_failures: The mean time from one failure to the next, in seconds.
 
     Examples:
         >>> round(best_save_interval(stall=5, between_failures=10_800))

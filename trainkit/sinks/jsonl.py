@@ -90,8 +90,7 @@ def jsonl(path: str | Path, *, step: int = 0, tell: Tell | None = None) -> Itera
 
         def write(step: int, values: Mapping[str, Any]) -> None:
             nonlocal last, told
-            is_more = step == last and told.keys().isdisjoint(values)
-            told = {**told, **values} if is_more else dict(values)
+            told = {**told, **values} if step == last and is_more(told, values) else dict(values)
             if step <= last:
                 go_back(step - 1)
             append({"step": step, **told})
@@ -131,6 +130,18 @@ def events(path: str | Path, *, tell: Tell | None = None) -> Iterator[Callable[.
             append({"time": time.time(), "event": name, **facts})
 
         yield event
+
+
+def is_more(told: Mapping[str, Any], values: Mapping[str, Any]) -> bool:
+    """Say whether values are more of a step that was told, as an evaluation's are.
+
+    A name that comes twice is a step that is done again.
+
+    Examples:
+        >>> is_more({"loss": 2.0}, {"eval/loss": 2.5}), is_more({"loss": 2.0}, {"loss": 2.0})
+        (True, False)
+    """
+    return bool(told) and told.keys().isdisjoint(values)
 
 
 def repair_jsonl(text: bytes, step: int) -> bytes:

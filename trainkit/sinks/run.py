@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from trainkit.checkpoint.directory import run_identity
+from trainkit.files import say_on_stderr
 from trainkit.sinks.console import console, printed
 from trainkit.sinks.goodput import goodput
 from trainkit.sinks.guarded import guarded
@@ -180,9 +181,7 @@ def _told_end(event: Callable[..., None], reached: Callable[[], int]) -> Iterato
 
 
 def _warn(problem: str) -> None:
-    with contextlib.suppress(OSError, ValueError, AttributeError):  # stderr may be closed, or None
-        sys.stderr.write(f"warning: {problem}\n")
-        sys.stderr.flush()
+    say_on_stderr(f"warning: {problem}")
 
 
 def _ignore(*args: Any, **kwargs: Any) -> None:

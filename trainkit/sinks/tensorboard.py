@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from trainkit.sinks.jsonl import is_more
 from trainkit.types import Sink, needs_extra
 
 
@@ -45,13 +46,12 @@ def tensorboard(path: str | Path, *, step: int = 0) -> Iterator[Sink]:
         def write(step: int, values: Mapping[str, Any]) -> None:
             nonlocal writer, last, told
             numbers = scalars(values)
-            # More of the last step, as an evaluation tells it; a name twice is a step done again.
-            is_more = step == last and told and told.keys().isdisjoint(numbers)
-            if step <= last and not is_more:
+            more = step == last and is_more(told, numbers)
+            if step <= last and not more:
                 writer = opened(step)
             for name, value in numbers.items():
                 writer.add_scalar(name, value, step)
-            last, told = step, {**told, **numbers} if is_more else numbers
+            last, told = step, {**told, **numbers} if more else numbers
 
         yield write
 

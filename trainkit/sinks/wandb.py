@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from trainkit.checkpoint.directory import run_identity
+from trainkit.sinks.jsonl import is_more
 from trainkit.sinks.tensorboard import scalars
 from trainkit.types import Sink, needs_extra
 
@@ -69,11 +70,10 @@ def wandb(
         def write(step: int, values: Mapping[str, Any]) -> None:
             nonlocal sent, told
             numbers = scalars(values)
-            # An evaluation tells more of the step; a name twice is a step done again.
-            is_more = step == sent and told and told.keys().isdisjoint(numbers)
-            if step > sent or is_more:
+            more = step == sent and is_more(told, numbers)
+            if step > sent or more:
                 run.log(numbers, step=step)
-                sent, told = step, {**told, **numbers} if is_more else numbers
+                sent, told = step, {**told, **numbers} if more else numbers
 
         yield write
         failed = 0

@@ -32,7 +32,7 @@ from trainkit.testing.faults import (
     truncate,
     zero_page,
 )
-from trainkit.testing.ledger import Collective, Ledger, count_collectives, ledger_table
+from trainkit.testing.ledger import Collective, Ledger, count_collectives
 from trainkit.testing.ranks import RankError, run_ranks
 
 __all__ = [
@@ -57,7 +57,6 @@ __all__ = [
     "flip_bit_at",
     "hang_at",
     "kill_at",
-    "ledger_table",
     "nan_gradient_at",
     "nan_loss_at",
     "nan_moment_at",

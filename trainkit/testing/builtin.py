@@ -120,11 +120,7 @@ def decoder_plan(ps: Any, case: Case) -> list[Transform]:
     """
     del ps
     blocks = [compiled(backend="aot_eager")] if case.compiled else []
-    return [tensor(), sequence(), recompute(case.recompute), *blocks, _sharded(case.layout)]
-
-
-def _sharded(layout: Layout) -> Transform:
-    return fsdp(layout)
+    return [tensor(), sequence(), recompute(case.recompute), *blocks, fsdp(case.layout)]
 
 
 def exact_plan(ps: Any, case: Case) -> list[Transform]:
@@ -137,12 +133,9 @@ def exact_plan(ps: Any, case: Case) -> list[Transform]:
     """
     del ps
     cut = tensor({"layers.*.up": "column", "layers.*.down": "row"})
-    apart = Transform(_as_it_is, kind="sequence", axes=("ring", "ulysses"))  # no token sees another
-    return [cut, apart, recompute(case.recompute), _sharded(case.layout)]
-
-
-def _as_it_is(module: nn.Module, _: Any) -> nn.Module:
-    return module
+    # No token sees another.
+    apart = Transform(lambda module, _: module, kind="sequence", axes=("ring", "ulysses"))
+    return [cut, apart, recompute(case.recompute), fsdp(case.layout)]
 
 
 def variant_cases(name: str) -> list[Case]:

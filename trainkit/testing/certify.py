@@ -31,11 +31,11 @@ from trainkit.testing.exact import integer_steps
 from trainkit.testing.ranks import RankError, run_ranks
 from trainkit.testing.train import (
     Differences,
+    Held,
     MakeLoss,
     MakePlan,
     Optimizers,
     Outcome,
-    Part,
     Training,
     certificate_optimizer,
     certificate_weights,
@@ -290,7 +290,7 @@ def _row_of(case: Case, wanted: Outcome, ranks: Sequence[Differences]) -> Row:
 
 
 def _farthest(
-    wanted: Mapping[str, Part],
+    wanted: Mapping[str, Held],
     ranks: Sequence[Differences],
     found: Sequence[Mapping[str, float]],
 ) -> dict[str, float]:
@@ -327,7 +327,7 @@ def _other_parameters(wanted: Outcome, ranks: Sequence[Differences]) -> str:
     return problem + "".join(told)
 
 
-def _is_covered(name: str, whole: Part, ranks: Sequence[Differences]) -> bool:
+def _is_covered(name: str, whole: Held, ranks: Sequence[Differences]) -> bool:
     """Say whether the ranks together hold every element of a tensor."""
     covered = np.zeros(whole.values.shape, bool)
     for offset, shape in (rank.held[name] for rank in ranks if name in rank.held):

@@ -112,23 +112,6 @@ def count_collectives(fn: Callable[[], Any], axes: Any = ()) -> Ledger:
     return Ledger(tuple(Collective(*key, len(sizes), sum(sizes)) for key, sizes in counts.items()))
 
 
-def ledger_table(ledger: Ledger) -> str:
-    """Return a ledger as a table for a terminal.
-
-    Examples:
-        >>> print(ledger_table(Ledger((Collective("dp_shard", 2, "all_gather", 6, 49152),))))
-        axis      ranks  kind            calls     bytes
-        dp_shard      2  all_gather          6     49152
-    """
-    width = max([8, *(len(row.axis) for row in ledger.rows)])
-    lines = [f"{'axis':<{width}}  ranks  {'kind':<14}  calls  {'bytes':>8}"]
-    lines += [
-        f"{row.axis:<{width}}  {row.size:>5}  {row.kind:<14}  {row.count:>5}  {row.bytes:>8}"
-        for row in ledger.rows
-    ]
-    return "\n".join(lines)
-
-
 def _axes_of(axes: Any) -> list[Axis]:
     if not isinstance(axes, ParallelState):
         return list(axes)

@@ -73,7 +73,7 @@ class Training:
 
 
 @attrs.frozen(eq=False)
-class Part:
+class Held:
     """The part of a tensor that a rank holds, in fp64, and where it begins in the whole."""
 
     values: np.ndarray[Any, Any]
@@ -92,8 +92,8 @@ class Outcome:
     terms: dict[str, list[float]]
     norms: list[float]
     hashes: list[int]
-    parameters: dict[str, Part]
-    state: dict[str, Part]
+    parameters: dict[str, Held]
+    state: dict[str, Held]
     ties: list[tuple[str, ...]]
     norm_dtype: str
 
@@ -259,7 +259,7 @@ def compare_layout(training: Training, case: Case, wanted: Outcome) -> Differenc
     )
 
 
-def _least_moments(state: Mapping[str, Part]) -> dict[str, float]:
+def _least_moments(state: Mapping[str, Held]) -> dict[str, float]:
     """Return what the largest element of a moment counts as at least: 1e-2 of its kind's largest.
 
     A gradient that is 0 but for rounding (of a bias of keys, which no softmax sees) has moments
@@ -273,8 +273,8 @@ def _least_moments(state: Mapping[str, Part]) -> dict[str, float]:
 
 
 def _distances(
-    found: Mapping[str, Part],
-    wanted: Mapping[str, Part],
+    found: Mapping[str, Held],
+    wanted: Mapping[str, Held],
     *,
     least: Mapping[str, float] | None = None,
 ) -> dict[str, float]:
@@ -297,7 +297,7 @@ def relative(found: Any, wanted: Any) -> float:
         (0.5, inf)
     """
     a, b = np.asarray(found, np.float64), np.asarray(wanted, np.float64)
-    return _of_part(Part(a, (0,) * a.ndim), b) if a.shape == b.shape else math.inf
+    return _of_part(Held(a, (0,) * a.ndim), b) if a.shape == b.shape else math.inf
 
 
 def _largest(values: np.ndarray[Any, Any]) -> float:
@@ -305,7 +305,7 @@ def _largest(values: np.ndarray[Any, Any]) -> float:
     return float(np.abs(values, where=finite, out=np.zeros_like(values)).max(initial=0.0))
 
 
-def _of_part(part: Part, whole: np.ndarray[Any, Any], *, least: float = 0.0) -> float:
+def _of_part(part: Held, whole: np.ndarray[Any, Any], *, least: float = 0.0) -> float:
     a, sizes = part.values, zip(part.offset, part.values.shape, strict=True)
     b = whole[tuple(slice(start, start + size) for start, size in sizes)]
     if a.shape != b.shape or not np.array_equal(np.isfinite(a), np.isfinite(b)):
@@ -319,6 +319,6 @@ def _typed(make_model: Callable[[], nn.Module], dtype: str) -> nn.Module:
     return make_model().to(getattr(torch, dtype))
 
 
-def _part(tensor: Tensor) -> Part:
+def _part(tensor: Tensor) -> Held:
     box = box_of(tensor)
-    return Part(box.local.detach().to(torch.float64).cpu().numpy().copy(), box.offset)
+    return Held(box.local.detach().to(torch.float64).cpu().numpy().copy(), box.offset)
