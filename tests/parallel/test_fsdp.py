@@ -41,7 +41,7 @@ def train(ps, *, config=CONFIG, frozen=(), steps=3, run_dir=None, **options):
     stages = tk.build_stages(
         lambda: Decoder(config, head="hidden").double(),
         ps,
-        [tensor(), freeze(frozen), fsdp(**options)],
+        [tensor(), freeze(frozen), fsdp(tk.Layout(**options))],
         weights=init_weights(config, seed=0),
     )
     named = tk.named_parameters_of(stages)

@@ -191,7 +191,7 @@ def measure_choices(job, layout, ps):
     On a CPU "host" and "device" are one memory, so what the host would hold is told by name.
     """
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(measured_step, "fsdp", partial(fsdp, cpu_offload=layout.cpu_offload))
+        patch.setattr(measured_step, "fsdp", partial(fsdp, layout))
         stages, optimizer, backward, finish = step_of(job, layout, ps)
     params = tk.parameters_of(stages)
 
