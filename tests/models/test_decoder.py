@@ -313,7 +313,7 @@ def test_dropout_uses_each_site_once_under_its_name_in_the_whole_model(monkeypat
         sites.append((name, p))
         return real(x, keys, name=name, p=p, **options)
 
-    monkeypatch.setattr(noise, "dropout", recorded)
+    monkeypatch.setattr("trainkit.noise.counters.dropout", recorded)
     model = build_decoder(attrs.evolve(SMALL, dropout=0.3), seed=0)
     ids, rest = packed([4])
     dropped(model, ids, rest, ids)

@@ -138,7 +138,7 @@ def what_units_do():
     with tk.parallel_session() as ps:
         for options in ({}, {"cpu_offload": True}, {"reshard_after_forward": False}):
             with torch.device("meta"):
-                model = fsdp(**options)(Decoder(CONFIG), ps)
+                model = fsdp(tk.Layout(**options))(Decoder(CONFIG), ps)
             block = model.layers["0"]
             policy = type(fsdp_groups(block)[0].offload_policy).__name__
             found[str(options)] = policy, reshards_after_forward(block)
