@@ -324,7 +324,7 @@ def test_memory_of_the_first_format_is_understood():
         {"max_rollbacks": -1},
         {"on_spike": "ignore"},
         {"spike_sigmas": 0.0},
-        {"window": 0},
+        {"spike_window": 0},
         {"spike_after": 0},
     ],
 )
