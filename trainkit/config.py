@@ -329,24 +329,24 @@ def read_config(config_type: type[T], path: str | Path) -> T:
 def write_config(path: str | Path, config: Any) -> None:
     """Write a configuration as TOML that `read_config` reads back equal.
 
-    The field `config` is left out: the values of the file that it names are all here.
-
     Effects:
         Writes `path`, by a rename, so that it is whole at any time.
     """
-    values = {name: x for name, x in plain_values(config).items() if name != "config"}
     with replacing(Path(path), by="write_config") as file:
-        file.write(toml_text(values).encode())
+        file.write(toml_text(plain_values(config)).encode())
 
 
 def plain_values(config: Any) -> dict[str, Any]:
     """Return the fields of a configuration as values that JSON holds.
 
+    The field `config` is left out: the values of the file that it names are all here.
+
     Examples:
         >>> plain_values(RunConfig(seed=7))["out"], plain_values(RunConfig(seed=7))["seed"]
         ('runs/run', 7)
     """
-    return {name: _plain(x.value(config)) for name, x in _fields(type(config)).items()}
+    fields = _fields(type(config)).items()
+    return {name: _plain(x.value(config)) for name, x in fields if name != "config"}
 
 
 def config_facts(config: Any) -> dict[str, Any]:

@@ -189,6 +189,13 @@ def test_a_sidecar_that_does_not_fit_is_refused(tmp_path, sidecar, message):
         open_corpus(path)
 
 
+def test_a_damaged_file_of_document_ends_is_named_by_its_kind(tmp_path):
+    path = raw(tmp_path / "a.bin", range(5), dtype="uint16", offsets="ends")
+    (tmp_path / "ends").write_bytes(b"no numbers")
+    with pytest.raises(DataError, match=r"ends: no .npy file, or a damaged one: "):
+        open_corpus(path)
+
+
 def test_a_cut_file_of_document_ends_is_named(tmp_path):
     path = raw(tmp_path / "a.bin", range(5), dtype="uint16", offsets="ends.npy")
     np.save(tmp_path / "ends.npy", np.array([0, 2, 5]))

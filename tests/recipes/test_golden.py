@@ -1,16 +1,14 @@
 """The recipes train on the batches that they have always trained on, to the same numbers.
 
 `golden.json` holds 20 steps of each, on one process, as commit e2ed3d5 took them, before recipes
-had one frame. Batch hashes and tokens are equal bit for bit, on every machine. Losses and norms are
-on the machine and torch that made the file; elsewhere sums are taken in another order.
+had one frame. Batch hashes, tokens and rates are equal bit for bit. Losses and norms are to 1e-4:
+a machine or a torch other than its `machine` takes their sums in another order.
 """
 
 import json
-import platform
 from pathlib import Path
 
 import pytest
-import torch
 from recipe_runs import column, here
 
 GOLDEN = json.loads(Path(__file__).with_name("golden.json").read_text())
@@ -40,11 +38,6 @@ def flags_of(recipe, data, out):
     return flags if recipe == "long_context" else [*flags, "--cache", "None", "--eval-every", 0]
 
 
-def machine():
-    cpu = torch.backends.cpu.get_cpu_capability()
-    return {"torch": torch.__version__, "cpu": cpu, "machine": platform.machine()}
-
-
 @pytest.mark.parametrize("recipe", SIZES)
 def test_twenty_steps_are_those_of_old(recipe, tmp_path):
     code, said = here(flags_of(recipe, write_data(tmp_path), tmp_path / "run"), recipe)
@@ -55,7 +48,3 @@ def test_twenty_steps_are_those_of_old(recipe, tmp_path):
     for name in ("loss", "grad_norm"):
         values = [float.fromhex(x) for x in wanted[f"{name}_hex"]]
         assert column(tmp_path / "run", name) == pytest.approx(values, rel=1e-4), name
-    if machine() == GOLDEN["machine"]:
-        seen = column(tmp_path / "run", "loss_hex"), column(tmp_path / "run", "grad_norm_hex")
-        same = seen == (wanted["loss_hex"], wanted["grad_norm_hex"])
-        print(f"{recipe}: bit for bit the losses and norms of e2ed3d5: {same}")

@@ -45,6 +45,17 @@ def whole(text, tmp_path_factory):
     return out, pretrain(out, text, 8, "--eval-every", 4, "--prompt", "def ")
 
 
+def test_a_run_starts_from_the_configuration_of_another(whole, tmp_path):
+    begun, again = whole[0] / "config.toml", tmp_path / "run"
+    code, said = here(["--config", begun, "--out", again, "--steps", 2])
+    assert code == 0, said
+    assert column(again, "loss_hex") == column(whole[0], "loss_hex")[:2]
+    first, second = (tomllib.loads((x / "config.toml").read_text()) for x in (whole[0], again))
+    assert second == first | {"out": str(again), "steps": 2}
+    code, said = here(["--config", again / "config.toml", "--steps", 3])
+    assert (code, len(lines(again))) == (0, 3), said
+
+
 def test_a_run_leaves_what_the_design_says(whole):
     out, printed = whole
     files = ("config.toml", "metrics.jsonl", "events.jsonl", "final.json", "loss.png", "run.json")

@@ -106,7 +106,7 @@ def _npy_header(path: Path) -> tuple[np.dtype[Any], int, int]:
             shape, _, dtype = read(file)
             begin = file.tell()
     except (KeyError, OSError, ValueError) as error:
-        raise damaged(path, error) from error
+        raise damaged(path, ".npy", error) from error
     if len(shape) != 1 or shape[0] < 0 or dtype.name not in DTYPES:
         what = f"tokens are integers in one dimension, got {dtype} {shape}"
         raise bad_file(path, what, got=str(dtype))

@@ -323,7 +323,7 @@ def _reading(path: Path) -> Iterator[None]:
     try:
         yield
     except (OSError, ValueError, pa.ArrowException) as error:
-        raise damaged(path, error) from error
+        raise damaged(path, path.suffix, error) from error
 
 
 def _pyarrow() -> Any:

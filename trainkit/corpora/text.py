@@ -93,10 +93,10 @@ def wrong_size(path: Path, got: int, want: int) -> DataError:
     return bad_file(path, what, got=got, want=want, hint=hint)
 
 
-def damaged(path: Path, error: Exception) -> DataError:
-    """Return the error of a file that is not what its suffix says, as the library that read it."""
+def damaged(path: Path, kind: str, error: Exception) -> DataError:
+    """Return the error of a file that is not of the kind that it was read as, by what read it."""
     what = str(error).splitlines()[0]
-    return bad_file(path, f"no {path.suffix} file, or a damaged one: {what}")
+    return bad_file(path, f"no {kind} file, or a damaged one: {what}")
 
 
 def check_name(path: Path) -> None:

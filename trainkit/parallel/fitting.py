@@ -75,7 +75,7 @@ def refuse(problems: Sequence[ConfigError]) -> None:
     """
     if problems:
         first, more = problems[0], len(problems) - 1
-        what = f"{first.what} (and {more} more that does not fit)" if more else first.what
+        what = f"{first.what} (and {more} more problem{'s' * (more > 1)})" if more else first.what
         raise ConfigError(what, where=first.where, got=first.got, want=first.want)
 
 
