@@ -38,7 +38,7 @@ def reduce_metrics(
     values come back as NaN, since asking would wait for the device), and none waits for another.
 
     Args:
-        sums: a scalar tensor per name.
+        sums: a tensor per name.
         axis: the ranks to sum over.
         names: what to return, such as `loss.terms`.
 
@@ -47,8 +47,8 @@ def reduce_metrics(
         compute on. On an axis of size 1 its values are the detached inputs.
 
     Raises:
-        ValueError: if a value is not a scalar tensor or is not among `names`; on all ranks, if
-            ranks passed different names.
+        ValueError: if a value is not among `names`, or with `names` no scalar; on all ranks, if
+            ranks passed different names, or values of different shapes.
 
     Effects:
         Communicates: one all-reduce on `axis`; none if its size is 1 or `names` is empty.
@@ -75,9 +75,10 @@ def reduce_metrics(
 
 def _check_sums(sums: Mapping[str, Tensor], names: Sequence[str] | None) -> None:
     for name, value in sums.items():
-        if value.ndim:
+        if value.ndim and names is not None:  # a rank that lacks it could not tell how many it adds
             raise ValueError(
-                f"reduce_metrics: {name!r} must be a scalar tensor, got shape {tuple(value.shape)}"
+                f"reduce_metrics: with names= {name!r} must be a scalar, got shape "
+                f"{tuple(value.shape)}"
             )
     if names is not None and (strange := sorted(set(sums) - set(names))):
         raise ValueError(f"reduce_metrics: {strange} are not among the names {list(names)}")
@@ -86,13 +87,16 @@ def _check_sums(sums: Mapping[str, Tensor], names: Sequence[str] | None) -> None
 def _totals(sums: Mapping[str, Tensor], axis: Axis) -> dict[str, Tensor]:
     """Return the fp64 totals by name, or fail alike on all ranks whose names differ."""
     names = sorted(sums)
+    shapes = [str(tuple(sums[name].shape)) for name in names]
+    sizes = [sums[name].numel() for name in names]
     device = computing_device(axis)
     # Gloo aborts the process when sizes differ, so ranks that disagree must send equally much.
-    packed = torch.zeros(-(-(1 + len(names)) // 256) * 256, dtype=torch.float64, device=device)
-    key = key_of(*names) >> 32  # 32 bits: the sum over 2^21 ranks is exact
+    packed = torch.zeros(-(-(1 + sum(sizes)) // 256) * 256, dtype=torch.float64, device=device)
+    key = key_of(*names, *shapes) >> 32  # 32 bits: the sum over 2^21 ranks is exact
     packed[0].fill_(key)  # packed[0] = key would be copied from the host, and waited for
     if names:
-        packed[1 : 1 + len(names)] = torch.stack([sums[name].double() for name in names])
+        flat = torch.cat([sums[name].double().flatten() for name in names])
+        packed[1 : 1 + len(flat)] = flat
     total = all_sum(packed, axis)
     agreed = total[0] == key * axis.count
     if device.type == "cpu" and not agreed:
@@ -100,8 +104,8 @@ def _totals(sums: Mapping[str, Tensor], axis: Axis) -> dict[str, Tensor]:
             f"reduce_metrics: the ranks of {axis.name!r} passed different names, here {names}; "
             "pass names=, the same on all of them, and what a rank lacks counts as 0"
         )
-    values = torch.where(agreed, total, torch.nan)
-    return dict(zip(names, values[1:].unbind(), strict=False))
+    values = torch.where(agreed, total, torch.nan)[1 : 1 + sum(sizes)].split(sizes)
+    return {name: x.view(sums[name].shape) for name, x in zip(names, values, strict=True)}
 
 
 def to_host(metrics: Mapping[str, Tensor | float]) -> dict[str, float | int]:

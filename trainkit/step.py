@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from trainkit.batch import blank_batch, count_valid_tokens, to_device
 from trainkit.collectives import all_gather_json, all_max, all_sum, communication_device
-from trainkit.losses import mean_terms
+from trainkit.losses import divided, mean_terms
 from trainkit.models.call import call_model
 from trainkit.parallel.pipeline import bind_pipeline
 from trainkit.parallel.places import places_of
@@ -27,14 +27,14 @@ from trainkit.parallel.reduction import (
 )
 from trainkit.parallel.split import schedule_kind
 from trainkit.parallel.stage_forward import (
-    agree_on_dtypes,
+    agree_on_kinds,
     compute_device,
     evaluating,
     forward_stages,
     share_terms,
     terms_of,
 )
-from trainkit.types import SOLO, Axis, Call, ForwardBackward, Loss
+from trainkit.types import SOLO, Axis, Call, Denominator, ForwardBackward, Loss
 
 
 def _add(sums: dict[str, Tensor], terms: Mapping[str, Tensor]) -> None:
@@ -53,7 +53,7 @@ def forward_backward(
     microbatches: Sequence[Mapping[str, Any]],
     loss: Loss,
     *,
-    denominator: Tensor,
+    denominator: Denominator,
     call: Call = call_model,
     reduce: Reduce = "last",
 ) -> dict[str, Tensor]:
@@ -66,7 +66,8 @@ def forward_backward(
         model: Any module: bare, FSDP2 or DDP, or with such modules inside.
         microbatches: What this rank computes in this step, at least one.
         loss: `loss(output, batch) -> (sum, {name: sum})`.
-        denominator: The number of valid tokens in the whole global batch, 0-d; 0 divides by 1.
+        denominator: The number of valid tokens in the whole global batch, 0-d; or, for a loss that
+            returns a sum for each of its terms, a number for each: {term: tensor}. 0 divides by 1.
         call: How a batch enters the model.
         reduce: "last" reduces gradients once, after the last microbatch; "each" reduce-scatters
             every microbatch and leaves only the all-reduce over replicas for the last, which needs
@@ -94,12 +95,11 @@ def forward_backward(
     _check_microbatches(microbatches)
     _check_reduce(reduce)
     reducers = reducers_of(model)
-    divisor = torch.as_tensor(denominator).clamp(min=1)
     sums: dict[str, Tensor] = {}
     if not reducers:
         for batch in microbatches:
             total, terms = loss(call(model, batch), batch)
-            (total / divisor).backward()
+            divided(total, denominator).backward()
             _add(sums, terms)
         return sums
     check_sums(reducers)
@@ -107,7 +107,7 @@ def forward_backward(
         for index, batch in enumerate(microbatches):
             with reduction.microbatch(last=index == len(microbatches) - 1):
                 total, terms = loss(call(model, batch), batch)
-                (total / divisor).backward()
+                divided(total, denominator).backward()
             _add(sums, terms)
     return sums
 
@@ -172,7 +172,9 @@ def bind_forward_backward(
     else:
         raise ValueError(f"bind_forward_backward: one stage is needed, got {len(stages)}")
 
-    def run(microbatches: Sequence[Mapping[str, Any]], *, denominator: Tensor) -> dict[str, Tensor]:
+    def run(
+        microbatches: Sequence[Mapping[str, Any]], *, denominator: Denominator
+    ) -> dict[str, Tensor]:
         _check_microbatches(microbatches)
         return inner(microbatches, denominator=denominator)
 
@@ -296,8 +298,8 @@ def _shared(
     source = places_of(stages, pp)[0].ranks[-1]
     if not any(all_gather_json(len(sums), pp)):
         return {}
-    dtypes = agree_on_dtypes(sums, terms_of(loss), axis=pp, source=source)
-    return share_terms(sums, dtypes, axis=pp, source=source, device=device)
+    kinds = agree_on_kinds(sums, terms_of(loss), axis=pp, source=source)
+    return share_terms(sums, kinds, axis=pp, source=source, device=device)
 
 
 def _blank(model: nn.Module, device: torch.device) -> Mapping[str, Any]:

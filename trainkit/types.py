@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol, TypeAlias
 
 import attrs
 import numpy as np
@@ -476,6 +476,19 @@ class Hidden(NamedTuple):
     axis: Axis = SOLO
 
 
+class Routed(NamedTuple):
+    """What a decoder with experts returns: its output, and what its routers counted on this rank.
+
+    `sums` `[L, 2 + E]`, fp32 (fp64 in an fp64 model), hold for each expert layer of the model the
+    sum of `balance` over tokens, that of squared log-sum-exps of a router's logits (both have
+    gradients), and how often each expert was chosen; zeros for layers of later pipeline stages.
+    Padding is in none of them.
+    """
+
+    output: Any
+    sums: Tensor
+
+
 # -------------------------------------------------------------------------------------------- data
 
 
@@ -683,7 +696,10 @@ class Attend(Protocol):
     ) -> Tensor: ...
 
 
-Loss = Callable[[Any, Mapping[str, Any]], "tuple[Tensor, dict[str, Tensor]]"]
+Denominator: TypeAlias = "Tensor | Mapping[str, Tensor]"
+"""What a step's sums are divided by: one 0-d tensor, or one for each term of the loss."""
+
+Loss = Callable[[Any, Mapping[str, Any]], "tuple[Tensor | Mapping[str, Tensor], dict[str, Tensor]]"]
 """`Loss(output, batch) -> (sum, {name: sum})`; its attribute `terms` is the tuple of the names it
 reports.
 """
@@ -710,5 +726,5 @@ class ForwardBackward(Protocol):
     """One step's forward and backward: adds to `.grad`, returns undivided sums."""
 
     def __call__(
-        self, microbatches: Sequence[Mapping[str, Any]], *, denominator: Tensor
+        self, microbatches: Sequence[Mapping[str, Any]], *, denominator: Denominator
     ) -> dict[str, Tensor]: ...

@@ -9,11 +9,13 @@ from trainkit.losses.linear_cross_entropy import (
     linear_cross_entropy,
     linear_cross_entropy_per_token,
 )
+from trainkit.losses.routed import routed
 from trainkit.losses.terms import (
     NamedLoss,
     PerToken,
     Terms,
     add_terms,
+    divided,
     in_chunks,
     mean_terms,
     next_token,
@@ -31,12 +33,14 @@ __all__ = [
     "by_source",
     "cross_entropy",
     "cross_entropy_per_token",
+    "divided",
     "in_chunks",
     "linear_cross_entropy",
     "linear_cross_entropy_per_token",
     "mean_terms",
     "next_token",
     "next_token_linear",
+    "routed",
     "with_terms",
     "z_loss",
     "z_term",

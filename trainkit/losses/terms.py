@@ -29,7 +29,7 @@ from trainkit.losses.linear_cross_entropy import (
     linear_terms,
     squared_normalizer,
 )
-from trainkit.types import SOLO, Axis, Hidden
+from trainkit.types import SOLO, Axis, Denominator, Hidden, Routed
 
 Terms = tuple[Tensor, dict[str, Tensor]]
 """The sum to differentiate, and the detached sums to report by name."""
@@ -103,6 +103,7 @@ def labels_of(where: str, batch: Mapping[str, Any]) -> Tensor:
 
 def _read(where: str, output: Any, batch: Mapping[str, Any]) -> tuple[Factors, Tensor, Axis]:
     """Return the factors, the labels and the axis of a `Hidden` or a plain pair."""
+    output = unrouted(output)
     if not isinstance(output, tuple):
         must = (
             'a Hidden or a pair (hidden, weight), as of a decoder with head="hidden", was expected'
@@ -114,7 +115,18 @@ def _read(where: str, output: Any, batch: Mapping[str, Any]) -> tuple[Factors, T
     return cast_factors(where, hidden, weight, labels, axis=axis), labels, axis
 
 
+def unrouted(output: Any) -> Any:
+    """Return what a decoder with experts returns, without what its routers counted.
+
+    Examples:
+        >>> unrouted(Routed(1, 2)), unrouted(3)
+        (1, 3)
+    """
+    return output.output if isinstance(output, Routed) else output
+
+
 def _of_logits(logits: Any, batch: Mapping[str, Any]) -> tuple[Tensor, Tensor]:
+    logits = unrouted(logits)
     if not isinstance(logits, Tensor):
         got = type(logits).__name__
         mend = "take next_token_linear for a Hidden, for other records a call that returns logits"
@@ -168,6 +180,7 @@ def z_term(output: Any, batch: Mapping[str, Any]) -> Terms:
         >>> float(terms["z_loss"])  # (log 4)^2
         1.92...
     """
+    output = unrouted(output)
     if isinstance(output, tuple):
         return _in_one_pass(z_term, output, batch)
     total = z_loss(output, labels_of("z_term", batch))
@@ -262,6 +275,7 @@ def add_terms(*weighted: tuple[NamedLoss, float]) -> NamedLoss:
 
     @with_terms(*names, of_scores=() if others else of_scores)
     def total_loss(output: Any, batch: Mapping[str, Any]) -> Terms:
+        output = unrouted(output)
         one_pass = len(scored) > 1 and isinstance(output, tuple)
         pairs = [(together, 1.0), *others] if one_pass else weighted
         parts = [(loss(output, batch), weight) for loss, weight in pairs]
@@ -272,13 +286,47 @@ def add_terms(*weighted: tuple[NamedLoss, float]) -> NamedLoss:
     return total_loss
 
 
-def mean_terms(sums: Mapping[str, Tensor], tokens: Tensor) -> dict[str, Tensor]:
+def divided(total: Tensor | Mapping[str, Tensor], denominator: Denominator) -> Tensor:
+    """Return what a step differentiates: the sum of each term over its denominator.
+
+    Args:
+        total: What a loss returns first: one sum, or a sum for each term that has a gradient.
+        denominator: What it is divided by, or each of them; 0 divides by 1, all else by itself.
+
+    Raises:
+        ValueError: There are denominators for several terms and one sum, or a term has none.
+
+    Examples:
+        >>> import torch
+        >>> parts = {"loss": torch.tensor(6.0), "balance": torch.tensor(8.0)}
+        >>> divided(parts, {"loss": torch.tensor(2), "balance": torch.tensor(0)})
+        tensor(11.)
+    """
+    if isinstance(total, Mapping):
+        first, *rest = (x / _divisor(name, denominator) for name, x in total.items())
+        return sum(rest, first)
+    if isinstance(denominator, Mapping) and len(denominator) != 1:
+        got = f"{len(denominator)} denominators ({', '.join(denominator)})"
+        raise ValueError(f"forward_backward: {got}, but the loss returns one sum for all its terms")
+    (name,) = denominator if isinstance(denominator, Mapping) else ("",)
+    return total / _divisor(name, denominator)
+
+
+def _divisor(name: str, denominator: Denominator) -> Tensor:
+    if isinstance(denominator, Mapping) and name not in denominator:
+        known = ", ".join(denominator)
+        raise ValueError(f"there is no denominator for the term {name!r} (there are {known})")
+    own = torch.as_tensor(denominator[name] if isinstance(denominator, Mapping) else denominator)
+    return torch.where(own == 0, 1, own)
+
+
+def mean_terms(sums: Mapping[str, Tensor], tokens: Denominator) -> dict[str, Tensor]:
     """Return the means of summed terms: `name` over `name/count` if there is one, else over tokens.
 
     Args:
-        sums: Scalars by name, summed over microbatches and ranks.
-        tokens: How many tokens they were summed over; 0 counts as 1, so that a step without any has
-            a loss of 0.
+        sums: Values by name, summed over microbatches and ranks.
+        tokens: How many tokens they were summed over, or that for each term; 0 counts as 1, so that
+            a step without any has a loss of 0.
 
     Returns:
         The means, without the counts. A term whose own count is 0 is NaN: there was nothing to
@@ -291,7 +339,7 @@ def mean_terms(sums: Mapping[str, Tensor], tokens: Tensor) -> dict[str, Tensor]:
         {'loss': tensor(1.5000), 'loss/web': tensor(2.)}
     """
     return {
-        name: total / sums.get(f"{name}/count", tokens.clamp(min=1))
+        name: total / (sums[f"{name}/count"] if f"{name}/count" in sums else _divisor(name, tokens))
         for name, total in sums.items()
         if not name.endswith("/count")
     }

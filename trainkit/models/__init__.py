@@ -7,11 +7,20 @@ a model; `generate` draws text.
 
 from __future__ import annotations
 
-from trainkit.models.call import call_model, call_with_noise
-from trainkit.models.config import DecoderConfig, Llama3Scaling, count_parameters
+from trainkit.models.call import call_model, call_routed, call_with_noise
+from trainkit.models.config import DecoderConfig, Experts, Llama3Scaling, count_parameters
 from trainkit.models.decoder import Decoder, build_decoder
+from trainkit.models.experts import (
+    Tape,
+    advance_routers_,
+    balance_sum,
+    by_expert,
+    grouped_linear,
+    update_expert_bias,
+)
 from trainkit.models.generate import draw, generate
 from trainkit.models.initial import init_weights
+from trainkit.models.routers import Routing, sigmoid_topk, softmax_topk
 from trainkit.models.sizes import (
     config_from_facts,
     decoder_config,
@@ -22,9 +31,16 @@ from trainkit.models.sizes import (
 __all__ = [
     "Decoder",
     "DecoderConfig",
+    "Experts",
     "Llama3Scaling",
+    "Routing",
+    "Tape",
+    "advance_routers_",
+    "balance_sum",
     "build_decoder",
+    "by_expert",
     "call_model",
+    "call_routed",
     "call_with_noise",
     "config_from_facts",
     "count_parameters",
@@ -32,6 +48,10 @@ __all__ = [
     "decoder_sizes",
     "draw",
     "generate",
+    "grouped_linear",
     "init_weights",
     "round_up_vocabulary",
+    "sigmoid_topk",
+    "softmax_topk",
+    "update_expert_bias",
 ]

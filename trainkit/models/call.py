@@ -7,6 +7,8 @@ from typing import Any
 
 from torch import nn
 
+from trainkit.models.experts import Tape
+
 
 def call_model(model: nn.Module, batch: Mapping[str, Any]) -> Any:
     """Enter a batch into a model: `model(input_ids, position_ids=..., spans=...)`.
@@ -17,6 +19,29 @@ def call_model(model: nn.Module, batch: Mapping[str, Any]) -> Any:
         (1, 2, 3)
     """
     return model(batch["input_ids"], position_ids=batch["position_ids"], spans=batch["spans"])
+
+
+def call_routed(model: nn.Module, batch: Mapping[str, Any]) -> Any:
+    """Enter a batch into a decoder with experts, with a tape of its own.
+
+    Padding of rows goes to no expert; the few places that align a piece are taken for tokens, as by
+    `batch.count_tokens`. A batch may bring a "noise_key" for dropout.
+
+    Examples:
+        >>> import torch
+        >>> seen = lambda ids, *, position_ids, spans, is_token, tape, noise_key: is_token
+        >>> batch = {"input_ids": 1, "position_ids": 2, "spans": 3}
+        >>> call_routed(seen, batch | {"document_ids": torch.tensor([[0, -1]])})
+        tensor([[ True, False]])
+    """
+    return model(
+        batch["input_ids"],
+        position_ids=batch["position_ids"],
+        spans=batch["spans"],
+        noise_key=batch.get("noise_key"),
+        is_token=batch["document_ids"] >= 0,
+        tape=Tape(),
+    )
 
 
 def call_with_noise(model: nn.Module, batch: Mapping[str, Any]) -> Any:

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import math
+from typing import Literal
 
 import attrs
+
+from trainkit.types import ConfigError, at_least, one_of, positive
 
 
 @attrs.frozen
@@ -34,6 +37,94 @@ class Llama3Scaling:
             )
 
 
+@attrs.frozen(kw_only=True)
+class Experts:
+    """The experts that take the place of an MLP.
+
+    Raises:
+        ConfigError: A value breaks its rule, or the choices do not fit the experts.
+
+    Examples:
+        >>> Experts(count=8, chosen=2, width=128).scores
+        'softmax'
+        >>> Experts(count=8, chosen=9, width=128)
+        Traceback (most recent call last):
+        ...
+        trainkit.types.ConfigError: Experts: 9 of 8 experts cannot be chosen from 1 of 1 equal...
+    """
+
+    count: int = attrs.field(validator=positive)
+    """How many there are in a layer, E."""
+
+    chosen: int = attrs.field(validator=positive)
+    """How many a token goes to, k."""
+
+    width: int = attrs.field(validator=positive)
+    """The inner size of one."""
+
+    shared: int = 0
+    """The inner size of the MLP that every token goes through beside them; 0 for none."""
+
+    first: int = 0
+    """The first layer that may have experts; those before it have an MLP."""
+
+    every: int = attrs.field(default=1, validator=positive)
+    """Only every so many layers have experts: layers every - 1, 2 * every - 1, and so on."""
+
+    scores: Literal["softmax", "sigmoid"] = attrs.field(
+        default="softmax", validator=one_of("softmax", "sigmoid")
+    )
+    """How logits become scores; see `softmax_topk` and `sigmoid_topk`."""
+
+    renormalise: bool = True
+    """Whether a token's weights are divided by their sum."""
+
+    biased: bool = False
+    """Whether a bias, which `advance_routers_` moves, is added to the scores for the choice."""
+
+    groups: int = 1
+    """Into how many groups the experts are divided."""
+
+    groups_chosen: int = 1
+    """Of how many groups a token may choose experts."""
+
+    scale: float = attrs.field(default=1.0, validator=positive)
+    """What weights are multiplied by, after all."""
+
+    def __attrs_post_init__(self) -> None:
+        try:
+            check_groups("Experts", self.count, self.chosen, self.groups, self.groups_chosen)
+        except ValueError as error:
+            raise ConfigError(str(error), where="experts", got=attrs.asdict(self)) from None
+        own = self.biased, self.groups > 1, self.scale != 1
+        if self.scores == "softmax" and any(own):
+            what = "a bias, groups and a scale are for scores='sigmoid'"
+            raise ConfigError(f"Experts: {what}", where="experts", got=attrs.asdict(self))
+
+    def layers(self, layers: int) -> list[int]:
+        """Return the numbers of the layers that have experts, of so many layers.
+
+        Examples:
+            >>> Experts(count=8, chosen=2, width=128, first=1, every=2).layers(6)
+            [1, 3, 5]
+        """
+        return [i for i in range(layers) if i >= self.first and (i + 1) % self.every == 0]
+
+
+def check_groups(where: str, experts: int, chosen: int, groups: int, groups_chosen: int) -> None:
+    """Refuse groups that do not divide the experts, or of which too few experts may be chosen.
+
+    Raises:
+        ValueError: They are such.
+    """
+    at_least(1, where, groups=groups, groups_chosen=groups_chosen)
+    if experts % groups or groups_chosen > groups or chosen > groups_chosen * (experts // groups):
+        raise ValueError(
+            f"{where}: {chosen} of {experts} experts cannot be chosen from {groups_chosen} of "
+            f"{groups} equal groups"
+        )
+
+
 @attrs.frozen
 class DecoderConfig:
     """The architecture of a decoder.
@@ -53,6 +144,7 @@ class DecoderConfig:
         qkv_bias: Whether the query, key and value projections have a bias (Qwen2).
         tied: Whether the embedding is also the output weight.
         dropout: Probability on the embedding and on both branches of every block, while training.
+        experts: What takes the place of the MLP in some layers or all.
 
     Raises:
         ValueError: A value breaks the rule that the message names.
@@ -78,6 +170,7 @@ class DecoderConfig:
     qkv_bias: bool = False
     tied: bool = False
     dropout: float = 0.0
+    experts: Experts | None = None
 
     def __attrs_post_init__(self) -> None:
         for field in ("vocab_size", "width", "layers", "heads", "kv_heads", "mlp_width"):
@@ -103,6 +196,11 @@ class DecoderConfig:
         """The size of one head: `head_dim`, or width // heads."""
         return self.width // self.heads if self.head_dim is None else self.head_dim
 
+    @property
+    def expert_layers(self) -> list[int]:
+        """The numbers of the layers that have experts."""
+        return [] if self.experts is None else self.experts.layers(self.layers)
+
 
 def parameter_shapes(config: DecoderConfig) -> dict[str, tuple[int, ...]]:
     """Return the name and shape of every parameter of a decoder, without building it.
@@ -123,21 +221,39 @@ def parameter_shapes(config: DecoderConfig) -> dict[str, tuple[int, ...]]:
         "attention.wv.weight": (kv_width, width),
         "attention.wo.weight": (width, q_width),
         "mlp_norm.weight": (width,),
-        "mlp.gate.weight": (config.mlp_width, width),
-        "mlp.up.weight": (config.mlp_width, width),
-        "mlp.down.weight": (width, config.mlp_width),
     }
     if config.qkv_bias:
         block |= {f"attention.w{x}.bias": block[f"attention.w{x}.weight"][:1] for x in "qkv"}
     if config.qk_norm:
         block |= {f"attention.{x}_norm.weight": (size,) for x in "qk"}
     shapes: dict[str, tuple[int, ...]] = {"embedding.weight": (config.vocab_size, width)}
+    mlp, experts = _mlp_shapes("mlp", width, config.mlp_width), _expert_shapes(config)
     for i in range(config.layers):
-        shapes |= {f"layers.{i}.{name}": shape for name, shape in block.items()}
+        whole = block | (experts if i in config.expert_layers else mlp)
+        shapes |= {f"layers.{i}.{name}": shape for name, shape in whole.items()}
     shapes["norm.weight"] = (width,)
     if not config.tied:
         shapes["head.weight"] = (config.vocab_size, width)
     return shapes
+
+
+def _mlp_shapes(name: str, width: int, inner: int) -> dict[str, tuple[int, ...]]:
+    shapes = {"gate": (inner, width), "up": (inner, width), "down": (width, inner)}
+    return {f"{name}.{own}.weight": shape for own, shape in shapes.items()}
+
+
+def _expert_shapes(config: DecoderConfig) -> dict[str, tuple[int, ...]]:
+    width, experts = config.width, config.experts
+    if experts is None:
+        return {}
+    wide = (experts.count, experts.width, width)
+    shapes = {
+        "mlp.router.weight": (experts.count, width),
+        "mlp.experts.gate": wide,
+        "mlp.experts.up": wide,
+        "mlp.experts.down": (experts.count, width, experts.width),
+    }
+    return shapes | (_mlp_shapes("mlp.shared", width, experts.shared) if experts.shared else {})
 
 
 def count_parameters(config: DecoderConfig) -> int:

@@ -9,8 +9,8 @@ an argument.
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping
-from typing import Any, Literal
+from collections.abc import Iterator, Mapping
+from typing import Any, Literal, cast
 
 import torch
 from torch import Tensor, nn
@@ -18,24 +18,12 @@ from torch import Tensor, nn
 from trainkit.attention.varlen import varlen
 from trainkit.collectives import gather_replicated
 from trainkit.models.config import DecoderConfig
+from trainkit.models.experts import Balance, ExpertMlp, Tape
 from trainkit.models.initial import init_weights
+from trainkit.models.layers import Embedding, Linear, Mlp
 from trainkit.models.rotary import rotary_frequencies, rotary_table, rotate
 from trainkit.noise import counters
-from trainkit.types import Attend, Hidden, Spans
-
-
-class Linear(nn.Linear):
-    """`nn.Linear` that stays empty until it is filled: drawing numbers nobody keeps takes time."""
-
-    def reset_parameters(self) -> None:
-        """Leave the values as they are; a `Weights` function fills them."""
-
-
-class Embedding(nn.Embedding):
-    """`nn.Embedding` that stays empty until it is filled."""
-
-    def reset_parameters(self) -> None:
-        """Leave the values as they are; a `Weights` function fills them."""
+from trainkit.types import Attend, Hidden, Routed, Spans
 
 
 class Head(Linear):
@@ -73,12 +61,14 @@ def project(
 
 
 def whole_logits(output: Tensor | tuple[Any, ...]) -> Tensor:
-    """Return logits `[B, S, V]` of what a decoder returns: these, a `Hidden`, or a plain pair.
+    """Return logits `[B, S, V]` of what a decoder returns: these, a `Hidden`, or a `Routed` of one.
 
     Examples:
         >>> whole_logits(Hidden(torch.ones(1, 2, 4), torch.ones(8, 4))).shape
         torch.Size([1, 2, 8])
     """
+    if isinstance(output, Routed):
+        output = output.output
     if isinstance(output, Tensor):
         return output
     hidden, weight, axis = Hidden(*output)
@@ -127,20 +117,6 @@ class Attention(nn.Module):
         return self.wo(self.attend(q, k, v, spans=spans).flatten(2))
 
 
-class Mlp(nn.Module):
-    """SwiGLU (Shazeer, "GLU variants improve transformer", 2020)."""
-
-    def __init__(self, config: DecoderConfig) -> None:
-        super().__init__()
-        self.gate = Linear(config.width, config.mlp_width, bias=False)
-        self.up = Linear(config.width, config.mlp_width, bias=False)
-        self.down = Linear(config.mlp_width, config.width, bias=False)
-
-    def forward(self, x: Tensor) -> Tensor:
-        """Map `[B, S, D]` to `[B, S, D]`."""
-        return self.down(nn.functional.silu(self.gate(x)) * self.up(x))
-
-
 class Block(nn.Module):
     """One layer: attention and an MLP, each on a normalised copy of the residual stream.
 
@@ -148,13 +124,13 @@ class Block(nn.Module):
     when a pipeline stage holds only some of the layers.
     """
 
-    def __init__(self, config: DecoderConfig, *, attend: Attend, name: str) -> None:
+    def __init__(self, config: DecoderConfig, *, attend: Attend, name: str, mlp: nn.Module) -> None:
         super().__init__()
         self.name, self.dropout = name, config.dropout
         self.attention_norm = nn.RMSNorm(config.width, config.norm_eps)
         self.attention = Attention(config, attend=attend)
         self.mlp_norm = nn.RMSNorm(config.width, config.norm_eps)
-        self.mlp = Mlp(config)
+        self.mlp = mlp
 
     def forward(
         self,
@@ -163,12 +139,20 @@ class Block(nn.Module):
         rotary: tuple[Tensor, Tensor],
         spans: Spans,
         noise_key: Tensor | None = None,
-    ) -> Tensor:
-        """Map `[B, S, D]` to `[B, S, D]`; without a `noise_key` nothing is dropped."""
+        is_token: Tensor | None = None,
+        tape: Tape | None = None,
+    ) -> Tensor | tuple[Tensor, Tensor]:
+        """Map `[B, S, D]` to `[B, S, D]`; without a `noise_key` nothing is dropped.
+
+        With experts, also to the layer's row of `Routed.sums`.
+        """
         branch = self.attention(self.attention_norm(x), rotary=rotary, spans=spans)
         x = x + _drop(branch, noise_key, of=self, name="attention", p=self.dropout)
-        branch = self.mlp(self.mlp_norm(x))
-        return x + _drop(branch, noise_key, of=self, name="mlp", p=self.dropout)
+        normal = self.mlp_norm(x)
+        if not isinstance(self.mlp, ExpertMlp):
+            return x + _drop(self.mlp(normal), noise_key, of=self, name="mlp", p=self.dropout)
+        branch, sums = self.mlp(normal, spans=spans, is_token=is_token, tape=tape)
+        return x + _drop(branch, noise_key, of=self, name="mlp", p=self.dropout), sums
 
 
 def _drop(x: Tensor, noise_key: Tensor | None, *, of: Block | None, name: str, p: float) -> Tensor:
@@ -198,6 +182,7 @@ class Decoder(nn.Module):
         attend: The attention kernel.
         head: "logits" to return logits, whole in every layout; "hidden" to return a `Hidden`, which
             `losses.next_token_linear` takes in every layout.
+        balance: Over what experts are balanced; see `experts.Balance`.
 
     Examples:
         >>> config = DecoderConfig(
@@ -215,6 +200,7 @@ class Decoder(nn.Module):
         *,
         attend: Attend = varlen,
         head: Literal["logits", "hidden"] = "logits",
+        balance: Balance = "batch",
     ) -> None:
         super().__init__()
         if head not in ("logits", "hidden"):
@@ -227,7 +213,10 @@ class Decoder(nn.Module):
         self.embedding: Embedding | None = Embedding(config.vocab_size, config.width)
         # Keyed by the layer's number, so that a pipeline stage's layers keep their names.
         self.layers = nn.ModuleDict(
-            {str(i): Block(config, attend=attend, name=f"layers.{i}") for i in range(config.layers)}
+            {
+                str(i): Block(config, attend=attend, name=f"layers.{i}", mlp=mlp)
+                for i, mlp in enumerate(_mlps(config, balance))
+            }
         )
         self.norm: nn.RMSNorm | None = nn.RMSNorm(config.width, config.norm_eps)
         self.head = None if config.tied else Head(config.width, config.vocab_size, output=head)
@@ -239,25 +228,52 @@ class Decoder(nn.Module):
         position_ids: Tensor,
         spans: Spans,
         noise_key: Tensor | None = None,
-    ) -> Tensor | Hidden:
+        is_token: Tensor | None = None,
+        tape: Tape | None = None,
+    ) -> Tensor | Hidden | Routed:
         """Return logits `[B, S, V]`, or a `Hidden` of hidden states `[B, S, D]` and a weight.
+
+        With experts it is a `Routed` of one of these.
 
         Args:
             input_ids: int64 `[B, S]`; for a pipeline stage after the first, the hidden states `[B,
-                S, D]` that it receives. A stage before the last returns such.
+                S, D]` that it receives, or a `Routed` of them. A stage before the last returns
+                such.
             position_ids: int64 `[B, S]`, the position of each token in its document.
             spans: The documents, over the flattened rows.
             noise_key: int64 `[B, S]`, from `noise.token_keys`; needed only for dropout while
                 training.
+            is_token: bool `[B, S]`, False for padding, which goes to no expert; needed with
+                experts.
+            tape: The choices of the expert layers; by default a new one.
 
         Raises:
-            ValueError: Dropout is on, the model is training, and there is no `noise_key`.
+            ValueError: Dropout is on, the model is training, and there is no `noise_key`; or there
+                are experts and no `is_token`.
         """
         noise_key = self._noise_key_in_use(noise_key)
-        x = self._embedded(input_ids, noise_key)
-        rotary = self._rotary(position_ids, dtype=x.dtype)
+        x, *before = input_ids if isinstance(input_ids, tuple) else (input_ids,)
+        x = self._embedded(x, noise_key)
+        known: dict[str, Any] = {"spans": spans, "noise_key": noise_key}
+        known["rotary"] = self._rotary(position_ids, dtype=x.dtype)
+        if self.config.experts is None:
+            for block in self.layers.values():
+                x = block(x, **known)
+            return self._projected(x)
+        if is_token is None:
+            mend = "models.call_routed passes it: call=tk.models.call_routed"
+            raise ValueError(f"Decoder: with experts it needs is_token, False for padding; {mend}")
+        nothing = x.new_zeros(self._sums_shape, dtype=torch.promote_types(x.dtype, torch.float32))
+        tape, rows = tape or Tape(), [*(before[0] if before else nothing)]
         for block in self.layers.values():
-            x = block(x, rotary=rotary, spans=spans, noise_key=noise_key)
+            x = block(x, **known, is_token=is_token, tape=tape)
+            if isinstance(x, tuple):
+                number = cast("ExpertMlp", block.mlp).number
+                x, rows[number] = x
+        return Routed(self._projected(x), torch.stack(rows))
+
+    def _projected(self, x: Tensor) -> Tensor | Hidden:
+        """Return what leaves this stage: hidden states, or what the head makes of them."""
         if self.norm is None:
             return x
         x = self.norm(x)
@@ -266,15 +282,28 @@ class Decoder(nn.Module):
         assert self.embedding is not None
         return project(x, self.embedding.weight, output=self.output)
 
-    def boundary(self, batch: Mapping[str, Any]) -> Tensor:
+    def boundary(self, batch: Mapping[str, Any]) -> Tensor | Routed:
         """Return what crosses from one pipeline stage to the next: `[B, S, D]`, on the meta device.
+
+        With experts it is a `Routed` of that.
 
         Args:
             batch: A microbatch. Under sequence-parallel norms S is this rank's part of it.
         """
         rows, length = batch["position_ids"].shape
         shape = rows, length // self.sequence_parts, self.config.width
-        return torch.empty(shape, dtype=next(self.parameters()).dtype, device="meta")
+        dtype = next(self.parameters()).dtype
+        hidden = torch.empty(shape, dtype=dtype, device="meta")
+        if self.config.experts is None:
+            return hidden
+        wide = torch.promote_types(dtype, torch.float32)
+        return Routed(hidden, torch.empty(self._sums_shape, dtype=wide, device="meta"))
+
+    @property
+    def _sums_shape(self) -> tuple[int, int]:
+        """The shape of `Routed.sums`."""
+        assert self.config.experts is not None
+        return len(self.config.expert_layers), 2 + self.config.experts.count
 
     def _embedded(self, input_ids: Tensor, noise_key: Tensor | None) -> Tensor:
         if not self.embeds or self.embedding is None:
@@ -303,6 +332,17 @@ class Decoder(nn.Module):
             device=position_ids.device,
         )
         return rotary_table(position_ids, frequencies)
+
+
+def _mlps(config: DecoderConfig, balance: Balance) -> Iterator[nn.Module]:
+    """Yield what follows attention in each layer."""
+    numbers = {layer: number for number, layer in enumerate(config.expert_layers)}
+    for i in range(config.layers):
+        if config.experts is None or i not in numbers:
+            yield Mlp(config.width, config.mlp_width)
+        else:
+            where: Any = {"name": f"layers.{i}.mlp", "number": numbers[i], "balance": balance}
+            yield ExpertMlp(config.width, config.experts, **where)
 
 
 def decoder_stage(model: Decoder, layers: range, *, first: bool, last: bool) -> Decoder:

@@ -46,14 +46,14 @@ def init_weights(config: DecoderConfig, *, seed: int) -> Weights:
             return torch.ones(tuple(shape))
         if name.endswith(".bias"):
             return torch.zeros(tuple(shape))
-        std = _initial_std(name, fan_in=shapes[name][1], layers=config.layers)
+        std = _initial_std(name, fan_in=shapes[name][-1], layers=config.layers)
         return counters.normal(key_of(seed, name), shape, offset).mul_(std)
 
     return weights
 
 
 def _initial_std(name: str, *, fan_in: int, layers: int) -> float:
-    residual = name.endswith((".wo.weight", ".down.weight"))
+    residual = name.endswith((".wo.weight", ".down.weight", ".experts.down"))
     return (fan_in * (2 * layers if residual else 1)) ** -0.5
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import attrs
 
-from trainkit.models.config import DecoderConfig, Llama3Scaling
+from trainkit.models.config import DecoderConfig, Experts, Llama3Scaling
 
 
 def decoder_sizes() -> dict[str, DecoderConfig]:
@@ -85,6 +85,8 @@ def config_from_facts(facts: Mapping[str, Any]) -> DecoderConfig:
     try:
         if values.get("rope_scaling") is not None:
             values["rope_scaling"] = Llama3Scaling(**values["rope_scaling"])
+        if values.get("experts") is not None:
+            values["experts"] = Experts(**values["experts"])
         return DecoderConfig(**values)
     except TypeError as error:
         raise ValueError(f"config_from_facts: these are not a decoder's: {error}") from error

@@ -16,6 +16,7 @@ import attrs
 import torch
 from torch import Tensor, nn
 
+from trainkit.losses import divided
 from trainkit.parallel.fitting import problems, refuse
 from trainkit.parallel.places import StagePlace, places_of
 from trainkit.parallel.recompute import recomputes_selectively
@@ -34,8 +35,9 @@ from trainkit.parallel.split import (
     microbatches_wanted,
     rank_of_stages,
 )
+from trainkit.parallel.stage_forward import Kind as TermKind
 from trainkit.parallel.stage_forward import (
-    agree_on_dtypes,
+    agree_on_kinds,
     check_edge,
     compute_device,
     run_stage,
@@ -44,21 +46,21 @@ from trainkit.parallel.stage_forward import (
     terms_of,
 )
 from trainkit.parallel.tied import setting_aside_tied
-from trainkit.types import Axis, Call, ConfigError, ForwardBackward, Layout, Loss
+from trainkit.types import Axis, Call, ConfigError, Denominator, ForwardBackward, Layout, Loss
 
 _KEPT_SHAPES = 4  # schedules to keep: each holds receive buffers for all microbatches of a step
 
 
 class _Entered(torch.autograd.Function):
-    """A received hidden state, whose gradient is sent back: contiguous, as sending needs it."""
+    """What was received, whose gradients are sent back: all of them, contiguous."""
 
     @staticmethod
-    def forward(_: Any, x: Tensor) -> Tensor:  # pyrefly: ignore[bad-override]
-        return x.detach()
+    def forward(_: Any, *edge: Tensor) -> tuple[Tensor, ...]:  # pyrefly: ignore[bad-override]
+        return tuple(x.detach() for x in edge)
 
     @staticmethod
-    def backward(_: Any, d_x: Tensor) -> Tensor:  # pyrefly: ignore[bad-override]
-        return d_x.contiguous()
+    def backward(_: Any, *d_edge: Tensor) -> tuple[Tensor, ...]:  # pyrefly: ignore[bad-override]
+        return tuple(d_x.contiguous() for d_x in d_edge)
 
 
 @attrs.define(eq=False)
@@ -66,13 +68,13 @@ class _Step:
     """What the stages look up while a schedule runs."""
 
     batches: Sequence[Mapping[str, Any]] = ()
-    divisor: Tensor | None = None
+    denominator: Denominator | None = None
     terms: dict[int, dict[str, Tensor]] = attrs.field(factory=dict)
     reductions: Sequence[Reduction] = ()
 
     def forget(self) -> None:
         """Let go of the microbatches."""
-        self.batches, self.divisor, self.reductions = (), None, ()
+        self.batches, self.denominator, self.reductions = (), None, ()
         self.terms.clear()
 
 
@@ -114,30 +116,32 @@ def bind_pipeline(
     kind = SCHEDULES[schedule]
     step = _Step()
     schedules: dict[Any, Any] = {}
-    dtypes: dict[str, str] = {}
+    kinds: dict[str, TermKind] = {}
     last = places[0].ranks[-1]
 
-    def run_one(stage: nn.Module, index: int, hidden: Tensor | None) -> Tensor:
+    def run_one(stage: nn.Module, index: int, edge: tuple[Tensor, ...]) -> Any:
         batch, place = step.batches[index], places[[*stages].index(stage)]
-        entered = None if hidden is None else _Entered.apply(hidden)
+        entered = _Entered.apply(*edge) if edge else ()
         output = run_stage(stage, place, batch, entered, call=call)
         if not place.last:
             return check_edge(output, stage_boundary(stage, batch), place)
-        assert step.divisor is not None
+        assert step.denominator is not None
         total, step.terms[index] = loss(output, batch)
-        return (total / step.divisor).double()
+        return divided(total, step.denominator).double()
 
     def reduction_of(stage: nn.Module) -> Reduction:
         return step.reductions[[*stages].index(stage)]
 
-    def run(microbatches: Sequence[Mapping[str, Any]], *, denominator: Tensor) -> dict[str, Tensor]:
+    def run(
+        microbatches: Sequence[Mapping[str, Any]], *, denominator: Denominator
+    ) -> dict[str, Tensor]:
         from trainkit.parallel.torch_pipeline import run_schedule  # noqa: PLC0415 (slow import)
 
         edge = _common_edge(stages[0], microbatches)
         reducers = [reducers_of(stage) for stage in stages]
         for found in reducers:
             check_sums(found)
-        key = (tuple(edge.shape), edge.dtype, len(microbatches))
+        key = (*((tuple(x.shape), x.dtype) for x in edge), len(microbatches))
         if key not in schedules:
             _check_microbatches(schedule, len(microbatches), places, axis)
             made = _make_schedule(
@@ -153,7 +157,7 @@ def bind_pipeline(
             schedules[key] = made
             while len(schedules) > _KEPT_SHAPES:
                 schedules.pop(next(iter(schedules)))
-        step.batches, step.divisor = microbatches, torch.as_tensor(denominator).clamp(min=1)
+        step.batches, step.denominator = microbatches, denominator
         step.terms = {}
         try:
             with ExitStack() as stack:
@@ -171,9 +175,9 @@ def bind_pipeline(
             raise
         finally:
             step.forget()
-        dtypes.update(dtypes or agree_on_dtypes(sums, terms, axis=axis, source=last))
+        kinds.update(kinds or agree_on_kinds(sums, terms, axis=axis, source=last))
         device = compute_device(stages[0])
-        return share_terms(sums, dtypes, axis=axis, source=last, device=device)
+        return share_terms(sums, kinds, axis=axis, source=last, device=device)
 
     return run
 
@@ -250,14 +254,15 @@ def _summed(terms: Mapping[int, Mapping[str, Tensor]]) -> dict[str, Tensor]:
     return sums
 
 
-def _common_edge(stage: nn.Module, microbatches: Sequence[Mapping[str, Any]]) -> Tensor:
+def _common_edge(stage: nn.Module, microbatches: Sequence[Mapping[str, Any]]) -> tuple[Tensor, ...]:
     """Return what crosses every edge, the same for all microbatches of a step."""
     edges = [stage_boundary(stage, batch) for batch in microbatches]
     for index, edge in enumerate(edges):
-        if edge.shape != edges[0].shape:
+        got, want = (tuple(x[0].shape) for x in (edge, edges[0]))
+        if got != want:
             raise ValueError(
-                f"forward_backward: microbatch {index} has hidden states of shape "
-                f"{tuple(edge.shape)}, microbatch 0 of {tuple(edges[0].shape)}; in a pipeline all "
+                f"forward_backward: microbatch {index} has hidden states of shape {got}, "
+                f"microbatch 0 of {want}; in a pipeline all "
                 "microbatches of a step must have one shape (of the next step, another)"
             )
     return edges[0]
@@ -268,7 +273,7 @@ def _make_schedule(
     stages: Sequence[nn.Module],
     places: Sequence[StagePlace],
     *,
-    edge: Tensor,
+    edge: tuple[Tensor, ...],
     run: Any,
     reduction: Any,
     microbatches: int,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import chain
@@ -18,10 +19,10 @@ from trainkit.parallel.reduction import reducers_of, reshard_
 from trainkit.types import Axis, Call, ConfigError, Loss
 
 
-def stage_boundary(stage: nn.Module, batch: Mapping[str, Any]) -> Tensor:
-    """Return what crosses a stage's edge, as its method `boundary(batch)` says.
+def stage_boundary(stage: nn.Module, batch: Mapping[str, Any]) -> tuple[Tensor, ...]:
+    """Return what crosses a stage's edge, as its method `boundary(batch)` says: a tensor or some.
 
-    It is in the dtype that the stage computes in; see `precision`.
+    The first is in the dtype that the stage computes in; see `precision`.
 
     Raises:
         ConfigError: The stage has no such method.
@@ -34,8 +35,18 @@ def stage_boundary(stage: nn.Module, batch: Mapping[str, Any]) -> Tensor:
             "the class",
             where="boundary",
         )
-    meta, dtype = own(batch), compute_dtype(stage)
-    return meta if dtype is None else meta.to(dtype)
+    hidden, *others = as_edge(own(batch))
+    return hidden.to(compute_dtype(stage) or hidden.dtype), *others
+
+
+def as_edge(output: Any) -> tuple[Any, ...]:
+    """Return what a stage passes on as a plain tuple, of one tensor or several.
+
+    Examples:
+        >>> as_edge(1), as_edge((1, 2))
+        ((1,), (1, 2))
+    """
+    return tuple(output) if isinstance(output, tuple) else (output,)
 
 
 def compute_device(stage: nn.Module) -> torch.device:
@@ -86,27 +97,29 @@ def run_stage(
     stage: nn.Module,
     place: StagePlace,
     batch: Mapping[str, Any],
-    hidden: Tensor | None,
+    edge: tuple[Tensor, ...],
     *,
     call: Call,
 ) -> Any:
-    """Enter a microbatch into a stage; after the first, the hidden state replaces `input_ids`."""
-    return call(stage, batch if place.index == 0 else {**batch, "input_ids": hidden})
+    """Enter a microbatch into a stage; after the first, what it receives replaces `input_ids`."""
+    received = edge[0] if len(edge) == 1 else edge
+    return call(stage, batch if place.index == 0 else {**batch, "input_ids": received})
 
 
-def check_edge(output: Any, boundary: Tensor, place: StagePlace) -> Tensor:
+def check_edge(output: Any, boundary: tuple[Tensor, ...], place: StagePlace) -> tuple[Tensor, ...]:
     """Return an output that the next stage expects: unequal sizes would end a gloo process.
 
     Raises:
         ValueError: It is not what the stage's boundary says.
     """
-    found = (tuple(output.shape), output.dtype) if isinstance(output, Tensor) else type(output)
-    if found != (tuple(boundary.shape), boundary.dtype):
+    edge, wanted = as_edge(output), [(tuple(x.shape), x.dtype) for x in boundary]
+    found = [(tuple(x.shape), x.dtype) if isinstance(x, Tensor) else type(x) for x in edge]
+    if found != wanted:
+        got, want = (", ".join(map(str, x)) for x in (found, wanted))
         raise ValueError(
-            f"pipeline stage {place.index} passes on {found}, but its boundary(batch) says "
-            f"{tuple(boundary.shape)}, {boundary.dtype}"
+            f"pipeline stage {place.index} passes on {got}, but its boundary(batch) says {want}"
         )
-    return output.contiguous()
+    return tuple(x.contiguous() for x in edge)
 
 
 @torch.no_grad()
@@ -132,30 +145,33 @@ def forward_stages(
         Communicates on `axis`: a hidden state is sent at each edge between ranks.
     """
     places = places_of(stages, axis)
-    ranks, output = places[0].ranks, None
+    ranks, output, edge = places[0].ranks, None, tuple[Tensor, ...]()
     for place, stage in zip(places, stages, strict=True):
-        edge = stage_boundary(stage, batch) if axis.count > 1 else None
-        hidden = output
+        boundary = stage_boundary(stage, batch) if axis.count > 1 else ()
         if place.index and ranks[place.index - 1] != axis.index:
-            assert edge is not None
             device = compute_device(stage)
-            hidden = torch.empty(edge.shape, dtype=edge.dtype, device=device)
-            dist.recv(hidden, group=axis.group, group_src=ranks[place.index - 1])
-        output = run_stage(stage, place, batch, hidden, call=call)
+            edge = tuple(torch.empty(x.shape, dtype=x.dtype, device=device) for x in boundary)
+            for x in edge:
+                dist.recv(x, group=axis.group, group_src=ranks[place.index - 1])
+        output = run_stage(stage, place, batch, edge, call=call)
         if not place.last:
-            assert edge is not None
-            output = check_edge(output, edge, place)
+            edge = check_edge(output, boundary, place)
             if ranks[place.index + 1] != axis.index:
-                dist.send(output, group=axis.group, group_dst=ranks[place.index + 1])
+                for x in edge:
+                    dist.send(x, group=axis.group, group_dst=ranks[place.index + 1])
     return output if places[-1].last else None
 
 
 # ------------------------------------------------------------------------------------------- terms
 
 
+Kind = tuple[str, tuple[int, ...]]
+"""The dtype and the shape of a term."""
+
+
 def share_terms(
     sums: Mapping[str, Tensor],
-    dtypes: Mapping[str, str],
+    kinds: Mapping[str, Kind],
     *,
     axis: Axis,
     source: int,
@@ -164,8 +180,8 @@ def share_terms(
     """Give every rank of the pipeline the terms that the last stage's rank has.
 
     Args:
-        sums: A scalar per term on rank `source`; not read elsewhere.
-        dtypes: The terms and their dtypes, from `agree_on_dtypes`.
+        sums: The terms on rank `source`; not read elsewhere.
+        kinds: The terms and what they are, from `agree_on_kinds`.
         axis: The pipeline axis.
         source: The rank of the last stage.
         device: Where the terms shall be.
@@ -173,35 +189,36 @@ def share_terms(
     Effects:
         Communicates: one broadcast on `axis`, in fp64.
     """
-    packed = torch.zeros(len(dtypes), dtype=torch.float64, device=device)
+    sizes = [math.prod(shape) for _, shape in kinds.values()]
+    packed = torch.zeros(sum(sizes), dtype=torch.float64, device=device)
     if axis.index == source:
-        packed = torch.stack([sums[name].detach().to(device).double() for name in dtypes])
-    values = broadcast(packed, axis, source=source).unbind()
+        packed = torch.cat([sums[name].detach().to(device).double().flatten() for name in kinds])
+    values = broadcast(packed, axis, source=source).split(sizes)
     return {
-        name: value.to(getattr(torch, dtype))
-        for (name, dtype), value in zip(dtypes.items(), values, strict=True)
+        name: value.view(shape).to(getattr(torch, dtype))
+        for (name, (dtype, shape)), value in zip(kinds.items(), values, strict=True)
     }
 
 
-def agree_on_dtypes(
+def agree_on_kinds(
     sums: Mapping[str, Tensor], terms: Sequence[str], *, axis: Axis, source: int
-) -> dict[str, str]:
-    """Return the dtype of each term, which only the rank of the last stage knows.
+) -> dict[str, Kind]:
+    """Return what each term is, which only the rank of the last stage knows.
 
     Raises:
-        ValueError: The loss does not report the terms that it says it reports, or not as scalars.
+        ValueError: The loss does not report the terms that it says it reports.
 
     Effects:
         Communicates on `axis`, and waits.
     """
-    own = {name: str(x.dtype).removeprefix("torch.") for name, x in sums.items() if x.ndim == 0}
+    own = {name: [str(x.dtype).removeprefix("torch."), *x.shape] for name, x in sums.items()}
     found = all_gather_json(own, axis)[source]
     if set(found) != set(terms):
         raise ValueError(
-            f"the loss says that its terms are {sorted(terms)}, and reports the scalars "
-            f"{sorted(found)}; correct its attribute `terms`"
+            f"the loss says that its terms are {sorted(terms)}, and reports {sorted(found)}; "
+            "correct its attribute `terms`"
         )
-    return {name: found[name] for name in terms}
+    return {name: (found[name][0], tuple(found[name][1:])) for name in terms}
 
 
 def terms_of(loss: Loss) -> tuple[str, ...]:

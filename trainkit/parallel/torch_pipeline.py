@@ -18,8 +18,9 @@ from trainkit.parallel.reduction import Reduction, reducers_of, reshards_after_f
 from trainkit.parallel.split import Kind
 from trainkit.types import Axis
 
-Run = Callable[[nn.Module, int, "Tensor | None"], Tensor]
-"""From a stage, the number of a microbatch and the hidden state, if any, to what it passes on."""
+Run = Callable[[nn.Module, int, tuple[Tensor, ...]], Any]
+"""From a stage, the number of a microbatch and what it received, if it did, to what it passes on.
+"""
 
 
 class Stage(PipelineStage):
@@ -36,7 +37,7 @@ class Stage(PipelineStage):
         self,
         module: nn.Module,
         place: StagePlace,
-        boundary: Tensor,
+        boundary: tuple[Tensor, ...],
         run: Run,
         reduction: Callable[[nn.Module], Reduction],
         *,
@@ -44,15 +45,15 @@ class Stage(PipelineStage):
         device: torch.device,
         splits_backward: bool,
     ) -> None:
-        edge = boundary.requires_grad_()
+        edge = tuple(x.requires_grad_() for x in boundary)
         loss = torch.empty((), dtype=torch.float64, device="meta", requires_grad=True)
         super().__init__(
             nn.ModuleList([module]),
             place.index,
             len(place.ranks),
             device,
-            input_args=(edge,) if place.index else (),
-            output_args=(loss,) if place.last else (edge,),
+            input_args=edge if place.index else (),
+            output_args=(loss,) if place.last else edge,
             group=axis.group,
         )
         self.module, self.run, self.microbatch = module, run, 0
@@ -65,9 +66,9 @@ class Stage(PipelineStage):
         self.microbatch = fwd_chunk_id
         return super().forward_one_chunk(fwd_chunk_id, *args, **kwargs)
 
-    def forward_maybe_with_nosync(self, *args: Any, **_: Any) -> Tensor:
-        """Run the stage on the hidden state it has received."""
-        return self.run(self.module, self.microbatch, args[0] if args else None)
+    def forward_maybe_with_nosync(self, *args: Any, **_: Any) -> Any:
+        """Run the stage on what it has received."""
+        return self.run(self.module, self.microbatch, args)
 
     def backward_maybe_with_nosync(
         self, backward_type: str, bwd_kwargs: dict[str, Any], last_backward: bool = False

@@ -1,0 +1,403 @@
+"""Experts: against `transformers`, the grouped way against the plain one, and what is counted."""
+
+import attrs
+import pytest
+import torch
+from torch import nn
+
+from trainkit.batch import blank_batch, count_tokens, count_valid_tokens
+from trainkit.losses import divided, next_token, routed
+from trainkit.mesh import solo_parallel
+from trainkit.models import (
+    Decoder,
+    DecoderConfig,
+    Experts,
+    Tape,
+    advance_routers_,
+    balance_sum,
+    build_decoder,
+    by_expert,
+    call_routed,
+    experts,
+    grouped_linear,
+    sigmoid_topk,
+    softmax_topk,
+)
+from trainkit.parallel import recompute
+from trainkit.step import forward_backward
+from trainkit.testing.builtin import decoder_batch
+from trainkit.testing.deal import deal_batch
+from trainkit.types import ConfigError, Place
+
+CONFIG = DecoderConfig(
+    vocab_size=64,
+    width=32,
+    layers=3,
+    heads=4,
+    kv_heads=2,
+    mlp_width=48,
+    experts=Experts(count=8, chosen=2, width=16, first=1),
+)
+BIASED = attrs.evolve(
+    CONFIG,
+    experts=Experts(
+        count=8,
+        chosen=2,
+        width=16,
+        shared=16,
+        scores="sigmoid",
+        biased=True,
+        groups=4,
+        groups_chosen=2,
+        scale=2.5,
+    ),
+)
+
+
+# --------------------------------------------------------------------------- one multiplication
+
+
+def rows_of(counts, beyond, size, dtype=torch.float32):
+    torch.manual_seed(0)
+    rows = torch.randn(sum(counts) + beyond, size, dtype=dtype, requires_grad=True)
+    weight = torch.randn(len(counts), 12, size, dtype=dtype, requires_grad=True)
+    return rows, torch.tensor(counts), weight
+
+
+@pytest.mark.parametrize("counts", [[3, 0, 5, 1], [0, 0, 0, 0], [9, 0, 0, 0]])
+@pytest.mark.parametrize("beyond", [0, 4])
+def test_grouped_and_plain_agree_in_values_and_gradients(counts, beyond, monkeypatch):
+    found = []
+    for grouped in (True, False):
+        rows, sizes, weight = rows_of(counts, beyond, 16)
+        if not grouped:
+            monkeypatch.setattr(experts, "can_group", lambda *_: False)
+        elif len(rows):
+            assert experts.can_group(rows, weight)
+        out = grouped_linear(rows, sizes, weight)
+        (out * torch.linspace(-1, 1, 12)).sum().backward()
+        found.append((out, rows.grad, weight.grad))
+    for one, other in zip(*found, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-5)
+    out, d_rows, _ = found[0]
+    nobodys = slice(sum(counts), None)
+    assert not out[nobodys].any()
+    assert not d_rows[nobodys].any()  # torch leaves them uninitialised
+
+
+def test_sizes_that_torch_does_not_group_are_multiplied_one_by_one():
+    rows, sizes, weight = rows_of([2, 1], 0, 15)
+    assert not experts.can_group(rows, weight)
+    want = torch.cat([rows[:2] @ weight[0].T, rows[2:] @ weight[1].T])
+    torch.testing.assert_close(grouped_linear(rows, sizes, weight), want)
+
+
+def test_order_and_back_are_inverse_and_differentiable():
+    torch.manual_seed(0)
+    x = torch.randn(6, 3, dtype=torch.float64, requires_grad=True)
+    indices = torch.stack([torch.randperm(4)[:2] for _ in range(6)])
+    rows, put_back = by_expert(x, indices)
+    assert torch.equal(put_back(rows), x.unsqueeze(1).expand(-1, 2, -1))
+    flat, order = indices.flatten(), indices.flatten().argsort(stable=True)
+    assert torch.equal(rows, x[order // 2])
+    assert torch.equal(flat[order], flat.sort().values)
+
+    def there_and_back(x):
+        rows, put_back = by_expert(x, indices)
+        return put_back(rows * torch.arange(12.0, dtype=torch.float64).unsqueeze(1))
+
+    assert torch.autograd.gradcheck(there_and_back, x)
+
+
+# -------------------------------------------------------------------------------------- routers
+
+
+def test_padding_goes_nowhere_and_is_counted_nowhere():
+    logits = torch.randn(5, 4, generator=torch.Generator().manual_seed(0))
+    is_token = torch.tensor([True, False, True, True, False])
+    for route in (softmax_topk, sigmoid_topk):
+        routing = route(logits, 2, is_token=is_token)
+        assert routing.counts.sum() == 6
+        assert (routing.indices[~is_token] == 4).all()
+        assert not routing.weights[~is_token].any()
+        assert not routing.shares[~is_token].any()
+        few = route(logits[is_token], 2)
+        assert torch.equal(routing.counts, few.counts)
+        assert torch.equal(routing.weights[is_token], few.weights)
+
+
+def test_a_bias_chooses_and_never_weighs():
+    logits = torch.tensor([[0.0, 1.0, 2.0, 3.0]])
+    bias = torch.tensor([9.0, 9.0, 0.0, 0.0])
+    routing = sigmoid_topk(logits, 2, bias=bias)
+    assert sorted(routing.indices[0].tolist()) == [0, 1]
+    scores = logits.sigmoid()[0, :2]
+    want = (scores / scores.sum()).sort().values
+    torch.testing.assert_close(routing.weights[0].sort().values, want)
+
+
+def test_choices_that_were_made_before_are_taken_with_weights_of_now():
+    logits = torch.randn(4, 6, requires_grad=True)
+    given = torch.tensor([[0, 1], [2, 3], [4, 5], [0, 5]])
+    for route in (softmax_topk, sigmoid_topk):
+        routing = route(logits, 2, indices=given, renormalise=False)
+        assert torch.equal(routing.indices, given)
+        assert routing.weights.requires_grad
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"chosen": 5}, "5 of 4 experts cannot be chosen"),
+        ({"chosen": 0}, "0 of 4 experts"),
+        ({"chosen": 1, "is_token": torch.ones(2, dtype=torch.bool)}, r"is_token must be \[3\]"),
+        ({"chosen": 2, "indices": torch.zeros(3, 1).long()}, r"indices must be \[3, 2\]"),
+    ],
+)
+def test_what_does_not_fit_is_refused(arguments, message):
+    chosen = arguments.pop("chosen")
+    for route in (softmax_topk, sigmoid_topk):
+        with pytest.raises(ValueError, match=f"{route.__name__}: .*{message}"):
+            route(torch.zeros(3, 4), chosen, **arguments)
+    with pytest.raises(ValueError, match="cannot be chosen from 1 of 3 equal groups"):
+        sigmoid_topk(torch.zeros(3, 4), 1, groups=3)
+    with pytest.raises(ConfigError, match="9 of 8 experts"):
+        Experts(count=8, chosen=9, width=4)
+    with pytest.raises(ConfigError, match="are for scores='sigmoid'"):
+        Experts(count=8, chosen=2, width=4, biased=True)
+
+
+# -------------------------------------------------------------------------- against transformers
+
+
+def hugging_face(config, kind):
+    transformers = pytest.importorskip("transformers")
+    e = config.experts
+    sizes = {
+        "vocab_size": config.vocab_size,
+        "hidden_size": config.width,
+        "intermediate_size": e.width if kind == "Mixtral" else config.mlp_width,
+        "num_hidden_layers": config.layers,
+        "num_attention_heads": config.heads,
+        "num_key_value_heads": config.kv_heads,
+        "head_dim": config.head_size,
+        "rms_norm_eps": config.norm_eps,
+        "num_experts_per_tok": e.chosen,
+        "attn_implementation": "eager",
+        "rope_parameters": {"rope_type": "default", "rope_theta": config.rope_theta},
+    }
+    if kind == "Mixtral":
+        sizes |= {"num_local_experts": e.count, "sliding_window": None}
+    else:
+        sizes |= {"num_experts": e.count, "moe_intermediate_size": e.width}
+        sizes |= {"norm_topk_prob": e.renormalise, "decoder_sparse_step": e.every}
+        sizes |= {"mlp_only_layers": [i for i in range(config.layers) if i < e.first]}
+    torch.manual_seed(0)
+    config_class = getattr(transformers, f"{kind}Config")
+    return getattr(transformers, f"{kind}ForCausalLM")(config_class(**sizes)).eval()
+
+
+NAMES = {
+    "embedding": "model.embed_tokens",
+    "norm": "model.norm",
+    "head": "lm_head",
+    "attention_norm": "input_layernorm",
+    "mlp_norm": "post_attention_layernorm",
+    **{f"w{x}": f"{x}_proj" for x in "qkvo"},
+    "attention": "self_attn",
+    "router": "gate",
+    **{name: f"{name}_proj" for name in ("gate", "up", "down")},
+    "layers": "model.layers",
+}
+
+
+def named_there(state, name):
+    """Return the tensor of a Hugging Face model for a parameter of ours."""
+    whole = ".".join(NAMES.get(part, part) for part in name.split("."))
+    if whole.endswith(("experts.gate_proj", "experts.up_proj")):
+        base, _, last = whole.rpartition(".")
+        gate, up = state[f"{base}.gate_up_proj"].chunk(2, 1)
+        return gate if last == "gate_proj" else up
+    return state[whole]
+
+
+@pytest.mark.parametrize(
+    ("kind", "experts_"),
+    [
+        ("Mixtral", Experts(count=4, chosen=2, width=24)),
+        ("Qwen3Moe", Experts(count=8, chosen=3, width=16, first=1)),
+        ("Qwen3Moe", Experts(count=8, chosen=2, width=16, every=2, renormalise=False)),
+    ],
+)
+def test_logits_and_gradients_are_those_of_transformers(kind, experts_):
+    config = attrs.evolve(CONFIG, experts=experts_, qk_norm=kind == "Qwen3Moe")
+    theirs = hugging_face(config, kind)
+    ours = Decoder(config)
+    state = dict(theirs.named_parameters())
+    with torch.no_grad():
+        for name, p in ours.named_parameters():
+            p.copy_(named_there(state, name))
+    batch = decoder_batch(0)
+    labels = batch.labels.clone()
+    logits = call_routed(ours, batch).output
+    documents, is_token = batch.document_ids, batch.document_ids >= 0
+    same = documents.unsqueeze(-1) == documents.unsqueeze(-2)
+    mask = (same & torch.ones_like(same).tril()).unsqueeze(1)
+    there = theirs(
+        input_ids=batch.input_ids,
+        position_ids=batch.position_ids,
+        attention_mask=torch.zeros(mask.shape).masked_fill(~mask, torch.finfo().min),
+    ).logits
+    torch.testing.assert_close(logits[is_token], there[is_token], rtol=1e-5, atol=1e-5)
+    for each in (logits, there):
+        nn.functional.cross_entropy(each.flatten(0, 1), labels.flatten()).backward()
+    grads = {name: p.grad for name, p in state.items()}
+    for name, p in ours.named_parameters():
+        want = named_there(grads, name)
+        torch.testing.assert_close(p.grad, want, rtol=1e-4, atol=1e-6, msg=lambda m, n=name: n + m)
+
+
+# --------------------------------------------------------------------------------- what is counted
+
+
+@pytest.mark.parametrize("config", [CONFIG, BIASED])
+@pytest.mark.parametrize("balance", ["batch", "document"])
+def test_microbatches_and_padding_change_no_gradient_and_no_count(config, balance):
+    loss = routed(next_token, balance=0.5, router_z=0.1)
+    whole, found = decoder_batch(0), []
+    for rows, blanks in ((None, 0), (1, 0), (3, 2)):
+        model = build_decoder(config, seed=0).double()
+        for layer in model.layers.values():
+            if isinstance(layer.mlp, experts.ExpertMlp):
+                layer.mlp.balance = balance
+                layer.mlp.router.load.copy_(torch.linspace(0.02, 0.23, 8))
+        batches = [*deal_batch(whole, Place(), rows_per_microbatch=rows)]
+        batches += [blank_batch(2, whole.input_ids.shape[1])] * blanks
+        seen = count_tokens(batches)
+        per = {"loss": count_valid_tokens(batches), "balance": seen, "router_z": seen}
+        sums = forward_backward(model, batches, loss, denominator=per, call=call_routed)
+        found.append((sums, {name: p.grad for name, p in model.named_parameters()}))
+    for sums, grads in found[1:]:
+        assert torch.equal(sums["load"], found[0][0]["load"])
+        assert (sums["load"].sum(-1) == 2 * (whole.document_ids >= 0).sum()).all()
+        torch.testing.assert_close(sums, found[0][0], rtol=1e-12, atol=1e-12)
+        torch.testing.assert_close(grads, found[0][1], rtol=1e-10, atol=1e-13)
+
+
+def test_balance_is_1_per_token_where_all_are_chosen_alike_and_more_where_they_are_not():
+    flat = softmax_topk(torch.zeros(6, 4), 1)
+    even = torch.full((4,), 0.25)
+    assert float(balance_sum(flat, even, experts=4)) == pytest.approx(6)
+    logits = torch.tensor([5.0, 0, 0, 0]).expand(6, 4).clone().requires_grad_()
+    steep = softmax_topk(logits, 1)
+    total = balance_sum(steep, torch.tensor([1.0, 0, 0, 0]), experts=4)
+    assert float(total.detach()) > 20
+    total.backward()
+    assert (logits.grad[:, 0] > 0).all()  # less of the one that has all
+
+
+def test_the_bias_moves_once_a_step_on_global_counts_and_not_when_a_step_is_skipped():
+    model = build_decoder(BIASED, seed=0)
+    counts = torch.arange(24).view(3, 8)
+    advance_routers_([model], counts, rate=0.25, applied=torch.tensor(False))
+    assert not any(layer.mlp.router.bias.any() for layer in model.layers.values())
+    advance_routers_([model], counts, rate=0.25)
+    for i, layer in enumerate(model.layers.values()):
+        router = layer.mlp.router
+        assert router.bias.tolist() == [0.25] * 4 + [-0.25] * 4
+        torch.testing.assert_close(router.load, counts[i] / counts[i].sum())
+    assert {name for name, _ in model.named_buffers()} >= {"layers.0.mlp.router.bias"}
+
+
+def test_an_unbalanced_router_is_balanced_by_its_bias():
+    model, batch = build_decoder(BIASED, seed=0), decoder_batch(0)
+    with torch.no_grad():
+        for layer in model.layers.values():
+            layer.mlp.router.bias[0] += 0.5
+    worst = []
+    for _ in range(200):
+        with torch.no_grad():
+            load = call_routed(model, batch).sums[:, 2:]
+        worst.append(float((load.max(-1).values / load.mean(-1)).max()))
+        advance_routers_([model], load, rate=0.01)
+    assert worst[0] > 3
+    assert worst[-1] < 1.5
+
+
+# ------------------------------------------------------------------------------------------- tape
+
+
+class Forgetful(dict):
+    """The choices of a tape that holds nothing."""
+
+    def get(self, _name):
+        return None
+
+
+def gradients_under_noise(choices, *, recomputed):
+    """Return the gradients of a model whose routers see other noise in every call."""
+    model = build_decoder(CONFIG, seed=0)  # in fp32 experts are grouped: no shape shows a change
+    generator = torch.Generator().manual_seed(0)
+
+    def jitter(_, args):
+        x, *rest = args
+        return (x + torch.randn(x.shape, generator=generator, dtype=x.dtype), *rest)
+
+    for layer in model.layers.values():
+        if isinstance(layer.mlp, experts.ExpertMlp):
+            layer.mlp.router.register_forward_pre_hook(jitter)
+            # What a choice weighs is of the noise too; here it is 1, so that only choices differ.
+            layer.mlp.router.register_forward_hook(lambda _, __, made: (even(made[0]), made[1]))
+    recompute("full" if recomputed else "none")(model, solo_parallel())
+    batch, tape = decoder_batch(0), Tape(choices)
+    out = model(
+        batch.input_ids,
+        position_ids=batch.position_ids,
+        spans=batch.spans,
+        is_token=batch.document_ids >= 0,
+        tape=tape,
+    )
+    next_token(out, batch)[0].backward()
+    return {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+
+
+def even(routing):
+    return routing._replace(weights=torch.ones_like(routing.weights))
+
+
+def test_with_a_tape_a_recomputed_router_repeats_its_choices_and_without_it_does_not():
+    want = gradients_under_noise({}, recomputed=False)
+    torch.testing.assert_close(gradients_under_noise({}, recomputed=True), want)
+    lost = gradients_under_noise(Forgetful(), recomputed=True)
+    name = "layers.1.mlp.experts.down"
+    assert (lost[name] - want[name]).norm() > 0.1 * want[name].norm()
+
+
+def test_choices_that_come_with_a_batch_are_taken_instead_of_the_routers():
+    model, batch = build_decoder(CONFIG, seed=0), decoder_batch(0)
+    given = torch.arange(8).repeat(128).view(512, 2)
+    tape = Tape({f"layers.{i}.mlp": given for i in (1, 2)})
+    out = model(
+        batch.input_ids,
+        position_ids=batch.position_ids,
+        spans=batch.spans,
+        is_token=batch.document_ids >= 0,
+        tape=tape,
+    )
+    assert (out.sums[:, 2:] == 128).all()
+
+
+def test_a_decoder_with_experts_must_know_what_is_padding():
+    model, batch = build_decoder(CONFIG, seed=0), decoder_batch(0)
+    with pytest.raises(ValueError, match="needs is_token"):
+        model(batch.input_ids, position_ids=batch.position_ids, spans=batch.spans)
+
+
+def test_denominators_of_terms_divide_each_by_its_own():
+    parts = {"loss": torch.tensor(6.0), "balance": torch.tensor(8.0)}
+    assert float(divided(parts, torch.tensor(2))) == 7
+    assert float(divided(parts, {"loss": torch.tensor(0.5), "balance": torch.tensor(0)})) == 20
+    with pytest.raises(ValueError, match="no denominator for the term 'balance'"):
+        divided(parts, {"loss": torch.tensor(1)})
+    with pytest.raises(ValueError, match="returns one sum for all its terms"):
+        divided(torch.tensor(1.0), {"loss": torch.tensor(1), "balance": torch.tensor(1)})

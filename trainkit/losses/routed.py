@@ -1,0 +1,66 @@
+"""The loss of a decoder with experts: its own, and what keeps the experts balanced."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from trainkit.losses.terms import with_terms
+from trainkit.types import Routed
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from trainkit.losses.terms import NamedLoss
+
+
+def routed(loss: NamedLoss, *, balance: float = 0.0, router_z: float = 0.0) -> NamedLoss:
+    """Return a loss of what a decoder with experts returns, with terms of its routers.
+
+    Beside its own terms it reports "balance", which is 1 per token where all experts are chosen
+    alike, and "router_z", the squared log-sum-exp of a router's logits, both of which are means
+    over the expert layers and sums over all tokens, trained on or not; and "load" `[L, E]`, how
+    often each expert was chosen, for `models.advance_routers_`. Tokens that are not trained on have
+    experts too, so these have a denominator of their own: pass `forward_backward` one for each of
+    the terms, `{"loss": trained, "balance": tokens, "router_z": tokens}`, with
+    `batch.count_tokens`; and `mean_terms` also one for "load".
+
+    Args:
+        loss: What is computed of the decoder's output.
+        balance: The weight of the balance term in what is differentiated; 0.01 is usual.
+        router_z: The weight of the other one; 0.001 is usual.
+
+    Returns:
+        A loss that returns a sum for each term with a weight.
+
+    Raises:
+        ValueError: Later, the output is not that of a decoder with experts.
+
+    References:
+        Fedus et al., "Switch transformers" (2021); Zoph et al., "ST-MoE" (2022), for the z-loss.
+
+    Examples:
+        >>> from trainkit.losses import next_token
+        >>> output = Routed(torch.zeros(1, 2, 4), torch.tensor([[2.0, 4.0, 1.0, 1.0]]))
+        >>> batch = {"labels": torch.tensor([[1, 2]])}
+        >>> total, terms = routed(next_token, balance=0.5)(output, batch)
+        >>> {name: float(x) for name, x in total.items()}, terms["load"].tolist()
+        ({'loss': 2.77..., 'balance': 1.0}, [[1, 1]])
+    """
+    weights = {"balance": balance, "router_z": router_z}
+
+    @with_terms(*loss.terms, *weights, "load")
+    def routed_loss(output: Any, batch: Mapping[str, Any]) -> Any:
+        if not isinstance(output, Routed):
+            got = type(output).__name__
+            mend = "of a decoder with experts; take the loss without routed() for others"
+            raise ValueError(f"routed: a Routed was expected, {mend}; got a {got}")  # noqa: TRY004
+        total, terms = loss(output.output, batch)
+        own = dict(zip(weights, output.sums[:, :2].mean(0).unbind(), strict=True))
+        load = output.sums[:, 2:].detach().to(torch.int64)
+        parts = {name: weights[name] * x for name, x in own.items() if weights[name]}
+        reported = {name: x.detach() for name, x in own.items()}
+        return {loss.terms[0]: total, **parts}, {**terms, **reported, "load": load}
+
+    return routed_loss

@@ -1,0 +1,350 @@
+"""Feed-forward layers of experts: each token goes through the few that a router chooses for it.
+
+Tokens are put in the order of their experts, so that one grouped matrix multiplication serves all
+experts at once, and are put back. Everything a layer counts is an output.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any, Literal
+
+import attrs
+import torch
+from torch import Tensor, nn
+
+from trainkit.models.config import Experts
+from trainkit.models.layers import Mlp
+from trainkit.models.routers import Routing, sigmoid_topk, softmax_topk
+from trainkit.types import Spans
+
+Balance = Literal["batch", "microbatch", "document"]
+"""Over what `balance` compares how often experts are chosen with how much they are wanted: the last
+step's global batch, which is the same in every layout; the microbatch of a rank, which by its
+nature is not; or each document."""
+
+
+@attrs.frozen(eq=False)
+class Tape:
+    """The choices of a model's expert layers in one forward pass, by the layer's name.
+
+    A layer that finds a choice takes it, and one that finds none writes its own down: so a
+    recomputed forward pass repeats the first one's choices, whatever noise or rounding a router
+    sees by then, and choices that came with the data (of an inference engine, say) replace the
+    router's. One tape belongs to one microbatch: make it anew for each.
+
+    Examples:
+        >>> Tape().choices
+        {}
+    """
+
+    choices: dict[str, Tensor] = attrs.field(factory=dict)
+
+
+# ------------------------------------------------------------------------------------------- order
+
+
+class _InOrder(torch.autograd.Function):
+    """Rows of tokens, each k times, in a given order; the gradient is gathered, not scattered."""
+
+    @staticmethod
+    def forward(  # pyrefly: ignore[bad-override]
+        ctx: Any, x: Tensor, order: Tensor, inverse: Tensor
+    ) -> Tensor:
+        ctx.save_for_backward(inverse)
+        ctx.count = len(x)
+        return x[order // (len(order) // max(len(x), 1))] if len(x) else x
+
+    @staticmethod
+    def backward(  # pyrefly: ignore[bad-override]
+        ctx: Any, d_rows: Tensor
+    ) -> tuple[Tensor, None, None]:
+        (inverse,) = ctx.saved_tensors
+        return d_rows[inverse].unflatten(0, (ctx.count, -1)).sum(1), None, None
+
+
+class _PutBack(torch.autograd.Function):
+    @staticmethod
+    def forward(  # pyrefly: ignore[bad-override]
+        ctx: Any, rows: Tensor, order: Tensor, inverse: Tensor
+    ) -> Tensor:
+        ctx.save_for_backward(order)
+        return rows[inverse]
+
+    @staticmethod
+    def backward(  # pyrefly: ignore[bad-override]
+        ctx: Any, d_rows: Tensor
+    ) -> tuple[Tensor, None, None]:
+        (order,) = ctx.saved_tensors
+        return d_rows[order], None, None
+
+
+def by_expert(x: Tensor, indices: Tensor) -> tuple[Tensor, Callable[[Tensor], Tensor]]:
+    """Return tokens in the order of the experts that they go to, and what puts rows back.
+
+    Args:
+        x: Tokens `[T, D]`.
+        indices: int64 `[T, k]`, the experts of each.
+
+    Returns:
+        Rows `[T * k, D]`, those of the first expert first, of an expert in the order of tokens;
+        and a function from such rows to `[T, k, D]`. Both are differentiable, without a sum whose
+        order could vary.
+
+    Examples:
+        >>> rows, put_back = by_expert(torch.tensor([[1.0], [2.0]]), torch.tensor([[1, 0], [0, 2]]))
+        >>> rows.flatten().tolist(), put_back(rows).flatten().tolist()
+        ([1.0, 2.0, 1.0, 2.0], [1.0, 1.0, 2.0, 2.0])
+    """
+    order = indices.flatten().argsort(stable=True)
+    inverse = torch.empty_like(order)
+    inverse[order] = torch.arange(len(order), device=order.device)
+
+    def put_back(rows: Tensor) -> Tensor:
+        return _PutBack.apply(rows, order, inverse).unflatten(0, indices.shape)
+
+    return _InOrder.apply(x, order, inverse), put_back
+
+
+# ---------------------------------------------------------------------------------------- multiply
+
+
+def grouped_linear(rows: Tensor, counts: Tensor, weight: Tensor) -> Tensor:
+    """Multiply rows with the weights of the experts that they go to.
+
+    One grouped multiplication where torch has one for these tensors (fp32, fp16 and bf16, rows of
+    whole 16 bytes), else one multiplication per expert.
+
+    Args:
+        rows: `[N, D]`, those of the first expert first.
+        counts: int64 `[E]`, how many rows each expert has. Rows beyond their sum are nobody's.
+        weight: `[E, F, D]`, for each expert what `nn.Linear` has.
+
+    Returns:
+        `[N, F]`. Rows that are nobody's are zeros, and get a gradient of zero.
+
+    Effects:
+        None, but without the grouped multiplication a host sync for the counts.
+
+    Examples:
+        >>> rows, weight = torch.tensor([[1.0], [1.0], [1.0]]), torch.tensor([[[2.0]], [[3.0]]])
+        >>> grouped_linear(rows, torch.tensor([1, 1]), weight).flatten().tolist()
+        [2.0, 3.0, 0.0]
+    """
+    if not can_group(rows, weight):
+        return _one_by_one(rows, counts, weight)
+    ends = counts.cumsum(0).to(torch.int32)
+    # torch leaves rows past the last offset uninitialised, in the result and in the gradient.
+    is_nobodys = (torch.arange(len(rows), device=rows.device) >= ends[-1]).unsqueeze(-1)
+    product = nn.functional.grouped_mm(
+        rows.masked_fill(is_nobodys, 0), weight.transpose(-2, -1), offs=ends
+    )
+    return _Contiguous.apply(product).masked_fill(is_nobodys, 0)
+
+
+class _Contiguous(torch.autograd.Function):
+    """The identity; its gradient is contiguous, which the grouped multiplication needs."""
+
+    @staticmethod
+    def forward(_: Any, x: Tensor) -> Tensor:  # pyrefly: ignore[bad-override]
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(_: Any, d_x: Tensor) -> Tensor:  # pyrefly: ignore[bad-override]
+        return d_x.contiguous()
+
+
+def can_group(rows: Tensor, weight: Tensor) -> bool:
+    """Say whether torch multiplies these rows and experts in one go.
+
+    Examples:
+        >>> can_group(torch.ones(2, 8), torch.ones(3, 4, 8))
+        True
+        >>> can_group(torch.ones(2, 8).double(), torch.ones(3, 4, 8).double())
+        False
+    """
+    grouped = rows.dtype in (torch.float32, torch.bfloat16, torch.float16)
+    sizes = weight.shape[-2:]
+    whole = all(size * rows.element_size() % 16 == 0 for size in sizes)
+    return grouped and whole and len(rows) > 0 and hasattr(nn.functional, "grouped_mm")
+
+
+def _one_by_one(rows: Tensor, counts: Tensor, weight: Tensor) -> Tensor:
+    sizes = counts.tolist()
+    *parts, rest = rows.split([*sizes, len(rows) - sum(sizes)])
+    products = [nn.functional.linear(x, w) for x, w in zip(parts, weight, strict=True)]
+    return torch.cat([*products, rest.new_zeros(len(rest), weight.shape[1])])
+
+
+class ExpertWeights(nn.Module):
+    """The SwiGLUs of all experts, packed: `gate` and `up` `[E, F, D]`, `down` `[E, D, F]`.
+
+    Their memory is uninitialised until a `Weights` function fills it.
+    """
+
+    def __init__(self, experts: int, width: int, inner: int) -> None:
+        super().__init__()
+        self.gate = nn.Parameter(torch.empty(experts, inner, width))
+        self.up = nn.Parameter(torch.empty(experts, inner, width))
+        self.down = nn.Parameter(torch.empty(experts, width, inner))
+
+    def forward(self, rows: Tensor, counts: Tensor) -> Tensor:
+        """Map rows `[N, D]` in the order of their experts to `[N, D]`; see `grouped_linear`."""
+        gate = nn.functional.silu(grouped_linear(rows, counts, self.gate))
+        return grouped_linear(gate * grouped_linear(rows, counts, self.up), counts, self.down)
+
+
+# ------------------------------------------------------------------------------------------- layer
+
+
+class Router(nn.Module):
+    """Scores experts for each token.
+
+    `load` and `bias` are fp32 buffers, which `advance_routers_` moves once a step, and which are
+    saved with a model: what share of the choices each expert had in the last global batch, and what
+    is added to its score when experts are chosen.
+    """
+
+    load: Tensor
+    bias: Tensor | None
+
+    def __init__(self, width: int, experts: Experts) -> None:
+        super().__init__()
+        self.experts = experts
+        self.weight = nn.Parameter(torch.empty(experts.count, width))
+        even = torch.full((experts.count,), 1 / experts.count, dtype=torch.float32)
+        self.register_buffer("load", even)
+        zeros = torch.zeros(experts.count, dtype=torch.float32) if experts.biased else None
+        self.register_buffer("bias", zeros)
+
+    def forward(
+        self, x: Tensor, is_token: Tensor | None, indices: Tensor | None
+    ) -> tuple[Routing, Tensor]:
+        """Map tokens `[T, D]` to what is decided for them, and to their logits `[T, E]`."""
+        wide = torch.promote_types(x.dtype, torch.float32)
+        with torch.autocast(x.device.type, enabled=False):
+            logits = nn.functional.linear(x.to(wide), self.weight.to(wide))
+        how = self.experts
+        given: dict[str, Any] = {"is_token": is_token, "indices": indices}
+        given["renormalise"] = how.renormalise
+        if how.scores == "softmax":
+            return softmax_topk(logits, how.chosen, **given), logits
+        groups = {"groups": how.groups, "groups_chosen": how.groups_chosen}
+        given |= {"bias": self.bias, "scale": how.scale, **groups}
+        return sigmoid_topk(logits, how.chosen, **given), logits
+
+
+class ExpertMlp(nn.Module):
+    """A feed-forward layer of experts; `number` counts such layers in the whole model."""
+
+    def __init__(
+        self, width: int, experts: Experts, *, name: str, number: int, balance: Balance
+    ) -> None:
+        super().__init__()
+        self.name, self.number, self.balance = name, number, balance
+        self.router = Router(width, experts)
+        self.experts = ExpertWeights(experts.count, width, experts.width)
+        self.shared = Mlp(width, experts.shared) if experts.shared else None
+
+    def forward(
+        self, x: Tensor, *, spans: Spans, is_token: Tensor, tape: Tape
+    ) -> tuple[Tensor, Tensor]:
+        """Map `[B, S, D]` to `[B, S, D]` and to the layer's row `[2 + E]` of `Routed.sums`."""
+        tokens = x.flatten(0, 1)
+        known = tape.choices.get(self.name)
+        routing, logits = self.router(tokens, is_token.flatten(), known)
+        tape.choices[self.name] = routing.indices
+        rows, put_back = by_expert(tokens, routing.indices)
+        parts = put_back(self.experts(rows, routing.counts))
+        y = torch.einsum("tkd,tk->td", parts, routing.weights.to(x.dtype)).view_as(x)
+        if self.shared is not None:
+            y = y + self.shared(x)
+        balance = balance_sum(routing, self._load(routing, spans), experts=len(self.router.load))
+        z = (logits.logsumexp(-1).square() * is_token.flatten()).sum()
+        return y, torch.cat([torch.stack([balance, z]), routing.counts.to(z.dtype)])
+
+    def _load(self, routing: Routing, spans: Spans) -> Tensor:
+        """Return which part of the choices each expert had where `balance` looks."""
+        if self.balance == "batch":
+            return self.router.load
+        chosen = torch.zeros_like(routing.shares).detach()
+        chosen = torch.cat([chosen, chosen[:, :1]], -1)  # the last one for padding
+        chosen = chosen.scatter_(-1, routing.indices, 1)[:, :-1]
+        if self.balance == "microbatch":
+            counts = routing.counts.to(chosen.dtype)
+            return counts / counts.sum().clamp(min=1)
+        parts = torch.segment_reduce(chosen, "sum", offsets=spans.cu_seqlens.long())
+        parts = parts / parts.sum(-1, keepdim=True).clamp(min=1)
+        lengths = spans.cu_seqlens.diff()
+        return parts.repeat_interleave(lengths, 0, output_size=len(chosen))
+
+
+def balance_sum(routing: Routing, load: Tensor, *, experts: int) -> Tensor:
+    """Return E * sum of load_e * share_e over tokens and experts: T where all have the same load.
+
+    Its gradient makes experts that are chosen often be wanted less. `load` has none, so this is a
+    sum over tokens like a loss, whose denominator is the number of tokens.
+
+    Args:
+        routing: What a router decided.
+        load: Which part of the choices each expert has, `[E]`, or for each token `[T, E]`.
+        experts: E.
+
+    References:
+        Fedus et al., "Switch transformers" (2021), for a microbatch; Qiu et al., "Demons in the
+        detail" (2025), for a global batch; DeepSeek-V3 (2024), for a sequence.
+
+    Examples:
+        >>> routing = softmax_topk(torch.zeros(3, 4), 1)
+        >>> balance_sum(routing, torch.full((4,), 0.25), experts=4)
+        tensor(3.)
+    """
+    return experts * (routing.shares * load).sum()
+
+
+# --------------------------------------------------------------------------------------- advancing
+
+
+def update_expert_bias(bias: Tensor, counts: Tensor, *, rate: float | Tensor) -> Tensor:
+    """Return biases that make experts be chosen more often if they were too little, and less if.
+
+    Args:
+        bias: fp32 `[..., E]`.
+        counts: How often each expert was chosen in the whole global batch, `[..., E]`.
+        rate: By how much a bias moves, 0.001 for instance.
+
+    References:
+        Wang et al., "Auxiliary-loss-free load balancing" (2024).
+
+    Examples:
+        >>> update_expert_bias(torch.zeros(3), torch.tensor([4, 1, 1]), rate=0.5)
+        tensor([-0.5000,  0.5000,  0.5000])
+    """
+    counts = counts.to(torch.float64)
+    return bias + rate * (counts.mean(-1, keepdim=True) - counts).sign().to(bias.dtype)
+
+
+@torch.no_grad()
+def advance_routers_(
+    stages: Iterable[nn.Module], counts: Tensor, *, rate: float, applied: Tensor | bool = True
+) -> None:
+    """Tell the routers of a model how often their experts were chosen in a step, once a step.
+
+    Args:
+        stages: This rank's stages of the model.
+        counts: `[L, E]`, for all expert layers of the whole model, summed over the microbatches and
+            over all ranks that hold distinct tokens: the term "load" of `losses.routed`.
+        rate: By how much biases move; see `update_expert_bias`. 0 leaves them.
+        applied: Whether the step was taken; otherwise nothing moves.
+
+    Effects:
+        Writes the buffers `load` and `bias` of every `Router` in the stages. No host sync.
+    """
+    for layer in (x for stage in stages for x in stage.modules() if isinstance(x, ExpertMlp)):
+        router, own = layer.router, counts[layer.number]
+        applied = torch.as_tensor(applied, device=own.device)
+        load = (own / own.sum().clamp(min=1)).to(router.load.dtype)
+        router.load.copy_(torch.where(applied, load, router.load))
+        if router.bias is not None:
+            moved = update_expert_bias(router.bias, own, rate=rate)
+            router.bias.copy_(torch.where(applied, moved, router.bias))
