@@ -128,13 +128,17 @@ def test_names_that_nobody_expects_are_refused_before_anything_is_sent():
     assert found == {"a": 0, "b": 1}
 
 
-def test_reduce_metrics_lets_go_of_the_graph_and_refuses_what_is_no_scalar(monkeypatch):
+def test_reduce_metrics_lets_go_of_the_graph_and_takes_any_shape_but_with_names(monkeypatch):
     monkeypatch.setattr(metrics, "all_sum", lambda x, axis: x * axis.count)
     attached = torch.tensor(1.0, requires_grad=True) * 2
     for axis in (solo_parallel().loss, Axis("loss", Share(0, 2))):
         assert not reduce_metrics({"loss": attached}, axis)["loss"].requires_grad
-        with pytest.raises(ValueError, match=r"reduce_metrics: 'x' must be a scalar .*\(3,\)"):
-            reduce_metrics({"x": torch.zeros(3)}, axis)
+        load = torch.arange(600).view(2, 300)
+        sums = reduce_metrics({"x": load, "loss": attached}, axis)
+        assert torch.equal(sums["x"], load * axis.count)
+        assert sums["loss"] == 2 * axis.count
+        with pytest.raises(ValueError, match=r"with names= 'x' must be a scalar, .*\(3,\)"):
+            reduce_metrics({"x": torch.zeros(3)}, axis, names=["x"])
 
 
 class Transfers(TorchDispatchMode):

@@ -383,7 +383,7 @@ def test_what_a_pipeline_cannot_run_is_refused_before_it_communicates():
         assert "1 microbatches in a step, the schedule 1f1b needs at least 2" in told["few"]
         assert "5 microbatches" in told["rounds"]
         assert "a multiple of 2" in told["rounds"]
-        assert "its terms are ['loss', 'other'], and reports the scalars ['loss']" in told["terms"]
+        assert "its terms are ['loss', 'other'], and reports ['loss']" in told["terms"]
         assert "has them on (0, 1, 1, 0)" in told["placement"]
         assert "dual_pipe_v has 2 stage(s) on each rank, got 1" in told["per rank"]
         assert "are not the stages of rank" in told["reversed"]

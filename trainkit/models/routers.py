@@ -63,6 +63,7 @@ def softmax_topk(
     shares = _wide(logits).softmax(-1)
     if indices is None:
         indices = shares.detach().topk(chosen, -1).indices
+    indices = _of_tokens(indices, is_token, 0)
     weights = shares.gather(-1, indices)
     if renormalise:
         weights = weights / weights.sum(-1, keepdim=True)
@@ -119,6 +120,7 @@ def sigmoid_topk(
     if indices is None:
         wanted = scores.detach() if bias is None else scores.detach() + bias
         indices = _of_best_groups(wanted, groups, groups_chosen).topk(chosen, -1).indices
+    indices = _of_tokens(indices, is_token, 0)
     weights = scores.gather(-1, indices)
     if renormalise:
         weights = weights / (weights.sum(-1, keepdim=True) + 1e-20)
@@ -145,11 +147,14 @@ def _without_padding(
     weights: Tensor, indices: Tensor, shares: Tensor, is_token: Tensor | None
 ) -> Routing:
     experts = shares.shape[-1]
-    if is_token is not None:
-        is_padding = ~is_token.unsqueeze(-1)
-        weights, shares = weights.masked_fill(is_padding, 0), shares.masked_fill(is_padding, 0)
-        indices = indices.masked_fill(is_padding, experts)
+    indices = _of_tokens(indices, is_token, experts)
+    weights, shares = _of_tokens(weights, is_token, 0), _of_tokens(shares, is_token, 0)
     return Routing(weights, indices, counts_of(indices, experts), shares)
+
+
+def _of_tokens(x: Tensor, is_token: Tensor | None, value: int) -> Tensor:
+    """Return `x` with `value` for padding."""
+    return x if is_token is None else x.masked_fill(~is_token.unsqueeze(-1), value)
 
 
 def counts_of(indices: Tensor, experts: int) -> Tensor:

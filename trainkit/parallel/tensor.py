@@ -13,8 +13,9 @@ from typing import Any
 from torch import Tensor, nn
 
 from trainkit.batch.shards import contiguous_shard
-from trainkit.collectives import gather_replicated
+from trainkit.collectives import gather_replicated, sum_forward
 from trainkit.models.decoder import Decoder
+from trainkit.models.experts import ExpertMlp
 from trainkit.parallel.naming import name_matches
 from trainkit.parallel.reduction import mark_partial_
 from trainkit.parallel.styles import (
@@ -26,7 +27,7 @@ from trainkit.parallel.styles import (
     sums_problem,
 )
 from trainkit.parallel.transforms import Transform
-from trainkit.types import Axis, ConfigError, Hidden, ParallelState
+from trainkit.types import Axis, ConfigError, Hidden, ParallelState, Routed
 
 DECODER_STYLES: Mapping[str, str] = MappingProxyType(
     {
@@ -113,7 +114,7 @@ def tensor(styles: Mapping[str, str | Style] | None = None) -> Transform:
         _shard_(module, cut, ps.tp)
         if any(style.sequence for style in cut.values()) and hasattr(module, "sequence_parts"):
             module.sequence_parts = ps.tp.count  # pyrefly: ignore[bad-argument-type]
-            module.register_forward_pre_hook(_slice_noise(ps.tp), with_kwargs=True)
+            module.register_forward_pre_hook(_slice_by_token(ps.tp), with_kwargs=True)
         if isinstance(module, Decoder) and module.norm is not None:  # the last stage
             module.register_forward_hook(_whole_vocabulary(ps.tp))
         return module
@@ -205,8 +206,9 @@ def _styles_of(
         )
     names = [name for name, _ in module.named_modules() if name]
     found: dict[str, tuple[str, Style]] = {}
+    own = _inside_experts(module) if styles is None else set()
     for pattern, named in (DECODER_STYLES if styles is None else styles).items():
-        matching = [name for name in names if name_matches(name, pattern)]
+        matching = [name for name in names if name_matches(name, pattern) and name not in own]
         if not matching and whole and styles is not None:
             raise ConfigError(
                 f"tensor: no submodule's name matches {pattern!r}; take the pattern out, or "
@@ -221,7 +223,14 @@ def _styles_of(
                     where=name,
                 )
             found[name] = pattern, _style(pattern, named)
-    return found
+    return found | dict.fromkeys(sorted(own), ("experts", STYLES["partial"]))
+
+
+def _inside_experts(module: nn.Module) -> set[str]:
+    """Return the modules of expert layers, which are whole on each rank, for its own tokens."""
+    named = dict(module.named_modules())
+    layers = [name for name, layer in named.items() if isinstance(layer, ExpertMlp)]
+    return {own for own in named for name in layers if f"{own}.".startswith(f"{name}.")}
 
 
 def _style(pattern: str, style: str | Style) -> Style:
@@ -333,22 +342,30 @@ def _placed(parameter: nn.Parameter, dim: int | None, axis: Axis) -> nn.Paramete
     return nn.Parameter(made, requires_grad=parameter.requires_grad)
 
 
-def _slice_noise(axis: Axis) -> Callable[..., Any]:
-    """Return a hook for the root of a model: dropout's keys for this rank's part of the tokens."""
+def _slice_by_token(axis: Axis) -> Callable[..., Any]:
+    """Return a hook for the root of a model: what blocks need of this rank's part of the tokens."""
 
     def hook(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        keys: Tensor | None = kwargs.get("noise_key")
-        if keys is not None:
-            kwargs = {**kwargs, "noise_key": contiguous_shard(keys, axis.share)}
-        return args, kwargs
+        given = {name: kwargs.get(name) for name in ("noise_key", "is_token")}
+        own = {k: contiguous_shard(x, axis.share) for k, x in given.items() if x is not None}
+        return args, kwargs | own
 
     return hook
 
 
 def _whole_vocabulary(axis: Axis) -> Callable[..., Any]:
-    """Return a hook for the root of a decoder: no half of a vocabulary leaves it unannounced."""
+    """Return a hook for the root of a decoder: no half of a vocabulary leaves it unannounced.
 
-    def hook(module: Decoder, _: Any, output: Tensor | Hidden) -> Tensor | Hidden:
+    What routers counted are sums over the tokens of each rank, which have been apart so far.
+    """
+
+    def hook(module: Decoder, _: Any, output: Any) -> Tensor | Hidden | Routed:
+        if isinstance(output, Routed):
+            sums = sum_forward(output.sums, axis)
+            return Routed(whole(module, output.output), sums)
+        return whole(module, output)
+
+    def whole(module: Decoder, output: Tensor | Hidden) -> Tensor | Hidden:
         words = len(output.weight) if isinstance(output, Hidden) else output.shape[-1]
         if words == module.config.vocab_size:  # whole already, by the styles of the plan
             return output

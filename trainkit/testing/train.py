@@ -205,7 +205,7 @@ def _train(training: Training, case: Case, make_stages: MakeStages) -> Outcome:
             limit = {"lr": training.lr, "max_norm": training.max_norm}
             norms.append(clip_and_step(params, optimizer, **limit, axis=ps.pp).norm)
             for name, value in mean_terms(reduce_metrics(sums, ps.loss), tokens).items():
-                terms.setdefault(name, []).append(float(value))
+                terms.setdefault(name, []).extend(value.flatten().tolist())
         return Outcome(
             terms,
             [float(norm) for norm in norms],
