@@ -6,7 +6,14 @@ import torch
 from torch import nn
 
 from trainkit.batch import blank_batch, count_tokens, count_valid_tokens
-from trainkit.losses import divided, next_token, routed
+from trainkit.losses import (
+    add_terms,
+    divided,
+    next_token,
+    next_token_linear,
+    routed,
+    z_term,
+)
 from trainkit.mesh import solo_parallel
 from trainkit.models import (
     Decoder,
@@ -19,11 +26,12 @@ from trainkit.models import (
     by_expert,
     call_routed,
     experts,
+    generate,
     grouped_linear,
     sigmoid_topk,
     softmax_topk,
 )
-from trainkit.parallel import recompute
+from trainkit.parallel import bind_call, recompute
 from trainkit.step import forward_backward
 from trainkit.testing.builtin import decoder_batch
 from trainkit.testing.deal import deal_batch
@@ -391,6 +399,29 @@ def test_a_decoder_with_experts_must_know_what_is_padding():
     model, batch = build_decoder(CONFIG, seed=0), decoder_batch(0)
     with pytest.raises(ValueError, match="needs is_token"):
         model(batch.input_ids, position_ids=batch.position_ids, spans=batch.spans)
+
+
+def test_text_is_drawn_and_a_call_without_padding_is_told_what_to_pass():
+    model = build_decoder(BIASED, seed=0)
+    drawn = generate(model, [1, 2, 3], max_new_tokens=4, context=8, call=call_routed)
+    call = bind_call([model], solo_parallel(), call=call_routed)
+    assert drawn == generate(model, [1, 2, 3], max_new_tokens=4, context=8, call=call)
+    with pytest.raises(ValueError, match=r"call=tk\.models\.call_routed"):
+        generate(model, [1, 2, 3], max_new_tokens=4, context=8)
+
+
+def test_a_loss_may_look_at_the_output_alone():
+    model, batch = build_decoder(CONFIG, seed=0), decoder_batch(0)
+    out = call_routed(model, batch)
+    assert next_token(out, batch)[0] == next_token(out.output, batch)[0]
+    hidden = Decoder(CONFIG, head="hidden")
+    hidden.load_state_dict(model.state_dict())
+    loss = add_terms((next_token_linear, 1.0), (z_term, 0.1))
+    total, _ = loss(call_routed(hidden, batch), batch)
+    want, _ = add_terms((next_token, 1.0), (z_term, 0.1))(out, batch)
+    torch.testing.assert_close(total, want)
+    with pytest.raises(ValueError, match=r"routed: a Routed was expected.*got a Tensor"):
+        routed(next_token)(out.output, batch)
 
 
 def test_denominators_of_terms_divide_each_by_its_own():

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from trainkit.models.call import call_model
 from trainkit.models.decoder import whole_logits
 from trainkit.noise import counters
-from trainkit.types import Call, Hidden, Spans
+from trainkit.types import Call, Hidden, Routed, Spans
 
 
 def generate(
@@ -119,6 +119,8 @@ def draw(logits: Tensor, place: float, *, temperature: float, top_k: int | None 
 
 
 def _last_logits(output: Tensor | tuple[Any, ...]) -> Tensor:
+    if isinstance(output, Routed):
+        output = output.output
     if isinstance(output, tuple):
         hidden, *weight = output
         output = Hidden(hidden[:, -1:], *weight)
@@ -136,6 +138,7 @@ def _window(ids: Tensor) -> dict[str, Any]:
     return {
         "input_ids": ids,
         "position_ids": torch.arange(length, device=device)[None],
+        "document_ids": torch.zeros_like(ids),
         "spans": spans,
     }
 
