@@ -16,7 +16,7 @@ from trainkit.corpora.token_file import BLOCK, CHUNK, Header, encode_header
 from trainkit.files import disk_errors
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Callable, Iterable
     from pathlib import Path
 
     from numpy.typing import ArrayLike
@@ -51,22 +51,14 @@ def write_content(
         Writes `file`; and a file without a name beside it, as which tokens are trained on comes
         after all tokens.
     """
-    offsets, table, waiting = array("q", [0]), bytearray(), bytearray()
+    offsets, table = array("q", [0]), bytearray()
     trained: bool | None = None
 
     def write(data: bytes, to: BinaryIO = file) -> None:
         with disk_errors(path, by="write_corpus", needed=len(data)):
             to.write(data)
 
-    def put(data: bytes, *, last: bool = False) -> None:
-        """Write the chunks that are full; the last may be short."""
-        waiting.extend(data)
-        while len(waiting) >= CHUNK or (last and waiting):
-            chunk = bytes(waiting[:CHUNK])
-            del waiting[:CHUNK]
-            table.extend(hashlib.sha256(chunk).digest())
-            write(chunk)
-
+    put = _in_chunks(write, table)
     write(bytes(BLOCK))
     limit = min(vocab_size or 1 << 32, 1 << 8 * kind.itemsize)
     with _nameless(path) as choices:
@@ -103,6 +95,21 @@ def write_content(
     )
     file.seek(0)
     write(encode_header(attrs.asdict(header)))
+
+
+def _in_chunks(write: Callable[[bytes], None], table: bytearray) -> Callable[..., None]:
+    """Return put(data, last=False), which writes the chunks that are full, and hashes them."""
+    waiting = bytearray()
+
+    def put(data: bytes, *, last: bool = False) -> None:
+        waiting.extend(data)
+        while len(waiting) >= CHUNK or (last and waiting):
+            chunk = bytes(waiting[:CHUNK])
+            del waiting[:CHUNK]
+            table.extend(hashlib.sha256(chunk).digest())
+            write(chunk)
+
+    return put
 
 
 def _nameless(path: Path) -> Any:

@@ -119,17 +119,21 @@ def cached_bins(
     key = keys[0]
     path = Path(cache_dir) / f"{_hash_of(key)[:16]}.bins" if cache_dir is not None else None
 
-    say = tell or (lambda _: None)
-    mine: list[Bins] = []
-
     def pack() -> _Found:
         bins = pack_bins(lengths, capacity, **arguments)
         return bins, _sha256(bins)
 
+    return _shared(path, key, pack, axis, tell or (lambda _: None))
+
+
+def _shared(path: Path | None, key: _Key, pack: _Pack, axis: Axis, tell: _Tell) -> Bins:
+    """Let rank 0 go first, then the others; refuse bins that differ."""
+    mine: list[Bins] = []
+
     def lead() -> tuple[str, bool] | None:
         if axis.index > 0:
             return None
-        (bins, sha256), is_kept = _led(path, key, pack, say) if path else (pack(), False)
+        (bins, sha256), is_kept = _led(path, key, pack, tell) if path else (pack(), False)
         mine.append(bins)
         return sha256, is_kept
 
@@ -138,7 +142,7 @@ def cached_bins(
     def follow() -> str:
         if axis.index == 0:
             return want
-        bins, sha256 = _followed(path, key, pack, say) if path and is_kept else pack()
+        bins, sha256 = _followed(path, key, pack, tell) if path and is_kept else pack()
         mine.append(bins)
         return sha256
 
