@@ -113,9 +113,9 @@ def test_ten_thousand_checkpoints_are_listed_in_no_time(tmp_path):
     whole = home / "step_00000000"
     whole.mkdir()
     for name in ("rank_00000.safetensors", "index.json", "state.json"):
-        write_durably(whole / name, b"{}")
+        write_durably(whole / name, [b"{}"])
     files = {path.name: hash_file(path) for path in whole.iterdir()}
-    write_durably(whole / "manifest.json", make_manifest(0, files))
+    write_durably(whole / "manifest.json", [make_manifest(0, files)])
     begin = time.process_time()
     assert all(describe_checkpoint(whole)["complete"] for _ in range(2500))
     each = (time.process_time() - begin) / 2500

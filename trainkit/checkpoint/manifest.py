@@ -204,11 +204,13 @@ def file_problems(path: Path, files: Mapping[str, Mapping[str, Any]]) -> list[st
         return [problem for problem in found if problem is not None]
 
 
-def outline(path: Path | str) -> tuple[list[str], dict[str, Any]]:
+def outline(path: Path | str, *, form: str = FORMAT) -> tuple[list[str], dict[str, Any]]:
     """Return what can be seen to be wrong with a checkpoint without its tensors; and its manifest.
 
     Args:
         path: A checkpoint directory.
+        form: See `read_manifest`. Beside the files of an exported folder others may put some, a
+            `config.json` say, but no other weights.
 
     Returns:
         What `verify_checkpoint` would say of its manifest and of the names and sizes of its files;
@@ -226,7 +228,7 @@ def outline(path: Path | str) -> tuple[list[str], dict[str, Any]]:
     if (path / "checkpoints").is_dir():
         return [f"{path} is a run directory; name one of its checkpoints/step_..."], {}
     try:
-        manifest = read_manifest(path)
+        manifest = read_manifest(path, form=form)
         present = {entry.name for entry in os.scandir(path)} - {MANIFEST}
     except CheckpointError as error:
         return error.got if isinstance(error.got, list) else [error.what], {}
@@ -234,10 +236,12 @@ def outline(path: Path | str) -> tuple[list[str], dict[str, Any]]:
         return [f"{path} cannot be read: {error.strerror}"], {}
     problems = []
     name = _NAME.fullmatch(path.name)
-    if name and int(name[1]) != manifest["step"]:
+    if name and form == FORMAT and int(name[1]) != manifest["step"]:
         problems.append(f"{path.name} holds step {manifest['step']}")
     problems += [
-        f"{name} is not in the manifest" for name in sorted(present - set(manifest["files"]))
+        f"{name} is not in the manifest"
+        for name in sorted(present - set(manifest["files"]))
+        if form == FORMAT or name.endswith(".safetensors")
     ]
     sizes = (file_problem(path / f, w, whole=False) for f, w in manifest["files"].items())
     return [*problems, *filter(None, sizes)], manifest

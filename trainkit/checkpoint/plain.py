@@ -9,7 +9,7 @@ import errno
 import hashlib
 import os
 import stat
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -147,15 +147,19 @@ def file_problem(path: Path, want: Mapping[str, Any], *, whole: bool = True) -> 
     return None
 
 
-def write_durably(path: Path, data: bytes) -> dict[str, Any]:
+def write_durably(path: Path, chunks: Iterable[bytes | memoryview]) -> dict[str, Any]:
     """Write a new file, wait until it is on the disk, and return {"size", "sha256"} of it."""
+    digest, size = hashlib.sha256(), 0
     handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
     try:
-        write_all(handle, memoryview(data))
+        for chunk in chunks:
+            digest.update(chunk)
+            write_all(handle, memoryview(chunk))
+            size += len(chunk)
         os.fsync(handle)
     finally:
         os.close(handle)
-    return {"size": len(data), "sha256": hashlib.sha256(data).hexdigest()}
+    return {"size": size, "sha256": digest.hexdigest()}
 
 
 def write_all(handle: int, data: memoryview) -> None:

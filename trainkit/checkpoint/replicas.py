@@ -20,7 +20,6 @@ from trainkit.grads import name_ranks
 from trainkit.metrics import to_host
 from trainkit.noise.hashing import GOLDEN, MASK64, key_of
 from trainkit.parallel.naming import COPY_SUFFIX, box_of
-from trainkit.parallel.reduction import reducers_of, reshard_
 from trainkit.types import Axis, NumericsError, ParallelState
 
 _AT_ONCE = 1 << 20  # elements that are hashed at once, in 8 MiB of working memory
@@ -31,9 +30,6 @@ def _tensors_of(stages: Iterable[nn.Module], optimizer: torch.optim.Optimizer) -
 
     A copy has its owner's name, unless this rank holds both.
     """
-    stages = list(stages)
-    for stage in stages:
-        reshard_(reducers_of(stage))
     found = run_tensors(stages, optimizer, copies=True)
     copies = {name: x for name, x in found.items() if name.endswith(COPY_SUFFIX)}
     owners = {name: x for name, x in found.items() if name not in copies}

@@ -37,7 +37,6 @@ from trainkit.checkpoint.targets import (
 from trainkit.checkpoint.tensors import MOST_BATCHES, MOST_STREAM, check_optimizer
 from trainkit.collectives import together
 from trainkit.parallel.naming import named_parameters_of
-from trainkit.parallel.reduction import reducers_of, reshard_
 from trainkit.types import Axis, CheckpointError, Cursor, TrainState
 
 _JSON = ("index.json", "state.json")
@@ -208,11 +207,9 @@ def _look(
     leeway: Leeway,
 ) -> Staged:
     """Read the two JSON files and check them; return what is wrong, or what they say."""
-    for module in stages:
-        reshard_(reducers_of(module))
+    weights = weight_targets(stages)
     if optimizer is not None:
         check_optimizer(stages, optimizer)
-    weights = weight_targets(stages)
     most = _VALUES + 128 * len(weights) * (1 + len(manifest["files"]))
     try:
         read = {
