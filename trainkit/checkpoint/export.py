@@ -25,11 +25,11 @@ from trainkit.checkpoint.manifest import (
     read_manifest,
     sealed,
 )
-from trainkit.checkpoint.plain import refusal, write_durably
+from trainkit.checkpoint.plain import refusal, refuse_no_room, write_durably
 from trainkit.checkpoint.sources import INDEX, checkpoint_tensors
 from trainkit.checkpoint.stored import Stored, safetensors_header
 from trainkit.files import disk_errors, new_folder, recover_folder
-from trainkit.types import CheckpointError, ConfigError, DiskError
+from trainkit.types import CheckpointError, ConfigError
 
 SHARD_BYTES = 4_000_000_000
 _CHUNK = 32 * 1024 * 1024
@@ -182,7 +182,8 @@ def write_weights(
         target.parent.mkdir(parents=True, exist_ok=True)
         recover_folder(target)
         _check_target(target, overwrite=overwrite)
-        _check_space(target, total)
+        free = shutil.disk_usage(target.parent).free
+        refuse_no_room(f"export: {target}", target, free=free, needed=total)
     in_folder = new_folder(target, by="export", replace=overwrite)
     with in_folder as staging, disk_errors(staging, by="export"):
         files = {
@@ -287,16 +288,4 @@ def _check_target(target: Path, *, overwrite: bool) -> None:
             f"export: {target} {problem or 'is a link'}; it is not overwritten",
             where=str(target),
             hint="name another folder, or move what is there",
-        )
-
-
-def _check_space(target: Path, needed: int) -> None:
-    free = shutil.disk_usage(target.parent).free
-    if free < needed:
-        raise DiskError(
-            f"export: {target} needs about {needed} bytes and {free} are free",
-            where=str(target),
-            got=free,
-            want=needed,
-            hint="free space or choose another folder; nothing has been written",
         )

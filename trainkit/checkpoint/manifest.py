@@ -235,8 +235,8 @@ def outline(path: Path | str, *, form: str = FORMAT) -> tuple[list[str], dict[st
     except OSError as error:  # deleted between two looks, for instance
         return [f"{path} cannot be read: {error.strerror}"], {}
     problems = []
-    name = _NAME.fullmatch(path.name)
-    if name and form == FORMAT and int(name[1]) != manifest["step"]:
+    named = form == FORMAT and _NAME.fullmatch(path.name)
+    if named and step_of(path) != manifest["step"]:
         problems.append(f"{path.name} holds step {manifest['step']}")
     problems += [
         f"{name} is not in the manifest"
@@ -263,9 +263,15 @@ def list_checkpoints(directory: Path | str) -> list[Path]:
     directory = Path(directory)
     if not directory.is_dir():
         return []
-    found = [(match, path) for path in directory.iterdir() if (match := _NAME.fullmatch(path.name))]
-    found.sort(key=lambda pair: (int(pair[0][1]), int(pair[0][2] or 0)), reverse=True)
-    return [path for _, path in found]
+    found = [path for path in directory.iterdir() if _NAME.fullmatch(path.name)]
+    return sorted(found, key=_place_of, reverse=True)
+
+
+def _place_of(path: Path) -> tuple[int, int]:
+    """Return the step in a checkpoint's name, and which save of that step it is."""
+    match = _NAME.fullmatch(path.name)
+    assert match is not None
+    return int(match[1]), int(match[2] or 0)
 
 
 def first_verified(
@@ -429,9 +435,7 @@ def step_of(path: Path) -> int:
         >>> step_of(Path("step_00000012-1"))
         12
     """
-    match = _NAME.fullmatch(path.name)
-    assert match is not None
-    return int(match[1])
+    return _place_of(path)[0]
 
 
 def next_name(directory: Path, step: int) -> str:
@@ -443,7 +447,7 @@ def next_name(directory: Path, step: int) -> str:
         >>> next_name(Path("/does/not/exist"), 12)
         'step_00000012'
     """
-    found = [_NAME.fullmatch(path.name) for path in list_checkpoints(directory)]
-    taken = [int(match[2] or 0) for match in found if match and int(match[1]) == step]
+    places = map(_place_of, list_checkpoints(directory))
+    taken = [number for found, number in places if found == step]
     name = f"step_{step:08d}"
     return f"{name}-{max(taken) + 1}" if taken else name

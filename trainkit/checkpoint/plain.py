@@ -17,7 +17,7 @@ from typing import Any
 import orjson
 
 from trainkit.files import who_else_can_write
-from trainkit.types import CheckpointError
+from trainkit.types import CheckpointError, DiskError
 
 JSON_BYTES = 256 * 1024 * 1024
 # An index has about 13 values for a tensor: these are 400,000 of them. As one table of as many keys
@@ -145,6 +145,18 @@ def file_problem(path: Path, want: Mapping[str, Any], *, whole: bool = True) -> 
         missing = isinstance(error.__cause__, FileNotFoundError)
         return f"{path.name} is missing" if missing else error.what
     return None
+
+
+def refuse_no_room(what: str, path: Path | str, *, free: int, needed: int) -> None:
+    """Refuse to begin with what the disk has no room for, before anything is written."""
+    if free < needed:
+        raise DiskError(
+            f"{what} needs about {needed} bytes and {free} are free",
+            where=str(path),
+            got=free,
+            want=needed,
+            hint="free space or choose another place; nothing has been written",
+        )
 
 
 def write_durably(path: Path, chunks: Iterable[bytes | memoryview]) -> dict[str, Any]:

@@ -20,6 +20,7 @@ from trainkit.checkpoint.directory import mark_saved
 from trainkit.checkpoint.facts import Facts, facts_at
 from trainkit.checkpoint.flight import Flight, Saved, at_once, fly, in_thread
 from trainkit.checkpoint.manifest import dump_json
+from trainkit.checkpoint.plain import refuse_no_room
 from trainkit.checkpoint.retention import Retention, apply_retention
 from trainkit.checkpoint.snapshot import Snapshot, bind_snapshots
 from trainkit.checkpoint.tensors import model_tensors, state_hash
@@ -28,7 +29,7 @@ from trainkit.collectives import all_gather_json
 from trainkit.files import replacing
 from trainkit.mesh import twin_axis
 from trainkit.parallel.naming import box_of
-from trainkit.types import SOLO, Axis, ConfigError, DiskError, ParallelState, TrainState
+from trainkit.types import SOLO, Axis, ConfigError, ParallelState, TrainState
 
 _WORTH_TELLING = 0.1  # seconds that a save had to wait for the one before
 
@@ -318,15 +319,8 @@ def require_space(
     own = copies * sum(box_of(tensor).local.nbytes for tensor in model_tensors(stages).values())
     needed = int(1.1 * sum(all_gather_json(own, axis)))  # a tenth for what else is written
     free = min(all_gather_json(shutil.disk_usage(run_dir).free, axis))
-    if free < needed:
-        raise DiskError(
-            f"require_space: a checkpoint in {run_dir} needs about {needed} bytes and {free} are "
-            "free",
-            where=run_dir,
-            got=free,
-            want=needed,
-            hint="free space or choose another --out",
-        )
+    what = f"require_space: a checkpoint in {run_dir}"
+    refuse_no_room(what, run_dir, free=free, needed=needed)
     if free < 2 * needed and tell is not None and axis.index == 0:
         tell(
             f"{run_dir} has {free} bytes free, and a checkpoint needs about {needed}: there is room"

@@ -22,7 +22,6 @@ from trainkit.checkpoint.plain import read_json, refusal
 from trainkit.checkpoint.stored import (
     Stored,
     extent_of,
-    plain_tensor_name,
     safetensors_file,
     without_twins,
 )
@@ -76,30 +75,6 @@ def verify_weights(folder: Path | str, *, share: Share = SOLO.share) -> list[str
     return file_problems(folder, mine)
 
 
-def exported_tensors(folder: Path, problems: Sequence[str]) -> dict[str, Stored]:
-    """Describe the tensors of an exported folder whose every byte has been verified.
-
-    Args:
-        folder: The folder.
-        problems: What `verify_weights` has found.
-
-    Raises:
-        CheckpointError: There is a problem; or its files hold a tensor of an odd name, twice, or
-            not as its index says.
-    """
-    if problems:
-        raise CheckpointError(
-            f"weights_from: {folder} does not verify: {problems[0]}", where=folder, got=problems
-        )
-    files = read_manifest(folder, form=WEIGHTS)["files"]
-    parts = [safetensors_file(folder / name) for name in files if name.endswith(".safetensors")]
-    found = without_twins(parts, folder)
-    listed = read_json(folder / INDEX)["weight_map"] if (folder / INDEX).exists() else found
-    if listed.keys() != found.keys() or not all(map(plain_tensor_name, found)):
-        raise refusal(folder / INDEX, "does not list the tensors that are there")
-    return found
-
-
 def weights_from(
     folder: Path | str, *, allow_extra: Sequence[str] = (), axis: Axis = SOLO
 ) -> Weights:
@@ -119,8 +94,8 @@ def weights_from(
         A `Weights` function: tensors on the CPU, of the dtypes of the files.
 
     Raises:
-        CheckpointError: A byte is not as it was written; or, when it is called, there is no such
-            tensor, or none of such a shape.
+        CheckpointError: A byte is not as it was written; its files hold a tensor twice, or not as
+            its index says; or, when it is called, there is no such tensor, or none of such a shape.
 
     Effects:
         Reads and hashes all of the folder once, communicates on `axis`; the function that it
@@ -138,7 +113,17 @@ def weights_from(
 
     folder = Path(folder)
     told = together(lambda: verify_weights(folder, share=axis.share), axis)
-    tensors = exported_tensors(folder, [problem for problems in told for problem in problems])
+    problems = [problem for problems in told for problem in problems]
+    if problems:
+        raise CheckpointError(
+            f"weights_from: {folder} does not verify: {problems[0]}", where=folder, got=problems
+        )
+    files = read_manifest(folder, form=WEIGHTS)["files"]
+    parts = [safetensors_file(folder / name) for name in files if name.endswith(".safetensors")]
+    tensors = without_twins(parts, folder)
+    index = read_json(folder / INDEX)["weight_map"] if (folder / INDEX).exists() else tensors
+    if index.keys() != tensors.keys():
+        raise refusal(folder / INDEX, "does not list the tensors that are there")
     kept = {
         name: stored.shape
         for name, stored in tensors.items()

@@ -12,7 +12,7 @@ from typing import Any
 
 import attrs
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from trainkit.checkpoint.boxes import index_problems, shortened
 from trainkit.checkpoint.compare import (
@@ -24,7 +24,7 @@ from trainkit.checkpoint.compare import (
     trained_names,
 )
 from trainkit.checkpoint.plain import read_json
-from trainkit.checkpoint.reading import read_tensors
+from trainkit.checkpoint.reading import Wanted, read_tensors
 from trainkit.checkpoint.targets import (
     Target,
     install_moments_,
@@ -51,14 +51,14 @@ class Staged:
     """What has been read of a checkpoint; with `problems`, it is damaged, and nothing else counts.
 
     `index` has the entries of its tensors, `saved` is what `state.json` holds, `targets` say where
-    the tensors go, and `found` is what they hold, by the names of the targets.
+    the tensors go, and `wanted` what was read for them, by the same names.
     """
 
     problems: Sequence[str] = ()
     index: Mapping[str, Any] = attrs.field(factory=dict)
     saved: Mapping[str, Any] = attrs.field(factory=dict)
     targets: Mapping[str, Target] = attrs.field(factory=dict)
-    found: Mapping[str, Tensor] = attrs.field(factory=dict)
+    wanted: Mapping[str, Wanted] = attrs.field(factory=dict)
 
 
 def stage_checkpoint(
@@ -109,15 +109,15 @@ def stage_checkpoint(
     )
     _refuse(path, _union(differences))
     targets = {name: t for name, t in read.targets.items() if t.saved in read.index}
-    found: dict[str, Tensor] = {}
+    wanted: dict[str, Wanted] = {}
 
     def read_all() -> list[str]:
-        wanted, places = wanted_of(targets, read.index)
-        found.update(places)
-        return read_tensors(path, _tensor_files(manifest), read.index, wanted, axis.share)
+        wanted.update(wanted_of(targets, read.index))
+        boxes = [*wanted.values()]
+        return read_tensors(path, _tensor_files(manifest), read.index, boxes, axis.share)
 
     problems = _union(together(read_all, axis))
-    return attrs.evolve(read, problems=problems, targets=targets, found=found)
+    return attrs.evolve(read, problems=problems, targets=targets, wanted=wanted)
 
 
 def install_(
@@ -128,7 +128,7 @@ def install_(
     Effects:
         Writes the parameters, and replaces the optimizer's state.
     """
-    write_targets_(staged.targets, staged.found)
+    write_targets_(staged.targets, staged.wanted)
     if optimizer is not None:
         scalars = staged.saved["optimizer"]["scalars"]
         install_moments_(staged.targets, scalars, stages, optimizer)

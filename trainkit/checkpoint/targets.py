@@ -94,32 +94,19 @@ def moment_targets(
     return targets
 
 
-def wanted_of(
-    targets: Mapping[str, Target], index: Mapping[str, Any]
-) -> tuple[list[Wanted], dict[str, Tensor]]:
-    """Return what to read for the targets, and by a target's name where it will be found.
-
-    A moment on the CPU, which nothing has seen yet, is read into directly. What two targets have in
-    common, as tied copies do, is read once.
-    """
-    wanted: dict[Any, Wanted] = {}
-    found: dict[str, Tensor] = {}
+def wanted_of(targets: Mapping[str, Target], index: Mapping[str, Any]) -> dict[str, Wanted]:
+    """Return what to read for each target: a moment on the CPU, which is new, is its own place."""
+    wanted: dict[str, Wanted] = {}
     for name, target in targets.items():
-        local, offset = target.box.local, target.box.offset
-        dtype = getattr(torch, index[target.saved]["dtype"])
-        key = (target.saved, offset, tuple(local.shape))
-        if key not in wanted:
-            is_new = target.saved.startswith("optimizer/")
-            direct = is_new and local.device.type == "cpu" and local.dtype == dtype
-            out = (
-                local if direct and local.is_contiguous() else torch.empty(local.shape, dtype=dtype)
-            )
-            wanted[key] = Wanted(target.saved, offset, out)
-        found[name] = wanted[key].out
-    return [want for want in wanted.values() if want.out.numel()], found
+        local, dtype = target.box.local, getattr(torch, index[target.saved]["dtype"])
+        is_new = target.saved.startswith("optimizer/") and local.is_contiguous()
+        direct = is_new and local.device.type == "cpu" and local.dtype == dtype
+        out = local if direct else torch.empty(local.shape, dtype=dtype)
+        wanted[name] = Wanted(target.saved, target.box.offset, out)
+    return wanted
 
 
-def write_targets_(targets: Mapping[str, Target], found: Mapping[str, Tensor]) -> None:
+def write_targets_(targets: Mapping[str, Target], wanted: Mapping[str, Wanted]) -> None:
     """Put what was read where it belongs.
 
     Effects:
@@ -127,8 +114,8 @@ def write_targets_(targets: Mapping[str, Target], found: Mapping[str, Tensor]) -
     """
     with torch.no_grad():
         for name, target in targets.items():
-            if found[name] is not target.box.local:
-                target.box.local.copy_(found[name])
+            if wanted[name].out is not target.box.local:
+                target.box.local.copy_(wanted[name].out)
 
 
 def install_moments_(
