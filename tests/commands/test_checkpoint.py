@@ -212,8 +212,8 @@ def test_what_retention_deletes_meanwhile_is_not_damaged(run_dir, said, monkeypa
     home, doomed = run_dir / "checkpoints", run_dir / "checkpoints/step_00000002"
     real = manifest.read_manifest
 
-    def read_manifest(path):
-        found = real(path)
+    def read_manifest(path, **form):
+        found = real(path, **form)
         if Path(path) == doomed:
             remove_checkpoint(doomed)
         return found

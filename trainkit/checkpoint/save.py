@@ -12,6 +12,7 @@ from itertools import count
 from pathlib import Path
 from typing import Any, Protocol
 
+import attrs
 import orjson
 import torch
 from torch import nn
@@ -168,9 +169,8 @@ def _raise_last(outcomes: Sequence[Saved]) -> None:
 
 def _told(done: Saved) -> dict[str, Any]:
     """Return what a line of events.jsonl says of a save."""
-    error = None if done.error is None else str(done.error)
-    facts = {"step": done.step, "path": None if done.path is None else str(done.path)}
-    return {**facts, "seconds": done.seconds, "blocked": done.blocked, "error": error}
+    said = attrs.asdict(done, filter=attrs.filters.exclude("told"))
+    return said | {name: said[name] and str(said[name]) for name in ("path", "error")}
 
 
 def _land(
