@@ -24,13 +24,12 @@ from trainkit.checkpoint.compare import (
     trained_names,
 )
 from trainkit.checkpoint.plain import read_json
-from trainkit.checkpoint.reading import Wanted, read_tensors
+from trainkit.checkpoint.reading import Target, read_tensors
 from trainkit.checkpoint.targets import (
-    Target,
+    beside,
     install_moments_,
     moment_targets,
     saved_name,
-    wanted_of,
     weight_targets,
     write_targets_,
 )
@@ -50,15 +49,14 @@ Check = Callable[[Mapping[str, Any]], list[str]]
 class Staged:
     """What has been read of a checkpoint; with `problems`, it is damaged, and nothing else counts.
 
-    `index` has the entries of its tensors, `saved` is what `state.json` holds, `targets` say where
-    the tensors go, and `wanted` what was read for them, by the same names.
+    `index` has the entries of its tensors, `saved` is what `state.json` holds, `targets` hold
+    what was read, and say where it goes.
     """
 
     problems: Sequence[str] = ()
     index: Mapping[str, Any] = attrs.field(factory=dict)
     saved: Mapping[str, Any] = attrs.field(factory=dict)
     targets: Mapping[str, Target] = attrs.field(factory=dict)
-    wanted: Mapping[str, Wanted] = attrs.field(factory=dict)
 
 
 def stage_checkpoint(
@@ -109,15 +107,15 @@ def stage_checkpoint(
     )
     _refuse(path, _union(differences))
     targets = {name: t for name, t in read.targets.items() if t.saved in read.index}
-    wanted: dict[str, Wanted] = {}
+    made: dict[str, Target] = {}
 
     def read_all() -> list[str]:
-        wanted.update(wanted_of(targets, read.index))
-        boxes = [*wanted.values()]
-        return read_tensors(path, _tensor_files(manifest), read.index, boxes, axis.share)
+        made.update(beside(targets, read.index))
+        wanted = [*made.values()]
+        return read_tensors(path, _tensor_files(manifest), read.index, wanted, axis.share)
 
     problems = _union(together(read_all, axis))
-    return attrs.evolve(read, problems=problems, targets=targets, wanted=wanted)
+    return attrs.evolve(read, problems=problems, targets=made)
 
 
 def install_(
@@ -128,7 +126,7 @@ def install_(
     Effects:
         Writes the parameters, and replaces the optimizer's state.
     """
-    write_targets_(staged.targets, staged.wanted)
+    write_targets_(staged.targets)
     if optimizer is not None:
         scalars = staged.saved["optimizer"]["scalars"]
         install_moments_(staged.targets, scalars, stages, optimizer)

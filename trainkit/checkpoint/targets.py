@@ -8,21 +8,12 @@ from typing import Any
 
 import attrs
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from trainkit.checkpoint.hidden import optimizers_in
-from trainkit.checkpoint.reading import Wanted
+from trainkit.checkpoint.reading import Target
 from trainkit.checkpoint.tensors import model_tensors, optimizer_state
-from trainkit.parallel.naming import COPY_SUFFIX, Box, box_of, named_parameters_of
-
-
-@attrs.frozen(eq=False)
-class Target:
-    """A tensor to be loaded: the name it was saved under, and this rank's box of it."""
-
-    saved: str
-    tensor: Tensor
-    box: Box
+from trainkit.parallel.naming import COPY_SUFFIX, box_of, named_parameters_of
 
 
 def saved_name(name: str) -> str:
@@ -94,28 +85,33 @@ def moment_targets(
     return targets
 
 
-def wanted_of(targets: Mapping[str, Target], index: Mapping[str, Any]) -> dict[str, Wanted]:
-    """Return what to read for each target: a moment on the CPU, which is new, is its own place."""
-    wanted: dict[str, Wanted] = {}
+def beside(targets: Mapping[str, Target], index: Mapping[str, Any]) -> dict[str, Target]:
+    """Return the targets with memory beside the run to be read into; new moments have it already.
+
+    Args:
+        targets: What is to be loaded.
+        index: The entries of a checkpoint's index.
+    """
+    made: dict[str, Target] = {}
     for name, target in targets.items():
         local, dtype = target.box.local, getattr(torch, index[target.saved]["dtype"])
         is_new = target.saved.startswith("optimizer/") and local.is_contiguous()
-        direct = is_new and local.device.type == "cpu" and local.dtype == dtype
-        out = local if direct else torch.empty(local.shape, dtype=dtype)
-        wanted[name] = Wanted(target.saved, target.box.offset, out)
-    return wanted
+        ready = is_new and local.device.type == "cpu" and local.dtype == dtype
+        out = local if ready else torch.empty(local.shape, dtype=dtype)
+        made[name] = attrs.evolve(target, out=out)
+    return made
 
 
-def write_targets_(targets: Mapping[str, Target], wanted: Mapping[str, Wanted]) -> None:
+def write_targets_(targets: Mapping[str, Target]) -> None:
     """Put what was read where it belongs.
 
     Effects:
         Writes the parameters, in place.
     """
     with torch.no_grad():
-        for name, target in targets.items():
-            if wanted[name].out is not target.box.local:
-                target.box.local.copy_(wanted[name].out)
+        for target in targets.values():
+            if target.out is not target.box.local:
+                target.box.local.copy_(target.out)
 
 
 def install_moments_(
