@@ -1,5 +1,43 @@
 """From rows of pieces to tensors, to parts of them, and to what is read off a batch."""
 
-import lazy_loader
+from __future__ import annotations
 
-__getattr__, __dir__, __all__ = lazy_loader.attach_stub(__name__, __file__)
+from trainkit.batch.batches import (
+    batch_hash,
+    batch_of_rows,
+    blank_batch,
+    count_tokens,
+    count_valid_tokens,
+    map_tensors,
+    shift_labels,
+    spans,
+    split_batch,
+    to_device,
+)
+from trainkit.batch.collate import collate_bins
+from trainkit.batch.shards import (
+    contiguous_shard,
+    shard_batch,
+    shard_sequence,
+    zigzag_shard,
+    zigzag_unshard,
+)
+
+__all__ = [
+    "batch_hash",
+    "batch_of_rows",
+    "blank_batch",
+    "collate_bins",
+    "contiguous_shard",
+    "count_tokens",
+    "count_valid_tokens",
+    "map_tensors",
+    "shard_batch",
+    "shard_sequence",
+    "shift_labels",
+    "spans",
+    "split_batch",
+    "to_device",
+    "zigzag_shard",
+    "zigzag_unshard",
+]

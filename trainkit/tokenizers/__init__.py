@@ -1,5 +1,30 @@
 """Tokenizers: from text to ids and back. Anything with `encode` and `decode` is one."""
 
-import lazy_loader
+from __future__ import annotations
 
-__getattr__, __dir__, __all__ = lazy_loader.attach_stub(__name__, __file__)
+from trainkit.tokenizers.bytes import ByteTokenizer, byte_tokenizer
+from trainkit.tokenizers.documents import encode_document, text_encoder
+from trainkit.tokenizers.hf import HFTokenizer, hf_tokenizer, save_tokenizer, train_bpe
+from trainkit.tokenizers.open import (
+    covered_hashes,
+    find_tokenizer,
+    open_tokenizer,
+    tokenizer_hash,
+)
+from trainkit.tokenizers.special import CHAT_SPECIAL
+
+__all__ = [
+    "CHAT_SPECIAL",
+    "ByteTokenizer",
+    "HFTokenizer",
+    "byte_tokenizer",
+    "covered_hashes",
+    "encode_document",
+    "find_tokenizer",
+    "hf_tokenizer",
+    "open_tokenizer",
+    "save_tokenizer",
+    "text_encoder",
+    "tokenizer_hash",
+    "train_bpe",
+]
