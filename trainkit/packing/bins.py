@@ -11,14 +11,25 @@ import numpy as np
 
 from trainkit.noise.hashing import key_of
 from trainkit.packing.fits import (
+    INT32,
     MOST_TOKENS,
     best_fit,
     check_whole,
-    extent,
     read_only,
     sorted_by,
 )
-from trainkit.packing.pieces import MOST_PIECES, align, cut, sort_pieces, survey
+from trainkit.packing.pieces import (
+    MOST_PIECES,
+    SHELF,
+    SHELF_BITS,
+    align,
+    count_shelves,
+    cut,
+    deal,
+    sort_shelves,
+    survey,
+    take_in_order,
+)
 from trainkit.sampling.integers import integers
 from trainkit.sampling.permutation import permute
 from trainkit.types import Bins, among
@@ -86,10 +97,12 @@ def pack_bins(
     check_whole("pack_bins", "group_size", group_size, least=0)
     if seed is not None:
         check_whole("pack_bins", "seed", seed)
-    num_pieces = _surveyed(array, rule, overlong)
+    num_pieces, largest = _surveyed(array, rule, overlong)
     dealt, counts = _groups(array, rule, num_pieces, int(group_size), seed)
     chosen = array if dealt is None else read_only(array[dealt])
-    offsets, documents, starts, pieces = _packed(fit, chosen, counts, rule, seed)
+    offsets, documents, starts, pieces = _packed(
+        fit, chosen, counts, rule, seed=seed, largest=largest
+    )
     if dealt is not None:
         documents[:] = dealt[documents]
     return Bins(offsets, documents, starts, pieces, rule.capacity, rule.multiple_of)
@@ -178,8 +191,8 @@ def _checked_rule(
     return _Rule(capacity, multiple_of, limit, most[overlong])
 
 
-def _surveyed(lengths: IntArray, rule: _Rule, overlong: Overlong) -> int:
-    """Return the number of pieces, after a look at every length."""
+def _surveyed(lengths: IntArray, rule: _Rule, overlong: Overlong) -> tuple[int, int]:
+    """Return the number of pieces and the longest length, after a look at every length."""
     smallest, largest, num_pieces = survey(lengths, rule.capacity, rule.most)
     _check_longest(lengths, largest)
     if smallest < 0:
@@ -197,7 +210,7 @@ def _surveyed(lengths: IntArray, rule: _Rule, overlong: Overlong) -> int:
             f"the longest, document {int(lengths.argmax())}, has {largest} tokens: raise the "
             "capacity, or pack parts of the corpus"
         )
-    return num_pieces
+    return num_pieces, largest
 
 
 # ------------------------------------------------------------------------------ groups of pieces
@@ -224,27 +237,38 @@ def _shuffled(count: int, seed: int, *names: str | int) -> IntArray:
 
 
 def _packed(
-    fit: Fit, lengths: IntArray, counts: list[int], rule: _Rule, seed: int | None
+    fit: Fit, lengths: IntArray, counts: list[int], rule: _Rule, *, seed: int | None, largest: int
 ) -> tuple[IntArray, IntArray, IntArray, IntArray]:
-    """Pack groups of so many pieces: offsets `[B+1]`; documents, starts, lengths `[P]`."""
+    """Pack groups of so many pieces: offsets `[B+1]`; documents, starts, lengths `[P]`.
+
+    Where pieces are whole documents the lengths are what the fit is asked, and pieces are written
+    once, when it has answered.
+    """
     documents, pieces = np.empty((2, sum(counts)), np.int64)
     starts = np.zeros(len(pieces), np.int64)  # whose memory is never touched if nothing is split
-    held = np.empty((3, max(counts, default=0)), np.int64)
+    # int32 takes half the memory of int64, and less time.
+    integer = np.int32 if lengths.size < INT32 else np.int64
+    splits = rule.most > rule.capacity and largest > rule.capacity
+    whole = lengths.size == len(pieces) and largest <= rule.capacity  # pieces are the documents
     offsets, first = [np.zeros(1, np.int64)], 0
     place: tuple[int, int] = 0, 0
     for size in filter(None, counts):
-        came = held[:, :size]  # the pieces of the group in the order of the corpus
-        came[1] = 0
-        place = cut(lengths, *place, rule.capacity, rule.most, *came)
-        aligned = read_only(align(came[2], rule.multiple_of))
+        group = slice(first, first + size)
+        columns = documents[group], starts[group], pieces[group]
+        begin, place, asked = place, (first + size, 0), lengths[group]
+        if not whole:
+            place = cut(lengths, begin[0], begin[1], rule.capacity, rule.most, *columns)
+            asked = pieces[group]
+        aligned = read_only(align(asked, rule.multiple_of))
         arrival = None if seed is None else _shuffled(size, seed, "arrival", first)
         bin_of = _asked(fit, aligned, rule, arrival)
-        smallest, largest, _ = extent(bin_of)
-        ends = np.empty(largest + 1 if smallest >= 0 and largest < size else 0, np.int64)
-        columns = [column[first : first + size] for column in (documents, starts, pieces)]
-        fullest, most = sort_pieces(bin_of, aligned, ends, *came, *columns)
-        _check_bins(fit, fullest, most, rule)
-        offsets.append(ends + first)
+        origin = begin[0] if whole else -1
+        ends = _take_in_order(fit, bin_of, aligned, rule, origin, asked, columns)
+        if ends is None:
+            entries = np.empty((size, 4 if splits else 3), integer)
+            ends = _sort(fit, bin_of, lengths, begin, rule, entries, columns)
+        ends += first
+        offsets.append(ends)
         first += size
     return np.concatenate(offsets), documents, starts, pieces
 
@@ -267,6 +291,52 @@ def _asked(fit: Fit, lengths: IntArray, rule: _Rule, arrival: IntArray | None) -
     bin_of = np.empty_like(found)
     bin_of[arrival] = found
     return read_only(bin_of)
+
+
+def _take_in_order(  # noqa: PLR0917 (an array is a parameter)
+    fit: Fit,
+    bin_of: IntArray,
+    lengths: IntArray,
+    rule: _Rule,
+    origin: int,
+    asked: IntArray,
+    columns: tuple[IntArray, IntArray, IntArray],
+) -> IntArray | None:
+    """Write the pieces, and return where those of each bin end, if the bins come in order."""
+    in_range = bin_of[0] == 0 <= bin_of[-1] < bin_of.size
+    ends = np.empty(int(bin_of[-1]) + 1 if in_range else 0, np.int64)
+    documents, _, pieces = columns
+    fullest, most = take_in_order(
+        bin_of, lengths, origin, read_only(asked), ends, documents, pieces
+    )
+    if most == 0:
+        return None
+    _check_bins(fit, fullest, most, rule)
+    return ends
+
+
+def _sort(  # noqa: PLR0917 (an array is a parameter)
+    fit: Fit,
+    bin_of: IntArray,
+    lengths: IntArray,
+    begin: tuple[int, int],
+    rule: _Rule,
+    entries: np.ndarray[Any, Any],
+    columns: tuple[IntArray, IntArray, IntArray],
+) -> IntArray:
+    """Write the pieces from a place in a document on, sorted by bin; return where the bins end."""
+    places = np.zeros((bin_of.size >> SHELF_BITS) + 1, np.int64)
+    ends = np.empty(count_shelves(bin_of, places), np.int64)
+    fullest = most = 0
+    if ends.size > 0:
+        places = places[: (ends.size + SHELF - 1) >> SHELF_BITS]
+        deal(bin_of, lengths, *begin, rule.capacity, rule.most, places, entries)
+        order = np.empty(np.diff(places, prepend=0).max(), entries.dtype)
+        fullest, most = sort_shelves(
+            places, entries, rule.capacity, rule.multiple_of, order, ends, *columns
+        )
+    _check_bins(fit, fullest, most, rule)
+    return ends
 
 
 def _check_bins(fit: Fit, fullest: int, most: int, rule: _Rule) -> None:
