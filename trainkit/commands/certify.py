@@ -54,14 +54,11 @@ Ulysses FSDP reduces over ("all", if it is not said). This page is made by
 """
 
 
-def add(commands: Any) -> None:
-    """Describe the command's flags to the subparsers of `python -m trainkit`."""
-    certify = commands.add_parser(
-        "certify",
-        help="show that the layouts give the numbers of one process",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+HELP = "show that the layouts give the numbers of one process"
+
+
+def add(certify: argparse.ArgumentParser) -> None:
+    """Describe the command's flags to its parser."""
     certify.add_argument(
         "--layouts",
         nargs="+",

@@ -50,14 +50,11 @@ if TYPE_CHECKING:
     from trainkit.types import Layout
 
 
-def add(commands: Any) -> None:
-    """Describe the command's flags to the subparsers of `python -m trainkit`."""
-    plan = commands.add_parser(
-        "plan",
-        help="list layouts for a model, with memory, communication and time",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+HELP = "list layouts for a model, with memory, communication and time"
+
+
+def add(plan: argparse.ArgumentParser) -> None:
+    """Describe the command's flags to its parser."""
     _add_work(plan.add_argument_group("what is trained"))
     _add_machines(plan.add_argument_group("what it runs on"))
     only = plan.add_argument_group("only layouts with these degrees")
