@@ -103,10 +103,10 @@ def run(options: argparse.Namespace) -> tuple[Any, int]:
 
 
 def _choice(patterns: list[str] | None, world: int | None, tier: str) -> Callable[[Case], bool]:
-    from trainkit.testing.builtin import cases_of_tier  # noqa: PLC0415 (imports torch)
+    from trainkit.testing.builtin import cases_of_model, models_of_tier  # noqa: PLC0415 (torch)
     from trainkit.testing.cases import runs_here  # noqa: PLC0415 (imports torch)
 
-    names = [case.name for case in cases_of_tier(tier)]
+    names = [case.name for case in cases_of_model(models_of_tier(tier)[0])]
     for pattern in patterns or ():
         if not any(fnmatchcase(name, pattern) for name in names):
             raise ConfigError(
