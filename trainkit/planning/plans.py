@@ -9,7 +9,6 @@ import attrs
 import numpy as np
 
 from trainkit.metrics import model_flops
-from trainkit.planning.hardware import Hardware
 from trainkit.planning.jobs import (
     Job,
     Recompute,
@@ -17,6 +16,7 @@ from trainkit.planning.jobs import (
     refusal,
     stages_per_rank,
 )
+from trainkit.planning.machines import Hardware
 from trainkit.planning.memory import Memory, memory_of
 from trainkit.planning.stages import part_of
 from trainkit.planning.traffic import Transfer, traffic_of
