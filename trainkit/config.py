@@ -315,7 +315,7 @@ def read_config(config_type: type[T], path: str | Path) -> T:
         >>> import tempfile
         >>> with tempfile.TemporaryDirectory() as folder:
         ...     path = Path(folder, "config.toml")
-        ...     _ = path.write_text(toml_text(plain_values(RunConfig(steps=7))))
+        ...     _ = path.write_text("steps = 7")
         ...     read_config(RunConfig, path) == RunConfig(steps=7)
         True
     """
