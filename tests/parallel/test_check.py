@@ -9,7 +9,7 @@ import pytest
 import recipe_runs
 from recipe_runs import error_of, refusal
 
-from trainkit.models import decoder_config, decoder_sizes
+from trainkit.models import Experts, decoder_config, decoder_sizes
 from trainkit.parallel import problems, refuse
 from trainkit.types import ConfigError, Layout, Rows
 
@@ -93,6 +93,12 @@ REFUSED = [
         "make 5 in a step, .*'interleaved_1f1b' needs a multiple of 2.* set rows to 6",
     ),
     (TINY, {"ep": 2, "dp_shard": 2}, {}, "no experts to split over ep = 2 ranks; set ep to 1"),
+    (
+        attrs.evolve(TINY, experts=Experts(count=4, chosen=2, width=8)),
+        {"ep": 2, "dp_shard": 2},
+        {},
+        "experts cannot be dealt yet to ep = 2 ranks; set ep to 1",
+    ),
     (TINY, {"pp": 0}, {}, "pp must be above 0, got 0"),
     (TINY, {}, {"fold_sp": "some"}, "fold_sp must be one of 'all', 'ring', 'ulysses', 'none'"),
 ]

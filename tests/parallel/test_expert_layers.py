@@ -1,15 +1,19 @@
 """A decoder with experts in every layout that has no expert parallelism."""
 
 import attrs
+import pytest
 import torch
 
 from trainkit.losses import next_token_linear, routed
+from trainkit.mesh import solo_parallel
 from trainkit.models import Decoder, Experts, call_routed
+from trainkit.parallel import sequence, tensor
+from trainkit.planning import Job
 from trainkit.testing import certify
 from trainkit.testing.builtin import CONFIG, decoder_batch, decoder_plan
 from trainkit.testing.cases import Case
 from trainkit.testing.certificate import as_text
-from trainkit.types import Layout
+from trainkit.types import Axis, ConfigError, Layout, Share
 
 EXPERTS = Experts(
     count=8,
@@ -79,3 +83,17 @@ def test_it_gives_the_numbers_of_one_process_in_every_layout():
         make_model, padded_batch, CASES, plan=decoder_plan, loss=loss, call=call_routed, steps=2
     )
     assert found.ok, "\n".join([as_text(found), *(row.traceback for row in found.red)])
+
+
+@pytest.mark.parametrize(("axis", "transform"), [("tp", tensor), ("ring", sequence)])
+def test_documents_that_ranks_would_share_are_not_balanced_apart(axis, transform):
+    with torch.device("meta"):
+        model = Decoder(attrs.evolve(CONFIG, experts=EXPERTS), balance="document")
+    ps = attrs.evolve(solo_parallel(), **{axis: Axis(axis, Share(0, 2))})
+    with pytest.raises(ConfigError, match=r'layers.1.mlp balances its experts by "document"'):
+        transform()(model, ps)
+
+
+def test_a_plan_says_that_it_does_not_know_experts():
+    with pytest.raises(ConfigError, match="a plan does not know yet what experts need"):
+        Job(config=attrs.evolve(CONFIG, experts=EXPERTS), row_length=64, rows=8)

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from trainkit.models.config import Experts
 from trainkit.models.layers import Mlp
 from trainkit.models.routers import Routing, sigmoid_topk, softmax_topk
-from trainkit.types import Spans
+from trainkit.types import ConfigError, Spans
 
 Balance = Literal["batch", "microbatch", "document"]
 """Over what `balance` compares how often experts are chosen with how much they are wanted: the last
@@ -302,6 +302,22 @@ def balance_sum(routing: Routing, load: Tensor, *, experts: int) -> Tensor:
     return experts * (routing.shares * load).sum()
 
 
+def check_whole_documents(module: nn.Module, by: str) -> None:
+    """Refuse to cut documents over ranks where experts are balanced within each.
+
+    Raises:
+        ConfigError: A layer of the module balances by "document".
+    """
+    found = [x for x in module.modules() if isinstance(x, ExpertMlp) and x.balance == "document"]
+    if found:
+        raise ConfigError(
+            f'{by}: {found[0].name} balances its experts by "document", and ranks would each see a '
+            'part of one; take balance="batch", or leave sequences whole',
+            where="balance",
+            got="document",
+        )
+
+
 # --------------------------------------------------------------------------------------- advancing
 
 
@@ -339,6 +355,13 @@ def advance_routers_(
 
     Effects:
         Writes the buffers `load` and `bias` of every `Router` in the stages. No host sync.
+
+    Examples:
+        >>> experts = Experts(count=4, chosen=1, width=8, scores="sigmoid", biased=True)
+        >>> layer = ExpertMlp(8, experts, name="layers.0.mlp", number=0, balance="batch")
+        >>> advance_routers_([layer], torch.tensor([[6, 0, 1, 1]]), rate=0.01)
+        >>> layer.router.bias, layer.router.load
+        (tensor([-0.0100,  0.0100,  0.0100,  0.0100]), tensor([0.7500, 0.0000, 0.1250, 0.1250]))
     """
     for layer in (x for stage in stages for x in stage.modules() if isinstance(x, ExpertMlp)):
         router, own = layer.router, counts[layer.number]

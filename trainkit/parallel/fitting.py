@@ -88,8 +88,10 @@ def _divisors(*numbers: int) -> str:
 
 def _of_model(layout: Layout, model: DecoderConfig) -> Iterator[ConfigError]:
     if layout.ep > 1:
+        none = "this decoder has no experts to split over"
+        what = none if model.experts is None else "experts cannot be dealt yet to"
         yield ConfigError(
-            f"this decoder has no experts to split over ep = {layout.ep} ranks; set ep to 1",
+            f"{what} ep = {layout.ep} ranks; set ep to 1",
             where="ep",
             got=layout.ep,
             want=1,

@@ -13,6 +13,7 @@ from torch import nn
 from trainkit.attention.blocks import BlockKernel
 from trainkit.attention.ring import ring
 from trainkit.attention.ulysses import ulysses
+from trainkit.models.experts import check_whole_documents
 from trainkit.parallel.transforms import Transform
 from trainkit.types import ConfigError, ParallelState
 
@@ -44,6 +45,7 @@ def sequence(*, kernel: BlockKernel | None = None) -> Transform:
     def apply(module: nn.Module, ps: ParallelState) -> nn.Module:
         if ps.ring.count == ps.ulysses.count == 1:
             return module
+        check_whole_documents(module, "sequence")
         # vars: an attribute of the instance, not a method or a submodule of that name
         attending = [unit for unit in module.modules() if callable(vars(unit).get("attend"))]
         if not attending:

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from trainkit.batch.shards import contiguous_shard
 from trainkit.collectives import gather_replicated, sum_forward
 from trainkit.models.decoder import Decoder
-from trainkit.models.experts import ExpertMlp
+from trainkit.models.experts import ExpertMlp, check_whole_documents
 from trainkit.parallel.naming import name_matches
 from trainkit.parallel.reduction import mark_partial_
 from trainkit.parallel.styles import (
@@ -108,6 +108,7 @@ def tensor(styles: Mapping[str, str | Style] | None = None) -> Transform:
             raise ConfigError(f"tensor: {problem}", where="tp")
         if ps.tp.count == 1:
             return module
+        check_whole_documents(module, "tensor")
         parents = dict(module.named_modules())
         for name, (pattern, style) in named.items():
             _check_module(name, parents, pattern, style, ps.tp)
