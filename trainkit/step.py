@@ -13,9 +13,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from trainkit.batch import blank_batch, count_valid_tokens, to_device
+from trainkit.batch import blank_batch, count_valid_tokens, divided, to_device
 from trainkit.collectives import all_gather_json, all_max, all_sum, communication_device
-from trainkit.losses import divided, mean_terms
+from trainkit.losses import mean_terms
 from trainkit.models.call import call_model
 from trainkit.parallel.pipeline import bind_pipeline
 from trainkit.parallel.places import places_of

@@ -5,10 +5,9 @@ import pytest
 import torch
 from torch import nn
 
-from trainkit.batch import blank_batch, count_tokens, count_valid_tokens
+from trainkit.batch import blank_batch, count_tokens, count_valid_tokens, divided
 from trainkit.losses import (
     add_terms,
-    divided,
     next_token,
     next_token_linear,
     routed,

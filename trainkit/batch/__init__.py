@@ -15,6 +15,7 @@ from trainkit.batch.batches import (
     to_device,
 )
 from trainkit.batch.collate import collate_bins
+from trainkit.batch.denominators import divided, divisor_of
 from trainkit.batch.shards import (
     contiguous_shard,
     shard_batch,
@@ -31,6 +32,8 @@ __all__ = [
     "contiguous_shard",
     "count_tokens",
     "count_valid_tokens",
+    "divided",
+    "divisor_of",
     "map_tensors",
     "shard_batch",
     "shard_sequence",

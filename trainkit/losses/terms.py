@@ -17,6 +17,7 @@ from typing import Any, Protocol, cast
 import torch
 from torch import Tensor
 
+from trainkit.batch import divisor_of
 from trainkit.collectives import gather_replicated
 from trainkit.losses.cross_entropy import sum_and_parts, z_loss
 from trainkit.losses.linear_cross_entropy import (
@@ -286,40 +287,6 @@ def add_terms(*weighted: tuple[NamedLoss, float]) -> NamedLoss:
     return total_loss
 
 
-def divided(total: Tensor | Mapping[str, Tensor], denominator: Denominator) -> Tensor:
-    """Return what a step differentiates: the sum of each term over its denominator.
-
-    Args:
-        total: What a loss returns first: one sum, or a sum for each term that has a gradient.
-        denominator: What it is divided by, or each of them; 0 divides by 1, all else by itself.
-
-    Raises:
-        ValueError: There are denominators for several terms and one sum, or a term has none.
-
-    Examples:
-        >>> import torch
-        >>> parts = {"loss": torch.tensor(6.0), "balance": torch.tensor(8.0)}
-        >>> divided(parts, {"loss": torch.tensor(2), "balance": torch.tensor(0)})
-        tensor(11.)
-    """
-    if isinstance(total, Mapping):
-        first, *rest = (x / _divisor(name, denominator) for name, x in total.items())
-        return sum(rest, first)
-    if isinstance(denominator, Mapping) and len(denominator) != 1:
-        got = f"{len(denominator)} denominators ({', '.join(denominator)})"
-        raise ValueError(f"forward_backward: {got}, but the loss returns one sum for all its terms")
-    (name,) = denominator if isinstance(denominator, Mapping) else ("",)
-    return total / _divisor(name, denominator)
-
-
-def _divisor(name: str, denominator: Denominator) -> Tensor:
-    if isinstance(denominator, Mapping) and name not in denominator:
-        known = ", ".join(denominator)
-        raise ValueError(f"there is no denominator for the term {name!r} (there are {known})")
-    own = torch.as_tensor(denominator[name] if isinstance(denominator, Mapping) else denominator)
-    return torch.where(own == 0, 1, own)
-
-
 def mean_terms(sums: Mapping[str, Tensor], tokens: Denominator) -> dict[str, Tensor]:
     """Return the means of summed terms: `name` over `name/count` if there is one, else over tokens.
 
@@ -339,7 +306,8 @@ def mean_terms(sums: Mapping[str, Tensor], tokens: Denominator) -> dict[str, Ten
         {'loss': tensor(1.5000), 'loss/web': tensor(2.)}
     """
     return {
-        name: total / (sums[f"{name}/count"] if f"{name}/count" in sums else _divisor(name, tokens))
+        name: total
+        / (sums[f"{name}/count"] if f"{name}/count" in sums else divisor_of(name, tokens))
         for name, total in sums.items()
         if not name.endswith("/count")
     }

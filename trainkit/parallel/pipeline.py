@@ -16,7 +16,7 @@ import attrs
 import torch
 from torch import Tensor, nn
 
-from trainkit.losses import divided
+from trainkit.batch import divided
 from trainkit.parallel.fitting import problems, refuse
 from trainkit.parallel.places import StagePlace, places_of
 from trainkit.parallel.recompute import recomputes_selectively
