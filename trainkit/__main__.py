@@ -53,14 +53,12 @@ class _Parser(argparse.ArgumentParser):
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = _Parser(
-        prog="python -m trainkit",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    form = argparse.RawDescriptionHelpFormatter
+    parser = _Parser(prog="python -m trainkit", description=__doc__, formatter_class=form)
     commands = parser.add_subparsers(dest="command", required=True)
-    for command in COMMANDS.values():
-        command.add(commands)
+    for name, command in COMMANDS.items():
+        about = {"help": command.HELP, "description": command.__doc__}
+        command.add(commands.add_parser(name, **about, formatter_class=form))
     return parser
 
 

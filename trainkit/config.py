@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypeVar, get_args, get_origin, g
 import attrs
 
 from trainkit.checkpoint.retention import Keeping
-from trainkit.files import read_bounded, replacing, toml_text
+from trainkit.files import read_bounded
 from trainkit.health import Policy
 from trainkit.runtime.limits import Limits
 from trainkit.types import (
@@ -56,7 +56,6 @@ __all__ = [
     "plain_values",
     "positive",
     "read_config",
-    "write_config",
 ]
 
 T = TypeVar("T")
@@ -315,8 +314,9 @@ def read_config(config_type: type[T], path: str | Path) -> T:
     Examples:
         >>> import tempfile
         >>> with tempfile.TemporaryDirectory() as folder:
-        ...     write_config(f"{folder}/config.toml", RunConfig(steps=7))
-        ...     read_config(RunConfig, f"{folder}/config.toml") == RunConfig(steps=7)
+        ...     path = Path(folder, "config.toml")
+        ...     _ = path.write_text("steps = 7")
+        ...     read_config(RunConfig, path) == RunConfig(steps=7)
         True
     """
     config = _from_file(config_type, path, attrs.NOTHING)
@@ -324,16 +324,6 @@ def read_config(config_type: type[T], path: str | Path) -> T:
     missing = [f"{name} is missing" for name, x in fields if x.value(config) is attrs.NOTHING]
     _raise_all(missing, str(path))
     return config
-
-
-def write_config(path: str | Path, config: Any) -> None:
-    """Write a configuration as TOML that `read_config` reads back equal.
-
-    Effects:
-        Writes `path`, by a rename, so that it is whole at any time.
-    """
-    with replacing(Path(path), by="write_config") as file:
-        file.write(toml_text(plain_values(config)).encode())
 
 
 def plain_values(config: Any) -> dict[str, Any]:

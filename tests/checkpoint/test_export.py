@@ -20,7 +20,7 @@ from whole_step import Layout, run_steps
 
 import trainkit as tk
 from trainkit import files
-from trainkit.checkpoint import export, reading, sources
+from trainkit.checkpoint import export, plain, reading, sources
 from trainkit.checkpoint.export import (
     export_checkpoint,
     plan_shards,
@@ -174,7 +174,7 @@ def killed_at(source, folder, place):
     """Export in this process, and kill it at a place."""
     kill = functools.partial(os.kill, os.getpid(), signal.SIGKILL)
     appended, renamed = iter(range(1000)), iter(range(1000))
-    append, sync, replace = export._append, files.sync_folder, Path.rename
+    append, sync, replace = plain.write_all, files.sync_folder, Path.rename
 
     def appending(*arguments):
         append(*arguments)
@@ -191,7 +191,7 @@ def killed_at(source, folder, place):
             kill()
         return replace(self, target)
 
-    export._append, files.sync_folder = appending, syncing
+    plain.write_all, files.sync_folder = appending, syncing
     Path.rename = renaming
     export_checkpoint(source, folder, overwrite=True, shard_bytes=100)
 

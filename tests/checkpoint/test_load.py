@@ -378,12 +378,7 @@ def test_without_staging_a_load_that_fails_would_leave_half_of_it(tmp_path, monk
     before = live(stages, optimizer)
     refused(path, stages, optimizer)
 
-    def at_once(targets, _):
-        return [reading.Wanted(t.saved, t.box.offset, t.box.local) for t in targets.values()], {
-            name: t.box.local for name, t in targets.items()
-        }
-
-    monkeypatch.setattr(staging, "wanted_of", at_once)
+    monkeypatch.setattr(staging, "beside", lambda targets, _: targets)
     with pytest.raises(CheckpointError):
         load_checkpoint(path, stages, optimizer)
     assert not same(before, live(stages, optimizer))

@@ -147,7 +147,7 @@ def test_parts_that_are_not_the_whole_are_never_committed(protected, tmp_path, m
         box = box_of(tensor, **options)
         return attrs.evolve(box, local=box.local[:1])
 
-    monkeypatch.setattr(snapshot, "box_of", half)
+    monkeypatch.setattr("trainkit.checkpoint.tensors.box_of", half)
     if protected:
         with pytest.raises(CheckpointError, match="of its"):
             save_checkpoint(tmp_path, tk.TrainState(), *rest)

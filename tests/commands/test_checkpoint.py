@@ -113,9 +113,9 @@ def test_ten_thousand_checkpoints_are_listed_in_no_time(tmp_path):
     whole = home / "step_00000000"
     whole.mkdir()
     for name in ("rank_00000.safetensors", "index.json", "state.json"):
-        write_durably(whole / name, b"{}")
+        write_durably(whole / name, [b"{}"])
     files = {path.name: hash_file(path) for path in whole.iterdir()}
-    write_durably(whole / "manifest.json", make_manifest(0, files))
+    write_durably(whole / "manifest.json", [make_manifest(0, files)])
     begin = time.process_time()
     assert all(describe_checkpoint(whole)["complete"] for _ in range(2500))
     each = (time.process_time() - begin) / 2500
@@ -212,8 +212,8 @@ def test_what_retention_deletes_meanwhile_is_not_damaged(run_dir, said, monkeypa
     home, doomed = run_dir / "checkpoints", run_dir / "checkpoints/step_00000002"
     real = manifest.read_manifest
 
-    def read_manifest(path):
-        found = real(path)
+    def read_manifest(path, **form):
+        found = real(path, **form)
         if Path(path) == doomed:
             remove_checkpoint(doomed)
         return found

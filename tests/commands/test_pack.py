@@ -12,8 +12,8 @@ from trainkit.types import DataError, DiskError
 
 def run_pack(*words):
     parser = argparse.ArgumentParser()
-    pack.add(parser.add_subparsers())
-    return pack.run(parser.parse_args(["pack", *map(str, words)]))
+    pack.add(parser)
+    return pack.run(parser.parse_args([*map(str, words)]))
 
 
 @pytest.mark.parametrize("name", ["rows", "rows.xyz", ".png", ".", "rows.png.gz"])

@@ -19,7 +19,7 @@ def home(tmp_path):
     for step in (4, 1000):
         folder = tmp_path / f"run/checkpoints/step_{step:08}"
         folder.mkdir(parents=True)
-        write_durably(folder / "manifest.json", b'{"files": 3}')
+        write_durably(folder / "manifest.json", [b'{"files": 3}'])
     write_corpus(tmp_path / "c.tokens", [[1, 2, 3], [4] * 1200], vocab_size=9)
     (tmp_path / "c.jsonl").write_text('{"text":"a"}')
     return tmp_path

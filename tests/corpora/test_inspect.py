@@ -14,8 +14,8 @@ from trainkit.types import DataError
 
 def run(*arguments):
     parser = argparse.ArgumentParser()
-    data.add(parser.add_subparsers())
-    report, code = data.run(parser.parse_args(["data", *map(str, arguments)]))
+    data.add(parser)
+    report, code = data.run(parser.parse_args([*map(str, arguments)]))
     return orjson.loads(orjson.dumps(report)), code
 
 

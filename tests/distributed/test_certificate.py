@@ -7,10 +7,11 @@ import pytest
 
 from trainkit.testing.builtin import (
     MODELS,
+    cases_of_model,
     certify_builtin,
     certify_model,
     exact_cases,
-    variant_cases,
+    models_of_tier,
 )
 from trainkit.testing.cases import Case, choices_of, covering, default_cases, pairs_of, runs_here
 from trainkit.testing.certificate import as_text
@@ -46,7 +47,7 @@ def certificates(pick, tier="fp64"):
 @pytest.mark.parametrize("pick", PICKS)
 def test_every_layout_gives_the_numbers_of_one_process_in_fp64(pick):
     found = certificates(pick)
-    assert {certificate.title for certificate in found} == {*MODELS}
+    assert {certificate.title for certificate in found} == {*models_of_tier("fp64")}
     for certificate in found:
         assert certificate.ok, table_of(certificate)
 
@@ -76,13 +77,9 @@ def of_here(cases):
     return list(filter(runs_here, cases))
 
 
-MADE = {"decoder": default_cases, "exact model": exact_cases}
-MADE |= {name: functools.partial(variant_cases, name) for name in MODELS if name != "decoder"}
-
-
-@pytest.mark.parametrize("name", MADE)
+@pytest.mark.parametrize("name", MODELS)
 def test_the_cases_that_run_hold_every_pair_of_choices(name):
-    cases = of_here(MADE[name]())
+    cases = of_here(cases_of_model(name))
     chosen, others = every_pair(cases), all_others(cases)
     assert {case.name for case in (*chosen, *others)} == {case.name for case in cases}
     assert pairs_held(chosen) == pairs_held(cases)

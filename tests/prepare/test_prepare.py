@@ -868,8 +868,8 @@ def test_a_small_source_is_done_in_this_process(source, out):
 
 def command_line(*words):
     parser = ArgumentParser()
-    command.add(parser.add_subparsers(dest="command"))
-    return command.run(parser.parse_args(["prepare", *map(str, words)]))
+    command.add(parser)
+    return command.run(parser.parse_args([*map(str, words)]))
 
 
 def test_the_command_reports_what_it_has_done(source, out, capsys):

@@ -4,7 +4,8 @@ import attrs
 import pytest
 
 from trainkit import checkpoint, sinks
-from trainkit.config import RunConfig, write_config
+from trainkit.config import RunConfig, plain_values
+from trainkit.files import toml_text
 from trainkit.mesh import solo_parallel
 from trainkit.optim import adamw
 from trainkit.runtime.errors import report_errors
@@ -28,7 +29,7 @@ def write_all_there_is(out):
         run_lock(out, ps.world),
         sinks.run_sinks(out, ps.world.share, step=0, last=1) as (log, event),
     ):
-        write_config(out / "config.toml", cfg)
+        (out / "config.toml").write_text(toml_text(plain_values(cfg)))
         log(1, {"loss": 1.0})
         event("save", step=1)
         (out / "lock.copy").write_bytes((out / "lock").read_bytes())

@@ -310,11 +310,12 @@ def stopping(tmp_path, monkeypatch):
     """Return (a rank that is asked to stop, how it ends, what it warns of)."""
     rank = watchdog._join(tmp_path, solo_parallel().world, 600.0)
     ended, warned = [], []
+    rank.asked, rank.warn = lambda: "SIGTERM", warned.append
     monkeypatch.setattr(watchdog, "_end", lambda _, error: ended.append(error))
 
     def after(seconds, grace=None):
         rank.stopping, rank.grace = seconds, grace
-        watchdog._act(rank, 1.0, lambda: "SIGTERM", warned.append)
+        watchdog._act(rank, passed=1.0)
         return len(ended), len(warned)
 
     return rank, after, ended, warned
@@ -374,8 +375,8 @@ def test_a_disk_that_hangs_the_watch_does_not_keep_last_words(tmp_path, monkeypa
         this_member(0), [], tmp_path / "ranks", "a", 0, ("start", 9.0), BEAT, [], {}
     )
     stop = threading.Event()
-    rank.grace = 0.5
-    guard = (rank, stop, lambda: "SIGTERM")
+    rank.grace, rank.asked = 0.5, lambda: "SIGTERM"
+    guard = (rank, stop)
     watching = threading.Thread(target=watchdog._guard_the_watch, args=guard)
     watching.start()
     assert soon(lambda: codes)

@@ -77,7 +77,9 @@ def test_rewinding_a_file_does_what_repairing_all_of_it_does(
 def test_a_file_that_is_whole_is_not_rewritten_to_begin_a_run(tmp_path, monkeypatch):
     path = tmp_path / "metrics.jsonl"
     path.write_bytes(written(range(1, 20_001)) + b'{"step":20001,"l')
-    monkeypatch.setattr(lines_file, "_replace", lambda *_: pytest.fail("all of it is rewritten"))
+    monkeypatch.setattr(
+        lines_file, "replacing", lambda *_, **__: pytest.fail("all of it is rewritten")
+    )
     assert rewind_jsonl(path, 19_990) == Rewound(19_990, 10, 0)
     assert path.read_bytes() == written(range(1, 19_991))
 

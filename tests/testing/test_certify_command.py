@@ -11,8 +11,8 @@ from trainkit.types import ConfigError
 
 def options_of(*argv):
     parser = argparse.ArgumentParser()
-    certify.add(parser.add_subparsers(dest="command"))
-    return parser.parse_args(["certify", *argv])
+    certify.add(parser)
+    return parser.parse_args(argv)
 
 
 def certificate(**changes):

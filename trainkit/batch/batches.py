@@ -11,7 +11,7 @@ import attrs
 import numpy as np
 import torch
 
-from trainkit.batch.shards import spans_of_runs
+from trainkit.batch.shards import each_tensor, spans_of_runs
 from trainkit.noise.counters import mix_tensor, signed
 from trainkit.noise.hashing import GOLDEN, key_of
 from trainkit.types import IGNORED_LABEL, Batch, Spans, at_least
@@ -282,15 +282,8 @@ def map_tensors(batch: Batch, function: Callable[[Tensor], Tensor]) -> Batch:
         >>> map_tensors(blank_batch(1, 2), lambda x: x + 1).labels
         tensor([[-99, -99]])
     """
-    return Batch(
-        function(batch.input_ids),
-        function(batch.labels),
-        function(batch.position_ids),
-        function(batch.document_ids),
-        function(batch.token_index),
-        attrs.evolve(batch.spans, cu_seqlens=function(batch.spans.cu_seqlens)),
-        {name: function(value) for name, value in batch.extra.items()},
-    )
+    own = attrs.evolve(batch.spans, cu_seqlens=function(batch.spans.cu_seqlens))
+    return each_tensor(batch, function, spans=own)
 
 
 def batch_hash(microbatches: Sequence[Mapping[str, Any]]) -> Tensor:

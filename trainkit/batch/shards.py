@@ -172,7 +172,7 @@ def shard_batch(batch: Batch, share: Share, *, split: Split = zigzag_shard) -> B
     def cut(x: Tensor) -> Tensor:
         return x.flatten(0, 1).index_select(0, index).unflatten(0, (rows, -1))
 
-    return _each(batch, cut, spans=spans_of_runs(span_of, device=device))
+    return each_tensor(batch, cut, spans=spans_of_runs(span_of, device=device))
 
 
 def shard_sequence(batch: Batch, *, ring: Share, ulysses: Share) -> Batch:
@@ -208,7 +208,7 @@ def shard_sequence(batch: Batch, *, ring: Share, ulysses: Share) -> Batch:
     def cut(x: Tensor) -> Tensor:
         return contiguous_shard(x, ulysses).contiguous()
 
-    return _each(ring_part, cut, spans=ring_part.spans)
+    return each_tensor(ring_part, cut, spans=ring_part.spans)
 
 
 def _zigzag_batch(batch: Batch, share: Share) -> Batch:
@@ -221,10 +221,10 @@ def _zigzag_batch(batch: Batch, share: Share) -> Batch:
         return shard.view(rows, length // share.count, *x.shape[2:])
 
     spans = spans_of_lengths(batch.spans.lengths // share.count, device=batch.input_ids.device)
-    return _each(batch, cut, spans=spans)
+    return each_tensor(batch, cut, spans=spans)
 
 
-def _each(batch: Batch, function: Callable[[Tensor], Tensor], *, spans: Spans) -> Batch:
+def each_tensor(batch: Batch, function: Callable[[Tensor], Tensor], *, spans: Spans) -> Batch:
     """Return a batch with a function applied to each of its tensors."""
     return Batch(
         **{name: function(batch[name]) for name in BATCH_TENSORS},

@@ -10,7 +10,8 @@ import attrs
 import torch
 from torch import Tensor, nn
 
-from trainkit.checkpoint.targets import Target, expected_state, saved_name
+from trainkit.checkpoint.reading import Target
+from trainkit.checkpoint.targets import expected_state, saved_name
 from trainkit.checkpoint.tensors import group_options, optimizer_state
 
 

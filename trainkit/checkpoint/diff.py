@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from trainkit.checkpoint.export import row_boxes
 from trainkit.checkpoint.plain import read_json
 from trainkit.checkpoint.sources import checkpoint_tensors
 from trainkit.checkpoint.stored import Stored
@@ -146,18 +147,14 @@ def _compare_values(a: Stored, b: Stored) -> dict[str, Any]:
 
     largest = scale = 0.0
     unequal = 0
-    rows = max(1, _ELEMENTS // max(1, a.nbytes // max(1, a.shape[0] if a.shape else 1)))
-    for first in range(0, a.shape[0], rows) if a.shape else (0,):
-        shape = (min(rows, a.shape[0] - first), *a.shape[1:]) if a.shape else ()
-        offset = (first, *(0,) * (len(shape) - 1)) if a.shape else ()
+    for shape, offset in row_boxes(a.shape, _ELEMENTS):
         x, y = (read_box(stored, shape, offset) for stored in (a, b))
         bits = [v.contiguous().reshape(-1, 1).view(torch.uint8) for v in (x, y)]
         unequal += int((bits[0] != bits[1]).any(1).sum())
         x, y = x.double(), y.double()
-        if x.numel():
-            gap = (x - y).abs()
-            largest = max(largest, float(gap.nan_to_num(nan=float("inf")).max()))
-            scale = max(scale, float(y.abs().nan_to_num(nan=float("inf")).max()))
+        gap = (x - y).abs()
+        largest = max(largest, float(gap.nan_to_num(nan=float("inf")).max()))
+        scale = max(scale, float(y.abs().nan_to_num(nan=float("inf")).max()))
     # JSON has no infinity: orjson writes it as null.
     relative = largest / scale if scale else (0.0 if not largest else float("inf"))
     return {"max_abs": largest, "max_b": scale, "relative": relative, "unequal": unequal}

@@ -7,17 +7,17 @@ itself.
 
 from __future__ import annotations
 
-import hashlib
 import math
-import os
 import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
+from itertools import chain
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from trainkit.checkpoint.boxes import DTYPES, shared_out
 from trainkit.checkpoint.manifest import (
+    MANIFEST,
     READABLE,
     WEIGHTS,
     dump_json,
@@ -25,18 +25,11 @@ from trainkit.checkpoint.manifest import (
     read_manifest,
     sealed,
 )
-from trainkit.checkpoint.plain import refusal, write_durably
-from trainkit.checkpoint.sources import (
-    INDEX,
-    checkpoint_tensors,
-    read_weights_manifest,
-)
+from trainkit.checkpoint.plain import refusal, refuse_no_room, write_durably
+from trainkit.checkpoint.sources import INDEX, checkpoint_tensors
 from trainkit.checkpoint.stored import Stored, safetensors_header
 from trainkit.files import disk_errors, new_folder, recover_folder
-from trainkit.types import CheckpointError, ConfigError, DiskError
-
-if TYPE_CHECKING:
-    from typing import BinaryIO
+from trainkit.types import CheckpointError, ConfigError
 
 SHARD_BYTES = 4_000_000_000
 _CHUNK = 32 * 1024 * 1024
@@ -189,8 +182,10 @@ def write_weights(
         target.parent.mkdir(parents=True, exist_ok=True)
         recover_folder(target)
         _check_target(target, overwrite=overwrite)
-        _check_space(target, total)
-    with new_folder(target, by="export", replace=overwrite) as staging:
+        free = shutil.disk_usage(target.parent).free
+        refuse_no_room(f"export: {target}", target, free=free, needed=total)
+    in_folder = new_folder(target, by="export", replace=overwrite)
+    with in_folder as staging, disk_errors(staging, by="export"):
         files = {
             file: _write_shard(staging / file, names, tensors, described)
             for file, names in plan.items()
@@ -198,16 +193,14 @@ def write_weights(
         if len(plan) > 1:
             weights = {name: file for file, names in plan.items() for name in names}
             index = {"metadata": {"total_size": total}, "weight_map": weights}
-            with disk_errors(staging / INDEX, by="export"):
-                files[INDEX] = write_durably(staging / INDEX, dump_json(index))
+            files[INDEX] = write_durably(staging / INDEX, [dump_json(index)])
         body = {
             "format": WEIGHTS,
             "version": READABLE[WEIGHTS][-1],
             "files": files,
             "from": dict(origin or {}),
         }
-        with disk_errors(staging, by="export"):
-            write_durably(staging / "manifest.json", dump_json(sealed(body)))
+        write_durably(staging / MANIFEST, [dump_json(sealed(body))])
     return {
         "folder": str(target),
         "files": list(files),
@@ -228,42 +221,39 @@ def _write_shard(
     header = safetensors_header(
         {name: described[name] for name in ordered}, metadata={"format": "pt"}
     )
-    digest = hashlib.sha256()
     size = len(header) + sum(described[name].nbytes for name in ordered)
-    with disk_errors(path, by="export", needed=size), path.open("xb") as file:
-        _append(file, digest, header)
-        for name in ordered:
-            for data in _chunks(tensors[name], described[name].dtype):
-                _append(file, digest, data)
-        file.flush()
-        os.fsync(file.fileno())
-    return {"size": size, "sha256": digest.hexdigest()}
+    parts = (part for name in ordered for part in _chunks(tensors[name], described[name].dtype))
+    with disk_errors(path, by="export", needed=size):
+        return write_durably(path, chain([header], parts))
 
 
-def _append(file: BinaryIO, digest: Any, data: Any) -> None:
-    digest.update(data)
-    file.write(data)
-
-
-def _chunks(stored: Stored, dtype: str) -> Iterator[Any]:
+def _chunks(stored: Stored, dtype: str) -> Iterator[memoryview]:
     """Yield the bytes of a tensor in its order, a bounded number at a time."""
     import torch  # noqa: PLC0415 - the command line plans, refuses and verifies without it
 
     from trainkit.checkpoint.reading import read_box  # noqa: PLC0415 - likewise
 
     most = max(1, _CHUNK // DTYPES[stored.dtype][1])
-    for shape, offset in _row_boxes(stored.shape, (0,) * len(stored.shape), most):
+    for shape, offset in row_boxes(stored.shape, most):
         part = read_box(stored, shape, offset).to(getattr(torch, dtype)).contiguous()
         yield part.reshape(-1).view(torch.uint8).numpy().data
 
 
-def _row_boxes(shape: Sizes, offset: Sizes, most: int) -> Iterator[tuple[Sizes, Sizes]]:
+def row_boxes(
+    shape: Sizes, most: int, offset: Sizes | None = None
+) -> Iterator[tuple[Sizes, Sizes]]:
     """Cut a box into boxes that lie one after another in row-major order, (shape, offset) each.
 
+    Args:
+        shape: The shape of the box.
+        most: How many elements a part may have.
+        offset: Where the box begins, by default at the beginning.
+
     Examples:
-        >>> list(_row_boxes((2, 3), (0, 0), 3))
+        >>> list(row_boxes((2, 3), 3))
         [((1, 3), (0, 0)), ((1, 3), (1, 0))]
     """
+    offset = offset or (0,) * len(shape)
     if math.prod(shape) <= most:
         if math.prod(shape):
             yield shape, offset
@@ -272,8 +262,8 @@ def _row_boxes(shape: Sizes, offset: Sizes, most: int) -> Iterator[tuple[Sizes, 
     rows = max(1, most // math.prod(shape[cut + 1 :]))
     for first in range(0, shape[cut], rows):
         count = min(rows, shape[cut] - first)
-        start = (*offset[:cut], first, *offset[cut + 1 :])
-        yield from _row_boxes((*shape[:cut], count, *shape[cut + 1 :]), start, most)
+        start = (*offset[:cut], offset[cut] + first, *offset[cut + 1 :])
+        yield from row_boxes((*shape[:cut], count, *shape[cut + 1 :]), most, start)
 
 
 # --------------------------------------------------------------------------------------- folders
@@ -290,24 +280,12 @@ def _check_target(target: Path, *, overwrite: bool) -> None:
         )
     problem = "is not a folder that an export wrote"
     with suppress(CheckpointError):
-        manifest = read_weights_manifest(target)
-        extra = {entry.name for entry in target.iterdir()} - {*manifest["files"], "manifest.json"}
+        manifest = read_manifest(target, form=WEIGHTS)
+        extra = {entry.name for entry in target.iterdir()} - {*manifest["files"], MANIFEST}
         problem = f"also holds {min(extra)!r}, which would be lost" if extra else ""
-    if problem:
+    if problem or target.is_symlink():
         raise ConfigError(
-            f"export: {target} {problem}; it is not overwritten",
+            f"export: {target} {problem or 'is a link'}; it is not overwritten",
             where=str(target),
             hint="name another folder, or move what is there",
-        )
-
-
-def _check_space(target: Path, needed: int) -> None:
-    free = shutil.disk_usage(target.parent).free
-    if free < needed:
-        raise DiskError(
-            f"export: {target} needs about {needed} bytes and {free} are free",
-            where=str(target),
-            got=free,
-            want=needed,
-            hint="free space or choose another folder; nothing has been written",
         )

@@ -16,7 +16,6 @@ from torch import nn
 from trainkit.checkpoint.facts import Facts
 from trainkit.checkpoint.flight import Saved
 from trainkit.checkpoint.replicas import canary, nonfinite_names, refuse_drift
-from trainkit.checkpoint.retention import Retention
 from trainkit.checkpoint.rollback import roll_back
 from trainkit.checkpoint.save import Collect, Save, saves
 from trainkit.collectives import all_gather_json
@@ -51,13 +50,10 @@ def guarded_saves(
     policy: Policy,
     replay: ForwardBackward,
     event: Callable[..., None],
+    tell: Callable[[str], None] = print,
     facts: Facts | None = None,
     config: Mapping[str, Any] | None = None,
-    retention: Retention | None = None,
-    background: bool = True,
-    grace: float = 25.0,
-    before_commit: Callable[[], None] | None = None,
-    tell: Callable[[str], None] = print,
+    **how: Any,
 ) -> Iterator[tuple[Save, Guard]]:
     """Yield `(save, guard)`: `saves` and `guard_numbers` of one run.
 
@@ -69,13 +65,10 @@ def guarded_saves(
         policy: What is done about bad numbers; see `guard_numbers`.
         replay: What the steps take their gradients with; see `guard_numbers`.
         event: Where lines of saves and of bad steps go, as `run_sinks` yields it.
+        tell: Called on rank 0 with what a user wants to read.
         facts: As for `save_checkpoint`.
         config: The resolved configuration, plain values.
-        retention: Which checkpoints stay; None deletes none.
-        background: Whether saves are written while training goes on; see `saves`.
-        grace: See `saves`.
-        before_commit: See `saves`.
-        tell: Called on rank 0 with what a user wants to read.
+        **how: What `saves` takes besides: `retention`, `background`, `grace`, `before_commit`.
 
     Raises:
         DiskError: On leaving: the last save could not be written.
@@ -86,9 +79,7 @@ def guarded_saves(
     """
     run = (run_dir, stages, optimizer, ps)
     said: dict[str, Any] = {"facts": facts, "config": config, "tell": tell}
-    how: dict[str, Any] = {"retention": retention, "background": background, "event": event}
-    how["grace"] = grace
-    with saves(*run, **said, **how, before_commit=before_commit) as (save, saved):
+    with saves(*run, event=event, **said, **how) as (save, saved):
         numbers: dict[str, Any] = {"policy": policy, "replay": replay, "event": event}
         guard = guard_numbers(*run, saved=saved, **numbers, **said)
         yield _save_once(save, guard)

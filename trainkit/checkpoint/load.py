@@ -276,7 +276,7 @@ def _candidates(
     known = list_checkpoints(directory) if request == "auto" else []
     if request == "auto" and not known:
         _refuse_lost(run_dir)
-    named = _parent_of(run_dir) if request == "auto" else str(Path(request).absolute())
+    named = _identity(run_dir)[1] if request == "auto" else str(Path(request).absolute())
     if named is not None and not known:
         yield named, _whole_manifest(Path(named))
         return
@@ -305,7 +305,7 @@ def _pass_over(
 
 
 def _refuse_another_run(run_dir: Path, path: Path, manifest: Mapping[str, Any]) -> None:
-    own, other = _identity(run_dir)["run"], manifest.get("run")
+    own, other = _identity(run_dir)[0], manifest.get("run")
     if own is not None and other is not None and own != other:
         raise CheckpointError(
             f"resume: {path} has the run_id {other}, this run has {own}: it was copied from another"
@@ -317,20 +317,19 @@ def _refuse_another_run(run_dir: Path, path: Path, manifest: Mapping[str, Any]) 
         )
 
 
-def _identity(run_dir: Path) -> Mapping[str, Any]:
-    """Return which run this is and what it was forked from, if the directory has been told."""
-    known = (run_dir / "run.json").exists()
-    return run_identity(run_dir) if known else {"run": None, "parent": None}
+def _identity(run_dir: Path) -> tuple[str | None, str | None]:
+    """Return which run this is, if the directory has been told, and the path it was forked from.
 
-
-def _parent_of(run_dir: Path) -> str | None:
-    """Return what a run was forked from: it goes on from there until it has saved itself."""
-    parent = _identity(run_dir)["parent"]
-    return None if parent is None else parent["path"]
+    A fork goes on from there until it has saved itself.
+    """
+    if not (run_dir / "run.json").exists():
+        return None, None
+    known = run_identity(run_dir)
+    return known["run"], (known["parent"] or {}).get("path")
 
 
 def _looked_over(run_dir: Path, request: str | Path, tell: Callable[[str], None]) -> str:
-    """Return what to go on from, where `checkpoints` may be a directory at all."""
+    """Return what to go on from: "auto" where the run was forked from `request` before."""
     directory = run_dir / "checkpoints"
     if os.path.lexists(directory) and not directory.is_dir():
         link = f"a link to {directory.readlink()}, which is" if directory.is_symlink() else ""
@@ -340,7 +339,15 @@ def _looked_over(run_dir: Path, request: str | Path, tell: Callable[[str], None]
             want="a directory",
             hint="mount or put back what it leads to, or choose another --out",
         )
-    return str(_not_forked_again(run_dir, request, tell))
+    parent = None if request in ("auto", "never") else _identity(run_dir)[1]
+    if parent is None or Path(parent).resolve() != Path(request).resolve():
+        return str(request)
+    # Taken at its word, the command of a requeued job would begin at the fork each time.
+    if not list_checkpoints(directory):
+        _refuse_lost(run_dir)
+        return str(request)
+    tell(f"this run was forked from {request} before, and goes on with its own checkpoints")
+    return "auto"
 
 
 def _refuse_lost(run_dir: Path) -> None:
@@ -357,23 +364,6 @@ def _refuse_lost(run_dir: Path) -> None:
         )
 
 
-def _not_forked_again(
-    run_dir: Path, request: str | Path, tell: Callable[[str], None]
-) -> str | Path:
-    """Return "auto" where a run that was forked from `request` is started again, as requeued jobs.
-
-    Taken at its word, the command would begin at the fork each time, and never get beyond.
-    """
-    parent = None if request in ("auto", "never") else _parent_of(run_dir)
-    if parent is None or Path(parent).resolve() != Path(request).resolve():
-        return request
-    if not list_checkpoints(run_dir / "checkpoints"):
-        _refuse_lost(run_dir)
-        return request
-    tell(f"this run was forked from {request} before, and goes on with its own checkpoints")
-    return "auto"
-
-
 def _begin_afresh(run_dir: Path, request: str | Path, tell: Callable[[str], None]) -> None:
     clear_directory(run_dir / "checkpoints", None, request, tell=tell)
     if request == "never" and (run_dir / "run.json").exists():
@@ -384,7 +374,7 @@ def _is_fork(run_dir: Path, path: Path, manifest: Mapping[str, Any], request: st
     """Say whether going on from `path`, which was asked for, begins another run."""
     if request == "auto":
         return False
-    own = _identity(run_dir)["run"]
+    own, _ = _identity(run_dir)
     is_inside = path.resolve().parent == (run_dir / "checkpoints").resolve()
     if own is None or manifest.get("run") is None:
         return not is_inside

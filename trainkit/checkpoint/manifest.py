@@ -204,11 +204,13 @@ def file_problems(path: Path, files: Mapping[str, Mapping[str, Any]]) -> list[st
         return [problem for problem in found if problem is not None]
 
 
-def outline(path: Path | str) -> tuple[list[str], dict[str, Any]]:
+def outline(path: Path | str, *, form: str = FORMAT) -> tuple[list[str], dict[str, Any]]:
     """Return what can be seen to be wrong with a checkpoint without its tensors; and its manifest.
 
     Args:
         path: A checkpoint directory.
+        form: See `read_manifest`. Beside the files of an exported folder others may put some, a
+            `config.json` say, but no other weights.
 
     Returns:
         What `verify_checkpoint` would say of its manifest and of the names and sizes of its files;
@@ -226,18 +228,20 @@ def outline(path: Path | str) -> tuple[list[str], dict[str, Any]]:
     if (path / "checkpoints").is_dir():
         return [f"{path} is a run directory; name one of its checkpoints/step_..."], {}
     try:
-        manifest = read_manifest(path)
+        manifest = read_manifest(path, form=form)
         present = {entry.name for entry in os.scandir(path)} - {MANIFEST}
     except CheckpointError as error:
         return error.got if isinstance(error.got, list) else [error.what], {}
     except OSError as error:  # deleted between two looks, for instance
         return [f"{path} cannot be read: {error.strerror}"], {}
     problems = []
-    name = _NAME.fullmatch(path.name)
-    if name and int(name[1]) != manifest["step"]:
+    named = form == FORMAT and _NAME.fullmatch(path.name)
+    if named and step_of(path) != manifest["step"]:
         problems.append(f"{path.name} holds step {manifest['step']}")
     problems += [
-        f"{name} is not in the manifest" for name in sorted(present - set(manifest["files"]))
+        f"{name} is not in the manifest"
+        for name in sorted(present - set(manifest["files"]))
+        if form == FORMAT or name.endswith(".safetensors")
     ]
     sizes = (file_problem(path / f, w, whole=False) for f, w in manifest["files"].items())
     return [*problems, *filter(None, sizes)], manifest
@@ -259,9 +263,15 @@ def list_checkpoints(directory: Path | str) -> list[Path]:
     directory = Path(directory)
     if not directory.is_dir():
         return []
-    found = [(match, path) for path in directory.iterdir() if (match := _NAME.fullmatch(path.name))]
-    found.sort(key=lambda pair: (int(pair[0][1]), int(pair[0][2] or 0)), reverse=True)
-    return [path for _, path in found]
+    found = [path for path in directory.iterdir() if _NAME.fullmatch(path.name)]
+    return sorted(found, key=_place_of, reverse=True)
+
+
+def _place_of(path: Path) -> tuple[int, int]:
+    """Return the step in a checkpoint's name, and which save of that step it is."""
+    match = _NAME.fullmatch(path.name)
+    assert match is not None
+    return int(match[1]), int(match[2] or 0)
 
 
 def first_verified(
@@ -425,9 +435,7 @@ def step_of(path: Path) -> int:
         >>> step_of(Path("step_00000012-1"))
         12
     """
-    match = _NAME.fullmatch(path.name)
-    assert match is not None
-    return int(match[1])
+    return _place_of(path)[0]
 
 
 def next_name(directory: Path, step: int) -> str:
@@ -439,7 +447,7 @@ def next_name(directory: Path, step: int) -> str:
         >>> next_name(Path("/does/not/exist"), 12)
         'step_00000012'
     """
-    found = [_NAME.fullmatch(path.name) for path in list_checkpoints(directory)]
-    taken = [int(match[2] or 0) for match in found if match and int(match[1]) == step]
+    places = map(_place_of, list_checkpoints(directory))
+    taken = [number for found, number in places if found == step]
     name = f"step_{step:08d}"
     return f"{name}-{max(taken) + 1}" if taken else name

@@ -9,7 +9,7 @@ import errno
 import hashlib
 import os
 import stat
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -17,7 +17,7 @@ from typing import Any
 import orjson
 
 from trainkit.files import who_else_can_write
-from trainkit.types import CheckpointError
+from trainkit.types import CheckpointError, DiskError
 
 JSON_BYTES = 256 * 1024 * 1024
 # An index has about 13 values for a tensor: these are 400,000 of them. As one table of as many keys
@@ -147,15 +147,31 @@ def file_problem(path: Path, want: Mapping[str, Any], *, whole: bool = True) -> 
     return None
 
 
-def write_durably(path: Path, data: bytes) -> dict[str, Any]:
+def refuse_no_room(what: str, path: Path | str, *, free: int, needed: int) -> None:
+    """Refuse to begin with what the disk has no room for, before anything is written."""
+    if free < needed:
+        raise DiskError(
+            f"{what} needs about {needed} bytes and {free} are free",
+            where=str(path),
+            got=free,
+            want=needed,
+            hint="free space or choose another place; nothing has been written",
+        )
+
+
+def write_durably(path: Path, chunks: Iterable[bytes | memoryview]) -> dict[str, Any]:
     """Write a new file, wait until it is on the disk, and return {"size", "sha256"} of it."""
+    digest, size = hashlib.sha256(), 0
     handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
     try:
-        write_all(handle, memoryview(data))
+        for chunk in chunks:
+            digest.update(chunk)
+            write_all(handle, memoryview(chunk))
+            size += len(chunk)
         os.fsync(handle)
     finally:
         os.close(handle)
-    return {"size": len(data), "sha256": hashlib.sha256(data).hexdigest()}
+    return {"size": size, "sha256": digest.hexdigest()}
 
 
 def write_all(handle: int, data: memoryview) -> None:

@@ -27,6 +27,7 @@ from trainkit.checkpoint.stored import (
     extent_of,
     read_header,
 )
+from trainkit.parallel.naming import Box
 from trainkit.types import CheckpointError, Share
 
 _AT_ONCE = 512 * 1024  # bytes of rows that are read to take a part of each
@@ -35,15 +36,16 @@ _ENTRY_BYTES = 300  # of a safetensors header, or of one box in an index, beside
 
 
 @attrs.frozen(eq=False)
-class Wanted:
-    """A box that a rank wants to read: its name in the index, where it begins, and where it goes.
+class Target:
+    """A tensor to be loaded: the name it was saved under, and this rank's box of it.
 
-    `out` is on the CPU, of the saved dtype, and has the box's shape.
+    `out` is where the box is read to: on the CPU, of the saved dtype. By default it is the box.
     """
 
-    name: str
-    offset: tuple[int, ...]
-    out: Tensor
+    saved: str
+    tensor: Tensor
+    box: Box
+    out: Tensor = attrs.field(default=attrs.Factory(lambda self: self.box.local, takes_self=True))
 
 
 def read_box(stored: Stored, shape: Sequence[int], offset: Sequence[int]) -> Tensor:
@@ -100,7 +102,7 @@ def read_tensors(
     path: Path,
     files: Mapping[str, Mapping[str, Any]],
     index: Mapping[str, Any],
-    wanted: Sequence[Wanted],
+    wanted: Sequence[Target],
     share: Share,
 ) -> list[str]:
     """Fill the wanted boxes from a checkpoint, and verify this rank's share of its files.
@@ -120,14 +122,14 @@ def read_tensors(
         Writes every `out`; reads each file of the share once, in threads that end.
     """
     mine = set(sorted(files)[share.index :: share.count])
-    by_file: dict[str, list[Wanted]] = {name: [] for name in files}
+    by_file: dict[str, list[Target]] = {name: [] for name in files}
     held: dict[str, dict[str, Any]] = {name: {} for name in files}
     most = 4096 + sum(2 * len(name.encode()) + _ENTRY_BYTES for name in index)  # of a header
     for name, entry in index.items():
         for box in entry["boxes"]:
             held[box["file"]][name] = entry, box
     for want in wanted:
-        for box in index[want.name]["boxes"]:
+        for box in index[want.saved]["boxes"]:
             by_file[box["file"]].append(want)
 
     def read(name: str) -> list[str]:
@@ -149,7 +151,7 @@ def _read_file(
     path: Path,
     want: Mapping[str, Any],
     held: Mapping[str, Any],
-    wanted: Sequence[Wanted],
+    wanted: Sequence[Target],
     *,
     most: int,
     hashed: bool,
@@ -167,7 +169,7 @@ def _read_file(
         fetches = [
             fetch
             for wish in wanted
-            for fetch in _fetches(extents[wish.name], wish.offset, wish.out)
+            for fetch in _fetches(extents[wish.saved], wish.box.offset, wish.out)
         ]
         at = len(header)
         for fetch in sorted(fetches, key=lambda fetch: fetch.begin):

@@ -1,15 +1,14 @@
 """A run's state looked at while it runs: are replicas still equal, is every number finite?
 
 A bit that flips in the memory of one replica makes no NaN and no error; the replicas part, and the
-checkpoint holds the one that writes. The canary compares hashes of them, a slice at a time: after
-some steps every bit of every parameter and moment has been looked at.
+checkpoint holds the one that writes. The canary compares hashes of them, some at a time: after some
+steps every bit of every parameter and moment has been looked at.
 """
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from itertools import accumulate
 
 import attrs
 import torch
@@ -21,7 +20,6 @@ from trainkit.grads import name_ranks
 from trainkit.metrics import to_host
 from trainkit.noise.hashing import GOLDEN, MASK64, key_of
 from trainkit.parallel.naming import COPY_SUFFIX, box_of
-from trainkit.parallel.reduction import reducers_of, reshard_
 from trainkit.types import Axis, NumericsError, ParallelState
 
 _AT_ONCE = 1 << 20  # elements that are hashed at once, in 8 MiB of working memory
@@ -32,9 +30,6 @@ def _tensors_of(stages: Iterable[nn.Module], optimizer: torch.optim.Optimizer) -
 
     A copy has its owner's name, unless this rank holds both.
     """
-    stages = list(stages)
-    for stage in stages:
-        reshard_(reducers_of(stage))
     found = run_tensors(stages, optimizer, copies=True)
     copies = {name: x for name, x in found.items() if name.endswith(COPY_SUFFIX)}
     owners = {name: x for name, x in found.items() if name not in copies}
@@ -94,23 +89,15 @@ def nonfinite_names(
 
 @attrs.frozen(eq=False)
 class _Replica:
-    """A box of a tensor that several ranks hold, or a flat part of it, as integers of its bits."""
+    """A box of a tensor that several ranks hold: the integers of its bits.
 
-    name: str
-    offset: tuple[int, ...]
-    bits: Tensor
-
-
-@attrs.frozen(eq=False)
-class _Plan:
-    """Who holds what alike: this rank's boxes by the set of ranks that hold them too.
-
-    The boxes of a set are thought of as one line, end to end, of which a slice is a part. Sets have
-    the same numbers on all ranks.
+    `key` is the same on all ranks that hold it, `holders` is a name for the set of them.
     """
 
-    lines: Mapping[str, Sequence[_Replica]]
-    weights: Mapping[torch.device, Tensor]
+    key: int
+    name: str
+    holders: str
+    bits: Tensor
 
 
 def canary(
@@ -124,9 +111,9 @@ def canary(
     """Return `look(step)`, which says where replicas have come to differ.
 
     What several ranks hold is found by name and place, in any layout: copies over dp_replicate,
-    norms over tp, everything over the part of sp that FSDP does not shard. Every `every` steps the
-    next slice of it is hashed, and a number for each set of equal ranks travels; names only when
-    hashes differ. The hash is a sum over the bits, each element times an odd number of its place,
+    norms over tp, everything over the part of sp that FSDP does not shard. Every `every` steps some
+    of it is hashed, and a number for each set of equal ranks travels; names only when hashes
+    differ. The hash is a sum over the bits, each element times an odd number of its place,
     modulo 2^64: one changed element always changes it. What a single rank holds alone cannot be
     compared. After a load or a roll-back make a new one: this one knows the moments that were.
 
@@ -160,16 +147,17 @@ def canary(
         raise ValueError(
             f"canary: every must be at least 0 and within at least that, got {every} and {within}"
         )
-    slices = within // every if every else 0
-    known: dict[str, _Plan] = {}  # found at the first look, and once a round, as moments appear
+    looks = within // every if every else 0  # until all has been looked at
+    known: list[_Replica] = []  # found at the first look, and once a round, as moments appear
 
     def look(step: int) -> list[str]:
         if ps.world.count == 1 or not every or step % every:
             return []
-        turn = step // every % slices
+        turn = step // every % looks
         if turn == 0 or not known:
-            known["plan"] = _plan(_tensors_of(stages, optimizer), ps.world)
-        return _differences(known["plan"], turn, slices, ps.world)
+            known[:] = _replicas(_tensors_of(stages, optimizer), ps.world)
+        due = [replica for replica in known if replica.key % looks == turn]
+        return _differences(due, ps.world)
 
     return look
 
@@ -200,90 +188,67 @@ def refuse_drift(problems: Sequence[str]) -> None:
         )
 
 
-def _plan(tensors: Mapping[str, Tensor], axis: Axis) -> _Plan:
-    replicas: dict[int, _Replica] = {}
-    for name, tensor in tensors.items():
-        box = box_of(tensor)
-        bits = box.local.view(INTEGERS[box.local.element_size()])
-        if bits.numel():
-            key = key_of(name, str(box.local.dtype), *box.local.shape, *box.offset)
-            replicas[key] = _Replica(name, box.offset, bits)
+def _replicas(tensors: Mapping[str, Tensor], axis: Axis) -> list[_Replica]:
+    """Return what this rank holds that others hold too."""
+    boxes = {
+        key_of(name, str(box.local.dtype), *box.local.shape, *box.offset): (name, box)
+        for name, box in ((name, box_of(tensor)) for name, tensor in tensors.items())
+        if box.local.numel()
+    }
     holders: dict[int, list[int]] = {}
-    for rank, keys in enumerate(all_gather_json(list(replicas), axis)):
+    for rank, keys in enumerate(all_gather_json(list(boxes), axis)):
         for key in keys:
             holders.setdefault(key, []).append(rank)
-    sets = sorted({tuple(ranks) for ranks in holders.values() if len(ranks) > 1})
-    number = {ranks: str(place) for place, ranks in enumerate(sets)}
-    lines: dict[str, list[_Replica]] = {}
-    for key in sorted(replicas):  # the same order on all ranks that hold them
-        if len(holders[key]) > 1:
-            lines.setdefault(number[tuple(holders[key])], []).append(replicas[key])
-    return _Plan(lines, _weights(lines))
+    return [
+        _Replica(
+            key,
+            f"{name} in the box at {box.offset}",
+            str(key_of(*holders[key])),
+            box.local.view(INTEGERS[box.local.element_size()]),
+        )
+        for key, (name, box) in boxes.items()
+        if len(holders[key]) > 1
+    ]
 
 
-def _weights(lines: Mapping[str, Sequence[_Replica]]) -> dict[torch.device, Tensor]:
-    """Return an odd number for each place, as many as the longest box needs, on every device."""
-    longest: dict[torch.device, int] = {}
-    for replica in (replica for line in lines.values() for replica in line):
-        device = replica.bits.device
-        longest[device] = max(longest.get(device, 0), min(replica.bits.numel(), _AT_ONCE))
-    golden = GOLDEN - (1 << 64)  # as int64 holds it; products wrap
-    return {
-        device: torch.arange(1, 2 * count, 2, device=device) * golden
-        for device, count in longest.items()
-    }
-
-
-def _cut(line: Sequence[_Replica], turn: int, slices: int) -> list[_Replica]:
-    """Return the part of a line that is due."""
-    ends = list(accumulate(replica.bits.numel() for replica in line))
-    first, last = ends[-1] * turn // slices, ends[-1] * (turn + 1) // slices
-    cut: list[_Replica] = []
-    for replica, end in zip(line, ends, strict=True):
-        begin = end - replica.bits.numel()
-        if begin < last and end > first:
-            part = replica.bits.reshape(-1)[max(first - begin, 0) : last - begin]
-            cut.append(attrs.evolve(replica, bits=part))
-    return cut
-
-
-def _digests(replicas: Sequence[_Replica], weights: Mapping[torch.device, Tensor]) -> list[int]:
+def _digests(replicas: Sequence[_Replica]) -> list[int]:
     """Return the hash of each replica; the host waits once for each device."""
-    sums = [_digest(replica.bits, weights[replica.bits.device]) for replica in replicas]
-    digests = [0] * len(sums)
-    for device in weights:
-        here = [index for index, found in enumerate(sums) if found.device == device]
-        values = torch.stack([sums[index] for index in here]).tolist() if here else []
-        for index, value in zip(here, values, strict=True):
-            digests[index] = value
-    return digests
+    longest = max((min(replica.bits.numel(), _AT_ONCE) for replica in replicas), default=0)
+    golden = GOLDEN - (1 << 64)  # as int64 holds it; products wrap
+    weights = {
+        device: torch.arange(1, 2 * longest, 2, device=device) * golden
+        for device in {replica.bits.device for replica in replicas}
+    }
+    sums = {
+        replica.name: _digest(replica.bits, weights[replica.bits.device]) for replica in replicas
+    }
+    return [int(digest) for digest in to_host(sums).values()]
 
 
 def _digest(bits: Tensor, weights: Tensor) -> Tensor:
     """Return a sum of bits times odd numbers, modulo 2^64: a change of one element changes it."""
     total = torch.zeros((), dtype=torch.int64, device=bits.device)
-    for part in bits.split(_AT_ONCE):
+    for part in bits.reshape(-1).split(_AT_ONCE):
         total = total * 3 + (part * weights[: part.numel()]).sum()
     return total
 
 
-def _differences(plan: _Plan, turn: int, slices: int, axis: Axis) -> list[str]:
+def _differences(replicas: Sequence[_Replica], axis: Axis) -> list[str]:
     """Compare one hash for each set of ranks, and more only where these differ."""
-    cuts = {name: _cut(line, turn, slices) for name, line in plan.lines.items()}
-    found = {name: _digests(cut, plan.weights) for name, cut in cuts.items()}
-    own = {
-        name: sum(digest * (2 * place + 1) for place, digest in enumerate(digests)) & MASK64
-        for name, digests in found.items()
-    }
+    digests = _digests(replicas)
+    own: dict[str, int] = {}
+    for replica, digest in zip(replicas, digests, strict=True):
+        total = own.get(replica.holders, 0) + digest * (replica.key | 1)
+        own[replica.holders] = total & MASK64
     told = all_gather_json(own, axis)
-    names = {name for each in told for name in each}
-    parted = {name for name in names if len({each[name] for each in told if name in each}) > 1}
+    sets = {holders for each in told for holders in each}
+    parted = {held for held in sets if len({each[held] for each in told if held in each}) > 1}
     if not parted:
         return []
     boxes = {
-        f"{replica.name} in the box at {replica.offset}": digest
-        for name in parted & cuts.keys()
-        for replica, digest in zip(cuts[name], found[name], strict=True)
+        replica.name: digest
+        for replica, digest in zip(replicas, digests, strict=True)
+        if replica.holders in parted
     }
     values: dict[str, dict[int, int]] = {}
     for rank, each in enumerate(all_gather_json(boxes, axis)):

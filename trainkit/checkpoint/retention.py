@@ -22,22 +22,16 @@ from trainkit.checkpoint.manifest import (
 )
 from trainkit.files import sync_folder
 from trainkit.schedules import due
-from trainkit.types import ConfigError, non_negative, positive, rule
+from trainkit.types import non_negative, positive, rule
 
 PIN = ".pin"
 """What the name of a file beside a checkpoint ends with that keeps it: step_00000012.pin."""
 _ALWAYS = 2  # of the newest that verify: one may turn out damaged when it is needed
 
 
-def _checked_last(_: object, __: object, value: int) -> None:
-    if value < _ALWAYS:
-        raise ConfigError(
-            f"Retention: last (keep_last) must be at least {_ALWAYS}, got {value}: while the newest"
-            " is being written, or when it is damaged, the one before is all there is",
-            where="keep_last",
-            got=value,
-            want=f">= {_ALWAYS}",
-        )
+_two = rule(
+    lambda value: value >= _ALWAYS, f"at least {_ALWAYS}, as the newest may turn out damaged"
+)
 
 
 @attrs.frozen
@@ -50,7 +44,7 @@ class Retention:
     steps it lists. A checkpoint with a file of its name and ".pin" beside it always stays.
     """
 
-    last: int = attrs.field(default=3, validator=_checked_last)
+    last: int = attrs.field(default=3, validator=_two)
     every: int = 0
     best: int = 0
     powers_of_two: bool = False

@@ -25,7 +25,7 @@ from trainkit.checkpoint.manifest import (
 )
 from trainkit.checkpoint.save import save_checkpoint
 from trainkit.collectives import together
-from trainkit.health import Action, Memory, after_rollback, stop_error
+from trainkit.health import Action, after_rollback, stop_error
 from trainkit.types import CheckpointError, ParallelState, TrainState
 
 
@@ -85,7 +85,8 @@ def roll_back(
     """
     run_dir = Path(run_dir)
     live = {"first_bad": float(before + 1), **state.health}
-    _check_count(live, before, max_rollbacks)
+    if int(live.get("rollbacks", 0)) >= max_rollbacks:  # pyrefly: ignore[bad-argument-type]
+        raise stop_error(Action("stop", f"a run may roll back {max_rollbacks} times", before), live)
     chosen = together(
         lambda: _newest_before(run_dir, before) if ps.world.index == 0 else None, ps.world
     )[0]
@@ -104,13 +105,6 @@ def roll_back(
     together(set_aside, ps.world)
     save_checkpoint(run_dir, based, stages, optimizer, ps, facts=facts, **saving)
     return based
-
-
-def _check_count(memory: Memory, before: int, most: int) -> None:
-    found = int(memory.get("rollbacks", 0))  # pyrefly: ignore[bad-argument-type]
-    if found >= most:
-        reason = f"a run may roll back {most} times"
-        raise stop_error(Action("stop", reason, before), memory)
 
 
 def _newest_before(run_dir: Path, before: int) -> str:

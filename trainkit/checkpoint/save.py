@@ -12,6 +12,7 @@ from itertools import count
 from pathlib import Path
 from typing import Any, Protocol
 
+import attrs
 import orjson
 import torch
 from torch import nn
@@ -20,6 +21,7 @@ from trainkit.checkpoint.directory import mark_saved
 from trainkit.checkpoint.facts import Facts, facts_at
 from trainkit.checkpoint.flight import Flight, Saved, at_once, fly, in_thread
 from trainkit.checkpoint.manifest import dump_json
+from trainkit.checkpoint.plain import refuse_no_room
 from trainkit.checkpoint.retention import Retention, apply_retention
 from trainkit.checkpoint.snapshot import Snapshot, bind_snapshots
 from trainkit.checkpoint.tensors import model_tensors, state_hash
@@ -28,7 +30,7 @@ from trainkit.collectives import all_gather_json
 from trainkit.files import replacing
 from trainkit.mesh import twin_axis
 from trainkit.parallel.naming import box_of
-from trainkit.types import SOLO, Axis, ConfigError, DiskError, ParallelState, TrainState
+from trainkit.types import SOLO, Axis, ConfigError, ParallelState, TrainState
 
 _WORTH_TELLING = 0.1  # seconds that a save had to wait for the one before
 
@@ -167,9 +169,8 @@ def _raise_last(outcomes: Sequence[Saved]) -> None:
 
 def _told(done: Saved) -> dict[str, Any]:
     """Return what a line of events.jsonl says of a save."""
-    error = None if done.error is None else str(done.error)
-    facts = {"step": done.step, "path": None if done.path is None else str(done.path)}
-    return {**facts, "seconds": done.seconds, "blocked": done.blocked, "error": error}
+    said = attrs.asdict(done, filter=attrs.filters.exclude("told"))
+    return said | {name: said[name] and str(said[name]) for name in ("path", "error")}
 
 
 def _land(
@@ -318,15 +319,8 @@ def require_space(
     own = copies * sum(box_of(tensor).local.nbytes for tensor in model_tensors(stages).values())
     needed = int(1.1 * sum(all_gather_json(own, axis)))  # a tenth for what else is written
     free = min(all_gather_json(shutil.disk_usage(run_dir).free, axis))
-    if free < needed:
-        raise DiskError(
-            f"require_space: a checkpoint in {run_dir} needs about {needed} bytes and {free} are "
-            "free",
-            where=run_dir,
-            got=free,
-            want=needed,
-            hint="free space or choose another --out",
-        )
+    what = f"require_space: a checkpoint in {run_dir}"
+    refuse_no_room(what, run_dir, free=free, needed=needed)
     if free < 2 * needed and tell is not None and axis.index == 0:
         tell(
             f"{run_dir} has {free} bytes free, and a checkpoint needs about {needed}: there is room"

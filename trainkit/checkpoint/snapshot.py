@@ -19,47 +19,35 @@ from torch import Tensor, nn
 from trainkit.checkpoint.boxes import description_problem, shared_out
 from trainkit.checkpoint.stored import Stored, safetensors_header
 from trainkit.checkpoint.tensors import (
+    INTEGERS,
     MOST_BATCHES,
     MOST_STREAM,
+    boxes_to_write,
     check_optimizer,
     group_options,
     optimizer_state,
-    replica_of,
-    run_tensors,
     tied_copies_of,
 )
-from trainkit.parallel.naming import Box, box_of, named_buffers_of
-from trainkit.parallel.reduction import reducers_of, reshard_
+from trainkit.parallel.naming import Box, named_buffers_of
 from trainkit.types import ParallelState, TrainState
 
 _FILE_BYTES = 128 * 1024 * 1024  # files of a rank are written and hashed in parallel
 _FILES = 16  # of a rank, about: with more bytes each file has more
 _FILE_BOXES = 50_000  # a reader parses all names of a file to find one
 
-# The bits of a number without its sign, from which on it is infinite; above, it is none.
-_INFINITE = {
-    torch.float64: 0x7FF0_0000_0000_0000,
-    torch.float32: 0x7F80_0000,
-    torch.float16: 0x7C00,
-    torch.bfloat16: 0x7F80,
-    torch.float8_e5m2: 0x7C,
-    torch.float8_e4m3fn: 0x7E,  # it has no infinity: 0x7F is the next, and no number
-}
-
 
 @attrs.frozen(eq=False)
 class SavedBox:
-    """One box in a file: its bits, and which part of which tensor they are.
+    """One box in a file: its values, and which part of which tensor they are.
 
-    `bits` are unsigned integers in the box's shape. One of at least `not_below`, without its top
-    bit, is not finite; None where any value will do.
+    `values` lie in the memory of the file. A number whose bits, without the top one, are at least
+    `not_below`, is not finite; None where any value will do.
     """
 
     name: str
-    dtype: str
     shape: tuple[int, ...]
     offset: tuple[int, ...]
-    bits: np.ndarray[Any, Any]
+    values: Tensor
     not_below: int | None
 
 
@@ -120,14 +108,12 @@ def bind_snapshots(
         >>> [box.name for box in take(TrainState(), {}).files[0].boxes]
         ['model/bias', 'model/weight']
     """
-    kept: list[tuple[list[Any], _Memory]] = []
+    kept: list[tuple[list[Any], tuple[TensorFile, ...], Mapping[str, Any]]] = []
 
     def take(state: TrainState, facts: Mapping[str, Any]) -> Snapshot:
-        for stage in stages:
-            reshard_(reducers_of(stage))
+        boxes = boxes_to_write(stages, optimizer, ps)
         check_optimizer(stages, optimizer)
         described = _described(state, optimizer, ps, facts)
-        boxes = _boxes_to_write(stages, optimizer, ps)
         layout = [
             (name, x.dtype, box.shape, box.offset, box.local.shape)
             for name, (x, box) in boxes.items()
@@ -135,13 +121,14 @@ def bind_snapshots(
         if not kept or kept[0][0] != layout:
             kept.clear()  # before the next is asked for
             anything = {f"model/{name}" for name in named_buffers_of(stages)}
-            kept.append((layout, _allocate(boxes, ps, anything)))
-        memory = kept[0][1]
-        _copy([box.local for _, box in boxes.values() if box.local.numel()], memory.into)
+            kept.append((layout, *_allocate(boxes, ps, anything)))
+        _, files, tensors = kept[0]
+        saved = [box for file in files for box in file.boxes]
+        _copy([boxes[box.name][1].local for box in saved], [box.values for box in saved])
         return Snapshot(
             attrs.evolve(state, tokens=int(state.tokens)),
-            memory.files,
-            memory.tensors,
+            files,
+            tensors,
             _scalars(stages, optimizer),
             [name for name, held in optimizer_state(stages, optimizer).items() if not held],
             described,
@@ -157,17 +144,6 @@ def _copy(values: list[Tensor], into: list[Tensor]) -> None:
             torch._foreach_copy_(into, values, non_blocking=bool(devices))
     for device in devices:
         torch.cuda.current_stream(device).synchronize()
-
-
-def _boxes_to_write(
-    stages: Sequence[nn.Module], optimizer: torch.optim.Optimizer, ps: ParallelState
-) -> dict[str, tuple[Tensor, Box]]:
-    found = {}
-    for name, tensor in run_tensors(stages, optimizer).items():
-        box = box_of(tensor, replica=replica_of(ps))
-        if box.writes:
-            found[name] = (tensor, box)
-    return found
 
 
 def _scalars(
@@ -234,25 +210,15 @@ def machine_of(device: torch.device) -> dict[str, Any]:
 # ------------------------------------------------------------------------------------------ memory
 
 
-@attrs.frozen(eq=False)
-class _Memory:
-    """Host memory laid out as files; `into` are where the boxes go, in order."""
-
-    files: tuple[TensorFile, ...]
-    tensors: dict[str, Any]
-    into: list[Tensor]
-
-
 def _allocate(
     boxes: Mapping[str, tuple[Tensor, Box]], ps: ParallelState, anything: set[str]
-) -> _Memory:
-    """Lay boxes out in files; of those in `anything`, infinite values are saved too."""
+) -> tuple[tuple[TensorFile, ...], dict[str, Any]]:
+    """Lay boxes out in files; return these, and their entries of the index.
+
+    Of boxes in `anything`, infinite values are saved too.
+    """
     tensors: dict[str, dict[str, Any]] = {
-        name: {
-            "dtype": _name_of(tensor.dtype),
-            "shape": list(tensor.shape),
-            "boxes": [],
-        }
+        name: {"dtype": _name_of(tensor.dtype), "shape": list(tensor.shape), "boxes": []}
         for name, (tensor, _) in boxes.items()
     }
     for name, entry in tensors.items():
@@ -263,48 +229,40 @@ def _allocate(
     order = sorted(full, key=lambda name: (-full[name].element_size(), name))  # so all are aligned
     most = max(_FILE_BYTES, sum(x.nbytes for x in full.values()) // _FILES)
     sizes = {name: full[name].nbytes for name in order}
-    into: dict[str, Tensor] = {}
     files = []
     for number, names in enumerate(shared_out(sizes, most_bytes=most, most_names=_FILE_BOXES)):
         stem = f"rank_{ps.world.index:05d}"
         file = f"{stem}-{number}.safetensors" if number else f"{stem}.safetensors"
-        views, made = _one_file(file, {name: boxes[name] for name in names}, anything)
-        into |= views
-        files.append(made)
-        for name in names:
-            box = boxes[name][1]
-            part = {"offset": list(box.offset), "shape": list(box.local.shape), "file": file}
-            tensors[name]["boxes"].append(part)
-    return _Memory(tuple(files), tensors, [into[name] for name in boxes if name in into])
+        files.append(_one_file(file, {name: boxes[name] for name in names}, anything))
+        for box in files[-1].boxes:
+            part = {"offset": list(box.offset), "shape": list(box.values.shape), "file": file}
+            tensors[box.name]["boxes"].append(part)
+    return tuple(files), tensors
 
 
-def _one_file(
-    file: str, boxes: Mapping[str, tuple[Tensor, Box]], anything: set[str]
-) -> tuple[dict[str, Tensor], TensorFile]:
+def _one_file(file: str, boxes: Mapping[str, tuple[Tensor, Box]], anything: set[str]) -> TensorFile:
     """Give memory to the boxes of one file."""
-    total = sum(box.local.nbytes for _, box in boxes.values())
-    pinned = any(box.local.is_cuda for _, box in boxes.values())
-    data = np.empty(total, np.uint8)
-    if pinned:
+    locals_ = [box.local for _, box in boxes.values()]
+    data = np.empty(sum(local.nbytes for local in locals_), np.uint8)
+    if any(local.is_cuda for local in locals_):
         _pin(data)
-    memory = torch.from_numpy(data)
-    views: dict[str, Tensor] = {}
-    held: dict[str, Stored] = {}
+    parts = torch.from_numpy(data).split([local.nbytes for local in locals_])
     saved = []
-    begin = 0
-    for name, (tensor, box) in boxes.items():
-        dtype, end = box.local.dtype, begin + box.local.nbytes
-        shape = tuple(box.local.shape)
-        views[name] = memory[begin:end].view(dtype).view(shape)
-        held[name] = Stored(_name_of(dtype), shape, ())
-        bits = data[begin:end].view(f"u{box.local.element_size()}").reshape(shape)
-        limit = _INFINITE.get(dtype)
-        if limit is not None and (name in anything or dtype == torch.float8_e4m3fn):
-            limit += 1
-        whole = (f"{tensor.dtype}", tuple(tensor.shape))
-        saved.append(SavedBox(name, *whole, box.offset, bits, limit))
-        begin = end
-    return views, TensorFile(file, safetensors_header(held), data, tuple(saved))
+    for (name, (tensor, box)), part in zip(boxes.items(), parts, strict=True):
+        values = part.view(tensor.dtype).view(box.local.shape)
+        limit = _not_below(tensor.dtype, may_be_infinite=name in anything)
+        saved.append(SavedBox(name, tuple(tensor.shape), box.offset, values, limit))
+    held = {b.name: Stored(_name_of(b.values.dtype), tuple(b.values.shape), ()) for b in saved}
+    return TensorFile(file, safetensors_header(held), data, tuple(saved))
+
+
+def _not_below(dtype: torch.dtype, *, may_be_infinite: bool) -> int | None:
+    """Return the bits from which on a positive number is infinite; above, it is none."""
+    if not dtype.is_floating_point:
+        return None
+    largest = torch.tensor(torch.finfo(dtype).max, dtype=dtype)
+    bits = int(largest.view(INTEGERS[largest.element_size()])) + 1
+    return bits + (may_be_infinite and dtype != torch.float8_e4m3fn)  # which has no infinity
 
 
 def _pin(data: np.ndarray[Any, Any]) -> None:

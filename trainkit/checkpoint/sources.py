@@ -8,13 +8,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from fnmatch import fnmatchcase
 from pathlib import Path
-from typing import Any
 
 from trainkit.checkpoint.boxes import index_problems
 from trainkit.checkpoint.manifest import (
     WEIGHTS,
     file_problems,
     format_of,
+    outline,
     read_manifest,
     verify_checkpoint,
 )
@@ -22,8 +22,8 @@ from trainkit.checkpoint.plain import read_json, refusal
 from trainkit.checkpoint.stored import (
     Stored,
     extent_of,
-    plain_tensor_name,
     safetensors_file,
+    without_twins,
 )
 from trainkit.types import SOLO, Axis, CheckpointError, Share, Weights
 
@@ -53,21 +53,8 @@ def checkpoint_tensors(path: Path) -> dict[str, Stored]:
     return found
 
 
-def read_weights_manifest(folder: Path) -> dict[str, Any]:
-    """Return the manifest of an exported folder, or refuse it.
-
-    Raises:
-        CheckpointError: It is no folder; or as for `read_manifest`.
-    """
-    if folder.is_symlink() or not folder.is_dir():
-        raise refusal(folder, "is not a directory")
-    return read_manifest(folder, form=WEIGHTS)
-
-
 def verify_weights(folder: Path | str, *, share: Share = SOLO.share) -> list[str]:
     """Return what is wrong with an exported folder: an empty list when every byte is as written.
-
-    Files that others put beside, a `config.json` for instance, are let be; other weights are not.
 
     Args:
         folder: The folder.
@@ -78,47 +65,14 @@ def verify_weights(folder: Path | str, *, share: Share = SOLO.share) -> list[str
 
     Examples:
         >>> verify_weights("/does/not/exist")
-        ['checkpoint: /does/not/exist is not a directory']
+        ['/does/not/exist is not there']
     """
     folder = Path(folder)
-    try:
-        manifest = read_weights_manifest(folder)
-        problems = [
-            f"{path.name} is not in the manifest"
-            for path in sorted(folder.glob("*.safetensors"))
-            if path.name not in manifest["files"]
-        ]
-        mine = dict(list(manifest["files"].items())[share.index :: share.count])
-        return problems + file_problems(folder, mine)
-    except CheckpointError as error:
-        return [error.what]
-
-
-def exported_tensors(folder: Path, problems: Sequence[str]) -> dict[str, Stored]:
-    """Describe the tensors of an exported folder whose every byte has been verified.
-
-    Args:
-        folder: The folder.
-        problems: What `verify_weights` has found.
-
-    Raises:
-        CheckpointError: There is a problem; or its files hold a tensor of an odd name, twice, or
-            not as its index says.
-    """
+    problems, manifest = outline(folder, form=WEIGHTS)
     if problems:
-        raise CheckpointError(
-            f"weights_from: {folder} does not verify: {problems[0]}", where=folder, got=problems
-        )
-    found: dict[str, Stored] = {}
-    for name in read_weights_manifest(folder)["files"]:
-        tensors = safetensors_file(folder / name) if name.endswith(".safetensors") else {}
-        if found.keys() & tensors.keys():
-            raise refusal(folder, f"holds {min(found.keys() & tensors.keys())} in two files")
-        found |= tensors
-    listed = read_json(folder / INDEX)["weight_map"] if (folder / INDEX).exists() else found
-    if listed.keys() != found.keys() or not all(map(plain_tensor_name, found)):
-        raise refusal(folder / INDEX, "does not list the tensors that are there")
-    return found
+        return problems
+    mine = dict(list(manifest["files"].items())[share.index :: share.count])
+    return file_problems(folder, mine)
 
 
 def weights_from(
@@ -140,8 +94,8 @@ def weights_from(
         A `Weights` function: tensors on the CPU, of the dtypes of the files.
 
     Raises:
-        CheckpointError: A byte is not as it was written; or, when it is called, there is no such
-            tensor, or none of such a shape.
+        CheckpointError: A byte is not as it was written; its files hold a tensor twice, or not as
+            its index says; or, when it is called, there is no such tensor, or none of such a shape.
 
     Effects:
         Reads and hashes all of the folder once, communicates on `axis`; the function that it
@@ -151,7 +105,7 @@ def weights_from(
         >>> weights_from("/does/not/exist")
         Traceback (most recent call last):
         ...
-        trainkit.types.CheckpointError: weights_from: /does/not/exist does not verify: checkpoint...
+        trainkit.types.CheckpointError: weights_from: /does/not/exist does not verify: /does/no...
     """
     from trainkit.checkpoint.reading import reader  # noqa: PLC0415 - verifying needs no torch
     from trainkit.collectives import together  # noqa: PLC0415 - likewise
@@ -159,7 +113,17 @@ def weights_from(
 
     folder = Path(folder)
     told = together(lambda: verify_weights(folder, share=axis.share), axis)
-    tensors = exported_tensors(folder, [problem for problems in told for problem in problems])
+    problems = [problem for problems in told for problem in problems]
+    if problems:
+        raise CheckpointError(
+            f"weights_from: {folder} does not verify: {problems[0]}", where=folder, got=problems
+        )
+    files = read_manifest(folder, form=WEIGHTS)["files"]
+    parts = [safetensors_file(folder / name) for name in files if name.endswith(".safetensors")]
+    tensors = without_twins(parts, folder)
+    index = read_json(folder / INDEX)["weight_map"] if (folder / INDEX).exists() else tensors
+    if index.keys() != tensors.keys():
+        raise refusal(folder / INDEX, "does not list the tensors that are there")
     kept = {
         name: stored.shape
         for name, stored in tensors.items()

@@ -12,7 +12,7 @@ from typing import Any
 
 import attrs
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from trainkit.checkpoint.boxes import index_problems, shortened
 from trainkit.checkpoint.compare import (
@@ -24,20 +24,18 @@ from trainkit.checkpoint.compare import (
     trained_names,
 )
 from trainkit.checkpoint.plain import read_json
-from trainkit.checkpoint.reading import read_tensors
+from trainkit.checkpoint.reading import Target, read_tensors
 from trainkit.checkpoint.targets import (
-    Target,
+    beside,
     install_moments_,
     moment_targets,
     saved_name,
-    wanted_of,
     weight_targets,
     write_targets_,
 )
 from trainkit.checkpoint.tensors import MOST_BATCHES, MOST_STREAM, check_optimizer
 from trainkit.collectives import together
 from trainkit.parallel.naming import named_parameters_of
-from trainkit.parallel.reduction import reducers_of, reshard_
 from trainkit.types import Axis, CheckpointError, Cursor, TrainState
 
 _JSON = ("index.json", "state.json")
@@ -51,15 +49,14 @@ Check = Callable[[Mapping[str, Any]], list[str]]
 class Staged:
     """What has been read of a checkpoint; with `problems`, it is damaged, and nothing else counts.
 
-    `index` has the entries of its tensors, `saved` is what `state.json` holds, `targets` say where
-    the tensors go, and `found` is what they hold, by the names of the targets.
+    `index` has the entries of its tensors, `saved` is what `state.json` holds, `targets` hold
+    what was read, and say where it goes.
     """
 
     problems: Sequence[str] = ()
     index: Mapping[str, Any] = attrs.field(factory=dict)
     saved: Mapping[str, Any] = attrs.field(factory=dict)
     targets: Mapping[str, Target] = attrs.field(factory=dict)
-    found: Mapping[str, Tensor] = attrs.field(factory=dict)
 
 
 def stage_checkpoint(
@@ -110,15 +107,15 @@ def stage_checkpoint(
     )
     _refuse(path, _union(differences))
     targets = {name: t for name, t in read.targets.items() if t.saved in read.index}
-    found: dict[str, Tensor] = {}
+    made: dict[str, Target] = {}
 
     def read_all() -> list[str]:
-        wanted, places = wanted_of(targets, read.index)
-        found.update(places)
+        made.update(beside(targets, read.index))
+        wanted = [*made.values()]
         return read_tensors(path, _tensor_files(manifest), read.index, wanted, axis.share)
 
     problems = _union(together(read_all, axis))
-    return attrs.evolve(read, problems=problems, targets=targets, found=found)
+    return attrs.evolve(read, problems=problems, targets=made)
 
 
 def install_(
@@ -129,7 +126,7 @@ def install_(
     Effects:
         Writes the parameters, and replaces the optimizer's state.
     """
-    write_targets_(staged.targets, staged.found)
+    write_targets_(staged.targets)
     if optimizer is not None:
         scalars = staged.saved["optimizer"]["scalars"]
         install_moments_(staged.targets, scalars, stages, optimizer)
@@ -208,11 +205,9 @@ def _look(
     leeway: Leeway,
 ) -> Staged:
     """Read the two JSON files and check them; return what is wrong, or what they say."""
-    for module in stages:
-        reshard_(reducers_of(module))
+    weights = weight_targets(stages)
     if optimizer is not None:
         check_optimizer(stages, optimizer)
-    weights = weight_targets(stages)
     most = _VALUES + 128 * len(weights) * (1 + len(manifest["files"]))
     try:
         read = {

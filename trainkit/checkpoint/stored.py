@@ -11,7 +11,7 @@ import math
 import os
 import re
 import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -96,12 +96,12 @@ def sane_table(data: bytes | bytearray, path: Path) -> dict[str, Any]:
     if not isinstance(parse_json(path, data, 0 if crowded else most), dict):
         raise refusal(path, "holds JSON that is no table")
     try:
-        return json.loads(data, object_pairs_hook=_without_twins)
+        return json.loads(data, object_pairs_hook=_table)
     except (ValueError, RecursionError) as error:
         raise refusal(path, f"is no good JSON: {error}") from error
 
 
-def _without_twins(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+def _table(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     table = dict(pairs)
     if len(table) < len(pairs):
         names = [name for name, _ in pairs]
@@ -165,6 +165,16 @@ def safetensors_file(path: Path) -> dict[str, Stored]:
     for name in found:
         if not plain_tensor_name(name):
             raise refusal(path, f"holds a tensor of the odd name {name[:100]!r}")
+    return found
+
+
+def without_twins(parts: Iterable[Mapping[str, Stored]], folder: Path) -> dict[str, Stored]:
+    """Join what the files of a folder hold; refuse a tensor that is in two of them."""
+    found: dict[str, Stored] = {}
+    for part in parts:
+        for name in found.keys() & part.keys():
+            raise refusal(folder, f"holds {name} in two files")
+        found |= part
     return found
 
 

@@ -8,21 +8,12 @@ from typing import Any
 
 import attrs
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from trainkit.checkpoint.hidden import optimizers_in
-from trainkit.checkpoint.reading import Wanted
+from trainkit.checkpoint.reading import Target
 from trainkit.checkpoint.tensors import model_tensors, optimizer_state
-from trainkit.parallel.naming import COPY_SUFFIX, Box, box_of, named_parameters_of
-
-
-@attrs.frozen(eq=False)
-class Target:
-    """A tensor to be loaded: the name it was saved under, and this rank's box of it."""
-
-    saved: str
-    tensor: Tensor
-    box: Box
+from trainkit.parallel.naming import COPY_SUFFIX, box_of, named_parameters_of
 
 
 def saved_name(name: str) -> str:
@@ -94,41 +85,33 @@ def moment_targets(
     return targets
 
 
-def wanted_of(
-    targets: Mapping[str, Target], index: Mapping[str, Any]
-) -> tuple[list[Wanted], dict[str, Tensor]]:
-    """Return what to read for the targets, and by a target's name where it will be found.
+def beside(targets: Mapping[str, Target], index: Mapping[str, Any]) -> dict[str, Target]:
+    """Return the targets with memory beside the run to be read into; new moments have it already.
 
-    A moment on the CPU, which nothing has seen yet, is read into directly. What two targets have in
-    common, as tied copies do, is read once.
+    Args:
+        targets: What is to be loaded.
+        index: The entries of a checkpoint's index.
     """
-    wanted: dict[Any, Wanted] = {}
-    found: dict[str, Tensor] = {}
+    made: dict[str, Target] = {}
     for name, target in targets.items():
-        local, offset = target.box.local, target.box.offset
-        dtype = getattr(torch, index[target.saved]["dtype"])
-        key = (target.saved, offset, tuple(local.shape))
-        if key not in wanted:
-            is_new = target.saved.startswith("optimizer/")
-            direct = is_new and local.device.type == "cpu" and local.dtype == dtype
-            out = (
-                local if direct and local.is_contiguous() else torch.empty(local.shape, dtype=dtype)
-            )
-            wanted[key] = Wanted(target.saved, offset, out)
-        found[name] = wanted[key].out
-    return [want for want in wanted.values() if want.out.numel()], found
+        local, dtype = target.box.local, getattr(torch, index[target.saved]["dtype"])
+        is_new = target.saved.startswith("optimizer/") and local.is_contiguous()
+        ready = is_new and local.device.type == "cpu" and local.dtype == dtype
+        out = local if ready else torch.empty(local.shape, dtype=dtype)
+        made[name] = attrs.evolve(target, out=out)
+    return made
 
 
-def write_targets_(targets: Mapping[str, Target], found: Mapping[str, Tensor]) -> None:
+def write_targets_(targets: Mapping[str, Target]) -> None:
     """Put what was read where it belongs.
 
     Effects:
         Writes the parameters, in place.
     """
     with torch.no_grad():
-        for name, target in targets.items():
-            if found[name] is not target.box.local:
-                target.box.local.copy_(found[name])
+        for target in targets.values():
+            if target.out is not target.box.local:
+                target.box.local.copy_(target.out)
 
 
 def install_moments_(

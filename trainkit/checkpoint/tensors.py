@@ -109,11 +109,16 @@ def check_optimizer(stages: Iterable[nn.Module], optimizer: torch.optim.Optimize
 def model_tensors(stages: Iterable[nn.Module]) -> dict[str, Tensor]:
     """Return parameters and persistent buffers as "model/NAME".
 
+    Effects:
+        Gives gathered parameters back to their shards.
+
     Examples:
         >>> list(model_tensors([nn.Linear(1, 1, bias=False)]))
         ['model/weight']
     """
     stages = list(stages)
+    for stage in stages:
+        reshard_(reducers_of(stage))
     named = {name: p.data for name, p in named_parameters_of(stages).items()}
     return {f"model/{name}": x for name, x in (named | named_buffers_of(stages)).items()}
 
@@ -152,9 +157,16 @@ def tied_copies_of(stages: Iterable[nn.Module]) -> set[str]:
     return {name for name, p in named_parameters_of(stages).items() if is_tied_copy(p)}
 
 
-def replica_of(ps: ParallelState) -> int:
-    """Return which copy of an unsharded tensor this rank holds; 0 for the one that writes."""
-    return ps.loss.index * ps.tp.count + ps.tp.index
+def boxes_to_write(
+    stages: Iterable[nn.Module], optimizer: torch.optim.Optimizer, ps: ParallelState
+) -> dict[str, tuple[Tensor, Box]]:
+    """Return the tensors of which this rank writes a box to a checkpoint, and the boxes."""
+    replica = ps.loss.index * ps.tp.count + ps.tp.index  # 0 writes what is not sharded
+    found = {
+        name: (tensor, box_of(tensor, replica=replica))
+        for name, tensor in run_tensors(stages, optimizer).items()
+    }
+    return {name: (tensor, box) for name, (tensor, box) in found.items() if box.writes}
 
 
 def counters_of(state: TrainState) -> dict[str, int]:
@@ -191,11 +203,18 @@ def _bits_of(value: float) -> int:
     return struct.unpack("<q", struct.pack("<d", value))[0]
 
 
-def _hash(name: str, box: Box, shape: tuple[int, ...]) -> int:
-    if box.local.is_complex():
-        raise ValueError(f"state_hash: {name} is {box.local.dtype}, which has no integer twin")
-    bits = box.local.detach().contiguous().view(INTEGERS[box.local.element_size()])
-    return hash_box(f"{name} {box.local.dtype}", bits.cpu().numpy(), shape=shape, offset=box.offset)
+def box_hash(name: str, local: Tensor, *, shape: Sequence[int], offset: Sequence[int]) -> int:
+    """Return the part of a state's hash that is one box of a tensor.
+
+    Examples:
+        >>> halves = [box_hash("a", torch.ones(2), shape=(4,), offset=(at,)) for at in (0, 2)]
+        >>> sum(halves) & MASK64 == box_hash("a", torch.ones(4), shape=(4,), offset=(0,))
+        True
+    """
+    if local.is_complex():
+        raise ValueError(f"state_hash: {name} is {local.dtype}, which has no integer twin")
+    bits = local.detach().contiguous().view(INTEGERS[local.element_size()])
+    return hash_box(f"{name} {local.dtype}", bits.cpu().numpy(), shape=shape, offset=offset)
 
 
 def state_hash(
@@ -218,14 +237,11 @@ def state_hash(
         >>> state_hash(TrainState(step=1), *arguments) == state_hash(TrainState(step=2), *arguments)
         False
     """
-    stages = list(stages)
-    for stage in stages:
-        reshard_(reducers_of(stage))
-    own: dict[str, int] = {}
-    for name, tensor in run_tensors(stages, optimizer).items():
-        box = box_of(tensor, replica=replica_of(ps))
-        if box.writes and box.local.numel():
-            own[f"{name} {box.offset}"] = _hash(name, box, tuple(tensor.shape))
+    own = {
+        f"{name} {box.offset}": box_hash(name, box.local, shape=tensor.shape, offset=box.offset)
+        for name, (tensor, box) in boxes_to_write(stages, optimizer, ps).items()
+        if box.local.numel()
+    }
     # By box and not summed at once: ranks outside a tensor's mesh may hold the same box.
     boxes = {name: part for parts in all_gather_json(own, ps.world) for name, part in parts.items()}
     return hash_of_boxes(boxes, state)

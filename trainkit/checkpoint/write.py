@@ -40,9 +40,8 @@ from trainkit.checkpoint.plain import (
     write_durably,
 )
 from trainkit.checkpoint.snapshot import SavedBox, Snapshot, TensorFile
-from trainkit.checkpoint.tensors import hash_of_boxes
+from trainkit.checkpoint.tensors import INTEGERS, box_hash, hash_of_boxes
 from trainkit.files import commit_folder, disk_errors
-from trainkit.noise.hashing import hash_box
 from trainkit.types import CheckpointError, NumericsError
 
 _CHUNK = 4 * 1024 * 1024  # written and hashed at once, out of the same cache
@@ -115,7 +114,7 @@ def write_rank(snapshot: Snapshot, target: Destination, rank: int, stopped: Even
                 "files": dict(zip(sizes, (file for file, _ in written), strict=True)),
                 "hashes": {name: part for _, parts in written for name, part in parts.items()},
             }
-            write_durably(target.staging / _report(rank), orjson.dumps(sealed(report)))
+            write_durably(target.staging / _report(rank), [orjson.dumps(sealed(report))])
     except BaseException:
         for name in sizes:
             with suppress(OSError):
@@ -189,8 +188,8 @@ def _hashes(file: TensorFile, stopped: Event) -> dict[str, int]:
         if stopped.is_set():
             break
         _check_finite(box)
-        hashes[f"{box.name} {box.offset}"] = hash_box(
-            f"{box.name} {box.dtype}", box.bits, shape=box.shape, offset=box.offset
+        hashes[f"{box.name} {box.offset}"] = box_hash(
+            box.name, box.values, shape=box.shape, offset=box.offset
         )
     return hashes
 
@@ -198,16 +197,14 @@ def _hashes(file: TensorFile, stopped: Event) -> dict[str, int]:
 def _check_finite(box: SavedBox) -> None:
     if box.not_below is None:
         return
-    flat = box.bits.reshape(-1)
-    sign = 1 << (8 * flat.itemsize - 1)
+    size = box.values.element_size()
+    flat = box.values.view(INTEGERS[size]).numpy().reshape(-1).view(f"u{size}")
+    sign = 1 << (8 * size - 1)
     for begin in range(0, len(flat), _LOOKED_AT):
         part = flat[begin : begin + _LOOKED_AT]
         # The largest positive number is the largest as a signed integer, a negative one as an
         # unsigned: that takes no memory, and a third of the time of masking the sign.
-        if (
-            part.view(f"i{part.itemsize}").max() < box.not_below
-            and part.max() < sign + box.not_below
-        ):
+        if part.view(f"i{size}").max() < box.not_below and part.max() < sign + box.not_below:
             continue
         place = begin + int(((part & part.dtype.type(sign - 1)) >= box.not_below).argmax())
         raise NumericsError(
@@ -254,11 +251,11 @@ def commit(snapshot: Snapshot, target: Destination) -> Path:
         }
         for name, data in texts.items():
             parse_json(target.staging / name, data)  # what is written must be readable
-            files[name] = write_durably(target.staging / name, data)
+            files[name] = write_durably(target.staging / name, [data])
         if target.before_commit is not None:
             target.before_commit()
         manifest = make_manifest(snapshot.state.step, files, **_facts(snapshot, target, reports))
-        write_durably(target.staging / MANIFEST, manifest)
+        write_durably(target.staging / MANIFEST, [manifest])
         path = directory / next_name(directory, snapshot.state.step)
         commit_folder(target.staging, path)
     return path

@@ -1,5 +1,5 @@
-"""The commands of `python -m trainkit`: one file each, with `add(subparsers)` and `run(options)`.
+"""The commands of `python -m trainkit`: a file each, with `HELP`, `add(parser)`, `run(options)`.
 
-`add` describes the command's flags; `run` does the work and returns what to print, text or records,
-and the exit code. Heavy imports stay inside `run`, so that `--help` is quick.
+`add` describes the command's flags to its parser; `run` does the work and returns what to print,
+text or records, and the exit code. Heavy imports stay inside `run`, so that `--help` is quick.
 """

@@ -54,14 +54,11 @@ Ulysses FSDP reduces over ("all", if it is not said). This page is made by
 """
 
 
-def add(commands: Any) -> None:
-    """Describe the command's flags to the subparsers of `python -m trainkit`."""
-    certify = commands.add_parser(
-        "certify",
-        help="show that the layouts give the numbers of one process",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+HELP = "show that the layouts give the numbers of one process"
+
+
+def add(certify: argparse.ArgumentParser) -> None:
+    """Describe the command's flags to its parser."""
     certify.add_argument(
         "--layouts",
         nargs="+",
@@ -106,10 +103,10 @@ def run(options: argparse.Namespace) -> tuple[Any, int]:
 
 
 def _choice(patterns: list[str] | None, world: int | None, tier: str) -> Callable[[Case], bool]:
-    from trainkit.testing.builtin import cases_of_tier  # noqa: PLC0415 (imports torch)
+    from trainkit.testing.builtin import cases_of_model, models_of_tier  # noqa: PLC0415 (torch)
     from trainkit.testing.cases import runs_here  # noqa: PLC0415 (imports torch)
 
-    names = [case.name for case in cases_of_tier(tier)]
+    names = [case.name for case in cases_of_model(models_of_tier(tier)[0])]
     for pattern in patterns or ():
         if not any(fnmatchcase(name, pattern) for name in names):
             raise ConfigError(

@@ -50,14 +50,11 @@ from trainkit.types import CheckpointError
 _DAMAGED = 66
 
 
-def add(commands: Any) -> None:
-    """Describe the command's flags to the subparsers of `python -m trainkit`."""
-    checkpoint = commands.add_parser(
-        "checkpoint",
-        help="list, verify, compare, delete, export and convert checkpoints",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+HELP = "list, verify, compare, delete, export and convert checkpoints"
+
+
+def add(checkpoint: argparse.ArgumentParser) -> None:
+    """Describe the command's flags to its parser."""
     actions = checkpoint.add_subparsers(dest="action", required=True)
     parsers = {
         name: actions.add_parser(name, help=text, description=f"{text[0].upper()}{text[1:]}.")

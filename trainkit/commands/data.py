@@ -12,9 +12,11 @@ if TYPE_CHECKING:
     import argparse
 
 
-def add(commands: Any) -> None:
-    """Describe the command's flags to the subparsers of `python -m trainkit`."""
-    data = commands.add_parser("data", help="look at a corpus, and check it")
+HELP = "look at a corpus, and check it"
+
+
+def add(data: argparse.ArgumentParser) -> None:
+    """Describe the command's flags to its parser."""
     actions = data.add_subparsers(dest="action", required=True)
     verify = actions.add_parser("verify", help="check every byte and every token of a corpus")
     verify.add_argument("path", type=Path, help="whatever open_corpus opens")

@@ -14,9 +14,11 @@ if TYPE_CHECKING:
     import argparse
 
 
-def add(commands: Any) -> None:
-    """Describe the command's flags to the subparsers of `python -m trainkit`."""
-    pack = commands.add_parser("pack", help="pack a corpus into rows and report the padding")
+HELP = "pack a corpus into rows and report the padding"
+
+
+def add(pack: argparse.ArgumentParser) -> None:
+    """Describe the command's flags to its parser."""
     pack.add_argument("corpus", type=Path, help="a token file, a .jsonl file, a directory of text")
     pack.add_argument("--capacity", type=int, required=True, help="tokens per row")
     fits = ("best_fit", "first_fit", "sequential")

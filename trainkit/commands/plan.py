@@ -44,34 +44,27 @@ from __future__ import annotations
 import argparse
 from typing import TYPE_CHECKING, Any
 
+from trainkit.types import ConfigError, Layout
+
 if TYPE_CHECKING:
     from trainkit.models.config import DecoderConfig
     from trainkit.planning import Hardware
-    from trainkit.types import Layout
 
 
-def add(commands: Any) -> None:
-    """Describe the command's flags to the subparsers of `python -m trainkit`."""
-    plan = commands.add_parser(
-        "plan",
-        help="list layouts for a model, with memory, communication and time",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+_DEGREES = Layout().axes["world"]
+HELP = "list layouts for a model, with memory, communication and time"
+
+
+def add(plan: argparse.ArgumentParser) -> None:
+    """Describe the command's flags to its parser."""
     _add_work(plan.add_argument_group("what is trained"))
     _add_machines(plan.add_argument_group("what it runs on"))
     only = plan.add_argument_group("only layouts with these degrees")
-    for name in _degrees():
+    for name in _DEGREES:
         only.add_argument(f"--{name.replace('_', '-')}", type=int, metavar="N")
     shown = plan.add_argument_group("what is printed")
     shown.add_argument("--limit", type=int, default=10, help="lines of a table (10); 0 for all")
     shown.add_argument("--json", action="store_true", help="print all plans as JSON, in bytes")
-
-
-def _degrees() -> tuple[str, ...]:
-    from trainkit.types import Layout  # noqa: PLC0415 -- see run
-
-    return Layout().axes["world"]
 
 
 def _add_work(group: Any) -> None:
@@ -194,9 +187,8 @@ def _hardware(options: argparse.Namespace) -> Hardware:
 def _layouts(options: argparse.Namespace) -> list[Layout]:
     """Return the layouts of the world that have the degrees asked for."""
     from trainkit.planning import layouts_of  # noqa: PLC0415 -- see run
-    from trainkit.types import ConfigError, Layout  # noqa: PLC0415 -- see run
 
-    asked = {name: getattr(options, name) for name in _degrees()}
+    asked = {name: getattr(options, name) for name in _DEGREES}
     fixed = {name: degree for name, degree in asked.items() if degree is not None}
     names = ("fold_sp", "schedule", "reduce", "cpu_offload")
     like = Layout(**{name: getattr(options, name) for name in names})

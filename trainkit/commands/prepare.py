@@ -59,14 +59,11 @@ _SAMPLE = 256 << 20  # characters of text that a BPE is trained on at most
 _INTERRUPTED = 76
 
 
-def add(commands: Any) -> None:
-    """Describe the command's flags to the subparsers of `python -m trainkit`."""
-    parser = commands.add_parser(
-        "prepare",
-        help="turn text into a token file, in parallel",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+HELP = "turn text into a token file, in parallel"
+
+
+def add(parser: argparse.ArgumentParser) -> None:
+    """Describe the command's flags to its parser."""
     parser.add_argument("source", type=Path, nargs="+", help="directories or files, in order")
     parser.add_argument("--out", type=Path, required=True, help="the file to make: NAME.tokens")
     parser.add_argument(
@@ -135,22 +132,20 @@ def _prepared(options: argparse.Namespace) -> dict[str, Any]:
 
     check_out(options.out)
     _check_options(options)
-    suffixes = options.suffix or list(TEXT_SUFFIXES)
-    patterns = options.exclude
-    keep = partial(_is_kept, patterns) if patterns else None
+    keep = partial(_is_kept, options.exclude) if options.exclude else None
+    files = {"suffixes": options.suffix or list(TEXT_SUFFIXES), "keep": keep}
     begun = time.monotonic()
-    tokenizer, facts = _tokenizer(options, suffixes, keep)
+    tokenizer, facts = _tokenizer(options, files)
     done = prepare_corpus(
         options.source,
         options.out,
         tokenizer=tokenizer,
         make_encode=_make_encode(options),
         field=options.field or "text",
-        suffixes=suffixes,
-        keep=keep,
         workers=options.workers,
         tell=say_on_stderr,
         progress=_progress_printer(),
+        **files,
     )
     return _report(done, facts, time.monotonic() - begun)
 
@@ -201,24 +196,21 @@ def _make_encode(options: argparse.Namespace) -> Callable[[Tokenizer], Any] | No
 
 
 def _tokenizer(
-    options: argparse.Namespace, suffixes: list[str], keep: Callable[[str], bool] | None
+    options: argparse.Namespace, files: dict[str, Any]
 ) -> tuple[Tokenizer, dict[str, Any]]:
-    """Return the tokenizer, and what the report says of it."""
+    """Return the tokenizer, and what the report says of it; `files` says which are the corpus's."""
     from trainkit.tokenizers import open_tokenizer  # noqa: PLC0415
 
     kind, _, size = options.tokenizer.partition(":")
     if kind == "bpe" and not Path(options.tokenizer).exists():
         if not size.isdecimal():
             raise ConfigError(f"prepare: --tokenizer bpe:N wants a number, got {size!r}")
-        return _trained(options, suffixes, keep, int(size))
+        return _trained(options, files, int(size))
     return open_tokenizer(options.tokenizer), {"tokenizer": options.tokenizer}
 
 
 def _trained(
-    options: argparse.Namespace,
-    suffixes: list[str],
-    keep: Callable[[str], bool] | None,
-    size: int,
+    options: argparse.Namespace, files: dict[str, Any], size: int
 ) -> tuple[Tokenizer, dict[str, Any]]:
     """Train a BPE on the beginning of the corpus and write it beside the corpus."""
     from trainkit.tokenizers import CHAT_SPECIAL, save_tokenizer, train_bpe  # noqa: PLC0415
@@ -228,7 +220,7 @@ def _trained(
         raise ConfigError("prepare: bpe:N is trained on text; give conversations a tokenizer.json")
     seen = [0, 0]
     say_on_stderr(f"training a BPE of {size} tokens")
-    texts = _texts(options, suffixes, keep, seen)
+    texts = _texts(options, files, seen)
     tokenizer = train_bpe(texts, vocab_size=size, special=(BOS, EOS, PAD, *CHAT_SPECIAL))
     path = options.out.with_suffix(".tokenizer.json")
     save_tokenizer(tokenizer, path)
@@ -237,19 +229,14 @@ def _trained(
     return tokenizer, facts
 
 
-def _texts(
-    options: argparse.Namespace,
-    suffixes: list[str],
-    keep: Callable[[str], bool] | None,
-    seen: list[int],
-) -> Iterator[str]:
+def _texts(options: argparse.Namespace, files: dict[str, Any], seen: list[int]) -> Iterator[str]:
     """Yield the first texts of the corpus, and count them."""
     from trainkit.prepare.chunks import document_name, read_chunk  # noqa: PLC0415
     from trainkit.prepare.prepare import cut_sources  # noqa: PLC0415
     from trainkit.tokenizers.documents import text_of  # noqa: PLC0415
 
     field = options.field or "text"
-    for chunk in cut_sources(options.source, suffixes=suffixes, keep=keep):
+    for chunk in cut_sources(options.source, **files):
         for index, record in enumerate(read_chunk(chunk, columns=[field])):
             try:
                 text = text_of(record, field)

@@ -19,7 +19,13 @@ import orjson
 
 from trainkit.checkpoint.manifest import plain_file_name
 from trainkit.checkpoint.plain import read_bounded, refusal
-from trainkit.checkpoint.stored import Extent, Stored, safetensors_file, sane_table
+from trainkit.checkpoint.stored import (
+    Extent,
+    Stored,
+    safetensors_file,
+    sane_table,
+    without_twins,
+)
 from trainkit.types import CheckpointError
 
 _MOST_INDEX = 64 * 1024 * 1024
@@ -97,14 +103,8 @@ def _as_record(dtype: str, shape: list[int], extents: list[dict[str, Any]]) -> S
 
 def joined(parts: list[Found], source: Path) -> Found:
     """Join what the files of a folder hold; refuse a tensor that is in two of them."""
-    tensors: dict[str, Stored] = {}
-    for part in parts:
-        for name, stored in part.tensors.items():
-            if name in tensors:
-                raise refusal(source, f"holds {name} in two of its files")
-            tensors[name] = stored
-    skipped = tuple(name for part in parts for name in part.skipped)
-    return Found(parts[0].kind, tensors, skipped)
+    tensors = without_twins((part.tensors for part in parts), source)
+    return Found(parts[0].kind, tensors, tuple(name for part in parts for name in part.skipped))
 
 
 def safetensors_folder(folder: Path) -> dict[str, Stored]:
@@ -118,8 +118,7 @@ def safetensors_folder(folder: Path) -> dict[str, Stored]:
     """
     listed = folder / "model.safetensors.index.json"
     if not listed.exists():
-        files = sorted(folder.glob("*.safetensors"))
-        return dict(joined([Found("", safetensors_file(path)) for path in files], folder).tensors)
+        return without_twins(map(safetensors_file, sorted(folder.glob("*.safetensors"))), folder)
     where = sane_table(read_bounded(listed, _MOST_INDEX, shared=True), listed).get("weight_map")
     if not isinstance(where, dict) or not all(isinstance(name, str) for name in where.values()):
         raise refusal(listed, "holds no weight_map")

@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import tempfile
 from array import array
-from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any, BinaryIO
 
 import attrs
@@ -17,23 +16,12 @@ from trainkit.corpora.token_file import BLOCK, CHUNK, Header, encode_header
 from trainkit.files import disk_errors
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Callable, Iterable
     from pathlib import Path
 
     from numpy.typing import ArrayLike
 
     from trainkit.types import Sample
-
-
-@attrs.define
-class _Content:
-    """What has been written of a file, and what waits for its chunk to be full."""
-
-    file: BinaryIO
-    path: Path
-    chunk_bytes: int
-    waiting: bytearray = attrs.field(factory=bytearray)
-    table: bytearray = attrs.field(factory=bytearray)
 
 
 def write_content(
@@ -60,91 +48,71 @@ def write_content(
         DiskError: The file cannot be written.
 
     Effects:
-        Writes `file`; and for `Sample`s a file without a name beside it, as which tokens are
-        trained on comes after all tokens.
+        Writes `file`; and a file without a name beside it, as which tokens are trained on comes
+        after all tokens.
     """
-    out = _Content(file, path, CHUNK)
-    _write(out, bytes(BLOCK))
-    with ExitStack() as stack:
-        offsets, choices = _put_documents(out, stack, documents, kind, vocab_size)
-        _put(out, bytes(-offsets[-1] * kind.itemsize % 8))
-        if choices is not None:
-            _put_copy(out, choices)
-            _put(out, bytes(-offsets[-1] % 8))
+    offsets, table = array("q", [0]), bytearray()
+    trained: bool | None = None
+
+    def write(data: bytes, to: BinaryIO = file) -> None:
+        with disk_errors(path, by="write_corpus", needed=len(data)):
+            to.write(data)
+
+    put = _in_chunks(write, table)
+    write(bytes(BLOCK))
+    limit = min(vocab_size or 1 << 32, 1 << 8 * kind.itemsize)
+    with _nameless(path) as choices:
+        for number, document in enumerate(documents):
+            where = f"write_corpus: {path}: document {number}"
+            ids, chosen = checked_document(document, limit, where, with_choice=trained)
+            trained = chosen is not None
+            offsets.append(offsets[-1] + ids.size)
+            put(ids.astype(kind.newbyteorder("<")).tobytes())
+            if chosen is not None:
+                write(chosen.tobytes(), choices)
+        if trained is None:
+            raise bad_file(path, "there are no documents to write")
+        put(bytes(-offsets[-1] * kind.itemsize % 8))
+        if trained:
+            with disk_errors(path, by="write_corpus"):
+                choices.seek(0)
+                for data in iter(lambda: choices.read(1 << 20), b""):
+                    put(data)
+            put(bytes(-offsets[-1] % 8))
     ends = np.frombuffer(offsets, np.int64).astype("<i8").tobytes()
-    _put(out, ends)
-    _flush(out, last=True)
-    _write(out, bytes(out.table))
+    put(ends, last=True)
+    write(bytes(table))
     header = Header(
         kind.name,
         len(offsets) - 1,
         offsets[-1],
         vocab_size,
-        choices is not None,
-        out.chunk_bytes,
+        trained,
+        CHUNK,
         hashlib.sha256(ends).hexdigest(),
-        hashlib.sha256(out.table).hexdigest(),
+        hashlib.sha256(table).hexdigest(),
         tokenizer_hash,
     )
     file.seek(0)
-    _write(out, encode_header(attrs.asdict(header)))
+    write(encode_header(attrs.asdict(header)))
 
 
-def _put_documents(
-    out: _Content,
-    stack: ExitStack,
-    documents: Iterable[ArrayLike | Sample],
-    kind: np.dtype[Any],
-    vocab_size: int | None,
-) -> tuple[array[int], BinaryIO | None]:
-    """Write the tokens; return the offsets, and for `Sample`s a file of which are trained on."""
-    limit = min(vocab_size or 1 << 32, 1 << 8 * kind.itemsize)
-    offsets, choices = array("q", [0]), None
-    for number, document in enumerate(documents):
-        ids, chosen = checked_document(
-            document,
-            limit,
-            f"write_corpus: {out.path}: document {number}",
-            with_choice=None if number == 0 else choices is not None,
-        )
-        offsets.append(offsets[-1] + ids.size)
-        _put(out, ids.astype(kind.newbyteorder("<")).tobytes())
-        if chosen is not None:
-            with disk_errors(out.path, by="write_corpus", needed=chosen.size):
-                choices = choices or stack.enter_context(_nameless(out.path))
-                choices.write(chosen.tobytes())
-    if len(offsets) == 1:
-        raise bad_file(out.path, "there are no documents to write")
-    return offsets, choices
+def _in_chunks(write: Callable[[bytes], None], table: bytearray) -> Callable[..., None]:
+    """Return put(data, last=False), which writes the chunks that are full, and hashes them."""
+    waiting = bytearray()
+
+    def put(data: bytes, *, last: bool = False) -> None:
+        waiting.extend(data)
+        while len(waiting) >= CHUNK or (last and waiting):
+            chunk = bytes(waiting[:CHUNK])
+            del waiting[:CHUNK]
+            table.extend(hashlib.sha256(chunk).digest())
+            write(chunk)
+
+    return put
 
 
 def _nameless(path: Path) -> Any:
     """Open a file on the same disk that goes with the process, however that ends."""
-    return tempfile.TemporaryFile(dir=path.parent, prefix=f".{path.name}.")
-
-
-def _put(out: _Content, data: bytes) -> None:
-    out.waiting += data
-    if len(out.waiting) >= out.chunk_bytes:
-        _flush(out)
-
-
-def _put_copy(out: _Content, source: BinaryIO) -> None:
-    with disk_errors(out.path, by="write_corpus"):
-        source.seek(0)
-        for data in iter(lambda: source.read(1 << 20), b""):
-            _put(out, data)
-
-
-def _flush(out: _Content, *, last: bool = False) -> None:
-    """Write the chunks that are full; the last may be short."""
-    while len(out.waiting) >= out.chunk_bytes or (last and out.waiting):
-        chunk = bytes(out.waiting[: out.chunk_bytes])
-        del out.waiting[: out.chunk_bytes]
-        out.table += hashlib.sha256(chunk).digest()
-        _write(out, chunk)
-
-
-def _write(out: _Content, data: bytes) -> None:
-    with disk_errors(out.path, by="write_corpus", needed=len(data)):
-        out.file.write(data)
+    with disk_errors(path, by="write_corpus"):
+        return tempfile.TemporaryFile(dir=path.parent, prefix=f".{path.name}.")

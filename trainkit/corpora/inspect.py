@@ -9,7 +9,7 @@ import numpy as np
 
 from trainkit.corpora.open import open_corpus
 from trainkit.corpora.records import read_records
-from trainkit.corpora.shards import open_shard, tokens_at
+from trainkit.corpora.shards import open_parts, tokens_at
 from trainkit.corpora.text import check_readable
 from trainkit.types import DataError, DiskError
 
@@ -104,9 +104,8 @@ def _verified(path: Path, vocab_size: int | None) -> tuple[int, int | None, list
         return 0, None, [str(error)]
     for name in names:
         try:
-            corpus = open_shard(
-                path / name if path.is_dir() else path, most=None, vocab_size=vocab_size
-            )
+            root = path if path.is_dir() else path.parent
+            [corpus] = open_parts(root, [name], vocab_size=vocab_size, full=True)
         except (DataError, DiskError) as error:
             problems.append(str(error))
         else:

@@ -12,7 +12,7 @@ import numpy as np
 from trainkit.corpora.joined import JoinedCorpus, join_corpora, joint_digest
 from trainkit.corpora.library import docstring_conversations
 from trainkit.corpora.records import document_files, read_records, record_place
-from trainkit.corpora.shards import open_shard, open_shards, tokens_at
+from trainkit.corpora.shards import open_parts, tokens_at
 from trainkit.corpora.text import TEXT_SUFFIXES, bad_file, check_readable
 from trainkit.corpora.tokens import TokenCorpus, gathered, memory_corpus
 from trainkit.noise.hashing import GOLDEN, MASK64, hash_box, key_of, mix
@@ -93,12 +93,9 @@ def open_corpus(
             what = "documents of a token file have no names for `keep`, and no records for `encode`"
             raise ValueError(f"open_corpus: {path}: {what}; choose and encode when you write it")
         known = getattr(tokenizer, "vocab_size", None)
-        corpus: TokenCorpus | JoinedCorpus = (
-            open_shards(path, names, vocab_size=known, eos_id=eos_id)
-            if path.is_dir()
-            else open_shard(path, vocab_size=known, eos_id=eos_id)
-        )
-        return _covered(path, corpus, tokenizer)
+        root = path if path.is_dir() else path.parent
+        parts = open_parts(root, names, vocab_size=known, eos_id=eos_id)
+        return _covered(path, join_corpora(parts) if path.is_dir() else parts[0], tokenizer)
     if eos_id is not None:
         raise ValueError(f"open_corpus: {path}: eos_id is for files of tokens")
     if encode is None:

@@ -1,4 +1,4 @@
-"""Which files of a directory hold tokens, and all of them as one corpus."""
+"""Which files of a directory hold tokens, and each of them as a corpus."""
 
 from __future__ import annotations
 
@@ -8,15 +8,16 @@ from typing import TYPE_CHECKING
 import attrs
 
 from trainkit.corpora.foreign import FOREIGN_SUFFIXES, open_foreign
-from trainkit.corpora.joined import JoinedCorpus, join_corpora
-from trainkit.corpora.layouts import offsets_file, read_sidecar, sidecar_of
+from trainkit.corpora.layouts import Sidecar, offsets_file, read_sidecar, sidecar_of
 from trainkit.corpora.records import RECORD_SUFFIXES
 from trainkit.corpora.text import TEXT_SUFFIXES, bad_file, check_readable, file_names
 from trainkit.corpora.token_file import SAMPLED
-from trainkit.corpora.tokens import SUFFIX, TokenCorpus, open_part
+from trainkit.corpora.tokens import SUFFIX, open_part
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
+
+    from trainkit.corpora.tokens import TokenCorpus
 
 TOKEN_SUFFIXES = (SUFFIX, *FOREIGN_SUFFIXES)
 _SHARED = 256
@@ -61,84 +62,66 @@ def tokens_at(
     return shards
 
 
-def open_shard(
-    path: Path,
-    *,
-    vocab_size: int | None = None,
-    eos_id: int | None = None,
-    most: int | None = SAMPLED,
-) -> TokenCorpus:
-    """Open one file of tokens, of any kind.
-
-    Args:
-        path: The file; its suffix says what it is.
-        vocab_size: No token may be this large or larger, where the file does not say.
-        eos_id: Ends a document, where the file does not say where they end.
-        most: How many chunks of a `.tokens` file are checked; None reads all of any file.
-
-    Raises:
-        DataError: The file is not what it says it is, or `eos_id` ends no document.
-        ValueError: `eos_id` was given for a file that says where documents end.
-    """
-    corpus = _open_one(path, vocab_size=vocab_size, eos_id=eos_id, most=most)
-    _check_eos(path, {path: corpus}, eos_id)
-    return corpus
-
-
-def _open_one(
-    path: Path, *, vocab_size: int | None, eos_id: int | None, most: int | None
-) -> TokenCorpus:
-    if path.suffix != SUFFIX:
-        corpus = open_foreign(path, vocab_size=vocab_size, eos_id=eos_id, full=most is None)
-    elif eos_id is not None:
-        raise ValueError(f"open_corpus: {path}: a token file says where documents end: no eos_id")
-    else:
-        corpus = open_part(path, most=most, vocab_size=vocab_size)
-    return corpus if corpus.vocab_size else attrs.evolve(corpus, vocab_size=vocab_size)
-
-
-def open_shards(
+def open_parts(
     root: Path,
     names: Sequence[str],
     *,
     vocab_size: int | None = None,
     eos_id: int | None = None,
     full: bool = False,
-) -> JoinedCorpus:
-    """Open a directory's files of tokens as one corpus, in the order of their names.
+) -> list[TokenCorpus]:
+    """Open files of tokens below a directory, each of any kind.
+
+    Args:
+        root: The directory.
+        names: The files' relative paths, at least one; a suffix says what a file is.
+        vocab_size: No token may be this large or larger, where a file does not say.
+        eos_id: Ends a document, where a file does not say where they end.
+        full: Read all of each file; otherwise up to 1 GiB of them together.
 
     Raises:
         DataError: A file is not what it says it is, or `eos_id` ends no document of any file. The
             message names it.
+        ValueError: `eos_id` was given for a file that says where documents end.
     """
     most = None if full else max(1, min(SAMPLED, _SHARED // len(names)))
     parts = []
     for name in names:
-        check_readable(root / name)
-        part = _open_one(root / name, vocab_size=vocab_size, eos_id=eos_id, most=most)
-        folder = name[: -len(Path(name).name)]
-        parts.append(attrs.evolve(part, sources={folder + k: v for k, v in part.sources.items()}))
-    _check_eos(root, dict(zip([root / name for name in names], parts, strict=True)), eos_id)
-    return join_corpora(parts)
+        path = root / name
+        check_readable(path)
+        if path.suffix != SUFFIX:
+            part = open_foreign(path, vocab_size=vocab_size, eos_id=eos_id, full=full)
+        elif eos_id is not None:
+            raise ValueError(
+                f"open_corpus: {path}: a token file says where documents end: no eos_id"
+            )
+        else:
+            part = open_part(path, most=most, vocab_size=vocab_size)
+        folder = name[: -len(path.name)]
+        sources = {folder + file: digest for file, digest in part.sources.items()}
+        known = part.vocab_size or vocab_size
+        parts.append(attrs.evolve(part, sources=sources, vocab_size=known))
+    _check_eos(root, dict(zip(names, parts, strict=True)), eos_id)
+    return parts
 
 
-def _check_eos(path: Path, parts: Mapping[Path, TokenCorpus], eos_id: int | None) -> None:
+def _check_eos(root: Path, parts: Mapping[str, TokenCorpus], eos_id: int | None) -> None:
     """Refuse an eos that stands in no file: each would be one document.
 
     One of several files may hold the middle of a document, and no eos.
     """
-    sides = {name: read_sidecar(name) for name in parts if name.suffix in FOREIGN_SUFFIXES}
-    asked = {
-        name: side.eos_id if eos_id is None else eos_id
-        for name, side in sides.items()
-        if side.offsets is None
-    }
-    asked = {name: eos for name, eos in asked.items() if eos is not None}
+    asked: dict[str, int] = {}
+    for name in parts:
+        side = read_sidecar(root / name) if name.endswith(FOREIGN_SUFFIXES) else Sidecar()
+        eos = side.eos_id if eos_id is None else eos_id
+        if side.offsets is None and eos is not None:
+            asked[name] = eos
     if asked and not any(_ends_a_document(parts[name], eos) for name, eos in asked.items()):
         eos, count = next(iter(asked.values())), sum(len(parts[name].tokens) for name in asked)
         what = f"eos_id {eos} is to end the documents, but is not among the {count} tokens"
         mend = "look which token ends them, or leave it out if each file is one document"
-        raise bad_file(path, f"{what}: {mend}", want=eos)
+        place = root if len(parts) > 1 else root / next(iter(parts))
+        raise bad_file(place, f"{what}: {mend}", want=eos)
 
 
 def _ends_a_document(part: TokenCorpus, eos_id: int) -> bool:

@@ -14,7 +14,6 @@ import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import attrs
 import numpy as np
 import orjson
 
@@ -33,7 +32,8 @@ if TYPE_CHECKING:
     from trainkit.types import Axis, Fit
 
     _Key = dict[str, Any]
-    _Pack = Callable[[], "_Cached"]
+    _Found = tuple[Bins, str]  # and the SHA-256 of its arrays
+    _Pack = Callable[[], _Found]
     _Tell = Callable[[str], object]
 
 FORMAT = 2
@@ -119,91 +119,84 @@ def cached_bins(
     key = keys[0]
     path = Path(cache_dir) / f"{_hash_of(key)[:16]}.bins" if cache_dir is not None else None
 
-    def pack() -> _Cached:
+    def pack() -> _Found:
         bins = pack_bins(lengths, capacity, **arguments)
-        return _Cached(bins, _sha256(bins), is_kept=False)
+        return bins, _sha256(bins)
 
-    return _shared(path, key, pack, axis, tell or (lambda _: None)).bins
-
-
-@attrs.frozen(eq=False)
-class _Cached:
-    """Bins, the SHA-256 of their arrays, and whether they are mapped from a file."""
-
-    bins: Bins
-    sha256: str
-    is_kept: bool
+    return _shared(path, key, pack, axis, tell or (lambda _: None))
 
 
-def _shared(path: Path | None, key: _Key, pack: _Pack, axis: Axis, tell: _Tell) -> _Cached:
+def _shared(path: Path | None, key: _Key, pack: _Pack, axis: Axis, tell: _Tell) -> Bins:
     """Let rank 0 go first, then the others; refuse bins that differ."""
-    mine: list[_Cached] = []
+    mine: list[Bins] = []
 
-    def work(*, leads: bool, look: bool) -> None:
-        found = _opened_or_packed(path, key, pack, tell, leads=leads) if path and look else pack()
-        mine.append(found)
+    def lead() -> tuple[str, bool] | None:
+        if axis.index > 0:
+            return None
+        (bins, sha256), is_kept = _led(path, key, pack, tell) if path else (pack(), False)
+        mine.append(bins)
+        return sha256, is_kept
 
-    def lead() -> bool:
-        if axis.index == 0:
-            work(leads=True, look=True)
-        return axis.index == 0 and mine[0].is_kept
-
-    is_kept = together(lead, axis)[0]
+    want, is_kept = together(lead, axis)[0]
 
     def follow() -> str:
-        if axis.index > 0:
-            work(leads=False, look=is_kept)
-        return mine[0].sha256
+        if axis.index == 0:
+            return want
+        bins, sha256 = _followed(path, key, pack, tell) if path and is_kept else pack()
+        mine.append(bins)
+        return sha256
 
-    hashes = together(follow, axis)
-    for rank, found in enumerate(hashes):
-        if found != hashes[0]:
+    for rank, got in enumerate(together(follow, axis)):
+        if got != want:
             what = f"rank {rank} has other bins than rank 0 for the same lengths"
             must = f"the fit {key['fit']} must be a function of its arguments alone"
-            raise DataError(f"cached_bins: {what}; {must}", got=found, want=hashes[0])
+            raise DataError(f"cached_bins: {what}; {must}", got=got, want=want)
     return mine[0]
 
 
-def _opened_or_packed(path: Path, key: _Key, pack: _Pack, tell: _Tell, *, leads: bool) -> _Cached:
-    """Return the plan of a path; if there is no whole one, pack it, and keep it if it leads."""
+def _led(path: Path, key: _Key, pack: _Pack, tell: _Tell) -> tuple[_Found, bool]:
+    """Return the plan of a path, which is packed if there is no whole one, and if it is kept."""
     damage = ""
     try:
-        return _open(path, key)
+        return _open(path, key), True
     except FileNotFoundError:
         pass
     except _UNUSABLE as error:
         damage = str(error)
     plan = pack()
-    if not leads:
-        why = f"this rank does not see rank 0's plan in {path}: {damage or 'there is none'}"
-        tell(f"packed in memory, since {why}")
-        return plan
+    rows = len(plan[0])
     try:
-        _keep(path, key, plan)
+        _keep(path, key, *plan)
         kept = _open(path, key)
     except _UNUSABLE as error:
         if isinstance(error.__cause__, OSError) and error.__cause__.errno in _FULL:
             raise
         tell(f"packed in memory, since no plan can be kept in {path}: {error}")
-        return plan
-    rows = len(plan.bins)
-    tell(
-        f"rebuilt the plan of {rows} rows in {path}, which was damaged: {damage}"
-        if damage
-        else f"plan of {rows} rows kept in {path}"
-    )
-    return kept
+        return plan, False
+    done = f"rebuilt the plan of {rows} rows in {path}, which was damaged: {damage}"
+    tell(done if damage else f"plan of {rows} rows kept in {path}")
+    return kept, True
+
+
+def _followed(path: Path, key: _Key, pack: _Pack, tell: _Tell) -> _Found:
+    """Return the plan that rank 0 has kept, or packs in memory where this rank does not see it."""
+    try:
+        return _open(path, key)
+    except _UNUSABLE as error:
+        why = f"this rank does not see rank 0's plan in {path}: {error}"
+        tell(f"packed in memory, since {why}")
+        return pack()
 
 
 # -------------------------------------------------------------------------------------- the file
 
 
-def _keep(path: Path, key: _Key, plan: _Cached) -> None:
+def _keep(path: Path, key: _Key, bins: Bins, sha256: str) -> None:
     """Write a plan, and give it its place; what processes that were killed left beside it goes."""
-    sizes = {"rows": len(plan.bins), "pieces": len(plan.bins.documents)}
-    header = orjson.dumps({"key": key, **sizes, "sha256": plan.sha256})
+    sizes = {"rows": len(bins), "pieces": len(bins.documents)}
+    header = orjson.dumps({"key": key, **sizes, "sha256": sha256})
     header = header.ljust(-(-(len(header) + 1) // 64) * 64 - 1) + b"\n"
-    arrays = _arrays(plan.bins)
+    arrays = _arrays(bins)
     needed = len(header) + sum(array.nbytes for array in arrays)
     with disk_errors(path, by="cached_bins", needed=needed):
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -212,16 +205,14 @@ def _keep(path: Path, key: _Key, plan: _Cached) -> None:
         replacing(path, by="cached_bins") as file,
         disk_errors(path, by="cached_bins", needed=needed),
     ):
-        for part in (
-            header,
-            *(array.data for array in arrays),
-        ):  # through its handle: on a full disk a mapping ends all
-            file.write(part)
+        file.write(header)
+        for array in arrays:  # through its handle: on a full disk a mapping ends all
+            file.write(array.data)
         file.flush()
         os.fsync(file.fileno())
 
 
-def _open(path: Path, key: _Key) -> _Cached:
+def _open(path: Path, key: _Key) -> _Found:
     """Map a plan read-only, once every byte of it is seen to be what was written for this key.
 
     Raises what is in _UNUSABLE.
@@ -244,7 +235,7 @@ def _open(path: Path, key: _Key) -> _Cached:
     if offsets[0] != 0 or offsets[-1] != pieces or (np.diff(offsets) < 0).any():
         raise ValueError(f"its offsets do not rise from 0 to {pieces}")
     bins = Bins(*arrays, capacity=key["capacity"], multiple_of=key["multiple_of"])
-    return _Cached(bins, header["sha256"], is_kept=True)
+    return bins, header["sha256"]
 
 
 def _arrays(bins: Bins) -> list[np.ndarray[Any, Any]]:

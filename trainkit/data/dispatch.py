@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, TypeVar
+from collections import defaultdict
+from itertools import islice
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
-import orjson
 import torch
 import torch.distributed as dist
 from safetensors.torch import load, save
 
 from trainkit.batch import to_device
-from trainkit.collectives import all_gather_json, all_max, communication_device, together
-from trainkit.types import BATCH_TENSORS, Batch, Cursor, Spans, StepBatch
+from trainkit.batch.shards import spans_of_lengths
+from trainkit.collectives import all_gather_json, communication_device, together
+from trainkit.types import BATCH_TENSORS, Batch, Cursor, StepBatch
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -113,42 +115,23 @@ def stop_together(
         Exception: What `batches` raised on one rank, on all ranks: see `collectives.together`.
 
     Effects:
-        Communicates: one all-reduce of one byte on `axis` for each batch, and waits for it.
+        Communicates for each batch as `collectives.together`.
 
     Examples:
         >>> from trainkit.mesh import solo_parallel
         >>> list(stop_together(iter([1, 2]), solo_parallel().dp, left_over=print))
         [1, 2]
     """
-    while True:
-        found: list[T] = []
-        failure: Exception | None = None
-        try:
-            found.extend([next(batches)])
-        except StopIteration:
-            pass
-        except Exception as error:  # noqa: BLE001 (raised below, on all ranks)
-            failure = error
-        worst = _worst(2 if failure else 0 if found else 1, axis)
-        if worst == 2:
-            together(lambda failure=failure: _raise(failure), axis)
-        if worst:
-            for batch in found:
-                left_over(batch)
-            return
-        yield from found
+    found: list[T] = []
 
+    def read() -> int:
+        found[:] = islice(batches, 1)
+        return len(found)
 
-def _worst(state: int, axis: Axis) -> int:
-    if axis.count == 1:
-        return state
-    told = torch.tensor([state], dtype=torch.uint8, device=communication_device(axis))
-    return int(all_max(told, axis))
-
-
-def _raise(failure: Exception | None) -> None:
-    if failure is not None:
-        raise failure
+    while all(together(read, axis)):
+        yield found[0]
+    for batch in found:
+        left_over(batch)
 
 
 def _checked_parts(parts: Sequence[StepBatch] | None, count: int) -> Sequence[StepBatch]:
@@ -182,48 +165,32 @@ def _scatter(
 
 def _packed(batch: StepBatch) -> Tensor:
     """Write a batch into one uint8 tensor: the bytes of a safetensors file, after their number."""
-    header = {
-        "cursor": [batch.cursor.batch, *batch.cursor.stream],
-        "max_lengths": [part.spans.max_length for part in batch.microbatches],
-    }
-    tensors = {"header": _bytes(orjson.dumps(header))}
+    tensors = {"cursor": torch.tensor([batch.cursor.batch, *batch.cursor.stream])}
     for number, part in enumerate(batch.microbatches):
-        for name, x in _tensors_of(part).items():  # copied, for parts are views of one batch
+        others = [name for name, x in part.extra.items() if not isinstance(x, torch.Tensor)]
+        if others:
+            raise ValueError(f"dispatch: `extra` of a batch must hold tensors, {others} are none")
+        lengths = torch.from_numpy(np.ascontiguousarray(part.spans.lengths))
+        own = {name: x for name, x in part.items() if name != "spans"} | {"spans": lengths}
+        for name, x in own.items():  # copied, for parts are views of one batch
             tensors[f"{number}/{name}"] = x.detach().cpu().clone().contiguous()
-    data = save(tensors)
-    return torch.cat([torch.tensor([len(data)]).view(torch.uint8), _bytes(data)])
+    data = torch.frombuffer(bytearray(save(tensors)), dtype=torch.uint8)
+    return torch.cat([torch.tensor([len(data)]).view(torch.uint8), data])
 
 
 def _unpacked(data: Tensor) -> StepBatch:
     size = int(data[:8].view(torch.int64))
     tensors = load(data[8 : 8 + size].numpy().tobytes())
-    header = orjson.loads(tensors.pop("header").numpy().tobytes())
-    parts: list[dict[str, Tensor]] = [{} for _ in header["max_lengths"]]
+    first, *stream = tensors.pop("cursor").tolist()
+    parts: dict[int, dict[str, Any]] = defaultdict(dict)
     for name, x in tensors.items():
         number, own_name = name.split("/", 1)
         parts[int(number)][own_name] = x
-    first, *stream = header["cursor"]
-    made = [_batch_of(*part) for part in zip(parts, header["max_lengths"], strict=True)]
+    made = [_batch_of(parts[number]) for number in sorted(parts)]
     return StepBatch(made, Cursor(first, tuple(stream)))
 
 
-def _tensors_of(batch: Batch) -> dict[str, Tensor]:
-    others = [name for name, x in batch.extra.items() if not isinstance(x, torch.Tensor)]
-    if others:
-        raise ValueError(f"dispatch: `extra` of a batch must hold tensors, {others} are none")
-    own = {name: batch[name] for name in BATCH_TENSORS}
-    lengths = torch.from_numpy(np.ascontiguousarray(batch.spans.lengths))
-    spans = {"spans/cu_seqlens": batch.spans.cu_seqlens, "spans/lengths": lengths}
-    return own | spans | {f"extra/{name}": value for name, value in batch.extra.items()}
-
-
-def _batch_of(tensors: dict[str, Tensor], max_length: int) -> Batch:
-    lengths = tensors.pop("spans/lengths").numpy()
-    spans = Spans(tensors.pop("spans/cu_seqlens"), lengths, max_length)
-    own = [tensors.pop(name) for name in BATCH_TENSORS]
-    extra = {name.removeprefix("extra/"): value for name, value in tensors.items()}
-    return Batch(*own, spans=spans, extra=extra)
-
-
-def _bytes(text: bytes) -> Tensor:
-    return torch.frombuffer(bytearray(text), dtype=torch.uint8)
+def _batch_of(tensors: dict[str, Any]) -> Batch:
+    own = {name: tensors.pop(name) for name in BATCH_TENSORS}
+    spans = spans_of_lengths(tensors.pop("spans").numpy())
+    return Batch(**own, spans=spans, extra=tensors)

@@ -11,6 +11,7 @@ and the hash tells whether it is the same.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
+from functools import partial
 from itertools import islice
 from typing import TYPE_CHECKING
 
@@ -29,7 +30,7 @@ from trainkit.data.windows import (
     windows,
 )
 from trainkit.packing import best_fit, pack_bins, take_rows
-from trainkit.types import Bins, Cursor, DataError, Sample, StepBatch, at_least
+from trainkit.types import Cursor, DataError, Sample, StepBatch, at_least
 
 if TYPE_CHECKING:
     from numpy.typing import ArrayLike
@@ -138,25 +139,16 @@ def stream_steps(
         ([[2], [3, 1]], Cursor(batch=1, stream=(0, 0, 1, 0, 0, ...)))
     """
     at_least(1, "stream_steps", rows=rows, buffer_rows=buffer_rows)
-    # Packing nothing checks the arguments before a document is read.
-    pack_bins(
-        [],
-        capacity,
-        fit=fit,
-        multiple_of=multiple_of,
-        max_documents=max_documents,
-        overlong=overlong,
-    )
-    packing = Packing(
+    pack = partial(
+        pack_bins,
         capacity=capacity,
-        window=buffer_rows * capacity,
         fit=fit,
+        group_size=0,
         multiple_of=multiple_of,
         max_documents=max_documents,
-        overlong=overlong,
-        vocab_size=vocab_size,
-        seed=seed,
     )
+    pack([], overlong=overlong)  # checks the arguments before a document is read
+    packing = Packing(pack, capacity, buffer_rows * capacity, overlong, vocab_size, seed)
     return _steps(open_documents, cursor.batch, _position(cursor), rows, packing)
 
 
@@ -234,14 +226,14 @@ def _steps(
             used, missing = used + len(chosen), missing - len(chosen)
             if not missing:
                 batch += 1
-                yield _step(held, rows, _cursor(batch, window, used), packing)
+                yield _step(held, rows, _cursor(batch, window, used))
                 held.clear()
                 missing = rows
         last, used = window, 0
     if last is None:
         _check_end(position)
     if last is not None and held:
-        yield _step(held, rows, _cursor(batch + 1, last, len(last.order)), packing)
+        yield _step(held, rows, _cursor(batch + 1, last, len(last.order)))
 
 
 def _cursor(batch: int, window: Window, used: int) -> Cursor:
@@ -273,9 +265,7 @@ def _check_end(position: Position) -> None:
         raise DataError(f"stream_steps: {what}, {mend}", where=where)
 
 
-def _step(
-    held: list[tuple[Window, IntArray]], rows: int, cursor: Cursor, packing: Packing
-) -> StreamStep:
+def _step(held: list[tuple[Window, IntArray]], rows: int, cursor: Cursor) -> StreamStep:
     """Copy the pieces of the rows that make up a step."""
     parts, sizes = list[Document](), [np.zeros(1, np.int64)]
     for window, chosen in held:
@@ -285,13 +275,12 @@ def _step(
         for begin, length in zip(begins.tolist(), bins.lengths.tolist(), strict=True):
             parts.append(part_of((corpus.tokens, corpus.trained), begin, begin + length))
     blanks = rows + 1 - sum(len(part) for part in sizes)
-    corpus = corpus_of(parts, packing.vocab_size)
-    bins = Bins(
-        np.cumsum(np.concatenate([*sizes, np.zeros(blanks, np.int64)])),
-        np.arange(len(parts)),
-        np.zeros(len(parts), np.int64),
-        corpus.lengths,
-        capacity=packing.capacity,
-        multiple_of=packing.multiple_of,
+    corpus = corpus_of(parts, held[0][0].corpus.vocab_size)
+    bins = attrs.evolve(
+        held[0][0].bins,
+        offsets=np.cumsum(np.concatenate([*sizes, np.zeros(blanks, np.int64)])),
+        documents=np.arange(len(parts)),
+        starts=np.zeros(len(parts), np.int64),
+        lengths=corpus.lengths,
     )
     return StreamStep(Packed(corpus, bins), cursor)

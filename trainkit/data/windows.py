@@ -14,17 +14,16 @@ import numpy as np
 from trainkit.corpora.documents import checked_document, smallest_dtype
 from trainkit.corpora.tokens import TokenCorpus
 from trainkit.noise.hashing import hash_box, hash_counters, key_of
-from trainkit.packing import pack_bins
 from trainkit.sampling import permute
 from trainkit.types import DataError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Callable, Iterator, Sequence
 
     from numpy.typing import ArrayLike
 
     from trainkit.packing.bins import Overlong
-    from trainkit.types import Bins, Fit, IntArray, Sample
+    from trainkit.types import Bins, IntArray, Sample
 
 Document = tuple[np.ndarray[Any, Any], np.ndarray[Any, Any] | None]
 """Its ids `[N]`, and which of them are trained on, if it says so."""
@@ -49,11 +48,9 @@ class Position:
 class Packing:
     """What a stream is asked for, as far as its windows go by it."""
 
+    pack: Callable[[IntArray], Bins]
     capacity: int
     window: int  # tokens
-    fit: Fit
-    multiple_of: int
-    max_documents: int | None
     overlong: Overlong
     vocab_size: int | None
     seed: int
@@ -169,14 +166,7 @@ def part_of(document: Document, begin: int, end: int | None) -> Document:
 def _packed(begin: Position, end: Position, parts: list[Document], packing: Packing) -> Window:
     nothing = np.arange(0), None
     corpus = corpus_of(parts or [nothing], packing.vocab_size)
-    bins = pack_bins(
-        corpus.lengths,
-        packing.capacity,
-        fit=packing.fit,
-        group_size=0,
-        multiple_of=packing.multiple_of,
-        max_documents=packing.max_documents,
-    )
+    bins = packing.pack(corpus.lengths)
     key = key_of(packing.seed, "window", begin.document, begin.token)
     order = permute(np.arange(len(bins)), len(bins), key) if len(bins) else np.arange(0)
     return Window(begin, end, corpus, bins, order, _hash(end, corpus, bins, order))

@@ -32,7 +32,7 @@ from trainkit.packing.pieces import (
 )
 from trainkit.sampling.integers import integers
 from trainkit.sampling.permutation import permute
-from trainkit.types import Bins
+from trainkit.types import Bins, among
 
 if TYPE_CHECKING:
     from numpy.typing import ArrayLike
@@ -186,10 +186,7 @@ def _checked_rule(
             f"take {' or '.join(map(str, nearest))}"
         )
     most = {"split": _LONGEST, "error": _LONGEST, "truncate": capacity, "drop": 0}
-    if overlong not in most:
-        raise ValueError(
-            f'pack_bins: overlong must be "split", "truncate", "drop" or "error", got {overlong!r}'
-        )
+    among(tuple(most), "pack_bins", overlong=overlong)
     limit = None if max_documents is None else int(max_documents)
     return _Rule(capacity, multiple_of, limit, most[overlong])
 

@@ -127,15 +127,11 @@ def _fates(bins: Bins, lengths: IntArray) -> dict[str, int]:
     # Through float64, which is exact up to 2^53 tokens of one document.
     kept = np.bincount(bins.documents, bins.lengths, lengths.size).astype(np.int64)
     if kept.size > lengths.size or (kept > lengths).any():
-        wrong = int(np.argmax(kept[: lengths.size] > lengths)) if kept.size == lengths.size else -1
-        raise ValueError(
-            "packing_report: the bins were made from other lengths: "
-            + (
-                f"they hold {kept[wrong]} tokens of document {wrong}, which has {lengths[wrong]}"
-                if wrong >= 0
-                else f"they hold document {kept.size - 1}, and there are {lengths.size}"
-            )
-        )
+        what = f"they hold document {kept.size - 1}, and there are {lengths.size}"
+        if kept.size == lengths.size:
+            wrong = int(np.argmax(kept > lengths))
+            what = f"they hold {kept[wrong]} tokens of document {wrong}, which has {lengths[wrong]}"
+        raise ValueError(f"packing_report: the bins were made from other lengths: {what}")
     return {
         "documents": lengths.size,
         "empty_documents": int((lengths == 0).sum()),

@@ -4,38 +4,6 @@ A `plot_` function writes one file; what it shows comes from a pure function bes
 and tables. Matplotlib is needed (the extra `recipes`), torch is not.
 """
 
-from __future__ import annotations
+import lazy_loader
 
-from trainkit.pictures.loss import plot_loss
-from trainkit.pictures.mesh import RankPlace, mesh_places, plot_mesh
-from trainkit.pictures.packing import plot_packing
-from trainkit.pictures.pipeline import (
-    PipelineTask,
-    bubble_share,
-    pipeline_timeline,
-    plot_pipeline,
-)
-from trainkit.pictures.zigzag import (
-    RingBlock,
-    ZigzagChunk,
-    plot_zigzag,
-    ring_blocks,
-    zigzag_chunks,
-)
-
-__all__ = [
-    "PipelineTask",
-    "RankPlace",
-    "RingBlock",
-    "ZigzagChunk",
-    "bubble_share",
-    "mesh_places",
-    "pipeline_timeline",
-    "plot_loss",
-    "plot_mesh",
-    "plot_packing",
-    "plot_pipeline",
-    "plot_zigzag",
-    "ring_blocks",
-    "zigzag_chunks",
-]
+__getattr__, __dir__, __all__ = lazy_loader.attach_stub(__name__, __file__)

@@ -3,28 +3,6 @@
 `plan` lists the layouts of a world; the formulas are functions of their own, of shapes alone.
 """
 
-from __future__ import annotations
+import lazy_loader
 
-from trainkit.planning.hardware import Hardware, hardware
-from trainkit.planning.jobs import Job, layouts_of, refusal
-from trainkit.planning.memory import Memory, memory_of
-from trainkit.planning.plans import Plan, Seconds, plan, seconds_of
-from trainkit.planning.table import plan_table
-from trainkit.planning.traffic import Transfer, traffic_of
-
-__all__ = [
-    "Hardware",
-    "Job",
-    "Memory",
-    "Plan",
-    "Seconds",
-    "Transfer",
-    "hardware",
-    "layouts_of",
-    "memory_of",
-    "plan",
-    "plan_table",
-    "refusal",
-    "seconds_of",
-    "traffic_of",
-]
+__getattr__, __dir__, __all__ = lazy_loader.attach_stub(__name__, __file__)

@@ -9,7 +9,6 @@ import attrs
 import numpy as np
 
 from trainkit.metrics import model_flops
-from trainkit.planning.hardware import Hardware
 from trainkit.planning.jobs import (
     Job,
     Recompute,
@@ -17,6 +16,7 @@ from trainkit.planning.jobs import (
     refusal,
     stages_per_rank,
 )
+from trainkit.planning.machines import Hardware
 from trainkit.planning.memory import Memory, memory_of
 from trainkit.planning.stages import part_of
 from trainkit.planning.traffic import Transfer, traffic_of
@@ -152,9 +152,7 @@ def _plan_one(job: Job, layout: Layout, hardware: Hardware, usable: int, efficie
     if memory.peak > usable:
         why_not = _too_large(memory, usable) + _remedy(job, layout, hardware, usable)
     seconds = seconds_of(job, layout, hardware, efficiency=efficiency)
-    lengths = _lengths(job)
-    row = job.config.layers * _block_flops(job, lengths) + _head_flops(job)
-    flops = job.rows * row
+    flops = job.rows * _row_flops(job, layers=job.config.layers, head=True)
     return Plan(
         layout=layout,
         recompute=job.recompute,
@@ -226,7 +224,7 @@ def seconds_of(job: Job, layout: Layout, hardware: Hardware, *, efficiency: floa
         is_sync = transfer.axis in ("ring", "ulysses", "sp") and transfer.kind == "all_reduce"
         wire = "sync" if is_sync else transfer.axis
         wires[wire] = wires.get(wire, 0.0) + transfer.sent / speed
-    attention = again * _flops_of_attention(job, layout, busiest) / rate
+    attention = again * _flops_of_rank(job, layout, busiest, products=False) / rate
     ring = wires.get("ring", 0.0)
     data = wires.get("fsdp", 0.0) + wires.get("dp_replicate", 0.0)
     exposed = sum(wires.get(axis, 0.0) for axis in ("tp", "ulysses", "pp", "sync"))
@@ -238,49 +236,28 @@ def seconds_of(job: Job, layout: Layout, hardware: Hardware, *, efficiency: floa
     return Seconds(compute + exposed + bubble, compute, exposed, hidden, bubble)
 
 
-def _lengths(job: Job) -> np.ndarray[tuple[int], np.dtype[np.int64]]:
-    """Return the lengths of a row's documents, as equal as they can be."""
+def _row_flops(job: Job, *, layers: int, head: bool, products: bool = True) -> float:
+    """Return the operations of one row in some blocks, forward and backward, and in the head.
+
+    Its documents are as equal as they can be. Without `products` only attention is counted.
+    """
     base, more = divmod(job.row_length, job.documents)
-    return np.array([base + (i < more) for i in range(job.documents)], dtype=np.int64)
-
-
-def _block_flops(job: Job, lengths: np.ndarray[tuple[int], np.dtype[np.int64]]) -> float:
-    """Return the operations of one row in one block, forward and backward."""
     config = job.config
-    block = units_of(config, Layout()).block.whole
-    return model_flops(
-        linear_parameters=block,
+    block = model_flops(
+        linear_parameters=units_of(config, Layout()).block.whole if products else 0,
         layers=1,
         heads=config.heads,
         head_dim=config.head_size,
-        lengths=lengths,
+        lengths=np.array([base + (i < more) for i in range(job.documents)], dtype=np.int64),
     )
+    return layers * block + head * 6.0 * config.vocab_size * config.width * job.row_length
 
 
-def _head_flops(job: Job) -> float:
-    return 6.0 * job.config.vocab_size * job.config.width * job.row_length
-
-
-def _rows_of_rank(job: Job, layout: Layout) -> int:
-    return num_microbatches(job, layout) * job.microbatch
-
-
-def _flops_of_rank(job: Job, layout: Layout, pp_rank: int) -> float:
+def _flops_of_rank(job: Job, layout: Layout, pp_rank: int, *, products: bool = True) -> float:
     part = part_of(job, layout, pp_rank)
-    row = part.layers * _block_flops(job, _lengths(job)) + part.head * _head_flops(job)
-    return _rows_of_rank(job, layout) * row / (layout.count("sp") * layout.tp)
-
-
-def _flops_of_attention(job: Job, layout: Layout, pp_rank: int) -> float:
-    layers = part_of(job, layout, pp_rank).layers
-    row = model_flops(
-        linear_parameters=0,
-        layers=layers,
-        heads=job.config.heads,
-        head_dim=job.config.head_size,
-        lengths=_lengths(job),
-    )
-    return _rows_of_rank(job, layout) * row / (layout.count("sp") * layout.tp)
+    row = _row_flops(job, layers=part.layers, head=part.head and products, products=products)
+    rows = num_microbatches(job, layout) * job.microbatch
+    return rows * row / (layout.count("sp") * layout.tp)
 
 
 def _bandwidth(axis: str, layout: Layout, hardware: Hardware) -> float:

@@ -24,8 +24,13 @@ from trainkit.corpora.records import (
     record_place,
     rows_of,
 )
-from trainkit.corpora.text import check_readable, file_names, linked_folders, read_text
-from trainkit.types import DataError
+from trainkit.corpora.text import (
+    bad_file,
+    check_readable,
+    file_names,
+    linked_folders,
+    read_text,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -199,10 +204,7 @@ def _runs_of_files(
 
 def _parts_of_file(path: Path, least: int) -> list[Chunk]:
     if path.suffix not in RECORD_SUFFIXES:
-        raise DataError(
-            f"prepare: {path}: neither a directory, nor a file of {', '.join(RECORD_SUFFIXES)}",
-            where=path,
-        )
+        raise bad_file(path, f"neither a directory, nor a file of {', '.join(RECORD_SUFFIXES)}")
     stats = (_stats(path, path.name),)
     if path.suffix == ".jsonl":
         cuts = _line_cuts(path, least)
@@ -221,10 +223,8 @@ def _check_unchanged(chunk: Chunk) -> None:
     for name, size, modified in chunk.files:
         path = chunk.path / name if chunk.path.is_dir() else chunk.path
         if _stats(path, name) != (name, size, modified):
-            raise DataError(
-                f"{path}: it was written to while it was read; start again once it stays as it is",
-                where=path,
-            )
+            what = "it was written to while it was read; start again once it stays as it is"
+            raise bad_file(path, what)
 
 
 def _line_cuts(path: Path, least: int) -> Iterator[tuple[int, int, int]]:

@@ -223,11 +223,8 @@ def check_out(out: Path) -> None:
     if out.suffix != SUFFIX:
         raise ValueError(f"prepare: the file must end in {SUFFIX}, got {out}")
     if not out.parent.is_dir() or not os.access(out.parent, os.W_OK) or out.is_dir():
-        what = (
-            "it is a folder"
-            if out.is_dir()
-            else f"{out.parent} is no folder that can be written to"
-        )
+        folder = f"{out.parent} is no folder that can be written to"
+        what = "it is a folder" if out.is_dir() else folder
         raise DiskError(f"prepare: cannot write {out}: {what}", where=out)
 
 
@@ -326,14 +323,10 @@ def _join(out: Path, work: Work, parts: Sequence[Tally]) -> TokenCorpus:
     """Write the token file from the parts, and delete them."""
     needed = sum(file.stat().st_size for file in work.folder.glob(f"*{SUFFIX}"))
     if (free := shutil.disk_usage(out.parent).free) < needed:
-        raise DiskError(
-            f"prepare: cannot write {out}: the parts are joined in a new file, which needs "
-            f"{needed} bytes; {free} bytes are free",
-            where=out,
-            got=free,
-            want=needed,
-            hint="make room and run the same again: the parts are finished",
-        )
+        what = f"the parts become a new file, which needs {needed} bytes; {free} bytes are free"
+        hint = "make room and run the same again: the parts are finished"
+        facts = {"where": out, "got": free, "want": needed, "hint": hint}
+        raise DiskError(f"prepare: cannot write {out}: {what}", **facts)
     joined = work.folder / f"joined{SUFFIX}"
     corpus = write_corpus(
         joined,

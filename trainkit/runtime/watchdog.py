@@ -19,6 +19,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import NoReturn
 
@@ -73,6 +74,7 @@ from trainkit.types import (
 Announce = Callable[..., None]
 """`Announce(name, allow=seconds)`: says what comes now, and how long it may take."""
 
+_START = "start"  # the phase before the first that is announced
 _TICK = 0.2  # seconds between two samples of what the main thread is at
 _PER_BEAT = 5  # ticks between two beats
 _CAUSE_GRACE = 5.0  # seconds the main thread has to notice that a peer has failed, and to end
@@ -117,13 +119,16 @@ class _Self:
     steps: deque[float] = attrs.field(factory=lambda: deque(maxlen=_STEPS))  # how long they took
     save: float = 0.0  # how long the longest save has taken in its thread
     saving: float = 0.0  # for how long a save has been under way there
-    told_late: bool = False  # that a stop takes long has been said
     looked: float = attrs.field(factory=time.monotonic)  # when the thread last went round
     state: str = "running"
     unwinding: bool = False
     is_there: Callable[[], bool] = lambda: True  # the run directory
     hold: Callable[[], None] = lambda: None  # keep it this run's
+    asked: Callable[[], str | None] = lambda: None  # why the run shall stop
     grace: float | None = None  # seconds that a stop may take
+    warn: Callable[[str], object] = say_on_stderr
+    told: set[str] = attrs.field(factory=set)  # what is warned of once
+    late: dict[int, int] = attrs.field(factory=dict)  # looks at which a rank was slow, in a row
     timed: tuple[str, float] | None = None  # the phase that `elapsed` is of
 
     @property
@@ -197,11 +202,11 @@ def watch(
         ...         print(*(path.name for path in Path(folder, "ranks").iterdir()))
         rank_00000.json
     """
-    rank, stop, warn = _join(Path(run_dir), axis, allow), threading.Event(), tell
-    rank.hold, rank.grace = hold, grace
-    work = (rank, stop, asked, warn)
+    rank, stop = _join(Path(run_dir), axis, allow), threading.Event()
+    rank.hold, rank.asked, rank.grace, rank.warn = hold, asked, grace, tell
+    work = (rank, stop)
     thread = threading.Thread(target=_keep_watch, args=work, name="trainkit watch", daemon=True)
-    guard = threading.Thread(target=_guard_the_watch, args=(rank, stop, asked), daemon=True)
+    guard = threading.Thread(target=_guard_the_watch, args=work, daemon=True)
 
     def phase(name: str, allow: float | None = None) -> None:
         rank.phase = name, rank.phase[1] if allow is None else allow
@@ -223,7 +228,7 @@ def watch(
             stop.set()
             thread.join(10.0)
             guard.join(1.0)
-            with _going_on([], warn):
+            with _going_on(rank):
                 _beat(rank)
 
 
@@ -236,7 +241,7 @@ def _join(run_dir: Path, axis: Axis, allow: float) -> _Self:
     member = this_member(axis.index)
     told = all_gather_json([secrets.token_hex(8), attrs.asdict(member)], axis)
     members = [Member(**fields) for _, fields in told]
-    session, phase = told[0][0], ("start", allow)
+    session, phase = told[0][0], (_START, allow)
     rank = _Self(
         member=member,
         members=members,
@@ -271,48 +276,32 @@ def _crashes_shown() -> Iterator[None]:
 # ------------------------------------------------------------------------------------ the thread
 
 
-def _keep_watch(
-    rank: _Self,
-    stop: threading.Event,
-    asked: Callable[[], str | None],
-    warn: Callable[[str], object],
-) -> None:
-    first, before, ticks = rank.phase, time.monotonic(), 0
-    late, on_one_host = dict.fromkeys(rank.near, 0), all(rank.near.values())
-    told: list[str] = []
+def _keep_watch(rank: _Self, stop: threading.Event) -> None:
+    before, ticks, on_one_host = time.monotonic(), 0, all(rank.near.values())
     while not stop.wait(_TICK):
         # Of a pause in which this process itself was stopped, nobody is at fault.
         now = time.monotonic()
         passed, before, ticks = min(now - before, 5 * _TICK), now, ticks + 1
         rank.looked = now
-        _measure(rank, passed)
         is_turn = ticks % _PER_BEAT == 0
-        with _going_on(told, warn):
-            if is_turn or (on_one_host and rank.phase[0] != rank.beat.phase):
-                _beat(rank)
-        with _going_on(told, warn):
-            if rank.timed is not first:
-                rank.busy.append(not _waits(rank.thread))
-            if rank.stopping or asked() is not None:
-                rank.stopping += passed
-        with _going_on(told, warn):
-            if is_turn:
-                _look_around(rank)
-                _act(rank, passed * _PER_BEAT, asked, warn)
-        with _going_on(told, warn):
-            if is_turn:
-                _warn_of_stragglers(rank, late, warn)
-        with _going_on(told, warn):
-            if is_turn and rank.number == 0 and "gone" not in told and not rank.is_there():
-                told.append("gone")
-                warn(_GONE.format(rank.folder.parent))
-        with _going_on(told, warn):
-            if is_turn and rank.number == 0:
-                _keep_directory(rank)
+        jobs: list[Callable[[_Self], None]] = [partial(_measure, passed=passed)]
+        if is_turn or (on_one_host and rank.phase[0] != rank.beat.phase):
+            jobs.append(_beat)
+        if is_turn:
+            jobs += [_look_around, partial(_act, passed=passed * _PER_BEAT)]
+            jobs += [_warn_of_stragglers, _keep_directory]
+        for job in jobs:
+            with _going_on(rank):
+                job(rank)
 
 
 def _keep_directory(rank: _Self) -> None:
-    """End this process if another run is in the directory that was this one's."""
+    """Warn once if the directory is gone; end this process if another run is in its place."""
+    if rank.number != 0:
+        return
+    if "gone" not in rank.told and not rank.is_there():
+        rank.told.add("gone")
+        rank.warn(_GONE.format(rank.folder.parent))
     try:
         rank.hold()
     except ConfigError as error:
@@ -329,16 +318,15 @@ def _keep_directory(rank: _Self) -> None:
 
 
 @contextlib.contextmanager
-def _going_on(told: list[str], warn: Callable[[str], object]) -> Iterator[None]:
+def _going_on(rank: _Self) -> Iterator[None]:
     """Warn of what goes wrong in the watch itself, once of each kind: a run does not end of it."""
     try:
         yield
     except Exception as error:  # noqa: BLE001 (a thread that ended would look like a dead rank)
-        if type(error).__name__ not in told:
-            told.append(type(error).__name__)
-            words = f"watch: this went wrong in the watch itself, which goes on: {error!r}"
+        if type(error).__name__ not in rank.told:
+            rank.told.add(type(error).__name__)
             with contextlib.suppress(Exception):
-                warn(words)
+                rank.warn(f"watch: this went wrong in the watch itself, which goes on: {error!r}")
 
 
 @contextlib.contextmanager
@@ -401,7 +389,7 @@ def _look_around(rank: _Self) -> None:
         rank.others[number] = look(before, beat, passed)
 
 
-def _warn_of_stragglers(rank: _Self, late: dict[int, int], warn: Callable[[str], object]) -> None:
+def _warn_of_stragglers(rank: _Self) -> None:
     """Warn once of each rank that the others have been waiting for, five looks in a row."""
     if rank.number != 0 or not rank.others:
         return
@@ -410,19 +398,20 @@ def _warn_of_stragglers(rank: _Self, late: dict[int, int], warn: Callable[[str],
     kinds = {x.phase.rstrip("0123456789") for x in beats.values() if x is not None}
     # Who prunes while others step is no laggard.
     found = stragglers(busy) if len(kinds) == 1 else []
-    for number, looks in late.items():
-        late[number] = looks + 1 if number in found else min(looks, 0)
-        if late[number] == _LOOKS:
-            late[number] = -sys.maxsize
+    for number in beats:
+        looks = rank.late.get(number, 0)
+        rank.late[number] = looks + 1 if number in found else min(looks, 0)
+        if rank.late[number] == _LOOKS:
+            rank.late[number] = -sys.maxsize
             waiting = 1 - min(busy.values())
-            warn(
+            rank.warn(
                 f"watch: {name_of(rank.members[number])} is slower than the others, who spend up "
                 f"to {waiting:.0%} of their time waiting; it is {describe(beats[number])}"
             )
 
 
 def _measure(rank: _Self, passed: float) -> None:
-    """Count the time of this phase, and how long steps, and saves in their threads, have taken."""
+    """Count the time of this phase and of a stop, and how long steps and saves have taken."""
     if rank.timed is not rank.phase:
         if rank.timed is not None and rank.timed[0].startswith("step "):
             rank.steps.append(rank.elapsed)
@@ -433,6 +422,10 @@ def _measure(rank: _Self, passed: float) -> None:
         rank.save = max(rank.save, rank.saving)
     is_saving = any(thread.name == SAVE_THREAD for thread in threading.enumerate())
     rank.saving = rank.saving + passed if is_saving else 0.0
+    if rank.phase[0] != _START:
+        rank.busy.append(not _waits(rank.thread))
+    if rank.stopping or rank.asked() is not None:
+        rank.stopping += passed
 
 
 def _time_to_stop(rank: _Self) -> float:
@@ -441,23 +434,18 @@ def _time_to_stop(rank: _Self) -> float:
     return max(_GRACE, measured) if rank.grace is None else rank.grace
 
 
-def _guard_the_watch(rank: _Self, stop: threading.Event, asked: Callable[[], str | None]) -> None:
+def _guard_the_watch(rank: _Self, stop: threading.Event) -> None:
     """End a process that shall stop when the watch itself hangs, as a disk can make it."""
     since, seen, stuck = 0.0, rank.looked, 0
     while not stop.wait(_SECOND):
-        since += 1.0 if since or asked() is not None else 0.0
+        since += 1.0 if since or rank.asked() is not None else 0.0
         stuck, seen = stuck + 1 if rank.looked == seen else 0, rank.looked
         if since > _time_to_stop(rank) and stuck > _STUCK:
-            what = f"watch: was asked to stop ({asked()}), but the disk of {rank.folder.parent} "
-            _end_without_disk(PreemptedError.code, f"{what}does not answer")
+            what = f"was asked to stop ({rank.asked()}), but the disk of {rank.folder.parent}"
+            _end_without_disk(PreemptedError.code, f"watch: {what} does not answer")
 
 
-def _act(
-    rank: _Self,
-    passed: float,
-    asked: Callable[[], str | None],
-    warn: Callable[[str], object],
-) -> None:
+def _act(rank: _Self, *, passed: float) -> None:
     """End the process if the main thread, which could go on or end by itself, does not."""
     if rank.unwinding or rank.state != "running":
         return
@@ -471,22 +459,22 @@ def _act(
     if failure is not None and (hopeless or rank.doomed > _CAUSE_GRACE):
         _end(rank, _error_of(rank, failure))
     if rank.stopping > (_GRACE if rank.grace is None else rank.grace):
-        _end_late_stop(rank, asked() or "a signal", warn)
+        _end_late_stop(rank)
 
 
-def _end_late_stop(rank: _Self, reason: str, warn: Callable[[str], object]) -> None:
+def _end_late_stop(rank: _Self) -> None:
     """End a process that was to stop, or say once that it takes long, if it may go on."""
     allowed = _time_to_stop(rank)
     # The first save of a run may be this one: nothing says yet how long one takes.
     longest = 2 * allowed if rank.save else max(2 * allowed, rank.phase[1])
     may_go_on = rank.stopping <= longest and _may_finish_saving(rank)
     if rank.grace is None and (rank.stopping <= allowed or may_go_on):
-        if not rank.told_late:  # a launcher may kill at any time from now on
-            words, _ = _unsaved(rank, reason, _GRACE)
-            warn(f"warning: watch: rank {rank.number} {words}; it goes on for some time")
-        rank.told_late = True
+        if "late" not in rank.told:  # a launcher may kill at any time from now on
+            rank.told.add("late")
+            words, _ = _unsaved(rank, _GRACE)
+            rank.warn(f"warning: watch: rank {rank.number} {words}; it goes on for some time")
         return
-    what, code = _unsaved(rank, reason, allowed)
+    what, code = _unsaved(rank, allowed)
     failure = Failure(rank.session, rank.number, what, code=code)
     tell_failure(rank.folder, failure)
     _end(rank, _error_of(rank, failure))
@@ -541,15 +529,15 @@ def _error_of(rank: _Self, failure: Failure) -> TrainkitError:
     return error
 
 
-def _unsaved(rank: _Self, reason: str, grace: float) -> tuple[str, int]:
+def _unsaved(rank: _Self, grace: float) -> tuple[str, int]:
     """Return what a rank has to say that was asked to stop and is stuck, and its exit code."""
     run_dir, saved = rank.folder.parent, list[int]()
     with contextlib.suppress(OSError):
         saved = [step_of(path) for path in list_checkpoints(run_dir / "checkpoints")]
     last = f"the last checkpoint is step {saved[0]}" if saved else "there is no checkpoint"
     what = (
-        f"was asked to stop ({reason}), but not saved within {grace:g} s: {last}; it was "
-        f"{describe(rank.beat)}"
+        f"was asked to stop ({rank.asked() or 'a signal'}), but not saved within {grace:g} s: "
+        f"{last}; it was {describe(rank.beat)}"
     )
     # Nothing may have been trained since.
     is_saved = bool(saved) and saved[0] >= (last_step(run_dir / "metrics.jsonl") or 0)

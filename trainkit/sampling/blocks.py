@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import functools
 from typing import TYPE_CHECKING
 
 import numpy as np
 
 from trainkit.noise.hashing import key_of
 from trainkit.sampling.integers import integers
-from trainkit.sampling.permutation import check_batch, permute
+from trainkit.sampling.permutation import check_batch, in_epochs, permute
 from trainkit.types import at_least
 
 if TYPE_CHECKING:
@@ -56,21 +55,14 @@ def rows_of_blocks(order: IntArray, *, block: int, rows_per_step: int, seed: int
     if order.ndim != 1 or order.size == 0:
         must = "order must be at least one integer in one dimension"
         raise ValueError(f"rows_of_blocks: {must}, got {order.dtype} {order.shape}")
-    return functools.partial(
-        _rows_at, order=order, block=block, rows_per_step=rows_per_step, seed=seed
-    )
 
+    def rows_at(batch: int) -> IntArray:
+        check_batch(batch)
+        parts = in_epochs(batch * rows_per_step, rows_per_step, order.size)
+        places = [_places(index, order.size, block, epoch, seed) for epoch, index in parts]
+        return order[np.concatenate(places)]
 
-def _rows_at(batch: int, *, order: IntArray, block: int, rows_per_step: int, seed: int) -> IntArray:
-    check_batch(batch)
-    parts: list[IntArray] = []
-    place, end = batch * rows_per_step, (batch + 1) * rows_per_step
-    while place < end:
-        epoch, first = divmod(place, order.size)
-        index = np.arange(first, min(first + end - place, order.size))
-        parts.append(order[_places(index, order.size, block, epoch, seed)])
-        place += index.size
-    return np.concatenate(parts)
+    return rows_at
 
 
 def _places(index: IntArray, count: int, block: int, epoch: int, seed: int) -> IntArray:

@@ -6,7 +6,6 @@ ranks, and a batch may straddle two epochs: no rows are left over at the end of 
 
 from __future__ import annotations
 
-import functools
 import math
 from fractions import Fraction
 from typing import TYPE_CHECKING
@@ -41,12 +40,12 @@ def rows_of_epochs(num_rows: int, *, rows_per_step: int, seed: int) -> RowsAt:
         [[3, 0, 2], [1, 0, 2], [1, 3, 2], [0, 3, 1]]
     """
     at_least(1, "rows_of_epochs", num_rows=num_rows, rows_per_step=rows_per_step)
-    return functools.partial(_rows_at, num_rows=num_rows, rows_per_step=rows_per_step, seed=seed)
 
+    def rows_at(batch: int) -> IntArray:
+        check_batch(batch)
+        return draws(batch * rows_per_step, rows_per_step, num_rows, seed, "epoch")
 
-def _rows_at(batch: int, *, num_rows: int, rows_per_step: int, seed: int) -> IntArray:
-    check_batch(batch)
-    return draws(batch * rows_per_step, rows_per_step, num_rows, seed, "epoch")
+    return rows_at
 
 
 def plan_steps(

@@ -197,9 +197,25 @@ def rows_of_mixture(
     _check_sources(num_rows, phases)
     quotas = [_quotas(phase.weights, tuple(num_rows), temperature) for phase in phases]
     spans = _spans([phase.start for phase in phases], quotas, rows_per_step)
-    return functools.partial(
-        _rows_at, spans=spans, num_rows=dict(num_rows), rows_per_step=rows_per_step, seed=seed
-    )
+    num_rows = dict(num_rows)
+    ends = np.cumsum(list(num_rows.values()))
+
+    def rows_at(batch: int) -> IntArray:
+        check_batch(batch)
+        span = next(span for span in reversed(spans) if span.start <= batch)
+        place = span.begin + (batch - span.start) * rows_per_step
+        drawn = span.drawn + _drawn(span.quotas, place)
+        order, _ = _cycle(span.quotas)
+        chosen = order[(place + np.arange(rows_per_step)) % order.size]
+        rows = np.empty(rows_per_step, np.int64)
+        for source, (name, count) in enumerate(num_rows.items()):
+            own = np.flatnonzero(chosen == source)
+            if own.size:
+                number = draws(int(drawn[source]), own.size, count, seed, "mixture", name)
+                rows[own] = ends[source] - count + number
+        return rows
+
+    return rows_at
 
 
 @attrs.frozen(eq=False)
@@ -238,26 +254,6 @@ def _spans(
             for source, part in enumerate(quota):
                 owed[source] += Fraction(rows * part, sum(quota)) - int(here[source])
     return found
-
-
-def _rows_at(
-    batch: int, *, spans: list[_Span], num_rows: dict[str, int], rows_per_step: int, seed: int
-) -> IntArray:
-    check_batch(batch)
-    span = next(span for span in reversed(spans) if span.start <= batch)
-    place = span.begin + (batch - span.start) * rows_per_step
-    drawn = span.drawn + _drawn(span.quotas, place)
-    order, _ = _cycle(span.quotas)
-    chosen = order[(place + np.arange(rows_per_step)) % order.size]
-    rows, first_row = np.empty(rows_per_step, np.int64), 0
-    for source, (name, count) in enumerate(num_rows.items()):
-        own = np.flatnonzero(chosen == source)
-        if own.size:
-            rows[own] = first_row + draws(
-                int(drawn[source]), own.size, count, seed, "mixture", name
-            )
-        first_row += count
-    return rows
 
 
 def _check_weights(where: str, weights: Mapping[str, float]) -> None:

@@ -12,6 +12,8 @@ from trainkit.sampling.integers import indices_below
 from trainkit.types import at_least
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+
     from numpy.typing import ArrayLike
 
     from trainkit.types import IntArray
@@ -56,14 +58,23 @@ def check_batch(batch: int) -> None:
 
 def draws(place: int, size: int, num_rows: int, *key: int | str) -> IntArray:
     """Return `size` rows of an endless stream of epochs, from draw `place` on."""
-    parts: list[IntArray] = []
+    parts = in_epochs(place, size, num_rows)
+    return np.concatenate([permute(index, num_rows, key_of(*key, epoch)) for epoch, index in parts])
+
+
+def in_epochs(place: int, size: int, num_rows: int) -> Iterator[tuple[int, IntArray]]:
+    """Yield the draws from `place` on, by epoch: its number, and the draws counted from its first.
+
+    Examples:
+        >>> list(in_epochs(3, 2, 4))
+        [(0, array([3])), (1, array([0]))]
+    """
     end = place + size
     while place < end:
         epoch, first = divmod(place, num_rows)
         index = np.arange(first, min(first + end - place, num_rows))
-        parts.append(permute(index, num_rows, key_of(*key, epoch)))
+        yield epoch, index
         place += index.size
-    return np.concatenate(parts)
 
 
 @jit

@@ -21,19 +21,15 @@ Make = Callable[[], AbstractContextManager[Sink]]
 
 @attrs.frozen
 class _Guarded:
-    """A sink's thread, the lines on their way to it, and what it has to say."""
+    """A sink's thread, the lines on their way to it, and what it has to say.
+
+    The last line is whether the block of the run has failed.
+    """
 
     name: str
     thread: threading.Thread
     lines: SimpleQueue[Any]
     problems: SimpleQueue[str]
-
-
-@attrs.frozen
-class _End:
-    """What follows the last line: whether the block of the run has failed."""
-
-    failed: bool
 
 
 class _RunFailed(Exception):  # noqa: N818 -- raised inside a sink's own block, never seen outside
@@ -103,9 +99,9 @@ def _start(name: str, make: Make) -> _Guarded:
     def run() -> None:
         try:
             with contextlib.suppress(_RunFailed), make() as sink:
-                while not isinstance(line := lines.get(), _End):
+                while isinstance(line := lines.get(), tuple):
                     sink(*line)
-                _end(line)
+                _end(failed=line)
         except BaseException as error:  # noqa: BLE001 -- a sink may even call sys.exit
             text = " ".join(str(error).split())
             problems.put(f"is off: {redacted(f'{type(error).__name__}: {text}', os.environ)}")
@@ -115,8 +111,8 @@ def _start(name: str, make: Make) -> _Guarded:
     return _Guarded(name, thread, lines, problems)
 
 
-def _end(end: _End) -> None:
-    if end.failed:
+def _end(*, failed: bool) -> None:
+    if failed:
         raise _RunFailed
 
 
@@ -140,7 +136,7 @@ def _close(
     """End all sinks at the same time, and leave behind those that have not ended in time."""
     deadline = time.monotonic() + patience
     for sink in sinks:
-        sink.lines.put(_End(failed))
+        sink.lines.put(failed)
     for sink in sinks:
         sink.thread.join(max(0.0, deadline - time.monotonic()))
         if sink.thread.is_alive():

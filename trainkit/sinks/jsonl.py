@@ -19,7 +19,7 @@ import attrs
 import numpy as np
 import orjson
 
-from trainkit.files import disk_errors, sync_folder
+from trainkit.files import disk_errors, replacing, sync_folder
 from trainkit.types import DiskError, Sink
 
 _ROOM = 64 << 20  # bytes of lines that wait in memory for a disk that takes them
@@ -196,22 +196,17 @@ def rewind_jsonl(path: str | Path, step: int) -> Rewound:
     path = Path(path)
     if not path.is_file():  # a device has no end
         return Rewound()
-    kept = end = place = newest = 0
-    first, last, is_whole = 0, -1, True
     with disk_errors(path, by="rewind_jsonl"):
-        with path.open("rb") as file:
-            for line in file:
-                begin, place = place, place + len(line)
-                number = _step_of(line)
-                newest = max(newest, number or 0)
-                if number is not None and last < number <= step:
-                    is_whole &= begin == end and line.endswith(b"\n")
-                    first = first if kept else number
-                    kept, last, end = kept + 1, number, place
-        if is_whole:
-            _cut(path, end)
+        text = path.read_bytes()
+        repaired = repair_jsonl(text, step)
+        if text.startswith(repaired):
+            _cut(path, len(repaired))
         else:
-            _replace(path, repair_jsonl(path.read_bytes(), step))
+            with replacing(path, by="rewind_jsonl") as file:
+                file.write(repaired)
+    kept = repaired.count(b"\n")
+    first = _step_of(repaired.partition(b"\n")[0]) or 0
+    newest = max((_step_of(line) or 0 for line in text.split(b"\n")), default=0)
     missing = step - first + 1 - kept if kept else 0
     return Rewound(kept=kept, dropped=max(0, newest - step), missing=missing)
 
@@ -453,22 +448,10 @@ def _cut(path: Path, size: int) -> None:
 def _drop_torn_line(path: Path) -> None:
     """Cut a file after its last line that is whole."""
     if path.is_file():
-        end = place = 0
-        with path.open("rb") as file:
-            for line in file:
-                place += len(line)
-                end = place if line.endswith(b"\n") and _parsed(line) else end
-        _cut(path, end)
-
-
-def _replace(path: Path, data: bytes) -> None:
-    new = path.with_name(f".{path.name}.{os.getpid()}")
-    with new.open("wb") as file:
-        file.write(data)
-        file.flush()
-        os.fsync(file.fileno())
-    new.replace(path)
-    sync_folder(path.parent)
+        lines = path.read_bytes().splitlines(keepends=True)
+        while lines and not (lines[-1].endswith(b"\n") and _parsed(lines[-1])):
+            lines.pop()
+        _cut(path, sum(map(len, lines)))
 
 
 def _step_of(line: bytes) -> int | None:

@@ -83,8 +83,9 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
     "decoder with frozen blocks": partial(half_frozen, CONFIG),
     "foreign model": ForeignModel,
     "foreign model, a part for some": partial(ForeignModel, sometimes=True),
+    "exact model": ExactModel,
 }
-"""What makes the models of the built-in certificate, by name."""
+"""What makes the models of the built-in certificate, by name; the last is for its own tier."""
 
 
 def decoder_batch(step: int) -> Batch:
@@ -138,16 +139,19 @@ def exact_plan(ps: Any, case: Case) -> list[Transform]:
     return [cut, apart, recompute(case.recompute), fsdp(case.layout)]
 
 
-def variant_cases(name: str) -> list[Case]:
-    """Return the cases in which a model that is not the first is trained too: what it is about.
+def cases_of_model(name: str) -> list[Case]:
+    """Return the cases in which one of `MODELS` is trained: the decoder in all, others in some.
 
     Examples:
-        >>> Case(Layout(pp=2)) in variant_cases("tied decoder")
+        >>> Case(Layout(pp=2)) in cases_of_model("tied decoder")
         True
     """
+    if name == "exact model":
+        return exact_cases()
     pipelines = [Case(Layout(pp=2)), Case(Layout(pp=2, dp_shard=2))]
     ends = [Case(Layout(dp_shard=2)), Case(Layout(tp=2)), Case(Layout(pp=2, tp=2))]
     return {
+        "decoder": default_cases(),
         "tied decoder": [*ends, *pipelines, Case(Layout(pp=2, schedule="zero_bubble_v"))],
         "decoder with dropout": [
             *ends,
@@ -205,14 +209,15 @@ def exact_cases() -> list[Case]:
     ]
 
 
-def cases_of_tier(tier: str) -> list[Case]:
-    """Return the cases in which the first of the built-in models is trained in a tier.
+def models_of_tier(tier: str) -> list[str]:
+    """Return which of `MODELS` a tier is about; the first is trained in most cases.
 
     Examples:
-        >>> len(cases_of_tier("fp64")) > len(cases_of_tier("exact"))
-        True
+        >>> models_of_tier("exact"), models_of_tier("fp64")[0]
+        (['exact model'], 'decoder')
     """
-    return exact_cases() if tier == "exact" else default_cases()
+    exact, others = ["exact model"], list(MODELS)[:-1]
+    return exact if tier == "exact" else others
 
 
 def certify_builtin(
@@ -241,15 +246,10 @@ def certify_builtin(
     Effects:
         Starts processes; see `certify`.
     """
-    wanted = cases_of_tier(tier)
-    if tier == "exact":
-        by_model = {"exact model": wanted}
-    else:
-        others = [name for name in MODELS if name != "decoder"]
-        by_model = {"decoder": wanted} | {name: variant_cases(name) for name in others}
-    picked = {name: pick(list(filter(chosen, cases))) for name, cases in by_model.items()}
+    cases_by_model = {name: filter(chosen, cases_of_model(name)) for name in models_of_tier(tier)}
+    picked = {name: pick([*cases]) for name, cases in cases_by_model.items()}
     if not any(picked.values()):
-        raise ValueError(f"certify: none of the {len(wanted)} layouts is chosen")
+        raise ValueError("certify: none of the layouts is chosen")
     return [
         certify_model(name, cases, tier=tier, steps=steps, tell=tell)
         for name, cases in picked.items()
@@ -257,40 +257,32 @@ def certify_builtin(
     ]
 
 
+_DECODER = {"plan": decoder_plan, "loss": next_token_linear, "call": call_with_noise}
+_FOREIGN = {
+    "plan": foreign_plan,
+    "loss": next_token,
+    "call": call_foreign,
+    "split": split_foreign,
+}
+_EXACT = {
+    "plan": exact_plan,
+    "loss": squares,
+    "call": call_exact,
+    "weights": exact_weights,
+    "split": split_exact,
+    "lr": 64.0,  # the number of valid tokens: gradients become integers
+}
+
+
 def certify_model(name: str, cases: Sequence[Case], **options: Any) -> Certificate:
-    """Return the certificate of one of `MODELS`, or of the "exact model", in some layouts.
+    """Return the certificate of one of `MODELS` in some layouts.
 
     Effects:
         Starts processes; see `certify`, which takes the options.
     """
+    kind = name.partition(" ")[0]
+    how: Any = {"exact": _EXACT, "foreign": _FOREIGN}.get(kind, _DECODER)
+    batches = exact_batch if kind == "exact" else decoder_batch
     # Compiling takes some seconds a rank, and more where other work wants the cores.
-    options = {"timeout": 180.0, **options}
-    if name == "exact model":
-        return certify(
-            ExactModel,
-            exact_batch,
-            cases,
-            plan=exact_plan,
-            loss=squares,
-            call=call_exact,
-            weights=exact_weights,
-            split=split_exact,
-            lr=64.0,  # the number of valid tokens: gradients become integers
-            title=name,
-            **options,
-        )
-    if name.startswith("foreign"):
-        parts = {"plan": foreign_plan, "call": call_foreign, "split": split_foreign}
-        return certify(
-            MODELS[name], decoder_batch, cases, loss=next_token, title=name, **parts, **options
-        )
-    return certify(
-        MODELS[name],
-        decoder_batch,
-        cases,
-        plan=decoder_plan,
-        loss=next_token_linear,
-        call=call_with_noise,
-        title=name,
-        **options,
-    )
+    options = {"timeout": 180.0, "title": name, **how, **options}
+    return certify(MODELS[name], batches, cases, **options)

@@ -10,7 +10,6 @@ from __future__ import annotations
 import inspect
 import json
 import math
-import os
 import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -143,15 +142,14 @@ def certify(
         lr=lr,
         max_norm=None if is_exact else max_norm,
     )
-    sendable = attrs.astuple(training, recurse=False)
-    (wanted,) = run_ranks(_train_alone, 1, *sendable, timeout=timeout)
+    (wanted,) = run_ranks(train_plain, 1, training, timeout=timeout)
     _check_finite(wanted)
     found: dict[int, Row] = {}
     report = partial(_tell_progress, tell, cases, found, tier=chosen, begin=time.monotonic())
     for world in sorted({case.world for case in cases}):
         jobs = {index: case for index, case in enumerate(cases) if case.world == world}
         while jobs:  # a layout that fails ends its start; those after it go on in the next
-            rows = _run_jobs(jobs, wanted, sendable, timeout, report)
+            rows = _run_jobs(jobs, wanted, training, timeout, report)
             found |= rows
             jobs = {index: case for index, case in jobs.items() if index not in rows}
     name = getattr(make_model, "__name__", type(make_model).__name__)
@@ -191,20 +189,10 @@ def _check_finite(alone: Outcome) -> None:
 # ------------------------------------------------------------------------------- a start of ranks
 
 
-def _train_alone(*sendable: Any) -> Outcome:
-    return train_plain(_received(sendable))
-
-
-def _received(sendable: Sequence[Any]) -> Training:
-    # The ranks share one machine, whose GPUs they would have to share too; before CUDA starts.
-    os.environ["CUDA_VISIBLE_DEVICES"] = ""
-    return Training(*sendable)
-
-
 def _run_jobs(
     jobs: Mapping[int, Case],
     wanted: Outcome,
-    sendable: tuple[Any, ...],
+    training: Training,
     timeout: float,
     report: Callable[[dict[int, Row]], None],
 ) -> dict[int, Row]:
@@ -223,17 +211,9 @@ def _run_jobs(
                 report(known)
             return bool(fresh)
 
+        given = (training, jobs, wanted, folder)
         try:
-            run_ranks(
-                _compare_all,
-                world,
-                jobs,
-                wanted,
-                folder,
-                *sendable,
-                timeout=timeout,
-                meanwhile=meanwhile,
-            )
+            run_ranks(_compare_all, world, *given, timeout=timeout, meanwhile=meanwhile)
         except RankError as error:
             meanwhile()
             failed = next((index for index in jobs if index not in known), None)
@@ -248,8 +228,9 @@ def _run_jobs(
         return known
 
 
-def _compare_all(jobs: Mapping[int, Case], wanted: Outcome, folder: str, *sendable: Any) -> None:
-    training = _received(sendable)
+def _compare_all(
+    training: Training, jobs: Mapping[int, Case], wanted: Outcome, folder: str
+) -> None:
     for index, case in jobs.items():
         dist.barrier()  # so that all have written what they found before one can fail in the next
         found = compare_layout(training, case, wanted)

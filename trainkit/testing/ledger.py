@@ -19,34 +19,20 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from trainkit.types import Axis, Layout, ParallelState
 
 _KINDS = {
-    "allreduce_": "all_reduce",
-    "allreduce_coalesced_": "all_reduce",
-    "_allgather_base_": "all_gather",
-    "allgather_": "all_gather",
-    "allgather_coalesced_": "all_gather",
-    "allgather_into_tensor_coalesced_": "all_gather",
-    "_reduce_scatter_base_": "reduce_scatter",
-    "reduce_scatter_": "reduce_scatter",
-    "reduce_scatter_tensor_coalesced_": "reduce_scatter",
-    "alltoall_base_": "all_to_all",
-    "alltoall_": "all_to_all",
-    "broadcast_": "broadcast",
-    "reduce_": "reduce",
-    "gather_": "gather",
-    "scatter_": "scatter",
-    "barrier": "barrier",
-    "monitored_barrier_": "barrier",
-    "send": "send",
-    "recv_": "receive",
-    "recv_any_source_": "receive",
-}
-_FUNCTIONAL = {
-    "all_reduce": "all_reduce",
-    "all_gather_into_tensor": "all_gather",
-    "reduce_scatter_tensor": "reduce_scatter",
-    "all_to_all_single": "all_to_all",
+    "allreduce": "all_reduce",
+    "allgather": "all_gather",
+    "reducescatter": "reduce_scatter",
+    "alltoall": "all_to_all",
     "broadcast": "broadcast",
+    "reduce": "reduce",
+    "gather": "gather",
+    "scatter": "scatter",
+    "barrier": "barrier",
+    "monitoredbarrier": "barrier",
+    "send": "send",
+    "recv": "receive",
 }
+"""By how the names of their operators begin, without underscores."""
 _FIRST = (*Layout().axes["world"], "fsdp", "sp", "sp_unfolded")
 """The names that come first for a group that several axes share."""
 
@@ -149,8 +135,10 @@ class _Counting(TorchDispatchMode):
 
 
 def _kind_of(func: Any) -> str | None:
-    kinds = {"c10d": _KINDS, "_c10d_functional": _FUNCTIONAL}.get(getattr(func, "namespace", ""))
-    return None if kinds is None else kinds.get(func.overloadpacket.__name__)
+    if getattr(func, "namespace", "") not in ("c10d", "_c10d_functional"):
+        return None
+    name = func.overloadpacket.__name__.replace("_", "")
+    return next((kind for start, kind in _KINDS.items() if name.startswith(start)), None)
 
 
 def _group_of(value: Any) -> dist.ProcessGroup | None:

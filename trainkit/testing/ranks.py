@@ -102,7 +102,7 @@ def run_ranks(
     Args:
         fn: A function of a module, or `functools.partial` of one; its file need not be importable.
         world: The number of ranks.
-        *args: What every rank is given; functions among them as `fn`.
+        *args: What every rank is given; functions among them, or in a record of attrs, as `fn`.
         timeout: Seconds until the ranks that still run are stopped, each with its stack shown.
         threads: Threads per rank inside torch's operators.
         meanwhile: Called in this process a few times a second while ranks run, to show how far they
@@ -263,9 +263,13 @@ def _pack_call(fn: Callable[..., Any], args: tuple[Any, ...]) -> bytes:
 
 
 def _sources_of(values: Sequence[Any]) -> tuple[tuple[str, str], ...]:
-    """Return (module, file) of functions whose module another process may be unable to import."""
+    """Return (module, file) of functions whose module another process may be unable to import.
+
+    They are looked for among the values, and in the fields of records among these.
+    """
     sources: dict[str, str] = {}
-    for value in values:
+    fields = [x for y in values if attrs.has(type(y)) for x in attrs.astuple(y, recurse=False)]
+    for value in (*values, *fields):
         fn = value
         while isinstance(fn, partial):
             fn = fn.func

@@ -126,25 +126,19 @@ def hf_tokenizer(
     try:
         backend = tokenizers.Tokenizer.from_str(text)
     except Exception as error:
-        raise DataError(f"{name}: no tokenizer.json: {error}", where=name) from error
+        raise _wrong(name, f"no tokenizer.json: {error}") from error
     if getattr(backend.model, "dropout", None):
-        raise DataError(
-            f"{name}: it drops merges at random (dropout {backend.model.dropout}), so its ids "
-            'differ each time; set "dropout" to null',
-            where=name,
-        )
+        mend = 'so its ids differ each time; set "dropout" to null'
+        raise _wrong(name, f"it drops merges at random ({backend.model.dropout}), {mend}")
     backend.no_truncation()
     backend.no_padding()
     _add_from_config(backend, config, name)
     vocabulary = backend.get_vocab(with_added_tokens=True)
     largest = max(vocabulary.values(), default=-1)
     if largest - len(vocabulary) > _MOST_UNUSED:
-        raise DataError(
-            f"{name}: its largest id is {largest}, and it has {len(vocabulary)} tokens: a model "
-            "would have a row for every id between; number the tokens anew",
-            where=name,
-            got=largest,
-        )
+        what = f"its largest id is {largest}, and it has {len(vocabulary)} tokens"
+        mend = "a model would have a row for every id between; number the tokens anew"
+        raise _wrong(name, f"{what}: {mend}", got=largest)
     asked = {"bos": bos, "eos": eos, "pad": pad}
     roles = {
         f"{role}_id": _id_of(vocabulary, asked[role] or config.get(f"{role}_token"), own, name)
@@ -238,11 +232,9 @@ def _text_of(path: Path) -> str:
     try:
         return read_bounded(path, most=_MOST_BYTES).decode()
     except OSError as error:
-        raise DataError(f"{path}: {error.strerror}", where=path) from error
+        raise _wrong(path, error.strerror) from error
     except UnicodeDecodeError as error:
-        raise DataError(
-            f"{path}: no tokenizer.json: invalid UTF-8 at byte {error.start}", where=path
-        ) from error
+        raise _wrong(path, f"no tokenizer.json: invalid UTF-8 at byte {error.start}") from error
 
 
 def _roles_beside(path: Path) -> dict[str, Any]:
@@ -255,9 +247,9 @@ def _roles_beside(path: Path) -> dict[str, Any]:
         try:
             found = orjson.loads(_text_of(file))
         except orjson.JSONDecodeError as error:
-            raise DataError(f"{file}: bad JSON: {error}", where=file) from error
+            raise _wrong(file, f"bad JSON: {error}") from error
         if not isinstance(found, dict):
-            raise DataError(f"{file}: no JSON object but {type(found).__name__}", where=file)
+            raise _wrong(file, f"no JSON object but {type(found).__name__}")
         merged |= {key: value for key, value in found.items() if value is not None}
     return merged
 
@@ -273,12 +265,8 @@ def _add_from_config(backend: Any, config: Mapping[str, Any], name: str) -> None
             flags = {k: v for k, v in facts.items() if k != "content"}
             backend.add_tokens([AddedToken(content, **flags)])
         if (got := backend.token_to_id(content)) != want:
-            raise DataError(
-                f"{name}: its configuration gives {content!r} the id {want}, but it is {got}",
-                where=name,
-                got=got,
-                want=want,
-            )
+            what = f"its configuration gives {content!r} the id {want}, but it is {got}"
+            raise _wrong(name, what, got=got, want=want)
 
 
 def _id_of(vocabulary: Mapping[str, int], token: Any, own: str, name: str) -> int | None:
@@ -290,12 +278,14 @@ def _id_of(vocabulary: Mapping[str, int], token: Any, own: str, name: str) -> in
         return vocabulary.get(own)
     text = str(token["content"] if isinstance(token, dict) else token)
     if text not in vocabulary:
-        raise DataError(
-            f"{name}: the token {text!r} is not in its vocabulary of {len(vocabulary)}",
-            where=name,
-            want=text,
-        )
+        what = f"the token {text!r} is not in its vocabulary of {len(vocabulary)}"
+        raise _wrong(name, what, want=text)
     return vocabulary[text]
+
+
+def _wrong(place: object, what: str | None, **facts: Any) -> DataError:
+    """Return the error that says what is wrong with a tokenizer, or a file of one."""
+    return DataError(f"{place}: {what}", where=place, **facts)
 
 
 def _is_byte_level(backend: Any) -> bool:

@@ -36,11 +36,8 @@ def open_tokenizer(name: str | os.PathLike[str]) -> ByteTokenizer | HFTokenizer:
     if name == "bytes":
         return byte_tokenizer(CHAT_SPECIAL)
     if not Path(name).exists():
-        raise DataError(
-            f"open_tokenizer: there is no {os.fspath(name)!r}; give `bytes`, a tokenizer.json, or "
-            "a folder that holds one",
-            where=name,
-        )
+        mend = "give `bytes`, a tokenizer.json, or a folder that holds one"
+        raise DataError(f"open_tokenizer: there is no {os.fspath(name)!r}; {mend}", where=name)
     return hf_tokenizer(name)
 
 

@@ -15,7 +15,7 @@ a rollback has the same number: `lambda state: state.cursor.batch == 6` follows 
 from __future__ import annotations
 
 from collections.abc import Callable, Collection
-from contextlib import AbstractContextManager, ExitStack, nullcontext
+from contextlib import AbstractContextManager, ExitStack
 from typing import Any
 
 import torch.distributed as dist
@@ -52,15 +52,11 @@ def act_at(at: At, act: Callable[[TrainState], Any], *, rank: Ranks = None) -> I
         before step 4
     """
 
-    def wrap(train_step: TrainStep) -> TrainStep:
-        def injected(state: TrainState, batch: StepBatch) -> tuple[TrainState, Any]:
-            if _is_due(at, rank, state):
-                act(state)
-            return train_step(state, batch)
+    def take(train_step: TrainStep, state: TrainState, batch: StepBatch) -> tuple[TrainState, Any]:
+        act(state)
+        return train_step(state, batch)
 
-        return injected
-
-    return wrap
+    return _taken(at, rank, take)
 
 
 def act_after(at: At, act: Callable[[TrainState], Any], *, rank: Ranks = None) -> Injector:
@@ -81,16 +77,12 @@ def act_after(at: At, act: Callable[[TrainState], Any], *, rank: Ranks = None) -
         step 1 done
     """
 
-    def wrap(train_step: TrainStep) -> TrainStep:
-        def injected(state: TrainState, batch: StepBatch) -> tuple[TrainState, Any]:
-            outcome = train_step(state, batch)
-            if _is_due(at, rank, state):
-                act(outcome[0])
-            return outcome
+    def take(train_step: TrainStep, state: TrainState, batch: StepBatch) -> tuple[TrainState, Any]:
+        outcome = train_step(state, batch)
+        act(outcome[0])
+        return outcome
 
-        return injected
-
-    return wrap
+    return _taken(at, rank, take)
 
 
 def during(
@@ -113,14 +105,11 @@ def during(
         step 1
     """
 
-    def wrap(train_step: TrainStep) -> TrainStep:
-        def injected(state: TrainState, batch: StepBatch) -> tuple[TrainState, Any]:
-            with around() if _is_due(at, rank, state) else nullcontext():
-                return train_step(state, batch)
+    def take(train_step: TrainStep, state: TrainState, batch: StepBatch) -> tuple[TrainState, Any]:
+        with around():
+            return train_step(state, batch)
 
-        return injected
-
-    return wrap
+    return _taken(at, rank, take)
 
 
 def until_next(
@@ -157,6 +146,21 @@ def until_next(
             if _is_due(at, rank, state):
                 held.enter_context(around())
             return train_step(state, batch)
+
+        return injected
+
+    return wrap
+
+
+def _taken(
+    at: At, rank: Ranks, take: Callable[[TrainStep, TrainState, StepBatch], tuple[TrainState, Any]]
+) -> Injector:
+    """Return an injector that has the steps that are meant taken by another function."""
+
+    def wrap(train_step: TrainStep) -> TrainStep:
+        def injected(state: TrainState, batch: StepBatch) -> tuple[TrainState, Any]:
+            is_due = _is_due(at, rank, state)
+            return take(train_step, state, batch) if is_due else train_step(state, batch)
 
         return injected
 
