@@ -3,7 +3,9 @@
 import functools
 from pathlib import Path
 
+import hypothesis.strategies as st
 import pytest
+from hypothesis import given
 
 from trainkit.testing.builtin import (
     MODELS,
@@ -86,6 +88,15 @@ def test_the_cases_that_run_hold_every_pair_of_choices(name):
     assert {UNEVEN} & {*cases} <= {*chosen}
     for case in covering(cases):  # no case is there for nothing, and without it a pair is missed
         assert pairs_held([other for other in chosen if other != case]) < pairs_held(cases)
+
+
+@given(st.lists(st.frozensets(st.integers(0, 6), max_size=4), max_size=30))
+def test_a_cover_of_any_rows_holds_every_pair_of_them(rows):
+    chosen = covering(rows, choices=lambda row: row, cost=lambda row: 1 + len(row))
+    held = [set().union(*map(pairs_of, some)) for some in (chosen, rows)]
+    assert held[0] == held[1]
+    for index in range(len(chosen)):  # and none is there for nothing
+        assert set().union(*map(pairs_of, chosen[:index] + chosen[index + 1 :])) < held[1]
 
 
 def pairs_held(cases):
