@@ -3,7 +3,8 @@
 python docs/certificate.py          # trains in every layout
 python docs/certificate.py PAGE     # takes what `python -m trainkit certify --markdown` printed
 
-The tests make the table anew, too: a layout that is missing in README.md is an error there.
+The tests make rows of the table anew (`pytest --all`: every row): a layout that is missing in
+README.md is an error there.
 """
 # ruff: noqa: INP001 -- a script
 

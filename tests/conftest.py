@@ -20,18 +20,40 @@ _COMPILER = (
 os.environ["PYTHONWARNINGS"] = ",".join(("error", *_COMPILER))
 sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parent / "faults")]  # helpers
 
+_LEFT_OUT = "only --all runs it"
+
 hypothesis.settings.register_profile(
     "trainkit", derandomize=True, deadline=None, max_examples=50, database=None, print_blob=False
 )
 hypothesis.settings.load_profile("trainkit")
 
 
-def pytest_configure():
-    """Draw the seed of the fault tests' choices before workers start, which take it from here."""
+def pytest_addoption(parser):
+    parser.addoption(
+        "--all", action="store_true", help="all rows of every family, not those of every pair"
+    )
+
+
+def pytest_configure(config):
+    """Draw the seed of the fault tests' choices before workers start, which take it from here.
+
+    So do they which rows of a family are to run; see every_pair.py.
+    """
+    if config.getoption("--all"):
+        os.environ["TRAINKIT_ALL_ROWS"] = "1"
     os.environ.setdefault("TRAINKIT_FAULT_SEED", str(random.SystemRandom().randrange(10**6)))
 
 
+def pytest_collection_modifyitems(config, items):
+    for item in items:
+        if item.get_closest_marker("only_all") and not config.getoption("--all"):
+            item.add_marker(pytest.mark.skip(reason=_LEFT_OUT))
+
+
 def pytest_terminal_summary(terminalreporter):
+    skipped = terminalreporter.stats.get("skipped", [])
+    left_out = [report for report in skipped if _LEFT_OUT in str(report.longrepr)]
+    terminalreporter.write_line(f"{len(left_out)} tests were left out, which `pytest --all` runs")
     seed = os.environ["TRAINKIT_FAULT_SEED"]
     terminalreporter.write_line(f"faults were chosen by TRAINKIT_FAULT_SEED={seed}")
 

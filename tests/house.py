@@ -12,11 +12,18 @@ DEFINITIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
 DEGREES = ("pp", "dp_replicate", "dp_shard", "ring", "ulysses", "tp", "ep")
 
 
+@cache
+def nodes_of(text):
+    """Return every node of a text's syntax tree; a text is parsed and walked once."""
+    return list(ast.walk(ast.parse(text)))
+
+
 def span(node):
     """Return the numbers of the lines of a node."""
     return range(node.lineno, node.end_lineno + 1)
 
 
+@cache
 def code_lines(text):
     """Return the numbers of the lines that hold code: no blanks, comments and docstrings."""
     written = {
@@ -24,10 +31,10 @@ def code_lines(text):
         for number, line in enumerate(text.splitlines(), 1)
         if line.strip() and not line.strip().startswith("#")
     }
-    for node in ast.walk(ast.parse(text)):
+    for node in nodes_of(text):
         if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant):
             written -= set(span(node)) if isinstance(node.value.value, str) else set()
-    return written
+    return frozenset(written)
 
 
 # ------------------------------------------------------------------------------ code that refuses
@@ -39,7 +46,7 @@ def refusing_lines(text):
     A handler that raises counts whole: it translates an error.
     """
     found = set()
-    for node in ast.walk(ast.parse(text)):
+    for node in nodes_of(text):
         if isinstance(node, ast.Raise | ast.Assert):
             found.update(span(node))
         elif isinstance(node, ast.If) and isinstance(node.body[-1], ast.Raise):
@@ -61,7 +68,7 @@ def refusing_share(files):
 
 def loaded_imports(text):
     """Return what a file imports when it is loaded: not for type checkers, not in functions."""
-    found, todo = set(), [ast.parse(text)]
+    found, todo = set(), [nodes_of(text)[0]]
     while todo:
         node = todo.pop()
         if isinstance(node, ast.Import):
@@ -112,7 +119,7 @@ def names_in_a_row(node):
 
 def tables_of_degrees(text):
     """Return the lines at which four or more names of degrees stand beside each other."""
-    rows = [(node, names_in_a_row(node)) for node in ast.walk(ast.parse(text))]
+    rows = [(node, names_in_a_row(node)) for node in nodes_of(text)]
     return sorted(node.lineno for node, names in rows if len({*names} & {*DEGREES}) >= 4)
 
 

@@ -7,6 +7,7 @@ import ast
 import json
 import subprocess
 import sys
+from functools import cache
 from itertools import pairwise
 from pathlib import Path
 from types import ModuleType
@@ -70,10 +71,11 @@ def module_of(name):
     return "trainkit." + name.removesuffix(".py").removesuffix("/__init__").replace("/", ".")
 
 
+@cache
 def imports_of(text):
     """Return every module that is imported anywhere in a text, `from a import b` as a and a.b."""
     names = set()
-    for node in ast.walk(ast.parse(text)):
+    for node in house.nodes_of(text):
         if isinstance(node, ast.Import):
             names |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom):
@@ -93,7 +95,7 @@ def functions_of(text):
             elif isinstance(child, ast.ClassDef):
                 walk(child, f"{prefix}{child.name}.")
 
-    walk(ast.parse(text), "")
+    walk(house.nodes_of(text)[0], "")
     return found
 
 
@@ -133,10 +135,9 @@ def no_cycles(files):
 def pure_rooms_do_not_communicate(name, text):
     if room_of(name) not in PURE:
         return []
-    tree = ast.parse(text)
     typing_only = {
         module
-        for node in ast.walk(tree)
+        for node in house.nodes_of(text)
         if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING"
         for module in imports_of("\n".join(map(ast.unparse, node.body)))
     }

@@ -1,11 +1,21 @@
 """Any layout gives the numbers of one process; and what is wrong does not."""
 
+import functools
 from pathlib import Path
 
+import hypothesis.strategies as st
 import pytest
+from hypothesis import given
 
-from trainkit.testing.builtin import certify_builtin, certify_model
-from trainkit.testing.cases import Case, default_cases, runs_here
+from trainkit.testing.builtin import (
+    MODELS,
+    cases_of_model,
+    certify_builtin,
+    certify_model,
+    exact_cases,
+    models_of_tier,
+)
+from trainkit.testing.cases import Case, choices_of, covering, default_cases, pairs_of, runs_here
 from trainkit.testing.certificate import as_text
 from trainkit.types import Layout
 
@@ -14,41 +24,83 @@ def table_of(certificate):
     return "\n".join([as_text(certificate), *(row.traceback for row in certificate.red)])
 
 
-@pytest.fixture(scope="module")
-def certificates():
-    return certify_builtin(chosen=runs_here, steps=2)
+# Parts of a length that three ranks do not share evenly: no two choices, but a case of its own.
+UNEVEN = Case(Layout(dp_shard=3))
 
 
-def test_every_layout_gives_the_numbers_of_one_process_in_fp64(certificates):
-    rows = [row for certificate in certificates for row in certificate.rows]
-    assert len(rows) >= 40
-    assert {row.world for row in rows} == {1, 2, 3, 4, 6, 8}
-    assert "decoder with frozen blocks" in {certificate.title for certificate in certificates}
-    for certificate in certificates:
+def every_pair(cases):
+    """Return the cases that run: few that hold every pair of choices, and parts of three."""
+    picked = covering(cases)
+    return [*picked, *(case for case in cases if case == UNEVEN and case not in picked)]
+
+
+def all_others(cases):
+    return [case for case in cases if case not in every_pair(cases)]
+
+
+PICKS = [every_pair, pytest.param(all_others, marks=pytest.mark.only_all)]
+
+
+@functools.cache
+def certificates(pick, tier="fp64"):
+    return certify_builtin(tier, chosen=runs_here, pick=pick, steps=2)
+
+
+@pytest.mark.parametrize("pick", PICKS)
+def test_every_layout_gives_the_numbers_of_one_process_in_fp64(pick):
+    found = certificates(pick)
+    assert {certificate.title for certificate in found} == {*models_of_tier("fp64")}
+    for certificate in found:
         assert certificate.ok, table_of(certificate)
 
 
-def test_the_table_of_the_readme_is_the_one_that_is_made_here(certificates):
+@pytest.mark.parametrize("pick", PICKS)
+def test_the_table_of_the_readme_is_the_one_that_is_made_here(pick):
     text = (Path(__file__).parents[2] / "README.md").read_text()
     table = text.partition("<!-- certificate -->")[2].partition("<!-- /certificate -->")[0]
     lines = [line.strip("| ").split(" | ") for line in table.splitlines() if line.startswith("| ")]
     told = {line[0]: line[1:] for line in lines[2:]}
-    (rows,) = [c.rows for c in certificates if c.title == "decoder"]
-    assert {row.layout for row in rows} == {name for name in told if here_by_name(name)}
+    assert set(told) == {case.name for case in default_cases()}
+    (rows,) = [c.rows for c in certificates(pick) if c.title == "decoder"]
+    assert [row.layout for row in rows] == [case.name for case in pick(of_here(default_cases()))]
     for row in rows:
         world, *numbers = told[row.layout]
         assert int(world) == row.world
         assert all(float(number) < 1e-13 for number in numbers[:3]), row.layout
 
 
-def test_integers_are_the_same_bit_for_bit_in_every_layout():
-    (certificate,) = certify_builtin("exact", chosen=runs_here, steps=2)
+@pytest.mark.parametrize("pick", PICKS)
+def test_integers_are_the_same_bit_for_bit_in_every_layout(pick):
+    (certificate,) = certificates(pick, "exact")
     assert certificate.ok, table_of(certificate)
-    assert len(certificate.rows) >= 15
 
 
-def here_by_name(name):
-    return all(runs_here(case) for case in default_cases() if case.name == name)
+def of_here(cases):
+    return list(filter(runs_here, cases))
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_the_cases_that_run_hold_every_pair_of_choices(name):
+    cases = of_here(cases_of_model(name))
+    chosen, others = every_pair(cases), all_others(cases)
+    assert {case.name for case in (*chosen, *others)} == {case.name for case in cases}
+    assert pairs_held(chosen) == pairs_held(cases)
+    assert {UNEVEN} & {*cases} <= {*chosen}
+    for case in covering(cases):  # no case is there for nothing, and without it a pair is missed
+        assert pairs_held([other for other in chosen if other != case]) < pairs_held(cases)
+
+
+@given(st.lists(st.frozensets(st.integers(0, 6), max_size=4), max_size=30))
+def test_a_cover_of_any_rows_holds_every_pair_of_them(rows):
+    chosen = covering(rows, choices=lambda row: row, cost=lambda row: 1 + len(row))
+    held = [set().union(*map(pairs_of, some)) for some in (chosen, rows)]
+    assert held[0] == held[1]
+    for index in range(len(chosen)):  # and none is there for nothing
+        assert set().union(*map(pairs_of, chosen[:index] + chosen[index + 1 :])) < held[1]
+
+
+def pairs_held(cases):
+    return {pair for case in cases for pair in pairs_of(choices_of(case))}
 
 
 FEW = [
@@ -72,6 +124,8 @@ def test_rounding_stays_within_the_stated_bounds(tier):
 def test_the_layouts_cover_every_dimension_and_every_choice():
     cases = default_cases()
     assert len({case.name for case in cases}) == len(cases) >= 40
+    assert {case.world for case in of_here(cases)} == {1, 2, 3, 4, 6, 8}
+    assert len(of_here(exact_cases())) >= 15
     layouts = [case.layout for case in cases]
     for name in Layout().axes["world"]:
         assert any(getattr(layout, name) > 1 for layout in layouts)

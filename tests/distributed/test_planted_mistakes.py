@@ -25,9 +25,10 @@ from trainkit.parallel.reduction import Reduction
 from trainkit.testing import deal, train
 from trainkit.testing.builtin import (
     CAPACITY,
-    MODELS,
+    CONFIG,
     ROWS,
     decoder_batch,
+    decoder_of,
     decoder_plan,
 )
 from trainkit.testing.cases import Case
@@ -208,12 +209,15 @@ def terms_lacking(_ps):
 
 STEPS = 2
 PLAIN = {
-    "dp": Case(Layout(dp_shard=2)),
-    "replica": Case(Layout(dp_replicate=2)),
-    "tp": Case(Layout(tp=2)),
-    "ring": Case(Layout(ring=2, fold_sp="none")),
-    "ulysses": Case(Layout(ulysses=2, fold_sp="none")),
-    "pp": Case(Layout(pp=2)),
+    name: Case(layout, rows_per_microbatch=2)
+    for name, layout in {
+        "dp": Layout(dp_shard=2),
+        "replica": Layout(dp_replicate=2),
+        "tp": Layout(tp=2),
+        "ring": Layout(ring=2, fold_sp="none"),
+        "ulysses": Layout(ulysses=2, fold_sp="none"),
+        "pp": Layout(pp=2),
+    }.items()
 }
 MISTAKES = {
     "dropped token count": (dropped_token_count, "dp"),
@@ -261,7 +265,7 @@ def planting_plan(ps, case):
 def certificate():
     planted = [attrs.evolve(PLAIN[axis], note=note) for note, (_, axis) in MISTAKES.items()]
     return certify(
-        MODELS["tied decoder"],
+        partial(decoder_of, attrs.evolve(CONFIG, tied=True, layers=2)),
         decoder_batch,
         [*PLAIN.values(), *planted, attrs.evolve(PLAIN["dp"], note=LACKING)],
         plan=planting_plan,

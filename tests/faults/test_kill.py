@@ -22,8 +22,17 @@ def test_saving_or_not_changes_no_number(background, server, wanted, tmp_path):
 
 
 @pytest.mark.case("K1", "X4", "W4", "X5", "O3")
-@pytest.mark.parametrize("inside", [True, False], ids=["inside a save", "any moment"])
-@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize(
+    ("ranks", "inside"),
+    [
+        (4, True),
+        (2, False),
+        # Two ranks inside a save: below, where one of them is killed.
+        pytest.param(2, True, marks=pytest.mark.only_all),
+        pytest.param(4, False, marks=pytest.mark.only_all),
+    ],
+    ids=["4-inside a save", "2-any moment", "2-inside a save", "4-any moment"],
+)
 def test_all_ranks_killed(ranks, inside, arena):
     background = arena.random.random() < 0.5
     trial = trials.kill_trial(arena, ranks=ranks, background=background, inside=inside)

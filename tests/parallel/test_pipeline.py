@@ -2,6 +2,7 @@
 
 import functools
 
+import every_pair
 import numpy as np
 import pytest
 import torch
@@ -103,6 +104,7 @@ def in_a_fresh_session(function, *args):
 
 def results(layouts, world):
     """Run all layouts of a number of ranks, in one start of the ranks."""
+    layouts = every_pair.running(layouts)
     layouts = {name: x for name, x in layouts.items() if x.schedule not in V or runs_v()}
     found = run_ranks(all_of, world, list(layouts.values()), timeout=120.0)
     return dict(zip(layouts, map(joined, zip(*found, strict=True)), strict=True))
@@ -128,7 +130,7 @@ def alone(layout):
     return reference(**{name: getattr(layout, name) for name in names})
 
 
-@pytest.mark.parametrize("name", TWO)
+@pytest.mark.parametrize("name", every_pair.named(TWO))
 def test_two_stages_give_the_numbers_of_one_process(name, of_two):
     needs_v(TWO[name].schedule)
     found, wanted = of_two[name], alone(TWO[name])
@@ -136,7 +138,7 @@ def test_two_stages_give_the_numbers_of_one_process(name, of_two):
     assert (found["hashes"], found["tokens"]) == (wanted["hashes"], wanted["tokens"])
 
 
-@pytest.mark.parametrize("name", FOUR)
+@pytest.mark.parametrize("name", every_pair.named(FOUR))
 def test_four_ranks_give_the_numbers_of_one_process(name, of_four):
     needs_v(FOUR[name].schedule)
     assert difference(of_four[name], alone(FOUR[name])) < 1e-12

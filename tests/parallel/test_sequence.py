@@ -3,6 +3,7 @@
 import functools
 
 import attrs
+import every_pair
 import numpy as np
 import pytest
 import torch
@@ -42,61 +43,51 @@ def several(layouts):
     return [run_steps(each) for each in layouts]
 
 
-def check(layouts):
-    """Hold layouts of one world, by name, against one process that computes the same."""
-    (world,) = {each.world for each in layouts.values()}
-    found = run_ranks(several, world, list(layouts.values()), timeout=180)
-    for place, (name, each) in enumerate(layouts.items()):
-        changes = {key: getattr(each, key) for key in ("tied", "dropout", "dtype", "vocab_size")}
-        want = reference(**{k: v for k, v in changes.items() if v != getattr(Layout(), k)})
-        whole = joined([results[place] for results in found])  # equal on all ranks, but for stages
-        bound = 1e-12 if each.dtype == torch.float64 else 1e-5
-        assert difference(whole, want) < bound, name
-        assert whole["hashes"] == want["hashes"], name
-        assert whole["tokens"] == want["tokens"], name
+LAYOUTS = {
+    "ring": layout(2, ring=2),
+    "ring, parameters on all ranks": layout(2, ring=2, fold_sp="none"),
+    "ring, two rows at once": layout(2, ring=2, rows_per_microbatch=2),
+    "ring, tied, dropout": layout(2, ring=2, fold_sp="none", tied=True, dropout=0.3),
+    "ring, full recomputation": layout(2, ring=2, recompute="full", dropout=0.3),
+    "ring, selective recomputation": layout(2, ring=2, recompute="selective"),
+    "ring, fp32": layout(2, ring=2, dtype=torch.float32),
+    "ulysses": layout(2, ulysses=2),
+    "ulysses, parameters on all ranks": layout(2, ulysses=2, fold_sp="ring", dropout=0.3),
+    "ulysses, tied, recomputation": layout(2, ulysses=2, tied=True, recompute="full"),
+    **{
+        f"ring 2 x ulysses 2, fold_sp={fold_sp}": layout(4, ring=2, ulysses=2, fold_sp=fold_sp)
+        for fold_sp in ("all", "ring", "ulysses", "none")
+    },
+    "ring 4": layout(4, ring=4),
+    "ring 4, blank row": layout(4, ring=4, fold_sp="none", rows_per_microbatch=3),
+    "ulysses 4, fewer key heads": layout(4, ulysses=4),
+    "dp 2 x ring 2, dropout": layout(4, ring=2, dropout=0.3),
+    "replicas x ring 2": layout(4, dp_replicate=2, ring=2, reduce="each"),
+    "replicas x ring 2, unfolded": layout(4, dp_replicate=2, ring=2, fold_sp="none"),
+    "tp 2 x ulysses 2, one key head each": layout(4, tp=2, ulysses=2, vocab_size=32),
+    "pp 2 x ring 2": layout(4, pp=2, ring=2, vocab_size=32),
+}
 
 
-def test_two_ranks_give_the_numbers_of_one_process():
-    check(
-        {
-            "ring": layout(2, ring=2),
-            "ring, parameters on all ranks": layout(2, ring=2, fold_sp="none"),
-            "ring, two rows at once": layout(2, ring=2, rows_per_microbatch=2),
-            "ring, tied, dropout": layout(2, ring=2, fold_sp="none", tied=True, dropout=0.3),
-            "ring, full recomputation": layout(2, ring=2, recompute="full", dropout=0.3),
-            "ring, selective recomputation": layout(2, ring=2, recompute="selective"),
-            "ring, fp32": layout(2, ring=2, dtype=torch.float32),
-            "ulysses": layout(2, ulysses=2),
-            "ulysses, parameters on all ranks": layout(2, ulysses=2, fold_sp="ring", dropout=0.3),
-            "ulysses, tied, recomputation": layout(2, ulysses=2, tied=True, recompute="full"),
-        }
-    )
+@functools.cache
+def found_on(world):
+    """Return what the layouts of a world give, by name, each of them as one rank would have it."""
+    running = every_pair.running(LAYOUTS).items()
+    here = {name: each for name, each in running if each.world == world}
+    found = run_ranks(several, world, list(here.values()), timeout=180)
+    # Equal on all ranks, but for stages.
+    return dict(zip(here, map(joined, zip(*found, strict=True)), strict=True))
 
 
-def test_four_ranks_give_the_numbers_of_one_process():
-    check(
-        {
-            f"ring 2 x ulysses 2, fold_sp={fold_sp}": layout(4, ring=2, ulysses=2, fold_sp=fold_sp)
-            for fold_sp in ("all", "ring", "ulysses", "none")
-        }
-        | {
-            "ring 4": layout(4, ring=4),
-            "ring 4, blank row": layout(4, ring=4, fold_sp="none", rows_per_microbatch=3),
-            "ulysses 4, fewer key heads": layout(4, ulysses=4),
-            "dp 2 x ring 2, dropout": layout(4, ring=2, dropout=0.3),
-            "replicas x ring 2": layout(4, dp_replicate=2, ring=2, reduce="each"),
-            "replicas x ring 2, unfolded": layout(4, dp_replicate=2, ring=2, fold_sp="none"),
-        }
-    )
-
-
-def test_with_tensor_or_pipeline_parallelism_it_gives_the_numbers_of_one_process():
-    check(
-        {
-            "tp 2 x ulysses 2, one key head each": layout(4, tp=2, ulysses=2, vocab_size=32),
-            "pp 2 x ring 2": layout(4, pp=2, ring=2, vocab_size=32),
-        }
-    )
+@pytest.mark.parametrize("name", every_pair.named(LAYOUTS))
+def test_it_gives_the_numbers_of_one_process(name):
+    each = LAYOUTS[name]
+    changes = {key: getattr(each, key) for key in ("tied", "dropout", "dtype", "vocab_size")}
+    want = reference(**{k: v for k, v in changes.items() if v != getattr(Layout(), k)})
+    whole = found_on(each.world)[name]
+    assert difference(whole, want) < (1e-12 if each.dtype == torch.float64 else 1e-5)
+    assert whole["hashes"] == want["hashes"]
+    assert whole["tokens"] == want["tokens"]
 
 
 # ----------------------------------------------------------------------------------- the transform

@@ -721,6 +721,15 @@ def start_one():
         pytest.fail("the interrupt was lost")
 
 
+@pytest.fixture
+def _interrupts():
+    """Hear Ctrl-C: tests that a shell has started in the background begin with it ignored."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.usefixtures("_interrupts")
 def test_workers_leave_the_interrupt_to_the_parent(monkeypatch, capfd):
     """Ctrl-C goes to all processes of a terminal, those that are still starting too."""
     masks = []

@@ -272,7 +272,7 @@ def _finished(
     useful = {f"part_{number:08d}" for number in parts}
     for file in work.folder.iterdir():
         if file.stem not in useful:
-            file.unlink()
+            file.unlink(missing_ok=True)  # of a worker that is ending
     if parts or reasons:
         say(f"{work.folder}: going on with {len(parts)} of {len(chunks)} parts")
     if reasons:
@@ -351,7 +351,7 @@ def _parts_folder(folder: Path) -> Iterator[None]:
     finally:
         if folder.is_dir():
             for file in folder.glob(".*"):
-                file.unlink()
+                file.unlink(missing_ok=True)
             if not any(folder.iterdir()):
                 folder.rmdir()
 

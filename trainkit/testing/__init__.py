@@ -7,7 +7,7 @@ of train steps: `kill_at`, `nan_loss_at` and the like; see `trainkit.testing.fau
 
 from __future__ import annotations
 
-from trainkit.testing.cases import Case, default_cases
+from trainkit.testing.cases import Case, covering, default_cases
 from trainkit.testing.certificate import Certificate, Row, Tier, as_markdown, as_text
 from trainkit.testing.certify import certify
 from trainkit.testing.ledger import Collective, Ledger, count_collectives
@@ -25,6 +25,7 @@ __all__ = [
     "as_text",
     "certify",
     "count_collectives",
+    "covering",
     "default_cases",
     "run_ranks",
 ]

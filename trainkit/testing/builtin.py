@@ -224,6 +224,7 @@ def certify_builtin(
     tier: str = "fp64",
     *,
     chosen: Callable[[Case], bool] = lambda _: True,
+    pick: Callable[[list[Case]], Sequence[Case]] = list,
     steps: int = 3,
     tell: Callable[[str], None] | None = None,
 ) -> list[Certificate]:
@@ -235,6 +236,7 @@ def certify_builtin(
     Args:
         tier: See `certify`.
         chosen: Which of the cases to run.
+        pick: Takes some of a model's chosen cases, as `covering` does; all by default.
         steps: How many optimizer steps to take.
         tell: Called with a line after every layout.
 
@@ -244,7 +246,8 @@ def certify_builtin(
     Effects:
         Starts processes; see `certify`.
     """
-    picked = {name: [*filter(chosen, cases_of_model(name))] for name in models_of_tier(tier)}
+    cases_by_model = {name: filter(chosen, cases_of_model(name)) for name in models_of_tier(tier)}
+    picked = {name: pick([*cases]) for name, cases in cases_by_model.items()}
     if not any(picked.values()):
         raise ValueError("certify: none of the layouts is chosen")
     return [

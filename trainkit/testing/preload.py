@@ -1,17 +1,16 @@
 """What the forkserver of `run_ranks` imports once, so that no rank pays for it again.
 
-On two cores a process takes 3 s to import all of this, and a rank forked from one that has 0.05 s.
+On two cores a process takes 5 s to import all of this, and a rank forked from one that has 0.05 s.
 """
 
 from __future__ import annotations
 
+import gc
 from importlib import import_module
 
-import numpy as np
-
-from trainkit.packing import pack_bins
-
 MODULES = (
+    "networkx",  # these two are what compiling loads: 2 s in each rank
+    "torch._inductor.pattern_matcher",
     "torch.distributed.checkpoint",
     "torch.distributed.device_mesh",
     "torch.distributed.fsdp",
@@ -28,6 +27,7 @@ MODULES = (
 
 for _name in MODULES:
     import_module(_name)
-pack_bins(
-    np.ones(1, np.int64), 1
-)  # numba's first call: 0.4 s in each rank that packs, or once here
+# numba's first calls: 0.5 s in each rank that packs and collates, or once here.
+import_module("trainkit.testing.builtin").decoder_batch(0)
+gc.collect()
+gc.freeze()  # a rank's garbage collector need not walk through what is there for good

@@ -117,7 +117,7 @@ def run_ranks(
         ValueError: `world` is below 1, or `fn` or `args` cannot be sent to another process.
 
     Effects:
-        Starts multiprocessing's forkserver at the first call (3 s, once), then `world` processes;
+        Starts multiprocessing's forkserver at the first call (5 s, once), then `world` processes;
         when it returns or raises, these have ended and their files are gone.
 
     Examples:
