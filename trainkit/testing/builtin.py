@@ -5,7 +5,7 @@ And of a model that has nothing of trainkit in it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -16,8 +16,8 @@ from torch import nn
 
 from trainkit.batch import collate_bins
 from trainkit.corpora.tokens import TokenCorpus
-from trainkit.losses import next_token, next_token_linear
-from trainkit.models import Decoder, DecoderConfig, call_with_noise
+from trainkit.losses import next_token, next_token_linear, routed, with_terms
+from trainkit.models import Decoder, DecoderConfig, Experts, call_routed, call_with_noise
 from trainkit.noise.counters import token_keys
 from trainkit.packing import pack_bins
 from trainkit.parallel.compiled import compiled
@@ -39,7 +39,7 @@ from trainkit.testing.exact import (
     squares,
 )
 from trainkit.testing.foreign import ForeignModel, call_foreign, foreign_plan, split_foreign
-from trainkit.types import Batch, Layout
+from trainkit.types import IGNORED_LABEL, Batch, Layout
 
 CONFIG = DecoderConfig(
     vocab_size=64, width=32, layers=4, heads=8, kv_heads=4, mlp_width=48, qk_norm=True
@@ -76,11 +76,40 @@ def half_frozen(config: DecoderConfig) -> nn.Module:
     return model
 
 
+EXPERTS = Experts(
+    count=8,
+    chosen=2,
+    width=16,
+    shared=16,
+    first=1,
+    scores="sigmoid",
+    biased=True,
+    groups=4,
+    groups_chosen=2,
+)
+
+
+def with_experts(config: DecoderConfig) -> nn.Module:
+    """Return a decoder with experts whose routers have loads and biases, as after some steps.
+
+    Examples:
+        >>> with_experts(CONFIG).layers["1"].mlp.router.bias[0].item()
+        0.10000000149011612
+    """
+    model: Any = decoder_of(attrs.evolve(config, experts=EXPERTS))
+    for i in model.config.expert_layers:
+        router = model.layers[str(i)].mlp.router
+        router.load.copy_(torch.linspace(0.02, 0.23, EXPERTS.count))
+        router.bias.copy_(torch.linspace(0.1, -0.1, EXPERTS.count))
+    return model
+
+
 MODELS: dict[str, Callable[[], nn.Module]] = {
     "decoder": partial(decoder_of, CONFIG),
     "tied decoder": partial(decoder_of, attrs.evolve(CONFIG, tied=True)),
     "decoder with dropout": partial(decoder_of, attrs.evolve(CONFIG, dropout=0.3)),
     "decoder with frozen blocks": partial(half_frozen, CONFIG),
+    "decoder with experts": partial(with_experts, CONFIG),
     "foreign model": ForeignModel,
     "foreign model, a part for some": partial(ForeignModel, sometimes=True),
     "exact model": ExactModel,
@@ -109,6 +138,30 @@ def decoder_batch(step: int) -> Batch:
     labels = torch.where(torch.arange(CAPACITY) < kept, batch.labels, -100)
     keys = token_keys(batch.token_index, seed=0, step=step)
     return attrs.evolve(batch, labels=labels, extra={"noise_key": keys})
+
+
+def padded_batch(step: int) -> Batch:
+    """Return `decoder_batch` with the last quarter of every other row as padding.
+
+    Examples:
+        >>> (padded_batch(0).document_ids < 0).sum(-1).tolist()
+        [16, 0, 16, 0, 16, 0, 16, 0]
+    """
+    batch = decoder_batch(step)
+    is_padding = torch.zeros_like(batch.labels, dtype=torch.bool)
+    is_padding[::2, -CAPACITY // 4 :] = True
+    documents = batch.document_ids.masked_fill(is_padding, -1)
+    labels = batch.labels.masked_fill(is_padding, IGNORED_LABEL)
+    return attrs.evolve(batch, document_ids=documents, labels=labels)
+
+
+_OF_EXPERTS = routed(next_token_linear, balance=0.5, router_z=0.1)
+
+
+@with_terms(*_OF_EXPERTS.terms)
+def expert_loss(output: Any, batch: Mapping[str, Any]) -> Any:
+    """Return the loss of a decoder with experts, with all terms of its routers."""
+    return _OF_EXPERTS(output, batch)
 
 
 def decoder_plan(ps: Any, case: Case) -> list[Transform]:
@@ -166,6 +219,18 @@ def cases_of_model(name: str) -> list[Case]:
             *pipelines,
             Case(Layout(pp=2, schedule="interleaved_zero_bubble")),
             Case(Layout(pp=4)),
+        ],
+        "decoder with experts": [
+            *ends,
+            *pipelines,
+            Case(rows_per_microbatch=3),
+            Case(recompute="full"),
+            Case(Layout(ring=2, fold_sp="none")),
+            Case(Layout(ulysses=2)),
+            Case(Layout(dp_replicate=2, dp_shard=2), recompute="full"),
+            Case(Layout(pp=2, dp_shard=2, schedule="zero_bubble_v", reshard_after_forward=False)),
+            Case(Layout(dp_shard=2, tp=2), recompute="selective"),
+            Case(Layout(dp_shard=2, ring=2, tp=2)),
         ],
         "foreign model": [
             *ends[:2],
@@ -258,6 +323,7 @@ def certify_builtin(
 
 
 _DECODER = {"plan": decoder_plan, "loss": next_token_linear, "call": call_with_noise}
+_EXPERTS = {"plan": decoder_plan, "loss": expert_loss, "call": call_routed}
 _FOREIGN = {
     "plan": foreign_plan,
     "loss": next_token,
@@ -283,6 +349,8 @@ def certify_model(name: str, cases: Sequence[Case], **options: Any) -> Certifica
     kind = name.partition(" ")[0]
     how: Any = {"exact": _EXACT, "foreign": _FOREIGN}.get(kind, _DECODER)
     batches = exact_batch if kind == "exact" else decoder_batch
+    if name == "decoder with experts":
+        how, batches = _EXPERTS, padded_batch
     # Compiling takes some seconds a rank, and more where other work wants the cores.
     options = {"timeout": 180.0, "title": name, **how, **options}
     return certify(MODELS[name], batches, cases, **options)
