@@ -49,10 +49,10 @@ ROOMS = [
 # What has been reached. A change that needs more than 3 % above it raises it here, in the same
 # commit, and says there why; one that has made it much smaller lowers it.
 REACHED = {
-    "lines of code of the core": 11383,  # the files that the README's recipe loads
+    "lines of code of the core": 10950,  # the files that the README's recipe loads
     "longest chain of imports": 12,
-    "share of code that refuses": 0.115,
-    "shared text of recipes": 0.31,
+    "share of code that refuses": 0.0985,
+    "shared text of recipes": 0.307,
 }
 DEGREES_STAND_IN = {"types.py"}
 SET_UP = ["types", "mesh", "parallel", "checkpoint"]
