@@ -53,7 +53,9 @@ def pytest_collection_modifyitems(config, items):
 def pytest_terminal_summary(terminalreporter):
     skipped = terminalreporter.stats.get("skipped", [])
     left_out = [report for report in skipped if _LEFT_OUT in str(report.longrepr)]
-    terminalreporter.write_line(f"{len(left_out)} tests were left out, which `pytest --all` runs")
+    if left_out:
+        count = f"{len(left_out)} tests were left out"
+        terminalreporter.write_line(f"{count}, which `pytest --all` runs")
     seed = os.environ["TRAINKIT_FAULT_SEED"]
     terminalreporter.write_line(f"faults were chosen by TRAINKIT_FAULT_SEED={seed}")
 

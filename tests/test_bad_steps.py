@@ -199,12 +199,13 @@ def test_no_fault_of_two_ranks_poisons_a_parameter():
 def test_no_fault_of_four_ranks_poisons_a_parameter_and_ranks_part_if_they_do_not_agree():
     degrees, rest = {"dp_replicate": 2, "tp": 2}, {"tp": 2, "vocab_size": 32}
     alone = [Site("gradient", NAN, NORM)]  # every rank computes this gradient for itself
+    sites = [*SITES[::3], BACKWARD]  # every kind; two ranks go through all values
     cases = [
-        (degrees, rest, [*SITES, BACKWARD], {"guilty": 2}),
+        (degrees, rest, sites, {"guilty": 2}),
         (degrees, rest, alone, {"guilty": 2, "alone": True}),
     ]
     every = run_ranks(visit_all, 4, cases)
-    for number, site in enumerate([*SITES, BACKWARD]):
+    for number, site in enumerate(sites):
         ranks = [rank[0][0][number] for rank in every]  # tensor-parallel ranks compute together
         check_nothing_moved(site, ranks, 2, named="ranks {} and 3")
     # The control: without `world` some ranks take the step and others do not.

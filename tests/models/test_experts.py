@@ -99,6 +99,16 @@ def test_sizes_that_torch_does_not_group_are_multiplied_one_by_one():
     torch.testing.assert_close(grouped_linear(rows, sizes, weight), want)
 
 
+def test_under_autocast_experts_compute_in_the_dtype_of_the_tokens():
+    model, batch = build_decoder(CONFIG, seed=0), decoder_batch(0)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        out = call_routed(model, batch)
+    want = call_routed(model, batch)
+    assert out.sums.dtype == torch.float32
+    far = (out.output.float() - want.output).norm() / want.output.norm()
+    assert 1e-4 < far < 0.1
+
+
 def test_order_and_back_are_inverse_and_differentiable():
     torch.manual_seed(0)
     x = torch.randn(6, 3, dtype=torch.float64, requires_grad=True)

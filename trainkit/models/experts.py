@@ -118,7 +118,7 @@ def grouped_linear(rows: Tensor, counts: Tensor, weight: Tensor) -> Tensor:
     Args:
         rows: `[N, D]`, those of the first expert first.
         counts: int64 `[E]`, how many rows each expert has. Rows beyond their sum are nobody's.
-        weight: `[E, F, D]`, for each expert what `nn.Linear` has.
+        weight: `[E, F, D]`, for each expert what `nn.Linear` has; taken in the dtype of the rows.
 
     Returns:
         `[N, F]`. Rows that are nobody's are zeros, and get a gradient of zero.
@@ -131,6 +131,7 @@ def grouped_linear(rows: Tensor, counts: Tensor, weight: Tensor) -> Tensor:
         >>> grouped_linear(rows, torch.tensor([1, 1]), weight).flatten().tolist()
         [2.0, 3.0, 0.0]
     """
+    weight = weight.to(rows.dtype)  # under autocast they may differ
     if not can_group(rows, weight):
         return _one_by_one(rows, counts, weight)
     ends = counts.cumsum(0).to(torch.int32)
