@@ -120,6 +120,9 @@ def to_host(metrics: Mapping[str, Tensor | float]) -> dict[str, float | int]:
     Returns:
         A new dict in the same order.
 
+    Raises:
+        ValueError: A tensor is no scalar; the message names it.
+
     Effects:
         Waits for the device: this is the one host sync of a step that logs.
 
@@ -129,6 +132,10 @@ def to_host(metrics: Mapping[str, Tensor | float]) -> dict[str, float | int]:
         {'loss': 2.5, 'tokens': 7, 'lr': 0.1}
     """
     tensors = {name: value for name, value in metrics.items() if isinstance(value, Tensor)}
+    for name, value in tensors.items():
+        if value.ndim:
+            what = f"{name!r} has shape {tuple(value.shape)}; take it out, or what you want of it"
+            raise ValueError(f"to_host: metrics are single numbers, {what}")
     numbers: dict[str, float | int] = {}
     for device in {value.device for value in tensors.values()}:
         here = {name: value for name, value in tensors.items() if value.device == device}

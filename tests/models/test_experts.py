@@ -5,6 +5,7 @@ import pytest
 import torch
 from torch import nn
 
+from trainkit import parallel
 from trainkit.batch import blank_batch, count_tokens, count_valid_tokens, divided
 from trainkit.losses import (
     add_terms,
@@ -14,6 +15,7 @@ from trainkit.losses import (
     z_term,
 )
 from trainkit.mesh import solo_parallel
+from trainkit.metrics import to_host
 from trainkit.models import (
     Decoder,
     DecoderConfig,
@@ -31,10 +33,10 @@ from trainkit.models import (
     softmax_topk,
 )
 from trainkit.parallel import bind_call, recompute
-from trainkit.step import forward_backward
+from trainkit.step import evaluate, forward_backward
 from trainkit.testing.builtin import decoder_batch
 from trainkit.testing.deal import deal_batch
-from trainkit.types import ConfigError, Place
+from trainkit.types import SOLO, ConfigError, Place
 
 CONFIG = DecoderConfig(
     vocab_size=64,
@@ -101,8 +103,13 @@ def test_sizes_that_torch_does_not_group_are_multiplied_one_by_one():
 
 def test_under_autocast_experts_compute_in_the_dtype_of_the_tokens():
     model, batch = build_decoder(CONFIG, seed=0), decoder_batch(0)
+    seen = []
+    for layer in model.layers.values():
+        if isinstance(layer.mlp, experts.ExpertMlp):
+            layer.mlp.experts.register_forward_hook(lambda _, __, y: seen.append(y.dtype))
     with torch.autocast("cpu", dtype=torch.bfloat16):
         out = call_routed(model, batch)
+    assert seen == [torch.bfloat16] * 2
     want = call_routed(model, batch)
     assert out.sums.dtype == torch.float32
     far = (out.output.float() - want.output).norm() / want.output.norm()
@@ -182,6 +189,24 @@ def test_what_does_not_fit_is_refused(arguments, message):
         Experts(count=8, chosen=9, width=4)
     with pytest.raises(ConfigError, match="are for scores='sigmoid'"):
         Experts(count=8, chosen=2, width=4, biased=True)
+    with pytest.raises(ConfigError, match="trains no router; set renormalise=False"):
+        Experts(count=8, chosen=1, width=4)
+    with pytest.raises(ConfigError, match="shared must be at least 0, got -4"):
+        Experts(count=8, chosen=2, width=4, shared=-4)
+    with pytest.raises(ValueError, match="experts must be in some of the 3 layers"):
+        attrs.evolve(CONFIG, experts=Experts(count=8, chosen=2, width=4, first=99))
+    with pytest.raises(ValueError, match=r"sigmoid_topk: bias must be \[4\]"):
+        sigmoid_topk(torch.zeros(3, 4), 1, bias=torch.zeros(4, 1))
+    with pytest.raises(ValueError, match='Decoder: balance must be "batch"'):
+        Decoder(CONFIG, balance="sequence")
+
+
+def test_padding_whose_first_expert_has_no_share_leaves_gradients_finite():
+    logits = torch.tensor([[0.0, 200.0, 1.0], [0.0, 1.0, 2.0]], requires_grad=True)
+    routing = softmax_topk(logits, 2, is_token=torch.tensor([False, True]))
+    routing.weights.sum().backward()
+    assert not logits.grad[0].any()
+    assert logits.grad.isfinite().all()
 
 
 # -------------------------------------------------------------------------- against transformers
@@ -324,6 +349,11 @@ def test_the_bias_moves_once_a_step_on_global_counts_and_not_when_a_step_is_skip
         assert router.bias.tolist() == [0.25] * 4 + [-0.25] * 4
         torch.testing.assert_close(router.load, counts[i] / counts[i].sum())
     assert {name for name, _ in model.named_buffers()} >= {"layers.0.mlp.router.bias"}
+    for wrong in (counts[:2], counts[:, :1], counts[0]):
+        with pytest.raises(ValueError, match=r"advance_routers_: counts must be \[L, 8\]"):
+            advance_routers_([model], wrong, rate=0.25)
+    with pytest.raises(ValueError, match=r"buffers are torch.bfloat16, which loses small moves"):
+        advance_routers_([model.bfloat16()], counts, rate=0.25)
 
 
 def test_an_unbalanced_router_is_balanced_by_its_bias():
@@ -402,6 +432,37 @@ def test_choices_that_come_with_a_batch_are_taken_instead_of_the_routers():
         tape=tape,
     )
     assert out.sums[:, 2:].tolist() == [[256] * 4 + [0] * 4, [0] * 4 + [256] * 4]
+
+
+@pytest.mark.parametrize(
+    ("choices", "message"),
+    [
+        ({"layers.1.mlp": (512, 2)}, "has the choices of layers.1.mlp; the model's .*layers.2.mlp"),
+        ({"layers.1.mlp": (512, 2), "layers.7.mlp": (512, 2)}, r"layers\.7\.mlp; the model's"),
+        ({"layers.1.mlp": (512, 3), "layers.2.mlp": (512, 2)}, r"layers.1.mlp: .* \[T, 2\] in"),
+    ],
+)
+def test_a_tape_of_another_model_is_refused(choices, message):
+    given = {name: torch.zeros(shape, dtype=torch.int64) for name, shape in choices.items()}
+    with pytest.raises(ValueError, match=f"Tape: .*{message}"):
+        experts.check_tape(Tape(given), ["layers.1.mlp", "layers.2.mlp"], CONFIG.experts)
+
+
+def test_held_out_terms_of_routers_are_divided_by_all_tokens():
+    model, batch = build_decoder(CONFIG, seed=0), decoder_batch(0)
+    means = evaluate(model, [batch], routed(next_token), axis=SOLO, call=call_routed)
+    assert float(means["balance"]) == pytest.approx(1, rel=1e-6)  # loads are even at first
+    torch.testing.assert_close(means["load"].sum(-1), torch.tensor([2.0, 2.0]))
+    with pytest.raises(ValueError, match=r"to_host: .*'load' has shape \(2, 8\)"):
+        to_host(means)
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
+def test_compiled_blocks_leave_experts_as_they_are():
+    model, batch = build_decoder(CONFIG, seed=0), decoder_batch(0)
+    want = call_routed(model, batch)
+    found = call_routed(parallel.compiled(backend="aot_eager")(model, solo_parallel()), batch)
+    torch.testing.assert_close(tuple(found), tuple(want))
 
 
 def test_a_decoder_with_experts_must_know_what_is_padding():

@@ -22,9 +22,9 @@ def routed(loss: NamedLoss, *, balance: float = 0.0, router_z: float = 0.0) -> N
     alike, and "router_z", the squared log-sum-exp of a router's logits, both of which are means
     over the expert layers and sums over all tokens, trained on or not; and "load" `[L, E]`, how
     often each expert was chosen, for `models.advance_routers_`. Tokens that are not trained on have
-    experts too, so these have a denominator of their own: pass `forward_backward` one for each of
-    the terms, `{"loss": trained, "balance": tokens, "router_z": tokens}`, with
-    `batch.count_tokens`; and `mean_terms` also one for "load".
+    experts too, so these have a denominator of their own: each reports its "/count", which
+    `mean_terms` divides by, and `forward_backward` takes one for each term that has a gradient,
+    `{"loss": trained, "balance": tokens, "router_z": tokens}`, with `batch.count_tokens`.
 
     Args:
         loss: What is computed of the decoder's output.
@@ -43,14 +43,16 @@ def routed(loss: NamedLoss, *, balance: float = 0.0, router_z: float = 0.0) -> N
     Examples:
         >>> from trainkit.losses import next_token
         >>> output = Routed(torch.zeros(1, 2, 4), torch.tensor([[2.0, 4.0, 1.0, 1.0]]))
-        >>> batch = {"labels": torch.tensor([[1, 2]])}
+        >>> batch = {"labels": torch.tensor([[1, 2]]), "document_ids": torch.zeros(1, 2)}
         >>> total, terms = routed(next_token, balance=0.5)(output, batch)
         >>> {name: float(x) for name, x in total.items()}, terms["load"].tolist()
         ({'loss': 2.77..., 'balance': 1.0}, [[1, 1]])
     """
     weights = {"balance": balance, "router_z": router_z}
 
-    @with_terms(*loss.terms, *weights, "load")
+    named = [f"{name}{end}" for name in (*weights, "load") for end in ("", "/count")]
+
+    @with_terms(*loss.terms, *named)
     def routed_loss(output: Any, batch: Mapping[str, Any]) -> Any:
         if not isinstance(output, Routed):
             got = type(output).__name__
@@ -58,9 +60,11 @@ def routed(loss: NamedLoss, *, balance: float = 0.0, router_z: float = 0.0) -> N
             raise ValueError(f"routed: a Routed was expected, {mend}; got a {got}")  # noqa: TRY004
         total, terms = loss(output.output, batch)
         own = dict(zip(weights, output.sums[:, :2].mean(0).unbind(), strict=True))
-        load = output.sums[:, 2:].detach().to(torch.int64)
-        parts = {name: weights[name] * x for name, x in own.items() if weights[name]}
-        reported = {name: x.detach() for name, x in own.items()}
-        return {loss.terms[0]: total, **parts}, {**terms, **reported, "load": load}
+        own["load"] = output.sums[:, 2:].detach().to(torch.int64)
+        tokens = (batch["document_ids"] >= 0).sum()
+        parts = {name: weight * own[name] for name, weight in weights.items() if weight}
+        values = [value for x in own.values() for value in (x.detach(), tokens)]
+        reported = dict(zip(named, values, strict=True))
+        return {loss.terms[0]: total, **parts}, terms | reported
 
     return routed_loss

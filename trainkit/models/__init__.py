@@ -1,8 +1,9 @@
-"""Models: plain `nn.Module`s without buffers; their values are functions of a seed and of names.
+"""Models: plain `nn.Module`s; their values are functions of a seed and of names.
 
-`config` describes a decoder of the dense Llama and Qwen3 family, `decoder` is its modules,
-`initial` its first values, `sizes` its public and small sizes by name; `call` enters a batch into
-a model; `generate` draws text.
+`config` describes a decoder of the Llama, Qwen3 and Mixtral family, `decoder` is its modules,
+`experts` its layers of experts and `routers` what sends tokens to them, `initial` its first values,
+`sizes` its public and small sizes by name; `call` enters a batch into a model; `generate` draws
+text. There are no buffers but those of a router, which a step moves and a checkpoint holds.
 """
 
 from __future__ import annotations

@@ -7,7 +7,7 @@ from typing import Literal
 
 import attrs
 
-from trainkit.types import ConfigError, at_least, one_of, positive
+from trainkit.types import ConfigError, at_least, non_negative, one_of, positive
 
 
 @attrs.frozen
@@ -62,10 +62,10 @@ class Experts:
     width: int = attrs.field(validator=positive)
     """The inner size of one."""
 
-    shared: int = 0
+    shared: int = attrs.field(default=0, validator=non_negative)
     """The inner size of the MLP that every token goes through beside them; 0 for none."""
 
-    first: int = 0
+    first: int = attrs.field(default=0, validator=non_negative)
     """The first layer that may have experts; those before it have an MLP."""
 
     every: int = attrs.field(default=1, validator=positive)
@@ -100,6 +100,9 @@ class Experts:
         if self.scores == "softmax" and any(own):
             what = "a bias, groups and a scale are for scores='sigmoid'"
             raise ConfigError(f"Experts: {what}", where="experts", got=attrs.asdict(self))
+        if self.chosen == 1 and self.renormalise and self.scores == "softmax":
+            what = "chosen=1 with renormalise=True weighs every choice 1, and trains no router"
+            raise ConfigError(f"Experts: {what}; set renormalise=False", where="renormalise")
 
     def layers(self, layers: int) -> list[int]:
         """Return the numbers of the layers that have experts, of so many layers.
@@ -183,6 +186,8 @@ class DecoderConfig:
         self._require("norm_eps", "positive", ok=self.norm_eps > 0)
         self._require("rope_theta", "above 1", ok=self.rope_theta > 1)
         self._require("dropout", "in [0, 1)", ok=0 <= self.dropout < 1)
+        ok = self.experts is None or bool(self.expert_layers)
+        self._require("experts", f"in some of the {self.layers} layers", ok=ok)
 
     def _divides_heads(self) -> bool:
         return self.heads % self.kv_heads == 0

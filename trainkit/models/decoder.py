@@ -1,16 +1,16 @@
 """One readable pre-norm decoder for the Llama and Qwen3 family.
 
 RMSNorm, rotary embeddings, grouped-query attention, SwiGLU. Names, shapes and the half-split rotary
-convention are such that Hugging Face weights load without permuting. A model holds parameters only,
-no buffers, so it is built on the meta device and filled box by box; the kernel of its attention is
-an argument.
+convention are such that Hugging Face weights load without permuting. A model holds parameters, and
+no buffers but its routers', so it is built on the meta device and filled box by box; the kernel of
+its attention is an argument.
 """
 
 from __future__ import annotations
 
 import copy
 from collections.abc import Iterator, Mapping
-from typing import Any, Literal, cast
+from typing import Any, Literal, cast, get_args
 
 import torch
 from torch import Tensor, nn
@@ -18,12 +18,12 @@ from torch import Tensor, nn
 from trainkit.attention.varlen import varlen
 from trainkit.collectives import gather_replicated
 from trainkit.models.config import DecoderConfig
-from trainkit.models.experts import Balance, ExpertMlp, Tape
+from trainkit.models.experts import Balance, ExpertMlp, Tape, check_tape
 from trainkit.models.initial import init_weights
 from trainkit.models.layers import Embedding, Linear, Mlp
 from trainkit.models.rotary import rotary_frequencies, rotary_table, rotate
 from trainkit.noise import counters
-from trainkit.types import Attend, Hidden, Routed, Spans
+from trainkit.types import Attend, Hidden, Routed, Spans, among
 
 
 class Head(Linear):
@@ -151,8 +151,17 @@ class Block(nn.Module):
         normal = self.mlp_norm(x)
         if not isinstance(self.mlp, ExpertMlp):
             return x + _drop(self.mlp(normal), noise_key, of=self, name="mlp", p=self.dropout)
-        branch, sums = self.mlp(normal, spans=spans, is_token=is_token, tape=tape)
+        # Tokens go to experts in numbers that no compiler knows.
+        apart = torch.compiler.is_compiling()
+        through = torch.compiler.disable(_through_experts) if apart else _through_experts
+        branch, sums = through(self.mlp, normal, spans, is_token, tape)
         return x + _drop(branch, noise_key, of=self, name="mlp", p=self.dropout), sums
+
+
+def _through_experts(
+    mlp: ExpertMlp, x: Tensor, spans: Spans, is_token: Any, tape: Any
+) -> tuple[Tensor, Tensor]:
+    return mlp(x, spans=spans, is_token=is_token, tape=tape)
 
 
 def _drop(x: Tensor, noise_key: Tensor | None, *, of: Block | None, name: str, p: float) -> Tensor:
@@ -205,6 +214,7 @@ class Decoder(nn.Module):
         super().__init__()
         if head not in ("logits", "hidden"):
             raise ValueError(f"Decoder: head must be 'logits' or 'hidden', got {head!r}")
+        among(get_args(Balance), "Decoder", balance=balance)
         self.config = config
         self.output: Literal["logits", "hidden"] = head
         # What a pipeline stage does not own is None: only the first embeds, only the last projects.
@@ -265,6 +275,8 @@ class Decoder(nn.Module):
             raise ValueError(f"Decoder: with experts it needs is_token, False for padding; {mend}")
         nothing = x.new_zeros(self._sums_shape, dtype=torch.promote_types(x.dtype, torch.float32))
         tape, rows = tape or Tape(), [*(before[0] if before else nothing)]
+        names = [f"layers.{i}.mlp" for i in self.config.expert_layers]
+        check_tape(tape, names, self.config.experts)
         for block in self.layers.values():
             x = block(x, **known, is_token=is_token, tape=tape)
             if isinstance(x, tuple):

@@ -41,6 +41,38 @@ class Tape:
     choices: dict[str, Tensor] = attrs.field(factory=dict)
 
 
+def check_tape(tape: Tape, layers: Iterable[str], experts: Experts) -> None:
+    """Refuse a tape that was filled beforehand and is not one of these layers.
+
+    Args:
+        tape: The tape; an empty one is right.
+        layers: The names of all expert layers of the model.
+        experts: What may be chosen. Choices are looked at where that needs no host sync, on a CPU.
+
+    Raises:
+        ValueError: A layer is missing or unknown, or a choice is none of the experts.
+
+    Examples:
+        >>> how = Experts(count=4, chosen=2, width=8)
+        >>> check_tape(Tape({"layers.0.mlp": torch.tensor([[0, 9]])}), ["layers.0.mlp"], how)
+        Traceback (most recent call last):
+        ...
+        ValueError: Tape: layers.0.mlp: choices must be int64 [T, 2] in [0, 4), or that for...
+    """
+    names = list(layers)
+    if tape.choices and tape.choices.keys() != set(names):
+        got, want = ", ".join(tape.choices), ", ".join(names)
+        raise ValueError(f"Tape: it has the choices of {got}; the model's expert layers are {want}")
+    for name, x in tape.choices.items():
+        fits = x.dtype == torch.int64 and x.ndim == 2 and x.shape[1] == experts.chosen
+        if fits and x.device.type == "cpu" and len(x):
+            fits = bool(x.min() >= 0) and bool(x.max() <= experts.count)
+        if not fits:
+            want = f"int64 [T, {experts.chosen}] in [0, {experts.count}), or that for padding"
+            got = f"{x.dtype} {list(x.shape)}, or others"
+            raise ValueError(f"Tape: {name}: choices must be {want}, got {got}")
+
+
 # ------------------------------------------------------------------------------------------- order
 
 
@@ -112,12 +144,13 @@ def by_expert(x: Tensor, indices: Tensor) -> tuple[Tensor, Callable[[Tensor], Te
 def grouped_linear(rows: Tensor, counts: Tensor, weight: Tensor) -> Tensor:
     """Multiply rows with the weights of the experts that they go to.
 
-    One grouped multiplication where torch has one for these tensors (fp32, fp16 and bf16, rows of
-    whole 16 bytes), else one multiplication per expert.
+    One grouped multiplication where torch has one for these tensors (`can_group`), else one
+    multiplication per expert.
 
     Args:
         rows: `[N, D]`, those of the first expert first.
-        counts: int64 `[E]`, how many rows each expert has. Rows beyond their sum are nobody's.
+        counts: int64 `[E]`, how many rows each expert has, together at most N, which cannot be
+            checked without waiting for the device. Rows beyond their sum are nobody's.
         weight: `[E, F, D]`, for each expert what `nn.Linear` has; taken in the dtype of the rows.
 
     Returns:
@@ -136,6 +169,7 @@ def grouped_linear(rows: Tensor, counts: Tensor, weight: Tensor) -> Tensor:
         return _one_by_one(rows, counts, weight)
     ends = counts.cumsum(0).to(torch.int32)
     # torch leaves rows past the last offset uninitialised, in the result and in the gradient.
+    # (How many there are stays on the device.)
     is_nobodys = (torch.arange(len(rows), device=rows.device) >= ends[-1]).unsqueeze(-1)
     product = nn.functional.grouped_mm(
         rows.masked_fill(is_nobodys, 0), weight.transpose(-2, -1), offs=ends
@@ -156,7 +190,10 @@ class _Contiguous(torch.autograd.Function):
 
 
 def can_group(rows: Tensor, weight: Tensor) -> bool:
-    """Say whether torch multiplies these rows and experts in one go.
+    """Say whether torch multiplies these rows and experts at once, without a host sync.
+
+    On a CPU it does in fp32, fp16 and bf16, on CUDA in bf16 from Hopper on (in other dtypes, and on
+    other devices, it reads the offsets on the host); rows must be of whole 16 bytes.
 
     Examples:
         >>> can_group(torch.ones(2, 8), torch.ones(3, 4, 8))
@@ -165,6 +202,8 @@ def can_group(rows: Tensor, weight: Tensor) -> bool:
         False
     """
     grouped = rows.dtype in (torch.float32, torch.bfloat16, torch.float16)
+    if rows.is_cuda:
+        grouped = rows.dtype == torch.bfloat16 and torch.cuda.get_device_capability() >= (9, 0)
     sizes = weight.shape[-2:]
     whole = all(size * rows.element_size() % 16 == 0 for size in sizes)
     return grouped and whole and len(rows) > 0 and hasattr(nn.functional, "grouped_mm")
@@ -191,6 +230,9 @@ class ExpertWeights(nn.Module):
 
     def forward(self, rows: Tensor, counts: Tensor) -> Tensor:
         """Map rows `[N, D]` in the order of their experts to `[N, D]`; see `grouped_linear`."""
+        kind = rows.device.type
+        if torch.is_autocast_enabled(kind):
+            rows = rows.to(torch.get_autocast_dtype(kind))
         gate = nn.functional.silu(grouped_linear(rows, counts, self.gate))
         return grouped_linear(gate * grouped_linear(rows, counts, self.up), counts, self.down)
 
@@ -257,7 +299,7 @@ class ExpertMlp(nn.Module):
         tape.choices[self.name] = routing.indices
         rows, put_back = by_expert(tokens, routing.indices)
         parts = put_back(self.experts(rows, routing.counts))
-        y = torch.einsum("tkd,tk->td", parts, routing.weights.to(x.dtype)).view_as(x)
+        y = torch.einsum("tkd,tk->td", parts, routing.weights.to(parts.dtype)).view_as(x)
         if self.shared is not None:
             y = y + self.shared(x)
         balance = balance_sum(routing, self._load(routing, spans), experts=len(self.router.load))
@@ -357,16 +399,28 @@ def advance_routers_(
     Effects:
         Writes the buffers `load` and `bias` of every `Router` in the stages. No host sync.
 
+    Raises:
+        ValueError: `counts` is not as above, or biases are in 16 bits, where `rate` would be lost.
+
     Examples:
-        >>> experts = Experts(count=4, chosen=1, width=8, scores="sigmoid", biased=True)
+        >>> experts = Experts(count=4, chosen=2, width=8, scores="sigmoid", biased=True)
         >>> layer = ExpertMlp(8, experts, name="layers.0.mlp", number=0, balance="batch")
         >>> advance_routers_([layer], torch.tensor([[6, 0, 1, 1]]), rate=0.01)
         >>> layer.router.bias, layer.router.load
         (tensor([-0.0100,  0.0100,  0.0100,  0.0100]), tensor([0.7500, 0.0000, 0.1250, 0.1250]))
     """
     for layer in (x for stage in stages for x in stage.modules() if isinstance(x, ExpertMlp)):
-        router, own = layer.router, counts[layer.number]
-        applied = torch.as_tensor(applied, device=own.device)
+        router, experts = layer.router, len(layer.router.load)
+        if counts.ndim != 2 or layer.number >= len(counts) or counts.shape[1] != experts:
+            want = f"[L, {experts}] with L above {layer.number}, for {layer.name}"
+            got = tuple(counts.shape)
+            raise ValueError(f"advance_routers_: counts must be {want}, got {got}")
+        if router.load.itemsize < 4:
+            what = f"the routers' buffers are {router.load.dtype}, which loses small moves"
+            raise ValueError(f"advance_routers_: {what}; keep them in fp32")
+        own = counts[layer.number]
+        if isinstance(applied, bool):
+            applied = torch.full((), applied, device=own.device)
         load = (own / own.sum().clamp(min=1)).to(router.load.dtype)
         router.load.copy_(torch.where(applied, load, router.load))
         if router.bias is not None:

@@ -65,8 +65,8 @@ def softmax_topk(
         indices = shares.detach().topk(chosen, -1).indices
     indices = _of_tokens(indices, is_token, 0)
     weights = shares.gather(-1, indices)
-    if renormalise:
-        weights = weights / weights.sum(-1, keepdim=True)
+    if renormalise:  # a choice that was made before may weigh nothing by now
+        weights = weights / weights.sum(-1, keepdim=True).clamp_min(1e-20)
     return _without_padding(weights, indices, shares, is_token)
 
 
@@ -115,6 +115,9 @@ def sigmoid_topk(
         [[0, 1]]
     """
     _check("sigmoid_topk", logits, chosen, is_token, indices)
+    if bias is not None and bias.shape != logits.shape[-1:]:
+        want, got = [logits.shape[-1]], tuple(bias.shape)
+        raise ValueError(f"sigmoid_topk: bias must be {want}, one for each expert, got {got}")
     check_groups("sigmoid_topk", logits.shape[-1], chosen, groups, groups_chosen)
     scores = _wide(logits).sigmoid()
     if indices is None:

@@ -153,6 +153,9 @@ def _built(
         module = transform(module, ps)
     wanted = [step.device for step in plan if isinstance(step, Transform) and step.device]
     materialize_(module, weights, wanted[-1] if wanted else ps.device, buffers=buffers)
+    for part in module.modules():  # offloaded or not, what is computed with them is on the device
+        for name, buffer in part.named_buffers(recurse=False):
+            setattr(part, name, buffer.to(ps.device))
     return module
 
 

@@ -207,7 +207,7 @@ def _styles_of(
         )
     names = [name for name, _ in module.named_modules() if name]
     found: dict[str, tuple[str, Style]] = {}
-    own = _inside_experts(module) if styles is None else set()
+    own = _inside_experts(module)
     for pattern, named in (DECODER_STYLES if styles is None else styles).items():
         matching = [name for name in names if name_matches(name, pattern) and name not in own]
         if not matching and whole and styles is not None:
@@ -224,7 +224,9 @@ def _styles_of(
                     where=name,
                 )
             found[name] = pattern, _style(pattern, named)
-    return found | dict.fromkeys(sorted(own), ("experts", STYLES["partial"]))
+    apart = any(style.sequence for _, style in found.values())  # each rank has its own tokens
+    style = STYLES["partial" if apart else "replicated"]
+    return found | dict.fromkeys(sorted(own), ("experts", style))
 
 
 def _inside_experts(module: nn.Module) -> set[str]:
@@ -362,7 +364,8 @@ def _whole_vocabulary(axis: Axis) -> Callable[..., Any]:
 
     def hook(module: Decoder, _: Any, output: Any) -> Tensor | Hidden | Routed:
         if isinstance(output, Routed):
-            sums = sum_forward(output.sums, axis)
+            apart = module.sequence_parts > 1
+            sums = sum_forward(output.sums, axis) if apart else output.sums
             return Routed(whole(module, output.output), sums)
         return whole(module, output)
 

@@ -225,6 +225,7 @@ def cases_of_model(name: str) -> list[Case]:
             *pipelines,
             Case(rows_per_microbatch=3),
             Case(recompute="full"),
+            Case(compiled=True),
             Case(Layout(ring=2, fold_sp="none")),
             Case(Layout(ulysses=2)),
             Case(Layout(dp_replicate=2, dp_shard=2), recompute="full"),
