@@ -78,7 +78,6 @@ def warm_up(folder):
     """Import what the recipes import, and let them compile what they compile; start no thread."""
     sys.path.insert(0, str(TESTS))
     import recipe_runs
-    import torch
 
     import trainkit as tk
     from trainkit import config, optim, sampling, sinks, tokenizers, types
@@ -87,7 +86,6 @@ def warm_up(folder):
     assert preload.MODULES
     assert optim.__all__
     assert sinks.__all__
-    torch.set_num_threads(1)
     text = Path(folder) / "warm"
     text.mkdir()
     for i in range(20):
@@ -120,6 +118,11 @@ def shrink_models():
 
 def run_rank(request):
     """Become the rank that a request describes; does not return."""
+    import torch
+
+    # In the child: a pool of threads from before the fork is made anew by whoever asks first, and
+    # where several threads do, as the backward pass of a build for CUDA does, torch 2.14 aborts.
+    torch.set_num_threads(1)
     for number in (signal.SIGCHLD, signal.SIGTERM, signal.SIGUSR1):
         signal.signal(number, signal.SIG_DFL)
     signal.signal(signal.SIGINT, signal.default_int_handler)
