@@ -101,6 +101,26 @@ def test_sizes_that_torch_does_not_group_are_multiplied_one_by_one():
     torch.testing.assert_close(grouped_linear(rows, sizes, weight), want)
 
 
+@pytest.mark.parametrize("beyond", [0, 5])
+def test_a_layer_of_experts_is_the_same_grouped_and_one_by_one(beyond, monkeypatch):
+    torch.manual_seed(0)
+    layer, found = experts.ExpertWeights(4, 16, 24), []
+    for p in layer.parameters():
+        nn.init.normal_(p, std=0.3)
+    rows, counts = torch.randn(9 + beyond, 16, requires_grad=True), torch.tensor([4, 0, 3, 2])
+    for grouped in (True, False):
+        if not grouped:
+            monkeypatch.setattr(experts, "can_group", lambda *_: False)
+        out = layer(rows, counts)
+        grads = torch.autograd.grad((out * out.detach()).sum(), [rows, *layer.parameters()])
+        found.append((out, *grads))
+    for one, other in zip(*found, strict=True):
+        assert one.isfinite().all()
+        torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-5)
+    assert not found[0][0][9:].any()
+    assert not found[0][1][9:].any()
+
+
 def test_under_autocast_experts_compute_in_the_dtype_of_the_tokens():
     model, batch = build_decoder(CONFIG, seed=0), decoder_batch(0)
     seen = []

@@ -164,17 +164,26 @@ def grouped_linear(rows: Tensor, counts: Tensor, weight: Tensor) -> Tensor:
         >>> grouped_linear(rows, torch.tensor([1, 1]), weight).flatten().tolist()
         [2.0, 3.0, 0.0]
     """
+    return _on_owned(rows, counts, lambda owned: _product(owned, counts, weight))
+
+
+def _on_owned(rows: Tensor, counts: Tensor, compute: Callable[[Tensor], Tensor]) -> Tensor:
+    """Compute with rows by rows; what is nobody's, how much stays on the device, comes to zeros.
+
+    torch leaves rows past the last offset of a grouped multiplication uninitialised, in the result
+    and in the gradient. Rows do not mix on the way, so zeros at both ends are enough.
+    """
+    is_nobodys = (torch.arange(len(rows), device=rows.device) >= counts.sum()).unsqueeze(-1)
+    return compute(rows.masked_fill(is_nobodys, 0)).masked_fill(is_nobodys, 0)
+
+
+def _product(rows: Tensor, counts: Tensor, weight: Tensor) -> Tensor:
     weight = weight.to(rows.dtype)  # under autocast they may differ
     if not can_group(rows, weight):
         return _one_by_one(rows, counts, weight)
     ends = counts.cumsum(0).to(torch.int32)
-    # torch leaves rows past the last offset uninitialised, in the result and in the gradient.
-    # (How many there are stays on the device.)
-    is_nobodys = (torch.arange(len(rows), device=rows.device) >= ends[-1]).unsqueeze(-1)
-    product = nn.functional.grouped_mm(
-        rows.masked_fill(is_nobodys, 0), weight.transpose(-2, -1), offs=ends
-    )
-    return _Contiguous.apply(product).masked_fill(is_nobodys, 0)
+    product = nn.functional.grouped_mm(rows, weight.transpose(-2, -1), offs=ends)
+    return _Contiguous.apply(product)
 
 
 class _Contiguous(torch.autograd.Function):
@@ -233,8 +242,11 @@ class ExpertWeights(nn.Module):
         kind = rows.device.type
         if torch.is_autocast_enabled(kind):
             rows = rows.to(torch.get_autocast_dtype(kind))
-        gate = nn.functional.silu(grouped_linear(rows, counts, self.gate))
-        return grouped_linear(gate * grouped_linear(rows, counts, self.up), counts, self.down)
+        return _on_owned(rows, counts, lambda owned: self._swiglu(owned, counts))
+
+    def _swiglu(self, rows: Tensor, counts: Tensor) -> Tensor:
+        gate = nn.functional.silu(_product(rows, counts, self.gate))
+        return _product(gate * _product(rows, counts, self.up), counts, self.down)
 
 
 # ------------------------------------------------------------------------------------------- layer
