@@ -1,8 +1,10 @@
 """One thread per process, the same examples every time, and no process left behind."""
 
+import io
 import os
 import random
 import sys
+from collections import Counter
 from pathlib import Path
 
 import hypothesis
@@ -98,3 +100,20 @@ def _no_process_is_left():
     yield
     left = {pid: name for pid, name in living_children().items() if pid not in before and name}
     assert not left, f"the tests left processes behind: {left}"
+
+
+@pytest.fixture
+def asked_of_the_disk(monkeypatch):
+    """Count what is asked of the disk, by name."""
+    asked = Counter()
+
+    def counting(name, function):
+        def counted(*args, **options):
+            asked[name] += 1
+            return function(*args, **options)
+
+        return counted
+
+    for home, name in ((os, "listdir"), (os, "scandir"), (os, "stat"), (os, "open"), (io, "open")):
+        monkeypatch.setattr(home, name, counting(name, getattr(home, name)))
+    return asked

@@ -1,10 +1,7 @@
 """What is deleted, and what never is."""
 
-import io
-import os
 import random
 import shutil
-from collections import Counter
 from contextlib import suppress
 from pathlib import Path
 
@@ -321,23 +318,6 @@ def test_a_deletion_that_fails_is_told_and_the_save_stands(tmp_path, monkeypatch
             save(tk.TrainState(step=step))
         assert [outcome.error for outcome in saved()] == [None] * 3
     assert "could not be deleted" in told[0]
-
-
-@pytest.fixture
-def asked_of_the_disk(monkeypatch):
-    """Count what is asked of the disk, by name."""
-    asked = Counter()
-
-    def counting(name, function):
-        def counted(*args, **options):
-            asked[name] += 1
-            return function(*args, **options)
-
-        return counted
-
-    for home, name in ((os, "listdir"), (os, "scandir"), (os, "stat"), (os, "open"), (io, "open")):
-        monkeypatch.setattr(home, name, counting(name, getattr(home, name)))
-    return asked
 
 
 @pytest.mark.case("F9")
