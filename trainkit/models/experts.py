@@ -69,7 +69,7 @@ def check_tape(tape: Tape, layers: Iterable[str], experts: Experts) -> None:
             fits = bool(x.min() >= 0) and bool(x.max() <= experts.count)
         if not fits:
             want = f"int64 [T, {experts.chosen}] in [0, {experts.count}), or that for padding"
-            got = f"{x.dtype} {list(x.shape)}, or others"
+            got = f"{x.dtype} {list(x.shape)}" + (f" up to {int(x.max())}" if x.numel() else "")
             raise ValueError(f"Tape: {name}: choices must be {want}, got {got}")
 
 
