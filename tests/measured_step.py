@@ -11,9 +11,9 @@ from torch.utils._pytree import tree_iter
 
 import trainkit as tk
 from trainkit.batch.shards import shard_sequence
-from trainkit.losses import next_token, next_token_linear
+from trainkit.losses import next_token, next_token_linear, routed
 from trainkit.mesh import solo_parallel
-from trainkit.models import Decoder, call_model, init_weights
+from trainkit.models import Decoder, call_model, call_routed, init_weights
 from trainkit.optim import adamw
 from trainkit.parallel import fsdp, precision, recompute
 from trainkit.parallel.sequence import sequence
@@ -98,17 +98,21 @@ def step_of(job, layout, ps):
     whole = make_batch(job.config, job.microbatch, job.row_length, job.documents)
     batch = shard_sequence(whole, ring=ps.ring.share, ulysses=ps.ulysses.share)
     microbatches = [batch] * (rows // job.microbatch)
-    loss = next_token_linear if head == "hidden" else next_token
+    loss, enter = next_token_linear if head == "hidden" else next_token, call_model
+    denominator = torch.tensor(1)
+    if job.config.experts is not None:
+        loss, enter = routed(loss, balance=0.01), call_routed
+        denominator = dict.fromkeys(("loss", "balance"), denominator)
 
     def backward(before_forward=lambda: None):
         def call(model, batch):
             before_forward()
-            return call_model(model, batch)
+            return enter(model, batch)
 
         run = tk.bind_forward_backward(
             stages, loss, axis=ps.pp, call=call, schedule=layout.schedule, reduce=layout.reduce
         )
-        run(microbatches, denominator=torch.tensor(1))
+        run(microbatches, denominator=denominator)
 
     def finish():
         tk.clip_and_step(params, optimizer, lr=1e-3, max_norm=1.0, axis=ps.pp)

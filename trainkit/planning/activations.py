@@ -25,7 +25,9 @@ class Block:
     backward: int
 
 
-def block_activations(job: Job, layout: Layout, *, fused_norms: bool) -> Block:
+def block_activations(
+    job: Job, layout: Layout, *, fused_norms: bool, experts: bool = False
+) -> Block:
     """Return what one block keeps for its backward, and the most that this backward holds.
 
     Without recomputation, in elements per token, with tp = ring = ulysses = 1:
@@ -43,6 +45,18 @@ def block_activations(job: Job, layout: Layout, *, fused_norms: bool) -> Block:
     The worst moment of backward is the product of the MLP: two gradients of F and the incoming one
     of D besides all that is kept.
 
+    An expert layer has in place of the MLP's D + 4 F, for k experts of a token and S columns of the
+    shared one,
+
+        D + k (2 D + 4 F) + 4 S
+
+    the normed input, rows in the order of experts and their outputs, and for each row as much as an
+    MLP keeps; and in numbers of 4 bytes 2 E + 8 k + 4: logits and scores, choices, their weights,
+    two orders of them. In bf16 the router reads an input of its own, in fp32. `selective` keeps
+    k (D + 2 F) + 2 D + 2 S and E. Over ep, rows come balanced: as many as are sent. Backward holds
+    two more gradients of all rows, or those of F if these are larger. Tensor parallelism divides
+    all of it, by tokens.
+
     The counting follows Korthikanti et al., "Reducing activation recomputation in large transformer
     models" (2022), section 4, for their block of LayerNorm, GELU and dropout.
 
@@ -53,30 +67,73 @@ def block_activations(job: Job, layout: Layout, *, fused_norms: bool) -> Block:
         2566.0
     """
     config, item, tp = job.config, job.itemsize, layout.tp
-    tokens = tokens_per_microbatch(job, layout)
-    d, f = config.width, config.mlp_width // tp
+    tokens, d = tokens_per_microbatch(job, layout), config.width
     split = d / tp  # of the stream between the blocks, whose tokens tensor parallelism divides
+    half = _of_experts(job, layout) if experts else _of_mlp(config, tp)
     q, k = attention_widths(config, layout)
     copies = 1 if fused_norms else 2
     numbers = config.heads // tp + 2 / tp  # fp32: log-sum-exp, and a root mean square per norm
+    numbers += half.numbers
     attention = 2 * q + 2 * k + (q if _output_is_copied(job, layout, fused_norms) else 0)
     if config.qk_norm:
         attention += copies * (q + config.kv_heads * config.head_size // tp)
         numbers += (config.heads + config.kv_heads) // tp
-    everything = 2 * copies * split + 2 * d + attention + 4 * f
-    kept = {
-        "none": everything,
-        "selective": split + 2 * d + (1 + layout.ring) * q + 2 * k + 2 * f,
-        "full": split,
+    everything = 2 * copies * split + d + attention + half.kept
+    kept, numbers_kept = {
+        "none": (everything, numbers),
+        "selective": (
+            split + d + (1 + layout.ring) * q + 2 * k + half.products,
+            config.heads // tp + half.scores + half.choices,
+        ),
+        "full": (split, half.choices),
     }[job.recompute]
-    if job.recompute != "none":
-        numbers_kept = config.heads // tp if job.recompute == "selective" else 0
-    else:
-        numbers_kept = numbers
-    beside = d + 2 * f
     return Block(
         kept=round(tokens * (kept * item + numbers_kept * FP32)),
-        backward=round(tokens * ((everything + beside) * item + numbers * FP32)),
+        backward=round(tokens * ((everything + half.beside) * item + numbers * FP32)),
+    )
+
+
+@attrs.frozen
+class _Half:
+    """Numbers per token of what follows attention, in the dtype of the computation or in fp32.
+
+    Args:
+        kept: What waits for backward without recomputation, without the input of the norm.
+        products: Results of matrix products.
+        beside: Gradients at the worst moment of backward.
+        numbers: What is kept in fp32.
+        scores: The part of them that are results of matrix products.
+        choices: What is on the tape of a forward pass that is repeated.
+    """
+
+    kept: float
+    products: float
+    beside: float
+    numbers: float = 0.0
+    scores: float = 0.0
+    choices: float = 0.0
+
+
+def _of_mlp(config: DecoderConfig, tp: int) -> _Half:
+    d, f = config.width, config.mlp_width // tp
+    return _Half(kept=d + 4 * f, products=d + 2 * f, beside=d + 2 * f)
+
+
+def _of_experts(job: Job, layout: Layout) -> _Half:
+    experts, d, tp = job.config.experts, job.config.width, layout.tp
+    assert experts is not None
+    k, f, shared = experts.chosen, experts.width, experts.shared
+    low, again = job.itemsize != FP32, job.recompute != "none"
+    inputs = d * (not low or shared > 0)
+    scores = experts.count * FP32 / job.itemsize
+    orders = 8 * k if layout.ep == 1 else 12 * k  # two more for the rows that come
+    return _Half(
+        kept=(inputs + k * (2 * d + 4 * f) + 4 * shared) / tp,
+        products=(k * (d + 2 * f) + d + (2 * shared + d) * (shared > 0)) / tp,
+        beside=(d + d * again + scores + k * max(d, 2 * f - d)) / tp,
+        numbers=(2 * experts.count + orders + 4 + d * low) / tp,
+        scores=experts.count / tp,
+        choices=2 * k / tp,
     )
 
 

@@ -11,7 +11,7 @@ import attrs
 from trainkit.models.config import DecoderConfig
 from trainkit.parallel.fitting import problems
 from trainkit.parallel.split import SCHEDULES, rank_of_stages
-from trainkit.types import ConfigError, Layout, Rows, one_of, positive
+from trainkit.types import Layout, Rows, one_of, positive
 
 Recompute = Literal["none", "selective", "full"]
 
@@ -54,11 +54,6 @@ class Job:
     documents: int = attrs.field(default=1, validator=positive)
     """Documents of a row, of equal lengths, for what attention costs."""
 
-    def __attrs_post_init__(self) -> None:
-        if self.config.experts is not None:
-            what = "a plan does not know yet what experts need: give a config without them"
-            raise ConfigError(f"Job: {what}", where="config", got=self.config.experts)
-
     @property
     def itemsize(self) -> int:
         """Bytes of a number in the dtype that is computed in."""
@@ -87,24 +82,31 @@ def num_microbatches(job: Job, layout: Layout) -> int:
     return math.ceil(math.ceil(job.rows / layout.count("dp")) / job.microbatch)
 
 
-def layouts_of(world: int, *, like: Layout | None = None) -> Iterator[Layout]:
+def layouts_of(world: int, *, like: Layout | None = None, experts: int = 1) -> Iterator[Layout]:
     """Yield every layout of a world: all ways to write it as a product of six degrees.
 
     Args:
         world: The number of ranks.
         like: What all of them have in common, besides the degrees.
+        experts: Those of a layer; they are dealt to each number of ranks that divides them and the
+            ranks that parameters are sharded over.
 
     Examples:
         >>> [str(layout) for layout in layouts_of(2)][:3]
         ['tp 2', 'ulysses 2', 'ring 2']
         >>> len(list(layouts_of(8)))
         56
+        >>> [str(layout) for layout in layouts_of(2, experts=8)][1:3]
+        ['ulysses 2', 'ulysses 2 x ep 2']
     """
     like = like or Layout()
     names = like.axes["world"]
     for degrees in _factorisations(world, len(names)):
         named: Any = dict(zip(names, degrees, strict=True))
-        yield attrs.evolve(like, **named)
+        layout = attrs.evolve(like, **named, ep=1)
+        common = math.gcd(experts, layout.count("fsdp"))
+        for ep in (n for n in range(1, common + 1) if common % n == 0):
+            yield attrs.evolve(layout, ep=ep)
 
 
 def _factorisations(number: int, parts: int) -> Iterator[tuple[int, ...]]:

@@ -15,9 +15,11 @@ from trainkit.planning.stages import (
     BUCKET,
     Part,
     Sharding,
+    blocks_of,
     buffers_of,
     ends_of,
     in_flight,
+    largest_block,
     part_of,
     sharding_of,
 )
@@ -80,18 +82,26 @@ def memory_of(job: Job, layout: Layout, *, fused_norms: bool = True) -> Memory:
 
 def _memory_of_rank(job: Job, layout: Layout, pp_rank: int, fused_norms: bool) -> Memory:
     part, units = part_of(job, layout, pp_rank), units_of(job.config, layout)
-    ends = ends_of(part, units, tied=job.config.tied)
-    own = units.block * part.layers + ends
+    ends, blocks = ends_of(part, units, tied=job.config.tied), blocks_of(part, units)
+    own = blocks + ends
     states = _STATES[job.optimizer]
+    counts = {True: part.experts, False: part.layers - part.experts}
+    kinds = {
+        experts: block_activations(job, layout, fused_norms=fused_norms, experts=experts)
+        for experts, many in counts.items()
+        if many
+    }
     rank = _Rank(
         job=job,
         layout=layout,
         part=part,
-        block=units.block,
+        blocks=blocks,
+        unit=max(largest_block(part, units), key=lambda unit: unit.whole),
         ends=ends,
-        activations=block_activations(job, layout, fused_norms=fused_norms),
+        activations=max(kinds.values(), key=lambda block: block.backward),
+        kept=sum(counts[x] * kinds[x].kept for x in kinds) / stages_per_rank(layout),
         head=head_activations(job, layout, fused_norms=fused_norms) if part.head else Head(),
-        sharding=sharding_of(job, layout, block=units.block, ends=ends, layers=part.layers),
+        sharding=sharding_of(job, layout, part=part, units=units),
         layers=part.layers / stages_per_rank(layout),
         held=in_flight(job, layout, pp_rank),
         later=num_microbatches(job, layout) * stages_per_rank(layout) - 1,
@@ -103,13 +113,16 @@ def _memory_of_rank(job: Job, layout: Layout, pp_rank: int, fused_norms: bool) -
     moments = _moments(rank)
     if layout.count("sp_unfolded") > 1 and not layout.cpu_offload:
         moments["sum over the sequence"] = rank.gradients + _flat_buffers(own) * FP32
+    if layout.tp > 1 and part.experts and not layout.cpu_offload:
+        whole = (units.experts + units.dealt) * part.experts
+        moments["sum over tp"] = rank.gradients + _flat_buffers(whole) * FP32
     moment = max(moments, key=lambda name: moments[name])
     one, shard = rank.activations, rank.sharding
     return Memory(
         parameters=parameters,
         gradients=parameters,
         optimizer=optimizer,
-        activations=round((rank.held * rank.layers - 1) * one.kept + one.backward),
+        activations=round(rank.held * rank.kept - one.kept + one.backward),
         logits=rank.heads * rank.head.kept + rank.head.beside,
         gathered=shard.ends + shard.unit + shard.ahead + shard.scatter + _unreduced(rank),
         buffers=buffers,
@@ -123,7 +136,7 @@ def _memory_of_rank(job: Job, layout: Layout, pp_rank: int, fused_norms: bool) -
 
 
 def _flat_buffers(own: Sizes) -> int:
-    """Return the elements of `sync_sp_grads`' buffers: the present one, and the one before it."""
+    """Return the elements of the buffers of a sum: the present one, and the one before it."""
     largest = own.largest * own.shard // own.whole  # a parameter larger than a buffer has its own
     return min(own.shard, 2 * max(BUCKET, largest))
 
@@ -132,17 +145,21 @@ def _flat_buffers(own: Sizes) -> int:
 class _Rank:
     """All that the moments of a rank's step are made of.
 
-    `layers` are those of one stage, `held` the stages times microbatches that wait for backward,
-    `later` how many of them can while others have left their gradients behind, `heads` how many
-    microbatches have seen the output layer and wait.
+    `blocks` are all of the rank's, `unit` is the largest part of one that is reduced at once,
+    `activations` are the largest block's. `layers` are those of one stage and `kept` is what they
+    keep, `held` the stages times microbatches that wait for backward, `later` how many of them can
+    while others have left their gradients behind, `heads` how many microbatches have seen the
+    output layer and wait.
     """
 
     job: Job
     layout: Layout
     part: Part
-    block: Sizes
+    blocks: Sizes
+    unit: Sizes
     ends: Sizes
     activations: Block
+    kept: float
     head: Head
     sharding: Sharding
     layers: float
@@ -153,7 +170,7 @@ class _Rank:
     @property
     def gradients(self) -> int:
         """Bytes of this rank's part of all gradients, on the device."""
-        return (self.block.shard * self.part.layers + self.ends.shard) * self.of_shard
+        return (self.blocks.shard + self.ends.shard) * self.of_shard
 
     @property
     def of_shard(self) -> int:
@@ -177,7 +194,7 @@ def _unreduced(rank: _Rank) -> int:
     """Return the bytes of whole gradients that wait for the last microbatch, above their shards."""
     if rank.later == 0 or rank.layout.reduce == "each" or not rank.sharding.scatter:
         return 0
-    return (rank.block.whole * rank.part.layers + rank.ends.whole) * FP32 - rank.gradients
+    return (rank.blocks.whole + rank.ends.whole) * FP32 - rank.gradients
 
 
 def _moments(rank: _Rank) -> dict[str, float]:
@@ -205,14 +222,14 @@ def _moments_of_pass(rank: _Rank, held: int, *, before: int) -> dict[str, float]
     # The gradient of the output weight, or of the embedding.
     words = rank.ends.largest * rank.job.itemsize
     waits = words if rank.part.embedding and rank.job.config.tied else 0
-    block = rank.block.shard * rank.of_shard
+    block = rank.blocks.shard / rank.part.layers * rank.of_shard
     at_start = before + waits if before else words
     at_end = before + waits if before else words + block * (rank.part.layers - 1)
-    all_kept = held * rank.layers * one.kept
+    all_kept = held * rank.kept
     all_kept += max(0, rank.heads - 1 - (before > 0)) * rank.head.kept
-    others_kept = all_kept - rank.layers * one.kept
-    weight = rank.block.largest * rank.job.itemsize
-    of_block = rank.block.whole * rank.job.itemsize if shard.scatter else weight
+    others_kept = all_kept - rank.kept
+    weight = rank.blocks.largest * rank.job.itemsize
+    of_block = rank.unit.whole * rank.job.itemsize if shard.scatter else weight
     computed = one.backward + weight + shard.ends + shard.unit
     ahead = shard.ahead if rank.layers > 1 else 0
     second = all_kept - 2 * one.kept + (at_start if before else at_start + block)

@@ -18,9 +18,9 @@ from trainkit.planning.jobs import (
 )
 from trainkit.planning.machines import Hardware
 from trainkit.planning.memory import Memory, memory_of
-from trainkit.planning.stages import part_of
+from trainkit.planning.stages import Part, part_of
 from trainkit.planning.traffic import Transfer, traffic_of
-from trainkit.planning.weights import units_of
+from trainkit.planning.weights import idle_parameters, units_of
 from trainkit.types import ConfigError, Layout
 
 _BUBBLES = {
@@ -152,7 +152,8 @@ def _plan_one(job: Job, layout: Layout, hardware: Hardware, usable: int, efficie
     if memory.peak > usable:
         why_not = _too_large(memory, usable) + _remedy(job, layout, hardware, usable)
     seconds = seconds_of(job, layout, hardware, efficiency=efficiency)
-    flops = job.rows * _row_flops(job, layers=job.config.layers, head=True)
+    whole = part_of(job, Layout(), 0)
+    flops = job.rows * _row_flops(job, whole)
     return Plan(
         layout=layout,
         recompute=job.recompute,
@@ -195,8 +196,8 @@ def seconds_of(job: Job, layout: Layout, hardware: Hardware, *, efficiency: floa
     - Compute: the model's operations (`model_flops`) of the pipeline rank that has most, a third
       more with full recomputation, over peak x efficiency. Selective recomputation repeats no
       product, and counts as none.
-    - Exposed: tensor parallelism's and Ulysses' collectives, which the next operation waits for;
-      and one message per pipeline border of a microbatch.
+    - Exposed: tensor parallelism's, Ulysses' and ep's collectives, which the next operation waits
+      for; and one message per pipeline border of a microbatch.
     - Exposed, too: the gradients that `sync_sp_grads` sums at the end of a step (`fold_sp`).
     - Hidden: the ring's messages run beside attention, and FSDP's and the replicas' beside all
       compute; what takes longer than that is exposed after all, and a tenth of the rest, since it
@@ -226,8 +227,8 @@ def seconds_of(job: Job, layout: Layout, hardware: Hardware, *, efficiency: floa
         wires[wire] = wires.get(wire, 0.0) + transfer.sent / speed
     attention = again * _flops_of_rank(job, layout, busiest, products=False) / rate
     ring = wires.get("ring", 0.0)
-    data = wires.get("fsdp", 0.0) + wires.get("dp_replicate", 0.0)
-    exposed = sum(wires.get(axis, 0.0) for axis in ("tp", "ulysses", "pp", "sync"))
+    data = sum(wires.get(axis, 0.0) for axis in ("fsdp", "expert_fsdp", "dp_replicate"))
+    exposed = sum(wires.get(axis, 0.0) for axis in ("tp", "ulysses", "ep", "pp", "sync"))
     exposed += max(0.0, ring - attention) + max(0.0, data - compute)
     beside = min(ring, attention) + min(data, compute)
     exposed, hidden = exposed + 0.1 * beside, 0.9 * beside
@@ -236,33 +237,45 @@ def seconds_of(job: Job, layout: Layout, hardware: Hardware, *, efficiency: floa
     return Seconds(compute + exposed + bubble, compute, exposed, hidden, bubble)
 
 
-def _row_flops(job: Job, *, layers: int, head: bool, products: bool = True) -> float:
-    """Return the operations of one row in some blocks, forward and backward, and in the head.
+def _row_flops(job: Job, part: Part, *, products: bool = True) -> float:
+    """Return the operations of one row in a rank's blocks, forward and backward, and in the head.
 
-    Its documents are as equal as they can be. Without `products` only attention is counted.
+    Its documents are as equal as they can be. A token meets the experts that it goes to. Without
+    `products` only attention is counted.
     """
     base, more = divmod(job.row_length, job.documents)
     config = job.config
-    block = model_flops(
-        linear_parameters=units_of(config, Layout()).block.whole if products else 0,
-        layers=1,
+    blocks = units_of(config, Layout()).blocks(part.layers, part.experts)
+    met = blocks.whole - part.experts * idle_parameters(config)
+    met += part.head * config.vocab_size * config.width
+    return model_flops(
+        linear_parameters=met if products else 0,
+        layers=part.layers,
         heads=config.heads,
         head_dim=config.head_size,
         lengths=np.array([base + (i < more) for i in range(job.documents)], dtype=np.int64),
     )
-    return layers * block + head * 6.0 * config.vocab_size * config.width * job.row_length
 
 
 def _flops_of_rank(job: Job, layout: Layout, pp_rank: int, *, products: bool = True) -> float:
-    part = part_of(job, layout, pp_rank)
-    row = _row_flops(job, layers=part.layers, head=part.head and products, products=products)
+    row = _row_flops(job, part_of(job, layout, pp_rank), products=products)
     rows = num_microbatches(job, layout) * job.microbatch
     return rows * row / (layout.count("sp") * layout.tp)
 
 
 def _bandwidth(axis: str, layout: Layout, hardware: Hardware) -> float:
     """Return the bandwidth of an axis: inside a node if it spans no more ranks than one has."""
-    outermost = layout.axes["world"].index(layout.axes[axis][0])
-    spans = math.prod(layout.count(name) for name in layout.axes["world"][outermost:])
-    inside = spans <= hardware.ranks_per_node
+    inside = _span(axis, layout) <= hardware.ranks_per_node
     return hardware.inside if inside else hardware.between
+
+
+def _span(axis: str, layout: Layout) -> int:
+    """Return among how many neighbouring ranks those of an axis lie."""
+    world, names = layout.axes["world"], layout.axes.get(axis, layout.axes["fsdp"])
+    left = layout.ep if axis == "ep" else math.prod(layout.count(name) for name in names)
+    *outer, name = names
+    while left > layout.count(name):
+        left = math.ceil(left / layout.count(name))
+        *outer, name = outer
+    inside = world[world.index(name) + 1 :]
+    return left * math.prod(layout.count(name) for name in inside)

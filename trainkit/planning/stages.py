@@ -26,6 +26,8 @@ class Part:
     layers: int
     embedding: bool
     head: bool
+    experts: int = 0
+    """How many of the layers have experts."""
 
 
 def part_of(job: Job, layout: Layout, pp_rank: int) -> Part:
@@ -38,18 +40,20 @@ def part_of(job: Job, layout: Layout, pp_rank: int) -> Part:
         [3, 3, 2]
     """
     if layout.pp == 1:
-        return Part(job.config.layers, embedding=True, head=True)
+        many = len(job.config.expert_layers)
+        return Part(job.config.layers, embedding=True, head=True, experts=many)
     holders = rank_of_stages(layout.schedule, layout.pp)
     own = [stage for stage, rank in enumerate(holders) if rank == pp_rank]
-    sizes = _layers_of_stages(job.config, len(holders))
-    return Part(sum(sizes[stage] for stage in own), 0 in own, len(holders) - 1 in own)
+    ranges = _layers_of_stages(job.config, len(holders))
+    layers = [layer for stage in own for layer in ranges[stage]]
+    many = len({*layers} & {*job.config.expert_layers})
+    return Part(len(layers), 0 in own, len(holders) - 1 in own, experts=many)
 
 
 @lru_cache(maxsize=64)
-def _layers_of_stages(config: DecoderConfig, stages: int) -> tuple[int, ...]:
+def _layers_of_stages(config: DecoderConfig, stages: int) -> list[range]:
     block, embedding, head = decoder_costs(config)
-    ranges = layer_ranges([block] * config.layers, stages, first=embedding, last=head)
-    return tuple(map(len, ranges))
+    return layer_ranges([block] * config.layers, stages, first=embedding, last=head)
 
 
 def ends_of(part: Part, units: Units, *, tied: bool) -> Sizes:
@@ -59,6 +63,19 @@ def ends_of(part: Part, units: Units, *, tied: bool) -> Sizes:
     if part.head and not (tied and part.embedding):
         last += units.embedding if tied else units.head
     return first + last
+
+
+def blocks_of(part: Part, units: Units) -> Sizes:
+    """Return what a rank owns of its blocks."""
+    return units.blocks(part.layers, part.experts) + units.dealt * part.experts
+
+
+def largest_block(part: Part, units: Units) -> tuple[Sizes, Sizes]:
+    """Return a rank's largest block, without its dealt experts, and these."""
+    dealt = units.dealt * (part.experts > 0)
+    kinds = [units.blocks(1, 1)] if part.experts else []
+    kinds += [units.blocks(1, 0)] if part.experts < part.layers else []
+    return max(kinds, key=lambda block: block.whole), dealt
 
 
 def in_flight(job: Job, layout: Layout, pp_rank: int) -> int:
@@ -98,9 +115,9 @@ class Sharding:
     Args:
         ends: The gathered embedding, last norm and output layer, which stay from forward to the end
             of backward, since they are one unit.
-        unit: One gathered block.
-        ahead: The one that is gathered meanwhile; none where FSDP only replicates.
-        scatter: What one block's reduce-scatter reads, fp32.
+        unit: One gathered block, with the experts of a rank of ep.
+        ahead: The block that is gathered meanwhile, without those; none where FSDP only replicates.
+        scatter: What one reduce-scatter of a block, or of its experts, reads, fp32.
         ends_scatter: What that of the ends reads.
     """
 
@@ -111,7 +128,7 @@ class Sharding:
     ends_scatter: int = 0
 
 
-def sharding_of(job: Job, layout: Layout, *, block: Sizes, ends: Sizes, layers: int) -> Sharding:
+def sharding_of(job: Job, layout: Layout, *, part: Part, units: Units) -> Sharding:
     """Return what FSDP2 gathers: a block at a time and the next one ahead, and the ends all along.
 
     Zhao et al., "PyTorch FSDP" (2023). With one data-parallel rank there is no FSDP, and
@@ -121,23 +138,26 @@ def sharding_of(job: Job, layout: Layout, *, block: Sizes, ends: Sizes, layers: 
         >>> from trainkit.models.sizes import decoder_config
         >>> job = Job(config=decoder_config("tiny", vocab_size=256), row_length=8, rows=8)
         >>> from trainkit.planning.weights import units_of
-        >>> units = units_of(job.config, Layout(dp_shard=8))
-        >>> rest = dict(block=units.block, ends=units.embedding + units.norm, layers=4)
-        >>> sharding_of(job, Layout(dp_shard=8), **rest)
+        >>> layout = Layout(dp_shard=8)
+        >>> rest = dict(part=part_of(job, layout, 0), units=units_of(job.config, layout))
+        >>> sharding_of(job, layout, **rest)
         Sharding(ends=65792, unit=426496, ahead=426496, scatter=852992, ends_scatter=131584)
     """
+    ends = ends_of(part, units, tied=job.config.tied)
+    blocks = blocks_of(part, units)
     if layout.wrapped > 1:
-        stay = 0 if reshards(layout) else layers * block.whole
-        unit = 0 if stay else block.whole * job.itemsize
+        block, dealt = largest_block(part, units)
+        stay = 0 if reshards(layout) else blocks.gathered
+        unit = 0 if stay else block.gathered * job.itemsize
         return Sharding(
-            ends=(ends.whole + stay) * job.itemsize,
-            unit=unit,
+            ends=(ends.gathered + stay) * job.itemsize,
+            unit=unit and unit + dealt.gathered * job.itemsize,
             ahead=unit if layout.count("fsdp") > 1 else 0,
-            scatter=block.whole * FP32,
-            ends_scatter=ends.whole * FP32,
+            scatter=max(block.gathered, dealt.gathered) * FP32,
+            ends_scatter=ends.gathered * FP32,
         )
     cast = job.itemsize if job.dtype != "fp32" else 0
-    return Sharding(ends=(ends.whole + layers * block.whole) * cast)
+    return Sharding(ends=(ends.whole + blocks.whole) * cast)
 
 
 def buffers_of(job: Job, layout: Layout, pp_rank: int) -> int:

@@ -15,10 +15,11 @@ from trainkit.planning.activations import (
     tokens_per_microbatch,
 )
 from trainkit.planning.jobs import Job, num_microbatches, reshards
-from trainkit.planning.stages import BUCKET, ends_of, part_of, pipeline_borders
-from trainkit.planning.weights import FP32, units_of
+from trainkit.planning.stages import BUCKET, blocks_of, ends_of, part_of, pipeline_borders
+from trainkit.planning.weights import FP32, Sizes, units_of
 from trainkit.types import Layout
 
+_INT64 = 8
 Kind = Literal["all_gather", "reduce_scatter", "all_reduce", "all_to_all", "send"]
 
 
@@ -28,7 +29,7 @@ class Transfer:
 
     Args:
         axis: The axis; "fsdp" is dp_shard with those of ring and ulysses that `fold_sp` names,
-            "sp" is ring x ulysses.
+            "sp" is ring x ulysses, "expert_fsdp" what ep leaves of fsdp.
         size: Its ranks.
         kind: The collective.
         count: Calls.
@@ -72,6 +73,7 @@ def traffic_of(job: Job, layout: Layout, *, pp_rank: int = 0) -> tuple[Transfer,
     """
     transfers = (
         *_sharding(job, layout, pp_rank),
+        *_experts(job, layout, pp_rank),
         *_tensor(job, layout, pp_rank),
         *_sequence(job, layout, pp_rank),
         *_sequence_gradients(job, layout, pp_rank),
@@ -83,61 +85,81 @@ def traffic_of(job: Job, layout: Layout, *, pp_rank: int = 0) -> tuple[Transfer,
 def _sharding(job: Job, layout: Layout, pp_rank: int) -> Iterator[Transfer]:
     """FSDP2: blocks are gathered for forward and again for backward, the ends once.
 
-    Gradients are scattered once per step, or with every microbatch; replicas sum their shards once.
-    Where FSDP only replicates, it still sums. A number for each parameter says on how many ranks it
-    has a gradient.
+    So are the experts of a rank of ep, over expert_fsdp. Gradients are scattered once per step, or
+    with every microbatch; replicas sum their shards once. Where FSDP only replicates, it still
+    sums. A number for each parameter says on how many ranks it has a gradient.
     """
     part, units = part_of(job, layout, pp_rank), units_of(job.config, layout)
     ends, turns = ends_of(part, units, tied=job.config.tied), num_microbatches(job, layout)
-    has_ends = int(ends.whole > 0)
-    blocks = part.layers * (2 if reshards(layout) else 1)
-    gathered = (units.block.shard * blocks + ends.shard) * layout.count("fsdp")
-    yield Transfer(
-        "fsdp",
-        layout.count("fsdp"),
-        "all_gather",
-        turns * (blocks + has_ends),
-        turns * gathered * job.itemsize,
-    )
-    shards, calls = units.block.shard * part.layers + ends.shard, part.layers + has_ends
     scatters = turns if layout.reduce == "each" else 1
-    yield Transfer(
-        "fsdp",
-        layout.count("fsdp"),
-        "reduce_scatter",
-        scatters * calls,
-        scatters * shards * layout.count("fsdp") * FP32,
-    )
-    replicas = layout.dp_replicate
-    tensors = units.block.tensors * part.layers + ends.tensors
-    yield Transfer("fsdp", layout.count("fsdp"), "all_reduce", 1, tensors * FP32)
-    yield Transfer("dp_replicate", replicas, "all_reduce", calls + 1, (shards + tensors) * FP32)
+    times = 2 if reshards(layout) else 1
+    dealt = units.dealt * part.experts
+    for axis, size, layers, blocks, last in (
+        ("fsdp", layout.count("fsdp"), part.layers, units.blocks(part.layers, part.experts), ends),
+        ("expert_fsdp", layout.count("fsdp") // layout.ep, part.experts, dealt, Sizes()),
+    ):
+        own, has_ends = blocks + last, int(last.whole > 0)
+        if not own.tensors:
+            continue
+        gathered = (blocks.gathered * times + last.gathered) * job.itemsize
+        calls = turns * (layers * times + has_ends)
+        yield Transfer(axis, size, "all_gather", calls, turns * gathered)
+        calls = layers + has_ends
+        scattered = scatters * own.gathered * FP32
+        yield Transfer(axis, size, "reduce_scatter", scatters * calls, scattered)
+        yield Transfer(axis, size, "all_reduce", 1, own.tensors * FP32)
+        data = (own.shard + own.tensors) * FP32
+        yield Transfer("dp_replicate", layout.dp_replicate, "all_reduce", calls + 1, data)
+
+
+def _experts(job: Job, layout: Layout, pp_rank: int) -> Iterator[Transfer]:
+    """Expert parallelism: rows go to their experts and come back, with as many to each rank.
+
+    In forward, in backward, and where forward is repeated; before they go, ranks tell each other
+    how many (Lepikhin et al., "GShard", 2020).
+    """
+    experts = job.config.experts
+    if experts is None:
+        return
+    runs = part_of(job, layout, pp_rank).experts * num_microbatches(job, layout)
+    forwards = 1 if job.recompute == "none" else 2
+    rows = tokens_per_microbatch(job, layout) // layout.tp * experts.chosen
+    data = 2 * (forwards + 1) * rows * job.config.width * job.itemsize
+    counts = forwards * experts.count * _INT64
+    calls = runs * (3 * forwards + 2)
+    yield Transfer("ep", layout.ep, "all_to_all", calls, runs * (data + counts))
 
 
 def _tensor(job: Job, layout: Layout, pp_rank: int) -> Iterator[Transfer]:
     """Tensor parallelism with sequence-parallel norms (Korthikanti et al. 2022, section 4.2).
 
     Each block gathers its hidden states T x D twice and scatters sums twice in forward, and the
-    other way round in backward; what is computed again in backward is gathered again. The gradients
-    of norms are summed once per step. The fused loss sums one number per token, and then two; for
-    the plain one logits are gathered.
+    other way round in backward; what is computed again in backward is gathered again. An expert
+    layer gathers and scatters nothing; its gradients, like those of norms, are summed once per
+    step. The fused loss sums one number per token, and then two; for the plain one logits are
+    gathered.
     """
     part, turns = part_of(job, layout, pp_rank), num_microbatches(job, layout)
     hidden = tokens_per_microbatch(job, layout) * job.config.width * job.itemsize
     again = job.recompute != "none"
     ends = part.embedding + part.head
-    gathers = turns * (part.layers * (6 if again else 4) + ends)
+    dense = part.layers - part.experts
+    gathers = turns * (dense * (6 if again else 4) + part.experts * (3 if again else 2) + ends)
     # The last product of a block is not computed again: nothing behind it waits for it.
-    scatters = turns * (part.layers * (5 if again else 4) + ends)
+    scatters = turns * (dense * (5 if again else 4) + part.experts * (3 if again else 2) + ends)
     tokens = tokens_per_microbatch(job, layout)
     plain = turns * part.head if job.loss == "plain" else 0  # whose logits are gathered
     logits = plain * tokens * job.config.vocab_size * job.itemsize
     yield Transfer("tp", layout.tp, "all_gather", gathers + plain, gathers * hidden + logits)
     yield Transfer("tp", layout.tp, "reduce_scatter", scatters, scatters * hidden)
-    # One buffer with the gains' gradients, and for each gain whether there is one.
+    # Flat buffers with the gains' gradients, and for each gain whether there is one.
     gains, tensors = norm_elements(job.config)
-    numbers = part.layers * (gains + tensors) + part.head * (job.config.width + 1)
-    yield Transfer("tp", layout.tp, "all_reduce", 1, numbers * FP32)
+    units = units_of(job.config, layout)
+    layers = (units.experts + units.dealt) * part.experts
+    numbers = part.layers * gains + part.head * job.config.width + layers.shard
+    tensors = part.layers * tensors + part.head + layers.tensors
+    calls = math.ceil(numbers / BUCKET)
+    yield Transfer("tp", layout.tp, "all_reduce", calls, (numbers + tensors) * FP32)
     if not plain:
         turns *= part.head
         calls = 2 * turns * math.ceil(tokens / chunk_of_tokens(job, layout))
@@ -171,7 +193,7 @@ def _sequence_gradients(job: Job, layout: Layout, pp_rank: int) -> Iterator[Tran
     And a number for each parameter, which says whether it has a gradient.
     """
     part, units = part_of(job, layout, pp_rank), units_of(job.config, layout)
-    own = units.block * part.layers + ends_of(part, units, tied=job.config.tied)
+    own = blocks_of(part, units) + ends_of(part, units, tied=job.config.tied)
     long = [name for name in layout.axes["sp_unfolded"] if layout.count(name) > 1]
     axis = long[0] if len(long) == 1 else "sp"
     calls = math.ceil(own.shard / BUCKET)

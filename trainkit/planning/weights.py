@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from functools import lru_cache
 
 import attrs
@@ -19,13 +20,15 @@ class Sizes:
     """Some parameters as one rank has them: how many elements, of which it owns a shard.
 
     Args:
-        whole: Elements after tensor parallelism, gathered over FSDP.
+        whole: Elements after tensor parallelism and ep, gathered over FSDP.
+        gathered: The same with what FSDP2 pads shards of unequal sizes with.
         shard: Elements that the first rank of FSDP owns, which has the most.
         tensors: Number of parameters.
         largest: Elements of the largest one.
     """
 
     whole: int = 0
+    gathered: int = 0
     shard: int = 0
     tensors: int = 0
     largest: int = 0
@@ -33,24 +36,49 @@ class Sizes:
     def __add__(self, other: Sizes) -> Sizes:
         return Sizes(
             self.whole + other.whole,
+            self.gathered + other.gathered,
             self.shard + other.shard,
             self.tensors + other.tensors,
             max(self.largest, other.largest),
         )
 
     def __mul__(self, times: int) -> Sizes:
-        largest = self.largest if times else 0
-        return Sizes(self.whole * times, self.shard * times, self.tensors * times, largest)
+        return Sizes(
+            self.whole * times,
+            self.gathered * times,
+            self.shard * times,
+            self.tensors * times,
+            self.largest if times else 0,
+        )
 
 
 @attrs.frozen
 class Units:
-    """The parameters of one block, of the embedding, of the last norm, and of the output layer."""
+    """The parameters of a model's parts.
 
-    block: Sizes
+    Args:
+        attention: Attention and both norms of one block.
+        mlp: The MLP of a block without experts; nothing if there is none.
+        experts: What is in its place in one with experts, but what is dealt; nothing if there is
+            none.
+        dealt: The experts of one block that a rank of ep holds; nothing without ep.
+        embedding: The embedding.
+        norm: The last norm.
+        head: The output layer.
+    """
+
+    attention: Sizes
+    mlp: Sizes
+    experts: Sizes
+    dealt: Sizes
     embedding: Sizes
     norm: Sizes
     head: Sizes
+
+    def blocks(self, layers: int, experts: int) -> Sizes:
+        """Return so many blocks, some of which have experts, without what is dealt."""
+        mlps = self.mlp * (layers - experts) + self.experts * experts
+        return self.attention * layers + mlps
 
 
 def units_of(config: DecoderConfig, layout: Layout) -> Units:
@@ -59,30 +87,69 @@ def units_of(config: DecoderConfig, layout: Layout) -> Units:
     Tensor parallelism divides the rows of wq, wk, wv, gate, up, embedding and head, and the columns
     of wo and down (Shoeybi et al., "Megatron-LM", 2019); FSDP2 cuts what is left along its first
     dimension, in parts of which the first are the larger ones (ZeRO stage 3: Rajbhandari et al.,
-    "ZeRO", 2020).
+    "ZeRO", 2020). Expert layers are whole for tensor parallelism. Without ep their experts are
+    cut with the rest of the block, a whole expert at least; with it those of a rank are cut over
+    expert_fsdp, as `parallel.fsdp` says.
 
     Examples:
         >>> from trainkit.models.sizes import decoder_config
         >>> units = units_of(decoder_config("tiny", vocab_size=259), Layout(dp_shard=2))
         >>> units.embedding
-        Sizes(whole=33152, shard=16640, tensors=1, largest=33152)
+        Sizes(whole=33152, gathered=33280, shard=16640, tensors=1, largest=33152)
     """
-    return _units(config, layout.tp, layout.count("fsdp"))
+    return _units(config, layout.tp, layout.count("fsdp"), layout.ep)
 
 
 @lru_cache(maxsize=256)
-def _units(config: DecoderConfig, tp: int, fsdp: int) -> Units:
-    shapes = parameter_shapes(attrs.evolve(config, layers=1))
+def _units(config: DecoderConfig, tp: int, fsdp: int, ep: int) -> Units:
+    shapes = parameter_shapes(config)
+    with_experts = config.expert_layers
+    dense = next((i for i in range(config.layers) if i not in with_experts), None)
+    routed = next(iter(with_experts), None)
 
-    def total(prefix: str) -> Sizes:
-        found = (
-            _local(_tensor_parallel_shape(name, shape, tp), fsdp)
-            for name, shape in shapes.items()
-            if name.startswith(prefix)
-        )
-        return sum(found, Sizes())
+    def total(prefix: str, *, cut: int = 1) -> Sizes:
+        parts = [(name, shape) for name, shape in shapes.items() if name.startswith(prefix)]
+        local = (_local(_tensor_parallel_shape(name, shape, cut), fsdp) for name, shape in parts)
+        return sum(local, Sizes())
 
-    return Units(total("layers."), total("embedding."), total("norm."), total("head."))
+    experts, dealt = total(f"layers.{routed}.mlp."), Sizes()
+    if ep > 1:
+        names = [f"layers.{routed}.mlp.experts.{name}" for name in ("gate", "up", "down")]
+        own = [(shapes[name][0] // ep, *shapes[name][1:]) for name in names]
+        dealt = _dealt(own, fsdp // ep)
+        experts = total(f"layers.{routed}.mlp.router.") + total(f"layers.{routed}.mlp.shared.")
+    return Units(
+        attention=total("layers.0.attention", cut=tp) + total("layers.0.mlp_norm."),
+        mlp=total(f"layers.{dense}.mlp.", cut=tp),
+        experts=experts,
+        dealt=dealt,
+        embedding=total("embedding.", cut=tp),
+        norm=total("norm."),
+        head=total("head.", cut=tp),
+    )
+
+
+def _dealt(shapes: Sequence[tuple[int, ...]], parts: int) -> Sizes:
+    """Return the experts of a rank of ep, cut by whole experts, or each, if that divides them."""
+    even = (dim for dim in (0, 1) if all(shape[dim] % parts == 0 for shape in shapes))
+    dim = next(even, 0)
+    return sum((_local(shape, parts, dim=dim) for shape in shapes), Sizes())
+
+
+def idle_parameters(config: DecoderConfig) -> int:
+    """Return the parameters of an expert layer that a token does not meet; 0 without experts.
+
+    Examples:
+        >>> from trainkit.models.config import Experts
+        >>> from trainkit.models.sizes import decoder_config
+        >>> experts = Experts(count=8, chosen=2, width=64)
+        >>> idle_parameters(decoder_config("tiny", experts=experts)) == 6 * 3 * 64 * 128
+        True
+    """
+    experts = config.experts
+    if experts is None:
+        return 0
+    return 3 * config.width * experts.width * (experts.count - experts.chosen)
 
 
 def _tensor_parallel_shape(name: str, shape: tuple[int, ...], tp: int) -> tuple[int, ...]:
@@ -93,7 +160,7 @@ def _tensor_parallel_shape(name: str, shape: tuple[int, ...], tp: int) -> tuple[
     return (shape[0] // tp, *shape[1:])
 
 
-def _local(shape: tuple[int, ...], parts: int) -> Sizes:
+def _local(shape: tuple[int, ...], parts: int, *, dim: int = 0) -> Sizes:
     whole = math.prod(shape)
-    rows = math.ceil(shape[0] / parts)
-    return Sizes(whole, rows * math.prod(shape[1:]), 1, whole)
+    shard = math.ceil(shape[dim] / parts) * whole // shape[dim]
+    return Sizes(whole, shard * parts, shard, 1, whole)
