@@ -431,8 +431,9 @@ class ParallelState:
     world = pp x dp_replicate x dp_shard x ring x ulysses x tp, outermost first. Derived axes: `dp`
     = dp_replicate x dp_shard (ranks that read different rows), `sp` = ring x ulysses, `loss` = dp x
     sp (ranks that hold distinct tokens), `fsdp` = what parameters are sharded over (dp_shard, and
-    the part of sp that `fold_sp` names), `sp_unfolded` = the rest of sp, `fsdp` = ep x expert_fsdp.
-    An axis that is not used has size 1, never None.
+    the part of sp that `fold_sp` names), `sp_unfolded` = the rest of sp, `fsdp` = expert_fsdp x ep.
+    An axis that is not used has size 1, never None. Parameters live on slices of `mesh`, those of
+    experts that are dealt over ep on slices of `expert_mesh`, which is `mesh` without ep.
     """
 
     world: Axis
@@ -450,6 +451,7 @@ class ParallelState:
     loss: Axis
     sp_unfolded: Axis
     mesh: DeviceMesh | None
+    expert_mesh: DeviceMesh | None
     device: torch.device
 
     @property

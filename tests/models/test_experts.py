@@ -24,7 +24,6 @@ from trainkit.models import (
     advance_routers_,
     balance_sum,
     build_decoder,
-    by_expert,
     call_routed,
     experts,
     generate,
@@ -101,13 +100,12 @@ def test_sizes_that_torch_does_not_group_are_multiplied_one_by_one():
     torch.testing.assert_close(grouped_linear(rows, sizes, weight), want)
 
 
-@pytest.mark.parametrize("beyond", [0, 5])
-def test_a_layer_of_experts_is_the_same_grouped_and_one_by_one(beyond, monkeypatch):
+def test_a_layer_of_experts_is_the_same_grouped_and_one_by_one(monkeypatch):
     torch.manual_seed(0)
     layer, found = experts.ExpertWeights(4, 16, 24), []
     for p in layer.parameters():
         nn.init.normal_(p, std=0.3)
-    rows, counts = torch.randn(9 + beyond, 16, requires_grad=True), torch.tensor([4, 0, 3, 2])
+    rows, counts = torch.randn(9, 16, requires_grad=True), torch.tensor([4, 0, 3, 2])
     for grouped in (True, False):
         if not grouped:
             monkeypatch.setattr(experts, "can_group", lambda *_: False)
@@ -117,8 +115,6 @@ def test_a_layer_of_experts_is_the_same_grouped_and_one_by_one(beyond, monkeypat
     for one, other in zip(*found, strict=True):
         assert one.isfinite().all()
         torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-5)
-    assert not found[0][0][9:].any()
-    assert not found[0][1][9:].any()
 
 
 def test_under_autocast_experts_compute_in_the_dtype_of_the_tokens():
@@ -134,23 +130,6 @@ def test_under_autocast_experts_compute_in_the_dtype_of_the_tokens():
     assert out.sums.dtype == torch.float32
     far = (out.output.float() - want.output).norm() / want.output.norm()
     assert 1e-4 < far < 0.1
-
-
-def test_order_and_back_are_inverse_and_differentiable():
-    torch.manual_seed(0)
-    x = torch.randn(6, 3, dtype=torch.float64, requires_grad=True)
-    indices = torch.stack([torch.randperm(4)[:2] for _ in range(6)])
-    rows, put_back = by_expert(x, indices)
-    assert torch.equal(put_back(rows), x.unsqueeze(1).expand(-1, 2, -1))
-    flat, order = indices.flatten(), indices.flatten().argsort(stable=True)
-    assert torch.equal(rows, x[order // 2])
-    assert torch.equal(flat[order], flat.sort().values)
-
-    def there_and_back(x):
-        rows, put_back = by_expert(x, indices)
-        return put_back(rows * torch.arange(12.0, dtype=torch.float64).unsqueeze(1))
-
-    assert torch.autograd.gradcheck(there_and_back, x)
 
 
 # -------------------------------------------------------------------------------------- routers
