@@ -22,7 +22,14 @@ from trainkit.models.experts import (
 )
 from trainkit.models.generate import draw, generate
 from trainkit.models.initial import init_weights
-from trainkit.models.routers import Routing, sigmoid_topk, softmax_topk
+from trainkit.models.routers import (
+    Routing,
+    capacity_of,
+    jittered,
+    limited,
+    sigmoid_topk,
+    softmax_topk,
+)
 from trainkit.models.sizes import (
     config_from_facts,
     decoder_config,
@@ -43,6 +50,7 @@ __all__ = [
     "call_model",
     "call_routed",
     "call_with_noise",
+    "capacity_of",
     "config_from_facts",
     "count_parameters",
     "decoder_config",
@@ -53,6 +61,8 @@ __all__ = [
     "generate",
     "grouped_linear",
     "init_weights",
+    "jittered",
+    "limited",
     "round_up_vocabulary",
     "sigmoid_topk",
     "softmax_topk",
