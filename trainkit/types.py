@@ -481,10 +481,10 @@ class Hidden(NamedTuple):
 class Routed(NamedTuple):
     """What a decoder with experts returns: its output, and what its routers counted on this rank.
 
-    `sums` `[L, 2 + E]`, fp32 (fp64 in an fp64 model), hold for each expert layer of the model the
+    `sums` `[L, 3 + E]`, fp32 (fp64 in an fp64 model), hold for each expert layer of the model the
     sum of `balance` over tokens, that of squared log-sum-exps of a router's logits (both have
-    gradients), and how often each expert was chosen; zeros for layers of later pipeline stages.
-    Padding is in none of them.
+    gradients), how many choices were dropped, and how often each expert was chosen; zeros for
+    layers of later pipeline stages. Padding is in none of them.
     """
 
     output: Any

@@ -22,8 +22,16 @@ from trainkit.models import (
 )
 from trainkit.parallel import bind_call, build_stages, expert, fsdp, recompute, sequence, tensor
 from trainkit.planning import Job
-from trainkit.testing import count_collectives, run_ranks
-from trainkit.testing.builtin import CONFIG, EXPERTS, certify_model, decoder_batch
+from trainkit.testing import certify, count_collectives, run_ranks
+from trainkit.testing.builtin import (
+    CONFIG,
+    EXPERTS,
+    MODELS,
+    certify_model,
+    decoder_batch,
+    decoder_plan,
+    expert_loss,
+)
 from trainkit.testing.cases import Case
 from trainkit.testing.certificate import as_text
 from trainkit.testing.deal import deal_batch
@@ -146,6 +154,32 @@ def test_a_token_reaches_no_more_nodes_than_the_groups_it_may_choose():
     nodes = ranks // (ep // groups)
     assert max(len(set(row)) for row in nodes.tolist()) == chosen
     assert max(len(set(row // 2)) for row in sigmoid_topk(logits, 8).indices.numpy() // 4) > chosen
+
+
+# ----------------------------------------------------------------- choices that come with a batch
+
+
+def chosen_beforehand(step):
+    """Return the batch of a step with choices that no router would make."""
+    batch = decoder_batch(step)
+    first = (batch.token_index.unsqueeze(2) + torch.arange(LAYERS)) % 8
+    choices = torch.stack([first, (first + 5) % 8], -1)
+    return attrs.evolve(batch, extra={**batch.extra, "choices": choices})
+
+
+SHARED = [
+    Case(Layout(ring=2)),
+    Case(Layout(ulysses=2)),
+    Case(Layout(tp=2)),
+    Case(Layout(pp=2), recompute="full"),
+    Case(Layout(dp_shard=2, ep=2)),
+]
+
+
+def test_choices_that_come_with_a_batch_are_shared_out_as_its_tokens_are():
+    how = {"plan": decoder_plan, "loss": expert_loss, "call": call_routed}
+    certificate = certify(MODELS["decoder with experts"], chosen_beforehand, SHARED, **how, steps=2)
+    assert certificate.ok, as_text(certificate)
 
 
 # ------------------------------------------------------------------------------ the grouped way

@@ -6,7 +6,7 @@ serves all experts at once. Everything a layer counts is an output.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any, Literal
 
 import attrs
@@ -16,7 +16,14 @@ from torch import Tensor, nn
 from trainkit.models.config import Experts
 from trainkit.models.dispatch import Combine, Dispatch, ep_combine, ep_dispatch
 from trainkit.models.layers import Mlp
-from trainkit.models.routers import Routing, sigmoid_topk, softmax_topk
+from trainkit.models.routers import (
+    Routing,
+    capacity_of,
+    jittered,
+    limited,
+    sigmoid_topk,
+    softmax_topk,
+)
 from trainkit.types import ConfigError, Spans
 
 Balance = Literal["batch", "microbatch", "document"]
@@ -40,6 +47,38 @@ class Tape:
     """
 
     choices: dict[str, Tensor] = attrs.field(factory=dict)
+
+
+def preload_(tape: Tape, layers: Sequence[str], choices: Tensor | None) -> None:
+    """Write choices that came with a batch to its tape.
+
+    Args:
+        tape: The tape of the batch.
+        layers: The names of all expert layers of the model, in their order.
+        choices: int64 `[B, S, L, k]`, those of an inference engine, say; None for none.
+
+    Raises:
+        ValueError: They are of another number of layers.
+
+    Effects:
+        Writes to the tape, in place of what stands there.
+
+    References:
+        Ma et al., "Stabilizing MoE reinforcement learning by aligning training and inference
+        routers" (2025).
+
+    Examples:
+        >>> tape = Tape()
+        >>> preload_(tape, ["layers.0.mlp"], torch.zeros(2, 3, 1, 2, dtype=torch.int64))
+        >>> tape.choices["layers.0.mlp"].shape
+        torch.Size([6, 2])
+    """
+    if choices is None:
+        return
+    if choices.ndim != 4 or choices.shape[2] != len(layers):
+        got, own = list(choices.shape), len(layers)
+        raise ValueError(f"Tape: choices must be [B, S, {own}, k], for {own} layers, got {got}")
+    tape.choices.update(zip(layers, choices.flatten(0, 1).unbind(1), strict=True))
 
 
 def check_tape(tape: Tape, layers: Iterable[str], experts: Experts) -> None:
@@ -233,20 +272,32 @@ class ExpertMlp(nn.Module):
         self.combine: Combine = ep_combine
 
     def forward(
-        self, x: Tensor, *, spans: Spans, is_token: Tensor, tape: Tape
+        self,
+        x: Tensor,
+        *,
+        spans: Spans,
+        is_token: Tensor,
+        tape: Tape,
+        noise_key: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
-        """Map `[B, S, D]` to `[B, S, D]` and to the layer's row `[2 + E]` of `Routed.sums`."""
-        tokens = x.flatten(0, 1)
-        known = tape.choices.get(self.name)
-        routing, logits = self.router(tokens, is_token.flatten(), known)
+        """Map `[B, S, D]` to `[B, S, D]` and to the layer's row `[3 + E]` of `Routed.sums`."""
+        tokens, how = x.flatten(0, 1), self.router.experts
+        seen, known = tokens, tape.choices.get(self.name)
+        if noise_key is not None and how.jitter:
+            seen = jittered(tokens, noise_key.flatten(), name=self.name, amount=how.jitter)
+        routing, logits = self.router(seen, is_token.flatten(), known)
         tape.choices[self.name] = routing.indices
-        rows, counts, route = self.dispatch(tokens, routing.indices, routing.counts)
-        y = self.combine(self.experts(rows, counts), routing.weights, route).view_as(x)
+        kept = (
+            limited(routing, capacity_of(routing.counts, how.capacity)) if how.capacity else routing
+        )
+        rows, counts, route = self.dispatch(tokens, kept.indices, kept.counts)
+        y = self.combine(self.experts(rows, counts), kept.weights, route).view_as(x)
         if self.shared is not None:
             y = y + self.shared(x)
-        balance = balance_sum(routing, self._load(routing, spans), experts=len(self.router.load))
+        balance = balance_sum(routing, self._load(routing, spans), experts=how.count)
         z = (logits.logsumexp(-1).square() * is_token.flatten()).sum()
-        return y, torch.cat([torch.stack([balance, z]), routing.counts.to(z.dtype)])
+        dropped = (routing.counts - kept.counts).sum().to(z.dtype)
+        return y, torch.cat([torch.stack([balance, z, dropped]), routing.counts.to(z.dtype)])
 
     def _load(self, routing: Routing, spans: Spans) -> Tensor:
         """Return which part of the choices each expert had where `balance` looks."""

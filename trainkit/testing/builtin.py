@@ -87,6 +87,7 @@ EXPERTS = Experts(
     biased=True,
     groups=4,
     groups_chosen=2,
+    jitter=0.05,
 )
 
 
