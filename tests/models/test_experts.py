@@ -6,7 +6,7 @@ import torch
 from torch import nn
 
 from trainkit import parallel
-from trainkit.batch import blank_batch, count_tokens, count_valid_tokens, divided
+from trainkit.batch import blank_batch, count_tokens, count_valid_tokens, divided, divisors_of
 from trainkit.losses import (
     add_terms,
     next_token,
@@ -496,7 +496,8 @@ def test_a_loss_may_look_at_the_output_alone():
 def test_denominators_of_terms_divide_each_by_its_own():
     parts = {"loss": torch.tensor(6.0), "balance": torch.tensor(8.0)}
     assert float(divided(parts, torch.tensor(2))) == 7
-    assert float(divided(parts, {"loss": torch.tensor(0.5), "balance": torch.tensor(0)})) == 20
+    none_to_balance = {"loss": torch.tensor(0.5), "balance": torch.tensor(0)}
+    assert float(divided(parts, divisors_of(none_to_balance))) == 20
     with pytest.raises(ValueError, match="no denominator for the term 'balance'"):
         divided(parts, {"loss": torch.tensor(1)})
     with pytest.raises(ValueError, match="returns one sum for all its terms"):
