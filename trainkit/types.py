@@ -691,7 +691,10 @@ class Split(Protocol):
 
 
 class Attend(Protocol):
-    """Causal attention inside each span; k and v are `[B,S,K,D]`, where K divides H."""
+    """Causal attention inside each span, `[B,S,H,E]`.
+
+    q is `[B,S,H,D]`, k `[B,S,K,D]` and v `[B,S,K,E]`, where K divides H.
+    """
 
     def __call__(
         self, q: Tensor, k: Tensor, v: Tensor, *, spans: Spans, scale: float | None = None

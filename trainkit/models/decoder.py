@@ -1,9 +1,10 @@
-"""One readable pre-norm decoder for the Llama and Qwen3 family.
+"""One readable pre-norm decoder for the Llama, Qwen3 and DeepSeek-V3 families.
 
-RMSNorm, rotary embeddings, grouped-query attention, SwiGLU. Names, shapes and the half-split rotary
-convention are such that Hugging Face weights load without permuting. A model holds parameters, and
-no buffers but its routers', so it is built on the meta device and filled box by box; the kernel of
-its attention is an argument.
+RMSNorm, rotary embeddings, grouped-query or latent attention, SwiGLU or experts. Names, shapes and
+the half-split rotary convention are such that Hugging Face weights load without permuting (but for
+DeepSeek's rotary pairs, which are neighbours). A model holds parameters, and no buffers but its
+routers', so it is built on the meta device and filled box by box; the kernel of its attention is an
+argument.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from trainkit.collectives import gather_replicated
 from trainkit.models.config import DecoderConfig
 from trainkit.models.experts import Balance, ExpertMlp, Tape, check_tape, preload_
 from trainkit.models.initial import init_weights
+from trainkit.models.latent import LatentAttention
 from trainkit.models.layers import Embedding, Linear, Mlp
 from trainkit.models.rotary import rotary_frequencies, rotary_table, rotate
 from trainkit.noise import counters
@@ -100,7 +102,7 @@ class Attention(nn.Module):
     def __init__(self, config: DecoderConfig, *, attend: Attend) -> None:
         super().__init__()
         size, bias = config.head_size, config.qkv_bias
-        self.head_size, self.attend = size, attend
+        self.head_size, self.attend, self.scale = size, attend, config.score_scale
         self.wq = Linear(config.width, config.heads * size, bias=bias)
         self.wk = Linear(config.width, config.kv_heads * size, bias=bias)
         self.wv = Linear(config.width, config.kv_heads * size, bias=bias)
@@ -114,7 +116,7 @@ class Attention(nn.Module):
         if self.q_norm is not None and self.k_norm is not None:
             q, k = self.q_norm(q), self.k_norm(k)
         q, k = rotate(q, *rotary), rotate(k, *rotary)
-        return self.wo(self.attend(q, k, v, spans=spans).flatten(2))
+        return self.wo(self.attend(q, k, v, spans=spans, scale=self.scale).flatten(2))
 
 
 class Block(nn.Module):
@@ -128,7 +130,8 @@ class Block(nn.Module):
         super().__init__()
         self.name, self.dropout = name, config.dropout
         self.attention_norm = nn.RMSNorm(config.width, config.norm_eps)
-        self.attention = Attention(config, attend=attend)
+        kind = Attention if config.latents is None else LatentAttention
+        self.attention = kind(config, attend=attend)
         self.mlp_norm = nn.RMSNorm(config.width, config.norm_eps)
         self.mlp = mlp
 
@@ -343,7 +346,7 @@ class Decoder(nn.Module):
     def _rotary(self, position_ids: Tensor, *, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """Return the table all layers share, in fp32 (fp64 for an fp64 model)."""
         frequencies = rotary_frequencies(
-            self.config.head_size,
+            self.config.rotary_size,
             theta=self.config.rope_theta,
             scaling=self.config.rope_scaling,
             dtype=torch.float64 if dtype == torch.float64 else torch.float32,
