@@ -15,7 +15,7 @@ from trainkit.losses import next_token, next_token_linear, routed
 from trainkit.mesh import solo_parallel
 from trainkit.models import Decoder, call_model, call_routed, init_weights
 from trainkit.optim import adamw
-from trainkit.parallel import fsdp, precision, recompute
+from trainkit.parallel import expert, fsdp, precision, recompute
 from trainkit.parallel.sequence import sequence
 from trainkit.parallel.tensor import tensor
 from trainkit.testing.ledger import count_collectives
@@ -84,7 +84,7 @@ def step_of(job, layout, ps):
     """Return a model, its optimizer, and the two halves of a step in a job's way of computing."""
     dtype = torch.bfloat16 if job.dtype == "bf16" else None
     head = "hidden" if job.loss == "linear" else "logits"
-    plan = [tensor(), sequence(), precision(dtype), recompute(job.recompute), fsdp()]
+    plan = [tensor(), sequence(), expert(), precision(dtype), recompute(job.recompute), fsdp()]
     stages = tk.build_stages(
         lambda: Decoder(job.config, head=head),
         ps,

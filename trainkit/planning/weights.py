@@ -8,7 +8,12 @@ from functools import lru_cache
 
 import attrs
 
-from trainkit.models.config import DecoderConfig, parameter_shapes
+from trainkit.models.config import (
+    DecoderConfig,
+    count_active_parameters,
+    count_parameters,
+    parameter_shapes,
+)
 from trainkit.types import Layout
 
 FP32 = 4
@@ -136,20 +141,17 @@ def _dealt(shapes: Sequence[tuple[int, ...]], parts: int) -> Sizes:
     return sum((_local(shape, parts, dim=dim) for shape in shapes), Sizes())
 
 
+@lru_cache(maxsize=64)
 def idle_parameters(config: DecoderConfig) -> int:
     """Return the parameters of an expert layer that a token does not meet; 0 without experts.
 
     Examples:
-        >>> from trainkit.models.config import Experts
         >>> from trainkit.models.sizes import decoder_config
-        >>> experts = Experts(count=8, chosen=2, width=64)
-        >>> idle_parameters(decoder_config("tiny", experts=experts)) == 6 * 3 * 64 * 128
+        >>> idle_parameters(decoder_config("mixtral-8x7b")) == 6 * 3 * 4_096 * 14_336
         True
     """
-    experts = config.experts
-    if experts is None:
-        return 0
-    return 3 * config.width * experts.width * (experts.count - experts.chosen)
+    idle = count_parameters(config) - count_active_parameters(config)
+    return idle // max(1, len(config.expert_layers))
 
 
 def _tensor_parallel_shape(name: str, shape: tuple[int, ...], tp: int) -> tuple[int, ...]:
