@@ -3,8 +3,9 @@ r"""`python -m trainkit plan`: which layouts a model has on some machines, and w
 Nothing is trained and nothing is started: all figures follow from shapes, by `trainkit.planning`.
 
 It lists the ways to spread a model over ranks, as degrees of pipeline (pp), data (dp_replicate,
-dp_shard), sequence (ring, ulysses) and tensor parallelism (tp), with the memory each rank needs,
-what it sends in a step, and an estimate of the step's time; and says what does not fit, and why.
+dp_shard), sequence (ring, ulysses), tensor (tp) and expert parallelism (ep, where a model has
+experts), with the memory each rank needs, what it sends in a step, and an estimate of the step's
+time; and says what does not fit, and why. Experts are taken to be balanced.
 
 The columns: peak is the most that a rank holds at any moment, in GiB. The next are the largest of
 each kind, which are not all there at once: parameters, gradients and optimizer state in fp32, what
@@ -26,6 +27,9 @@ Examples:
   # FSDP over dp_shard alone, not over the ring; its shards and the optimizer on the host
   python -m trainkit plan --size llama-3.1-8b --world 16 --row-length 65536 --rows 16 \
       --fold-sp none --cpu-offload
+
+  # a mixture of experts, dealt to 8 ranks of each machine
+  python -m trainkit plan --size mixtral-8x7b --world 32 --row-length 8192 --ep 8
 
   # your own machines: 4 GPUs of 24 GiB in each node
   python -m trainkit plan --size qwen3-4b --world 8 --hardware a100 --memory 24 --ranks-per-node 4
@@ -51,7 +55,7 @@ if TYPE_CHECKING:
     from trainkit.planning import Hardware
 
 
-_DEGREES = Layout().axes["world"]
+_DEGREES = tuple(Layout().degrees)
 HELP = "list layouts for a model, with memory, communication and time"
 
 
@@ -134,7 +138,7 @@ def run(options: argparse.Namespace) -> tuple[Any, int]:
 
     vocabulary = {} if options.vocab_size is None else {"vocab_size": options.vocab_size}
     config = decoder_config(options.size, **vocabulary)
-    layouts = _layouts(options)
+    layouts = _layouts(options, config)
     job = Job(
         config=config,
         row_length=options.row_length,
@@ -160,11 +164,14 @@ def run(options: argparse.Namespace) -> tuple[Any, int]:
 
 def _heading(options: argparse.Namespace, config: DecoderConfig) -> str:
     """Return one line that says what was planned: the model, the machines, the rows."""
-    from trainkit.models.config import count_parameters  # noqa: PLC0415 -- see run
+    # see run
+    from trainkit.models.config import count_active_parameters, count_parameters  # noqa: PLC0415
 
     machine, rows = _hardware(options), options.rows or 4 * options.world
+    every, active = count_parameters(config), count_active_parameters(config)
+    met = f" ({active / 1e6:,.1f} for a token)" if active < every else ""
     return (
-        f"{options.size}, {count_parameters(config) / 1e6:,.1f} million parameters, on "
+        f"{options.size}, {every / 1e6:,.1f} million parameters{met}, on "
         f"{options.world} x {machine.name} with {machine.memory / 2**30:g} GiB, of which "
         f"{options.headroom:.0%} stay free; steps of {rows} rows of {options.row_length:,} tokens, "
         f"--reduce {options.reduce}"
@@ -184,17 +191,18 @@ def _hardware(options: argparse.Namespace) -> Hardware:
     return attrs.evolve(hardware(options.hardware), **given)
 
 
-def _layouts(options: argparse.Namespace) -> list[Layout]:
+def _layouts(options: argparse.Namespace, config: DecoderConfig) -> list[Layout]:
     """Return the layouts of the world that have the degrees asked for."""
     from trainkit.planning import layouts_of  # noqa: PLC0415 -- see run
 
     asked = {name: getattr(options, name) for name in _DEGREES}
     fixed = {name: degree for name, degree in asked.items() if degree is not None}
     names = ("fold_sp", "schedule", "reduce", "cpu_offload")
+    experts = 1 if config.experts is None else config.experts.count
     like = Layout(**{name: getattr(options, name) for name in names})
     found = [
         layout
-        for layout in layouts_of(options.world, like=like)
+        for layout in layouts_of(options.world, like=like, experts=experts)
         if all(getattr(layout, name) == degree for name, degree in fixed.items())
     ]
     if options.world < 1:

@@ -52,10 +52,12 @@ def block_activations(
 
     the normed input, rows in the order of experts and their outputs, and for each row as much as an
     MLP keeps; and in numbers of 4 bytes 2 E + 8 k + 4: logits and scores, choices, their weights,
-    two orders of them. In bf16 the router reads an input of its own, in fp32. `selective` keeps
-    k (D + 2 F) + 2 D + 2 S and E. Over ep, rows come balanced: as many as are sent. Backward holds
-    two more gradients of all rows, or those of F if these are larger. Tensor parallelism divides
-    all of it, by tokens.
+    two orders of them (over ep also 4 k, two orders of what comes). In bf16 the router reads an
+    input of its own, in fp32. `selective` keeps k (D + 2 F) + D + 2 S, D more with a shared one,
+    and E; over ep also the rows that have come there and back, 2 k D. Rows are taken to be balanced
+    over ep: as many come as go. Backward holds, beside the incoming D and the gradients of E, k D
+    more, or gradients of the product as in an MLP if these are larger; a forward pass that is
+    repeated has its result beside. Tensor parallelism divides all of this, by tokens.
 
     The counting follows Korthikanti et al., "Reducing activation recomputation in large transformer
     models" (2022), section 4, for their block of LayerNorm, GELU and dropout.
@@ -126,12 +128,12 @@ def _of_experts(job: Job, layout: Layout) -> _Half:
     low, again = job.itemsize != FP32, job.recompute != "none"
     inputs = d * (not low or shared > 0)
     scores = experts.count * FP32 / job.itemsize
-    orders = 8 * k if layout.ep == 1 else 12 * k  # two more for the rows that come
+    dealt = layout.ep > 1
     return _Half(
         kept=(inputs + k * (2 * d + 4 * f) + 4 * shared) / tp,
-        products=(k * (d + 2 * f) + d + (2 * shared + d) * (shared > 0)) / tp,
+        products=(k * (d + 2 * f + 2 * d * dealt) + d + (2 * shared + d) * (shared > 0)) / tp,
         beside=(d + d * again + scores + k * max(d, 2 * f - d)) / tp,
-        numbers=(2 * experts.count + orders + 4 + d * low) / tp,
+        numbers=(2 * experts.count + (8 + 4 * dealt) * k + 4 + d * low) / tp,
         scores=experts.count / tp,
         choices=2 * k / tp,
     )

@@ -115,19 +115,18 @@ def _sharding(job: Job, layout: Layout, pp_rank: int) -> Iterator[Transfer]:
 def _experts(job: Job, layout: Layout, pp_rank: int) -> Iterator[Transfer]:
     """Expert parallelism: rows go to their experts and come back, with as many to each rank.
 
-    In forward, in backward, and where forward is repeated; before they go, ranks tell each other
-    how many (Lepikhin et al., "GShard", 2020).
+    In forward, in backward, and where all of forward is repeated; before they go, ranks tell each
+    other how many (Lepikhin et al., "GShard", 2020).
     """
     experts = job.config.experts
     if experts is None:
         return
     runs = part_of(job, layout, pp_rank).experts * num_microbatches(job, layout)
-    forwards = 1 if job.recompute == "none" else 2
+    exchanges = 6 if job.recompute == "full" else 4
+    told = 1 if job.recompute == "none" else 2
     rows = tokens_per_microbatch(job, layout) // layout.tp * experts.chosen
-    data = 2 * (forwards + 1) * rows * job.config.width * job.itemsize
-    counts = forwards * experts.count * _INT64
-    calls = runs * (3 * forwards + 2)
-    yield Transfer("ep", layout.ep, "all_to_all", calls, runs * (data + counts))
+    data = exchanges * rows * job.config.width * job.itemsize + told * experts.count * _INT64
+    yield Transfer("ep", layout.ep, "all_to_all", runs * (exchanges + told), runs * data)
 
 
 def _tensor(job: Job, layout: Layout, pp_rank: int) -> Iterator[Transfer]:
@@ -203,11 +202,17 @@ def _sequence_gradients(job: Job, layout: Layout, pp_rank: int) -> Iterator[Tran
 
 
 def _pipeline(job: Job, layout: Layout, pp_rank: int) -> Iterator[Transfer]:
-    """Each microbatch's hidden states go on, and their gradients back, at every stage's borders."""
+    """Each microbatch's hidden states go on, and their gradients back, at every stage's borders.
+
+    With experts so does what their routers have counted, `types.Routed`.
+    """
     borders = pipeline_borders(layout, pp_rank)
     sends = num_microbatches(job, layout) * borders
     hidden = tokens_per_microbatch(job, layout) * job.config.width // layout.tp * job.itemsize
     yield Transfer("pp", layout.pp, "send", sends, sends * hidden)
+    if job.config.experts is not None:
+        sums = len(job.config.expert_layers) * (3 + job.config.experts.count) * FP32
+        yield Transfer("pp", layout.pp, "send", sends, sends * sums)
 
 
 def norm_elements(config: DecoderConfig) -> tuple[int, int]:
