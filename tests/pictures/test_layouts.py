@@ -66,6 +66,18 @@ def test_a_picture_of_a_mesh_names_axes_ranks_tokens_and_parameters(tmp_path):
     assert words.count("A") == 2  # both stages see the same tokens
 
 
+@pytest.mark.parametrize("fold_sp", ["all", "none"])
+def test_a_mesh_with_dealt_experts_shows_who_has_which(tmp_path, fold_sp):
+    layout = Layout(dp_shard=4, ring=2, tp=2, ep=2, fold_sp=fold_sp)
+    found = partitions_of(layout)
+    for place in pictures.mesh_places(layout):
+        for name in ("ep", "expert_fsdp"):
+            (ranks,) = [ranks for ranks in found[name] if place.rank in ranks]
+            assert ranks[place.index[name]] == place.rank
+    words = words_of(pictures.plot_mesh(layout, tmp_path / "mesh.svg"))
+    assert {"ep", "expert_fsdp"} <= {*words}
+
+
 def test_a_mesh_that_is_too_large_is_refused(tmp_path):
     with pytest.raises(ValueError, match="128 ranks are more than the 64"):
         pictures.plot_mesh(Layout(dp_shard=128), tmp_path / "mesh.svg")
@@ -310,5 +322,5 @@ def test_the_pictures_of_the_pages_show_what_their_script_draws(tmp_path):
     spec.loader.exec_module(script)
     script.FOLDER = tmp_path
     script.main()
-    for name in ("mesh.svg", "zigzag.svg", "pipeline.svg"):
+    for name in ("mesh.svg", "experts-mesh.svg", "zigzag.svg", "pipeline.svg"):
         assert words_of(folder / name) == words_of(tmp_path / name)

@@ -34,7 +34,8 @@ class RankPlace:
     """One rank: its index on each axis, and which part of tokens and of parameters it holds.
 
     Ranks with the same `tokens` see the same tokens, those with the same `parameters` hold the
-    same parameters.
+    same parameters. Where experts are dealt, `index` has "ep", which part of them, and
+    "expert_fsdp", which shard of that.
     """
 
     rank: int
@@ -64,6 +65,10 @@ def mesh_places(layout: Layout) -> list[RankPlace]:
         index = dict(zip(sizes, map(int, found), strict=True))
         tokens = _number(index, sizes, axes["loss"])
         parameters = _number(index, sizes, ("pp", *axes["fsdp"], "tp"))
+        if layout.ep > 1:
+            index["expert_fsdp"], index["ep"] = divmod(
+                _number(index, sizes, axes["fsdp"]), layout.ep
+            )
         places.append(RankPlace(rank, index, tokens, parameters))
     return places
 
@@ -81,6 +86,8 @@ def plot_mesh(layout: Layout, path: str | Path) -> Path:
 
     A column is a rank. A row above is an axis, which cuts what lies above it into its parts. Below,
     ranks with the same letter hold the same tokens, ranks with the same number the same parameters.
+    Where experts are dealt, ranks with the same number on "ep" hold the same part of them, and
+    "expert_fsdp" says which shard of it.
 
     Args:
         layout: The layout; a dp_shard of -1 counts 1.
@@ -106,10 +113,11 @@ def plot_mesh(layout: Layout, path: str | Path) -> Path:
         raise ValueError(f"plot_mesh: {len(places)} ranks are more than the {_LIMIT} drawn legibly")
     shown = [name for name in layout.axes["world"] if layout.count(name) > 1]
     rows = [*shown, "rank", "tokens", "parameters"]
+    rows += ["ep", "expert_fsdp"] if layout.ep > 1 else []
     figure = new_figure(max(5.0, 1.2 + 0.42 * len(places)), 0.34 * len(rows) + 0.85)
     axes = figure.subplots()
     _draw_axes(axes, places, shown)
-    for row, name in enumerate(rows[-3:], len(shown)):
+    for row, name in enumerate(rows[len(shown) :], len(shown)):
         _draw_leaves(axes, places, row + 0.25 * (name != "rank"), name)
     heights = [at + 0.5 + 0.25 * (at > len(shown)) for at in range(len(rows))]
     axes.set_yticks(heights, rows)
@@ -155,6 +163,8 @@ def _draw_leaves(axes: Axes, places: list[RankPlace], row: float, name: str) -> 
         "rank": lambda place: place.rank,
         "tokens": lambda place: place.tokens,
         "parameters": lambda place: place.parameters,
+        "ep": lambda place: place.index["ep"],
+        "expert_fsdp": lambda place: place.index["expert_fsdp"],
     }
     for value, group in groupby(places, content[name]):
         ranks = [place.rank for place in group]
