@@ -20,20 +20,21 @@ from trainkit.models import (
     init_weights,
     sigmoid_topk,
 )
+from trainkit.models.experts import ExpertWeights
 from trainkit.parallel import bind_call, build_stages, expert, fsdp, recompute, sequence, tensor
 from trainkit.planning import Job
-from trainkit.testing import certify, count_collectives, run_ranks
+from trainkit.testing import certify, count_collectives, run_ranks, train
 from trainkit.testing.builtin import (
     CONFIG,
     EXPERTS,
     MODELS,
-    certify_model,
     decoder_batch,
     decoder_plan,
     expert_loss,
+    padded_batch,
 )
 from trainkit.testing.cases import Case
-from trainkit.testing.certificate import as_text
+from trainkit.testing.certificate import TIERS, as_text
 from trainkit.testing.deal import deal_batch
 from trainkit.types import Axis, ConfigError, Layout, Share
 
@@ -184,13 +185,64 @@ def test_choices_that_come_with_a_batch_are_shared_out_as_its_tokens_are():
 
 # ------------------------------------------------------------------------------ the grouped way
 
-ALL = [
-    Case(Layout(dp_shard=4, ep=2)),
-    Case(Layout(dp_replicate=2, dp_shard=2, ep=2)),
-    Case(Layout(dp_shard=2, tp=2, ep=2)),
-]
+SOUND = {
+    "sharded": Case(Layout(dp_shard=4, ep=2)),
+    "replica": Case(Layout(dp_replicate=2, dp_shard=2, ep=2)),
+    "tp": Case(Layout(dp_shard=2, tp=2, ep=2)),
+}
+PATCH = pytest.MonkeyPatch()
 
 
-def test_experts_multiplied_at_once_are_within_the_bounds_of_fp32():
-    certificate = certify_model("decoder with experts", ALL, tier="fp32", steps=2)
-    assert certificate.ok, as_text(certificate)
+def not_summed_over_tp(module, _ps):
+    for part in module.modules():
+        if isinstance(part, ExpertWeights):
+            delattr(part, "_trainkit_partial")
+    return module
+
+
+def summed_again(axis, module, ps):
+    """Sum the gradients of experts over an axis once more, when all sums are done."""
+    own = [p for x in module.modules() if isinstance(x, ExpertWeights) for p in x.parameters()]
+    sync = train.sync_sp_grads
+
+    def twice(params, sp_axis):
+        sync(params, sp_axis)
+        sync(own, getattr(ps, axis))
+
+    PATCH.setattr(train, "sync_sp_grads", twice)
+    return module
+
+
+MISTAKES = {
+    "not summed over tp": (not_summed_over_tp, "tp"),
+    "summed twice over replicas": (partial(summed_again, "dp_replicate"), "replica"),
+    "summed twice over shards": (partial(summed_again, "expert_fsdp"), "sharded"),
+    "summed over ep": (partial(summed_again, "ep"), "sharded"),
+}
+
+
+def planting_plan(ps, case):
+    PATCH.undo()
+    planted = [MISTAKES[case.note][0]] if case.note else []
+    return [*decoder_plan(ps, case), *planted]
+
+
+@pytest.fixture(scope="module")
+def certificate():
+    wrong = [attrs.evolve(SOUND[where], note=note) for note, (_, where) in MISTAKES.items()]
+    how = {"plan": planting_plan, "loss": expert_loss, "call": call_routed, "tier": "fp32"}
+    cases = [*SOUND.values(), *wrong]
+    return certify(MODELS["decoder with experts"], padded_batch, cases, **how, steps=2)
+
+
+def test_experts_multiplied_at_once_are_within_the_bounds_of_fp32(certificate):
+    wrong = {row.layout for row in certificate.red}
+    assert not wrong & {case.name for case in SOUND.values()}, as_text(certificate)
+
+
+@pytest.mark.parametrize("note", MISTAKES)
+def test_a_reduction_too_few_or_too_many_exceeds_the_bounds_a_hundred_times(certificate, note):
+    (row,) = (row for row in certificate.rows if row.layout.endswith(f", {note}"))
+    assert not row.error
+    bounds = TIERS["fp32"]
+    assert max(row.grad_norm / bounds.norm_bound, row.state / bounds.state_bound) > 100
