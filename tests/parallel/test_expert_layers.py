@@ -8,7 +8,7 @@ from trainkit.mesh import solo_parallel
 from trainkit.models import Decoder
 from trainkit.parallel import sequence, tensor
 from trainkit.planning import Job
-from trainkit.testing.builtin import CONFIG, EXPERTS
+from trainkit.testing.builtin import CONFIG, EXPERTS, LATENT
 from trainkit.types import Axis, ConfigError, Share
 
 
@@ -21,6 +21,8 @@ def test_documents_that_ranks_would_share_are_not_balanced_apart(axis, transform
         transform()(model, ps)
 
 
-def test_a_plan_says_that_it_does_not_know_experts():
+def test_a_plan_says_that_it_knows_neither_experts_nor_latents():
     with pytest.raises(ConfigError, match="a plan does not know yet what experts need"):
         Job(config=attrs.evolve(CONFIG, experts=EXPERTS), row_length=64, rows=8)
+    with pytest.raises(ConfigError, match="a plan does not know yet what latent attention needs"):
+        Job(config=LATENT, row_length=64, rows=8)
