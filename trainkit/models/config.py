@@ -163,6 +163,19 @@ class Experts:
     scale: float = attrs.field(default=1.0, validator=positive)
     """What weights are multiplied by, after all."""
 
+    capacity: float = attrs.field(
+        default=0.0, validator=rule(lambda value: 0 <= value < math.inf, "at least 0 and finite")
+    )
+    """How many times its even part of the choices an expert may take; what is above is dropped. 0
+    drops nothing. Each rank limits those of its own microbatch, so by its nature what is dropped
+    depends on the layout; see `limited`."""
+
+    jitter: float = attrs.field(
+        default=0.0, validator=rule(lambda value: 0 <= value < 1, "in [0, 1)")
+    )
+    """By how much at most, as a part of it, noise moves what a router sees, while training; see
+    `jittered`."""
+
     def __attrs_post_init__(self) -> None:
         try:
             check_groups("Experts", self.count, self.chosen, self.groups, self.groups_chosen)

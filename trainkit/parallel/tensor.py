@@ -366,7 +366,7 @@ def _slice_by_token(axis: Axis) -> Callable[..., Any]:
     """Return a hook for the root of a model: what blocks need of this rank's part of the tokens."""
 
     def hook(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        given = {name: kwargs.get(name) for name in ("noise_key", "is_token")}
+        given = {name: kwargs.get(name) for name in ("noise_key", "is_token", "choices")}
         own = {k: contiguous_shard(x, axis.share) for k, x in given.items() if x is not None}
         return args, kwargs | own
 
