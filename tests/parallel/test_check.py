@@ -9,12 +9,15 @@ import pytest
 import recipe_runs
 from recipe_runs import error_of, refusal
 
-from trainkit.models import Experts, decoder_config, decoder_sizes
+from trainkit.models import Experts, Latents, decoder_config, decoder_sizes
 from trainkit.parallel import problems, refuse
 from trainkit.types import ConfigError, Layout, Rows
 
 TINY = decoder_config("tiny")
 GROUPED = attrs.evolve(TINY, kv_heads=2)
+LATENT = attrs.evolve(
+    TINY, heads=6, kv_heads=6, latents=Latents(kv_rank=4, plain=4, rotary=2, values=5)
+)
 FITS = {"row_length": 256, "rows": 8, "microbatch": 1, "multiple_of": 8}
 
 
@@ -38,6 +41,8 @@ REFUSED = [
         {},
         "6 key and value heads can neither be shared out nor repeated over ulysses = 4",
     ),
+    (LATENT, {"tp": 4}, {}, "6 heads do not divide by tp = 4; set tp to 1 or 2"),
+    (LATENT, {"ulysses": 4}, {}, "6 heads do not divide by ulysses = 4; set ulysses to 1, 2, 3 or"),
     (TINY, {"ring": 8}, {}, "16 equal parts, and multiple_of = 8 .* set multiple_of to 16"),
     (
         TINY,

@@ -27,6 +27,7 @@ from trainkit.testing import certify, count_collectives, run_ranks, train
 from trainkit.testing.builtin import (
     CONFIG,
     EXPERTS,
+    LATENT,
     MODELS,
     decoder_batch,
     decoder_plan,
@@ -51,9 +52,11 @@ def test_documents_that_ranks_would_share_are_not_balanced_apart(axis, transform
         transform()(model, ps)
 
 
-def test_a_plan_says_that_it_does_not_know_experts():
+def test_a_plan_says_that_it_knows_neither_experts_nor_latents():
     with pytest.raises(ConfigError, match="a plan does not know yet what experts need"):
         Job(config=CONFIG, row_length=64, rows=8)
+    with pytest.raises(ConfigError, match="a plan does not know yet what latent attention needs"):
+        Job(config=LATENT, row_length=64, rows=8)
 
 
 # ----------------------------------------------------------------------------- expert parallelism

@@ -15,7 +15,7 @@ from trainkit.batch import blank_batch
 from trainkit.collectives import all_sum, gather_replicated
 from trainkit.losses import next_token, next_token_linear, with_terms
 from trainkit.mesh import solo_parallel
-from trainkit.models import Decoder, call_with_noise, init_weights
+from trainkit.models import Decoder, Latents, call_with_noise, init_weights
 from trainkit.parallel import fsdp, reduction
 from trainkit.parallel.naming import box_of
 from trainkit.parallel.reduction import mark_partial_, sum_partial_
@@ -324,6 +324,14 @@ def decoder(**changes):
         return Decoder(attrs.evolve(model_config(BASE), **changes))
 
 
+SIX_HEADS = {
+    "heads": 6,
+    "kv_heads": 6,
+    "head_dim": None,
+    "qk_norm": False,
+    "qkv_bias": False,
+    "latents": Latents(kv_rank=4, plain=4, rotary=2, values=5),
+}
 WITHOUT_NORM = {k: v for k, v in DECODER_STYLES.items() if k != "layers.*.mlp_norm"}
 MLP = {"layers.*.mlp.up": "column", "layers.*.mlp.down": "row"}
 
@@ -333,6 +341,8 @@ MLP = {"layers.*.mlp.up": "column", "layers.*.mlp.down": "row"}
     [
         (8, {}, None, ["'layers.0.attention.wq'", "has 4 heads, which do not", "tp = 8"]),
         (4, {"kv_heads": 2}, None, ["'layers.0.attention.wk'", "2 heads", "tp = 4"]),
+        (4, SIX_HEADS, None, ["'layers.0.attention.wq' has 6 heads, which do not", "tp = 4"]),
+        (4, SIX_HEADS, {"layers.*.attention.wkv": "column"}, ["attention.wkv' has 6 heads"]),
         (2, {"vocab_size": 31}, None, ["embedding.weight", "is 31, which does not", "tp = 2"]),
         (2, {"mlp_width": 25}, None, ["mlp.gate.weight", "25", "tp = 2"]),
         (2, {"mlp_width": 25}, MLP, ["mlp.up.weight", "25", "tp = 2"]),

@@ -108,17 +108,17 @@ def of_one_size(*tensors: Tensor) -> list[Tensor]:
         >>> [x.shape[-1] for x in of_one_size(torch.ones(1, 3), torch.ones(2, 2))]
         [3, 3]
     """
-    size = widest(*tensors).shape[-1]
+    size = max([x.shape[-1] for x in tensors])
     return [
         x if x.shape[-1] == size else nn.functional.pad(x, (0, size - x.shape[-1])) for x in tensors
     ]
 
 
-def widest(*tensors: Tensor) -> Tensor:
-    """Return the tensor, the first of several, with the largest last dimension.
+def wider(x: Tensor, y: Tensor) -> Tensor:
+    """Return which of two tensors has the larger last dimension, for equal ones the first.
 
     Examples:
-        >>> widest(torch.ones(1, 3), torch.ones(1, 5)).shape[-1]
+        >>> wider(torch.ones(1, 3), torch.ones(1, 5)).shape[-1]
         5
     """
-    return max(tensors, key=lambda x: x.shape[-1])
+    return x if x.shape[-1] >= y.shape[-1] else y

@@ -29,7 +29,7 @@ from trainkit.attention.blocks import (
     kernel_for,
     merge_lse,
 )
-from trainkit.attention.inputs import check_inputs, widest
+from trainkit.attention.inputs import check_inputs, wider
 from trainkit.attention.untraced import untraced
 from trainkit.attention.varlen import varlen
 from trainkit.types import Attend, Axis, Spans
@@ -83,7 +83,7 @@ def _attend(
     q_, k_, v_ = (x.flatten(0, 1) for x in (q, k, v))
     tour = _Tour(
         axis=axis,
-        kernel=kernel_for(widest(q_, v_)) if kernel is None else kernel,
+        kernel=kernel_for(wider(q_, v_)) if kernel is None else kernel,
         views=_views(spans, axis, scale=scale),
     )
     return _Ring.apply(q_, k_, v_, tour).unflatten(0, q.shape[:2])

@@ -7,7 +7,7 @@ from functools import partial
 from torch import Tensor
 
 from trainkit.attention.blocks import flash_takes, in_order
-from trainkit.attention.inputs import check_inputs, of_one_size, widest
+from trainkit.attention.inputs import check_inputs, of_one_size, wider
 from trainkit.attention.sdpa import sdpa
 from trainkit.types import Spans
 
@@ -45,7 +45,7 @@ def varlen(q: Tensor, k: Tensor, v: Tensor, *, spans: Spans, scale: float | None
         True
     """
     q, k, v, scale = check_inputs(q, k, v, spans=spans, scale=scale)
-    if flash_takes(widest(q, v)):
+    if flash_takes(wider(q, v)):
         return flash_varlen(q, k, v, spans=spans, scale=scale)
     return sdpa(q, k, v, spans=spans, scale=scale)
 

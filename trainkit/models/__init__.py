@@ -2,9 +2,10 @@
 
 `config` describes a decoder of the Llama, Qwen3, Mixtral and DeepSeek-V3 families, `decoder` is its
 modules, `latent` the attention of the last, `experts` its layers of experts, `routers` what chooses
-among them and `dispatch` what takes tokens there and back, `initial` its first values, `sizes` its
-public and small sizes by name; `call` enters a batch into a model; `generate` draws text. There are
-no buffers but those of a router, which a step moves and a checkpoint holds.
+among them and `dispatch` what takes tokens there and back, `initial` its first values, `upcycled`
+those that a dense one has, `sizes` its public and small sizes by name; `call` enters a batch into a
+model; `generate` draws text. There are no buffers but those of a router, which a step moves and a
+checkpoint holds.
 """
 
 from __future__ import annotations
@@ -44,6 +45,7 @@ from trainkit.models.sizes import (
     decoder_sizes,
     round_up_vocabulary,
 )
+from trainkit.models.upcycled import upcycled
 
 __all__ = [
     "Decoder",
@@ -77,5 +79,6 @@ __all__ = [
     "round_up_vocabulary",
     "sigmoid_topk",
     "softmax_topk",
+    "upcycled",
     "update_expert_bias",
 ]

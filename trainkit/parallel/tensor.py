@@ -51,6 +51,19 @@ dropout and the residual stream are shared too. Logits leave the model whole, `[
 `Hidden` leaves it with this rank's rows of the weight, `[V / tp, D]`, and the axis.
 """
 
+LATENT_STYLES: Mapping[str, str] = MappingProxyType(
+    {name: style for name, style in DECODER_STYLES.items() if name != "layers.*.attention"}
+    | {
+        "layers.*.attention.*_latent": "partial",
+        "layers.*.attention.*_latent_norm": "partial_gathered",
+        "layers.*.attention.k_rotary": "partial_gathered",
+        "layers.*.attention.wkv": "column_inside",
+    }
+)
+"""The same of a decoder with `Latents`: each rank makes those of its own tokens, and the narrow
+latents are gathered in place of what attention is given.
+"""
+
 _HF_STYLES = {
     "colwise": "column",
     "colwise_rep": "column_gathered",
@@ -199,16 +212,20 @@ def _styles_of(
     module: nn.Module, styles: Mapping[str, str | Style] | None, *, whole: bool
 ) -> dict[str, tuple[str, Style]]:
     """Return (pattern, style) by module name; `whole` says that the module is no pipeline stage."""
-    if styles is None and not isinstance(module, Decoder):
+    if styles is None and isinstance(module, Decoder):
+        ready = DECODER_STYLES if module.config.latents is None else LATENT_STYLES
+    elif styles is None:
         raise ConfigError(
             f"tensor: there is no ready plan for a {type(module).__name__}; pass one, as "
             'tensor({"layers.*.up": "column", "layers.*.down": "row"}) or tensor(hf_styles(model))',
             where="tp",
         )
+    else:
+        ready = styles
     names = [name for name, _ in module.named_modules() if name]
     found: dict[str, tuple[str, Style]] = {}
     own = _inside_experts(module)
-    for pattern, named in (DECODER_STYLES if styles is None else styles).items():
+    for pattern, named in ready.items():
         matching = [name for name in names if name_matches(name, pattern) and name not in own]
         if not matching and whole and styles is not None:
             raise ConfigError(

@@ -17,7 +17,14 @@ from torch import nn
 from trainkit.batch import collate_bins
 from trainkit.corpora.tokens import TokenCorpus
 from trainkit.losses import next_token, next_token_linear, routed, with_terms
-from trainkit.models import Decoder, DecoderConfig, Experts, call_routed, call_with_noise
+from trainkit.models import (
+    Decoder,
+    DecoderConfig,
+    Experts,
+    Latents,
+    call_routed,
+    call_with_noise,
+)
 from trainkit.noise.counters import token_keys
 from trainkit.packing import pack_bins
 from trainkit.parallel.compiled import compiled
@@ -106,12 +113,22 @@ def with_experts(config: DecoderConfig) -> nn.Module:
     return model
 
 
+LATENT = attrs.evolve(
+    CONFIG,
+    kv_heads=8,
+    qk_norm=False,
+    latents=Latents(query_rank=20, kv_rank=12, plain=10, rotary=8, values=6),
+)
+NO_QUERY_RANK = attrs.evolve(LATENT, latents=attrs.evolve(LATENT.latents, query_rank=None))
+
 MODELS: dict[str, Callable[[], nn.Module]] = {
     "decoder": partial(decoder_of, CONFIG),
     "tied decoder": partial(decoder_of, attrs.evolve(CONFIG, tied=True)),
     "decoder with dropout": partial(decoder_of, attrs.evolve(CONFIG, dropout=0.3)),
     "decoder with frozen blocks": partial(half_frozen, CONFIG),
     "decoder with experts": partial(with_experts, CONFIG),
+    "decoder with experts and latents": partial(with_experts, LATENT),
+    "decoder with latents, none of queries": partial(decoder_of, NO_QUERY_RANK),
     "foreign model": ForeignModel,
     "foreign model, a part for some": partial(ForeignModel, sometimes=True),
     "exact model": ExactModel,
@@ -237,6 +254,15 @@ def cases_of_model(name: str) -> list[Case]:
             Case(Layout(dp_shard=2, ring=2, tp=2)),
             *expert_cases(),
         ],
+        "decoder with experts and latents": [
+            *ends,
+            Case(Layout(ring=2, fold_sp="none")),
+            Case(Layout(ulysses=2)),
+            Case(Layout(pp=2, dp_shard=2), recompute="full"),
+            Case(Layout(dp_shard=2, tp=2), recompute="selective"),
+            Case(compiled=True),
+        ],
+        "decoder with latents, none of queries": [*ends[1:2], Case(Layout(ulysses=2, tp=2))],
         "foreign model": [
             *ends[:2],
             Case(Layout(dp_shard=2, tp=2)),
@@ -386,7 +412,7 @@ def certify_model(name: str, cases: Sequence[Case], **options: Any) -> Certifica
     kind = name.partition(" ")[0]
     how: Any = {"exact": _EXACT, "foreign": _FOREIGN}.get(kind, _DECODER)
     batches = exact_batch if kind == "exact" else decoder_batch
-    if name == "decoder with experts":
+    if name.startswith("decoder with experts"):
         how, batches = _EXPERTS, padded_batch
     # Compiling takes some seconds a rank, and more where other work wants the cores.
     options = {"timeout": 180.0, "title": name, **how, **options}
