@@ -20,8 +20,9 @@ def routed(loss: NamedLoss, *, balance: float = 0.0, router_z: float = 0.0) -> N
 
     Beside its own terms it reports "balance", which is 1 per token where all experts are chosen
     alike, and "router_z", the squared log-sum-exp of a router's logits, both of which are means
-    over the expert layers and sums over all tokens, trained on or not; and "load" `[L, E]`, how
-    often each expert was chosen, for `models.advance_routers_`. Tokens that are not trained on have
+    over the expert layers and sums over all tokens, trained on or not; "load" `[L, E]`, how often
+    each expert was chosen, for `models.advance_routers_`; and "dropped" `[L]`, how many of these
+    choices found an expert full (`Experts.capacity`). Tokens that are not trained on have
     experts too, so these have a denominator of their own: each reports its "/count", which
     `mean_terms` divides by, and `forward_backward` takes one for each term that has a gradient,
     `{"loss": trained, "balance": tokens, "router_z": tokens}`, with `batch.count_tokens`.
@@ -42,7 +43,7 @@ def routed(loss: NamedLoss, *, balance: float = 0.0, router_z: float = 0.0) -> N
 
     Examples:
         >>> from trainkit.losses import next_token
-        >>> output = Routed(torch.zeros(1, 2, 4), torch.tensor([[2.0, 4.0, 1.0, 1.0]]))
+        >>> output = Routed(torch.zeros(1, 2, 4), torch.tensor([[2.0, 4.0, 0.0, 1.0, 1.0]]))
         >>> batch = {"labels": torch.tensor([[1, 2]]), "document_ids": torch.zeros(1, 2)}
         >>> total, terms = routed(next_token, balance=0.5)(output, batch)
         >>> {name: float(x) for name, x in total.items()}, terms["load"].tolist()
@@ -50,7 +51,7 @@ def routed(loss: NamedLoss, *, balance: float = 0.0, router_z: float = 0.0) -> N
     """
     weights = {"balance": balance, "router_z": router_z}
 
-    named = [f"{name}{end}" for name in (*weights, "load") for end in ("", "/count")]
+    named = [f"{name}{end}" for name in (*weights, "dropped", "load") for end in ("", "/count")]
 
     @with_terms(*loss.terms, *named)
     def routed_loss(output: Any, batch: Mapping[str, Any]) -> Any:
@@ -60,7 +61,8 @@ def routed(loss: NamedLoss, *, balance: float = 0.0, router_z: float = 0.0) -> N
             raise ValueError(f"routed: a Routed was expected, {mend}; got a {got}")  # noqa: TRY004
         total, terms = loss(output.output, batch)
         own = dict(zip(weights, output.sums[:, :2].mean(0).unbind(), strict=True))
-        own["load"] = output.sums[:, 2:].detach().to(torch.int64)
+        own["dropped"] = output.sums[:, 2].detach().to(torch.int64)
+        own["load"] = output.sums[:, 3:].detach().to(torch.int64)
         tokens = (batch["document_ids"] >= 0).sum()
         parts = {name: weight * own[name] for name, weight in weights.items() if weight}
         values = [value for x in own.values() for value in (x.detach(), tokens)]

@@ -17,7 +17,7 @@ from typing import Any, Protocol, cast
 import torch
 from torch import Tensor
 
-from trainkit.batch import divisor_of
+from trainkit.batch import divisor_of, divisors_of
 from trainkit.collectives import gather_replicated
 from trainkit.losses.cross_entropy import sum_and_parts, z_loss
 from trainkit.losses.linear_cross_entropy import (
@@ -305,9 +305,10 @@ def mean_terms(sums: Mapping[str, Tensor], tokens: Denominator) -> dict[str, Ten
         >>> mean_terms(sums | {"loss/web/count": torch.tensor(2)}, torch.tensor(4))
         {'loss': tensor(1.5000), 'loss/web': tensor(2.)}
     """
+    divisors = divisors_of(tokens)
     return {
         name: total
-        / (sums[f"{name}/count"] if f"{name}/count" in sums else divisor_of(name, tokens))
+        / (sums[f"{name}/count"] if f"{name}/count" in sums else divisor_of(name, divisors))
         for name, total in sums.items()
         if not name.endswith("/count")
     }
