@@ -14,6 +14,7 @@ from trainkit.types import Layout
 
 WITH_ALL = "TRAINKIT_ALL_ROWS"  # set by conftest.py, for workers too
 ONLY_ALL = pytest.mark.only_all
+SIZES = {"world", "layers", "rows", "vocab_size", "multiple_of"}  # a layout needs them: no choices
 
 
 def choices_of(row):
@@ -22,7 +23,8 @@ def choices_of(row):
     Ranks that no other degree takes are those over which parameters are sharded.
     """
     usual, degrees = type(row)(), [name for name in Layout().degrees if hasattr(row, name)]
-    fields = {k: v for k, v in attrs.asdict(row).items() if k != "world" and v != getattr(usual, k)}
+    every = attrs.asdict(row).items()
+    fields = {k: v for k, v in every if k not in SIZES and v != getattr(usual, k)}
     sharded = row.world > math.prod(getattr(row, name) for name in degrees)
     choices = {k if k in degrees else f"{k} = {v}" for k, v in fields.items()}
     return choices | ({"dp_shard"} if sharded else set())

@@ -8,6 +8,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from unittest import mock
 
 import pytest
 
@@ -47,9 +48,16 @@ def load(recipe):
 
 
 def here(flags, recipe="pretrain"):
-    """Run a recipe in this process; return its exit code, and what it printed or said on stderr."""
+    """Run a recipe in this process; return its exit code, and what it printed or said on stderr.
+
+    Its loss is not drawn, which takes longer than the steps; `run` draws it.
+    """
     out, err = io.StringIO(), io.StringIO()
-    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+    with (
+        contextlib.redirect_stdout(out),
+        contextlib.redirect_stderr(err),
+        mock.patch("trainkit.runtime.run.plot_loss"),
+    ):
         try:
             with report_errors():  # as `leave` does, which would end this process
                 code = load(recipe).main([str(flag) for flag in flags])

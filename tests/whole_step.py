@@ -132,7 +132,7 @@ def full(tensor):
     return whole.detach().numpy().copy()
 
 
-def run_steps(layout, *, steps=3, resume_from=None, save_to=None):
+def run_steps(layout, *, steps=2, resume_from=None, save_to=None):
     """Train; return losses, norms, batch hashes, parameters and the state hash."""
     text = corpus()
     bins = tk.pack_bins(text.lengths, CAPACITY, multiple_of=layout.multiple_of)

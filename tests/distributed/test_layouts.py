@@ -1,4 +1,4 @@
-"""Three steps as a recipe takes them, from a corpus, give the same numbers on one rank and on many.
+"""Two steps as a recipe takes them, from a corpus, give the same numbers on one rank and on many.
 
 Which layouts do is for the certificate to say (test_certificate.py); here is what it takes for
 granted: that `step_batch` deals the rows, and that one process is right.
@@ -64,7 +64,7 @@ def test_dropout_changes_the_numbers():
     assert difference(reference(dropout=0.3), reference()) > 1e-3
 
 
-def plain_pytorch_steps(*, steps=3):
+def plain_pytorch_steps(*, steps=2):
     """The same steps written out: one batch, one mean, torch's own clip and AdamW."""
     config, solo = model_config(Layout()), tk.solo_parallel()
     model, weights = Decoder(config).double(), init_weights(config, seed=0)

@@ -27,6 +27,7 @@ def test_many_saves_back_to_back_leave_no_more_than_one(arena):
 
 
 @pytest.mark.case("Z3")
+@pytest.mark.only_all
 def test_sixteen_ranks_on_two_cores(arena):
     harness.complete(arena.server, arena.out, "--rows", 16, "--save-every", 2, ranks=16, steps=2)
     assert harness.committed(arena.out) == ["step_00000002"]

@@ -72,7 +72,7 @@ def test_before_the_first_step(arena):
 @pytest.mark.case("E3")
 def test_a_second_interrupt_ends_at_once_and_the_last_checkpoint_stands(arena):
     flags = trials.saves(background=False)
-    with harness.running(arena.server, arena.out, *flags, steps=5000, slow_disk=0.3) as job:
+    with harness.running(arena.server, arena.out, *flags, steps=5000, slow_disk=0.1) as job:
         harness.wait_for(lambda: harness.committed(arena.out), job)
         before = harness.committed(arena.out)
         harness.kill_all(job, signal.SIGINT)
@@ -86,7 +86,7 @@ def test_a_second_interrupt_ends_at_once_and_the_last_checkpoint_stands(arena):
 @pytest.mark.case("E4")
 def test_killed_before_the_save_is_done_the_last_one_stands(arena):
     flags = trials.saves(background=True)
-    with harness.running(arena.server, arena.out, *flags, steps=100, slow_disk=0.3) as job:
+    with harness.running(arena.server, arena.out, *flags, steps=100, slow_disk=0.1) as job:
         harness.wait_for(lambda: harness.committed(arena.out), job)
         before = harness.committed(arena.out)
         harness.kill_all(job, signal.SIGTERM)
@@ -100,7 +100,7 @@ def test_killed_before_the_save_is_done_the_last_one_stands(arena):
 
 @pytest.mark.case("E7")
 def test_told_to_stop_while_a_peer_is_stuck(arena):
-    flags = [*trials.saves(background=False), "--grace", 4]
+    flags = [*trials.saves(background=False), "--grace", 2]
     faults = [["stop_at", {"at": 5, "rank": 1}]]
     with harness.running(arena.server, arena.out, *flags, faults=faults) as job:
         harness.wait_for(harness.reached(arena.out, 4), job)

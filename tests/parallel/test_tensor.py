@@ -71,7 +71,7 @@ def found_on(world):
 
 
 @pytest.mark.parametrize("name", every_pair.named(LAYOUTS))
-def test_three_steps_give_the_numbers_of_one_process_in_fp64(name):
+def test_two_steps_give_the_numbers_of_one_process_in_fp64(name):
     layout = LAYOUTS[name]
     wanted = reference(tied=layout.tied, dropout=layout.dropout)
     found = found_on(layout.world)[name]

@@ -1,16 +1,18 @@
 """The recipes as a user starts them, on one process and on two, with good input and with bad."""
 
 import json
+import os
 import re
 import resource
 import shutil
 import signal
+import threading
 import time
 import tomllib
 
 import pytest
 import recipe_runs
-from recipe_runs import column, error_of, events, here, lines, load, refusal, run, several, start
+from recipe_runs import column, error_of, events, here, lines, load, refusal, run, several
 
 from trainkit import config, schedules, sinks
 from trainkit.checkpoint import verify_checkpoint
@@ -125,32 +127,34 @@ def test_run_again_it_is_complete_and_with_more_steps_it_goes_on(whole, text, tm
 
 
 def test_torchrun_on_two_ranks_prints_the_same_losses_once(whole, text, tmp_path):
-    printed = pretrain(tmp_path, text, 8, ranks=2)
-    assert column(tmp_path, "batch_hash") == column(whole[0], "batch_hash")
-    assert column(tmp_path, "loss") == pytest.approx(column(whole[0], "loss"), rel=1e-5)
-    assert column(tmp_path, "tokens") == column(whole[0], "tokens")
-    assert printed.count("step 8/8") == 1
+    printed = pretrain(tmp_path, text, 3, ranks=2)
+    assert column(tmp_path, "batch_hash") == column(whole[0], "batch_hash")[:3]
+    assert column(tmp_path, "loss") == pytest.approx(column(whole[0], "loss")[:3], rel=1e-5)
+    assert column(tmp_path, "tokens") == column(whole[0], "tokens")[:3]
+    assert printed.count("step 3/3") == 1
 
 
 def test_replicas_and_other_ranks_after_a_stop_give_the_same_losses(whole, text, tmp_path):
     replicas, more, fewer = (tmp_path / name for name in ("replicas", "more", "fewer"))
-    here(flags_of(more, text, 4))
+    here(flags_of(more, text, 2))
     runs = [
-        flags_of(replicas, text, 8, "--dp-replicate", 2),
-        flags_of(more, text, 8),
-        flags_of(fewer, text, 4),
+        flags_of(replicas, text, 4, "--dp-replicate", 2),
+        flags_of(more, text, 4),
+        flags_of(fewer, text, 2),
     ]
     for code, said in run_ranks(several, 2, runs, timeout=170)[0]:
         assert code == 0, said
-    here(flags_of(fewer, text, 8))
+    here(flags_of(fewer, text, 4))
     for out in (replicas, more, fewer):
-        assert column(out, "loss") == pytest.approx(column(whole[0], "loss"), rel=1e-5), out.name
-        assert column(out, "batch_hash") == column(whole[0], "batch_hash"), out.name
+        losses = column(whole[0], "loss")[:4]
+        assert column(out, "loss") == pytest.approx(losses, rel=1e-5), out.name
+        assert column(out, "batch_hash") == column(whole[0], "batch_hash")[:4], out.name
 
 
 def test_generate_writes_text_from_the_last_checkpoint(whole):
-    printed = run("generate", "--run", whole[0], "--prompt", "word3", "--tokens", 20)
-    assert printed.startswith("word3")
+    flags = ["--run", whole[0], "--prompt", "word3", "--tokens", 20]
+    code, printed = here(flags, "generate")
+    assert (code, printed.startswith("word3")) == (0, True), printed
     assert len(printed) > len("word3\n")
 
 
@@ -169,21 +173,22 @@ def test_no_token_is_drawn_that_only_rounds_the_vocabulary_up(whole, text, tmp_p
     assert seen == [271, 271]
 
 
-def listen_to_interrupts():
-    """Undo what a shell does to programs in its background: they ignore interrupts."""
-    signal.signal(signal.SIGINT, signal.SIG_DFL)
+def interrupted(flags, until):
+    """Run a recipe in a process that gets an interrupt when a file is there."""
+
+    def interrupt():
+        while not until.exists():
+            time.sleep(0.01)
+        os.kill(os.getpid(), signal.SIGINT)
+
+    threading.Thread(target=interrupt, daemon=True).start()
+    return here(flags)
 
 
 def test_an_interrupt_saves_and_ends_with_75(text, tmp_path):
-    flags = ["--out", tmp_path, "--data", text, "--steps", 5000, *SMALL]
-    process = start("pretrain", *flags, preexec_fn=listen_to_interrupts)
-    until = time.monotonic() + 120
-    while not (tmp_path / "checkpoints/step_00000003").exists() and process.poll() is None:
-        assert time.monotonic() < until
-        time.sleep(0.01)
-    process.send_signal(signal.SIGINT)
-    out, err = process.communicate(timeout=60)
-    assert process.returncode == 75, err
+    first = tmp_path / "checkpoints/step_00000003"
+    ((code, out),) = run_ranks(interrupted, 1, flags_of(tmp_path, text, 5000), first)
+    assert code == 75, out
     last = column(tmp_path, "step")[-1]
     assert f"stopped after step {last} (SIGINT on rank 0)" in out
     assert verify_checkpoint(tmp_path / "checkpoints" / f"step_{last:08d}") == []

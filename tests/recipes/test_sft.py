@@ -103,7 +103,11 @@ def test_stopped_it_goes_on_to_the_same_bits(whole, chats, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("world", "layouts"), [(2, ["", "--pp 2"]), (4, ["--ring 2 --tp 2 --fold-sp none"])]
+    ("world", "layouts"),
+    [
+        (2, ["", "--pp 2", "--ring 2 --fold-sp none"]),
+        pytest.param(4, ["--ring 2 --tp 2 --fold-sp none"], marks=pytest.mark.only_all),
+    ],
 )
 def test_every_layout_prints_the_same_losses(world, layouts, whole, chats, tmp_path):
     outs = [tmp_path / str(number) for number in range(len(layouts))]
