@@ -2,7 +2,7 @@
 
 python recipes/moe.py                                   # one process, balanced without a loss
 python recipes/moe.py --balance loss                    # with the auxiliary loss instead
-torchrun --nproc-per-node 2 recipes/moe.py --tp 2       # two, and the same losses
+torchrun --nproc-per-node 2 recipes/moe.py --ep 2       # two, each with half of the experts
 python recipes/moe.py --data FOLDER --experts 32 --chosen 4     # your text, more experts
 """
 
@@ -94,6 +94,7 @@ def build(cfg, ps, model):
     plan = [
         tk.parallel.tensor(),
         tk.parallel.sequence(),
+        tk.parallel.expert(),
         tk.parallel.precision(tk.parallel.DTYPES[cfg.dtype]),
         tk.parallel.recompute(cfg.recompute, preserve_rng_state=False),
         *([tk.parallel.compiled()] if cfg.compiled else []),

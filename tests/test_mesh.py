@@ -83,6 +83,24 @@ def test_experts_are_a_factor_of_what_parameters_are_sharded_over():
     assert found["expert_fsdp"] == (1, 2, (0, 2))
 
 
+def meshes_of_experts(degrees):
+    """Return the sizes of both meshes by name, and the ranks of this rank's slices."""
+    with tk.parallel_session(**degrees) as ps:
+        sizes = [
+            dict(zip(m.mesh_dim_names, m.shape, strict=True)) for m in (ps.mesh, ps.expert_mesh)
+        ]
+        slices = {n: ps.expert_mesh[n].mesh.tolist() for n in ("expert_fsdp", "ep", "tp")}
+        return sizes, slices
+
+
+def test_experts_live_on_slices_of_one_mesh_that_has_ep_in_place_of_fsdp():
+    degrees = {"dp_replicate": 2, "dp_shard": 2, "tp": 2, "ep": 2}
+    (mesh, experts), slices = run_ranks(functools.partial(meshes_of_experts, degrees), 8)[5]
+    assert mesh == {"dp_replicate": 2, "fsdp": 2, "tp": 2}
+    assert experts == {"dp_replicate": 2, "expert_fsdp": 1, "ep": 2, "tp": 2}
+    assert slices == {"expert_fsdp": [5], "ep": [5, 7], "tp": [4, 5]}
+
+
 @given(st.permutations([1, 1, 1, 2, 3, 2]), st.sampled_from(["all", "ring", "ulysses", "none"]))
 def test_every_axis_partitions_the_world(degrees, fold_sp):
     named = dict(zip(NAMES, degrees, strict=True))

@@ -206,16 +206,17 @@ def test_load_over_mean_and_entropy_by_hand():
 def test_load_metrics_tell_each_layer_and_the_worst_without_waiting():
     load, biases = torch.tensor([[6, 0, 1, 1], [2, 2, 2, 2]]), torch.tensor([[0.1, -0.3], [0, 0.2]])
     with Transfers() as transfers:
-        shown = load_metrics(load, biases=biases)
+        shown = load_metrics(load, biases=biases, dropped=torch.tensor([1, 2]))
     assert transfers.count == 0
     assert all(x.ndim == 0 for x in shown.values())
     host = to_host(shown)
-    names = ("load_over_mean", "load_entropy", "expert_bias")
+    names = ("load_over_mean", "load_entropy", "expert_bias", "dropped_share")
     assert list(host) == [name + end for name in names for end in ("", "/0", "/1")]
     assert [host["load_over_mean" + end] for end in ("", "/0", "/1")] == [3, 3, 1]
     assert host["load_entropy"] == host["load_entropy/0"] < host["load_entropy/1"] == 1
     assert host["expert_bias"] == host["expert_bias/0"] == pytest.approx(0.3)
-    assert "expert_bias" not in load_metrics(load)
+    assert [host["dropped_share" + end] for end in ("", "/0", "/1")] == [0.25, 0.125, 0.25]
+    assert load_metrics(load).keys() == {x for x in host if x.startswith("load")}
 
 
 def test_a_table_reaches_the_lines_and_no_curve(tmp_path):

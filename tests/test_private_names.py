@@ -174,6 +174,23 @@ PRIVATE = [
         "parallel/recompute.py",
         "the kernel for packed documents, whose result is kept",
     ),
+    Private(
+        "torch.ops._c10d_functional",
+        "collectives.py parallel/recompute.py",
+        "an exchange whose result selective recomputation can keep",
+    ),
+    Private("module._forward_hooks", "parallel/recompute.py", "FSDP's, which it must not see"),
+    Private("module._forward_pre_hooks", "parallel/recompute.py", "the same"),
+    Private(
+        "torch.utils._python_dispatch._get_current_dispatch_mode",
+        "parallel/recompute.py",
+        "whether selective recomputation is looking on",
+    ),
+    Private(
+        "torch.utils._python_dispatch._pop_mode_temporarily",
+        "parallel/recompute.py",
+        "looks away while FSDP gathers",
+    ),
 ]
 OTHERS = {"_tp_plan", "_replace"}  # of Hugging Face's models, and of named tuples
 LISTED = {(file, p.name) for p in PRIVATE for file in p.files.split()}

@@ -7,7 +7,7 @@ JSON, never as pickles.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import orjson
@@ -346,6 +346,35 @@ def exchange(x: Tensor, axis: Axis, *, split_dim: int, gather_dim: int) -> Tenso
     return _applied(_Exchange, x, axis, split_dim, gather_dim)
 
 
+def exchange_rows(
+    x: Tensor, axis: Axis, *, sent: Sequence[int], received: Sequence[int], length: int
+) -> Tensor:
+    """Give each rank its own number of rows, and get what each has for this one, in rank order.
+
+    Backward is the inverse exchange: rows that were not sent get a gradient of zeros.
+
+    Args:
+        x: Rows `[N, ...]`, those for rank 0 first; N may exceed what is sent.
+        axis: The axis.
+        sent: How many rows go to each rank of the axis; any may be 0.
+        received: How many come from each; every rank must know what the others send.
+        length: The rows of the result: those received, and zeros.
+
+    Returns:
+        A tensor `[length, ...]`.
+
+    Effects:
+        Communicates: one all-to-all on `axis`, and in backward another.
+
+    Examples:
+        >>> from trainkit.mesh import solo_parallel
+        >>> ep = solo_parallel().ep
+        >>> exchange_rows(torch.ones(2), ep, sent=[2], received=[2], length=3)
+        tensor([1., 1., 0.])
+    """
+    return _applied(_ExchangeRows, x, axis, (list(sent), list(received), length))
+
+
 def sum_grad(x: Tensor, axis: Axis) -> Tensor:
     """Return `x`; backward sums its gradient over all ranks.
 
@@ -491,6 +520,29 @@ class _Exchange(torch.autograd.Function):
         split, gather = ctx.dims
         d_x = exchange(d_out, ctx.axis, split_dim=gather, gather_dim=split)
         return d_x, None, None, None
+
+
+class _ExchangeRows(torch.autograd.Function):
+    @staticmethod
+    def forward(  # pyrefly: ignore[bad-override]
+        ctx: Any, x: Tensor, axis: Axis, sizes: tuple[list[int], list[int], int]
+    ) -> Tensor:
+        sent, received, length = sizes
+        ctx.given = axis, (received, sent, len(x))
+        own = x[: sum(sent)].contiguous()
+        if axis.group is not None:
+            # The functional one, whose result selective recomputation can keep.
+            exchange = torch.ops._c10d_functional  # noqa: SLF001 (no public way)
+            pending = exchange.all_to_all_single(own, received, sent, axis.group.group_name)
+            own = exchange.wait_tensor(pending)
+        rest = length - len(own)
+        return torch.cat([own, own.new_zeros((rest, *own.shape[1:]))]) if rest else own
+
+    @staticmethod
+    def backward(  # pyrefly: ignore[bad-override]
+        ctx: Any, d_out: Tensor
+    ) -> tuple[Tensor, None, None]:
+        return _ExchangeRows.apply(d_out, *ctx.given), None, None
 
 
 class _SumGrad(torch.autograd.Function):

@@ -145,16 +145,19 @@ def load_entropy(load: Tensor) -> Tensor:
     return torch.special.entr(shares).sum(-1) / math.log(load.shape[-1])
 
 
-def load_metrics(load: Tensor, *, biases: Tensor | None = None) -> dict[str, Tensor]:
+def load_metrics(
+    load: Tensor, *, biases: Tensor | None = None, dropped: Tensor | None = None
+) -> dict[str, Tensor]:
     """Return how balanced the experts of a step are, as scalars for its metrics.
 
     Each has a value for each expert layer, `NAME/0`, `NAME/1` and so on in the order of `load`, and
-    `NAME` alone is that of the worst layer: `load_over_mean` and `load_entropy`, and `expert_bias`,
-    the largest absolute value of a layer's biases.
+    `NAME` alone is that of the worst layer: `load_over_mean`, `load_entropy`, `expert_bias` (the
+    largest absolute value of a layer's biases) and `dropped_share` (of all choices).
 
     Args:
         load: As in `load_over_mean`, `[L, E]`.
         biases: `[L, E]`, what `models.advance_routers_` returns, summed over the pipeline.
+        dropped: `[L]`, the term of that name.
 
     Examples:
         >>> shown = load_metrics(torch.tensor([[3, 1], [2, 2]]), biases=torch.zeros(2, 2))
@@ -165,6 +168,8 @@ def load_metrics(load: Tensor, *, biases: Tensor | None = None) -> dict[str, Ten
     each = {"load_over_mean": load_over_mean(load), "load_entropy": load_entropy(load)}
     if biases is not None:
         each["expert_bias"] = biases.abs().amax(-1)
+    if dropped is not None:
+        each["dropped_share"] = dropped / load.sum(-1)
     shown: dict[str, Tensor] = {}
     for name, x in each.items():
         shown[name] = x.amin() if name == "load_entropy" else x.amax()

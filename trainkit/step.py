@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from trainkit.batch import blank_batch, count_valid_tokens, divided, to_device
+from trainkit.batch import blank_batch, count_valid_tokens, divided, divisors_of, to_device
 from trainkit.collectives import all_gather_json, all_max, all_sum, communication_device
 from trainkit.losses import mean_terms
 from trainkit.models.call import call_model
@@ -94,12 +94,12 @@ def forward_backward(
     """
     _check_microbatches(microbatches)
     _check_reduce(reduce)
-    reducers = reducers_of(model)
+    reducers, divisors = reducers_of(model), divisors_of(denominator)
     sums: dict[str, Tensor] = {}
     if not reducers:
         for batch in microbatches:
             total, terms = loss(call(model, batch), batch)
-            divided(total, denominator).backward()
+            divided(total, divisors).backward()
             _add(sums, terms)
         return sums
     check_sums(reducers)
@@ -107,7 +107,7 @@ def forward_backward(
         for index, batch in enumerate(microbatches):
             with reduction.microbatch(last=index == len(microbatches) - 1):
                 total, terms = loss(call(model, batch), batch)
-                divided(total, denominator).backward()
+                divided(total, divisors).backward()
             _add(sums, terms)
     return sums
 

@@ -431,8 +431,9 @@ class ParallelState:
     world = pp x dp_replicate x dp_shard x ring x ulysses x tp, outermost first. Derived axes: `dp`
     = dp_replicate x dp_shard (ranks that read different rows), `sp` = ring x ulysses, `loss` = dp x
     sp (ranks that hold distinct tokens), `fsdp` = what parameters are sharded over (dp_shard, and
-    the part of sp that `fold_sp` names), `sp_unfolded` = the rest of sp, `fsdp` = ep x expert_fsdp.
-    An axis that is not used has size 1, never None.
+    the part of sp that `fold_sp` names), `sp_unfolded` = the rest of sp, `fsdp` = expert_fsdp x ep.
+    An axis that is not used has size 1, never None. Parameters live on slices of `mesh`, those of
+    experts that are dealt over ep on slices of `expert_mesh`, which is `mesh` without ep.
     """
 
     world: Axis
@@ -450,6 +451,7 @@ class ParallelState:
     loss: Axis
     sp_unfolded: Axis
     mesh: DeviceMesh | None
+    expert_mesh: DeviceMesh | None
     device: torch.device
 
     @property
@@ -479,10 +481,10 @@ class Hidden(NamedTuple):
 class Routed(NamedTuple):
     """What a decoder with experts returns: its output, and what its routers counted on this rank.
 
-    `sums` `[L, 2 + E]`, fp32 (fp64 in an fp64 model), hold for each expert layer of the model the
+    `sums` `[L, 3 + E]`, fp32 (fp64 in an fp64 model), hold for each expert layer of the model the
     sum of `balance` over tokens, that of squared log-sum-exps of a router's logits (both have
-    gradients), and how often each expert was chosen; zeros for layers of later pipeline stages.
-    Padding is in none of them.
+    gradients), how many choices were dropped, and how often each expert was chosen; zeros for
+    layers of later pipeline stages. Padding is in none of them.
     """
 
     output: Any
@@ -689,7 +691,10 @@ class Split(Protocol):
 
 
 class Attend(Protocol):
-    """Causal attention inside each span; k and v are `[B,S,K,D]`, where K divides H."""
+    """Causal attention inside each span, `[B,S,H,E]`.
+
+    q is `[B,S,H,D]`, k `[B,S,K,D]` and v `[B,S,K,E]`, where K divides H.
+    """
 
     def __call__(
         self, q: Tensor, k: Tensor, v: Tensor, *, spans: Spans, scale: float | None = None

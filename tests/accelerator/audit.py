@@ -18,10 +18,10 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import _disable_current_modes
 
 import trainkit as tk
-from trainkit import attention, config, mesh, models, packing, sampling
-from trainkit.batch import to_device
+from trainkit import attention, config, losses, mesh, models, packing, sampling
+from trainkit.batch import count_tokens, count_valid_tokens, to_device
 from trainkit.corpora import TokenCorpus
-from trainkit.losses import next_token_linear
+from trainkit.losses import mean_terms, next_token_linear
 from trainkit.parallel import stage_forward
 from trainkit.types import SOLO, Share, Spans
 
@@ -62,7 +62,7 @@ def session(rank, degrees):
         return
     dist.init_process_group("fake", rank=rank, world_size=world, store=FakeStore())
     alike = mock.patch.object(stage_forward, "all_gather_json", lambda x, axis: [x] * axis.count)
-    unheard = mock.patch.object(mesh, "first_words")  # nobody would answer
+    unheard = mock.patch.object(mesh.session, "first_words")  # nobody would answer
     try:
         with unheard, mesh.parallel_session(**degrees) as ps, alike:
             yield ps
@@ -158,6 +158,45 @@ def test_launches_do_not_grow_with_the_number_of_documents():
     few, _ = step_of("pretrain", documents=(LENGTH, LENGTH))
     many, _ = step_of("pretrain", documents=(8, 40))
     assert few.operators == many.operators
+
+
+# ------------------------------------------------------------------------------------------ experts
+
+EXPERTS = attrs.evolve(
+    MODEL,
+    experts=models.Experts(
+        count=8, chosen=2, width=64, shared=32, scores="sigmoid", biased=True, groups=4
+    ),
+)
+
+
+def step_with_experts(balance):
+    """Take a step of a decoder with experts in bf16; return its ledger."""
+    loss = losses.routed(losses.next_token, balance=0.01, router_z=0.001)
+    corpus, bins = rows_of(8, 40)
+    with session(0, ALONE) as ps, fake_device() as ledger:
+        torch.set_default_dtype(torch.bfloat16)
+        try:
+            with torch.device("cuda:0"):
+                model = models.Decoder(EXPERTS, balance=balance)
+        finally:
+            torch.set_default_dtype(torch.float32)
+        batches = batch_of(corpus, bins, tk.TrainState().cursor, ps).microbatches
+        ledger.clear()
+        seen = count_tokens(batches)
+        per = {"loss": count_valid_tokens(batches), "balance": seen, "router_z": seen}
+        sums = tk.forward_backward(model, batches, loss, denominator=per, call=models.call_routed)
+        means = mean_terms(tk.reduce_metrics(sums, ps.loss), per)
+        applied = torch.ones((), dtype=torch.bool, device="cuda:0")
+        models.advance_routers_([model], means["load"], rate=0.001, applied=applied)
+    return ledger, len(batches)
+
+
+@pytest.mark.parametrize("balance", ["batch", "microbatch", "document"])
+def test_experts_in_bf16_make_the_host_wait_nowhere_and_are_multiplied_at_once(balance):
+    ledger, microbatches = step_with_experts(balance)
+    assert not ledger.syncs
+    assert ledger.operators["_grouped_mm"] == 9 * LAYERS * microbatches  # 3, and 2 for each back
 
 
 # --------------------------------------------------------------------------------- single functions

@@ -21,11 +21,11 @@ def spans_of(lengths):
     return Spans(torch.tensor(offsets, dtype=torch.int32), np.array(lengths), max(lengths))
 
 
-def inputs(rows, tokens, *, heads=4, kv_heads=4, dim=8, dtype=torch.float64):
+def inputs(rows, tokens, *, heads=4, kv_heads=4, dim=8, values=8, dtype=torch.float64):
     make = torch.Generator().manual_seed(rows * tokens + heads)
     return [
-        torch.randn(rows, tokens, h, dim, generator=make, dtype=dtype).requires_grad_()
-        for h in (heads, kv_heads, kv_heads)
+        torch.randn(rows, tokens, h, size, generator=make, dtype=dtype).requires_grad_()
+        for h, size in ((heads, dim), (kv_heads, dim), (kv_heads, values))
     ]
 
 
@@ -39,7 +39,7 @@ def written_out(q, k, v, lengths, scale=None):
     allowed = (documents[:, None] == documents[None, :]).tril()
     scores = torch.einsum("qhd,khd->hqk", flat_q, flat_k) * scale
     weights = scores.masked_fill(~allowed, -torch.inf).softmax(-1)
-    return torch.einsum("hqk,khd->qhd", weights, flat_v).view_as(q)
+    return torch.einsum("hqk,khd->qhd", weights, flat_v).unflatten(0, q.shape[:2])
 
 
 def output_and_gradients(function, qkv):
@@ -58,8 +58,9 @@ def assert_equal(got, want):
 @pytest.mark.parametrize("attend", [sdpa, varlen])
 @pytest.mark.parametrize("kv_heads", [1, 2, 4])
 @pytest.mark.parametrize("lengths", [[3, 1, 5, 3], [4, 4, 4], [12], [1] * 12])
-def test_packed_equals_the_masked_softmax(attend, kv_heads, lengths):
-    qkv = inputs(1, 12, kv_heads=kv_heads)
+@pytest.mark.parametrize("values", [8, 5, 12])
+def test_packed_equals_the_masked_softmax(attend, kv_heads, lengths, values):
+    qkv = inputs(1, 12, kv_heads=kv_heads, values=values)
     got = output_and_gradients(lambda *x: attend(*x, spans=spans_of(lengths), scale=0.3), qkv)
     want = output_and_gradients(lambda *x: written_out(*x, lengths, scale=0.3), qkv)
     assert_equal(got, want)
@@ -125,7 +126,9 @@ def test_cost_is_a_sum_over_documents():
     ("shapes", "lengths", "match"),
     [
         ([(1, 4, 4, 8), (1, 4, 3, 8), (1, 4, 3, 8)], [4], "K a divisor of H"),
-        ([(1, 4, 4, 8), (1, 4, 2, 8), (1, 4, 4, 8)], [4], "k and v"),
+        ([(1, 4, 4, 8), (1, 4, 2, 8), (1, 4, 4, 8)], [4], "K a divisor of H"),
+        ([(1, 4, 4, 8), (1, 4, 2, 6), (1, 4, 2, 8)], [4], r"k \[B, S, K, D\]"),
+        ([(1, 4, 4, 8), (1, 4, 4, 8), (1, 4, 4, 0)], [4], "attention: q must be .* no size 0"),
         ([(1, 4, 4, 8), (1, 5, 4, 8), (1, 5, 4, 8)], [4], "attention: q must be"),
         ([(4, 4, 8), (4, 4, 8), (4, 4, 8)], [4], "attention: q must be"),
         ([(2, 4, 4, 8), (2, 4, 4, 8), (2, 4, 4, 8)], [4, 3], "7 tokens, q holds 2 x 4"),
@@ -171,8 +174,9 @@ class Cuda(torch.Tensor):
     is_cuda = True
 
 
-def cuda_inputs(dtype, size=8, *, kv_heads=4):
-    qkv = inputs(1, 12, kv_heads=kv_heads, dim=size, dtype=dtype)
+def cuda_inputs(dtype, size=8, *, kv_heads=4, values=None):
+    values = size if values is None else values
+    qkv = inputs(1, 12, kv_heads=kv_heads, dim=size, values=values, dtype=dtype)
     return [x.detach().as_subclass(Cuda).requires_grad_() for x in qkv]
 
 
@@ -183,6 +187,7 @@ def taken(monkeypatch):
     real = torch.nn.functional.scaled_dot_product_attention
 
     def fused(q, k, v, **options):
+        assert q.shape[-1] == v.shape[-1]  # or torch would keep all scores on a CPU
         log.append(k.shape[1])
         return real(q, k, v, **options)
 
@@ -207,11 +212,12 @@ def taken(monkeypatch):
         (torch.float64, 2, set()),  # and of fp64; so do we, some queries at a time
     ],
 )
-def test_no_path_on_cuda_keeps_all_scores(taken, dtype, kv_heads, calls):
+@pytest.mark.parametrize("values", [8, 6])
+def test_no_path_on_cuda_keeps_all_scores(taken, dtype, kv_heads, calls, values):
     def attend(*qkv):
         return sdpa(*qkv, spans=spans_of([7, 5]), scale=0.3)
 
-    qkv = cuda_inputs(dtype, kv_heads=kv_heads)
+    qkv = cuda_inputs(dtype, kv_heads=kv_heads, values=values)
     found = output_and_gradients(attend, qkv)
     assert set(taken) == calls
     exact = [x.detach().as_subclass(torch.Tensor).double().requires_grad_() for x in qkv]
@@ -225,6 +231,8 @@ def test_no_path_on_cuda_keeps_all_scores(taken, dtype, kv_heads, calls):
     ("major", "size", "dtype", "autocast", "path"),
     [
         (8, 8, torch.bfloat16, False, "flash_varlen"),
+        (8, (8, 6), torch.bfloat16, False, "flash_varlen"),
+        (8, (8, 12), torch.bfloat16, False, "sdpa"),
         (9, 256, torch.float16, False, "flash_varlen"),
         (8, 8, torch.float32, True, "flash_varlen"),  # under autocast q and k may be wider than v
         (8, 8, torch.float32, False, "sdpa"),
@@ -242,7 +250,8 @@ def test_varlen_takes_its_kernel_for_what_the_kernel_takes(  # noqa: PLR0917 (a 
     seen = []
     for name in ("flash_varlen", "sdpa"):
         monkeypatch.setattr(room, name, lambda *x, name=name, **_: seen.append((name, x)))
-    q, k, v = cuda_inputs(dtype, size)
+    size, values = size if isinstance(size, tuple) else (size, size)
+    q, k, v = cuda_inputs(dtype, size, values=values)
     with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
         varlen(q, k, v.bfloat16() if autocast else v, spans=spans_of([12]))
     [(name, qkv)] = seen
@@ -284,6 +293,7 @@ def kernel(signature):
 
     def compute(*args, scale, window_size):
         query, key, value, cu_seq_q, cu_seq_k, max_q, max_k = args
+        assert query.shape[-1] == value.shape[-1]
         assert window_size == (-1, 0)
         assert cu_seq_q is cu_seq_k
         assert max_q == max_k == int(cu_seq_q.diff().max())
@@ -305,13 +315,13 @@ def kernel(signature):
 
 
 @pytest.mark.parametrize("signature", [("enable_gqa",), ()], ids=["torch 2.13", "torch 2.11"])
-@pytest.mark.parametrize("kv_heads", [2, 4])
-def test_cuda_branch_calls_the_kernel_for_the_same_result(monkeypatch, signature, kv_heads):
+@pytest.mark.parametrize(("kv_heads", "values"), [(2, 8), (4, 8), (4, 5), (2, 12)])
+def test_cuda_branch_calls_the_kernel_for_the_same_result(monkeypatch, signature, kv_heads, values):
     module = types.ModuleType("torch.nn.attention.varlen")
     module.varlen_attn = kernel(signature)
     monkeypatch.setitem(sys.modules, "torch.nn.attention.varlen", module)
     flash_varlen = sys.modules["trainkit.attention.varlen"].flash_varlen
-    qkv, spans = inputs(2, 6, kv_heads=kv_heads), spans_of([2, 4, 5, 1])
+    qkv, spans = inputs(2, 6, kv_heads=kv_heads, values=values), spans_of([2, 4, 5, 1])
     got = output_and_gradients(lambda *x: flash_varlen(*x, spans=spans, scale=0.3), qkv)
     assert_equal(got, output_and_gradients(lambda *x: sdpa(*x, spans=spans, scale=0.3), qkv))
 

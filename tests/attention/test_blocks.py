@@ -94,18 +94,19 @@ BLOCKS = {
 
 @pytest.mark.parametrize("kv_heads", [1, 2, 4])
 @pytest.mark.parametrize("name", BLOCKS)
-def test_the_flash_kernel_equals_attention_written_out(name, kv_heads):
+@pytest.mark.parametrize("values", [8, 5, 12])
+def test_the_flash_kernel_equals_attention_written_out(name, kv_heads, values):
     queries, keys, causal = BLOCKS[name]
     block = BlockSpans(spans_of(queries), spans_of(keys), causal, scale=0.3)
     q = made(sum(queries), 4, 8)
-    k, v = (made(sum(keys), kv_heads, 8) + shift for shift in (0, 1))
+    k, v = made(sum(keys), kv_heads, 8), made(sum(keys), kv_heads, values) + 1
     want = matmul.forward((q, k, v), block)
     found = cpu_flash.forward((q, k, v), block)
     assert found[1].dtype == torch.float64
     assert difference(found, want) < 1e-14
     # The result over all keys has a larger log-sum-exp than this block's alone.
     whole = want[0] + 1, want[1] + 2
-    d_out = made(sum(queries), 4, 8) - 1
+    d_out = made(sum(queries), 4, values) - 1
     gradients = [kernel.backward(d_out, (q, k, v), whole, block) for kernel in (cpu_flash, matmul)]
     assert difference(*gradients) < 1e-13
 
@@ -113,9 +114,9 @@ def test_the_flash_kernel_equals_attention_written_out(name, kv_heads):
 def test_the_written_out_kernel_has_the_gradient_of_its_forward():
     queries = [3, 5]
     block = BlockSpans(spans_of(queries), spans_of(queries), causal=True, scale=0.3)
-    qkv = [made(8, heads, 4).requires_grad_() for heads in (4, 2, 2)]
+    qkv = [made(8, heads, size).requires_grad_() for heads, size in ((4, 4), (2, 4), (2, 3))]
     out, lse = matmul.forward(tuple(qkv), block)
-    d_out = made(8, 4, 4)
+    d_out = made(8, 4, 3)
     want = torch.autograd.grad((out * d_out).sum(), qkv)
     with torch.no_grad():
         assert difference(matmul.backward(d_out, tuple(qkv), (out, lse), block), want) < 1e-14
@@ -195,7 +196,7 @@ def test_the_cuda_kernel_fits_the_schemas_of_its_operators():
     """On the meta device torch checks the arguments and gives the shapes; no GPU is needed."""
     queries, keys = (on_meta(spans_of(lengths)) for lengths in ([4, 2], [2, 1]))
     block = BlockSpans(queries, keys, causal=False, scale=0.3)
-    shapes = ((6, 4, 8), (3, 2, 8), (3, 2, 8))
+    shapes = ((6, 4, 16), (3, 2, 16), (3, 2, 8))
     qkv = tuple(torch.empty(shape, dtype=torch.bfloat16, device="meta") for shape in shapes)
     out, lse = cuda_flash.forward(qkv, block)
     assert (out.shape, lse.shape, lse.dtype) == ((6, 4, 8), (6, 4), torch.float32)

@@ -45,6 +45,7 @@ class Case:
     rows: int = 1
     heads: int = 4
     kv_heads: int = 2
+    values: int = 8  # the size of a head of values; keys have 8
     scale: float | None = None
     dtype: torch.dtype = torch.float64
     strided: bool = False  # a last dimension that does not lie in order
@@ -57,8 +58,10 @@ CASES = {
     "one document in each row": Case(seed=3, lengths=(96, 97), rows=2, kv_heads=4),
     "one long document": Case(seed=3, lengths=(96, 97), kv_heads=1),
     "one key head, odd head count": Case(seed=4, heads=3, kv_heads=1),
+    "narrow values": Case(seed=5, rows=2, kv_heads=4, values=5, scale=0.3),
+    "wide values": Case(seed=5, values=12),
     "fp32": Case(seed=5, rows=2, dtype=torch.float32),
-    "strided": Case(seed=5, strided=True),
+    "strided": Case(seed=5, strided=True, values=6),
     "fp32, strided": Case(seed=5, dtype=torch.float32, strided=True),
     "bf16, strided": Case(seed=5, dtype=torch.bfloat16, strided=True),
     "fp16, strided": Case(seed=5, dtype=torch.float16, strided=True),
@@ -68,6 +71,8 @@ ULYSSES = {
     "random documents": Case(seed=6, heads=8, kv_heads=4),
     "fewer key heads than ranks": Case(seed=7, heads=8, kv_heads=1, rows=2),
     "key heads shared by two ranks": Case(seed=8, heads=4, kv_heads=2, scale=0.4),
+    "narrow values": Case(seed=8, kv_heads=4, values=5),
+    "narrow values, fewer key heads than ranks": Case(seed=8, kv_heads=1, values=5),
     "fp32": Case(seed=9, dtype=torch.float32),
     "strided": Case(seed=9, strided=True),
 }
@@ -94,7 +99,13 @@ def inputs(case, multiple_of):
     make = torch.Generator().manual_seed(case.seed)
     heads = {"q": case.heads, "k": case.kv_heads, "v": case.kv_heads, "d_out": case.heads}
     extra = {
-        name: torch.randn(*batch.input_ids.shape, count, 8, generator=make, dtype=torch.float64)
+        name: torch.randn(
+            *batch.input_ids.shape,
+            count,
+            8 if name in "qk" else case.values,
+            generator=make,
+            dtype=torch.float64,
+        )
         for name, count in heads.items()
     }
     return attrs.evolve(batch, extra={name: x.to(case.dtype) for name, x in extra.items()})
@@ -234,7 +245,7 @@ def order_of_events():
         logged(log, "compute", cpu_flash.forward), logged(log, "compute", cpu_flash.backward)
     )
     with parallel_session(ring=3) as ps:
-        whole = inputs(Case(kv_heads=1), multiple_of=6)
+        whole = inputs(Case(kv_heads=1, values=5), multiple_of=6)
         part = shard_sequence(whole, ring=ps.ring.share, ulysses=Share(0, 1))
         results(ring(ps.ring, kernel=kernel), part, scale=None)
     return log, sent
@@ -248,7 +259,7 @@ def test_keys_travel_while_blocks_are_computed_and_are_never_repeated():
         assert backward[:4] == ["send", "compute", "send", "wait"]
         assert backward[4:9] == ["send", "compute", "wait", "send", "wait"]
         assert backward[9:] == ["compute", "wait", "send", "wait"]
-        one_key_head = 2 * (96 // 3) * 1 * 8  # k and v
+        one_key_head = (96 // 3) * 1 * (8 + 5)  # k, and v that is narrower
         assert sent == [[("isend", one_key_head), ("irecv", one_key_head)]] * 7
 
 
@@ -309,7 +320,7 @@ def qkv_of(tokens, heads, kv_heads, *, rows=1):
         (ring(NOBODY), qkv_of(8, 2, 2), [4, 3, 1], "documents of 12, 4 tokens.*multiple_of=8"),
         (ring(NOBODY), qkv_of(8, 2, 2), [4, 2], "spans hold 6 tokens, q holds 1 x 8"),
         (ring(NOBODY), qkv_of(8, 3, 2), [8], "K a divisor of H"),
-        (ring(NOBODY), [*qkv_of(8, 2, 2)[:2], torch.ones(1, 4, 2, 8)], [8], "k and v"),
+        (ring(NOBODY), [*qkv_of(8, 2, 2)[:2], torch.ones(1, 4, 2, 8)], [8], r"v \[B, S, K, E\]"),
         (ring(NOBODY), [*qkv_of(8, 2, 2)[:2], torch.ones(1, 8, 2, 8).half()], [8], "one dtype"),
         (ulysses(sdpa, NOBODY), qkv_of(8, 6, 2), [32], "6 query heads .* 4 ranks"),
         (ulysses(sdpa, NOBODY), qkv_of(8, 12, 3), [32], "3 key heads and 4 ranks"),

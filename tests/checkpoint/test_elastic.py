@@ -7,20 +7,20 @@ import pytest
 import torch
 from checkpoint.small import quiet
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import Shard, distribute_tensor
 from whole_step import CAPACITY, Layout, build, corpus, input_of, step_function
 
 import trainkit as tk
 from trainkit.checkpoint import boxes, reading, staging
 from trainkit.checkpoint.load import load_checkpoint
+from trainkit.models import Decoder, DecoderConfig, Experts, init_weights
+from trainkit.parallel import build_stages, expert, fsdp
 from trainkit.testing import run_ranks
 from trainkit.types import Cursor
 
 STEPS = 4
 SAVED = 2  # the step that is saved
 UNEVEN_ON = 4  # ranks that write what divides among no number of them
-EXPERT_DEGREES = {1: [1], 2: [1, 2], 3: [3], 4: [2, 1, 4], 8: [4, 8]}  # of ep, by ranks
+EXPERT_DEGREES = {1: [1], 2: [1, 2], 3: [3], 4: [2, 1], 8: [2]}  # of ep, by ranks
 EXPERTS_WRITTEN_ON = (4, 2)  # ranks, ep
 OPTIONS = {"rows": 8, "multiple_of": 8, "vocab_size": 36}
 LAYOUTS = {
@@ -215,23 +215,31 @@ def test_seven_rows_of_four_ranks_are_read_by_any_number(world, visited):
 # --------------------------------------------------------------------------------------- experts
 
 
-class Experts(nn.Module):
-    """A stack of matrices, one for each of eight experts, of which each `ep` rank holds some."""
-
-    def __init__(self, ps, *, filled):
-        super().__init__()
-        whole = torch.arange(8.0 * 6 * 3).reshape(8, 6, 3) if filled else torch.zeros(8, 6, 3)
-        if ps.world.count > 1:
-            ranks = torch.arange(ps.world.count).reshape(-1, ps.ep.count)  # ep is the inner one
-            mesh = DeviceMesh("cpu", ranks, mesh_dim_names=("expert_fsdp", "ep"))
-            whole = distribute_tensor(whole, mesh, [Shard(1), Shard(0)])
-        self.stack = nn.Parameter(whole)
+CONFIG = DecoderConfig(
+    vocab_size=16,
+    width=8,
+    layers=2,
+    heads=2,
+    kv_heads=1,
+    mlp_width=8,
+    experts=Experts(count=6, chosen=2, width=8, first=1, scores="sigmoid", biased=True),
+)
 
 
 def experts(ps, *, filled):
-    model = Experts(ps, filled=filled)
+    """Return a decoder whose experts lie on the ranks of ep; three on two ranks are each cut."""
+    drawn = init_weights(CONFIG, seed=0)
+
+    def weights(name, shape, offset):
+        return drawn(name, shape, offset) if filled else torch.zeros(shape)
+
+    (model,) = build_stages(
+        functools.partial(Decoder, CONFIG), ps, [expert(), fsdp()], weights=weights
+    )
+    model.layers["1"].mlp.router.bias.fill_(0.25 if filled else 0)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
-    model.stack.grad = model.stack.detach() * 0 + 1 if filled else torch.zeros_like(model.stack)
+    for p in model.parameters():
+        p.grad = p.detach() * 0 + 1 if filled else torch.zeros_like(p)
     optimizer.step()
     return model, optimizer
 

@@ -470,16 +470,22 @@ PUBLISHED = {
     "qwen3-14b": 14_768_307_200,
     "qwen3-32b": 32_762_123_264,
 }
+MIXTURES = {
+    "mixtral-8x7b": 46_702_792_704,
+    "qwen3-30b-a3b": 30_532_122_624,
+    "qwen3-235b-a22b": 235_093_634_560,
+    "deepseek-v3": 671_026_404_352,
+}
 SMALL_SIZES = {"tiny": 0.9e6, "10m": 10e6, "60m": 60e6, "125m": 125e6, "350m": 350e6}
 
 
 def test_every_named_size_is_pinned():
-    assert set(decoder_sizes()) == {*PUBLISHED, *SMALL_SIZES}
+    assert set(decoder_sizes()) == {*PUBLISHED, *MIXTURES, *SMALL_SIZES}
 
 
-@pytest.mark.parametrize("name", PUBLISHED)
+@pytest.mark.parametrize("name", PUBLISHED | MIXTURES)
 def test_public_sizes_have_their_published_number_of_parameters(name):
-    assert count_parameters(decoder_config(name)) == PUBLISHED[name]
+    assert count_parameters(decoder_config(name)) == (PUBLISHED | MIXTURES)[name]
 
 
 @pytest.mark.parametrize("name", SMALL_SIZES)

@@ -1,21 +1,51 @@
-"""What layouts cannot do with experts yet; what they can is in the certificate."""
+"""Layers of experts in layouts: what the certificate does not show of them."""
+
+from functools import partial
 
 import attrs
 import pytest
 import torch
+from torch import nn
 
+import trainkit as tk
+from trainkit.losses import next_token, routed
 from trainkit.mesh import solo_parallel
-from trainkit.models import Decoder
-from trainkit.parallel import sequence, tensor
+from trainkit.models import (
+    Decoder,
+    build_decoder,
+    call_routed,
+    ep_combine,
+    ep_dispatch,
+    generate,
+    init_weights,
+    sigmoid_topk,
+)
+from trainkit.models.experts import ExpertWeights
+from trainkit.parallel import bind_call, build_stages, expert, fsdp, recompute, sequence, tensor
 from trainkit.planning import Job
-from trainkit.testing.builtin import CONFIG, EXPERTS
-from trainkit.types import Axis, ConfigError, Share
+from trainkit.testing import certify, count_collectives, run_ranks, train
+from trainkit.testing.builtin import (
+    CONFIG,
+    EXPERTS,
+    MODELS,
+    decoder_batch,
+    decoder_plan,
+    expert_loss,
+    padded_batch,
+)
+from trainkit.testing.cases import Case
+from trainkit.testing.certificate import TIERS, as_text
+from trainkit.testing.deal import deal_batch
+from trainkit.types import Axis, ConfigError, Layout, Share
+
+CONFIG = attrs.evolve(CONFIG, experts=EXPERTS)
+LAYERS = len(CONFIG.expert_layers)
 
 
 @pytest.mark.parametrize(("axis", "transform"), [("tp", tensor), ("ring", sequence)])
 def test_documents_that_ranks_would_share_are_not_balanced_apart(axis, transform):
     with torch.device("meta"):
-        model = Decoder(attrs.evolve(CONFIG, experts=EXPERTS), balance="document")
+        model = Decoder(CONFIG, balance="document")
     ps = attrs.evolve(solo_parallel(), **{axis: Axis(axis, Share(0, 2))})
     with pytest.raises(ConfigError, match=r'layers.1.mlp balances its experts by "document"'):
         transform()(model, ps)
@@ -23,4 +53,196 @@ def test_documents_that_ranks_would_share_are_not_balanced_apart(axis, transform
 
 def test_a_plan_says_that_it_does_not_know_experts():
     with pytest.raises(ConfigError, match="a plan does not know yet what experts need"):
-        Job(config=attrs.evolve(CONFIG, experts=EXPERTS), row_length=64, rows=8)
+        Job(config=CONFIG, row_length=64, rows=8)
+
+
+# ----------------------------------------------------------------------------- expert parallelism
+
+
+@pytest.mark.parametrize(
+    ("model", "ep", "said"),
+    [
+        (partial(nn.Linear, 1, 1), 2, "ep = 2, and Linear has no layer of experts to deal"),
+        (partial(Decoder, CONFIG), 3, "8 experts of layers.1.mlp do not divide by ep = 3"),
+    ],
+)
+def test_what_cannot_be_dealt_is_refused(model, ep, said):
+    ps = attrs.evolve(solo_parallel(), ep=Axis("ep", Share(0, ep)))
+    with torch.device("meta"), pytest.raises(ConfigError, match=said):
+        expert()(model(), ps)
+
+
+def stage_of(ps, *plan):
+    weights = init_weights(CONFIG, seed=0)
+    return build_stages(partial(Decoder, CONFIG), ps, [*plan, fsdp()], weights=weights)
+
+
+def gradients(ps, *plan):
+    """Return the gradients of one step, whole, by name."""
+    (model,) = stages = stage_of(ps, *plan)
+    batches = deal_batch(decoder_batch(0), ps.place)
+    run = tk.bind_forward_backward(stages, routed(next_token), axis=ps.pp, call=call_routed)
+    run(batches, denominator={"loss": torch.tensor(100)})
+    return {name: p.grad.full_tensor() for name, p in model.named_parameters()}
+
+
+def with_a_pair_of_ones_own():
+    """Return how often a pair was called, and whether it changed a gradient."""
+    calls = []
+
+    def there(x, indices, counts, axis, *, wire_dtype):
+        calls.append("there")
+        rows, own, route = ep_dispatch(x, indices, counts, axis, wire_dtype=wire_dtype)
+        return rows, own, (route, "of my own")
+
+    def back(rows, weights, route, axis, *, wire_dtype):
+        calls.append("back")
+        assert route[1] == "of my own"
+        return ep_combine(rows, weights, route[0], axis, wire_dtype=wire_dtype)
+
+    with tk.parallel_session(ep=2) as ps:
+        ours = gradients(ps, expert())
+        theirs = gradients(ps, expert(dispatch=there, combine=back))
+        return calls, all(torch.equal(ours[name], theirs[name]) for name in ours)
+
+
+def test_a_pair_of_ones_own_takes_tokens_there_and_back():
+    calls, same = run_ranks(with_a_pair_of_ones_own, 2)[0]
+    assert calls == ["there", "back"] * LAYERS
+    assert same
+
+
+def exchanges():
+    """Return the all-to-alls of a step by what is recomputed, and what a layer holds."""
+    with tk.parallel_session(ep=2) as ps:
+        plans = {"none": [], "full": [recompute("full")], "selective": [recompute("selective")]}
+        count = {}
+        for mode, plan in plans.items():
+            rows = count_collectives(partial(gradients, ps, expert(), *plan), ps).rows
+            count[mode] = sum(row.count for row in rows if row.kind == "all_to_all")
+        (model,) = stage_of(ps, expert())
+        gate = model.layers["1"].mlp.experts.gate
+        held = gate.shape, gate.to_local().shape, model.layers["1"].mlp.router.weight.shape
+        return count, held
+
+
+def test_full_recomputation_sends_tokens_again_and_selective_keeps_what_came():
+    count, held = run_ranks(exchanges, 2)[0]
+    # Counts and rows, and rows back; in backward both ways of the rows.
+    assert count["none"] == (3 + 2) * LAYERS
+    assert count["full"] == (3 + 3 + 2) * LAYERS
+    assert count["selective"] == (3 + 1 + 2) * LAYERS  # counts alone are sent once more
+    assert held == ((8, 16, 32), (4, 16, 32), (8, 32))
+
+
+def drawn(ep):
+    with tk.parallel_session(ep=ep) as ps:
+        stages = stage_of(ps, expert())
+        call = bind_call(stages, ps, call=call_routed)
+        return generate(stages[0], [1, 2, 3], max_new_tokens=6, context=16, call=call)
+
+
+def test_text_is_drawn_with_experts_on_other_ranks():
+    alone = build_decoder(CONFIG, seed=0)
+    want = generate(alone, [1, 2, 3], max_new_tokens=6, context=16, call=call_routed)
+    assert run_ranks(partial(drawn, 2), 2) == [want] * 2
+
+
+def test_a_token_reaches_no_more_nodes_than_the_groups_it_may_choose():
+    ep, groups, chosen = 8, 4, 2  # a group of 8 experts on each node of two ranks
+    logits = torch.randn(200, 32, generator=torch.Generator().manual_seed(0))
+    ranks = sigmoid_topk(logits, 8, groups=groups, groups_chosen=chosen).indices // (32 // ep)
+    nodes = ranks // (ep // groups)
+    assert max(len(set(row)) for row in nodes.tolist()) == chosen
+    assert max(len(set(row // 2)) for row in sigmoid_topk(logits, 8).indices.numpy() // 4) > chosen
+
+
+# ----------------------------------------------------------------- choices that come with a batch
+
+
+def chosen_beforehand(step):
+    """Return the batch of a step with choices that no router would make."""
+    batch = decoder_batch(step)
+    first = (batch.token_index.unsqueeze(2) + torch.arange(LAYERS)) % 8
+    choices = torch.stack([first, (first + 5) % 8], -1)
+    return attrs.evolve(batch, extra={**batch.extra, "choices": choices})
+
+
+SHARED = [
+    Case(Layout(ring=2)),
+    Case(Layout(ulysses=2)),
+    Case(Layout(tp=2)),
+    Case(Layout(pp=2), recompute="full"),
+    Case(Layout(dp_shard=2, ep=2)),
+]
+
+
+def test_choices_that_come_with_a_batch_are_shared_out_as_its_tokens_are():
+    how = {"plan": decoder_plan, "loss": expert_loss, "call": call_routed}
+    certificate = certify(MODELS["decoder with experts"], chosen_beforehand, SHARED, **how, steps=2)
+    assert certificate.ok, as_text(certificate)
+
+
+# ------------------------------------------------------------------------------ the grouped way
+
+SOUND = {
+    "sharded": Case(Layout(dp_shard=4, ep=2)),
+    "replica": Case(Layout(dp_replicate=2, dp_shard=2, ep=2)),
+    "tp": Case(Layout(dp_shard=2, tp=2, ep=2)),
+}
+PATCH = pytest.MonkeyPatch()
+
+
+def not_summed_over_tp(module, _ps):
+    for part in module.modules():
+        if isinstance(part, ExpertWeights):
+            delattr(part, "_trainkit_partial")
+    return module
+
+
+def summed_again(axis, module, ps):
+    """Sum the gradients of experts over an axis once more, when all sums are done."""
+    own = [p for x in module.modules() if isinstance(x, ExpertWeights) for p in x.parameters()]
+    sync = train.sync_sp_grads
+
+    def twice(params, sp_axis):
+        sync(params, sp_axis)
+        sync(own, getattr(ps, axis))
+
+    PATCH.setattr(train, "sync_sp_grads", twice)
+    return module
+
+
+MISTAKES = {
+    "not summed over tp": (not_summed_over_tp, "tp"),
+    "summed twice over replicas": (partial(summed_again, "dp_replicate"), "replica"),
+    "summed twice over shards": (partial(summed_again, "expert_fsdp"), "sharded"),
+    "summed over ep": (partial(summed_again, "ep"), "sharded"),
+}
+
+
+def planting_plan(ps, case):
+    PATCH.undo()
+    planted = [MISTAKES[case.note][0]] if case.note else []
+    return [*decoder_plan(ps, case), *planted]
+
+
+@pytest.fixture(scope="module")
+def certificate():
+    wrong = [attrs.evolve(SOUND[where], note=note) for note, (_, where) in MISTAKES.items()]
+    how = {"plan": planting_plan, "loss": expert_loss, "call": call_routed, "tier": "fp32"}
+    cases = [*SOUND.values(), *wrong]
+    return certify(MODELS["decoder with experts"], padded_batch, cases, **how, steps=2)
+
+
+def test_experts_multiplied_at_once_are_within_the_bounds_of_fp32(certificate):
+    wrong = {row.layout for row in certificate.red}
+    assert not wrong & {case.name for case in SOUND.values()}, as_text(certificate)
+
+
+@pytest.mark.parametrize("note", MISTAKES)
+def test_a_reduction_too_few_or_too_many_exceeds_the_bounds_a_hundred_times(certificate, note):
+    (row,) = (row for row in certificate.rows if row.layout.endswith(f", {note}"))
+    assert not row.error
+    bounds = TIERS["fp32"]
+    assert max(row.grad_norm / bounds.norm_bound, row.state / bounds.state_bound) > 100

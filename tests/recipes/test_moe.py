@@ -98,8 +98,8 @@ def test_stopped_it_goes_on_to_the_same_bits(whole, text, tmp_path):
 
 
 LAYOUTS = [
-    (2, ["", "--pp 2 --schedule interleaved_1f1b"]),
-    (4, ["--pp 2 --tp 2", "--ring 2 --ulysses 2 --fold-sp ring", "--tp 2 --dp-replicate 2"]),
+    (2, ["", "--ep 2", "--pp 2"]),
+    (4, ["--pp 2 --tp 2", "--ring 2 --ulysses 2 --fold-sp ring", "--tp 2 --ep 2"]),
 ]
 
 

@@ -17,6 +17,7 @@ from einops import rearrange
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from trainkit.attention.inputs import of_one_size
 from trainkit.types import Spans
 
 
@@ -35,10 +36,10 @@ class BlockSpans:
 
 
 QueryKeyValue = tuple[Tensor, Tensor, Tensor]
-"""q `[T, H, D]`, and k and v `[U, K, D]`, where K divides H; or their gradients."""
+"""q `[T, H, D]`, k `[U, K, D]` and v `[U, K, E]`, where K divides H; or their gradients."""
 
 OutLse = tuple[Tensor, Tensor]
-"""Attention `[T, H, D]` in q's dtype; the log-sum-exp of scores `[T, H]`, fp32 (fp64 for fp64)."""
+"""Attention `[T, H, E]` in q's dtype; the log-sum-exp of scores `[T, H]`, fp32 (fp64 for fp64)."""
 
 
 @attrs.frozen
@@ -118,6 +119,12 @@ def in_order(x: Tensor) -> Tensor:
     return x if x.stride(-1) == 1 else x.contiguous()
 
 
+def _without_zeros(gradients: Iterable[Tensor], qkv: QueryKeyValue) -> QueryKeyValue:
+    """Return the gradients of what was there before `of_one_size`."""
+    d_q, d_k, d_v = (x[..., : y.shape[-1]] for x, y in zip(gradients, qkv, strict=True))
+    return d_q, d_k, d_v
+
+
 # ------------------------------------------------------------------------------- torch on the CPU
 
 
@@ -139,9 +146,10 @@ def _joined(documents: Iterable[Tensor]) -> Tensor:
 def _cpu_forward(qkv: QueryKeyValue, block: BlockSpans) -> OutLse:
     op = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default  # noqa: SLF001 (the one that gives the lse)
     spans = block.queries, block.keys, block.keys
-    documents = zip(*map(_documents, qkv, spans), strict=True)
+    documents = zip(*map(_documents, of_one_size(*qkv), spans), strict=True)
     parts = [op(*document, 0.0, block.causal, scale=block.scale) for document in documents]
-    return _joined(out for out, _ in parts), _joined(lse for _, lse in parts)
+    out = _joined(out for out, _ in parts)
+    return out[..., : qkv[2].shape[-1]], _joined(lse for _, lse in parts)
 
 
 def _cpu_backward(
@@ -149,10 +157,11 @@ def _cpu_backward(
 ) -> QueryKeyValue:
     op = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.default  # noqa: SLF001 (see _cpu_forward)
     spans = (block.queries, block.queries, block.keys, block.keys, block.queries, block.queries)
-    documents = zip(*map(_documents, (d_out, *qkv, *result), spans), strict=True)
+    out, lse = result
+    d_out, *others, out = of_one_size(d_out, *qkv, out)
+    documents = zip(*map(_documents, (d_out, *others, out, lse), spans), strict=True)
     parts = [op(*document, 0.0, block.causal, scale=block.scale) for document in documents]
-    d_q, d_k, d_v = (_joined(column) for column in zip(*parts, strict=True))
-    return d_q, d_k, d_v
+    return _without_zeros((_joined(column) for column in zip(*parts, strict=True)), qkv)
 
 
 cpu_flash = BlockKernel(_cpu_forward, _cpu_backward)
@@ -175,8 +184,9 @@ def _bounds(block: BlockSpans) -> tuple[Tensor, Tensor, int, int]:
 def _cuda_forward(qkv: QueryKeyValue, block: BlockSpans) -> OutLse:
     op = torch.ops.aten._flash_attention_forward.default  # noqa: SLF001 (as torch's varlen_attn)
     options = {"return_debug_mask": False, "scale": block.scale}
-    out, lse, *_ = op(*map(in_order, qkv), *_bounds(block), 0.0, block.causal, **options)
-    return out, lse.transpose(0, 1)
+    known = map(in_order, of_one_size(*qkv))
+    out, lse, *_ = op(*known, *_bounds(block), 0.0, block.causal, **options)
+    return out[..., : qkv[2].shape[-1]], lse.transpose(0, 1)
 
 
 def _cuda_backward(
@@ -185,8 +195,9 @@ def _cuda_backward(
     op = torch.ops.aten._flash_attention_backward.default  # noqa: SLF001 (as torch's varlen_attn)
     out, lse = result
     no_dropout = torch.zeros(2, dtype=torch.uint64, device=out.device), out.new_empty(0)
-    known = *map(in_order, (d_out, *qkv, out)), lse.transpose(0, 1).contiguous()
-    return op(*known, *_bounds(block), 0.0, block.causal, *no_dropout, scale=block.scale)
+    known = *map(in_order, of_one_size(d_out, *qkv, out)), lse.transpose(0, 1).contiguous()
+    whole = op(*known, *_bounds(block), 0.0, block.causal, *no_dropout, scale=block.scale)
+    return _without_zeros(whole, qkv)
 
 
 cuda_flash = BlockKernel(_cuda_forward, _cuda_backward)
@@ -306,4 +317,5 @@ def written_out(q: Tensor, k: Tensor, v: Tensor, *, spans: Spans, scale: float) 
         torch.Size([1, 4, 2, 8])
     """
     block = BlockSpans(spans, spans, causal=True, scale=scale)
-    return _WrittenOut.apply(*(x.flatten(0, 1) for x in (q, k, v)), block).view(q.shape)
+    out = _WrittenOut.apply(*(x.flatten(0, 1) for x in (q, k, v)), block)
+    return out.unflatten(0, q.shape[:2])

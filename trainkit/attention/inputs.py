@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from trainkit.types import Spans
 
@@ -27,7 +27,7 @@ def check_inputs(
     Args:
         q: Queries `[B, S, H, D]`.
         k: Keys `[B, S, K, D]`; K divides H.
-        v: Values, as `k`.
+        v: Values `[B, S, K, E]`.
         spans: The documents, over the flattened rows.
         scale: What scores are multiplied by; 1 / sqrt(D) by default.
         parts: How many ranks hold as many tokens of these rows.
@@ -57,12 +57,13 @@ def check_inputs(
 
 
 def _check_shapes(q: Tensor, k: Tensor, v: Tensor) -> None:
-    same = q.ndim == k.ndim == 4 and k.shape == v.shape and q.shape[:2] == k.shape[:2]
-    whole = same and q.numel() > 0 and k.numel() > 0
+    same = q.ndim == k.ndim == v.ndim == 4 and q.shape[:2] == k.shape[:2] == v.shape[:2]
+    same = same and k.shape[2] == v.shape[2]
+    whole = same and q.numel() > 0 and k.numel() > 0 and v.numel() > 0
     if not whole or q.shape[3] != k.shape[3] or q.shape[2] % k.shape[2] != 0:
         raise ValueError(
-            f"attention: q must be [B, S, H, D], k and v [B, S, K, D] with K a divisor of H and no "
-            f"size 0, got q {tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)}"
+            "attention: q must be [B, S, H, D], k [B, S, K, D] and v [B, S, K, E] with K a divisor "
+            f"of H and no size 0, got q {tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)}"
         )
 
 
@@ -92,3 +93,32 @@ def _check_spans(q: Tensor, spans: Spans, parts: int) -> None:
         raise ValueError(
             f"attention: a span has {spans.lengths.min()} tokens, which must be 0 or more"
         )
+
+
+def of_one_size(*tensors: Tensor) -> list[Tensor]:
+    """Return queries, keys and values whose heads are as wide as the widest of them, by zeros.
+
+    For kernels that take one head size. Zeros change no score, and of the result what is beyond the
+    values' own size is zeros too: it is cut off.
+
+    Args:
+        tensors: Of one number of dimensions, the last of which is the head's.
+
+    Examples:
+        >>> [x.shape[-1] for x in of_one_size(torch.ones(1, 3), torch.ones(2, 2))]
+        [3, 3]
+    """
+    size = widest(*tensors).shape[-1]
+    return [
+        x if x.shape[-1] == size else nn.functional.pad(x, (0, size - x.shape[-1])) for x in tensors
+    ]
+
+
+def widest(*tensors: Tensor) -> Tensor:
+    """Return the tensor, the first of several, with the largest last dimension.
+
+    Examples:
+        >>> widest(torch.ones(1, 3), torch.ones(1, 5)).shape[-1]
+        5
+    """
+    return max(tensors, key=lambda x: x.shape[-1])

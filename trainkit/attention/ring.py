@@ -29,7 +29,7 @@ from trainkit.attention.blocks import (
     kernel_for,
     merge_lse,
 )
-from trainkit.attention.inputs import check_inputs
+from trainkit.attention.inputs import check_inputs, widest
 from trainkit.attention.untraced import untraced
 from trainkit.attention.varlen import varlen
 from trainkit.types import Attend, Axis, Spans
@@ -48,10 +48,10 @@ def ring(axis: Axis, *, kernel: BlockKernel | None = None) -> Attend:
         kernel: What computes one block; by default the fastest that takes the tensors.
 
     Returns:
-        An `Attend` of this rank's shards: q `[B, S/N, H, D]`, k and v `[B, S/N, K, D]`, and the
-        spans of the shard, where each document has 1/N of its length. It raises ValueError for
-        shapes that do not fit each other, and for a span of an odd number of tokens, before it
-        communicates. `varlen` on an axis of size 1.
+        An `Attend` of this rank's shards: q `[B, S/N, H, D]`, k `[B, S/N, K, D]` and v `[B, S/N, K,
+        E]`, and the spans of the shard, where each document has 1/N of its length. It raises
+        ValueError for shapes that do not fit each other, and for a span of an odd number of tokens,
+        before it communicates. `varlen` on an axis of size 1.
 
     Effects:
         None; the function returned communicates on `axis`, in forward and in backward, in N - 1 and
@@ -83,10 +83,10 @@ def _attend(
     q_, k_, v_ = (x.flatten(0, 1) for x in (q, k, v))
     tour = _Tour(
         axis=axis,
-        kernel=kernel_for(q_) if kernel is None else kernel,
+        kernel=kernel_for(widest(q_, v_)) if kernel is None else kernel,
         views=_views(spans, axis, scale=scale),
     )
-    return _Ring.apply(q_, k_, v_, tour).view(q.shape)
+    return _Ring.apply(q_, k_, v_, tour).unflatten(0, q.shape[:2])
 
 
 def _check_lengths(spans: Spans, axis: Axis) -> None:
@@ -181,6 +181,17 @@ def _arrived(message: _UnderWay) -> Tensor:
     return message.received
 
 
+def _as_one(tensors: Sequence[Tensor]) -> Tensor:
+    """Return keys and values as one message; values may be narrower."""
+    return torch.cat([x.flatten() for x in tensors])
+
+
+def _apart(message: Tensor, like: Sequence[Tensor]) -> list[Tensor]:
+    """Undo `_as_one`, by views."""
+    parts = message.split([x.numel() for x in like])
+    return [part.view(x.shape) for part, x in zip(parts, like, strict=True)]
+
+
 # ------------------------------------------------------------------------------------ the ring
 
 
@@ -191,12 +202,12 @@ def _wide(x: Tensor) -> torch.dtype:
 
 def _forward(qkv: QueryKeyValue, tour: _Tour) -> OutLse:
     q, *keys_values = qkv
-    here = torch.stack(keys_values)
+    here = _as_one(keys_values)
     out = lse = torch.empty(0)
     for step, view in enumerate(tour.views):
         message = _send_on(here, tour.axis, tag=0) if step + 1 < tour.axis.count else None
         seen = view.queries
-        k, v = (x[view.keys] for x in here)
+        k, v = (x[view.keys] for x in _apart(here, keys_values))
         part, part_lse = tour.kernel.forward((q[seen], k, v), view.block)
         if step == 0:
             # Copies: they are written to below, and what a kernel returned may be kept elsewhere
@@ -210,14 +221,14 @@ def _forward(qkv: QueryKeyValue, tour: _Tour) -> OutLse:
 
 def _backward(d_out: Tensor, qkv: QueryKeyValue, result: OutLse, tour: _Tour) -> QueryKeyValue:
     q, *keys_values = qkv
-    here = torch.stack(keys_values)
+    here = _as_one(keys_values)
     d_q = torch.zeros(q.shape, dtype=_wide(q), device=q.device)
     d_here = torch.zeros(here.shape, dtype=_wide(q), device=q.device)
     d_message: _UnderWay | None = None
     for step, view in enumerate(tour.views):
         message = _send_on(here, tour.axis, tag=0) if step + 1 < tour.axis.count else None
         seen = view.queries
-        k, v = (x[view.keys] for x in here)
+        k, v = (x[view.keys] for x in _apart(here, keys_values))
         out, lse = (x[seen] for x in result)
         d_part, *d_parts = tour.kernel.backward(
             d_out[seen], (q[seen], k, v), (out, lse), view.block
@@ -225,12 +236,12 @@ def _backward(d_out: Tensor, qkv: QueryKeyValue, result: OutLse, tour: _Tour) ->
         d_q[seen] += d_part
         if d_message is not None:  # what the ranks before have for the keys that are here
             d_here = _arrived(d_message)
-        for d_sum, part in zip(d_here, d_parts, strict=True):
+        for d_sum, part in zip(_apart(d_here, keys_values), d_parts, strict=True):
             d_sum[view.keys] += part
         d_message = _send_on(d_here, tour.axis, tag=1)  # after the last step: home
         here = here if message is None else _arrived(message)
     assert d_message is not None
-    d_k, d_v = _arrived(d_message).to(q.dtype)
+    d_k, d_v = _apart(_arrived(d_message).to(q.dtype), keys_values)
     return d_q.to(q.dtype), d_k, d_v
 
 

@@ -4,7 +4,8 @@ There is no mask: a document is attended by itself, so the cost grows with the s
 document lengths and never with the squared row. It is the exact reference of this folder, and what
 runs on a CPU. Memory grows with the tokens and never with their square: where CUDA has no fused
 kernel for key heads that several query heads share (fp32), these are repeated, and where it has
-none at all (fp64), `blocks.written_out` goes through the queries in chunks.
+none at all (fp64), `blocks.written_out` goes through the queries in chunks. Where keys and values
+differ in size, the narrower are filled up with zeros, for kernels that take one size.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from trainkit.attention.blocks import written_out
-from trainkit.attention.inputs import check_inputs
+from trainkit.attention.inputs import check_inputs, of_one_size
 from trainkit.types import Spans
 
 
@@ -27,12 +28,12 @@ def sdpa(q: Tensor, k: Tensor, v: Tensor, *, spans: Spans, scale: float | None =
         q: Queries `[B, S, H, D]`.
         k: Keys `[B, S, K, D]`; K divides H, and each key head serves H / K neighbouring query
             heads.
-        v: Values `[B, S, K, D]`.
+        v: Values `[B, S, K, E]`.
         spans: The documents, over the flattened rows.
         scale: What scores are multiplied by; 1 / sqrt(D) by default.
 
     Returns:
-        `[B, S, H, D]`, of q's dtype; under autocast of autocast's.
+        `[B, S, H, E]`, of q's dtype; under autocast of autocast's.
 
     Raises:
         ValueError: Shapes or dtypes do not fit each other, there are no tokens, the spans do not
@@ -55,6 +56,9 @@ def sdpa(q: Tensor, k: Tensor, v: Tensor, *, spans: Spans, scale: float | None =
 
 def _by_document(q: Tensor, k: Tensor, v: Tensor, spans: Spans, scale: float | None) -> Tensor:
     q, k, v, scale = check_inputs(q, k, v, spans=spans, scale=scale)
+    if q.shape[3] != v.shape[3]:
+        q_, k_, v_ = of_one_size(q, k, v)
+        return _by_document(q_, k_, v_, spans, scale)[..., : v.shape[3]]
     groups = q.shape[2] // k.shape[2]
     if not _fused(q, k, v):
         repeated = [x.repeat_interleave(groups, dim=2) for x in (k, v)]

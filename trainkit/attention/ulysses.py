@@ -31,10 +31,10 @@ def ulysses(attend: Attend, axis: Axis) -> Attend:
         axis: The ranks that hold the slices, `ps.ulysses`.
 
     Returns:
-        An `Attend` of this rank's slices: q `[B, S/N, H, D]`, k and v `[B, S/N, K, D]`, with the
-        spans of the whole rows (B * S tokens), which `batch.shard_sequence` leaves in the batch.
-        It raises ValueError when N does not divide H, or neither K and N divides the other, before
-        it communicates. `attend` itself on an axis of size 1.
+        An `Attend` of this rank's slices: q `[B, S/N, H, D]`, k `[B, S/N, K, D]` and v `[B, S/N, K,
+        E]`, with the spans of the whole rows (B * S tokens), which `batch.shard_sequence` leaves in
+        the batch. It raises ValueError when N does not divide H, or neither K and N divides the
+        other, before it communicates. `attend` itself on an axis of size 1.
 
     Effects:
         None; the function returned communicates on `axis`: two all-to-alls in forward, two in
@@ -66,12 +66,12 @@ def _exchanged(
     if k.shape[2] < axis.count:
         copies = axis.count // k.shape[2]
         k, v = (x.repeat_interleave(copies, dim=2) for x in (k, v))
-    heads = [x.shape[2] // axis.count for x in (q, k, v)]
     # All in one message: for each rank its heads of q, of k and of v.
-    parts = [rearrange(x, "b s (n h) d -> b s n h d", n=axis.count) for x in (q, k, v)]
+    parts = [rearrange(x, "b s (n h) d -> b s n (h d)", n=axis.count) for x in (q, k, v)]
     qkv = torch.cat(parts, dim=3).flatten(2, 3)
     whole = exchange(qkv, axis, split_dim=2, gather_dim=1)
-    q, k, v = whole.split(heads, dim=2)
+    own = whole.split([part.shape[3] for part in parts], dim=2)
+    q, k, v = (x.unflatten(2, (-1, y.shape[3])) for x, y in zip(own, (q, k, v), strict=True))
     return exchange(attend(q, k, v, spans=spans, scale=scale), axis, split_dim=1, gather_dim=2)
 
 

@@ -7,7 +7,7 @@ from functools import partial
 from torch import Tensor
 
 from trainkit.attention.blocks import flash_takes, in_order
-from trainkit.attention.inputs import check_inputs
+from trainkit.attention.inputs import check_inputs, of_one_size, widest
 from trainkit.attention.sdpa import sdpa
 from trainkit.types import Spans
 
@@ -16,20 +16,21 @@ def varlen(q: Tensor, k: Tensor, v: Tensor, *, spans: Spans, scale: float | None
     """Return causal attention inside each span, in one kernel where torch has one.
 
     `torch.nn.attention.varlen.varlen_attn` gets what it can take: on CUDA, from Ampere on, fp16 and
-    bf16 (under autocast fp32 too) with head sizes that are multiples of 8, up to 256. All else
-    takes `sdpa`, to which this function is equal up to rounding. The CUDA branch has so far been
-    checked against the signatures of torch 2.11 and 2.13 only, and never been run.
+    bf16 (under autocast fp32 too) with head sizes that are multiples of 8, up to 256; the narrower
+    of keys and values are filled up with zeros. All else takes `sdpa`, to which this function is
+    equal up to rounding. The CUDA branch has so far been checked against the signatures of torch
+    2.11 and 2.13 only, and never been run.
 
     Args:
         q: Queries `[B, S, H, D]`.
         k: Keys `[B, S, K, D]`; K divides H, and each key head serves H / K neighbouring query
             heads.
-        v: Values `[B, S, K, D]`.
+        v: Values `[B, S, K, E]`.
         spans: The documents, over the flattened rows.
         scale: What scores are multiplied by; 1 / sqrt(D) by default.
 
     Returns:
-        `[B, S, H, D]`, of q's dtype; under autocast of autocast's.
+        `[B, S, H, E]`, of q's dtype; under autocast of autocast's.
 
     Raises:
         ValueError: As `sdpa`.
@@ -44,14 +45,12 @@ def varlen(q: Tensor, k: Tensor, v: Tensor, *, spans: Spans, scale: float | None
         True
     """
     q, k, v, scale = check_inputs(q, k, v, spans=spans, scale=scale)
-    if flash_takes(q):
+    if flash_takes(widest(q, v)):
         return flash_varlen(q, k, v, spans=spans, scale=scale)
     return sdpa(q, k, v, spans=spans, scale=scale)
 
 
-def flash_varlen(
-    q: Tensor, k: Tensor, v: Tensor, *, spans: Spans, scale: float | None = None
-) -> Tensor:
+def flash_varlen(q: Tensor, k: Tensor, v: Tensor, *, spans: Spans, scale: float) -> Tensor:
     """Call torch's `varlen_attn` for a packed batch: `varlen` without its choice and its checks.
 
     For CUDA alone. Arguments and result are those of `varlen`.
@@ -65,7 +64,7 @@ def flash_varlen(
         else:  # torch 2.11: the kernel wants one key head per query head
             groups = q.shape[2] // k.shape[2]
             k, v = k.repeat_interleave(groups, dim=2), v.repeat_interleave(groups, dim=2)
-    q_, k_, v_ = (in_order(x.flatten(0, 1)) for x in (q, k, v))
+    q_, k_, v_ = (in_order(x.flatten(0, 1)) for x in of_one_size(q, k, v))
     out = varlen_attn(
         q_,
         k_,
@@ -78,4 +77,4 @@ def flash_varlen(
         window_size=(-1, 0),  # causal
     )
     assert isinstance(out, Tensor)  # a tuple only when asked for the log-sum-exp
-    return out.view_as(q)
+    return out[..., : v.shape[3]].unflatten(0, q.shape[:2])

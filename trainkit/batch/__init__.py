@@ -15,7 +15,7 @@ from trainkit.batch.batches import (
     to_device,
 )
 from trainkit.batch.collate import collate_bins
-from trainkit.batch.denominators import divided, divisor_of
+from trainkit.batch.denominators import divided, divisor_of, divisors_of
 from trainkit.batch.shards import (
     contiguous_shard,
     shard_batch,
@@ -34,6 +34,7 @@ __all__ = [
     "count_valid_tokens",
     "divided",
     "divisor_of",
+    "divisors_of",
     "map_tensors",
     "shard_batch",
     "shard_sequence",

@@ -10,45 +10,64 @@ from torch import Tensor
 from trainkit.types import Denominator
 
 
-def divided(total: Tensor | Mapping[str, Tensor], denominator: Denominator) -> Tensor:
-    """Return what a step differentiates: the sum of each term over its denominator.
+def divisors_of(denominator: Denominator) -> Denominator:
+    """Return what sums are divided by: each denominator, or 1 where it is 0. Once a step will do.
+
+    Examples:
+        >>> import torch
+        >>> divisors_of(torch.tensor(0)), divisors_of({"loss": torch.tensor(0.3)})
+        (tensor(1), {'loss': tensor(0.3000)})
+    """
+    if isinstance(denominator, Mapping):
+        return {name: _never_0(own) for name, own in denominator.items()}
+    return _never_0(denominator)
+
+
+def _never_0(denominator: Tensor) -> Tensor:
+    own = torch.as_tensor(denominator)
+    return torch.where(own == 0, 1, own)
+
+
+def divided(total: Tensor | Mapping[str, Tensor], divisors: Denominator) -> Tensor:
+    """Return what a step differentiates: the sum of each term over its divisor.
 
     Args:
         total: What a loss returns first: one sum, or a sum for each term that has a gradient.
-        denominator: What it is divided by, or each of them; 0 divides by 1, all else by itself.
+        divisors: What it is divided by, or each of them, from `divisors_of`.
 
     Raises:
-        ValueError: There are denominators for several terms and one sum, or a term has none.
+        ValueError: There are divisors for several terms and one sum, or a term has none.
 
     Examples:
         >>> import torch
         >>> parts = {"loss": torch.tensor(6.0), "balance": torch.tensor(8.0)}
-        >>> divided(parts, {"loss": torch.tensor(2), "balance": torch.tensor(0)})
+        >>> divided(parts, divisors_of({"loss": torch.tensor(2), "balance": torch.tensor(0)}))
         tensor(11.)
     """
     if isinstance(total, Mapping):
-        first, *rest = (x / divisor_of(name, denominator) for name, x in total.items())
+        first, *rest = (x / divisor_of(name, divisors) for name, x in total.items())
         return sum(rest, first)
-    if isinstance(denominator, Mapping) and len(denominator) != 1:
-        got = f"{len(denominator)} denominators ({', '.join(denominator)})"
+    if isinstance(divisors, Mapping) and len(divisors) != 1:
+        got = f"{len(divisors)} denominators ({', '.join(divisors)})"
         raise ValueError(f"forward_backward: {got}, but the loss returns one sum for all its terms")
-    (name,) = denominator if isinstance(denominator, Mapping) else ("",)
-    return total / divisor_of(name, denominator)
+    (name,) = divisors if isinstance(divisors, Mapping) else ("",)
+    return total / divisor_of(name, divisors)
 
 
-def divisor_of(name: str, denominator: Denominator) -> Tensor:
-    """Return what the sum of a term is divided by: its denominator, or 1 where that is 0.
+def divisor_of(name: str, divisors: Denominator) -> Tensor:
+    """Return what the sum of a term is divided by: the one divisor that there is, or its own.
 
     Raises:
-        ValueError: There are several denominators, and none for this term.
+        ValueError: There are several divisors, and none for this term.
 
     Examples:
         >>> import torch
-        >>> divisor_of("loss", torch.tensor(0)), divisor_of("loss", {"loss": torch.tensor(0.3)})
-        (tensor(1), tensor(0.3000))
+        >>> divisor_of("loss", torch.tensor(2)), divisor_of("loss", {"loss": torch.tensor(0.3)})
+        (tensor(2), tensor(0.3000))
     """
-    if isinstance(denominator, Mapping) and name not in denominator:
-        known = ", ".join(denominator)
+    if not isinstance(divisors, Mapping):
+        return divisors
+    if name not in divisors:
+        known = ", ".join(divisors)
         raise ValueError(f"there is no denominator for the term {name!r} (there are {known})")
-    own = torch.as_tensor(denominator[name] if isinstance(denominator, Mapping) else denominator)
-    return torch.where(own == 0, 1, own)
+    return divisors[name]

@@ -23,9 +23,10 @@ def routed(loss: NamedLoss, *, balance: float = 0.0, router_z: float = 0.0) -> N
     over the expert layers and sums over all tokens, trained on or not. Tokens that are not trained
     on have experts too, so these have a denominator of their own: each reports its "/count", which
     `mean_terms` divides by, and `forward_backward` takes one for each term that has a gradient,
-    `{"loss": trained, "balance": tokens, "router_z": tokens}`, with `batch.count_tokens`. And
-    "load", int64 `[L, E]`, is how often each expert of each layer was chosen, which nothing
-    divides: for `models.advance_routers_`, and to look at (`metrics.load_metrics`).
+    `{"loss": trained, "balance": tokens, "router_z": tokens}`, with `batch.count_tokens`. Two
+    counts are divided by nothing: "load", int64 `[L, E]`, how often each expert of each layer was
+    chosen, for `models.advance_routers_` and `metrics.load_metrics`; and "dropped" `[L]`, how many
+    of these choices found an expert full (`Experts.capacity`).
 
     Args:
         loss: What is computed of the decoder's output.
@@ -43,7 +44,7 @@ def routed(loss: NamedLoss, *, balance: float = 0.0, router_z: float = 0.0) -> N
 
     Examples:
         >>> from trainkit.losses import next_token
-        >>> output = Routed(torch.zeros(1, 2, 4), torch.tensor([[2.0, 4.0, 1.0, 1.0]]))
+        >>> output = Routed(torch.zeros(1, 2, 4), torch.tensor([[2.0, 4.0, 0.0, 1.0, 1.0]]))
         >>> batch = {"labels": torch.tensor([[1, 2]]), "document_ids": torch.zeros(1, 2)}
         >>> total, terms = routed(next_token, balance=0.5)(output, batch)
         >>> {name: float(x) for name, x in total.items()}, terms["load"].tolist()
@@ -53,7 +54,7 @@ def routed(loss: NamedLoss, *, balance: float = 0.0, router_z: float = 0.0) -> N
 
     named = [f"{name}{end}" for name in weights for end in ("", "/count")]
 
-    @with_terms(*loss.terms, *named, "load")
+    @with_terms(*loss.terms, *named, "dropped", "load")
     def routed_loss(output: Any, batch: Mapping[str, Any]) -> Any:
         if not isinstance(output, Routed):
             got = type(output).__name__
@@ -65,7 +66,8 @@ def routed(loss: NamedLoss, *, balance: float = 0.0, router_z: float = 0.0) -> N
         parts = {name: weight * own[name] for name, weight in weights.items() if weight}
         values = [value for x in own.values() for value in (x.detach(), tokens)]
         reported = dict(zip(named, values, strict=True))
-        reported["load"] = output.sums[:, 2:].detach().to(torch.int64)
+        counts = output.sums[:, 2:].detach().to(torch.int64)
+        reported |= {"dropped": counts[:, 0], "load": counts[:, 1:]}
         return {loss.terms[0]: total, **parts}, terms | reported
 
     return routed_loss

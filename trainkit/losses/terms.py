@@ -17,7 +17,7 @@ from typing import Any, Protocol, cast
 import torch
 from torch import Tensor
 
-from trainkit.batch import divisor_of
+from trainkit.batch import divisor_of, divisors_of
 from trainkit.collectives import gather_replicated
 from trainkit.losses.cross_entropy import sum_and_parts, z_loss
 from trainkit.losses.linear_cross_entropy import (
@@ -308,12 +308,13 @@ def mean_terms(sums: Mapping[str, Tensor], tokens: Denominator) -> dict[str, Ten
         >>> mean_terms(sums | {"loss/web/count": torch.tensor(2)}, torch.tensor(4))
         {'loss': tensor(1.5000), 'loss/web': tensor(2.)}
     """
+    divisors = divisors_of(tokens)
 
     def mean(name: str, total: Tensor) -> Tensor:
         count = sums.get(f"{name}/count")
         if count is None and total.ndim:
             return total
-        return total / (divisor_of(name, tokens) if count is None else count)
+        return total / (divisor_of(name, divisors) if count is None else count)
 
     named = {name: x for name, x in sums.items() if not name.endswith("/count")}
     return {name: mean(name, total) for name, total in named.items()}

@@ -64,12 +64,18 @@ def make_groups(
         if len(partition) == 1:
             groups[partition] = default_group()
             continue
-        for ranks in partition:
-            group = dist.new_group(list(ranks), timeout=timeout)
-            if rank in ranks:
-                assert isinstance(group, dist.ProcessGroup)
-                groups[partition] = group
+        groups[partition] = _open_groups(partition, rank, timeout)
     return groups
+
+
+def _open_groups(
+    partition: Partition, rank: int, timeout: timedelta | None = None
+) -> dist.ProcessGroup:
+    """Open the groups of a partition, and return that of this rank."""
+    opened = [dist.new_group(list(ranks), timeout=timeout) for ranks in partition]
+    (own,) = [group for group, ranks in zip(opened, partition, strict=True) if rank in ranks]
+    assert isinstance(own, dist.ProcessGroup)
+    return own
 
 
 def _root_mesh(
@@ -77,26 +83,29 @@ def _root_mesh(
     partitions: Mapping[str, Partition],
     groups: dict[Partition, dist.ProcessGroup],
     device: torch.device,
+    *,
+    shards: Sequence[str],
 ) -> DeviceMesh | None:
-    """Return the mesh (pp, dp_replicate, fsdp, sp_unfolded, tp) without its dimensions of size 1.
+    """Return the mesh (pp, dp_replicate, `shards`, sp_unfolded, tp), without dimensions of size 1.
 
     Sharded and tensor-parallel parameters must live on slices of one mesh. FSDP2's hybrid mode
-    wants a dimension to shard over beside the replicated one, if only of size 1.
+    wants a dimension to shard over beside the replicated one, and experts one beside ep, if only of
+    size 1: the first of `shards`.
     """
-    names = ("pp", "dp_replicate", "fsdp", "sp_unfolded", "tp")
-    kept = [name for name in names if layout.count(name) > 1]
+    names = ("pp", "dp_replicate", *shards, "sp_unfolded", "tp")
+    sizes = {name: len(partitions[name][0]) for name in names}
+    kept = [name for name in names if sizes[name] > 1]
     if not kept:
         return None
-    if "dp_replicate" in kept and "fsdp" not in kept:
-        kept.insert(kept.index("dp_replicate") + 1, "fsdp")
-        singles = [dist.new_group([rank]) for rank in range(layout.world)]
-        own = singles[dist.get_rank()]
-        assert isinstance(own, dist.ProcessGroup)
-        groups[partitions["fsdp"]] = own
+    if shards[0] not in kept and ("dp_replicate" in kept or len(shards) > 1):
+        kept = [name for name in names if name in (*kept, shards[0])]
+        alone = partitions[shards[0]]
+        groups[alone] = groups.get(alone) or _open_groups(alone, dist.get_rank())
     if len(kept) == 1:
         return _mesh_of(groups[partitions[kept[0]]], kept[0], device)
-    order = [degree for name in names for degree in layout.axes[name]]
-    ranks = _table(layout, *order).reshape([layout.count(name) for name in kept])
+    whole = ("pp", "dp_replicate", "fsdp", "sp_unfolded", "tp")
+    order = [degree for name in whole for degree in layout.axes[name]]
+    ranks = _table(layout, *order).reshape([sizes[name] for name in kept])
     return DeviceMesh.from_group(
         [groups[partitions[name]] for name in kept],
         device.type,
@@ -122,7 +131,10 @@ def make_state(
     Effects:
         May open groups of one rank, which it adds to `groups`; all ranks must call it.
     """
-    mesh = _root_mesh(layout, partitions, groups, device)
+    mesh = _root_mesh(layout, partitions, groups, device, shards=("fsdp",))
+    experts = mesh
+    if layout.ep > 1:
+        experts = _root_mesh(layout, partitions, groups, device, shards=("expert_fsdp", "ep"))
     axes: dict[str, Axis] = {}
     for name, partition in partitions.items():
         ranks = next(ranks for ranks in partition if rank in ranks)
@@ -134,7 +146,7 @@ def make_state(
         in_mesh = mesh is not None and name in (mesh.mesh_dim_names or ())
         axis_mesh = mesh[name] if mesh is not None and in_mesh else _mesh_of(group, name, device)
         axes[name] = Axis(name, share, group, axis_mesh)
-    return ParallelState(**axes, mesh=mesh, device=device)
+    return ParallelState(**axes, mesh=mesh, expert_mesh=experts, device=device)
 
 
 def solo_parallel(device: torch.device | str = "cpu") -> ParallelState:

@@ -1,27 +1,43 @@
 """Models: plain `nn.Module`s; their values are functions of a seed and of names.
 
-`config` describes a decoder of the Llama, Qwen3 and Mixtral family, `decoder` is its modules,
-`experts` its layers of experts and `routers` what sends tokens to them, `initial` its first values,
-`sizes` its public and small sizes by name; `call` enters a batch into a model; `generate` draws
-text. There are no buffers but those of a router, which a step moves and a checkpoint holds.
+`config` describes a decoder of the Llama, Qwen3, Mixtral and DeepSeek-V3 families, `decoder` is its
+modules, `latent` the attention of the last, `experts` its layers of experts, `routers` what chooses
+among them and `dispatch` what takes tokens there and back, `initial` its first values, `sizes` its
+public and small sizes by name; `call` enters a batch into a model; `generate` draws text. There are
+no buffers but those of a router, which a step moves and a checkpoint holds.
 """
 
 from __future__ import annotations
 
 from trainkit.models.call import call_model, call_routed, call_with_noise
-from trainkit.models.config import DecoderConfig, Experts, Llama3Scaling, count_parameters
+from trainkit.models.config import (
+    DecoderConfig,
+    Experts,
+    Latents,
+    Llama3Scaling,
+    YarnScaling,
+    count_active_parameters,
+    count_parameters,
+)
 from trainkit.models.decoder import Decoder, build_decoder
+from trainkit.models.dispatch import ep_combine, ep_dispatch
 from trainkit.models.experts import (
     Tape,
     advance_routers_,
     balance_sum,
-    by_expert,
     grouped_linear,
     update_expert_bias,
 )
 from trainkit.models.generate import draw, generate
 from trainkit.models.initial import init_weights
-from trainkit.models.routers import Routing, sigmoid_topk, softmax_topk
+from trainkit.models.routers import (
+    Routing,
+    capacity_of,
+    jittered,
+    limited,
+    sigmoid_topk,
+    softmax_topk,
+)
 from trainkit.models.sizes import (
     config_from_facts,
     decoder_config,
@@ -33,24 +49,31 @@ __all__ = [
     "Decoder",
     "DecoderConfig",
     "Experts",
+    "Latents",
     "Llama3Scaling",
     "Routing",
     "Tape",
+    "YarnScaling",
     "advance_routers_",
     "balance_sum",
     "build_decoder",
-    "by_expert",
     "call_model",
     "call_routed",
     "call_with_noise",
+    "capacity_of",
     "config_from_facts",
+    "count_active_parameters",
     "count_parameters",
     "decoder_config",
     "decoder_sizes",
     "draw",
+    "ep_combine",
+    "ep_dispatch",
     "generate",
     "grouped_linear",
     "init_weights",
+    "jittered",
+    "limited",
     "round_up_vocabulary",
     "sigmoid_topk",
     "softmax_topk",

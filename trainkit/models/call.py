@@ -25,11 +25,12 @@ def call_routed(model: nn.Module, batch: Mapping[str, Any]) -> Any:
     """Enter a batch into a decoder with experts, with a tape of its own.
 
     Padding of rows goes to no expert; the few places that align a piece are taken for tokens, as by
-    `batch.count_tokens`. A batch may bring a "noise_key" for dropout.
+    `batch.count_tokens`. A batch may bring a "noise_key" for dropout and jitter, and "choices"
+    int64 `[B, S, L, k]` of experts that shall be taken, which are shared out as tokens are.
 
     Examples:
         >>> import torch
-        >>> seen = lambda ids, *, position_ids, spans, is_token, tape, noise_key: is_token
+        >>> seen = lambda ids, *, position_ids, spans, is_token, **more: is_token
         >>> batch = {"input_ids": 1, "position_ids": 2, "spans": 3}
         >>> call_routed(seen, batch | {"document_ids": torch.tensor([[0, -1]])})
         tensor([[ True, False]])
@@ -41,6 +42,7 @@ def call_routed(model: nn.Module, batch: Mapping[str, Any]) -> Any:
         noise_key=batch.get("noise_key"),
         is_token=batch["document_ids"] >= 0,
         tape=Tape(),
+        choices=batch.get("choices"),
     )
 
 

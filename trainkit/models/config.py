@@ -6,8 +6,9 @@ import math
 from typing import Literal
 
 import attrs
+from attrs.validators import optional
 
-from trainkit.types import ConfigError, at_least, non_negative, one_of, positive
+from trainkit.types import ConfigError, at_least, non_negative, one_of, positive, rule
 
 
 @attrs.frozen
@@ -35,6 +36,77 @@ class Llama3Scaling:
                 "Llama3Scaling: want factor >= 1, 0 < low_freq_factor < high_freq_factor and "
                 f"original_length >= 1, got {self}"
             )
+
+
+@attrs.frozen
+class YarnScaling:
+    """How DeepSeek-V2 and later stretch rotary wavelengths for a longer context.
+
+    A rotary pair that turns more than `beta_fast` times in `original_length` tokens stays, one that
+    turns fewer than `beta_slow` times is slowed by `factor`, and those in between are blended, by
+    their number. All scores are multiplied by (0.1 * mscale * ln(factor) + 1) ** 2 (Peng et al.,
+    "YaRN", 2023, section 3; of DeepSeek's two factors, mscale and mscale_all_dim, equal ones).
+
+    Examples:
+        >>> round(YarnScaling(factor=40.0, original_length=4096).sharpening, 4)
+        1.8739
+    """
+
+    factor: float
+    original_length: int
+    beta_fast: float = 32.0
+    beta_slow: float = 1.0
+    mscale: float = 1.0
+
+    def __attrs_post_init__(self) -> None:
+        ok = self.factor >= 1 and self.original_length >= 1 and self.mscale >= 0
+        if not ok or not 0 < self.beta_slow < self.beta_fast:
+            raise ValueError(
+                "YarnScaling: want factor >= 1, original_length >= 1, mscale >= 0 and 0 < "
+                f"beta_slow < beta_fast, got {self}"
+            )
+
+    @property
+    def sharpening(self) -> float:
+        """What scores are multiplied by."""
+        return (0.1 * self.mscale * math.log(self.factor) + 1) ** 2
+
+
+@attrs.frozen(kw_only=True)
+class Latents:
+    """The narrow latents that queries, keys and values of all heads are made of.
+
+    That is multi-head latent attention (DeepSeek-AI, "DeepSeek-V2", 2024, section 2.1). A head of
+    queries or keys has a part without positions beside one with rotary positions; the latter part
+    of the keys is one for all heads.
+
+    Raises:
+        ConfigError: A value breaks its rule.
+
+    Examples:
+        >>> Latents(kv_rank=512, plain=128, rotary=64, values=128).query_rank
+        >>> Latents(kv_rank=512, plain=128, rotary=63, values=128)
+        Traceback (most recent call last):
+        ...
+        trainkit.types.ConfigError: rotary must be even and at least 2, got 63
+    """
+
+    query_rank: int | None = attrs.field(default=None, validator=optional(positive))
+    """The size of the latent of queries; None makes queries of the residual stream."""
+
+    kv_rank: int = attrs.field(validator=positive)
+    """The size of the latent of keys and values."""
+
+    plain: int = attrs.field(validator=positive)
+    """The size of the part of a head of queries and keys that has no positions."""
+
+    rotary: int = attrs.field(
+        validator=rule(lambda x: x >= 2 and x % 2 == 0, "even and at least 2")
+    )
+    """The size of the part that has."""
+
+    values: int = attrs.field(validator=positive)
+    """The size of a head of values."""
 
 
 @attrs.frozen(kw_only=True)
@@ -91,6 +163,19 @@ class Experts:
     scale: float = attrs.field(default=1.0, validator=positive)
     """What weights are multiplied by, after all."""
 
+    capacity: float = attrs.field(
+        default=0.0, validator=rule(lambda value: 0 <= value < math.inf, "at least 0 and finite")
+    )
+    """How many times its even part of the choices an expert may take; what is above is dropped. 0
+    drops nothing. Each rank limits those of its own microbatch, so by its nature what is dropped
+    depends on the layout; see `limited`."""
+
+    jitter: float = attrs.field(
+        default=0.0, validator=rule(lambda value: 0 <= value < 1, "in [0, 1)")
+    )
+    """By how much at most, as a part of it, noise moves what a router sees, while training; see
+    `jittered`."""
+
     def __attrs_post_init__(self) -> None:
         try:
             check_groups("Experts", self.count, self.chosen, self.groups, self.groups_chosen)
@@ -137,7 +222,7 @@ class DecoderConfig:
         width: Size of the residual stream, D.
         layers: Number of blocks.
         heads: Number of query heads, H.
-        kv_heads: Number of key and value heads, K; divides H.
+        kv_heads: Number of key and value heads, K; divides H, and with latents is H.
         mlp_width: Inner size of the SwiGLU.
         head_dim: Size of one head, even; width // heads when None.
         norm_eps: Added to the mean square in every RMSNorm.
@@ -148,6 +233,7 @@ class DecoderConfig:
         tied: Whether the embedding is also the output weight.
         dropout: Probability on the embedding and on both branches of every block, while training.
         experts: What takes the place of the MLP in some layers or all.
+        latents: What queries, keys and values are made of, if not of the residual stream.
 
     Raises:
         ValueError: A value breaks the rule that the message names.
@@ -168,20 +254,25 @@ class DecoderConfig:
     head_dim: int | None = None
     norm_eps: float = 1e-5
     rope_theta: float = 10_000.0
-    rope_scaling: Llama3Scaling | None = None
+    rope_scaling: Llama3Scaling | YarnScaling | None = None
     qk_norm: bool = False
     qkv_bias: bool = False
     tied: bool = False
     dropout: float = 0.0
     experts: Experts | None = None
+    latents: Latents | None = None
 
     def __attrs_post_init__(self) -> None:
         for field in ("vocab_size", "width", "layers", "heads", "kv_heads", "mlp_width"):
             self._require(field, "at least 1", ok=getattr(self, field) >= 1)
         self._require("kv_heads", f"a divisor of heads = {self.heads}", ok=self._divides_heads())
-        ok = self.head_dim is not None or self.width % self.heads == 0
+        if self.latents is not None:
+            self._require("kv_heads", "heads, with latents", ok=self.kv_heads == self.heads)
+            for field in ("head_dim", "qk_norm", "qkv_bias"):
+                self._require(field, "left out, with latents", ok=not getattr(self, field))
+        ok = self.latents is not None or self.head_dim is not None or self.width % self.heads == 0
         self._require("width", f"a multiple of heads = {self.heads}, or head_dim given", ok=ok)
-        ok = self.head_size >= 2 and self.head_size % 2 == 0
+        ok = self.rotary_size >= 2 and self.rotary_size % 2 == 0
         self._require("head_size", "even and at least 2, for the rotary pairs", ok=ok)
         self._require("norm_eps", "positive", ok=self.norm_eps > 0)
         self._require("rope_theta", "above 1", ok=self.rope_theta > 1)
@@ -198,8 +289,22 @@ class DecoderConfig:
 
     @property
     def head_size(self) -> int:
-        """The size of one head: `head_dim`, or width // heads."""
+        """The size of one head of queries and keys: `head_dim`, width // heads, or by latents."""
+        if self.latents is not None:
+            return self.latents.plain + self.latents.rotary
         return self.width // self.heads if self.head_dim is None else self.head_dim
+
+    @property
+    def rotary_size(self) -> int:
+        """The size of the part of a head that has rotary positions: all but with latents."""
+        return self.head_size if self.latents is None else self.latents.rotary
+
+    @property
+    def score_scale(self) -> float | None:
+        """What attention multiplies scores by; None for 1 / sqrt(head_size)."""
+        if not isinstance(self.rope_scaling, YarnScaling):
+            return None
+        return self.head_size**-0.5 * self.rope_scaling.sharpening
 
     @property
     def expert_layers(self) -> list[int]:
@@ -217,20 +322,10 @@ def parameter_shapes(config: DecoderConfig) -> dict[str, tuple[int, ...]]:
         >>> parameter_shapes(config)["layers.1.attention.wk.weight"]
         (32, 64)
     """
-    width, size = config.width, config.head_size
-    q_width, kv_width = config.heads * size, config.kv_heads * size
-    block = {
-        "attention_norm.weight": (width,),
-        "attention.wq.weight": (q_width, width),
-        "attention.wk.weight": (kv_width, width),
-        "attention.wv.weight": (kv_width, width),
-        "attention.wo.weight": (width, q_width),
-        "mlp_norm.weight": (width,),
-    }
-    if config.qkv_bias:
-        block |= {f"attention.w{x}.bias": block[f"attention.w{x}.weight"][:1] for x in "qkv"}
-    if config.qk_norm:
-        block |= {f"attention.{x}_norm.weight": (size,) for x in "qk"}
+    width = config.width
+    attention = _attention_shapes(config)
+    block = {"attention_norm.weight": (width,), "mlp_norm.weight": (width,)}
+    block |= {f"attention.{name}": shape for name, shape in attention.items()}
     shapes: dict[str, tuple[int, ...]] = {"embedding.weight": (config.vocab_size, width)}
     mlp, experts = _mlp_shapes("mlp", width, config.mlp_width), _expert_shapes(config)
     for i in range(config.layers):
@@ -239,6 +334,41 @@ def parameter_shapes(config: DecoderConfig) -> dict[str, tuple[int, ...]]:
     shapes["norm.weight"] = (width,)
     if not config.tied:
         shapes["head.weight"] = (config.vocab_size, width)
+    return shapes
+
+
+def _attention_shapes(config: DecoderConfig) -> dict[str, tuple[int, ...]]:
+    width, size, latents = config.width, config.head_size, config.latents
+    if latents is not None:
+        return _latent_shapes(width, config.heads, size, latents)
+    q_width, kv_width = config.heads * size, config.kv_heads * size
+    shapes: dict[str, tuple[int, ...]] = {
+        "wq.weight": (q_width, width),
+        "wk.weight": (kv_width, width),
+        "wv.weight": (kv_width, width),
+        "wo.weight": (width, q_width),
+    }
+    if config.qkv_bias:
+        shapes |= {f"w{x}.bias": shapes[f"w{x}.weight"][:1] for x in "qkv"}
+    if config.qk_norm:
+        shapes |= {f"{x}_norm.weight": (size,) for x in "qk"}
+    return shapes
+
+
+def _latent_shapes(
+    width: int, heads: int, size: int, latents: Latents
+) -> dict[str, tuple[int, ...]]:
+    rank, kv_rank = latents.query_rank, latents.kv_rank
+    shapes: dict[str, tuple[int, ...]] = {
+        "wq.weight": (heads * size, rank or width),
+        "kv_latent.weight": (kv_rank, width),
+        "kv_latent_norm.weight": (kv_rank,),
+        "k_rotary.weight": (latents.rotary, width),
+        "wkv.weight": (heads * (latents.plain + latents.values), kv_rank),
+        "wo.weight": (width, heads * latents.values),
+    }
+    if rank is not None:
+        shapes |= {"q_latent.weight": (rank, width), "q_latent_norm.weight": (rank,)}
     return shapes
 
 
@@ -271,3 +401,21 @@ def count_parameters(config: DecoderConfig) -> int:
         252
     """
     return sum(math.prod(shape) for shape in parameter_shapes(config).values())
+
+
+def count_active_parameters(config: DecoderConfig) -> int:
+    """Return the number of parameters that a token meets: all but experts that it does not choose.
+
+    Examples:
+        >>> config = DecoderConfig(
+        ...     vocab_size=10, width=4, layers=1, heads=1, kv_heads=1, mlp_width=8
+        ... )
+        >>> sparse = attrs.evolve(config, experts=Experts(count=8, chosen=2, width=4))
+        >>> count_active_parameters(config), count_active_parameters(sparse)
+        (252, 284)
+    """
+    experts = config.experts
+    if experts is None:
+        return count_parameters(config)
+    idle = (experts.count - experts.chosen) * 3 * config.width * experts.width
+    return count_parameters(config) - len(config.expert_layers) * idle

@@ -1,9 +1,10 @@
-"""One readable pre-norm decoder for the Llama and Qwen3 family.
+"""One readable pre-norm decoder for the Llama, Qwen3 and DeepSeek-V3 families.
 
-RMSNorm, rotary embeddings, grouped-query attention, SwiGLU. Names, shapes and the half-split rotary
-convention are such that Hugging Face weights load without permuting. A model holds parameters, and
-no buffers but its routers', so it is built on the meta device and filled box by box; the kernel of
-its attention is an argument.
+RMSNorm, rotary embeddings, grouped-query or latent attention, SwiGLU or experts. Names, shapes and
+the half-split rotary convention are such that Hugging Face weights load without permuting (but for
+DeepSeek's rotary pairs, which are neighbours). A model holds parameters, and no buffers but its
+routers', so it is built on the meta device and filled box by box; the kernel of its attention is an
+argument.
 """
 
 from __future__ import annotations
@@ -18,8 +19,9 @@ from torch import Tensor, nn
 from trainkit.attention.varlen import varlen
 from trainkit.collectives import gather_replicated
 from trainkit.models.config import DecoderConfig
-from trainkit.models.experts import Balance, ExpertMlp, Tape, check_tape
+from trainkit.models.experts import Balance, ExpertMlp, Tape, check_tape, preload_
 from trainkit.models.initial import init_weights
+from trainkit.models.latent import LatentAttention
 from trainkit.models.layers import Embedding, Linear, Mlp
 from trainkit.models.rotary import rotary_frequencies, rotary_table, rotate
 from trainkit.noise import counters
@@ -100,7 +102,7 @@ class Attention(nn.Module):
     def __init__(self, config: DecoderConfig, *, attend: Attend) -> None:
         super().__init__()
         size, bias = config.head_size, config.qkv_bias
-        self.head_size, self.attend = size, attend
+        self.head_size, self.attend, self.scale = size, attend, config.score_scale
         self.wq = Linear(config.width, config.heads * size, bias=bias)
         self.wk = Linear(config.width, config.kv_heads * size, bias=bias)
         self.wv = Linear(config.width, config.kv_heads * size, bias=bias)
@@ -114,7 +116,7 @@ class Attention(nn.Module):
         if self.q_norm is not None and self.k_norm is not None:
             q, k = self.q_norm(q), self.k_norm(k)
         q, k = rotate(q, *rotary), rotate(k, *rotary)
-        return self.wo(self.attend(q, k, v, spans=spans).flatten(2))
+        return self.wo(self.attend(q, k, v, spans=spans, scale=self.scale).flatten(2))
 
 
 class Block(nn.Module):
@@ -128,7 +130,8 @@ class Block(nn.Module):
         super().__init__()
         self.name, self.dropout = name, config.dropout
         self.attention_norm = nn.RMSNorm(config.width, config.norm_eps)
-        self.attention = Attention(config, attend=attend)
+        kind = Attention if config.latents is None else LatentAttention
+        self.attention = kind(config, attend=attend)
         self.mlp_norm = nn.RMSNorm(config.width, config.norm_eps)
         self.mlp = mlp
 
@@ -154,19 +157,18 @@ class Block(nn.Module):
         # Tokens go to experts in numbers that no compiler knows.
         apart = torch.compiler.is_compiling()
         through = torch.compiler.disable(_through_experts) if apart else _through_experts
-        branch, sums = through(self.mlp, normal, spans, is_token, tape)
+        known = {"spans": spans, "is_token": is_token, "tape": tape, "noise_key": noise_key}
+        branch, sums = through(self.mlp, normal, known)
         return x + _drop(branch, noise_key, of=self, name="mlp", p=self.dropout), sums
 
 
-def _through_experts(
-    mlp: ExpertMlp, x: Tensor, spans: Spans, is_token: Any, tape: Any
-) -> tuple[Tensor, Tensor]:
-    return mlp(x, spans=spans, is_token=is_token, tape=tape)
+def _through_experts(mlp: ExpertMlp, x: Tensor, known: dict[str, Any]) -> tuple[Tensor, Tensor]:
+    return mlp(x, **known)
 
 
 def _drop(x: Tensor, noise_key: Tensor | None, *, of: Block | None, name: str, p: float) -> Tensor:
     """Drop features of the residual stream, of which every rank has all."""
-    if noise_key is None:
+    if noise_key is None or p == 0:
         return x
     if torch.compiler.is_compiling():
         # Hashing the name cannot be traced: torch 2.13 fails on the 64-bit key it would guard. And
@@ -240,6 +242,7 @@ class Decoder(nn.Module):
         noise_key: Tensor | None = None,
         is_token: Tensor | None = None,
         tape: Tape | None = None,
+        choices: Tensor | None = None,
     ) -> Tensor | Hidden | Routed:
         """Return logits `[B, S, V]`, or a `Hidden` of hidden states `[B, S, D]` and a weight.
 
@@ -251,15 +254,17 @@ class Decoder(nn.Module):
                 such.
             position_ids: int64 `[B, S]`, the position of each token in its document.
             spans: The documents, over the flattened rows.
-            noise_key: int64 `[B, S]`, from `noise.token_keys`; needed only for dropout while
-                training.
+            noise_key: int64 `[B, S]`, from `noise.token_keys`; needed only for dropout, and for the
+                jitter of routers, while training.
             is_token: bool `[B, S]`, False for padding, which goes to no expert; needed with
                 experts.
             tape: The choices of the expert layers; by default a new one.
+            choices: int64 `[B, S, L, k]`, choices that came with the batch, for all L expert layers
+                of the model; they are written to the tape.
 
         Raises:
-            ValueError: Dropout is on, the model is training, and there is no `noise_key`; or there
-                are experts and no `is_token`.
+            ValueError: Dropout or jitter is on, the model is training, and there is no `noise_key`;
+                or there are experts and no `is_token`.
         """
         noise_key = self._noise_key_in_use(noise_key)
         x, *before = input_ids if isinstance(input_ids, tuple) else (input_ids,)
@@ -276,6 +281,7 @@ class Decoder(nn.Module):
         nothing = x.new_zeros(self._sums_shape, dtype=torch.promote_types(x.dtype, torch.float32))
         tape, rows = tape or Tape(), [*(before[0] if before else nothing)]
         names = [f"layers.{i}.mlp" for i in self.config.expert_layers]
+        preload_(tape, names, choices)
         check_tape(tape, names, self.config.experts)
         for block in self.layers.values():
             x = block(x, **known, is_token=is_token, tape=tape)
@@ -315,7 +321,7 @@ class Decoder(nn.Module):
     def _sums_shape(self) -> tuple[int, int]:
         """The shape of `Routed.sums`."""
         assert self.config.experts is not None
-        return len(self.config.expert_layers), 2 + self.config.experts.count
+        return len(self.config.expert_layers), 3 + self.config.experts.count
 
     def _embedded(self, input_ids: Tensor, noise_key: Tensor | None) -> Tensor:
         if not self.embeds or self.embedding is None:
@@ -324,20 +330,23 @@ class Decoder(nn.Module):
         return _drop(x, noise_key, of=None, name="embedding", p=self.config.dropout)
 
     def _noise_key_in_use(self, noise_key: Tensor | None) -> Tensor | None:
-        """Return the keys if anything is to be dropped, else None."""
-        if not self.training or self.config.dropout == 0:
+        """Return the keys if anything is to be dropped or moved, else None."""
+        experts = self.config.experts
+        amounts = {"dropout": self.config.dropout, "jitter": experts.jitter if experts else 0.0}
+        used = [f"{name} is {amount}" for name, amount in amounts.items() if amount]
+        if not self.training or not used:
             return None
         if noise_key is None:
             raise ValueError(
-                f"Decoder: dropout is {self.config.dropout} and the model is training, but there "
-                "is no noise_key; put noise.token_keys(...) into the batch, or call model.eval()"
+                f"Decoder: {' and '.join(used)} and the model is training, but there is no "
+                "noise_key; put noise.token_keys(...) into the batch, or call model.eval()"
             )
         return noise_key
 
     def _rotary(self, position_ids: Tensor, *, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """Return the table all layers share, in fp32 (fp64 for an fp64 model)."""
         frequencies = rotary_frequencies(
-            self.config.head_size,
+            self.config.rotary_size,
             theta=self.config.rope_theta,
             scaling=self.config.rope_scaling,
             dtype=torch.float64 if dtype == torch.float64 else torch.float32,

@@ -1,12 +1,12 @@
 """Feed-forward layers of experts: each token goes through the few that a router chooses for it.
 
-Tokens are put in the order of their experts, so that one grouped matrix multiplication serves all
-experts at once, and are put back. Everything a layer counts is an output.
+Tokens are put in the order of their experts (`dispatch`), so that one grouped matrix multiplication
+serves all experts at once. Everything a layer counts is an output.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any, Literal
 
 import attrs
@@ -14,8 +14,16 @@ import torch
 from torch import Tensor, nn
 
 from trainkit.models.config import Experts
+from trainkit.models.dispatch import Combine, Dispatch, ep_combine, ep_dispatch
 from trainkit.models.layers import Mlp
-from trainkit.models.routers import Routing, sigmoid_topk, softmax_topk
+from trainkit.models.routers import (
+    Routing,
+    capacity_of,
+    jittered,
+    limited,
+    sigmoid_topk,
+    softmax_topk,
+)
 from trainkit.types import ConfigError, Spans
 
 Balance = Literal["batch", "microbatch", "document"]
@@ -39,6 +47,38 @@ class Tape:
     """
 
     choices: dict[str, Tensor] = attrs.field(factory=dict)
+
+
+def preload_(tape: Tape, layers: Sequence[str], choices: Tensor | None) -> None:
+    """Write choices that came with a batch to its tape.
+
+    Args:
+        tape: The tape of the batch.
+        layers: The names of all expert layers of the model, in their order.
+        choices: int64 `[B, S, L, k]`, those of an inference engine, say; None for none.
+
+    Raises:
+        ValueError: They are of another number of layers.
+
+    Effects:
+        Writes to the tape, in place of what stands there.
+
+    References:
+        Ma et al., "Stabilizing MoE reinforcement learning by aligning training and inference
+        routers" (2025).
+
+    Examples:
+        >>> tape = Tape()
+        >>> preload_(tape, ["layers.0.mlp"], torch.zeros(2, 3, 1, 2, dtype=torch.int64))
+        >>> tape.choices["layers.0.mlp"].shape
+        torch.Size([6, 2])
+    """
+    if choices is None:
+        return
+    if choices.ndim != 4 or choices.shape[2] != len(layers):
+        got, own = list(choices.shape), len(layers)
+        raise ValueError(f"Tape: choices must be [B, S, {own}, k], for {own} layers, got {got}")
+    tape.choices.update(zip(layers, choices.flatten(0, 1).unbind(1), strict=True))
 
 
 def check_tape(tape: Tape, layers: Iterable[str], experts: Experts) -> None:
@@ -73,71 +113,6 @@ def check_tape(tape: Tape, layers: Iterable[str], experts: Experts) -> None:
             raise ValueError(f"Tape: {name}: choices must be {want}, got {got}")
 
 
-# ------------------------------------------------------------------------------------------- order
-
-
-class _InOrder(torch.autograd.Function):
-    """Rows of tokens, each k times, in a given order; the gradient is gathered, not scattered."""
-
-    @staticmethod
-    def forward(  # pyrefly: ignore[bad-override]
-        ctx: Any, x: Tensor, order: Tensor, inverse: Tensor
-    ) -> Tensor:
-        ctx.save_for_backward(inverse)
-        ctx.count = len(x)
-        return x[order // (len(order) // max(len(x), 1))] if len(x) else x
-
-    @staticmethod
-    def backward(  # pyrefly: ignore[bad-override]
-        ctx: Any, d_rows: Tensor
-    ) -> tuple[Tensor, None, None]:
-        (inverse,) = ctx.saved_tensors
-        return d_rows[inverse].unflatten(0, (ctx.count, -1)).sum(1), None, None
-
-
-class _PutBack(torch.autograd.Function):
-    @staticmethod
-    def forward(  # pyrefly: ignore[bad-override]
-        ctx: Any, rows: Tensor, order: Tensor, inverse: Tensor
-    ) -> Tensor:
-        ctx.save_for_backward(order)
-        return rows[inverse]
-
-    @staticmethod
-    def backward(  # pyrefly: ignore[bad-override]
-        ctx: Any, d_rows: Tensor
-    ) -> tuple[Tensor, None, None]:
-        (order,) = ctx.saved_tensors
-        return d_rows[order], None, None
-
-
-def by_expert(x: Tensor, indices: Tensor) -> tuple[Tensor, Callable[[Tensor], Tensor]]:
-    """Return tokens in the order of the experts that they go to, and what puts rows back.
-
-    Args:
-        x: Tokens `[T, D]`.
-        indices: int64 `[T, k]`, the experts of each.
-
-    Returns:
-        Rows `[T * k, D]`, those of the first expert first, of an expert in the order of tokens;
-        and a function from such rows to `[T, k, D]`. Both are differentiable, without a sum whose
-        order could vary.
-
-    Examples:
-        >>> rows, put_back = by_expert(torch.tensor([[1.0], [2.0]]), torch.tensor([[1, 0], [0, 2]]))
-        >>> rows.flatten().tolist(), put_back(rows).flatten().tolist()
-        ([1.0, 2.0, 1.0, 2.0], [1.0, 1.0, 2.0, 2.0])
-    """
-    order = indices.flatten().argsort(stable=True)
-    inverse = torch.empty_like(order)
-    inverse[order] = torch.arange(len(order), device=order.device)
-
-    def put_back(rows: Tensor) -> Tensor:
-        return _PutBack.apply(rows, order, inverse).unflatten(0, indices.shape)
-
-    return _InOrder.apply(x, order, inverse), put_back
-
-
 # ---------------------------------------------------------------------------------------- multiply
 
 
@@ -164,17 +139,10 @@ def grouped_linear(rows: Tensor, counts: Tensor, weight: Tensor) -> Tensor:
         >>> grouped_linear(rows, torch.tensor([1, 1]), weight).flatten().tolist()
         [2.0, 3.0, 0.0]
     """
-    return _on_owned(rows, counts, lambda owned: _product(owned, counts, weight))
-
-
-def _on_owned(rows: Tensor, counts: Tensor, compute: Callable[[Tensor], Tensor]) -> Tensor:
-    """Compute with rows by rows; what is nobody's, how much stays on the device, comes to zeros.
-
-    torch leaves rows past the last offset of a grouped multiplication uninitialised, in the result
-    and in the gradient. Rows do not mix on the way, so zeros at both ends are enough.
-    """
+    # torch leaves rows past the last offset uninitialised, in the result and in the gradient.
     is_nobodys = (torch.arange(len(rows), device=rows.device) >= counts.sum()).unsqueeze(-1)
-    return compute(rows.masked_fill(is_nobodys, 0)).masked_fill(is_nobodys, 0)
+    product = _product(rows.masked_fill(is_nobodys, 0), counts, weight)
+    return product.masked_fill(is_nobodys, 0)
 
 
 def _product(rows: Tensor, counts: Tensor, weight: Tensor) -> Tensor:
@@ -187,11 +155,14 @@ def _product(rows: Tensor, counts: Tensor, weight: Tensor) -> Tensor:
 
 
 class _Contiguous(torch.autograd.Function):
-    """The identity; its gradient is contiguous, which the grouped multiplication needs."""
+    """The identity, and no view, which FSDP warns of at the end of a unit.
+
+    Its gradient is contiguous, which the grouped multiplication needs.
+    """
 
     @staticmethod
     def forward(_: Any, x: Tensor) -> Tensor:  # pyrefly: ignore[bad-override]
-        return x.view_as(x)
+        return x.detach()
 
     @staticmethod
     def backward(_: Any, d_x: Tensor) -> Tensor:  # pyrefly: ignore[bad-override]
@@ -238,13 +209,10 @@ class ExpertWeights(nn.Module):
         self.down = nn.Parameter(torch.empty(experts, width, inner))
 
     def forward(self, rows: Tensor, counts: Tensor) -> Tensor:
-        """Map rows `[N, D]` in the order of their experts to `[N, D]`; see `grouped_linear`."""
+        """Map rows `[N, D]` in the order of their experts to `[N, D]`; all must be somebody's."""
         kind = rows.device.type
         if torch.is_autocast_enabled(kind):
             rows = rows.to(torch.get_autocast_dtype(kind))
-        return _on_owned(rows, counts, lambda owned: self._swiglu(owned, counts))
-
-    def _swiglu(self, rows: Tensor, counts: Tensor) -> Tensor:
         gate = nn.functional.silu(_product(rows, counts, self.gate))
         return _product(gate * _product(rows, counts, self.up), counts, self.down)
 
@@ -300,23 +268,36 @@ class ExpertMlp(nn.Module):
         self.router = Router(width, experts)
         self.experts = ExpertWeights(experts.count, width, experts.width)
         self.shared = Mlp(width, experts.shared) if experts.shared else None
+        self.dispatch: Dispatch = ep_dispatch  # `parallel.expert` binds an axis
+        self.combine: Combine = ep_combine
 
     def forward(
-        self, x: Tensor, *, spans: Spans, is_token: Tensor, tape: Tape
+        self,
+        x: Tensor,
+        *,
+        spans: Spans,
+        is_token: Tensor,
+        tape: Tape,
+        noise_key: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
-        """Map `[B, S, D]` to `[B, S, D]` and to the layer's row `[2 + E]` of `Routed.sums`."""
-        tokens = x.flatten(0, 1)
-        known = tape.choices.get(self.name)
-        routing, logits = self.router(tokens, is_token.flatten(), known)
+        """Map `[B, S, D]` to `[B, S, D]` and to the layer's row `[3 + E]` of `Routed.sums`."""
+        tokens, how = x.flatten(0, 1), self.router.experts
+        seen, known = tokens, tape.choices.get(self.name)
+        if noise_key is not None and how.jitter:
+            seen = jittered(tokens, noise_key.flatten(), name=self.name, amount=how.jitter)
+        routing, logits = self.router(seen, is_token.flatten(), known)
         tape.choices[self.name] = routing.indices
-        rows, put_back = by_expert(tokens, routing.indices)
-        parts = put_back(self.experts(rows, routing.counts))
-        y = torch.einsum("tkd,tk->td", parts, routing.weights.to(parts.dtype)).view_as(x)
+        kept = (
+            limited(routing, capacity_of(routing.counts, how.capacity)) if how.capacity else routing
+        )
+        rows, counts, route = self.dispatch(tokens, kept.indices, kept.counts)
+        y = self.combine(self.experts(rows, counts), kept.weights, route).view_as(x)
         if self.shared is not None:
             y = y + self.shared(x)
-        balance = balance_sum(routing, self._load(routing, spans), experts=len(self.router.load))
+        balance = balance_sum(routing, self._load(routing, spans), experts=how.count)
         z = (logits.logsumexp(-1).square() * is_token.flatten()).sum()
-        return y, torch.cat([torch.stack([balance, z]), routing.counts.to(z.dtype)])
+        dropped = (routing.counts - kept.counts).sum().to(z.dtype)
+        return y, torch.cat([torch.stack([balance, z, dropped]), routing.counts.to(z.dtype)])
 
     def _load(self, routing: Routing, spans: Spans) -> Tensor:
         """Return which part of the choices each expert had where `balance` looks."""

@@ -8,6 +8,9 @@ from torch import Tensor, nn
 class Linear(nn.Linear):
     """`nn.Linear` that stays empty until it is filled: drawing numbers nobody keeps takes time."""
 
+    head_size: int | None = None
+    """How many rows belong to one head, where that differs among the matrices of an attention."""
+
     def reset_parameters(self) -> None:
         """Leave the values as they are; a `Weights` function fills them."""
 

@@ -11,14 +11,14 @@ import math
 import torch
 from torch import Tensor
 
-from trainkit.models.config import Llama3Scaling
+from trainkit.models.config import Llama3Scaling, YarnScaling
 
 
 def rotary_frequencies(
     head_dim: int,
     *,
     theta: float,
-    scaling: Llama3Scaling | None = None,
+    scaling: Llama3Scaling | YarnScaling | None = None,
     dtype: torch.dtype = torch.float32,
     device: torch.device | None = None,
 ) -> Tensor:
@@ -34,10 +34,29 @@ def rotary_frequencies(
     frequencies = 1.0 / theta**exponents
     if scaling is None:
         return frequencies
-    turns = scaling.original_length / (2 * math.pi) * frequencies
-    low, high = scaling.low_freq_factor, scaling.high_freq_factor
-    kept = ((turns - low) / (high - low)).clamp(0, 1)
+    if isinstance(scaling, YarnScaling):
+        kept = _kept_by_number(frequencies, scaling, theta=theta)
+    else:
+        turns = scaling.original_length / (2 * math.pi) * frequencies
+        low, high = scaling.low_freq_factor, scaling.high_freq_factor
+        kept = ((turns - low) / (high - low)).clamp(0, 1)
     return torch.lerp(frequencies / scaling.factor, frequencies, kept)
+
+
+def _kept_by_number(frequencies: Tensor, scaling: YarnScaling, *, theta: float) -> Tensor:
+    """Return how much of each pair's frequency YaRN keeps: 1 up to some pair, 0 from a later on."""
+    size = 2 * len(frequencies)
+
+    def number(turns: float) -> float:
+        """Return the number of the pair, a fraction, that turns so often."""
+        return (
+            size * math.log(scaling.original_length / (2 * math.pi * turns)) / 2 / math.log(theta)
+        )
+
+    first = max(math.floor(number(scaling.beta_fast)), 0)
+    last = min(math.ceil(number(scaling.beta_slow)), size - 1)
+    numbers = torch.arange(len(frequencies), dtype=frequencies.dtype, device=frequencies.device)
+    return 1 - ((numbers - first) / max(last - first, 1e-3)).clamp(0, 1)
 
 
 def rotary_table(position_ids: Tensor, frequencies: Tensor) -> tuple[Tensor, Tensor]:

@@ -1,7 +1,8 @@
 """Routers: which experts a token goes to, and with which weights.
 
 Functions of scores alone, in fp32 whatever the model computes in. They write nothing: how many
-tokens each expert gets is an output, so that a recomputed forward pass cannot count twice.
+tokens each expert gets is an output, so that a recomputed forward pass cannot count twice. Before
+them tokens may be moved a little (`jittered`), after them experts may be full (`limited`).
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import torch
 from torch import Tensor
 
 from trainkit.models.config import check_groups
+from trainkit.noise import counters
 
 
 class Routing(NamedTuple):
@@ -170,6 +172,106 @@ def counts_of(indices: Tensor, experts: int) -> Tensor:
     counts = torch.zeros(experts + 1, dtype=torch.int64, device=indices.device)
     flat = indices.flatten()
     return counts.scatter_add_(0, flat, torch.ones_like(flat))[:experts]
+
+
+# ---------------------------------------------------------------------------------------- capacity
+
+
+def capacity_of(counts: Tensor, factor: float) -> Tensor:
+    """Return how many choices an expert may take: `factor` times the mean, rounded up, at least 1.
+
+    Args:
+        counts: int64 `[E]`, how often each expert was chosen.
+        factor: 1.25 for instance; 1 is room for all choices if they are even.
+
+    Returns:
+        int64, 0-d, without a host sync.
+
+    References:
+        Fedus et al., "Switch transformers" (2021), section 2.2.
+
+    Examples:
+        >>> capacity_of(torch.tensor([6, 0, 1, 1]), 1.25), capacity_of(torch.tensor([0, 0]), 1.25)
+        (tensor(3), tensor(1))
+    """
+    return (counts.sum().double() * factor / len(counts)).ceil().clamp(min=1).long()
+
+
+def limited(routing: Routing, capacity: Tensor | int) -> Routing:
+    """Keep what experts have room for: of each one's choices the first, in the order of tokens.
+
+    A choice that is dropped has an index of E and a weight of 0; the token's other weights stay as
+    they are. Shares stay too, so that a loss still moves tokens away from experts that are full;
+    for the same reason balance is to look at the counts of before, and a tape is to hold the
+    choices of before, which come to the same again. The difference of counts is what was dropped.
+
+    Args:
+        routing: What a router decided. Its padding takes no room.
+        capacity: How many choices an expert may take; see `capacity_of`.
+
+    Returns:
+        What is left of it, with counts of that. No host sync.
+
+    Examples:
+        >>> routing = softmax_topk(torch.tensor([[2.0, 1.0], [2.0, 1.0], [1.0, 2.0]]), 1)
+        >>> kept = limited(routing, 1)
+        >>> kept.indices.tolist(), kept.weights.tolist(), (routing.counts - kept.counts).tolist()
+        ([[0], [2], [1]], [[1.0], [0.0], [1.0]], [1, 0])
+    """
+    experts, flat = len(routing.counts), routing.indices.flatten()
+    ordered = flat.sort(stable=True)
+    first = torch.cat([routing.counts.new_zeros(1), routing.counts.cumsum(0)])
+    place = torch.arange(len(flat), device=flat.device) - first[ordered.values]
+    is_kept = torch.empty_like(flat, dtype=torch.bool)
+    is_kept[ordered.indices] = place < capacity
+    is_dropped = ~is_kept.view_as(routing.indices)
+    return routing._replace(
+        weights=routing.weights.masked_fill(is_dropped, 0),
+        indices=routing.indices.masked_fill(is_dropped, experts),
+        counts=routing.counts.clamp(max=capacity),
+    )
+
+
+# ------------------------------------------------------------------------------------------- noise
+
+
+def jittered(x: Tensor, noise_key: Tensor, *, name: str, amount: float) -> Tensor:
+    """Multiply what a router sees by uniform noise in [1 - amount, 1 + amount], for training.
+
+    The noise is a function of the token's key, the layer's name and the feature: recomputation, and
+    any cut into rows, microbatches and shards of the sequence, sees the same.
+
+    Args:
+        x: Tokens `[..., D]`, all features of each.
+        noise_key: int64 `[...]`, from `noise.token_keys`.
+        name: The expert layer in the whole model, "layers.3.mlp" for instance.
+        amount: In [0, 1), 0.01 for instance.
+
+    Returns:
+        `[..., D]` in fp32, which small noise needs (fp64 for fp64 tokens).
+
+    Raises:
+        ValueError: `amount` is not in [0, 1), or the keys are not one for each token.
+
+    References:
+        Fedus et al., "Switch transformers" (2021), section 2.4.
+
+    Examples:
+        >>> from trainkit.noise import token_keys
+        >>> keys = token_keys(torch.arange(3), seed=0, step=4)
+        >>> noisy = jittered(torch.ones(3, 8), keys, name="layers.0.mlp", amount=0.1)
+        >>> bool(noisy.min() >= 0.9), bool(noisy.max() <= 1.1), noisy.unique().numel()
+        (True, True, 24)
+    """
+    if not 0 <= amount < 1:
+        raise ValueError(f"jittered: amount must be in [0, 1), got {amount}")
+    if noise_key.shape != x.shape[:-1]:
+        want, got = list(x.shape[:-1]), list(noise_key.shape)
+        raise ValueError(f"jittered: noise_key must be {want}, one for each token, got {got}")
+    # A name of its own: dropout after the layer has the layer's.
+    bits = counters.feature_bits(noise_key, name=f"{name}.jitter", features=x.shape[-1])
+    wide = _wide(x)
+    return wide * (1 + amount * (bits.double() * 2.0**-52 - 1)).to(wide.dtype)
 
 
 def _check(

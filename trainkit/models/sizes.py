@@ -1,4 +1,4 @@
-"""Decoders by name: small ones, and the public figures of the Llama 3 and Qwen3 families."""
+"""Decoders by name: small ones, and the public figures of known families, with experts too."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 import attrs
 
-from trainkit.models.config import DecoderConfig, Experts, Llama3Scaling
+from trainkit.models.config import DecoderConfig, Experts, Latents, Llama3Scaling, YarnScaling
 
 
 def decoder_sizes() -> dict[str, DecoderConfig]:
@@ -22,7 +22,7 @@ def decoder_sizes() -> dict[str, DecoderConfig]:
         >>> list(decoder_sizes())[:5]
         ['tiny', '10m', '60m', '125m', '350m']
     """
-    return {**_small(), **_llama(), **_qwen3()}
+    return {**_small(), **_llama(), **_qwen3(), **_mixtures()}
 
 
 def decoder_config(name: str, **overrides: Any) -> DecoderConfig:
@@ -83,10 +83,15 @@ def config_from_facts(facts: Mapping[str, Any]) -> DecoderConfig:
     """
     values = dict(facts)
     try:
-        if values.get("rope_scaling") is not None:
-            values["rope_scaling"] = Llama3Scaling(**values["rope_scaling"])
-        if values.get("experts") is not None:
-            values["experts"] = Experts(**values["experts"])
+        scaling = values.get("rope_scaling")
+        kinds: dict[str, Any] = {
+            "rope_scaling": YarnScaling if scaling and "mscale" in scaling else Llama3Scaling,
+            "experts": Experts,
+            "latents": Latents,
+        }
+        for name, kind in kinds.items():
+            if values.get(name) is not None:
+                values[name] = kind(**values[name])
         return DecoderConfig(**values)
     except TypeError as error:
         raise ValueError(f"config_from_facts: these are not a decoder's: {error}") from error
@@ -166,3 +171,68 @@ def _qwen3() -> dict[str, DecoderConfig]:
         )
         for name, (width, layers, heads, mlp_width, tied) in table.items()
     }
+
+
+def _mixtures() -> dict[str, DecoderConfig]:
+    return {
+        "mixtral-8x7b": DecoderConfig(
+            vocab_size=32_000,
+            width=4_096,
+            layers=32,
+            heads=32,
+            kv_heads=8,
+            mlp_width=14_336,
+            rope_theta=1_000_000.0,
+            experts=Experts(count=8, chosen=2, width=14_336),
+        ),
+        "qwen3-30b-a3b": _qwen3_mixture(2_048, layers=48, heads=32, mlp_width=6_144, experts=768),
+        "qwen3-235b-a22b": _qwen3_mixture(
+            4_096, layers=94, heads=64, mlp_width=12_288, experts=1_536
+        ),
+        "deepseek-v3": _deepseek_v3(),
+    }
+
+
+def _qwen3_mixture(
+    width: int, *, layers: int, heads: int, mlp_width: int, experts: int
+) -> DecoderConfig:
+    return DecoderConfig(
+        vocab_size=151_936,
+        width=width,
+        layers=layers,
+        heads=heads,
+        kv_heads=4,
+        mlp_width=mlp_width,
+        head_dim=128,
+        norm_eps=1e-6,
+        rope_theta=1_000_000.0,
+        qk_norm=True,
+        experts=Experts(count=128, chosen=8, width=experts),
+    )
+
+
+def _deepseek_v3() -> DecoderConfig:
+    """Return DeepSeek-V3 without what predicts a second token, for 163,840 tokens of context."""
+    return DecoderConfig(
+        vocab_size=129_280,
+        width=7_168,
+        layers=61,
+        heads=128,
+        kv_heads=128,
+        mlp_width=18_432,
+        norm_eps=1e-6,
+        rope_scaling=YarnScaling(factor=40.0, original_length=4_096),
+        experts=Experts(
+            count=256,
+            chosen=8,
+            width=2_048,
+            shared=2_048,
+            first=3,
+            scores="sigmoid",
+            biased=True,
+            groups=8,
+            groups_chosen=4,
+            scale=2.5,
+        ),
+        latents=Latents(query_rank=1_536, kv_rank=512, plain=128, rotary=64, values=128),
+    )

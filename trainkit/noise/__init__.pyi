@@ -1,5 +1,6 @@
 # The table of contents, which __init__.py loads lazily.
 from .counters import dropout as dropout
+from .counters import feature_bits as feature_bits
 from .counters import mix_tensor as mix_tensor
 from .counters import normal as normal
 from .counters import seeded_generators as seeded_generators

@@ -142,6 +142,29 @@ def token_keys(token_index: Tensor, *, seed: int, step: int) -> Tensor:
     return mix_tensor(token_index * signed(GOLDEN) + signed(key_of(seed, "token", step)))
 
 
+def feature_bits(keys: Tensor, *, name: str, features: int, first: int = 0) -> Tensor:
+    """Return 53 random bits for each feature of each token at a place in the model.
+
+    Args:
+        keys: int64 `[...]`, from `token_keys`.
+        name: The place in the whole model.
+        features: How many features there are, or how many of them are asked for.
+        first: The index of the first of these in the whole model.
+
+    Returns:
+        int64 `[..., features]`, below 2^53.
+
+    Examples:
+        >>> keys = token_keys(torch.tensor([7, 8]), seed=0, step=0)
+        >>> bits = feature_bits(keys, name="mlp", features=6)
+        >>> torch.equal(bits[1:, 4:], feature_bits(keys[1:], name="mlp", features=2, first=4))
+        True
+    """
+    feature = torch.arange(first, first + features, device=keys.device) * signed(GOLDEN)
+    site = mix_tensor(keys ^ signed(key_of(name)))
+    return _shift_right(mix_tensor(site.unsqueeze(-1) + feature), 11)
+
+
 def dropout(
     x: Tensor, keys: Tensor, *, name: str, p: float, width: int, offset: int | None = None
 ) -> Tensor:
@@ -193,9 +216,7 @@ def dropout(
         )
     if p == 0:
         return x
-    feature = torch.arange(first, first + features, device=x.device) * signed(GOLDEN)
-    site = mix_tensor(keys ^ signed(key_of(name)))
-    bits = _shift_right(mix_tensor(site.unsqueeze(-1) + feature), 11)
+    bits = feature_bits(keys, name=name, features=features, first=first)
     return torch.where(bits < int((1 - p) * 2**53), x / (1 - p), 0.0)
 
 

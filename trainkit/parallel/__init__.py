@@ -1,11 +1,12 @@
 """Where a model's work happens: transforms of a plan, and the functions that apply them.
 
-A transform says what becomes of a module (`tensor`, `sequence`, `precision`, `recompute`,
-`compiled`, `fsdp`); `build_stages` applies a list of them. What runs the stages of a pipeline is
-here too.
+A transform says what becomes of a module (`tensor`, `sequence`, `expert`, `precision`,
+`recompute`, `compiled`, `fsdp`); `build_stages` applies a list of them. What runs the stages of a
+pipeline is here too.
 """
 
 from trainkit.parallel.compiled import compiled
+from trainkit.parallel.expert import expert
 from trainkit.parallel.fitting import problems, refuse
 from trainkit.parallel.fsdp import fsdp
 from trainkit.parallel.generation import bind_call
@@ -42,6 +43,7 @@ __all__ = [
     "choose_dtype",
     "compiled",
     "compute_dtype",
+    "expert",
     "fsdp",
     "hf_styles",
     "layer_ranges",

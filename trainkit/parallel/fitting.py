@@ -87,14 +87,17 @@ def _divisors(*numbers: int) -> str:
 
 
 def _of_model(layout: Layout, model: DecoderConfig) -> Iterator[ConfigError]:
-    if layout.ep > 1:
-        none = "this decoder has no experts to split over"
-        what = none if model.experts is None else "experts cannot be dealt yet to"
+    experts = model.experts
+    if layout.ep > 1 and (experts is None or experts.count % layout.ep):
+        what = "this decoder has no experts to deal to"
+        if experts is not None:
+            what = f"{experts.count} experts do not divide by"
+        ways = "1" if experts is None else _divisors(experts.count)
         yield ConfigError(
-            f"{what} ep = {layout.ep} ranks; set ep to 1",
+            f"{what} ep = {layout.ep}; set ep to {ways}",
             where="ep",
             got=layout.ep,
-            want=1,
+            want=f"a divisor of {experts.count if experts else 1}",
         )
     common = _divisors(model.heads, model.kv_heads, model.mlp_width, model.vocab_size)
     of_model = f"set tp to {common}, or take another size of model"

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+from functools import partial
+from typing import Any
+
 import torch
 from torch import nn
 
 from trainkit.collectives import backends_of
+from trainkit.parallel.expert import dealt_experts
 from trainkit.parallel.fitting import problems, refuse
 from trainkit.parallel.naming import blocks_of
 from trainkit.parallel.precision import compute_dtype
-from trainkit.parallel.reduction import sum_gradients_
+from trainkit.parallel.recompute import hide_hooks_
+from trainkit.parallel.reduction import local_of, sum_gradients_
 from trainkit.parallel.transforms import Transform
 from trainkit.types import Layout, ParallelState
 
@@ -82,19 +87,35 @@ def fsdp(
         # Pinned memory, torch's default, needs an accelerator: without one torch raises.
         pin = torch.cuda.is_available()
         offload = CPUOffloadPolicy(pin_memory=pin) if cpu_offload else OffloadPolicy()
-        for unit, reshard in (*((u, reshard_after_forward) for u in units), (module, False)):
-            fully_shard(
-                unit,
-                mesh=mesh,
-                mp_policy=policy,
-                offload_policy=offload,
-                reshard_after_forward=reshard,
+        shard = partial(fully_shard, mp_policy=policy, offload_policy=offload)
+        for experts in dealt_experts(module):  # units of their own, inside of the blocks
+            shard(
+                experts, **_expert_shards(experts, ps), reshard_after_forward=reshard_after_forward
             )
+            hide_hooks_(experts)
+        for unit, reshard in (*((u, reshard_after_forward) for u in units), (module, False)):
+            shard(unit, mesh=mesh, reshard_after_forward=reshard)
         sum_gradients_(module)
         return module
 
     device = "cpu" if cpu_offload else None  # FSDP2 wants offloaded shards there from the start
     return Transform(apply, kind="fsdp", axes=("dp_replicate", "dp_shard"), device=device)
+
+
+def _expert_shards(experts: nn.Module, ps: ParallelState) -> dict[str, Any]:
+    """Return how the experts of a rank of ep are sharded over expert_fsdp.
+
+    By whole experts where their number divides, else along the first dimension of each.
+    """
+    from torch.distributed.tensor import Shard  # noqa: PLC0415 (a second of import time)
+
+    assert ps.expert_mesh is not None
+    names = ("dp_replicate", "expert_fsdp") if ps.dp_replicate.count > 1 else ("expert_fsdp",)
+    parts = ps.expert_fsdp.count
+    sizes = [local_of(p).shape for p in experts.parameters()]
+    even = [dim for dim in (0, 1) if all(size[dim] % parts == 0 for size in sizes)]
+    dim = even[0] if even else 0
+    return {"mesh": ps.expert_mesh[names], "shard_placement_fn": lambda _: Shard(dim)}
 
 
 def _require_cpu_groups(ps: ParallelState) -> None:

@@ -16,12 +16,13 @@ import attrs
 import torch
 from torch import Tensor, nn
 
-from trainkit.batch import divided
+from trainkit.batch import divided, divisors_of
 from trainkit.parallel.fitting import problems, refuse
 from trainkit.parallel.places import StagePlace, places_of
 from trainkit.parallel.recompute import recomputes_selectively
 from trainkit.parallel.reduction import (
     Reduce,
+    Reducers,
     Reduction,
     check_sums,
     fsdp_groups,
@@ -31,12 +32,11 @@ from trainkit.parallel.reduction import (
 )
 from trainkit.parallel.split import (
     SCHEDULES,
-    Kind,
     microbatches_wanted,
     rank_of_stages,
 )
-from trainkit.parallel.stage_forward import Kind as TermKind
 from trainkit.parallel.stage_forward import (
+    Kind,
     agree_on_kinds,
     check_edge,
     compute_device,
@@ -65,16 +65,35 @@ class _Entered(torch.autograd.Function):
 
 @attrs.define(eq=False)
 class _Step:
-    """What the stages look up while a schedule runs."""
+    """What the stages look up while a schedule runs, and the terms that they leave."""
 
+    stages: Sequence[nn.Module]
+    places: Sequence[StagePlace]
+    loss: Loss
+    call: Call
     batches: Sequence[Mapping[str, Any]] = ()
-    denominator: Denominator | None = None
-    terms: dict[int, dict[str, Tensor]] = attrs.field(factory=dict)
+    divisors: Denominator | None = None
     reductions: Sequence[Reduction] = ()
+    terms: dict[int, dict[str, Tensor]] = attrs.field(factory=dict)
+
+    def run(self, stage: nn.Module, index: int, edge: tuple[Tensor, ...]) -> Any:
+        """Take a microbatch forward through a stage: to what the next one gets, or to the loss."""
+        batch, place = self.batches[index], self.places[[*self.stages].index(stage)]
+        entered = _Entered.apply(*edge) if edge else ()
+        output = run_stage(stage, place, batch, entered, call=self.call)
+        if not place.last:
+            return check_edge(output, stage_boundary(stage, batch), place)
+        assert self.divisors is not None
+        total, self.terms[index] = self.loss(output, batch)
+        return divided(total, self.divisors).double()
+
+    def reduction_of(self, stage: nn.Module) -> Reduction:
+        """Return how a stage's gradients are reduced in this step."""
+        return self.reductions[[*self.stages].index(stage)]
 
     def forget(self) -> None:
         """Let go of the microbatches."""
-        self.batches, self.denominator, self.reductions = (), None, ()
+        self.batches, self.divisors, self.reductions = (), None, ()
         self.terms.clear()
 
 
@@ -113,62 +132,32 @@ def bind_pipeline(
     """
     places, terms = places_of(stages, axis), terms_of(loss)
     _check(stages, places, schedule=schedule, reduce=reduce, axis=axis)
-    kind = SCHEDULES[schedule]
-    step = _Step()
+    step = _Step(stages, places, loss, call)
     schedules: dict[Any, Any] = {}
-    kinds: dict[str, TermKind] = {}
+    kinds: dict[str, Kind] = {}
     last = places[0].ranks[-1]
 
-    def run_one(stage: nn.Module, index: int, edge: tuple[Tensor, ...]) -> Any:
-        batch, place = step.batches[index], places[[*stages].index(stage)]
-        entered = _Entered.apply(*edge) if edge else ()
-        output = run_stage(stage, place, batch, entered, call=call)
-        if not place.last:
-            return check_edge(output, stage_boundary(stage, batch), place)
-        assert step.denominator is not None
-        total, step.terms[index] = loss(output, batch)
-        return divided(total, step.denominator).double()
-
-    def reduction_of(stage: nn.Module) -> Reduction:
-        return step.reductions[[*stages].index(stage)]
+    def schedule_for(edge: tuple[Tensor, ...], microbatches: int) -> Any:
+        key = (*((tuple(x.shape), x.dtype) for x in edge), microbatches)
+        if key not in schedules:
+            _check_microbatches(schedule, microbatches, places, axis)
+            schedules[key] = _make_schedule(schedule, step, edge, microbatches, axis=axis)
+            while len(schedules) > _KEPT_SHAPES:
+                schedules.pop(next(iter(schedules)))
+        return schedules[key]
 
     def run(
         microbatches: Sequence[Mapping[str, Any]], *, denominator: Denominator
     ) -> dict[str, Tensor]:
-        from trainkit.parallel.torch_pipeline import run_schedule  # noqa: PLC0415 (slow import)
-
         edge = _common_edge(stages[0], microbatches)
         reducers = [reducers_of(stage) for stage in stages]
         for found in reducers:
             check_sums(found)
-        key = (*((tuple(x.shape), x.dtype) for x in edge), len(microbatches))
-        if key not in schedules:
-            _check_microbatches(schedule, len(microbatches), places, axis)
-            made = _make_schedule(
-                kind,
-                stages,
-                places,
-                edge=edge,
-                run=run_one,
-                reduction=reduction_of,
-                microbatches=len(microbatches),
-                axis=axis,
-            )
-            schedules[key] = made
-            while len(schedules) > _KEPT_SHAPES:
-                schedules.pop(next(iter(schedules)))
-        step.batches, step.denominator = microbatches, denominator
-        step.terms = {}
+        made = schedule_for(edge, len(microbatches))
+        step.batches, step.divisors = microbatches, divisors_of(denominator)
         try:
-            with ExitStack() as stack:
-                stack.enter_context(setting_aside_tied(stages, places, axis))
-                step.reductions = [
-                    stack.enter_context(reducing(stage, found, reduce=reduce))
-                    for stage, found in zip(stages, reducers, strict=True)
-                ]
-                run_schedule(
-                    schedules[key], len(microbatches), splits_backward=kind.splits_backward
-                )
+            with setting_aside_tied(stages, places, axis):
+                _run_reducing(made, step, reducers, schedule=schedule, reduce=reduce)
             sums = _summed(step.terms)
         except BaseException:
             schedules.clear()  # a schedule that broke off holds half a step
@@ -180,6 +169,21 @@ def bind_pipeline(
         return share_terms(sums, kinds, axis=axis, source=last, device=device)
 
     return run
+
+
+def _run_reducing(
+    made: Any, step: _Step, reducers: Sequence[Reducers], *, schedule: str, reduce: Reduce
+) -> None:
+    """Run a schedule, and reduce the gradients of its stages."""
+    from trainkit.parallel.torch_pipeline import run_schedule  # noqa: PLC0415 (slow import)
+
+    splits = SCHEDULES[schedule].splits_backward
+    with ExitStack() as stack:
+        step.reductions = [
+            stack.enter_context(reducing(stage, found, reduce=reduce))
+            for stage, found in zip(step.stages, reducers, strict=True)
+        ]
+        run_schedule(made, len(step.batches), splits_backward=splits)
 
 
 def _check(
@@ -269,30 +273,22 @@ def _common_edge(stage: nn.Module, microbatches: Sequence[Mapping[str, Any]]) ->
 
 
 def _make_schedule(
-    kind: Kind,
-    stages: Sequence[nn.Module],
-    places: Sequence[StagePlace],
-    *,
-    edge: tuple[Tensor, ...],
-    run: Any,
-    reduction: Any,
-    microbatches: int,
-    axis: Axis,
+    schedule: str, step: _Step, edge: tuple[Tensor, ...], microbatches: int, *, axis: Axis
 ) -> Any:
     from trainkit.parallel.torch_pipeline import Stage, make_schedule  # noqa: PLC0415 (slow import)
 
-    device = compute_device(stages[0])
+    kind, device = SCHEDULES[schedule], compute_device(step.stages[0])
     made = [
         Stage(
             stage,
             place,
             edge,
-            run,
-            reduction,
+            step.run,
+            step.reduction_of,
             axis=axis,
             device=device,
             splits_backward=kind.splits_backward,
         )
-        for stage, place in zip(stages, places, strict=True)
+        for stage, place in zip(step.stages, step.places, strict=True)
     ]
     return make_schedule(kind, made, microbatches)

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import ExitStack
 from functools import partial
 from importlib import import_module
 from types import MethodType
 from typing import Any, Literal
 
 import torch
+import torch.distributed as dist
 from torch import nn
+from torch.utils._python_dispatch import _get_current_dispatch_mode, _pop_mode_temporarily
 from torch.utils.checkpoint import (
     CheckpointPolicy,
     checkpoint,
@@ -21,6 +24,7 @@ from trainkit.parallel.transforms import Transform
 from trainkit.types import ParallelState
 
 _MODE = "_trainkit_recompute"
+_SELECTIVE = tuple(map(type, create_selective_checkpoint_contexts([])))
 
 
 _PRODUCTS = ("mm", "addmm", "bmm", "_grouped_mm")
@@ -37,7 +41,8 @@ _ATTENTION = (
 def kept_operators(device: torch.device) -> frozenset[Any]:
     """Return the operators whose results selective recomputation keeps, since they cost most.
 
-    They are matrix products, and attention by every kernel of `trainkit.attention`. A name that
+    They are matrix products, attention by every kernel of `trainkit.attention`, and what ranks send
+    of their tokens to experts. A name that
     torch does not know is an error: nobody would see that nothing is kept.
 
     Args:
@@ -51,6 +56,9 @@ def kept_operators(device: torch.device) -> frozenset[Any]:
         True
     """
     packets = [getattr(torch.ops.aten, name) for name in (*_PRODUCTS, *_ATTENTION)]
+    if dist.is_available():
+        sent = torch.ops._c10d_functional  # noqa: SLF001 (what exchange_rows calls)
+        packets += [sent.all_to_all_single, sent.wait_tensor]
     if device.type == "cuda":
         # Registers the operator; not imported above, for it imports torch._dynamo (1.1 s, 2.13).
         import_module("torch.nn.attention.varlen")
@@ -124,6 +132,31 @@ def recomputes_selectively(module: nn.Module) -> bool:
         False
     """
     return any(getattr(part, _MODE, None) == "selective" for part in module.modules())
+
+
+def hide_hooks_(module: nn.Module) -> None:
+    """Hide what a module's hooks compute from selective recomputation around it.
+
+    FSDP gathers in them, and does so otherwise in the second forward pass than in the first.
+
+    Args:
+        module: A part of a block, with hooks.
+
+    Effects:
+        Takes the place of its forward hooks and pre-hooks.
+
+    Examples:
+        >>> hide_hooks_(nn.Linear(1, 1))
+    """
+    for hooks in (module._forward_pre_hooks, module._forward_hooks):  # noqa: SLF001 (no public way)
+        hooks.update({key: partial(_unseen, hook) for key, hook in hooks.items()})
+
+
+def _unseen(hook: Callable[..., Any], *args: Any) -> Any:
+    with ExitStack() as stack:
+        while isinstance(_get_current_dispatch_mode(), _SELECTIVE):
+            stack.enter_context(_pop_mode_temporarily())
+        return hook(*args)
 
 
 def _recomputed(forward: Callable[..., Any], preserve: bool, options: dict[str, Any]) -> Any:

@@ -129,7 +129,7 @@ def styled_class(base: type[nn.Module], names: tuple[str, ...], style: Style, ax
         compute = _communicating(compute, style, axis)
     if is_row and "bias" in names:
         compute = _bias_added(compute)
-    return type(f"TensorParallel{base.__name__}", (base,), {"forward": compute})
+    return type(f"Sharded{base.__name__}", (base,), {"forward": compute})
 
 
 Forward = Callable[..., Any]

@@ -261,7 +261,7 @@ def _check_module(
             f"tensor: the style of the pattern {pattern!r} does not fit {name!r}: {problem}",
             where=name,
         )
-    size = _head_size(modules.get(name.rpartition(".")[0]))
+    size = _head_size(module) or _head_size(modules.get(name.rpartition(".")[0]))
     for own, parameter in module.named_parameters(recurse=False):
         dim = style.cuts.get(own)
         if dim is None:
@@ -281,7 +281,7 @@ def _check_module(
 
 
 def _head_size(parent: nn.Module | None) -> int | None:
-    """Return the size of a head in an attention module, ours or one of Hugging Face's."""
+    """Return the size of a head in an attention module, ours or Hugging Face's, or in a matrix."""
     for name in ("head_size", "head_dim"):
         size = getattr(parent, name, None)
         if isinstance(size, int) and size > 0:
@@ -349,7 +349,7 @@ def _slice_by_token(axis: Axis) -> Callable[..., Any]:
     """Return a hook for the root of a model: what blocks need of this rank's part of the tokens."""
 
     def hook(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        given = {name: kwargs.get(name) for name in ("noise_key", "is_token")}
+        given = {name: kwargs.get(name) for name in ("noise_key", "is_token", "choices")}
         own = {k: contiguous_shard(x, axis.share) for k, x in given.items() if x is not None}
         return args, kwargs | own
 

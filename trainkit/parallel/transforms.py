@@ -16,7 +16,7 @@ ORDER = ("tensor", "sequence", "expert", "precision", "adapter", "recompute", "c
 ones left it.
 """
 
-_AXES = [name for name in Layout().axes["world"] if name != "pp"]
+_AXES = [name for name in Layout().degrees if name != "pp"]
 
 
 @attrs.frozen(eq=False)

@@ -59,6 +59,10 @@ class Job:
             what = "a plan does not know yet what experts need: give a config without them"
             raise ConfigError(f"Job: {what}", where="config", got=self.config.experts)
 
+        if self.config.latents is not None:
+            what = "a plan does not know yet what latent attention needs: give a config without it"
+            raise ConfigError(f"Job: {what}", where="config", got=self.config.latents)
+
     @property
     def itemsize(self) -> int:
         """Bytes of a number in the dtype that is computed in."""

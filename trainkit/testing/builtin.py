@@ -21,6 +21,7 @@ from trainkit.models import Decoder, DecoderConfig, Experts, call_routed, call_w
 from trainkit.noise.counters import token_keys
 from trainkit.packing import pack_bins
 from trainkit.parallel.compiled import compiled
+from trainkit.parallel.expert import expert
 from trainkit.parallel.fsdp import fsdp
 from trainkit.parallel.recompute import recompute
 from trainkit.parallel.sequence import sequence
@@ -86,6 +87,7 @@ EXPERTS = Experts(
     biased=True,
     groups=4,
     groups_chosen=2,
+    jitter=0.05,
 )
 
 
@@ -170,11 +172,12 @@ def decoder_plan(ps: Any, case: Case) -> list[Transform]:
     Examples:
         >>> from trainkit.mesh import solo_parallel
         >>> [step.kind for step in decoder_plan(solo_parallel(), Case())]
-        ['tensor', 'sequence', 'recompute', 'fsdp']
+        ['tensor', 'sequence', 'expert', 'recompute', 'fsdp']
     """
     del ps
     blocks = [compiled(backend="aot_eager")] if case.compiled else []
-    return [tensor(), sequence(), recompute(case.recompute), *blocks, fsdp(case.layout)]
+    apart = [tensor(), sequence(), expert()]
+    return [*apart, recompute(case.recompute), *blocks, fsdp(case.layout)]
 
 
 def exact_plan(ps: Any, case: Case) -> list[Transform]:
@@ -232,6 +235,7 @@ def cases_of_model(name: str) -> list[Case]:
             Case(Layout(pp=2, dp_shard=2, schedule="zero_bubble_v", reshard_after_forward=False)),
             Case(Layout(dp_shard=2, tp=2), recompute="selective"),
             Case(Layout(dp_shard=2, ring=2, tp=2)),
+            *expert_cases(),
         ],
         "foreign model": [
             *ends[:2],
@@ -244,6 +248,38 @@ def cases_of_model(name: str) -> list[Case]:
             Case(Layout(dp_replicate=2, dp_shard=2, reduce="each")),
         ],
     }[name]
+
+
+def expert_cases() -> list[Case]:
+    """Return the cases of expert parallelism: alone, and with everything else.
+
+    Examples:
+        >>> {case.layout.ep for case in expert_cases()}, {case.world for case in expert_cases()}
+        ({8, 2, 4}, {8, 2, 4})
+    """
+    zero_bubble = {"schedule": "zero_bubble_v", "reshard_after_forward": False}
+    return [
+        Case(Layout(dp_shard=2, ep=2)),
+        Case(Layout(dp_shard=2, ep=2), recompute="full"),
+        Case(Layout(dp_shard=2, ep=2), recompute="selective"),
+        Case(Layout(dp_shard=2, ep=2), compiled=True),
+        Case(Layout(ring=2, ep=2)),
+        Case(Layout(ulysses=2, ep=2)),
+        Case(Layout(dp_shard=4, ep=2, reduce="each"), recompute="full"),
+        Case(Layout(dp_shard=4, ep=4)),
+        Case(Layout(dp_replicate=2, dp_shard=2, ep=2), recompute="selective"),
+        Case(Layout(dp_replicate=2, dp_shard=2, ep=2, reduce="each")),
+        Case(Layout(dp_shard=2, tp=2, ep=2)),
+        Case(Layout(pp=2, dp_shard=2, ep=2)),
+        Case(Layout(pp=2, dp_shard=2, ep=2, **zero_bubble)),
+        Case(Layout(dp_shard=8, ep=8)),
+        Case(Layout(dp_shard=4, tp=2, ep=2)),
+        Case(Layout(dp_replicate=2, dp_shard=4, ep=2)),
+        Case(Layout(dp_replicate=2, dp_shard=2, ring=2, ep=4, reduce="each")),
+        Case(Layout(pp=2, dp_shard=2, tp=2, ep=2)),
+        Case(Layout(pp=2, dp_shard=2, ulysses=2, fold_sp="none", ep=2)),
+        Case(Layout(dp_shard=2, ring=2, tp=2, ep=4)),
+    ]
 
 
 def exact_cases() -> list[Case]:

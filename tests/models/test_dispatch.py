@@ -1,0 +1,160 @@
+"""Tokens to their experts and back: the same on one rank and on several, whatever is uneven."""
+
+from functools import partial
+
+import pytest
+import torch
+
+from trainkit.collectives import exchange_rows
+from trainkit.mesh import axis_from_group
+from trainkit.models import ep_combine, ep_dispatch
+from trainkit.models.routers import counts_of
+from trainkit.testing import run_ranks
+from trainkit.types import SOLO
+
+WIDE = torch.float64
+
+
+def drawn(*shape, seed):
+    return torch.randn(*shape, dtype=WIDE, generator=torch.Generator().manual_seed(seed))
+
+
+def choices(tokens, experts, chosen, *, seed):
+    """Return choices of distinct experts; every fourth token is padding."""
+    generator = torch.Generator().manual_seed(seed)
+    found = [torch.randperm(experts, generator=generator)[:chosen] for _ in range(tokens)]
+    indices = torch.stack(found) if tokens else torch.zeros(0, chosen, dtype=torch.int64)
+    return indices.masked_fill(torch.arange(tokens).unsqueeze(1) % 4 == 3, experts)
+
+
+def world_axis():
+    assert torch.distributed.group.WORLD is not None
+    return axis_from_group(torch.distributed.group.WORLD, name="ep")
+
+
+def through_experts(x, indices, weights, scales, axis, **wire):
+    """Multiply each row with its expert's number, and add up; `scales` are those of all experts."""
+    counts = counts_of(indices, len(scales))
+    rows, own, route = ep_dispatch(x, indices, counts, axis, **wire)
+    assert len(rows) == own.sum()
+    mine = scales.chunk(axis.count)[axis.index].repeat_interleave(own, output_size=len(rows))
+    return ep_combine(rows * mine.unsqueeze(1).to(rows.dtype), weights, route, axis, **wire), own
+
+
+def test_on_one_rank_rows_stand_in_the_order_of_experts_and_come_back():
+    x, indices = drawn(6, 3, seed=0).requires_grad_(), choices(6, 4, 2, seed=1)
+    counts = counts_of(indices, 4)
+    rows, own, route = ep_dispatch(x, indices, counts)
+    order = indices.flatten().argsort(stable=True)
+    assert torch.equal(rows, x[order // 2])
+    assert own.tolist() == [*counts[:3].tolist(), counts[3] + 2]  # padding goes with the last one's
+    assert torch.equal(ep_combine(rows, torch.full((6, 2), 0.5, dtype=WIDE), route), x)
+
+    def there_and_back(x, weights):
+        return through_experts(x, indices, weights, torch.arange(1.0, 5, dtype=WIDE), SOLO)[0]
+
+    weights = torch.rand(6, 2, dtype=WIDE).requires_grad_()
+    assert torch.autograd.gradcheck(there_and_back, (x, weights))
+
+
+def test_no_tokens_and_one_choice_are_no_special_case():
+    for tokens, chosen in ((0, 2), (5, 1)):
+        x, indices = drawn(tokens, 3, seed=0).requires_grad_(), choices(tokens, 4, chosen, seed=1)
+        rows, _, route = ep_dispatch(x, indices, counts_of(indices, 4))
+        y = ep_combine(rows, torch.ones(tokens, chosen, dtype=WIDE), route)
+        y.sum().backward()
+        assert torch.equal(y, x)
+        assert torch.equal(x.grad, torch.ones_like(x))
+
+
+TOKENS = {"uneven": (7, 3, 12, 5), "none on a rank": (4, 0, 6, 0)}
+
+
+def against_one_process(tokens, idle):
+    """Return the worst difference of values and gradients on this rank from one process's."""
+    axis, experts = world_axis(), 8
+    tokens = tokens[: axis.count]
+    xs = [drawn(n, 3, seed=r).requires_grad_() for r, n in enumerate(tokens)]
+    chosen = [choices(n, experts - idle, 2, seed=10 + r) for r, n in enumerate(tokens)]
+    chosen = [x.masked_fill(x == experts - idle, experts) for x in chosen]
+    weights = [drawn(n, 2, seed=20 + r) for r, n in enumerate(tokens)]
+    weights = [w.masked_fill(i == experts, 0) for w, i in zip(weights, chosen, strict=True)]
+    scales = torch.arange(1.0, experts + 1, dtype=WIDE).requires_grad_()
+    r, cost = axis.index, [drawn(n, 3, seed=30 + r) for r, n in enumerate(tokens)]
+
+    own = scales.detach().clone().requires_grad_()
+    y, counts = through_experts(xs[r], chosen[r], weights[r], own, axis)
+    got = torch.autograd.grad((y * cost[r]).sum(), [xs[r], own])
+
+    alone = through_experts(*(torch.cat(x) for x in (xs, chosen, weights)), scales, SOLO)[0]
+    (d_scales,) = torch.autograd.grad((alone * torch.cat(cost)).sum(), scales, retain_graph=True)
+    (d_x,) = torch.autograd.grad((alone * torch.cat(cost)).sum(), xs[r])
+    wanted = alone.split(tokens)[r], d_x, d_scales.chunk(axis.count)[r]
+    found = y, got[0], got[1].chunk(axis.count)[r]
+    assert counts.sum() == sum(
+        ((x // (experts // axis.count) == r) & (x < experts)).sum() for x in chosen
+    )
+    far = [
+        (a - b).abs().max().item() if a.numel() else 0 for a, b in zip(found, wanted, strict=True)
+    ]
+    return max(far)
+
+
+@pytest.mark.parametrize("world", [2, 4])
+@pytest.mark.parametrize("tokens", TOKENS.values(), ids=TOKENS)
+@pytest.mark.parametrize("idle", [0, 5], ids=["all chosen", "most experts idle"])
+def test_over_ranks_values_and_gradients_are_those_of_one_process(world, tokens, idle):
+    assert max(run_ranks(partial(against_one_process, tokens, idle), world)) < 1e-13
+
+
+def checked_numerically():
+    """Check gradients numerically, in step on all ranks: what a token costs comes back to it."""
+    axis = world_axis()
+    indices, scales = choices(5, 4, 2, seed=axis.index), torch.arange(1.0, 5, dtype=WIDE)
+
+    def there_and_back(x, weights):
+        return through_experts(x, indices, weights, scales, axis)[0]
+
+    x, weights = drawn(5, 2, seed=axis.index), drawn(5, 2, seed=5 + axis.index)
+    return torch.autograd.gradcheck(there_and_back, (x.requires_grad_(), weights.requires_grad_()))
+
+
+def test_gradients_over_ranks_are_the_numerical_ones():
+    assert run_ranks(checked_numerically, 2) == [True, True]
+
+
+def with_a_row_left_over():
+    axis = world_axis()
+    table = torch.tensor([[1, 3], [0, 2]])  # rows from rank r to rank c
+    sent, received = table[axis.index].tolist(), table[:, axis.index].tolist()
+    x = drawn(5, 2, seed=axis.index).requires_grad_()
+    y = exchange_rows(x, axis, sent=sent, received=received, length=sum(received) + 1)
+    assert not y[sum(received) :].any()
+    (d_x,) = torch.autograd.grad((y * (axis.index + 1)).sum(), x)
+    return d_x.tolist()
+
+
+def test_a_row_that_is_not_sent_gets_no_gradient():
+    first, second = run_ranks(with_a_row_left_over, 2)
+    assert first == [[1.0, 1.0]] + [[2.0, 2.0]] * 3 + [[0.0, 0.0]]
+    assert second == [[2.0, 2.0]] * 2 + [[0.0, 0.0]] * 3
+
+
+def error_of_the_wire():
+    axis, experts = world_axis(), 8
+    x, indices = drawn(64, 16, seed=axis.index).float(), choices(64, experts, 2, seed=axis.index)
+    weights = torch.full((64, 2), 0.5).masked_fill(indices == experts, 0)
+    found = []
+    for wire in ({}, {"wire_dtype": torch.bfloat16}):
+        leaf = x.clone().requires_grad_()
+        y, _ = through_experts(leaf, indices, weights, torch.ones(experts), axis, **wire)
+        assert y.dtype == torch.float32
+        y.sum().backward()
+        found.append((y.detach(), leaf.grad))
+    return [((a - b).norm() / a.norm()).item() for a, b in zip(*found, strict=True)]
+
+
+def test_rows_that_travel_in_bf16_lose_its_rounding_alone():
+    for values, gradient in run_ranks(error_of_the_wire, 2):
+        assert 1e-4 < values < 2**-8  # sent there and, as they are, back: rounded once
+        assert gradient < 2**-8

@@ -1,0 +1,121 @@
+"""Around a router's choice: how many of its choices an expert takes, and the noise before it."""
+
+import math
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from trainkit.models import Experts, capacity_of, jittered, limited, sigmoid_topk, softmax_topk
+from trainkit.noise import dropout, token_keys
+from trainkit.types import ConfigError
+
+
+@st.composite
+def routings(draw):
+    """What a router decides for some tokens and padding; scores with ties, some experts wanted."""
+    tokens, experts = draw(st.integers(0, 30)), draw(st.integers(1, 6))
+    chosen = draw(st.integers(1, experts))
+    generator = torch.Generator().manual_seed(draw(st.integers(0, 99)))
+    logits = torch.randint(-2, 3, (tokens, experts), generator=generator).float()
+    logits[:, 0] += draw(st.sampled_from([0, 5]))
+    is_token = torch.rand(tokens, generator=generator) < draw(st.sampled_from([0.0, 0.6, 1.0]))
+    route = draw(st.sampled_from([softmax_topk, sigmoid_topk]))
+    return route(logits.requires_grad_(), chosen, is_token=is_token), logits
+
+
+@given(routings(), st.sampled_from([1, 2, 3, 1000]))
+def test_an_expert_keeps_its_first_choices_and_no_other_number_moves(made, capacity):
+    routing, logits = made
+    kept, taken = limited(routing, capacity), [0] * len(routing.counts)
+    want_indices, want_weights = routing.indices.tolist(), routing.weights.tolist()
+    for token, experts in enumerate(routing.indices.tolist()):
+        for choice, expert in enumerate(experts):
+            if expert == len(taken):  # padding: it weighs nothing already, and takes no room
+                continue
+            if taken[expert] == capacity:
+                want_indices[token][choice], want_weights[token][choice] = len(taken), 0.0
+            else:
+                taken[expert] += 1
+    assert kept.indices.tolist() == want_indices
+    assert kept.weights.tolist() == want_weights
+    assert kept.counts.tolist() == taken
+    assert kept.shares is routing.shares
+    kept.weights.square().sum().backward()
+    assert logits.grad.isfinite().all()
+
+
+def test_what_is_dropped_trains_no_router():
+    logits = torch.zeros(3, 2).requires_grad_()
+    given_ = torch.zeros(3, 1, dtype=torch.int64)
+    kept = limited(softmax_topk(logits, 1, renormalise=False, indices=given_), torch.tensor(2))
+    kept.weights.sum().backward()
+    assert logits.grad.any(-1).tolist() == [True, True, False]
+
+
+@given(st.lists(st.integers(0, 50), min_size=1, max_size=9), st.floats(0.01, 9))
+def test_capacity_is_a_part_of_the_choices_and_never_nothing(counts, factor):
+    want = max(1, math.ceil(factor * sum(counts) / len(counts)))
+    assert capacity_of(torch.tensor(counts), factor) == want
+
+
+def test_a_capacity_or_noise_that_means_nothing_is_refused():
+    for wrong in (-1.0, math.inf, math.nan):
+        with pytest.raises(ConfigError, match="capacity must be at least 0 and finite"):
+            Experts(count=8, chosen=2, width=4, capacity=wrong)
+    for wrong in (-0.1, 1.0, math.nan):
+        with pytest.raises(ConfigError, match=r"jitter must be in \[0, 1\)"):
+            Experts(count=8, chosen=2, width=4, jitter=wrong)
+        with pytest.raises(ValueError, match=r"jittered: amount must be in \[0, 1\)"):
+            jittered(torch.ones(2, 4), torch.zeros(2).long(), name="mlp", amount=wrong)
+    with pytest.raises(ValueError, match=r"jittered: noise_key must be \[2\].*got \[3\]"):
+        jittered(torch.ones(2, 4), torch.zeros(3).long(), name="mlp", amount=0.1)
+
+
+# ------------------------------------------------------------------------------------------- noise
+
+KEYS = token_keys(torch.arange(2000).view(2, 1000), seed=1, step=4)
+X = torch.ones(2, 1000, 16)
+
+
+def noise_of(x=X, keys=KEYS, *, name="layers.1.mlp", amount=0.1):
+    return jittered(x, keys, name=name, amount=amount)
+
+
+def test_noise_is_uniform_and_another_for_every_token_step_layer_and_feature():
+    noise = noise_of()
+    assert noise.min() >= 0.9
+    assert noise.max() <= 1.1
+    assert float(noise.mean()) == pytest.approx(1, abs=2e-3)
+    assert float(noise.std()) == pytest.approx(0.1 / math.sqrt(3), rel=0.02)
+    later = token_keys(torch.arange(2000).view(2, 1000), seed=1, step=5)
+    dropped = dropout(X, KEYS, name="layers.1.mlp", p=0.5, width=16)
+    others = [noise_of(keys=later), noise_of(name="layers.2.mlp"), dropped]
+    others += [noise.roll(1, 1), noise.roll(1, 2)]
+    for other in others:
+        both = torch.stack([noise.flatten(), other.flatten()])
+        assert abs(float(both.corrcoef()[0, 1])) < 0.02
+
+
+def test_parts_of_the_tokens_see_the_noise_of_the_whole():
+    torch.manual_seed(0)
+    x = torch.randn(X.shape)
+    whole = noise_of(x)
+    some = torch.randperm(2000)[:77]
+    assert torch.equal(
+        noise_of(x.flatten(0, 1)[some], KEYS.flatten()[some]), whole.flatten(0, 1)[some]
+    )
+
+
+def test_noise_keeps_the_precision_that_a_router_computes_in():
+    half = noise_of(X.bfloat16(), amount=1e-3)
+    assert half.dtype == torch.float32
+    assert torch.equal(half, noise_of(amount=1e-3))
+    wide = noise_of(X.double())
+    assert wide.dtype == torch.float64
+    assert torch.equal(wide.float(), noise_of())
+    assert torch.equal(noise_of(amount=0.0), X)
+    x = X[:, :5].double().requires_grad_()
+    noise_of(x, KEYS[:, :5]).sum().backward()
+    assert torch.equal(x.grad, wide[:, :5])

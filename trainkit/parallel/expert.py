@@ -1,0 +1,127 @@
+"""Expert parallelism: the experts of each layer dealt to the ranks of `ps.ep`, and tokens sent.
+
+The gradient of an expert needs no sum over ep: dispatch brings the tokens of all its ranks to the
+one that holds the expert. What remains, expert_fsdp, replicas, sequence and tensor parallelism, is
+summed as for any other parameter.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+
+from trainkit.models.dispatch import ep_combine, ep_dispatch
+from trainkit.models.experts import ExpertMlp, ExpertWeights
+from trainkit.parallel.styles import STYLES, styled_class
+from trainkit.parallel.transforms import Transform
+from trainkit.types import ConfigError, ParallelState
+
+
+def expert(
+    *,
+    dispatch: Any = ep_dispatch,
+    combine: Any = ep_combine,
+    wire_dtype: torch.dtype | None = None,
+) -> Transform:
+    """Return the transform that deals the experts of each layer to the ranks of `ps.ep`.
+
+    Rank r holds experts r * E / ep and the following; each token's rows travel to them and back.
+    With groups of experts (`Experts.groups`) a group is on neighbouring ranks, so that a token
+    reaches few nodes. Give `fsdp()` too: the experts of a rank become a unit of its own, sharded
+    over expert_fsdp, by whole experts where they divide, else along each one's first dimension.
+
+    Args:
+        dispatch: A function with the arguments of `models.ep_dispatch`, a faster kernel for
+            instance; its route is passed on to `combine` as it is.
+        combine: One with those of `models.ep_combine`.
+        wire_dtype: What rows travel in, if not in their own dtype.
+
+    Returns:
+        A transform for `build_stages`. At `ps.ep` of size 1 it changes nothing.
+
+    Raises:
+        ConfigError: When applied: there are no experts to deal, or they do not divide by ep.
+
+    References:
+        Lepikhin et al., "GShard" (2020); DeepSeek-AI, "DeepSeek-V3 technical report" (2024), for
+        groups of experts on nodes.
+
+    Examples:
+        >>> from trainkit.mesh import solo_parallel
+        >>> model = nn.Linear(1, 1)
+        >>> expert()(model, solo_parallel()) is model
+        True
+    """
+
+    def apply(module: nn.Module, ps: ParallelState) -> nn.Module:
+        if ps.ep.count == 1:
+            return module
+        layers = [x for x in module.modules() if isinstance(x, ExpertMlp)]
+        if not layers and ps.pp.count == 1:  # a stage may be without
+            raise ConfigError(
+                f"expert: ep = {ps.ep.count}, and {type(module).__name__} has no layer of experts "
+                "to deal; set ep to 1",
+                where="ep",
+                got=ps.ep.count,
+                want=1,
+            )
+        for layer in layers:
+            _deal_(layer, ps)
+            how: dict[str, Any] = {"axis": ps.ep, "wire_dtype": wire_dtype}
+            layer.dispatch, layer.combine = partial(dispatch, **how), partial(combine, **how)
+        return module
+
+    return Transform(apply, kind="expert", axes=("ep",))
+
+
+def dealt_experts(module: nn.Module) -> list[ExpertWeights]:
+    """Return the experts in a module that are dealt over ep.
+
+    Examples:
+        >>> dealt_experts(nn.Linear(1, 1))
+        []
+    """
+    found = [x for x in module.modules() if isinstance(x, ExpertWeights)]
+    return [x for x in found if "ep" in getattr(_mesh_of(x.gate), "mesh_dim_names", ())]
+
+
+def _mesh_of(parameter: Any) -> Any:
+    return getattr(parameter, "device_mesh", None)
+
+
+def _deal_(layer: ExpertMlp, ps: ParallelState) -> None:
+    """Leave a layer the experts of this rank."""
+    experts, count = layer.experts, len(layer.router.load)
+    if count % ps.ep.count:
+        raise ConfigError(
+            f"expert: {count} experts of {layer.name} do not divide by ep = {ps.ep.count}",
+            where="ep",
+            got=ps.ep.count,
+            want=f"a divisor of {count}",
+        )
+    names = tuple(name for name, _ in experts.named_parameters())
+    if not hasattr(experts.gate, "to_local"):  # tensor parallelism has not been here
+        experts.__class__ = styled_class(type(experts), names, STYLES["replicated"], ps.ep)
+    for name in names:
+        setattr(experts, name, _own_part(getattr(experts, name), ps))
+
+
+def _own_part(parameter: Any, ps: ParallelState) -> nn.Parameter:
+    """Return this rank's experts as a DTensor over ep, and over tp if it was one there."""
+    from torch.distributed.tensor import DTensor, Replicate, Shard  # noqa: PLC0415 (a second)
+
+    assert ps.expert_mesh is not None
+    over_tp = isinstance(parameter, DTensor)
+    whole = parameter.to_local().detach() if over_tp else parameter.detach()
+    made = DTensor.from_local(
+        whole.chunk(ps.ep.count)[ps.ep.index].clone(),
+        ps.expert_mesh["ep", "tp"] if over_tp else ps.expert_mesh["ep"],
+        [Shard(0), Replicate()] if over_tp else [Shard(0)],
+        run_check=False,
+        shape=whole.shape,
+        stride=whole.stride(),
+    )
+    return nn.Parameter(made, requires_grad=parameter.requires_grad)
