@@ -118,15 +118,15 @@ def test_one_save_is_under_way_and_the_next_waits_for_it(tmp_path, monkeypatch):
 @pytest.mark.case("K8")
 def test_control_without_the_wait_one_save_is_written_over_by_the_next(tmp_path, monkeypatch):
     gate = held_back(monkeypatch)
-    land, set_aside = save_module._land, []
+    land, set_aside = save_module._Outcomes.land, []
 
-    def without_waiting(flights, *arguments, **options):
-        if flights and not set_aside:
-            set_aside.append(flights.pop())
+    def without_waiting(outcomes, **options):
+        if outcomes.flights and not set_aside:
+            set_aside.append(outcomes.flights.pop())
         else:
-            land(flights, *arguments, **options)
+            land(outcomes, **options)
 
-    monkeypatch.setattr(save_module, "_land", without_waiting)
+    monkeypatch.setattr(save_module._Outcomes, "land", without_waiting)
     stages, optimizer, ps = small_run()
     with saves(tmp_path, stages, optimizer, ps) as (save, _):
         save(at(1))

@@ -5,6 +5,7 @@ is bound, and taken out by the next layout's plan; the library knows nothing of 
 """
 
 import contextlib
+import sys
 from functools import partial
 
 import attrs
@@ -13,6 +14,7 @@ import pytest
 import torch
 
 import trainkit.grads
+import trainkit.models.call
 import trainkit.parallel.pipeline
 import trainkit.parallel.reduction
 import trainkit.parallel.tied
@@ -20,7 +22,7 @@ import trainkit.step
 from trainkit.batch import shift_labels
 from trainkit.batch.shards import spans_of_runs
 from trainkit.losses import next_token_linear, with_terms
-from trainkit.models import call_with_noise
+from trainkit.models import Tape, call_routed, call_with_noise, experts
 from trainkit.parallel.reduction import Reduction
 from trainkit.testing import deal, train
 from trainkit.testing.builtin import (
@@ -30,6 +32,9 @@ from trainkit.testing.builtin import (
     decoder_batch,
     decoder_of,
     decoder_plan,
+    expert_loss,
+    padded_batch,
+    with_experts,
 )
 from trainkit.testing.cases import Case
 from trainkit.testing.certificate import TIERS, as_text
@@ -207,6 +212,48 @@ def terms_lacking(_ps):
     PATCH.setattr(train, "mean_terms", lambda *_: {})
 
 
+# ------------------------------------------------------------------------------------ experts
+
+
+def experts_summed(times, _ps):
+    """Sum the gradients of experts' weights, the only ones of three dimensions, so many times."""
+    sync = train.sync_sp_grads
+
+    def some(params, axis):
+        sync([p for p in params if p.ndim < 3], axis)
+        for _ in range(times):
+            sync([p for p in params if p.ndim == 3], axis)
+
+    PATCH.setattr(train, "sync_sp_grads", some)
+
+
+def padding_counted(_ps):
+    route = experts.sigmoid_topk
+
+    def route_all(logits, chosen, **how):
+        return route(logits, chosen, **how | {"is_token": None})
+
+    PATCH.setattr(experts, "sigmoid_topk", route_all)
+
+
+class OneOff(dict):
+    """The choices of a tape, of which each layer finds those of the layer before."""
+
+    def get(self, name):
+        layers, number, mlp = name.split(".")
+        return super().get(f"{layers}.{int(number) - 1}.{mlp}")
+
+
+def tape_read_one_layer_off(_ps):
+    PATCH.setattr(trainkit.models.call, "Tape", lambda: Tape(OneOff()))
+
+
+def routers_counted_per_tp_rank(_ps):
+    module = sys.modules["trainkit.parallel.tensor"]  # the room's own `tensor` is its function
+    add = module.sum_forward
+    PATCH.setattr(module, "sum_forward", lambda x, axis: add(x, axis) * axis.count)
+
+
 STEPS = 2
 PLAIN = {
     name: Case(layout, rows_per_microbatch=2)
@@ -251,13 +298,20 @@ MISTAKES = {
 }
 
 
+OF_EXPERTS = {
+    "experts not summed": (partial(experts_summed, 0), "ring"),
+    "experts summed twice": (partial(experts_summed, 2), "ring"),
+    "padding counted": (padding_counted, "dp"),
+    "tape read one layer off": (tape_read_one_layer_off, "dp"),
+    "routers counted per tp rank": (routers_counted_per_tp_rank, "tp"),
+}
 LACKING = "half a parameter"
 
 
 def planting_plan(ps, case):
     PATCH.undo()
     with contextlib.suppress(KeyError):
-        (MISTAKES | {LACKING: (half_a_parameter, "dp")})[case.note][0](ps)
+        (MISTAKES | OF_EXPERTS | {LACKING: (half_a_parameter, "dp")})[case.note][0](ps)
     return decoder_plan(ps, case)
 
 
@@ -292,3 +346,31 @@ def test_ranks_that_do_not_hold_all_of_a_parameter_are_red(certificate):
 def test_it_is_green_without_a_mistake(certificate):
     sound = certificate.rows[: len(PLAIN)]
     assert not set(sound) & set(certificate.red), as_text(certificate)
+
+
+@pytest.fixture(scope="module")
+def certificate_with_experts():
+    axes = {axis: PLAIN[axis] for _, axis in OF_EXPERTS.values()}
+    planted = [attrs.evolve(PLAIN[axis], note=note) for note, (_, axis) in OF_EXPERTS.items()]
+    return certify(
+        partial(with_experts, attrs.evolve(CONFIG, layers=3)),
+        padded_batch,
+        [*axes.values(), *planted],
+        plan=planting_plan,
+        loss=expert_loss,
+        call=call_routed,
+        steps=1,
+    )
+
+
+@pytest.mark.parametrize("note", OF_EXPERTS)
+def test_with_experts_it_turns_red_for(certificate_with_experts, note):
+    (row,) = (x for x in certificate_with_experts.rows if x.layout.endswith(f", {note}"))
+    assert not row.error
+    assert max(row.loss, row.grad_norm, row.parameters, row.state) > 1e6 * TIERS["fp64"].bound
+    assert row in certificate_with_experts.red
+
+
+def test_with_experts_it_is_green_without_a_mistake(certificate_with_experts):
+    sound = certificate_with_experts.rows[: -len(OF_EXPERTS)]
+    assert not set(sound) & set(certificate_with_experts.red), as_text(certificate_with_experts)

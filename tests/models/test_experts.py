@@ -18,7 +18,6 @@ from trainkit.mesh import solo_parallel
 from trainkit.metrics import to_host
 from trainkit.models import (
     Decoder,
-    DecoderConfig,
     Experts,
     Tape,
     advance_routers_,
@@ -33,33 +32,29 @@ from trainkit.models import (
 )
 from trainkit.parallel import bind_call, recompute
 from trainkit.step import evaluate, forward_backward
+from trainkit.testing import builtin
 from trainkit.testing.builtin import decoder_batch
 from trainkit.testing.deal import deal_batch
 from trainkit.types import SOLO, ConfigError, Place
 
-CONFIG = DecoderConfig(
-    vocab_size=64,
-    width=32,
+CONFIG = attrs.evolve(
+    builtin.CONFIG,
     layers=3,
-    heads=4,
-    kv_heads=2,
-    mlp_width=48,
+    qk_norm=False,
     experts=Experts(count=8, chosen=2, width=16, first=1),
 )
-BIASED = attrs.evolve(
-    CONFIG,
-    experts=Experts(
-        count=8,
-        chosen=2,
-        width=16,
-        shared=16,
-        scores="sigmoid",
-        biased=True,
-        groups=4,
-        groups_chosen=2,
-        scale=2.5,
-    ),
-)
+BIASED = attrs.evolve(CONFIG, experts=attrs.evolve(builtin.EXPERTS, first=0, scale=2.5, jitter=0.0))
+
+
+def through(model, batch, tape):
+    """Enter a batch into a model as `call_routed` does, with a tape of one's own."""
+    return model(
+        batch.input_ids,
+        position_ids=batch.position_ids,
+        spans=batch.spans,
+        is_token=batch.document_ids >= 0,
+        tape=tape,
+    )
 
 
 # --------------------------------------------------------------------------- one multiplication
@@ -307,10 +302,9 @@ def test_microbatches_and_padding_change_no_gradient_and_no_count(config, balanc
     loss = routed(next_token, balance=0.5, router_z=0.1)
     whole, found = decoder_batch(0), []
     for rows, blanks in ((None, 0), (1, 0), (3, 2)):
-        model = build_decoder(config, seed=0).double()
+        model = build_decoder(config, seed=0, balance=balance).double()
         for layer in model.layers.values():
             if isinstance(layer.mlp, experts.ExpertMlp):
-                layer.mlp.balance = balance
                 layer.mlp.router.load.copy_(torch.linspace(0.02, 0.23, 8))
         batches = [*deal_batch(whole, Place(), rows_per_microbatch=rows)]
         batches += [blank_batch(2, whole.input_ids.shape[1])] * blanks
@@ -355,6 +349,23 @@ def test_the_bias_moves_once_a_step_on_global_counts_and_not_when_a_step_is_skip
         advance_routers_([model.bfloat16()], counts, rate=0.25)
 
 
+def biases_after_a_step(rows, *, per_microbatch):
+    """Return the biases after a step in microbatches of so many rows, moved once or each time."""
+    model = build_decoder(BIASED, seed=0)
+    batches = [*deal_batch(decoder_batch(0), Place(), rows_per_microbatch=rows)]
+    for part in [[x] for x in batches] if per_microbatch else [batches]:
+        ones = dict.fromkeys(("loss", "balance", "router_z"), torch.tensor(1))
+        sums = forward_backward(model, part, routed(next_token), denominator=ones, call=call_routed)
+        advance_routers_([model], sums["load"], rate=0.25)
+    return torch.stack([layer.mlp.router.bias for layer in model.layers.values()])
+
+
+def test_biases_are_those_of_the_step_unless_they_move_with_every_microbatch():
+    want = biases_after_a_step(None, per_microbatch=False)
+    assert torch.equal(biases_after_a_step(2, per_microbatch=False), want)
+    assert not torch.equal(biases_after_a_step(2, per_microbatch=True), want)
+
+
 def test_an_unbalanced_router_is_balanced_by_its_bias():
     model, batch = build_decoder(BIASED, seed=0), decoder_batch(0)
     with torch.no_grad():
@@ -395,15 +406,8 @@ def gradients_under_noise(choices, *, recomputed):
             # What a choice weighs is of the noise too; here it is 1, so that only choices differ.
             layer.mlp.router.register_forward_hook(lambda _, __, made: (even(made[0]), made[1]))
     recompute("full" if recomputed else "none")(model, solo_parallel())
-    batch, tape = decoder_batch(0), Tape(choices)
-    out = model(
-        batch.input_ids,
-        position_ids=batch.position_ids,
-        spans=batch.spans,
-        is_token=batch.document_ids >= 0,
-        tape=tape,
-    )
-    next_token(out, batch)[0].backward()
+    batch = decoder_batch(0)
+    next_token(through(model, batch, Tape(choices)), batch)[0].backward()
     return {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
 
 
@@ -423,13 +427,7 @@ def test_choices_that_come_with_a_batch_are_taken_instead_of_the_routers():
     model, batch = build_decoder(CONFIG, seed=0), decoder_batch(0)
     given = torch.arange(4).repeat(256).view(512, 2)
     tape = Tape({"layers.1.mlp": given, "layers.2.mlp": given + 4})
-    out = model(
-        batch.input_ids,
-        position_ids=batch.position_ids,
-        spans=batch.spans,
-        is_token=batch.document_ids >= 0,
-        tape=tape,
-    )
+    out = through(model, batch, tape)
     assert out.sums[:, 3:].tolist() == [[256] * 4 + [0] * 4, [0] * 4 + [256] * 4]
 
 

@@ -116,82 +116,98 @@ def saves(
     take = bind_snapshots(stages, optimizer, ps)
     after = _pruning(retention)
     own_group = twin_axis(ps.world, name="saves") if background else nullcontext(ps.world)
-    flights: list[Flight] = []  # one at most
-    ended: list[Saved] = []
-    latest: list[Saved] = []  # that was collected
-    land = partial(_land, flights, ended, tell if ps.world.index == 0 else None, grace)
-
     with own_group as axis:
+        outcomes = _Outcomes(_only_on_the_first(axis, tell), grace, event)
         token, number = all_gather_json(secrets.token_hex(8), axis)[0], count()
         start = in_thread if background else at_once
 
         def save(state: TrainState, score: float | None = None) -> None:
-            began = time.perf_counter()
-            land()
-            waited = time.perf_counter() - began
-            if waited > _WORTH_TELLING and axis.index == 0:
-                tell(f"step {state.step} waited {waited:.1f} s for the save before to be written")
+            outcomes.make_room_for(state)
             staging = run_dir / "checkpoints" / f".staging-{token}-{next(number)}"
             target = Destination(run_dir, staging, axis.count, config, score, before_commit)
 
             def taken() -> Snapshot:
                 return take(state, {} if axis.index else facts_at(facts, state.cursor.batch))
 
-            flights.append(fly(taken, target, axis, step=state.step, start=start, after=after))
-            next(flights[0])
+            outcomes.follow(fly(taken, target, axis, step=state.step, start=start, after=after))
             if not background:
-                land()
-
-        def saved(*, wait: bool = False, forgive: bool = False) -> list[Saved]:
-            land(polls=None if wait else 1)
-            found = ended.copy()
-            latest[:] = [] if forgive else ended[-1:] or latest
-            for done in found:
-                event("save", **_told(done))
-            ended.clear()
-            return found
+                outcomes.land()
 
         try:
-            yield save, saved
+            yield save, outcomes.collect
         except BaseException:
-            for flight in flights:
-                flight.close()  # gives it up
+            outcomes.give_up()
             raise
-        land()
-        _raise_last([*latest, *ended])
+        outcomes.land()
+        outcomes.raise_last()
 
 
-def _raise_last(outcomes: Sequence[Saved]) -> None:
-    """Raise what the last save failed with, if it has failed."""
-    if outcomes and outcomes[-1].error is not None:
-        raise outcomes[-1].error
+def _only_on_the_first(axis: Axis, tell: Callable[[str], None]) -> Callable[[str], None]:
+    return (lambda _: None) if axis.index else tell
+
+
+@attrs.define(eq=False)
+class _Outcomes:
+    """The save under way, if there is one, and what has become of those before."""
+
+    tell: Callable[[str], None]
+    grace: float
+    event: Callable[..., None]
+    flights: list[Flight] = attrs.field(factory=list)  # one at most
+    ended: list[Saved] = attrs.field(factory=list)
+    latest: list[Saved] = attrs.field(factory=list)  # that was collected
+
+    def make_room_for(self, state: TrainState) -> None:
+        """Wait for the save before, and tell of it if that took long."""
+        began = time.perf_counter()
+        self.land()
+        waited = time.perf_counter() - began
+        if waited > _WORTH_TELLING:
+            self.tell(f"step {state.step} waited {waited:.1f} s for the save before to be written")
+
+    def follow(self, flight: Flight) -> None:
+        """Begin a save."""
+        self.flights.append(flight)
+        next(flight)
+
+    def land(self, *, polls: int | None = None) -> None:
+        """Ask a save under way so many times how far it is, or wait for its end."""
+        while self.flights and polls != 0:
+            try:
+                self.flights[0].send(polls is None)
+            except StopIteration as end:
+                self.flights.clear()
+                self.ended.append(end.value)
+                for line in _complaints(end.value, self.grace):
+                    self.tell(line)
+            polls = None if polls is None else polls - 1
+
+    def collect(self, *, wait: bool = False, forgive: bool = False) -> list[Saved]:
+        """Return what has ended since the last call; see `Collect`."""
+        self.land(polls=None if wait else 1)
+        found = self.ended.copy()
+        self.latest[:] = [] if forgive else self.ended[-1:] or self.latest
+        for done in found:
+            self.event("save", **_told(done))
+        self.ended.clear()
+        return found
+
+    def give_up(self) -> None:
+        """Let a commit under way finish, and nothing else."""
+        for flight in self.flights:
+            flight.close()
+
+    def raise_last(self) -> None:
+        """Raise what the last save failed with, if it has failed."""
+        outcomes = [*self.latest, *self.ended]
+        if outcomes and outcomes[-1].error is not None:
+            raise outcomes[-1].error
 
 
 def _told(done: Saved) -> dict[str, Any]:
     """Return what a line of events.jsonl says of a save."""
     said = attrs.asdict(done, filter=attrs.filters.exclude("told"))
     return said | {name: said[name] and str(said[name]) for name in ("path", "error")}
-
-
-def _land(
-    flights: list[Flight],
-    ended: list[Saved],
-    tell: Callable[[str], None] | None,
-    grace: float,
-    *,
-    polls: int | None = None,
-) -> None:
-    """Ask a save under way so many times how far it is, or wait for its end."""
-    while flights and polls != 0:
-        try:
-            flights[0].send(polls is None)
-        except StopIteration as end:
-            flights.clear()
-            ended.append(end.value)
-            for line in _complaints(end.value, grace):
-                if tell is not None:
-                    tell(line)
-        polls = None if polls is None else polls - 1
 
 
 def _complaints(outcome: Saved, grace: float) -> list[str]:

@@ -417,6 +417,7 @@ def build_decoder(
     seed: int,
     attend: Attend = varlen,
     head: Literal["logits", "hidden"] = "logits",
+    balance: Balance = "batch",
 ) -> Decoder:
     """Return a whole decoder in this process, in fp32 on the CPU, filled with its initial values.
 
@@ -427,7 +428,8 @@ def build_decoder(
         >>> build_decoder(config, seed=0).norm.weight.sum().item()
         64.0
     """
-    model, weights = Decoder(config, attend=attend, head=head), init_weights(config, seed=seed)
+    model = Decoder(config, attend=attend, head=head, balance=balance)
+    weights = init_weights(config, seed=seed)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             parameter.copy_(weights(name, parameter.shape, (0,) * parameter.ndim))
