@@ -41,6 +41,7 @@ def generate(cfg: Config) -> str:
     needs = ("model", "config.tokenizer", "config.row_length")
     facts = checkpoint.read_facts(path, needs=needs)
     model = models.Decoder(models.config_from_facts(facts["model"]))
+    call = models.call_routed if model.config.experts else models.call_model
     checkpoint.load_weights(path, [model])
     tokenizer = tokenizers.open_tokenizer(facts["config.tokenizer"])
     if "config.template" in facts:  # it has learnt to answer
@@ -63,6 +64,7 @@ def generate(cfg: Config) -> str:
         seed=cfg.seed,
         stop_id=stop_id,
         vocab_size=tokenizer.vocab_size,
+        call=call,
     )
     return sinks.printable(tokenizer.decode([*shown, *drawn]))
 

@@ -42,6 +42,7 @@ WITHOUT_EXAMPLE = {
     "files.replacing": "works on the disk: write_corpus is built on it",
     "collectives.backends_of": "asks a process group: communication_device calls it",
     "mesh.axis_from_group": "wants a process group: docs/howto shows it",
+    "pictures.plot_load": "draws a picture: docs/howto/train-experts.md shows it",
     "pictures.plot_loss": "draws a picture",
     "pictures.plot_packing": "draws a picture: docs/howto/pack.md shows it",
     "sinks.run_sinks": "works on the disk: recipes/pretrain.py shows it",

@@ -13,6 +13,9 @@ from trainkit import metrics
 from trainkit.mesh import solo_parallel
 from trainkit.metrics import (
     flops_utilization,
+    load_entropy,
+    load_metrics,
+    load_over_mean,
     model_flops,
     peak_flops,
     reduce_metrics,
@@ -20,6 +23,7 @@ from trainkit.metrics import (
     to_host,
     tokens_per_second,
 )
+from trainkit.sinks.tensorboard import scalars
 from trainkit.testing import run_ranks
 from trainkit.types import Axis, Share
 
@@ -172,6 +176,56 @@ def test_to_host_keeps_kinds_and_order_and_reads_no_tensor_alone():
     assert np.isnan(host["norm"])
     assert to_host({"lr": 1.0}) == {"lr": 1.0}
     assert to_host({}) == {}
+
+
+def test_to_host_makes_nested_lists_of_tables_with_the_same_transfer():
+    table = torch.tensor([[2**53 + 1, 0], [3, 4]])
+    mixed = {"load": table, "loss": torch.tensor(0.5), "none": torch.zeros(2, 0), "row": table[0]}
+    with Transfers() as transfers:
+        host = to_host(mixed)
+    assert transfers.count == 0
+    assert host == {"load": table.tolist(), "loss": 0.5, "none": [[], []], "row": [2**53 + 1, 0]}
+    assert type(host["load"][0][0]) is int
+
+
+# ------------------------------------------------------------------------------- loads of experts
+
+
+def test_load_over_mean_and_entropy_by_hand():
+    load = torch.tensor([[6, 0, 1, 1], [2, 2, 2, 2], [0, 0, 5, 0], [0, 0, 0, 0]])
+    assert load_over_mean(load)[:3].tolist() == [3.0, 1.0, 4.0]
+    shares = np.array([6, 1, 1]) / 8
+    entropy = -(shares * np.log(shares)).sum() / np.log(4)
+    assert load_entropy(load)[:3].tolist() == pytest.approx([entropy, 1, 0])
+    assert load_over_mean(load)[3].isnan()
+    assert load_entropy(load)[3].isnan()
+    large = torch.tensor([2**40, 2**40 + 1])
+    assert load_over_mean(large) > 1  # in fp32 it would be 1
+
+
+def test_load_metrics_tell_each_layer_and_the_worst_without_waiting():
+    load, biases = torch.tensor([[6, 0, 1, 1], [2, 2, 2, 2]]), torch.tensor([[0.1, -0.3], [0, 0.2]])
+    with Transfers() as transfers:
+        shown = load_metrics(load, biases=biases, dropped=torch.tensor([1, 2]))
+    assert transfers.count == 0
+    assert all(x.ndim == 0 for x in shown.values())
+    host = to_host(shown)
+    names = ("load_over_mean", "load_entropy", "expert_bias", "dropped_share")
+    assert list(host) == [name + end for name in names for end in ("", "/0", "/1")]
+    assert [host["load_over_mean" + end] for end in ("", "/0", "/1")] == [3, 3, 1]
+    assert host["load_entropy"] == host["load_entropy/0"] < host["load_entropy/1"] == 1
+    assert host["expert_bias"] == host["expert_bias/0"] == pytest.approx(0.3)
+    assert [host["dropped_share" + end] for end in ("", "/0", "/1")] == [0.25, 0.125, 0.25]
+    assert load_metrics(load).keys() == {x for x in host if x.startswith("load")}
+
+
+def test_a_table_reaches_the_lines_and_no_curve(tmp_path):
+    record = step_record({"loss": 1.0, "tokens": 4, "load": torch.tensor([[3, 1]])}, begin=0.0)
+    with tk.sinks.jsonl(tmp_path / "metrics.jsonl") as sink:
+        sink(1, record)
+    assert tk.sinks.read_jsonl(tmp_path / "metrics.jsonl")[0]["load"] == [[3, 1]]
+    assert "load" not in scalars(record)
+    assert "loss" in scalars(record)
 
 
 def test_tokens_per_second():

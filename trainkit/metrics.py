@@ -108,41 +108,105 @@ def _totals(sums: Mapping[str, Tensor], axis: Axis) -> dict[str, Tensor]:
     return {name: x.view(sums[name].shape) for name, x in zip(names, values, strict=True)}
 
 
-def to_host(metrics: Mapping[str, Tensor | float]) -> dict[str, float | int]:
-    """Return metrics as Python numbers, with one transfer for all tensors of a device.
-
-    Integer and bool tensors come back as int, all 64 bits of it, others as float; plain numbers
-    stay what they are.
+def load_over_mean(load: Tensor) -> Tensor:
+    """Return how often the expert that was chosen most was chosen, over the mean of all.
 
     Args:
-        metrics: scalar tensors and plain numbers by name.
+        load: `[..., E]`, how often each expert of a layer was chosen, in the whole global batch:
+            the term "load" of `losses.routed`, after `reduce_metrics`. No host sync.
+
+    Returns:
+        fp64 `[...]`: 1 where all are chosen alike, E where one has all; NaN where nobody chose.
+
+    Examples:
+        >>> load_over_mean(torch.tensor([[3, 1, 0, 0], [1, 1, 1, 1]])).tolist()
+        [3.0, 1.0]
+    """
+    return load.amax(-1) / load.double().mean(-1)
+
+
+def load_entropy(load: Tensor) -> Tensor:
+    """Return the entropy of the choice of experts, as a part of the largest that there can be.
+
+    Not in nats: -sum of p ln p over ln E. It falls where many experts are seldom chosen, which
+    `load_over_mean` does not see.
+
+    Args:
+        load: As in `load_over_mean`, of two experts at least.
+
+    Returns:
+        fp64 `[...]`: 1 where all are chosen alike, 0 where one has all; NaN where nobody chose.
+
+    Examples:
+        >>> load_entropy(torch.tensor([[2, 2, 0, 0], [1, 1, 1, 1], [0, 9, 0, 0]])).tolist()
+        [0.5, 1.0, 0.0]
+    """
+    shares = load / load.double().sum(-1, keepdim=True)
+    return torch.special.entr(shares).sum(-1) / math.log(load.shape[-1])
+
+
+def load_metrics(
+    load: Tensor, *, biases: Tensor | None = None, dropped: Tensor | None = None
+) -> dict[str, Tensor]:
+    """Return how balanced the experts of a step are, as scalars for its metrics.
+
+    Each has a value for each expert layer, `NAME/0`, `NAME/1` and so on in the order of `load`, and
+    `NAME` alone is that of the worst layer: `load_over_mean`, `load_entropy`, `expert_bias` (the
+    largest absolute value of a layer's biases) and `dropped_share` (of all choices).
+
+    Args:
+        load: As in `load_over_mean`, `[L, E]`.
+        biases: `[L, E]`, what `models.advance_routers_` returns, summed over the pipeline.
+        dropped: `[L]`, the term of that name.
+
+    Examples:
+        >>> shown = load_metrics(torch.tensor([[3, 1], [2, 2]]), biases=torch.zeros(2, 2))
+        >>> {name: round(x.item(), 2) for name, x in shown.items() if name.startswith("load")}
+        {'load_over_mean': 1.5, 'load_over_mean/0': 1.5, 'load_over_mean/1': 1.0,
+         'load_entropy': 0.81, 'load_entropy/0': 0.81, 'load_entropy/1': 1.0}
+    """
+    each = {"load_over_mean": load_over_mean(load), "load_entropy": load_entropy(load)}
+    if biases is not None:
+        each["expert_bias"] = biases.abs().amax(-1)
+    if dropped is not None:
+        each["dropped_share"] = dropped / load.sum(-1)
+    shown: dict[str, Tensor] = {}
+    for name, x in each.items():
+        shown[name] = x.amin() if name == "load_entropy" else x.amax()
+        shown |= {f"{name}/{layer}": value for layer, value in enumerate(x)}
+    return shown
+
+
+def to_host(metrics: Mapping[str, Tensor | float]) -> dict[str, Any]:
+    """Return metrics as Python numbers, with one transfer for all tensors of a device.
+
+    Integer and bool tensors come back as int, all 64 bits of it, others as float, those with
+    dimensions as nested lists (which lines of JSON hold, and sinks of curves leave out); plain
+    numbers stay what they are.
+
+    Args:
+        metrics: tensors and plain numbers by name.
 
     Returns:
         A new dict in the same order.
-
-    Raises:
-        ValueError: A tensor is no scalar; the message names it.
 
     Effects:
         Waits for the device: this is the one host sync of a step that logs.
 
     Examples:
         >>> import torch
-        >>> to_host({"loss": torch.tensor(2.5), "tokens": torch.tensor(7), "lr": 0.1})
-        {'loss': 2.5, 'tokens': 7, 'lr': 0.1}
+        >>> to_host({"loss": torch.tensor(2.5), "load": torch.tensor([[7, 1]]), "lr": 0.1})
+        {'loss': 2.5, 'load': [[7, 1]], 'lr': 0.1}
     """
     tensors = {name: value for name, value in metrics.items() if isinstance(value, Tensor)}
-    for name, value in tensors.items():
-        if value.ndim:
-            what = f"{name!r} has shape {tuple(value.shape)}; take it out, or what you want of it"
-            raise ValueError(f"to_host: metrics are single numbers, {what}")
-    numbers: dict[str, float | int] = {}
+    numbers: dict[str, Any] = {}
     for device in {value.device for value in tensors.values()}:
         here = {name: value for name, value in tensors.items() if value.device == device}
-        bits = torch.stack([_bits(value.detach()) for value in here.values()]).cpu().numpy()
-        both = zip(bits.tolist(), bits.view(np.float64).tolist(), strict=True)
-        for (name, value), (integer, real) in zip(here.items(), both, strict=True):
-            numbers[name] = real if value.is_floating_point() else integer
+        bits = torch.cat([_bits(value.detach()).flatten() for value in here.values()]).cpu().numpy()
+        ends = np.cumsum([value.numel() for value in here.values()])[:-1]
+        for (name, value), own in zip(here.items(), np.split(bits, ends), strict=True):
+            kind = np.float64 if value.is_floating_point() else np.int64
+            numbers[name] = own.view(kind).reshape(value.shape).tolist()
     return {
         name: numbers[name] if isinstance(value, Tensor) else value
         for name, value in metrics.items()
@@ -150,7 +214,7 @@ def to_host(metrics: Mapping[str, Tensor | float]) -> dict[str, float | int]:
 
 
 def _bits(value: Tensor) -> Tensor:
-    """Return a number as int64: floating point by the bits of its fp64 form."""
+    """Return numbers as int64: floating point by the bits of their fp64 form."""
     return value.double().view(torch.int64) if value.is_floating_point() else value.long()
 
 
@@ -197,7 +261,7 @@ def step_record(metrics: Mapping[str, Tensor | float], *, begin: float) -> dict[
     device: the clock is read after them.
 
     Args:
-        metrics: Scalar tensors and plain numbers; `tokens` is what the step trained on, and
+        metrics: Tensors and plain numbers; `tokens` is what the step trained on, and
             `tokens_processed`, if it is there, what went through the model (`count_tokens`).
         begin: When the step began, with everything around it: `time.perf_counter()`.
 

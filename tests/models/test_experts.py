@@ -449,9 +449,8 @@ def test_held_out_terms_of_routers_are_divided_by_all_tokens():
     model, batch = build_decoder(CONFIG, seed=0), decoder_batch(0)
     means = evaluate(model, [batch], routed(next_token), axis=SOLO, call=call_routed)
     assert float(means["balance"]) == pytest.approx(1, rel=1e-6)  # loads are even at first
-    torch.testing.assert_close(means["load"].sum(-1), torch.tensor([2.0, 2.0]))
-    with pytest.raises(ValueError, match=r"to_host: .*has shape \(2"):
-        to_host(means)
+    assert to_host(means)["load"] == means["load"].tolist()
+    assert (means["load"].sum(-1) == 2 * count_tokens([batch])).all()  # no mean
 
 
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")

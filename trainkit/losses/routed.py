@@ -20,12 +20,13 @@ def routed(loss: NamedLoss, *, balance: float = 0.0, router_z: float = 0.0) -> N
 
     Beside its own terms it reports "balance", which is 1 per token where all experts are chosen
     alike, and "router_z", the squared log-sum-exp of a router's logits, both of which are means
-    over the expert layers and sums over all tokens, trained on or not; "load" `[L, E]`, how often
-    each expert was chosen, for `models.advance_routers_`; and "dropped" `[L]`, how many of these
-    choices found an expert full (`Experts.capacity`). Tokens that are not trained on have
-    experts too, so these have a denominator of their own: each reports its "/count", which
+    over the expert layers and sums over all tokens, trained on or not. Tokens that are not trained
+    on have experts too, so these have a denominator of their own: each reports its "/count", which
     `mean_terms` divides by, and `forward_backward` takes one for each term that has a gradient,
-    `{"loss": trained, "balance": tokens, "router_z": tokens}`, with `batch.count_tokens`.
+    `{"loss": trained, "balance": tokens, "router_z": tokens}`, with `batch.count_tokens`. Two
+    counts are divided by nothing: "load", int64 `[L, E]`, how often each expert of each layer was
+    chosen, for `models.advance_routers_` and `metrics.load_metrics`; and "dropped" `[L]`, how many
+    of these choices found an expert full (`Experts.capacity`).
 
     Args:
         loss: What is computed of the decoder's output.
@@ -51,9 +52,9 @@ def routed(loss: NamedLoss, *, balance: float = 0.0, router_z: float = 0.0) -> N
     """
     weights = {"balance": balance, "router_z": router_z}
 
-    named = [f"{name}{end}" for name in (*weights, "dropped", "load") for end in ("", "/count")]
+    named = [f"{name}{end}" for name in weights for end in ("", "/count")]
 
-    @with_terms(*loss.terms, *named)
+    @with_terms(*loss.terms, *named, "dropped", "load")
     def routed_loss(output: Any, batch: Mapping[str, Any]) -> Any:
         if not isinstance(output, Routed):
             got = type(output).__name__
@@ -61,12 +62,12 @@ def routed(loss: NamedLoss, *, balance: float = 0.0, router_z: float = 0.0) -> N
             raise ValueError(f"routed: a Routed was expected, {mend}; got a {got}")  # noqa: TRY004
         total, terms = loss(output.output, batch)
         own = dict(zip(weights, output.sums[:, :2].mean(0).unbind(), strict=True))
-        own["dropped"] = output.sums[:, 2].detach().to(torch.int64)
-        own["load"] = output.sums[:, 3:].detach().to(torch.int64)
         tokens = (batch["document_ids"] >= 0).sum()
         parts = {name: weight * own[name] for name, weight in weights.items() if weight}
         values = [value for x in own.values() for value in (x.detach(), tokens)]
         reported = dict(zip(named, values, strict=True))
+        counts = output.sums[:, 2:].detach().to(torch.int64)
+        reported |= {"dropped": counts[:, 0], "load": counts[:, 1:]}
         return {loss.terms[0]: total, **parts}, terms | reported
 
     return routed_loss

@@ -290,6 +290,9 @@ def add_terms(*weighted: tuple[NamedLoss, float]) -> NamedLoss:
 def mean_terms(sums: Mapping[str, Tensor], tokens: Denominator) -> dict[str, Tensor]:
     """Return the means of summed terms: `name` over `name/count` if there is one, else over tokens.
 
+    What is more than one number counts things of many kinds, such as the `load` of `losses.routed`,
+    and stays a sum.
+
     Args:
         sums: Values by name, summed over microbatches and ranks.
         tokens: How many tokens they were summed over, or that for each term; 0 counts as 1, so that
@@ -306,12 +309,15 @@ def mean_terms(sums: Mapping[str, Tensor], tokens: Denominator) -> dict[str, Ten
         {'loss': tensor(1.5000), 'loss/web': tensor(2.)}
     """
     divisors = divisors_of(tokens)
-    return {
-        name: total
-        / (sums[f"{name}/count"] if f"{name}/count" in sums else divisor_of(name, divisors))
-        for name, total in sums.items()
-        if not name.endswith("/count")
-    }
+
+    def mean(name: str, total: Tensor) -> Tensor:
+        count = sums.get(f"{name}/count")
+        if count is None and total.ndim:
+            return total
+        return total / (divisor_of(name, divisors) if count is None else count)
+
+    named = {name: x for name, x in sums.items() if not name.endswith("/count")}
+    return {name: mean(name, total) for name, total in named.items()}
 
 
 def _check(weighted: tuple[tuple[NamedLoss, float], ...]) -> None:

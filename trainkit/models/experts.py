@@ -379,7 +379,7 @@ def update_expert_bias(bias: Tensor, counts: Tensor, *, rate: float | Tensor) ->
 @torch.no_grad()
 def advance_routers_(
     stages: Iterable[nn.Module], counts: Tensor, *, rate: float, applied: Tensor | bool = True
-) -> None:
+) -> Tensor:
     """Tell the routers of a model how often their experts were chosen in a step, once a step.
 
     Args:
@@ -388,6 +388,10 @@ def advance_routers_(
             over all ranks that hold distinct tokens: the term "load" of `losses.routed`.
         rate: By how much biases move; see `update_expert_bias`. 0 leaves them.
         applied: Whether the step was taken; otherwise nothing moves.
+
+    Returns:
+        The biases from here on, fp32 `[L, E]`: 0 for layers of other stages, so that a sum over
+        the pipeline has all of them, and for routers without.
 
     Effects:
         Writes the buffers `load` and `bias` of every `Router` in the stages. No host sync.
@@ -399,9 +403,11 @@ def advance_routers_(
         >>> experts = Experts(count=4, chosen=2, width=8, scores="sigmoid", biased=True)
         >>> layer = ExpertMlp(8, experts, name="layers.0.mlp", number=0, balance="batch")
         >>> advance_routers_([layer], torch.tensor([[6, 0, 1, 1]]), rate=0.01)
-        >>> layer.router.bias, layer.router.load
-        (tensor([-0.0100,  0.0100,  0.0100,  0.0100]), tensor([0.7500, 0.0000, 0.1250, 0.1250]))
+        tensor([[-0.0100,  0.0100,  0.0100,  0.0100]])
+        >>> layer.router.load
+        tensor([0.7500, 0.0000, 0.1250, 0.1250])
     """
+    biases = torch.zeros(counts.shape, dtype=torch.float32, device=counts.device)
     for layer in (x for stage in stages for x in stage.modules() if isinstance(x, ExpertMlp)):
         router, experts = layer.router, len(layer.router.load)
         if counts.ndim != 2 or layer.number >= len(counts) or counts.shape[1] != experts:
@@ -419,3 +425,5 @@ def advance_routers_(
         if router.bias is not None:
             moved = update_expert_bias(router.bias, own, rate=rate)
             router.bias.copy_(torch.where(applied, moved, router.bias))
+            biases[layer.number] = router.bias
+    return biases

@@ -1,4 +1,6 @@
 # The table of contents, which __init__.py loads lazily.
+from .load import load_over_steps as load_over_steps
+from .load import plot_load as plot_load
 from .loss import plot_loss as plot_loss
 from .mesh import RankPlace as RankPlace
 from .mesh import mesh_places as mesh_places

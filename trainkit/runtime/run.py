@@ -26,6 +26,7 @@ from trainkit.collectives import together
 from trainkit.files import replacing, toml_text
 from trainkit.mesh import launch_notes, parallel_session
 from trainkit.metrics import step_record
+from trainkit.pictures.load import plot_load
 from trainkit.pictures.loss import plot_loss
 from trainkit.runtime.directory import make_run_dir
 from trainkit.runtime.errors import report_errors
@@ -36,7 +37,7 @@ from trainkit.runtime.signals import Asked, stop_votes, trap_signals
 from trainkit.runtime.startup import agree_at_start, code_facts
 from trainkit.runtime.watchdog import Announce, watch
 from trainkit.schedules import due
-from trainkit.sinks.jsonl import sync_lines
+from trainkit.sinks.jsonl import read_jsonl, sync_lines
 from trainkit.sinks.named import named_sinks
 from trainkit.sinks.run import printer, run_sinks, run_summary
 from trainkit.types import (
@@ -110,7 +111,7 @@ class Run:
 
     finish: Callable[[TrainState, Iterable[nn.Module], torch.optim.Optimizer], None]
     """`finish(state, stages, optimizer)` writes final.json (`checkpoint.write_final`), draws the
-    loss, and says how the time was spent."""
+    loss, and the load of experts if there are any, and says how the time was spent."""
 
 
 @contextlib.contextmanager
@@ -292,7 +293,10 @@ class _Frame:
         self.phase("the end", allow=self.limits.start_timeout)
         checkpoint.write_final(self.dir, state, list(stages), optimizer, self.ps)
         if self.ps.world.index == 0:
-            plot_loss(self.dir / "metrics.jsonl", self.dir / "loss.png")
+            metrics = self.dir / "metrics.jsonl"
+            plot_loss(metrics, self.dir / "loss.png")
+            if any("load" in line for line in read_jsonl(metrics)):
+                plot_load(metrics, self.dir / "load.png")
             self.say(f"the run is in {self.dir}; its loss is drawn in {self.dir / 'loss.png'}")
             self.say(run_summary(self.dir))
 

@@ -58,8 +58,9 @@ def console(total: int, *, start: int = 0, stream: TextIO | None = None) -> Iter
     """Yield a sink that shows step, loss, tokens per second, learning rate, norm and time left.
 
     It reads `loss`, `tokens_per_second`, `lr` and `grad_norm` of the values; what is missing shows
-    as a dash. Most calls cost a look at the clock: a bar is redrawn ten times a second at most, a
-    line is written for the first and the last step and every two seconds between.
+    as a dash. Where there are experts, it shows `load_over_mean` as well. Most calls cost a look at
+    the clock: a bar is redrawn ten times a second at most, a line is written for the first and the
+    last step and every two seconds between.
 
     Args:
         total: The last step of the run.
@@ -111,13 +112,16 @@ def progress_text(values: Mapping[str, Any], *, seconds_left: float) -> str:
     Examples:
         >>> progress_text({"loss": 2.5, "tokens_per_second": 1234.5}, seconds_left=4000)
         'loss 2.5000  1.2k tok/s  lr -  norm -  left 1:06:40'
+        >>> progress_text({"loss": 2.5, "load_over_mean": 1.32}, seconds_left=9)
+        'loss 2.5000  - tok/s  lr -  norm -  load 1.32  left 0:00:09'
     """
     loss = _number(values.get("loss"), ".4f")
     lr = _number(values.get("lr"), ".2e")
     norm = _number(values.get("grad_norm"), ".2f")
     speed = _thousands(values.get("tokens_per_second"))
     left = timedelta(seconds=round(max(0.0, seconds_left)))
-    return f"loss {loss}  {speed} tok/s  lr {lr}  norm {norm}  left {left}"
+    load = f"  load {values['load_over_mean']:.2f}" if "load_over_mean" in values else ""
+    return f"loss {loss}  {speed} tok/s  lr {lr}  norm {norm}{load}  left {left}"
 
 
 def _number(value: Any, form: str) -> str:

@@ -1,0 +1,15 @@
+"""Draw load.png: how often the experts of a run of recipes/moe.py were chosen.
+
+python recipes/moe.py --out runs/moe && python docs/pictures/load.py runs/moe
+"""
+# ruff: noqa: INP001 -- a script
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+from trainkit.pictures import plot_load
+
+if __name__ == "__main__":
+    plot_load(Path(sys.argv[1]) / "metrics.jsonl", Path(__file__).with_suffix(".png"))

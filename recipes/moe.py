@@ -1,0 +1,224 @@
+"""Train a mixture of experts; by default a small one, on the source of Python's own library.
+
+python recipes/moe.py                                   # one process, balanced without a loss
+python recipes/moe.py --balance loss                    # with the auxiliary loss instead
+torchrun --nproc-per-node 2 recipes/moe.py --ep 2       # two, each with half of the experts
+python recipes/moe.py --data FOLDER --experts 32 --chosen 4     # your text, more experts
+"""
+
+import functools
+from pathlib import Path
+from typing import Literal
+
+import attrs
+import numpy as np
+
+import trainkit as tk
+
+
+@attrs.frozen(kw_only=True)
+class Config(tk.config.RunConfig):
+    """Train a decoder whose layers have experts; by default a small one, on Python's library.
+
+    Every layer but the first has experts in place of its MLP, and a shared expert beside them. One
+    expert is mlp width / (chosen + 1) wide, so a token meets as many weights as in the dense size.
+    """
+
+    out: Path = tk.config.option(Path("runs/moe"), change="no fact")
+    """The run directory: configuration, metrics, checkpoints and pictures. It is made."""
+    steps: int = tk.config.option(400, tk.config.positive, change="no fact")
+    """Stop after this step. Nothing else depends on it: see schedule-steps."""
+    data: Path | None = tk.config.option(None, change="free")
+    """A text file, a directory of them, .jsonl, .tokens and others; by default Python's library."""
+    tokenizer: str | None = None
+    """bytes, or a tokenizer.json; by default that beside the data (of n.tokens), or bytes."""
+    cache: Path | None = tk.config.option(Path("runs/cache"), change="free")
+    """Where packings are kept for the next run; None keeps none."""
+    size: str = "tiny"
+    """The dense size that layers get experts in; see trainkit.models.decoder_sizes."""
+    experts: int = tk.config.option(8, tk.config.positive)
+    """How many experts a layer has."""
+    chosen: int = tk.config.option(2, tk.config.positive)
+    """How many of them a token goes to."""
+    balance: Literal["bias", "loss"] = "bias"
+    """What keeps experts balanced: a bias for the choice, without a loss; or an auxiliary loss."""
+    bias_rate: float = tk.config.option(0.01, tk.config.non_negative, change="free")
+    """By how much a step moves the biases at most; it falls at the end, as the learning rate."""
+    loss_weight: float = tk.config.option(0.01, tk.config.non_negative, change="free")
+    """What the auxiliary loss is multiplied by."""
+    eval_every: int = tk.config.option(200, tk.config.non_negative, change="free")
+    """Evaluate on held-out documents every so many steps, and at the end; 0 for never."""
+    prompt: str = tk.config.option("def ", change="free")
+    """What the model goes on from when it is evaluated."""
+    sample: int = tk.config.option(120, tk.config.positive, change="free")
+    """How many tokens it then writes, for you to read."""
+    batch: tk.config.RowOptions = tk.config.RowOptions()
+    optim: tk.config.OptimOptions = tk.config.OptimOptions(lr=4e-3, schedule_steps=400)
+
+
+def open_rows(cfg, run, tokenizer):
+    """Return the rows to train on, and those held out: no document is in both."""
+    path, keep = cfg.data, None
+    if path is None:
+        path, keep = tk.corpora.standard_library(), tk.corpora.is_library_source
+    run.say(f"reading {cfg.data or 'the source of the standard library'}")
+    whole = tk.open_corpus(path, tokenizer=tokenizer, keep=keep)
+    corpus, is_held = tk.corpora.hold_out(whole, one_in=40, piece=cfg.batch.row_length)
+    how = {"capacity": cfg.batch.row_length, "multiple_of": cfg.batch.multiple_of}
+    how |= {"content": tk.corpora.fingerprint(corpus), "seed": cfg.seed, "tell": run.say}
+    bins_of = functools.partial(tk.data.cached_bins, cfg.cache, axis=run.ps.world, **how)
+    lengths = np.where(is_held, 0, corpus.lengths)
+    rows, held = bins_of(lengths=lengths), bins_of(lengths=corpus.lengths - lengths)
+    return tk.Packed(corpus, rows), tk.Packed(corpus, held)
+
+
+def choose_model(cfg, tokenizer):
+    """Return the configuration of a size with experts in all layers but the first."""
+    dense = tk.models.decoder_config(cfg.size)
+    width = dense.mlp_width // (cfg.chosen + 1) // 8 * 8  # for one grouped multiplication
+    experts = tk.models.Experts(
+        count=cfg.experts,
+        chosen=cfg.chosen,
+        width=width,
+        shared=width,
+        first=1,
+        scores="sigmoid",
+        biased=cfg.balance == "bias",
+    )
+    vocab_size = tk.models.round_up_vocabulary(tokenizer.vocab_size)
+    return attrs.evolve(dense, experts=experts, vocab_size=vocab_size)
+
+
+def build(cfg, ps, model):
+    """Return this rank's stages of the model and their optimizer."""
+    plan = [
+        tk.parallel.tensor(),
+        tk.parallel.sequence(),
+        tk.parallel.expert(),
+        tk.parallel.precision(tk.parallel.DTYPES[cfg.dtype]),
+        tk.parallel.recompute(cfg.recompute, preserve_rng_state=False),
+        *([tk.parallel.compiled()] if cfg.compiled else []),
+        tk.parallel.fsdp(cfg.layout),
+    ]
+    make_model = functools.partial(tk.models.Decoder, model, head="hidden")
+    weights = tk.models.init_weights(model, seed=cfg.seed)
+    stages = tk.build_stages(make_model, ps, plan, weights=weights, schedule=cfg.layout.schedule)
+    named, decay = tk.named_parameters_of(stages), cfg.optim.weight_decay
+    return stages, tk.optim.adamw(tk.optim.decay_groups(named, weight_decay=decay), lr=cfg.optim.lr)
+
+
+def make_train_step(cfg, ps, stages, optimizer, forward_backward):
+    """Return train_step(state, batch) -> (state, metrics): all of one step, in order."""
+    params = tk.parameters_of(stages)
+    shape = {"warmup": cfg.optim.warmup, "total": cfg.optim.schedule_steps, "decay": 0.4}
+    lr_at = tk.schedules.warmup_stable_decay(cfg.optim.lr, **shape)
+    rate_at = tk.schedules.warmup_stable_decay(cfg.bias_rate, **shape | {"warmup": 0})
+    clip = {"max_norm": cfg.optim.max_norm, "axis": ps.pp, "world": ps.world}
+
+    def train_step(state, batch):
+        tokens = tk.all_sum(tk.count_valid_tokens(batch.microbatches), ps.loss)
+        seen = tk.all_sum(tk.count_tokens(batch.microbatches), ps.loss)
+        per = {"loss": tokens, "balance": seen}
+        sums = forward_backward(batch.microbatches, denominator=per)
+        tk.sync_sp_grads(params, ps.sp_unfolded)
+        terms = tk.losses.mean_terms(tk.reduce_metrics(sums, ps.loss), tokens)
+        applies = tk.health.step_test(terms["loss"], state.health, cfg.policy, tokens=tokens)
+        lr, rate = lr_at(state.step), rate_at(state.step)
+        update = tk.clip_and_step(params, optimizer, lr=lr, applies=applies, **clip)
+        load, taken = terms["load"], update.applied
+        biases = tk.models.advance_routers_(stages, load, rate=rate, applied=taken)
+        shown = tk.metrics.load_metrics(load, biases=tk.all_sum(biases, ps.pp))
+        metrics = {**terms, **shown, "grad_norm": update.norm, "skipped": ~taken, "lr": lr}
+        return tk.advance(state, batch, {**metrics, "tokens": tokens}, axis=ps.loss)
+
+    return train_step
+
+
+def bind_evaluation(cfg, ps, held, stages):
+    """Return evaluate(), which gives the loss over the rows that are held out."""
+    loss, call = tk.losses.next_token_linear, tk.models.call_routed
+
+    def evaluate():
+        how = {"rows_per_batch": cfg.batch.microbatch, "device": ps.device}
+        batches = tk.eval_batches(held, place=ps.place, **how)
+        axes = {"axis": ps.loss, "pp": ps.pp, "tp": ps.tp}
+        return tk.to_host(tk.evaluate(stages, batches, loss, **axes, call=call))
+
+    return evaluate
+
+
+def sample(cfg, ps, stages, tokenizer):
+    """Return a text that the model goes on from, and how."""
+    bos = [] if tokenizer.bos_id is None else [tokenizer.bos_id]
+    begin = [*bos, *tokenizer.encode(cfg.prompt)]
+    call = tk.parallel.bind_call(stages, ps, call=tk.models.call_routed)
+    how = {"context": cfg.batch.row_length, "max_new_tokens": cfg.sample, "temperature": 0.7}
+    ids = {"stop_id": tokenizer.eos_id, "vocab_size": tokenizer.vocab_size, "seed": cfg.seed}
+    drawn = tk.models.generate(stages[0], begin, **how, **ids, call=call)
+    return tk.sinks.printable(tokenizer.decode([*begin, *drawn]))
+
+
+def make_facts(cfg, model, tokenizer, rows):
+    """Return what a run must be continued with as it was begun."""
+    facts = tk.config.config_facts(cfg)
+    facts |= {"model": attrs.asdict(model), "tokenizer": tk.tokenizers.tokenizer_hash(tokenizer)}
+    facts |= {"files": rows.corpus.sources, "fingerprint": tk.corpora.fingerprint(rows.corpus)}
+    return facts | {"rows": tk.packing.bins_hash(rows.bins)}
+
+
+def train(cfg, run, tokenizer, model):
+    """Go on from the last checkpoint, or begin, and train until `steps` or until a stop."""
+    ps, weight = run.ps, cfg.loss_weight if cfg.balance == "loss" else 0.0
+    rows, held = open_rows(cfg, run, tokenizer)
+    stages, optimizer = build(cfg, ps, model)
+    size = {"rows_per_step": cfg.batch.rows, "dtype": cfg.dtype}
+    run.say(tk.parallel.start_lines(stages, ps, rows.bins, **size))
+    loss = tk.losses.routed(tk.losses.next_token_linear, balance=weight)
+    order = {"schedule": cfg.layout.schedule, "reduce": cfg.layout.reduce}
+    order |= {"axis": ps.pp, "call": tk.models.call_routed}
+    forward_backward = tk.bind_forward_backward(stages, loss, **order)
+    train_step = make_train_step(cfg, ps, stages, optimizer, forward_backward)
+    evaluate = bind_evaluation(cfg, ps, held, stages)
+    rows_at = tk.sampling.rows_of_epochs(len(rows), rows_per_step=cfg.batch.rows, seed=cfg.seed)
+    share = {"place": ps.place, "rows_per_microbatch": cfg.batch.microbatch}
+    pad_id = tokenizer.pad_id or 0
+    make_batch = functools.partial(tk.step_batch, rows, rows_at, pad_id=pad_id, **share)
+    facts, changes = make_facts(cfg, model, tokenizer, rows), tk.config.changes_of(cfg)
+    state = run.resume(stages, optimizer, facts=facts, changes=changes, request=cfg.resume)
+    stop, around = None, {"steps": cfg.steps, "keeping": cfg.keeping, "policy": cfg.policy}
+    with (
+        tk.data.prefetch(make_batch, state.cursor, device=ps.device) as next_batch,
+        run.loop(state, stages, optimizer, replay=forward_backward, **around) as loop,
+    ):
+        loop.event("packing", step=state.step, **tk.packing.packing_report(rows.bins))
+        while state.step < cfg.steps and not stop:
+            batch = next_batch(state.cursor)
+            state, metrics = train_step(state, batch)
+            state = loop.after(state, metrics, batch)
+            if len(held) and tk.schedules.due(state.step, cfg.eval_every, last=cfg.steps):
+                state = loop.evaluated(state, evaluate)
+                run.say(sample(cfg, ps, stages, tokenizer))
+            stop = loop.keep(state)
+    if stop:
+        return tk.runtime.SAVED
+    run.finish(state, stages, optimizer)
+    return 0
+
+
+def main(argv=None):
+    """Read the configuration, refuse a layout that does not fit, open the process groups, train."""
+    cfg = tk.config.load_config(Config, argv)
+    name = tk.tokenizers.find_tokenizer(cfg.tokenizer, (cfg.data,) if cfg.data else ())
+    cfg = attrs.evolve(cfg, tokenizer=name, dtype=tk.parallel.choose_dtype(cfg.dtype))
+    tokenizer = tk.tokenizers.open_tokenizer(name)
+    model = choose_model(cfg, tokenizer)
+    tk.parallel.refuse(
+        tk.parallel.problems(cfg.layout, model, cfg.batch, world=tk.mesh.world_size())
+    )
+    told = tk.config.plain_values(cfg)
+    with tk.open_run(cfg.out, layout=cfg.layout, limits=cfg.limits, config=told) as run:
+        return train(cfg, run, tokenizer, model)
+
+
+if __name__ == "__main__":
+    tk.runtime.leave(main)

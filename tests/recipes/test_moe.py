@@ -1,0 +1,165 @@
+"""recipes/moe.py: it trains balanced experts, in every layout, and goes on to the same bits."""
+
+import json
+
+import pytest
+import recipe_runs
+import torch
+from recipe_runs import assert_equal_runs, column, events, here, lines, load, refusal, several
+
+from trainkit.models.experts import update_expert_bias
+from trainkit.sinks import read_jsonl
+from trainkit.testing import run_ranks
+
+SMALL = [
+    *recipe_runs.SMALL.split(),
+    "--rows",
+    8,
+    "--schedule-steps",
+    6,
+    "--save-every",
+    3,
+    "--sample",
+    8,
+]
+
+
+@pytest.fixture(scope="module")
+def text(tmp_path_factory):
+    """Return a directory with a little text in it."""
+    folder = tmp_path_factory.mktemp("text")
+    for i in range(60):
+        words = [f"word{(i * j) % 17} = {j}" for j in range(3 + i % 7)]
+        (folder / f"{i}.txt").write_text("\n".join(words))
+    return folder
+
+
+def flags_of(out, text, steps, *flags):
+    return ["--out", out, "--data", text, "--steps", steps, *SMALL, *flags]
+
+
+@pytest.fixture(scope="module")
+def whole(text, tmp_path_factory):
+    """Return the directory of a run of 6 steps, and what it printed."""
+    out = tmp_path_factory.mktemp("whole") / "run"
+    code, printed = here(flags_of(out, text, 6), "moe")
+    assert code == 0, printed
+    return out, printed
+
+
+def test_every_line_holds_the_load_of_each_expert_and_what_it_comes_to(whole):
+    for line in lines(whole[0]):
+        table = line["load"]
+        assert (len(table), {len(row) for row in table}) == (3, {8})
+        assert {sum(row) for row in table} == {2 * line["tokens_processed"]}  # no padding
+        each = [max(row) / (sum(row) / 8) for row in table]
+        assert [line[f"load_over_mean/{i}"] for i in range(3)] == pytest.approx(each)
+        assert line["load_over_mean"] == max(line[f"load_over_mean/{i}"] for i in range(3))
+        assert line["load_entropy"] == min(line[f"load_entropy/{i}"] for i in range(3))
+        assert "load/count" not in line
+    losses = column(whole[0], "loss")
+    assert losses[-1] < losses[0] - 0.5
+
+
+def test_biases_move_once_a_step_by_the_loads_and_the_rate_of_the_step(whole):
+    recipe = load("moe")
+    rate = recipe.Config().bias_rate
+    rate_at = recipe.tk.schedules.warmup_stable_decay(rate, warmup=0, total=6, decay=0.4)
+    assert [rate_at(step) / rate for step in range(6)] == [1, 1, 1, 1, 1, 0.5]
+    biases = torch.zeros(3, 8)
+    for step, line in enumerate(lines(whole[0])):
+        biases = update_expert_bias(biases, torch.tensor(line["load"]), rate=rate_at(step))
+        found = [line[f"expert_bias/{i}"] for i in range(3)]
+        assert found == biases.abs().amax(-1).tolist()
+        assert line["expert_bias"] == max(found)
+
+
+def test_it_shows_its_balance_a_sample_a_held_out_loss_and_a_picture(whole):
+    out, printed = whole
+    assert f"load {lines(out)[-1]['load_over_mean']:.2f}  left" in printed
+    assert "\ndef " in printed
+    (found,) = events(out, "evaluation")
+    assert found["eval/loss"] > 0
+    assert (out / "load.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_generate_writes_text_from_its_checkpoint(whole):
+    code, printed = here(["--run", whole[0], "--prompt", "word3", "--tokens", 5], "generate")
+    assert code == 0, printed
+    assert printed.startswith("word3")
+
+
+def test_stopped_it_goes_on_to_the_same_bits(whole, text, tmp_path):
+    for steps in (2, 6):
+        assert here(flags_of(tmp_path, text, steps), "moe")[0] == 0
+    for name in ("loss_hex", "grad_norm_hex", "load", "expert_bias"):
+        assert column(tmp_path, name) == column(whole[0], name), name
+    assert (tmp_path / "final.json").read_text() == (whole[0] / "final.json").read_text()
+
+
+LAYOUTS = [
+    (2, ["", "--ep 2", "--pp 2"]),
+    (4, ["--pp 2 --tp 2", "--ring 2 --ulysses 2 --fold-sp ring", "--tp 2 --ep 2"]),
+]
+
+
+@pytest.mark.parametrize(("world", "layouts"), LAYOUTS, ids=["2", "4"])
+def test_every_layout_prints_the_numbers_of_one_process(world, layouts, whole, text, tmp_path):
+    outs = [tmp_path / str(number) for number in range(len(layouts))]
+    runs = [
+        flags_of(out, text, 6, *layout.split()) for out, layout in zip(outs, layouts, strict=True)
+    ]
+    said = run_ranks(several, world, runs, "moe", timeout=170)[0]
+    for (code, printed), out, layout in zip(said, outs, layouts, strict=True):
+        assert code == 0, f"{layout}: {printed}"
+        assert_equal_runs(out, whole[0], about=layout)
+        for name in ("load", "expert_bias"):
+            assert column(out, name) == column(whole[0], name), (layout, name)
+
+
+def test_the_auxiliary_loss_takes_the_place_of_the_bias(whole, text, tmp_path):
+    code, printed = here(flags_of(tmp_path, text, 6, "--balance", "loss"), "moe")
+    assert code == 0, printed
+    assert set(column(tmp_path, "expert_bias")) == {0.0}
+    ours, others = column(tmp_path, "loss"), column(whole[0], "loss")
+    assert ours[0] == others[0]  # the first loss reported is that of the text alone
+    assert ours[1] != others[1]
+
+
+def test_experts_that_cannot_be_are_refused(text, tmp_path):
+    code, what = refusal("moe", *flags_of(tmp_path, text, 1, "--chosen", 9))
+    assert (code, "9 of 8 experts cannot be chosen" in what) == (64, True), what
+    code, what = refusal("moe", *flags_of(tmp_path, text, 1, "--balance", "hope"))
+    assert (code, "balance" in what) == (64, True), what
+
+
+def tilt(router):
+    """Let two of the experts have the tokens on one side of a plane, and two those on the other."""
+    order = torch.linspace(-1, 1, len(router.weight))
+    with torch.no_grad():
+        router.weight.copy_(order[:, None] * router.weight[0])
+        if router.bias is not None:
+            router.bias[0] += 0.5
+
+
+@pytest.mark.parametrize("balance", ["bias", "loss"])
+def test_experts_of_an_unbalanced_router_end_balanced(balance, tmp_path):
+    recipe = load("moe")
+    build = recipe.build
+
+    def build_tilted(*given):
+        stages, optimizer = build(*given)
+        for name, router in stages[0].named_modules():
+            if name.endswith("router"):
+                tilt(router)
+        return stages, optimizer
+
+    recipe.build = build_tilted
+    size = ["--rows", 16, "--row-length", 64, "--schedule-steps", 60, "--save-every", 99]
+    how = ["--balance", balance, "--bias-rate", 0.02, "--loss-weight", 0.3, "--eval-every", 0]
+    flags = [*flags_of(tmp_path, recipe_runs.RECIPES, 60), *size, *how]
+    assert recipe.main([str(flag) for flag in flags]) == 0
+    worst = [line["load_over_mean"] for line in read_jsonl(tmp_path / "metrics.jsonl")]
+    assert max(worst[:5]) > 3.5
+    assert max(worst[-5:]) <= 2
+    assert json.loads((tmp_path / "final.json").read_text())["step"] == 60
