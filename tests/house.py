@@ -112,7 +112,7 @@ def names_in_a_row(node):
     if isinstance(node, ast.ClassDef):
         return [ast.unparse(part.target) for part in node.body if isinstance(part, ast.AnnAssign)]
     if isinstance(node, ast.Call):
-        return [word.arg for word in node.keywords]
+        return [word.arg for word in node.keywords if not isinstance(word.value, ast.Constant)]
     inside = getattr(node, "keys" if isinstance(node, ast.Dict) else "elts", [])
     return [part.value for part in inside if isinstance(part, ast.Constant)]
 

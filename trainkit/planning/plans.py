@@ -227,8 +227,9 @@ def seconds_of(job: Job, layout: Layout, hardware: Hardware, *, efficiency: floa
         wires[wire] = wires.get(wire, 0.0) + transfer.sent / speed
     attention = again * _flops_of_rank(job, layout, busiest, products=False) / rate
     ring = wires.get("ring", 0.0)
-    data = sum(wires.get(axis, 0.0) for axis in ("fsdp", "expert_fsdp", "dp_replicate"))
-    exposed = sum(wires.get(axis, 0.0) for axis in ("tp", "ulysses", "ep", "pp", "sync"))
+    gradients = "fsdp", "expert_fsdp", "dp_replicate"
+    data = sum(wires.get(axis, 0.0) for axis in gradients)
+    exposed = sum(wires[axis] for axis in wires if axis not in (*gradients, "ring"))
     exposed += max(0.0, ring - attention) + max(0.0, data - compute)
     beside = min(ring, attention) + min(data, compute)
     exposed, hidden = exposed + 0.1 * beside, 0.9 * beside
