@@ -20,7 +20,7 @@ from trainkit.types import Cursor
 STEPS = 4
 SAVED = 2  # the step that is saved
 UNEVEN_ON = 4  # ranks that write what divides among no number of them
-EXPERT_DEGREES = {1: [1], 2: [1, 2], 3: [3], 4: [2, 1], 8: [2]}  # of ep, by ranks
+EXPERT_DEGREES = {1: [1], 2: [1, 2], 3: [3], 4: [2, 1, 4], 8: [2, 4]}  # of ep, by ranks
 EXPERTS_WRITTEN_ON = (4, 2)  # ranks, ep
 OPTIONS = {"rows": 8, "multiple_of": 8, "vocab_size": 36}
 LAYOUTS = {
@@ -222,12 +222,12 @@ CONFIG = DecoderConfig(
     heads=2,
     kv_heads=1,
     mlp_width=8,
-    experts=Experts(count=6, chosen=2, width=8, first=1, scores="sigmoid", biased=True),
+    experts=Experts(count=12, chosen=2, width=8, first=1, scores="sigmoid", biased=True),
 )
 
 
 def experts(ps, *, filled):
-    """Return a decoder whose experts lie on the ranks of ep; three on two ranks are each cut."""
+    """Return a decoder whose experts lie on the ranks of ep; six on four ranks are each cut."""
     drawn = init_weights(CONFIG, seed=0)
 
     def weights(name, shape, offset):

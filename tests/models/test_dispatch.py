@@ -45,12 +45,15 @@ def test_on_one_rank_rows_stand_in_the_order_of_experts_and_come_back():
     x, indices = drawn(6, 3, seed=0).requires_grad_(), choices(6, 4, 2, seed=1)
     counts = counts_of(indices, 4)
     rows, own, route = ep_dispatch(x, indices, counts)
-    order = indices.flatten().argsort(stable=True)
-    assert torch.equal(rows, x[order // 2])
+    order, padding = indices.flatten().argsort(stable=True), (indices == 4).all(1)
+    assert torch.equal(rows[:-2], x[order // 2][:-2])
+    assert not rows[-2:].any()
     assert own.tolist() == [*counts[:3].tolist(), counts[3] + 2]  # padding goes with the last one's
-    assert torch.equal(ep_combine(rows, torch.full((6, 2), 0.5, dtype=WIDE), route), x)
+    back = ep_combine(rows, torch.full((6, 2), 0.5, dtype=WIDE), route)
+    assert torch.equal(back, x.masked_fill(padding.unsqueeze(1), 0))
 
     def there_and_back(x, weights):
+        weights = weights.masked_fill(padding.unsqueeze(1), 0)
         return through_experts(x, indices, weights, torch.arange(1.0, 5, dtype=WIDE), SOLO)[0]
 
     weights = torch.rand(6, 2, dtype=WIDE).requires_grad_()
@@ -60,6 +63,7 @@ def test_on_one_rank_rows_stand_in_the_order_of_experts_and_come_back():
 def test_no_tokens_and_one_choice_are_no_special_case():
     for tokens, chosen in ((0, 2), (5, 1)):
         x, indices = drawn(tokens, 3, seed=0).requires_grad_(), choices(tokens, 4, chosen, seed=1)
+        indices = indices.clamp(max=3)  # no padding
         rows, _, route = ep_dispatch(x, indices, counts_of(indices, 4))
         y = ep_combine(rows, torch.ones(tokens, chosen, dtype=WIDE), route)
         y.sum().backward()
@@ -158,3 +162,35 @@ def test_rows_that_travel_in_bf16_lose_its_rounding_alone():
     for values, gradient in run_ranks(error_of_the_wire, 2):
         assert 1e-4 < values < 2**-8  # sent there and, as they are, back: rounded once
         assert gradient < 2**-8
+
+
+def test_rows_in_16_bits_are_weighed_and_summed_in_fp32():
+    x, indices = drawn(50, 8, seed=0).bfloat16(), choices(50, 8, 8, seed=1)
+    weights = torch.rand(50, 8, generator=torch.Generator().manual_seed(2))
+    y = ep_combine(*_rows_and(x, indices, weights))
+    parts = x.float().unsqueeze(1) * weights.unsqueeze(-1)
+    padding = (indices == 8).all(1)
+    assert torch.equal(y[~padding], parts.sum(1).bfloat16()[~padding])
+    assert not torch.equal(parts.bfloat16().sum(1)[~padding], y[~padding])
+
+
+def _rows_and(x, indices, weights):
+    rows, _, route = ep_dispatch(x, indices, counts_of(indices, 8))
+    return rows, weights, route
+
+
+@pytest.mark.parametrize("value", [torch.inf, torch.nan])
+def test_what_goes_nowhere_may_be_anything(value):
+    x, indices = drawn(6, 3, seed=0), choices(6, 4, 2, seed=1)
+    indices[0, 1] = 4  # a choice that found its expert full
+    padding = (indices == 4).all(1)
+    x[padding] = value
+    weights = torch.ones(6, 2, dtype=WIDE).masked_fill(indices == 4, 0)
+    scales = torch.arange(1.0, 5, dtype=WIDE).requires_grad_()
+    leaf = x.requires_grad_()
+    y, _ = through_experts(leaf, indices, weights, scales, SOLO)
+    y.sum().backward()
+    assert y.isfinite().all()
+    assert scales.grad.isfinite().all()
+    assert leaf.grad.isfinite().all()
+    assert not leaf.grad[padding].any()

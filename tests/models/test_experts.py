@@ -436,13 +436,30 @@ def test_choices_that_come_with_a_batch_are_taken_instead_of_the_routers():
     [
         ({"layers.1.mlp": (512, 2)}, "has the choices of layers.1.mlp; the model's .*layers.2.mlp"),
         ({"layers.1.mlp": (512, 2), "layers.7.mlp": (512, 2)}, r"layers\.7\.mlp; the model's"),
-        ({"layers.1.mlp": (512, 3), "layers.2.mlp": (512, 2)}, r"layers.1.mlp: .* \[T, 2\] in"),
+        ({"layers.1.mlp": (512, 3), "layers.2.mlp": (512, 2)}, r"layers.1.mlp: .* \[512, 2\], of"),
+        ({"layers.1.mlp": (99, 2), "layers.2.mlp": (512, 2)}, r"layers.1.mlp: .* \[99, 2\]"),
+        ({"layers.1.mlp": (512, 2), "layers.2.mlp": (512, 2)}, r"layers.1.mlp: .* from 0 to 0"),
     ],
 )
 def test_a_tape_of_another_model_is_refused(choices, message):
     given = {name: torch.zeros(shape, dtype=torch.int64) for name, shape in choices.items()}
     with pytest.raises(ValueError, match=f"Tape: .*{message}"):
-        experts.check_tape(Tape(given), ["layers.1.mlp", "layers.2.mlp"], CONFIG.experts)
+        check(given)
+
+
+def check(given, *, is_token=None, own=None):
+    layers = ["layers.1.mlp", "layers.2.mlp"]
+    is_token = torch.ones(8, 64, dtype=torch.bool) if is_token is None else is_token
+    experts.check_tape(Tape(given), layers, CONFIG.experts, is_token=is_token, own=own)
+
+
+def test_a_tape_may_be_of_a_stage_and_say_anything_of_padding():
+    given = torch.tensor([[0, 1], [8, 8], [7, 3]])
+    is_token = torch.tensor([[True, False, True]])
+    check({"layers.1.mlp": given}, is_token=is_token, own=["layers.1.mlp"])
+    for wrong in (torch.ones_like(is_token), torch.tensor([[False, True, False]])):
+        with pytest.raises(ValueError, match=r"distinct ones in \[0, 8\), got .* to 8"):
+            check({"layers.1.mlp": given}, is_token=wrong, own=["layers.1.mlp"])
 
 
 def test_held_out_terms_of_routers_are_divided_by_all_tokens():
@@ -549,8 +566,8 @@ def test_choices_that_come_with_a_batch_are_taken_and_wrong_ones_are_refused():
     assert torch.equal(out.sums[:, 3:], want.float().expand(2, -1))
     for wrong, said in (
         (choices[:, :, :1], r"choices must be \[B, S, 2, k\], for 2 layers, got \[8, 64, 1, 2\]"),
-        (choices + 4, r"choices must be int64 \[T, 2\] in \[0, 8\)"),
-        (choices[..., :1], r"choices must be int64 \[T, 2\] in \[0, 8\)"),
+        (choices + 4, r"choices must be int64 \[512, 2\], of each token distinct ones in \[0, 8\)"),
+        (choices[..., :1], r"choices must be int64 \[512, 2\], .* got torch.int64 \[512, 1\]"),
     ):
         with pytest.raises(ValueError, match=said):
             call_routed(model, attrs.evolve(batch, extra={"choices": wrong, **batch.extra}))

@@ -21,7 +21,17 @@ from trainkit.models import (
     sigmoid_topk,
 )
 from trainkit.models.experts import ExpertWeights
-from trainkit.parallel import bind_call, build_stages, expert, fsdp, recompute, sequence, tensor
+from trainkit.parallel import (
+    bind_call,
+    box_of,
+    build_stages,
+    expert,
+    fsdp,
+    recompute,
+    sequence,
+    tensor,
+)
+from trainkit.parallel.reduction import Reduction
 from trainkit.planning import Job
 from trainkit.testing import certify, count_collectives, run_ranks, train
 from trainkit.testing.builtin import (
@@ -52,10 +62,8 @@ def test_documents_that_ranks_would_share_are_not_balanced_apart(axis, transform
         transform()(model, ps)
 
 
-def test_a_plan_says_that_it_knows_neither_experts_nor_latents():
-    with pytest.raises(ConfigError, match="a plan does not know yet what experts need"):
-        Job(config=CONFIG, row_length=64, rows=8)
-    with pytest.raises(ConfigError, match="a plan does not know yet what latent attention needs"):
+def test_a_plan_says_that_it_does_not_know_latents():
+    with pytest.raises(ConfigError, match="latent"):
         Job(config=LATENT, row_length=64, rows=8)
 
 
@@ -73,6 +81,32 @@ def test_what_cannot_be_dealt_is_refused(model, ep, said):
     ps = attrs.evolve(solo_parallel(), ep=Axis("ep", Share(0, ep)))
     with torch.device("meta"), pytest.raises(ConfigError, match=said):
         expert()(model(), ps)
+
+
+def test_a_stage_of_a_dense_decoder_is_refused_too():
+    ps = attrs.evolve(solo_parallel(), ep=Axis("ep", Share(0, 2)), pp=Axis("pp", Share(0, 2)))
+    with torch.device("meta"), pytest.raises(ConfigError, match="Decoder has no layer of experts"):
+        expert()(Decoder(attrs.evolve(CONFIG, experts=None)), ps)
+
+
+def test_half_a_pair_and_a_wire_of_integers_are_refused():
+    with pytest.raises(ConfigError, match="one of them was given alone; give both"):
+        expert(dispatch=lambda *_: None)
+    with pytest.raises(ConfigError, match=r"rows cannot travel in .*int8; take bf16"):
+        expert(wire_dtype=torch.int8)
+
+
+def test_counts_that_are_not_of_the_rows_are_refused():
+    model, batch = build_decoder(CONFIG, seed=0).eval(), decoder_batch(0)
+    for change in (lambda counts: counts - 1, lambda counts: counts[:4]):
+
+        def wrong(x, indices, counts, change=change):
+            rows, counts, route = ep_dispatch(x, indices, counts)
+            return rows, change(counts), route
+
+        model.layers["1"].mlp.dispatch = wrong
+        with pytest.raises(ValueError, match="counts must be those of the 8 that are here"):
+            call_routed(model, batch)
 
 
 def stage_of(ps, *plan):
@@ -93,15 +127,15 @@ def with_a_pair_of_ones_own():
     """Return how often a pair was called, and whether it changed a gradient."""
     calls = []
 
-    def there(x, indices, counts, axis, *, wire_dtype):
+    def there(x, indices, counts, axis):
         calls.append("there")
-        rows, own, route = ep_dispatch(x, indices, counts, axis, wire_dtype=wire_dtype)
+        rows, own, route = ep_dispatch(x, indices, counts, axis)
         return rows, own, (route, "of my own")
 
-    def back(rows, weights, route, axis, *, wire_dtype):
+    def back(rows, weights, route, axis):
         calls.append("back")
         assert route[1] == "of my own"
-        return ep_combine(rows, weights, route[0], axis, wire_dtype=wire_dtype)
+        return ep_combine(rows, weights, route[0], axis)
 
     with tk.parallel_session(ep=2) as ps:
         ours = gradients(ps, expert())
@@ -125,17 +159,18 @@ def exchanges():
             count[mode] = sum(row.count for row in rows if row.kind == "all_to_all")
         (model,) = stage_of(ps, expert())
         gate = model.layers["1"].mlp.experts.gate
-        held = gate.shape, gate.to_local().shape, model.layers["1"].mlp.router.weight.shape
+        held = gate.shape, gate.to_local().shape, box_of(gate).offset[0]
         return count, held
 
 
 def test_full_recomputation_sends_tokens_again_and_selective_keeps_what_came():
-    count, held = run_ranks(exchanges, 2)[0]
+    (count, _), _ = found = run_ranks(exchanges, 2)
+    # A rank holds neighbours, so that a group of experts is on neighbouring ranks.
+    assert [held for _, held in found] == [((8, 16, 32), (4, 16, 32), first) for first in (0, 4)]
     # Counts and rows, and rows back; in backward both ways of the rows.
     assert count["none"] == (3 + 2) * LAYERS
     assert count["full"] == (3 + 3 + 2) * LAYERS
-    assert count["selective"] == (3 + 1 + 2) * LAYERS  # counts alone are sent once more
-    assert held == ((8, 16, 32), (4, 16, 32), (8, 32))
+    assert count["selective"] == count["none"]
 
 
 def drawn(ep):
@@ -203,6 +238,17 @@ def not_summed_over_tp(module, _ps):
     return module
 
 
+def not_summed_over_replicas(module, _ps):
+    run = Reduction._run
+
+    def without(reduction, unit, *, now, last):
+        dealt = "expert_fsdp" in unit.mesh_info.mesh.mesh_dim_names
+        return run(reduction, unit, now=now, last=last and not dealt)
+
+    PATCH.setattr(Reduction, "_run", without)
+    return module
+
+
 def summed_again(axis, module, ps):
     """Sum the gradients of experts over an axis once more, when all sums are done."""
     own = [p for x in module.modules() if isinstance(x, ExpertWeights) for p in x.parameters()]
@@ -218,6 +264,7 @@ def summed_again(axis, module, ps):
 
 MISTAKES = {
     "not summed over tp": (not_summed_over_tp, "tp"),
+    "not summed over replicas": (not_summed_over_replicas, "replica"),
     "summed twice over replicas": (partial(summed_again, "dp_replicate"), "replica"),
     "summed twice over shards": (partial(summed_again, "expert_fsdp"), "sharded"),
     "summed over ep": (partial(summed_again, "ep"), "sharded"),

@@ -72,8 +72,11 @@ def _open_groups(
     partition: Partition, rank: int, timeout: timedelta | None = None
 ) -> dist.ProcessGroup:
     """Open the groups of a partition, and return that of this rank."""
-    opened = [dist.new_group(list(ranks), timeout=timeout) for ranks in partition]
-    (own,) = [group for group, ranks in zip(opened, partition, strict=True) if rank in ranks]
+    if len(partition[0]) == 1:  # nobody else need be there
+        own = dist.new_group([rank], timeout=timeout, use_local_synchronization=True)
+    else:
+        opened = [dist.new_group(list(ranks), timeout=timeout) for ranks in partition]
+        (own,) = [group for group, ranks in zip(opened, partition, strict=True) if rank in ranks]
     assert isinstance(own, dist.ProcessGroup)
     return own
 

@@ -281,8 +281,10 @@ class Decoder(nn.Module):
         nothing = x.new_zeros(self._sums_shape, dtype=torch.promote_types(x.dtype, torch.float32))
         tape, rows = tape or Tape(), [*(before[0] if before else nothing)]
         names = [f"layers.{i}.mlp" for i in self.config.expert_layers]
-        preload_(tape, names, choices)
-        check_tape(tape, names, self.config.experts)
+        if choices is not None:
+            preload_(tape, names, choices)
+        own = [name for name in names if name.split(".")[1] in self.layers]
+        check_tape(tape, names, self.config.experts, is_token=is_token, own=own)
         for block in self.layers.values():
             x = block(x, **known, is_token=is_token, tape=tape)
             if isinstance(x, tuple):

@@ -10,7 +10,6 @@ from typing import Any, NamedTuple, Protocol
 
 import attrs
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from trainkit.collectives import exchange_rows
@@ -37,7 +36,7 @@ class Route:
 class Dispatched(NamedTuple):
     """Rows `[N, D]` for the experts of this rank, those of the first one first.
 
-    `counts` int64 `[E / ep]` are the rows of each, which sum to N.
+    `counts` int64 `[E / ep]` are the rows of each, which must sum to N: experts compute every row.
     """
 
     rows: Tensor
@@ -69,7 +68,7 @@ def ep_dispatch(
 
     The experts are dealt in equal neighbourly parts: rank r holds those from r * E / ep on. A
     choice of E, which padding has, is sent to nobody; on one rank it goes with the last expert's
-    rows, where a weight of 0 makes nothing of it.
+    rows, as a row of zeros.
 
     Args:
         x: Tokens `[T, D]`; ranks may have different numbers of them, or none.
@@ -85,7 +84,7 @@ def ep_dispatch(
 
     Effects:
         Communicates: two all-to-alls on `axis`, of counts and of rows, and in backward one. One
-        host sync, for the counts.
+        host sync, for the counts; both again where the forward pass is recomputed.
 
     References:
         Lepikhin et al., "GShard" (2020), for the exchange; Gale et al., "MegaBlocks" (2022), for
@@ -99,12 +98,12 @@ def ep_dispatch(
     """
     order = indices.flatten().argsort(stable=True)
     inverse = _inverse(order)
-    rows = _InOrder.apply(x, order, inverse, indices.shape[1])
+    rows = _InOrder.apply(x, order, inverse, counts)
     if axis.count == 1:
         counts = torch.cat([counts[:-1], len(order) - counts[:-1].sum(0, keepdim=True)])
         return Dispatched(rows, counts, Route(order, inverse))
-    arriving = torch.empty_like(counts)
-    dist.all_to_all_single(arriving, counts, group=axis.group)
+    equal = [len(counts) // axis.count] * axis.count
+    arriving = exchange_rows(counts, axis, sent=equal, received=equal, length=len(counts))
     both = torch.stack([counts, arriving]).unflatten(1, (axis.count, -1))
     sent, received = both.sum(-1).tolist()  # the host sync
     own = torch.arange(both.shape[-1], device=x.device).repeat(axis.count)
@@ -132,7 +131,7 @@ def ep_combine(
         weights: `[T, k]`; where they sum to 1 this is the inverse of `ep_dispatch`.
         route: What `ep_dispatch` returned.
         axis: As there.
-        wire_dtype: As there. What arrives is summed in the dtype of `rows`.
+        wire_dtype: As there. What arrives is weighed and summed in the dtype of `weights`, fp32.
 
     Returns:
         `[T, D]`.
@@ -153,7 +152,7 @@ def ep_combine(
         how: dict[str, Any] = {"sent": route.received, "received": route.sent}
         how["length"] = len(route.order)
         rows = exchange_rows(rows, axis, **how).to(wide)
-    return _WeightedSum.apply(rows, weights.to(rows.dtype), route.order, route.inverse)
+    return _WeightedSum.apply(rows, weights, route.order, route.inverse)
 
 
 def _inverse(order: Tensor) -> Tensor:
@@ -163,15 +162,20 @@ def _inverse(order: Tensor) -> Tensor:
 
 
 class _InOrder(torch.autograd.Function):
-    """Rows of tokens, each k times, in a given order; the gradient is gathered, not scattered."""
+    """Rows of tokens, each k times, in a given order, and zeros where they are nobody's.
+
+    The gradient is gathered, not scattered.
+    """
 
     @staticmethod
     def forward(  # pyrefly: ignore[bad-override]
-        ctx: Any, x: Tensor, order: Tensor, inverse: Tensor, chosen: int
+        ctx: Any, x: Tensor, order: Tensor, inverse: Tensor, counts: Tensor
     ) -> Tensor:
         ctx.save_for_backward(inverse)
-        ctx.chosen = chosen
-        return x.index_select(0, order // chosen)  # faster than x[...] on a CPU
+        ctx.chosen = max(len(order) // max(len(x), 1), 1)
+        rows = x.index_select(0, order // ctx.chosen)  # faster than x[...] on a CPU
+        is_nobodys = torch.arange(len(rows), device=x.device) >= counts.sum()
+        return rows.masked_fill_(is_nobodys.unsqueeze(1), 0)
 
     @staticmethod
     def backward(  # pyrefly: ignore[bad-override]
@@ -213,14 +217,14 @@ class _WeightedSum(torch.autograd.Function):
     ) -> Tensor:
         ctx.save_for_backward(rows, weights, order, inverse)
         parts = rows.index_select(0, inverse).unflatten(0, weights.shape)
-        return parts.mul_(weights.unsqueeze(-1)).sum(1)
+        return parts.to(weights.dtype).mul_(weights.unsqueeze(-1)).sum(1).to(rows.dtype)
 
     @staticmethod
     def backward(  # pyrefly: ignore[bad-override]
         ctx: Any, d_y: Tensor
     ) -> tuple[Tensor, Tensor, None, None]:
         rows, weights, order, inverse = ctx.saved_tensors
-        d_rows = d_y.index_select(0, order // weights.shape[1])
+        d_rows = d_y.index_select(0, order // weights.shape[1]).to(weights.dtype)
         d_rows.mul_(weights.flatten()[order].unsqueeze(-1))
-        parts = rows.index_select(0, inverse).unflatten(0, weights.shape)
-        return d_rows, parts.mul_(d_y.unsqueeze(1)).sum(-1), None, None
+        parts = rows.index_select(0, inverse).unflatten(0, weights.shape).to(weights.dtype)
+        return d_rows.to(rows.dtype), parts.mul_(d_y.unsqueeze(1)).sum(-1), None, None

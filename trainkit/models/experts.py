@@ -49,13 +49,13 @@ class Tape:
     choices: dict[str, Tensor] = attrs.field(factory=dict)
 
 
-def preload_(tape: Tape, layers: Sequence[str], choices: Tensor | None) -> None:
+def preload_(tape: Tape, layers: Sequence[str], choices: Tensor) -> None:
     """Write choices that came with a batch to its tape.
 
     Args:
         tape: The tape of the batch.
         layers: The names of all expert layers of the model, in their order.
-        choices: int64 `[B, S, L, k]`, those of an inference engine, say; None for none.
+        choices: int64 `[B, S, L, k]`, those of an inference engine, say.
 
     Raises:
         ValueError: They are of another number of layers.
@@ -73,43 +73,55 @@ def preload_(tape: Tape, layers: Sequence[str], choices: Tensor | None) -> None:
         >>> tape.choices["layers.0.mlp"].shape
         torch.Size([6, 2])
     """
-    if choices is None:
-        return
     if choices.ndim != 4 or choices.shape[2] != len(layers):
         got, own = list(choices.shape), len(layers)
         raise ValueError(f"Tape: choices must be [B, S, {own}, k], for {own} layers, got {got}")
     tape.choices.update(zip(layers, choices.flatten(0, 1).unbind(1), strict=True))
 
 
-def check_tape(tape: Tape, layers: Iterable[str], experts: Experts) -> None:
-    """Refuse a tape that was filled beforehand and is not one of these layers.
+def check_tape(
+    tape: Tape,
+    layers: Sequence[str],
+    experts: Experts,
+    *,
+    is_token: Tensor,
+    own: Sequence[str] | None = None,
+) -> None:
+    """Refuse a tape that was filled beforehand and is not one of these layers and tokens.
 
     Args:
         tape: The tape; an empty one is right.
         layers: The names of all expert layers of the model.
         experts: What may be chosen. Choices are looked at where that needs no host sync, on a CPU.
+        is_token: bool, one for each token; what padding chose is not looked at.
+        own: Those of the layers that will read the tape, a pipeline stage's; by default all.
 
     Raises:
-        ValueError: A layer is missing or unknown, or a choice is none of the experts.
+        ValueError: A layer is missing or unknown, or a choice is none of the experts, or made
+            twice.
 
     Examples:
-        >>> how = Experts(count=4, chosen=2, width=8)
-        >>> check_tape(Tape({"layers.0.mlp": torch.tensor([[0, 9]])}), ["layers.0.mlp"], how)
+        >>> how, tape = Experts(count=4, chosen=2, width=8), Tape({"0": torch.tensor([[0, 9]])})
+        >>> check_tape(tape, ["0"], how, is_token=torch.tensor([True]))
         Traceback (most recent call last):
         ...
-        ValueError: Tape: layers.0.mlp: choices must be int64 [T, 2] in [0, 4), or that for...
+        ValueError: Tape: 0: choices must be int64 [1, 2], of each token distinct ones in [0, 4)...
     """
-    names = list(layers)
-    if tape.choices and tape.choices.keys() != set(names):
-        got, want = ", ".join(tape.choices), ", ".join(names)
+    has, wanted = tape.choices.keys(), {*(layers if own is None else own)}
+    if has and (has - {*layers} or wanted - has):
+        got, want = ", ".join(has), ", ".join(layers)
         raise ValueError(f"Tape: it has the choices of {got}; the model's expert layers are {want}")
+    shape = is_token.numel(), experts.chosen
     for name, x in tape.choices.items():
-        fits = x.dtype == torch.int64 and x.ndim == 2 and x.shape[1] == experts.chosen
-        if fits and x.device.type == "cpu" and len(x):
-            fits = bool(x.min() >= 0) and bool(x.max() <= experts.count)
+        fits, seen = x.dtype == torch.int64 and x.shape == shape, ""
+        if fits and x.device.type == "cpu" and is_token.any():
+            chosen = x[is_token.flatten()].sort().values
+            least, most = int(chosen.min()), int(chosen.max())
+            fits = least >= 0 and most < experts.count and bool((chosen.diff() > 0).all())
+            seen = f" from {least} to {most}"
         if not fits:
-            want = f"int64 [T, {experts.chosen}] in [0, {experts.count}), or that for padding"
-            got = f"{x.dtype} {list(x.shape)}" + (f" up to {int(x.max())}" if x.numel() else "")
+            want = f"int64 {list(shape)}, of each token distinct ones in [0, {experts.count})"
+            got = f"{x.dtype} {list(x.shape)}{seen}"
             raise ValueError(f"Tape: {name}: choices must be {want}, got {got}")
 
 
@@ -186,7 +198,7 @@ def can_group(rows: Tensor, weight: Tensor) -> bool:
         grouped = rows.dtype == torch.bfloat16 and torch.cuda.get_device_capability() >= (9, 0)
     sizes = weight.shape[-2:]
     whole = all(size * rows.element_size() % 16 == 0 for size in sizes)
-    return grouped and whole and len(rows) > 0 and hasattr(nn.functional, "grouped_mm")
+    return grouped and whole and hasattr(nn.functional, "grouped_mm")
 
 
 def _one_by_one(rows: Tensor, counts: Tensor, weight: Tensor) -> Tensor:
@@ -209,7 +221,17 @@ class ExpertWeights(nn.Module):
         self.down = nn.Parameter(torch.empty(experts, width, inner))
 
     def forward(self, rows: Tensor, counts: Tensor) -> Tensor:
-        """Map rows `[N, D]` in the order of their experts to `[N, D]`; all must be somebody's."""
+        """Map rows `[N, D]` in the order of their experts to `[N, D]`; all must be somebody's.
+
+        Raises:
+            ValueError: Counts are not those of the experts held here; or, which is looked at on a
+                CPU alone, do not sum to the rows.
+        """
+        of_all = not counts.is_cpu or int(counts.sum()) == len(rows)
+        if len(counts) != len(self.gate) or not of_all:
+            got = f"{len(rows)} rows, and counts for {len(counts)} experts, {counts.tolist()}"
+            want = f"of the {len(self.gate)} that are here, which sum to the rows"
+            raise ValueError(f"ExpertWeights: counts must be those {want}; dispatch gave {got}")
         kind = rows.device.type
         if torch.is_autocast_enabled(kind):
             rows = rows.to(torch.get_autocast_dtype(kind))

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from trainkit.models.decoder import Decoder
 from trainkit.models.dispatch import ep_combine, ep_dispatch
 from trainkit.models.experts import ExpertMlp, ExpertWeights
 from trainkit.parallel.styles import STYLES, styled_class
@@ -35,15 +36,18 @@ def expert(
 
     Args:
         dispatch: A function with the arguments of `models.ep_dispatch`, a faster kernel for
-            instance; its route is passed on to `combine` as it is.
-        combine: One with those of `models.ep_combine`.
+            instance; its route is passed on to `combine` as it is. It need not take a `wire_dtype`
+            that is not given.
+        combine: One with those of `models.ep_combine`; it comes with `dispatch`, or not at all.
         wire_dtype: What rows travel in, if not in their own dtype.
 
     Returns:
-        A transform for `build_stages`. At `ps.ep` of size 1 it changes nothing.
+        A transform for `build_stages`. At `ps.ep` of size 1 it changes nothing: a pair of your own
+        is not called then.
 
     Raises:
-        ConfigError: When applied: there are no experts to deal, or they do not divide by ep.
+        ConfigError: One of the pair is given alone, or rows cannot travel in `wire_dtype`; when
+            applied, there are no experts to deal, or they do not divide by ep.
 
     References:
         Lepikhin et al., "GShard" (2020); DeepSeek-AI, "DeepSeek-V3 technical report" (2024), for
@@ -55,12 +59,19 @@ def expert(
         >>> expert()(model, solo_parallel()) is model
         True
     """
+    if (dispatch is ep_dispatch) != (combine is ep_combine):
+        what = "dispatch and combine are one pair, and one of them was given alone; give both"
+        raise ConfigError(f"expert: {what}", where="dispatch, combine")
+    if wire_dtype not in (None, torch.bfloat16, torch.float16, torch.float32, torch.float64):
+        what = f"rows cannot travel in {wire_dtype}; take bf16, or leave wire_dtype out"
+        raise ConfigError(f"expert: {what}", where="wire_dtype", got=wire_dtype)
 
     def apply(module: nn.Module, ps: ParallelState) -> nn.Module:
         if ps.ep.count == 1:
             return module
         layers = [x for x in module.modules() if isinstance(x, ExpertMlp)]
-        if not layers and ps.pp.count == 1:  # a stage may be without
+        dense = isinstance(module, Decoder) and module.config.experts is None
+        if dense or (not layers and ps.pp.count == 1):  # a stage may be without
             raise ConfigError(
                 f"expert: ep = {ps.ep.count}, and {type(module).__name__} has no layer of experts "
                 "to deal; set ep to 1",
@@ -70,7 +81,8 @@ def expert(
             )
         for layer in layers:
             _deal_(layer, ps)
-            how: dict[str, Any] = {"axis": ps.ep, "wire_dtype": wire_dtype}
+            how: dict[str, Any] = {"axis": ps.ep}
+            how |= {} if wire_dtype is None else {"wire_dtype": wire_dtype}
             layer.dispatch, layer.combine = partial(dispatch, **how), partial(combine, **how)
         return module
 

@@ -120,7 +120,7 @@ def _expert_shards(experts: nn.Module, ps: ParallelState) -> dict[str, Any]:
 
 def _require_cpu_groups(ps: ParallelState) -> None:
     """Refuse groups that cannot sum on the CPU: the norm of offloaded gradients is."""
-    for axis in (ps.fsdp, ps.dp_replicate, ps.pp, ps.tp):
+    for axis in (ps.fsdp, ps.expert_fsdp, ps.ep, ps.dp_replicate, ps.pp, ps.tp):
         if axis.group is not None and "cpu" not in backends_of(axis.group):
             backends = ", ".join(backends_of(axis.group).values())
             raise ValueError(

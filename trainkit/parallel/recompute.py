@@ -41,9 +41,9 @@ _ATTENTION = (
 def kept_operators(device: torch.device) -> frozenset[Any]:
     """Return the operators whose results selective recomputation keeps, since they cost most.
 
-    They are matrix products, attention by every kernel of `trainkit.attention`, and what ranks send
-    of their tokens to experts. A name that
-    torch does not know is an error: nobody would see that nothing is kept.
+    They are matrix products, attention by every kernel of `trainkit.attention`, and exchanges of
+    tokens between ranks. A name that torch does not know is an error: nobody would see that nothing
+    is kept.
 
     Args:
         device: Where the model runs; the kernel for packed documents is on CUDA alone.
@@ -58,7 +58,7 @@ def kept_operators(device: torch.device) -> frozenset[Any]:
     packets = [getattr(torch.ops.aten, name) for name in (*_PRODUCTS, *_ATTENTION)]
     if dist.is_available():
         sent = torch.ops._c10d_functional  # noqa: SLF001 (what exchange_rows calls)
-        packets += [sent.all_to_all_single, sent.wait_tensor]
+        packets += [sent.all_to_all_single]
     if device.type == "cuda":
         # Registers the operator; not imported above, for it imports torch._dynamo (1.1 s, 2.13).
         import_module("torch.nn.attention.varlen")
@@ -82,7 +82,7 @@ def recompute(
 
     Args:
         mode: "full" keeps the input of a block alone; "selective" keeps the results of matrix
-            products and of attention too; "none" changes nothing.
+            products, of attention and of exchanges with experts too; "none" changes nothing.
         blocks: The name pattern of the blocks.
         preserve_rng_state: Restore torch's generators for the second forward pass. A foreign
             module's own dropout needs it. Models whose randomness is a function of a counter, as
@@ -143,7 +143,7 @@ def hide_hooks_(module: nn.Module) -> None:
         module: A part of a block, with hooks.
 
     Effects:
-        Takes the place of its forward hooks and pre-hooks.
+        Takes the place of the forward hooks and pre-hooks that it has now.
 
     Examples:
         >>> hide_hooks_(nn.Linear(1, 1))
