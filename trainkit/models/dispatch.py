@@ -224,7 +224,9 @@ class _WeightedSum(torch.autograd.Function):
         ctx: Any, d_y: Tensor
     ) -> tuple[Tensor, Tensor, None, None]:
         rows, weights, order, inverse = ctx.saved_tensors
+        parts = rows.index_select(0, inverse).unflatten(0, weights.shape).to(weights.dtype)
+        d_weights = parts.mul_(d_y.unsqueeze(1)).sum(-1)
+        del parts  # before there is another of its size
         d_rows = d_y.index_select(0, order // weights.shape[1]).to(weights.dtype)
         d_rows.mul_(weights.flatten()[order].unsqueeze(-1))
-        parts = rows.index_select(0, inverse).unflatten(0, weights.shape).to(weights.dtype)
-        return d_rows.to(rows.dtype), parts.mul_(d_y.unsqueeze(1)).sum(-1), None, None
+        return d_rows.to(rows.dtype), d_weights, None, None
