@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import cache
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol, TypeAlias
 
 import attrs
@@ -291,19 +292,9 @@ class Layout:
         return {name: getattr(self, name) for name in names}
 
     @property
-    def axes(self) -> dict[str, tuple[str, ...]]:
+    def axes(self) -> Mapping[str, tuple[str, ...]]:
         """The degrees whose product each axis is, outermost first; see `ParallelState`."""
-        world, dp, sp = tuple(self.degrees)[:-1], ("dp_replicate", "dp_shard"), ("ring", "ulysses")
-        folded = tuple(name for name in sp if self.fold_sp in (name, "all"))
-        return {
-            "world": world,
-            "dp": dp,
-            "sp": sp,
-            "loss": (*dp, *sp),
-            "fsdp": ("dp_shard", *folded),
-            "sp_unfolded": tuple(name for name in sp if name not in folded),
-            **{name: (name,) for name in world},
-        }
+        return _axes_of(self.fold_sp)
 
     def count(self, axis: str) -> int:
         """Return the number of ranks on an axis, where a dp_shard of -1 counts 1; see `over`."""
@@ -352,6 +343,21 @@ class Layout:
                 want=f"a divisor of {fsdp}",
             )
         return filled
+
+
+@cache
+def _axes_of(fold_sp: FoldSP) -> Mapping[str, tuple[str, ...]]:
+    world, dp, sp = tuple(Layout().degrees)[:-1], ("dp_replicate", "dp_shard"), ("ring", "ulysses")
+    folded = tuple(name for name in sp if fold_sp in (name, "all"))
+    return {
+        "world": world,
+        "dp": dp,
+        "sp": sp,
+        "loss": (*dp, *sp),
+        "fsdp": ("dp_shard", *folded),
+        "sp_unfolded": tuple(name for name in sp if name not in folded),
+        **{name: (name,) for name in world},
+    }
 
 
 @attrs.frozen(kw_only=True)
