@@ -115,18 +115,13 @@ RANKS = [
 SHARED = routed(shared=32, first=1, layers=3)
 EXPERTS = [
     (Layout(dp_shard=2), job(routed(3, layers=3), row_length=128, rows=4, recompute="full")),
-    (Layout(dp_shard=2, ep=2), job(routed(layers=3), row_length=128, rows=4)),
-    (Layout(dp_shard=2, ep=2), job(SHARED, row_length=128, rows=4, recompute="full")),
     (
         Layout(dp_shard=2, ep=2, reduce="each"),
         job(routed(layers=3), row_length=128, rows=4, recompute="selective"),
     ),
     (Layout(dp_shard=2, ep=2), job(routed(layers=3), row_length=128, rows=4, dtype="bf16")),
-    (Layout(ring=2, ep=2), job(routed(), row_length=128)),
-    (Layout(dp_replicate=2), job(routed(), row_length=128)),
+    (Layout(ring=2, ep=2), job(SHARED, row_length=128, recompute="full")),
     (Layout(tp=2), job(SHARED, row_length=128, rows=4)),
-    (Layout(tp=2), job(routed(), row_length=128, recompute="full")),
-    (Layout(pp=2), job(routed(layers=4), row_length=128, rows=4)),
 ]
 RANKS += EXPERTS
 
