@@ -123,7 +123,7 @@ def _experts(job: Job, layout: Layout, pp_rank: int) -> Iterator[Transfer]:
         return
     runs = part_of(job, layout, pp_rank).experts * num_microbatches(job, layout)
     exchanges = 6 if job.recompute == "full" else 4
-    told = 1 if job.recompute == "none" else 2
+    told = 2 if job.recompute == "full" else 1
     rows = tokens_per_microbatch(job, layout) // layout.tp * experts.chosen
     data = exchanges * rows * job.config.width * job.itemsize + told * experts.count * _INT64
     yield Transfer("ep", layout.ep, "all_to_all", runs * (exchanges + told), runs * data)
