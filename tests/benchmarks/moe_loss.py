@@ -17,7 +17,7 @@ import torch
 import trainkit as tk
 from trainkit.types import SOLO, Cursor, Place
 
-STEPS, ROWS, LENGTH, HELD, SEEDS = 120, 8, 128, 200, (0, 1, 2)
+STEPS, ROWS, LENGTH, HELD, SEEDS = 400, 16, 128, 200, (0, 1, 2)
 LR, BIAS_RATE = 4e-3, 0.01
 DENSE = tk.models.DecoderConfig(
     vocab_size=272, width=64, layers=4, heads=4, kv_heads=4, mlp_width=192, tied=True
