@@ -84,7 +84,6 @@ def choose_model(cfg, tokenizer):
         first=1,
         scores="sigmoid",
         biased=cfg.balance == "bias",
-        scale=float(cfg.chosen),  # weights sum to 1: together as much as slices of the dense MLP
     )
     vocab_size = tk.models.round_up_vocabulary(tokenizer.vocab_size)
     return attrs.evolve(dense, experts=experts, vocab_size=vocab_size)
