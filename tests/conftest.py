@@ -1,5 +1,6 @@
 """One thread per process, the same examples every time, and no process left behind."""
 
+import gc
 import io
 import os
 import random
@@ -50,6 +51,13 @@ def pytest_collection_modifyitems(config, items):
     for item in items:
         if item.get_closest_marker("only_all") and not config.getoption("--all"):
             item.add_marker(pytest.mark.skip(reason=_LEFT_OUT))
+
+
+def pytest_collection_finish(session):
+    """Leave what stays for good out of every later walk of the garbage collector."""
+    del session
+    gc.collect()
+    gc.freeze()
 
 
 def pytest_terminal_summary(terminalreporter):

@@ -90,7 +90,7 @@ def test_bounds_that_are_wrong_write_nothing_outside():
 
     memory, x = np.zeros(200, np.int64), np.ones(200, np.int64)
     for bounds in ([0, 80, 12], [0, -8, 12], [0, 12, 8], [4, 12], [0, 8, 8, 12]):
-        assert not _copy_chunks(memory[100:106], x[100:112], np.array(bounds), 0, 0, 2)
+        assert not _copy_chunks(memory[100:106], x[100:112], 12, 1, np.array(bounds), 0, 2)
         assert not memory[:100].any()
         assert not memory[106:].any()
 

@@ -8,6 +8,7 @@ row, each document is cut on its own.
 
 from __future__ import annotations
 
+import math
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -349,11 +350,12 @@ def _copied(x: Tensor, share: Share, dim: int, bounds: Any) -> Tensor | None:
     bits = _BITS.get(x.dtype.itemsize)
     if bits is None:
         return None
-    source = x.view(bits).numpy()
-    shape = list(source.shape)
+    source, shape = x.view(bits).numpy(), list(x.shape)
+    length, inner = shape[dim], math.prod(shape[dim % len(shape) + 1 :])
     shape[dim] //= share.count
     out = np.empty(shape, source.dtype)
-    if _copy_chunks(out, source, bounds, dim % len(shape), share.index, share.count):
+    flat = out.reshape(-1), source.reshape(-1)  # the loop is compiled once for a size of elements
+    if _copy_chunks(*flat, length, inner, bounds, share.index, share.count):
         return torch.from_numpy(out).view(x.dtype)
     return None
 
@@ -363,15 +365,14 @@ _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 @jit
 def _copy_chunks(  # noqa: PLR0917 (keywords take numba 1 us)
-    out: Any, x: Any, bounds: Any, dim: int, rank: int, count: int
+    to: Any, of: Any, length: int, inner: int, bounds: Any, rank: int, count: int
 ) -> bool:
-    """Copy chunks r and 2N-1-r of each document, in each row of `dim`; False if bounds are bad."""
-    length, inner = x.shape[dim], 1
-    for outer in range(dim + 1, x.ndim):
-        inner *= x.shape[outer]
+    """Copy chunks r and 2N-1-r of each document in each row of `length`; False if bounds are bad.
+
+    An element of a row is `inner` numbers.
+    """
     if bounds.ndim != 1 or len(bounds) == 0 or bounds[0] != 0 or bounds[-1] != length:
         return False
-    to, of = out.ravel(), x.ravel()
     place = np.uintp(0)  # unsigned, or each index would be checked for being negative
     part = 0.5 / count  # a division of integers for each document would cost as much as its copy
     for row in range(len(of) // max(length * inner, 1)):

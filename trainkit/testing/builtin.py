@@ -136,10 +136,10 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
 """What makes the models of the built-in certificate, by name; the last is for its own tier."""
 
 
-def decoder_batch(step: int) -> Batch:
+def decoder_batch(step: int, *, rows: int = ROWS) -> Batch:
     """Return the global batch of a step: packed documents, and labels masked unequally by row.
 
-    Documents have 1 to 60 tokens, aligned to 16. Of the 8 rows one has no label, two have few.
+    Documents have 1 to 60 tokens, aligned to 16. Of every 4 rows one has no label, two have few.
 
     Examples:
         >>> batch = decoder_batch(0)
@@ -151,22 +151,22 @@ def decoder_batch(step: int) -> Batch:
     tokens = random.integers(0, CONFIG.vocab_size, size=lengths.sum())
     corpus = TokenCorpus(tokens, np.append(0, lengths.cumsum()))
     bins = pack_bins(corpus.lengths, CAPACITY, multiple_of=16)
-    rows_at = rows_of_epochs(len(bins), rows_per_step=ROWS, seed=0)
+    rows_at = rows_of_epochs(len(bins), rows_per_step=rows, seed=0)
     batch = collate_bins(corpus, bins, rows_at(step))
-    kept = torch.tensor([CAPACITY, 0, 5, CAPACITY // 2]).repeat(2).unsqueeze(1)
+    kept = torch.tensor([CAPACITY, 0, 5, CAPACITY // 2]).repeat(rows // 4).unsqueeze(1)
     labels = torch.where(torch.arange(CAPACITY) < kept, batch.labels, -100)
     keys = token_keys(batch.token_index, seed=0, step=step)
     return attrs.evolve(batch, labels=labels, extra={"noise_key": keys})
 
 
-def padded_batch(step: int) -> Batch:
+def padded_batch(step: int, *, rows: int = ROWS) -> Batch:
     """Return `decoder_batch` with the last quarter of every other row as padding.
 
     Examples:
         >>> (padded_batch(0).document_ids < 0).sum(-1).tolist()
         [16, 0, 16, 0, 16, 0, 16, 0]
     """
-    batch = decoder_batch(step)
+    batch = decoder_batch(step, rows=rows)
     is_padding = torch.zeros_like(batch.labels, dtype=torch.bool)
     is_padding[::2, -CAPACITY // 4 :] = True
     documents = batch.document_ids.masked_fill(is_padding, -1)
@@ -354,6 +354,7 @@ def certify_builtin(
     chosen: Callable[[Case], bool] = lambda _: True,
     pick: Callable[[list[Case]], Sequence[Case]] = list,
     steps: int = 3,
+    rows: int = ROWS,
     tell: Callable[[str], None] | None = None,
 ) -> list[Certificate]:
     """Return the certificates of the built-in models in one tier.
@@ -366,6 +367,7 @@ def certify_builtin(
         chosen: Which of the cases to run.
         pick: Takes some of a model's chosen cases, as `covering` does; all by default.
         steps: How many optimizer steps to take.
+        rows: How many rows a step of the decoder has, a multiple of 4: no fewer than ranks.
         tell: Called with a line after every layout.
 
     Raises:
@@ -379,7 +381,7 @@ def certify_builtin(
     if not any(picked.values()):
         raise ValueError("certify: none of the layouts is chosen")
     return [
-        certify_model(name, cases, tier=tier, steps=steps, tell=tell)
+        certify_model(name, cases, rows=rows, tier=tier, steps=steps, tell=tell)
         for name, cases in picked.items()
         if cases
     ]
@@ -403,17 +405,19 @@ _EXACT = {
 }
 
 
-def certify_model(name: str, cases: Sequence[Case], **options: Any) -> Certificate:
-    """Return the certificate of one of `MODELS` in some layouts.
+def certify_model(
+    name: str, cases: Sequence[Case], *, rows: int = ROWS, **options: Any
+) -> Certificate:
+    """Return the certificate of one of `MODELS` in some layouts, in steps of so many rows.
 
     Effects:
         Starts processes; see `certify`, which takes the options.
     """
     kind = name.partition(" ")[0]
     how: Any = {"exact": _EXACT, "foreign": _FOREIGN}.get(kind, _DECODER)
-    batches = exact_batch if kind == "exact" else decoder_batch
+    batches = exact_batch if kind == "exact" else partial(decoder_batch, rows=rows)
     if name.startswith("decoder with experts"):
-        how, batches = _EXPERTS, padded_batch
+        how, batches = _EXPERTS, partial(padded_batch, rows=rows)
     # Compiling takes some seconds a rank, and more where other work wants the cores.
     options = {"timeout": 180.0, "title": name, **how, **options}
     return certify(MODELS[name], batches, cases, **options)

@@ -150,7 +150,7 @@ def run_ranks(
 @contextlib.contextmanager
 def _started(work: _Work) -> Iterator[list[_Child]]:
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["trainkit.testing.preload", "pytest", "hypothesis"])
+    context.set_forkserver_preload(["pytest", "hypothesis", "trainkit.testing.preload"])
     ranks: list[_Child] = []
     try:
         for index in range(work.world):
