@@ -45,7 +45,7 @@ class Config(tk.config.RunConfig):
     bias_rate: float = tk.config.option(0.01, tk.config.non_negative, change="free")
     """By how much a step moves the biases at most; it falls at the end, as the learning rate."""
     loss_weight: float = tk.config.option(0.01, tk.config.non_negative, change="free")
-    """What the auxiliary loss is multiplied by."""
+    """What the auxiliary loss, a mean over the layers, is multiplied by; 0.01 to 0.1 balance."""
     eval_every: int = tk.config.option(200, tk.config.non_negative, change="free")
     """Evaluate on held-out documents every so many steps, and at the end; 0 for never."""
     prompt: str = tk.config.option("def ", change="free")

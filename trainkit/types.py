@@ -564,10 +564,11 @@ class Batch(Mapping[str, Any]):
     """One microbatch. Functions read `batch["labels"]`, so a plain dict serves as well.
 
     All tensors are int64 `[B, S]`. `labels` are already shifted; the ignored label is -100.
-    `position_ids` restart in every piece. `document_ids` count the pieces of a row; -1 is row
-    padding, and alignment padding belongs to its piece. `token_index` is the index of the token in
-    the global step. `extra` holds further tensors whose first two dimensions are the same: weights,
-    advantages, noise keys; as a mapping, a batch shows them beside its own fields.
+    `position_ids` restart in every piece. `document_ids` count the pieces of a row, and what is
+    below 0 is no token: -1 is row padding, -2 - n what aligns piece n and lies in its span.
+    `token_index` is the index of the token in the global step. `extra` holds further tensors whose
+    first two dimensions are the same: weights, advantages, noise keys; as a mapping, a batch shows
+    them beside its own fields.
     """
 
     input_ids: Tensor

@@ -382,8 +382,9 @@ def test_planted_mistakes_are_seen():
 
 
 def test_runs_of_a_shard_are_its_spans():
-    """What the ring reads as documents are the runs of document ids of the shard."""
+    """What the ring reads as documents are the runs of pieces of the shard, with their padding."""
     whole = batch_of(Case(lengths=(1, 6)), multiple_of=8)
     part = shard_sequence(whole, ring=Share(1, 4), ulysses=Share(0, 1))
-    runs = [len(list(run)) for _, run in groupby(part.document_ids[0].tolist())]
+    pieces = [-2 - n if n < -1 else n for n in part.document_ids[0].tolist()]
+    runs = [len(list(run)) for _, run in groupby(pieces)]
     assert part.spans.lengths.tolist() == runs

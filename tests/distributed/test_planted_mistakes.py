@@ -33,7 +33,6 @@ from trainkit.testing.builtin import (
     decoder_of,
     decoder_plan,
     expert_loss,
-    padded_batch,
     with_experts,
 )
 from trainkit.testing.cases import Case
@@ -354,7 +353,7 @@ def certificate_with_experts():
     planted = [attrs.evolve(PLAIN[axis], note=note) for note, (_, axis) in OF_EXPERTS.items()]
     return certify(
         partial(with_experts, attrs.evolve(CONFIG, layers=3)),
-        padded_batch,
+        decoder_batch,
         [*axes.values(), *planted],
         plan=planting_plan,
         loss=expert_loss,

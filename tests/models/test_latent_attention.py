@@ -26,7 +26,7 @@ from trainkit.models import (
 )
 from trainkit.models.config import parameter_shapes
 from trainkit.models.rotary import rotary_frequencies
-from trainkit.testing.builtin import decoder_batch, padded_batch
+from trainkit.testing.builtin import decoder_batch
 from trainkit.testing.deal import deal_batch
 from trainkit.types import ConfigError, Place
 
@@ -190,7 +190,7 @@ def test_logits_and_gradients_are_those_of_transformers(latents, experts, yarn, 
         CONFIG, layers=3, latents=latents, experts=experts, rope_scaling=yarn, rope_theta=50.0
     )
     ours, theirs = same_as_there(config)
-    batch, mask = padded_batch(0), None
+    batch, mask = decoder_batch(0), None
     if packed:
         documents = batch.document_ids
         same = documents.unsqueeze(-1) == documents.unsqueeze(-2)

@@ -21,7 +21,7 @@ from trainkit.models.config import parameter_shapes
 from trainkit.parallel import build_stages, fsdp, tensor
 from trainkit.parallel.materialize import listed, shapes_of
 from trainkit.testing import run_ranks
-from trainkit.testing.builtin import padded_batch
+from trainkit.testing.builtin import decoder_batch
 from trainkit.types import CheckpointError, ConfigError, Layout
 
 DENSE = DecoderConfig(vocab_size=64, width=32, layers=3, heads=4, kv_heads=2, mlp_width=48)
@@ -39,7 +39,7 @@ def model_of(config, weights, ps=None, plan=()):
 
 
 def expected():
-    batch = padded_batch(0)
+    batch = decoder_batch(0)
     return batch, call_model(model_of(DENSE, WEIGHTS), batch)
 
 

@@ -3,11 +3,13 @@
 from functools import partial
 
 import attrs
+import numpy as np
 import pytest
 import torch
 from torch import nn
 
 import trainkit as tk
+from trainkit.corpora import TokenCorpus
 from trainkit.losses import next_token, routed
 from trainkit.mesh import solo_parallel
 from trainkit.models import (
@@ -21,6 +23,7 @@ from trainkit.models import (
     sigmoid_topk,
 )
 from trainkit.models.experts import ExpertWeights
+from trainkit.packing import pack_bins
 from trainkit.parallel import (
     bind_call,
     box_of,
@@ -35,6 +38,7 @@ from trainkit.parallel.reduction import Reduction
 from trainkit.planning import Job
 from trainkit.testing import certify, count_collectives, run_ranks, train
 from trainkit.testing.builtin import (
+    CAPACITY,
     CONFIG,
     EXPERTS,
     LATENT,
@@ -42,14 +46,15 @@ from trainkit.testing.builtin import (
     decoder_batch,
     decoder_plan,
     expert_loss,
-    padded_batch,
 )
 from trainkit.testing.cases import Case
 from trainkit.testing.certificate import TIERS, as_text
 from trainkit.testing.deal import deal_batch
+from trainkit.testing.train import certificate_weights
 from trainkit.types import Axis, ConfigError, Layout, Share
 
 CONFIG = attrs.evolve(CONFIG, experts=EXPERTS)
+QUIET = attrs.evolve(CONFIG, experts=attrs.evolve(EXPERTS, jitter=0.0))
 LAYERS = len(CONFIG.expert_layers)
 
 
@@ -195,6 +200,117 @@ def test_a_token_reaches_no_more_nodes_than_the_groups_it_may_choose():
     assert max(len(set(row // 2)) for row in sigmoid_topk(logits, 8).indices.numpy() // 4) > chosen
 
 
+IN_GROUPS = attrs.evolve(EXPERTS, count=16, chosen=4, groups=4, groups_chosen=2)
+
+
+def of_groups(experts):
+    return Decoder(attrs.evolve(CONFIG, experts=experts), head="hidden")
+
+
+def to_few_ranks(x, indices, counts, axis):
+    """Dispatch tokens, none of which may reach more ranks than it may choose groups."""
+    rank_of = torch.cat([torch.arange(16) // (16 // axis.count), torch.tensor([-1])])
+    for token in rank_of[indices].tolist():
+        if len({*token} - {-1}) > IN_GROUPS.groups_chosen:
+            raise ValueError(f"to_few_ranks: a token reaches the ranks {token}")
+    return ep_dispatch(x, indices, counts, axis)
+
+
+def node_limited_plan(_ps, case):
+    return [expert(dispatch=to_few_ranks, combine=partial(ep_combine)), fsdp(case.layout)]
+
+
+@pytest.mark.parametrize("groups", [4, 1])
+def test_groups_of_experts_on_the_ranks_of_ep_keep_tokens_on_few_of_them(groups):
+    experts = attrs.evolve(IN_GROUPS, groups=groups, groups_chosen=min(groups, 2))
+    certificate = certify(
+        partial(of_groups, experts),
+        decoder_batch,
+        [Case(Layout(dp_shard=4, ep=4))],
+        plan=node_limited_plan,
+        loss=expert_loss,
+        call=call_routed,
+        steps=2,
+    )
+    assert certificate.ok == (groups == 4), as_text(certificate)
+    assert groups == 4 or "a token reaches the ranks" in certificate.rows[0].error
+
+
+# ------------------------------------------------------------------------------- padding of pieces
+
+
+def documents(multiple_of):
+    """Return documents as a batch of rows, pieces padded to multiples of so many tokens."""
+    random = np.random.default_rng(0)
+    lengths = random.integers(1, 60, size=30)
+    corpus = TokenCorpus(random.integers(0, 64, lengths.sum()), np.append(0, lengths.cumsum()))
+    bins = pack_bins(lengths, CAPACITY, multiple_of=multiple_of)
+    return tk.collate_bins(corpus, bins, range(len(bins)))
+
+
+def sums_of(batch, layout, *, config=QUIET, balance="batch", rows=1):
+    """Return a step's sums, the norm of its gradient, and what it divides by, in fp64."""
+    with tk.parallel_session(layout) as ps:
+        plan = decoder_plan(ps, Case(layout))
+        stages = build_stages(
+            lambda: Decoder(config, head="hidden", balance=balance).double(),
+            ps,
+            plan,
+            weights=certificate_weights,
+        )
+        loads = torch.arange(len(config.expert_layers) * 8).view(-1, 8)
+        tk.models.advance_routers_(stages, loads, rate=0.05)
+        batches = deal_batch(batch, ps.place, rows_per_microbatch=rows)
+        trained = tk.all_sum(tk.count_valid_tokens(batches), ps.loss)
+        seen = tk.all_sum(tk.count_tokens(batches), ps.loss)
+        run = tk.bind_forward_backward(stages, expert_loss, axis=ps.pp, call=call_routed)
+        sums = run(batches, denominator={"loss": trained, "balance": seen, "router_z": seen})
+        params = tk.parameters_of(stages)
+        tk.sync_sp_grads(params, ps.sp_unfolded)
+        norm = tk.grad_norm(params, axis=ps.pp)
+        return {**tk.reduce_metrics(sums, ps.loss), "norm": norm, "trained": trained, "seen": seen}
+
+
+def assert_equal_sums(found, wanted):
+    assert found.keys() == wanted.keys()
+    for name, value in found.items():
+        exact = name.partition("/")[2] == "count" or name in ("load", "dropped", "trained", "seen")
+        torch.testing.assert_close(value, wanted[name], rtol=0 if exact else 1e-12, atol=0)
+
+
+ALIGNED = [Layout(ring=2), Layout(ulysses=2), Layout(tp=2), Layout(pp=2), Layout(dp_shard=2, ep=2)]
+
+
+def aligned_sums():
+    return [sums_of(documents(16), layout) for layout in ALIGNED]
+
+
+def test_what_aligns_pieces_is_in_no_sum_of_any_layout():
+    whole, aligned = documents(1), documents(16)
+    assert (aligned.document_ids < -1).sum() > 200
+    want = sums_of(whole, Layout())
+    assert int(want["seen"]) == int((whole.document_ids >= 0).sum())
+    assert (want["load"].sum(-1) == 2 * want["seen"]).all()
+    assert_equal_sums(sums_of(aligned, Layout()), want)
+    for found in run_ranks(aligned_sums, 2):
+        for sums in found:
+            assert_equal_sums(sums, want)
+
+
+@pytest.mark.parametrize("balance", ["document", "microbatch"])
+def test_what_aligns_pieces_is_in_no_balance(balance):
+    found = [sums_of(documents(n), Layout(), balance=balance, rows=None) for n in (16, 1)]
+    assert_equal_sums(*found)
+
+
+def test_what_aligns_pieces_takes_no_room_of_an_expert():
+    small = attrs.evolve(QUIET, layers=2, experts=attrs.evolve(QUIET.experts, capacity=1.0))
+    found = [sums_of(documents(n), Layout(), config=small, rows=None) for n in (16, 1)]
+    assert found[0]["dropped"].sum() > 100
+    for name in ("load", "dropped", "seen"):  # others are of which are dropped: rows are in order
+        assert torch.equal(found[0][name], found[1][name]), name
+
+
 # ----------------------------------------------------------------- choices that come with a batch
 
 
@@ -282,7 +398,7 @@ def certificate():
     wrong = [attrs.evolve(SOUND[where], note=note) for note, (_, where) in MISTAKES.items()]
     how = {"plan": planting_plan, "loss": expert_loss, "call": call_routed, "tier": "fp32"}
     cases = [*SOUND.values(), *wrong]
-    return certify(MODELS["decoder with experts"], padded_batch, cases, **how, steps=2)
+    return certify(MODELS["decoder with experts"], decoder_batch, cases, **how, steps=2)
 
 
 def test_experts_multiplied_at_once_are_within_the_bounds_of_fp32(certificate):

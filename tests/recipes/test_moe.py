@@ -7,7 +7,7 @@ import recipe_runs
 import torch
 from recipe_runs import assert_equal_runs, column, events, here, lines, load, refusal, several
 
-from trainkit.models.experts import update_expert_bias
+from trainkit.models.experts import advance_routers_, update_expert_bias
 from trainkit.sinks import read_jsonl
 from trainkit.testing import run_ranks
 
@@ -117,6 +117,42 @@ def test_every_layout_prints_the_numbers_of_one_process(world, layouts, whole, t
             assert column(out, name) == column(whole[0], name), (layout, name)
 
 
+def moving_with_every_microbatch(make_train_step):
+    """Return a recipe's `make_train_step` that, by mistake, moves biases with every microbatch."""
+
+    def make(cfg, ps, stages, optimizer, forward_backward):
+        def each(microbatches, *, denominator):
+            parts = []
+            for one in microbatches:
+                parts.append(forward_backward([one], denominator=denominator))
+                load = parts[-1]["load"]
+                if len(microbatches) > 1:
+                    advance_routers_(stages, load, rate=cfg.bias_rate / len(microbatches))
+            return {name: sum(part[name] for part in parts) for name in parts[0]}
+
+        return make_train_step(cfg, ps, stages, optimizer, each)
+
+    return make
+
+
+@pytest.mark.parametrize("mistaken", [False, True])
+def test_a_step_in_one_two_or_four_microbatches_is_the_same_unless_biases_move_in_it(
+    mistaken, whole, text, tmp_path
+):
+    recipe = load("moe")
+    if mistaken:
+        recipe.make_train_step = moving_with_every_microbatch(recipe.make_train_step)
+    for rows in (8, 4, 2):
+        out = tmp_path / str(rows)
+        flags = [*flags_of(out, text, 6), "--microbatch", rows]
+        assert recipe.main([str(flag) for flag in flags]) == 0
+        moved = mistaken and rows < 8
+        for name in ("load", "expert_bias"):
+            assert (column(out, name) == column(whole[0], name)) != moved, (rows, name)
+        if not moved:
+            assert_equal_runs(out, whole[0], about=f"{rows} rows in a microbatch")
+
+
 def test_the_auxiliary_loss_takes_the_place_of_the_bias(whole, text, tmp_path):
     code, printed = here(flags_of(tmp_path, text, 6, "--balance", "loss"), "moe")
     assert code == 0, printed
@@ -142,8 +178,8 @@ def tilt(router):
             router.bias[0] += 0.5
 
 
-@pytest.mark.parametrize("balance", ["bias"])
-def test_experts_of_an_unbalanced_router_end_balanced(balance, tmp_path):
+def worst_loads(out, *flags, steps):
+    """Return each step's largest load over the mean in a run of the recipe with tilted routers."""
     recipe = load("moe")
     build = recipe.build
 
@@ -155,11 +191,21 @@ def test_experts_of_an_unbalanced_router_end_balanced(balance, tmp_path):
         return stages, optimizer
 
     recipe.build = build_tilted
-    size = ["--rows", 16, "--row-length", 64, "--schedule-steps", 60, "--save-every", 99]
-    how = ["--balance", balance, "--bias-rate", 0.02, "--loss-weight", 0.3, "--eval-every", 0]
-    flags = [*flags_of(tmp_path, recipe_runs.RECIPES, 60), *size, *how]
+    size = ["--rows", 16, "--row-length", 64, "--schedule-steps", steps, "--save-every", 999]
+    flags = [*flags_of(out, recipe_runs.RECIPES, steps), *size, "--eval-every", 0, *flags]
     assert recipe.main([str(flag) for flag in flags]) == 0
-    worst = [line["load_over_mean"] for line in read_jsonl(tmp_path / "metrics.jsonl")]
+    assert json.loads((out / "final.json").read_text())["step"] == steps
+    return [line["load_over_mean"] for line in read_jsonl(out / "metrics.jsonl")]
+
+
+@pytest.mark.parametrize("balance", ["bias", "loss"])
+def test_experts_of_an_unbalanced_router_end_balanced(balance, tmp_path):
+    worst = worst_loads(tmp_path, "--balance", balance, steps=150)
     assert max(worst[:5]) > 3
     assert max(worst[-5:]) <= 2
-    assert json.loads((tmp_path / "final.json").read_text())["step"] == 60
+
+
+@pytest.mark.only_all
+def test_experts_of_an_unbalanced_router_stay_so_without_either(tmp_path):
+    worst = worst_loads(tmp_path, "--balance", "loss", "--loss-weight", 0, steps=150)
+    assert min(worst[5:]) > 3

@@ -156,13 +156,12 @@ def batch_of_rows(
 def shift_labels(input_ids: Tensor, document_ids: Tensor) -> Tensor:
     """Return the next token of each token of a document: -100 where there is none.
 
-    That is where the document id is -1, where the next id differs, and in the last column. For rows
-    that `collate_bins` did not make; alignment padding, which shares its piece's id, cannot be told
-    from tokens here.
+    That is where the document id is below 0, where the next id differs, and in the last column. For
+    rows that `collate_bins` did not make.
 
     Args:
         input_ids: int64 `[B, S]`.
-        document_ids: int64 `[B, S]`, -1 for padding.
+        document_ids: int64 `[B, S]`, below 0 for padding.
 
     Returns:
         int64 `[B, S]`.
@@ -188,8 +187,9 @@ def shift_labels(input_ids: Tensor, document_ids: Tensor) -> Tensor:
 def spans(document_ids: Tensor, *, multiple_of: int = 1) -> Spans:
     """Return the spans of rows whose documents are numbered: the runs of equal ids in each row.
 
-    Padding, id -1, is cut into short spans, so that attention to it costs little. This needs host
-    data, because `Spans` has lengths on the host: call it where the batch is made.
+    The padding of a row, id -1, is cut into short spans, so that attention to it costs little; what
+    aligns piece n, id -2 - n, lies in its span. This needs host data, because `Spans` has lengths
+    on the host: call it where the batch is made.
 
     Args:
         document_ids: int64 `[B, S]` on the CPU.
@@ -202,13 +202,14 @@ def spans(document_ids: Tensor, *, multiple_of: int = 1) -> Spans:
         ValueError: `document_ids` is on another device, or not `[B, S]`.
 
     Examples:
-        >>> spans(torch.tensor([[0, 0, 1, -1], [0, 0, 0, 0]])).lengths
+        >>> spans(torch.tensor([[0, 0, 1, -1], [0, 0, 0, -2]])).lengths
         array([2, 1, 1, 4])
     """
     if document_ids.device.type != "cpu" or document_ids.ndim != 2:
         got = f"{tuple(document_ids.shape)} on {document_ids.device}"
         raise ValueError(f"spans: document_ids must be [B, S] on the host, got {got}")
-    return spans_of_runs(document_ids.numpy(), multiple_of=multiple_of)
+    pieces = torch.where(document_ids < -1, -2 - document_ids, document_ids)
+    return spans_of_runs(pieces.numpy(), multiple_of=multiple_of)
 
 
 def count_valid_tokens(microbatches: Sequence[Mapping[str, Any]]) -> Tensor:
@@ -242,15 +243,15 @@ def count_tokens(microbatches: Sequence[Mapping[str, Any]]) -> Tensor:
         microbatches: `Batch`es, or any mappings with "document_ids".
 
     Returns:
-        An int64 scalar on their device, without the padding of rows; the few places that align a
-        piece belong to it.
+        An int64 scalar on their device, without padding: neither that of rows nor what aligns
+        pieces.
 
     Raises:
         ValueError: There is no microbatch.
 
     Examples:
-        >>> count_tokens([{"document_ids": torch.tensor([[0, 0, 1, -1]])}, blank_batch(1, 2)])
-        tensor(3)
+        >>> count_tokens([{"document_ids": torch.tensor([[0, -2, 1, -1]])}, blank_batch(1, 2)])
+        tensor(2)
     """
     _check_microbatches("count_tokens", microbatches)
     return functools.reduce(
@@ -315,7 +316,7 @@ def _hash_of(batch: Mapping[str, Any]) -> Tensor:
     total = torch.zeros_like(index)
     for name in ("input_ids", "labels", "position_ids"):
         total += mix_tensor(mix_tensor(index + signed(key_of(name))) + batch[name])
-    return torch.where(batch["document_ids"] >= 0, total, 0).sum()
+    return torch.where(batch["document_ids"] != -1, total, 0).sum()
 
 
 def _check_microbatches(where: str, microbatches: Sequence[Mapping[str, Any]]) -> None:

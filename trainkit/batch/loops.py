@@ -95,7 +95,9 @@ def write_spans(fields: Any, columns: Any, pad_id: int) -> None:
         for i in range(part.size):
             part[i] = i
     for span in range(begins.size):
-        document_ids[begins[span] : ends[span]] = columns[NUMBER, span]
+        number, end = columns[NUMBER, span], begins[span] + columns[SIZE, span]
+        document_ids[begins[span] : end] = number
+        document_ids[end : ends[span]] = -2 - number  # -1 for that of a row, whose number is -1
     for span in range(begins.size):
         size = columns[SIZE, span]
         ids[begins[span] + size : ends[span]] = pad_id

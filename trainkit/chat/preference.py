@@ -131,7 +131,8 @@ def pack_pairs(
 ) -> Bins:
     """Pack pairs of documents into rows, both halves of a pair in the same row, chosen first.
 
-    Of the documents of a row, 2j and 2j + 1 are a pair: `document_ids // 2` numbers the pairs.
+    Of the documents of a row, 2j and 2j + 1 are a pair: `document_ids // 2` numbers the pairs,
+    below 0 for padding.
 
     Args:
         lengths: Tokens of each document, `[2N]`: 2i and 2i + 1 are a pair.

@@ -117,7 +117,7 @@ def deal_rows(
 
     Returns:
         As many microbatches on every rank, at least one. With `packed.num_rows` each carries
-        "source", int64 `[B, S]`, -1 for row padding.
+        "source", int64 `[B, S]`, -1 for padding.
 
     Raises:
         ValueError: `rows` are not rows of `packed`, or more than it has, or fewer than ranks; or a

@@ -24,16 +24,16 @@ def call_model(model: nn.Module, batch: Mapping[str, Any]) -> Any:
 def call_routed(model: nn.Module, batch: Mapping[str, Any]) -> Any:
     """Enter a batch into a decoder with experts, with a tape of its own.
 
-    Padding of rows goes to no expert; the few places that align a piece are taken for tokens, as by
-    `batch.count_tokens`. A batch may bring a "noise_key" for dropout and jitter, and "choices"
-    int64 `[B, S, L, k]` of experts that shall be taken, which are shared out as tokens are.
+    Padding, whose document ids are below 0, goes to no expert and is in no sum. A batch may bring a
+    "noise_key" for dropout and jitter, and "choices" int64 `[B, S, L, k]` of experts that shall be
+    taken, which are shared out as tokens are.
 
     Examples:
         >>> import torch
         >>> seen = lambda ids, *, position_ids, spans, is_token, **more: is_token
         >>> batch = {"input_ids": 1, "position_ids": 2, "spans": 3}
-        >>> call_routed(seen, batch | {"document_ids": torch.tensor([[0, -1]])})
-        tensor([[ True, False]])
+        >>> call_routed(seen, batch | {"document_ids": torch.tensor([[0, -2, -1]])})
+        tensor([[ True, False, False]])
     """
     return model(
         batch["input_ids"],

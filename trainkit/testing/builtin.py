@@ -47,7 +47,7 @@ from trainkit.testing.exact import (
     squares,
 )
 from trainkit.testing.foreign import ForeignModel, call_foreign, foreign_plan, split_foreign
-from trainkit.types import IGNORED_LABEL, Batch, Layout
+from trainkit.types import Batch, Layout
 
 CONFIG = DecoderConfig(
     vocab_size=64, width=32, layers=4, heads=8, kv_heads=4, mlp_width=48, qk_norm=True
@@ -157,21 +157,6 @@ def decoder_batch(step: int, *, rows: int = ROWS) -> Batch:
     labels = torch.where(torch.arange(CAPACITY) < kept, batch.labels, -100)
     keys = token_keys(batch.token_index, seed=0, step=step)
     return attrs.evolve(batch, labels=labels, extra={"noise_key": keys})
-
-
-def padded_batch(step: int, *, rows: int = ROWS) -> Batch:
-    """Return `decoder_batch` with the last quarter of every other row as padding.
-
-    Examples:
-        >>> (padded_batch(0).document_ids < 0).sum(-1).tolist()
-        [16, 0, 16, 0, 16, 0, 16, 0]
-    """
-    batch = decoder_batch(step, rows=rows)
-    is_padding = torch.zeros_like(batch.labels, dtype=torch.bool)
-    is_padding[::2, -CAPACITY // 4 :] = True
-    documents = batch.document_ids.masked_fill(is_padding, -1)
-    labels = batch.labels.masked_fill(is_padding, IGNORED_LABEL)
-    return attrs.evolve(batch, document_ids=documents, labels=labels)
 
 
 _OF_EXPERTS = routed(next_token_linear, balance=0.5, router_z=0.1)
@@ -415,9 +400,9 @@ def certify_model(
     """
     kind = name.partition(" ")[0]
     how: Any = {"exact": _EXACT, "foreign": _FOREIGN}.get(kind, _DECODER)
-    batches = exact_batch if kind == "exact" else partial(decoder_batch, rows=rows)
     if name.startswith("decoder with experts"):
-        how, batches = _EXPERTS, partial(padded_batch, rows=rows)
+        how = _EXPERTS
+    batches = exact_batch if kind == "exact" else partial(decoder_batch, rows=rows)
     # Compiling takes some seconds a rank, and more where other work wants the cores.
     options = {"timeout": 180.0, "title": name, **how, **options}
     return certify(MODELS[name], batches, cases, **options)
