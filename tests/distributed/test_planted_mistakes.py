@@ -255,15 +255,12 @@ def routers_counted_per_tp_rank(_ps):
 
 STEPS = 2
 PLAIN = {
-    name: Case(layout, rows_per_microbatch=2)
-    for name, layout in {
-        "dp": Layout(dp_shard=2),
-        "replica": Layout(dp_replicate=2),
-        "tp": Layout(tp=2),
-        "ring": Layout(ring=2, fold_sp="none"),
-        "ulysses": Layout(ulysses=2, fold_sp="none"),
-        "pp": Layout(pp=2),
-    }.items()
+    "dp": Case(Layout(dp_shard=2)),
+    "replica": Case(Layout(dp_replicate=2)),
+    "tp": Case(Layout(tp=2)),
+    "ring": Case(Layout(ring=2, fold_sp="none")),
+    "ulysses": Case(Layout(ulysses=2, fold_sp="none")),
+    "pp": Case(Layout(pp=2)),
 }
 MISTAKES = {
     "dropped token count": (dropped_token_count, "dp"),

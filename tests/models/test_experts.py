@@ -450,7 +450,7 @@ def test_a_tape_of_another_model_is_refused(choices, message):
 
 def check(given, *, is_token=None, own=None):
     layers = ["layers.1.mlp", "layers.2.mlp"]
-    is_token = torch.ones(8, 64, dtype=torch.bool) if is_token is None else is_token
+    is_token = torch.ones(4, 64, dtype=torch.bool) if is_token is None else is_token
     experts.check_tape(Tape(given), layers, CONFIG.experts, is_token=is_token, own=own)
 
 
@@ -566,9 +566,9 @@ def test_choices_that_come_with_a_batch_are_taken_and_wrong_ones_are_refused():
     want = torch.bincount(choices[:, :, 0][is_token].flatten(), minlength=8)
     assert torch.equal(out.sums[:, 3:], want.float().expand(2, -1))
     for wrong, said in (
-        (choices[:, :, :1], r"choices must be \[B, S, 2, k\], for 2 layers, got \[8, 64, 1, 2\]"),
-        (choices + 4, r"choices must be int64 \[512, 2\], of each token distinct ones in \[0, 8\)"),
-        (choices[..., :1], r"choices must be int64 \[512, 2\], .* got torch.int64 \[512, 1\]"),
+        (choices[:, :, :1], r"choices must be \[B, S, 2, k\], for 2 layers, got \[4, 64, 1, 2\]"),
+        (choices + 4, r"choices must be int64 \[256, 2\], of each token distinct ones in \[0, 8\)"),
+        (choices[..., :1], r"choices must be int64 \[256, 2\], .* got torch.int64 \[256, 1\]"),
     ):
         with pytest.raises(ValueError, match=said):
             call_routed(model, attrs.evolve(batch, extra={"choices": wrong, **batch.extra}))

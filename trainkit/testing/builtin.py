@@ -52,7 +52,7 @@ from trainkit.types import Batch, Layout
 CONFIG = DecoderConfig(
     vocab_size=64, width=32, layers=4, heads=8, kv_heads=4, mlp_width=48, qk_norm=True
 )
-ROWS = 8
+ROWS = 4
 CAPACITY = 64
 
 
@@ -144,7 +144,7 @@ def decoder_batch(step: int, *, rows: int = ROWS) -> Batch:
     Examples:
         >>> batch = decoder_batch(0)
         >>> batch.input_ids.shape, sorted(batch.extra)
-        (torch.Size([8, 64]), ['noise_key'])
+        (torch.Size([4, 64]), ['noise_key'])
     """
     random = np.random.default_rng(0)
     lengths = random.integers(1, 60, size=80)
@@ -339,7 +339,6 @@ def certify_builtin(
     chosen: Callable[[Case], bool] = lambda _: True,
     pick: Callable[[list[Case]], Sequence[Case]] = list,
     steps: int = 3,
-    rows: int = ROWS,
     tell: Callable[[str], None] | None = None,
 ) -> list[Certificate]:
     """Return the certificates of the built-in models in one tier.
@@ -352,7 +351,6 @@ def certify_builtin(
         chosen: Which of the cases to run.
         pick: Takes some of a model's chosen cases, as `covering` does; all by default.
         steps: How many optimizer steps to take.
-        rows: How many rows a step of the decoder has, a multiple of 4: no fewer than ranks.
         tell: Called with a line after every layout.
 
     Raises:
@@ -366,7 +364,7 @@ def certify_builtin(
     if not any(picked.values()):
         raise ValueError("certify: none of the layouts is chosen")
     return [
-        certify_model(name, cases, rows=rows, tier=tier, steps=steps, tell=tell)
+        certify_model(name, cases, tier=tier, steps=steps, tell=tell)
         for name, cases in picked.items()
         if cases
     ]
@@ -390,10 +388,10 @@ _EXACT = {
 }
 
 
-def certify_model(
-    name: str, cases: Sequence[Case], *, rows: int = ROWS, **options: Any
-) -> Certificate:
-    """Return the certificate of one of `MODELS` in some layouts, in steps of so many rows.
+def certify_model(name: str, cases: Sequence[Case], **options: Any) -> Certificate:
+    """Return the certificate of one of `MODELS` in some layouts.
+
+    A step has 4 rows, or 8 if a layout has more ranks than 4.
 
     Effects:
         Starts processes; see `certify`, which takes the options.
@@ -402,6 +400,7 @@ def certify_model(
     how: Any = {"exact": _EXACT, "foreign": _FOREIGN}.get(kind, _DECODER)
     if name.startswith("decoder with experts"):
         how = _EXPERTS
+    rows = ROWS if all(case.world <= ROWS for case in cases) else 2 * ROWS
     batches = exact_batch if kind == "exact" else partial(decoder_batch, rows=rows)
     # Compiling takes some seconds a rank, and more where other work wants the cores.
     options = {"timeout": 180.0, "title": name, **how, **options}
