@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple, Protocol
 
-import attrs
 import torch
 from torch import Tensor
 
@@ -17,8 +16,7 @@ from trainkit.models.routers import on_host
 from trainkit.types import SOLO, Axis
 
 
-@attrs.frozen(eq=False)
-class Route:
+class Route(NamedTuple):
     """Which way rows went, for `ep_combine`.
 
     `order` `[T * k]` are the choices in the order of experts, `inverse` the way back from it;

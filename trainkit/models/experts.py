@@ -163,8 +163,10 @@ def _product(rows: Tensor, counts: Tensor, weight: Tensor) -> Tensor:
     if not can_group(rows, weight):
         return _one_by_one(rows, counts, weight)
     ends = counts.cumsum(0).to(torch.int32)
-    product = nn.functional.grouped_mm(rows, weight.transpose(-2, -1), offs=ends)
-    return _Contiguous.apply(product)
+    multiply: Any = nn.functional.grouped_mm
+    if torch.compiler.is_compiling() and rows.dtype != torch.bfloat16:
+        multiply = torch.compiler.disable(multiply)  # torch knows the shapes of bf16 alone
+    return _Contiguous.apply(multiply(rows, weight.transpose(-2, -1), offs=ends))
 
 
 class _Contiguous(torch.autograd.Function):
