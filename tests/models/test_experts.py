@@ -127,6 +127,23 @@ def test_under_autocast_experts_compute_in_the_dtype_of_the_tokens():
     assert 1e-4 < far < 0.1
 
 
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")  # torch looks at it
+@pytest.mark.filterwarnings("ignore:Dynamo does not know how to trace")  # torch 2.11, of attention
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+def test_a_compiled_layer_has_the_values_and_gradients_of_a_plain_one(dtype):
+    model = build_decoder(CONFIG, seed=0).to(dtype)
+    batch, found = decoder_batch(0), []  # some of its places are padding
+    for backend in (None, "aot_eager"):
+        for layer in model.layers.values() if backend else ():
+            layer.compile(backend=backend)
+        model.zero_grad()
+        out = call_routed(model, batch)
+        out.output.square().mean().backward()
+        found.append((out.output, out.sums, {n: p.grad for n, p in model.named_parameters()}))
+    torch.compiler.reset()
+    torch.testing.assert_close(*found)
+
+
 # -------------------------------------------------------------------------------------- routers
 
 

@@ -8,16 +8,15 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple, Protocol
 
-import attrs
 import torch
 from torch import Tensor
 
 from trainkit.collectives import exchange_rows
+from trainkit.models.routers import on_host
 from trainkit.types import SOLO, Axis
 
 
-@attrs.frozen(eq=False)
-class Route:
+class Route(NamedTuple):
     """Which way rows went, for `ep_combine`.
 
     `order` `[T * k]` are the choices in the order of experts, `inverse` the way back from it;
@@ -156,9 +155,7 @@ def ep_combine(
 
 
 def _inverse(order: Tensor) -> Tensor:
-    inverse = torch.empty_like(order)
-    inverse[order] = torch.arange(len(order), device=order.device)
-    return inverse
+    return torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=order.device))
 
 
 class _InOrder(torch.autograd.Function):
@@ -174,6 +171,9 @@ class _InOrder(torch.autograd.Function):
         ctx.save_for_backward(inverse)
         ctx.chosen = max(len(order) // max(len(x), 1), 1)
         rows = x.index_select(0, order // ctx.chosen)  # faster than x[...] on a CPU
+        if on_host(counts):  # most often there are none, and no pass over all rows is needed
+            rows[int(counts.sum()) :] = 0
+            return rows
         is_nobodys = torch.arange(len(rows), device=x.device) >= counts.sum()
         return rows.masked_fill_(is_nobodys.unsqueeze(1), 0)
 
@@ -182,8 +182,7 @@ class _InOrder(torch.autograd.Function):
         ctx: Any, d_rows: Tensor
     ) -> tuple[Tensor, None, None, None]:
         (inverse,) = ctx.saved_tensors
-        d_parts = d_rows.index_select(0, inverse).unflatten(0, (-1, ctx.chosen))
-        return d_parts.sum(1), None, None, None
+        return _summed(d_rows, inverse.view(-1, ctx.chosen)), None, None, None
 
 
 class _Gathered(torch.autograd.Function):
@@ -209,24 +208,31 @@ def _gathered(rows: Tensor, order: Any, inverse: Any) -> Tensor:
 
 
 class _WeightedSum(torch.autograd.Function):
-    """The sum of each token's rows with its weights; rows are kept, not what is put together."""
+    """The sum of each token's rows with its weights, which are read where they are."""
 
     @staticmethod
     def forward(  # pyrefly: ignore[bad-override]
         ctx: Any, rows: Tensor, weights: Tensor, order: Tensor, inverse: Tensor
     ) -> Tensor:
         ctx.save_for_backward(rows, weights, order, inverse)
-        parts = rows.index_select(0, inverse).unflatten(0, weights.shape)
-        return parts.to(weights.dtype).mul_(weights.unsqueeze(-1)).sum(1).to(rows.dtype)
+        y = _summed(rows.to(weights.dtype), inverse.view_as(weights), weights)
+        return y.to(rows.dtype)
 
     @staticmethod
     def backward(  # pyrefly: ignore[bad-override]
         ctx: Any, d_y: Tensor
     ) -> tuple[Tensor, Tensor, None, None]:
         rows, weights, order, inverse = ctx.saved_tensors
-        parts = rows.index_select(0, inverse).unflatten(0, weights.shape).to(weights.dtype)
-        d_weights = parts.mul_(d_y.unsqueeze(1)).sum(-1)
-        del parts  # before there is another of its size
-        d_rows = d_y.index_select(0, order // weights.shape[1]).to(weights.dtype)
-        d_rows.mul_(weights.flatten()[order].unsqueeze(-1))
+        token = order // weights.shape[1]
+        products = d_y.index_select(0, token).to(weights.dtype).mul_(rows)
+        d_weights = products.sum(-1).index_select(0, inverse).view_as(weights)
+        del products  # before there is another of its size
+        d_rows = d_y.index_select(0, token).to(weights.dtype)
+        d_rows.mul_(weights.flatten().index_select(0, order).unsqueeze(-1))
         return d_rows.to(rows.dtype), d_weights, None, None
+
+
+def _summed(rows: Tensor, places: Tensor, weights: Tensor | None = None) -> Tensor:
+    """Return the weighted sums `[T, D]` of the rows at places `[T, k]`; none of them is copied."""
+    sums = torch.nn.functional.embedding_bag
+    return sums(places, rows, mode="sum", per_sample_weights=weights)

@@ -21,6 +21,7 @@ from trainkit.models.routers import (
     capacity_of,
     jittered,
     limited,
+    on_host,
     sigmoid_topk,
     softmax_topk,
 )
@@ -162,8 +163,10 @@ def _product(rows: Tensor, counts: Tensor, weight: Tensor) -> Tensor:
     if not can_group(rows, weight):
         return _one_by_one(rows, counts, weight)
     ends = counts.cumsum(0).to(torch.int32)
-    product = nn.functional.grouped_mm(rows, weight.transpose(-2, -1), offs=ends)
-    return _Contiguous.apply(product)
+    multiply: Any = nn.functional.grouped_mm
+    if torch.compiler.is_compiling() and rows.dtype != torch.bfloat16:
+        multiply = torch.compiler.disable(multiply)  # torch knows the shapes of bf16 alone
+    return _Contiguous.apply(multiply(rows, weight.transpose(-2, -1), offs=ends))
 
 
 class _Contiguous(torch.autograd.Function):
@@ -227,7 +230,7 @@ class ExpertWeights(nn.Module):
             ValueError: Counts are not those of the experts held here; or, which is looked at on a
                 CPU alone, do not sum to the rows.
         """
-        of_all = not counts.is_cpu or int(counts.sum()) == len(rows)
+        of_all = not on_host(counts) or int(counts.sum()) == len(rows)
         if len(counts) != len(self.gate) or not of_all:
             got = f"{len(rows)} rows, and counts for {len(counts)} experts, {counts.tolist()}"
             want = f"of the {len(self.gate)} that are here, which sum to the rows"
@@ -307,7 +310,10 @@ class ExpertMlp(nn.Module):
         seen, known = tokens, tape.choices.get(self.name)
         if noise_key is not None and how.jitter:
             seen = jittered(tokens, noise_key.flatten(), name=self.name, amount=how.jitter)
-        routing, logits = self.router(seen, is_token.flatten(), known)
+        places = is_token.flatten()
+        # Most batches have no padding, and a pass over all scores is saved where that can be seen.
+        padded = not on_host(places) or not bool(places.all())
+        routing, logits = self.router(seen, places if padded else None, known)
         tape.choices[self.name] = routing.indices
         kept = (
             limited(routing, capacity_of(routing.counts, how.capacity)) if how.capacity else routing
@@ -317,7 +323,7 @@ class ExpertMlp(nn.Module):
         if self.shared is not None:
             y = y + self.shared(x)
         balance = balance_sum(routing, self._load(routing, spans), experts=how.count)
-        z = (logits.logsumexp(-1).square() * is_token.flatten()).sum()
+        z = (logits.logsumexp(-1).square() * places).sum()
         dropped = (routing.counts - kept.counts).sum().to(z.dtype)
         return y, torch.cat([torch.stack([balance, z, dropped]), routing.counts.to(z.dtype)])
 
