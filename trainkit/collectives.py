@@ -15,8 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from trainkit.noise import mix_tensor, rounded_bf16, signed
-from trainkit.noise.hashing import GOLDEN
+from trainkit.noise import key_of, mix_tensor, rounded_bf16, signed
 from trainkit.types import Axis, TrainkitError
 
 
@@ -125,7 +124,7 @@ def reduce_scatter_bf16(x: Tensor, axis: Axis, *, key: Tensor) -> Tensor:
     if axis.count == 1:
         return x
     _check_divides("reduce_scatter_bf16", x, axis, 0)
-    sent = rounded_bf16(x, mix_tensor(key + signed(axis.index * GOLDEN)))
+    sent = rounded_bf16(x, mix_tensor(key ^ signed(key_of("rank", axis.index))))
     received = torch.empty_like(sent)
     dist.all_to_all_single(received, sent, group=axis.group)
     received.chunk(axis.count)[axis.index].zero_()
