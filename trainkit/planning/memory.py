@@ -75,8 +75,10 @@ def memory_of(job: Job, layout: Layout, *, fused_norms: bool = True) -> Memory:
         >>> memory.moment
         'loss'
     """
-    ranks = sorted({0, min(1, layout.pp - 1), layout.pp - 1})
-    found = [_memory_of_rank(job, layout, rank, fused_norms) for rank in ranks]
+    ranks = {0, min(1, layout.pp - 1), layout.pp - 1}
+    if job.config.experts is not None:  # the first of those with most of them
+        ranks.add(max(range(layout.pp), key=lambda rank: part_of(job, layout, rank).experts))
+    found = [_memory_of_rank(job, layout, rank, fused_norms) for rank in sorted(ranks)]
     return max(found, key=lambda memory: memory.peak)
 
 
