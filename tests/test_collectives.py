@@ -7,6 +7,7 @@ from trainkit.collectives import (
     exchange,
     gather_dim,
     gather_replicated,
+    reduce_scatter_bf16,
     scatter_sum,
     sum_forward,
     sum_grad,
@@ -125,3 +126,63 @@ def test_on_one_rank_each_is_the_identity():
         sum_forward(x, axis),
     ):
         assert out is x
+
+
+# -------------------------------------------------------------------------- sums sent in bf16
+
+
+def summed_in_bf16():
+    """Return what is off in a sum over ranks: of one, in the mean of many, and where it is not."""
+    axis = world_axis()
+    n, r = axis.count, axis.index
+    xs = [drawn(n * 40, 3, seed=rank).float() for rank in range(n)]
+    own = [x.chunk(n)[r].double() for x in xs]
+    others = sum(x for rank, x in enumerate(own) if rank != r)
+    most = sum(x.abs() for rank, x in enumerate(own) if rank != r) * 2.0**-7
+    keys = range(400)
+    found = [reduce_scatter_bf16(xs[r], axis, key=torch.tensor(key)) for key in keys]
+    offs = torch.stack([y.double() - own[r] for y in found]) - others
+    assert {y.dtype for y in found} == {torch.float32}
+    assert (offs.abs() <= most + 1e-6).all()
+    assert (offs.mean(0).abs() <= 5 * most / len(keys) ** 0.5 + 1e-6).all()
+    nearest = sum(x.bfloat16().double() for rank, x in enumerate(own) if rank != r) - others
+    assert not (nearest.abs() <= 5 * most / len(keys) ** 0.5 + 1e-6).all()
+    again = reduce_scatter_bf16(xs[r], axis, key=torch.tensor(3))
+    assert torch.equal(again, found[3])
+    assert not torch.equal(found[3], found[4])
+    # Numbers that bf16 holds, whose sum it does not: nothing may be lost.
+    whole = torch.full((n, 1), 256.0 if r else 1 + 2.0**-7)
+    assert reduce_scatter_bf16(whole, axis, key=torch.tensor(0)).item() == 1 + 2.0**-7 + 256 * (
+        n - 1
+    )
+    # What a rank has itself is not rounded.
+    fine = torch.full((n, 1), 1 + 2.0**-20 if r == 0 else 0.0)
+    first = reduce_scatter_bf16(fine, axis, key=torch.tensor(0)).item()
+    assert first == 1 + 2.0**-20 if r == 0 else first in (1, 1 + 2.0**-7)
+    return True
+
+
+@pytest.mark.parametrize("world", [2, 3])
+def test_a_sum_that_is_sent_in_bf16_is_right_in_the_mean_and_bounded(world):
+    assert run_ranks(summed_in_bf16, world) == [True] * world
+
+
+def equal_summands():
+    """Round the same numbers by the same key on two ranks, and send the difference to a third."""
+    axis = world_axis()
+    x = torch.full((axis.count * 1000,), (1 + 2.0**-8) * (0, 1, -1)[axis.index])
+    return reduce_scatter_bf16(x, axis, key=torch.tensor(0)).count_nonzero().item()
+
+
+def test_ranks_with_one_key_round_apart():
+    assert 450 < run_ranks(equal_summands, 3)[0] < 550
+
+
+def test_what_does_not_divide_is_not_sent():
+    assert run_ranks(undivided, 2) == [True] * 2
+
+
+def undivided():
+    with pytest.raises(ValueError, match=r"reduce_scatter_bf16: dimension 0 .* does not divide"):
+        reduce_scatter_bf16(torch.ones(3), world_axis(), key=torch.tensor(0))
+    return True

@@ -1,5 +1,7 @@
 """Noise is a function of the step, the place and the feature of the whole model."""
 
+import itertools
+
 import pytest
 import torch
 
@@ -35,3 +37,71 @@ def test_a_part_that_does_not_say_which_it_is_is_refused(offset):
             noise.dropout(X[..., :6], KEYS, name="mlp", p=p, width=12, offset=offset)
     with pytest.raises(ValueError, match=r"dropout: x has 12 of the 12"):
         dropped(offset=1)
+
+
+# -------------------------------------------------------------------------------- rounding
+
+ODD = torch.cat(
+    [
+        torch.randn(500, generator=torch.Generator().manual_seed(0))
+        * 10.0 ** torch.arange(-20, 30, 0.1),
+        torch.tensor([1 + 2.0**-8, 1 - 2.0**-10, 2.0**-133, -(2.0**-130), 3.3e38, 1e-44]),
+    ]
+)
+
+
+def neighbours(x):
+    """Return the bf16 numbers around fp32 ones: that nearer to zero, and the next one."""
+    bits = x.view(torch.int32) & ~0xFFFF
+    return bits.view(torch.float32), (bits + 0x10000).view(torch.float32)
+
+
+def rounded_by(keys, x=ODD):
+    return torch.stack([noise.rounded_bf16(x, torch.tensor(key)).double() for key in range(keys)])
+
+
+def is_unbiased(found, x):
+    low, high = (edge.double() for edge in neighbours(x))
+    deviation = (high - low).abs() / 2 / len(found) ** 0.5  # of the mean, at most
+    return bool(((found.mean(0) - x.double()).abs() < 5 * deviation).all())
+
+
+def test_rounding_at_random_is_right_in_the_mean_and_to_nearest_is_not():
+    found = rounded_by(1000)
+    assert is_unbiased(found, ODD)
+    assert not is_unbiased(ODD.bfloat16().double().expand(1000, -1), ODD)
+
+
+def test_rounding_at_random_takes_one_of_the_two_neighbours():
+    low, high = (edge.double() for edge in neighbours(ODD))
+    found = rounded_by(50)
+    assert ((found == low) | (found == high)).all()
+    assert (found == low).any()
+    assert (found == high).any()
+    normal = ODD.abs() > 2.0**-126
+    assert ((found - ODD.double()).abs() <= 2.0**-7 * ODD.double().abs())[:, normal].all()
+
+
+def test_what_bf16_can_hold_and_what_is_not_finite_stay():
+    x = torch.cat([ODD.bfloat16().float(), torch.tensor([0.0, -0.0, torch.inf, -torch.inf])])
+    assert torch.equal(noise.rounded_bf16(x, torch.tensor(3)), x.bfloat16())
+    nan = torch.tensor([0x7FFFFFFF, 0x7F800001, -1], dtype=torch.int32).view(torch.float32)
+    assert noise.rounded_bf16(nan, torch.tensor(3)).isnan().all()
+
+
+def test_every_element_and_every_key_rounds_by_itself(monkeypatch):
+    x = torch.full((4096,), 1 + 2.0**-8)
+    up = noise.rounded_bf16(x, torch.tensor(0)) > 1
+    monkeypatch.setattr("trainkit.noise.rounding._CHUNK", 1024)
+    chunks = (noise.rounded_bf16(x, torch.tensor(0)) > 1).view(4, 1024)
+    others = noise.rounded_bf16(x, torch.tensor(1)) > 1
+    pairs = [(up[:-1], up[1:]), (up, others), *itertools.pairwise(chunks)]
+    assert all(0.45 < (a == b).float().mean() < 0.55 for a, b in pairs)
+    shape = (8, 16, 32)
+    assert noise.rounded_bf16(x.view(shape).transpose(0, 1), torch.tensor(0)).shape == (16, 8, 32)
+
+
+@pytest.mark.parametrize("x", [torch.ones(2).double(), torch.ones(2).bfloat16()])
+def test_only_fp32_is_rounded(x):
+    with pytest.raises(ValueError, match="rounded_bf16: it rounds fp32 by a key"):
+        noise.rounded_bf16(x, torch.tensor(0))

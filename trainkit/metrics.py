@@ -309,7 +309,7 @@ def model_flops(
     linear_parameters: int,
     layers: int,
     heads: int,
-    head_dim: int,
+    head_dim: float,
     lengths: Sequence[int] | IntArray,
     attention: Literal["causal", "full"] = "causal",
 ) -> float:
@@ -330,7 +330,7 @@ def model_flops(
             lookup of an embedding does not, and of experts only those that a token is sent to.
         layers: attention layers.
         heads: query heads of a layer.
-        head_dim: width of a head.
+        head_dim: width of a head; the mean of that of keys and that of values.
         lengths: tokens of each document.
         attention: the convention.
 

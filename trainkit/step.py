@@ -103,7 +103,7 @@ def forward_backward(
             _add(sums, terms)
         return sums
     check_sums(reducers)
-    with reducing(model, reducers, reduce=reduce) as reduction:
+    with reducing(model, reducers, microbatches, reduce=reduce) as reduction:
         for index, batch in enumerate(microbatches):
             with reduction.microbatch(last=index == len(microbatches) - 1):
                 total, terms = loss(call(model, batch), batch)

@@ -497,6 +497,16 @@ class Routed(NamedTuple):
     sums: Tensor
 
 
+def unrouted(output: Any) -> Any:
+    """Return what a decoder with experts returns, without what its routers counted.
+
+    Examples:
+        >>> unrouted(Routed(1, 2)), unrouted(3)
+        (1, 3)
+    """
+    return output.output if isinstance(output, Routed) else output
+
+
 # -------------------------------------------------------------------------------------------- data
 
 

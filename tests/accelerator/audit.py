@@ -62,7 +62,7 @@ def session(rank, degrees):
         return
     dist.init_process_group("fake", rank=rank, world_size=world, store=FakeStore())
     alike = mock.patch.object(stage_forward, "all_gather_json", lambda x, axis: [x] * axis.count)
-    unheard = mock.patch.object(mesh.session, "first_words")  # nobody would answer
+    unheard = mock.patch("trainkit.mesh.session.first_words")  # nobody would answer
     try:
         with unheard, mesh.parallel_session(**degrees) as ps, alike:
             yield ps

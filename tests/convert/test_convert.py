@@ -324,6 +324,50 @@ def test_an_evil_pickle_in_the_place_of_a_tensor_is_refused(sharded, tmp_path):
     assert not marker.exists()
 
 
+def member_of(path):
+    """Return what Python 3.11.2 pickles a member of an enum as: getattr(module.kind, member)."""
+    words = ["builtins", "getattr", *path]
+    one, get, module, kind, name = (b"\x8c" + bytes([len(x)]) + x.encode() for x in words)
+    return one + get + b"\x93" + module + kind + b"\x93" + name + b"\x86R"
+
+
+MEMORY_FORMAT = ("torch.distributed.checkpoint.metadata", "_MEM_FORMAT_ENCODING")
+
+
+@pytest.mark.case("K16")
+def test_a_member_of_an_enum_is_read_as_python_3_11_2_writes_it(sharded, tmp_path, monkeypatch):
+    encoding = dcp.metadata._MEM_FORMAT_ENCODING
+    told = pickle.loads(b"\x80\x04" + member_of([*MEMORY_FORMAT, "TORCH_CHANNELS_LAST"]) + b".")
+    assert told is encoding.TORCH_CHANNELS_LAST
+    monkeypatch.setattr(encoding, "__reduce_ex__", lambda x, _: (getattr, (encoding, x.name)))
+    edit_metadata(sharded)
+    written = (sharded / ".metadata").read_bytes()
+    assert b"getattr" in written
+    assert pickle.dumps(encoding.TORCH_CONTIGUOUS_FORMAT)[:2] == b"\x80\x04"
+    convert_weights(sharded, tmp_path / "out")
+    assert_same(tmp_path / "out", torchs(sharded))
+
+
+@pytest.mark.case("K16")
+@pytest.mark.parametrize(
+    "path",
+    [
+        *((*MEMORY_FORMAT, name) for name in ("__reduce__", "mro", "_member_map_", "NO")),
+        ("torch", "float32", "to_complex"),
+        ("torch", "Size", "__subclasses__"),
+        ("torch.distributed.checkpoint.metadata", "Metadata", "__init__"),
+        ("torch.serialization", "_get_layout", "__globals__"),
+    ],
+)
+def test_getattr_of_anything_but_a_member_of_an_enum_is_refused(path, sharded, tmp_path):
+    data = b"\x80\x04" + member_of(path) + b"."
+    if path[2] != "NO":
+        pickle.loads(data)  # pickle itself would go along
+    (sharded / ".metadata").write_bytes(data)
+    with pytest.raises(CheckpointError, match=r"mentions 'builtins.getattr'"):
+        convert_weights(sharded, tmp_path / "out")
+
+
 @pytest.mark.case("K16")
 @pytest.mark.parametrize(
     "data",

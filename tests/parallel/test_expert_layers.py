@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 import trainkit as tk
+from trainkit.batch import split_batch
 from trainkit.corpora import TokenCorpus
 from trainkit.losses import next_token, routed
 from trainkit.mesh import solo_parallel
@@ -30,18 +31,17 @@ from trainkit.parallel import (
     build_stages,
     expert,
     fsdp,
+    precision,
     recompute,
     sequence,
     tensor,
 )
 from trainkit.parallel.reduction import Reduction
-from trainkit.planning import Job
 from trainkit.testing import certify, count_collectives, run_ranks, train
 from trainkit.testing.builtin import (
     CAPACITY,
     CONFIG,
     EXPERTS,
-    LATENT,
     MODELS,
     decoder_batch,
     decoder_plan,
@@ -65,11 +65,6 @@ def test_documents_that_ranks_would_share_are_not_balanced_apart(axis, transform
     ps = attrs.evolve(solo_parallel(), **{axis: Axis(axis, Share(0, 2))})
     with pytest.raises(ConfigError, match=r'layers.1.mlp balances its experts by "document"'):
         transform()(model, ps)
-
-
-def test_a_plan_says_that_it_does_not_know_latents():
-    with pytest.raises(ConfigError, match="latent"):
-        Job(config=LATENT, row_length=64, rows=8)
 
 
 # ----------------------------------------------------------------------------- expert parallelism
@@ -114,15 +109,15 @@ def test_counts_that_are_not_of_the_rows_are_refused():
             call_routed(model, batch)
 
 
-def stage_of(ps, *plan):
-    weights = init_weights(CONFIG, seed=0)
-    return build_stages(partial(Decoder, CONFIG), ps, [*plan, fsdp()], weights=weights)
+def stage_of(ps, *plan, config=CONFIG, **options):
+    weights, plan = init_weights(config, seed=0), [*plan, fsdp(**options)]
+    return build_stages(partial(Decoder, config), ps, plan, weights=weights)
 
 
-def gradients(ps, *plan):
+def gradients(ps, *plan, batch=None, **options):
     """Return the gradients of one step, whole, by name."""
-    (model,) = stages = stage_of(ps, *plan)
-    batches = deal_batch(decoder_batch(0), ps.place)
+    (model,) = stages = stage_of(ps, *plan, **options)
+    batches = deal_batch(batch or decoder_batch(0), ps.place)
     run = tk.bind_forward_backward(stages, routed(next_token), axis=ps.pp, call=call_routed)
     run(batches, denominator={"loss": torch.tensor(100)})
     return {name: p.grad.full_tensor() for name, p in model.named_parameters()}
@@ -335,6 +330,88 @@ def test_choices_that_come_with_a_batch_are_shared_out_as_its_tokens_are():
     how = {"plan": decoder_plan, "loss": expert_loss, "call": call_routed}
     certificate = certify(MODELS["decoder with experts"], chosen_beforehand, SHARED, **how, steps=2)
     assert certificate.ok, as_text(certificate)
+
+
+# -------------------------------------------------------- gradients that are sent in bf16
+
+
+def own_gradients(ps, stages, step=0, reduce="last"):
+    """Return this rank's gradients of one batch, with the noise of a step."""
+    key = {"noise_key": decoder_batch(step).extra["noise_key"]}
+    (batch,) = deal_batch(attrs.evolve(decoder_batch(0), extra=key), ps.place)
+    batches = split_batch(batch, 1)
+    run = tk.bind_forward_backward(
+        stages, routed(next_token), axis=ps.pp, call=call_routed, reduce=reduce
+    )
+    run(batches, denominator={"loss": torch.tensor(100)})
+    found = {name: p.grad.to_local() for name, p in stages[0].named_parameters()}
+    stages[0].zero_grad()
+    return found
+
+
+def rounded_gradients():
+    """Return what the rounding of gradients of experts does to them, and to what is sent."""
+    with tk.parallel_session(dp_shard=4, ep=2) as ps:
+        still = attrs.evolve(CONFIG, experts=attrs.evolve(EXPERTS, jitter=0.0))
+        plain = stage_of(ps, expert(), config=still)
+        rounding = stage_of(ps, expert(), config=still, expert_wire_dtype=torch.bfloat16)
+        told = []
+        for stages in (plain, rounding):
+            rows = count_collectives(partial(own_gradients, ps, stages), ps).rows
+            own = {row.kind: row.bytes for row in rows if row.axis == "expert_fsdp"}
+            told.append([own.get(kind, 0) for kind in ("reduce_scatter", "all_to_all")])
+            stages[0].zero_grad()
+        wanted = own_gradients(ps, plain)
+        found = [own_gradients(ps, rounding, step) for step in (*range(16), 0)]
+        each = own_gradients(ps, rounding, reduce="each")
+
+        experts = [name for name in wanted if ".experts." in name]
+
+        def off(gradient):
+            """Return how far gradients of experts are off, of their norm."""
+            return max(float((gradient[n] - wanted[n]).norm() / wanted[n].norm()) for n in experts)
+
+        assert all(torch.equal(found[0][n], wanted[n]) for n in wanted if n not in experts)
+        mean = {name: sum(one[name] for one in found[:16]) / 16 for name in wanted}
+        same = [all(torch.equal(found[0][n], other[n]) for n in wanted) for other in found[1:]]
+        return told, [off(found[0]), off(each), off(mean)], same
+
+
+def test_gradients_of_experts_that_travel_in_bf16_are_right_in_the_mean():
+    for told, (once, each, mean), same in run_ranks(rounded_gradients, 4, timeout=200):
+        (scattered, none), (nothing, exchanged) = told
+        assert none == nothing == 0
+        assert exchanged == scattered / 2 > 0
+        assert 2.0**-12 < once < 2.0**-7
+        assert 2.0**-12 < each < 2.0**-7
+        assert mean < once / 2  # of 16: about the fourth part
+        assert same == [False] * 15 + [True]
+
+
+def refused_to_round():
+    with tk.parallel_session(dp_shard=4, ep=2) as ps:
+        told = []
+        low = [expert(), precision(torch.bfloat16)]
+        rounded = {"expert_wire_dtype": torch.bfloat16}
+        for plan, options in ((low, {"reduce_dtype": torch.bfloat16}), ([expert()], {})):
+            batch = attrs.evolve(decoder_batch(0), extra={})
+            with pytest.raises(ValueError, match="expert_wire_dtype") as caught:
+                gradients(ps, *plan, batch=batch, **rounded, **options)
+            told.append(str(caught.value))
+        (model,) = stage_of(ps, expert(), **rounded)
+        (batch,) = deal_batch(decoder_batch(0), ps.place)
+        with pytest.raises(RuntimeError, match="expert_wire_dtype") as caught:
+            call_routed(model, batch).output.sum().backward()
+        return [*told, str(caught.value)]
+
+
+def test_gradients_that_cannot_be_rounded_are_refused():
+    with pytest.raises(ConfigError, match=r"gradients cannot travel in .*float16; take bf16"):
+        fsdp(expert_wire_dtype=torch.float16)
+    for low, keyless, alone in run_ranks(refused_to_round, 4):
+        assert "gradients of layers.1.mlp are summed in torch.bfloat16; leave it out" in low
+        assert 'the batch\'s "noise_key", which is not there; put it in' in keyless
+        assert "rounded by the key of a step; call forward_backward" in alone
 
 
 # ------------------------------------------------------------------------------ the grouped way

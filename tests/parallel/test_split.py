@@ -20,7 +20,9 @@ from trainkit.parallel.split import (
     rank_of_stages,
 )
 from trainkit.parallel.stages import split_layers
-from trainkit.types import ConfigError
+from trainkit.planning import Job
+from trainkit.planning.stages import part_of
+from trainkit.types import ConfigError, Layout
 
 
 def dearest(costs, ranges, first, last):
@@ -49,11 +51,40 @@ def test_no_cut_has_a_cheaper_dearest_stage(costs, stages, first, last):
 
 def test_the_first_and_the_last_stage_have_fewer_layers():
     config = tk.models.decoder_config("llama-3.1-8b")
-    block, embedding, head = decoder_costs(config)
-    sizes = list(map(len, layer_ranges([block] * 32, 4, first=embedding, last=head)))
+    blocks, embedding, head = decoder_costs(config)
+    sizes = list(map(len, layer_ranges(blocks, 4, first=embedding, last=head)))
     assert sizes[0] < sizes[1]
     assert sizes[3] < sizes[2]
     assert sum(sizes) == 32
+
+
+def test_a_layer_costs_what_a_token_meets_of_it():
+    v3 = tk.models.decoder_config("deepseek-v3")
+    width, heads, latents = v3.width, v3.heads, v3.latents
+    queries = latents.query_rank * (width + heads * (latents.plain + latents.rotary))
+    keys = width * (latents.kv_rank + latents.rotary)
+    keys += latents.kv_rank * heads * (latents.plain + latents.values)
+    attention = queries + keys + heads * latents.values * width
+    gains = 2 * width + latents.query_rank + latents.kv_rank
+    dense = attention + gains + 3 * width * v3.mlp_width
+    sparse = attention + gains + 256 * width + 9 * 3 * width * 2_048
+    blocks, embedding, _ = decoder_costs(v3)
+    assert blocks == [dense] * 3 + [sparse] * 58
+    assert sum(blocks) + 4 * embedding + width == tk.models.count_active_parameters(v3)
+
+
+def test_layers_without_experts_are_cut_by_what_they_cost():
+    experts = tk.models.Experts(count=8, chosen=1, width=32, first=2, renormalise=False)
+    config = attrs.evolve(CONFIG, layers=10, mlp_width=256, experts=experts)
+    blocks, *_ = decoder_costs(config)
+    assert blocks[0] == blocks[1] > 3 * blocks[2] == 3 * blocks[9]
+    stages = [[*map(int, stage.layers)] for stage in split_layers(whole(config), 2)]
+    assert stages == [[0, 1], [*range(2, 10)]]
+    job = Job(config=config, row_length=64, rows=8)
+    parts = [part_of(job, Layout(pp=2), rank) for rank in range(2)]
+    assert [(part.layers, part.experts) for part in parts] == [
+        (len(layers), sum(i >= 2 for i in layers)) for layers in stages
+    ]
 
 
 @pytest.mark.parametrize("scale", [1.0, 0.1, 1 / 3])

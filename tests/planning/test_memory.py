@@ -12,7 +12,7 @@ import torch
 from measured_step import Measured, StorageCount, local_bytes, measure, measure_all, step_of
 
 import trainkit as tk
-from trainkit.models import DecoderConfig, Experts
+from trainkit.models import DecoderConfig, Experts, Latents
 from trainkit.parallel import fsdp
 from trainkit.planning import Job, memory_of, traffic_of
 from trainkit.testing import count_collectives, run_ranks
@@ -32,6 +32,19 @@ def config(**changes):
 def routed(count=8, chosen=2, width=96, *, layers=2, words=600, **changes):
     experts = Experts(count=count, chosen=chosen, width=width, **changes)
     return config(experts=experts, layers=layers, vocab_size=words)
+
+
+LATENTS = Latents(query_rank=24, kv_rank=16, plain=16, rotary=8, values=12)
+
+
+def latent(changes=None, **options):
+    """Latent attention, with `changes` of its sizes."""
+    own = config(latents=attrs.evolve(LATENTS, **(changes or {})), vocab_size=64, layers=4)
+    return attrs.evolve(own, **options)
+
+
+def long(config, **changes):
+    return job(config, **({"row_length": 512, "rows": 1} | changes))
 
 
 def fine(**changes):
@@ -77,6 +90,26 @@ SOLO = {
         routed(width=64, shared=64, every=2, layers=4), row_length=256, recompute="selective"
     ),
     "many experts for few tokens": job(routed(64)),
+    "bf16": long(config(vocab_size=64, layers=4), dtype="bf16"),
+    "wide experts, bf16": wide(dtype="bf16"),
+    "fine experts, bf16, selective": fine(dtype="bf16", recompute="selective"),
+    "latents": long(latent()),
+    "latents, selective": long(latent(), recompute="selective"),
+    "latents, full": long(latent(), recompute="full"),
+    "latents, bf16": long(latent(), dtype="bf16"),
+    "latents, none of queries": long(latent({"query_rank": None})),
+    "latents, wide values": long(latent({"values": 32})),
+    "latents, values as wide as keys, selective": long(
+        latent({"values": 24}), recompute="selective"
+    ),
+    "latents, four documents in a row": long(latent(), documents=4),
+    "latents, heads wider than the MLP": long(latent({"plain": 56, "values": 48}, mlp_width=64)),
+    "latents, heads wider than the MLP, full": long(
+        latent({"plain": 56, "values": 48}, mlp_width=64), recompute="full"
+    ),
+    "latents and experts": long(
+        latent(experts=Experts(count=16, chosen=4, width=16, shared=16, first=1))
+    ),
     "many scores": job(routed(256, 8, 16, layers=1, words=64), row_length=1_024, rows=1),
 }
 
@@ -124,6 +157,14 @@ EXPERTS = [
     (Layout(tp=2), job(SHARED, row_length=128, rows=4)),
 ]
 RANKS += EXPERTS
+RANKS += [
+    (Layout(dp_shard=2), job(latent(), rows=4)),
+    (Layout(tp=2), job(latent(), row_length=128)),
+    (Layout(tp=2), job(latent({"query_rank": None}), row_length=128, recompute="full")),
+    (Layout(tp=2), job(latent(experts=SHARED.experts), row_length=128, recompute="selective")),
+    (Layout(ring=2), job(latent(), row_length=256)),
+    (Layout(ulysses=2), job(latent(), row_length=256, recompute="selective")),
+]
 
 
 CHOICES = [

@@ -7,7 +7,7 @@ import attrs
 import pytest
 
 from trainkit.__main__ import main
-from trainkit.models import DecoderConfig, count_parameters
+from trainkit.models import DecoderConfig, Experts, count_parameters
 from trainkit.models.sizes import decoder_config
 from trainkit.planning import (
     Hardware,
@@ -21,6 +21,7 @@ from trainkit.planning import (
     seconds_of,
     traffic_of,
 )
+from trainkit.planning.stages import part_of
 from trainkit.types import Layout
 
 TINY = DecoderConfig(vocab_size=256, width=64, layers=4, heads=4, kv_heads=4, mlp_width=128)
@@ -112,6 +113,16 @@ def test_what_is_not_folded_is_not_sharded_but_summed(fold, fsdp, axis):
     assert all(one.bytes > memory.gradients for one in summed)
     seconds = seconds_of(job(), layout, toy(between=1e8), efficiency=0.5)
     assert all(seconds.exposed > one.sent / 1e8 for one in summed)  # nothing is left to hide it
+
+
+def test_the_rank_that_needs_most_may_be_the_first_with_experts():
+    experts = Experts(count=64, chosen=1, width=128, first=2, renormalise=False)
+    config = attrs.evolve(TINY, layers=8, experts=experts)
+    layout = Layout(pp=8, dp_shard=2)
+    assert [part_of(job(config=config), layout, rank).experts for rank in range(3)] == [0, 0, 1]
+    found = memory_of(job(config=config, rows=32), layout)
+    assert found.pp_rank == 2
+    assert found.parameters > 64 * 3 * 64 * 128 * 4 / 2
 
 
 def test_less_is_kept_where_more_is_computed_again():

@@ -22,6 +22,7 @@ import zipfile
 from collections import OrderedDict
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from enum import EnumType
 from pathlib import Path, PurePosixPath
 from typing import Any, BinaryIO
 
@@ -340,7 +341,20 @@ def _metadata_names() -> dict[str, Any]:
         "collections.OrderedDict": OrderedDict,
         "pathlib.PosixPath": PurePosixPath,
         "pathlib._local.PosixPath": PurePosixPath,
+        "builtins.getattr": _member,
     }
+
+
+def _member(kind: Any, name: Any) -> Any:
+    """Return a member of an enum, which Python 3.11.2 writes as `getattr(kind, name)`.
+
+    Raises:
+        UnpicklingError: It is any other `getattr`.
+    """
+    members: Any = getattr(kind, "__members__", {}) if isinstance(kind, EnumType) else {}
+    if name not in members:
+        raise pickle.UnpicklingError("GLOBAL builtins.getattr")
+    return members[name]
 
 
 def _chunk(

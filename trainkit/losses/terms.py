@@ -30,7 +30,7 @@ from trainkit.losses.linear_cross_entropy import (
     linear_terms,
     squared_normalizer,
 )
-from trainkit.types import SOLO, Axis, Denominator, Hidden, Routed
+from trainkit.types import SOLO, Axis, Denominator, Hidden, unrouted
 
 Terms = tuple[Tensor, dict[str, Tensor]]
 """The sum to differentiate, and the detached sums to report by name."""
@@ -114,16 +114,6 @@ def _read(where: str, output: Any, batch: Mapping[str, Any]) -> tuple[Factors, T
     hidden, weight, axis = Hidden(*output)
     labels = labels_of(where, batch)
     return cast_factors(where, hidden, weight, labels, axis=axis), labels, axis
-
-
-def unrouted(output: Any) -> Any:
-    """Return what a decoder with experts returns, without what its routers counted.
-
-    Examples:
-        >>> unrouted(Routed(1, 2)), unrouted(3)
-        (1, 3)
-    """
-    return output.output if isinstance(output, Routed) else output
 
 
 def _of_logits(logits: Any, batch: Mapping[str, Any]) -> tuple[Tensor, Tensor]:

@@ -295,6 +295,11 @@ class DecoderConfig:
         return self.width // self.heads if self.head_dim is None else self.head_dim
 
     @property
+    def value_size(self) -> int:
+        """The size of one head of values: `head_size` but with latents."""
+        return self.head_size if self.latents is None else self.latents.values
+
+    @property
     def rotary_size(self) -> int:
         """The size of the part of a head that has rotary positions: all but with latents."""
         return self.head_size if self.latents is None else self.latents.rotary
@@ -414,8 +419,28 @@ def count_active_parameters(config: DecoderConfig) -> int:
         >>> count_active_parameters(config), count_active_parameters(sparse)
         (252, 284)
     """
+    return count_parameters(config) - len(config.expert_layers) * idle_parameters(config)
+
+
+def idle_parameters(config: DecoderConfig) -> int:
+    """Return the parameters of an expert layer that a token does not meet; 0 without experts.
+
+    Examples:
+        >>> sparse = Experts(count=8, chosen=2, width=4)
+        >>> idle_parameters(
+        ...     DecoderConfig(
+        ...         vocab_size=10,
+        ...         width=4,
+        ...         layers=1,
+        ...         heads=1,
+        ...         kv_heads=1,
+        ...         mlp_width=8,
+        ...         experts=sparse,
+        ...     )
+        ... )
+        288
+    """
     experts = config.experts
     if experts is None:
-        return count_parameters(config)
-    idle = (experts.count - experts.chosen) * 3 * config.width * experts.width
-    return count_parameters(config) - len(config.expert_layers) * idle
+        return 0
+    return (experts.count - experts.chosen) * 3 * config.width * experts.width

@@ -25,7 +25,7 @@ from trainkit.models.latent import LatentAttention
 from trainkit.models.layers import Embedding, Linear, Mlp
 from trainkit.models.rotary import rotary_frequencies, rotary_table, rotate
 from trainkit.noise import counters
-from trainkit.types import Attend, Hidden, Routed, Spans, among
+from trainkit.types import Attend, Hidden, Routed, Spans, among, unrouted
 
 
 class Head(Linear):
@@ -69,8 +69,7 @@ def whole_logits(output: Tensor | tuple[Any, ...]) -> Tensor:
         >>> whole_logits(Hidden(torch.ones(1, 2, 4), torch.ones(8, 4))).shape
         torch.Size([1, 2, 8])
     """
-    if isinstance(output, Routed):
-        output = output.output
+    output = unrouted(output)
     if isinstance(output, Tensor):
         return output
     hidden, weight, axis = Hidden(*output)

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from trainkit.models.call import call_model
 from trainkit.models.decoder import whole_logits
 from trainkit.noise import counters
-from trainkit.types import Call, Hidden, Routed, Spans
+from trainkit.types import Call, Hidden, Spans, unrouted
 
 
 def generate(
@@ -119,8 +119,7 @@ def draw(logits: Tensor, place: float, *, temperature: float, top_k: int | None 
 
 
 def _last_logits(output: Tensor | tuple[Any, ...]) -> Tensor:
-    if isinstance(output, Routed):
-        output = output.output
+    output = unrouted(output)
     if isinstance(output, tuple):
         hidden, *weight = output
         output = Hidden(hidden[:, -1:], *weight)

@@ -11,3 +11,4 @@ from .hashing import hash_box as hash_box
 from .hashing import hash_counters as hash_counters
 from .hashing import key_of as key_of
 from .hashing import mix as mix
+from .rounding import rounded_bf16 as rounded_bf16

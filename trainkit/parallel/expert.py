@@ -15,7 +15,7 @@ from torch import nn
 
 from trainkit.models.decoder import Decoder
 from trainkit.models.dispatch import ep_combine, ep_dispatch
-from trainkit.models.experts import ExpertMlp, ExpertWeights
+from trainkit.models.experts import ExpertMlp
 from trainkit.parallel.styles import STYLES, styled_class
 from trainkit.parallel.transforms import Transform
 from trainkit.types import ConfigError, ParallelState
@@ -89,15 +89,15 @@ def expert(
     return Transform(apply, kind="expert", axes=("ep",))
 
 
-def dealt_experts(module: nn.Module) -> list[ExpertWeights]:
-    """Return the experts in a module that are dealt over ep.
+def dealt_layers(module: nn.Module) -> list[ExpertMlp]:
+    """Return the layers in a module whose experts are dealt over ep.
 
     Examples:
-        >>> dealt_experts(nn.Linear(1, 1))
+        >>> dealt_layers(nn.Linear(1, 1))
         []
     """
-    found = [x for x in module.modules() if isinstance(x, ExpertWeights)]
-    return [x for x in found if "ep" in getattr(_mesh_of(x.gate), "mesh_dim_names", ())]
+    found = [x for x in module.modules() if isinstance(x, ExpertMlp)]
+    return [x for x in found if "ep" in getattr(_mesh_of(x.experts.gate), "mesh_dim_names", ())]
 
 
 def _mesh_of(parameter: Any) -> Any:

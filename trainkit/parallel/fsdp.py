@@ -9,14 +9,15 @@ import torch
 from torch import nn
 
 from trainkit.collectives import backends_of
-from trainkit.parallel.expert import dealt_experts
+from trainkit.models.experts import ExpertMlp
+from trainkit.parallel.expert import dealt_layers
 from trainkit.parallel.fitting import problems, refuse
 from trainkit.parallel.naming import blocks_of
 from trainkit.parallel.precision import compute_dtype
 from trainkit.parallel.recompute import hide_hooks_
-from trainkit.parallel.reduction import local_of, sum_gradients_
+from trainkit.parallel.reduction import local_of, round_gradients_, sum_gradients_
 from trainkit.parallel.transforms import Transform
-from trainkit.types import Layout, ParallelState
+from trainkit.types import ConfigError, Layout, ParallelState
 
 
 def fsdp(
@@ -24,6 +25,7 @@ def fsdp(
     *,
     blocks: str = "layers.*",
     reduce_dtype: torch.dtype | None = torch.float32,
+    expert_wire_dtype: torch.dtype | None = None,
 ) -> Transform:
     """Return the transform that shards over `ps.fsdp` and replicates over `ps.dp_replicate`.
 
@@ -41,11 +43,19 @@ def fsdp(
         blocks: The name pattern of the blocks.
         reduce_dtype: The dtype to sum gradients in where `precision` has lowered that of the
             computation.
+        expert_wire_dtype: bf16 for gradients of experts that are dealt over ep to travel over
+            expert_fsdp in, rounded at random, and still summed in fp32: half of the bytes, and
+            other bits in another layout; see `collectives.reduce_scatter_bf16`. Batches must bring
+            a "noise_key" (`data.with_noise_keys`), of which the rounding is a function. None
+            sends them in the dtype that they are summed in. Without such experts, or with one rank
+            in expert_fsdp, nothing is sent, and this changes nothing.
 
     Returns:
         A transform for `build_stages`. Gradients are summed, in the dtype of the parameters.
 
     Raises:
+        ConfigError: `expert_wire_dtype` is no bf16; when applied, with it, gradients of experts
+            are not summed in fp32.
         ValueError: When applied: `blocks` matches nothing (a pipeline stage may be without a
             block), or `cpu_offload` is asked for on one process, where it would do nothing, or
             where a group has no backend for the CPU.
@@ -59,6 +69,9 @@ def fsdp(
         >>> fsdp()(model, solo_parallel()) is model
         True
     """
+    if expert_wire_dtype not in (None, torch.bfloat16):
+        what = f"gradients cannot travel in {expert_wire_dtype}; take bf16, or leave it out"
+        raise ConfigError(f"fsdp: {what}", where="expert_wire_dtype", got=expert_wire_dtype)
     layout = layout or Layout()
     cpu_offload, reshard_after_forward = layout.cpu_offload, layout.reshard_after_forward
 
@@ -88,11 +101,14 @@ def fsdp(
         pin = torch.cuda.is_available()
         offload = CPUOffloadPolicy(pin_memory=pin) if cpu_offload else OffloadPolicy()
         shard = partial(fully_shard, mp_policy=policy, offload_policy=offload)
-        for experts in dealt_experts(module):  # units of their own, inside of the blocks
+        for layer in dealt_layers(module):  # their experts are units, inside of the blocks
+            experts = layer.experts
             shard(
                 experts, **_expert_shards(experts, ps), reshard_after_forward=reshard_after_forward
             )
             hide_hooks_(experts)
+            if expert_wire_dtype is not None and ps.expert_fsdp.count > 1:
+                _send_rounded_(layer, ps, policy.reduce_dtype)
         for unit, reshard in (*((u, reshard_after_forward) for u in units), (module, False)):
             shard(unit, mesh=mesh, reshard_after_forward=reshard)
         sum_gradients_(module)
@@ -116,6 +132,20 @@ def _expert_shards(experts: nn.Module, ps: ParallelState) -> dict[str, Any]:
     even = [dim for dim in (0, 1) if all(size[dim] % parts == 0 for size in sizes)]
     dim = even[0] if even else 0
     return {"mesh": ps.expert_mesh[names], "shard_placement_fn": lambda _: Shard(dim)}
+
+
+def _send_rounded_(layer: ExpertMlp, ps: ParallelState, reduce_dtype: torch.dtype | None) -> None:
+    """Let FSDP2 sum the gradients of a layer's experts by `reduce_scatter_bf16`."""
+    summed_in = reduce_dtype or layer.experts.gate.dtype
+    if summed_in != torch.float32:
+        raise ConfigError(
+            f"fsdp: expert_wire_dtype=torch.bfloat16 rounds what is summed in fp32, and gradients "
+            f"of {layer.name} are summed in {summed_in}; leave it out",
+            where="expert_wire_dtype",
+            got=summed_in,
+            want=torch.float32,
+        )
+    round_gradients_(layer.experts, ps.expert_fsdp, name=f"{layer.name} on rank {ps.world.index}")
 
 
 def _require_cpu_groups(ps: ParallelState) -> None:

@@ -180,7 +180,7 @@ def _run_reducing(
     splits = SCHEDULES[schedule].splits_backward
     with ExitStack() as stack:
         step.reductions = [
-            stack.enter_context(reducing(stage, found, reduce=reduce))
+            stack.enter_context(reducing(stage, found, step.batches, reduce=reduce))
             for stage, found in zip(step.stages, reducers, strict=True)
         ]
         run_schedule(made, len(step.batches), splits_backward=splits)

@@ -11,8 +11,8 @@ norm that each rank applies to its part of the sequence or to its heads. Their g
 
 # No `from __future__ import annotations` here: DDP compares a hook's annotation with the class.
 
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from functools import partial
 from typing import Any, Literal
 
@@ -21,10 +21,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from trainkit.collectives import reduce_scatter_bf16
+from trainkit.noise import key_of, signed
 from trainkit.types import SOLO, Axis
 
 Reduce = Literal["last", "each"]
 _BROKEN_OFF = "_trainkit_broken_off"
+_ROUNDED = "_trainkit_rounded"
 _PARTIAL = "_trainkit_partial"
 _BUCKET_ELEMENTS = 16 * 1024 * 1024
 
@@ -323,16 +326,90 @@ def _ddp_parameters(module: Any) -> list[nn.Parameter]:
     return [p for name, p in named if name not in module.parameters_to_ignore]
 
 
+class _RoundedScatter:
+    """What FSDP2 sums gradients by, in place of its reduce-scatter: `reduce_scatter_bf16`.
+
+    Its noise is a function of a step's key, the name of the unit, and how many sums the step has
+    had before.
+    """
+
+    def __init__(self, axis: Axis, name: str) -> None:
+        self.axis, self.name = axis, name
+        self.key: Tensor | None = None
+        self.sums = 0
+
+    @contextmanager
+    def step(self, key: Tensor) -> Iterator[None]:
+        """Round by a key for the length of a step."""
+        self.key, self.sums = key, 0
+        try:
+            yield
+        finally:
+            self.key = None
+
+    def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
+        return torch.empty(*size, dtype=dtype, device=device)
+
+    def __call__(self, output_tensor: Tensor, input_tensor: Tensor, **_: Any) -> None:
+        if self.key is None:
+            mend = "call forward_backward, or leave expert_wire_dtype out"
+            raise RuntimeError(f"fsdp: gradients are rounded by the key of a step; {mend}")
+        key = self.key ^ signed(key_of(self.name, self.sums))
+        self.sums += 1
+        output_tensor.copy_(reduce_scatter_bf16(input_tensor, self.axis, key=key))
+
+
+def round_gradients_(module: Any, axis: Axis, *, name: str) -> None:
+    """Let an FSDP2 module sum its gradients by `collectives.reduce_scatter_bf16`.
+
+    Args:
+        module: A module with one group of parameters, whose gradients are summed in fp32.
+        axis: What it is sharded over.
+        name: Names the module and this rank, among all that may have the same key.
+
+    Effects:
+        Replaces how the module communicates. Within `reducing` alone it can.
+    """
+    scatter = _RoundedScatter(axis, name)
+    module.set_custom_reduce_scatter(scatter)
+    setattr(module, _ROUNDED, scatter)
+
+
+def _rounding(
+    reducers: Reducers, microbatches: Sequence[Mapping[str, Any]]
+) -> list[AbstractContextManager[None]]:
+    """Return what gives a step's key to the modules that round gradients.
+
+    Raises:
+        ValueError: There are such, and the first microbatch has no key.
+    """
+    scatters = [vars(module)[_ROUNDED] for _, module in reducers.fsdp if _ROUNDED in vars(module)]
+    if scatters and "noise_key" not in microbatches[0]:
+        raise ValueError(
+            'forward_backward: expert_wire_dtype rounds gradients by the batch\'s "noise_key", '
+            "which is not there; put it in with data.with_noise_keys, or noise_seed of step_batch"
+        )
+    return [scatter.step(microbatches[0]["noise_key"].flatten()[0]) for scatter in scatters]
+
+
 @contextmanager
-def reducing(model: nn.Module, reducers: Reducers, *, reduce: Reduce) -> Iterator[Reduction]:
+def reducing(
+    model: nn.Module,
+    reducers: Reducers,
+    microbatches: Sequence[Mapping[str, Any]],
+    *,
+    reduce: Reduce,
+) -> Iterator[Reduction]:
     """Run a step's microbatches, each within `microbatch`, and reduce what is left afterwards.
 
     Effects:
         Those of `Reduction` and `sum_partial_`; keeps earlier gradients out of a second reduction.
     """
-    reduction = Reduction(reducers, reduce=reduce)
+    rounding, reduction = _rounding(reducers, microbatches), Reduction(reducers, reduce=reduce)
     try:
-        with setting_aside_reduced(reducers):
+        with ExitStack() as stack, setting_aside_reduced(reducers):
+            for one in rounding:
+                stack.enter_context(one)
             yield reduction
             reduction.finish()
             sum_partial_(model)

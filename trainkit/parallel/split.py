@@ -13,7 +13,7 @@ from typing import Literal
 
 import attrs
 
-from trainkit.models.config import DecoderConfig, parameter_shapes
+from trainkit.models.config import DecoderConfig, idle_parameters, parameter_shapes
 from trainkit.types import ConfigError
 
 
@@ -191,21 +191,27 @@ def layer_ranges(
     return [range(a, b) for a, b in zip(starts, [*starts[1:], count], strict=True)]
 
 
-def decoder_costs(config: DecoderConfig) -> tuple[float, float, float]:
-    """Return what a block, the embedding and the head of a decoder cost a pipeline stage.
+def decoder_costs(config: DecoderConfig) -> tuple[list[float], float, float]:
+    """Return what each block, the embedding and the head of a decoder cost a pipeline stage.
 
     A cost is the mean of compute and memory, both counted in parameters: a matrix that is
     multiplied counts whole, the embedding, which is looked up but has a gradient and an optimizer
-    state like any other, counts half.
+    state like any other, counts half. Of experts those count that a token meets: stages wait for
+    each other's arithmetic, and what the others need of memory is sharded.
 
     Examples:
         >>> config = DecoderConfig(
         ...     vocab_size=256, width=64, layers=2, heads=4, kv_heads=2, mlp_width=128
         ... )
         >>> decoder_costs(config)
-        (36992.0, 8192.0, 16384.0)
+        ([36992.0, 36992.0], 8192.0, 16384.0)
     """
-    shapes = parameter_shapes(config)
-    block = sum(math.prod(s) for name, s in shapes.items() if name.startswith("layers.0."))
+    blocks = [0.0] * config.layers
+    for name, shape in parameter_shapes(config).items():
+        first, _, rest = name.partition(".")
+        if first == "layers":
+            blocks[int(rest.partition(".")[0])] += math.prod(shape)
+    for layer in config.expert_layers:
+        blocks[layer] -= idle_parameters(config)
     vocabulary = config.vocab_size * config.width
-    return float(block), vocabulary / 2, float(vocabulary)
+    return blocks, vocabulary / 2, float(vocabulary)

@@ -63,8 +63,8 @@ def split_layers(model: nn.Module, num_stages: int) -> list[nn.Module]:
             where="split",
             got=type(model).__name__,
         )
-    block, embedding, head = decoder_costs(model.config)
-    ranges = layer_ranges([block] * len(model.layers), num_stages, first=embedding, last=head)
+    blocks, embedding, head = decoder_costs(model.config)
+    ranges = layer_ranges(blocks, num_stages, first=embedding, last=head)
     return [
         decoder_stage(model, layers, first=i == 0, last=i == num_stages - 1)
         for i, layers in enumerate(ranges)

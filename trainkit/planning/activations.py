@@ -34,16 +34,24 @@ def block_activations(
 
         6 D + 2 Q + 2 K + 4 F + H
 
-    the input of both norms, the normed copy (only where a norm is not one kernel) and the output of
-    both; rotated queries, keys, values, and attention's output; gate, silu(gate), up and their
-    product; attention's log-sum-exp, one fp32 number per head. `selective` keeps the results of the
-    matrix products and of attention and the block's input, 3 D + 2 Q + 2 K + 2 F + H, where every
-    step of a ring counts as an attention; `full` the input, D. Backward computes the rest again,
-    one block at a time. Tensor parallelism divides all but two D, the gathered inputs of attention
-    and MLP. Ulysses keeps attention's output a second time, exchanged back.
+    the input of both norms, the normed copy (only where a norm is not one kernel, which then keeps
+    both in fp32) and the output of both; rotated queries, keys, values, and attention's output;
+    gate, silu(gate), up and their product; attention's log-sum-exp, one fp32 number per head.
+    `selective` keeps the results of the matrix products and of attention and the block's input, 3 D
+    + 2 Q + 2 K + 2 F + H, where every step of a ring counts as an attention; `full` the input, D.
+    Backward computes the rest again, one block at a time. Tensor parallelism divides all but two D,
+    the gathered inputs of attention and MLP. Ulysses keeps attention's output a second time,
+    exchanged back.
+
+    Latent attention has in place of D + 2 Q + 2 K, for R and C columns of latents of queries, and
+    of keys and values, D + 2 R + 2 C and what attention is given and gives; where heads of values
+    are narrower, kernels fill them up, so that this is 4 Q for equal numbers of heads, and O for
+    the O columns of the output that are cut from it. Tensor parallelism gathers normed latents and
+    divides D. `selective` keeps in place of D + 2 Q + 2 K all results of products.
 
     The worst moment of backward is the product of the MLP: two gradients of F and the incoming one
-    of D besides all that is kept.
+    of D besides all that is kept; or, where heads are wider than the MLP, attention, when what the
+    MLP has kept is gone: gradients of queries, keys, values and the output.
 
     An expert layer has in place of the MLP's D + 4 F, for k experts of a token and S columns of the
     shared one,
@@ -69,35 +77,32 @@ def block_activations(
         2566.0
     """
     config, item, tp = job.config, job.itemsize, layout.tp
-    tokens, d = tokens_per_microbatch(job, layout), config.width
-    split = d / tp  # of the stream between the blocks, whose tokens tensor parallelism divides
+    tokens = tokens_per_microbatch(job, layout)
+    split = config.width / tp  # between the blocks, whose tokens tensor parallelism divides
+    first = _of_latents if config.latents is not None else _of_attention
+    first = first(job, layout, fused_norms)
     half = _of_experts(job, layout) if experts else _of_mlp(config, tp)
-    q, k = attention_widths(config, layout)
-    copies = 1 if fused_norms else 2
-    numbers = config.heads // tp + 2 / tp  # fp32: log-sum-exp, and a root mean square per norm
-    numbers += half.numbers
-    attention = 2 * q + 2 * k + (q if _output_is_copied(job, layout, fused_norms) else 0)
-    if config.qk_norm:
-        attention += copies * (q + config.kv_heads * config.head_size // tp)
-        numbers += (config.heads + config.kv_heads) // tp
-    everything = 2 * copies * split + d + attention + half.kept
+    numbers = first.numbers + 2 / tp + half.numbers  # fp32, also a root mean square per norm
+    norms = 2 * split * _of_norm(job, fused_norms)
+    everything = norms + first.kept + half.kept
     kept, numbers_kept = {
         "none": (everything, numbers),
         "selective": (
-            split + d + (1 + layout.ring) * q + 2 * k + half.products,
-            config.heads // tp + half.scores + half.choices,
+            split + first.products + half.products,
+            first.scores + half.scores + half.choices,
         ),
         "full": (split, half.choices),
     }[job.recompute]
+    worst = max(everything + half.beside, norms / 2 + first.kept + first.beside)
     return Block(
         kept=round(tokens * (kept * item + numbers_kept * FP32)),
-        backward=round(tokens * ((everything + half.beside) * item + numbers * FP32)),
+        backward=round(tokens * (worst * item + numbers * FP32)),
     )
 
 
 @attrs.frozen
 class _Half:
-    """Numbers per token of what follows attention, in the dtype of the computation or in fp32.
+    """Numbers per token of attention or what follows it, in the computation's dtype or in fp32.
 
     Args:
         kept: What waits for backward without recomputation, without the input of the norm.
@@ -114,6 +119,47 @@ class _Half:
     numbers: float = 0.0
     scores: float = 0.0
     choices: float = 0.0
+
+
+def _of_attention(job: Job, layout: Layout, fused_norms: bool) -> _Half:
+    config, tp = job.config, layout.tp
+    d, heads, kv_heads = config.width, config.heads // tp, config.kv_heads // tp
+    q, k, *_ = attention_widths(config, layout)
+    kept = d + 2 * q + 2 * k + (q if _output_is_copied(job, layout, fused_norms) else 0)
+    if config.qk_norm:
+        kept += _of_norm(job, fused_norms) * (q + kv_heads * config.head_size)
+    return _Half(
+        kept=kept,
+        products=d + (1 + layout.ring) * q + 2 * k,
+        beside=d / tp + 2 * q + 2 * k,
+        numbers=heads + config.qk_norm * (heads + kv_heads),
+        scores=heads,
+    )
+
+
+def _of_latents(job: Job, layout: Layout, fused_norms: bool) -> _Half:
+    config, tp, made = job.config, layout.tp, job.config.latents
+    assert made is not None
+    d, heads, copies = config.width, config.heads // tp, _of_norm(job, fused_norms)
+    q, k, v, out = attention_widths(config, layout)
+    # Kernels take one size of head, and fill up with zeros what is narrower; the ring's inside.
+    wide = heads * max(config.head_size, config.value_size) if layout.ring == 1 else 0
+    filled, cut = v < wide, out < wide
+    made_of = heads * (made.plain + made.values)  # of which values are a view, until something is
+    values = max(v, wide) if filled else made_of if layout.ulysses == 1 else v
+    exchanged = v * filled * (layout.ulysses > 1)
+    again = out * (cut or _output_is_copied(job, layout, fused_norms))
+    queries = (made.query_rank or 0) * (1 + copies / tp) or d * (tp > 1)
+    latents = queries + made.kv_rank * (1 + copies / tp)
+    kernel = max(q, wide) + max(k, wide) + values + max(out, wide)  # and as many gradients
+    narrow = ((made.query_rank or 0) + made.kv_rank + made.rotary) / tp
+    return _Half(
+        kept=d / tp + latents + kernel + exchanged + again,
+        products=d + narrow + q + made_of + layout.ring * max(q, out),
+        beside=d / tp + kernel - again,
+        numbers=heads + (1 + (made.query_rank is not None)) / tp,
+        scores=heads,
+    )
 
 
 def _of_mlp(config: DecoderConfig, tp: int) -> _Half:
@@ -139,6 +185,14 @@ def _of_experts(job: Job, layout: Layout) -> _Half:
     )
 
 
+def _of_norm(job: Job, fused_norms: bool) -> int:
+    """Return how many numbers a norm keeps for each of its input, in the computation's dtype.
+
+    Its input; where it is not one kernel also the normed one, and both are in fp32.
+    """
+    return 1 if fused_norms else 2 * FP32 // job.itemsize
+
+
 def tokens_per_microbatch(job: Job, layout: Layout) -> int:
     """Return T, the tokens of a microbatch on one rank.
 
@@ -151,11 +205,14 @@ def tokens_per_microbatch(job: Job, layout: Layout) -> int:
     return job.microbatch * job.row_length // layout.count("sp")
 
 
-def attention_widths(config: DecoderConfig, layout: Layout) -> tuple[float, float]:
-    """Return Q and K as attention sees them: Ulysses repeats key heads that are fewer than it."""
-    q = config.heads * config.head_size / layout.tp
-    kv_heads = config.kv_heads // layout.tp
-    return q, max(kv_heads, layout.ulysses) * config.head_size
+def attention_widths(config: DecoderConfig, layout: Layout) -> tuple[float, float, float, float]:
+    """Return the columns of queries, keys, values and the output as attention sees them.
+
+    Ulysses repeats key heads that are fewer than it.
+    """
+    heads, kv_heads = config.heads / layout.tp, max(config.kv_heads // layout.tp, layout.ulysses)
+    size, of_values = config.head_size, config.value_size
+    return heads * size, kv_heads * size, kv_heads * of_values, heads * of_values
 
 
 def _output_is_copied(job: Job, layout: Layout, fused_norms: bool) -> bool:
@@ -200,7 +257,7 @@ def head_activations(job: Job, layout: Layout, *, fused_norms: bool) -> Head:
     config, item = job.config, job.itemsize
     parts = 1 if job.loss == "plain" else layout.tp
     tokens, words = tokens_per_microbatch(job, layout), config.vocab_size // parts
-    copies = 1 if fused_norms else 2
+    copies = _of_norm(job, fused_norms)
     norm = round(tokens * config.width * (copies / layout.tp + 1) * item)
     low = item != FP32
     if logits_at_once(job, layout):

@@ -11,7 +11,7 @@ import attrs
 from trainkit.models.config import DecoderConfig
 from trainkit.parallel.fitting import problems
 from trainkit.parallel.split import SCHEDULES, rank_of_stages
-from trainkit.types import ConfigError, Layout, Rows, one_of, positive
+from trainkit.types import Layout, Rows, one_of, positive
 
 Recompute = Literal["none", "selective", "full"]
 
@@ -53,11 +53,6 @@ class Job:
 
     documents: int = attrs.field(default=1, validator=positive)
     """Documents of a row, of equal lengths, for what attention costs."""
-
-    def __attrs_post_init__(self) -> None:
-        if self.config.latents is not None:
-            what = "a plan does not know yet what latent attention needs: give a config without it"
-            raise ConfigError(f"Job: {what}", where="config", got=self.config.latents)
 
     @property
     def itemsize(self) -> int:

@@ -1,8 +1,8 @@
 """What a rank holds in its memory, in bytes, and the largest sum of it at any moment of a step.
 
 The formulas follow what this library's decoder keeps, not a general transformer. Letters: T tokens
-of a microbatch on this rank, D width, Q and K columns of the query and the key projection, F of the
-MLP, V words, all after division by the degrees that split them.
+of a microbatch on this rank, D width, Q and K columns of queries and keys, F of the MLP, V words,
+all after division by the degrees that split them.
 """
 
 from __future__ import annotations
@@ -75,8 +75,10 @@ def memory_of(job: Job, layout: Layout, *, fused_norms: bool = True) -> Memory:
         >>> memory.moment
         'loss'
     """
-    ranks = sorted({0, min(1, layout.pp - 1), layout.pp - 1})
-    found = [_memory_of_rank(job, layout, rank, fused_norms) for rank in ranks]
+    ranks = {0, min(1, layout.pp - 1), layout.pp - 1}
+    if job.config.experts is not None:  # the first of those with most of them
+        ranks.add(max(range(layout.pp), key=lambda rank: part_of(job, layout, rank).experts))
+    found = [_memory_of_rank(job, layout, rank, fused_norms) for rank in sorted(ranks)]
     return max(found, key=lambda memory: memory.peak)
 
 
@@ -113,8 +115,8 @@ def _memory_of_rank(job: Job, layout: Layout, pp_rank: int, fused_norms: bool) -
     moments = _moments(rank)
     if layout.count("sp_unfolded") > 1 and not layout.cpu_offload:
         moments["sum over the sequence"] = rank.gradients + _flat_buffers(own) * FP32
-    if layout.tp > 1 and part.experts and not layout.cpu_offload:
-        whole = (units.experts + units.dealt) * part.experts
+    if layout.tp > 1 and not layout.cpu_offload:
+        whole = (units.experts + units.dealt) * part.experts + units.partial * part.layers
         moments["sum over tp"] = rank.gradients + _flat_buffers(whole) * FP32
     moment = max(moments, key=lambda name: moments[name])
     one, shard = rank.activations, rank.sharding

@@ -9,6 +9,7 @@ import attrs
 import numpy as np
 
 from trainkit.metrics import model_flops
+from trainkit.models.config import idle_parameters
 from trainkit.planning.jobs import (
     Job,
     Recompute,
@@ -20,7 +21,7 @@ from trainkit.planning.machines import Hardware
 from trainkit.planning.memory import Memory, memory_of
 from trainkit.planning.stages import Part, part_of
 from trainkit.planning.traffic import Transfer, traffic_of
-from trainkit.planning.weights import idle_parameters, units_of
+from trainkit.planning.weights import units_of
 from trainkit.types import ConfigError, Layout
 
 _BUBBLES = {
@@ -253,7 +254,7 @@ def _row_flops(job: Job, part: Part, *, products: bool = True) -> float:
         linear_parameters=met if products else 0,
         layers=part.layers,
         heads=config.heads,
-        head_dim=config.head_size,
+        head_dim=(config.head_size + config.value_size) / 2,
         lengths=np.array([base + (i < more) for i in range(job.documents)], dtype=np.int64),
     )
 

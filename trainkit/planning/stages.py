@@ -52,8 +52,8 @@ def part_of(job: Job, layout: Layout, pp_rank: int) -> Part:
 
 @lru_cache(maxsize=64)
 def _layers_of_stages(config: DecoderConfig, stages: int) -> list[range]:
-    block, embedding, head = decoder_costs(config)
-    return layer_ranges([block] * config.layers, stages, first=embedding, last=head)
+    blocks, embedding, head = decoder_costs(config)
+    return layer_ranges(blocks, stages, first=embedding, last=head)
 
 
 def ends_of(part: Part, units: Units, *, tied: bool) -> Sizes:
@@ -175,8 +175,8 @@ def buffers_of(job: Job, layout: Layout, pp_rank: int) -> int:
         0
     """
     tokens, config = tokens_per_microbatch(job, layout), job.config
-    q, k = attention_widths(config, layout)
-    ring = tokens * (4 * k * (job.itemsize + FP32) + q * FP32) if layout.ring > 1 else 0
+    q, k, v, _ = attention_widths(config, layout)
+    ring = tokens * (2 * (k + v) * (job.itemsize + FP32) + q * FP32) if layout.ring > 1 else 0
     if layout.pp == 1:
         return round(ring)
     boundary = tokens * config.width / layout.tp * job.itemsize

@@ -133,32 +133,33 @@ def _tensor(job: Job, layout: Layout, pp_rank: int) -> Iterator[Transfer]:
     """Tensor parallelism with sequence-parallel norms (Korthikanti et al. 2022, section 4.2).
 
     Each block gathers its hidden states T x D twice and scatters sums twice in forward, and the
-    other way round in backward; what is computed again in backward is gathered again. An expert
-    layer gathers and scatters nothing; its gradients, like those of norms, are summed once per
-    step. The fused loss sums one number per token, and then two; for the plain one logits are
-    gathered.
+    other way round in backward; what is computed again in backward is gathered again. Latent
+    attention gathers its latents in their place. An expert layer gathers and scatters nothing; its
+    gradients, like those of norms and of what makes latents, are summed once per step. The fused
+    loss sums one number per token, and then two; for the plain one logits are gathered.
     """
     part, turns = part_of(job, layout, pp_rank), num_microbatches(job, layout)
-    hidden = tokens_per_microbatch(job, layout) * job.config.width * job.itemsize
-    again = job.recompute != "none"
-    ends = part.embedding + part.head
-    dense = part.layers - part.experts
-    gathers = turns * (dense * (6 if again else 4) + part.experts * (3 if again else 2) + ends)
-    # The last product of a block is not computed again: nothing behind it waits for it.
-    scatters = turns * (dense * (5 if again else 4) + part.experts * (3 if again else 2) + ends)
-    tokens = tokens_per_microbatch(job, layout)
+    tokens, config = tokens_per_microbatch(job, layout), job.config
+    forwards = 1 if job.recompute == "none" else 2
+    dense, entering = part.layers - part.experts, entering_attention(config)
+    enters = turns * part.layers, turns * part.layers * len(entering)
+    whole = turns * (part.layers + dense * (1 + forwards) + part.embedding + part.head)
+    columns = enters[0] * forwards * sum(entering) + whole * config.width
     plain = turns * part.head if job.loss == "plain" else 0  # whose logits are gathered
-    logits = plain * tokens * job.config.vocab_size * job.itemsize
-    yield Transfer("tp", layout.tp, "all_gather", gathers + plain, gathers * hidden + logits)
-    yield Transfer("tp", layout.tp, "reduce_scatter", scatters, scatters * hidden)
-    # Flat buffers with the gains' gradients, and for each gain whether there is one.
-    gains, tensors = norm_elements(job.config)
-    units = units_of(job.config, layout)
-    layers = (units.experts + units.dealt) * part.experts
-    numbers = part.layers * gains + part.head * job.config.width + layers.shard
-    tensors = part.layers * tensors + part.head + layers.tensors
-    calls = math.ceil(numbers / BUCKET)
-    yield Transfer("tp", layout.tp, "all_reduce", calls, (numbers + tensors) * FP32)
+    columns += plain * config.vocab_size
+    calls = enters[1] * forwards + whole + plain
+    yield Transfer("tp", layout.tp, "all_gather", calls, columns * tokens * job.itemsize)
+    # The last product of a block is not computed again: nothing behind it waits for it.
+    whole = turns * (part.layers * forwards + 2 * dense + part.embedding + part.head)
+    columns = enters[0] * sum(entering) + whole * config.width
+    calls = enters[1] + whole
+    yield Transfer("tp", layout.tp, "reduce_scatter", calls, columns * tokens * job.itemsize)
+    # Flat buffers with these gradients, and for each parameter whether it has one.
+    units = units_of(config, layout)
+    own = (units.experts + units.dealt) * part.experts + units.partial * part.layers
+    own += units.norm * part.head
+    calls = math.ceil(own.shard / BUCKET)
+    yield Transfer("tp", layout.tp, "all_reduce", calls, (own.shard + own.tensors) * FP32)
     if not plain:
         turns *= part.head
         calls = 2 * turns * math.ceil(tokens / chunk_of_tokens(job, layout))
@@ -174,13 +175,13 @@ def _sequence(job: Job, layout: Layout, pp_rank: int) -> Iterator[Transfer]:
     """
     runs = part_of(job, layout, pp_rank).layers * num_microbatches(job, layout)
     tokens = tokens_per_microbatch(job, layout)
-    q, k = attention_widths(job.config, layout)
+    q, k, v, out = attention_widths(job.config, layout)
     forwards = 1 if job.recompute == "none" else 2
-    block, n = round(2 * tokens * k), layout.ring
+    block, n = round(tokens * (k + v)), layout.ring
     sends = runs * ((forwards + 1) * (n - 1) + n)
     data = runs * block * ((forwards + 1) * (n - 1) * job.itemsize + n * FP32)
     yield Transfer("ring", n, "send", sends, data)
-    there, back = round(tokens * (q + 2 * k)), round(tokens * q)
+    there, back = round(tokens * (q + k + v)), round(tokens * out)
     calls = runs * 2 * (forwards + 1)
     data = runs * (forwards + 1) * (there + back) * job.itemsize
     yield Transfer("ulysses", layout.ulysses, "all_to_all", calls, data)
@@ -215,13 +216,17 @@ def _pipeline(job: Job, layout: Layout, pp_rank: int) -> Iterator[Transfer]:
         yield Transfer("pp", layout.pp, "send", sends, sends * sums)
 
 
-def norm_elements(config: DecoderConfig) -> tuple[int, int]:
-    """Return the gains in one block, which tensor parallelism does not cut: elements, tensors.
+def entering_attention(config: DecoderConfig) -> list[int]:
+    """Return the columns of what tensor parallelism gathers for attention, a number for each call.
 
     Examples:
         >>> from trainkit.models.sizes import decoder_config
-        >>> norm_elements(decoder_config("qwen3-8b"))
-        (8448, 4)
+        >>> entering_attention(decoder_config("qwen3-8b"))
+        [4096]
+        >>> entering_attention(decoder_config("deepseek-v3"))
+        [1536, 512, 64]
     """
-    of_heads = 2 * config.head_size if config.qk_norm else 0
-    return 2 * config.width + of_heads, 4 if config.qk_norm else 2
+    latents = config.latents
+    if latents is None:
+        return [config.width]
+    return [latents.query_rank or config.width, latents.kv_rank, latents.rotary]

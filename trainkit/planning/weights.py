@@ -8,12 +8,7 @@ from functools import lru_cache
 
 import attrs
 
-from trainkit.models.config import (
-    DecoderConfig,
-    count_active_parameters,
-    count_parameters,
-    parameter_shapes,
-)
+from trainkit.models.config import DecoderConfig, parameter_shapes
 from trainkit.types import Layout
 
 FP32 = 4
@@ -63,6 +58,7 @@ class Units:
 
     Args:
         attention: Attention and both norms of one block.
+        partial: What of these tensor parallelism leaves whole: norms, and what makes latents.
         mlp: The MLP of a block without experts; nothing if there is none.
         experts: What is in its place in one with experts, but what is dealt; nothing if there is
             none.
@@ -73,6 +69,7 @@ class Units:
     """
 
     attention: Sizes
+    partial: Sizes
     mlp: Sizes
     experts: Sizes
     dealt: Sizes
@@ -89,12 +86,12 @@ class Units:
 def units_of(config: DecoderConfig, layout: Layout) -> Units:
     """Return the sizes of a model's parts in a layout, exact to the element.
 
-    Tensor parallelism divides the rows of wq, wk, wv, gate, up, embedding and head, and the columns
-    of wo and down (Shoeybi et al., "Megatron-LM", 2019); FSDP2 cuts what is left along its first
-    dimension, in parts of which the first are the larger ones (ZeRO stage 3: Rajbhandari et al.,
-    "ZeRO", 2020). Expert layers are whole for tensor parallelism. Without ep their experts are
-    cut with the rest of the block, a whole expert at least; with it those of a rank are cut over
-    expert_fsdp, as `parallel.fsdp` says.
+    Tensor parallelism divides the rows of wq, wk, wv, wkv, gate, up, embedding and head, and the
+    columns of wo and down (Shoeybi et al., "Megatron-LM", 2019); FSDP2 cuts what is left along its
+    first dimension, in parts of which the first are the larger ones (ZeRO stage 3: Rajbhandari et
+    al., "ZeRO", 2020). Expert layers, and what makes latents, are whole for tensor parallelism.
+    Without ep their experts are cut with the rest of the block, a whole expert at least; with it
+    those of a rank are cut over expert_fsdp, as `parallel.fsdp` says.
 
     Examples:
         >>> from trainkit.models.sizes import decoder_config
@@ -112,8 +109,9 @@ def _units(config: DecoderConfig, tp: int, fsdp: int, ep: int) -> Units:
     dense = next((i for i in range(config.layers) if i not in with_experts), None)
     routed = next(iter(with_experts), None)
 
-    def total(prefix: str, *, cut: int = 1) -> Sizes:
+    def total(prefix: str, *, cut: int = 1, whole: bool = False) -> Sizes:
         parts = [(name, shape) for name, shape in shapes.items() if name.startswith(prefix)]
+        parts = [(name, shape) for name, shape in parts if not whole or _is_whole(name)]
         local = (_local(_tensor_parallel_shape(name, shape, cut), fsdp) for name, shape in parts)
         return sum(local, Sizes())
 
@@ -125,6 +123,7 @@ def _units(config: DecoderConfig, tp: int, fsdp: int, ep: int) -> Units:
         experts = total(f"layers.{routed}.mlp.router.") + total(f"layers.{routed}.mlp.shared.")
     return Units(
         attention=total("layers.0.attention", cut=tp) + total("layers.0.mlp_norm."),
+        partial=total("layers.0.attention", whole=True) + total("layers.0.mlp_norm."),
         mlp=total(f"layers.{dense}.mlp.", cut=tp),
         experts=experts,
         dealt=dealt,
@@ -141,21 +140,12 @@ def _dealt(shapes: Sequence[tuple[int, ...]], parts: int) -> Sizes:
     return sum((_local(shape, parts, dim=dim) for shape in shapes), Sizes())
 
 
-@lru_cache(maxsize=64)
-def idle_parameters(config: DecoderConfig) -> int:
-    """Return the parameters of an expert layer that a token does not meet; 0 without experts.
-
-    Examples:
-        >>> from trainkit.models.sizes import decoder_config
-        >>> idle_parameters(decoder_config("mixtral-8x7b")) == 6 * 3 * 4_096 * 14_336
-        True
-    """
-    idle = count_parameters(config) - count_active_parameters(config)
-    return idle // max(1, len(config.expert_layers))
+def _is_whole(name: str) -> bool:
+    return any(part in name for part in ("norm", "_latent", "k_rotary"))
 
 
 def _tensor_parallel_shape(name: str, shape: tuple[int, ...], tp: int) -> tuple[int, ...]:
-    if "norm" in name:
+    if _is_whole(name):
         return shape
     if name.endswith(("wo.weight", "down.weight")):
         return (shape[0], shape[1] // tp)
