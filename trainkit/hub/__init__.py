@@ -1,0 +1,26 @@
+"""Hugging Face folders in and out, without `transformers`: configurations, weights, tokenizers.
+
+`families` declares what is known, `configs` reads and writes a `config.json`, `links` is the map of
+names and boxes both ways, `folder` reads a folder into any layout, `export` writes one.
+"""
+
+from __future__ import annotations
+
+from trainkit.hub.configs import family_of, read_config, write_config
+from trainkit.hub.families import Family, Key, families
+from trainkit.hub.folder import Folder, folder_weights, is_folder, open_folder
+from trainkit.hub.links import There
+
+__all__ = [
+    "Family",
+    "Folder",
+    "Key",
+    "There",
+    "families",
+    "family_of",
+    "folder_weights",
+    "is_folder",
+    "open_folder",
+    "read_config",
+    "write_config",
+]
