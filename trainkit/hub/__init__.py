@@ -7,20 +7,24 @@ names and boxes both ways, `folder` reads a folder into any layout, `export` wri
 from __future__ import annotations
 
 from trainkit.hub.configs import family_of, read_config, write_config
+from trainkit.hub.export import export_folder
 from trainkit.hub.families import Family, Key, families
 from trainkit.hub.folder import Folder, folder_weights, is_folder, open_folder
 from trainkit.hub.links import There
+from trainkit.hub.tokenizer import tokenizer_files
 
 __all__ = [
     "Family",
     "Folder",
     "Key",
     "There",
+    "export_folder",
     "families",
     "family_of",
     "folder_weights",
     "is_folder",
     "open_folder",
     "read_config",
+    "tokenizer_files",
     "write_config",
 ]
