@@ -9,7 +9,14 @@ from __future__ import annotations
 from trainkit.hub.configs import family_of, read_config, write_config
 from trainkit.hub.export import export_folder
 from trainkit.hub.families import Family, Key, families
-from trainkit.hub.folder import Folder, folder_weights, is_folder, open_folder
+from trainkit.hub.folder import (
+    Folder,
+    folder_weights,
+    init_config,
+    is_folder,
+    load_weights,
+    open_folder,
+)
 from trainkit.hub.links import There
 from trainkit.hub.tokenizer import tokenizer_files
 
@@ -22,7 +29,9 @@ __all__ = [
     "families",
     "family_of",
     "folder_weights",
+    "init_config",
     "is_folder",
+    "load_weights",
     "open_folder",
     "read_config",
     "tokenizer_files",

@@ -88,6 +88,7 @@ _TRUTH = frozenset({"tied", "experts.renormalise"})
 _REAL = frozenset({"norm_eps", "experts.scale"})
 _MOST = {"layers": 4096, "experts.count": 65536}
 _MOST_SIZE = 1 << 31
+_ROPE_KEYS = {"type": "rope_type"}  # the older name
 _OF_YARN = frozenset(
     {"beta_fast", "beta_slow", "mscale", "mscale_all_dim", "attention_factor", "truncate"}
 )
@@ -279,11 +280,13 @@ def _rope(
     if not all(isinstance(table, dict) for table in tables):
         problems.append("rope_scaling or rope_parameters is no table")
         return 10_000.0, None
+    both = [table for table in tables if {"type", "rope_type"} <= table.keys()]
+    problems += ["rope: type and rope_type differ" for t in both if t["type"] != t["rope_type"]]
+    tables = [{_ROPE_KEYS.get(k, k): v for k, v in table.items()} for table in tables]
     rope = {key: value for table in tables for key, value in table.items()}
     clash = [k for k in rope if any(k in t and not _same(t[k], rope[k]) for t in tables)]
     problems += [f"rope_scaling and rope_parameters differ in {key}" for key in clash]
-    kind, other = rope.pop("rope_type", None), rope.pop("type", None)
-    kind = kind or other or "default"
+    kind = rope.pop("rope_type", None) or "default"
     theta = rope.pop("rope_theta", said["rope_theta"])
     if isinstance(theta, bool) or not isinstance(theta, int | float) or not 1 < theta < 1e12:
         problems.append(f"rope_theta is {_told(theta)}")

@@ -13,13 +13,14 @@ from typing import Any
 
 import attrs
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from trainkit.checkpoint.boxes import shortened
 from trainkit.checkpoint.plain import read_bounded, refusal
 from trainkit.checkpoint.reading import reader
 from trainkit.checkpoint.sources import INDEX
 from trainkit.checkpoint.stored import Stored, safetensors_file, sane_table
+from trainkit.checkpoint.tensors import model_tensors
 from trainkit.collectives import together
 from trainkit.convert.foreign import safetensors_folder
 from trainkit.hub.configs import family_named, read_config
@@ -27,6 +28,7 @@ from trainkit.hub.families import Family
 from trainkit.hub.links import Link, There, check_links, linked, make_links, their_shapes
 from trainkit.models.config import DecoderConfig, parameter_shapes
 from trainkit.parallel.materialize import listed
+from trainkit.parallel.naming import COPY_SUFFIX, box_of
 from trainkit.types import SOLO, Axis, CheckpointError, ConfigError, Weights
 
 CONFIG = "config.json"
@@ -106,6 +108,45 @@ def open_folder(path: Path | str) -> Folder:
     values.setdefault("max_position_embeddings", 2048)
     family = family_named(values["model_type"], where=str(file))
     return Folder(Path(path), family, config, values)
+
+
+def init_config(path: Path | str, *, vocab_size: int, experts: bool = False) -> DecoderConfig:
+    """Return the decoder of a Hugging Face folder that a run is to begin with.
+
+    Args:
+        path: The folder.
+        vocab_size: The ids of the run's tokenizer: each must have a row of the embedding.
+        experts: Whether the recipe trains experts.
+
+    Raises:
+        ConfigError: The embedding is too small, there are experts and the recipe trains none, or as
+            `open_folder`.
+        CheckpointError: As `open_folder`.
+
+    Examples:
+        >>> init_config("/does/not/exist", vocab_size=259)
+        Traceback (most recent call last):
+        ...
+        trainkit.types.CheckpointError: checkpoint: /does/not/exist/config.json cannot be read: ...
+    """
+    config = open_folder(path).config
+    if vocab_size > config.vocab_size:
+        raise ConfigError(
+            f"--init: the tokenizer has {vocab_size} ids, and the embedding of {path} has "
+            f"{config.vocab_size} rows",
+            where="tokenizer",
+            got=vocab_size,
+            want=config.vocab_size,
+            hint="take the folder's own, or with --tokenizer another whose ids it has",
+        )
+    if config.experts is not None and not experts:
+        raise ConfigError(
+            f"--init: {path} has experts, and this recipe trains decoders without",
+            where="init",
+            got=config.experts.count,
+            hint="docs/howto/train-experts.md has the lines that experts need",
+        )
+    return config
 
 
 def our_shapes(config: DecoderConfig) -> dict[str, tuple[int, ...]]:
@@ -205,21 +246,13 @@ def folder_weights(
         ...     folder_weights(open_folder(home))("norm.weight", (2,), (1,))
         tensor([1., 1.])
     """
-    links, ours = links_of(folder.family, folder.config), our_shapes(folder.config)
-    found: dict[str, Stored] = {}
-
-    def look_over() -> None:
-        found.update(_tensors(folder, links, allow_missing=allow_missing, allow_extra=allow_extra))
-
-    together(look_over, axis)
-    lacking = {link.ours.name for link in links if link.theirs.name not in found}
+    read, lacking = _looked_over(folder, allow_missing, allow_extra, axis)
     if lacking and missing is None:
         raise ConfigError(
             f"folder_weights: {folder.path} lacks what {shortened(sorted(lacking))} are made of; "
             "give missing=, init_weights for instance",
             where="missing",
         )
-    read = linked(reader(found), links, ours)
 
     def give(name: str, shape: Sequence[int], offset: Sequence[int]) -> Tensor:
         values = (
@@ -229,7 +262,77 @@ def folder_weights(
         )
         return values if dtype is None else values.to(dtype)
 
-    return listed(give, ours)
+    return listed(give, our_shapes(folder.config))
+
+
+def load_weights(
+    path: Path | str,
+    stages: Sequence[nn.Module],
+    *,
+    allow_missing: Sequence[str] = (),
+    allow_extra: Sequence[str] = (),
+    axis: Axis = SOLO,
+) -> None:
+    """Read a Hugging Face folder into stages that are there, as `checkpoint.load_weights` does.
+
+    Args:
+        path: The folder.
+        stages: This rank's stages of the decoder that it describes.
+        allow_missing: Patterns of their names that the folder may lack; they keep their values.
+        allow_extra: Patterns of their names that are left aside.
+        axis: The ranks that call this together, `ps.world`.
+
+    Raises:
+        ConfigError: As `open_folder`.
+        CheckpointError: As `folder_weights`; or the stages are of another decoder.
+
+    Effects:
+        Writes the parameters of `stages` and the biases of their routers, after all of the folder
+        has been looked over; communicates on `axis`.
+
+    Examples:
+        >>> load_weights("/does/not/exist", [])
+        Traceback (most recent call last):
+        ...
+        trainkit.types.CheckpointError: checkpoint: /does/not/exist/config.json cannot be read: ...
+    """
+    folder = open_folder(path)
+    read, lacking = _looked_over(folder, allow_missing, allow_extra, axis)
+    shapes, found = our_shapes(folder.config), list[tuple[str, Tensor]]()
+    problems = []
+    for name, tensor in model_tensors(stages).items():
+        own = name.removeprefix("model/").removesuffix(COPY_SUFFIX)
+        if own.endswith(".router.load"):  # what a step has counted: no folder says it
+            continue
+        found.append((own, tensor))
+        if tuple(tensor.shape) != shapes.get(own):
+            problems.append(f"{own} of shape {tuple(tensor.shape)}, which is {shapes.get(own)}")
+    if problems:
+        raise CheckpointError(
+            f"load_weights: {path} is of another decoder than the stages, which have "
+            f"{shortened(problems)}",
+            where=path,
+            got=problems,
+        )
+    for own, tensor in found:
+        box = box_of(tensor)
+        if box.local.numel() and own not in lacking:
+            box.local.copy_(read(own, tuple(box.local.shape), box.offset))
+
+
+def _looked_over(
+    folder: Folder, allow_missing: Sequence[str], allow_extra: Sequence[str], axis: Axis
+) -> tuple[Weights, set[str]]:
+    """Return what reads the tensors of ours, and the names of those that are not all there."""
+    links, ours = links_of(folder.family, folder.config), our_shapes(folder.config)
+    found: dict[str, Stored] = {}
+
+    def look_over() -> None:
+        found.update(_tensors(folder, links, allow_missing=allow_missing, allow_extra=allow_extra))
+
+    together(look_over, axis)
+    lacking = {link.ours.name for link in links if link.theirs.name not in found}
+    return linked(reader(found), links, ours), lacking
 
 
 def _tensors(
@@ -255,6 +358,12 @@ def _tensors(
         f"{name} is of {found[name].dtype}, no floating point"
         for name in wanted
         if name in found and found[name].dtype not in _FLOATS
+    ]
+    said = folder.values.get("dtype") or folder.values.get("torch_dtype")
+    problems += [  # as many bytes, and other numbers
+        f"{name} is of {found[name].dtype}, and {CONFIG} says {said}"
+        for name in wanted
+        if name in found and {str(said), found[name].dtype} == {"float16", "bfloat16"}
     ]
     aside = [pattern.format(layers=folder.config.layers) for pattern in folder.family.aside]
     tied = folder.config.tied and "lm_head.weight" in found
