@@ -68,6 +68,14 @@ ROWS = {
         PLAIN | OF_QWEN3_MOE | {"mlp_only_layers": [0], "tie_word_embeddings": True},
     ),
     "deepseek_v3": ("DeepseekV3", PLAIN | OF_DEEPSEEK),
+    "deepseek_v3 wide values": (
+        "DeepseekV3",
+        PLAIN | OF_DEEPSEEK | {"v_head_dim": 24, "first_k_dense_replace": 0},
+    ),
+    "qwen3_moe every other layer": (
+        "Qwen3Moe",
+        PLAIN | OF_QWEN3_MOE | {"decoder_sparse_step": 2, "norm_topk_prob": False},
+    ),
     "deepseek_v3 yarn, no query rank": (
         "DeepseekV3",
         OF_DEEPSEEK
