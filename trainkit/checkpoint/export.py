@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import shutil
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from itertools import chain
 from pathlib import Path
@@ -174,10 +174,7 @@ def write_weights(
     Effects:
         Writes a folder; communicates on `axis`.
     """
-    from trainkit.checkpoint.reading import reader  # noqa: PLC0415 - torch; see `_chunks`
-    from trainkit.collectives import together  # noqa: PLC0415 - likewise
-
-    target, read = Path(folder).absolute(), read or reader(tensors)
+    target = Path(folder).absolute()
     if dtype is not None and dtype not in _FLOATS:
         raise ConfigError(
             f"export: dtype must be one of {', '.join(_FLOATS)}, got {dtype!r}", where="dtype"
@@ -195,11 +192,14 @@ def write_weights(
     with _folder_of_all(target, needed=needed, overwrite=overwrite, axis=axis) as staging:
 
         def write() -> dict[str, Any]:
-            with disk_errors(staging, by="export"):
-                return {f: _write_shard(staging / f, plan[f], described, read) for f in mine}
+            from trainkit.checkpoint.reading import reader  # noqa: PLC0415 - see `_chunks`
 
-        files = {f: facts for told in together(write, axis) for f, facts in told.items()}
-        together(lambda: _seal(staging, files, others, origin) if axis.index == 0 else None, axis)
+            give = read or reader(tensors)
+            with disk_errors(staging, by="export"):
+                return {f: _write_shard(staging / f, plan[f], described, give) for f in mine}
+
+        files = {f: facts for told in _on_all(write, axis) for f, facts in told.items()}
+        _on_all(lambda: _seal(staging, files, others, origin) if axis.index == 0 else None, axis)
     return {
         "folder": str(target),
         "files": [*plan, *others],
@@ -212,8 +212,6 @@ def write_weights(
 @contextmanager
 def _folder_of_all(target: Path, *, needed: int, overwrite: bool, axis: Axis) -> Iterator[Path]:
     """Yield the `new_folder` of the first rank, in which all write; it has its name after that."""
-    from trainkit.collectives import together  # noqa: PLC0415 - torch; see `_chunks`
-
     with ExitStack() as stack:
 
         def begin() -> str | None:
@@ -227,8 +225,17 @@ def _folder_of_all(target: Path, *, needed: int, overwrite: bool, axis: Axis) ->
                 refuse_no_room(f"export: {target}", target, free=free, needed=needed)
             return str(stack.enter_context(new_folder(target, by="export", replace=overwrite)))
 
-        yield Path(together(begin, axis)[0])
-        together(stack.close, axis)
+        yield Path(_on_all(begin, axis)[0])
+        _on_all(stack.close, axis)
+
+
+def _on_all(work: Callable[[], Any], axis: Axis) -> list[Any]:
+    """Do work as `together` does; alone, without torch."""
+    if axis.count == 1:
+        return [work()]
+    from trainkit.collectives import together  # noqa: PLC0415 - see `_chunks`
+
+    return together(work, axis)
 
 
 def _seal(
