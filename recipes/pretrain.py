@@ -4,6 +4,7 @@ python recipes/pretrain.py                                   # one process
 torchrun --nproc-per-node 2 recipes/pretrain.py              # two, and the same losses
 torchrun --nproc-per-node 4 recipes/pretrain.py --pp 2 --tp 2   # four, and the same losses
 python recipes/pretrain.py --data FOLDER --size 10m          # your text, a larger model
+python recipes/pretrain.py --data FOLDER --init MODEL        # goes on from a Hugging Face folder
 python recipes/pretrain.py --data a.tokens b.tokens --weights 3 1    # a mixture of two corpora
 """
 
@@ -30,7 +31,7 @@ class Config(tk.config.RunConfig):
     field: str = tk.config.option("text", change="free")
     """The field of JSON lines, parquet or arrow files that holds the text."""
     tokenizer: str | None = None
-    """bytes, or a tokenizer.json; by default that beside the data (of n.tokens), or bytes."""
+    """bytes, or a tokenizer.json; by default that of init, or beside the data, or bytes."""
     cache: Path | None = tk.config.option(Path("runs/cache"), change="free")
     """Where packings are kept for the next run; None keeps none."""
     weights: tuple[float, ...] = ()
@@ -41,8 +42,10 @@ class Config(tk.config.RunConfig):
     """What the weights become at the anneal-step."""
     anneal_lr: float = tk.config.option(1.0, tk.config.positive, change="free")
     """What the learning rate is multiplied with from the anneal-step on."""
+    init: Path | None = tk.config.option(None, change="free")
+    """A Hugging Face folder whose architecture, weights and tokenizer to begin with."""
     size: str = "tiny"
-    """A named model size; see trainkit.models.decoder_sizes."""
+    """A named model size, where there is no init; see trainkit.models.decoder_sizes."""
     eval_every: int = tk.config.option(325, tk.config.non_negative, change="free")
     """Evaluate on held-out documents every so many steps, and at the end; 0 for never."""
     prompt: str | None = tk.config.option(None, change="free")
@@ -100,6 +103,13 @@ def make_phases(cfg, num_rows):
     weights = by_name(cfg.anneal_weights, "--anneal-weights")
     anneal = tk.sampling.Phase(cfg.anneal_step, weights, cfg.anneal_lr)
     return tk.sampling.make_phases(first, *([anneal] if cfg.anneal_step else []))
+
+
+def choose_model(cfg, vocab_size):
+    """Return the model's configuration: that of init, or of a size."""
+    if cfg.init:
+        return tk.hub.init_config(cfg.init, vocab_size=vocab_size)
+    return tk.models.decoder_config(cfg.size, vocab_size=tk.models.round_up_vocabulary(vocab_size))
 
 
 def build(cfg, ps, model):
@@ -201,6 +211,9 @@ def train(cfg, run, tokenizer, model):
     facts_at = tk.sampling.facts_with_phases(facts, phases)
     changes = tk.config.changes_of(cfg)
     state = run.resume(stages, optimizer, facts=facts_at, changes=changes, request=cfg.resume)
+    if cfg.init and state.step == 0:
+        tk.hub.load_weights(cfg.init, stages, axis=ps.world)
+        run.say(f"beginning with the weights of {cfg.init}")
     stop, around = None, {"steps": cfg.steps, "keeping": cfg.keeping, "policy": cfg.policy}
     with (
         tk.data.prefetch(make_batch, state.cursor, device=ps.device) as next_batch,
@@ -225,11 +238,10 @@ def train(cfg, run, tokenizer, model):
 def main(argv=None):
     """Read the configuration, refuse a layout that does not fit, open the process groups, train."""
     cfg = tk.config.load_config(Config, argv)
-    name = tk.tokenizers.find_tokenizer(cfg.tokenizer, cfg.data)
+    name = tk.tokenizers.find_tokenizer(cfg.tokenizer, cfg.data, init=cfg.init)
     cfg = attrs.evolve(cfg, tokenizer=name, dtype=tk.parallel.choose_dtype(cfg.dtype))
     tokenizer = tk.tokenizers.open_tokenizer(name)
-    vocab_size = tk.models.round_up_vocabulary(tokenizer.vocab_size)
-    model = tk.models.decoder_config(cfg.size, vocab_size=vocab_size)
+    model = choose_model(cfg, tokenizer.vocab_size)
     tk.parallel.refuse(
         tk.parallel.problems(cfg.layout, model, cfg.batch, world=tk.mesh.world_size())
     )

@@ -2,6 +2,7 @@
 
 python recipes/sft.py                            # from a function's signature to what it does
 python recipes/sft.py --init runs/pretrain       # the same, from what pretrain.py has learnt
+python recipes/sft.py --init MODEL               # from a Hugging Face folder, and its tokenizer
 torchrun --nproc-per-node 2 recipes/sft.py --data chats.jsonl
 """
 
@@ -26,8 +27,8 @@ class Config(tk.config.RunConfig):
     """Stop after this step. Nothing else depends on it: see schedule-steps."""
     data: Path | None = tk.config.option(None, change="free")
     """Conversations: a .jsonl or .parquet file with a field messages, or a .tokens file."""
-    tokenizer: str = "bytes"
-    """bytes, or a tokenizer.json."""
+    tokenizer: str | None = None
+    """bytes, or a tokenizer.json; by default that of init's folder, or bytes."""
     template: str = tk.config.option("chatml", tk.config.one_of(*tk.chat.TEMPLATES))
     """How a conversation is written down."""
     train_on: str = tk.config.option("assistant", tk.config.one_of("assistant", "last"))
@@ -35,7 +36,7 @@ class Config(tk.config.RunConfig):
     cache: Path | None = tk.config.option(Path("runs/cache"), change="free")
     """Where packings are kept for the next run; None keeps none."""
     init: Path | None = tk.config.option(None, change="free")
-    """A run directory, or a checkpoint, whose weights to begin with; by default none."""
+    """A run, a checkpoint or a Hugging Face folder whose weights to begin with."""
     size: str = "tiny"
     """A named model size, where there is no init; see trainkit.models.decoder_sizes."""
     eval_every: int = tk.config.option(275, tk.config.non_negative, change="free")
@@ -78,6 +79,8 @@ def choose_model(cfg, tokenizer):
         vocab_size = tk.models.round_up_vocabulary(tokenizer.vocab_size)
         return tk.models.decoder_config(cfg.size, vocab_size=vocab_size), None
     begun = cfg.resume == "auto" and tk.checkpoint.list_checkpoints(cfg.out / "checkpoints")
+    if not begun and tk.hub.is_folder(cfg.init):
+        return tk.hub.init_config(cfg.init, vocab_size=tokenizer.vocab_size), cfg.init
     path = tk.checkpoint.find_checkpoint(cfg.out if begun else cfg.init)
     facts = tk.checkpoint.read_facts(path)
     if facts.get("tokenizer") != tk.tokenizers.tokenizer_hash(tokenizer):
@@ -174,7 +177,8 @@ def train(cfg, run, tokenizer, model, init):
     facts, changes = make_facts(cfg, model, tokenizer, rows), tk.config.changes_of(cfg)
     state = run.resume(stages, optimizer, facts=facts, changes=changes, request=cfg.resume)
     if init and state.step == 0:
-        tk.checkpoint.load_weights(init, stages)
+        room = tk.hub if tk.hub.is_folder(init) else tk.checkpoint
+        room.load_weights(init, stages, axis=ps.world)
         run.say(f"beginning with the weights of {init}")
     stop, around = None, {"steps": cfg.steps, "keeping": cfg.keeping, "policy": cfg.policy}
     with (
@@ -201,8 +205,9 @@ def train(cfg, run, tokenizer, model, init):
 def main(argv=None):
     """Read the configuration, refuse a layout that does not fit, open the process groups, train."""
     cfg = tk.config.load_config(Config, argv)
-    cfg = attrs.evolve(cfg, dtype=tk.parallel.choose_dtype(cfg.dtype))
-    tokenizer = tk.tokenizers.open_tokenizer(cfg.tokenizer)
+    name = tk.tokenizers.find_tokenizer(cfg.tokenizer, init=cfg.init)
+    cfg = attrs.evolve(cfg, tokenizer=name, dtype=tk.parallel.choose_dtype(cfg.dtype))
+    tokenizer = tk.tokenizers.open_tokenizer(name)
     model, init = choose_model(cfg, tokenizer)
     tk.parallel.refuse(
         tk.parallel.problems(cfg.layout, model, cfg.batch, world=tk.mesh.world_size())

@@ -37,6 +37,7 @@ ROOMS = [
     "metrics",
     "checkpoint",
     "convert",
+    "hub",
     "sinks",
     "pictures",
     "runtime",

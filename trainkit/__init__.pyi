@@ -11,6 +11,7 @@ from . import data as data
 from . import files as files
 from . import grads as grads
 from . import health as health
+from . import hub as hub
 from . import loaders as loaders
 from . import losses as losses
 from . import mesh as mesh

@@ -14,6 +14,7 @@ Training itself is a recipe, python recipes/pretrain.py; these commands stand ar
                                                what packing it into rows would come to
   python -m trainkit checkpoint ls runs/mine   what a run has saved; also verify, diff, prune,
                                                export and convert
+  python -m trainkit export runs/mine model/   a run as a Hugging Face folder
   python -m trainkit certify --world 2         that two ranks compute what one computes
 
 Each explains itself, with examples: python -m trainkit COMMAND --help
@@ -30,7 +31,7 @@ from typing import Any, NoReturn
 
 import orjson
 
-from trainkit.commands import certify, checkpoint, data, pack, plan, prepare
+from trainkit.commands import certify, checkpoint, data, export, pack, plan, prepare
 from trainkit.commands.text import as_text
 from trainkit.runtime.errors import error_code
 from trainkit.types import ConfigError
@@ -41,6 +42,7 @@ COMMANDS = {
     "data": data,
     "pack": pack,
     "checkpoint": checkpoint,
+    "export": export,
     "certify": certify,
 }
 

@@ -1,4 +1,7 @@
-"""Experts: against `transformers`, the grouped way against the plain one, and what is counted."""
+"""Experts: the grouped way against the plain one, and what is counted.
+
+`tests/hub` compares with `transformers`.
+"""
 
 import attrs
 import pytest
@@ -218,96 +221,6 @@ def test_padding_whose_first_expert_has_no_share_leaves_gradients_finite():
     routing.weights.sum().backward()
     assert not logits.grad[0].any()
     assert logits.grad.isfinite().all()
-
-
-# -------------------------------------------------------------------------- against transformers
-
-
-def hugging_face(config, kind):
-    transformers = pytest.importorskip("transformers")
-    e = config.experts
-    sizes = {
-        "vocab_size": config.vocab_size,
-        "hidden_size": config.width,
-        "intermediate_size": e.width if kind == "Mixtral" else config.mlp_width,
-        "num_hidden_layers": config.layers,
-        "num_attention_heads": config.heads,
-        "num_key_value_heads": config.kv_heads,
-        "head_dim": config.head_size,
-        "rms_norm_eps": config.norm_eps,
-        "num_experts_per_tok": e.chosen,
-        "attn_implementation": "eager",
-        "rope_parameters": {"rope_type": "default", "rope_theta": config.rope_theta},
-    }
-    if kind == "Mixtral":
-        sizes |= {"num_local_experts": e.count, "sliding_window": None}
-    else:
-        sizes |= {"num_experts": e.count, "moe_intermediate_size": e.width}
-        sizes |= {"norm_topk_prob": e.renormalise, "decoder_sparse_step": e.every}
-        sizes |= {"mlp_only_layers": [i for i in range(config.layers) if i < e.first]}
-    torch.manual_seed(0)
-    config_class = getattr(transformers, f"{kind}Config")
-    return getattr(transformers, f"{kind}ForCausalLM")(config_class(**sizes)).eval()
-
-
-NAMES = {
-    "embedding": "model.embed_tokens",
-    "norm": "model.norm",
-    "head": "lm_head",
-    "attention_norm": "input_layernorm",
-    "mlp_norm": "post_attention_layernorm",
-    **{f"w{x}": f"{x}_proj" for x in "qkvo"},
-    "attention": "self_attn",
-    "router": "gate",
-    **{name: f"{name}_proj" for name in ("gate", "up", "down")},
-    "layers": "model.layers",
-}
-
-
-def named_there(state, name):
-    """Return the tensor of a Hugging Face model for a parameter of ours."""
-    whole = ".".join(NAMES.get(part, part) for part in name.split("."))
-    if whole.endswith(("experts.gate_proj", "experts.up_proj")):
-        base, _, last = whole.rpartition(".")
-        gate, up = state[f"{base}.gate_up_proj"].chunk(2, 1)
-        return gate if last == "gate_proj" else up
-    return state[whole]
-
-
-@pytest.mark.parametrize(
-    ("kind", "experts_"),
-    [
-        ("Mixtral", Experts(count=4, chosen=2, width=24)),
-        ("Qwen3Moe", Experts(count=8, chosen=3, width=16, first=1)),
-        ("Qwen3Moe", Experts(count=8, chosen=2, width=16, every=2, renormalise=False)),
-    ],
-)
-def test_logits_and_gradients_are_those_of_transformers(kind, experts_):
-    config = attrs.evolve(CONFIG, experts=experts_, qk_norm=kind == "Qwen3Moe")
-    theirs = hugging_face(config, kind)
-    ours = Decoder(config)
-    state = dict(theirs.named_parameters())
-    with torch.no_grad():
-        for name, p in ours.named_parameters():
-            p.copy_(named_there(state, name))
-    batch = decoder_batch(0)
-    labels = batch.labels.clone()
-    logits = call_routed(ours, batch).output
-    documents, is_token = batch.document_ids, batch.document_ids >= 0
-    same = documents.unsqueeze(-1) == documents.unsqueeze(-2)
-    mask = (same & torch.ones_like(same).tril()).unsqueeze(1)
-    there = theirs(
-        input_ids=batch.input_ids,
-        position_ids=batch.position_ids,
-        attention_mask=torch.zeros(mask.shape).masked_fill(~mask, torch.finfo().min),
-    ).logits
-    torch.testing.assert_close(logits[is_token], there[is_token], rtol=1e-5, atol=1e-5)
-    for each in (logits, there):
-        nn.functional.cross_entropy(each.flatten(0, 1), labels.flatten()).backward()
-    grads = {name: p.grad for name, p in state.items()}
-    for name, p in ours.named_parameters():
-        want = named_there(grads, name)
-        torch.testing.assert_close(p.grad, want, rtol=1e-4, atol=1e-6, msg=lambda m, n=name: n + m)
 
 
 # --------------------------------------------------------------------------------- what is counted

@@ -1,9 +1,8 @@
-"""Latent attention: against `transformers`, packed and not; YaRN; sizes that have it."""
+"""Latent attention: packed and not; YaRN; sizes that have it; `tests/hub` has `transformers`."""
 
 import attrs
 import pytest
 import torch
-from torch import nn
 
 from trainkit.attention import sdpa
 from trainkit.batch import batch_of_rows
@@ -44,8 +43,6 @@ NO_QUERY_RANK = attrs.evolve(CONFIG, latents=attrs.evolve(CONFIG.latents, query_
 YARN = YarnScaling(factor=8.0, original_length=32, beta_fast=4.0, mscale=0.7)
 
 
-# -------------------------------------------------------------------------- against transformers
-
 EXPERTS = Experts(
     count=8,
     chosen=3,
@@ -58,158 +55,6 @@ EXPERTS = Experts(
     groups_chosen=2,
     scale=2.5,
 )
-
-
-def hugging_face(config):
-    transformers = pytest.importorskip("transformers")
-    e, latents, yarn = config.experts, config.latents, config.rope_scaling
-    rope = {"rope_type": "default", "rope_theta": config.rope_theta}
-    if yarn is not None:
-        rope |= {
-            "rope_type": "yarn",
-            "factor": yarn.factor,
-            "original_max_position_embeddings": yarn.original_length,
-            "beta_fast": yarn.beta_fast,
-            "beta_slow": yarn.beta_slow,
-            "mscale": yarn.mscale,
-            "mscale_all_dim": yarn.mscale,
-        }
-    torch.manual_seed(0)
-    theirs = transformers.DeepseekV3ForCausalLM(
-        transformers.DeepseekV3Config(
-            vocab_size=config.vocab_size,
-            hidden_size=config.width,
-            intermediate_size=config.mlp_width,
-            moe_intermediate_size=e.width,
-            num_hidden_layers=config.layers,
-            num_attention_heads=config.heads,
-            num_key_value_heads=config.kv_heads,
-            n_shared_experts=e.shared // e.width,
-            n_routed_experts=e.count,
-            routed_scaling_factor=e.scale,
-            kv_lora_rank=latents.kv_rank,
-            q_lora_rank=latents.query_rank,
-            qk_rope_head_dim=latents.rotary,
-            v_head_dim=latents.values,
-            qk_nope_head_dim=latents.plain,
-            n_group=e.groups,
-            topk_group=e.groups_chosen,
-            num_experts_per_tok=e.chosen,
-            first_k_dense_replace=e.first,
-            norm_topk_prob=e.renormalise,
-            max_position_embeddings=256,
-            rms_norm_eps=config.norm_eps,  # the norms of its latents have 1e-6 whatever this is
-            rope_parameters=rope,
-            attn_implementation="eager",
-        )
-    ).eval()
-    with torch.no_grad():
-        for name, p in theirs.named_parameters():  # small values would make all scores alike
-            nn.init.ones_(p) if p.ndim == 1 else nn.init.normal_(p, std=p.shape[-1] ** -0.5)
-            if p.ndim == 1:
-                p.add_(0.1 * torch.sin(torch.arange(p.numel()) + len(name)))
-    return theirs
-
-
-NAMES = {
-    "embedding": "model.embed_tokens",
-    "norm": "model.norm",
-    "head": "lm_head",
-    "layers": "model.layers",
-    "attention_norm": "input_layernorm",
-    "mlp_norm": "post_attention_layernorm",
-    "attention": "self_attn",
-    "q_latent": "q_a_proj",
-    "q_latent_norm": "q_a_layernorm",
-    "kv_latent": "kv_a_proj_with_mqa",
-    "k_rotary": "kv_a_proj_with_mqa",
-    "kv_latent_norm": "kv_a_layernorm",
-    "wkv": "kv_b_proj",
-    "wo": "o_proj",
-    "router": "gate",
-    "shared": "shared_experts",
-    **{name: f"{name}_proj" for name in ("gate", "up", "down")},
-}
-
-
-def halves(rotary):
-    """Return rows of neighbours, as DeepSeek has its rotary pairs, with first halves first."""
-    return torch.cat([rotary[..., 0::2, :], rotary[..., 1::2, :]], -2)
-
-
-def named_there(state, name, latents):
-    """Return the tensor of a Hugging Face model for a parameter of ours."""
-    names = NAMES | {"wq": "q_b_proj" if latents.query_rank else "q_proj"}
-    *parents, owner, last = name.split(".")
-    if owner == "experts":
-        base = ".".join([names.get(part, part) for part in parents] + [owner])
-        if last == "down":
-            return state[f"{base}.down_proj"]
-        return state[f"{base}.gate_up_proj"].chunk(2, 1)[last == "up"]
-    there = state[".".join(names.get(part, part) for part in [*parents, owner, last])]
-    if owner == "wq":
-        heads = there.unflatten(0, (-1, latents.plain + latents.rotary))
-        plain, rotary = heads.split([latents.plain, latents.rotary], 1)
-        return torch.cat([plain, halves(rotary)], 1).flatten(0, 1)
-    if owner == "kv_latent":
-        return there[: latents.kv_rank]
-    if owner == "k_rotary":
-        return halves(there[latents.kv_rank :])
-    return there
-
-
-def same_as_there(config):
-    """Return a decoder and DeepSeek-V3 of transformers with the same weights and biases."""
-    theirs, ours = hugging_face(config), Decoder(config)
-    state = dict(theirs.named_parameters())
-    with torch.no_grad():
-        for name, p in ours.named_parameters():
-            p.copy_(named_there(state, name, config.latents))
-        for i in config.expert_layers:
-            # All wanted less than 0: experts of groups that are not chosen are at minus infinity in
-            # both, and would be chosen here if they were at 0.
-            bias = torch.linspace(-1.2, -0.6, config.experts.count)
-            ours.layers[str(i)].mlp.router.bias.copy_(bias)
-            theirs.model.layers[i].mlp.gate.e_score_correction_bias.copy_(bias)
-    return ours, theirs
-
-
-@pytest.mark.parametrize(
-    ("latents", "experts", "yarn"),
-    [
-        (CONFIG.latents, EXPERTS, None),
-        (CONFIG.latents, EXPERTS, YARN),
-        (NO_QUERY_RANK.latents, attrs.evolve(EXPERTS, renormalise=False), None),
-        (attrs.evolve(CONFIG.latents, values=24), attrs.evolve(EXPERTS, first=0), YARN),
-    ],
-    ids=["latent queries", "yarn", "queries of the stream", "wide values"],
-)
-@pytest.mark.parametrize("packed", [True, False])
-def test_logits_and_gradients_are_those_of_transformers(latents, experts, yarn, packed):
-    config = attrs.evolve(
-        CONFIG, layers=3, latents=latents, experts=experts, rope_scaling=yarn, rope_theta=50.0
-    )
-    ours, theirs = same_as_there(config)
-    batch, mask = decoder_batch(0), None
-    if packed:
-        documents = batch.document_ids
-        same = documents.unsqueeze(-1) == documents.unsqueeze(-2)
-        seen = (same & torch.ones_like(same).tril()).unsqueeze(1)
-        mask = torch.zeros(seen.shape).masked_fill(~seen, torch.finfo().min)
-    else:
-        batch = batch_of_rows(batch.input_ids)
-    is_token = batch.document_ids >= 0
-    logits = call_routed(ours, batch).output
-    there = theirs(
-        input_ids=batch.input_ids, position_ids=batch.position_ids, attention_mask=mask
-    ).logits
-    torch.testing.assert_close(logits[is_token], there[is_token], rtol=1e-5, atol=2e-5)
-    for each in (logits, there):
-        nn.functional.cross_entropy(each.flatten(0, 1), batch.labels.flatten()).backward()
-    grads = {name: p.grad for name, p in theirs.named_parameters()}
-    for name, p in ours.named_parameters():
-        want = named_there(grads, name, config.latents)
-        torch.testing.assert_close(p.grad, want, rtol=1e-4, atol=1e-6, msg=lambda m, n=name: n + m)
 
 
 # ---------------------------------------------------------------------------------- the decoder

@@ -1,6 +1,7 @@
 """recipes/sft.py: it learns the assistant's words, resumes, and begins with a pretrained model."""
 
 import json
+import shutil
 import time
 
 import pytest
@@ -8,6 +9,7 @@ import recipe_runs
 from recipe_runs import assert_equal_runs, column, events, here, lines, load, refusal, several
 
 from trainkit import metrics, schedules
+from trainkit.__main__ import main
 from trainkit.corpora import write_corpus
 from trainkit.testing import run_ranks
 from trainkit.tokenizers import save_tokenizer, train_bpe
@@ -170,3 +172,57 @@ def test_weights_of_nowhere_are_refused(chats, tmp_path):
     flags = flags_of(tmp_path / "run", chats, 2, "--init", tmp_path / "nowhere")
     code, what = refusal("sft", *flags)
     assert (code, "nowhere" in what) == (66, True), what
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """Return a pretrained run and a Hugging Face folder of it."""
+    home = tmp_path_factory.mktemp("folder")
+    (home / "text").mkdir()
+    for number in range(20):
+        text = "\n".join(f"{i} + 1 is {i + 1}, as you know." for i in range(number, number + 9))
+        (home / f"text/{number}.txt").write_text(text)
+    flags = ["--out", home / "run", "--data", home / "text", "--steps", 8]
+    code, said = here([*flags, *recipe_runs.SMALL.split()])
+    assert code == 0, said
+    assert main(["export", str(home / "run"), str(home / "model"), "--shard-size", "1MB"]) == 0
+    return home
+
+
+def test_it_begins_with_a_hugging_face_folder_and_its_tokenizer(folder, chats, tmp_path):
+    own = shutil.copytree(folder / "model", tmp_path / "own")
+    for name, init in (("run", folder / "run"), ("model", own)):
+        code, said = here(flags_of(tmp_path / name, chats, 2, "--init", init), "sft")
+        assert code == 0, said
+    assert f"beginning with the weights of {own}" in said
+    for name in ("loss_hex", "batch_hash"):
+        assert column(tmp_path / "model", name) == column(tmp_path / "run", name)
+    for file in own.glob("*.safetensors*"):  # what goes on reads no weights of it
+        file.unlink()
+    code, said = here(flags_of(tmp_path / "model", chats, 3, "--init", own), "sft")
+    assert (code, column(tmp_path / "model", "step")) == (0, [1, 2, 3]), said
+
+
+@pytest.mark.parametrize("layout", ["", "--tp 2", "--pp 2"])
+def test_pretraining_goes_on_from_a_hugging_face_folder_in_any_layout(folder, tmp_path, layout):
+    flags = ["--out", tmp_path, "--data", folder / "text", "--steps", 1, "--init", folder / "model"]
+    run = [*flags, *recipe_runs.SMALL.split(), *layout.split()]
+    for code, said in run_ranks(several, 2, [run])[0]:
+        assert code == 0, said
+    assert column(tmp_path, "loss")[0] < column(folder / "run", "loss")[0] - 1
+
+
+@pytest.mark.parametrize("recipe", ["sft", "pretrain"])
+def test_a_folder_that_cannot_be_trained_is_refused_before_anything_is_opened(
+    folder, chats, tmp_path, recipe
+):
+    own = shutil.copytree(folder / "model", tmp_path / "own")
+    values = json.loads((own / "config.json").read_text())
+    (own / "config.json").write_text(json.dumps(values | {"auto_map": {"AutoModel": "x.Y"}}))
+    flags = flags_of(tmp_path / "run", chats, 2, "--init", own)
+    flags = [flag for flag in flags if recipe == "sft" or flag not in SMALL[-2:]]
+    code, what = refusal(recipe, *flags)
+    assert (code, "auto_map" in what, (tmp_path / "run").exists()) == (64, True, False), what
+    (own / "config.json").write_text(json.dumps(values | {"vocab_size": 260}))
+    code, what = refusal(recipe, *flags)
+    assert (code, "the tokenizer has 271 ids" in what) == (64, True), what

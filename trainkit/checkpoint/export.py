@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import math
 import shutil
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, suppress
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -29,7 +29,7 @@ from trainkit.checkpoint.plain import refusal, refuse_no_room, write_durably
 from trainkit.checkpoint.sources import INDEX, checkpoint_tensors
 from trainkit.checkpoint.stored import Stored, safetensors_header
 from trainkit.files import disk_errors, new_folder, recover_folder
-from trainkit.types import CheckpointError, ConfigError
+from trainkit.types import SOLO, Axis, CheckpointError, ConfigError, Weights
 
 SHARD_BYTES = 4_000_000_000
 _CHUNK = 32 * 1024 * 1024
@@ -146,6 +146,9 @@ def write_weights(
     shard_bytes: int = SHARD_BYTES,
     overwrite: bool = False,
     origin: Mapping[str, Any] | None = None,
+    read: Weights | None = None,
+    beside: Mapping[str, bytes] | None = None,
+    axis: Axis = SOLO,
 ) -> dict[str, Any]:
     """Write described tensors as a folder of safetensors files that is there whole or not at all.
 
@@ -156,6 +159,9 @@ def write_weights(
         shard_bytes: See `export_checkpoint`.
         overwrite: See `export_checkpoint`.
         origin: Where the weights come from, for the manifest.
+        read: Reads a box of a tensor by its name; by default from the tensors' own extents.
+        beside: Other files of the folder, by their names.
+        axis: The ranks that call this together, on one disk: each writes its share of the files.
 
     Returns:
         {"folder", "files", "tensors", "bytes", "from"}.
@@ -166,7 +172,7 @@ def write_weights(
         DiskError: It cannot be written.
 
     Effects:
-        Writes a folder.
+        Writes a folder; communicates on `axis`.
     """
     target = Path(folder).absolute()
     if dtype is not None and dtype not in _FLOATS:
@@ -178,43 +184,77 @@ def write_weights(
     described = {name: _cast(tensors[name], dtype) for name in sorted(tensors)}
     plan = plan_shards({name: s.nbytes for name, s in described.items()}, shard_bytes=shard_bytes)
     total = sum(stored.nbytes for stored in described.values())
-    with disk_errors(target, by="export"):
-        target.parent.mkdir(parents=True, exist_ok=True)
-        recover_folder(target)
-        _check_target(target, overwrite=overwrite)
-        free = shutil.disk_usage(target.parent).free
-        refuse_no_room(f"export: {target}", target, free=free, needed=total)
-    in_folder = new_folder(target, by="export", replace=overwrite)
-    with in_folder as staging, disk_errors(staging, by="export"):
-        files = {
-            file: _write_shard(staging / file, names, tensors, described)
-            for file, names in plan.items()
-        }
-        if len(plan) > 1:
-            weights = {name: file for file, names in plan.items() for name in names}
-            index = {"metadata": {"total_size": total}, "weight_map": weights}
-            files[INDEX] = write_durably(staging / INDEX, [dump_json(index)])
-        body = {
-            "format": WEIGHTS,
-            "version": READABLE[WEIGHTS][-1],
-            "files": files,
-            "from": dict(origin or {}),
-        }
-        write_durably(staging / MANIFEST, [dump_json(sealed(body))])
+    mine, others = list(plan)[axis.index :: axis.count], {**(beside or {})}
+    if len(plan) > 1:
+        weights = {name: file for file, names in plan.items() for name in names}
+        others[INDEX] = dump_json({"metadata": {"total_size": total}, "weight_map": weights})
+    needed = total + sum(map(len, others.values()))
+    with _folder_of_all(target, needed=needed, overwrite=overwrite, axis=axis) as staging:
+
+        def write() -> dict[str, Any]:
+            from trainkit.checkpoint.reading import reader  # noqa: PLC0415 - see `_chunks`
+
+            give = read or reader(tensors)
+            with disk_errors(staging, by="export"):
+                return {f: _write_shard(staging / f, plan[f], described, give) for f in mine}
+
+        files = {f: facts for told in _on_all(write, axis) for f, facts in told.items()}
+        _on_all(lambda: _seal(staging, files, others, origin) if axis.index == 0 else None, axis)
     return {
         "folder": str(target),
-        "files": list(files),
+        "files": [*plan, *others],
         "tensors": len(described),
         "bytes": total,
         "from": dict(origin or {}),
     }
 
 
+@contextmanager
+def _folder_of_all(target: Path, *, needed: int, overwrite: bool, axis: Axis) -> Iterator[Path]:
+    """Yield the `new_folder` of the first rank, in which all write; it has its name after that."""
+    with ExitStack() as stack:
+
+        def begin() -> str | None:
+            if axis.index:
+                return None
+            with disk_errors(target, by="export"):
+                target.parent.mkdir(parents=True, exist_ok=True)
+                recover_folder(target)
+                _check_target(target, overwrite=overwrite)
+                free = shutil.disk_usage(target.parent).free
+                refuse_no_room(f"export: {target}", target, free=free, needed=needed)
+            return str(stack.enter_context(new_folder(target, by="export", replace=overwrite)))
+
+        yield Path(_on_all(begin, axis)[0])
+        _on_all(stack.close, axis)
+
+
+def _on_all(work: Callable[[], Any], axis: Axis) -> list[Any]:
+    """Do work as `together` does; alone, without torch."""
+    if axis.count == 1:
+        return [work()]
+    from trainkit.collectives import together  # noqa: PLC0415 - see `_chunks`
+
+    return together(work, axis)
+
+
+def _seal(
+    staging: Path,
+    files: Mapping[str, Any],
+    others: Mapping[str, bytes],
+    origin: Mapping[str, Any] | None,
+) -> None:
+    """Write what a folder holds beside tensors, and its manifest."""
+    with disk_errors(staging, by="export"):
+        known = {**files}
+        for name, data in others.items():
+            known[name] = write_durably(staging / name, [data])
+        body = {"format": WEIGHTS, "version": READABLE[WEIGHTS][-1], "files": known}
+        write_durably(staging / MANIFEST, [dump_json(sealed(body | {"from": dict(origin or {})}))])
+
+
 def _write_shard(
-    path: Path,
-    names: Sequence[str],
-    tensors: Mapping[str, Stored],
-    described: Mapping[str, Stored],
+    path: Path, names: Sequence[str], described: Mapping[str, Stored], read: Weights
 ) -> dict[str, Any]:
     """Write one file in chunks, hashing what is written; return its size and sha256."""
     ordered = sorted(names, key=lambda name: (-DTYPES[described[name].dtype][1], name))
@@ -222,20 +262,18 @@ def _write_shard(
         {name: described[name] for name in ordered}, metadata={"format": "pt"}
     )
     size = len(header) + sum(described[name].nbytes for name in ordered)
-    parts = (part for name in ordered for part in _chunks(tensors[name], described[name].dtype))
+    parts = (part for name in ordered for part in _chunks(name, described[name], read))
     with disk_errors(path, by="export", needed=size):
         return write_durably(path, chain([header], parts))
 
 
-def _chunks(stored: Stored, dtype: str) -> Iterator[memoryview]:
+def _chunks(name: str, described: Stored, read: Weights) -> Iterator[memoryview]:
     """Yield the bytes of a tensor in its order, a bounded number at a time."""
     import torch  # noqa: PLC0415 - the command line plans, refuses and verifies without it
 
-    from trainkit.checkpoint.reading import read_box  # noqa: PLC0415 - likewise
-
-    most = max(1, _CHUNK // DTYPES[stored.dtype][1])
-    for shape, offset in row_boxes(stored.shape, most):
-        part = read_box(stored, shape, offset).to(getattr(torch, dtype)).contiguous()
+    most = max(1, _CHUNK // DTYPES[described.dtype][1])
+    for shape, offset in row_boxes(described.shape, most):
+        part = read(name, shape, offset).to(getattr(torch, described.dtype)).contiguous()
         yield part.reshape(-1).view(torch.uint8).numpy().data
 
 

@@ -129,4 +129,8 @@ def safetensors_folder(folder: Path) -> dict[str, Stored]:
     for name, file in where.items():
         if name not in parts[file]:
             raise refusal(listed, f"says that {name[:100]} is in {file}, which it is not")
+    for file, held in parts.items():
+        for name in held:
+            if where.get(name) != file:
+                raise refusal(listed, f"does not say that {name[:100]} is in {file}, which it is")
     return {name: parts[file][name] for name, file in where.items()}

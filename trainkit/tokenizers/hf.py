@@ -77,7 +77,7 @@ class HFTokenizer:
     def pieces(self, ids: Sequence[int]) -> list[str]:
         """Return a text for each id alone: `<0xC3>` for bytes that are no character."""
         added = {i: token.content for i, token in self.backend.get_added_tokens_decoder().items()}
-        byte_of = _byte_of_letter() if _is_byte_level(self.backend) else {}
+        byte_of = byte_of_letter() if _is_byte_level(self.backend) else {}
         return [
             added[i] if i in added else _piece(self.backend.id_to_token(i), byte_of)
             for i in map(int, ids)
@@ -293,10 +293,14 @@ def _is_byte_level(backend: Any) -> bool:
     return '"ByteLevel"' in orjson.dumps(orjson.loads(backend.to_str())["decoder"]).decode()
 
 
-def _byte_of_letter() -> dict[str, int]:
+def byte_of_letter() -> dict[str, int]:
     """Return which byte each letter stands for, in the vocabularies of byte-level BPE.
 
     Bytes that Latin-1 prints stand for themselves, the others in order for U+0100 and above.
+
+    Examples:
+        >>> byte_of_letter()["A"], byte_of_letter()["\u0120"]
+        (65, 32)
     """
     shown = {*range(33, 127), *range(161, 173), *range(174, 256)}
     others = [byte for byte in range(256) if byte not in shown]

@@ -41,12 +41,14 @@ def open_tokenizer(name: str | os.PathLike[str]) -> ByteTokenizer | HFTokenizer:
     return hf_tokenizer(name)
 
 
-def find_tokenizer(name: str | None, data: Iterable[Path]) -> str:
-    """Return the name of a tokenizer: that given, or that which `prepare` left beside the data.
+def find_tokenizer(name: str | None, data: Iterable[Path] = (), *, init: Path | None = None) -> str:
+    """Return the name of a tokenizer: that given, or found with what a run begins with or reads.
 
     Args:
         name: What a command line names; None where it names none.
-        data: The files of the corpora; beside `n.tokens` a tokenizer is `n.tokenizer.json`.
+        data: The files of the corpora; beside `n.tokens` a tokenizer is `n.tokenizer.json`, where
+            `prepare` left it.
+        init: What a run begins with: a Hugging Face folder, which has a `config.json`, goes before.
 
     Returns:
         A name for `open_tokenizer`, "bytes" where there is no such file.
@@ -55,6 +57,8 @@ def find_tokenizer(name: str | None, data: Iterable[Path]) -> str:
         >>> find_tokenizer(None, [Path("web.tokens")]), find_tokenizer("t.json", [])
         ('bytes', 't.json')
     """
+    if name is None and init is not None and (init / "config.json").is_file():
+        return str(init)
     beside = (path.with_suffix(".tokenizer.json") for path in data if path.suffix == ".tokens")
     return name or next((str(path) for path in beside if path.is_file()), "bytes")
 

@@ -1,0 +1,172 @@
+"""Every family against `transformers`: its folders read, computed with, and its map turned."""
+
+import attrs
+import pytest
+import torch
+from hub import tiny
+from torch import nn
+
+from trainkit import hub
+from trainkit.batch import batch_of_rows
+from trainkit.hub.folder import links_of, our_shapes
+from trainkit.hub.links import check_links, linked, make_links, their_shapes
+from trainkit.mesh import solo_parallel
+from trainkit.models import Decoder, call_model, call_routed
+from trainkit.models.decoder import whole_logits
+from trainkit.models.sizes import decoder_sizes
+from trainkit.parallel import build_stages
+from trainkit.testing.builtin import padded_batch
+from trainkit.types import ConfigError
+
+transformers = pytest.importorskip("transformers")
+
+
+def read(folder):
+    """Return the decoder that a folder holds."""
+    opened = hub.open_folder(folder)
+    weights = hub.folder_weights(opened, dtype=torch.float32)
+    (model,) = build_stages(lambda: Decoder(opened.config), solo_parallel(), [], weights=weights)
+    return model
+
+
+def ours_of(model, batch):
+    call = call_model if model.config.experts is None else call_routed
+    return whole_logits(call(model, batch))
+
+
+def theirs_of(model, batch, *, packed):
+    mask = None
+    if packed:
+        documents = batch.document_ids
+        same = documents.unsqueeze(-1) == documents.unsqueeze(-2)
+        seen = (same & torch.ones_like(same).tril()).unsqueeze(1)
+        mask = torch.zeros(seen.shape).masked_fill(~seen, torch.finfo().min)
+    ids = {"input_ids": batch.input_ids, "position_ids": batch.position_ids}
+    return model(**ids, attention_mask=mask, use_cache=False).logits
+
+
+def near(got, want, what):
+    """Compare as everywhere: max|a - b| / max|b|."""
+    assert got.shape == want.shape, what
+    assert (got - want).abs().max() <= 1e-5 * want.abs().max(), what
+
+
+@pytest.mark.parametrize("row", tiny.ROWS)
+def test_logits_and_gradients_are_those_of_transformers(row, tmp_path):
+    theirs = tiny.make_theirs(row, transformers)
+    sharded = len(row) % 2 == 0
+    theirs.save_pretrained(tmp_path / "a", max_shard_size="20KB" if sharded else "5GB")
+    assert (tmp_path / "a" / "model.safetensors").exists() != sharded
+    ours = read(tmp_path / "a")
+    for packed in (True, False):
+        batch = padded_batch(0)
+        if not packed:
+            batch = batch_of_rows(batch.input_ids)
+        is_token = batch.document_ids >= 0
+        logits = ours_of(ours, batch), theirs_of(theirs, batch, packed=packed)
+        near(logits[0][is_token], logits[1][is_token], "logits")
+        for model, x in zip((ours, theirs), logits, strict=True):
+            model.zero_grad()
+            nn.functional.cross_entropy(x.flatten(0, 1), batch.labels.flatten()).backward()
+        grads = {name: p.grad.clone() for name, p in ours.named_parameters()}
+        there = tiny.make_theirs(row, transformers)
+        with torch.no_grad():  # their gradients by the names that a folder has
+            for p, its in zip(there.parameters(), theirs.parameters(), strict=True):
+                p.copy_(its.grad)
+        there.save_pretrained(tmp_path / f"{packed}")
+        want = dict(read(tmp_path / f"{packed}").named_parameters())
+        for name, grad in grads.items():
+            near(grad, want[name].detach(), name)
+
+
+@pytest.mark.parametrize("row", tiny.ROWS)
+def test_a_map_turned_gives_their_tensors_back_bit_for_bit(row, tmp_path):
+    from safetensors.torch import load_file
+
+    tiny.make_theirs(row, transformers).save_pretrained(tmp_path)
+    folder = hub.open_folder(tmp_path)
+    links, ours = links_of(folder.family, folder.config), our_shapes(folder.config)
+    theirs = their_shapes(links)
+    files = load_file(tmp_path / "model.safetensors")
+    assert {name: tuple(x.shape) for name, x in files.items()} == theirs
+    back = linked(hub.folder_weights(folder), [link.turned() for link in links], theirs)
+    for name, x in files.items():
+        assert torch.equal(back(name, theirs[name], (0,) * x.ndim), x), name
+        if x.ndim == 2 and len(x) > 8:  # and any part of one
+            assert torch.equal(back(name, (5, 3), (3, 2)), x[3:8, 2:5]), name
+    assert set(ours) == {name for link in links for name in [link.ours.name]}
+
+
+@pytest.mark.parametrize("row", tiny.ROWS)
+def test_a_config_that_is_written_is_read_by_transformers_and_by_us_as_the_same(row, tmp_path):
+    made = tiny.make_theirs(row, transformers)
+    made.save_pretrained(tmp_path / "a")
+    folder = hub.open_folder(tmp_path / "a")
+    written = hub.write_config(folder.config, context=folder.context, family=folder.family)
+    again = hub.read_config(written)
+    assert attrs.evolve(again, head_dim=folder.config.head_dim) == folder.config
+    theirs = type(made.config).from_dict(written)
+    skipped = {"dtype", "architectures", "initializer_range", "transformers_version", "layer_types"}
+    skipped |= {"sliding_window", "num_nextn_predict_layers", "num_mtp_layers", "pad_token_id"}
+    skipped |= {"eos_token_id", "_name_or_path", "rope_parameters", "head_dim"}
+    got, want = theirs.to_dict(), made.config.to_dict()
+    assert {k: got.get(k) for k in want if k not in skipped} == {
+        k: want[k] for k in want if k not in skipped
+    }
+
+
+@pytest.mark.parametrize("name", decoder_sizes())
+def test_every_size_has_a_family_that_computes_it(name):
+    config = decoder_sizes()[name]
+    families = {"tiny": "llama", "10m": "llama", "60m": "llama", "125m": "llama", "350m": "llama"}
+    families |= {
+        "mixtral-8x7b": "mixtral",
+        "qwen3-30b-a3b": "qwen3_moe",
+        "deepseek-v3": "deepseek_v3",
+    }
+    families |= {"qwen3-235b-a22b": "qwen3_moe"}
+    want = families.get(name, name.split("-")[0].split(".")[0])
+    found = hub.family_of(config)
+    assert found.model_type == want
+    assert hub.read_config(hub.write_config(config, context=64)).rope_scaling == config.rope_scaling
+    if config.layers * (config.experts.count if config.experts else 1) < 10_000:
+        links_of(found, config)
+
+
+def test_a_decoder_of_no_family_is_told_why_of_each():
+    config = attrs.evolve(decoder_sizes()["tiny"], qk_norm=True, qkv_bias=True)
+    with pytest.raises(
+        ConfigError, match=r"llama: its qk_norm is False.*qwen3: its qkv_bias"
+    ) as it:
+        hub.family_of(config)
+    assert len(it.value.got) == len(hub.families())
+
+
+def test_a_map_with_a_gap_is_refused_by_name():
+    shapes = {"a": (4, 2), "b": (2, 2)}
+    with pytest.raises(ConfigError, match="no name for b"):
+        make_links({"a": hub.There("x")}, shapes, heads={}, rotary=0)
+    links = make_links({"a": hub.There("x"), "b": hub.There("x")}, shapes, heads={}, rotary=0)
+    with pytest.raises(ConfigError, match="x: 12 of 8 elements are linked"):
+        check_links(links, shapes)
+
+
+def test_a_transposed_and_joined_tensor_comes_back():
+    shapes, table = {"q": (3, 2), "k": (4, 2)}, {}
+    for name in shapes:
+        table[name] = hub.There("qk", joined=True, transposed=True)
+    links = make_links(table, shapes, heads={}, rotary=0)
+    check_links(links, shapes)
+    assert their_shapes(links) == {"qk": (2, 7)}
+    whole = torch.arange(14.0).view(2, 7)
+    stored = {"qk": whole}
+
+    def cut(name, shape, offset):
+        return stored[name][tuple(slice(o, o + n) for o, n in zip(offset, shape, strict=True))]
+
+    ours = linked(cut, links, shapes)
+    assert torch.equal(ours("k", (4, 2), (0, 0)), whole[:, 3:].T)
+    assert torch.equal(ours("k", (2, 1), (1, 1)), whole[1:, 4:6].T)
+    stored |= {name: ours(name, shape, (0, 0)) for name, shape in shapes.items()}
+    back = linked(cut, [link.turned() for link in links], {"qk": (2, 7)})
+    assert torch.equal(back("qk", (2, 4), (0, 2)), whole[:, 2:6])

@@ -1,0 +1,186 @@
+"""Folders into layouts and out of them: every rank has its part, and the bits come back."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import attrs
+import pytest
+import torch
+from hub import tiny
+from safetensors.torch import load_file
+
+from trainkit import hub
+from trainkit.checkpoint import list_checkpoints, save_checkpoint
+from trainkit.checkpoint.sources import verify_weights
+from trainkit.hub.folder import our_shapes
+from trainkit.mesh import parallel_session, solo_parallel
+from trainkit.models import Decoder
+from trainkit.parallel import box_of, build_stages, expert, fsdp, named_parameters_of, tensor
+from trainkit.parallel.naming import named_buffers_of
+from trainkit.testing import run_ranks
+from trainkit.types import Layout, TrainState
+
+transformers = pytest.importorskip("transformers")
+
+
+def tensors_of(folder):
+    """Return the tensors of a folder by name, whatever its files are."""
+    found = {}
+    for file in Path(folder).glob("*.safetensors"):
+        found |= load_file(file)
+    return found
+
+
+def same(got, want):
+    assert got.keys() == want.keys()
+    for name, x in want.items():
+        assert got[name].dtype == x.dtype, name
+        assert torch.equal(got[name], x), name
+
+
+def in_and_out(home, layout):
+    """Read a folder in a layout, compare this rank's boxes, and write it with all ranks."""
+    with parallel_session(layout) as ps:
+        return _in_and_out(Path(home), ps, layout)
+
+
+def _in_and_out(home, ps, layout):
+    folder = hub.open_folder(home / "a")
+    config, whole = folder.config, hub.folder_weights(folder)
+    plan = [tensor(), *([expert()] if config.experts else []), fsdp(layout)]
+    weights = hub.folder_weights(folder, axis=ps.world)
+    stages = build_stages(lambda: Decoder(config), ps, plan, weights=weights)
+    named = {**named_parameters_of(stages), **named_buffers_of(stages)}
+    seen = 0
+    for name in our_shapes(config).keys() & named.keys():
+        box = box_of(named[name])
+        seen += box.local.numel()
+        if box.local.numel():
+            values = whole(name, tuple(box.local.shape), box.offset)
+            assert torch.equal(box.local, values.to(box.local.dtype)), name
+    optimizer = torch.optim.SGD([p for stage in stages for p in stage.parameters()])
+    facts = {"model": attrs.asdict(config)}
+    path = save_checkpoint(home / "run", TrainState(), stages, optimizer, ps, facts=facts)
+    family = folder.family.model_type
+    report = hub.export_folder(
+        path, home / "b", context=128, family=family, shard_bytes=9_000, axis=ps.world
+    )
+    return seen, len(report["files"])
+
+
+LAYOUTS = {
+    "solo": (Layout(), "llama tied, scaled"),
+    "fsdp, an uneven rest": (Layout(dp_shard=3), "qwen3"),
+    "tp": (Layout(tp=2), "phi3"),
+    "pp, tied": (Layout(pp=2), "llama tied, scaled"),
+    "tp of latents": (Layout(tp=2), "deepseek_v3"),
+    "ep": (Layout(dp_shard=2, ep=2), "mixtral"),
+    "ep of latents": (Layout(dp_shard=2, ep=2), "deepseek_v3"),
+    "pp of experts": (Layout(pp=2), "qwen3_moe some layers"),
+}
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_a_folder_goes_into_a_layout_and_out_of_it_bit_for_bit(name, tmp_path):
+    layout, row = LAYOUTS[name]
+    theirs = tiny.make_theirs(row, transformers)
+    theirs.save_pretrained(tmp_path / "a", max_shard_size="20KB")
+    seen = run_ranks(in_and_out, layout.world, str(tmp_path), layout)
+    assert seen[0][1] > 3
+    assert all(count > 0 for count, _ in seen)
+    same(tensors_of(tmp_path / "b"), tensors_of(tmp_path / "a"))
+    assert verify_weights(tmp_path / "b") == []
+    again = type(theirs).from_pretrained(tmp_path / "b")
+    same(again.state_dict(), theirs.state_dict())
+
+
+def written(tmp_path, row, **how):
+    """Return what is left of a model that has gone through ours, and the model."""
+    theirs = tiny.make_theirs(row, transformers)
+    theirs.save_pretrained(tmp_path / "a")
+    _in_and_out(tmp_path, solo_parallel(), Layout())
+    (checkpoint,) = list_checkpoints(tmp_path / "run" / "checkpoints")
+    family = hub.open_folder(tmp_path / "a").family.model_type
+    hub.export_folder(checkpoint, tmp_path / "c", context=128, family=family, **how)
+    return transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "c"), theirs
+
+
+@pytest.mark.parametrize("row", tiny.ROWS)
+def test_transformers_loads_what_is_written_as_the_same_model(row, tmp_path):
+    again, theirs = written(tmp_path, row)
+    assert type(again) is type(theirs)
+    same(again.state_dict(), theirs.state_dict())
+    ids = torch.arange(40).view(2, 20)
+    with torch.no_grad():
+        got, want = (model(ids).logits for model in (again.eval(), theirs))
+    torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-5)
+
+
+def test_bfloat16_is_written_where_it_is_asked_for_and_read_into_fp32(tmp_path):
+    again, theirs = written(tmp_path, "deepseek_v3", dtype="bfloat16")
+    assert again.dtype == torch.bfloat16
+    files = tensors_of(tmp_path / "c")
+    biases = [name for name in files if name.endswith("e_score_correction_bias")]
+    assert len(biases) == 2
+    for name, x in files.items():
+        assert x.dtype == (torch.float32 if name in biases else torch.bfloat16)
+    folder = hub.open_folder(tmp_path / "c")
+    (model,) = build_stages(
+        lambda: Decoder(folder.config), solo_parallel(), [], weights=hub.folder_weights(folder)
+    )
+    assert {p.dtype for p in model.parameters()} == {torch.float32}
+    want = theirs.model.norm.weight.bfloat16().float()
+    assert torch.equal(model.norm.weight, want)
+
+
+# ------------------------------------------------------------------------------------------ memory
+
+PEAK = """
+import sys, torch, re
+from pathlib import Path
+import trainkit.testing.builtin
+from trainkit import hub
+from trainkit.mesh import solo_parallel
+from trainkit.models import Decoder
+from trainkit.parallel import build_stages
+
+def peak():
+    return int(re.search(r"VmHWM:\\s+(\\d+)", Path("/proc/self/status").read_text())[1]) * 1024
+
+folder = hub.open_folder(sys.argv[1])
+weights = hub.folder_weights(folder)
+share, ranks = int(sys.argv[2]), int(sys.argv[3])
+torch.ones(8, 8) @ torch.ones(8, 8)
+Path("/proc/self/clear_refs").write_text("5")
+before, local = peak(), 0
+kept = []
+for name, shape in weights.shapes.items():
+    rows = -(-shape[0] // ranks)
+    first = min(share * rows, shape[0])
+    part = (min(rows, shape[0] - first), *shape[1:])
+    out = torch.empty(part)
+    out.copy_(weights(name, part, (first, *(0 for _ in shape[1:]))))
+    kept.append(out)
+    local += out.nbytes
+print(peak() - before, local)
+"""
+
+
+@pytest.mark.skipif(not os.access("/proc/self/clear_refs", os.W_OK), reason="needs VmHWM reset")
+@pytest.mark.parametrize("family", ["llama", "mixtral"])
+def test_reading_takes_the_memory_of_one_file_beside_the_local_parameters(family, tmp_path):
+    kind, changes = tiny.ROWS[family]
+    sizes = {"hidden_size": 1024, "intermediate_size": 2048, "vocab_size": 16_384}
+    changes = changes | ({"num_hidden_layers": 4} if family == "llama" else {})
+    made = getattr(transformers, f"{kind}Config")(**tiny.SIZES | changes | sizes)
+    theirs = getattr(transformers, f"{kind}ForCausalLM")(made)
+    theirs.to(torch.bfloat16).save_pretrained(tmp_path, max_shard_size="40MB")
+    files = [file.stat().st_size for file in tmp_path.glob("*.safetensors")]
+    assert len(files) > 3
+    command = [sys.executable, "-c", PEAK, str(tmp_path), "1", "4"]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    used, local = map(int, done.stdout.split())
+    assert 2 * sum(files) / 5 < local < 2 * sum(files) / 3  # a quarter, in fp32
+    assert used < local + max(files)

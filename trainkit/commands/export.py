@@ -1,0 +1,116 @@
+"""`python -m trainkit export RUN FOLDER`: a run as a Hugging Face folder.
+
+The folder holds config.json, generation_config.json, safetensors files with their index, and the
+files of the tokenizer: AutoModelForCausalLM.from_pretrained and AutoTokenizer.from_pretrained load
+it. Which family it is of follows from the model:
+
+  python -m trainkit export runs/pretrain model/
+
+In bfloat16, files of at most 2 GB, with the tokenizer of another folder:
+
+  python -m trainkit export runs/sft model/ --dtype bfloat16 --shard-size 2GB --tokenizer base/
+
+Exit codes: 0 fine, 64 wrong use (a folder that exists, a model of no known family), 65 no tokenizer
+or another than the run's, 66 a checkpoint that does not verify, 74 the disk is full.
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+from pathlib import Path
+from typing import Any
+
+from trainkit.checkpoint.manifest import find_checkpoint
+from trainkit.files import say_on_stderr
+from trainkit.types import ConfigError, DataError
+
+HELP = "write a run as a Hugging Face folder"
+_UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9}
+
+
+def add(parser: argparse.ArgumentParser) -> None:
+    """Describe the command's flags to its parser."""
+    parser.add_argument("source", type=Path, help="a run, for its newest checkpoint, or one")
+    parser.add_argument("folder", type=Path, help="the folder to make")
+    parser.add_argument(
+        "--dtype",
+        choices=("float32", "float16", "bfloat16"),
+        help="of parameters (default: as they are)",
+    )
+    parser.add_argument(
+        "--shard-size", default="4GB", help="most of a file, in bytes, KB, MB or GB (default 4GB)"
+    )
+    parser.add_argument("--family", help="the model_type (default: the first that computes it)")
+    parser.add_argument(
+        "--tokenizer", help="bytes, a tokenizer.json or its folder (default: the run's)"
+    )
+    parser.add_argument(
+        "--context", type=int, help="the most tokens of a row (default: the run's row length)"
+    )
+    parser.add_argument(
+        "--overwrite", action="store_true", help="replace a folder that this command wrote"
+    )
+    parser.add_argument("--json", action="store_true", help="print JSON on a terminal too")
+
+
+def run(options: argparse.Namespace) -> tuple[Any, int]:
+    """Return what has been written, and the exit code.
+
+    Effects:
+        Writes a folder.
+    """
+    from trainkit import hub  # noqa: PLC0415 - torch
+    from trainkit.checkpoint.load import read_facts  # noqa: PLC0415 - torch
+
+    path = find_checkpoint(options.source, tell=say_on_stderr)
+    facts = read_facts(path, needs=["model"])
+    context = options.context or facts.get("config.row_length")
+    if context is None:
+        raise ConfigError("export: the run does not say its row length; give --context")
+    report = hub.export_folder(
+        path,
+        options.folder,
+        context=context,
+        family=options.family,
+        files=hub.tokenizer_files(_tokenizer(options.tokenizer, facts)),
+        dtype=options.dtype,
+        shard_bytes=bytes_of(options.shard_size),
+        overwrite=options.overwrite,
+    )
+    return report, 0
+
+
+def _tokenizer(name: str | None, facts: dict[str, Any]) -> str:
+    """Return the name of the tokenizer that a run was trained with."""
+    from trainkit.tokenizers import open_tokenizer, tokenizer_hash  # noqa: PLC0415 - torch
+
+    name = name or facts.get("config.tokenizer")
+    if name is None:
+        raise DataError("export: the run does not say its tokenizer; give --tokenizer")
+    found, want = tokenizer_hash(open_tokenizer(name)), facts.get("tokenizer")
+    if want not in (None, found):
+        raise DataError(
+            f"export: {name} is another tokenizer than the run was trained with",
+            where=name,
+            got=found,
+            want=want,
+            hint="name the run's own with --tokenizer",
+        )
+    return name
+
+
+def bytes_of(size: str) -> int:
+    """Return how many bytes a text such as "2GB" means.
+
+    Raises:
+        ConfigError: It means none.
+
+    Examples:
+        >>> bytes_of("2GB"), bytes_of("500")
+        (2000000000, 500)
+    """
+    found = re.fullmatch(r"([1-9][0-9]{0,14}) ?(|KB|MB|GB)", size.upper())
+    if found is None:
+        raise ConfigError(f"export: --shard-size is {size!r}, not as 500MB or 2GB", got=size)
+    return int(found[1]) * _UNITS[found[2]]

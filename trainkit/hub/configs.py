@@ -1,0 +1,510 @@
+"""A `config.json` as a `DecoderConfig`, and back, without `transformers`.
+
+Every key is accounted for: it is a field, or changes nothing that a decoder computes, or is refused
+by name. Rotary positions are read in both forms, `rope_theta` with `rope_scaling` and
+`rope_parameters`, and written in both.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import attrs
+
+from trainkit.checkpoint.boxes import shortened
+from trainkit.hub.families import Family, Key, families
+from trainkit.models.config import DecoderConfig, Experts, Latents, Llama3Scaling, YarnScaling
+from trainkit.types import ConfigError
+
+_IGNORED = frozenset(
+    # What a file says of itself, how text is drawn, how others train: none of it is computed here.
+    {
+        "architectures",
+        "model_type",
+        "torch_dtype",
+        "dtype",
+        "transformers_version",
+        "use_cache",
+        "bos_token_id",
+        "eos_token_id",
+        "pad_token_id",
+        "sep_token_id",
+        "decoder_start_token_id",
+        "initializer_range",
+        "max_position_embeddings",
+        "_name_or_path",
+        "name_or_path",
+        "pretraining_tp",
+        "attention_dropout",
+        "router_aux_loss_coef",
+        "output_router_logits",
+        "do_sample",
+        "temperature",
+        "top_p",
+        "top_k",
+        "max_length",
+        "min_length",
+        "repetition_penalty",
+        "num_beams",
+        "return_dict",
+        "output_attentions",
+        "output_hidden_states",
+        "is_decoder",
+        "is_encoder_decoder",
+        "add_cross_attention",
+        "chunk_size_feed_forward",
+        "torchscript",
+        "tie_encoder_decoder",
+        "pruned_heads",
+        "problem_type",
+        "id2label",
+        "label2id",
+        "task_specific_params",
+        "tokenizer_class",
+        "finetuning_task",
+        "prefix",
+        "unsloth_version",
+        "unsloth_fixed",
+        "_attn_implementation",
+        "attn_implementation",
+        "sliding_window",
+        "use_sliding_window",
+        "max_window_layers",
+        "layer_types",
+        "rope_theta",
+        "rope_scaling",
+        "rope_parameters",
+        "partial_rotary_factor",
+        "cross_attention_hidden_size",
+        "use_bfloat16",
+        "tf_legacy_loss",
+        "neftune_noise_alpha",
+    }
+)
+_NULLABLE = frozenset({"head_dim", "kv_heads", "latents.query_rank"})
+_TRUTH = frozenset({"tied", "experts.renormalise"})
+_REAL = frozenset({"norm_eps", "experts.scale"})
+_MOST = {"layers": 4096, "experts.count": 65536}
+_MOST_SIZE = 1 << 31
+_ROPE_KEYS = {"type": "rope_type"}  # the older name
+_OF_YARN = frozenset(
+    {"beta_fast", "beta_slow", "mscale", "mscale_all_dim", "attention_factor", "truncate"}
+)
+
+
+def read_config(values: Mapping[str, Any], *, where: str = "config.json") -> DecoderConfig:
+    """Return the decoder that a `config.json` describes.
+
+    Args:
+        values: What it holds.
+        where: What it is called in messages.
+
+    Raises:
+        ConfigError: It is of no known family, wants what a decoder does not compute, lacks a key or
+            has one of an unknown meaning; everything that is wrong is named.
+
+    Examples:
+        >>> config = DecoderConfig(
+        ...     vocab_size=64, width=16, layers=1, heads=2, kv_heads=2, mlp_width=32, head_dim=8
+        ... )
+        >>> read_config(write_config(config, context=128)) == config
+        True
+        >>> read_config({"model_type": "mamba"})
+        Traceback (most recent call last):
+        ...
+        trainkit.types.ConfigError: config.json: model_type 'mamba' is no family that is known: ...
+    """
+    family = family_named(values.get("model_type"), where=where)
+    values, problems = _renamed(values, family.aliases)
+    said = {**family.defaults, **values}
+    problems += _key_problems(family, values, said)
+    fields = dict(family.fixed)
+    for key, field in family.keys.items():
+        if key in said:
+            found, problem = _fields(key, field, said)
+            fields |= found
+            problems += problem
+    fields["rope_theta"], fields["rope_scaling"] = _rope(said, family, problems)
+    if not problems:
+        try:
+            return _config(fields)
+        except ValueError as error:
+            problems.append(str(error))
+    raise ConfigError(
+        f"{where}: {shortened(problems)}",
+        where=where,
+        got=problems,
+        hint=f"trainkit's decoder computes {family.model_type} without these; nothing is guessed",
+    )
+
+
+def _renamed(
+    values: Mapping[str, Any], aliases: Mapping[str, str]
+) -> tuple[dict[str, Any], list[str]]:
+    """Return what a file says by the names that keys have here, and which of them differ."""
+    found, problems = dict(values), list[str]()
+    for alias, key in aliases.items():
+        if alias in found:
+            value = found.pop(alias)
+            if not _same(found.setdefault(key, value), value):
+                problems.append(f"{key} and {alias} differ")
+    return found, problems
+
+
+def family_named(model_type: Any, *, where: str = "config.json") -> Family:
+    """Return the family of a `model_type`.
+
+    Raises:
+        ConfigError: There is none, with the list of those that there are.
+
+    Examples:
+        >>> family_named("qwen3").architecture
+        'Qwen3ForCausalLM'
+    """
+    known = {family.model_type: family for family in families()}
+    if not isinstance(model_type, str) or model_type not in known:
+        got = repr(model_type)[:100]
+        raise ConfigError(
+            f"{where}: model_type {got} is no family that is known: {', '.join(known)}",
+            where=where,
+            got=got,
+            hint="how to add one: docs/howto/hugging-face-folders.md",
+        )
+    return known[model_type]
+
+
+def _key_problems(family: Family, values: Mapping[str, Any], said: Mapping[str, Any]) -> list[str]:
+    """Say which keys want what is not computed, are missing, or of an unknown meaning."""
+    code = [key for key in ("auto_map", "trust_remote_code") if values.get(key)]
+    problems = [f"{key} asks for code of the folder's own, which is never run" for key in code]
+    if values.get("quantization_config") is not None:
+        problems.append("quantization_config: its weights are quantized")
+    problems += [
+        f"{key} is {_told(values[key])}, not {' or '.join(map(_told, allowed))}"
+        for key, allowed in family.only.items()
+        if values.get(key) is not None and not any(_same(values[key], x) for x in allowed)
+    ]
+    problems += [f"{key} is missing" for key in family.keys if key not in said]
+    known = {*family.keys, *family.only, *family.defaults, *family.ignored, *_IGNORED}
+    known |= {"auto_map", "trust_remote_code", "quantization_config"}
+    unknown = [key for key in values if key not in known and values[key] not in (None, False)]
+    problems += [f"{key[:100]} is a key of an unknown meaning" for key in unknown]
+    return problems + _window_problems(family, said)
+
+
+def _same(a: Any, b: Any) -> bool:
+    return a == b and isinstance(a, bool) == isinstance(b, bool)
+
+
+def _told(value: Any) -> str:
+    return repr(value)[:100]
+
+
+def _window_problems(family: Family, said: Mapping[str, Any]) -> list[str]:
+    """Say whether attention is cut to a window that is shorter than the context."""
+    window, context = said.get("sliding_window"), said.get("max_position_embeddings")
+    kinds, layers = said.get("layer_types"), said.get("num_hidden_layers")
+    first = said["max_window_layers"] if "max_window_layers" in family.defaults else 0
+    if isinstance(kinds, list):
+        used = any(kind != "full_attention" for kind in kinds)
+    else:
+        beyond = isinstance(first, int) and isinstance(layers, int) and first >= layers
+        used = said.get("use_sliding_window", True) is not False and not beyond
+    if not used or (window is None and kinds is None):
+        return []
+    if isinstance(window, int) and isinstance(context, int) and window >= context:
+        return []
+    what = f"sliding_window is {_told(window)}, below max_position_embeddings {_told(context)}"
+    return [f"{what}: windows are not computed"]
+
+
+def _fields(
+    key: str, field: str | Key | Sequence[str], said: Mapping[str, Any]
+) -> tuple[dict[str, Any], list[str]]:
+    """Return the fields that a key says, and what is wrong with its value."""
+    value = said[key]
+    if isinstance(field, Key):
+        try:
+            return {field.field: field.read(value, said)}, []
+        except (ValueError, TypeError, KeyError) as error:
+            return {}, [f"{key} is {_told(value)}: {error}"]
+    names = [field] if isinstance(field, str) else [*field]
+    problem = _value_problem(key, value, names[0])
+    if problem:
+        return {}, [problem]
+    if names[0] == "kv_heads" and value is None:
+        value = said.get("num_attention_heads")
+    return dict.fromkeys(names, value), []
+
+
+def _value_problem(key: str, value: Any, field: str) -> str | None:
+    if value is None and field in _NULLABLE:
+        return None
+    if field in _TRUTH:
+        return None if isinstance(value, bool) else f"{key} is {_told(value)}, not true or false"
+    kinds = (int, float) if field in _REAL else (int,)
+    if isinstance(value, bool) or not isinstance(value, kinds):
+        return f"{key} is {_told(value)}, no number"
+    most = _MOST.get(field, _MOST_SIZE)
+    if not 0 <= value <= most:
+        return f"{key} is {_told(value)}, not from 0 to {most}"
+    return None
+
+
+def _config(fields: Mapping[str, Any]) -> DecoderConfig:
+    """Return the record of fields, those of a part by names such as "experts.count"."""
+    parts: dict[str, dict[str, Any]] = {"experts": {}, "latents": {}}
+    whole: dict[str, Any] = {}
+    for name, value in fields.items():
+        part, _, own = name.partition(".")
+        if own:
+            parts[part][own] = value
+        else:
+            whole[name] = value
+    kinds = {"experts": Experts, "latents": Latents}
+    whole |= {name: kinds[name](**own) for name, own in parts.items() if own}
+    return DecoderConfig(**whole)
+
+
+# -------------------------------------------------------------------------------------------- rope
+
+
+def _rope(
+    said: Mapping[str, Any], family: Family, problems: list[str]
+) -> tuple[float, Llama3Scaling | YarnScaling | None]:
+    """Return the base of rotary wavelengths and how they are stretched; add what is wrong."""
+    forms = [said.get(key) for key in ("rope_scaling", "rope_parameters")]
+    tables = [form for form in forms if form is not None]
+    if not all(isinstance(table, dict) for table in tables):
+        problems.append("rope_scaling or rope_parameters is no table")
+        return 10_000.0, None
+    both = [table for table in tables if {"type", "rope_type"} <= table.keys()]
+    problems += ["rope: type and rope_type differ" for t in both if t["type"] != t["rope_type"]]
+    tables = [{_ROPE_KEYS.get(k, k): v for k, v in table.items()} for table in tables]
+    rope = {key: value for table in tables for key, value in table.items()}
+    clash = [k for k in rope if any(k in t and not _same(t[k], rope[k]) for t in tables)]
+    problems += [f"rope_scaling and rope_parameters differ in {key}" for key in clash]
+    kind = rope.pop("rope_type", None) or "default"
+    theta = rope.pop("rope_theta", said["rope_theta"])
+    if isinstance(theta, bool) or not isinstance(theta, int | float) or not 1 < theta < 1e12:
+        problems.append(f"rope_theta is {_told(theta)}")
+        theta = 10_000.0
+    partial = rope.pop("partial_rotary_factor", said.get("partial_rotary_factor"))
+    if partial not in (None, 1):
+        problems.append(f"partial_rotary_factor is {_told(partial)}: all of a head has positions")
+    before = len(problems)
+    scaling = _scaling(str(kind), rope, said, family, problems)
+    return float(theta), scaling if len(problems) == before else None
+
+
+def _scaling(
+    kind: str, rope: dict[str, Any], said: Mapping[str, Any], family: Family, problems: list[str]
+) -> Llama3Scaling | YarnScaling | None:
+    if kind == "default":
+        problems += [f"rope: {key} without a rope_type" for key in rope]
+        return None
+    own: dict[str, frozenset[str]] = {
+        "llama3": frozenset({"low_freq_factor", "high_freq_factor"}),
+        "yarn": _OF_YARN,
+    }
+    if kind not in family.ropes:
+        problems.append(f"rope_type is {_told(kind)}, not {' or '.join(family.ropes)}")
+        return None
+    length = rope.pop("original_max_position_embeddings", said.get("max_position_embeddings"))
+    values = {"factor": rope.pop("factor", None), "original_max_position_embeddings": length}
+    values |= {key: rope.pop(key) for key in own[kind] & rope.keys()}
+    problems += [f"rope: {key} is a key of an unknown meaning" for key in rope]
+    truncate = values.pop("truncate", True)
+    if truncate is not True:
+        problems.append(f"rope: truncate is {_told(truncate)}, not true")
+    wrong = [
+        key
+        for key, value in values.items()
+        if not isinstance(value, int | float) and not (value is None and key in _OF_YARN)
+    ]
+    problems += [f"rope: {key} is {_told(values[key])}, no number" for key in wrong]
+    if wrong or rope:
+        return None
+    try:
+        if kind == "llama3":
+            length = int(values.pop("original_max_position_embeddings"))
+            return Llama3Scaling(**values, original_length=length)
+        return _yarn(values, latent="kv_lora_rank" in family.keys)
+    except (ValueError, TypeError) as error:
+        problems.append(f"rope: {error}")
+    return None
+
+
+def _yarn(values: Mapping[str, Any], *, latent: bool) -> YarnScaling:
+    """Return YaRN as it is computed by `transformers`.
+
+    It multiplies cosines and sines by an attention factor, so that scores have its square; with
+    latents, of which only a part has positions, this must be 1, and scores have another.
+    """
+    factor = float(values["factor"])
+    log = 0.1 * math.log(factor) if factor > 1 else 0.0
+    mscale, everywhere = values.get("mscale"), values.get("mscale_all_dim")
+    given = values.get("attention_factor")
+    if given is None and mscale and everywhere:
+        given = (log * mscale + 1) / (log * everywhere + 1)
+    given = log + 1 if given is None else given
+    if latent:
+        if given != 1:
+            raise ValueError(f"mscale {mscale} and mscale_all_dim {everywhere} must be equal")
+        mscale = float(everywhere or 0)
+    else:
+        mscale = round((given - 1) / log, 12) if log else 0.0
+    return YarnScaling(
+        factor,
+        int(values["original_max_position_embeddings"]),
+        beta_fast=float(values.get("beta_fast") or 32),
+        beta_slow=float(values.get("beta_slow") or 1),
+        mscale=mscale,
+    )
+
+
+def _rope_written(config: DecoderConfig) -> dict[str, Any]:
+    scaling = config.rope_scaling
+    if scaling is None:
+        return {"rope_type": "default"}
+    said: dict[str, Any] = {
+        "factor": scaling.factor,
+        "original_max_position_embeddings": scaling.original_length,
+    }
+    if isinstance(scaling, Llama3Scaling):
+        own = {"low_freq_factor": scaling.low_freq_factor}
+        return {"rope_type": "llama3", **said, **own, "high_freq_factor": scaling.high_freq_factor}
+    said |= {"beta_fast": scaling.beta_fast, "beta_slow": scaling.beta_slow}
+    if config.latents is not None:
+        return {"rope_type": "yarn", **said, "mscale": scaling.mscale} | {
+            "mscale_all_dim": scaling.mscale
+        }
+    return {"rope_type": "yarn", **said, "attention_factor": scaling.sharpening**0.5}
+
+
+# ----------------------------------------------------------------------------------------- writing
+
+
+def family_of(config: DecoderConfig) -> Family:
+    """Return the family of Hugging Face models that computes what a decoder does.
+
+    What only training has (dropout, jitter) is none of it.
+
+    Raises:
+        ConfigError: None does; why not is said of each.
+
+    Examples:
+        >>> from trainkit.models.sizes import decoder_config
+        >>> [family_of(decoder_config(name)).model_type for name in ("tiny", "qwen3-8b")]
+        ['llama', 'qwen3']
+    """
+    reasons = []
+    for family in families():
+        reason = _not_of(config, family)
+        if reason is None:
+            return family
+        reasons.append(f"{family.model_type}: {reason}")
+    raise ConfigError(
+        f"family_of: no known family computes this decoder: {shortened(reasons)}",
+        where="model",
+        got=reasons,
+        hint="`python -m trainkit checkpoint export` writes its weights by trainkit's names",
+    )
+
+
+def _not_of(config: DecoderConfig, family: Family) -> str | None:
+    """Say why a family does not compute a decoder, or return None."""
+    try:
+        read = read_config(_written(config, family, context=2))
+    except ValueError as error:
+        return str(error)
+    want, got = (_flat(_computed(each)) for each in (config, read))
+    other = sorted(name for name in want if want[name] != got[name])
+    return None if not other else f"its {', '.join(f'{x} is {got[x]}' for x in other)}"
+
+
+def _flat(config: DecoderConfig) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for name, value in attrs.asdict(config, recurse=False).items():
+        is_part = isinstance(value, Experts | Latents)
+        found |= {f"{name}.{k}": x for k, x in attrs.asdict(value).items()} if is_part else {}
+        found[name] = type(value).__name__ if is_part else value
+    return _every_name() | found
+
+
+def _every_name() -> dict[str, Any]:
+    kinds: dict[str, Any] = {"experts": Experts, "latents": Latents}
+    return {f"{name}.{field.name}": None for name, k in kinds.items() for field in attrs.fields(k)}
+
+
+def _computed(config: DecoderConfig) -> DecoderConfig:
+    """Return a configuration of the same arithmetic, in one of the ways it can be said."""
+    experts = config.experts
+    changes: dict[str, Any] = {"dropout": 0.0}
+    if config.latents is None:
+        changes["head_dim"] = config.head_size
+    if experts is not None:
+        changes["experts"] = attrs.evolve(experts, jitter=0.0)
+        if len(config.expert_layers) == config.layers:
+            changes["mlp_width"] = experts.width
+    if isinstance(config.rope_scaling, YarnScaling):  # its square root is written
+        scaling = config.rope_scaling
+        changes["rope_scaling"] = attrs.evolve(scaling, mscale=round(scaling.mscale, 9))
+    return attrs.evolve(config, **changes)
+
+
+def write_config(
+    config: DecoderConfig, *, context: int, family: Family | None = None
+) -> dict[str, Any]:
+    """Return the `config.json` of a decoder, which `transformers` reads.
+
+    Args:
+        config: The decoder.
+        context: The most tokens that a row is meant to have.
+        family: Which family to call it; by default `family_of(config)`.
+
+    Raises:
+        ConfigError: The family does not compute what the decoder does.
+
+    Examples:
+        >>> from trainkit.models.sizes import decoder_config
+        >>> write_config(decoder_config("tiny"), context=512)["architectures"]
+        ['LlamaForCausalLM']
+    """
+    family = family or family_of(config)
+    reason = _not_of(config, family)
+    if reason is not None:
+        raise ConfigError(
+            f"write_config: {family.model_type} does not compute this decoder: {reason}",
+            where="family",
+            got=family.model_type,
+        )
+    return _written(config, family, context=context)
+
+
+def _written(config: DecoderConfig, family: Family, *, context: int) -> dict[str, Any]:
+    fields = _flat(config) | {"head_dim": config.head_size}
+    values: dict[str, Any] = {
+        "architectures": [family.architecture],
+        "model_type": family.model_type,
+        "max_position_embeddings": context,
+        **{key: None for key in ("sliding_window",) if key in family.defaults},
+        **{key: False for key in ("use_sliding_window",) if key in family.defaults},
+        **{key: allowed[0] for key, allowed in family.only.items()},
+    }
+    for key, field in family.keys.items():
+        if isinstance(field, Key):
+            if fields[field.field] is None:
+                raise ValueError(f"it has {key}")
+            values[key] = field.write(fields[field.field], config)
+        else:
+            values[key] = fields[field if isinstance(field, str) else field[-1]]
+    rope = _rope_written(config)
+    scaled = rope["rope_type"] != "default"
+    return values | {
+        "rope_theta": config.rope_theta,
+        "rope_scaling": rope if scaled else None,
+        "rope_parameters": {**rope, "rope_theta": config.rope_theta},
+    }

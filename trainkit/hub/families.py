@@ -1,0 +1,368 @@
+"""The families of Hugging Face models that a decoder computes: a declaration for each.
+
+A declaration says which key of a `config.json` is which field of a `DecoderConfig`, what a missing
+key means, which keys must have which value, and where each tensor is. To add a family is to add one
+here, with its row in `tests/hub`; a field that `DecoderConfig` lacks becomes an option of the one
+decoder first.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import attrs
+
+from trainkit.hub.links import There
+from trainkit.models.config import DecoderConfig
+
+
+@attrs.frozen(eq=False)
+class Key:
+    """A field that a key says in a way of its own.
+
+    Attributes:
+        field: The field.
+        read: From the key's value, and all of the `config.json`, to the field's.
+        write: From the field's value, and the whole configuration, to the key's; it raises a
+            `ValueError` where there is none.
+    """
+
+    field: str
+    read: Callable[[Any, Mapping[str, Any]], Any]
+    write: Callable[[Any, DecoderConfig], Any]
+
+
+@attrs.frozen(eq=False, kw_only=True)
+class Family:
+    """How one family of Hugging Face models says what a decoder is.
+
+    Attributes:
+        model_type: Its name in a `config.json`.
+        architecture: The class of `transformers` that computes it.
+        keys: The field that a key says, "experts.count" for one of `Experts`; a key may say two.
+        aliases: Other names of keys.
+        defaults: What a missing key means. One without a default must be there.
+        fixed: The fields that no key says.
+        only: The values that a key may have; what is written is the first.
+        ignored: Keys that change nothing that a decoder computes.
+        ropes: The kinds of rotary positions that it may have.
+        names: From a configuration to where each tensor is, by our names, `{i}` being a layer in
+            both.
+        aside: Patterns of tensors that are no part of the model, `{layers}` being the number of
+            layers.
+    """
+
+    model_type: str
+    architecture: str
+    keys: Mapping[str, str | Key | Sequence[str]]
+    aliases: Mapping[str, str] = attrs.field(factory=dict)
+    defaults: Mapping[str, Any]
+    fixed: Mapping[str, Any] = attrs.field(factory=dict)
+    only: Mapping[str, Sequence[Any]] = attrs.field(factory=dict)
+    ignored: frozenset[str] = frozenset()
+    ropes: Sequence[str] = ("default", "llama3", "yarn")
+    names: Callable[[DecoderConfig], Mapping[str, There]]
+    aside: Sequence[str] = ("model.layers.*.self_attn.rotary_emb.inv_freq",)
+
+
+# ------------------------------------------------------------------------------------------- names
+
+
+def _block(names: Mapping[str, str | There]) -> dict[str, There]:
+    """Return the names of a layer's tensors with what comes before them on both sides."""
+    found = {}
+    for ours, said in names.items():
+        there = said if isinstance(said, There) else There(said)
+        found[f"layers.{{i}}.{ours}"] = attrs.evolve(there, name=f"model.layers.{{i}}.{there.name}")
+    return found
+
+
+def _mlp(ours: str, theirs: str) -> dict[str, str]:
+    return {f"{ours}.{x}.weight": f"{theirs}.{x}_proj.weight" for x in ("gate", "up", "down")}
+
+
+_EXPERTS = {
+    "mlp.router.weight": "mlp.gate.weight",
+    **{f"mlp.experts.{x}": f"mlp.experts.{{e}}.{x}_proj.weight" for x in ("gate", "up", "down")},
+}
+
+_NAMES = {
+    "embedding.weight": There("model.embed_tokens.weight"),
+    "norm.weight": There("model.norm.weight"),
+    "head.weight": There("lm_head.weight"),
+    **_block(
+        {
+            "attention_norm.weight": "input_layernorm.weight",
+            "mlp_norm.weight": "post_attention_layernorm.weight",
+            **{f"attention.w{x}.weight": f"self_attn.{x}_proj.weight" for x in "qkvo"},
+            **{f"attention.w{x}.bias": f"self_attn.{x}_proj.bias" for x in "qkv"},
+            **{f"attention.{x}_norm.weight": f"self_attn.{x}_norm.weight" for x in "qk"},
+            **_mlp("mlp", "mlp"),
+        }
+    ),
+}
+
+_FUSED = _block(
+    {
+        **{
+            f"attention.w{x}.weight": There("self_attn.qkv_proj.weight", joined=True) for x in "qkv"
+        },
+        **{
+            f"mlp.{x}.weight": There("mlp.gate_up_proj.weight", joined=True) for x in ("gate", "up")
+        },
+    }
+)
+
+_MIXTRAL_EXPERTS = _block(
+    {
+        "mlp.router.weight": "block_sparse_moe.gate.weight",
+        "mlp.experts.gate": "block_sparse_moe.experts.{e}.w1.weight",
+        "mlp.experts.down": "block_sparse_moe.experts.{e}.w2.weight",
+        "mlp.experts.up": "block_sparse_moe.experts.{e}.w3.weight",
+    }
+)
+
+_KV = "self_attn.kv_a_proj_with_mqa.weight"
+
+
+# ------------------------------------------------------------------------------------------ config
+
+_KEYS = {
+    "vocab_size": "vocab_size",
+    "hidden_size": "width",
+    "num_hidden_layers": "layers",
+    "num_attention_heads": "heads",
+    "num_key_value_heads": "kv_heads",
+    "head_dim": "head_dim",
+    "intermediate_size": "mlp_width",
+    "rms_norm_eps": "norm_eps",
+    "tie_word_embeddings": "tied",
+}
+_DEFAULTS = {
+    "num_key_value_heads": None,
+    "head_dim": None,
+    "rms_norm_eps": 1e-6,
+    "tie_word_embeddings": False,
+    "rope_theta": 10_000.0,
+}
+_WINDOWS = {"use_sliding_window": False, "sliding_window": 4096, "max_window_layers": 28}
+_SILU = {"hidden_act": ("silu",)}
+_NO_BIAS = {**_SILU, "attention_bias": (False,)}
+
+
+def _llama() -> Family:
+    return Family(
+        model_type="llama",
+        architecture="LlamaForCausalLM",
+        keys=_KEYS,
+        defaults=_DEFAULTS,
+        only={**_NO_BIAS, "mlp_bias": (False,)},
+        names=lambda _: _NAMES,
+    )
+
+
+def _mistral() -> Family:
+    return Family(
+        model_type="mistral",
+        architecture="MistralForCausalLM",
+        keys=_KEYS,
+        defaults={**_DEFAULTS, "num_key_value_heads": 8, "sliding_window": 4096},
+        only=_SILU,
+        names=lambda _: _NAMES,
+    )
+
+
+def _qwen2() -> Family:
+    return Family(
+        model_type="qwen2",
+        architecture="Qwen2ForCausalLM",
+        keys=_KEYS,
+        defaults=_DEFAULTS | _WINDOWS,
+        fixed={"qkv_bias": True},
+        only=_SILU,
+        names=lambda _: _NAMES,
+    )
+
+
+def _qwen3() -> Family:
+    return Family(
+        model_type="qwen3",
+        architecture="Qwen3ForCausalLM",
+        keys=_KEYS,
+        defaults={**_DEFAULTS, **_WINDOWS, "head_dim": 128},
+        fixed={"qk_norm": True},
+        only=_NO_BIAS,
+        names=lambda _: _NAMES,
+    )
+
+
+def _phi3() -> Family:
+    return Family(
+        model_type="phi3",
+        architecture="Phi3ForCausalLM",
+        keys=_KEYS,
+        defaults={**_DEFAULTS, "rms_norm_eps": 1e-5},
+        only=_NO_BIAS,
+        ignored=frozenset({"resid_pdrop", "embd_pdrop", "original_max_position_embeddings"}),
+        ropes=("default",),  # "yarn" would be computed as "longrope"
+        names=lambda _: _NAMES | _FUSED,
+    )
+
+
+def _mixtral() -> Family:
+    return Family(
+        model_type="mixtral",
+        architecture="MixtralForCausalLM",
+        keys={
+            **_KEYS,
+            "intermediate_size": ("mlp_width", "experts.width"),
+            "num_local_experts": "experts.count",
+            "num_experts_per_tok": "experts.chosen",
+        },
+        aliases={"num_experts": "num_local_experts"},
+        defaults={
+            **_DEFAULTS,
+            "num_key_value_heads": 8,
+            "rms_norm_eps": 1e-5,
+            "rope_theta": 1_000_000.0,
+            "num_local_experts": 8,
+            "num_experts_per_tok": 2,
+        },
+        only=_SILU,
+        ignored=frozenset({"router_jitter_noise"}),
+        names=lambda _: _NAMES | _MIXTRAL_EXPERTS,
+    )
+
+
+def _first_layers(value: Any, _: Mapping[str, Any]) -> int:
+    """Return how many layers at the beginning are without experts."""
+    layers: list[int] = [] if value is None else value
+    if layers != [*range(len(layers))]:
+        raise ValueError("layers without experts must be the first ones, 0, 1, and so on")
+    return len(layers)
+
+
+def _qwen3_moe() -> Family:
+    return Family(
+        model_type="qwen3_moe",
+        architecture="Qwen3MoeForCausalLM",
+        keys={
+            **_KEYS,
+            "num_experts": "experts.count",
+            "num_experts_per_tok": "experts.chosen",
+            "moe_intermediate_size": "experts.width",
+            "norm_topk_prob": "experts.renormalise",
+            "decoder_sparse_step": "experts.every",
+            "mlp_only_layers": Key(
+                "experts.first", _first_layers, lambda first, _: [*range(first)]
+            ),
+        },
+        aliases={"num_local_experts": "num_experts"},
+        defaults={
+            **_DEFAULTS,
+            "num_key_value_heads": 4,
+            "norm_topk_prob": False,
+            "decoder_sparse_step": 1,
+            "mlp_only_layers": None,
+            "use_sliding_window": False,
+            "sliding_window": 4096,
+        },
+        fixed={"qk_norm": True},
+        only=_NO_BIAS,
+        names=lambda _: _NAMES | _block(_EXPERTS),
+    )
+
+
+def _shared_experts(value: Any, config: Mapping[str, Any]) -> int:
+    """Return how wide so many shared experts are together."""
+    return (value or 0) * config["moe_intermediate_size"]
+
+
+def _count_shared(shared: int, config: DecoderConfig) -> int:
+    assert config.experts is not None
+    count, rest = divmod(shared, config.experts.width)
+    if rest:
+        width = config.experts.width
+        raise ValueError(f"the shared expert's {shared} columns are no multiple of {width}")
+    return count
+
+
+def _deepseek_names(config: DecoderConfig) -> dict[str, There]:
+    assert config.latents is not None
+    queries = "q_proj" if config.latents.query_rank is None else "q_b_proj"
+    return _NAMES | _block(
+        {
+            **_EXPERTS,
+            "mlp.router.bias": "mlp.gate.e_score_correction_bias",
+            **_mlp("mlp.shared", "mlp.shared_experts"),
+            "attention.q_latent.weight": "self_attn.q_a_proj.weight",
+            "attention.q_latent_norm.weight": "self_attn.q_a_layernorm.weight",
+            "attention.wq.weight": There(f"self_attn.{queries}.weight", pairs="head_size"),
+            "attention.kv_latent.weight": There(_KV, joined=True),
+            "attention.k_rotary.weight": There(_KV, joined=True, pairs="rotary_size"),
+            "attention.kv_latent_norm.weight": "self_attn.kv_a_layernorm.weight",
+            "attention.wkv.weight": "self_attn.kv_b_proj.weight",
+        }
+    )
+
+
+def _deepseek_v3() -> Family:
+    return Family(
+        model_type="deepseek_v3",
+        architecture="DeepseekV3ForCausalLM",
+        keys={
+            **{key: field for key, field in _KEYS.items() if key != "head_dim"},
+            "q_lora_rank": "latents.query_rank",
+            "kv_lora_rank": "latents.kv_rank",
+            "qk_nope_head_dim": "latents.plain",
+            "qk_rope_head_dim": "latents.rotary",
+            "v_head_dim": "latents.values",
+            "n_routed_experts": "experts.count",
+            "num_experts_per_tok": "experts.chosen",
+            "moe_intermediate_size": "experts.width",
+            "n_shared_experts": Key("experts.shared", _shared_experts, _count_shared),
+            "first_k_dense_replace": "experts.first",
+            "norm_topk_prob": "experts.renormalise",
+            "n_group": "experts.groups",
+            "topk_group": "experts.groups_chosen",
+            "routed_scaling_factor": "experts.scale",
+        },
+        aliases={
+            "num_local_experts": "n_routed_experts",
+            "num_mtp_layers": "num_nextn_predict_layers",
+        },
+        defaults={**_DEFAULTS, "norm_topk_prob": True, "q_lora_rank": None},
+        fixed={"experts.scores": "sigmoid", "experts.biased": True},
+        only={
+            **_NO_BIAS,
+            "rms_norm_eps": (1e-6,),  # the norms of its latents have this whatever it says
+            "rope_interleave": (True,),
+            "moe_layer_freq": (1,),
+            "scoring_func": ("sigmoid",),
+            "topk_method": ("noaux_tc",),
+            "num_nextn_predict_layers": (0, 1),  # what predicts a second token is left aside
+        },
+        ignored=frozenset({"ep_size", "aux_loss_alpha", "seq_aux", "head_dim", "qk_head_dim"}),
+        names=_deepseek_names,
+        aside=("model.layers.{layers}.*",),
+    )
+
+
+def families() -> tuple[Family, ...]:
+    """Return every family; of those that compute the same, the first is what is written.
+
+    Examples:
+        >>> [family.model_type for family in families()][:3]
+        ['llama', 'mistral', 'qwen2']
+    """
+    return (
+        _llama(),
+        _mistral(),
+        _qwen2(),
+        _qwen3(),
+        _phi3(),
+        _mixtral(),
+        _qwen3_moe(),
+        _deepseek_v3(),
+    )

@@ -1,0 +1,421 @@
+"""A Hugging Face folder: looked over as a whole before anything of it is read, then box by box.
+
+Nothing outside of the folder is read, nothing in it is run, and no memory is taken by the word of a
+file that could not hold what it says.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from fnmatch import fnmatchcase
+from pathlib import Path
+from typing import Any
+
+import attrs
+import torch
+from torch import Tensor, nn
+
+from trainkit.checkpoint.boxes import shortened
+from trainkit.checkpoint.plain import read_bounded, refusal
+from trainkit.checkpoint.reading import reader
+from trainkit.checkpoint.sources import INDEX
+from trainkit.checkpoint.stored import Stored, safetensors_file, sane_table
+from trainkit.checkpoint.tensors import model_tensors
+from trainkit.collectives import together
+from trainkit.convert.foreign import safetensors_folder
+from trainkit.hub.configs import family_named, read_config
+from trainkit.hub.families import Family
+from trainkit.hub.links import Link, There, check_links, linked, make_links, their_shapes
+from trainkit.models.config import DecoderConfig, parameter_shapes
+from trainkit.parallel.materialize import listed
+from trainkit.parallel.naming import COPY_SUFFIX, box_of
+from trainkit.types import SOLO, Axis, CheckpointError, ConfigError, Weights
+
+CONFIG = "config.json"
+_CONFIG_BYTES = 4 * 1024 * 1024
+_FLOATS = ("float64", "float32", "float16", "bfloat16")
+_ROWS = 4096
+
+
+@attrs.frozen(eq=False)
+class Folder:
+    """What a Hugging Face folder says of itself in its `config.json`.
+
+    Attributes:
+        path: The folder.
+        family: The family that it is of.
+        config: The decoder that it describes.
+        values: All of its `config.json`.
+    """
+
+    path: Path
+    family: Family
+    config: DecoderConfig
+    values: Mapping[str, Any]
+
+    @property
+    def context(self) -> int:
+        """The most tokens that a row is meant to have."""
+        return int(self.values["max_position_embeddings"])
+
+
+def is_folder(path: Path | str) -> bool:
+    """Say whether a path is a folder with a `config.json`, as no run of ours has.
+
+    Examples:
+        >>> is_folder("/does/not/exist")
+        False
+    """
+    return (Path(path) / CONFIG).is_file()
+
+
+def open_folder(path: Path | str) -> Folder:
+    """Read the `config.json` of a Hugging Face folder; its tensors are not looked at.
+
+    Args:
+        path: The folder. The snapshots of a hub's cache hold links to files elsewhere, which are
+            not followed: download into a folder of its own.
+
+    Raises:
+        ConfigError: The folder is none of a model that trainkit computes; all that is wrong with
+            its `config.json` is named.
+        CheckpointError: `config.json` is missing, no plain file, or no good JSON; or a file of the
+            folder is a link.
+
+    Examples:
+        >>> open_folder("/does/not/exist")
+        Traceback (most recent call last):
+        ...
+        trainkit.types.CheckpointError: checkpoint: /does/not/exist/config.json cannot be read: ...
+    """
+    file = Path(path) / CONFIG
+    links = [
+        each.name
+        for each in (*file.parent.glob("*.json"), *file.parent.glob("*.safetensors"))
+        if each.is_symlink()
+    ]
+    if links:
+        raise CheckpointError(
+            f"open_folder: {path}: {shortened(sorted(links))} are links, which are not followed",
+            where=path,
+            got=links,
+            hint="a hub's cache is made of links: download with --local-dir, or copy with cp -rL",
+        )
+    values = sane_table(read_bounded(file, _CONFIG_BYTES, shared=True), file)
+    config = read_config(values, where=str(file))
+    if type(values.get("max_position_embeddings", 2048)) is not int:
+        raise ConfigError(f"{file}: max_position_embeddings is no number", where=str(file))
+    values.setdefault("max_position_embeddings", 2048)
+    family = family_named(values["model_type"], where=str(file))
+    return Folder(Path(path), family, config, values)
+
+
+def init_config(path: Path | str, *, vocab_size: int, experts: bool = False) -> DecoderConfig:
+    """Return the decoder of a Hugging Face folder that a run is to begin with.
+
+    Args:
+        path: The folder.
+        vocab_size: The ids of the run's tokenizer: each must have a row of the embedding.
+        experts: Whether the recipe trains experts.
+
+    Raises:
+        ConfigError: The embedding is too small, there are experts and the recipe trains none, or as
+            `open_folder`.
+        CheckpointError: As `open_folder`.
+
+    Examples:
+        >>> init_config("/does/not/exist", vocab_size=259)
+        Traceback (most recent call last):
+        ...
+        trainkit.types.CheckpointError: checkpoint: /does/not/exist/config.json cannot be read: ...
+    """
+    config = open_folder(path).config
+    if vocab_size > config.vocab_size:
+        raise ConfigError(
+            f"--init: the tokenizer has {vocab_size} ids, and the embedding of {path} has "
+            f"{config.vocab_size} rows",
+            where="tokenizer",
+            got=vocab_size,
+            want=config.vocab_size,
+            hint="take the folder's own, or with --tokenizer another whose ids it has",
+        )
+    if config.experts is not None and not experts:
+        raise ConfigError(
+            f"--init: {path} has experts, and this recipe trains decoders without",
+            where="init",
+            got=config.experts.count,
+            hint="docs/howto/train-experts.md has the lines that experts need",
+        )
+    return config
+
+
+def our_shapes(config: DecoderConfig) -> dict[str, tuple[int, ...]]:
+    """Return the shapes of all tensors that a folder has of a decoder: the routers' biases too.
+
+    Examples:
+        >>> config = DecoderConfig(
+        ...     vocab_size=64, width=16, layers=1, heads=2, kv_heads=2, mlp_width=32
+        ... )
+        >>> our_shapes(config) == parameter_shapes(config)
+        True
+    """
+    shapes, experts = parameter_shapes(config), config.experts
+    if experts is not None and experts.biased:
+        shapes |= {f"layers.{i}.mlp.router.bias": (experts.count,) for i in config.expert_layers}
+    return shapes
+
+
+def links_of(family: Family, config: DecoderConfig) -> list[Link]:
+    """Return which elements of a decoder's tensors are which in a folder of a family.
+
+    Raises:
+        ConfigError: The family has no name for a tensor, or its links are no map both ways.
+
+    Examples:
+        >>> config = DecoderConfig(
+        ...     vocab_size=64, width=16, layers=1, heads=2, kv_heads=2, mlp_width=32
+        ... )
+        >>> links = links_of(family_named("phi3"), config)
+        >>> their_shapes(links)["model.layers.0.mlp.gate_up_proj.weight"]
+        (64, 16)
+    """
+    table: dict[str, There] = {}
+    shapes = our_shapes(config)
+    for name, there in family.names(config).items():
+        layers = range(config.layers) if "{i}" in name else range(1)
+        for i in layers:
+            theirs = there.name.replace("{i}", str(i))
+            table[name.replace("{i}", str(i))] = attrs.evolve(there, name=theirs)
+    heads = {name: getattr(config, name) for name in ("head_size", "rotary_size")}
+    links = make_links(table, shapes, heads=heads, rotary=config.rotary_size)
+    check_links(links, shapes)
+    return links
+
+
+# ----------------------------------------------------------------------------------------- weights
+
+
+def folder_weights(
+    folder: Folder,
+    *,
+    allow_missing: Sequence[str] = (),
+    allow_extra: Sequence[str] = (),
+    missing: Weights | None = None,
+    dtype: torch.dtype | None = None,
+    axis: Axis = SOLO,
+) -> Weights:
+    """Return the weights of a Hugging Face folder as a function of our names and boxes.
+
+    `build_stages(..., weights=folder_weights(open_folder(path), axis=ps.world))` fills every rank's
+    part of a decoder from it, in any layout; a rank reads what it holds and no more. The folder
+    must be whole, of the shapes that its `config.json` says, in floating point.
+
+    Args:
+        folder: The folder.
+        allow_missing: Patterns of their names that the folder may lack, in which `*` stands for any
+            letters; what is made of them comes from `missing`.
+        allow_extra: Patterns of their names that are left aside.
+        missing: Gives the tensors of ours of which something is missing, `init_weights` say.
+        dtype: Of the values; None leaves them as they are in the files, and what they are copied to
+            has them in its own.
+        axis: The ranks that call this together: if one cannot read it, all are told.
+
+    Returns:
+        A `Weights` function, which does not communicate.
+
+    Raises:
+        CheckpointError: A file is not a good one, or the folder's tensors are not those of the
+            model: all that are missing, left over, of another shape or no floating point are named.
+
+    Effects:
+        Reads the headers of the files; communicates on `axis`.
+
+    Examples:
+        >>> import json, tempfile
+        >>> from safetensors.torch import save_file
+        >>> from trainkit.hub.configs import family_of, write_config
+        >>> config = DecoderConfig(
+        ...     vocab_size=8, width=4, layers=1, heads=1, kv_heads=1, mlp_width=4
+        ... )
+        >>> shapes = their_shapes(links_of(family_of(config), config))
+        >>> with tempfile.TemporaryDirectory() as home:
+        ...     said = json.dumps(write_config(config, context=64))
+        ...     _ = (Path(home) / "config.json").write_text(said)
+        ...     ones = {name: torch.ones(shape) for name, shape in shapes.items()}
+        ...     save_file(ones, f"{home}/model.safetensors")
+        ...     folder_weights(open_folder(home))("norm.weight", (2,), (1,))
+        tensor([1., 1.])
+    """
+    read, lacking = _looked_over(folder, allow_missing, allow_extra, axis)
+    if lacking and missing is None:
+        raise ConfigError(
+            f"folder_weights: {folder.path} lacks what {shortened(sorted(lacking))} are made of; "
+            "give missing=, init_weights for instance",
+            where="missing",
+        )
+
+    def give(name: str, shape: Sequence[int], offset: Sequence[int]) -> Tensor:
+        values = (
+            missing(name, shape, offset)
+            if missing is not None and name in lacking
+            else read(name, shape, offset)
+        )
+        return values if dtype is None else values.to(dtype)
+
+    return listed(give, our_shapes(folder.config))
+
+
+def load_weights(
+    path: Path | str,
+    stages: Sequence[nn.Module],
+    *,
+    allow_missing: Sequence[str] = (),
+    allow_extra: Sequence[str] = (),
+    axis: Axis = SOLO,
+) -> None:
+    """Read a Hugging Face folder into stages that are there, as `checkpoint.load_weights` does.
+
+    Args:
+        path: The folder.
+        stages: This rank's stages of the decoder that it describes.
+        allow_missing: Patterns of their names that the folder may lack; they keep their values.
+        allow_extra: Patterns of their names that are left aside.
+        axis: The ranks that call this together, `ps.world`.
+
+    Raises:
+        ConfigError: As `open_folder`.
+        CheckpointError: As `folder_weights`; or the stages are of another decoder.
+
+    Effects:
+        Writes the parameters of `stages` and the biases of their routers, after all of the folder
+        has been looked over; communicates on `axis`.
+
+    Examples:
+        >>> load_weights("/does/not/exist", [])
+        Traceback (most recent call last):
+        ...
+        trainkit.types.CheckpointError: checkpoint: /does/not/exist/config.json cannot be read: ...
+    """
+    folder = open_folder(path)
+    read, lacking = _looked_over(folder, allow_missing, allow_extra, axis)
+    shapes, found = our_shapes(folder.config), list[tuple[str, Tensor]]()
+    problems = []
+    for name, tensor in model_tensors(stages).items():
+        own = name.removeprefix("model/").removesuffix(COPY_SUFFIX)
+        if own.endswith(".router.load"):  # what a step has counted: no folder says it
+            continue
+        found.append((own, tensor))
+        if tuple(tensor.shape) != shapes.get(own):
+            problems.append(f"{own} of shape {tuple(tensor.shape)}, which is {shapes.get(own)}")
+    if problems:
+        raise CheckpointError(
+            f"load_weights: {path} is of another decoder than the stages, which have "
+            f"{shortened(problems)}",
+            where=path,
+            got=problems,
+        )
+    for own, tensor in found:
+        box = box_of(tensor)
+        if box.local.numel() and own not in lacking:
+            box.local.copy_(read(own, tuple(box.local.shape), box.offset))
+
+
+def _looked_over(
+    folder: Folder, allow_missing: Sequence[str], allow_extra: Sequence[str], axis: Axis
+) -> tuple[Weights, set[str]]:
+    """Return what reads the tensors of ours, and the names of those that are not all there."""
+    links, ours = links_of(folder.family, folder.config), our_shapes(folder.config)
+    found: dict[str, Stored] = {}
+
+    def look_over() -> None:
+        found.update(_tensors(folder, links, allow_missing=allow_missing, allow_extra=allow_extra))
+
+    together(look_over, axis)
+    lacking = {link.ours.name for link in links if link.theirs.name not in found}
+    return linked(reader(found), links, ours), lacking
+
+
+def _tensors(
+    folder: Folder,
+    links: Sequence[Link],
+    *,
+    allow_missing: Sequence[str],
+    allow_extra: Sequence[str],
+) -> dict[str, Stored]:
+    """Describe the tensors of a folder that are those of its model; refuse what does not fit."""
+    found, wanted = _described(folder.path), their_shapes(links)
+    problems = [
+        f"{name} of shape {list(shape)} is missing"
+        for name, shape in wanted.items()
+        if name not in found and not _matches(name, allow_missing)
+    ]
+    problems += [
+        f"{name} has the shape {list(found[name].shape)}, not {list(shape)}"
+        for name, shape in wanted.items()
+        if name in found and found[name].shape != shape
+    ]
+    problems += [
+        f"{name} is of {found[name].dtype}, no floating point"
+        for name in wanted
+        if name in found and found[name].dtype not in _FLOATS
+    ]
+    said = folder.values.get("dtype") or folder.values.get("torch_dtype")
+    problems += [  # as many bytes, and other numbers
+        f"{name} is of {found[name].dtype}, and {CONFIG} says {said}"
+        for name in wanted
+        if name in found and {str(said), found[name].dtype} == {"float16", "bfloat16"}
+    ]
+    aside = [pattern.format(layers=folder.config.layers) for pattern in folder.family.aside]
+    tied = folder.config.tied and "lm_head.weight" in found
+    extra = [name for name in found if name not in wanted and not _matches(name, aside)]
+    if tied and not problems and _differ(found, "lm_head.weight", "model.embed_tokens.weight"):
+        problems.append("lm_head.weight is not the embedding, and tie_word_embeddings says so")
+    problems += [
+        f"{name} has no place in the model"
+        for name in extra
+        if not (tied and name == "lm_head.weight") and not _matches(name, allow_extra)
+    ]
+    if problems:
+        raise CheckpointError(
+            f"folder_weights: {folder.path} is no {folder.family.model_type} of its {CONFIG}: "
+            f"{shortened(problems)}",
+            where=folder.path,
+            got=problems,
+            hint="allow_missing= and allow_extra= take patterns of names that may be so",
+        )
+    return {name: found[name] for name in wanted if name in found}
+
+
+def _matches(name: str, patterns: Sequence[str]) -> bool:
+    return any(fnmatchcase(name, pattern) for pattern in patterns)
+
+
+def _differ(found: Mapping[str, Stored], a: str, b: str) -> bool:
+    """Say whether two tensors of a folder differ, looking at some rows of both at a time."""
+    if found[a].shape != found[b].shape:
+        return True
+    read, (rows, width) = reader(found), found[a].shape
+    for first in range(0, rows, _ROWS):
+        part = (min(_ROWS, rows - first), width), (first, 0)
+        if not torch.equal(read(a, *part), read(b, *part)):
+            return True
+    return False
+
+
+def _described(path: Path) -> dict[str, Stored]:
+    """Describe the tensors of a folder by the headers of its files."""
+    whole = path / "model.safetensors"
+    if (path / INDEX).exists():
+        if whole.exists():
+            raise refusal(path, f"holds both {whole.name} and {INDEX}; which is it?")
+        return safetensors_folder(path)
+    if whole.exists():
+        return safetensors_file(whole)
+    pickled = sorted(file.name for file in path.glob("pytorch_model*.bin"))
+    if pickled:
+        raise refusal(
+            path,
+            f"holds {pickled[0]}, a pickle, which is not read; `python -m trainkit checkpoint "
+            "convert` makes safetensors of it",
+        )
+    raise refusal(path, f"holds neither model.safetensors nor {INDEX}")
