@@ -15,7 +15,7 @@ from trainkit.models import Decoder, call_model, call_routed
 from trainkit.models.decoder import whole_logits
 from trainkit.models.sizes import decoder_sizes
 from trainkit.parallel import build_stages
-from trainkit.testing.builtin import padded_batch
+from trainkit.testing.builtin import decoder_batch
 from trainkit.types import ConfigError
 
 transformers = pytest.importorskip("transformers")
@@ -59,7 +59,7 @@ def test_logits_and_gradients_are_those_of_transformers(row, tmp_path):
     assert (tmp_path / "a" / "model.safetensors").exists() != sharded
     ours = read(tmp_path / "a")
     for packed in (True, False):
-        batch = padded_batch(0)
+        batch = decoder_batch(0)
         if not packed:
             batch = batch_of_rows(batch.input_ids)
         is_token = batch.document_ids >= 0

@@ -355,7 +355,7 @@ def test_with_a_tape_a_recomputed_router_repeats_its_choices_and_without_it_does
 
 def test_choices_that_come_with_a_batch_are_taken_instead_of_the_routers():
     model, batch = build_decoder(CONFIG, seed=0), decoder_batch(0)
-    given = torch.arange(4).repeat(256).view(512, 2)
+    given = torch.arange(4).repeat(128).view(256, 2)
     tape = Tape({"layers.1.mlp": given, "layers.2.mlp": given + 4})
     out = through(model, batch, tape)
     seen = torch.bincount(given[(batch.document_ids >= 0).flatten()].flatten()).tolist()
@@ -365,11 +365,11 @@ def test_choices_that_come_with_a_batch_are_taken_instead_of_the_routers():
 @pytest.mark.parametrize(
     ("choices", "message"),
     [
-        ({"layers.1.mlp": (512, 2)}, "has the choices of layers.1.mlp; the model's .*layers.2.mlp"),
-        ({"layers.1.mlp": (512, 2), "layers.7.mlp": (512, 2)}, r"layers\.7\.mlp; the model's"),
-        ({"layers.1.mlp": (512, 3), "layers.2.mlp": (512, 2)}, r"layers.1.mlp: .* \[512, 2\], of"),
-        ({"layers.1.mlp": (99, 2), "layers.2.mlp": (512, 2)}, r"layers.1.mlp: .* \[99, 2\]"),
-        ({"layers.1.mlp": (512, 2), "layers.2.mlp": (512, 2)}, r"layers.1.mlp: .* from 0 to 0"),
+        ({"layers.1.mlp": (256, 2)}, "has the choices of layers.1.mlp; the model's .*layers.2.mlp"),
+        ({"layers.1.mlp": (256, 2), "layers.7.mlp": (256, 2)}, r"layers\.7\.mlp; the model's"),
+        ({"layers.1.mlp": (256, 3), "layers.2.mlp": (256, 2)}, r"layers.1.mlp: .* \[256, 2\], of"),
+        ({"layers.1.mlp": (99, 2), "layers.2.mlp": (256, 2)}, r"layers.1.mlp: .* \[99, 2\]"),
+        ({"layers.1.mlp": (256, 2), "layers.2.mlp": (256, 2)}, r"layers.1.mlp: .* from 0 to 0"),
     ],
 )
 def test_a_tape_of_another_model_is_refused(choices, message):
