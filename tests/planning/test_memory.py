@@ -3,12 +3,14 @@
 On one process they are within 5 %, so that a wrong coefficient cannot hide.
 """
 
+import os
 from functools import partial
 
 import attrs
 import measured_step
 import pytest
 import torch
+from every_pair import ONLY_ALL, WITH_ALL
 from measured_step import Measured, StorageCount, local_bytes, measure, measure_all, step_of
 
 import trainkit as tk
@@ -114,7 +116,27 @@ SOLO = {
 }
 
 
-@pytest.mark.parametrize("name", SOLO)
+BESIDE = {  # what others of these show as well, each in two
+    "full",
+    "wide and shallow",
+    "selective, normed heads",
+    "experts",
+    "fine experts",
+    "fine experts, full",
+    "wide experts",
+    "wide experts, selective",
+    "wide experts, bf16",
+    "a shared expert in every second layer, selective",
+    "latents, full",
+    "latents, wide values",
+    "latents, four documents in a row",
+    "latents, heads wider than the MLP",
+}
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(x, marks=ONLY_ALL if x in BESIDE else ()) for x in SOLO]
+)
 def test_the_peak_of_one_process_is_the_measured_one(name):
     found, planned = measure(SOLO[name]), memory_of(SOLO[name], Layout(), fused_norms=False)
     assert planned.peak == pytest.approx(found.peak, rel=0.05)
@@ -133,64 +155,68 @@ def test_a_copy_that_a_norm_keeps_is_seen():
 
 # -------------------------------------------------------------------------------- two ranks
 
+SHARED = routed(shared=32, first=1, layers=3)
 RANKS = [
     (Layout(dp_shard=2, reduce="each"), job(rows=4, recompute="full")),
     (Layout(dp_shard=2), job(rows=4, dtype="bf16", recompute="selective")),
     (Layout(dp_replicate=2), job(rows=2)),
-    (Layout(tp=2), job(row_length=128)),
     (Layout(tp=2), job(recompute="full", row_length=128)),
     (Layout(tp=2), job(config(vocab_size=2_000), row_length=128, loss="plain")),
     (Layout(ring=2), job(row_length=128)),
     (Layout(ulysses=2), job(recompute="selective", row_length=128)),
     (Layout(pp=2), job(config(layers=4), rows=4)),
-    (Layout(pp=2, schedule="gpipe"), job(config(layers=4), rows=4, recompute="full")),
-]
-SHARED = routed(shared=32, first=1, layers=3)
-EXPERTS = [
-    (Layout(dp_shard=2), job(routed(3, layers=3), row_length=128, rows=4, recompute="full")),
     (
         Layout(dp_shard=2, ep=2, reduce="each"),
         job(routed(layers=3), row_length=128, rows=4, recompute="selective"),
     ),
     (Layout(dp_shard=2, ep=2), job(routed(layers=3), row_length=128, rows=4, dtype="bf16")),
     (Layout(ring=2, ep=2), job(SHARED, row_length=128, recompute="full")),
-    (Layout(tp=2), job(SHARED, row_length=128, rows=4)),
+    (Layout(tp=2), job(latent(experts=SHARED.experts), row_length=128, recompute="selective")),
+    (Layout(ulysses=2), job(latent(), row_length=256, recompute="selective")),
 ]
-RANKS += EXPERTS
-RANKS += [
+RANKS_BESIDE = [
+    (Layout(tp=2), job(row_length=128)),
+    (Layout(pp=2, schedule="gpipe"), job(config(layers=4), rows=4, recompute="full")),
+    (Layout(dp_shard=2), job(routed(3, layers=3), row_length=128, rows=4, recompute="full")),
+    (Layout(tp=2), job(SHARED, row_length=128, rows=4)),
     (Layout(dp_shard=2), job(latent(), rows=4)),
     (Layout(tp=2), job(latent(), row_length=128)),
     (Layout(tp=2), job(latent({"query_rank": None}), row_length=128, recompute="full")),
-    (Layout(tp=2), job(latent(experts=SHARED.experts), row_length=128, recompute="selective")),
     (Layout(ring=2), job(latent(), row_length=256)),
-    (Layout(ulysses=2), job(latent(), row_length=256, recompute="selective")),
 ]
-
-
 CHOICES = [
     (Layout(ring=2, fold_sp="none"), job(row_length=128)),
     (Layout(ulysses=2, fold_sp="ring"), job(config(vocab_size=5_000), row_length=128)),
     (Layout(dp_shard=2, cpu_offload=True), job(rows=4)),
     (Layout(dp_shard=2, cpu_offload=True, reduce="each"), job(rows=4, recompute="full")),
+    (Layout(ring=2, fold_sp="ring", cpu_offload=True), job(row_length=128, dtype="bf16")),
+]
+CHOICES_BESIDE = [
     (Layout(dp_shard=2, cpu_offload=True), job(config(layers=8), recompute="full")),
     (Layout(dp_replicate=2, cpu_offload=True), job()),
-    (Layout(ring=2, fold_sp="ring", cpu_offload=True), job(row_length=128, dtype="bf16")),
+]
+EVERY = [*RANKS, *CHOICES, *RANKS_BESIDE, *CHOICES_BESIDE]
+CASES = [
+    pytest.param(i, marks=() if i < len(RANKS + CHOICES) else ONLY_ALL) for i in range(len(EVERY))
 ]
 
 
 @pytest.fixture(scope="module")
 def measured():
     """All cases in one start of two processes."""
-    return run_ranks(measure_everything, 2, timeout=200)
+    return run_ranks(measure_everything, 2, bool(os.environ.get(WITH_ALL)), timeout=500)
 
 
-def measure_everything():
-    return [*measure_all(RANKS), *measure_all_choices(CHOICES)]
+def measure_everything(beside):
+    found = [*measure_all(RANKS), *measure_all_choices(CHOICES)]
+    if beside:
+        found += [*measure_all(RANKS_BESIDE), *measure_all_choices(CHOICES_BESIDE)]
+    return found
 
 
-@pytest.mark.parametrize("case", range(len(RANKS + CHOICES)))
+@pytest.mark.parametrize("case", CASES)
 def test_the_peak_of_two_ranks_is_the_measured_one(measured, case):
-    layout, asked = (RANKS + CHOICES)[case]
+    layout, asked = EVERY[case]
     found = max((of_rank[case] for of_rank in measured), key=lambda one: one.peak)
     planned = memory_of(asked, layout, fused_norms=False)
     assert planned.peak == pytest.approx(found.peak, rel=0.1)
@@ -201,9 +227,9 @@ def test_the_peak_of_two_ranks_is_the_measured_one(measured, case):
     assert planned.host == (on_host if layout.cpu_offload else 0)
 
 
-@pytest.mark.parametrize("case", range(len(RANKS + CHOICES)))
+@pytest.mark.parametrize("case", CASES)
 def test_what_two_ranks_send_is_what_the_ledger_counts(measured, case):
-    layout, asked = (RANKS + CHOICES)[case]
+    layout, asked = EVERY[case]
     for pp_rank in range(layout.pp):
         planned = {}
         cut = next(name for name, degree in layout.degrees.items() if degree > 1)
