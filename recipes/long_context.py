@@ -140,9 +140,8 @@ def main(argv=None):
     vocab_size = tk.models.round_up_vocabulary(tokenizer.vocab_size)
     rope = {"rope_theta": cfg.rope_theta}
     model = tk.models.decoder_config(cfg.size, vocab_size=vocab_size, **rope)
-    tk.parallel.refuse(
-        tk.parallel.problems(cfg.layout, model, cfg.batch, world=tk.mesh.world_size())
-    )
+    problems = tk.parallel.problems(cfg.layout, model, cfg.batch, world=tk.mesh.world_size())
+    tk.parallel.refuse(problems)
     told = tk.config.plain_values(cfg)
     with tk.open_run(cfg.out, layout=cfg.layout, limits=cfg.limits, config=told) as run:
         return train(cfg, run, tokenizer, model)

@@ -212,9 +212,8 @@ def main(argv=None):
     cfg = attrs.evolve(cfg, tokenizer=name, dtype=tk.parallel.choose_dtype(cfg.dtype))
     tokenizer = tk.tokenizers.open_tokenizer(name)
     model = choose_model(cfg, tokenizer)
-    tk.parallel.refuse(
-        tk.parallel.problems(cfg.layout, model, cfg.batch, world=tk.mesh.world_size())
-    )
+    problems = tk.parallel.problems(cfg.layout, model, cfg.batch, world=tk.mesh.world_size())
+    tk.parallel.refuse(problems)
     told = tk.config.plain_values(cfg)
     with tk.open_run(cfg.out, layout=cfg.layout, limits=cfg.limits, config=told) as run:
         return train(cfg, run, tokenizer, model)

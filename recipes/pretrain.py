@@ -204,9 +204,8 @@ def train(cfg, run, tokenizer, model):
     evaluate = bind_evaluation(cfg, ps, held, stages, loss)
     order = {"rows_per_step": cfg.batch.rows, "seed": cfg.seed}
     rows_at = tk.sampling.rows_of_mixture(mix.num_rows, phases, **order)
-    share = {"place": ps.place, "rows_per_microbatch": cfg.batch.microbatch}
-    pad_id = tokenizer.pad_id or 0
-    make_batch = functools.partial(tk.step_batch, mix, rows_at, pad_id=pad_id, **share)
+    how = {"place": ps.place, "rows_per_microbatch": cfg.batch.microbatch}
+    make_batch = functools.partial(tk.step_batch, mix, rows_at, pad_id=tokenizer.pad_id or 0, **how)
     facts = make_facts(cfg, model, tokenizer, opened, mix)
     facts_at = tk.sampling.facts_with_phases(facts, phases)
     changes = tk.config.changes_of(cfg)
@@ -242,9 +241,8 @@ def main(argv=None):
     cfg = attrs.evolve(cfg, tokenizer=name, dtype=tk.parallel.choose_dtype(cfg.dtype))
     tokenizer = tk.tokenizers.open_tokenizer(name)
     model = choose_model(cfg, tokenizer.vocab_size)
-    tk.parallel.refuse(
-        tk.parallel.problems(cfg.layout, model, cfg.batch, world=tk.mesh.world_size())
-    )
+    problems = tk.parallel.problems(cfg.layout, model, cfg.batch, world=tk.mesh.world_size())
+    tk.parallel.refuse(problems)
     told = tk.config.plain_values(cfg)
     with tk.open_run(cfg.out, layout=cfg.layout, limits=cfg.limits, config=told) as run:
         return train(cfg, run, tokenizer, model)
