@@ -153,6 +153,7 @@ SITES = [
 
 
 BACKWARD = Site("backward")
+KINDS = [*SITES[::3], SITES[-1], BACKWARD]  # each once; shards go through all values
 
 
 def check_nothing_moved(site, ranks, guilty, *, named="rank {}"):
@@ -172,8 +173,8 @@ def check_nothing_moved(site, ranks, guilty, *, named="rank {}"):
 def test_no_fault_of_two_ranks_poisons_a_parameter():
     cases = [
         ({}, {}, [*SITES, BACKWARD], {"guilty": 1}),
-        ({"pp": 2}, {"pp": 2}, [*SITES, BACKWARD], {"guilty": 1}),
-        ({"dp_replicate": 2}, {}, [*SITES, BACKWARD], {"guilty": 0}),
+        ({"pp": 2}, {"pp": 2}, KINDS, {"guilty": 1}),
+        ({"dp_replicate": 2}, {}, KINDS, {"guilty": 0}),
         ({}, {}, [SITES[0], SITES[6]], {"protected": False}),
     ]
     every = run_ranks(visit_all, 2, cases)
@@ -199,7 +200,7 @@ def test_no_fault_of_two_ranks_poisons_a_parameter():
 def test_no_fault_of_four_ranks_poisons_a_parameter_and_ranks_part_if_they_do_not_agree():
     degrees, rest = {"dp_replicate": 2, "tp": 2}, {"tp": 2, "vocab_size": 32}
     alone = [Site("gradient", NAN, NORM)]  # every rank computes this gradient for itself
-    sites = [*SITES[::3], BACKWARD]  # every kind; two ranks go through all values
+    sites = [*SITES[::3], BACKWARD]
     cases = [
         (degrees, rest, sites, {"guilty": 2}),
         (degrees, rest, alone, {"guilty": 2, "alone": True}),

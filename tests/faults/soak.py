@@ -123,7 +123,7 @@ def work_lost(found, *, background):
 
 def numbers(place):
     """Put NaN and infinities into every kind of number, on any rank."""
-    names = (None, "layers.0.attention.wq.weight", "layers.1.mlp.down.weight", "norm.weight")
+    names = (None, "layers.0.attention.wq.weight", "layers.0.mlp.down.weight", "norm.weight")
     values = (float("nan"), float("inf"), float("-inf"))
     sites = [("nan_loss_at", {"value": value}) for value in values]
     sites += [("nan_gradient_at", {"name": n, "value": v}) for n in names for v in values[:2]]

@@ -7,7 +7,7 @@ import trials
 
 @pytest.mark.case("Z1")
 def test_many_steps_leave_memory_files_and_threads_as_they_were(arena):
-    flags = ["--save-every", 100_000, "--schedule-steps", 10_000]
+    flags = ["--save-every", 100_000, "--schedule-steps", 10_000, "--rows", 1]
     with harness.running(arena.server, arena.out, *flags, ranks=1, steps=100_000) as job:
         early, late = harness.weights_at(job, 100, 350)
     assert late[0] - early[0] < 2**20
@@ -16,7 +16,7 @@ def test_many_steps_leave_memory_files_and_threads_as_they_were(arena):
 
 @pytest.mark.case("Z2", "K8")
 def test_many_saves_back_to_back_leave_no_more_than_one(arena):
-    flags = [*trials.saves(background=True, every=1), "--keep", 2]
+    flags = [*trials.saves(background=True, every=1), "--keep", 2, "--rows", 2]
     with harness.running(arena.server, arena.out, *flags, ranks=2, steps=100_000) as job:
         early, late = harness.weights_at(job, 15, 45)
         pending = list((arena.out / "checkpoints").glob(".staging-*"))

@@ -11,6 +11,7 @@ input ends it kills what it has started, and ends.
 
 import ast
 import contextlib
+import gc
 import inspect
 import json
 import os
@@ -98,6 +99,8 @@ def warm_up(folder):
     batch = tk.step_batch(tk.Packed(corpus, bins), rows_at, types.Cursor(), rows_per_microbatch=1)
     assert tk.batch_hash(batch.microbatches) is not None
     assert len(list(Path("/proc/self/task").iterdir())) == 1, "a process with threads must not fork"
+    gc.collect()
+    gc.freeze()  # a rank's garbage collector need not walk, and so copy, what is there for good
 
 
 def shrink_models():
@@ -107,7 +110,7 @@ def shrink_models():
     config = models.decoder_config
 
     def small(_, **overrides):
-        nano = {"layers": 2, "width": 32, "heads": 4, "kv_heads": 2, "mlp_width": 48}
+        nano = {"layers": 1, "width": 32, "heads": 4, "kv_heads": 2, "mlp_width": 48}
         return config("tiny", **nano | overrides)
 
     models.decoder_config = small

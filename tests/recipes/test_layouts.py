@@ -103,20 +103,20 @@ def long_flags(out, text, steps, layout=""):
 
 
 def test_long_context_is_the_same_over_ring_and_ulysses_and_after_a_stop(text, tmp_path):
-    code, printed = here(long_flags(tmp_path / "alone", text, 4), "long_context")
+    code, printed = here(long_flags(tmp_path / "alone", text, 3), "long_context")
     assert code == 0, printed
     assert "7 documents of" in printed
     both, other = "--ring 2 --ulysses 2", "--ring 4 --fold-sp none"
     runs = [
         long_flags(tmp_path / "run", text, 2, both),
-        long_flags(tmp_path / "run", text, 4, other),
+        long_flags(tmp_path / "run", text, 3, other),
     ]
     assert [code for code, _ in run_ranks(several, 4, runs, "long_context")[0]] == [0, 0]
     assert_equal_runs(tmp_path / "run", tmp_path / "alone", about=f"{both}, then {other}")
     losses = column(tmp_path / "run", "loss")
     assert losses[-1] < losses[0]
     rate = schedules.cosine(load("long_context").Config().optim.lr, warmup=2, total=8)
-    assert column(tmp_path / "run", "lr") == [rate(step) for step in range(4)]
+    assert column(tmp_path / "run", "lr") == [rate(step) for step in range(3)]
 
 
 def test_long_context_refuses_a_directory_without_text_and_says_when_a_run_is_complete(
