@@ -114,9 +114,9 @@ def check_tape(
         ...
         ValueError: Tape: 0: choices must be int64 [1, 2], of each token distinct ones in [0, 4)...
     """
-    has, wanted = tape.choices.keys(), {*(layers if own is None else own)}
+    has, wanted = {*tape.choices}, {*(layers if own is None else own)}
     if has and (has - {*layers} or wanted - has):
-        got, want = ", ".join(has), ", ".join(layers)
+        got, want = ", ".join(tape.choices), ", ".join(layers)
         raise ValueError(f"Tape: it has the choices of {got}; the model's expert layers are {want}")
     shape = is_token.numel(), experts.chosen
     want = f"int64 {list(shape)}, of each token distinct ones in [0, {experts.count})"
