@@ -378,6 +378,7 @@ def test_a_run_goes_on_in_another_layout_and_never_with_other_rows():
         cpu_offload=True,
         reduce="each",
         deterministic=True,
+        ep_neighbours=False,
     )
     before, after = WithRows(), WithRows(layout=moved, batch=RowOptions(microbatch=1))
     changed = {name for name, x in plain_values(before).items() if plain_values(after)[name] != x}

@@ -83,6 +83,12 @@ def test_experts_are_a_factor_of_what_parameters_are_sharded_over():
     assert found["expert_fsdp"] == (1, 2, (0, 2))
 
 
+def test_experts_may_be_strided_over_ranks():
+    found = run_ranks(functools.partial(members, {"ep": 2, "ep_neighbours": False}), 4)[2]
+    assert found["ep"] == (1, 2, (0, 2))
+    assert found["expert_fsdp"] == (0, 2, (2, 3))
+
+
 def meshes_of_experts(degrees):
     """Return the sizes of both meshes by name, and the ranks of this rank's slices."""
     with tk.parallel_session(**degrees) as ps:
@@ -99,6 +105,15 @@ def test_experts_live_on_slices_of_one_mesh_that_has_ep_in_place_of_fsdp():
     assert mesh == {"dp_replicate": 2, "fsdp": 2, "tp": 2}
     assert experts == {"dp_replicate": 2, "expert_fsdp": 1, "ep": 2, "tp": 2}
     assert slices == {"expert_fsdp": [5], "ep": [5, 7], "tp": [4, 5]}
+
+
+def test_strided_experts_have_the_same_mesh_over_other_ranks():
+    degrees = {"dp_shard": 4, "tp": 2, "ep": 2, "ep_neighbours": False}
+    (mesh, experts), slices = run_ranks(functools.partial(meshes_of_experts, degrees), 8)[5]
+    assert mesh == {"fsdp": 4, "tp": 2}
+    assert experts == {"expert_fsdp": 2, "ep": 2, "tp": 2}
+    assert [*experts] == ["expert_fsdp", "ep", "tp"]  # as FSDP2 wants it
+    assert slices == {"expert_fsdp": [5, 7], "ep": [1, 5], "tp": [4, 5]}
 
 
 @given(st.permutations([1, 1, 1, 2, 3, 2]), st.sampled_from(["all", "ring", "ulysses", "none"]))

@@ -55,6 +55,11 @@ PRIVATE = [
     Private(
         "torch.ops.aten._flash_attention_backward", "attention/blocks.py", "its backward, as above"
     ),
+    Private(
+        "torch._assert_async",
+        "models/experts.py",
+        "an assertion on the device, without a host sync; the public ones read a value",
+    ),
     Private("torch._foreach_norm", "grads.py", "norms of all gradients in one launch"),
     Private("torch._foreach_mul_", "grads.py", "clips all gradients in one launch"),
     Private("torch._foreach_copy_", "checkpoint/snapshot.py", "copies all boxes in one call"),

@@ -262,6 +262,10 @@ class Layout:
     ep: int = _degree()
     """Ranks that split the experts; they are among those that shard parameters."""
 
+    ep_neighbours: bool = True
+    """Ranks of ep are adjacent, for tokens travel at each layer and are fastest inside a node; off,
+    those of expert_fsdp are: for experts that weigh more than the tokens sent to them."""
+
     fold_sp: FoldSP = attrs.field(default="all", validator=one_of("all", "ring", "ulysses", "none"))
     """Which of ring and ulysses also split parameters; gradients are summed over the rest."""
 
@@ -283,7 +287,8 @@ class Layout:
     def __str__(self) -> str:
         big = [f"{name} {degree}" for name, degree in self.degrees.items() if degree > 1]
         fold = f", fold {self.fold_sp}" if self.count("sp_unfolded") > 1 else ""
-        return (" x ".join(big) or "solo") + fold
+        strided = "" if self.ep_neighbours else ", ep strided"
+        return (" x ".join(big) or "solo") + fold + strided
 
     @property
     def degrees(self) -> dict[str, int]:
@@ -299,6 +304,12 @@ class Layout:
     def count(self, axis: str) -> int:
         """Return the number of ranks on an axis, where a dp_shard of -1 counts 1; see `over`."""
         return math.prod(max(1, getattr(self, name)) for name in self.axes[axis])
+
+    @property
+    def expert_axes(self) -> dict[str, int]:
+        """The axes that experts make of fsdp, and their ranks: neighbours are on the last one."""
+        sizes = {"expert_fsdp": max(1, self.count("fsdp") // self.ep), "ep": self.ep}
+        return sizes if self.ep_neighbours else dict(reversed(sizes.items()))
 
     @property
     def world(self) -> int:

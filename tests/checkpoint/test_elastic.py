@@ -20,8 +20,8 @@ from trainkit.types import Cursor
 STEPS = 4
 SAVED = 2  # the step that is saved
 UNEVEN_ON = 4  # ranks that write what divides among no number of them
-EXPERT_DEGREES = {1: [1], 2: [1, 2], 3: [3], 4: [2, 1, 4], 8: [2, 4]}  # of ep, by ranks
-EXPERTS_WRITTEN_ON = (4, 2)  # ranks, ep
+EXPERT_DEGREES = {1: [1], 2: [1, 2], 3: [3], 4: [-2, 2, 1, 4], 8: [2, 4, -4]}  # of ep, by ranks
+EXPERTS_WRITTEN_ON = (4, -2)  # ranks, ep; -2 are 2 that are no neighbours
 OPTIONS = {"rows": 8, "multiple_of": 8, "vocab_size": 36}
 LAYOUTS = {
     "1": Layout(1, **OPTIONS),
@@ -114,7 +114,7 @@ def visit(names, pairs, folder):
             found["uneven", ps.world.count] = load(uneven, folder / "uneven", ps)
         world = ps.world.count
     for ep in EXPERT_DEGREES[world]:
-        with tk.parallel_session(ep=ep) as ps:
+        with tk.parallel_session(ep=abs(ep), ep_neighbours=ep > 0) as ps:
             if (world, ep) == EXPERTS_WRITTEN_ON:
                 written["experts"] = save(experts, folder / "experts", ps)
             if (folder / "experts").exists():

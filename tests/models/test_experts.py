@@ -393,6 +393,39 @@ def test_a_tape_may_be_of_a_stage_and_say_anything_of_padding():
             check({"layers.1.mlp": given}, is_token=wrong, own=["layers.1.mlp"])
 
 
+WRONG = {"too large": [7, 8], "below 0": [-1, 3], "twice": [3, 3]}
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("layer", ["layers.1.mlp", "layers.2.mlp"])
+@pytest.mark.parametrize("wrong", WRONG)
+def test_on_a_device_one_assertion_looks_at_the_choices_of_all_layers(
+    monkeypatch, wrong, layer, compiled
+):
+    """With the assertion of a CPU, which raises at once."""
+    monkeypatch.setattr(experts, "on_host", lambda _: False)
+    look = experts.check_tape
+    if compiled:
+        look = torch.compile(look, backend="aot_eager", fullgraph=True)
+    given = {f"layers.{i}.mlp": torch.tensor([[0, 1], [7, 3], [2, 5]]) for i in (1, 2)}
+    tape, is_token = Tape(given), torch.tensor([[True, True, False]])
+    look(tape, [*given], CONFIG.experts, is_token=is_token)
+    given[layer][2] = torch.tensor(WRONG[wrong])  # of padding
+    look(tape, [*given], CONFIG.experts, is_token=is_token)
+    given[layer][1] = torch.tensor(WRONG[wrong])
+    with pytest.raises(RuntimeError, match=r"Tape: choices must be int64 \[3, 2\], .* in \[0, 8\)"):
+        look(tape, [*given], CONFIG.experts, is_token=is_token)
+
+
+def test_on_a_device_no_choice_is_read_by_the_host():
+    """Tensors without values, of which none could be read."""
+    given = torch.empty(512, 2, dtype=torch.int64, device="meta")
+    is_token = torch.empty(512, dtype=torch.bool, device="meta")
+    check({"layers.1.mlp": given, "layers.2.mlp": given}, is_token=is_token)
+    with pytest.raises(ValueError, match=r"layers.1.mlp: .* got torch.int64 \[512, 1\]"):
+        check({"layers.1.mlp": given[:, :1], "layers.2.mlp": given}, is_token=is_token)
+
+
 def test_held_out_terms_of_routers_are_divided_by_all_tokens():
     model, batch = build_decoder(CONFIG, seed=0), decoder_batch(0)
     means = evaluate(model, [batch], routed(next_token), axis=SOLO, call=call_routed)

@@ -104,6 +104,7 @@ REFUSED = [
         {},
         "6 experts do not divide by ep = 4; set ep to 1, 2, 3 or 6",
     ),
+    (TINY, {"dp_shard": 2}, {"ep_neighbours": False}, "where the ranks of ep are, and ep = 1"),
     (TINY, {"pp": 0}, {}, "pp must be above 0, got 0"),
     (TINY, {}, {"fold_sp": "some"}, "fold_sp must be one of 'all', 'ring', 'ulysses', 'none'"),
 ]

@@ -66,9 +66,10 @@ def test_a_picture_of_a_mesh_names_axes_ranks_tokens_and_parameters(tmp_path):
     assert words.count("A") == 2  # both stages see the same tokens
 
 
+@pytest.mark.parametrize("neighbours", [True, False])
 @pytest.mark.parametrize("fold_sp", ["all", "none"])
-def test_a_mesh_with_dealt_experts_shows_who_has_which(tmp_path, fold_sp):
-    layout = Layout(dp_shard=4, ring=2, tp=2, ep=2, fold_sp=fold_sp)
+def test_a_mesh_with_dealt_experts_shows_who_has_which(tmp_path, fold_sp, neighbours):
+    layout = Layout(dp_shard=4, ring=2, tp=2, ep=2, fold_sp=fold_sp, ep_neighbours=neighbours)
     found = partitions_of(layout)
     for place in pictures.mesh_places(layout):
         for name in ("ep", "expert_fsdp"):

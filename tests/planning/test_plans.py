@@ -125,6 +125,28 @@ def test_the_rank_that_needs_most_may_be_the_first_with_experts():
     assert found.parameters > 64 * 3 * 64 * 128 * 4 / 2
 
 
+def test_strided_experts_send_tokens_between_nodes_and_weights_inside():
+    experts = Experts(count=8, chosen=2, width=128, renormalise=False)
+    mixture, slow = job(config=attrs.evolve(TINY, experts=experts)), {"bf16": 1e6, "fp32": 1e6}
+    adjacent = Layout(dp_shard=8, ep=2)
+    strided = attrs.evolve(adjacent, ep_neighbours=False)
+    transfers = traffic_of(mixture, adjacent)
+    assert traffic_of(mixture, strided) == transfers
+    sent = {
+        axis: sum(one.sent for one in transfers if one.axis == axis)
+        for axis in ("ep", "expert_fsdp")
+    }
+    assert min(sent.values()) > 0
+    inside, between = 1 / 1e9, 1 / 1e8
+    near, far = (
+        seconds_of(mixture, layout, toy(flops=slow), efficiency=0.5).exposed
+        for layout in (adjacent, strided)
+    )
+    # Tokens are waited for; a tenth of the gradients' time shows beside what is computed.
+    more = (sent["ep"] - 0.1 * sent["expert_fsdp"]) * (between - inside)
+    assert far - near == pytest.approx(more, rel=1e-6)
+
+
 def test_less_is_kept_where_more_is_computed_again():
     kept = [memory_of(job(recompute=policy), Layout()).activations for policy in POLICIES]
     assert kept == sorted(kept, reverse=True)

@@ -32,10 +32,10 @@ def partitions_of(layout: Layout) -> dict[str, Partition]:
         (((0, 1), (2, 3)), ((0, 2), (1, 3)))
     """
     tables = {name: _table(layout, *names) for name, names in layout.axes.items()}
-    fsdp, ep = tables["fsdp"], layout.ep
-    tables["ep"] = fsdp.reshape(-1, ep)
-    inner = fsdp.reshape(len(fsdp), -1, ep).transpose(0, 2, 1)
-    tables["expert_fsdp"] = inner.reshape(len(fsdp) * ep, -1)
+    fsdp, ((far, _), (near, count)) = tables["fsdp"], layout.expert_axes.items()
+    tables[near] = fsdp.reshape(-1, count)
+    strided = fsdp.reshape(len(fsdp), -1, count).transpose(0, 2, 1)
+    tables[far] = strided.reshape(len(fsdp) * count, -1)
     return {name: tuple(map(tuple, table.tolist())) for name, table in tables.items()}
 
 
@@ -108,7 +108,10 @@ def _root_mesh(
         return _mesh_of(groups[partitions[kept[0]]], kept[0], device)
     whole = ("pp", "dp_replicate", "fsdp", "sp_unfolded", "tp")
     order = [degree for name in whole for degree in layout.axes[name]]
-    ranks = _table(layout, *order).reshape([sizes[name] for name in kept])
+    outward = layout.expert_axes if len(shards) > 1 else shards  # neighbours on the last one
+    placed = [name for name in (*names[:2], *outward, *names[-2:]) if name in kept]
+    ranks = _table(layout, *order).reshape([sizes[name] for name in placed])
+    ranks = ranks.transpose([placed.index(name) for name in kept])
     return DeviceMesh.from_group(
         [groups[partitions[name]] for name in kept],
         device.type,

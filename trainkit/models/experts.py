@@ -93,13 +93,19 @@ def check_tape(
     Args:
         tape: The tape; an empty one is right.
         layers: The names of all expert layers of the model.
-        experts: What may be chosen. Choices are looked at where that needs no host sync, on a CPU.
+        experts: What may be chosen.
         is_token: bool, one for each token; what padding chose is not looked at.
         own: Those of the layers that will read the tape, a pipeline stage's; by default all.
 
     Raises:
         ValueError: A layer is missing or unknown, or a choice is none of the experts, or made
-            twice.
+            twice. On a GPU, where the host would have to wait to tell which, a kernel looks at
+            the choices, before any that uses them.
+        RuntimeError: There, later: the kernel found a choice that is wrong, and the process has to
+            end.
+
+    Effects:
+        None on a CPU. On a GPU queues kernels and one assertion, without a host sync.
 
     Examples:
         >>> how, tape = Experts(count=4, chosen=2, width=8), Tape({"0": torch.tensor([[0, 9]])})
@@ -108,22 +114,33 @@ def check_tape(
         ...
         ValueError: Tape: 0: choices must be int64 [1, 2], of each token distinct ones in [0, 4)...
     """
-    has, wanted = tape.choices.keys(), {*(layers if own is None else own)}
+    has, wanted = {*tape.choices}, {*(layers if own is None else own)}
     if has and (has - {*layers} or wanted - has):
-        got, want = ", ".join(has), ", ".join(layers)
+        got, want = ", ".join(tape.choices), ", ".join(layers)
         raise ValueError(f"Tape: it has the choices of {got}; the model's expert layers are {want}")
     shape = is_token.numel(), experts.chosen
+    want = f"int64 {list(shape)}, of each token distinct ones in [0, {experts.count})"
+    unread: list[Tensor] = []
     for name, x in tape.choices.items():
-        fits, seen = x.dtype == torch.int64 and x.shape == shape, ""
-        if fits and x.device.type == "cpu" and is_token.any():
-            chosen = x[is_token.flatten()].sort().values
-            least, most = int(chosen.min()), int(chosen.max())
-            fits = least >= 0 and most < experts.count and bool((chosen.diff() > 0).all())
-            seen = f" from {least} to {most}"
+        got = f"{x.dtype} {list(x.shape)}"
+        if fits := x.dtype == torch.int64 and x.shape == shape:
+            right = _are_distinct(x, is_token.flatten(), experts.count)
+            if not on_host(x):
+                unread.append(right)
+            elif not right:
+                fits, seen = False, x[is_token.flatten()]
+                got = f"{got} from {int(seen.min())} to {int(seen.max())}"
         if not fits:
-            want = f"int64 {list(shape)}, of each token distinct ones in [0, {experts.count})"
-            got = f"{x.dtype} {list(x.shape)}{seen}"
             raise ValueError(f"Tape: {name}: choices must be {want}, got {got}")
+    if unread:
+        torch._assert_async(torch.stack(unread).all(), f"Tape: choices must be {want}")  # noqa: SLF001 (no public name)
+
+
+def _are_distinct(choices: Tensor, is_token: Tensor, experts: int) -> Tensor:
+    """Return a bool: whether each token chose experts that there are, none of them twice."""
+    chosen = choices.sort().values
+    exist = (chosen[:, 0] >= 0) & (chosen[:, -1] < experts)
+    return (exist & (chosen.diff() > 0).all(-1) | ~is_token).all()
 
 
 # ---------------------------------------------------------------------------------------- multiply

@@ -56,7 +56,7 @@ def problems(
         found += _of_model(layout, model)
     if rows is not None:
         found += _of_rows(layout, rows)
-    found += [*_of_offload(layout, device), *_of_schedule(layout, device)]
+    found += [*_of_experts(layout), *_of_offload(layout, device), *_of_schedule(layout, device)]
     if model is not None:
         found += _of_stages(layout, model)
     if rows is not None:
@@ -170,6 +170,17 @@ def _of_rows(layout: Layout, rows: Rows) -> Iterator[ConfigError]:
             where="rows",
             got=rows.rows,
             want=f">= {readers}",
+        )
+
+
+def _of_experts(layout: Layout) -> Iterator[ConfigError]:
+    if layout.ep == 1 and not layout.ep_neighbours:
+        yield ConfigError(
+            "ep_neighbours = False says where the ranks of ep are, and ep = 1; raise ep, or leave "
+            "ep_neighbours out",
+            where="ep_neighbours",
+            got=False,
+            want=True,
         )
 
 

@@ -66,9 +66,9 @@ def mesh_places(layout: Layout) -> list[RankPlace]:
         tokens = _number(index, sizes, axes["loss"])
         parameters = _number(index, sizes, ("pp", *axes["fsdp"], "tp"))
         if layout.ep > 1:
-            index["expert_fsdp"], index["ep"] = divmod(
-                _number(index, sizes, axes["fsdp"]), layout.ep
-            )
+            shape = tuple(layout.expert_axes.values())
+            found = np.unravel_index(_number(index, sizes, axes["fsdp"]), shape)
+            index |= zip(layout.expert_axes, map(int, found), strict=True)
         places.append(RankPlace(rank, index, tokens, parameters))
     return places
 

@@ -274,7 +274,9 @@ def _bandwidth(axis: str, layout: Layout, hardware: Hardware) -> float:
 def _span(axis: str, layout: Layout) -> int:
     """Return among how many neighbouring ranks those of an axis lie."""
     world, names = layout.axes["world"], layout.axes.get(axis, layout.axes["fsdp"])
-    left = layout.ep if axis == "ep" else math.prod(layout.count(name) for name in names)
+    *_, near = layout.expert_axes
+    whole = math.prod(layout.count(name) for name in names)
+    left = layout.expert_axes[near] if axis == near else whole
     *outer, name = names
     while left > layout.count(name):
         left = math.ceil(left / layout.count(name))

@@ -96,7 +96,7 @@ def _sharding(job: Job, layout: Layout, pp_rank: int) -> Iterator[Transfer]:
     dealt = units.dealt * part.experts
     for axis, size, layers, blocks, last in (
         ("fsdp", layout.count("fsdp"), part.layers, units.blocks(part.layers, part.experts), ends),
-        ("expert_fsdp", layout.count("fsdp") // layout.ep, part.experts, dealt, Sizes()),
+        ("expert_fsdp", layout.expert_axes["expert_fsdp"], part.experts, dealt, Sizes()),
     ):
         own, has_ends = blocks + last, int(last.whole > 0)
         if not own.tensors:

@@ -50,6 +50,7 @@ class Case:
         choices = {
             layout.schedule: layout.pp > 1,
             f"fold {layout.fold_sp}": layout.fold_sp != "all",
+            "ep strided": not layout.ep_neighbours,
             "all rows at once": rows is None,
             f"{rows} rows a microbatch": rows not in (None, 1),
             f"reduce {layout.reduce}": layout.reduce != "last",
