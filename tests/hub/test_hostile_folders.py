@@ -99,6 +99,7 @@ def test_every_problem_of_a_config_is_told_at_once(folder):
         "attention_bias": True,
         "rope_parameters": {"rope_type": "longrope", "rope_theta": 1e4, "short_factor": [1.0]},
         "final_logit_softcapping": 30.0,
+        "attn_logit_softcapping": 0,
         "partial_rotary_factor": 0.5,
         "hidden_size": "16",
         "num_hidden_layers": 10**9,
@@ -320,5 +321,7 @@ def test_a_head_that_is_not_the_embedding_it_is_said_to_be_is_refused(tmp_path):
     assert "head.weight" not in weights_of(folder).shapes
     whole["lm_head.weight"][63, 15] = 2
     save_file(whole, folder / "model.safetensors")
-    with pytest.raises(CheckpointError, match=r"lm_head\.weight is not the embedding"):
+    with pytest.raises(
+        CheckpointError, match=r"lm_head\.weight is not model\.embed_tokens\.weight"
+    ):
         weights_of(folder)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from trainkit.hub.configs import family_of, read_config, write_config
 from trainkit.hub.export import export_folder
-from trainkit.hub.families import Family, Key, families
+from trainkit.hub.families import FAMILIES, Family, Key
 from trainkit.hub.folder import (
     Folder,
     folder_weights,
@@ -21,12 +21,12 @@ from trainkit.hub.links import There
 from trainkit.hub.tokenizer import tokenizer_files
 
 __all__ = [
+    "FAMILIES",
     "Family",
     "Folder",
     "Key",
     "There",
     "export_folder",
-    "families",
     "family_of",
     "folder_weights",
     "init_config",

@@ -14,7 +14,7 @@ from typing import Any
 import attrs
 
 from trainkit.checkpoint.boxes import shortened
-from trainkit.hub.families import Family, Key, families
+from trainkit.hub.families import FAMILIES, Family, Key
 from trainkit.models.config import DecoderConfig, Experts, Latents, Llama3Scaling, YarnScaling
 from trainkit.types import ConfigError
 
@@ -163,7 +163,7 @@ def family_named(model_type: Any, *, where: str = "config.json") -> Family:
         >>> family_named("qwen3").architecture
         'Qwen3ForCausalLM'
     """
-    known = {family.model_type: family for family in families()}
+    known = {family.model_type: family for family in FAMILIES}
     if not isinstance(model_type, str) or model_type not in known:
         got = repr(model_type)[:100]
         raise ConfigError(
@@ -176,7 +176,10 @@ def family_named(model_type: Any, *, where: str = "config.json") -> Family:
 
 
 def _key_problems(family: Family, values: Mapping[str, Any], said: Mapping[str, Any]) -> list[str]:
-    """Say which keys want what is not computed, are missing, or of an unknown meaning."""
+    """Say which keys want what is not computed, are missing, or of an unknown meaning.
+
+    An unknown key that is null or false is taken for something that is off.
+    """
     code = [key for key in ("auto_map", "trust_remote_code") if values.get(key)]
     problems = [f"{key} asks for code of the folder's own, which is never run" for key in code]
     if values.get("quantization_config") is not None:
@@ -189,8 +192,9 @@ def _key_problems(family: Family, values: Mapping[str, Any], said: Mapping[str, 
     problems += [f"{key} is missing" for key in family.keys if key not in said]
     known = {*family.keys, *family.only, *family.defaults, *family.ignored, *_IGNORED}
     known |= {"auto_map", "trust_remote_code", "quantization_config"}
-    unknown = [key for key in values if key not in known and values[key] not in (None, False)]
-    problems += [f"{key[:100]} is a key of an unknown meaning" for key in unknown]
+    off = [key for key, value in values.items() if value is None or value is False]
+    unknown = values.keys() - known - {*off}
+    problems += [f"{key[:100]} is a key of an unknown meaning" for key in sorted(unknown)]
     return problems + _window_problems(family, said)
 
 
@@ -401,7 +405,7 @@ def family_of(config: DecoderConfig) -> Family:
         ['llama', 'qwen3']
     """
     reasons = []
-    for family in families():
+    for family in FAMILIES:
         reason = _not_of(config, family)
         if reason is None:
             return family

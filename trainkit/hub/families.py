@@ -151,88 +151,82 @@ _SILU = {"hidden_act": ("silu",)}
 _NO_BIAS = {**_SILU, "attention_bias": (False,)}
 
 
-def _llama() -> Family:
-    return Family(
-        model_type="llama",
-        architecture="LlamaForCausalLM",
-        keys=_KEYS,
-        defaults=_DEFAULTS,
-        only={**_NO_BIAS, "mlp_bias": (False,)},
-        names=lambda _: _NAMES,
-    )
+_LLAMA = Family(
+    model_type="llama",
+    architecture="LlamaForCausalLM",
+    keys=_KEYS,
+    defaults=_DEFAULTS,
+    only={**_NO_BIAS, "mlp_bias": (False,)},
+    names=lambda _: _NAMES,
+)
 
 
-def _mistral() -> Family:
-    return Family(
-        model_type="mistral",
-        architecture="MistralForCausalLM",
-        keys=_KEYS,
-        defaults={**_DEFAULTS, "num_key_value_heads": 8, "sliding_window": 4096},
-        only=_SILU,
-        names=lambda _: _NAMES,
-    )
+_MISTRAL = Family(
+    model_type="mistral",
+    architecture="MistralForCausalLM",
+    keys=_KEYS,
+    defaults={**_DEFAULTS, "num_key_value_heads": 8, "sliding_window": 4096},
+    only=_SILU,
+    names=lambda _: _NAMES,
+)
 
 
-def _qwen2() -> Family:
-    return Family(
-        model_type="qwen2",
-        architecture="Qwen2ForCausalLM",
-        keys=_KEYS,
-        defaults=_DEFAULTS | _WINDOWS,
-        fixed={"qkv_bias": True},
-        only=_SILU,
-        names=lambda _: _NAMES,
-    )
+_QWEN2 = Family(
+    model_type="qwen2",
+    architecture="Qwen2ForCausalLM",
+    keys=_KEYS,
+    defaults=_DEFAULTS | _WINDOWS,
+    fixed={"qkv_bias": True},
+    only=_SILU,
+    names=lambda _: _NAMES,
+)
 
 
-def _qwen3() -> Family:
-    return Family(
-        model_type="qwen3",
-        architecture="Qwen3ForCausalLM",
-        keys=_KEYS,
-        defaults={**_DEFAULTS, **_WINDOWS, "head_dim": 128},
-        fixed={"qk_norm": True},
-        only=_NO_BIAS,
-        names=lambda _: _NAMES,
-    )
+_QWEN3 = Family(
+    model_type="qwen3",
+    architecture="Qwen3ForCausalLM",
+    keys=_KEYS,
+    defaults={**_DEFAULTS, **_WINDOWS, "head_dim": 128},
+    fixed={"qk_norm": True},
+    only=_NO_BIAS,
+    names=lambda _: _NAMES,
+)
 
 
-def _phi3() -> Family:
-    return Family(
-        model_type="phi3",
-        architecture="Phi3ForCausalLM",
-        keys=_KEYS,
-        defaults={**_DEFAULTS, "rms_norm_eps": 1e-5},
-        only=_NO_BIAS,
-        ignored=frozenset({"resid_pdrop", "embd_pdrop", "original_max_position_embeddings"}),
-        ropes=("default",),  # "yarn" would be computed as "longrope"
-        names=lambda _: _NAMES | _FUSED,
-    )
+_PHI3 = Family(
+    model_type="phi3",
+    architecture="Phi3ForCausalLM",
+    keys=_KEYS,
+    defaults={**_DEFAULTS, "rms_norm_eps": 1e-5},
+    only=_NO_BIAS,
+    ignored=frozenset({"resid_pdrop", "embd_pdrop", "original_max_position_embeddings"}),
+    ropes=("default",),  # "yarn" would be computed as "longrope"
+    names=lambda _: _NAMES | _FUSED,
+)
 
 
-def _mixtral() -> Family:
-    return Family(
-        model_type="mixtral",
-        architecture="MixtralForCausalLM",
-        keys={
-            **_KEYS,
-            "intermediate_size": ("mlp_width", "experts.width"),
-            "num_local_experts": "experts.count",
-            "num_experts_per_tok": "experts.chosen",
-        },
-        aliases={"num_experts": "num_local_experts"},
-        defaults={
-            **_DEFAULTS,
-            "num_key_value_heads": 8,
-            "rms_norm_eps": 1e-5,
-            "rope_theta": 1_000_000.0,
-            "num_local_experts": 8,
-            "num_experts_per_tok": 2,
-        },
-        only=_SILU,
-        ignored=frozenset({"router_jitter_noise"}),
-        names=lambda _: _NAMES | _MIXTRAL_EXPERTS,
-    )
+_MIXTRAL = Family(
+    model_type="mixtral",
+    architecture="MixtralForCausalLM",
+    keys={
+        **_KEYS,
+        "intermediate_size": ("mlp_width", "experts.width"),
+        "num_local_experts": "experts.count",
+        "num_experts_per_tok": "experts.chosen",
+    },
+    aliases={"num_experts": "num_local_experts"},
+    defaults={
+        **_DEFAULTS,
+        "num_key_value_heads": 8,
+        "rms_norm_eps": 1e-5,
+        "rope_theta": 1_000_000.0,
+        "num_local_experts": 8,
+        "num_experts_per_tok": 2,
+    },
+    only=_SILU,
+    ignored=frozenset({"router_jitter_noise"}),
+    names=lambda _: _NAMES | _MIXTRAL_EXPERTS,
+)
 
 
 def _first_layers(value: Any, _: Mapping[str, Any]) -> int:
@@ -243,35 +237,32 @@ def _first_layers(value: Any, _: Mapping[str, Any]) -> int:
     return len(layers)
 
 
-def _qwen3_moe() -> Family:
-    return Family(
-        model_type="qwen3_moe",
-        architecture="Qwen3MoeForCausalLM",
-        keys={
-            **_KEYS,
-            "num_experts": "experts.count",
-            "num_experts_per_tok": "experts.chosen",
-            "moe_intermediate_size": "experts.width",
-            "norm_topk_prob": "experts.renormalise",
-            "decoder_sparse_step": "experts.every",
-            "mlp_only_layers": Key(
-                "experts.first", _first_layers, lambda first, _: [*range(first)]
-            ),
-        },
-        aliases={"num_local_experts": "num_experts"},
-        defaults={
-            **_DEFAULTS,
-            "num_key_value_heads": 4,
-            "norm_topk_prob": False,
-            "decoder_sparse_step": 1,
-            "mlp_only_layers": None,
-            "use_sliding_window": False,
-            "sliding_window": 4096,
-        },
-        fixed={"qk_norm": True},
-        only=_NO_BIAS,
-        names=lambda _: _NAMES | _block(_EXPERTS),
-    )
+_QWEN3_MOE = Family(
+    model_type="qwen3_moe",
+    architecture="Qwen3MoeForCausalLM",
+    keys={
+        **_KEYS,
+        "num_experts": "experts.count",
+        "num_experts_per_tok": "experts.chosen",
+        "moe_intermediate_size": "experts.width",
+        "norm_topk_prob": "experts.renormalise",
+        "decoder_sparse_step": "experts.every",
+        "mlp_only_layers": Key("experts.first", _first_layers, lambda first, _: [*range(first)]),
+    },
+    aliases={"num_local_experts": "num_experts"},
+    defaults={
+        **_DEFAULTS,
+        "num_key_value_heads": 4,
+        "norm_topk_prob": False,
+        "decoder_sparse_step": 1,
+        "mlp_only_layers": None,
+        "use_sliding_window": False,
+        "sliding_window": 4096,
+    },
+    fixed={"qk_norm": True},
+    only=_NO_BIAS,
+    names=lambda _: _NAMES | _block(_EXPERTS),
+)
 
 
 def _shared_experts(value: Any, config: Mapping[str, Any]) -> int:
@@ -307,62 +298,46 @@ def _deepseek_names(config: DecoderConfig) -> dict[str, There]:
     )
 
 
-def _deepseek_v3() -> Family:
-    return Family(
-        model_type="deepseek_v3",
-        architecture="DeepseekV3ForCausalLM",
-        keys={
-            **{key: field for key, field in _KEYS.items() if key != "head_dim"},
-            "q_lora_rank": "latents.query_rank",
-            "kv_lora_rank": "latents.kv_rank",
-            "qk_nope_head_dim": "latents.plain",
-            "qk_rope_head_dim": "latents.rotary",
-            "v_head_dim": "latents.values",
-            "n_routed_experts": "experts.count",
-            "num_experts_per_tok": "experts.chosen",
-            "moe_intermediate_size": "experts.width",
-            "n_shared_experts": Key("experts.shared", _shared_experts, _count_shared),
-            "first_k_dense_replace": "experts.first",
-            "norm_topk_prob": "experts.renormalise",
-            "n_group": "experts.groups",
-            "topk_group": "experts.groups_chosen",
-            "routed_scaling_factor": "experts.scale",
-        },
-        aliases={
-            "num_local_experts": "n_routed_experts",
-            "num_mtp_layers": "num_nextn_predict_layers",
-        },
-        defaults={**_DEFAULTS, "norm_topk_prob": True, "q_lora_rank": None},
-        fixed={"experts.scores": "sigmoid", "experts.biased": True},
-        only={
-            **_NO_BIAS,
-            "rms_norm_eps": (1e-6,),  # the norms of its latents have this whatever it says
-            "rope_interleave": (True,),
-            "moe_layer_freq": (1,),
-            "scoring_func": ("sigmoid",),
-            "topk_method": ("noaux_tc",),
-            "num_nextn_predict_layers": (0, 1),  # what predicts a second token is left aside
-        },
-        ignored=frozenset({"ep_size", "aux_loss_alpha", "seq_aux", "head_dim", "qk_head_dim"}),
-        names=_deepseek_names,
-        aside=("model.layers.{layers}.*",),
-    )
+_DEEPSEEK_V3 = Family(
+    model_type="deepseek_v3",
+    architecture="DeepseekV3ForCausalLM",
+    keys={
+        **{key: field for key, field in _KEYS.items() if key != "head_dim"},
+        "q_lora_rank": "latents.query_rank",
+        "kv_lora_rank": "latents.kv_rank",
+        "qk_nope_head_dim": "latents.plain",
+        "qk_rope_head_dim": "latents.rotary",
+        "v_head_dim": "latents.values",
+        "n_routed_experts": "experts.count",
+        "num_experts_per_tok": "experts.chosen",
+        "moe_intermediate_size": "experts.width",
+        "n_shared_experts": Key("experts.shared", _shared_experts, _count_shared),
+        "first_k_dense_replace": "experts.first",
+        "norm_topk_prob": "experts.renormalise",
+        "n_group": "experts.groups",
+        "topk_group": "experts.groups_chosen",
+        "routed_scaling_factor": "experts.scale",
+    },
+    aliases={
+        "num_local_experts": "n_routed_experts",
+        "num_mtp_layers": "num_nextn_predict_layers",
+    },
+    defaults={**_DEFAULTS, "norm_topk_prob": True, "q_lora_rank": None},
+    fixed={"experts.scores": "sigmoid", "experts.biased": True},
+    only={
+        **_NO_BIAS,
+        "rms_norm_eps": (1e-6,),  # the norms of its latents have this whatever it says
+        "rope_interleave": (True,),
+        "moe_layer_freq": (1,),
+        "scoring_func": ("sigmoid",),
+        "topk_method": ("noaux_tc",),
+        "num_nextn_predict_layers": (0, 1),  # what predicts a second token is left aside
+    },
+    ignored=frozenset({"ep_size", "aux_loss_alpha", "seq_aux", "head_dim", "qk_head_dim"}),
+    names=_deepseek_names,
+    aside=("model.layers.{layers}.*",),
+)
 
 
-def families() -> tuple[Family, ...]:
-    """Return every family; of those that compute the same, the first is what is written.
-
-    Examples:
-        >>> [family.model_type for family in families()][:3]
-        ['llama', 'mistral', 'qwen2']
-    """
-    return (
-        _llama(),
-        _mistral(),
-        _qwen2(),
-        _qwen3(),
-        _phi3(),
-        _mixtral(),
-        _qwen3_moe(),
-        _deepseek_v3(),
-    )
+FAMILIES = (_LLAMA, _MISTRAL, _QWEN2, _QWEN3, _PHI3, _MIXTRAL, _QWEN3_MOE, _DEEPSEEK_V3)
+"""Every family; of those that compute the same, the first is what is written."""

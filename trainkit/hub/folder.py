@@ -35,6 +35,7 @@ CONFIG = "config.json"
 _CONFIG_BYTES = 4 * 1024 * 1024
 _FLOATS = ("float64", "float32", "float16", "bfloat16")
 _ROWS = 4096
+_HEAD, _EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
 
 
 @attrs.frozen(eq=False)
@@ -328,26 +329,33 @@ def _looked_over(
     found: dict[str, Stored] = {}
 
     def look_over() -> None:
-        found.update(_tensors(folder, links, allow_missing=allow_missing, allow_extra=allow_extra))
+        held = _described(folder.path)
+        found.update(_fitting(folder, links, held, missing=allow_missing, extra=allow_extra))
+        if axis.index == 0 and folder.config.tied and {_HEAD, _EMBEDDING} <= held.keys():
+            _check_tied(folder, held)  # which reads both of them, so that one rank does it for all
 
     together(look_over, axis)
     lacking = {link.ours.name for link in links if link.theirs.name not in found}
     return linked(reader(found), links, ours), lacking
 
 
-def _tensors(
+def _fitting(
     folder: Folder,
     links: Sequence[Link],
+    found: Mapping[str, Stored],
     *,
-    allow_missing: Sequence[str],
-    allow_extra: Sequence[str],
+    missing: Sequence[str],
+    extra: Sequence[str],
 ) -> dict[str, Stored]:
-    """Describe the tensors of a folder that are those of its model; refuse what does not fit."""
-    found, wanted = _described(folder.path), their_shapes(links)
+    """Return those of a folder's tensors that are its model's; refuse what does not fit.
+
+    `missing` and `extra` are patterns of names that may be so.
+    """
+    wanted = their_shapes(links)
     problems = [
         f"{name} of shape {list(shape)} is missing"
         for name, shape in wanted.items()
-        if name not in found and not _matches(name, allow_missing)
+        if name not in found and not _matches(name, missing)
     ]
     problems += [
         f"{name} has the shape {list(found[name].shape)}, not {list(shape)}"
@@ -366,14 +374,11 @@ def _tensors(
         if name in found and {str(said), found[name].dtype} == {"float16", "bfloat16"}
     ]
     aside = [pattern.format(layers=folder.config.layers) for pattern in folder.family.aside]
-    tied = folder.config.tied and "lm_head.weight" in found
-    extra = [name for name in found if name not in wanted and not _matches(name, aside)]
-    if tied and not problems and _differ(found, "lm_head.weight", "model.embed_tokens.weight"):
-        problems.append("lm_head.weight is not the embedding, and tie_word_embeddings says so")
+    aside += [*extra, *([_HEAD] if folder.config.tied else [])]
     problems += [
         f"{name} has no place in the model"
-        for name in extra
-        if not (tied and name == "lm_head.weight") and not _matches(name, allow_extra)
+        for name in found
+        if name not in wanted and not _matches(name, aside)
     ]
     if problems:
         raise CheckpointError(
@@ -390,16 +395,19 @@ def _matches(name: str, patterns: Sequence[str]) -> bool:
     return any(fnmatchcase(name, pattern) for pattern in patterns)
 
 
-def _differ(found: Mapping[str, Stored], a: str, b: str) -> bool:
-    """Say whether two tensors of a folder differ, looking at some rows of both at a time."""
-    if found[a].shape != found[b].shape:
-        return True
-    read, (rows, width) = reader(found), found[a].shape
+def _check_tied(folder: Folder, found: Mapping[str, Stored]) -> None:
+    """Refuse a head that is not the embedding, looking at some rows of both at a time."""
+    head, whole = found[_HEAD], found[_EMBEDDING]
+    alike = (head.shape, head.dtype) == (whole.shape, whole.dtype)
+    read, (rows, width) = reader(found), whole.shape
     for first in range(0, rows, _ROWS):
         part = (min(_ROWS, rows - first), width), (first, 0)
-        if not torch.equal(read(a, *part), read(b, *part)):
-            return True
-    return False
+        if not alike or not torch.equal(read(_HEAD, *part), read(_EMBEDDING, *part)):
+            raise CheckpointError(
+                f"folder_weights: {folder.path}: {_HEAD} is not {_EMBEDDING}, and "
+                "tie_word_embeddings says so",
+                where=folder.path,
+            )
 
 
 def _described(path: Path) -> dict[str, Stored]:
