@@ -131,6 +131,7 @@ def test_every_problem_of_a_config_is_told_at_once(folder):
         ({"rope_scaling": {"rope_type": "llama3"}}, "differ in rope_type"),
         ({"rope_scaling": [1]}, "is no table"),
         ({"max_position_embeddings": "64"}, "max_position_embeddings is no number"),
+        ({"layer_types": ["chunked_attention"]}, "layer_types has 'chunked_attention'"),
         ({"sliding_window": 32}, "sliding_window is 32, below max_position_embeddings 64"),
     ],
 )

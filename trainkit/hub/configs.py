@@ -88,7 +88,6 @@ _TRUTH = frozenset({"tied", "experts.renormalise"})
 _REAL = frozenset({"norm_eps", "experts.scale"})
 _MOST = {"layers": 4096, "experts.count": 65536}
 _MOST_SIZE = 1 << 31
-_ROPE_KEYS = {"type": "rope_type"}  # the older name
 _OF_YARN = frozenset(
     {"beta_fast", "beta_slow", "mscale", "mscale_all_dim", "attention_factor", "truncate"}
 )
@@ -212,6 +211,9 @@ def _window_problems(family: Family, said: Mapping[str, Any]) -> list[str]:
     kinds, layers = said.get("layer_types"), said.get("num_hidden_layers")
     first = said["max_window_layers"] if "max_window_layers" in family.defaults else 0
     if isinstance(kinds, list):
+        other = [kind for kind in kinds if kind not in ("full_attention", "sliding_attention")]
+        if other:
+            return [f"layer_types has {_told(other[0])}, which is not computed"]
         used = any(kind != "full_attention" for kind in kinds)
     else:
         beyond = isinstance(first, int) and isinstance(layers, int) and first >= layers
@@ -286,7 +288,7 @@ def _rope(
         return 10_000.0, None
     both = [table for table in tables if {"type", "rope_type"} <= table.keys()]
     problems += ["rope: type and rope_type differ" for t in both if t["type"] != t["rope_type"]]
-    tables = [{_ROPE_KEYS.get(k, k): v for k, v in table.items()} for table in tables]
+    tables = [{"rope_type" if k == "type" else k: v for k, v in t.items()} for t in tables]
     rope = {key: value for table in tables for key, value in table.items()}
     clash = [k for k in rope if any(k in t and not _same(t[k], rope[k]) for t in tables)]
     problems += [f"rope_scaling and rope_parameters differ in {key}" for key in clash]
