@@ -178,7 +178,9 @@ def _members(path: Path) -> Iterator[tuple[str, str, str | None, int]]:
         elif isinstance(node, ASSIGNED) and is_text(below):
             target = node.targets[0] if isinstance(node, ast.Assign) else node.target
             name, told = text(target), inspect.cleandoc(str(below.value.value))
-            yield from [(name, text(node), told, node.lineno)] if name[0] != "_" else []
+            value = text(node.value)
+            shown = text(node).removesuffix(value) + default(value)
+            yield from [(name, shown, told, node.lineno)] if name[0] != "_" else []
 
 
 def is_text(node: ast.AST | None) -> bool:
@@ -196,13 +198,13 @@ def field(node: ast.AnnAssign) -> str:
 
 
 def default(text: str) -> str:
-    """Return a default as it is written, or dots for one that is nobody's business.
+    """Return a value as it is written, or dots for one of private names: nobody's business.
 
     Examples:
-        >>> default("_NO_CHANGES"), default("-1")
-        ('...', '-1')
+        >>> default("_NO_CHANGES"), default("(_LLAMA, _PHI3)"), default("-1")
+        ('...', '...', '-1')
     """
-    return "..." if text.startswith("_") else text
+    return "..." if re.search(r"(?<![\w./-])_[A-Za-z]", text) else text
 
 
 def first_sentence(docstring: str) -> str:
