@@ -1,7 +1,8 @@
 """Hugging Face folders in and out, without `transformers`: configurations, weights, tokenizers.
 
 `families` declares what is known, `configs` reads and writes a `config.json`, `links` is the map of
-names and boxes both ways, `folder` reads a folder into any layout, `export` writes one.
+names and boxes both ways, `folder` reads a folder into any layout, `export` writes one;
+`pretrained` opens a folder or a run of ours alike.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from trainkit.hub.folder import (
     open_folder,
 )
 from trainkit.hub.links import There
+from trainkit.hub.pretrained import Pretrained, base_run, load_pretrained, open_pretrained
 from trainkit.hub.tokenizer import tokenizer_files
 
 __all__ = [
@@ -25,14 +27,18 @@ __all__ = [
     "Family",
     "Folder",
     "Key",
+    "Pretrained",
     "There",
+    "base_run",
     "export_folder",
     "family_of",
     "folder_weights",
     "init_config",
     "is_folder",
+    "load_pretrained",
     "load_weights",
     "open_folder",
+    "open_pretrained",
     "read_config",
     "tokenizer_files",
     "write_config",

@@ -1,53 +1,71 @@
-"""Teach a decoder to answer: loss on the assistant's words alone, one token like another.
+"""Teach a trained decoder to answer: loss on the assistant's words alone, one token like another.
 
-python recipes/sft.py                            # from a function's signature to what it does
-python recipes/sft.py --init runs/pretrain       # the same, from what pretrain.py has learnt
-python recipes/sft.py --init MODEL               # from a Hugging Face folder, and its tokenizer
-torchrun --nproc-per-node 2 recipes/sft.py --data chats.jsonl
+python recipes/finetune.py                            # goes on from runs/pretrain, or a base of its own
+python recipes/finetune.py --init MODEL --data chats.jsonl    # from a Hugging Face folder
+python recipes/finetune.py --method lora --rank 8     # trains adapters beside matrices that stay
+python recipes/finetune.py --method qlora             # the same, beside matrices of 4 bits
+torchrun --nproc-per-node 2 recipes/finetune.py --init runs/pretrain --tp 2
 """
 
 import functools
 from collections import Counter
 from pathlib import Path
+from typing import Literal
 
 import attrs
 import numpy as np
 
 import trainkit as tk
-from trainkit.types import CheckpointError
+
+
+@attrs.frozen(kw_only=True)
+class AdapterOptions:
+    """What is trained beside matrices that stay, with --method lora or qlora."""
+
+    rank: int = attrs.field(default=16, validator=tk.config.positive)
+    """The rank of each adapter."""
+    alpha: float = attrs.field(default=32.0, validator=tk.config.positive)
+    """What an adapter's product is scaled by, over its rank."""
+    adapter_dropout: float = attrs.field(default=0.0, validator=tk.config.fraction)
+    """The part of an adapter's input that is dropped."""
+    adapted: str = r"layers\.\d+\.(attention|mlp)\.\w+"
+    """A regular expression of the names of the matrices that get one."""
+    dora: bool = False
+    """Learn the length of each row apart from its direction."""
 
 
 @attrs.frozen(kw_only=True)
 class Config(tk.config.RunConfig):
-    """Teach a decoder to answer; by default a small one, what functions of Python's library do."""
+    """Teach a trained decoder to answer; by default, what functions of Python's library do."""
 
-    out: Path = tk.config.option(Path("runs/sft"), change="no fact")
+    out: Path = tk.config.option(Path("runs/finetune"), change="no fact")
     """The run directory: configuration, metrics, checkpoints and pictures. It is made."""
-    steps: int = tk.config.option(550, tk.config.positive, change="no fact")
+    steps: int = tk.config.option(275, tk.config.positive, change="no fact")
     """Stop after this step. Nothing else depends on it: see schedule-steps."""
+    init: Path | None = tk.config.option(None, change="free")
+    """A run, a checkpoint or a Hugging Face folder; by default runs/pretrain, or a small base."""
+    method: Literal["full", "lora", "qlora"] = "full"
+    """What is trained: all; adapters; or adapters beside matrices that are held in 4 bits."""
     data: Path | None = tk.config.option(None, change="free")
     """Conversations: a .jsonl or .parquet file with a field messages, or a .tokens file."""
     tokenizer: str | None = None
-    """bytes, or a tokenizer.json; by default that of init's folder, or bytes."""
-    template: str = tk.config.option("chatml", tk.config.one_of(*tk.chat.TEMPLATES))
-    """How a conversation is written down."""
+    """bytes, or a tokenizer.json; by default that of init."""
+    template: str | None = None
+    """How a conversation is written down: chatml, llama3, qwen3; by default as init has learned it."""
     train_on: str = tk.config.option("assistant", tk.config.one_of("assistant", "last"))
     """Which turns are trained on: all of the assistant's, or only the last; .tokens files say."""
     cache: Path | None = tk.config.option(Path("runs/cache"), change="free")
     """Where packings are kept for the next run; None keeps none."""
-    init: Path | None = tk.config.option(None, change="free")
-    """A run, a checkpoint or a Hugging Face folder whose weights to begin with."""
-    size: str = "tiny"
-    """A named model size, where there is no init; see trainkit.models.decoder_sizes."""
     eval_every: int = tk.config.option(275, tk.config.non_negative, change="free")
-    """Evaluate on held-out conversations every so many steps, and at the end; 0 for never."""
+    """Evaluate on held-out conversations before, every so many steps, and at the end; 0: never."""
     ask: tuple[str, ...] = tk.config.option(
         ("def is_open(self)", "def get_version(name)", "def remove_file(path, force=False)"),
         change="free",
     )
     """What the model is asked when it is evaluated, for you to read its answers."""
     batch: tk.config.RowOptions = tk.config.RowOptions()
-    optim: tk.config.OptimOptions = tk.config.OptimOptions(lr=3e-3, schedule_steps=550)
+    optim: tk.config.OptimOptions = tk.config.OptimOptions(lr=3e-3, schedule_steps=275)
+    adapters: AdapterOptions = AdapterOptions()
 
 
 def open_conversations(cfg, tokenizer):
@@ -71,22 +89,6 @@ def pack(cfg, run, corpus, counts):
     lengths = np.where(tk.corpora.held_out_documents(corpus), 0, corpus.lengths)
     rows, held = bins_of(lengths=lengths), bins_of(lengths=corpus.lengths - lengths)
     return tk.Packed(corpus, rows), tk.Packed(corpus, held)
-
-
-def choose_model(cfg, tokenizer):
-    """Return the model's configuration, and the checkpoint of its first weights with `init`."""
-    if cfg.init is None:
-        vocab_size = tk.models.round_up_vocabulary(tokenizer.vocab_size)
-        return tk.models.decoder_config(cfg.size, vocab_size=vocab_size), None
-    begun = cfg.resume == "auto" and tk.checkpoint.list_checkpoints(cfg.out / "checkpoints")
-    if not begun and tk.hub.is_folder(cfg.init):
-        return tk.hub.init_config(cfg.init, vocab_size=tokenizer.vocab_size), cfg.init
-    path = tk.checkpoint.find_checkpoint(cfg.out if begun else cfg.init)
-    facts = tk.checkpoint.read_facts(path)
-    if facts.get("tokenizer") != tk.tokenizers.tokenizer_hash(tokenizer):
-        other = f"{path} was trained with another tokenizer than {cfg.tokenizer}"
-        raise CheckpointError(f"--init: {other}; name the same with --tokenizer", where=path)
-    return tk.models.config_from_facts(facts["model"]), path
 
 
 def build(cfg, ps, model):
