@@ -1,6 +1,6 @@
 """Teach a trained decoder to answer: loss on the assistant's words alone, one token like another.
 
-python recipes/finetune.py                            # goes on from runs/pretrain, or a base of its own
+python recipes/finetune.py                            # from runs/pretrain, or a base of its own
 python recipes/finetune.py --init MODEL --data chats.jsonl    # from a Hugging Face folder
 python recipes/finetune.py --method lora --rank 8     # trains adapters beside matrices that stay
 python recipes/finetune.py --method qlora             # the same, beside matrices of 4 bits
@@ -51,7 +51,7 @@ class Config(tk.config.RunConfig):
     tokenizer: str | None = None
     """bytes, or a tokenizer.json; by default that of init."""
     template: str | None = None
-    """How a conversation is written down: chatml, llama3, qwen3; by default as init has learned it."""
+    """How a conversation is written: chatml, llama3, qwen3; by default as init has learned it."""
     train_on: str = tk.config.option("assistant", tk.config.one_of("assistant", "last"))
     """Which turns are trained on: all of the assistant's, or only the last; .tokens files say."""
     cache: Path | None = tk.config.option(Path("runs/cache"), change="free")
@@ -91,9 +91,13 @@ def pack(cfg, run, corpus, counts):
     return tk.Packed(corpus, rows), tk.Packed(corpus, held)
 
 
-def build(cfg, ps, model):
-    """Return this rank's stages of the model and their optimizer."""
+def build(cfg, ps, base):
+    """Return this rank's stages of the model, with its weights, and their optimizer."""
+    how = {"rank": cfg.adapters.rank, "alpha": cfg.adapters.alpha, "dora": cfg.adapters.dora}
+    one = tk.adapters.Lora(cfg.adapters.adapted, dropout=cfg.adapters.adapter_dropout, **how)
     plan = [
+        *([tk.adapters.quantized(cfg.adapters.adapted)] if cfg.method == "qlora" else []),
+        *([] if cfg.method == "full" else [tk.adapters.lora(one, seed=cfg.seed)]),
         tk.parallel.tensor(),
         tk.parallel.sequence(),
         tk.parallel.precision(tk.parallel.DTYPES[cfg.dtype]),
@@ -101,8 +105,8 @@ def build(cfg, ps, model):
         *([tk.parallel.compiled()] if cfg.compiled else []),
         tk.parallel.fsdp(cfg.layout),
     ]
-    make_model = functools.partial(tk.models.Decoder, model, head="hidden")
-    weights = tk.models.init_weights(model, seed=cfg.seed)
+    make_model = functools.partial(tk.models.Decoder, base.config, head="hidden")
+    weights = tk.hub.pretrained_weights(base, axis=ps.world)
     stages = tk.build_stages(make_model, ps, plan, weights=weights, schedule=cfg.layout.schedule)
     named, decay = tk.named_parameters_of(stages), cfg.optim.weight_decay
     return stages, tk.optim.adamw(tk.optim.decay_groups(named, weight_decay=decay), lr=cfg.optim.lr)
@@ -139,16 +143,18 @@ def bind_evaluation(cfg, ps, held, stages, loss):
     return evaluate
 
 
-def answer(cfg, ps, stages, tokenizer, question):
-    """Return what the model says to a question."""
+def answer(cfg, ps, stages, tokenizer):
+    """Return what the model says to each question."""
     template = tk.chat.TEMPLATES[cfg.template]
-    messages = [{"role": "user", "content": question}]
-    prompt = tk.chat.prompt_ids(messages, tokenizer, template=template)
-    (stop_id,) = tk.chat.stop_ids(tokenizer, template)
-    call, window = tk.parallel.bind_call(stages, ps), cfg.batch.row_length
-    how = {"context": window, "max_new_tokens": 100, "temperature": 0.0, "stop_id": stop_id}
-    drawn = tk.models.generate(stages[0], prompt, **how, vocab_size=tokenizer.vocab_size, call=call)
-    return tokenizer.decode(drawn)
+    asked = [[{"role": "user", "content": question}] for question in cfg.ask]
+    prompts = [tk.chat.prompt_ids(each, tokenizer, template=template) for each in asked]
+    stop_ids, room = tk.chat.stop_ids(tokenizer, template), 100
+    how = {"stop_ids": stop_ids, "tokenizer": tokenizer, "vocab_size": tokenizer.vocab_size}
+    how |= {"max_new_tokens": room, "context": max(map(len, prompts)) + room}
+    call, greedy = tk.parallel.bind_call(stages, ps), tk.generation.Sampling(temperature=0.0)
+    said = tk.generation.generate(stages[0], prompts, sampling=greedy, call=call, **how)
+    told = [f"{q}\n    {tk.sinks.printable(x.text)}" for q, x in zip(cfg.ask, said, strict=True)]
+    return "\n".join(told)
 
 
 def make_facts(cfg, model, tokenizer, rows):
@@ -159,13 +165,13 @@ def make_facts(cfg, model, tokenizer, rows):
     return facts | {"rows": tk.packing.bins_hash(rows.bins)}
 
 
-def train(cfg, run, tokenizer, model, init):
+def train(cfg, run, tokenizer, base):
     """Go on from the last checkpoint, or begin, and train until `steps` or until a stop."""
     ps, loss = run.ps, tk.losses.next_token_linear
     run.say(f"reading {cfg.data or 'signatures and docstrings of the standard library'}")
     corpus, counts = open_conversations(cfg, tokenizer)
     rows, held = pack(cfg, run, corpus, counts)
-    stages, optimizer = build(cfg, ps, model)
+    stages, optimizer = build(cfg, ps, base)
     size = {"rows_per_step": cfg.batch.rows, "dtype": cfg.dtype}
     run.say(tk.parallel.start_lines(stages, ps, rows.bins, **size))
     order = {"schedule": cfg.layout.schedule, "reduce": cfg.layout.reduce}
@@ -176,46 +182,57 @@ def train(cfg, run, tokenizer, model, init):
     share = {"place": ps.place, "rows_per_microbatch": cfg.batch.microbatch}
     pad_id = tokenizer.pad_id or 0
     make_batch = functools.partial(tk.step_batch, rows, rows_at, pad_id=pad_id, **share)
-    facts, changes = make_facts(cfg, model, tokenizer, rows), tk.config.changes_of(cfg)
+    facts, changes = make_facts(cfg, base.config, tokenizer, rows), tk.config.changes_of(cfg)
+    if cfg.method != "full":
+        facts |= tk.adapters.keep_base_(stages, ps, source=base.path)
     state = run.resume(stages, optimizer, facts=facts, changes=changes, request=cfg.resume)
-    if init and state.step == 0:
-        room = tk.hub if tk.hub.is_folder(init) else tk.checkpoint
-        room.load_weights(init, stages, axis=ps.world)
-        run.say(f"beginning with the weights of {init}")
     stop, around = None, {"steps": cfg.steps, "keeping": cfg.keeping, "policy": cfg.policy}
     with (
         tk.data.prefetch(make_batch, state.cursor, device=ps.device) as next_batch,
         run.loop(state, stages, optimizer, replay=forward_backward, **around) as loop,
     ):
         loop.event("packing", step=state.step, **tk.packing.packing_report(rows.bins), **counts)
+        if len(held) and cfg.eval_every and state.step == 0:
+            run.say(f"the weights of {base.path}, before:")
+            state = loop.evaluated(state, evaluate)
         while state.step < cfg.steps and not stop:
             batch = next_batch(state.cursor)
             state, metrics = train_step(state, batch)
             state = loop.after(state, metrics, batch)
             if len(held) and tk.schedules.due(state.step, cfg.eval_every, last=cfg.steps):
                 state = loop.evaluated(state, evaluate)
-                for question in cfg.ask:
-                    said = answer(cfg, ps, stages, tokenizer, question)
-                    run.say(f"{question}\n    {tk.sinks.printable(said)}")
+                run.say(answer(cfg, ps, stages, tokenizer))
             stop = loop.keep(state)
+        if not stop:
+            loop.event("result", **tk.sinks.before_and_after(run.dir, "eval/loss"))
     if stop:
         return tk.runtime.SAVED
     run.finish(state, stages, optimizer)
     return 0
 
 
+def open_base(cfg):
+    """Return what the run begins with, or what a run of all weights goes on with: its own."""
+    begun = cfg.resume == "auto" and tk.checkpoint.list_checkpoints(cfg.out / "checkpoints")
+    if begun and cfg.method == "full":
+        return tk.hub.open_pretrained(cfg.out)
+    return tk.hub.open_pretrained(cfg.init or tk.hub.base_run(Path(__file__).parent))
+
+
 def main(argv=None):
     """Read the configuration, refuse a layout that does not fit, open the process groups, train."""
     cfg = tk.config.load_config(Config, argv)
-    name = tk.tokenizers.find_tokenizer(cfg.tokenizer, init=cfg.init)
-    cfg = attrs.evolve(cfg, tokenizer=name, dtype=tk.parallel.choose_dtype(cfg.dtype))
+    base = open_base(cfg)
+    name, template = cfg.tokenizer or base.tokenizer, cfg.template or base.template or "chatml"
+    cfg = attrs.evolve(cfg, tokenizer=name, template=template)
+    cfg = attrs.evolve(cfg, dtype=tk.parallel.choose_dtype(cfg.dtype))
     tokenizer = tk.tokenizers.open_tokenizer(name)
-    model, init = choose_model(cfg, tokenizer)
-    problems = tk.parallel.problems(cfg.layout, model, cfg.batch, world=tk.mesh.world_size())
+    tk.hub.check_tokenizer(base, tokenizer)
+    problems = tk.parallel.problems(cfg.layout, base.config, cfg.batch, world=tk.mesh.world_size())
     tk.parallel.refuse(problems)
     told = tk.config.plain_values(cfg)
     with tk.open_run(cfg.out, layout=cfg.layout, limits=cfg.limits, config=told) as run:
-        return train(cfg, run, tokenizer, model, init)
+        return train(cfg, run, tokenizer, base)
 
 
 if __name__ == "__main__":

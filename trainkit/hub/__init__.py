@@ -19,7 +19,7 @@ from trainkit.hub.folder import (
     open_folder,
 )
 from trainkit.hub.links import There
-from trainkit.hub.pretrained import Pretrained, base_run, load_pretrained, open_pretrained
+from trainkit.hub.pretrained import Pretrained, base_run, check_tokenizer, open_pretrained
 from trainkit.hub.tokenizer import tokenizer_files
 
 __all__ = [
@@ -30,12 +30,12 @@ __all__ = [
     "Pretrained",
     "There",
     "base_run",
+    "check_tokenizer",
     "export_folder",
     "family_of",
     "folder_weights",
     "init_config",
     "is_folder",
-    "load_pretrained",
     "load_weights",
     "open_folder",
     "open_pretrained",

@@ -4,20 +4,20 @@ from __future__ import annotations
 
 import subprocess
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 
 import attrs
-from torch import nn
 
 from trainkit.checkpoint import load
 from trainkit.checkpoint.manifest import find_checkpoint, list_checkpoints
 from trainkit.files import say_on_stderr
-from trainkit.hub import folder
+from trainkit.hub.folder import is_folder, open_folder
 from trainkit.mesh import world_size
 from trainkit.models.config import DecoderConfig
 from trainkit.models.sizes import config_from_facts
-from trainkit.types import SOLO, Axis, ConfigError
+from trainkit.tokenizers import tokenizer_hash
+from trainkit.types import ConfigError, Tokenizer
 
 _NEEDS = ("model", "config.tokenizer", "config.row_length")
 _STEPS = ("--steps", "250", "--schedule-steps", "250", "--eval-every", "0")
@@ -33,6 +33,7 @@ class Pretrained:
         tokenizer: The name of its tokenizer, for `open_tokenizer`.
         context: The most tokens of a row that it has been trained on.
         template: The name of its chat template; None where it has learned no conversations.
+        trained_with: The `tokenizer_hash` of the tokenizer that a run was trained with.
     """
 
     path: Path
@@ -40,6 +41,7 @@ class Pretrained:
     tokenizer: str
     context: int
     template: str | None = None
+    trained_with: str | None = None
 
 
 def open_pretrained(path: Path | str, *, tell: Callable[[str], None] = say_on_stderr) -> Pretrained:
@@ -60,32 +62,44 @@ def open_pretrained(path: Path | str, *, tell: Callable[[str], None] = say_on_st
         trainkit.types.CheckpointError: find_checkpoint: there is no checkpoint in /does/not/exist
     """
     path = Path(path)
-    if folder.is_folder(path):
-        there = folder.open_folder(path)
+    if is_folder(path):
+        there = open_folder(path)
         return Pretrained(path, there.config, str(path), there.context)
     path = find_checkpoint(path, tell=tell)
     facts = load.read_facts(path, needs=_NEEDS)
     model, tokenizer, context = (facts[name] for name in _NEEDS)
-    template = facts.get("config.template")
-    return Pretrained(path, config_from_facts(model), tokenizer, context, template)
+    known = facts.get("config.template"), facts.get("tokenizer")
+    return Pretrained(path, config_from_facts(model), tokenizer, context, *known)
 
 
-def load_pretrained(found: Pretrained, stages: Sequence[nn.Module], *, axis: Axis = SOLO) -> None:
-    """Read the weights of what `open_pretrained` has found into stages, in any layout.
+def check_tokenizer(found: Pretrained, tokenizer: Tokenizer) -> None:
+    """Refuse a tokenizer whose ids are not those of a decoder.
 
     Args:
-        found: What to read.
-        stages: This rank's stages of a decoder of `found.config`.
-        axis: The ranks that call this together, `ps.world`.
+        found: The decoder.
+        tokenizer: The tokenizer that it is to be used with.
 
     Raises:
-        CheckpointError: As `hub.load_weights` or `checkpoint.load_weights`.
+        ConfigError: The embedding has fewer rows than the tokenizer has ids, or a run was trained
+            with another tokenizer.
 
-    Effects:
-        Writes the parameters of `stages`; communicates on `axis`.
+    Examples:
+        >>> from trainkit.models import decoder_config
+        >>> from trainkit.tokenizers import byte_tokenizer
+        >>> tiny = Pretrained(Path("a"), decoder_config("tiny", vocab_size=8), "bytes", 32)
+        >>> check_tokenizer(tiny, byte_tokenizer())
+        Traceback (most recent call last):
+        ...
+        trainkit.types.ConfigError: the tokenizer has 258 ids, and the embedding of a has 8 rows
     """
-    room = folder if folder.is_folder(found.path) else load
-    room.load_weights(found.path, stages, axis=axis)
+    own, size, rows = tokenizer_hash(tokenizer), tokenizer.vocab_size, found.config.vocab_size
+    hint = "take its own, which stands beside it, or is in the run's config.toml"
+    if found.trained_with not in (None, own):
+        what = f"{found.path} was trained with another tokenizer than this one"
+        raise ConfigError(what, where="tokenizer", got=own, want=found.trained_with, hint=hint)
+    if size > rows:
+        what = f"the tokenizer has {size} ids, and the embedding of {found.path} has {rows} rows"
+        raise ConfigError(what, where="tokenizer", got=size, want=rows, hint=hint)
 
 
 def base_run(recipes: Path, *, runs: Path = Path("runs")) -> Path:
