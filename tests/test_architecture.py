@@ -38,6 +38,7 @@ ROOMS = [
     "checkpoint",
     "convert",
     "hub",
+    "evaluation",
     "sinks",
     "pictures",
     "runtime",

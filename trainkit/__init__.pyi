@@ -8,6 +8,7 @@ from . import config as config
 from . import convert as convert
 from . import corpora as corpora
 from . import data as data
+from . import evaluation as evaluation
 from . import files as files
 from . import grads as grads
 from . import health as health
