@@ -9,6 +9,7 @@ from . import convert as convert
 from . import corpora as corpora
 from . import data as data
 from . import files as files
+from . import generation as generation
 from . import grads as grads
 from . import health as health
 from . import hub as hub
