@@ -31,6 +31,7 @@ ROOMS = [
     "attention",
     "models",
     "parallel",
+    "generation",
     "optim",
     "step",
     "grads",
