@@ -106,7 +106,7 @@ def build(cfg, ps, base):
         tk.parallel.fsdp(cfg.layout),
     ]
     make_model = functools.partial(tk.models.Decoder, base.config, head="hidden")
-    weights = tk.hub.pretrained_weights(base, axis=ps.world)
+    weights = tk.adapters.base_weights(base.path, axis=ps.world)
     stages = tk.build_stages(make_model, ps, plan, weights=weights, schedule=cfg.layout.schedule)
     named, decay = tk.named_parameters_of(stages), cfg.optim.weight_decay
     return stages, tk.optim.adamw(tk.optim.decay_groups(named, weight_decay=decay), lr=cfg.optim.lr)
@@ -148,11 +148,10 @@ def answer(cfg, ps, stages, tokenizer):
     template = tk.chat.TEMPLATES[cfg.template]
     asked = [[{"role": "user", "content": question}] for question in cfg.ask]
     prompts = [tk.chat.prompt_ids(each, tokenizer, template=template) for each in asked]
-    stop_ids, room = tk.chat.stop_ids(tokenizer, template), 100
-    how = {"stop_ids": stop_ids, "tokenizer": tokenizer, "vocab_size": tokenizer.vocab_size}
-    how |= {"max_new_tokens": room, "context": max(map(len, prompts)) + room}
+    how = {"stop_ids": tk.chat.stop_ids(tokenizer, template), "vocab_size": tokenizer.vocab_size}
+    how |= {"max_new_tokens": 100, "context": cfg.batch.row_length, "slide": True}
     call, greedy = tk.parallel.bind_call(stages, ps), tk.generation.Sampling(temperature=0.0)
-    said = tk.generation.generate(stages[0], prompts, sampling=greedy, call=call, **how)
+    said = tk.generation.generate(stages[0], prompts, sampling=greedy, call=call, tokenizer=tokenizer, **how)
     told = [f"{q}\n    {tk.sinks.printable(x.text)}" for q, x in zip(cfg.ask, said, strict=True)]
     return "\n".join(told)
 

@@ -117,7 +117,7 @@ def hf_tokenizer(
     if isinstance(source, str | Path):
         path = Path(source)
         path = path / "tokenizer.json" if path.is_dir() else path
-        name, text, config = str(path), _text_of(path), _roles_beside(path)
+        name, text, config = str(path), _text_of(path), settings_beside(path)
     else:
         name = type(source).__name__
         roles = {f"{role}_token": getattr(source, f"{role}_token", None) for role in _ROLES}
@@ -237,8 +237,16 @@ def _text_of(path: Path) -> str:
         raise _wrong(path, f"no tokenizer.json: invalid UTF-8 at byte {error.start}") from error
 
 
-def _roles_beside(path: Path) -> dict[str, Any]:
-    """Return what the two files beside a tokenizer.json say; the configuration goes first."""
+def settings_beside(path: Path) -> dict[str, Any]:
+    """Return what the two files beside a tokenizer.json say; the configuration goes first.
+
+    Raises:
+        DataError: One of them is no JSON object.
+
+    Examples:
+        >>> settings_beside(Path("/does/not/exist/tokenizer.json"))
+        {}
+    """
     merged: dict[str, Any] = {}
     for name in ("special_tokens_map.json", "tokenizer_config.json"):
         file = path.with_name(name)
