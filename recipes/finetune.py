@@ -71,7 +71,7 @@ class Config(tk.config.RunConfig):
 def open_conversations(cfg, tokenizer):
     """Return the conversations, the assistant's tokens marked, and a count of what was cut."""
     counts = Counter()
-    how = {"template": tk.chat.TEMPLATES[cfg.template], "train": cfg.train_on, "counts": counts}
+    how = {"template": tk.chat.find_template(cfg.template), "train": cfg.train_on, "counts": counts}
     size = {"max_length": cfg.batch.row_length, "overlong": "drop"}
     encode = tk.chat.chat_encoder(tokenizer, **how, **size)
     return tk.corpora.open_conversations(cfg.data, encode, tokenizer=tokenizer), counts
@@ -145,13 +145,15 @@ def bind_evaluation(cfg, ps, held, stages, loss):
 
 def answer(cfg, ps, stages, tokenizer):
     """Return what the model says to each question."""
-    template = tk.chat.TEMPLATES[cfg.template]
+    template = tk.chat.find_template(cfg.template)
     asked = [[{"role": "user", "content": question}] for question in cfg.ask]
     prompts = [tk.chat.prompt_ids(each, tokenizer, template=template) for each in asked]
     how = {"stop_ids": tk.chat.stop_ids(tokenizer, template), "vocab_size": tokenizer.vocab_size}
     how |= {"max_new_tokens": 100, "context": cfg.batch.row_length, "slide": True}
     call, greedy = tk.parallel.bind_call(stages, ps), tk.generation.Sampling(temperature=0.0)
-    said = tk.generation.generate(stages[0], prompts, sampling=greedy, call=call, tokenizer=tokenizer, **how)
+    said = tk.generation.generate(
+        stages[0], prompts, sampling=greedy, call=call, tokenizer=tokenizer, **how
+    )
     told = [f"{q}\n    {tk.sinks.printable(x.text)}" for q, x in zip(cfg.ask, said, strict=True)]
     return "\n".join(told)
 
@@ -227,6 +229,7 @@ def main(argv=None):
     cfg = attrs.evolve(cfg, dtype=tk.parallel.choose_dtype(cfg.dtype))
     tokenizer = tk.tokenizers.open_tokenizer(name)
     tk.hub.check_tokenizer(base, tokenizer)
+    tk.chat.find_template(template)  # refuses one that there is not
     problems = tk.parallel.problems(cfg.layout, base.config, cfg.batch, world=tk.mesh.world_size())
     tk.parallel.refuse(problems)
     told = tk.config.plain_values(cfg)

@@ -6,7 +6,7 @@ import time
 
 import pytest
 import recipe_runs
-from recipe_runs import assert_equal_runs, column, events, here, lines, load, refusal, several
+from recipe_runs import assert_equal_runs, column, events, here, lines, refusal, several
 
 from trainkit import metrics, schedules
 from trainkit.__main__ import main
@@ -15,6 +15,7 @@ from trainkit.testing import run_ranks
 from trainkit.tokenizers import save_tokenizer, train_bpe
 
 SMALL = [*recipe_runs.SMALL.split(), "--save-every", 2, "--ask", "def is_open(self)"]
+LR = 5e-4  # at a high rate Adam's first steps make much of the last bit of a gradient
 
 
 DEVICE = 0.05  # seconds for which the device still works on a step that Python is done with
@@ -56,7 +57,7 @@ def flags_of(base, chats):
 
     def flags(out, steps, *more):
         given = ["--init", base / "run", "--data", chats, "--out", out, "--steps", steps]
-        return [*given, *SMALL, "--row-length", 64, *more]
+        return [*given, *SMALL, "--row-length", 64, "--lr", LR, *more]
 
     return flags
 
@@ -94,7 +95,7 @@ def test_the_speed_is_that_of_all_tokens_and_of_the_device(whole):
 
 
 def test_step_n_has_the_nth_rate_of_the_schedule(whole):
-    rate = schedules.cosine(load("finetune").Config().optim.lr, warmup=2, total=8)
+    rate = schedules.cosine(LR, warmup=2, total=8)
     assert column(whole[0], "lr") == [rate(step) for step in range(4)]
 
 
@@ -177,10 +178,9 @@ def test_another_tokenizer_than_that_of_the_base_is_refused(flags_of, tmp_path):
     assert (code, "another tokenizer" in what, (tmp_path / "run").exists()) == (64, True, False)
 
 
-def test_a_template_that_the_tokenizer_does_not_know_is_refused(flags_of, tmp_path):
-    flags = flags_of(tmp_path / "run", 2, "--template", "llama3")
-    code, what = refusal("finetune", *flags)
-    assert (code, "<|eot_id|>" in what) == (64, True), what
+def test_a_template_that_there_is_not_is_refused(flags_of, tmp_path):
+    code, what = refusal("finetune", *flags_of(tmp_path / "run", 2, "--template", "chatmal"))
+    assert (code, "chatmal" in what, (tmp_path / "run").exists()) == (64, True, False), what
 
 
 def test_tokens_that_do_not_say_who_said_them_are_refused(flags_of, tmp_path):

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import attrs
 
+from trainkit.chat import has_template
 from trainkit.checkpoint import load
 from trainkit.checkpoint.manifest import find_checkpoint, list_checkpoints
 from trainkit.files import say_on_stderr
@@ -32,7 +33,8 @@ class Pretrained:
         config: The decoder.
         tokenizer: The name of its tokenizer, for `open_tokenizer`.
         context: The most tokens of a row that it has been trained on.
-        template: The name of its chat template; None where it has learned no conversations.
+        template: The name of its chat template, for `chat.find_template`; None where it has learned
+            no conversations.
         trained_with: The `tokenizer_hash` of the tokenizer that a run was trained with.
     """
 
@@ -64,7 +66,8 @@ def open_pretrained(path: Path | str, *, tell: Callable[[str], None] = say_on_st
     path = Path(path)
     if is_folder(path):
         there = open_folder(path)
-        return Pretrained(path, there.config, str(path), there.context)
+        template = str(path) if has_template(path) else None
+        return Pretrained(path, there.config, str(path), there.context, template)
     path = find_checkpoint(path, tell=tell)
     facts = load.read_facts(path, needs=_NEEDS)
     model, tokenizer, context = (facts[name] for name in _NEEDS)
