@@ -18,6 +18,7 @@ from trainkit.hub.folder import (
     open_folder,
 )
 from trainkit.hub.links import There
+from trainkit.hub.resize import resized_weights
 from trainkit.hub.tokenizer import tokenizer_files
 
 __all__ = [
@@ -34,6 +35,7 @@ __all__ = [
     "load_weights",
     "open_folder",
     "read_config",
+    "resized_weights",
     "tokenizer_files",
     "write_config",
 ]
