@@ -11,6 +11,7 @@ from torch import nn
 import trainkit as tk
 from trainkit.batch import split_batch
 from trainkit.corpora import TokenCorpus
+from trainkit.generation import generate
 from trainkit.losses import next_token, routed
 from trainkit.mesh import solo_parallel
 from trainkit.models import (
@@ -19,7 +20,6 @@ from trainkit.models import (
     call_routed,
     ep_combine,
     ep_dispatch,
-    generate,
     init_weights,
     sigmoid_topk,
 )
@@ -176,13 +176,13 @@ def test_full_recomputation_sends_tokens_again_and_selective_keeps_what_came():
 def drawn(ep):
     with tk.parallel_session(ep=ep) as ps:
         stages = stage_of(ps, expert())
-        call = bind_call(stages, ps, call=call_routed)
-        return generate(stages[0], [1, 2, 3], max_new_tokens=6, context=16, call=call)
+        call = bind_call(stages, ps)
+        return generate(stages[0], [[1, 2, 3], [4]], max_new_tokens=6, context=16, call=call)
 
 
 def test_text_is_drawn_with_experts_on_other_ranks():
     alone = build_decoder(CONFIG, seed=0)
-    want = generate(alone, [1, 2, 3], max_new_tokens=6, context=16, call=call_routed)
+    want = generate(alone, [[1, 2, 3], [4]], max_new_tokens=6, context=16)
     assert run_ranks(partial(drawn, 2), 2) == [want] * 2
 
 
