@@ -216,19 +216,18 @@ def open_base(cfg):
     """Return what the run begins with, or what a run of all weights goes on with: its own."""
     begun = cfg.resume == "auto" and tk.checkpoint.list_checkpoints(cfg.out / "checkpoints")
     if begun and cfg.method == "full":
-        return tk.hub.open_pretrained(cfg.out)
-    return tk.hub.open_pretrained(cfg.init or tk.hub.base_run(Path(__file__).parent))
+        return tk.hub.open_trained(cfg.out, tokenizer=cfg.tokenizer)
+    path = cfg.init or tk.hub.base_run(Path(__file__).parent)
+    return tk.hub.open_trained(path, tokenizer=cfg.tokenizer)
 
 
 def main(argv=None):
     """Read the configuration, refuse a layout that does not fit, open the process groups, train."""
     cfg = tk.config.load_config(Config, argv)
     base = open_base(cfg)
-    name, template = cfg.tokenizer or base.tokenizer, cfg.template or base.template or "chatml"
-    cfg = attrs.evolve(cfg, tokenizer=name, template=template)
+    tokenizer, template = base.tokenizer, cfg.template or base.template or "chatml"
+    cfg = attrs.evolve(cfg, tokenizer=base.name, template=template)
     cfg = attrs.evolve(cfg, dtype=tk.parallel.choose_dtype(cfg.dtype))
-    tokenizer = tk.tokenizers.open_tokenizer(name)
-    tk.hub.check_tokenizer(base, tokenizer)
     tk.chat.find_template(template)  # refuses one that there is not
     problems = tk.parallel.problems(cfg.layout, base.config, cfg.batch, world=tk.mesh.world_size())
     tk.parallel.refuse(problems)

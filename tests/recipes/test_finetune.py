@@ -47,7 +47,7 @@ def base(tmp_path_factory):
     flags = ["--out", home / "run", "--data", home / "text", "--steps", 8]
     code, said = here([*flags, *recipe_runs.SMALL.split()])
     assert code == 0, said
-    assert main(["export", str(home / "run"), str(home / "model"), "--shard-size", "1MB"]) == 0
+    assert main(["export", str(home / "run"), str(home / "model"), "--shard-bytes", "1000000"]) == 0
     return home
 
 
@@ -175,7 +175,7 @@ def test_another_tokenizer_than_that_of_the_base_is_refused(flags_of, tmp_path):
     save_tokenizer(train_bpe(["2 + 1? 3, as you know."], vocab_size=260), path)
     flags = flags_of(tmp_path / "run", 2, "--tokenizer", path)
     code, what = refusal("finetune", *flags)
-    assert (code, "another tokenizer" in what, (tmp_path / "run").exists()) == (64, True, False)
+    assert (code, "another tokenizer" in what, (tmp_path / "run").exists()) == (66, True, False)
 
 
 def test_a_template_that_there_is_not_is_refused(flags_of, tmp_path):

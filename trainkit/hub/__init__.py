@@ -2,7 +2,7 @@
 
 `families` declares what is known, `configs` reads and writes a `config.json`, `links` is the map of
 names and boxes both ways, `folder` reads a folder into any layout, `export` writes one;
-`pretrained` opens a folder or a run of ours alike.
+`trained` opens a folder or a run of ours alike.
 """
 
 from __future__ import annotations
@@ -19,18 +19,18 @@ from trainkit.hub.folder import (
     open_folder,
 )
 from trainkit.hub.links import There
-from trainkit.hub.pretrained import Pretrained, base_run, check_tokenizer, open_pretrained
+from trainkit.hub.resize import resized_weights
 from trainkit.hub.tokenizer import tokenizer_files
+from trainkit.hub.trained import Trained, base_run, open_trained
 
 __all__ = [
     "FAMILIES",
     "Family",
     "Folder",
     "Key",
-    "Pretrained",
     "There",
+    "Trained",
     "base_run",
-    "check_tokenizer",
     "export_folder",
     "family_of",
     "folder_weights",
@@ -38,8 +38,9 @@ __all__ = [
     "is_folder",
     "load_weights",
     "open_folder",
-    "open_pretrained",
+    "open_trained",
     "read_config",
+    "resized_weights",
     "tokenizer_files",
     "write_config",
 ]

@@ -54,4 +54,4 @@ def test_one_of_several_processes_trains_no_base(tmp_path, monkeypatch):
 
 def test_what_is_nothing_is_named(tmp_path):
     with pytest.raises(CheckpointError, match="there is no checkpoint in"):
-        hub.open_pretrained(tmp_path)
+        hub.open_trained(tmp_path)
