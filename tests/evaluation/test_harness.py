@@ -149,7 +149,7 @@ def test_texts_of_different_wishes_come_back_in_the_order_of_the_prompts():
         seen.append((prompts, wish))
         return [BYTES.encode("yes, no. maybe") for _ in prompts]
 
-    model = evaluation.harness_model(list, BYTES, context=16, generate=write)
+    model = evaluation.harness_model(list, BYTES, context=16, generate=write, rows=2)
     wishes = [{"until": ".", "max_gen_toks": 9}, {"until": [","], "temperature": 0.5}] * 2
     wishes[1]["max_new_tokens"] = wishes[3]["max_new_tokens"] = 4
     asked = [
@@ -162,6 +162,20 @@ def test_texts_of_different_wishes_come_back_in_the_order_of_the_prompts():
     assert [bytes(ids) for ids in second] == [b"ong prompt 1", b"ong prompt 3"]
     assert (one["temperature"], one["max_new_tokens"]) == (0.0, 9)
     assert (two["temperature"], two["max_new_tokens"]) == (0.5, 4)
+
+
+def test_prompts_are_written_on_in_batches_the_longest_first():
+    seen = []
+
+    def write(prompts, **_):
+        seen.append([*map(len, prompts)])
+        return [prompt[-1:] for prompt in prompts]
+
+    model = evaluation.harness_model(list, BYTES, context=300, generate=write, rows=2)
+    texts = ["a", "bbb", "cc", "eeeee", "dddd"]
+    asked = [Instance("generate_until", {}, (text, {"max_gen_toks": 1}), 0) for text in texts]
+    assert model.generate_until(asked) == ["a", "b", "c", "e", "d"]
+    assert seen == [[5, 4], [3, 2], [1]]
 
 
 def test_a_task_that_is_not_there_is_named_with_the_nearest(tmp_path, monkeypatch):

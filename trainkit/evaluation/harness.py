@@ -9,12 +9,13 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from trainkit.evaluation.examples import make_example, prefix_id, rolling_windows, with_bos
 from trainkit.evaluation.score import Score
-from trainkit.types import ConfigError, Tokenizer, needs_extra
+from trainkit.types import ConfigError, Tokenizer, at_least, needs_extra
 
 Generate = Callable[..., Sequence[Sequence[int]]]
 """`Generate(prompts, *, max_new_tokens, temperature, stop) -> the new token ids of each prompt`.
@@ -32,6 +33,7 @@ def harness_model(
     *,
     context: int,
     generate: Generate | None = None,
+    rows: int = 16,
     add_bos: bool = False,
 ) -> Any:
     """Return a model as `lm-eval` takes it: an `lm_eval.api.model.LM`.
@@ -44,6 +46,7 @@ def harness_model(
         tokenizer: Its tokenizer.
         context: The most tokens that it is given; longer contexts are cut on their left.
         generate: What writes texts; without it a task that needs it is refused.
+        rows: How many prompts `generate` is given at a time, at most; the longest come first.
         add_bos: Begin contexts with BOS, as `transformers` does for tokenizers that say so.
 
     Raises:
@@ -66,7 +69,9 @@ def harness_model(
         from lm_eval.api.model import TemplateLM  # noqa: PLC0415 - an extra
 
     kind = type("TrainkitModel", (_Answers, TemplateLM), {})
-    return kind(score, tokenizer, context, generate, add_bos)
+    at_least(1, "harness_model", rows=rows)
+    write = None if generate is None else partial(_in_batches, generate, rows=rows)
+    return kind(score, tokenizer, context, write, add_bos)
 
 
 class _Answers:
@@ -170,6 +175,19 @@ def _written(
         for number, ids in zip(numbers, generate(prompts, **wish), strict=True):
             texts[number] = _before(tokenizer.decode(ids), wish["stop"])
     return texts
+
+
+def _in_batches(
+    generate: Generate, prompts: Sequence[list[int]], *, rows: int, **wish: Any
+) -> list[Sequence[int]]:
+    """Return what follows each prompt, prompts of like lengths together."""
+    order = sorted(range(len(prompts)), key=lambda number: -len(prompts[number]))
+    found: dict[int, Sequence[int]] = {}
+    for first in range(0, len(order), rows):
+        chosen = order[first : first + rows]
+        texts = generate([prompts[number] for number in chosen], **wish)
+        found |= zip(chosen, texts, strict=True)
+    return [found[number] for number in range(len(prompts))]
 
 
 def _wishes(said: Mapping[str, Any]) -> dict[str, Any]:
