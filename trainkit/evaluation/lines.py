@@ -192,9 +192,7 @@ def _head(file: BinaryIO, path: Path) -> dict[str, Any]:
 
 
 def _foreign(path: Path) -> DataError:
-    what = (
-        f"{path} is no file of results: its first line does not say what they are of"
-    )
+    what = f"{path} is no file of results: its first line does not say what they are of"
     return DataError(what, where=path, hint="name another file")
 
 
