@@ -127,7 +127,7 @@ def init_config(
 
     Raises:
         ConfigError: The embedding is too small, and `resize` is false; there are experts and the
-            recipe trains none; or as `open_folder`.
+            recipe trains none, or the other way round; or as `open_folder`.
         CheckpointError: As `open_folder`.
 
     Examples:
@@ -149,12 +149,13 @@ def init_config(
             hint="take the folder's own, or with --tokenizer another whose ids it has; or give the "
             "embedding more rows: init_config(resize=True), load_weights(vocab_size=)",
         )
-    if config.experts is not None and not experts:
+    if (config.experts is not None) != experts:
+        has, trains = ("", "without") if config.experts else ("no ", "with")
         raise ConfigError(
-            f"--init: {path} has experts, and this recipe trains decoders without",
+            f"--init: {path} has {has}experts, and this recipe trains decoders {trains}",
             where="init",
-            got=config.experts.count,
-            hint="docs/howto/train-experts.md has the lines that experts need",
+            got=0 if config.experts is None else config.experts.count,
+            hint="recipes/moe.py trains experts; docs/howto/train-experts.md has what they need",
         )
     return config
 

@@ -22,6 +22,8 @@ if TYPE_CHECKING:
 
 _ROLES = {"bos": BOS, "eos": EOS, "pad": PAD}
 
+_OTHER_FORMS = ("tokenizer.model", "spiece.model", "vocab.json", "vocab.txt", "tekken.json")
+
 _MOST_BYTES = 1 << 27
 """The largest tokenizer.json that is read; those of a million tokens have half of it."""
 _MOST_UNUSED = 1 << 20
@@ -116,7 +118,7 @@ def hf_tokenizer(
     config: dict[str, Any] = {}
     if isinstance(source, str | Path):
         path = Path(source)
-        path = path / "tokenizer.json" if path.is_dir() else path
+        path = _file_of(path) if path.is_dir() else path
         name, text, config = str(path), _text_of(path), settings_beside(path)
     else:
         name = type(source).__name__
@@ -261,6 +263,20 @@ def save_tokenizer(tokenizer: HFTokenizer, path: str | os.PathLike[str]) -> None
         disk_errors(Path(path), by="save_tokenizer", needed=len(text)),
     ):
         file.write(text.encode())
+
+
+def _file_of(folder: Path) -> Path:
+    """Return a folder's tokenizer.json; refuse a folder that has a tokenizer in another form."""
+    others = [name for name in _OTHER_FORMS if (folder / name).exists()]
+    if others and not (folder / "tokenizer.json").exists():
+        raise DataError(
+            f"{folder} has {others[0]}, and no tokenizer.json, which alone is read; "
+            f"transformers.AutoTokenizer.from_pretrained({str(folder)!r}).save_pretrained(...) "
+            "writes one",
+            where=folder,
+            got=others,
+        )
+    return folder / "tokenizer.json"
 
 
 def _text_of(path: Path) -> str:
