@@ -142,11 +142,12 @@ def answer(cfg, ps, stages, tokenizer, question):
     template = tk.chat.TEMPLATES[cfg.template]
     messages = [{"role": "user", "content": question}]
     prompt = tk.chat.prompt_ids(messages, tokenizer, template=template)
-    (stop_id,) = tk.chat.stop_ids(tokenizer, template)
     call, window = tk.parallel.bind_call(stages, ps), cfg.batch.row_length
-    how = {"context": window, "max_new_tokens": 100, "temperature": 0.0, "stop_id": stop_id}
-    drawn = tk.models.generate(stages[0], prompt, **how, vocab_size=tokenizer.vocab_size, call=call)
-    return tokenizer.decode(drawn)
+    how = {"context": window, "slide": True, "max_new_tokens": 100}
+    how |= {"sampling": tk.generation.Sampling(temperature=0.0), "tokenizer": tokenizer}
+    ids = {"stop_ids": tk.chat.stop_ids(tokenizer, template), "vocab_size": tokenizer.vocab_size}
+    (drawn,) = tk.generation.generate(stages[0], [prompt], **how, **ids, call=call)
+    return drawn.text
 
 
 def make_facts(cfg, model, tokenizer, rows):

@@ -9,7 +9,9 @@ from . import config as config
 from . import convert as convert
 from . import corpora as corpora
 from . import data as data
+from . import evaluation as evaluation
 from . import files as files
+from . import generation as generation
 from . import grads as grads
 from . import health as health
 from . import hub as hub

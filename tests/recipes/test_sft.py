@@ -185,7 +185,7 @@ def folder(tmp_path_factory):
     flags = ["--out", home / "run", "--data", home / "text", "--steps", 8]
     code, said = here([*flags, *recipe_runs.SMALL.split()])
     assert code == 0, said
-    assert main(["export", str(home / "run"), str(home / "model"), "--shard-size", "1MB"]) == 0
+    assert main(["export", str(home / "run"), str(home / "model"), "--shard-bytes", "1000000"]) == 0
     return home
 
 

@@ -44,7 +44,7 @@ def check_inputs(
         0.25
     """
     _check_shapes(q, k, v)
-    q, k, v = _in_one_dtype(q, k, v)
+    q, k, v = in_one_dtype(q, k, v)
     scale = q.shape[3] ** -0.5 if scale is None else scale
     if not 0 < scale < math.inf:
         raise ValueError(
@@ -67,7 +67,18 @@ def _check_shapes(q: Tensor, k: Tensor, v: Tensor) -> None:
         )
 
 
-def _in_one_dtype(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def in_one_dtype(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Return queries, keys and values in autocast's dtype, or refuse different ones.
+
+    Raises:
+        ValueError: They have no common floating-point dtype.
+
+    Examples:
+        >>> q, k, v = torch.ones(3, 1, 4, 2, 16)
+        >>> with torch.autocast("cpu", dtype=torch.bfloat16):
+        ...     in_one_dtype(q, k, v)[0].dtype
+        torch.bfloat16
+    """
     kind = q.device.type
     if torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind):
         low = torch.get_autocast_dtype(kind)

@@ -11,6 +11,7 @@ from trainkit.chat.encode import (
     show_mask,
     stop_ids,
 )
+from trainkit.chat.folder import folder_stop_ids, folder_template
 from trainkit.chat.jinja import jinja_template
 from trainkit.chat.preference import encode_pair, pack_pairs, pair_documents
 from trainkit.chat.prompt import prompt_ids
@@ -29,6 +30,8 @@ __all__ = [
     "check_mask",
     "encode_chat",
     "encode_pair",
+    "folder_stop_ids",
+    "folder_template",
     "from_sharegpt",
     "jinja_template",
     "llama3",

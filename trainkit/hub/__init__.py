@@ -18,7 +18,9 @@ from trainkit.hub.folder import (
     open_folder,
 )
 from trainkit.hub.links import There
+from trainkit.hub.resize import resized_weights
 from trainkit.hub.tokenizer import tokenizer_files
+from trainkit.hub.trained import Trained, load_trained, open_trained
 
 __all__ = [
     "FAMILIES",
@@ -26,14 +28,18 @@ __all__ = [
     "Folder",
     "Key",
     "There",
+    "Trained",
     "export_folder",
     "family_of",
     "folder_weights",
     "init_config",
     "is_folder",
+    "load_trained",
     "load_weights",
     "open_folder",
+    "open_trained",
     "read_config",
+    "resized_weights",
     "tokenizer_files",
     "write_config",
 ]

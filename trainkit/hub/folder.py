@@ -26,7 +26,9 @@ from trainkit.convert.foreign import safetensors_folder
 from trainkit.hub.configs import family_named, read_config
 from trainkit.hub.families import Family
 from trainkit.hub.links import Link, There, check_links, linked, make_links, their_shapes
+from trainkit.hub.resize import resized_weights
 from trainkit.models.config import DecoderConfig, parameter_shapes
+from trainkit.models.sizes import round_up_vocabulary
 from trainkit.parallel.materialize import listed
 from trainkit.parallel.naming import COPY_SUFFIX, box_of
 from trainkit.types import SOLO, Axis, CheckpointError, ConfigError, Weights
@@ -111,17 +113,21 @@ def open_folder(path: Path | str) -> Folder:
     return Folder(Path(path), family, config, values)
 
 
-def init_config(path: Path | str, *, vocab_size: int, experts: bool = False) -> DecoderConfig:
+def init_config(
+    path: Path | str, *, vocab_size: int, experts: bool = False, resize: bool = False
+) -> DecoderConfig:
     """Return the decoder of a Hugging Face folder that a run is to begin with.
 
     Args:
         path: The folder.
         vocab_size: The ids of the run's tokenizer: each must have a row of the embedding.
         experts: Whether the recipe trains experts.
+        resize: Whether an embedding that is too small gets more rows, a multiple of 16, which
+            `load_weights(vocab_size=)` fills.
 
     Raises:
-        ConfigError: The embedding is too small, there are experts and the recipe trains none, or as
-            `open_folder`.
+        ConfigError: The embedding is too small, and `resize` is false; there are experts and the
+            recipe trains none; or as `open_folder`.
         CheckpointError: As `open_folder`.
 
     Examples:
@@ -131,6 +137,8 @@ def init_config(path: Path | str, *, vocab_size: int, experts: bool = False) -> 
         trainkit.types.CheckpointError: checkpoint: /does/not/exist/config.json cannot be read: ...
     """
     config = open_folder(path).config
+    if vocab_size > config.vocab_size and resize:
+        config = attrs.evolve(config, vocab_size=round_up_vocabulary(vocab_size))
     if vocab_size > config.vocab_size:
         raise ConfigError(
             f"--init: the tokenizer has {vocab_size} ids, and the embedding of {path} has "
@@ -138,7 +146,8 @@ def init_config(path: Path | str, *, vocab_size: int, experts: bool = False) -> 
             where="tokenizer",
             got=vocab_size,
             want=config.vocab_size,
-            hint="take the folder's own, or with --tokenizer another whose ids it has",
+            hint="take the folder's own, or with --tokenizer another whose ids it has; or give the "
+            "embedding more rows: init_config(resize=True), load_weights(vocab_size=)",
         )
     if config.experts is not None and not experts:
         raise ConfigError(
@@ -270,6 +279,7 @@ def load_weights(
     path: Path | str,
     stages: Sequence[nn.Module],
     *,
+    vocab_size: int | None = None,
     allow_missing: Sequence[str] = (),
     allow_extra: Sequence[str] = (),
     axis: Axis = SOLO,
@@ -279,13 +289,16 @@ def load_weights(
     Args:
         path: The folder.
         stages: This rank's stages of the decoder that it describes.
+        vocab_size: The rows of their embedding, if it has more than the folder's: `resized_weights`
+            makes the new ones.
         allow_missing: Patterns of their names that the folder may lack; they keep their values.
         allow_extra: Patterns of their names that are left aside.
         axis: The ranks that call this together, `ps.world`.
 
     Raises:
         ConfigError: As `open_folder`.
-        CheckpointError: As `folder_weights`; or the stages are of another decoder.
+        CheckpointError: As `folder_weights`; or the stages are of another decoder, or of a larger
+            vocabulary than `vocab_size` says.
 
     Effects:
         Writes the parameters of `stages` and the biases of their routers, after all of the folder
@@ -299,7 +312,9 @@ def load_weights(
     """
     folder = open_folder(path)
     read, lacking = _looked_over(folder, allow_missing, allow_extra, axis)
-    shapes, found = our_shapes(folder.config), list[tuple[str, Tensor]]()
+    config = attrs.evolve(folder.config, vocab_size=vocab_size or folder.config.vocab_size)
+    read = resized_weights(read, folder.config, vocab_size=config.vocab_size)
+    shapes, found = our_shapes(config), list[tuple[str, Tensor]]()
     problems = []
     for name, tensor in model_tensors(stages).items():
         own = name.removeprefix("model/").removesuffix(COPY_SUFFIX)

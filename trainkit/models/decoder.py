@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from trainkit.attention.varlen import varlen
 from trainkit.collectives import gather_replicated
+from trainkit.models.cache import Cache
 from trainkit.models.config import DecoderConfig
 from trainkit.models.experts import Balance, ExpertMlp, Tape, check_tape, preload_
 from trainkit.models.initial import init_weights
@@ -109,13 +110,21 @@ class Attention(nn.Module):
         self.q_norm = nn.RMSNorm(size, config.norm_eps) if config.qk_norm else None
         self.k_norm = nn.RMSNorm(size, config.norm_eps) if config.qk_norm else None
 
-    def forward(self, x: Tensor, *, rotary: tuple[Tensor, Tensor], spans: Spans) -> Tensor:
-        """Map `[B, S, D]` to `[B, S, D]`."""
+    def forward(
+        self,
+        x: Tensor,
+        *,
+        rotary: tuple[Tensor, Tensor],
+        spans: Spans,
+        attend: Attend | None = None,
+    ) -> Tensor:
+        """Map `[B, S, D]` to `[B, S, D]`; `attend`, a cache's, takes the place of its own."""
+        attend = attend or self.attend
         q, k, v = (w(x).unflatten(-1, (-1, self.head_size)) for w in (self.wq, self.wk, self.wv))
         if self.q_norm is not None and self.k_norm is not None:
             q, k = self.q_norm(q), self.k_norm(k)
         q, k = rotate(q, *rotary), rotate(k, *rotary)
-        return self.wo(self.attend(q, k, v, spans=spans, scale=self.scale).flatten(2))
+        return self.wo(attend(q, k, v, spans=spans, scale=self.scale).flatten(2))
 
 
 class Block(nn.Module):
@@ -143,12 +152,14 @@ class Block(nn.Module):
         noise_key: Tensor | None = None,
         is_token: Tensor | None = None,
         tape: Tape | None = None,
+        cache: Cache | None = None,
     ) -> Tensor | tuple[Tensor, Tensor]:
         """Map `[B, S, D]` to `[B, S, D]`; without a `noise_key` nothing is dropped.
 
         With experts, also to the layer's row of `Routed.sums`.
         """
-        branch = self.attention(self.attention_norm(x), rotary=rotary, spans=spans)
+        attend = None if cache is None else cache.attend(self.name)
+        branch = self.attention(self.attention_norm(x), rotary=rotary, spans=spans, attend=attend)
         x = x + _drop(branch, noise_key, of=self, name="attention", p=self.dropout)
         normal = self.mlp_norm(x)
         if not isinstance(self.mlp, ExpertMlp):
@@ -242,6 +253,7 @@ class Decoder(nn.Module):
         is_token: Tensor | None = None,
         tape: Tape | None = None,
         choices: Tensor | None = None,
+        cache: Cache | None = None,
     ) -> Tensor | Hidden | Routed:
         """Return logits `[B, S, V]`, or a `Hidden` of hidden states `[B, S, D]` and a weight.
 
@@ -260,6 +272,8 @@ class Decoder(nn.Module):
             tape: The choices of the expert layers; by default a new one.
             choices: int64 `[B, S, L, k]`, choices that came with the batch, for all L expert layers
                 of the model; they are written to the tape.
+            cache: The keys and values of the tokens before; then the batch is one row, [1, S], and
+                there are logits `[1, R, V]` for the last token of each of the cache's rows.
 
         Raises:
             ValueError: Dropout or jitter is on, the model is training, and there is no `noise_key`;
@@ -268,12 +282,12 @@ class Decoder(nn.Module):
         noise_key = self._noise_key_in_use(noise_key)
         x, *before = input_ids if isinstance(input_ids, tuple) else (input_ids,)
         x = self._embedded(x, noise_key)
-        known: dict[str, Any] = {"spans": spans, "noise_key": noise_key}
+        known: dict[str, Any] = {"spans": spans, "noise_key": noise_key, "cache": cache}
         known["rotary"] = self._rotary(position_ids, dtype=x.dtype)
         if self.config.experts is None:
             for block in self.layers.values():
                 x = block(x, **known)
-            return self._projected(x)
+            return self._projected(x, cache)
         if is_token is None:
             mend = "models.call_routed passes it: call=tk.models.call_routed"
             raise ValueError(f"Decoder: with experts it needs is_token, False for padding; {mend}")
@@ -289,13 +303,15 @@ class Decoder(nn.Module):
             if isinstance(x, tuple):
                 number = cast("ExpertMlp", block.mlp).number
                 x, rows[number] = x
-        return Routed(self._projected(x), torch.stack(rows))
+        return Routed(self._projected(x, cache), torch.stack(rows))
 
-    def _projected(self, x: Tensor) -> Tensor | Hidden:
+    def _projected(self, x: Tensor, cache: Cache | None) -> Tensor | Hidden:
         """Return what leaves this stage: hidden states, or what the head makes of them."""
         if self.norm is None:
             return x
         x = self.norm(x)
+        if cache is not None and cache.last is not None:
+            x = x.index_select(1, cache.last)
         if self.head is not None:
             return self.head(x)
         assert self.embedding is not None

@@ -41,8 +41,16 @@ class LatentAttention(nn.Module):
         self.k_rotary = Linear(width, made.rotary, bias=False)
         self.wo = Linear(heads * made.values, width, bias=False)
 
-    def forward(self, x: Tensor, *, rotary: tuple[Tensor, Tensor], spans: Spans) -> Tensor:
-        """Map `[B, S, D]` to `[B, S, D]`."""
+    def forward(
+        self,
+        x: Tensor,
+        *,
+        rotary: tuple[Tensor, Tensor],
+        spans: Spans,
+        attend: Attend | None = None,
+    ) -> Tensor:
+        """Map `[B, S, D]` to `[B, S, D]`; `attend`, a cache's, takes the place of its own."""
+        attend = attend or self.attend
         q = self.wq(self.q_latent_norm(self.q_latent(x))).unflatten(-1, (-1, self.wq.head_size))
         kv = self.wkv(self.kv_latent_norm(self.kv_latent(x)))
         q_plain, q_turned = q.split([self.latents.plain, self.latents.rotary], -1)
@@ -52,4 +60,4 @@ class LatentAttention(nn.Module):
         k_turned = rotate(self.k_rotary(x).unsqueeze(2), *rotary).expand(-1, -1, q.shape[2], -1)
         q = torch.cat([q_plain, rotate(q_turned, *rotary)], -1)
         k = torch.cat([k_plain, k_turned], -1)
-        return self.wo(self.attend(q, k, v, spans=spans, scale=self.scale).flatten(2))
+        return self.wo(attend(q, k, v, spans=spans, scale=self.scale).flatten(2))
