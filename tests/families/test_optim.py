@@ -5,8 +5,11 @@ import copy
 import pytest
 import torch
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Partial, Replicate
 
 from trainkit.optim import adamw, decay_groups
+from trainkit.testing import run_ranks
 
 
 def plain_adamw(params, gradients, moments, step, *, lr, betas, eps, weight_decay):
@@ -166,3 +169,20 @@ def test_groups_refuse_bad_input_by_name():
     for bad in (-0.1, float("nan"), float("inf")):
         with pytest.raises(ValueError, match=f"^decay_groups: weight_decay must be .* got {bad}"):
             decay_groups({"p": nn.Parameter(torch.zeros(2))}, weight_decay=bad)
+
+
+def step_of_parts():
+    """Step a whole parameter whose gradient is the sum of what two ranks have."""
+    mesh = init_device_mesh("cpu", (2,))
+    p = nn.Parameter(DTensor.from_local(torch.ones(3), mesh, [Replicate()]))
+    own = torch.full((3,), 1.0 + mesh.get_local_rank())
+    p.grad = DTensor.from_local(own, mesh, [Partial()])
+    adamw([p], lr=0.5, eps=1.0).step()
+    return p.to_local().tolist()
+
+
+def test_a_gradient_that_is_still_in_parts_is_summed():
+    plain = nn.Parameter(torch.ones(3))
+    plain.grad = torch.full((3,), 3.0)
+    adamw([plain], lr=0.5, eps=1.0).step()
+    assert run_ranks(step_of_parts, 2) == [plain.tolist()] * 2

@@ -23,9 +23,18 @@ class AdamW(torch.optim.AdamW):
     def _init_group(self, group: Any, *lists: Any, **named: Any) -> Any:
         has_complex = super()._init_group(group, *lists, **named)
         if group["fused"]:
+            params, grads = lists[:2]
+            grads[:] = [_placed_as(p, grad) for p, grad in zip(params, grads, strict=True)]
             for tensors in (*lists, *named.values()):
                 tensors[:] = [x.to_local() if hasattr(x, "to_local") else x for x in tensors]
         return has_complex
+
+
+def _placed_as(p: Any, grad: Any) -> Any:
+    """Return a gradient as its parameter is placed: that of a foreign module may still be parts."""
+    if getattr(grad, "placements", None) == getattr(p, "placements", None):
+        return grad
+    return grad.redistribute(placements=p.placements)
 
 
 def adamw(
