@@ -130,7 +130,6 @@ def pairs_held(rows):
 
 
 FEW = [
-    Case(Layout(dp_shard=2)),
     Case(Layout(tp=2)),
     Case(Layout(ring=2, fold_sp="none")),
     Case(Layout(ulysses=2)),

@@ -42,12 +42,18 @@ def plan(_ps, case):
     return [parallel.tensor(styles), kept, sharded]
 
 
-LAYOUTS = [Case(Layout(dp_shard=2, tp=2, reduce="each"), recompute="full")]
+LAYOUTS = [
+    Case(Layout(tp=2), recompute="full"),
+    Case(Layout(dp_shard=2, reduce="each"), rows_per_microbatch=2),
+]
+TOGETHER = [Case(Layout(dp_shard=2, tp=2), recompute="full")]
 
 
-def test_it_gives_the_numbers_of_one_process_in_a_layout_of_both():
+# Every rank imports transformers, which takes longer than its steps.
+@pytest.mark.parametrize("cases", [LAYOUTS, pytest.param(TOGETHER, marks=pytest.mark.only_all)])
+def test_it_gives_the_numbers_of_one_process_in_every_layout(cases):
     found = certify(
-        make_model, decoder_batch, LAYOUTS, plan=plan, loss=losses.next_token, call=call, steps=2
+        make_model, decoder_batch, cases, plan=plan, loss=losses.next_token, call=call, steps=2
     )
     assert found.ok, as_text(found)
 

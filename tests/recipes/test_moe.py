@@ -120,15 +120,15 @@ LAYOUTS = [
 def test_every_layout_prints_the_numbers_of_one_process(world, layouts, whole, text, tmp_path):
     outs = [tmp_path / str(number) for number in range(len(layouts))]
     runs = [
-        flags_of(out, text, 3, *layout.split(), "--sample", 2)
+        flags_of(out, text, 2, *layout.split(), "--sample", 2)
         for out, layout in zip(outs, layouts, strict=True)
     ]
     said = run_ranks(several, world, runs, "moe", timeout=170)[0]
     for (code, printed), out, layout in zip(said, outs, layouts, strict=True):
         assert code == 0, f"{layout}: {printed}"
-        assert_equal_runs(out, whole[0], steps=3, about=layout)
+        assert_equal_runs(out, whole[0], steps=2, about=layout)
         for name in ("load", "expert_bias"):
-            assert column(out, name) == column(whole[0], name)[:3], (layout, name)
+            assert column(out, name) == column(whole[0], name)[:2], (layout, name)
 
 
 def moving_with_every_microbatch(make_train_step):
@@ -149,7 +149,7 @@ def moving_with_every_microbatch(make_train_step):
     return make
 
 
-@pytest.mark.parametrize(("rows", "mistaken"), [(8, False), (4, False), (4, True), (2, True)])
+@pytest.mark.parametrize(("rows", "mistaken"), [(8, False), (4, False), (2, True)])
 def test_a_step_in_one_two_or_four_microbatches_is_the_same_unless_biases_move_in_it(
     rows, mistaken, whole, text, tmp_path
 ):
@@ -259,7 +259,10 @@ def worst_loads(monkeypatch, out, *flags, steps):
     return [line["load_over_mean"] for line in read_jsonl(out / "metrics.jsonl")]
 
 
-@pytest.mark.parametrize(("balance", "steps"), [("bias", 100), ("loss", 160)])
+# The bias alone balances a layer in models/test_experts.py, and is that of the line above.
+@pytest.mark.parametrize(
+    ("balance", "steps"), [pytest.param("bias", 100, marks=ALL), ("loss", 160)]
+)
 def test_experts_of_an_unbalanced_router_end_balanced(balance, steps, monkeypatch, tmp_path):
     worst = worst_loads(monkeypatch, tmp_path / "run", "--balance", balance, steps=steps)
     assert max(worst[:5]) > 3
