@@ -169,6 +169,7 @@ def evaluate(cfg, ps, trained, asked, how, manager):
         model = evaluation.harness_model(score, **how, generate=write)
         limits = {"shots": cfg.shots, "limit": cfg.limit}
         found["tasks"] = evaluation.evaluate_tasks(model, cfg.tasks, manager, **limits)
+        say(f"tasks: {model.cut} contexts were cut on their left to {how['context']} tokens")
     return found
 
 

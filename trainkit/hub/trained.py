@@ -128,7 +128,7 @@ def load_trained(trained: Trained, stages: Sequence[nn.Module], *, axis: Axis = 
         >>> load_trained(nothing, [build_decoder(config, seed=0)])
         Traceback (most recent call last):
         ...
-        trainkit.types.CheckpointError: /does/not/exist does not verify...
+        trainkit.types.CheckpointError: resume: /does/not/exist was asked for, but ... is not there
     """
     load = load_weights if is_folder(trained.path) else checkpoints.load_weights
     load(trained.path, stages, axis=axis)
