@@ -9,8 +9,6 @@ python recipes/evaluate.py --tasks hellaswag arc_easy --limit 100
 
 import functools
 import json
-import subprocess
-import sys
 from pathlib import Path
 
 import attrs
@@ -18,17 +16,14 @@ import torch
 
 import trainkit as tk
 from trainkit import evaluation
-from trainkit.types import ConfigError
-
-BASE = Path("runs/pretrain")
 
 
 @attrs.frozen(kw_only=True)
 class Config:
     """Evaluate a run or a Hugging Face folder: log-probabilities, choices, perplexity, lm-eval."""
 
-    source: Path = BASE
-    """A run, for its newest checkpoint that verifies; a checkpoint; or a Hugging Face folder."""
+    source: Path | None = None
+    """A run, a checkpoint or a Hugging Face folder; by default runs/pretrain, or a small base."""
     perplexity: Path | None = None
     """Texts: a file, a folder, lines of JSON with a field text."""
     choices: Path | None = None
@@ -58,19 +53,6 @@ class Config:
     dtype: str = attrs.field(default="auto", validator=tk.config.one_of("auto", "fp32", "bf16"))
     """What is computed in; auto is bf16 on a GPU and fp32 on a CPU."""
     layout: tk.Layout = tk.config.option(tk.Layout())
-
-
-def train_base(out):
-    """Train a small model for half a minute, where the default has none to evaluate."""
-    if tk.mesh.world_size() > 1:
-        hint = "python recipes/pretrain.py makes it in three minutes"
-        raise ConfigError(f"there is no {BASE}; name a --source", where="source", hint=hint)
-    script = Path(__file__).with_name("pretrain.py")
-    flags = ["--out", out, "--steps", "80", "--eval-every", "0"]
-    print(f"there is no {BASE}: training a base in {out}", flush=True)
-    ended = subprocess.run([sys.executable, script, *flags], check=False)  # noqa: S603 (ours)
-    if ended.returncode:
-        sys.exit(ended.returncode)
 
 
 def library(trained, how):
@@ -123,21 +105,20 @@ def build(cfg, ps, trained):
         tk.parallel.fsdp(cfg.layout),
     ]
     make_model = functools.partial(tk.models.Decoder, trained.config, head="hidden")
-    weights = tk.models.init_weights(trained.config, seed=0)
-    stages = tk.build_stages(make_model, ps, plan, weights=weights, schedule=cfg.layout.schedule)
-    tk.hub.load_trained(trained, stages, axis=ps.world)
-    return stages
+    weights = tk.adapters.base_weights(trained.path, axis=ps.world)
+    return tk.build_stages(make_model, ps, plan, weights=weights, schedule=cfg.layout.schedule)
 
 
-def bind_write(stages, ps, trained, context, call):
-    """Return the function that continues prompts for lm-eval, one after the other."""
-    call = tk.parallel.bind_call(stages, ps, call=call)
-    ids = {"stop_id": trained.tokenizer.eos_id, "vocab_size": trained.tokenizer.vocab_size}
+def bind_write(stages, ps, trained, context):
+    """Return the function that continues prompts for lm-eval."""
+    call, tokenizer = tk.parallel.bind_call(stages, ps), trained.tokenizer
+    ids = {"stop_ids": [tokenizer.eos_id], "vocab_size": tokenizer.vocab_size}
 
-    def write(prompts, *, stop, **wish):
-        del stop  # the harness cuts at it
-        how = {"context": context, **ids, **wish}
-        return [tk.models.generate(stages[0], prompt, call=call, **how) for prompt in prompts]
+    def write(prompts, *, temperature, **wish):
+        how = {"context": context, "tokenizer": tokenizer, **ids, **wish}
+        sampling = tk.generation.Sampling(temperature=temperature)
+        found = tk.generation.generate(stages[0], prompts, sampling=sampling, call=call, **how)
+        return [completion.ids for completion in found]
 
     return write
 
@@ -165,7 +146,7 @@ def evaluate(cfg, ps, trained, asked, how, manager):
             results = evaluation.accuracy if kind == "choices" else evaluation.perplexity
             found[kind] = results(evaluation.read_lines(path))
     if cfg.tasks:
-        write = bind_write(stages, ps, trained, how["context"], call)
+        write = bind_write(stages, ps, trained, how["context"])
         model = evaluation.harness_model(score, **how, generate=write)
         limits = {"shots": cfg.shots, "limit": cfg.limit}
         found["tasks"] = evaluation.evaluate_tasks(model, cfg.tasks, manager, **limits)
@@ -182,14 +163,11 @@ def main(argv=None):
     """Read what is asked, refuse what does not fit, load the model, evaluate it."""
     cfg = tk.config.load_config(Config, argv)
     cfg = attrs.evolve(cfg, dtype=tk.parallel.choose_dtype(cfg.dtype))
-    if cfg.source == BASE and not BASE.exists():
-        cfg = attrs.evolve(cfg, source=Path("runs/base"))
-        if not cfg.source.exists():
-            train_base(cfg.source)
-    trained = tk.hub.open_trained(cfg.source, tokenizer=cfg.tokenizer)
+    source = cfg.source or tk.hub.base_run(Path(__file__).parent)
+    trained = tk.hub.open_trained(source, tokenizer=cfg.tokenizer)
     world = tk.mesh.world_size()
     tk.parallel.refuse(tk.parallel.problems(cfg.layout, trained.config, world=world))
-    name = f"{cfg.source.absolute().name}-{trained.path.name}"
+    name = f"{source.absolute().name}-{trained.path.name}"
     cfg = attrs.evolve(cfg, out=cfg.out or Path("runs/evaluate") / name)
     how = {"tokenizer": trained.tokenizer, "context": cfg.context or trained.context}
     how |= {"add_bos": trained.adds_bos if cfg.add_bos is None else cfg.add_bos}

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import attrs
 
-from trainkit import chat, checkpoint, config, models, runtime, sinks, tokenizers
+from trainkit import chat, checkpoint, config, generation, models, runtime, sinks, tokenizers
 
 
 @attrs.frozen(kw_only=True)
@@ -41,7 +41,6 @@ def generate(cfg: Config) -> str:
     needs = ("model", "config.tokenizer", "config.row_length")
     facts = checkpoint.read_facts(path, needs=needs)
     model = models.Decoder(models.config_from_facts(facts["model"]))
-    call = models.call_routed if model.config.experts else models.call_model
     checkpoint.load_weights(path, [model])
     tokenizer = tokenizers.open_tokenizer(facts["config.tokenizer"])
     if "config.template" in facts:  # it has learnt to answer
@@ -54,19 +53,18 @@ def generate(cfg: Config) -> str:
         shown = tokenizer.encode(cfg.prompt)
         begin = [] if tokenizer.bos_id is None else [tokenizer.bos_id]
         prompt, stop_id = [*begin, *shown], tokenizer.eos_id
-    drawn = models.generate(
+    how = {"temperature": cfg.temperature, "top_k": cfg.top_k, "seed": cfg.seed}
+    (drawn,) = generation.generate(
         model,
-        prompt,
+        [prompt],
         max_new_tokens=cfg.tokens,
         context=facts["config.row_length"],
-        temperature=cfg.temperature,
-        top_k=cfg.top_k,
-        seed=cfg.seed,
-        stop_id=stop_id,
+        slide=True,
+        sampling=generation.Sampling(**how),
+        stop_ids=[stop_id],
         vocab_size=tokenizer.vocab_size,
-        call=call,
     )
-    return sinks.printable(tokenizer.decode([*shown, *drawn]))
+    return sinks.printable(tokenizer.decode([*shown, *drawn.ids]))
 
 
 def main(argv=None):

@@ -170,10 +170,11 @@ def sample(cfg, ps, stages, tokenizer, rows):
         bos = [] if tokenizer.bos_id is None else [tokenizer.bos_id]
         begin = [*bos, *tokenizer.encode(cfg.prompt)]
     call, window = tk.parallel.bind_call(stages, ps), cfg.batch.row_length
-    how = {"context": window, "max_new_tokens": cfg.sample, "temperature": 0.7, "seed": cfg.seed}
-    ids = {"stop_id": tokenizer.eos_id, "vocab_size": tokenizer.vocab_size}
-    drawn = tk.models.generate(stages[0], begin, **how, **ids, call=call)
-    return tk.sinks.printable(tokenizer.decode([*begin, *drawn]))
+    how = {"context": window, "slide": True, "max_new_tokens": cfg.sample}
+    how["sampling"] = tk.generation.Sampling(temperature=0.7, seed=cfg.seed)
+    ids = {"stop_ids": [tokenizer.eos_id], "vocab_size": tokenizer.vocab_size}
+    (drawn,) = tk.generation.generate(stages[0], [begin], **how, **ids, call=call)
+    return tk.sinks.printable(tokenizer.decode([*begin, *drawn.ids]))
 
 
 def make_facts(cfg, model, tokenizer, opened, rows):

@@ -1,4 +1,5 @@
 # The table of contents, which __init__.py loads lazily.
+from . import adapters as adapters
 from . import attention as attention
 from . import batch as batch
 from . import chat as chat
@@ -10,6 +11,7 @@ from . import corpora as corpora
 from . import data as data
 from . import evaluation as evaluation
 from . import files as files
+from . import generation as generation
 from . import grads as grads
 from . import health as health
 from . import hub as hub

@@ -10,6 +10,7 @@ from torch import nn
 
 from trainkit import parallel
 from trainkit.batch import blank_batch, count_tokens, count_valid_tokens, divided, divisors_of
+from trainkit.generation import generate
 from trainkit.losses import (
     add_terms,
     next_token,
@@ -26,9 +27,9 @@ from trainkit.models import (
     advance_routers_,
     balance_sum,
     build_decoder,
+    call_model,
     call_routed,
     experts,
-    generate,
     grouped_linear,
     sigmoid_topk,
     softmax_topk,
@@ -451,11 +452,11 @@ def test_a_decoder_with_experts_must_know_what_is_padding():
 
 def test_text_is_drawn_and_a_call_without_padding_is_told_what_to_pass():
     model = build_decoder(BIASED, seed=0)
-    drawn = generate(model, [1, 2, 3], max_new_tokens=4, context=8, call=call_routed)
-    call = bind_call([model], solo_parallel(), call=call_routed)
-    assert drawn == generate(model, [1, 2, 3], max_new_tokens=4, context=8, call=call)
+    drawn = generate(model, [[1, 2, 3]], max_new_tokens=4, context=8)
+    for call in (call_routed, bind_call([model], solo_parallel(), call=call_routed)):
+        assert drawn == generate(model, [[1, 2, 3]], max_new_tokens=4, context=8, call=call)
     with pytest.raises(ValueError, match=r"call=tk\.models\.call_routed"):
-        generate(model, [1, 2, 3], max_new_tokens=4, context=8)
+        generate(model, [[1, 2, 3]], max_new_tokens=4, context=8, call=call_model)
 
 
 def test_a_loss_may_look_at_the_output_alone():

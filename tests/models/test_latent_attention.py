@@ -6,6 +6,7 @@ import torch
 
 from trainkit.attention import sdpa
 from trainkit.batch import batch_of_rows
+from trainkit.generation import Sampling, generate
 from trainkit.losses import next_token
 from trainkit.models import (
     Decoder,
@@ -20,7 +21,6 @@ from trainkit.models import (
     count_active_parameters,
     count_parameters,
     decoder_config,
-    generate,
     init_weights,
 )
 from trainkit.models.config import parameter_shapes
@@ -135,9 +135,9 @@ def test_names_shapes_and_scales_are_promised_before_a_model_is_made(config):
 
 def test_text_is_drawn():
     model = build_decoder(attrs.evolve(CONFIG, experts=EXPERTS), seed=0)
-    options = {"max_new_tokens": 4, "context": 8, "temperature": 0, "call": call_routed}
-    drawn, ids = generate(model, [1, 2, 3], **options), [1, 2, 3]
-    for token in drawn:
+    options = {"max_new_tokens": 4, "context": 8, "sampling": Sampling(temperature=0)}
+    (drawn,), ids = generate(model, [[1, 2, 3]], **options), [1, 2, 3]
+    for token in drawn.ids:
         batch = batch_of_rows(torch.tensor([ids]))
         assert int(call_routed(model, batch).output[0, -1].argmax()) == token
         ids.append(token)
@@ -147,7 +147,8 @@ def test_text_is_drawn():
 def test_under_autocast_queries_keys_and_values_have_one_low_dtype():
     seen = []
 
-    def attend(q, k, v, *, spans, scale=None):
+    def attend(q, k, v, *, spans, scale=None, **how):
+        assert how == {"window": None, "softcap": None}
         seen.extend(x.dtype for x in (q, k, v))
         return sdpa(q, k, v, spans=spans, scale=scale)
 

@@ -7,37 +7,44 @@ from whole_step import CONFIG
 
 import trainkit as tk
 from trainkit.batch import blank_batch
-from trainkit.models import Decoder, generate, init_weights
-from trainkit.parallel import fsdp
-from trainkit.parallel.generation import bind_call
-from trainkit.parallel.sequence import sequence
-from trainkit.parallel.tensor import tensor
+from trainkit.generation import Sampling, generate
+from trainkit.models import Decoder, call_model, call_routed, init_weights
+from trainkit.models.config import Experts
+from trainkit.parallel import bind_call, expert, fsdp, sequence, tensor
 from trainkit.testing import run_ranks
 
 SMALL = attrs.evolve(CONFIG, vocab_size=32)
+ROUTED = attrs.evolve(SMALL, experts=Experts(count=4, chosen=2, width=16))
+PROMPTS = [[3, 1, 4], [1], [5, 9, 2, 6, 5]]
 LAYOUTS = {
-    2: [{"pp": 2}, {"tp": 2}, {"ring": 2}, {"ulysses": 2}, {}],
-    4: [{"pp": 2, "tp": 2}, {"pp": 2, "ring": 2}, {"ring": 2, "ulysses": 2}, {"tp": 2}],
+    2: [{"pp": 2}, {"tp": 2}, {"ring": 2}, {"ulysses": 2}, {}, {"ep": 2}],
+    4: [{"pp": 2, "tp": 2}, {"pp": 2, "ring": 2}, {"ring": 2, "ulysses": 2}, {"tp": 2, "ep": 2}],
 }
 
 
-def written(degrees, head="logits"):
-    """Return a text that outgrows its window, and the logits of a window of odd length."""
-    config = attrs.evolve(SMALL, tied=head == "hidden")
+def written(degrees, number=0):
+    """Return texts, of which some end early and some outgrow the window, and a window's logits."""
+    config = attrs.evolve(ROUTED if "ep" in degrees else SMALL, tied=number % 2 == 1)
+    how = {"max_new_tokens": 6, "stop_ids": [7, 20, 21], "sampling": Sampling(seed=1)}
     with tk.parallel_session(**degrees) as ps:
         stages = tk.build_stages(
-            lambda: Decoder(config, head=head).double(),
+            lambda: Decoder(config, head=("logits", "hidden")[number % 2]).double(),
             ps,
-            [tensor(), sequence(), fsdp()],
+            [tensor(), sequence(), expert(), fsdp()],
             weights=init_weights(config, seed=0),
         )
         call = bind_call(stages, ps)
-        ids = generate(stages[0], [3, 1, 4], max_new_tokens=6, context=7, seed=1, call=call)
-        batch = blank_batch(1, 5)
+        cached = generate(stages[0], PROMPTS, **how, context=11, call=call)
+        slid = generate(stages[0], PROMPTS, **how, context=7, slide=True, call=call)
+        anew = bind_call(stages, ps, call=call_routed if "ep" in degrees else call_model)
+        again = generate(stages[0], PROMPTS[:1], **how, context=11, call=anew)
+        assert again == cached[:1]
+        batch = {**blank_batch(1, 5), "input_ids": torch.arange(5)[None]}
+        batch["document_ids"] = torch.zeros_like(batch["input_ids"])
         with torch.no_grad():
-            logits = call(stages[0], {**batch, "input_ids": torch.arange(5)[None]})
+            logits = anew(stages[0], batch)
         assert all(module.training for stage in stages for module in stage.modules())
-        return ids, logits.numpy().copy()
+        return [(found.ids, found.ended) for found in cached + slid], logits.numpy().copy()
 
 
 def all_of(layouts):
@@ -45,25 +52,44 @@ def all_of(layouts):
 
     found = []
     for i, degrees in enumerate(layouts):
-        found.append(written(degrees, ("logits", "hidden")[i % 2]))
+        found.append(written(degrees, i))
         getattr(debug, "_clear_sharding_prop_cache", debug._clear_python_sharding_prop_cache)()
     return found
 
 
 @pytest.mark.parametrize("world", LAYOUTS)
 def test_every_layout_writes_the_same_text_with_the_same_logits_on_every_rank(world):
-    wanted = written({}), written({}, "hidden")
+    wanted = {}
     for rank in run_ranks(all_of, world, LAYOUTS[world]):
-        for i, (ids, logits) in enumerate(rank):
-            text, whole = wanted[i % 2]
-            assert ids == text
+        for i, (texts, logits) in enumerate(rank):
+            kind = i % 2, "ep" in LAYOUTS[world][i]
+            if kind not in wanted:
+                wanted[kind] = written({"ep": 1} if kind[1] else {}, i)
+            text, whole = wanted[kind]
+            assert texts == text, LAYOUTS[world][i]
             assert logits.shape == whole.shape == (1, 5, 32)
             assert abs(logits - whole).max() < 1e-12 * abs(whole).max()
+    assert {ended for texts, _ in wanted.values() for _, ended in texts} == {"stop_id", "length"}
+
+
+def skewed():
+    """Let each rank's logits differ, as the order of a sum may let them, and draw."""
+    with tk.parallel_session(dp_shard=2) as ps:
+        weights = init_weights(SMALL, seed=ps.world.index)
+        (model,) = tk.build_stages(lambda: Decoder(SMALL), tk.solo_parallel(), [], weights=weights)
+        how = {"max_new_tokens": 6, "context": 11}
+        return generate(model, PROMPTS, **how, call=bind_call([model], ps))
+
+
+def test_every_rank_draws_what_one_rank_draws():
+    first, second = run_ranks(skewed, 2)
+    assert first == second
 
 
 def test_more_than_one_document_is_refused():
     (model,) = tk.build_stages(
         lambda: Decoder(SMALL), tk.solo_parallel(), [], weights=init_weights(SMALL, seed=0)
     )
+    call = bind_call([model], tk.solo_parallel(), call=call_model)
     with pytest.raises(ValueError, match="2 rows with 2 documents"):
-        bind_call([model], tk.solo_parallel())(model, blank_batch(2, 4))
+        call(model, blank_batch(2, 4))

@@ -478,11 +478,13 @@ CONTEXT = 7
 
 def written(stages, ps):
     """Return a text that the model goes on with, and the logits of one window."""
-    from trainkit.models import generate
+    from trainkit.generation import generate
     from trainkit.parallel.generation import bind_call
 
     call = bind_call(stages, ps)
-    ids = generate(stages[0], [3, 1, 4], max_new_tokens=8, context=CONTEXT, seed=1, call=call)
+    how = {"max_new_tokens": 8, "context": CONTEXT, "slide": True}
+    (found,) = generate(stages[0], [[3, 1, 4]], **how, call=call)
+    ids = found.ids
     return ids, [module.training for stage in stages for module in stage.modules()]
 
 

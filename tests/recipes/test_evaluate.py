@@ -3,7 +3,6 @@
 import json
 
 import pytest
-import recipe_runs
 from hub.test_export_command import saved_run
 from recipe_runs import here, load, refusal, several
 
@@ -128,21 +127,9 @@ def test_without_flags_it_takes_text_that_pretrain_holds_out(tmp_path, monkeypat
         )
     for room in ("trainkit.corpora", "trainkit.corpora.library"):
         monkeypatch.setattr(f"{room}.standard_library", lambda: tmp_path)
-    recipe = load("evaluate")
-    monkeypatch.setattr(recipe, "train_base", lambda out: saved_run(out, CONFIG))
-    assert recipe.main([]) is None
-    assert (tmp_path / "runs" / "base" / "checkpoints").is_dir()
+    saved_run(tmp_path / "runs" / "pretrain", CONFIG)
+    assert load("evaluate").main([]) is None
     (out,) = (tmp_path / "runs" / "evaluate").iterdir()
     found = json.loads((out / "results.json").read_text())
     assert 10 < found["choices"]["questions"] <= 200
     assert found["perplexity"]["documents"] == found["choices"]["questions"]
-
-
-def test_many_ranks_without_a_base_are_told_how_to_get_one(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("trainkit.mesh.world_size", lambda: 2)
-    code, said = here([], "evaluate")
-    assert code == 64
-    assert (
-        recipe_runs.error_of(said)["hint"] == "python recipes/pretrain.py makes it in three minutes"
-    )

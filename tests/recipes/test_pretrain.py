@@ -16,6 +16,7 @@ from recipe_runs import column, error_of, events, here, lines, load, refusal, ru
 
 from trainkit import config, schedules, sinks
 from trainkit.checkpoint import verify_checkpoint
+from trainkit.generation import Completion
 from trainkit.packing import pack_bins, sequential
 from trainkit.testing import run_ranks
 
@@ -163,9 +164,9 @@ def test_no_token_is_drawn_that_only_rounds_the_vocabulary_up(whole, text, tmp_p
 
     def generate(*_, vocab_size, **__):
         seen.append(vocab_size)
-        return []
+        return [Completion([], "", "length")]
 
-    monkeypatch.setattr("trainkit.models.generate", generate)
+    monkeypatch.setattr("trainkit.generation.generate", generate)
     here(flags_of(tmp_path / "one", text, 1))
     here(["--run", whole[0]], "generate")
     facts = json.loads(next((whole[0] / "checkpoints").glob("*/state.json")).read_text())["facts"]
@@ -341,7 +342,7 @@ def test_generate_without_a_run_says_so(tmp_path):
 
 
 def test_help_explains_every_field(capsys):
-    for name in ("pretrain", "sft", "long_context", "moe", "generate"):
+    for name in ("pretrain", "finetune", "long_context", "moe", "generate"):
         module = load(name)
         with pytest.raises(SystemExit) as end:
             module.main(["--help"])

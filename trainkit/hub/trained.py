@@ -2,20 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import subprocess
+import sys
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 import attrs
-from torch import nn
 
+from trainkit.chat import has_template
 from trainkit.checkpoint import load as checkpoints
-from trainkit.checkpoint.manifest import find_checkpoint
-from trainkit.hub.folder import is_folder, load_weights, open_folder
+from trainkit.checkpoint.manifest import find_checkpoint, list_checkpoints
+from trainkit.files import say_on_stderr
+from trainkit.hub.folder import is_folder, open_folder
+from trainkit.mesh import world_size
 from trainkit.models.config import DecoderConfig
 from trainkit.models.sizes import config_from_facts
 from trainkit.tokenizers import ByteTokenizer, HFTokenizer, open_tokenizer, tokenizer_hash
-from trainkit.types import SOLO, Axis, CheckpointError, ConfigError
+from trainkit.types import CheckpointError, ConfigError
+
+_STEPS = ("--steps", "250", "--schedule-steps", "250", "--eval-every", "0")
 
 
 @attrs.frozen(eq=False)
@@ -25,23 +31,28 @@ class Trained:
     Attributes:
         path: The checkpoint, or the Hugging Face folder.
         config: The decoder.
+        name: The name of its tokenizer, for `open_tokenizer`.
         tokenizer: Its tokenizer.
         context: The most tokens that it is meant to be given.
         adds_bos: Whether texts begin with BOS: those of a run do, if its tokenizer has one, those
             of a folder where its tokenizer says so.
+        template: The name of its chat template, for `chat.find_template`; None where it has learned
+            no conversations.
         facts: The facts of the checkpoint; of a folder none.
     """
 
     path: Path
     config: DecoderConfig
+    name: str
     tokenizer: ByteTokenizer | HFTokenizer
     context: int
     adds_bos: bool
+    template: str | None = None
     facts: Mapping[str, Any] = attrs.field(factory=dict)
 
 
 def open_trained(
-    path: Path | str, *, tokenizer: str | None = None, tell: Callable[[str], None] = print
+    path: Path | str, *, tokenizer: str | None = None, tell: Callable[[str], None] = say_on_stderr
 ) -> Trained:
     """Look over a model that is to be used; its weights are not read.
 
@@ -82,7 +93,8 @@ def _folder(path: Path, name: str | None) -> Trained:
     adds_bos = isinstance(tokenizer, HFTokenizer) and tokenizer.backend.encode("a").ids[:1] == [
         tokenizer.bos_id
     ]
-    return Trained(path, folder.config, tokenizer, folder.context, adds_bos)
+    name, template = name or str(path), str(path) if has_template(path) else None
+    return Trained(path, folder.config, name, tokenizer, folder.context, adds_bos, template)
 
 
 def _run(path: Path, name: str | None, tell: Callable[[str], None]) -> Trained:
@@ -101,34 +113,49 @@ def _run(path: Path, name: str | None, tell: Callable[[str], None]) -> Trained:
             hint="name the run's own",
         )
     config, has_bos = config_from_facts(facts["model"]), tokenizer.bos_id is not None
-    return Trained(path, config, tokenizer, facts["config.row_length"], has_bos, facts)
+    known = facts["config.row_length"], has_bos, facts.get("config.template"), facts
+    return Trained(path, config, name, tokenizer, *known)
 
 
-def load_trained(trained: Trained, stages: Sequence[nn.Module], *, axis: Axis = SOLO) -> None:
-    """Read the weights of a model into stages of its decoder, in any layout.
+def base_run(recipes: Path, *, runs: Path = Path("runs")) -> Path:
+    """Return a run to begin with: `runs/pretrain`, or `runs/base`, which is trained now if need be.
+
+    This is what a recipe does whose user names nothing to begin with. The small base takes a minute
+    on two cores; a second call finds it there, or goes on with it where it was stopped.
 
     Args:
-        trained: The model, from `open_trained`.
-        stages: This rank's stages.
-        axis: The ranks that call this together, `ps.world`.
+        recipes: The folder in which `pretrain.py` is.
+        runs: Where runs are.
 
     Raises:
-        CheckpointError: As `checkpoint.load_weights` and `hub.load_weights`.
+        ConfigError: There is neither, and this is one process of several: training is started by
+            one process alone.
+        SystemExit: Training ended early, with its exit code; it has said why.
 
     Effects:
-        Writes the parameters of `stages`; communicates on `axis`.
+        May run `pretrain.py` in a process of its own, which prints on this one's stderr.
 
     Examples:
-        >>> from trainkit.models import DecoderConfig, build_decoder
-        >>> from trainkit.tokenizers import byte_tokenizer
-        >>> config = DecoderConfig(
-        ...     vocab_size=259, width=4, layers=1, heads=1, kv_heads=1, mlp_width=4
-        ... )
-        >>> nothing = Trained(Path("/does/not/exist"), config, byte_tokenizer(), 64, True)
-        >>> load_trained(nothing, [build_decoder(config, seed=0)])
-        Traceback (most recent call last):
-        ...
-        trainkit.types.CheckpointError: resume: /does/not/exist was asked for, but ... is not there
+        >>> import tempfile
+        >>> with tempfile.TemporaryDirectory() as name:
+        ...     place = Path(name)
+        ...     (place / "pretrain/checkpoints/step_00000001").mkdir(parents=True)
+        ...     base_run(Path("recipes"), runs=place) == place / "pretrain"
+        True
     """
-    load = load_weights if is_folder(trained.path) else checkpoints.load_weights
-    load(trained.path, stages, axis=axis)
+    pretrain, base = runs / "pretrain", runs / "base"
+    if list_checkpoints(pretrain / "checkpoints"):
+        return pretrain
+    if (base / "final.json").is_file():
+        return base
+    if world_size() > 1:
+        raise ConfigError(
+            f"base_run: there is nothing to begin with: no run in {pretrain} or {base}",
+            hint="python recipes/pretrain.py trains one; or name a run or a Hugging Face folder",
+        )
+    say_on_stderr(f"training a small base first, into {base}: about a minute")
+    command = [sys.executable, str(recipes / "pretrain.py"), "--out", str(base), *_STEPS]
+    ended = subprocess.run(command, stdout=2, check=False)  # noqa: S603 -- ours
+    if ended.returncode:
+        raise SystemExit(ended.returncode)
+    return base

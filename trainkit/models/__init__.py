@@ -1,21 +1,33 @@
 """Models: plain `nn.Module`s; their values are functions of a seed and of names.
 
-`config` describes a decoder of the Llama, Qwen3, Mixtral and DeepSeek-V3 families, `decoder` is its
-modules, `latent` the attention of the last, `experts` its layers of experts, `routers` what chooses
-among them and `dispatch` what takes tokens there and back, `initial` its first values, `upcycled`
+`config` describes a decoder of the Llama, Gemma, GPT-2, Mixtral, DeepSeek-V3 and other families,
+`decoder` is its modules, `latent` the attention of the last, `experts` its layers of experts,
+`routers` what chooses among them and `dispatch` what takes tokens there and back, `initial` its
+first values, `upcycled`
 those that a dense one has, `sizes` its public and small sizes by name; `call` enters a batch into a
-model; `generate` draws text. There are no buffers but those of a router, which a step moves and a
-checkpoint holds.
+model, `cache` is what generation keeps of a text. There are no buffers but those of a router, which
+a step moves and a checkpoint holds.
 """
 
 from __future__ import annotations
 
-from trainkit.models.call import call_model, call_routed, call_with_noise
+from trainkit.models.cache import Cache
+from trainkit.models.call import (
+    CachedCall,
+    call_cached,
+    call_model,
+    call_routed,
+    call_with_noise,
+)
 from trainkit.models.config import (
     DecoderConfig,
     Experts,
+    FeedForward,
     Latents,
+    LinearScaling,
     Llama3Scaling,
+    Norms,
+    Sliding,
     YarnScaling,
     count_active_parameters,
     count_parameters,
@@ -29,7 +41,6 @@ from trainkit.models.experts import (
     grouped_linear,
     update_expert_bias,
 )
-from trainkit.models.generate import draw, generate
 from trainkit.models.initial import init_weights
 from trainkit.models.routers import (
     Routing,
@@ -48,17 +59,24 @@ from trainkit.models.sizes import (
 from trainkit.models.upcycled import upcycled
 
 __all__ = [
+    "Cache",
+    "CachedCall",
     "Decoder",
     "DecoderConfig",
     "Experts",
+    "FeedForward",
     "Latents",
+    "LinearScaling",
     "Llama3Scaling",
+    "Norms",
     "Routing",
+    "Sliding",
     "Tape",
     "YarnScaling",
     "advance_routers_",
     "balance_sum",
     "build_decoder",
+    "call_cached",
     "call_model",
     "call_routed",
     "call_with_noise",
@@ -68,10 +86,8 @@ __all__ = [
     "count_parameters",
     "decoder_config",
     "decoder_sizes",
-    "draw",
     "ep_combine",
     "ep_dispatch",
-    "generate",
     "grouped_linear",
     "init_weights",
     "jittered",

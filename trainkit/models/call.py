@@ -5,9 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+import attrs
 from torch import nn
 
 from trainkit.models.experts import Tape
+from trainkit.types import Call
 
 
 def call_model(model: nn.Module, batch: Mapping[str, Any]) -> Any:
@@ -60,4 +62,42 @@ def call_with_noise(model: nn.Module, batch: Mapping[str, Any]) -> Any:
         position_ids=batch["position_ids"],
         spans=batch["spans"],
         noise_key=batch["noise_key"],
+    )
+
+
+@attrs.frozen
+class CachedCall:
+    """A call for batches with a "cache", in place of one that is given whole texts each time.
+
+    Such a batch is one row of prompts, or of the newest token of each text. What comes back are
+    logits `[1, R, V]`, or a `Hidden`, for the last token of each of the cache's rows.
+
+    Examples:
+        >>> CachedCall(lambda model, batch: model(batch["cache"]))(str, {"cache": 7})
+        '7'
+    """
+
+    call: Call
+
+    def __call__(self, model: nn.Module, batch: Mapping[str, Any]) -> Any:
+        """Enter a batch into a model."""
+        return self.call(model, batch)
+
+
+def call_cached(model: nn.Module, batch: Mapping[str, Any]) -> Any:
+    """Enter a batch and its "cache" into a decoder, with experts or without.
+
+    Examples:
+        >>> import torch
+        >>> seen = lambda ids, *, cache, **more: (ids, cache)
+        >>> batch = {"input_ids": 1, "position_ids": 2, "spans": 3, "cache": 4}
+        >>> call_cached(seen, batch | {"document_ids": torch.tensor([[0]])})
+        (1, 4)
+    """
+    return model(
+        batch["input_ids"],
+        position_ids=batch["position_ids"],
+        spans=batch["spans"],
+        is_token=batch["document_ids"] >= 0,
+        cache=batch["cache"],
     )

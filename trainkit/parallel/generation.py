@@ -1,4 +1,4 @@
-"""Generation in any layout: a `call` that runs a window of text through all stages and shards."""
+"""Generation in any layout: a `call` that runs a batch through all stages and shards."""
 
 from __future__ import annotations
 
@@ -11,56 +11,94 @@ from torch import Tensor, nn
 
 from trainkit.batch.shards import shard_sequence, zigzag_unshard
 from trainkit.collectives import all_gather_json, broadcast, gather_replicated
-from trainkit.models.call import call_model
-from trainkit.models.decoder import whole_logits
+from trainkit.models.call import CachedCall, call_cached, call_model
+from trainkit.models.decoder import Decoder, whole_logits
 from trainkit.parallel.places import places_of
 from trainkit.parallel.stage_forward import compute_device, evaluating, forward_stages
 from trainkit.types import IGNORED_LABEL, Batch, Call, ParallelState, Spans
 
 
-def bind_call(stages: Sequence[nn.Module], ps: ParallelState, *, call: Call = call_model) -> Call:
-    """Return a call for `models.generate` that gives whole logits on every rank of any layout.
+def bind_call(stages: Sequence[nn.Module], ps: ParallelState, *, call: Call | None = None) -> Call:
+    """Return a call for `generation.generate` that gives logits on every rank of any layout.
 
-    The window is lengthened to what the ranks can share equally. Attention is causal, so what
+    For the stages of a `Decoder` it is a `CachedCall`: a rank keeps the keys and values of its own
+    layers and heads. Ranks that split sequences (ring, Ulysses) or rows all compute the same.
+
+    For other stages, or where a `call` is given, the whole text is computed each time, shared out
+    over the ranks: it is lengthened to what they can share equally. Attention is causal, so what
     stands behind the text changes nothing in it, and is cut off again.
 
     Args:
         stages: This rank's stages, from `build_stages`.
         ps: The layout.
-        call: How a batch enters a stage.
+        call: How a batch enters a stage, and then nothing is kept.
 
     Returns:
-        `call(model, batch) -> logits [1, S, V]`, for a batch of one row with one document. The
-        model it is given is not used: `stages` are.
+        `call(model, batch) -> logits`: `[1, R, V]` of a batch with a "cache", else `[1, S, V]` of a
+        batch of one row with one document. All ranks get the bits of one, so that they draw the
+        same token. The model it is given is not used: `stages` are.
 
     Effects:
         None here. The returned function puts the stages into evaluation mode and back, and
-        communicates on every axis that they are spread over: all ranks must call it.
+        communicates on every axis: all ranks must call it.
 
     Examples:
+        >>> from trainkit.generation import generate
         >>> from trainkit.mesh import solo_parallel
         >>> from trainkit.models.decoder import build_decoder
-        >>> from trainkit.models.generate import generate
         >>> from trainkit.models.sizes import decoder_config
         >>> model = build_decoder(decoder_config("tiny"), seed=0)
         >>> call = bind_call([model], solo_parallel())
-        >>> len(generate(model, [1, 2, 3], max_new_tokens=4, context=8, call=call))
+        >>> (found,) = generate(model, [[1, 2, 3]], max_new_tokens=4, context=8, call=call)
+        >>> len(found.ids)
         4
     """
     last = places_of(stages, ps.pp)[0].ranks[-1]
+    source = last * (ps.world.count // ps.pp.count)  # pp is the outermost axis
+    kinds: list[Any] = []  # of logits, which only the last stage knows
 
-    def run(_: nn.Module, batch: Mapping[str, Any]) -> Tensor:
+    def run(batch: Mapping[str, Any], call: Call) -> Tensor | None:
+        with evaluating(stages):  # at its end FSDP lets go of the weight of a `Hidden`
+            output = forward_stages(stages, batch, axis=ps.pp, call=call)
+            return None if output is None else _whole(output, stages[-1])
+
+    def shared(logits: Tensor | None, length: int) -> Tensor:
+        if not kinds:
+            own = None if logits is None else [logits.shape[-1], str(logits.dtype)]
+            kinds.extend(all_gather_json(own, ps.pp)[last])
+        if logits is None:
+            shape, dtype = (1, length, kinds[0]), getattr(torch, kinds[1].removeprefix("torch."))
+            logits = torch.empty(shape, dtype=dtype, device=compute_device(stages[0]))
+        return broadcast(logits.contiguous(), ps.world, source=source)
+
+    def run_cached(_: nn.Module, batch: Mapping[str, Any]) -> Tensor:
+        logits = run(_filled_up(batch, ps.tp.count), call_cached)
+        return shared(logits, len(batch["cache"].last))
+
+    def run_anew(_: nn.Module, batch: Mapping[str, Any]) -> Tensor:
         whole = _lengthened(batch, ps, compute_device(stages[0]))
         part = shard_sequence(whole, ring=ps.ring.share, ulysses=ps.ulysses.share)
-        with evaluating(stages):
-            output = forward_stages(stages, part, axis=ps.pp, call=call)
-            logits = None
-            if ps.pp.index == last:
-                text = _in_order(_whole(output, stages[-1]), ps)
-                logits = text[:, : batch["input_ids"].shape[1]].contiguous()
-            return _on_all_stages(logits, ps, source=last, device=whole.input_ids.device)
+        logits, length = run(part, call or call_model), batch["input_ids"].shape[1]
+        if logits is not None:
+            logits = _in_order(logits, ps)[:, :length]
+        return shared(logits, length)
 
-    return run
+    keeps = call is None and all(isinstance(stage, Decoder) for stage in stages)
+    return CachedCall(run_cached) if keeps else run_anew
+
+
+def _filled_up(batch: Mapping[str, Any], multiple: int) -> Mapping[str, Any]:
+    """Return a batch of one row with padding, so that ranks of tp have equal parts of it."""
+    more = -batch["input_ids"].shape[1] % multiple
+    if not more:
+        return batch
+    fills = {"input_ids": 0, "position_ids": 0, "document_ids": -1}
+    filled = {name: nn.functional.pad(batch[name], (0, more), value=x) for name, x in fills.items()}
+    spans = batch["spans"]
+    ends = nn.functional.pad(spans.cu_seqlens, (0, 1))
+    ends[-1] = filled["input_ids"].shape[1]
+    lengths = np.append(spans.lengths, more)
+    return {**batch, **filled, "spans": Spans(ends, lengths, max(spans.max_length, more))}
 
 
 def _lengthened(batch: Mapping[str, Any], ps: ParallelState, device: torch.device) -> Batch:
@@ -105,14 +143,3 @@ def _in_order(logits: Tensor, ps: ParallelState) -> Tensor:
     """Put the tokens of all ranks of the sequence back into the order of the text."""
     ring_part = gather_replicated(logits, ps.ulysses, dim=1)
     return zigzag_unshard(gather_replicated(ring_part, ps.ring, dim=1), ps.ring.count)
-
-
-def _on_all_stages(
-    logits: Tensor | None, ps: ParallelState, *, source: int, device: torch.device
-) -> Tensor:
-    """Return the logits that rank `source` of the pipeline has, on all its ranks."""
-    own = None if logits is None else [list(logits.shape), str(logits.dtype)]
-    shape, dtype = all_gather_json(own, ps.pp)[source]
-    if logits is None:
-        logits = torch.empty(shape, dtype=getattr(torch, dtype[6:]), device=device)
-    return broadcast(logits, ps.pp, source=source)

@@ -1,0 +1,218 @@
+"""From logits to the next token: small functions of tensors, and one that calls them in order.
+
+Their meaning and their order are those of `transformers` (5.23): the penalty first, then
+temperature, then what is left out. What is left out gets the logit -inf.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import attrs
+import torch
+from attrs.validators import optional
+from torch import Tensor
+
+from trainkit.noise import counters, key_of
+from trainkit.types import fraction, non_negative, positive, rule
+
+
+@attrs.frozen(kw_only=True)
+class Sampling:
+    """How the next token is chosen.
+
+    Raises:
+        ConfigError: A number is out of its range.
+
+    Examples:
+        >>> Sampling(temperature=0.7, top_p=0.9).top_k
+        >>> Sampling(top_p=1.5)
+        Traceback (most recent call last):
+        ...
+        trainkit.types.ConfigError: top_p must be above 0 and at most 1, got 1.5
+    """
+
+    temperature: float = attrs.field(default=1.0, validator=non_negative)
+    """What logits are divided by; 0 takes the likeliest token."""
+
+    top_k: int | None = attrs.field(default=None, validator=optional(positive))
+    """Leave all but so many likeliest tokens out."""
+
+    top_p: float = attrs.field(
+        default=1.0, validator=rule(lambda x: 0 < x <= 1, "above 0 and at most 1")
+    )
+    """Leave out the least likely tokens that together have no more than 1 - top_p."""
+
+    min_p: float = attrs.field(default=0.0, validator=fraction)
+    """Leave out tokens that are less likely than the likeliest times this."""
+
+    repetition_penalty: float = attrs.field(default=1.0, validator=positive)
+    """What the logits of tokens of the text so far are divided by, or multiplied by below 0."""
+
+    seed: int = 0
+    """The seed of the draws."""
+
+
+def next_tokens(
+    logits: Tensor, places: Tensor, how: Sampling, *, seen: Tensor | None = None
+) -> Tensor:
+    """Return the next token of each row.
+
+    Args:
+        logits: `[R, V]`.
+        places: fp64 `[R]` in [0, 1), the noise of each draw; see `places_of`.
+        how: How it is chosen.
+        seen: bool `[R, V]`, the tokens of each row's text; needed for a repetition penalty.
+
+    Returns:
+        int64 `[R]`; -1 where a logit is NaN.
+
+    References:
+        Keskar et al., "CTRL" (2019), for the penalty; Fan et al., "Hierarchical neural story
+        generation" (2018), for top-k; Holtzman et al., "The curious case of neural text
+        degeneration" (2019), for top-p; Nguyen et al., "Min-p sampling" (2024).
+
+    Examples:
+        >>> logits = torch.tensor([[1.0, 3.0, 2.0]])
+        >>> next_tokens(logits, torch.tensor([0.9]), Sampling(temperature=0)).item()
+        1
+        >>> next_tokens(logits, torch.tensor([0.9]), Sampling()).item()
+        2
+    """
+    logits = shaped(logits, how, seen=seen)
+    if how.temperature > 0:
+        return draw(logits, places)
+    largest, token = logits.max(-1)
+    return token.masked_fill(largest.isnan(), -1)
+
+
+def shaped(logits: Tensor, how: Sampling, *, seen: Tensor | None = None) -> Tensor:
+    """Return the logits that the next token is drawn by, in fp32 or wider.
+
+    Args:
+        logits: `[R, V]`.
+        how: What is done to them; at a temperature of 0 only the penalty, as nothing else changes
+            which is the largest.
+        seen: As in `next_tokens`.
+
+    Examples:
+        >>> shaped(torch.tensor([[1.0, 3.0, 2.0]]), Sampling(temperature=0.5, top_k=2)).tolist()
+        [[-inf, 6.0, 4.0]]
+    """
+    logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
+    if how.repetition_penalty != 1 and seen is not None:
+        logits = repetition_penalty(logits, seen, how.repetition_penalty)
+    if how.temperature == 0:
+        return logits
+    logits = temperature(logits, how.temperature)
+    if how.top_k is not None:
+        logits = top_k(logits, how.top_k)
+    if how.top_p < 1:
+        logits = top_p(logits, how.top_p)
+    return min_p(logits, how.min_p) if how.min_p > 0 else logits
+
+
+def repetition_penalty(logits: Tensor, seen: Tensor, penalty: float) -> Tensor:
+    """Divide the logits of tokens that were seen by a penalty, or multiply them where below 0.
+
+    Examples:
+        >>> logits, seen = torch.tensor([[2.0, -2.0, 2.0]]), torch.tensor([[True, True, False]])
+        >>> repetition_penalty(logits, seen, 2.0).tolist()
+        [[1.0, -4.0, 2.0]]
+    """
+    penalised = torch.where(logits < 0, logits * penalty, logits / penalty)
+    return torch.where(seen, penalised, logits)
+
+
+def temperature(logits: Tensor, value: float) -> Tensor:
+    """Divide logits by a temperature above 0: below 1 likely tokens become likelier.
+
+    Examples:
+        >>> temperature(torch.tensor([[1.0, 2.0]]), 0.5).tolist()
+        [[2.0, 4.0]]
+    """
+    return logits / value
+
+
+def top_k(logits: Tensor, k: int) -> Tensor:
+    """Leave out tokens that are less likely than the k-th; of equals there may be more than k.
+
+    Examples:
+        >>> top_k(torch.tensor([[1.0, 3.0, 2.0]]), 2).tolist()
+        [[-inf, 3.0, 2.0]]
+    """
+    least = logits.topk(min(k, logits.shape[-1])).values[:, -1:]
+    return logits.masked_fill(logits < least, -torch.inf)
+
+
+def top_p(logits: Tensor, p: float) -> Tensor:
+    """Leave out the least likely tokens, as long as they have at most 1 - p together.
+
+    Examples:
+        >>> top_p(torch.tensor([[0.6, 0.3, 0.1]]).log(), 0.8).exp().tolist()[0][2]
+        0.0
+    """
+    rising, order = logits.sort()
+    out = rising.softmax(-1).cumsum(-1) <= 1 - p
+    out[:, -1] = False
+    return logits.masked_fill(out.scatter(1, order, out), -torch.inf)
+
+
+def min_p(logits: Tensor, p: float) -> Tensor:
+    """Leave out tokens that are less likely than the likeliest times p.
+
+    Examples:
+        >>> min_p(torch.tensor([[0.6, 0.3, 0.1]]).log(), 0.4).exp().tolist()[0][2]
+        0.0
+    """
+    chances = logits.softmax(-1)
+    return logits.masked_fill(chances < p * chances.amax(-1, keepdim=True), -torch.inf)
+
+
+def draw(logits: Tensor, places: Tensor) -> Tensor:
+    """Return the tokens at places of the distributions' cumulative sums.
+
+    Args:
+        logits: `[R, V]`; the arithmetic is fp64.
+        places: `[R]` in [0, 1).
+
+    Returns:
+        int64 `[R]`; -1 where a logit is NaN.
+
+    Examples:
+        >>> draw(torch.tensor([[0.0, 1.0, 0.0]] * 2), torch.tensor([0.0, 0.99])).tolist()
+        [0, 2]
+    """
+    cumulative = logits.double().softmax(-1).cumsum(-1)
+    whole = cumulative[:, -1:]
+    token = torch.searchsorted(cumulative, places.double().unsqueeze(1) * whole, right=True)
+    return token.squeeze(1).masked_fill(whole.squeeze(1).isnan(), -1)
+
+
+def places_of(
+    rows: Sequence[int], begin: Sequence[int], count: int, *, seed: int, device: torch.device
+) -> Tensor:
+    """Return the noise of draws: a function of the seed, the row's number and the token's position.
+
+    Args:
+        rows: The numbers of R rows.
+        begin: The position of the first token that is drawn, of each row.
+        count: How many are drawn of each.
+        seed: The seed.
+        device: Where to.
+
+    Returns:
+        fp64 `[R, count]` in [0, 1).
+
+    Examples:
+        >>> from functools import partial
+        >>> of = partial(places_of, seed=0, device=torch.device("cpu"))
+        >>> torch.equal(of([3, 5], [0, 7], 2)[1:], of([5], [6], 3)[:, 1:])
+        True
+    """
+    keys = [counters.signed(key_of(seed, "generate", row)) for row in rows]
+    bits = [
+        counters.feature_bits(torch.tensor(key), name="place", features=count, first=first)
+        for key, first in zip(keys, begin, strict=True)
+    ]
+    return (torch.stack(bits).double() * 2.0**-53).to(device)
