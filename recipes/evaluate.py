@@ -109,15 +109,16 @@ def build(cfg, ps, trained):
     return tk.build_stages(make_model, ps, plan, weights=weights, schedule=cfg.layout.schedule)
 
 
-def bind_write(stages, ps, trained, context, call):
-    """Return the function that continues prompts for lm-eval, one after the other."""
-    call = tk.parallel.bind_call(stages, ps, call=call)
-    ids = {"stop_id": trained.tokenizer.eos_id, "vocab_size": trained.tokenizer.vocab_size}
+def bind_write(stages, ps, trained, context):
+    """Return the function that continues prompts for lm-eval."""
+    call, tokenizer = tk.parallel.bind_call(stages, ps), trained.tokenizer
+    ids = {"stop_ids": [tokenizer.eos_id], "vocab_size": tokenizer.vocab_size}
 
-    def write(prompts, *, stop, **wish):
-        del stop  # the harness cuts at it
-        how = {"context": context, **ids, **wish}
-        return [tk.models.generate(stages[0], prompt, call=call, **how) for prompt in prompts]
+    def write(prompts, *, temperature, **wish):
+        how = {"context": context, "tokenizer": tokenizer, **ids, **wish}
+        sampling = tk.generation.Sampling(temperature=temperature)
+        found = tk.generation.generate(stages[0], prompts, sampling=sampling, call=call, **how)
+        return [completion.ids for completion in found]
 
     return write
 
@@ -145,10 +146,11 @@ def evaluate(cfg, ps, trained, asked, how, manager):
             results = evaluation.accuracy if kind == "choices" else evaluation.perplexity
             found[kind] = results(evaluation.read_lines(path))
     if cfg.tasks:
-        write = bind_write(stages, ps, trained, how["context"], call)
+        write = bind_write(stages, ps, trained, how["context"])
         model = evaluation.harness_model(score, **how, generate=write)
         limits = {"shots": cfg.shots, "limit": cfg.limit}
         found["tasks"] = evaluation.evaluate_tasks(model, cfg.tasks, manager, **limits)
+        say(f"tasks: {model.cut} contexts were cut on their left to {how['context']} tokens")
     return found
 
 

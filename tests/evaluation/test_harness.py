@@ -8,7 +8,8 @@ import torch
 
 import trainkit as tk
 from trainkit import evaluation, hub
-from trainkit.models import build_decoder, decoder_config, generate
+from trainkit.generation import Sampling, generate
+from trainkit.models import build_decoder, decoder_config
 from trainkit.tokenizers import open_tokenizer
 from trainkit.types import ConfigError, TrainState
 
@@ -90,13 +91,12 @@ def made(tmp_path_factory):
 
 
 def continued(model):
-    """Return a `Generate` of today's generate, a prompt at a time."""
+    """Return a `Generate` of the model alone."""
 
-    def write(prompts, *, max_new_tokens, temperature, stop):
-        del stop
-        how = {"max_new_tokens": max_new_tokens, "temperature": temperature, "context": CONTEXT}
-        ids = {"stop_id": BYTES.eos_id}
-        return [generate(model, prompt, **how, **ids) for prompt in prompts]
+    def write(prompts, *, temperature, **wish):
+        how = {"context": CONTEXT, "tokenizer": BYTES, "stop_ids": [BYTES.eos_id], **wish}
+        sampling = Sampling(temperature=temperature)
+        return [found.ids for found in generate(model, prompts, sampling=sampling, **how)]
 
     return write
 

@@ -15,14 +15,14 @@ ITEMS = [Item([make_example([1], [2] * (i % 3 + 1), context=8)]) for i in range(
 
 
 def lines_from(start, *, seen=None, stop_at=None):
-    """Score the length of each example, or die at an item."""
+    """Score examples by how many there are, as rounding does, or die at an item."""
 
     def score(examples):
         if seen is not None:
             seen.append(len(examples))
         if stop_at is not None and sum(seen or []) > stop_at:
             raise KeyboardInterrupt
-        return [Scored(np.full(x.scored, -1 / 3), True) for x in examples]
+        return [Scored(np.full(x.scored, -1 / len(examples)), True) for x in examples]
 
     return evaluation.in_groups(score, ITEMS, evaluation.text_line, group=3, start=start)
 

@@ -29,7 +29,7 @@ LAYOUTS = {
 
 
 def asked():
-    """Return pairs of many lengths and a text of three windows, one item each."""
+    """Return pairs of many lengths, a text of three windows, and each word after three contexts."""
     random = np.random.default_rng(0)
     pairs = [random.integers(0, 32, size=size) for size in random.integers(2, 30, size=13)]
     cuts = [int(random.integers(1, min(len(ids), CONTEXT))) for ids in pairs]
@@ -38,7 +38,13 @@ def asked():
         for ids, n in zip(pairs, cuts, strict=True)
     ]
     text = rolling_windows(random.integers(0, 32, size=47), prefix=1, context=CONTEXT)
-    return [*(Item([example], {"tokens": example.scored}) for example in examples), Item(text)]
+    words = [
+        make_example(ids, [word], context=4) for ids in ([2], [9], [3, 1]) for word in range(32)
+    ]
+    return [
+        *(Item([example], {"tokens": example.scored}) for example in examples + words),
+        Item(text),
+    ]
 
 
 def stages_in(ps, *, head, config, dtype=torch.float64):
@@ -62,7 +68,7 @@ def scored(degrees, path, *, head="hidden", dtype=torch.float64):
         score, items = score_in(ps, stages, tokens_per_batch=48, call=call), asked()
 
         def lines_from(start):
-            return evaluation.in_groups(score, items, evaluation.text_line, group=5, start=start)
+            return evaluation.in_groups(score, items, evaluation.text_line, group=40, start=start)
 
         evaluation.write_lines(path, lines_from, facts={"model": "a"}, axis=ps.world)
         assert all(module.training for stage in stages for module in stage.modules())
@@ -112,7 +118,9 @@ def test_every_layout_writes_the_lines_that_logits_of_each_example_alone_give(wo
         config = attrs.evolve(MIXED if "ep" in degrees else SMALL, tied=i % 2 == 1)
         wanted = by_hand(config, asked())
         assert_close(evaluation.read_lines(tmp_path / f"{i}"), wanted, 1e-12)
-        assert wanted[-1]["greedy"] is False
+        greedy = [(line["index"] - 13) % 32 for line in wanted[13:-1] if line["greedy"]]
+        assert len(greedy) == 3  # one word after each context, and not of one rank's words alone
+        assert max(greedy) >= 16
         assert sum(line["cut"] for line in wanted) > 0
 
 
@@ -157,4 +165,4 @@ def test_lines_are_whole_json_that_others_read(tmp_path):
     scored({}, tmp_path / "a")
     first, *rest = (tmp_path / "a").read_text().splitlines()
     assert json.loads(first)["model"] == "a"
-    assert [json.loads(line)["index"] for line in rest] == list(range(14))
+    assert [json.loads(line)["index"] for line in rest] == list(range(14 + 96))

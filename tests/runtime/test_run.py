@@ -6,9 +6,12 @@ import signal
 import threading
 import time
 
+import attrs
 import pytest
+import torch
 
 from trainkit import runtime
+from trainkit.checkpoint import Keeping, find_checkpoint, list_checkpoints
 from trainkit.mesh import solo_parallel
 from trainkit.runtime import Limits, make_run_dir, open_run, watchdog
 from trainkit.runtime.lock import run_lock
@@ -64,6 +67,30 @@ def test_a_directory_that_is_moved_away_is_made_anew_and_locked(tmp_path, monkey
     said = capsys.readouterr().err
     assert "was removed or moved" in said
     assert "in use by process" in said
+
+
+def test_the_best_checkpoint_is_that_of_the_lowest_score_or_else_loss_and_stays(tmp_path):
+    found = [
+        {"loss": 3.0, "score": -0.5},
+        {"loss": 2.0, "score": -0.9},
+        {"loss": 1.0},
+        {"loss": 0.5},
+    ]
+    model = torch.nn.Linear(1, 1)
+    optimizer = torch.optim.SGD(model.parameters())
+    keeping = Keeping(save_every=1, keep=2, keep_best=1, background_saves=False)
+    with open_run(tmp_path, **HOW) as run:
+        state = run.resume([model], optimizer, facts={})
+        around = {"steps": 4, "replay": None, "keeping": keeping}
+        with run.loop(state, [model], optimizer, **around) as loop:
+            for step, values in enumerate(found, start=1):
+                state = loop.evaluated(
+                    attrs.evolve(state, step=step), lambda v=values: v | {"tokens": 1}
+                )
+                loop.keep(state)
+    assert find_checkpoint(tmp_path, best=True).name == "step_00000002"
+    names = [path.name for path in list_checkpoints(tmp_path / "checkpoints")]
+    assert sorted(names) == [f"step_0000000{step}" for step in (2, 3, 4)]
 
 
 def _only_rank_0_can_write(folder):

@@ -70,6 +70,9 @@ class Keeping:
     keep_every: int = attrs.field(default=0, validator=non_negative)
     """With --keep: the checkpoints of every so many steps stay for good too; 0 for none."""
 
+    keep_best: int = attrs.field(default=0, validator=non_negative)
+    """With --keep: so many checkpoints of the best evaluations stay; 0 for none."""
+
     background_saves: bool = True
     """Copy the state to host memory and write it while training goes on."""
 
@@ -79,7 +82,7 @@ class Keeping:
     @property
     def retention(self) -> Retention | None:
         """Which checkpoints stay; None deletes none."""
-        return Retention(last=self.keep, every=self.keep_every) if self.keep else None
+        return Retention(self.keep, self.keep_every, self.keep_best) if self.keep else None
 
 
 @attrs.frozen

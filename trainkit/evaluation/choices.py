@@ -123,14 +123,15 @@ def accuracy(lines: Sequence[Mapping[str, Any]]) -> dict[str, float]:
 
     Returns:
         "questions", "accuracy", "accuracy_per_token" and "accuracy_per_byte" (the `acc` and
-        `acc_bytes` of `lm-eval`), and of how many questions a tie decided by some measure.
+        `acc_bytes` of `lm-eval`); of how many questions a tie decided by some measure, and of how
+        many the context was cut.
 
     Raises:
         DataError: There is no question.
 
     Examples:
         >>> best = {"plain": 0, "per_token": 1, "per_byte": 0}
-        >>> accuracy([{"answer": 0, "best": best, "ties": []}])["accuracy_per_token"]
+        >>> accuracy([{"answer": 0, "best": best, "ties": [], "cut": 0}])["accuracy_per_token"]
         0.0
     """
     if not lines:
@@ -145,4 +146,5 @@ def accuracy(lines: Sequence[Mapping[str, Any]]) -> dict[str, float]:
         "accuracy_per_token": right["per_token"],
         "accuracy_per_byte": right["per_byte"],
         "ties": sum(bool(line["ties"]) for line in lines),
+        "cut": sum(line["cut"] > 0 for line in lines),
     }

@@ -40,6 +40,7 @@ def harness_model(
 
     Its numbers are those of the harness's own `hf` model on the same weights and ids. It takes all
     requests on every rank and shares them out itself, so that to the harness there is one process.
+    Its attribute `cut` counts the contexts that were too long.
 
     Args:
         score: The model, from `bind_score`.
@@ -92,7 +93,7 @@ class _Answers:
     ) -> None:
         super().__init__()
         self.score, self.words, self.context = score, tokenizer, context
-        self.generate, self.add_bos = generate, add_bos
+        self.generate, self.add_bos, self.cut = generate, add_bos, 0
 
     @property
     def eot_token_id(self) -> Any:
@@ -113,6 +114,7 @@ class _Answers:
 
     def _loglikelihood_tokens(self, requests: Sequence[Any], **_: Any) -> list[tuple[float, bool]]:
         examples = [make_example(a, b, context=self.context) for _, a, b in requests]
+        self.cut += sum(example.cut > 0 for example in examples)
         answers = [(found.logprob, found.greedy) for found in self.score(examples)]
         for request, answer in zip(requests, answers, strict=True):
             self.cache_hook.add_partial("loglikelihood", request[0], answer)

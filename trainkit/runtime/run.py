@@ -55,7 +55,10 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
 
 Evaluate = Callable[[], Mapping[str, float]]
-"""Evaluates; what it finds has a `loss` and its number of `tokens`."""
+"""Evaluates; what it finds has a `loss` and its number of `tokens`.
+
+If it has a `score`, the lower the better, that says which checkpoints are best, and else the loss.
+"""
 
 
 @attrs.frozen(eq=False)
@@ -70,7 +73,7 @@ class Loop:
     evaluated: Callable[[TrainState, Evaluate], TrainState]
     """`state = evaluated(state, evaluate)`: announces an evaluation to the watch, takes it, tells
     what it found to every sink as eval/NAME, and ends a run that has diverged
-    (`refuse_divergence`). Its loss is the score of the checkpoint of this step."""
+    (`refuse_divergence`). Its `score`, or else its loss, is that of the checkpoint of this step."""
 
     keep: Callable[[TrainState], str | None]
     """`stop = keep(state)`: lets the ranks vote on whether to stop (`stop_votes`), saves when a
@@ -335,7 +338,7 @@ class _Around:
         self.event("evaluation", step=state.step, **found)
         told = f"{found['loss']:.4f} nats per token, {found['tokens']} tokens"
         self.frame.say(f"held out: {told}")
-        self.score = state.step, found["loss"]
+        self.score = state.step, found.get("score", found["loss"])
         self.begin = time.perf_counter()
         return state
 
