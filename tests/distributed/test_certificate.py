@@ -5,16 +5,16 @@ from pathlib import Path
 
 import hypothesis.strategies as st
 import pytest
+from every_pair import NARROW, held_by, pairs_of_rows, rows_of
 from hypothesis import given
 
 from trainkit.testing.builtin import (
-    cases_of_model,
     certify_builtin,
     certify_model,
     exact_cases,
     models_of_tier,
 )
-from trainkit.testing.cases import Case, choices_of, covering, default_cases, pairs_of, runs_here
+from trainkit.testing.cases import Case, covering, default_cases, pairs_of, runs_here
 from trainkit.testing.certificate import as_text
 from trainkit.types import Layout
 
@@ -25,33 +25,11 @@ def table_of(certificate):
 
 # Parts of a length that three ranks do not share evenly: no two choices, but a case of its own.
 UNEVEN = Case(Layout(dp_shard=3))
-# Eight ranks that share two cores take a third of the time: of the models in floating point they
-# are for --all, and products of three axes are those of the exact model, which is a small one.
-NARROW = 4
-
-
-def rows_of(tier):
-    """Return (name of a model, case) for all cases of a tier that run here."""
-    return [
-        (name, x) for name in models_of_tier(tier) for x in cases_of_model(name) if runs_here(x)
-    ]
-
-
-def held_by(row):
-    """Return what a row chooses: the model is one choice among the others of its case."""
-    model, case = row
-    return choices_of(case) | {model}
-
-
-def seconds_of(row):
-    """Return about what a row costs: ranks, in which compiling takes most, and DTensor much."""
-    layout, compiled = row[1].layout, row[1].compiled
-    return layout.world * (1 + (layout.tp > 1) + 4 * compiled) / (1 + (layout.pp > 1))
 
 
 def every_pair(rows):
     """Return few rows that hold every pair of choices, and parts of three."""
-    picked = covering(rows, choices=held_by, cost=seconds_of)
+    picked = pairs_of_rows(rows)
     return [*picked, *(row for row in rows if row[1] == UNEVEN and row not in picked)]
 
 
@@ -123,7 +101,7 @@ def test_the_rows_that_run_hold_every_pair_of_choices(tier, widest):
     assert {x for row in chosen for x in held_by(row)} == {x for row in rows for x in held_by(row)}
     assert {row for row in rows if row[1] == UNEVEN} <= {*chosen}
     # No row is there for nothing, and without it a pair is missed.
-    for row in covering(asked, choices=held_by, cost=seconds_of):
+    for row in pairs_of_rows(asked):
         assert pairs_held([other for other in chosen if other != row]) < pairs_held(asked)
 
 

@@ -6,14 +6,17 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import attrs
+import orjson
 from torch import nn
 
+from trainkit.adapters.lowrank import adapters_of
 from trainkit.checkpoint.load import read_facts
 from trainkit.checkpoint.manifest import WEIGHTS, find_checkpoint, format_of
 from trainkit.checkpoint.reading import reader
 from trainkit.checkpoint.sources import checkpoint_tensors, weights_from
 from trainkit.checkpoint.tensors import base_hash
-from trainkit.collectives import together
+from trainkit.collectives import all_gather_json, together
 from trainkit.hub.folder import folder_weights, is_folder, open_folder
 from trainkit.parallel.materialize import listed
 from trainkit.parallel.naming import mark_base_, named_parameters_of
@@ -36,7 +39,8 @@ def keep_base_(
             run may be continued with another value of (`Changes(free=["base_from"])`).
 
     Returns:
-        {"base": the hash of what is frozen, the same in every layout, "base_from": source}.
+        {"base": the hash of what is frozen, the same in every layout, "base_from": source,
+        "adapters": the fields of each `Lora`}.
 
     Effects:
         Marks the frozen parameters; hashes them; communicates on `ps.world`.
@@ -51,10 +55,27 @@ def keep_base_(
     named = named_parameters_of(stages)
     for p in named.values():
         mark_base_(p, is_base=not p.requires_grad)
-    return {
-        "base": base_hash(stages, ps),
-        "base_from": None if source is None else str(source),
-    }
+    facts = adapter_facts(stages, axis=ps.world)
+    return {"base": base_hash(stages, ps), "base_from": source and str(source), **facts}
+
+
+def adapter_facts(stages: Sequence[nn.Module], *, axis: Axis) -> dict[str, Any]:
+    """Return what adapters a model has, for a run that keeps its base in its checkpoints (ReLoRA).
+
+    Effects:
+        Communicates on `axis`, which has all stages.
+
+    Examples:
+        >>> adapter_facts([nn.Linear(1, 1)], axis=SOLO)
+        {'adapters': []}
+    """
+    own = [
+        attrs.asdict(adapter.spec)
+        for _, _, beside in adapters_of(stages)
+        for adapter in beside.values()
+    ]
+    told = {orjson.dumps(one): one for each in all_gather_json(own, axis) for one in each}
+    return {"adapters": [told[key] for key in sorted(told)]}
 
 
 def base_weights(path: Path | str, *, axis: Axis = SOLO) -> Weights:

@@ -10,9 +10,10 @@ from typing import TYPE_CHECKING, Any
 import orjson
 
 from trainkit.chat.jinja import MARKER, jinja_template
+from trainkit.chat.templates import TEMPLATES
 from trainkit.files import read_bounded
 from trainkit.tokenizers.hf import hf_tokenizer, settings_beside
-from trainkit.types import DataError
+from trainkit.types import ConfigError, DataError
 
 if TYPE_CHECKING:
     import os
@@ -22,6 +23,43 @@ if TYPE_CHECKING:
 
 _MOST_BYTES = 1 << 20
 _MORE = "additional_chat_templates"
+
+
+def find_template(name: str | os.PathLike[str]) -> Template:
+    """Return the template of that name in `TEMPLATES`, or that of a Hugging Face folder.
+
+    Raises:
+        ConfigError: It is neither.
+        DataError: As `folder_template`.
+
+    Examples:
+        >>> find_template("chatml") is TEMPLATES["chatml"]
+        True
+    """
+    if str(name) in TEMPLATES:
+        return TEMPLATES[str(name)]
+    if not Path(name).is_dir():
+        raise ConfigError(
+            f"find_template: {str(name)!r} is no chat template and no folder with one",
+            where="template",
+            got=str(name),
+            want=f"{', '.join(TEMPLATES)}, or a Hugging Face folder",
+        )
+    return folder_template(name)
+
+
+def has_template(folder: str | os.PathLike[str]) -> bool:
+    """Say whether a Hugging Face folder has a chat template.
+
+    Raises:
+        DataError: A file of it is no JSON, or holds no template where one should be.
+
+    Examples:
+        >>> has_template("/does/not/exist")
+        False
+    """
+    path = Path(folder)
+    return bool(_sources(path, settings_beside(path / "tokenizer.json")))
 
 
 def folder_template(

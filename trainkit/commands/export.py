@@ -8,7 +8,7 @@ it. Which family it is of follows from the model:
 
 In bfloat16, files of at most 2 GB, with the tokenizer of another folder:
 
-  python -m trainkit export runs/sft model/ --dtype bfloat16 --shard-bytes 2000000000 \
+  python -m trainkit export runs/finetune model/ --dtype bfloat16 --shard-bytes 2000000000 \
       --tokenizer base/
 
 Exit codes: 0 fine, 64 wrong use (a folder that exists, a model of no known family), 65 no tokenizer

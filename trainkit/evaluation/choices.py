@@ -52,17 +52,30 @@ def read_choices(
         >>> item.facts, [example.scored for example in item.examples]
         ({'answer': 0, 'tokens': [2, 3], 'bytes': [2, 3]}, [2, 3])
     """
+    how = {"context": context, "add_bos": add_bos}
+    return items_of(Path(path), lambda record: choice_item(record, tokenizer, **how), sources)
 
-    def of_record(record: Mapping[str, Any]) -> Item:
-        before, choices, answer = text_of(record, "context"), *_checked(record)
-        pairs = [encode_pair(tokenizer, before, choice, add_bos=add_bos) for choice in choices]
-        examples = [make_example(*pair, context=context) for pair in pairs]
-        sizes = [len(choice.encode()) for choice in choices]
-        return Item(
-            examples, {"answer": answer, "tokens": [len(x) for _, x in pairs], "bytes": sizes}
-        )
 
-    return items_of(Path(path), of_record, sources)
+def choice_item(
+    record: Mapping[str, Any], tokenizer: Tokenizer, *, context: int, add_bos: bool = False
+) -> Item:
+    """Return a question, ready to be scored: what `read_choices` makes of a record.
+
+    Raises:
+        DataError: It is no question.
+
+    Examples:
+        >>> from trainkit.tokenizers import byte_tokenizer
+        >>> choice_item({"context": "a", "choices": ["b"]}, byte_tokenizer(), context=8)
+        Traceback (most recent call last):
+        ...
+        trainkit.types.DataError: there must be two choices or more, got 1
+    """
+    before, choices, answer = text_of(record, "context"), *_checked(record)
+    pairs = [encode_pair(tokenizer, before, choice, add_bos=add_bos) for choice in choices]
+    examples = [make_example(*pair, context=context) for pair in pairs]
+    sizes = [len(choice.encode()) for choice in choices]
+    return Item(examples, {"answer": answer, "tokens": [len(x) for _, x in pairs], "bytes": sizes})
 
 
 def _checked(record: Mapping[str, Any]) -> tuple[list[str], int]:

@@ -7,13 +7,15 @@ writes them.
 
 from __future__ import annotations
 
+import difflib
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from trainkit.evaluation.examples import make_example, prefix_id, rolling_windows, with_bos
 from trainkit.evaluation.score import Score
-from trainkit.types import ConfigError, Tokenizer, needs_extra
+from trainkit.types import ConfigError, Tokenizer, at_least, needs_extra
 
 Generate = Callable[..., Sequence[Sequence[int]]]
 """`Generate(prompts, *, max_new_tokens, temperature, stop) -> the new token ids of each prompt`.
@@ -31,6 +33,7 @@ def harness_model(
     *,
     context: int,
     generate: Generate | None = None,
+    rows: int = 16,
     add_bos: bool = False,
 ) -> Any:
     """Return a model as `lm-eval` takes it: an `lm_eval.api.model.LM`.
@@ -43,6 +46,7 @@ def harness_model(
         tokenizer: Its tokenizer.
         context: The most tokens that it is given; longer contexts are cut on their left.
         generate: What writes texts; without it a task that needs it is refused.
+        rows: How many prompts `generate` is given at a time, at most; the longest come first.
         add_bos: Begin contexts with BOS, as `transformers` does for tokenizers that say so.
 
     Raises:
@@ -65,7 +69,9 @@ def harness_model(
         from lm_eval.api.model import TemplateLM  # noqa: PLC0415 - an extra
 
     kind = type("TrainkitModel", (_Answers, TemplateLM), {})
-    return kind(score, tokenizer, context, generate, add_bos)
+    at_least(1, "harness_model", rows=rows)
+    write = None if generate is None else partial(_in_batches, generate, rows=rows)
+    return kind(score, tokenizer, context, write, add_bos)
 
 
 class _Answers:
@@ -171,6 +177,19 @@ def _written(
     return texts
 
 
+def _in_batches(
+    generate: Generate, prompts: Sequence[list[int]], *, rows: int, **wish: Any
+) -> list[Sequence[int]]:
+    """Return what follows each prompt, prompts of like lengths together."""
+    order = sorted(range(len(prompts)), key=lambda number: -len(prompts[number]))
+    found: dict[int, Sequence[int]] = {}
+    for first in range(0, len(order), rows):
+        chosen = order[first : first + rows]
+        texts = generate([prompts[number] for number in chosen], **wish)
+        found |= zip(chosen, texts, strict=True)
+    return [found[number] for number in range(len(prompts))]
+
+
 def _wishes(said: Mapping[str, Any]) -> dict[str, Any]:
     """Return what `generate` takes of a task's generation_kwargs; refuse what it does not."""
     left, until = dict(said), said.get("until") or []
@@ -201,22 +220,56 @@ def _before(text: str, stop: Sequence[str]) -> str:
     return text
 
 
-def evaluate_tasks(
-    model: Any,
-    tasks: Sequence[str],
-    *,
-    include: Path | str | None = None,
-    shots: int | None = None,
-    limit: int | None = None,
-) -> dict[str, dict[str, Any]] | None:
-    """Return what `lm-eval` measures of a model on its tasks, by task and metric.
+def open_tasks(names: Sequence[str], *, include: Path | str | None = None) -> Any:
+    """Return lm-eval's `TaskManager` that knows some tasks.
 
     Args:
-        model: From `harness_model`.
-        tasks: Names of tasks, or paths of their YAML files.
-        include: A folder with YAML files of further tasks.
+        names: Names of tasks or of groups of them, or paths of YAML files.
+        include: A folder with YAML files of tasks. If all are there, lm-eval's own thousands are
+            not looked through, which takes half a minute.
+
+    Raises:
+        ConfigError: `lm-eval` is missing, or does not know a task; the nearest names are told.
+
+    Effects:
+        Reads the YAML files of tasks.
+
+    Examples:
+        >>> open_tasks(["lamda"], include="/does/not/exist")
+        Traceback (most recent call last):
+        ...
+        trainkit.types.ConfigError: open_tasks: there is no folder /does/not/exist
+    """
+    with needs_extra("eval"):
+        from lm_eval.tasks import TaskManager  # noqa: PLC0415 - an extra
+    if include is not None and not Path(include).is_dir():
+        raise ConfigError(f"open_tasks: there is no folder {include}", where="include")
+    own = None if include is None else str(include)
+    for include_defaults in (False, True):
+        manager = TaskManager(include_path=own, include_defaults=include_defaults)
+        missing = [x for x in names if not (Path(x).is_file() or manager.match_tasks([x]))]
+        if not missing:
+            return manager
+    near = [x for name in missing for x in difflib.get_close_matches(name, manager.all_tasks)]
+    raise ConfigError(
+        f"open_tasks: lm-eval has no task {', '.join(missing)}",
+        where="tasks",
+        got=missing,
+        hint=f"near it are {', '.join(near)}" if near else "`lm-eval ls tasks` lists what it has",
+    )
+
+
+def evaluate_tasks(
+    model: Any, names: Sequence[str], manager: Any, *, shots: int | None = None, limit: int = 0
+) -> dict[str, dict[str, Any]] | None:
+    """Return what `lm-eval` measures of a model, by task and metric.
+
+    Args:
+        model: From `harness_model`; every rank that it is spread over calls this.
+        names: Names of tasks.
+        manager: What knows them, from `open_tasks`.
         shots: How many solved examples stand before each question; by default as the task has it.
-        limit: Take that many questions of each task only.
+        limit: Take only so many questions of each task; 0 takes all.
 
     Returns:
         {task: {metric: value}}; None but on the first rank of a host.
@@ -229,21 +282,19 @@ def evaluate_tasks(
         of its own tasks from a hub.
 
     Examples:
-        >>> evaluate_tasks(None, ["lambada"])
+        >>> evaluate_tasks(None, ["lambada"], None)
         Traceback (most recent call last):
         ...
         TypeError: The value of `model` passed to simple_evaluate() was of type ...
     """
     with needs_extra("eval"):
         import lm_eval  # noqa: PLC0415 - an extra
-        from lm_eval.tasks import TaskManager  # noqa: PLC0415 - an extra
-    manager = None if include is None else TaskManager(include_path=str(include))
     found = lm_eval.simple_evaluate(
         model,
-        tasks=list(tasks),
+        tasks=list(names),
         task_manager=manager,
         num_fewshot=shots,
-        limit=limit,
+        limit=limit or None,
         bootstrap_iters=0,
         log_samples=False,
     )

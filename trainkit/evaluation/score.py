@@ -242,8 +242,8 @@ def token_scores(output: Any, labels: Tensor) -> tuple[Tensor, Tensor]:
     if isinstance(output, Tensor):
         logits = output.detach()
         return -cross_entropy_per_token(logits, labels), logits.argmax(-1) == labels
-    hidden, weight, axis = Hidden(*output)
-    factors = cast_factors("token_scores", hidden, weight, labels, axis=axis)
+    hidden, weight, axis, softcap = Hidden(*output)
+    factors = cast_factors("token_scores", hidden, weight, labels, softcap=softcap, axis=axis)
     flat = labels.flatten()
 
     def compute(logits: Tensor, rows: slice, _: bool) -> Tensor:

@@ -61,25 +61,39 @@ def read_texts(
         >>> one.facts, [window.scored for window in one.examples], two.examples[0].ids
         ({'tokens': 9, 'words': 2, 'bytes': 9}, [6, 3], array([97, 98]))
     """
+    how = {"context": context, "add_bos": add_bos, "field": field}
+    return items_of(Path(path), lambda record: text_item(record, tokenizer, **how), sources)
 
-    def of_pair(record: Mapping[str, Any]) -> Item:
+
+def text_item(
+    record: Mapping[str, Any],
+    tokenizer: Tokenizer,
+    *,
+    context: int,
+    add_bos: bool = False,
+    field: str = "text",
+) -> Item:
+    """Return a text or a pair, ready to be scored: what `read_texts` makes of a record.
+
+    Raises:
+        DataError: It is neither, its continuation is empty or does not fit.
+
+    Examples:
+        >>> from trainkit.tokenizers import byte_tokenizer
+        >>> text_item({"text": "two words"}, byte_tokenizer(), context=64).facts
+        {'tokens': 9, 'words': 2, 'bytes': 9}
+    """
+    if "continuation" in record:
+        if field in record:
+            what = f"it has both {field!r} and 'continuation'"
+            raise DataError(f"{what}: it is a text, or a pair with a context")
         texts = text_of(record, "context"), text_of(record, "continuation")
         pair = encode_pair(tokenizer, *texts, add_bos=add_bos)
         return Item([make_example(*pair, context=context)], {"tokens": len(pair[1])})
-
-    def of_text(record: Mapping[str, Any]) -> Item:
-        text = text_of(record, field)
-        ids, first = with_bos(tokenizer, text, add=False), prefix_id(tokenizer)
-        facts = {"tokens": len(ids), "words": count_words(text), "bytes": len(text.encode())}
-        return Item(rolling_windows(ids, prefix=first, context=context), facts)
-
-    def of_record(record: Mapping[str, Any]) -> Item:
-        if field in record and "continuation" in record:
-            what = f"it has both {field!r} and 'continuation'"
-            raise DataError(f"{what}: it is a text, or a pair with a context")
-        return (of_pair if "continuation" in record else of_text)(record)
-
-    return items_of(Path(path), of_record, sources)
+    text = text_of(record, field)
+    ids, first = with_bos(tokenizer, text, add=False), prefix_id(tokenizer)
+    facts = {"tokens": len(ids), "words": count_words(text), "bytes": len(text.encode())}
+    return Item(rolling_windows(ids, prefix=first, context=context), facts)
 
 
 def items_of(

@@ -37,7 +37,6 @@ CONFIG = "config.json"
 _CONFIG_BYTES = 4 * 1024 * 1024
 _FLOATS = ("float64", "float32", "float16", "bfloat16")
 _ROWS = 4096
-_HEAD, _EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
 
 
 @attrs.frozen(eq=False)
@@ -109,7 +108,7 @@ def open_folder(path: Path | str, *, families: Sequence[Family] = FAMILIES) -> F
     config = read_config(values, where=str(file), families=families)
     if type(values.get("max_position_embeddings", 2048)) is not int:
         raise ConfigError(f"{file}: max_position_embeddings is no number", where=str(file))
-    values.setdefault("max_position_embeddings", 2048)
+    values.setdefault("max_position_embeddings", config.positions or 2048)
     family = family_named(values["model_type"], where=str(file), families=families)
     return Folder(Path(path), family, config, values)
 
@@ -346,9 +345,9 @@ def _looked_over(
     found: dict[str, Stored] = {}
 
     def look_over() -> None:
-        held = _described(folder.path)
+        held = _of_whole_model(folder, _described(folder.path))
         found.update(_fitting(folder, links, held, missing=allow_missing, extra=allow_extra))
-        if axis.index == 0 and folder.config.tied and {_HEAD, _EMBEDDING} <= held.keys():
+        if axis.index == 0 and folder.config.tied and {*_ends(folder)} <= held.keys():
             _check_tied(folder, held)  # which reads both of them, so that one rank does it for all
 
     together(look_over, axis)
@@ -391,7 +390,7 @@ def _fitting(
         if name in found and {str(said), found[name].dtype} == {"float16", "bfloat16"}
     ]
     aside = [pattern.format(layers=folder.config.layers) for pattern in folder.family.aside]
-    aside += [*extra, *([_HEAD] if folder.config.tied else [])]
+    aside += [*extra, *(_ends(folder)[1:] if folder.config.tied else [])]
     problems += [
         f"{name} has no place in the model"
         for name in found
@@ -414,17 +413,33 @@ def _matches(name: str, patterns: Sequence[str]) -> bool:
 
 def _check_tied(folder: Folder, found: Mapping[str, Stored]) -> None:
     """Refuse a head that is not the embedding, looking at some rows of both at a time."""
-    head, whole = found[_HEAD], found[_EMBEDDING]
+    names = _ends(folder)
+    whole, head = (found[name] for name in names)
     alike = (head.shape, head.dtype) == (whole.shape, whole.dtype)
     read, (rows, width) = reader(found), whole.shape
     for first in range(0, rows, _ROWS):
         part = (min(_ROWS, rows - first), width), (first, 0)
-        if not alike or not torch.equal(read(_HEAD, *part), read(_EMBEDDING, *part)):
+        if not alike or not torch.equal(*(read(name, *part) for name in names)):
             raise CheckpointError(
-                f"folder_weights: {folder.path}: {_HEAD} is not {_EMBEDDING}, and "
+                f"folder_weights: {folder.path}: {names[1]} is not {names[0]}, and "
                 "tie_word_embeddings says so",
                 where=folder.path,
             )
+
+
+def _ends(folder: Folder) -> tuple[str, str]:
+    """Return the names of the embedding and of the head in a folder."""
+    names = folder.family.names(folder.config)
+    return names["embedding.weight"].name, names["head.weight"].name
+
+
+def _of_whole_model(folder: Folder, found: Mapping[str, Stored]) -> dict[str, Stored]:
+    """Return tensors by the names of a model with a head: a model without one leaves out a part."""
+    prefix = _ends(folder)[0].split(".")[0] + "."
+    if any(name.startswith(prefix) for name in found):
+        return dict(found)
+    head = _ends(folder)[1]
+    return {name if name == head else prefix + name: x for name, x in found.items()}
 
 
 def _described(path: Path) -> dict[str, Stored]:

@@ -37,18 +37,21 @@ DECODER_STYLES: Mapping[str, str] = MappingProxyType(
         "layers.*.attention.w[qkv]": "column_inside",
         "layers.*.attention.[qk]_norm": "partial",
         "layers.*.attention.wo": "row_scattered",
+        "layers.*.attention_out_norm": "partial",
         "layers.*.mlp_norm": "partial",
         "layers.*.mlp": "gather",
         "layers.*.mlp.gate": "column_inside",
         "layers.*.mlp.up": "column_inside",
         "layers.*.mlp.down": "row_scattered",
+        "layers.*.mlp_out_norm": "partial",
         "norm": "partial_gathered",
         "head": "column_inside",
     }
 )
 """The plan of `models.Decoder`: hidden states are `[B, S / tp, D]` between blocks, so that norms,
 dropout and the residual stream are shared too. Logits leave the model whole, `[B, S, V]`; a
-`Hidden` leaves it with this rank's rows of the weight, `[V / tp, D]`, and the axis.
+`Hidden` leaves it with this rank's rows of the weight, `[V / tp, D]`, and the axis. Learned
+positions and norms over all heads, where a decoder has them, have styles of their own.
 """
 
 LATENT_STYLES: Mapping[str, str] = MappingProxyType(
@@ -213,7 +216,10 @@ def _styles_of(
 ) -> dict[str, tuple[str, Style]]:
     """Return (pattern, style) by module name; `whole` says that the module is no pipeline stage."""
     if styles is None and isinstance(module, Decoder):
-        ready = DECODER_STYLES if module.config.latents is None else LATENT_STYLES
+        ready = dict(DECODER_STYLES if module.config.latents is None else LATENT_STYLES)
+        ready |= {"positions": "partial_sliced"}
+        if module.config.qk_norm == "wide":
+            ready["layers.*.attention.[qk]_norm"] = "wide_norm"
     elif styles is None:
         raise ConfigError(
             f"tensor: there is no ready plan for a {type(module).__name__}; pass one, as "

@@ -23,7 +23,11 @@ from trainkit.models import (
     Decoder,
     DecoderConfig,
     Experts,
+    FeedForward,
     Latents,
+    LinearScaling,
+    Norms,
+    Sliding,
     call_routed,
     call_with_noise,
 )
@@ -156,6 +160,34 @@ LATENT = attrs.evolve(
 )
 NO_QUERY_RANK = attrs.evolve(LATENT, latents=attrs.evolve(LATENT.latents, query_rank=None))
 
+# What Gemma, OLMo 2 and GPT-2 do otherwise, as much of it as goes together.
+GEMMA_LIKE = attrs.evolve(
+    CONFIG,
+    tied=True,
+    norms=Norms(kind="offset", place="around"),
+    feed_forward=FeedForward(activation="gelu_tanh"),
+    sliding=Sliding(window=9, full_every=2, rope_theta=500.0),
+    rope_scaling=LinearScaling(4.0),
+    query_scalar=6.0,
+    score_softcap=2.0,
+    logit_softcap=3.0,
+    embedding_scale=32**0.5,
+)
+OLMO_LIKE = attrs.evolve(
+    CONFIG, norms=Norms(place="after"), qk_norm="wide", rotary_dim=2, sliding=Sliding(window=20)
+)
+GPT_LIKE = attrs.evolve(
+    CONFIG,
+    qk_norm=False,
+    tied=True,
+    dropout=0.3,
+    qkv_bias=True,
+    out_bias=True,
+    norms=Norms(kind="layer"),
+    feed_forward=FeedForward(gated=False, activation="gelu_tanh", bias=True),
+    positions=CAPACITY,
+)
+
 MODELS: dict[str, Callable[[], nn.Module]] = {
     "decoder": partial(decoder_of, CONFIG),
     "tied decoder": partial(decoder_of, attrs.evolve(CONFIG, tied=True)),
@@ -168,6 +200,9 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
     ),
     "decoder with experts and latents": partial(with_experts, LATENT),
     "decoder with latents, none of queries": partial(decoder_of, NO_QUERY_RANK),
+    "decoder like Gemma's": partial(decoder_of, GEMMA_LIKE),
+    "decoder like OLMo 2's": partial(decoder_of, OLMO_LIKE),
+    "decoder like GPT-2's": partial(decoder_of, GPT_LIKE),
     "foreign model": ForeignModel,
     "foreign model, a part for some": partial(ForeignModel, sometimes=True),
     "exact model": ExactModel,
@@ -304,6 +339,18 @@ def cases_of_model(name: str) -> list[Case]:
             Case(compiled=True),
         ],
         "decoder with latents, none of queries": [*ends[1:2], Case(Layout(ulysses=2, tp=2))],
+        "decoder like Gemma's": [
+            Case(Layout(ring=2, fold_sp="none"), recompute="selective"),
+            Case(Layout(pp=2, dp_shard=2)),
+            Case(Layout(dp_shard=2, tp=2), recompute="full"),
+            Case(Layout(ulysses=2, tp=2)),
+        ],
+        "decoder like OLMo 2's": [Case(Layout(tp=2)), Case(Layout(dp_shard=2, ring=2, tp=2))],
+        "decoder like GPT-2's": [
+            Case(Layout(dp_shard=2, tp=2), recompute="selective"),
+            Case(Layout(pp=2, tp=2)),
+            Case(Layout(ulysses=2)),
+        ],
         "foreign model": [
             *ends[:2],
             Case(Layout(dp_shard=2, tp=2)),
