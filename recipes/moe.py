@@ -107,6 +107,8 @@ def build(cfg, ps, model):
     ]
     make_model = functools.partial(tk.models.Decoder, model, head="hidden")
     weights = tk.models.init_weights(model, seed=cfg.seed)
+    if cfg.init:
+        weights = tk.hub.folder_weights(tk.hub.open_folder(cfg.init), axis=ps.world)
     stages = tk.build_stages(make_model, ps, plan, weights=weights, schedule=cfg.layout.schedule)
     named, decay = tk.named_parameters_of(stages), cfg.optim.weight_decay
     return stages, tk.optim.adamw(tk.optim.decay_groups(named, weight_decay=decay), lr=cfg.optim.lr)
@@ -191,9 +193,6 @@ def train(cfg, run, tokenizer, model):
     make_batch = functools.partial(tk.step_batch, rows, rows_at, pad_id=pad_id, **share)
     facts, changes = make_facts(cfg, model, tokenizer, rows), tk.config.changes_of(cfg)
     state = run.resume(stages, optimizer, facts=facts, changes=changes, request=cfg.resume)
-    if cfg.init and state.step == 0:
-        tk.hub.load_weights(cfg.init, stages, axis=ps.world)
-        run.say(f"beginning with the weights of {cfg.init}")
     stop, around = None, {"steps": cfg.steps, "keeping": cfg.keeping, "policy": cfg.policy}
     with (
         tk.data.prefetch(make_batch, state.cursor, device=ps.device) as next_batch,

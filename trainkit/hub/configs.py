@@ -103,12 +103,18 @@ _OF_YARN = frozenset(
 )
 
 
-def read_config(values: Mapping[str, Any], *, where: str = "config.json") -> DecoderConfig:
+def read_config(
+    values: Mapping[str, Any],
+    *,
+    where: str = "config.json",
+    families: Sequence[Family] = FAMILIES,
+) -> DecoderConfig:
     """Return the decoder that a `config.json` describes.
 
     Args:
         values: What it holds.
         where: What it is called in messages.
+        families: Those that it may be of.
 
     Raises:
         ConfigError: It is of no known family, wants what a decoder does not compute, lacks a key or
@@ -125,7 +131,7 @@ def read_config(values: Mapping[str, Any], *, where: str = "config.json") -> Dec
         ...
         trainkit.types.ConfigError: config.json: model_type 'mamba' is no family that is known: ...
     """
-    family = family_named(values.get("model_type"), where=where)
+    family = family_named(values.get("model_type"), where=where, families=families)
     values, problems = _renamed(values, family.aliases)
     said = {**family.defaults, **values}
     problems += _key_problems(family, values, said)
@@ -166,7 +172,9 @@ def _renamed(
     return found, problems
 
 
-def family_named(model_type: Any, *, where: str = "config.json") -> Family:
+def family_named(
+    model_type: Any, *, where: str = "config.json", families: Sequence[Family] = FAMILIES
+) -> Family:
     """Return the family of a `model_type`.
 
     Raises:
@@ -176,14 +184,14 @@ def family_named(model_type: Any, *, where: str = "config.json") -> Family:
         >>> family_named("qwen3").architecture
         'Qwen3ForCausalLM'
     """
-    known = {family.model_type: family for family in FAMILIES}
+    known = {family.model_type: family for family in families}
     if not isinstance(model_type, str) or model_type not in known:
         got = repr(model_type)[:100]
         raise ConfigError(
             f"{where}: model_type {got} is no family that is known: {', '.join(known)}",
             where=where,
             got=got,
-            hint="how to add one: docs/howto/hugging-face-folders.md",
+            hint="how to add one: docs/howto/add-a-model-family.md",
         )
     return known[model_type]
 
@@ -523,7 +531,7 @@ def family_of(config: DecoderConfig) -> Family:
 def _not_of(config: DecoderConfig, family: Family) -> str | None:
     """Say why a family does not compute a decoder, or return None."""
     try:
-        read = read_config(_written(config, family, context=2))
+        read = read_config(_written(config, family, context=2), families=[family])
     except ValueError as error:
         return str(error)
     want, got = (_flat(_computed(each)) for each in (config, read))

@@ -18,6 +18,7 @@ from trainkit.checkpoint.sources import checkpoint_tensors
 from trainkit.checkpoint.stored import Stored
 from trainkit.collectives import together
 from trainkit.hub.configs import family_named, family_of, write_config
+from trainkit.hub.families import Family
 from trainkit.hub.folder import CONFIG, links_of, our_shapes
 from trainkit.hub.links import Link, linked, their_shapes
 from trainkit.models.config import parameter_shapes
@@ -32,7 +33,7 @@ def export_folder(
     folder: Path | str,
     *,
     context: int,
-    family: str | None = None,
+    family: Family | str | None = None,
     files: Mapping[str, bytes] | None = None,
     dtype: str | None = None,
     shard_bytes: int = SHARD_BYTES,
@@ -46,7 +47,7 @@ def export_folder(
             the newest that verifies is taken.
         folder: The new folder; it appears by one rename when it is complete.
         context: The most tokens that a row is meant to have: `max_position_embeddings`.
-        family: The `model_type` to call it; by default the first that computes the same.
+        family: What to call it, or its `model_type`; by default the first that computes the same.
         files: What else is in the folder, the files of a tokenizer for instance
             (`tokenizer_files`); the ids of `generation_config.json` go into `config.json` too.
         dtype: What parameters become, "bfloat16" for instance; None keeps them. The biases of
@@ -89,7 +90,8 @@ def export_folder(
     said = together(lambda: str(find_checkpoint(checkpoint)) if axis.index == 0 else None, axis)[0]
     path = Path(said)
     config = config_from_facts(read_facts(path, needs=["model"])["model"])
-    known = family_of(config) if family is None else family_named(family, where="family")
+    known = family_of(config) if family is None else family
+    known = known if isinstance(known, Family) else family_named(known, where="family")
     values = write_config(config, context=context, family=known)
     links = [link.turned() for link in links_of(known, config)]
     ours = _saved(path, our_shapes(config))

@@ -24,7 +24,7 @@ from trainkit.checkpoint.tensors import model_tensors
 from trainkit.collectives import together
 from trainkit.convert.foreign import safetensors_folder
 from trainkit.hub.configs import family_named, read_config
-from trainkit.hub.families import Family
+from trainkit.hub.families import FAMILIES, Family
 from trainkit.hub.links import Link, There, check_links, linked, make_links, their_shapes
 from trainkit.hub.resize import resized_weights
 from trainkit.models.config import DecoderConfig, parameter_shapes
@@ -71,12 +71,13 @@ def is_folder(path: Path | str) -> bool:
     return (Path(path) / CONFIG).is_file()
 
 
-def open_folder(path: Path | str) -> Folder:
+def open_folder(path: Path | str, *, families: Sequence[Family] = FAMILIES) -> Folder:
     """Read the `config.json` of a Hugging Face folder; its tensors are not looked at.
 
     Args:
         path: The folder. The snapshots of a hub's cache hold links to files elsewhere, which are
             not followed: download into a folder of its own.
+        families: Those that it may be of; one of your own for instance, see `Family`.
 
     Raises:
         ConfigError: The folder is none of a model that trainkit computes; all that is wrong with
@@ -104,11 +105,11 @@ def open_folder(path: Path | str) -> Folder:
             hint="a hub's cache is made of links: download with --local-dir, or copy with cp -rL",
         )
     values = sane_table(read_bounded(file, _CONFIG_BYTES, shared=True), file)
-    config = read_config(values, where=str(file))
+    config = read_config(values, where=str(file), families=families)
     if type(values.get("max_position_embeddings", 2048)) is not int:
         raise ConfigError(f"{file}: max_position_embeddings is no number", where=str(file))
     values.setdefault("max_position_embeddings", config.positions or 2048)
-    family = family_named(values["model_type"], where=str(file))
+    family = family_named(values["model_type"], where=str(file), families=families)
     return Folder(Path(path), family, config, values)
 
 
