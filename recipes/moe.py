@@ -4,6 +4,7 @@ python recipes/moe.py                                   # one process, balanced 
 python recipes/moe.py --balance loss                    # with the auxiliary loss instead
 torchrun --nproc-per-node 2 recipes/moe.py --ep 2       # two, each with half of the experts
 python recipes/moe.py --data FOLDER --experts 32 --chosen 4     # your text, more experts
+python recipes/moe.py --data FOLDER --init MODEL        # goes on from a Hugging Face folder
 """
 
 import functools
@@ -31,9 +32,11 @@ class Config(tk.config.RunConfig):
     data: Path | None = tk.config.option(None, change="free")
     """A text file, a directory of them, .jsonl, .tokens and others; by default Python's library."""
     tokenizer: str | None = None
-    """bytes, or a tokenizer.json; by default that beside the data (of n.tokens), or bytes."""
+    """bytes, or a tokenizer.json; by default that of init, or beside the data, or bytes."""
     cache: Path | None = tk.config.option(Path("runs/cache"), change="free")
     """Where packings are kept for the next run; None keeps none."""
+    init: Path | None = tk.config.option(None, change="free")
+    """A Hugging Face folder of a mixture to begin with; it says what size to balance would."""
     size: str = "tiny"
     """The dense size that layers get experts in; see trainkit.models.decoder_sizes."""
     experts: int = tk.config.option(8, tk.config.positive)
@@ -73,7 +76,9 @@ def open_rows(cfg, run, tokenizer):
 
 
 def choose_model(cfg, tokenizer):
-    """Return the configuration of a size with experts in all layers but the first."""
+    """Return the configuration of init, or of a size with experts in all layers but the first."""
+    if cfg.init:
+        return tk.hub.init_config(cfg.init, vocab_size=tokenizer.vocab_size, experts=True)
     dense = tk.models.decoder_config(cfg.size)
     width = dense.mlp_width // (cfg.chosen + 1) // 8 * 8  # for one grouped multiplication
     experts = tk.models.Experts(
@@ -169,7 +174,7 @@ def make_facts(cfg, model, tokenizer, rows):
 
 def train(cfg, run, tokenizer, model):
     """Go on from the last checkpoint, or begin, and train until `steps` or until a stop."""
-    ps, weight = run.ps, cfg.loss_weight if cfg.balance == "loss" else 0.0
+    ps, weight = run.ps, 0.0 if model.experts.biased else cfg.loss_weight
     rows, held = open_rows(cfg, run, tokenizer)
     stages, optimizer = build(cfg, ps, model)
     size = {"rows_per_step": cfg.batch.rows, "dtype": cfg.dtype}
@@ -186,6 +191,9 @@ def train(cfg, run, tokenizer, model):
     make_batch = functools.partial(tk.step_batch, rows, rows_at, pad_id=pad_id, **share)
     facts, changes = make_facts(cfg, model, tokenizer, rows), tk.config.changes_of(cfg)
     state = run.resume(stages, optimizer, facts=facts, changes=changes, request=cfg.resume)
+    if cfg.init and state.step == 0:
+        tk.hub.load_weights(cfg.init, stages, axis=ps.world)
+        run.say(f"beginning with the weights of {cfg.init}")
     stop, around = None, {"steps": cfg.steps, "keeping": cfg.keeping, "policy": cfg.policy}
     with (
         tk.data.prefetch(make_batch, state.cursor, device=ps.device) as next_batch,
@@ -209,7 +217,8 @@ def train(cfg, run, tokenizer, model):
 def main(argv=None):
     """Read the configuration, refuse a layout that does not fit, open the process groups, train."""
     cfg = tk.config.load_config(Config, argv)
-    name = tk.tokenizers.find_tokenizer(cfg.tokenizer, (cfg.data,) if cfg.data else ())
+    beside = (cfg.data,) if cfg.data else ()
+    name = tk.tokenizers.find_tokenizer(cfg.tokenizer, beside, init=cfg.init)
     cfg = attrs.evolve(cfg, tokenizer=name, dtype=tk.parallel.choose_dtype(cfg.dtype))
     tokenizer = tk.tokenizers.open_tokenizer(name)
     model = choose_model(cfg, tokenizer)

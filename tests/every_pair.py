@@ -1,20 +1,30 @@
 """Which rows of a family of layouts run: few that hold every pair of choices, and with --all all.
 
-Those that only `pytest --all` runs have a mark, and are counted at the end of the tests.
+Those that only `pytest --all` runs have a mark, and are counted at the end of the tests. What two
+choices do to each other the certificate shows first: other families run what it does not hold.
 """
 
+import functools
 import math
 import os
 
 import attrs
 import pytest
 
-from trainkit.testing import covering
+from trainkit.testing import cases, covering
+from trainkit.testing.builtin import cases_of_model, models_of_tier
 from trainkit.types import Layout
 
 WITH_ALL = "TRAINKIT_ALL_ROWS"  # set by conftest.py, for workers too
 ONLY_ALL = pytest.mark.only_all
-SIZES = {"world", "layers", "rows", "vocab_size", "multiple_of"}  # a layout needs them: no choices
+SIZES = {
+    "world",
+    "layers",
+    "rows",
+    "vocab_size",
+    "kv_heads",
+    "multiple_of",
+}  # a layout needs them: no choices
 
 
 def choices_of(row):
@@ -31,12 +41,17 @@ def choices_of(row):
 
 
 def few(rows):
-    """Return those of {name: layout} that hold every pair of choices that any of them holds."""
-    names = list(rows)
+    """Return those of {name: layout} that hold every pair of choices that any of them holds.
+
+    Pairs that rows of the certificate hold need no row here.
+    """
+    held = {name: choices_of(row) for name, row in rows.items()}
+    shown = {choices: choices for choices in map(as_here, narrow_pairs_of(rows_of("fp64")))}
+    ranks = {name: 1 + row.world for name, row in rows.items()}
     chosen = covering(
-        names, choices=lambda name: choices_of(rows[name]), cost=lambda name: 1 + rows[name].world
+        [*rows, *shown], choices=(held | shown).get, cost=lambda row: ranks.get(row, 1e-3)
     )
-    return {name: rows[name] for name in chosen}
+    return {name: row for name, row in rows.items() if name in chosen}
 
 
 def running(rows):
@@ -48,3 +63,46 @@ def named(rows):
     """Return the names of all rows as parameters of a test, marked where only `--all` runs them."""
     usual = few(rows)
     return [pytest.param(name, marks=() if name in usual else ONLY_ALL) for name in rows]
+
+
+# ------------------------------------------------------------------------------ of the certificate
+
+# Eight ranks that share two cores take a third of the time: of the models in floating point they
+# are for --all, and products of three axes are those of the exact model, which is a small one.
+NARROW = 4
+
+
+@functools.cache
+def rows_of(tier):
+    """Return (name of a model, case) for all cases of a tier that run here."""
+    rows = [(name, case) for name in models_of_tier(tier) for case in cases_of_model(name)]
+    return [(name, case) for name, case in rows if cases.runs_here(case)]
+
+
+def held_by(row):
+    """Return what a row chooses: the model is one choice among the others of its case."""
+    model, case = row
+    return cases.choices_of(case) | {model}
+
+
+def seconds_of(row):
+    """Return about what a row costs: ranks, in which compiling takes most, and DTensor much."""
+    layout, compiled = row[1].layout, row[1].compiled
+    return layout.world * (1 + (layout.tp > 1) + 4 * compiled) / (1 + (layout.pp > 1))
+
+
+def pairs_of_rows(rows):
+    """Return few rows of the certificate that hold every pair of choices."""
+    return covering(rows, choices=held_by, cost=seconds_of)
+
+
+def narrow_pairs_of(rows):
+    """Return few rows on few ranks."""
+    return pairs_of_rows([row for row in rows if row[1].world <= NARROW])
+
+
+def as_here(row):
+    """Return the choices of a row of the certificate by the names of whole_step.Layout."""
+    names = {"tied decoder": "tied = True", "decoder with dropout": "dropout = 0.3"}
+    names |= {"reshard_after_forward = False": "reshard = False"}
+    return frozenset(names.get(choice, choice) for choice in held_by(row) - {"decoder"})

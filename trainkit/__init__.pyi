@@ -1,4 +1,5 @@
 # The table of contents, which __init__.py loads lazily.
+from . import adapters as adapters
 from . import attention as attention
 from . import batch as batch
 from . import chat as chat
@@ -8,6 +9,7 @@ from . import config as config
 from . import convert as convert
 from . import corpora as corpora
 from . import data as data
+from . import evaluation as evaluation
 from . import files as files
 from . import generation as generation
 from . import grads as grads

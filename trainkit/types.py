@@ -486,13 +486,14 @@ class Hidden(NamedTuple):
     """What stands for logits that are never made: a decoder with `head="hidden"` returns it.
 
     `hidden` is `[B, S, D]`; `weight` are the rows of the output weight `[V / N, D]` that this rank
-    of `axis` has, in rank order. `hidden @ weight.T` are the logits of their words. (A tuple, so
-    that FSDP finds the tensors in it.)
+    of `axis` has, in rank order. `hidden @ weight.T` are the logits of their words, or, with a
+    `softcap` c, c * tanh of these divided by c. (A tuple, so that FSDP finds the tensors in it.)
     """
 
     hidden: Tensor
     weight: Tensor
     axis: Axis = SOLO
+    softcap: float | None = None
 
 
 class Routed(NamedTuple):
@@ -516,6 +517,17 @@ def unrouted(output: Any) -> Any:
         (1, 3)
     """
     return output.output if isinstance(output, Routed) else output
+
+
+def capped(x: Tensor, softcap: float | None) -> Tensor:
+    """Return c * tanh(x / c) for a soft cap c, or x without one.
+
+    Examples:
+        >>> import torch
+        >>> capped(torch.tensor([0.0, 1e9]), 30.0)
+        tensor([ 0., 30.])
+    """
+    return x if softcap is None else softcap * (x / softcap).tanh()
 
 
 # -------------------------------------------------------------------------------------------- data
@@ -721,11 +733,21 @@ class Split(Protocol):
 class Attend(Protocol):
     """Causal attention inside each span, `[B,S,H,E]`.
 
-    q is `[B,S,H,D]`, k `[B,S,K,D]` and v `[B,S,K,E]`, where K divides H.
+    q is `[B,S,H,D]`, k `[B,S,K,D]` and v `[B,S,K,E]`, where K divides H. With a `window` a query
+    sees only keys that are fewer tokens before it than that, itself among them; with a `softcap` c
+    a score s becomes c * tanh(s / c).
     """
 
     def __call__(
-        self, q: Tensor, k: Tensor, v: Tensor, *, spans: Spans, scale: float | None = None
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        *,
+        spans: Spans,
+        scale: float | None = None,
+        window: int | None = None,
+        softcap: float | None = None,
     ) -> Tensor: ...
 
 

@@ -112,7 +112,6 @@ LAYOUTS = [
     ("pretrain", 0, {"ulysses": 2}),
     ("pretrain", 0, UNFOLDED),
     ("pretrain", 1, {"pp": 2}),
-    ("sft", 0, SHARDED),
     ("long_context", 0, {"ring": 2, "ulysses": 2}),
 ]
 MAY_WAIT: set[str] = set()

@@ -29,7 +29,7 @@ def inputs(rows, tokens, *, heads=4, kv_heads=4, dim=8, values=8, dtype=torch.fl
     ]
 
 
-def written_out(q, k, v, lengths, scale=None):
+def written_out(q, k, v, lengths, scale=None, *, window=None, softcap=None):
     """Attention with an explicit softmax over an explicit mask of one whole flattened row."""
     scale = q.shape[-1] ** -0.5 if scale is None else scale
     groups = q.shape[2] // k.shape[2]
@@ -37,7 +37,9 @@ def written_out(q, k, v, lengths, scale=None):
     flat_k, flat_v = (x.flatten(0, 1).repeat_interleave(groups, dim=1) for x in (k, v))
     documents = torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths))
     allowed = (documents[:, None] == documents[None, :]).tril()
+    allowed &= torch.ones_like(allowed).triu(1 - (window or len(allowed)))
     scores = torch.einsum("qhd,khd->hqk", flat_q, flat_k) * scale
+    scores = scores if softcap is None else softcap * torch.tanh(scores / softcap)
     weights = scores.masked_fill(~allowed, -torch.inf).softmax(-1)
     return torch.einsum("hqk,khd->qhd", weights, flat_v).unflatten(0, q.shape[:2])
 
@@ -64,6 +66,44 @@ def test_packed_equals_the_masked_softmax(attend, kv_heads, lengths, values):
     got = output_and_gradients(lambda *x: attend(*x, spans=spans_of(lengths), scale=0.3), qkv)
     want = output_and_gradients(lambda *x: written_out(*x, lengths, scale=0.3), qkv)
     assert_equal(got, want)
+
+
+@pytest.mark.parametrize("attend", [sdpa, varlen])
+@pytest.mark.parametrize("kv_heads", [1, 4])
+@pytest.mark.parametrize("lengths", [[3, 1, 50, 10], [16] * 4, [64]])
+@pytest.mark.parametrize("window", [None, 2, 7, 64])
+@pytest.mark.parametrize("softcap", [None, 0.5])
+def test_windows_and_soft_caps_equal_the_masked_softmax(attend, kv_heads, lengths, window, softcap):
+    qkv, seen = inputs(1, 64, kv_heads=kv_heads, values=5), {"window": window, "softcap": softcap}
+    got = output_and_gradients(
+        lambda *x: attend(*x, spans=spans_of(lengths), scale=0.7, **seen), qkv
+    )
+    assert_equal(got, output_and_gradients(lambda *x: written_out(*x, lengths, 0.7, **seen), qkv))
+
+
+def test_in_a_window_of_one_token_each_sees_itself():
+    q, k, v = inputs(1, 12)
+    assert_equal([sdpa(q, k, v, spans=spans_of([7, 5]), window=1, softcap=2.0)], [v])
+
+
+def test_a_window_as_long_as_the_documents_changes_no_bit():
+    qkv, spans = inputs(1, 12, dtype=torch.float32), spans_of([7, 5])
+    got = output_and_gradients(lambda *x: sdpa(*x, spans=spans, window=7), qkv)
+    for a, b in zip(got, output_and_gradients(partial(sdpa, spans=spans), qkv), strict=True):
+        assert torch.equal(a, b)
+
+
+def test_a_window_costs_what_it_sees(monkeypatch):
+    """Scores grow with the tokens, not with their square."""
+    blocks, sizes = sys.modules["trainkit.attention.blocks"], []
+    real = blocks._scores
+    monkeypatch.setattr(
+        blocks, "_scores", lambda *x: (out := real(*x), sizes.append(out.numel()))[0]
+    )
+    for tokens in (128, 256, 512):
+        sdpa(*inputs(1, tokens), spans=spans_of([tokens]), window=16)
+    assert sizes
+    assert sum(sizes[-32:]) <= 2.2 * sum(sizes[8:24])
 
 
 @settings(max_examples=20)
@@ -155,6 +195,16 @@ def test_a_scale_that_makes_no_attention_is_refused(scale):
     for attend, tokens in ((slices, 16), *((kernel, 4) for kernel in KERNELS)):
         with pytest.raises(ValueError, match=f"scale must be .* got {scale}"):
             attend(*qkv, spans=spans_of([tokens]), scale=scale)
+
+
+@pytest.mark.parametrize(
+    ("seen", "match"),
+    [({"window": 0}, "window must be at least 1, got 0"), ({"softcap": 0.0}, "softcap must be")],
+)
+def test_a_window_or_cap_that_makes_no_attention_is_refused(seen, match):
+    for attend in KERNELS:
+        with pytest.raises(ValueError, match=f"attention: {match}"):
+            attend(*inputs(1, 8), spans=spans_of([8]), **seen)
 
 
 def test_mixed_and_whole_number_dtypes_are_refused():
@@ -294,11 +344,12 @@ def kernel(signature):
     def compute(*args, scale, window_size):
         query, key, value, cu_seq_q, cu_seq_k, max_q, max_k = args
         assert query.shape[-1] == value.shape[-1]
-        assert window_size == (-1, 0)
+        left, right = window_size
+        assert right == 0
         assert cu_seq_q is cu_seq_k
         assert max_q == max_k == int(cu_seq_q.diff().max())
         rows = (query[None], key[None], value[None])
-        return written_out(*rows, cu_seq_q.diff().tolist(), scale)[0]
+        return written_out(*rows, cu_seq_q.diff().tolist(), scale, window=left + 1 or None)[0]
 
     if "enable_gqa" in signature:
 
@@ -322,8 +373,10 @@ def test_cuda_branch_calls_the_kernel_for_the_same_result(monkeypatch, signature
     monkeypatch.setitem(sys.modules, "torch.nn.attention.varlen", module)
     flash_varlen = sys.modules["trainkit.attention.varlen"].flash_varlen
     qkv, spans = inputs(2, 6, kv_heads=kv_heads, values=values), spans_of([2, 4, 5, 1])
-    got = output_and_gradients(lambda *x: flash_varlen(*x, spans=spans, scale=0.3), qkv)
-    assert_equal(got, output_and_gradients(lambda *x: sdpa(*x, spans=spans, scale=0.3), qkv))
+    for window in (None, 2):
+        rest = {"spans": spans, "scale": 0.3, "window": window}
+        got = output_and_gradients(partial(flash_varlen, **rest), qkv)
+        assert_equal(got, output_and_gradients(partial(sdpa, **rest), qkv))
 
 
 def test_installed_kernel_takes_what_the_cuda_branch_passes():

@@ -47,6 +47,7 @@ class Case:
     kv_heads: int = 2
     values: int = 8  # the size of a head of values; keys have 8
     scale: float | None = None
+    seen: dict = attrs.field(factory=dict)  # a window, a soft cap
     dtype: torch.dtype = torch.float64
     strided: bool = False  # a last dimension that does not lie in order
 
@@ -60,6 +61,11 @@ CASES = {
     "one key head, odd head count": Case(seed=4, heads=3, kv_heads=1),
     "narrow values": Case(seed=5, rows=2, kv_heads=4, values=5, scale=0.3),
     "wide values": Case(seed=5, values=12),
+    "a window of three tokens": Case(seed=1, rows=2, seen={"window": 3}),
+    "a window of some chunks": Case(seed=3, lengths=(96, 97), seen={"window": 29}),
+    "a window and a soft cap": Case(seed=5, values=5, seen={"window": 11, "softcap": 0.5}),
+    "a soft cap": Case(seed=2, rows=2, scale=0.7, seen={"softcap": 2.0}),
+    "a window as long as all": Case(seed=2, seen={"window": 96}),
     "fp32": Case(seed=5, rows=2, dtype=torch.float32),
     "strided": Case(seed=5, strided=True, values=6),
     "fp32, strided": Case(seed=5, dtype=torch.float32, strided=True),
@@ -72,6 +78,7 @@ ULYSSES = {
     "fewer key heads than ranks": Case(seed=7, heads=8, kv_heads=1, rows=2),
     "key heads shared by two ranks": Case(seed=8, heads=4, kv_heads=2, scale=0.4),
     "narrow values": Case(seed=8, kv_heads=4, values=5),
+    "a window and a soft cap": Case(seed=8, heads=8, seen={"window": 11, "softcap": 0.5}),
     "narrow values, fewer key heads than ranks": Case(seed=8, kv_heads=1, values=5),
     "fp32": Case(seed=9, dtype=torch.float32),
     "strided": Case(seed=9, strided=True),
@@ -87,10 +94,10 @@ def batch_of(case, multiple_of):
     return collate_bins(corpus, bins, range(case.rows))
 
 
-def results(attend, batch, *, scale):
+def results(attend, batch, *, scale, **seen):
     """Return out, dq, dk, dv for the q, k, v and d_out in a batch's extra."""
     qkv = [batch[name].detach().requires_grad_() for name in ("q", "k", "v")]
-    out = attend(*qkv, spans=batch.spans, scale=scale)
+    out = attend(*qkv, spans=batch.spans, scale=scale, **seen)
     return [out.detach(), *torch.autograd.grad(out, qkv, batch["d_out"])]
 
 
@@ -119,8 +126,8 @@ def compared(ps, case, attend):
     if case.strided:  # as from `qkv.unbind(-1)`
         strided = {name: torch.stack([x, x], -1)[..., 0] for name, x in part.extra.items()}
         part = attrs.evolve(part, extra=strided)
-    found = results(attend, part, scale=case.scale)
-    want = results(sdpa, whole, scale=case.scale)
+    found = results(attend, part, scale=case.scale, **case.seen)
+    want = results(sdpa, whole, scale=case.scale, **case.seen)
     carried = attrs.evolve(whole, extra=dict(enumerate(want)))
     parts = shard_sequence(carried, **shares).extra
     assert all(a.dtype == b.dtype for a, b in zip(found, want, strict=True))
@@ -343,8 +350,8 @@ def planted(mistake):
     with parallel_session(ring=2) as ps:
         if mistake == "boundary":  # all documents of a row as one
 
-            def attend(q, k, v, *, spans, scale):
-                del spans
+            def attend(q, k, v, *, spans, scale, **seen):
+                del spans, seen
                 rows = spans_of([q.shape[1]] * q.shape[0])
                 return ring(ps.ring)(q, k, v, spans=rows, scale=scale)
 

@@ -228,10 +228,10 @@ def test_tokens_are_those_that_transformers_gives(bpe):
     messages = talk("How are you?", "  Fine,\n\n thank you. ", "é\U0001f44b", "ok")
     sample = encode_chat(messages, hf_tokenizer(bpe), template=jinja_template(fast))
     assert sample.tokens.tolist() == fast.apply_chat_template(messages, return_dict=False)
-    # The first blanks are one token with the blank of the header, which is not the answer's.
+    # Nothing asks for the answer before its blank, which is one token with what follows.
     assert trained_texts(sample, hf_tokenizer(bpe)) == [
-        " Fine,\n\n thank you. <|im_end|>",
-        "ok<|im_end|>",
+        "   Fine,\n\n thank you. <|im_end|>",
+        " ok<|im_end|>",
     ]
 
 

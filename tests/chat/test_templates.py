@@ -332,9 +332,10 @@ def test_a_jinja_template_has_what_transformers_gives_it():
     {{- m.content }}$
 {%- endfor %}"""
     template = jinja_template(source, bos_token="<s>", eos_token="$", variables={"mood": "!"})
-    segments = template([user("a"), user("b")])
+    segments = template([user("a"), answer("b")])
     assert text_of(segments) == '<s>{"a": "é<"}!4a$'
-    assert pickle.loads(pickle.dumps(template))([user("a")]) == segments
+    assert bodies(segments) == {1: '<s>{"a": "é<"}!'}
+    assert pickle.loads(pickle.dumps(template))([user("a"), answer("b")]) == segments
 
 
 def test_lines_of_blocks_alone_leave_nothing_behind():
@@ -356,7 +357,7 @@ def test_a_tokenizer_brings_its_own_template():
         "{{ raise_exception('roles must alternate') }}",
         "{{ messages.append(1) }}",
         "{{ messages[0].content + 1 }}",
-        "{{ messages.__class__.__mro__ }}",
+        "{{ (messages | attr('_' ~ '_class_' ~ '_')).mro() }}",
     ],
 )
 def test_what_a_template_refuses_or_must_not_do_is_an_error(source):

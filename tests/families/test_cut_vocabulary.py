@@ -1,6 +1,7 @@
 """Cross entropy over a cut vocabulary is that of the whole one, without the whole logits."""
 
 import math
+from itertools import product
 
 import pytest
 import torch
@@ -12,7 +13,7 @@ from trainkit.losses import by_source
 from trainkit.losses.softmax import scores_
 from trainkit.mesh import axis_from_group
 from trainkit.testing import run_ranks
-from trainkit.types import SOLO, Axis, Hidden, Share
+from trainkit.types import SOLO, Axis, Hidden, Share, capped
 
 TOKENS, WIDTH, WORDS = (2, 7), 8, 24
 LABELS = {
@@ -203,12 +204,12 @@ def of_output(axis):
     labels = LABELS["some ignored"](drawn_labels())
     batch = {"labels": labels, "source": torch.arange(14).view(TOKENS) % 2, "spans": None}
     found = {}
-    for name, loss in AS_LOSSES.items():
+    for (name, loss), softcap in product(AS_LOSSES.items(), (None, 0.7)):
         hidden, weight = drawn(*TOKENS, WIDTH, seed=1), drawn(WORDS, WIDTH, seed=2)
         again, own = hidden.clone().requires_grad_(), part(weight, axis, 0)
-        total, terms = loss(Hidden(sum_grad(again, axis), own, axis), batch)
+        total, terms = loss(Hidden(sum_grad(again, axis), own, axis, softcap), batch)
         hidden, weight = hidden.requires_grad_(), weight.requires_grad_()
-        wanted, wanted_terms = ON_LOGITS[name](hidden @ weight.T, batch)
+        wanted, wanted_terms = ON_LOGITS[name](capped(hidden @ weight.T, softcap), batch)
         assert list(terms) == list(wanted_terms) == list(loss.terms)
         assert total.requires_grad
         assert not any(term.requires_grad for term in terms.values())
@@ -217,9 +218,9 @@ def of_output(axis):
         pairs = [(terms[term].double(), wanted_terms[term].double()) for term in terms]
         pairs += [(total, wanted), (again.grad, hidden.grad)]
         pairs += [(own.grad, weight.grad.chunk(axis.count)[axis.index])]
-        found[name] = max(difference(*pair) for pair in pairs)
+        found[name, softcap] = max(difference(*pair) for pair in pairs)
         with torch.no_grad():
-            alone, _ = loss(Hidden(again, own, axis), batch)
+            alone, _ = loss(Hidden(again, own, axis, softcap), batch)
         assert not alone.requires_grad
         assert torch.equal(alone, total)
     return found

@@ -20,7 +20,8 @@ from trainkit.losses import (
     z_term,
 )
 from trainkit.losses.by_source import by_source
-from trainkit.losses.linear_cross_entropy import linear_sum_and_parts
+from trainkit.losses.linear_cross_entropy import Factors, linear_sum_and_parts
+from trainkit.types import capped
 
 V, D = 11, 6
 
@@ -49,7 +50,7 @@ def first(loss):
 
 
 def linear_parts(output, batch):
-    return linear_sum_and_parts((*output, None), batch["labels"], chunk=3)
+    return linear_sum_and_parts(Factors(*output), batch["labels"], chunk=3)
 
 
 linear_by_token = with_terms("loss", per_token=linear_parts)(lambda *_: None)
@@ -469,17 +470,19 @@ def test_by_source_refuses_what_it_cannot_tell_apart(call, message):
 # ------------------------------------------------------------------------------- tokens and terms
 
 
-def test_losses_of_tokens_and_a_bias_are_those_of_the_product_and_can_be_differentiated():
+@pytest.mark.parametrize("softcap", [None, 0.7])
+def test_losses_of_tokens_and_a_bias_are_those_of_the_product_and_can_be_differentiated(softcap):
     hidden, weight = make_hidden(2, 5)
     labels, bias = make_labels(2, 5), torch.linspace(-1, 1, V, dtype=torch.float64).requires_grad_()
     weights = torch.linspace(-1, 2, 10, dtype=torch.float64).view(2, 5)
     inputs = hidden, weight, bias
-    logits = torch.nn.functional.linear(*inputs)
+    logits = capped(torch.nn.functional.linear(*inputs), softcap)
+    own = {"bias": bias, "softcap": softcap}
     rows = torch.nn.functional.cross_entropy(
         logits.flatten(0, 1), labels.flatten(), reduction="none"
     )
     want = rows.view(2, 5)
-    each = linear_cross_entropy_per_token(hidden, weight, labels, bias=bias, chunk=3)
+    each = linear_cross_entropy_per_token(hidden, weight, labels, **own, chunk=3)
     for have in (each, cross_entropy_per_token(logits, labels)):
         assert close(have, want)
         grads = [
@@ -488,7 +491,7 @@ def test_losses_of_tokens_and_a_bias_are_those_of_the_product_and_can_be_differe
         ]
         assert all(close(a, b) for a, b in zip(*grads, strict=True))
     for chunk in (3, None):
-        total = linear_cross_entropy(hidden, weight, labels, bias=bias, chunk=chunk)
+        total = linear_cross_entropy(hidden, weight, labels, **own, chunk=chunk)
         assert close(total, want.sum())
         grads = [torch.autograd.grad(x, inputs, retain_graph=True) for x in (total, want.sum())]
         assert all(close(a, b) for a, b in zip(*grads, strict=True))

@@ -44,4 +44,4 @@ def test_greedy_text_is_that_of_transformers(row, tmp_path):
         else:  # theirs takes the filling for a part of the text
             out = theirs.generate(torch.tensor(PROMPTS[:1]), repetition_penalty=penalty, **THEIRS)
             assert found[0] == out[0, len(PROMPTS[0]) :].tolist()
-        assert len({*found[0]}) > 3
+        assert len({*found[0]}) > 1

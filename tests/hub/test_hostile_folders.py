@@ -95,8 +95,8 @@ def test_every_problem_of_a_config_is_told_at_once(folder):
     wrong = {
         "auto_map": {"AutoModel": "modeling_evil.Evil"},
         "quantization_config": {"quant_method": "fp8"},
-        "hidden_act": "gelu",
-        "attention_bias": True,
+        "hidden_act": "relu",
+        "attention_bias": 1,
         "rope_parameters": {"rope_type": "longrope", "rope_theta": 1e4, "short_factor": [1.0]},
         "final_logit_softcapping": 30.0,
         "attn_logit_softcapping": 0,
@@ -127,11 +127,13 @@ def test_every_problem_of_a_config_is_told_at_once(folder):
         ({"rope_theta": 0.5, "rope_parameters": None}, "rope_theta is 0.5"),
         ({"rope_scaling": {"type": "linear", "factor": 2.0}}, "differ in rope_type"),
         (OLD | {"rope_scaling": {"type": "su", "rope_type": "yarn"}}, "and rope_type differ"),
-        (OLD | {"rope_scaling": {"type": "linear", "factor": 2.0}}, "rope_type is 'linear'"),
+        (OLD | {"rope_scaling": {"type": "dynamic", "factor": 2.0}}, "rope_type is 'dynamic'"),
+        (OLD | {"rope_scaling": {"type": "linear", "factor": 0.5}}, "factor must be at least 1"),
         ({"rope_scaling": {"rope_type": "llama3"}}, "differ in rope_type"),
         ({"rope_scaling": [1]}, "is no table"),
         ({"max_position_embeddings": "64"}, "max_position_embeddings is no number"),
-        ({"layer_types": ["chunked_attention"]}, "layer_types has 'chunked_attention'"),
+        ({"layer_types": ["chunked_attention"]}, "layer_types is .*llama has no windows"),
+        ({"layer_types": ["sliding_attention"] * 2}, "layer_types is .*llama has no windows"),
         ({"sliding_window": 32}, "sliding_window is 32, below max_position_embeddings 64"),
     ],
 )
@@ -140,25 +142,46 @@ def test_a_config_that_is_not_computed_is_refused(tmp_path, changes, match):
         hub.open_folder(make_folder(tmp_path / "folder", **changes))
 
 
+FULL, SLIDING = "full_attention", "sliding_attention"
+
+
 @pytest.mark.parametrize(
     ("model_type", "changes", "match"),
     [
-        ("mistral", {}, "sliding_window is 4096"),
-        ("mistral", {"sliding_window": None}, None),
-        ("qwen2", {}, None),
-        ("qwen2", {"use_sliding_window": True, "max_window_layers": 2}, None),
-        ("qwen2", {"use_sliding_window": True, "max_window_layers": 1}, "sliding_window"),
-        ("qwen3", {"layer_types": ["full_attention", "sliding_attention"]}, "sliding_window"),
+        ("mistral", {}, [0, 1]),
+        ("mistral", {"sliding_window": None}, []),
+        ("mistral", {"sliding_window": 0}, "window must be above 0"),
+        ("mistral", {"sliding_window": "4096"}, "sliding_window is '4096', no number"),
+        ("mistral", {"layer_types": [FULL, SLIDING]}, "layer_types follow no pattern"),
+        ("qwen2", {}, []),
+        ("qwen2", {"use_sliding_window": True, "max_window_layers": 2}, []),
+        ("qwen2", {"use_sliding_window": True, "max_window_layers": 1}, [1]),
+        ("qwen2", {"use_sliding_window": True, "max_window_layers": -1}, "is -1, not from 0"),
+        ("qwen3", {"layer_types": [FULL, SLIDING]}, "no sliding_window in use"),
+        ("gemma2", {}, [0]),
+        ("gemma2", {"layer_types": [FULL, SLIDING]}, [1]),
+        ("gemma2", {"layer_types": [FULL, "chunked_attention"]}, "layer_types follow no pattern"),
+        ("gemma2", {"layer_types": [SLIDING]}, "layer_types follow no pattern"),
+        ("gemma3_text", {}, [0, 1]),
+        ("gemma3_text", {"sliding_window_pattern": 1}, []),
+        ("gemma3_text", {"attn_logit_softcapping": 50.0}, "attn_logit_softcapping is 50.0"),
+        ("gemma3_text", {"rope_local_base_freq": 0}, "rope_local_base_freq is 0"),
+        (
+            "gemma3_text",
+            {"rope_parameters": {SLIDING: {"rope_type": "linear", "factor": 2.0}}},
+            "layers that slide: rope_type is not computed",
+        ),
         ("phi3", {"rope_scaling": {"type": "su", "long_factor": [1]}}, "rope_type is 'su'"),
-        ("qwen3", {"rope_scaling": {"type": "yarn", "factor": 4.0}}, None),
+        ("phi3", {"partial_rotary_factor": 0}, "partial_rotary_factor is 0, not above 0"),
+        ("qwen3", {"rope_scaling": {"type": "yarn", "factor": 4.0}}, []),
     ],
 )
 def test_a_key_that_is_missing_means_what_it_means_there(model_type, changes, match):
     values = dict.fromkeys(("num_hidden_layers", "num_attention_heads", "num_key_value_heads"), 1)
     values |= dict.fromkeys(("vocab_size", "hidden_size", "intermediate_size"), 16)
     values |= {"model_type": model_type, "max_position_embeddings": 8192, "num_hidden_layers": 2}
-    if match is None:
-        assert hub.read_config(values | changes).width == 16
+    if isinstance(match, list):
+        assert hub.read_config(values | changes).sliding_layers == match
         return
     with pytest.raises(ConfigError, match=match):
         hub.read_config(values | changes)

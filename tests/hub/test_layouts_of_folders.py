@@ -20,7 +20,7 @@ from trainkit.models import Decoder
 from trainkit.parallel import box_of, build_stages, expert, fsdp, named_parameters_of, tensor
 from trainkit.parallel.naming import named_buffers_of
 from trainkit.testing import run_ranks
-from trainkit.types import Layout, TrainState
+from trainkit.types import DiskError, Layout, TrainState
 
 transformers = pytest.importorskip("transformers")
 
@@ -184,3 +184,52 @@ def test_reading_takes_the_memory_of_one_file_beside_the_local_parameters(family
     used, local = map(int, done.stdout.split())
     assert 2 * sum(files) / 5 < local < 2 * sum(files) / 3  # a quarter, in fp32
     assert used < local + max(files)
+
+
+# --------------------------------------------------------------------------- when a rank does not
+
+
+def exported(home, faults):
+    """Write a folder with all ranks for each fault, which the second has; return what is said."""
+    from trainkit.checkpoint import export
+
+    own, said = export._write_shard, []
+    with parallel_session(Layout(dp_shard=2)) as ps:
+        for fault in faults:
+
+            def write(path, *rest, fault=fault):
+                if ps.world.index != 1 or fault == "none":
+                    return own(path, *rest)
+                if fault == "skips":
+                    return {"bytes": 0, "sha256": ""}
+                path.write_bytes(b"half a file")
+                raise DiskError("this disk is full", where=str(path))
+
+            export._write_shard = write
+            there = f"{home}/{fault}"
+            try:
+                hub.export_folder(
+                    f"{home}/run", there, context=128, shard_bytes=9_000, axis=ps.world
+                )
+                said.append("written")
+            except DiskError as error:
+                said.append(str(error))
+    return said
+
+
+def test_where_a_rank_cannot_write_no_folder_appears_and_every_rank_says_so(tmp_path):
+    theirs = tiny.make_theirs("llama", transformers)
+    theirs.save_pretrained(tmp_path / "a")
+    _in_and_out(tmp_path, solo_parallel(), Layout())
+    before = sorted(path.name for path in tmp_path.iterdir())
+    first, second = run_ranks(exported, 2, str(tmp_path), ("fails", "skips", "none"))
+    assert "rank 1" in first[0]
+    assert "this disk is full" in first[0]
+    assert second[0] == "this disk is full"
+    assert first[1:] == second[1:] == ["written", "written"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == sorted([*before, "none", "skips"])
+    # A rank whose files are not there is found by what the tests above compare.
+    same(tensors_of(tmp_path / "none"), tensors_of(tmp_path / "a"))
+    assert verify_weights(tmp_path / "none") == []
+    assert tensors_of(tmp_path / "skips").keys() < tensors_of(tmp_path / "a").keys()
+    assert verify_weights(tmp_path / "skips")

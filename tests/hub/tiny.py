@@ -52,13 +52,72 @@ OF_DEEPSEEK = {
     "v_head_dim": 6,
 }
 OF_QWEN3_MOE = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
+OF_GEMMA = {
+    "pad_token_id": None,  # whose embedding has no gradient
+    "rms_norm_eps": 1e-6,
+    "num_hidden_layers": 3,
+    "head_dim": 12,
+    "query_pre_attn_scalar": 20,
+    "sliding_window": 6,
+    "final_logit_softcapping": 3.0,
+}
+LOCAL_ROPE = {
+    "rope_parameters": {
+        "full_attention": {"rope_type": "linear", "rope_theta": 50.0, "factor": 4.0},
+        "sliding_attention": {"rope_type": "default", "rope_theta": 20.0},
+    }
+}
+OF_GPT2 = {
+    "vocab_size": 64,
+    "n_embd": 32,
+    "n_inner": 48,
+    "n_layer": 2,
+    "n_head": 4,
+    "n_positions": 128,
+    "bos_token_id": 1,
+    "eos_token_id": 1,
+}
 ROWS = {
     "llama": ("Llama", PLAIN),
     "llama tied, scaled": ("Llama", LLAMA3 | {"tie_word_embeddings": True}),
     "llama wide heads": ("Llama", PLAIN | {"head_dim": 12}),
     "mistral": ("Mistral", PLAIN | {"sliding_window": 128, "head_dim": 6}),
+    "mistral with windows": ("Mistral", PLAIN | {"sliding_window": 7}),
     "qwen2": ("Qwen2", PLAIN | {"tie_word_embeddings": True}),
     "qwen2 yarn": ("Qwen2", YARN),
+    "qwen2, windows from a layer on": (
+        "Qwen2",
+        PLAIN | {"use_sliding_window": True, "sliding_window": 5, "max_window_layers": 1},
+    ),
+    "llama, biases, gelu, linear": (
+        "Llama",
+        {"rope_parameters": {"rope_type": "linear", "rope_theta": 50.0, "factor": 4.0}}
+        | {"attention_bias": True, "mlp_bias": True, "hidden_act": "gelu"},
+    ),
+    "gemma2": ("Gemma2", PLAIN | OF_GEMMA | {"attn_logit_softcapping": 2.0}),
+    "gemma2, untied, no caps": (
+        "Gemma2",
+        PLAIN
+        | OF_GEMMA
+        | {"attn_logit_softcapping": None, "final_logit_softcapping": None}
+        | {"tie_word_embeddings": False, "attention_bias": True},
+    ),
+    "gemma3": ("Gemma3Text", LOCAL_ROPE | OF_GEMMA | {"num_hidden_layers": 7}),
+    "gemma3, untied, all see": (
+        "Gemma3Text",
+        LOCAL_ROPE
+        | OF_GEMMA
+        | {"tie_word_embeddings": False, "layer_types": ["full_attention"] * 3},
+    ),
+    "olmo2": ("Olmo2", PLAIN | {"pad_token_id": None}),
+    "olmo2 tied": ("Olmo2", LLAMA3 | {"pad_token_id": None, "tie_word_embeddings": True}),
+    "gpt2": ("GPT2", {}),
+    "gpt2 untied": ("GPT2", {"tie_word_embeddings": False, "activation_function": "gelu"}),
+    "phi3, a part of each head, windows": (
+        "Phi3",
+        {"rope_parameters": PLAIN["rope_parameters"] | {"partial_rotary_factor": 0.5}}
+        | {"pad_token_id": None, "eos_token_id": 1, "sliding_window": 9},
+    ),
     "qwen3": ("Qwen3", PLAIN | {"head_dim": 12, "tie_word_embeddings": True}),
     "phi3": ("Phi3", PLAIN | {"pad_token_id": None, "eos_token_id": 1}),
     "mixtral": ("Mixtral", PLAIN | {"num_local_experts": 4}),
@@ -88,10 +147,12 @@ ROWS = {
 def make_theirs(row, transformers):
     """Return a tiny model whose norms, biases and router biases are not what they begin as."""
     kind, changes = ROWS[row]
-    config = getattr(transformers, f"{kind}Config")(**SIZES | changes)
+    sizes = OF_GPT2 if kind == "GPT2" else SIZES
+    config = getattr(transformers, f"{kind}Config")(**sizes | changes)
     torch.manual_seed(0)
     config._attn_implementation = "eager"
-    theirs = getattr(transformers, f"{kind}ForCausalLM")(config).eval()
+    name = {"GPT2": "GPT2LMHeadModel", "Gemma3Text": "Gemma3ForCausalLM"}
+    theirs = getattr(transformers, name.get(kind, f"{kind}ForCausalLM"))(config).eval()
     with torch.no_grad():
         for name, x in (*theirs.named_parameters(), *theirs.named_buffers()):
             if "inv_freq" in name:

@@ -133,7 +133,7 @@ def test_hidden_head_holds_the_logits():
         ids, rest = packed([4, 7])
         logits = double(config)(ids, **rest)
         model = double(config, head="hidden")
-        hidden, weight, axis = model(ids, **rest)
+        hidden, weight, axis, _ = model(ids, **rest)
         assert axis is SOLO
         assert_equal(hidden @ weight.T, logits)
         assert not weight.is_leaf  # FSDP2 hooks what a module returns
@@ -240,7 +240,7 @@ def test_rotary_scores_depend_on_distance_alone():
 def test_rotary_angles_and_products_of_a_half_precision_model_are_single_precision():
     model = build_decoder(SMALL, seed=0).bfloat16()
     positions = torch.tensor([[1001, 1002, 1003]])  # bf16 cannot tell these apart
-    cos, sin = model._rotary(positions, dtype=torch.bfloat16)
+    (cos, sin), _ = model._rotary(positions, dtype=torch.bfloat16)
     assert cos.dtype == torch.float32
     want = torch.cos(positions[0].double()).float()
     torch.testing.assert_close(cos[0, :, 0, 0], want, rtol=0, atol=1e-6)
@@ -254,7 +254,8 @@ def test_under_autocast_attention_sees_one_low_dtype():
     """A table in fp32 must not make queries and keys wider than values: flash would not take it."""
     seen = []
 
-    def attend(q, k, v, *, spans, scale=None):
+    def attend(q, k, v, *, spans, scale=None, **how):
+        assert how == {"window": None, "softcap": None}
         seen.extend(x.dtype for x in (q, k, v))
         return sdpa(q, k, v, spans=spans, scale=scale)
 
@@ -267,7 +268,8 @@ def test_under_autocast_attention_sees_one_low_dtype():
 def test_attention_is_an_argument():
     seen = []
 
-    def attend(q, k, v, *, spans, scale=None):
+    def attend(q, k, v, *, spans, scale=None, **how):
+        assert how == {"window": None, "softcap": None}
         seen.append((q.shape, k.shape))
         return sdpa(q, k, v, spans=spans, scale=scale)
 

@@ -147,7 +147,8 @@ def test_text_is_drawn():
 def test_under_autocast_queries_keys_and_values_have_one_low_dtype():
     seen = []
 
-    def attend(q, k, v, *, spans, scale=None):
+    def attend(q, k, v, *, spans, scale=None, **how):
+        assert how == {"window": None, "softcap": None}
         seen.extend(x.dtype for x in (q, k, v))
         return sdpa(q, k, v, spans=spans, scale=scale)
 

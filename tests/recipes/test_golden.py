@@ -8,12 +8,19 @@ a machine or a torch other than its `machine` takes their sums in another order.
 import json
 from pathlib import Path
 
+import attrs
 import pytest
 from recipe_runs import column, here
 
+from trainkit import models, optim
+from trainkit.checkpoint import save_checkpoint
+from trainkit.mesh import solo_parallel
+from trainkit.tokenizers import open_tokenizer
+from trainkit.types import TrainState
+
 GOLDEN = json.loads(Path(__file__).with_name("golden.json").read_text())
 FLAGS = "--steps 20 --schedule-steps 20 --rows 4 --microbatch 2 --warmup 2 --seed 5"
-SIZES = {"pretrain": 32, "sft": 64, "long_context": 128}
+SIZES = {"pretrain": 32, "finetune": 64, "long_context": 128}
 
 
 def write_data(folder):
@@ -30,11 +37,23 @@ def write_data(folder):
     lines = [json.dumps({"messages": messages}) for messages in chats]
     (folder / "chats.jsonl").write_text("\n".join(lines))
     text = folder / "text"
-    return {"pretrain": text, "sft": folder / "chats.jsonl", "long_context": text}
+    return {"pretrain": text, "finetune": folder / "chats.jsonl", "long_context": text}
+
+
+def untrained(folder):
+    """Save a checkpoint of the weights that a run begins with which has nothing to begin with."""
+    size = models.round_up_vocabulary(open_tokenizer("bytes").vocab_size)
+    model = models.build_decoder(models.decoder_config("tiny", vocab_size=size), seed=5)
+    facts = {"model": attrs.asdict(model.config), "config.tokenizer": "bytes"}
+    facts |= {"config.row_length": 64}
+    optimizer = optim.adamw(model.parameters(), lr=1.0)
+    save_checkpoint(folder, TrainState(), [model], optimizer, solo_parallel(), facts=facts)
+    return folder
 
 
 def flags_of(recipe, data, out):
     flags = [*FLAGS.split(), "--row-length", SIZES[recipe], "--data", data[recipe], "--out", out]
+    flags += ["--init", untrained(out.parent / "begin")] if recipe == "finetune" else []
     return flags if recipe == "long_context" else [*flags, "--cache", "None", "--eval-every", 0]
 
 

@@ -4,15 +4,20 @@ import functools
 import json
 import random
 
+import attrs
 import pytest
 import recipe_runs
 import torch
 from recipe_runs import assert_equal_runs, column, events, here, lines, load, refusal, several
 
+from trainkit import checkpoint, hub, models
+from trainkit.checkpoint import save_checkpoint
+from trainkit.mesh import solo_parallel
 from trainkit.models import decoder_config
 from trainkit.models.experts import advance_routers_, update_expert_bias
 from trainkit.sinks import read_jsonl
 from trainkit.testing import run_ranks
+from trainkit.types import TrainState
 
 SMALL = [
     *recipe_runs.SMALL.split(),
@@ -166,6 +171,40 @@ def test_the_auxiliary_loss_takes_the_place_of_the_bias(whole, text, tmp_path):
     ours, others = column(tmp_path, "loss"), column(whole[0], "loss")
     assert ours[0] == others[0]  # the first loss reported is that of the text alone
     assert ours[1] != others[1]
+
+
+def make_folder(home, name, config):
+    """Export a new decoder; return it and the folder."""
+    model = models.build_decoder(config, seed=5)
+    optimizer, facts = torch.optim.SGD(model.parameters()), {"model": attrs.asdict(config)}
+    run = save_checkpoint(
+        home / f"{name}-run", TrainState(), [model], optimizer, solo_parallel(), facts=facts
+    )
+    files = hub.tokenizer_files("bytes")
+    hub.export_folder(run, home / name, context=64, files=files)
+    return model, home / name
+
+
+def test_a_folder_of_a_mixture_is_gone_on_from_and_one_without_experts_is_refused(text, tmp_path):
+    experts = models.Experts(count=4, chosen=2, width=32, scores="softmax")
+    dense = decoder_config("tiny", layers=2, vocab_size=272)
+    model, mixture = make_folder(tmp_path, "mix", attrs.evolve(dense, experts=experts))
+    begun = flags_of(tmp_path / "out", text, 1, "--init", mixture, "--lr", 1e-30)
+    code, printed = here(begun, "moe")
+    assert (code, "beginning with the weights" in printed) == (0, True), printed
+    assert len(lines(tmp_path / "out")[0]["load"][0]) == 4
+    assert lines(tmp_path / "out")[0]["balance"] > 0  # this family has no biases to move
+    again = models.build_decoder(model.config, seed=6)
+    checkpoint.load_weights(checkpoint.find_checkpoint(tmp_path / "out"), [again])
+    for (name, p), its in zip(again.named_parameters(), model.parameters(), strict=True):
+        assert torch.equal(p, its), name
+    code, printed = here([*begun, "--steps", 2], "moe")
+    assert (code, "beginning with the weights" in printed) == (0, False), printed
+    _, folder = make_folder(tmp_path, "dense", dense)
+    code, what = refusal("moe", *flags_of(tmp_path / "no", text, 1, "--init", folder))
+    assert (code, "has no experts, and this recipe trains decoders with" in what) == (64, True), (
+        what
+    )
 
 
 def test_experts_that_cannot_be_are_refused(text, tmp_path):

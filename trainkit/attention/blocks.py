@@ -8,7 +8,7 @@ A `BlockKernel` computes one such part, forward and backward; `ring` puts them t
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import attrs
@@ -26,13 +26,23 @@ class BlockSpans:
     """Which keys a block of queries sees: in each document all, or (`causal`) none after itself.
 
     Queries and keys have as many documents; with `causal` they have the same spans. Scores are
-    multiplied by `scale`.
+    multiplied by `scale`, and then kept between -`softcap` and `softcap` by tanh. With a `window` a
+    query sees only keys that are fewer tokens before it; `chunks` says for that which of the equal
+    chunks of a document the queries are, and the keys, in rising order.
     """
 
     queries: Spans
     keys: Spans
     causal: bool
     scale: float
+    window: int | None = None
+    softcap: float | None = None
+    chunks: tuple[Sequence[int], Sequence[int]] = ((0,), (0,))
+
+    @property
+    def plain(self) -> bool:
+        """Whether there is neither a window nor a soft cap."""
+        return self.window is None and self.softcap is None
 
 
 QueryKeyValue = tuple[Tensor, Tensor, Tensor]
@@ -51,10 +61,12 @@ class BlockKernel:
         backward: From the gradient of the output, q, k and v, and the result over *all* keys, to
             this block's part of the gradients. The weights of the block are exp(scores - lse), so
             what other blocks hold needs no second look.
+        plain_only: Whether it knows neither windows nor soft caps; `matmul` takes its place there.
     """
 
     forward: Callable[[QueryKeyValue, BlockSpans], OutLse]
     backward: Callable[[Tensor, QueryKeyValue, OutLse, BlockSpans], QueryKeyValue]
+    plain_only: bool = True
 
 
 def merge_lse(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor) -> OutLse:
@@ -219,33 +231,94 @@ def _wide_documents(x: Tensor, spans: Spans) -> Iterator[Tensor]:
     return iter(wide.split(spans.lengths.tolist()))
 
 
-def _chunks(q: Tensor, k: Tensor, block: BlockSpans) -> Iterator[tuple[slice, slice]]:
-    """Yield some queries of a document and the keys that any of them sees, all in turn."""
-    size = max(_SCORES // (q.shape[1] * max(len(k), 1)), 16)
+@attrs.frozen(eq=False)
+class _Chunk:
+    """Some queries of a document, the keys that any of them sees, and which each does not see."""
+
+    rows: slice
+    seen: slice
+    hidden: Tensor | None
+
+
+def _chunks(q: Tensor, k: Tensor, block: BlockSpans) -> Iterator[_Chunk]:
+    """Yield all queries of a document in turn."""
+    wide = len(k) if block.window is None else min(len(k), 2 * block.window)
+    size = max(_SCORES // (q.shape[1] * max(wide, 1)), 16)
+    if block.window is None:
+        for first in range(0, len(q), size):
+            rows = slice(first, min(first + size, len(q)))
+            seen = slice(0, rows.stop if block.causal else len(k))
+            yield _Chunk(rows, seen, _later(rows, seen, q.device) if block.causal else None)
+        return
+    of_q, of_k = (_Places(len(x), own) for x, own in zip((q, k), block.chunks, strict=True))
+    size = min(size, max(block.window, 16))
     for first in range(0, len(q), size):
         rows = slice(first, min(first + size, len(q)))
-        yield rows, slice(0, rows.stop if block.causal else len(k))
+        seen = slice(
+            of_k.before(of_q.at(first) - block.window), of_k.before(of_q.at(rows.stop - 1))
+        )
+        before = of_q.on(q.device, rows).unsqueeze(-1) - of_k.on(q.device, seen)
+        yield _Chunk(rows, seen, (before < 0) | (before >= block.window))
 
 
-def _scores(q: Tensor, k: Tensor, block: BlockSpans) -> Tensor:
+def _later(rows: slice, seen: slice, device: torch.device) -> Tensor:
+    """Return which keys come after each query; the last key seen is that of the last query."""
+    queries, keys = rows.stop - rows.start, seen.stop - seen.start
+    return torch.ones(queries, keys, dtype=torch.bool, device=device).triu(keys - queries + 1)
+
+
+@attrs.frozen
+class _Places:
+    """Where in its document each of `length` tokens is, which are some of its equal chunks."""
+
+    length: int
+    chunks: Sequence[int]
+
+    @property
+    def size(self) -> int:
+        return self.length // len(self.chunks)
+
+    def at(self, index: int) -> int:
+        chunk, rest = divmod(index, self.size)
+        return self.chunks[chunk] * self.size + rest
+
+    def before(self, place: int) -> int:
+        """Return how many of the tokens are at a place or before it."""
+        return sum(min(max(place + 1 - chunk * self.size, 0), self.size) for chunk in self.chunks)
+
+    def on(self, device: torch.device, part: slice) -> Tensor:
+        """Return the places of a part of the tokens, made on the device."""
+        starts = [chunk * self.size for chunk in self.chunks]
+        parts = [torch.arange(first, first + self.size, device=device) for first in starts]
+        return torch.cat(parts)[part]
+
+
+def _scores(q: Tensor, k: Tensor, block: BlockSpans, chunk: _Chunk) -> Tensor:
     """Return the scores `[K, G, L, M]` of a chunk, for G query heads per key head."""
-    queries = rearrange(q, "l (k g) d -> k g l d", k=k.shape[1])
-    scores = torch.einsum("kgld,mkd->kglm", queries, k) * block.scale
-    if not block.causal:
-        return scores
-    queries, keys = scores.shape[-2:]  # the last key seen is that of the last query
-    hidden = torch.ones(queries, keys, dtype=torch.bool, device=q.device).triu(keys - queries + 1)
-    return scores.masked_fill_(hidden, -torch.inf)
+    queries = rearrange(q[chunk.rows], "l (k g) d -> k g l d", k=k.shape[1])
+    scores = torch.einsum("kgld,mkd->kglm", queries, k[chunk.seen]) * block.scale
+    if block.softcap is not None:
+        scores.div_(block.softcap).tanh_().mul_(block.softcap)
+    return scores if chunk.hidden is None else scores.masked_fill_(chunk.hidden, -torch.inf)
+
+
+def _weights(scores: Tensor, lse: Tensor, block: BlockSpans) -> Tensor:
+    """Return the softmax of scores; beyond all windows of a block a query has none."""
+    if block.window is None:
+        return scores.softmax(-1)
+    return (scores - lse.masked_fill(lse == -torch.inf, 0).unsqueeze(-1)).exp_()
 
 
 def _matmul_forward(qkv: QueryKeyValue, block: BlockSpans) -> OutLse:
     outs, lses = list[Tensor](), list[Tensor]()
     spans = block.queries, block.keys, block.keys
     for q, k, v in zip(*map(_wide_documents, qkv, spans), strict=True):
-        for rows, seen in _chunks(q, k, block):
-            scores = _scores(q[rows], k[seen], block)
-            outs.append(torch.einsum("kglm,mkd->lkgd", scores.softmax(-1), v[seen]).flatten(1, 2))
-            lses.append(rearrange(scores.logsumexp(-1), "k g l -> l (k g)"))
+        for chunk in _chunks(q, k, block):
+            scores = _scores(q, k, block, chunk)
+            lse = scores.logsumexp(-1)
+            weights = _weights(scores, lse, block)
+            outs.append(torch.einsum("kglm,mkd->lkgd", weights, v[chunk.seen]).flatten(1, 2))
+            lses.append(rearrange(lse, "k g l -> l (k g)"))
     return torch.cat(outs).to(qkv[0].dtype), torch.cat(lses)
 
 
@@ -268,22 +341,28 @@ def _document_backward(
     (q, k, v), (out, lse) = qkv, result
     means, bases = (d_out * out).sum(-1, keepdim=True), lse.unsqueeze(-1)
     d_q, d_k, d_v = torch.empty_like(q), torch.zeros_like(k), torch.zeros_like(v)
-    for rows, seen in _chunks(q, k, block):
+    for chunk in _chunks(q, k, block):
+        rows, seen = chunk.rows, chunk.seen
         q_, d_out_, means_, bases_ = (
             rearrange(x[rows], "l (k g) d -> k g l d", k=k.shape[1])
             for x in (q, d_out, means, bases)
         )
-        weights = _scores(q[rows], k[seen], block).sub_(bases_).exp_()
+        scores = _scores(q, k, block, chunk)
+        slope = None
+        if block.softcap is not None:  # the derivative of tanh, 0 for what is hidden
+            slope = 1 - scores.div(block.softcap).clamp_(min=-1).square_()
+        weights = scores.sub_(bases_).exp_()
         d_v[seen] += torch.einsum("kglm,kgld->mkd", weights, d_out_)
         d_weights = torch.einsum("kgld,mkd->kglm", d_out_, v[seen])
         d_scores = d_weights.sub_(means_).mul_(weights).mul_(block.scale)
+        d_scores = d_scores if slope is None else d_scores.mul_(slope)
         d_q[rows] = torch.einsum("kglm,mkd->lkgd", d_scores, k[seen]).flatten(1, 2)
         d_k[seen] += torch.einsum("kglm,kgld->mkd", d_scores, q_)
     return d_q, d_k, d_v
 
 
-matmul = BlockKernel(_matmul_forward, _matmul_backward)
-"""Attention written out, some queries at a time: any device and dtype, and the tests' reference."""
+matmul = BlockKernel(_matmul_forward, _matmul_backward, plain_only=False)
+"""Attention written out, some queries at a time: any device and dtype, windows and soft caps."""
 
 
 class _WrittenOut(torch.autograd.Function):
@@ -305,7 +384,16 @@ class _WrittenOut(torch.autograd.Function):
         return *matmul.backward(d_out, (q, k, v), (out, lse), ctx.block), None
 
 
-def written_out(q: Tensor, k: Tensor, v: Tensor, *, spans: Spans, scale: float) -> Tensor:
+def written_out(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    spans: Spans,
+    scale: float,
+    window: int | None = None,
+    softcap: float | None = None,
+) -> Tensor:
     """Return causal attention inside each span by `matmul`: in linear memory, without a kernel.
 
     Arguments and result are those of `sdpa`.
@@ -316,6 +404,6 @@ def written_out(q: Tensor, k: Tensor, v: Tensor, *, spans: Spans, scale: float) 
         >>> written_out(q, k, v, spans=blank_batch(1, 4).spans, scale=1.0).shape
         torch.Size([1, 4, 2, 8])
     """
-    block = BlockSpans(spans, spans, causal=True, scale=scale)
+    block = BlockSpans(spans, spans, causal=True, scale=scale, window=window, softcap=softcap)
     out = _WrittenOut.apply(*(x.flatten(0, 1) for x in (q, k, v)), block)
     return out.unflatten(0, q.shape[:2])

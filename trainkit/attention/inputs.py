@@ -7,7 +7,7 @@ import math
 import torch
 from torch import Tensor, nn
 
-from trainkit.types import Spans
+from trainkit.types import Spans, at_least
 
 
 def check_inputs(
@@ -17,6 +17,8 @@ def check_inputs(
     *,
     spans: Spans,
     scale: float | None = None,
+    window: int | None = None,
+    softcap: float | None = None,
     parts: int = 1,
 ) -> tuple[Tensor, Tensor, Tensor, float]:
     """Return queries, keys and values of one dtype, and the scale; refuse what does not fit.
@@ -30,11 +32,14 @@ def check_inputs(
         v: Values `[B, S, K, E]`.
         spans: The documents, over the flattened rows.
         scale: What scores are multiplied by; 1 / sqrt(D) by default.
+        window: How many keys a query sees at most, itself among them; all by default.
+        softcap: What scores are kept between, by tanh; nothing by default.
         parts: How many ranks hold as many tokens of these rows.
 
     Raises:
         ValueError: Shapes or dtypes do not belong together, there are no tokens, the spans do not
-            cover them, or the scale is not a finite number above 0.
+            cover them, the scale or the soft cap is not a finite number above 0, or the window is
+            below 1.
 
     Examples:
         >>> from trainkit.batch import blank_batch
@@ -51,6 +56,9 @@ def check_inputs(
             f"attention: scale must be a finite number above 0, got {scale}; scores times that are "
             "no attention. Leave it out for 1 / sqrt(D)"
         )
+    if softcap is not None and not 0 < softcap < math.inf:
+        raise ValueError(f"attention: softcap must be a finite number above 0, got {softcap}")
+    at_least(1, "attention", window=window)
     if not torch.compiler.is_compiling():  # host arrays, which a graph must not be made for
         _check_spans(q, spans, parts)
     return q, k, v, scale

@@ -27,6 +27,7 @@ from trainkit.attention.blocks import (
     OutLse,
     QueryKeyValue,
     kernel_for,
+    matmul,
     merge_lse,
 )
 from trainkit.attention.inputs import check_inputs, wider
@@ -45,7 +46,9 @@ def ring(axis: Axis, *, kernel: BlockKernel | None = None) -> Attend:
     Args:
         axis: The ring, `ps.ring`. Rank r must hold what `batch.shard_sequence` gives it: chunks r
             and 2N-1-r of every span, also of the padding of rows.
-        kernel: What computes one block; by default the fastest that takes the tensors.
+        kernel: What computes one block; by default the fastest that takes the tensors. Where it is
+            `plain_only`, windows and soft caps are computed by `blocks.matmul`, which passes over
+            all that no query's window reaches.
 
     Returns:
         An `Attend` of this rank's shards: q `[B, S/N, H, D]`, k `[B, S/N, K, D]` and v `[B, S/N, K,
@@ -75,17 +78,22 @@ def _attend(
     *,
     spans: Spans,
     scale: float | None = None,
+    window: int | None = None,
+    softcap: float | None = None,
     axis: Axis,
     kernel: BlockKernel | None,
 ) -> Tensor:
-    q, k, v, scale = check_inputs(q, k, v, spans=spans, scale=scale)
+    seen: dict[str, Any] = {"window": window, "softcap": softcap}
+    q, k, v, scale = check_inputs(q, k, v, spans=spans, scale=scale, **seen)
     _check_lengths(spans, axis)
+    if window is not None and window >= spans.max_length * axis.count:
+        seen["window"] = None
     q_, k_, v_ = (x.flatten(0, 1) for x in (q, k, v))
-    tour = _Tour(
-        axis=axis,
-        kernel=kernel_for(wider(q_, v_)) if kernel is None else kernel,
-        views=_views(spans, axis, scale=scale),
-    )
+    views = _views(spans, axis, scale=scale, **seen)
+    kernel = kernel_for(wider(q_, v_)) if kernel is None else kernel
+    if kernel.plain_only and not views[0].block.plain:
+        kernel = matmul
+    tour = _Tour(axis=axis, kernel=kernel, views=views)
     return _Ring.apply(q_, k_, v_, tour).unflatten(0, q.shape[:2])
 
 
@@ -124,17 +132,25 @@ class _Tour:
     views: Sequence[_View]
 
 
-def _views(spans: Spans, axis: Axis, *, scale: float) -> list[_View]:
-    """Return what this rank sees at each step."""
+def _views(spans: Spans, axis: Axis, *, scale: float, **seen: Any) -> list[_View]:
+    """Return what this rank sees at each step; `seen` are a window and a soft cap."""
     half = Spans(spans.cu_seqlens // 2, spans.lengths // 2, spans.max_length // 2)
     first, second = _halves(half)
-    whole = slice(None)
-    own = _View(whole, whole, BlockSpans(spans, spans, causal=True, scale=scale))
-    # Of rank s < r, chunk s comes before all queries, and chunk 2N-1-s after all.
-    earlier = _View(whole, first, BlockSpans(spans, half, causal=False, scale=scale))
-    # Of rank s > r, both chunks lie between the queries' chunks r and 2N-1-r.
-    later = _View(second, whole, BlockSpans(half, spans, causal=False, scale=scale))
-    return [own] + [earlier] * axis.index + [later] * (axis.count - 1 - axis.index)
+    whole, rank, last = slice(None), axis.index, 2 * axis.count - 1
+    known: dict[str, Any] = {"scale": scale, **seen}
+    queries = rank, last - rank
+    own = BlockSpans(spans, spans, causal=True, **known, chunks=(queries, queries))
+    views = [_View(whole, whole, own)]
+    for step in range(1, axis.count):
+        other = (rank - step) % axis.count
+        if other < rank:  # its chunk s comes before all queries, and chunk 2N-1-s after all
+            block = BlockSpans(spans, half, causal=False, **known, chunks=(queries, (other,)))
+            views.append(_View(whole, first, block))
+        else:  # both chunks lie between the queries' chunks r and 2N-1-r
+            chunks = queries[1:], (other, last - other)
+            block = BlockSpans(half, spans, causal=False, **known, chunks=chunks)
+            views.append(_View(second, whole, block))
+    return views
 
 
 def _halves(half: Spans) -> tuple[_Part, _Part]:

@@ -4,11 +4,15 @@ There is no mask: a document is attended by itself, so the cost grows with the s
 document lengths and never with the squared row. It is the exact reference of this folder, and what
 runs on a CPU. Memory grows with the tokens and never with their square: where CUDA has no fused
 kernel for key heads that several query heads share (fp32), these are repeated, and where it has
-none at all (fp64), `blocks.written_out` goes through the queries in chunks. Where keys and values
-differ in size, the narrower are filled up with zeros, for kernels that take one size.
+none at all (fp64), `blocks.written_out` goes through the queries in chunks, as it does for windows
+and soft caps. Where keys and values differ in size, the narrower are filled up with zeros, for
+kernels that take one size.
 """
 
 from __future__ import annotations
+
+import math
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -18,7 +22,16 @@ from trainkit.attention.inputs import check_inputs, of_one_size
 from trainkit.types import Spans
 
 
-def sdpa(q: Tensor, k: Tensor, v: Tensor, *, spans: Spans, scale: float | None = None) -> Tensor:
+def sdpa(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    spans: Spans,
+    scale: float | None = None,
+    window: int | None = None,
+    softcap: float | None = None,
+) -> Tensor:
     """Return causal attention inside each span, one `scaled_dot_product_attention` per span.
 
     Spans of one common length take a single batched call. `torch.compile` leaves this function
@@ -31,13 +44,18 @@ def sdpa(q: Tensor, k: Tensor, v: Tensor, *, spans: Spans, scale: float | None =
         v: Values `[B, S, K, E]`.
         spans: The documents, over the flattened rows.
         scale: What scores are multiplied by; 1 / sqrt(D) by default.
+        window: How many keys a query sees at most, itself among them: those less than this number
+            of tokens before it (Beltagy et al., "Longformer", 2020).
+        softcap: c, where a score s becomes c * tanh(s / c) (Bello et al., "Neural combinatorial
+            optimization with reinforcement learning", 2016; Gemma 2).
 
     Returns:
         `[B, S, H, E]`, of q's dtype; under autocast of autocast's.
 
     Raises:
         ValueError: Shapes or dtypes do not fit each other, there are no tokens, the spans do not
-            cover the B * S tokens, or the scale is not a finite number above 0.
+            cover the B * S tokens, the scale or the soft cap is not a finite number above 0, or
+            the window is below 1.
 
     Examples:
         >>> import numpy as np
@@ -48,14 +66,21 @@ def sdpa(q: Tensor, k: Tensor, v: Tensor, *, spans: Spans, scale: float | None =
         >>> torch.equal(out[:, 3], v[:, 3])  # a document of one token sees only itself
         True
     """
+    how: dict[str, Any] = {"scale": scale, "window": window, "softcap": softcap}
     if torch.compiler.is_compiling():
         # Applied here and not as a decorator: `disable` imports torch._dynamo, 1.1 s (torch 2.13).
-        return torch.compiler.disable(_by_document)(q, k, v, spans, scale)
-    return _by_document(q, k, v, spans, scale)
+        return torch.compiler.disable(_attended)(q, k, v, spans, **how)
+    return _attended(q, k, v, spans, **how)
 
 
-def _by_document(q: Tensor, k: Tensor, v: Tensor, spans: Spans, scale: float | None) -> Tensor:
-    q, k, v, scale = check_inputs(q, k, v, spans=spans, scale=scale)
+def _attended(q: Tensor, k: Tensor, v: Tensor, spans: Spans, **how: Any) -> Tensor:
+    q, k, v, scale = check_inputs(q, k, v, spans=spans, **how)
+    if how["softcap"] is None and (how["window"] or math.inf) >= spans.max_length:
+        return _by_document(q, k, v, spans, scale)
+    return written_out(q, k, v, spans=spans, **how | {"scale": scale})
+
+
+def _by_document(q: Tensor, k: Tensor, v: Tensor, spans: Spans, scale: float) -> Tensor:
     if q.shape[3] != v.shape[3]:
         q_, k_, v_ = of_one_size(q, k, v)
         return _by_document(q_, k_, v_, spans, scale)[..., : v.shape[3]]

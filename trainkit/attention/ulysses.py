@@ -8,6 +8,7 @@ row, so that any attention will do. Two exchanges of 1/N of the data each take t
 from __future__ import annotations
 
 from functools import partial
+from typing import Any
 
 import torch
 from einops import rearrange
@@ -58,10 +59,13 @@ def _exchanged(
     *,
     spans: Spans,
     scale: float | None = None,
+    window: int | None = None,
+    softcap: float | None = None,
     attend: Attend,
     axis: Axis,
 ) -> Tensor:
-    q, k, v, scale = check_inputs(q, k, v, spans=spans, scale=scale, parts=axis.count)
+    seen: dict[str, Any] = {"window": window, "softcap": softcap}
+    q, k, v, scale = check_inputs(q, k, v, spans=spans, scale=scale, **seen, parts=axis.count)
     _check_heads(q, k, axis)
     if k.shape[2] < axis.count:
         copies = axis.count // k.shape[2]
@@ -72,7 +76,8 @@ def _exchanged(
     whole = exchange(qkv, axis, split_dim=2, gather_dim=1)
     own = whole.split([part.shape[3] for part in parts], dim=2)
     q, k, v = (x.unflatten(2, (-1, y.shape[3])) for x, y in zip(own, (q, k, v), strict=True))
-    return exchange(attend(q, k, v, spans=spans, scale=scale), axis, split_dim=1, gather_dim=2)
+    out = attend(q, k, v, spans=spans, scale=scale, **seen)
+    return exchange(out, axis, split_dim=1, gather_dim=2)
 
 
 def _check_heads(q: Tensor, k: Tensor, axis: Axis) -> None:

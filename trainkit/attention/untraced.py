@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -24,10 +24,10 @@ def untraced(attend: Attend) -> Attend:
         True
     """
 
-    def run(q: Tensor, k: Tensor, v: Tensor, *, spans: Spans, scale: float | None = None) -> Tensor:
+    def run(q: Tensor, k: Tensor, v: Tensor, *, spans: Spans, **how: Any) -> Tensor:
         if torch.compiler.is_compiling():
             # Applied here and not as a decorator: it imports torch._dynamo, 1.1 s (torch 2.13).
-            return torch.compiler.disable(attend)(q, k, v, spans=spans, scale=scale)
-        return attend(q, k, v, spans=spans, scale=scale)
+            return torch.compiler.disable(attend)(q, k, v, spans=spans, **how)
+        return attend(q, k, v, spans=spans, **how)
 
     return run

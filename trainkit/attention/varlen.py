@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import partial
+from typing import Any
 
 from torch import Tensor
 
@@ -12,14 +13,23 @@ from trainkit.attention.sdpa import sdpa
 from trainkit.types import Spans
 
 
-def varlen(q: Tensor, k: Tensor, v: Tensor, *, spans: Spans, scale: float | None = None) -> Tensor:
+def varlen(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    spans: Spans,
+    scale: float | None = None,
+    window: int | None = None,
+    softcap: float | None = None,
+) -> Tensor:
     """Return causal attention inside each span, in one kernel where torch has one.
 
     `torch.nn.attention.varlen.varlen_attn` gets what it can take: on CUDA, from Ampere on, fp16 and
     bf16 (under autocast fp32 too) with head sizes that are multiples of 8, up to 256; the narrower
-    of keys and values are filled up with zeros. All else takes `sdpa`, to which this function is
-    equal up to rounding. The CUDA branch has so far been checked against the signatures of torch
-    2.11 and 2.13 only, and never been run.
+    of keys and values are filled up with zeros. It knows windows, and no soft cap. All else takes
+    `sdpa`, to which this function is equal up to rounding. The CUDA branch has so far been checked
+    against the signatures of torch 2.11 and 2.13 only, and never been run.
 
     Args:
         q: Queries `[B, S, H, D]`.
@@ -28,6 +38,8 @@ def varlen(q: Tensor, k: Tensor, v: Tensor, *, spans: Spans, scale: float | None
         v: Values `[B, S, K, E]`.
         spans: The documents, over the flattened rows.
         scale: What scores are multiplied by; 1 / sqrt(D) by default.
+        window: How many keys a query sees at most, itself among them.
+        softcap: What scores are kept between, by tanh.
 
     Returns:
         `[B, S, H, E]`, of q's dtype; under autocast of autocast's.
@@ -44,13 +56,16 @@ def varlen(q: Tensor, k: Tensor, v: Tensor, *, spans: Spans, scale: float | None
         >>> torch.equal(varlen(q, k, v, spans=spans), sdpa(q, k, v, spans=spans))
         True
     """
-    q, k, v, scale = check_inputs(q, k, v, spans=spans, scale=scale)
-    if flash_takes(wider(q, v)):
-        return flash_varlen(q, k, v, spans=spans, scale=scale)
-    return sdpa(q, k, v, spans=spans, scale=scale)
+    seen: dict[str, Any] = {"window": window, "softcap": softcap}
+    q, k, v, scale = check_inputs(q, k, v, spans=spans, scale=scale, **seen)
+    if softcap is None and flash_takes(wider(q, v)):
+        return flash_varlen(q, k, v, spans=spans, scale=scale, window=window)
+    return sdpa(q, k, v, spans=spans, scale=scale, **seen)
 
 
-def flash_varlen(q: Tensor, k: Tensor, v: Tensor, *, spans: Spans, scale: float) -> Tensor:
+def flash_varlen(
+    q: Tensor, k: Tensor, v: Tensor, *, spans: Spans, scale: float, window: int | None = None
+) -> Tensor:
     """Call torch's `varlen_attn` for a packed batch: `varlen` without its choice and its checks.
 
     For CUDA alone. Arguments and result are those of `varlen`.
@@ -74,7 +89,7 @@ def flash_varlen(q: Tensor, k: Tensor, v: Tensor, *, spans: Spans, scale: float)
         spans.max_length,
         spans.max_length,
         scale=scale,
-        window_size=(-1, 0),  # causal
+        window_size=(-1 if window is None else window - 1, 0),  # causal
     )
     assert isinstance(out, Tensor)  # a tuple only when asked for the log-sum-exp
     return out[..., : v.shape[3]].unflatten(0, q.shape[:2])

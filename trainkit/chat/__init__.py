@@ -11,6 +11,7 @@ from trainkit.chat.encode import (
     show_mask,
     stop_ids,
 )
+from trainkit.chat.folder import find_template, folder_stop_ids, folder_template, has_template
 from trainkit.chat.jinja import jinja_template
 from trainkit.chat.preference import encode_pair, pack_pairs, pair_documents
 from trainkit.chat.prompt import prompt_ids
@@ -29,7 +30,11 @@ __all__ = [
     "check_mask",
     "encode_chat",
     "encode_pair",
+    "find_template",
+    "folder_stop_ids",
+    "folder_template",
     "from_sharegpt",
+    "has_template",
     "jinja_template",
     "llama3",
     "mask_parts",

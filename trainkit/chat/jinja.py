@@ -2,21 +2,25 @@
 
 from __future__ import annotations
 
-import json
 import re
-from collections.abc import Mapping, Sequence
-from datetime import datetime
-from functools import lru_cache, partial
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
+import attrs
+
 from trainkit.chat.messages import REASONING, Message, checked_messages, wrong_message
+from trainkit.chat.sandbox import SPAN, compiled, rendered
 from trainkit.chat.templates import Segment
-from trainkit.types import DataError, needs_extra
+from trainkit.types import DataError
 
 if TYPE_CHECKING:
     from trainkit.chat.templates import Template
 
-_MARKER = "\ue000trainkit\ue001"
+    Render = Callable[..., str]
+
+MARKER = "\ue000trainkit\ue001"
+"""What stands for somebody's words, to see where a template puts them."""
 
 
 def jinja_template(
@@ -24,31 +28,37 @@ def jinja_template(
     *,
     bos_token: str | None = None,
     eos_token: str | None = None,
-    stop: str | None = None,
+    stop: str | Sequence[str] | None = None,
     variables: Mapping[str, Any] | None = None,
 ) -> Template:
     """Return the template that a Jinja source describes, as models bring it along.
 
-    Whose text is whose is found by rendering again with one message's words replaced by a marker:
-    what stays the same is scaffold. Where reasoning is shown too, so that more changes than the
-    words, the turn begins after the generation prompt. A message that cannot be told apart so has
-    no body, and `encode_chat` refuses to train on it. Reasoning is given under the name that the
-    source reads, the first of `reasoning_content`, `thinking` and `reasoning`; where it reads none
-    of them, the template refuses messages with reasoning.
+    Where the source marks what is generated, by `{% generation %}`, each answer is what is marked.
+    Elsewhere whose text is whose is found by rendering again with one message's words, or the name
+    of what it calls, replaced by a marker: what stays the same is scaffold. Where more changes than
+    the words, the turn begins after the generation prompt. A blank between the header and the words
+    is an answer's own: it is part of the first word's token. A message that cannot be told apart so
+    has no body, and `encode_chat` refuses to train on it. Reasoning is given under the name that
+    the source reads, the first of `reasoning_content`, `thinking` and `reasoning`; where it reads
+    none of them, the template refuses messages with reasoning.
+
+    A source is rendered without files or Python's insides, and refused where it spends more letters
+    and turns of loops than a conversation needs (`trainkit.chat.sandbox`).
 
     Args:
         source: The Jinja text, or a tokenizer with the attribute `chat_template`.
         bos_token: What the source's `bos_token` stands for; the tokenizer's by default.
         eos_token: The same for `eos_token`.
-        stop: What ends an assistant's turn; `eos_token` by default.
+        stop: What ends an assistant's turn, one text or several; `eos_token` by default.
         variables: Further names that the source reads, such as `enable_thinking`.
 
     Returns:
-        The template. It renders once per message, so a native template is faster.
+        The template. It renders once or twice per message, so a native template is faster.
 
     Raises:
         ConfigError: jinja2 is missing.
-        ValueError: There is no source, it is no Jinja, or it is not known what ends a turn.
+        ValueError: There is no source, it is no Jinja or asks for files or Python's insides, or it
+            is not known what ends a turn.
 
     Examples:
         >>> source = "{% for m in messages %}{{ m.role }}: {{ m.content }}</s>{% endfor %}"
@@ -63,12 +73,13 @@ def jinja_template(
         raise ValueError(f"jinja_template: {must}, got a {type(source).__name__} without one")
     found = {"bos_token": bos_token, "eos_token": eos_token}
     tokens = {name: value or getattr(source, name, None) or "" for name, value in found.items()}
-    stop = stop or tokens["eos_token"]
-    if not stop:
+    stops = stop or tokens["eos_token"]
+    if not stops:
         raise ValueError("jinja_template: say what ends a turn, by eos_token= or stop=")
-    _compiled(text)
+    stops = (stops,) if isinstance(stops, str) else tuple(sorted(stops, key=len, reverse=True))
+    compiled(text)
     return partial(
-        _jinja_segments, source=text, stop=stop, variables={**tokens, **(variables or {})}
+        _jinja_segments, source=text, stops=stops, variables={**tokens, **(variables or {})}
     )
 
 
@@ -78,34 +89,24 @@ def _jinja_segments(
     tools: Sequence[Mapping[str, Any]] | None = None,
     add_generation_prompt: bool = False,
     source: str,
-    stop: str,
+    stops: Sequence[str],
     variables: Mapping[str, Any],
 ) -> list[Segment]:
-    checked = _with_reasoning(checked_messages(messages), _compiled(source)[1])
+    checked = _with_reasoning(checked_messages(messages), compiled(source)[1])
     render = partial(_rendered, source, tools=tools, variables=variables)
     whole, prompted = render(checked), render(checked, add_generation_prompt=True)
     prompt = prompted[len(whole) :] if prompted.startswith(whole) else ""
     if add_generation_prompt and prompted != whole + prompt:
         raise DataError("jinja_template: the generation prompt changes what comes before it")
-    segments: list[Segment] = []
-    end, known = 0, True  # where the message before ended, and whether it was found
-    for i in range(len(checked)):
-        span = _body_span(
-            whole,
-            i,
-            checked,
-            render=render,
-            prompt=prompt if known else "",
-            begin=end,
-            stop=stop,
-        )
-        known = span is not None
-        if span is None:
-            continue
-        if span[0] < end:
-            raise DataError(f"jinja_template: message {i} is shown before the one before it")
-        segments += [Segment(whole[end : span[0]], i), Segment(whole[slice(*span)], i, body=True)]
-        end = span[1]
+    if re.search(r"{%[-+]?\s*generation\s", source):
+        spans = _marked_spans(whole, checked, render)
+    else:
+        asked = prompt or _prompt_before(checked, render)
+        spans = _Shown(whole, checked, render, asked, stops).spans()
+    segments, end = list[Segment](), 0
+    for i, (begin, last) in spans:
+        segments += [Segment(whole[end:begin], i), Segment(whole[begin:last], i, body=True)]
+        end = last
     segments += [Segment(whole[end:]), Segment(prompt if add_generation_prompt else "")]
     return [segment for segment in segments if segment.text or segment.body]
 
@@ -123,45 +124,162 @@ def _with_reasoning(messages: list[dict[str, Any]], name: str | None) -> list[di
     return named
 
 
-def _body_span(
-    whole: str,
-    i: int,
-    messages: list[dict[str, Any]],
-    *,
-    render: Any,
-    prompt: str,
-    begin: int,
-    stop: str,
-) -> tuple[int, int] | None:
-    """Find where message `i` speaks: [first, last) characters, or None if that cannot be told.
+# ------------------------------------------------------------------------------------------- spans
 
-    The message before ended at `begin`. `prompt` is the generation prompt, or "" where the end of
-    the message before is not known, so that a prompt found could be an earlier message's.
-    """
-    others = {"content", "tool_calls", *REASONING}
-    probe = {key: value for key, value in messages[i].items() if key not in others}
-    probe["content"] = _MARKER
-    try:
-        marked = render([*messages[:i], probe, *messages[i + 1 :]])
-    except DataError:  # a template may want calls before answers, and so on
-        return None
-    if marked.count(_MARKER) != 1:
-        return None
-    before, after = marked.split(_MARKER)
-    if not whole.endswith(after):
-        return None
-    first, last = len(before), len(whole) - len(after)
-    if not whole.startswith(before) or first > last:
-        common = _common(whole, before)
-        found = whole.rfind(prompt, begin, common) if prompt else -1
-        if found < 0:
+Spans = list[tuple[int, tuple[int, int]]]
+
+
+def _marked_spans(whole: str, messages: list[dict[str, Any]], render: Render) -> Spans:
+    """Return which characters [first, last) of an answer the template marks as generated."""
+    begin, end = SPAN
+    marked = render(messages, spans=True)
+    pieces = re.split(f"[{begin}{end}]", marked)
+    signs = re.sub(f"[^{begin}{end}]", "", marked)
+    if "".join(pieces) != whole or signs != (begin + end) * (len(signs) // 2):
+        raise DataError("jinja_template: what the template marks by generation, it changes")
+    answers = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
+    if len(signs) != 2 * len(answers):
+        what = f"marks {len(signs) // 2} answers by generation, and there are {len(answers)}"
+        raise DataError(f"jinja_template: the template {what}")
+    spans, at = list[tuple[int, int]](), 0
+    for before, inside in zip(pieces[:-1:2], pieces[1::2], strict=True):
+        spans.append((at + len(before), at + len(before) + len(inside)))
+        at = spans[-1][1]
+    return list(zip(answers, spans, strict=True))
+
+
+@attrs.frozen
+class _Shown:
+    """A conversation as a template shows it."""
+
+    whole: str
+    messages: list[dict[str, Any]]
+    render: Render
+    prompt: str
+    stops: Sequence[str]
+
+    def spans(self) -> Spans:
+        """Return where each message that can be told apart speaks: [first, last) characters."""
+        spans, end, known = Spans(), 0, True
+        for i, message in enumerate(self.messages):
+            if message["role"] == "assistant":
+                span = self.answer(i, end, self.prompt if known else None)
+            else:
+                span = self.other(i)
+            known = span is not None
+            if span is None:
+                continue
+            if span[0] < end and self.messages[spans[-1][0]]["role"] in ("system", "developer"):
+                spans.pop()  # it is shown in a later turn
+            elif span[0] < end:
+                raise DataError(f"jinja_template: message {i} is shown before the one before it")
+            spans.append((i, span))
+            end = span[1]
+        return spans
+
+    def other(self, i: int) -> tuple[int, int] | None:
+        """Find where a message speaks that is no answer, with a stop token that follows."""
+        whole, halves = self.whole, self.halves(i, _saying_marker(self.messages[i]))
+        if halves is None:
             return None
-        first = found + len(prompt)
-    space = len(after) - len(after.lstrip())
-    if after.startswith(stop, space):
-        return first, last + space + len(stop)
-    # The turn of an assistant that does not end in the stop token must not be trained on.
-    return None if messages[i]["role"] == "assistant" else (first, last)
+        before, after = halves
+        first, last = len(before), len(whole) - len(after)
+        if not (whole.startswith(before) and whole.endswith(after) and first <= last):
+            return None
+        rest = _after_stop(after, self.stops)
+        return first, last if rest is None else len(whole) - len(rest)
+
+    def answer(self, i: int, begin: int, prompt: str | None) -> tuple[int, int] | None:
+        """Find where an answer speaks, up to and with a stop token; None if it cannot be told.
+
+        The message before ended at `begin`. `prompt` is the generation prompt, or None where the
+        end of the message before is not known, so that a prompt found could be an earlier one's.
+        """
+        whole, message = self.whole, self.messages[i]
+        halves = self.halves(i, _saying_marker(message))
+        rest = None if halves is None else _after_stop(halves[1], self.stops)
+        if message.get("tool_calls") and (rest is None or not whole.endswith(rest)):
+            if halves is None:  # where users and assistants alternate, words in place of a call
+                # would not do: what follows, up to the next question, goes too
+                later = (j for j, m in enumerate(self.messages) if j > i and m["role"] == "user")
+                until = next(later, len(self.messages))
+                halves = self.halves(i, _saying_marker(message), until=until)
+            named = self.halves(i, _calling_marker(message))
+            found = () if named is None else (named[1].find(stop) for stop in self.stops)
+            ends = min((at for at in found if at >= 0), default=None)
+            rest = None if named is None or ends is None else named[1][ends:]
+            rest = None if rest is None else _after_stop(rest, self.stops)
+        if halves is None or rest is None or not whole.endswith(rest):
+            return None
+        first, last = _begin_of_answer(whole, halves[0], prompt, begin), len(whole) - len(rest)
+        if first is None or first >= last or not whole[first:last].endswith(tuple(self.stops)):
+            return None
+        return first, last
+
+    def halves(
+        self, i: int, probe: dict[str, Any], until: int | None = None
+    ) -> tuple[str, str] | None:
+        """Return what is shown before and after the marker of a probe in place of message `i`."""
+        try:
+            marked = self.render([*self.messages[:i], probe, *self.messages[until or i + 1 :]])
+        except DataError:  # a template may want calls before answers, and so on
+            return None
+        before, _, after = marked.partition(MARKER)
+        return (before, after) if marked.count(MARKER) == 1 else None
+
+
+def _begin_of_answer(whole: str, header: str, prompt: str | None, begin: int) -> int | None:
+    """Return where an answer begins, of which a probe has another header perhaps.
+
+    A template without a generation prompt has the model go on right after the question: a blank
+    before the words is the model's then.
+    """
+    common = _common(whole, header)
+    asked = None
+    if prompt:
+        found = whole.rfind(prompt, begin, common)
+        asked = found + len(prompt) if found >= 0 else None
+    elif prompt is not None and len(header.rstrip(" ")) <= common:
+        asked = max(len(header.rstrip(" ")), min(begin, len(header)))
+    if common < len(header):
+        return asked
+    return common if asked is None or whole[asked:common].strip(" ") else asked
+
+
+def _prompt_before(messages: list[dict[str, Any]], render: Render) -> str:
+    """Return the generation prompt after the last message that is no answer.
+
+    A template may end with one only there.
+    """
+    asked = max((i for i, m in enumerate(messages) if m["role"] != "assistant"), default=-1) + 1
+    if asked == len(messages):
+        return ""
+    try:
+        plain = render(messages[:asked])
+        prompted = render(messages[:asked], add_generation_prompt=True)
+    except DataError:
+        return ""
+    return prompted[len(plain) :] if prompted.startswith(plain) else ""
+
+
+def _saying_marker(message: dict[str, Any]) -> dict[str, Any]:
+    """Return a message that says the marker alone."""
+    others = {"content", "tool_calls", *REASONING}
+    return {key: value for key, value in message.items() if key not in others} | {"content": MARKER}
+
+
+def _calling_marker(message: dict[str, Any]) -> dict[str, Any]:
+    """Return a message of which the last call is one of the marker, with no arguments."""
+    *calls, last = message["tool_calls"]
+    none: Any = "{}" if isinstance(last["function"]["arguments"], str) else {}
+    function = {**last["function"], "name": MARKER, "arguments": none}
+    return {**message, "tool_calls": [*calls, {**last, "function": function}]}
+
+
+def _after_stop(after: str, stops: Sequence[str]) -> str | None:
+    """Return what comes after the stop token that a text begins with, or None where it does not."""
+    text = after.lstrip()
+    return next((text[len(stop) :] for stop in stops if text.startswith(stop)), None)
 
 
 def _common(a: str, b: str) -> int:
@@ -177,54 +295,15 @@ def _rendered(
     tools: Any,
     variables: Mapping[str, Any],
     add_generation_prompt: bool = False,
+    spans: bool = False,
 ) -> str:
     import jinja2  # noqa: PLC0415  (an extra)
 
     values = {"tools": tools, "documents": None, "add_generation_prompt": add_generation_prompt}
+    template, _ = compiled(source, spans=spans)
     try:
-        return _compiled(source)[0].render(messages=messages, **values, **variables)
-    except (jinja2.TemplateError, TypeError) as error:
+        return rendered(template, messages=messages, **values, **variables)
+    except (jinja2.TemplateError, TypeError, ValueError, LookupError) as error:
         roles = ", ".join(str(message["role"]) for message in messages)
         what = f"the template refuses these messages ({roles}): {error}"
         raise DataError(f"jinja_template: {what}") from error
-
-
-@lru_cache(maxsize=8)
-def _compiled(source: str) -> tuple[Any, str | None]:
-    """Compile a source in the environment that transformers gives to chat templates.
-
-    Returns:
-        The compiled template, and under which name it reads reasoning, if it does.
-    """
-    with needs_extra("hf"):
-        import jinja2  # noqa: PLC0415  (an extra)
-        from jinja2 import nodes  # noqa: PLC0415  (an extra)
-        from jinja2.sandbox import ImmutableSandboxedEnvironment  # noqa: PLC0415
-
-    def refuse(message: str) -> None:
-        raise jinja2.TemplateError(message)
-
-    def to_json(value: Any, ensure_ascii: bool = False, **options: Any) -> str:
-        return json.dumps(value, ensure_ascii=ensure_ascii, **options)
-
-    def now(form: str) -> str:
-        return datetime.now().strftime(form)  # noqa: DTZ005  (the day where the user is)
-
-    environment = ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"]
-    )
-    environment.filters["tojson"] = to_json
-    names: dict[str, Any] = environment.globals
-    names.update(raise_exception=refuse, strftime_now=now)
-    # The tags that mark answers for transformers' own masks are blocks without effect.
-    source = re.sub(r"({%[-+]?\s*)generation(\s*[-+]?%})", r"\1if true\2", source)
-    source = re.sub(r"({%[-+]?\s*)endgeneration(\s*[-+]?%})", r"\1endif\2", source)
-    try:
-        tree = environment.parse(source)
-        read = {node.attr for node in tree.find_all(nodes.Getattr)}
-        read |= {node.value for node in tree.find_all(nodes.Const)}  # as in m["x"] and "x" in m
-        name = next((name for name in REASONING if name in read), None)
-        return environment.from_string(tree), name
-    except jinja2.TemplateSyntaxError as error:
-        what = f"line {error.lineno} is no Jinja: {error.message}"
-        raise ValueError(f"jinja_template: {what}") from error

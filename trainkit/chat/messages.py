@@ -95,7 +95,8 @@ def _checked_message(i: int, message: Any) -> dict[str, Any]:
         found["tool_calls"] = _checked_calls(i, found)
     elif "content" not in found:
         raise wrong_message(i, message, "has no content")
-    found["content"] = _joined(i, message, found.get("content"))
+    if "content" in found:
+        found["content"] = _joined(i, message, found["content"])
     reasoning = next((found[name] for name in REASONING if name in found), None)
     if reasoning is not None:
         if not isinstance(reasoning, str):
@@ -104,9 +105,9 @@ def _checked_message(i: int, message: Any) -> dict[str, Any]:
     return found
 
 
-def _joined(i: int, message: Message, content: Any) -> str | None:
+def _joined(i: int, message: Message, content: Any) -> str:
     """Return content as one text; parts of another type than text are refused."""
-    if content is None or isinstance(content, str):
+    if isinstance(content, str):
         return content
     if not isinstance(content, Sequence):
         raise wrong_message(i, message, f"has content that is no text: {short(content)}")

@@ -163,7 +163,7 @@ def _im_turn(i: int, role: str, content: str, header: str = "") -> list[Segment]
 
 def _is_query(message: Message) -> bool:
     """Say whether a user asks: not where a tool's answer was put into a user's turn."""
-    content = message["content"]
+    content = message.get("content")
     answer = (
         content and content.startswith("<tool_response>") and content.endswith("</tool_response>")
     )
@@ -191,7 +191,7 @@ def _qwen3_system(
 
 
 def _qwen3_answer(i: int, message: Message, *, may_think: bool, last: bool) -> list[Segment]:
-    content, reasoning = message["content"] or "", message.get("reasoning_content")
+    content, reasoning = message.get("content") or "", message.get("reasoning_content")
     if reasoning is None and "</think>" in content:
         before, after = content.split("</think>")[0], content.split("</think>")[-1]
         reasoning = before.rstrip("\n").split("<think>")[-1].lstrip("\n")

@@ -100,13 +100,14 @@ def export_checkpoint(
 
 
 def plan_shards(
-    tensors: Mapping[str, int], *, shard_bytes: int = SHARD_BYTES
+    tensors: Mapping[str, int], *, shard_bytes: int = SHARD_BYTES, stem: str = "model"
 ) -> dict[str, tuple[str, ...]]:
     """Return which tensors go into which file: in the order of their names, each file full.
 
     Args:
         tensors: The bytes of each tensor by name.
         shard_bytes: The most bytes of a file, unless a single tensor is larger.
+        stem: What the names of the files begin with.
 
     Raises:
         ValueError: `shard_bytes` is below 1.
@@ -122,9 +123,9 @@ def plan_shards(
     sizes = {name: tensors[name] for name in sorted(tensors)}
     groups = shared_out(sizes, most_bytes=shard_bytes)
     if len(groups) == 1:
-        return {"model.safetensors": tuple(groups[0])}
+        return {f"{stem}.safetensors": tuple(groups[0])}
     return {
-        f"model-{number:05d}-of-{len(groups):05d}.safetensors": tuple(names)
+        f"{stem}-{number:05d}-of-{len(groups):05d}.safetensors": tuple(names)
         for number, names in enumerate(groups, 1)
     }
 
@@ -148,6 +149,7 @@ def write_weights(
     origin: Mapping[str, Any] | None = None,
     read: Weights | None = None,
     beside: Mapping[str, bytes] | None = None,
+    stem: str = "model",
     axis: Axis = SOLO,
 ) -> dict[str, Any]:
     """Write described tensors as a folder of safetensors files that is there whole or not at all.
@@ -161,6 +163,7 @@ def write_weights(
         origin: Where the weights come from, for the manifest.
         read: Reads a box of a tensor by its name; by default from the tensors' own extents.
         beside: Other files of the folder, by their names.
+        stem: What the names of the files of tensors begin with.
         axis: The ranks that call this together, on one disk: each writes its share of the files.
 
     Returns:
@@ -182,8 +185,9 @@ def write_weights(
     if not tensors:
         raise refusal(target, "would hold no tensor: the source has none of those asked for")
     described = {name: _cast(tensors[name], dtype) for name in sorted(tensors)}
-    plan = plan_shards({name: s.nbytes for name, s in described.items()}, shard_bytes=shard_bytes)
-    total = sum(stored.nbytes for stored in described.values())
+    sizes = {name: stored.nbytes for name, stored in described.items()}
+    plan = plan_shards(sizes, shard_bytes=shard_bytes, stem=stem)
+    total = sum(sizes.values())
     mine, others = list(plan)[axis.index :: axis.count], {**(beside or {})}
     if len(plan) > 1:
         weights = {name: file for file, names in plan.items() for name in names}

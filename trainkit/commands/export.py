@@ -1,4 +1,4 @@
-"""`python -m trainkit export RUN FOLDER`: a run as a Hugging Face folder.
+r"""`python -m trainkit export RUN FOLDER`: a run as a Hugging Face folder.
 
 The folder holds config.json, generation_config.json, safetensors files with their index, and the
 files of the tokenizer: AutoModelForCausalLM.from_pretrained and AutoTokenizer.from_pretrained load
@@ -8,7 +8,8 @@ it. Which family it is of follows from the model:
 
 In bfloat16, files of at most 2 GB, with the tokenizer of another folder:
 
-  python -m trainkit export runs/sft model/ --dtype bfloat16 --shard-size 2GB --tokenizer base/
+  python -m trainkit export runs/finetune model/ --dtype bfloat16 --shard-bytes 2000000000 \
+      --tokenizer base/
 
 Exit codes: 0 fine, 64 wrong use (a folder that exists, a model of no known family), 65 no tokenizer
 or another than the run's, 66 a checkpoint that does not verify, 74 the disk is full.
@@ -17,7 +18,6 @@ or another than the run's, 66 a checkpoint that does not verify, 74 the disk is 
 from __future__ import annotations
 
 import argparse
-import re
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +26,6 @@ from trainkit.files import say_on_stderr
 from trainkit.types import ConfigError, DataError
 
 HELP = "write a run as a Hugging Face folder"
-_UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9}
 
 
 def add(parser: argparse.ArgumentParser) -> None:
@@ -39,7 +38,7 @@ def add(parser: argparse.ArgumentParser) -> None:
         help="of parameters (default: as they are)",
     )
     parser.add_argument(
-        "--shard-size", default="4GB", help="most of a file, in bytes, KB, MB or GB (default 4GB)"
+        "--shard-bytes", type=int, default=4_000_000_000, help="most of a file (default 4 GB)"
     )
     parser.add_argument("--family", help="the model_type (default: the first that computes it)")
     parser.add_argument(
@@ -75,7 +74,7 @@ def run(options: argparse.Namespace) -> tuple[Any, int]:
         family=options.family,
         files=hub.tokenizer_files(_tokenizer(options.tokenizer, facts)),
         dtype=options.dtype,
-        shard_bytes=bytes_of(options.shard_size),
+        shard_bytes=options.shard_bytes,
         overwrite=options.overwrite,
     )
     return report, 0
@@ -98,19 +97,3 @@ def _tokenizer(name: str | None, facts: dict[str, Any]) -> str:
             hint="name the run's own with --tokenizer",
         )
     return name
-
-
-def bytes_of(size: str) -> int:
-    """Return how many bytes a text such as "2GB" means.
-
-    Raises:
-        ConfigError: It means none.
-
-    Examples:
-        >>> bytes_of("2GB"), bytes_of("500")
-        (2000000000, 500)
-    """
-    found = re.fullmatch(r"([1-9][0-9]{0,14}) ?(|KB|MB|GB)", size.upper())
-    if found is None:
-        raise ConfigError(f"export: --shard-size is {size!r}, not as 500MB or 2GB", got=size)
-    return int(found[1]) * _UNITS[found[2]]

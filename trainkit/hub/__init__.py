@@ -1,7 +1,8 @@
 """Hugging Face folders in and out, without `transformers`: configurations, weights, tokenizers.
 
 `families` declares what is known, `configs` reads and writes a `config.json`, `links` is the map of
-names and boxes both ways, `folder` reads a folder into any layout, `export` writes one.
+names and boxes both ways, `folder` reads a folder into any layout, `export` writes one;
+`trained` opens a folder or a run of ours alike.
 """
 
 from __future__ import annotations
@@ -18,7 +19,9 @@ from trainkit.hub.folder import (
     open_folder,
 )
 from trainkit.hub.links import There
+from trainkit.hub.resize import resized_weights
 from trainkit.hub.tokenizer import tokenizer_files
+from trainkit.hub.trained import Trained, base_run, open_trained
 
 __all__ = [
     "FAMILIES",
@@ -26,6 +29,8 @@ __all__ = [
     "Folder",
     "Key",
     "There",
+    "Trained",
+    "base_run",
     "export_folder",
     "family_of",
     "folder_weights",
@@ -33,7 +38,9 @@ __all__ = [
     "is_folder",
     "load_weights",
     "open_folder",
+    "open_trained",
     "read_config",
+    "resized_weights",
     "tokenizer_files",
     "write_config",
 ]

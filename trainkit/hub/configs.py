@@ -15,7 +15,15 @@ import attrs
 
 from trainkit.checkpoint.boxes import shortened
 from trainkit.hub.families import FAMILIES, Family, Key
-from trainkit.models.config import DecoderConfig, Experts, Latents, Llama3Scaling, YarnScaling
+from trainkit.models.config import (
+    PARTS,
+    DecoderConfig,
+    LinearScaling,
+    Llama3Scaling,
+    RopeScaling,
+    Sliding,
+    YarnScaling,
+)
 from trainkit.types import ConfigError
 
 _IGNORED = frozenset(
@@ -83,9 +91,11 @@ _IGNORED = frozenset(
         "neftune_noise_alpha",
     }
 )
-_NULLABLE = frozenset({"head_dim", "kv_heads", "latents.query_rank"})
-_TRUTH = frozenset({"tied", "experts.renormalise"})
-_REAL = frozenset({"norm_eps", "experts.scale"})
+_NULLABLE = frozenset(
+    {"head_dim", "kv_heads", "latents.query_rank", "score_softcap", "logit_softcap"}
+)
+_TRUTH = frozenset({"tied", "experts.renormalise", "qkv_bias", "feed_forward.bias"})
+_REAL = frozenset({"norm_eps", "experts.scale", "query_scalar", "score_softcap", "logit_softcap"})
 _MOST = {"layers": 4096, "experts.count": 65536}
 _MOST_SIZE = 1 << 31
 _OF_YARN = frozenset(
@@ -119,16 +129,20 @@ def read_config(values: Mapping[str, Any], *, where: str = "config.json") -> Dec
     values, problems = _renamed(values, family.aliases)
     said = {**family.defaults, **values}
     problems += _key_problems(family, values, said)
-    fields = dict(family.fixed)
+    fields: dict[str, Any] = {}
     for key, field in family.keys.items():
         if key in said:
             found, problem = _fields(key, field, said)
             fields |= found
             problems += problem
-    fields["rope_theta"], fields["rope_scaling"] = _rope(said, family, problems)
+    if family.ropes:
+        local = _local_rope(said, problems) if family.local_rope else None
+        fields |= _rope(said, family, problems)
+        fields |= _sliding(said, family, local, problems)
     if not problems:
+        made = {k: x(said) if callable(x) else x for k, x in family.fixed.items()}
         try:
-            return _config(fields)
+            return _config(made | fields)
         except ValueError as error:
             problems.append(str(error))
     raise ConfigError(
@@ -194,7 +208,7 @@ def _key_problems(family: Family, values: Mapping[str, Any], said: Mapping[str, 
     off = [key for key, value in values.items() if value is None or value is False]
     unknown = values.keys() - known - {*off}
     problems += [f"{key[:100]} is a key of an unknown meaning" for key in sorted(unknown)]
-    return problems + _window_problems(family, said)
+    return problems
 
 
 def _same(a: Any, b: Any) -> bool:
@@ -203,27 +217,6 @@ def _same(a: Any, b: Any) -> bool:
 
 def _told(value: Any) -> str:
     return repr(value)[:100]
-
-
-def _window_problems(family: Family, said: Mapping[str, Any]) -> list[str]:
-    """Say whether attention is cut to a window that is shorter than the context."""
-    window, context = said.get("sliding_window"), said.get("max_position_embeddings")
-    kinds, layers = said.get("layer_types"), said.get("num_hidden_layers")
-    first = said["max_window_layers"] if "max_window_layers" in family.defaults else 0
-    if isinstance(kinds, list):
-        other = [kind for kind in kinds if kind not in ("full_attention", "sliding_attention")]
-        if other:
-            return [f"layer_types has {_told(other[0])}, which is not computed"]
-        used = any(kind != "full_attention" for kind in kinds)
-    else:
-        beyond = isinstance(first, int) and isinstance(layers, int) and first >= layers
-        used = said.get("use_sliding_window", True) is not False and not beyond
-    if not used or (window is None and kinds is None):
-        return []
-    if isinstance(window, int) and isinstance(context, int) and window >= context:
-        return []
-    what = f"sliding_window is {_told(window)}, below max_position_embeddings {_told(context)}"
-    return [f"{what}: windows are not computed"]
 
 
 def _fields(
@@ -261,7 +254,7 @@ def _value_problem(key: str, value: Any, field: str) -> str | None:
 
 def _config(fields: Mapping[str, Any]) -> DecoderConfig:
     """Return the record of fields, those of a part by names such as "experts.count"."""
-    parts: dict[str, dict[str, Any]] = {"experts": {}, "latents": {}}
+    parts: dict[str, dict[str, Any]] = {name: {} for name in PARTS}
     whole: dict[str, Any] = {}
     for name, value in fields.items():
         part, _, own = name.partition(".")
@@ -269,23 +262,106 @@ def _config(fields: Mapping[str, Any]) -> DecoderConfig:
             parts[part][own] = value
         else:
             whole[name] = value
-    kinds = {"experts": Experts, "latents": Latents}
-    whole |= {name: kinds[name](**own) for name, own in parts.items() if own}
-    return DecoderConfig(**whole)
+    whole |= {name: PARTS[name](**own) for name, own in parts.items() if own}
+    config = DecoderConfig(**whole)
+    plain: dict[str, Any] = dict.fromkeys(
+        name for name in ("norms", "feed_forward") if getattr(config, name) == PARTS[name]()
+    )
+    return attrs.evolve(config, **plain)
+
+
+# ----------------------------------------------------------------------------------------- windows
+
+_KINDS = ("full_attention", "sliding_attention")
+
+
+def _sliding(
+    said: Mapping[str, Any], family: Family, local: float | None, problems: list[str]
+) -> dict[str, Any]:
+    """Return the fields about layers that see a window alone; add what is wrong."""
+    window = None if said.get("use_sliding_window") is False else said.get("sliding_window")
+    told = _value_problem("sliding_window", window, "window") if window is not None else None
+    if family.windows is None:
+        context, none = said.get("max_position_embeddings"), f"{family.model_type} has no windows"
+        kinds = said.get("layer_types")
+        if kinds is not None and (not isinstance(kinds, list) or {*map(str, kinds)} != {_KINDS[0]}):
+            told = f"layer_types is {_told(kinds)}: {none}"
+        elif (
+            not told and window is not None and not (isinstance(context, int) and window >= context)
+        ):
+            below = f"below max_position_embeddings {_told(context)}"
+            told = f"sliding_window is {_told(window)}, {below}: {none}"
+    problems += [told] if told else []
+    if told or family.windows is None or _value_problem("", said.get("num_hidden_layers"), ""):
+        return {}
+    usual = {k: said[x] if isinstance(x, str) else x for k, x in family.windows.items()}
+    problem = next(filter(None, (_value_problem(k, x, "layers") for k, x in usual.items())), None)
+    how = None if problem else _layers_that_slide(said, family, usual)
+    if how is None:
+        problems.append(problem or "layer_types follow no pattern that is computed")
+    elif how and window is None and said.get("layer_types") is not None:
+        problems.append("layer_types has layers that slide, and there is no sliding_window in use")
+    if not how or window is None:
+        return {}
+    return {f"sliding.{k}": x for k, x in how.items()} | {
+        "sliding.window": window,
+        "sliding.rope_theta": local,
+    }
+
+
+def _layers_that_slide(
+    said: Mapping[str, Any], family: Family, usual: Mapping[str, Any]
+) -> dict[str, int] | None:
+    """Return which layers slide as fields of a `Sliding`, {} for none; None where it is unknown."""
+    layers, kinds = said["num_hidden_layers"], said.get("layer_types")
+    slide = Sliding(window=1, **usual).layers(layers)
+    if kinds is not None:
+        if not isinstance(kinds, list) or len(kinds) != layers or {*map(str, kinds)} - {*_KINDS}:
+            return None
+        listed = [i for i, kind in enumerate(kinds) if kind == _KINDS[1]]
+        if listed and listed != slide:
+            return _pattern(listed, layers) if family.windows else None
+        slide = listed
+    return {"first": 0, "full_every": 0, **usual} if slide else {}
+
+
+def _pattern(slide: Sequence[int], layers: int) -> dict[str, int] | None:
+    """Return the fields of a `Sliding` by which these of so many layers slide, if there are any."""
+    for every in (0, *range(1, layers + 1)):
+        for first in range(layers):
+            found = {"first": first, "full_every": every}
+            if Sliding(window=1, **found).layers(layers) == [*slide]:
+                return found
+    return None
 
 
 # -------------------------------------------------------------------------------------------- rope
 
 
-def _rope(
-    said: Mapping[str, Any], family: Family, problems: list[str]
-) -> tuple[float, Llama3Scaling | YarnScaling | None]:
-    """Return the base of rotary wavelengths and how they are stretched; add what is wrong."""
+def _local_rope(said: dict[str, Any], problems: list[str]) -> float | None:
+    """Return the base of wavelengths in layers that slide; leave in `said` those of the others."""
+    theta = said["rope_local_base_freq"]
+    tables = said.get("rope_parameters")
+    if isinstance(tables, dict) and {*tables} & {*_KINDS}:
+        said["rope_parameters"] = tables.get(_KINDS[0])
+        own = dict(tables.get(_KINDS[1]) or {})
+        theta = own.pop("rope_theta", theta)
+        more = [k for k, x in own.items() if (k, x) != ("rope_type", "default")]
+        more += [key for key in tables if key not in _KINDS]
+        problems += [f"rope_parameters of layers that slide: {key} is not computed" for key in more]
+    if isinstance(theta, bool) or not isinstance(theta, int | float) or not 1 < theta < 1e12:
+        problems.append(f"rope_local_base_freq is {_told(theta)}")
+        return None
+    return float(theta)
+
+
+def _rope(said: Mapping[str, Any], family: Family, problems: list[str]) -> dict[str, Any]:
+    """Return the fields about rotary positions; add what is wrong."""
     forms = [said.get(key) for key in ("rope_scaling", "rope_parameters")]
     tables = [form for form in forms if form is not None]
     if not all(isinstance(table, dict) for table in tables):
         problems.append("rope_scaling or rope_parameters is no table")
-        return 10_000.0, None
+        return {}
     both = [table for table in tables if {"type", "rope_type"} <= table.keys()]
     problems += ["rope: type and rope_type differ" for t in both if t["type"] != t["rope_type"]]
     tables = [{"rope_type" if k == "type" else k: v for k, v in t.items()} for t in tables]
@@ -298,20 +374,38 @@ def _rope(
         problems.append(f"rope_theta is {_told(theta)}")
         theta = 10_000.0
     partial = rope.pop("partial_rotary_factor", said.get("partial_rotary_factor"))
-    if partial not in (None, 1):
-        problems.append(f"partial_rotary_factor is {_told(partial)}: all of a head has positions")
+    size = None if partial in (None, 1) else _rotary_dim(partial, said, family, problems)
     before = len(problems)
     scaling = _scaling(str(kind), rope, said, family, problems)
-    return float(theta), scaling if len(problems) == before else None
+    scaling = scaling if len(problems) == before else None
+    return {"rope_theta": float(theta), "rope_scaling": scaling, "rotary_dim": size}
+
+
+def _rotary_dim(
+    part: Any, said: Mapping[str, Any], family: Family, problems: list[str]
+) -> int | None:
+    """Return how many elements of a head have positions."""
+    if "partial" not in family.ropes:
+        problems.append(f"partial_rotary_factor is {_told(part)}: all of a head has positions")
+    elif isinstance(part, bool) or not isinstance(part, int | float) or not 0 < part <= 1:
+        problems.append(f"partial_rotary_factor is {_told(part)}, not above 0 and at most 1")
+    else:
+        try:
+            size = said["head_dim"] or said["hidden_size"] // said["num_attention_heads"]
+            return int(size * part)
+        except (KeyError, TypeError, ZeroDivisionError):
+            pass  # a size that is no number is a problem of its own
+    return None
 
 
 def _scaling(
     kind: str, rope: dict[str, Any], said: Mapping[str, Any], family: Family, problems: list[str]
-) -> Llama3Scaling | YarnScaling | None:
+) -> RopeScaling | None:
     if kind == "default":
         problems += [f"rope: {key} without a rope_type" for key in rope]
         return None
     own: dict[str, frozenset[str]] = {
+        "linear": frozenset(),
         "llama3": frozenset({"low_freq_factor", "high_freq_factor"}),
         "yarn": _OF_YARN,
     }
@@ -334,13 +428,19 @@ def _scaling(
     if wrong or rope:
         return None
     try:
-        if kind == "llama3":
-            length = int(values.pop("original_max_position_embeddings"))
-            return Llama3Scaling(**values, original_length=length)
-        return _yarn(values, latent="kv_lora_rank" in family.keys)
+        return _scaled(kind, values, latent="kv_lora_rank" in family.keys)
     except (ValueError, TypeError) as error:
         problems.append(f"rope: {error}")
     return None
+
+
+def _scaled(kind: str, values: dict[str, Any], *, latent: bool) -> RopeScaling:
+    if kind == "linear":
+        return LinearScaling(float(values["factor"]))
+    if kind == "llama3":
+        length = int(values.pop("original_max_position_embeddings"))
+        return Llama3Scaling(**values, original_length=length)
+    return _yarn(values, latent=latent)
 
 
 def _yarn(values: Mapping[str, Any], *, latent: bool) -> YarnScaling:
@@ -375,10 +475,10 @@ def _rope_written(config: DecoderConfig) -> dict[str, Any]:
     scaling = config.rope_scaling
     if scaling is None:
         return {"rope_type": "default"}
-    said: dict[str, Any] = {
-        "factor": scaling.factor,
-        "original_max_position_embeddings": scaling.original_length,
-    }
+    said: dict[str, Any] = {"factor": scaling.factor}
+    if isinstance(scaling, LinearScaling):
+        return {"rope_type": "linear", **said}
+    said["original_max_position_embeddings"] = scaling.original_length
     if isinstance(scaling, Llama3Scaling):
         own = {"low_freq_factor": scaling.low_freq_factor}
         return {"rope_type": "llama3", **said, **own, "high_freq_factor": scaling.high_freq_factor}
@@ -432,17 +532,16 @@ def _not_of(config: DecoderConfig, family: Family) -> str | None:
 
 
 def _flat(config: DecoderConfig) -> dict[str, Any]:
-    found: dict[str, Any] = {}
-    for name, value in attrs.asdict(config, recurse=False).items():
-        is_part = isinstance(value, Experts | Latents)
+    """Return all fields by name, those of a part as "experts.count"."""
+    found: dict[str, Any] = {
+        f"{n}.{x}": None for n, k in PARTS.items() for x in attrs.fields_dict(k)
+    }
+    said = attrs.evolve(config, norms=config.how_normed, feed_forward=config.how_fed)
+    for name, value in attrs.asdict(said, recurse=False).items():
+        is_part = name in PARTS and value is not None
         found |= {f"{name}.{k}": x for k, x in attrs.asdict(value).items()} if is_part else {}
         found[name] = type(value).__name__ if is_part else value
-    return _every_name() | found
-
-
-def _every_name() -> dict[str, Any]:
-    kinds: dict[str, Any] = {"experts": Experts, "latents": Latents}
-    return {f"{name}.{field.name}": None for name, k in kinds.items() for field in attrs.fields(k)}
+    return found
 
 
 def _computed(config: DecoderConfig) -> DecoderConfig:
@@ -455,6 +554,12 @@ def _computed(config: DecoderConfig) -> DecoderConfig:
         changes["experts"] = attrs.evolve(experts, jitter=0.0)
         if len(config.expert_layers) == config.layers:
             changes["mlp_width"] = experts.width
+    if config.sliding is not None:
+        pattern = _pattern(config.sliding_layers, config.layers)
+        slides = bool(config.sliding_layers) and pattern is not None
+        changes["sliding"] = attrs.evolve(config.sliding, **pattern) if slides else None
+    if config.query_scalar == config.head_size:
+        changes["query_scalar"] = None
     if isinstance(config.rope_scaling, YarnScaling):  # its square root is written
         scaling = config.rope_scaling
         changes["rope_scaling"] = attrs.evolve(scaling, mscale=round(scaling.mscale, 9))
@@ -495,9 +600,7 @@ def _written(config: DecoderConfig, family: Family, *, context: int) -> dict[str
     values: dict[str, Any] = {
         "architectures": [family.architecture],
         "model_type": family.model_type,
-        "max_position_embeddings": context,
-        **{key: None for key in ("sliding_window",) if key in family.defaults},
-        **{key: False for key in ("use_sliding_window",) if key in family.defaults},
+        "max_position_embeddings": config.positions or context,
         **{key: allowed[0] for key, allowed in family.only.items()},
     }
     for key, field in family.keys.items():
@@ -507,10 +610,42 @@ def _written(config: DecoderConfig, family: Family, *, context: int) -> dict[str
             values[key] = field.write(fields[field.field], config)
         else:
             values[key] = fields[field if isinstance(field, str) else field[-1]]
+    if "query_pre_attn_scalar" in values:
+        values["query_pre_attn_scalar"] = config.query_scalar or config.head_size
+    if not family.ropes:
+        return values
+    return values | _windows_written(config, family) | _rope_tables(config, family)
+
+
+def _windows_written(config: DecoderConfig, family: Family) -> dict[str, Any]:
+    if family.windows is None:
+        return {}
+    sliding, values = config.sliding, dict[str, Any]()
+    values["sliding_window"] = None if sliding is None else sliding.window
+    if "use_sliding_window" in family.defaults:
+        values["use_sliding_window"] = sliding is not None
+    elif sliding is None and family.windows:  # whose masks want a number, and are not used
+        values["sliding_window"] = family.defaults["sliding_window"]
+    if sliding is not None and "max_window_layers" in family.defaults:
+        values["max_window_layers"] = sliding.first
+    if family.windows:
+        slide = config.sliding_layers
+        values["layer_types"] = [_KINDS[i in slide] for i in range(config.layers)]
+    return values
+
+
+def _rope_tables(config: DecoderConfig, family: Family) -> dict[str, Any]:
+    """Return what is said of rotary positions, in the old form and in the new."""
     rope = _rope_written(config)
-    scaled = rope["rope_type"] != "default"
-    return values | {
-        "rope_theta": config.rope_theta,
-        "rope_scaling": rope if scaled else None,
-        "rope_parameters": {**rope, "rope_theta": config.rope_theta},
-    }
+    scaling = None if rope["rope_type"] == "default" else rope
+    theta = {"rope_theta": config.rope_theta}
+    if config.rotary_dim is not None:
+        theta["partial_rotary_factor"] = config.rotary_dim / config.head_size
+    said = {**theta, "rope_scaling": scaling}
+    if not family.local_rope:
+        return {**said, "rope_parameters": {**rope, **theta}}
+    sliding = config.sliding
+    own = 10_000.0 if sliding is None else sliding.rope_theta or config.rope_theta
+    local = {"rope_type": "default", "rope_theta": own}
+    tables = dict(zip(_KINDS, ({**rope, **theta}, local), strict=True))
+    return {**said, "rope_local_base_freq": own, "rope_parameters": tables}

@@ -96,7 +96,7 @@ def export_folder(
     cast = {name: dtype or ours[name].dtype for name in parameter_shapes(config)}
     kinds = _kinds(links, {name: x.dtype for name, x in ours.items()} | cast)
     shapes = their_shapes([link.turned() for link in links])
-    values["torch_dtype"] = kinds["model.embed_tokens.weight"]
+    values["torch_dtype"] = kinds[known.names(config)["embedding.weight"].name]
     beside = dict(files or {})
     said_ids = orjson.loads(beside.get("generation_config.json", b"{}"))
     values |= {key: said_ids.get(key) for key in _IDS}  # a class has others by default

@@ -43,10 +43,13 @@ class Family:
         keys: The field that a key says, "experts.count" for one of `Experts`; a key may say two.
         aliases: Other names of keys.
         defaults: What a missing key means. One without a default must be there.
-        fixed: The fields that no key says.
+        fixed: The fields that no key says; a function of a whole `config.json` for what follows.
         only: The values that a key may have; what is written is the first.
         ignored: Keys that change nothing that a decoder computes.
-        ropes: The kinds of rotary positions that it may have.
+        ropes: The kinds of rotary positions that it may have, none for learned ones.
+        windows: The fields of `Sliding` but the window, where `layer_types` says nothing of them; a
+            text names the key that says one. None where attention always sees all.
+        local_rope: Whether layers that slide have rotary wavelengths of their own.
         names: From a configuration to where each tensor is, by our names, `{i}` being a layer in
             both.
         aside: Patterns of tensors that are no part of the model, `{layers}` being the number of
@@ -61,7 +64,9 @@ class Family:
     fixed: Mapping[str, Any] = attrs.field(factory=dict)
     only: Mapping[str, Sequence[Any]] = attrs.field(factory=dict)
     ignored: frozenset[str] = frozenset()
-    ropes: Sequence[str] = ("default", "llama3", "yarn")
+    ropes: Sequence[str] = ("default", "linear", "llama3", "yarn")
+    windows: Mapping[str, int | str] | None = None
+    local_rope: bool = False
     names: Callable[[DecoderConfig], Mapping[str, There]]
     aside: Sequence[str] = ("model.layers.*.self_attn.rotary_emb.inv_freq",)
 
@@ -69,17 +74,20 @@ class Family:
 # ------------------------------------------------------------------------------------------- names
 
 
-def _block(names: Mapping[str, str | There]) -> dict[str, There]:
+def _block(
+    names: Mapping[str, str | There], *, prefix: str = "model.layers.{i}"
+) -> dict[str, There]:
     """Return the names of a layer's tensors with what comes before them on both sides."""
     found = {}
     for ours, said in names.items():
         there = said if isinstance(said, There) else There(said)
-        found[f"layers.{{i}}.{ours}"] = attrs.evolve(there, name=f"model.layers.{{i}}.{there.name}")
+        found[f"layers.{{i}}.{ours}"] = attrs.evolve(there, name=f"{prefix}.{there.name}")
     return found
 
 
 def _mlp(ours: str, theirs: str) -> dict[str, str]:
-    return {f"{ours}.{x}.weight": f"{theirs}.{x}_proj.weight" for x in ("gate", "up", "down")}
+    own = [f"{x}.{kind}" for x in ("gate", "up", "down") for kind in ("weight", "bias")]
+    return {f"{ours}.{x}": f"{theirs}.{x.replace('.', '_proj.')}" for x in own}
 
 
 _EXPERTS = {
@@ -96,12 +104,20 @@ _NAMES = {
             "attention_norm.weight": "input_layernorm.weight",
             "mlp_norm.weight": "post_attention_layernorm.weight",
             **{f"attention.w{x}.weight": f"self_attn.{x}_proj.weight" for x in "qkvo"},
-            **{f"attention.w{x}.bias": f"self_attn.{x}_proj.bias" for x in "qkv"},
+            **{f"attention.w{x}.bias": f"self_attn.{x}_proj.bias" for x in "qkvo"},
             **{f"attention.{x}_norm.weight": f"self_attn.{x}_norm.weight" for x in "qk"},
             **_mlp("mlp", "mlp"),
         }
     ),
 }
+
+_NORMS_AROUND = _block(
+    {
+        "attention_out_norm.weight": "post_attention_layernorm.weight",
+        "mlp_norm.weight": "pre_feedforward_layernorm.weight",
+        "mlp_out_norm.weight": "post_feedforward_layernorm.weight",
+    }
+)
 
 _FUSED = _block(
     {
@@ -150,13 +166,38 @@ _WINDOWS = {"use_sliding_window": False, "sliding_window": 4096, "max_window_lay
 _SILU = {"hidden_act": ("silu",)}
 _NO_BIAS = {**_SILU, "attention_bias": (False,)}
 
+_ACTIVATIONS = {
+    "silu": "silu",
+    "swish": "silu",
+    "gelu": "gelu",
+    "gelu_new": "gelu_tanh",
+    "gelu_pytorch_tanh": "gelu_tanh",
+}
+
+
+def _activation(value: Any, _: Mapping[str, Any]) -> str:
+    if value not in _ACTIVATIONS:
+        raise ValueError(f"not {' or '.join(_ACTIVATIONS)}")
+    return _ACTIVATIONS[value]
+
+
+def _activation_key(tanh: str = "gelu_pytorch_tanh") -> Key:
+    """Return the key of an activation; `tanh` is what GELU's approximation by tanh is called."""
+    names = {"gelu_tanh": tanh}
+    return Key("feed_forward.activation", _activation, lambda kind, _: names.get(kind, kind))
+
+
+_DENSE_KEYS = {**_KEYS, "hidden_act": _activation_key()}
+_DENSE_DEFAULTS = {**_DEFAULTS, "hidden_act": "silu"}
+_BIAS_KEYS = {**_DENSE_KEYS, "attention_bias": ("qkv_bias", "out_bias")}
+_BIAS_DEFAULTS = {**_DENSE_DEFAULTS, "attention_bias": False}
+
 
 _LLAMA = Family(
     model_type="llama",
     architecture="LlamaForCausalLM",
-    keys=_KEYS,
-    defaults=_DEFAULTS,
-    only={**_NO_BIAS, "mlp_bias": (False,)},
+    keys={**_BIAS_KEYS, "mlp_bias": "feed_forward.bias"},
+    defaults={**_BIAS_DEFAULTS, "mlp_bias": False},
     names=lambda _: _NAMES,
 )
 
@@ -164,9 +205,9 @@ _LLAMA = Family(
 _MISTRAL = Family(
     model_type="mistral",
     architecture="MistralForCausalLM",
-    keys=_KEYS,
-    defaults={**_DEFAULTS, "num_key_value_heads": 8, "sliding_window": 4096},
-    only=_SILU,
+    keys=_DENSE_KEYS,
+    defaults={**_DENSE_DEFAULTS, "num_key_value_heads": 8, "sliding_window": 4096},
+    windows={},
     names=lambda _: _NAMES,
 )
 
@@ -174,10 +215,10 @@ _MISTRAL = Family(
 _QWEN2 = Family(
     model_type="qwen2",
     architecture="Qwen2ForCausalLM",
-    keys=_KEYS,
-    defaults=_DEFAULTS | _WINDOWS,
+    keys=_DENSE_KEYS,
+    defaults=_DENSE_DEFAULTS | _WINDOWS,
     fixed={"qkv_bias": True},
-    only=_SILU,
+    windows={"first": "max_window_layers"},
     names=lambda _: _NAMES,
 )
 
@@ -185,10 +226,10 @@ _QWEN2 = Family(
 _QWEN3 = Family(
     model_type="qwen3",
     architecture="Qwen3ForCausalLM",
-    keys=_KEYS,
-    defaults={**_DEFAULTS, **_WINDOWS, "head_dim": 128},
+    keys=_BIAS_KEYS,
+    defaults={**_BIAS_DEFAULTS, **_WINDOWS, "head_dim": 128},
     fixed={"qk_norm": True},
-    only=_NO_BIAS,
+    windows={"first": "max_window_layers"},
     names=lambda _: _NAMES,
 )
 
@@ -196,12 +237,174 @@ _QWEN3 = Family(
 _PHI3 = Family(
     model_type="phi3",
     architecture="Phi3ForCausalLM",
-    keys=_KEYS,
-    defaults={**_DEFAULTS, "rms_norm_eps": 1e-5},
-    only=_NO_BIAS,
+    keys=_DENSE_KEYS,
+    defaults={**_DENSE_DEFAULTS, "rms_norm_eps": 1e-5, "sliding_window": None},
+    only={"attention_bias": (False,)},
     ignored=frozenset({"resid_pdrop", "embd_pdrop", "original_max_position_embeddings"}),
-    ropes=("default",),  # "yarn" would be computed as "longrope"
+    ropes=("default", "partial"),  # "yarn" would be computed as "longrope"
+    windows={},
     names=lambda _: _NAMES | _FUSED,
+)
+
+
+def _root_of_width(config: Mapping[str, Any]) -> float:
+    return config["hidden_size"] ** 0.5
+
+
+_GEMMA2 = Family(
+    model_type="gemma2",
+    architecture="Gemma2ForCausalLM",
+    keys={
+        **{key: field for key, field in _BIAS_KEYS.items() if key != "hidden_act"},
+        "hidden_activation": _activation_key(),
+        "query_pre_attn_scalar": "query_scalar",
+        "attn_logit_softcapping": "score_softcap",
+        "final_logit_softcapping": "logit_softcap",
+    },
+    aliases={"hidden_act": "hidden_activation"},
+    defaults={
+        **{key: value for key, value in _BIAS_DEFAULTS.items() if key != "hidden_act"},
+        "hidden_activation": "gelu_pytorch_tanh",
+        "tie_word_embeddings": True,
+        "head_dim": 256,
+        "num_key_value_heads": 4,
+        "query_pre_attn_scalar": 256,
+        "attn_logit_softcapping": 50.0,
+        "final_logit_softcapping": 30.0,
+        "sliding_window": 4096,
+    },
+    fixed={
+        "norms.kind": "offset",
+        "norms.place": "around",
+        "embedding_scale": _root_of_width,
+    },
+    only={"use_bidirectional_attention": (None, False)},
+    ignored=frozenset({"cache_implementation"}),
+    windows={"full_every": 2},
+    names=lambda _: _NAMES | _NORMS_AROUND,
+)
+
+
+_GEMMA3 = Family(
+    model_type="gemma3_text",
+    architecture="Gemma3ForCausalLM",
+    keys={k: field for k, field in _GEMMA2.keys.items() if k != "attn_logit_softcapping"},
+    aliases=_GEMMA2.aliases,
+    defaults={
+        **{k: value for k, value in _GEMMA2.defaults.items() if k != "attn_logit_softcapping"},
+        "final_logit_softcapping": None,
+        "rope_theta": 1_000_000.0,
+        "rope_local_base_freq": 10_000.0,
+        "sliding_window_pattern": 6,
+    },
+    fixed={**_GEMMA2.fixed, "qk_norm": True},
+    only={"use_bidirectional_attention": (False,), "attn_logit_softcapping": (None,)},
+    ignored=frozenset({"cache_implementation", "_sliding_window_pattern"}),
+    windows={"full_every": "sliding_window_pattern"},
+    local_rope=True,
+    names=lambda _: _NAMES | _NORMS_AROUND,
+)
+
+
+_OLMO2 = Family(
+    model_type="olmo2",
+    architecture="Olmo2ForCausalLM",
+    keys={key: field for key, field in _BIAS_KEYS.items() if key != "head_dim"},
+    defaults={**_BIAS_DEFAULTS, "rms_norm_eps": 1e-5},
+    fixed={"norms.place": "after", "qk_norm": "wide"},
+    names=lambda _: _NAMES | _NORMS_AROUND,  # of which it has those after alone
+)
+
+
+def _inner_width(value: Any, config: Mapping[str, Any]) -> int:
+    return 4 * config["n_embd"] if value is None else value
+
+
+_GPT2_PARTS = ("weight", "bias")
+_GPT2_QKV = There("attn.c_attn.weight", joined=True, transposed=True)
+_GPT2_NAMES = {
+    "embedding.weight": There("transformer.wte.weight"),
+    "positions.weight": There("transformer.wpe.weight"),
+    **{f"norm.{x}": There(f"transformer.ln_f.{x}") for x in _GPT2_PARTS},
+    "head.weight": There("lm_head.weight"),
+    **_block(
+        {
+            **{f"attention_norm.{x}": f"ln_1.{x}" for x in _GPT2_PARTS},
+            **{f"mlp_norm.{x}": f"ln_2.{x}" for x in _GPT2_PARTS},
+            **{f"attention.w{x}.weight": _GPT2_QKV for x in "qkv"},
+            **{f"attention.w{x}.bias": There("attn.c_attn.bias", joined=True) for x in "qkv"},
+            **{
+                f"{ours}.weight": There(f"{theirs}.weight", transposed=True)
+                for ours, theirs in (
+                    ("attention.wo", "attn.c_proj"),
+                    ("mlp.up", "mlp.c_fc"),
+                    ("mlp.down", "mlp.c_proj"),
+                )
+            },
+            "attention.wo.bias": "attn.c_proj.bias",
+            "mlp.up.bias": "mlp.c_fc.bias",
+            "mlp.down.bias": "mlp.c_proj.bias",
+        },
+        prefix="transformer.h.{i}",
+    ),
+}
+
+_GPT2 = Family(
+    model_type="gpt2",
+    architecture="GPT2LMHeadModel",
+    keys={
+        "vocab_size": "vocab_size",
+        "n_embd": "width",
+        "n_layer": "layers",
+        "n_head": ("heads", "kv_heads"),
+        "n_inner": Key("mlp_width", _inner_width, lambda width, _: width),
+        "n_positions": "positions",
+        "activation_function": _activation_key("gelu_new"),
+        "layer_norm_epsilon": "norm_eps",
+        "tie_word_embeddings": "tied",
+    },
+    aliases={
+        "hidden_size": "n_embd",
+        "num_hidden_layers": "n_layer",
+        "num_attention_heads": "n_head",
+    },
+    defaults={
+        "n_inner": None,
+        "n_positions": 1024,
+        "activation_function": "gelu_new",
+        "layer_norm_epsilon": 1e-5,
+        "tie_word_embeddings": True,
+    },
+    fixed={
+        "qkv_bias": True,
+        "out_bias": True,
+        "norms.kind": "layer",
+        "feed_forward.gated": False,
+        "feed_forward.bias": True,
+    },
+    only={
+        "scale_attn_weights": (True,),
+        "scale_attn_by_inverse_layer_idx": (False,),
+        "add_cross_attention": (False,),
+    },
+    ignored=frozenset(
+        {
+            "n_ctx",
+            "resid_pdrop",
+            "embd_pdrop",
+            "attn_pdrop",
+            "gradient_checkpointing",
+            "reorder_and_upcast_attn",
+            "summary_type",
+            "summary_use_proj",
+            "summary_activation",
+            "summary_proj_to_labels",
+            "summary_first_dropout",
+        }
+    ),
+    ropes=(),
+    names=lambda _: _GPT2_NAMES,
+    aside=("transformer.h.*.attn.bias", "transformer.h.*.attn.masked_bias"),
 )
 
 
@@ -222,8 +425,10 @@ _MIXTRAL = Family(
         "rope_theta": 1_000_000.0,
         "num_local_experts": 8,
         "num_experts_per_tok": 2,
+        "sliding_window": None,
     },
     only=_SILU,
+    windows={},
     ignored=frozenset({"router_jitter_noise"}),
     names=lambda _: _NAMES | _MIXTRAL_EXPERTS,
 )
@@ -261,6 +466,7 @@ _QWEN3_MOE = Family(
     },
     fixed={"qk_norm": True},
     only=_NO_BIAS,
+    windows={},
     names=lambda _: _NAMES | _block(_EXPERTS),
 )
 
@@ -339,5 +545,18 @@ _DEEPSEEK_V3 = Family(
 )
 
 
-FAMILIES = (_LLAMA, _MISTRAL, _QWEN2, _QWEN3, _PHI3, _MIXTRAL, _QWEN3_MOE, _DEEPSEEK_V3)
+FAMILIES = (
+    _LLAMA,
+    _MISTRAL,
+    _QWEN2,
+    _QWEN3,
+    _PHI3,
+    _GEMMA2,
+    _GEMMA3,
+    _OLMO2,
+    _GPT2,
+    _MIXTRAL,
+    _QWEN3_MOE,
+    _DEEPSEEK_V3,
+)
 """Every family; of those that compute the same, the first is what is written."""

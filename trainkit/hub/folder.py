@@ -26,7 +26,9 @@ from trainkit.convert.foreign import safetensors_folder
 from trainkit.hub.configs import family_named, read_config
 from trainkit.hub.families import Family
 from trainkit.hub.links import Link, There, check_links, linked, make_links, their_shapes
+from trainkit.hub.resize import resized_weights
 from trainkit.models.config import DecoderConfig, parameter_shapes
+from trainkit.models.sizes import round_up_vocabulary
 from trainkit.parallel.materialize import listed
 from trainkit.parallel.naming import COPY_SUFFIX, box_of
 from trainkit.types import SOLO, Axis, CheckpointError, ConfigError, Weights
@@ -35,7 +37,6 @@ CONFIG = "config.json"
 _CONFIG_BYTES = 4 * 1024 * 1024
 _FLOATS = ("float64", "float32", "float16", "bfloat16")
 _ROWS = 4096
-_HEAD, _EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
 
 
 @attrs.frozen(eq=False)
@@ -106,22 +107,26 @@ def open_folder(path: Path | str) -> Folder:
     config = read_config(values, where=str(file))
     if type(values.get("max_position_embeddings", 2048)) is not int:
         raise ConfigError(f"{file}: max_position_embeddings is no number", where=str(file))
-    values.setdefault("max_position_embeddings", 2048)
+    values.setdefault("max_position_embeddings", config.positions or 2048)
     family = family_named(values["model_type"], where=str(file))
     return Folder(Path(path), family, config, values)
 
 
-def init_config(path: Path | str, *, vocab_size: int, experts: bool = False) -> DecoderConfig:
+def init_config(
+    path: Path | str, *, vocab_size: int, experts: bool = False, resize: bool = False
+) -> DecoderConfig:
     """Return the decoder of a Hugging Face folder that a run is to begin with.
 
     Args:
         path: The folder.
         vocab_size: The ids of the run's tokenizer: each must have a row of the embedding.
         experts: Whether the recipe trains experts.
+        resize: Whether an embedding that is too small gets more rows, a multiple of 16, which
+            `load_weights(vocab_size=)` fills.
 
     Raises:
-        ConfigError: The embedding is too small, there are experts and the recipe trains none, or as
-            `open_folder`.
+        ConfigError: The embedding is too small, and `resize` is false; there are experts and the
+            recipe trains none, or the other way round; or as `open_folder`.
         CheckpointError: As `open_folder`.
 
     Examples:
@@ -131,6 +136,8 @@ def init_config(path: Path | str, *, vocab_size: int, experts: bool = False) -> 
         trainkit.types.CheckpointError: checkpoint: /does/not/exist/config.json cannot be read: ...
     """
     config = open_folder(path).config
+    if vocab_size > config.vocab_size and resize:
+        config = attrs.evolve(config, vocab_size=round_up_vocabulary(vocab_size))
     if vocab_size > config.vocab_size:
         raise ConfigError(
             f"--init: the tokenizer has {vocab_size} ids, and the embedding of {path} has "
@@ -138,14 +145,16 @@ def init_config(path: Path | str, *, vocab_size: int, experts: bool = False) -> 
             where="tokenizer",
             got=vocab_size,
             want=config.vocab_size,
-            hint="take the folder's own, or with --tokenizer another whose ids it has",
+            hint="take the folder's own, or with --tokenizer another whose ids it has; or give the "
+            "embedding more rows: init_config(resize=True), load_weights(vocab_size=)",
         )
-    if config.experts is not None and not experts:
+    if (config.experts is not None) != experts:
+        has, trains = ("", "without") if config.experts else ("no ", "with")
         raise ConfigError(
-            f"--init: {path} has experts, and this recipe trains decoders without",
+            f"--init: {path} has {has}experts, and this recipe trains decoders {trains}",
             where="init",
-            got=config.experts.count,
-            hint="docs/howto/train-experts.md has the lines that experts need",
+            got=0 if config.experts is None else config.experts.count,
+            hint="recipes/moe.py trains experts; docs/howto/train-experts.md has what they need",
         )
     return config
 
@@ -270,6 +279,7 @@ def load_weights(
     path: Path | str,
     stages: Sequence[nn.Module],
     *,
+    vocab_size: int | None = None,
     allow_missing: Sequence[str] = (),
     allow_extra: Sequence[str] = (),
     axis: Axis = SOLO,
@@ -279,13 +289,16 @@ def load_weights(
     Args:
         path: The folder.
         stages: This rank's stages of the decoder that it describes.
+        vocab_size: The rows of their embedding, if it has more than the folder's: `resized_weights`
+            makes the new ones.
         allow_missing: Patterns of their names that the folder may lack; they keep their values.
         allow_extra: Patterns of their names that are left aside.
         axis: The ranks that call this together, `ps.world`.
 
     Raises:
         ConfigError: As `open_folder`.
-        CheckpointError: As `folder_weights`; or the stages are of another decoder.
+        CheckpointError: As `folder_weights`; or the stages are of another decoder, or of a larger
+            vocabulary than `vocab_size` says.
 
     Effects:
         Writes the parameters of `stages` and the biases of their routers, after all of the folder
@@ -299,7 +312,9 @@ def load_weights(
     """
     folder = open_folder(path)
     read, lacking = _looked_over(folder, allow_missing, allow_extra, axis)
-    shapes, found = our_shapes(folder.config), list[tuple[str, Tensor]]()
+    config = attrs.evolve(folder.config, vocab_size=vocab_size or folder.config.vocab_size)
+    read = resized_weights(read, folder.config, vocab_size=config.vocab_size)
+    shapes, found = our_shapes(config), list[tuple[str, Tensor]]()
     problems = []
     for name, tensor in model_tensors(stages).items():
         own = name.removeprefix("model/").removesuffix(COPY_SUFFIX)
@@ -329,9 +344,9 @@ def _looked_over(
     found: dict[str, Stored] = {}
 
     def look_over() -> None:
-        held = _described(folder.path)
+        held = _of_whole_model(folder, _described(folder.path))
         found.update(_fitting(folder, links, held, missing=allow_missing, extra=allow_extra))
-        if axis.index == 0 and folder.config.tied and {_HEAD, _EMBEDDING} <= held.keys():
+        if axis.index == 0 and folder.config.tied and {*_ends(folder)} <= held.keys():
             _check_tied(folder, held)  # which reads both of them, so that one rank does it for all
 
     together(look_over, axis)
@@ -374,7 +389,7 @@ def _fitting(
         if name in found and {str(said), found[name].dtype} == {"float16", "bfloat16"}
     ]
     aside = [pattern.format(layers=folder.config.layers) for pattern in folder.family.aside]
-    aside += [*extra, *([_HEAD] if folder.config.tied else [])]
+    aside += [*extra, *(_ends(folder)[1:] if folder.config.tied else [])]
     problems += [
         f"{name} has no place in the model"
         for name in found
@@ -397,17 +412,33 @@ def _matches(name: str, patterns: Sequence[str]) -> bool:
 
 def _check_tied(folder: Folder, found: Mapping[str, Stored]) -> None:
     """Refuse a head that is not the embedding, looking at some rows of both at a time."""
-    head, whole = found[_HEAD], found[_EMBEDDING]
+    names = _ends(folder)
+    whole, head = (found[name] for name in names)
     alike = (head.shape, head.dtype) == (whole.shape, whole.dtype)
     read, (rows, width) = reader(found), whole.shape
     for first in range(0, rows, _ROWS):
         part = (min(_ROWS, rows - first), width), (first, 0)
-        if not alike or not torch.equal(read(_HEAD, *part), read(_EMBEDDING, *part)):
+        if not alike or not torch.equal(*(read(name, *part) for name in names)):
             raise CheckpointError(
-                f"folder_weights: {folder.path}: {_HEAD} is not {_EMBEDDING}, and "
+                f"folder_weights: {folder.path}: {names[1]} is not {names[0]}, and "
                 "tie_word_embeddings says so",
                 where=folder.path,
             )
+
+
+def _ends(folder: Folder) -> tuple[str, str]:
+    """Return the names of the embedding and of the head in a folder."""
+    names = folder.family.names(folder.config)
+    return names["embedding.weight"].name, names["head.weight"].name
+
+
+def _of_whole_model(folder: Folder, found: Mapping[str, Stored]) -> dict[str, Stored]:
+    """Return tensors by the names of a model with a head: a model without one leaves out a part."""
+    prefix = _ends(folder)[0].split(".")[0] + "."
+    if any(name.startswith(prefix) for name in found):
+        return dict(found)
+    head = _ends(folder)[1]
+    return {name if name == head else prefix + name: x for name, x in found.items()}
 
 
 def _described(path: Path) -> dict[str, Stored]:

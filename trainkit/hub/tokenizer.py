@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     import os
     from collections.abc import Mapping
 
+    from trainkit.tokenizers.hf import HFTokenizer
     from trainkit.types import Tokenizer
 
 _COPIED = (
@@ -35,12 +36,16 @@ _MOST_BYTES = 1 << 27
 _ROLES = ("bos", "eos", "pad")
 
 
-def tokenizer_files(name: str | os.PathLike[str]) -> dict[str, bytes]:
+def tokenizer_files(
+    name: str | os.PathLike[str], *, tokenizer: HFTokenizer | None = None
+) -> dict[str, bytes]:
     """Return what a Hugging Face folder holds of a tokenizer, by the names of the files.
 
     Args:
         name: What `open_tokenizer` takes: "bytes", a `tokenizer.json`, or a folder that has one,
             whose files for the tokenizer and for generation are copied as they are.
+        tokenizer: What `tokenizer.json` shall hold in place of the folder's own: the same with more
+            tokens (`tokenizers.add_tokens`).
 
     Raises:
         DataError: It is no tokenizer.
@@ -50,10 +55,10 @@ def tokenizer_files(name: str | os.PathLike[str]) -> dict[str, bytes]:
         >>> sorted(tokenizer_files("bytes"))
         ['generation_config.json', 'tokenizer.json', 'tokenizer_config.json']
     """
-    tokenizer, path = open_tokenizer(name), Path(name)
+    own, path = tokenizer or open_tokenizer(name), Path(name)
     files: dict[str, bytes] = {}
-    if isinstance(tokenizer, ByteTokenizer):
-        files["tokenizer.json"] = byte_tokenizer_json(tokenizer)
+    if isinstance(own, ByteTokenizer):
+        files["tokenizer.json"] = byte_tokenizer_json(own)
         texts = dict(zip(_ROLES, (BOS, EOS, PAD), strict=True))
     else:
         folder = path if path.is_dir() else path.parent
@@ -63,11 +68,13 @@ def tokenizer_files(name: str | os.PathLike[str]) -> dict[str, bytes]:
         files |= {
             each: bytes(read_bounded(p, _MOST_BYTES, shared=True)) for each, p in there.items()
         }
-        texts = {role: tokenizer.backend.id_to_token(i) for role, i in _ids(tokenizer).items()}
+        if tokenizer is not None:
+            files["tokenizer.json"] = tokenizer.backend.to_str(pretty=True).encode()
+        texts = {role: own.backend.id_to_token(i) for role, i in _ids(own).items()}
     said: dict[str, Any] = {"tokenizer_class": "PreTrainedTokenizerFast"}
     said |= {f"{role}_token": text for role, text in texts.items()}
     files.setdefault("tokenizer_config.json", orjson.dumps(said, option=orjson.OPT_INDENT_2))
-    ids = {f"{role}_token_id": i for role, i in _ids(tokenizer).items()}
+    ids = {f"{role}_token_id": i for role, i in _ids(own).items()}
     files.setdefault("generation_config.json", orjson.dumps(ids, option=orjson.OPT_INDENT_2))
     return files
 

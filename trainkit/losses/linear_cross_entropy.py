@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -18,10 +18,20 @@ from torch.autograd.function import once_differentiable
 
 from trainkit.losses.cross_entropy import check_labels, sum_and_parts
 from trainkit.losses.softmax import accumulation_dtype, run_untraced, scores_, slopes_
-from trainkit.types import IGNORED_LABEL, SOLO, Axis, at_least
+from trainkit.types import IGNORED_LABEL, SOLO, Axis, at_least, capped
 
-Factors = tuple[Tensor, Tensor, Tensor | None]
-"""Hidden states `[..., D]`, the output weight and its bias: whole, or this rank's rows of them."""
+
+class Factors(NamedTuple):
+    """Hidden states `[..., D]`, the output weight and its bias: whole, or this rank's rows of them.
+
+    With a `softcap` c the logits are c * tanh of the product divided by c (`types.capped`).
+    """
+
+    hidden: Tensor
+    weight: Tensor
+    bias: Tensor | None = None
+    softcap: float | None = None
+
 
 OfScores = Callable[[Tensor, Tensor], Tensor]
 """From the cross entropy and the log-sum-exp of each token's logits to what it adds: `[T]` each."""
@@ -42,6 +52,7 @@ def linear_cross_entropy(
     labels: Tensor,
     *,
     bias: Tensor | None = None,
+    softcap: float | None = None,
     axis: Axis = SOLO,
     chunk: int | None = None,
 ) -> Tensor:
@@ -53,6 +64,8 @@ def linear_cross_entropy(
     share of the time, since leaving them out would need a host sync. Factors in bf16 are multiplied
     as they are on CUDA, with fp32 results, and in fp32 elsewhere. Under autocast the inputs are
     cast first, as a linear layer would.
+
+    A soft cap is applied to each chunk's logits, which takes as much memory once more.
 
     Chunks have no second derivative, and run as they are inside `torch.compile`, which would
     otherwise keep several of them at a time.
@@ -67,6 +80,7 @@ def linear_cross_entropy(
             `[V / N, D]`, in rank order.
         labels: The next token of each position among all V words, int64 `[...]`; -100 is ignored.
         bias: The output layer's bias `[V]` or `[V / N]`, of the same dtype.
+        softcap: What logits are kept between by tanh.
         axis: The axis over which the vocabulary is cut, if it is: `ps.tp`.
         chunk: Tokens whose logits exist at a time. By default D / 2, so that they take half of the
             memory of the weight's gradient, or as many as fit into 16 MiB, if that is more; and if
@@ -97,8 +111,8 @@ def linear_cross_entropy(
 
     The idea of the gradient in the forward pass is Liger Kernel's (Hsu et al. 2024).
     """
-    where = "linear_cross_entropy"
-    factors = cast_factors(where, hidden, weight, labels, bias=bias, axis=axis, chunk=chunk)
+    known: dict[str, Any] = {"bias": bias, "softcap": softcap, "axis": axis, "chunk": chunk}
+    factors = cast_factors("linear_cross_entropy", hidden, weight, labels, **known)
     return linear_sum_and_parts(factors, labels, axis=axis, chunk=chunk)[0]
 
 
@@ -108,6 +122,7 @@ def linear_cross_entropy_per_token(
     labels: Tensor,
     *,
     bias: Tensor | None = None,
+    softcap: float | None = None,
     axis: Axis = SOLO,
     chunk: int | None = None,
 ) -> Tensor:
@@ -122,6 +137,7 @@ def linear_cross_entropy_per_token(
         weight: `[V, D]`, or this rank's rows of it.
         labels: int64 `[...]`.
         bias: `[V]`, or this rank's part of it.
+        softcap: What logits are kept between by tanh.
         axis: The axis over which the vocabulary is cut.
         chunk: Tokens whose logits exist at a time.
 
@@ -140,11 +156,13 @@ def linear_cross_entropy_per_token(
         >>> linear_cross_entropy_per_token(torch.zeros(3, 8), torch.zeros(4, 8), labels)
         tensor([1.3863, 0.0000, 1.3863])
     """
-    where = "linear_cross_entropy_per_token"
-    factors = cast_factors(where, hidden, weight, labels, bias=bias, axis=axis, chunk=chunk)
-    hidden, weight, bias = factors
+    known: dict[str, Any] = {"bias": bias, "softcap": softcap, "axis": axis, "chunk": chunk}
+    hidden, weight, bias, _ = cast_factors(
+        "linear_cross_entropy_per_token", hidden, weight, labels, **known
+    )
     flat, chunk = labels.flatten(), chunk or _chunk_of(weight)
-    losses = run_untraced(_EachToken, hidden.flatten(0, -2), weight, bias, (flat, axis, chunk))
+    asked = flat, axis, {"chunk": chunk, "softcap": softcap}
+    losses = run_untraced(_EachToken, hidden.flatten(0, -2), weight, bias, asked)
     return losses.masked_fill(flat == IGNORED_LABEL, 0).view(labels.shape)
 
 
@@ -158,6 +176,7 @@ def cast_factors(
     labels: Tensor,
     *,
     bias: Tensor | None = None,
+    softcap: float | None = None,
     axis: Axis = SOLO,
     chunk: int | None = None,
 ) -> Factors:
@@ -192,7 +211,8 @@ def cast_factors(
         raise ValueError(f"{where}: hidden, weight and bias must have one dtype, got {got}")
     at_least(1, where, chunk=chunk)
     dtype = torch.get_autocast_dtype(hidden.device.type) if autocast else weight.dtype
-    return hidden.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype)
+    cast = hidden.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype)
+    return Factors(*cast, softcap)
 
 
 def linear_sum_and_parts(
@@ -206,12 +226,13 @@ def linear_sum_and_parts(
     Examples:
         >>> import torch
         >>> labels = torch.tensor([0, -100, 2])
-        >>> linear_sum_and_parts((torch.zeros(3, 8), torch.zeros(4, 8), None), labels)
+        >>> linear_sum_and_parts(Factors(torch.zeros(3, 8), torch.zeros(4, 8)), labels)
         (tensor(2.7726), tensor([1.3863, 0.0000, 1.3863]))
     """
-    hidden, weight, bias = factors
+    hidden, weight, bias, softcap = factors
     if chunk is None and axis.count == 1 and _fits_at_once(weight, labels):
-        return sum_and_parts("", nn.functional.linear(hidden, weight, bias), labels, axis)
+        logits = capped(nn.functional.linear(hidden, weight, bias), softcap)
+        return sum_and_parts("", logits, labels, axis)
     total, parts = linear_terms(factors, labels, [(entropy, 1.0)], axis=axis, chunk=chunk)
     return total, parts.view(labels.shape)
 
@@ -234,7 +255,7 @@ def linear_terms(
     Examples:
         >>> import torch
         >>> terms = [(entropy, 1.0), (squared_normalizer, 10.0)]
-        >>> factors = torch.zeros(2, 8), torch.zeros(4, 8), None
+        >>> factors = Factors(torch.zeros(2, 8), torch.zeros(4, 8))
         >>> total, values = linear_terms(factors, torch.tensor([0, -100]), terms)
         >>> values
         tensor([[1.3863, 1.9218],
@@ -284,7 +305,7 @@ def linear_in_chunks(
     """Return the sum of the first column of what is computed of logits, and the other columns.
 
     Args:
-        factors: Hidden states `[..., D]`, weight and bias, whole or this rank's part.
+        factors: What logits are made of, whole or this rank's part.
         compute: What makes values and the gradient of their first column of the logits of a chunk.
         chunk: As in `linear_cross_entropy`.
 
@@ -296,12 +317,13 @@ def linear_in_chunks(
         >>> import torch
         >>> def largest(logits, rows, gradient):
         ...     return logits.amax(-1, keepdim=True).expand(-1, 2)
-        >>> factors = torch.tensor([[1.0], [2.0]]), torch.ones(3, 1), None
+        >>> factors = Factors(torch.tensor([[1.0], [2.0]]), torch.ones(3, 1))
         >>> linear_in_chunks(factors, largest, chunk=1)[0]
         tensor(3.)
     """
-    hidden, weight, bias = factors
-    walk = partial(_chunk_by_chunk, compute=compute, chunk=chunk or _chunk_of(weight))
+    hidden, weight, bias, softcap = factors
+    how: dict[str, Any] = {"chunk": chunk or _chunk_of(weight), "softcap": softcap}
+    walk = partial(_chunk_by_chunk, compute=compute, **how)
     return run_untraced(_InChunks, hidden.flatten(0, -2), weight, bias, walk)
 
 
@@ -327,7 +349,7 @@ class _InChunks(torch.autograd.Function):
         bias: Tensor | None,
         walk: Callable[..., Any],
     ) -> tuple[Tensor, Tensor]:
-        values, gradients = walk((hidden, weight, bias), needs=ctx.needs_input_grad[:3])
+        values, gradients = walk(hidden, weight, bias, needs=ctx.needs_input_grad[:3])
         ctx.save_for_backward(*gradients)
         ctx.dtype, beside = weight.dtype, values[:, 1:]
         ctx.mark_non_differentiable(beside)
@@ -353,18 +375,18 @@ class _EachToken(torch.autograd.Function):
         hidden: Tensor,
         weight: Tensor,
         bias: Tensor | None,
-        asked: tuple[Tensor, Axis, int],
+        asked: tuple[Tensor, Axis, dict[str, Any]],
     ) -> Tensor:
-        labels, axis, chunk = asked
+        labels, axis, how = asked
 
         def compute(logits: Tensor, rows: slice, _: bool) -> Tensor:
             return torch.stack(scores_(logits, labels[rows], axis)[:2], dim=-1)
 
-        factors = hidden, weight, bias
-        values, _ = _chunk_by_chunk(factors, compute=compute, chunk=chunk, needs=(False,) * 3)
+        none = (False,) * 3
+        values, _ = _chunk_by_chunk(hidden, weight, bias, compute=compute, **how, needs=none)
         losses, normalizers = values.unbind(-1)
         ctx.save_for_backward(hidden, weight, bias, labels, normalizers)
-        ctx.axis, ctx.chunk = axis, chunk
+        ctx.axis, ctx.how = axis, how
         return losses.clone()  # no view: of several outputs of a Function it could not be changed
 
     @staticmethod
@@ -378,19 +400,27 @@ class _EachToken(torch.autograd.Function):
             return d[:, None]
 
         _, gradients = _chunk_by_chunk(
-            (hidden, weight, bias),
+            hidden,
+            weight,
+            bias,
             compute=compute,
-            chunk=ctx.chunk,
+            **ctx.how,
             needs=ctx.needs_input_grad[:3],
         )
         return *(g if g is None else g.to(weight.dtype) for g in gradients), None
 
 
 def _chunk_by_chunk(
-    factors: Factors, *, compute: OfLogits, chunk: int, needs: Sequence[bool]
+    hidden: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    *,
+    compute: OfLogits,
+    chunk: int,
+    softcap: float | None,
+    needs: Sequence[bool],
 ) -> tuple[Tensor, tuple[Tensor | None, ...]]:
     """Return values and the gradients that are needed; hidden `[N, D]`, weight `[V, D]`."""
-    hidden, weight, bias = factors
     dtype, exact = weight.dtype, accumulation_dtype(weight)
     if not weight.is_cuda:  # only CUDA multiplies bf16 into fp32
         hidden, weight = hidden.to(exact), weight.to(exact)
@@ -406,7 +436,10 @@ def _chunk_by_chunk(
         logits = _product(inputs, weight.t(), out=buffer[: len(inputs)])
         if bias is not None:
             logits.add_(bias)
+        steep = None if softcap is None else _capped_(logits, softcap, needs_slope=any(needs))
         values.append(compute(logits, rows, any(needs)))
+        if steep is not None:
+            logits.mul_(steep)
         slopes = logits.to(weight.dtype)
         if d_hidden is not None:
             torch.mm(slopes, weight, out=d_hidden[rows])
@@ -419,6 +452,14 @@ def _chunk_by_chunk(
         d_weight,
         d_bias,
     )
+
+
+def _capped_(logits: Tensor, softcap: float, *, needs_slope: bool) -> Tensor | None:
+    """Apply a soft cap to logits in place, and return its derivative there if it is needed."""
+    logits.div_(softcap).tanh_()
+    slope = 1 - logits.square() if needs_slope else None
+    logits.mul_(softcap)
+    return slope
 
 
 def _product(a: Tensor, b: Tensor, *, out: Tensor) -> Tensor:

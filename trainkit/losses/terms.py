@@ -111,9 +111,10 @@ def _read(where: str, output: Any, batch: Mapping[str, Any]) -> tuple[Factors, T
         )
         what = f"{must}, got a {type(output).__name__}; for logits take next_token"
         raise ValueError(f"{where}: {what}")  # noqa: TRY004 (a bad argument, as all others)
-    hidden, weight, axis = Hidden(*output)
+    hidden, weight, axis, softcap = Hidden(*output)
     labels = labels_of(where, batch)
-    return cast_factors(where, hidden, weight, labels, axis=axis), labels, axis
+    factors = cast_factors(where, hidden, weight, labels, softcap=softcap, axis=axis)
+    return factors, labels, axis
 
 
 def _of_logits(logits: Any, batch: Mapping[str, Any]) -> tuple[Tensor, Tensor]:

@@ -1,8 +1,9 @@
 """Models: plain `nn.Module`s; their values are functions of a seed and of names.
 
-`config` describes a decoder of the Llama, Qwen3, Mixtral and DeepSeek-V3 families, `decoder` is its
-modules, `latent` the attention of the last, `experts` its layers of experts, `routers` what chooses
-among them and `dispatch` what takes tokens there and back, `initial` its first values, `upcycled`
+`config` describes a decoder of the Llama, Gemma, GPT-2, Mixtral, DeepSeek-V3 and other families,
+`decoder` is its modules, `latent` the attention of the last, `experts` its layers of experts,
+`routers` what chooses among them and `dispatch` what takes tokens there and back, `initial` its
+first values, `upcycled`
 those that a dense one has, `sizes` its public and small sizes by name; `call` enters a batch into a
 model, `cache` is what generation keeps of a text. There are no buffers but those of a router, which
 a step moves and a checkpoint holds.
@@ -21,8 +22,12 @@ from trainkit.models.call import (
 from trainkit.models.config import (
     DecoderConfig,
     Experts,
+    FeedForward,
     Latents,
+    LinearScaling,
     Llama3Scaling,
+    Norms,
+    Sliding,
     YarnScaling,
     count_active_parameters,
     count_parameters,
@@ -59,9 +64,13 @@ __all__ = [
     "Decoder",
     "DecoderConfig",
     "Experts",
+    "FeedForward",
     "Latents",
+    "LinearScaling",
     "Llama3Scaling",
+    "Norms",
     "Routing",
+    "Sliding",
     "Tape",
     "YarnScaling",
     "advance_routers_",

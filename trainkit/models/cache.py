@@ -94,9 +94,7 @@ def _attend(
     q, k, v = in_one_dtype(q, k, v)
     if cache.slots is not None:
         _write_prompts(cache, layer, k, v)
-        how = {"window": window, "softcap": softcap}
-        how = {name: value for name, value in how.items() if value is not None}
-        return varlen(q, k, v, spans=spans, scale=scale, **how)
+        return varlen(q, k, v, spans=spans, scale=scale, window=window, softcap=softcap)
     keys, values, end = cache.keys[layer], cache.values[layer], cache.end
     rows, heads, _, size = keys.shape
     padding = q.shape[1] - rows

@@ -1,4 +1,8 @@
-"""The architecture of a decoder as one record, and the parameters that follow from it."""
+"""The architecture of a decoder as one record, and the parameters that follow from it.
+
+What a family adds to the plain decoder is an option here, off by default, so that what was saved
+before it was there still means the same.
+"""
 
 from __future__ import annotations
 
@@ -70,6 +74,112 @@ class YarnScaling:
     def sharpening(self) -> float:
         """What scores are multiplied by."""
         return (0.1 * self.mscale * math.log(self.factor) + 1) ** 2
+
+
+@attrs.frozen
+class LinearScaling:
+    """How positions are divided by a factor, for a longer context (Chen et al., 2023).
+
+    "Extending context window of large language models via positional interpolation".
+
+    Examples:
+        >>> LinearScaling(factor=8.0).factor
+        8.0
+    """
+
+    factor: float = attrs.field(validator=rule(lambda x: 1 <= x < math.inf, "at least 1"))
+
+
+RopeScaling = Llama3Scaling | YarnScaling | LinearScaling
+"""How rotary wavelengths are stretched."""
+
+
+@attrs.frozen(kw_only=True)
+class Sliding:
+    """Layers whose attention sees only the last tokens (Beltagy et al., "Longformer", 2020).
+
+    All layers by default; `first` and `full_every` leave some out.
+
+    Raises:
+        ConfigError: A value breaks its rule.
+
+    Examples:
+        >>> Sliding(window=4_096, full_every=2).layers(5)  # as Gemma 2
+        [0, 2, 4]
+    """
+
+    window: int = attrs.field(validator=positive)
+    """How many keys a query sees at most, itself among them."""
+
+    first: int = attrs.field(default=0, validator=non_negative)
+    """The first layer that may slide."""
+
+    full_every: int = attrs.field(default=0, validator=non_negative)
+    """Layers full_every - 1, 2 * full_every - 1, and so on see all; 0 for none."""
+
+    rope_theta: float | None = attrs.field(
+        default=None, validator=optional(rule(lambda x: 1 < x < math.inf, "above 1"))
+    )
+    """The base of these layers' rotary wavelengths, which are then not stretched (Gemma 3); None
+    for those of the other layers."""
+
+    def layers(self, layers: int) -> list[int]:
+        """Return the numbers of the layers that slide, of so many layers."""
+        full = self.full_every
+        return [i for i in range(self.first, layers) if not full or (i + 1) % full]
+
+
+@attrs.frozen(kw_only=True)
+class Norms:
+    """How a decoder normalises.
+
+    Examples:
+        >>> Norms(place="around").before, Norms(place="after").before
+        (True, False)
+    """
+
+    kind: Literal["rms", "offset", "layer"] = attrs.field(
+        default="rms", validator=one_of("rms", "offset", "layer")
+    )
+    """RMSNorm (Zhang and Sennrich, 2019), one whose scale is 1 + its weight (Gemma), or LayerNorm
+    with a bias (Ba et al., 2016)."""
+
+    place: Literal["before", "after", "around"] = attrs.field(
+        default="before", validator=one_of("before", "after", "around")
+    )
+    """What enters attention and the MLP is normalised, what leaves them (OLMo 2), or both
+    (Gemma 2)."""
+
+    @property
+    def before(self) -> bool:
+        """Whether there are norms before attention and the MLP."""
+        return self.place != "after"
+
+    @property
+    def after(self) -> bool:
+        """Whether there are norms after them, before their result is added."""
+        return self.place != "before"
+
+
+@attrs.frozen(kw_only=True)
+class FeedForward:
+    """What the MLP computes, in layers without experts.
+
+    Examples:
+        >>> FeedForward(gated=False, activation="gelu_tanh", bias=True).gated  # as GPT-2
+        False
+    """
+
+    gated: bool = True
+    """Whether the activation of one product scales another (Shazeer, "GLU variants", 2020)."""
+
+    activation: Literal["silu", "gelu", "gelu_tanh"] = attrs.field(
+        default="silu", validator=one_of("silu", "gelu", "gelu_tanh")
+    )
+    """gelu_tanh is GELU's approximation by tanh (Hendrycks and Gimpel, 2016)."""
+
+    bias: bool = False
+    """Whether its products have biases."""
 
 
 @attrs.frozen(kw_only=True)
@@ -223,17 +333,30 @@ class DecoderConfig:
         layers: Number of blocks.
         heads: Number of query heads, H.
         kv_heads: Number of key and value heads, K; divides H, and with latents is H.
-        mlp_width: Inner size of the SwiGLU.
+        mlp_width: Inner size of the MLP.
         head_dim: Size of one head, even; width // heads when None.
-        norm_eps: Added to the mean square in every RMSNorm.
+        norm_eps: Added to the mean square, or the variance, in every norm.
         rope_theta: Base of the rotary wavelengths.
         rope_scaling: How they are stretched, if they are.
-        qk_norm: Whether queries and keys are normalised per head (Qwen3).
+        qk_norm: Whether queries and keys are normalised, per head (Qwen3), or "wide", all heads
+            together (OLMo 2).
         qkv_bias: Whether the query, key and value projections have a bias (Qwen2).
         tied: Whether the embedding is also the output weight.
         dropout: Probability on the embedding and on both branches of every block, while training.
         experts: What takes the place of the MLP in some layers or all.
         latents: What queries, keys and values are made of, if not of the residual stream.
+        out_bias: Whether the projection of attention's output has a bias.
+        norms: How it normalises, if not by an RMSNorm before attention and before the MLP.
+        feed_forward: What the MLP computes, if not a SwiGLU without biases.
+        sliding: Which layers see a window only, if any.
+        positions: How many learned positions are added to the embedding, in place of rotary ones
+            (GPT-2); a document has no more tokens.
+        rotary_dim: How many of the first elements of a head have rotary positions (Phi); all when
+            None.
+        query_scalar: Scores are divided by its square root; head_size when None (Gemma 2).
+        score_softcap: What scores are kept between by tanh, if they are (Gemma 2).
+        logit_softcap: What logits are kept between, if they are.
+        embedding_scale: What embeddings are multiplied by, rounded to their dtype (Gemma).
 
     Raises:
         ValueError: A value breaks the rule that the message names.
@@ -254,13 +377,23 @@ class DecoderConfig:
     head_dim: int | None = None
     norm_eps: float = 1e-5
     rope_theta: float = 10_000.0
-    rope_scaling: Llama3Scaling | YarnScaling | None = None
-    qk_norm: bool = False
+    rope_scaling: RopeScaling | None = None
+    qk_norm: bool | Literal["wide"] = False
     qkv_bias: bool = False
     tied: bool = False
     dropout: float = 0.0
     experts: Experts | None = None
     latents: Latents | None = None
+    out_bias: bool = False
+    norms: Norms | None = None
+    feed_forward: FeedForward | None = None
+    sliding: Sliding | None = None
+    positions: int | None = None
+    rotary_dim: int | None = None
+    query_scalar: float | None = None
+    score_softcap: float | None = None
+    logit_softcap: float | None = None
+    embedding_scale: float | None = None
 
     def __attrs_post_init__(self) -> None:
         for field in ("vocab_size", "width", "layers", "heads", "kv_heads", "mlp_width"):
@@ -268,17 +401,32 @@ class DecoderConfig:
         self._require("kv_heads", f"a divisor of heads = {self.heads}", ok=self._divides_heads())
         if self.latents is not None:
             self._require("kv_heads", "heads, with latents", ok=self.kv_heads == self.heads)
-            for field in ("head_dim", "qk_norm", "qkv_bias"):
+            for field in ("head_dim", "qk_norm", "qkv_bias", "out_bias", "rotary_dim", "positions"):
                 self._require(field, "left out, with latents", ok=not getattr(self, field))
         ok = self.latents is not None or self.head_dim is not None or self.width % self.heads == 0
         self._require("width", f"a multiple of heads = {self.heads}, or head_dim given", ok=ok)
         ok = self.rotary_size >= 2 and self.rotary_size % 2 == 0
+        ok = self.positions is not None or (ok and self.rotary_size <= self.head_size)
         self._require("head_size", "even and at least 2, for the rotary pairs", ok=ok)
         self._require("norm_eps", "positive", ok=self.norm_eps > 0)
         self._require("rope_theta", "above 1", ok=self.rope_theta > 1)
         self._require("dropout", "in [0, 1)", ok=0 <= self.dropout < 1)
         ok = self.experts is None or bool(self.expert_layers)
         self._require("experts", f"in some of the {self.layers} layers", ok=ok)
+        self._check_options()
+
+    def _check_options(self) -> None:
+        self._require("qk_norm", "False, True or 'wide'", ok=self.qk_norm in (False, True, "wide"))
+        ok = self.qk_norm != "wide" or self.how_normed.kind == "rms"
+        self._require("qk_norm", "per head, where norms are no RMSNorms", ok=ok)
+        ok = self.experts is None or self.feed_forward in (None, FeedForward())
+        self._require("feed_forward", "left out, with experts, which are SwiGLUs", ok=ok)
+        rotary = self.rope_scaling or self.rotary_dim or (self.sliding and self.sliding.rope_theta)
+        ok = self.positions is None or not rotary
+        self._require("positions", "left out, where something is said of rotary ones", ok=ok)
+        for field in ("positions", "query_scalar", "score_softcap", "logit_softcap"):
+            value = getattr(self, field)
+            self._require(field, "above 0", ok=value is None or 0 < value < math.inf)
 
     def _divides_heads(self) -> bool:
         return self.heads % self.kv_heads == 0
@@ -301,20 +449,48 @@ class DecoderConfig:
 
     @property
     def rotary_size(self) -> int:
-        """The size of the part of a head that has rotary positions: all but with latents."""
-        return self.head_size if self.latents is None else self.latents.rotary
+        """The size of the part of a head that has rotary positions: all, or as is said."""
+        if self.latents is not None:
+            return self.latents.rotary
+        return self.head_size if self.rotary_dim is None else self.rotary_dim
 
     @property
     def score_scale(self) -> float | None:
         """What attention multiplies scores by; None for 1 / sqrt(head_size)."""
-        if not isinstance(self.rope_scaling, YarnScaling):
+        sharpening = getattr(self.rope_scaling, "sharpening", None)
+        if sharpening is None and self.query_scalar is None:
             return None
-        return self.head_size**-0.5 * self.rope_scaling.sharpening
+        return (self.query_scalar or self.head_size) ** -0.5 * (sharpening or 1.0)
+
+    @property
+    def how_normed(self) -> Norms:
+        """`norms`, or what is meant without."""
+        return self.norms or Norms()
+
+    @property
+    def how_fed(self) -> FeedForward:
+        """`feed_forward`, or what is meant without."""
+        return self.feed_forward or FeedForward()
+
+    @property
+    def sliding_layers(self) -> list[int]:
+        """The numbers of the layers whose attention sees a window only."""
+        return [] if self.sliding is None else self.sliding.layers(self.layers)
 
     @property
     def expert_layers(self) -> list[int]:
         """The numbers of the layers that have experts."""
         return [] if self.experts is None else self.experts.layers(self.layers)
+
+
+PARTS = {
+    "experts": Experts,
+    "latents": Latents,
+    "norms": Norms,
+    "feed_forward": FeedForward,
+    "sliding": Sliding,
+}
+"""The records that a decoder's options are in, by the field's name."""
 
 
 def parameter_shapes(config: DecoderConfig) -> dict[str, tuple[int, ...]]:
@@ -328,15 +504,22 @@ def parameter_shapes(config: DecoderConfig) -> dict[str, tuple[int, ...]]:
         (32, 64)
     """
     width = config.width
-    attention = _attention_shapes(config)
-    block = {"attention_norm.weight": (width,), "mlp_norm.weight": (width,)}
+    attention, norms = _attention_shapes(config), config.how_normed
+    places = ["norm"] * norms.before + ["out_norm"] * norms.after
+    block: dict[str, tuple[int, ...]] = {}
+    for place in places:
+        for half in ("attention", "mlp"):
+            block |= _norm_shapes(f"{half}_{place}", width, config)
     block |= {f"attention.{name}": shape for name, shape in attention.items()}
     shapes: dict[str, tuple[int, ...]] = {"embedding.weight": (config.vocab_size, width)}
-    mlp, experts = _mlp_shapes("mlp", width, config.mlp_width), _expert_shapes(config)
+    if config.positions is not None:
+        shapes["positions.weight"] = (config.positions, width)
+    mlp = _mlp_shapes("mlp", width, config.mlp_width, config.how_fed)
+    experts = _expert_shapes(config)
     for i in range(config.layers):
         whole = block | (experts if i in config.expert_layers else mlp)
         shapes |= {f"layers.{i}.{name}": shape for name, shape in whole.items()}
-    shapes["norm.weight"] = (width,)
+    shapes |= _norm_shapes("norm", width, config)
     if not config.tied:
         shapes["head.weight"] = (config.vocab_size, width)
     return shapes
@@ -345,7 +528,7 @@ def parameter_shapes(config: DecoderConfig) -> dict[str, tuple[int, ...]]:
 def _attention_shapes(config: DecoderConfig) -> dict[str, tuple[int, ...]]:
     width, size, latents = config.width, config.head_size, config.latents
     if latents is not None:
-        return _latent_shapes(width, config.heads, size, latents)
+        return _latent_shapes(config, latents)
     q_width, kv_width = config.heads * size, config.kv_heads * size
     shapes: dict[str, tuple[int, ...]] = {
         "wq.weight": (q_width, width),
@@ -355,31 +538,44 @@ def _attention_shapes(config: DecoderConfig) -> dict[str, tuple[int, ...]]:
     }
     if config.qkv_bias:
         shapes |= {f"w{x}.bias": shapes[f"w{x}.weight"][:1] for x in "qkv"}
+    if config.out_bias:
+        shapes["wo.bias"] = (width,)
     if config.qk_norm:
-        shapes |= {f"{x}_norm.weight": (size,) for x in "qk"}
+        wide = config.qk_norm == "wide"
+        shapes |= _norm_shapes("q_norm", q_width if wide else size, config)
+        shapes |= _norm_shapes("k_norm", kv_width if wide else size, config)
     return shapes
 
 
-def _latent_shapes(
-    width: int, heads: int, size: int, latents: Latents
-) -> dict[str, tuple[int, ...]]:
-    rank, kv_rank = latents.query_rank, latents.kv_rank
+def _norm_shapes(name: str, size: int, config: DecoderConfig) -> dict[str, tuple[int, ...]]:
+    own = ("weight", "bias") if config.how_normed.kind == "layer" else ("weight",)
+    return {f"{name}.{x}": (size,) for x in own}
+
+
+def _latent_shapes(config: DecoderConfig, latents: Latents) -> dict[str, tuple[int, ...]]:
+    width, heads, rank, kv_rank = config.width, config.heads, latents.query_rank, latents.kv_rank
     shapes: dict[str, tuple[int, ...]] = {
-        "wq.weight": (heads * size, rank or width),
+        "wq.weight": (heads * config.head_size, rank or width),
         "kv_latent.weight": (kv_rank, width),
-        "kv_latent_norm.weight": (kv_rank,),
+        **_norm_shapes("kv_latent_norm", kv_rank, config),
         "k_rotary.weight": (latents.rotary, width),
         "wkv.weight": (heads * (latents.plain + latents.values), kv_rank),
         "wo.weight": (width, heads * latents.values),
     }
     if rank is not None:
-        shapes |= {"q_latent.weight": (rank, width), "q_latent_norm.weight": (rank,)}
+        shapes |= {"q_latent.weight": (rank, width), **_norm_shapes("q_latent_norm", rank, config)}
     return shapes
 
 
-def _mlp_shapes(name: str, width: int, inner: int) -> dict[str, tuple[int, ...]]:
-    shapes = {"gate": (inner, width), "up": (inner, width), "down": (width, inner)}
-    return {f"{name}.{own}.weight": shape for own, shape in shapes.items()}
+def _mlp_shapes(name: str, width: int, inner: int, how: FeedForward) -> dict[str, tuple[int, ...]]:
+    products = {"gate": (inner, width)} if how.gated else {}
+    products |= {"up": (inner, width), "down": (width, inner)}
+    shapes: dict[str, tuple[int, ...]] = {}
+    for own, shape in products.items():
+        shapes[f"{name}.{own}.weight"] = shape
+        if how.bias:
+            shapes[f"{name}.{own}.bias"] = shape[:1]
+    return shapes
 
 
 def _expert_shapes(config: DecoderConfig) -> dict[str, tuple[int, ...]]:
@@ -387,13 +583,15 @@ def _expert_shapes(config: DecoderConfig) -> dict[str, tuple[int, ...]]:
     if experts is None:
         return {}
     wide = (experts.count, experts.width, width)
-    shapes = {
+    shapes: dict[str, tuple[int, ...]] = {
         "mlp.router.weight": (experts.count, width),
         "mlp.experts.gate": wide,
         "mlp.experts.up": wide,
         "mlp.experts.down": (experts.count, width, experts.width),
     }
-    return shapes | (_mlp_shapes("mlp.shared", width, experts.shared) if experts.shared else {})
+    if experts.shared:
+        shapes |= _mlp_shapes("mlp.shared", width, experts.shared, FeedForward())
+    return shapes
 
 
 def count_parameters(config: DecoderConfig) -> int:

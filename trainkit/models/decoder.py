@@ -1,16 +1,18 @@
-"""One readable pre-norm decoder for the Llama, Qwen3 and DeepSeek-V3 families.
+"""One readable decoder for the Llama, Qwen3, Gemma, OLMo 2, GPT-2 and DeepSeek-V3 families.
 
-RMSNorm, rotary embeddings, grouped-query or latent attention, SwiGLU or experts. Names, shapes and
-the half-split rotary convention are such that Hugging Face weights load without permuting (but for
-DeepSeek's rotary pairs, which are neighbours). A model holds parameters, and no buffers but its
-routers', so it is built on the meta device and filled box by box; the kernel of its attention is an
-argument.
+Plain it is RMSNorms before each half of a block, rotary embeddings, grouped-query or latent
+attention, SwiGLU or experts; what a family does otherwise is an option of `DecoderConfig`. Names,
+shapes and the half-split rotary convention are such that Hugging Face weights load without
+permuting (but for DeepSeek's rotary pairs, which are neighbours). A model holds parameters, and no
+buffers but its routers', so it is built on the meta device and filled box by box; the kernel of its
+attention is an argument.
 """
 
 from __future__ import annotations
 
 import copy
 from collections.abc import Iterator, Mapping
+from functools import partial
 from typing import Any, Literal, cast, get_args
 
 import torch
@@ -23,10 +25,10 @@ from trainkit.models.config import DecoderConfig
 from trainkit.models.experts import Balance, ExpertMlp, Tape, check_tape, preload_
 from trainkit.models.initial import init_weights
 from trainkit.models.latent import LatentAttention
-from trainkit.models.layers import Embedding, Linear, Mlp
-from trainkit.models.rotary import rotary_frequencies, rotary_table, rotate
+from trainkit.models.layers import Embedding, Linear, Mlp, WideNorm, norm_of
+from trainkit.models.rotary import Table, rotary_frequencies, rotary_table, rotated
 from trainkit.noise import counters
-from trainkit.types import Attend, Hidden, Routed, Spans, among, unrouted
+from trainkit.types import Attend, Hidden, Routed, Spans, among, capped, unrouted
 
 
 class Head(Linear):
@@ -36,19 +38,30 @@ class Head(Linear):
     FSDP gathers it.
     """
 
-    def __init__(self, width: int, vocab_size: int, *, output: Literal["logits", "hidden"]) -> None:
+    def __init__(
+        self,
+        width: int,
+        vocab_size: int,
+        *,
+        output: Literal["logits", "hidden"],
+        softcap: float | None,
+    ) -> None:
         super().__init__(width, vocab_size, bias=False)
-        self.output = output
+        self.output, self.softcap = output, softcap
 
     def forward(  # pyrefly: ignore[bad-override-param-name]
         self, hidden: Tensor
     ) -> Tensor | Hidden:
         """Map hidden states `[B, S, D]` to logits, or to a `Hidden`."""
-        return project(hidden, self.weight, output=self.output)
+        return project(hidden, self.weight, output=self.output, softcap=self.softcap)
 
 
 def project(
-    hidden: Tensor, weight: Tensor, *, output: Literal["logits", "hidden"]
+    hidden: Tensor,
+    weight: Tensor,
+    *,
+    output: Literal["logits", "hidden"],
+    softcap: float | None = None,
 ) -> Tensor | Hidden:
     """Return logits `[B, S, V]` of hidden states `[B, S, D]` and a weight `[V, D]`, or a `Hidden`.
 
@@ -59,8 +72,8 @@ def project(
     if hasattr(weight, "to_local"):  # tensor parallel: this rank's part of the vocabulary
         weight = weight.to_local()
     if output == "logits":
-        return nn.functional.linear(hidden, weight)
-    return Hidden(hidden, _PassedOn.apply(weight))
+        return capped(nn.functional.linear(hidden, weight), softcap)
+    return Hidden(hidden, _PassedOn.apply(weight), softcap=softcap)
 
 
 def whole_logits(output: Tensor | tuple[Any, ...]) -> Tensor:
@@ -73,8 +86,9 @@ def whole_logits(output: Tensor | tuple[Any, ...]) -> Tensor:
     output = unrouted(output)
     if isinstance(output, Tensor):
         return output
-    hidden, weight, axis = Hidden(*output)
-    return gather_replicated(nn.functional.linear(hidden, weight), axis, dim=-1)
+    hidden, weight, axis, softcap = Hidden(*output)
+    own = capped(nn.functional.linear(hidden, weight), softcap)
+    return gather_replicated(own, axis, dim=-1)
 
 
 class _PassedOn(torch.autograd.Function):
@@ -94,60 +108,83 @@ class _PassedOn(torch.autograd.Function):
 
 
 class Attention(nn.Module):
-    """Grouped-query attention with rotary positions.
+    """Grouped-query attention, with rotary positions if it is given their table.
 
     The number of heads follows from the rows of the weights, so it may hold a shard of them.
     """
 
-    def __init__(self, config: DecoderConfig, *, attend: Attend) -> None:
+    def __init__(self, config: DecoderConfig, *, attend: Attend, window: int | None) -> None:
         super().__init__()
         size, bias = config.head_size, config.qkv_bias
         self.head_size, self.attend, self.scale = size, attend, config.score_scale
+        self.window, self.softcap = window, config.score_softcap
         self.wq = Linear(config.width, config.heads * size, bias=bias)
         self.wk = Linear(config.width, config.kv_heads * size, bias=bias)
         self.wv = Linear(config.width, config.kv_heads * size, bias=bias)
-        self.wo = Linear(config.heads * size, config.width, bias=False)
-        self.q_norm = nn.RMSNorm(size, config.norm_eps) if config.qk_norm else None
-        self.k_norm = nn.RMSNorm(size, config.norm_eps) if config.qk_norm else None
+        self.wo = Linear(config.heads * size, config.width, bias=config.out_bias)
+        self.q_norm, self.k_norm = _norms_of_heads(config)
 
     def forward(
         self,
         x: Tensor,
         *,
-        rotary: tuple[Tensor, Tensor],
+        rotary: Table | None,
         spans: Spans,
         attend: Attend | None = None,
     ) -> Tensor:
         """Map `[B, S, D]` to `[B, S, D]`; `attend`, a cache's, takes the place of its own."""
-        attend = attend or self.attend
-        q, k, v = (w(x).unflatten(-1, (-1, self.head_size)) for w in (self.wq, self.wk, self.wv))
-        if self.q_norm is not None and self.k_norm is not None:
+        q, k, v = self.wq(x), self.wk(x), self.wv(x)
+        if isinstance(self.q_norm, WideNorm):
             q, k = self.q_norm(q), self.k_norm(k)
-        q, k = rotate(q, *rotary), rotate(k, *rotary)
-        return self.wo(attend(q, k, v, spans=spans, scale=self.scale).flatten(2))
+        q, k, v = (part.unflatten(-1, (-1, self.head_size)) for part in (q, k, v))
+        if not isinstance(self.q_norm, WideNorm):
+            q, k = self.q_norm(q), self.k_norm(k)
+        q, k = rotated(q, k, rotary)
+        how = {"scale": self.scale, "window": self.window, "softcap": self.softcap}
+        return self.wo((attend or self.attend)(q, k, v, spans=spans, **how).flatten(2))
+
+
+def _norms_of_heads(config: DecoderConfig) -> tuple[nn.Module, nn.Module]:
+    """Return what normalises queries and keys."""
+    size = config.head_size
+    if config.qk_norm == "wide":
+        sizes = config.heads * size, config.kv_heads * size
+        return WideNorm(sizes[0], config.norm_eps), WideNorm(sizes[1], config.norm_eps)
+    if config.qk_norm:
+        return norm_of(config, size), norm_of(config, size)
+    return nn.Identity(), nn.Identity()
 
 
 class Block(nn.Module):
     """One layer: attention and an MLP, each on a normalised copy of the residual stream.
 
-    `name` is the layer's name in the whole model ("layers.17"): dropout depends on it, so it stays
-    when a pipeline stage holds only some of the layers.
+    What comes out of each may be normalised too, or alone; `Norms` says. `name` is the layer's name
+    in the whole model ("layers.17"): dropout depends on it, so it stays when a pipeline stage holds
+    only some of the layers.
     """
 
     def __init__(self, config: DecoderConfig, *, attend: Attend, name: str, mlp: nn.Module) -> None:
         super().__init__()
         self.name, self.dropout = name, config.dropout
-        self.attention_norm = nn.RMSNorm(config.width, config.norm_eps)
+        self.slides = int(name.rpartition(".")[2]) in config.sliding_layers
+        window = config.sliding.window if config.sliding and self.slides else None
+        before, after = (
+            partial(norm_of, config, config.width) if wanted else nn.Identity
+            for wanted in (config.how_normed.before, config.how_normed.after)
+        )
+        self.attention_norm = before()
         kind = Attention if config.latents is None else LatentAttention
-        self.attention = kind(config, attend=attend)
-        self.mlp_norm = nn.RMSNorm(config.width, config.norm_eps)
+        self.attention = kind(config, attend=attend, window=window)
+        self.attention_out_norm = after()
+        self.mlp_norm = before()
         self.mlp = mlp
+        self.mlp_out_norm = after()
 
     def forward(
         self,
         x: Tensor,
         *,
-        rotary: tuple[Tensor, Tensor],
+        rotary: tuple[Table | None, Table | None],
         spans: Spans,
         noise_key: Tensor | None = None,
         is_token: Tensor | None = None,
@@ -156,19 +193,24 @@ class Block(nn.Module):
     ) -> Tensor | tuple[Tensor, Tensor]:
         """Map `[B, S, D]` to `[B, S, D]`; without a `noise_key` nothing is dropped.
 
-        With experts, also to the layer's row of `Routed.sums`.
+        `rotary` is the table of layers that see all, and that of layers that slide. With experts it
+        also returns the layer's row of `Routed.sums`.
         """
         attend = None if cache is None else cache.attend(self.name)
-        branch = self.attention(self.attention_norm(x), rotary=rotary, spans=spans, attend=attend)
+        table = rotary[1] if self.slides else rotary[0]
+        branch = self.attention(self.attention_norm(x), rotary=table, spans=spans, attend=attend)
+        branch = self.attention_out_norm(branch)
         x = x + _drop(branch, noise_key, of=self, name="attention", p=self.dropout)
         normal = self.mlp_norm(x)
         if not isinstance(self.mlp, ExpertMlp):
-            return x + _drop(self.mlp(normal), noise_key, of=self, name="mlp", p=self.dropout)
+            branch = self.mlp_out_norm(self.mlp(normal))
+            return x + _drop(branch, noise_key, of=self, name="mlp", p=self.dropout)
         # Tokens go to experts in numbers that no compiler knows.
         apart = torch.compiler.is_compiling()
         through = torch.compiler.disable(_through_experts) if apart else _through_experts
         known = {"spans": spans, "is_token": is_token, "tape": tape, "noise_key": noise_key}
         branch, sums = through(self.mlp, normal, known)
+        branch = self.mlp_out_norm(branch)
         return x + _drop(branch, noise_key, of=self, name="mlp", p=self.dropout), sums
 
 
@@ -233,6 +275,8 @@ class Decoder(nn.Module):
         self.embeds = True
         self.sequence_parts = 1  # tensor parallelism sets it to the parts S is cut into in blocks
         self.embedding: Embedding | None = Embedding(config.vocab_size, config.width)
+        learned = config.positions
+        self.positions = None if learned is None else Embedding(learned, config.width)
         # Keyed by the layer's number, so that a pipeline stage's layers keep their names.
         self.layers = nn.ModuleDict(
             {
@@ -240,8 +284,9 @@ class Decoder(nn.Module):
                 for i, mlp in enumerate(_mlps(config, balance))
             }
         )
-        self.norm: nn.RMSNorm | None = nn.RMSNorm(config.width, config.norm_eps)
-        self.head = None if config.tied else Head(config.width, config.vocab_size, output=head)
+        self.norm: nn.Module | None = norm_of(config, config.width)
+        how: dict[str, Any] = {"output": head, "softcap": config.logit_softcap}
+        self.head = None if config.tied else Head(config.width, config.vocab_size, **how)
 
     def forward(
         self,
@@ -281,7 +326,7 @@ class Decoder(nn.Module):
         """
         noise_key = self._noise_key_in_use(noise_key)
         x, *before = input_ids if isinstance(input_ids, tuple) else (input_ids,)
-        x = self._embedded(x, noise_key)
+        x = self._embedded(x, position_ids, noise_key)
         known: dict[str, Any] = {"spans": spans, "noise_key": noise_key, "cache": cache}
         known["rotary"] = self._rotary(position_ids, dtype=x.dtype)
         if self.config.experts is None:
@@ -315,7 +360,8 @@ class Decoder(nn.Module):
         if self.head is not None:
             return self.head(x)
         assert self.embedding is not None
-        return project(x, self.embedding.weight, output=self.output)
+        how: dict[str, Any] = {"output": self.output, "softcap": self.config.logit_softcap}
+        return project(x, self.embedding.weight, **how)
 
     def boundary(self, batch: Mapping[str, Any]) -> Tensor | Routed:
         """Return what crosses from one pipeline stage to the next: `[B, S, D]`, on the meta device.
@@ -340,36 +386,55 @@ class Decoder(nn.Module):
         assert self.config.experts is not None
         return len(self.config.expert_layers), 3 + self.config.experts.count
 
-    def _embedded(self, input_ids: Tensor, noise_key: Tensor | None) -> Tensor:
+    def _embedded(
+        self, input_ids: Tensor, position_ids: Tensor, noise_key: Tensor | None
+    ) -> Tensor:
         if not self.embeds or self.embedding is None:
             return input_ids
         x = self.embedding(input_ids)
+        if self.config.embedding_scale is not None:
+            x = x * _rounded(self.config.embedding_scale, x.dtype)
+        if self.positions is not None:
+            x = x + self.positions(position_ids)
         return _drop(x, noise_key, of=None, name="embedding", p=self.config.dropout)
 
     def _noise_key_in_use(self, noise_key: Tensor | None) -> Tensor | None:
-        """Return the keys if anything is to be dropped or moved, else None."""
+        """Return the keys in training, where they are needed if anything is dropped or moved."""
         experts = self.config.experts
         amounts = {"dropout": self.config.dropout, "jitter": experts.jitter if experts else 0.0}
         used = [f"{name} is {amount}" for name, amount in amounts.items() if amount]
-        if not self.training or not used:
+        if not self.training:
             return None
-        if noise_key is None:
+        if noise_key is None and used:
             raise ValueError(
                 f"Decoder: {' and '.join(used)} and the model is training, but there is no "
                 "noise_key; put noise.token_keys(...) into the batch, or call model.eval()"
             )
         return noise_key
 
-    def _rotary(self, position_ids: Tensor, *, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """Return the table all layers share, in fp32 (fp64 for an fp64 model)."""
-        frequencies = rotary_frequencies(
+    def _rotary(
+        self, position_ids: Tensor, *, dtype: torch.dtype
+    ) -> tuple[Table | None, Table | None]:
+        """Return the tables of layers that see all and of those that slide: fp32, for fp64 fp64."""
+        if self.config.positions is not None:
+            return None, None
+        made = partial(
+            rotary_frequencies,
             self.config.rotary_size,
-            theta=self.config.rope_theta,
-            scaling=self.config.rope_scaling,
             dtype=torch.float64 if dtype == torch.float64 else torch.float32,
             device=position_ids.device,
         )
-        return rotary_table(position_ids, frequencies)
+        frequencies = made(theta=self.config.rope_theta, scaling=self.config.rope_scaling)
+        table = rotary_table(position_ids, frequencies)
+        sliding = self.config.sliding
+        if sliding is None or sliding.rope_theta is None:
+            return table, table
+        return table, rotary_table(position_ids, made(theta=sliding.rope_theta))
+
+
+def _rounded(value: float, dtype: torch.dtype) -> float:
+    """Return the number of a dtype that is nearest."""
+    return float(torch.tensor(value, dtype=dtype, device="cpu"))
 
 
 def _mlps(config: DecoderConfig, balance: Balance) -> Iterator[nn.Module]:
@@ -377,7 +442,7 @@ def _mlps(config: DecoderConfig, balance: Balance) -> Iterator[nn.Module]:
     numbers = {layer: number for number, layer in enumerate(config.expert_layers)}
     for i in range(config.layers):
         if config.experts is None or i not in numbers:
-            yield Mlp(config.width, config.mlp_width)
+            yield Mlp(config.width, config.mlp_width, config.feed_forward)
         else:
             where: Any = {"name": f"layers.{i}.mlp", "number": numbers[i], "balance": balance}
             yield ExpertMlp(config.width, config.experts, **where)
@@ -412,6 +477,7 @@ def decoder_stage(model: Decoder, layers: range, *, first: bool, last: bool) -> 
         stage.embedding = copy.deepcopy(model.embedding)  # one rank may hold both
     else:
         stage.embedding = None
+    stage.positions = model.positions if first else None
     stage.layers = nn.ModuleDict({str(i): model.layers[str(i)] for i in layers})
     stage.norm = model.norm if last else None
     stage.head = model.head if last else None

@@ -16,12 +16,12 @@ from trainkit.types import Weights
 def init_weights(config: DecoderConfig, *, seed: int) -> Weights:
     """Return the initial values of a decoder as a function of name and box.
 
-    Norms are 1, biases 0. Matrices, the embedding and the head are normal with variance 1 / (size
-    of their last dimension), so that a normalised input keeps its scale; `wo` and `down`, which
-    write into the residual stream, are divided by sqrt(2 * layers) (Radford et al., "Language
-    models are unsupervised multitask learners", 2019). A fixed 0.02 for the embedding trains a
-    small model worse: "tiny" on bytes of source text reached 2.17 nats on held-out text after 150
-    steps, and 1.79 like this.
+    Norms are 1 (those of kind "offset" 0, which is as much), biases 0. Matrices, embeddings and the
+    head are normal with variance 1 / (size of their last dimension), so that a normalised input
+    keeps its scale; `wo` and `down`, which write into the residual stream, are divided by sqrt(2 *
+    layers) (Radford et al., "Language models are unsupervised multitask learners", 2019). A fixed
+    0.02 for the embedding trains a small model worse: "tiny" on bytes of source text reached 2.17
+    nats on held-out text after 150 steps, and 1.79 like this.
 
     Returns:
         A `Weights` function: fp32 on the CPU. An element is a function of the seed, the parameter's
@@ -43,7 +43,7 @@ def init_weights(config: DecoderConfig, *, seed: int) -> Weights:
     def weights(name: str, shape: Sequence[int], offset: Sequence[int]) -> Tensor:
         _check_box(name, shape, offset, shapes)
         if name.endswith("norm.weight"):
-            return torch.ones(tuple(shape))
+            return torch.full(tuple(shape), 0.0 if config.how_normed.kind == "offset" else 1.0)
         if name.endswith(".bias"):
             return torch.zeros(tuple(shape))
         std = _initial_std(name, fan_in=shapes[name][-1], layers=config.layers)

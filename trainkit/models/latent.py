@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, nn
 
 from trainkit.models.config import DecoderConfig
-from trainkit.models.layers import Linear
-from trainkit.models.rotary import rotate
+from trainkit.models.layers import Linear, norm_of
+from trainkit.models.rotary import Table, rotate
 from trainkit.types import Attend, Spans
 
 
@@ -23,19 +23,20 @@ class LatentAttention(nn.Module):
     and may see a part of them where tensor parallelism gathers what the norms and `k_rotary` give.
     """
 
-    def __init__(self, config: DecoderConfig, *, attend: Attend) -> None:
+    def __init__(self, config: DecoderConfig, *, attend: Attend, window: int | None) -> None:
         super().__init__()
         assert config.latents is not None
         made, width, heads = config.latents, config.width, config.heads
         self.latents, self.attend, self.scale = made, attend, config.score_scale
+        self.window, self.softcap = window, config.score_softcap
         self.q_latent: nn.Module = nn.Identity()
         self.q_latent_norm: nn.Module = nn.Identity()
         if made.query_rank is not None:
             self.q_latent = Linear(width, made.query_rank, bias=False)
-            self.q_latent_norm = nn.RMSNorm(made.query_rank, config.norm_eps)
+            self.q_latent_norm = norm_of(config, made.query_rank)
         self.wq = Linear(made.query_rank or width, heads * config.head_size, bias=False)
         self.kv_latent = Linear(width, made.kv_rank, bias=False)
-        self.kv_latent_norm = nn.RMSNorm(made.kv_rank, config.norm_eps)
+        self.kv_latent_norm = norm_of(config, made.kv_rank)
         self.wkv = Linear(made.kv_rank, heads * (made.plain + made.values), bias=False)
         self.wq.head_size, self.wkv.head_size = config.head_size, made.plain + made.values
         self.k_rotary = Linear(width, made.rotary, bias=False)
@@ -45,12 +46,12 @@ class LatentAttention(nn.Module):
         self,
         x: Tensor,
         *,
-        rotary: tuple[Tensor, Tensor],
+        rotary: Table | None,
         spans: Spans,
         attend: Attend | None = None,
     ) -> Tensor:
         """Map `[B, S, D]` to `[B, S, D]`; `attend`, a cache's, takes the place of its own."""
-        attend = attend or self.attend
+        assert rotary is not None
         q = self.wq(self.q_latent_norm(self.q_latent(x))).unflatten(-1, (-1, self.wq.head_size))
         kv = self.wkv(self.kv_latent_norm(self.kv_latent(x)))
         q_plain, q_turned = q.split([self.latents.plain, self.latents.rotary], -1)
@@ -60,4 +61,5 @@ class LatentAttention(nn.Module):
         k_turned = rotate(self.k_rotary(x).unsqueeze(2), *rotary).expand(-1, -1, q.shape[2], -1)
         q = torch.cat([q_plain, rotate(q_turned, *rotary)], -1)
         k = torch.cat([k_plain, k_turned], -1)
-        return self.wo(attend(q, k, v, spans=spans, scale=self.scale).flatten(2))
+        how = {"scale": self.scale, "window": self.window, "softcap": self.softcap}
+        return self.wo((attend or self.attend)(q, k, v, spans=spans, **how).flatten(2))

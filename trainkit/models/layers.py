@@ -2,7 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
+from functools import partial
+
+import torch
 from torch import Tensor, nn
+
+from trainkit.models.config import DecoderConfig, FeedForward
 
 
 class Linear(nn.Linear):
@@ -22,15 +28,75 @@ class Embedding(nn.Embedding):
         """Leave the values as they are; a `Weights` function fills them."""
 
 
-class Mlp(nn.Module):
-    """SwiGLU (Shazeer, "GLU variants improve transformer", 2020)."""
+_ACTIVATIONS: Mapping[str, Callable[[Tensor], Tensor]] = {
+    "silu": nn.functional.silu,
+    "gelu": nn.functional.gelu,
+    "gelu_tanh": partial(nn.functional.gelu, approximate="tanh"),
+}
 
-    def __init__(self, width: int, inner: int) -> None:
+
+class Mlp(nn.Module):
+    """SwiGLU (Shazeer, "GLU variants improve transformer", 2020), or what a `FeedForward` says."""
+
+    def __init__(self, width: int, inner: int, how: FeedForward | None = None) -> None:
         super().__init__()
-        self.gate = Linear(width, inner, bias=False)
-        self.up = Linear(width, inner, bias=False)
-        self.down = Linear(inner, width, bias=False)
+        how = how or FeedForward()
+        self.activation = _ACTIVATIONS[how.activation]
+        self.gate = Linear(width, inner, bias=how.bias) if how.gated else None
+        self.up = Linear(width, inner, bias=how.bias)
+        self.down = Linear(inner, width, bias=how.bias)
 
     def forward(self, x: Tensor) -> Tensor:
         """Map `[B, S, D]` to `[B, S, D]`."""
-        return self.down(nn.functional.silu(self.gate(x)) * self.up(x))
+        if self.gate is None:
+            return self.down(self.activation(self.up(x)))
+        return self.down(self.activation(self.gate(x)) * self.up(x))
+
+
+# ------------------------------------------------------------------------------------------- norms
+
+
+def norm_of(config: DecoderConfig, size: int) -> nn.Module:
+    """Return a decoder's kind of norm, for vectors of a size.
+
+    Examples:
+        >>> config = DecoderConfig(
+        ...     vocab_size=259, width=64, layers=2, heads=4, kv_heads=2, mlp_width=128
+        ... )
+        >>> norm_of(config, 16)
+        RMSNorm((16,), eps=1e-05, elementwise_affine=True)
+    """
+    kinds = {"rms": nn.RMSNorm, "offset": OffsetNorm, "layer": nn.LayerNorm}
+    return kinds[config.how_normed.kind](size, config.norm_eps)
+
+
+class OffsetNorm(nn.Module):
+    """RMSNorm whose scale is 1 + its weight, computed in fp32 (fp64 stays fp64), as in Gemma."""
+
+    def __init__(self, size: int, eps: float) -> None:
+        super().__init__()
+        self.weight, self.eps = nn.Parameter(torch.empty(size)), eps
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Map `[..., size]` to `[..., size]`."""
+        wide = torch.promote_types(x.dtype, torch.float32)
+        scale = 1 + self.weight.to(wide)
+        return nn.functional.rms_norm(x.to(wide), scale.shape, scale, self.eps).to(x.dtype)
+
+
+class WideNorm(nn.Module):
+    """RMSNorm over all heads at once, of which this module may hold some (OLMo 2, 2024)."""
+
+    def __init__(self, size: int, eps: float) -> None:
+        super().__init__()
+        self.weight, self.size, self.eps = nn.Parameter(torch.empty(size)), size, eps
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Map `[..., size]`, or a rank's part of it, to the same."""
+        wide = x.to(torch.promote_types(x.dtype, torch.float32))
+        mean = self.summed(wide.square().sum(-1, keepdim=True)) / self.size
+        return (wide * torch.rsqrt(mean + self.eps) * self.weight.to(wide.dtype)).to(x.dtype)
+
+    def summed(self, squares: Tensor) -> Tensor:
+        """Return the sum of what each rank has: tensor parallelism puts a collective here."""
+        return squares

@@ -11,14 +11,14 @@ import math
 import torch
 from torch import Tensor
 
-from trainkit.models.config import Llama3Scaling, YarnScaling
+from trainkit.models.config import LinearScaling, RopeScaling, YarnScaling
 
 
 def rotary_frequencies(
     head_dim: int,
     *,
     theta: float,
-    scaling: Llama3Scaling | YarnScaling | None = None,
+    scaling: RopeScaling | None = None,
     dtype: torch.dtype = torch.float32,
     device: torch.device | None = None,
 ) -> Tensor:
@@ -34,6 +34,8 @@ def rotary_frequencies(
     frequencies = 1.0 / theta**exponents
     if scaling is None:
         return frequencies
+    if isinstance(scaling, LinearScaling):
+        return frequencies / scaling.factor
     if isinstance(scaling, YarnScaling):
         kept = _kept_by_number(frequencies, scaling, theta=theta)
     else:
@@ -72,16 +74,36 @@ def rotary_table(position_ids: Tensor, frequencies: Tensor) -> tuple[Tensor, Ten
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Turn each pair (i, i + head_dim / 2) of `x` `[B, S, H, head_dim]` by its angle.
+    """Turn each pair (i, i + R / 2) of the first R elements of heads `[B, S, H, D]` by its angle.
+
+    R is what the table is for; the elements after it stay as they are (Phi).
 
     The product is computed in the table's dtype and rounded once, to that of `x`: whether `x` is
     bf16 by autocast or by FSDP, it is rounded alike, and attention sees no wider queries.
 
     Examples:
         >>> x = torch.tensor([1.0, 0.0]).reshape(1, 1, 1, 2)
-        >>> rotate(x, torch.tensor(0.0), torch.tensor(1.0)).flatten()
+        >>> rotate(x, torch.zeros(1), torch.ones(1)).flatten()
         tensor([0., 1.])
     """
+    size = 2 * cos.shape[-1]
+    if size < x.shape[-1]:
+        return torch.cat((rotate(x[..., :size], cos, sin), x[..., size:]), dim=-1)
     first, second = x.chunk(2, dim=-1)
     turned = torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
     return turned.to(x.dtype)
+
+
+Table = tuple[Tensor, Tensor]
+"""Cosines and sines, as `rotary_table` returns them."""
+
+
+def rotated(q: Tensor, k: Tensor, table: Table | None) -> tuple[Tensor, Tensor]:
+    """Return queries and keys with their positions; as they are where there is no table.
+
+    Examples:
+        >>> q, k = torch.ones(2, 1, 1, 1, 2)
+        >>> rotated(q, k, None)[0] is q
+        True
+    """
+    return (q, k) if table is None else (rotate(q, *table), rotate(k, *table))

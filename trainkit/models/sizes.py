@@ -4,11 +4,19 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, get_args
 
 import attrs
 
-from trainkit.models.config import DecoderConfig, Experts, Latents, Llama3Scaling, YarnScaling
+from trainkit.models.config import (
+    PARTS,
+    DecoderConfig,
+    Experts,
+    Latents,
+    Llama3Scaling,
+    RopeScaling,
+    YarnScaling,
+)
 
 
 def decoder_sizes() -> dict[str, DecoderConfig]:
@@ -83,11 +91,13 @@ def config_from_facts(facts: Mapping[str, Any]) -> DecoderConfig:
     """
     values = dict(facts)
     try:
-        scaling = values.get("rope_scaling")
+        scaling = {*(values.get("rope_scaling") or ())}
         kinds: dict[str, Any] = {
-            "rope_scaling": YarnScaling if scaling and "mscale" in scaling else Llama3Scaling,
-            "experts": Experts,
-            "latents": Latents,
+            "rope_scaling": next(
+                (kind for kind in get_args(RopeScaling) if {*attrs.fields_dict(kind)} == scaling),
+                Llama3Scaling,
+            ),
+            **PARTS,
         }
         for name, kind in kinds.items():
             if values.get(name) is not None:

@@ -9,6 +9,25 @@ import torch
 from torch import nn
 
 
+class AdamW(torch.optim.AdamW):
+    """Torch's AdamW, whose fused kernel is given what this rank holds of sharded parameters.
+
+    Every element is stepped alone, so that DTensor has nothing to add. To find that out takes it a
+    second for 200 parameters on a new mesh, and 8 ms in every later step. The state stays sharded.
+
+    Examples:
+        >>> type(adamw([nn.Parameter(torch.ones(1))], lr=0.1)).__mro__[1] is torch.optim.AdamW
+        True
+    """
+
+    def _init_group(self, group: Any, *lists: Any, **named: Any) -> Any:
+        has_complex = super()._init_group(group, *lists, **named)
+        if group["fused"]:
+            for tensors in (*lists, *named.values()):
+                tensors[:] = [x.to_local() if hasattr(x, "to_local") else x for x in tensors]
+        return has_complex
+
+
 def adamw(
     params: Iterable[nn.Parameter] | Iterable[dict[str, Any]],
     *,
@@ -17,7 +36,7 @@ def adamw(
     eps: float = 1e-8,
     weight_decay: float = 0.0,
     fused: bool = True,
-) -> torch.optim.AdamW:
+) -> AdamW:
     """Return torch's AdamW (Loshchilov and Hutter 2019), fused.
 
     Fused means one kernel for all parameters, on CPU too (8 ms instead of 56 for 4 million
@@ -57,7 +76,7 @@ def adamw(
     groups = listed if isinstance(listed[0], dict) else [{"params": listed}]
     groups = [{**group, "params": _listed(group["params"])} for group in groups]
     one_kind = all(len({hasattr(p, "placements") for p in g["params"]}) < 2 for g in groups)
-    return torch.optim.AdamW(
+    return AdamW(
         groups, lr=lr, betas=betas, eps=eps, weight_decay=weight_decay, fused=fused and one_kind
     )
 

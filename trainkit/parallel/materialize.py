@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any, cast
 
 import torch
@@ -25,6 +26,13 @@ from trainkit.parallel.naming import (
     ties_of,
 )
 from trainkit.types import SOLO, Axis, CheckpointError, Weights
+
+Fill = Callable[[Weights, str, Sequence[int], Sequence[int]], Tensor]
+"""`Fill(weights, name, shape, offset) -> Tensor`: a box of a parameter that a transform has made.
+
+A module has its parameters' in a dictionary `fills`, by their own names; they may ask `weights` for
+any box of the model as it was.
+"""
 
 
 def materialize_(
@@ -73,7 +81,7 @@ def materialize_(
     module.to_empty(device=device)
     retie_(module, ties)  # to_empty makes a tensor for every module that holds it
     names = {name: tie for tie in ties for name in tie}
-    held = shapes_of(weights)
+    held, fills = shapes_of(weights), _fills_of(module)
     stored = {name: x for name, x in named_buffers_of([module]).items() if name in held}
     with torch.no_grad():
         for name, buffer in live_buffers(module).items():
@@ -82,7 +90,18 @@ def materialize_(
             box = box_of(tensor)
             if box.local.numel():
                 shape, offset = tuple(box.local.shape), box.offset
-                box.local.copy_(_values(weights, names.get(name, (name,)), shape, offset))
+                give = partial(fills[name], weights) if name in fills else weights
+                box.local.copy_(_values(give, names.get(name, (name,)), shape, offset))
+
+
+def _fills_of(module: nn.Module) -> dict[str, Fill]:
+    """Return what makes those parameters that weights do not hold, by name in the whole model."""
+    parts = ((path, vars(part).get("fills", {})) for path, part in module.named_modules())
+    return {
+        canonical_name(f"{path}.{key}" if path else key): fill
+        for path, fills in parts
+        for key, fill in fills.items()
+    }
 
 
 def _values(

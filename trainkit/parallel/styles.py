@@ -15,6 +15,7 @@ from typing import Any
 import attrs
 from torch import Tensor, nn
 
+from trainkit.batch.shards import contiguous_shard
 from trainkit.collectives import (
     gather_dim,
     gather_replicated,
@@ -22,10 +23,13 @@ from trainkit.collectives import (
     sum_forward,
     sum_grad,
 )
+from trainkit.models.layers import WideNorm
 from trainkit.types import Axis
 
 Communicate = Callable[[Tensor, Axis], Tensor]
 """A differentiable collective on an input or an output of a module."""
+
+Forward = Callable[..., Any]
 
 SEQUENCE_DIM = 1
 """The dimension of tokens in a hidden state `[B, S, D]`."""
@@ -37,7 +41,8 @@ class Style:
 
     `cuts` gives the dimension along which a parameter is cut; all others stay whole. `partial`
     says that the whole ones see only a part of the work on each rank, so that their gradients must
-    be summed over ranks. `sequence` says that some hidden state is cut along the sequence.
+    be summed over ranks. `sequence` says that some hidden state is cut along the sequence. `within`
+    gives the methods of the module whose results are sent, by name.
     """
 
     kind: type[nn.Module] = nn.Module
@@ -46,6 +51,7 @@ class Style:
     leave: Communicate | None = None
     partial: bool = False
     sequence: bool = False
+    within: Mapping[str, Communicate] = MappingProxyType({})
 
 
 _COLUMN = Style(nn.Linear, {"weight": 0, "bias": 0}, enter=sum_grad)
@@ -53,6 +59,16 @@ _ROW = Style(nn.Linear, {"weight": 1}, leave=sum_forward)
 _VOCABULARY = Style(nn.Embedding, {"weight": 0}, leave=sum_forward)
 _gather_sequence = partial(gather_dim, dim=SEQUENCE_DIM)
 _scatter_sequence = partial(scatter_sum, dim=SEQUENCE_DIM)
+
+
+def _own_tokens(x: Tensor, axis: Axis) -> Tensor:
+    return contiguous_shard(x, axis.share, dim=SEQUENCE_DIM)
+
+
+def _summed_both_ways(x: Tensor, axis: Axis) -> Tensor:
+    """Return a sum over ranks, all of which use it."""
+    return sum_grad(sum_forward(x, axis), axis)
+
 
 STYLES: Mapping[str, Style] = MappingProxyType(
     {
@@ -70,6 +86,8 @@ STYLES: Mapping[str, Style] = MappingProxyType(
         "row_scattered": attrs.evolve(_ROW, leave=_scatter_sequence, partial=True, sequence=True),
         "vocabulary_scattered": attrs.evolve(_VOCABULARY, leave=_scatter_sequence, sequence=True),
         "partial_gathered": Style(leave=_gather_sequence, partial=True, sequence=True),
+        "partial_sliced": Style(enter=_own_tokens, partial=True, sequence=True),
+        "wide_norm": Style(WideNorm, {"weight": 0}, within={"summed": _summed_both_ways}),
     }
 )
 """The styles by name.
@@ -82,6 +100,7 @@ STYLES: Mapping[str, Style] = MappingProxyType(
 | column_gathered | the same | and the output is gathered along its last dimension |
 | row | a Linear's input features are cut, the bias is whole | the output is summed |
 | vocabulary | an Embedding's rows are cut | the output is summed |
+| wide_norm | a WideNorm's features are cut | the sums of its squares are summed |
 
 With hidden states `[B, S / tp, D]` between blocks:
 
@@ -93,6 +112,7 @@ With hidden states `[B, S / tp, D]` between blocks:
 | row_scattered | as row, the bias partial | the output is summed and scattered |
 | vocabulary_scattered | as vocabulary | the output is summed and scattered |
 | partial_gathered | as partial | the output is gathered |
+| partial_sliced | as partial; whole ids or positions enter, of which it takes its own | gradients |
 """
 
 
@@ -129,10 +149,15 @@ def styled_class(base: type[nn.Module], names: tuple[str, ...], style: Style, ax
         compute = _communicating(compute, style, axis)
     if is_row and "bias" in names:
         compute = _bias_added(compute)
-    return type(f"Sharded{base.__name__}", (base,), {"forward": compute})
+    sent = {name: _sent(getattr(base, name), how, axis) for name, how in style.within.items()}
+    return type(f"Sharded{base.__name__}", (base,), {"forward": compute, **sent})
 
 
-Forward = Callable[..., Any]
+def _sent(method: Forward, communicate: Communicate, axis: Axis) -> Forward:
+    def send(self: nn.Module, x: Tensor) -> Tensor:
+        return communicate(method(self, x), axis)
+
+    return send
 
 
 def _on_local(base: Any, names: tuple[str, ...], *, left_out: tuple[str, ...]) -> Forward:

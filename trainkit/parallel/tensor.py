@@ -37,18 +37,21 @@ DECODER_STYLES: Mapping[str, str] = MappingProxyType(
         "layers.*.attention.w[qkv]": "column_inside",
         "layers.*.attention.[qk]_norm": "partial",
         "layers.*.attention.wo": "row_scattered",
+        "layers.*.attention_out_norm": "partial",
         "layers.*.mlp_norm": "partial",
         "layers.*.mlp": "gather",
         "layers.*.mlp.gate": "column_inside",
         "layers.*.mlp.up": "column_inside",
         "layers.*.mlp.down": "row_scattered",
+        "layers.*.mlp_out_norm": "partial",
         "norm": "partial_gathered",
         "head": "column_inside",
     }
 )
 """The plan of `models.Decoder`: hidden states are `[B, S / tp, D]` between blocks, so that norms,
 dropout and the residual stream are shared too. Logits leave the model whole, `[B, S, V]`; a
-`Hidden` leaves it with this rank's rows of the weight, `[V / tp, D]`, and the axis.
+`Hidden` leaves it with this rank's rows of the weight, `[V / tp, D]`, and the axis. Learned
+positions and norms over all heads, where a decoder has them, have styles of their own.
 """
 
 LATENT_STYLES: Mapping[str, str] = MappingProxyType(
@@ -213,7 +216,10 @@ def _styles_of(
 ) -> dict[str, tuple[str, Style]]:
     """Return (pattern, style) by module name; `whole` says that the module is no pipeline stage."""
     if styles is None and isinstance(module, Decoder):
-        ready = DECODER_STYLES if module.config.latents is None else LATENT_STYLES
+        ready = dict(DECODER_STYLES if module.config.latents is None else LATENT_STYLES)
+        ready |= {"positions": "partial_sliced"}
+        if module.config.qk_norm == "wide":
+            ready["layers.*.attention.[qk]_norm"] = "wide_norm"
     elif styles is None:
         raise ConfigError(
             f"tensor: there is no ready plan for a {type(module).__name__}; pass one, as "
@@ -241,6 +247,10 @@ def _styles_of(
                     where=name,
                 )
             found[name] = pattern, _style(pattern, named)
+    for name, part in module.named_modules():  # an adapter is cut as its matrix is
+        owner, beside = name.rsplit(".", 2)[0], getattr(part, "style_beside", None)
+        if callable(beside) and owner in found:
+            found[name] = found[owner][0], beside(found[owner][1])
     apart = any(style.sequence for _, style in found.values())  # each rank has its own tokens
     style = STYLES["partial" if apart else "replicated"]
     return found | dict.fromkeys(sorted(own), ("experts", style))
@@ -315,6 +325,9 @@ def _shard_(module: nn.Module, styles: Mapping[str, Style], axis: Axis) -> None:
     placed: dict[int, tuple[int | None, nn.Parameter]] = {}
     for name, child in module.named_modules():
         style = styles.get(name, STYLES["replicated"])
+        cut: Any = getattr(child, "cut_", None)
+        if cut is not None:  # it holds its weights in other shapes than the style knows
+            style = cut(style, axis)
         own = dict(child.named_parameters(recurse=False, remove_duplicate=False))
         if not own and name not in styles:
             continue

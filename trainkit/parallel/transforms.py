@@ -11,10 +11,16 @@ from torch import nn
 from trainkit.parallel.naming import ties_of
 from trainkit.types import ConfigError, Layout, ModelTransform, ParallelState
 
-ORDER = ("tensor", "sequence", "expert", "precision", "adapter", "recompute", "compiled", "fsdp")
+ORDER = (
+    *("quantized", "adapter", "tensor", "sequence", "expert", "precision"),
+    *("recompute", "compiled", "fsdp"),
+)
 """The order in which kinds of transforms must stand in a plan: each sees the module as the earlier
-ones left it.
+ones left it. What cuts a matrix cuts its adapter with it.
 """
+
+OF_THE_WHOLE = ("quantized", "adapter")
+"""The kinds that see the whole model, before it is cut into pipeline stages."""
 
 _AXES = [name for name in Layout().degrees if name != "pp"]
 

@@ -132,7 +132,7 @@ def _of_attention(job: Job, layout: Layout, fused_norms: bool) -> _Half:
         kept=kept,
         products=d + (1 + layout.ring) * q + 2 * k,
         beside=d / tp + 2 * q + 2 * k,
-        numbers=heads + config.qk_norm * (heads + kv_heads),
+        numbers=heads + bool(config.qk_norm) * (heads + kv_heads),
         scores=heads,
     )
 
@@ -163,8 +163,9 @@ def _of_latents(job: Job, layout: Layout, fused_norms: bool) -> _Half:
 
 
 def _of_mlp(config: DecoderConfig, tp: int) -> _Half:
-    d, f = config.width, config.mlp_width // tp
-    return _Half(kept=d + 4 * f, products=d + 2 * f, beside=d + 2 * f)
+    d, f, gated = config.width, config.mlp_width // tp, config.how_fed.gated
+    products = 1 + gated
+    return _Half(kept=d + 2 * products * f, products=d + products * f, beside=d + products * f)
 
 
 def _of_experts(job: Job, layout: Layout) -> _Half:

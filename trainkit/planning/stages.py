@@ -58,7 +58,7 @@ def _layers_of_stages(config: DecoderConfig, stages: int) -> list[range]:
 
 def ends_of(part: Part, units: Units, *, tied: bool) -> Sizes:
     """Return what a rank owns besides its blocks; the last stage has a copy of a tied embedding."""
-    first = units.embedding if part.embedding else Sizes()
+    first = units.embedding + units.positions if part.embedding else Sizes()
     last = units.norm if part.head else Sizes()
     if part.head and not (tied and part.embedding):
         last += units.embedding if tied else units.head

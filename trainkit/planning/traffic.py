@@ -157,7 +157,8 @@ def _tensor(job: Job, layout: Layout, pp_rank: int) -> Iterator[Transfer]:
     # Flat buffers with these gradients, and for each parameter whether it has one.
     units = units_of(config, layout)
     own = (units.experts + units.dealt) * part.experts + units.partial * part.layers
-    own += units.norm * part.head
+    own += units.norm * part.head + units.mlp_partial * (part.layers - part.experts)
+    own += units.positions * part.embedding
     calls = math.ceil(own.shard / BUCKET)
     yield Transfer("tp", layout.tp, "all_reduce", calls, (own.shard + own.tensors) * FP32)
     if not plain:

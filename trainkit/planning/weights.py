@@ -57,13 +57,16 @@ class Units:
     """The parameters of a model's parts.
 
     Args:
-        attention: Attention and both norms of one block.
-        partial: What of these tensor parallelism leaves whole: norms, and what makes latents.
+        attention: Attention and all norms of one block.
+        partial: What of these tensor parallelism leaves whole: norms, a bias of the output, and
+            what makes latents.
         mlp: The MLP of a block without experts; nothing if there is none.
+        mlp_partial: What of it tensor parallelism leaves whole: a bias of the output.
         experts: What is in its place in one with experts, but what is dealt; nothing if there is
             none.
         dealt: The experts of one block that a rank of ep holds; nothing without ep.
         embedding: The embedding.
+        positions: Learned positions; nothing if there are none.
         norm: The last norm.
         head: The output layer.
     """
@@ -71,9 +74,11 @@ class Units:
     attention: Sizes
     partial: Sizes
     mlp: Sizes
+    mlp_partial: Sizes
     experts: Sizes
     dealt: Sizes
     embedding: Sizes
+    positions: Sizes
     norm: Sizes
     head: Sizes
 
@@ -109,11 +114,13 @@ def _units(config: DecoderConfig, tp: int, fsdp: int, ep: int) -> Units:
     dense = next((i for i in range(config.layers) if i not in with_experts), None)
     routed = next(iter(with_experts), None)
 
-    def total(prefix: str, *, cut: int = 1, whole: bool = False) -> Sizes:
-        parts = [(name, shape) for name, shape in shapes.items() if name.startswith(prefix)]
-        parts = [(name, shape) for name, shape in parts if not whole or _is_whole(name)]
-        local = (_local(_tensor_parallel_shape(name, shape, cut), fsdp) for name, shape in parts)
-        return sum(local, Sizes())
+    wide = config.qk_norm == "wide"
+
+    def total(*prefixes: str, cut: int = 1, whole: bool = False) -> Sizes:
+        parts = [(name, shape) for name, shape in shapes.items() if name.startswith(prefixes)]
+        parts = [(name, shape) for name, shape in parts if not whole or _is_whole(name, wide)]
+        shards = (_tensor_parallel_shape(name, shape, cut, wide) for name, shape in parts)
+        return sum((_local(shard, fsdp) for shard in shards), Sizes())
 
     experts, dealt = total(f"layers.{routed}.mlp."), Sizes()
     if ep > 1:
@@ -121,13 +128,16 @@ def _units(config: DecoderConfig, tp: int, fsdp: int, ep: int) -> Units:
         own = [(shapes[name][0] // ep, *shapes[name][1:]) for name in names]
         dealt = _dealt(own, fsdp // ep)
         experts = total(f"layers.{routed}.mlp.router.") + total(f"layers.{routed}.mlp.shared.")
+    attention = "layers.0.attention", "layers.0.mlp_norm.", "layers.0.mlp_out_norm."
     return Units(
-        attention=total("layers.0.attention", cut=tp) + total("layers.0.mlp_norm."),
-        partial=total("layers.0.attention", whole=True) + total("layers.0.mlp_norm."),
+        attention=total(*attention, cut=tp),
+        partial=total(*attention, whole=True),
         mlp=total(f"layers.{dense}.mlp.", cut=tp),
+        mlp_partial=total(f"layers.{dense}.mlp.", whole=True),
         experts=experts,
         dealt=dealt,
         embedding=total("embedding.", cut=tp),
+        positions=total("positions."),
         norm=total("norm."),
         head=total("head.", cut=tp),
     )
@@ -140,12 +150,18 @@ def _dealt(shapes: Sequence[tuple[int, ...]], parts: int) -> Sizes:
     return sum((_local(shape, parts, dim=dim) for shape in shapes), Sizes())
 
 
-def _is_whole(name: str) -> bool:
-    return any(part in name for part in ("norm", "_latent", "k_rotary"))
+def _is_whole(name: str, wide: bool) -> bool:
+    """Say whether tensor parallelism leaves a parameter of a block whole."""
+    if wide and name.endswith(("q_norm.weight", "k_norm.weight")):
+        return False
+    parts = "norm", "_latent", "k_rotary", "wo.bias", "down.bias", "positions"
+    return any(part in name for part in parts)
 
 
-def _tensor_parallel_shape(name: str, shape: tuple[int, ...], tp: int) -> tuple[int, ...]:
-    if _is_whole(name):
+def _tensor_parallel_shape(
+    name: str, shape: tuple[int, ...], tp: int, wide: bool
+) -> tuple[int, ...]:
+    if _is_whole(name, wide):
         return shape
     if name.endswith(("wo.weight", "down.weight")):
         return (shape[0], shape[1] // tp)

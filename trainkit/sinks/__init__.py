@@ -9,7 +9,15 @@ from __future__ import annotations
 from trainkit.sinks.console import console, printable
 from trainkit.sinks.goodput import Goodput, best_save_interval, goodput
 from trainkit.sinks.guarded import guarded
-from trainkit.sinks.jsonl import events, jsonl, read_jsonl, read_metrics, repair_jsonl, sync_lines
+from trainkit.sinks.jsonl import (
+    before_and_after,
+    events,
+    jsonl,
+    read_jsonl,
+    read_metrics,
+    repair_jsonl,
+    sync_lines,
+)
 from trainkit.sinks.named import named_sinks
 from trainkit.sinks.run import printer, run_sinks, run_summary
 from trainkit.sinks.tee import tee
@@ -18,6 +26,7 @@ from trainkit.sinks.wandb import wandb
 
 __all__ = [
     "Goodput",
+    "before_and_after",
     "best_save_interval",
     "console",
     "events",

@@ -255,6 +255,24 @@ def read_metrics(run_dir: str | Path) -> list[dict[str, Any]]:
     return joined(lines, told)
 
 
+def before_and_after(run_dir: str | Path, metric: str) -> dict[str, Any]:
+    """Return what a run has learned, for an event "result": its first and its last evaluation.
+
+    Args:
+        run_dir: A run directory.
+        metric: The name in `read_metrics`, "eval/loss".
+
+    Returns:
+        {"metric": ..., "before": ..., "after": ...}; None where nothing was evaluated.
+
+    Examples:
+        >>> before_and_after("no/such/run", "eval/loss")
+        {'metric': 'eval/loss', 'before': None, 'after': None}
+    """
+    found = [line[metric] for line in read_metrics(run_dir) if metric in line] or [None]
+    return {"metric": metric, "before": found[0], "after": found[-1]}
+
+
 def joined(
     metrics: Iterable[dict[str, Any]], events: Iterable[dict[str, Any]]
 ) -> list[dict[str, Any]]:

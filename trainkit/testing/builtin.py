@@ -5,7 +5,7 @@ And of a model that has nothing of trainkit in it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -14,14 +14,20 @@ import numpy as np
 import torch
 from torch import nn
 
+from trainkit.adapters import Lora, lora
 from trainkit.batch import collate_bins
 from trainkit.corpora.tokens import TokenCorpus
 from trainkit.losses import next_token, next_token_linear, routed, with_terms
+from trainkit.mesh import solo_parallel
 from trainkit.models import (
     Decoder,
     DecoderConfig,
     Experts,
+    FeedForward,
     Latents,
+    LinearScaling,
+    Norms,
+    Sliding,
     call_routed,
     call_with_noise,
 )
@@ -47,7 +53,8 @@ from trainkit.testing.exact import (
     squares,
 )
 from trainkit.testing.foreign import ForeignModel, call_foreign, foreign_plan, split_foreign
-from trainkit.types import Batch, Layout
+from trainkit.testing.train import certificate_weights
+from trainkit.types import Batch, Layout, Weights
 
 CONFIG = DecoderConfig(
     vocab_size=64, width=32, layers=4, heads=8, kv_heads=4, mlp_width=48, qk_norm=True
@@ -113,22 +120,89 @@ def with_experts(config: DecoderConfig) -> nn.Module:
     return model
 
 
+# What is in no case of four stages has two layers: a row of it takes half the time.
+SHALLOW = attrs.evolve(CONFIG, layers=2)
+_ATTENTION = r"layers\.\d+\.attention\.(w[qkvo]|wkv)"
+_MLP = r"layers\.\d+\.mlp\.(gate|up|down)"
+_OF_EXPERTS_OWN = r"layers\.\d+\.mlp\.experts\.(gate|up|down)"
+
+
+def with_adapters(config: DecoderConfig) -> nn.Module:
+    """Return a decoder that trains adapters of both kinds, with dropout, and its embedding.
+
+    With experts theirs too, and the head in place of the embedding.
+
+    Examples:
+        >>> with torch.device("meta"):
+        ...     model = with_adapters(CONFIG)
+        >>> model.layers["0"].mlp.up.lora["default"].b.shape
+        torch.Size([48, 4])
+    """
+    experts = config.experts is not None
+    model = with_experts(config) if experts else decoder_of(config)
+    loras = [Lora(_ATTENTION, rank=3, dropout=0.3)]
+    loras += [Lora(_OF_EXPERTS_OWN, rank=2)] if experts else [Lora(_MLP, rank=4, dora=True)]
+    add = lora(*loras, trained="head" if experts else "embedding", values=_as_the_others)
+    return add(model, solo_parallel())
+
+
+def _as_the_others(
+    _: Weights, name: str, shape: Sequence[int], offset: Sequence[int]
+) -> torch.Tensor:
+    return certificate_weights(name, shape, offset)
+
+
 LATENT = attrs.evolve(
-    CONFIG,
+    SHALLOW,
     kv_heads=8,
     qk_norm=False,
     latents=Latents(query_rank=20, kv_rank=12, plain=10, rotary=8, values=6),
 )
 NO_QUERY_RANK = attrs.evolve(LATENT, latents=attrs.evolve(LATENT.latents, query_rank=None))
 
+# What Gemma, OLMo 2 and GPT-2 do otherwise, as much of it as goes together.
+GEMMA_LIKE = attrs.evolve(
+    CONFIG,
+    tied=True,
+    norms=Norms(kind="offset", place="around"),
+    feed_forward=FeedForward(activation="gelu_tanh"),
+    sliding=Sliding(window=9, full_every=2, rope_theta=500.0),
+    rope_scaling=LinearScaling(4.0),
+    query_scalar=6.0,
+    score_softcap=2.0,
+    logit_softcap=3.0,
+    embedding_scale=32**0.5,
+)
+OLMO_LIKE = attrs.evolve(
+    CONFIG, norms=Norms(place="after"), qk_norm="wide", rotary_dim=2, sliding=Sliding(window=20)
+)
+GPT_LIKE = attrs.evolve(
+    CONFIG,
+    qk_norm=False,
+    tied=True,
+    dropout=0.3,
+    qkv_bias=True,
+    out_bias=True,
+    norms=Norms(kind="layer"),
+    feed_forward=FeedForward(gated=False, activation="gelu_tanh", bias=True),
+    positions=CAPACITY,
+)
+
 MODELS: dict[str, Callable[[], nn.Module]] = {
     "decoder": partial(decoder_of, CONFIG),
     "tied decoder": partial(decoder_of, attrs.evolve(CONFIG, tied=True)),
-    "decoder with dropout": partial(decoder_of, attrs.evolve(CONFIG, dropout=0.3)),
+    "decoder with dropout": partial(decoder_of, attrs.evolve(SHALLOW, dropout=0.3)),
     "decoder with frozen blocks": partial(half_frozen, CONFIG),
+    "decoder with adapters": partial(with_adapters, CONFIG),
     "decoder with experts": partial(with_experts, CONFIG),
+    "decoder with experts and adapters": partial(
+        with_adapters, attrs.evolve(CONFIG, experts=EXPERTS)
+    ),
     "decoder with experts and latents": partial(with_experts, LATENT),
     "decoder with latents, none of queries": partial(decoder_of, NO_QUERY_RANK),
+    "decoder like Gemma's": partial(decoder_of, GEMMA_LIKE),
+    "decoder like OLMo 2's": partial(decoder_of, OLMO_LIKE),
+    "decoder like GPT-2's": partial(decoder_of, GPT_LIKE),
     "foreign model": ForeignModel,
     "foreign model, a part for some": partial(ForeignModel, sometimes=True),
     "exact model": ExactModel,
@@ -225,6 +299,23 @@ def cases_of_model(name: str) -> list[Case]:
             Case(Layout(pp=2, schedule="interleaved_zero_bubble")),
             Case(Layout(pp=4)),
         ],
+        "decoder with adapters": [
+            *ends,
+            *pipelines,
+            Case(recompute="full"),
+            Case(compiled=True),
+            Case(Layout(ring=2, fold_sp="none")),
+            Case(Layout(ulysses=2)),
+            Case(Layout(dp_shard=2, tp=2), recompute="selective"),
+            Case(Layout(dp_replicate=2, dp_shard=2)),
+        ],
+        "decoder with experts and adapters": [
+            *ends,
+            Case(Layout(pp=2, dp_shard=2), recompute="full"),
+            Case(Layout(dp_shard=2, ep=2), recompute="selective"),
+            Case(Layout(dp_replicate=2, dp_shard=2, ep=2)),
+            Case(Layout(dp_shard=2, tp=2, ep=2)),
+        ],
         "decoder with experts": [
             *ends,
             *pipelines,
@@ -248,6 +339,18 @@ def cases_of_model(name: str) -> list[Case]:
             Case(compiled=True),
         ],
         "decoder with latents, none of queries": [*ends[1:2], Case(Layout(ulysses=2, tp=2))],
+        "decoder like Gemma's": [
+            Case(Layout(ring=2, fold_sp="none"), recompute="selective"),
+            Case(Layout(pp=2, dp_shard=2)),
+            Case(Layout(dp_shard=2, tp=2), recompute="full"),
+            Case(Layout(ulysses=2, tp=2)),
+        ],
+        "decoder like OLMo 2's": [Case(Layout(tp=2)), Case(Layout(dp_shard=2, ring=2, tp=2))],
+        "decoder like GPT-2's": [
+            Case(Layout(dp_shard=2, tp=2), recompute="selective"),
+            Case(Layout(pp=2, tp=2)),
+            Case(Layout(ulysses=2)),
+        ],
         "foreign model": [
             *ends[:2],
             Case(Layout(dp_shard=2, tp=2)),
@@ -340,7 +443,7 @@ def certify_builtin(
     tier: str = "fp64",
     *,
     chosen: Callable[[Case], bool] = lambda _: True,
-    pick: Callable[[list[Case]], Sequence[Case]] = list,
+    pick: Callable[[list[tuple[str, Case]]], Iterable[tuple[str, Case]]] = list,
     steps: int = 3,
     tell: Callable[[str], None] | None = None,
 ) -> list[Certificate]:
@@ -352,7 +455,7 @@ def certify_builtin(
     Args:
         tier: See `certify`.
         chosen: Which of the cases to run.
-        pick: Takes some of a model's chosen cases, as `covering` does; all by default.
+        pick: Takes some of the chosen (name of a model, case), as `covering` does; all by default.
         steps: How many optimizer steps to take.
         tell: Called with a line after every layout.
 
@@ -362,8 +465,11 @@ def certify_builtin(
     Effects:
         Starts processes; see `certify`.
     """
-    cases_by_model = {name: filter(chosen, cases_of_model(name)) for name in models_of_tier(tier)}
-    picked = {name: pick([*cases]) for name, cases in cases_by_model.items()}
+    names = models_of_tier(tier)
+    rows = [(name, case) for name in names for case in cases_of_model(name) if chosen(case)]
+    picked: dict[str, list[Case]] = {name: [] for name in names}
+    for model, case in pick(rows):
+        picked[model].append(case)
     if not any(picked.values()):
         raise ValueError("certify: none of the layouts is chosen")
     return [

@@ -145,7 +145,7 @@ def default_cases() -> list[Case]:
 
     They suit a step of at least 8 rows, 4 layers, 8 heads with 4 of keys and values, and documents
     in multiples of 16 tokens. A pipeline needs as many microbatches as it has stages. Compiling
-    takes 4 to 5 s of each rank, so it is asked of one rank and of products that have every axis.
+    takes 4 to 9 s of each rank, so few cases ask it: one rank, tp, and products of every axis.
 
     Examples:
         >>> cases = default_cases()
@@ -177,6 +177,7 @@ def _on_two() -> list[Case]:
         Case(Layout(dp_replicate=2)),
         Case(Layout(tp=2)),
         Case(Layout(tp=2), recompute="selective"),
+        Case(Layout(tp=2), compiled=True),
         Case(Layout(ring=2)),
         Case(Layout(ring=2, fold_sp="none"), rows_per_microbatch=2),
         Case(Layout(ring=2), recompute="full"),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from trainkit.tokenizers.bytes import ByteTokenizer, byte_tokenizer
 from trainkit.tokenizers.documents import encode_document, text_encoder
-from trainkit.tokenizers.hf import HFTokenizer, hf_tokenizer, save_tokenizer, train_bpe
+from trainkit.tokenizers.hf import HFTokenizer, add_tokens, hf_tokenizer, save_tokenizer, train_bpe
 from trainkit.tokenizers.open import (
     covered_hashes,
     find_tokenizer,
@@ -17,6 +17,7 @@ __all__ = [
     "CHAT_SPECIAL",
     "ByteTokenizer",
     "HFTokenizer",
+    "add_tokens",
     "byte_tokenizer",
     "covered_hashes",
     "encode_document",

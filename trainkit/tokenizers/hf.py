@@ -22,6 +22,8 @@ if TYPE_CHECKING:
 
 _ROLES = {"bos": BOS, "eos": EOS, "pad": PAD}
 
+_OTHER_FORMS = ("tokenizer.model", "spiece.model", "vocab.json", "vocab.txt", "tekken.json")
+
 _MOST_BYTES = 1 << 27
 """The largest tokenizer.json that is read; those of a million tokens have half of it."""
 _MOST_UNUSED = 1 << 20
@@ -116,8 +118,8 @@ def hf_tokenizer(
     config: dict[str, Any] = {}
     if isinstance(source, str | Path):
         path = Path(source)
-        path = path / "tokenizer.json" if path.is_dir() else path
-        name, text, config = str(path), _text_of(path), _roles_beside(path)
+        path = _file_of(path) if path.is_dir() else path
+        name, text, config = str(path), _text_of(path), settings_beside(path)
     else:
         name = type(source).__name__
         roles = {f"{role}_token": getattr(source, f"{role}_token", None) for role in _ROLES}
@@ -211,6 +213,41 @@ def train_bpe(
     return hf_tokenizer(backend)
 
 
+def add_tokens(tokenizer: HFTokenizer, special: Sequence[str]) -> HFTokenizer:
+    """Return a tokenizer with more special tokens: their ids follow those that there are.
+
+    Args:
+        tokenizer: It stays as it is.
+        special: Texts; those that are its special tokens already keep their ids.
+
+    Raises:
+        DataError: A text is an ordinary token of its vocabulary, or empty.
+
+    Examples:
+        >>> tokenizer = train_bpe(["one two three"], vocab_size=300)
+        >>> more = add_tokens(tokenizer, ["<|call|>"])
+        >>> more.encode("one<|call|>")[-1] == tokenizer.vocab_size == more.vocab_size - 1
+        True
+    """
+    with needs_extra("hf"):
+        from tokenizers import AddedToken, Tokenizer  # noqa: PLC0415 - an extra
+    wanted = [text for text in dict.fromkeys(special) if text not in tokenizer.special_ids]
+    taken = [text for text in wanted if not text or tokenizer.backend.token_to_id(text) is not None]
+    if taken:
+        raise DataError(f"add_tokens: {taken[0]!r} is empty, or an ordinary token already")
+    backend = Tokenizer.from_str(tokenizer.backend.to_str())
+    backend.add_special_tokens([AddedToken(text, normalized=False) for text in wanted])
+    ids: dict[str, Any] = {text: backend.token_to_id(text) for text in wanted}
+    if [*ids.values()] != [*range(tokenizer.vocab_size, tokenizer.vocab_size + len(ids))]:
+        raise DataError(f"add_tokens: the new tokens would have the ids {list(ids.values())[:9]}")
+    return attrs.evolve(
+        tokenizer,
+        backend=backend,
+        vocab_size=tokenizer.vocab_size + len(ids),
+        special_ids={**tokenizer.special_ids, **ids},
+    )
+
+
 def save_tokenizer(tokenizer: HFTokenizer, path: str | os.PathLike[str]) -> None:
     """Write a tokenizer into one file, a `tokenizer.json`, whole or not at all.
 
@@ -228,6 +265,20 @@ def save_tokenizer(tokenizer: HFTokenizer, path: str | os.PathLike[str]) -> None
         file.write(text.encode())
 
 
+def _file_of(folder: Path) -> Path:
+    """Return a folder's tokenizer.json; refuse a folder that has a tokenizer in another form."""
+    others = [name for name in _OTHER_FORMS if (folder / name).exists()]
+    if others and not (folder / "tokenizer.json").exists():
+        raise DataError(
+            f"{folder} has {others[0]}, and no tokenizer.json, which alone is read; "
+            f"transformers.AutoTokenizer.from_pretrained({str(folder)!r}).save_pretrained(...) "
+            "writes one",
+            where=folder,
+            got=others,
+        )
+    return folder / "tokenizer.json"
+
+
 def _text_of(path: Path) -> str:
     try:
         return read_bounded(path, most=_MOST_BYTES).decode()
@@ -237,8 +288,16 @@ def _text_of(path: Path) -> str:
         raise _wrong(path, f"no tokenizer.json: invalid UTF-8 at byte {error.start}") from error
 
 
-def _roles_beside(path: Path) -> dict[str, Any]:
-    """Return what the two files beside a tokenizer.json say; the configuration goes first."""
+def settings_beside(path: Path) -> dict[str, Any]:
+    """Return what the two files beside a tokenizer.json say; the configuration goes first.
+
+    Raises:
+        DataError: One of them is no JSON object.
+
+    Examples:
+        >>> settings_beside(Path("/does/not/exist/tokenizer.json"))
+        {}
+    """
     merged: dict[str, Any] = {}
     for name in ("special_tokens_map.json", "tokenizer_config.json"):
         file = path.with_name(name)

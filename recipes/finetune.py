@@ -1,59 +1,77 @@
-"""Teach a decoder to answer: loss on the assistant's words alone, one token like another.
+"""Teach a trained decoder to answer: loss on the assistant's words alone, one token like another.
 
-python recipes/sft.py                            # from a function's signature to what it does
-python recipes/sft.py --init runs/pretrain       # the same, from what pretrain.py has learnt
-python recipes/sft.py --init MODEL               # from a Hugging Face folder, and its tokenizer
-torchrun --nproc-per-node 2 recipes/sft.py --data chats.jsonl
+python recipes/finetune.py                            # from runs/pretrain, or a base of its own
+python recipes/finetune.py --init MODEL --data chats.jsonl    # from a Hugging Face folder
+python recipes/finetune.py --method lora --rank 8     # trains adapters beside matrices that stay
+python recipes/finetune.py --method qlora             # the same, beside matrices of 4 bits
+torchrun --nproc-per-node 2 recipes/finetune.py --init runs/pretrain --tp 2
 """
 
 import functools
 from collections import Counter
 from pathlib import Path
+from typing import Literal
 
 import attrs
 import numpy as np
 
 import trainkit as tk
-from trainkit.types import CheckpointError
+
+
+@attrs.frozen(kw_only=True)
+class AdapterOptions:
+    """What is trained beside matrices that stay, with --method lora or qlora."""
+
+    rank: int = attrs.field(default=16, validator=tk.config.positive)
+    """The rank of each adapter."""
+    alpha: float = attrs.field(default=32.0, validator=tk.config.positive)
+    """What an adapter's product is scaled by, over its rank."""
+    adapter_dropout: float = attrs.field(default=0.0, validator=tk.config.fraction)
+    """The part of an adapter's input that is dropped."""
+    adapted: str = r"layers\.\d+\.(attention|mlp)\.\w+"
+    """A regular expression of the names of the matrices that get one."""
+    dora: bool = False
+    """Learn the length of each row apart from its direction."""
 
 
 @attrs.frozen(kw_only=True)
 class Config(tk.config.RunConfig):
-    """Teach a decoder to answer; by default a small one, what functions of Python's library do."""
+    """Teach a trained decoder to answer; by default, what functions of Python's library do."""
 
-    out: Path = tk.config.option(Path("runs/sft"), change="no fact")
+    out: Path = tk.config.option(Path("runs/finetune"), change="no fact")
     """The run directory: configuration, metrics, checkpoints and pictures. It is made."""
-    steps: int = tk.config.option(550, tk.config.positive, change="no fact")
+    steps: int = tk.config.option(275, tk.config.positive, change="no fact")
     """Stop after this step. Nothing else depends on it: see schedule-steps."""
+    init: Path | None = tk.config.option(None, change="free")
+    """A run, a checkpoint or a Hugging Face folder; by default runs/pretrain, or a small base."""
+    method: Literal["full", "lora", "qlora"] = "full"
+    """What is trained: all; adapters; or adapters beside matrices that are held in 4 bits."""
     data: Path | None = tk.config.option(None, change="free")
     """Conversations: a .jsonl or .parquet file with a field messages, or a .tokens file."""
     tokenizer: str | None = None
-    """bytes, or a tokenizer.json; by default that of init's folder, or bytes."""
-    template: str = tk.config.option("chatml", tk.config.one_of(*tk.chat.TEMPLATES))
-    """How a conversation is written down."""
+    """bytes, or a tokenizer.json; by default that of init."""
+    template: str | None = None
+    """How a conversation is written: chatml, llama3, qwen3; by default as init has learned it."""
     train_on: str = tk.config.option("assistant", tk.config.one_of("assistant", "last"))
     """Which turns are trained on: all of the assistant's, or only the last; .tokens files say."""
     cache: Path | None = tk.config.option(Path("runs/cache"), change="free")
     """Where packings are kept for the next run; None keeps none."""
-    init: Path | None = tk.config.option(None, change="free")
-    """A run, a checkpoint or a Hugging Face folder whose weights to begin with."""
-    size: str = "tiny"
-    """A named model size, where there is no init; see trainkit.models.decoder_sizes."""
     eval_every: int = tk.config.option(275, tk.config.non_negative, change="free")
-    """Evaluate on held-out conversations every so many steps, and at the end; 0 for never."""
+    """Evaluate on held-out conversations before, every so many steps, and at the end; 0: never."""
     ask: tuple[str, ...] = tk.config.option(
         ("def is_open(self)", "def get_version(name)", "def remove_file(path, force=False)"),
         change="free",
     )
     """What the model is asked when it is evaluated, for you to read its answers."""
     batch: tk.config.RowOptions = tk.config.RowOptions()
-    optim: tk.config.OptimOptions = tk.config.OptimOptions(lr=3e-3, schedule_steps=550)
+    optim: tk.config.OptimOptions = tk.config.OptimOptions(lr=3e-3, schedule_steps=275)
+    adapters: AdapterOptions = AdapterOptions()
 
 
 def open_conversations(cfg, tokenizer):
     """Return the conversations, the assistant's tokens marked, and a count of what was cut."""
     counts = Counter()
-    how = {"template": tk.chat.TEMPLATES[cfg.template], "train": cfg.train_on, "counts": counts}
+    how = {"template": tk.chat.find_template(cfg.template), "train": cfg.train_on, "counts": counts}
     size = {"max_length": cfg.batch.row_length, "overlong": "drop"}
     encode = tk.chat.chat_encoder(tokenizer, **how, **size)
     return tk.corpora.open_conversations(cfg.data, encode, tokenizer=tokenizer), counts
@@ -73,25 +91,13 @@ def pack(cfg, run, corpus, counts):
     return tk.Packed(corpus, rows), tk.Packed(corpus, held)
 
 
-def choose_model(cfg, tokenizer):
-    """Return the model's configuration, and the checkpoint of its first weights with `init`."""
-    if cfg.init is None:
-        vocab_size = tk.models.round_up_vocabulary(tokenizer.vocab_size)
-        return tk.models.decoder_config(cfg.size, vocab_size=vocab_size), None
-    begun = cfg.resume == "auto" and tk.checkpoint.list_checkpoints(cfg.out / "checkpoints")
-    if not begun and tk.hub.is_folder(cfg.init):
-        return tk.hub.init_config(cfg.init, vocab_size=tokenizer.vocab_size), cfg.init
-    path = tk.checkpoint.find_checkpoint(cfg.out if begun else cfg.init)
-    facts = tk.checkpoint.read_facts(path)
-    if facts.get("tokenizer") != tk.tokenizers.tokenizer_hash(tokenizer):
-        other = f"{path} was trained with another tokenizer than {cfg.tokenizer}"
-        raise CheckpointError(f"--init: {other}; name the same with --tokenizer", where=path)
-    return tk.models.config_from_facts(facts["model"]), path
-
-
-def build(cfg, ps, model):
-    """Return this rank's stages of the model and their optimizer."""
+def build(cfg, ps, base):
+    """Return this rank's stages of the model, with its weights, and their optimizer."""
+    how = {"rank": cfg.adapters.rank, "alpha": cfg.adapters.alpha, "dora": cfg.adapters.dora}
+    one = tk.adapters.Lora(cfg.adapters.adapted, dropout=cfg.adapters.adapter_dropout, **how)
     plan = [
+        *([tk.adapters.quantized(cfg.adapters.adapted)] if cfg.method == "qlora" else []),
+        *([] if cfg.method == "full" else [tk.adapters.lora(one, seed=cfg.seed)]),
         tk.parallel.tensor(),
         tk.parallel.sequence(),
         tk.parallel.precision(tk.parallel.DTYPES[cfg.dtype]),
@@ -99,8 +105,8 @@ def build(cfg, ps, model):
         *([tk.parallel.compiled()] if cfg.compiled else []),
         tk.parallel.fsdp(cfg.layout),
     ]
-    make_model = functools.partial(tk.models.Decoder, model, head="hidden")
-    weights = tk.models.init_weights(model, seed=cfg.seed)
+    make_model = functools.partial(tk.models.Decoder, base.config, head="hidden")
+    weights = tk.adapters.base_weights(base.path, axis=ps.world)
     stages = tk.build_stages(make_model, ps, plan, weights=weights, schedule=cfg.layout.schedule)
     named, decay = tk.named_parameters_of(stages), cfg.optim.weight_decay
     return stages, tk.optim.adamw(tk.optim.decay_groups(named, weight_decay=decay), lr=cfg.optim.lr)
@@ -137,17 +143,19 @@ def bind_evaluation(cfg, ps, held, stages, loss):
     return evaluate
 
 
-def answer(cfg, ps, stages, tokenizer, question):
-    """Return what the model says to a question."""
-    template = tk.chat.TEMPLATES[cfg.template]
-    messages = [{"role": "user", "content": question}]
-    prompt = tk.chat.prompt_ids(messages, tokenizer, template=template)
-    call, window = tk.parallel.bind_call(stages, ps), cfg.batch.row_length
-    how = {"context": window, "slide": True, "max_new_tokens": 100}
-    how |= {"sampling": tk.generation.Sampling(temperature=0.0), "tokenizer": tokenizer}
-    ids = {"stop_ids": tk.chat.stop_ids(tokenizer, template), "vocab_size": tokenizer.vocab_size}
-    (drawn,) = tk.generation.generate(stages[0], [prompt], **how, **ids, call=call)
-    return drawn.text
+def answer(cfg, ps, stages, tokenizer):
+    """Return what the model says to each question."""
+    template = tk.chat.find_template(cfg.template)
+    asked = [[{"role": "user", "content": question}] for question in cfg.ask]
+    prompts = [tk.chat.prompt_ids(each, tokenizer, template=template) for each in asked]
+    how = {"stop_ids": tk.chat.stop_ids(tokenizer, template), "vocab_size": tokenizer.vocab_size}
+    how |= {"max_new_tokens": 100, "context": cfg.batch.row_length, "slide": True}
+    call, greedy = tk.parallel.bind_call(stages, ps), tk.generation.Sampling(temperature=0.0)
+    said = tk.generation.generate(
+        stages[0], prompts, sampling=greedy, call=call, tokenizer=tokenizer, **how
+    )
+    told = [f"{q}\n    {tk.sinks.printable(x.text)}" for q, x in zip(cfg.ask, said, strict=True)]
+    return "\n".join(told)
 
 
 def make_facts(cfg, model, tokenizer, rows):
@@ -158,13 +166,13 @@ def make_facts(cfg, model, tokenizer, rows):
     return facts | {"rows": tk.packing.bins_hash(rows.bins)}
 
 
-def train(cfg, run, tokenizer, model, init):
+def train(cfg, run, tokenizer, base):
     """Go on from the last checkpoint, or begin, and train until `steps` or until a stop."""
     ps, loss = run.ps, tk.losses.next_token_linear
     run.say(f"reading {cfg.data or 'signatures and docstrings of the standard library'}")
     corpus, counts = open_conversations(cfg, tokenizer)
     rows, held = pack(cfg, run, corpus, counts)
-    stages, optimizer = build(cfg, ps, model)
+    stages, optimizer = build(cfg, ps, base)
     size = {"rows_per_step": cfg.batch.rows, "dtype": cfg.dtype}
     run.say(tk.parallel.start_lines(stages, ps, rows.bins, **size))
     order = {"schedule": cfg.layout.schedule, "reduce": cfg.layout.reduce}
@@ -175,46 +183,57 @@ def train(cfg, run, tokenizer, model, init):
     share = {"place": ps.place, "rows_per_microbatch": cfg.batch.microbatch}
     pad_id = tokenizer.pad_id or 0
     make_batch = functools.partial(tk.step_batch, rows, rows_at, pad_id=pad_id, **share)
-    facts, changes = make_facts(cfg, model, tokenizer, rows), tk.config.changes_of(cfg)
+    facts, changes = make_facts(cfg, base.config, tokenizer, rows), tk.config.changes_of(cfg)
+    if cfg.method != "full":
+        facts |= tk.adapters.keep_base_(stages, ps, source=base.path)
     state = run.resume(stages, optimizer, facts=facts, changes=changes, request=cfg.resume)
-    if init and state.step == 0:
-        room = tk.hub if tk.hub.is_folder(init) else tk.checkpoint
-        room.load_weights(init, stages, axis=ps.world)
-        run.say(f"beginning with the weights of {init}")
     stop, around = None, {"steps": cfg.steps, "keeping": cfg.keeping, "policy": cfg.policy}
     with (
         tk.data.prefetch(make_batch, state.cursor, device=ps.device) as next_batch,
         run.loop(state, stages, optimizer, replay=forward_backward, **around) as loop,
     ):
         loop.event("packing", step=state.step, **tk.packing.packing_report(rows.bins), **counts)
+        if len(held) and cfg.eval_every and state.step == 0:
+            run.say(f"the weights of {base.path}, before:")
+            state = loop.evaluated(state, evaluate)
         while state.step < cfg.steps and not stop:
             batch = next_batch(state.cursor)
             state, metrics = train_step(state, batch)
             state = loop.after(state, metrics, batch)
             if len(held) and tk.schedules.due(state.step, cfg.eval_every, last=cfg.steps):
                 state = loop.evaluated(state, evaluate)
-                for question in cfg.ask:
-                    said = answer(cfg, ps, stages, tokenizer, question)
-                    run.say(f"{question}\n    {tk.sinks.printable(said)}")
+                run.say(answer(cfg, ps, stages, tokenizer))
             stop = loop.keep(state)
+        if not stop:
+            loop.event("result", **tk.sinks.before_and_after(run.dir, "eval/loss"))
     if stop:
         return tk.runtime.SAVED
     run.finish(state, stages, optimizer)
     return 0
 
 
+def open_base(cfg):
+    """Return what the run begins with, or what a run of all weights goes on with: its own."""
+    begun = cfg.resume == "auto" and tk.checkpoint.list_checkpoints(cfg.out / "checkpoints")
+    if begun and cfg.method == "full":
+        return tk.hub.open_trained(cfg.out, tokenizer=cfg.tokenizer)
+    path = cfg.init or tk.hub.base_run(Path(__file__).parent)
+    return tk.hub.open_trained(path, tokenizer=cfg.tokenizer)
+
+
 def main(argv=None):
     """Read the configuration, refuse a layout that does not fit, open the process groups, train."""
     cfg = tk.config.load_config(Config, argv)
-    name = tk.tokenizers.find_tokenizer(cfg.tokenizer, init=cfg.init)
-    cfg = attrs.evolve(cfg, tokenizer=name, dtype=tk.parallel.choose_dtype(cfg.dtype))
-    tokenizer = tk.tokenizers.open_tokenizer(name)
-    model, init = choose_model(cfg, tokenizer)
-    problems = tk.parallel.problems(cfg.layout, model, cfg.batch, world=tk.mesh.world_size())
+    base = open_base(cfg)
+    tokenizer, template = base.tokenizer, cfg.template or base.template or "chatml"
+    cfg = attrs.evolve(cfg, tokenizer=base.name, template=template)
+    cfg = attrs.evolve(cfg, dtype=tk.parallel.choose_dtype(cfg.dtype))
+    tk.chat.find_template(template)  # refuses one that there is not
+    problems = tk.parallel.problems(cfg.layout, base.config, cfg.batch, world=tk.mesh.world_size())
     tk.parallel.refuse(problems)
     told = tk.config.plain_values(cfg)
     with tk.open_run(cfg.out, layout=cfg.layout, limits=cfg.limits, config=told) as run:
-        return train(cfg, run, tokenizer, model, init)
+        return train(cfg, run, tokenizer, base)
 
 
 if __name__ == "__main__":

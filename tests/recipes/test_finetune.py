@@ -1,4 +1,4 @@
-"""recipes/sft.py: it learns the assistant's words, resumes, and begins with a pretrained model."""
+"""recipes/finetune.py: it goes on from a run or a folder, on the assistant's words, and resumes."""
 
 import json
 import shutil
@@ -6,7 +6,7 @@ import time
 
 import pytest
 import recipe_runs
-from recipe_runs import assert_equal_runs, column, events, here, lines, load, refusal, several
+from recipe_runs import assert_equal_runs, column, events, here, lines, refusal, several
 
 from trainkit import metrics, schedules
 from trainkit.__main__ import main
@@ -15,6 +15,7 @@ from trainkit.testing import run_ranks
 from trainkit.tokenizers import save_tokenizer, train_bpe
 
 SMALL = [*recipe_runs.SMALL.split(), "--save-every", 2, "--ask", "def is_open(self)"]
+LR = 5e-4  # at a high rate Adam's first steps make much of the last bit of a gradient
 
 
 DEVICE = 0.05  # seconds for which the device still works on a step that Python is done with
@@ -35,13 +36,34 @@ def chats(tmp_path_factory):
     return path
 
 
-def flags_of(out, chats, steps, *flags):
-    given = ["--out", out, "--data", chats, "--steps", steps, *SMALL, "--row-length", 64]
-    return [*given, *flags]
+@pytest.fixture(scope="module")
+def base(tmp_path_factory):
+    """Return a folder with a pretrained run, and a Hugging Face folder of it."""
+    home = tmp_path_factory.mktemp("base")
+    (home / "text").mkdir()
+    for number in range(20):
+        text = "\n".join(f"{i} + 1 is {i + 1}, as you know." for i in range(number, number + 9))
+        (home / f"text/{number}.txt").write_text(text)
+    flags = ["--out", home / "run", "--data", home / "text", "--steps", 8]
+    code, said = here([*flags, *recipe_runs.SMALL.split()])
+    assert code == 0, said
+    assert main(["export", str(home / "run"), str(home / "model"), "--shard-bytes", "1000000"]) == 0
+    return home
 
 
 @pytest.fixture(scope="module")
-def whole(chats, tmp_path_factory):
+def flags_of(base, chats):
+    """Return `flags(out, steps, *more)`, of a short run; of a flag given twice the last counts."""
+
+    def flags(out, steps, *more):
+        given = ["--init", base / "run", "--data", chats, "--out", out, "--steps", steps]
+        return [*given, *SMALL, "--row-length", 64, "--lr", LR, *more]
+
+    return flags
+
+
+@pytest.fixture(scope="module")
+def whole(flags_of, tmp_path_factory):
     """Return the directory of a run of 4 steps on a slow device, and what it printed."""
     out = tmp_path_factory.mktemp("whole") / "run"
     fetch = metrics.to_host
@@ -52,7 +74,7 @@ def whole(chats, tmp_path_factory):
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(metrics, "to_host", when_done)
-        code, printed = here(flags_of(out, chats, 4), "sft")
+        code, printed = here(flags_of(out, 4), "finetune")
     assert code == 0, printed
     return out, printed
 
@@ -73,7 +95,7 @@ def test_the_speed_is_that_of_all_tokens_and_of_the_device(whole):
 
 
 def test_step_n_has_the_nth_rate_of_the_schedule(whole):
-    rate = schedules.cosine(load("sft").Config().optim.lr, warmup=2, total=8)
+    rate = schedules.cosine(LR, warmup=2, total=8)
     assert column(whole[0], "lr") == [rate(step) for step in range(4)]
 
 
@@ -86,8 +108,13 @@ def test_what_was_cut_is_counted(whole):
     assert "truncated" not in lines(whole[0])[-1]
 
 
-def test_it_answers_at_the_end(whole):
+def test_it_answers_at_the_end_and_says_what_it_has_learned(whole):
     assert "def is_open(self)" in whole[1]
+    (result,) = events(whole[0], "result")
+    found = [event["eval/loss"] for event in events(whole[0], "evaluation")]
+    assert result["metric"] == "eval/loss"
+    assert (result["before"], result["after"]) == (found[0], found[-1])
+    assert result["after"] < result["before"]
 
 
 def test_generate_asks_it_and_shows_the_answer_alone(whole):
@@ -97,11 +124,17 @@ def test_generate_asks_it_and_shows_the_answer_alone(whole):
     assert "assistant" not in printed
 
 
-def test_stopped_it_goes_on_to_the_same_bits(whole, chats, tmp_path):
-    here(flags_of(tmp_path, chats, 2), "sft")
-    here(flags_of(tmp_path, chats, 4), "sft")
-    assert column(tmp_path, "loss_hex") == column(whole[0], "loss_hex")
-    assert (tmp_path / "final.json").read_text() == (whole[0] / "final.json").read_text()
+def test_stopped_it_goes_on_to_the_same_bits_wherever_its_base_has_gone(
+    whole, base, flags_of, tmp_path
+):
+    moved = shutil.copytree(base / "run", tmp_path / "base")
+    here(flags_of(tmp_path / "run", 2, "--init", moved), "finetune")
+    shutil.rmtree(moved)
+    here(flags_of(tmp_path / "run", 4, "--init", moved), "finetune")
+    assert column(tmp_path / "run", "loss_hex") == column(whole[0], "loss_hex")
+    assert (tmp_path / "run/final.json").read_text() == (whole[0] / "final.json").read_text()
+    assert len(events(tmp_path / "run", "result")) == 2  # of the first two steps, and of all
+    assert events(tmp_path / "run", "result")[1] == pytest.approx(events(whole[0], "result")[0])
 
 
 @pytest.mark.parametrize(
@@ -111,31 +144,13 @@ def test_stopped_it_goes_on_to_the_same_bits(whole, chats, tmp_path):
         pytest.param(4, ["--ring 2 --tp 2 --fold-sp none"], marks=pytest.mark.only_all),
     ],
 )
-def test_every_layout_prints_the_same_losses(world, layouts, whole, chats, tmp_path):
+def test_every_layout_prints_the_same_losses(world, layouts, whole, flags_of, tmp_path):
     outs = [tmp_path / str(number) for number in range(len(layouts))]
-    runs = [
-        flags_of(out, chats, 4, *layout.split()) for out, layout in zip(outs, layouts, strict=True)
-    ]
-    for (code, printed), out in zip(run_ranks(several, world, runs, "sft")[0], outs, strict=True):
+    runs = [flags_of(out, 4, *layout.split()) for out, layout in zip(outs, layouts, strict=True)]
+    ended = run_ranks(several, world, runs, "finetune")[0]
+    for (code, printed), out in zip(ended, outs, strict=True):
         assert code == 0, printed
         assert_equal_runs(out, whole[0])
-
-
-def test_it_begins_with_the_weights_of_a_pretrained_model(chats, tmp_path):
-    (tmp_path / "text").mkdir()
-    for number in range(20):
-        text = "\n".join(f"{i} + 1 is {i + 1}, as you know." for i in range(number, number + 9))
-        (tmp_path / f"text/{number}.txt").write_text(text)
-    pretrained = tmp_path / "pretrained"
-    flags = ["--out", pretrained, "--data", tmp_path / "text", "--steps", 8]
-    here([*flags, *recipe_runs.SMALL.split()])
-    here(flags_of(tmp_path / "warm", chats, 1, "--init", pretrained), "sft")
-    here(flags_of(tmp_path / "cold", chats, 1), "sft")
-    assert column(tmp_path / "warm", "batch_hash") == column(tmp_path / "cold", "batch_hash")
-    assert column(tmp_path / "warm", "loss")[0] < column(tmp_path / "cold", "loss")[0] - 1
-    pretrained.rename(tmp_path / "moved")
-    here(flags_of(tmp_path / "warm", chats, 2, "--init", pretrained), "sft")
-    assert column(tmp_path / "warm", "step") == [1, 2]
 
 
 @pytest.mark.parametrize(
@@ -148,79 +163,74 @@ def test_it_begins_with_the_weights_of_a_pretrained_model(chats, tmp_path):
     ],
     ids=str,
 )
-def test_conversations_that_are_none_are_named(record, named, tmp_path):
+def test_conversations_that_are_none_are_named(record, named, flags_of, tmp_path):
     path = tmp_path / "chats.jsonl"
     path.write_text("\n".join(json.dumps(x) for x in ({"messages": conversation(1)}, record)))
-    code, what = refusal("sft", *flags_of(tmp_path / "run", path, 2))
+    code, what = refusal("finetune", *flags_of(tmp_path / "run", 2, "--data", path))
     assert (code, named in what, "chats.jsonl" in what) == (65, True, True), what
 
 
-def test_a_template_that_the_tokenizer_does_not_know_is_refused(chats, tmp_path):
+def test_another_tokenizer_than_that_of_the_base_is_refused(flags_of, tmp_path):
     path = tmp_path / "tokenizer.json"
     save_tokenizer(train_bpe(["2 + 1? 3, as you know."], vocab_size=260), path)
-    code, what = refusal("sft", *flags_of(tmp_path / "run", chats, 2, "--tokenizer", path))
-    assert (code, "<|im_end|>" in what) == (64, True), what
+    flags = flags_of(tmp_path / "run", 2, "--tokenizer", path)
+    code, what = refusal("finetune", *flags)
+    assert (code, "another tokenizer" in what, (tmp_path / "run").exists()) == (66, True, False)
 
 
-def test_tokens_that_do_not_say_who_said_them_are_refused(tmp_path):
+def test_a_template_that_there_is_not_is_refused(flags_of, tmp_path):
+    code, what = refusal("finetune", *flags_of(tmp_path / "run", 2, "--template", "chatmal"))
+    assert (code, "chatmal" in what, (tmp_path / "run").exists()) == (64, True, False), what
+
+
+def test_tokens_that_do_not_say_who_said_them_are_refused(flags_of, tmp_path):
     write_corpus(tmp_path / "c.tokens", [[1, 2, 3]] * 50, vocab_size=259)
-    code, what = refusal("sft", *flags_of(tmp_path / "run", tmp_path / "c.tokens", 2))
+    flags = flags_of(tmp_path / "run", 2, "--data", tmp_path / "c.tokens")
+    code, what = refusal("finetune", *flags)
     assert (code, "c.tokens" in what, "prepare --messages" in what) == (65, True, True), what
 
 
-def test_weights_of_nowhere_are_refused(chats, tmp_path):
-    flags = flags_of(tmp_path / "run", chats, 2, "--init", tmp_path / "nowhere")
-    code, what = refusal("sft", *flags)
+def test_weights_of_nowhere_and_layouts_that_do_not_fit_are_refused(flags_of, tmp_path):
+    nowhere = flags_of(tmp_path / "run", 2, "--init", tmp_path / "nowhere")
+    code, what = refusal("finetune", *nowhere)
     assert (code, "nowhere" in what) == (66, True), what
+    code, what = refusal("finetune", *flags_of(tmp_path / "run", 2, "--tp", 3))
+    assert (code, "tp" in what, (tmp_path / "run").exists()) == (64, True, False), what
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    """Return a pretrained run and a Hugging Face folder of it."""
-    home = tmp_path_factory.mktemp("folder")
-    (home / "text").mkdir()
-    for number in range(20):
-        text = "\n".join(f"{i} + 1 is {i + 1}, as you know." for i in range(number, number + 9))
-        (home / f"text/{number}.txt").write_text(text)
-    flags = ["--out", home / "run", "--data", home / "text", "--steps", 8]
-    code, said = here([*flags, *recipe_runs.SMALL.split()])
-    assert code == 0, said
-    assert main(["export", str(home / "run"), str(home / "model"), "--shard-size", "1MB"]) == 0
-    return home
-
-
-def test_it_begins_with_a_hugging_face_folder_and_its_tokenizer(folder, chats, tmp_path):
-    own = shutil.copytree(folder / "model", tmp_path / "own")
-    for name, init in (("run", folder / "run"), ("model", own)):
-        code, said = here(flags_of(tmp_path / name, chats, 2, "--init", init), "sft")
+def test_it_begins_with_a_hugging_face_folder_and_its_tokenizer(base, flags_of, tmp_path):
+    own = shutil.copytree(base / "model", tmp_path / "own")
+    for name, init in (("run", base / "run"), ("model", own)):
+        flags = flags_of(tmp_path / name, 2, "--init", init)
+        code, said = here(flags, "finetune")
         assert code == 0, said
-    assert f"beginning with the weights of {own}" in said
+    assert f"the weights of {own}, before" in said
     for name in ("loss_hex", "batch_hash"):
         assert column(tmp_path / "model", name) == column(tmp_path / "run", name)
     for file in own.glob("*.safetensors*"):  # what goes on reads no weights of it
         file.unlink()
-    code, said = here(flags_of(tmp_path / "model", chats, 3, "--init", own), "sft")
+    code, said = here(flags_of(tmp_path / "model", 3, "--init", own), "finetune")
     assert (code, column(tmp_path / "model", "step")) == (0, [1, 2, 3]), said
 
 
 @pytest.mark.parametrize("layout", ["", "--tp 2", "--pp 2"])
-def test_pretraining_goes_on_from_a_hugging_face_folder_in_any_layout(folder, tmp_path, layout):
-    flags = ["--out", tmp_path, "--data", folder / "text", "--steps", 1, "--init", folder / "model"]
+def test_pretraining_goes_on_from_a_hugging_face_folder_in_any_layout(base, tmp_path, layout):
+    flags = ["--out", tmp_path, "--data", base / "text", "--steps", 1, "--init", base / "model"]
     run = [*flags, *recipe_runs.SMALL.split(), *layout.split()]
     for code, said in run_ranks(several, 2, [run])[0]:
         assert code == 0, said
-    assert column(tmp_path, "loss")[0] < column(folder / "run", "loss")[0] - 1
+    assert column(tmp_path, "loss")[0] < column(base / "run", "loss")[0] - 1
 
 
-@pytest.mark.parametrize("recipe", ["sft", "pretrain"])
+@pytest.mark.parametrize("recipe", ["finetune", "pretrain"])
 def test_a_folder_that_cannot_be_trained_is_refused_before_anything_is_opened(
-    folder, chats, tmp_path, recipe
+    base, flags_of, tmp_path, recipe
 ):
-    own = shutil.copytree(folder / "model", tmp_path / "own")
+    own = shutil.copytree(base / "model", tmp_path / "own")
     values = json.loads((own / "config.json").read_text())
     (own / "config.json").write_text(json.dumps(values | {"auto_map": {"AutoModel": "x.Y"}}))
-    flags = flags_of(tmp_path / "run", chats, 2, "--init", own)
-    flags = [flag for flag in flags if recipe == "sft" or flag not in SMALL[-2:]]
+    flags = flags_of(tmp_path / "run", 2, "--init", own)
+    flags = [flag for flag in flags if recipe == "finetune" or flag not in SMALL[-2:]]
     code, what = refusal(recipe, *flags)
     assert (code, "auto_map" in what, (tmp_path / "run").exists()) == (64, True, False), what
     (own / "config.json").write_text(json.dumps(values | {"vocab_size": 260}))

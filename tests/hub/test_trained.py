@@ -1,0 +1,57 @@
+"""What has been trained before: found by one word, or trained now."""
+
+import textwrap
+
+import pytest
+
+from trainkit import hub
+from trainkit.types import CheckpointError, ConfigError
+
+RECIPE = """
+    import pathlib, sys
+    flags = dict(zip(sys.argv[1::2], sys.argv[2::2]))
+    out = pathlib.Path(flags["--out"])
+    out.mkdir(parents=True)
+    print("what it prints")
+    (out / "began").write_text(flags["--steps"])
+    sys.exit({code}) if {code} else (out / "final.json").write_text("{{}}")
+"""
+
+
+def recipes(folder, code=0):
+    folder.mkdir()
+    (folder / "pretrain.py").write_text(textwrap.dedent(RECIPE).format(code=code))
+    return folder
+
+
+def test_a_base_is_trained_once_and_a_pretrained_run_goes_before_it(tmp_path, capfd):
+    place, runs = recipes(tmp_path / "recipes"), tmp_path / "runs"
+    assert hub.base_run(place, runs=runs) == runs / "base"
+    out, err = capfd.readouterr()
+    assert (out, "what it prints" in err) == ("", True)  # what is printed is the recipe's alone
+    (place / "pretrain.py").write_text("raise SystemExit(1)")
+    assert hub.base_run(place, runs=runs) == runs / "base"
+    (runs / "pretrain/checkpoints/step_00000007").mkdir(parents=True)
+    assert hub.base_run(place, runs=runs) == runs / "pretrain"
+
+
+def test_a_base_that_was_stopped_ends_the_recipe_with_its_exit_code(tmp_path):
+    with pytest.raises(SystemExit) as end:
+        hub.base_run(recipes(tmp_path / "recipes", code=75), runs=tmp_path / "runs")
+    assert end.value.code == 75
+
+
+def test_one_of_several_processes_trains_no_base(tmp_path, monkeypatch):
+    for name, value in {"RANK": 0, "WORLD_SIZE": 2, "LOCAL_RANK": 0, "LOCAL_WORLD_SIZE": 2}.items():
+        monkeypatch.setenv(name, str(value))
+    monkeypatch.setenv("MASTER_ADDR", "localhost")
+    monkeypatch.setenv("MASTER_PORT", "29500")
+    with pytest.raises(ConfigError, match="nothing to begin with") as error:
+        hub.base_run(recipes(tmp_path / "recipes"), runs=tmp_path / "runs")
+    assert "python recipes/pretrain.py" in error.value.hint
+    assert not (tmp_path / "runs").exists()
+
+
+def test_what_is_nothing_is_named(tmp_path):
+    with pytest.raises(CheckpointError, match="there is no checkpoint in"):
+        hub.open_trained(tmp_path)

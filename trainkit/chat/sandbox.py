@@ -1,0 +1,237 @@
+"""Where the Jinja of a folder runs: without files, without Python's insides, for a bounded time.
+
+Jinja's sandbox keeps a template from Python's insides. Here every turn of a loop, every call and
+every letter that is made costs something, out of what a rendering may spend; so a template that
+would never end, or fill the memory, is refused as one that is wrong.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import re
+import threading
+from collections.abc import Callable, Sequence, Sized
+from datetime import datetime
+from typing import Any
+
+from trainkit.chat.messages import REASONING
+from trainkit.types import needs_extra
+
+_MOST = 1 << 26
+"""What a rendering may spend: letters, or `_STEP` for a turn of a loop or a call."""
+_STEP = 16
+_NO_FILTERS = ("random", "wordwrap")
+_OTHER_FILES = ("Import", "FromImport", "Include", "Extends")
+
+SPAN = ("\ue002", "\ue003")
+"""What stands before and after what a template marks as generated."""
+
+
+class _Budget(threading.local):
+    """What the rendering of this thread has spent."""
+
+    spent = 0
+
+    def spend(self, cost: int) -> None:
+        import jinja2  # noqa: PLC0415  (an extra)
+
+        self.spent += cost
+        if self.spent > _MOST:
+            raise jinja2.TemplateError(f"it makes more than {_MOST} letters, or never ends")
+
+    def made(self, value: Any) -> Any:
+        """Return a value; its letters or items are spent."""
+        self.spend(_STEP + (len(value) if isinstance(value, Sized) else 0))
+        return value
+
+    def asked(self, name: str, values: Sequence[Any]) -> None:
+        """Spend what a call could make of its values, before it is made."""
+        numbers = sum(abs(x) for x in values if type(x) is int)
+        texts = [x for x in values if isinstance(x, str)]
+        widest = max(map(len, texts), default=1)
+        if name.endswith("format") and texts and re.search(r"\d{5}|\*", texts[0]):
+            _refuse("it asks for a field of more than 9999 letters")
+        if name.endswith("replace") and len(texts) > 2:
+            numbers += (texts[0].count(texts[1]) + 1) * len(texts[2])
+        elif name.endswith("join"):
+            numbers += max(len(x) for x in (*values, "") if isinstance(x, Sized)) * widest
+        else:
+            numbers *= max(1, widest)
+        self.spend(_STEP + numbers)
+
+
+BUDGET = _Budget()
+
+
+@functools.lru_cache(maxsize=8)
+def compiled(source: str, *, spans: bool = False) -> tuple[Any, str | None]:
+    """Compile a source in an environment such as `transformers` gives to chat templates.
+
+    Args:
+        source: The Jinja text.
+        spans: Whether `SPAN` stands around what `{% generation %}` encloses.
+
+    Returns:
+        The compiled template, of which `rendered` makes a text; and under which name it reads
+        reasoning, if it does.
+
+    Raises:
+        ConfigError: jinja2 is missing.
+        ValueError: The source is no Jinja, or asks for another file or Python's insides.
+
+    Examples:
+        >>> compiled("{% include 'other' %}")
+        Traceback (most recent call last):
+        ...
+        ValueError: jinja_template: line 1 asks for another file (Include), which is never read
+    """
+    with needs_extra("hf"):
+        import jinja2  # noqa: PLC0415  (an extra)
+        from jinja2 import nodes  # noqa: PLC0415  (an extra)
+    environment = _environment(spans=spans)
+    # The tags that mark answers are those of a block whose text goes through a filter.
+    source = re.sub(r"({%[-+]?\s*)generation(\s*[-+]?%})", r"\1filter _span\2", source)
+    source = re.sub(r"({%[-+]?\s*)endgeneration(\s*[-+]?%})", r"\1endfilter\2", source)
+    try:
+        tree = environment.parse(source)
+    except jinja2.TemplateSyntaxError as error:
+        what = f"line {error.lineno} is no Jinja: {error.message}"
+        raise ValueError(f"jinja_template: {what}") from error
+    for kind in _OTHER_FILES:
+        for node in tree.find_all(getattr(nodes, kind)):
+            what = f"line {node.lineno} asks for another file ({kind}), which is never read"
+            raise ValueError(f"jinja_template: {what}")
+    read = {node.attr for node in tree.find_all(nodes.Getattr)}
+    read |= {node.value for node in tree.find_all(nodes.Const)}  # as in m["x"] and "x" in m
+    inside = sorted(x for x in read if isinstance(x, str) and re.fullmatch("__\\w+__", x))
+    if inside:
+        raise ValueError(f"jinja_template: it asks for {inside[0]}, of Python's insides")
+    name = next((name for name in REASONING if name in read), None)
+    return environment.from_string(_counted(tree, nodes)), name
+
+
+def rendered(template: Any, **values: Any) -> str:
+    """Return what a compiled template makes of some values.
+
+    Raises:
+        jinja2.TemplateError: It refuses them, or has spent too much.
+
+    Examples:
+        >>> rendered(compiled("{{ a ~ 1 }}")[0], a="b")
+        'b1'
+    """
+    import jinja2  # noqa: PLC0415  (an extra)
+
+    BUDGET.spent = 0
+    try:
+        return template.render(**values)
+    except (MemoryError, RecursionError, OverflowError) as error:
+        raise jinja2.TemplateError(f"{type(error).__name__}: {error}") from error
+
+
+def _environment(*, spans: bool) -> Any:
+    import jinja2  # noqa: PLC0415  (an extra)
+    from jinja2.sandbox import ImmutableSandboxedEnvironment  # noqa: PLC0415
+
+    class Environment(ImmutableSandboxedEnvironment):
+        """Jinja's sandbox, in which what a template makes is counted."""
+
+        intercepted_binops = frozenset(("+", "*", "**", "%"))
+
+        def call_binop(self, context: Any, operator: str, left: Any, right: Any) -> Any:
+            sizes = [len(x) if isinstance(x, Sized) else x for x in (left, right)]
+            if operator == "**":
+                _refuse("it asks for a power")
+            if operator == "*" and sizes != [left, right]:
+                BUDGET.spend(abs(int(sizes[0] * sizes[1])))
+            if operator == "%" and isinstance(left, str):
+                BUDGET.asked("format", [left])
+            return BUDGET.made(super().call_binop(context, operator, left, right))
+
+        def call(self, context: Any, obj: Any, /, *args: Any, **kwargs: Any) -> Any:
+            method = getattr(obj, "__wrapped__", obj)
+            own = getattr(method, "__self__", None)
+            BUDGET.asked(getattr(method, "__name__", ""), (own, *args, *kwargs.values()))
+            return BUDGET.made(super().call(context, obj, *args, **kwargs))
+
+        def is_safe_attribute(self, obj: Any, attr: str, value: Any) -> bool:
+            return attr != "translate" and super().is_safe_attribute(obj, attr, value)
+
+    environment = Environment(
+        trim_blocks=True,
+        lstrip_blocks=True,
+        extensions=["jinja2.ext.loopcontrols"],
+        finalize=BUDGET.made,
+    )
+    known = {name: own for name, own in environment.filters.items() if name not in _NO_FILTERS}
+    filters = {name: _counting(own) for name, own in {**known, "tojson": _to_json}.items()}
+    filters["_span"] = functools.partial(_between, *(SPAN if spans else ("", "")))
+    filters["_made"] = jinja2.pass_context(_made)
+    filters["_joined"] = _joined
+    environment.filters = filters
+    del environment.globals["lipsum"]
+    names: dict[str, Any] = environment.globals
+    names.update(raise_exception=_refuse, strftime_now=_now)
+    return environment
+
+
+def _between(begin: str, end: str, text: str) -> str:
+    return f"{begin}{text}{end}"
+
+
+def _made(_: Any, value: Any) -> Any:
+    return BUDGET.made(value)
+
+
+def _joined(parts: Sequence[Any]) -> str:
+    return BUDGET.made("".join(map(str, parts)))
+
+
+def _counting(own: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a filter whose numbers and results are spent."""
+
+    @functools.wraps(own)
+    def counted(*args: Any, **kwargs: Any) -> Any:
+        BUDGET.asked(own.__name__, (*args, *kwargs.values()))
+        return BUDGET.made(own(*args, **kwargs))
+
+    return counted
+
+
+def _counted(tree: Any, nodes: Any) -> Any:
+    """Return a parsed template in which loops and joined texts are spent."""
+    from jinja2.visitor import NodeTransformer  # noqa: PLC0415  (an extra)
+
+    class Counted(NodeTransformer):
+        def visit_For(self, node: Any) -> Any:  # noqa: N802
+            self.generic_visit(node)
+            node.iter = nodes.Filter(node.iter, "_made", [], [], None, None)
+            tick = nodes.Filter(nodes.Const(""), "_made", [], [], None, None)
+            node.body.insert(0, nodes.Output([tick]))
+            return node
+
+        def visit_Concat(self, node: Any) -> Any:  # noqa: N802
+            self.generic_visit(node)
+            return nodes.Filter(nodes.List(node.nodes), "_joined", [], [], None, None)
+
+    found = Counted().visit(tree)
+    found.set_lineno(1)
+    found.set_environment(tree.environment)
+    return found
+
+
+def _refuse(message: str) -> None:
+    import jinja2  # noqa: PLC0415  (an extra)
+
+    raise jinja2.TemplateError(message)
+
+
+def _to_json(value: Any, ensure_ascii: bool = False, **options: Any) -> str:
+    text = json.dumps(value, ensure_ascii=ensure_ascii)
+    BUDGET.spend(len(text) * (1 + int(options.get("indent") or 0)))
+    return json.dumps(value, ensure_ascii=ensure_ascii, **options)
+
+
+def _now(form: str) -> str:
+    return datetime.now().strftime(form)  # noqa: DTZ005  (the day where the user is)

@@ -1,0 +1,50 @@
+"""Evaluation: log-probabilities of texts and of choices, line by line, and `lm-eval` over them.
+
+`bind_score` makes a function of a model in any layout: from examples to what each token of them
+scores. `read_texts` and `read_choices` make examples of files, `write_lines` results that a killed
+run goes on with, `perplexity` and `accuracy` the numbers of them.
+"""
+
+from __future__ import annotations
+
+from trainkit.evaluation.choices import accuracy, choice_item, choice_line, read_choices
+from trainkit.evaluation.examples import (
+    Example,
+    Item,
+    encode_pair,
+    make_example,
+    prefix_id,
+    rolling_windows,
+)
+from trainkit.evaluation.harness import Generate, evaluate_tasks, harness_model, open_tasks
+from trainkit.evaluation.lines import in_groups, read_lines, write_lines
+from trainkit.evaluation.score import Score, Scored, bind_score, token_scores
+from trainkit.evaluation.texts import perplexity, read_texts, text_item, text_line
+
+__all__ = [
+    "Example",
+    "Generate",
+    "Item",
+    "Score",
+    "Scored",
+    "accuracy",
+    "bind_score",
+    "choice_item",
+    "choice_line",
+    "encode_pair",
+    "evaluate_tasks",
+    "harness_model",
+    "in_groups",
+    "make_example",
+    "open_tasks",
+    "perplexity",
+    "prefix_id",
+    "read_choices",
+    "read_lines",
+    "read_texts",
+    "rolling_windows",
+    "text_item",
+    "text_line",
+    "token_scores",
+    "write_lines",
+]

@@ -1,0 +1,161 @@
+"""A model to use: a run, a checkpoint or a Hugging Face folder, known before weights are read."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import attrs
+
+from trainkit.chat import has_template
+from trainkit.checkpoint import load as checkpoints
+from trainkit.checkpoint.manifest import find_checkpoint, list_checkpoints
+from trainkit.files import say_on_stderr
+from trainkit.hub.folder import is_folder, open_folder
+from trainkit.mesh import world_size
+from trainkit.models.config import DecoderConfig
+from trainkit.models.sizes import config_from_facts
+from trainkit.tokenizers import ByteTokenizer, HFTokenizer, open_tokenizer, tokenizer_hash
+from trainkit.types import CheckpointError, ConfigError
+
+_STEPS = ("--steps", "250", "--schedule-steps", "250", "--eval-every", "0")
+
+
+@attrs.frozen(eq=False)
+class Trained:
+    """What a run or a folder says of its model.
+
+    Attributes:
+        path: The checkpoint, or the Hugging Face folder.
+        config: The decoder.
+        name: The name of its tokenizer, for `open_tokenizer`.
+        tokenizer: Its tokenizer.
+        context: The most tokens that it is meant to be given.
+        adds_bos: Whether texts begin with BOS: those of a run do, if its tokenizer has one, those
+            of a folder where its tokenizer says so.
+        template: The name of its chat template, for `chat.find_template`; None where it has learned
+            no conversations.
+        facts: The facts of the checkpoint; of a folder none.
+    """
+
+    path: Path
+    config: DecoderConfig
+    name: str
+    tokenizer: ByteTokenizer | HFTokenizer
+    context: int
+    adds_bos: bool
+    template: str | None = None
+    facts: Mapping[str, Any] = attrs.field(factory=dict)
+
+
+def open_trained(
+    path: Path | str, *, tokenizer: str | None = None, tell: Callable[[str], None] = say_on_stderr
+) -> Trained:
+    """Look over a model that is to be used; its weights are not read.
+
+    Args:
+        path: A run, for its newest checkpoint that verifies; a checkpoint; or a Hugging Face
+            folder.
+        tokenizer: What `open_tokenizer` takes; by default the run's, or the folder's own.
+        tell: Called with one sentence about each checkpoint passed over.
+
+    Raises:
+        CheckpointError: There is no checkpoint, none verifies, or it is not of a decoder; or the
+            run was trained with another tokenizer.
+        ConfigError: The tokenizer has more ids than the embedding rows; or as `open_folder`.
+        DataError: There is no tokenizer.
+
+    Examples:
+        >>> open_trained("/does/not/exist")
+        Traceback (most recent call last):
+        ...
+        trainkit.types.CheckpointError: find_checkpoint: there is no checkpoint in /does/not/exist
+    """
+    path = Path(path)
+    found = _folder(path, tokenizer) if is_folder(path) else _run(path, tokenizer, tell)
+    ids, rows = found.tokenizer.vocab_size, found.config.vocab_size
+    if ids > rows:
+        raise ConfigError(
+            f"open_trained: the tokenizer has {ids} ids, and the embedding of {path} {rows} rows",
+            where="tokenizer",
+            got=ids,
+            want=rows,
+            hint="name the model's own tokenizer",
+        )
+    return found
+
+
+def _folder(path: Path, name: str | None) -> Trained:
+    folder, tokenizer = open_folder(path), open_tokenizer(name or path)
+    adds_bos = isinstance(tokenizer, HFTokenizer) and tokenizer.backend.encode("a").ids[:1] == [
+        tokenizer.bos_id
+    ]
+    name, template = name or str(path), str(path) if has_template(path) else None
+    return Trained(path, folder.config, name, tokenizer, folder.context, adds_bos, template)
+
+
+def _run(path: Path, name: str | None, tell: Callable[[str], None]) -> Trained:
+    path = find_checkpoint(path, tell=tell)
+    needs = ("model", "config.tokenizer", "config.row_length")
+    facts = checkpoints.read_facts(path, needs=needs)
+    name = name or facts["config.tokenizer"]
+    tokenizer = open_tokenizer(name)
+    got, want = tokenizer_hash(tokenizer), facts.get("tokenizer")
+    if want not in (None, got):
+        raise CheckpointError(
+            f"open_trained: {path} was trained with another tokenizer than {name}",
+            where="tokenizer",
+            got=got,
+            want=want,
+            hint="name the run's own",
+        )
+    config, has_bos = config_from_facts(facts["model"]), tokenizer.bos_id is not None
+    known = facts["config.row_length"], has_bos, facts.get("config.template"), facts
+    return Trained(path, config, name, tokenizer, *known)
+
+
+def base_run(recipes: Path, *, runs: Path = Path("runs")) -> Path:
+    """Return a run to begin with: `runs/pretrain`, or `runs/base`, which is trained now if need be.
+
+    This is what a recipe does whose user names nothing to begin with. The small base takes a minute
+    on two cores; a second call finds it there, or goes on with it where it was stopped.
+
+    Args:
+        recipes: The folder in which `pretrain.py` is.
+        runs: Where runs are.
+
+    Raises:
+        ConfigError: There is neither, and this is one process of several: training is started by
+            one process alone.
+        SystemExit: Training ended early, with its exit code; it has said why.
+
+    Effects:
+        May run `pretrain.py` in a process of its own, which prints on this one's stderr.
+
+    Examples:
+        >>> import tempfile
+        >>> with tempfile.TemporaryDirectory() as name:
+        ...     place = Path(name)
+        ...     (place / "pretrain/checkpoints/step_00000001").mkdir(parents=True)
+        ...     base_run(Path("recipes"), runs=place) == place / "pretrain"
+        True
+    """
+    pretrain, base = runs / "pretrain", runs / "base"
+    if list_checkpoints(pretrain / "checkpoints"):
+        return pretrain
+    if (base / "final.json").is_file():
+        return base
+    if world_size() > 1:
+        raise ConfigError(
+            f"base_run: there is nothing to begin with: no run in {pretrain} or {base}",
+            hint="python recipes/pretrain.py trains one; or name a run or a Hugging Face folder",
+        )
+    say_on_stderr(f"training a small base first, into {base}: about a minute")
+    command = [sys.executable, str(recipes / "pretrain.py"), "--out", str(base), *_STEPS]
+    ended = subprocess.run(command, stdout=2, check=False)  # noqa: S603 -- ours
+    if ended.returncode:
+        raise SystemExit(ended.returncode)
+    return base
