@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from typing import Any, Literal
 
 import attrs
@@ -117,7 +118,9 @@ def generate(
     if max_new_tokens and rows:
         begins, device = [*map(len, prompts)], compute_device(model)
         places = places_of(row_ids, begins, max_new_tokens, seed=sampling.seed, device=device)
-        with evaluating([model]):
+        # Cheaper than no_grad, by a tenth of a small model's step; FSDP does not take it.
+        alone = isinstance(call, CachedCall) and call.call is call_cached
+        with evaluating([model]), torch.inference_mode() if alone else nullcontext():
             logits_of = _cached(model, call) if isinstance(call, CachedCall) else _anew(model, call)
             how = {"sampling": sampling, "context": context, "vocab_size": vocab_size}
             _draw(rows, prompts, logits_of, places, **how)
@@ -265,17 +268,20 @@ def _anew(model: nn.Module, call: Call) -> _LogitsOf:
 
 def _cached(model: nn.Module, call: CachedCall) -> _LogitsOf:
     """Return what runs a decoder over the newest tokens, or over all windows where it has to."""
-    cache: Cache | None = None
+    batch: dict[str, Any] = {"cache": None}
 
     def logits_of(text: _Text, kept: Tensor | None, context: int) -> Tensor:
-        nonlocal cache
-        cache = cache if cache is None or kept is None else cache.of_rows(kept)
+        nonlocal batch
+        cache: Cache | None = batch["cache"]
+        if cache is not None and kept is not None:
+            cache = cache.of_rows(kept)
         longest = text.end - min(text.begins)
         if cache is None or longest > context or not cache.end + 1 == text.end <= cache.length:
             batch = _windows(text, context, cache)
+        elif kept is None and cache.slots is None:
+            batch = _next(text, cache, batch)
         else:
             batch = _newest(text, cache)
-        cache = batch["cache"]
         return whole_logits(call(model, batch))[0]
 
     return logits_of
@@ -311,11 +317,19 @@ def _windows(text: _Text, context: int, before: Cache | None) -> dict[str, Any]:
 
 def _newest(text: _Text, before: Cache) -> dict[str, Any]:
     """Return the last token of each row, as documents of one token."""
-    rows = len(text.begins)
-    last = torch.arange(rows, device=text.ids.device)
-    cache = attrs.evolve(before, end=text.end, rows=None, slots=None, last=last)
+    cache = attrs.evolve(before, end=text.end, rows=None, slots=None, last=None)
     places = text.end - 1 - text.first
-    return _packed(text.ids[:, text.end - 1], [1] * rows, places) | {"cache": cache}
+    return _packed(text.ids[:, text.end - 1], [1] * len(places), places) | {"cache": cache}
+
+
+def _next(text: _Text, before: Cache, batch: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the same as `_newest` from the batch before, which had the same rows."""
+    return {
+        **batch,
+        "input_ids": text.ids[:, text.end - 1].unsqueeze(0),
+        "position_ids": batch["position_ids"] + 1,
+        "cache": attrs.evolve(before, end=text.end),
+    }
 
 
 def _packed(ids: Tensor, lengths: Sequence[int], places: Tensor) -> dict[str, Any]:

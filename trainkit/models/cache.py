@@ -33,7 +33,7 @@ class Cache:
             the R newest tokens, which go to the last slot.
         slots: int64 `[T]`, its slot.
         last: int64 `[R]`, where in the batch the last token of each row stands: only their logits
-            are computed.
+            are computed; None where the batch is these tokens.
         seen: bool `[R, 1, 1, L]`, False before the beginning of a row; None if all begin at 0.
 
     Examples:
@@ -97,13 +97,18 @@ def _attend(
         return varlen(q, k, v, spans=spans, scale=scale, window=window, softcap=softcap)
     keys, values, end = cache.keys[layer], cache.values[layer], cache.end
     rows, heads, _, size = keys.shape
-    keys[:, :, end - 1], values[:, :, end - 1] = k[0, :rows], v[0, :rows]
+    padding = q.shape[1] - rows
+    if padding:
+        q, k, v = q[:, :rows], k[:, :rows], v[:, :rows]
+    for held, x in ((keys, k), (values, v)):
+        held.select(2, end - 1).copy_(x.reshape(rows, heads, -1))
     begin = max(0, end - window) if window else 0
-    held = keys[:, :, begin:end], values[:, :, begin:end]
-    seen = None if cache.seen is None else cache.seen[..., begin:end]
-    own = q[0, :rows].view(rows, heads, -1, size)  # a group's query heads, as one head's queries
-    out = attend_slots(own, *held, seen=seen, scale=scale, softcap=softcap).flatten(1, 2)
-    return nn.functional.pad(out, (0, 0, 0, 0, 0, q.shape[1] - rows)).unsqueeze(0)
+    seen = None if cache.seen is None else cache.seen.narrow(3, begin, end - begin)
+    keys, values = keys.narrow(2, begin, end - begin), values.narrow(2, begin, end - begin)
+    own = q.reshape(rows, heads, -1, size)  # a group's query heads, as one head's queries
+    out = attend_slots(own, keys, values, seen=seen, scale=scale, softcap=softcap)
+    out = out.reshape(1, rows, -1, out.shape[-1])
+    return nn.functional.pad(out, (0, 0, 0, 0, 0, padding)) if padding else out
 
 
 def _write_prompts(cache: Cache, layer: str, k: Tensor, v: Tensor) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import attrs
 import numpy as np
 import torch
 from torch import Tensor, nn
@@ -72,8 +73,9 @@ def bind_call(stages: Sequence[nn.Module], ps: ParallelState, *, call: Call | No
         return broadcast(logits.contiguous(), ps.world, source=source)
 
     def run_cached(_: nn.Module, batch: Mapping[str, Any]) -> Tensor:
-        logits = run(_filled_up(batch, ps.tp.count), call_cached)
-        return shared(logits, len(batch["cache"].last))
+        ends = batch["cache"].last
+        rows = batch["input_ids"].shape[1] if ends is None else len(ends)
+        return shared(run(_filled_up(batch, ps.tp.count), call_cached), rows)
 
     def run_anew(_: nn.Module, batch: Mapping[str, Any]) -> Tensor:
         whole = _lengthened(batch, ps, compute_device(stages[0]))
@@ -98,7 +100,13 @@ def _filled_up(batch: Mapping[str, Any], multiple: int) -> Mapping[str, Any]:
     ends = nn.functional.pad(spans.cu_seqlens, (0, 1))
     ends[-1] = filled["input_ids"].shape[1]
     lengths = np.append(spans.lengths, more)
-    return {**batch, **filled, "spans": Spans(ends, lengths, max(spans.max_length, more))}
+    cache = batch["cache"]
+    if cache.last is None:
+        cache = attrs.evolve(
+            cache, last=torch.arange(batch["input_ids"].shape[1], device=ends.device)
+        )
+    spans = Spans(ends, lengths, max(spans.max_length, more))
+    return {**batch, **filled, "spans": spans, "cache": cache}
 
 
 def _lengthened(batch: Mapping[str, Any], ps: ParallelState, device: torch.device) -> Batch:
