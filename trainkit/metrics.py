@@ -307,11 +307,12 @@ def tokens_per_second(tokens: float, seconds: float) -> float:
 def model_flops(
     *,
     linear_parameters: int,
-    layers: int,
+    layers: float,
     heads: int,
     head_dim: float,
     lengths: Sequence[int] | IntArray,
     attention: Literal["causal", "full"] = "causal",
+    window: int | None = None,
 ) -> float:
     """Return the floating-point operations of forward and backward over documents of these lengths.
 
@@ -333,6 +334,7 @@ def model_flops(
         head_dim: width of a head; the mean of that of keys and that of values.
         lengths: tokens of each document.
         attention: the convention.
+        window: how many keys a query sees at most; "full" counts that many for each.
 
     Raises:
         ValueError: if `attention` is neither.
@@ -345,11 +347,14 @@ def model_flops(
         564000.0
         >>> model_flops(**shape, lengths=[30], attention="full")  # one document costs more than two
         871200.0
+        >>> model_flops(**shape, lengths=[10, 20], window=1)  # each query sees itself alone
+        203040.0
     """
     if attention not in ("causal", "full"):
         raise ValueError(f'model_flops: attention must be "causal" or "full", got {attention!r}')
     tokens = np.asarray(lengths, dtype=np.float64)
-    pairs = tokens * tokens if attention == "full" else tokens * (tokens + 1) / 2
+    seen = tokens if window is None else np.minimum(tokens, window)
+    pairs = tokens * seen if attention == "full" else seen * (2 * tokens - seen + 1) / 2
     linear = 6.0 * linear_parameters * float(tokens.sum())
     return linear + 12.0 * layers * heads * head_dim * float(pairs.sum())
 

@@ -441,5 +441,10 @@ def test_a_table_of_facts_tells_which_entries_changed(tmp_path):
         "data: new.txt was added",
     ):
         assert told in str(error.value)
+    later = {**before, "an option": False, "another": None}  # that came after the checkpoint
+    tk.resume(tmp_path, tk.TrainState(), *run[1:], facts={"data": later}, **quiet)
+    facts = {"data": later | {"an option": True}}
+    with pytest.raises(CheckpointError, match="data: an option was added"):
+        tk.resume(tmp_path, tk.TrainState(), *run[1:], facts=facts, **quiet)
     with pytest.raises(CheckpointError, match="and 4 more places in data"):
         tk.resume(tmp_path, tk.TrainState(), *run[1:], facts={"data": {}}, **quiet)

@@ -110,6 +110,20 @@ def test_a_map_turned_gives_their_tensors_back_bit_for_bit(row, tmp_path):
     assert set(ours) == {name for link in links for name in [link.ours.name]}
 
 
+def test_a_folder_of_a_model_without_a_head_leaves_out_the_first_part_of_names(tmp_path):
+    from safetensors.torch import load_file, save_file
+
+    tiny.make_theirs("gpt2", transformers).save_pretrained(tmp_path)
+    want = dict(read(tmp_path).named_parameters())
+    file = tmp_path / "model.safetensors"
+    short = {name.removeprefix("transformer."): x for name, x in load_file(file).items()}
+    short["h.0.attn.bias"] = torch.ones(1, 1, 8, 8)  # the mask of causality, as OpenAI's have
+    assert "wte.weight" in short
+    save_file(short, file)
+    for name, x in read(tmp_path).named_parameters():
+        assert torch.equal(x, want[name]), name
+
+
 @pytest.mark.parametrize("row", tiny.ROWS)
 def test_a_config_that_is_written_is_read_by_transformers_and_by_us_as_the_same(row, tmp_path):
     made = tiny.make_theirs(row, transformers)

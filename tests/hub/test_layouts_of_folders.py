@@ -74,6 +74,8 @@ LAYOUTS = {
     "solo": (Layout(), "llama tied, scaled"),
     "fsdp, an uneven rest": (Layout(dp_shard=3), "qwen3"),
     "tp": (Layout(tp=2), "phi3"),
+    "tp of transposed matrices and positions": (Layout(tp=2), "gpt2"),
+    "pp, norms around": (Layout(pp=2), "gemma2"),
     "pp, tied": (Layout(pp=2), "llama tied, scaled"),
     "tp of latents": (Layout(tp=2), "deepseek_v3"),
     "ep": (Layout(dp_shard=2, ep=2), "mixtral"),

@@ -1,5 +1,6 @@
 """The decoder: packing, heads, positions, ties, dropout, names and initial values."""
 
+import json
 import math
 
 import attrs
@@ -18,14 +19,17 @@ from trainkit.models import (
     Decoder,
     DecoderConfig,
     Llama3Scaling,
+    Norms,
     build_decoder,
     count_parameters,
     init_weights,
 )
 from trainkit.models.config import parameter_shapes
+from trainkit.models.decoder import whole_logits
 from trainkit.models.rotary import rotary_frequencies, rotary_table, rotate
-from trainkit.models.sizes import decoder_config, decoder_sizes
-from trainkit.types import SOLO, Spans
+from trainkit.models.sizes import config_from_facts, decoder_config, decoder_sizes
+from trainkit.testing.builtin import GEMMA_LIKE, GPT_LIKE, OLMO_LIKE
+from trainkit.types import SOLO, Spans, capped
 
 SMALL = DecoderConfig(vocab_size=31, width=16, layers=2, heads=4, kv_heads=2, mlp_width=24)
 RICH = attrs.evolve(
@@ -36,6 +40,10 @@ RICH = attrs.evolve(
     tied=True,
     rope_scaling=Llama3Scaling(factor=8.0, original_length=16),
 )
+GEMMA, OLMO, GPT = (
+    attrs.evolve(config, vocab_size=31) for config in (GEMMA_LIKE, OLMO_LIKE, GPT_LIKE)
+)
+OPTIONS = pytest.mark.parametrize("config", [GEMMA, OLMO, GPT], ids=["gemma", "olmo", "gpt"])
 CONFIGS = pytest.mark.parametrize("config", [SMALL, RICH], ids=["llama", "qwen3, tied, scaled"])
 
 
@@ -67,7 +75,8 @@ def gradients(model):
 
 def assert_equal(got, want):
     assert got.shape == want.shape
-    assert (got - want).abs().max() <= 1e-12 * want.abs().max()
+    # Without positions in it the bias of keys has no gradient: 0 up to rounding, on both sides.
+    assert (got - want).abs().max() <= 1e-12 * want.abs().max() + 1e-14
 
 
 def backward(logits):
@@ -78,9 +87,9 @@ def backward(logits):
 # ------------------------------------------------------------------------------------- equivalences
 
 
-@CONFIGS
+@pytest.mark.parametrize("config", [SMALL, RICH, GEMMA, OLMO, attrs.evolve(GPT, dropout=0.0)])
 def test_packed_row_equals_its_documents_one_by_one(config):
-    lengths = [5, 1, 9, 3]
+    lengths = [5, 1, 9, 23]
     ids, rest = packed(lengths)
     whole, alone = double(config), double(config)
     logits = whole(ids, **rest)
@@ -129,13 +138,14 @@ def test_tied_gradient_is_the_sum_of_both_uses():
 
 
 def test_hidden_head_holds_the_logits():
-    for config in (SMALL, RICH):
+    for config in (SMALL, RICH, GEMMA):
         ids, rest = packed([4, 7])
         logits = double(config)(ids, **rest)
         model = double(config, head="hidden")
-        hidden, weight, axis, _ = model(ids, **rest)
+        hidden, weight, axis, softcap = model(ids, **rest)
         assert axis is SOLO
-        assert_equal(hidden @ weight.T, logits)
+        assert_equal(capped(hidden @ weight.T, softcap), logits)
+        assert_equal(whole_logits((hidden, weight, axis, softcap)), logits)
         assert not weight.is_leaf  # FSDP2 hooks what a module returns
         (hidden @ weight.T).sum().backward()
         assert all(p.grad is not None for p in model.parameters())
@@ -369,6 +379,39 @@ def test_meta_model_has_the_promised_names_and_no_buffers(config):
     assert outside == {"embedding.weight", "norm.weight"} | tail
 
 
+@OPTIONS
+def test_options_have_the_promised_names_values_and_facts(config):
+    model = build_decoder(config, seed=0)
+    shapes = {name: tuple(p.shape) for name, p in model.named_parameters()}
+    assert shapes == parameter_shapes(config)
+    assert count_parameters(config) == sum(p.numel() for p in model.parameters())
+    for name, p in model.named_parameters():
+        if p.ndim == 1:
+            value = 0.0 if name.endswith("bias") or config is GEMMA else 1.0
+            assert (p == value).all(), name
+    saved = json.loads(json.dumps(attrs.asdict(config)))
+    assert config_from_facts(saved) == config
+    plain = attrs.asdict(SMALL)
+    before = {name: x for name, x in plain.items() if name in _FIELDS_OF_OLD}
+    assert config_from_facts(before) == SMALL
+    later = {name: x for name, x in plain.items() if name not in before}
+    assert {*later.values()} <= {None, False}  # which is no change to a run that began before
+
+
+_FIELDS_OF_OLD = {
+    *("vocab_size", "width", "layers", "heads", "kv_heads", "mlp_width", "head_dim", "norm_eps"),
+    *("rope_theta", "rope_scaling", "qk_norm", "qkv_bias", "tied", "dropout", "experts", "latents"),
+}
+
+
+def test_embeddings_are_scaled_by_what_their_dtype_can_say():
+    config = attrs.evolve(SMALL, width=48, embedding_scale=48**0.5)  # 6.93, in bf16 6.9375
+    model = build_decoder(config, seed=0).bfloat16()
+    ids, rest = packed([4])
+    x = model._embedded(ids, rest["position_ids"], None)
+    assert torch.equal(x, model.embedding(ids) * torch.tensor(48**0.5).bfloat16())
+
+
 def test_constructor_draws_no_random_numbers():
     state = torch.get_rng_state()
     Decoder(SMALL)
@@ -440,6 +483,13 @@ def test_initial_values_of_what_is_not_there_are_refused(name, shape, offset, ma
         ({"dropout": 1.0}, r"dropout must be in \[0, 1\), got 1.0"),
         ({"norm_eps": 0.0}, "norm_eps must be positive, got 0.0"),
         ({"rope_theta": 1.0}, "rope_theta must be above 1, got 1.0"),
+        ({"rotary_dim": 3}, "head_size must be even and at least 2"),
+        ({"rotary_dim": 8}, "head_size must be even and at least 2"),
+        ({"positions": 0}, "positions must be above 0, got 0"),
+        ({"positions": 8, "rotary_dim": 2}, "positions must be left out, where something is said"),
+        ({"logit_softcap": 0.0}, "logit_softcap must be above 0, got 0.0"),
+        ({"qk_norm": "all"}, "qk_norm must be False, True or 'wide', got all"),
+        ({"qk_norm": "wide", "norms": Norms(kind="layer")}, "qk_norm must be per head"),
     ],
 )
 def test_a_bad_configuration_is_refused_by_field_value_and_rule(change, match):

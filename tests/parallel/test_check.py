@@ -57,6 +57,12 @@ REFUSED = [
         "row of 260 .* ring = 2, ulysses = 2 and tp = 2, .* multiple of 8; set row_length to 264",
     ),
     (TINY, {"tp": 2}, {"row_length": 255}, "row of 255 .* multiple of 2; set row_length to 256"),
+    (
+        attrs.evolve(TINY, positions=128),
+        {},
+        {},
+        "a document may fill a row of 256 tokens, and the model has 128 learned positions",
+    ),
     (TINY, {"dp_shard": 9}, {}, "8 rows for dp_replicate x dp_shard = 9 .* set rows to 9"),
     (TINY, {"pp": 2}, {"schedule": "1f1f"}, "no pipeline schedule '1f1f'; there are gpipe, 1f1b"),
     (TINY, {}, {"schedule": "1f1f"}, "no pipeline schedule '1f1f'"),

@@ -21,7 +21,10 @@ from trainkit.planning import (
     seconds_of,
     traffic_of,
 )
-from trainkit.planning.stages import part_of
+from trainkit.planning.plans import _row_flops
+from trainkit.planning.stages import Part, part_of
+from trainkit.planning.weights import Sizes, units_of
+from trainkit.testing.builtin import GEMMA_LIKE, GPT_LIKE, OLMO_LIKE
 from trainkit.types import Layout
 
 TINY = DecoderConfig(vocab_size=256, width=64, layers=4, heads=4, kv_heads=4, mlp_width=128)
@@ -94,6 +97,28 @@ def test_offload_is_refused_where_nothing_is_sharded():
 
 
 # -------------------------------------------------------------------------------- memory
+
+
+@pytest.mark.parametrize("config", [GEMMA_LIKE, OLMO_LIKE, GPT_LIKE], ids=["gemma", "olmo", "gpt"])
+def test_the_parameters_of_every_option_are_counted(config):
+    units = units_of(config, Layout())
+    parts = units.blocks(config.layers, 0) + units.embedding + units.positions + units.norm
+    assert (parts + units.head).whole == count_parameters(config)
+    half = units_of(config, Layout(tp=2))
+    cut = {"attention": half.partial, "mlp": half.mlp_partial, "embedding": Sizes()}
+    for name, whole in cut.items():
+        size = getattr(units, name).whole
+        assert getattr(half, name).whole == (size - whole.whole) // 2 + whole.whole
+    assert half.positions == units.positions
+
+
+def test_windows_save_operations():
+    sees_all = attrs.evolve(GEMMA_LIKE, sliding=None)
+    jobs = [Job(config=config, row_length=64, rows=8) for config in (GEMMA_LIKE, sees_all)]
+    part = Part(layers=4, embedding=True, head=True)
+    windowed, whole = (_row_flops(job, part, products=False) for job in jobs)
+    pairs, seen = 64 * 65 / 2, 9 * 64 - 9 * 8 / 2
+    assert windowed == pytest.approx(whole * (pairs + seen) / (2 * pairs))
 
 
 @pytest.mark.parametrize(

@@ -152,7 +152,10 @@ def _fact_problems(name: str, old: Any, new: Any) -> list[str]:
 
 def _table_problems(name: str, old: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:
     """Say where a fact that is a table differs, in a few places."""
-    changed = [key for key in sorted(old.keys() | new.keys()) if old.get(key) != new.get(key)]
+    # What was not known then, and is off now, is no change: an option that came later.
+    later = {key for key in new.keys() - old.keys() if new[key] is False}
+    keys = sorted((old.keys() | new.keys()) - later)
+    changed = [key for key in keys if old.get(key) != new.get(key)]
     problems = [
         f"{name}: {key} was added"
         if key not in old

@@ -56,6 +56,8 @@ def problems(
         found += _of_model(layout, model)
     if rows is not None:
         found += _of_rows(layout, rows)
+    if model is not None and rows is not None:
+        found += _of_positions(model, rows)
     found += [*_of_experts(layout), *_of_offload(layout, device), *_of_schedule(layout, device)]
     if model is not None:
         found += _of_stages(layout, model)
@@ -170,6 +172,19 @@ def _of_rows(layout: Layout, rows: Rows) -> Iterator[ConfigError]:
             where="rows",
             got=rows.rows,
             want=f">= {readers}",
+        )
+
+
+def _of_positions(model: DecoderConfig, rows: Rows) -> Iterator[ConfigError]:
+    """Yield why a document may be longer than learned positions reach."""
+    if model.positions is not None and rows.row_length > model.positions:
+        yield ConfigError(
+            f"a document may fill a row of {rows.row_length} tokens, and the model has "
+            f"{model.positions} learned positions; set row_length to {model.positions}, or take a "
+            "model with rotary ones",
+            where="row_length",
+            got=rows.row_length,
+            want=f"<= {model.positions}",
         )
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
+from typing import Any
 
 import attrs
 import numpy as np
@@ -250,13 +251,17 @@ def _row_flops(job: Job, part: Part, *, products: bool = True) -> float:
     blocks = units_of(config, Layout()).blocks(part.layers, part.experts)
     met = blocks.whole - part.experts * idle_parameters(config)
     met += part.head * config.vocab_size * config.width
-    return model_flops(
-        linear_parameters=met if products else 0,
-        layers=part.layers,
-        heads=config.heads,
-        head_dim=(config.head_size + config.value_size) / 2,
-        lengths=np.array([base + (i < more) for i in range(job.documents)], dtype=np.int64),
-    )
+    shape: dict[str, Any] = {
+        "heads": config.heads,
+        "head_dim": (config.head_size + config.value_size) / 2,
+        "lengths": np.array([base + (i < more) for i in range(job.documents)], dtype=np.int64),
+    }
+    # Of a stage's layers as many slide as of all, which are near to even.
+    sliding = part.layers * len(config.sliding_layers) / config.layers
+    window = config.sliding.window if config.sliding is not None else None
+    whole = {"linear_parameters": met if products else 0, "layers": part.layers - sliding}
+    seen = model_flops(linear_parameters=0, layers=sliding, window=window, **shape)
+    return seen + model_flops(**whole, **shape)
 
 
 def _flops_of_rank(job: Job, layout: Layout, pp_rank: int, *, products: bool = True) -> float:

@@ -341,11 +341,10 @@ def cases_of_model(name: str) -> list[Case]:
         "decoder with latents, none of queries": [*ends[1:2], Case(Layout(ulysses=2, tp=2))],
         "decoder like Gemma's": [
             Case(Layout(ring=2, fold_sp="none"), recompute="selective"),
-            Case(Layout(pp=2, dp_shard=2)),
             Case(Layout(dp_shard=2, tp=2), recompute="full"),
-            Case(Layout(ulysses=2, tp=2)),
+            Case(Layout(pp=2)),
         ],
-        "decoder like OLMo 2's": [Case(Layout(tp=2)), Case(Layout(dp_shard=2, ring=2, tp=2))],
+        "decoder like OLMo 2's": [Case(Layout(ring=2, tp=2))],
         "decoder like GPT-2's": [
             Case(Layout(dp_shard=2, tp=2), recompute="selective"),
             Case(Layout(pp=2, tp=2)),
