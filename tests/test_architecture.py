@@ -38,6 +38,7 @@ ROOMS = [
     "checkpoint",
     "convert",
     "hub",
+    "adapters",
     "sinks",
     "pictures",
     "runtime",
@@ -58,7 +59,7 @@ REACHED = {
     "shared text of recipes": 0.307,
 }
 DEGREES_STAND_IN = {"types.py"}
-SET_UP = ["types", "mesh", "parallel", "checkpoint"]
+SET_UP = ["types", "mesh", "parallel", "checkpoint", "adapters"]
 
 FILES = {path.relative_to(PACKAGE).as_posix(): path.read_text() for path in PACKAGE.rglob("*.py")}
 INSIDE = {name: text for name, text in FILES.items() if name != "__init__.py"}

@@ -1,4 +1,5 @@
 # The table of contents, which __init__.py loads lazily.
+from . import adapters as adapters
 from . import attention as attention
 from . import batch as batch
 from . import chat as chat

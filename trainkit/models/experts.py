@@ -171,11 +171,18 @@ def grouped_linear(rows: Tensor, counts: Tensor, weight: Tensor) -> Tensor:
     """
     # torch leaves rows past the last offset uninitialised, in the result and in the gradient.
     is_nobodys = (torch.arange(len(rows), device=rows.device) >= counts.sum()).unsqueeze(-1)
-    product = _product(rows.masked_fill(is_nobodys, 0), counts, weight)
+    product = grouped_product(rows.masked_fill(is_nobodys, 0), counts, weight)
     return product.masked_fill(is_nobodys, 0)
 
 
-def _product(rows: Tensor, counts: Tensor, weight: Tensor) -> Tensor:
+def grouped_product(rows: Tensor, counts: Tensor, weight: Tensor) -> Tensor:
+    """Return `grouped_linear` of rows that are all somebody's, which is not looked at.
+
+    Examples:
+        >>> rows, weight = torch.tensor([[1.0], [1.0]]), torch.tensor([[[2.0]], [[3.0]]])
+        >>> grouped_product(rows, torch.tensor([1, 1]), weight).flatten().tolist()
+        [2.0, 3.0]
+    """
     weight = weight.to(rows.dtype)  # under autocast they may differ
     if not can_group(rows, weight):
         return _one_by_one(rows, counts, weight)
@@ -255,8 +262,12 @@ class ExpertWeights(nn.Module):
         kind = rows.device.type
         if torch.is_autocast_enabled(kind):
             rows = rows.to(torch.get_autocast_dtype(kind))
-        gate = nn.functional.silu(_product(rows, counts, self.gate))
-        return _product(gate * _product(rows, counts, self.up), counts, self.down)
+        gate = nn.functional.silu(self.product("gate", rows, counts))
+        return self.product("down", gate * self.product("up", rows, counts), counts)
+
+    def product(self, name: str, rows: Tensor, counts: Tensor) -> Tensor:
+        """Multiply rows `[N, D]` with the weights of that name of the experts that they go to."""
+        return grouped_product(rows, counts, getattr(self, name))
 
 
 # ------------------------------------------------------------------------------------------- layer

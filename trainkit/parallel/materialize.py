@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any, cast
 
 import torch
@@ -37,7 +38,9 @@ def materialize_(
     """Allocate a module that is on the meta device, and fill this rank's part of every parameter.
 
     A tensor that several modules share is allocated once. It is asked for by its first name, or by
-    those of its names that `weights` holds, which must then give the same values.
+    those of its names that `weights` holds, which must then give the same values. A module with an
+    attribute `initial_values`, an adapter say, is filled by that, a `Weights` function that takes
+    `weights` as one more argument, before the others.
 
     Args:
         module: A module whose parameters are all on the meta device, sharded or not.
@@ -73,7 +76,7 @@ def materialize_(
     module.to_empty(device=device)
     retie_(module, ties)  # to_empty makes a tensor for every module that holds it
     names = {name: tie for tie in ties for name in tie}
-    held = shapes_of(weights)
+    held, own = shapes_of(weights), _own_values(module, weights)
     stored = {name: x for name, x in named_buffers_of([module]).items() if name in held}
     with torch.no_grad():
         for name, buffer in live_buffers(module).items():
@@ -82,7 +85,18 @@ def materialize_(
             box = box_of(tensor)
             if box.local.numel():
                 shape, offset = tuple(box.local.shape), box.offset
-                box.local.copy_(_values(weights, names.get(name, (name,)), shape, offset))
+                give = own.get(name, weights)
+                box.local.copy_(_values(give, names.get(name, (name,)), shape, offset))
+
+
+def _own_values(module: nn.Module, weights: Weights) -> dict[str, Weights]:
+    """Return the initial values that modules bring of their own parameters, by name."""
+    return {
+        canonical_name(f"{path}.{key}"): partial(part.initial_values, weights)  # pyrefly: ignore
+        for path, part in module.named_modules()
+        if hasattr(part, "initial_values")
+        for key, _ in part.named_parameters(recurse=False)
+    }
 
 
 def _values(

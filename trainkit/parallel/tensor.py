@@ -315,6 +315,9 @@ def _shard_(module: nn.Module, styles: Mapping[str, Style], axis: Axis) -> None:
     placed: dict[int, tuple[int | None, nn.Parameter]] = {}
     for name, child in module.named_modules():
         style = styles.get(name, STYLES["replicated"])
+        cut_: Any = getattr(child, "cut_", None)
+        if cut_ is not None:  # it holds its matrices in parameters that the style does not know
+            style = cut_(style, axis)
         own = dict(child.named_parameters(recurse=False, remove_duplicate=False))
         if not own and name not in styles:
             continue

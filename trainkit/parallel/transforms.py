@@ -11,7 +11,10 @@ from torch import nn
 from trainkit.parallel.naming import ties_of
 from trainkit.types import ConfigError, Layout, ModelTransform, ParallelState
 
-ORDER = ("tensor", "sequence", "expert", "precision", "adapter", "recompute", "compiled", "fsdp")
+ORDER = (
+    *("quantized", "adapter", "tensor", "sequence", "expert", "precision"),
+    *("recompute", "compiled", "fsdp"),
+)
 """The order in which kinds of transforms must stand in a plan: each sees the module as the earlier
 ones left it.
 """
