@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 
 from trainkit.adapters import (
     NF4_VALUES,
+    add_low_rank,
     dequantize,
-    merge,
     quantize,
     quantize_fp8_block,
     quantize_int8,
@@ -157,11 +157,11 @@ def test_a_product_of_low_rank_is_added_in_fp32(form, lead):
     held = x if form is None else dequantize(base)
     want = held + 0.5 * b @ a
     b, a = b.double(), a.double()
-    assert torch.equal(merge(base, b, a, scale=0.5), want)
-    assert torch.equal(merge(base, b, a, scale=0.5, to=torch.bfloat16), want.bfloat16())
-    again = merge(base, b, a, scale=0.5, to="int8")
+    assert torch.equal(add_low_rank(base, b, a, scale=0.5), want)
+    assert torch.equal(add_low_rank(base, b, a, scale=0.5, to=torch.bfloat16), want.bfloat16())
+    again = add_low_rank(base, b, a, scale=0.5, to="int8")
     assert torch.equal(again.codes, quantize_int8(want).codes)
-    assert torch.equal(merge(base, 0 * b, a, scale=0.5), held)
+    assert torch.equal(add_low_rank(base, 0 * b, a, scale=0.5), held)
 
 
 def test_a_format_quantises_by_its_function():

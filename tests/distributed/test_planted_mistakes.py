@@ -19,10 +19,12 @@ import trainkit.parallel.pipeline
 import trainkit.parallel.reduction
 import trainkit.parallel.tied
 import trainkit.step
+from trainkit.adapters import lowrank
 from trainkit.batch import shift_labels
 from trainkit.batch.shards import spans_of_runs
 from trainkit.losses import next_token_linear, with_terms
 from trainkit.models import Tape, call_routed, call_with_noise, experts
+from trainkit.noise import counters
 from trainkit.parallel.reduction import Reduction
 from trainkit.testing import deal, train
 from trainkit.testing.builtin import (
@@ -33,6 +35,7 @@ from trainkit.testing.builtin import (
     decoder_of,
     decoder_plan,
     expert_loss,
+    with_adapters,
     with_experts,
 )
 from trainkit.testing.cases import Case
@@ -253,6 +256,39 @@ def routers_counted_per_tp_rank(_ps):
     PATCH.setattr(module, "sum_forward", lambda x, axis: add(x, axis) * axis.count)
 
 
+# ------------------------------------------------------------------------------------ adapters
+
+
+def adapters_not_summed(_ps):
+    beside = lowrank._style_beside
+    PATCH.setattr(
+        lowrank, "_style_beside", lambda style: attrs.evolve(beside(style), partial=False)
+    )
+
+
+def partial_summed_twice(_ps):
+    add = trainkit.parallel.reduction.sum_partial_
+
+    def twice(model):
+        add(model)
+        add(model)
+
+    PATCH.setattr(trainkit.parallel.reduction, "sum_partial_", twice)
+
+
+def parts_dropped_alike(_ps):
+    drop = counters.dropout
+
+    def alike(x, keys, *, offset, **how):
+        return drop(x, keys, **how, offset=None if offset is None else 0)
+
+    PATCH.setattr(lowrank.counters, "dropout", alike)
+
+
+def length_of_a_part(_ps):
+    PATCH.setattr(lowrank, "sum_forward", lambda x, _: x)
+
+
 STEPS = 2
 PLAIN = {
     "dp": Case(Layout(dp_shard=2)),
@@ -301,13 +337,21 @@ OF_EXPERTS = {
     "tape read one layer off": (tape_read_one_layer_off, "dp"),
     "routers counted per tp rank": (routers_counted_per_tp_rank, "tp"),
 }
+OF_ADAPTERS = {
+    "adapters not summed": (adapters_not_summed, "tp"),
+    "partial gradients summed twice": (partial_summed_twice, "tp"),
+    "parts dropped alike": (parts_dropped_alike, "tp"),
+    "length of a part": (length_of_a_part, "tp"),
+}
 LACKING = "half a parameter"
 
 
 def planting_plan(ps, case):
     PATCH.undo()
     with contextlib.suppress(KeyError):
-        (MISTAKES | OF_EXPERTS | {LACKING: (half_a_parameter, "dp")})[case.note][0](ps)
+        (MISTAKES | OF_EXPERTS | OF_ADAPTERS | {LACKING: (half_a_parameter, "dp")})[case.note][0](
+            ps
+        )
     return decoder_plan(ps, case)
 
 
@@ -342,6 +386,28 @@ def test_ranks_that_do_not_hold_all_of_a_parameter_are_red(certificate):
 def test_it_is_green_without_a_mistake(certificate):
     sound = certificate.rows[: len(PLAIN)]
     assert not set(sound) & set(certificate.red), as_text(certificate)
+
+
+@pytest.fixture(scope="module")
+def certificate_with_adapters():
+    planted = [attrs.evolve(PLAIN[axis], note=note) for note, (_, axis) in OF_ADAPTERS.items()]
+    return certify(
+        partial(with_adapters, attrs.evolve(CONFIG, layers=2)),
+        decoder_batch,
+        [PLAIN["tp"], *planted],
+        plan=planting_plan,
+        loss=next_token_linear,
+        call=call_with_noise,
+        steps=1,
+    )
+
+
+def test_with_adapters_it_turns_red_for_what_tp_gets_wrong(certificate_with_adapters):
+    sound, *red = certificate_with_adapters.rows
+    assert sound not in certificate_with_adapters.red
+    for row in red:
+        assert not row.error
+        assert max(row.grad_norm, row.parameters, row.state) > 1e6 * TIERS["fp64"].bound
 
 
 @pytest.fixture(scope="module")

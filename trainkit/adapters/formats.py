@@ -205,7 +205,7 @@ def dequantize(quantized: Quantized, dtype: torch.dtype | None = None) -> Tensor
     return values.to(dtype or quantized.dtype)
 
 
-def merge(
+def add_low_rank(
     base: Tensor | Quantized,
     b: Tensor,
     a: Tensor,
@@ -230,7 +230,7 @@ def merge(
 
     Examples:
         >>> base = quantize_int8(torch.ones(2, 3))
-        >>> merge(base, torch.ones(2, 1), torch.ones(1, 3), scale=0.5)
+        >>> add_low_rank(base, torch.ones(2, 1), torch.ones(1, 3), scale=0.5)
         tensor([[1.5000, 1.5000, 1.5000],
                 [1.5000, 1.5000, 1.5000]])
     """

@@ -31,7 +31,8 @@ from trainkit.adapters.formats import (
     times_scales,
 )
 from trainkit.models.experts import ExpertWeights, grouped_product
-from trainkit.parallel.naming import name_matches
+from trainkit.parallel.materialize import Fill
+from trainkit.parallel.naming import canonical_name, name_matches
 from trainkit.parallel.styles import Style
 from trainkit.parallel.transforms import Transform
 from trainkit.types import Axis, ConfigError, NumericsError, ParallelState, Weights, among
@@ -98,7 +99,7 @@ def quantized(form: Format = "nf4", *, modules: str | Sequence[str] = "layers.*.
     patterns = [modules] if isinstance(modules, str) else list(modules)
 
     def apply(module: nn.Module, ps: ParallelState) -> nn.Module:
-        if ps.fsdp.count * ps.dp_replicate.count > 1 and torch.__version__ < "2.13":
+        if ps.fsdp.count * ps.dp_replicate.count > 1 and not shards_bytes():
             raise ConfigError(
                 f"quantized: FSDP of torch {torch.__version__} cannot shard bytes; take torch "
                 "2.13 or later, or a layout without dp_shard and dp_replicate",
@@ -120,6 +121,14 @@ def quantized(form: Format = "nf4", *, modules: str | Sequence[str] = "layers.*.
     return Transform(apply, kind="quantized")
 
 
+def shards_bytes() -> bool:
+    """Say whether this torch's FSDP can shard parameters of bytes: from 2.13 on.
+
+    That of 2.11 asks for gradients of whatever it shards, and casts bytes to what is computed in.
+    """
+    return torch.__version__ >= "2.13"
+
+
 def dequantized(module: Any, name: str = "weight", dtype: torch.dtype | None = None) -> Tensor:
     """Return what a module's matrix of a name is, or this rank's part of it, quantised or not.
 
@@ -139,7 +148,51 @@ def dequantized(module: Any, name: str = "weight", dtype: torch.dtype | None = N
     own, scales = (
         x.to_local() if hasattr(x, "to_local") else x for x in (own, getattr(module, name + SCALES))
     )
-    return _unpacked(own, scales, packing, dtype or packing.dtype)
+    return unpacked(own, scales, packing, dtype or packing.dtype)
+
+
+def packings_of(module: nn.Module) -> dict[str, Packing]:
+    """Return how each quantised matrix of a model is held, by its name in the whole model.
+
+    Examples:
+        >>> packings_of(nn.Linear(1, 1))
+        {}
+    """
+    return {
+        canonical_name(f"{path}.{key}" if path else key): packing
+        for path, part in module.named_modules()
+        for key, packing in vars(part).get("packings", {}).items()
+    }
+
+
+def rounded_weights(weights: Weights, packings: Mapping[str, Packing]) -> Weights:
+    """Return weights in which matrices are what their codes stand for, in fp32.
+
+    A model filled by them computes what a quantised one does that is filled by `weights`.
+
+    Args:
+        weights: The weights.
+        packings: The matrices by name, from `packings_of`.
+
+    Examples:
+        >>> from trainkit.adapters.formats import dequantize
+        >>> random = torch.rand(1, 3)
+        >>> read = lambda name, shape, offset: random
+        >>> rounded = rounded_weights(read, {"w": Packing("int8", (1, 3), torch.float32)})
+        >>> torch.equal(rounded("w", (1, 3), (0, 0)), dequantize(quantize(random, "int8")))
+        True
+    """
+
+    def give(name: str, shape: Sequence[int], offset: Sequence[int]) -> Tensor:
+        if name not in packings:
+            return weights(name, shape, offset)
+        packing = attrs.evolve(packings[name], first=0)
+        box = tuple(shape[:-1]), tuple(offset[:-1])
+        codes, scales = _packed_rows(weights, name, packing, box)
+        values = unpacked(codes, scales, packing, torch.float32)
+        return values[..., offset[-1] : offset[-1] + shape[-1]]
+
+    return give
 
 
 def packing_of(module: nn.Module, name: str = "weight") -> Packing | None:
@@ -164,7 +217,7 @@ def _matrices(module: nn.Module, pattern: str) -> Iterator[tuple[str, Any]]:
 def _pack_(name: str, module: Any, form: Format) -> None:
     """Hold a module's matrices in few bits; on the meta device, until they are filled."""
     module.packings = dict[str, Packing]()
-    module.initial_values = _Rows(module.packings)
+    module.fills, fill = dict[str, Fill](), _Rows(module.packings)
     for key in ("weight",) if isinstance(module, nn.Linear) else ("gate", "up", "down"):
         weight = getattr(module, key)
         if hasattr(weight, "placements"):
@@ -172,6 +225,7 @@ def _pack_(name: str, module: Any, form: Format) -> None:
             raise ConfigError(f"quantized: {name!r} {what}", where=name)
         packing = Packing(form, tuple(weight.shape), weight.dtype)
         module.packings[key] = packing
+        module.fills |= {key: fill, key + SCALES: fill}
         if weight.is_meta:
             *rows, columns = packing.shape
             width = ceil(columns / codes_per_byte(form))
@@ -256,12 +310,12 @@ class _TimesFrozen(torch.autograd.Function):
     ) -> Tensor:
         ctx.save_for_backward(codes, scales)
         ctx.packing, ctx.multiply = how
-        return ctx.multiply(x, _unpacked(codes, scales, ctx.packing, x.dtype))
+        return ctx.multiply(x, unpacked(codes, scales, ctx.packing, x.dtype))
 
     @staticmethod
     def backward(ctx: Any, d_y: Tensor) -> Any:  # pyrefly: ignore[bad-override]
         codes, scales = ctx.saved_tensors
-        weight = _unpacked(codes, scales, ctx.packing, d_y.dtype)
+        weight = unpacked(codes, scales, ctx.packing, d_y.dtype)
         return ctx.multiply(d_y.contiguous(), weight.transpose(-2, -1)), None, None, None
 
 
@@ -280,8 +334,15 @@ def _packed(quantized: Quantized, rows: slice) -> tuple[Tensor, Tensor]:
     return codes, scales[..., rows, :].contiguous().view(torch.uint8)
 
 
-def _unpacked(codes: Tensor, scales: Tensor, packing: Packing, dtype: torch.dtype) -> Tensor:
-    """Return the matrix of some bytes, `[..., R, columns]`."""
+def unpacked(codes: Tensor, scales: Tensor, packing: Packing, dtype: torch.dtype) -> Tensor:
+    """Return what bytes of codes and scales stand for: rows of a matrix, `[..., R, columns]`.
+
+    Examples:
+        >>> codes, scales = torch.tensor([[2]], dtype=torch.uint8), torch.ones(1, 1)
+        >>> packing = Packing("int8", (1, 1), torch.float32)
+        >>> unpacked(codes, scales.view(torch.uint8), packing, torch.float64)
+        tensor([[2.]], dtype=torch.float64)
+    """
     form, whole = packing.form, packing.shape[-1]
     columns = min(codes.shape[-1] * codes_per_byte(form), whole - packing.first)
     if form == "nf4":
@@ -309,9 +370,7 @@ class _Rows:
         self, weights: Weights, name: str, shape: Sequence[int], offset: Sequence[int]
     ) -> Tensor:
         matrix = name.removesuffix(SCALES)
-        packing = self.packings.get(matrix.rpartition(".")[2])
-        if packing is None:  # a bias
-            return weights(name, shape, offset)
+        packing = self.packings[matrix.rpartition(".")[2]]
         rows = tuple(shape[:-1]), tuple(offset[:-1])
         if name != matrix and (matrix, *rows) in self.kept:
             return self.kept.pop((matrix, *rows))

@@ -16,6 +16,7 @@ from trainkit.noise.hashing import MASK64, hash_box, hash_counters
 from trainkit.parallel.naming import (
     Box,
     box_of,
+    is_base,
     is_tied_copy,
     named_buffers_of,
     named_parameters_of,
@@ -107,7 +108,7 @@ def check_optimizer(stages: Iterable[nn.Module], optimizer: torch.optim.Optimize
 
 
 def model_tensors(stages: Iterable[nn.Module]) -> dict[str, Tensor]:
-    """Return parameters and persistent buffers as "model/NAME".
+    """Return parameters and persistent buffers as "model/NAME", but for a base kept elsewhere.
 
     Effects:
         Gives gathered parameters back to their shards.
@@ -117,10 +118,15 @@ def model_tensors(stages: Iterable[nn.Module]) -> dict[str, Tensor]:
         ['model/weight']
     """
     stages = list(stages)
+    named = {name: p for name, p in _parameters(stages).items() if not is_base(p)}
+    tensors = {name: p.data for name, p in named.items()} | named_buffers_of(stages)
+    return {f"model/{name}": x for name, x in tensors.items()}
+
+
+def _parameters(stages: Sequence[nn.Module]) -> dict[str, nn.Parameter]:
     for stage in stages:
         reshard_(reducers_of(stage))
-    named = {name: p.data for name, p in named_parameters_of(stages).items()}
-    return {f"model/{name}": x for name, x in (named | named_buffers_of(stages)).items()}
+    return named_parameters_of(stages)
 
 
 def run_tensors(
@@ -139,7 +145,7 @@ def run_tensors(
     left_out = set[str]() if copies else tied_copies_of(stages)
     tensors = model_tensors(stages)
     for name in left_out:
-        del tensors[f"model/{name}"]
+        tensors.pop(f"model/{name}", None)
     for name, values in optimizer_state(stages, optimizer).items():
         for key, value in values.items():
             if isinstance(value, Tensor) and name not in left_out:
@@ -161,11 +167,12 @@ def boxes_to_write(
     stages: Iterable[nn.Module], optimizer: torch.optim.Optimizer, ps: ParallelState
 ) -> dict[str, tuple[Tensor, Box]]:
     """Return the tensors of which this rank writes a box to a checkpoint, and the boxes."""
+    return _own_boxes(run_tensors(stages, optimizer), ps)
+
+
+def _own_boxes(tensors: Mapping[str, Tensor], ps: ParallelState) -> dict[str, tuple[Tensor, Box]]:
     replica = ps.loss.index * ps.tp.count + ps.tp.index  # 0 writes what is not sharded
-    found = {
-        name: (tensor, box_of(tensor, replica=replica))
-        for name, tensor in run_tensors(stages, optimizer).items()
-    }
+    found = {name: (x, box_of(x, replica=replica)) for name, x in tensors.items()}
     return {name: (tensor, box) for name, (tensor, box) in found.items() if box.writes}
 
 
@@ -237,14 +244,37 @@ def state_hash(
         >>> state_hash(TrainState(step=1), *arguments) == state_hash(TrainState(step=2), *arguments)
         False
     """
+    return hash_of_boxes(_box_hashes(boxes_to_write(stages, optimizer, ps), ps), state)
+
+
+def base_hash(stages: Iterable[nn.Module], ps: ParallelState) -> str:
+    """Return the hash of what `mark_base_` has marked: 16 hex digits, the same in every layout.
+
+    Effects:
+        Communicates on `ps.world`, and waits.
+
+    Examples:
+        >>> from trainkit.mesh import solo_parallel
+        >>> base_hash([nn.Linear(1, 1)], solo_parallel())
+        '0000000000000000'
+    """
+    named = {
+        f"model/{name}": p.data
+        for name, p in _parameters(list(stages)).items()
+        if is_base(p) and not is_tied_copy(p)
+    }
+    return f"{sum(_box_hashes(_own_boxes(named, ps), ps).values()) & MASK64:016x}"
+
+
+def _box_hashes(boxes: Mapping[str, tuple[Tensor, Box]], ps: ParallelState) -> dict[str, int]:
+    """Return the hash of every box of all ranks, by its name and place."""
     own = {
         f"{name} {box.offset}": box_hash(name, box.local, shape=tensor.shape, offset=box.offset)
-        for name, (tensor, box) in boxes_to_write(stages, optimizer, ps).items()
+        for name, (tensor, box) in boxes.items()
         if box.local.numel()
     }
     # By box and not summed at once: ranks outside a tensor's mesh may hold the same box.
-    boxes = {name: part for parts in all_gather_json(own, ps.world) for name, part in parts.items()}
-    return hash_of_boxes(boxes, state)
+    return {name: part for parts in all_gather_json(own, ps.world) for name, part in parts.items()}
 
 
 def hash_of_boxes(boxes: Mapping[str, int], state: TrainState) -> str:

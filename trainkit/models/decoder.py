@@ -331,13 +331,13 @@ class Decoder(nn.Module):
         return _drop(x, noise_key, of=None, name="embedding", p=self.config.dropout)
 
     def _noise_key_in_use(self, noise_key: Tensor | None) -> Tensor | None:
-        """Return the keys if anything is to be dropped or moved, else None."""
+        """Return the keys in training, where they are needed if anything is dropped or moved."""
         experts = self.config.experts
         amounts = {"dropout": self.config.dropout, "jitter": experts.jitter if experts else 0.0}
         used = [f"{name} is {amount}" for name, amount in amounts.items() if amount]
-        if not self.training or not used:
+        if not self.training:
             return None
-        if noise_key is None:
+        if noise_key is None and used:
             raise ValueError(
                 f"Decoder: {' and '.join(used)} and the model is training, but there is no "
                 "noise_key; put noise.token_keys(...) into the batch, or call model.eval()"

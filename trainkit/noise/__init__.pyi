@@ -5,6 +5,7 @@ from .counters import mix_tensor as mix_tensor
 from .counters import normal as normal
 from .counters import seeded_generators as seeded_generators
 from .counters import signed as signed
+from .counters import symmetric as symmetric
 from .counters import token_keys as token_keys
 from .counters import uniform as uniform
 from .hashing import hash_box as hash_box

@@ -78,6 +78,15 @@ def _fill_normal(out: Any, row_keys: Any, first_column: int) -> None:
             out[row, column] = radius * math.cos(angle)
 
 
+@jit
+def _fill_symmetric(out: Any, row_keys: Any, first_column: int) -> None:
+    for row in range(out.shape[0]):
+        for column in range(out.shape[1]):
+            place = np.uint64(first_column + column) * np.uint64(0x9E3779B97F4A7C15)
+            bits = mix(row_keys[row] + place)
+            out[row, column] = float(bits >> np.uint64(11)) * 2.0**-52 - 1.0
+
+
 def _row_keys(key: int, shape: Sequence[int], offset: Sequence[int]) -> np.ndarray[Any, Any]:
     """Return one key for each index of all dimensions but the last, flattened, in uint64."""
     keys = np.array([key & MASK64], np.uint64)
@@ -114,12 +123,29 @@ def normal(key: int, shape: Sequence[int], offset: Sequence[int] | None = None) 
         >>> torch.equal(normal(key_of(0, "w"), (2, 3), (1, 2)), whole[1:3, 2:5])
         True
     """
+    return _filled(_fill_normal, key, shape, offset)
+
+
+def symmetric(key: int, shape: Sequence[int], offset: Sequence[int] | None = None) -> Tensor:
+    """Return numbers that are uniform in [-1, 1) for one box of a tensor, as `normal` does.
+
+    Examples:
+        >>> whole = symmetric(key_of(0, "w"), (4, 6))
+        >>> torch.equal(symmetric(key_of(0, "w"), (2, 3), (1, 2)), whole[1:3, 2:5])
+        True
+        >>> bool((whole.abs() <= 1).all())
+        True
+    """
+    return _filled(_fill_symmetric, key, shape, offset)
+
+
+def _filled(fill: Any, key: int, shape: Sequence[int], offset: Sequence[int] | None) -> Tensor:
     shape_, offset_ = tuple(shape) or (1,), tuple(offset or (0,) * max(len(shape), 1))
     if len(shape_) != len(offset_):
-        raise ValueError(f"normal: shape {shape_} and offset {offset_} differ in length")
+        raise ValueError(f"noise: shape {shape_} and offset {offset_} differ in length")
     keys = _row_keys(key, shape_, offset_)
     out = np.empty((keys.size, shape_[-1]), np.float32)
-    _fill_normal(out, keys, offset_[-1])
+    fill(out, keys, offset_[-1])
     return torch.from_numpy(out).reshape(tuple(shape))
 
 

@@ -114,11 +114,12 @@ def _deal_(layer: ExpertMlp, ps: ParallelState) -> None:
             got=ps.ep.count,
             want=f"a divisor of {count}",
         )
-    names = tuple(name for name, _ in experts.named_parameters())
-    if not hasattr(experts.gate, "to_local"):  # tensor parallelism has not been here
-        experts.__class__ = styled_class(type(experts), names, STYLES["replicated"], ps.ep)
-    for name in names:
-        setattr(experts, name, _own_part(getattr(experts, name), ps))
+    for part in experts.modules():  # their adapters are dealt with them
+        names = tuple(name for name, _ in part.named_parameters(recurse=False))
+        if names and not hasattr(getattr(part, names[0]), "to_local"):  # tensor() was not here
+            part.__class__ = styled_class(type(part), names, STYLES["replicated"], ps.ep)
+        for name in names:
+            setattr(part, name, _own_part(getattr(part, name), ps))
 
 
 def _own_part(parameter: Any, ps: ParallelState) -> nn.Parameter:

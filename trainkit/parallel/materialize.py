@@ -27,6 +27,13 @@ from trainkit.parallel.naming import (
 )
 from trainkit.types import SOLO, Axis, CheckpointError, Weights
 
+Fill = Callable[[Weights, str, Sequence[int], Sequence[int]], Tensor]
+"""`Fill(weights, name, shape, offset) -> Tensor`: a box of a parameter that a transform has made.
+
+A module has its parameters' in a dictionary `fills`, by their own names; they may ask `weights` for
+any box of the model as it was.
+"""
+
 
 def materialize_(
     module: nn.Module,
@@ -38,9 +45,7 @@ def materialize_(
     """Allocate a module that is on the meta device, and fill this rank's part of every parameter.
 
     A tensor that several modules share is allocated once. It is asked for by its first name, or by
-    those of its names that `weights` holds, which must then give the same values. A module with an
-    attribute `initial_values`, an adapter say, is filled by that, a `Weights` function that takes
-    `weights` as one more argument, before the others.
+    those of its names that `weights` holds, which must then give the same values.
 
     Args:
         module: A module whose parameters are all on the meta device, sharded or not.
@@ -76,7 +81,7 @@ def materialize_(
     module.to_empty(device=device)
     retie_(module, ties)  # to_empty makes a tensor for every module that holds it
     names = {name: tie for tie in ties for name in tie}
-    held, own = shapes_of(weights), _own_values(module, weights)
+    held, fills = shapes_of(weights), _fills_of(module)
     stored = {name: x for name, x in named_buffers_of([module]).items() if name in held}
     with torch.no_grad():
         for name, buffer in live_buffers(module).items():
@@ -85,17 +90,17 @@ def materialize_(
             box = box_of(tensor)
             if box.local.numel():
                 shape, offset = tuple(box.local.shape), box.offset
-                give = own.get(name, weights)
+                give = partial(fills[name], weights) if name in fills else weights
                 box.local.copy_(_values(give, names.get(name, (name,)), shape, offset))
 
 
-def _own_values(module: nn.Module, weights: Weights) -> dict[str, Weights]:
-    """Return the initial values that modules bring of their own parameters, by name."""
+def _fills_of(module: nn.Module) -> dict[str, Fill]:
+    """Return what makes those parameters that weights do not hold, by name in the whole model."""
+    parts = ((path, vars(part).get("fills", {})) for path, part in module.named_modules())
     return {
-        canonical_name(f"{path}.{key}"): partial(part.initial_values, weights)  # pyrefly: ignore
-        for path, part in module.named_modules()
-        if hasattr(part, "initial_values")
-        for key, _ in part.named_parameters(recurse=False)
+        canonical_name(f"{path}.{key}" if path else key): fill
+        for path, fills in parts
+        for key, fill in fills.items()
     }
 
 

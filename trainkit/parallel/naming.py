@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 _WRAPPERS = frozenset({"_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module"})
 _COPY = "_trainkit_tied_copy"
+_BASE = "_trainkit_base"
 COPY_SUFFIX = " (copy)"
 """What the name of a tied copy ends with where one rank holds the owner's stage and the copy's."""
 
@@ -125,6 +126,31 @@ def is_tied_copy(parameter: Tensor) -> bool:
         False
     """
     return getattr(parameter, _COPY, False)
+
+
+def mark_base_(parameter: nn.Parameter, *, is_base: bool = True) -> None:
+    """Say that a parameter is of a base that is kept elsewhere: no checkpoint holds it.
+
+    Effects:
+        Sets an attribute of the parameter.
+
+    Examples:
+        >>> weight = nn.Parameter(torch.ones(1))
+        >>> mark_base_(weight)
+        >>> is_base(weight)
+        True
+    """
+    setattr(parameter, _BASE, is_base)
+
+
+def is_base(parameter: Tensor) -> bool:
+    """Say whether a parameter is of a base that is kept elsewhere.
+
+    Examples:
+        >>> is_base(nn.Parameter(torch.ones(1)))
+        False
+    """
+    return getattr(parameter, _BASE, False)
 
 
 def named_buffers_of(stages: Iterable[nn.Module]) -> dict[str, Tensor]:

@@ -23,7 +23,7 @@ from trainkit.parallel.materialize import (
 from trainkit.parallel.naming import canonical_name, named_parameters_of, ties_of
 from trainkit.parallel.places import StagePlace, placed_
 from trainkit.parallel.split import decoder_costs, layer_ranges, rank_of_stages
-from trainkit.parallel.transforms import Transform, check_plan
+from trainkit.parallel.transforms import OF_THE_WHOLE, Transform, check_plan
 from trainkit.types import ConfigError, Layout, ModelTransform, ParallelState, Weights
 
 
@@ -90,7 +90,8 @@ def build_stages(
     Args:
         make_model: Makes the whole model; called under the meta device, so it costs no memory.
         ps: The layout.
-        plan: Transforms in the order of `transforms.ORDER`; applied to each stage by itself.
+        plan: Transforms in the order of `transforms.ORDER`; applied to each stage by itself, but
+            for those of `transforms.OF_THE_WHOLE`.
         weights: The initial values, a function of a parameter's name and of the box asked for.
         split: Cuts the whole model, on the meta device, into stages; see `split_layers`.
         schedule: The pipeline schedule, which says which rank holds which stages; see
@@ -120,6 +121,9 @@ def build_stages(
     check_plan(plan, ps)
     with torch.device("meta"):
         model = make_model()
+        for step in filter(_is_of_the_whole, plan):
+            model = step(model, ps)
+    plan = [step for step in plan if not _is_of_the_whole(step)]
     known = isinstance(model, Decoder) and split is split_layers and stages_per_rank is None
     layout = Layout(pp=ps.pp.count, schedule=schedule)  # the other axes are the plan's
     config, device = model.config if known else None, ps.device.type
@@ -139,6 +143,10 @@ def build_stages(
         placed_(_built(stages[i], ps, plan, weights, buffers), StagePlace(i, ranks), tied)
         for i in own
     ]
+
+
+def _is_of_the_whole(step: ModelTransform) -> bool:
+    return isinstance(step, Transform) and step.kind in OF_THE_WHOLE
 
 
 def _built(

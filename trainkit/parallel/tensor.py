@@ -241,6 +241,10 @@ def _styles_of(
                     where=name,
                 )
             found[name] = pattern, _style(pattern, named)
+    for name, part in module.named_modules():  # an adapter is cut as its matrix is
+        owner, beside = name.rsplit(".", 2)[0], getattr(part, "style_beside", None)
+        if callable(beside) and owner in found:
+            found[name] = found[owner][0], beside(found[owner][1])
     apart = any(style.sequence for _, style in found.values())  # each rank has its own tokens
     style = STYLES["partial" if apart else "replicated"]
     return found | dict.fromkeys(sorted(own), ("experts", style))
@@ -315,9 +319,9 @@ def _shard_(module: nn.Module, styles: Mapping[str, Style], axis: Axis) -> None:
     placed: dict[int, tuple[int | None, nn.Parameter]] = {}
     for name, child in module.named_modules():
         style = styles.get(name, STYLES["replicated"])
-        cut_: Any = getattr(child, "cut_", None)
-        if cut_ is not None:  # it holds its matrices in parameters that the style does not know
-            style = cut_(style, axis)
+        cut: Any = getattr(child, "cut_", None)
+        if cut is not None:  # it holds its weights in other shapes than the style knows
+            style = cut(style, axis)
         own = dict(child.named_parameters(recurse=False, remove_duplicate=False))
         if not own and name not in styles:
             continue

@@ -16,8 +16,11 @@ ORDER = (
     *("recompute", "compiled", "fsdp"),
 )
 """The order in which kinds of transforms must stand in a plan: each sees the module as the earlier
-ones left it.
+ones left it. What cuts a matrix cuts its adapter with it.
 """
+
+OF_THE_WHOLE = ("quantized", "adapter")
+"""The kinds that see the whole model, before it is cut into pipeline stages."""
 
 _AXES = [name for name in Layout().degrees if name != "pp"]
 

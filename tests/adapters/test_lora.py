@@ -1,0 +1,274 @@
+"""Adapters beside matrices: what they compute, what they begin with, what is trained and saved."""
+
+import json
+from functools import partial
+
+import attrs
+import pytest
+import torch
+from torch import nn
+
+from trainkit import adapters
+from trainkit.adapters import Lora, lora
+from trainkit.checkpoint import Changes, resume, save_checkpoint, state_hash
+from trainkit.grads import clip_and_step, named_parameters_of, parameters_of
+from trainkit.losses import next_token_linear
+from trainkit.mesh import parallel_session, solo_parallel
+from trainkit.models import Decoder, build_decoder, call_with_noise, init_weights
+from trainkit.optim import adamw, decay_groups
+from trainkit.parallel import build_stages, fsdp, tensor
+from trainkit.step import bind_forward_backward, forward_backward
+from trainkit.testing import run_ranks
+from trainkit.testing.builtin import CONFIG, EXPERTS, decoder_batch
+from trainkit.types import CheckpointError, ConfigError, Layout, TrainState
+
+ATTENTION = r"layers\.\d+\.attention\.w[qv]"
+ROW = r"layers\.\d+\.mlp\.down"
+LORAS = [Lora(ATTENTION, rank=3, alpha=6, dropout=0.2), Lora(ROW, rank=2, dora=True)]
+
+
+def build(ps, *, loras=LORAS, seed=0, of=0, layout=None, **options):
+    plan = [lora(*loras, seed=seed, **options), tensor(), fsdp(layout or Layout())]
+    make_model = partial(Decoder, CONFIG, head="hidden")
+    return build_stages(make_model, ps, plan, weights=init_weights(CONFIG, seed=of))
+
+
+def randomised_(stages):
+    for name, p in named_parameters_of(stages).items():
+        if ".lora." in name and not name.endswith("magnitude"):
+            nn.init.normal_(p, std=0.3)
+    return stages
+
+
+# --------------------------------------------------------------------------------- what is computed
+
+
+@pytest.mark.parametrize("dora", [False, True])
+def test_a_linear_layer_has_its_low_rank_path(dora):
+    torch.manual_seed(0)
+    model = nn.ModuleDict({"up": nn.Linear(5, 7), "down": nn.Linear(7, 5, bias=False)}).double()
+    x, plain = torch.randn(3, 5).double(), model.up.weight.clone()
+    before = model.down(model.up(x))
+    lora(Lora("up|down", rank=2, alpha=3, dora=dora))(model, solo_parallel())
+    assert torch.allclose(model.down(model.up(x)), before, rtol=1e-14, atol=1e-14)
+    own = model.up.lora["default"]
+    nn.init.normal_(own.b)
+    whole = plain + 1.5 * own.b @ own.a
+    if dora:
+        nn.init.normal_(own.magnitude)
+        whole = (own.magnitude / whole.norm(dim=1)).unsqueeze(1) * whole
+    assert torch.allclose(model.up(x), nn.functional.linear(x, whole, model.up.bias))
+    assert torch.equal(model.up.weight, plain)
+    model.up(x).sum().backward()
+    trained = {name for name, p in model.named_parameters() if p.grad is not None}
+    assert trained == {f"up.lora.default.{x}" for x in ("a", "b", *(["magnitude"] * dora))}
+
+
+def test_the_scale_is_stabilised_by_the_root_of_the_rank():
+    assert Lora("x", rank=16, alpha=32).scale == 2
+    assert Lora("x", rank=16, alpha=32, rank_stabilised=True).scale == 8
+
+
+def test_side_by_side_the_last_is_trained_and_any_is_chosen():
+    model = nn.ModuleDict({"up": nn.Linear(2, 2), "down": nn.Linear(2, 2)})
+    x = torch.ones(1, 2)
+    for name, where in (("one", "up|down"), ("two", "up")):
+        lora(Lora(where, rank=1, name=name))(model, solo_parallel())
+        nn.init.ones_(model.up.lora[name].b)
+    trained = [name for name, p in model.named_parameters() if p.requires_grad]
+    assert trained == ["up.lora.two.a", "up.lora.two.b"]
+    outputs = {}
+    for name in ("one", "two", None):
+        adapters.activate_([model], name)
+        outputs[name] = model.up(x)
+    assert len({tuple(y.flatten().tolist()) for y in outputs.values()}) == 3
+    assert torch.equal(outputs[None], nn.functional.linear(x, model.up.weight, model.up.bias))
+    with pytest.raises(ConfigError, match="no adapter 'three', but one, two"):
+        adapters.activate_([model], "three")
+
+
+def test_an_embedding_is_trained_beside_adapters():
+    model = build(solo_parallel(), trained="embedding|.*attention_norm.weight")[0]
+    trained = [name for name, p in model.named_parameters() if p.requires_grad]
+    rest = [name for name in trained if ".lora." not in name]
+    assert rest == ["embedding.weight", *(f"layers.{i}.attention_norm.weight" for i in range(4))]
+
+
+def test_dropout_needs_keys_in_training_alone():
+    (model,) = build(solo_parallel())
+    batch = decoder_batch(0)
+    bare = attrs.evolve(batch, extra={})
+    run = partial(forward_backward, model, loss=next_token_linear, denominator=torch.tensor(9))
+    with pytest.raises(ValueError, match=r"layers.0.attention.wq.lora.default gets no noise_key"):
+        run([bare])
+    randomised_([model])
+    first, again = (run([batch], call=call_with_noise)["loss"] for _ in range(2))
+    keys = {"noise_key": batch["noise_key"] + 1}
+    other = run([attrs.evolve(batch, extra=keys)], call=call_with_noise)["loss"]
+    assert first == again != other
+    model.eval()
+    assert run([bare])["loss"] not in (first, other)
+
+
+# -------------------------------------------------------------------------------- what does not fit
+
+TWO = nn.ModuleDict({"up": nn.Linear(2, 2), "norm": nn.RMSNorm(2)})
+MOE = attrs.evolve(CONFIG, experts=EXPERTS)
+
+
+@pytest.mark.parametrize(
+    ("loras", "options", "told"),
+    [
+        ([Lora("u")], {}, "'u' matches the name of no matrix; those there are: layers.0."),
+        ([Lora("(")], {}, "'(' is no regular expression"),
+        ([Lora("head")], {}, "'head' matches the name of no matrix"),
+        ([Lora(ROW), Lora(".*down")], {}, "'layers.0.mlp.down' is matched twice"),
+        ([Lora(ROW, name="a"), Lora(ATTENTION, name="b")], {}, "adapters of one name"),
+        ([Lora(ROW)], {"trained": "emb"}, "'emb' matches the name of no module or parameter"),
+        ([Lora(r".*experts\.up", dropout=0.1)], {}, "experts have no dropout"),
+        ([Lora(r".*experts\.up", dora=True)], {}, "have no DoRA"),
+    ],
+)
+def test_what_does_not_fit_is_told_before_anything_is_built(loras, options, told):
+    model = MOE if "experts" in loras[0].modules else CONFIG
+    (problem,) = adapters.problems(loras, model, **options)
+    assert told in str(problem)
+
+
+@pytest.mark.parametrize(
+    ("change", "told"),
+    [
+        ({"rank": 0}, "rank must be a positive number, got 0"),
+        ({"alpha": 0.0}, "alpha must be positive"),
+        ({"dropout": 1.0}, r"dropout must be in \[0, 1\)"),
+        ({"name": "a.b"}, "name must be a name without dots"),
+    ],
+)
+def test_a_field_out_of_range_is_named(change, told):
+    with pytest.raises(ConfigError, match=told):
+        Lora("x", **change)
+
+
+def test_a_foreign_model_has_no_dropout_by_token():
+    with pytest.raises(ConfigError, match=r"no module around 'up.lora.default' takes one"):
+        lora(Lora("up", dropout=0.1))(TWO, solo_parallel())
+
+
+def test_adapters_stand_before_what_cuts_matrices():
+    with pytest.raises(ConfigError, match="adapter must come before tensor"):
+        build_stages(
+            partial(Decoder, CONFIG),
+            solo_parallel(),
+            [tensor(), lora(Lora(ROW))],
+            weights=init_weights(CONFIG, seed=0),
+        )
+
+
+# ----------------------------------------------------------------------------- what they begin with
+
+
+def test_the_first_values_are_uniform_and_add_nothing():
+    (model,) = build(solo_parallel())
+    own = model.layers["2"].attention.wq.lora["default"]
+    bound = CONFIG.width**-0.5  # kaiming_uniform_(a=sqrt(5))
+    assert own.a.abs().max() <= bound
+    assert own.a.std().item() == pytest.approx(bound / 3**0.5, rel=0.2)
+    assert not own.b.any()
+    row = model.layers["2"].mlp.down
+    assert torch.allclose(row.lora["default"].magnitude, row.weight.norm(dim=1))
+    plain, batch = build_decoder(CONFIG, seed=0, head="hidden"), decoder_batch(0)
+    run = partial(forward_backward, loss=next_token_linear, denominator=torch.tensor(9))
+    wanted = run(plain, [batch])["loss"]
+    assert float(run(model, [batch], call=call_with_noise)["loss"]) == pytest.approx(
+        float(wanted), rel=1e-6
+    )
+    again = build_decoder(CONFIG, seed=0, head="hidden")
+    lora(*LORAS)(again, solo_parallel())  # a model that holds its values gets the same
+    for name, p in named_parameters_of([again]).items():
+        assert torch.equal(p, named_parameters_of([model])[name]), name
+
+
+# -------------------------------------------------------------------------------------- checkpoints
+
+
+def optimizer_of(stages):
+    return adamw(decay_groups(named_parameters_of(stages), weight_decay=0.1), lr=1e-2)
+
+
+def trained(ps, stages, optimizer, *, steps=2, begin=0):
+    run = bind_forward_backward(stages, next_token_linear, axis=ps.pp, call=call_with_noise)
+    for step in range(begin, steps):
+        batch = decoder_batch(step)
+        run([batch] * ps.pp.count, denominator=torch.tensor(100.0))
+        clip_and_step(parameters_of(stages), optimizer, lr=1e-2, max_norm=1.0, axis=ps.pp)
+    return attrs.evolve(TrainState(), step=steps)
+
+
+def test_a_checkpoint_holds_what_is_trained_and_knows_its_base(tmp_path):
+    ps = solo_parallel()
+    stages = build(ps, trained="head")
+    facts = adapters.keep_base_(stages, ps, source="the/base")
+    optimizer = optimizer_of(stages)
+    state = trained(ps, stages, optimizer)
+    path = save_checkpoint(tmp_path, state, stages, optimizer, ps, facts=facts)
+    tensors = json.loads((path / "index.json").read_text())["tensors"]
+    held = {name.removeprefix("model/") for name in tensors if name.startswith("model/")}
+    assert held == {name for name, p in named_parameters_of(stages).items() if p.requires_grad}
+    assert "head.weight" in held
+    again = build(ps, seed=1, trained="head")
+    facts = adapters.keep_base_(again, ps, source="moved")
+    other = optimizer_of(again)
+    how = {"facts": facts, "tell": lambda _: None}
+    with pytest.raises(CheckpointError, match="its base_from is the/base, the run's is moved"):
+        resume(tmp_path, TrainState(), again, other, ps, **how)
+    back = resume(
+        tmp_path, TrainState(), again, other, ps, **how, changes=Changes(free=["base_from"])
+    )
+    assert state_hash(back, again, other, ps) == state_hash(state, stages, optimizer, ps)
+    wrong = build(ps, of=1, trained="head")
+    facts = adapters.keep_base_(wrong, ps, source="the/base")
+    with pytest.raises(CheckpointError, match=r"its base is [0-9a-f]{16}, the run's is"):
+        resume(tmp_path, TrainState(), wrong, optimizer_of(wrong), ps, facts=facts)
+    with pytest.raises(CheckpointError, match="holds adapters alone, of a base at the/base"):
+        adapters.base_weights(path)
+
+
+def test_a_run_is_a_base(tmp_path):
+    ps, plain = solo_parallel(), build_decoder(CONFIG, seed=3)
+    save_checkpoint(tmp_path, TrainState(), [plain], optimizer_of([plain]), ps)
+    make_model = partial(Decoder, CONFIG)
+    plan = [lora(*LORAS)]
+    (model,) = build_stages(make_model, ps, plan, weights=adapters.base_weights(tmp_path))
+    for name, p in plain.named_parameters():
+        assert torch.equal(named_parameters_of([model])[name], p)
+
+
+def save_on_two(folder, layout):
+    with parallel_session(layout) as ps:
+        stages = build(ps, layout=layout)
+        facts = adapters.keep_base_(stages, ps, source="x")
+        optimizer = optimizer_of(stages)
+        state = trained(ps, stages, optimizer)
+        save_checkpoint(folder, state, stages, optimizer, ps, facts=facts)
+        return facts["base"], state_hash(state, stages, optimizer, ps)
+
+
+def resume_on_two(folder, layout, want):
+    with parallel_session(layout) as ps:
+        stages = build(ps, layout=layout, seed=1)
+        facts = adapters.keep_base_(stages, ps, source="x")
+        optimizer = optimizer_of(stages)
+        how = {"facts": facts, "tell": lambda _: None}
+        state = resume(folder, TrainState(), stages, optimizer, ps, **how)
+        assert (facts["base"], state_hash(state, stages, optimizer, ps)) == want
+
+
+def test_any_layout_goes_on_from_any_other(tmp_path):
+    alone = build(solo_parallel())
+    base = adapters.keep_base_(alone, solo_parallel(), source="x")["base"]
+    known = set(run_ranks(save_on_two, 2, tmp_path, Layout(tp=2)))
+    assert len(known) == 1
+    assert {base} == {found for found, _ in known}
+    for layout in (Layout(dp_shard=2), Layout(pp=2)):
+        run_ranks(resume_on_two, 2, tmp_path, layout, *known)
+    run_ranks(resume_on_two, 1, tmp_path, Layout(), *known)

@@ -1,0 +1,324 @@
+"""Low-rank adapters as a transform of a plan: they are chosen by name, and all else is frozen."""
+
+from __future__ import annotations
+
+import inspect
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import attrs
+import torch
+from torch import Tensor, nn
+
+from trainkit.adapters.lowrank import (
+    BESIDE,
+    Adapters,
+    ExpertLowRank,
+    Lora,
+    LowRank,
+    adapted,
+    adapted_experts,
+    adapters_of,
+    expert_sizes,
+    keyed,
+    sizes_of,
+)
+from trainkit.checkpoint.boxes import shortened
+from trainkit.mesh import solo_parallel
+from trainkit.models.config import DecoderConfig
+from trainkit.models.decoder import Decoder, Head
+from trainkit.noise import key_of, symmetric
+from trainkit.parallel.materialize import Fill, weights_of
+from trainkit.parallel.naming import canonical_name
+from trainkit.parallel.transforms import Transform
+from trainkit.types import ConfigError, ParallelState, Weights
+
+_NAMED = 12  # modules that a refusal lists
+_ROWS = 4096
+
+
+def lora(
+    *loras: Lora, seed: int = 0, trained: str | None = None, values: Fill | None = None
+) -> Transform:
+    """Return the transform that puts low-rank adapters beside matrices, and freezes all else.
+
+    It comes first in a plan: the whole model gets its adapters on the meta device, before it is cut
+    into pipeline stages, so that patterns are of the whole model in every layout. What follows
+    (`tensor`, `expert`, `precision`, `fsdp`) cuts an adapter as it cuts its matrix. The names of
+    the base stay what they are, and `weights` of `build_stages` are those of the base; adapters
+    bring their own: A uniform as by `kaiming_uniform_(a=sqrt(5))`, a function of the seed, the name
+    and the element's index, B zeros, and for DoRA the lengths of the base's rows. So a model
+    computes at first what its base does.
+
+    Given several times, with other names, adapters stand side by side: those of the last name
+    compute and are trained, and `activate_` chooses another. Given again with the same name, for
+    other matrices, it adds to them.
+
+    Args:
+        loras: Which matrices, and what kind of adapter; see `Lora`. A decoder's head is none.
+        seed: Of the initial values.
+        trained: A regular expression of the names of modules or parameters that are trained beside
+            adapters, as they are: "embedding|head" where a vocabulary has grown.
+        values: Gives the initial values in place of the above, those of an adapter's folder.
+
+    Returns:
+        A transform for `build_stages`, or for any module: `lora(...)(model, solo_parallel())`; then
+        adapters are filled at once.
+
+    Raises:
+        ConfigError: The names differ; when applied: a pattern is none or matches nothing, two match
+            one matrix, or dropout or DoRA cannot be had there.
+
+    References:
+        Hu et al., "LoRA" (2021).
+
+    Examples:
+        >>> from trainkit.mesh import solo_parallel
+        >>> model = nn.ModuleDict({"up": nn.Linear(2, 4), "down": nn.Linear(4, 2)})
+        >>> _ = lora(Lora("up", rank=1))(model, solo_parallel())
+        >>> [name for name, p in model.named_parameters() if p.requires_grad]
+        ['up.lora.default.a', 'up.lora.default.b']
+    """
+    names = {one.name for one in loras}
+    if len(names) != 1:
+        raise ConfigError(
+            f"lora: it adds the adapters of one name, and was given {sorted(names) or 'none'}; "
+            "give each name a lora() of its own",
+            where="name",
+            got=sorted(names),
+        )
+    (own_name,) = names
+
+    def apply(module: nn.Module, ps: ParallelState) -> nn.Module:
+        del ps
+        before = [beside for _, _, beside in adapters_of([module])]
+        if not before:
+            module.requires_grad_(requires_grad=False)
+        for beside in before:
+            beside.requires_grad_(requires_grad=False)
+        on_meta = any(p.is_meta for p in module.parameters())
+        base = None if on_meta else weights_of(module)
+        for name, (place, one) in _matched(module, loras).items():
+            give = values or _initial_values(seed, inputs=place.sizes[-1])
+            _adapt_(place, name, one, give, base)
+        for _, _, beside in adapters_of([module]):
+            beside.names = beside.names | names
+            beside.active = own_name if own_name in beside else None
+            if own_name in beside:
+                beside[own_name].requires_grad_()
+        _tell_keys_(module)
+        if trained is not None:
+            _train_(module, trained)
+        return module
+
+    return Transform(apply, kind="adapter")
+
+
+def problems(
+    loras: Sequence[Lora], model: DecoderConfig, *, trained: str | None = None
+) -> list[ConfigError]:
+    r"""Return what does not fit of adapters and a decoder, as errors that nobody has raised yet.
+
+    Args:
+        loras: Those of one adapter.
+        model: The decoder.
+        trained: As for `lora`.
+
+    Examples:
+        >>> from trainkit.models import decoder_config
+        >>> tiny = decoder_config("tiny")
+        >>> problems([Lora(r"layers\.\d+\.attention\.wq")], tiny)
+        []
+        >>> print(*problems([Lora("q_proj")], tiny))
+        lora: 'q_proj' matches the name of no matrix; those there are: layers.0.attention.wq; ...
+    """
+    with torch.device("meta"):
+        whole = Decoder(model)
+    try:
+        lora(*loras, trained=trained)(whole, solo_parallel())
+    except ConfigError as error:
+        return [error]
+    return []
+
+
+# --------------------------------------------------------------------------------------- choosing
+
+
+@attrs.frozen(eq=False)
+class _Place:
+    """Where a matrix is: its module, its name there, its shape `[out, in]` or `[E, out, in]`."""
+
+    module: nn.Module
+    key: str
+    sizes: tuple[int, ...]
+
+
+def _places(module: nn.Module) -> dict[str, _Place]:
+    """Return every matrix that may have an adapter by its name in the whole model."""
+    found: dict[str, _Place] = {}
+    for path, part in module.named_modules():
+        name, sizes = canonical_name(path), sizes_of(part)
+        if sizes is not None and not isinstance(part, Head):
+            found[name] = _Place(part, "weight", sizes)
+        for key, shape in expert_sizes(part).items():
+            found[f"{name}.{key}"] = _Place(part, key, shape)
+    return found
+
+
+def _matched(module: nn.Module, loras: Sequence[Lora]) -> dict[str, tuple[_Place, Lora]]:
+    """Return by name which matrices get which adapter."""
+    places = _places(module)
+    found: dict[str, tuple[_Place, Lora]] = {}
+    for one in loras:
+        names = _fitting(one.modules, places, "the name of no matrix")
+        for name in names:
+            place = places[name]
+            if name in found or one.name in _beside(place):
+                raise ConfigError(
+                    f"lora: {name!r} is matched twice for the adapter {one.name!r}, the second "
+                    f"time by {one.modules!r}; change a pattern, or name the adapters apart",
+                    where=name,
+                )
+            _check_kind(name, place, one)
+            found[name] = place, one
+    return found
+
+
+def _fitting(pattern: str, names: Iterable[str], what: str) -> list[str]:
+    """Return the names that a regular expression matches as a whole; there must be one."""
+    try:
+        matches = re.compile(pattern).fullmatch
+    except re.error as error:
+        raise ConfigError(
+            f"lora: {pattern!r} is no regular expression: {error}", where="modules", got=pattern
+        ) from error
+    found = [name for name in names if matches(name)]
+    if not found:
+        raise ConfigError(
+            f"lora: {pattern!r} matches {what}; those there are: {_kinds(names)}",
+            where="modules",
+            got=pattern,
+            want="a regular expression that matches a whole name",
+        )
+    return found
+
+
+def _kinds(names: Iterable[str]) -> str:
+    """Return names for a message, layers alike as one."""
+    return shortened(dict.fromkeys(re.sub(r"\.\d+\.", ".0.", name) for name in names), _NAMED)
+
+
+def _check_kind(name: str, place: _Place, one: Lora) -> None:
+    of_experts, few_bits = len(place.sizes) == 3, "packings" in vars(place.module)
+    unfit = {
+        "dropout": "experts have no dropout" if one.dropout and of_experts else "",
+        "dora": "experts, and what is held in few bits, have no DoRA"
+        if one.dora and (of_experts or few_bits)
+        else "",
+    }
+    for field, problem in unfit.items():
+        if problem:
+            raise ConfigError(
+                f"lora: adapters of {problem}, and {one.modules!r} matches {name!r}; give it a "
+                f"Lora of its own",
+                where=field,
+                got=getattr(one, field),
+            )
+    weight = getattr(place.module, place.key, None)
+    if hasattr(weight, "placements"):
+        raise ConfigError(
+            f"lora: {name!r} is sharded already; lora() comes first in a plan", where=name
+        )
+
+
+def _beside(place: _Place) -> Mapping[str, Any]:
+    """Return the adapters that a matrix has already."""
+    beside: Any = getattr(place.module, BESIDE, {})
+    return beside if place.key == "weight" else dict(beside.items()).get(place.key, {})
+
+
+# --------------------------------------------------------------------------------------- changing
+
+
+def _adapt_(place: _Place, name: str, one: Lora, give: Fill, base: Weights | None) -> None:
+    """Put an adapter beside a matrix, and fill it where the model has its values."""
+    module: Any = place.module
+    held = [getattr(module, place.key, None), *module.parameters(), *module.buffers()]
+    like = next(x for x in held if isinstance(x, Tensor))
+    packing = vars(module).get("packings", {}).get(place.key)
+    dtype = like.dtype if packing is None else packing.dtype  # of what is held in few bits
+    how: dict[str, Any] = {"dtype": torch.promote_types(dtype, torch.float32)}
+    of_experts = place.key != "weight"
+    path = f"{name.removesuffix(f'.{place.key}')}.{BESIDE}"
+    path += f".{place.key}.{one.name}" if of_experts else f".{one.name}"
+    with like.device:
+        made = (ExpertLowRank if of_experts else LowRank)(one, path, give, sizes=place.sizes, **how)
+    if not hasattr(module, BESIDE):
+        module.__class__ = (adapted_experts if of_experts else adapted)(type(module))
+        setattr(module, BESIDE, nn.ModuleDict() if of_experts else Adapters())
+    beside = getattr(module, BESIDE)
+    if of_experts:
+        beside[place.key] = beside[place.key] if place.key in beside else Adapters()
+        beside = beside[place.key]
+    beside[one.name] = made
+    if base is not None:
+        with torch.no_grad():
+            for key, p in made.named_parameters():
+                p.copy_(give(base, f"{path}.{key}", tuple(p.shape), (0,) * p.ndim))
+
+
+def _initial_values(seed: int, *, inputs: int) -> Fill:
+    """Return what an adapter begins with, which adds nothing to its base."""
+
+    def fill(base: Weights, name: str, shape: Sequence[int], offset: Sequence[int]) -> Tensor:
+        matrix, key = _owner_of(name)
+        if key == "b":
+            return torch.zeros(tuple(shape))
+        if key == "a":
+            return symmetric(key_of(seed, name), shape, offset).mul_(inputs**-0.5)
+        whole = base(f"{matrix}.weight", (shape[0], inputs), (offset[0], 0))
+        return torch.cat([rows.double().norm(dim=1) for rows in whole.split(_ROWS)])
+
+    return fill
+
+
+def _owner_of(name: str) -> tuple[str, str]:
+    """Return the matrix that a parameter of an adapter is beside, and which one of its it is."""
+    matrix, _, own = name.rpartition(f".{BESIDE}.")
+    return matrix, own.rpartition(".")[2]
+
+
+def _tell_keys_(module: nn.Module) -> None:
+    """Let the blocks that are given noise keys tell them to adapters that drop something."""
+    deaf = [
+        (name, part)
+        for name, part in module.named_modules()
+        if isinstance(part, LowRank) and part.spec.dropout
+    ]
+    for name, block in module.named_modules():
+        takes = name and "noise_key" in inspect.signature(type(block).forward).parameters
+        inside = [part for part in deaf if part[0].startswith(f"{name}.")]
+        if takes and inside:
+            block.__class__ = keyed(type(block))
+        if takes:
+            deaf = [part for part in deaf if part not in inside]
+    if deaf:
+        raise ConfigError(
+            f"lora: dropout is a function of a token's noise key, and no module around "
+            f"{deaf[0][1].whole_name!r} takes one (noise_key=); set dropout to 0",
+            where="dropout",
+            got=deaf[0][1].spec.dropout,
+            want=0,
+        )
+
+
+def _train_(module: nn.Module, pattern: str) -> None:
+    """Train what a pattern matches beside adapters."""
+    named = {
+        canonical_name(name): part
+        for name, part in (*module.named_modules(), *module.named_parameters())
+        if name and f".{BESIDE}." not in f".{name}."
+    }
+    for name in _fitting(pattern, named, "the name of no module or parameter"):
+        named[name].requires_grad_()

@@ -1,0 +1,379 @@
+"""What low-rank adapters compute: a path beside a matrix, which stays as it is (Hu et al., 2021).
+
+An adapted module keeps its class, its name and its parameters; beside them stands `lora`, its
+adapters by name. So weights, checkpoints and plans of a model know the base by the names that it
+had before.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from functools import cache
+from typing import Any
+
+import attrs
+import torch
+from torch import Tensor, nn
+
+from trainkit.collectives import gather_dim, sum_forward
+from trainkit.models.experts import ExpertWeights, grouped_product
+from trainkit.noise import counters
+from trainkit.parallel.materialize import Fill
+from trainkit.parallel.styles import SEQUENCE_DIM, Style
+from trainkit.types import SOLO, Axis, ConfigError
+
+BESIDE = "lora"
+"""The name of the module that holds a module's adapters."""
+
+EXPERT_WEIGHTS = ("gate", "up", "down")
+
+
+@attrs.frozen
+class Lora:
+    r"""Which matrices get an adapter, and of what kind.
+
+    Attributes:
+        modules: A regular expression. What it matches as a whole, of the names in the whole model,
+            gets an adapter: linear layers ("layers.0.attention.wq") and the weights of experts
+            ("layers.0.mlp.experts.up"), for which each expert gets its own pair.
+        rank: r, of the matrices A `[r, in]` and B `[out, r]`.
+        alpha: What the product is scaled by, over r.
+        dropout: The part of the path's input that is dropped in training. Which elements, is a
+            function of the token and of the place in the model (`noise.dropout`).
+        rank_stabilised: Scale by alpha over the root of r (Kalajdzievski, "A rank stabilization
+            scaling factor for fine-tuning with LoRA", 2023).
+        dora: Learn the length of each row of the sum apart from its direction (Liu et al., "DoRA",
+            2024).
+        name: Tells adapters apart that stand side by side.
+
+    Examples:
+        >>> Lora(r"layers\.\d+\.attention\.w[qv]", rank=8, alpha=32).scale
+        4.0
+    """
+
+    modules: str
+    rank: int = attrs.field(default=16, kw_only=True)
+    alpha: float = attrs.field(default=16.0, kw_only=True)
+    dropout: float = attrs.field(default=0.0, kw_only=True)
+    rank_stabilised: bool = attrs.field(default=False, kw_only=True)
+    dora: bool = attrs.field(default=False, kw_only=True)
+    name: str = attrs.field(default="default", kw_only=True)
+
+    def __attrs_post_init__(self) -> None:
+        checks = {
+            "rank": (type(self.rank) is int and self.rank > 0, "a positive number"),
+            "alpha": (self.alpha > 0, "positive"),
+            "dropout": (0 <= self.dropout < 1, "in [0, 1)"),
+            "name": (self.name.isidentifier(), "a name without dots"),
+        }
+        for field, (good, want) in checks.items():
+            if not good:
+                got = getattr(self, field)
+                raise ConfigError(
+                    f"Lora: {field} must be {want}, got {got!r}", where=field, got=got, want=want
+                )
+
+    @property
+    def scale(self) -> float:
+        """What the product of A and B is multiplied by."""
+        return self.alpha / (self.rank**0.5 if self.rank_stabilised else self.rank)
+
+
+class Adapters(nn.ModuleDict):
+    """The adapters of one matrix by their names; `active` is the one that computes, if any does.
+
+    `names` are those of all adapters of the model, which this matrix may lack.
+    """
+
+    active: str | None = None
+    names: frozenset[str] = frozenset()
+
+    def chosen(self) -> Any:
+        """Return the adapter that computes, or None."""
+        return None if self.active is None else self[self.active]
+
+
+class Adapter(nn.Module):
+    """A and B beside a matrix `[out, in]`, or `[E, out, in]`; `fill` gives their values."""
+
+    a: nn.Parameter
+    b: nn.Parameter
+    magnitude: nn.Parameter
+
+    def __init__(
+        self,
+        lora: Lora,
+        whole_name: str,
+        fill: Fill,
+        *,
+        sizes: Sequence[int],
+        dtype: torch.dtype,
+    ) -> None:
+        super().__init__()
+        self.spec, self.whole_name = lora, whole_name
+        *lead, outputs, self.inputs = sizes
+        shapes = {"a": (*lead, lora.rank, self.inputs), "b": (*lead, outputs, lora.rank)}
+        shapes |= {"magnitude": (outputs,)} if lora.dora else {}
+        for name, shape in shapes.items():
+            self.register_parameter(name, nn.Parameter(torch.empty(shape, dtype=dtype)))
+        self.fills = dict.fromkeys(shapes, fill)
+
+
+class LowRank(Adapter):
+    """The adapter of a linear layer: scale * B A x, A `[r, in]` and B `[out, r]`.
+
+    Under tensor parallelism it is cut as its matrix is: where that holds a part of the outputs, B
+    does; where a part of the inputs, A. The other one is whole, sees a part of the work, and its
+    gradient is summed over tp, once a step.
+    """
+
+    axis: Axis = SOLO
+    cuts_inputs = False
+    keys: Keys | None = None
+
+    @staticmethod
+    def style_beside(style: Style) -> Style:
+        """Return how it takes part in tensor parallelism beside a module of a style."""
+        return _style_beside(style)
+
+    def cut_(self, style: Style, axis: Axis) -> Style:
+        """Take part in tensor parallelism by a style of `style_beside`, which is returned.
+
+        Effects:
+            From here on the forward pass communicates on `axis` where inputs are cut, or tokens.
+        """
+        self.axis, self.cuts_inputs = axis, "a" in style.cuts
+        return style
+
+    def forward(
+        self, x: Tensor, y: Tensor, *, weight: Tensor | None, bias: Tensor | None
+    ) -> Tensor:
+        """Return the module's output `[..., out]` with the adapter, of its input and its output.
+
+        Args:
+            x: `[..., in]`.
+            y: `[..., out]`, what the module makes of it.
+            weight: The module's matrix `[out, in]`, for DoRA.
+            bias: What has been added to `y`.
+        """
+        low = nn.functional.linear(self._dropped(x).to(self.a.dtype), self.a)
+        low = nn.functional.linear(low, self.b) * self.spec.scale
+        if not self.spec.dora:
+            return y + low.to(y.dtype)
+        assert weight is not None
+        lengths = self._lengths(weight)
+        factor = self.magnitude / lengths.to(self.magnitude.dtype)
+        plain = y if bias is None else y - bias
+        out = (factor * (plain + low)).to(y.dtype)
+        return out if bias is None else out + bias
+
+    @torch.no_grad()
+    def _lengths(self, weight: Tensor) -> Tensor:
+        """Return the length of each row of the sum, which DoRA takes for a constant (its 4.3)."""
+        wide = torch.promote_types(weight.dtype, torch.float32)
+        merged = weight.to(wide) + self.spec.scale * (self.b.to(wide) @ self.a.to(wide))
+        squares = merged.square().sum(1)
+        return (sum_forward(squares, self.axis) if self.cuts_inputs else squares).sqrt()
+
+    def _dropped(self, x: Tensor) -> Tensor:
+        if not self.training or not self.spec.dropout:
+            return x
+        if self.keys is None:
+            raise ValueError(
+                f"Lora: dropout is {self.spec.dropout} and the model is training, but "
+                f"{self.whole_name} gets no noise_key; put noise.token_keys(...) into the batch "
+                "(call_with_noise passes it), or call model.eval()"
+            )
+        if torch.compiler.is_compiling():  # hashing a name cannot be traced
+            return torch.compiler.disable(self._drop)(x, self.keys)
+        return self._drop(x, self.keys)
+
+    def _drop(self, x: Tensor, keys: Keys) -> Tensor:
+        first = self.axis.index * x.shape[-1] if self.cuts_inputs else None
+        where: dict[str, Any] = {"name": self.whole_name, "width": self.inputs}
+        return counters.dropout(
+            x, keys.of(x, self.axis), p=self.spec.dropout, offset=first, **where
+        )
+
+
+@cache
+def _style_beside(style: Style) -> Style:
+    cut = style.cuts.get("weight")
+    if cut is None:
+        return Style(partial=style.partial, sequence=style.sequence)
+    cuts = {"b": 0, "magnitude": 0} if cut == 0 else {"a": 1}
+    return Style(cuts=cuts, partial=True, sequence=style.sequence)
+
+
+class ExpertLowRank(Adapter):
+    """The adapters of one weight of all experts: A `[E, r, in]` and B `[E, out, r]`."""
+
+    def forward(self, rows: Tensor, counts: Tensor) -> Tensor:
+        """Return what is added for rows `[N, in]`, those of the first expert first: `[N, out]`."""
+        low = grouped_product(rows, counts, self.a)
+        return grouped_product(low, counts, self.b) * self.spec.scale
+
+
+# --------------------------------------------------------------------------------------- modules
+
+
+@cache
+def adapted(base: type[nn.Module]) -> type[nn.Module]:
+    """Return the class of linear layers of a class that have adapters.
+
+    Examples:
+        >>> adapted(nn.Linear) is adapted(nn.Linear), issubclass(adapted(nn.Linear), nn.Linear)
+        (True, True)
+    """
+    inner: Any = base.forward
+
+    def forward(self: Any, x: Tensor) -> Tensor:
+        y, adapter = inner(self, x), getattr(self, BESIDE).chosen()
+        if adapter is None:
+            return y
+        known = {name: getattr(self, name, None) for name in ("weight", "bias")}
+        return adapter(x, y, **known)
+
+    return type(f"Adapted{base.__name__}", (base,), {"forward": forward})
+
+
+@cache
+def adapted_experts(base: type[ExpertWeights]) -> type[ExpertWeights]:
+    """Return the class of experts of a class that have adapters.
+
+    Examples:
+        >>> issubclass(adapted_experts(ExpertWeights), ExpertWeights)
+        True
+    """
+
+    def product(self: Any, name: str, rows: Tensor, counts: Tensor) -> Tensor:
+        y, beside = base.product(self, name, rows, counts), getattr(self, BESIDE)
+        adapter = beside[name].chosen() if name in beside else None
+        return y if adapter is None else y + adapter(rows, counts)
+
+    return type(f"Adapted{base.__name__}", (base,), {"product": product})
+
+
+def adapters_of(stages: Iterable[nn.Module]) -> Iterator[tuple[nn.Module, str, Adapters]]:
+    """Yield for every adapted matrix its module, the name of its parameter there, its adapters.
+
+    Examples:
+        >>> list(adapters_of([nn.Linear(1, 1)]))
+        []
+    """
+    for stage in stages:
+        for module in stage.modules():
+            beside = getattr(module, BESIDE, None)
+            if isinstance(beside, Adapters):
+                yield module, "weight", beside
+            elif isinstance(module, ExpertWeights) and beside is not None:
+                for name, each in beside.items():
+                    yield module, name, each
+
+
+def activate_(stages: Iterable[nn.Module], name: str | None) -> None:
+    """Choose which of the adapters that stand side by side computes; None leaves the base alone.
+
+    Which of them is trained stays as it is.
+
+    Args:
+        stages: This rank's stages.
+        name: The name of a `Lora`.
+
+    Raises:
+        ConfigError: There are adapters, and none of that name.
+
+    Effects:
+        Sets an attribute of every adapted module.
+
+    Examples:
+        >>> activate_([nn.Linear(1, 1)], None)
+    """
+    found = [beside for _, _, beside in adapters_of(stages)]
+    known = {one for beside in found for one in beside.names}
+    if found and name is not None and name not in known:
+        raise ConfigError(
+            f"activate_: there is no adapter {name!r}, but {', '.join(sorted(known))}",
+            where="name",
+            got=name,
+            want=sorted(known),
+        )
+    for beside in found:
+        beside.active = name if name is not None and name in beside else None
+
+
+# ----------------------------------------------------------------------------------------- noise
+
+
+class Keys:
+    """The noise keys of a block's tokens, and of those that it gathers over tp."""
+
+    def __init__(self, own: Tensor) -> None:
+        self.own, self.gathered = own, dict[int, Tensor]()
+
+    def of(self, x: Tensor, axis: Axis) -> Tensor:
+        """Return the keys of the tokens of `x` `[B, S, D]`.
+
+        Effects:
+            Communicates on `axis` where `x` has the tokens of all its ranks, the first time.
+        """
+        if self.own.shape == x.shape[:-1]:
+            return self.own
+        if axis.count not in self.gathered:
+            self.gathered[axis.count] = gather_dim(self.own, axis, dim=SEQUENCE_DIM)
+        return self.gathered[axis.count]
+
+
+@cache
+def keyed(base: type[nn.Module]) -> type[nn.Module]:
+    """Return the class of blocks of a class that tell their adapters the noise keys they are given.
+
+    Examples:
+        >>> issubclass(keyed(nn.Linear), nn.Linear)
+        True
+    """
+    inner: Any = base.forward
+
+    # Told for as long as forward runs: it runs again when activations are recomputed, and of a
+    # pipeline's microbatches several are under way.
+    def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        key = kwargs.get("noise_key")
+        told = [part for part in self.modules() if isinstance(part, LowRank)]
+        keys = None if key is None else Keys(key)
+        for part in told:
+            part.keys = keys
+        try:
+            return inner(self, *args, **kwargs)
+        finally:
+            for part in told:
+                part.keys = None
+
+    return type(f"Keyed{base.__name__}", (base,), {"forward": forward})
+
+
+def sizes_of(module: nn.Module) -> tuple[int, int] | None:
+    """Return (out, in) of a linear layer, however it holds its weight, or None.
+
+    Examples:
+        >>> sizes_of(nn.Linear(2, 3)), sizes_of(nn.Embedding(2, 3))
+        ((3, 2), None)
+    """
+    sizes = [getattr(module, name, None) for name in ("out_features", "in_features")]
+    outputs, inputs = sizes
+    if not (isinstance(outputs, int) and isinstance(inputs, int)):
+        return None
+    return outputs, inputs
+
+
+def expert_sizes(module: nn.Module) -> Mapping[str, tuple[int, int, int]]:
+    """Return [E, out, in] of the weights of experts by name; of another module none.
+
+    Examples:
+        >>> expert_sizes(nn.Linear(2, 3))
+        {}
+    """
+    if not isinstance(module, ExpertWeights):
+        return {}
+    packings = vars(module).get("packings", {})  # of what is held in few bits
+    shapes = {name: packings.get(name, getattr(module, name)).shape for name in EXPERT_WEIGHTS}
+    return {name: (shape[0], shape[1], shape[2]) for name, shape in shapes.items()}
