@@ -154,8 +154,8 @@ def quantize_fp8_block(weight: Tensor) -> Quantized:
         DeepSeek-AI, "DeepSeek-V3 technical report" (2024); there the scales are `weight_scale_inv`.
 
     Examples:
-        >>> dequantize(quantize_fp8_block(torch.tensor([[0.0, 0.3, -1.0, 448.0]])))
-        tensor([[   0.0000,    0.3125,   -1.0000,  448.0000]])
+        >>> dequantize(quantize_fp8_block(torch.tensor([[0.0, 0.3, -1.0, 448.0]]))).tolist()
+        [[0.0, 0.3125, -1.0, 448.0]]
     """
     x = _checked(weight, "quantize_fp8_block")
     rows = x.shape[-2]

@@ -125,6 +125,10 @@ def shards_bytes() -> bool:
     """Say whether this torch's FSDP can shard parameters of bytes: from 2.13 on.
 
     That of 2.11 asks for gradients of whatever it shards, and casts bytes to what is computed in.
+
+    Examples:
+        >>> shards_bytes() == (torch.__version__ >= "2.13")
+        True
     """
     return torch.__version__ >= "2.13"
 
