@@ -16,7 +16,7 @@ from trainkit.adapters import quantized
 from trainkit.mesh import solo_parallel
 
 WIDTH, TOKENS, TURNS = 1024, 2048, 9
-BOUNDS = {"nf4": (1.6, 0.13), "int8": (1.6, 0.26), "fp8": (1.6, 0.26)}
+BOUNDS = {"nf4": (1.6, 0.132), "int8": (1.6, 0.26), "fp8": (1.6, 0.26)}
 
 
 def seconds(layer, x):
