@@ -246,7 +246,8 @@ def _adapt_(place: _Place, name: str, one: Lora, give: Fill, base: Weights | Non
     module: Any = place.module
     held = [getattr(module, place.key, None), *module.parameters(), *module.buffers()]
     like = next(x for x in held if isinstance(x, Tensor))
-    dtype = like.dtype if like.is_floating_point() else torch.float32
+    packing = vars(module).get("packings", {}).get(place.key)
+    dtype = like.dtype if packing is None else packing.dtype  # of what is held in few bits
     how: dict[str, Any] = {"dtype": torch.promote_types(dtype, torch.float32)}
     of_experts = place.key != "weight"
     path = f"{name.removesuffix(f'.{place.key}')}.{BESIDE}"

@@ -214,6 +214,11 @@ def check_fit(model: nn.Module, weights: Weights) -> None:
         trainkit.types.CheckpointError: build_stages: the weights hold 'scale', which the model ...
     """
     model_has = {name: tuple(x.shape) for name, x in _named_tensors(model).items()}
+    model_has |= {  # of what is held in few bits, what it is made of
+        canonical_name(f"{path}.{key}" if path else key): packing.shape
+        for path, part in model.named_modules()
+        for key, packing in vars(part).get("packings", {}).items()
+    }
     held = shapes_of(weights)
     problems = [
         f"{name!r} of shape {shape}, where the model's has {model_has[name]}"

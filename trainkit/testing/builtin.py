@@ -6,7 +6,7 @@ And of a model that has nothing of trainkit in it.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import attrs
@@ -14,7 +14,16 @@ import numpy as np
 import torch
 from torch import nn
 
-from trainkit.adapters import Lora, lora
+from trainkit.adapters import (
+    Format,
+    Lora,
+    Packing,
+    lora,
+    packings_of,
+    quantized,
+    rounded_weights,
+    shards_bytes,
+)
 from trainkit.batch import collate_bins
 from trainkit.corpora.tokens import TokenCorpus
 from trainkit.losses import next_token, next_token_linear, routed, with_terms
@@ -127,10 +136,13 @@ _MLP = r"layers\.\d+\.mlp\.(gate|up|down)"
 _OF_EXPERTS_OWN = r"layers\.\d+\.mlp\.experts\.(gate|up|down)"
 
 
-def with_adapters(config: DecoderConfig) -> nn.Module:
+def with_adapters(
+    config: DecoderConfig, *, dora: bool = True, form: Format | None = None
+) -> nn.Module:
     """Return a decoder that trains adapters of both kinds, with dropout, and its embedding.
 
-    With experts theirs too, and the head in place of the embedding.
+    With experts theirs too, and the head in place of the embedding. With a format its matrices are
+    held in few bits, which have no DoRA.
 
     Examples:
         >>> with torch.device("meta"):
@@ -140,8 +152,14 @@ def with_adapters(config: DecoderConfig) -> nn.Module:
     """
     experts = config.experts is not None
     model = with_experts(config) if experts else decoder_of(config)
-    loras = [Lora(_ATTENTION, rank=3, dropout=0.3)]
-    loras += [Lora(_OF_EXPERTS_OWN, rank=2)] if experts else [Lora(_MLP, rank=4, dora=True)]
+    if form is not None:
+        model = quantized(form)(model, solo_parallel())
+    loras = [Lora(_ATTENTION, rank=3, alpha=1.0, dropout=0.3)]
+    loras += (
+        [Lora(_OF_EXPERTS_OWN, rank=2, alpha=1.0)]
+        if experts
+        else [Lora(_MLP, rank=4, alpha=1.0, dora=dora)]
+    )
     add = lora(*loras, trained="head" if experts else "embedding", values=_as_the_others)
     return add(model, solo_parallel())
 
@@ -150,6 +168,24 @@ def _as_the_others(
     _: Weights, name: str, shape: Sequence[int], offset: Sequence[int]
 ) -> torch.Tensor:
     return certificate_weights(name, shape, offset)
+
+
+def as_held(
+    config: DecoderConfig, form: Format, name: str, shape: Sequence[int], offset: Sequence[int]
+) -> torch.Tensor:
+    """Return the weights of a certificate as a decoder with adapters holds them in few bits.
+
+    Examples:
+        >>> as_held(CONFIG, "int8", "norm.weight", (1,), (0,)).shape
+        torch.Size([1])
+    """
+    return rounded_weights(certificate_weights, _packings(config, form))(name, shape, offset)
+
+
+@cache
+def _packings(config: DecoderConfig, form: Format) -> dict[str, Packing]:
+    with torch.device("meta"):
+        return packings_of(with_adapters(config, dora=False, form=form))
 
 
 LATENT = attrs.evolve(
@@ -188,12 +224,24 @@ GPT_LIKE = attrs.evolve(
     positions=CAPACITY,
 )
 
+
+IN_FEW_BITS: dict[str, tuple[DecoderConfig, Format]] = {
+    "decoder with adapters, in nf4": (CONFIG, "nf4"),
+    "decoder with adapters and latents, in int8": (NO_QUERY_RANK, "int8"),
+    "decoder with experts and adapters, in fp8": (attrs.evolve(CONFIG, experts=EXPERTS), "fp8"),
+}
+"""Models whose frozen matrices are in few bits, by name; they are compared with plain ones."""
+
 MODELS: dict[str, Callable[[], nn.Module]] = {
     "decoder": partial(decoder_of, CONFIG),
     "tied decoder": partial(decoder_of, attrs.evolve(CONFIG, tied=True)),
     "decoder with dropout": partial(decoder_of, attrs.evolve(SHALLOW, dropout=0.3)),
     "decoder with frozen blocks": partial(half_frozen, CONFIG),
     "decoder with adapters": partial(with_adapters, CONFIG),
+    **{
+        name: partial(with_adapters, config, dora=False, form=form)
+        for name, (config, form) in IN_FEW_BITS.items()
+    },
     "decoder with experts": partial(with_experts, CONFIG),
     "decoder with experts and adapters": partial(
         with_adapters, attrs.evolve(CONFIG, experts=EXPERTS)
@@ -308,6 +356,18 @@ def cases_of_model(name: str) -> list[Case]:
             Case(Layout(ulysses=2)),
             Case(Layout(dp_shard=2, tp=2), recompute="selective"),
             Case(Layout(dp_replicate=2, dp_shard=2)),
+        ],
+        "decoder with adapters, in nf4": [
+            *ends,
+            Case(Layout(pp=2, dp_shard=2), recompute="full"),
+            Case(Layout(dp_shard=2, tp=2), recompute="selective"),
+            Case(Layout(pp=2, dp_shard=2, tp=2), compiled=True),
+        ],
+        "decoder with adapters and latents, in int8": ends[:2],
+        "decoder with experts and adapters, in fp8": [
+            *ends[1:],
+            Case(Layout(pp=2, dp_shard=2, ep=2), recompute="full"),
+            Case(Layout(dp_shard=4, tp=2, ep=2)),
         ],
         "decoder with experts and adapters": [
             *ends,
@@ -465,7 +525,12 @@ def certify_builtin(
         Starts processes; see `certify`.
     """
     names = models_of_tier(tier)
-    rows = [(name, case) for name in names for case in cases_of_model(name) if chosen(case)]
+    rows = [
+        (name, case)
+        for name in names
+        for case in cases_of_model(name)
+        if chosen(case) and _can_shard(name, case)
+    ]
     picked: dict[str, list[Case]] = {name: [] for name in names}
     for model, case in pick(rows):
         picked[model].append(case)
@@ -476,6 +541,10 @@ def certify_builtin(
         for name, cases in picked.items()
         if cases
     ]
+
+
+def _can_shard(name: str, case: Case) -> bool:
+    return name not in IN_FEW_BITS or case.layout.wrapped == 1 or shards_bytes()
 
 
 _DECODER = {"plan": decoder_plan, "loss": next_token_linear, "call": call_with_noise}
@@ -508,6 +577,10 @@ def certify_model(name: str, cases: Sequence[Case], **options: Any) -> Certifica
     how: Any = {"exact": _EXACT, "foreign": _FOREIGN}.get(kind, _DECODER)
     if name.startswith("decoder with experts"):
         how = _EXPERTS
+    if name in IN_FEW_BITS:
+        config, form = IN_FEW_BITS[name]
+        plain = partial(with_adapters, config, dora=False)
+        how = how | {"alone": (plain, partial(as_held, config, form))}
     rows = ROWS if all(case.world <= ROWS for case in cases) else 2 * ROWS
     batches = exact_batch if kind == "exact" else partial(decoder_batch, rows=rows)
     # Compiling takes some seconds a rank, and more where other work wants the cores.

@@ -62,6 +62,7 @@ def certify(
     title: str | None = None,
     timeout: float = 60.0,
     tell: Callable[[str], None] | None = None,
+    alone: tuple[Callable[[], nn.Module], Weights] | None = None,
 ) -> Certificate:
     """Train a model for some steps in each layout, and compare it with one process.
 
@@ -97,6 +98,8 @@ def certify(
         title: What the certificate calls the model; the name of `make_model` by default.
         timeout: Seconds a layout may take before it counts as hung.
         tell: Called with a line after every layout: how it went, and the time left.
+        alone: What makes the model of the one process, and its weights, where matrices in few bits
+            are compared with plain ones of the same values; see `adapters.rounded_weights`.
 
     Returns:
         The certificate, its rows in the order of `cases`.
@@ -141,6 +144,7 @@ def certify(
         steps=steps,
         lr=lr,
         max_norm=None if is_exact else max_norm,
+        alone=alone,
     )
     (wanted,) = run_ranks(train_plain, 1, training, timeout=timeout)
     _check_finite(wanted)

@@ -17,6 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from trainkit.adapters.frozen import SCALES, packings_of, unpacked
 from trainkit.batch import batch_hash, count_valid_tokens
 from trainkit.collectives import all_sum
 from trainkit.grads import clip_and_step, named_parameters_of, parameters_of, sync_sp_grads
@@ -70,6 +71,7 @@ class Training:
     steps: int
     lr: float
     max_norm: float | None
+    alone: tuple[Callable[[], nn.Module], Weights] | None = None
 
 
 @attrs.frozen(eq=False)
@@ -153,10 +155,11 @@ def train_plain(training: Training) -> Outcome:
     Effects:
         Opens the process group of one rank and closes it.
     """
-    model = _typed(training.make_model, training.dtype)
+    make_model, weights = training.alone or (training.make_model, training.weights)
+    model = _typed(make_model, training.dtype)
     with torch.no_grad():
         for name, p in model.named_parameters():
-            p.copy_(training.weights(name, tuple(p.shape), (0,) * p.ndim))
+            p.copy_(weights(name, tuple(p.shape), (0,) * p.ndim))
     return _train(training, Case(rows_per_microbatch=None), lambda _: [model])
 
 
@@ -210,11 +213,22 @@ def _train(training: Training, case: Case, make_stages: MakeStages) -> Outcome:
             terms,
             [float(norm) for norm in norms],
             hashes,
-            {name: _part(p) for name, p in named.items()},
+            _parameters(stages, named),
             {name: _part(x) for name, x in _state(stages, named, optimizer).items()},
             ties,
             str(norms[-1].dtype).removeprefix("torch."),
         )
+
+
+def _parameters(stages: Sequence[nn.Module], named: Mapping[str, nn.Parameter]) -> dict[str, Held]:
+    """Return the parameters by name; of what is held in few bits, what it stands for."""
+    found = {name: _part(p) for name, p in named.items()}
+    for name, packing in (item for stage in stages for item in packings_of(stage).items()):
+        codes, scales = box_of(named[name]), box_of(named[name + SCALES])
+        values = unpacked(codes.local, scales.local, packing, torch.float64).numpy()
+        found[name] = Held(values, (*codes.offset[:-1], packing.first))
+        del found[name + SCALES]
+    return found
 
 
 def _state(

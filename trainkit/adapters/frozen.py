@@ -1,0 +1,426 @@
+"""Frozen matrices that a model holds in few bits: they compute, pass gradients on, and get none.
+
+A quantised module keeps its class, its name and those of its parameters; these hold codes, a row of
+bytes for each row of the matrix, and beside each stand the bytes of its rows' scales. Each row is
+whole by itself, so whatever cuts rows (FSDP, columns of tensor parallelism, experts) cuts bytes;
+what cuts columns leaves every rank all scales of its rows.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import cache, partial
+from math import ceil
+from typing import Any, get_args
+
+import attrs
+import torch
+from torch import Tensor, nn
+
+from trainkit.adapters.formats import (
+    FP8_BLOCK,
+    NF4_GROUP,
+    Format,
+    Quantized,
+    block_of,
+    codes_per_byte,
+    quantize,
+    scale_bytes,
+    scales_of,
+    times_scales,
+)
+from trainkit.models.experts import ExpertWeights, grouped_product
+from trainkit.parallel.materialize import Fill
+from trainkit.parallel.naming import canonical_name, name_matches
+from trainkit.parallel.styles import Style
+from trainkit.parallel.transforms import Transform
+from trainkit.types import Axis, ConfigError, NumericsError, ParallelState, Weights, among
+
+SCALES = "_scales"
+"""What the name of a parameter that holds scales has behind that of its codes."""
+
+Multiply = Callable[[Tensor, Tensor], Tensor]
+"""A product of rows and a matrix that is not turned, as `nn.functional.linear`."""
+
+_AT_ONCE = 1 << 18  # elements that are quantised at a time: what is held of them in fp32
+
+
+@attrs.frozen
+class Packing:
+    """How a matrix `[..., R, C]` is held in few bits; `shape` is the whole one's.
+
+    `first` is the column of it that the codes begin with: not 0 where columns are cut.
+    """
+
+    form: Format
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    first: int = 0
+
+
+def quantized(form: Format = "nf4", *, modules: str | Sequence[str] = "layers.*.*.*") -> Transform:
+    """Return the transform that holds frozen matrices in few bits; the first of a plan.
+
+    Linear layers, and the weights of experts, whose names match are quantised as they are filled,
+    rows by rows, from the `weights` of `build_stages`: no rank ever holds a whole matrix in fp32.
+    Blocks are those of the whole matrix, and a row's bytes do not depend on who holds it, so every
+    layout holds the same bits. They are frozen; what else is, `lora` says or you. In a
+    checkpoint's names `weight` is then the codes, and `weight_scales` the scales.
+
+    In forward and in backward a matrix is dequantised to the dtype of its input, and dropped again.
+
+    Args:
+        form: "nf4", "int8" or "fp8"; see `quantize_nf4`, `quantize_int8`, `quantize_fp8_block`.
+        modules: Patterns of module names, in which `*` stands for one part. What they match beside
+            linear layers and `ExpertWeights` is left as it is.
+
+    Returns:
+        A transform for `build_stages`; or for a model that holds its weights.
+
+    Raises:
+        ConfigError: The format is unknown; when applied: a pattern matches no matrix (without
+            pipeline stages), or parameters are sharded already, or torch cannot shard bytes.
+        NumericsError: When it is filled: a value is not finite.
+
+    References:
+        Dettmers et al., "QLoRA" (2023).
+
+    Examples:
+        >>> from trainkit.mesh import solo_parallel
+        >>> model = nn.ModuleDict({"up": nn.Linear(64, 4), "norm": nn.RMSNorm(4)})
+        >>> _ = quantized("nf4", modules="*")(model, solo_parallel())
+        >>> {name: (p.dtype, tuple(p.shape)) for name, p in model.up.named_parameters()}
+        ... # doctest: +NORMALIZE_WHITESPACE
+        {'weight': (torch.uint8, (4, 32)), 'bias': (torch.float32, (4,)),
+         'weight_scales': (torch.uint8, (4, 9))}
+    """
+    among(get_args(Format), "quantized", form=form)
+    patterns = [modules] if isinstance(modules, str) else list(modules)
+
+    def apply(module: nn.Module, ps: ParallelState) -> nn.Module:
+        if ps.fsdp.count * ps.dp_replicate.count > 1 and not shards_bytes():
+            raise ConfigError(
+                f"quantized: FSDP of torch {torch.__version__} cannot shard bytes; take torch "
+                "2.13 or later, or a layout without dp_shard and dp_replicate",
+                where="dp_shard",
+                got=torch.__version__,
+            )
+        for pattern in patterns:
+            found = list(_matrices(module, pattern))
+            if not found and ps.pp.count == 1:
+                raise ConfigError(
+                    f"quantized: {pattern!r} matches the name of no linear layer and of no experts",
+                    where="modules",
+                    got=pattern,
+                )
+            for name, part in found:
+                _pack_(name, part, form)
+        return module
+
+    return Transform(apply, kind="quantized")
+
+
+def shards_bytes() -> bool:
+    """Say whether this torch's FSDP can shard parameters of bytes: from 2.13 on.
+
+    That of 2.11 asks for gradients of whatever it shards, and casts bytes to what is computed in.
+
+    Examples:
+        >>> shards_bytes() == (torch.__version__ >= "2.13")
+        True
+    """
+    return torch.__version__ >= "2.13"
+
+
+def dequantized(module: Any, name: str = "weight", dtype: torch.dtype | None = None) -> Tensor:
+    """Return what a module's matrix of a name is, or this rank's part of it, quantised or not.
+
+    Args:
+        module: A module, within whose forward pass sharded parameters are there.
+        name: The parameter.
+        dtype: By default that in which the model was made.
+
+    Examples:
+        >>> dequantized(nn.Linear(2, 3)).shape
+        torch.Size([3, 2])
+    """
+    packing = packing_of(module, name)
+    own = getattr(module, name)
+    if packing is None:
+        return own if dtype is None else own.to(dtype)
+    own, scales = (
+        x.to_local() if hasattr(x, "to_local") else x for x in (own, getattr(module, name + SCALES))
+    )
+    return unpacked(own, scales, packing, dtype or packing.dtype)
+
+
+def packings_of(module: nn.Module) -> dict[str, Packing]:
+    """Return how each quantised matrix of a model is held, by its name in the whole model.
+
+    Examples:
+        >>> packings_of(nn.Linear(1, 1))
+        {}
+    """
+    return {
+        canonical_name(f"{path}.{key}" if path else key): packing
+        for path, part in module.named_modules()
+        for key, packing in vars(part).get("packings", {}).items()
+    }
+
+
+def rounded_weights(weights: Weights, packings: Mapping[str, Packing]) -> Weights:
+    """Return weights in which matrices are what their codes stand for, in fp32.
+
+    A model filled by them computes what a quantised one does that is filled by `weights`.
+
+    Args:
+        weights: The weights.
+        packings: The matrices by name, from `packings_of`.
+
+    Examples:
+        >>> from trainkit.adapters.formats import dequantize
+        >>> random = torch.rand(1, 3)
+        >>> read = lambda name, shape, offset: random
+        >>> rounded = rounded_weights(read, {"w": Packing("int8", (1, 3), torch.float32)})
+        >>> torch.equal(rounded("w", (1, 3), (0, 0)), dequantize(quantize(random, "int8")))
+        True
+    """
+
+    def give(name: str, shape: Sequence[int], offset: Sequence[int]) -> Tensor:
+        if name not in packings:
+            return weights(name, shape, offset)
+        packing = attrs.evolve(packings[name], first=0)
+        box = tuple(shape[:-1]), tuple(offset[:-1])
+        codes, scales = _packed_rows(weights, name, packing, box)
+        values = unpacked(codes, scales, packing, torch.float32)
+        return values[..., offset[-1] : offset[-1] + shape[-1]]
+
+    return give
+
+
+def packing_of(module: nn.Module, name: str = "weight") -> Packing | None:
+    """Return how a module holds a matrix, None where it is not quantised.
+
+    Examples:
+        >>> packing_of(nn.Linear(1, 1))
+    """
+    return vars(module).get("packings", {}).get(name)
+
+
+def _matrices(module: nn.Module, pattern: str) -> Iterator[tuple[str, Any]]:
+    for name, part in module.named_modules():
+        is_linear = isinstance(part, nn.Linear) and type(part).forward is nn.Linear.forward
+        if name_matches(name, pattern) and (is_linear or type(part) is ExpertWeights):
+            yield name, part
+
+
+# ----------------------------------------------------------------------------------------- modules
+
+
+def _pack_(name: str, module: Any, form: Format) -> None:
+    """Hold a module's matrices in few bits; on the meta device, until they are filled."""
+    module.packings = dict[str, Packing]()
+    module.fills, fill = dict[str, Fill](), _Rows(module.packings)
+    for key in ("weight",) if isinstance(module, nn.Linear) else ("gate", "up", "down"):
+        weight = getattr(module, key)
+        if hasattr(weight, "placements"):
+            what = "is sharded already; quantized() comes first in a plan"
+            raise ConfigError(f"quantized: {name!r} {what}", where=name)
+        packing = Packing(form, tuple(weight.shape), weight.dtype)
+        module.packings[key] = packing
+        module.fills |= {key: fill, key + SCALES: fill}
+        if weight.is_meta:
+            *rows, columns = packing.shape
+            width = ceil(columns / codes_per_byte(form))
+            parts = (
+                torch.empty(*rows, size, dtype=torch.uint8, device="meta")
+                for size in (width, scale_bytes(form, columns))
+            )
+        else:
+            parts = _packed_rows(partial(_part, weight), f"{name}.{key}", packing, None)
+        for own, part in zip((key, key + SCALES), parts, strict=True):
+            setattr(module, own, nn.Parameter(part.to(weight.device), requires_grad=False))
+    module.__class__ = _quantized_class(type(module))
+
+
+def _part(weight: Tensor, _: str, shape: Sequence[int], offset: Sequence[int]) -> Tensor:
+    part = weight.detach()
+    for dim, (begin, length) in enumerate(zip(offset, shape, strict=True)):
+        part = part.narrow(dim, begin, length)
+    return part
+
+
+@cache
+def _quantized_class(base: type[nn.Module]) -> type:
+    own = _LINEAR if issubclass(base, nn.Linear) else _EXPERTS
+    return type(f"Quantized{base.__name__}", (base,), {"cut_": _cut_, **own})
+
+
+def _linear(self: Any, x: Tensor) -> Tensor:
+    kind = x.device.type
+    if torch.is_autocast_enabled(kind):
+        x = x.to(torch.get_autocast_dtype(kind))
+    codes, scales = self.weight, self.weight_scales
+    y = _TimesFrozen.apply(x, codes, scales, (self.packings["weight"], nn.functional.linear))
+    return y if self.bias is None else y + self.bias.to(y.dtype)
+
+
+def _product(self: Any, name: str, rows: Tensor, counts: Tensor) -> Tensor:
+    codes, scales = getattr(self, name), getattr(self, name + SCALES)
+    return _TimesFrozen.apply(rows, codes, scales, (self.packings[name], _Grouped(counts)))
+
+
+_LINEAR = {"forward": _linear}
+_EXPERTS = {"product": _product}
+
+
+def _cut_(self: Any, style: Style, axis: Axis) -> Style:
+    """Return how tensor parallelism cuts codes and scales where a style cuts the matrix."""
+    for key, packing in self.packings.items():
+        if style.cuts.get(key) == 0:
+            style = _with_scales(style, key)
+        elif key in style.cuts:
+            part = packing.shape[-1] // axis.count
+            self.packings[key] = attrs.evolve(packing, first=axis.index * part)
+    return style
+
+
+@cache
+def _with_scales(style: Style, key: str) -> Style:
+    return attrs.evolve(style, cuts={**style.cuts, key + SCALES: 0})
+
+
+class _Grouped:
+    """The product of rows and the experts that they go to."""
+
+    def __init__(self, counts: Tensor) -> None:
+        self.counts = counts
+
+    def __call__(self, rows: Tensor, weight: Tensor) -> Tensor:
+        return grouped_product(rows, self.counts, weight)
+
+
+class _TimesFrozen(torch.autograd.Function):
+    """A product with a matrix that is dequantised for it, and once more for the gradient."""
+
+    @staticmethod
+    def forward(  # pyrefly: ignore[bad-override]
+        ctx: Any,
+        x: Tensor,
+        codes: Tensor,
+        scales: Tensor,
+        how: tuple[Packing, Multiply],
+    ) -> Tensor:
+        ctx.save_for_backward(codes, scales)
+        ctx.packing, ctx.multiply = how
+        return ctx.multiply(x, unpacked(codes, scales, ctx.packing, x.dtype))
+
+    @staticmethod
+    def backward(ctx: Any, d_y: Tensor) -> Any:  # pyrefly: ignore[bad-override]
+        codes, scales = ctx.saved_tensors
+        weight = unpacked(codes, scales, ctx.packing, d_y.dtype)
+        return ctx.multiply(d_y.contiguous(), weight.transpose(-2, -1)), None, None, None
+
+
+# ------------------------------------------------------------------------------------------- bytes
+
+
+def _packed(quantized: Quantized, rows: slice) -> tuple[Tensor, Tensor]:
+    """Return the bytes of the codes and of the scales of some rows, each row by itself."""
+    codes = quantized.codes[..., rows, :].view(torch.uint8)
+    if quantized.levels is not None:
+        levels = quantized.levels.flatten(-2).contiguous().view(torch.uint8)
+        return codes, torch.cat([levels, quantized.scales], -1)[..., rows, :]
+    scales = quantized.scales
+    if quantized.form == "fp8":
+        scales = scales.repeat_interleave(FP8_BLOCK, -2)[..., : quantized.shape[-2], :]
+    return codes, scales[..., rows, :].contiguous().view(torch.uint8)
+
+
+def unpacked(codes: Tensor, scales: Tensor, packing: Packing, dtype: torch.dtype) -> Tensor:
+    """Return what bytes of codes and scales stand for: rows of a matrix, `[..., R, columns]`.
+
+    Examples:
+        >>> codes, scales = torch.tensor([[2]], dtype=torch.uint8), torch.ones(1, 1)
+        >>> packing = Packing("int8", (1, 1), torch.float32)
+        >>> unpacked(codes, scales.view(torch.uint8), packing, torch.float64)
+        tensor([[2.]], dtype=torch.float64)
+    """
+    form, whole = packing.form, packing.shape[-1]
+    columns = min(codes.shape[-1] * codes_per_byte(form), whole - packing.first)
+    if form == "nf4":
+        groups = ceil(max(1, ceil(whole / block_of(form))) / NF4_GROUP)
+        levels = scales[..., : 8 * groups].clone(memory_format=torch.contiguous_format)
+        levels = levels.view(torch.float32).unflatten(-1, (-1, 2))
+        wide = scales_of(scales[..., 8 * groups :], levels)
+    else:
+        wide = scales.clone(memory_format=torch.contiguous_format).view(torch.float32)
+        codes = codes.view(torch.int8 if form == "int8" else torch.float8_e4m3fn)
+    return times_scales(codes, wide, form, columns=columns, first=packing.first).to(dtype)
+
+
+class _Rows:
+    """Gives boxes of a module's codes and scales: what making codes gives of scales is kept.
+
+    Whole rows are read, and in fp8 those of the same blocks, however little of them is held here.
+    """
+
+    def __init__(self, packings: Mapping[str, Packing]) -> None:
+        self.packings = packings
+        self.kept: dict[Any, Tensor] = {}
+
+    def __call__(
+        self, weights: Weights, name: str, shape: Sequence[int], offset: Sequence[int]
+    ) -> Tensor:
+        matrix = name.removesuffix(SCALES)
+        packing = self.packings[matrix.rpartition(".")[2]]
+        rows = tuple(shape[:-1]), tuple(offset[:-1])
+        if name != matrix and (matrix, *rows) in self.kept:
+            return self.kept.pop((matrix, *rows))
+        codes, scales = _packed_rows(weights, matrix, packing, rows)
+        if name != matrix:
+            return scales
+        self.kept = {(matrix, *rows): scales}
+        return codes[..., offset[-1] : offset[-1] + shape[-1]]
+
+
+def _packed_rows(
+    weights: Weights,
+    name: str,
+    packing: Packing,
+    box: tuple[tuple[int, ...], tuple[int, ...]] | None,
+) -> tuple[Tensor, Tensor]:
+    """Return the bytes of the rows `[..., R]` of a box (shape, offset), which is whole for None."""
+    *lead, height, columns = packing.shape
+    shape, offset = box or ((*lead, height), (0,) * (len(lead) + 1))
+    width = ceil(columns / codes_per_byte(packing.form))
+    codes, scales = (
+        torch.empty(*shape, size, dtype=torch.uint8)
+        for size in (width, scale_bytes(packing.form, columns))
+    )
+    last = offset[-1] + shape[-1]
+    for index in itertools.product(*map(range, shape[:-1])):
+        at = [begin + i for begin, i in zip(offset[:-1], index, strict=True)]
+        for low, high in _spans_of_rows(offset[-1], last, height, columns):
+            values = weights(name, (*(1 for _ in at), high - low, columns), (*at, low, 0))
+            begin, end = max(low, offset[-1]), min(high, last)
+            made = _packed(_quantize(values, name, packing), slice(begin - low, end - low))
+            place = (*index, slice(begin - offset[-1], end - offset[-1]))
+            for out, part in zip((codes, scales), made, strict=True):
+                out[place] = part.reshape(end - begin, -1)
+    return codes, scales
+
+
+def _spans_of_rows(first: int, last: int, height: int, columns: int) -> Iterator[tuple[int, int]]:
+    """Yield which rows to read at a time: whole blocks of fp8, a bounded number of elements."""
+    step = max(1, _AT_ONCE // max(columns, 1) // FP8_BLOCK) * FP8_BLOCK
+    for low in range(first // FP8_BLOCK * FP8_BLOCK, last, step):
+        yield low, min(low + step, height)
+
+
+def _quantize(values: Tensor, name: str, packing: Packing) -> Quantized:
+    try:
+        return quantize(values, packing.form)
+    except NumericsError as error:
+        raise NumericsError(f"{name}: {error.what}", where=name) from error
