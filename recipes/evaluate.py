@@ -105,8 +105,8 @@ def build(cfg, ps, trained):
         tk.parallel.fsdp(cfg.layout),
     ]
     make_model = functools.partial(tk.models.Decoder, trained.config, head="hidden")
-    weights = tk.adapters.base_weights(trained.path, axis=ps.world)
-    return tk.build_stages(make_model, ps, plan, weights=weights, schedule=cfg.layout.schedule)
+    how = {"schedule": cfg.layout.schedule}
+    return tk.adapters.build_trained(trained.path, make_model, ps, plan, **how)
 
 
 def bind_write(stages, ps, trained, context):

@@ -96,7 +96,7 @@ def build(cfg, ps, base):
     how = {"rank": cfg.adapters.rank, "alpha": cfg.adapters.alpha, "dora": cfg.adapters.dora}
     one = tk.adapters.Lora(cfg.adapters.adapted, dropout=cfg.adapters.adapter_dropout, **how)
     plan = [
-        *([tk.adapters.quantized(cfg.adapters.adapted)] if cfg.method == "qlora" else []),
+        *([tk.adapters.quantized("nf4")] if cfg.method == "qlora" else []),
         *([] if cfg.method == "full" else [tk.adapters.lora(one, seed=cfg.seed)]),
         tk.parallel.tensor(),
         tk.parallel.sequence(),

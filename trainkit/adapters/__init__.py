@@ -33,6 +33,7 @@ from trainkit.adapters.lora import lora, problems
 from trainkit.adapters.lowrank import Lora, activate_
 from trainkit.adapters.merge import merge_, merged, restart_
 from trainkit.adapters.peft import LowRanks, Peft, open_peft, to_peft
+from trainkit.adapters.trained import build_trained
 
 __all__ = [
     "NF4_VALUES",
@@ -47,6 +48,7 @@ __all__ = [
     "adapter_facts",
     "add_low_rank",
     "base_weights",
+    "build_trained",
     "dequantize",
     "dequantized",
     "export_peft",

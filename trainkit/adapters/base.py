@@ -10,6 +10,7 @@ import attrs
 import orjson
 from torch import nn
 
+from trainkit.adapters.frozen import packings_of
 from trainkit.adapters.lowrank import adapters_of
 from trainkit.checkpoint.load import read_facts
 from trainkit.checkpoint.manifest import WEIGHTS, find_checkpoint, format_of
@@ -40,7 +41,7 @@ def keep_base_(
 
     Returns:
         {"base": the hash of what is frozen, the same in every layout, "base_from": source,
-        "adapters": the fields of each `Lora`}.
+        "adapters": the fields of each `Lora`, "quantized": names of modules by their format}.
 
     Effects:
         Marks the frozen parameters; hashes them; communicates on `ps.world`.
@@ -60,22 +61,31 @@ def keep_base_(
 
 
 def adapter_facts(stages: Sequence[nn.Module], *, axis: Axis) -> dict[str, Any]:
-    """Return what adapters a model has, for a run that keeps its base in its checkpoints (ReLoRA).
+    """Return what adapters a model has, and what of it is in few bits.
+
+    For a run that keeps its base in its own checkpoints too (ReLoRA).
 
     Effects:
         Communicates on `axis`, which has all stages.
 
     Examples:
         >>> adapter_facts([nn.Linear(1, 1)], axis=SOLO)
-        {'adapters': []}
+        {'adapters': [], 'quantized': {}}
     """
     own = [
         attrs.asdict(adapter.spec)
         for _, _, beside in adapters_of(stages)
         for adapter in beside.values()
     ]
-    told = {orjson.dumps(one): one for each in all_gather_json(own, axis) for one in each}
-    return {"adapters": [told[key] for key in sorted(told)]}
+    held = {name: x.form for stage in stages for name, x in packings_of(stage).items()}
+    told: dict[bytes, Any] = {}
+    forms: dict[str, set[str]] = {}
+    for specs, packed in all_gather_json([own, held], axis):
+        told |= {orjson.dumps(one): one for one in specs}
+        for name, form in packed.items():
+            forms.setdefault(form, set()).add(name.rpartition(".")[0])
+    names = {form: sorted(forms[form]) for form in sorted(forms)}
+    return {"adapters": [told[key] for key in sorted(told)], "quantized": names}
 
 
 def base_weights(path: Path | str, *, axis: Axis = SOLO) -> Weights:
