@@ -109,15 +109,16 @@ def build(cfg, ps, trained):
     return tk.build_stages(make_model, ps, plan, weights=weights, schedule=cfg.layout.schedule)
 
 
-def bind_write(stages, ps, trained, context, call):
-    """Return the function that continues prompts for lm-eval, one after the other."""
-    call = tk.parallel.bind_call(stages, ps, call=call)
-    ids = {"stop_id": trained.tokenizer.eos_id, "vocab_size": trained.tokenizer.vocab_size}
+def bind_write(stages, ps, trained, context):
+    """Return the function that continues prompts for lm-eval, together."""
+    how = {"call": tk.parallel.bind_call(stages, ps), "context": context}
+    how |= {"stop_ids": [trained.tokenizer.eos_id], "vocab_size": trained.tokenizer.vocab_size}
 
-    def write(prompts, *, stop, **wish):
+    def write(prompts, *, stop, temperature, **wish):
         del stop  # the harness cuts at it
-        how = {"context": context, **ids, **wish}
-        return [tk.models.generate(stages[0], prompt, call=call, **how) for prompt in prompts]
+        sampling = tk.generation.Sampling(temperature=temperature)
+        said = tk.generation.generate(stages[0], prompts, sampling=sampling, **how, **wish)
+        return [completion.ids for completion in said]
 
     return write
 
@@ -145,7 +146,7 @@ def evaluate(cfg, ps, trained, asked, how, manager):
             results = evaluation.accuracy if kind == "choices" else evaluation.perplexity
             found[kind] = results(evaluation.read_lines(path))
     if cfg.tasks:
-        write = bind_write(stages, ps, trained, how["context"], call)
+        write = bind_write(stages, ps, trained, how["context"])
         model = evaluation.harness_model(score, **how, generate=write)
         limits = {"shots": cfg.shots, "limit": cfg.limit}
         found["tasks"] = evaluation.evaluate_tasks(model, cfg.tasks, manager, **limits)

@@ -8,7 +8,8 @@ import torch
 
 import trainkit as tk
 from trainkit import evaluation, hub
-from trainkit.models import build_decoder, decoder_config, generate
+from trainkit.generation import Sampling, generate
+from trainkit.models import build_decoder, decoder_config
 from trainkit.tokenizers import open_tokenizer
 from trainkit.types import ConfigError, TrainState
 
@@ -90,13 +91,13 @@ def made(tmp_path_factory):
 
 
 def continued(model):
-    """Return a `Generate` of today's generate, a prompt at a time."""
+    """Return a `Generate` of our generate."""
 
     def write(prompts, *, max_new_tokens, temperature, stop):
         del stop
-        how = {"max_new_tokens": max_new_tokens, "temperature": temperature, "context": CONTEXT}
-        ids = {"stop_id": BYTES.eos_id}
-        return [generate(model, prompt, **how, **ids) for prompt in prompts]
+        how = {"max_new_tokens": max_new_tokens, "context": CONTEXT, "stop_ids": [BYTES.eos_id]}
+        said = generate(model, prompts, sampling=Sampling(temperature=temperature), **how)
+        return [completion.ids for completion in said]
 
     return write
 
