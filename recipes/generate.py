@@ -1,76 +1,101 @@
-"""Write text from a run's last checkpoint.
+"""Write text from a run, a checkpoint or a Hugging Face folder; it is shown as it comes.
 
 python recipes/generate.py --run runs/pretrain --prompt "def "
-python recipes/generate.py --run runs/pretrain --prompt "class " --temperature 0 --tokens 400
-python recipes/generate.py --run runs/sft --prompt "def is_open(self)" --temperature 0
+python recipes/generate.py --run runs/pretrain --prompt "class " "import " --temperature 0
+python recipes/generate.py --run runs/finetune --prompt "def is_open(self)" --temperature 0
+python recipes/generate.py --run FOLDER --prompt "Once" --top-p 0.9 --min-p 0.05 --stop "."
 """
 
-import functools
 import sys
 from pathlib import Path
 
 import attrs
 
-from trainkit import chat, checkpoint, config, generation, models, runtime, sinks, tokenizers
+import trainkit as tk
+from trainkit.generation import Sampling
+
+optional = attrs.validators.optional
 
 
 @attrs.frozen(kw_only=True)
 class Config:
-    """Write text from a run's last checkpoint."""
+    """Write text from a run, a checkpoint or a Hugging Face folder."""
 
     run: Path = Path("runs/pretrain")
-    """A run directory, for its newest checkpoint that verifies, or one checkpoint."""
-    prompt: str = "def "
-    """The text to continue, which may be empty; to a run of sft.py, the question."""
-    tokens: int = attrs.field(default=300, validator=config.positive)
-    """How many tokens to write at most."""
-    temperature: float = attrs.field(default=0.7, validator=config.non_negative)
+    """A run directory, for its newest checkpoint that verifies, one checkpoint, or a folder."""
+    prompt: tuple[str, ...] = ("def ",)
+    """Texts to continue, which may be empty; to what has learned to answer, questions."""
+    tokens: int = attrs.field(default=300, validator=tk.config.positive)
+    """How many tokens to write at most, of each."""
+    temperature: float = attrs.field(default=0.7, validator=tk.config.non_negative)
     """How daring the choice of tokens is; 0 always takes the likeliest."""
-    top_k: int | None = attrs.field(
-        default=None, validator=attrs.validators.optional(config.positive)
-    )
+    top_k: int | None = attrs.field(default=None, validator=optional(tk.config.positive))
     """Choose among this many likeliest tokens only."""
+    top_p: float = 1.0
+    """Leave out the least likely tokens that together have no more than 1 - top_p."""
+    min_p: float = 0.0
+    """Leave out tokens that are less likely than the likeliest times this."""
+    repetition_penalty: float = attrs.field(default=1.0, validator=tk.config.positive)
+    """What logits of tokens of the text so far are divided by, or multiplied by below 0."""
+    stop: tuple[str, ...] = ()
+    """Strings that end a text; they are not written."""
+    stream: bool = True
+    """Show a single text as it comes; several are shown when they are there."""
     seed: int = 0
     """The seed of the choices."""
+    plain: bool = False
+    """Continue prompts as they are, though the model has learned to answer."""
 
 
-def generate(cfg: Config) -> str:
-    """Return the prompt and what the model makes of it."""
-    to_stderr = functools.partial(print, file=sys.stderr)
-    path = checkpoint.find_checkpoint(cfg.run, tell=to_stderr)
-    needs = ("model", "config.tokenizer", "config.row_length")
-    facts = checkpoint.read_facts(path, needs=needs)
-    model = models.Decoder(models.config_from_facts(facts["model"]))
-    checkpoint.load_weights(path, [model])
-    tokenizer = tokenizers.open_tokenizer(facts["config.tokenizer"])
-    if "config.template" in facts:  # it has learnt to answer
-        template = chat.TEMPLATES[facts["config.template"]]
-        prompt = chat.prompt_ids(
-            [{"role": "user", "content": cfg.prompt}], tokenizer, template=template
-        )
-        shown, (stop_id,) = [], chat.stop_ids(tokenizer, template)
-    else:
-        shown = tokenizer.encode(cfg.prompt)
-        begin = [] if tokenizer.bos_id is None else [tokenizer.bos_id]
-        prompt, stop_id = [*begin, *shown], tokenizer.eos_id
-    how = {"temperature": cfg.temperature, "top_k": cfg.top_k, "seed": cfg.seed}
-    (drawn,) = generation.generate(
+def prompts_of(cfg, trained):
+    """Return the tokens of each prompt, what is shown before its text, and what ends one."""
+    tokenizer = trained.tokenizer
+    if trained.template is not None and not cfg.plain:
+        template = tk.chat.find_template(trained.template)
+        asked = [[{"role": "user", "content": text}] for text in cfg.prompt]
+        prompts = [tk.chat.prompt_ids(each, tokenizer, template=template) for each in asked]
+        return prompts, [""] * len(asked), tk.chat.stop_ids(tokenizer, template)
+    begin = [tokenizer.bos_id] if trained.adds_bos else []
+    prompts = [[*begin, *tokenizer.encode(text)] for text in cfg.prompt]
+    return prompts, cfg.prompt, [tokenizer.eos_id]
+
+
+def write(cfg, trained):
+    """Print each prompt and what the model makes of it."""
+    weights = tk.adapters.base_weights(trained.path)
+    decoder = lambda: tk.models.Decoder(trained.config)  # noqa: E731
+    (model,) = tk.build_stages(decoder, tk.solo_parallel(), [], weights=weights)
+    prompts, shown, stop_ids = prompts_of(cfg, trained)
+    names = [field.name for field in attrs.fields(Sampling)]
+    streams = cfg.stream and len(prompts) == 1
+
+    def show(_, piece):
+        print(tk.sinks.printable(piece), end="", flush=True)
+
+    if streams:
+        show(0, shown[0])
+    found = tk.generation.generate(
         model,
-        [prompt],
+        prompts,
         max_new_tokens=cfg.tokens,
-        context=facts["config.row_length"],
+        context=trained.context,
         slide=True,
-        sampling=generation.Sampling(**how),
-        stop_ids=[stop_id],
-        vocab_size=tokenizer.vocab_size,
+        sampling=Sampling(**{name: getattr(cfg, name) for name in names}),
+        stop_ids=stop_ids,
+        stop=cfg.stop,
+        tokenizer=trained.tokenizer,
+        vocab_size=trained.tokenizer.vocab_size,
+        stream=show if streams else None,
     )
-    return sinks.printable(tokenizer.decode([*shown, *drawn.ids]))
+    texts = [before + each.text for before, each in zip(shown, found, strict=True)]
+    print("" if streams else "\n\n".join(map(tk.sinks.printable, texts)))
 
 
 def main(argv=None):
-    """Read the configuration, load the checkpoint, write."""
-    with runtime.report_errors():
-        print(generate(config.load_config(Config, argv)))
+    """Read the configuration, look the model over, write."""
+    with tk.runtime.report_errors():
+        cfg = tk.config.load_config(Config, argv)
+        write(cfg, tk.hub.open_trained(cfg.run))
 
 
 if __name__ == "__main__":

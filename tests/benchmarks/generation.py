@@ -1,4 +1,4 @@
-"""Tokens per second of trainkit's `generate` and of that of `transformers`, greedy, fp32, one thread.
+"""Tokens per second of our `generate` and of that of `transformers`: greedy, fp32, one thread.
 
 Run `OMP_NUM_THREADS=1 python tests/benchmarks/generation.py [NAME ...]`. Both draw the same tokens
 of the same weights, in turns; the ratio is the median of the turns' ratios, so that a busy machine
@@ -10,7 +10,6 @@ import sys
 import tempfile
 import time
 
-import attrs
 import torch
 
 from trainkit import hub
@@ -46,7 +45,7 @@ def models(size):
 
 
 def with_ours(model, prompts, new):
-    found = generate(model, prompts, max_new_tokens=new, context=2048, sampling=GREEDY)
+    found = generate(model, prompts, max_new_tokens=new, context=8192, sampling=GREEDY)
     return [completion.ids for completion in found]
 
 
@@ -81,14 +80,10 @@ def compare(name):
 
 def growth():
     """Print what one more token costs after texts of several lengths."""
-    model = build_decoder(attrs.evolve(decoder_config("tiny"), heads=4), seed=0)
+    model = build_decoder(decoder_config("tiny"), seed=0)
     for length in (64, 256, 1024, 4096):
-        prompts, held = [[1] * length], {"context": 8192, "sampling": GREEDY}
         few, many = (
-            statistics.median(
-                seconds(lambda n=n: generate(model, prompts, max_new_tokens=n, **held))[0]
-                for _ in range(5)
-            )
+            statistics.median(seconds(with_ours, model, [[1] * length], n)[0] for _ in range(5))
             for n in (1, 101)
         )
         print(f"after {length:5} tokens: {1e3 * (many - few) / 100:6.3f} ms a token")
