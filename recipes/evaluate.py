@@ -1,7 +1,7 @@
 """Evaluate a run or a Hugging Face folder: log-probabilities, choices, perplexity, lm-eval.
 
 python recipes/evaluate.py                                  # runs/pretrain, on text it has not seen
-python recipes/evaluate.py --source FOLDER --perplexity texts.jsonl --choices questions.jsonl
+python recipes/evaluate.py --run FOLDER --perplexity texts.jsonl --choices questions.jsonl
 python recipes/evaluate.py --score pairs.jsonl --out scores  # a line of JSON for each
 torchrun --nproc-per-node 2 recipes/evaluate.py --tp 2      # the same numbers
 python recipes/evaluate.py --tasks hellaswag arc_easy --limit 100
@@ -22,7 +22,7 @@ from trainkit import evaluation
 class Config:
     """Evaluate a run or a Hugging Face folder: log-probabilities, choices, perplexity, lm-eval."""
 
-    source: Path | None = None
+    run: Path | None = None
     """A run, a checkpoint or a Hugging Face folder; by default runs/pretrain, or a small base."""
     perplexity: Path | None = None
     """Texts: a file, a folder, lines of JSON with a field text."""
@@ -163,11 +163,11 @@ def main(argv=None):
     """Read what is asked, refuse what does not fit, load the model, evaluate it."""
     cfg = tk.config.load_config(Config, argv)
     cfg = attrs.evolve(cfg, dtype=tk.parallel.choose_dtype(cfg.dtype))
-    source = cfg.source or tk.hub.base_run(Path(__file__).parent)
-    trained = tk.hub.open_trained(source, tokenizer=cfg.tokenizer)
+    path = cfg.run or tk.hub.base_run(Path(__file__).parent)
+    trained = tk.hub.open_trained(path, tokenizer=cfg.tokenizer)
     world = tk.mesh.world_size()
     tk.parallel.refuse(tk.parallel.problems(cfg.layout, trained.config, world=world))
-    name = f"{source.absolute().name}-{trained.path.name}"
+    name = f"{path.absolute().name}-{trained.path.name}"
     cfg = attrs.evolve(cfg, out=cfg.out or Path("runs/evaluate") / name)
     how = {"tokenizer": trained.tokenizer, "context": cfg.context or trained.context}
     how |= {"add_bos": trained.adds_bos if cfg.add_bos is None else cfg.add_bos}

@@ -1,11 +1,12 @@
 """Write text from a run, a checkpoint or a Hugging Face folder; it is shown as it comes.
 
-python recipes/generate.py --run runs/pretrain --prompt "def "
+python recipes/generate.py                       # runs/pretrain, or a small base, which it trains
 python recipes/generate.py --run runs/pretrain --prompt "class " "import " --temperature 0
 python recipes/generate.py --run runs/finetune --prompt "def is_open(self)" --temperature 0
 python recipes/generate.py --run FOLDER --prompt "Once" --top-p 0.9 --min-p 0.05 --stop "."
 """
 
+import functools
 import sys
 from pathlib import Path
 
@@ -21,8 +22,8 @@ optional = attrs.validators.optional
 class Config:
     """Write text from a run, a checkpoint or a Hugging Face folder."""
 
-    run: Path = Path("runs/pretrain")
-    """A run directory, for its newest checkpoint that verifies, one checkpoint, or a folder."""
+    run: Path | None = None
+    """A run, a checkpoint or a Hugging Face folder; by default runs/pretrain, or a small base."""
     prompt: tuple[str, ...] = ("def ",)
     """Texts to continue, which may be empty; to what has learned to answer, questions."""
     tokens: int = attrs.field(default=300, validator=tk.config.positive)
@@ -62,9 +63,8 @@ def prompts_of(cfg, trained):
 
 def write(cfg, trained):
     """Print each prompt and what the model makes of it."""
-    weights = tk.adapters.base_weights(trained.path)
-    decoder = lambda: tk.models.Decoder(trained.config)  # noqa: E731
-    (model,) = tk.build_stages(decoder, tk.solo_parallel(), [], weights=weights)
+    make_model = functools.partial(tk.models.Decoder, trained.config)
+    (model,) = tk.adapters.build_trained(trained.path, make_model, tk.solo_parallel(), [])
     prompts, shown, stop_ids = prompts_of(cfg, trained)
     names = [field.name for field in attrs.fields(Sampling)]
     streams = cfg.stream and len(prompts) == 1
@@ -95,7 +95,8 @@ def main(argv=None):
     """Read the configuration, look the model over, write."""
     with tk.runtime.report_errors():
         cfg = tk.config.load_config(Config, argv)
-        write(cfg, tk.hub.open_trained(cfg.run))
+        path = cfg.run or tk.hub.base_run(Path(__file__).parent)
+        write(cfg, tk.hub.open_trained(path))
 
 
 if __name__ == "__main__":

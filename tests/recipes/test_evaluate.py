@@ -33,7 +33,7 @@ def home(tmp_path_factory):
 
 
 def flags_of(home, out, *more):
-    given = ["--source", home / "run", "--out", out, "--perplexity", home / "texts.jsonl"]
+    given = ["--run", home / "run", "--out", out, "--perplexity", home / "texts.jsonl"]
     given += ["--choices", home / "questions.jsonl", "--score", home / "pairs.jsonl"]
     return [*given, "--batch", "256", *more]
 
@@ -86,7 +86,7 @@ def test_the_same_command_goes_on_with_half_a_file(whole, home):
 def test_results_of_another_model_or_of_other_texts_are_not_mixed(whole, home, tmp_path):
     saved_run(tmp_path / "run", decoder_config("tiny", layers=1))
     flags = flags_of(home, whole[0])
-    code, said = refusal("evaluate", *flags, "--source", tmp_path / "run")
+    code, said = refusal("evaluate", *flags, "--run", tmp_path / "run")
     assert code == 65
     assert "perplexity.jsonl holds results of another model" in said
     other = jsonl(tmp_path / "texts.jsonl", {"text": "other"})
@@ -99,7 +99,7 @@ REFUSED = [
     (["--score", "empty.jsonl"], 65, "empty.jsonl: line 1: the continuation is empty"),
     (["--perplexity", "none.jsonl"], 65, "none.jsonl: No such file"),
     (["--tokenizer", "other.json"], 66, "was trained with another tokenizer than"),
-    (["--source", "nowhere"], 66, "there is no checkpoint in"),
+    (["--run", "nowhere"], 66, "there is no checkpoint in"),
     (["--tasks", "mine", "--include", "nowhere"], 64, "there is no folder"),
     (["--tp", "3"], 64, "the degrees multiply to 3"),
 ]
@@ -114,7 +114,7 @@ def test_bad_input_ends_it_before_a_model_is_loaded(flags, code, words, home, mo
     save_tokenizer(train_bpe(["one"], vocab_size=260), home / "other.json")
     monkeypatch.chdir(home)
     monkeypatch.setattr("trainkit.parallel.build_stages", None)
-    found = refusal("evaluate", "--source", "run", *flags)
+    found = refusal("evaluate", "--run", "run", *flags)
     assert found[0] == code, found
     assert words in found[1]
 
