@@ -16,15 +16,16 @@ import attrs
 import numpy as np
 
 import trainkit as tk
+from trainkit.types import ConfigError
 
 
 @attrs.frozen(kw_only=True)
 class AdapterOptions:
     """What is trained beside matrices that stay, with --method lora or qlora."""
 
-    rank: int = attrs.field(default=16, validator=tk.config.positive)
+    rank: int = attrs.field(default=32, validator=tk.config.positive)
     """The rank of each adapter."""
-    alpha: float = attrs.field(default=32.0, validator=tk.config.positive)
+    alpha: float = attrs.field(default=96.0, validator=tk.config.positive)
     """What an adapter's product is scaled by, over its rank."""
     adapter_dropout: float = attrs.field(default=0.0, validator=tk.config.fraction)
     """The part of an adapter's input that is dropped."""
@@ -175,17 +176,21 @@ def train(cfg, run, tokenizer, base):
     stages, optimizer = build(cfg, ps, base)
     size = {"rows_per_step": cfg.batch.rows, "dtype": cfg.dtype}
     run.say(tk.parallel.start_lines(stages, ps, rows.bins, **size))
+    drops = cfg.method != "full" and cfg.adapters.adapter_dropout > 0
     order = {"schedule": cfg.layout.schedule, "reduce": cfg.layout.reduce}
+    order |= {"call": tk.call_with_noise if drops else tk.call_model}
     forward_backward = tk.bind_forward_backward(stages, loss, axis=ps.pp, **order)
     train_step = make_train_step(cfg, ps, stages, optimizer, forward_backward)
     evaluate = bind_evaluation(cfg, ps, held, stages, loss)
     rows_at = tk.sampling.rows_of_epochs(len(rows), rows_per_step=cfg.batch.rows, seed=cfg.seed)
     share = {"place": ps.place, "rows_per_microbatch": cfg.batch.microbatch}
+    share |= {"noise_seed": cfg.seed} if drops else {}
     pad_id = tokenizer.pad_id or 0
     make_batch = functools.partial(tk.step_batch, rows, rows_at, pad_id=pad_id, **share)
     facts, changes = make_facts(cfg, base.config, tokenizer, rows), tk.config.changes_of(cfg)
     if cfg.method != "full":
         facts |= tk.adapters.keep_base_(stages, ps, source=base.path)
+        changes = attrs.evolve(changes, free=(*changes.free, "base_from"))
     state = run.resume(stages, optimizer, facts=facts, changes=changes, request=cfg.resume)
     stop, around = None, {"steps": cfg.steps, "keeping": cfg.keeping, "policy": cfg.policy}
     with (
@@ -229,6 +234,8 @@ def main(argv=None):
     cfg = attrs.evolve(cfg, tokenizer=base.name, template=template)
     cfg = attrs.evolve(cfg, dtype=tk.parallel.choose_dtype(cfg.dtype))
     tk.chat.find_template(template)  # refuses one that there is not
+    if base.config.experts:
+        raise ConfigError(f"--init: {base.path} has experts: python recipes/moe.py trains them")
     problems = tk.parallel.problems(cfg.layout, base.config, cfg.batch, world=tk.mesh.world_size())
     tk.parallel.refuse(problems)
     told = tk.config.plain_values(cfg)

@@ -10,6 +10,7 @@ from recipe_runs import assert_equal_runs, column, events, here, lines, refusal,
 
 from trainkit import metrics, schedules
 from trainkit.__main__ import main
+from trainkit.checkpoint import find_checkpoint
 from trainkit.corpora import write_corpus
 from trainkit.testing import run_ranks
 from trainkit.tokenizers import save_tokenizer, train_bpe
@@ -200,10 +201,9 @@ def test_weights_of_nowhere_and_layouts_that_do_not_fit_are_refused(flags_of, tm
 
 @pytest.mark.parametrize("method", ["lora", "qlora"])
 def test_of_adapters_a_run_keeps_these_alone_and_goes_on_with_its_base(
-    method, base, flags_of, tmp_path
+    method, base, whole, flags_of, tmp_path
 ):
-    own = shutil.copytree(base / "run", tmp_path / "base")
-    more = ["--method", method, "--init", own, "--rank", 2, "--adapter-dropout", 0.1, "--lr", 5e-3]
+    more = ["--method", method, "--rank", 2, "--adapter-dropout", 0.1, "--lr", 5e-3]
     for out, steps in (("whole", (4,)), ("twice", (2, 4))):
         for last in steps:
             code, said = here(flags_of(tmp_path / out, last, *more), "finetune")
@@ -211,14 +211,17 @@ def test_of_adapters_a_run_keeps_these_alone_and_goes_on_with_its_base(
     assert column(tmp_path / "twice", "loss_hex") == column(tmp_path / "whole", "loss_hex")
     (result,) = events(tmp_path / "whole", "result")
     assert result["after"] < result["before"]
-    saved = json.loads((newest(tmp_path / "whole") / "index.json").read_text())["tensors"]
+    saved = json.loads((find_checkpoint(tmp_path / "whole") / "index.json").read_text())["tensors"]
     assert {".lora." in name for name in saved} == {True}
-    asked = ["--run", tmp_path / "whole", "--prompt", "3 + 1?", "--tokens", 8]
-    code, said = here([*asked, "--temperature", 0], "generate")
-    assert (code, said.strip() in result_of(tmp_path / "whole", "3 + 1?")) == (0, True), said
-    shutil.rmtree(newest(own))  # the base that is now there is one of an earlier step
-    code, what = refusal("finetune", *flags_of(tmp_path / "twice", 5, *more))
-    assert (code, "base" in what) == (65, True), what
+    asked = ["--run", tmp_path / "whole", "--prompt", "def is_open(self)", "--tokens", 100]
+    code, text = here([*asked, "--temperature", 0, "--no-stream"], "generate")
+    assert (code, text.strip() in said) == (0, True), (text, said)
+    again = flags_of(tmp_path / "twice", 5, *more, "--init", base / "model")
+    code, said = here(again, "finetune")  # the same weights, in another place
+    assert code == 0, said
+    again = flags_of(tmp_path / "twice", 6, *more, "--init", whole[0])
+    code, what = refusal("finetune", *again)
+    assert (code, "base" in what) == (64, True), what
 
 
 def test_it_begins_with_a_hugging_face_folder_and_its_tokenizer(base, flags_of, tmp_path):
