@@ -1,0 +1,24 @@
+# The table of contents, which __init__.py loads lazily.
+from .base import adapter_facts as adapter_facts
+from .base import base_weights as base_weights
+from .base import keep_base_ as keep_base_
+from .export import Saved as Saved
+from .export import export_peft as export_peft
+from .export import merged_run as merged_run
+from .export import merged_weights as merged_weights
+from .export import saved_adapters as saved_adapters
+from .freeze import Freeze as Freeze
+from .freeze import apply_freeze_ as apply_freeze_
+from .freeze import effective_freeze as effective_freeze
+from .freeze import freeze_facts as freeze_facts
+from .lowrank import Lora as Lora
+from .lowrank import activate_ as activate_
+from .merge import merge_ as merge_
+from .merge import merged as merged
+from .merge import restart_ as restart_
+from .peft import LowRanks as LowRanks
+from .peft import Peft as Peft
+from .peft import open_peft as open_peft
+from .peft import to_peft as to_peft
+from .transform import lora as lora
+from .transform import problems as problems
