@@ -142,6 +142,11 @@ PRIVATE = [
         "ends the backward passes of a step",
     ),
     Private(
+        "unit._init_mp_dtypes",
+        "adapters/freeze.py",
+        "what a group reduces in, of which all was frozen before",
+    ),
+    Private(
         "fsdp_param._unsharded_param",
         "parallel/reduction.py",
         "whether a unit was gathered, and what gets zeros where there is no gradient",
@@ -244,6 +249,7 @@ def things():
         "optimizer": torch.optim.AdamW(module.parameters(), fused=True),
         "sharded": sharded,
         "state": sharded._get_fsdp_state(),
+        "unit": fsdp_groups(sharded)[0],
         "fsdp_param": fsdp_groups(sharded)[0].fsdp_params[0],
         "replicated": DistributedDataParallel(module),
         "stage": PipelineStage(nn.ModuleList([module]), 0, 1, torch.device("cpu"), group=group),

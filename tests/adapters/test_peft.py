@@ -1,5 +1,6 @@
 """Adapters in PEFT's format, both ways: PEFT and trainkit compute the same from each other's."""
 
+import argparse
 import importlib.util
 import json
 from functools import partial
@@ -17,6 +18,7 @@ from trainkit import adapters
 from trainkit.adapters import Lora, lora, open_peft
 from trainkit.batch import collate_bins
 from trainkit.checkpoint import save_checkpoint
+from trainkit.commands import export
 from trainkit.corpora import TokenCorpus
 from trainkit.grads import named_parameters_of
 from trainkit.hub import folder_weights, open_folder
@@ -260,3 +262,25 @@ def test_what_peft_has_no_place_for_is_refused(bases, tmp_path):
     saved_run(bases("phi3"), [Lora(r".*wq")], r"layers\.0\.mlp\.up", tmp_path / "half")
     with pytest.raises(ConfigError, match="gate_up_proj whole, and here it is trained in part"):
         adapters.export_peft(tmp_path / "half", tmp_path / "there")
+
+
+# ------------------------------------------------------------------------------------ the command
+
+
+def exported(*arguments):
+    parser = argparse.ArgumentParser()
+    export.add(parser)
+    return export.run(parser.parse_args([*map(str, arguments), "--tokenizer", "bytes"]))
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_the_command_writes_a_folder_of_peft_or_a_whole_model(bases, tmp_path):
+    base, run = bases("llama"), tmp_path / "run"
+    ours = saved_run(base, [Lora(ATTENTION, rank=3)], "head", run)
+    exported(run, tmp_path / "peft")
+    check_alike(ours, peft.PeftModel.from_pretrained(theirs_of(base), tmp_path / "peft").eval())
+    exported(run, tmp_path / "whole", "--merge", "--context", 128)
+    merged = ours_of(tmp_path / "whole", [])
+    check_alike(merged, peft.PeftModel.from_pretrained(theirs_of(base), tmp_path / "peft").eval())
+    with pytest.raises(CheckpointError, match="is another base than the run's"):
+        exported(run, tmp_path / "no", "--merge", "--context", 9, "--base", tmp_path / "whole")

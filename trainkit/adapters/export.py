@@ -12,21 +12,26 @@ import orjson
 import torch
 from torch import Tensor
 
+from trainkit.adapters.base import base_weights
 from trainkit.adapters.lowrank import BESIDE, Lora
 from trainkit.adapters.peft import CONFIG, LowRanks, box_in, to_peft
-from trainkit.checkpoint.export import write_weights
+from trainkit.checkpoint.export import row_boxes, write_weights
 from trainkit.checkpoint.load import read_facts
 from trainkit.checkpoint.manifest import find_checkpoint
 from trainkit.checkpoint.reading import reader
 from trainkit.checkpoint.sources import checkpoint_tensors
 from trainkit.checkpoint.stored import Stored
+from trainkit.checkpoint.tensors import box_hash
 from trainkit.hub.configs import family_named, family_of
 from trainkit.hub.families import Family
 from trainkit.hub.folder import is_folder, open_folder
-from trainkit.models.config import DecoderConfig
+from trainkit.models.config import DecoderConfig, parameter_shapes
 from trainkit.models.sizes import config_from_facts
+from trainkit.noise.hashing import MASK64
 from trainkit.parallel.materialize import listed, shapes_of
-from trainkit.types import CheckpointError, Weights
+from trainkit.types import CheckpointError, ConfigError, Weights
+
+_AT_ONCE = 1 << 22  # elements
 
 
 @attrs.frozen(eq=False)
@@ -121,6 +126,7 @@ def export_peft(
     *,
     name: str | None = None,
     family: str | None = None,
+    base: str | None = None,
     overwrite: bool = False,
 ) -> dict[str, Any]:
     """Write the adapters of a run as a folder that `peft.PeftModel.from_pretrained` loads.
@@ -131,6 +137,7 @@ def export_peft(
         name: The adapter, where several stand side by side and are saved.
         family: The `model_type` of the base; by default that of its folder, or the first that
             computes the same.
+        base: Where the base is, which the folder says; by default where it was.
         overwrite: Replace a folder that an earlier export wrote.
 
     Returns:
@@ -146,14 +153,15 @@ def export_peft(
     """
     saved = saved_adapters(checkpoint, name=name)
     config = config_from_facts(read_facts(find_checkpoint(checkpoint), needs=["model"])["model"])
-    known = _family(saved.facts.get("base_from"), config, family)
+    base = base or saved.facts.get("base_from")
+    known = _family(base, config, family)
     drops = {one.dropout for one in saved.loras}
     settings, tensors = to_peft(
         saved.held,
         _trained(saved.whole),
         known,
         config,
-        base=saved.facts.get("base_from"),
+        base=base,
         rank_stabilised=all(one.rank_stabilised for one in saved.loras),
         dropout=drops.pop() if len(drops) == 1 else 0.0,
     )
@@ -182,6 +190,53 @@ def _trained(whole: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 def _kind(x: Tensor) -> str:
     return str(x.dtype).removeprefix("torch.")
+
+
+def merged_run(checkpoint: Path | str, *, base: str | None = None) -> Weights:
+    """Return `merged_weights` of a run, after its base has been found to be the one that it had.
+
+    Args:
+        checkpoint: As for `saved_adapters`.
+        base: Where the base is; by default where it was.
+
+    Raises:
+        CheckpointError: As `saved_adapters`; or the base is another one than the run's.
+        ConfigError: Nobody says where the base is.
+
+    Effects:
+        Reads all of the base, and hashes it.
+    """
+    saved = saved_adapters(checkpoint)
+    source = base or saved.facts.get("base_from")
+    if source is None:
+        raise ConfigError("merged_run: the run does not say where its base is; name it: --base")
+    weights = base_weights(source)
+    config = config_from_facts(read_facts(find_checkpoint(checkpoint), needs=["model"])["model"])
+    shapes = parameter_shapes(config)
+    frozen = {own: shape for own, shape in shapes.items() if own not in saved.whole}
+    want = saved.facts["base"]
+    # the run has held it in fp32, or as it is
+    if all(_hash_of(weights, frozen, kind) != want for kind in (torch.float32, None)):
+        raise CheckpointError(
+            f"merged_run: {source} is another base than the run's, whose hash is {want}",
+            where=source,
+            want=want,
+            hint="name the one that the run began with: --base",
+        )
+    return merged_weights(saved, weights)
+
+
+def _hash_of(
+    weights: Weights, shapes: Mapping[str, Sequence[int]], dtype: torch.dtype | None
+) -> str:
+    """Return the hash of weights as `keep_base_` knows a base, some rows at a time."""
+    total = 0
+    for own, whole in shapes.items():
+        for shape, offset in row_boxes(tuple(whole), _AT_ONCE):
+            values = weights(own, shape, offset)
+            values = values if dtype is None else values.to(dtype)
+            total += box_hash(f"model/{own}", values, shape=whole, offset=offset)
+    return f"{total & MASK64:016x}"
 
 
 def merged_weights(saved: Saved, base: Weights) -> Weights:

@@ -42,8 +42,8 @@ def merge_(stages: Iterable[nn.Module]) -> None:
         >>> _ = nn.init.ones_(model.up.lora["default"].b)
         >>> before = model.up(torch.ones(1, 2))
         >>> merge_([model])
-        >>> torch.allclose(model.up(torch.ones(1, 2)), before), model.up.lora["default"].b.sum()
-        (True, tensor(0.))
+        >>> torch.allclose(model.up(torch.ones(1, 2)), before, atol=1e-6)
+        True
     """
     for weight, adapter in _computing(stages):
         _local(weight).copy_(_merged(weight, adapter))

@@ -12,8 +12,8 @@ from torch import nn
 
 from trainkit.adapters.base import base_weights, keep_base_
 from trainkit.adapters.frozen import quantized
-from trainkit.adapters.lora import lora
 from trainkit.adapters.lowrank import Lora
+from trainkit.adapters.transform import lora
 from trainkit.checkpoint.load import load_weights, read_facts
 from trainkit.checkpoint.sources import checkpoint_tensors
 from trainkit.hub.folder import is_folder

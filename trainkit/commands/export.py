@@ -11,6 +11,12 @@ In bfloat16, files of at most 2 GB, with the tokenizer of another folder:
   python -m trainkit export runs/finetune model/ --dtype bfloat16 --shard-bytes 2000000000 \
       --tokenizer base/
 
+Of a run that trains adapters it is a folder of PEFT, for PeftModel.from_pretrained; or, with their
+base where it was, or where --base says, a whole model:
+
+  python -m trainkit export runs/finetune adapter/
+  python -m trainkit export runs/finetune model/ --merge
+
 Exit codes: 0 fine, 64 wrong use (a folder that exists, a model of no known family), 65 no tokenizer
 or another than the run's, 66 a checkpoint that does not verify, 74 the disk is full.
 """
@@ -50,6 +56,10 @@ def add(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--overwrite", action="store_true", help="replace a folder that this command wrote"
     )
+    parser.add_argument(
+        "--merge", action="store_true", help="of a run of adapters: add them to their base"
+    )
+    parser.add_argument("--base", help="where the base of adapters is (default: where it was)")
     parser.add_argument("--json", action="store_true", help="print JSON on a terminal too")
 
 
@@ -59,11 +69,17 @@ def run(options: argparse.Namespace) -> tuple[Any, int]:
     Effects:
         Writes a folder.
     """
-    from trainkit import hub  # noqa: PLC0415 - torch
+    from trainkit import adapters, hub  # noqa: PLC0415 - torch
     from trainkit.checkpoint.load import read_facts  # noqa: PLC0415 - torch
 
     path = find_checkpoint(options.source, tell=say_on_stderr)
     facts = read_facts(path, needs=["model"])
+    adapted = "base" in facts
+    if options.merge and not adapted:
+        raise ConfigError(f"export: {path} holds a whole model, with no adapters to merge")
+    if adapted and not options.merge:
+        how = {"family": options.family, "base": options.base, "overwrite": options.overwrite}
+        return adapters.export_peft(path, options.folder, **how), 0
     context = options.context or facts.get("config.row_length")
     if context is None:
         raise ConfigError("export: the run does not say its row length; give --context")
@@ -76,6 +92,7 @@ def run(options: argparse.Namespace) -> tuple[Any, int]:
         dtype=options.dtype,
         shard_bytes=options.shard_bytes,
         overwrite=options.overwrite,
+        read=adapters.merged_run(path, base=options.base) if adapted else None,
     )
     return report, 0
 

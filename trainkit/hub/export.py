@@ -23,7 +23,7 @@ from trainkit.hub.folder import CONFIG, links_of, our_shapes
 from trainkit.hub.links import Link, linked, their_shapes
 from trainkit.models.config import parameter_shapes
 from trainkit.models.sizes import config_from_facts
-from trainkit.types import SOLO, Axis, CheckpointError
+from trainkit.types import SOLO, Axis, CheckpointError, Weights
 
 _IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
 
@@ -38,6 +38,7 @@ def export_folder(
     dtype: str | None = None,
     shard_bytes: int = SHARD_BYTES,
     overwrite: bool = False,
+    read: Weights | None = None,
     axis: Axis = SOLO,
 ) -> dict[str, Any]:
     """Write a checkpoint as a folder that `AutoModelForCausalLM.from_pretrained` loads.
@@ -54,6 +55,7 @@ def export_folder(
             routers stay what they are.
         shard_bytes: The most bytes of a file of tensors, unless a single one is larger.
         overwrite: Replace a folder that an earlier export wrote.
+        read: Gives our tensors in place of the checkpoint, `adapters.merged_weights` for instance.
         axis: The ranks that call this together, on one disk: each writes its share of the files.
 
     Returns:
@@ -94,7 +96,7 @@ def export_folder(
     known = known if isinstance(known, Family) else family_named(known, where="family")
     values = write_config(config, context=context, family=known)
     links = [link.turned() for link in links_of(known, config)]
-    ours = _saved(path, our_shapes(config))
+    ours = _saved(path, our_shapes(config)) if read is None else _given(read, our_shapes(config))
     cast = {name: dtype or ours[name].dtype for name in parameter_shapes(config)}
     kinds = _kinds(links, {name: x.dtype for name, x in ours.items()} | cast)
     shapes = their_shapes([link.turned() for link in links])
@@ -111,7 +113,7 @@ def export_folder(
         shard_bytes=shard_bytes,
         overwrite=overwrite,
         origin={"checkpoint": path.name, **origin},
-        read=linked(reader(ours), links, shapes),
+        read=linked(read or reader(ours), links, shapes),
         beside=beside,
         axis=axis,
     )
@@ -134,6 +136,15 @@ def _saved(path: Path, shapes: Mapping[str, Sequence[int]]) -> dict[str, Stored]
             got=wrong,
         )
     return found
+
+
+def _given(read: Weights, shapes: Mapping[str, Sequence[int]]) -> dict[str, Stored]:
+    """Describe tensors that a function gives."""
+    kinds = {name: read(name, (1,) * len(x), (0,) * len(x)).dtype for name, x in shapes.items()}
+    return {
+        name: Stored(str(kind).removeprefix("torch."), tuple(shapes[name]), ())
+        for name, kind in kinds.items()
+    }
 
 
 def _kinds(links: Sequence[Link], kinds: Mapping[str, str]) -> dict[str, str]:
