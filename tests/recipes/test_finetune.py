@@ -1,17 +1,22 @@
 """recipes/finetune.py: it goes on from a run or a folder, on the assistant's words, and resumes."""
 
+import functools
 import json
 import shutil
 import time
 
 import pytest
 import recipe_runs
+import torch
 from recipe_runs import assert_equal_runs, column, events, here, lines, refusal, several
 
-from trainkit import metrics, schedules
+from trainkit import adapters, hub, metrics, schedules
 from trainkit.__main__ import main
+from trainkit.batch import batch_of_rows
 from trainkit.checkpoint import find_checkpoint
 from trainkit.corpora import write_corpus
+from trainkit.mesh import solo_parallel
+from trainkit.models import Decoder
 from trainkit.testing import run_ranks
 from trainkit.tokenizers import save_tokenizer, train_bpe
 
@@ -199,6 +204,16 @@ def test_weights_of_nowhere_and_layouts_that_do_not_fit_are_refused(flags_of, tm
     assert (code, "tp" in what, (tmp_path / "run").exists()) == (64, True, False), what
 
 
+def logits_of(run):
+    """Return what a trained model makes of some tokens."""
+    found = hub.open_trained(run)
+    make_model = functools.partial(Decoder, found.config)
+    (model,) = adapters.build_trained(found.path, make_model, solo_parallel(), [])
+    batch = batch_of_rows(torch.arange(60)[None])
+    with torch.no_grad():
+        return model.eval()(batch.input_ids, position_ids=batch.position_ids, spans=batch.spans)
+
+
 @pytest.mark.parametrize("method", ["lora", "qlora"])
 def test_of_adapters_a_run_keeps_these_alone_and_goes_on_with_its_base(
     method, base, whole, flags_of, tmp_path
@@ -216,9 +231,12 @@ def test_of_adapters_a_run_keeps_these_alone_and_goes_on_with_its_base(
     asked = ["--run", tmp_path / "whole", "--prompt", "def is_open(self)", "--tokens", 100]
     code, text = here([*asked, "--temperature", 0, "--no-stream"], "generate")
     assert (code, text.strip() in said) == (0, True), (text, said)
-    again = flags_of(tmp_path / "twice", 5, *more, "--init", base / "model")
-    code, said = here(again, "finetune")  # the same weights, in another place
+    moved = shutil.copytree(base / "run", tmp_path / "moved")
+    code, said = here(flags_of(tmp_path / "twice", 5, *more, "--init", moved), "finetune")
     assert code == 0, said
+    assert main(["export", str(tmp_path / "whole"), str(tmp_path / "merged"), "--merge"]) == 0
+    ours, merged = logits_of(tmp_path / "whole"), logits_of(tmp_path / "merged")
+    assert (ours - merged).abs().max() < 1e-5 * ours.abs().max()
     again = flags_of(tmp_path / "twice", 6, *more, "--init", whole[0])
     code, what = refusal("finetune", *again)
     assert (code, "base" in what) == (64, True), what

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +14,10 @@ import torch
 from torch import Tensor
 
 from trainkit.adapters.base import base_weights
+from trainkit.adapters.frozen import packings_of, rounded_weights
 from trainkit.adapters.lowrank import BESIDE, Lora
 from trainkit.adapters.peft import CONFIG, LowRanks, box_in, to_peft
+from trainkit.adapters.trained import build_trained
 from trainkit.checkpoint.export import row_boxes, write_weights
 from trainkit.checkpoint.load import read_facts
 from trainkit.checkpoint.manifest import find_checkpoint
@@ -25,7 +28,9 @@ from trainkit.checkpoint.tensors import box_hash
 from trainkit.hub.configs import family_named, family_of
 from trainkit.hub.families import Family
 from trainkit.hub.folder import is_folder, open_folder
+from trainkit.mesh import solo_parallel
 from trainkit.models.config import DecoderConfig, parameter_shapes
+from trainkit.models.decoder import Decoder
 from trainkit.models.sizes import config_from_facts
 from trainkit.noise.hashing import MASK64
 from trainkit.parallel.materialize import listed, shapes_of
@@ -195,6 +200,8 @@ def _kind(x: Tensor) -> str:
 def merged_run(checkpoint: Path | str, *, base: str | None = None) -> Weights:
     """Return `merged_weights` of a run, after its base has been found to be the one that it had.
 
+    Of a base in few bits they are what these stand for, with the adapters added.
+
     Args:
         checkpoint: As for `saved_adapters`.
         base: Where the base is; by default where it was.
@@ -214,6 +221,11 @@ def merged_run(checkpoint: Path | str, *, base: str | None = None) -> Weights:
     config = config_from_facts(read_facts(find_checkpoint(checkpoint), needs=["model"])["model"])
     shapes = parameter_shapes(config)
     frozen = {own: shape for own, shape in shapes.items() if own not in saved.whole}
+    if saved.facts["quantized"]:  # its base is what the few bits stand for
+        make_model = partial(Decoder, config)
+        path = find_checkpoint(checkpoint)
+        (model,) = build_trained(path, make_model, solo_parallel(), [], base=source)
+        return merged_weights(saved, rounded_weights(weights, packings_of(model)))
     want = saved.facts["base"]
     # the run has held it in fp32, or as it is
     if all(_hash_of(weights, frozen, kind) != want for kind in (torch.float32, None)):

@@ -27,6 +27,8 @@ def build_trained(
     make_model: Callable[[], nn.Module],
     ps: ParallelState,
     plan: Sequence[ModelTransform],
+    *,
+    base: Path | str | None = None,
     **how: Any,
 ) -> list[nn.Module]:
     """Return this rank's stages of a trained model, with its weights in them.
@@ -39,6 +41,7 @@ def build_trained(
         make_model: Makes the whole model; see `build_stages`.
         ps: The layout.
         plan: The transforms but for `quantized` and `lora`, which the run itself says.
+        base: Where the base of adapters is; by default where it was.
         how: What `build_stages` takes else.
 
     Raises:
@@ -54,7 +57,7 @@ def build_trained(
         trainkit.types.CheckpointError: find_checkpoint: there is no checkpoint in /does/not/exist
     """
     facts: Mapping[str, Any] = {} if is_folder(path) else _facts(path)
-    source = facts["base_from"] if "base" in facts else path
+    source = base or facts["base_from"] if "base" in facts else path
     weights = base_weights(source, axis=ps.world)
     if "base" not in facts:
         return build_stages(make_model, ps, plan, weights=weights, **how)
