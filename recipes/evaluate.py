@@ -84,6 +84,13 @@ def library(trained, how):
     }
 
 
+def how_of(cfg, trained):
+    """Return how texts become tokens that the model is given."""
+    add_bos = trained.adds_bos if cfg.add_bos is None else cfg.add_bos
+    context = cfg.context or trained.context
+    return {"tokenizer": trained.tokenizer, "context": context, "add_bos": add_bos}
+
+
 def read(cfg, trained, how):
     """Return what is asked, by kind, and of what files; bad input is refused here."""
     readers = {"perplexity": "read_texts", "choices": "read_choices", "score": "read_texts"}
@@ -123,11 +130,11 @@ def bind_write(stages, ps, trained, context):
     return write
 
 
-def evaluate(cfg, ps, trained, asked, how, manager):
+def evaluate(cfg, ps, trained, asked, manager):
     """Score all that is asked, and return what it comes to; lines go to files."""
     stages, config, say = build(cfg, ps, trained), trained.config, tk.sinks.printer(ps.world)
     call = tk.models.call_routed if config.experts else tk.models.call_model
-    axes = {"place": ps.place, "axis": ps.loss, "pp": ps.pp, "tp": ps.tp}
+    how, axes = how_of(cfg, trained), {"place": ps.place, "axis": ps.loss, "pp": ps.pp, "tp": ps.tp}
     score = evaluation.bind_score(stages, **axes, call=call, tokens_per_batch=cfg.batch)
     nothing = torch.optim.SGD(tk.parameters_of(stages))
     facts = {"model": tk.state_hash(tk.TrainState(), stages, nothing, ps), "dtype": cfg.dtype}
@@ -169,13 +176,11 @@ def main(argv=None):
     tk.parallel.refuse(tk.parallel.problems(cfg.layout, trained.config, world=world))
     name = f"{path.absolute().name}-{trained.path.name}"
     cfg = attrs.evolve(cfg, out=cfg.out or Path("runs/evaluate") / name)
-    how = {"tokenizer": trained.tokenizer, "context": cfg.context or trained.context}
-    how |= {"add_bos": trained.adds_bos if cfg.add_bos is None else cfg.add_bos}
-    asked = read(cfg, trained, how)
+    asked = read(cfg, trained, how_of(cfg, trained))
     manager = evaluation.open_tasks(cfg.tasks, include=cfg.include) if cfg.tasks else None
     cfg.out.mkdir(parents=True, exist_ok=True)
     with tk.parallel_session(cfg.layout) as ps:
-        found = evaluate(cfg, ps, trained, asked, how, manager)
+        found = evaluate(cfg, ps, trained, asked, manager)
         if ps.world.index == 0:
             text = json.dumps(found, indent=2)
             (cfg.out / "results.json").write_text(f"{text}\n")

@@ -169,12 +169,13 @@ def sample(cfg, ps, stages, tokenizer, rows):
     if cfg.prompt is not None:
         bos = [] if tokenizer.bos_id is None else [tokenizer.bos_id]
         begin = [*bos, *tokenizer.encode(cfg.prompt)]
-    call, window = tk.parallel.bind_call(stages, ps), cfg.batch.row_length
-    how = {"context": window, "slide": True, "max_new_tokens": cfg.sample}
-    how["sampling"] = tk.generation.Sampling(temperature=0.7, seed=cfg.seed)
-    ids = {"stop_ids": [tokenizer.eos_id], "vocab_size": tokenizer.vocab_size}
-    (drawn,) = tk.generation.generate(stages[0], [begin], **how, **ids, call=call)
-    return tk.sinks.printable(tokenizer.decode([*begin, *drawn.ids]))
+    sampling = tk.generation.Sampling(temperature=0.7, seed=cfg.seed)
+    how = {"context": cfg.batch.row_length, "slide": True, "vocab_size": tokenizer.vocab_size}
+    how |= {"stop_ids": [tokenizer.eos_id], "max_new_tokens": cfg.sample, "sampling": sampling}
+    found = tk.generation.generate(
+        stages[0], [begin], **how, call=tk.parallel.bind_call(stages, ps)
+    )
+    return tk.sinks.printable(tokenizer.decode([*begin, *found[0].ids]))
 
 
 def make_facts(cfg, model, tokenizer, opened, rows):

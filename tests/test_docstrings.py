@@ -16,7 +16,12 @@ PRELOAD = "trainkit.testing.preload"  # importing it loads what only a forkserve
 
 # What has no example of its own, and why.
 DISK = "works on the disk: docs/ show it, tests/checkpoint runs it"
+ADAPTERS = "wants a model with adapters: docs/howto/adapters.md shows it"
 WITHOUT_EXAMPLE = {
+    "adapters.export_peft": ADAPTERS,
+    "adapters.merged": ADAPTERS,
+    "adapters.merged_run": ADAPTERS,
+    "adapters.to_peft": ADAPTERS,
     "checkpoint.guard_numbers": DISK,
     "checkpoint.guarded_saves": DISK,
     "checkpoint.load_checkpoint": DISK,

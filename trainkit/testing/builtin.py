@@ -326,101 +326,7 @@ def cases_of_model(name: str) -> list[Case]:
         >>> Case(Layout(pp=2)) in cases_of_model("tied decoder")
         True
     """
-    if name == "exact model":
-        return exact_cases()
-    pipelines = [Case(Layout(pp=2)), Case(Layout(pp=2, dp_shard=2))]
-    ends = [Case(Layout(dp_shard=2)), Case(Layout(tp=2)), Case(Layout(pp=2, tp=2))]
-    return {
-        "decoder": default_cases(),
-        "tied decoder": [*ends, *pipelines, Case(Layout(pp=2, schedule="zero_bubble_v"))],
-        "decoder with dropout": [
-            *ends,
-            *pipelines,
-            Case(recompute="full"),
-            Case(Layout(ring=2, fold_sp="none")),
-            Case(Layout(ulysses=2)),
-            Case(Layout(dp_replicate=2, dp_shard=2)),
-        ],
-        # Ranks with nothing to train; and a rank with a frozen stage and another.
-        "decoder with frozen blocks": [
-            *pipelines,
-            Case(Layout(pp=2, schedule="interleaved_zero_bubble")),
-            Case(Layout(pp=4)),
-        ],
-        "decoder with adapters": [
-            *ends,
-            *pipelines,
-            Case(recompute="full"),
-            Case(compiled=True),
-            Case(Layout(ring=2, fold_sp="none")),
-            Case(Layout(ulysses=2)),
-            Case(Layout(dp_shard=2, tp=2), recompute="selective"),
-            Case(Layout(dp_replicate=2, dp_shard=2)),
-        ],
-        "decoder with adapters, in nf4": [
-            *ends,
-            Case(Layout(pp=2, dp_shard=2), recompute="full"),
-            Case(Layout(dp_shard=2, tp=2), recompute="selective"),
-            Case(Layout(pp=2, dp_shard=2, tp=2), compiled=True),
-        ],
-        "decoder with adapters and latents, in int8": ends[:2],
-        "decoder with experts and adapters, in fp8": [
-            *ends[1:],
-            Case(Layout(pp=2, dp_shard=2, ep=2), recompute="full"),
-            Case(Layout(dp_shard=4, tp=2, ep=2)),
-        ],
-        "decoder with experts and adapters": [
-            *ends,
-            Case(Layout(pp=2, dp_shard=2), recompute="full"),
-            Case(Layout(dp_shard=2, ep=2), recompute="selective"),
-            Case(Layout(dp_replicate=2, dp_shard=2, ep=2)),
-            Case(Layout(dp_shard=2, tp=2, ep=2)),
-        ],
-        "decoder with experts": [
-            *ends,
-            *pipelines,
-            Case(rows_per_microbatch=3),
-            Case(recompute="full"),
-            Case(compiled=True),
-            Case(Layout(ring=2, fold_sp="none")),
-            Case(Layout(ulysses=2)),
-            Case(Layout(dp_replicate=2, dp_shard=2), recompute="full"),
-            Case(Layout(pp=2, dp_shard=2, schedule="zero_bubble_v", reshard_after_forward=False)),
-            Case(Layout(dp_shard=2, tp=2), recompute="selective"),
-            Case(Layout(dp_shard=2, ring=2, tp=2)),
-            *expert_cases(),
-        ],
-        "decoder with experts and latents": [
-            *ends,
-            Case(Layout(ring=2, fold_sp="none")),
-            Case(Layout(ulysses=2)),
-            Case(Layout(pp=2, dp_shard=2), recompute="full"),
-            Case(Layout(dp_shard=2, tp=2), recompute="selective"),
-            Case(compiled=True),
-        ],
-        "decoder with latents, none of queries": [*ends[1:2], Case(Layout(ulysses=2, tp=2))],
-        "decoder like Gemma's": [
-            Case(Layout(ring=2, fold_sp="none"), recompute="selective"),
-            Case(Layout(dp_shard=2, tp=2), recompute="full"),
-            Case(Layout(pp=2)),
-        ],
-        "decoder like OLMo 2's": [Case(Layout(ring=2, tp=2))],
-        "decoder like GPT-2's": [
-            Case(Layout(dp_shard=2, tp=2), recompute="selective"),
-            Case(Layout(pp=2, tp=2)),
-            Case(Layout(ulysses=2)),
-        ],
-        "foreign model": [
-            *ends[:2],
-            Case(Layout(dp_shard=2, tp=2)),
-            Case(Layout(pp=2, dp_shard=2)),
-        ],
-        "foreign model, a part for some": [
-            *(Case(), Case(Layout(tp=2)), Case(Layout(pp=2)), Case(Layout(dp_shard=2))),
-            Case(Layout(dp_shard=2, reduce="each")),
-            Case(Layout(dp_replicate=2, dp_shard=2, reduce="each")),
-        ],
-    }[name]
+    return exact_cases() if name == "exact model" else [*_CASES[name]]
 
 
 def expert_cases() -> list[Case]:
@@ -456,6 +362,101 @@ def expert_cases() -> list[Case]:
         Case(Layout(pp=2, dp_shard=2, ulysses=2, fold_sp="none", ep=2)),
         Case(Layout(dp_shard=2, ring=2, tp=2, ep=4)),
     ]
+
+
+_PIPELINES = [Case(Layout(pp=2)), Case(Layout(pp=2, dp_shard=2))]
+_ENDS = [Case(Layout(dp_shard=2)), Case(Layout(tp=2)), Case(Layout(pp=2, tp=2))]
+_CASES: dict[str, list[Case]] = {
+    "decoder": default_cases(),
+    "tied decoder": [*_ENDS, *_PIPELINES, Case(Layout(pp=2, schedule="zero_bubble_v"))],
+    "decoder with dropout": [
+        *_ENDS,
+        *_PIPELINES,
+        Case(recompute="full"),
+        Case(Layout(ring=2, fold_sp="none")),
+        Case(Layout(ulysses=2)),
+        Case(Layout(dp_replicate=2, dp_shard=2)),
+    ],
+    # Ranks with nothing to train; and a rank with a frozen stage and another.
+    "decoder with frozen blocks": [
+        *_PIPELINES,
+        Case(Layout(pp=2, schedule="interleaved_zero_bubble")),
+        Case(Layout(pp=4)),
+    ],
+    "decoder with adapters": [
+        *_ENDS,
+        *_PIPELINES,
+        Case(recompute="full"),
+        Case(compiled=True),
+        Case(Layout(ring=2, fold_sp="none")),
+        Case(Layout(ulysses=2)),
+        Case(Layout(dp_shard=2, tp=2), recompute="selective"),
+        Case(Layout(dp_replicate=2, dp_shard=2)),
+    ],
+    "decoder with adapters, in nf4": [
+        *_ENDS,
+        Case(Layout(pp=2, dp_shard=2), recompute="full"),
+        Case(Layout(dp_shard=2, tp=2), recompute="selective"),
+        Case(Layout(pp=2, dp_shard=2, tp=2), compiled=True),
+    ],
+    "decoder with adapters and latents, in int8": _ENDS[:2],
+    "decoder with experts and adapters, in fp8": [
+        *_ENDS[1:],
+        Case(Layout(pp=2, dp_shard=2, ep=2), recompute="full"),
+        Case(Layout(dp_shard=4, tp=2, ep=2)),
+    ],
+    "decoder with experts and adapters": [
+        *_ENDS,
+        Case(Layout(pp=2, dp_shard=2), recompute="full"),
+        Case(Layout(dp_shard=2, ep=2), recompute="selective"),
+        Case(Layout(dp_replicate=2, dp_shard=2, ep=2)),
+        Case(Layout(dp_shard=2, tp=2, ep=2)),
+    ],
+    "decoder with experts": [
+        *_ENDS,
+        *_PIPELINES,
+        Case(rows_per_microbatch=3),
+        Case(recompute="full"),
+        Case(compiled=True),
+        Case(Layout(ring=2, fold_sp="none")),
+        Case(Layout(ulysses=2)),
+        Case(Layout(dp_replicate=2, dp_shard=2), recompute="full"),
+        Case(Layout(pp=2, dp_shard=2, schedule="zero_bubble_v", reshard_after_forward=False)),
+        Case(Layout(dp_shard=2, tp=2), recompute="selective"),
+        Case(Layout(dp_shard=2, ring=2, tp=2)),
+        *expert_cases(),
+    ],
+    "decoder with experts and latents": [
+        *_ENDS,
+        Case(Layout(ring=2, fold_sp="none")),
+        Case(Layout(ulysses=2)),
+        Case(Layout(pp=2, dp_shard=2), recompute="full"),
+        Case(Layout(dp_shard=2, tp=2), recompute="selective"),
+        Case(compiled=True),
+    ],
+    "decoder with latents, none of queries": [*_ENDS[1:2], Case(Layout(ulysses=2, tp=2))],
+    "decoder like Gemma's": [
+        Case(Layout(ring=2, fold_sp="none"), recompute="selective"),
+        Case(Layout(dp_shard=2, tp=2), recompute="full"),
+        Case(Layout(pp=2)),
+    ],
+    "decoder like OLMo 2's": [Case(Layout(ring=2, tp=2))],
+    "decoder like GPT-2's": [
+        Case(Layout(dp_shard=2, tp=2), recompute="selective"),
+        Case(Layout(pp=2, tp=2)),
+        Case(Layout(ulysses=2)),
+    ],
+    "foreign model": [
+        *_ENDS[:2],
+        Case(Layout(dp_shard=2, tp=2)),
+        Case(Layout(pp=2, dp_shard=2)),
+    ],
+    "foreign model, a part for some": [
+        *(Case(), Case(Layout(tp=2)), Case(Layout(pp=2)), Case(Layout(dp_shard=2))),
+        Case(Layout(dp_shard=2, reduce="each")),
+        Case(Layout(dp_replicate=2, dp_shard=2, reduce="each")),
+    ],
+}
 
 
 def exact_cases() -> list[Case]:
