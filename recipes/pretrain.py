@@ -172,10 +172,8 @@ def sample(cfg, ps, stages, tokenizer, rows):
     sampling = tk.generation.Sampling(temperature=0.7, seed=cfg.seed)
     how = {"context": cfg.batch.row_length, "slide": True, "vocab_size": tokenizer.vocab_size}
     how |= {"stop_ids": [tokenizer.eos_id], "max_new_tokens": cfg.sample, "sampling": sampling}
-    found = tk.generation.generate(
-        stages[0], [begin], **how, call=tk.parallel.bind_call(stages, ps)
-    )
-    return tk.sinks.printable(tokenizer.decode([*begin, *found[0].ids]))
+    said = tk.generation.generate(stages[0], [begin], **how, call=tk.parallel.bind_call(stages, ps))
+    return tk.sinks.printable(tokenizer.decode([*begin, *said[0].ids]))
 
 
 def make_facts(cfg, model, tokenizer, opened, rows):
