@@ -22,6 +22,7 @@ import time
 from pathlib import Path
 
 TESTS = Path(__file__).parents[1]
+LOADED = {}  # recipes that are read, and their flags, before a rank is forked
 
 
 # -------------------------------------------------------------------------------------- the server
@@ -92,7 +93,8 @@ def warm_up(folder):
     for i in range(20):
         (text / f"{i}.txt").write_text(f"word {i}\n" * (i + 3))
     shrink_models()
-    config.load_config(recipe_runs.load("pretrain").Config, ["--data", str(text)])
+    LOADED["pretrain"] = recipe_runs.load("pretrain")
+    config.load_config(LOADED["pretrain"].Config, ["--data", str(text)])
     corpus = tk.open_corpus(text, tokenizer=tokenizers.open_tokenizer("bytes"))
     bins = tk.pack_bins(corpus.lengths, 32, multiple_of=8)
     rows_at = sampling.rows_of_epochs(len(bins), rows_per_step=2, seed=0)
@@ -140,7 +142,7 @@ def run_rank(request):
     recipe = recipe_runs.RECIPES / f"{request['recipe']}.py"
     sys.argv = [str(recipe), *request["flags"]]
     sys.path[0] = str(recipe.parent)
-    module = recipe_runs.load(request["recipe"])
+    module = LOADED.get(request["recipe"]) or recipe_runs.load(request["recipe"])
     if request["faults"]:
         put_faults(module, request["faults"])
     tree = ast.parse(recipe.read_text())

@@ -51,7 +51,7 @@ def base(tmp_path_factory):
         text = "\n".join(f"{i} + 1 is {i + 1}, as you know." for i in range(number, number + 9))
         (home / f"text/{number}.txt").write_text(text)
     flags = ["--out", home / "run", "--data", home / "text", "--steps", 8]
-    code, said = here([*flags, *recipe_runs.SMALL.split()])
+    code, said = here([*flags, *recipe_runs.SMALL.split(), "--sample", 1])
     assert code == 0, said
     assert main(["export", str(home / "run"), str(home / "model"), "--shard-bytes", "1000000"]) == 0
     return home
@@ -260,7 +260,7 @@ def test_it_begins_with_a_hugging_face_folder_and_its_tokenizer(base, flags_of, 
 @pytest.mark.parametrize("layout", ["", "--tp 2", "--pp 2"])
 def test_pretraining_goes_on_from_a_hugging_face_folder_in_any_layout(base, tmp_path, layout):
     flags = ["--out", tmp_path, "--data", base / "text", "--steps", 1, "--init", base / "model"]
-    run = [*flags, *recipe_runs.SMALL.split(), *layout.split()]
+    run = [*flags, *recipe_runs.SMALL.split(), "--sample", 1, *layout.split()]
     for code, said in run_ranks(several, 2, [run])[0]:
         assert code == 0, said
     assert column(tmp_path, "loss")[0] < column(base / "run", "loss")[0] - 1

@@ -20,7 +20,7 @@ from trainkit.generation import Completion
 from trainkit.packing import pack_bins, sequential
 from trainkit.testing import run_ranks
 
-SMALL = [*recipe_runs.SMALL.split(), "--save-every", 3, "--sample", 20]
+SMALL = [*recipe_runs.SMALL.split(), "--save-every", 3, "--sample", 1]
 
 
 @pytest.fixture(scope="module")

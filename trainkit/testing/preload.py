@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import gc
 from importlib import import_module
+from importlib.util import find_spec
 
 MODULES = (
     "networkx",  # these two are what compiling loads: 2 s in each rank
@@ -18,15 +19,19 @@ MODULES = (
     "torch.distributed.tensor.debug",
     "torch.distributed.tensor.parallel",
     "torch.profiler",
-    "trainkit.checkpoint",
+    "trainkit.checkpoint.guard",  # this, config and run: what a recipe loads, 1 s in each rank
+    "trainkit.config",
     "trainkit.data",
     "trainkit.noise.hashing",
     "trainkit.noise.counters",
+    "trainkit.runtime.run",
     "trainkit.testing.builtin",
 )
 
 for _name in MODULES:
     import_module(_name)
+if find_spec("tyro"):  # an extra
+    import_module("tyro")
 # numba's first calls: 0.5 s in each rank that packs and collates, or once here.
 import_module("trainkit.testing.builtin").decoder_batch(0)
 gc.collect()
