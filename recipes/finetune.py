@@ -92,13 +92,17 @@ def pack(cfg, run, corpus, counts):
     return tk.Packed(corpus, rows), tk.Packed(corpus, held)
 
 
+def low_rank(cfg):
+    """Return which matrices get an adapter, and of what kind."""
+    how = {"rank": cfg.adapters.rank, "alpha": cfg.adapters.alpha, "dora": cfg.adapters.dora}
+    return tk.adapters.Lora(cfg.adapters.adapted, dropout=cfg.adapters.adapter_dropout, **how)
+
+
 def build(cfg, ps, base):
     """Return this rank's stages of the model, with its weights, and their optimizer."""
-    how = {"rank": cfg.adapters.rank, "alpha": cfg.adapters.alpha, "dora": cfg.adapters.dora}
-    one = tk.adapters.Lora(cfg.adapters.adapted, dropout=cfg.adapters.adapter_dropout, **how)
     plan = [
         *([tk.adapters.quantized("nf4")] if cfg.method == "qlora" else []),
-        *([] if cfg.method == "full" else [tk.adapters.lora(one, seed=cfg.seed)]),
+        *([] if cfg.method == "full" else [tk.adapters.lora(low_rank(cfg), seed=cfg.seed)]),
         tk.parallel.tensor(),
         tk.parallel.sequence(),
         tk.parallel.precision(tk.parallel.DTYPES[cfg.dtype]),
@@ -237,6 +241,10 @@ def main(argv=None):
     if base.config.experts:
         raise ConfigError(f"--init: {base.path} has experts: python recipes/moe.py trains them")
     problems = tk.parallel.problems(cfg.layout, base.config, cfg.batch, world=tk.mesh.world_size())
+    if cfg.method != "full":
+        problems += tk.adapters.problems([low_rank(cfg)], base.config)
+    elif cfg.adapters != AdapterOptions():
+        problems.append(ConfigError(f"--method: full has no adapters, and got {cfg.adapters}"))
     tk.parallel.refuse(problems)
     told = tk.config.plain_values(cfg)
     with tk.open_run(cfg.out, layout=cfg.layout, limits=cfg.limits, config=told) as run:
