@@ -154,11 +154,9 @@ def answer(cfg, ps, stages, tokenizer):
     asked = [[{"role": "user", "content": question}] for question in cfg.ask]
     prompts = [tk.chat.prompt_ids(each, tokenizer, template=template) for each in asked]
     how = {"stop_ids": tk.chat.stop_ids(tokenizer, template), "vocab_size": tokenizer.vocab_size}
-    how |= {"max_new_tokens": 100, "context": cfg.batch.row_length, "slide": True}
     call, greedy = tk.parallel.bind_call(stages, ps), tk.generation.Sampling(temperature=0.0)
-    said = tk.generation.generate(
-        stages[0], prompts, sampling=greedy, call=call, tokenizer=tokenizer, **how
-    )
+    how |= {"max_new_tokens": 100, "context": cfg.batch.row_length, "slide": True, "call": call}
+    said = tk.generation.generate(stages[0], prompts, sampling=greedy, tokenizer=tokenizer, **how)
     told = [f"{q}\n    {tk.sinks.printable(x.text)}" for q, x in zip(cfg.ask, said, strict=True)]
     return "\n".join(told)
 
