@@ -92,13 +92,17 @@ def pack(cfg, run, corpus, counts):
     return tk.Packed(corpus, rows), tk.Packed(corpus, held)
 
 
+def low_rank(cfg):
+    """Return which matrices get an adapter, and of what kind."""
+    how = {"rank": cfg.adapters.rank, "alpha": cfg.adapters.alpha, "dora": cfg.adapters.dora}
+    return tk.adapters.Lora(cfg.adapters.adapted, dropout=cfg.adapters.adapter_dropout, **how)
+
+
 def build(cfg, ps, base):
     """Return this rank's stages of the model, with its weights, and their optimizer."""
-    how = {"rank": cfg.adapters.rank, "alpha": cfg.adapters.alpha, "dora": cfg.adapters.dora}
-    one = tk.adapters.Lora(cfg.adapters.adapted, dropout=cfg.adapters.adapter_dropout, **how)
     plan = [
         *([tk.adapters.quantized("nf4")] if cfg.method == "qlora" else []),
-        *([] if cfg.method == "full" else [tk.adapters.lora(one, seed=cfg.seed)]),
+        *([] if cfg.method == "full" else [tk.adapters.lora(low_rank(cfg), seed=cfg.seed)]),
         tk.parallel.tensor(),
         tk.parallel.sequence(),
         tk.parallel.precision(tk.parallel.DTYPES[cfg.dtype]),
@@ -150,11 +154,9 @@ def answer(cfg, ps, stages, tokenizer):
     asked = [[{"role": "user", "content": question}] for question in cfg.ask]
     prompts = [tk.chat.prompt_ids(each, tokenizer, template=template) for each in asked]
     how = {"stop_ids": tk.chat.stop_ids(tokenizer, template), "vocab_size": tokenizer.vocab_size}
-    how |= {"max_new_tokens": 100, "context": cfg.batch.row_length, "slide": True}
     call, greedy = tk.parallel.bind_call(stages, ps), tk.generation.Sampling(temperature=0.0)
-    said = tk.generation.generate(
-        stages[0], prompts, sampling=greedy, call=call, tokenizer=tokenizer, **how
-    )
+    how |= {"max_new_tokens": 100, "context": cfg.batch.row_length, "slide": True, "call": call}
+    said = tk.generation.generate(stages[0], prompts, sampling=greedy, tokenizer=tokenizer, **how)
     told = [f"{q}\n    {tk.sinks.printable(x.text)}" for q, x in zip(cfg.ask, said, strict=True)]
     return "\n".join(told)
 
@@ -237,6 +239,10 @@ def main(argv=None):
     if base.config.experts:
         raise ConfigError(f"--init: {base.path} has experts: python recipes/moe.py trains them")
     problems = tk.parallel.problems(cfg.layout, base.config, cfg.batch, world=tk.mesh.world_size())
+    if cfg.method != "full":
+        problems += tk.adapters.problems([low_rank(cfg)], base.config)
+    elif cfg.adapters != AdapterOptions():
+        problems.append(ConfigError(f"--method: full has no adapters, and got {cfg.adapters}"))
     tk.parallel.refuse(problems)
     told = tk.config.plain_values(cfg)
     with tk.open_run(cfg.out, layout=cfg.layout, limits=cfg.limits, config=told) as run:

@@ -61,12 +61,11 @@ def prompts_of(cfg, trained):
     return prompts, cfg.prompt, [tokenizer.eos_id]
 
 
-def write(cfg, trained):
+def write(cfg, trained, sampling):
     """Print each prompt and what the model makes of it."""
     make_model = functools.partial(tk.models.Decoder, trained.config)
     (model,) = tk.adapters.build_trained(trained.path, make_model, tk.solo_parallel(), [])
     prompts, shown, stop_ids = prompts_of(cfg, trained)
-    names = [field.name for field in attrs.fields(Sampling)]
     streams = cfg.stream and len(prompts) == 1
 
     def show(_, piece):
@@ -80,7 +79,7 @@ def write(cfg, trained):
         max_new_tokens=cfg.tokens,
         context=trained.context,
         slide=True,
-        sampling=Sampling(**{name: getattr(cfg, name) for name in names}),
+        sampling=sampling,
         stop_ids=stop_ids,
         stop=cfg.stop,
         tokenizer=trained.tokenizer,
@@ -95,8 +94,10 @@ def main(argv=None):
     """Read the configuration, look the model over, write."""
     with tk.runtime.report_errors():
         cfg = tk.config.load_config(Config, argv)
+        names = [field.name for field in attrs.fields(Sampling)]
+        sampling = Sampling(**{name: getattr(cfg, name) for name in names})
         path = cfg.run or tk.hub.base_run(Path(__file__).parent)
-        write(cfg, tk.hub.open_trained(path))
+        write(cfg, tk.hub.open_trained(path), sampling)
 
 
 if __name__ == "__main__":

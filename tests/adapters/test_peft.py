@@ -233,6 +233,7 @@ Q = "base_model.model.model.layers.0.self_attn.q_proj"
         ({"settings": {"use_dora": True}}, "which are no adapter of 32 outputs"),
         ({"tensors": {f"{Q}.lora_B.weight": None}}, "q_proj has one of lora_A and lora_B alone"),
         ({"tensors": {f"{Q}.lora_B.weight": torch.ones(31, 3)}}, "no adapter of 32 outputs"),
+        ({"tensors": {f"{Q}.lora_A.weight": torch.ones(3, 33)}}, "32 outputs and 32 inputs"),
         ({"tensors": {f"{Q}x.lora_A.weight": torch.ones(3, 3)}}, "q_projx.lora_A.weight of the"),
         ({"tensors": {f"{Q}.lora_embedding_A": torch.ones(3, 3)}}, "of a kind that is not known"),
         (
@@ -270,7 +271,7 @@ def test_what_peft_has_no_place_for_is_refused(bases, tmp_path):
 def exported(*arguments):
     parser = argparse.ArgumentParser()
     export.add(parser)
-    return export.run(parser.parse_args([*map(str, arguments), "--tokenizer", "bytes"]))
+    return export.run(parser.parse_args([*map(str, arguments)]))
 
 
 @pytest.mark.filterwarnings("ignore")
@@ -279,8 +280,11 @@ def test_the_command_writes_a_folder_of_peft_or_a_whole_model(bases, tmp_path):
     ours = saved_run(base, [Lora(ATTENTION, rank=3)], "head", run)
     exported(run, tmp_path / "peft")
     check_alike(ours, peft.PeftModel.from_pretrained(theirs_of(base), tmp_path / "peft").eval())
-    exported(run, tmp_path / "whole", "--merge", "--context", 128)
+    with pytest.raises(ConfigError, match="--dtype, --context would change nothing"):
+        exported(run, tmp_path / "no", "--dtype", "bfloat16", "--context", 9)
+    whole = "--merge", "--tokenizer", "bytes"
+    exported(run, tmp_path / "whole", *whole, "--context", 128)
     merged = ours_of(tmp_path / "whole", [])
     check_alike(merged, peft.PeftModel.from_pretrained(theirs_of(base), tmp_path / "peft").eval())
     with pytest.raises(CheckpointError, match="is another base than the run's"):
-        exported(run, tmp_path / "no", "--merge", "--context", 9, "--base", tmp_path / "whole")
+        exported(run, tmp_path / "no", *whole, "--context", 9, "--base", tmp_path / "whole")

@@ -196,6 +196,19 @@ def test_tokens_that_do_not_say_who_said_them_are_refused(flags_of, tmp_path):
     assert (code, "c.tokens" in what, "prepare --messages" in what) == (65, True, True), what
 
 
+@pytest.mark.parametrize(
+    ("flags", "named"),
+    [
+        (["--rank", 4], "full has no adapters"),
+        (["--method", "lora", "--adapted", "q_proj"], "'q_proj' matches the name of no matrix"),
+    ],
+    ids=str,
+)
+def test_adapters_that_would_do_nothing_are_refused(flags, named, flags_of, tmp_path):
+    code, what = refusal("finetune", *flags_of(tmp_path / "run", 2, *flags))
+    assert (code, named in what, (tmp_path / "run").exists()) == (64, True, False), what
+
+
 def test_weights_of_nowhere_and_layouts_that_do_not_fit_are_refused(flags_of, tmp_path):
     nowhere = flags_of(tmp_path / "run", 2, "--init", tmp_path / "nowhere")
     code, what = refusal("finetune", *nowhere)

@@ -336,6 +336,11 @@ def test_a_disk_that_takes_no_more_ends_with_its_code_and_leaves_no_half(text, t
     assert list((tmp_path / "checkpoints").iterdir()) == []
 
 
+def test_generate_refuses_a_way_to_choose_before_it_looks_for_a_model(tmp_path):
+    code, what = refusal("generate", "--run", tmp_path, "--top-p", 1.5)
+    assert (code, "top_p must be above 0" in what) == (64, True), what
+
+
 def test_generate_without_a_run_says_so(tmp_path):
     code, what = refusal("generate", "--run", tmp_path)
     assert (code, "no checkpoint" in what) == (66, True)

@@ -111,9 +111,10 @@ def box_in(whole: Tensor, shape: Sequence[int], offset: Sequence[int]) -> Tensor
 
 @attrs.frozen
 class _Rows:
-    """Rows of one of our matrices that are outputs of a module of theirs."""
+    """Rows of one of our matrices that are outputs of a module of theirs, which has `inputs`."""
 
     ours: str
+    inputs: int
     first: int
     step: int
     theirs: int
@@ -134,9 +135,11 @@ def _modules(family: Family, config: DecoderConfig) -> dict[str, list[_Rows]]:
         for i in config.expert_layers:
             ours, theirs = f"layers.{i}.mlp.experts", _INSIDE.format(i=i)
             found[f"{theirs}.gate_up_proj"] = [
-                _Rows(f"{ours}.{x}", 0, 1, at, 1, width) for x, at in (("gate", 0), ("up", width))
+                _Rows(f"{ours}.{x}", config.width, 0, 1, at, 1, width)
+                for x, at in (("gate", 0), ("up", width))
             ]
-            found[f"{theirs}.down_proj"] = [_Rows(f"{ours}.down", 0, 1, 0, 1, config.width)]
+            down = _Rows(f"{ours}.down", width, 0, 1, 0, 1, config.width)
+            found[f"{theirs}.down_proj"] = [down]
     return found
 
 
@@ -150,6 +153,7 @@ def _rows(link: Link) -> _Rows:
     out = theirs.dims[ours.dims.index(0)]
     return _Rows(
         ours.name.removesuffix(".weight"),
+        link.shape[ours.dims.index(1)],
         ours.offset[0],
         ours.steps[0],
         theirs.offset[out],
@@ -454,10 +458,12 @@ def _apart(
     a, b, lengths = parts["a"], parts["b"], parts.get("magnitude")
     outputs = max(x.theirs + (x.count - 1) * x.their_step + 1 for x in rows)
     fits = a.ndim == b.ndim and b.shape[-2] == outputs and a.shape[-2] == b.shape[-1]
+    fits = fits and {a.shape[-1]} == {x.inputs for x in rows}
     fits = fits and (lengths is not None) == bool(told.get("use_dora"))
     if not fits or (lengths is not None and tuple(lengths.shape) != (outputs,)):
         shapes = {name: list(x.shape) for name, x in parts.items()}
-        problems.append(f"{module} has {shapes}, which are no adapter of {outputs} outputs")
+        sizes = f"{outputs} outputs and {rows[0].inputs} inputs"
+        problems.append(f"{module} has {shapes}, which are no adapter of {sizes}")
         return {}
     rank = a.shape[-2]
     alpha = _by_pattern(told.get("alpha_pattern") or {}, module, told.get("lora_alpha", 8))

@@ -43,9 +43,7 @@ def add(parser: argparse.ArgumentParser) -> None:
         choices=("float32", "float16", "bfloat16"),
         help="of parameters (default: as they are)",
     )
-    parser.add_argument(
-        "--shard-bytes", type=int, default=4_000_000_000, help="most of a file (default 4 GB)"
-    )
+    parser.add_argument("--shard-bytes", type=int, help="most of a file (default: 4 GB)")
     parser.add_argument("--family", help="the model_type (default: the first that computes it)")
     parser.add_argument(
         "--tokenizer", help="bytes, a tokenizer.json or its folder (default: the run's)"
@@ -77,7 +75,10 @@ def run(options: argparse.Namespace) -> tuple[Any, int]:
     adapted = "base" in facts
     if options.merge and not adapted:
         raise ConfigError(f"export: {path} holds a whole model, with no adapters to merge")
+    if options.base and not adapted:
+        raise ConfigError(f"export: {path} holds a whole model, and --base is about adapters")
     if adapted and not options.merge:
+        _refuse_of_whole(options)
         how = {"family": options.family, "base": options.base, "overwrite": options.overwrite}
         return adapters.export_peft(path, options.folder, **how), 0
     context = options.context or facts.get("config.row_length")
@@ -90,11 +91,23 @@ def run(options: argparse.Namespace) -> tuple[Any, int]:
         family=options.family,
         files=hub.tokenizer_files(_tokenizer(options.tokenizer, facts)),
         dtype=options.dtype,
-        shard_bytes=options.shard_bytes,
+        shard_bytes=4_000_000_000 if options.shard_bytes is None else options.shard_bytes,
         overwrite=options.overwrite,
         read=adapters.merged_run(path, base=options.base) if adapted else None,
     )
     return report, 0
+
+
+def _refuse_of_whole(options: argparse.Namespace) -> None:
+    """Refuse flags about a whole model: a folder of PEFT has adapters alone, as they are."""
+    names = ("dtype", "shard_bytes", "tokenizer", "context")
+    given = [f"--{name.replace('_', '-')}" for name in names if getattr(options, name) is not None]
+    if given:
+        raise ConfigError(
+            f"export: adapters are written as they are; {', '.join(given)} would change nothing",
+            where=given[0],
+            hint="leave it out; or add the adapters to their base: --merge",
+        )
 
 
 def _tokenizer(name: str | None, facts: dict[str, Any]) -> str:
