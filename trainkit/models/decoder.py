@@ -122,6 +122,7 @@ class Attention(nn.Module):
         self.wk = Linear(config.width, config.kv_heads * size, bias=bias)
         self.wv = Linear(config.width, config.kv_heads * size, bias=bias)
         self.wo = Linear(config.heads * size, config.width, bias=config.out_bias)
+        self.qk_norm = config.qk_norm
         self.q_norm, self.k_norm = _norms_of_heads(config)
 
     def forward(
@@ -134,10 +135,10 @@ class Attention(nn.Module):
     ) -> Tensor:
         """Map `[B, S, D]` to `[B, S, D]`; `attend`, a cache's, takes the place of its own."""
         q, k, v = self.wq(x), self.wk(x), self.wv(x)
-        if isinstance(self.q_norm, WideNorm):
+        if self.qk_norm == "wide":
             q, k = self.q_norm(q), self.k_norm(k)
         q, k, v = (part.unflatten(-1, (-1, self.head_size)) for part in (q, k, v))
-        if not isinstance(self.q_norm, WideNorm):
+        if self.qk_norm and self.qk_norm != "wide":
             q, k = self.q_norm(q), self.k_norm(k)
         q, k = rotated(q, k, rotary)
         how = {"scale": self.scale, "window": self.window, "softcap": self.softcap}
@@ -172,6 +173,7 @@ class Block(nn.Module):
             partial(norm_of, config, config.width) if wanted else nn.Identity
             for wanted in (config.how_normed.before, config.how_normed.after)
         )
+        self.normed_after = config.how_normed.after
         self.attention_norm = before()
         kind = Attention if config.latents is None else LatentAttention
         self.attention = kind(config, attend=attend, window=window)
@@ -199,11 +201,14 @@ class Block(nn.Module):
         attend = None if cache is None else cache.attend(self.name)
         table = rotary[1] if self.slides else rotary[0]
         branch = self.attention(self.attention_norm(x), rotary=table, spans=spans, attend=attend)
-        branch = self.attention_out_norm(branch)
+        if self.normed_after:
+            branch = self.attention_out_norm(branch)
         x = x + _drop(branch, noise_key, of=self, name="attention", p=self.dropout)
         normal = self.mlp_norm(x)
         if not isinstance(self.mlp, ExpertMlp):
-            branch = self.mlp_out_norm(self.mlp(normal))
+            branch = self.mlp(normal)
+            if self.normed_after:
+                branch = self.mlp_out_norm(branch)
             return x + _drop(branch, noise_key, of=self, name="mlp", p=self.dropout)
         # Tokens go to experts in numbers that no compiler knows.
         apart = torch.compiler.is_compiling()
@@ -400,11 +405,11 @@ class Decoder(nn.Module):
 
     def _noise_key_in_use(self, noise_key: Tensor | None) -> Tensor | None:
         """Return the keys in training, where they are needed if anything is dropped or moved."""
+        if not self.training:
+            return None
         experts = self.config.experts
         amounts = {"dropout": self.config.dropout, "jitter": experts.jitter if experts else 0.0}
         used = [f"{name} is {amount}" for name, amount in amounts.items() if amount]
-        if not self.training:
-            return None
         if noise_key is None and used:
             raise ValueError(
                 f"Decoder: {' and '.join(used)} and the model is training, but there is no "

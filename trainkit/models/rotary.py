@@ -106,4 +106,10 @@ def rotated(q: Tensor, k: Tensor, table: Table | None) -> tuple[Tensor, Tensor]:
         >>> rotated(q, k, None)[0] is q
         True
     """
-    return (q, k) if table is None else (rotate(q, *table), rotate(k, *table))
+    if table is None:
+        return q, k
+    if torch.is_grad_enabled():
+        return rotate(q, *table), rotate(k, *table)
+    # Without gradients tokens may be few, and then half as many operators are worth the copy.
+    both = rotate(torch.cat((q, k), dim=2), *table)
+    return both[:, :, : q.shape[2]], both[:, :, q.shape[2] :]
