@@ -175,6 +175,8 @@ def train(cfg, run, tokenizer, base):
     run.say(f"reading {cfg.data or 'signatures and docstrings of the standard library'}")
     corpus, counts = open_conversations(cfg, tokenizer)
     rows, held = pack(cfg, run, corpus, counts)
+    if tk.hub.is_folder(base.path) and cfg.optim.lr == 3e-3:
+        run.say("warning: --lr 3e-3 suits small models: large ones want about 2e-5, adapters 2e-4")
     stages, optimizer = build(cfg, ps, base)
     size = {"rows_per_step": cfg.batch.rows, "dtype": cfg.dtype}
     run.say(tk.parallel.start_lines(stages, ps, rows.bins, **size))
@@ -222,9 +224,8 @@ def train(cfg, run, tokenizer, base):
 def open_base(cfg):
     """Return what the run begins with, or what a run of all weights goes on with: its own."""
     begun = cfg.resume == "auto" and tk.checkpoint.list_checkpoints(cfg.out / "checkpoints")
-    if begun and cfg.method == "full":
-        return tk.hub.open_trained(cfg.out, tokenizer=cfg.tokenizer)
-    path = cfg.init or tk.hub.base_run(Path(__file__).parent)
+    own = cfg.out if begun and cfg.method == "full" else cfg.init
+    path = own or tk.hub.base_run(Path(__file__).parent)
     return tk.hub.open_trained(path, tokenizer=cfg.tokenizer)
 
 
@@ -233,8 +234,8 @@ def main(argv=None):
     cfg = tk.config.load_config(Config, argv)
     base = open_base(cfg)
     tokenizer, template = base.tokenizer, cfg.template or base.template or "chatml"
-    cfg = attrs.evolve(cfg, tokenizer=base.name, template=template)
-    cfg = attrs.evolve(cfg, dtype=tk.parallel.choose_dtype(cfg.dtype))
+    dtype = tk.parallel.choose_dtype(cfg.dtype)
+    cfg = attrs.evolve(cfg, tokenizer=base.name, template=template, dtype=dtype)
     tk.chat.find_template(template)  # refuses one that there is not
     if base.config.experts:
         raise ConfigError(f"--init: {base.path} has experts: python recipes/moe.py trains them")
