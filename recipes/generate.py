@@ -16,6 +16,7 @@ import trainkit as tk
 from trainkit.generation import Sampling
 
 optional = attrs.validators.optional
+not_empty = attrs.validators.deep_iterable(attrs.validators.min_len(1))
 
 
 @attrs.frozen(kw_only=True)
@@ -38,7 +39,7 @@ class Config:
     """Leave out tokens that are less likely than the likeliest times this."""
     repetition_penalty: float = attrs.field(default=1.0, validator=tk.config.positive)
     """What logits of tokens of the text so far are divided by, or multiplied by below 0."""
-    stop: tuple[str, ...] = ()
+    stop: tuple[str, ...] = attrs.field(default=(), validator=not_empty)
     """Strings that end a text; they are not written."""
     stream: bool = True
     """Show a single text as it comes; several are shown when they are there."""
@@ -57,7 +58,7 @@ def prompts_of(cfg, trained):
         prompts = [tk.chat.prompt_ids(each, tokenizer, template=template) for each in asked]
         return prompts, [""] * len(asked), tk.chat.stop_ids(tokenizer, template)
     begin = [tokenizer.bos_id] if trained.adds_bos else []
-    prompts = [[*begin, *tokenizer.encode(text)] for text in cfg.prompt]
+    prompts = [[*begin, *tokenizer.encode(text)] or [tokenizer.eos_id] for text in cfg.prompt]
     return prompts, cfg.prompt, [tokenizer.eos_id]
 
 
@@ -66,6 +67,7 @@ def write(cfg, trained, sampling):
     make_model = functools.partial(tk.models.Decoder, trained.config)
     (model,) = tk.adapters.build_trained(trained.path, make_model, tk.solo_parallel(), [])
     prompts, shown, stop_ids = prompts_of(cfg, trained)
+    stop_ids = {*stop_ids, *tk.chat.folder_stop_ids(trained.path)}
     streams = cfg.stream and len(prompts) == 1
 
     def show(_, piece):

@@ -215,7 +215,7 @@ def test_a_recipe_refuses_a_layout_at_once_and_waits_for_nobody(tmp_path):
     assert not (tmp_path / "run").exists()
 
 
-@pytest.mark.parametrize("recipe", ["pretrain", "moe", "long_context"])
+@pytest.mark.parametrize("recipe", ["pretrain", "long_context"])
 def test_every_recipe_asks_before_a_group_is_opened(recipe, tmp_path, monkeypatch):
     for name, value in ONE_OF_THREE.items():
         monkeypatch.setenv(name, value)

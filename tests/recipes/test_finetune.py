@@ -9,8 +9,9 @@ import pytest
 import recipe_runs
 import torch
 from recipe_runs import assert_equal_runs, column, events, here, lines, refusal, several
+from transformers import AutoTokenizer
 
-from trainkit import adapters, hub, metrics, schedules
+from trainkit import adapters, chat, hub, metrics, schedules
 from trainkit.__main__ import main
 from trainkit.batch import batch_of_rows
 from trainkit.checkpoint import find_checkpoint
@@ -18,7 +19,7 @@ from trainkit.corpora import write_corpus
 from trainkit.mesh import solo_parallel
 from trainkit.models import Decoder
 from trainkit.testing import run_ranks
-from trainkit.tokenizers import save_tokenizer, train_bpe
+from trainkit.tokenizers import open_tokenizer, save_tokenizer, train_bpe
 
 SMALL = [*recipe_runs.SMALL.split(), "--save-every", 2, "--ask", "def is_open(self)"]
 LR = 5e-4  # at a high rate Adam's first steps make much of the last bit of a gradient
@@ -128,6 +129,23 @@ def test_generate_asks_it_and_shows_the_answer_alone(whole):
     assert code == 0, printed
     assert "3 + 1?" not in printed
     assert "assistant" not in printed
+
+
+def test_an_exported_run_is_asked_in_its_template_here_and_in_transformers(whole, tmp_path):
+    folder, asked = tmp_path / "model", [{"role": "user", "content": "def is_open(self)"}]
+    assert main(["export", str(whole[0]), str(folder)]) == 0
+    theirs = AutoTokenizer.from_pretrained(folder)
+    ids = theirs.apply_chat_template(asked, add_generation_prompt=True, return_dict=False)
+    ours = chat.prompt_ids(asked, open_tokenizer("bytes"), template=chat.chatml)
+    assert list(ids) == list(ours)
+    flags = ["--prompt", "def is_open(self)", "3 + 1?", "--tokens", 20, "--temperature", 0]
+    said = [here(["--run", run, *flags, "--stop", "z"], "generate") for run in (whole[0], folder)]
+    assert said[0] == said[1]
+    streamed = here(["--run", folder, *flags[:2], *flags[3:]], "generate")[1]
+    assert streamed.strip()
+    assert said[1][1].startswith(streamed.strip())
+    code, what = refusal("generate", "--run", folder, "--stop", "")
+    assert (code, "stop" in what) == (64, True), what
 
 
 def test_stopped_it_goes_on_to_the_same_bits_wherever_its_base_has_gone(

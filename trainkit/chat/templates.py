@@ -93,6 +93,15 @@ def chatml(
     return segments + [Segment("<|im_start|>assistant\n")] * add_generation_prompt
 
 
+CHATML_SOURCE = (
+    "{% for message in messages %}"
+    "{{ '<|im_start|>' + message.role + '\\n' + message.content + '<|im_end|>' + '\\n' }}"
+    "{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"
+)
+"""`chatml` as the Jinja text that others' libraries read from a folder."""
+
+
 def qwen3(
     messages: Sequence[Message],
     *,

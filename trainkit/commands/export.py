@@ -84,12 +84,13 @@ def run(options: argparse.Namespace) -> tuple[Any, int]:
     context = options.context or facts.get("config.row_length")
     if context is None:
         raise ConfigError("export: the run does not say its row length; give --context")
+    name, template = _tokenizer(options.tokenizer, facts), facts.get("config.template")
     report = hub.export_folder(
         path,
         options.folder,
         context=context,
         family=options.family,
-        files=hub.tokenizer_files(_tokenizer(options.tokenizer, facts)),
+        files=hub.tokenizer_files(name, template=template),
         dtype=options.dtype,
         shard_bytes=4_000_000_000 if options.shard_bytes is None else options.shard_bytes,
         overwrite=options.overwrite,

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import orjson
 
+from trainkit.chat import CHATML_SOURCE, TEMPLATES, stop_ids
 from trainkit.checkpoint.plain import read_bounded
 from trainkit.tokenizers.bytes import ByteTokenizer
 from trainkit.tokenizers.hf import byte_of_letter
@@ -37,7 +38,10 @@ _ROLES = ("bos", "eos", "pad")
 
 
 def tokenizer_files(
-    name: str | os.PathLike[str], *, tokenizer: HFTokenizer | None = None
+    name: str | os.PathLike[str],
+    *,
+    tokenizer: HFTokenizer | None = None,
+    template: str | None = None,
 ) -> dict[str, bytes]:
     """Return what a Hugging Face folder holds of a tokenizer, by the names of the files.
 
@@ -46,6 +50,9 @@ def tokenizer_files(
             whose files for the tokenizer and for generation are copied as they are.
         tokenizer: What `tokenizer.json` shall hold in place of the folder's own: the same with more
             tokens (`tokenizers.add_tokens`).
+        template: The name of the chat template that a model has learned. Generation then stops
+            where it ends an answer, too; of "chatml" the folder gets the text itself, of "llama3"
+            and "qwen3" not.
 
     Raises:
         DataError: It is no tokenizer.
@@ -73,10 +80,20 @@ def tokenizer_files(
         texts = {role: own.backend.id_to_token(i) for role, i in _ids(own).items()}
     said: dict[str, Any] = {"tokenizer_class": "PreTrainedTokenizerFast"}
     said |= {f"{role}_token": text for role, text in texts.items()}
-    files.setdefault("tokenizer_config.json", orjson.dumps(said, option=orjson.OPT_INDENT_2))
-    ids = {f"{role}_token_id": i for role, i in _ids(own).items()}
-    files.setdefault("generation_config.json", orjson.dumps(ids, option=orjson.OPT_INDENT_2))
+    files.setdefault("tokenizer_config.json", _json(said))
+    ids: dict[str, Any] = {f"{role}_token_id": i for role, i in _ids(own).items()}
+    if template in TEMPLATES:
+        ends = [*stop_ids(own, TEMPLATES[template]), own.eos_id]
+        said_ends = sorted({i for i in ends if i is not None})
+        files["generation_config.json"] = _json(ids | {"eos_token_id": said_ends})
+    if template == "chatml":
+        files["chat_template.jinja"] = CHATML_SOURCE.encode()
+    files.setdefault("generation_config.json", _json(ids))
     return files
+
+
+def _json(values: Mapping[str, Any]) -> bytes:
+    return orjson.dumps(values, option=orjson.OPT_INDENT_2)
 
 
 def _ids(tokenizer: Tokenizer) -> Mapping[str, int]:
@@ -130,4 +147,4 @@ def byte_tokenizer_json(tokenizer: ByteTokenizer) -> bytes:
         "decoder": level,
         "model": model,
     }
-    return orjson.dumps(whole, option=orjson.OPT_INDENT_2)
+    return _json(whole)
