@@ -21,7 +21,7 @@ from trainkit.models.sizes import config_from_facts
 from trainkit.tokenizers import ByteTokenizer, HFTokenizer, open_tokenizer, tokenizer_hash
 from trainkit.types import CheckpointError, ConfigError
 
-_STEPS = ("--steps", "250", "--schedule-steps", "250", "--eval-every", "0")
+_STEPS = ("--steps", "150", "--schedule-steps", "150", "--eval-every", "0")
 
 
 @attrs.frozen(eq=False)
