@@ -15,7 +15,7 @@ from torch import Tensor
 
 from trainkit.adapters.base import base_weights
 from trainkit.adapters.frozen import packings_of, rounded_weights
-from trainkit.adapters.lowrank import BESIDE, Lora
+from trainkit.adapters.lowrank import BESIDE, Lora, split_name
 from trainkit.adapters.peft import CONFIG, LowRanks, box_in, to_peft
 from trainkit.adapters.trained import build_trained
 from trainkit.checkpoint.export import row_boxes, write_weights
@@ -82,7 +82,7 @@ def saved_adapters(checkpoint: Path | str, *, name: str | None = None) -> Saved:
     }
     read = reader(stored)
     tensors = {own: read(own, x.shape, (0,) * len(x.shape)) for own, x in stored.items()}
-    known = sorted({_split(own)[1] for own in tensors if f".{BESIDE}." in own})
+    known = sorted({split_name(own)[1] for own in tensors if f".{BESIDE}." in own})
     if len(known) != 1 and name not in known:
         raise CheckpointError(
             f"saved_adapters: {path} holds the adapters {known or 'of none'}, and "
@@ -96,7 +96,7 @@ def saved_adapters(checkpoint: Path | str, *, name: str | None = None) -> Saved:
     parts: dict[str, dict[str, Tensor]] = {}
     for own, x in tensors.items():
         if f".{BESIDE}." in own:
-            matrix, which, key = _split(own)
+            matrix, which, key = split_name(own)
             if which == chosen:
                 parts.setdefault(matrix, {})[key] = x
     held = {
@@ -105,13 +105,6 @@ def saved_adapters(checkpoint: Path | str, *, name: str | None = None) -> Saved:
     }
     whole = {own: x for own, x in tensors.items() if f".{BESIDE}." not in own}
     return Saved(facts, loras, held, whole)
-
-
-def _split(own: str) -> tuple[str, str, str]:
-    """Return the matrix, the adapter's name and the key of a parameter of an adapter."""
-    matrix, _, rest = own.rpartition(f".{BESIDE}.")
-    *which, name, key = rest.split(".")  # of experts, which weight
-    return ".".join([matrix, *which]), name, key
 
 
 def _spec_of(matrix: str, loras: Sequence[Lora]) -> Lora:

@@ -28,6 +28,18 @@ BESIDE = "lora"
 EXPERT_WEIGHTS = ("gate", "up", "down")
 
 
+def split_name(own: str) -> tuple[str, str, str]:
+    """Return the matrix, the adapter's name and the key of a parameter of an adapter.
+
+    Examples:
+        >>> split_name("layers.0.mlp.experts.lora.up.default.a")
+        ('layers.0.mlp.experts.up', 'default', 'a')
+    """
+    matrix, _, rest = own.rpartition(f".{BESIDE}.")
+    *which, name, key = rest.split(".")  # of experts, which weight
+    return ".".join([matrix, *which]), name, key
+
+
 @attrs.frozen
 class Lora:
     r"""Which matrices get an adapter, and of what kind.

@@ -17,7 +17,7 @@ import attrs
 import torch
 from torch import Tensor
 
-from trainkit.adapters.lowrank import BESIDE, EXPERT_WEIGHTS, Lora
+from trainkit.adapters.lowrank import EXPERT_WEIGHTS, Lora, split_name
 from trainkit.checkpoint.boxes import shortened
 from trainkit.checkpoint.plain import read_bounded
 from trainkit.checkpoint.reading import reader
@@ -545,9 +545,8 @@ def _values_of(ours: Mapping[str, LowRanks]) -> Fill:
 
     def fill(base: Weights, name: str, shape: Sequence[int], offset: Sequence[int]) -> Tensor:
         del base
-        matrix, _, rest = name.rpartition(f".{BESIDE}.")
-        *which, _own, key = rest.split(".")  # of experts, which weight
-        one = ours[".".join([matrix, *which])]
+        matrix, _, key = split_name(name)
+        one = ours[matrix]
         whole = {"a": one.a, "b": one.b, "magnitude": one.lengths}[key]
         assert whole is not None
         return box_in(whole, shape, offset)
