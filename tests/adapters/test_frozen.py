@@ -109,10 +109,7 @@ FOLDERS = {
     "llama": {"hidden_size": 160, "intermediate_size": 208},  # blocks in the midst of which cuts go
     "deepseek_v3": {},
 }
-MATRICES = {
-    "llama": "layers.*.*.*",
-    "deepseek_v3": ["layers.*.*.*", "layers.*.mlp.shared.*"],
-}
+MATRICES = r"layers\.\d+\.\w+\.(shared\.)?\w+"
 LAYOUTS = [
     ("llama", Layout(dp_shard=3)),
     ("llama", Layout(dp_shard=2, tp=2)),
@@ -140,13 +137,13 @@ def folder_of(home, row):
     filled(theirs).save_pretrained(home)
 
 
-def hashes(ps, home, row, layout):
+def hashes(ps, home, layout):
     """Return the hashes of a folder's model in all formats."""
     folder = hub.open_folder(home)
     found = []
     for form in FORMATS:
         plan = [
-            quantized(form, modules=MATRICES[row]),
+            quantized(form, modules=MATRICES),
             *(tensor(), expert(), precision(torch.bfloat16), fsdp(layout)),
         ]
         weights = hub.folder_weights(folder, axis=ps.world)
@@ -156,9 +153,9 @@ def hashes(ps, home, row, layout):
     return found
 
 
-def hashes_on_a_rank(home, row, layout):
+def hashes_on_a_rank(home, layout):
     with parallel_session(layout) as ps:
-        return hashes(ps, home, row, layout)
+        return hashes(ps, home, layout)
 
 
 @pytest.mark.parametrize(("row", "layout"), LAYOUTS, ids=str)
@@ -166,9 +163,9 @@ def test_a_folder_becomes_the_same_bytes_in_every_layout(row, layout, tmp_path):
     if layout.wrapped > 1 and not shards_bytes():
         pytest.skip("this torch's FSDP shards no bytes")
     folder_of(tmp_path, row)
-    alone = hashes(solo_parallel(), tmp_path, row, Layout())
+    alone = hashes(solo_parallel(), tmp_path, Layout())
     assert len(set(alone)) == len(FORMATS)
-    found = run_ranks(hashes_on_a_rank, layout.world, str(tmp_path), row, layout)
+    found = run_ranks(hashes_on_a_rank, layout.world, str(tmp_path), layout)
     assert found == [alone] * layout.world
 
 
@@ -177,8 +174,10 @@ def test_a_folder_becomes_the_same_bytes_in_every_layout(row, layout, tmp_path):
 
 def test_a_pattern_that_matches_no_matrix_is_refused():
     model = nn.ModuleDict({"norm": nn.RMSNorm(4), "head": nn.Linear(4, 4)})
-    with pytest.raises(ConfigError, match=r"'nor.' matches the name of no linear layer"):
-        quantized(modules="nor?")(model, solo_parallel())
+    for pattern in ("nor.", "hea"):
+        told = f"quantized: '{pattern}' matches the name of no linear layer or experts; .*: head$"
+        with pytest.raises(ConfigError, match=told):
+            quantized(modules=pattern)(model, solo_parallel())
     with pytest.raises(ValueError, match="got 'int4'"):
         quantized("int4")
 

@@ -15,7 +15,7 @@ from trainkit.adapters.lowrank import adapters_of
 from trainkit.checkpoint.load import read_facts
 from trainkit.checkpoint.manifest import WEIGHTS, find_checkpoint, format_of
 from trainkit.checkpoint.reading import reader
-from trainkit.checkpoint.sources import checkpoint_tensors, weights_from
+from trainkit.checkpoint.sources import model_of, weights_from
 from trainkit.checkpoint.tensors import base_hash
 from trainkit.collectives import all_gather_json, together
 from trainkit.hub.folder import folder_weights, is_folder, open_folder
@@ -124,9 +124,5 @@ def base_weights(path: Path | str, *, axis: Axis = SOLO) -> Weights:
             where=said,
             hint="merge them into it: python -m trainkit export RUN FOLDER --merge",
         )
-    held = {
-        name.removeprefix("model/"): stored
-        for name, stored in checkpoint_tensors(Path(said)).items()
-        if name.startswith("model/")
-    }
+    held = model_of(Path(said))
     return listed(reader(held), {name: stored.shape for name, stored in held.items()})

@@ -22,7 +22,7 @@ from trainkit.checkpoint.export import row_boxes, write_weights
 from trainkit.checkpoint.load import read_facts
 from trainkit.checkpoint.manifest import find_checkpoint
 from trainkit.checkpoint.reading import reader
-from trainkit.checkpoint.sources import checkpoint_tensors
+from trainkit.checkpoint.sources import model_of
 from trainkit.checkpoint.stored import Stored
 from trainkit.checkpoint.tensors import box_hash
 from trainkit.hub.configs import family_named, family_of
@@ -75,11 +75,7 @@ def saved_adapters(checkpoint: Path | str, *, name: str | None = None) -> Saved:
     path = find_checkpoint(checkpoint)
     facts = read_facts(path, needs=["adapters"])
     loras = tuple(Lora(**one) for one in facts["adapters"])
-    stored = {
-        full.removeprefix("model/"): x
-        for full, x in checkpoint_tensors(path).items()
-        if full.startswith("model/")
-    }
+    stored = model_of(path)
     read = reader(stored)
     tensors = {own: read(own, x.shape, (0,) * len(x.shape)) for own, x in stored.items()}
     known = sorted({split_name(own)[1] for own in tensors if f".{BESIDE}." in own})

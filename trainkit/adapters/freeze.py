@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
@@ -10,7 +9,7 @@ import attrs
 from torch import nn
 
 from trainkit.checkpoint.boxes import shortened
-from trainkit.parallel.naming import COPY_SUFFIX, is_base, named_parameters_of
+from trainkit.parallel.naming import COPY_SUFFIX, fitting_names, is_base, named_parameters_of
 from trainkit.parallel.reduction import fsdp_groups, reducers_of, reshard_
 from trainkit.types import ConfigError
 
@@ -57,31 +56,14 @@ def effective_freeze(
         >>> sorted(effective_freeze(names, base, schedule, 10))
         ['embedding.weight']
     """
-    names = list(names)
+    names, asks = list(names), {"by": "effective_freeze", "what": "parameter"}
     found: dict[str, bool] = {}
     for start, specs in [(0, base), *sorted(schedule.items())]:
         for spec in specs:
-            matched = _matched(spec.pattern, names)
+            matched = fitting_names(spec.pattern, names, **asks)
             if start <= step:
                 found |= dict.fromkeys(matched, spec.frozen)
     return frozenset(name for name, frozen in found.items() if frozen)
-
-
-def _matched(pattern: str, names: Sequence[str]) -> list[str]:
-    try:
-        matches = re.compile(pattern).fullmatch
-    except re.error as error:
-        what = f"{pattern!r} is no regular expression: {error}"
-        raise ConfigError(f"effective_freeze: {what}", where="pattern", got=pattern) from error
-    found = [name for name in names if matches(name)]
-    if not found:
-        raise ConfigError(
-            f"effective_freeze: {pattern!r} matches the name of no parameter; those there are: "
-            f"{shortened(sorted(names))}",
-            where="pattern",
-            got=pattern,
-        )
-    return found
 
 
 def freeze_facts(base: Sequence[Freeze], schedule: Schedule) -> dict[str, Any]:

@@ -32,7 +32,7 @@ from trainkit.adapters.formats import (
 )
 from trainkit.models.experts import ExpertWeights, grouped_product
 from trainkit.parallel.materialize import Fill
-from trainkit.parallel.naming import canonical_name, name_matches
+from trainkit.parallel.naming import canonical_name, fitting_names
 from trainkit.parallel.styles import Style
 from trainkit.parallel.transforms import Transform
 from trainkit.types import Axis, ConfigError, NumericsError, ParallelState, Weights, among
@@ -59,8 +59,8 @@ class Packing:
     first: int = 0
 
 
-def quantized(form: Format = "nf4", *, modules: str | Sequence[str] = "layers.*.*.*") -> Transform:
-    """Return the transform that holds frozen matrices in few bits; the first of a plan.
+def quantized(form: Format = "nf4", *, modules: str = r"layers\.\d+\.\w+\.\w+") -> Transform:
+    r"""Return the transform that holds frozen matrices in few bits; the first of a plan.
 
     Linear layers, and the weights of experts, whose names match are quantised as they are filled,
     rows by rows, from the `weights` of `build_stages`: no rank ever holds a whole matrix in fp32.
@@ -72,15 +72,16 @@ def quantized(form: Format = "nf4", *, modules: str | Sequence[str] = "layers.*.
 
     Args:
         form: "nf4", "int8" or "fp8"; see `quantize_nf4`, `quantize_int8`, `quantize_fp8_block`.
-        modules: Patterns of module names, in which `*` stands for one part. What they match beside
-            linear layers and `ExpertWeights` is left as it is.
+        modules: A regular expression. What it matches as a whole, of the names in the whole model,
+            is held in few bits: linear layers ("layers.0.attention.wq") and layers' experts, all
+            three weights of them ("layers.0.mlp.experts").
 
     Returns:
         A transform for `build_stages`; or for a model that holds its weights.
 
     Raises:
-        ConfigError: The format is unknown; when applied: a pattern matches no matrix (without
-            pipeline stages), or parameters are sharded already, or torch cannot shard bytes.
+        ConfigError: The format is unknown; when applied: the pattern is none or matches nothing,
+            parameters are sharded already, or torch cannot shard bytes.
         NumericsError: When it is filled: a value is not finite.
 
     References:
@@ -89,14 +90,13 @@ def quantized(form: Format = "nf4", *, modules: str | Sequence[str] = "layers.*.
     Examples:
         >>> from trainkit.mesh import solo_parallel
         >>> model = nn.ModuleDict({"up": nn.Linear(64, 4), "norm": nn.RMSNorm(4)})
-        >>> _ = quantized("nf4", modules="*")(model, solo_parallel())
+        >>> _ = quantized("nf4", modules="up")(model, solo_parallel())
         >>> {name: (p.dtype, tuple(p.shape)) for name, p in model.up.named_parameters()}
         ... # doctest: +NORMALIZE_WHITESPACE
         {'weight': (torch.uint8, (4, 32)), 'bias': (torch.float32, (4,)),
          'weight_scales': (torch.uint8, (4, 9))}
     """
     among(get_args(Format), "quantized", form=form)
-    patterns = [modules] if isinstance(modules, str) else list(modules)
 
     def apply(module: nn.Module, ps: ParallelState) -> nn.Module:
         if ps.fsdp.count * ps.dp_replicate.count > 1 and not shards_bytes():
@@ -106,16 +106,10 @@ def quantized(form: Format = "nf4", *, modules: str | Sequence[str] = "layers.*.
                 where="dp_shard",
                 got=torch.__version__,
             )
-        for pattern in patterns:
-            found = list(_matrices(module, pattern))
-            if not found and ps.pp.count == 1:
-                raise ConfigError(
-                    f"quantized: {pattern!r} matches the name of no linear layer and of no experts",
-                    where="modules",
-                    got=pattern,
-                )
-            for name, part in found:
-                _pack_(name, part, form)
+        parts = {canonical_name(x): part for x, part in module.named_modules() if _fits(part)}
+        what = "linear layer or experts"
+        for name in fitting_names(modules, parts, by="quantized", what=what):
+            _pack_(name, parts[name], form)
         return module
 
     return Transform(apply, kind="quantized")
@@ -208,11 +202,10 @@ def packing_of(module: nn.Module, name: str = "weight") -> Packing | None:
     return vars(module).get("packings", {}).get(name)
 
 
-def _matrices(module: nn.Module, pattern: str) -> Iterator[tuple[str, Any]]:
-    for name, part in module.named_modules():
-        is_linear = isinstance(part, nn.Linear) and type(part).forward is nn.Linear.forward
-        if name_matches(name, pattern) and (is_linear or type(part) is ExpertWeights):
-            yield name, part
+def _fits(part: nn.Module) -> bool:
+    """Say whether a module's matrices can be held in few bits."""
+    is_linear = isinstance(part, nn.Linear) and type(part).forward is nn.Linear.forward
+    return is_linear or type(part) is ExpertWeights
 
 
 # ----------------------------------------------------------------------------------------- modules

@@ -15,7 +15,7 @@ from trainkit.adapters.frozen import quantized
 from trainkit.adapters.lowrank import Lora
 from trainkit.adapters.transform import lora
 from trainkit.checkpoint.load import load_weights, read_facts
-from trainkit.checkpoint.sources import checkpoint_tensors
+from trainkit.checkpoint.sources import model_of
 from trainkit.hub.folder import is_folder
 from trainkit.parallel.stages import build_stages
 from trainkit.parallel.transforms import Transform
@@ -84,10 +84,13 @@ def _facts(path: Path | str) -> Mapping[str, Any]:
 
 def _own_plan(path: Path | str, facts: Mapping[str, Any], known: Container[str]) -> list[Transform]:
     """Return what puts a run's adapters in a model, and what it has trained whole of `known`."""
-    names = (name.removeprefix("model/") for name in checkpoint_tensors(Path(path)))
-    trained = "|".join(re.escape(name) for name in names if name in known) or None
+    names = (name for name in model_of(Path(path)) if name in known)
+    trained = "|".join(map(re.escape, names)) or None
     by_name: dict[str, list[Lora]] = {}
     for one in facts["adapters"]:
         by_name.setdefault(one["name"], []).append(Lora(**one))
-    held = [quantized(form, modules=names) for form, names in facts["quantized"].items()]
+    held = [
+        quantized(form, modules="|".join(map(re.escape, names)))
+        for form, names in facts["quantized"].items()
+    ]
     return [*held, *(lora(*loras, trained=trained) for loras in by_name.values())]

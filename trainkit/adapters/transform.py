@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import inspect
-import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import attrs
@@ -24,17 +23,15 @@ from trainkit.adapters.lowrank import (
     keyed,
     sizes_of,
 )
-from trainkit.checkpoint.boxes import shortened
 from trainkit.mesh import solo_parallel
 from trainkit.models.config import DecoderConfig
 from trainkit.models.decoder import Decoder, Head
 from trainkit.noise import key_of, symmetric
 from trainkit.parallel.materialize import Fill, weights_of
-from trainkit.parallel.naming import canonical_name
+from trainkit.parallel.naming import canonical_name, fitting_names
 from trainkit.parallel.transforms import Transform
 from trainkit.types import ConfigError, ParallelState, Weights
 
-_NAMED = 12  # modules that a refusal lists
 _ROWS = 4096
 
 
@@ -171,8 +168,7 @@ def _matched(module: nn.Module, loras: Sequence[Lora]) -> dict[str, tuple[_Place
     places = _places(module)
     found: dict[str, tuple[_Place, Lora]] = {}
     for one in loras:
-        names = _fitting(one.modules, places, "the name of no matrix")
-        for name in names:
+        for name in fitting_names(one.modules, places, by="lora", what="matrix"):
             place = places[name]
             if name in found or one.name in _beside(place):
                 raise ConfigError(
@@ -183,30 +179,6 @@ def _matched(module: nn.Module, loras: Sequence[Lora]) -> dict[str, tuple[_Place
             _check_kind(name, place, one)
             found[name] = place, one
     return found
-
-
-def _fitting(pattern: str, names: Iterable[str], what: str) -> list[str]:
-    """Return the names that a regular expression matches as a whole; there must be one."""
-    try:
-        matches = re.compile(pattern).fullmatch
-    except re.error as error:
-        raise ConfigError(
-            f"lora: {pattern!r} is no regular expression: {error}", where="modules", got=pattern
-        ) from error
-    found = [name for name in names if matches(name)]
-    if not found:
-        raise ConfigError(
-            f"lora: {pattern!r} matches {what}; those there are: {_kinds(names)}",
-            where="modules",
-            got=pattern,
-            want="a regular expression that matches a whole name",
-        )
-    return found
-
-
-def _kinds(names: Iterable[str]) -> str:
-    """Return names for a message, layers alike as one."""
-    return shortened(dict.fromkeys(re.sub(r"\.\d+\.", ".0.", name) for name in names), _NAMED)
 
 
 def _check_kind(name: str, place: _Place, one: Lora) -> None:
@@ -320,5 +292,5 @@ def _train_(module: nn.Module, pattern: str) -> None:
         for name, part in (*module.named_modules(), *module.named_parameters())
         if name and f".{BESIDE}." not in f".{name}."
     }
-    for name in _fitting(pattern, named, "the name of no module or parameter"):
+    for name in fitting_names(pattern, named, by="lora", what="module or parameter"):
         named[name].requires_grad_()

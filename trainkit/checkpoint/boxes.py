@@ -247,6 +247,17 @@ def shared_out(
     return files
 
 
+def parameter_of(full: str) -> str:
+    """Return whose tensor it is that an index names.
+
+    Examples:
+        >>> parameter_of("model/a.weight"), parameter_of("optimizer/exp_avg/a.weight")
+        ('a.weight', 'a.weight')
+    """
+    kind, _, rest = full.partition("/")
+    return rest.partition("/")[2] if kind == "optimizer" else rest
+
+
 def shortened(problems: Iterable[str], most: int = _TOLD) -> str:
     """Join problems into one line: the first ones, and how many more there are.
 

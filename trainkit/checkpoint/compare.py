@@ -10,6 +10,7 @@ import attrs
 import torch
 from torch import Tensor, nn
 
+from trainkit.checkpoint.boxes import parameter_of
 from trainkit.checkpoint.reading import Target
 from trainkit.checkpoint.targets import expected_state, saved_name
 from trainkit.checkpoint.tensors import group_options, optimizer_state
@@ -26,17 +27,6 @@ class Leeway:
     missing: Sequence[str] = ()
     extra: Sequence[str] = ()
     cast: Sequence[str] = ()
-
-
-def parameter_of(full: str) -> str:
-    """Return whose tensor it is that an index names.
-
-    Examples:
-        >>> parameter_of("model/a.weight"), parameter_of("optimizer/exp_avg/a.weight")
-        ('a.weight', 'a.weight')
-    """
-    kind, _, rest = full.partition("/")
-    return rest.partition("/")[2] if kind == "optimizer" else rest
 
 
 def matches(full: str, patterns: Iterable[str]) -> bool:

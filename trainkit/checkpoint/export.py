@@ -26,7 +26,7 @@ from trainkit.checkpoint.manifest import (
     sealed,
 )
 from trainkit.checkpoint.plain import refusal, refuse_no_room, write_durably
-from trainkit.checkpoint.sources import INDEX, checkpoint_tensors
+from trainkit.checkpoint.sources import INDEX, model_of
 from trainkit.checkpoint.stored import Stored, safetensors_header
 from trainkit.files import disk_errors, new_folder, recover_folder
 from trainkit.types import SOLO, Axis, CheckpointError, ConfigError, Weights
@@ -86,13 +86,13 @@ def export_checkpoint(
         "checkpoint": path.name,
         **{name: saved[name] for name in ("step", "run", "state_hash") if name in saved},
     }
-    tensors = {
-        name.removeprefix("model/"): stored
-        for name, stored in checkpoint_tensors(path).items()
-        if name.startswith("model/")
-    }
     return write_weights(
-        tensors, folder, dtype=dtype, shard_bytes=shard_bytes, overwrite=overwrite, origin=origin
+        model_of(path),
+        folder,
+        dtype=dtype,
+        shard_bytes=shard_bytes,
+        overwrite=overwrite,
+        origin=origin,
     )
 
 

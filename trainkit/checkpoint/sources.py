@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from fnmatch import fnmatchcase
 from pathlib import Path
 
-from trainkit.checkpoint.boxes import index_problems
+from trainkit.checkpoint.boxes import index_problems, parameter_of
 from trainkit.checkpoint.manifest import (
     WEIGHTS,
     file_problems,
@@ -51,6 +51,16 @@ def checkpoint_tensors(path: Path) -> dict[str, Stored]:
         extents = tuple(extent_of(file, name, entry, box, said) for file, box, said in places)
         found[name] = Stored(entry["dtype"], tuple(entry["shape"]), extents)
     return found
+
+
+def model_of(path: Path) -> dict[str, Stored]:
+    """Describe the tensors of the model in one of our checkpoints, by their names in it.
+
+    Raises:
+        CheckpointError: As `checkpoint_tensors`.
+    """
+    found = checkpoint_tensors(path)
+    return {parameter_of(name): x for name, x in found.items() if name.startswith("model/")}
 
 
 def verify_weights(folder: Path | str, *, share: Share = SOLO.share) -> list[str]:

@@ -15,7 +15,7 @@ import attrs
 import torch
 from torch import Tensor, nn
 
-from trainkit.checkpoint.boxes import shortened
+from trainkit.checkpoint.boxes import parameter_of, shortened
 from trainkit.checkpoint.plain import read_bounded, refusal
 from trainkit.checkpoint.reading import reader
 from trainkit.checkpoint.sources import INDEX
@@ -318,7 +318,7 @@ def load_weights(
     shapes, found = our_shapes(config), list[tuple[str, Tensor]]()
     problems = []
     for name, tensor in model_tensors(stages).items():
-        own = name.removeprefix("model/").removesuffix(COPY_SUFFIX)
+        own = parameter_of(name).removesuffix(COPY_SUFFIX)
         if own.endswith(".router.load"):  # what a step has counted: no folder says it
             continue
         found.append((own, tensor))

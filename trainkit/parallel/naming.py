@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Iterator, Sequence
 from fnmatch import fnmatchcase
 from typing import Any
@@ -10,9 +11,12 @@ import attrs
 import torch
 from torch import Tensor, nn
 
+from trainkit.types import ConfigError
+
 _WRAPPERS = frozenset({"_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module"})
 _COPY = "_trainkit_tied_copy"
 _BASE = "_trainkit_base"
+_TOLD = 12  # names that a refusal lists
 COPY_SUFFIX = " (copy)"
 """What the name of a tied copy ends with where one rank holds the owner's stage and the copy's."""
 
@@ -182,6 +186,47 @@ def name_matches(name: str, pattern: str) -> bool:
     """
     parts, wanted = canonical_name(name).split("."), pattern.split(".")
     return len(parts) == len(wanted) and all(map(fnmatchcase, parts, wanted))
+
+
+def fitting_names(pattern: str, names: Iterable[str], *, by: str, what: str) -> list[str]:
+    r"""Return the names that a regular expression matches as a whole, of which there must be one.
+
+    Args:
+        pattern: The regular expression, of names in the whole model: they are the same in every
+            layout, so what it chooses is too.
+        names: The names, as `canonical_name` gives them.
+        by: Who asks, for the message.
+        what: What they are names of, for the message.
+
+    Raises:
+        ConfigError: It is no regular expression, or matches no name; then those that there are are
+            listed, layers alike as one.
+
+    Examples:
+        >>> names = ["layers.0.mlp.up", "layers.1.mlp.up", "head"]
+        >>> fitting_names(r"layers\.\d+\.mlp\.up", names, by="lora", what="matrix")
+        ['layers.0.mlp.up', 'layers.1.mlp.up']
+        >>> fitting_names("up", names, by="lora", what="matrix")
+        Traceback (most recent call last):
+        trainkit.types.ConfigError: lora: 'up' matches the name of no matrix; those there are: ...
+    """
+    names = list(names)
+    try:
+        matches = re.compile(pattern).fullmatch
+    except re.error as error:
+        told = f"{by}: {pattern!r} is no regular expression: {error}"
+        raise ConfigError(told, where="pattern", got=pattern) from error
+    found = [name for name in names if matches(name)]
+    if not found:
+        kinds = list(dict.fromkeys(re.sub(r"\.\d+\.", ".0.", name) for name in names))
+        listed = "; ".join([*kinds[:_TOLD], *(["..."] if len(kinds) > _TOLD else [])])
+        raise ConfigError(
+            f"{by}: {pattern!r} matches the name of no {what}; those there are: {listed}",
+            where="pattern",
+            got=pattern,
+            want="a regular expression that matches a whole name",
+        )
+    return found
 
 
 def blocks_of(module: nn.Module, pattern: str, *, needed_by: str = "") -> list[nn.Module]:
