@@ -183,7 +183,8 @@ def main(argv=None):
         found = evaluate(cfg, ps, trained, asked, manager)
         if ps.world.index == 0:
             text = json.dumps(found, indent=2)
-            (cfg.out / "results.json").write_text(f"{text}\n")
+            with tk.files.replacing(cfg.out / "results.json", by="evaluate") as file:
+                file.write(f"{text}\n".encode())
             print(text)
 
 

@@ -92,17 +92,20 @@ def pack(cfg, run, corpus, counts):
     return tk.Packed(corpus, rows), tk.Packed(corpus, held)
 
 
-def low_rank(cfg):
-    """Return which matrices get an adapter, and of what kind."""
+def add_adapters(cfg):
+    """Return the transforms with which a plan of adapters begins."""
+    if cfg.method == "full":
+        return []
     how = {"rank": cfg.adapters.rank, "alpha": cfg.adapters.alpha, "dora": cfg.adapters.dora}
-    return tk.adapters.Lora(cfg.adapters.adapted, dropout=cfg.adapters.adapter_dropout, **how)
+    one = tk.adapters.Lora(cfg.adapters.adapted, dropout=cfg.adapters.adapter_dropout, **how)
+    held = [tk.adapters.quantized("nf4")] if cfg.method == "qlora" else []
+    return [*held, tk.adapters.lora(one, seed=cfg.seed)]
 
 
 def build(cfg, ps, base):
     """Return this rank's stages of the model, with its weights, and their optimizer."""
     plan = [
-        *([tk.adapters.quantized("nf4")] if cfg.method == "qlora" else []),
-        *([] if cfg.method == "full" else [tk.adapters.lora(low_rank(cfg), seed=cfg.seed)]),
+        *add_adapters(cfg),
         tk.parallel.tensor(),
         tk.parallel.sequence(),
         tk.parallel.precision(tk.parallel.DTYPES[cfg.dtype]),
@@ -175,7 +178,7 @@ def train(cfg, run, tokenizer, base):
     run.say(f"reading {cfg.data or 'signatures and docstrings of the standard library'}")
     corpus, counts = open_conversations(cfg, tokenizer)
     rows, held = pack(cfg, run, corpus, counts)
-    if tk.hub.is_folder(base.path) and cfg.optim.lr == 3e-3:
+    if base.config.width >= 512 and cfg.optim.lr == 3e-3:
         run.say("warning: --lr 3e-3 suits small models: large ones want about 2e-5, adapters 2e-4")
     stages, optimizer = build(cfg, ps, base)
     size = {"rows_per_step": cfg.batch.rows, "dtype": cfg.dtype}
@@ -240,9 +243,9 @@ def main(argv=None):
     if base.config.experts:
         raise ConfigError(f"--init: {base.path} has experts: python recipes/moe.py trains them")
     problems = tk.parallel.problems(cfg.layout, base.config, cfg.batch, world=tk.mesh.world_size())
-    if cfg.method != "full":
-        problems += tk.adapters.problems([low_rank(cfg)], base.config)
-    elif cfg.adapters != AdapterOptions():
+    of_base = {"layout": cfg.layout, "base": base.facts}
+    problems += tk.adapters.problems(add_adapters(cfg), base.config, **of_base)
+    if cfg.method == "full" and cfg.adapters != AdapterOptions():
         problems.append(ConfigError(f"--method: full has no adapters, and got {cfg.adapters}"))
     tk.parallel.refuse(problems)
     told = tk.config.plain_values(cfg)

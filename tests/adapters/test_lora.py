@@ -123,7 +123,6 @@ MOE = attrs.evolve(CONFIG, experts=EXPERTS)
         ([Lora("(")], {}, "'(' is no regular expression"),
         ([Lora("head")], {}, "'head' matches the name of no matrix"),
         ([Lora(ROW), Lora(".*down")], {}, "'layers.0.mlp.down' is matched twice"),
-        ([Lora(ROW, name="a"), Lora(ATTENTION, name="b")], {}, "adapters of one name"),
         ([Lora(ROW)], {"trained": "emb"}, "'emb' matches the name of no module or parameter"),
         ([Lora(r".*experts\.up", dropout=0.1)], {}, "experts have no dropout"),
         ([Lora(r".*experts\.up", dora=True)], {}, "have no DoRA"),
@@ -131,8 +130,18 @@ MOE = attrs.evolve(CONFIG, experts=EXPERTS)
 )
 def test_what_does_not_fit_is_told_before_anything_is_built(loras, options, told):
     model = MOE if "experts" in loras[0].modules else CONFIG
-    (problem,) = adapters.problems(loras, model, **options)
+    (problem,) = adapters.problems([lora(*loras, **options)], model)
     assert told in str(problem)
+
+
+def test_matrices_of_bytes_and_their_base_are_looked_at_before_anything_is_built(monkeypatch):
+    held = adapters.quantized("nf4", modules="layers.0.attention.wq")
+    assert not adapters.problems([held, lora(Lora(".*wq"))], CONFIG, layout=Layout(tp=2))
+    monkeypatch.setattr("trainkit.adapters.frozen.shards_bytes", lambda: False)
+    facts = {"base": "0", "base_from": "the/base"}
+    of_base, bytes_ = adapters.problems([held], CONFIG, layout=Layout(dp_shard=2), base=facts)
+    assert "it holds adapters alone, of a base at the/base; merge them into it" in str(of_base)
+    assert "cannot shard bytes" in str(bytes_)
 
 
 @pytest.mark.parametrize(
@@ -147,6 +156,11 @@ def test_what_does_not_fit_is_told_before_anything_is_built(loras, options, told
 def test_a_field_out_of_range_is_named(change, told):
     with pytest.raises(ConfigError, match=told):
         Lora("x", **change)
+
+
+def test_adapters_that_are_added_at_once_have_one_name():
+    with pytest.raises(ConfigError, match=r"adapters of one name, and was given \['a', 'b'\]"):
+        lora(Lora(ROW, name="a"), Lora(ATTENTION, name="b"))
 
 
 def test_a_foreign_model_has_no_dropout_by_token():

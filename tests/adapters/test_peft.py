@@ -278,7 +278,8 @@ def exported(*arguments):
 def test_the_command_writes_a_folder_of_peft_or_a_whole_model(bases, tmp_path):
     base, run = bases("llama"), tmp_path / "run"
     ours = saved_run(base, [Lora(ATTENTION, rank=3)], "head", run)
-    exported(run, tmp_path / "peft")
+    report, _ = exported(run, tmp_path / "peft")
+    assert report["from"].keys() == {"checkpoint", "step", "run", "state_hash"}
     check_alike(ours, peft.PeftModel.from_pretrained(theirs_of(base), tmp_path / "peft").eval())
     with pytest.raises(ConfigError, match="--dtype, --context would change nothing"):
         exported(run, tmp_path / "no", "--dtype", "bfloat16", "--context", 9)

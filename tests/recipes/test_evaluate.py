@@ -75,10 +75,11 @@ def test_two_ranks_write_the_same_numbers(whole, home):
 def test_the_same_command_goes_on_with_half_a_file(whole, home):
     out, _ = whole
     path = out / "choices.jsonl"
-    text = path.read_bytes()
+    text, results = path.read_bytes(), (out / "results.json").stat().st_ino
     path.write_bytes(text[: len(text) // 2])
     code, printed = here(flags_of(home, out), "evaluate")
     assert (code, path.read_bytes()) == (0, text)
+    assert (out / "results.json").stat().st_ino != results  # another file took its place
     assert "choices: 5 lines are in" in printed
     assert "2 were there" in printed
 

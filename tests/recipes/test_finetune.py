@@ -271,6 +271,8 @@ def test_of_adapters_a_run_keeps_these_alone_and_goes_on_with_its_base(
     again = flags_of(tmp_path / "twice", 6, *more, "--init", whole[0])
     code, what = refusal("finetune", *again)
     assert (code, "base" in what) == (66, True), what
+    code, what = refusal("finetune", *flags_of(tmp_path / "new", 2, "--init", tmp_path / "whole"))
+    assert (code, "--merge" in what, (tmp_path / "new").exists()) == (64, True, False), what
 
 
 def test_it_begins_with_a_hugging_face_folder_and_its_tokenizer(base, flags_of, tmp_path):

@@ -23,6 +23,9 @@ from trainkit.parallel.materialize import listed
 from trainkit.parallel.naming import mark_base_, named_parameters_of
 from trainkit.types import SOLO, Axis, CheckpointError, ParallelState, Weights
 
+MERGE = "merge them into it: python -m trainkit export RUN FOLDER --merge"
+"""What to do with adapters that are to be a base."""
+
 
 def keep_base_(
     stages: Sequence[nn.Module], ps: ParallelState, *, source: Path | str | None
@@ -122,7 +125,7 @@ def base_weights(path: Path | str, *, axis: Axis = SOLO) -> Weights:
         raise CheckpointError(
             f"base_weights: {said} holds adapters alone, of a base at {facts.get('base_from')}",
             where=said,
-            hint="merge them into it: python -m trainkit export RUN FOLDER --merge",
+            hint=MERGE,
         )
     held = model_of(Path(said))
     return listed(reader(held), {name: stored.shape for name, stored in held.items()})

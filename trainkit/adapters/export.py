@@ -18,7 +18,7 @@ from trainkit.adapters.frozen import packings_of, rounded_weights
 from trainkit.adapters.lowrank import BESIDE, Lora, split_name
 from trainkit.adapters.peft import CONFIG, LowRanks, box_in, to_peft
 from trainkit.adapters.trained import build_trained
-from trainkit.checkpoint.export import row_boxes, write_weights
+from trainkit.checkpoint.export import origin_of, row_boxes, write_weights
 from trainkit.checkpoint.load import read_facts
 from trainkit.checkpoint.manifest import find_checkpoint
 from trainkit.checkpoint.reading import reader
@@ -145,8 +145,9 @@ def export_peft(
     Effects:
         Writes a folder.
     """
-    saved = saved_adapters(checkpoint, name=name)
-    config = config_from_facts(read_facts(find_checkpoint(checkpoint), needs=["model"])["model"])
+    path = find_checkpoint(checkpoint)
+    saved = saved_adapters(path, name=name)
+    config = config_from_facts(read_facts(path, needs=["model"])["model"])
     base = base or saved.facts.get("base_from")
     known = _family(base, config, family)
     drops = {one.dropout for one in saved.loras}
@@ -166,7 +167,8 @@ def export_peft(
     stored = {own: Stored(_kind(x), tuple(x.shape), ()) for own, x in tensors.items()}
     beside = {CONFIG: orjson.dumps(settings, option=orjson.OPT_INDENT_2)}
     how: dict[str, Any] = {"shard_bytes": 1 << 62, "overwrite": overwrite, "stem": "adapter_model"}
-    return write_weights(stored, folder, read=read, beside=beside, **how)
+    origin = origin_of(path)
+    return write_weights(stored, folder, read=read, beside=beside, origin=origin, **how)
 
 
 def _family(source: str | None, config: DecoderConfig, name: str | None) -> Family:
@@ -202,17 +204,17 @@ def merged_run(checkpoint: Path | str, *, base: str | None = None) -> Weights:
     Effects:
         Reads all of the base, and hashes it.
     """
-    saved = saved_adapters(checkpoint)
+    path = find_checkpoint(checkpoint)
+    saved = saved_adapters(path)
     source = base or saved.facts.get("base_from")
     if source is None:
         raise ConfigError("merged_run: the run does not say where its base is; name it: --base")
     weights = base_weights(source)
-    config = config_from_facts(read_facts(find_checkpoint(checkpoint), needs=["model"])["model"])
+    config = config_from_facts(read_facts(path, needs=["model"])["model"])
     shapes = parameter_shapes(config)
     frozen = {own: shape for own, shape in shapes.items() if own not in saved.whole}
     if saved.facts["quantized"]:  # its base is what the few bits stand for
         make_model = partial(Decoder, config)
-        path = find_checkpoint(checkpoint)
         (model,) = build_trained(path, make_model, solo_parallel(), [], base=source)
         return merged_weights(saved, rounded_weights(weights, packings_of(model)))
     want = saved.facts["base"]

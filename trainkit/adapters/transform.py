@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 import attrs
 import torch
 from torch import Tensor, nn
 
+from trainkit.adapters.base import MERGE
 from trainkit.adapters.lowrank import (
     BESIDE,
     Adapters,
@@ -30,7 +32,7 @@ from trainkit.noise import key_of, symmetric
 from trainkit.parallel.materialize import Fill, weights_of
 from trainkit.parallel.naming import canonical_name, fitting_names
 from trainkit.parallel.transforms import Transform
-from trainkit.types import ConfigError, ParallelState, Weights
+from trainkit.types import Axis, ConfigError, Layout, ParallelState, Share, Weights
 
 _ROWS = 4096
 
@@ -113,30 +115,42 @@ def lora(
 
 
 def problems(
-    loras: Sequence[Lora], model: DecoderConfig, *, trained: str | None = None
+    plan: Sequence[Transform],
+    model: DecoderConfig,
+    *,
+    layout: Layout = Layout(),  # noqa: B008 (frozen)
+    base: Mapping[str, Any] = MappingProxyType({}),
 ) -> list[ConfigError]:
     r"""Return what does not fit of adapters and a decoder, as errors that nobody has raised yet.
 
     Args:
-        loras: Those of one adapter.
+        plan: What a plan begins with: `quantized` and `lora`, both or neither.
         model: The decoder.
-        trained: As for `lora`.
+        layout: The layout that it is to be trained in.
+        base: The facts of the checkpoint that is to be the base, which `base_weights` refuses if it
+            holds adapters alone; of a folder none.
 
     Examples:
         >>> from trainkit.models import decoder_config
         >>> tiny = decoder_config("tiny")
-        >>> problems([Lora(r"layers\.\d+\.attention\.wq")], tiny)
+        >>> problems([lora(Lora(r"layers\.\d+\.attention\.wq"))], tiny)
         []
-        >>> print(*problems([Lora("q_proj")], tiny))
+        >>> print(*problems([lora(Lora("q_proj"))], tiny))
         lora: 'q_proj' matches the name of no matrix; those there are: layers.0.attention.wq; ...
     """
+    found: list[ConfigError] = []
+    if "base" in base:
+        what = f"it holds adapters alone, of a base at {base.get('base_from')}; {MERGE}"
+        found.append(ConfigError(f"adapters: the base cannot be this run: {what}", where="base"))
+    fsdp = Axis("fsdp", Share(0, layout.wrapped))  # as far as a transform asks
     with torch.device("meta"):
-        whole = Decoder(model)
+        whole: nn.Module = Decoder(model)
     try:
-        lora(*loras, trained=trained)(whole, solo_parallel())
+        for step in plan:
+            whole = step(whole, attrs.evolve(solo_parallel(), fsdp=fsdp))
     except ConfigError as error:
-        return [error]
-    return []
+        found.append(error)
+    return found
 
 
 # --------------------------------------------------------------------------------------- choosing

@@ -81,19 +81,21 @@ def export_checkpoint(
         torch.Size([1])
     """
     path = find_checkpoint(checkpoint)
-    saved = read_manifest(path)
-    origin = {
-        "checkpoint": path.name,
-        **{name: saved[name] for name in ("step", "run", "state_hash") if name in saved},
-    }
     return write_weights(
         model_of(path),
         folder,
         dtype=dtype,
         shard_bytes=shard_bytes,
         overwrite=overwrite,
-        origin=origin,
+        origin=origin_of(path),
     )
+
+
+def origin_of(checkpoint: Path) -> dict[str, Any]:
+    """Return what a folder made of a checkpoint says of it: its name, step, run and hash."""
+    saved = read_manifest(checkpoint)
+    found = {name: saved[name] for name in ("step", "run", "state_hash") if name in saved}
+    return {"checkpoint": checkpoint.name, **found}
 
 
 # ----------------------------------------------------------------------------------------- plans

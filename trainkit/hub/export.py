@@ -10,9 +10,9 @@ import orjson
 import torch
 
 from trainkit.checkpoint.boxes import shortened
-from trainkit.checkpoint.export import SHARD_BYTES, write_weights
+from trainkit.checkpoint.export import SHARD_BYTES, origin_of, write_weights
 from trainkit.checkpoint.load import read_facts
-from trainkit.checkpoint.manifest import find_checkpoint, read_manifest
+from trainkit.checkpoint.manifest import find_checkpoint
 from trainkit.checkpoint.reading import reader
 from trainkit.checkpoint.sources import checkpoint_tensors
 from trainkit.checkpoint.stored import Stored
@@ -105,14 +105,12 @@ def export_folder(
     said_ids = orjson.loads(beside.get("generation_config.json", b"{}"))
     values |= {key: said_ids.get(key) for key in _IDS}  # a class has others by default
     beside[CONFIG] = orjson.dumps(values, option=orjson.OPT_INDENT_2)
-    manifest = read_manifest(path)
-    origin = {name: manifest[name] for name in ("step", "run", "state_hash") if name in manifest}
     return write_weights(
         {name: Stored(kinds[name], shape, ()) for name, shape in shapes.items()},
         folder,
         shard_bytes=shard_bytes,
         overwrite=overwrite,
-        origin={"checkpoint": path.name, **origin},
+        origin=origin_of(path),
         read=linked(read or reader(ours), links, shapes),
         beside=beside,
         axis=axis,
