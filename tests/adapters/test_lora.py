@@ -15,6 +15,7 @@ from trainkit.grads import clip_and_step, named_parameters_of, parameters_of
 from trainkit.losses import next_token_linear
 from trainkit.mesh import parallel_session, solo_parallel
 from trainkit.models import Decoder, build_decoder, call_with_noise, init_weights
+from trainkit.models.experts import ExpertWeights
 from trainkit.optim import adamw, decay_groups
 from trainkit.parallel import build_stages, fsdp, tensor
 from trainkit.step import bind_forward_backward, forward_backward
@@ -62,6 +63,50 @@ def test_a_linear_layer_has_its_low_rank_path(dora):
     model.up(x).sum().backward()
     trained = {name for name, p in model.named_parameters() if p.grad is not None}
     assert trained == {f"up.lora.default.{x}" for x in ("a", "b", *(["magnitude"] * dora))}
+
+
+@pytest.mark.parametrize("form", [None, "nf4", "int8", "fp8"])
+def test_dora_takes_the_lengths_of_whatever_holds_a_matrix(form, monkeypatch):
+    monkeypatch.setattr("trainkit.adapters.lowrank._AT_ONCE", 500)  # some rows at a time
+    torch.manual_seed(0)
+    model = nn.ModuleDict({"up": nn.Linear(72, 20), "experts": ExpertWeights(3, 72, 20)})
+    for p in model.parameters():
+        nn.init.normal_(p, std=0.2)
+    if form:
+        adapters.quantized(form, modules="up|experts")(model, solo_parallel())
+    x, counts = torch.randn(7, 72), torch.tensor([2, 0, 5])
+    before = model.up(x), model.experts(x, counts)
+    lora(Lora(r"up|experts\.\w+", rank=2, alpha=3, dora=True))(model, solo_parallel())
+    for y, want in zip((model.up(x), model.experts(x, counts)), before, strict=True):
+        assert torch.allclose(y, want, rtol=1e-4, atol=1e-5)
+    own = {name: p for name, p in model.named_parameters() if ".lora." in name}
+    for name, p in own.items():
+        nn.init.normal_(p, mean=float("magnitude" in name), std=0.2)
+
+    def whole(module, key, beside):
+        total = adapters.dequantized(module, key) + 1.5 * beside["default"].b @ beside["default"].a
+        lengths = total.detach().norm(dim=-1)
+        return (beside["default"].magnitude / lengths).unsqueeze(-1) * total
+
+    plain = {k: whole(model.experts, k, model.experts.lora[k]) for k in ("gate", "up", "down")}
+    wanted = torch.func.functional_call(ExpertWeights(3, 72, 20), plain, (x, counts))
+    linear = nn.functional.linear(x, whole(model.up, "weight", model.up.lora), model.up.bias)
+    for y, want in ((model.up(x), linear), (model.experts(x, counts), wanted)):
+        assert torch.allclose(y, want, rtol=1e-4, atol=1e-5)
+        grads = (torch.autograd.grad(z.sum(), own.values(), allow_unused=True) for z in (y, want))
+        for got, other in zip(*grads, strict=True):
+            assert got is other is None or torch.allclose(got, other, rtol=1e-3, atol=1e-4)
+
+
+def test_dora_begins_with_the_lengths_of_what_the_codes_stand_for():
+    plan = [adapters.quantized("nf4"), lora(Lora(ROW, dora=True))]
+    weights = init_weights(CONFIG, seed=0)
+    (model,) = build_stages(partial(Decoder, CONFIG), solo_parallel(), plan, weights=weights)
+    row = model.layers["2"].mlp.down
+    lengths = adapters.dequantized(row).norm(dim=1)
+    assert torch.allclose(row.lora["default"].magnitude, lengths, rtol=1e-6)
+    first = weights("layers.2.mlp.down.weight", (32, 48), (0, 0)).norm(dim=1)
+    assert not torch.allclose(first, lengths, rtol=1e-4)
 
 
 def test_the_scale_is_stabilised_by_the_root_of_the_rank():
@@ -125,7 +170,6 @@ MOE = attrs.evolve(CONFIG, experts=EXPERTS)
         ([Lora(ROW), Lora(".*down")], {}, "'layers.0.mlp.down' is matched twice"),
         ([Lora(ROW)], {"trained": "emb"}, "'emb' matches the name of no module or parameter"),
         ([Lora(r".*experts\.up", dropout=0.1)], {}, "experts have no dropout"),
-        ([Lora(r".*experts\.up", dora=True)], {}, "have no DoRA"),
     ],
 )
 def test_what_does_not_fit_is_told_before_anything_is_built(loras, options, told):
@@ -255,6 +299,25 @@ def test_a_run_is_a_base(tmp_path):
     (model,) = build_stages(make_model, ps, plan, weights=adapters.base_weights(tmp_path))
     for name, p in plain.named_parameters():
         assert torch.equal(named_parameters_of([model])[name], p)
+
+
+def test_a_trained_model_is_built_on_its_own_base_alone(tmp_path):
+    ps, make_model = solo_parallel(), partial(Decoder, CONFIG)
+    base, other = tmp_path / "base", tmp_path / "other"
+    for seed, folder in enumerate((base, other)):
+        plain = build_decoder(CONFIG, seed=seed)
+        save_checkpoint(folder, TrainState(), [plain], optimizer_of([plain]), ps)
+    weights = adapters.base_weights(base)
+    stages = randomised_(build_stages(make_model, ps, [lora(*LORAS)], weights=weights))
+    facts = adapters.keep_base_(stages, ps, source=base)
+    run = tmp_path / "run"
+    path = save_checkpoint(run, TrainState(), stages, optimizer_of(stages), ps, facts=facts)
+    (again,) = adapters.build_trained(path, make_model, ps, [])
+    for name, p in named_parameters_of(stages).items():
+        assert torch.equal(named_parameters_of([again])[name], p), name
+    told = f"build_trained: what is in {other} now is not the base of {path}"
+    with pytest.raises(CheckpointError, match=told):
+        adapters.build_trained(path, make_model, ps, [], base=other)
 
 
 def save_on_two(folder, layout):

@@ -5,13 +5,23 @@ from functools import partial
 import pytest
 import torch
 
-from trainkit.adapters import Lora, lora, merge_, merged, restart_
+from trainkit.adapters import (
+    Lora,
+    LowRanks,
+    Saved,
+    lora,
+    merge_,
+    merged,
+    merged_weights,
+    restart_,
+)
 from trainkit.grads import named_parameters_of
 from trainkit.losses import next_token_linear
 from trainkit.mesh import parallel_session, solo_parallel
 from trainkit.models import Decoder, init_weights
 from trainkit.optim import adamw, decay_groups
 from trainkit.parallel import build_stages, fsdp, tensor
+from trainkit.parallel.materialize import box_in
 from trainkit.parallel.naming import box_of
 from trainkit.step import forward_backward
 from trainkit.testing import run_ranks
@@ -92,13 +102,26 @@ def test_every_layout_merges_the_same():
         run_ranks(merge_in, 2, layout, bits_of(stages))
 
 
+def low_ranks(experts, key):
+    own = experts.lora[key]["default"]
+    parts = (x.detach().clone() for x in (own.a, own.b, own.magnitude))
+    a, b, lengths = parts
+    return LowRanks(a, b, own.spec.scale, lengths)
+
+
 def test_experts_merge_too():
     model = MODELS["decoder with experts and adapters"]()
     for name, p in model.named_parameters():
         p.data.copy_(certificate_weights(name, tuple(p.shape), (0,) * p.ndim))
+        if name.endswith("magnitude"):  # lengths are positive
+            p.data.abs_()
     experts = model.layers["1"].mlp.experts
     rows, counts = torch.randn(16, 32), torch.full((8,), 2)
     before = experts(rows, counts)
+    saved = Saved({}, (), {"up": low_ranks(experts, "up")}, {})
+    plain = experts.up.detach().clone()
+    box = merged_weights(saved, lambda _, *place: box_in(plain, *place))("up", (2, 3, 4), (3, 5, 6))
     merge_([model])
+    assert torch.allclose(box, experts.up[3:5, 5:8, 6:10], rtol=1e-4)
     assert not experts.lora["gate"]["default"].b.any()
     assert torch.allclose(experts(rows, counts), before, atol=1e-4)

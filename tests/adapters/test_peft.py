@@ -257,6 +257,10 @@ def test_what_peft_has_no_place_for_is_refused(bases, tmp_path):
     saved_run(bases("llama"), mixed, None, tmp_path / "mixed")
     with pytest.raises(ConfigError, match="DoRA in all of an adapter or in none"):
         adapters.export_peft(tmp_path / "mixed", tmp_path / "there")
+    experts = [Lora(r".*experts\.up", dora=True)]
+    saved_run(bases("mixtral"), experts, None, tmp_path / "experts")
+    with pytest.raises(ConfigError, match=r"PEFT has no DoRA for experts, and layers.0.mlp.exp"):
+        adapters.export_peft(tmp_path / "experts", tmp_path / "there")
     saved_run(bases("phi3"), [Lora(r".*wq", dora=True)], None, tmp_path / "part")
     with pytest.raises(ConfigError, match=r"attention.wk; layers.0.attention.wv of it has no DoRA"):
         adapters.export_peft(tmp_path / "part", tmp_path / "there")

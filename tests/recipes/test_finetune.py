@@ -245,11 +245,11 @@ def logits_of(run):
         return model.eval()(batch.input_ids, position_ids=batch.position_ids, spans=batch.spans)
 
 
-@pytest.mark.parametrize("method", ["lora", "qlora"])
+@pytest.mark.parametrize("method", ["lora", "qlora --dora"])
 def test_of_adapters_a_run_keeps_these_alone_and_goes_on_with_its_base(
     method, base, whole, flags_of, tmp_path
 ):
-    more = ["--method", method, "--rank", 2, "--adapter-dropout", 0.1, "--lr", 5e-3]
+    more = ["--method", *method.split(), "--rank", 2, "--adapter-dropout", 0.1, "--lr", 5e-3]
     for out, steps in (("whole", (4,)), ("twice", (2, 4))):
         for last in steps:
             code, said = here(flags_of(tmp_path / out, last, *more), "finetune")

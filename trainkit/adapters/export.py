@@ -16,7 +16,7 @@ from torch import Tensor
 from trainkit.adapters.base import base_weights
 from trainkit.adapters.frozen import packings_of, rounded_weights
 from trainkit.adapters.lowrank import BESIDE, Lora, split_name
-from trainkit.adapters.peft import CONFIG, LowRanks, box_in, to_peft
+from trainkit.adapters.peft import CONFIG, LowRanks, to_peft
 from trainkit.adapters.trained import build_trained
 from trainkit.checkpoint.export import origin_of, row_boxes, write_weights
 from trainkit.checkpoint.load import read_facts
@@ -33,7 +33,7 @@ from trainkit.models.config import DecoderConfig, parameter_shapes
 from trainkit.models.decoder import Decoder
 from trainkit.models.sizes import config_from_facts
 from trainkit.noise.hashing import MASK64
-from trainkit.parallel.materialize import listed, shapes_of
+from trainkit.parallel.materialize import box_in, listed, shapes_of
 from trainkit.types import CheckpointError, ConfigError, Weights
 
 _AT_ONCE = 1 << 22  # elements
@@ -278,8 +278,8 @@ def merged_weights(saved: Saved, base: Weights) -> Weights:
         b = low.b[(*experts, rows)]
         total = whole.to(wide) + low.scale * (b.to(wide) @ a.to(wide))
         if low.lengths is not None:
-            total *= (low.lengths[rows].to(wide) / total.norm(dim=1)).unsqueeze(1)
-            total = total[:, columns]
+            total *= (low.lengths[(*experts, rows)].to(wide) / total.norm(dim=-1)).unsqueeze(-1)
+            total = total[..., columns]
         return total.to(whole.dtype)
 
     return listed(give, shapes_of(base)) if shapes_of(base) else give

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from functools import cache, partial
+from functools import cache
 from math import ceil
 from typing import Any, get_args
 
@@ -31,7 +31,7 @@ from trainkit.adapters.formats import (
     times_scales,
 )
 from trainkit.models.experts import ExpertWeights, grouped_product
-from trainkit.parallel.materialize import Fill
+from trainkit.parallel.materialize import Fill, box_in
 from trainkit.parallel.naming import canonical_name, fitting_names
 from trainkit.parallel.styles import Style
 from trainkit.parallel.transforms import Transform
@@ -127,26 +127,34 @@ def shards_bytes() -> bool:
     return torch.__version__ >= "2.13"
 
 
-def dequantized(module: Any, name: str = "weight", dtype: torch.dtype | None = None) -> Tensor:
+def dequantized(
+    module: Any,
+    name: str = "weight",
+    dtype: torch.dtype | None = None,
+    *,
+    rows: slice = slice(None),
+) -> Tensor:
     """Return what a module's matrix of a name is, or this rank's part of it, quantised or not.
 
     Args:
         module: A module, within whose forward pass sharded parameters are there.
         name: The parameter.
         dtype: By default that in which the model was made.
+        rows: Which of its rows, each of which is there by itself.
 
     Examples:
         >>> dequantized(nn.Linear(2, 3)).shape
         torch.Size([3, 2])
     """
     packing = packing_of(module, name)
-    own = getattr(module, name)
     if packing is None:
+        own = getattr(module, name)[..., rows, :]
         return own if dtype is None else own.to(dtype)
     own, scales = (
-        x.to_local() if hasattr(x, "to_local") else x for x in (own, getattr(module, name + SCALES))
+        x.to_local() if hasattr(x, "to_local") else x
+        for x in (getattr(module, name), getattr(module, name + SCALES))
     )
-    return unpacked(own, scales, packing, dtype or packing.dtype)
+    return unpacked(own[..., rows, :], scales[..., rows, :], packing, dtype or packing.dtype)
 
 
 def packings_of(module: nn.Module) -> dict[str, Packing]:
@@ -231,17 +239,20 @@ def _pack_(name: str, module: Any, form: Format) -> None:
                 for size in (width, scale_bytes(form, columns))
             )
         else:
-            parts = _packed_rows(partial(_part, weight), f"{name}.{key}", packing, None)
+            parts = _packed_rows(held_as(weight.detach()), f"{name}.{key}", packing, None)
         for own, part in zip((key, key + SCALES), parts, strict=True):
             setattr(module, own, nn.Parameter(part.to(weight.device), requires_grad=False))
     module.__class__ = _quantized_class(type(module))
 
 
-def _part(weight: Tensor, _: str, shape: Sequence[int], offset: Sequence[int]) -> Tensor:
-    part = weight.detach()
-    for dim, (begin, length) in enumerate(zip(offset, shape, strict=True)):
-        part = part.narrow(dim, begin, length)
-    return part
+def held_as(whole: Tensor) -> Weights:
+    """Return the weights of a model whose only one is a tensor.
+
+    Examples:
+        >>> held_as(torch.arange(4))("any", (2,), (1,))
+        tensor([1, 2])
+    """
+    return lambda _, shape, offset: box_in(whole, shape, offset)
 
 
 @cache

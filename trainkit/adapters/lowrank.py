@@ -15,6 +15,7 @@ import attrs
 import torch
 from torch import Tensor, nn
 
+from trainkit.adapters.frozen import dequantized, packing_of
 from trainkit.collectives import gather_dim, sum_forward
 from trainkit.models.experts import ExpertWeights, grouped_product
 from trainkit.noise import counters
@@ -26,6 +27,8 @@ BESIDE = "lora"
 """The name of the module that holds a module's adapters."""
 
 EXPERT_WEIGHTS = ("gate", "up", "down")
+
+_AT_ONCE = 1 << 22  # elements of a sum of which the lengths are taken at a time
 
 
 def split_name(own: str) -> tuple[str, str, str]:
@@ -125,10 +128,28 @@ class Adapter(nn.Module):
         self.spec, self.whole_name = lora, whole_name
         *lead, outputs, self.inputs = sizes
         shapes = {"a": (*lead, lora.rank, self.inputs), "b": (*lead, outputs, lora.rank)}
-        shapes |= {"magnitude": (outputs,)} if lora.dora else {}
+        shapes |= {"magnitude": (*lead, outputs)} if lora.dora else {}
         for name, shape in shapes.items():
             self.register_parameter(name, nn.Parameter(torch.empty(shape, dtype=dtype)))
         self.fills = dict.fromkeys(shapes, fill)
+
+    @torch.no_grad()
+    def squares(self, module: nn.Module, key: str, dtype: torch.dtype) -> Tensor:
+        """Return the squared length of each row of the sum `[..., out]`, in fp32 at least.
+
+        DoRA takes it for a constant (its 4.3). Of a matrix in few bits some rows at a time.
+        """
+        wide = torch.promote_types(dtype, torch.float32)
+        a, b = self.a.to(wide), self.b.to(wide)
+        plain = b.ndim == 2 and packing_of(module, key) is None
+        step = b.shape[-2] if plain else max(1, _AT_ONCE // (b[..., 0, 0].numel() * self.inputs))
+        parts = []
+        for first in range(0, b.shape[-2], step):
+            rows = slice(first, first + step)
+            low = b[..., rows, :] @ a
+            whole = dequantized(module, key, wide, rows=rows) + self.spec.scale * low
+            parts.append(whole.square().sum(-1))
+        return torch.cat(parts, -1)
 
 
 class LowRank(Adapter):
@@ -157,35 +178,25 @@ class LowRank(Adapter):
         self.axis, self.cuts_inputs = axis, "a" in style.cuts
         return style
 
-    def forward(
-        self, x: Tensor, y: Tensor, *, weight: Tensor | None, bias: Tensor | None
-    ) -> Tensor:
-        """Return the module's output `[..., out]` with the adapter, of its input and its output.
+    def forward(self, x: Tensor, y: Tensor, module: nn.Module) -> Tensor:
+        """Return a module's output `[..., out]` with the adapter, of its input and its output.
 
         Args:
             x: `[..., in]`.
             y: `[..., out]`, what the module makes of it.
-            weight: The module's matrix `[out, in]`, for DoRA.
-            bias: What has been added to `y`.
+            module: The module, within its forward pass.
         """
         low = nn.functional.linear(self._dropped(x).to(self.a.dtype), self.a)
         low = nn.functional.linear(low, self.b) * self.spec.scale
         if not self.spec.dora:
             return y + low.to(y.dtype)
-        assert weight is not None
-        lengths = self._lengths(weight)
+        bias: Any = module.bias
+        squares = self.squares(module, "weight", y.dtype)
+        lengths = (sum_forward(squares, self.axis) if self.cuts_inputs else squares).sqrt()
         factor = self.magnitude / lengths.to(self.magnitude.dtype)
         plain = y if bias is None else y - bias
         out = (factor * (plain + low)).to(y.dtype)
         return out if bias is None else out + bias
-
-    @torch.no_grad()
-    def _lengths(self, weight: Tensor) -> Tensor:
-        """Return the length of each row of the sum, which DoRA takes for a constant (its 4.3)."""
-        wide = torch.promote_types(weight.dtype, torch.float32)
-        merged = weight.to(wide) + self.spec.scale * (self.b.to(wide) @ self.a.to(wide))
-        squares = merged.square().sum(1)
-        return (sum_forward(squares, self.axis) if self.cuts_inputs else squares).sqrt()
 
     def _dropped(self, x: Tensor) -> Tensor:
         if not self.training or not self.spec.dropout:
@@ -220,10 +231,18 @@ def _style_beside(style: Style) -> Style:
 class ExpertLowRank(Adapter):
     """The adapters of one weight of all experts: A `[E, r, in]` and B `[E, out, r]`."""
 
-    def forward(self, rows: Tensor, counts: Tensor) -> Tensor:
-        """Return what is added for rows `[N, in]`, those of the first expert first: `[N, out]`."""
+    def forward(
+        self, rows: Tensor, y: Tensor, counts: Tensor, module: nn.Module, key: str
+    ) -> Tensor:
+        """Return `y` `[N, out]` with the adapters, of rows `[N, in]` of the first expert first."""
         low = grouped_product(rows, counts, self.a)
-        return grouped_product(low, counts, self.b) * self.spec.scale
+        total = y + grouped_product(low, counts, self.b) * self.spec.scale
+        if not self.spec.dora:
+            return total
+        lengths = self.squares(module, key, y.dtype).sqrt()
+        factor = self.magnitude / lengths.to(self.magnitude.dtype)
+        each = factor.repeat_interleave(counts, 0, output_size=len(rows))
+        return (each * total).to(y.dtype)
 
 
 # --------------------------------------------------------------------------------------- modules
@@ -243,8 +262,7 @@ def adapted(base: type[nn.Module]) -> type[nn.Module]:
         y, adapter = inner(self, x), getattr(self, BESIDE).chosen()
         if adapter is None:
             return y
-        known = {name: getattr(self, name, None) for name in ("weight", "bias")}
-        return adapter(x, y, **known)
+        return adapter(x, y, self)
 
     return type(f"Adapted{base.__name__}", (base,), {"forward": forward})
 
@@ -261,7 +279,7 @@ def adapted_experts(base: type[ExpertWeights]) -> type[ExpertWeights]:
     def product(self: Any, name: str, rows: Tensor, counts: Tensor) -> Tensor:
         y, beside = base.product(self, name, rows, counts), getattr(self, BESIDE)
         adapter = beside[name].chosen() if name in beside else None
-        return y if adapter is None else y + adapter(rows, counts)
+        return y if adapter is None else adapter(rows, y, counts, self, name)
 
     return type(f"Adapted{base.__name__}", (base,), {"product": product})
 

@@ -145,14 +145,15 @@ def _merged(weight: nn.Parameter, adapter: Adapter) -> Tensor:
     a, b = a[(*experts, slice(None), columns)], b[(*experts, rows)]
     total = box.local.to(wide) + adapter.spec.scale * (b.to(wide) @ a.to(wide))
     if adapter.spec.dora:
-        lengths = _summed_over_columns(weight, total.square().sum(1)).sqrt()
-        total *= (_whole(adapter.magnitude)[rows].to(wide) / lengths).unsqueeze(1)
+        lengths = _summed_over_columns(weight, total.square().sum(-1)).sqrt()
+        magnitude = _whole(adapter.magnitude)[(*experts, rows)].to(wide)
+        total *= (magnitude / lengths).unsqueeze(-1)
     return total.to(weight.dtype)
 
 
 def _summed_over_columns(weight: Any, parts: Tensor) -> Tensor:
     """Sum parts of rows over the ranks that hold the other columns of the same rows."""
     for dim, placement in enumerate(getattr(weight.data, "placements", ())):
-        if placement.is_shard(1):
+        if placement.is_shard(weight.ndim - 1):
             dist.all_reduce(parts, group=weight.data.device_mesh.get_group(dim))
     return parts

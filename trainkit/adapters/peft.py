@@ -26,7 +26,7 @@ from trainkit.hub.families import Family
 from trainkit.hub.folder import links_of
 from trainkit.hub.links import Link
 from trainkit.models.config import DecoderConfig
-from trainkit.parallel.materialize import Fill, listed, shapes_of
+from trainkit.parallel.materialize import Fill, box_in, listed, shapes_of
 from trainkit.types import CheckpointError, ConfigError, Weights
 
 CONFIG, TENSORS = "adapter_config.json", "adapter_model.safetensors"
@@ -92,18 +92,6 @@ class LowRanks:
     b: Tensor
     scale: float
     lengths: Tensor | None = None
-
-
-def box_in(whole: Tensor, shape: Sequence[int], offset: Sequence[int]) -> Tensor:
-    """Return a box of a tensor.
-
-    Examples:
-        >>> box_in(torch.arange(4), (2,), (1,))
-        tensor([1, 2])
-    """
-    for dim, (start, size) in enumerate(zip(offset, shape, strict=True)):
-        whole = whole.narrow(dim, start, size)
-    return whole
 
 
 # ------------------------------------------------------------------------------------------ places
@@ -204,6 +192,13 @@ def to_peft(
             "it; give all of them dora=True, or export with --merge",
             where="dora",
         )
+    experts = sorted(name for name, one in held.items() if one.a.ndim == 3)
+    if experts and True in doras:
+        raise ConfigError(
+            f"to_peft: PEFT has no DoRA for experts, and {shortened(experts)} have; export with "
+            "--merge",
+            where="dora",
+        )
     places = _modules(family, config)
     tensors: dict[str, Tensor] = {}
     known: dict[str, tuple[int, float]] = {}
@@ -216,7 +211,6 @@ def to_peft(
     saved, own = _whole_modules(whole, family, config)
     settings = _settings(known, rank_stabilised=rank_stabilised, dora=True in doras)
     settings |= {"modules_to_save": saved or None, "base_model_name_or_path": base}
-    experts = any(settings["target_parameters"] or ())
     settings |= {"lora_dropout": 0.0 if experts else dropout}  # PEFT has none for experts
     turned = [x for x in links_of(family, config) if len(x.shape) == 2 and x.theirs.dims == (1, 0)]
     settings["fan_in_fan_out"] = bool(turned)

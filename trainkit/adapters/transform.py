@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from trainkit.adapters.base import MERGE
+from trainkit.adapters.frozen import dequantized, held_as, packing_of, rounded_weights
 from trainkit.adapters.lowrank import (
     BESIDE,
     Adapters,
@@ -24,6 +25,7 @@ from trainkit.adapters.lowrank import (
     expert_sizes,
     keyed,
     sizes_of,
+    split_name,
 )
 from trainkit.mesh import solo_parallel
 from trainkit.models.config import DecoderConfig
@@ -99,8 +101,7 @@ def lora(
         on_meta = any(p.is_meta for p in module.parameters())
         base = None if on_meta else weights_of(module)
         for name, (place, one) in _matched(module, loras).items():
-            give = values or _initial_values(seed, inputs=place.sizes[-1])
-            _adapt_(place, name, one, give, base)
+            _adapt_(place, name, one, values or _initial_values(seed, place, name), base)
         for _, _, beside in adapters_of([module]):
             beside.names = beside.names | names
             beside.active = own_name if own_name in beside else None
@@ -196,21 +197,14 @@ def _matched(module: nn.Module, loras: Sequence[Lora]) -> dict[str, tuple[_Place
 
 
 def _check_kind(name: str, place: _Place, one: Lora) -> None:
-    of_experts, few_bits = len(place.sizes) == 3, "packings" in vars(place.module)
-    unfit = {
-        "dropout": "experts have no dropout" if one.dropout and of_experts else "",
-        "dora": "experts, and what is held in few bits, have no DoRA"
-        if one.dora and (of_experts or few_bits)
-        else "",
-    }
-    for field, problem in unfit.items():
-        if problem:
-            raise ConfigError(
-                f"lora: adapters of {problem}, and {one.modules!r} matches {name!r}; give it a "
-                f"Lora of its own",
-                where=field,
-                got=getattr(one, field),
-            )
+    if one.dropout and len(place.sizes) == 3:
+        raise ConfigError(
+            f"lora: adapters of experts have no dropout, and {one.modules!r} matches {name!r}; "
+            "give it a Lora of its own",
+            where="dropout",
+            got=one.dropout,
+            want=0,
+        )
     weight = getattr(place.module, place.key, None)
     if hasattr(weight, "placements"):
         raise ConfigError(
@@ -232,7 +226,7 @@ def _adapt_(place: _Place, name: str, one: Lora, give: Fill, base: Weights | Non
     module: Any = place.module
     held = [getattr(module, place.key, None), *module.parameters(), *module.buffers()]
     like = next(x for x in held if isinstance(x, Tensor))
-    packing = vars(module).get("packings", {}).get(place.key)
+    packing = packing_of(module, place.key)
     dtype = like.dtype if packing is None else packing.dtype  # of what is held in few bits
     how: dict[str, Any] = {"dtype": torch.promote_types(dtype, torch.float32)}
     of_experts = place.key != "weight"
@@ -249,30 +243,30 @@ def _adapt_(place: _Place, name: str, one: Lora, give: Fill, base: Weights | Non
         beside = beside[place.key]
     beside[one.name] = made
     if base is not None:
+        base = base if packing is None else held_as(dequantized(module, place.key))
         with torch.no_grad():
             for key, p in made.named_parameters():
                 p.copy_(give(base, f"{path}.{key}", tuple(p.shape), (0,) * p.ndim))
 
 
-def _initial_values(seed: int, *, inputs: int) -> Fill:
+def _initial_values(seed: int, place: _Place, matrix: str) -> Fill:
     """Return what an adapter begins with, which adds nothing to its base."""
+    own, inputs = matrix if place.key != "weight" else f"{matrix}.weight", place.sizes[-1]
+    packing = packing_of(place.module, place.key)
+    on_meta = all(p.is_meta for p in place.module.parameters())
 
     def fill(base: Weights, name: str, shape: Sequence[int], offset: Sequence[int]) -> Tensor:
-        matrix, key = _owner_of(name)
+        key = split_name(name)[2]
         if key == "b":
             return torch.zeros(tuple(shape))
         if key == "a":
             return symmetric(key_of(seed, name), shape, offset).mul_(inputs**-0.5)
-        whole = base(f"{matrix}.weight", (shape[0], inputs), (offset[0], 0))
-        return torch.cat([rows.double().norm(dim=1) for rows in whole.split(_ROWS)])
+        if packing is not None and on_meta:  # the base is what its codes stand for
+            base = rounded_weights(base, {own: packing})
+        whole = base(own, (*shape, inputs), (*offset, 0))
+        return torch.cat([rows.double().norm(dim=-1) for rows in whole.split(_ROWS, -2)], -1)
 
     return fill
-
-
-def _owner_of(name: str) -> tuple[str, str]:
-    """Return the matrix that a parameter of an adapter is beside, and which one of its it is."""
-    matrix, _, own = name.rpartition(f".{BESIDE}.")
-    return matrix, own.rpartition(".")[2]
 
 
 def _tell_keys_(module: nn.Module) -> None:

@@ -245,6 +245,18 @@ def _named_tensors(module: nn.Module) -> dict[str, Tensor]:
     return named | {name: named[first] for first, name in shared}
 
 
+def box_in(whole: Tensor, shape: Sequence[int], offset: Sequence[int]) -> Tensor:
+    """Return a box of a tensor, a view of it.
+
+    Examples:
+        >>> box_in(torch.arange(4), (2,), (1,))
+        tensor([1, 2])
+    """
+    for dim, (start, size) in enumerate(zip(offset, shape, strict=True)):
+        whole = whole.narrow(dim, start, size)
+    return whole
+
+
 def weights_of(module: nn.Module, *, axis: Axis = SOLO) -> Weights:
     """Return the values of a module, made and initialised as its author meant it, as `Weights`.
 
@@ -285,10 +297,7 @@ def weights_of(module: nn.Module, *, axis: Axis = SOLO) -> Weights:
     def read(name: str, shape: Sequence[int], offset: Sequence[int]) -> Tensor:
         if name not in named:
             raise ValueError(f"weights_of: the module has no tensor {name!r}")
-        part = named[name].detach()
-        for dim, (start, length) in enumerate(zip(offset, shape, strict=True)):
-            part = part.narrow(dim, start, length)
-        return part
+        return box_in(named[name].detach(), shape, offset)
 
     return listed(read, {name: tensor.shape for name, tensor in named.items()})
 
