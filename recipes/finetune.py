@@ -94,12 +94,10 @@ def pack(cfg, run, corpus, counts):
 
 def add_adapters(cfg):
     """Return the transforms with which a plan of adapters begins."""
-    if cfg.method == "full":
-        return []
-    how = {"rank": cfg.adapters.rank, "alpha": cfg.adapters.alpha, "dora": cfg.adapters.dora}
-    one = tk.adapters.Lora(cfg.adapters.adapted, dropout=cfg.adapters.adapter_dropout, **how)
-    held = [tk.adapters.quantized("nf4")] if cfg.method == "qlora" else []
-    return [*held, tk.adapters.lora(one, seed=cfg.seed)]
+    own, held = cfg.adapters, [tk.adapters.quantized("nf4")] if cfg.method == "qlora" else []
+    how = {"rank": own.rank, "alpha": own.alpha, "dora": own.dora}
+    one = tk.adapters.Lora(own.adapted, dropout=own.adapter_dropout, **how)
+    return [] if cfg.method == "full" else [*held, tk.adapters.lora(one, seed=cfg.seed)]
 
 
 def build(cfg, ps, base):
@@ -108,6 +106,7 @@ def build(cfg, ps, base):
         *add_adapters(cfg),
         tk.parallel.tensor(),
         tk.parallel.sequence(),
+        tk.parallel.expert(),
         tk.parallel.precision(tk.parallel.DTYPES[cfg.dtype]),
         tk.parallel.recompute(cfg.recompute, preserve_rng_state=False),
         *([tk.parallel.compiled()] if cfg.compiled else []),
@@ -140,13 +139,14 @@ def make_train_step(cfg, ps, stages, optimizer, forward_backward):
     return train_step
 
 
-def bind_evaluation(cfg, ps, held, stages, loss):
+def bind_evaluation(cfg, ps, held, stages):
     """Return evaluate(), which gives the loss over the rows that are held out."""
 
     def evaluate():
         how = {"rows_per_batch": cfg.batch.microbatch, "device": ps.device}
         batches = tk.eval_batches(held, place=ps.place, **how)
-        return tk.to_host(tk.evaluate(stages, batches, loss, axis=ps.loss, pp=ps.pp, tp=ps.tp))
+        how = {"axis": ps.loss, "pp": ps.pp, "tp": ps.tp, "call": tk.models.call_routed}
+        return tk.to_host(tk.evaluate(stages, batches, tk.losses.next_token_linear, **how))
 
     return evaluate
 
@@ -174,7 +174,7 @@ def make_facts(cfg, model, tokenizer, rows):
 
 def train(cfg, run, tokenizer, base):
     """Go on from the last checkpoint, or begin, and train until `steps` or until a stop."""
-    ps, loss = run.ps, tk.losses.next_token_linear
+    ps, drops = run.ps, cfg.adapters.adapter_dropout > 0
     run.say(f"reading {cfg.data or 'signatures and docstrings of the standard library'}")
     corpus, counts = open_conversations(cfg, tokenizer)
     rows, held = pack(cfg, run, corpus, counts)
@@ -183,12 +183,11 @@ def train(cfg, run, tokenizer, base):
     stages, optimizer = build(cfg, ps, base)
     size = {"rows_per_step": cfg.batch.rows, "dtype": cfg.dtype}
     run.say(tk.parallel.start_lines(stages, ps, rows.bins, **size))
-    drops = cfg.method != "full" and cfg.adapters.adapter_dropout > 0
     order = {"schedule": cfg.layout.schedule, "reduce": cfg.layout.reduce}
-    order |= {"call": tk.call_with_noise if drops else tk.call_model}
-    forward_backward = tk.bind_forward_backward(stages, loss, axis=ps.pp, **order)
+    order |= {"axis": ps.pp, "call": tk.models.call_routed}
+    forward_backward = tk.bind_forward_backward(stages, tk.losses.next_token_linear, **order)
     train_step = make_train_step(cfg, ps, stages, optimizer, forward_backward)
-    evaluate = bind_evaluation(cfg, ps, held, stages, loss)
+    evaluate = bind_evaluation(cfg, ps, held, stages)
     rows_at = tk.sampling.rows_of_epochs(len(rows), rows_per_step=cfg.batch.rows, seed=cfg.seed)
     share = {"place": ps.place, "rows_per_microbatch": cfg.batch.microbatch}
     share |= {"noise_seed": cfg.seed} if drops else {}
@@ -240,11 +239,9 @@ def main(argv=None):
     dtype = tk.parallel.choose_dtype(cfg.dtype)
     cfg = attrs.evolve(cfg, tokenizer=base.name, template=template, dtype=dtype)
     tk.chat.find_template(template)  # refuses one that there is not
-    if base.config.experts:
-        raise ConfigError(f"--init: {base.path} has experts: python recipes/moe.py trains them")
     problems = tk.parallel.problems(cfg.layout, base.config, cfg.batch, world=tk.mesh.world_size())
-    of_base = {"layout": cfg.layout, "base": base.facts}
-    problems += tk.adapters.problems(add_adapters(cfg), base.config, **of_base)
+    add, beside = add_adapters(cfg), {"layout": cfg.layout, "base": base.facts}
+    problems += tk.adapters.problems(add, base.config, **beside)
     if cfg.method == "full" and cfg.adapters != AdapterOptions():
         problems.append(ConfigError(f"--method: full has no adapters, and got {cfg.adapters}"))
     tk.parallel.refuse(problems)

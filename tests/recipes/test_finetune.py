@@ -8,6 +8,7 @@ import time
 import pytest
 import recipe_runs
 import torch
+from hub.test_export_command import saved_run
 from recipe_runs import assert_equal_runs, column, events, here, lines, refusal, several
 from transformers import AutoTokenizer
 
@@ -17,7 +18,7 @@ from trainkit.batch import batch_of_rows
 from trainkit.checkpoint import find_checkpoint
 from trainkit.corpora import write_corpus
 from trainkit.mesh import solo_parallel
-from trainkit.models import Decoder
+from trainkit.models import Decoder, Experts, decoder_config
 from trainkit.testing import run_ranks
 from trainkit.tokenizers import open_tokenizer, save_tokenizer, train_bpe
 
@@ -288,6 +289,26 @@ def test_it_begins_with_a_hugging_face_folder_and_its_tokenizer(base, flags_of, 
         file.unlink()
     code, said = here(flags_of(tmp_path / "model", 3, "--init", own), "finetune")
     assert (code, column(tmp_path / "model", "step")) == (0, [1, 2, 3]), said
+
+
+def test_a_mixture_is_fine_tuned_with_adapters_of_its_experts(flags_of, tmp_path):
+    experts = Experts(count=4, chosen=2, width=16)
+    mixture = decoder_config("tiny", layers=1, width=512, vocab_size=272, experts=experts)
+    saved_run(tmp_path / "run", mixture)
+    folder = str(tmp_path / "mixture")
+    assert main(["export", str(tmp_path / "run"), folder]) == 0
+    flags = ["--init", folder, "--method", "qlora", "--dora", "--rank", 2, "--lr", 3e-3]
+    flags += ["--adapted", r"layers\.\d+\.(attention|mlp\.experts)\.\w+", "--eval-every", 0]
+    alone = here(flags_of(tmp_path / "one", 2, *flags), "finetune")
+    dealt = flags_of(tmp_path / "two", 2, *flags, "--dp-shard", 2, "--ep", 2)
+    for code, said in (alone, *run_ranks(several, 2, [dealt], "finetune")[0]):
+        assert code == 0, said
+    assert "warning: --lr 3e-3 suits small models" in alone[1]  # as wide as this one is
+    assert_equal_runs(tmp_path / "two", tmp_path / "one")
+    named = json.loads((find_checkpoint(tmp_path / "two") / "index.json").read_text())["tensors"]
+    assert "model/layers.0.mlp.experts.lora.up.default.magnitude" in named
+    assert main(["export", str(tmp_path / "two"), str(tmp_path / "merged"), "--merge"]) == 0
+    assert hub.open_folder(tmp_path / "merged").family.model_type == "mixtral"
 
 
 @pytest.mark.parametrize("layout", ["", "--tp 2", "--pp 2"])
