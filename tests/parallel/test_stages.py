@@ -2,17 +2,20 @@
 
 import copy
 import functools
+import gc
 import hashlib
 import importlib
 
 import attrs
 import pytest
 import torch
+from measured_step import StorageCount
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from whole_step import CONFIG, Layout, build, full
 
 import trainkit as tk
+from trainkit import adapters
 from trainkit.models import Decoder, init_weights
 from trainkit.parallel import Transform, canonical_name, check_plan, compiled, fsdp, recompute
 from trainkit.parallel.materialize import materialize_
@@ -163,6 +166,43 @@ def test_selective_recomputation_keeps_products_and_attention():
             model(batch.input_ids, **rest).sum().backward()
         counts.append((calls.log.count(forward), calls.log.count(aten.mm.default)))
     assert counts[0] == counts[1] < counts[2]
+
+
+def kept_by(model, batch):
+    """Return the bytes of each storage that a forward pass leaves, parameters among them."""
+    with StorageCount() as counter:
+        rest = {"position_ids": batch.position_ids, "spans": batch.spans}
+        output = model(batch.input_ids, **rest)
+    gc.collect()
+    sizes = [*counter.sizes.values()]
+    del output
+    return sizes
+
+
+def test_selective_recomputation_keeps_no_scores_of_attention_that_is_written_out():
+    capped, batch = attrs.evolve(CONFIG, score_softcap=2.0), tk.batch.blank_batch(1, 52)
+    kept = {}
+    for mode in ("none", "selective"):
+        plan, weights = [recompute(mode, preserve_rng_state=False)], init_weights(capped, seed=0)
+        (model,) = tk.build_stages(
+            lambda: Decoder(capped), tk.solo_parallel(), plan, weights=weights
+        )
+        kept[mode] = kept_by(model, batch)
+    scores = capped.heads * 52 * 52 * 4
+    assert scores not in kept["selective"]
+    assert sum(kept["selective"]) < sum(kept["none"])
+
+
+def test_selective_recomputation_keeps_no_sum_of_which_dora_takes_the_lengths():
+    kept = []
+    for dora in (False, True):
+        add = adapters.lora(adapters.Lora(r"layers\.0\.mlp\.up", dora=dora))
+        plan, weights = [add, recompute("selective")], init_weights(CONFIG, seed=0)
+        (model,) = tk.build_stages(
+            lambda: Decoder(CONFIG), tk.solo_parallel(), plan, weights=weights
+        )
+        kept.append(sum(kept_by(model, tk.batch.blank_batch(1, 4))))
+    assert kept[1] - kept[0] < model.layers["0"].mlp.up.weight.nbytes
 
 
 def test_the_kernel_for_packed_documents_is_kept_on_cuda():

@@ -5,6 +5,7 @@ import pytest
 import torch
 from torch import nn
 
+from trainkit.adapters import quantized
 from trainkit.mesh import solo_parallel
 from trainkit.models import Decoder, count_parameters, decoder_config
 from trainkit.packing import overlong_warning, pack_bins
@@ -31,6 +32,13 @@ def test_a_model_is_counted_with_what_is_frozen_and_ties_count_once():
     model.norm.requires_grad_(True)
     first = lines_of(model, dtype="bf16")[0]
     assert first.startswith(f"{total}, {config.width} of them trained, in bf16 on ")
+
+
+def test_matrices_in_few_bits_are_told_in_bytes():
+    model = nn.ModuleDict({"up": nn.Linear(128, 2), "down": nn.Linear(2, 3)})
+    quantized("nf4", modules="up")(model, solo_parallel())
+    told = lines_of(model)[0]  # of the matrix 2 rows of 64 bytes and of 2 + 8 for scales
+    assert told.startswith("11 parameters, all trained, and 148 bytes of matrices in few bits, in")
 
 
 def test_a_tied_copy_of_a_pipeline_is_not_counted():

@@ -11,7 +11,7 @@ import orjson
 from torch import nn
 
 from trainkit.adapters.frozen import packings_of
-from trainkit.adapters.lowrank import adapters_of
+from trainkit.adapters.lowrank import MERGE, adapters_of
 from trainkit.checkpoint.load import read_facts
 from trainkit.checkpoint.manifest import WEIGHTS, find_checkpoint, format_of
 from trainkit.checkpoint.reading import reader
@@ -22,9 +22,6 @@ from trainkit.hub.folder import folder_weights, is_folder, open_folder
 from trainkit.parallel.materialize import listed
 from trainkit.parallel.naming import mark_base_, named_parameters_of
 from trainkit.types import SOLO, Axis, CheckpointError, ParallelState, Weights
-
-MERGE = "merge them into it: python -m trainkit export RUN FOLDER --merge"
-"""What to do with adapters that are to be a base."""
 
 
 def keep_base_(

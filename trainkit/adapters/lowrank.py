@@ -8,6 +8,7 @@ had before.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from functools import cache
 from typing import Any
 
@@ -20,11 +21,15 @@ from trainkit.collectives import gather_dim, sum_forward
 from trainkit.models.experts import ExpertWeights, grouped_product
 from trainkit.noise import counters
 from trainkit.parallel.materialize import Fill
+from trainkit.parallel.recompute import unseen
 from trainkit.parallel.styles import SEQUENCE_DIM, Style
 from trainkit.types import SOLO, Axis, ConfigError
 
 BESIDE = "lora"
 """The name of the module that holds a module's adapters."""
+
+MERGE = "merge them into it: python -m trainkit export RUN FOLDER --merge"
+"""What to do with adapters that are to be a base."""
 
 EXPERT_WEIGHTS = ("gate", "up", "down")
 
@@ -144,11 +149,12 @@ class Adapter(nn.Module):
         plain = b.ndim == 2 and packing_of(module, key) is None
         step = b.shape[-2] if plain else max(1, _AT_ONCE // (b[..., 0, 0].numel() * self.inputs))
         parts = []
-        for first in range(0, b.shape[-2], step):
-            rows = slice(first, first + step)
-            low = b[..., rows, :] @ a
-            whole = dequantized(module, key, wide, rows=rows) + self.spec.scale * low
-            parts.append(whole.square().sum(-1))
+        with nullcontext() if torch.compiler.is_compiling() else unseen():  # backward needs none
+            for first in range(0, b.shape[-2], step):
+                rows = slice(first, first + step)
+                low = b[..., rows, :] @ a
+                whole = dequantized(module, key, wide, rows=rows) + self.spec.scale * low
+                parts.append(whole.square().sum(-1))
         return torch.cat(parts, -1)
 
 
@@ -190,7 +196,7 @@ class LowRank(Adapter):
         low = nn.functional.linear(low, self.b) * self.spec.scale
         if not self.spec.dora:
             return y + low.to(y.dtype)
-        bias: Any = module.bias
+        bias = getattr(module, "bias", None)
         squares = self.squares(module, "weight", y.dtype)
         lengths = (sum_forward(squares, self.axis) if self.cuts_inputs else squares).sqrt()
         factor = self.magnitude / lengths.to(self.magnitude.dtype)

@@ -11,10 +11,10 @@ import attrs
 import torch
 from torch import Tensor, nn
 
-from trainkit.adapters.base import MERGE
 from trainkit.adapters.frozen import dequantized, held_as, packing_of, rounded_weights
 from trainkit.adapters.lowrank import (
     BESIDE,
+    MERGE,
     Adapters,
     ExpertLowRank,
     Lora,
@@ -69,7 +69,7 @@ def lora(
 
     Raises:
         ConfigError: The names differ; when applied: a pattern is none or matches nothing, two match
-            one matrix, or dropout or DoRA cannot be had there.
+            one matrix, or dropout cannot be had there.
 
     References:
         Hu et al., "LoRA" (2021).

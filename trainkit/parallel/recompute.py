@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from importlib import import_module
 from types import MethodType
@@ -27,7 +27,7 @@ _MODE = "_trainkit_recompute"
 _SELECTIVE = tuple(map(type, create_selective_checkpoint_contexts([])))
 
 
-_PRODUCTS = ("mm", "addmm", "bmm", "_grouped_mm")
+_PRODUCTS = ("mm", "addmm", "_grouped_mm")  # not bmm: scores of attention that is written out
 _ATTENTION = (
     "_scaled_dot_product_flash_attention",
     "_scaled_dot_product_flash_attention_for_cpu",
@@ -41,9 +41,10 @@ _ATTENTION = (
 def kept_operators(device: torch.device) -> frozenset[Any]:
     """Return the operators whose results selective recomputation keeps, since they cost most.
 
-    They are matrix products, attention by every kernel of `trainkit.attention`, and exchanges of
-    tokens between ranks. A name that torch does not know is an error: nobody would see that nothing
-    is kept.
+    They are products with matrices, attention by every kernel of `trainkit.attention`, and
+    exchanges of tokens between ranks. Attention that is written out (for windows and soft caps on a
+    CPU, say) is computed again: its scores are many times what it is given. A name that torch does
+    not know is an error: nobody would see that nothing is kept.
 
     Args:
         device: Where the model runs; the kernel for packed documents is on CUDA alone.
@@ -81,8 +82,8 @@ def recompute(
     """Return the transform that recomputes the activations of each block in the backward pass.
 
     Args:
-        mode: "full" keeps the input of a block alone; "selective" keeps the results of matrix
-            products, of attention and of exchanges with experts too; "none" changes nothing.
+        mode: "full" keeps the input of a block alone; "selective" keeps the results of products
+            with matrices, of attention and of exchanges with experts too; "none" changes nothing.
         blocks: The name pattern of the blocks.
         preserve_rng_state: Restore torch's generators for the second forward pass. A foreign
             module's own dropout needs it. Models whose randomness is a function of a counter, as
@@ -153,10 +154,23 @@ def hide_hooks_(module: nn.Module) -> None:
 
 
 def _unseen(hook: Callable[..., Any], *args: Any) -> Any:
+    with unseen():
+        return hook(*args)
+
+
+@contextmanager
+def unseen() -> Iterator[None]:
+    """Hide what a `with` block computes from selective recomputation around it, which keeps none.
+
+    Examples:
+        >>> with unseen():
+        ...     (torch.ones(1, 2) @ torch.ones(2, 1)).item()
+        2.0
+    """
     with ExitStack() as stack:
         while isinstance(_get_current_dispatch_mode(), _SELECTIVE):
             stack.enter_context(_pop_mode_temporarily())
-        return hook(*args)
+        yield
 
 
 def _recomputed(forward: Callable[..., Any], preserve: bool, options: dict[str, Any]) -> Any:

@@ -19,7 +19,7 @@ def start_lines(
     """Return two lines that say what is trained, where, and on how much.
 
     Parameters are the whole model's in every layout: a shard counts as what it is a part of, and a
-    pipeline's copy of a tied embedding not at all.
+    pipeline's copy of a tied embedding not at all. Matrices in few bits are told in bytes.
 
     Args:
         stages: This rank's stages.
@@ -41,8 +41,9 @@ def start_lines(
         30 parameters, all trained, in fp32 on cpu, 1 rank
         4 rows of 8 tokens, 78.1 % full; 2 rows a step (16 tokens): 2 steps an epoch
     """
-    total, trained = _parameters(stages, ps)
+    total, trained, few_bits = _parameters(stages, ps)
     share = "all trained" if trained == total else f"{trained:,} of them trained"
+    share += f", and {few_bits:,} bytes of matrices in few bits" if few_bits else ""
     is_cuda = ps.device.type == "cuda"
     device = torch.cuda.get_device_name(ps.device) if is_cuda else ps.device.type
     world = ps.world.count
@@ -56,9 +57,12 @@ def start_lines(
     )
 
 
-def _parameters(stages: Sequence[nn.Module], ps: ParallelState) -> tuple[int, int]:
-    """Return how many numbers the whole model has, and how many of them are trained."""
+def _parameters(stages: Sequence[nn.Module], ps: ParallelState) -> tuple[int, int, int]:
+    """Return how many numbers the whole model has, how many are trained, how many bytes beside."""
     own = [p for p in named_parameters_of(stages).values() if not is_tied_copy(p)]
-    counts = [sum(p.numel() for p in own), sum(p.numel() for p in own if p.requires_grad)]
+    few_bits = [p for p in own if p.dtype == torch.uint8]
+    trained = [p for p in own if p.requires_grad]
+    total, *rest = (sum(p.numel() for p in some) for some in (own, trained, few_bits))
+    counts = [total - rest[1], *rest]
     totals = map(sum, zip(*all_gather_json(counts, ps.pp), strict=True))
-    return next(totals), next(totals)
+    return next(totals), next(totals), next(totals)
