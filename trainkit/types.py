@@ -18,6 +18,7 @@ import numpy as np
 
 if TYPE_CHECKING:
     import torch
+    from numpy.typing import ArrayLike
     from torch import Tensor, nn
     from torch.distributed import ProcessGroup
     from torch.distributed.device_mesh import DeviceMesh
@@ -563,16 +564,64 @@ class Bins:
         return list(zip(*(column.tolist() for column in columns), strict=True))
 
 
+_INTEGERS = ("int8", "int16", "int32", "int64", "uint8", "uint16", "uint32")
+
+
+@attrs.frozen
+class Column:
+    """What a corpus holds of each token beside its id: one value, or `inner` of them.
+
+    Columns belong to labels or to tokens. One of labels (weights, advantages, log-probabilities)
+    says something of token t as it is predicted: in a batch it stands where token t is the label,
+    and is 0 where there is no next token of the piece. One of tokens (routing choices) stands where
+    the token itself enters. Padding is 0.
+
+    A `Batch` has a column in `extra`, `[B, S]` or `[B, S, k]`, of its dtype, but int32 for uint16
+    and int64 for uint32, with which torch hardly computes.
+
+    Examples:
+        >>> Column("uint8", (2,), of="token")
+        Column(dtype='uint8', inner=(2,), of='token')
+        >>> Column("float64")
+        Traceback (most recent call last):
+        ...
+        trainkit.types.ConfigError: dtype must be one of 'float16', ..., got 'float64'
+    """
+
+    dtype: str = attrs.field(default="float32", validator=one_of("float16", "float32", *_INTEGERS))
+    """The name of a numpy dtype: of floats none is infinite or NaN."""
+
+    inner: tuple[int, ...] = attrs.field(
+        default=(),
+        converter=tuple,
+        validator=rule(
+            lambda sizes: len(sizes) < 2 and all(type(k) is int and k > 0 for k in sizes),
+            "() or (k,) with k above 0",
+        ),
+    )
+    """The shape of a token's value: () for a number, (k,) for k of them."""
+
+    of: Literal["label", "token"] = attrs.field(default="label", validator=one_of("label", "token"))
+    """What it belongs to."""
+
+    @property
+    def width(self) -> int:
+        """How many numbers a token has."""
+        return math.prod(self.inner)
+
+
 @attrs.frozen(eq=False)
 class Sample:
     """One document with a choice: which of its tokens are trained on.
 
     `tokens` is int64 `[N]`, `trained` bool `[N]`. A token that is trained is one that the model
-    learns to predict from those before it.
+    learns to predict from those before it. `columns` are the document's values of the columns of
+    its corpus, by name, `[N]` or `[N, k]`.
     """
 
     tokens: IntArray
     trained: np.ndarray[Any, Any]
+    columns: Mapping[str, ArrayLike] | None = None
 
 
 @attrs.frozen(eq=False)
@@ -591,6 +640,9 @@ class Spans:
 BATCH_TENSORS = ("input_ids", "labels", "position_ids", "document_ids", "token_index")
 """The tensors that every `Batch` has, in its order."""
 
+ADDED_TENSORS = ("source", "noise_key")
+"""What `deal_rows` and `with_noise_keys` add to the `extra` of a batch; no column is called so."""
+
 
 @attrs.frozen(eq=False)
 class Batch(Mapping[str, Any]):
@@ -600,8 +652,8 @@ class Batch(Mapping[str, Any]):
     `position_ids` restart in every piece. `document_ids` count the pieces of a row, and what is
     below 0 is no token: -1 is row padding, -2 - n what aligns piece n and lies in its span.
     `token_index` is the index of the token in the global step. `extra` holds further tensors whose
-    first two dimensions are the same: weights, advantages, noise keys; as a mapping, a batch shows
-    them beside its own fields.
+    first two dimensions are the same: the columns of a corpus, noise keys; as a mapping, a batch
+    shows them beside its own fields.
     """
 
     input_ids: Tensor
@@ -686,9 +738,10 @@ class TrainState:
 class Corpus(Protocol):
     """Documents of tokens; document i is `tokens[offsets[i]:offsets[i + 1]]`.
 
-    Two attributes are optional. `trained`, as long as `tokens`, is 0 for tokens that no label shall
-    ask for. `parts` are corpora whose documents follow one another; a corpus that has them may do
-    without flat `tokens`.
+    Some attributes are optional. `trained`, as long as `tokens`, is 0 for tokens that no label
+    shall ask for. `columns` says by name what else there is of each token, a `Column`, and `values`
+    holds it, `[T]` or `[T, k]`. `parts` are corpora whose documents follow one another; a corpus
+    that has them may do without flat `tokens` and `values`.
     """
 
     @property

@@ -8,6 +8,7 @@ import resource
 import statistics
 import time
 
+import attrs
 import numpy as np
 import torch
 
@@ -17,7 +18,7 @@ from trainkit.corpora.tokens import TokenCorpus
 from trainkit.data import Packed, prefetch, step_batch
 from trainkit.packing import pack_bins, row_costs
 from trainkit.sampling import rows_of_blocks, rows_of_epochs, share_of_rows
-from trainkit.types import Cursor, Share, StepBatch
+from trainkit.types import Column, Cursor, Share, StepBatch
 
 CAPACITY, TURNS = 8192, 21
 
@@ -174,6 +175,25 @@ def steady(batches=60):
         print("; ".join(told))
 
 
+def with_columns(rows=64):
+    """What four columns of fp32 add to the time, in new memory at each call, as steps make it."""
+    lengths = documents(20_000, CAPACITY)
+    plain, bins = corpus_of(lengths, "uint16"), pack_bins(lengths, CAPACITY)
+    columns = {name: Column() for name in ("weights", "advantages", "logprobs", "reference")}
+    random = np.random.default_rng(0)
+    values = {name: random.random(len(plain.tokens), np.float32) for name in columns}
+    full = attrs.evolve(plain, columns=columns, values=values)
+    groups = np.arange(len(bins) // rows * rows).reshape(-1, rows)
+
+    def collated(corpus):
+        return lambda turn: collate_bins(corpus, bins, groups[turn % len(groups)])
+
+    found = seconds_in_turns({"plain": collated(plain), "with columns": collated(full)})
+    times = ", ".join(f"{name} {1e3 * seconds:.2f} ms" for name, seconds in found.items())
+    ratio = found["with columns"] / found["plain"]
+    print(f"\n{rows} rows of {CAPACITY}, 4 columns of fp32: {times}: {ratio:.2f} times (bar 1.8)")
+
+
 def imbalance(table, costs):
     """What the dearest rank costs above the mean, and the dearest of each microbatch, summed."""
     work = np.where(table < 0, 0, costs[table]).sum(2)
@@ -265,6 +285,8 @@ def main():
     torch.set_num_threads(1)
     collation()
     steady()
+    for rows in (8, 64):
+        with_columns(rows)
     deals()
     prefetching()
 

@@ -68,6 +68,7 @@ def test_show_describes_a_corpus_and_one_document(tmp_path):
         "tokens": 6,
         "dtype": ["uint16"],
         "vocab_size": 9,
+        "columns": {},
         "lengths": {"min": 1, "median": 2.0, "max": 3},
         "document": {"number": 1, "name": None, "length": 3, "first_tokens": [6, 7, 0]},
     }

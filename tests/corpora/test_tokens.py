@@ -9,7 +9,6 @@ import tempfile
 from functools import partial
 from pathlib import Path
 
-import attrs
 import numpy as np
 import pytest
 from hypothesis import given
@@ -19,7 +18,7 @@ from trainkit.corpora import content, token_file
 from trainkit.corpora.joined import join_corpora
 from trainkit.corpora.mapped import check_unchanged
 from trainkit.corpora.open import fingerprint, open_corpus
-from trainkit.corpora.token_file import BLOCK, encode_header, read_header, sampled
+from trainkit.corpora.token_file import BLOCK, encode_header, facts_of, read_header, sampled
 from trainkit.corpora.tokens import memory_corpus, open_tokens, write_corpus
 from trainkit.types import DataError, DiskError, Sample
 
@@ -150,7 +149,7 @@ def header_of(path):
 
 def forge(path, *, content=None, **changes):
     """Write a file whose hashes all fit, whatever it says."""
-    header = attrs.asdict(header_of(path))
+    header = facts_of(header_of(path))
     content = path.read_bytes()[BLOCK : header_of(path).table_at] if content is None else content
     chunk = changes.get("chunk_bytes", header["chunk_bytes"])
     parts = [content[i : i + chunk] for i in range(0, len(content), chunk)] if chunk > 0 else []

@@ -234,7 +234,7 @@ def test_an_encoder_of_ones_own_gets_the_tokenizer_and_whole_records(source, out
     assert texts_of(out) == [text + "!" for text in WORDS]
 
 
-@pytest.mark.parametrize("bad", [lambda: None, {"a": 1}])
+@pytest.mark.parametrize("bad", [lambda: None, {"a": object()}])
 def test_an_encoder_that_no_other_process_can_name_is_refused(bad, source, out):
     with pytest.raises(ValueError, match="must be a function at the top of a module"):
         run(lines(source), out, make_encode=functools.partial(encoded_by_letter, letter=bad))

@@ -14,7 +14,7 @@ import torch
 from trainkit.batch.shards import each_tensor, spans_of_runs
 from trainkit.noise.counters import mix_tensor, signed
 from trainkit.noise.hashing import GOLDEN, key_of
-from trainkit.types import IGNORED_LABEL, Batch, Spans, at_least
+from trainkit.types import ADDED_TENSORS, IGNORED_LABEL, Batch, Spans, at_least
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -291,8 +291,9 @@ def batch_hash(microbatches: Sequence[Mapping[str, Any]]) -> Tensor:
     """Return the hash of what a step trains on, on this rank, without a host sync.
 
     A sum modulo 2^64 over tokens, row padding left out, of a hash of (field, index in the global
-    step, value) for input ids, labels and positions. So hashes of ranks and microbatches add up to
-    the global batch's, whichever way it was dealt, and blank rows add 0.
+    step, value) for input ids, labels, positions and `extra`, but for what `deal_rows` and
+    `with_noise_keys` add. So hashes of ranks and microbatches add up to the global batch's,
+    whichever way it was dealt, and blank rows add 0.
 
     Args:
         microbatches: `Batch`es.
@@ -316,7 +317,22 @@ def _hash_of(batch: Mapping[str, Any]) -> Tensor:
     total = torch.zeros_like(index)
     for name in ("input_ids", "labels", "position_ids"):
         total += mix_tensor(mix_tensor(index + signed(key_of(name))) + batch[name])
+    for name in sorted(getattr(batch, "extra", {}).keys() - {*ADDED_TENSORS}):
+        total += _hash_of_column(name, batch[name], batch["token_index"])
     return torch.where(batch["document_ids"] != -1, total, 0).sum()
+
+
+def _hash_of_column(name: str, values: Tensor, token_index: Tensor) -> Tensor:
+    """Return the sum over the inner dimension of the hashes of values, int64 `[B, S]`."""
+    bits = values.view(_BITS[values.dtype.itemsize]) if values.is_floating_point() else values
+    bits = bits.reshape(*token_index.shape, -1)
+    width = bits.shape[2]
+    index = token_index.unsqueeze(2) * width + torch.arange(width, device=bits.device)
+    index = index * signed(GOLDEN) + signed(key_of("column", name, width))
+    return mix_tensor(mix_tensor(index) + bits.long()).sum(2)
+
+
+_BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def _check_microbatches(where: str, microbatches: Sequence[Mapping[str, Any]]) -> None:

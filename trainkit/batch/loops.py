@@ -1,4 +1,4 @@
-"""The compiled loops of `collate_bins`: where the spans of a batch lie, and its fields.
+"""The compiled loops of `collate_bins`: where the spans of a batch lie, its fields and columns.
 
 Whatever the bins hold, no loop reaches beyond an array.
 """
@@ -12,7 +12,7 @@ import numpy as np
 from trainkit.noise.jit import jit
 from trainkit.types import IGNORED_LABEL
 
-Columns = np.ndarray[tuple[int, int], np.dtype[np.int64]]
+SpanTable = np.ndarray[tuple[int, int], np.dtype[np.int64]]
 """Where the spans of a batch lie and what is in them: a column for each; its rows are named below.
 
 All the padding of a row is one column here; attention is told of shorter spans (`cut_padding`).
@@ -34,7 +34,7 @@ def lay_out(  # noqa: PLR0917 (an array is a parameter)
     capacity: int,
     multiple_of: int,
 ) -> Any:
-    """Return the `Columns` of rows, and -1 or the number of the first row that is wrong.
+    """Return the `SpanTable` of rows, and -1 or the number of the first row that is wrong.
 
     The spans of a row are its pieces as they come, then what is left of it.
     """
@@ -48,7 +48,7 @@ def lay_out(  # noqa: PLR0917 (an array is a parameter)
             if first < 0 or end < first or end > documents.size:
                 return np.empty((6, 0), np.int64), number
             count += end - first
-    columns = np.empty((6, count), np.int64)
+    table = np.empty((6, count), np.int64)
     span = 0
     for number in range(rows.size):
         row, filled = rows[number], 0
@@ -56,50 +56,50 @@ def lay_out(  # noqa: PLR0917 (an array is a parameter)
         for piece in range(first, end):
             document, start, length = documents[piece], starts[piece], lengths[piece]
             if document < 0 or document >= corpus_offsets.size - 1 or start < 0 or length < 1:
-                return columns, number
+                return table, number
             source = corpus_offsets[document] + start
             padded = (length + multiple_of - 1) // multiple_of * multiple_of
             last = min(corpus_offsets[document + 1], num_tokens)
             if source < 0 or source + length > last or filled + padded > capacity:
-                return columns, number
-            columns[BEGIN, span], columns[LENGTH, span] = number * capacity + filled, padded
-            columns[SIZE, span], columns[NUMBER, span] = length, piece - first
-            columns[DOCUMENT, span], columns[SOURCE, span] = document, source
+                return table, number
+            table[BEGIN, span], table[LENGTH, span] = number * capacity + filled, padded
+            table[SIZE, span], table[NUMBER, span] = length, piece - first
+            table[DOCUMENT, span], table[SOURCE, span] = document, source
             filled += padded
             span += 1
         if filled < capacity:
-            columns[BEGIN, span], columns[LENGTH, span] = (
+            table[BEGIN, span], table[LENGTH, span] = (
                 number * capacity + filled,
                 capacity - filled,
             )
-            columns[SIZE, span], columns[NUMBER, span] = 0, -1
-            columns[DOCUMENT, span], columns[SOURCE, span] = -1, 0
+            table[SIZE, span], table[NUMBER, span] = 0, -1
+            table[DOCUMENT, span], table[SOURCE, span] = -1, 0
             span += 1
-    return columns[:, :span].copy(), -1
+    return table[:, :span].copy(), -1
 
 
 @jit
-def write_fields(fields: Any, columns: Any, rows: Any, positions: Any, pad_id: int) -> None:
+def write_fields(fields: Any, table: Any, rows: Any, positions: Any, pad_id: int) -> None:
     """Write all that does not depend on tokens."""
     _write_index(fields[4], rows, positions)
-    write_spans(fields[:4], columns, pad_id)
+    write_spans(fields[:4], table, pad_id)
 
 
 @jit
-def write_spans(fields: Any, columns: Any, pad_id: int) -> None:
+def write_spans(fields: Any, table: Any, pad_id: int) -> None:
     """Write positions, documents and padding."""
     ids, labels, position_ids, document_ids = fields
-    begins, ends = columns[BEGIN], columns[BEGIN] + columns[LENGTH]
+    begins, ends = table[BEGIN], table[BEGIN] + table[LENGTH]
     for span in range(begins.size):
         part = position_ids[begins[span] : ends[span]]
         for i in range(part.size):
             part[i] = i
     for span in range(begins.size):
-        number, end = columns[NUMBER, span], begins[span] + columns[SIZE, span]
+        number, end = table[NUMBER, span], begins[span] + table[SIZE, span]
         document_ids[begins[span] : end] = number
         document_ids[end : ends[span]] = -2 - number  # -1 for that of a row, whose number is -1
     for span in range(begins.size):
-        size = columns[SIZE, span]
+        size = table[SIZE, span]
         ids[begins[span] + size : ends[span]] = pad_id
         labels[begins[span] + max(size - 1, 0) : ends[span]] = IGNORED_LABEL
 
@@ -117,11 +117,11 @@ def _write_index(token_index: Any, rows: Any, positions: Any) -> None:
 
 
 @jit
-def copy_spans(ids: Any, labels: Any, tokens: Any, columns: Any) -> Any:
+def copy_spans(ids: Any, labels: Any, tokens: Any, table: Any) -> Any:
     """Copy tokens into ids and, one place to the left, into labels; return the largest."""
     largest = tokens.dtype.type(0)
-    for span in range(columns.shape[1]):
-        begin, size, first = columns[BEGIN, span], columns[SIZE, span], columns[SOURCE, span]
+    for span in range(table.shape[1]):
+        begin, size, first = table[BEGIN, span], table[SIZE, span], table[SOURCE, span]
         part, source = ids[begin : begin + size], tokens[first : first + size]
         for i in range(part.size):
             part[i] = source[i]
@@ -133,11 +133,30 @@ def copy_spans(ids: Any, labels: Any, tokens: Any, columns: Any) -> Any:
 
 
 @jit
-def mask_labels(labels: Any, trained: Any, columns: Any) -> None:
+def mask_labels(labels: Any, trained: Any, table: Any) -> None:
     """Ignore the labels that ask for tokens which are not trained."""
-    for span in range(columns.shape[1]):
-        begin, size, first = columns[BEGIN, span], columns[SIZE, span], columns[SOURCE, span]
+    for span in range(table.shape[1]):
+        begin, size, first = table[BEGIN, span], table[SIZE, span], table[SOURCE, span]
         part = labels[begin : begin + max(size - 1, 0)]
         asked_for = trained[first + 1 : first + size]
         for i in range(part.size):
             part[i] = part[i] if asked_for[i] else IGNORED_LABEL
+
+
+@jit
+def clear_column(out: Any, table: Any, width: int, shift: int) -> None:
+    """Write 0 where a column of `width` values a token has none: the last `shift` of each piece."""
+    for span in range(table.shape[1]):
+        begin, end = table[BEGIN, span], table[BEGIN, span] + table[LENGTH, span]
+        out[(begin + max(table[SIZE, span] - shift, 0)) * width : end * width] = 0
+
+
+@jit
+def copy_column(out: Any, values: Any, table: Any, width: int, shift: int) -> None:
+    """Copy a column's values, `width` a token, `shift` places to the left inside each piece."""
+    for span in range(table.shape[1]):
+        begin, first = table[BEGIN, span] * width, (table[SOURCE, span] + shift) * width
+        size = max(table[SIZE, span] - shift, 0) * width
+        part, source = out[begin : begin + size], values[first : first + size]
+        for i in range(part.size):
+            part[i] = source[i]

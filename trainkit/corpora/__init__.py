@@ -18,6 +18,7 @@ from trainkit.corpora.open import (
 from trainkit.corpora.records import read_records
 from trainkit.corpora.tokens import (
     TokenCorpus,
+    documents_of,
     memory_corpus,
     open_tokens,
     write_corpus,
@@ -29,6 +30,7 @@ __all__ = [
     "check_unchanged",
     "describe_corpus",
     "docstring_conversations",
+    "documents_of",
     "fingerprint",
     "held_out",
     "held_out_documents",

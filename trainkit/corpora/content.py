@@ -5,23 +5,30 @@ from __future__ import annotations
 import hashlib
 import tempfile
 from array import array
+from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any, BinaryIO
 
-import attrs
 import numpy as np
 
 from trainkit.corpora.documents import checked_document
 from trainkit.corpora.text import bad_file
-from trainkit.corpora.token_file import BLOCK, CHUNK, Header, encode_header
+from trainkit.corpora.token_file import (
+    BLOCK,
+    CHUNK,
+    Header,
+    aligned,
+    encode_header,
+    facts_of,
+)
 from trainkit.files import disk_errors
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
+    from collections.abc import Callable, Iterable, Iterator, Mapping
     from pathlib import Path
 
     from numpy.typing import ArrayLike
 
-    from trainkit.types import Sample
+    from trainkit.types import Column, Sample
 
 
 def write_content(
@@ -31,7 +38,8 @@ def write_content(
     *,
     kind: np.dtype[Any],
     vocab_size: int | None,
-    tokenizer_hash: str | None = None,
+    tokenizer_hash: str | None,
+    columns: Mapping[str, Column],
 ) -> None:
     """Write a whole token file in one pass over the documents.
 
@@ -42,14 +50,15 @@ def write_content(
         kind: The tokens' dtype.
         vocab_size: No token may be this large or larger.
         tokenizer_hash: Of the tokenizer that made the tokens.
+        columns: What there is of each token besides.
 
     Raises:
         DataError: A document is not what it must be, or there is none.
         DiskError: The file cannot be written.
 
     Effects:
-        Writes `file`; and a file without a name beside it, as which tokens are trained on comes
-        after all tokens.
+        Writes `file`; and files without a name beside it, as which tokens are trained on, and the
+        columns, come after all tokens.
     """
     offsets, table = array("q", [0]), bytearray()
     trained: bool | None = None
@@ -61,24 +70,24 @@ def write_content(
     put = _in_chunks(write, table)
     write(bytes(BLOCK))
     limit = min(vocab_size or 1 << 32, 1 << 8 * kind.itemsize)
-    with _nameless(path) as choices:
-        for number, document in enumerate(documents):
+    with ExitStack() as stack:
+        choices, *others = [stack.enter_context(_nameless(path)) for _ in range(1 + len(columns))]
+        for number, given in enumerate(documents):
             where = f"write_corpus: {path}: document {number}"
-            ids, chosen = checked_document(document, limit, where, with_choice=trained)
-            trained = chosen is not None
-            offsets.append(offsets[-1] + ids.size)
-            put(ids.astype(kind.newbyteorder("<")).tobytes())
-            if chosen is not None:
-                write(chosen.tobytes(), choices)
+            document = checked_document(given, limit, where, columns=columns, with_choice=trained)
+            trained = document.trained is not None
+            offsets.append(offsets[-1] + len(document))
+            put(document.ids.astype(kind.newbyteorder("<")).tobytes())
+            if document.trained is not None:
+                write(document.trained.tobytes(), choices)
+            for values, other in zip(document.values.values(), others, strict=True):
+                write(values.astype(values.dtype.newbyteorder("<")).tobytes(), other)
         if trained is None:
             raise bad_file(path, "there are no documents to write")
         put(bytes(-offsets[-1] * kind.itemsize % 8))
-        if trained:
-            with disk_errors(path, by="write_corpus"):
-                choices.seek(0)
-                for data in iter(lambda: choices.read(1 << 20), b""):
-                    put(data)
-            put(bytes(-offsets[-1] % 8))
+        for section in [choices, *others] if trained else []:
+            for data in _whole(section, path):
+                put(data)
     ends = np.frombuffer(offsets, np.int64).astype("<i8").tobytes()
     put(ends, last=True)
     write(bytes(table))
@@ -92,9 +101,19 @@ def write_content(
         hashlib.sha256(ends).hexdigest(),
         hashlib.sha256(table).hexdigest(),
         tokenizer_hash,
+        columns,
     )
     file.seek(0)
-    write(encode_header(attrs.asdict(header)))
+    write(encode_header(facts_of(header)))
+
+
+def _whole(section: BinaryIO, path: Path) -> Iterator[bytes]:
+    """Yield what was written into a file, filled up with zeros to a multiple of 8 bytes."""
+    with disk_errors(path, by="write_corpus"):
+        size = section.tell()
+        section.seek(0)
+        yield from iter(lambda: section.read(1 << 20), b"")
+    yield bytes(aligned(size) - size)
 
 
 def _in_chunks(write: Callable[[bytes], None], table: bytearray) -> Callable[..., None]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import attrs
 import numpy as np
 
 from trainkit.corpora.open import open_corpus
@@ -79,6 +80,7 @@ def describe_corpus(path: str | os.PathLike[str], *, document: int = 0) -> dict[
         "tokens": int(lengths.sum()),
         "dtype": sorted({part.tokens.dtype.name for part in getattr(corpus, "parts", [corpus])}),
         "vocab_size": corpus.vocab_size,
+        "columns": {name: attrs.asdict(column) for name, column in corpus.columns.items()},
         "lengths": {
             "min": int(lengths.min()),
             "median": float(np.median(lengths)),

@@ -10,11 +10,12 @@ import attrs
 import numpy as np
 
 from trainkit.corpora.tokens import TokenCorpus
+from trainkit.types import DataError
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
 
-    from trainkit.types import IntArray
+    from trainkit.types import Column, IntArray
 
 
 @attrs.frozen(eq=False)
@@ -69,6 +70,11 @@ class JoinedCorpus:
                 found[name if name not in found else f"{number}:{name}"] = value
         return found
 
+    @property
+    def columns(self) -> Mapping[str, Column]:
+        """What there is of each token besides, the same in all parts."""
+        return self.parts[0].columns
+
     def read(self, document: int, start: int, length: int) -> np.ndarray[Any, Any]:
         """Return `length` tokens of a document from token `start` on, as a view."""
         if not 0 <= document < len(self.offsets) - 1:
@@ -89,6 +95,7 @@ def join_corpora(parts: Iterable[TokenCorpus | JoinedCorpus]) -> JoinedCorpus:
 
     Raises:
         ValueError: There is no corpus.
+        DataError: They do not have the same columns. The message names two that differ.
 
     Examples:
         >>> from trainkit.corpora.tokens import memory_corpus
@@ -103,6 +110,7 @@ def join_corpora(parts: Iterable[TokenCorpus | JoinedCorpus]) -> JoinedCorpus:
     )
     if not flat:
         raise ValueError("join_corpora: there is no corpus to join")
+    _check_columns(flat)
     counts = [len(part.offsets) - 1 for part in flat]
     first = np.concatenate([[0], np.cumsum(counts)]).astype(np.int64)
     offsets, total = np.zeros(first[-1] + 1, np.int64), 0
@@ -110,6 +118,18 @@ def join_corpora(parts: Iterable[TokenCorpus | JoinedCorpus]) -> JoinedCorpus:
         offsets[begin : begin + len(part.offsets)] = part.offsets - part.offsets[0] + total
         total = int(offsets[begin + len(part.offsets) - 1])
     return JoinedCorpus(flat, first, offsets)
+
+
+def _check_columns(parts: Sequence[TokenCorpus]) -> None:
+    for number, part in enumerate(parts):
+        if part.columns != parts[0].columns:
+            (have, one), (want, first) = (
+                (", ".join(f"{name}: {x}" for name, x in p.columns.items()) or "none", [*p.sources])
+                for p in (part, parts[0])
+            )
+            what = f"corpus {number} {one} has the columns {have}; corpus 0 {first} has {want}"
+            mend = "a row of one cannot stand beside a row of the other: write them alike"
+            raise DataError(f"join_corpora: {what}: {mend}", where=number, got=have, want=want)
 
 
 def joint_digest(digests: Iterable[str]) -> str:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import attrs
 import numpy as np
 
+from trainkit.corpora.documents import checked_columns
 from trainkit.corpora.joined import JoinedCorpus, join_corpora, joint_digest
 from trainkit.corpora.library import docstring_conversations
 from trainkit.corpora.records import document_files, read_records, record_place
@@ -62,7 +63,8 @@ def open_corpus(
         field: The field of each line or row that holds the text.
         suffixes: How the names of a directory's text files end.
         keep: Which documents to take, by relative path or by line number (from 1, in decimal).
-        encode: Makes a record's token ids, or its `Sample`, in place of `tokenizer` and `field`.
+        encode: Makes a record's token ids, or its `Sample`, in place of `tokenizer` and `field`. An
+            attribute `columns`, if it has one, says by name what `Column`s its samples have.
         eos_id: In files of tokens that do not say where documents end, one ends after each of
             these; otherwise such a file is one document.
 
@@ -306,7 +308,7 @@ def _count_labels(trained: Any, offsets: Any, count: Any) -> None:
 
 
 def fingerprint(corpus: Corpus) -> str:
-    """Return a hash of a corpus' tokens, offsets and choices: 16 hex digits, to see it is the same.
+    """Return a hash of all that a corpus holds: 16 hex digits, to see that it is the same.
 
     A token file's is read from its header, since a large one takes long to hash; `verify_corpus`
     says whether the content still has that hash.
@@ -325,7 +327,10 @@ def fingerprint(corpus: Corpus) -> str:
     trained = getattr(corpus, "trained", None)
     if trained is not None:
         arrays["trained"] = np.asarray(trained)
-    parts = (hash_box(name, x, shape=x.shape, offset=(0,)) for name, x in arrays.items())
+    for name, column in getattr(corpus, "columns", {}).items():
+        own: Any = corpus
+        arrays[f"column {name} {column.dtype} {column.of}"] = np.asarray(own.values[name])
+    parts = (hash_box(name, x, shape=x.shape, offset=[0] * x.ndim) for name, x in arrays.items())
     return f"{sum(parts) & MASK64:016x}"
 
 
@@ -346,7 +351,8 @@ def _encoded(
             where = record_place(path, name)
             yield where, _encode(encode, record, where)
 
-    corpus = gathered(documents(), vocab_size=vocab_size)
+    columns = checked_columns("open_corpus", getattr(encode, "columns", None))
+    corpus = gathered(documents(), vocab_size=vocab_size, columns=columns)
     if not len(corpus.tokens):
         dropped = getattr(encode, "counts", {}).get("dropped", 0)
         found = "none has a token" if names else "none was kept"

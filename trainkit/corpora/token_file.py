@@ -3,9 +3,10 @@
 All little-endian. A block of 4096 bytes: 8 bytes magic, the header's length (uint64), the SHA-256
 of the header (32 bytes), the header in JSON, zeros. Then the content, each section filled up with
 zeros to a multiple of 8 bytes: the tokens; where the header says so, one byte for each token, 1 if
-it is trained on; the offsets: documents + 1 int64, from 0 to the number of tokens. Then a table:
-the SHA-256 of each chunk of the content. The header holds the table's SHA-256, so it vouches for
-every byte, and a few chunks can be checked without reading the others.
+it is trained on; the values of each column that it names; the offsets: documents + 1 int64, from 0
+to the number of tokens. Then a table: the SHA-256 of each chunk of the content. The header holds
+the table's SHA-256, so it vouches for every byte, and a few chunks can be checked without reading
+the others. A file with columns is of version 3, one without of version 2, as it was before them.
 """
 
 from __future__ import annotations
@@ -13,13 +14,16 @@ from __future__ import annotations
 import hashlib
 import os
 import random
+from itertools import accumulate
 from typing import TYPE_CHECKING, Any, BinaryIO
 
 import attrs
 import numpy as np
 import orjson
 
+from trainkit.corpora.documents import checked_columns
 from trainkit.corpora.text import bad_file, read_at
+from trainkit.types import Column
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -28,7 +32,7 @@ if TYPE_CHECKING:
     from trainkit.types import DataError
 
 MAGIC = b"\x89TKTOK\r\n"
-VERSION = 2
+VERSIONS = (2, 3)  # without columns, and with some
 BLOCK = 4096
 CHUNK = 1 << 22
 HASH = 32
@@ -53,6 +57,7 @@ class Header:
     offsets_sha256: str
     table_sha256: str
     tokenizer: str | None = None
+    columns: Mapping[str, Column] = attrs.field(factory=dict)
 
     @property
     def kind(self) -> np.dtype[Any]:
@@ -65,9 +70,16 @@ class Header:
         return BLOCK + aligned(self.tokens * self.kind.itemsize)
 
     @property
+    def values_at(self) -> list[int]:
+        """Where the values of each column begin, and the offsets after them."""
+        begin = self.trained_at + (aligned(self.tokens) if self.trained else 0)
+        each = (x.width * np.dtype(x.dtype).itemsize for x in self.columns.values())
+        return [*accumulate((aligned(self.tokens * size) for size in each), initial=begin)]
+
+    @property
     def offsets_at(self) -> int:
         """Where the offsets begin."""
-        return self.trained_at + (aligned(self.tokens) if self.trained else 0)
+        return self.values_at[-1]
 
     @property
     def table_at(self) -> int:
@@ -88,6 +100,7 @@ class Header:
     def digest(self) -> str:
         """A hash of the corpus: the same bytes as another dtype are another corpus."""
         text = f"{self.dtype} {self.trained} {self.chunk_bytes} {self.table_sha256}"
+        text += f" {described(self.columns)}" if self.columns else ""
         return hashlib.sha256(text.encode()).hexdigest()
 
 
@@ -96,9 +109,32 @@ def aligned(size: int) -> int:
     return -(-size // 8) * 8
 
 
+def described(columns: Mapping[str, Column]) -> list[list[Any]]:
+    """Return columns as a header and a hash have them: (name, dtype, inner, of) of each.
+
+    Examples:
+        >>> from trainkit.types import Column
+        >>> described({"advantages": Column()})
+        [['advantages', 'float32', [], 'label']]
+    """
+    return [[name, x.dtype, list(x.inner), x.of] for name, x in columns.items()]
+
+
+def facts_of(header: Header) -> dict[str, Any]:
+    """Return what a header says, as JSON has it."""
+    facts = attrs.asdict(header, filter=lambda field, _: field.name != "columns")
+    return facts | ({"columns": described(header.columns)} if header.columns else {})
+
+
 def encode_header(facts: Mapping[str, Any]) -> bytes:
-    """Return the first block of a token file."""
-    text = orjson.dumps({"version": VERSION, **facts})
+    """Return the first block of a token file.
+
+    Raises:
+        ValueError: There is no room for so many columns.
+    """
+    text = orjson.dumps({"version": VERSIONS["columns" in facts], **facts})
+    if len(text) > BLOCK - 48:
+        raise ValueError(f"a header of {len(text)} bytes is too long: give columns shorter names")
     block = MAGIC + len(text).to_bytes(8, "little") + hashlib.sha256(text).digest() + text
     return block.ljust(BLOCK, b"\0")
 
@@ -122,9 +158,9 @@ def read_header(file: BinaryIO, path: Path) -> Header:
     except orjson.JSONDecodeError as error:
         raise broken(path, f"a header that is no JSON: {error}") from error
     version = facts.get("version") if isinstance(facts, dict) else None
-    if version != VERSION:
-        what = f"version {version}; this trainkit reads {VERSION}"
-        raise broken(path, what, got=version, want=VERSION)
+    if version not in VERSIONS:
+        what = f"version {version}; this trainkit reads {' and '.join(map(str, VERSIONS))}"
+        raise broken(path, what, got=version, want=VERSIONS)
     header = _checked(facts, path)
     size = os.fstat(file.fileno()).st_size
     if size != header.size:
@@ -152,7 +188,14 @@ def _checked(facts: dict[str, Any], path: Path) -> Header:
     for name, rule in rules.items():
         if name not in facts or not rule(facts[name]):
             raise broken(path, f"a header with {name} {facts.get(name)!r}", got=facts.get(name))
-    return Header(dtype, **{name: facts[name] for name in rules})
+    own = {name: facts[name] for name in rules}
+    if facts["version"] == VERSIONS[0]:
+        return Header(dtype, **own)
+    try:
+        columns = {name: Column(kind, inner, of) for name, kind, inner, of in facts["columns"]}
+        return Header(dtype, **own, columns=checked_columns("open_tokens", columns))
+    except (KeyError, TypeError, ValueError) as error:
+        raise broken(path, f"a header with columns that cannot be: {error}") from error
 
 
 # ------------------------------------------------------------------------------------------ chunks

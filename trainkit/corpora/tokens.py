@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from array import array
+from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -11,7 +12,7 @@ import attrs
 import numpy as np
 
 from trainkit.corpora.content import write_content
-from trainkit.corpora.documents import checked_document, smallest_dtype
+from trainkit.corpora.documents import checked_columns, checked_document, smallest_dtype
 from trainkit.corpora.mapped import MappedFile, map_file
 from trainkit.corpora.text import check_readable, opened
 from trainkit.corpora.token_file import (
@@ -26,14 +27,15 @@ from trainkit.corpora.token_file import (
     sampled,
 )
 from trainkit.files import replacing
+from trainkit.types import Sample
 
 if TYPE_CHECKING:
     import os
-    from collections.abc import Iterable, Mapping, Sequence
+    from collections.abc import Iterable, Iterator, Mapping, Sequence
 
     from numpy.typing import ArrayLike, DTypeLike
 
-    from trainkit.types import IntArray, Sample
+    from trainkit.types import Column, Corpus, IntArray
 
 SUFFIX = ".tokens"
 Check = Literal["sample", "full", "none"]
@@ -54,6 +56,8 @@ class TokenCorpus:
         sources: A hash of the content of each file that the corpus was read from, by its name.
         file: The file that `tokens` is mapped from; `check_unchanged` looks at it.
         tokenizer_hash: Of the tokenizer that made a token file; None where the file does not say.
+        columns: What there is of each token besides, by name.
+        values: The columns' values, `[T]` or `[T, k]`, by name.
     """
 
     tokens: np.ndarray[Any, Any]
@@ -65,6 +69,8 @@ class TokenCorpus:
     sources: Mapping[str, str] = attrs.field(factory=dict)
     file: MappedFile | None = None
     tokenizer_hash: str | None = None
+    columns: Mapping[str, Column] = attrs.field(factory=dict)
+    values: Mapping[str, np.ndarray[Any, Any]] = attrs.field(factory=dict)
 
     @property
     def lengths(self) -> IntArray:
@@ -92,6 +98,7 @@ def memory_corpus(
     *,
     vocab_size: int | None = None,
     names: Sequence[str] | None = None,
+    columns: Mapping[str, Column] | None = None,
 ) -> TokenCorpus:
     """Return documents as a corpus in memory.
 
@@ -99,21 +106,28 @@ def memory_corpus(
         documents: Sequences of token ids, or `Sample`s, read once, one at a time.
         vocab_size: No token may be this large or larger; decides the dtype.
         names: What each document is called.
+        columns: What there is of each token besides, by name; each `Sample` has its values.
 
     Returns:
         The corpus, of the smallest dtype that holds the vocabulary, or uint32.
 
     Raises:
-        DataError: A document is not a sequence of ids that fit, or some are `Sample`s and some are
-            not. The message names it.
-        ValueError: There are not as many names as documents.
+        DataError: A document is not a sequence of ids that fit, some are `Sample`s and some are
+            not, or one does not have the columns: a value for each token, finite and of the dtype.
+            The message names it.
+        ValueError: There are not as many names as documents, or a column has a name of the batch's.
 
     Examples:
         >>> memory_corpus([[1, 2, 3], [4]], vocab_size=10).tokens
         array([1, 2, 3, 4], dtype=uint8)
+        >>> from trainkit.types import Column
+        >>> answer = Sample(np.arange(2), np.array([False, True]), {"advantages": [0.0, 0.5]})
+        >>> memory_corpus([answer], columns={"advantages": Column("float32")}).values
+        {'advantages': array([0. , 0.5], dtype=float32)}
     """
     placed = ((f"memory_corpus: document {number}", d) for number, d in enumerate(documents))
-    corpus = gathered(placed, vocab_size=vocab_size)
+    declared = checked_columns("memory_corpus", columns)
+    corpus = gathered(placed, vocab_size=vocab_size, columns=declared)
     if names is not None and len(names) != len(corpus.offsets) - 1:
         raise ValueError(
             f"memory_corpus: {len(names)} names for {len(corpus.offsets) - 1} documents"
@@ -122,26 +136,64 @@ def memory_corpus(
 
 
 def gathered(
-    documents: Iterable[tuple[str, ArrayLike | Sample]], *, vocab_size: int | None
+    documents: Iterable[tuple[str, ArrayLike | Sample]],
+    *,
+    vocab_size: int | None,
+    columns: Mapping[str, Column],
 ) -> TokenCorpus:
     """Return documents as a corpus in memory; before each stands where it is, for messages."""
     kind, limit = smallest_dtype(vocab_size), vocab_size or 1 << 32
     if kind.name not in DTYPES:
         raise ValueError(f"a vocabulary has at most 2**32 tokens, got vocab_size={vocab_size}")
     tokens, trained, offsets = bytearray(), bytearray(), array("q", [0])
+    values = {name: bytearray() for name in columns}
     with_choice: bool | None = None
-    for where, document in documents:
-        ids, chosen = checked_document(document, limit, where, with_choice=with_choice)
-        with_choice = chosen is not None
-        tokens += ids.astype(kind).tobytes()
-        trained += b"" if chosen is None else chosen.tobytes()
-        offsets.append(offsets[-1] + ids.size)
+    for where, given in documents:
+        document = checked_document(given, limit, where, columns=columns, with_choice=with_choice)
+        with_choice = document.trained is not None
+        tokens += document.ids.astype(kind).tobytes()
+        trained += b"" if document.trained is None else document.trained.tobytes()
+        for name, own in document.values.items():
+            values[name] += own.tobytes()
+        offsets.append(offsets[-1] + len(document))
     return TokenCorpus(
-        np.frombuffer(memoryview(tokens).toreadonly(), kind),
+        _read_only(tokens, kind),
         np.array(offsets, np.int64),
         vocab_size,
-        trained=np.frombuffer(memoryview(trained).toreadonly(), np.uint8) if with_choice else None,
+        trained=_read_only(trained, np.dtype("uint8")) if with_choice else None,
+        columns=columns,
+        values={
+            name: _read_only(values[name], np.dtype(column.dtype)).reshape(-1, *column.inner)
+            for name, column in columns.items()
+        },
     )
+
+
+def _read_only(data: bytearray, kind: np.dtype[Any]) -> np.ndarray[Any, Any]:
+    return np.frombuffer(memoryview(data).toreadonly(), kind)
+
+
+def documents_of(corpus: Corpus) -> Iterator[ArrayLike | Sample]:
+    """Yield the documents of a corpus, from which `memory_corpus` and `write_corpus` make it anew.
+
+    Args:
+        corpus: Any; one that says more of its tokens than their ids gives `Sample`s.
+
+    Returns:
+        An iterator of views.
+
+    Examples:
+        >>> list(documents_of(memory_corpus([[1, 2], [3]])))
+        [array([1, 2], dtype=uint32), array([3], dtype=uint32)]
+    """
+    for part in getattr(corpus, "parts", (corpus,)):
+        trained, values = getattr(part, "trained", None), getattr(part, "values", {})
+        for begin, end in pairwise(part.offsets.tolist()):
+            ids, own = part.tokens[begin:end], {n: x[begin:end] for n, x in values.items()}
+            if trained is not None:
+                yield Sample(ids, trained[begin:end].view(np.bool_), own)
+            else:
+                yield Sample(ids, np.ones(len(ids), np.bool_), own) if own else ids
 
 
 # ---------------------------------------------------------------------------------------- in a file
@@ -154,6 +206,7 @@ def write_corpus(
     dtype: DTypeLike | None = None,
     vocab_size: int | None = None,
     tokenizer_hash: str | None = None,
+    columns: Mapping[str, Column] | None = None,
 ) -> TokenCorpus:
     """Write documents of tokens into a token file, whole or not at all, and open it.
 
@@ -167,19 +220,21 @@ def write_corpus(
             opened with a tokenizer.
         tokenizer_hash: Of the tokenizer that made the ids, as the function of that name gives it;
             written down, and compared when the file is opened with a tokenizer.
+        columns: What there is of each token besides, by name; each `Sample` has its values.
 
     Returns:
         The corpus, mapped from the file.
 
     Raises:
-        ValueError: The suffix or the dtype is not one of the above.
-        DataError: A document is not a sequence of ids that fit, there is no document, or some are
-            `Sample`s and some are not. The message names it.
+        ValueError: The suffix or the dtype is not one of the above, or a column has a name of the
+            batch's.
+        DataError: A document is not a sequence of ids that fit, there is no document, some are
+            `Sample`s and some are not, or one does not have the columns. The message names it.
         DiskError: The file cannot be written, or the disk is full.
 
     Effects:
-        Writes `path`, through a temporary file beside it that is removed on failure (and another
-        for `Sample`s, which has no name); both reach the disk before this returns.
+        Writes `path`, through a temporary file beside it that is removed on failure (and more for
+        `Sample`s, which have no names); both reach the disk before this returns.
 
     Examples:
         >>> import tempfile
@@ -202,6 +257,7 @@ def write_corpus(
             kind=kind,
             vocab_size=vocab_size,
             tokenizer_hash=tokenizer_hash,
+            columns=checked_columns("write_corpus", columns),
         )
     return open_tokens(path, check="none")
 
@@ -243,6 +299,12 @@ def open_part(path: Path, *, most: int | None, vocab_size: int | None = None) ->
     trained = (
         data[header.trained_at : header.trained_at + header.tokens] if header.trained else None
     )
+    values = {
+        name: data[begin:end].view(column.dtype)[: header.tokens * column.width]
+        for (name, column), (begin, end) in zip(
+            header.columns.items(), pairwise(header.values_at), strict=True
+        )
+    }
     offsets = data[header.offsets_at : header.table_at].view("<i8")
     _check_offsets(offsets, header, path, hashed=most != 0)
     limit = header.vocab_size or vocab_size
@@ -259,6 +321,8 @@ def open_part(path: Path, *, most: int | None, vocab_size: int | None = None) ->
         sources={path.name: header.digest[:16]},
         file=told,
         tokenizer_hash=header.tokenizer,
+        columns=header.columns,
+        values={name: x.reshape(-1, *header.columns[name].inner) for name, x in values.items()},
     )
 
 

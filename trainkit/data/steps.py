@@ -262,7 +262,8 @@ def _collate(
     if sources is None:
         return batch
     source = torch.from_numpy(sources[rows])[:, None]
-    return attrs.evolve(batch, extra={"source": torch.where(batch.document_ids < 0, -1, source)})
+    own = torch.where(batch.document_ids < 0, -1, source)
+    return attrs.evolve(batch, extra={**batch.extra, "source": own})
 
 
 def _parts_of(corpus: Any, bins: Bins) -> Sequence[Corpus]:

@@ -10,7 +10,7 @@ and the hash tells whether it is the same.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial
 from itertools import islice
 from typing import TYPE_CHECKING
@@ -18,15 +18,14 @@ from typing import TYPE_CHECKING
 import attrs
 import numpy as np
 
+from trainkit.corpora.documents import Document, checked_columns
 from trainkit.data.packed import Packed
 from trainkit.data.windows import (
-    Document,
     Packing,
     Position,
     Window,
     corpus_of,
     noting_errors,
-    part_of,
     windows,
 )
 from trainkit.packing import best_fit, pack_bins, take_rows
@@ -36,7 +35,7 @@ if TYPE_CHECKING:
     from numpy.typing import ArrayLike
 
     from trainkit.packing.bins import Overlong
-    from trainkit.types import Fit, IntArray
+    from trainkit.types import Column, Fit, IntArray
 
 OpenDocuments = Callable[[int], "Iterator[ArrayLike | Sample]"]
 """From the number of a document to an iterator over the documents from that one on."""
@@ -94,6 +93,7 @@ def stream_steps(
     max_documents: int | None = None,
     overlong: Overlong = "split",
     vocab_size: int | None = None,
+    columns: Mapping[str, Column] | None = None,
 ) -> Iterator[StreamStep]:
     """Pack documents as they come, and give the rows of one global step after the other.
 
@@ -121,6 +121,7 @@ def stream_steps(
         max_documents: The most pieces in a row.
         overlong: What becomes of a document longer than the capacity.
         vocab_size: No token may be this large or larger.
+        columns: What there is of each token besides, by name; each `Sample` has its values.
 
     Returns:
         An iterator that reads a window when a step needs it.
@@ -148,7 +149,9 @@ def stream_steps(
         max_documents=max_documents,
     )
     pack([], overlong=overlong)  # checks the arguments before a document is read
-    packing = Packing(pack, capacity, buffer_rows * capacity, overlong, vocab_size, seed)
+    declared = checked_columns("stream_steps", columns)
+    window = buffer_rows * capacity
+    packing = Packing(pack, capacity, window, overlong, vocab_size, seed, declared)
     return _steps(open_documents, cursor.batch, _position(cursor), rows, packing)
 
 
@@ -271,11 +274,13 @@ def _step(held: list[tuple[Window, IntArray]], rows: int, cursor: Cursor) -> Str
     for window, chosen in held:
         corpus, bins = window.corpus, take_rows(window.bins, chosen)
         sizes.append(np.diff(bins.offsets))
+        whole = Document(corpus.tokens, corpus.trained, corpus.values)
         begins = corpus.offsets[bins.documents] + bins.starts
         for begin, length in zip(begins.tolist(), bins.lengths.tolist(), strict=True):
-            parts.append(part_of((corpus.tokens, corpus.trained), begin, begin + length))
+            parts.append(whole[begin : begin + length])
     blanks = rows + 1 - sum(len(part) for part in sizes)
-    corpus = corpus_of(parts, held[0][0].corpus.vocab_size)
+    first = held[0][0].corpus
+    corpus = corpus_of(parts, first.vocab_size, first.columns)
     bins = attrs.evolve(
         held[0][0].bins,
         offsets=np.cumsum(np.concatenate([*sizes, np.zeros(blanks, np.int64)])),

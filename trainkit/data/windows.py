@@ -6,27 +6,24 @@ the window before them.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import attrs
 import numpy as np
 
-from trainkit.corpora.documents import checked_document, smallest_dtype
+from trainkit.corpora.documents import Document, checked_document, smallest_dtype
 from trainkit.corpora.tokens import TokenCorpus
 from trainkit.noise.hashing import hash_box, hash_counters, key_of
 from trainkit.sampling import permute
 from trainkit.types import DataError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
+    from collections.abc import Callable, Iterator, Mapping, Sequence
 
     from numpy.typing import ArrayLike
 
     from trainkit.packing.bins import Overlong
-    from trainkit.types import Bins, IntArray, Sample
-
-Document = tuple[np.ndarray[Any, Any], np.ndarray[Any, Any] | None]
-"""Its ids `[N]`, and which of them are trained on, if it says so."""
+    from trainkit.types import Bins, Column, IntArray, Sample
 
 
 @attrs.frozen
@@ -54,6 +51,7 @@ class Packing:
     overlong: Overlong
     vocab_size: int | None
     seed: int
+    columns: Mapping[str, Column]
 
 
 @attrs.frozen(eq=False)
@@ -72,7 +70,7 @@ def windows(
     source: Iterator[ArrayLike | Sample], position: Position, packing: Packing
 ) -> Iterator[Window]:
     """Cut documents into windows and pack them; the first document is the one at `position`."""
-    documents = _documents(source, position.document, packing.vocab_size)
+    documents = _documents(source, position.document, packing)
     pending: Document | None = None  # the rest of the document at `position`
     skip, ended = position.token, False
     while not ended:
@@ -91,8 +89,8 @@ def windows(
             if left and not take:
                 break
             if take:
-                parts.append(part_of(pending, 0, take))
-            pending = part_of(pending, take, None) if left else None
+                parts.append(pending[:take])
+            pending = pending[take:] if left else None
             room, position = max(room - take, 0), position_
         if position != begin:
             yield _packed(begin, position, parts, packing)
@@ -100,7 +98,7 @@ def windows(
 
 def _takes_no_token(document: Document, packing: Packing) -> bool:
     """Tell whether a window without room has room for a document: one that is empty or dropped."""
-    size = len(document[0])
+    size = len(document)
     return not size or (packing.overlong == "drop" and size > packing.capacity)
 
 
@@ -108,7 +106,7 @@ def _portion(
     pending: Document, position: Position, room: int, packing: Packing
 ) -> tuple[int, bool, Position]:
     """Return how many tokens of a document the window takes, whether some are left, and the end."""
-    size, capacity = len(pending[0]), packing.capacity
+    size, capacity = len(pending), packing.capacity
     beyond = attrs.evolve(position, document=position.document + 1, token=0)
     if size <= capacity or (packing.overlong == "split" and size <= packing.window):
         return size, False, beyond
@@ -125,13 +123,14 @@ def _portion(
 
 
 def _documents(
-    source: Iterator[ArrayLike | Sample], first: int, vocab_size: int | None
+    source: Iterator[ArrayLike | Sample], first: int, packing: Packing
 ) -> Iterator[Document]:
     with_choice: bool | None = None
+    limit, columns = packing.vocab_size or 1 << 32, packing.columns
     for number, document in enumerate(noting_errors(source, first), first):
         where = f"stream_steps: document {number}"
-        found = checked_document(document, vocab_size or 1 << 32, where, with_choice=with_choice)
-        with_choice = found[1] is not None
+        found = checked_document(document, limit, where, columns=columns, with_choice=with_choice)
+        with_choice = found.trained is not None
         yield found
 
 
@@ -150,36 +149,40 @@ def noting_errors(
 
 
 def _rest(document: Document, token: int, number: int) -> Document:
-    if token >= len(document[0]):
-        got = len(document[0])
+    if token >= len(document):
+        got = len(document)
         what = f"the cursor is at token {token} of document {number}, which has {got}"
         raise DataError(f"stream_steps: {what}: it has changed", got=got, want=token)
-    return part_of(document, token, None)
-
-
-def part_of(document: Document, begin: int, end: int | None) -> Document:
-    """Return the tokens [begin, end) of a document."""
-    ids, chosen = document
-    return ids[begin:end], None if chosen is None else chosen[begin:end]
+    return document[token:]
 
 
 def _packed(begin: Position, end: Position, parts: list[Document], packing: Packing) -> Window:
-    nothing = np.arange(0), None
-    corpus = corpus_of(parts or [nothing], packing.vocab_size)
+    corpus = corpus_of(parts, packing.vocab_size, packing.columns)
     bins = packing.pack(corpus.lengths)
     key = key_of(packing.seed, "window", begin.document, begin.token)
     order = permute(np.arange(len(bins)), len(bins), key) if len(bins) else np.arange(0)
     return Window(begin, end, corpus, bins, order, _hash(end, corpus, bins, order))
 
 
-def corpus_of(parts: Sequence[Document], vocab_size: int | None) -> TokenCorpus:
+def corpus_of(
+    parts: Sequence[Document], vocab_size: int | None, columns: Mapping[str, Column]
+) -> TokenCorpus:
     """Return a corpus of copies of documents."""
-    choices = [chosen for _, chosen in parts if chosen is not None]
+    choices = [part.trained for part in parts if part.trained is not None]
     return TokenCorpus(
-        np.concatenate([ids for ids, _ in parts]).astype(smallest_dtype(vocab_size)),
-        np.cumsum([0, *(len(ids) for ids, _ in parts)]),
+        np.concatenate([np.arange(0), *(part.ids for part in parts)]).astype(
+            smallest_dtype(vocab_size)
+        ),
+        np.cumsum([0, *map(len, parts)]),
         vocab_size,
         trained=np.concatenate(choices) if choices else None,
+        columns=columns,
+        values={
+            name: np.concatenate(
+                [np.empty((0, *column.inner), column.dtype), *(part.values[name] for part in parts)]
+            )
+            for name, column in columns.items()
+        },
     )
 
 
@@ -197,4 +200,7 @@ def _hash(end: Position, corpus: TokenCorpus, bins: Bins, order: IntArray) -> in
     total = hash_counters(attrs.asdict(end))
     for name, values in arrays.items():
         total += hash_box(name, values.astype(np.int64), shape=values.shape, offset=(0,))
+    for name, values in corpus.values.items():
+        offset = [0] * values.ndim
+        total += hash_box(f"column {name}", values, shape=values.shape, offset=offset)
     return total % 2**63  # checkpoints hold it as int64

@@ -16,22 +16,19 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from functools import partial
 from importlib import metadata
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import attrs
-import numpy as np
 import orjson
 
-from trainkit.corpora.documents import checked_document
+from trainkit.corpora.documents import checked_columns, checked_document
+from trainkit.corpora.joined import JoinedCorpus, join_corpora
 from trainkit.corpora.tokens import SUFFIX, Check, TokenCorpus, open_tokens, write_corpus
 from trainkit.files import disk_errors, replacing
 from trainkit.prepare.chunks import Chunk, document_name, read_chunk
 from trainkit.tokenizers.documents import encode_documents, text_of
 from trainkit.tokenizers.open import tokenizer_hash
-from trainkit.types import DataError, Sample, Tokenizer
-
-if TYPE_CHECKING:
-    from trainkit.types import IntArray
+from trainkit.types import Column, DataError, Tokenizer
 
 FORMAT = 2
 _RECORDS = 64  # documents that are encoded at a time
@@ -41,7 +38,8 @@ Encode = Callable[[Mapping[str, Any]], Any]
 """From a record to ids or a `Sample`.
 
 An attribute `counts`, if it has one, is a `Counter` to which it adds what happened to records. What
-is `dropped` there gives no tokens, but is no empty document.
+is `dropped` there gives no tokens, but is no empty document. An attribute `columns` says by name
+what `Column`s its samples have.
 """
 
 EncodeAll = Callable[[Sequence[Mapping[str, Any]]], list[Any]]
@@ -146,7 +144,8 @@ def identity(value: Any) -> str:
     """Return a text that tells a function, with all that is bound to it, from another.
 
     Args:
-        value: A function at the top of a module, a `functools.partial` of one, or a plain value.
+        value: A function at the top of a module, a `functools.partial` of one, or a plain value:
+            text, a number, a `Column`, or a list or dict of such.
 
     Raises:
         ValueError: It is something else, or a function that another process cannot import.
@@ -167,7 +166,9 @@ def identity(value: Any) -> str:
         return f"{value.__module__}.{value.__qualname__} {digest}"
     if isinstance(value, Sequence) and not isinstance(value, str) and all(map(identity, value)):
         return repr(value)
-    if value is None or isinstance(value, str | int | float):
+    if isinstance(value, Mapping) and all(map(identity, [*value, *value.values()])):
+        return repr(dict(value))
+    if value is None or isinstance(value, str | int | float | Column):
         return repr(value)
     raise ValueError(
         f"prepare: make_encode must be a function at the top of a module, or a functools.partial "
@@ -190,7 +191,8 @@ def part_writer(work: Work) -> WritePart:
     """
     one = None if work.make_encode is None else work.make_encode(work.tokenizer)
     counts = getattr(one, "counts", {})
-    vocab_size, columns = work.settings["vocab_size"], [work.field] if one is None else None
+    vocab_size, fields = work.settings["vocab_size"], [work.field] if one is None else None
+    columns = checked_columns("prepare", getattr(one, "columns", None))
     no_text = 0 if one else len(encode_documents(work.tokenizer, [""])[0])
 
     def encode(records: Sequence[Mapping[str, Any]]) -> list[Any]:
@@ -202,16 +204,17 @@ def part_writer(work: Work) -> WritePart:
             )
         )
         for document in documents:
-            checked_document(document, vocab_size or 1 << 32, "what `encode` returned")
+            limit, where = vocab_size or 1 << 32, "what `encode` returned"
+            checked_document(document, limit, where, columns=columns)
         return documents
 
     def write(number: int, chunk: Chunk, alive: Callable[[], object]) -> Tally:
         path, before = _path(work.folder, number), Counter(counts)
-        documents = _documents(encode, chunk, columns, alive)
+        documents = _documents(encode, chunk, fields, alive)
         first, tally = list(itertools.islice(documents, 1)), Tally()
         if first:
             whole = itertools.chain(first, documents)
-            corpus = write_corpus(path, whole, vocab_size=vocab_size)
+            corpus = write_corpus(path, whole, vocab_size=vocab_size, columns=columns)
             lengths, counted = corpus.lengths, {n: c - before[n] for n, c in counts.items()}
             empty = int((lengths <= no_text).sum()) - counted.get("dropped", 0)
             tally = Tally(len(lengths), int(lengths.sum()), empty, counted, corpus.digest)
@@ -225,9 +228,9 @@ def part_writer(work: Work) -> WritePart:
 
 
 def _documents(
-    encode: EncodeAll, chunk: Chunk, columns: Sequence[str] | None, alive: Callable[[], object]
+    encode: EncodeAll, chunk: Chunk, fields: Sequence[str] | None, alive: Callable[[], object]
 ) -> Iterator[Any]:
-    records, last = read_chunk(chunk, columns=columns), time.monotonic()
+    records, last = read_chunk(chunk, columns=fields), time.monotonic()
     before = 0
     while batch := list(itertools.islice(records, _RECORDS)):
         yield from _encoded(encode, batch, chunk, before)
@@ -283,22 +286,17 @@ def finished_part(folder: Path, number: int, key: Mapping[str, Any]) -> tuple[Ta
     return part, ""
 
 
-def documents_of_parts(folder: Path, parts: Sequence[Tally]) -> Iterator[IntArray | Sample]:
-    """Yield the documents of all parts, in order.
+def open_finished(folder: Path, parts: Sequence[Tally]) -> JoinedCorpus:
+    """Return the documents of all parts, in order; the parts stay mapped.
 
     Raises:
         DataError: A part is not the one that was written.
     """
-    for number, part in enumerate(parts):
-        if part.digest is None:  # a chunk without documents
-            continue
-        corpus = _opened(_path(folder, number), part, check="none")
-        for begin, end in itertools.pairwise(corpus.offsets.tolist()):
-            tokens = corpus.tokens[begin:end]
-            if corpus.trained is None:
-                yield tokens
-            else:
-                yield Sample(tokens, corpus.trained[begin:end].view(np.bool_))
+    return join_corpora(
+        _opened(_path(folder, number), part, check="none")
+        for number, part in enumerate(parts)
+        if part.digest is not None  # else a chunk without documents
+    )
 
 
 def _opened(path: Path, part: Tally, *, check: Check) -> TokenCorpus:

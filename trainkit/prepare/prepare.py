@@ -13,17 +13,17 @@ from typing import TYPE_CHECKING
 import attrs
 
 from trainkit.corpora.text import TEXT_SUFFIXES, check_name
-from trainkit.corpora.tokens import SUFFIX, write_corpus
+from trainkit.corpora.tokens import SUFFIX, documents_of, write_corpus
 from trainkit.files import disk_errors, sync_folder
 from trainkit.prepare.chunks import Chunk, cut_source, left_out
 from trainkit.prepare.parts import (
     MakeEncode,
     Tally,
     Work,
-    documents_of_parts,
     finished_part,
     key_of_part,
     make_work,
+    open_finished,
     part_writer,
     summed,
 )
@@ -132,7 +132,8 @@ def prepare_corpus(
         make_encode: For records that are not plain text: `make_encode(tokenizer)` returns the
             function from a record to ids or a `Sample`. It is called in each process, so it must be
             a function at the top of a module, or a `functools.partial` of one. What it returns may
-            have an attribute `counts`, a `Counter` of what happened.
+            have an attribute `counts`, a `Counter` of what happened, and `columns`, the `Column`s
+            of its samples by name. `tokenizers.sample_encoder` is one for records of ids.
         field: The field of a record that holds its text.
         suffixes: How the names of a directory's text files end.
         keep: Says by its relative path whether a file of a directory is wanted.
@@ -327,12 +328,13 @@ def _join(out: Path, work: Work, parts: Sequence[Tally]) -> TokenCorpus:
         hint = "make room and run the same again: the parts are finished"
         facts = {"where": out, "got": free, "want": needed, "hint": hint}
         raise DiskError(f"prepare: cannot write {out}: {what}", **facts)
-    joined = work.folder / f"joined{SUFFIX}"
+    joined, whole = work.folder / f"joined{SUFFIX}", open_finished(work.folder, parts)
     corpus = write_corpus(
         joined,
-        documents_of_parts(work.folder, parts),
+        documents_of(whole),
         vocab_size=work.settings["vocab_size"],
         tokenizer_hash=work.settings["tokenizer"],
+        columns=whole.columns,
     )
     with disk_errors(out, by="prepare"):
         joined.replace(out)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from trainkit.tokenizers.bytes import ByteTokenizer, byte_tokenizer
-from trainkit.tokenizers.documents import encode_document, text_encoder
+from trainkit.tokenizers.documents import encode_document, sample_encoder, text_encoder
 from trainkit.tokenizers.hf import HFTokenizer, add_tokens, hf_tokenizer, save_tokenizer, train_bpe
 from trainkit.tokenizers.open import (
     covered_hashes,
@@ -24,6 +24,7 @@ __all__ = [
     "find_tokenizer",
     "hf_tokenizer",
     "open_tokenizer",
+    "sample_encoder",
     "save_tokenizer",
     "text_encoder",
     "tokenizer_hash",

@@ -5,14 +5,15 @@ from __future__ import annotations
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+import attrs
 import numpy as np
 
-from trainkit.types import DataError
+from trainkit.types import DataError, Sample
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
-    from trainkit.types import IntArray, Tokenizer
+    from trainkit.types import Column, IntArray, Tokenizer
 
 
 def encode_document(tokenizer: Tokenizer, text: str) -> IntArray:
@@ -64,6 +65,68 @@ def text_encoder(
     return partial(_encode_text, tokenizer, field)
 
 
+def sample_encoder(
+    tokenizer: Tokenizer | None = None,
+    *,
+    tokens: str = "tokens",
+    trained: str | None = None,
+    columns: Mapping[str, Column] | None = None,
+) -> Callable[[Mapping[str, Any]], Sample]:
+    """Return the function from a record that holds token ids, and a value for each, to a `Sample`.
+
+    For what a sampler or a scorer has written: `open_corpus(encode=...)` takes what this returns,
+    `prepare_corpus(make_encode=...)` this function, or a `functools.partial` of it.
+
+    Args:
+        tokenizer: Whose ids they are; its `vocab_size` bounds them.
+        tokens: The record's field that holds them, a list of integers `[N]`.
+        trained: The field that says which of them are trained on, a list of booleans or of 0 and 1
+            `[N]`; without it all are.
+        columns: What there is of each token besides; a record has each in the field of its name, a
+            list `[N]` or `[N, k]`.
+
+    Returns:
+        `encode(record) -> Sample`, with `columns` and `vocab_size` as its attributes. It raises
+        DataError where a field is missing or `trained` is not as above; what values a column can
+        have is seen to by whoever makes a corpus of them.
+
+    Examples:
+        >>> from trainkit.types import Column
+        >>> encode = sample_encoder(trained="answer", columns={"advantages": Column()})
+        >>> sample = encode({"tokens": [5, 6], "answer": [0, 1], "advantages": [0.0, 0.5]})
+        >>> sample.tokens, sample.trained, sample.columns
+        (array([5, 6]), array([False,  True]), {'advantages': [0.0, 0.5]})
+    """
+    return _SampleEncoder(tokens, trained, columns or {}, getattr(tokenizer, "vocab_size", None))
+
+
+@attrs.frozen
+class _SampleEncoder:
+    tokens: str
+    trained: str | None
+    columns: Mapping[str, Column]
+    vocab_size: int | None
+
+    def __call__(self, record: Mapping[str, Any]) -> Sample:
+        for field in filter(None, (self.tokens, self.trained, *self.columns)):
+            _check_field(record, field)
+        ids = np.asarray(record[self.tokens])
+        ids = ids if ids.size else np.arange(0)
+        columns = {name: record[name] for name in self.columns}
+        if self.trained is None:
+            return Sample(ids, np.ones(ids.shape, bool), columns)
+        return Sample(ids, _choice(record, self.trained), columns)
+
+
+def _choice(record: Mapping[str, Any], field: str) -> np.ndarray[Any, Any]:
+    """Return which tokens are trained on; what is neither 0 nor 1 is a weight, not a choice."""
+    found = np.asarray(record[field])
+    if not np.isin(found, (0, 1)).all():
+        what = f"field {field!r} must be booleans, or 0 and 1, for each token"
+        raise DataError(f"{what}, got {found.dtype} {found.shape}", where=field)
+    return found.astype(bool)
+
+
 def text_of(record: Mapping[str, Any], field: str) -> str:
     """Return the text of a record.
 
@@ -74,13 +137,17 @@ def text_of(record: Mapping[str, Any], field: str) -> str:
         >>> text_of({"text": "hi"}, "text")
         'hi'
     """
-    if field not in record:
-        raise DataError(f"there is no field {field!r}; found {', '.join(record)}", want=field)
+    _check_field(record, field)
     text = record[field]
     if not isinstance(text, str):
         got = type(text).__name__
         raise DataError(f"field {field!r} must be a string, got {got}", got=got)
     return text
+
+
+def _check_field(record: Mapping[str, Any], field: str) -> None:
+    if field not in record:
+        raise DataError(f"there is no field {field!r}; found {', '.join(record)}", want=field)
 
 
 def _encode_text(tokenizer: Tokenizer, field: str, record: Mapping[str, Any]) -> IntArray:
