@@ -357,7 +357,8 @@ def _best_fit(  # noqa: PLR0917 (an array is a parameter)
     every = sizes[-1] == sizes.size - 1
     for key in keys:
         firsts[key] += 1
-    num_bins = num_runs = num_ready = num_segments = 0
+    num_bins = num_runs = num_segments = 0
+    num_ready = np.int64(0)  # as a literal 0 numba would compile `_join` a second time
     for key in range(sizes.size - 1, 0, -1):
         length = sizes[key]
         num_ready = _join(ready, num_ready, waiting[key], earlier, space, every)
@@ -411,8 +412,14 @@ def _join(  # noqa: PLR0917 (an array is a parameter)
         num_ready += 1
         run = earlier[run]
     if not every and num_ready - joined > 1:  # else their spaces are the same
-        top = ready[joined:num_ready]
-        top[:] = top[np.argsort(-space[top], kind="mergesort")]
+        # In loops: as expressions of arrays these lines take numba five seconds to compile.
+        top = ready[joined:num_ready].copy()
+        fullness = np.empty(top.size, np.int64)
+        for place in range(top.size):
+            fullness[place] = -space[top[place]]
+        order = np.argsort(fullness, kind="mergesort")
+        for place in range(top.size):
+            ready[joined + place] = top[order[place]]
     return num_ready
 
 
