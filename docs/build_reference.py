@@ -62,6 +62,7 @@ def contents() -> dict[str, list[str]]:
     return {r: [n for n, home in table.items() if home == f"trainkit.{r}"] for r in rooms}
 
 
+@cache
 def imports_of(path: Path) -> dict[str, str]:
     """Return {name: the module it comes from} of a file, or of the stub that says it lazily."""
     stub = path.with_suffix(".pyi")

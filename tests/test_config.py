@@ -10,7 +10,7 @@ from typing import Literal
 
 import attrs
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from trainkit.config import (
@@ -301,6 +301,7 @@ configs = st.builds(
 )
 
 
+@settings(max_examples=15)  # each reads twice, a tenth of a second
 @given(config=configs)
 def test_what_is_written_reads_back_equal(tmp_path_factory, config):
     path = tmp_path_factory.mktemp("config") / "config.toml"

@@ -228,10 +228,10 @@ print(peak() - before, sum(p.nbytes for stage in stages for p in stage.parameter
 @pytest.mark.skipif(not os.access("/proc/self/clear_refs", os.W_OK), reason="needs VmHWM reset")
 def test_filling_takes_the_memory_of_one_file_beside_the_bytes(tmp_path):
     transformers = pytest.importorskip("transformers")
-    sizes = {"hidden_size": 1024, "intermediate_size": 2048, "num_hidden_layers": 8}
+    sizes = {"hidden_size": 1024, "intermediate_size": 2048, "num_hidden_layers": 5}
     made = transformers.LlamaConfig(**tiny.SIZES | tiny.PLAIN | sizes)
     theirs = transformers.LlamaForCausalLM(made).to(torch.bfloat16)
-    theirs.save_pretrained(tmp_path, max_shard_size="20MB")
+    theirs.save_pretrained(tmp_path, max_shard_size="10MB")
     files = [file.stat().st_size for file in Path(tmp_path).glob("*.safetensors")]
     command = [sys.executable, "-c", PEAK, str(tmp_path)]
     done = subprocess.run(command, capture_output=True, text=True, check=True)

@@ -98,7 +98,7 @@ def bases(tmp_path_factory):
     def base_of(row):
         if row not in made:
             made[row] = tmp_path_factory.mktemp("base")
-            tiny.make_theirs(row, transformers).save_pretrained(made[row])
+            tiny.make_theirs(row).save_pretrained(made[row])
         return made[row]
 
     return base_of

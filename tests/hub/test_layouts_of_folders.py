@@ -22,8 +22,6 @@ from trainkit.parallel.naming import named_buffers_of
 from trainkit.testing import run_ranks
 from trainkit.types import DiskError, Layout, TrainState
 
-transformers = pytest.importorskip("transformers")
-
 
 def tensors_of(folder):
     """Return the tensors of a folder by name, whatever its files are."""
@@ -40,13 +38,17 @@ def same(got, want):
         assert torch.equal(got[name], x), name
 
 
-def in_and_out(home, layout):
-    """Read a folder in a layout, compare this rank's boxes, and write it with all ranks."""
-    with parallel_session(layout) as ps:
-        return _in_and_out(Path(home), ps, layout)
+def in_and_out(home, rows):
+    """Take a folder into each layout and out of it with all ranks; return what each has seen."""
+    seen = {}
+    for name, (layout, _) in rows.items():
+        with parallel_session(layout) as ps:
+            seen[name] = _in_and_out(Path(home) / name, ps, layout)
+    return seen
 
 
 def _in_and_out(home, ps, layout):
+    """Read a folder in a layout, compare this rank's boxes, and write it with all ranks."""
     folder = hub.open_folder(home / "a")
     config, whole = folder.config, hub.folder_weights(folder)
     plan = [tensor(), *([expert()] if config.experts else []), fsdp(layout)]
@@ -84,29 +86,32 @@ LAYOUTS = {
 }
 
 
-@pytest.mark.parametrize("name", LAYOUTS)
-def test_a_folder_goes_into_a_layout_and_out_of_it_bit_for_bit(name, tmp_path):
-    layout, row = LAYOUTS[name]
-    theirs = tiny.make_theirs(row, transformers)
-    theirs.save_pretrained(tmp_path / "a", max_shard_size="20KB")
-    seen = run_ranks(in_and_out, layout.world, str(tmp_path), layout)
-    assert seen[0][1] > 3
-    assert all(count > 0 for count, _ in seen)
-    same(tensors_of(tmp_path / "b"), tensors_of(tmp_path / "a"))
-    assert verify_weights(tmp_path / "b") == []
-    again = type(theirs).from_pretrained(tmp_path / "b")
-    same(again.state_dict(), theirs.state_dict())
+@pytest.mark.parametrize("world", [1, 2, 3])
+def test_a_folder_goes_into_a_layout_and_out_of_it_bit_for_bit(world, tmp_path):
+    rows = {name: row for name, row in LAYOUTS.items() if row[0].world == world}
+    theirs = {name: tiny.make_theirs(row) for name, (_, row) in rows.items()}
+    for name, model in theirs.items():
+        model.save_pretrained(tmp_path / name / "a", max_shard_size="20KB")
+    ranks = run_ranks(in_and_out, world, str(tmp_path), rows)
+    for name, model in theirs.items():
+        assert all(seen[name][0] > 0 for seen in ranks), name
+        assert ranks[0][name][1] > 3, name
+        same(tensors_of(tmp_path / name / "b"), tensors_of(tmp_path / name / "a"))
+        assert verify_weights(tmp_path / name / "b") == [], name
+        again = type(model).from_pretrained(tmp_path / name / "b")
+        same(again.state_dict(), model.state_dict())
 
 
 def written(tmp_path, row, **how):
     """Return what is left of a model that has gone through ours, and the model."""
-    theirs = tiny.make_theirs(row, transformers)
+    theirs = tiny.make_theirs(row)
     theirs.save_pretrained(tmp_path / "a")
     _in_and_out(tmp_path, solo_parallel(), Layout())
     (checkpoint,) = list_checkpoints(tmp_path / "run" / "checkpoints")
     family = hub.open_folder(tmp_path / "a").family.model_type
     hub.export_folder(checkpoint, tmp_path / "c", context=128, family=family, **how)
-    return transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "c"), theirs
+    auto = tiny.load_transformers().AutoModelForCausalLM
+    return auto.from_pretrained(tmp_path / "c"), theirs
 
 
 @pytest.mark.parametrize("row", tiny.ROWS)
@@ -171,14 +176,13 @@ print(peak() - before, local)
 
 
 @pytest.mark.skipif(not os.access("/proc/self/clear_refs", os.W_OK), reason="needs VmHWM reset")
-@pytest.mark.parametrize("family", ["llama", "mixtral"])
-def test_reading_takes_the_memory_of_one_file_beside_the_local_parameters(family, tmp_path):
-    kind, changes = tiny.ROWS[family]
-    sizes = {"hidden_size": 1024, "intermediate_size": 2048, "vocab_size": 16_384}
-    changes = changes | ({"num_hidden_layers": 4} if family == "llama" else {})
-    made = getattr(transformers, f"{kind}Config")(**tiny.SIZES | changes | sizes)
-    theirs = getattr(transformers, f"{kind}ForCausalLM")(made)
-    theirs.to(torch.bfloat16).save_pretrained(tmp_path, max_shard_size="40MB")
+def test_reading_takes_the_memory_of_one_file_beside_the_local_parameters(tmp_path):
+    _, changes = tiny.ROWS["mixtral"]
+    sizes = {"hidden_size": 512, "intermediate_size": 1024, "vocab_size": 16_384}
+    transformers = tiny.load_transformers()
+    made = transformers.MixtralConfig(**tiny.SIZES | changes | sizes)
+    theirs = transformers.MixtralForCausalLM(made)
+    theirs.to(torch.bfloat16).save_pretrained(tmp_path, max_shard_size="20MB")
     files = [file.stat().st_size for file in tmp_path.glob("*.safetensors")]
     assert len(files) > 3
     command = [sys.executable, "-c", PEAK, str(tmp_path), "1", "4"]
@@ -220,7 +224,7 @@ def exported(home, faults):
 
 
 def test_where_a_rank_cannot_write_no_folder_appears_and_every_rank_says_so(tmp_path):
-    theirs = tiny.make_theirs("llama", transformers)
+    theirs = tiny.make_theirs("llama")
     theirs.save_pretrained(tmp_path / "a")
     _in_and_out(tmp_path, solo_parallel(), Layout())
     before = sorted(path.name for path in tmp_path.iterdir())

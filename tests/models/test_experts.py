@@ -133,9 +133,18 @@ def test_under_autocast_experts_compute_in_the_dtype_of_the_tokens():
 
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")  # torch looks at it
 @pytest.mark.filterwarnings("ignore:Dynamo does not know how to trace")  # torch 2.11, of attention
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+@pytest.mark.parametrize(
+    "dtype",
+    [
+        torch.bfloat16,
+        *(
+            pytest.param(dtype, marks=pytest.mark.only_all)
+            for dtype in (torch.float32, torch.float64)
+        ),
+    ],
+)
 def test_a_compiled_layer_has_the_values_and_gradients_of_a_plain_one(dtype):
-    model = build_decoder(CONFIG, seed=0).to(dtype)
+    model = build_decoder(attrs.evolve(CONFIG, layers=2), seed=0).to(dtype)
     batch, found = decoder_batch(0), []  # some of its places are padding
     for backend in (None, "aot_eager"):
         for layer in model.layers.values() if backend else ():
@@ -303,11 +312,11 @@ def test_an_unbalanced_router_is_balanced_by_its_bias():
         for layer in model.layers.values():
             layer.mlp.router.bias[0] += 0.5
     worst = []
-    for _ in range(200):
+    for _ in range(40):
         with torch.no_grad():
             load = call_routed(model, batch).sums[:, 3:]
         worst.append(float((load.max(-1).values / load.mean(-1)).max()))
-        advance_routers_([model], load, rate=0.01)
+        advance_routers_([model], load, rate=0.05)
     assert worst[0] > 3
     assert worst[-1] < 1.5
 

@@ -150,7 +150,9 @@ def run_ranks(
 @contextlib.contextmanager
 def _started(work: _Work) -> Iterator[list[_Child]]:
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["pytest", "hypothesis", "trainkit.testing.preload"])
+    # What costs a rank 4 s to import, where this process works with it: a model of transformers.
+    used = [name for name in ("transformers.modeling_utils",) if name in sys.modules]
+    context.set_forkserver_preload(["pytest", "hypothesis", "trainkit.testing.preload", *used])
     ranks: list[_Child] = []
     try:
         for index in range(work.world):
