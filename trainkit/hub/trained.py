@@ -90,9 +90,7 @@ def open_trained(
 
 def _folder(path: Path, name: str | None) -> Trained:
     folder, tokenizer = open_folder(path), open_tokenizer(name or path)
-    adds_bos = isinstance(tokenizer, HFTokenizer) and tokenizer.backend.encode("a").ids[:1] == [
-        tokenizer.bos_id
-    ]
+    adds_bos = isinstance(tokenizer, HFTokenizer) and tokenizer.adds_bos
     name, template = name or str(path), str(path) if has_template(path) else None
     return Trained(path, folder.config, name, tokenizer, folder.context, adds_bos, template)
 
