@@ -31,7 +31,7 @@ def theirs_of(model):
 def test_greedy_text_is_that_of_transformers(row, tmp_path):
     theirs = tiny.make_theirs(row, transformers)
     theirs.save_pretrained(tmp_path)
-    folder = hub.open_folder(tmp_path)
+    folder = hub.open_folder(tmp_path, context=tiny.CONTEXT)
     weights = hub.folder_weights(folder, dtype=torch.float32)
     (ours,) = build_stages(lambda: Decoder(folder.config), solo_parallel(), [], weights=weights)
     theirs.generation_config.eos_token_id = None

@@ -1,6 +1,7 @@
 """Every family against `transformers`: its folders read, computed with, and its map turned."""
 
 import attrs
+import orjson
 import pytest
 import torch
 from hub import tiny
@@ -8,22 +9,23 @@ from torch import nn
 
 from trainkit import hub
 from trainkit.batch import batch_of_rows
+from trainkit.checkpoint import save_checkpoint
 from trainkit.hub.folder import links_of, our_shapes
 from trainkit.hub.links import check_links, linked, make_links, their_shapes
 from trainkit.mesh import solo_parallel
-from trainkit.models import Decoder, call_model, call_routed
+from trainkit.models import Decoder, build_decoder, call_model, call_routed
 from trainkit.models.decoder import whole_logits
-from trainkit.models.sizes import decoder_sizes
-from trainkit.parallel import build_stages
+from trainkit.models.sizes import config_from_facts, decoder_sizes
+from trainkit.parallel import build_stages, problems
 from trainkit.testing.builtin import decoder_batch
-from trainkit.types import ConfigError
+from trainkit.types import ConfigError, Layout, Rows, TrainState
 
 transformers = pytest.importorskip("transformers")
 
 
 def read(folder):
     """Return the decoder that a folder holds."""
-    opened = hub.open_folder(folder)
+    opened = hub.open_folder(folder, context=tiny.CONTEXT)
     weights = hub.folder_weights(opened, dtype=torch.float32)
     (model,) = build_stages(lambda: Decoder(opened.config), solo_parallel(), [], weights=weights)
     return model
@@ -128,9 +130,9 @@ def test_a_folder_of_a_model_without_a_head_leaves_out_the_first_part_of_names(t
 def test_a_config_that_is_written_is_read_by_transformers_and_by_us_as_the_same(row, tmp_path):
     made = tiny.make_theirs(row, transformers)
     made.save_pretrained(tmp_path / "a")
-    folder = hub.open_folder(tmp_path / "a")
+    folder = hub.open_folder(tmp_path / "a", context=tiny.CONTEXT)
     written = hub.write_config(folder.config, context=folder.context, family=folder.family)
-    again = hub.read_config(written)
+    again = hub.read_config(written, context=tiny.CONTEXT)
     assert attrs.evolve(again, head_dim=folder.config.head_dim) == folder.config
     theirs = type(made.config).from_dict(written)
     skipped = {"dtype", "architectures", "initializer_range", "transformers_version", "layer_types"}
@@ -167,6 +169,43 @@ def test_a_decoder_of_no_family_is_told_why_of_each():
     ) as it:
         hub.family_of(config)
     assert len(it.value.got) == len(hub.FAMILIES)
+
+
+def test_longrope_chooses_its_factors_once_by_the_context(tmp_path):
+    """Short ones unless more is asked for: nothing that is longer is computed with them."""
+    row = "phi3 longrope, long, a part of each head"
+    tiny.make_theirs(row, transformers).save_pretrained(tmp_path)
+    for context in (None, 4, 3, 5):
+        folder = hub.open_folder(tmp_path, context=context)
+        scaling = folder.config.rope_scaling
+        assert folder.context == context or (context is None and folder.context == 4)
+        assert scaling.factors == (scaling.long if context == 5 else scaling.short)
+        assert folder.config.reach == max(folder.context, 4)
+        assert config_from_facts(orjson.loads(orjson.dumps(attrs.asdict(folder.config)))) == (
+            folder.config
+        )
+        (found,) = problems(Layout(), folder.config, Rows(row_length=8, rows=1), world=1)
+        assert f"the model has a context of {folder.config.reach}; set row_length" in str(found)
+    assert hub.init_config(tmp_path, vocab_size=64, context=8).rope_scaling.context == 8
+    for file, data in hub.tokenizer_files("bytes").items():
+        (tmp_path / file).write_bytes(data)
+    values = orjson.loads((tmp_path / "config.json").read_bytes())
+    (tmp_path / "config.json").write_bytes(orjson.dumps(values | {"vocab_size": 271}))
+    assert hub.open_trained(tmp_path).context == 4
+    assert hub.open_trained(tmp_path, context=9).config.reach == 9
+
+
+def test_a_context_beyond_learned_positions_is_refused(tmp_path):
+    config = decoder_sizes()["tiny"]
+    learned = attrs.evolve(config, positions=16, head_dim=None)
+    make_run = {"config.tokenizer": "bytes", "config.row_length": 16}
+    facts = {**make_run, "model": attrs.asdict(learned)}
+    model = build_decoder(learned, seed=0)
+    rest = [model], torch.optim.SGD(model.parameters()), solo_parallel()
+    save_checkpoint(tmp_path, TrainState(), *rest, facts=facts)
+    assert hub.open_trained(tmp_path).context == 16
+    with pytest.raises(ConfigError, match=r"17 tokens are asked for, and positions of .* reach 16"):
+        hub.open_trained(tmp_path, context=17)
 
 
 def test_a_map_with_a_gap_is_refused_by_name():

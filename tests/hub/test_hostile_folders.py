@@ -142,6 +142,7 @@ def test_a_config_that_is_not_computed_is_refused(tmp_path, changes, match):
         hub.open_folder(make_folder(tmp_path / "folder", **changes))
 
 
+LONG = {"type": "yarn", "short_factor": [1.0] * 8, "long_factor": [2] * 8}
 FULL, SLIDING = "full_attention", "sliding_attention"
 
 
@@ -171,7 +172,14 @@ FULL, SLIDING = "full_attention", "sliding_attention"
             {"rope_parameters": {SLIDING: {"rope_type": "linear", "factor": 2.0}}},
             "layers that slide: rope_type is not computed",
         ),
-        ("phi3", {"rope_scaling": {"type": "su", "long_factor": [1]}}, "rope_type is 'su'"),
+        ("phi3", {"rope_scaling": {"type": "su", "long_factor": [1]}}, "short_factor is missing"),
+        ("phi3", {"rope_scaling": {**LONG, "long_factor": [1] * 7}}, "as many short as long"),
+        ("phi3", {"rope_scaling": {**LONG, "long_factor": [0] * 8}}, "all above 0"),
+        ("phi3", {"rope_scaling": {**LONG, "long_factor": 2}}, "is 2, no list of numbers"),
+        ("phi3", {"rope_scaling": {**LONG, "short_factor": ["1"] * 8}}, "no list of numbers"),
+        ("phi3", {"rope_scaling": LONG, "partial_rotary_factor": 0.5}, "of 4 factors, got Long"),
+        ("phi3", {"rope_scaling": LONG, "original_max_position_embeddings": 0}, "length >= 1"),
+        ("phi3", {"rope_scaling": LONG}, []),
         ("phi3", {"partial_rotary_factor": 0}, "partial_rotary_factor is 0, not above 0"),
         ("qwen3", {"rope_scaling": {"type": "yarn", "factor": 4.0}}, []),
     ],

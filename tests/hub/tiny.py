@@ -34,6 +34,13 @@ YARN = {
         "beta_fast": 4.0,
     }
 }
+LONGROPE = {
+    "rope_type": "longrope",
+    "rope_theta": 50.0,
+    "short_factor": [1.0, 1.1, 1.3, 1.6],
+    "long_factor": [1.0, 2.5, 5.0, 30.0],
+}
+LESS = {each: LONGROPE[each][1:3] for each in ("short_factor", "long_factor")}
 OF_DEEPSEEK = {
     "rms_norm_eps": 1e-6,
     "num_key_value_heads": 4,
@@ -77,6 +84,7 @@ OF_GPT2 = {
     "bos_token_id": 1,
     "eos_token_id": 1,
 }
+CONTEXT = 128
 ROWS = {
     "llama": ("Llama", PLAIN),
     "llama tied, scaled": ("Llama", LLAMA3 | {"tie_word_embeddings": True}),
@@ -117,6 +125,16 @@ ROWS = {
         "Phi3",
         {"rope_parameters": PLAIN["rope_parameters"] | {"partial_rotary_factor": 0.5}}
         | {"pad_token_id": None, "eos_token_id": 1, "sliding_window": 9},
+    ),
+    "phi3 longrope, short": (
+        "Phi3",
+        {"rope_parameters": LONGROPE | {"factor": 4.0}, "original_max_position_embeddings": 128}
+        | {"pad_token_id": None, "eos_token_id": 1},
+    ),
+    "phi3 longrope, long, a part of each head": (
+        "Phi3",
+        {"rope_parameters": LONGROPE | {"partial_rotary_factor": 0.5, **LESS}}
+        | {"pad_token_id": None, "eos_token_id": 1, "original_max_position_embeddings": 4},
     ),
     "qwen3": ("Qwen3", PLAIN | {"head_dim": 12, "tie_word_embeddings": True}),
     "phi3": ("Phi3", PLAIN | {"pad_token_id": None, "eos_token_id": 1}),

@@ -238,10 +238,15 @@ _PHI3 = Family(
     model_type="phi3",
     architecture="Phi3ForCausalLM",
     keys=_DENSE_KEYS,
-    defaults={**_DENSE_DEFAULTS, "rms_norm_eps": 1e-5, "sliding_window": None},
+    defaults={
+        **_DENSE_DEFAULTS,
+        "rms_norm_eps": 1e-5,
+        "sliding_window": None,
+        "original_max_position_embeddings": 4096,
+    },
     only={"attention_bias": (False,)},
-    ignored=frozenset({"resid_pdrop", "embd_pdrop", "original_max_position_embeddings"}),
-    ropes=("default", "partial"),  # "yarn" would be computed as "longrope"
+    ignored=frozenset({"resid_pdrop", "embd_pdrop", "interpolate_factor", "full_attn_mod"}),
+    ropes=("default", "partial", "longrope"),
     windows={},
     names=lambda _: _NAMES | _FUSED,
 )

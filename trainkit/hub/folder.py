@@ -48,17 +48,14 @@ class Folder:
         family: The family that it is of.
         config: The decoder that it describes.
         values: All of its `config.json`.
+        context: The most tokens that a row is meant to have.
     """
 
     path: Path
     family: Family
     config: DecoderConfig
     values: Mapping[str, Any]
-
-    @property
-    def context(self) -> int:
-        """The most tokens that a row is meant to have."""
-        return int(self.values["max_position_embeddings"])
+    context: int
 
 
 def is_folder(path: Path | str) -> bool:
@@ -71,13 +68,19 @@ def is_folder(path: Path | str) -> bool:
     return (Path(path) / CONFIG).is_file()
 
 
-def open_folder(path: Path | str, *, families: Sequence[Family] = FAMILIES) -> Folder:
+def open_folder(
+    path: Path | str, *, families: Sequence[Family] = FAMILIES, context: int | None = None
+) -> Folder:
     """Read the `config.json` of a Hugging Face folder; its tensors are not looked at.
 
     Args:
         path: The folder. The snapshots of a hub's cache hold links to files elsewhere, which are
             not followed: download into a folder of its own.
         families: Those that it may be of; one of your own for instance, see `Family`.
+        context: The most tokens that a row will have; by default what `config.json` says. A model
+            whose rotary positions have factors for short and for long texts (Phi 3 and 4) takes
+            those for this length, whatever a text has; by default the short ones, and no more
+            tokens than they are for (`models.LongRopeScaling`).
 
     Raises:
         ConfigError: The folder is none of a model that trainkit computes; all that is wrong with
@@ -105,16 +108,21 @@ def open_folder(path: Path | str, *, families: Sequence[Family] = FAMILIES) -> F
             hint="a hub's cache is made of links: download with --local-dir, or copy with cp -rL",
         )
     values = sane_table(read_bounded(file, _CONFIG_BYTES, shared=True), file)
-    config = read_config(values, where=str(file), families=families)
-    if type(values.get("max_position_embeddings", 2048)) is not int:
+    config = read_config(values, where=str(file), families=families, context=context)
+    most = values.get("max_position_embeddings", config.reach or 2048)
+    if type(most) is not int:
         raise ConfigError(f"{file}: max_position_embeddings is no number", where=str(file))
-    values.setdefault("max_position_embeddings", config.positions or 2048)
     family = family_named(values["model_type"], where=str(file), families=families)
-    return Folder(Path(path), family, config, values)
+    return Folder(Path(path), family, config, values, context or min(most, config.reach or most))
 
 
 def init_config(
-    path: Path | str, *, vocab_size: int, experts: bool = False, resize: bool = False
+    path: Path | str,
+    *,
+    vocab_size: int,
+    experts: bool = False,
+    resize: bool = False,
+    context: int | None = None,
 ) -> DecoderConfig:
     """Return the decoder of a Hugging Face folder that a run is to begin with.
 
@@ -124,6 +132,7 @@ def init_config(
         experts: Whether the recipe trains experts.
         resize: Whether an embedding that is too small gets more rows, a multiple of 16, which
             `load_weights(vocab_size=)` fills.
+        context: As in `open_folder`.
 
     Raises:
         ConfigError: The embedding is too small, and `resize` is false; there are experts and the
@@ -136,7 +145,7 @@ def init_config(
         ...
         trainkit.types.CheckpointError: checkpoint: /does/not/exist/config.json cannot be read: ...
     """
-    config = open_folder(path).config
+    config = open_folder(path, context=context).config
     if vocab_size > config.vocab_size and resize:
         config = attrs.evolve(config, vocab_size=round_up_vocabulary(vocab_size))
     if vocab_size > config.vocab_size:
