@@ -1,5 +1,6 @@
 """`python -m trainkit export`: a run becomes a folder that `transformers` loads, text and all."""
 
+import importlib.util
 import json
 from pathlib import Path
 
@@ -24,7 +25,8 @@ from trainkit.chat import (
 )
 from trainkit.checkpoint import save_checkpoint
 from trainkit.mesh import solo_parallel
-from trainkit.models import build_decoder, call_model, decoder_config
+from trainkit.models import build_decoder, call_model, call_routed, decoder_config
+from trainkit.models.decoder import whole_logits
 from trainkit.tokenizers import (
     encode_document,
     open_tokenizer,
@@ -39,9 +41,12 @@ CONFIG = decoder_config("tiny", layers=2)
 GOLDEN = Path(__file__).parents[1] / "chat" / "golden"
 
 
-def saved_run(home, config=CONFIG, tokenizer="bytes", **facts):
+def saved_run(home, config=CONFIG, tokenizer="bytes", router_bias=0.0, **facts):
     """Save a run of a decoder as a recipe does; return its model."""
     model = build_decoder(config, seed=1)
+    for name, x in model.named_buffers():
+        if name.endswith("router.bias"):
+            x.copy_(router_bias * torch.sin(torch.arange(x.numel())))
     facts = {"config.tokenizer": str(tokenizer), "config.row_length": 256, **facts}
     facts |= {"model": attrs.asdict(config)}
     facts |= {"tokenizer": tokenizer_hash(open_tokenizer(tokenizer))}
@@ -264,6 +269,29 @@ def test_a_folder_that_is_there_stays_unless_an_export_wrote_it(tmp_path, capsys
     (tmp_path / "there" / "mine.txt").write_text("mine")
     code, report = command(capsys, *words, "--overwrite")
     assert (code, "mine.txt" in report["error"]) == (64, True)
+
+
+def recipe(name):
+    """Return a recipe as a module."""
+    path = Path(__file__).parents[2] / "recipes" / f"{name}.py"
+    spec = importlib.util.spec_from_file_location(name, path)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_a_run_of_the_recipe_for_experts_is_loaded_by_transformers(tmp_path, capsys):
+    moe = recipe("moe")
+    config = attrs.evolve(moe.choose_model(moe.Config(), open_tokenizer("bytes")), layers=2)
+    model = saved_run(tmp_path / "run", config, router_bias=0.3)
+    code, _ = command(capsys, tmp_path / "run", tmp_path / "there")
+    assert code == 0
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "there").eval()
+    assert theirs.config.model_type == "glm4_moe"
+    ids = torch.arange(60).view(2, 30)
+    with torch.no_grad():
+        got, want = whole_logits(call_routed(model, batch_of_rows(ids))), theirs(ids).logits
+    torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-5)
 
 
 def test_a_model_of_no_family_is_refused_with_the_reasons(tmp_path, capsys):

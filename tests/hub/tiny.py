@@ -1,5 +1,7 @@
 """Tiny random models of every family, as `transformers` makes and saves them."""
 
+import copy
+
 import torch
 from torch import nn
 
@@ -57,6 +59,15 @@ OF_DEEPSEEK = {
     "qk_rope_head_dim": 8,
     "qk_nope_head_dim": 10,
     "v_head_dim": 6,
+}
+OF_GLM = {
+    "num_hidden_layers": 3,
+    "moe_intermediate_size": 16,
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 3,
+    "n_group": 4,
+    "topk_group": 2,
+    "routed_scaling_factor": 2.5,
 }
 OF_QWEN3_MOE = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
 OF_GEMMA = {
@@ -149,6 +160,16 @@ ROWS = {
         "DeepseekV3",
         PLAIN | OF_DEEPSEEK | {"v_head_dim": 24, "first_k_dense_replace": 0},
     ),
+    "glm4_moe": (
+        "Glm4Moe",
+        PLAIN | OF_GLM | {"use_qk_norm": True, "attention_bias": True, "n_shared_experts": 2},
+    ),
+    "glm4_moe, all of a head, tied": (
+        "Glm4Moe",
+        {"rope_parameters": PLAIN["rope_parameters"] | {"partial_rotary_factor": 1.0}}
+        | OF_GLM
+        | {"tie_word_embeddings": True, "first_k_dense_replace": 0, "norm_topk_prob": False},
+    ),
     "qwen3_moe every other layer": (
         "Qwen3Moe",
         PLAIN | OF_QWEN3_MOE | {"decoder_sparse_step": 2, "norm_topk_prob": False},
@@ -166,7 +187,7 @@ def make_theirs(row, transformers):
     """Return a tiny model whose norms, biases and router biases are not what they begin as."""
     kind, changes = ROWS[row]
     sizes = OF_GPT2 if kind == "GPT2" else SIZES
-    config = getattr(transformers, f"{kind}Config")(**sizes | changes)
+    config = getattr(transformers, f"{kind}Config")(**copy.deepcopy(sizes | changes))  # it writes
     torch.manual_seed(0)
     config._attn_implementation = "eager"
     name = {"GPT2": "GPT2LMHeadModel", "Gemma3Text": "Gemma3ForCausalLM"}

@@ -91,7 +91,7 @@ _IGNORED = frozenset(
 _NULLABLE = frozenset(
     {"head_dim", "kv_heads", "latents.query_rank", "score_softcap", "logit_softcap"}
 )
-_TRUTH = frozenset({"tied", "experts.renormalise", "qkv_bias", "feed_forward.bias"})
+_TRUTH = frozenset({"tied", "experts.renormalise", "qkv_bias", "qk_norm", "feed_forward.bias"})
 _REAL = frozenset({"norm_eps", "experts.scale", "query_scalar", "score_softcap", "logit_softcap"})
 _MOST = {"layers": 4096, "experts.count": 65536}
 _MOST_SIZE = 1 << 31

@@ -268,8 +268,8 @@ def write_rope(config: DecoderConfig, family: Family) -> dict[str, Any]:
     rope = _rope_written(config)
     scaling = None if rope["rope_type"] == "default" else rope
     theta = {"rope_theta": config.rope_theta}
-    if config.rotary_dim is not None:
-        theta["partial_rotary_factor"] = config.rotary_dim / config.head_size
+    if config.rotary_dim is not None or "partial_rotary_factor" in family.defaults:
+        theta["partial_rotary_factor"] = config.rotary_size / config.head_size
     said = {**theta, "rope_scaling": scaling}
     if isinstance(config.rope_scaling, LongRopeScaling):
         said["original_max_position_embeddings"] = config.rope_scaling.original_length
