@@ -4,7 +4,7 @@ import attrs
 import orjson
 import pytest
 import torch
-from hub import tiny
+from hub import published, tiny
 from torch import nn
 
 from trainkit import hub
@@ -23,9 +23,9 @@ from trainkit.types import ConfigError, Layout, Rows, TrainState
 transformers = pytest.importorskip("transformers")
 
 
-def read(folder):
+def read(folder, context=tiny.CONTEXT):
     """Return the decoder that a folder holds."""
-    opened = hub.open_folder(folder, context=tiny.CONTEXT)
+    opened = hub.open_folder(folder, context=context)
     weights = hub.folder_weights(opened, dtype=torch.float32)
     (model,) = build_stages(lambda: Decoder(opened.config), solo_parallel(), [], weights=weights)
     return model
@@ -169,6 +169,69 @@ def test_a_decoder_of_no_family_is_told_why_of_each():
     ) as it:
         hub.family_of(config)
     assert len(it.value.got) == len(hub.FAMILIES)
+
+
+@pytest.mark.parametrize("name", published.FORMS)
+def test_what_published_folders_say_is_read_as_transformers_reads_it(name, tmp_path):
+    said = published.shrunk(name)
+    plain = {key: x for key, x in said.items() if key != "quantization_config"}
+    (tmp_path / "config.json").write_bytes(orjson.dumps(plain))
+    config = transformers.AutoConfig.from_pretrained(tmp_path)
+    config._attn_implementation = "eager"
+    torch.manual_seed(0)
+    theirs = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
+    tiny.fill(theirs)
+    theirs.save_pretrained(tmp_path)
+    (tmp_path / "config.json").write_bytes(orjson.dumps(said))
+    ours, ids = read(tmp_path, context=None), torch.arange(40).view(2, 20)
+    with torch.no_grad():
+        near(ours_of(ours, batch_of_rows(ids)), theirs(ids).logits, name)
+
+
+FP8 = {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [16, 8]}
+
+
+def quantize_folder(folder, block):
+    """Put what a folder's linear layers hold into fp8, as DeepSeek-V3's are; return the values."""
+    from safetensors.torch import load_file, save_file
+
+    stored, values = {}, {}
+    for name, x in load_file(folder / "model.safetensors").items():
+        stored[name] = values[name] = x
+        if "_proj" not in name:
+            continue
+        rows, columns = (torch.arange(n) // b for n, b in zip(x.shape, block, strict=True))
+        scales = 0.5 + torch.rand(int(rows[-1]) + 1, int(columns[-1]) + 1)
+        stored[name] = x.to(torch.float8_e4m3fn)
+        stored[f"{name}_scale_inv"] = scales
+        values[name] = stored[name].float() * scales[rows][:, columns]
+    save_file(stored, folder / "model.safetensors", metadata={"format": "pt"})
+    config = orjson.loads((folder / "config.json").read_bytes())
+    config["quantization_config"] = FP8 | {"weight_block_size": block}
+    (folder / "config.json").write_bytes(orjson.dumps(config))
+    return values
+
+
+@pytest.mark.parametrize(("row", "block"), [("qwen3", [8, 8]), ("deepseek_v3", [12, 20])])
+def test_blocks_in_fp8_are_read_as_what_they_stand_for(row, block, tmp_path):
+    """In any boxes: the last blocks of a matrix are smaller, and a box begins inside of one."""
+    theirs = tiny.make_theirs(row, transformers)
+    theirs.save_pretrained(tmp_path)
+    values = quantize_folder(tmp_path, block)
+    folder = hub.open_folder(tmp_path)
+    links, theirs = links_of(folder.family, folder.config), {k: x.shape for k, x in values.items()}
+    back = linked(hub.folder_weights(folder), [link.turned() for link in links], theirs)
+    for name, x in values.items():
+        assert torch.equal(back(name, x.shape, (0,) * x.ndim), x), name
+        if x.ndim == 2 and len(x) > 15:
+            assert torch.equal(back(name, (9, 5), (6, 3)), x[6:15, 3:8]), name
+    if row == "qwen3":  # whose matrices are whole blocks, as transformers wants them
+        how = transformers.FineGrainedFP8Config(weight_block_size=block, dequantize=True)
+        wanted = transformers.AutoModelForCausalLM.from_pretrained(
+            tmp_path, quantization_config=how, dtype=torch.float32
+        )
+        for name, x in wanted.state_dict().items():
+            assert name not in values or torch.equal(x, values[name]), name
 
 
 def test_longrope_chooses_its_factors_once_by_the_context(tmp_path):

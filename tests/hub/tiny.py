@@ -192,6 +192,12 @@ def make_theirs(row, transformers):
     config._attn_implementation = "eager"
     name = {"GPT2": "GPT2LMHeadModel", "Gemma3Text": "Gemma3ForCausalLM"}
     theirs = getattr(transformers, name.get(kind, f"{kind}ForCausalLM"))(config).eval()
+    fill(theirs)
+    return theirs
+
+
+def fill(theirs):
+    """Make of a new model one in which everything has an effect."""
     with torch.no_grad():
         for name, x in (*theirs.named_parameters(), *theirs.named_buffers()):
             if "inv_freq" in name:
@@ -200,4 +206,3 @@ def make_theirs(row, transformers):
                 x.add_(0.1 * torch.sin(torch.arange(x.numel()) + len(name)))
             elif x.ndim > 1:  # small values would make all scores alike
                 nn.init.normal_(x, std=x.shape[-1] ** -0.5)
-    return theirs

@@ -13,6 +13,7 @@ import attrs
 
 from trainkit.checkpoint.boxes import shortened
 from trainkit.hub.families import FAMILIES, Family, Key
+from trainkit.hub.quantized import quantization_problem
 from trainkit.hub.ropes import KINDS, local_rope, read_rope, same, told, write_rope
 from trainkit.models.config import (
     PARTS,
@@ -70,6 +71,8 @@ _IGNORED = frozenset(
         "tokenizer_class",
         "finetuning_task",
         "prefix",
+        "is_llama_config",
+        "transformers.js_config",
         "unsloth_version",
         "unsloth_fixed",
         "_attn_implementation",
@@ -215,9 +218,12 @@ def _key_problems(family: Family, values: Mapping[str, Any], said: Mapping[str, 
     An unknown key that is null or false is taken for something that is off.
     """
     code = [key for key in ("auto_map", "trust_remote_code") if values.get(key)]
+    if _is_of_family(values.get("auto_map"), family):
+        code.remove("auto_map")
     problems = [f"{key} asks for code of the folder's own, which is never run" for key in code]
-    if values.get("quantization_config") is not None:
-        problems.append("quantization_config: its weights are quantized")
+    quantized = values.get("quantization_config")
+    problem = None if quantized is None else quantization_problem(quantized)
+    problems += [problem] if problem else []
     problems += [
         f"{key} is {told(values[key])}, not {' or '.join(map(told, allowed))}"
         for key, allowed in family.only.items()
@@ -230,6 +236,19 @@ def _key_problems(family: Family, values: Mapping[str, Any], said: Mapping[str, 
     unknown = values.keys() - known - {*off}
     problems += [f"{key[:100]} is a key of an unknown meaning" for key in sorted(unknown)]
     return problems
+
+
+def _is_of_family(auto_map: Any, family: Family) -> bool:
+    """Say whether the code of a folder is that of the family, as it was before others had it.
+
+    Such a folder is read as any other, and its code is not looked at, as `transformers` does.
+    """
+    kind = family.architecture.removesuffix("ForCausalLM")
+    own = {f"{kind}Config", f"{kind}Model", family.architecture}
+    if not auto_map or not isinstance(auto_map, dict):
+        return False
+    classes = [str(x).rpartition(".")[2] for key, x in auto_map.items() if key != "AutoTokenizer"]
+    return own.issuperset(classes)
 
 
 def _fields(
