@@ -87,8 +87,7 @@ def library(trained, how):
 def how_of(cfg, trained):
     """Return how texts become tokens that the model is given."""
     add_bos = trained.adds_bos if cfg.add_bos is None else cfg.add_bos
-    context = cfg.context or trained.context
-    return {"tokenizer": trained.tokenizer, "context": context, "add_bos": add_bos}
+    return {"tokenizer": trained.tokenizer, "context": trained.context, "add_bos": add_bos}
 
 
 def read(cfg, trained, how):
@@ -171,7 +170,7 @@ def main(argv=None):
     cfg = tk.config.load_config(Config, argv)
     cfg = attrs.evolve(cfg, dtype=tk.parallel.choose_dtype(cfg.dtype))
     path = cfg.run or tk.hub.base_run(Path(__file__).parent)
-    trained = tk.hub.open_trained(path, tokenizer=cfg.tokenizer)
+    trained = tk.hub.open_trained(path, tokenizer=cfg.tokenizer, context=cfg.context)
     world = tk.mesh.world_size()
     tk.parallel.refuse(tk.parallel.problems(cfg.layout, trained.config, world=world))
     name = f"{path.absolute().name}-{trained.path.name}"

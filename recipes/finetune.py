@@ -228,7 +228,7 @@ def open_base(cfg):
     begun = cfg.resume == "auto" and tk.checkpoint.list_checkpoints(cfg.out / "checkpoints")
     own = cfg.out if begun and cfg.method == "full" else cfg.init
     path = own or tk.hub.base_run(Path(__file__).parent)
-    return tk.hub.open_trained(path, tokenizer=cfg.tokenizer)
+    return tk.hub.open_trained(path, tokenizer=cfg.tokenizer, context=cfg.batch.row_length)
 
 
 def main(argv=None):

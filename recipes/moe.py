@@ -78,7 +78,8 @@ def open_rows(cfg, run, tokenizer):
 def choose_model(cfg, tokenizer):
     """Return the configuration of init, or of a size with experts in all layers but the first."""
     if cfg.init:
-        return tk.hub.init_config(cfg.init, vocab_size=tokenizer.vocab_size, experts=True)
+        known = {"vocab_size": tokenizer.vocab_size, "context": cfg.batch.row_length}
+        return tk.hub.init_config(cfg.init, experts=True, **known)
     dense = tk.models.decoder_config(cfg.size)
     width = dense.mlp_width // (cfg.chosen + 1) // 8 * 8  # for one grouped multiplication
     experts = tk.models.Experts(

@@ -108,7 +108,7 @@ def make_phases(cfg, num_rows):
 def choose_model(cfg, vocab_size):
     """Return the model's configuration: that of init, or of a size."""
     if cfg.init:
-        return tk.hub.init_config(cfg.init, vocab_size=vocab_size)
+        return tk.hub.init_config(cfg.init, vocab_size=vocab_size, context=cfg.batch.row_length)
     return tk.models.decoder_config(cfg.size, vocab_size=tk.models.round_up_vocabulary(vocab_size))
 
 

@@ -110,7 +110,8 @@ def found(made, tmp_path_factory):
         patch.setenv("HF_HOME", str(home))
         model, folder = made
         score = evaluation.bind_score([model])
-        ours = evaluation.harness_model(score, BYTES, context=CONTEXT, generate=continued(model))
+        how = {"context": CONTEXT, "add_bos": True, "generate": continued(model)}
+        ours = evaluation.harness_model(score, BYTES, **how)
         theirs = huggingface.HFLM(pretrained=str(folder), device="cpu", batch_size=4)
         names = [task["task"] for task in (CHOICES, ROLLING, WRITING)]
         manager = evaluation.open_tasks(names, include=folder_of_tasks(home))

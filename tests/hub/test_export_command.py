@@ -1,5 +1,9 @@
 """`python -m trainkit export`: a run becomes a folder that `transformers` loads, text and all."""
 
+import importlib.util
+import json
+from pathlib import Path
+
 import attrs
 import orjson
 import pytest
@@ -7,22 +11,42 @@ import torch
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from trainkit import hub
+from trainkit import evaluation, hub
 from trainkit.__main__ import main
 from trainkit.batch import batch_of_rows
+from trainkit.chat import (
+    SOURCES,
+    TEMPLATES,
+    encode_chat,
+    folder_stop_ids,
+    folder_template,
+    jinja_template,
+    stop_ids,
+)
 from trainkit.checkpoint import save_checkpoint
 from trainkit.mesh import solo_parallel
-from trainkit.models import build_decoder, call_model, decoder_config
-from trainkit.tokenizers import open_tokenizer, save_tokenizer, tokenizer_hash, train_bpe
+from trainkit.models import build_decoder, call_model, call_routed, decoder_config
+from trainkit.models.decoder import whole_logits
+from trainkit.tokenizers import (
+    encode_document,
+    open_tokenizer,
+    save_tokenizer,
+    tokenizer_hash,
+    train_bpe,
+)
 from trainkit.types import TrainState
 
 transformers = pytest.importorskip("transformers")
 CONFIG = decoder_config("tiny", layers=2)
+GOLDEN = Path(__file__).parents[1] / "chat" / "golden"
 
 
-def saved_run(home, config=CONFIG, tokenizer="bytes", **facts):
+def saved_run(home, config=CONFIG, tokenizer="bytes", router_bias=0.0, **facts):
     """Save a run of a decoder as a recipe does; return its model."""
     model = build_decoder(config, seed=1)
+    for name, x in model.named_buffers():
+        if name.endswith("router.bias"):
+            x.copy_(router_bias * torch.sin(torch.arange(x.numel())))
     facts = {"config.tokenizer": str(tokenizer), "config.row_length": 256, **facts}
     facts |= {"model": attrs.asdict(config)}
     facts |= {"tokenizer": tokenizer_hash(open_tokenizer(tokenizer))}
@@ -49,7 +73,7 @@ def test_an_exported_run_is_loaded_with_the_same_logits_and_the_same_ids(tmp_pat
     assert theirs.config.max_position_embeddings == 256
     assert theirs.generation_config.eos_token_id == theirs.config.eos_token_id == 257
     said = tokenizer("def naïve(): <|im_end|>", return_tensors="pt").input_ids
-    assert said[0].tolist() == open_tokenizer("bytes").encode("def naïve(): <|im_end|>")
+    assert said[0].tolist() == [256, *open_tokenizer("bytes").encode("def naïve(): <|im_end|>")]
     with torch.no_grad():
         got, want = call_model(model, batch_of_rows(said)), theirs(said).logits
     torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-5)
@@ -83,7 +107,8 @@ def test_the_bytes_of_any_text_have_equal_ids_there(text):
     theirs = Tokenizer.from_str(hub.tokenizer_files("bytes")["tokenizer.json"].decode())
     if any(name in text for name in ("<|bos|>", "<|eos|>", "<|pad|>")):
         return
-    assert theirs.encode(text).ids == ours.encode(text)
+    assert theirs.encode(text, add_special_tokens=False).ids == ours.encode(text)
+    assert theirs.encode(text).ids == [ours.bos_id, *ours.encode(text)]
     assert theirs.get_vocab_size() == ours.vocab_size
     assert theirs.decode(ours.encode(text)) == ours.decode(ours.encode(text))
 
@@ -91,8 +116,10 @@ def test_the_bytes_of_any_text_have_equal_ids_there(text):
 def test_a_tokenizer_and_what_lies_beside_it_are_copied_through(tmp_path, capsys):
     base = tmp_path / "base"
     base.mkdir()
-    save_tokenizer(train_bpe(["low lower lowest"] * 3, vocab_size=270), base / "tokenizer.json")
-    (base / "tokenizer_config.json").write_text('{"eos_token": "<|eos|>", "model_max_length": 9}')
+    pieces = train_bpe(["low lower lowest"] * 3, vocab_size=270, special=["<s>", "<|eos|>"])
+    save_tokenizer(pieces, base / "tokenizer.json")
+    said = '{"bos_token": "<s>", "eos_token": "<|eos|>", "model_max_length": 9}'
+    (base / "tokenizer_config.json").write_text(said)
     (base / "chat_template.jinja").write_text("{{ messages }}")
     (base / "generation_config.json").write_text('{"eos_token_id": [1, 2], "temperature": 0.5}')
     (base / "pytorch_model.bin").write_text("not copied")
@@ -114,7 +141,113 @@ def test_a_tokenizer_file_alone_gets_the_files_that_name_its_roles(tmp_path):
         (tmp_path / "there" / name).write_bytes(data)
     theirs = transformers.AutoTokenizer.from_pretrained(tmp_path / "there")
     assert theirs.eos_token == "<|eos|>"
-    assert theirs("lowest").input_ids == open_tokenizer(tmp_path / "t.json").encode("lowest")
+    ours = open_tokenizer(tmp_path / "t.json")
+    assert theirs("lowest").input_ids == [ours.bos_id, *ours.encode("lowest")]
+    again = hub.tokenizer_files(tmp_path / "there")  # which begins texts with BOS already
+    assert again["tokenizer.json"] == files["tokenizer.json"]
+
+
+@pytest.mark.parametrize("name", ["bytes", "t.json"])
+def test_a_run_and_its_export_are_given_the_same_ids(name, tmp_path, capsys):
+    if name != "bytes":
+        save_tokenizer(train_bpe(["low lower lowest"] * 3, vocab_size=270), tmp_path / name)
+        name = tmp_path / name
+    saved_run(tmp_path / "run", tokenizer=name)
+    assert command(capsys, tmp_path / "run", tmp_path / "there")[0] == 0
+    tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path / "there")
+    run, folder = (hub.open_trained(tmp_path / each) for each in ("run", "there"))
+    assert run.adds_bos
+    assert folder.adds_bos
+    for text in ("lowest é", ""):
+        pairs = [
+            evaluation.encode_pair(each.tokenizer, text, " more", add_bos=each.adds_bos)
+            for each in (run, folder)
+        ]
+        assert pairs[0] == pairs[1]
+        assert tokenizer(text).input_ids == encode_document(run.tokenizer, text)[:-1].tolist()
+
+
+def spoken(name):
+    """Return the golden conversations of a native template."""
+    rows = json.loads((GOLDEN / f"{name}.json").read_text())
+    assert any(row.get("tools") for row in rows) == (name != "chatml")
+    return rows
+
+
+@pytest.mark.parametrize("name", TEMPLATES)
+def test_the_template_of_a_run_gives_the_same_ids_in_transformers(name, tmp_path):
+    for file, data in hub.tokenizer_files("bytes", template=name).items():
+        (tmp_path / file).write_bytes(data)
+    theirs, ours = transformers.AutoTokenizer.from_pretrained(tmp_path), open_tokenizer("bytes")
+    again = folder_template(tmp_path)
+    for row in spoken(name):
+        how = {"add_generation_prompt": row.get("add_generation_prompt", False)}
+        how["tools"] = row.get("tools")
+        said, asked = row["messages"], row.get("arguments", {})
+        segments = TEMPLATES[name](said, **how, **asked)
+        want = ours.encode("".join(segment.text for segment in segments))
+        if "date" in asked:
+            asked = {"date_string": asked["date"]}
+        got = theirs.apply_chat_template(said, tokenize=True, return_dict=False, **how, **asked)
+        assert got == want, row["name"]
+        if not asked and any(message["role"] == "assistant" for message in said):
+            masks = [
+                encode_chat(said, ours, template=each, tools=row.get("tools")).trained.tolist()
+                for each in (TEMPLATES[name], again)
+            ]
+            assert masks[0] == masks[1], row["name"]
+    stops = sorted([ours.eos_id, *stop_ids(ours, TEMPLATES[name])])
+    assert folder_stop_ids(tmp_path) == (*stops,)
+    assert stop_ids(ours, again) == stop_ids(ours, TEMPLATES[name])
+
+
+def test_what_a_template_refuses_its_jinja_refuses():
+    user, calls = {"role": "user", "content": "a"}, [{"name": "f", "arguments": {}}]
+    called = {"role": "assistant", "content": "", "tool_calls": calls}
+    wrong = {
+        "chatml": [([user], [{}]), ([user, called], None)],
+        "llama3": [([user, called | {"tool_calls": calls * 2}], None)],
+        "qwen3": [([user, {"role": "developer", "content": "a"}], None)],
+    }
+    wrong["llama3"] += [([{"role": "system", "content": "a"}], [{}]), ([called], [{}])]
+    for name, cases in wrong.items():
+        native, jinja = TEMPLATES[name], jinja_template(SOURCES[name], stop="<|im_end|>")
+        for messages, tools in cases:
+            for template in (native, jinja):
+                with pytest.raises(ValueError, match=r"no place|not know|at a time|the tools"):
+                    template(messages, tools=tools)
+
+
+def test_a_folders_template_goes_through_and_another_takes_its_place(tmp_path, capsys):
+    base, other = tmp_path / "base", tmp_path / "other"
+    for home, home_source in ((base, "{{ 'x' + eos_token }}"), (other, SOURCES["qwen3"])):
+        home.mkdir()
+        for file, data in hub.tokenizer_files("bytes").items():
+            (home / file).write_bytes(data)
+        (home / "chat_template.jinja").write_text(home_source)
+    more = base / "additional_chat_templates"
+    more.mkdir()
+    (more / "tool_use.jinja").write_text("{{ 'y' + eos_token }}")
+    (base / "generation_config.json").write_text('{"eos_token_id": [3, 257], "top_k": 5}')
+    saved_run(tmp_path / "run", tokenizer=base, **{"config.template": str(base)})
+    base.rename(tmp_path / "moved")
+    code, _ = command(
+        capsys, tmp_path / "run", tmp_path / "there", "--tokenizer", tmp_path / "moved"
+    )
+    assert code == 0
+    theirs = transformers.AutoTokenizer.from_pretrained(tmp_path / "there")
+    said = [{"role": "user", "content": "a"}]
+    for tools, want in ((None, "x"), ([{"name": "f"}], "y")):
+        got = theirs.apply_chat_template(said, tools=tools, tokenize=False)
+        ours = folder_template(tmp_path / "there")(said, tools=tools)
+        assert got == f"{want}<|eos|>" == "".join(segment.text for segment in ours)
+    for template in (str(other), "qwen3"):
+        files = hub.tokenizer_files(tmp_path / "moved", template=template)
+        assert files["chat_template.jinja"].decode() == SOURCES["qwen3"]
+        assert b"chat_template" not in files["tokenizer_config.json"]
+        ids = [3, 257, *stop_ids(open_tokenizer("bytes"), TEMPLATES["qwen3"])]
+        said = {"eos_token_id": ids, "top_k": 5}
+        assert orjson.loads(files["generation_config.json"]) == said
 
 
 def test_another_tokenizer_than_the_runs_is_refused(tmp_path, capsys):
@@ -136,6 +269,29 @@ def test_a_folder_that_is_there_stays_unless_an_export_wrote_it(tmp_path, capsys
     (tmp_path / "there" / "mine.txt").write_text("mine")
     code, report = command(capsys, *words, "--overwrite")
     assert (code, "mine.txt" in report["error"]) == (64, True)
+
+
+def recipe(name):
+    """Return a recipe as a module."""
+    path = Path(__file__).parents[2] / "recipes" / f"{name}.py"
+    spec = importlib.util.spec_from_file_location(name, path)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_a_run_of_the_recipe_for_experts_is_loaded_by_transformers(tmp_path, capsys):
+    moe = recipe("moe")
+    config = attrs.evolve(moe.choose_model(moe.Config(), open_tokenizer("bytes")), layers=2)
+    model = saved_run(tmp_path / "run", config, router_bias=0.3)
+    code, _ = command(capsys, tmp_path / "run", tmp_path / "there")
+    assert code == 0
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "there").eval()
+    assert theirs.config.model_type == "glm4_moe"
+    ids = torch.arange(60).view(2, 30)
+    with torch.no_grad():
+        got, want = whole_logits(call_routed(model, batch_of_rows(ids))), theirs(ids).logits
+    torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-5)
 
 
 def test_a_model_of_no_family_is_refused_with_the_reasons(tmp_path, capsys):

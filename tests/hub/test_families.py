@@ -1,27 +1,29 @@
 """Every family against `transformers`: its folders read, computed with, and its map turned."""
 
 import attrs
+import orjson
 import pytest
 import torch
-from hub import tiny
+from hub import published, tiny
 from torch import nn
 
 from trainkit import hub
 from trainkit.batch import batch_of_rows
+from trainkit.checkpoint import save_checkpoint
 from trainkit.hub.folder import links_of, our_shapes
 from trainkit.hub.links import check_links, linked, make_links, their_shapes
 from trainkit.mesh import solo_parallel
-from trainkit.models import Decoder, call_model, call_routed
+from trainkit.models import Decoder, build_decoder, call_model, call_routed
 from trainkit.models.decoder import whole_logits
-from trainkit.models.sizes import decoder_sizes
-from trainkit.parallel import build_stages
+from trainkit.models.sizes import config_from_facts, decoder_sizes
+from trainkit.parallel import build_stages, problems
 from trainkit.testing.builtin import decoder_batch
-from trainkit.types import ConfigError
+from trainkit.types import ConfigError, Layout, Rows, TrainState
 
 
-def read(folder):
+def read(folder, context=tiny.CONTEXT):
     """Return the decoder that a folder holds."""
-    opened = hub.open_folder(folder)
+    opened = hub.open_folder(folder, context=context)
     weights = hub.folder_weights(opened, dtype=torch.float32)
     (model,) = build_stages(lambda: Decoder(opened.config), solo_parallel(), [], weights=weights)
     return model
@@ -126,9 +128,9 @@ def test_a_folder_of_a_model_without_a_head_leaves_out_the_first_part_of_names(t
 def test_a_config_that_is_written_is_read_by_transformers_and_by_us_as_the_same(row, tmp_path):
     made = tiny.make_theirs(row)
     made.save_pretrained(tmp_path / "a")
-    folder = hub.open_folder(tmp_path / "a")
+    folder = hub.open_folder(tmp_path / "a", context=tiny.CONTEXT)
     written = hub.write_config(folder.config, context=folder.context, family=folder.family)
-    again = hub.read_config(written)
+    again = hub.read_config(written, context=tiny.CONTEXT)
     assert attrs.evolve(again, head_dim=folder.config.head_dim) == folder.config
     theirs = type(made.config).from_dict(written)
     skipped = {"dtype", "architectures", "initializer_range", "transformers_version", "layer_types"}
@@ -165,6 +167,106 @@ def test_a_decoder_of_no_family_is_told_why_of_each():
     ) as it:
         hub.family_of(config)
     assert len(it.value.got) == len(hub.FAMILIES)
+
+
+@pytest.mark.parametrize("name", published.FORMS)
+def test_what_published_folders_say_is_read_as_transformers_reads_it(name, tmp_path):
+    said = published.shrunk(name)
+    plain = {key: x for key, x in said.items() if key != "quantization_config"}
+    (tmp_path / "config.json").write_bytes(orjson.dumps(plain))
+    config = transformers.AutoConfig.from_pretrained(tmp_path)
+    config._attn_implementation = "eager"
+    torch.manual_seed(0)
+    theirs = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
+    tiny.fill(theirs)
+    theirs.save_pretrained(tmp_path)
+    (tmp_path / "config.json").write_bytes(orjson.dumps(said))
+    ours, ids = read(tmp_path, context=None), torch.arange(40).view(2, 20)
+    with torch.no_grad():
+        near(ours_of(ours, batch_of_rows(ids)), theirs(ids).logits, name)
+
+
+FP8 = {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [16, 8]}
+
+
+def quantize_folder(folder, block):
+    """Put what a folder's linear layers hold into fp8, as DeepSeek-V3's are; return the values."""
+    from safetensors.torch import load_file, save_file
+
+    stored, values = {}, {}
+    for name, x in load_file(folder / "model.safetensors").items():
+        stored[name] = values[name] = x
+        if "_proj" not in name:
+            continue
+        rows, columns = (torch.arange(n) // b for n, b in zip(x.shape, block, strict=True))
+        scales = 0.5 + torch.rand(int(rows[-1]) + 1, int(columns[-1]) + 1)
+        stored[name] = x.to(torch.float8_e4m3fn)
+        stored[f"{name}_scale_inv"] = scales
+        values[name] = stored[name].float() * scales[rows][:, columns]
+    save_file(stored, folder / "model.safetensors", metadata={"format": "pt"})
+    config = orjson.loads((folder / "config.json").read_bytes())
+    config["quantization_config"] = FP8 | {"weight_block_size": block}
+    (folder / "config.json").write_bytes(orjson.dumps(config))
+    return values
+
+
+@pytest.mark.parametrize(("row", "block"), [("qwen3", [8, 8]), ("deepseek_v3", [12, 20])])
+def test_blocks_in_fp8_are_read_as_what_they_stand_for(row, block, tmp_path):
+    """In any boxes: the last blocks of a matrix are smaller, and a box begins inside of one."""
+    theirs = tiny.make_theirs(row)
+    theirs.save_pretrained(tmp_path)
+    values = quantize_folder(tmp_path, block)
+    folder = hub.open_folder(tmp_path)
+    links, theirs = links_of(folder.family, folder.config), {k: x.shape for k, x in values.items()}
+    back = linked(hub.folder_weights(folder), [link.turned() for link in links], theirs)
+    for name, x in values.items():
+        assert torch.equal(back(name, x.shape, (0,) * x.ndim), x), name
+        if x.ndim == 2 and len(x) > 15:
+            assert torch.equal(back(name, (9, 5), (6, 3)), x[6:15, 3:8]), name
+    if row == "qwen3":  # whose matrices are whole blocks, as transformers wants them
+        how = transformers.FineGrainedFP8Config(weight_block_size=block, dequantize=True)
+        wanted = transformers.AutoModelForCausalLM.from_pretrained(
+            tmp_path, quantization_config=how, dtype=torch.float32
+        )
+        for name, x in wanted.state_dict().items():
+            assert name not in values or torch.equal(x, values[name]), name
+
+
+def test_longrope_chooses_its_factors_once_by_the_context(tmp_path):
+    """Short ones unless more is asked for: nothing that is longer is computed with them."""
+    row = "phi3 longrope, long, a part of each head"
+    tiny.make_theirs(row).save_pretrained(tmp_path)
+    for context in (None, 4, 3, 5):
+        folder = hub.open_folder(tmp_path, context=context)
+        scaling = folder.config.rope_scaling
+        assert folder.context == context or (context is None and folder.context == 4)
+        assert scaling.factors == (scaling.long if context == 5 else scaling.short)
+        assert folder.config.reach == max(folder.context, 4)
+        assert config_from_facts(orjson.loads(orjson.dumps(attrs.asdict(folder.config)))) == (
+            folder.config
+        )
+        (found,) = problems(Layout(), folder.config, Rows(row_length=8, rows=1), world=1)
+        assert f"the model has a context of {folder.config.reach}; set row_length" in str(found)
+    assert hub.init_config(tmp_path, vocab_size=64, context=8).rope_scaling.context == 8
+    for file, data in hub.tokenizer_files("bytes").items():
+        (tmp_path / file).write_bytes(data)
+    values = orjson.loads((tmp_path / "config.json").read_bytes())
+    (tmp_path / "config.json").write_bytes(orjson.dumps(values | {"vocab_size": 271}))
+    assert hub.open_trained(tmp_path).context == 4
+    assert hub.open_trained(tmp_path, context=9).config.reach == 9
+
+
+def test_a_context_beyond_learned_positions_is_refused(tmp_path):
+    config = decoder_sizes()["tiny"]
+    learned = attrs.evolve(config, positions=16, head_dim=None)
+    make_run = {"config.tokenizer": "bytes", "config.row_length": 16}
+    facts = {**make_run, "model": attrs.asdict(learned)}
+    model = build_decoder(learned, seed=0)
+    rest = [model], torch.optim.SGD(model.parameters()), solo_parallel()
+    save_checkpoint(tmp_path, TrainState(), *rest, facts=facts)
+    assert hub.open_trained(tmp_path).context == 16
+    with pytest.raises(ConfigError, match=r"17 tokens are asked for, and positions of .* reach 16"):
+        hub.open_trained(tmp_path, context=17)
 
 
 def test_a_map_with_a_gap_is_refused_by_name():

@@ -20,6 +20,7 @@ from trainkit.types import CheckpointError, ConfigError
 CONFIG = DecoderConfig(vocab_size=64, width=16, layers=2, heads=2, kv_heads=2, mlp_width=32)
 NAME = "model.layers.0.self_attn.q_proj.weight"
 OLD = {"rope_parameters": None}
+FP8 = {"quant_method": "fp8", "fmt": "e4m3", "weight_block_size": [16, 16]}
 INDEX = "model.safetensors.index.json"
 
 
@@ -94,7 +95,7 @@ def test_every_problem_of_a_config_is_told_at_once(folder):
     values = json.loads((folder / "config.json").read_text())
     wrong = {
         "auto_map": {"AutoModel": "modeling_evil.Evil"},
-        "quantization_config": {"quant_method": "fp8"},
+        "quantization_config": {"quant_method": "bitsandbytes"},
         "hidden_act": "relu",
         "attention_bias": 1,
         "rope_parameters": {"rope_type": "longrope", "rope_theta": 1e4, "short_factor": [1.0]},
@@ -132,6 +133,15 @@ def test_every_problem_of_a_config_is_told_at_once(folder):
         ({"rope_scaling": {"rope_type": "llama3"}}, "differ in rope_type"),
         ({"rope_scaling": [1]}, "is no table"),
         ({"max_position_embeddings": "64"}, "max_position_embeddings is no number"),
+        ({"quantization_config": {"quant_method": "fp8"}}, "weight_block_size is None; fp8 in bl"),
+        ({"quantization_config": FP8 | {"fmt": "e5m2"}}, "fmt is 'e5m2'; fp8 in blocks"),
+        ({"quantization_config": FP8 | {"weight_block_size": [0, 8]}}, r"is \[0, 8\]; fp8 in"),
+        ({"quantization_config": "fp8"}, "quant_method is None; fp8 in blocks"),
+        (
+            {"auto_map": {"AutoModel": "modeling_llama.LlamaModel", "AutoConfig": "evil.E"}},
+            "code of",
+        ),
+        ({"auto_map": ["LlamaModel"]}, "auto_map asks for code"),
         ({"layer_types": ["chunked_attention"]}, "layer_types is .*llama has no windows"),
         ({"layer_types": ["sliding_attention"] * 2}, "layer_types is .*llama has no windows"),
         ({"sliding_window": 32}, "sliding_window is 32, below max_position_embeddings 64"),
@@ -142,6 +152,7 @@ def test_a_config_that_is_not_computed_is_refused(tmp_path, changes, match):
         hub.open_folder(make_folder(tmp_path / "folder", **changes))
 
 
+LONG = {"type": "yarn", "short_factor": [1.0] * 8, "long_factor": [2] * 8}
 FULL, SLIDING = "full_attention", "sliding_attention"
 
 
@@ -171,7 +182,14 @@ FULL, SLIDING = "full_attention", "sliding_attention"
             {"rope_parameters": {SLIDING: {"rope_type": "linear", "factor": 2.0}}},
             "layers that slide: rope_type is not computed",
         ),
-        ("phi3", {"rope_scaling": {"type": "su", "long_factor": [1]}}, "rope_type is 'su'"),
+        ("phi3", {"rope_scaling": {"type": "su", "long_factor": [1]}}, "short_factor is missing"),
+        ("phi3", {"rope_scaling": {**LONG, "long_factor": [1] * 7}}, "as many short as long"),
+        ("phi3", {"rope_scaling": {**LONG, "long_factor": [0] * 8}}, "all above 0"),
+        ("phi3", {"rope_scaling": {**LONG, "long_factor": 2}}, "is 2, no list of numbers"),
+        ("phi3", {"rope_scaling": {**LONG, "short_factor": ["1"] * 8}}, "no list of numbers"),
+        ("phi3", {"rope_scaling": LONG, "partial_rotary_factor": 0.5}, "of 4 factors, got Long"),
+        ("phi3", {"rope_scaling": LONG, "original_max_position_embeddings": 0}, "length >= 1"),
+        ("phi3", {"rope_scaling": LONG}, []),
         ("phi3", {"partial_rotary_factor": 0}, "partial_rotary_factor is 0, not above 0"),
         ("qwen3", {"rope_scaling": {"type": "yarn", "factor": 4.0}}, []),
     ],
@@ -348,4 +366,20 @@ def test_a_head_that_is_not_the_embedding_it_is_said_to_be_is_refused(tmp_path):
     with pytest.raises(
         CheckpointError, match=r"lm_head\.weight is not model\.embed_tokens\.weight"
     ):
+        weights_of(folder)
+
+
+def test_matrices_in_fp8_without_their_scales_are_refused_by_name(tmp_path):
+    folder = make_folder(tmp_path / "folder", quantization_config=FP8)
+    whole = load_file(folder / "model.safetensors")
+    scale, spare = f"{NAME}_scale_inv", "model.norm.weight_scale_inv"
+    wrong = {None: None, "shape": torch.ones(2, 1), "dtype": torch.ones(1, 1, dtype=torch.int8)}
+    whole[NAME] = whole[NAME].to(torch.float8_e4m3fn)
+    for given in wrong.values():
+        held = whole if given is None else whole | {scale: given}
+        save_file(held, folder / "model.safetensors")
+        with pytest.raises(CheckpointError, match=rf"{NAME} is in fp8, and there is no {scale} of"):
+            weights_of(folder)
+    save_file(whole | {scale: torch.ones(1, 1), spare: torch.ones(1)}, folder / "model.safetensors")
+    with pytest.raises(CheckpointError, match=rf"{spare} has no place in the model"):
         weights_of(folder)

@@ -108,7 +108,8 @@ def test_a_resized_model_and_its_tokenizer_are_loaded_by_transformers(tied, tmp_
     tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path / "there")
     text = "lower<|call|>low<|done|>"
     ids = tokenizer(text, return_tensors="pt").input_ids
-    assert ids[0].tolist() == more.encode(text) == hf_tokenizer(tmp_path / "there").encode(text)
+    assert ids[0].tolist() == [more.bos_id, *more.encode(text)]
+    assert hf_tokenizer(tmp_path / "there").encode(text) == more.encode(text)
     assert tokenizer.decode(ids[0], skip_special_tokens=True) == "lowerlow"
     assert theirs.config.vocab_size == larger.vocab_size
     with torch.no_grad():

@@ -1,5 +1,7 @@
 """Tiny random models of every family, as `transformers` makes and saves them."""
 
+import copy
+
 import pytest
 import torch
 from torch import nn
@@ -35,6 +37,13 @@ YARN = {
         "beta_fast": 4.0,
     }
 }
+LONGROPE = {
+    "rope_type": "longrope",
+    "rope_theta": 50.0,
+    "short_factor": [1.0, 1.1, 1.3, 1.6],
+    "long_factor": [1.0, 2.5, 5.0, 30.0],
+}
+LESS = {each: LONGROPE[each][1:3] for each in ("short_factor", "long_factor")}
 OF_DEEPSEEK = {
     "rms_norm_eps": 1e-6,
     "num_key_value_heads": 4,
@@ -51,6 +60,15 @@ OF_DEEPSEEK = {
     "qk_rope_head_dim": 8,
     "qk_nope_head_dim": 10,
     "v_head_dim": 6,
+}
+OF_GLM = {
+    "num_hidden_layers": 3,
+    "moe_intermediate_size": 16,
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 3,
+    "n_group": 4,
+    "topk_group": 2,
+    "routed_scaling_factor": 2.5,
 }
 OF_QWEN3_MOE = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
 OF_GEMMA = {
@@ -78,6 +96,7 @@ OF_GPT2 = {
     "bos_token_id": 1,
     "eos_token_id": 1,
 }
+CONTEXT = 128
 ROWS = {
     "llama": ("Llama", PLAIN),
     "llama tied, scaled": ("Llama", LLAMA3 | {"tie_word_embeddings": True}),
@@ -119,6 +138,16 @@ ROWS = {
         {"rope_parameters": PLAIN["rope_parameters"] | {"partial_rotary_factor": 0.5}}
         | {"pad_token_id": None, "eos_token_id": 1, "sliding_window": 9},
     ),
+    "phi3 longrope, short": (
+        "Phi3",
+        {"rope_parameters": LONGROPE | {"factor": 4.0}, "original_max_position_embeddings": 128}
+        | {"pad_token_id": None, "eos_token_id": 1},
+    ),
+    "phi3 longrope, long, a part of each head": (
+        "Phi3",
+        {"rope_parameters": LONGROPE | {"partial_rotary_factor": 0.5, **LESS}}
+        | {"pad_token_id": None, "eos_token_id": 1, "original_max_position_embeddings": 4},
+    ),
     "qwen3": ("Qwen3", PLAIN | {"head_dim": 12, "tie_word_embeddings": True}),
     "phi3": ("Phi3", PLAIN | {"pad_token_id": None, "eos_token_id": 1}),
     "mixtral": ("Mixtral", PLAIN | {"num_local_experts": 4}),
@@ -131,6 +160,16 @@ ROWS = {
     "deepseek_v3 wide values": (
         "DeepseekV3",
         PLAIN | OF_DEEPSEEK | {"v_head_dim": 24, "first_k_dense_replace": 0},
+    ),
+    "glm4_moe": (
+        "Glm4Moe",
+        PLAIN | OF_GLM | {"use_qk_norm": True, "attention_bias": True, "n_shared_experts": 2},
+    ),
+    "glm4_moe, all of a head, tied": (
+        "Glm4Moe",
+        {"rope_parameters": PLAIN["rope_parameters"] | {"partial_rotary_factor": 1.0}}
+        | OF_GLM
+        | {"tie_word_embeddings": True, "first_k_dense_replace": 0, "norm_topk_prob": False},
     ),
     "qwen3_moe every other layer": (
         "Qwen3Moe",
@@ -155,11 +194,17 @@ def make_theirs(row):
     transformers = load_transformers()
     kind, changes = ROWS[row]
     sizes = OF_GPT2 if kind == "GPT2" else SIZES
-    config = getattr(transformers, f"{kind}Config")(**sizes | changes)
+    config = getattr(transformers, f"{kind}Config")(**copy.deepcopy(sizes | changes))  # it writes
     torch.manual_seed(0)
     config._attn_implementation = "eager"
     name = {"GPT2": "GPT2LMHeadModel", "Gemma3Text": "Gemma3ForCausalLM"}
     theirs = getattr(transformers, name.get(kind, f"{kind}ForCausalLM"))(config).eval()
+    fill(theirs)
+    return theirs
+
+
+def fill(theirs):
+    """Make of a new model one in which everything has an effect."""
     with torch.no_grad():
         for name, x in (*theirs.named_parameters(), *theirs.named_buffers()):
             if "inv_freq" in name:
@@ -168,4 +213,3 @@ def make_theirs(row):
                 x.add_(0.1 * torch.sin(torch.arange(x.numel()) + len(name)))
             elif x.ndim > 1:  # small values would make all scores alike
                 nn.init.normal_(x, std=x.shape[-1] ** -0.5)
-    return theirs

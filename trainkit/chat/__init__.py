@@ -15,8 +15,8 @@ from trainkit.chat.folder import find_template, folder_stop_ids, folder_template
 from trainkit.chat.jinja import jinja_template
 from trainkit.chat.preference import encode_pair, pack_pairs, pair_documents
 from trainkit.chat.prompt import prompt_ids
+from trainkit.chat.sources import SOURCES
 from trainkit.chat.templates import (
-    CHATML_SOURCE,
     TEMPLATES,
     Segment,
     Template,
@@ -27,10 +27,10 @@ from trainkit.chat.templates import (
 from trainkit.tokenizers.special import CHATML_SPECIAL, LLAMA3_SPECIAL, QWEN3_SPECIAL
 
 __all__ = [
-    "CHATML_SOURCE",
     "CHATML_SPECIAL",
     "LLAMA3_SPECIAL",
     "QWEN3_SPECIAL",
+    "SOURCES",
     "TEMPLATES",
     "Segment",
     "Template",

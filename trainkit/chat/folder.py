@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from trainkit.chat.templates import Segment, Template
 
 _MOST_BYTES = 1 << 20
-_MORE = "additional_chat_templates"
+MORE_TEMPLATES = "additional_chat_templates"
 
 
 def find_template(name: str | os.PathLike[str]) -> Template:
@@ -58,8 +58,7 @@ def has_template(folder: str | os.PathLike[str]) -> bool:
         >>> has_template("/does/not/exist")
         False
     """
-    path = Path(folder)
-    return bool(_sources(path, settings_beside(path / "tokenizer.json")))
+    return bool(folder_sources(Path(folder)))
 
 
 def folder_template(
@@ -109,7 +108,7 @@ def folder_template(
     said = {key: value for key, value in settings.items() if key.endswith("_token")}
     texts = {k: v.get("content") if isinstance(v, Mapping) else v for k, v in said.items()}
     tokens = {key: text for key, text in texts.items() if isinstance(text, str)}
-    sources = _sources(path, settings)
+    sources = folder_sources(path)
     wanted = sources if name is None else {name: sources.get(name)}
     if not sources or None in wanted.values():
         what = f"has no chat template {name!r}" if sources else "has no chat template"
@@ -192,14 +191,22 @@ def _chosen(
     return templates[name](messages, tools=tools, add_generation_prompt=add_generation_prompt)
 
 
-def _sources(path: Path, settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the Jinja texts of a folder by their names."""
+def folder_sources(path: Path) -> dict[str, Any]:
+    """Return the chat templates of a Hugging Face folder as Jinja texts, by their names.
+
+    Raises:
+        DataError: A file of it is no JSON, or holds no template where one should be.
+
+    Examples:
+        >>> folder_sources(Path("/does/not/exist"))
+        {}
+    """
     files = {"default": path / "chat_template.jinja"}
-    files |= {file.stem: file for file in sorted((path / _MORE).glob("*.jinja"))}
+    files |= {file.stem: file for file in sorted((path / MORE_TEMPLATES).glob("*.jinja"))}
     found: dict[str, Any] = {
         name: _bytes(file).decode(errors="replace") for name, file in files.items() if file.exists()
     }
-    said: Any = settings.get("chat_template")
+    said: Any = settings_beside(path / "tokenizer.json").get("chat_template")
     if not found and said is None and (path / "chat_template.json").is_file():
         said = _json(path / "chat_template.json").get("chat_template")
     if found or said is None:

@@ -93,15 +93,6 @@ def chatml(
     return segments + [Segment("<|im_start|>assistant\n")] * add_generation_prompt
 
 
-CHATML_SOURCE = (
-    "{% for message in messages %}"
-    "{{ '<|im_start|>' + message.role + '\\n' + message.content + '<|im_end|>' + '\\n' }}"
-    "{% endfor %}"
-    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"
-)
-"""`chatml` as the Jinja text that others' libraries read from a folder."""
-
-
 def qwen3(
     messages: Sequence[Message],
     *,
@@ -179,6 +170,17 @@ def _is_query(message: Message) -> bool:
     return message["role"] == "user" and not answer
 
 
+QWEN3_BEFORE_TOOLS = (
+    "# Tools\n\nYou may call one or more functions to assist with the user query.\n\nYou are "
+    "provided with function signatures within <tools></tools> XML tags:\n<tools>"
+)
+QWEN3_AFTER_TOOLS = (
+    "\n</tools>\n\nFor each function call, return a json object with function "
+    "name and arguments within <tool_call></tool_call> XML tags:\n<tool_call>\n"
+    '{"name": <function-name>, "arguments": <args-json-object>}\n</tool_call><|im_end|>\n'
+)
+
+
 def _qwen3_system(
     messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] | None
 ) -> list[Segment]:
@@ -186,13 +188,7 @@ def _qwen3_system(
     if not tools:
         return [] if first is None else _im_turn(0, "system", first["content"])
     signatures = "".join("\n" + _json(tool) for tool in tools)
-    rules = (
-        "# Tools\n\nYou may call one or more functions to assist with the user query.\n\nYou are "
-        "provided with function signatures within <tools></tools> XML tags:\n<tools>"
-        f"{signatures}\n</tools>\n\nFor each function call, return a json object with function "
-        "name and arguments within <tool_call></tool_call> XML tags:\n<tool_call>\n"
-        '{"name": <function-name>, "arguments": <args-json-object>}\n</tool_call><|im_end|>\n'
-    )
+    rules = QWEN3_BEFORE_TOOLS + signatures + QWEN3_AFTER_TOOLS
     if first is None:
         return [Segment("<|im_start|>system\n" + rules)]
     own = Segment(first["content"], 0, body=True)
@@ -257,7 +253,7 @@ def llama3(
     checked = checked_messages(messages)
     has_system = checked[0]["role"] == "system"
     inside = "" if tools is None else "".join(_json(tool, 4) + "\n\n" for tool in tools)
-    in_system = "" if tools is None or tools_in_user_message else _TOOLS_IN_SYSTEM + inside
+    in_system = "" if tools is None or tools_in_user_message else LLAMA3_TOOLS_IN_SYSTEM + inside
     dates = f"Cutting Knowledge Date: December 2023\nToday Date: {date}\n\n"
     environment = "Environment: ipython\n" * (tools is not None)
     owner = 0 if has_system else None
@@ -273,7 +269,7 @@ def llama3(
             what = "stands where the first user's turn has to hold the tools"
             raise wrong_message(i, message, what)
         header, body = _llama3_turn(i, message)
-        header += (_TOOLS_IN_USER + inside) * first
+        header += (LLAMA3_TOOLS_IN_USER + inside) * first
         segments += [Segment(header, i), Segment(body + "<|eot_id|>", i, body=True)]
     if tools is not None and tools_in_user_message and len(checked) == has_system:
         raise DataError("llama3: the tools stand in the first user's turn, and there is none")
@@ -284,11 +280,11 @@ _FORMAT = (
     'Respond in the format {"name": function name, "parameters": dictionary of argument name and '
     "its value}.Do not use variables.\n\n"
 )
-_TOOLS_IN_USER = (
+LLAMA3_TOOLS_IN_USER = (
     "Given the following functions, please respond with a JSON for a function call with its proper "
     f"arguments that best answers the given prompt.\n\n{_FORMAT}"
 )
-_TOOLS_IN_SYSTEM = (
+LLAMA3_TOOLS_IN_SYSTEM = (
     "You have access to the following functions. To call a function, please respond with JSON for "
     f"a function call.{_FORMAT}"
 )

@@ -85,6 +85,8 @@ def run(options: argparse.Namespace) -> tuple[Any, int]:
     if context is None:
         raise ConfigError("export: the run does not say its row length; give --context")
     name, template = _tokenizer(options.tokenizer, facts), facts.get("config.template")
+    if template == facts.get("config.tokenizer"):  # its folder's own, wherever that is now
+        template = name if template is not None else None
     report = hub.export_folder(
         path,
         options.folder,

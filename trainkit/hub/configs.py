@@ -1,13 +1,11 @@
 """A `config.json` as a `DecoderConfig`, and back, without `transformers`.
 
 Every key is accounted for: it is a field, or changes nothing that a decoder computes, or is refused
-by name. Rotary positions are read in both forms, `rope_theta` with `rope_scaling` and
-`rope_parameters`, and written in both.
+by name. What is said of rotary positions is in `ropes`.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -15,12 +13,12 @@ import attrs
 
 from trainkit.checkpoint.boxes import shortened
 from trainkit.hub.families import FAMILIES, Family, Key
+from trainkit.hub.quantized import quantization_problem
+from trainkit.hub.ropes import KINDS, local_rope, read_rope, same, told, write_rope
 from trainkit.models.config import (
     PARTS,
     DecoderConfig,
-    LinearScaling,
-    Llama3Scaling,
-    RopeScaling,
+    LongRopeScaling,
     Sliding,
     YarnScaling,
 )
@@ -73,6 +71,8 @@ _IGNORED = frozenset(
         "tokenizer_class",
         "finetuning_task",
         "prefix",
+        "is_llama_config",
+        "transformers.js_config",
         "unsloth_version",
         "unsloth_fixed",
         "_attn_implementation",
@@ -94,13 +94,10 @@ _IGNORED = frozenset(
 _NULLABLE = frozenset(
     {"head_dim", "kv_heads", "latents.query_rank", "score_softcap", "logit_softcap"}
 )
-_TRUTH = frozenset({"tied", "experts.renormalise", "qkv_bias", "feed_forward.bias"})
+_TRUTH = frozenset({"tied", "experts.renormalise", "qkv_bias", "qk_norm", "feed_forward.bias"})
 _REAL = frozenset({"norm_eps", "experts.scale", "query_scalar", "score_softcap", "logit_softcap"})
 _MOST = {"layers": 4096, "experts.count": 65536}
 _MOST_SIZE = 1 << 31
-_OF_YARN = frozenset(
-    {"beta_fast", "beta_slow", "mscale", "mscale_all_dim", "attention_factor", "truncate"}
-)
 
 
 def read_config(
@@ -108,6 +105,7 @@ def read_config(
     *,
     where: str = "config.json",
     families: Sequence[Family] = FAMILIES,
+    context: int | None = None,
 ) -> DecoderConfig:
     """Return the decoder that a `config.json` describes.
 
@@ -115,6 +113,8 @@ def read_config(
         values: What it holds.
         where: What it is called in messages.
         families: Those that it may be of.
+        context: The most tokens that a document will have, by which `LongRopeScaling` chooses; by
+            default as many as its short factors are for.
 
     Raises:
         ConfigError: It is of no known family, wants what a decoder does not compute, lacks a key or
@@ -142,13 +142,14 @@ def read_config(
             fields |= found
             problems += problem
     if family.ropes:
-        local = _local_rope(said, problems) if family.local_rope else None
-        fields |= _rope(said, family, problems)
+        local = local_rope(said, problems) if family.local_rope else None
+        fields |= read_rope(said, family, problems)
         fields |= _sliding(said, family, local, problems)
     if not problems:
         made = {k: x(said) if callable(x) else x for k, x in family.fixed.items()}
         try:
-            return _config(made | fields)
+            config = _config(made | fields)
+            return config if context is None else in_context(config, context)
         except ValueError as error:
             problems.append(str(error))
     raise ConfigError(
@@ -159,6 +160,21 @@ def read_config(
     )
 
 
+def in_context(config: DecoderConfig, context: int) -> DecoderConfig:
+    """Return a decoder for documents of at most so many tokens: `LongRopeScaling` chooses by it.
+
+    Examples:
+        >>> from trainkit.models.sizes import decoder_config
+        >>> in_context(decoder_config("tiny"), 4096) == decoder_config("tiny")
+        True
+    """
+    scaling = config.rope_scaling
+    if not isinstance(scaling, LongRopeScaling):
+        return config
+    most = max(context, scaling.original_length)
+    return attrs.evolve(config, rope_scaling=attrs.evolve(scaling, context=most))
+
+
 def _renamed(
     values: Mapping[str, Any], aliases: Mapping[str, str]
 ) -> tuple[dict[str, Any], list[str]]:
@@ -167,7 +183,7 @@ def _renamed(
     for alias, key in aliases.items():
         if alias in found:
             value = found.pop(alias)
-            if not _same(found.setdefault(key, value), value):
+            if not same(found.setdefault(key, value), value):
                 problems.append(f"{key} and {alias} differ")
     return found, problems
 
@@ -202,13 +218,16 @@ def _key_problems(family: Family, values: Mapping[str, Any], said: Mapping[str, 
     An unknown key that is null or false is taken for something that is off.
     """
     code = [key for key in ("auto_map", "trust_remote_code") if values.get(key)]
+    if _is_of_family(values.get("auto_map"), family):
+        code.remove("auto_map")
     problems = [f"{key} asks for code of the folder's own, which is never run" for key in code]
-    if values.get("quantization_config") is not None:
-        problems.append("quantization_config: its weights are quantized")
+    quantized = values.get("quantization_config")
+    problem = None if quantized is None else quantization_problem(quantized)
+    problems += [problem] if problem else []
     problems += [
-        f"{key} is {_told(values[key])}, not {' or '.join(map(_told, allowed))}"
+        f"{key} is {told(values[key])}, not {' or '.join(map(told, allowed))}"
         for key, allowed in family.only.items()
-        if values.get(key) is not None and not any(_same(values[key], x) for x in allowed)
+        if values.get(key) is not None and not any(same(values[key], x) for x in allowed)
     ]
     problems += [f"{key} is missing" for key in family.keys if key not in said]
     known = {*family.keys, *family.only, *family.defaults, *family.ignored, *_IGNORED}
@@ -219,12 +238,17 @@ def _key_problems(family: Family, values: Mapping[str, Any], said: Mapping[str, 
     return problems
 
 
-def _same(a: Any, b: Any) -> bool:
-    return a == b and isinstance(a, bool) == isinstance(b, bool)
+def _is_of_family(auto_map: Any, family: Family) -> bool:
+    """Say whether the code of a folder is that of the family, as it was before others had it.
 
-
-def _told(value: Any) -> str:
-    return repr(value)[:100]
+    Such a folder is read as any other, and its code is not looked at, as `transformers` does.
+    """
+    kind = family.architecture.removesuffix("ForCausalLM")
+    own = {f"{kind}Config", f"{kind}Model", family.architecture}
+    if not auto_map or not isinstance(auto_map, dict):
+        return False
+    classes = [str(x).rpartition(".")[2] for key, x in auto_map.items() if key != "AutoTokenizer"]
+    return own.issuperset(classes)
 
 
 def _fields(
@@ -236,7 +260,7 @@ def _fields(
         try:
             return {field.field: field.read(value, said)}, []
         except (ValueError, TypeError, KeyError) as error:
-            return {}, [f"{key} is {_told(value)}: {error}"]
+            return {}, [f"{key} is {told(value)}: {error}"]
     names = [field] if isinstance(field, str) else [*field]
     problem = _value_problem(key, value, names[0])
     if problem:
@@ -250,13 +274,13 @@ def _value_problem(key: str, value: Any, field: str) -> str | None:
     if value is None and field in _NULLABLE:
         return None
     if field in _TRUTH:
-        return None if isinstance(value, bool) else f"{key} is {_told(value)}, not true or false"
+        return None if isinstance(value, bool) else f"{key} is {told(value)}, not true or false"
     kinds = (int, float) if field in _REAL else (int,)
     if isinstance(value, bool) or not isinstance(value, kinds):
-        return f"{key} is {_told(value)}, no number"
+        return f"{key} is {told(value)}, no number"
     most = _MOST.get(field, _MOST_SIZE)
     if not 0 <= value <= most:
-        return f"{key} is {_told(value)}, not from 0 to {most}"
+        return f"{key} is {told(value)}, not from 0 to {most}"
     return None
 
 
@@ -280,27 +304,27 @@ def _config(fields: Mapping[str, Any]) -> DecoderConfig:
 
 # ----------------------------------------------------------------------------------------- windows
 
-_KINDS = ("full_attention", "sliding_attention")
-
 
 def _sliding(
     said: Mapping[str, Any], family: Family, local: float | None, problems: list[str]
 ) -> dict[str, Any]:
     """Return the fields about layers that see a window alone; add what is wrong."""
     window = None if said.get("use_sliding_window") is False else said.get("sliding_window")
-    told = _value_problem("sliding_window", window, "window") if window is not None else None
+    wrong = _value_problem("sliding_window", window, "window") if window is not None else None
     if family.windows is None:
         context, none = said.get("max_position_embeddings"), f"{family.model_type} has no windows"
         kinds = said.get("layer_types")
-        if kinds is not None and (not isinstance(kinds, list) or {*map(str, kinds)} != {_KINDS[0]}):
-            told = f"layer_types is {_told(kinds)}: {none}"
+        if kinds is not None and (not isinstance(kinds, list) or {*map(str, kinds)} != {KINDS[0]}):
+            wrong = f"layer_types is {told(kinds)}: {none}"
         elif (
-            not told and window is not None and not (isinstance(context, int) and window >= context)
+            not wrong
+            and window is not None
+            and not (isinstance(context, int) and window >= context)
         ):
-            below = f"below max_position_embeddings {_told(context)}"
-            told = f"sliding_window is {_told(window)}, {below}: {none}"
-    problems += [told] if told else []
-    if told or family.windows is None or _value_problem("", said.get("num_hidden_layers"), ""):
+            below = f"below max_position_embeddings {told(context)}"
+            wrong = f"sliding_window is {told(window)}, {below}: {none}"
+    problems += [wrong] if wrong else []
+    if wrong or family.windows is None or _value_problem("", said.get("num_hidden_layers"), ""):
         return {}
     usual = {k: said[x] if isinstance(x, str) else x for k, x in family.windows.items()}
     problem = next(filter(None, (_value_problem(k, x, "layers") for k, x in usual.items())), None)
@@ -324,9 +348,9 @@ def _layers_that_slide(
     layers, kinds = said["num_hidden_layers"], said.get("layer_types")
     slide = Sliding(window=1, **usual).layers(layers)
     if kinds is not None:
-        if not isinstance(kinds, list) or len(kinds) != layers or {*map(str, kinds)} - {*_KINDS}:
+        if not isinstance(kinds, list) or len(kinds) != layers or {*map(str, kinds)} - {*KINDS}:
             return None
-        listed = [i for i, kind in enumerate(kinds) if kind == _KINDS[1]]
+        listed = [i for i, kind in enumerate(kinds) if kind == KINDS[1]]
         if listed and listed != slide:
             return _pattern(listed, layers) if family.windows else None
         slide = listed
@@ -341,161 +365,6 @@ def _pattern(slide: Sequence[int], layers: int) -> dict[str, int] | None:
             if Sliding(window=1, **found).layers(layers) == [*slide]:
                 return found
     return None
-
-
-# -------------------------------------------------------------------------------------------- rope
-
-
-def _local_rope(said: dict[str, Any], problems: list[str]) -> float | None:
-    """Return the base of wavelengths in layers that slide; leave in `said` those of the others."""
-    theta = said["rope_local_base_freq"]
-    tables = said.get("rope_parameters")
-    if isinstance(tables, dict) and {*tables} & {*_KINDS}:
-        said["rope_parameters"] = tables.get(_KINDS[0])
-        own = dict(tables.get(_KINDS[1]) or {})
-        theta = own.pop("rope_theta", theta)
-        more = [k for k, x in own.items() if (k, x) != ("rope_type", "default")]
-        more += [key for key in tables if key not in _KINDS]
-        problems += [f"rope_parameters of layers that slide: {key} is not computed" for key in more]
-    if isinstance(theta, bool) or not isinstance(theta, int | float) or not 1 < theta < 1e12:
-        problems.append(f"rope_local_base_freq is {_told(theta)}")
-        return None
-    return float(theta)
-
-
-def _rope(said: Mapping[str, Any], family: Family, problems: list[str]) -> dict[str, Any]:
-    """Return the fields about rotary positions; add what is wrong."""
-    forms = [said.get(key) for key in ("rope_scaling", "rope_parameters")]
-    tables = [form for form in forms if form is not None]
-    if not all(isinstance(table, dict) for table in tables):
-        problems.append("rope_scaling or rope_parameters is no table")
-        return {}
-    both = [table for table in tables if {"type", "rope_type"} <= table.keys()]
-    problems += ["rope: type and rope_type differ" for t in both if t["type"] != t["rope_type"]]
-    tables = [{"rope_type" if k == "type" else k: v for k, v in t.items()} for t in tables]
-    rope = {key: value for table in tables for key, value in table.items()}
-    clash = [k for k in rope if any(k in t and not _same(t[k], rope[k]) for t in tables)]
-    problems += [f"rope_scaling and rope_parameters differ in {key}" for key in clash]
-    kind = rope.pop("rope_type", None) or "default"
-    theta = rope.pop("rope_theta", said["rope_theta"])
-    if isinstance(theta, bool) or not isinstance(theta, int | float) or not 1 < theta < 1e12:
-        problems.append(f"rope_theta is {_told(theta)}")
-        theta = 10_000.0
-    partial = rope.pop("partial_rotary_factor", said.get("partial_rotary_factor"))
-    size = None if partial in (None, 1) else _rotary_dim(partial, said, family, problems)
-    before = len(problems)
-    scaling = _scaling(str(kind), rope, said, family, problems)
-    scaling = scaling if len(problems) == before else None
-    return {"rope_theta": float(theta), "rope_scaling": scaling, "rotary_dim": size}
-
-
-def _rotary_dim(
-    part: Any, said: Mapping[str, Any], family: Family, problems: list[str]
-) -> int | None:
-    """Return how many elements of a head have positions."""
-    if "partial" not in family.ropes:
-        problems.append(f"partial_rotary_factor is {_told(part)}: all of a head has positions")
-    elif isinstance(part, bool) or not isinstance(part, int | float) or not 0 < part <= 1:
-        problems.append(f"partial_rotary_factor is {_told(part)}, not above 0 and at most 1")
-    else:
-        try:
-            size = said["head_dim"] or said["hidden_size"] // said["num_attention_heads"]
-            return int(size * part)
-        except (KeyError, TypeError, ZeroDivisionError):
-            pass  # a size that is no number is a problem of its own
-    return None
-
-
-def _scaling(
-    kind: str, rope: dict[str, Any], said: Mapping[str, Any], family: Family, problems: list[str]
-) -> RopeScaling | None:
-    if kind == "default":
-        problems += [f"rope: {key} without a rope_type" for key in rope]
-        return None
-    own: dict[str, frozenset[str]] = {
-        "linear": frozenset(),
-        "llama3": frozenset({"low_freq_factor", "high_freq_factor"}),
-        "yarn": _OF_YARN,
-    }
-    if kind not in family.ropes:
-        problems.append(f"rope_type is {_told(kind)}, not {' or '.join(family.ropes)}")
-        return None
-    length = rope.pop("original_max_position_embeddings", said.get("max_position_embeddings"))
-    values = {"factor": rope.pop("factor", None), "original_max_position_embeddings": length}
-    values |= {key: rope.pop(key) for key in own[kind] & rope.keys()}
-    problems += [f"rope: {key} is a key of an unknown meaning" for key in rope]
-    truncate = values.pop("truncate", True)
-    if truncate is not True:
-        problems.append(f"rope: truncate is {_told(truncate)}, not true")
-    wrong = [
-        key
-        for key, value in values.items()
-        if not isinstance(value, int | float) and not (value is None and key in _OF_YARN)
-    ]
-    problems += [f"rope: {key} is {_told(values[key])}, no number" for key in wrong]
-    if wrong or rope:
-        return None
-    try:
-        return _scaled(kind, values, latent="kv_lora_rank" in family.keys)
-    except (ValueError, TypeError) as error:
-        problems.append(f"rope: {error}")
-    return None
-
-
-def _scaled(kind: str, values: dict[str, Any], *, latent: bool) -> RopeScaling:
-    if kind == "linear":
-        return LinearScaling(float(values["factor"]))
-    if kind == "llama3":
-        length = int(values.pop("original_max_position_embeddings"))
-        return Llama3Scaling(**values, original_length=length)
-    return _yarn(values, latent=latent)
-
-
-def _yarn(values: Mapping[str, Any], *, latent: bool) -> YarnScaling:
-    """Return YaRN as it is computed by `transformers`.
-
-    It multiplies cosines and sines by an attention factor, so that scores have its square; with
-    latents, of which only a part has positions, this must be 1, and scores have another.
-    """
-    factor = float(values["factor"])
-    log = 0.1 * math.log(factor) if factor > 1 else 0.0
-    mscale, everywhere = values.get("mscale"), values.get("mscale_all_dim")
-    given = values.get("attention_factor")
-    if given is None and mscale and everywhere:
-        given = (log * mscale + 1) / (log * everywhere + 1)
-    given = log + 1 if given is None else given
-    if latent:
-        if given != 1:
-            raise ValueError(f"mscale {mscale} and mscale_all_dim {everywhere} must be equal")
-        mscale = float(everywhere or 0)
-    else:
-        mscale = round((given - 1) / log, 12) if log else 0.0
-    return YarnScaling(
-        factor,
-        int(values["original_max_position_embeddings"]),
-        beta_fast=float(values.get("beta_fast") or 32),
-        beta_slow=float(values.get("beta_slow") or 1),
-        mscale=mscale,
-    )
-
-
-def _rope_written(config: DecoderConfig) -> dict[str, Any]:
-    scaling = config.rope_scaling
-    if scaling is None:
-        return {"rope_type": "default"}
-    said: dict[str, Any] = {"factor": scaling.factor}
-    if isinstance(scaling, LinearScaling):
-        return {"rope_type": "linear", **said}
-    said["original_max_position_embeddings"] = scaling.original_length
-    if isinstance(scaling, Llama3Scaling):
-        own = {"low_freq_factor": scaling.low_freq_factor}
-        return {"rope_type": "llama3", **said, **own, "high_freq_factor": scaling.high_freq_factor}
-    said |= {"beta_fast": scaling.beta_fast, "beta_slow": scaling.beta_slow}
-    if config.latents is not None:
-        return {"rope_type": "yarn", **said, "mscale": scaling.mscale} | {
-            "mscale_all_dim": scaling.mscale
-        }
-    return {"rope_type": "yarn", **said, "attention_factor": scaling.sharpening**0.5}
 
 
 # ----------------------------------------------------------------------------------------- writing
@@ -530,8 +399,10 @@ def family_of(config: DecoderConfig) -> Family:
 
 def _not_of(config: DecoderConfig, family: Family) -> str | None:
     """Say why a family does not compute a decoder, or return None."""
+    context = getattr(config.rope_scaling, "context", None)
     try:
-        read = read_config(_written(config, family, context=2), families=[family])
+        said = _written(config, family, context=2)
+        read = read_config(said, families=[family], context=context)
     except ValueError as error:
         return str(error)
     want, got = (_flat(_computed(each)) for each in (config, read))
@@ -622,7 +493,7 @@ def _written(config: DecoderConfig, family: Family, *, context: int) -> dict[str
         values["query_pre_attn_scalar"] = config.query_scalar or config.head_size
     if not family.ropes:
         return values
-    return values | _windows_written(config, family) | _rope_tables(config, family)
+    return values | _windows_written(config, family) | write_rope(config, family)
 
 
 def _windows_written(config: DecoderConfig, family: Family) -> dict[str, Any]:
@@ -638,22 +509,5 @@ def _windows_written(config: DecoderConfig, family: Family) -> dict[str, Any]:
         values["max_window_layers"] = sliding.first
     if family.windows:
         slide = config.sliding_layers
-        values["layer_types"] = [_KINDS[i in slide] for i in range(config.layers)]
+        values["layer_types"] = [KINDS[i in slide] for i in range(config.layers)]
     return values
-
-
-def _rope_tables(config: DecoderConfig, family: Family) -> dict[str, Any]:
-    """Return what is said of rotary positions, in the old form and in the new."""
-    rope = _rope_written(config)
-    scaling = None if rope["rope_type"] == "default" else rope
-    theta = {"rope_theta": config.rope_theta}
-    if config.rotary_dim is not None:
-        theta["partial_rotary_factor"] = config.rotary_dim / config.head_size
-    said = {**theta, "rope_scaling": scaling}
-    if not family.local_rope:
-        return {**said, "rope_parameters": {**rope, **theta}}
-    sliding = config.sliding
-    own = 10_000.0 if sliding is None else sliding.rope_theta or config.rope_theta
-    local = {"rope_type": "default", "rope_theta": own}
-    tables = dict(zip(_KINDS, ({**rope, **theta}, local), strict=True))
-    return {**said, "rope_local_base_freq": own, "rope_parameters": tables}

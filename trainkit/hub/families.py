@@ -139,6 +139,12 @@ _MIXTRAL_EXPERTS = _block(
     }
 )
 
+_SHARED_EXPERTS = {
+    **_EXPERTS,
+    "mlp.router.bias": "mlp.gate.e_score_correction_bias",
+    **_mlp("mlp.shared", "mlp.shared_experts"),
+}
+
 _KV = "self_attn.kv_a_proj_with_mqa.weight"
 
 
@@ -238,10 +244,15 @@ _PHI3 = Family(
     model_type="phi3",
     architecture="Phi3ForCausalLM",
     keys=_DENSE_KEYS,
-    defaults={**_DENSE_DEFAULTS, "rms_norm_eps": 1e-5, "sliding_window": None},
+    defaults={
+        **_DENSE_DEFAULTS,
+        "rms_norm_eps": 1e-5,
+        "sliding_window": None,
+        "original_max_position_embeddings": 4096,
+    },
     only={"attention_bias": (False,)},
-    ignored=frozenset({"resid_pdrop", "embd_pdrop", "original_max_position_embeddings"}),
-    ropes=("default", "partial"),  # "yarn" would be computed as "longrope"
+    ignored=frozenset({"resid_pdrop", "embd_pdrop", "interpolate_factor", "full_attn_mod"}),
+    ropes=("default", "partial", "longrope"),
     windows={},
     names=lambda _: _NAMES | _FUSED,
 )
@@ -485,14 +496,33 @@ def _count_shared(shared: int, config: DecoderConfig) -> int:
     return count
 
 
+_SIGMOID_KEYS = {
+    "n_routed_experts": "experts.count",
+    "num_experts_per_tok": "experts.chosen",
+    "moe_intermediate_size": "experts.width",
+    "n_shared_experts": Key("experts.shared", _shared_experts, _count_shared),
+    "first_k_dense_replace": "experts.first",
+    "norm_topk_prob": "experts.renormalise",
+    "n_group": "experts.groups",
+    "topk_group": "experts.groups_chosen",
+    "routed_scaling_factor": "experts.scale",
+}
+_SIGMOID: dict[str, Any] = {
+    "fixed": {"experts.scores": "sigmoid", "experts.biased": True},
+    "aliases": {
+        "num_local_experts": "n_routed_experts",
+        "num_mtp_layers": "num_nextn_predict_layers",
+    },
+    "aside": ("model.layers.{layers}.*",),  # what predicts a second token
+}
+
+
 def _deepseek_names(config: DecoderConfig) -> dict[str, There]:
     assert config.latents is not None
     queries = "q_proj" if config.latents.query_rank is None else "q_b_proj"
     return _NAMES | _block(
         {
-            **_EXPERTS,
-            "mlp.router.bias": "mlp.gate.e_score_correction_bias",
-            **_mlp("mlp.shared", "mlp.shared_experts"),
+            **_SHARED_EXPERTS,
             "attention.q_latent.weight": "self_attn.q_a_proj.weight",
             "attention.q_latent_norm.weight": "self_attn.q_a_layernorm.weight",
             "attention.wq.weight": There(f"self_attn.{queries}.weight", pairs="head_size"),
@@ -514,22 +544,9 @@ _DEEPSEEK_V3 = Family(
         "qk_nope_head_dim": "latents.plain",
         "qk_rope_head_dim": "latents.rotary",
         "v_head_dim": "latents.values",
-        "n_routed_experts": "experts.count",
-        "num_experts_per_tok": "experts.chosen",
-        "moe_intermediate_size": "experts.width",
-        "n_shared_experts": Key("experts.shared", _shared_experts, _count_shared),
-        "first_k_dense_replace": "experts.first",
-        "norm_topk_prob": "experts.renormalise",
-        "n_group": "experts.groups",
-        "topk_group": "experts.groups_chosen",
-        "routed_scaling_factor": "experts.scale",
-    },
-    aliases={
-        "num_local_experts": "n_routed_experts",
-        "num_mtp_layers": "num_nextn_predict_layers",
+        **_SIGMOID_KEYS,
     },
     defaults={**_DEFAULTS, "norm_topk_prob": True, "q_lora_rank": None},
-    fixed={"experts.scores": "sigmoid", "experts.biased": True},
     only={
         **_NO_BIAS,
         "rms_norm_eps": (1e-6,),  # the norms of its latents have this whatever it says
@@ -537,11 +554,36 @@ _DEEPSEEK_V3 = Family(
         "moe_layer_freq": (1,),
         "scoring_func": ("sigmoid",),
         "topk_method": ("noaux_tc",),
-        "num_nextn_predict_layers": (0, 1),  # what predicts a second token is left aside
+        "num_nextn_predict_layers": (0, 1),
     },
     ignored=frozenset({"ep_size", "aux_loss_alpha", "seq_aux", "head_dim", "qk_head_dim"}),
     names=_deepseek_names,
-    aside=("model.layers.{layers}.*",),
+    **_SIGMOID,
+)
+
+
+_GLM4_MOE = Family(
+    model_type="glm4_moe",
+    architecture="Glm4MoeForCausalLM",
+    keys={**_KEYS, **_SIGMOID_KEYS, "attention_bias": "qkv_bias", "use_qk_norm": "qk_norm"},
+    defaults={
+        **_DEFAULTS,
+        "rms_norm_eps": 1e-5,
+        "num_key_value_heads": 8,
+        "attention_bias": False,
+        "use_qk_norm": False,
+        "partial_rotary_factor": 0.5,
+        "n_shared_experts": 1,
+        "first_k_dense_replace": 1,
+        "norm_topk_prob": True,
+        "n_group": 1,
+        "topk_group": 1,
+        "routed_scaling_factor": 1.0,
+    },
+    only={**_SILU, "num_nextn_predict_layers": (0, 1)},
+    ropes=("default", "partial", "linear", "llama3"),
+    names=lambda _: _NAMES | _block(_SHARED_EXPERTS),
+    **_SIGMOID,
 )
 
 
@@ -558,5 +600,6 @@ FAMILIES = (
     _MIXTRAL,
     _QWEN3_MOE,
     _DEEPSEEK_V3,
+    _GLM4_MOE,
 )
 """Every family; of those that compute the same, the first is what is written."""

@@ -26,6 +26,7 @@ from trainkit.convert.foreign import safetensors_folder
 from trainkit.hub.configs import family_named, read_config
 from trainkit.hub.families import FAMILIES, Family
 from trainkit.hub.links import Link, There, check_links, linked, make_links, their_shapes
+from trainkit.hub.quantized import SCALES, dequantized, scales_of
 from trainkit.hub.resize import resized_weights
 from trainkit.models.config import DecoderConfig, parameter_shapes
 from trainkit.models.sizes import round_up_vocabulary
@@ -37,6 +38,7 @@ CONFIG = "config.json"
 _CONFIG_BYTES = 4 * 1024 * 1024
 _FLOATS = ("float64", "float32", "float16", "bfloat16")
 _ROWS = 4096
+_BLOCK = "weight_block_size"
 
 
 @attrs.frozen(eq=False)
@@ -48,17 +50,14 @@ class Folder:
         family: The family that it is of.
         config: The decoder that it describes.
         values: All of its `config.json`.
+        context: The most tokens that a row is meant to have.
     """
 
     path: Path
     family: Family
     config: DecoderConfig
     values: Mapping[str, Any]
-
-    @property
-    def context(self) -> int:
-        """The most tokens that a row is meant to have."""
-        return int(self.values["max_position_embeddings"])
+    context: int
 
 
 def is_folder(path: Path | str) -> bool:
@@ -71,13 +70,19 @@ def is_folder(path: Path | str) -> bool:
     return (Path(path) / CONFIG).is_file()
 
 
-def open_folder(path: Path | str, *, families: Sequence[Family] = FAMILIES) -> Folder:
+def open_folder(
+    path: Path | str, *, families: Sequence[Family] = FAMILIES, context: int | None = None
+) -> Folder:
     """Read the `config.json` of a Hugging Face folder; its tensors are not looked at.
 
     Args:
         path: The folder. The snapshots of a hub's cache hold links to files elsewhere, which are
             not followed: download into a folder of its own.
         families: Those that it may be of; one of your own for instance, see `Family`.
+        context: The most tokens that a row will have; by default what `config.json` says. A model
+            whose rotary positions have factors for short and for long texts (Phi 3 and 4) takes
+            those for this length, whatever a text has; by default the short ones, and no more
+            tokens than they are for (`models.LongRopeScaling`).
 
     Raises:
         ConfigError: The folder is none of a model that trainkit computes; all that is wrong with
@@ -105,16 +110,21 @@ def open_folder(path: Path | str, *, families: Sequence[Family] = FAMILIES) -> F
             hint="a hub's cache is made of links: download with --local-dir, or copy with cp -rL",
         )
     values = sane_table(read_bounded(file, _CONFIG_BYTES, shared=True), file)
-    config = read_config(values, where=str(file), families=families)
-    if type(values.get("max_position_embeddings", 2048)) is not int:
+    config = read_config(values, where=str(file), families=families, context=context)
+    most = values.get("max_position_embeddings", config.reach or 2048)
+    if type(most) is not int:
         raise ConfigError(f"{file}: max_position_embeddings is no number", where=str(file))
-    values.setdefault("max_position_embeddings", config.positions or 2048)
     family = family_named(values["model_type"], where=str(file), families=families)
-    return Folder(Path(path), family, config, values)
+    return Folder(Path(path), family, config, values, context or min(most, config.reach or most))
 
 
 def init_config(
-    path: Path | str, *, vocab_size: int, experts: bool = False, resize: bool = False
+    path: Path | str,
+    *,
+    vocab_size: int,
+    experts: bool = False,
+    resize: bool = False,
+    context: int | None = None,
 ) -> DecoderConfig:
     """Return the decoder of a Hugging Face folder that a run is to begin with.
 
@@ -124,6 +134,7 @@ def init_config(
         experts: Whether the recipe trains experts.
         resize: Whether an embedding that is too small gets more rows, a multiple of 16, which
             `load_weights(vocab_size=)` fills.
+        context: As in `open_folder`.
 
     Raises:
         ConfigError: The embedding is too small, and `resize` is false; there are experts and the
@@ -136,7 +147,7 @@ def init_config(
         ...
         trainkit.types.CheckpointError: checkpoint: /does/not/exist/config.json cannot be read: ...
     """
-    config = open_folder(path).config
+    config = open_folder(path, context=context).config
     if vocab_size > config.vocab_size and resize:
         config = attrs.evolve(config, vocab_size=round_up_vocabulary(vocab_size))
     if vocab_size > config.vocab_size:
@@ -219,7 +230,8 @@ def folder_weights(
 
     `build_stages(..., weights=folder_weights(open_folder(path), axis=ps.world))` fills every rank's
     part of a decoder from it, in any layout; a rank reads what it holds and no more. The folder
-    must be whole, of the shapes that its `config.json` says, in floating point.
+    must be whole, of the shapes that its `config.json` says, in floating point; of matrices in fp8
+    with a scale for each block, values are those that they stand for, in fp32.
 
     Args:
         folder: The folder.
@@ -342,17 +354,22 @@ def _looked_over(
 ) -> tuple[Weights, set[str]]:
     """Return what reads the tensors of ours, and the names of those that are not all there."""
     links, ours = links_of(folder.family, folder.config), our_shapes(folder.config)
-    found: dict[str, Stored] = {}
+    found, scales = dict[str, Stored](), dict[str, Stored]()
 
     def look_over() -> None:
         held = _of_whole_model(folder, _described(folder.path))
-        found.update(_fitting(folder, links, held, missing=allow_missing, extra=allow_extra))
+        both = _fitting(folder, links, held, missing=allow_missing, extra=allow_extra)
+        for known, part in zip((found, scales), both, strict=True):
+            known.update(part)
         if axis.index == 0 and folder.config.tied and {*_ends(folder)} <= held.keys():
             _check_tied(folder, held)  # which reads both of them, so that one rank does it for all
 
     together(look_over, axis)
     lacking = {link.ours.name for link in links if link.theirs.name not in found}
-    return linked(reader(found), links, ours), lacking
+    read: Weights = reader(found | {name + SCALES: x for name, x in scales.items()})
+    if scales:
+        read = dequantized(read, [*scales], folder.values["quantization_config"][_BLOCK])
+    return linked(read, links, ours), lacking
 
 
 def _fitting(
@@ -362,13 +379,15 @@ def _fitting(
     *,
     missing: Sequence[str],
     extra: Sequence[str],
-) -> dict[str, Stored]:
-    """Return those of a folder's tensors that are its model's; refuse what does not fit.
+) -> tuple[dict[str, Stored], dict[str, Stored]]:
+    """Return those of a folder's tensors that are its model's, and the scales of those in fp8.
 
-    `missing` and `extra` are patterns of names that may be so.
+    What does not fit is refused; `missing` and `extra` are patterns of names that may be so.
     """
     wanted = their_shapes(links)
-    problems = [
+    quantized = folder.values.get("quantization_config")
+    scales, problems = scales_of(found, [*wanted], quantized[_BLOCK]) if quantized else ({}, [])
+    problems += [
         f"{name} of shape {list(shape)} is missing"
         for name, shape in wanted.items()
         if name not in found and not _matches(name, missing)
@@ -381,7 +400,7 @@ def _fitting(
     problems += [
         f"{name} is of {found[name].dtype}, no floating point"
         for name in wanted
-        if name in found and found[name].dtype not in _FLOATS
+        if name in found and found[name].dtype not in _FLOATS and name not in scales
     ]
     said = folder.values.get("dtype") or folder.values.get("torch_dtype")
     problems += [  # as many bytes, and other numbers
@@ -390,11 +409,12 @@ def _fitting(
         if name in found and {str(said), found[name].dtype} == {"float16", "bfloat16"}
     ]
     aside = [pattern.format(layers=folder.config.layers) for pattern in folder.family.aside]
+    beside = {name + SCALES for name in scales}
     aside += [*extra, *(_ends(folder)[1:] if folder.config.tied else [])]
     problems += [
         f"{name} has no place in the model"
         for name in found
-        if name not in wanted and not _matches(name, aside)
+        if name not in wanted and name not in beside and not _matches(name, aside)
     ]
     if problems:
         raise CheckpointError(
@@ -404,7 +424,7 @@ def _fitting(
             got=problems,
             hint="allow_missing= and allow_extra= take patterns of names that may be so",
         )
-    return {name: found[name] for name in wanted if name in found}
+    return {name: found[name] for name in wanted if name in found}, scales
 
 
 def _matches(name: str, patterns: Sequence[str]) -> bool:

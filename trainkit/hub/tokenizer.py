@@ -7,10 +7,11 @@ from typing import TYPE_CHECKING, Any
 
 import orjson
 
-from trainkit.chat import CHATML_SOURCE, TEMPLATES, stop_ids
+from trainkit.chat import SOURCES, find_template, stop_ids
+from trainkit.chat.folder import MORE_TEMPLATES, folder_sources
 from trainkit.checkpoint.plain import read_bounded
 from trainkit.tokenizers.bytes import ByteTokenizer
-from trainkit.tokenizers.hf import byte_of_letter
+from trainkit.tokenizers.hf import HFTokenizer, byte_of_letter
 from trainkit.tokenizers.open import open_tokenizer
 from trainkit.tokenizers.special import BOS, EOS, PAD
 
@@ -18,7 +19,6 @@ if TYPE_CHECKING:
     import os
     from collections.abc import Mapping
 
-    from trainkit.tokenizers.hf import HFTokenizer
     from trainkit.types import Tokenizer
 
 _COPIED = (
@@ -45,17 +45,23 @@ def tokenizer_files(
 ) -> dict[str, bytes]:
     """Return what a Hugging Face folder holds of a tokenizer, by the names of the files.
 
+    `transformers` gives the ids with it that a run's own texts have: where BOS is `<|bos|>`, as in
+    trainkit's own tokenizers, whose documents begin with it, so do texts there. A conversation has
+    what its template writes and no more, here and in `apply_chat_template`.
+
     Args:
         name: What `open_tokenizer` takes: "bytes", a `tokenizer.json`, or a folder that has one,
             whose files for the tokenizer and for generation are copied as they are.
         tokenizer: What `tokenizer.json` shall hold in place of the folder's own: the same with more
             tokens (`tokenizers.add_tokens`).
-        template: The name of the chat template that a model has learned. Generation then stops
-            where it ends an answer, too; of "chatml" the folder gets the text itself, of "llama3"
-            and "qwen3" not.
+        template: The chat template that a model has learned, as `chat.find_template` takes it: one
+            of trainkit's, or a folder. It takes the place of what the tokenizer's folder has, and
+            generation stops where it ends an answer, too; None, or that folder, leaves both.
 
     Raises:
-        DataError: It is no tokenizer.
+        DataError: It is no tokenizer, or the template no template.
+        ConfigError: There is no such template.
+        ValueError: The tokenizer has no token for what ends an answer.
         CheckpointError: A file to be copied is no plain one, or too large.
 
     Examples:
@@ -63,33 +69,86 @@ def tokenizer_files(
         ['generation_config.json', 'tokenizer.json', 'tokenizer_config.json']
     """
     own, path = tokenizer or open_tokenizer(name), Path(name)
-    files: dict[str, bytes] = {}
+    files = {} if isinstance(own, ByteTokenizer) else _copied(path)
     if isinstance(own, ByteTokenizer):
         files["tokenizer.json"] = byte_tokenizer_json(own)
         texts = dict(zip(_ROLES, (BOS, EOS, PAD), strict=True))
     else:
-        folder = path if path.is_dir() else path.parent
-        names = _COPIED if path.is_dir() else ("tokenizer.json",)
-        there = {each: folder / each for each in names if (folder / each).is_file()}
-        there["tokenizer.json"] = path / "tokenizer.json" if path.is_dir() else path
-        files |= {
-            each: bytes(read_bounded(p, _MOST_BYTES, shared=True)) for each, p in there.items()
-        }
         if tokenizer is not None:
             files["tokenizer.json"] = tokenizer.backend.to_str(pretty=True).encode()
         texts = {role: own.backend.id_to_token(i) for role, i in _ids(own).items()}
     said: dict[str, Any] = {"tokenizer_class": "PreTrainedTokenizerFast"}
     said |= {f"{role}_token": text for role, text in texts.items()}
     files.setdefault("tokenizer_config.json", _json(said))
-    ids: dict[str, Any] = {f"{role}_token_id": i for role, i in _ids(own).items()}
-    if template in TEMPLATES:
-        ends = [*stop_ids(own, TEMPLATES[template]), own.eos_id]
-        said_ends = sorted({i for i in ends if i is not None})
-        files["generation_config.json"] = _json(ids | {"eos_token_id": said_ends})
-    if template == "chatml":
-        files["chat_template.jinja"] = CHATML_SOURCE.encode()
+    ids = {f"{role}_token_id": i for role, i in _ids(own).items()}
     files.setdefault("generation_config.json", _json(ids))
+    if isinstance(own, HFTokenizer) and texts.get("bos") == BOS and not own.adds_bos:
+        files["tokenizer.json"] = _with_bos(files["tokenizer.json"], ids["bos_token_id"])
+    if template is not None and not (path.is_dir() and Path(template) == path):
+        _put_template(files, template, own)
+    elif (path / MORE_TEMPLATES).is_dir():
+        _put_sources(files, folder_sources(path))
     return files
+
+
+def _copied(path: Path) -> dict[str, bytes]:
+    """Return the files of a tokenizer: those of a folder, or one `tokenizer.json`."""
+    names = _COPIED if path.is_dir() else ()
+    there = {each: path / each for each in names if (path / each).is_file()}
+    there["tokenizer.json"] = path / "tokenizer.json" if path.is_dir() else path
+    return {each: bytes(read_bounded(p, _MOST_BYTES, shared=True)) for each, p in there.items()}
+
+
+def _put_template(
+    files: dict[str, bytes], template: str, tokenizer: ByteTokenizer | HFTokenizer
+) -> None:
+    """Put a template in the place of what a tokenizer's folder has, and stop where it ends too."""
+    ends = {*stop_ids(tokenizer, find_template(template)), tokenizer.eos_id}
+    native = SOURCES.get(template)
+    _put_sources(files, folder_sources(Path(template)) if native is None else {"default": native})
+    said = orjson.loads(files["generation_config.json"])
+    had = said.get("eos_token_id")
+    ends |= {*had} if isinstance(had, list) else {had}
+    ids = sorted(each for each in ends if each is not None)
+    files["generation_config.json"] = _json(said | {"eos_token_id": ids})
+
+
+def _put_sources(files: dict[str, bytes], sources: Mapping[str, str]) -> None:
+    """Put chat templates, by name, in the place of those of a tokenizer's folder.
+
+    Several go into `tokenizer_config.json`, since an export has no folder inside.
+    """
+    for each in ("chat_template.jinja", "chat_template.json"):
+        files.pop(each, None)
+    said = orjson.loads(files["tokenizer_config.json"])
+    had = said.pop("chat_template", None)
+    if len(sources) > 1:
+        said["chat_template"] = [{"name": k, "template": text} for k, text in sources.items()]
+    else:
+        files["chat_template.jinja"] = next(iter(sources.values())).encode()
+    if had is not None or len(sources) > 1:
+        files["tokenizer_config.json"] = _json(said)
+
+
+def _with_bos(data: bytes, bos_id: int) -> bytes:
+    """Return a `tokenizer.json` that begins texts with BOS, after all that it does to them."""
+    whole = orjson.loads(data)
+    adds = _begins_with_bos(bos_id)
+    had = whole.get("post_processor")
+    both = {"type": "Sequence", "processors": [had, adds]}
+    return _json(whole | {"post_processor": adds if had is None else both})
+
+
+def _begins_with_bos(bos_id: int) -> dict[str, Any]:
+    """Return the post-processor that begins a text, and the first of a pair, with BOS."""
+    bos = {"SpecialToken": {"id": BOS, "type_id": 0}}
+    first, second = ({"Sequence": {"id": each, "type_id": 0}} for each in "AB")
+    return {
+        "type": "TemplateProcessing",
+        "single": [bos, first],
+        "pair": [bos, first, second],
+        "special_tokens": {BOS: {"id": BOS, "ids": [bos_id], "tokens": [BOS]}},
+    }
 
 
 def _json(values: Mapping[str, Any]) -> bytes:
@@ -105,15 +164,16 @@ def _ids(tokenizer: Tokenizer) -> Mapping[str, int]:
 def byte_tokenizer_json(tokenizer: ByteTokenizer) -> bytes:
     """Return a `tokenizer.json` that gives the ids of a tokenizer of bytes.
 
-    It is a byte-level BPE without merges. `transformers` reads `<|bos|>`, `<|eos|>` and `<|pad|>`
-    in a text as tokens too, which are bytes to ours, so that no text can end a document.
+    It is a byte-level BPE without merges; it begins texts with BOS where special tokens are added.
+    `transformers` reads `<|bos|>`, `<|eos|>` and `<|pad|>` in a text as tokens too, which are bytes
+    to ours, so that no text can end a document.
 
     Examples:
         >>> from tokenizers import Tokenizer
         >>> from trainkit.tokenizers import byte_tokenizer
         >>> ours = byte_tokenizer(["<|end|>"])
         >>> theirs = Tokenizer.from_str(byte_tokenizer_json(ours).decode())
-        >>> theirs.encode("né<|end|>").ids == ours.encode("né<|end|>")
+        >>> theirs.encode("né<|end|>").ids == [ours.bos_id, *ours.encode("né<|end|>")]
         True
     """
     texts = {BOS: tokenizer.bos_id, EOS: tokenizer.eos_id, PAD: tokenizer.pad_id}
@@ -143,7 +203,7 @@ def byte_tokenizer_json(tokenizer: ByteTokenizer) -> bytes:
         "added_tokens": added,
         "normalizer": None,
         "pre_tokenizer": level,
-        "post_processor": None,
+        "post_processor": _begins_with_bos(tokenizer.bos_id),
         "decoder": level,
         "model": model,
     }

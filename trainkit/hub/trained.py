@@ -52,7 +52,11 @@ class Trained:
 
 
 def open_trained(
-    path: Path | str, *, tokenizer: str | None = None, tell: Callable[[str], None] = say_on_stderr
+    path: Path | str,
+    *,
+    tokenizer: str | None = None,
+    context: int | None = None,
+    tell: Callable[[str], None] = say_on_stderr,
 ) -> Trained:
     """Look over a model that is to be used; its weights are not read.
 
@@ -60,12 +64,15 @@ def open_trained(
         path: A run, for its newest checkpoint that verifies; a checkpoint; or a Hugging Face
             folder.
         tokenizer: What `open_tokenizer` takes; by default the run's, or the folder's own.
+        context: The most tokens that it will be given; by default those of a run's rows, and what
+            `open_folder` says of a folder, whose `context` this is.
         tell: Called with one sentence about each checkpoint passed over.
 
     Raises:
         CheckpointError: There is no checkpoint, none verifies, or it is not of a decoder; or the
             run was trained with another tokenizer.
-        ConfigError: The tokenizer has more ids than the embedding rows; or as `open_folder`.
+        ConfigError: The tokenizer has more ids than the embedding rows; positions do not reach so
+            far as `context`; or as `open_folder`.
         DataError: There is no tokenizer.
 
     Examples:
@@ -75,7 +82,18 @@ def open_trained(
         trainkit.types.CheckpointError: find_checkpoint: there is no checkpoint in /does/not/exist
     """
     path = Path(path)
-    found = _folder(path, tokenizer) if is_folder(path) else _run(path, tokenizer, tell)
+    of_folder = is_folder(path)
+    found = _folder(path, tokenizer, context) if of_folder else _run(path, tokenizer, tell)
+    found = found if context is None else attrs.evolve(found, context=context)
+    reach = found.config.reach
+    if reach is not None and found.context > reach:
+        raise ConfigError(
+            f"open_trained: {found.context} tokens are asked for, and positions of {path} reach "
+            f"{reach}",
+            where="context",
+            got=found.context,
+            want=f"<= {reach}",
+        )
     ids, rows = found.tokenizer.vocab_size, found.config.vocab_size
     if ids > rows:
         raise ConfigError(
@@ -88,11 +106,9 @@ def open_trained(
     return found
 
 
-def _folder(path: Path, name: str | None) -> Trained:
-    folder, tokenizer = open_folder(path), open_tokenizer(name or path)
-    adds_bos = isinstance(tokenizer, HFTokenizer) and tokenizer.backend.encode("a").ids[:1] == [
-        tokenizer.bos_id
-    ]
+def _folder(path: Path, name: str | None, context: int | None) -> Trained:
+    folder, tokenizer = open_folder(path, context=context), open_tokenizer(name or path)
+    adds_bos = isinstance(tokenizer, HFTokenizer) and tokenizer.adds_bos
     name, template = name or str(path), str(path) if has_template(path) else None
     return Trained(path, folder.config, name, tokenizer, folder.context, adds_bos, template)
 

@@ -90,7 +90,50 @@ class LinearScaling:
     factor: float = attrs.field(validator=rule(lambda x: 1 <= x < math.inf, "at least 1"))
 
 
-RopeScaling = Llama3Scaling | YarnScaling | LinearScaling
+@attrs.frozen
+class LongRopeScaling:
+    """How Phi 3 and 4 stretch each rotary wavelength by a factor of its own.
+
+    There are two sets of factors, found by search: `short` for texts of at most `original_length`
+    tokens, `long` for longer ones (Ding et al., "LongRoPE", 2024). Which a model takes follows
+    once, from `context`, so that no token's scores depend on what comes after it or on another row
+    of the batch. `transformers` takes those of the longest document of each batch: the same as long
+    as all documents have at most `original_length` tokens, or all have more.
+
+    Examples:
+        >>> scaling = LongRopeScaling((1.0, 1.0), (1.5, 4.0), original_length=4096, context=4096)
+        >>> scaling.factors, attrs.evolve(scaling, context=8192).factors
+        ((1.0, 1.0), (1.5, 4.0))
+    """
+
+    short: tuple[float, ...] = attrs.field(converter=tuple)
+    """What each wavelength is multiplied by, pair by pair."""
+
+    long: tuple[float, ...] = attrs.field(converter=tuple)
+
+    original_length: int
+
+    context: int
+    """The most tokens that a document will have."""
+
+    attention_factor: float = 1.0
+    """What queries and keys are multiplied by where they have positions."""
+
+    def __attrs_post_init__(self) -> None:
+        real = all(0 < x < math.inf for x in (*self.short, *self.long, self.attention_factor))
+        if not real or len(self.short) != len(self.long) or self.original_length < 1:
+            raise ValueError(
+                "LongRopeScaling: want as many short as long factors, all above 0, an "
+                f"attention_factor above 0 and original_length >= 1, got {self}"
+            )
+
+    @property
+    def factors(self) -> tuple[float, ...]:
+        """The factors of documents of so many tokens as `context`."""
+        return self.long if self.context > self.original_length else self.short
+
+
+RopeScaling = Llama3Scaling | YarnScaling | LinearScaling | LongRopeScaling
 """How rotary wavelengths are stretched."""
 
 
@@ -424,6 +467,12 @@ class DecoderConfig:
         rotary = self.rope_scaling or self.rotary_dim or (self.sliding and self.sliding.rope_theta)
         ok = self.positions is None or not rotary
         self._require("positions", "left out, where something is said of rotary ones", ok=ok)
+        factors = getattr(self.rope_scaling, "short", None)
+        rule, ok = (
+            f"of {self.rotary_size // 2} factors",
+            len(factors or ()) == self.rotary_size // 2,
+        )
+        self._require("rope_scaling", rule, ok=factors is None or ok)
         for field in ("positions", "query_scalar", "score_softcap", "logit_softcap"):
             value = getattr(self, field)
             self._require(field, "above 0", ok=value is None or 0 < value < math.inf)
@@ -461,6 +510,11 @@ class DecoderConfig:
         if sharpening is None and self.query_scalar is None:
             return None
         return (self.query_scalar or self.head_size) ** -0.5 * (sharpening or 1.0)
+
+    @property
+    def reach(self) -> int | None:
+        """The most tokens that a document may have; None where nothing but its training says so."""
+        return self.positions or getattr(self.rope_scaling, "context", None)
 
     @property
     def how_normed(self) -> Norms:

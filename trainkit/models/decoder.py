@@ -429,8 +429,10 @@ class Decoder(nn.Module):
             dtype=torch.float64 if dtype == torch.float64 else torch.float32,
             device=position_ids.device,
         )
-        frequencies = made(theta=self.config.rope_theta, scaling=self.config.rope_scaling)
-        table = rotary_table(position_ids, frequencies)
+        scaling = self.config.rope_scaling
+        frequencies = made(theta=self.config.rope_theta, scaling=scaling)
+        factor = getattr(scaling, "attention_factor", 1.0)
+        table = rotary_table(position_ids, frequencies, factor=factor)
         sliding = self.config.sliding
         if sliding is None or sliding.rope_theta is None:
             return table, table

@@ -11,7 +11,7 @@ import math
 import torch
 from torch import Tensor
 
-from trainkit.models.config import LinearScaling, RopeScaling, YarnScaling
+from trainkit.models.config import LinearScaling, LongRopeScaling, RopeScaling, YarnScaling
 
 
 def rotary_frequencies(
@@ -36,6 +36,9 @@ def rotary_frequencies(
         return frequencies
     if isinstance(scaling, LinearScaling):
         return frequencies / scaling.factor
+    if isinstance(scaling, LongRopeScaling):
+        factors = torch.tensor(scaling.factors, dtype=dtype, device="cpu")
+        return frequencies / factors.to(frequencies.device, non_blocking=True)
     if isinstance(scaling, YarnScaling):
         kept = _kept_by_number(frequencies, scaling, theta=theta)
     else:
@@ -61,8 +64,12 @@ def _kept_by_number(frequencies: Tensor, scaling: YarnScaling, *, theta: float) 
     return 1 - ((numbers - first) / max(last - first, 1e-3)).clamp(0, 1)
 
 
-def rotary_table(position_ids: Tensor, frequencies: Tensor) -> tuple[Tensor, Tensor]:
+def rotary_table(
+    position_ids: Tensor, frequencies: Tensor, *, factor: float = 1.0
+) -> tuple[Tensor, Tensor]:
     """Return cosines and sines of the angles at each position, both `[B, S, 1, head_dim / 2]`.
+
+    They are multiplied by `factor`, and so is what is rotated by them.
 
     Examples:
         >>> cos, sin = rotary_table(torch.tensor([[0, 1]]), torch.ones(1))
@@ -70,6 +77,8 @@ def rotary_table(position_ids: Tensor, frequencies: Tensor) -> tuple[Tensor, Ten
         (torch.Size([1, 2, 1, 1]), 0.0)
     """
     angles = position_ids[:, :, None, None].to(frequencies.dtype) * frequencies
+    if factor != 1:
+        return angles.cos() * factor, angles.sin() * factor
     return angles.cos(), angles.sin()
 
 

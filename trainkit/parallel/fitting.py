@@ -57,7 +57,7 @@ def problems(
     if rows is not None:
         found += _of_rows(layout, rows)
     if model is not None and rows is not None:
-        found += _of_positions(model, rows)
+        found += _of_reach(model, rows)
     found += [*_of_experts(layout), *_of_offload(layout, device), *_of_schedule(layout, device)]
     if model is not None:
         found += _of_stages(layout, model)
@@ -175,17 +175,20 @@ def _of_rows(layout: Layout, rows: Rows) -> Iterator[ConfigError]:
         )
 
 
-def _of_positions(model: DecoderConfig, rows: Rows) -> Iterator[ConfigError]:
-    """Yield why a document may be longer than learned positions reach."""
-    if model.positions is not None and rows.row_length > model.positions:
-        yield ConfigError(
-            f"a document may fill a row of {rows.row_length} tokens, and the model has "
-            f"{model.positions} learned positions; set row_length to {model.positions}, or take a "
-            "model with rotary ones",
-            where="row_length",
-            got=rows.row_length,
-            want=f"<= {model.positions}",
-        )
+def _of_reach(model: DecoderConfig, rows: Rows) -> Iterator[ConfigError]:
+    """Yield why a document may be longer than positions reach."""
+    if model.reach is None or rows.row_length <= model.reach:
+        return
+    learned = model.positions is not None
+    has = f"{model.reach} learned positions" if learned else f"a context of {model.reach}"
+    other = "take a model with rotary ones" if learned else "say that context (open_folder does)"
+    yield ConfigError(
+        f"a document may fill a row of {rows.row_length} tokens, and the model has {has}; set "
+        f"row_length to {model.reach}, or {other}",
+        where="row_length",
+        got=rows.row_length,
+        want=f"<= {model.reach}",
+    )
 
 
 def _of_experts(layout: Layout) -> Iterator[ConfigError]:

@@ -58,6 +58,11 @@ class HFTokenizer:
         """A text that changes with the ids it gives."""
         return f"{self.backend.to_str()} {self.bos_id} {self.eos_id} {self.pad_id}"
 
+    @property
+    def adds_bos(self) -> bool:
+        """Whether `transformers` begins a text with BOS by it, as `encode` never does."""
+        return self.bos_id is not None and self.backend.encode("a").ids[:1] == [self.bos_id]
+
     def encode(self, text: str) -> list[int]:
         """Return the ids of a text; special tokens in it are read as such, and none is added."""
         return self.backend.encode(text, add_special_tokens=False).ids
