@@ -12,9 +12,10 @@ from trainkit.losses import (
     cross_entropy,
     cross_entropy_per_token,
     linear_cross_entropy,
-    linear_cross_entropy_per_token,
     next_token,
     next_token_linear,
+    token_logprobs,
+    weighted,
     with_terms,
     z_loss,
     z_term,
@@ -50,7 +51,8 @@ def first(loss):
 
 
 def linear_parts(output, batch):
-    return linear_sum_and_parts(Factors(*output), batch["labels"], chunk=3)
+    labels = batch["labels"]
+    return *linear_sum_and_parts(Factors(*output), labels, chunk=3), (labels != -100).long()
 
 
 linear_by_token = with_terms("loss", per_token=linear_parts)(lambda *_: None)
@@ -63,7 +65,28 @@ def sourced(loss):
     )
 
 
+def columned(loss):
+    """Give tokens columns that follow from their labels; beside ignored ones stands what is none.
+
+    So every cut keeps them, and whoever looks at a token that is ignored sees NaN.
+    """
+
+    def waves(labels, phase):
+        return torch.sin(labels + phase).double().masked_fill(labels < 0, torch.nan)
+
+    def columns(labels):
+        return {
+            "weights": 1.2 + waves(labels, 0),
+        }
+
+    return with_terms(*loss.terms)(
+        lambda output, batch: loss(output, {**columns(batch["labels"]), **batch})
+    )
+
+
 FAMILY = {
+    "weighted": (columned(weighted), make_hidden),
+    "weighted, logits": (first(columned(weighted)), make_logits),
     "next_token": (first(next_token), make_logits),
     "next_token_linear": (next_token_linear, make_hidden),
     "linear in chunks of 3": (with_terms("loss")(linear), make_hidden),
@@ -186,7 +209,7 @@ def test_bf16_is_accumulated_in_fp32(loss, make):
     total, _, gradients = values_and_gradients(loss, low, labels)
     want, _, wanted = values_and_gradients(loss, same, labels)
     assert total.dtype == torch.float32
-    assert abs(total - want) <= 1e-6 * want  # a bf16 sum is off by 2e-3
+    assert abs(total - want) <= 1e-6 * want.abs()  # a bf16 sum is off by 2e-3
     for g, w in zip(gradients, wanted, strict=True):
         assert g.dtype == torch.bfloat16
         assert (g.double() - w).abs().max() <= 2**-8 * w.abs().max()
@@ -482,7 +505,7 @@ def test_losses_of_tokens_and_a_bias_are_those_of_the_product_and_can_be_differe
         logits.flatten(0, 1), labels.flatten(), reduction="none"
     )
     want = rows.view(2, 5)
-    each = linear_cross_entropy_per_token(hidden, weight, labels, **own, chunk=3)
+    each = -token_logprobs(hidden, weight, labels, **own, chunk=3)
     for have in (each, cross_entropy_per_token(logits, labels)):
         assert close(have, want)
         grads = [
@@ -496,7 +519,7 @@ def test_losses_of_tokens_and_a_bias_are_those_of_the_product_and_can_be_differe
         grads = [torch.autograd.grad(x, inputs, retain_graph=True) for x in (total, want.sum())]
         assert all(close(a, b) for a, b in zip(*grads, strict=True))
     with torch.no_grad():
-        assert not linear_cross_entropy_per_token(hidden, weight, labels).requires_grad
+        assert not token_logprobs(hidden, weight, labels).requires_grad
 
 
 def test_a_second_term_costs_no_second_pass(monkeypatch):
@@ -528,7 +551,7 @@ def test_a_label_outside_of_the_vocabulary_is_told_in_words(label):
     for loss in (cross_entropy, z_loss, cross_entropy_per_token):
         with pytest.raises(ValueError, match=rf"{loss.__name__}: .*\[0, 11\).* {label} at index 4"):
             loss(LOGITS, labels)
-    for loss in (linear_cross_entropy, linear_cross_entropy_per_token):
+    for loss in (linear_cross_entropy, token_logprobs):
         with pytest.raises(ValueError, match=rf"{loss.__name__}: .*\[0, 11\).* {label} at index 4"):
             loss(torch.zeros(2, 3, D), torch.zeros(V, D), labels)
 

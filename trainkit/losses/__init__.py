@@ -5,40 +5,53 @@ from __future__ import annotations
 from trainkit.losses.by_source import by_source
 from trainkit.losses.cross_entropy import cross_entropy, cross_entropy_per_token, z_loss
 from trainkit.losses.linear_cross_entropy import (
+    Columns,
     OfScores,
+    TokenScores,
     linear_cross_entropy,
-    linear_cross_entropy_per_token,
+    token_logprobs,
 )
 from trainkit.losses.routed import routed
+from trainkit.losses.shaping import Shaping
 from trainkit.losses.terms import (
     NamedLoss,
     PerToken,
     Terms,
     add_terms,
     in_chunks,
+    loss_of_scores,
     mean_terms,
     next_token,
     next_token_linear,
+    weighted,
     with_terms,
     z_term,
 )
+from trainkit.losses.weights import document_mean, microbatch_mean
 
 __all__ = [
+    "Columns",
     "NamedLoss",
     "OfScores",
     "PerToken",
+    "Shaping",
     "Terms",
+    "TokenScores",
     "add_terms",
     "by_source",
     "cross_entropy",
     "cross_entropy_per_token",
+    "document_mean",
     "in_chunks",
     "linear_cross_entropy",
-    "linear_cross_entropy_per_token",
+    "loss_of_scores",
     "mean_terms",
+    "microbatch_mean",
     "next_token",
     "next_token_linear",
     "routed",
+    "token_logprobs",
+    "weighted",
     "with_terms",
     "z_loss",
     "z_term",
