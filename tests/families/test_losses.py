@@ -8,12 +8,18 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from trainkit.losses import (
+    Added,
     add_terms,
+    clipped,
     cross_entropy,
     cross_entropy_per_token,
+    distillation,
+    k3,
     linear_cross_entropy,
     next_token,
     next_token_linear,
+    policy_gradient,
+    stored_distillation,
     token_logprobs,
     weighted,
     with_terms,
@@ -22,7 +28,7 @@ from trainkit.losses import (
 )
 from trainkit.losses.by_source import by_source
 from trainkit.losses.linear_cross_entropy import Factors, linear_sum_and_parts
-from trainkit.types import capped
+from trainkit.types import Hidden, capped
 
 V, D = 11, 6
 
@@ -77,6 +83,13 @@ def columned(loss):
     def columns(labels):
         return {
             "weights": 1.2 + waves(labels, 0),
+            "advantages": -1.5 + waves(labels, 1),
+            "old_logprobs": -2.4 + 0.1 * waves(labels, 2),
+            "sampler_logprobs": -2.4 + 0.1 * waves(labels, 3),
+            "reference_logprobs": -2.4 + waves(labels, 4),
+            "teacher_hidden": torch.stack([waves(labels, i) for i in range(D)], dim=-1),
+            "teacher_ids": torch.stack([(labels + i).abs() % V for i in (0, 3, 4)], dim=-1),
+            "teacher_logprobs": torch.stack([waves(labels, i) - 3 for i in (5, 6, 7)], dim=-1),
         }
 
     return with_terms(*loss.terms)(
@@ -84,7 +97,20 @@ def columned(loss):
     )
 
 
+TEACHER = Hidden(torch.empty(0), torch.sin(torch.arange(V * D).double()).view(V, D))
+ADDED = Added(kl=k3, kl_weight=0.2, most_importance=1.1)
+POLICY = policy_gradient(clipped(0.9, 2.0), added=ADDED, entropy_weight=0.3)
+HARD = {"temperature": 0.8, "chunk": 3}
+
 FAMILY = {
+    "distillation": (columned(distillation(TEACHER, **HARD)), make_hidden),
+    "reverse distillation": (columned(distillation(TEACHER, beta=1.0, **HARD)), make_hidden),
+    "mixed distillation": (columned(distillation(TEACHER, beta=0.3, **HARD)), make_hidden),
+    "distillation of 3": (columned(distillation(TEACHER, top_k=3, beta=0.3, **HARD)), make_hidden),
+    "stored distillation": (columned(stored_distillation(beta=0.3, **HARD)), make_hidden),
+    "stored, forward": (columned(stored_distillation(**HARD)), make_hidden),
+    "policy": (columned(POLICY), make_hidden),
+    "policy, logits": (first(columned(POLICY)), make_logits),
     "weighted": (columned(weighted), make_hidden),
     "weighted, logits": (first(columned(weighted)), make_logits),
     "next_token": (first(next_token), make_logits),

@@ -629,6 +629,42 @@ def _chunk_by_chunk(
     )
 
 
+def logits_maker(factors: Factors) -> Callable[[slice], Tensor]:
+    """Return a function that makes the logits of some tokens, in one buffer for all calls.
+
+    Args:
+        factors: Hidden states `[N, D]` and what makes logits of them, whole or this rank's part.
+
+    Returns:
+        From the numbers of tokens to their logits, fp32 or fp64, that may be overwritten; the first
+        call asks for the most tokens.
+
+    Examples:
+        >>> import torch
+        >>> make = logits_maker(Factors(torch.ones(3, 2), torch.ones(4, 2)))
+        >>> make(slice(0, 2)).shape, make(slice(2, 4)).shape
+        (torch.Size([2, 4]), torch.Size([1, 4]))
+    """
+    hidden, weight, bias, softcap = factors
+    exact = accumulation_dtype(weight)
+    if not weight.is_cuda:
+        hidden, weight = hidden.to(exact), weight.to(exact)
+    buffers: list[Tensor] = []
+
+    def make(rows: slice) -> Tensor:
+        inputs = hidden[rows]
+        if not buffers:
+            buffers.append(inputs.new_empty((len(inputs), len(weight)), dtype=exact))
+        logits = _product(inputs, weight.t(), out=buffers[0][: len(inputs)])
+        if bias is not None:
+            logits.add_(bias)
+        if softcap is not None:
+            _capped_(logits, softcap, needs_slope=False)
+        return logits
+
+    return make
+
+
 def _capped_(logits: Tensor, softcap: float, *, needs_slope: bool) -> Tensor | None:
     """Apply a soft cap to logits in place, and return its derivative there if it is needed."""
     logits.div_(softcap).tanh_()

@@ -42,7 +42,8 @@ class Shaping(NamedTuple):
         Raises:
             ValueError: A tensor has another shape than the labels.
         """
-        for name, x in self._asdict().items():
+        names = ("temperature", "top_k", "top_p", "min_p")
+        for name, x in zip(names, self, strict=True):
             if isinstance(x, Tensor) and x.shape not in (labels.shape, ()):
                 want, got = tuple(labels.shape), tuple(x.shape)
                 must = f"{name} must be a number or have the shape of labels {want}"

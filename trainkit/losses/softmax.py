@@ -112,14 +112,26 @@ def slopes_(
 
 
 def _own_labels(labels: Tensor, words: int, axis: Axis) -> tuple[Tensor, Tensor]:
-    """Return the labels as indices of this rank's words `[T, 1]`, and which of them it owns.
+    """Return the labels as indices of this rank's words `[T, 1]`, and which of them it owns."""
+    return own_words(labels.unsqueeze(-1), words, axis)
+
+
+def own_words(ids: Tensor, words: int, axis: Axis) -> tuple[Tensor, Tensor]:
+    """Return words among all, `[T, K]`, as indices of this rank's, and which of them it owns.
 
     Those of others point at word 0; what is no word at all points past the end, on every rank.
+
+    Effects:
+        None; `axis` only says which words these are.
+
+    Examples:
+        >>> from trainkit.types import Share
+        >>> own_words(torch.tensor([[1, 6]]), 4, Axis("tp", Share(1, 2)))
+        (tensor([[0, 2]]), tensor([[False,  True]]))
     """
-    labels = labels.unsqueeze(-1)
-    local = labels - axis.index * words
+    local = ids - axis.index * words
     own = (local >= 0) & (local < words)
-    wrong = (labels != IGNORED_LABEL) & ((labels < 0) | (labels >= axis.count * words))
+    wrong = (ids != IGNORED_LABEL) & ((ids < 0) | (ids >= axis.count * words))
     return local.masked_fill(~own, 0).masked_fill(wrong, words), own
 
 

@@ -303,19 +303,24 @@ def _weights(_: TokenScores, columns: Columns) -> Tensor:
     return columns["weights"]
 
 
-weighted = loss_of_scores({"loss": (_weighted_losses, 1.0), "loss/count": (_weights, 0.0)})
-"""The cross entropy of each token times `batch["weights"]`, of logits or of a `Hidden`.
+_WEIGHTED = loss_of_scores({"loss": (_weighted_losses, 1.0), "loss/count": (_weights, 0.0)})
 
-Weights are floating, one for each label. The denominator is their sum over the global batch,
-`batch.count_weights`, and stands beside it as "loss/count": weights of 0.1 each give what weights
-of 1 do, and a token with 0.3 counts as 0.3 of one.
 
-Examples:
-    >>> batch = {"labels": torch.tensor([[1, 2]]), "weights": torch.tensor([[0.25, 0.05]])}
-    >>> total, terms = weighted(torch.zeros(1, 2, 4), batch)
-    >>> float(terms["loss"] / terms["loss/count"])  # log 4
-    1.38...
-"""
+@with_terms(*_WEIGHTED.terms, per_token=_WEIGHTED.per_token, of_scores=_WEIGHTED.of_scores)
+def weighted(output: Any, batch: Mapping[str, Any]) -> Terms:
+    """Return each token's cross entropy times `batch["weights"]`, of logits or of a `Hidden`.
+
+    Weights are floating, one for each label. The denominator is their sum over the global batch,
+    `batch.count_weights`, and stands beside it as "loss/count": weights of 0.1 each give what
+    weights of 1 do, and a token with 0.3 counts as 0.3 of one.
+
+    Examples:
+        >>> batch = {"labels": torch.tensor([[1, 2]]), "weights": torch.tensor([[0.25, 0.05]])}
+        >>> total, terms = weighted(torch.zeros(1, 2, 4), batch)
+        >>> float(terms["loss"] / terms["loss/count"])  # log 4
+        1.38...
+    """
+    return _WEIGHTED(output, batch)
 
 
 @with_terms("z_loss", of_scores=[(squared_normalizer, 1.0)])
