@@ -71,7 +71,7 @@ def weighed(logits, labels, *, axis=SOLO):
 
 
 def weighed_linear(hidden, weight, labels, **options):
-    each = losses.linear_cross_entropy_per_token(hidden, weight, labels, **options)
+    each = losses.token_logprobs(hidden, weight, labels, **options)
     return (each * torch.linspace(0.5, 2, 14).view(TOKENS)).square().sum()
 
 

@@ -8,20 +8,27 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from trainkit.losses import (
+    Added,
     add_terms,
+    clipped,
     cross_entropy,
     cross_entropy_per_token,
+    distillation,
+    k3,
     linear_cross_entropy,
-    linear_cross_entropy_per_token,
     next_token,
     next_token_linear,
+    policy_gradient,
+    stored_distillation,
+    token_logprobs,
+    weighted,
     with_terms,
     z_loss,
     z_term,
 )
 from trainkit.losses.by_source import by_source
 from trainkit.losses.linear_cross_entropy import Factors, linear_sum_and_parts
-from trainkit.types import capped
+from trainkit.types import Hidden, capped
 
 V, D = 11, 6
 
@@ -50,7 +57,8 @@ def first(loss):
 
 
 def linear_parts(output, batch):
-    return linear_sum_and_parts(Factors(*output), batch["labels"], chunk=3)
+    labels = batch["labels"]
+    return *linear_sum_and_parts(Factors(*output), labels, chunk=3), (labels != -100).long()
 
 
 linear_by_token = with_terms("loss", per_token=linear_parts)(lambda *_: None)
@@ -63,7 +71,48 @@ def sourced(loss):
     )
 
 
+def columned(loss):
+    """Give tokens columns that follow from their labels; beside ignored ones stands what is none.
+
+    So every cut keeps them, and whoever looks at a token that is ignored sees NaN.
+    """
+
+    def waves(labels, phase):
+        return torch.sin(labels + phase).double().masked_fill(labels < 0, torch.nan)
+
+    def columns(labels):
+        return {
+            "weights": 1.2 + waves(labels, 0),
+            "advantages": -1.5 + waves(labels, 1),
+            "old_logprobs": -2.4 + 0.1 * waves(labels, 2),
+            "sampler_logprobs": -2.4 + 0.1 * waves(labels, 3),
+            "reference_logprobs": -2.4 + waves(labels, 4),
+            "teacher_hidden": torch.stack([waves(labels, i) for i in range(D)], dim=-1),
+            "teacher_ids": torch.stack([(labels + i).abs() % V for i in (0, 3, 4)], dim=-1),
+            "teacher_logprobs": torch.stack([waves(labels, i) - 3 for i in (5, 6, 7)], dim=-1),
+        }
+
+    return with_terms(*loss.terms)(
+        lambda output, batch: loss(output, {**columns(batch["labels"]), **batch})
+    )
+
+
+TEACHER = Hidden(torch.empty(0), torch.sin(torch.arange(V * D).double()).view(V, D))
+ADDED = Added(kl=k3, kl_weight=0.2, most_importance=1.1)
+POLICY = policy_gradient(clipped(0.9, 2.0), added=ADDED, entropy_weight=0.3)
+HARD = {"temperature": 0.8, "chunk": 3}
+
 FAMILY = {
+    "distillation": (columned(distillation(TEACHER, **HARD)), make_hidden),
+    "reverse distillation": (columned(distillation(TEACHER, beta=1.0, **HARD)), make_hidden),
+    "mixed distillation": (columned(distillation(TEACHER, beta=0.3, **HARD)), make_hidden),
+    "distillation of 3": (columned(distillation(TEACHER, top_k=3, beta=0.3, **HARD)), make_hidden),
+    "stored distillation": (columned(stored_distillation(beta=0.3, **HARD)), make_hidden),
+    "stored, forward": (columned(stored_distillation(**HARD)), make_hidden),
+    "policy": (columned(POLICY), make_hidden),
+    "policy, logits": (first(columned(POLICY)), make_logits),
+    "weighted": (columned(weighted), make_hidden),
+    "weighted, logits": (first(columned(weighted)), make_logits),
     "next_token": (first(next_token), make_logits),
     "next_token_linear": (next_token_linear, make_hidden),
     "linear in chunks of 3": (with_terms("loss")(linear), make_hidden),
@@ -186,7 +235,7 @@ def test_bf16_is_accumulated_in_fp32(loss, make):
     total, _, gradients = values_and_gradients(loss, low, labels)
     want, _, wanted = values_and_gradients(loss, same, labels)
     assert total.dtype == torch.float32
-    assert abs(total - want) <= 1e-6 * want  # a bf16 sum is off by 2e-3
+    assert abs(total - want) <= 1e-6 * want.abs()  # a bf16 sum is off by 2e-3
     for g, w in zip(gradients, wanted, strict=True):
         assert g.dtype == torch.bfloat16
         assert (g.double() - w).abs().max() <= 2**-8 * w.abs().max()
@@ -482,7 +531,7 @@ def test_losses_of_tokens_and_a_bias_are_those_of_the_product_and_can_be_differe
         logits.flatten(0, 1), labels.flatten(), reduction="none"
     )
     want = rows.view(2, 5)
-    each = linear_cross_entropy_per_token(hidden, weight, labels, **own, chunk=3)
+    each = -token_logprobs(hidden, weight, labels, **own, chunk=3)
     for have in (each, cross_entropy_per_token(logits, labels)):
         assert close(have, want)
         grads = [
@@ -496,7 +545,7 @@ def test_losses_of_tokens_and_a_bias_are_those_of_the_product_and_can_be_differe
         grads = [torch.autograd.grad(x, inputs, retain_graph=True) for x in (total, want.sum())]
         assert all(close(a, b) for a, b in zip(*grads, strict=True))
     with torch.no_grad():
-        assert not linear_cross_entropy_per_token(hidden, weight, labels).requires_grad
+        assert not token_logprobs(hidden, weight, labels).requires_grad
 
 
 def test_a_second_term_costs_no_second_pass(monkeypatch):
@@ -528,7 +577,7 @@ def test_a_label_outside_of_the_vocabulary_is_told_in_words(label):
     for loss in (cross_entropy, z_loss, cross_entropy_per_token):
         with pytest.raises(ValueError, match=rf"{loss.__name__}: .*\[0, 11\).* {label} at index 4"):
             loss(LOGITS, labels)
-    for loss in (linear_cross_entropy, linear_cross_entropy_per_token):
+    for loss in (linear_cross_entropy, token_logprobs):
         with pytest.raises(ValueError, match=rf"{loss.__name__}: .*\[0, 11\).* {label} at index 4"):
             loss(torch.zeros(2, 3, D), torch.zeros(V, D), labels)
 

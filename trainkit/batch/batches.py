@@ -236,6 +236,71 @@ def count_valid_tokens(microbatches: Sequence[Mapping[str, Any]]) -> Tensor:
     )
 
 
+def count_weights(microbatches: Sequence[Mapping[str, Any]]) -> Tensor:
+    """Return the sum of the weights of the labels that this rank trains on, without a host sync.
+
+    The denominator of `losses.weighted`, once it is summed over the `loss` axis: 0.3 is 0.3.
+
+    Args:
+        microbatches: `Batch`es, or any mappings with "labels" and floating "weights" of their
+            shape.
+
+    Returns:
+        An fp64 scalar on their device.
+
+    Raises:
+        ValueError: There is no microbatch, or one has no weights.
+
+    Examples:
+        >>> labels, weights = torch.tensor([[4, -100]]), torch.tensor([[0.5, 9.0]])
+        >>> count_weights([{"labels": labels, "weights": weights}])
+        tensor(0.5000, dtype=torch.float64)
+    """
+    _check_microbatches("count_weights", microbatches)
+
+    def own(batch: Mapping[str, Any]) -> Tensor:
+        if "weights" not in batch:
+            has = f"it has {', '.join(batch)}"
+            raise ValueError(f'count_weights: a microbatch has no "weights" ({has})')
+        kept = batch["weights"].masked_fill(batch["labels"] == IGNORED_LABEL, 0)
+        return kept.double().sum()
+
+    return functools.reduce(torch.add, map(own, microbatches))
+
+
+def count_documents(microbatches: Sequence[Mapping[str, Any]], *, halves: bool = False) -> Tensor:
+    """Return how many documents of a step begin on this rank, without a host sync.
+
+    A document is counted where its first token lies, of position 0, so that every layout counts
+    each once: also where its tokens are dealt over several ranks.
+
+    Args:
+        microbatches: `Batch`es, or any mappings with "document_ids" and "position_ids".
+        halves: Whether documents 2j and 2j + 1 of a row are a pair, of which the first counts.
+
+    Returns:
+        An int64 scalar on their device; summed over the `loss` axis it is the denominator of losses
+        of sequences, and with halves that of losses of pairs.
+
+    Raises:
+        ValueError: There is no microbatch.
+
+    Examples:
+        >>> batch = {"document_ids": torch.tensor([[0, 0, 1, 1, -1]])}
+        >>> batch["position_ids"] = torch.tensor([[0, 1, 0, 1, 0]])
+        >>> count_documents([batch]), count_documents([batch], halves=True)
+        (tensor(2), tensor(1))
+    """
+    _check_microbatches("count_documents", microbatches)
+
+    def own(batch: Mapping[str, Any]) -> Tensor:
+        ids = batch["document_ids"]
+        begins = (batch["position_ids"] == 0) & (ids >= 0)
+        return (begins & (ids % 2 == 0) if halves else begins).sum()
+
+    return functools.reduce(torch.add, map(own, microbatches))
+
+
 def count_tokens(microbatches: Sequence[Mapping[str, Any]]) -> Tensor:
     """Return how many tokens of a step this rank works on, trained on or not, without a host sync.
 

@@ -8,17 +8,8 @@ decoder keeps of the tokens before is `models.Cache`.
 from __future__ import annotations
 
 from trainkit.generation.generate import Completion, generate
-from trainkit.generation.sampling import (
-    Sampling,
-    draw,
-    min_p,
-    next_tokens,
-    repetition_penalty,
-    shaped,
-    temperature,
-    top_k,
-    top_p,
-)
+from trainkit.generation.sampling import Sampling, draw, next_tokens, repetition_penalty, shaped
+from trainkit.losses.shaping import min_p, temperature, top_k, top_p
 
 __all__ = [
     "Completion",

@@ -13,6 +13,7 @@ import torch
 from attrs.validators import optional
 from torch import Tensor
 
+from trainkit.losses.shaping import Shaping, filtered, temperature
 from trainkit.noise import counters, key_of
 from trainkit.types import fraction, non_negative, positive, rule
 
@@ -104,12 +105,8 @@ def shaped(logits: Tensor, how: Sampling, *, seen: Tensor | None = None) -> Tens
         logits = repetition_penalty(logits, seen, how.repetition_penalty)
     if how.temperature == 0:
         return logits
-    logits = temperature(logits, how.temperature)
-    if how.top_k is not None:
-        logits = top_k(logits, how.top_k)
-    if how.top_p < 1:
-        logits = top_p(logits, how.top_p)
-    return min_p(logits, how.min_p) if how.min_p > 0 else logits
+    left_out = Shaping(top_k=how.top_k, top_p=how.top_p, min_p=how.min_p)
+    return filtered(temperature(logits, how.temperature), left_out)
 
 
 def repetition_penalty(logits: Tensor, seen: Tensor, penalty: float) -> Tensor:
@@ -122,51 +119,6 @@ def repetition_penalty(logits: Tensor, seen: Tensor, penalty: float) -> Tensor:
     """
     penalised = torch.where(logits < 0, logits * penalty, logits / penalty)
     return torch.where(seen, penalised, logits)
-
-
-def temperature(logits: Tensor, value: float) -> Tensor:
-    """Divide logits by a temperature above 0: below 1 likely tokens become likelier.
-
-    Examples:
-        >>> temperature(torch.tensor([[1.0, 2.0]]), 0.5).tolist()
-        [[2.0, 4.0]]
-    """
-    return logits / value
-
-
-def top_k(logits: Tensor, k: int) -> Tensor:
-    """Leave out tokens that are less likely than the k-th; of equals there may be more than k.
-
-    Examples:
-        >>> top_k(torch.tensor([[1.0, 3.0, 2.0]]), 2).tolist()
-        [[-inf, 3.0, 2.0]]
-    """
-    least = logits.topk(min(k, logits.shape[-1])).values[:, -1:]
-    return logits.masked_fill(logits < least, -torch.inf)
-
-
-def top_p(logits: Tensor, p: float) -> Tensor:
-    """Leave out the least likely tokens, as long as they have at most 1 - p together.
-
-    Examples:
-        >>> top_p(torch.tensor([[0.6, 0.3, 0.1]]).log(), 0.8).exp().tolist()[0][2]
-        0.0
-    """
-    rising, order = logits.sort()
-    out = rising.softmax(-1).cumsum(-1) <= 1 - p
-    out[:, -1] = False
-    return logits.masked_fill(out.scatter(1, order, out), -torch.inf)
-
-
-def min_p(logits: Tensor, p: float) -> Tensor:
-    """Leave out tokens that are less likely than the likeliest times p.
-
-    Examples:
-        >>> min_p(torch.tensor([[0.6, 0.3, 0.1]]).log(), 0.4).exp().tolist()[0][2]
-        0.0
-    """
-    chances = logits.softmax(-1)
-    return logits.masked_fill(chances < p * chances.amax(-1, keepdim=True), -torch.inf)
 
 
 def draw(logits: Tensor, places: Tensor) -> Tensor:

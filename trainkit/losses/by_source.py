@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from trainkit.losses.terms import labels_of, next_token, with_terms
-from trainkit.types import IGNORED_LABEL
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -22,14 +21,15 @@ def by_source(names: Sequence[str], loss: NamedLoss = next_token) -> NamedLoss:
     """Return a loss that also reports the loss of each corpus: the same sum, and two sums more.
 
     For each name there are the terms `loss/{name}`, the sum over the tokens of that corpus, and
-    `loss/{name}/count`, how many were trained on. Dividing one by the other, after both have been
-    summed over microbatches and ranks, gives the mean per token; 0 / 0 says that a step had none.
+    `loss/{name}/count`, how many were trained on, or their weights if the loss is weighted.
+    Dividing one by the other, after both have been summed over microbatches and ranks, gives the
+    mean per token; 0 / 0 says that a step had none.
     Nothing is computed twice, and no host sync is made.
 
     Args:
         names: What the sources are called, in the order of their numbers in `batch["source"]`
             (int64 `[B, S]`). Tokens of other numbers are in the loss alone.
-        loss: `next_token`, `next_token_linear`, or any that has a `per_token`.
+        loss: `next_token`, `next_token_linear`, `weighted`, or any that has a `per_token`.
 
     Raises:
         ValueError: There is no name, one comes twice or ends in "count", or the loss does not know
@@ -45,7 +45,8 @@ def by_source(names: Sequence[str], loss: NamedLoss = next_token) -> NamedLoss:
         (1.38..., 1)
     """
     per_token = getattr(loss, "per_token", None)
-    if per_token is None or len(loss.terms) != 1:
+    first, *rest = loss.terms
+    if per_token is None or rest not in ([], [f"{first}/count"]):
         what = f"{getattr(loss, '__name__', loss)} does not say what each token adds"
         mend = "take next_token or next_token_linear, or with_terms(name, per_token=...)"
         others = "add other terms outside: add_terms((by_source(...), 1.0), ...)"
@@ -56,10 +57,9 @@ def by_source(names: Sequence[str], loss: NamedLoss = next_token) -> NamedLoss:
     counts = [source for source in names if source.split("/")[-1] == "count"]
     if counts:  # loss/count would be taken for the denominator of loss
         raise ValueError(f"by_source: {counts} must not be called count, which ends denominators")
-    (name,) = loss.terms
-    own = tuple(f"{name}/{source}{end}" for source in names for end in ("", "/count"))
+    own = tuple(f"{first}/{source}{end}" for source in names for end in ("", "/count"))
 
-    @with_terms(name, *own)
+    @with_terms(*loss.terms, *own)
     def loss_by_source(output: Any, batch: Mapping[str, Any]) -> Terms:
         if "source" not in batch:
             mend = "step_batch and eval_batches add it where Packed has num_rows (see join_packed)"
@@ -68,19 +68,17 @@ def by_source(names: Sequence[str], loss: NamedLoss = next_token) -> NamedLoss:
         if got != want:
             must = f"must have the shape of labels {want}, one for each token"
             raise ValueError(f"by_source: source {must}, got {got}")
-        total, parts = per_token(output, batch)
-        sums, counts = _sums(parts, batch["labels"], batch["source"], len(names))
+        total, parts, counted = per_token(output, batch)
+        sums, counts = (_sums(x, batch["source"], len(names)) for x in (parts, counted))
         values = [value for pair in zip(sums, counts, strict=True) for value in pair]
-        return total, {name: total.detach(), **dict(zip(own, values, strict=True))}
+        whole = dict(zip(loss.terms, (total.detach(), counted.sum()), strict=False))
+        return total, {**whole, **dict(zip(own, values, strict=True))}
 
     return loss_by_source
 
 
-def _sums(
-    parts: Tensor, labels: Tensor, source: Tensor, count: int
-) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
-    """Return each source's sum of parts and its number of labels, in the same order every time."""
+def _sums(parts: Tensor, source: Tensor, count: int) -> tuple[Tensor, ...]:
+    """Return each source's sum of parts, added in the same order every time."""
     numbers = torch.arange(count, device=source.device).view(-1, 1)
     own = source.flatten() == numbers  # [count, N]; index_add_ would add in any order on CUDA
-    sums = torch.where(own, parts.flatten(), 0).sum(-1)
-    return sums.unbind(), (own & (labels.flatten() != IGNORED_LABEL)).sum(-1).unbind()
+    return torch.where(own, parts.flatten(), 0).sum(-1).unbind()

@@ -8,8 +8,8 @@ left to do but multiply by the incoming scalar.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from functools import partial
+from collections.abc import Callable, Mapping, Sequence
+from functools import cached_property, partial
 from typing import Any, NamedTuple
 
 import torch
@@ -17,7 +17,15 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from trainkit.losses.cross_entropy import check_labels, sum_and_parts
-from trainkit.losses.softmax import accumulation_dtype, run_untraced, scores_, slopes_
+from trainkit.losses.shaping import UNSHAPED, Each, Shaping, shaped_, unshaped_slopes_
+from trainkit.losses.softmax import (
+    Scores,
+    accumulation_dtype,
+    entropies_of,
+    run_untraced,
+    scores_,
+    slopes_,
+)
 from trainkit.types import IGNORED_LABEL, SOLO, Axis, at_least, capped
 
 
@@ -33,8 +41,46 @@ class Factors(NamedTuple):
     softcap: float | None = None
 
 
-OfScores = Callable[[Tensor, Tensor], Tensor]
-"""From the cross entropy and the log-sum-exp of each token's logits to what it adds: `[T]` each."""
+class TokenScores:
+    """What the logits of T tokens come to: `losses`, `normalizers` and `entropies`, `[T]` each.
+
+    `losses` are the cross entropies of the labels, `normalizers` the log-sum-exps of the logits.
+    Where the label is -100, a loss is 0. Entropies cost a walk over the logits, if they are asked.
+    """
+
+    def __init__(self, losses: Tensor, normalizers: Tensor, measure: Callable[[], Tensor]) -> None:
+        self.losses, self.normalizers, self._measure = losses, normalizers, measure
+
+    @cached_property
+    def entropies(self) -> Tensor:
+        """The entropy of each token's softmax, in nats."""
+        return self._measure()
+
+    @property
+    def leaves(self) -> list[Tensor]:
+        """What a term may have used: losses, normalizers, and entropies if any has asked."""
+        own = [self.losses, self.normalizers]
+        return [*own, self.entropies] if "entropies" in vars(self) else own
+
+
+class Columns(dict[str, Tensor]):
+    """The columns of a batch that hold a value for each label, by name.
+
+    Examples:
+        >>> Columns({"weights": torch.ones(2)})["advantages"]
+        Traceback (most recent call last):
+        ...
+        ValueError: the batch has no "advantages" for each of its labels (it has weights); ...
+    """
+
+    def __missing__(self, name: str) -> Tensor:
+        has = ", ".join(self) or "no column"
+        what = f'the batch has no "{name}" for each of its labels (it has {has})'
+        raise ValueError(f"{what}; put a tensor of the shape of the labels under this name")
+
+
+OfScores = Callable[[TokenScores, Columns], Tensor]
+"""From the scores of T tokens and what stands beside them in the batch to what each adds, `[T]`."""
 
 OfLogits = Callable[[Tensor, slice, bool], Tensor]
 """From logits `[T, V]` and which tokens they are of, to values `[T or 1, K]`.
@@ -116,28 +162,41 @@ def linear_cross_entropy(
     return linear_sum_and_parts(factors, labels, axis=axis, chunk=chunk)[0]
 
 
-def linear_cross_entropy_per_token(
+def token_logprobs(
     hidden: Tensor,
     weight: Tensor,
     labels: Tensor,
     *,
     bias: Tensor | None = None,
+    temperature: Each = 1.0,
+    top_k: int | Tensor | None = None,
+    top_p: Each = 1.0,
+    min_p: Each = 0.0,
     softcap: float | None = None,
     axis: Axis = SOLO,
     chunk: int | None = None,
 ) -> Tensor:
-    """Return the cross entropy of each token, differentiable; 0 where the label is -100.
+    """Return the log-probability of each label, differentiable; 0 where the label is -100.
 
-    As `cross_entropy_per_token` of `hidden @ weight.T`, for losses that weigh tokens. How they do
-    is not known before backward, which so computes the logits of every chunk again: one product
-    more than `linear_cross_entropy`.
+    It is the one by which a sampler with these settings has drawn the label; see
+    `generation.Sampling`, whose order and code it shares. Without settings it is the cross entropy
+    of `hidden @ weight.T`, negated. Whole logits exist for `chunk` tokens at a time: how the
+    log-probabilities go on is not known before backward, which computes the logits of every chunk
+    again, one product more than `linear_cross_entropy`. Where words are left out, the logits of a
+    chunk are gathered on `axis`. A label that is left out has the log-probability -inf, and no
+    gradient.
 
     Args:
-        hidden: As in `linear_cross_entropy`, as all that follow.
+        hidden: As in `linear_cross_entropy`, `[..., D]`.
         weight: `[V, D]`, or this rank's rows of it.
         labels: int64 `[...]`.
         bias: `[V]`, or this rank's part of it.
-        softcap: What logits are kept between by tanh.
+        temperature: What logits are divided by, above 0; a number, or a tensor `[...]` with one for
+            each label, as the three that follow.
+        top_k: How many of the likeliest words may be drawn; of equals there may be more.
+        top_p: The likeliest words that together have this much.
+        min_p: Words that are at least this likely, relative to the likeliest.
+        softcap: What logits are kept between by tanh, before all else.
         axis: The axis over which the vocabulary is cut.
         chunk: Tokens whose logits exist at a time.
 
@@ -145,25 +204,56 @@ def linear_cross_entropy_per_token(
         fp32 or fp64 `[...]`, equal on all ranks of the axis.
 
     Raises:
-        ValueError: As `linear_cross_entropy`.
+        ValueError: As `linear_cross_entropy`, or a setting has another shape than the labels.
 
     Effects:
-        Communicates as `linear_cross_entropy`.
+        Communicates as `linear_cross_entropy`, and gathers the logits of a chunk on `axis` where
+        words are left out.
 
     Examples:
         >>> import torch
-        >>> labels = torch.tensor([0, -100, 2])
-        >>> linear_cross_entropy_per_token(torch.zeros(3, 8), torch.zeros(4, 8), labels)
-        tensor([1.3863, 0.0000, 1.3863])
+        >>> hidden, weight = torch.ones(3, 1), torch.tensor([[2.0], [2.0], [1.0]])
+        >>> token_logprobs(hidden, weight, torch.tensor([0, -100, 2]))
+        tensor([-0.8620,  0.0000, -1.8620])
+        >>> token_logprobs(hidden, weight, torch.tensor([0, -100, 2]), top_k=2)
+        tensor([-0.6931,  0.0000,    -inf])
     """
     known: dict[str, Any] = {"bias": bias, "softcap": softcap, "axis": axis, "chunk": chunk}
-    hidden, weight, bias, _ = cast_factors(
-        "linear_cross_entropy_per_token", hidden, weight, labels, **known
-    )
+    factors = cast_factors("token_logprobs", hidden, weight, labels, **known)
+    shaping = Shaping(temperature, top_k, top_p, min_p)
+    return logprobs_of(factors, labels, shaping=shaping, axis=axis, chunk=chunk)[0]
+
+
+def logprobs_of(
+    factors: Factors,
+    labels: Tensor,
+    *,
+    shaping: Shaping = UNSHAPED,
+    axis: Axis = SOLO,
+    chunk: int | None = None,
+    entropies: bool = False,
+) -> tuple[Tensor, ...]:
+    """Return `token_logprobs`, and, if they are asked, the entropies of the same distributions.
+
+    Raises:
+        ValueError: A setting has another shape than the labels.
+
+    Effects:
+        Communicates as `token_logprobs`.
+
+    Examples:
+        >>> import torch
+        >>> factors = Factors(torch.zeros(2, 8), torch.zeros(4, 8))
+        >>> logprobs_of(factors, torch.tensor([0, -100]), entropies=True)
+        (tensor([-1.3863,  0.0000]), tensor([1.3863, 0.0000]))
+    """
+    hidden, weight, bias, softcap = factors
     flat, chunk = labels.flatten(), chunk or _chunk_of(weight)
-    asked = flat, axis, {"chunk": chunk, "softcap": softcap}
-    losses = run_untraced(_EachToken, hidden.flatten(0, -2), weight, bias, asked)
-    return losses.masked_fill(flat == IGNORED_LABEL, 0).view(labels.shape)
+    how = shaping.flat("token_logprobs", labels)
+    asked = flat, axis, how, entropies, {"chunk": chunk, "softcap": softcap}
+    found = run_untraced(_EachToken, hidden.flatten(0, -2), weight, bias, asked)
+    ignored = flat == IGNORED_LABEL
+    return tuple(x.masked_fill(ignored, 0).view(labels.shape) for x in found)
 
 
 # -------------------------------------------------------------------------------------- one pass
@@ -242,15 +332,27 @@ def linear_terms(
     labels: Tensor,
     terms: Sequence[tuple[OfScores, float]],
     *,
+    beside: Mapping[str, Tensor] | None = None,
+    shaping: Shaping = UNSHAPED,
     axis: Axis = SOLO,
     chunk: int | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Return the weighted sum of several terms of the same logits, and each token's, `[T, K]`.
 
-    All come out of one pass over the chunks; the values are unweighted and detached.
+    All come out of one pass over the chunks; the values are unweighted and detached. A term of
+    weight 0 is only measured. Ignored tokens add 0, whatever stands beside them.
+
+    Args:
+        factors: What logits are made of, whole or this rank's part.
+        labels: int64 `[...]`.
+        terms: What each token adds, and how much of it counts in the sum.
+        beside: Columns of the batch, `[..., *]`; others are left out.
+        shaping: How logits are shaped first.
+        axis: The axis over which the vocabulary is cut.
+        chunk: As in `linear_cross_entropy`.
 
     Effects:
-        Communicates as `linear_cross_entropy`.
+        Communicates as `token_logprobs`, and once more where entropies are asked.
 
     Examples:
         >>> import torch
@@ -261,42 +363,111 @@ def linear_terms(
         tensor([[1.3863, 1.9218],
                 [0.0000, 0.0000]])
     """
+    columns, how = columns_of(beside or {}, labels), shaping.flat("linear_terms", labels)
     labels = labels.flatten()
 
     def compute(logits: Tensor, rows: slice, gradient: bool) -> Tensor:
-        own = labels[rows]
-        scores = scores_(logits, own, axis)
-        leaves = [x.requires_grad_(gradient) for x in (scores.losses, scores.normalizers)]
+        own, here = labels[rows], how.of(rows)
+        found = scores_(shaped_(logits, here, axis), own, axis)
+        scores = _leaves(found, logits, own, axis, gradient)
+        part = {name: x[rows] for name, x in columns.items()}
         with torch.set_grad_enabled(gradient):
-            values = [term(*leaves).masked_fill(own == IGNORED_LABEL, 0) for term, _ in terms]
-            total = torch.stack([w * x for (_, w), x in zip(terms, values, strict=True)]).sum(0)
+            total, values = weigh_terms(terms, scores, part, own)
             whole = total.sum()
-        if gradient:
-            slopes = torch.autograd.grad(whole, leaves, allow_unused=True, materialize_grads=True)
-            slopes_(logits, own, axis, *slopes, scale=scores.scale)
+        if gradient and whole.requires_grad:
+            asked = {"allow_unused": True, "materialize_grads": True}
+            d_losses, *others = torch.autograd.grad(whole, scores.leaves, **asked)
+            d_losses = here.known(d_losses, found.losses)
+            curved = (scores.entropies.detach(), others[1]) if len(others) > 1 else None
+            slopes_(logits, own, axis, d_losses, others[0], scale=found.scale, curved=curved)
+            unshaped_slopes_(logits, here)
+        elif gradient:
+            logits.zero_()
         return torch.stack([total, *values], dim=-1).detach()
 
     return linear_in_chunks(factors, compute, chunk=chunk)
 
 
-def entropy(losses: Tensor, _: Tensor) -> Tensor:
+def _leaves(
+    found: Scores, logits: Tensor, labels: Tensor, axis: Axis, gradient: bool
+) -> TokenScores:
+    """Return scores as leaves of a graph; what a label that is ignored has is no number of it."""
+
+    def measure() -> Tensor:
+        with torch.no_grad():
+            entropies = entropies_of(logits, found.scale, axis)
+        return entropies.requires_grad_(gradient)
+
+    losses = found.losses.masked_fill(labels == IGNORED_LABEL, 0)
+    leaves = [x.requires_grad_(gradient) for x in (losses, found.normalizers)]
+    return TokenScores(leaves[0], leaves[1], measure)
+
+
+def weigh_terms(
+    terms: Sequence[tuple[OfScores, float]],
+    scores: TokenScores,
+    columns: Mapping[str, Tensor],
+    labels: Tensor,
+) -> tuple[Tensor, list[Tensor]]:
+    """Return the weighted sum of terms and each term, `[T]` each, with zeros at ignored labels.
+
+    What stands beside an ignored token is not looked at: it may be NaN.
+
+    Examples:
+        >>> one = torch.ones(2)
+        >>> scores, labels = TokenScores(one, one, lambda: one), torch.tensor([3, -100])
+        >>> weighed = lambda scores, columns: scores.losses * columns["weights"]
+        >>> columns = {"weights": torch.tensor([0.5, torch.nan])}
+        >>> weigh_terms([(weighed, 2.0)], scores, columns, labels)
+        (tensor([1., 0.]), [tensor([0.5000, 0.0000])])
+    """
+    ignored = labels == IGNORED_LABEL
+    known = Columns({name: _cleared(x, ignored) for name, x in columns.items()})
+    values = [term(scores, known).masked_fill(ignored, 0) for term, _ in terms]
+    weighted = [w * x for (_, w), x in zip(terms, values, strict=True) if w]
+    total = torch.stack(weighted).sum(0) if weighted else torch.zeros_like(scores.losses)
+    return total, [x.to(total.dtype) for x in values]
+
+
+def _cleared(x: Tensor, ignored: Tensor) -> Tensor:
+    return x.masked_fill(ignored.view(-1, *(1,) * (x.ndim - 1)), 0)
+
+
+def columns_of(batch: Mapping[str, Any], labels: Tensor) -> dict[str, Tensor]:
+    """Return those tensors of a batch that begin with the dimensions of the labels, one for each.
+
+    Examples:
+        >>> batch = {"weights": torch.ones(2, 3), "spans": None, "scale": torch.ones(1)}
+        >>> {name: x.shape for name, x in columns_of(batch, torch.zeros(2, 3)).items()}
+        {'weights': torch.Size([6])}
+    """
+    dims = labels.ndim
+    return {
+        name: x.flatten(0, dims - 1)
+        for name, x in batch.items()
+        if isinstance(x, Tensor) and x.shape[:dims] == labels.shape
+    }
+
+
+def entropy(scores: TokenScores, _: Columns) -> Tensor:
     """Return the cross entropy of each token: an `OfScores`.
 
     Examples:
-        >>> entropy(torch.ones(1), torch.zeros(1))
+        >>> entropy(TokenScores(torch.ones(1), torch.zeros(1), lambda: torch.zeros(1)), Columns())
         tensor([1.])
     """
-    return losses
+    return scores.losses
 
 
-def squared_normalizer(_: Tensor, normalizers: Tensor) -> Tensor:
+def squared_normalizer(scores: TokenScores, _: Columns) -> Tensor:
     """Return the squared log-sum-exp of each token's logits: an `OfScores`, the z-loss.
 
     Examples:
-        >>> squared_normalizer(torch.ones(1), torch.full((1,), 3.0))
+        >>> three = torch.full((1,), 3.0)
+        >>> squared_normalizer(TokenScores(three, three, lambda: three), Columns())
         tensor([9.])
     """
-    return normalizers.square()
+    return scores.normalizers.square()
 
 
 def linear_in_chunks(
@@ -367,7 +538,7 @@ class _InChunks(torch.autograd.Function):
 
 
 class _EachToken(torch.autograd.Function):
-    """The cross entropy of each token; backward computes the logits again."""
+    """Log-probabilities and entropies of tokens; backward computes the logits again."""
 
     @staticmethod
     def forward(  # pyrefly: ignore[bad-override]
@@ -375,38 +546,42 @@ class _EachToken(torch.autograd.Function):
         hidden: Tensor,
         weight: Tensor,
         bias: Tensor | None,
-        asked: tuple[Tensor, Axis, dict[str, Any]],
-    ) -> Tensor:
-        labels, axis, how = asked
+        asked: tuple[Tensor, Axis, Shaping, bool, dict[str, Any]],
+    ) -> tuple[Tensor, ...]:
+        labels, axis, shaping, entropies, how = asked
 
         def compute(logits: Tensor, rows: slice, _: bool) -> Tensor:
-            return torch.stack(scores_(logits, labels[rows], axis)[:2], dim=-1)
+            found = scores_(shaped_(logits, shaping.of(rows), axis), labels[rows], axis)
+            more = [entropies_of(logits, found.scale, axis)] if entropies else []
+            return torch.stack([*found[:2], *more], dim=-1)
 
         none = (False,) * 3
         values, _ = _chunk_by_chunk(hidden, weight, bias, compute=compute, **how, needs=none)
-        losses, normalizers = values.unbind(-1)
-        ctx.save_for_backward(hidden, weight, bias, labels, normalizers)
-        ctx.axis, ctx.how = axis, how
-        return losses.clone()  # no view: of several outputs of a Function it could not be changed
+        losses, normalizers, *more = values.unbind(-1)
+        ctx.save_for_backward(hidden, weight, bias, labels, losses, normalizers, *more)
+        ctx.how = axis, shaping, how
+        # No views: of several outputs of a Function they could not be changed.
+        return -losses, *(x.clone() for x in more)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, d_losses: Tensor) -> tuple[Tensor | None, ...]:  # pyrefly: ignore[bad-override]
-        hidden, weight, bias, labels, normalizers = ctx.saved_tensors
+    def backward(  # pyrefly: ignore[bad-override]
+        ctx: Any, d_logprobs: Tensor, *d_entropies: Tensor
+    ) -> tuple[Tensor | None, ...]:
+        hidden, weight, bias, labels, losses, normalizers, *entropies = ctx.saved_tensors
+        axis, shaping, how = ctx.how
 
         def compute(logits: Tensor, rows: slice, _: bool) -> Tensor:
-            exponentials, d = logits.sub_(normalizers[rows, None]).exp_(), d_losses[rows]
-            slopes_(exponentials, labels[rows], ctx.axis, d, torch.zeros_like(d))
+            here = shaping.of(rows)
+            shaped_(logits, here, axis).sub_(normalizers[rows, None]).exp_()
+            d = here.known(-d_logprobs[rows], losses[rows])
+            curved = (entropies[0][rows], d_entropies[0][rows]) if entropies else None
+            slopes_(logits, labels[rows], axis, d, torch.zeros_like(d), curved=curved)
+            unshaped_slopes_(logits, here)
             return d[:, None]
 
-        _, gradients = _chunk_by_chunk(
-            hidden,
-            weight,
-            bias,
-            compute=compute,
-            **ctx.how,
-            needs=ctx.needs_input_grad[:3],
-        )
+        needs = ctx.needs_input_grad[:3]
+        _, gradients = _chunk_by_chunk(hidden, weight, bias, compute=compute, **how, needs=needs)
         return *(g if g is None else g.to(weight.dtype) for g in gradients), None
 
 
@@ -452,6 +627,42 @@ def _chunk_by_chunk(
         d_weight,
         d_bias,
     )
+
+
+def logits_maker(factors: Factors) -> Callable[[slice], Tensor]:
+    """Return a function that makes the logits of some tokens, in one buffer for all calls.
+
+    Args:
+        factors: Hidden states `[N, D]` and what makes logits of them, whole or this rank's part.
+
+    Returns:
+        From the numbers of tokens to their logits, fp32 or fp64, that may be overwritten; the first
+        call asks for the most tokens.
+
+    Examples:
+        >>> import torch
+        >>> make = logits_maker(Factors(torch.ones(3, 2), torch.ones(4, 2)))
+        >>> make(slice(0, 2)).shape, make(slice(2, 4)).shape
+        (torch.Size([2, 4]), torch.Size([1, 4]))
+    """
+    hidden, weight, bias, softcap = factors
+    exact = accumulation_dtype(weight)
+    if not weight.is_cuda:
+        hidden, weight = hidden.to(exact), weight.to(exact)
+    buffers: list[Tensor] = []
+
+    def make(rows: slice) -> Tensor:
+        inputs = hidden[rows]
+        if not buffers:
+            buffers.append(inputs.new_empty((len(inputs), len(weight)), dtype=exact))
+        logits = _product(inputs, weight.t(), out=buffers[0][: len(inputs)])
+        if bias is not None:
+            logits.add_(bias)
+        if softcap is not None:
+            _capped_(logits, softcap, needs_slope=False)
+        return logits
+
+    return make
 
 
 def _capped_(logits: Tensor, softcap: float, *, needs_slope: bool) -> Tensor | None:

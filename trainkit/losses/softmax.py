@@ -58,6 +58,21 @@ def scores_(logits: Tensor, labels: Tensor, axis: Axis) -> Scores:
     return Scores(normalizers - picked, normalizers + largest.squeeze(-1), total.reciprocal())
 
 
+def entropies_of(exponentials: Tensor, scale: Tensor, axis: Axis) -> Tensor:
+    """Return the entropy of each token's softmax, `[T]` in nats, of exponentials of `scores_`.
+
+    Effects:
+        Communicates: one all-reduce on `axis`, of a number per token.
+
+    Examples:
+        >>> from trainkit.types import SOLO
+        >>> entropies_of(torch.ones(1, 4), torch.tensor([0.25]), SOLO)  # log 4
+        tensor([1.3863])
+    """
+    means = scale * all_sum(torch.xlogy(exponentials, exponentials).sum(-1), axis)
+    return -scale.log() - means
+
+
 def slopes_(
     exponentials: Tensor,
     labels: Tensor,
@@ -66,10 +81,12 @@ def slopes_(
     d_normalizers: Tensor,
     *,
     scale: Tensor | float = 1.0,
+    curved: tuple[Tensor, Tensor] | None = None,
 ) -> Tensor:
     """Turn the exponentials of `scores_` into the gradient of the logits.
 
-    Broken logits stay NaN at ignored tokens too, whose derivatives are 0.
+    Broken logits stay NaN at ignored tokens too, whose derivatives are 0. `curved` are the
+    `entropies_of` of the tokens and the derivatives of these, which take as much memory once more.
 
     Effects:
         Overwrites `exponentials` and returns them; `axis` only says which words these are.
@@ -81,19 +98,40 @@ def slopes_(
         tensor([[ 0.2500,  0.2500, -0.7500,  0.2500]])
     """
     index, own = _own_labels(labels, exponentials.shape[-1], axis)
-    exponentials.mul_((scale * (d_losses + d_normalizers)).unsqueeze(-1))
+    steep, bent = scale * (d_losses + d_normalizers), None
+    if curved is not None:
+        entropies, d_entropies = curved
+        own_scale = torch.as_tensor(scale, dtype=exponentials.dtype, device=exponentials.device)
+        steep = steep - own_scale * d_entropies * (own_scale.log() + entropies)
+        bent = torch.xlogy(exponentials, exponentials)
+        bent.mul_((own_scale * d_entropies).unsqueeze(-1))
+    exponentials.mul_(steep.unsqueeze(-1))
+    if bent is not None:
+        exponentials.sub_(bent)
     return exponentials.scatter_add_(-1, index, -d_losses.unsqueeze(-1) * own)
 
 
 def _own_labels(labels: Tensor, words: int, axis: Axis) -> tuple[Tensor, Tensor]:
-    """Return the labels as indices of this rank's words `[T, 1]`, and which of them it owns.
+    """Return the labels as indices of this rank's words `[T, 1]`, and which of them it owns."""
+    return own_words(labels.unsqueeze(-1), words, axis)
+
+
+def own_words(ids: Tensor, words: int, axis: Axis) -> tuple[Tensor, Tensor]:
+    """Return words among all, `[T, K]`, as indices of this rank's, and which of them it owns.
 
     Those of others point at word 0; what is no word at all points past the end, on every rank.
+
+    Effects:
+        None; `axis` only says which words these are.
+
+    Examples:
+        >>> from trainkit.types import Share
+        >>> own_words(torch.tensor([[1, 6]]), 4, Axis("tp", Share(1, 2)))
+        (tensor([[0, 2]]), tensor([[False,  True]]))
     """
-    labels = labels.unsqueeze(-1)
-    local = labels - axis.index * words
+    local = ids - axis.index * words
     own = (local >= 0) & (local < words)
-    wrong = (labels != IGNORED_LABEL) & ((labels < 0) | (labels >= axis.count * words))
+    wrong = (ids != IGNORED_LABEL) & ((ids < 0) | (ids >= axis.count * words))
     return local.masked_fill(~own, 0).masked_fill(wrong, words), own
 
 

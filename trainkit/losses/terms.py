@@ -4,7 +4,8 @@ A `Loss` returns the sum to differentiate and a dict of detached sums to report.
 `terms` names them in advance, for the pipeline stages that see no loss and must still join the
 sums. A term with a denominator of its own reports two sums, `name` and `name/count`. A loss that
 knows what each token adds has a second function for it in its attribute `per_token`; one that is a
-function of a token's cross entropy and log-sum-exp says so in `of_scores`.
+function of a token's cross entropy, log-sum-exp and entropy, and of what stands beside it in the
+batch, says so in `of_scores`: `loss_of_scores` makes such losses.
 """
 
 from __future__ import annotations
@@ -19,24 +20,41 @@ from torch import Tensor
 
 from trainkit.batch import divisor_of, divisors_of
 from trainkit.collectives import gather_replicated
-from trainkit.losses.cross_entropy import sum_and_parts, z_loss
+from trainkit.losses.cross_entropy import (
+    check_labels,
+    cross_entropy_per_token,
+    sum_and_parts,
+    z_loss,
+)
 from trainkit.losses.linear_cross_entropy import (
+    Columns,
     Factors,
     OfScores,
+    TokenScores,
     cast_factors,
+    columns_of,
     entropy,
     linear_in_chunks,
     linear_sum_and_parts,
     linear_terms,
+    logprobs_of,
     squared_normalizer,
+    weigh_terms,
 )
-from trainkit.types import SOLO, Axis, Denominator, Hidden, unrouted
+from trainkit.losses.shaping import UNSHAPED, Shaping, reshaped
+from trainkit.losses.softmax import accumulation_dtype
+from trainkit.types import IGNORED_LABEL, SOLO, Axis, Denominator, Hidden, unrouted
 
 Terms = tuple[Tensor, dict[str, Tensor]]
 """The sum to differentiate, and the detached sums to report by name."""
 
-PerToken = Callable[[Any, Mapping[str, Any]], tuple[Tensor, Tensor]]
-"""From an output and a batch to the sum to differentiate and its detached parts `[B, S]`."""
+PerToken = Callable[[Any, Mapping[str, Any]], tuple[Tensor, Tensor, Tensor]]
+"""From an output and a batch to the sum to differentiate, its detached parts `[B, S]`, and what
+each token adds to the denominator, `[B, S]`."""
+
+
+ShapingOf = Callable[[Mapping[str, Any]], Shaping]
+"""From a batch to how its logits are shaped, where its tokens were drawn otherwise each."""
 
 
 class NamedLoss(Protocol):
@@ -61,9 +79,9 @@ def with_terms(
     Args:
         terms: The keys of the dict that the function returns.
         per_token: The same loss with its parts, for `by_source`.
-        of_scores: For each term what a token adds, as a function of its cross entropy and the
-            log-sum-exp of its logits, and the term's weight in the sum: `add_terms` then takes all
-            such terms of a `Hidden` from one pass.
+        of_scores: For each term what a token adds, as a function of its scores and what stands
+            beside it, and the term's weight in the sum: `add_terms` then takes all such terms of a
+            `Hidden` from one pass.
 
     Examples:
         >>> import torch
@@ -102,8 +120,19 @@ def labels_of(where: str, batch: Mapping[str, Any]) -> Tensor:
     return batch["labels"]
 
 
-def _read(where: str, output: Any, batch: Mapping[str, Any]) -> tuple[Factors, Tensor, Axis]:
-    """Return the factors, the labels and the axis of a `Hidden` or a plain pair."""
+def read_output(where: str, output: Any, batch: Mapping[str, Any]) -> tuple[Factors, Tensor, Axis]:
+    """Return the factors, the labels and the axis of a `Hidden` or a plain pair.
+
+    Raises:
+        ValueError: It is neither, or there are no labels; as `cast_factors`.
+
+    Examples:
+        >>> batch = {"labels": torch.tensor([[1, -100]])}
+        >>> read_output("mine", torch.zeros(1, 2, 4), batch)
+        Traceback (most recent call last):
+        ...
+        ValueError: mine: a Hidden or a pair (hidden, weight), ... got a Tensor; ...
+    """
     output = unrouted(output)
     if not isinstance(output, tuple):
         must = (
@@ -117,18 +146,20 @@ def _read(where: str, output: Any, batch: Mapping[str, Any]) -> tuple[Factors, T
     return factors, labels, axis
 
 
-def _of_logits(logits: Any, batch: Mapping[str, Any]) -> tuple[Tensor, Tensor]:
+def _of_logits(logits: Any, batch: Mapping[str, Any]) -> tuple[Tensor, Tensor, Tensor]:
     logits = unrouted(logits)
     if not isinstance(logits, Tensor):
         got = type(logits).__name__
         mend = "take next_token_linear for a Hidden, for other records a call that returns logits"
         raise ValueError(f"next_token: logits are needed, got a {got}; {mend}")  # noqa: TRY004
-    return sum_and_parts("next_token", logits, labels_of("next_token", batch), SOLO)
+    labels = labels_of("next_token", batch)
+    return *sum_and_parts("next_token", logits, labels, SOLO), (labels != IGNORED_LABEL).long()
 
 
-def _of_hidden(output: Any, batch: Mapping[str, Any]) -> tuple[Tensor, Tensor]:
-    factors, labels, axis = _read("next_token_linear", output, batch)
-    return linear_sum_and_parts(factors, labels, axis=axis)
+def _of_hidden(output: Any, batch: Mapping[str, Any]) -> tuple[Tensor, Tensor, Tensor]:
+    factors, labels, axis = read_output("next_token_linear", output, batch)
+    parts = linear_sum_and_parts(factors, labels, axis=axis)
+    return *parts, (labels != IGNORED_LABEL).long()
 
 
 @with_terms("loss", per_token=_of_logits)
@@ -141,7 +172,7 @@ def next_token(logits: Tensor, batch: Mapping[str, Any]) -> Terms:
         >>> float(terms["loss"])  # log 4
         1.38...
     """
-    total, _ = _of_logits(logits, batch)
+    total, *_ = _of_logits(logits, batch)
     return total, {"loss": total.detach()}
 
 
@@ -158,8 +189,138 @@ def next_token_linear(output: tuple[Any, ...], batch: Mapping[str, Any]) -> Term
         >>> float(terms["loss"])  # log 4
         1.38...
     """
-    total, _ = _of_hidden(output, batch)
+    total, *_ = _of_hidden(output, batch)
     return total, {"loss": total.detach()}
+
+
+def loss_of_scores(
+    terms: Mapping[str, tuple[OfScores, float]],
+    *,
+    shaping: Shaping | ShapingOf = UNSHAPED,
+) -> NamedLoss:
+    """Return the loss that adds up functions of each token's scores, of logits or of a `Hidden`.
+
+    It can take a denominator of its own: `name/count` is a term like the others, measured only.
+    Of a `Hidden` all terms come out of one pass over the logits, which exist for some tokens at a
+    time, and their gradient too.
+
+    Args:
+        terms: For each name what a token adds, and how much of it counts in what is differentiated:
+            0 only reports it. The functions are called with the `TokenScores` of T tokens, and with
+            the columns of the batch, `[T, *]` each, and return `[T]`. Ignored tokens add 0, and
+            nothing that stands beside them is seen.
+        shaping: How logits are shaped before, as a sampler does, or a function of the batch that
+            says so.
+
+    Examples:
+        >>> def focal(scores, columns):  # Lin et al. 2017, "Focal loss"
+        ...     return (1 - (-scores.losses).exp()) ** columns["gamma"] * scores.losses
+        >>> loss = loss_of_scores({"focal": (focal, 1.0)})
+        >>> batch = {"labels": torch.tensor([[1, -100]]), "gamma": torch.full((1, 2), 2.0)}
+        >>> total, terms = loss(torch.zeros(1, 2, 4), batch)
+        >>> float(total)  # (3 / 4)^2 log 4
+        0.77...
+    """
+    names, of_scores = tuple(terms), tuple(terms.values())
+    one_for_all = shaping if isinstance(shaping, Shaping) else None
+
+    def values_of(output: Any, batch: Mapping[str, Any]) -> tuple[Tensor, Tensor]:
+        how = one_for_all or cast("ShapingOf", shaping)(batch)
+        return _values(" and ".join(names), output, batch, of_scores, how)
+
+    def per_token(output: Any, batch: Mapping[str, Any]) -> tuple[Tensor, Tensor, Tensor]:
+        total, values = values_of(output, batch)
+        labels = batch["labels"]
+        own = values.view(*labels.shape, -1).unbind(-1)
+        return total, own[0], own[1] if len(own) > 1 else (labels != IGNORED_LABEL).long()
+
+    alone = names in {names[:1], (names[0], f"{names[0]}/count")}
+    known = of_scores if one_for_all == UNSHAPED else ()
+
+    @with_terms(*names, per_token=per_token if alone else None, of_scores=known)
+    def loss(output: Any, batch: Mapping[str, Any]) -> Terms:
+        total, values = values_of(output, batch)
+        return total, dict(zip(names, values.sum(0).unbind(), strict=True))
+
+    return loss
+
+
+def _values(
+    where: str,
+    output: Any,
+    batch: Mapping[str, Any],
+    terms: Sequence[tuple[OfScores, float]],
+    shaping: Shaping = UNSHAPED,
+) -> tuple[Tensor, Tensor]:
+    """Return the sum of terms of an output, and each token's part of each, `[T, K]`, detached."""
+    output = unrouted(output)
+    if isinstance(output, tuple):
+        factors, labels, axis = read_output(where, output, batch)
+        how: dict[str, Any] = {"beside": batch, "shaping": shaping, "axis": axis}
+        return linear_terms(factors, labels, terms, **how)
+    labels = labels_of(where, batch)
+    check_labels(where, output, labels, words=output.shape[-1])
+    flat = labels.flatten()
+    rows = output.to(accumulation_dtype(output)).flatten(0, -2)
+    rows = reshaped(rows, shaping.flat(where, labels))
+    found = rows.log_softmax(-1)
+    losses = -found.gather(-1, flat.clamp(min=0).unsqueeze(-1)).squeeze(-1)
+
+    def entropies() -> Tensor:
+        return -(found.exp() * found.masked_fill(found == -torch.inf, 0)).sum(-1)
+
+    losses = losses.masked_fill(flat == IGNORED_LABEL, 0)
+    scores = TokenScores(losses, rows.logsumexp(-1), entropies)
+    total, values = weigh_terms(terms, scores, columns_of(batch, labels), flat)
+    return total.sum(), torch.stack(values, dim=-1).detach()
+
+
+def output_logprobs(where: str, output: Any, batch: Mapping[str, Any]) -> tuple[Tensor, Columns]:
+    """Return the log-probability of each label `[B, S]` of logits or of a `Hidden`, differentiable.
+
+    Beside it stand the batch's columns, `[T, *]`. Where the label is -100 a log-probability is 0.
+
+    Examples:
+        >>> batch = {"labels": torch.tensor([[1, -100]])}
+        >>> output_logprobs("mine", torch.zeros(1, 2, 4), batch)[0]
+        tensor([[-1.3863, -0.0000]])
+    """
+    output = unrouted(output)
+    if isinstance(output, tuple):
+        factors, labels, axis = read_output(where, output, batch)
+        (logprobs,) = logprobs_of(factors, labels, axis=axis)
+    else:
+        labels = labels_of(where, batch)
+        logprobs = -cross_entropy_per_token(output, labels)
+    return logprobs, Columns(columns_of(batch, labels))
+
+
+def _weighted_losses(scores: TokenScores, columns: Columns) -> Tensor:
+    return columns["weights"].to(scores.losses.dtype) * scores.losses
+
+
+def _weights(_: TokenScores, columns: Columns) -> Tensor:
+    return columns["weights"]
+
+
+_WEIGHTED = loss_of_scores({"loss": (_weighted_losses, 1.0), "loss/count": (_weights, 0.0)})
+
+
+@with_terms(*_WEIGHTED.terms, per_token=_WEIGHTED.per_token, of_scores=_WEIGHTED.of_scores)
+def weighted(output: Any, batch: Mapping[str, Any]) -> Terms:
+    """Return each token's cross entropy times `batch["weights"]`, of logits or of a `Hidden`.
+
+    Weights are floating, one for each label. The denominator is their sum over the global batch,
+    `batch.count_weights`, and stands beside it as "loss/count": weights of 0.1 each give what
+    weights of 1 do, and a token with 0.3 counts as 0.3 of one.
+
+    Examples:
+        >>> batch = {"labels": torch.tensor([[1, 2]]), "weights": torch.tensor([[0.25, 0.05]])}
+        >>> total, terms = weighted(torch.zeros(1, 2, 4), batch)
+        >>> float(terms["loss"] / terms["loss/count"])  # log 4
+        1.38...
+    """
+    return _WEIGHTED(output, batch)
 
 
 @with_terms("z_loss", of_scores=[(squared_normalizer, 1.0)])
@@ -181,8 +342,7 @@ def z_term(output: Any, batch: Mapping[str, Any]) -> Terms:
 
 def _in_one_pass(loss: NamedLoss, output: Any, batch: Mapping[str, Any]) -> Terms:
     """Return the terms of a loss of scores, from one pass over the chunks of a `Hidden`."""
-    factors, labels, axis = _read(" and ".join(loss.terms), output, batch)
-    total, values = linear_terms(factors, labels, loss.of_scores, axis=axis)
+    total, values = _values(" and ".join(loss.terms), output, batch, loss.of_scores)
     return total, dict(zip(loss.terms, values.sum(0).unbind(), strict=True))
 
 
@@ -210,12 +370,8 @@ def in_chunks(loss: NamedLoss, *, chunk: int | None = None) -> NamedLoss:
 
     @with_terms(*loss.terms)
     def chunked(output: Any, batch: Mapping[str, Any]) -> Terms:
-        factors, labels, axis = _read(f"in_chunks of {loss.terms}", output, batch)
-        tokens = {
-            name: x.flatten(0, labels.ndim - 1)
-            for name, x in batch.items()
-            if isinstance(x, Tensor) and x.shape[: labels.ndim] == labels.shape
-        }
+        factors, labels, axis = read_output(f"in_chunks of {loss.terms}", output, batch)
+        tokens = columns_of(batch, labels)
 
         def compute(logits: Tensor, rows: slice, gradient: bool) -> Tensor:
             whole = gather_replicated(logits, axis, dim=-1).detach().requires_grad_(gradient)

@@ -25,8 +25,23 @@ from trainkit.adapters import (
     shards_bytes,
 )
 from trainkit.batch import collate_bins
+from trainkit.chat import pack_pairs
 from trainkit.corpora.tokens import TokenCorpus
-from trainkit.losses import next_token, next_token_linear, routed, with_terms
+from trainkit.losses import (
+    NamedLoss,
+    add_terms,
+    clipped,
+    distillation,
+    dpo,
+    next_token,
+    next_token_linear,
+    policy_gradient,
+    routed,
+    sequence_policy_gradient,
+    stored_distillation,
+    weighted,
+    with_terms,
+)
 from trainkit.mesh import solo_parallel
 from trainkit.models import (
     Decoder,
@@ -63,7 +78,7 @@ from trainkit.testing.exact import (
 )
 from trainkit.testing.foreign import ForeignModel, call_foreign, foreign_plan, split_foreign
 from trainkit.testing.train import certificate_weights
-from trainkit.types import Batch, Layout, Weights
+from trainkit.types import Batch, Hidden, Layout, Weights
 
 CONFIG = DecoderConfig(
     vocab_size=64, width=32, layers=4, heads=8, kv_heads=4, mlp_width=48, qk_norm=True
@@ -248,6 +263,8 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
     "decoder like Gemma's": partial(decoder_of, GEMMA_LIKE),
     "decoder like OLMo 2's": partial(decoder_of, OLMO_LIKE),
     "decoder like GPT-2's": partial(decoder_of, GPT_LIKE),
+    "decoder and losses of tokens": partial(decoder_of, SHALLOW),
+    "decoder and losses of answers": partial(decoder_of, SHALLOW),
     "foreign model": ForeignModel,
     "foreign model, a part for some": partial(ForeignModel, sometimes=True),
     "exact model": ExactModel,
@@ -276,6 +293,68 @@ def decoder_batch(step: int, *, rows: int = ROWS) -> Batch:
     labels = torch.where(torch.arange(CAPACITY) < kept, batch.labels, -100)
     keys = token_keys(batch.token_index, seed=0, step=step)
     return attrs.evolve(batch, labels=labels, extra={"noise_key": keys})
+
+
+_KNOWN, _TEACHER_WIDTH = 3, 8
+
+
+def answers_batch(step: int, *, rows: int = ROWS) -> Batch:
+    """Return the global batch of a step: pairs of answers, and a column for every loss of them.
+
+    Examples:
+        >>> batch = answers_batch(0)
+        >>> batch.input_ids.shape, batch.extra["teacher_ids"].shape
+        (torch.Size([4, 64]), torch.Size([4, 64, 3]))
+    """
+    random = np.random.default_rng(1)
+    lengths = random.integers(2, 20, size=80)
+    tokens = random.integers(0, CONFIG.vocab_size, size=lengths.sum())
+    corpus = TokenCorpus(tokens, np.append(0, lengths.cumsum()))
+    bins = pack_pairs(corpus.lengths, CAPACITY, multiple_of=16)
+    batch = collate_bins(corpus, bins, rows_of_epochs(len(bins), rows_per_step=rows, seed=0)(step))
+    at = batch.token_index.double() + 1000 * step
+
+    def waves(phase: int, *sizes: int) -> torch.Tensor:
+        count = int(np.prod(sizes, dtype=np.int64))
+        last = (at.unsqueeze(-1) * (1.3 + torch.arange(count)) + phase).sin()
+        return last.view(*at.shape, *sizes)
+
+    ids = (batch.token_index.unsqueeze(-1) * 7 + 5 * torch.arange(_KNOWN)) % CONFIG.vocab_size
+    extra = {
+        "noise_key": token_keys(batch.token_index, seed=0, step=step),
+        "weights": 1.5 + waves(0),
+        "advantages": waves(1),
+        "old_logprobs": waves(2) - 4,
+        "reference_logprobs": waves(3) - 4,
+        "teacher_hidden": waves(4, _TEACHER_WIDTH),
+        "teacher_ids": ids,
+        "teacher_logprobs": waves(5, _KNOWN) - 3,
+    }
+    return attrs.evolve(batch, extra=extra)
+
+
+def loss_of_tokens(ps: Any) -> NamedLoss:
+    """Return weighted cross entropy, a policy gradient of tokens and a distillation, as one.
+
+    Effects:
+        None here; the loss communicates on `ps.tp`.
+    """
+    whole = torch.arange(CONFIG.vocab_size * _TEACHER_WIDTH).double().sin()
+    words = whole.view(CONFIG.vocab_size, -1).chunk(ps.tp.count)[ps.tp.index].to(ps.device)
+    policy = policy_gradient(clipped(), entropy_weight=0.1)
+    teacher = distillation(Hidden(torch.empty(0), words, ps.tp), beta=0.5)
+    return add_terms((weighted, 1.0), (policy, 0.5), (teacher, 0.7))
+
+
+def loss_of_answers(ps: Any) -> NamedLoss:
+    """Return DPO, a policy gradient of answers and a distillation of stored words, as one.
+
+    Effects:
+        None here; the loss communicates on `ps.sp` and `ps.tp`.
+    """
+    policy = sequence_policy_gradient(clipped(), axis=ps.sp)
+    pairs = dpo(0.5, axis=ps.sp)
+    return add_terms((pairs, 1.0), (policy, 0.5), (stored_distillation(), 0.01))
 
 
 _OF_EXPERTS = routed(next_token_linear, balance=0.5, router_z=0.1)
@@ -443,6 +522,15 @@ _CASES: dict[str, list[Case]] = {
         Case(Layout(pp=2, tp=2)),
         Case(Layout(ulysses=2)),
     ],
+    "decoder and losses of tokens": [
+        Case(Layout(pp=2, tp=2)),
+        Case(Layout(dp_shard=2, ring=2)),
+    ],
+    "decoder and losses of answers": [
+        Case(Layout(pp=2, tp=2)),
+        Case(Layout(dp_shard=2, ring=2)),
+        Case(Layout(ulysses=2, tp=2)),
+    ],
     "foreign model": [
         *_ENDS[:2],
         Case(Layout(dp_shard=2, tp=2)),
@@ -547,6 +635,10 @@ def _can_shard(name: str, case: Case) -> bool:
 
 _DECODER = {"plan": decoder_plan, "loss": next_token_linear, "call": call_with_noise}
 _EXPERTS = {"plan": decoder_plan, "loss": expert_loss, "call": call_routed}
+_ANSWERS = {
+    "decoder and losses of tokens": {"loss": loss_of_tokens},
+    "decoder and losses of answers": {"loss": loss_of_answers},
+}
 _FOREIGN = {
     "plan": foreign_plan,
     "loss": next_token,
@@ -580,7 +672,9 @@ def certify_model(name: str, cases: Sequence[Case], **options: Any) -> Certifica
         plain = partial(with_adapters, config)
         how = how | {"alone": (plain, partial(as_held, config, form))}
     rows = ROWS if all(case.world <= ROWS for case in cases) else 2 * ROWS
-    batches = exact_batch if kind == "exact" else partial(decoder_batch, rows=rows)
+    make = answers_batch if name in _ANSWERS else decoder_batch
+    batches = exact_batch if kind == "exact" else partial(make, rows=rows)
+    how = how | _ANSWERS.get(name, {})
     # Compiling takes some seconds a rank, and more where other work wants the cores.
     options = {"timeout": 180.0, "title": name, **how, **options}
     return certify(MODELS[name], batches, cases, **options)

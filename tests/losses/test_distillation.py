@@ -1,0 +1,125 @@
+"""Divergences from a teacher: those of whole distributions, with what is known of them."""
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from trainkit.collectives import sum_grad
+from trainkit.losses import distillation, stored_distillation
+from trainkit.mesh import axis_from_group
+from trainkit.testing import run_ranks
+from trainkit.types import SOLO, Hidden
+
+V, D, E, T = 24, 5, 7, 14
+KINDS = [(beta, k) for beta in (0.0, 0.3, 1.0) for k in (None, 4, V)]
+
+
+def drawn(*shape, seed):
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+
+
+def inputs():
+    labels = torch.zeros(2, T // 2, dtype=torch.int64)
+    labels[0, 3] = labels[1, 1] = -100
+    batch = {"labels": labels, "teacher_hidden": drawn(2, T // 2, E, seed=1)}
+    student = drawn(2, T // 2, D, seed=2).requires_grad_(), drawn(V, D, seed=3).requires_grad_()
+    return student, drawn(V, E, seed=4), batch
+
+
+def plain(student, teacher_weight, batch, *, beta, temperature, k):
+    """Return the divergence of whole distributions; all words but k count as one."""
+    p = (batch["teacher_hidden"] @ teacher_weight.T / temperature).softmax(-1)
+    q = (student[0] @ student[1].T / temperature).softmax(-1)
+    if k not in (None, V):
+        ids = p.topk(k).indices
+        p, q = (
+            torch.cat([x.gather(-1, ids), 1 - x.gather(-1, ids).sum(-1, True)], -1) for x in (p, q)
+        )
+    mixed = beta * p + (1 - beta) * q
+    if beta in (0.0, 1.0):
+        a, b = (p, q) if beta == 0 else (q, p)
+        found = (a * (a / b).log()).sum(-1)
+    else:
+        found = (beta * p * (p / mixed).log() + (1 - beta) * q * (q / mixed).log()).sum(-1)
+    return found[batch["labels"] != -100].sum()
+
+
+def far(found, want):
+    return max(
+        float(((a - b).abs().max() / b.abs().max()).detach())
+        for a, b in zip(found, want, strict=True)
+    )
+
+
+def losses_of(beta, k, teacher_weight, batch, axis):
+    """Return the loss of a teacher, and where its likeliest words are known of these alone."""
+    own = teacher_weight.chunk(axis.count)[axis.index]
+    how = {"beta": beta, "temperature": 1.3, "chunk": 4}
+    losses = [(distillation(Hidden(torch.empty(0), own, axis), top_k=k, **how), batch)]
+    if k is not None:
+        rows = (batch["teacher_hidden"] @ teacher_weight.T / 1.3).log_softmax(-1)
+        logprobs, ids = rows.topk(k)
+        stored = {"labels": batch["labels"], "teacher_ids": ids, "teacher_logprobs": logprobs}
+        losses.append((stored_distillation(**how), stored))
+    return losses
+
+
+def differences(axis=None):
+    axis = axis or axis_from_group(torch.distributed.group.WORLD, name="tp")
+    found = {}
+    for beta, k in KINDS:
+        student, teacher_weight, batch = inputs()
+        want = plain(student, teacher_weight, batch, beta=beta, temperature=1.3, k=k)
+        d_hidden, d_weight = torch.autograd.grad(want, student)
+        part = d_weight.chunk(axis.count)[axis.index]
+        for number, (loss, own) in enumerate(losses_of(beta, k, teacher_weight, batch, axis)):
+            hidden = student[0].detach().requires_grad_()
+            weight = student[1].detach().chunk(axis.count)[axis.index].clone().requires_grad_()
+            total, terms = loss(Hidden(sum_grad(hidden, axis), weight, axis), own)
+            grads = torch.autograd.grad(2 * total, (hidden, weight))
+            pairs = [total, terms["distillation"], *grads], [want, want, 2 * d_hidden, 2 * part]
+            found[beta, k, number] = far(*pairs)
+    return found
+
+
+def test_divergences_are_those_of_whole_distributions_whole_and_cut():
+    for found in (differences(SOLO), *run_ranks(differences, 2)):
+        assert max(found.values()) < 1e-12, found
+
+
+class Largest(TorchDispatchMode):
+    """The most elements of a tensor that is made."""
+
+    elements = 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        out = function(*args, **(kwargs or {}))
+        if isinstance(out, torch.Tensor):
+            self.elements = max(self.elements, out.untyped_storage().nbytes() // out.element_size())
+        return out
+
+
+@pytest.mark.parametrize("k", [None, 4])
+def test_neither_ones_whole_logits_exist(k):
+    hidden, weight = torch.randn(1, 512, 4, requires_grad=True), torch.randn(900, 4)
+    batch = {"labels": torch.zeros(1, 512, dtype=torch.int64), "teacher_hidden": hidden.detach()}
+    with Largest() as largest:
+        loss = distillation(Hidden(torch.empty(0), weight), top_k=k, beta=0.5, chunk=16)
+        loss(Hidden(hidden, weight), batch)[0].backward()
+    assert largest.elements == 16 * 900
+
+
+def test_a_teacher_that_is_the_student_is_no_loss():
+    student, _, batch = inputs()
+    batch["teacher_hidden"] = student[0].detach()
+    for beta in (0.0, 0.5, 1.0):
+        loss = distillation(Hidden(torch.empty(0), student[1]), beta=beta)
+        total, _ = loss(Hidden(*student), batch)
+        assert abs(float(total.detach())) < 1e-12
+        assert all(g.abs().max() < 1e-12 for g in torch.autograd.grad(total, student))
+
+
+@pytest.mark.parametrize("bad", [{"beta": 1.5}, {"temperature": 0.0}])
+def test_numbers_out_of_range_are_refused(bad):
+    with pytest.raises(ValueError, match=r"distillation: beta is in \[0, 1\] and temperature"):
+        stored_distillation(**bad)

@@ -1,0 +1,166 @@
+"""Log-probabilities are those by which a sampler has drawn, and can be differentiated."""
+
+import pytest
+import torch
+from torch.nn.functional import cross_entropy
+
+from trainkit.collectives import sum_grad
+from trainkit.generation import Sampling, shaped
+from trainkit.losses import Shaping, loss_of_scores, token_logprobs
+from trainkit.losses.linear_cross_entropy import Factors, logprobs_of
+from trainkit.mesh import axis_from_group
+from trainkit.testing import run_ranks
+from trainkit.types import Hidden, capped
+
+V, D, T = 24, 5, 14
+SETTINGS = [
+    {},
+    {"temperature": 0.6},
+    {"top_k": 7},
+    {"top_p": 0.8},
+    {"min_p": 0.1},
+    {"temperature": 1.4, "top_k": 15, "top_p": 0.9, "min_p": 0.02},
+]
+
+
+def inputs(seed=0):
+    draw = torch.Generator().manual_seed(seed)
+    hidden = torch.randn(2, T // 2, D, generator=draw, dtype=torch.float64)
+    weight = torch.randn(V, D, generator=draw, dtype=torch.float64)
+    labels = (hidden @ weight.T).argmax(-1)  # the likeliest is never left out
+    labels[0, 3] = labels[1, 0] = -100
+    return hidden.requires_grad_(), weight.requires_grad_(), labels
+
+
+def sampled(hidden, weight, labels, settings, softcap=None):
+    """Return the log-probabilities and entropies of what a sampler draws from."""
+    logits = capped(hidden @ weight.T, softcap).flatten(0, 1)
+    rows = shaped(logits, Sampling(**settings)).log_softmax(-1)
+    chosen = rows.gather(-1, labels.flatten().clamp(min=0)[:, None])[:, 0]
+    entropies = -(rows.exp() * rows.masked_fill(rows == -torch.inf, 0)).sum(-1)
+    ignored = labels.flatten() == -100
+    return tuple(x.masked_fill(ignored, 0).view(labels.shape) for x in (chosen, entropies))
+
+
+def curve(logprobs, entropies):
+    """Join both so that no derivative is like another."""
+    steps = torch.linspace(0.5, 2, T, dtype=torch.float64).view(2, -1)
+    return (steps * logprobs).square().sum() + (steps * entropies).sin().sum()
+
+
+@pytest.mark.parametrize("softcap", [None, 0.9])
+@pytest.mark.parametrize("settings", SETTINGS, ids=str)
+def test_they_are_a_samplers_with_their_gradients(settings, softcap):
+    hidden, weight, labels = inputs()
+    want = sampled(hidden, weight, labels, settings, softcap)
+    factors = Factors(hidden, weight, softcap=softcap)
+    for chunk in (4, None):
+        how = {"shaping": Shaping(**settings), "chunk": chunk}
+        found = logprobs_of(factors, labels, entropies=True, **how)
+        torch.testing.assert_close(found, want)
+        alone = token_logprobs(hidden, weight, labels, **settings, softcap=softcap, chunk=chunk)
+        assert torch.equal(alone, found[0])
+        grads = (
+            torch.autograd.grad(curve(*x), (hidden, weight), retain_graph=True)
+            for x in (found, want)
+        )
+        torch.testing.assert_close(*grads)
+
+
+def test_each_token_may_have_been_drawn_otherwise():
+    hidden, weight, labels = inputs()
+    rows = [SETTINGS[i % len(SETTINGS)] for i in range(T)]
+    plain = {"temperature": 1.0, "top_k": 1 << 30, "top_p": 1.0, "min_p": 0.0}
+    each = {
+        name: torch.tensor([row.get(name, value) for row in rows]).view(2, -1)
+        for name, value in plain.items()
+    }
+    found = token_logprobs(hidden, weight, labels, **each, chunk=4)
+    for i, row in enumerate(rows):
+        want = sampled(hidden, weight, labels, row)[0].flatten()[i]
+        torch.testing.assert_close(found.flatten()[i], want)
+    one_pass = loss_of_scores(
+        {"nll": (lambda scores, _: scores.losses, 1.0)},
+        shaping=lambda batch: Shaping(**{name: batch[name] for name in plain}),
+    )
+    batch = {"labels": labels, **each}
+    total, _ = one_pass(Hidden(hidden, weight), batch)
+    on_logits, _ = one_pass(hidden @ weight.T, batch)
+    torch.testing.assert_close(total, -found.sum())
+    torch.testing.assert_close(on_logits, total)
+    wanted = torch.autograd.grad(-found.sum(), (hidden, weight))
+    torch.testing.assert_close(torch.autograd.grad(total, (hidden, weight)), wanted)
+    torch.testing.assert_close(torch.autograd.grad(on_logits, (hidden, weight)), wanted)
+
+
+def test_a_label_that_no_sampler_draws_is_minus_infinity_without_a_gradient():
+    hidden, weight, labels = inputs()
+    lost = (hidden @ weight.T)[0, 1].argmin()
+    labels[0, 1] = lost
+    found = token_logprobs(hidden, weight, labels, top_k=3)
+    assert found[0, 1] == -torch.inf
+    d_hidden, d_weight = torch.autograd.grad(found.sum(), (hidden, weight))
+    assert (d_hidden[0, 1] == 0).all()
+    assert d_weight.isfinite().all()
+    assert (d_hidden[0, 0] != 0).all()
+
+
+@pytest.mark.parametrize("entropies", [False, True])
+def test_without_filters_nothing_is_sorted_and_it_costs_one_product_more(entropies, monkeypatch):
+    hidden, weight, labels = inputs()
+    calls = []
+    for name in ("mm", "sort"):
+        real = getattr(torch, name)
+        monkeypatch.setattr(
+            torch, name, lambda *a, n=name, f=real, **k: calls.append(n) or f(*a, **k)
+        )
+    found = logprobs_of(Factors(hidden, weight), labels, chunk=T, entropies=entropies)
+    assert calls == ["mm"]
+    sum(x.sum() for x in found).backward()
+    assert calls == ["mm"] * 3  # the logits again, the gradient of hidden; that of weight is addmm_
+
+
+def test_a_setting_of_another_shape_is_refused():
+    hidden, weight, labels = inputs()
+    with pytest.raises(ValueError, match=r"token_logprobs: top_p must be a number .* got \(3,\)"):
+        token_logprobs(hidden, weight, labels, top_p=torch.ones(3))
+
+
+def difference(a, b):
+    return float(((a - b).abs().max() / b.abs().max()).detach())
+
+
+def over_a_cut_vocabulary():
+    axis = axis_from_group(torch.distributed.group.WORLD, name="tp")
+    hidden, weight, labels = inputs()
+    far = {}
+    for settings in SETTINGS:
+        want = sampled(hidden, weight, labels, settings)
+        wanted = torch.autograd.grad(curve(*want), (hidden, weight))
+        again = hidden.detach().requires_grad_()
+        own = weight.detach().chunk(axis.count)[axis.index].clone().requires_grad_()
+        how = {"shaping": Shaping(**settings), "axis": axis, "chunk": 4}
+        found = logprobs_of(Factors(sum_grad(again, axis), own), labels, entropies=True, **how)
+        grads = torch.autograd.grad(curve(*found), (again, own))
+        part = wanted[1].chunk(axis.count)[axis.index]
+        pairs = [*zip(found, want, strict=True), (grads[0], wanted[0]), (grads[1], part)]
+        far[str(settings)] = max(difference(*pair) for pair in pairs)
+    return far
+
+
+def test_a_vocabulary_that_is_cut_changes_nothing():
+    for far in run_ranks(over_a_cut_vocabulary, 2):
+        assert max(far.values()) < 1e-12, far
+
+
+def test_the_one_pass_of_entropies_has_their_gradient():
+    hidden, weight, labels = inputs()
+    loss = loss_of_scores({"bonus": (lambda scores, _: scores.entropies * scores.losses, -0.7)})
+    total, terms = loss(Hidden(hidden, weight), {"labels": labels})
+    logits = hidden @ weight.T
+    rows = cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="none").view(2, -1)
+    want = -0.7 * (rows * sampled(hidden, weight, labels, {})[1]).sum()
+    torch.testing.assert_close(total, want)
+    torch.testing.assert_close(-0.7 * terms["bonus"], want.detach())
+    grads = (torch.autograd.grad(x, (hidden, weight), retain_graph=True) for x in (total, want))
+    torch.testing.assert_close(*grads)

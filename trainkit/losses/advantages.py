@@ -1,0 +1,124 @@
+"""Advantages: how much better an answer, or a token, was than was to be expected.
+
+Pure functions of rewards and values. What they return goes to the labels of an answer as the column
+"advantages".
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+
+def group_advantages(
+    rewards: Tensor, groups: Tensor, *, num_groups: int, deviation: bool = True, eps: float = 1e-4
+) -> Tensor:
+    """Return how far each reward is above the mean of its group, in deviations of the group.
+
+    Args:
+        rewards: Floating `[N]`, one for each answer.
+        groups: int64 `[N]`, the number of the prompt that it answers, below `num_groups`.
+        num_groups: How many prompts there are.
+        deviation: Whether to divide by the standard deviation of the group (that of a sample, with
+            n - 1), as GRPO does; Dr. GRPO does not.
+        eps: What is added to the deviation.
+
+    Returns:
+        `[N]`; 0 in a group of one.
+
+    References:
+        Shao et al., "DeepSeekMath" (2024); Liu et al., "Understanding R1-Zero-like training"
+        (2025).
+
+    Examples:
+        >>> rewards, groups = torch.tensor([1.0, 0.0, 5.0]), torch.tensor([0, 0, 1])
+        >>> group_advantages(rewards, groups, num_groups=2, deviation=False)
+        tensor([ 0.5000, -0.5000,  0.0000])
+    """
+    counts, sums = _by_group(rewards, groups, num_groups)
+    above = rewards - (sums / counts)[groups]
+    if not deviation:
+        return above
+    _, squares = _by_group(above.square(), groups, num_groups)
+    return above / ((squares / (counts - 1).clamp(min=1)).sqrt()[groups] + eps)
+
+
+def leave_one_out(rewards: Tensor, groups: Tensor, *, num_groups: int) -> Tensor:
+    """Return how far each reward is above the mean of the others of its group.
+
+    Args:
+        rewards: Floating `[N]`, one for each answer.
+        groups: int64 `[N]`, as in `group_advantages`.
+        num_groups: How many prompts there are.
+
+    Returns:
+        `[N]`; 0 in a group of one, which has no others.
+
+    References:
+        Kool et al., "Buy 4 REINFORCE samples, get a baseline for free" (2019); Ahmadian et al.,
+        "Back to basics" (2024), RLOO.
+
+    Examples:
+        >>> rewards, groups = torch.tensor([3.0, 1.0, 2.0]), torch.tensor([0, 0, 0])
+        >>> leave_one_out(rewards, groups, num_groups=1)
+        tensor([ 1.5000, -1.5000,  0.0000])
+    """
+    counts, sums = _by_group(rewards, groups, num_groups)
+    others = (sums[groups] - rewards) / (counts - 1).clamp(min=1)[groups]
+    return torch.where(counts[groups] > 1, rewards - others, 0)
+
+
+def gae(
+    rewards: Tensor,
+    values: Tensor,
+    document_ids: Tensor,
+    *,
+    discount: float = 1.0,
+    trace: float = 0.95,
+) -> Tensor:
+    """Return generalized advantage estimates of packed rows, each document by itself.
+
+    Nothing follows the last step of a document: what comes after it is worth 0. All is done in log2
+    S walks over the rows.
+
+    Args:
+        rewards: Floating `[B, S]`, what the step at each token earned.
+        values: Floating `[B, S]`, what the critic expected before it.
+        document_ids: int64 `[B, S]`; the steps of a document stand side by side, and what is below
+            0 is no step. With prompts, whose tokens are no steps, give
+            `document_ids.masked_fill(labels == -100, -1)`.
+        discount: What a reward of the next step is worth, gamma.
+        trace: How far the estimates look ahead, lambda.
+
+    Returns:
+        `[B, S]`, 0 where there is no step. Values plus these are the critic's targets.
+
+    References:
+        Schulman et al., "High-dimensional continuous control using generalized advantage
+        estimation" (2015).
+
+    Examples:
+        >>> rewards, values = torch.tensor([[0.0, 1.0, 2.0]]), torch.tensor([[0.5, 0.5, 0.5]])
+        >>> gae(rewards, values, torch.tensor([[0, 0, 1]]), trace=1.0)
+        tensor([[0.5000, 0.5000, 1.5000]])
+    """
+    steps = document_ids >= 0
+    goes_on = torch.zeros_like(steps)
+    goes_on[:, :-1] = steps[:, :-1] & (document_ids[:, :-1] == document_ids[:, 1:])
+    following = torch.where(goes_on, values.roll(-1, 1), 0)
+    found = torch.where(steps, rewards + discount * following - values, 0)
+    weight = goes_on.to(found.dtype) * (discount * trace)
+    # x_t = found_t + weight_t x_{t+1}, of which every walk does twice as many steps as before.
+    shift = 1
+    while shift < found.shape[1]:
+        zeros = torch.zeros_like(found[:, :shift])
+        found = found + weight * torch.cat([found[:, shift:], zeros], dim=1)
+        weight = weight * torch.cat([weight[:, shift:], zeros], dim=1)
+        shift *= 2
+    return found
+
+
+def _by_group(x: Tensor, groups: Tensor, count: int) -> tuple[Tensor, Tensor]:
+    """Return how many values each group has, at least 1, and their sum."""
+    counts = torch.bincount(groups, minlength=count).to(x.dtype).clamp(min=1)
+    return counts, x.new_zeros(count).scatter_add(0, groups, x)

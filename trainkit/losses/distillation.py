@@ -1,0 +1,256 @@
+"""Distillation: how far a student's next-token distributions are from a teacher's.
+
+Neither's whole logits exist: those of some tokens at a time are made of hidden states and an output
+weight, and compared while they are there, gradient included. Where only the teacher's k likeliest
+words are known, all others count as one word, so that what is compared are distributions still.
+
+References:
+    Hinton et al., "Distilling the knowledge in a neural network" (2015); Agarwal et al., "On-policy
+    distillation of language models" (2023), GKD, for the generalized divergence.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from trainkit.collectives import all_max, all_sum, gather_replicated
+from trainkit.losses.linear_cross_entropy import (
+    Columns,
+    Factors,
+    OfLogits,
+    columns_of,
+    linear_in_chunks,
+    logits_maker,
+)
+from trainkit.losses.softmax import own_words
+from trainkit.losses.terms import NamedLoss, Terms, read_output, with_terms
+from trainkit.types import IGNORED_LABEL, Axis, Hidden, at_least
+
+_LEAST = -1e30  # stands for the logarithm of 0, which times a probability of 0 would be NaN
+
+
+def distillation(
+    teacher: Hidden,
+    *,
+    beta: float = 0.0,
+    temperature: float = 1.0,
+    top_k: int | None = None,
+    chunk: int | None = None,
+) -> NamedLoss:
+    """Return the divergence of a student from a teacher whose hidden states are in the batch.
+
+    "distillation" is a sum over the tokens that have labels, whose number is the denominator.
+
+    Args:
+        teacher: Its output weight, or this rank's rows of it, the axis over which they are cut (the
+            student's), and its soft cap. What stands here for hidden states is not looked at: they
+            are `batch["teacher_hidden"]`, `[B, S, E]`.
+        beta: 0 is the forward divergence KL(teacher, student), 1 the reverse one; between them is
+            the generalized Jensen-Shannon divergence, whose mixture has `beta` of the teacher.
+        temperature: What the logits of both are divided by; no factor makes up for it.
+        top_k: How many of the teacher's words are told apart at each token; all by default.
+        chunk: Tokens whose logits exist at a time, as in `linear_cross_entropy`.
+
+    Raises:
+        ValueError: A number is out of its range; later, the batch has no such hidden states.
+
+    Examples:
+        >>> loss = distillation(Hidden(torch.empty(0), torch.eye(4)), beta=0.5)
+        >>> batch = {"labels": torch.tensor([[1, -100]]), "teacher_hidden": torch.ones(1, 2, 4)}
+        >>> float(loss(Hidden(torch.ones(1, 2, 4), torch.eye(4)), batch)[0])
+        0.0
+    """
+    _check(beta, temperature)
+    at_least(1, "distillation", top_k=top_k)
+
+    @with_terms("distillation")
+    def loss(output: Any, batch: Mapping[str, Any]) -> Terms:
+        factors, labels, axis = read_output("distillation", output, batch)
+        ignored = labels.flatten() == IGNORED_LABEL
+        columns = Columns(columns_of(batch, labels))
+        hidden = columns["teacher_hidden"].detach().masked_fill(ignored.unsqueeze(-1), 0)
+        weight = teacher.weight.detach()
+        make = logits_maker(Factors(hidden.to(weight.dtype), weight, None, teacher.softcap))
+
+        def compare(logits: Tensor, rows: slice, gradient: bool) -> Tensor:
+            wanted = log_softmax_(make(rows).div_(temperature), axis)
+            if top_k is None:
+                return _compare_(logits, wanted.to(logits.dtype), beta, axis)
+            ids, logprobs = _likeliest(wanted.to(logits.dtype), top_k, axis)
+            return _compare_top_(logits, (ids, logprobs), beta, axis, gradient)
+
+        return _summed(factors, compare, ignored, temperature, chunk)
+
+    return loss
+
+
+def stored_distillation(
+    *, beta: float = 0.0, temperature: float = 1.0, chunk: int | None = None
+) -> NamedLoss:
+    """Return the divergence from a teacher of which the batch holds the likeliest words.
+
+    Args:
+        beta: As in `distillation`.
+        temperature: What the student's logits are divided by: the one at which the teacher's
+            log-probabilities were taken.
+        chunk: As in `distillation`.
+
+    Returns:
+        A loss as `distillation` is, of a batch with "teacher_ids", int64 `[B, S, k]`, different
+        words each, and "teacher_logprobs", `[B, S, k]`.
+
+    Raises:
+        ValueError: A number is out of its range; later, the batch has no such columns.
+
+    Examples:
+        >>> batch = {"labels": torch.tensor([[1]]), "teacher_ids": torch.tensor([[[2, 0]]])}
+        >>> batch["teacher_logprobs"] = torch.tensor([[[0.25, 0.25]]]).log()
+        >>> hidden = Hidden(torch.zeros(1, 1, 8), torch.zeros(4, 8))
+        >>> float(stored_distillation()(hidden, batch)[0])
+        0.0
+    """
+    _check(beta, temperature)
+
+    @with_terms("distillation")
+    def loss(output: Any, batch: Mapping[str, Any]) -> Terms:
+        factors, labels, axis = read_output("stored_distillation", output, batch)
+        ignored = labels.flatten() == IGNORED_LABEL
+        columns = Columns(columns_of(batch, labels))
+        ids, logprobs = columns["teacher_ids"], columns["teacher_logprobs"]
+        ids, logprobs = (x.masked_fill(ignored.unsqueeze(-1), 0) for x in (ids, logprobs))
+
+        def compare(logits: Tensor, rows: slice, gradient: bool) -> Tensor:
+            own = logprobs[rows].to(logits.dtype)
+            return _compare_top_(logits, (ids[rows], own), beta, axis, gradient)
+
+        return _summed(factors, compare, ignored, temperature, chunk)
+
+    return loss
+
+
+def log_softmax_(logits: Tensor, axis: Axis) -> Tensor:
+    """Turn logits `[T, V / N]` of this rank's words into log-probabilities.
+
+    Effects:
+        Overwrites `logits` and returns them. Communicates: two all-reduces on `axis`, of a number
+        per token each.
+
+    Examples:
+        >>> from trainkit.types import SOLO
+        >>> log_softmax_(torch.zeros(1, 4), SOLO).exp()
+        tensor([[0.2500, 0.2500, 0.2500, 0.2500]])
+    """
+    logits.sub_(all_max(logits.amax(-1, keepdim=True), axis))
+    total = all_sum(logits.exp().sum(-1, keepdim=True), axis)
+    return logits.sub_(total.log()).clamp_(min=_LEAST)
+
+
+def _check(beta: float, temperature: float) -> None:
+    if not 0 <= beta <= 1 or temperature <= 0:
+        got = f"beta {beta} and temperature {temperature}"
+        raise ValueError(f"distillation: beta is in [0, 1] and temperature above 0, got {got}")
+
+
+def _summed(
+    factors: Factors, compare: OfLogits, ignored: Tensor, temperature: float, chunk: int | None
+) -> Terms:
+    """Return the sum of divergences, of which `compare` leaves the gradient in the logits."""
+
+    def compute(logits: Tensor, rows: slice, gradient: bool) -> Tensor:
+        values = compare(logits.div_(temperature), rows, gradient)
+        values = values.masked_fill(ignored[rows], 0)
+        if gradient:
+            logits.mul_((~ignored[rows]).unsqueeze(-1)).div_(temperature)
+        return torch.stack([values, values], dim=-1)
+
+    total, values = linear_in_chunks(factors, compute, chunk=chunk)
+    return total, {"distillation": values.sum()}
+
+
+def _compare_(logits: Tensor, wanted: Tensor, beta: float, axis: Axis) -> Tensor:
+    """Return the divergence of each token from log-probabilities of all words.
+
+    For a divergence D of probabilities q that are a softmax, the gradient of its logits is q (g -
+    sum q g), where g is dD/dq up to what is equal for all words.
+    """
+    own = log_softmax_(logits, axis)
+    q, p = own.exp(), wanted.exp()
+    sum_of = partial(_sum_of_words, axis=axis)
+    if beta == 0:
+        values = sum_of(p, wanted - own)
+        logits.copy_(q.sub_(p))
+        return values
+    if beta == 1:
+        g = own - wanted
+        values = mean = sum_of(q, g)
+    else:
+        mixed = (beta * p).add_(q, alpha=1 - beta).clamp_(min=torch.finfo(q.dtype).tiny).log_()
+        g = own - mixed
+        mean = sum_of(q, g)
+        values = beta * sum_of(p, wanted - mixed) + (1 - beta) * mean
+        g, mean = g.mul_(1 - beta), (1 - beta) * mean
+    logits.copy_(q.mul_(g.sub_(mean.unsqueeze(-1))))
+    return values
+
+
+def _sum_of_words(weights: Tensor, values: Tensor, *, axis: Axis) -> Tensor:
+    return all_sum(torch.einsum("tv,tv->t", weights, values), axis)
+
+
+def _likeliest(logprobs: Tensor, k: int, axis: Axis) -> tuple[Tensor, Tensor]:
+    """Return the k likeliest of all words, `[T, k]`, and their log-probabilities."""
+    words = logprobs.shape[-1]
+    best, ids = logprobs.topk(min(k, words))
+    best = gather_replicated(best, axis, dim=-1)
+    ids = gather_replicated(ids + axis.index * words, axis, dim=-1)
+    best, places = best.topk(min(k, best.shape[-1]))
+    return ids.gather(-1, places), best
+
+
+def _compare_top_(
+    logits: Tensor, known: tuple[Tensor, Tensor], beta: float, axis: Axis, gradient: bool
+) -> Tensor:
+    """Return the divergence of each token from k words' log-probabilities and one for the rest."""
+    ids, logprobs = known
+    index, own = own_words(ids, logits.shape[-1], axis)
+    picked = all_sum(logits.gather(-1, index).masked_fill(~own, 0), axis)
+    # What others own points at word 0, which stays as it is: it is no -inf, and so no minimum.
+    taken = torch.where(own, -torch.inf, torch.inf).to(logits.dtype)
+    logits.scatter_reduce_(-1, index, taken, "amin")
+    largest = all_max(logits.amax(-1, keepdim=True), axis).clamp(min=_LEAST)
+    total = all_sum(logits.sub_(largest).exp_().sum(-1, keepdim=True), axis)
+    scores = torch.cat([picked, (total.log() + largest).clamp(min=_LEAST)], dim=-1)
+    scores.requires_grad_(gradient)
+    all_words = ids.shape[-1] == axis.count * logits.shape[-1]
+    with torch.set_grad_enabled(gradient):
+        student, teacher = scores, logprobs
+        if all_words:
+            student = scores[:, :-1]
+        else:
+            least = torch.finfo(logprobs.dtype).eps
+            rest = (1 - logprobs.exp().sum(-1, keepdim=True)).clamp(min=least).log()
+            teacher = torch.cat([logprobs, rest], dim=-1)
+        values = _divergence(student.log_softmax(-1), teacher.clamp(min=_LEAST), beta)
+        whole = values.sum()
+    if gradient:
+        (d_scores,) = torch.autograd.grad(whole, scores)
+        logits.mul_(d_scores[:, -1:] / total.clamp(min=torch.finfo(total.dtype).tiny))
+        logits.scatter_add_(-1, index, d_scores[:, :-1] * own)
+    return values.detach()
+
+
+def _divergence(student: Tensor, teacher: Tensor, beta: float) -> Tensor:
+    """Return the generalized divergence of log-probabilities `[T, K]`, differentiable."""
+    student = student.clamp(min=_LEAST)
+    q, p = student.exp(), teacher.exp()
+    if beta == 0:
+        return (p * (teacher - student)).sum(-1)
+    if beta == 1:
+        return (q * (student - teacher)).sum(-1)
+    mixed = (beta * p + (1 - beta) * q).clamp(min=torch.finfo(q.dtype).tiny).log()
+    return (beta * p * (teacher - mixed) + (1 - beta) * q * (student - mixed)).sum(-1)
