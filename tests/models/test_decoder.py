@@ -247,6 +247,21 @@ def test_rotary_scores_depend_on_distance_alone():
     assert (score(3, 1) - score(3, 2)).abs() > 1e-3
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_turning_pairs_is_the_product_of_complex_numbers_bit_for_bit(dtype):
+    generator = torch.Generator().manual_seed(0)
+    x, grad = torch.randn(2, 1, 5, 3, 8, generator=generator).to(dtype)
+    x.requires_grad_()
+    table = rotary_table(torch.arange(5)[None], rotary_frequencies(8, theta=100.0))
+    turned = rotate(x, *table)
+    (got,) = torch.autograd.grad(turned, x, grad)
+    cos, sin = (part[..., 4:] for part in table)
+    re, im = x.chunk(2, dim=-1)
+    want = torch.cat((re * cos - im * sin, im * cos + re * sin), dim=-1).to(dtype)
+    assert torch.equal(turned, want)
+    assert torch.equal(got, torch.autograd.grad(want, x, grad)[0])
+
+
 def test_rotary_angles_and_products_of_a_half_precision_model_are_single_precision():
     model = build_decoder(SMALL, seed=0).bfloat16()
     positions = torch.tensor([[1001, 1002, 1003]])  # bf16 cannot tell these apart

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from trainkit.generation.sampling import Sampling, next_tokens, places_of
 from trainkit.generation.text import Reader, reader_of
+from trainkit.models.bare import bare
 from trainkit.models.cache import Cache
 from trainkit.models.call import CachedCall, call_cached, call_model
 from trainkit.models.decoder import Decoder, whole_logits
@@ -121,6 +122,7 @@ def generate(
         # Cheaper than no_grad, by a tenth of a small model's step; FSDP does not take it.
         alone = isinstance(call, CachedCall) and call.call is call_cached
         with evaluating([model]), torch.inference_mode() if alone else nullcontext():
+            model = bare(model) if alone else model
             logits_of = _cached(model, call) if isinstance(call, CachedCall) else _anew(model, call)
             how = {"sampling": sampling, "context": context, "vocab_size": vocab_size}
             _draw(rows, prompts, logits_of, places, **how)

@@ -5,8 +5,8 @@
 `routers` what chooses among them and `dispatch` what takes tokens there and back, `initial` its
 first values, `upcycled`
 those that a dense one has, `sizes` its public and small sizes by name; `call` enters a batch into a
-model, `cache` is what generation keeps of a text. There are no buffers but those of a router, which
-a step moves and a checkpoint holds.
+model, `cache` is what generation keeps of a text, `bare` runs a module in fewer calls. There are no
+buffers but those of a router, which a step moves and a checkpoint holds.
 """
 
 from __future__ import annotations

@@ -13,7 +13,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Iterator, Mapping
 from functools import partial
-from typing import Any, Literal, cast, get_args
+from typing import Any, ClassVar, Literal, cast, get_args
 
 import torch
 from torch import Tensor, nn
@@ -25,7 +25,7 @@ from trainkit.models.config import DecoderConfig
 from trainkit.models.experts import Balance, ExpertMlp, Tape, check_tape, preload_
 from trainkit.models.initial import init_weights
 from trainkit.models.latent import LatentAttention
-from trainkit.models.layers import Embedding, Linear, Mlp, WideNorm, norm_of
+from trainkit.models.layers import Embedding, Joined, Linear, Mlp, WideNorm, norm_of
 from trainkit.models.rotary import Table, rotary_frequencies, rotary_table, rotated
 from trainkit.noise import counters
 from trainkit.types import Attend, Hidden, Routed, Spans, among, capped, unrouted
@@ -113,6 +113,8 @@ class Attention(nn.Module):
     The number of heads follows from the rows of the weights, so it may hold a shard of them.
     """
 
+    joined: ClassVar[Joined] = {"projected": ("wq", "wk", "wv")}
+
     def __init__(self, config: DecoderConfig, *, attend: Attend, window: int | None) -> None:
         super().__init__()
         size, bias = config.head_size, config.qkv_bias
@@ -134,7 +136,7 @@ class Attention(nn.Module):
         attend: Attend | None = None,
     ) -> Tensor:
         """Map `[B, S, D]` to `[B, S, D]`; `attend`, a cache's, takes the place of its own."""
-        q, k, v = self.wq(x), self.wk(x), self.wv(x)
+        q, k, v = self.projected(x)
         if self.qk_norm == "wide":
             q, k = self.q_norm(q), self.k_norm(k)
         q, k, v = (part.unflatten(-1, (-1, self.head_size)) for part in (q, k, v))
@@ -143,6 +145,10 @@ class Attention(nn.Module):
         q, k = rotated(q, k, rotary)
         how = {"scale": self.scale, "window": self.window, "softcap": self.softcap}
         return self.wo((attend or self.attend)(q, k, v, spans=spans, **how).flatten(2))
+
+    def projected(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Return queries `[B, S, H D]`, keys and values `[B, S, K D]`."""
+        return self.wq(x), self.wk(x), self.wv(x)
 
 
 def _norms_of_heads(config: DecoderConfig) -> tuple[nn.Module, nn.Module]:
@@ -261,6 +267,8 @@ class Decoder(nn.Module):
         >>> [name for name, _ in model.named_parameters()][:2]
         ['embedding.weight', 'layers.0.attention_norm.weight']
     """
+
+    constant = ("frequencies",)  # see `bare`
 
     def __init__(
         self,
@@ -423,20 +431,21 @@ class Decoder(nn.Module):
         """Return the tables of layers that see all and of those that slide: fp32, for fp64 fp64."""
         if self.config.positions is not None:
             return None, None
-        made = partial(
-            rotary_frequencies,
-            self.config.rotary_size,
-            dtype=torch.float64 if dtype == torch.float64 else torch.float32,
-            device=position_ids.device,
-        )
-        scaling = self.config.rope_scaling
-        frequencies = made(theta=self.config.rope_theta, scaling=scaling)
-        factor = getattr(scaling, "attention_factor", 1.0)
+        wide = torch.float64 if dtype == torch.float64 else torch.float32
+        frequencies, sliding = self.frequencies(wide, position_ids.device)
+        factor = getattr(self.config.rope_scaling, "attention_factor", 1.0)
         table = rotary_table(position_ids, frequencies, factor=factor)
+        return table, table if sliding is None else rotary_table(position_ids, sliding)
+
+    def frequencies(self, dtype: torch.dtype, device: torch.device) -> tuple[Tensor, Tensor | None]:
+        """Return the rotary frequencies, and those of layers that slide where they have others."""
+        made = partial(rotary_frequencies, self.config.rotary_size, dtype=dtype, device=device)
         sliding = self.config.sliding
-        if sliding is None or sliding.rope_theta is None:
-            return table, table
-        return table, rotary_table(position_ids, made(theta=sliding.rope_theta))
+        other = None if sliding is None else sliding.rope_theta
+        return (
+            made(theta=self.config.rope_theta, scaling=self.config.rope_scaling),
+            None if other is None else made(theta=other),
+        )
 
 
 def _rounded(value: float, dtype: torch.dtype) -> float:

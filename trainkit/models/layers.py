@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
+from typing import ClassVar
 
 import torch
 from torch import Tensor, nn
 
 from trainkit.models.config import DecoderConfig, FeedForward
+
+Joined = Mapping[str, Sequence[str]]
+"""Methods that are products of one input, and the names of their linear layers; see `bare`."""
 
 
 class Linear(nn.Linear):
@@ -38,6 +42,8 @@ _ACTIVATIONS: Mapping[str, Callable[[Tensor], Tensor]] = {
 class Mlp(nn.Module):
     """SwiGLU (Shazeer, "GLU variants improve transformer", 2020), or what a `FeedForward` says."""
 
+    joined: ClassVar[Joined] = {"opened": ("gate", "up")}
+
     def __init__(self, width: int, inner: int, how: FeedForward | None = None) -> None:
         super().__init__()
         how = how or FeedForward()
@@ -50,7 +56,13 @@ class Mlp(nn.Module):
         """Map `[B, S, D]` to `[B, S, D]`."""
         if self.gate is None:
             return self.down(self.activation(self.up(x)))
-        return self.down(self.activation(self.gate(x)) * self.up(x))
+        gate, up = self.opened(x)
+        return self.down(self.activation(gate) * up)
+
+    def opened(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the gate's part and the other, `[B, S, inner]`."""
+        assert self.gate is not None
+        return self.gate(x), self.up(x)
 
 
 # ------------------------------------------------------------------------------------------- norms

@@ -67,19 +67,21 @@ def _kept_by_number(frequencies: Tensor, scaling: YarnScaling, *, theta: float) 
 def rotary_table(
     position_ids: Tensor, frequencies: Tensor, *, factor: float = 1.0
 ) -> tuple[Tensor, Tensor]:
-    """Return cosines and sines of the angles at each position, both `[B, S, 1, head_dim / 2]`.
+    """Return cosines and sines of the angles at each position, both `[B, S, 1, head_dim]`.
 
-    They are multiplied by `factor`, and so is what is rotated by them.
+    Each pair's cosine stands at both of its elements, and so its sine, negative at the first. They
+    are multiplied by `factor`, and so is what is rotated by them.
 
     Examples:
         >>> cos, sin = rotary_table(torch.tensor([[0, 1]]), torch.ones(1))
-        >>> cos.shape, sin[0, 0].item()
-        (torch.Size([1, 2, 1, 1]), 0.0)
+        >>> cos.shape, sin[0, 1].flatten()
+        (torch.Size([1, 2, 1, 2]), tensor([-0.8415,  0.8415]))
     """
     angles = position_ids[:, :, None, None].to(frequencies.dtype) * frequencies
+    cos, sin = angles.cos(), angles.sin()
     if factor != 1:
-        return angles.cos() * factor, angles.sin() * factor
-    return angles.cos(), angles.sin()
+        cos, sin = cos * factor, sin * factor
+    return torch.cat((cos, cos), dim=-1), torch.cat((-sin, sin), dim=-1)
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
@@ -92,15 +94,14 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
     Examples:
         >>> x = torch.tensor([1.0, 0.0]).reshape(1, 1, 1, 2)
-        >>> rotate(x, torch.zeros(1), torch.ones(1)).flatten()
+        >>> rotate(x, torch.zeros(2), torch.tensor([-1.0, 1.0])).flatten()
         tensor([0., 1.])
     """
-    size = 2 * cos.shape[-1]
+    size = cos.shape[-1]
     if size < x.shape[-1]:
         return torch.cat((rotate(x[..., :size], cos, sin), x[..., size:]), dim=-1)
-    first, second = x.chunk(2, dim=-1)
-    turned = torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
-    return turned.to(x.dtype)
+    turned = x * cos + x.roll(size // 2, dims=-1) * sin
+    return turned if turned.dtype == x.dtype else turned.to(x.dtype)
 
 
 Table = tuple[Tensor, Tensor]
