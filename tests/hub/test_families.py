@@ -171,7 +171,7 @@ def test_a_decoder_of_no_family_is_told_why_of_each():
 
 @pytest.mark.parametrize("name", published.FORMS)
 def test_what_published_folders_say_is_read_as_transformers_reads_it(name, tmp_path):
-    said = published.shrunk(name)
+    said, transformers = published.shrunk(name), tiny.load_transformers()
     plain = {key: x for key, x in said.items() if key != "quantization_config"}
     (tmp_path / "config.json").write_bytes(orjson.dumps(plain))
     config = transformers.AutoConfig.from_pretrained(tmp_path)
@@ -224,6 +224,7 @@ def test_blocks_in_fp8_are_read_as_what_they_stand_for(row, block, tmp_path):
         if x.ndim == 2 and len(x) > 15:
             assert torch.equal(back(name, (9, 5), (6, 3)), x[6:15, 3:8]), name
     if row == "qwen3":  # whose matrices are whole blocks, as transformers wants them
+        transformers = tiny.load_transformers()
         how = transformers.FineGrainedFP8Config(weight_block_size=block, dequantize=True)
         wanted = transformers.AutoModelForCausalLM.from_pretrained(
             tmp_path, quantization_config=how, dtype=torch.float32

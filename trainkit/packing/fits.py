@@ -403,7 +403,7 @@ def _best_fit(  # noqa: PLR0917 (an array is a parameter)
 
 @jit
 def _join(  # noqa: PLR0917 (an array is a parameter)
-    ready: Any, num_ready: int, run: int, earlier: Any, space: Any, every: bool
+    ready: Any, num_ready: Any, run: int, earlier: Any, space: Any, every: bool
 ) -> int:
     """Put the runs of one file on the stack, the fullest on top; return its height."""
     joined = num_ready
