@@ -153,7 +153,7 @@ SITES = [
 
 
 BACKWARD = Site("backward")
-KINDS = [*SITES[::3], SITES[-1], BACKWARD]  # each once; shards go through all values
+KINDS = [*SITES[::3], SITES[-1], BACKWARD]  # each once
 
 
 def check_nothing_moved(site, ranks, guilty, *, named="rank {}"):
@@ -170,12 +170,21 @@ def check_nothing_moved(site, ranks, guilty, *, named="rank {}"):
 
 
 @pytest.mark.case("N1", "N2", "N3")
+def test_no_fault_of_one_process_poisons_a_parameter():
+    found, loss, skipped = visit({}, {}, [*SITES, BACKWARD], guilty=0)
+    for site, told in zip([*SITES, BACKWARD], found, strict=True):
+        check_nothing_moved(site, [told], 0)
+    assert math.isfinite(loss)
+    assert not skipped
+
+
+@pytest.mark.case("N1", "N2", "N3")
 def test_no_fault_of_two_ranks_poisons_a_parameter():
     cases = [
-        ({}, {}, [*SITES, BACKWARD], {"guilty": 1}),
+        ({}, {}, KINDS, {"guilty": 1}),
         ({"pp": 2}, {"pp": 2}, KINDS, {"guilty": 1}),
         ({"dp_replicate": 2}, {}, KINDS, {"guilty": 0}),
-        ({}, {}, [SITES[0], SITES[6]], {"protected": False}),
+        ({}, {}, [SITES[0]], {"protected": False}),
     ]
     every = run_ranks(visit_all, 2, cases)
     for index, (degrees, _, sites, options) in enumerate(cases[:3]):
@@ -200,7 +209,7 @@ def test_no_fault_of_two_ranks_poisons_a_parameter():
 def test_no_fault_of_four_ranks_poisons_a_parameter_and_ranks_part_if_they_do_not_agree():
     degrees, rest = {"dp_replicate": 2, "tp": 2}, {"tp": 2, "vocab_size": 32}
     alone = [Site("gradient", NAN, NORM)]  # every rank computes this gradient for itself
-    sites = [*SITES[::3], BACKWARD]
+    sites = [SITES[0], SITES[6], BACKWARD]
     cases = [
         (degrees, rest, sites, {"guilty": 2}),
         (degrees, rest, alone, {"guilty": 2, "alone": True}),

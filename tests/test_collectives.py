@@ -162,7 +162,7 @@ def summed_in_bf16():
     return True
 
 
-@pytest.mark.parametrize("world", [2, 3])
+@pytest.mark.parametrize("world", [pytest.param(2, marks=pytest.mark.only_all), 3])
 def test_a_sum_that_is_sent_in_bf16_is_right_in_the_mean_and_bounded(world):
     assert run_ranks(summed_in_bf16, world) == [True] * world
 

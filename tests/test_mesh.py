@@ -1,11 +1,6 @@
 """Every axis of every layout, and the environments it is made from."""
 
 import contextlib
-import functools
-import os
-import subprocess
-import sys
-import time
 from datetime import timedelta
 
 import pytest
@@ -55,9 +50,14 @@ def members(degrees):
         return found
 
 
+def in_turn(function, *every):
+    """Return what `function` gives of each, one after the other in the same ranks."""
+    return [function(each) for each in every]
+
+
 def test_axes_nest_in_the_order_of_the_design():
     degrees = {"dp_replicate": 2, "dp_shard": 2, "ring": 2}
-    last = run_ranks(functools.partial(members, degrees), 8)[6]
+    last = run_ranks(members, 8, degrees)[6]
     assert last["dp_replicate"] == (1, 2, (2, 6))
     assert last["dp_shard"] == (1, 2, (4, 6))
     assert last["ring"] == (0, 2, (6, 7))
@@ -67,26 +67,19 @@ def test_axes_nest_in_the_order_of_the_design():
     assert last["sp_unfolded"] == (0, 1, ())
 
 
-@pytest.mark.parametrize(
-    ("fold_sp", "fsdp", "unfolded"),
-    [("all", 4, 1), ("ring", 2, 2), ("ulysses", 2, 2), ("none", 1, 4)],
-)
-def test_fold_sp_chooses_what_parameters_are_sharded_over(fold_sp, fsdp, unfolded):
-    degrees = {"dp_shard": 1, "ring": 2, "ulysses": 2, "fold_sp": fold_sp}
-    found = run_ranks(functools.partial(members, degrees), 4)[3]
-    assert (found["fsdp"][1], found["sp_unfolded"][1]) == (fsdp, unfolded)
+def test_fold_sp_chooses_what_parameters_are_sharded_over():
+    wanted = {"all": (4, 1), "ring": (2, 2), "ulysses": (2, 2), "none": (1, 4)}
+    every = [{"dp_shard": 1, "ring": 2, "ulysses": 2, "fold_sp": fold_sp} for fold_sp in wanted]
+    found = run_ranks(in_turn, 4, members, *every)[3]
+    sizes = [(axes["fsdp"][1], axes["sp_unfolded"][1]) for axes in found]
+    assert dict(zip(wanted, sizes, strict=True)) == wanted
 
 
-def test_experts_are_a_factor_of_what_parameters_are_sharded_over():
-    found = run_ranks(functools.partial(members, {"ep": 2}), 4)[2]
-    assert found["ep"] == (0, 2, (2, 3))
-    assert found["expert_fsdp"] == (1, 2, (0, 2))
-
-
-def test_experts_may_be_strided_over_ranks():
-    found = run_ranks(functools.partial(members, {"ep": 2, "ep_neighbours": False}), 4)[2]
-    assert found["ep"] == (1, 2, (0, 2))
-    assert found["expert_fsdp"] == (0, 2, (2, 3))
+def test_experts_are_a_factor_of_what_parameters_are_sharded_over_and_may_be_strided():
+    every = {"ep": 2}, {"ep": 2, "ep_neighbours": False}
+    near, strided = run_ranks(in_turn, 4, members, *every)[2]
+    assert (near["ep"], near["expert_fsdp"]) == ((0, 2, (2, 3)), (1, 2, (0, 2)))
+    assert (strided["ep"], strided["expert_fsdp"]) == ((1, 2, (0, 2)), (0, 2, (2, 3)))
 
 
 def meshes_of_experts(degrees):
@@ -100,16 +93,14 @@ def meshes_of_experts(degrees):
 
 
 def test_experts_live_on_slices_of_one_mesh_that_has_ep_in_place_of_fsdp():
-    degrees = {"dp_replicate": 2, "dp_shard": 2, "tp": 2, "ep": 2}
-    (mesh, experts), slices = run_ranks(functools.partial(meshes_of_experts, degrees), 8)[5]
+    near = {"dp_replicate": 2, "dp_shard": 2, "tp": 2, "ep": 2}
+    strided = {"dp_shard": 4, "tp": 2, "ep": 2, "ep_neighbours": False}
+    found = run_ranks(in_turn, 8, meshes_of_experts, near, strided)[5]
+    (mesh, experts), slices = found[0]
     assert mesh == {"dp_replicate": 2, "fsdp": 2, "tp": 2}
     assert experts == {"dp_replicate": 2, "expert_fsdp": 1, "ep": 2, "tp": 2}
     assert slices == {"expert_fsdp": [5], "ep": [5, 7], "tp": [4, 5]}
-
-
-def test_strided_experts_have_the_same_mesh_over_other_ranks():
-    degrees = {"dp_shard": 4, "tp": 2, "ep": 2, "ep_neighbours": False}
-    (mesh, experts), slices = run_ranks(functools.partial(meshes_of_experts, degrees), 8)[5]
+    (mesh, experts), slices = found[1]  # the same mesh over other ranks
     assert mesh == {"fsdp": 4, "tp": 2}
     assert experts == {"expert_fsdp": 2, "ep": 2, "tp": 2}
     assert [*experts] == ["expert_fsdp", "ep", "tp"]  # as FSDP2 wants it
@@ -197,15 +188,12 @@ def test_slurm_ranks_agree_on_where_they_meet():
     assert found == {("node-a03-ib", 18456)}
 
 
-def test_the_environment_is_checked_before_a_socket_is_opened():
-    code = "import trainkit as tk\nwith tk.parallel_session(tp=3): pass"
-    env = {**os.environ, **TORCHRUN, "MASTER_PORT": "1"}
-    begin = time.monotonic()
-    run = subprocess.run(
-        [sys.executable, "-c", code], env=env, capture_output=True, text=True, check=False
-    )
-    assert "multiply to 3" in run.stderr
-    assert time.monotonic() - begin < 30
+def test_the_environment_is_checked_before_a_socket_is_opened(monkeypatch):
+    for name, value in {**TORCHRUN, "MASTER_PORT": "1"}.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(torch.distributed, "init_process_group", pytest.fail)
+    with pytest.raises(ConfigError, match="multiply to 3"), tk.parallel_session(tp=3):
+        pass
 
 
 def test_the_world_is_known_before_anything_is_opened(monkeypatch):

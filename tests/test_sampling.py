@@ -106,7 +106,7 @@ def test_blocks_of_like_rows_give_ranks_the_same_work_though_they_have_few(rows)
         work = np.array([costs[chosen[table.ravel()]].sum() for table in mine])
         return work.max() / work.mean() - 1
 
-    steps, bound = range(4001 * 3 // (ranks * rows)), 0.02
+    steps, bound = range(4001 // (ranks * rows)), 0.02
     in_blocks = rows_of_blocks(np.argsort(costs), block=ranks, **asked)
     in_epochs = rows_of_epochs(4001, **asked)
     mean = np.mean([dearest(in_blocks(step)) for step in steps])

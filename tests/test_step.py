@@ -123,15 +123,21 @@ def ddp_gradients(*, reduce, repeats, summed=True):
     return model.module.weight.grad.numpy()
 
 
-@pytest.mark.parametrize("repeats", [1, 2])
-@pytest.mark.parametrize("reduce", ["last", "each"])
-def test_ddp_gives_the_gradient_of_one_process(reduce, repeats):
+def every_ddp_gradient():
+    return {
+        (reduce, repeats): ddp_gradients(reduce=reduce, repeats=repeats)
+        for reduce in ("last", "each")
+        for repeats in (1, 2)
+    }
+
+
+def test_ddp_gives_the_gradient_of_one_process():
     model = linear()
-    for _ in range(repeats):
-        tk.forward_backward(model, [data(8)], squared, denominator=torch.tensor(8), call=call)
-    found = run_ranks(functools.partial(ddp_gradients, reduce=reduce, repeats=repeats), 2)
-    for grad in found:
-        assert torch.allclose(torch.from_numpy(grad), model.weight.grad, rtol=1e-13)
+    tk.forward_backward(model, [data(8)], squared, denominator=torch.tensor(8), call=call)
+    for found in run_ranks(every_ddp_gradient, 2):
+        for (reduce, repeats), grad in found.items():
+            wanted = repeats * model.weight.grad
+            assert torch.allclose(torch.from_numpy(grad), wanted, rtol=1e-13), (reduce, repeats)
 
 
 def test_ddp_that_averages_is_refused():
@@ -175,11 +181,15 @@ def evaluated(counts=(6,)):
     return float(found["loss"]), int(found["tokens"])
 
 
-@pytest.mark.parametrize("counts", [(3, 3), (1, 5), (6, 0), (0, 6), (1, 2, 3)], ids=str)
-def test_evaluation_is_the_sum_of_losses_over_the_sum_of_tokens(counts):
+def each_of(function, every):
+    return [function(counts) for counts in every]
+
+
+@pytest.mark.parametrize("every", [[(3, 3), (1, 5), (6, 0), (0, 6)], [(1, 2, 3)]], ids=str)
+def test_evaluation_is_the_sum_of_losses_over_the_sum_of_tokens(every):
     loss, tokens = evaluated()
-    for found in run_ranks(functools.partial(evaluated, counts), len(counts)):
-        assert found == (pytest.approx(loss, rel=1e-13), tokens)
+    for found in run_ranks(each_of, len(every[0]), evaluated, every):
+        assert found == [(pytest.approx(loss, rel=1e-13), tokens)] * len(every)
 
 
 def test_long_sums_of_an_evaluation_lose_nothing():
@@ -237,12 +247,11 @@ def sharded_evaluation(counts):
     return float(found["loss"]), sorted(shards)
 
 
-@pytest.mark.parametrize("counts", [(3, 3), (5, 1), (6, 0)], ids=str)
-def test_a_sharded_model_evaluates_uneven_parts_and_shows_its_shards_afterwards(counts):
+def test_a_sharded_model_evaluates_uneven_parts_and_shows_its_shards_afterwards():
     wanted, _ = sharded_evaluation((6,))
-    for loss, kinds in run_ranks(functools.partial(sharded_evaluation, counts), 2):
-        assert loss == pytest.approx(wanted, rel=1e-12)
-        assert kinds == ["DTensor"]
+    every = [(3, 3), (5, 1), (6, 0)]
+    for found in run_ranks(each_of, 2, sharded_evaluation, every):
+        assert found == [(pytest.approx(wanted, rel=1e-12), ["DTensor"])] * len(every)
 
 
 # ---------------------------------------------------------------- what must be refused or survive

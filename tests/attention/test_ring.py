@@ -135,7 +135,7 @@ def compared(ps, case, attend):
 
 
 # (ranks of the ring, ranks of Ulysses), by the number of ranks: a start of ranks serves them all.
-LAYOUTS = {2: [(2, 1), (1, 2)], 3: [(3, 1)], 4: [(4, 1), (1, 4), (2, 2)], 8: [(8, 1)]}
+LAYOUTS = {2: [(2, 1), (1, 2)], 3: [(3, 1)], 4: [(1, 4), (2, 2)], 8: [(8, 1)]}
 
 
 def differences(layouts):
@@ -149,7 +149,7 @@ def differences(layouts):
     return found
 
 
-@pytest.mark.parametrize("world", LAYOUTS)
+@pytest.mark.parametrize("world", [2, 3, 4, pytest.param(8, marks=pytest.mark.only_all)])
 def test_ring_and_ulysses_equal_plain_attention(world):
     for found in run_ranks(differences, world, LAYOUTS[world]):
         for (_, slices, name), difference in found.items():

@@ -38,11 +38,13 @@ def every_narrow_pair(rows):
 
 
 def all_others(rows):
-    return [row for row in rows if row not in every_pair(rows)]
+    picked = every_pair(rows)
+    return [row for row in rows if row not in picked]
 
 
 def all_wider(rows):
-    return [row for row in rows if row not in every_narrow_pair(rows)]
+    picked = every_narrow_pair(rows)
+    return [row for row in rows if row not in picked]
 
 
 ALL = pytest.mark.only_all
@@ -52,7 +54,12 @@ EXACT_PICKS = [every_pair, pytest.param(all_others, marks=ALL)]
 
 @functools.cache
 def certificates(pick, tier="fp64"):
-    return certify_builtin(tier, chosen=runs_here, pick=pick, steps=2)
+    """Certify one step; two of the exact model, and of all rows, so that what a step leaves shows.
+
+    Others with more steps are in test_layouts.py and in tests/parallel.
+    """
+    steps = 2 if tier == "exact" or pick is not every_narrow_pair else 1
+    return certify_builtin(tier, chosen=runs_here, pick=pick, steps=steps)
 
 
 @pytest.mark.parametrize("pick", PICKS)
@@ -101,8 +108,9 @@ def test_the_rows_that_run_hold_every_pair_of_choices(tier, widest):
     assert {x for row in chosen for x in held_by(row)} == {x for row in rows for x in held_by(row)}
     assert {row for row in rows if row[1] == UNEVEN} <= {*chosen}
     # No row is there for nothing, and without it a pair is missed.
-    for row in pairs_of_rows(asked):
-        assert pairs_held([other for other in chosen if other != row]) < pairs_held(asked)
+    held = {name_of(row): pairs_of(held_by(row)) for row in chosen}
+    for row in map(name_of, pairs_of_rows(asked)):
+        assert held[row] - set().union(*(held[other] for other in held if other != row))
 
 
 def name_of(row):
@@ -134,13 +142,13 @@ FEW = [
     Case(Layout(ring=2, fold_sp="none")),
     Case(Layout(ulysses=2)),
     Case(Layout(pp=2)),
-    Case(Layout(dp_replicate=2, dp_shard=2)),
+    Case(Layout(dp_shard=2)),
 ]
 
 
 @pytest.mark.parametrize("tier", ["fp32", "bf16"])
 def test_rounding_stays_within_the_stated_bounds(tier):
-    certificate = certify_model("decoder", FEW, tier=tier, steps=2)
+    certificate = certify_model("decoder", FEW, tier=tier, steps=1)
     assert certificate.ok, table_of(certificate)
     worst = max(max(row.loss, row.grad_norm, row.parameters) for row in certificate.rows)
     assert worst > 1e-9  # it is rounding that is bounded here, not nothing

@@ -289,7 +289,7 @@ def length_of_a_part(_ps):
     PATCH.setattr(lowrank, "sum_forward", lambda x, _: x)
 
 
-STEPS = 2
+STEPS = 1
 PLAIN = {
     "dp": Case(Layout(dp_shard=2)),
     "replica": Case(Layout(dp_replicate=2)),

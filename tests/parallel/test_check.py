@@ -199,6 +199,7 @@ ONE_OF_THREE = {"RANK": "1", "WORLD_SIZE": "3", "MASTER_ADDR": "localhost", "MAS
 TP_3 = "4 heads do not divide by tp = 3; set tp to 1, 2 or 4"
 
 
+@pytest.mark.only_all  # what the next one shows, as a process of its own
 def test_a_recipe_refuses_a_layout_at_once_and_waits_for_nobody(tmp_path):
     recipe = str(recipe_runs.RECIPES / "pretrain.py")
     done = subprocess.run(

@@ -53,7 +53,7 @@ from trainkit.testing.deal import deal_batch
 from trainkit.testing.train import certificate_weights
 from trainkit.types import Axis, ConfigError, Layout, Share
 
-CONFIG = attrs.evolve(CONFIG, layers=3, experts=EXPERTS)  # a dense layer, and two
+CONFIG = attrs.evolve(CONFIG, layers=2, experts=EXPERTS)  # a dense layer, and one of experts
 QUIET = attrs.evolve(CONFIG, experts=attrs.evolve(EXPERTS, jitter=0.0))
 LAYERS = len(CONFIG.expert_layers)
 
@@ -225,7 +225,7 @@ def test_groups_of_experts_on_the_ranks_of_ep_keep_tokens_on_few_of_them(groups)
         plan=node_limited_plan,
         loss=expert_loss,
         call=call_routed,
-        steps=2,
+        steps=1,
     )
     assert certificate.ok == (groups == 4), as_text(certificate)
     assert groups == 4 or "a token reaches the ranks" in certificate.rows[0].error
@@ -237,7 +237,7 @@ def test_groups_of_experts_on_the_ranks_of_ep_keep_tokens_on_few_of_them(groups)
 def documents(multiple_of):
     """Return documents as a batch of rows, pieces padded to multiples of so many tokens."""
     random = np.random.default_rng(0)
-    lengths = random.integers(1, 60, size=30)
+    lengths = random.integers(1, 60, size=9)
     corpus = TokenCorpus(random.integers(0, 64, lengths.sum()), np.append(0, lengths.cumsum()))
     bins = pack_bins(lengths, CAPACITY, multiple_of=multiple_of)
     return tk.collate_bins(corpus, bins, range(len(bins)))
@@ -282,7 +282,7 @@ def aligned_sums():
 
 def test_what_aligns_pieces_is_in_no_sum_of_any_layout():
     whole, aligned = documents(1), documents(16)
-    assert (aligned.document_ids < -1).sum() > 200
+    assert (aligned.document_ids < -1).sum() > 50
     want = sums_of(whole, Layout())
     assert int(want["seen"]) == int((whole.document_ids >= 0).sum())
     assert (want["load"].sum(-1) == 2 * want["seen"]).all()
@@ -301,7 +301,7 @@ def test_what_aligns_pieces_is_in_no_balance(balance):
 def test_what_aligns_pieces_takes_no_room_of_an_expert():
     small = attrs.evolve(QUIET, layers=2, experts=attrs.evolve(QUIET.experts, capacity=1.0))
     found = [sums_of(documents(n), Layout(), config=small, rows=None) for n in (16, 1)]
-    assert found[0]["dropped"].sum() > 100
+    assert found[0]["dropped"].sum() > 10
     for name in ("load", "dropped", "seen"):  # others are of which are dropped: rows are in order
         assert torch.equal(found[0][name], found[1][name]), name
 
@@ -312,14 +312,14 @@ def test_what_aligns_pieces_takes_no_room_of_an_expert():
 def chosen_beforehand(step):
     """Return the batch of a step with choices that no router would make."""
     batch = decoder_batch(step)
-    first = (batch.token_index.unsqueeze(2) + torch.arange(LAYERS)) % 8
+    first = (batch.token_index.unsqueeze(2) + torch.arange(2)) % 8
     choices = torch.stack([first, (first + 5) % 8], -1)
     return attrs.evolve(batch, extra={**batch.extra, "choices": choices})
 
 
+TWO_LAYERS = attrs.evolve(CONFIG, layers=3)  # of experts, each with choices of its own
 SHARED = [
     Case(Layout(ring=2)),
-    Case(Layout(ulysses=2)),
     Case(Layout(tp=2)),
     Case(Layout(pp=2), recompute="full"),
     Case(Layout(dp_shard=2, ep=2)),
@@ -328,7 +328,9 @@ SHARED = [
 
 def test_choices_that_come_with_a_batch_are_shared_out_as_its_tokens_are():
     how = {"plan": decoder_plan, "loss": expert_loss, "call": call_routed}
-    certificate = certify(partial(with_experts, CONFIG), chosen_beforehand, SHARED, **how, steps=1)
+    certificate = certify(
+        partial(with_experts, TWO_LAYERS), chosen_beforehand, SHARED, **how, steps=1
+    )
     assert certificate.ok, as_text(certificate)
 
 

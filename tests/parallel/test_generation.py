@@ -15,7 +15,7 @@ from trainkit.testing import run_ranks
 
 SMALL = attrs.evolve(CONFIG, vocab_size=32)
 ROUTED = attrs.evolve(SMALL, experts=Experts(count=4, chosen=2, width=16))
-PROMPTS = [[3, 1, 4], [1], [5, 9, 2, 6, 5]]
+PROMPTS = [[3, 1, 4], [5, 9, 2, 6, 5]]
 LAYOUTS = {
     2: [{"pp": 2}, {"tp": 2}, {"ring": 2}, {"ulysses": 2}, {}, {"ep": 2}],
     4: [{"pp": 2, "tp": 2}, {"pp": 2, "ring": 2}, {"ring": 2, "ulysses": 2}, {"tp": 2, "ep": 2}],
@@ -25,7 +25,7 @@ LAYOUTS = {
 def written(degrees, number=0):
     """Return texts, of which some end early and some outgrow the window, and a window's logits."""
     config = attrs.evolve(ROUTED if "ep" in degrees else SMALL, tied=number % 2 == 1)
-    how = {"max_new_tokens": 6, "stop_ids": [7, 20, 21], "sampling": Sampling(seed=1)}
+    how = {"max_new_tokens": 4, "stop_ids": [7, 20, 21], "sampling": Sampling(seed=1)}
     with tk.parallel_session(**degrees) as ps:
         stages = tk.build_stages(
             lambda: Decoder(config, head=("logits", "hidden")[number % 2]).double(),

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from whole_step import difference, full
 
 import trainkit as tk
 from trainkit import losses, parallel
@@ -9,6 +10,7 @@ from trainkit.batch import split_batch
 from trainkit.checkpoint import weights_from
 from trainkit.convert import convert_weights
 from trainkit.mesh import solo_parallel
+from trainkit.parallel.reduction import sum_partial_
 from trainkit.testing import certify, run_ranks
 from trainkit.testing.builtin import decoder_batch
 from trainkit.testing.cases import Case
@@ -45,15 +47,14 @@ def plan(_ps, case):
 LAYOUTS = [
     Case(Layout(tp=2), recompute="full"),
     Case(Layout(dp_shard=2, reduce="each"), rows_per_microbatch=2),
+    Case(Layout(dp_shard=2, tp=2), recompute="full"),
 ]
-TOGETHER = [Case(Layout(dp_shard=2, tp=2), recompute="full")]
 
 
-# Every rank imports transformers, which takes longer than its steps.
-@pytest.mark.parametrize("cases", [LAYOUTS, pytest.param(TOGETHER, marks=pytest.mark.only_all)])
-def test_it_gives_the_numbers_of_one_process_in_every_layout(cases):
+@pytest.mark.only_all  # the page that shows it is run, and the gradients below are of its documents
+def test_it_gives_the_numbers_of_one_process_in_every_layout():
     found = certify(
-        make_model, decoder_batch, cases, plan=plan, loss=losses.next_token, call=call, steps=2
+        make_model, decoder_batch, LAYOUTS, plan=plan, loss=losses.next_token, call=call, steps=2
     )
     assert found.ok, as_text(found)
 
@@ -72,11 +73,12 @@ def own_gradient():
     return {name: p.grad.numpy() for name, p in model.named_parameters()}
 
 
-def gradients(degrees, reduce):
+def gradients(degrees, reduce, recompute="none"):
     """Return the gradient of the same documents: packed, a row at a time, cut over ranks."""
     with tk.parallel_session(**degrees) as ps:
         make = lambda: make_model().double()  # noqa: E731
-        stages = tk.build_stages(make, ps, plan(ps, Case()), weights=certificate_weights)
+        transforms = plan(ps, Case(recompute=recompute))
+        stages = tk.build_stages(make, ps, transforms, weights=certificate_weights)
         rows = split_batch(decoder_batch(0), 1)[ps.dp.index :: ps.dp.count]
         tokens = tk.all_sum(tk.count_valid_tokens(rows), ps.loss)
         how = {"axis": ps.pp, "call": call, "reduce": reduce}
@@ -85,13 +87,59 @@ def gradients(degrees, reduce):
         return {name: p.grad.full_tensor().numpy().copy() for name, p in named.items()}
 
 
-def of_both_layouts():
-    return [gradients({"dp_shard": 2}, "each"), gradients({"tp": 2}, "last")]
+KINDS = ("Llama", "Qwen3")
 
 
-def test_packed_sharded_and_accumulated_it_has_the_gradient_of_its_documents():
+def model_of(kind):
+    sizes = {"vocab_size": 32, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2}
+    sizes |= {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8}
+    config = getattr(transformers, f"{kind}Config")(
+        **sizes, tie_word_embeddings=kind == "Qwen3", attention_bias=True, pad_token_id=3
+    )
+    torch.manual_seed(0)
+    return getattr(transformers, f"{kind}ForCausalLM")(config).double()
+
+
+def own_step(kind, tp):
+    """Return logits, loss and gradients of a small model made from a configuration."""
+    with tk.parallel_session(tp=tp) as ps:
+        model = model_of(kind)
+        with torch.no_grad():  # norms and biases begin at 1 and 0, which hide mistakes
+            for index, parameter in enumerate(model.parameters()):
+                phases = torch.arange(parameter.numel()).view_as(parameter) + index
+                parameter.add_(phases.sin(), alpha=0.1)
+        parallel.tensor(parallel.hf_styles(model))(model, ps)
+        ids = torch.randint(0, 32, (2, 7), generator=torch.Generator().manual_seed(1))
+        out = model(input_ids=ids, labels=ids)
+        out.loss.backward()
+        sum_partial_(model)
+        return {
+            "losses": [float(out.loss.detach())],
+            "norms": [float(tk.grad_norm(model.parameters()))],
+            "parameters": {"logits": out.logits.detach().numpy()}
+            | {name: full(p.grad) for name, p in model.named_parameters()},
+        }
+
+
+def of_two_ranks():
+    both = gradients({"dp_shard": 2}, "each"), gradients({"tp": 2}, "last", recompute="full")
+    return both, {kind: own_step(kind, 2) for kind in KINDS}
+
+
+@pytest.fixture(scope="module")
+def on_two_ranks():
+    """One start: every rank imports transformers, which takes longer than its steps."""
+    return run_ranks(of_two_ranks, 2)[0]
+
+
+def test_models_with_their_own_plan_give_the_numbers_of_one_process(on_two_ranks):
+    for kind in KINDS:
+        assert difference(on_two_ranks[1][kind], own_step(kind, 1)) < 1e-12, kind
+
+
+def test_packed_sharded_and_accumulated_it_has_the_gradient_of_its_documents(on_two_ranks):
     wanted = own_gradient()
-    for found in run_ranks(of_both_layouts, 2)[0]:
+    for found in on_two_ranks[0]:
         assert found.keys() == wanted.keys()
         for name, want in wanted.items():
             assert abs(found[name] - want).max() < 1e-12 * abs(want).max(), name

@@ -263,7 +263,7 @@ def test_stages_are_told_what_they_receive_and_run_nothing_to_find_out(looked_at
         assert modes == ["STATIC"] * 3 or torch.__version__ < (2, 13)
 
 
-LENGTHS, COUNTS = (8, 5, 12, 8, 6, 7, 5), (4, 4, 2, 4, 6, 2, 4)
+LENGTHS, COUNTS = (8, 5, 12, 8), (4, 2, 6, 4)
 
 
 def of_schedules(schedules):
@@ -482,7 +482,7 @@ def written(stages, ps):
     from trainkit.parallel.generation import bind_call
 
     call = bind_call(stages, ps)
-    how = {"max_new_tokens": 8, "context": CONTEXT, "slide": True}
+    how = {"max_new_tokens": 6, "context": CONTEXT, "slide": True}
     (found,) = generate(stages[0], [[3, 1, 4]], **how, call=call)
     ids = found.ids
     return ids, [module.training for stage in stages for module in stage.modules()]
@@ -557,9 +557,7 @@ def test_a_run_goes_on_with_other_stages_bit_for_bit(tmp_path):
         Layout(layers=4, tied=True), steps=2, resume_from=tmp_path, save_to=tmp_path
     )
     load = functools.partial(resumed, steps=2, resume_from=tmp_path)
-    layouts = [
-        two(tied=True, schedule=x) for x in ("gpipe", *(["dual_pipe_v"] if runs_v() else []))
-    ]
+    layouts = [two(tied=True, schedule=x) for x in (["dual_pipe_v"] if runs_v() else ["gpipe"])]
     found = [joined(part) for part in zip(*run_ranks(load, 2, layouts), strict=True)]
     deep = [Layout(4, pp=4, layers=4, tied=True), four(tied=True)]
     found += [joined(part) for part in zip(*run_ranks(load, 4, deep), strict=True)]

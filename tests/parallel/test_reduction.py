@@ -118,6 +118,7 @@ SHARDED = {  # the ways of two ranks in some steps, each of some microbatches
     "the last microbatch lacks a unit": [[[[A, A, A], [A, None, B]]] * 2] * 2,
     "a unit comes late": [[[[A, None, A]]] * 2, [[[A, A, A]], [[A, B, A]]]],
 }
+IN_THE_END = ("the last microbatch lacks a unit", "other units in the end")
 REPLICATED = SHARDED | {
     "other units": [[[[A, None, None]], [[None, A, None]]]],
     "other units in the end": [[[[A] * 3, [A, None, A]], [[B] * 3, [A, A, None]]]] * 2,
@@ -146,8 +147,9 @@ def problems_of(kinds):
         with tk.parallel_session(**degrees) as ps:
             rank, world = ps.world.index, ps.world.count
             cases = REPLICATED if degrees else SHARDED
-            reductions = ("last", "each") if kind == "fsdp" else ("last",)
-            for (name, steps), reduce in product(cases.items(), reductions):
+            each = [(name, "each") for name in IN_THE_END if kind == "fsdp" and name in cases]
+            for name, reduce in [*((name, "last") for name in cases), *each]:
+                steps = cases[name]
                 model = Ways(widths)
                 wanted = alone(copy.deepcopy(model), steps, world)
                 model = wrapped(kind, model, ps)

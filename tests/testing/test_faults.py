@@ -166,7 +166,14 @@ def all_sites(layout):
 
 
 @pytest.mark.case("N1", "N2", "N3")
-@pytest.mark.parametrize("layout", [Layout(), Layout(world=2), Layout(world=2, dp_replicate=2)])
+@pytest.mark.parametrize(
+    "layout",
+    [
+        Layout(rows_per_microbatch=2),
+        Layout(world=2, rows_per_microbatch=2),
+        pytest.param(Layout(world=2, dp_replicate=2), marks=pytest.mark.only_all),
+    ],
+)
 def test_a_number_that_is_not_finite_spoils_one_step_and_moves_nothing(layout):
     for found in run_ranks(all_sites, layout.world, layout):
         for site, (norms, moved, hooks_left) in found.items():

@@ -83,6 +83,8 @@ from trainkit.types import Batch, Hidden, Layout, Weights
 CONFIG = DecoderConfig(
     vocab_size=64, width=32, layers=4, heads=8, kv_heads=4, mlp_width=48, qk_norm=True
 )
+# What is in no case of four stages has two layers: a row of it takes half the time.
+SHALLOW = attrs.evolve(CONFIG, layers=2)
 ROWS = 4
 CAPACITY = 64
 
@@ -144,8 +146,6 @@ def with_experts(config: DecoderConfig) -> nn.Module:
     return model
 
 
-# What is in no case of four stages has two layers: a row of it takes half the time.
-SHALLOW = attrs.evolve(CONFIG, layers=2)
 _ATTENTION = r"layers\.\d+\.attention\.(w[qkvo]|wkv)"
 _MLP = r"layers\.\d+\.mlp\.(gate|up|down)"
 _OF_EXPERTS_OWN = r"layers\.\d+\.mlp\.experts\.(gate|up|down)"
@@ -210,7 +210,7 @@ NO_QUERY_RANK = attrs.evolve(LATENT, latents=attrs.evolve(LATENT.latents, query_
 
 # What Gemma, OLMo 2 and GPT-2 do otherwise, as much of it as goes together.
 GEMMA_LIKE = attrs.evolve(
-    CONFIG,
+    SHALLOW,
     tied=True,
     norms=Norms(kind="offset", place="around"),
     feed_forward=FeedForward(activation="gelu_tanh"),
@@ -222,10 +222,10 @@ GEMMA_LIKE = attrs.evolve(
     embedding_scale=32**0.5,
 )
 OLMO_LIKE = attrs.evolve(
-    CONFIG, norms=Norms(place="after"), qk_norm="wide", rotary_dim=2, sliding=Sliding(window=20)
+    SHALLOW, norms=Norms(place="after"), qk_norm="wide", rotary_dim=2, sliding=Sliding(window=20)
 )
 GPT_LIKE = attrs.evolve(
-    CONFIG,
+    SHALLOW,
     qk_norm=False,
     tied=True,
     dropout=0.3,
@@ -238,9 +238,9 @@ GPT_LIKE = attrs.evolve(
 
 
 IN_FEW_BITS: dict[str, tuple[DecoderConfig, Format]] = {
-    "decoder with adapters, in nf4": (CONFIG, "nf4"),
+    "decoder with adapters, in nf4": (SHALLOW, "nf4"),
     "decoder with adapters and latents, in int8": (NO_QUERY_RANK, "int8"),
-    "decoder with experts and adapters, in fp8": (attrs.evolve(CONFIG, experts=EXPERTS), "fp8"),
+    "decoder with experts and adapters, in fp8": (attrs.evolve(SHALLOW, experts=EXPERTS), "fp8"),
 }
 """Models whose frozen matrices are in few bits, by name; they are compared with plain ones."""
 
@@ -249,14 +249,15 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
     "tied decoder": partial(decoder_of, attrs.evolve(CONFIG, tied=True)),
     "decoder with dropout": partial(decoder_of, attrs.evolve(SHALLOW, dropout=0.3)),
     "decoder with frozen blocks": partial(half_frozen, CONFIG),
-    "decoder with adapters": partial(with_adapters, CONFIG),
+    "decoder with adapters": partial(with_adapters, SHALLOW),
     **{
         name: partial(with_adapters, config, form=form)
         for name, (config, form) in IN_FEW_BITS.items()
     },
-    "decoder with experts": partial(with_experts, CONFIG),
+    "decoder with experts": partial(with_experts, SHALLOW),
+    "decoder with experts in four stages": partial(with_experts, CONFIG),
     "decoder with experts and adapters": partial(
-        with_adapters, attrs.evolve(CONFIG, experts=EXPERTS)
+        with_adapters, attrs.evolve(SHALLOW, experts=EXPERTS)
     ),
     "decoder with experts and latents": partial(with_experts, LATENT),
     "decoder with latents, none of queries": partial(decoder_of, NO_QUERY_RANK),
@@ -412,7 +413,6 @@ def expert_cases() -> list[Case]:
         >>> {case.layout.ep for case in expert_cases()}, {case.world for case in expert_cases()}
         ({8, 2, 4}, {8, 2, 4})
     """
-    zero_bubble = {"schedule": "zero_bubble_v", "reshard_after_forward": False}
     return [
         Case(Layout(dp_shard=2, ep=2)),
         Case(Layout(dp_shard=2, ep=2), recompute="full"),
@@ -427,7 +427,6 @@ def expert_cases() -> list[Case]:
         Case(Layout(dp_replicate=2, dp_shard=2, ep=2, reduce="each")),
         Case(Layout(dp_shard=2, tp=2, ep=2)),
         Case(Layout(pp=2, dp_shard=2, ep=2), recompute="full"),
-        Case(Layout(pp=2, dp_shard=2, ep=2, **zero_bubble)),
         Case(Layout(dp_shard=8, ep=8)),
         Case(Layout(dp_shard=4, tp=2, ep=2)),
         Case(Layout(dp_replicate=2, dp_shard=4, ep=2)),
@@ -440,6 +439,7 @@ def expert_cases() -> list[Case]:
     ]
 
 
+_ZERO_BUBBLE: dict[str, Any] = {"schedule": "zero_bubble_v", "reshard_after_forward": False}
 _PIPELINES = [Case(Layout(pp=2)), Case(Layout(pp=2, dp_shard=2))]
 _ENDS = [Case(Layout(dp_shard=2)), Case(Layout(tp=2)), Case(Layout(pp=2, tp=2))]
 _CASES: dict[str, list[Case]] = {
@@ -466,12 +466,14 @@ _CASES: dict[str, list[Case]] = {
         Case(compiled=True),
         Case(Layout(ring=2, fold_sp="none")),
         Case(Layout(ulysses=2)),
+        Case(Layout(tp=2), recompute="selective"),
         Case(Layout(dp_shard=2, tp=2), recompute="selective"),
         Case(Layout(dp_replicate=2, dp_shard=2)),
     ],
     "decoder with adapters, in nf4": [
         *_ENDS,
         Case(Layout(pp=2, dp_shard=2), recompute="full"),
+        Case(Layout(tp=2), recompute="selective"),
         Case(Layout(dp_shard=2, tp=2), recompute="selective"),
         Case(Layout(pp=2, dp_shard=2, tp=2), compiled=True),
     ],
@@ -497,22 +499,28 @@ _CASES: dict[str, list[Case]] = {
         Case(Layout(ring=2, fold_sp="none")),
         Case(Layout(ulysses=2)),
         Case(Layout(dp_replicate=2, dp_shard=2), recompute="full"),
-        Case(Layout(pp=2, dp_shard=2, schedule="zero_bubble_v", reshard_after_forward=False)),
         Case(Layout(dp_shard=2, tp=2), recompute="selective"),
         Case(Layout(dp_shard=2, ring=2, tp=2)),
         *expert_cases(),
+    ],
+    "decoder with experts in four stages": [
+        Case(Layout(pp=2, dp_shard=2, **_ZERO_BUBBLE)),
+        Case(Layout(pp=2, dp_shard=2, ep=2, **_ZERO_BUBBLE)),
     ],
     "decoder with experts and latents": [
         *_ENDS,
         Case(Layout(ring=2, fold_sp="none")),
         Case(Layout(ulysses=2)),
         Case(Layout(pp=2, dp_shard=2), recompute="full"),
+        Case(Layout(tp=2), recompute="selective"),
         Case(Layout(dp_shard=2, tp=2), recompute="selective"),
-        Case(compiled=True),
+        Case(Layout(dp_shard=4, tp=2), compiled=True),
     ],
     "decoder with latents, none of queries": [*_ENDS[1:2], Case(Layout(ulysses=2, tp=2))],
     "decoder like Gemma's": [
         Case(Layout(ring=2, fold_sp="none"), recompute="selective"),
+        Case(Layout(dp_shard=2)),
+        Case(Layout(tp=2), recompute="full"),
         Case(Layout(dp_shard=2, tp=2), recompute="full"),
         Case(Layout(pp=2)),
     ],
@@ -520,6 +528,7 @@ _CASES: dict[str, list[Case]] = {
     "decoder like GPT-2's": [
         Case(Layout(dp_shard=2, tp=2), recompute="selective"),
         Case(Layout(pp=2, tp=2)),
+        Case(Layout(pp=2)),
         Case(Layout(ulysses=2)),
     ],
     "decoder and losses of tokens": [

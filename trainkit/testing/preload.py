@@ -12,6 +12,7 @@ from importlib.util import find_spec
 MODULES = (
     "networkx",  # these two are what compiling loads: 2 s in each rank
     "torch._inductor.pattern_matcher",
+    "einops._torch_specific",
     "torch.distributed.checkpoint",
     "torch.distributed.device_mesh",
     "torch.distributed.fsdp",
@@ -32,7 +33,10 @@ for _name in MODULES:
     import_module(_name)
 if find_spec("tyro"):  # an extra
     import_module("tyro")
-# numba's first calls: 0.5 s in each rank that packs and collates, or once here.
+# numba's first calls: 0.5 s in each rank that packs, collates and fills weights, or once here.
 import_module("trainkit.testing.builtin").decoder_batch(0)
+import_module("trainkit.testing.train").certificate_weights("warm", (2, 2), (0, 0))
+with import_module("torch._subclasses").FakeTensorMode():  # DTensor's: 0.1 s in each rank
+    import_module("torch").empty(1)
 gc.collect()
 gc.freeze()  # a rank's garbage collector need not walk through what is there for good
