@@ -7,6 +7,7 @@ import json
 import os
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 from unittest import mock
 
@@ -54,16 +55,23 @@ def load(recipe):
     return module
 
 
-def here(flags, recipe="pretrain"):
+def with_layers(count):
+    """Patch the sizes of decoders: all have so many layers, which is what a step's time goes by."""
+    return mock.patch("trainkit.models.decoder_config", partial(decoder_config, layers=count))
+
+
+def here(flags, recipe="pretrain", *, layers=2, drawn=False):
     """Run a recipe in this process; return its exit code, and what it printed or said on stderr.
 
-    Its loss is not drawn, which takes longer than the steps; `run` draws it.
+    Its loss is drawn only where it is asked for: that takes longer than the steps.
     """
     out, err = io.StringIO(), io.StringIO()
+    draw = contextlib.nullcontext() if drawn else mock.patch("trainkit.runtime.run.plot_loss")
     with (
         contextlib.redirect_stdout(out),
         contextlib.redirect_stderr(err),
-        mock.patch("trainkit.runtime.run.plot_loss"),
+        with_layers(layers),
+        draw,
     ):
         try:
             with report_errors():  # as `leave` does, which would end this process
@@ -73,13 +81,13 @@ def here(flags, recipe="pretrain"):
     return code or 0, out.getvalue()
 
 
-def several(runs, recipe="pretrain"):
+def several(runs, recipe="pretrain", **options):
     """Run a recipe once for each list of flags, on the same ranks; return what `here` does.
 
     No load is drawn either, for which all ranks would wait.
     """
     with mock.patch("trainkit.runtime.run.plot_load"):
-        return [here(flags, recipe) for flags in runs]
+        return [here(flags, recipe, **options) for flags in runs]
 
 
 def assert_equal_runs(found, wanted, *, steps=None, about=""):
