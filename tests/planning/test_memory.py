@@ -194,7 +194,7 @@ RANKS_BESIDE = [
     (Layout(dp_shard=2), job(latent(), rows=4)),
     (Layout(tp=2), job(latent(), row_length=128)),
     (Layout(tp=2), job(latent({"query_rank": None}), row_length=128, recompute="full")),
-    (Layout(ring=2), job(latent(), row_length=256)),
+    (Layout(ring=2), job(latent(layers=4), row_length=256)),
 ]
 CHOICES = [
     (Layout(ring=2, fold_sp="none"), job(row_length=128)),
