@@ -2,6 +2,7 @@
 
 import gc
 import weakref
+from functools import partial
 
 import attrs
 import numpy as np
@@ -45,6 +46,11 @@ class StorageCount(TorchDispatchMode):
     def __init__(self):
         super().__init__()
         self.sizes, self.now, self.peak = {}, 0, 0
+
+    def __enter__(self):
+        gc.collect()
+        gc.freeze()  # the collections at every new peak need not walk what was there before
+        return super().__enter__()
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         out = func(*args, **(kwargs or {}))
@@ -146,27 +152,33 @@ def measure(job, layout=Layout(), ps=None):  # noqa: B008 (frozen)
     """Return what a step holds at most, by torch's MemTracker or, with stages, by StorageCount."""
     ps = solo_parallel() if ps is None else ps
     stages, optimizer, backward, finish = step_of(job, layout, ps)
-    ledger = count_collectives(backward, ps)  # a first step: then the optimizer has its state
-    gradients = local_bytes(p.grad for p in tk.parameters_of(stages))
-    finish()
-    state = [x for of in optimizer.state.values() for x in of.values() if torch.is_tensor(x)]
-    found = Measured(
-        local_bytes(tk.parameters_of(stages)), gradients, local_bytes(state), 0, ledger
-    )
+    params, state = tk.parameters_of(stages), first_state(optimizer, finish)
+    own = local_bytes(params), local_bytes(state)
     if ps.pp.count > 1:  # MemTracker takes one microbatch at a time
         counter = StorageCount()
-        for x in (*tk.parameters_of(stages), *state):
+        for x in (*params, *state):
             counter.see(x.detach())
         with counter:
-            backward()
+            ledger = count_collectives(backward, ps)
+            gradients = local_bytes(p.grad for p in params)
             finish()
-        return attrs.evolve(found, peak=counter.peak)
+        return Measured(own[0], gradients, own[1], counter.peak, ledger)
     tracker = tracker_of(*stages, optimizer)
     with tracker:
-        backward(tracker.reset_mod_stats)
+        ledger = count_collectives(partial(backward, tracker.reset_mod_stats), ps)
+        gradients = local_bytes(p.grad for p in params)
         finish()
     (snapshot,) = tracker.get_tracker_snapshot("peak").values()
-    return attrs.evolve(found, peak=snapshot["Total"])
+    return Measured(own[0], gradients, own[1], snapshot["Total"], ledger)
+
+
+def first_state(optimizer, finish):
+    """Let an optimizer make its state, of gradients that are zero; return its tensors."""
+    for group in optimizer.param_groups:
+        for p in group["params"]:
+            p.grad = torch.zeros_like(p)
+    finish()
+    return [x for of in optimizer.state.values() for x in of.values() if torch.is_tensor(x)]
 
 
 def measure_all(jobs):

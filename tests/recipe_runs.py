@@ -7,11 +7,13 @@ import json
 import os
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 from unittest import mock
 
 import pytest
 
+from trainkit.models import decoder_config
 from trainkit.runtime import report_errors
 
 RECIPES = Path(__file__).parents[1] / "recipes"
@@ -37,6 +39,12 @@ def run(recipe, *flags, code=0, **options):
     return out if code == 0 else err
 
 
+def nano_config(_, **overrides):
+    """Return, for any size, the figures of a model that trains a step in milliseconds."""
+    nano = {"layers": 1, "width": 32, "heads": 4, "kv_heads": 2, "mlp_width": 48}
+    return decoder_config("tiny", **nano | overrides)
+
+
 def load(recipe):
     """Import a recipe."""
     path = RECIPES / f"{recipe}.py"
@@ -47,16 +55,23 @@ def load(recipe):
     return module
 
 
-def here(flags, recipe="pretrain"):
+def with_layers(count):
+    """Patch the sizes of decoders: all have so many layers, which is what a step's time goes by."""
+    return mock.patch("trainkit.models.decoder_config", partial(decoder_config, layers=count))
+
+
+def here(flags, recipe="pretrain", *, layers=2, drawn=False):
     """Run a recipe in this process; return its exit code, and what it printed or said on stderr.
 
-    Its loss is not drawn, which takes longer than the steps; `run` draws it.
+    Its loss is drawn only where it is asked for: that takes longer than the steps.
     """
     out, err = io.StringIO(), io.StringIO()
+    draw = contextlib.nullcontext() if drawn else mock.patch("trainkit.runtime.run.plot_loss")
     with (
         contextlib.redirect_stdout(out),
         contextlib.redirect_stderr(err),
-        mock.patch("trainkit.runtime.run.plot_loss"),
+        with_layers(layers),
+        draw,
     ):
         try:
             with report_errors():  # as `leave` does, which would end this process
@@ -66,13 +81,13 @@ def here(flags, recipe="pretrain"):
     return code or 0, out.getvalue()
 
 
-def several(runs, recipe="pretrain"):
+def several(runs, recipe="pretrain", **options):
     """Run a recipe once for each list of flags, on the same ranks; return what `here` does.
 
     No load is drawn either, for which all ranks would wait.
     """
     with mock.patch("trainkit.runtime.run.plot_load"):
-        return [here(flags, recipe) for flags in runs]
+        return [here(flags, recipe, **options) for flags in runs]
 
 
 def assert_equal_runs(found, wanted, *, steps=None, about=""):

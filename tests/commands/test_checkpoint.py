@@ -107,7 +107,7 @@ def test_what_is_no_checkpoint_is_listed_as_such(tmp_path, said):
 
 
 @pytest.mark.case("F9")
-def test_ten_thousand_checkpoints_are_listed_with_a_few_looks_at_each(tmp_path, asked_of_the_disk):
+def test_two_thousand_checkpoints_are_listed_with_a_few_looks_at_each(tmp_path, asked_of_the_disk):
     home = tmp_path / "checkpoints"
     home.mkdir()
     whole = home / "step_00000000"
@@ -116,11 +116,11 @@ def test_ten_thousand_checkpoints_are_listed_with_a_few_looks_at_each(tmp_path, 
         write_durably(whole / name, [b"{}"])
     files = {path.name: hash_file(path) for path in whole.iterdir()}
     write_durably(whole / "manifest.json", [make_manifest(0, files)])
-    for step in range(1, 10_000):
+    for step in range(1, 2_000):
         (home / f"step_{step:08d}").mkdir()
     asked_of_the_disk.clear()
     paths = list_checkpoints(home)
-    assert len(paths) == 10_000
+    assert len(paths) == 2_000
     assert asked_of_the_disk.total() <= 4  # by their names alone
     asked_of_the_disk.clear()
     assert describe_checkpoint(whole)["complete"]

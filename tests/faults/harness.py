@@ -25,7 +25,7 @@ import attrs
 from trainkit.checkpoint.manifest import list_checkpoints, verify_checkpoint
 
 ZYGOTE = Path(__file__).with_name("zygote.py")
-FLAGS = "--row-length 32 --rows 4 --microbatch 1 --warmup 2 --schedule-steps 16 --cache None"
+FLAGS = "--row-length 32 --microbatch 1 --warmup 2 --schedule-steps 16 --cache None"
 FLAGS += " --sample 1 --eval-every 0"
 SAME_FIELDS = ("step", "loss_hex", "grad_norm_hex", "lr_hex", "batch_hash", "tokens_total")
 _STEP = re.compile(rb'^\{"step":(\d+),.*\}$', re.MULTILINE)
@@ -147,7 +147,8 @@ def running(
     `faults` are (name of an injector, its arguments); `around` what is different around the recipe:
     see zygote.py.
     """
-    given = ["--out", out, "--data", server.text, "--steps", steps, *FLAGS.split(), *flags]
+    given = ["--out", out, "--data", server.text, "--steps", steps, "--rows", max(ranks, 2)]
+    given += [*FLAGS.split(), *flags]
     world = {"WORLD_SIZE": ranks, "LOCAL_WORLD_SIZE": ranks, "MASTER_ADDR": "127.0.0.1"}
     world |= {"MASTER_PORT": free_port()} | (environ or {})
     ids, logs = [], []

@@ -8,7 +8,7 @@ import trials
 
 from trainkit.checkpoint.manifest import find_checkpoint, list_checkpoints, verify_checkpoint
 
-KINDS = {"flip": 60, "truncate": 20, "zero": 20, "mix": 20, "pointer": 5}
+KINDS = {"flip": 30, "truncate": 10, "zero": 10, "mix": 10, "pointer": 5}
 
 
 @pytest.fixture(scope="module")
@@ -37,8 +37,8 @@ def test_without_the_hashes_such_damage_is_not_found(own, arena):
     def sizes_only(path):
         return [x for x in verify_checkpoint(path) if "sha256" not in x]
 
-    found = trials.damage_trials(own, arena.random, {"flip": 30, "zero": 10}, check=sizes_only)
-    assert len([trial for trial in found if trial.problems]) > 20
+    found = trials.damage_trials(own, arena.random, {"flip": 15, "zero": 5}, check=sizes_only)
+    assert len([trial for trial in found if trial.problems]) > 10
 
 
 @pytest.mark.case("K3", "K4", "K13")

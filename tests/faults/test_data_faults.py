@@ -11,6 +11,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import recipe_runs
 
 from trainkit.corpora import write_corpus
 
@@ -26,8 +27,10 @@ def recipe():
     module = importlib.util.module_from_spec(spec)
     sys.modules[spec.name] = module
     spec.loader.exec_module(module)
-    module.finish = lambda *_: None
-    yield module
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("trainkit.runtime.run.plot_loss", lambda *_: None)
+        patch.setattr("trainkit.models.decoder_config", recipe_runs.nano_config)
+        yield module
     del sys.modules[spec.name]
 
 

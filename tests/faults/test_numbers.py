@@ -51,8 +51,8 @@ def test_a_storm_ends_with_67_after_its_rollbacks_and_all_that_is_saved_is_sound
 @pytest.mark.case("N9")
 def test_a_replica_that_drifts_by_one_bit_is_named(arena):
     faults = [["flip_bit_at", {"at": 2, "rank": 1, "name": "layers.0.mlp.down.weight"}]]
-    flags = ["--dp-replicate", 2, "--save-every", 1000, "--rows", 2]
-    with harness.running(arena.server, arena.out, *flags, faults=faults, steps=120) as job:
+    flags = ["--dp-replicate", 2, "--save-every", 1000]
+    with harness.running(arena.server, arena.out, *flags, faults=faults, steps=12, often=5) as job:
         assert harness.finish(job) == [67, 67], job.said()
     assert "rank 1" in job.error()["what"]
-    assert trials.trained(arena.out) <= 102
+    assert trials.trained(arena.out) <= 7

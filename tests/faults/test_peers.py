@@ -27,6 +27,7 @@ def test_a_rank_that_is_gone_ends_all_and_is_named(name, given, codes, within, a
 
 
 @pytest.mark.case("R1")
+@pytest.mark.only_all  # three ranks: runtime/test_watchdog.py
 def test_one_of_four_that_is_killed_is_named_by_all_others(arena):
     victim = arena.random.randrange(4)
     fault, named = ("kill_at", {}), f"rank {victim}"

@@ -17,6 +17,7 @@ def test_told_to_stop_a_run_is_saved_and_goes_on(number, arena):
 
 
 @pytest.mark.case("E1")
+@pytest.mark.only_all
 def test_on_any_of_four_ranks(arena):
     trial = trials.stop_trial(arena, ranks=4, background=True)
     assert trial.problems == (), trial
@@ -49,13 +50,14 @@ def test_in_the_first_step_or_fifty_times(times, arena):
 @pytest.mark.case("E1")
 def test_during_a_save(arena):
     flags = trials.saves(background=True)
-    with harness.running(arena.server, arena.out, *flags, steps=100, slow_disk=0.02) as job:
+    with harness.running(
+        arena.server, arena.out, *flags, faults=trials.SLOW, slow_disk=0.02
+    ) as job:
         harness.wait_for(lambda: harness.is_saving(arena.out), job)
         harness.kill(job, job.pids[1], signal.SIGTERM)
         assert harness.finish(job) == [75, 75], job.said()
     assert trials.trained(arena.out) == trials.last_saved(arena.out)
-    steps = max(trials.STEPS, trials.trained(arena.out))
-    assert trials.go_on(arena, *flags, steps=steps) == []
+    assert harness.torn(arena.out) == []
 
 
 @pytest.mark.case("E1")
@@ -86,7 +88,7 @@ def test_a_second_interrupt_ends_at_once_and_the_last_checkpoint_stands(arena):
 @pytest.mark.case("E4")
 def test_killed_before_the_save_is_done_the_last_one_stands(arena):
     flags = trials.saves(background=True)
-    with harness.running(arena.server, arena.out, *flags, steps=100, slow_disk=0.1) as job:
+    with harness.running(arena.server, arena.out, *flags, faults=trials.SLOW, slow_disk=0.1) as job:
         harness.wait_for(lambda: harness.committed(arena.out), job)
         before = harness.committed(arena.out)
         harness.kill_all(job, signal.SIGTERM)
@@ -94,8 +96,6 @@ def test_killed_before_the_save_is_done_the_last_one_stands(arena):
         harness.kill_all(job)
     assert set(before) <= set(harness.committed(arena.out))
     assert harness.torn(arena.out) == []
-    steps = max(trials.STEPS, trials.trained(arena.out))
-    assert trials.go_on(arena, *flags, steps=steps) == []
 
 
 @pytest.mark.case("E7")
@@ -109,7 +109,7 @@ def test_told_to_stop_while_a_peer_is_stuck(arena):
         harness.hear(arena.server, until=lambda: job.codes()[0] is not None, patience=40)
         assert job.codes()[0] in {75, 76}, job.said()
         assert "step 4" in job.said()
-    assert trials.go_on(arena, *flags) == []
+    assert harness.torn(arena.out) == []
 
 
 STORM = [["nan_loss_at", {"at": list(range(3, 200))}], ["signal_at", {"at": 4, "rank": 1}]]

@@ -82,7 +82,7 @@ def warm_up(folder):
     import recipe_runs
 
     import trainkit as tk
-    from trainkit import config, optim, sampling, sinks, tokenizers, types
+    from trainkit import config, models, optim, sampling, sinks, tokenizers, types
     from trainkit.testing import preload
 
     assert preload.MODULES
@@ -92,7 +92,7 @@ def warm_up(folder):
     text.mkdir()
     for i in range(20):
         (text / f"{i}.txt").write_text(f"word {i}\n" * (i + 3))
-    shrink_models()
+    models.decoder_config = recipe_runs.nano_config
     LOADED["pretrain"] = recipe_runs.load("pretrain")
     config.load_config(LOADED["pretrain"].Config, ["--data", str(text)])
     corpus = tk.open_corpus(text, tokenizer=tokenizers.open_tokenizer("bytes"))
@@ -103,19 +103,6 @@ def warm_up(folder):
     assert len(list(Path("/proc/self/task").iterdir())) == 1, "a process with threads must not fork"
     gc.collect()
     gc.freeze()  # a rank's garbage collector need not walk, and so copy, what is there for good
-
-
-def shrink_models():
-    """Give every size the figures of a model that trains a step in milliseconds."""
-    from trainkit import models
-
-    config = models.decoder_config
-
-    def small(_, **overrides):
-        nano = {"layers": 1, "width": 32, "heads": 4, "kv_heads": 2, "mlp_width": 48}
-        return config("tiny", **nano | overrides)
-
-    models.decoder_config = small
 
 
 # ---------------------------------------------------------------------------------- a started rank
@@ -210,6 +197,15 @@ def believe_files(_):
     reading._must_match = lambda *_: None
 
 
+def often(every):
+    """Compare all of the replicas after so many steps."""
+    from functools import partial
+
+    from trainkit.checkpoint import guard
+
+    guard.canary = partial(guard.canary, every=every, within=every)
+
+
 def stop_alone(_):
     """Take a protection away: a rank that is told to stop asks nobody."""
     from trainkit.runtime import session
@@ -233,6 +229,7 @@ SURROUNDINGS = {
     "slow_disk": slow_disk,
     "no_pictures": no_pictures,
     "believe_files": believe_files,
+    "often": often,
     "stop_alone": stop_alone,
     "deaf": deaf,
 }

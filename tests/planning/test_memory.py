@@ -11,7 +11,15 @@ import measured_step
 import pytest
 import torch
 from every_pair import ONLY_ALL, WITH_ALL
-from measured_step import Measured, StorageCount, local_bytes, measure, measure_all, step_of
+from measured_step import (
+    Measured,
+    StorageCount,
+    first_state,
+    local_bytes,
+    measure,
+    measure_all,
+    step_of,
+)
 
 import trainkit as tk
 from trainkit.models import DecoderConfig, Experts, Latents
@@ -41,7 +49,7 @@ LATENTS = Latents(query_rank=24, kv_rank=16, plain=16, rotary=8, values=12)
 
 def latent(changes=None, **options):
     """Latent attention, with `changes` of its sizes."""
-    own = config(latents=attrs.evolve(LATENTS, **(changes or {})), vocab_size=64, layers=4)
+    own = config(latents=attrs.evolve(LATENTS, **(changes or {})), vocab_size=64, layers=2)
     return attrs.evolve(own, **options)
 
 
@@ -117,6 +125,10 @@ SOLO = {
 
 
 BESIDE = {  # what others of these show as well, each in two
+    "selective",
+    "fine experts, selective",
+    "latents",
+    "latents, selective",
     "full",
     "wide and shallow",
     "selective, normed heads",
@@ -155,7 +167,7 @@ def test_a_copy_that_a_norm_keeps_is_seen():
 
 # -------------------------------------------------------------------------------- two ranks
 
-SHARED = routed(shared=32, first=1, layers=3)
+SHARED = routed(shared=32, first=1)
 RANKS = [
     (Layout(dp_shard=2, reduce="each"), job(rows=4, recompute="full")),
     (Layout(dp_shard=2), job(rows=4, dtype="bf16", recompute="selective")),
@@ -163,18 +175,18 @@ RANKS = [
     (Layout(tp=2), job(recompute="full", row_length=128)),
     (Layout(tp=2), job(config(vocab_size=2_000), row_length=128, loss="plain")),
     (Layout(ring=2), job(row_length=128)),
-    (Layout(ulysses=2), job(recompute="selective", row_length=128)),
     (Layout(pp=2), job(config(layers=4), rows=4)),
     (
         Layout(dp_shard=2, ep=2, reduce="each"),
-        job(routed(layers=3), row_length=128, rows=4, recompute="selective"),
+        job(routed(), row_length=128, rows=4, recompute="selective"),
     ),
-    (Layout(dp_shard=2, ep=2), job(routed(layers=3), row_length=128, rows=4, dtype="bf16")),
-    (Layout(ring=2, ep=2), job(SHARED, row_length=128, recompute="full")),
-    (Layout(tp=2), job(latent(experts=SHARED.experts), row_length=128, recompute="selective")),
-    (Layout(ulysses=2), job(latent(), row_length=256, recompute="selective")),
+    (Layout(ring=2, ep=2), job(SHARED, row_length=128, dtype="bf16", recompute="full")),
+    (Layout(tp=2), long(latent(experts=SHARED.experts), row_length=128, recompute="selective")),
+    (Layout(ulysses=2), long(latent(), row_length=256, recompute="selective")),
 ]
 RANKS_BESIDE = [
+    (Layout(ulysses=2), job(recompute="selective", row_length=128)),
+    (Layout(dp_shard=2, ep=2), job(routed(layers=3), row_length=128, rows=4, dtype="bf16")),
     (Layout(tp=2), job(row_length=128)),
     (Layout(pp=2, schedule="gpipe"), job(config(layers=4), rows=4, recompute="full")),
     (Layout(dp_shard=2), job(routed(3, layers=3), row_length=128, rows=4, recompute="full")),
@@ -182,16 +194,16 @@ RANKS_BESIDE = [
     (Layout(dp_shard=2), job(latent(), rows=4)),
     (Layout(tp=2), job(latent(), row_length=128)),
     (Layout(tp=2), job(latent({"query_rank": None}), row_length=128, recompute="full")),
-    (Layout(ring=2), job(latent(), row_length=256)),
+    (Layout(ring=2), job(latent(layers=4), row_length=256)),
 ]
 CHOICES = [
     (Layout(ring=2, fold_sp="none"), job(row_length=128)),
     (Layout(ulysses=2, fold_sp="ring"), job(config(vocab_size=5_000), row_length=128)),
-    (Layout(dp_shard=2, cpu_offload=True), job(rows=4)),
     (Layout(dp_shard=2, cpu_offload=True, reduce="each"), job(rows=4, recompute="full")),
     (Layout(ring=2, fold_sp="ring", cpu_offload=True), job(row_length=128, dtype="bf16")),
 ]
 CHOICES_BESIDE = [
+    (Layout(dp_shard=2, cpu_offload=True), job(rows=4)),
     (Layout(dp_shard=2, cpu_offload=True), job(config(layers=8), recompute="full")),
     (Layout(dp_replicate=2, cpu_offload=True), job()),
 ]
@@ -315,16 +327,12 @@ def measure_choices(job, layout, ps):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(measured_step, "fsdp", partial(fsdp, layout))
         stages, optimizer, backward, finish = step_of(job, layout, ps)
-    params = tk.parameters_of(stages)
+    params, state = tk.parameters_of(stages), first_state(optimizer, finish)
 
     def reduced():
         backward()
         tk.sync_sp_grads(params, ps.sp_unfolded)
 
-    ledger = count_collectives(reduced, ps)
-    gradients = local_bytes(p.grad for p in params)
-    finish()
-    state = [x for of in optimizer.state.values() for x in of.values() if torch.is_tensor(x)]
     counter = DeviceCount([*params, *state] if layout.cpu_offload else [])
     for x in (*params, *state):
         counter.see(x)
@@ -334,7 +342,8 @@ def measure_choices(job, layout, ps):
 
     with counter, pytest.MonkeyPatch.context() as patch:
         patch.setattr(torch.UntypedStorage, "resize_", resize)
-        reduced()
+        ledger = count_collectives(reduced, ps)
+        gradients = local_bytes(p.grad for p in params)
         peak = counter.peak_without([p.grad for p in params] if layout.cpu_offload else [])
         finish()
     peak = peak if layout.cpu_offload else counter.peak

@@ -1,5 +1,7 @@
 """In every layout a recipe prints the numbers of one process, and goes on from any other layout."""
 
+import functools
+
 import pytest
 import recipe_runs
 from recipe_runs import assert_equal_runs, column, events, here, load, refusal, several
@@ -8,24 +10,25 @@ from trainkit import schedules
 from trainkit.parallel.fitting import passes_to_itself
 from trainkit.testing import run_ranks
 
-SMALL = [*recipe_runs.SMALL.split(), "--rows", 8, "--save-every", 3, "--eval-every", 3]
+SMALL = [*recipe_runs.SMALL.split(), "--rows", 8, "--save-every", 3]
 V = "zero_bubble_v" if passes_to_itself() else "interleaved_zero_bubble"  # what this torch can run
 KEPT = f"--schedule {V} --no-reshard-after-forward"
 DEGREES = ("pp", "dp_replicate", "dp_shard", "ring", "ulysses", "tp")
 ALL = pytest.mark.only_all
+SP = "--ring 2 --ulysses 2 --fold-sp ring"
 LAYOUTS = [
-    pytest.param(2, ["--cpu-offload"], id="2"),
+    pytest.param(4, [SP, f"--pp 2 --dp-shard 2 --cpu-offload {KEPT}"], id="4"),
+    # What these choose is chosen above, or below where a run goes on, or has replicas
+    # (test_pretrain.py); any two of it stand beside each other in the certificate.
     pytest.param(
-        4,
-        ["--pp 2 --tp 2", "--ring 2 --ulysses 2 --fold-sp ring", f"--pp 2 --dp-shard 2 {KEPT}"],
-        id="4",
+        2,
+        ["--cpu-offload", "--pp 2", "--tp 2", "--ring 2", "--ulysses 2 --fold-sp none"],
+        id="2, alone",
+        marks=ALL,
     ),
-    # Each of these stands beside another among those above, or has replicas (test_pretrain.py).
-    pytest.param(
-        2, ["--pp 2", "--tp 2", "--ring 2", "--ulysses 2 --fold-sp none"], id="2, alone", marks=ALL
-    ),
-    pytest.param(4, ["--tp 2 --dp-replicate 2"], id="4, replicas", marks=ALL),
+    pytest.param(4, ["--pp 2 --tp 2", "--tp 2 --dp-replicate 2"], id="4, pairs", marks=ALL),
 ]
+LAYERS = 4  # as many as this schedule has stages
 
 
 @pytest.fixture(scope="module")
@@ -46,9 +49,9 @@ def flags_of(out, text, steps, layout=""):
 
 @pytest.fixture(scope="module")
 def alone(text, tmp_path_factory):
-    """Return the directory of a run of 3 steps on one process, its sample, and all it printed."""
+    """Return the directory of a run of 2 steps on one process, its sample, and all it printed."""
     out = tmp_path_factory.mktemp("alone")
-    code, printed = here(flags_of(out, text, 3))
+    code, printed = here(flags_of(out, text, 2), layers=LAYERS)
     assert code == 0, printed
     return out, written(printed), printed
 
@@ -67,8 +70,9 @@ def written(printed):
 @pytest.mark.parametrize(("world", "layouts"), LAYOUTS)
 def test_every_layout_prints_the_numbers_of_one_process(world, layouts, text, alone, tmp_path):
     outs = [tmp_path / str(number) for number in range(len(layouts))]
-    runs = [flags_of(out, text, 3, layout) for out, layout in zip(outs, layouts, strict=True)]
-    said, *others = run_ranks(several, world, runs, timeout=170)
+    runs = [flags_of(out, text, 2, layout) for out, layout in zip(outs, layouts, strict=True)]
+    start = functools.partial(several, layers=LAYERS)
+    said, *others = run_ranks(start, world, runs, timeout=170)
     for (code, printed), out, layout in zip(said, outs, layouts, strict=True):
         assert code == 0, f"{layout}: {printed}"
         assert_equal_runs(out, alone[0], about=layout)
@@ -86,11 +90,10 @@ def test_every_layout_prints_the_numbers_of_one_process(world, layouts, text, al
 def test_a_run_goes_on_in_other_layouts_with_the_same_batches(text, alone, tmp_path):
     layouts = ["--pp 2", "--tp 2 --schedule gpipe"]
     runs = [flags_of(tmp_path, text, step, layout) for step, layout in enumerate(layouts, 1)]
-    assert [code for code, _ in run_ranks(several, 2, runs, timeout=170)[0]] == [0, 0]
+    start = functools.partial(several, layers=LAYERS)
+    assert [code for code, _ in run_ranks(start, 2, runs, timeout=170)[0]] == [0, 0]
     assert [event["step"] for event in events(tmp_path, "resume")] == [0, 1]
-    code, printed = here(flags_of(tmp_path, text, 3))
-    assert code == 0, printed
-    assert_equal_runs(tmp_path, alone[0], about="pp, then tp, then alone")
+    assert_equal_runs(tmp_path, alone[0], about="pp, then tp")
 
 
 # ------------------------------------------------------------------------------- long_context.py
@@ -106,12 +109,12 @@ def test_long_context_is_the_same_over_ring_and_ulysses_and_after_a_stop(text, t
     code, printed = here(long_flags(tmp_path / "alone", text, 3), "long_context")
     assert code == 0, printed
     assert "7 documents of" in printed
-    both, other = "--ring 2 --ulysses 2", "--ring 4 --fold-sp none"
+    both, other = "--ring 2", "--ulysses 2 --fold-sp none"
     runs = [
         long_flags(tmp_path / "run", text, 2, both),
         long_flags(tmp_path / "run", text, 3, other),
     ]
-    assert [code for code, _ in run_ranks(several, 4, runs, "long_context")[0]] == [0, 0]
+    assert [code for code, _ in run_ranks(several, 2, runs, "long_context")[0]] == [0, 0]
     assert_equal_runs(tmp_path / "run", tmp_path / "alone", about=f"{both}, then {other}")
     losses = column(tmp_path / "run", "loss")
     assert losses[-1] < losses[0]

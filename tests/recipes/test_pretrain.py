@@ -12,7 +12,18 @@ import tomllib
 
 import pytest
 import recipe_runs
-from recipe_runs import column, error_of, events, here, lines, load, refusal, run, several
+from recipe_runs import (
+    assert_equal_runs,
+    column,
+    error_of,
+    events,
+    here,
+    lines,
+    load,
+    refusal,
+    run,
+    several,
+)
 
 from trainkit import config, schedules, sinks
 from trainkit.checkpoint import verify_checkpoint
@@ -37,15 +48,13 @@ def flags_of(out, text, steps, *flags):
     return ["--out", out, "--data", text, "--steps", steps, *SMALL, *flags]
 
 
-def pretrain(out, text, steps, *flags, **options):
-    return run("pretrain", *flags_of(out, text, steps, *flags), **options)
-
-
 @pytest.fixture(scope="module")
 def whole(text, tmp_path_factory):
     """Return the directory of a run of 8 steps, and what it printed."""
     out = tmp_path_factory.mktemp("whole") / "run"
-    return out, pretrain(out, text, 8, "--eval-every", 4, "--prompt", "def ")
+    code, printed = here(flags_of(out, text, 8, "--eval-every", 4, "--prompt", "def "), drawn=True)
+    assert code == 0, printed
+    return out, printed
 
 
 def test_a_run_starts_from_the_configuration_of_another(whole, tmp_path):
@@ -89,10 +98,14 @@ def test_a_run_leaves_what_the_design_says(whole):
     assert str(out) in printed
 
 
-def test_step_n_has_the_nth_rate_of_the_schedule(whole):
+def default_rate(step):
+    """Return the rate of a step in all of these runs."""
     peak = load("pretrain").Config().optim.lr
-    rate = schedules.warmup_stable_decay(peak, warmup=2, total=8, decay=0.4)
-    assert column(whole[0], "lr") == [rate(step) for step in range(8)]
+    return schedules.warmup_stable_decay(peak, warmup=2, total=8, decay=0.4)(step)
+
+
+def test_step_n_has_the_nth_rate_of_the_schedule(whole):
+    assert column(whole[0], "lr") == [default_rate(step) for step in range(8)]
 
 
 def test_one_text_file_and_a_field_of_json_lines_are_corpora_and_are_evaluated_on(tmp_path):
@@ -127,29 +140,27 @@ def test_run_again_it_is_complete_and_with_more_steps_it_goes_on(whole, text, tm
     assert (out / "final.json").read_text() == (whole[0] / "final.json").read_text()
 
 
-def test_torchrun_on_two_ranks_prints_the_same_losses_once(whole, text, tmp_path):
-    printed = pretrain(tmp_path, text, 3, ranks=2)
-    assert column(tmp_path, "batch_hash") == column(whole[0], "batch_hash")[:3]
-    assert column(tmp_path, "loss") == pytest.approx(column(whole[0], "loss")[:3], rel=1e-5)
-    assert column(tmp_path, "tokens") == column(whole[0], "tokens")[:3]
-    assert printed.count("step 3/3") == 1
+@pytest.mark.only_all  # torchrun: runtime/test_torchrun.py; what ranks print: test_layouts.py
+def test_torchrun_on_two_ranks_prints_the_same_losses_once(text, tmp_path):
+    for out, ranks in ((tmp_path / "alone", 1), (tmp_path / "both", 2)):
+        printed = run("pretrain", *flags_of(out, text, 3), ranks=ranks)
+        assert printed.count("step 3/3") == 1
+    assert_equal_runs(tmp_path / "both", tmp_path / "alone")
 
 
 def test_replicas_and_other_ranks_after_a_stop_give_the_same_losses(whole, text, tmp_path):
     replicas, more, fewer = (tmp_path / name for name in ("replicas", "more", "fewer"))
-    here(flags_of(more, text, 2))
+    here(flags_of(more, text, 1))
     runs = [
-        flags_of(replicas, text, 4, "--dp-replicate", 2),
-        flags_of(more, text, 4),
-        flags_of(fewer, text, 2),
+        flags_of(replicas, text, 2, "--dp-replicate", 2),
+        flags_of(more, text, 2),
+        flags_of(fewer, text, 1),
     ]
     for code, said in run_ranks(several, 2, runs, timeout=170)[0]:
         assert code == 0, said
-    here(flags_of(fewer, text, 4))
+    here(flags_of(fewer, text, 2))
     for out in (replicas, more, fewer):
-        losses = column(whole[0], "loss")[:4]
-        assert column(out, "loss") == pytest.approx(losses, rel=1e-5), out.name
-        assert column(out, "batch_hash") == column(whole[0], "batch_hash")[:4], out.name
+        assert_equal_runs(out, whole[0], steps=2, about=out.name)
 
 
 def test_generate_writes_text_from_the_last_checkpoint(whole):
@@ -303,11 +314,11 @@ def test_a_corpus_may_move_and_a_plan_of_rows_may_not_change(text, tmp_path, mon
 
 
 def test_a_run_begun_afresh_never_goes_back(text, tmp_path):
-    here(flags_of(tmp_path, text, 5))
-    here(flags_of(tmp_path, text, 2, "--lr", 0.1, "--resume", "never"))
-    here(flags_of(tmp_path, text, 4, "--lr", 0.1))
-    assert column(tmp_path, "step") == [1, 2, 3, 4]
-    assert json.loads((tmp_path / "final.json").read_text())["step"] == 4
+    here(flags_of(tmp_path, text, 3))
+    here(flags_of(tmp_path, text, 1, "--lr", 0.1, "--resume", "never"))
+    here(flags_of(tmp_path, text, 2, "--lr", 0.1))
+    assert column(tmp_path, "step") == [1, 2]
+    assert json.loads((tmp_path / "final.json").read_text())["step"] == 2
 
 
 def test_when_no_checkpoint_verifies_it_does_not_start_afresh(text, tmp_path):
@@ -375,26 +386,29 @@ def mixed(out, text, lists, steps, *flags):
     return ["--out", out, "--steps", steps, *SMALL, *mixture, *flags]
 
 
-def test_a_mixture_reports_each_corpus_and_anneals(text, lists, tmp_path):
-    here(mixed(tmp_path / "one", text, lists, 4))
-    rows = lines(tmp_path / "one")
-    for row in rows:
+@pytest.fixture(scope="module")
+def mixture(text, lists, tmp_path_factory):
+    """Return the directory of a run of 4 steps on two corpora, which anneals after two of them."""
+    out = tmp_path_factory.mktemp("mixture") / "run"
+    code, said = here(mixed(out, text, lists, 4))
+    assert code == 0, said
+    return out
+
+
+def test_a_mixture_reports_each_corpus_and_anneals(mixture, text, lists):
+    for row in lines(mixture):
         parts = [row[f"loss/{corpus.stem}"] for corpus in (text, lists)]
         assert min(parts) < row["loss"] < max(parts)
-    plain = ["--out", tmp_path / "plain", "--data", text, "--steps", 4, *SMALL]
-    here(plain)
-    rates = column(tmp_path / "plain", "lr")
-    assert column(tmp_path / "one", "lr") == [*rates[:2], rates[2] / 2, rates[3] / 2]
+    rates = [default_rate(step) for step in range(4)]
+    assert column(mixture, "lr") == [*rates[:2], rates[2] / 2, rates[3] / 2]
 
 
-def test_a_mixture_is_the_same_on_two_ranks_and_after_a_stop(text, lists, tmp_path):
-    here(mixed(tmp_path / "one", text, lists, 4))
-    run_ranks(here, 2, mixed(tmp_path / "two", text, lists, 2))
-    here(mixed(tmp_path / "two", text, lists, 4))
-    hashes = column(tmp_path / "one", "batch_hash")
-    assert column(tmp_path / "two", "batch_hash") == hashes
-    losses = column(tmp_path / "one", "loss/lists")
-    assert column(tmp_path / "two", "loss/lists") == pytest.approx(losses, rel=1e-5)
+def test_a_mixture_is_the_same_on_two_ranks_and_after_a_stop(mixture, text, lists, tmp_path):
+    run_ranks(here, 2, mixed(tmp_path, text, lists, 2))
+    here(mixed(tmp_path, text, lists, 4))
+    assert column(tmp_path, "batch_hash") == column(mixture, "batch_hash")
+    losses = column(mixture, "loss/lists")
+    assert column(tmp_path, "loss/lists") == pytest.approx(losses, rel=1e-5)
 
 
 def test_a_phase_to_come_may_change_and_one_that_has_begun_may_not(text, lists, tmp_path):

@@ -42,7 +42,7 @@ def tell_nobody(*args, **facts):
     del args, facts
 
 
-def train(ps, run_dir, *, extra=None, last=4, evaluate=False, ahead=0, told=True):
+def train(ps, run_dir, *, extra=None, last=3, evaluate=False, ahead=0, told=True):
     """Train for some steps from the beginning; return every bit that they gave."""
     text = corpus()
     bins = tk.pack_bins(text.lengths, CAPACITY)
@@ -90,11 +90,9 @@ def several_runs(tmp_path):
             found[name] = train(ps, folder, **options)
 
         run("no sinks", told=False)
-        run("sinks")
-        run("broken sinks", extra={"broken": broken, "stuck": stuck})
+        run("sinks, one ahead", ahead=1)
+        run("broken sinks, four ahead", ahead=4, extra={"broken": broken, "stuck": stuck})
         run("evaluation", evaluate=True)
-        run("one ahead", ahead=1)
-        run("four ahead", ahead=4)
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(step, "evaluating", left_evaluating)
             run("evaluation that stays on", evaluate=True)
@@ -111,8 +109,8 @@ def test_sinks_evaluation_and_fetching_ahead_change_no_bit(tmp_path):
         assert (bits == first["no sinks"]) == (name != harmed), name
     for name in first.keys() - {"no sinks"}:
         lines = sinks.read_jsonl(tmp_path / name / "metrics.jsonl")
-        assert [line["step"] for line in lines] == [1, 2, 3, 4]
-    told = sinks.read_jsonl(tmp_path / "broken sinks" / "events.jsonl")
+        assert [line["step"] for line in lines] == [1, 2, 3]
+    told = sinks.read_jsonl(tmp_path / "broken sinks, four ahead" / "events.jsonl")
     warnings = [event["what"] for event in told if event["event"] == "warning"]
     assert [text.split("'")[1] for text in warnings] == ["broken", "stuck"]
 
