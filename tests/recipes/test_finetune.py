@@ -246,7 +246,9 @@ def logits_of(run):
         return model.eval()(batch.input_ids, position_ids=batch.position_ids, spans=batch.spans)
 
 
-@pytest.mark.parametrize("method", [pytest.param("lora", marks=pytest.mark.only_all), "qlora --dora"])
+@pytest.mark.parametrize(
+    "method", [pytest.param("lora", marks=pytest.mark.only_all), "qlora --dora"]
+)
 def test_of_adapters_a_run_keeps_these_alone_and_goes_on_with_its_base(
     method, base, whole, flags_of, tmp_path
 ):
