@@ -7,7 +7,7 @@ from torch.nn.functional import cross_entropy
 from trainkit.collectives import sum_grad
 from trainkit.generation import Sampling, shaped
 from trainkit.losses import Shaping, loss_of_scores, token_logprobs
-from trainkit.losses.linear_cross_entropy import Factors, logprobs_of
+from trainkit.losses.linear import Factors, logprobs_of
 from trainkit.mesh import axis_from_group
 from trainkit.testing import run_ranks
 from trainkit.types import Hidden, capped

@@ -27,7 +27,7 @@ import attrs
 import torch
 from torch import Tensor
 
-from trainkit.losses.linear_cross_entropy import Columns, OfScores, TokenScores
+from trainkit.losses.linear import Columns, OfScores, TokenScores
 from trainkit.losses.sequences import count_names, counted, sum_documents
 from trainkit.losses.shaping import UNSHAPED, Shaping
 from trainkit.losses.terms import (

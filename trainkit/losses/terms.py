@@ -20,13 +20,7 @@ from torch import Tensor
 
 from trainkit.batch import divisor_of, divisors_of
 from trainkit.collectives import gather_replicated
-from trainkit.losses.cross_entropy import (
-    check_labels,
-    cross_entropy_per_token,
-    sum_and_parts,
-    z_loss,
-)
-from trainkit.losses.linear_cross_entropy import (
+from trainkit.losses.linear import (
     Columns,
     Factors,
     OfScores,
@@ -40,6 +34,12 @@ from trainkit.losses.linear_cross_entropy import (
     logprobs_of,
     squared_normalizer,
     weigh_terms,
+)
+from trainkit.losses.logits import (
+    check_labels,
+    cross_entropy_per_token,
+    sum_and_parts,
+    z_loss,
 )
 from trainkit.losses.shaping import UNSHAPED, Shaping, reshaped
 from trainkit.losses.softmax import accumulation_dtype

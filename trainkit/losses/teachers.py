@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from trainkit.collectives import all_max, all_sum, gather_replicated
-from trainkit.losses.linear_cross_entropy import (
+from trainkit.losses.linear import (
     Columns,
     Factors,
     OfLogits,

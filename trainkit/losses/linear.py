@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from trainkit.losses.cross_entropy import check_labels, sum_and_parts
+from trainkit.losses.logits import check_labels, sum_and_parts
 from trainkit.losses.shaping import UNSHAPED, Each, Shaping, shaped_, unshaped_slopes_
 from trainkit.losses.softmax import (
     Scores,
