@@ -17,7 +17,7 @@ from trainkit.collectives import all_max, all_sum
 from trainkit.corpora.tokens import memory_corpus
 from trainkit.evaluation.examples import Example
 from trainkit.losses import cross_entropy_per_token
-from trainkit.losses.linear_cross_entropy import cast_factors, linear_in_chunks
+from trainkit.losses.linear import cast_factors, linear_in_chunks
 from trainkit.losses.softmax import scores_
 from trainkit.models.call import call_model
 from trainkit.packing import pack_bins
