@@ -119,7 +119,7 @@ def soft_labels(cfg, ps, base, batch):
         return tk.parallel.with_columns(teacher, microbatches, columns_of, **how)
 
     known = tk.adapters.keep_base_(teacher, ps, source=base.path)
-    return loss, teach, {"teacher": known["base"]}
+    return loss, teach, {"weights of the teacher": known["base"]}
 
 
 def make_train_step(cfg, ps, model, teach, forward_backward):
