@@ -2,7 +2,7 @@
 
 python recipes/distill.py                            # from runs/pretrain, or a base of its own
 python recipes/distill.py --teacher MODEL --data FOLDER    # a Hugging Face folder, your text
-python recipes/distill.py --loss reverse --temperature 2 --hard 0.5
+python recipes/distill.py --loss reverse --temperature 2 --hard 0.2
 torchrun --nproc-per-node 2 recipes/distill.py --teacher runs/pretrain --pp 2
 """
 
@@ -38,7 +38,7 @@ class Config(tk.config.RunConfig):
 
     out: Path = tk.config.option(Path("runs/distill"), change="no fact")
     """The run directory: configuration, metrics, checkpoints and pictures. It is made."""
-    steps: int = tk.config.option(250, tk.config.positive, change="no fact")
+    steps: int = tk.config.option(120, tk.config.positive, change="no fact")
     """Stop after this step. Nothing else depends on it: see schedule-steps."""
     teacher: Path | None = tk.config.option(None, change="free")
     """A run, a checkpoint or a Hugging Face folder; by default runs/pretrain, or a small base."""
@@ -52,15 +52,15 @@ class Config(tk.config.RunConfig):
     """KL(teacher, student), KL(student, teacher), or the Jensen-Shannon divergence of the two."""
     temperature: float = tk.config.option(1.0, tk.config.positive)
     """What the logits of both are divided by; the divergence is multiplied by its square."""
-    hard: float = tk.config.option(0.0, tk.config.fraction)
+    hard: float = tk.config.option(0.5, tk.config.fraction)
     """The weight of the text's own next tokens; the divergence has the rest. 1: no teacher."""
     compare: bool = tk.config.option(default=True, change="no fact")
     """Train a twin first, on hard labels alone, in the folder hard of the run's directory."""
-    eval_every: int = tk.config.option(125, tk.config.non_negative, change="free")
+    eval_every: int = tk.config.option(60, tk.config.non_negative, change="free")
     """Evaluate on held-out documents every so many steps, and at the end; 0 for never."""
     student: StudentOptions = StudentOptions()
     batch: tk.config.RowOptions = tk.config.RowOptions()
-    optim: tk.config.OptimOptions = tk.config.OptimOptions(lr=4e-3, schedule_steps=250)
+    optim: tk.config.OptimOptions = tk.config.OptimOptions(lr=4e-3, schedule_steps=120)
 
 
 def open_rows(cfg, run, tokenizer):
