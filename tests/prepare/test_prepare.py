@@ -501,7 +501,7 @@ def test_a_lock_whose_file_another_run_has_replaced_is_taken_anew(out, monkeypat
         lock(file, how)
 
     monkeypatch.setattr(room.fcntl, "flock", after_another_run)
-    with room._alone(out), path.open() as other, pytest.raises(BlockingIOError):
+    with room.alone(out), path.open() as other, pytest.raises(BlockingIOError):
         lock(other, fcntl.LOCK_EX | fcntl.LOCK_NB)
 
 

@@ -83,7 +83,7 @@ def distillation(
             wanted = log_softmax_(make(rows).div_(temperature), axis)
             if top_k is None:
                 return _compare_(logits, wanted.to(logits.dtype), beta, axis)
-            ids, logprobs = _likeliest(wanted.to(logits.dtype), top_k, axis)
+            ids, logprobs = likeliest(wanted.to(logits.dtype), top_k, axis)
             return _compare_top_(logits, (ids, logprobs), beta, axis, gradient)
 
         return _summed(factors, compare, ignored, temperature, chunk)
@@ -152,6 +152,30 @@ def log_softmax_(logits: Tensor, axis: Axis) -> Tensor:
     return logits.sub_(total.log()).clamp_(min=_LEAST)
 
 
+def likeliest(logprobs: Tensor, k: int, axis: Axis) -> tuple[Tensor, Tensor]:
+    """Return the k likeliest of all words, `[T, k]`, and their log-probabilities, likeliest first.
+
+    Args:
+        logprobs: `[T, V / N]`, of this rank's words.
+        k: How many; of a smaller vocabulary all.
+        axis: The axis over which the vocabulary is cut.
+
+    Effects:
+        Communicates on `axis`: k words and numbers of each rank are gathered.
+
+    Examples:
+        >>> from trainkit.types import SOLO
+        >>> likeliest(torch.tensor([[-3.0, -1.0, -2.0]]), 2, SOLO)
+        (tensor([[1, 2]]), tensor([[-1., -2.]]))
+    """
+    words = logprobs.shape[-1]
+    best, ids = logprobs.topk(min(k, words))
+    best = gather_replicated(best, axis, dim=-1)
+    ids = gather_replicated(ids + axis.index * words, axis, dim=-1)
+    best, places = best.topk(min(k, best.shape[-1]))
+    return ids.gather(-1, places), best
+
+
 def _check(beta: float, temperature: float) -> None:
     if not 0 <= beta <= 1 or temperature <= 0:
         got = f"beta {beta} and temperature {temperature}"
@@ -209,16 +233,6 @@ def _compare_(logits: Tensor, wanted: Tensor, beta: float, axis: Axis) -> Tensor
 
 def _sum_of_words(weights: Tensor, values: Tensor, *, axis: Axis) -> Tensor:
     return all_sum(torch.einsum("tv,tv->t", weights, values), axis)
-
-
-def _likeliest(logprobs: Tensor, k: int, axis: Axis) -> tuple[Tensor, Tensor]:
-    """Return the k likeliest of all words, `[T, k]`, and their log-probabilities."""
-    words = logprobs.shape[-1]
-    best, ids = logprobs.topk(min(k, words))
-    best = gather_replicated(best, axis, dim=-1)
-    ids = gather_replicated(ids + axis.index * words, axis, dim=-1)
-    best, places = best.topk(min(k, best.shape[-1]))
-    return ids.gather(-1, places), best
 
 
 def _compare_top_(
