@@ -358,7 +358,15 @@ def test_generate_without_a_run_says_so(tmp_path):
 
 
 def test_help_explains_every_field(capsys):
-    for name in ("pretrain", "finetune", "long_context", "moe", "evaluate", "generate"):
+    for name in (
+        "pretrain",
+        "finetune",
+        "preference",
+        "long_context",
+        "moe",
+        "evaluate",
+        "generate",
+    ):
         module = load(name)
         with pytest.raises(SystemExit) as end:
             module.main(["--help"])

@@ -8,6 +8,7 @@ run goes on with, `perplexity` and `accuracy` the numbers of them.
 from __future__ import annotations
 
 from trainkit.evaluation.choices import accuracy, choice_item, choice_line, read_choices
+from trainkit.evaluation.corpus import corpus_logprobs
 from trainkit.evaluation.examples import (
     Example,
     Item,
@@ -31,6 +32,7 @@ __all__ = [
     "bind_score",
     "choice_item",
     "choice_line",
+    "corpus_logprobs",
     "encode_pair",
     "evaluate_tasks",
     "harness_model",
