@@ -19,11 +19,11 @@ from trainkit.types import Column, Cursor
 
 @attrs.frozen(kw_only=True)
 class Config(tk.config.RunConfig):
-    """Teach a decoder which of two answers is better; by default, what a function is for."""
+    """Teach a decoder which of two answers is better; by default, words in order."""
 
     out: Path = tk.config.option(Path("runs/preference"), change="no fact")
     """The run directory: configuration, metrics, checkpoints and pictures. It is made."""
-    steps: int = tk.config.option(200, tk.config.positive, change="no fact")
+    steps: int = tk.config.option(120, tk.config.positive, change="no fact")
     """Stop after this step. Nothing else depends on it: see schedule-steps."""
     init: Path | None = tk.config.option(None, change="free")
     """A run, a checkpoint or a Hugging Face folder; by default runs/finetune, or a small base."""
@@ -37,10 +37,10 @@ class Config(tk.config.RunConfig):
     """What a pair costs; the first three compare with the weights of the start."""
     beta: float | None = tk.config.option(None, attrs.validators.optional(tk.config.positive))
     """How much a log-ratio counts, or of ORPO the odds; by default 0.1, and 2 of SimPO."""
-    eval_every: int = tk.config.option(200, tk.config.non_negative, change="free")
+    eval_every: int = tk.config.option(120, tk.config.non_negative, change="free")
     """Evaluate on held-out pairs before, every so many steps, and at the end; 0: never."""
     batch: tk.config.RowOptions = tk.config.RowOptions()
-    optim: tk.config.OptimOptions = tk.config.OptimOptions(lr=5e-4, schedule_steps=200)
+    optim: tk.config.OptimOptions = tk.config.OptimOptions(lr=5e-4, schedule_steps=120)
 
 
 def open_pairs(cfg, tokenizer):

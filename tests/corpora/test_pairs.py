@@ -1,17 +1,16 @@
-"""Pairs of answers: both halves on one side of what is held out, and of about one length."""
+"""Pairs of answers that need no data: the same words in another order."""
 
-from trainkit.corpora import contrast_answers, held_out
+from trainkit.corpora import disorder_answers
 
 
-def test_answers_are_told_apart_by_no_length_and_stay_on_their_side():
-    words = ["alpha", "be", "gamma ray", "delta", "epsilon", "z"]
-    talks = [(f"{i}.py", f"f{i}()", f"{words[i % 6]} {i % 50}") for i in range(200)]
-    turns = [(name, {"messages": [{"content": q}, {"content": a}]}) for name, q, a in talks]
-    pairs = list(contrast_answers(turns))
-    assert [(name, p["prompt"], p["chosen"]) for name, p in pairs] == talks
-    sides = {side: {a for name, _, a in talks if held_out(name) is side} for side in (True, False)}
-    assert all(len(answers) > 3 for answers in sides.values())
-    for name, p in pairs:
-        assert p["rejected"] in sides[held_out(name)] - {p["chosen"]}
-    longer = [len(p["rejected"]) - len(p["chosen"]) for n, p in pairs if not held_out(n)]
-    assert max(map(abs, longer)) <= 2
+def test_both_answers_have_the_same_words_in_an_order_of_the_answer_alone():
+    answers = ["Return the sum of all x.", "a b", "one", "no no", "", "Close the file, if any."]
+    turns = [
+        (str(i), {"messages": [{"content": "q"}, {"content": a}]}) for i, a in enumerate(answers)
+    ]
+    pairs = dict(disorder_answers(turns))
+    assert list(pairs) == ["0", "1", "5"]
+    for name, pair in pairs.items():
+        assert pair["chosen"] == answers[int(name)] != pair["rejected"]
+        assert sorted(pair["chosen"].split()) == sorted(pair["rejected"].split())
+    assert dict(disorder_answers(turns[5:]))["5"] == pairs["5"]

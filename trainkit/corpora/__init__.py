@@ -15,7 +15,7 @@ from trainkit.corpora.open import (
     open_corpus,
     trainable_tokens,
 )
-from trainkit.corpora.pairs import contrast_answers, open_pairs
+from trainkit.corpora.pairs import disorder_answers, open_pairs
 from trainkit.corpora.records import read_records
 from trainkit.corpora.tokens import (
     TokenCorpus,
@@ -29,8 +29,8 @@ __all__ = [
     "JoinedCorpus",
     "TokenCorpus",
     "check_unchanged",
-    "contrast_answers",
     "describe_corpus",
+    "disorder_answers",
     "docstring_conversations",
     "documents_of",
     "fingerprint",

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import attrs
 
 from trainkit.corpora.library import docstring_conversations
-from trainkit.corpora.open import encode_record, held_out
+from trainkit.corpora.open import encode_record
 from trainkit.corpora.records import read_records, record_place
 from trainkit.corpora.text import bad_file
 from trainkit.corpora.tokens import TokenCorpus, memory_corpus
@@ -30,7 +30,7 @@ def open_pairs(path: Path | None, encode: EncodePair, *, vocab_size: int) -> Tok
 
     Args:
         path: A .jsonl, .parquet or .arrow file with fields `prompt`, `chosen` and `rejected`; None
-            for `contrast_answers` of `docstring_conversations`.
+            for `disorder_answers` of `docstring_conversations`.
         encode: From a record to the chosen and the rejected `Sample`: `chat.encode_pair` with a
             tokenizer.
         vocab_size: No token may be this large or larger.
@@ -57,7 +57,7 @@ def open_pairs(path: Path | None, encode: EncodePair, *, vocab_size: int) -> Tok
     sources: dict[str, str] = {}
 
     def halves() -> Iterator[Sample]:
-        own = contrast_answers(docstring_conversations())
+        own = disorder_answers(docstring_conversations())
         records = own if path is None else read_records(path, sources=sources)
         for name, record in records:
             names.extend([name, name])
@@ -70,37 +70,33 @@ def open_pairs(path: Path | None, encode: EncodePair, *, vocab_size: int) -> Tok
     return attrs.evolve(corpus, names=names, sources=sources)
 
 
-def contrast_answers(
+def disorder_answers(
     conversations: Iterable[tuple[str, Mapping[str, Any]]],
 ) -> Iterator[tuple[str, dict[str, str]]]:
-    """Yield pairs: the answer to a question, and the answer to another one of about its length.
+    """Yield pairs: the answer to a question, and the same words in another order.
 
-    The rejected answer is the next in the order of lengths, so that no length tells the two apart.
-    Questions that `held_out` holds out get theirs from each other, and so do the rest.
+    So neither length nor words tell the two apart. The order follows from the answer alone. An
+    answer of which every order is the same, such as one word, makes no pair.
 
     Args:
         conversations: Each with its name: a question and its answer, as `docstring_conversations`
-            gives them; at least two different answers on each side.
+            gives them.
 
     Returns:
-        An iterator of (name, {"prompt": ..., "chosen": ..., "rejected": ...}), in their order.
+        An iterator of (name, {"prompt": ..., "chosen": ..., "rejected": ...}).
 
     Examples:
-        >>> talks = [("a", "1+1?", "Two."), ("b", "2+2?", "Four."), ("c", "Why?", "Because it is.")]
-        >>> turns = [(n, {"messages": [{"content": q}, {"content": a}]}) for n, q, a in talks]
-        >>> [(pair["chosen"], pair["rejected"]) for _, pair in contrast_answers(turns)]
-        [('Two.', 'Four.'), ('Four.', 'Because it is.'), ('Because it is.', 'Four.')]
+        >>> talk = {"messages": [{"content": "def f(x)"}, {"content": "Return the sum of x."}]}
+        >>> [(_, pair)] = disorder_answers([("a.py:1", talk)])
+        >>> pair["rejected"] != pair["chosen"], sorted(pair["rejected"].split())
+        (True, ['Return', 'of', 'sum', 'the', 'x.'])
     """
-    found = [
-        (name, [message["content"] for message in record["messages"]])
-        for name, record in conversations
-    ]
-    following: dict[bool, dict[str, str]] = {}
-    for side in (False, True):
-        own = {answer for name, (_, answer) in found if held_out(name) is side}
-        # Of one length by their hashes: neighbours in the alphabet begin with the same words.
-        answers = sorted(own, key=lambda answer: (len(answer), key_of(answer)))
-        following[side] = dict(zip(answers, [*answers[1:], *answers[-2:-1]], strict=True))
-    for name, (prompt, chosen) in found:
-        rejected = following[held_out(name)][chosen]
-        yield name, {"prompt": prompt, "chosen": chosen, "rejected": rejected}
+    for name, record in conversations:
+        prompt, chosen = (message["content"] for message in record["messages"])
+        words = chosen.split()
+        order = sorted(range(len(words)), key=lambda i, answer=chosen: key_of(answer, i))
+        rejected = " ".join(words[i] for i in order)
+        if rejected == chosen:
+            rejected = " ".join([*words[1:], *words[:1]])
+        if rejected != chosen:
+            yield name, {"prompt": prompt, "chosen": chosen, "rejected": rejected}
