@@ -51,7 +51,7 @@ def open_pairs(path: Path | None, encode: EncodePair, *, vocab_size: int) -> Tok
         ...     _ = file.write_text('{"prompt": "1+1?", "chosen": "2", "rejected": "11"}')
         ...     corpus = open_pairs(file, encode, vocab_size=tokenizer.vocab_size)
         >>> corpus.lengths, corpus.names
-        (array([33, 34]), ['1', '1'])
+        (array([26, 27]), ['1', '1'])
     """
     names: list[str] = []
     sources: dict[str, str] = {}
