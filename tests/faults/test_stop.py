@@ -9,7 +9,10 @@ import trials
 
 
 @pytest.mark.case("E1", "E2", "E6", "E8")
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
+@pytest.mark.parametrize(
+    "number",
+    [signal.SIGTERM, pytest.param(signal.SIGUSR1, marks=pytest.mark.only_all)],  # test_signals.py
+)
 def test_told_to_stop_a_run_is_saved_and_goes_on(number, arena):
     background, to = arena.random.random() < 0.5, arena.random.choice([[0], [1], [0, 1]])
     trial = trials.stop_trial(arena, ranks=2, background=background, number=number, to=to)
