@@ -30,10 +30,16 @@ def free_port():
         return probe.getsockname()[1]
 
 
-def start(folder, fault, ranks, *, worlds=None, port=None, start_timeout=60):
-    """Start a process for each of `ranks`, and return them."""
+def warm_server():
+    """Return what starts processes that have loaded torch already."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["trainkit.testing.preload", "pytest", "hypothesis"])
+    return context
+
+
+def start(folder, fault, ranks, *, worlds=None, port=None, start_timeout=60):
+    """Start a process for each of `ranks`, and return them."""
+    context = warm_server()
     folder.mkdir(exist_ok=True)
     port = port or free_port()
     processes = []

@@ -14,6 +14,7 @@ from types import ModuleType
 
 import house
 import pytest
+import rank_processes
 
 PACKAGE = Path(__file__).parents[1] / "trainkit"
 PURE = ["types", "noise", "sampling", "packing", "batch", "loaders", "schedules", "health"]
@@ -357,27 +358,22 @@ def test_the_page_on_the_design_lists_the_rooms_that_there_are():
 
 # ------------------------------------------------------------------------------------ the ratchet
 
-CORE = """
-import sys
-exec(sys.argv[1], {"__name__": "recipe"})
-print(*(name for name in sys.modules if name.partition(".")[0] == "trainkit"))
-"""
 
-
-def core_modules(folder):
-    """Return what the README's recipe has loaded after two steps, in a fresh interpreter."""
+def core_modules():
+    """Return what the README's recipe has loaded after two steps, where nothing of it had been."""
     recipe = (PACKAGE.parent / "README.md").read_text().split("```python\n")[1].split("```")[0]
     before, loop, after = recipe.partition("while state.step < 20:")
     assert loop
     recipe = f"{before}while state.step < 2:{after}"
-    command = [sys.executable, "-c", CORE, recipe]
-    done = subprocess.run(command, cwd=folder, capture_output=True, text=True, check=True)
-    return set(done.stdout.splitlines()[-1].split())
+    context = rank_processes.warm_server()
+    told, tell = context.Pipe(duplex=False)
+    context.Process(target=house.tell_what_is_loaded, args=(recipe, tell)).start()
+    return told.recv()
 
 
-def test_the_house_is_no_wider_than_it_was(tmp_path):
+def test_the_house_is_no_wider_than_it_was():
     modules = {module_of(name).removesuffix(".__init__"): text for name, text in FILES.items()}
-    core = core_modules(tmp_path)
+    core = core_modules()
     recipes = (PACKAGE.parent / "recipes").glob("*.py")
     measured = {
         "lines of code of the core": sum(

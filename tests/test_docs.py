@@ -2,6 +2,7 @@
 
 import contextlib
 import doctest
+import functools
 import importlib.util
 import io
 import re
@@ -95,6 +96,7 @@ def test_a_page_that_shows_what_it_does_not_print_is_found():
 # ------------------------------------------------------------------------------------ commands
 
 
+@functools.cache
 def flags_of(script):
     """Return the flags of a recipe, from its Config; of another script, from its text."""
     if script.parent.name != "recipes":

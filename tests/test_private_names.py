@@ -291,11 +291,11 @@ def private_names(text):
     own |= {n.attr for n in nodes if isinstance(n, ast.Attribute) and isinstance(n.ctx, ast.Store)}
     found = set()
     for node in nodes:
-        if isinstance(node, ast.Attribute) and ast.unparse(node) not in STANDARD:
-            found.add(node.attr)
+        if isinstance(node, ast.Attribute) and node.attr.startswith("_"):
+            found |= {node.attr} if ast.unparse(node) not in STANDARD else set()
         if isinstance(node, ast.ImportFrom | ast.Import):
             found |= {name for name in _imported(node) if "._" in f".{name}"}
-        if isinstance(node, ast.Call) and ast.unparse(node.func) in {"getattr", "hasattr"}:
+        if isinstance(node, ast.Call) and getattr(node.func, "id", "") in {"getattr", "hasattr"}:
             found |= {str(node.args[1].value)} if isinstance(node.args[1], ast.Constant) else set()
     last = {name.rpartition(".")[2] for name in found if "._" in f".{name}" and "__" not in name}
     return last - own

@@ -197,7 +197,8 @@ class _Field:
         return functools.reduce(getattr, self.path, config)
 
 
-def _fields(config_type: type[Any]) -> dict[str, _Field]:
+@functools.cache
+def _fields(config_type: type[Any]) -> Mapping[str, _Field]:
     """Return all fields by name, those of the records inside among them."""
     found: dict[str, _Field] = {}
     types = get_type_hints(config_type)

@@ -25,6 +25,7 @@ from trainkit.checkpoint.plain import hash_file, write_durably
 from trainkit.checkpoint.retention import remove_checkpoint
 from trainkit.checkpoint.sources import weights_from
 from trainkit.config import read_config
+from trainkit.convert import foreign, pickled
 from trainkit.types import ConfigError
 
 DAMAGED = 66
@@ -258,7 +259,9 @@ def test_prune_says_and_does_the_same(run_dir, said):
 # ----------------------------------------------------------------------------- export and convert
 
 
-def test_export_and_convert_report_what_they_wrote(run_dir, tmp_path, said):
+def test_export_and_convert_report_what_they_wrote(run_dir, tmp_path, said, monkeypatch):
+    # Pickles are read in this process: to start one takes seconds, and test_convert.py does it.
+    monkeypatch.setattr(foreign, "_told_by_torch", pickled.describe)
     code, report = said("export", run_dir, tmp_path / "w", "--dtype", "bfloat16")
     assert code == 0
     assert report["from"]["checkpoint"] == "step_00000005"

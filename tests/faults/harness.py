@@ -11,20 +11,17 @@ import json
 import os
 import random
 import re
-import select
 import signal
-import socket
-import subprocess
-import sys
 import tempfile
 import time
 from pathlib import Path
 
 import attrs
+from faulty_rank import Order, run_rank
+from rank_processes import free_port, warm_server
 
 from trainkit.checkpoint.manifest import list_checkpoints, verify_checkpoint
 
-ZYGOTE = Path(__file__).with_name("zygote.py")
 FLAGS = "--row-length 32 --microbatch 1 --warmup 2 --schedule-steps 16 --cache None"
 FLAGS += " --sample 1 --eval-every 0"
 SAME_FIELDS = ("step", "loss_hex", "grad_norm_hex", "lr_hex", "batch_hash", "tokens_total")
@@ -43,80 +40,31 @@ def fault_seed():
 # -------------------------------------------------------------------------------------- processes
 
 
-@attrs.define(eq=False)
-class Server:
-    """A zygote, and what it has told: the pids that it has given out and how they ended."""
-
-    process: subprocess.Popen
-    folder: Path
-    text: Path
-    pids: dict = attrs.field(factory=dict)
-    ended: dict = attrs.field(factory=dict)
-    pending: bytes = b""
-    started: int = 0
-
-
-@contextlib.contextmanager
-def fork_server():
-    """Yield a server that starts ranks quickly; at the end all that it has started is gone."""
-    with tempfile.TemporaryDirectory(prefix="trainkit_faults_") as folder:
-        write_text(Path(folder) / "text")
-        process = subprocess.Popen(
-            [sys.executable, str(ZYGOTE), folder],
-            env={**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""},
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-        )
-        server = Server(process, Path(folder), Path(folder) / "text")
-        try:
-            hear(server, until=lambda: "ready" in server.pids, patience=300)
-            yield server
-        finally:
-            process.stdin.close()
-            process.wait(30)
-            process.stdout.close()
-
-
-def write_text(folder):
-    """Write a small corpus: some lines that a model can learn."""
+def write_text(ground):
+    """Write a small corpus, some lines that a model can learn, where runs will look for it."""
+    folder = ground / "text"
     folder.mkdir()
     for i in range(40):
         words = [f"word{(i * j) % 17} = {j}" for j in range(3 + i % 7)]
         (folder / f"{i}.txt").write_text("\n".join(words))
-
-
-def hear(server, *, until, patience=PATIENCE):
-    """Listen to the server until something is so; return whether it became so."""
-    deadline = time.monotonic() + patience
-    while not until():
-        left = max(0.0, deadline - time.monotonic())  # without patience what was said is heard, too
-        if not select.select([server.process.stdout], [], [], left)[0]:
-            return bool(until())
-        data = os.read(server.process.stdout.fileno(), 65536)
-        if not data:
-            raise RuntimeError(f"the fork server has ended: {server.process.wait()}")
-        *lines, server.pending = (server.pending + data).split(b"\n")
-        for fact in map(json.loads, lines):
-            if "status" in fact:
-                server.ended[fact["pid"]] = fact["status"]
-            else:
-                server.pids |= {fact.get("id", "ready"): fact.get("pid", fact.get("ready"))}
-    return True
+    return ground
 
 
 @attrs.frozen(eq=False)
 class Job:
     """One start of a recipe: its processes by rank, and where they write."""
 
-    server: Server
     out: Path
-    pids: list
+    processes: list
     logs: list
+
+    @property
+    def pids(self):
+        return [process.pid for process in self.processes]
 
     def codes(self):
         """Return the exit codes by rank; None for a rank that lives, -9 for one that was killed."""
-        hear(self.server, until=lambda: False, patience=0)
-        return [self.server.ended.get(pid) for pid in self.pids]
+        return [process.exitcode for process in self.processes]
 
     def said(self, rank=0):
         """Return what a rank has said on stderr."""
@@ -132,57 +80,46 @@ class Job:
         return json.loads(found[-1].removeprefix("TRAINKIT_ERROR ")) if found else {}
 
 
-def free_port():
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
-
-
 @contextlib.contextmanager
 def running(
-    server, out, *flags, ranks=2, steps=8, faults=(), recipe="pretrain", environ=None, **around
+    ground, out, *flags, ranks=2, steps=8, faults=(), recipe="pretrain", environ=None, **around
 ):
     """Start a recipe on some ranks; on leaving, what still runs of it is killed.
 
     `faults` are (name of an injector, its arguments); `around` what is different around the recipe:
-    see zygote.py.
+    see faulty_rank.py.
     """
-    given = ["--out", out, "--data", server.text, "--steps", steps, "--rows", max(ranks, 2)]
+    given = ["--out", out, "--data", ground / "text", "--steps", steps, "--rows", max(ranks, 2)]
     given += [*FLAGS.split(), *flags]
     world = {"WORLD_SIZE": ranks, "LOCAL_WORLD_SIZE": ranks, "MASTER_ADDR": "127.0.0.1"}
-    world |= {"MASTER_PORT": free_port()} | (environ or {})
-    ids, logs = [], []
-    for rank in range(ranks):
-        server.started += 1
-        ids.append(server.started)
-        logs.append(server.folder / f"log_{server.started}")
-        own = {**world, "RANK": rank, "LOCAL_RANK": rank} if ranks > 1 else environ or {}
-        request = {
-            "id": server.started,
-            "recipe": recipe,
-            "flags": [str(flag) for flag in given],
-            "environ": {key: str(value) for key, value in own.items()},
-            "stdout": str(logs[-1].with_suffix(".out")),
-            "stderr": str(logs[-1].with_suffix(".err")),
-            "faults": list(faults),
-            "surroundings": {"no_pictures": True} | around,
-        }
-        server.process.stdin.write(json.dumps(request).encode() + b"\n")
-    server.process.stdin.flush()
-    assert hear(server, until=lambda: all(i in server.pids for i in ids)), "nothing has started"
-    job = Job(server, Path(out), [server.pids[i] for i in ids], logs)
+    world |= {"MASTER_PORT": free_port()} if ranks > 1 else {}
+    said = Path(tempfile.mkdtemp(dir=ground))
+    job = Job(Path(out), [], [said / str(rank) for rank in range(ranks)])
     try:
+        for rank in range(ranks):
+            own = {**world, "RANK": rank, "LOCAL_RANK": rank} if ranks > 1 else {}
+            own |= {"OMP_NUM_THREADS": 1, "CUDA_VISIBLE_DEVICES": ""} | (environ or {})
+            order = Order(
+                recipe=recipe,
+                flags=[str(flag) for flag in given],
+                environ={**os.environ, **{key: str(value) for key, value in own.items()}},
+                said=job.logs[rank],
+                faults=list(faults),
+                surroundings={"no_pictures": True} | around,
+            )
+            job.processes.append(warm_server().Process(target=run_rank, args=(order,)))
+            job.processes[-1].start()
         yield job
     finally:
         for pid in job.pids:
             kill(job, pid, signal.SIGCONT)
         kill_all(job)
-        hear(server, until=lambda: all(pid in server.ended for pid in job.pids), patience=20)
+        finish(job, 20)
 
 
 def kill(job, pid, number=signal.SIGKILL):
     """Send a signal to a process of a job, if it still runs."""
-    if job.server.ended.get(pid) is None:
+    if job.codes()[job.pids.index(pid)] is None:
         with contextlib.suppress(ProcessLookupError):
             os.kill(pid, number)
 
@@ -193,32 +130,31 @@ def kill_all(job, number=signal.SIGKILL):
         kill(job, pid, number)
 
 
-def finish(job, patience=PATIENCE):
-    """Wait for the end of a job; return the exit codes by rank, None where it has not come."""
-    hear(
-        job.server,
-        until=lambda: all(pid in job.server.ended for pid in job.pids),
-        patience=patience,
-    )
+def finish(job, patience=PATIENCE, *, ranks=None):
+    """Wait for the end of a job, or of some ranks; return all codes, None where it has not come."""
+    deadline = time.monotonic() + patience
+    chosen = job.processes if ranks is None else [job.processes[rank] for rank in ranks]
+    for process in chosen:
+        process.join(max(0.0, deadline - time.monotonic()))
     return job.codes()
 
 
-def complete(server, out, *flags, **options):
+def complete(ground, out, *flags, **options):
     """Run a recipe to its end, and expect that all is well."""
-    with running(server, out, *flags, **options) as job:
+    with running(ground, out, *flags, **options) as job:
         codes = finish(job)
         assert set(codes) == {0}, (codes, *map(job.said, range(len(codes))))
         return job
 
 
-def undisturbed(server, folder):
+def undisturbed(ground, folder):
     """Return a function from ranks and steps to the directory of a run that nobody disturbed."""
     known = {}
 
     def wanted(ranks, steps=8):
         if (ranks, steps) not in known:
             known[ranks, steps] = out = Path(folder) / f"undisturbed_{ranks}_{steps}"
-            complete(server, out, "--save-every", steps, ranks=ranks, steps=steps)
+            complete(ground, out, "--save-every", steps, ranks=ranks, steps=steps)
         return known[ranks, steps]
 
     return wanted

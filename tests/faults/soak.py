@@ -20,6 +20,8 @@ from pathlib import Path
 from random import Random
 
 import attrs
+
+sys.path.append(str(Path(__file__).parents[1]))  # helpers of all tests
 import harness
 import trials
 
@@ -71,7 +73,7 @@ def fresh(place):
 def damage(place):
     """Damage every file of a checkpoint of two ranks, in every way."""
     arena = fresh(place)
-    harness.complete(arena.server, arena.out, "--save-every", 2, "--keep", 9)
+    harness.complete(arena.ground, arena.out, "--save-every", 2, "--keep", 9)
     figures = []
     for kind, every in DAMAGE.items():
         count = times(place, every)
@@ -182,7 +184,7 @@ def long(place):
     arena, steps = fresh(place), [1000, times(place, 10) * 1000 + 1000]
     flags = ["--save-every", 100_000, "--schedule-steps", 20_000]
     place.tell(0.0, f"{steps[1]} steps")
-    with harness.running(arena.server, arena.out, *flags, ranks=1, steps=100_000) as job:
+    with harness.running(arena.ground, arena.out, *flags, ranks=1, steps=100_000) as job:
         early, late = harness.weights_at(job, *steps, patience=900)
     slope = (late[0] - early[0]) / 2**20 / (steps[1] - steps[0]) * 1000
     ok = slope < 1 and late[1:] == early[1:]
@@ -261,7 +263,7 @@ def disturb(arena, ranks, name):
         around["slow_disk"] = 0.02
     before = trials.trained(out)
     options = {"ranks": ranks, "steps": CHAOS_STEPS, **around}
-    with harness.running(arena.server, out, *flags, **options) as job:
+    with harness.running(arena.ground, out, *flags, **options) as job:
         harness.wait_for(harness.reached(out, before + 1), job)
         time.sleep(random.uniform(0, 3))
         victim = random.randrange(ranks)
@@ -292,8 +294,7 @@ def kill_one(job, _random, victim):
 
 def freeze_one(job, _random, victim):
     harness.kill(job, job.pids[victim], signal.SIGSTOP)
-    others = [pid for pid in job.pids if pid != job.pids[victim]]
-    harness.hear(job.server, until=lambda: all(p in job.server.ended for p in others), patience=40)
+    harness.finish(job, 40, ranks=[rank for rank in range(len(job.pids)) if rank != victim])
     harness.kill(job, job.pids[victim])
 
 
@@ -402,10 +403,11 @@ def main():
         os.environ["TRAINKIT_FAULT_SEED"] = str(given.seed)
     seed, figures, begin = harness.fault_seed(), [], time.monotonic()
     print(f"--seed {seed}; parts: {', '.join(given.only)}", flush=True)
-    with tempfile.TemporaryDirectory() as folder, harness.fork_server() as server:
-        wanted = harness.undisturbed(server, folder)
+    with tempfile.TemporaryDirectory() as folder:
+        ground = harness.write_text(Path(folder))
+        wanted = harness.undisturbed(ground, folder)
         for name in given.only:
-            arena = trials.Arena(server, wanted, Random(f"{seed} {name}"), Path(folder))
+            arena = trials.Arena(ground, wanted, Random(f"{seed} {name}"), Path(folder))
             place = Place(arena, bind_tell(name, begin), given.scale)
             since = time.monotonic()
             figures += PARTS[name](place, given.minutes) if name == "chaos" else PARTS[name](place)

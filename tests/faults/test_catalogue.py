@@ -15,7 +15,7 @@ def marked(text):
     return {
         argument.value if isinstance(argument, ast.Constant) else ast.unparse(argument)
         for node in ast.walk(ast.parse(text))
-        if isinstance(node, ast.Call) and ast.unparse(node.func) == "pytest.mark.case"
+        if isinstance(node, ast.Call) and getattr(node.func, "attr", "") == "case"
         for argument in node.args
     }
 

@@ -12,10 +12,10 @@ KINDS = {"flip": 30, "truncate": 10, "zero": 10, "mix": 10, "pointer": 5}
 
 
 @pytest.fixture(scope="module")
-def checkpoints(server, tmp_path_factory):
+def checkpoints(ground, tmp_path_factory):
     """Return the `checkpoints/` of a run of two ranks, with several in it."""
     out = tmp_path_factory.mktemp("damage") / "run"
-    harness.complete(server, out, "--save-every", 3)
+    harness.complete(ground, out, "--save-every", 3)
     return out / "checkpoints"
 
 
@@ -51,11 +51,11 @@ def test_a_run_goes_on_from_the_one_before_to_the_same_bits(arena):
 @pytest.mark.case("K3", "K13")
 def test_without_the_hashes_a_run_goes_on_from_a_damaged_one_to_other_bits(arena):
     flags = trials.saves(background=False)
-    harness.complete(arena.server, arena.out, *flags, steps=6)
+    harness.complete(arena.ground, arena.out, *flags, steps=6)
     newest = list_checkpoints(arena.out / "checkpoints")[0]
     shard = next(newest.glob("rank_00001*"))
     trials.faults.flip_bit(shard, 8 * (shard.stat().st_size - 2))  # a moment of the last parameter
-    with harness.running(arena.server, arena.out, *flags, believe_files=True) as job:
+    with harness.running(arena.ground, arena.out, *flags, believe_files=True) as job:
         assert harness.finish(job) == [0, 0], job.said()
     assert harness.differences(arena.out, arena.wanted(2))
 
@@ -65,10 +65,10 @@ def test_one_that_is_asked_for_by_name_is_refused_when_it_is_damaged(own, arena)
     out = own.parent
     newest = list_checkpoints(own)[0]
     trials.faults.flip_bit(next(newest.glob("rank_*")), 4000)
-    with harness.running(arena.server, out, "--resume", newest, steps=9) as job:
+    with harness.running(arena.ground, out, "--resume", newest, steps=9) as job:
         assert harness.finish(job) == [66, 66]
         assert newest.name in job.error()["what"]
-    with harness.running(arena.server, out, "--resume", own / "step_99999999", steps=9) as job:
+    with harness.running(arena.ground, out, "--resume", own / "step_99999999", steps=9) as job:
         assert harness.finish(job) == [66, 66]
     assert harness.lines(out) == []
 
@@ -77,7 +77,7 @@ def test_one_that_is_asked_for_by_name_is_refused_when_it_is_damaged(own, arena)
 def test_when_all_are_damaged_nothing_begins(own, arena):
     for checkpoint in list_checkpoints(own):
         trials.damage(checkpoint, arena.random, "flip")
-    with harness.running(arena.server, own.parent, steps=9) as job:
+    with harness.running(arena.ground, own.parent, steps=9) as job:
         assert harness.finish(job) == [66, 66]
     assert harness.lines(own.parent) == []
 

@@ -24,7 +24,7 @@ def test_a_disk_that_is_full_at_any_byte(background, arena):
 @pytest.mark.case("F6", "K8", "X4")
 def test_a_slow_disk_changes_no_number(arena):
     flags = trials.saves(background=True, every=1)
-    with harness.running(arena.server, arena.out, *flags, slow_disk=0.05) as job:
+    with harness.running(arena.ground, arena.out, *flags, slow_disk=0.02) as job:
         assert harness.finish(job) == [0, 0], job.said()
     assert harness.differences(arena.out, arena.wanted(2)) == []
     assert harness.torn(arena.out) == []
@@ -48,7 +48,7 @@ def test_a_real_disk_that_is_full_names_what_is_needed_and_free(arena, tmp_path)
     with small_disk(tmp_path / "disk", 1_000_000) as disk:
         out = disk / "run"
         flags = ["--save-every", 1, "--keep", 100, "--no-background-saves"]
-        with harness.running(arena.server, out, *flags) as job:
+        with harness.running(arena.ground, out, *flags) as job:
             codes = harness.finish(job)
         assert set(codes) == {74}, job.said()
         assert "ENOSPC" in job.said()
@@ -61,11 +61,11 @@ def test_a_real_disk_that_is_full_names_what_is_needed_and_free(arena, tmp_path)
 @pytest.mark.case("K5")
 def test_a_step_that_is_saved_again_leaves_the_old_one_until_it_is_there(arena):
     flags = trials.saves(background=False)
-    harness.complete(arena.server, arena.out, *flags, steps=4)
+    harness.complete(arena.ground, arena.out, *flags, steps=4)
     before = harness.tree_hash(arena.out / "checkpoints/step_00000002")
     old = arena.out / "checkpoints/step_00000002"
     with harness.running(
-        arena.server, arena.out, *flags, "--resume", old, steps=8, slow_disk=0.05
+        arena.ground, arena.out, *flags, "--resume", old, steps=8, slow_disk=0.05
     ) as job:
         harness.wait_for(lambda: harness.is_saving(arena.out), job)
         harness.kill_all(job)

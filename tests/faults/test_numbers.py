@@ -7,14 +7,16 @@ import pytest
 import trials
 
 SKIPPED = [
-    ("nan_loss_at", {}),
     ("nan_gradient_at", {"name": "layers.0.mlp.down.weight"}),
+    ("nan_loss_at", {}),
 ]
-STOPPED = [("nan_parameter_at", {}), ("nan_moment_at", {})]
+STOPPED = [("nan_moment_at", {}), ("nan_parameter_at", {})]
 
 
 def numbers_of(sites):
-    return [pytest.param(*site, id=f"{site[0]}-{i}") for i, site in enumerate(sites)]
+    """Return the first place of each kind, and the others for --all: test_bad_steps has them."""
+    first, *others = (pytest.param(*site, id=site[0]) for site in sites)
+    return [first, *(pytest.param(*x.values, id=x.id, marks=pytest.mark.only_all) for x in others)]
 
 
 @pytest.mark.case("N1", "N2", "N3", "N6", "O2")
@@ -42,7 +44,7 @@ def test_what_is_spoiled_already_is_never_saved(fault, given, arena):
 def test_a_storm_ends_with_67_after_its_rollbacks_and_all_that_is_saved_is_sound(arena):
     flags = trials.saves(background=False)
     storm = [["nan_loss_at", {"at": list(range(4, 1000)), "rank": 1}]]
-    with harness.running(arena.server, arena.out, *flags, faults=storm, steps=900) as job:
+    with harness.running(arena.ground, arena.out, *flags, faults=storm, steps=900) as job:
         assert harness.finish(job) == [67, 67], job.said()
     assert trials.every(arena.out)
     assert not any(map(trials.poisoned, trials.every(arena.out)))
@@ -52,7 +54,7 @@ def test_a_storm_ends_with_67_after_its_rollbacks_and_all_that_is_saved_is_sound
 def test_a_replica_that_drifts_by_one_bit_is_named(arena):
     faults = [["flip_bit_at", {"at": 2, "rank": 1, "name": "layers.0.mlp.down.weight"}]]
     flags = ["--dp-replicate", 2, "--save-every", 1000]
-    with harness.running(arena.server, arena.out, *flags, faults=faults, steps=12, often=5) as job:
+    with harness.running(arena.ground, arena.out, *flags, faults=faults, steps=12, often=5) as job:
         assert harness.finish(job) == [67, 67], job.said()
     assert "rank 1" in job.error()["what"]
     assert trials.trained(arena.out) <= 7

@@ -60,7 +60,7 @@ def test_a_rank_that_hangs_is_named_at_the_steps_timeout(arena):
 )
 def test_the_cause_is_reported_by_the_rank_that_failed_and_by_its_peer(fault, cause, arena):
     faults = [[fault, {"at": 3, "rank": 1}]]
-    with harness.running(arena.server, arena.out, faults=faults) as job:
+    with harness.running(arena.ground, arena.out, faults=faults) as job:
         codes = harness.finish(job)
     assert codes == [68, 70]
     assert cause in job.error(1)["what"]
@@ -75,6 +75,6 @@ def test_a_slow_rank_and_long_work_of_rank_0_alone_change_nothing(arena):
     faults = [["slow_at", {"at": [3, 4, 5], "rank": 1, "seconds": 0.2}]]
     faults += [["slow_at", {"at": 6, "rank": 0, "seconds": 1}]]
     flags = trials.saves(background=True)
-    with harness.running(arena.server, arena.out, *flags, faults=faults) as job:
+    with harness.running(arena.ground, arena.out, *flags, faults=faults) as job:
         assert harness.finish(job) == [0, 0]
     assert harness.differences(arena.out, arena.wanted(2)) == []

@@ -9,7 +9,10 @@ import trials
 
 
 @pytest.mark.case("E1", "E2", "E6", "E8")
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
+@pytest.mark.parametrize(
+    "number",
+    [signal.SIGTERM, pytest.param(signal.SIGUSR1, marks=pytest.mark.only_all)],  # test_signals.py
+)
 def test_told_to_stop_a_run_is_saved_and_goes_on(number, arena):
     background, to = arena.random.random() < 0.5, arena.random.choice([[0], [1], [0, 1]])
     trial = trials.stop_trial(arena, ranks=2, background=background, number=number, to=to)
@@ -28,7 +31,7 @@ def test_a_rank_that_stops_without_asking_the_others_is_not_saved(arena):
     flags = [*trials.saves(background=False, every=1000), "--step-timeout", 3]
     faults = [["signal_at", {"at": 3, "rank": 1}]]
     with harness.running(
-        arena.server, arena.out, *flags, faults=faults, steps=900, stop_alone=True
+        arena.ground, arena.out, *flags, faults=faults, steps=900, stop_alone=True
     ) as job:
         codes = harness.finish(job)
     assert 75 not in codes, codes
@@ -41,7 +44,7 @@ def test_in_the_first_step_or_fifty_times(times, arena):
     at = {"at": 1 if times == 1 else 3, "rank": 1, "times": times}
     flags = trials.saves(background=True, every=100)
     faults = [["signal_at", at]]
-    with harness.running(arena.server, arena.out, *flags, faults=faults, steps=100) as job:
+    with harness.running(arena.ground, arena.out, *flags, faults=faults, steps=100) as job:
         assert harness.finish(job) == [75, 75], job.said()
     assert trials.trained(arena.out) == trials.last_saved(arena.out)
     assert trials.trained(arena.out) - at["at"] in {0, 1}  # votes may be a step on their way
@@ -51,7 +54,7 @@ def test_in_the_first_step_or_fifty_times(times, arena):
 def test_during_a_save(arena):
     flags = trials.saves(background=True)
     with harness.running(
-        arena.server, arena.out, *flags, faults=trials.SLOW, slow_disk=0.02
+        arena.ground, arena.out, *flags, faults=trials.SLOW, slow_disk=0.02
     ) as job:
         harness.wait_for(lambda: harness.is_saving(arena.out), job)
         harness.kill(job, job.pids[1], signal.SIGTERM)
@@ -63,7 +66,7 @@ def test_during_a_save(arena):
 @pytest.mark.case("E1")
 def test_before_the_first_step(arena):
     flags = trials.saves(background=True)
-    with harness.running(arena.server, arena.out, *flags, steps=100) as job:
+    with harness.running(arena.ground, arena.out, *flags, steps=100) as job:
         harness.wait_for((arena.out / "ranks").exists, job)
         harness.kill_all(job, signal.SIGTERM)
         codes = harness.finish(job)
@@ -74,7 +77,7 @@ def test_before_the_first_step(arena):
 @pytest.mark.case("E3")
 def test_a_second_interrupt_ends_at_once_and_the_last_checkpoint_stands(arena):
     flags = trials.saves(background=False)
-    with harness.running(arena.server, arena.out, *flags, steps=5000, slow_disk=0.1) as job:
+    with harness.running(arena.ground, arena.out, *flags, steps=5000, slow_disk=0.1) as job:
         harness.wait_for(lambda: harness.committed(arena.out), job)
         before = harness.committed(arena.out)
         harness.kill_all(job, signal.SIGINT)
@@ -88,7 +91,7 @@ def test_a_second_interrupt_ends_at_once_and_the_last_checkpoint_stands(arena):
 @pytest.mark.case("E4")
 def test_killed_before_the_save_is_done_the_last_one_stands(arena):
     flags = trials.saves(background=True)
-    with harness.running(arena.server, arena.out, *flags, faults=trials.SLOW, slow_disk=0.1) as job:
+    with harness.running(arena.ground, arena.out, *flags, faults=trials.SLOW, slow_disk=0.1) as job:
         harness.wait_for(lambda: harness.committed(arena.out), job)
         before = harness.committed(arena.out)
         harness.kill_all(job, signal.SIGTERM)
@@ -102,12 +105,11 @@ def test_killed_before_the_save_is_done_the_last_one_stands(arena):
 def test_told_to_stop_while_a_peer_is_stuck(arena):
     flags = [*trials.saves(background=False), "--grace", 2]
     faults = [["stop_at", {"at": 5, "rank": 1}]]
-    with harness.running(arena.server, arena.out, *flags, faults=faults) as job:
+    with harness.running(arena.ground, arena.out, *flags, faults=faults) as job:
         harness.wait_for(harness.reached(arena.out, 4), job)
         harness.wait_for(lambda: trials.is_stopped(job.pids[1]), job)
         harness.kill(job, job.pids[0], signal.SIGTERM)
-        harness.hear(arena.server, until=lambda: job.codes()[0] is not None, patience=40)
-        assert job.codes()[0] in {75, 76}, job.said()
+        assert harness.finish(job, 40, ranks=[0])[0] in {75, 76}, job.said()
         assert "step 4" in job.said()
     assert harness.torn(arena.out) == []
 
@@ -118,7 +120,7 @@ STORM = [["nan_loss_at", {"at": list(range(3, 200))}], ["signal_at", {"at": 4, "
 @pytest.mark.case("N7")
 def test_told_to_stop_in_a_storm_of_numbers_that_are_not_finite(arena):
     flags = trials.saves(background=True)
-    with harness.running(arena.server, arena.out, *flags, faults=STORM, steps=200) as job:
+    with harness.running(arena.ground, arena.out, *flags, faults=STORM, steps=200) as job:
         assert harness.finish(job) == [75, 75], job.said()
     assert trials.every(arena.out)
     assert not any(map(trials.poisoned, trials.every(arena.out)))
@@ -128,7 +130,7 @@ def test_told_to_stop_in_a_storm_of_numbers_that_are_not_finite(arena):
 def test_a_storm_whose_steps_do_not_ask_ends_otherwise(arena):
     flags = trials.saves(background=True)
     with harness.running(
-        arena.server, arena.out, *flags, faults=STORM, steps=200, deaf=True
+        arena.ground, arena.out, *flags, faults=STORM, steps=200, deaf=True
     ) as job:
         assert 75 not in harness.finish(job), job.said()
 
@@ -140,6 +142,6 @@ def test_signals_that_mean_nothing_to_a_run_change_nothing(arena):
         ["signal_at", {"at": step, "signum": int(number)}]
         for step, number in enumerate((signal.SIGCHLD, signal.SIGCONT, signal.SIGPIPE), 2)
     ]
-    with harness.running(arena.server, arena.out, *flags, faults=faults) as job:
+    with harness.running(arena.ground, arena.out, *flags, faults=faults) as job:
         assert harness.finish(job) == [0, 0], job.said()
     assert harness.differences(arena.out, arena.wanted(2)) == []

@@ -44,9 +44,9 @@ SAVED, PEER, NUMERICS, DISK, CHECKPOINT = 75, 68, 67, 74, 66
 
 @attrs.frozen(eq=False)
 class Arena:
-    """Where a trial takes place: what starts ranks, the undisturbed runs, chance, a directory."""
+    """Where a trial takes place: what all runs read, the undisturbed ones, chance, a directory."""
 
-    server: harness.Server
+    ground: Path
     wanted: Callable
     random: Random
     out: Path
@@ -87,7 +87,7 @@ def trained(out):
 def go_on(arena, *flags, ranks=2, steps=STEPS, **options):
     """Start a run again until its end; return how it differs from the one that was wanted."""
     wanted, out = arena.wanted(ranks, steps), arena.out
-    with running(arena.server, out, *flags, ranks=ranks, steps=steps, **options) as job:
+    with running(arena.ground, out, *flags, ranks=ranks, steps=steps, **options) as job:
         codes = finish(job)
         if set(codes) != {0}:
             return [f"started again it ended with {codes}: {job.said()[-600:]}"]
@@ -107,7 +107,7 @@ def kill_trial(arena, *, ranks, background, inside, alone=False):
     around = {"slow_disk": 0.01} if inside else {}
     out, random, problems = arena.out, arena.random, []
     victim = random.randrange(ranks)
-    with running(arena.server, arena.out, *flags, ranks=ranks, steps=STEPS, **around) as job:
+    with running(arena.ground, arena.out, *flags, ranks=ranks, steps=STEPS, **around) as job:
         if inside:
             after = random.randrange(0, STEPS, INTERVAL)
             wait_for(reached(out, after + INTERVAL) if after else lambda: True, job)
@@ -245,7 +245,7 @@ def pointer_trial(directory, newest, random):
 def damaged_run_trial(arena, *, ranks, kind):
     """Damage the newest checkpoint of a run that has stopped; it must go on all the same."""
     flags, out, random = saves(background=False), arena.out, arena.random
-    harness.complete(arena.server, arena.out, *flags, ranks=ranks, steps=STEPS // 2 + INTERVAL)
+    harness.complete(arena.ground, arena.out, *flags, ranks=ranks, steps=STEPS // 2 + INTERVAL)
     (out / "final.json").unlink(missing_ok=True)
     what, _ = damage(list_checkpoints(out / "checkpoints")[0], random, kind)
     problems = []
@@ -267,7 +267,7 @@ def stop_trial(arena, *, ranks, background, number=signal.SIGTERM, to=None):
     out, random, problems, begin = arena.out, arena.random, [], time.monotonic()
     to = to or random.sample(range(ranks), random.randint(1, ranks))
     around = {"ranks": ranks, "steps": STEPS, "faults": SLOW}
-    with running(arena.server, arena.out, *flags, **around) as job:
+    with running(arena.ground, arena.out, *flags, **around) as job:
         wait_for(reached(out, 1), job)
         time.sleep(random.uniform(0, 0.2))
         told = time.monotonic()
@@ -295,16 +295,12 @@ def peer_trial(arena, *, ranks, fault, victim, codes, named, within, **flags):
     name, given_fault = fault
     planned = [[name, {"at": 3, "rank": victim, **given_fault}]]
     problems = []
-    with running(arena.server, arena.out, *given, ranks=ranks, steps=STEPS, faults=planned) as job:
+    with running(arena.ground, arena.out, *given, ranks=ranks, steps=STEPS, faults=planned) as job:
         wait_for(reached(arena.out, 2), job)
         begin = time.monotonic()
         others = [rank for rank in range(ranks) if rank != victim]
-        harness.hear(
-            arena.server,
-            until=lambda: all(job.pids[rank] in arena.server.ended for rank in others),
-            patience=within + 20,
-        )
-        seconds, found = time.monotonic() - begin, [job.codes()[rank] for rank in others]
+        ended = finish(job, within + 20, ranks=others)
+        seconds, found = time.monotonic() - begin, [ended[rank] for rank in others]
         said = [job.error(rank).get("what", "") for rank in others]
         if not set(found) <= set(codes) or seconds > within:
             problems.append(f"the others ended with {found} after {seconds:.1f} s: {said}")
@@ -332,7 +328,7 @@ def number_trial(arena, *, ranks, fault, given, allowed=(0, NUMERICS)):
     flags = saves(background=False)
     problems = []
     with running(
-        arena.server, arena.out, *flags, ranks=ranks, steps=STEPS, faults=[[fault, given]]
+        arena.ground, arena.out, *flags, ranks=ranks, steps=STEPS, faults=[[fault, given]]
     ) as job:
         codes = finish(job)
         if len(set(codes)) > 1 or codes[0] not in allowed:
@@ -364,12 +360,12 @@ def poisoned(checkpoint):
 def full_disk_trial(arena, *, ranks, size, background):
     """Let files grow to `size` bytes only; nothing may be lost or half-committed; then go on."""
     flags, out = saves(background=background), arena.out
-    harness.complete(arena.server, arena.out, *flags, ranks=ranks, steps=INTERVAL)
+    harness.complete(arena.ground, arena.out, *flags, ranks=ranks, steps=INTERVAL)
     (out / "final.json").unlink(missing_ok=True)
     before, problems = committed(out), []
     limit = {"bytes": size, "rank": ranks - 1}
     with running(
-        arena.server, arena.out, *flags, ranks=ranks, steps=STEPS, limit_files=limit
+        arena.ground, arena.out, *flags, ranks=ranks, steps=STEPS, limit_files=limit
     ) as job:
         codes = finish(job)
         if len(set(codes)) > 1 or codes[0] not in {0, DISK}:

@@ -1,8 +1,7 @@
 """Folders into layouts and out of them: every rank has its part, and the bits come back."""
 
 import os
-import subprocess
-import sys
+import re
 from pathlib import Path
 
 import attrs
@@ -144,35 +143,27 @@ def test_bfloat16_is_written_where_it_is_asked_for_and_read_into_fp32(tmp_path):
 
 # ------------------------------------------------------------------------------------------ memory
 
-PEAK = """
-import sys, torch, re
-from pathlib import Path
-import trainkit.testing.builtin
-from trainkit import hub
-from trainkit.mesh import solo_parallel
-from trainkit.models import Decoder
-from trainkit.parallel import build_stages
 
 def peak():
-    return int(re.search(r"VmHWM:\\s+(\\d+)", Path("/proc/self/status").read_text())[1]) * 1024
+    return int(re.search(r"VmHWM:\s+(\d+)", Path("/proc/self/status").read_text())[1]) * 1024
 
-folder = hub.open_folder(sys.argv[1])
-weights = hub.folder_weights(folder)
-share, ranks = int(sys.argv[2]), int(sys.argv[3])
-torch.ones(8, 8) @ torch.ones(8, 8)
-Path("/proc/self/clear_refs").write_text("5")
-before, local = peak(), 0
-kept = []
-for name, shape in weights.shapes.items():
-    rows = -(-shape[0] // ranks)
-    first = min(share * rows, shape[0])
-    part = (min(rows, shape[0] - first), *shape[1:])
-    out = torch.empty(part)
-    out.copy_(weights(name, part, (first, *(0 for _ in shape[1:]))))
-    kept.append(out)
-    local += out.nbytes
-print(peak() - before, local)
-"""
+
+def peak_of_reading(folder, share, ranks):
+    """Read one of so many parts of a folder; return the bytes at the peak beyond before, and its.
+
+    It is a rank of its own, whose peak nothing else has raised.
+    """
+    weights = hub.folder_weights(hub.open_folder(folder))
+    torch.ones(8, 8) @ torch.ones(8, 8)
+    Path("/proc/self/clear_refs").write_text("5")
+    before, kept = peak(), []
+    for name, shape in weights.shapes.items():
+        rows = -(-shape[0] // ranks)
+        first = min(share * rows, shape[0])
+        part = (min(rows, shape[0] - first), *shape[1:])
+        kept.append(torch.empty(part))
+        kept[-1].copy_(weights(name, part, (first, *(0 for _ in shape[1:]))))
+    return peak() - before, sum(x.nbytes for x in kept)
 
 
 @pytest.mark.skipif(not os.access("/proc/self/clear_refs", os.W_OK), reason="needs VmHWM reset")
@@ -185,9 +176,7 @@ def test_reading_takes_the_memory_of_one_file_beside_the_local_parameters(tmp_pa
     theirs.to(torch.bfloat16).save_pretrained(tmp_path, max_shard_size="20MB")
     files = [file.stat().st_size for file in tmp_path.glob("*.safetensors")]
     assert len(files) > 3
-    command = [sys.executable, "-c", PEAK, str(tmp_path), "1", "4"]
-    done = subprocess.run(command, capture_output=True, text=True, check=True)
-    used, local = map(int, done.stdout.split())
+    ((used, local),) = run_ranks(peak_of_reading, 1, str(tmp_path), 1, 4)
     assert 2 * sum(files) / 5 < local < 2 * sum(files) / 3  # a quarter, in fp32
     assert used < local + max(files)
 

@@ -174,7 +174,6 @@ RANKS = [
     (Layout(dp_replicate=2), job(rows=2)),
     (Layout(tp=2), job(recompute="full", row_length=128)),
     (Layout(tp=2), job(config(vocab_size=2_000), row_length=128, loss="plain")),
-    (Layout(ring=2), job(row_length=128)),
     (Layout(pp=2), job(config(layers=4), rows=4)),
     (
         Layout(dp_shard=2, ep=2, reduce="each"),
@@ -185,6 +184,7 @@ RANKS = [
     (Layout(ulysses=2), long(latent(), row_length=256, recompute="selective")),
 ]
 RANKS_BESIDE = [
+    (Layout(ring=2), job(row_length=128)),
     (Layout(ulysses=2), job(recompute="selective", row_length=128)),
     (Layout(dp_shard=2, ep=2), job(routed(layers=3), row_length=128, rows=4, dtype="bf16")),
     (Layout(tp=2), job(row_length=128)),

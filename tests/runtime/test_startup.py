@@ -40,7 +40,7 @@ def runs(tmp_path_factory):
                 rank_processes.start, fault="", ranks=[1], worlds=[2], start_timeout=4
             ),
             "taken": partial(
-                rank_processes.start, fault="", ranks=[0, 1], port=port, start_timeout=8
+                rank_processes.start, fault="", ranks=[0, 1], port=port, start_timeout=6
             ),
             "differ": partial(rank_processes.start, fault="differ", ranks=[0, 1]),
         }

@@ -118,7 +118,8 @@ def test_sigterm_to_torchrun_saves_and_the_next_start_goes_on(tmp_path):
 
 
 @pytest.mark.case("E2", "L10")
-@pytest.mark.parametrize("is_handled", [pytest.param(True, marks=pytest.mark.only_all), False])
+@pytest.mark.only_all  # what workers make of either: test_signals.py
+@pytest.mark.parametrize("is_handled", [True, False])
 def test_sigusr1_to_torchrun(is_handled, tmp_path, monkeypatch):
     """Torchrun dies of what it was not told to handle; its workers notice."""
     monkeypatch.setenv("SLURM_JOB_ID", "7")  # where a scheduler sends such signals

@@ -100,6 +100,7 @@ def hash_box(
         first += index.reshape([-1 if d == dim else 1 for d in range(box.ndim - 1)])
     first += np.uint64(offset[-1])
     bits = box.view(f"u{box.dtype.itemsize}").reshape(-1)
+    bits.flags.writeable = False  # a view: numba compiles a loop anew for what can be written
     key = np.uint64(key_of(name, *shape))
     return int(_sum_of_mixed(key, bits, first.reshape(-1), np.uint64(1), box.shape[-1]))
 

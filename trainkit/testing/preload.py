@@ -31,8 +31,9 @@ MODULES = (
 
 for _name in MODULES:
     import_module(_name)
-if find_spec("tyro"):  # an extra
-    import_module("tyro")
+if find_spec("tyro"):  # an extra, which reads a recipe's flags: 0.1 s in each rank that is one
+    _config = import_module("trainkit.config")
+    _config.load_config(_config.RunConfig, [])
 # numba's first calls: 0.5 s in each rank that packs, collates and fills weights, or once here.
 import_module("trainkit.testing.builtin").decoder_batch(0)
 import_module("trainkit.testing.train").certificate_weights("warm", (2, 2), (0, 0))

@@ -1,0 +1,159 @@
+"""A rank of a recipe, with what a test has planned to go wrong in it.
+
+It begins in a process that multiprocessing's warm server has forked, with RANK and its like in its
+environment, as torchrun or a scheduler would start it, and runs the recipe by its own last lines,
+as `python recipes/pretrain.py` does.
+"""
+
+import ast
+import contextlib
+import inspect
+import os
+import signal
+import sys
+import time
+from pathlib import Path
+
+import attrs
+import recipe_runs
+
+
+@attrs.frozen
+class Order:
+    """What a rank is to run: its files for what it says, faults of steps, and of all around."""
+
+    recipe: str
+    flags: list
+    environ: dict
+    said: Path
+    faults: list
+    surroundings: dict
+
+
+def run_rank(order):
+    """Become the rank that an order describes; does not return."""
+    import torch
+
+    from trainkit import models
+
+    # In the child: a pool of threads from before the fork is made anew by whoever asks first, and
+    # where several threads do, as the backward pass of a build for CUDA does, torch 2.14 aborts.
+    torch.set_num_threads(1)
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell may have it ignored
+    os.environ.clear()  # the server's is as old as its first rank
+    os.environ.update(order.environ)
+    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+    for stream, kind in ((1, ".out"), (2, ".err")):
+        path = order.said.with_suffix(kind)
+        os.dup2(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644), stream)
+    for name, given in order.surroundings.items():
+        SURROUNDINGS[name](given)
+    recipe = recipe_runs.RECIPES / f"{order.recipe}.py"
+    sys.argv = [str(recipe), *order.flags]
+    sys.path.insert(0, str(recipe.parent))
+    models.decoder_config = recipe_runs.nano_config
+    module = recipe_runs.load(order.recipe)
+    if order.faults:
+        put_faults(module, order.faults)
+    tree = ast.parse(recipe.read_text())
+    main = next(node for node in tree.body if ast.unparse(node).startswith("if __name__ =="))
+    exec(compile(ast.Module(main.body, []), recipe, "exec"), vars(module))
+
+
+def put_faults(module, planned):
+    """Put injectors around the recipe's train step."""
+    make = module.make_train_step
+
+    def make_train_step(cfg, ps, stages, optimizer, *rest, **named):
+        step = make(cfg, ps, stages, optimizer, *rest, **named)
+        for name, given in planned:
+            step = injector(name, given, stages=stages, optimizer=optimizer)(step)
+        return step
+
+    module.make_train_step = make_train_step
+
+
+def injector(name, given, **live):
+    """Return an injector by its name, given what it asks for of the live objects."""
+    from trainkit.testing import faults
+
+    if name == "memory_at":
+        name, given = "fail_at", dict(given) | {"error": MemoryError("all of it is taken")}
+    make = getattr(faults, name)
+    wanted = inspect.signature(make).parameters
+    given = dict(given) | {key: value for key, value in live.items() if key in wanted}
+    return make(given.pop("at"), **given)
+
+
+def limit_files(limit):
+    """Let no file grow beyond so many bytes, on one rank or on all."""
+    import resource
+
+    if limit.get("rank") in {None, int(os.environ["RANK"])}:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (limit["bytes"],) * 2)
+
+
+def slow_disk(seconds):
+    """Make every fsync take some time."""
+    fsync = os.fsync
+
+    def slow(handle):
+        time.sleep(seconds)
+        fsync(handle)
+
+    os.fsync = slow
+
+
+def no_pictures(_):
+    """Draw nothing at the end of a run."""
+    from trainkit.runtime import run
+
+    assert run.plot_loss  # the name that a run calls; in another place it would still draw
+    run.plot_loss = lambda *_: None
+
+
+def believe_files(_):
+    """Take a protection away: no byte of a checkpoint is compared with its hash."""
+    from trainkit.checkpoint import manifest, reading
+
+    manifest._hash_problems = lambda *_: []
+    reading._must_match = lambda *_: None
+
+
+def often(every):
+    """Compare all of the replicas after so many steps."""
+    from functools import partial
+
+    from trainkit.checkpoint import guard
+
+    guard.canary = partial(guard.canary, every=every, within=every)
+
+
+def stop_alone(_):
+    """Take a protection away: a rank that is told to stop asks nobody."""
+    from trainkit.runtime import session
+
+    @contextlib.contextmanager
+    def stop_votes(asked, _):
+        yield asked
+
+    session.stop_votes = stop_votes
+
+
+def deaf(_):
+    """Take a protection away: no step asks whether to stop."""
+    from trainkit.runtime import session
+
+    session.stop_votes = lambda *_: contextlib.nullcontext(lambda: None)
+
+
+SURROUNDINGS = {
+    "limit_files": limit_files,
+    "slow_disk": slow_disk,
+    "no_pictures": no_pictures,
+    "believe_files": believe_files,
+    "often": often,
+    "stop_alone": stop_alone,
+    "deaf": deaf,
+}
+"""What an order may ask to be different around the recipe."""
