@@ -8,7 +8,7 @@ left to do but multiply by the incoming scalar.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cached_property, partial
 from typing import Any, NamedTuple
 
@@ -19,12 +19,16 @@ from torch.autograd.function import once_differentiable
 from trainkit.losses.logits import check_labels, sum_and_parts
 from trainkit.losses.shaping import UNSHAPED, Each, Shaping, shaped_, unshaped_slopes_
 from trainkit.losses.softmax import (
+    Partial,
     Scores,
     accumulation_dtype,
     entropies_of,
+    own_words,
+    partial_scores_,
     run_untraced,
     scores_,
     slopes_,
+    whole_scores,
 )
 from trainkit.types import IGNORED_LABEL, SOLO, Axis, at_least, capped
 
@@ -63,20 +67,48 @@ class TokenScores:
         return [*own, self.entropies] if "entropies" in vars(self) else own
 
 
-class Columns(dict[str, Tensor]):
+class Columns(Mapping[str, Tensor]):
     """The columns of a batch that hold a value for each label, by name.
 
+    Where a token is ignored, what is read is 0, whatever the batch holds there. What is not read is
+    not copied.
+
     Examples:
+        >>> weights, ignored = torch.tensor([0.5, torch.nan]), torch.tensor([False, True])
+        >>> Columns({"weights": weights}, ignored)["weights"]
+        tensor([0.5000, 0.0000])
         >>> Columns({"weights": torch.ones(2)})["advantages"]
         Traceback (most recent call last):
         ...
         ValueError: the batch has no "advantages" for each of its labels (it has weights); ...
     """
 
-    def __missing__(self, name: str) -> Tensor:
-        has = ", ".join(self) or "no column"
-        what = f'the batch has no "{name}" for each of its labels (it has {has})'
-        raise ValueError(f"{what}; put a tensor of the shape of the labels under this name")
+    def __init__(self, columns: Mapping[str, Tensor], ignored: Tensor | None = None) -> None:
+        self._columns, self._ignored = columns, ignored
+        self._read = dict[str, Tensor]()
+
+    def __getitem__(self, name: str) -> Tensor:
+        if name not in self._columns:
+            has = ", ".join(self) or "no column"
+            what = f'the batch has no "{name}" for each of its labels (it has {has})'
+            raise ValueError(f"{what}; put a tensor of the shape of the labels under this name")
+        if name not in self._read:
+            own = self._columns[name]
+            self._read[name] = own if self._ignored is None else _cleared(own, self._ignored)
+        return self._read[name]
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._columns
+
+    def get(self, name: str, default: Any = None) -> Any:
+        """Return a column, or something else where there is none."""
+        return self[name] if name in self._columns else default
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._columns)
+
+    def __len__(self) -> int:
+        return len(self._columns)
 
 
 OfScores = Callable[[TokenScores, Columns], Tensor]
@@ -180,11 +212,11 @@ def token_logprobs(
 
     It is the one by which a sampler with these settings has drawn the label; see
     `generation.Sampling`, whose order and code it shares. Without settings it is the cross entropy
-    of `hidden @ weight.T`, negated. Whole logits exist for `chunk` tokens at a time: how the
-    log-probabilities go on is not known before backward, which computes the logits of every chunk
-    again, one product more than `linear_cross_entropy`. Where words are left out, the logits of a
-    chunk are gathered on `axis`. A label that is left out has the log-probability -inf, and no
-    gradient.
+    of `hidden @ weight.T`, negated. How the log-probabilities go on is not known before
+    backward, which computes the logits again, one product more than `linear_cross_entropy`; they
+    exist for some words of many tokens at a time. Where words are left out, they exist for all
+    words of some tokens, and are gathered on `axis`. A label that is left out has the
+    log-probability -inf, and no gradient.
 
     Args:
         hidden: As in `linear_cross_entropy`, `[..., D]`.
@@ -198,7 +230,8 @@ def token_logprobs(
         min_p: Words that are at least this likely, relative to the likeliest.
         softcap: What logits are kept between by tanh, before all else.
         axis: The axis over which the vocabulary is cut.
-        chunk: Tokens whose logits exist at a time.
+        chunk: Not more logits exist at a time than so many tokens have. By default those that fit
+            into 16 MiB, and where words are left out as in `linear_cross_entropy`.
 
     Returns:
         fp32 or fp64 `[...]`, equal on all ranks of the axis.
@@ -221,7 +254,7 @@ def token_logprobs(
     known: dict[str, Any] = {"bias": bias, "softcap": softcap, "axis": axis, "chunk": chunk}
     factors = cast_factors("token_logprobs", hidden, weight, labels, **known)
     shaping = Shaping(temperature, top_k, top_p, min_p)
-    return logprobs_of(factors, labels, shaping=shaping, axis=axis, chunk=chunk)[0]
+    return logprobs_of(factors, labels, shaping=shaping, axis=axis, chunk=chunk)
 
 
 def logprobs_of(
@@ -231,9 +264,8 @@ def logprobs_of(
     shaping: Shaping = UNSHAPED,
     axis: Axis = SOLO,
     chunk: int | None = None,
-    entropies: bool = False,
-) -> tuple[Tensor, ...]:
-    """Return `token_logprobs`, and, if they are asked, the entropies of the same distributions.
+) -> Tensor:
+    """Return `token_logprobs` of factors and a shaping.
 
     Raises:
         ValueError: A setting has another shape than the labels.
@@ -243,17 +275,14 @@ def logprobs_of(
 
     Examples:
         >>> import torch
-        >>> factors = Factors(torch.zeros(2, 8), torch.zeros(4, 8))
-        >>> logprobs_of(factors, torch.tensor([0, -100]), entropies=True)
-        (tensor([-1.3863,  0.0000]), tensor([1.3863, 0.0000]))
+        >>> logprobs_of(Factors(torch.zeros(2, 8), torch.zeros(4, 8)), torch.tensor([0, -100]))
+        tensor([-1.3863,  0.0000])
     """
     hidden, weight, bias, softcap = factors
-    flat, chunk = labels.flatten(), chunk or _chunk_of(weight)
-    how = shaping.flat("token_logprobs", labels)
-    asked = flat, axis, how, entropies, {"chunk": chunk, "softcap": softcap}
+    flat, how = labels.flatten(), shaping.flat("token_logprobs", labels)
+    asked = flat, axis, how, softcap, chunk
     found = run_untraced(_EachToken, hidden.flatten(0, -2), weight, bias, asked)
-    ignored = flat == IGNORED_LABEL
-    return tuple(x.masked_fill(ignored, 0).view(labels.shape) for x in found)
+    return found.masked_fill(flat == IGNORED_LABEL, 0).view(labels.shape)
 
 
 # -------------------------------------------------------------------------------------- one pass
@@ -422,7 +451,7 @@ def weigh_terms(
         (tensor([1., 0.]), [tensor([0.5000, 0.0000])])
     """
     ignored = labels == IGNORED_LABEL
-    known = Columns({name: _cleared(x, ignored) for name, x in columns.items()})
+    known = Columns(columns, ignored)
     values = [term(scores, known).masked_fill(ignored, 0) for term, _ in terms]
     weighted = [w * x for (_, w), x in zip(terms, values, strict=True) if w]
     total = torch.stack(weighted).sum(0) if weighted else torch.zeros_like(scores.losses)
@@ -454,7 +483,7 @@ def token_loss(scores: TokenScores, _: Columns) -> Tensor:
 
     Examples:
         >>> one = torch.ones(1)
-        >>> token_loss(TokenScores(one, 2 * one, lambda: 3 * one), Columns())
+        >>> token_loss(TokenScores(one, 2 * one, lambda: 3 * one), Columns({}))
         tensor([1.])
     """
     return scores.losses
@@ -465,7 +494,7 @@ def squared_normalizer(scores: TokenScores, _: Columns) -> Tensor:
 
     Examples:
         >>> three = torch.full((1,), 3.0)
-        >>> squared_normalizer(TokenScores(three, three, lambda: three), Columns())
+        >>> squared_normalizer(TokenScores(three, three, lambda: three), Columns({}))
         tensor([9.])
     """
     return scores.normalizers.square()
@@ -539,7 +568,11 @@ class _InChunks(torch.autograd.Function):
 
 
 class _EachToken(torch.autograd.Function):
-    """Log-probabilities and entropies of tokens; backward computes the logits again."""
+    """Log-probabilities of tokens; backward computes the logits again, some words at a time.
+
+    A softmax goes on from word to word, so that tiles of logits stay in a processor's cache, and
+    what is added to the weight's gradient is written once.
+    """
 
     @staticmethod
     def forward(  # pyrefly: ignore[bad-override]
@@ -547,43 +580,84 @@ class _EachToken(torch.autograd.Function):
         hidden: Tensor,
         weight: Tensor,
         bias: Tensor | None,
-        asked: tuple[Tensor, Axis, Shaping, bool, dict[str, Any]],
-    ) -> tuple[Tensor, ...]:
-        labels, axis, shaping, entropies, how = asked
-
-        def compute(logits: Tensor, rows: slice, _: bool) -> Tensor:
-            found = scores_(shaped_(logits, shaping.of(rows), axis), labels[rows], axis)
-            more = [entropies_of(logits, found.scale, axis)] if entropies else []
-            return torch.stack([*found[:2], *more], dim=-1)
-
-        none = (False,) * 3
-        values, _ = _chunk_by_chunk(hidden, weight, bias, compute=compute, **how, needs=none)
-        losses, normalizers, *more = values.unbind(-1)
-        ctx.save_for_backward(hidden, weight, bias, labels, losses, normalizers, *more)
-        ctx.how = axis, shaping, how
-        # No views: of several outputs of a Function they could not be changed.
-        return -losses, *(x.clone() for x in more)
+        asked: tuple[Tensor, Axis, Shaping, float | None, int | None],
+    ) -> Tensor:
+        labels, axis, shaping, softcap, chunk = asked
+        tiles = _tiles(len(hidden), weight, chunk, whole_rows=shaping.filters)
+        make = logits_maker(Factors(hidden, weight, bias, softcap))
+        scores = []
+        for rows, parts in tiles:
+            found, own = list[Partial](), labels[rows]
+            for words in parts:
+                logits = shaped_(make(rows, words), shaping.of(rows), axis)
+                found.append(partial_scores_(logits, words, own, axis, of=len(weight)))
+            scores.append(whole_scores(found, axis))
+        losses, normalizers = (torch.cat(x) for x in zip(*scores, strict=True))
+        ctx.save_for_backward(hidden, weight, bias, labels, losses, normalizers)
+        ctx.how = axis, shaping, softcap, tiles
+        return -losses
 
     @staticmethod
     @once_differentiable
     def backward(  # pyrefly: ignore[bad-override]
-        ctx: Any, d_logprobs: Tensor, *d_entropies: Tensor
+        ctx: Any, d_logprobs: Tensor
     ) -> tuple[Tensor | None, ...]:
-        hidden, weight, bias, labels, losses, normalizers, *entropies = ctx.saved_tensors
-        axis, shaping, how = ctx.how
-
-        def compute(logits: Tensor, rows: slice, _: bool) -> Tensor:
-            here = shaping.of(rows)
-            shaped_(logits, here, axis).sub_(normalizers[rows, None]).exp_()
-            d = here.known(-d_logprobs[rows], losses[rows])
-            curved = (entropies[0][rows], d_entropies[0][rows]) if entropies else None
-            slopes_(logits, labels[rows], axis, d, torch.zeros_like(d), curved=curved)
-            unshaped_slopes_(logits, here)
-            return d[:, None]
-
-        needs = ctx.needs_input_grad[:3]
-        _, gradients = _chunk_by_chunk(hidden, weight, bias, compute=compute, **how, needs=needs)
+        hidden, weight, bias, labels, losses, normalizers = ctx.saved_tensors
+        axis, shaping, softcap, tiles = ctx.how
+        factors, exact = _exact(Factors(hidden, weight, bias, softcap)), accumulation_dtype(weight)
+        like = {"dtype": exact, "device": weight.device}
+        d_hidden, d_weight, d_bias = (
+            torch.zeros(x.shape, **like) if needs else None
+            for x, needs in zip((hidden, weight, bias), ctx.needs_input_grad[:3], strict=True)
+        )
+        buffer = torch.empty(_elements(tiles), **like)
+        for rows, parts in tiles:
+            inputs, here = factors.hidden[rows], shaping.of(rows)
+            d = here.known(-d_logprobs[rows], losses[rows])[:, None]
+            for words in parts:
+                logits, steep = _logits(factors, rows, words, buffer, needs_slope=True)
+                shaped_(logits, here, axis).sub_(normalizers[rows, None]).exp_().mul_(d)
+                index, own = own_words(labels[rows, None], len(weight), axis, part=words)
+                unshaped_slopes_(logits.scatter_add_(-1, index, -d * own), here)
+                if steep is not None:
+                    logits.mul_(steep)
+                slopes = logits.to(factors.weight.dtype)
+                if d_hidden is not None:
+                    _add_product_(d_hidden[rows], slopes, factors.weight[words])
+                if d_weight is not None:
+                    _add_product_(d_weight[words], slopes.t(), inputs)
+                if d_bias is not None:
+                    d_bias[words].add_(logits.sum(0))
+        gradients = d_hidden, d_weight, d_bias
         return *(g if g is None else g.to(weight.dtype) for g in gradients), None
+
+
+Tiles = list[tuple[slice, list[slice]]]
+"""Tokens, and the parts of the words that their logits are cut into."""
+
+_ROWS = 2048  # tokens of a tile: with fewer, less is done with each word's weight once it is there
+
+
+def _tiles(tokens: int, weight: Tensor, chunk: int | None, *, whole_rows: bool) -> Tiles:
+    """Return tiles with as many logits as `chunk` tokens have, or fewer that stay in a cache."""
+    words = len(weight)
+    if whole_rows:
+        rows, part = chunk or _chunk_of(weight), words
+    else:
+        most = min(_SMALL, chunk * words) if chunk else _SMALL
+        rows = max(1, min(tokens, _ROWS, most))
+        part = max(1, most // rows)
+    return [(own, _cuts(words, part)) for own in _cuts(tokens, rows)]
+
+
+def _cuts(size: int, part: int) -> list[slice]:
+    return [slice(begin, min(begin + part, size)) for begin in range(0, max(1, size), part)]
+
+
+def _elements(tiles: Tiles) -> int:
+    """Return how many logits the largest tile has."""
+    (rows, (words, *_)), *_ = tiles
+    return (rows.stop - rows.start) * (words.stop - words.start)
 
 
 def _chunk_by_chunk(
@@ -598,21 +672,16 @@ def _chunk_by_chunk(
 ) -> tuple[Tensor, tuple[Tensor | None, ...]]:
     """Return values and the gradients that are needed; hidden `[N, D]`, weight `[V, D]`."""
     dtype, exact = weight.dtype, accumulation_dtype(weight)
-    if not weight.is_cuda:  # only CUDA multiplies bf16 into fp32
-        hidden, weight = hidden.to(exact), weight.to(exact)
+    factors = _exact(Factors(hidden, weight, bias, softcap))
+    hidden, weight = factors[:2]
     d_hidden = hidden.new_empty(hidden.shape) if needs[0] else None
     d_weight = weight.new_zeros(weight.shape, dtype=exact) if needs[1] else None
     d_bias = weight.new_zeros(len(weight), dtype=exact) if needs[2] else None
     # One buffer for all chunks: fresh memory for each would be cleared by the system each time.
-    buffer = hidden.new_empty((min(chunk, len(hidden)), len(weight)), dtype=exact)
+    buffer = hidden.new_empty(min(chunk, len(hidden)) * len(weight), dtype=exact)
     values = []
-    for start in range(0, max(1, len(hidden)), chunk):
-        rows = slice(start, start + chunk)
-        inputs = hidden[rows]
-        logits = _product(inputs, weight.t(), out=buffer[: len(inputs)])
-        if bias is not None:
-            logits.add_(bias)
-        steep = None if softcap is None else _capped_(logits, softcap, needs_slope=any(needs))
+    for rows in _cuts(len(hidden), chunk):
+        logits, steep = _logits(factors, rows, slice(None), buffer, needs_slope=any(needs))
         values.append(compute(logits, rows, any(needs)))
         if steep is not None:
             logits.mul_(steep)
@@ -620,7 +689,7 @@ def _chunk_by_chunk(
         if d_hidden is not None:
             torch.mm(slopes, weight, out=d_hidden[rows])
         if d_weight is not None:
-            _add_product_(d_weight, slopes.t(), inputs)
+            _add_product_(d_weight, slopes.t(), hidden[rows])
         if d_bias is not None:
             d_bias.add_(logits.sum(0))
     return torch.cat(values), (
@@ -630,40 +699,52 @@ def _chunk_by_chunk(
     )
 
 
-def logits_maker(factors: Factors) -> Callable[[slice], Tensor]:
+def logits_maker(factors: Factors) -> Callable[..., Tensor]:
     """Return a function that makes the logits of some tokens, in one buffer for all calls.
 
     Args:
         factors: Hidden states `[N, D]` and what makes logits of them, whole or this rank's part.
 
     Returns:
-        From the numbers of tokens to their logits, fp32 or fp64, that may be overwritten; the first
-        call asks for the most tokens.
+        From the numbers of tokens, and of words if not all are asked, to their logits, fp32 or
+        fp64, that may be overwritten; the first call asks for the most.
 
     Examples:
         >>> import torch
         >>> make = logits_maker(Factors(torch.ones(3, 2), torch.ones(4, 2)))
-        >>> make(slice(0, 2)).shape, make(slice(2, 4)).shape
-        (torch.Size([2, 4]), torch.Size([1, 4]))
+        >>> make(slice(0, 2)).shape, make(slice(2, 3), slice(0, 2)).shape
+        (torch.Size([2, 4]), torch.Size([1, 2]))
     """
-    hidden, weight, bias, softcap = factors
-    exact = accumulation_dtype(weight)
-    if not weight.is_cuda:
-        hidden, weight = hidden.to(exact), weight.to(exact)
-    buffers: list[Tensor] = []
+    known, exact, buffers = _exact(factors), accumulation_dtype(factors.weight), list[Tensor]()
 
-    def make(rows: slice) -> Tensor:
-        inputs = hidden[rows]
+    def make(rows: slice, words: slice = slice(None)) -> Tensor:
         if not buffers:
-            buffers.append(inputs.new_empty((len(inputs), len(weight)), dtype=exact))
-        logits = _product(inputs, weight.t(), out=buffers[0][: len(inputs)])
-        if bias is not None:
-            logits.add_(bias)
-        if softcap is not None:
-            _capped_(logits, softcap, needs_slope=False)
-        return logits
+            size = len(known.hidden[rows]) * len(known.weight[words])
+            buffers.append(known.hidden.new_empty(size, dtype=exact))
+        return _logits(known, rows, words, buffers[0], needs_slope=False)[0]
 
     return make
+
+
+def _exact(factors: Factors) -> Factors:
+    """Return factors as they are multiplied: only CUDA multiplies bf16 into fp32."""
+    if factors.weight.is_cuda:
+        return factors
+    exact = accumulation_dtype(factors.weight)
+    return factors._replace(hidden=factors.hidden.to(exact), weight=factors.weight.to(exact))
+
+
+def _logits(
+    factors: Factors, rows: slice, words: slice, buffer: Tensor, *, needs_slope: bool
+) -> tuple[Tensor, Tensor | None]:
+    """Return logits of some tokens and words, in a buffer, and the derivative of their cap."""
+    hidden, weight = factors.hidden[rows], factors.weight[words]
+    own = buffer[: len(hidden) * len(weight)].view(len(hidden), len(weight))
+    logits = _product(hidden, weight.t(), out=own)
+    if factors.bias is not None:
+        logits.add_(factors.bias[words])
+    cap = factors.softcap
+    return logits, None if cap is None else _capped_(logits, cap, needs_slope=needs_slope)
 
 
 def _capped_(logits: Tensor, softcap: float, *, needs_slope: bool) -> Tensor | None:

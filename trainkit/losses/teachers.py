@@ -73,8 +73,7 @@ def distillation(
     def loss(output: Any, batch: Mapping[str, Any]) -> Terms:
         factors, labels, axis = read_output("distillation", output, batch)
         ignored = labels.flatten() == IGNORED_LABEL
-        columns = Columns(columns_of(batch, labels))
-        hidden = columns["teacher_hidden"].detach().masked_fill(ignored.unsqueeze(-1), 0)
+        hidden = Columns(columns_of(batch, labels), ignored)["teacher_hidden"].detach()
         weight = teacher.weight.detach()
         _check_teacher(hidden, weight, words=len(factors.weight))
         make = logits_maker(Factors(hidden.to(weight.dtype), weight, None, teacher.softcap))
@@ -122,9 +121,8 @@ def stored_distillation(
     def loss(output: Any, batch: Mapping[str, Any]) -> Terms:
         factors, labels, axis = read_output("stored_distillation", output, batch)
         ignored = labels.flatten() == IGNORED_LABEL
-        columns = Columns(columns_of(batch, labels))
+        columns = Columns(columns_of(batch, labels), ignored)
         ids, logprobs = columns["teacher_ids"].long(), columns["teacher_logprobs"]
-        ids, logprobs = (x.masked_fill(ignored.unsqueeze(-1), 0) for x in (ids, logprobs))
 
         def compare(logits: Tensor, rows: slice, gradient: bool) -> Tensor:
             own = logprobs[rows].to(logits.dtype)

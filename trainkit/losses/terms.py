@@ -289,7 +289,7 @@ def output_logprobs(where: str, output: Any, batch: Mapping[str, Any]) -> tuple[
     output = unrouted(output)
     if isinstance(output, tuple):
         factors, labels, axis = read_output(where, output, batch)
-        (logprobs,) = logprobs_of(factors, labels, axis=axis)
+        logprobs = logprobs_of(factors, labels, axis=axis)
     else:
         labels = labels_of(where, batch)
         logprobs = -cross_entropy_per_token(output, labels)
