@@ -26,6 +26,7 @@ from .preference import kto as kto
 from .preference import log_ratio as log_ratio
 from .preference import orpo as orpo
 from .preference import simpo as simpo
+from .preference import with_reference_point as with_reference_point
 from .shaping import Shaping as Shaping
 from .sources import by_source as by_source
 from .teachers import distillation as distillation
