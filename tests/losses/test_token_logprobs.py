@@ -13,11 +13,13 @@ from trainkit.losses import (
     clipped,
     k3,
     linear,
+    logprobs,
     loss_of_scores,
     policy_gradient,
     token_logprobs,
 )
-from trainkit.losses.linear import Factors, logprobs_of
+from trainkit.losses.linear import Factors
+from trainkit.losses.logprobs import logprobs_of
 from trainkit.mesh import axis_from_group
 from trainkit.testing import run_ranks
 from trainkit.types import Hidden, capped
@@ -106,14 +108,14 @@ def test_words_that_are_ruled_out_together_are_none_of_a_softmax():
 def test_tiles_are_no_larger_than_a_chunk_and_a_bias_has_its_gradient(bias, monkeypatch):
     hidden, weight, labels = inputs()
     factors = Factors(hidden, weight, drawn_bias() if bias else None)
-    sizes, real = [], linear._logits
+    sizes, real = [], logprobs.logits_of
 
     def logits(*args, **how):
         found = real(*args, **how)
         sizes.append(found[0].numel())
         return found
 
-    monkeypatch.setattr(linear, "_logits", logits)
+    monkeypatch.setattr(logprobs, "logits_of", logits)
     leaves = [x for x in factors[:3] if x is not None]
     found = [
         torch.autograd.grad(logprobs_of(factors, labels, chunk=chunk).square().sum(), leaves)
@@ -197,7 +199,7 @@ def test_a_setting_out_of_its_range_is_refused(bad):
 def test_without_filters_nothing_is_sorted_and_it_costs_one_product_more(monkeypatch):
     hidden, weight, labels = inputs()
     calls = []
-    for home, name in ((linear, "_product"), (linear, "_add_product_"), (torch, "sort")):
+    for home, name in ((linear, "_product"), (logprobs, "add_product_"), (torch, "sort")):
         real = getattr(home, name)
         monkeypatch.setattr(
             home, name, lambda *a, n=name, f=real, **k: calls.append(n) or f(*a, **k)
@@ -205,7 +207,7 @@ def test_without_filters_nothing_is_sorted_and_it_costs_one_product_more(monkeyp
     found = token_logprobs(hidden, weight, labels, chunk=T)
     assert calls == ["_product"]
     found.sum().backward()
-    assert calls == ["_product"] * 2 + ["_add_product_"] * 2  # the logits again, two gradients
+    assert calls == ["_product"] * 2 + ["add_product_"] * 2  # the logits again, two gradients
 
 
 def test_a_setting_of_another_shape_is_refused():

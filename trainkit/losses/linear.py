@@ -17,18 +17,14 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from trainkit.losses.logits import check_labels, sum_and_parts
-from trainkit.losses.shaping import UNSHAPED, Each, Shaping, shaped_, unshaped_slopes_
+from trainkit.losses.shaping import UNSHAPED, Shaping, shaped_, unshaped_slopes_
 from trainkit.losses.softmax import (
-    Partial,
     Scores,
     accumulation_dtype,
     entropies_of,
-    own_words,
-    partial_scores_,
     run_untraced,
     scores_,
     slopes_,
-    whole_scores,
 )
 from trainkit.types import IGNORED_LABEL, SOLO, Axis, at_least, capped
 
@@ -192,97 +188,6 @@ def linear_cross_entropy(
     known: dict[str, Any] = {"bias": bias, "softcap": softcap, "axis": axis, "chunk": chunk}
     factors = cast_factors("linear_cross_entropy", hidden, weight, labels, **known)
     return linear_sum_and_parts(factors, labels, axis=axis, chunk=chunk)[0]
-
-
-def token_logprobs(
-    hidden: Tensor,
-    weight: Tensor,
-    labels: Tensor,
-    *,
-    bias: Tensor | None = None,
-    temperature: Each = 1.0,
-    top_k: int | Tensor | None = None,
-    top_p: Each = 1.0,
-    min_p: Each = 0.0,
-    softcap: float | None = None,
-    axis: Axis = SOLO,
-    chunk: int | None = None,
-) -> Tensor:
-    """Return the log-probability of each label, differentiable; 0 where the label is -100.
-
-    It is the one by which a sampler with these settings has drawn the label; see
-    `generation.Sampling`, whose order and code it shares. Without settings it is the cross entropy
-    of `hidden @ weight.T`, negated. How the log-probabilities go on is not known before
-    backward, which computes the logits again, one product more than `linear_cross_entropy`; they
-    exist for some words of many tokens at a time. Where words are left out, they exist for all
-    words of some tokens, and are gathered on `axis`. A label that is left out has the
-    log-probability -inf, and no gradient.
-
-    Args:
-        hidden: As in `linear_cross_entropy`, `[..., D]`.
-        weight: `[V, D]`, or this rank's rows of it.
-        labels: int64 `[...]`.
-        bias: `[V]`, or this rank's part of it.
-        temperature: What logits are divided by, above 0; a number, or a tensor `[...]` with one for
-            each label, as the three that follow.
-        top_k: How many of the likeliest words may be drawn; of equals there may be more.
-        top_p: The likeliest words that together have this much.
-        min_p: Words that are at least this likely, relative to the likeliest.
-        softcap: What logits are kept between by tanh, before all else.
-        axis: The axis over which the vocabulary is cut.
-        chunk: Not more logits exist at a time than so many tokens have. By default those that fit
-            into 16 MiB, and where words are left out as in `linear_cross_entropy`.
-
-    Returns:
-        fp32 or fp64 `[...]`, equal on all ranks of the axis.
-
-    Raises:
-        ValueError: As `linear_cross_entropy`, or a setting has another shape than the labels.
-
-    Effects:
-        Communicates as `linear_cross_entropy`, and gathers the logits of a chunk on `axis` where
-        words are left out.
-
-    Examples:
-        >>> import torch
-        >>> hidden, weight = torch.ones(3, 1), torch.tensor([[2.0], [2.0], [1.0]])
-        >>> token_logprobs(hidden, weight, torch.tensor([0, -100, 2]))
-        tensor([-0.8620,  0.0000, -1.8620])
-        >>> token_logprobs(hidden, weight, torch.tensor([0, -100, 2]), top_k=2)
-        tensor([-0.6931,  0.0000,    -inf])
-    """
-    known: dict[str, Any] = {"bias": bias, "softcap": softcap, "axis": axis, "chunk": chunk}
-    factors = cast_factors("token_logprobs", hidden, weight, labels, **known)
-    shaping = Shaping(temperature, top_k, top_p, min_p)
-    return logprobs_of(factors, labels, shaping=shaping, axis=axis, chunk=chunk)
-
-
-def logprobs_of(
-    factors: Factors,
-    labels: Tensor,
-    *,
-    shaping: Shaping = UNSHAPED,
-    axis: Axis = SOLO,
-    chunk: int | None = None,
-) -> Tensor:
-    """Return `token_logprobs` of factors and a shaping.
-
-    Raises:
-        ValueError: A setting has another shape than the labels.
-
-    Effects:
-        Communicates as `token_logprobs`.
-
-    Examples:
-        >>> import torch
-        >>> logprobs_of(Factors(torch.zeros(2, 8), torch.zeros(4, 8)), torch.tensor([0, -100]))
-        tensor([-1.3863,  0.0000])
-    """
-    hidden, weight, bias, softcap = factors
-    flat, how = labels.flatten(), shaping.flat("token_logprobs", labels)
-    asked = flat, axis, how, softcap, chunk
-    found = run_untraced(_EachToken, hidden.flatten(0, -2), weight, bias, asked)
-    return found.masked_fill(flat == IGNORED_LABEL, 0).view(labels.shape)
 
 
 # -------------------------------------------------------------------------------------- one pass
@@ -523,7 +428,7 @@ def linear_in_chunks(
         tensor(3.)
     """
     hidden, weight, bias, softcap = factors
-    how: dict[str, Any] = {"chunk": chunk or _chunk_of(weight), "softcap": softcap}
+    how: dict[str, Any] = {"chunk": chunk or chunk_of(weight), "softcap": softcap}
     walk = partial(_chunk_by_chunk, compute=compute, **how)
     return run_untraced(_InChunks, hidden.flatten(0, -2), weight, bias, walk)
 
@@ -532,7 +437,14 @@ def _fits_at_once(weight: Tensor, labels: Tensor) -> bool:
     return labels.numel() * len(weight) <= _SMALL and weight.dtype == accumulation_dtype(weight)
 
 
-def _chunk_of(weight: Tensor) -> int:
+def chunk_of(weight: Tensor) -> int:
+    """Return of how many tokens logits exist at a time, for an output weight `[V, D]`.
+
+    Examples:
+        >>> import torch
+        >>> chunk_of(torch.zeros(4096, 8))
+        1024
+    """
     return max(1, weight.shape[1] // 2, _SMALL // len(weight))
 
 
@@ -567,97 +479,14 @@ class _InChunks(torch.autograd.Function):
         return *scaled, None
 
 
-class _EachToken(torch.autograd.Function):
-    """Log-probabilities of tokens; backward computes the logits again, some words at a time.
+def cuts(size: int, part: int) -> list[slice]:
+    """Return the parts of so many tokens or words, at least one.
 
-    A softmax goes on from word to word, so that tiles of logits stay in a processor's cache, and
-    what is added to the weight's gradient is written once.
+    Examples:
+        >>> cuts(5, 3)
+        [slice(0, 3, None), slice(3, 5, None)]
     """
-
-    @staticmethod
-    def forward(  # pyrefly: ignore[bad-override]
-        ctx: Any,
-        hidden: Tensor,
-        weight: Tensor,
-        bias: Tensor | None,
-        asked: tuple[Tensor, Axis, Shaping, float | None, int | None],
-    ) -> Tensor:
-        labels, axis, shaping, softcap, chunk = asked
-        tiles = _tiles(len(hidden), weight, chunk, whole_rows=shaping.filters)
-        make = logits_maker(Factors(hidden, weight, bias, softcap))
-        scores = []
-        for rows, parts in tiles:
-            found, own = list[Partial](), labels[rows]
-            for words in parts:
-                logits = shaped_(make(rows, words), shaping.of(rows), axis)
-                found.append(partial_scores_(logits, words, own, axis, of=len(weight)))
-            scores.append(whole_scores(found, axis))
-        losses, normalizers = (torch.cat(x) for x in zip(*scores, strict=True))
-        ctx.save_for_backward(hidden, weight, bias, labels, losses, normalizers)
-        ctx.how = axis, shaping, softcap, tiles
-        return -losses
-
-    @staticmethod
-    @once_differentiable
-    def backward(  # pyrefly: ignore[bad-override]
-        ctx: Any, d_logprobs: Tensor
-    ) -> tuple[Tensor | None, ...]:
-        hidden, weight, bias, labels, losses, normalizers = ctx.saved_tensors
-        axis, shaping, softcap, tiles = ctx.how
-        factors, exact = _exact(Factors(hidden, weight, bias, softcap)), accumulation_dtype(weight)
-        like = {"dtype": exact, "device": weight.device}
-        d_hidden, d_weight, d_bias = (
-            torch.zeros(x.shape, **like) if needs else None
-            for x, needs in zip((hidden, weight, bias), ctx.needs_input_grad[:3], strict=True)
-        )
-        buffer = torch.empty(_elements(tiles), **like)
-        for rows, parts in tiles:
-            inputs, here = factors.hidden[rows], shaping.of(rows)
-            d = here.known(-d_logprobs[rows], losses[rows])[:, None]
-            for words in parts:
-                logits, steep = _logits(factors, rows, words, buffer, needs_slope=True)
-                shaped_(logits, here, axis).sub_(normalizers[rows, None]).exp_().mul_(d)
-                index, own = own_words(labels[rows, None], len(weight), axis, part=words)
-                unshaped_slopes_(logits.scatter_add_(-1, index, -d * own), here)
-                if steep is not None:
-                    logits.mul_(steep)
-                slopes = logits.to(factors.weight.dtype)
-                if d_hidden is not None:
-                    _add_product_(d_hidden[rows], slopes, factors.weight[words])
-                if d_weight is not None:
-                    _add_product_(d_weight[words], slopes.t(), inputs)
-                if d_bias is not None:
-                    d_bias[words].add_(logits.sum(0))
-        gradients = d_hidden, d_weight, d_bias
-        return *(g if g is None else g.to(weight.dtype) for g in gradients), None
-
-
-Tiles = list[tuple[slice, list[slice]]]
-"""Tokens, and the parts of the words that their logits are cut into."""
-
-_ROWS = 2048  # tokens of a tile: with fewer, less is done with each word's weight once it is there
-
-
-def _tiles(tokens: int, weight: Tensor, chunk: int | None, *, whole_rows: bool) -> Tiles:
-    """Return tiles with as many logits as `chunk` tokens have, or fewer that stay in a cache."""
-    words = len(weight)
-    if whole_rows:
-        rows, part = chunk or _chunk_of(weight), words
-    else:
-        most = min(_SMALL, chunk * words) if chunk else _SMALL
-        rows = max(1, min(tokens, _ROWS, most))
-        part = max(1, most // rows)
-    return [(own, _cuts(words, part)) for own in _cuts(tokens, rows)]
-
-
-def _cuts(size: int, part: int) -> list[slice]:
     return [slice(begin, min(begin + part, size)) for begin in range(0, max(1, size), part)]
-
-
-def _elements(tiles: Tiles) -> int:
-    """Return how many logits the largest tile has."""
-    (rows, (words, *_)), *_ = tiles
-    return (rows.stop - rows.start) * (words.stop - words.start)
 
 
 def _chunk_by_chunk(
@@ -672,7 +501,7 @@ def _chunk_by_chunk(
 ) -> tuple[Tensor, tuple[Tensor | None, ...]]:
     """Return values and the gradients that are needed; hidden `[N, D]`, weight `[V, D]`."""
     dtype, exact = weight.dtype, accumulation_dtype(weight)
-    factors = _exact(Factors(hidden, weight, bias, softcap))
+    factors = exact_factors(Factors(hidden, weight, bias, softcap))
     hidden, weight = factors[:2]
     d_hidden = hidden.new_empty(hidden.shape) if needs[0] else None
     d_weight = weight.new_zeros(weight.shape, dtype=exact) if needs[1] else None
@@ -680,8 +509,8 @@ def _chunk_by_chunk(
     # One buffer for all chunks: fresh memory for each would be cleared by the system each time.
     buffer = hidden.new_empty(min(chunk, len(hidden)) * len(weight), dtype=exact)
     values = []
-    for rows in _cuts(len(hidden), chunk):
-        logits, steep = _logits(factors, rows, slice(None), buffer, needs_slope=any(needs))
+    for rows in cuts(len(hidden), chunk):
+        logits, steep = logits_of(factors, rows, slice(None), buffer, needs_slope=any(needs))
         values.append(compute(logits, rows, any(needs)))
         if steep is not None:
             logits.mul_(steep)
@@ -689,7 +518,7 @@ def _chunk_by_chunk(
         if d_hidden is not None:
             torch.mm(slopes, weight, out=d_hidden[rows])
         if d_weight is not None:
-            _add_product_(d_weight, slopes.t(), hidden[rows])
+            add_product_(d_weight, slopes.t(), hidden[rows])
         if d_bias is not None:
             d_bias.add_(logits.sum(0))
     return torch.cat(values), (
@@ -715,29 +544,58 @@ def logits_maker(factors: Factors) -> Callable[..., Tensor]:
         >>> make(slice(0, 2)).shape, make(slice(2, 3), slice(0, 2)).shape
         (torch.Size([2, 4]), torch.Size([1, 2]))
     """
-    known, exact, buffers = _exact(factors), accumulation_dtype(factors.weight), list[Tensor]()
+    known, exact, buffers = (
+        exact_factors(factors),
+        accumulation_dtype(factors.weight),
+        list[Tensor](),
+    )
 
     def make(rows: slice, words: slice = slice(None)) -> Tensor:
         if not buffers:
             size = len(known.hidden[rows]) * len(known.weight[words])
             buffers.append(known.hidden.new_empty(size, dtype=exact))
-        return _logits(known, rows, words, buffers[0], needs_slope=False)[0]
+        return logits_of(known, rows, words, buffers[0], needs_slope=False)[0]
 
     return make
 
 
-def _exact(factors: Factors) -> Factors:
-    """Return factors as they are multiplied: only CUDA multiplies bf16 into fp32."""
+def exact_factors(factors: Factors) -> Factors:
+    """Return factors as they are multiplied: only CUDA multiplies bf16 into fp32.
+
+    Examples:
+        >>> import torch
+        >>> two = torch.zeros(2, 8, dtype=torch.bfloat16)
+        >>> exact_factors(Factors(two, two)).weight.dtype
+        torch.float32
+    """
     if factors.weight.is_cuda:
         return factors
     exact = accumulation_dtype(factors.weight)
     return factors._replace(hidden=factors.hidden.to(exact), weight=factors.weight.to(exact))
 
 
-def _logits(
+def logits_of(
     factors: Factors, rows: slice, words: slice, buffer: Tensor, *, needs_slope: bool
 ) -> tuple[Tensor, Tensor | None]:
-    """Return logits of some tokens and words, in a buffer, and the derivative of their cap."""
+    """Return logits of some tokens and words, in a buffer, and the derivative of their cap.
+
+    Args:
+        factors: Those of `exact_factors`.
+        rows: Which tokens.
+        words: Which words.
+        buffer: fp32 or fp64 `[N]`, large enough.
+        needs_slope: Whether the derivative is asked.
+
+    Effects:
+        Overwrites the buffer.
+
+    Examples:
+        >>> import torch
+        >>> factors, buffer = Factors(torch.ones(3, 2), torch.ones(4, 2)), torch.empty(8)
+        >>> logits_of(factors, slice(1, 3), slice(0, 2), buffer, needs_slope=True)
+        (tensor([[2., 2.],
+                [2., 2.]]), None)
+    """
     hidden, weight = factors.hidden[rows], factors.weight[words]
     own = buffer[: len(hidden) * len(weight)].view(len(hidden), len(weight))
     logits = _product(hidden, weight.t(), out=own)
@@ -762,8 +620,19 @@ def _product(a: Tensor, b: Tensor, *, out: Tensor) -> Tensor:
     return torch.mm(a, b, out_dtype=out.dtype, out=out)
 
 
-def _add_product_(total: Tensor, a: Tensor, b: Tensor) -> None:
-    """Add a @ b to `total`, which is fp32 for bf16 factors (CUDA only)."""
+def add_product_(total: Tensor, a: Tensor, b: Tensor) -> None:
+    """Add a @ b to `total`, which is fp32 for bf16 factors (CUDA only).
+
+    Effects:
+        Writes `total`.
+
+    Examples:
+        >>> import torch
+        >>> total = torch.ones(1, 1)
+        >>> add_product_(total, torch.ones(1, 2), torch.ones(2, 1))
+        >>> total
+        tensor([[3.]])
+    """
     if a.dtype == total.dtype:
         total.addmm_(a, b)
     else:

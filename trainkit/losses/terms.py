@@ -30,7 +30,6 @@ from trainkit.losses.linear import (
     linear_in_chunks,
     linear_sum_and_parts,
     linear_terms,
-    logprobs_of,
     squared_normalizer,
     token_loss,
     weigh_terms,
@@ -41,6 +40,7 @@ from trainkit.losses.logits import (
     sum_and_parts,
     z_loss,
 )
+from trainkit.losses.logprobs import logprobs_of
 from trainkit.losses.shaping import UNSHAPED, Shaping, reshaped
 from trainkit.losses.softmax import accumulation_dtype
 from trainkit.types import IGNORED_LABEL, SOLO, Axis, Denominator, Hidden, unrouted
