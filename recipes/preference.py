@@ -14,7 +14,7 @@ import attrs
 import numpy as np
 
 import trainkit as tk
-from trainkit.types import Column, Cursor
+from trainkit.types import Cursor, TrainState
 
 
 @attrs.frozen(kw_only=True)
@@ -91,12 +91,12 @@ def exchange_answers(cfg, rows):
     return tk.Packed(corpus, tk.pack_bins(corpus.lengths, cfg.batch.row_length, **how))
 
 
-def add_reference(cfg, run, stages, rows, file):
+def add_reference(cfg, run, stages, optimizer, rows, file):
     """Return rows that know what the weights of the start say of each token, by the run's file.
 
     The file is made before the first step; who goes on reads it, since the weights have moved.
     """
-    path, ps, name = run.dir / file, run.ps, "reference_logprobs"
+    path, ps, corpus = run.dir / file, run.ps, rows.corpus
     axes = {"place": ps.place, "axis": ps.loss, "pp": ps.pp, "tp": ps.tp}
     score = tk.evaluation.bind_score(stages, call=tk.models.call_routed, **axes)
 
@@ -104,22 +104,18 @@ def add_reference(cfg, run, stages, rows, file):
         run.phase("the reference", allow=cfg.limits.start_timeout)
         return score(examples)
 
-    def write(corpus):
-        if ps.world.index == 0:
-            about = {"vocab_size": corpus.vocab_size, "columns": corpus.columns}
-            tk.write_corpus(path, tk.corpora.documents_of(corpus), **about)
-
     if cfg.resume == "never" or not tk.checkpoint.list_checkpoints(run.dir / "checkpoints"):
-        documents = np.sort(rows.bins.documents)
-        run.say(f"what the weights of the start say of {len(documents)} answers, into {path}")
-        values = {name: tk.evaluation.corpus_logprobs(heard, rows.corpus, documents)}
-        corpus = attrs.evolve(rows.corpus, columns={name: Column()}, values=values)
-        tk.collectives.together(functools.partial(write, corpus), ps.world)
+        run.say(f"what the weights of the start say of {len(corpus.lengths)} answers, into {path}")
+        facts = {"weights": tk.checkpoint.state_hash(TrainState(), stages, optimizer, ps)}
+        facts |= {"dtype": cfg.dtype, "corpus": tk.corpora.fingerprint(corpus)}
+        how = {"context": cfg.batch.row_length, "facts": facts, "axis": ps.world, "tell": run.say}
+        measured = tk.evaluation.logprob_columns(heard)
+        tk.evaluation.score_corpus(measured, corpus, path, **how)
     return tk.Packed(tk.corpora.open_tokens(path), rows.bins)
 
 
 def bind_kl(cfg, ps, others, stages):
-    """Return with_kl(batch), which adds how far the model has come from the reference, for KTO."""
+    """Return with_kl(batch), which adds what KTO compares with: the kind of answers, and the KL."""
     rows_at = tk.sampling.rows_of_epochs(len(others), rows_per_step=cfg.batch.rows, seed=cfg.seed)
     how = {"axis": ps.loss, "pp": ps.pp, "tp": ps.tp, "call": tk.models.call_routed}
     size = {"rows_per_microbatch": cfg.batch.microbatch, "place": ps.place, "device": ps.device}
@@ -128,27 +124,28 @@ def bind_kl(cfg, ps, others, stages):
     def with_kl(batch):
         cursor = Cursor(batch.cursor.batch - 1)
         parts = tk.step_batch(others, rows_at, cursor, **size).microbatches
-        kl = tk.evaluate(stages, parts, log_ratio, **how)["kl"].clamp(min=0).float()
+        kl = tk.evaluate(stages, parts, log_ratio, **how)["kl"]
 
         def add(part):
-            own = {"desirable": (part.document_ids % 2 == 0).float()}
-            own |= {"kl": kl.expand(part.labels.shape)}
-            return attrs.evolve(part, extra={**part.extra, **own})
+            desirable = (part.document_ids % 2 == 0).float()
+            return attrs.evolve(part, extra={**part.extra, "desirable": desirable})
 
-        return attrs.evolve(batch, microbatches=[add(part) for part in batch.microbatches])
+        parts = tk.losses.with_reference_point(map(add, batch.microbatches), kl)
+        return attrs.evolve(batch, microbatches=parts)
 
     return with_kl
 
 
-def compare_with_start(cfg, run, stages, rows):
+def compare_with_start(cfg, run, stages, optimizer, rows):
     """Return rows with what the loss compares with, what readies a batch of them, and its facts."""
     prepare, facts = (lambda batch: batch), {}
     if cfg.loss == "kto":
-        others = add_reference(cfg, run, stages, exchange_answers(cfg, rows), "others.tokens")
+        others = exchange_answers(cfg, rows)
+        others = add_reference(cfg, run, stages, optimizer, others, "others.tokens")
         prepare = bind_kl(cfg, run.ps, others, stages)
         facts |= {"others": tk.corpora.fingerprint(others.corpus)}
     if cfg.loss in ("dpo", "ipo", "kto"):
-        rows = add_reference(cfg, run, stages, rows, "reference.tokens")
+        rows = add_reference(cfg, run, stages, optimizer, rows, "reference.tokens")
         facts |= {"reference": tk.corpora.fingerprint(rows.corpus)}
     return rows, prepare, facts
 
@@ -215,7 +212,7 @@ def train(cfg, run, tokenizer, base):
     rows, held = pack(cfg, run, open_pairs(cfg, tokenizer))
     stages, optimizer = build(cfg, ps, base)
     facts = make_facts(cfg, base.config, tokenizer, rows)
-    rows, prepare, references = compare_with_start(cfg, run, stages, rows)
+    rows, prepare, references = compare_with_start(cfg, run, stages, optimizer, rows)
     facts |= references
     size = {"rows_per_step": cfg.batch.rows, "dtype": cfg.dtype}
     run.say(tk.parallel.start_lines(stages, ps, rows.bins, **size))

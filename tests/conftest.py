@@ -48,6 +48,19 @@ def pytest_configure(config):
     if config.getoption("--all"):
         os.environ["TRAINKIT_ALL_ROWS"] = "1"
     os.environ.setdefault("TRAINKIT_FAULT_SEED", str(random.SystemRandom().randrange(10**6)))
+    if os.environ.get("TRAINKIT_ALL_EXTRAS"):  # .ci/run installs them: nothing may be skipped
+        pytest.importorskip = import_or_fail
+
+
+def import_or_fail(name, **how):
+    """Import what a test asks for, as `pytest.importorskip`, but where it is absent, fail."""
+    try:
+        return _importorskip(name, **how)
+    except pytest.skip.Exception as error:
+        raise ImportError(f"{error}; with TRAINKIT_ALL_EXTRAS it must be installed") from error
+
+
+_importorskip = pytest.importorskip
 
 
 def pytest_collection_modifyitems(config, items):

@@ -154,6 +154,21 @@ def test_a_model_that_gives_no_numbers_is_told():
         score([Example(np.array([1, 2]), 1)])
 
 
+def test_a_reference_is_scored_without_dropout():
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(
+        torch.nn.Embedding(32, 16), torch.nn.Dropout(0.5), torch.nn.Linear(16, 32)
+    )
+    score = evaluation.bind_score([model], call=lambda model, batch: model(batch["input_ids"]))
+    ids = np.arange(9)
+    (found,) = score([Example(ids, 8)])
+    assert model.training
+    with torch.no_grad():
+        rows = model[2](model[0](torch.arange(8))).log_softmax(-1)
+    want = rows.gather(-1, torch.arange(1, 9)[:, None])[:, 0].double().numpy()
+    np.testing.assert_allclose(found.logprobs, want, rtol=1e-5)
+
+
 def test_an_example_without_a_context_is_refused_and_none_at_all_are_no_call():
     score = evaluation.bind_score([torch.nn.Identity()])
     assert score([]) == []

@@ -9,11 +9,11 @@ from trainkit.losses.advantages import gae, group_advantages, leave_one_out
 GROUPS = torch.tensor([0, 2, 0, 1, 2, 0, 2])
 
 
-def plain_gae(rewards, values, *, discount, trace):
+def plain_gae(rewards, values, after, *, discount, trace):
     """Return the estimates of one document, backwards as the paper sums them."""
     found, last = [], 0.0
     for step in reversed(range(len(rewards))):
-        following = values[step + 1] if step + 1 < len(values) else 0.0
+        following = values[step + 1] if step + 1 < len(values) else after
         last = rewards[step] + discount * following - values[step] + discount * trace * last
         found.insert(0, last)
     return torch.stack(found)
@@ -28,14 +28,19 @@ def test_gae_of_packed_rows_is_that_of_each_document(discount, trace):
         ids[row, 1 : 1 + sum(documents)] = torch.arange(len(documents)).repeat_interleave(sizes)
     rewards, values = drawn(2, 17, seed=1), drawn(2, 17, seed=2)
     rewards[ids < 0], values[ids < 0] = torch.nan, torch.nan
-    found = gae(rewards, values, ids, discount=discount, trace=trace)
-    for row, documents in enumerate(lengths):
-        for document in range(len(documents)):
-            own = ids[row] == document
-            parts = rewards[row][own], values[row][own]
-            want = plain_gae(*parts, discount=discount, trace=trace)
-            torch.testing.assert_close(found[row][own], want)
-    assert (found[ids < 0] == 0).all()
+    cut_off = torch.full((2, 17), torch.nan, dtype=torch.float64)  # is seen at last steps alone
+    for places, value in (((0, 5), 0.0), ((0, 6), 0.7), ((0, 15), -0.4), ((1, 15), 1.3)):
+        cut_off[places] = value
+    for bootstrap in (None, cut_off):
+        found = gae(rewards, values, ids, bootstrap=bootstrap, discount=discount, trace=trace)
+        for row, documents in enumerate(lengths):
+            for document in range(len(documents)):
+                own = ids[row] == document
+                after = 0.0 if bootstrap is None else cut_off[row][own][-1]
+                parts = rewards[row][own], values[row][own], after
+                want = plain_gae(*parts, discount=discount, trace=trace)
+                torch.testing.assert_close(found[row][own], want)
+        assert (found[ids < 0] == 0).all()
 
 
 def test_groups_are_compared_with_themselves():

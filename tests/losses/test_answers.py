@@ -16,9 +16,17 @@ from trainkit.losses.policy import (
     policy_gradient,
     sequence_policy_gradient,
 )
-from trainkit.losses.preference import dpo, ipo, kto, log_ratio, orpo, simpo
+from trainkit.losses.preference import (
+    dpo,
+    ipo,
+    kto,
+    log_ratio,
+    orpo,
+    simpo,
+    with_reference_point,
+)
 from trainkit.mesh import axis_from_group
-from trainkit.step import forward_backward
+from trainkit.step import evaluate, forward_backward
 from trainkit.testing import run_ranks
 from trainkit.types import SOLO, ConfigError, Hidden
 
@@ -129,7 +137,24 @@ def over_ranks():
     axis = axis_from_group(torch.distributed.group.WORLD, name="sp")
     batch = make_answers()
     part = cut(batch, axis.share)
-    return {name: found_of(loss, part) for name, loss in make_losses(axis).items()}
+    found = {name: found_of(loss, part) for name, loss in make_losses(axis).items()}
+    rows = [part_of(part, slice(0, 1)), part_of(part, slice(1, 3))]
+    return found | {"reference point": reference_point(rows, axis)}
+
+
+def far(batch):
+    """Return a batch that is likelier to the model than to the reference."""
+    return {**batch, "reference_logprobs": batch["reference_logprobs"] - 1}
+
+
+def reference_point(microbatches, axis=SOLO):
+    """Return KTO's column of a batch, by the answers of others that `far` makes of these."""
+    model = torch.nn.Module()
+    model.weight = torch.nn.Parameter(weight_of().detach())
+    call = lambda model, batch: Hidden(batch["x"], model.weight)  # noqa: E731
+    others = map(far, microbatches)
+    kl = evaluate(model, others, log_ratio(axis=axis), axis=axis, call=call)["kl"]
+    return with_reference_point([make_answers()], kl)[0]["kl"]
 
 
 def test_answers_that_lie_on_two_ranks_are_counted_once_with_all_of_their_gradient():
@@ -142,6 +167,13 @@ def test_answers_that_lie_on_two_ranks_are_counted_once_with_all_of_their_gradie
         whole = torch.stack([part[2] for part in parts], dim=2).flatten(1, 2)
         same((parts[0][0] + parts[1][0], own, whole), (total, terms, d_x))
         torch.testing.assert_close(parts[0][3] + parts[1][3], d_weight, msg=name)
+    point = reference_point([batch])
+    terms = found_of(LOSSES["log_ratio"], far(batch))[1]
+    want = (terms["kl"] / terms["kl/count"]).float()
+    assert want > 0
+    torch.testing.assert_close(point, want.expand(batch["labels"].shape))
+    for found in ranks:
+        torch.testing.assert_close(found["reference point"], point)
 
 
 # ------------------------------------------------------------------------------------ one by one
@@ -223,6 +255,9 @@ def test_a_reference_point_is_not_below_0_and_what_has_no_label_is_in_no_figure(
     below, at = ({**batch, "kl": torch.full_like(batch["kl"], value)} for value in (-3.0, 0.0))
     same(found_of(LOSSES["kto"], below), found_of(LOSSES["kto"], at))
     terms = found_of(LOSSES["kto"], batch)[1]
+    point = with_reference_point([batch], torch.tensor(-0.1, requires_grad=True))[0]["kl"]
+    assert (point == 0).all()
+    assert not point.requires_grad
     flagged = terms["desirable_reward/count"] + terms["undesirable_reward/count"]
     answers = [(batch["labels"][row, place] != -100).any() for row, place in documents_of(batch)]
     assert flagged == sum(answers) < len(answers) == terms["preference/count"]

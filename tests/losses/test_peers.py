@@ -23,10 +23,12 @@ from trainkit.losses import (
     ipo,
     k3,
     kto,
+    log_ratio,
     orpo,
     policy_gradient,
     sequence_policy_gradient,
     simpo,
+    with_reference_point,
 )
 from trainkit.types import SOLO, Hidden
 
@@ -163,8 +165,15 @@ def test_conservative_dpo_is_trls_of_one_pair():
     close(found, trl_dpo("aot", batch, beta=0.7, label_smoothing=0.2))
 
 
-def test_kto_is_trls():
+@pytest.mark.parametrize("drift", [-1.0, 1.0])  # of one sign the reference point is 0
+def test_kto_is_trls(drift):
     batch = make_answers(((5, 4, 6, 7), (4, 6)), row=22)  # flags stand beside labels
+    others = make_answers(((3, 7, 5), (4, 6, 5)), row=15)
+    others["reference_logprobs"] += drift
+    answers_of_others, _, _ = in_rows(others)
+    sums = log_ratio()(Hidden(others["x"], weight_of()), others)[1]
+    (batch,) = with_reference_point([batch], sums["kl"] / sums["kl/count"])
+    assert (drift < 0) == bool((batch["kl"] > 0).all())
     rows, kept, weight = in_rows(batch)
     mask = torch.cat([torch.zeros(len(kept), 1), kept], dim=1)
     good = torch.stack([(rows["desirable"][i][kept[i]] > 0).any() for i in range(len(kept))])
@@ -175,7 +184,7 @@ def test_kto_is_trls():
         "completion_mask": mask,
         "label": good,
         "ref_logps": rows["reference_logprobs"].sum(-1),
-        "ref_KL_logps": torch.zeros(len(kept)),
+        "ref_KL_logps": answers_of_others["reference_logprobs"].sum(-1),
     }
     fake = SimpleNamespace(
         model=TRAINING,
@@ -190,7 +199,7 @@ def test_kto_is_trls():
         _metrics=metrics(),
         _total_train_tokens=0,
         _tp_size=1,
-        _compute_kl_logps=lambda *_: torch.full((len(kept),), 0.05),
+        _compute_kl_logps=lambda *_: answers_of_others["logprobs"].sum(-1).detach(),
     )
     total = KTOTrainer._compute_loss(fake, model_of(rows["logprobs"]), inputs, return_outputs=False)
     loss = kto(0.5, desirable_weight=0.8, undesirable_weight=1.2)

@@ -12,11 +12,14 @@ from trainkit.losses import (
     bounded_weights,
     clipped,
     k3,
+    linear,
+    logprobs,
     loss_of_scores,
     policy_gradient,
     token_logprobs,
 )
-from trainkit.losses.linear import Factors, logprobs_of
+from trainkit.losses.linear import Factors
+from trainkit.losses.logprobs import logprobs_of
 from trainkit.mesh import axis_from_group
 from trainkit.testing import run_ranks
 from trainkit.types import Hidden, capped
@@ -51,29 +54,80 @@ def sampled(hidden, weight, labels, settings, softcap=None):
     return tuple(x.masked_fill(ignored, 0).view(labels.shape) for x in (chosen, entropies))
 
 
-def curve(logprobs, entropies):
+STEPS = torch.linspace(0.5, 2, T, dtype=torch.float64).view(2, -1)
+
+
+def curve(logprobs, entropies, steps=STEPS):
     """Join both so that no derivative is like another."""
-    steps = torch.linspace(0.5, 2, T, dtype=torch.float64).view(2, -1)
     return (steps * logprobs).square().sum() + (steps * entropies).sin().sum()
+
+
+def in_one_pass(output, labels, settings):
+    """Return `curve` of an output, as a loss of scores."""
+
+    def each(scores, columns):
+        steps = columns["steps"]
+        return (steps * scores.losses).square() + (steps * scores.entropies).sin()
+
+    loss = loss_of_scores({"curve": (each, 1.0)}, shaping=Shaping(**settings))
+    return loss(output, {"labels": labels, "steps": STEPS})[0]
 
 
 @pytest.mark.parametrize("softcap", [None, 0.9])
 @pytest.mark.parametrize("settings", SETTINGS, ids=str)
 def test_they_are_a_samplers_with_their_gradients(settings, softcap):
     hidden, weight, labels = inputs()
-    want = sampled(hidden, weight, labels, settings, softcap)
-    factors = Factors(hidden, weight, softcap=softcap)
-    for chunk in (4, None):
-        how = {"shaping": Shaping(**settings), "chunk": chunk}
-        found = logprobs_of(factors, labels, entropies=True, **how)
+    want, entropies = sampled(hidden, weight, labels, settings, softcap)
+    loss = in_one_pass(Hidden(hidden, weight, softcap=softcap), labels, settings)
+    pairs = [(loss, curve(want, entropies))]
+    for chunk in (1, 4, None):  # tiles of some tokens and words, of all tokens, and one for all
+        found = token_logprobs(hidden, weight, labels, **settings, softcap=softcap, chunk=chunk)
         torch.testing.assert_close(found, want)
-        alone = token_logprobs(hidden, weight, labels, **settings, softcap=softcap, chunk=chunk)
-        assert torch.equal(alone, found[0])
-        grads = (
-            torch.autograd.grad(curve(*x), (hidden, weight), retain_graph=True)
-            for x in (found, want)
-        )
+        pairs.append(((STEPS * found).square().sum(), (STEPS * want).square().sum()))
+    for pair in pairs:
+        torch.testing.assert_close(*pair)
+        grads = (torch.autograd.grad(x, (hidden, weight), retain_graph=True) for x in pair)
         torch.testing.assert_close(*grads)
+
+
+def test_words_that_are_ruled_out_together_are_none_of_a_softmax():
+    """A tile of them has no largest logit to speak of."""
+    hidden, weight, _ = inputs()
+    bias = torch.zeros(V, dtype=torch.float64)
+    bias[: V // 2] = -torch.inf
+    rows = (hidden @ weight.T + bias).log_softmax(-1)
+    labels = rows.argmax(-1)
+    want = rows.gather(-1, labels[..., None])[..., 0]
+    found = token_logprobs(hidden, weight, labels, bias=bias, chunk=2)  # tiles of 3 words
+    torch.testing.assert_close(found, want)
+    wanted = torch.autograd.grad(want.square().sum(), hidden)
+    torch.testing.assert_close(torch.autograd.grad(found.square().sum(), hidden), wanted)
+
+
+@pytest.mark.parametrize("bias", [False, True])
+def test_tiles_are_no_larger_than_a_chunk_and_a_bias_has_its_gradient(bias, monkeypatch):
+    hidden, weight, labels = inputs()
+    factors = Factors(hidden, weight, drawn_bias() if bias else None)
+    sizes, real = [], logprobs.logits_of
+
+    def logits(*args, **how):
+        found = real(*args, **how)
+        sizes.append(found[0].numel())
+        return found
+
+    monkeypatch.setattr(logprobs, "logits_of", logits)
+    leaves = [x for x in factors[:3] if x is not None]
+    found = [
+        torch.autograd.grad(logprobs_of(factors, labels, chunk=chunk).square().sum(), leaves)
+        for chunk in (1, 3, T)
+    ]
+    for grads in found[:-1]:
+        torch.testing.assert_close(grads, found[-1])
+    assert max(sizes[:-2]) <= 3 * V < sizes[-1] == T * V
+
+
+def drawn_bias():
+    return torch.randn(V, generator=torch.Generator().manual_seed(1)).double().requires_grad_()
 
 
 def test_each_token_may_have_been_drawn_otherwise():
@@ -142,19 +196,18 @@ def test_a_setting_out_of_its_range_is_refused(bad):
         token_logprobs(hidden, weight, labels, **bad)
 
 
-@pytest.mark.parametrize("entropies", [False, True])
-def test_without_filters_nothing_is_sorted_and_it_costs_one_product_more(entropies, monkeypatch):
+def test_without_filters_nothing_is_sorted_and_it_costs_one_product_more(monkeypatch):
     hidden, weight, labels = inputs()
     calls = []
-    for name in ("mm", "sort"):
-        real = getattr(torch, name)
+    for home, name in ((linear, "_product"), (logprobs, "add_product_"), (torch, "sort")):
+        real = getattr(home, name)
         monkeypatch.setattr(
-            torch, name, lambda *a, n=name, f=real, **k: calls.append(n) or f(*a, **k)
+            home, name, lambda *a, n=name, f=real, **k: calls.append(n) or f(*a, **k)
         )
-    found = logprobs_of(Factors(hidden, weight), labels, chunk=T, entropies=entropies)
-    assert calls == ["mm"]
-    sum(x.sum() for x in found).backward()
-    assert calls == ["mm"] * 3  # the logits again, the gradient of hidden; that of weight is addmm_
+    found = token_logprobs(hidden, weight, labels, chunk=T)
+    assert calls == ["_product"]
+    found.sum().backward()
+    assert calls == ["_product"] * 2 + ["add_product_"] * 2  # the logits again, two gradients
 
 
 def test_a_setting_of_another_shape_is_refused():
@@ -172,16 +225,23 @@ def over_a_cut_vocabulary():
     hidden, weight, labels = inputs()
     far = {}
     for settings in SETTINGS:
-        want = sampled(hidden, weight, labels, settings)
-        wanted = torch.autograd.grad(curve(*want), (hidden, weight))
+        want, entropies = sampled(hidden, weight, labels, settings)
         again = hidden.detach().requires_grad_()
         own = weight.detach().chunk(axis.count)[axis.index].clone().requires_grad_()
-        how = {"shaping": Shaping(**settings), "axis": axis, "chunk": 4}
-        found = logprobs_of(Factors(sum_grad(again, axis), own), labels, entropies=True, **how)
-        grads = torch.autograd.grad(curve(*found), (again, own))
-        part = wanted[1].chunk(axis.count)[axis.index]
-        pairs = [*zip(found, want, strict=True), (grads[0], wanted[0]), (grads[1], part)]
-        far[str(settings)] = max(difference(*pair) for pair in pairs)
+        summed = sum_grad(again, axis)
+        how = {"axis": axis, "chunk": 4}
+        found = token_logprobs(summed, own, labels, **settings, **how)
+        one_pass = in_one_pass(Hidden(summed, own, axis), labels, settings)
+        pairs = [((STEPS * found).square().sum(), (STEPS * want).square().sum())]
+        pairs.append((one_pass, curve(want, entropies)))
+        gaps = [difference(found, want)]
+        for mine, theirs in pairs:
+            grads = torch.autograd.grad(mine, (again, own), retain_graph=True)
+            wanted = torch.autograd.grad(theirs, (hidden, weight), retain_graph=True)
+            part = wanted[1].chunk(axis.count)[axis.index]
+            gaps += [difference(mine, theirs), difference(grads[0], wanted[0])]
+            gaps.append(difference(grads[1], part))
+        far[str(settings)] = max(gaps)
     return far
 
 

@@ -41,7 +41,7 @@ from trainkit.tokenizers import (
     text_encoder,
     tokenizer_hash,
 )
-from trainkit.types import ConfigError, DataError, DiskError
+from trainkit.types import Column, ConfigError, DataError, DiskError
 
 BYTES = byte_tokenizer()
 WORDS = ["", "one", "zwei ä", "three\n" * 9, "4" * 200, "fünf", "", "seven", "eight " * 30]
@@ -955,9 +955,33 @@ def test_the_command_keeps_what_fits_and_reports_what_was_lost(source, out):
         command_line(path, "--out", out, "--messages", "--max-length", 3)
 
 
+def test_the_command_takes_ids_with_a_value_for_each(source, out):
+    record = {"ids": [65, 66, 67], "answer": [0, 1, 1], "weights": [0, 0.5, -1.0]}
+    record["experts"] = [[0, 1], [2, 0], [1, 3]]
+    path = source / "ids.jsonl"
+    path.write_bytes((orjson.dumps(record) + b"\n") * 2)
+    flags = ["--columns", "weights:float32", "experts:uint8:2:token", "--field", "ids"]
+    command_line(path, "--out", out, *flags, "--trained", "answer")
+    corpus = open_tokens(out)
+    assert corpus.columns == {
+        "weights": Column("float32"),
+        "experts": Column("uint8", (2,), of="token"),
+    }
+    assert corpus.values["weights"].tolist() == record["weights"] * 2
+    assert corpus.values["experts"].tolist() == record["experts"] * 2
+    assert corpus.trained.tolist() == record["answer"] * 2
+    with pytest.raises(ConfigError, match="bpe:N is trained on text; give token ids a tokenizer"):
+        command_line(path, "--out", out, *flags, "--tokenizer", "bpe:300")
+
+
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
+        (["--trained", "answer"], "--trained is for records of token ids: give --columns too"),
+        (["--columns", "a:float32", "--messages"], "--columns is for records of token ids"),
+        (["--columns", "weights"], r"--columns must be NAME:DTYPE\[:K\]\[:token\], .* 'weights'"),
+        (["--columns", "a:uint8:two"], "--columns must be"),
+        (["--columns", "a:float64"], "dtype must be one of"),
         (["--max-length", 9], "--max-length is for conversations: give --messages too"),
         (["--train-on", "last"], "--train-on is for conversations"),
         (["--messages", "--max-length", 0], "--max-length must be at least 1, got 0"),

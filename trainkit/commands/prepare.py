@@ -29,6 +29,11 @@ the report counts those that were truncated, or dropped because not even the fir
 
   python -m trainkit prepare chats.jsonl --out chats.tokens --messages --max-length 4096
 
+Records of token ids, in the field "tokens", with a weight for each that is a label, and the two
+experts that each token chose where it entered:
+
+  python -m trainkit prepare ids.jsonl --out a.tokens --columns weights:float32 moe:uint8:2:token
+
 A command that was stopped goes on when it is given again: finished parts lie in OUT.parts until the
 corpus is written.
 """
@@ -46,7 +51,7 @@ from typing import TYPE_CHECKING, Any
 import attrs
 
 from trainkit.files import say_on_stderr
-from trainkit.types import ConfigError, DataError
+from trainkit.types import Column, ConfigError, DataError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -95,6 +100,18 @@ def add(parser: argparse.ArgumentParser) -> None:
         metavar="N",
         help="with --messages: the most tokens of a conversation; whole turns are kept, and one of "
         "which no answer fits is dropped (default: no limit)",
+    )
+    parser.add_argument(
+        "--columns",
+        nargs="+",
+        metavar="NAME:DTYPE[:K][:token]",
+        help="records hold token ids, in --field (tokens), and in the field NAME a value for each, "
+        "or K of them, which belongs to it as a label, or as a token that enters",
+    )
+    parser.add_argument(
+        "--trained",
+        metavar="FIELD",
+        help="with --columns: the field that says which tokens are trained on (default: all are)",
     )
     parser.add_argument(
         "--suffix",
@@ -176,11 +193,36 @@ def _check_options(options: argparse.Namespace) -> None:
     for flag, value in (("--train-on", options.train_on), ("--max-length", options.max_length)):
         if value is not None and not options.messages:
             raise ConfigError(f"prepare: {flag} is for conversations: give --messages too")
+    if options.trained is not None and not options.columns:
+        raise ConfigError("prepare: --trained is for records of token ids: give --columns too")
+    if options.columns and options.messages:
+        raise ConfigError("prepare: --columns is for records of token ids, --messages for others")
     if options.max_length is not None and options.max_length < 1:
         raise ConfigError(f"prepare: --max-length must be at least 1, got {options.max_length}")
 
 
+def _column(told: str) -> tuple[str, Column]:
+    """Return the name of a column, and what it is, from NAME:DTYPE[:K][:token].
+
+    Examples:
+        >>> _column("experts:uint8:2:token")
+        ('experts', Column(dtype='uint8', inner=(2,), of='token'))
+    """
+    name, *rest = told.split(":")
+    of = "token" if rest[1:] and rest[-1] == "token" else "label"
+    dtype, *inner = rest[: len(rest) - (of == "token")] or [""]
+    if not (name and dtype) or len(inner) > 1 or not all(size.isdecimal() for size in inner):
+        must = "NAME:DTYPE[:K][:token], such as weights:float32 or experts:uint8:2:token"
+        raise ConfigError(f"prepare: --columns must be {must}, got {told!r}")
+    return name, Column(dtype, tuple(map(int, inner)), of)
+
+
 def _make_encode(options: argparse.Namespace) -> Callable[[Tokenizer], Any] | None:
+    if options.columns:
+        from trainkit.tokenizers import sample_encoder  # noqa: PLC0415
+
+        how = {"tokens": options.field or "tokens", "trained": options.trained}
+        return partial(sample_encoder, columns=dict(map(_column, options.columns)), **how)
     if not options.messages:
         return None
     from trainkit.chat import TEMPLATES, chat_encoder  # noqa: PLC0415
@@ -216,8 +258,9 @@ def _trained(
     from trainkit.tokenizers import CHAT_SPECIAL, save_tokenizer, train_bpe  # noqa: PLC0415
     from trainkit.tokenizers.special import BOS, EOS, PAD  # noqa: PLC0415
 
-    if options.messages:
-        raise ConfigError("prepare: bpe:N is trained on text; give conversations a tokenizer.json")
+    if options.messages or options.columns:
+        what = "conversations" if options.messages else "token ids"
+        raise ConfigError(f"prepare: bpe:N is trained on text; give {what} a tokenizer.json")
     seen = [0, 0]
     say_on_stderr(f"training a BPE of {size} tokens")
     texts = _texts(options, files, seen)

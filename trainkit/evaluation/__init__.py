@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from trainkit.evaluation.choices import accuracy, choice_item, choice_line, read_choices
 from trainkit.evaluation.columns import Measure, logprob_columns, score_corpus, top_columns
-from trainkit.evaluation.corpus import corpus_logprobs
 from trainkit.evaluation.examples import (
     Example,
     Item,
@@ -44,7 +43,6 @@ __all__ = [
     "bind_top_words",
     "choice_item",
     "choice_line",
-    "corpus_logprobs",
     "encode_pair",
     "evaluate_tasks",
     "harness_model",

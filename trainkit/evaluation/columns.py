@@ -10,6 +10,8 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
+from functools import partial
 from itertools import islice, pairwise
 from pathlib import Path
 from typing import Any
@@ -17,13 +19,14 @@ from typing import Any
 import numpy as np
 import orjson
 
+from trainkit.collectives import together
 from trainkit.corpora.joined import join_corpora
 from trainkit.corpora.tokens import SUFFIX, documents_of, open_tokens, write_corpus
 from trainkit.evaluation.examples import Example, rolling_windows
 from trainkit.evaluation.score import Score, TopWords
 from trainkit.files import disk_errors, replacing, say_on_stderr
 from trainkit.prepare.prepare import alone, check_out
-from trainkit.types import Column, ConfigError, DataError, IntArray, Sample, at_least
+from trainkit.types import SOLO, Axis, Column, ConfigError, DataError, IntArray, Sample, at_least
 
 Values = Mapping[str, np.ndarray[Any, Any]]
 
@@ -70,6 +73,7 @@ def score_corpus(
     *,
     context: int,
     facts: Mapping[str, Any],
+    axis: Axis = SOLO,
     part_tokens: int = 1 << 17,
     tell: Callable[[str], object] = say_on_stderr,
 ) -> int:
@@ -86,17 +90,20 @@ def score_corpus(
         context: The most tokens that the model is given.
         facts: What the columns follow from: hashes of the model and of the corpus, settings; as
             JSON has it. Parts of other facts are made anew.
+        axis: The ranks that measure together, all of which must call this: `ps.world`.
         part_tokens: About how many tokens a part has, which decides how much work is lost.
-        tell: Called with a sentence about parts that are used again, or not.
+        tell: Called with a sentence about parts that are used again, or not, on the first rank.
 
     Raises:
         ConfigError: The corpus has such a column already, or another process makes the file.
         DataError: The corpus cannot be read.
         DiskError: A file cannot be written.
-        ValueError: A number is below 1, or the name of the file is of another kind.
+        ValueError: A number is below 1, or the name of the file is of another kind. All are raised
+            on every rank.
 
     Effects:
-        Writes `out`, and `OUT.parts` while it works, which stays for the next run if it fails.
+        Writes `out` on the first rank, and `OUT.parts` while it works, which stays for the next run
+        if it fails. Communicates on `axis`.
 
     Examples:
         >>> import tempfile
@@ -116,24 +123,47 @@ def score_corpus(
         what = f"the corpus has the column {', '.join(twice)} already"
         raise ConfigError(f"score_corpus: {what}", hint="score the corpus that it was made from")
     how = {"columns": {**corpus.columns, **columns}, "vocab_size": corpus.vocab_size}
+    facts = {**facts, "context": context, "part_tokens": part_tokens}
     folder, cuts = out.with_name(f"{out.name}.parts"), _cuts(corpus.offsets, part_tokens)
-    documents, had = documents_of(corpus), 0
-    with alone(out, by="score_corpus"):
-        _begin(folder, {**facts, "context": context, "part_tokens": part_tokens}, tell)
-        paths = [folder / f"part_{number:08d}{SUFFIX}" for number in range(len(cuts) - 1)]
-        for path, (first, last) in zip(paths, pairwise(cuts), strict=True):
+    paths = [folder / f"part_{number:08d}{SUFFIX}" for number in range(len(cuts) - 1)]
+    parts = list(zip(paths, pairwise(cuts), strict=True))
+    first_rank, documents = partial(_on_first_rank, axis), documents_of(corpus)
+    with ExitStack() as lock:
+        first_rank(lambda: lock.enter_context(alone(out, by="score_corpus")))
+        first_rank(lambda: _begin(folder, facts, tell))
+        had = first_rank(
+            lambda: [_is_finished(p, corpus.lengths[a:b], tell) for p, (a, b) in parts]
+        )
+        for (path, (first, last)), is_there in zip(parts, had, strict=True):
             own = [*islice(documents, last - first)]
-            if _is_finished(path, corpus.lengths[first:last], tell):
-                had += 1
-            else:
-                write_corpus(path, _scored(own, columns, measure, context), **how)
-        if had:
-            tell(f"{folder}: {had} of {len(paths)} parts were there")
-        whole = join_corpora(open_tokens(path, check="none") for path in paths)
-        tokenizer = getattr(corpus, "tokenizer_hash", None)
-        write_corpus(out, documents_of(whole), tokenizer_hash=tokenizer, **how)
-        shutil.rmtree(folder)
-    return had
+            if not is_there:
+                scored = [*_scored(own, columns, measure, context)]
+                first_rank(partial(write_corpus, path, scored, **how))
+        if any(had):
+            first_rank(lambda: tell(f"{folder}: {sum(had)} of {len(paths)} parts were there"))
+        first_rank(lambda: _join(paths, out, getattr(corpus, "tokenizer_hash", None), how))
+    return sum(had)
+
+
+def _on_first_rank(axis: Axis, work: Callable[[], Any]) -> Any:
+    """Return what JSON holds of what is done on the first rank alone; all raise if it does.
+
+    Effects:
+        Those of `work`; communicates as `together`.
+    """
+
+    def own() -> Any:
+        done = work() if axis.index == 0 else None
+        return done if isinstance(done, list) else None
+
+    return together(own, axis)[0]
+
+
+def _join(paths: Sequence[Path], out: Path, tokenizer_hash: str | None, how: Any) -> None:
+    """Write the parts as one file, and delete them."""
+    whole = join_corpora(open_tokens(path, check="none") for path in paths)
+    write_corpus(out, documents_of(whole), tokenizer_hash=tokenizer_hash, **how)
+    shutil.rmtree(paths[0].parent)
 
 
 def _cuts(offsets: IntArray, part_tokens: int) -> list[int]:

@@ -7,10 +7,10 @@ from .linear import Columns as Columns
 from .linear import OfScores as OfScores
 from .linear import TokenScores as TokenScores
 from .linear import linear_cross_entropy as linear_cross_entropy
-from .linear import token_logprobs as token_logprobs
 from .logits import cross_entropy as cross_entropy
 from .logits import cross_entropy_per_token as cross_entropy_per_token
 from .logits import z_loss as z_loss
+from .logprobs import token_logprobs as token_logprobs
 from .policy import Added as Added
 from .policy import bounded_weights as bounded_weights
 from .policy import clipped as clipped
@@ -26,6 +26,7 @@ from .preference import kto as kto
 from .preference import log_ratio as log_ratio
 from .preference import orpo as orpo
 from .preference import simpo as simpo
+from .preference import with_reference_point as with_reference_point
 from .shaping import Shaping as Shaping
 from .sources import by_source as by_source
 from .teachers import distillation as distillation

@@ -81,13 +81,15 @@ def gae(
     values: Tensor,
     document_ids: Tensor,
     *,
+    bootstrap: Tensor | None = None,
     discount: float = 1.0,
     trace: float = 0.95,
 ) -> Tensor:
     """Return generalized advantage estimates of packed rows, each document by itself.
 
-    Nothing follows the last step of a document: what comes after it is worth 0. All is done in log2
-    S walks over the rows.
+    What comes after the last step of a document is worth `bootstrap`: nothing, where an answer has
+    ended, and what the critic expects, where it was cut off. All is done in log2 S walks over the
+    rows.
 
     Args:
         rewards: Floating `[B, S]`, what the step at each token earned.
@@ -95,6 +97,8 @@ def gae(
         document_ids: int64 `[B, S]`; the steps of a document stand side by side, and what is below
             0 is no step. With prompts, whose tokens are no steps, give
             `document_ids.masked_fill(labels == -100, -1)`.
+        bootstrap: Floating `[B, S]`, of which the value at the last step of each document counts:
+            what the critic expects after it, 0 of an answer that has ended. Without it all have.
         discount: What a reward of the next step is worth, gamma.
         trace: How far the estimates look ahead, lambda.
 
@@ -109,11 +113,15 @@ def gae(
         >>> rewards, values = torch.tensor([[0.0, 1.0, 2.0]]), torch.tensor([[0.5, 0.5, 0.5]])
         >>> gae(rewards, values, torch.tensor([[0, 0, 1]]), trace=1.0)
         tensor([[0.5000, 0.5000, 1.5000]])
+        >>> cut_off = torch.tensor([[0.0, 0.25, 0.0]])  # the first document goes on
+        >>> gae(rewards, values, torch.tensor([[0, 0, 1]]), bootstrap=cut_off, trace=1.0)
+        tensor([[0.7500, 0.7500, 1.5000]])
     """
     steps = document_ids >= 0
     goes_on = torch.zeros_like(steps)
     goes_on[:, :-1] = steps[:, :-1] & (document_ids[:, :-1] == document_ids[:, 1:])
-    following = torch.where(goes_on, values.roll(-1, 1), 0)
+    after = torch.zeros_like(values) if bootstrap is None else bootstrap
+    following = torch.where(goes_on, values.roll(-1, 1), after)
     found = torch.where(steps, rewards + discount * following - values, 0)
     weight = goes_on.to(found.dtype) * (discount * trace)
     # x_t = found_t + weight_t x_{t+1}, of which every walk does twice as many steps as before.

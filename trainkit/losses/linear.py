@@ -8,7 +8,7 @@ left to do but multiply by the incoming scalar.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cached_property, partial
 from typing import Any, NamedTuple
 
@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from trainkit.losses.logits import check_labels, sum_and_parts
-from trainkit.losses.shaping import UNSHAPED, Each, Shaping, shaped_, unshaped_slopes_
+from trainkit.losses.shaping import UNSHAPED, Shaping, shaped_, unshaped_slopes_
 from trainkit.losses.softmax import (
     Scores,
     accumulation_dtype,
@@ -63,20 +63,48 @@ class TokenScores:
         return [*own, self.entropies] if "entropies" in vars(self) else own
 
 
-class Columns(dict[str, Tensor]):
+class Columns(Mapping[str, Tensor]):
     """The columns of a batch that hold a value for each label, by name.
 
+    Where a token is ignored, what is read is 0, whatever the batch holds there. What is not read is
+    not copied.
+
     Examples:
+        >>> weights, ignored = torch.tensor([0.5, torch.nan]), torch.tensor([False, True])
+        >>> Columns({"weights": weights}, ignored)["weights"]
+        tensor([0.5000, 0.0000])
         >>> Columns({"weights": torch.ones(2)})["advantages"]
         Traceback (most recent call last):
         ...
         ValueError: the batch has no "advantages" for each of its labels (it has weights); ...
     """
 
-    def __missing__(self, name: str) -> Tensor:
-        has = ", ".join(self) or "no column"
-        what = f'the batch has no "{name}" for each of its labels (it has {has})'
-        raise ValueError(f"{what}; put a tensor of the shape of the labels under this name")
+    def __init__(self, columns: Mapping[str, Tensor], ignored: Tensor | None = None) -> None:
+        self._columns, self._ignored = columns, ignored
+        self._read = dict[str, Tensor]()
+
+    def __getitem__(self, name: str) -> Tensor:
+        if name not in self._columns:
+            has = ", ".join(self) or "no column"
+            what = f'the batch has no "{name}" for each of its labels (it has {has})'
+            raise ValueError(f"{what}; put a tensor of the shape of the labels under this name")
+        if name not in self._read:
+            own = self._columns[name]
+            self._read[name] = own if self._ignored is None else _cleared(own, self._ignored)
+        return self._read[name]
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._columns
+
+    def get(self, name: str, default: Any = None) -> Any:
+        """Return a column, or something else where there is none."""
+        return self[name] if name in self._columns else default
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._columns)
+
+    def __len__(self) -> int:
+        return len(self._columns)
 
 
 OfScores = Callable[[TokenScores, Columns], Tensor]
@@ -160,100 +188,6 @@ def linear_cross_entropy(
     known: dict[str, Any] = {"bias": bias, "softcap": softcap, "axis": axis, "chunk": chunk}
     factors = cast_factors("linear_cross_entropy", hidden, weight, labels, **known)
     return linear_sum_and_parts(factors, labels, axis=axis, chunk=chunk)[0]
-
-
-def token_logprobs(
-    hidden: Tensor,
-    weight: Tensor,
-    labels: Tensor,
-    *,
-    bias: Tensor | None = None,
-    temperature: Each = 1.0,
-    top_k: int | Tensor | None = None,
-    top_p: Each = 1.0,
-    min_p: Each = 0.0,
-    softcap: float | None = None,
-    axis: Axis = SOLO,
-    chunk: int | None = None,
-) -> Tensor:
-    """Return the log-probability of each label, differentiable; 0 where the label is -100.
-
-    It is the one by which a sampler with these settings has drawn the label; see
-    `generation.Sampling`, whose order and code it shares. Without settings it is the cross entropy
-    of `hidden @ weight.T`, negated. Whole logits exist for `chunk` tokens at a time: how the
-    log-probabilities go on is not known before backward, which computes the logits of every chunk
-    again, one product more than `linear_cross_entropy`. Where words are left out, the logits of a
-    chunk are gathered on `axis`. A label that is left out has the log-probability -inf, and no
-    gradient.
-
-    Args:
-        hidden: As in `linear_cross_entropy`, `[..., D]`.
-        weight: `[V, D]`, or this rank's rows of it.
-        labels: int64 `[...]`.
-        bias: `[V]`, or this rank's part of it.
-        temperature: What logits are divided by, above 0; a number, or a tensor `[...]` with one for
-            each label, as the three that follow.
-        top_k: How many of the likeliest words may be drawn; of equals there may be more.
-        top_p: The likeliest words that together have this much.
-        min_p: Words that are at least this likely, relative to the likeliest.
-        softcap: What logits are kept between by tanh, before all else.
-        axis: The axis over which the vocabulary is cut.
-        chunk: Tokens whose logits exist at a time.
-
-    Returns:
-        fp32 or fp64 `[...]`, equal on all ranks of the axis.
-
-    Raises:
-        ValueError: As `linear_cross_entropy`, or a setting has another shape than the labels.
-
-    Effects:
-        Communicates as `linear_cross_entropy`, and gathers the logits of a chunk on `axis` where
-        words are left out.
-
-    Examples:
-        >>> import torch
-        >>> hidden, weight = torch.ones(3, 1), torch.tensor([[2.0], [2.0], [1.0]])
-        >>> token_logprobs(hidden, weight, torch.tensor([0, -100, 2]))
-        tensor([-0.8620,  0.0000, -1.8620])
-        >>> token_logprobs(hidden, weight, torch.tensor([0, -100, 2]), top_k=2)
-        tensor([-0.6931,  0.0000,    -inf])
-    """
-    known: dict[str, Any] = {"bias": bias, "softcap": softcap, "axis": axis, "chunk": chunk}
-    factors = cast_factors("token_logprobs", hidden, weight, labels, **known)
-    shaping = Shaping(temperature, top_k, top_p, min_p)
-    return logprobs_of(factors, labels, shaping=shaping, axis=axis, chunk=chunk)[0]
-
-
-def logprobs_of(
-    factors: Factors,
-    labels: Tensor,
-    *,
-    shaping: Shaping = UNSHAPED,
-    axis: Axis = SOLO,
-    chunk: int | None = None,
-    entropies: bool = False,
-) -> tuple[Tensor, ...]:
-    """Return `token_logprobs`, and, if they are asked, the entropies of the same distributions.
-
-    Raises:
-        ValueError: A setting has another shape than the labels.
-
-    Effects:
-        Communicates as `token_logprobs`.
-
-    Examples:
-        >>> import torch
-        >>> factors = Factors(torch.zeros(2, 8), torch.zeros(4, 8))
-        >>> logprobs_of(factors, torch.tensor([0, -100]), entropies=True)
-        (tensor([-1.3863,  0.0000]), tensor([1.3863, 0.0000]))
-    """
-    hidden, weight, bias, softcap = factors
-    flat, chunk = labels.flatten(), chunk or _chunk_of(weight)
-    how = shaping.flat("token_logprobs", labels)
-    asked = flat, axis, how, entropies, {"chunk": chunk, "softcap": softcap}
-    found = run_untraced(_EachToken, hidden.flatten(0, -2), weight, bias, asked)
-    ignored = flat == IGNORED_LABEL
-    return tuple(x.masked_fill(ignored, 0).view(labels.shape) for x in found)
 
 
 # -------------------------------------------------------------------------------------- one pass
@@ -422,7 +356,7 @@ def weigh_terms(
         (tensor([1., 0.]), [tensor([0.5000, 0.0000])])
     """
     ignored = labels == IGNORED_LABEL
-    known = Columns({name: _cleared(x, ignored) for name, x in columns.items()})
+    known = Columns(columns, ignored)
     values = [term(scores, known).masked_fill(ignored, 0) for term, _ in terms]
     weighted = [w * x for (_, w), x in zip(terms, values, strict=True) if w]
     total = torch.stack(weighted).sum(0) if weighted else torch.zeros_like(scores.losses)
@@ -454,7 +388,7 @@ def token_loss(scores: TokenScores, _: Columns) -> Tensor:
 
     Examples:
         >>> one = torch.ones(1)
-        >>> token_loss(TokenScores(one, 2 * one, lambda: 3 * one), Columns())
+        >>> token_loss(TokenScores(one, 2 * one, lambda: 3 * one), Columns({}))
         tensor([1.])
     """
     return scores.losses
@@ -465,7 +399,7 @@ def squared_normalizer(scores: TokenScores, _: Columns) -> Tensor:
 
     Examples:
         >>> three = torch.full((1,), 3.0)
-        >>> squared_normalizer(TokenScores(three, three, lambda: three), Columns())
+        >>> squared_normalizer(TokenScores(three, three, lambda: three), Columns({}))
         tensor([9.])
     """
     return scores.normalizers.square()
@@ -494,7 +428,7 @@ def linear_in_chunks(
         tensor(3.)
     """
     hidden, weight, bias, softcap = factors
-    how: dict[str, Any] = {"chunk": chunk or _chunk_of(weight), "softcap": softcap}
+    how: dict[str, Any] = {"chunk": chunk or chunk_of(weight), "softcap": softcap}
     walk = partial(_chunk_by_chunk, compute=compute, **how)
     return run_untraced(_InChunks, hidden.flatten(0, -2), weight, bias, walk)
 
@@ -503,7 +437,14 @@ def _fits_at_once(weight: Tensor, labels: Tensor) -> bool:
     return labels.numel() * len(weight) <= _SMALL and weight.dtype == accumulation_dtype(weight)
 
 
-def _chunk_of(weight: Tensor) -> int:
+def chunk_of(weight: Tensor) -> int:
+    """Return of how many tokens logits exist at a time, for an output weight `[V, D]`.
+
+    Examples:
+        >>> import torch
+        >>> chunk_of(torch.zeros(4096, 8))
+        1024
+    """
     return max(1, weight.shape[1] // 2, _SMALL // len(weight))
 
 
@@ -538,52 +479,14 @@ class _InChunks(torch.autograd.Function):
         return *scaled, None
 
 
-class _EachToken(torch.autograd.Function):
-    """Log-probabilities and entropies of tokens; backward computes the logits again."""
+def cuts(size: int, part: int) -> list[slice]:
+    """Return the parts of so many tokens or words, at least one.
 
-    @staticmethod
-    def forward(  # pyrefly: ignore[bad-override]
-        ctx: Any,
-        hidden: Tensor,
-        weight: Tensor,
-        bias: Tensor | None,
-        asked: tuple[Tensor, Axis, Shaping, bool, dict[str, Any]],
-    ) -> tuple[Tensor, ...]:
-        labels, axis, shaping, entropies, how = asked
-
-        def compute(logits: Tensor, rows: slice, _: bool) -> Tensor:
-            found = scores_(shaped_(logits, shaping.of(rows), axis), labels[rows], axis)
-            more = [entropies_of(logits, found.scale, axis)] if entropies else []
-            return torch.stack([*found[:2], *more], dim=-1)
-
-        none = (False,) * 3
-        values, _ = _chunk_by_chunk(hidden, weight, bias, compute=compute, **how, needs=none)
-        losses, normalizers, *more = values.unbind(-1)
-        ctx.save_for_backward(hidden, weight, bias, labels, losses, normalizers, *more)
-        ctx.how = axis, shaping, how
-        # No views: of several outputs of a Function they could not be changed.
-        return -losses, *(x.clone() for x in more)
-
-    @staticmethod
-    @once_differentiable
-    def backward(  # pyrefly: ignore[bad-override]
-        ctx: Any, d_logprobs: Tensor, *d_entropies: Tensor
-    ) -> tuple[Tensor | None, ...]:
-        hidden, weight, bias, labels, losses, normalizers, *entropies = ctx.saved_tensors
-        axis, shaping, how = ctx.how
-
-        def compute(logits: Tensor, rows: slice, _: bool) -> Tensor:
-            here = shaping.of(rows)
-            shaped_(logits, here, axis).sub_(normalizers[rows, None]).exp_()
-            d = here.known(-d_logprobs[rows], losses[rows])
-            curved = (entropies[0][rows], d_entropies[0][rows]) if entropies else None
-            slopes_(logits, labels[rows], axis, d, torch.zeros_like(d), curved=curved)
-            unshaped_slopes_(logits, here)
-            return d[:, None]
-
-        needs = ctx.needs_input_grad[:3]
-        _, gradients = _chunk_by_chunk(hidden, weight, bias, compute=compute, **how, needs=needs)
-        return *(g if g is None else g.to(weight.dtype) for g in gradients), None
+    Examples:
+        >>> cuts(5, 3)
+        [slice(0, 3, None), slice(3, 5, None)]
+    """
+    return [slice(begin, min(begin + part, size)) for begin in range(0, max(1, size), part)]
 
 
 def _chunk_by_chunk(
@@ -598,21 +501,16 @@ def _chunk_by_chunk(
 ) -> tuple[Tensor, tuple[Tensor | None, ...]]:
     """Return values and the gradients that are needed; hidden `[N, D]`, weight `[V, D]`."""
     dtype, exact = weight.dtype, accumulation_dtype(weight)
-    if not weight.is_cuda:  # only CUDA multiplies bf16 into fp32
-        hidden, weight = hidden.to(exact), weight.to(exact)
+    factors = exact_factors(Factors(hidden, weight, bias, softcap))
+    hidden, weight = factors[:2]
     d_hidden = hidden.new_empty(hidden.shape) if needs[0] else None
     d_weight = weight.new_zeros(weight.shape, dtype=exact) if needs[1] else None
     d_bias = weight.new_zeros(len(weight), dtype=exact) if needs[2] else None
     # One buffer for all chunks: fresh memory for each would be cleared by the system each time.
-    buffer = hidden.new_empty((min(chunk, len(hidden)), len(weight)), dtype=exact)
+    buffer = hidden.new_empty(min(chunk, len(hidden)) * len(weight), dtype=exact)
     values = []
-    for start in range(0, max(1, len(hidden)), chunk):
-        rows = slice(start, start + chunk)
-        inputs = hidden[rows]
-        logits = _product(inputs, weight.t(), out=buffer[: len(inputs)])
-        if bias is not None:
-            logits.add_(bias)
-        steep = None if softcap is None else _capped_(logits, softcap, needs_slope=any(needs))
+    for rows in cuts(len(hidden), chunk):
+        logits, steep = logits_of(factors, rows, slice(None), buffer, needs_slope=any(needs))
         values.append(compute(logits, rows, any(needs)))
         if steep is not None:
             logits.mul_(steep)
@@ -620,7 +518,7 @@ def _chunk_by_chunk(
         if d_hidden is not None:
             torch.mm(slopes, weight, out=d_hidden[rows])
         if d_weight is not None:
-            _add_product_(d_weight, slopes.t(), inputs)
+            add_product_(d_weight, slopes.t(), hidden[rows])
         if d_bias is not None:
             d_bias.add_(logits.sum(0))
     return torch.cat(values), (
@@ -630,40 +528,81 @@ def _chunk_by_chunk(
     )
 
 
-def logits_maker(factors: Factors) -> Callable[[slice], Tensor]:
+def logits_maker(factors: Factors) -> Callable[..., Tensor]:
     """Return a function that makes the logits of some tokens, in one buffer for all calls.
 
     Args:
         factors: Hidden states `[N, D]` and what makes logits of them, whole or this rank's part.
 
     Returns:
-        From the numbers of tokens to their logits, fp32 or fp64, that may be overwritten; the first
-        call asks for the most tokens.
+        From the numbers of tokens, and of words if not all are asked, to their logits, fp32 or
+        fp64, that may be overwritten; the first call asks for the most.
 
     Examples:
         >>> import torch
         >>> make = logits_maker(Factors(torch.ones(3, 2), torch.ones(4, 2)))
-        >>> make(slice(0, 2)).shape, make(slice(2, 4)).shape
-        (torch.Size([2, 4]), torch.Size([1, 4]))
+        >>> make(slice(0, 2)).shape, make(slice(2, 3), slice(0, 2)).shape
+        (torch.Size([2, 4]), torch.Size([1, 2]))
     """
-    hidden, weight, bias, softcap = factors
-    exact = accumulation_dtype(weight)
-    if not weight.is_cuda:
-        hidden, weight = hidden.to(exact), weight.to(exact)
-    buffers: list[Tensor] = []
+    known, exact, buffers = (
+        exact_factors(factors),
+        accumulation_dtype(factors.weight),
+        list[Tensor](),
+    )
 
-    def make(rows: slice) -> Tensor:
-        inputs = hidden[rows]
+    def make(rows: slice, words: slice = slice(None)) -> Tensor:
         if not buffers:
-            buffers.append(inputs.new_empty((len(inputs), len(weight)), dtype=exact))
-        logits = _product(inputs, weight.t(), out=buffers[0][: len(inputs)])
-        if bias is not None:
-            logits.add_(bias)
-        if softcap is not None:
-            _capped_(logits, softcap, needs_slope=False)
-        return logits
+            size = len(known.hidden[rows]) * len(known.weight[words])
+            buffers.append(known.hidden.new_empty(size, dtype=exact))
+        return logits_of(known, rows, words, buffers[0], needs_slope=False)[0]
 
     return make
+
+
+def exact_factors(factors: Factors) -> Factors:
+    """Return factors as they are multiplied: only CUDA multiplies bf16 into fp32.
+
+    Examples:
+        >>> import torch
+        >>> two = torch.zeros(2, 8, dtype=torch.bfloat16)
+        >>> exact_factors(Factors(two, two)).weight.dtype
+        torch.float32
+    """
+    if factors.weight.is_cuda:
+        return factors
+    exact = accumulation_dtype(factors.weight)
+    return factors._replace(hidden=factors.hidden.to(exact), weight=factors.weight.to(exact))
+
+
+def logits_of(
+    factors: Factors, rows: slice, words: slice, buffer: Tensor, *, needs_slope: bool
+) -> tuple[Tensor, Tensor | None]:
+    """Return logits of some tokens and words, in a buffer, and the derivative of their cap.
+
+    Args:
+        factors: Those of `exact_factors`.
+        rows: Which tokens.
+        words: Which words.
+        buffer: fp32 or fp64 `[N]`, large enough.
+        needs_slope: Whether the derivative is asked.
+
+    Effects:
+        Overwrites the buffer.
+
+    Examples:
+        >>> import torch
+        >>> factors, buffer = Factors(torch.ones(3, 2), torch.ones(4, 2)), torch.empty(8)
+        >>> logits_of(factors, slice(1, 3), slice(0, 2), buffer, needs_slope=True)
+        (tensor([[2., 2.],
+                [2., 2.]]), None)
+    """
+    hidden, weight = factors.hidden[rows], factors.weight[words]
+    own = buffer[: len(hidden) * len(weight)].view(len(hidden), len(weight))
+    logits = _product(hidden, weight.t(), out=own)
+    if factors.bias is not None:
+        logits.add_(factors.bias[words])
+    cap = factors.softcap
+    return logits, None if cap is None else _capped_(logits, cap, needs_slope=needs_slope)
 
 
 def _capped_(logits: Tensor, softcap: float, *, needs_slope: bool) -> Tensor | None:
@@ -681,8 +620,19 @@ def _product(a: Tensor, b: Tensor, *, out: Tensor) -> Tensor:
     return torch.mm(a, b, out_dtype=out.dtype, out=out)
 
 
-def _add_product_(total: Tensor, a: Tensor, b: Tensor) -> None:
-    """Add a @ b to `total`, which is fp32 for bf16 factors (CUDA only)."""
+def add_product_(total: Tensor, a: Tensor, b: Tensor) -> None:
+    """Add a @ b to `total`, which is fp32 for bf16 factors (CUDA only).
+
+    Effects:
+        Writes `total`.
+
+    Examples:
+        >>> import torch
+        >>> total = torch.ones(1, 1)
+        >>> add_product_(total, torch.ones(1, 2), torch.ones(2, 1))
+        >>> total
+        tensor([[3.]])
+    """
     if a.dtype == total.dtype:
         total.addmm_(a, b)
     else:

@@ -10,7 +10,7 @@ Ulysses the tokens of an answer lie on several ranks, of which `axis` is told: `
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Literal
 
 import torch
@@ -20,6 +20,7 @@ from torch.nn.functional import logsigmoid
 from trainkit.losses.logits import on_host
 from trainkit.losses.sequences import Documents, count_names, counted, sum_documents
 from trainkit.losses.terms import NamedLoss, Terms, output_logprobs, with_terms
+from trainkit.losses.weights import add_column
 from trainkit.types import SOLO, Axis
 
 OfPair = Callable[[Tensor, Tensor], Tensor]
@@ -169,8 +170,8 @@ def kto(
 
     A document's flag is `batch["desirable"]`, 1 or 0 at each of its labels. What it is compared
     with, the reference point of the step, is `batch["kl"]` at each label, and no function of this
-    microbatch alone: the mean log-ratio of answers to prompts that are not theirs; see `log_ratio`.
-    Below 0 it counts as 0. The denominator is `batch.count_documents`.
+    microbatch alone: the mean log-ratio of answers to prompts that are not theirs; see `log_ratio`
+    and `with_reference_point`. Below 0 it counts as 0. The denominator is `batch.count_documents`.
 
     Beside "preference" it reports "desirable_reward" and "undesirable_reward", `beta` times the
     log-ratio, over the documents of either kind.
@@ -212,8 +213,8 @@ def kto(
 def log_ratio(*, axis: Axis = SOLO) -> NamedLoss:
     """Return the log-ratios of documents to the reference, summed, as the terms of a `Loss`.
 
-    Of rows whose answers belong to other prompts, `forward_only` and a sum over the `loss` axis
-    give what `kto` compares with: kl / (kl/count).
+    Of rows whose answers belong to other prompts (`chat.exchange_answers`) `evaluate` gives, as
+    "kl", the mean that `with_reference_point` gives to `kto`: one number in every layout.
 
     Args:
         axis: The ranks over which the tokens of a row are dealt.
@@ -233,6 +234,31 @@ def log_ratio(*, axis: Axis = SOLO) -> NamedLoss:
         return torch.where(found.begun, ratio, 0).sum(), counted({"kl": ratio}, found.begun)
 
     return loss
+
+
+def with_reference_point(
+    microbatches: Iterable[Mapping[str, Any]], kl: Tensor
+) -> list[Mapping[str, Any]]:
+    """Return microbatches with what `kto` compares with as the column "kl": at least 0, detached.
+
+    Args:
+        microbatches: Those of a step, with "labels".
+        kl: The mean log-ratio of mismatched answers over the whole step, floating, 0-d.
+
+    Returns:
+        The same with "kl", fp32 `[B, S]`.
+
+    References:
+        Ethayarajh et al. 2024, section 4.1: the reference point z0, which no gradient goes through.
+
+    Examples:
+        >>> [batch] = with_reference_point([{"labels": torch.zeros(1, 2)}], torch.tensor(-0.5))
+        >>> batch["kl"]
+        tensor([[0., 0.]])
+    """
+    point = kl.detach().float().clamp(min=0)
+    labels = [(batch, batch["labels"]) for batch in microbatches]
+    return [add_column(batch, "kl", point.to(x.device).expand(x.shape)) for batch, x in labels]
 
 
 _SCORES = "scores"

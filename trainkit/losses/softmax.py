@@ -7,6 +7,7 @@ one rank owns (Shoeybi et al., "Megatron-LM", 2019). On an axis of size 1 nothin
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -56,6 +57,71 @@ def scores_(logits: Tensor, labels: Tensor, axis: Axis) -> Scores:
     total, picked = all_sum(sums, axis).unbind(-1)
     normalizers = total.log()
     return Scores(normalizers - picked, normalizers + largest.squeeze(-1), total.reciprocal())
+
+
+class Partial(NamedTuple):
+    """What the logits of some words come to, `[T]` each.
+
+    `largest` is their maximum, `total` the sum of exponentials of what is below it, `picked` the
+    logit of the label, 0 where that is another word.
+    """
+
+    largest: Tensor
+    total: Tensor
+    picked: Tensor
+
+
+def partial_scores_(
+    logits: Tensor, words: slice, labels: Tensor, axis: Axis, *, of: int
+) -> Partial:
+    """Return what logits of some words `[T, W]` come to; `whole_scores` puts such parts together.
+
+    Args:
+        logits: fp32 or fp64.
+        words: Which of this rank's words they are of.
+        labels: int64 `[T]`, among all words of all ranks.
+        axis: The axis over which the vocabulary is cut.
+        of: How many words this rank has.
+
+    Effects:
+        Overwrites `logits`; `axis` only says which words these are.
+
+    References:
+        Milakov and Gimelshein, "Online normalizer calculation for softmax" (2018).
+
+    Examples:
+        >>> from trainkit.types import SOLO
+        >>> partial_scores_(torch.zeros(1, 2), slice(2, 4), torch.tensor([3]), SOLO, of=4)
+        Partial(largest=tensor([0.]), total=tensor([2.]), picked=tensor([0.]))
+    """
+    index, own = own_words(labels.unsqueeze(-1), of, axis, part=words)
+    # Words that are all ruled out, by -inf, must not be a maximum: -inf - -inf is NaN.
+    largest = logits.amax(-1, keepdim=True).clamp(min=torch.finfo(logits.dtype).min)
+    picked = logits.gather(-1, index).masked_fill(~own, 0)
+    total = logits.sub_(largest).exp_().sum(-1)
+    return Partial(largest.squeeze(-1), total, picked.squeeze(-1))
+
+
+def whole_scores(parts: Sequence[Partial], axis: Axis) -> tuple[Tensor, Tensor]:
+    """Return losses and normalizers, `[T]` each, of what parts of this rank's words came to.
+
+    Effects:
+        Communicates: two all-reduces on `axis`, of one and of two numbers per token.
+
+    Examples:
+        >>> from trainkit.types import SOLO
+        >>> zeros, labels = torch.zeros(1, 2), torch.tensor([3])
+        >>> words = slice(0, 2), slice(2, 4)
+        >>> parts = [partial_scores_(zeros.clone(), x, labels, SOLO, of=4) for x in words]
+        >>> whole_scores(parts, SOLO)  # log 4
+        (tensor([1.3863]), tensor([1.3863]))
+    """
+    each, totals, picked = (torch.stack(x) for x in zip(*parts, strict=True))
+    largest = all_max(each.amax(0), axis)
+    sums = torch.stack([(totals * (each - largest).exp()).sum(0), picked.sum(0)])
+    total, label = all_sum(sums, axis).unbind()
+    normalizers = total.log()
+    return normalizers - (label - largest), normalizers + largest
 
 
 def entropies_of(exponentials: Tensor, scale: Tensor, axis: Axis) -> Tensor:
@@ -116,10 +182,13 @@ def _own_labels(labels: Tensor, words: int, axis: Axis) -> tuple[Tensor, Tensor]
     return own_words(labels.unsqueeze(-1), words, axis)
 
 
-def own_words(ids: Tensor, words: int, axis: Axis) -> tuple[Tensor, Tensor]:
+def own_words(
+    ids: Tensor, words: int, axis: Axis, *, part: slice = slice(None)
+) -> tuple[Tensor, Tensor]:
     """Return words among all, `[T, K]`, as indices of this rank's, and which of them it owns.
 
-    Those of others point at word 0; what is no word at all points past the end, on every rank.
+    Of a `part` of its words they are the indices there, and others than these are not owned. What
+    is not owned points at word 0; what is no word at all points past the end, on every rank.
 
     Effects:
         None; `axis` only says which words these are.
@@ -129,10 +198,11 @@ def own_words(ids: Tensor, words: int, axis: Axis) -> tuple[Tensor, Tensor]:
         >>> own_words(torch.tensor([[1, 6]]), 4, Axis("tp", Share(1, 2)))
         (tensor([[0, 2]]), tensor([[False,  True]]))
     """
-    local = ids - axis.index * words
-    own = (local >= 0) & (local < words)
+    first, end, _ = part.indices(words)
+    local = ids - (axis.index * words + first)
+    own = (local >= 0) & (local < end - first)
     wrong = (ids != IGNORED_LABEL) & ((ids < 0) | (ids >= axis.count * words))
-    return local.masked_fill(~own, 0).masked_fill(wrong, words), own
+    return local.masked_fill(~own, 0).masked_fill(wrong, end - first), own
 
 
 def scores_of_logits(logits: Tensor, labels: Tensor, axis: Axis) -> tuple[Tensor, Tensor]:

@@ -73,17 +73,21 @@ def distillation(
     def loss(output: Any, batch: Mapping[str, Any]) -> Terms:
         factors, labels, axis = read_output("distillation", output, batch)
         ignored = labels.flatten() == IGNORED_LABEL
-        columns = Columns(columns_of(batch, labels))
-        hidden = columns["teacher_hidden"].detach().masked_fill(ignored.unsqueeze(-1), 0)
+        hidden = Columns(columns_of(batch, labels), ignored)["teacher_hidden"].detach()
         weight = teacher.weight.detach()
         _check_teacher(hidden, weight, words=len(factors.weight))
         make = logits_maker(Factors(hidden.to(weight.dtype), weight, None, teacher.softcap))
+        scratch = list[Tensor]()  # fresh memory would be cleared by the system for each chunk
 
         def compare(logits: Tensor, rows: slice, gradient: bool) -> Tensor:
-            wanted = log_softmax_(make(rows).div_(temperature), axis)
+            if not scratch:
+                scratch.append(torch.empty_like(logits))
+            free = scratch[0][: len(logits)]
+            wanted = _divided_(make(rows).to(logits.dtype), temperature)
+            wanted = log_softmax_(wanted, axis, scratch=free)
             if top_k is None:
-                return _compare_(logits, wanted.to(logits.dtype), beta, axis)
-            ids, logprobs = likeliest(wanted.to(logits.dtype), top_k, axis)
+                return _compare_(logits, wanted, beta, axis, scratch=free)
+            ids, logprobs = likeliest(wanted, top_k, axis)
             return _compare_top_(logits, (ids, logprobs), beta, axis, gradient)
 
         return _summed(factors, compare, ignored, temperature, chunk)
@@ -122,9 +126,8 @@ def stored_distillation(
     def loss(output: Any, batch: Mapping[str, Any]) -> Terms:
         factors, labels, axis = read_output("stored_distillation", output, batch)
         ignored = labels.flatten() == IGNORED_LABEL
-        columns = Columns(columns_of(batch, labels))
+        columns = Columns(columns_of(batch, labels), ignored)
         ids, logprobs = columns["teacher_ids"].long(), columns["teacher_logprobs"]
-        ids, logprobs = (x.masked_fill(ignored.unsqueeze(-1), 0) for x in (ids, logprobs))
 
         def compare(logits: Tensor, rows: slice, gradient: bool) -> Tensor:
             own = logprobs[rows].to(logits.dtype)
@@ -135,12 +138,17 @@ def stored_distillation(
     return loss
 
 
-def log_softmax_(logits: Tensor, axis: Axis) -> Tensor:
+def log_softmax_(logits: Tensor, axis: Axis, *, scratch: Tensor | None = None) -> Tensor:
     """Turn logits `[T, V / N]` of this rank's words into log-probabilities.
 
+    Args:
+        logits: fp32 or fp64.
+        axis: The axis over which the vocabulary is cut.
+        scratch: What exponentials may be written into, of the same shape and dtype.
+
     Effects:
-        Overwrites `logits` and returns them. Communicates: two all-reduces on `axis`, of a number
-        per token each.
+        Overwrites `logits`, which it returns, and `scratch`. Communicates: two all-reduces on
+        `axis`, of a number per token each.
 
     Examples:
         >>> from trainkit.types import SOLO
@@ -148,7 +156,7 @@ def log_softmax_(logits: Tensor, axis: Axis) -> Tensor:
         tensor([[0.2500, 0.2500, 0.2500, 0.2500]])
     """
     logits.sub_(all_max(logits.amax(-1, keepdim=True), axis))
-    total = all_sum(logits.exp().sum(-1, keepdim=True), axis)
+    total = all_sum(torch.exp(logits, out=scratch).sum(-1, keepdim=True), axis)
     return logits.sub_(total.log()).clamp_(min=_LEAST)
 
 
@@ -195,29 +203,35 @@ def _summed(
     """Return the sum of divergences, of which `compare` leaves the gradient in the logits."""
 
     def compute(logits: Tensor, rows: slice, gradient: bool) -> Tensor:
-        values = compare(logits.div_(temperature), rows, gradient)
+        values = compare(_divided_(logits, temperature), rows, gradient)
         values = values.masked_fill(ignored[rows], 0)
         if gradient:
-            logits.mul_((~ignored[rows]).unsqueeze(-1)).div_(temperature)
+            _divided_(logits.mul_((~ignored[rows]).unsqueeze(-1)), temperature)
         return torch.stack([values, values], dim=-1)
 
     total, values = linear_in_chunks(factors, compute, chunk=chunk)
     return total, {"distillation": values.sum()}
 
 
-def _compare_(logits: Tensor, wanted: Tensor, beta: float, axis: Axis) -> Tensor:
+def _divided_(logits: Tensor, temperature: float) -> Tensor:
+    return logits if temperature == 1 else logits.div_(temperature)
+
+
+def _compare_(
+    logits: Tensor, wanted: Tensor, beta: float, axis: Axis, *, scratch: Tensor
+) -> Tensor:
     """Return the divergence of each token from log-probabilities of all words.
 
     For a divergence D of probabilities q that are a softmax, the gradient of its logits is q (g -
     sum q g), where g is dD/dq up to what is equal for all words.
     """
-    own = log_softmax_(logits, axis)
-    q, p = own.exp(), wanted.exp()
-    sum_of = partial(_sum_of_words, axis=axis)
+    own = log_softmax_(logits, axis, scratch=scratch)
+    sum_of, p = partial(_sum_of_words, axis=axis), torch.exp(wanted, out=scratch)
     if beta == 0:
-        values = sum_of(p, wanted - own)
-        logits.copy_(q.sub_(p))
+        values = sum_of(p, wanted.sub_(own))
+        logits.exp_().sub_(p)
         return values
+    q = own.exp()
     if beta == 1:
         g = own - wanted
         values = mean = sum_of(q, g)

@@ -30,7 +30,6 @@ from trainkit.losses.linear import (
     linear_in_chunks,
     linear_sum_and_parts,
     linear_terms,
-    logprobs_of,
     squared_normalizer,
     token_loss,
     weigh_terms,
@@ -41,6 +40,7 @@ from trainkit.losses.logits import (
     sum_and_parts,
     z_loss,
 )
+from trainkit.losses.logprobs import logprobs_of
 from trainkit.losses.shaping import UNSHAPED, Shaping, reshaped
 from trainkit.losses.softmax import accumulation_dtype
 from trainkit.types import IGNORED_LABEL, SOLO, Axis, Denominator, Hidden, unrouted
@@ -289,7 +289,7 @@ def output_logprobs(where: str, output: Any, batch: Mapping[str, Any]) -> tuple[
     output = unrouted(output)
     if isinstance(output, tuple):
         factors, labels, axis = read_output(where, output, batch)
-        (logprobs,) = logprobs_of(factors, labels, axis=axis)
+        logprobs = logprobs_of(factors, labels, axis=axis)
     else:
         labels = labels_of(where, batch)
         logprobs = -cross_entropy_per_token(output, labels)

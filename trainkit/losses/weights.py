@@ -89,7 +89,16 @@ def _weighed(batch: Mapping[str, Any], units: Tensor, count: int, *, axis: Axis)
     units = units.flatten()
     sums = kept.new_zeros(count).scatter_add(0, units, kept.flatten())
     own = all_sum(sums, axis)[units].view(kept.shape)
-    weights = torch.where(own == 0, 0, kept / own)
+    return add_column(batch, "weights", torch.where(own == 0, 0, kept / own))
+
+
+def add_column(batch: Mapping[str, Any], name: str, column: Tensor) -> Mapping[str, Any]:
+    """Return a batch, or a mapping, that holds a tensor more.
+
+    Examples:
+        >>> add_column({"labels": torch.tensor([[1]])}, "kl", torch.tensor([[0.5]]))
+        {'labels': tensor([[1]]), 'kl': tensor([[0.5000]])}
+    """
     if isinstance(batch, Batch):
-        return attrs.evolve(batch, extra={**batch.extra, "weights": weights})
-    return {**batch, "weights": weights}
+        return attrs.evolve(batch, extra={**batch.extra, name: column})
+    return {**batch, name: column}
