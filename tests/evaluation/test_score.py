@@ -17,7 +17,7 @@ from trainkit.parallel import expert, fsdp
 from trainkit.parallel.sequence import sequence
 from trainkit.parallel.tensor import tensor
 from trainkit.testing import run_ranks
-from trainkit.types import Hidden, NumericsError
+from trainkit.types import Column, Hidden, NumericsError
 
 SMALL = attrs.evolve(CONFIG, vocab_size=32)
 MIXED = attrs.evolve(SMALL, experts=Experts(count=4, chosen=2, width=8))
@@ -166,3 +166,18 @@ def test_lines_are_whole_json_that_others_read(tmp_path):
     first, *rest = (tmp_path / "a").read_text().splitlines()
     assert json.loads(first)["model"] == "a"
     assert [json.loads(line)["index"] for line in rest] == list(range(14 + 96))
+
+
+def test_a_written_reference_stands_beside_the_columns_that_were_there(tmp_path):
+    def half(examples):
+        return [evaluation.Scored(np.full(x.scored, -0.5), greedy=True) for x in examples]
+
+    weights = np.arange(5, dtype=np.float16)
+    corpus = tk.corpora.memory_corpus([[1, 2, 3], [4, 5]])
+    kinds, values = {"weight": Column("float16")}, {"weight": weights}
+    corpus = attrs.evolve(corpus, columns=kinds, values=values)
+    evaluation.write_logprobs(tmp_path / "a.tokens", half, corpus, [1])
+    found = tk.corpora.open_tokens(tmp_path / "a.tokens")
+    assert [found.read(i, 0, n).tolist() for i, n in ((0, 3), (1, 2))] == [[1, 2, 3], [4, 5]]
+    assert found.values["weight"].tolist() == weights.tolist()
+    assert found.values["reference_logprobs"].tolist() == [0, 0, 0, 0, -0.5]

@@ -3,14 +3,14 @@
 `bind_score` makes a function of a model in any layout: from examples to what each token of them
 scores. `read_texts` and `read_choices` make examples of files, `write_lines` results that a killed
 run goes on with, `perplexity` and `accuracy` the numbers of them. `score_corpus` stores what a
-frozen model finds as columns of a token file.
+frozen model finds as columns of a token file. `bind_loss` is for a run's own held-out rows.
 """
 
 from __future__ import annotations
 
 from trainkit.evaluation.choices import accuracy, choice_item, choice_line, read_choices
 from trainkit.evaluation.columns import Measure, logprob_columns, score_corpus, top_columns
-from trainkit.evaluation.corpus import corpus_logprobs
+from trainkit.evaluation.corpus import corpus_logprobs, write_logprobs
 from trainkit.evaluation.examples import (
     Example,
     Item,
@@ -20,6 +20,7 @@ from trainkit.evaluation.examples import (
     rolling_windows,
 )
 from trainkit.evaluation.harness import Generate, evaluate_tasks, harness_model, open_tasks
+from trainkit.evaluation.held_out import bind_loss
 from trainkit.evaluation.lines import in_groups, read_lines, write_lines
 from trainkit.evaluation.score import (
     Score,
@@ -40,6 +41,7 @@ __all__ = [
     "Scored",
     "TopWords",
     "accuracy",
+    "bind_loss",
     "bind_score",
     "bind_top_words",
     "choice_item",
@@ -64,4 +66,5 @@ __all__ = [
     "token_scores",
     "top_columns",
     "write_lines",
+    "write_logprobs",
 ]

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable
 from typing import Any
 
+import attrs
 import numpy as np
 
-from trainkit.corpora.tokens import TokenCorpus
+from trainkit.collectives import together
+from trainkit.corpora.tokens import TokenCorpus, documents_of, write_corpus
 from trainkit.evaluation.examples import Example
 from trainkit.evaluation.score import Score
-from trainkit.types import at_least
+from trainkit.types import SOLO, Axis, Column, at_least
 
 
 def corpus_logprobs(
@@ -65,3 +68,54 @@ def corpus_logprobs(
         for (_, end, first), scored in zip(own, score(examples), strict=True):
             values[first:end] = np.where(asked[first:end], scored.logprobs, 0)
     return values
+
+
+def write_logprobs(
+    path: str | os.PathLike[str],
+    score: Score,
+    corpus: TokenCorpus,
+    documents: Iterable[int] | None = None,
+    *,
+    axis: Axis = SOLO,
+) -> None:
+    """Write a corpus with the column "reference_logprobs": what a model says of it now.
+
+    A run does so before its first step, and opens the file; one that goes on opens it alone, since
+    its weights have moved.
+
+    Args:
+        path: The token file to make, which ends in `.tokens`.
+        score: As in `corpus_logprobs`.
+        corpus: One in memory; columns that it has are kept.
+        documents: As in `corpus_logprobs`.
+        axis: The ranks that call this together; the first writes, and all wait for it.
+
+    Raises:
+        DiskError: The file cannot be written; on all ranks.
+        NumericsError: A log-probability is not finite.
+        ValueError: The path ends otherwise.
+
+    Effects:
+        Writes the file, whole or not at all; those of `score`; communicates on `axis`.
+
+    Examples:
+        >>> import tempfile
+        >>> from trainkit.corpora.tokens import memory_corpus, open_tokens
+        >>> from trainkit.evaluation.score import Scored
+        >>> half = lambda examples: [Scored(np.full(x.scored, -0.5), True) for x in examples]
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     write_logprobs(f"{folder}/a.tokens", half, memory_corpus([[1, 2, 3]]))
+        ...     open_tokens(f"{folder}/a.tokens").values
+        {'reference_logprobs': array([ 0. , -0.5, -0.5], dtype=float32)}
+    """
+    name = "reference_logprobs"
+    values = {**corpus.values, name: corpus_logprobs(score, corpus, documents)}
+    columns = {**corpus.columns, name: Column("float32")}
+    scored = attrs.evolve(corpus, columns=columns, values=values)
+
+    def write() -> None:
+        if axis.index == 0:
+            about = {"vocab_size": corpus.vocab_size, "columns": columns}
+            write_corpus(path, documents_of(scored), **about)
+
+    together(write, axis)
