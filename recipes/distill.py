@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Literal
 
 import attrs
-import numpy as np
 
 import trainkit as tk
 
@@ -66,14 +65,12 @@ class Config(tk.config.RunConfig):
 def open_rows(cfg, run, tokenizer):
     """Return the rows to train on, and those held out: pretrain.py holds out the same."""
     run.say(f"reading {cfg.data or 'the source of the standard library'}")
-    path, keep = cfg.data or tk.corpora.standard_library(), tk.corpora.is_library_source
-    whole = tk.open_corpus(path, tokenizer=tokenizer, keep=None if cfg.data else keep)
-    corpus, is_held = tk.corpora.hold_out(whole, one_in=40, piece=cfg.batch.row_length)
-    lengths = [np.where(is_held == held, corpus.lengths, 0) for held in (False, True)]
-    size = {"capacity": cfg.batch.row_length, "multiple_of": cfg.batch.multiple_of}
-    how = {"content": tk.corpora.fingerprint(corpus), "seed": cfg.seed, "tell": run.say}
-    bins_of = functools.partial(tk.data.cached_bins, cfg.cache, axis=run.ps.world, **size, **how)
-    return [tk.Packed(corpus, bins_of(lengths=each)) for each in lengths]
+    open_text = functools.partial(tk.open_corpus, cfg.data) if cfg.data else tk.corpora.open_library
+    whole, length = open_text(tokenizer=tokenizer), cfg.batch.row_length
+    corpus, is_held = tk.corpora.hold_out(whole, one_in=40, piece=length)
+    how = {"cache_dir": cfg.cache, "axis": run.ps.world, "seed": cfg.seed, "tell": run.say}
+    how |= {"multiple_of": cfg.batch.multiple_of}
+    return tk.data.pack_apart(corpus, is_held, length, **how)
 
 
 def choose_student(cfg, words):
@@ -84,15 +81,8 @@ def choose_student(cfg, words):
 
 def build(cfg, ps, model, weights):
     """Return this rank's stages of a model, the student or its teacher, in the run's layout."""
-    plan = [
-        tk.parallel.tensor(),
-        tk.parallel.sequence(),
-        tk.parallel.expert(),
-        tk.parallel.precision(tk.parallel.DTYPES[cfg.dtype]),
-        tk.parallel.recompute(cfg.recompute, preserve_rng_state=False),
-        *([tk.parallel.compiled()] if cfg.compiled else []),
-        tk.parallel.fsdp(cfg.layout),
-    ]
+    how = {"dtype": cfg.dtype, "recompute": cfg.recompute, "compiled": cfg.compiled}
+    plan = tk.parallel.decoder_plan(cfg.layout, **how)
     make_model = functools.partial(tk.models.Decoder, model, head="hidden")
     return tk.build_stages(make_model, ps, plan, weights=weights, schedule=cfg.layout.schedule)
 
@@ -143,24 +133,11 @@ def make_train_step(cfg, ps, model, teach, forward_backward):
     return train_step
 
 
-def bind_evaluation(cfg, ps, held, stages):
-    """Return evaluate(), which gives the loss on hard labels over the rows that are held out."""
-
-    def evaluate():
-        how = {"rows_per_batch": cfg.batch.microbatch, "device": ps.device}
-        batches = tk.eval_batches(held, place=ps.place, **how)
-        loss, where = tk.losses.next_token_linear, {"axis": ps.loss, "pp": ps.pp, "tp": ps.tp}
-        return tk.to_host(tk.evaluate(stages, batches, loss, call=tk.models.call_routed, **where))
-
-    return evaluate
-
-
 def make_facts(cfg, model, tokenizer, rows):
     """Return what a run must be continued with as it was begun, but for its teacher."""
-    facts = tk.config.config_facts(cfg) | {"model": attrs.asdict(model)}
-    facts |= {"tokenizer": tk.tokenizers.tokenizer_hash(tokenizer)}
-    facts |= {"files": rows.corpus.sources, "fingerprint": tk.corpora.fingerprint(rows.corpus)}
-    return facts | {"rows": tk.packing.bins_hash(rows.bins)}
+    facts = tk.config.config_facts(cfg) | tk.data.packed_facts(rows)
+    named = {"model": attrs.asdict(model), "tokenizer": tk.tokenizers.tokenizer_hash(tokenizer)}
+    return facts | named
 
 
 def result(run_dir):
@@ -190,7 +167,9 @@ def train(cfg, run, base):
     order |= {"axis": ps.pp, "call": tk.models.call_routed}
     forward_backward = tk.bind_forward_backward(stages, loss, **order)
     train_step = make_train_step(cfg, ps, (stages, optimizer), teach, forward_backward)
-    evaluate = bind_evaluation(cfg, ps, held, stages)
+    axes = {"place": ps.place, "axis": ps.loss, "pp": ps.pp, "tp": ps.tp}
+    axes |= {"call": tk.models.call_routed, "rows_per_batch": cfg.batch.microbatch}
+    evaluate = tk.evaluation.bind_loss(stages, held, tk.losses.next_token_linear, **axes)
     facts = make_facts(cfg, student, base.tokenizer, rows) | known
     changes = tk.config.changes_of(cfg)
     state = run.resume(stages, optimizer, facts=facts, changes=changes, request=cfg.resume)

@@ -60,8 +60,7 @@ def library(trained, how):
 
     Which of four endings is that of the text? Who guesses is right in 25 % of the cases.
     """
-    path, keep = tk.corpora.standard_library(), tk.corpora.is_library_source
-    whole = tk.open_corpus(path, tokenizer=trained.tokenizer, keep=keep)
+    whole = tk.corpora.open_library(trained.tokenizer)
     corpus, is_held = tk.corpora.hold_out(whole, one_in=40, piece=trained.context)
     lengths, size = corpus.lengths * is_held, 128
     places = [
@@ -103,13 +102,7 @@ def read(cfg, trained, how):
 
 def build(cfg, ps, trained):
     """Return this rank's stages of the model, with its weights."""
-    plan = [
-        tk.parallel.tensor(),
-        *([tk.parallel.expert()] if trained.config.experts else []),
-        tk.parallel.sequence(),
-        tk.parallel.precision(tk.parallel.DTYPES[cfg.dtype]),
-        tk.parallel.fsdp(cfg.layout),
-    ]
+    plan = tk.parallel.decoder_plan(cfg.layout, dtype=cfg.dtype)
     make_model = functools.partial(tk.models.Decoder, trained.config, head="hidden")
     how = {"schedule": cfg.layout.schedule}
     return tk.adapters.build_trained(trained.path, make_model, ps, plan, **how)

@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Literal
 
 import attrs
-import numpy as np
 
 import trainkit as tk
 from trainkit.types import ConfigError
@@ -84,12 +83,9 @@ def pack(cfg, run, corpus, counts):
     cut = {"truncated": counts["truncated"], "dropped": counts["dropped"], "what": "conversations"}
     if warning := tk.packing.overlong_warning(asked, capacity=length, **cut):
         run.say(warning)
-    size = {"capacity": length, "multiple_of": cfg.batch.multiple_of, "overlong": "error"}
-    how = {"content": tk.corpora.fingerprint(corpus), "seed": cfg.seed, "tell": run.say}
-    bins_of = functools.partial(tk.data.cached_bins, cfg.cache, axis=run.ps.world, **how, **size)
-    lengths = np.where(tk.corpora.held_out_documents(corpus), 0, corpus.lengths)
-    rows, held = bins_of(lengths=lengths), bins_of(lengths=corpus.lengths - lengths)
-    return tk.Packed(corpus, rows), tk.Packed(corpus, held)
+    how = {"cache_dir": cfg.cache, "axis": run.ps.world, "seed": cfg.seed, "tell": run.say}
+    how |= {"multiple_of": cfg.batch.multiple_of, "overlong": "error"}
+    return tk.data.pack_apart(corpus, tk.corpora.held_out_documents(corpus), length, **how)
 
 
 def add_adapters(cfg):
@@ -102,16 +98,8 @@ def add_adapters(cfg):
 
 def build(cfg, ps, base):
     """Return this rank's stages of the model, with its weights, and their optimizer."""
-    plan = [
-        *add_adapters(cfg),
-        tk.parallel.tensor(),
-        tk.parallel.sequence(),
-        tk.parallel.expert(),
-        tk.parallel.precision(tk.parallel.DTYPES[cfg.dtype]),
-        tk.parallel.recompute(cfg.recompute, preserve_rng_state=False),
-        *([tk.parallel.compiled()] if cfg.compiled else []),
-        tk.parallel.fsdp(cfg.layout),
-    ]
+    how = {"dtype": cfg.dtype, "recompute": cfg.recompute, "compiled": cfg.compiled}
+    plan = [*add_adapters(cfg), *tk.parallel.decoder_plan(cfg.layout, **how)]
     make_model = functools.partial(tk.models.Decoder, base.config, head="hidden")
     weights = tk.adapters.base_weights(base.path, axis=ps.world)
     stages = tk.build_stages(make_model, ps, plan, weights=weights, schedule=cfg.layout.schedule)
@@ -139,18 +127,6 @@ def make_train_step(cfg, ps, stages, optimizer, forward_backward):
     return train_step
 
 
-def bind_evaluation(cfg, ps, held, stages):
-    """Return evaluate(), which gives the loss over the rows that are held out."""
-
-    def evaluate():
-        how = {"rows_per_batch": cfg.batch.microbatch, "device": ps.device}
-        batches = tk.eval_batches(held, place=ps.place, **how)
-        how = {"axis": ps.loss, "pp": ps.pp, "tp": ps.tp, "call": tk.models.call_routed}
-        return tk.to_host(tk.evaluate(stages, batches, tk.losses.next_token_linear, **how))
-
-    return evaluate
-
-
 def answer(cfg, ps, stages, tokenizer):
     """Return what the model says to each question."""
     template = tk.chat.find_template(cfg.template)
@@ -166,10 +142,9 @@ def answer(cfg, ps, stages, tokenizer):
 
 def make_facts(cfg, model, tokenizer, rows):
     """Return what a run must be continued with as it was begun."""
-    facts = tk.config.config_facts(cfg)
-    facts |= {"model": attrs.asdict(model), "tokenizer": tk.tokenizers.tokenizer_hash(tokenizer)}
-    facts |= {"files": rows.corpus.sources, "fingerprint": tk.corpora.fingerprint(rows.corpus)}
-    return facts | {"rows": tk.packing.bins_hash(rows.bins)}
+    facts = tk.config.config_facts(cfg) | tk.data.packed_facts(rows)
+    named = {"model": attrs.asdict(model), "tokenizer": tk.tokenizers.tokenizer_hash(tokenizer)}
+    return facts | named
 
 
 def train(cfg, run, tokenizer, base):
@@ -187,7 +162,9 @@ def train(cfg, run, tokenizer, base):
     order |= {"axis": ps.pp, "call": tk.models.call_routed}
     forward_backward = tk.bind_forward_backward(stages, tk.losses.next_token_linear, **order)
     train_step = make_train_step(cfg, ps, stages, optimizer, forward_backward)
-    evaluate = bind_evaluation(cfg, ps, held, stages)
+    axes = {"place": ps.place, "axis": ps.loss, "pp": ps.pp, "tp": ps.tp}
+    axes |= {"call": tk.models.call_routed, "rows_per_batch": cfg.batch.microbatch}
+    evaluate = tk.evaluation.bind_loss(stages, held, tk.losses.next_token_linear, **axes)
     rows_at = tk.sampling.rows_of_epochs(len(rows), rows_per_step=cfg.batch.rows, seed=cfg.seed)
     share = {"place": ps.place, "rows_per_microbatch": cfg.batch.microbatch}
     share |= {"noise_seed": cfg.seed} if drops else {}

@@ -53,14 +53,8 @@ def open_documents(cfg, tokenizer):
 
 def build(cfg, ps, model):
     """Return this rank's stages of the model and their optimizer."""
-    plan = [
-        tk.parallel.tensor(),
-        tk.parallel.sequence(),
-        tk.parallel.precision(tk.parallel.DTYPES[cfg.dtype]),
-        tk.parallel.recompute(cfg.recompute, preserve_rng_state=False),
-        *([tk.parallel.compiled()] if cfg.compiled else []),
-        tk.parallel.fsdp(cfg.layout),
-    ]
+    how = {"dtype": cfg.dtype, "recompute": cfg.recompute, "compiled": cfg.compiled}
+    plan = tk.parallel.decoder_plan(cfg.layout, **how)
     make_model = functools.partial(tk.models.Decoder, model, head="hidden")
     weights = tk.models.init_weights(model, seed=cfg.seed)
     stages = tk.build_stages(make_model, ps, plan, weights=weights, schedule=cfg.layout.schedule)

@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Literal
 
 import attrs
-import numpy as np
 
 import trainkit as tk
 
@@ -61,18 +60,13 @@ class Config(tk.config.RunConfig):
 
 def open_rows(cfg, run, tokenizer):
     """Return the rows to train on, and those held out: no document is in both."""
-    path, keep = cfg.data, None
-    if path is None:
-        path, keep = tk.corpora.standard_library(), tk.corpora.is_library_source
     run.say(f"reading {cfg.data or 'the source of the standard library'}")
-    whole = tk.open_corpus(path, tokenizer=tokenizer, keep=keep)
-    corpus, is_held = tk.corpora.hold_out(whole, one_in=40, piece=cfg.batch.row_length)
-    how = {"capacity": cfg.batch.row_length, "multiple_of": cfg.batch.multiple_of}
-    how |= {"content": tk.corpora.fingerprint(corpus), "seed": cfg.seed, "tell": run.say}
-    bins_of = functools.partial(tk.data.cached_bins, cfg.cache, axis=run.ps.world, **how)
-    lengths = np.where(is_held, 0, corpus.lengths)
-    rows, held = bins_of(lengths=lengths), bins_of(lengths=corpus.lengths - lengths)
-    return tk.Packed(corpus, rows), tk.Packed(corpus, held)
+    open_text = functools.partial(tk.open_corpus, cfg.data) if cfg.data else tk.corpora.open_library
+    whole, length = open_text(tokenizer=tokenizer), cfg.batch.row_length
+    corpus, is_held = tk.corpora.hold_out(whole, one_in=40, piece=length)
+    how = {"cache_dir": cfg.cache, "axis": run.ps.world, "seed": cfg.seed, "tell": run.say}
+    how |= {"multiple_of": cfg.batch.multiple_of}
+    return tk.data.pack_apart(corpus, is_held, length, **how)
 
 
 def choose_model(cfg, tokenizer):
@@ -97,15 +91,8 @@ def choose_model(cfg, tokenizer):
 
 def build(cfg, ps, model):
     """Return this rank's stages of the model and their optimizer."""
-    plan = [
-        tk.parallel.tensor(),
-        tk.parallel.sequence(),
-        tk.parallel.expert(),
-        tk.parallel.precision(tk.parallel.DTYPES[cfg.dtype]),
-        tk.parallel.recompute(cfg.recompute, preserve_rng_state=False),
-        *([tk.parallel.compiled()] if cfg.compiled else []),
-        tk.parallel.fsdp(cfg.layout),
-    ]
+    how = {"dtype": cfg.dtype, "recompute": cfg.recompute, "compiled": cfg.compiled}
+    plan = tk.parallel.decoder_plan(cfg.layout, **how)
     make_model = functools.partial(tk.models.Decoder, model, head="hidden")
     weights = tk.models.init_weights(model, seed=cfg.seed)
     if cfg.init:
@@ -142,19 +129,6 @@ def make_train_step(cfg, ps, stages, optimizer, forward_backward):
     return train_step
 
 
-def bind_evaluation(cfg, ps, held, stages):
-    """Return evaluate(), which gives the loss over the rows that are held out."""
-    loss, call = tk.losses.next_token_linear, tk.models.call_routed
-
-    def evaluate():
-        how = {"rows_per_batch": cfg.batch.microbatch, "device": ps.device}
-        batches = tk.eval_batches(held, place=ps.place, **how)
-        axes = {"axis": ps.loss, "pp": ps.pp, "tp": ps.tp}
-        return tk.to_host(tk.evaluate(stages, batches, loss, **axes, call=call))
-
-    return evaluate
-
-
 def sample(cfg, ps, stages, tokenizer):
     """Return a text that the model goes on from, and how."""
     bos = [] if tokenizer.bos_id is None else [tokenizer.bos_id]
@@ -169,10 +143,9 @@ def sample(cfg, ps, stages, tokenizer):
 
 def make_facts(cfg, model, tokenizer, rows):
     """Return what a run must be continued with as it was begun."""
-    facts = tk.config.config_facts(cfg)
-    facts |= {"model": attrs.asdict(model), "tokenizer": tk.tokenizers.tokenizer_hash(tokenizer)}
-    facts |= {"files": rows.corpus.sources, "fingerprint": tk.corpora.fingerprint(rows.corpus)}
-    return facts | {"rows": tk.packing.bins_hash(rows.bins)}
+    facts = tk.config.config_facts(cfg) | tk.data.packed_facts(rows)
+    named = {"model": attrs.asdict(model), "tokenizer": tk.tokenizers.tokenizer_hash(tokenizer)}
+    return facts | named
 
 
 def train(cfg, run, tokenizer, model):
@@ -187,7 +160,9 @@ def train(cfg, run, tokenizer, model):
     order |= {"axis": ps.pp, "call": tk.models.call_routed}
     forward_backward = tk.bind_forward_backward(stages, loss, **order)
     train_step = make_train_step(cfg, ps, stages, optimizer, forward_backward)
-    evaluate = bind_evaluation(cfg, ps, held, stages)
+    axes = {"place": ps.place, "axis": ps.loss, "pp": ps.pp, "tp": ps.tp}
+    axes |= {"call": tk.models.call_routed, "rows_per_batch": cfg.batch.microbatch}
+    evaluate = tk.evaluation.bind_loss(stages, held, tk.losses.next_token_linear, **axes)
     rows_at = tk.sampling.rows_of_epochs(len(rows), rows_per_step=cfg.batch.rows, seed=cfg.seed)
     share = {"place": ps.place, "rows_per_microbatch": cfg.batch.microbatch}
     pad_id = tokenizer.pad_id or 0

@@ -19,11 +19,11 @@ from trainkit.types import Cursor, TrainState
 
 @attrs.frozen(kw_only=True)
 class Config(tk.config.RunConfig):
-    """Teach a decoder which of two answers is better; by default, words in order."""
+    """Teach a decoder which of two answers is better; by default, one that ends."""
 
     out: Path = tk.config.option(Path("runs/preference"), change="no fact")
     """The run directory: configuration, metrics, checkpoints and pictures. It is made."""
-    steps: int = tk.config.option(120, tk.config.positive, change="no fact")
+    steps: int = tk.config.option(60, tk.config.positive, change="no fact")
     """Stop after this step. Nothing else depends on it: see schedule-steps."""
     init: Path | None = tk.config.option(None, change="free")
     """A run, a checkpoint or a Hugging Face folder; by default runs/finetune, or a small base."""
@@ -37,10 +37,10 @@ class Config(tk.config.RunConfig):
     """What a pair costs; the first three compare with the weights of the start."""
     beta: float | None = tk.config.option(None, attrs.validators.optional(tk.config.positive))
     """How much a log-ratio counts, or of ORPO the odds; by default 0.1, and 2 of SimPO."""
-    eval_every: int = tk.config.option(120, tk.config.non_negative, change="free")
+    eval_every: int = tk.config.option(60, tk.config.non_negative, change="free")
     """Evaluate on held-out pairs before, every so many steps, and at the end; 0: never."""
-    batch: tk.config.RowOptions = tk.config.RowOptions()
-    optim: tk.config.OptimOptions = tk.config.OptimOptions(lr=5e-4, schedule_steps=120)
+    batch: tk.config.RowOptions = tk.config.RowOptions(row_length=512, rows=4, microbatch=2)
+    optim: tk.config.OptimOptions = tk.config.OptimOptions(lr=1e-4, warmup=10, schedule_steps=60)
 
 
 def open_pairs(cfg, tokenizer):
@@ -65,15 +65,8 @@ def pack(cfg, run, corpus):
 
 def build(cfg, ps, base):
     """Return this rank's stages of the model, with its weights, and their optimizer."""
-    plan = [
-        tk.parallel.tensor(),
-        tk.parallel.sequence(),
-        tk.parallel.expert(),
-        tk.parallel.precision(tk.parallel.DTYPES[cfg.dtype]),
-        tk.parallel.recompute(cfg.recompute, preserve_rng_state=False),
-        *([tk.parallel.compiled()] if cfg.compiled else []),
-        tk.parallel.fsdp(cfg.layout),
-    ]
+    how = {"dtype": cfg.dtype, "recompute": cfg.recompute, "compiled": cfg.compiled}
+    plan = tk.parallel.decoder_plan(cfg.layout, **how)
     make_model = functools.partial(tk.models.Decoder, base.config, head="hidden")
     weights = tk.adapters.base_weights(base.path, axis=ps.world)
     stages = tk.build_stages(make_model, ps, plan, weights=weights, schedule=cfg.layout.schedule)
@@ -185,12 +178,12 @@ def bind_evaluation(cfg, ps, held, stages):
     In nats per token, and as the share of the pairs in which they are likelier at all.
     """
     likelier = tk.losses.simpo(1.0, gamma=0.0, axis=ps.sp)
-    how = {"axis": ps.loss, "pp": ps.pp, "tp": ps.tp, "call": tk.models.call_routed}
-    size = {"rows_per_batch": cfg.batch.microbatch, "device": ps.device}
+    axes = {"place": ps.place, "axis": ps.loss, "pp": ps.pp, "tp": ps.tp}
+    axes |= {"call": tk.models.call_routed, "rows_per_batch": cfg.batch.microbatch}
+    compare = tk.evaluation.bind_loss(stages, held, likelier, **axes)
 
     def evaluate():
-        batches = tk.eval_batches(held, place=ps.place, **size)
-        found = tk.to_host(tk.evaluate(stages, batches, likelier, **how))
+        found = compare()
         pairs = len(held.bins.documents) // 2
         return {"loss": found.pop("preference"), "pairs": pairs, **found}
 
@@ -199,10 +192,9 @@ def bind_evaluation(cfg, ps, held, stages):
 
 def make_facts(cfg, model, tokenizer, rows):
     """Return what a run must be continued with as it was begun."""
-    facts = tk.config.config_facts(cfg) | {"files": rows.corpus.sources}
-    facts |= {"model": attrs.asdict(model), "tokenizer": tk.tokenizers.tokenizer_hash(tokenizer)}
-    facts |= {"fingerprint": tk.corpora.fingerprint(rows.corpus)}
-    return facts | {"rows": tk.packing.bins_hash(rows.bins)}
+    facts = tk.config.config_facts(cfg) | tk.data.packed_facts(rows)
+    named = {"model": attrs.asdict(model), "tokenizer": tk.tokenizers.tokenizer_hash(tokenizer)}
+    return facts | named
 
 
 def train(cfg, run, tokenizer, base):

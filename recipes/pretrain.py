@@ -12,7 +12,6 @@ import functools
 from pathlib import Path
 
 import attrs
-import numpy as np
 
 import trainkit as tk
 from trainkit.types import ConfigError
@@ -59,8 +58,7 @@ class Config(tk.config.RunConfig):
 def open_corpora(cfg, tokenizer):
     """Return the corpora by name."""
     if not cfg.data:
-        library, keep = tk.corpora.standard_library(), tk.corpora.is_library_source
-        return {"library": tk.open_corpus(library, tokenizer=tokenizer, keep=keep)}
+        return {"library": tk.corpora.open_library(tokenizer)}
     if len(set(cfg.data)) < len(cfg.data):
         raise ConfigError(f"--data names a corpus twice: {', '.join(map(str, cfg.data))}")
     alike = len({path.stem for path in cfg.data}) < len(cfg.data)
@@ -71,18 +69,13 @@ def open_corpora(cfg, tokenizer):
 def pack(cfg, run, opened):
     """Return the rows to train on and those held out (no token is in both), and reports."""
     train, held, reports = {}, {}, {}
-    size = {"capacity": cfg.batch.row_length, "multiple_of": cfg.batch.multiple_of}
+    how = {"cache_dir": cfg.cache, "axis": run.ps.world, "seed": cfg.seed, "tell": run.say}
+    how |= {"multiple_of": cfg.batch.multiple_of}
     for name, whole in opened.items():
         corpus, is_held = tk.corpora.hold_out(whole, one_in=40, piece=cfg.batch.row_length)
-        how = {"content": tk.corpora.fingerprint(corpus), "seed": cfg.seed, "tell": run.say}
-        bins_of = functools.partial(
-            tk.data.cached_bins, cfg.cache, axis=run.ps.world, **how, **size
-        )
-        lengths = np.where(is_held, 0, corpus.lengths)
-        train[name] = tk.Packed(corpus, bins_of(lengths=lengths))
-        held[name] = tk.Packed(corpus, bins_of(lengths=corpus.lengths - lengths))
+        train[name], held[name] = tk.data.pack_apart(corpus, is_held, cfg.batch.row_length, **how)
         reports[name] = {
-            **tk.packing.packing_report(train[name].bins, lengths),
+            **tk.packing.packing_report(train[name].bins, corpus.lengths * ~is_held),
             "empty_documents": int((corpus.lengths == 0).sum()),
             "held_out_documents": int(is_held.sum()),
         }
@@ -114,14 +107,8 @@ def choose_model(cfg, vocab_size):
 
 def build(cfg, ps, model):
     """Return this rank's stages of the model and their optimizer."""
-    plan = [
-        tk.parallel.tensor(),
-        tk.parallel.sequence(),
-        tk.parallel.precision(tk.parallel.DTYPES[cfg.dtype]),
-        tk.parallel.recompute(cfg.recompute, preserve_rng_state=False),
-        *([tk.parallel.compiled()] if cfg.compiled else []),
-        tk.parallel.fsdp(cfg.layout),
-    ]
+    how = {"dtype": cfg.dtype, "recompute": cfg.recompute, "compiled": cfg.compiled}
+    plan = tk.parallel.decoder_plan(cfg.layout, **how)
     make_model = functools.partial(tk.models.Decoder, model, head="hidden")
     weights = tk.models.init_weights(model, seed=cfg.seed)
     stages = tk.build_stages(make_model, ps, plan, weights=weights, schedule=cfg.layout.schedule)
@@ -149,17 +136,6 @@ def make_train_step(cfg, ps, stages, optimizer, forward_backward):
         return tk.advance(state, batch, {**metrics, "tokens": tokens}, axis=ps.loss)
 
     return train_step
-
-
-def bind_evaluation(cfg, ps, held, stages, loss):
-    """Return evaluate(), which gives the loss over the rows that are held out."""
-
-    def evaluate():
-        how = {"rows_per_batch": cfg.batch.microbatch, "device": ps.device}
-        batches = tk.eval_batches(held, place=ps.place, **how)
-        return tk.to_host(tk.evaluate(stages, batches, loss, axis=ps.loss, pp=ps.pp, tp=ps.tp))
-
-    return evaluate
 
 
 def sample(cfg, ps, stages, tokenizer, rows):
@@ -201,7 +177,9 @@ def train(cfg, run, tokenizer, model):
     order = {"schedule": cfg.layout.schedule, "reduce": cfg.layout.reduce}
     forward_backward = tk.bind_forward_backward(stages, loss, axis=ps.pp, **order)
     train_step = make_train_step(cfg, ps, stages, optimizer, forward_backward)
-    evaluate = bind_evaluation(cfg, ps, held, stages, loss)
+    axes = {"place": ps.place, "axis": ps.loss, "pp": ps.pp, "tp": ps.tp}
+    size = {"rows_per_batch": cfg.batch.microbatch}
+    evaluate = tk.evaluation.bind_loss(stages, held, loss, **size, **axes)
     order = {"rows_per_step": cfg.batch.rows, "seed": cfg.seed}
     rows_at = tk.sampling.rows_of_mixture(mix.num_rows, phases, **order)
     how = {"place": ps.place, "rows_per_microbatch": cfg.batch.microbatch}

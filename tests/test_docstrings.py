@@ -39,6 +39,7 @@ WITHOUT_EXAMPLE = {
     "types.fraction": "a validator, as `one_of` explains",
     "types.non_negative": "a validator, as `one_of` explains",
     "types.positive": "a validator, as `one_of` explains",
+    "corpora.open_library": "takes seconds: recipes/pretrain.py shows it",
     "corpora.open_tokens": "works on the disk: the example of write_corpus calls it",
     "files.commit_folder": "works on the disk: new_folder calls it",
     "files.recover_folder": "works on the disk: new_folder calls it",

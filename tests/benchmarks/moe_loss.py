@@ -29,9 +29,8 @@ EXPERTS = tk.models.Experts(
 
 def read():
     """Return the rows to train on, and about HELD rows that are held out."""
-    library, keep = tk.corpora.standard_library(), tk.corpora.is_library_source
     tokenizer = tk.tokenizers.open_tokenizer("bytes")
-    whole = tk.open_corpus(library, tokenizer=tokenizer, keep=keep)
+    whole = tk.corpora.open_library(tokenizer)
     corpus, is_held = tk.corpora.hold_out(whole, one_in=40, piece=LENGTH)
     some = is_held & (np.cumsum(is_held * corpus.lengths) <= HELD * LENGTH)
     parts = np.where(is_held, 0, corpus.lengths), np.where(some, corpus.lengths, 0)

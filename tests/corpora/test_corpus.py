@@ -27,6 +27,7 @@ from trainkit.corpora.open import (
     held_out_documents,
     hold_out,
     open_corpus,
+    open_library,
 )
 from trainkit.corpora.tokens import TokenCorpus, write_corpus
 from trainkit.tokenizers import byte_tokenizer, open_tokenizer, tokenizer_hash
@@ -367,7 +368,7 @@ def test_the_standard_library_is_source_without_packages_and_tests(tmp_path, mon
     (tmp_path / "link.py").symlink_to("gone")
     monkeypatch.setattr(sysconfig, "get_path", {"stdlib": str(tmp_path)}.__getitem__)
     assert not any(is_library_source(name) for name in [*others, "link.py", "gone.py"])
-    corpus = open_corpus(standard_library(), keep=is_library_source)
+    corpus = open_library()
     assert texts(corpus) == ["json", "os", "case"]
 
 

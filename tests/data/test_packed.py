@@ -8,8 +8,9 @@ import pytest
 import torch
 from strategies import corpus_of
 
+from trainkit import packing
 from trainkit.batch import batch_hash, collate_bins, count_valid_tokens
-from trainkit.data.packed import Packed, join_packed
+from trainkit.data.packed import Packed, join_packed, pack_apart, packed_facts
 from trainkit.data.steps import step_batch
 from trainkit.packing import pack_bins, sequential
 from trainkit.sampling import Phase, make_phases, rows_of_mixture
@@ -54,6 +55,30 @@ def tokens_of(batches):
     columns = torch.stack([torch.cat([b[name].flatten() for b in batches]) for name in TENSORS], 1)
     columns = columns[columns[:, 4] >= 0]
     return columns[columns[:, 4].argsort()]
+
+
+def test_rows_apart_are_the_plans_that_each_part_packs_into_and_share_no_document(tmp_path):
+    corpus = corpus_of(np.arange(1, 31))
+    held_out, told = np.arange(30) % 7 == 2, []
+    how = {"multiple_of": 4, "seed": 5}
+    for _ in range(2):
+        parts = pack_apart(corpus, held_out, 32, cache_dir=tmp_path, tell=told.append, **how)
+        for part, out in zip(parts, (False, True), strict=True):
+            assert set(part.bins.documents) == set(np.flatnonzero(held_out == out))
+            wanted = pack_bins(np.where(held_out == out, corpus.lengths, 0), 32, **how)
+            assert packing.bins_hash(part.bins) == packing.bins_hash(wanted)
+    assert len(told) == len(list(tmp_path.iterdir())) == 2  # the second time both are there
+
+
+def test_facts_follow_from_the_files_the_tokens_and_the_rows():
+    corpus = attrs.evolve(corpus_of([3, 5, 2]), sources={"a.txt": "c0ffee"})
+    packed = Packed(corpus, pack_bins(corpus.lengths, 8))
+    facts = packed_facts(packed)
+    assert facts["files"] == {"a.txt": "c0ffee"}
+    other = attrs.evolve(corpus, tokens=corpus.tokens[::-1].copy())
+    assert facts["fingerprint"] != packed_facts(Packed(other, packed.bins))["fingerprint"]
+    rows = pack_bins(corpus.lengths, 16)
+    assert facts["rows"] != packed_facts(Packed(corpus, rows))["rows"]
 
 
 def test_joined_rows_hold_the_tokens_of_their_own_corpus():

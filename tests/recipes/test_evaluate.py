@@ -7,7 +7,7 @@ from hub.test_export_command import saved_run
 from recipe_runs import here, load, refusal, several
 
 from trainkit.evaluation import read_lines
-from trainkit.models import decoder_config
+from trainkit.models import Experts, decoder_config
 from trainkit.testing import run_ranks
 
 CONFIG = decoder_config("tiny", layers=2)
@@ -57,6 +57,17 @@ def test_it_writes_a_line_for_each_and_what_they_come_to(whole):
 
 
 KINDS = ("perplexity", "choices", "score")
+
+
+def test_a_mixture_of_experts_is_evaluated_too(home):
+    size = {"width": 32, "heads": 2, "kv_heads": 2, "mlp_width": 48}
+    experts = Experts(count=4, chosen=2, width=16)
+    saved_run(home / "mixed", decoder_config("tiny", layers=2, experts=experts, **size))
+    flags = ["--run", home / "mixed", "--out", home / "out", "--score", home / "pairs.jsonl"]
+    code, printed = here(flags, "evaluate")
+    assert (code, len(read_lines(home / "out" / "score.jsonl"))) == (0, 3), printed
+
+
 TWO = [["--tp", "2"], ["--pp", "2"], ["--ring", "2"], []]
 
 
@@ -126,8 +137,8 @@ def test_without_flags_it_takes_text_that_pretrain_holds_out(tmp_path, monkeypat
         (tmp_path / f"{i}.py").write_text(
             "".join(f"def f{n}(x): return x + {i}\n" for n in range(50))
         )
-    for room in ("trainkit.corpora", "trainkit.corpora.library"):
-        monkeypatch.setattr(f"{room}.standard_library", lambda: tmp_path)
+    for room in ("open", "library"):
+        monkeypatch.setattr(f"trainkit.corpora.{room}.standard_library", lambda: tmp_path)
     saved_run(tmp_path / "runs" / "pretrain", CONFIG)
     assert load("evaluate").main([]) is None
     (out,) = (tmp_path / "runs" / "evaluate").iterdir()

@@ -13,9 +13,10 @@ from trainkit.corpora.open import (
     hold_out,
     open_conversations,
     open_corpus,
+    open_library,
     trainable_tokens,
 )
-from trainkit.corpora.pairs import disorder_answers, open_pairs
+from trainkit.corpora.pairs import open_pairs, prolong_answers
 from trainkit.corpora.records import read_records
 from trainkit.corpora.tokens import (
     TokenCorpus,
@@ -30,7 +31,6 @@ __all__ = [
     "TokenCorpus",
     "check_unchanged",
     "describe_corpus",
-    "disorder_answers",
     "docstring_conversations",
     "documents_of",
     "fingerprint",
@@ -42,8 +42,10 @@ __all__ = [
     "memory_corpus",
     "open_conversations",
     "open_corpus",
+    "open_library",
     "open_pairs",
     "open_tokens",
+    "prolong_answers",
     "read_records",
     "standard_library",
     "trainable_tokens",

@@ -11,7 +11,11 @@ import numpy as np
 
 from trainkit.corpora.documents import checked_columns
 from trainkit.corpora.joined import JoinedCorpus, join_corpora, joint_digest
-from trainkit.corpora.library import docstring_conversations
+from trainkit.corpora.library import (
+    docstring_conversations,
+    is_library_source,
+    standard_library,
+)
 from trainkit.corpora.records import document_files, read_records, record_place
 from trainkit.corpora.shards import open_parts, tokens_at
 from trainkit.corpora.text import TEXT_SUFFIXES, bad_file, check_readable
@@ -109,6 +113,18 @@ def open_corpus(
         encode = text_encoder(tokenizer, field=field)
     vocab_size = getattr(tokenizer or encode, "vocab_size", None)
     return _encoded(path, encode, vocab_size, suffixes, keep)
+
+
+def open_library(tokenizer: Tokenizer | None = None) -> TokenCorpus | JoinedCorpus:
+    """Open the source of Python's standard library, which every machine has, as a corpus.
+
+    Args:
+        tokenizer: Bytes by default.
+
+    Raises:
+        DataError: As `open_corpus`: there is no source beside this Python.
+    """
+    return open_corpus(standard_library(), tokenizer=tokenizer, keep=is_library_source)
 
 
 def _covered(

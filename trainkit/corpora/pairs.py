@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -12,7 +13,6 @@ from trainkit.corpora.open import encode_record
 from trainkit.corpora.records import read_records, record_place
 from trainkit.corpora.text import bad_file
 from trainkit.corpora.tokens import TokenCorpus, memory_corpus
-from trainkit.noise.hashing import key_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -30,7 +30,7 @@ def open_pairs(path: Path | None, encode: EncodePair, *, vocab_size: int) -> Tok
 
     Args:
         path: A .jsonl, .parquet or .arrow file with fields `prompt`, `chosen` and `rejected`; None
-            for `disorder_answers` of `docstring_conversations`.
+            for `prolong_answers` of every third of `docstring_conversations`.
         encode: From a record to the chosen and the rejected `Sample`: `chat.encode_pair` with a
             tokenizer.
         vocab_size: No token may be this large or larger.
@@ -57,7 +57,7 @@ def open_pairs(path: Path | None, encode: EncodePair, *, vocab_size: int) -> Tok
     sources: dict[str, str] = {}
 
     def halves() -> Iterator[Sample]:
-        own = disorder_answers(docstring_conversations())
+        own = prolong_answers(islice(docstring_conversations(), None, None, 3))
         records = own if path is None else read_records(path, sources=sources)
         for name, record in records:
             names.extend([name, name])
@@ -70,13 +70,13 @@ def open_pairs(path: Path | None, encode: EncodePair, *, vocab_size: int) -> Tok
     return attrs.evolve(corpus, names=names, sources=sources)
 
 
-def disorder_answers(
+def prolong_answers(
     conversations: Iterable[tuple[str, Mapping[str, Any]]],
 ) -> Iterator[tuple[str, dict[str, str]]]:
-    """Yield pairs: the answer to a question, and the same words in another order.
+    """Yield pairs: the answer to a question, and the same answer that goes on with the next one's.
 
-    So neither length nor words tell the two apart. The order follows from the answer alone. An
-    answer of which every order is the same, such as one word, makes no pair.
+    What is rejected is as good a text as what is chosen, but says more than was asked. The last one
+    goes on with the first one's answer.
 
     Args:
         conversations: Each with its name: a question and its answer, as `docstring_conversations`
@@ -86,17 +86,11 @@ def disorder_answers(
         An iterator of (name, {"prompt": ..., "chosen": ..., "rejected": ...}).
 
     Examples:
-        >>> talk = {"messages": [{"content": "def f(x)"}, {"content": "Return the sum of x."}]}
-        >>> [(_, pair)] = disorder_answers([("a.py:1", talk)])
-        >>> pair["rejected"] != pair["chosen"], sorted(pair["rejected"].split())
-        (True, ['Return', 'of', 'sum', 'the', 'x.'])
+        >>> talks = [("1", "f(x)", "Return x."), ("2", "g()", "Do nothing.")]
+        >>> turns = [(name, {"messages": [{"content": q}, {"content": a}]}) for name, q, a in talks]
+        >>> next(prolong_answers(turns))
+        ('1', {'prompt': 'f(x)', 'chosen': 'Return x.', 'rejected': 'Return x. Do nothing.'})
     """
-    for name, record in conversations:
-        prompt, chosen = (message["content"] for message in record["messages"])
-        words = chosen.split()
-        order = sorted(range(len(words)), key=lambda i, answer=chosen: key_of(answer, i))
-        rejected = " ".join(words[i] for i in order)
-        if rejected == chosen:
-            rejected = " ".join([*words[1:], *words[:1]])
-        if rejected != chosen:
-            yield name, {"prompt": prompt, "chosen": chosen, "rejected": rejected}
+    turns = [(name, *(x["content"] for x in talk["messages"])) for name, talk in conversations]
+    for (name, prompt, chosen), (*_, more) in zip(turns, [*turns[1:], *turns[:1]], strict=True):
+        yield name, {"prompt": prompt, "chosen": chosen, "rejected": f"{chosen} {more}"}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from trainkit.data.cache import cached_bins
 from trainkit.data.dispatch import dispatch, stop_together
-from trainkit.data.packed import Packed, join_packed
+from trainkit.data.packed import Packed, join_packed, pack_apart, packed_facts
 from trainkit.data.prefetch import prefetch
 from trainkit.data.steps import deal_rows, eval_batches, step_batch, with_noise_keys
 from trainkit.data.stream import (
@@ -25,6 +25,8 @@ __all__ = [
     "documents_from",
     "eval_batches",
     "join_packed",
+    "pack_apart",
+    "packed_facts",
     "prefetch",
     "step_batch",
     "stop_together",

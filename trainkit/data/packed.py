@@ -8,15 +8,20 @@ import attrs
 import numpy as np
 
 from trainkit.corpora.joined import JoinedCorpus, join_corpora
-from trainkit.types import Bins
+from trainkit.corpora.open import fingerprint
+from trainkit.data.cache import cached_bins
+from trainkit.packing import bins_hash
+from trainkit.types import SOLO, Bins
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Callable, Mapping, Sequence
+    from pathlib import Path
 
     from numpy.typing import ArrayLike
 
     from trainkit.corpora.tokens import TokenCorpus
-    from trainkit.types import Corpus, IntArray
+    from trainkit.packing.bins import Overlong
+    from trainkit.types import Axis, Corpus, IntArray
 
 
 @attrs.frozen(eq=False)
@@ -48,6 +53,80 @@ class Packed:
         if self.num_rows is None:
             return None
         return np.searchsorted(np.cumsum(list(self.num_rows.values())), rows, side="right")
+
+
+def pack_apart(
+    corpus: TokenCorpus | JoinedCorpus,
+    held_out: ArrayLike,
+    capacity: int,
+    *,
+    cache_dir: Path | str | None = None,
+    axis: Axis = SOLO,
+    tell: Callable[[str], object] | None = None,
+    overlong: Overlong = "split",
+    multiple_of: int = 1,
+    seed: int | None = None,
+) -> tuple[Packed, Packed]:
+    """Pack a corpus into rows to train on and rows that are held out: no document is in both.
+
+    Args:
+        corpus: The corpus.
+        held_out: Which documents are held out, bool `[N]`: `corpora.held_out_documents`, or
+            `corpora.hold_out`.
+        capacity: Tokens per row.
+        cache_dir: As in `cached_bins`, and so all that follow.
+        axis: The ranks that call this together.
+        tell: Called with one sentence about each thing worth knowing.
+        overlong: What becomes of a document longer than the capacity.
+        multiple_of: A piece takes the next multiple of this many tokens.
+        seed: The seed of the packing.
+
+    Returns:
+        The rows to train on, and those held out.
+
+    Raises:
+        ValueError: As `cached_bins`.
+        DataError: As `cached_bins`.
+        DiskError: As `cached_bins`.
+
+    Effects:
+        Those of `cached_bins`, twice: it keeps two plans, and communicates on `axis`.
+
+    Examples:
+        >>> from trainkit.corpora.tokens import memory_corpus
+        >>> rows, held = pack_apart(memory_corpus([[1, 2], [3], [4, 5]]), [False, True, False], 4)
+        >>> rows.bins[0], held.bins[0]
+        ([(0, 0, 2), (2, 0, 2)], [(1, 0, 1)])
+    """
+    how: dict[str, Any] = {"axis": axis, "tell": tell, "overlong": overlong, "seed": seed}
+    how |= {"content": fingerprint(corpus), "multiple_of": multiple_of}
+    trained = np.where(held_out, 0, corpus.lengths)
+    rows, held = (
+        Packed(corpus, cached_bins(cache_dir, lengths, capacity, **how))
+        for lengths in (trained, corpus.lengths - trained)
+    )
+    return rows, held
+
+
+def packed_facts(packed: Packed) -> dict[str, Any]:
+    """Return what a run must be continued with of what it reads, as facts for its checkpoints.
+
+    Args:
+        packed: A corpus in memory, or one of token files, and its rows.
+
+    Returns:
+        "files", a hash of each by name, "fingerprint" of the corpus and a hash of its "rows".
+
+    Examples:
+        >>> from trainkit.corpora.tokens import memory_corpus
+        >>> from trainkit.packing import pack_bins
+        >>> facts = packed_facts(Packed(memory_corpus([[1, 2]]), pack_bins([2], 4)))
+        >>> list(facts), facts["files"]
+        (['files', 'fingerprint', 'rows'], {})
+    """
+    corpus: Any = packed.corpus
+    facts = {"files": corpus.sources, "fingerprint": fingerprint(corpus)}
+    return facts | {"rows": bins_hash(packed.bins)}
 
 
 def join_packed(packed: Mapping[str, Packed]) -> Packed:

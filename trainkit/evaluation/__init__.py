@@ -3,7 +3,7 @@
 `bind_score` makes a function of a model in any layout: from examples to what each token of them
 scores. `read_texts` and `read_choices` make examples of files, `write_lines` results that a killed
 run goes on with, `perplexity` and `accuracy` the numbers of them. `score_corpus` stores what a
-frozen model finds as columns of a token file.
+frozen model finds as columns of a token file. `bind_loss` is for a run's own held-out rows.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from trainkit.evaluation.examples import (
     rolling_windows,
 )
 from trainkit.evaluation.harness import Generate, evaluate_tasks, harness_model, open_tasks
+from trainkit.evaluation.held_out import bind_loss
 from trainkit.evaluation.lines import in_groups, read_lines, write_lines
 from trainkit.evaluation.score import (
     Score,
@@ -39,6 +40,7 @@ __all__ = [
     "Scored",
     "TopWords",
     "accuracy",
+    "bind_loss",
     "bind_score",
     "bind_top_words",
     "choice_item",

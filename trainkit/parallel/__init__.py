@@ -20,6 +20,7 @@ from trainkit.parallel.naming import (
     named_buffers_of,
     named_parameters_of,
 )
+from trainkit.parallel.plan import decoder_plan
 from trainkit.parallel.precision import DTYPES, choose_dtype, compute_dtype, precision
 from trainkit.parallel.recompute import recompute
 from trainkit.parallel.sequence import sequence
@@ -44,6 +45,7 @@ __all__ = [
     "choose_dtype",
     "compiled",
     "compute_dtype",
+    "decoder_plan",
     "expert",
     "fsdp",
     "hf_styles",

@@ -1,0 +1,32 @@
+"""The plan of a decoder: its order, its axes, and what it makes of one process."""
+
+import pytest
+import torch
+from whole_step import CONFIG
+
+from trainkit.batch import batch_of_rows
+from trainkit.mesh import solo_parallel
+from trainkit.models import Decoder, build_decoder, call_model, init_weights
+from trainkit.parallel import build_stages, compute_dtype, decoder_plan
+from trainkit.parallel.transforms import OF_THE_WHOLE, ORDER
+from trainkit.types import Layout
+
+
+def test_it_has_every_kind_in_order_and_takes_care_of_every_axis():
+    plan = decoder_plan(Layout(), recompute="full", compiled=True)
+    assert [step.kind for step in plan] == [kind for kind in ORDER if kind not in OF_THE_WHOLE]
+    covered = {axis for step in plan for axis in step.axes}
+    assert covered == {*Layout().degrees} - {"pp"}  # which build_stages takes care of
+
+
+def test_on_one_process_it_changes_nothing_but_what_it_is_asked_for():
+    weights, ps = init_weights(CONFIG, seed=0), solo_parallel()
+    plans = [decoder_plan(Layout()), decoder_plan(Layout(), dtype="bf16", recompute="full")]
+    plain, low = (
+        build_stages(lambda: Decoder(CONFIG), ps, plan, weights=weights)[0] for plan in plans
+    )
+    batch = batch_of_rows(torch.arange(6)[None])
+    assert torch.equal(call_model(plain, batch), call_model(build_decoder(CONFIG, seed=0), batch))
+    assert (compute_dtype(plain), compute_dtype(low)) == (torch.float32, torch.bfloat16)
+    with pytest.raises(ValueError, match="selective"):
+        decoder_plan(Layout(), recompute="some")
