@@ -1,5 +1,6 @@
 """Folders into layouts and out of them: every rank has its part, and the bits come back."""
 
+import json
 import os
 import subprocess
 import sys
@@ -9,7 +10,7 @@ import attrs
 import pytest
 import torch
 from hub import tiny
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 from trainkit import hub
 from trainkit.checkpoint import list_checkpoints, save_checkpoint
@@ -156,40 +157,65 @@ from trainkit.parallel import build_stages
 def peak():
     return int(re.search(r"VmHWM:\\s+(\\d+)", Path("/proc/self/status").read_text())[1]) * 1024
 
-folder = hub.open_folder(sys.argv[1])
-weights = hub.folder_weights(folder)
-share, ranks = int(sys.argv[2]), int(sys.argv[3])
+share, ranks, *paths = sys.argv[1:]
 torch.ones(8, 8) @ torch.ones(8, 8)
-Path("/proc/self/clear_refs").write_text("5")
-before, local = peak(), 0
-kept = []
-for name, shape in weights.shapes.items():
-    rows = -(-shape[0] // ranks)
-    first = min(share * rows, shape[0])
-    part = (min(rows, shape[0] - first), *shape[1:])
-    out = torch.empty(part)
-    out.copy_(weights(name, part, (first, *(0 for _ in shape[1:]))))
-    kept.append(out)
-    local += out.nbytes
-print(peak() - before, local)
+everything = []
+for path in paths:
+    folder = hub.open_folder(path)
+    weights = hub.folder_weights(folder)
+    Path("/proc/self/clear_refs").write_text("5")
+    before, local = peak(), 0
+    for name, shape in weights.shapes.items():
+        rows = -(-shape[0] // int(ranks))
+        first = min(int(share) * rows, shape[0])
+        part = (min(rows, shape[0] - first), *shape[1:])
+        out = torch.empty(part)
+        out.copy_(weights(name, part, (first, *(0 for _ in shape[1:]))))
+        everything.append(out)
+        local += out.nbytes
+    print(peak() - before, local)
 """
 
 
 @pytest.mark.skipif(not os.access("/proc/self/clear_refs", os.W_OK), reason="needs VmHWM reset")
 def test_reading_takes_the_memory_of_one_file_beside_the_local_parameters(tmp_path):
-    _, changes = tiny.ROWS["mixtral"]
-    sizes = {"hidden_size": 512, "intermediate_size": 1024, "vocab_size": 16_384}
     transformers = tiny.load_transformers()
-    made = transformers.MixtralConfig(**tiny.SIZES | changes | sizes)
-    theirs = transformers.MixtralForCausalLM(made)
-    theirs.to(torch.bfloat16).save_pretrained(tmp_path, max_shard_size="20MB")
-    files = [file.stat().st_size for file in tmp_path.glob("*.safetensors")]
-    assert len(files) > 3
-    command = [sys.executable, "-c", PEAK, str(tmp_path), "1", "4"]
+    homes, wide = {"mixtral": 2, "qwen3": 4}, {}  # fp32 takes so many times as much as the files
+    for row in homes:
+        kind, changes = tiny.ROWS[row]
+        sizes = {"hidden_size": 512, "intermediate_size": 1024}
+        sizes |= {"vocab_size": 16_384} if row == "mixtral" else {"num_hidden_layers": 10}
+        made = getattr(transformers, f"{kind}Config")(**tiny.SIZES | changes | sizes)
+        theirs = getattr(transformers, f"{kind}ForCausalLM")(made).to(torch.bfloat16)
+        theirs.save_pretrained(tmp_path / row, max_shard_size="20MB")
+        wide[row] = theirs.num_parameters() * 4
+    in_blocks_of_fp8(tmp_path / "qwen3")
+    command = [sys.executable, "-c", PEAK, "1", "4", *(str(tmp_path / row) for row in homes)]
     done = subprocess.run(command, capture_output=True, text=True, check=True)
-    used, local = map(int, done.stdout.split())
-    assert 2 * sum(files) / 5 < local < 2 * sum(files) / 3  # a quarter, in fp32
-    assert used < local + max(files)
+    for (row, times), line in zip(homes.items(), done.stdout.splitlines(), strict=True):
+        used, local = map(int, line.split())
+        files = [file.stat().st_size for file in (tmp_path / row).glob("*.safetensors")]
+        assert len(files) > 1
+        assert sum(files) == pytest.approx(wide[row] / times, rel=0.1)
+        assert local == pytest.approx(wide[row] / 4, rel=0.3)  # a quarter, in fp32
+        assert used < local + max(files), row
+
+
+def in_blocks_of_fp8(folder):
+    """Put the matrices of a folder's files into fp8, with a scale for each block."""
+    index = json.loads((folder / "model.safetensors.index.json").read_text())
+    for file in folder.glob("*.safetensors"):
+        held = load_file(file)
+        for name in [name for name in held if "_proj" in name]:
+            blocks = [-(-size // 128) for size in held[name].shape]
+            held[name] = held[name].to(torch.float8_e4m3fn)
+            held[f"{name}_scale_inv"] = torch.ones(blocks)
+            index["weight_map"][f"{name}_scale_inv"] = file.name
+        save_file(held, file, metadata={"format": "pt"})
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    config = json.loads((folder / "config.json").read_text())
+    config["quantization_config"] = {"quant_method": "fp8", "weight_block_size": [128, 128]}
+    (folder / "config.json").write_text(json.dumps(config))
 
 
 # --------------------------------------------------------------------------- when a rank does not
