@@ -11,6 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 
 import trainkit as tk
+from trainkit.adapters import apply_freeze_
 from trainkit.batch.shards import shard_sequence
 from trainkit.losses import next_token, next_token_linear, routed
 from trainkit.mesh import solo_parallel
@@ -46,11 +47,8 @@ class StorageCount(TorchDispatchMode):
     def __init__(self):
         super().__init__()
         self.sizes, self.now, self.peak = {}, 0, 0
-
-    def __enter__(self):
         gc.collect()
         gc.freeze()  # the collections at every new peak need not walk what was there before
-        return super().__enter__()
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         out = func(*args, **(kwargs or {}))
@@ -90,7 +88,8 @@ def step_of(job, layout, ps):
     """Return a model, its optimizer, and the two halves of a step in a job's way of computing."""
     dtype = torch.bfloat16 if job.dtype == "bf16" else None
     head = "hidden" if job.loss == "linear" else "logits"
-    plan = [tensor(), sequence(), expert(), precision(dtype), recompute(job.recompute), fsdp()]
+    rest = sequence(), expert(), precision(dtype), recompute(job.recompute), fsdp()
+    plan = [*job.begins, tensor(), *rest]
     stages = tk.build_stages(
         lambda: Decoder(job.config, head=head),
         ps,
@@ -98,6 +97,8 @@ def step_of(job, layout, ps):
         weights=init_weights(job.config, seed=0),
         schedule=layout.schedule,
     )
+    if job.frozen:
+        apply_freeze_(stages, job.frozen)
     params = tk.parameters_of(stages)
     optimizer = adamw(params, lr=1e-3)
     rows = job.rows // ps.dp.count
@@ -149,14 +150,15 @@ def tracker_of(*tracked):
 
 
 def measure(job, layout=Layout(), ps=None):  # noqa: B008 (frozen)
-    """Return what a step holds at most, by torch's MemTracker or, with stages, by StorageCount."""
+    """Return what a step holds at most, by torch's MemTracker or, if need be, by StorageCount."""
     ps = solo_parallel() if ps is None else ps
     stages, optimizer, backward, finish = step_of(job, layout, ps)
     params, state = tk.parameters_of(stages), first_state(optimizer, finish)
-    own = local_bytes(params), local_bytes(state)
-    if ps.pp.count > 1:  # MemTracker takes one microbatch at a time
-        counter = StorageCount()
-        for x in (*params, *state):
+    every = [*tk.named_parameters_of(stages).values()]
+    own = local_bytes(every), local_bytes(state)
+    if ps.pp.count > 1 or len(params) < len(every):
+        counter = StorageCount()  # MemTracker takes one microbatch at a time, and nothing frozen
+        for x in (*every, *state):
             counter.see(x.detach())
         with counter:
             ledger = count_collectives(backward, ps)

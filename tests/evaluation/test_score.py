@@ -17,7 +17,7 @@ from trainkit.parallel import expert, fsdp
 from trainkit.parallel.sequence import sequence
 from trainkit.parallel.tensor import tensor
 from trainkit.testing import run_ranks
-from trainkit.types import Column, Hidden, NumericsError
+from trainkit.types import Hidden, NumericsError
 
 SMALL = attrs.evolve(CONFIG, vocab_size=32)
 MIXED = attrs.evolve(SMALL, experts=Experts(count=4, chosen=2, width=8))

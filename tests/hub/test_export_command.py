@@ -118,7 +118,7 @@ def test_a_tokenizer_and_what_lies_beside_it_are_copied_through(tmp_path, capsys
     base.mkdir()
     pieces = train_bpe(["low lower lowest"] * 3, vocab_size=270, special=["<s>", "<|eos|>"])
     save_tokenizer(pieces, base / "tokenizer.json")
-    said = '{"bos_token": "<s>", "eos_token": "<|eos|>", "model_max_length": 9}'
+    said = '{"eos_token": "<|eos|>", "model_max_length": 9}'
     (base / "tokenizer_config.json").write_text(said)
     (base / "chat_template.jinja").write_text("{{ messages }}")
     (base / "generation_config.json").write_text('{"eos_token_id": [1, 2], "temperature": 0.5}')
@@ -147,9 +147,35 @@ def test_a_tokenizer_file_alone_gets_the_files_that_name_its_roles(tmp_path):
     assert again["tokenizer.json"] == files["tokenizer.json"]
 
 
-@pytest.mark.parametrize("name", ["bytes", "t.json"])
+def like_gpt2(home):
+    """Make a folder with a tokenizer that names a BOS, which ends documents too, and adds none."""
+    home.mkdir()
+    special = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
+    made = train_bpe(["low lower lowest"] * 3, vocab_size=270, special=special)
+    save_tokenizer(made, home / "tokenizer.json")
+    said = {"tokenizer_class": "GPT2Tokenizer", "add_bos_token": False}
+    said |= {"bos_token": "<|endoftext|>", "eos_token": "<|endoftext|>"}
+    (home / "tokenizer_config.json").write_text(json.dumps(said))
+    theirs = transformers.AutoTokenizer.from_pretrained(home)
+    assert theirs("lowest").input_ids == open_tokenizer(home).encode("lowest")  # without
+    return home
+
+
+def test_what_names_a_bos_and_adds_none_has_it_after_texts_and_not_after_conversations(
+    tmp_path, capsys
+):
+    home = like_gpt2(tmp_path / "base")
+    saved_run(tmp_path / "run", tokenizer=home, **{"config.template": "chatml"})
+    assert command(capsys, tmp_path / "run", tmp_path / "there")[0] == 0
+    assert not hub.open_trained(tmp_path / "run").adds_bos
+    assert not hub.open_trained(tmp_path / "there").adds_bos
+
+
+@pytest.mark.parametrize("name", ["bytes", "t.json", "gpt2"])
 def test_a_run_and_its_export_are_given_the_same_ids(name, tmp_path, capsys):
-    if name != "bytes":
+    if name == "gpt2":
+        name = like_gpt2(tmp_path / name)
+    elif name != "bytes":
         save_tokenizer(train_bpe(["low lower lowest"] * 3, vocab_size=270), tmp_path / name)
         name = tmp_path / name
     saved_run(tmp_path / "run", tokenizer=name)

@@ -1,5 +1,6 @@
 """Folders into layouts and out of them: every rank has its part, and the bits come back."""
 
+import json
 import os
 import re
 from pathlib import Path
@@ -8,7 +9,7 @@ import attrs
 import pytest
 import torch
 from hub import tiny
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 from trainkit import hub
 from trainkit.checkpoint import list_checkpoints, save_checkpoint
@@ -148,37 +149,64 @@ def peak():
     return int(re.search(r"VmHWM:\s+(\d+)", Path("/proc/self/status").read_text())[1]) * 1024
 
 
-def peak_of_reading(folder, share, ranks):
-    """Read one of so many parts of a folder; return the bytes at the peak beyond before, and its.
+def peaks_of_reading(folders, share, ranks):
+    """Read one of so many parts of each folder; return the bytes at the peak beyond before, and its.
 
     It is a rank of its own, whose peak nothing else has raised.
     """
-    weights = hub.folder_weights(hub.open_folder(folder))
     torch.ones(8, 8) @ torch.ones(8, 8)
-    Path("/proc/self/clear_refs").write_text("5")
-    before, kept = peak(), []
-    for name, shape in weights.shapes.items():
-        rows = -(-shape[0] // ranks)
-        first = min(share * rows, shape[0])
-        part = (min(rows, shape[0] - first), *shape[1:])
-        kept.append(torch.empty(part))
-        kept[-1].copy_(weights(name, part, (first, *(0 for _ in shape[1:]))))
-    return peak() - before, sum(x.nbytes for x in kept)
+    kept, found = [], []
+    for folder in folders:
+        weights = hub.folder_weights(hub.open_folder(folder))
+        Path("/proc/self/clear_refs").write_text("5")
+        before, begun = peak(), len(kept)
+        for name, shape in weights.shapes.items():
+            rows = -(-shape[0] // ranks)
+            first = min(share * rows, shape[0])
+            part = (min(rows, shape[0] - first), *shape[1:])
+            kept.append(torch.empty(part))
+            kept[-1].copy_(weights(name, part, (first, *(0 for _ in shape[1:]))))
+        found.append((peak() - before, sum(x.nbytes for x in kept[begun:])))
+    return found
 
 
 @pytest.mark.skipif(not os.access("/proc/self/clear_refs", os.W_OK), reason="needs VmHWM reset")
 def test_reading_takes_the_memory_of_one_file_beside_the_local_parameters(tmp_path):
-    _, changes = tiny.ROWS["mixtral"]
-    sizes = {"hidden_size": 512, "intermediate_size": 1024, "vocab_size": 16_384}
     transformers = tiny.load_transformers()
-    made = transformers.MixtralConfig(**tiny.SIZES | changes | sizes)
-    theirs = transformers.MixtralForCausalLM(made)
-    theirs.to(torch.bfloat16).save_pretrained(tmp_path, max_shard_size="20MB")
-    files = [file.stat().st_size for file in tmp_path.glob("*.safetensors")]
-    assert len(files) > 3
-    ((used, local),) = run_ranks(peak_of_reading, 1, str(tmp_path), 1, 4)
-    assert 2 * sum(files) / 5 < local < 2 * sum(files) / 3  # a quarter, in fp32
-    assert used < local + max(files)
+    homes, wide = {"mixtral": 2, "qwen3": 4}, {}  # fp32 takes so many times as much as the files
+    for row in homes:
+        kind, changes = tiny.ROWS[row]
+        sizes = {"hidden_size": 512, "intermediate_size": 1024}
+        sizes |= {"vocab_size": 16_384} if row == "mixtral" else {"num_hidden_layers": 10}
+        made = getattr(transformers, f"{kind}Config")(**tiny.SIZES | changes | sizes)
+        theirs = getattr(transformers, f"{kind}ForCausalLM")(made).to(torch.bfloat16)
+        theirs.save_pretrained(tmp_path / row, max_shard_size="20MB")
+        wide[row] = theirs.num_parameters() * 4
+    in_blocks_of_fp8(tmp_path / "qwen3")
+    (found,) = run_ranks(peaks_of_reading, 1, [str(tmp_path / row) for row in homes], 1, 4)
+    for (row, times), (used, local) in zip(homes.items(), found, strict=True):
+        files = [file.stat().st_size for file in (tmp_path / row).glob("*.safetensors")]
+        assert len(files) > 1
+        assert sum(files) == pytest.approx(wide[row] / times, rel=0.1)
+        assert local == pytest.approx(wide[row] / 4, rel=0.3)  # a quarter, in fp32
+        assert used < local + max(files), row
+
+
+def in_blocks_of_fp8(folder):
+    """Put the matrices of a folder's files into fp8, with a scale for each block."""
+    index = json.loads((folder / "model.safetensors.index.json").read_text())
+    for file in folder.glob("*.safetensors"):
+        held = load_file(file)
+        for name in [name for name in held if "_proj" in name]:
+            blocks = [-(-size // 128) for size in held[name].shape]
+            held[name] = held[name].to(torch.float8_e4m3fn)
+            held[f"{name}_scale_inv"] = torch.ones(blocks)
+            index["weight_map"][f"{name}_scale_inv"] = file.name
+        save_file(held, file, metadata={"format": "pt"})
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    config = json.loads((folder / "config.json").read_text())
+    config["quantization_config"] = {"quant_method": "fp8", "weight_block_size": [128, 128]}
+    (folder / "config.json").write_text(json.dumps(config))
 
 
 # --------------------------------------------------------------------------- when a rank does not

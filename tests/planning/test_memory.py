@@ -22,7 +22,9 @@ from measured_step import (
 )
 
 import trainkit as tk
+from trainkit.adapters import Freeze, Lora, effective_freeze, lora, quantized, shards_bytes
 from trainkit.models import DecoderConfig, Experts, Latents
+from trainkit.models.config import parameter_shapes
 from trainkit.parallel import fsdp
 from trainkit.planning import Job, memory_of, traffic_of
 from trainkit.testing import count_collectives, run_ranks
@@ -64,6 +66,17 @@ def fine(**changes):
 
 def wide(**changes):
     return job(routed(width=256, layers=4, words=64), row_length=512, rows=1, **changes)
+
+
+MATRICES = r"layers\.\d+\.(attention\.\w+|mlp\.(experts\.)?(gate|up|down))"
+ADAPTERS = lora(Lora(MATRICES, rank=4))
+QLORA = quantized("nf4"), ADAPTERS
+NAMES = [*parameter_shapes(config(layers=6))]
+LAST_TWO = [Freeze(".*"), Freeze(r"(layers\.[45]|norm|head)\..*", frozen=False)]
+
+
+def adapted(begins=QLORA, model=CONFIG, **changes):
+    return job(model, begins=begins, **{"row_length": 256} | changes)
 
 
 # -------------------------------------------------------------------------------- one process
@@ -158,6 +171,28 @@ def test_the_peak_of_one_process_is_the_measured_one(name):
     assert found.ledger.rows == ()
 
 
+FROZEN = {
+    "QLoRA": adapted(),
+    "LoRA, two of the layers": adapted([lora(Lora(r"layers\.[01]\.mlp\.\w+", rank=4))]),
+    "int8, experts": adapted([quantized("int8"), ADAPTERS], routed()),
+    "the last two of six layers": job(
+        config(layers=6), frozen=effective_freeze(NAMES, LAST_TWO, {}, 0)
+    ),
+}
+
+
+@pytest.mark.parametrize("name", FROZEN)
+def test_of_what_is_frozen_there_are_no_gradients_and_no_state(name):
+    """To the byte; the peak is not below what is measured, since less may be kept for backward."""
+    asked = FROZEN[name]
+    found, planned = measure(asked), memory_of(asked, Layout(), fused_norms=False)
+    assert found.parameters == planned.parameters
+    assert found.gradients == planned.gradients
+    assert found.optimizer == planned.optimizer
+    assert found.gradients < found.parameters / 2
+    assert found.peak <= planned.peak < 1.2 * found.peak
+
+
 def test_a_copy_that_a_norm_keeps_is_seen():
     narrow = job(config(layers=6, mlp_width=64, vocab_size=64), row_length=512, rows=1)
     found = measure(narrow).peak
@@ -183,6 +218,8 @@ RANKS = [
     (Layout(tp=2), long(latent(experts=SHARED.experts), row_length=128, recompute="selective")),
     (Layout(ulysses=2), long(latent(), row_length=256, recompute="selective")),
 ]
+if shards_bytes():
+    RANKS.append((Layout(dp_shard=2), adapted(rows=4, recompute="full")))
 RANKS_BESIDE = [
     (Layout(ring=2), job(row_length=128)),
     (Layout(ulysses=2), job(recompute="selective", row_length=128)),
@@ -195,7 +232,10 @@ RANKS_BESIDE = [
     (Layout(tp=2), job(latent(), row_length=128)),
     (Layout(tp=2), job(latent({"query_rank": None}), row_length=128, recompute="full")),
     (Layout(ring=2), job(latent(layers=4), row_length=256)),
+    (Layout(tp=2), adapted()),
 ]
+if shards_bytes():
+    RANKS_BESIDE.append((Layout(dp_shard=2, ep=2), adapted(model=routed(), rows=4, dtype="bf16")))
 CHOICES = [
     (Layout(ring=2, fold_sp="none"), job(row_length=128)),
     (Layout(ulysses=2, fold_sp="ring"), job(config(vocab_size=5_000), row_length=128)),
@@ -231,7 +271,7 @@ def test_the_peak_of_two_ranks_is_the_measured_one(measured, case):
     layout, asked = EVERY[case]
     found = max((of_rank[case] for of_rank in measured), key=lambda one: one.peak)
     planned = memory_of(asked, layout, fused_norms=False)
-    assert planned.peak == pytest.approx(found.peak, rel=0.1)
+    assert planned.peak == pytest.approx(found.peak, rel=0.2 if asked.begins else 0.1)
     assert found.parameters == planned.parameters
     assert found.gradients == planned.gradients
     assert found.optimizer == planned.optimizer
@@ -259,7 +299,16 @@ def test_what_two_ranks_send_is_what_the_ledger_counts(measured, case):
 
 
 def assert_same(found, planned, asked):
-    """Compare calls and bytes; rows of experts are planned balanced, and come as they come."""
+    """Compare calls and bytes; rows of experts are planned balanced, and come as they come.
+
+    What stands before the first adapter gets no gradient, and tensor parallelism sends none there.
+    """
+    if ("tp", "all_gather") in found and asked.begins:
+        assert found["tp", "all_reduce"] == planned["tp", "all_reduce"]
+        assert {key: sum(x) for key, x in found.items()} == pytest.approx(
+            {key: sum(x) for key, x in planned.items()}, rel=0.15
+        )
+        return
     if asked.config.experts is None:
         assert found == planned
         return

@@ -23,7 +23,7 @@ from trainkit.planning import (
 )
 from trainkit.planning.plans import _row_flops
 from trainkit.planning.stages import Part, part_of
-from trainkit.planning.weights import Sizes, units_of
+from trainkit.planning.weights import units_of
 from trainkit.testing.builtin import GEMMA_LIKE, GPT_LIKE, OLMO_LIKE
 from trainkit.types import Layout
 
@@ -101,21 +101,22 @@ def test_offload_is_refused_where_nothing_is_sharded():
 
 @pytest.mark.parametrize("config", [GEMMA_LIKE, OLMO_LIKE, GPT_LIKE], ids=["gemma", "olmo", "gpt"])
 def test_the_parameters_of_every_option_are_counted(config):
-    units = units_of(config, Layout())
-    parts = units.blocks(config.layers, 0) + units.embedding + units.positions + units.norm
-    assert (parts + units.head).whole == count_parameters(config)
-    half = units_of(config, Layout(tp=2))
-    cut = {"attention": half.partial, "mlp": half.mlp_partial, "embedding": Sizes()}
-    for name, whole in cut.items():
-        size = getattr(units, name).whole
-        assert getattr(half, name).whole == (size - whole.whole) // 2 + whole.whole
+    one = Job(config=config, row_length=64, rows=8)
+    units, every = units_of(one, Layout()), range(config.layers)
+    parts = units.blocks(every) + units.embedding + units.positions + units.norm
+    assert (parts + units.head).trained.whole == count_parameters(config)
+    half = units_of(one, Layout(tp=2))
+    whole, size = (x.trained.whole for x in (half.whole(every), units.blocks(every)))
+    assert 0 < whole < size
+    assert half.blocks(every).trained.whole == (size - whole) // 2 + whole
+    assert half.embedding.trained.whole * 2 == units.embedding.trained.whole
     assert half.positions == units.positions
 
 
 def test_windows_save_operations():
     sees_all = attrs.evolve(GEMMA_LIKE, sliding=None)
     jobs = [Job(config=config, row_length=64, rows=8) for config in (GEMMA_LIKE, sees_all)]
-    part = Part(layers=4, embedding=True, head=True)
+    part = Part(tuple(range(GEMMA_LIKE.layers)), embedding=True, head=True)
     windowed, whole = (_row_flops(job, part, products=False) for job in jobs)
     pairs, seen = 64 * 65 / 2, 9 * 64 - 9 * 8 / 2
     assert windowed == pytest.approx(whole * (pairs + seen) / (2 * pairs))
@@ -368,6 +369,8 @@ def test_the_command_takes_what_fsdp_shards_over_and_where_shards_are(capsysbina
 
 
 def test_the_command_says_what_is_wrong(capsysbinary):
+    assert main(["plan", "--method", "qlora", "--rank", "0"]) == 64
+    assert b"rank must be a positive number" in capsysbinary.readouterr().out
     assert main(["plan", "--world", "4", "--tp", "3"]) == 64
     told = capsysbinary.readouterr().out
     assert b"no layout of 4 ranks has tp 3, which must divide 4" in told

@@ -1,4 +1,5 @@
 # The table of contents, which __init__.py loads lazily.
+from .aqn import quantization_noise as quantization_noise
 from .base import adapter_facts as adapter_facts
 from .base import base_weights as base_weights
 from .base import keep_base_ as keep_base_

@@ -8,6 +8,7 @@ matrix alone, and a part that begins where a block does is quantised as it is in
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from itertools import pairwise
 from math import ceil
 from types import MappingProxyType
 from typing import Literal, get_args
@@ -33,6 +34,12 @@ NF4_VALUES = (
     *(0.44070982933044434, 0.5626170039176941, 0.7229568362236023, 1.0),
 )
 """What the sixteen codes of NF4 stand for, as parts of their block's largest magnitude."""
+
+HALF_STEPS: Mapping[Format, float] = MappingProxyType(
+    {"nf4": min(b - a for a, b in pairwise(NF4_VALUES)) / 2, "int8": 0.5, "fp8": 0.125}
+)
+"""About half the way from one code to the next, in scales: what quantising is off by. Of nf4 where
+codes are closest, of fp8 for what is 2 to 4 scales large."""
 
 _PAIRS = np.array([(NF4_VALUES[i >> 4], NF4_VALUES[i & 15]) for i in range(256)], np.float32)
 _LEAST = torch.finfo(torch.float32).tiny
@@ -253,7 +260,13 @@ def block_of(form: Format) -> int:
 
 
 def times_scales(
-    codes: Tensor, scales: Tensor, form: Format, *, columns: int, first: int = 0
+    codes: Tensor,
+    scales: Tensor,
+    form: Format,
+    *,
+    columns: int,
+    first: int = 0,
+    noise: Tensor | None = None,
 ) -> Tensor:
     """Return in fp32 what some columns of a matrix are: what codes stand for, times scales.
 
@@ -263,6 +276,7 @@ def times_scales(
         form: The format.
         columns: How many columns there are.
         first: Which column of the matrix is the first one.
+        noise: fp32 `[..., R, columns]`, added to what codes stand for, before scales.
 
     Examples:
         >>> codes = torch.tensor([[2, 3]], dtype=torch.int8)
@@ -275,6 +289,8 @@ def times_scales(
         values = nn.functional.embedding(codes.int(), pairs).flatten(-2)[..., :columns]
     else:
         values = codes.float()
+    if noise is not None:
+        values += noise
     if first % block or columns % block or not columns:
         return values * scales.repeat_interleave(block, -1)[..., first : first + columns]
     own = scales[..., first // block : (first + columns) // block]

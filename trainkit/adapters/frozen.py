@@ -20,6 +20,7 @@ from torch import Tensor, nn
 
 from trainkit.adapters.formats import (
     FP8_BLOCK,
+    HALF_STEPS,
     NF4_GROUP,
     Format,
     Quantized,
@@ -31,6 +32,7 @@ from trainkit.adapters.formats import (
     times_scales,
 )
 from trainkit.models.experts import ExpertWeights, grouped_product
+from trainkit.noise import normal_quantiles
 from trainkit.parallel.materialize import Fill, box_in
 from trainkit.parallel.naming import canonical_name, fitting_names
 from trainkit.parallel.styles import Style
@@ -57,6 +59,22 @@ class Packing:
     shape: tuple[int, ...]
     dtype: torch.dtype
     first: int = 0
+
+
+@attrs.frozen(eq=False)
+class Noise:
+    """Noise on what a matrix's codes stand for, for as long as `quantization_noise` holds.
+
+    Attributes:
+        key: int64, 0-d, on the device of the codes.
+        scale: fp32, 0-d: the standard deviation in `HALF_STEPS`.
+        offset: Where the rows that are here begin in the whole matrix, a number for each dimension
+            but the last.
+    """
+
+    key: Tensor
+    scale: Tensor
+    offset: tuple[int, ...]
 
 
 def quantized(form: Format = "nf4", *, modules: str = r"layers\.\d+\.\w+\.\w+") -> Transform:
@@ -136,6 +154,8 @@ def dequantized(
 ) -> Tensor:
     """Return what a module's matrix of a name is, or this rank's part of it, quantised or not.
 
+    Within `quantization_noise` it has the noise, as the module's forward pass does.
+
     Args:
         module: A module, within whose forward pass sharded parameters are there.
         name: The parameter.
@@ -154,7 +174,12 @@ def dequantized(
         x.to_local() if hasattr(x, "to_local") else x
         for x in (getattr(module, name), getattr(module, name + SCALES))
     )
-    return unpacked(own[..., rows, :], scales[..., rows, :], packing, dtype or packing.dtype)
+    noise = noise_of(module, name)
+    if noise is not None:
+        *lead, begin = noise.offset
+        noise = attrs.evolve(noise, offset=(*lead, begin + (rows.start or 0)))
+    own, scales = own[..., rows, :], scales[..., rows, :]
+    return unpacked(own, scales, packing, dtype or packing.dtype, noise)
 
 
 def packings_of(module: nn.Module) -> dict[str, Packing]:
@@ -208,6 +233,15 @@ def packing_of(module: nn.Module, name: str = "weight") -> Packing | None:
         >>> packing_of(nn.Linear(1, 1))
     """
     return vars(module).get("packings", {}).get(name)
+
+
+def noise_of(module: nn.Module, name: str) -> Noise | None:
+    """Return the noise on a module's matrix, None outside of `quantization_noise`.
+
+    Examples:
+        >>> noise_of(nn.Linear(1, 1), "weight")
+    """
+    return vars(module).get("noises", {}).get(name)
 
 
 def _fits(part: nn.Module) -> bool:
@@ -265,14 +299,17 @@ def _linear(self: Any, x: Tensor) -> Tensor:
     kind = x.device.type
     if torch.is_autocast_enabled(kind):
         x = x.to(torch.get_autocast_dtype(kind))
-    codes, scales = self.weight, self.weight_scales
-    y = _TimesFrozen.apply(x, codes, scales, (self.packings["weight"], nn.functional.linear))
+    y = _times(self, "weight", x, nn.functional.linear)
     return y if self.bias is None else y + self.bias.to(y.dtype)
 
 
 def _product(self: Any, name: str, rows: Tensor, counts: Tensor) -> Tensor:
-    codes, scales = getattr(self, name), getattr(self, name + SCALES)
-    return _TimesFrozen.apply(rows, codes, scales, (self.packings[name], _Grouped(counts)))
+    return _times(self, name, rows, _Grouped(counts))
+
+
+def _times(module: Any, name: str, x: Tensor, multiply: Multiply) -> Tensor:
+    how = module.packings[name], multiply, noise_of(module, name)
+    return _TimesFrozen.apply(x, getattr(module, name), getattr(module, name + SCALES), how)
 
 
 _LINEAR = {"forward": _linear}
@@ -314,16 +351,16 @@ class _TimesFrozen(torch.autograd.Function):
         x: Tensor,
         codes: Tensor,
         scales: Tensor,
-        how: tuple[Packing, Multiply],
+        how: tuple[Packing, Multiply, Noise | None],
     ) -> Tensor:
         ctx.save_for_backward(codes, scales)
-        ctx.packing, ctx.multiply = how
-        return ctx.multiply(x, unpacked(codes, scales, ctx.packing, x.dtype))
+        ctx.packing, ctx.multiply, ctx.noise = how
+        return ctx.multiply(x, unpacked(codes, scales, ctx.packing, x.dtype, ctx.noise))
 
     @staticmethod
     def backward(ctx: Any, d_y: Tensor) -> Any:  # pyrefly: ignore[bad-override]
         codes, scales = ctx.saved_tensors
-        weight = unpacked(codes, scales, ctx.packing, d_y.dtype)
+        weight = unpacked(codes, scales, ctx.packing, d_y.dtype, ctx.noise)
         return ctx.multiply(d_y.contiguous(), weight.transpose(-2, -1)), None, None, None
 
 
@@ -342,7 +379,13 @@ def _packed(quantized: Quantized, rows: slice) -> tuple[Tensor, Tensor]:
     return codes, scales[..., rows, :].contiguous().view(torch.uint8)
 
 
-def unpacked(codes: Tensor, scales: Tensor, packing: Packing, dtype: torch.dtype) -> Tensor:
+def unpacked(
+    codes: Tensor,
+    scales: Tensor,
+    packing: Packing,
+    dtype: torch.dtype,
+    noise: Noise | None = None,
+) -> Tensor:
     """Return what bytes of codes and scales stand for: rows of a matrix, `[..., R, columns]`.
 
     Examples:
@@ -361,7 +404,12 @@ def unpacked(codes: Tensor, scales: Tensor, packing: Packing, dtype: torch.dtype
     else:
         wide = scales.clone(memory_format=torch.contiguous_format).view(torch.float32)
         codes = codes.view(torch.int8 if form == "int8" else torch.float8_e4m3fn)
-    return times_scales(codes, wide, form, columns=columns, first=packing.first).to(dtype)
+    added = None
+    if noise is not None:
+        box = (*codes.shape[:-1], columns), (*noise.offset, packing.first)
+        added = normal_quantiles(noise.key, *box) * (noise.scale * HALF_STEPS[form])
+    how: dict[str, Any] = {"columns": columns, "first": packing.first, "noise": added}
+    return times_scales(codes, wide, form, **how).to(dtype)
 
 
 class _Rows:

@@ -92,7 +92,7 @@ def run(options: argparse.Namespace) -> tuple[Any, int]:
         options.folder,
         context=context,
         family=options.family,
-        files=hub.tokenizer_files(name, template=template),
+        files=hub.tokenizer_files(name, template=template, adds_bos=_learned_bos(name, facts)),
         dtype=options.dtype,
         shard_bytes=4_000_000_000 if options.shard_bytes is None else options.shard_bytes,
         overwrite=options.overwrite,
@@ -111,6 +111,13 @@ def _refuse_of_whole(options: argparse.Namespace) -> None:
             where=given[0],
             hint="leave it out; or add the adapters to their base: --merge",
         )
+
+
+def _learned_bos(name: str, facts: dict[str, Any]) -> bool:
+    from trainkit.hub.trained import learned_bos  # noqa: PLC0415 - torch
+    from trainkit.tokenizers import open_tokenizer  # noqa: PLC0415 - torch
+
+    return learned_bos(open_tokenizer(name), facts)
 
 
 def _tokenizer(name: str | None, facts: dict[str, Any]) -> str:

@@ -31,6 +31,9 @@ Examples:
   # a mixture of experts, dealt to 8 ranks of each machine
   python -m trainkit plan --size mixtral-8x7b --world 32 --row-length 8192 --ep 8
 
+  # adapters beside matrices of 4 bits: only adapters have gradients and optimizer state
+  python -m trainkit plan --size llama-3.1-8b --world 1 --row-length 4096 --method qlora --rank 32
+
   # your own machines: 4 GPUs of 24 GiB in each node
   python -m trainkit plan --size qwen3-4b --world 8 --hardware a100 --memory 24 --ranks-per-node 4
 
@@ -98,6 +101,13 @@ def _add_work(group: Any) -> None:
     group.add_argument(
         "--loss", choices=("linear", "plain"), default="linear", help="logits by chunks, or whole"
     )
+    group.add_argument(
+        "--method",
+        choices=("full", "lora", "qlora"),
+        default="full",
+        help="train all, or adapters beside frozen matrices, these in 4 bits (full)",
+    )
+    group.add_argument("--rank", type=int, default=16, help="of the adapters (16)")
     group.add_argument("--schedule", default="1f1b", help="of a pipeline (1f1b)")
     group.add_argument(
         "--reduce", choices=("last", "each"), default="last", help="after which microbatch (last)"
@@ -148,6 +158,7 @@ def run(options: argparse.Namespace) -> tuple[Any, int]:
         optimizer=options.optimizer,
         loss=options.loss,
         documents=options.documents,
+        begins=_begins(options),
     )
     plans = plan(
         job,
@@ -160,6 +171,17 @@ def run(options: argparse.Namespace) -> tuple[Any, int]:
     if options.json:
         return [attrs.asdict(one) | {"dtype": job.dtype, "fits": one.fits} for one in plans], 0
     return f"{_heading(options, config)}\n\n{plan_table(plans, limit=options.limit or None)}", 0
+
+
+def _begins(options: argparse.Namespace) -> list[Any]:
+    """Return what the plan of a method begins with: adapters of all of a block's matrices."""
+    if options.method == "full":
+        return []
+    from trainkit.adapters import Lora, lora, quantized  # noqa: PLC0415 -- see run
+
+    pattern = r"layers\.\d+\.(attention|mlp|mlp\.experts)\.(w\w+|gate|up|down)"
+    held = [quantized("nf4")] if options.method == "qlora" else []
+    return [*held, lora(Lora(pattern, rank=options.rank))]
 
 
 def _heading(options: argparse.Namespace, config: DecoderConfig) -> str:

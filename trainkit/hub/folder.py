@@ -417,6 +417,9 @@ def _fitting(
         if name not in wanted and name not in beside and not _matches(name, aside)
     ]
     if problems:
+        said = folder.values.get("architectures")
+        kind = f"{CONFIG} says {str(said)[:99]}, and {folder.family.architecture} is what is read"
+        problems = [*([] if said in (None, [folder.family.architecture]) else [kind]), *problems]
         raise CheckpointError(
             f"folder_weights: {folder.path} is no {folder.family.model_type} of its {CONFIG}: "
             f"{shortened(problems)}",

@@ -42,6 +42,7 @@ def tokenizer_files(
     *,
     tokenizer: HFTokenizer | None = None,
     template: str | None = None,
+    adds_bos: bool = False,
 ) -> dict[str, bytes]:
     """Return what a Hugging Face folder holds of a tokenizer, by the names of the files.
 
@@ -49,11 +50,17 @@ def tokenizer_files(
     trainkit's own tokenizers, whose documents begin with it, so do texts there. A conversation has
     what its template writes and no more, here and in `apply_chat_template`.
 
+    Some tokenizers name a BOS and add none (GPT-2, OLMo 2, whose BOS is the token that ends a
+    document). Their families have learned that it stands before a text, as the end of the text
+    before; so do documents of a run here, which attention keeps apart (`encode_document`).
+
     Args:
         name: What `open_tokenizer` takes: "bytes", a `tokenizer.json`, or a folder that has one,
             whose files for the tokenizer and for generation are copied as they are.
         tokenizer: What `tokenizer.json` shall hold in place of the folder's own: the same with more
             tokens (`tokenizers.add_tokens`).
+        adds_bos: Whether the model has learned texts that begin with BOS (`Trained.adds_bos`): then
+            they do so there too, whatever the folder's own tokenizer did.
         template: The chat template that a model has learned, as `chat.find_template` takes it: one
             of trainkit's, or a folder. It takes the place of what the tokenizer's folder has, and
             generation stops where it ends an answer, too; None, or that folder, leaves both.
@@ -82,8 +89,9 @@ def tokenizer_files(
     files.setdefault("tokenizer_config.json", _json(said))
     ids = {f"{role}_token_id": i for role, i in _ids(own).items()}
     files.setdefault("generation_config.json", _json(ids))
-    if isinstance(own, HFTokenizer) and texts.get("bos") == BOS and not own.adds_bos:
-        files["tokenizer.json"] = _with_bos(files["tokenizer.json"], ids["bos_token_id"])
+    adds_bos = "bos" in texts and (adds_bos or texts["bos"] == BOS)
+    if isinstance(own, HFTokenizer) and adds_bos and not own.adds_bos:
+        _add_bos(files, texts["bos"], ids["bos_token_id"])
     if template is not None and not (path.is_dir() and Path(template) == path):
         _put_template(files, template, own)
     elif (path / MORE_TEMPLATES).is_dir():
@@ -130,24 +138,26 @@ def _put_sources(files: dict[str, bytes], sources: Mapping[str, str]) -> None:
         files["tokenizer_config.json"] = _json(said)
 
 
-def _with_bos(data: bytes, bos_id: int) -> bytes:
-    """Return a `tokenizer.json` that begins texts with BOS, after all that it does to them."""
-    whole = orjson.loads(data)
-    adds = _begins_with_bos(bos_id)
+def _add_bos(files: dict[str, bytes], bos: str, bos_id: int) -> None:
+    """Let a tokenizer's files begin texts with BOS, after all that they do to them."""
+    whole, adds = orjson.loads(files["tokenizer.json"]), _begins_with_bos(bos, bos_id)
     had = whole.get("post_processor")
     both = {"type": "Sequence", "processors": [had, adds]}
-    return _json(whole | {"post_processor": adds if had is None else both})
+    files["tokenizer.json"] = _json(whole | {"post_processor": adds if had is None else both})
+    said = orjson.loads(files["tokenizer_config.json"])
+    if said.pop("add_bos_token", None) is not None:  # older classes go by it, and not by the file
+        files["tokenizer_config.json"] = _json(said | {"add_bos_token": True})
 
 
-def _begins_with_bos(bos_id: int) -> dict[str, Any]:
+def _begins_with_bos(text: str, bos_id: int) -> dict[str, Any]:
     """Return the post-processor that begins a text, and the first of a pair, with BOS."""
-    bos = {"SpecialToken": {"id": BOS, "type_id": 0}}
+    bos = {"SpecialToken": {"id": text, "type_id": 0}}
     first, second = ({"Sequence": {"id": each, "type_id": 0}} for each in "AB")
     return {
         "type": "TemplateProcessing",
         "single": [bos, first],
         "pair": [bos, first, second],
-        "special_tokens": {BOS: {"id": BOS, "ids": [bos_id], "tokens": [BOS]}},
+        "special_tokens": {text: {"id": text, "ids": [bos_id], "tokens": [text]}},
     }
 
 
@@ -203,7 +213,7 @@ def byte_tokenizer_json(tokenizer: ByteTokenizer) -> bytes:
         "added_tokens": added,
         "normalizer": None,
         "pre_tokenizer": level,
-        "post_processor": _begins_with_bos(tokenizer.bos_id),
+        "post_processor": _begins_with_bos(BOS, tokenizer.bos_id),
         "decoder": level,
         "model": model,
     }

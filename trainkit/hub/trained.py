@@ -19,6 +19,7 @@ from trainkit.mesh import world_size
 from trainkit.models.config import DecoderConfig
 from trainkit.models.sizes import config_from_facts
 from trainkit.tokenizers import ByteTokenizer, HFTokenizer, open_tokenizer, tokenizer_hash
+from trainkit.tokenizers.special import BOS
 from trainkit.types import CheckpointError, ConfigError
 
 _BASES = {"pretrain": ("base", "150", "a small base"), "finetune": ("answers", "100", "answers")}
@@ -35,8 +36,8 @@ class Trained:
         name: The name of its tokenizer, for `open_tokenizer`.
         tokenizer: Its tokenizer.
         context: The most tokens that it is meant to be given.
-        adds_bos: Whether texts begin with BOS: those of a run do, if its tokenizer has one, those
-            of a folder where its tokenizer says so.
+        adds_bos: Whether texts begin with BOS: those of a run as `learned_bos` says, those of a
+            folder where its tokenizer says so.
         template: The name of its chat template, for `chat.find_template`; None where it has learned
             no conversations.
         facts: The facts of the checkpoint; of a folder none.
@@ -129,9 +130,32 @@ def _run(path: Path, name: str | None, tell: Callable[[str], None]) -> Trained:
             want=want,
             hint="name the run's own",
         )
-    config, has_bos = config_from_facts(facts["model"]), tokenizer.bos_id is not None
-    known = facts["config.row_length"], has_bos, facts.get("config.template"), facts
+    config, adds_bos = config_from_facts(facts["model"]), learned_bos(tokenizer, facts)
+    known = facts["config.row_length"], adds_bos, facts.get("config.template"), facts
     return Trained(path, config, name, tokenizer, *known)
+
+
+def learned_bos(tokenizer: ByteTokenizer | HFTokenizer, facts: Mapping[str, Any]) -> bool:
+    """Say whether a run has learned texts that begin with BOS, as its export then says too.
+
+    Documents begin with it, if the tokenizer names one (`encode_document`). Conversations have what
+    their template writes; beside those a text begins as the tokenizer has it elsewhere.
+
+    Args:
+        tokenizer: The run's.
+        facts: The facts of its checkpoints.
+
+    Examples:
+        >>> from trainkit.tokenizers import byte_tokenizer
+        >>> learned_bos(byte_tokenizer(), {})
+        True
+    """
+    if tokenizer.bos_id is None or facts.get("config.template") is None:
+        return tokenizer.bos_id is not None
+    foreign = (
+        isinstance(tokenizer, HFTokenizer) and tokenizer.special_ids.get(BOS) != tokenizer.bos_id
+    )
+    return not foreign or tokenizer.adds_bos
 
 
 def base_run(

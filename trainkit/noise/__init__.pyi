@@ -12,4 +12,5 @@ from .hashing import hash_box as hash_box
 from .hashing import hash_counters as hash_counters
 from .hashing import key_of as key_of
 from .hashing import mix as mix
+from .quantiles import normal_quantiles as normal_quantiles
 from .rounding import rounded_bf16 as rounded_bf16

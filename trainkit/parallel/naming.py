@@ -5,13 +5,16 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Iterator, Sequence
 from fnmatch import fnmatchcase
-from typing import Any
+from typing import Any, Literal
 
 import attrs
 import torch
 from torch import Tensor, nn
 
 from trainkit.types import ConfigError
+
+Kind = Literal["trained", "frozen", "packed"]
+"""What a parameter is: trained; frozen; or the bytes of a frozen matrix in few bits."""
 
 _WRAPPERS = frozenset({"_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module"})
 _COPY = "_trainkit_tied_copy"
@@ -155,6 +158,18 @@ def is_base(parameter: Tensor) -> bool:
         False
     """
     return getattr(parameter, _BASE, False)
+
+
+def kind_of(parameter: Tensor) -> Kind:
+    """Return what a parameter is: what has gradients, and what is counted in bytes.
+
+    Examples:
+        >>> kind_of(nn.Parameter(torch.ones(1))), kind_of(torch.ones(1, dtype=torch.uint8))
+        ('trained', 'packed')
+    """
+    if parameter.dtype == torch.uint8:
+        return "packed"
+    return "trained" if parameter.requires_grad else "frozen"
 
 
 def named_buffers_of(stages: Iterable[nn.Module]) -> dict[str, Tensor]:

@@ -9,7 +9,7 @@ from torch import nn
 
 from trainkit.collectives import all_gather_json
 from trainkit.packing.report import packing_report
-from trainkit.parallel.naming import is_tied_copy, named_parameters_of
+from trainkit.parallel.naming import is_tied_copy, kind_of, named_parameters_of
 from trainkit.types import Bins, Layout, ParallelState
 
 
@@ -60,9 +60,10 @@ def start_lines(
 def _parameters(stages: Sequence[nn.Module], ps: ParallelState) -> tuple[int, int, int]:
     """Return how many numbers the whole model has, how many are trained, how many bytes beside."""
     own = [p for p in named_parameters_of(stages).values() if not is_tied_copy(p)]
-    few_bits = [p for p in own if p.dtype == torch.uint8]
-    trained = [p for p in own if p.requires_grad]
-    total, *rest = (sum(p.numel() for p in some) for some in (own, trained, few_bits))
-    counts = [total - rest[1], *rest]
+    trained, frozen, packed = (
+        sum(p.numel() for p in own if kind_of(p) == kind)
+        for kind in ("trained", "frozen", "packed")
+    )
+    counts = [trained + frozen, trained, packed]
     totals = map(sum, zip(*all_gather_json(counts, ps.pp), strict=True))
     return next(totals), next(totals), next(totals)

@@ -5,8 +5,7 @@ from __future__ import annotations
 import attrs
 
 from trainkit.models.config import DecoderConfig
-from trainkit.planning.jobs import Job
-from trainkit.planning.weights import FP32
+from trainkit.planning.jobs import FP32, Job
 from trainkit.types import Layout
 
 _SMALL = 2**22  # elements: losses.linear_cross_entropy has logits below this in one chunk
@@ -237,14 +236,15 @@ class Head:
     beside: int = 0
 
 
-def head_activations(job: Job, layout: Layout, *, fused_norms: bool) -> Head:
+def head_activations(job: Job, layout: Layout, *, fused_norms: bool, trained: bool = True) -> Head:
     """Return what the output layer and the loss keep and need.
 
     `linear_cross_entropy` makes logits chunk by chunk, and keeps the gradients of the hidden states
-    (T x D) and of the weight (V x D, fp32), which are ready when forward ends; backward scales them
-    into a second pair. Under tensor parallelism V is a part of the vocabulary. Fewer than 2^22
-    logits in fp32 without it exist all at once, and those of the plain loss, whole in every layout:
-    log-probabilities are kept, and there are as many gradients of them and of the logits.
+    (T x D) and of the weight (V x D, fp32), if that is `trained`, which are ready when forward
+    ends; backward scales them into a second pair. Under tensor parallelism V is a part of the
+    vocabulary. Fewer than 2^22 logits in fp32 without it exist all at once, and those of the plain
+    loss, whole in every layout: log-probabilities are kept, and there are as many gradients of them
+    and of the logits.
 
     Examples:
         >>> from trainkit.models.sizes import decoder_config
@@ -266,8 +266,9 @@ def head_activations(job: Job, layout: Layout, *, fused_norms: bool) -> Head:
         return Head(norm + logits * FP32, logits * (2 * FP32 + (item if low else 0)))
     chunk = min(chunk_of_tokens(job, layout), tokens)
     logits = chunk * words * (FP32 + (item if low else 0))
-    gradients = tokens * config.width * item + words * config.width * FP32
-    cast = words * config.width * item if low else 0
+    weight = words * config.width
+    gradients = tokens * config.width * item + weight * FP32 * trained
+    cast = weight * item if low else 0
     return Head(norm + gradients, max(logits, gradients + cast))
 
 

@@ -11,9 +11,11 @@ import attrs
 from trainkit.models.config import DecoderConfig
 from trainkit.parallel.fitting import problems
 from trainkit.parallel.split import SCHEDULES, rank_of_stages
-from trainkit.types import Layout, Rows, one_of, positive
+from trainkit.types import Layout, ModelTransform, Rows, one_of, positive
 
 Recompute = Literal["none", "selective", "full"]
+FP32 = 4
+"""Bytes of a number in fp32."""
 
 
 @attrs.frozen(kw_only=True)
@@ -53,6 +55,13 @@ class Job:
 
     documents: int = attrs.field(default=1, validator=positive)
     """Documents of a row, of equal lengths, for what attention costs."""
+
+    begins: tuple[ModelTransform, ...] = attrs.field(default=(), converter=tuple)
+    """What the plan begins with, `adapters.quantized` and `adapters.lora`: they say what is trained
+    and in how many bits the rest is held. Without them all is trained."""
+
+    frozen: frozenset[str] = frozenset()
+    """The names of parameters that are not trained, from `adapters.effective_freeze`."""
 
     @property
     def itemsize(self) -> int:

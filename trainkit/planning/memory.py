@@ -7,10 +7,12 @@ all after division by the degrees that split them.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import attrs
 
 from trainkit.planning.activations import Block, Head, block_activations, head_activations
-from trainkit.planning.jobs import Job, num_microbatches, stages_per_rank
+from trainkit.planning.jobs import FP32, Job, num_microbatches, stages_per_rank
 from trainkit.planning.stages import (
     BUCKET,
     Part,
@@ -19,11 +21,10 @@ from trainkit.planning.stages import (
     buffers_of,
     ends_of,
     in_flight,
-    largest_block,
     part_of,
     sharding_of,
 )
-from trainkit.planning.weights import FP32, Sizes, units_of
+from trainkit.planning.weights import Sizes, Units, units_of
 from trainkit.types import Layout
 
 _STATES = {"adamw": 2, "momentum": 1, "sgd": 0}
@@ -37,9 +38,9 @@ class Memory:
     `cpu_offload` it is the device's, and the first three kinds are in host memory instead.
 
     Args:
-        parameters: This rank's part of the parameters, fp32.
-        gradients: Of their gradients, fp32.
-        optimizer: Of the optimizer's state.
+        parameters: This rank's part of the parameters, fp32, and of matrices in few bits.
+        gradients: Of the gradients of those that are trained, fp32.
+        optimizer: Of the optimizer's state, of the same.
         activations: What the blocks keep for backward, and what one block's backward takes besides.
         logits: What the output layer and the loss need at once.
         gathered: FSDP's gathered parameters, and gradients that are not scattered yet.
@@ -83,9 +84,9 @@ def memory_of(job: Job, layout: Layout, *, fused_norms: bool = True) -> Memory:
 
 
 def _memory_of_rank(job: Job, layout: Layout, pp_rank: int, fused_norms: bool) -> Memory:
-    part, units = part_of(job, layout, pp_rank), units_of(job.config, layout)
+    part, units = part_of(job, layout, pp_rank), units_of(job, layout)
     ends, blocks = ends_of(part, units, tied=job.config.tied), blocks_of(part, units)
-    own = blocks + ends
+    own = (blocks + ends).trained
     states = _STATES[job.optimizer]
     counts = {True: part.experts, False: part.layers - part.experts}
     kinds = {
@@ -97,32 +98,33 @@ def _memory_of_rank(job: Job, layout: Layout, pp_rank: int, fused_norms: bool) -
         job=job,
         layout=layout,
         part=part,
-        blocks=blocks,
-        unit=max(largest_block(part, units), key=lambda unit: unit.whole),
-        ends=ends,
+        blocks=blocks.trained,
+        unit=_largest_unit(part, units),
+        ends=ends.trained,
         activations=max(kinds.values(), key=lambda block: block.backward),
-        kept=sum(counts[x] * kinds[x].kept for x in kinds) / stages_per_rank(layout),
-        head=head_activations(job, layout, fused_norms=fused_norms) if part.head else Head(),
-        sharding=sharding_of(job, layout, part=part, units=units),
+        kept=_kept(job, part, units, kinds) / stages_per_rank(layout),
+        head=_head(job, layout, part, units, fused_norms),
+        sharding=sharding_of(job, layout, part=part),
+        unpacked=_unpacked(job, layout, part) if blocks.packed.whole else 0,
         layers=part.layers / stages_per_rank(layout),
         held=in_flight(job, layout, pp_rank),
         later=num_microbatches(job, layout) * stages_per_rank(layout) - 1,
         heads=_heads_in_flight(job, layout, pp_rank),
     )
-    parameters = own.shard * FP32
-    optimizer = states * parameters + (FP32 * own.tensors if states == 2 else 0)
+    parameters, gradients = (blocks + ends).nbytes, own.shard * FP32
+    optimizer = states * gradients + (FP32 * own.tensors if states == 2 else 0)
     buffers = buffers_of(job, layout, pp_rank)
     moments = _moments(rank)
     if layout.count("sp_unfolded") > 1 and not layout.cpu_offload:
         moments["sum over the sequence"] = rank.gradients + _flat_buffers(own) * FP32
     if layout.tp > 1 and not layout.cpu_offload:
-        whole = (units.experts + units.dealt) * part.experts + units.partial * part.layers
+        whole = units.whole(part.numbers).trained
         moments["sum over tp"] = rank.gradients + _flat_buffers(whole) * FP32
     moment = max(moments, key=lambda name: moments[name])
     one, shard = rank.activations, rank.sharding
     return Memory(
         parameters=parameters,
-        gradients=parameters,
+        gradients=gradients,
         optimizer=optimizer,
         activations=round(rank.held * rank.kept - one.kept + one.backward),
         logits=rank.heads * rank.head.kept + rank.head.beside,
@@ -133,12 +135,44 @@ def _memory_of_rank(job: Job, layout: Layout, pp_rank: int, fused_norms: bool) -
         ),
         moment=moment,
         pp_rank=pp_rank,
-        host=2 * parameters + optimizer if layout.cpu_offload else 0,
+        host=parameters + gradients + optimizer if layout.cpu_offload else 0,
     )
+
+
+def _kept(job: Job, part: Part, units: Units, kinds: Mapping[bool, Block]) -> int:
+    """Return what a rank's blocks keep for backward: nothing before the first that is trained."""
+    routed = {*job.config.expert_layers}
+    numbers = [number for number in part.numbers if number >= units.first_trained]
+    return sum(kinds[number in routed].kept for number in numbers)
+
+
+def _largest_unit(part: Part, units: Units) -> Sizes:
+    """Return the largest part of a block whose gradients are reduced at once."""
+    kinds = [layer for layer, _ in units.counts(part.numbers)]
+    return max((x.trained for y in kinds for x in (y.block, y.dealt)), key=lambda x: x.whole)
+
+
+def _unpacked(job: Job, layout: Layout, part: Part) -> int:
+    """Return the bytes of a block's largest matrix, or experts, while a product dequantises it.
+
+    In fp32, beside its codes as integers, or beside what it is cast to.
+    """
+    plain = attrs.evolve(job, begins=(), frozen=frozenset())
+    return blocks_of(part, units_of(plain, layout)).trained.largest * (FP32 + 2)
+
+
+def _head(job: Job, layout: Layout, part: Part, units: Units, fused_norms: bool) -> Head:
+    weight = units.embedding if job.config.tied else units.head
+    if not part.head:
+        return Head()
+    trained = weight.trained.whole > 0
+    return head_activations(job, layout, fused_norms=fused_norms, trained=trained)
 
 
 def _flat_buffers(own: Sizes) -> int:
     """Return the elements of the buffers of a sum: the present one, and the one before it."""
+    if not own.whole:
+        return 0
     largest = own.largest * own.shard // own.whole  # a parameter larger than a buffer has its own
     return min(own.shard, 2 * max(BUCKET, largest))
 
@@ -147,7 +181,8 @@ def _flat_buffers(own: Sizes) -> int:
 class _Rank:
     """All that the moments of a rank's step are made of.
 
-    `blocks` are all of the rank's, `unit` is the largest part of one that is reduced at once,
+    `blocks` are all of the rank's that are trained, as the `ends` are, `unit` is the largest part
+    of one that is reduced at once, `unpacked` what dequantising the largest matrix takes, and
     `activations` are the largest block's. `layers` are those of one stage and `kept` is what they
     keep, `held` the stages times microbatches that wait for backward, `later` how many of them can
     while others have left their gradients behind, `heads` how many microbatches have seen the
@@ -164,6 +199,7 @@ class _Rank:
     kept: float
     head: Head
     sharding: Sharding
+    unpacked: int
     layers: float
     held: int
     later: int
@@ -232,7 +268,7 @@ def _moments_of_pass(rank: _Rank, held: int, *, before: int) -> dict[str, float]
     others_kept = all_kept - rank.kept
     weight = rank.blocks.largest * rank.job.itemsize
     of_block = rank.unit.whole * rank.job.itemsize if shard.scatter else weight
-    computed = one.backward + weight + shard.ends + shard.unit
+    computed = one.backward + weight + rank.unpacked + shard.ends + shard.unit
     ahead = shard.ahead if rank.layers > 1 else 0
     second = all_kept - 2 * one.kept + (at_start if before else at_start + block)
     last_but_one = others_kept + one.kept + (at_end if before else at_end - block)

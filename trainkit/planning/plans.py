@@ -248,7 +248,8 @@ def _row_flops(job: Job, part: Part, *, products: bool = True) -> float:
     """
     base, more = divmod(job.row_length, job.documents)
     config = job.config
-    blocks = units_of(config, Layout()).blocks(part.layers, part.experts)
+    plain = attrs.evolve(job, begins=(), frozen=frozenset())  # adapters are few, and not counted
+    blocks = units_of(plain, Layout()).blocks(part.numbers).trained
     met = blocks.whole - part.experts * idle_parameters(config)
     met += part.head * config.vocab_size * config.width
     shape: dict[str, Any] = {

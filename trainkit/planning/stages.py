@@ -11,8 +11,8 @@ import attrs
 from trainkit.models.config import DecoderConfig
 from trainkit.parallel.split import decoder_costs, layer_ranges, rank_of_stages
 from trainkit.planning.activations import attention_widths, tokens_per_microbatch
-from trainkit.planning.jobs import Job, num_microbatches, reshards, stages_per_rank
-from trainkit.planning.weights import FP32, Sizes, Units
+from trainkit.planning.jobs import FP32, Job, num_microbatches, reshards, stages_per_rank
+from trainkit.planning.weights import Held, Units, units_of
 from trainkit.types import Layout
 
 BUCKET = 2**24
@@ -23,11 +23,17 @@ BUCKET = 2**24
 class Part:
     """What a pipeline rank holds: some layers, perhaps the embedding, perhaps the output layer."""
 
-    layers: int
+    numbers: tuple[int, ...]
+    """The numbers of the layers."""
     embedding: bool
     head: bool
     experts: int = 0
     """How many of the layers have experts."""
+
+    @property
+    def layers(self) -> int:
+        """How many layers there are."""
+        return len(self.numbers)
 
 
 def part_of(job: Job, layout: Layout, pp_rank: int) -> Part:
@@ -41,13 +47,14 @@ def part_of(job: Job, layout: Layout, pp_rank: int) -> Part:
     """
     if layout.pp == 1:
         many = len(job.config.expert_layers)
-        return Part(job.config.layers, embedding=True, head=True, experts=many)
+        every = tuple(range(job.config.layers))
+        return Part(every, embedding=True, head=True, experts=many)
     holders = rank_of_stages(layout.schedule, layout.pp)
     own = [stage for stage, rank in enumerate(holders) if rank == pp_rank]
     ranges = _layers_of_stages(job.config, len(holders))
-    layers = [layer for stage in own for layer in ranges[stage]]
+    layers = tuple(layer for stage in own for layer in ranges[stage])
     many = len({*layers} & {*job.config.expert_layers})
-    return Part(len(layers), 0 in own, len(holders) - 1 in own, experts=many)
+    return Part(layers, 0 in own, len(holders) - 1 in own, experts=many)
 
 
 @lru_cache(maxsize=64)
@@ -56,26 +63,18 @@ def _layers_of_stages(config: DecoderConfig, stages: int) -> list[range]:
     return layer_ranges(blocks, stages, first=embedding, last=head)
 
 
-def ends_of(part: Part, units: Units, *, tied: bool) -> Sizes:
+def ends_of(part: Part, units: Units, *, tied: bool) -> Held:
     """Return what a rank owns besides its blocks; the last stage has a copy of a tied embedding."""
-    first = units.embedding + units.positions if part.embedding else Sizes()
-    last = units.norm if part.head else Sizes()
+    first = units.embedding + units.positions if part.embedding else Held()
+    last = units.norm if part.head else Held()
     if part.head and not (tied and part.embedding):
         last += units.embedding if tied else units.head
     return first + last
 
 
-def blocks_of(part: Part, units: Units) -> Sizes:
+def blocks_of(part: Part, units: Units) -> Held:
     """Return what a rank owns of its blocks."""
-    return units.blocks(part.layers, part.experts) + units.dealt * part.experts
-
-
-def largest_block(part: Part, units: Units) -> tuple[Sizes, Sizes]:
-    """Return a rank's largest block, without its dealt experts, and these."""
-    dealt = units.dealt * (part.experts > 0)
-    kinds = [units.blocks(1, 1)] if part.experts else []
-    kinds += [units.blocks(1, 0)] if part.experts < part.layers else []
-    return max(kinds, key=lambda block: block.whole), dealt
+    return units.blocks(part.numbers) + units.dealt(part.numbers)
 
 
 def in_flight(job: Job, layout: Layout, pp_rank: int) -> int:
@@ -128,7 +127,7 @@ class Sharding:
     ends_scatter: int = 0
 
 
-def sharding_of(job: Job, layout: Layout, *, part: Part, units: Units) -> Sharding:
+def sharding_of(job: Job, layout: Layout, *, part: Part) -> Sharding:
     """Return what FSDP2 gathers: a block at a time and the next one ahead, and the ends all along.
 
     Zhao et al., "PyTorch FSDP" (2023). With one data-parallel rank there is no FSDP, and
@@ -137,27 +136,28 @@ def sharding_of(job: Job, layout: Layout, *, part: Part, units: Units) -> Shardi
     Examples:
         >>> from trainkit.models.sizes import decoder_config
         >>> job = Job(config=decoder_config("tiny", vocab_size=256), row_length=8, rows=8)
-        >>> from trainkit.planning.weights import units_of
         >>> layout = Layout(dp_shard=8)
-        >>> rest = dict(part=part_of(job, layout, 0), units=units_of(job.config, layout))
-        >>> sharding_of(job, layout, **rest)
+        >>> sharding_of(job, layout, part=part_of(job, layout, 0))
         Sharding(ends=65792, unit=426496, ahead=426496, scatter=852992, ends_scatter=131584)
     """
-    ends = ends_of(part, units, tied=job.config.tied)
-    blocks = blocks_of(part, units)
+    units = units_of(job, layout)
+    ends, blocks = ends_of(part, units, tied=job.config.tied), blocks_of(part, units)
     if layout.wrapped > 1:
-        block, dealt = largest_block(part, units)
-        stay = 0 if reshards(layout) else blocks.gathered
-        unit = 0 if stay else block.gathered * job.itemsize
+        kinds = [layer for layer, _ in units.counts(part.numbers)]
+        stay = 0 if reshards(layout) else blocks.gathered(job.itemsize)
+        unit = 0 if stay else max(x.block.gathered(job.itemsize) for x in kinds)
+        dealt = max(x.dealt.gathered(job.itemsize) for x in kinds)
+        scattered = (y.trained.gathered for x in kinds for y in (x.block, x.dealt))
         return Sharding(
-            ends=(ends.gathered + stay) * job.itemsize,
-            unit=unit and unit + dealt.gathered * job.itemsize,
+            ends=ends.gathered(job.itemsize) + stay,
+            unit=unit and unit + dealt,
             ahead=unit if layout.count("fsdp") > 1 else 0,
-            scatter=max(block.gathered, dealt.gathered) * FP32,
-            ends_scatter=ends.gathered * FP32,
+            scatter=max(scattered) * FP32,
+            ends_scatter=ends.trained.gathered * FP32,
         )
     cast = job.itemsize if job.dtype != "fp32" else 0
-    return Sharding(ends=(ends.whole + blocks.whole) * cast)
+    own = ends + blocks
+    return Sharding(ends=(own.trained.whole + own.frozen.whole) * cast)
 
 
 def buffers_of(job: Job, layout: Layout, pp_rank: int) -> int:

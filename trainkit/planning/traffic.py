@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Literal
 
 import attrs
@@ -14,9 +14,9 @@ from trainkit.planning.activations import (
     chunk_of_tokens,
     tokens_per_microbatch,
 )
-from trainkit.planning.jobs import Job, num_microbatches, reshards
+from trainkit.planning.jobs import FP32, Job, num_microbatches, reshards
 from trainkit.planning.stages import BUCKET, blocks_of, ends_of, part_of, pipeline_borders
-from trainkit.planning.weights import FP32, Sizes, units_of
+from trainkit.planning.weights import Held, units_of
 from trainkit.types import Layout
 
 _INT64 = 8
@@ -89,27 +89,32 @@ def _sharding(job: Job, layout: Layout, pp_rank: int) -> Iterator[Transfer]:
     with every microbatch; replicas sum their shards once. Where FSDP only replicates, it still
     sums. A number for each parameter says on how many ranks it has a gradient.
     """
-    part, units = part_of(job, layout, pp_rank), units_of(job.config, layout)
+    part, units = part_of(job, layout, pp_rank), units_of(job, layout)
     ends, turns = ends_of(part, units, tied=job.config.tied), num_microbatches(job, layout)
     scatters = turns if layout.reduce == "each" else 1
     times = 2 if reshards(layout) else 1
-    dealt = units.dealt * part.experts
-    for axis, size, layers, blocks, last in (
-        ("fsdp", layout.count("fsdp"), part.layers, units.blocks(part.layers, part.experts), ends),
-        ("expert_fsdp", layout.expert_axes["expert_fsdp"], part.experts, dealt, Sizes()),
+    near, counts = layout.expert_axes["expert_fsdp"], units.counts(part.numbers)
+    for axis, size, blocks, last in (
+        ("fsdp", layout.count("fsdp"), [(x.block, many) for x, many in counts], ends),
+        ("expert_fsdp", near, [(x.dealt, many) for x, many in counts], Held()),
     ):
-        own, has_ends = blocks + last, int(last.whole > 0)
-        if not own.tensors:
-            continue
-        gathered = (blocks.gathered * times + last.gathered) * job.itemsize
+        whole = sum((each * many for each, many in blocks), Held())
+        layers, has_ends = _units_with(blocks), int(last != Held())
+        gathered = whole.gathered(job.itemsize) * times + last.gathered(job.itemsize)
         calls = turns * (layers * times + has_ends)
         yield Transfer(axis, size, "all_gather", calls, turns * gathered)
-        calls = layers + has_ends
+        own = (whole + last).trained
+        calls = _units_with([(Held(each.trained), many) for each, many in (*blocks, (last, 1))])
         scattered = scatters * own.gathered * FP32
         yield Transfer(axis, size, "reduce_scatter", scatters * calls, scattered)
-        yield Transfer(axis, size, "all_reduce", 1, own.tensors * FP32)
-        data = (own.shard + own.tensors) * FP32
-        yield Transfer("dp_replicate", layout.dp_replicate, "all_reduce", calls + 1, data)
+        yield Transfer(axis, size, "all_reduce", int(calls > 0), own.tensors * FP32)
+        data, calls = (own.shard + own.tensors) * FP32, calls + (calls > 0)
+        yield Transfer("dp_replicate", layout.dp_replicate, "all_reduce", calls, data)
+
+
+def _units_with(blocks: Sequence[tuple[Held, int]]) -> int:
+    """Return how many of some units hold anything."""
+    return sum(many for held, many in blocks if held != Held())
 
 
 def _experts(job: Job, layout: Layout, pp_rank: int) -> Iterator[Transfer]:
@@ -155,10 +160,9 @@ def _tensor(job: Job, layout: Layout, pp_rank: int) -> Iterator[Transfer]:
     calls = enters[1] + whole
     yield Transfer("tp", layout.tp, "reduce_scatter", calls, columns * tokens * job.itemsize)
     # Flat buffers with these gradients, and for each parameter whether it has one.
-    units = units_of(config, layout)
-    own = (units.experts + units.dealt) * part.experts + units.partial * part.layers
-    own += units.norm * part.head + units.mlp_partial * (part.layers - part.experts)
-    own += units.positions * part.embedding
+    units = units_of(job, layout)
+    held = units.whole(part.numbers) + units.norm * part.head + units.positions * part.embedding
+    own = held.trained
     calls = math.ceil(own.shard / BUCKET)
     yield Transfer("tp", layout.tp, "all_reduce", calls, (own.shard + own.tensors) * FP32)
     if not plain:
@@ -193,8 +197,8 @@ def _sequence_gradients(job: Job, layout: Layout, pp_rank: int) -> Iterator[Tran
 
     And a number for each parameter, which says whether it has a gradient.
     """
-    part, units = part_of(job, layout, pp_rank), units_of(job.config, layout)
-    own = blocks_of(part, units) + ends_of(part, units, tied=job.config.tied)
+    part, units = part_of(job, layout, pp_rank), units_of(job, layout)
+    own = (blocks_of(part, units) + ends_of(part, units, tied=job.config.tied)).trained
     long = [name for name in layout.axes["sp_unfolded"] if layout.count(name) > 1]
     axis = long[0] if len(long) == 1 else "sp"
     calls = math.ceil(own.shard / BUCKET)

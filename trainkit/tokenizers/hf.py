@@ -294,7 +294,7 @@ def _text_of(path: Path) -> str:
 
 
 def settings_beside(path: Path) -> dict[str, Any]:
-    """Return what the two files beside a tokenizer.json say; the configuration goes first.
+    """Return what the files beside a tokenizer.json say; the configuration goes first.
 
     Raises:
         DataError: One of them is no JSON object.
@@ -315,7 +315,19 @@ def settings_beside(path: Path) -> dict[str, Any]:
         if not isinstance(found, dict):
             raise _wrong(file, f"no JSON object but {type(found).__name__}")
         merged |= {key: value for key, value in found.items() if value is not None}
-    return merged
+    return _with_added(merged, path.with_name("added_tokens.json"))
+
+
+def _with_added(config: dict[str, Any], file: Path) -> dict[str, Any]:
+    """Return a configuration that lists the tokens of an older file, if it lists none itself."""
+    if "added_tokens_decoder" in config or not file.exists():
+        return config
+    try:
+        ids = orjson.loads(_text_of(file))
+        listed = {str(int(i)): {"content": text, "normalized": False} for text, i in ids.items()}
+    except (AttributeError, TypeError, ValueError) as error:
+        raise _wrong(file, f"no JSON object of tokens and their ids: {error}") from error
+    return config | {"added_tokens_decoder": listed}
 
 
 def _add_from_config(backend: Any, config: Mapping[str, Any], name: str) -> None:
