@@ -53,7 +53,7 @@ class Config(tk.config.RunConfig):
     eval_every: int = tk.config.option(100, tk.config.positive, change="free")
     """Ask what is held out after the supervised steps, every so many steps, and at the end."""
     batch: tk.config.RowOptions = tk.config.RowOptions(row_length=64, rows=16, multiple_of=4)
-    optim: tk.config.OptimOptions = tk.config.OptimOptions(lr=2e-3, schedule_steps=400)
+    optim: tk.config.OptimOptions = tk.config.OptimOptions(lr=3e-3, schedule_steps=100)
     rollout: RolloutOptions = RolloutOptions()
 
 
@@ -63,11 +63,11 @@ def check(prompt, answer):
 
 
 def make_problems(cfg):
-    """Return (prompt, answer) pairs: to show with their answers, to ask, and held out from both."""
+    """Return (prompt, answer) pairs: to be shown with answers, to be asked, held out from both."""
     every = [(f"{a}+{b}=", str(a + b)) for a in range(100) for b in range(10)]
     order = tk.sampling.rows_of_epochs(len(every), rows_per_step=len(every), seed=cfg.seed)
     every = [every[row] for row in order(0)]
-    return every[200:600], every[200:], every[:200]
+    return every[200:600], every[600:], every[:200]
 
 
 def encode(cfg, tokenizer, problems):
