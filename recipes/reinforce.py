@@ -26,7 +26,7 @@ class RolloutOptions:
     """Answers to each, whose rewards are compared with each other."""
     updates: int = attrs.field(default=2, validator=tk.config.positive)
     """Steps for each rollout, on a part of it each; the last is on answers so many steps old."""
-    max_new_tokens: int = attrs.field(default=4, validator=tk.config.positive)
+    max_new_tokens: int = attrs.field(default=5, validator=tk.config.positive)
     """An answer is cut off after so many tokens, and then earns nothing."""
     clip: float = attrs.field(default=0.2, validator=tk.config.fraction)
     """How much likelier or less likely a token may become by the updates of a rollout."""
@@ -45,7 +45,7 @@ class Config(tk.config.RunConfig):
     steps: int = tk.config.option(400, tk.config.positive, change="no fact")
     """Stop after this step, a multiple of updates. Nothing else depends on it."""
     supervised: int = tk.config.option(100, tk.config.positive)
-    """So many steps first learn from half of the problems, whose answers are shown."""
+    """So many steps first learn from some of the problems, whose answers are shown."""
     tokenizer: str = "bytes"
     """bytes, or a tokenizer.json with a BOS and an EOS."""
     size: str = "tiny"
@@ -63,11 +63,11 @@ def check(prompt, answer):
 
 
 def make_problems(cfg):
-    """Return (prompt, answer) pairs: to be shown with answers, to be asked, held out from both."""
+    """Return (prompt, answer) pairs: shown with answers, asked for them, and held out from both."""
     every = [(f"{a}+{b}=", str(a + b)) for a in range(100) for b in range(10)]
     order = tk.sampling.rows_of_epochs(len(every), rows_per_step=len(every), seed=cfg.seed)
     every = [every[row] for row in order(0)]
-    return every[200:600], every[600:], every[:200]
+    return every[200:800], every[200:], every[:200]
 
 
 def encode(cfg, tokenizer, problems):
@@ -79,8 +79,8 @@ def encode(cfg, tokenizer, problems):
 
 
 def pack_shown(cfg, tokenizer, problems):
-    """Return the rows of the supervised steps, on which the answers alone are trained."""
-    shown = encode(cfg, tokenizer, problems)
+    """Return rows of examples, which end in three ways: the checker takes but one of them."""
+    shown = encode(cfg, tokenizer, [(x, y + end) for x, y in problems for end in ("", ".", "!")])
     samples = [Sample(x.ids, np.arange(len(x.ids)) >= len(x.ids) - x.scored) for x in shown]
     corpus = tk.corpora.memory_corpus(samples)
     size = {"multiple_of": cfg.batch.multiple_of, "overlong": "error", "seed": cfg.seed}
