@@ -11,7 +11,7 @@ from torch import nn
 
 import trainkit as tk
 from trainkit.batch import blank_batch
-from trainkit.losses import next_token
+from trainkit.losses import next_token, weighted
 from trainkit.testing import run_ranks
 from trainkit.types import ConfigError
 
@@ -178,6 +178,9 @@ def evaluated(counts=(6,)):
     with tk.parallel_session() as ps:
         own = text(6)[start : start + counts[rank]]
         found = tk.evaluate(Bigram(), iter(own), next_token, axis=ps.loss)
+        weighed = [batch | {"weights": torch.full(batch["labels"].shape, 0.5)} for batch in own]
+        of_column = tk.evaluate(Bigram(), iter(weighed), weighted, axis=ps.loss)
+    assert float(of_column["loss"]) == pytest.approx(float(found["loss"]), rel=1e-6)
     return float(found["loss"]), int(found["tokens"])
 
 

@@ -12,6 +12,8 @@ Training itself is a recipe, python recipes/pretrain.py; these commands stand ar
   python -m trainkit data show books.tokens    what is in it; data verify reads every byte
   python -m trainkit pack books.tokens --capacity 4096
                                                what packing it into rows would come to
+  python -m trainkit score runs/mine books.tokens --out scored.tokens
+                                               a model's log-probabilities, stored as columns
   python -m trainkit checkpoint ls runs/mine   what a run has saved; also verify, diff, prune,
                                                export and convert
   python -m trainkit export runs/mine model/   a run as a Hugging Face folder
@@ -31,7 +33,7 @@ from typing import Any, NoReturn
 
 import orjson
 
-from trainkit.commands import certify, checkpoint, data, export, pack, plan, prepare
+from trainkit.commands import certify, checkpoint, data, export, pack, plan, prepare, score
 from trainkit.commands.text import as_text
 from trainkit.runtime.errors import error_code
 from trainkit.types import ConfigError
@@ -41,6 +43,7 @@ COMMANDS = {
     "prepare": prepare,
     "data": data,
     "pack": pack,
+    "score": score,
     "checkpoint": checkpoint,
     "export": export,
     "certify": certify,

@@ -10,6 +10,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
+import attrs
 import torch
 from torch import Tensor, nn
 
@@ -34,7 +35,16 @@ from trainkit.parallel.stage_forward import (
     share_terms,
     terms_of,
 )
-from trainkit.types import SOLO, Axis, Call, Denominator, ForwardBackward, Loss
+from trainkit.types import (
+    BATCH_TENSORS,
+    SOLO,
+    Axis,
+    Batch,
+    Call,
+    Denominator,
+    ForwardBackward,
+    Loss,
+)
 
 
 def _add(sums: dict[str, Tensor], terms: Mapping[str, Tensor]) -> None:
@@ -226,10 +236,11 @@ def evaluate(
     """Return the loss over held-out data: the sum of losses over the sum of tokens, on all ranks.
 
     Ranks may have different numbers of batches, or none: one that has run out computes along, on
-    its last batch or on a blank one, and adds 0, until all are done, because a sharded model needs
-    every rank for every forward pass. (Under Ulysses every rank must have one: a blank one of whole
-    rows cannot be made here; `eval_batches` makes it.) Through a pipeline batches go one after the
-    other, forward only, whatever the schedule of the training steps.
+    its last batch or on a blank one, with zeros for the columns that the others' have, and adds 0,
+    until all are done, because a sharded model needs every rank for every forward pass. (Under
+    Ulysses every rank must have one: a blank one of whole rows cannot be made here; `eval_batches`
+    makes it.) Through a pipeline batches go one after the other, forward only, whatever the
+    schedule of the training steps.
 
     Args:
         stages_or_model: Any module, or this rank's stages.
@@ -259,9 +270,10 @@ def evaluate(
     last: Mapping[str, Any] | None = None
     with evaluating(stages):
         while (batch := _next_on_any(source, (axis, pp, tp))) is not _ALL_DONE:
+            if last is None:
+                last = _first_of(batch, stages[0], axis)
             if batch is None:  # others have one: compute along, on the last one or a blank one
-                again = _blank(stages[0], device) if last is None else last
-                found = _terms_through(stages, again, loss, pp=pp, call=call)
+                found = _terms_through(stages, last, loss, pp=pp, call=call)
                 _add_long(sums, {name: torch.zeros_like(term) for name, term in found.items()})
                 continue
             last = batch
@@ -302,9 +314,35 @@ def _shared(
     return share_terms(sums, kinds, axis=pp, source=source, device=device)
 
 
-def _blank(model: nn.Module, device: torch.device) -> Mapping[str, Any]:
+def _first_of(batch: Mapping[str, Any] | None, model: nn.Module, axis: Axis) -> Mapping[str, Any]:
+    """Return this rank's first batch, or a blank one with the columns that another rank's has."""
+    kinds = all_gather_json({} if batch is None else _columns(batch), axis)
+    if batch is not None:
+        return batch
+    merged = {name: kind for own in kinds for name, kind in own.items()}
+    return to_device(_blank(model, merged), compute_device(model))
+
+
+def _columns(batch: Mapping[str, Any]) -> dict[str, list[Any]]:
+    """Return the dtype and the inner sizes of what a batch has of each token besides."""
+    shape = batch["labels"].shape
+    tensors = {name: x for name, x in batch.items() if isinstance(x, Tensor)}
+    return {
+        name: [str(x.dtype).removeprefix("torch."), *x.shape[2:]]
+        for name, x in tensors.items()
+        if name not in BATCH_TENSORS and x.shape[:2] == shape
+    }
+
+
+def _blank(model: nn.Module, kinds: Mapping[str, Sequence[Any]]) -> Batch:
     """Return a blank batch that every part of a sequence-parallel model can take a share of."""
-    return to_device(blank_batch(1, 2 * getattr(model, "sequence_parts", 1)), device)
+    blank = blank_batch(1, 2 * getattr(model, "sequence_parts", 1))
+    size = blank.labels.shape
+    columns = {
+        name: torch.zeros(*size, *inner, dtype=getattr(torch, kind))
+        for name, (kind, *inner) in kinds.items()
+    }
+    return attrs.evolve(blank, extra=columns)
 
 
 _ALL_DONE = object()

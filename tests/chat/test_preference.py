@@ -230,6 +230,10 @@ def test_lengths_that_are_no_pairs_are_refused():
     assert len(pack_pairs([], 8)) == 0
 
 
+def test_a_pair_of_no_length_is_left_out():
+    assert pack_pairs([0, 0, 1, 2, 0, 0], 8).documents.tolist() == [2, 3]
+
+
 def test_documents_of_a_row_are_chosen_and_rejected_in_turn():
     records = [{"prompt": "Q", "chosen": "A" * i, "rejected": "B" * (9 - i)} for i in range(1, 9)]
     pairs = [encode_pair(record, BYTES) for record in records]

@@ -1,7 +1,5 @@
 """The promises of every loss, as a table, and those of each one alone."""
 
-import sys
-
 import pytest
 import torch
 from hypothesis import given
@@ -15,6 +13,7 @@ from trainkit.losses import (
     cross_entropy_per_token,
     distillation,
     k3,
+    linear,
     linear_cross_entropy,
     next_token,
     next_token_linear,
@@ -26,8 +25,8 @@ from trainkit.losses import (
     z_loss,
     z_term,
 )
-from trainkit.losses.by_source import by_source
-from trainkit.losses.linear_cross_entropy import Factors, linear_sum_and_parts
+from trainkit.losses.linear import Factors, linear_sum_and_parts
+from trainkit.losses.sources import by_source
 from trainkit.types import Hidden, capped
 
 V, D = 11, 6
@@ -45,7 +44,7 @@ def make_hidden(rows, tokens, seed=0, dtype=torch.float64):
     return hidden.requires_grad_(), weight.requires_grad_()
 
 
-def linear(output, batch):
+def linear_by_threes(output, batch):
     """Take chunks that do not divide the tokens, so that the seams are tested."""
     total = linear_cross_entropy(*output, batch["labels"], chunk=3)
     return total, {"loss": total.detach()}
@@ -115,7 +114,7 @@ FAMILY = {
     "weighted, logits": (first(columned(weighted)), make_logits),
     "next_token": (first(next_token), make_logits),
     "next_token_linear": (next_token_linear, make_hidden),
-    "linear in chunks of 3": (with_terms("loss")(linear), make_hidden),
+    "linear in chunks of 3": (with_terms("loss")(linear_by_threes), make_hidden),
     "z_term": (first(z_term), make_logits),
     "by_source": (first(sourced(by_source(["a", "b"]))), make_logits),
     "by_source, linear": (sourced(by_source(["a", "b"], next_token_linear)), make_hidden),
@@ -460,10 +459,7 @@ def test_each_source_has_the_loss_of_its_own_tokens(loss, make):
 )
 @pytest.mark.parametrize("tokens", [7, 1500])  # the second is more than the plain path takes
 def test_the_sum_by_source_is_the_plain_loss_to_the_last_bit(loss, make, tokens, monkeypatch):
-    module = sys.modules[
-        "trainkit.losses.linear_cross_entropy"
-    ]  # the package names the function so
-    monkeypatch.setattr(module, "_SMALL", 2**10)
+    monkeypatch.setattr(linear, "_SMALL", 2**10)
     output, labels = make(1, tokens, dtype=torch.float32), make_labels(1, tokens)
     output = output if loss is next_token_linear else output[0]
     batch = {"labels": labels, "source": torch.zeros_like(labels)}
@@ -481,7 +477,7 @@ def test_by_source_multiplies_no_more_than_the_plain_loss(monkeypatch):
     monkeypatch.setattr(
         torch, "mm", lambda *a, f=torch.mm, **k: products.append("mm") or f(*a, **k)
     )
-    linear(output, {"labels": labels})
+    linear_by_threes(output, {"labels": labels})
     plain = len(products)
     by_source(["a"], linear_by_token)(output, {"labels": labels, "source": 0 * labels})
     assert len(products) == 2 * plain > 0
@@ -549,7 +545,7 @@ def test_losses_of_tokens_and_a_bias_are_those_of_the_product_and_can_be_differe
 
 
 def test_a_second_term_costs_no_second_pass(monkeypatch):
-    monkeypatch.setattr(sys.modules["trainkit.losses.linear_cross_entropy"], "_SMALL", 1)
+    monkeypatch.setattr(linear, "_SMALL", 1)
     output, batch, products = make_hidden(2, 5), {"labels": make_labels(2, 5)}, []
     monkeypatch.setattr(
         torch, "mm", lambda *a, f=torch.mm, **k: products.append("mm") or f(*a, **k)
@@ -685,7 +681,7 @@ def test_names_that_would_mix_up_sums_and_counts_are_refused(names):
 
 def test_the_weight_gradient_of_bf16_factors_is_added_in_place():
     """On CUDA: no second fp32 matrix of the weight's size for each chunk."""
-    module, seen = sys.modules["trainkit.losses.linear_cross_entropy"], []
+    seen = []
 
     class Made(torch.utils._python_dispatch.TorchDispatchMode):
         def __torch_dispatch__(self, function, types, args=(), kwargs=None):
@@ -695,5 +691,5 @@ def test_the_weight_gradient_of_bf16_factors_is_added_in_place():
     total = torch.zeros(V, D, device="meta")
     slopes, inputs = (torch.zeros(5, n, dtype=torch.bfloat16, device="meta") for n in (V, D))
     with Made():
-        module._add_product_(total, slopes.t(), inputs)
+        linear._add_product_(total, slopes.t(), inputs)
     assert [name for name in seen if name != "aten.t.default"] == ["aten.addmm.dtype_out"]

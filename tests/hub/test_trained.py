@@ -20,7 +20,8 @@ RECIPE = """
 
 def recipes(folder, code=0):
     folder.mkdir()
-    (folder / "pretrain.py").write_text(textwrap.dedent(RECIPE).format(code=code))
+    for name in ("pretrain", "finetune"):
+        (folder / f"{name}.py").write_text(textwrap.dedent(RECIPE).format(code=code))
     return folder
 
 
@@ -33,6 +34,9 @@ def test_a_base_is_trained_once_and_a_pretrained_run_goes_before_it(tmp_path, ca
     assert hub.base_run(place, runs=runs) == runs / "base"
     (runs / "pretrain/checkpoints/step_00000007").mkdir(parents=True)
     assert hub.base_run(place, runs=runs) == runs / "pretrain"
+    assert hub.base_run(place, recipe="finetune", runs=runs) == runs / "answers"
+    (runs / "finetune/checkpoints/step_00000007").mkdir(parents=True)
+    assert hub.base_run(place, recipe="finetune", runs=runs) == runs / "finetune"
 
 
 def test_a_base_that_was_stopped_ends_the_recipe_with_its_exit_code(tmp_path):

@@ -53,3 +53,21 @@ def test_groups_are_compared_with_themselves():
         torch.testing.assert_close(found[group == GROUPS], above / (own.std() + 1e-4))
         want = own - (own.sum() - own) / (count - 1)
         torch.testing.assert_close(others[group == GROUPS], want)
+
+
+def test_equal_rewards_are_no_advantage_however_large():
+    rewards = torch.tensor([*[10_000.1] * 10, 7.0])  # in fp32 the mean of these is another number
+    groups = torch.tensor([*[0] * 10, 1])
+    for found in (
+        group_advantages(rewards, groups, num_groups=2),
+        leave_one_out(rewards, groups, num_groups=2),
+    ):
+        assert torch.equal(found, torch.zeros(11))
+
+
+@pytest.mark.parametrize("function", [group_advantages, leave_one_out])
+def test_rewards_and_groups_must_fit(function):
+    with pytest.raises(ValueError, match=r"advantages: .* got \(3,\) and \(2,\)"):
+        function(torch.ones(3), torch.zeros(2, dtype=torch.int64), num_groups=1)
+    with pytest.raises(ValueError, match=r"advantages: rewards must be floating, got torch.int64"):
+        function(torch.ones(2, dtype=torch.int64), torch.zeros(2, dtype=torch.int64), num_groups=1)

@@ -20,7 +20,7 @@ from trainkit.losses.preference import dpo, ipo, kto, log_ratio, orpo, simpo
 from trainkit.mesh import axis_from_group
 from trainkit.step import forward_backward
 from trainkit.testing import run_ranks
-from trainkit.types import SOLO, Hidden
+from trainkit.types import SOLO, ConfigError, Hidden
 
 OFF = Added(kl=k3, kl_weight=0.1, most_importance=1.05)
 
@@ -187,6 +187,60 @@ def test_figures_are_those_of_the_pairs():
     torch.testing.assert_close(terms["rejected_reward"], rejected.sum())
 
 
+def test_half_a_pair_is_refused_and_where_nobody_looks_it_is_nan(monkeypatch):
+    batch = make_answers(((4, 5), (5, 4, 6)), row=15)
+    for name in ("dpo", "ipo", "simpo", "orpo"):
+        with pytest.raises(ValueError, match=r"document 2 of row 1 is the last one, and no pair"):
+            found_of(LOSSES[name], batch)
+    monkeypatch.setattr("trainkit.losses.preference.on_host", lambda _: False)
+    for name in ("dpo", "simpo"):
+        total, _, d_x, _ = found_of(LOSSES[name], batch)
+        assert total.isnan()
+        assert d_x[1, 9:].isnan().any()
+        assert d_x[0].isfinite().all()
+
+
+@pytest.mark.parametrize("name", ["simpo", "orpo"])
+def test_an_answer_without_a_label_is_not_the_likeliest_of_all(name):
+    batch = make_answers()
+    empty = [
+        (row, place)
+        for pair in zip(documents_of(batch)[::2], documents_of(batch)[1::2], strict=True)
+        if not all((batch["labels"][row, place] != -100).any() for row, place in pair)
+        for row, place in pair
+    ]
+    assert len(empty) == 4
+    without = {**batch, "labels": batch["labels"].clone()}
+    for row, place in empty:
+        without["labels"][row, place] = -100
+    found = found_of(LOSSES[name], batch)
+    same(found, found_of(LOSSES[name], without))
+    assert found[1]["margin/count"] == 3
+
+
+def test_a_reference_point_is_not_below_0_and_what_has_no_label_is_in_no_figure():
+    batch = make_answers()
+    below, at = ({**batch, "kl": torch.full_like(batch["kl"], value)} for value in (-3.0, 0.0))
+    same(found_of(LOSSES["kto"], below), found_of(LOSSES["kto"], at))
+    terms = found_of(LOSSES["kto"], batch)[1]
+    flagged = terms["desirable_reward/count"] + terms["undesirable_reward/count"]
+    answers = [(batch["labels"][row, place] != -100).any() for row, place in documents_of(batch)]
+    assert flagged == sum(answers) < len(answers) == terms["preference/count"]
+
+
+def test_a_long_answers_log_ratio_keeps_its_digits():
+    batch = {
+        name: x.float() if x.is_floating_point() else x
+        for name, x in make_answers(((4096, 4096),), row=8192).items()
+    }
+    rows = (batch["x"].double() @ weight_of().T).log_softmax(-1).detach()
+    logprobs = rows.gather(-1, batch["labels"].clamp(min=0)[..., None])[..., 0]
+    batch["reference_logprobs"] = (logprobs + 1e-3 * drawn(1, 8192, seed=5)).float()
+    ratios = torch.where(batch["labels"] == -100, 0, logprobs - batch["reference_logprobs"])
+    loss, logits = log_ratio(), (batch["x"] @ weight_of().float().T).detach()
+    assert abs(float(loss(logits, batch)[0] - ratios.sum())) < 1e-3
+
+
 def test_a_missing_column_is_named():
     batch = {k: v for k, v in make_answers().items() if k != "reference_logprobs"}
     with pytest.raises(ValueError, match='the batch has no "reference_logprobs" for each of its'):
@@ -218,9 +272,22 @@ def test_ppo_is_its_equation_token_by_token():
     same((total, d_weight), plain_ppo(batch, low=0.1, high=0.2))
     assert 0 < terms["clipped"] < terms["clipped/count"]
     assert terms["clipped/count"] == (batch["labels"] != -100).sum()
+    logprobs = (batch["x"] @ weight_of().T).log_softmax(-1).detach()
+    logprobs = logprobs.gather(-1, batch["labels"].clamp(min=0)[..., None])[..., 0]
+    drift = (logprobs - batch["old_logprobs"])[batch["labels"] != -100]
+    torch.testing.assert_close(terms["old_kl"], (drift.exp() - 1 - drift).sum())
     shifted = {**batch, "advantages": own.roll(1, 1)}
     kept = torch.where(batch["labels"] == -100, torch.nan, shifted["advantages"].nan_to_num())
     assert not torch.allclose(found_of(loss, {**batch, "advantages": kept})[3], d_weight)
+
+
+@pytest.mark.parametrize(
+    ("bad", "what"),
+    [({"kl_weight": 0.1}, "no kl says what"), ({"most_importance": 0.0}, "must be above 0")],
+)
+def test_what_would_be_added_to_no_effect_is_refused(bad, what):
+    with pytest.raises(ConfigError, match=what):
+        Added(**bad)
 
 
 def test_extremes_of_ratios_are_counted_above_thresholds():

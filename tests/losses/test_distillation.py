@@ -59,7 +59,7 @@ def losses_of(beta, k, teacher_weight, batch, axis):
     if k is not None:
         rows = (batch["teacher_hidden"] @ teacher_weight.T / 1.3).log_softmax(-1)
         logprobs, ids = rows.topk(k)
-        stored = {"labels": batch["labels"], "teacher_ids": ids, "teacher_logprobs": logprobs}
+        stored = {"labels": batch["labels"], "teacher_ids": ids.int(), "teacher_logprobs": logprobs}
         losses.append((stored_distillation(**how), stored))
     return losses
 
@@ -123,3 +123,10 @@ def test_a_teacher_that_is_the_student_is_no_loss():
 def test_numbers_out_of_range_are_refused(bad):
     with pytest.raises(ValueError, match=r"distillation: beta is in \[0, 1\] and temperature"):
         stored_distillation(**bad)
+
+
+def test_a_teacher_of_another_vocabulary_is_refused():
+    student, teacher_weight, batch = inputs()
+    loss = distillation(Hidden(torch.empty(0), teacher_weight[:-1]))
+    with pytest.raises(ValueError, match=r"must have shape \(24, 7\), a row .* got \(23, 7\)"):
+        loss(Hidden(*student), batch)

@@ -6,8 +6,17 @@ from torch.nn.functional import cross_entropy
 
 from trainkit.collectives import sum_grad
 from trainkit.generation import Sampling, shaped
-from trainkit.losses import Shaping, loss_of_scores, token_logprobs
-from trainkit.losses.linear_cross_entropy import Factors, logprobs_of
+from trainkit.losses import (
+    Added,
+    Shaping,
+    bounded_weights,
+    clipped,
+    k3,
+    loss_of_scores,
+    policy_gradient,
+    token_logprobs,
+)
+from trainkit.losses.linear import Factors, logprobs_of
 from trainkit.mesh import axis_from_group
 from trainkit.testing import run_ranks
 from trainkit.types import Hidden, capped
@@ -103,6 +112,34 @@ def test_a_label_that_no_sampler_draws_is_minus_infinity_without_a_gradient():
     assert (d_hidden[0, 1] == 0).all()
     assert d_weight.isfinite().all()
     assert (d_hidden[0, 0] != 0).all()
+    # Of logits nothing else: no loss pushes the words down that are left.
+    nll = {"nll": (lambda scores, _: scores.losses, 1.0)}
+    total, _ = loss_of_scores(nll, shaping=Shaping(top_k=3))(hidden @ weight.T, {"labels": labels})
+    torch.testing.assert_close(torch.autograd.grad(-total, (hidden, weight)), (d_hidden, d_weight))
+
+
+@pytest.mark.parametrize("surrogate", [clipped(), bounded_weights()])
+def test_a_word_that_is_left_out_by_now_breaks_no_policy_gradient(surrogate):
+    hidden, weight, labels = inputs()
+    labels[0, 1] = (hidden @ weight.T)[0, 1].argmin()
+    old = torch.full(labels.shape, -1.0, dtype=torch.float64)
+    batch = {"labels": labels, "advantages": -old, "old_logprobs": old, "reference_logprobs": old}
+    how = {"added": Added(kl=k3, kl_weight=0.1), "shaping": Shaping(top_k=3)}
+    loss = policy_gradient(surrogate, **how)
+    for output in (Hidden(hidden, weight), hidden @ weight.T):
+        total, terms = loss(output, batch)
+        assert all(x.isfinite() for x in (total, *terms.values()))
+        d_hidden, _ = torch.autograd.grad(total, (hidden, weight))
+        assert d_hidden.isfinite().all()
+        assert (d_hidden[0, 1] == 0).all()
+
+
+@pytest.mark.parametrize("bad", [{"temperature": 0.0}, {"top_k": 0}, {"top_p": 1.5}, {"min_p": -1}])
+def test_a_setting_out_of_its_range_is_refused(bad):
+    hidden, weight, labels = inputs()
+    (name,) = bad
+    with pytest.raises(ValueError, match=f"token_logprobs: {name} must be .* got {bad[name]}"):
+        token_logprobs(hidden, weight, labels, **bad)
 
 
 @pytest.mark.parametrize("entropies", [False, True])

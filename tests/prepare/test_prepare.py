@@ -484,7 +484,7 @@ def test_two_runs_for_one_file_do_not_disturb_each_other(source, out):
         other.write("4711")
         other.flush()
         fcntl.flock(other, fcntl.LOCK_EX)
-        with pytest.raises(ConfigError, match=r"another process \(process 4711\) prepares it"):
+        with pytest.raises(ConfigError, match=r"another process \(process 4711\) makes it"):
             run(path, out)
     run(path, out)  # a lock that nobody holds is none
     assert names_in(out.parent) == ["a.tokens"]
@@ -501,7 +501,7 @@ def test_a_lock_whose_file_another_run_has_replaced_is_taken_anew(out, monkeypat
         lock(file, how)
 
     monkeypatch.setattr(room.fcntl, "flock", after_another_run)
-    with room._alone(out), path.open() as other, pytest.raises(BlockingIOError):
+    with room.alone(out), path.open() as other, pytest.raises(BlockingIOError):
         lock(other, fcntl.LOCK_EX | fcntl.LOCK_NB)
 
 

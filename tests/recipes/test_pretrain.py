@@ -358,7 +358,8 @@ def test_generate_without_a_run_says_so(tmp_path):
 
 
 def test_help_explains_every_field(capsys):
-    for name in ("pretrain", "finetune", "long_context", "moe", "evaluate", "generate"):
+    others = ("long_context", "moe", "evaluate", "generate")
+    for name in ("pretrain", "finetune", "preference", "distill", *others):
         module = load(name)
         with pytest.raises(SystemExit) as end:
             module.main(["--help"])

@@ -498,6 +498,37 @@ def test_an_error_in_the_watch_itself_ends_nothing_and_is_warned_of_once(tmp_pat
     assert read_beat(tmp_path / "ranks", 0, session).state == "ended"
 
 
+def test_the_stack_of_a_thread_is_read_without_touching_its_frames(monkeypatch):
+    """Frames of a thread that goes on can be freed under the reader's hands: that was a crash."""
+
+    def inner():
+        return watchdog._stack(me), sys._getframe()
+
+    def outer():
+        return inner()
+
+    def touched():
+        raise AssertionError("the frames of a thread that goes on were touched")
+
+    me = threading.get_ident()
+    monkeypatch.setattr(sys, "_current_frames", touched)
+    stack, frame = outer()
+    line = frame.f_code.co_firstlineno + 1
+    assert stack[:3] == [
+        (watchdog.__file__, "_stack", stack[0][2]),
+        (__file__, "inner", line),
+        (__file__, "outer", line + 3),
+    ]
+    ended = threading.Event()
+    other = threading.Thread(target=ended.wait)
+    other.start()
+    read = [name for _, name, _ in watchdog._stack(other.ident)]
+    ended.set()
+    other.join()
+    assert (read[0], read[-1]) == ("wait", "_bootstrap")
+    assert watchdog._stack(1) == []  # there is no such thread
+
+
 @pytest.mark.case("E1", "E7")
 def test_all_ranks_end_with_the_code_of_the_one_that_was_asked_to_stop(tmp_path):
     def train(axis):

@@ -13,7 +13,7 @@ from trainkit.chat.encode import (
 )
 from trainkit.chat.folder import find_template, folder_stop_ids, folder_template, has_template
 from trainkit.chat.jinja import jinja_template
-from trainkit.chat.preference import encode_pair, pack_pairs, pair_documents
+from trainkit.chat.preference import encode_pair, exchange_answers, pack_pairs, pair_documents
 from trainkit.chat.prompt import prompt_ids
 from trainkit.chat.sources import SOURCES
 from trainkit.chat.templates import (
@@ -39,6 +39,7 @@ __all__ = [
     "check_mask",
     "encode_chat",
     "encode_pair",
+    "exchange_answers",
     "find_template",
     "folder_stop_ids",
     "folder_template",

@@ -120,6 +120,33 @@ def pair_documents(pairs: Iterable[tuple[Sample, Sample]]) -> Iterator[Sample]:
         yield from pair
 
 
+def exchange_answers(samples: Iterable[Sample]) -> Iterator[Sample]:
+    """Yield each sample's prompt with the answer of the next sample; the last gets the first's.
+
+    What a model and its reference say of answers that are not the prompt's own is how far the two
+    have come apart: the reference point of `losses.kto`. The answer is all from the first trained
+    token on.
+
+    Args:
+        samples: At least two, each with a trained token.
+
+    References:
+        Ethayarajh et al., "KTO: model alignment as prospect theoretic optimization" (2024).
+
+    Examples:
+        >>> halves = [Sample(np.array([i, i + 5]), np.array([False, True])) for i in range(3)]
+        >>> [sample.tokens.tolist() for sample in exchange_answers(halves)]
+        [[0, 6], [1, 7], [2, 5]]
+    """
+    every = list(samples)
+    cuts = [int(np.argmax(sample.trained)) for sample in every]
+    for i in range(len(every)):
+        j = (i + 1) % len(every)
+        parts = [(every[i], slice(cuts[i])), (every[j], slice(cuts[j], None))]
+        tokens = np.concatenate([sample.tokens[part] for sample, part in parts])
+        yield Sample(tokens, np.concatenate([sample.trained[part] for sample, part in parts]))
+
+
 def pack_pairs(
     lengths: ArrayLike,
     capacity: int,
@@ -135,12 +162,14 @@ def pack_pairs(
     below 0 for padding.
 
     Args:
-        lengths: Tokens of each document, `[2N]`: 2i and 2i + 1 are a pair.
+        lengths: Tokens of each document, `[2N]`: 2i and 2i + 1 are a pair, which is left out where
+            both are 0.
         capacity: Tokens per row, which both halves together must not exceed.
         fit: As in `pack_bins`; it sees the two halves as one piece.
         group_size: As in `pack_bins`, in pairs.
         overlong: What becomes of a pair longer than the capacity: "error" or "drop". A pair is
-            never split or cut. Those dropped are N minus half the pieces of the result.
+            never split or cut. Those dropped are N minus half the pieces of the result, and minus
+            those left out.
         multiple_of: As in `pack_bins`; each half is aligned by itself.
 
     Returns:
@@ -187,10 +216,12 @@ def _checked_pairs(lengths: ArrayLike) -> np.ndarray[Any, np.dtype[np.int64]]:
     if array.ndim != 1 or len(array) % 2 or (array.size and array.dtype.kind not in "iu"):
         must = "must be an even number of integers, two for each pair"
         raise ValueError(f"pack_pairs: lengths {must}; got {array.dtype} {array.shape}")
-    if array.size and array.min() < 1:
-        what = f"document {array.argmin()} has {array.min()} tokens; a pair needs both halves"
-        raise ValueError(f"pack_pairs: {what}")
     pairs: np.ndarray[Any, np.dtype[np.int64]] = array.astype(np.int64).reshape(-1, 2)
+    wrong = (pairs < 1) & (pairs != 0).any(axis=1, keepdims=True)
+    if wrong.any():
+        document = wrong.ravel().argmax()
+        what = f"document {document} has {array[document]} tokens; a pair needs both halves"
+        raise ValueError(f"pack_pairs: {what}")
     return pairs
 
 

@@ -15,6 +15,7 @@ from trainkit.corpora.open import (
     open_corpus,
     trainable_tokens,
 )
+from trainkit.corpora.pairs import disorder_answers, open_pairs
 from trainkit.corpora.records import read_records
 from trainkit.corpora.tokens import (
     TokenCorpus,
@@ -29,6 +30,7 @@ __all__ = [
     "TokenCorpus",
     "check_unchanged",
     "describe_corpus",
+    "disorder_answers",
     "docstring_conversations",
     "documents_of",
     "fingerprint",
@@ -40,6 +42,7 @@ __all__ = [
     "memory_corpus",
     "open_conversations",
     "open_corpus",
+    "open_pairs",
     "open_tokens",
     "read_records",
     "standard_library",

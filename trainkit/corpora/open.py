@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import attrs
 import numpy as np
@@ -30,6 +30,8 @@ if TYPE_CHECKING:
     from trainkit.types import Sample, Tokenizer
 
     Encode = Callable[[Mapping[str, Any]], ArrayLike | Sample]
+
+T = TypeVar("T")
 
 
 def open_corpus(
@@ -349,7 +351,7 @@ def _encoded(
         for name, record in read_records(path, suffixes=suffixes, keep=keep, sources=sources):
             names.append(name)
             where = record_place(path, name)
-            yield where, _encode(encode, record, where)
+            yield where, encode_record(encode, record, where)
 
     columns = checked_columns("open_corpus", getattr(encode, "columns", None))
     corpus = gathered(documents(), vocab_size=vocab_size, columns=columns)
@@ -362,7 +364,16 @@ def _encoded(
     return attrs.evolve(corpus, names=names, sources=sources)
 
 
-def _encode(encode: Encode, record: Mapping[str, Any], where: str) -> ArrayLike | Sample:
+def encode_record(encode: Callable[[Any], T], record: Mapping[str, Any], where: str) -> T:
+    """Return what `encode` makes of a record; what it raises names the place.
+
+    Raises:
+        DataError: `encode` raises anything.
+
+    Examples:
+        >>> encode_record(len, {"a": 1}, "x.jsonl: line 1")
+        1
+    """
     try:
         return encode(record)
     except Exception as error:

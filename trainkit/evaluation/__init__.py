@@ -2,12 +2,15 @@
 
 `bind_score` makes a function of a model in any layout: from examples to what each token of them
 scores. `read_texts` and `read_choices` make examples of files, `write_lines` results that a killed
-run goes on with, `perplexity` and `accuracy` the numbers of them.
+run goes on with, `perplexity` and `accuracy` the numbers of them. `score_corpus` stores what a
+frozen model finds as columns of a token file.
 """
 
 from __future__ import annotations
 
 from trainkit.evaluation.choices import accuracy, choice_item, choice_line, read_choices
+from trainkit.evaluation.columns import Measure, logprob_columns, score_corpus, top_columns
+from trainkit.evaluation.corpus import corpus_logprobs
 from trainkit.evaluation.examples import (
     Example,
     Item,
@@ -18,23 +21,35 @@ from trainkit.evaluation.examples import (
 )
 from trainkit.evaluation.harness import Generate, evaluate_tasks, harness_model, open_tasks
 from trainkit.evaluation.lines import in_groups, read_lines, write_lines
-from trainkit.evaluation.score import Score, Scored, bind_score, token_scores
+from trainkit.evaluation.score import (
+    Score,
+    Scored,
+    TopWords,
+    bind_score,
+    bind_top_words,
+    token_scores,
+)
 from trainkit.evaluation.texts import perplexity, read_texts, text_item, text_line
 
 __all__ = [
     "Example",
     "Generate",
     "Item",
+    "Measure",
     "Score",
     "Scored",
+    "TopWords",
     "accuracy",
     "bind_score",
+    "bind_top_words",
     "choice_item",
     "choice_line",
+    "corpus_logprobs",
     "encode_pair",
     "evaluate_tasks",
     "harness_model",
     "in_groups",
+    "logprob_columns",
     "make_example",
     "open_tasks",
     "perplexity",
@@ -43,8 +58,10 @@ __all__ = [
     "read_lines",
     "read_texts",
     "rolling_windows",
+    "score_corpus",
     "text_item",
     "text_line",
     "token_scores",
+    "top_columns",
     "write_lines",
 ]

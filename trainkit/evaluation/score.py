@@ -17,8 +17,9 @@ from trainkit.collectives import all_max, all_sum
 from trainkit.corpora.tokens import memory_corpus
 from trainkit.evaluation.examples import Example
 from trainkit.losses import cross_entropy_per_token
-from trainkit.losses.linear_cross_entropy import cast_factors, linear_in_chunks
+from trainkit.losses.linear import cast_factors, linear_in_chunks
 from trainkit.losses.softmax import scores_
+from trainkit.losses.teachers import likeliest, log_softmax_
 from trainkit.models.call import call_model
 from trainkit.packing import pack_bins
 from trainkit.packing.pieces import align
@@ -60,6 +61,9 @@ class Scored:
 
 Score = Callable[[Sequence[Example]], list[Scored]]
 """`Score(examples) -> what each scores`, in their order, on every rank."""
+
+TopWords = Callable[[Sequence[Example]], list[tuple[np.ndarray[Any, Any], ...]]]
+"""`TopWords(examples) -> (ids, logprobs) of each`, `[scored, k]`, in their order, on every rank."""
 
 
 def bind_score(
@@ -107,12 +111,100 @@ def bind_score(
         >>> bool(abs(one.logprob - two.logprobs[1]) < 1e-5), len(two.logprobs)
         (True, 2)
     """
+    how = {"place": place, "axis": axis, "pp": pp, "tp": tp, "call": call, "pad_id": pad_id}
+    values_of = _bind(stages, token_scores, 2, tokens_per_batch=tokens_per_batch, **how)
+
+    def score(examples: Sequence[Example]) -> list[Scored]:
+        return [_scored(x, number) for number, x in enumerate(values_of(examples))]
+
+    return score
+
+
+def bind_top_words(
+    stages: Sequence[nn.Module],
+    top_k: int,
+    *,
+    temperature: float = 1.0,
+    place: Place = Place(),  # noqa: B008 (frozen)
+    axis: Axis = SOLO,
+    pp: Axis = SOLO,
+    tp: Axis = SOLO,
+    call: Call = call_model,
+    tokens_per_batch: int = 8192,
+    pad_id: int = 0,
+) -> TopWords:
+    """Return the function that finds a model's likeliest words, as `bind_score` does a score.
+
+    Args:
+        stages: As in `bind_score`, and so are the names that are not here.
+        top_k: How many words are kept for each token.
+        temperature: What logits are divided by first.
+        place: Which part of a batch this rank holds.
+        axis: The ranks that hold distinct tokens.
+        pp: The pipeline axis.
+        tp: The tensor-parallel axis.
+        call: How a batch enters the model.
+        tokens_per_batch: How many tokens a rank computes at a time.
+        pad_id: The token id of padding.
+
+    Returns:
+        `top_words(examples) -> [(ids, logprobs)]`, of the words that might have stood where each
+        counting token does: int64 and float64 `[scored, top_k]`, likeliest first.
+
+    Raises:
+        ValueError: `top_k` is below 1, or `temperature` is not above 0; later, there are not so
+            many words.
+
+    Effects:
+        As `bind_score`.
+
+    Examples:
+        >>> from trainkit.models.decoder import build_decoder
+        >>> from trainkit.models.sizes import decoder_config
+        >>> model = build_decoder(decoder_config("tiny"), seed=0)
+        >>> [(ids, logprobs)] = bind_top_words([model], 3)([Example(np.array([5, 6, 7]), 2)])
+        >>> ids.shape, bool((logprobs[:, 0] > logprobs[:, 2]).all())
+        ((2, 3), True)
+    """
+    at_least(1, "bind_top_words", top_k=top_k)
+    if temperature <= 0:
+        raise ValueError(f"bind_top_words: temperature must be above 0, got {temperature}")
+    how = {"place": place, "axis": axis, "pp": pp, "tp": tp, "call": call, "pad_id": pad_id}
+    measure = partial(_top_words, top_k=top_k, temperature=temperature)
+    values_of = _bind(stages, measure, 2 * top_k, tokens_per_batch=tokens_per_batch, **how)
+
+    def top_words(examples: Sequence[Example]) -> list[tuple[np.ndarray[Any, Any], ...]]:
+        found = list[tuple[np.ndarray[Any, Any], ...]]()
+        for number, values in enumerate(values_of(examples)):
+            ids, logprobs = values[:top_k].T.astype(np.int64), values[top_k:].T.copy()
+            _check_finite(logprobs, number)
+            found.append((ids, logprobs))
+        return found
+
+    return top_words
+
+
+def _bind(
+    stages: Sequence[nn.Module],
+    measure: Callable[[Any, Tensor], Sequence[Tensor]],
+    width: int,
+    *,
+    place: Place,
+    axis: Axis,
+    pp: Axis,
+    tp: Axis,
+    call: Call,
+    tokens_per_batch: int,
+    pad_id: int,
+) -> Callable[[Sequence[Example]], list[np.ndarray[Any, Any]]]:
+    """Return what gives `width` numbers of each counting token, `[width, scored]` of an example."""
     at_least(1, "bind_score", tokens_per_batch=tokens_per_batch)
     multiple = 2 * place.ring.count if place.ring.count > 1 else 1
     length_multiple = multiple * place.ulysses.count * tp.count
-    run = partial(_run, stages, pp=pp, call=call, place=place, pad_id=pad_id)
+    how: dict[str, Any] = {"pp": pp, "call": call, "place": place, "pad_id": pad_id}
+    run = partial(_run, stages, measure=measure, width=width, **how)
 
-    def score(examples: Sequence[Example]) -> list[Scored]:
+    def values_of(examples: Sequence[Example]) -> list[np.ndarray[Any, Any]]:
         if not examples:
             return []
         _check(examples)
@@ -120,22 +212,17 @@ def bind_score(
         longest = int(align(lengths, multiple).max())
         capacity = -(-longest // length_multiple) * length_multiple
         bins = pack_bins(lengths, capacity, multiple_of=multiple, overlong="error", group_size=0)
-        begins = _begins(bins)
+        ends = _begins(bins) + lengths
+        counting = [slice(end - x.scored, end) for end, x in zip(ends, examples, strict=True)]
         labels = np.full(len(bins) * capacity + 1, IGNORED_LABEL)  # the last one is nowhere: -1
-        for example, begin, length in zip(examples, begins, lengths, strict=True):
-            counting = slice(begin + length - example.scored, begin + length)
-            labels[counting] = example.ids[-example.scored :]
+        for example, own in zip(examples, counting, strict=True):
+            labels[own] = example.ids[-example.scored :]
         rows = _dealt(len(bins), place, rows=max(1, tokens_per_batch // capacity))
         found = run(examples, bins, torch.from_numpy(labels), rows)
         table = all_sum(all_sum(found, axis), pp).cpu().numpy()
-        return [
-            _scored(table[:, begin + length - example.scored : begin + length], number)
-            for number, (example, begin, length) in enumerate(
-                zip(examples, begins, lengths, strict=True)
-            )
-        ]
+        return [table[:, own] for own in counting]
 
-    return score
+    return values_of
 
 
 def _run(
@@ -145,14 +232,16 @@ def _run(
     labels: Tensor,
     rows: np.ndarray[Any, Any],
     *,
+    measure: Callable[[Any, Tensor], Sequence[Tensor]],
+    width: int,
     pp: Axis,
     call: Call,
     place: Place,
     pad_id: int,
 ) -> Tensor:
-    """Return log-probability and greediness of the tokens of this rank `[2, rows x S]`, else 0."""
+    """Return what is measured of the tokens of this rank `[width, rows x S]`, else 0."""
     device, last = compute_device(stages[0]), places_of(stages, pp)[-1].last
-    table = torch.zeros(2, len(labels) - 1, dtype=torch.float64, device=device)
+    table = torch.zeros(width, len(labels) - 1, dtype=torch.float64, device=device)
     inputs = memory_corpus(example.ids[:-1] for example in examples)
     with evaluating(stages):
         for chosen in rows:
@@ -162,7 +251,7 @@ def _run(
             output = forward_stages(stages, part, axis=pp, call=call)
             if last:
                 kept = part.labels != IGNORED_LABEL
-                found = [x[kept].double() for x in token_scores(output, part.labels)]
+                found = [x[kept].double() for x in measure(output, part.labels)]
                 table[:, part.token_index[kept]] = torch.stack(found)
     return table
 
@@ -196,11 +285,15 @@ def _dealt(num_rows: int, place: Place, *, rows: int) -> np.ndarray[Any, Any]:
 
 
 def _scored(values: np.ndarray[Any, Any], number: int) -> Scored:
-    if not np.isfinite(values).all():
-        wrong = values[0][~np.isfinite(values[0])][0]
+    _check_finite(values[0], number)
+    return Scored(values[0].copy(), bool(values[1].all()))
+
+
+def _check_finite(logprobs: np.ndarray[Any, Any], number: int) -> None:
+    if not np.isfinite(logprobs).all():
+        wrong = logprobs[~np.isfinite(logprobs)][0]
         what = f"score: a token of example {number} has the log-probability {wrong}"
         raise NumericsError(what, got=float(wrong), hint="look at the model's weights")
-    return Scored(values[0].copy(), bool(values[1].all()))
 
 
 def _check(examples: Sequence[Example]) -> None:
@@ -255,6 +348,35 @@ def token_scores(output: Any, labels: Tensor) -> tuple[Tensor, Tensor]:
         _, values = linear_in_chunks(factors, compute)
     losses, is_best = values.unbind(-1)
     return -losses.view(labels.shape), is_best.view(labels.shape).bool()
+
+
+def _top_words(output: Any, labels: Tensor, *, top_k: int, temperature: float) -> list[Tensor]:
+    """Return the likeliest words of each token and their log-probabilities, 2 k times `[...]`.
+
+    The ids are floating: exact below 2^24 words in fp32.
+    """
+    output = unrouted(output)
+    words = (
+        output.shape[-1]
+        if isinstance(output, Tensor)
+        else len(Hidden(*output).weight) * Hidden(*output).axis.count
+    )
+    if top_k > words:
+        raise ValueError(f"bind_top_words: top_k is {top_k}, and the model has {words} words")
+    if isinstance(output, Tensor):
+        flat = (output.detach().flatten(0, -2).float() / temperature).log_softmax(-1)
+        found = torch.cat([x.float() for x in likeliest(flat, top_k, SOLO)], dim=-1)
+    else:
+        hidden, weight, axis, softcap = Hidden(*output)
+        factors = cast_factors("top_words", hidden, weight, labels, softcap=softcap, axis=axis)
+
+        def compute(logits: Tensor, _rows: slice, _gradient: bool) -> Tensor:
+            ids, logprobs = likeliest(log_softmax_(logits.div_(temperature), axis), top_k, axis)
+            return torch.cat([logprobs[:, :1], ids.to(logprobs.dtype), logprobs], dim=-1)
+
+        with torch.no_grad():
+            _, found = linear_in_chunks(factors, compute)
+    return [x.view(labels.shape) for x in found.unbind(-1)]
 
 
 def _likeliest(logits: Tensor, axis: Axis) -> Tensor:

@@ -6,7 +6,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import attrs
 
@@ -21,7 +21,8 @@ from trainkit.models.sizes import config_from_facts
 from trainkit.tokenizers import ByteTokenizer, HFTokenizer, open_tokenizer, tokenizer_hash
 from trainkit.types import CheckpointError, ConfigError
 
-_STEPS = ("--steps", "150", "--schedule-steps", "150", "--eval-every", "0")
+_BASES = {"pretrain": ("base", "150", "a small base"), "finetune": ("answers", "100", "answers")}
+"""For each recipe that trains a base: its folder, its steps, and what it is called."""
 
 
 @attrs.frozen(eq=False)
@@ -133,14 +134,21 @@ def _run(path: Path, name: str | None, tell: Callable[[str], None]) -> Trained:
     return Trained(path, config, name, tokenizer, *known)
 
 
-def base_run(recipes: Path, *, runs: Path = Path("runs")) -> Path:
+def base_run(
+    recipes: Path,
+    *,
+    recipe: Literal["pretrain", "finetune"] = "pretrain",
+    runs: Path = Path("runs"),
+) -> Path:
     """Return a run to begin with: `runs/pretrain`, or `runs/base`, which is trained now if need be.
 
     This is what a recipe does whose user names nothing to begin with. The small base takes a minute
-    on two cores; a second call finds it there, or goes on with it where it was stopped.
+    on two cores; a second call finds it there, or goes on with it where it was stopped. What shall
+    know how to answer begins with `runs/finetune`, or `runs/answers`, alike.
 
     Args:
-        recipes: The folder in which `pretrain.py` is.
+        recipes: The folder in which `pretrain.py` and `finetune.py` are.
+        recipe: Which of them trains it.
         runs: Where runs are.
 
     Raises:
@@ -149,7 +157,7 @@ def base_run(recipes: Path, *, runs: Path = Path("runs")) -> Path:
         SystemExit: Training ended early, with its exit code; it has said why.
 
     Effects:
-        May run `pretrain.py` in a process of its own, which prints on this one's stderr.
+        May run the recipe in a process of its own, which prints on this one's stderr.
 
     Examples:
         >>> import tempfile
@@ -159,18 +167,20 @@ def base_run(recipes: Path, *, runs: Path = Path("runs")) -> Path:
         ...     base_run(Path("recipes"), runs=place) == place / "pretrain"
         True
     """
-    pretrain, base = runs / "pretrain", runs / "base"
-    if list_checkpoints(pretrain / "checkpoints"):
-        return pretrain
+    folder, steps, what = _BASES[recipe]
+    trained, base = runs / recipe, runs / folder
+    if list_checkpoints(trained / "checkpoints"):
+        return trained
     if (base / "final.json").is_file():
         return base
     if world_size() > 1:
         raise ConfigError(
-            f"base_run: there is nothing to begin with: no run in {pretrain} or {base}",
-            hint="python recipes/pretrain.py trains one; or name a run or a Hugging Face folder",
+            f"base_run: there is nothing to begin with: no run in {trained} or {base}",
+            hint=f"python recipes/{recipe}.py trains one; or name a run or a Hugging Face folder",
         )
-    say_on_stderr(f"training a small base first, into {base}: about a minute")
-    command = [sys.executable, str(recipes / "pretrain.py"), "--out", str(base), *_STEPS]
+    say_on_stderr(f"training {what} first, into {base}: about a minute")
+    flags = ("--steps", steps, "--schedule-steps", steps, "--eval-every", "0")
+    command = [sys.executable, str(recipes / f"{recipe}.py"), "--out", str(base), *flags]
     ended = subprocess.run(command, stdout=2, check=False)  # noqa: S603 -- ours
     if ended.returncode:
         raise SystemExit(ended.returncode)

@@ -24,7 +24,10 @@ def group_advantages(
         eps: What is added to the deviation.
 
     Returns:
-        `[N]`; 0 in a group of one.
+        `[N]`; 0 in a group of one, and in one of equal rewards.
+
+    Raises:
+        ValueError: Rewards are not floating, or there is not one group for each.
 
     References:
         Shao et al., "DeepSeekMath" (2024); Liu et al., "Understanding R1-Zero-like training"
@@ -35,12 +38,13 @@ def group_advantages(
         >>> group_advantages(rewards, groups, num_groups=2, deviation=False)
         tensor([ 0.5000, -0.5000,  0.0000])
     """
-    counts, sums = _by_group(rewards, groups, num_groups)
-    above = rewards - (sums / counts)[groups]
-    if not deviation:
-        return above
-    _, squares = _by_group(above.square(), groups, num_groups)
-    return above / ((squares / (counts - 1).clamp(min=1)).sqrt()[groups] + eps)
+    exact = _exact(rewards)
+    counts, sums = _by_group(exact, groups, num_groups)
+    above = exact - (sums / counts)[groups]
+    if deviation:
+        _, squares = _by_group(above.square(), groups, num_groups)
+        above = above / ((squares / (counts - 1).clamp(min=1)).sqrt()[groups] + eps)
+    return above.to(rewards.dtype)
 
 
 def leave_one_out(rewards: Tensor, groups: Tensor, *, num_groups: int) -> Tensor:
@@ -54,6 +58,9 @@ def leave_one_out(rewards: Tensor, groups: Tensor, *, num_groups: int) -> Tensor
     Returns:
         `[N]`; 0 in a group of one, which has no others.
 
+    Raises:
+        ValueError: Rewards are not floating, or there is not one group for each.
+
     References:
         Kool et al., "Buy 4 REINFORCE samples, get a baseline for free" (2019); Ahmadian et al.,
         "Back to basics" (2024), RLOO.
@@ -63,9 +70,10 @@ def leave_one_out(rewards: Tensor, groups: Tensor, *, num_groups: int) -> Tensor
         >>> leave_one_out(rewards, groups, num_groups=1)
         tensor([ 1.5000, -1.5000,  0.0000])
     """
-    counts, sums = _by_group(rewards, groups, num_groups)
-    others = (sums[groups] - rewards) / (counts - 1).clamp(min=1)[groups]
-    return torch.where(counts[groups] > 1, rewards - others, 0)
+    exact = _exact(rewards)
+    counts, sums = _by_group(exact, groups, num_groups)
+    others = (sums[groups] - exact) / (counts - 1).clamp(min=1)[groups]
+    return torch.where(counts[groups] > 1, exact - others, 0).to(rewards.dtype)
 
 
 def gae(
@@ -118,7 +126,18 @@ def gae(
     return found
 
 
+def _exact(rewards: Tensor) -> Tensor:
+    """Return rewards in fp64: what rounding left of equal ones would be divided by itself."""
+    if not rewards.is_floating_point():
+        raise ValueError(f"advantages: rewards must be floating, got {rewards.dtype}")
+    return rewards.double()
+
+
 def _by_group(x: Tensor, groups: Tensor, count: int) -> tuple[Tensor, Tensor]:
     """Return how many values each group has, at least 1, and their sum."""
-    counts = torch.bincount(groups, minlength=count).to(x.dtype).clamp(min=1)
-    return counts, x.new_zeros(count).scatter_add(0, groups, x)
+    if x.ndim != 1 or groups.shape != x.shape:
+        must = "rewards and groups must be [N], one of each for an answer"
+        raise ValueError(f"advantages: {must}, got {tuple(x.shape)} and {tuple(groups.shape)}")
+    nothing = x.new_zeros(count)
+    counts = nothing.scatter_add(0, groups, torch.ones_like(x)).clamp(min=1)
+    return counts, nothing.scatter_add(0, groups, x)

@@ -25,9 +25,10 @@ from typing import Any
 
 import attrs
 import torch
+from attrs.validators import optional
 from torch import Tensor
 
-from trainkit.losses.linear_cross_entropy import Columns, OfScores, TokenScores
+from trainkit.losses.linear import Columns, OfScores, TokenScores
 from trainkit.losses.sequences import count_names, counted, sum_documents
 from trainkit.losses.shaping import UNSHAPED, Shaping
 from trainkit.losses.terms import (
@@ -38,7 +39,7 @@ from trainkit.losses.terms import (
     output_logprobs,
     with_terms,
 )
-from trainkit.types import IGNORED_LABEL, SOLO, Axis
+from trainkit.types import IGNORED_LABEL, SOLO, Axis, ConfigError, positive
 
 Surrogate = Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
 """From log-probabilities, ratios to the old ones, and advantages to what each token or answer
@@ -71,7 +72,8 @@ def clipped(low: float = 0.2, high: float = 0.2) -> Surrogate:
 def bounded_weights(low: float = 1.0, high: float = 0.28) -> Surrogate:
     """Return CISPO's surrogate: log-probabilities, weighed by ratios within bounds.
 
-    Every token keeps a gradient, also where its ratio is bounded.
+    Every token keeps a gradient, also where its ratio is bounded; but for a word that the shaping
+    leaves out by now, which costs nothing.
 
     References:
         MiniMax 2025; a low of 1 bounds nothing from below.
@@ -84,7 +86,8 @@ def bounded_weights(low: float = 1.0, high: float = 0.28) -> Surrogate:
 
     def surrogate(logprobs: Tensor, ratios: Tensor, advantages: Tensor) -> tuple[Tensor, Tensor]:
         bounded = ratios.detach().clamp(1 - low, 1 + high)
-        return -bounded * advantages * logprobs, bounded != ratios.detach()
+        known = logprobs.masked_fill(logprobs == -torch.inf, 0)  # of words that are left out
+        return -bounded * advantages * known, bounded != ratios.detach()
 
     return surrogate
 
@@ -141,6 +144,9 @@ def importance(old: Tensor, sampler: Tensor, *, most: float) -> Tensor:
 class Added:
     """What is added to a policy gradient, and how answers of another sampler are weighed.
 
+    Raises:
+        ConfigError: A divergence is weighed that is not there, or `most_importance` is not above 0.
+
     Examples:
         >>> Added(kl=k3, kl_weight=0.04).most_importance is None
         True
@@ -152,11 +158,17 @@ class Added:
     kl_weight: float = 0.0
     """... this many times; 0 only reports it."""
 
-    most_importance: float | None = None
+    most_importance: float | None = attrs.field(default=None, validator=optional(positive))
     """Weigh by the `importance` of `batch["sampler_logprobs"]`, truncated here."""
+
+    def __attrs_post_init__(self) -> None:
+        if self.kl_weight and self.kl is None:
+            what = f"kl_weight is {self.kl_weight}, and no kl says what it weighs"
+            raise ConfigError(f"Added: {what}; take k3, k2 or k1", where="kl", got=None)
 
 
 NOTHING_ADDED = Added()
+_REFERENCE = "reference_logprobs"
 
 
 def policy_gradient(
@@ -170,10 +182,11 @@ def policy_gradient(
     """Return the policy gradient of tokens, of logits or of a `Hidden`, from one pass.
 
     "policy" is what is differentiated. Reported beside it, as sums over tokens with a "/count":
-    "clipped", the tokens whose ratio was bounded; "old_kl", the divergence from the old policy by
-    `k3`; "ratio_beyond_2" and "ratio_beyond_10", the tokens that have become so many times likelier
-    or less likely, which stand for extremes, as these have no sum; and, where they are asked, "kl",
-    "entropy", and "truncated", the tokens whose importance was.
+    "clipped", the tokens whose ratio was bounded; "old_kl", the divergence from this policy of the
+    old one, by which tokens were drawn (`k3`); "ratio_beyond_2" and "ratio_beyond_10", the tokens
+    that have become so many times likelier or less likely, which stand for extremes, as these have
+    no sum; and, where they are asked, "kl", "entropy", and "truncated", the tokens whose importance
+    was. A word that the shaping leaves out by now has a ratio of 0, and no divergence.
 
     Args:
         surrogate: What a ratio costs: `clipped`, `bounded_weights`, or one of your own.
@@ -196,7 +209,7 @@ def policy_gradient(
             own = (_column(scores, columns, name) for name in ("old_logprobs", "sampler_logprobs"))
             value = value * importance(*own, most=added.most_importance)
         if added.kl is not None and added.kl_weight:
-            value = value + added.kl_weight * _kl(added.kl, scores, columns)
+            value = value + added.kl_weight * _kl(added.kl, scores, columns, _REFERENCE)
         if entropy_weight:
             value = value - entropy_weight * scores.entropies
         return value * _column(scores, columns, "weights") if weighted else value
@@ -248,9 +261,9 @@ def sequence_policy_gradient(
 
         old = column("old_logprobs")
         columns = {"logprobs": logprobs, "advantages": column("advantages")}
-        columns |= {"log_ratios": logprobs - old, "old_kl": k3(logprobs, old)}
+        columns |= {"log_ratios": logprobs - old, "old_kl": _from_policy(logprobs, old)}
         if added.kl is not None:
-            columns["kl"] = added.kl(logprobs, column("reference_logprobs"))
+            columns["kl"] = added.kl(logprobs, column(_REFERENCE))
         if added.most_importance is not None:
             columns["importance"] = old - column("sampler_logprobs")
         found = sum_documents(batch, columns, axis=axis)
@@ -281,8 +294,16 @@ def _bound(surrogate: Surrogate, scores: TokenScores, columns: Columns) -> tuple
     return surrogate(-scores.losses, ratios, _column(scores, columns, "advantages"))
 
 
-def _kl(estimator: Estimator, scores: TokenScores, columns: Columns) -> Tensor:
-    return estimator(-scores.losses, _column(scores, columns, "reference_logprobs"))
+def _kl(estimator: Estimator, scores: TokenScores, columns: Columns, other: str) -> Tensor:
+    """Return the divergence from what a column says; 0 of a word that is left out by now."""
+    lost = scores.losses == torch.inf
+    own = (-scores.losses, _column(scores, columns, other))
+    return estimator(*(x.masked_fill(lost, 0) for x in own))
+
+
+def _from_policy(logprobs: Tensor, old: Tensor) -> Tensor:
+    """Return `k3` of the old policy, by which tokens were drawn, from this one."""
+    return k3(old, logprobs)
 
 
 def _one(scores: TokenScores, _: Columns) -> Tensor:
@@ -300,17 +321,17 @@ def _figures(surrogate: Surrogate, added: Added) -> dict[str, OfScores]:
         return measure
 
     def truncated(scores: TokenScores, columns: Columns) -> Tensor:
-        old, sampler = columns["old_logprobs"], columns["sampler_logprobs"]
+        old, sampler = (_column(scores, columns, x) for x in ("old_logprobs", "sampler_logprobs"))
         return (old - sampler > math.log(added.most_importance or 1.0)).to(scores.losses.dtype)
 
     figures: dict[str, OfScores] = {
         "clipped": lambda scores, columns: _bound(surrogate, scores, columns)[1].double(),
-        "old_kl": lambda s, columns: k3(-s.losses, _column(s, columns, "old_logprobs")),
+        "old_kl": lambda scores, columns: _kl(_from_policy, scores, columns, "old_logprobs"),
         "ratio_beyond_2": beyond(2.0),
         "ratio_beyond_10": beyond(10.0),
     }
     if (estimator := added.kl) is not None:
-        figures["kl"] = lambda scores, columns: _kl(estimator, scores, columns)
+        figures["kl"] = lambda scores, columns: _kl(estimator, scores, columns, _REFERENCE)
     if added.most_importance is not None:
         figures["truncated"] = truncated
     return figures

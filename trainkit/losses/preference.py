@@ -3,19 +3,21 @@
 Of the documents of a row, 2j is the chosen answer and 2j + 1 the rejected one (`chat.pack_pairs`),
 and only what has a label is the answer. The denominator is the number of pairs of the global batch,
 `batch.count_documents(microbatches, halves=True)`: a pair is counted on the rank where its chosen
-answer begins, so that it is one pair in every layout. Under ring and Ulysses the tokens of an
-answer lie on several ranks, of which `axis` is told: `ps.sp`.
+answer begins, so that it is one pair in every layout. A row with an answer that is in no pair is
+refused on a CPU; elsewhere its loss is NaN, as looking would wait for the device. Under ring and
+Ulysses the tokens of an answer lie on several ranks, of which `axis` is told: `ps.sp`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 from torch.nn.functional import logsigmoid
 
+from trainkit.losses.logits import on_host
 from trainkit.losses.sequences import Documents, count_names, counted, sum_documents
 from trainkit.losses.terms import NamedLoss, Terms, output_logprobs, with_terms
 from trainkit.types import SOLO, Axis
@@ -66,8 +68,7 @@ def dpo(
         smooth = label_smoothing
         return -(1 - smooth) * logsigmoid(margin) - smooth * logsigmoid(-margin)
 
-    score = _sums if reference_free else _log_ratios
-    return _of_pairs(of_pair, score, scale=beta, axis=axis)
+    return _of_pairs(of_pair, "sum", reference=not reference_free, scale=beta, axis=axis)
 
 
 def ipo(beta: float = 0.1, *, axis: Axis = SOLO) -> NamedLoss:
@@ -95,11 +96,13 @@ def ipo(beta: float = 0.1, *, axis: Axis = SOLO) -> NamedLoss:
     def of_pair(chosen: Tensor, rejected: Tensor) -> Tensor:
         return (chosen - rejected - 1 / (2 * beta)).square()
 
-    return _of_pairs(of_pair, _mean_log_ratios, scale=beta, axis=axis)
+    return _of_pairs(of_pair, "mean", reference=True, scale=beta, axis=axis)
 
 
 def simpo(beta: float = 2.0, *, gamma: float = 1.0, axis: Axis = SOLO) -> NamedLoss:
     """Return simple preference optimization: means of log-probabilities, and no reference.
+
+    A pair of which one answer has no label, and so no mean, costs nothing.
 
     Args:
         beta: What the means over the tokens of an answer are multiplied by: its reward.
@@ -120,14 +123,15 @@ def simpo(beta: float = 2.0, *, gamma: float = 1.0, axis: Axis = SOLO) -> NamedL
     def of_pair(chosen: Tensor, rejected: Tensor) -> Tensor:
         return -logsigmoid(beta * (chosen - rejected) - gamma)
 
-    return _of_pairs(of_pair, _means, scale=beta, axis=axis)
+    return _of_pairs(of_pair, "mean", reference=False, scale=beta, axis=axis)
 
 
 def orpo(weight: float = 0.1, *, axis: Axis = SOLO) -> NamedLoss:
     """Return odds ratio preference optimization: the chosen answer's own loss, and the odds.
 
     A pair costs the mean cross entropy of the chosen answer's tokens, and `weight` times -log
-    sigmoid of the log of the odds ratio. It needs no reference.
+    sigmoid of the log of the odds ratio; nothing if one of its answers has no label. It needs no
+    reference.
 
     Args:
         weight: How much the odds count, lambda in the paper.
@@ -145,13 +149,13 @@ def orpo(weight: float = 0.1, *, axis: Axis = SOLO) -> NamedLoss:
     """
 
     def log_odds(means: Tensor) -> Tensor:
-        below = means.clamp(max=-torch.finfo(means.dtype).eps)  # an answer without tokens has 0
+        below = means.clamp(max=-torch.finfo(means.dtype).eps)  # the odds of 1 are infinite
         return below - torch.log(-torch.expm1(below))
 
     def of_pair(chosen: Tensor, rejected: Tensor) -> Tensor:
         return -chosen - weight * logsigmoid(log_odds(chosen) - log_odds(rejected))
 
-    return _of_pairs(of_pair, _means, scale=weight, axis=axis)
+    return _of_pairs(of_pair, "mean", reference=False, scale=weight, axis=axis)
 
 
 def kto(
@@ -165,8 +169,8 @@ def kto(
 
     A document's flag is `batch["desirable"]`, 1 or 0 at each of its labels. What it is compared
     with, the reference point of the step, is `batch["kl"]` at each label, and no function of this
-    microbatch alone: the mean log-ratio of answers to prompts that are not theirs, at least 0; see
-    `log_ratio`. The denominator is `batch.count_documents`.
+    microbatch alone: the mean log-ratio of answers to prompts that are not theirs; see `log_ratio`.
+    Below 0 it counts as 0. The denominator is `batch.count_documents`.
 
     Beside "preference" it reports "desirable_reward" and "undesirable_reward", `beta` times the
     log-ratio, over the documents of either kind.
@@ -191,14 +195,15 @@ def kto(
 
     @with_terms(*names)
     def loss(output: Any, batch: Mapping[str, Any]) -> Terms:
-        found = _documents("kto", output, batch, ("desirable", "kl", _REFERENCE), axis)
-        ratio, good = _log_ratios(found), found.means("desirable") > 0.5
-        gain = beta * (ratio - found.means("kl"))
+        found = _documents("kto", output, batch, "desirable", "kl", axis=axis)
+        ratio, good = found.sums[_SCORES], found.means("desirable") > 0.5
+        gain = beta * (ratio - found.means("kl").clamp(min=0))
         weights = torch.where(good, desirable_weight, undesirable_weight)
         cost = weights * torch.sigmoid(torch.where(good, -gain, gain))
         terms = counted({"preference": cost}, found.begun)
-        terms |= counted({"desirable_reward": beta * ratio}, found.begun & good)
-        terms |= counted({"undesirable_reward": beta * ratio}, found.begun & ~good)
+        flagged = found.begun & (found.tokens > 0)
+        terms |= counted({"desirable_reward": beta * ratio}, flagged & good)
+        terms |= counted({"undesirable_reward": beta * ratio}, flagged & ~good)
         return torch.where(found.begun, cost, 0).sum(), terms
 
     return loss
@@ -208,7 +213,7 @@ def log_ratio(*, axis: Axis = SOLO) -> NamedLoss:
     """Return the log-ratios of documents to the reference, summed, as the terms of a `Loss`.
 
     Of rows whose answers belong to other prompts, `forward_only` and a sum over the `loss` axis
-    give what `kto` compares with: max(0, kl / (kl/count)).
+    give what `kto` compares with: kl / (kl/count).
 
     Args:
         axis: The ranks over which the tokens of a row are dealt.
@@ -223,56 +228,72 @@ def log_ratio(*, axis: Axis = SOLO) -> NamedLoss:
 
     @with_terms(*count_names("kl"))
     def loss(output: Any, batch: Mapping[str, Any]) -> Terms:
-        found = _documents("log_ratio", output, batch, (_REFERENCE,), axis)
-        ratio = _log_ratios(found)
+        found = _documents("log_ratio", output, batch, axis=axis)
+        ratio = found.sums[_SCORES]
         return torch.where(found.begun, ratio, 0).sum(), counted({"kl": ratio}, found.begun)
 
     return loss
 
 
-_REFERENCE = "reference_logprobs"
-
-
-def _log_ratios(found: Documents) -> Tensor:
-    return found.sums["logprobs"] - found.sums[_REFERENCE]
-
-
-def _mean_log_ratios(found: Documents) -> Tensor:
-    return found.means("logprobs") - found.means(_REFERENCE)
-
-
-def _sums(found: Documents) -> Tensor:
-    return found.sums["logprobs"]
-
-
-def _means(found: Documents) -> Tensor:
-    return found.means("logprobs")
+_SCORES = "scores"
 
 
 def _documents(
-    where: str, output: Any, batch: Mapping[str, Any], names: tuple[str, ...], axis: Axis
+    where: str,
+    output: Any,
+    batch: Mapping[str, Any],
+    *names: str,
+    reference: bool = True,
+    axis: Axis,
 ) -> Documents:
+    """Return documents with columns, and their log-ratios or log-probabilities as `_SCORES`."""
     logprobs, columns = output_logprobs(where, output, batch)
     own = {name: columns[name].view_as(logprobs) for name in names}
-    return sum_documents(batch, {"logprobs": logprobs, **own}, axis=axis)
+    # Token by token: what is left of two sums over a long answer would have lost digits.
+    scores = logprobs - columns["reference_logprobs"].view_as(logprobs) if reference else logprobs
+    return sum_documents(batch, {_SCORES: scores, **own}, axis=axis)
 
 
 def _of_pairs(
-    of_pair: OfPair, score: Callable[[Documents], Tensor], *, scale: float, axis: Axis
+    of_pair: OfPair,
+    over_tokens: Literal["sum", "mean"],
+    *,
+    reference: bool,
+    scale: float,
+    axis: Axis,
 ) -> NamedLoss:
     """Return a loss of pairs; rewards are `scale` times the scores of documents."""
-    needed = (_REFERENCE,) if score in {_log_ratios, _mean_log_ratios} else ()
     rewards = ("margin", "accuracy", "chosen_reward", "rejected_reward")
 
     @with_terms(*count_names("preference", *rewards))
     def loss(output: Any, batch: Mapping[str, Any]) -> Terms:
-        found = _documents("preference", output, batch, needed, axis)
-        chosen, rejected = score(found).unflatten(1, (-1, 2)).unbind(-1)
-        begun = found.begun[:, ::2]
-        cost = of_pair(chosen, rejected)
+        found = _documents("preference", output, batch, reference=reference, axis=axis)
+        scores = found.means(_SCORES) if over_tokens == "mean" else found.sums[_SCORES]
+        chosen, rejected = _in_pairs(scores)
+        broken, begun = _broken_pairs(found), found.begun[:, ::2]
+        if over_tokens == "mean" and not reference:  # the mean of nothing is no log-probability
+            answered, other = _in_pairs(found.tokens > 0)
+            begun = begun & (broken | answered & other)
+        cost = of_pair(chosen, rejected) * torch.where(broken, torch.nan, 1)
         margin = scale * (chosen - rejected)
         values = [margin, (margin > 0).to(margin.dtype), scale * chosen, scale * rejected]
         reported = {"preference": cost, **dict(zip(rewards, values, strict=True))}
         return torch.where(begun, cost, 0).sum(), counted(reported, begun)
 
     return loss
+
+
+def _in_pairs(x: Tensor) -> tuple[Tensor, Tensor]:
+    """Return what belongs to chosen and to rejected answers, `[B, N / 2]` each."""
+    return x[:, ::2], x[:, 1::2]
+
+
+def _broken_pairs(found: Documents) -> Tensor:
+    """Return which pairs have one answer alone, bool `[B, N / 2]`; where no sync is made, raise."""
+    chosen, rejected = _in_pairs(found.known)
+    broken = chosen != rejected
+    if on_host(broken) and broken.any():
+        row, pair = broken.nonzero()[0].tolist()
+        what = f"document {2 * pair} of row {row} is the last one, and no pair"
+        raise ValueError(f"preference: {what}; chat.pack_pairs keeps both answers in a row")
+    return broken

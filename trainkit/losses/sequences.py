@@ -20,12 +20,14 @@ class Documents(NamedTuple):
     """What is known of the documents of B rows, by their numbers in the row: `[B, N]` each.
 
     `sums` are those of columns over the tokens that are trained on, `tokens` how many these are.
-    `begun` is true for documents that begin on this rank, which counts them.
+    `begun` is true for documents that begin on this rank, which counts them; `known` for all that
+    there are, on whatever rank.
     """
 
     sums: dict[str, Tensor]
     tokens: Tensor
     begun: Tensor
+    known: Tensor
 
     def means(self, name: str) -> Tensor:
         """Return the mean of a column over the trained tokens of each document; 0 without any."""
@@ -69,11 +71,11 @@ def sum_documents(
         return x.new_zeros(rows * most).scatter_add(0, index, x.flatten()).view(rows, most)
 
     own = [add(torch.where(kept, x, 0).to(dtype)) for x in columns.values()]
-    parts = torch.stack([*own, add(kept.to(dtype))])
-    *sums, tokens = sum_grad(sum_forward(parts, axis), axis).unbind()
-    begins = (batch["position_ids"] == 0) & (ids >= 0)
+    begun = add(((batch["position_ids"] == 0) & (ids >= 0)).to(dtype))
+    parts = torch.stack([*own, add(kept.to(dtype)), begun])
+    *sums, tokens, known = sum_grad(sum_forward(parts, axis), axis).unbind()
     named = dict(zip(columns, sums, strict=True))
-    return Documents(named, tokens.detach(), add(begins.long()) > 0)
+    return Documents(named, tokens.detach(), begun > 0, known > 0)
 
 
 def counted(values: Mapping[str, Tensor], where: Tensor) -> dict[str, Tensor]:

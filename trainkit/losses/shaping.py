@@ -6,6 +6,8 @@ left out, which gets the logit -inf. Each value is a number, or a tensor with on
 
 from __future__ import annotations
 
+import math
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -40,14 +42,15 @@ class Shaping(NamedTuple):
         """Return the shaping of flattened tokens.
 
         Raises:
-            ValueError: A tensor has another shape than the labels.
+            ValueError: A tensor has another shape than the labels, or a number is out of its range.
         """
-        names = ("temperature", "top_k", "top_p", "min_p")
-        for name, x in zip(names, self, strict=True):
+        for (name, (holds, range_)), x in zip(_RANGES.items(), self, strict=True):
             if isinstance(x, Tensor) and x.shape not in (labels.shape, ()):
                 want, got = tuple(labels.shape), tuple(x.shape)
                 must = f"{name} must be a number or have the shape of labels {want}"
                 raise ValueError(f"{where}: {must}, got {got}")
+            if not isinstance(x, Tensor) and not (x is None and name == "top_k") and not holds(x):
+                raise ValueError(f"{where}: {name} must be {range_}, got {x}")
         return Shaping(*(_each(x, labels) for x in self))
 
     def of(self, rows: slice) -> Shaping:
@@ -61,6 +64,12 @@ class Shaping(NamedTuple):
 
 
 UNSHAPED = Shaping()
+_RANGES: dict[str, tuple[Callable[[Any], bool], str]] = {
+    "temperature": (lambda x: 0 < x < math.inf, "above 0 (at 0 nothing is drawn)"),
+    "top_k": (lambda x: x >= 1, "at least 1, or None"),
+    "top_p": (lambda x: 0 < x <= 1, "above 0 and at most 1"),
+    "min_p": (lambda x: 0 <= x <= 1, "between 0 and 1"),
+}
 
 
 def shaped_(logits: Tensor, how: Shaping, axis: Axis) -> Tensor:

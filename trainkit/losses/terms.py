@@ -20,26 +20,26 @@ from torch import Tensor
 
 from trainkit.batch import divisor_of, divisors_of
 from trainkit.collectives import gather_replicated
-from trainkit.losses.cross_entropy import (
-    check_labels,
-    cross_entropy_per_token,
-    sum_and_parts,
-    z_loss,
-)
-from trainkit.losses.linear_cross_entropy import (
+from trainkit.losses.linear import (
     Columns,
     Factors,
     OfScores,
     TokenScores,
     cast_factors,
     columns_of,
-    entropy,
     linear_in_chunks,
     linear_sum_and_parts,
     linear_terms,
     logprobs_of,
     squared_normalizer,
+    token_loss,
     weigh_terms,
+)
+from trainkit.losses.logits import (
+    check_labels,
+    cross_entropy_per_token,
+    sum_and_parts,
+    z_loss,
 )
 from trainkit.losses.shaping import UNSHAPED, Shaping, reshaped
 from trainkit.losses.softmax import accumulation_dtype
@@ -176,7 +176,7 @@ def next_token(logits: Tensor, batch: Mapping[str, Any]) -> Terms:
     return total, {"loss": total.detach()}
 
 
-@with_terms("loss", per_token=_of_hidden, of_scores=[(entropy, 1.0)])
+@with_terms("loss", per_token=_of_hidden, of_scores=[(token_loss, 1.0)])
 def next_token_linear(output: tuple[Any, ...], batch: Mapping[str, Any]) -> Terms:
     """Return what `next_token` does, of a `Hidden`: the whole logits exist nowhere.
 
@@ -235,7 +235,7 @@ def loss_of_scores(
         return total, own[0], own[1] if len(own) > 1 else (labels != IGNORED_LABEL).long()
 
     alone = names in {names[:1], (names[0], f"{names[0]}/count")}
-    known = of_scores if one_for_all == UNSHAPED else ()
+    known = of_scores if shaping is UNSHAPED else ()
 
     @with_terms(*names, per_token=per_token if alone else None, of_scores=known)
     def loss(output: Any, batch: Mapping[str, Any]) -> Terms:
@@ -269,6 +269,7 @@ def _values(
     def entropies() -> Tensor:
         return -(found.exp() * found.masked_fill(found == -torch.inf, 0)).sum(-1)
 
+    losses = torch.where(losses == torch.inf, losses.detach(), losses)  # as of a `Hidden`
     losses = losses.masked_fill(flat == IGNORED_LABEL, 0)
     scores = TokenScores(losses, rows.logsumexp(-1), entropies)
     total, values = weigh_terms(terms, scores, columns_of(batch, labels), flat)

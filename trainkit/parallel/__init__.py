@@ -8,6 +8,7 @@ pipeline is here too.
 from trainkit.parallel.compiled import compiled
 from trainkit.parallel.expert import expert
 from trainkit.parallel.fitting import problems, refuse
+from trainkit.parallel.frozen import output_head, with_columns
 from trainkit.parallel.fsdp import fsdp
 from trainkit.parallel.generation import bind_call
 from trainkit.parallel.materialize import materialize_, weights_of
@@ -50,6 +51,7 @@ __all__ = [
     "materialize_",
     "named_buffers_of",
     "named_parameters_of",
+    "output_head",
     "precision",
     "problems",
     "rank_of_stages",
@@ -60,4 +62,5 @@ __all__ = [
     "start_lines",
     "tensor",
     "weights_of",
+    "with_columns",
 ]

@@ -176,7 +176,7 @@ def prepare_corpus(
     for told in filter(None, (left_out(path, suffixes) for path in _paths_of(source))):
         say(told)
     total = sum(chunk.bytes for chunk in chunks)
-    with _alone(out), _parts_folder(work.folder):
+    with alone(out), _parts_folder(work.folder):
         parts = _finished(work, chunks, say)
         kept = dict(parts)
         todo = {i: chunk for i, chunk in enumerate(chunks) if i not in kept}
@@ -359,11 +359,22 @@ def _parts_folder(folder: Path) -> Iterator[None]:
 
 
 @contextmanager
-def _alone(out: Path) -> Iterator[None]:
-    """Hold a lock on what is made from `out`'s name, beside it, while the block runs."""
+def alone(out: Path, *, by: str = "prepare") -> Iterator[None]:
+    """Hold a lock on what is made from `out`'s name, beside it, while the block runs.
+
+    Raises:
+        ConfigError: Another process holds it; `by` is which function says so.
+        DiskError: It cannot be written.
+
+    Examples:
+        >>> import tempfile
+        >>> with tempfile.TemporaryDirectory() as folder, alone(Path(folder) / "a.tokens"):
+        ...     sorted(path.name for path in Path(folder).iterdir())
+        ['.a.tokens.lock']
+    """
     path = out.with_name(f".{out.name}.lock")
     while True:
-        with disk_errors(path, by="prepare"):
+        with disk_errors(path, by=by):
             file = path.open("a+")
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -372,7 +383,7 @@ def _alone(out: Path) -> Iterator[None]:
             other = file.read() or "unknown"
             file.close()
             raise ConfigError(
-                f"prepare: {out}: another process (process {other}) prepares it",
+                f"{by}: {out}: another process (process {other}) makes it",
                 where=path,
                 hint="wait for it, or write to another file",
             ) from error

@@ -55,7 +55,7 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
 
 Evaluate = Callable[[], Mapping[str, float]]
-"""Evaluates; what it finds has a `loss` and its number of `tokens`.
+"""Evaluates; what it finds has a `loss` and its number of `tokens`, or of the `pairs` it is of.
 
 If it has a `score`, the lower the better, that says which checkpoints are best, and else the loss.
 """
@@ -336,7 +336,8 @@ class _Around:
         found = evaluate()
         state = health.refuse_divergence(state, found["loss"])
         self.event("evaluation", step=state.step, **found)
-        told = f"{found['loss']:.4f} nats per token, {found['tokens']} tokens"
+        unit = "pair" if "pairs" in found else "token"
+        told = f"{found['loss']:.4f} nats per {unit}, {found[f'{unit}s']} {unit}s"
         self.frame.say(f"held out: {told}")
         self.score = state.step, found.get("score", found["loss"])
         self.begin = time.perf_counter()

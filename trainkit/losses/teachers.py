@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from trainkit.collectives import all_max, all_sum, gather_replicated
-from trainkit.losses.linear_cross_entropy import (
+from trainkit.losses.linear import (
     Columns,
     Factors,
     OfLogits,
@@ -57,7 +57,8 @@ def distillation(
         chunk: Tokens whose logits exist at a time, as in `linear_cross_entropy`.
 
     Raises:
-        ValueError: A number is out of its range; later, the batch has no such hidden states.
+        ValueError: A number is out of its range; later, the batch has no such hidden states, or
+            student and teacher have other vocabularies.
 
     Examples:
         >>> loss = distillation(Hidden(torch.empty(0), torch.eye(4)), beta=0.5)
@@ -75,13 +76,14 @@ def distillation(
         columns = Columns(columns_of(batch, labels))
         hidden = columns["teacher_hidden"].detach().masked_fill(ignored.unsqueeze(-1), 0)
         weight = teacher.weight.detach()
+        _check_teacher(hidden, weight, words=len(factors.weight))
         make = logits_maker(Factors(hidden.to(weight.dtype), weight, None, teacher.softcap))
 
         def compare(logits: Tensor, rows: slice, gradient: bool) -> Tensor:
             wanted = log_softmax_(make(rows).div_(temperature), axis)
             if top_k is None:
                 return _compare_(logits, wanted.to(logits.dtype), beta, axis)
-            ids, logprobs = _likeliest(wanted.to(logits.dtype), top_k, axis)
+            ids, logprobs = likeliest(wanted.to(logits.dtype), top_k, axis)
             return _compare_top_(logits, (ids, logprobs), beta, axis, gradient)
 
         return _summed(factors, compare, ignored, temperature, chunk)
@@ -101,7 +103,7 @@ def stored_distillation(
         chunk: As in `distillation`.
 
     Returns:
-        A loss as `distillation` is, of a batch with "teacher_ids", int64 `[B, S, k]`, different
+        A loss as `distillation` is, of a batch with "teacher_ids", integers `[B, S, k]`, different
         words each, and "teacher_logprobs", `[B, S, k]`.
 
     Raises:
@@ -121,7 +123,7 @@ def stored_distillation(
         factors, labels, axis = read_output("stored_distillation", output, batch)
         ignored = labels.flatten() == IGNORED_LABEL
         columns = Columns(columns_of(batch, labels))
-        ids, logprobs = columns["teacher_ids"], columns["teacher_logprobs"]
+        ids, logprobs = columns["teacher_ids"].long(), columns["teacher_logprobs"]
         ids, logprobs = (x.masked_fill(ignored.unsqueeze(-1), 0) for x in (ids, logprobs))
 
         def compare(logits: Tensor, rows: slice, gradient: bool) -> Tensor:
@@ -150,10 +152,41 @@ def log_softmax_(logits: Tensor, axis: Axis) -> Tensor:
     return logits.sub_(total.log()).clamp_(min=_LEAST)
 
 
+def likeliest(logprobs: Tensor, k: int, axis: Axis) -> tuple[Tensor, Tensor]:
+    """Return the k likeliest of all words, `[T, k]`, and their log-probabilities, likeliest first.
+
+    Args:
+        logprobs: `[T, V / N]`, of this rank's words.
+        k: How many; of a smaller vocabulary all.
+        axis: The axis over which the vocabulary is cut.
+
+    Effects:
+        Communicates on `axis`: k words and numbers of each rank are gathered.
+
+    Examples:
+        >>> from trainkit.types import SOLO
+        >>> likeliest(torch.tensor([[-3.0, -1.0, -2.0]]), 2, SOLO)
+        (tensor([[1, 2]]), tensor([[-1., -2.]]))
+    """
+    words = logprobs.shape[-1]
+    best, ids = logprobs.topk(min(k, words))
+    best = gather_replicated(best, axis, dim=-1)
+    ids = gather_replicated(ids + axis.index * words, axis, dim=-1)
+    best, places = best.topk(min(k, best.shape[-1]))
+    return ids.gather(-1, places), best
+
+
 def _check(beta: float, temperature: float) -> None:
     if not 0 <= beta <= 1 or temperature <= 0:
         got = f"beta {beta} and temperature {temperature}"
         raise ValueError(f"distillation: beta is in [0, 1] and temperature above 0, got {got}")
+
+
+def _check_teacher(hidden: Tensor, weight: Tensor, *, words: int) -> None:
+    if weight.shape != (words, hidden.shape[-1]):
+        want = f"({words}, {hidden.shape[-1]}), a row for each word of the student"
+        got = f"got {tuple(weight.shape)}: both need one vocabulary"
+        raise ValueError(f"distillation: the teacher's weight must have shape {want}, {got}")
 
 
 def _summed(
@@ -200,16 +233,6 @@ def _compare_(logits: Tensor, wanted: Tensor, beta: float, axis: Axis) -> Tensor
 
 def _sum_of_words(weights: Tensor, values: Tensor, *, axis: Axis) -> Tensor:
     return all_sum(torch.einsum("tv,tv->t", weights, values), axis)
-
-
-def _likeliest(logprobs: Tensor, k: int, axis: Axis) -> tuple[Tensor, Tensor]:
-    """Return the k likeliest of all words, `[T, k]`, and their log-probabilities."""
-    words = logprobs.shape[-1]
-    best, ids = logprobs.topk(min(k, words))
-    best = gather_replicated(best, axis, dim=-1)
-    ids = gather_replicated(ids + axis.index * words, axis, dim=-1)
-    best, places = best.topk(min(k, best.shape[-1]))
-    return ids.gather(-1, places), best
 
 
 def _compare_top_(

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from trainkit.losses.cross_entropy import check_labels, sum_and_parts
+from trainkit.losses.logits import check_labels, sum_and_parts
 from trainkit.losses.shaping import UNSHAPED, Each, Shaping, shaped_, unshaped_slopes_
 from trainkit.losses.softmax import (
     Scores,
@@ -323,7 +323,7 @@ def linear_sum_and_parts(
     if chunk is None and axis.count == 1 and _fits_at_once(weight, labels):
         logits = capped(nn.functional.linear(hidden, weight, bias), softcap)
         return sum_and_parts("", logits, labels, axis)
-    total, parts = linear_terms(factors, labels, [(entropy, 1.0)], axis=axis, chunk=chunk)
+    total, parts = linear_terms(factors, labels, [(token_loss, 1.0)], axis=axis, chunk=chunk)
     return total, parts.view(labels.shape)
 
 
@@ -356,7 +356,7 @@ def linear_terms(
 
     Examples:
         >>> import torch
-        >>> terms = [(entropy, 1.0), (squared_normalizer, 10.0)]
+        >>> terms = [(token_loss, 1.0), (squared_normalizer, 10.0)]
         >>> factors = Factors(torch.zeros(2, 8), torch.zeros(4, 8))
         >>> total, values = linear_terms(factors, torch.tensor([0, -100]), terms)
         >>> values
@@ -449,11 +449,12 @@ def columns_of(batch: Mapping[str, Any], labels: Tensor) -> dict[str, Tensor]:
     }
 
 
-def entropy(scores: TokenScores, _: Columns) -> Tensor:
+def token_loss(scores: TokenScores, _: Columns) -> Tensor:
     """Return the cross entropy of each token: an `OfScores`.
 
     Examples:
-        >>> entropy(TokenScores(torch.ones(1), torch.zeros(1), lambda: torch.zeros(1)), Columns())
+        >>> one = torch.ones(1)
+        >>> token_loss(TokenScores(one, 2 * one, lambda: 3 * one), Columns())
         tensor([1.])
     """
     return scores.losses

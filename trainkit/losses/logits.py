@@ -187,9 +187,7 @@ def check_labels(function: str, x: Tensor, labels: Tensor, *, words: int) -> Non
         raise ValueError(f"{function}: logits and hidden states are floating, got {x.dtype}")
     if words < 1:
         raise ValueError(f"{function}: the vocabulary must have a word, got one of size {words}")
-    # Fake tensors have no values to look at, and a branch on values would break a compiled graph.
-    on_host = type(labels) is Tensor and labels.device.type == "cpu"
-    if on_host and not torch.compiler.is_compiling():
+    if on_host(labels):
         flat = labels.flatten()
         wrong = (flat != IGNORED_LABEL) & ((flat < 0) | (flat >= words))
         if wrong.any():
@@ -198,3 +196,15 @@ def check_labels(function: str, x: Tensor, labels: Tensor, *, words: int) -> Non
             got = f"got {int(flat[place])} at index {place} of the flattened labels"
             mend = f"set what is not to be trained on to {IGNORED_LABEL}"
             raise ValueError(f"{function}: {must}, {got}; {mend}")
+
+
+def on_host(x: Tensor) -> bool:
+    """Say whether looking at the values of a tensor costs no sync, and can be done here.
+
+    Fake tensors have none, and a branch on values would break a compiled graph.
+
+    Examples:
+        >>> on_host(torch.zeros(1)), on_host(torch.zeros(1, device="meta"))
+        (True, False)
+    """
+    return type(x) is Tensor and x.device.type == "cpu" and not torch.compiler.is_compiling()

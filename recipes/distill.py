@@ -1,0 +1,248 @@
+"""Train a small decoder on what a larger one finds likely, and a twin of it on the text alone.
+
+python recipes/distill.py                            # from runs/pretrain, or a base of its own
+python recipes/distill.py --teacher MODEL --data FOLDER    # a Hugging Face folder, your text
+python recipes/distill.py --loss reverse --temperature 2 --hard 0.2
+torchrun --nproc-per-node 2 recipes/distill.py --teacher runs/pretrain --pp 2
+"""
+
+import functools
+from pathlib import Path
+from typing import Literal
+
+import attrs
+import numpy as np
+
+import trainkit as tk
+
+BETAS = {"forward": 0.0, "js": 0.5, "reverse": 1.0}
+
+
+@attrs.frozen(kw_only=True)
+class StudentOptions:
+    """The size of the student, which has the words of its teacher."""
+
+    layers: int = attrs.field(default=2, validator=tk.config.positive)
+    """Its blocks."""
+    width: int = attrs.field(default=64, validator=tk.config.positive)
+    """The width of its hidden states."""
+    heads: int = attrs.field(default=4, validator=tk.config.positive)
+    """Its attention heads, each with keys and values of its own."""
+    mlp_width: int = attrs.field(default=192, validator=tk.config.positive)
+    """The width inside its MLPs."""
+
+
+@attrs.frozen(kw_only=True)
+class Config(tk.config.RunConfig):
+    """Train a small decoder on a larger one's distributions; by default on Python's library."""
+
+    out: Path = tk.config.option(Path("runs/distill"), change="no fact")
+    """The run directory: configuration, metrics, checkpoints and pictures. It is made."""
+    steps: int = tk.config.option(120, tk.config.positive, change="no fact")
+    """Stop after this step. Nothing else depends on it: see schedule-steps."""
+    teacher: Path | None = tk.config.option(None, change="free")
+    """A run, a checkpoint or a Hugging Face folder; by default runs/pretrain, or a small base."""
+    data: Path | None = tk.config.option(None, change="free")
+    """A text file, a directory of them, .jsonl, .tokens and others; by default Python's library."""
+    tokenizer: str | None = None
+    """bytes, or a tokenizer.json; by default the teacher's."""
+    cache: Path | None = tk.config.option(Path("runs/cache"), change="free")
+    """Where packings are kept for the next run; None keeps none."""
+    loss: Literal["forward", "reverse", "js"] = "forward"
+    """KL(teacher, student), KL(student, teacher), or the Jensen-Shannon divergence of the two."""
+    temperature: float = tk.config.option(1.0, tk.config.positive)
+    """What the logits of both are divided by; the divergence is multiplied by its square."""
+    hard: float = tk.config.option(0.5, tk.config.fraction)
+    """The weight of the text's own next tokens; the divergence has the rest. 1: no teacher."""
+    compare: bool = tk.config.option(default=True, change="no fact")
+    """Train a twin first, on hard labels alone, in the folder hard of the run's directory."""
+    eval_every: int = tk.config.option(60, tk.config.non_negative, change="free")
+    """Evaluate on held-out documents every so many steps, and at the end; 0 for never."""
+    student: StudentOptions = StudentOptions()
+    batch: tk.config.RowOptions = tk.config.RowOptions()
+    optim: tk.config.OptimOptions = tk.config.OptimOptions(lr=4e-3, schedule_steps=120)
+
+
+def open_rows(cfg, run, tokenizer):
+    """Return the rows to train on, and those held out: pretrain.py holds out the same."""
+    run.say(f"reading {cfg.data or 'the source of the standard library'}")
+    path, keep = cfg.data or tk.corpora.standard_library(), tk.corpora.is_library_source
+    whole = tk.open_corpus(path, tokenizer=tokenizer, keep=None if cfg.data else keep)
+    corpus, is_held = tk.corpora.hold_out(whole, one_in=40, piece=cfg.batch.row_length)
+    lengths = [np.where(is_held == held, corpus.lengths, 0) for held in (False, True)]
+    size = {"capacity": cfg.batch.row_length, "multiple_of": cfg.batch.multiple_of}
+    how = {"content": tk.corpora.fingerprint(corpus), "seed": cfg.seed, "tell": run.say}
+    bins_of = functools.partial(tk.data.cached_bins, cfg.cache, axis=run.ps.world, **size, **how)
+    return [tk.Packed(corpus, bins_of(lengths=each)) for each in lengths]
+
+
+def choose_student(cfg, words):
+    """Return the configuration of the model that is trained."""
+    size = attrs.asdict(cfg.student) | {"kv_heads": cfg.student.heads, "vocab_size": words}
+    return tk.models.decoder_config("tiny", **size)
+
+
+def build(cfg, ps, model, weights):
+    """Return this rank's stages of a model, the student or its teacher, in the run's layout."""
+    plan = [
+        tk.parallel.tensor(),
+        tk.parallel.sequence(),
+        tk.parallel.expert(),
+        tk.parallel.precision(tk.parallel.DTYPES[cfg.dtype]),
+        tk.parallel.recompute(cfg.recompute, preserve_rng_state=False),
+        *([tk.parallel.compiled()] if cfg.compiled else []),
+        tk.parallel.fsdp(cfg.layout),
+    ]
+    make_model = functools.partial(tk.models.Decoder, model, head="hidden")
+    return tk.build_stages(make_model, ps, plan, weights=weights, schedule=cfg.layout.schedule)
+
+
+def soft_labels(cfg, ps, base, batch):
+    """Return the loss, teach(microbatches), which puts beside them what it needs, and facts."""
+    if cfg.hard == 1:
+        return tk.losses.next_token_linear, list, {}
+    teacher = build(cfg, ps, base.config, tk.adapters.base_weights(base.path, axis=ps.world))
+    for stage in teacher:
+        stage.requires_grad_(False)
+    how = {"axis": ps.pp, "call": tk.models.call_routed}
+    head = tk.parallel.output_head(teacher, batch, **how)
+    soft = {"beta": BETAS[cfg.loss], "temperature": cfg.temperature}
+    loss = tk.losses.add_terms(
+        (tk.losses.next_token_linear, cfg.hard),
+        (tk.losses.distillation(head, **soft), (1 - cfg.hard) * cfg.temperature**2),
+    )
+
+    def columns_of(output, _):
+        return {"teacher_hidden": tk.types.unrouted(output).hidden}
+
+    def teach(microbatches):
+        return tk.parallel.with_columns(teacher, microbatches, columns_of, **how)
+
+    known = tk.adapters.keep_base_(teacher, ps, source=base.path)
+    return loss, teach, {"weights of the teacher": known["base"]}
+
+
+def make_train_step(cfg, ps, model, teach, forward_backward):
+    """Return train_step(state, batch) -> (state, metrics): all of one step, in order."""
+    (stages, optimizer), total = model, cfg.optim.schedule_steps
+    params, rise = tk.parameters_of(stages), {"warmup": cfg.optim.warmup, "total": total}
+    lr_at = tk.schedules.warmup_stable_decay(cfg.optim.lr, **rise, decay=0.4)
+    clip = {"max_norm": cfg.optim.max_norm, "axis": ps.pp, "world": ps.world}
+
+    def train_step(state, batch):
+        tokens = tk.all_sum(tk.count_valid_tokens(batch.microbatches), ps.loss)
+        sums = forward_backward(teach(batch.microbatches), denominator=tokens)
+        tk.sync_sp_grads(params, ps.sp_unfolded)
+        terms = tk.losses.mean_terms(tk.reduce_metrics(sums, ps.loss), tokens)
+        applies = tk.health.step_test(terms["loss"], state.health, cfg.policy, tokens=tokens)
+        lr = lr_at(state.step)
+        update = tk.clip_and_step(params, optimizer, lr=lr, applies=applies, **clip)
+        metrics = {**terms, "grad_norm": update.norm, "skipped": ~update.applied, "lr": lr}
+        return tk.advance(state, batch, {**metrics, "tokens": tokens}, axis=ps.loss)
+
+    return train_step
+
+
+def bind_evaluation(cfg, ps, held, stages):
+    """Return evaluate(), which gives the loss on hard labels over the rows that are held out."""
+
+    def evaluate():
+        how = {"rows_per_batch": cfg.batch.microbatch, "device": ps.device}
+        batches = tk.eval_batches(held, place=ps.place, **how)
+        loss, where = tk.losses.next_token_linear, {"axis": ps.loss, "pp": ps.pp, "tp": ps.tp}
+        return tk.to_host(tk.evaluate(stages, batches, loss, call=tk.models.call_routed, **where))
+
+    return evaluate
+
+
+def make_facts(cfg, model, tokenizer, rows):
+    """Return what a run must be continued with as it was begun, but for its teacher."""
+    facts = tk.config.config_facts(cfg) | {"model": attrs.asdict(model)}
+    facts |= {"tokenizer": tk.tokenizers.tokenizer_hash(tokenizer)}
+    facts |= {"files": rows.corpus.sources, "fingerprint": tk.corpora.fingerprint(rows.corpus)}
+    return facts | {"rows": tk.packing.bins_hash(rows.bins)}
+
+
+def result(run_dir):
+    """Return the held-out loss of the twin on hard labels, and of the run itself."""
+    twin = tk.sinks.before_and_after(run_dir / "hard", "eval/loss")
+    return tk.sinks.before_and_after(run_dir, "eval/loss") | {"before": twin["after"]}
+
+
+def train(cfg, run, base):
+    """Go on from the last checkpoint, or begin, and train until `steps` or until a stop."""
+    ps = run.ps
+    rows, held = open_rows(cfg, run, base.tokenizer)
+    rows_at = tk.sampling.rows_of_epochs(len(rows), rows_per_step=cfg.batch.rows, seed=cfg.seed)
+    how = {"place": ps.place, "rows_per_microbatch": cfg.batch.microbatch}
+    how |= {"pad_id": base.tokenizer.pad_id or 0}
+    make_batch = functools.partial(tk.step_batch, rows, rows_at, **how)
+    first = make_batch(tk.Cursor(), device=ps.device).microbatches[0]
+    loss, teach, known = soft_labels(cfg, ps, base, first)
+    student = choose_student(cfg, base.config.vocab_size)
+    stages = build(cfg, ps, student, tk.models.init_weights(student, seed=cfg.seed))
+    named, decay = tk.named_parameters_of(stages), cfg.optim.weight_decay
+    groups = tk.optim.decay_groups(named, weight_decay=decay)
+    optimizer = tk.optim.adamw(groups, lr=cfg.optim.lr)
+    size = {"rows_per_step": cfg.batch.rows, "dtype": cfg.dtype}
+    run.say(tk.parallel.start_lines(stages, ps, rows.bins, **size))
+    order = {"schedule": cfg.layout.schedule, "reduce": cfg.layout.reduce}
+    order |= {"axis": ps.pp, "call": tk.models.call_routed}
+    forward_backward = tk.bind_forward_backward(stages, loss, **order)
+    train_step = make_train_step(cfg, ps, (stages, optimizer), teach, forward_backward)
+    evaluate = bind_evaluation(cfg, ps, held, stages)
+    facts = make_facts(cfg, student, base.tokenizer, rows) | known
+    changes = tk.config.changes_of(cfg)
+    state = run.resume(stages, optimizer, facts=facts, changes=changes, request=cfg.resume)
+
+    def replay(microbatches, *, denominator):
+        return forward_backward(teach(microbatches), denominator=denominator)
+
+    stop, around = None, {"steps": cfg.steps, "keeping": cfg.keeping, "policy": cfg.policy}
+    with (
+        tk.data.prefetch(make_batch, state.cursor, device=ps.device) as next_batch,
+        run.loop(state, stages, optimizer, replay=replay, **around) as loop,
+    ):
+        while state.step < cfg.steps and not stop:
+            batch = next_batch(state.cursor)
+            state, metrics = train_step(state, batch)
+            state = loop.after(state, metrics, batch)
+            if len(held) and tk.schedules.due(state.step, cfg.eval_every, last=cfg.steps):
+                state = loop.evaluated(state, evaluate)
+            stop = loop.keep(state)
+        if not stop and cfg.compare and cfg.hard < 1:
+            loop.event("result", **result(run.dir))
+    if stop:
+        return tk.runtime.SAVED
+    run.finish(state, stages, optimizer)
+    return 0
+
+
+def runs_of(cfg):
+    """Return what is trained, one after the other: the twin on hard labels, and the run itself."""
+    if not cfg.compare or cfg.hard == 1:
+        return [cfg]
+    again = cfg.resume if cfg.resume == "never" else "auto"
+    return [attrs.evolve(cfg, out=cfg.out / "hard", hard=1.0, resume=again), cfg]
+
+
+def main(argv=None):
+    """Read the configuration, refuse a layout that does not fit, train the twin and the student."""
+    cfg = tk.config.load_config(Config, argv)
+    path = cfg.teacher or tk.hub.base_run(Path(__file__).parent)
+    base = tk.hub.open_trained(path, tokenizer=cfg.tokenizer, context=cfg.batch.row_length)
+    dtype = tk.parallel.choose_dtype(cfg.dtype)
+    cfg = attrs.evolve(cfg, teacher=base.path, tokenizer=base.name, dtype=dtype)
+    for model in (choose_student(cfg, base.config.vocab_size), base.config):
+        shapes = cfg.layout, model, cfg.batch
+        tk.parallel.refuse(tk.parallel.problems(*shapes, world=tk.mesh.world_size()))
+    for each in runs_of(cfg):
+        told = tk.config.plain_values(each)
+        with tk.open_run(each.out, layout=each.layout, limits=each.limits, config=told) as run:
+            if code := train(each, run, base):
+                return code
+    return 0
+
+
+if __name__ == "__main__":
+    tk.runtime.leave(main)

@@ -1,0 +1,278 @@
+"""Teach a decoder which of two answers is better: DPO, IPO, KTO, SimPO or ORPO on pairs.
+
+python recipes/preference.py                          # from runs/finetune, or a base of its own
+python recipes/preference.py --init MODEL --data pairs.jsonl --lr 1e-6
+python recipes/preference.py --loss simpo             # needs no reference
+torchrun --nproc-per-node 2 recipes/preference.py --init runs/finetune --tp 2
+"""
+
+import functools
+from pathlib import Path
+from typing import Literal
+
+import attrs
+import numpy as np
+
+import trainkit as tk
+from trainkit.types import Column, Cursor
+
+
+@attrs.frozen(kw_only=True)
+class Config(tk.config.RunConfig):
+    """Teach a decoder which of two answers is better; by default, words in order."""
+
+    out: Path = tk.config.option(Path("runs/preference"), change="no fact")
+    """The run directory: configuration, metrics, checkpoints and pictures. It is made."""
+    steps: int = tk.config.option(120, tk.config.positive, change="no fact")
+    """Stop after this step. Nothing else depends on it: see schedule-steps."""
+    init: Path | None = tk.config.option(None, change="free")
+    """A run, a checkpoint or a Hugging Face folder; by default runs/finetune, or a small base."""
+    data: Path | None = tk.config.option(None, change="free")
+    """Pairs: a .jsonl or .parquet file with the fields prompt, chosen and rejected."""
+    tokenizer: str | None = None
+    """bytes, or a tokenizer.json; by default that of init."""
+    template: str | None = None
+    """How a conversation is written: chatml, llama3, qwen3; by default as init has learned it."""
+    loss: Literal["dpo", "ipo", "kto", "simpo", "orpo"] = "dpo"
+    """What a pair costs; the first three compare with the weights of the start."""
+    beta: float | None = tk.config.option(None, attrs.validators.optional(tk.config.positive))
+    """How much a log-ratio counts, or of ORPO the odds; by default 0.1, and 2 of SimPO."""
+    eval_every: int = tk.config.option(120, tk.config.non_negative, change="free")
+    """Evaluate on held-out pairs before, every so many steps, and at the end; 0: never."""
+    batch: tk.config.RowOptions = tk.config.RowOptions()
+    optim: tk.config.OptimOptions = tk.config.OptimOptions(lr=5e-4, schedule_steps=120)
+
+
+def open_pairs(cfg, tokenizer):
+    """Return the pairs: document 2i is a chosen answer to its prompt, 2i + 1 the rejected one."""
+    how = {"tokenizer": tokenizer, "template": tk.chat.find_template(cfg.template)}
+    encode = functools.partial(tk.chat.encode_pair, **how)
+    return tk.corpora.open_pairs(cfg.data, encode, vocab_size=tokenizer.vocab_size)
+
+
+def pack(cfg, run, corpus):
+    """Return the rows to train on, and those held out: no pair is in both, or in two rows."""
+    held_out, length = tk.corpora.held_out_documents(corpus), cfg.batch.row_length
+    how = {"multiple_of": cfg.batch.multiple_of, "overlong": "drop"}
+    parts = [np.where(out, 0, corpus.lengths) for out in (held_out, ~held_out)]
+    rows, held = (tk.Packed(corpus, tk.chat.pack_pairs(x, length, **how)) for x in parts)
+    pairs = len(corpus.lengths) // 2
+    lost = pairs - (len(rows.bins.documents) + len(held.bins.documents)) // 2
+    if warning := tk.packing.overlong_warning(pairs, capacity=length, dropped=lost, what="pairs"):
+        run.say(warning)
+    return rows, held
+
+
+def build(cfg, ps, base):
+    """Return this rank's stages of the model, with its weights, and their optimizer."""
+    plan = [
+        tk.parallel.tensor(),
+        tk.parallel.sequence(),
+        tk.parallel.expert(),
+        tk.parallel.precision(tk.parallel.DTYPES[cfg.dtype]),
+        tk.parallel.recompute(cfg.recompute, preserve_rng_state=False),
+        *([tk.parallel.compiled()] if cfg.compiled else []),
+        tk.parallel.fsdp(cfg.layout),
+    ]
+    make_model = functools.partial(tk.models.Decoder, base.config, head="hidden")
+    weights = tk.adapters.base_weights(base.path, axis=ps.world)
+    stages = tk.build_stages(make_model, ps, plan, weights=weights, schedule=cfg.layout.schedule)
+    named, decay = tk.named_parameters_of(stages), cfg.optim.weight_decay
+    return stages, tk.optim.adamw(tk.optim.decay_groups(named, weight_decay=decay), lr=cfg.optim.lr)
+
+
+def exchange_answers(cfg, rows):
+    """Return rows of the chosen answers, each to the prompt of another pair."""
+    chosen = set(rows.bins.documents[::2].tolist())
+    halves = enumerate(tk.corpora.documents_of(rows.corpus))
+    others = tk.chat.exchange_answers(half for number, half in halves if number in chosen)
+    corpus = tk.corpora.memory_corpus(others, vocab_size=rows.corpus.vocab_size)
+    how = {"multiple_of": cfg.batch.multiple_of, "overlong": "drop"}
+    return tk.Packed(corpus, tk.pack_bins(corpus.lengths, cfg.batch.row_length, **how))
+
+
+def add_reference(cfg, run, stages, rows, file):
+    """Return rows that know what the weights of the start say of each token, by the run's file.
+
+    The file is made before the first step; who goes on reads it, since the weights have moved.
+    """
+    path, ps, name = run.dir / file, run.ps, "reference_logprobs"
+    axes = {"place": ps.place, "axis": ps.loss, "pp": ps.pp, "tp": ps.tp}
+    score = tk.evaluation.bind_score(stages, call=tk.models.call_routed, **axes)
+
+    def heard(examples):
+        run.phase("the reference", allow=cfg.limits.start_timeout)
+        return score(examples)
+
+    def write(corpus):
+        if ps.world.index == 0:
+            about = {"vocab_size": corpus.vocab_size, "columns": corpus.columns}
+            tk.write_corpus(path, tk.corpora.documents_of(corpus), **about)
+
+    if cfg.resume == "never" or not tk.checkpoint.list_checkpoints(run.dir / "checkpoints"):
+        documents = np.sort(rows.bins.documents)
+        run.say(f"what the weights of the start say of {len(documents)} answers, into {path}")
+        values = {name: tk.evaluation.corpus_logprobs(heard, rows.corpus, documents)}
+        corpus = attrs.evolve(rows.corpus, columns={name: Column()}, values=values)
+        tk.collectives.together(functools.partial(write, corpus), ps.world)
+    return tk.Packed(tk.corpora.open_tokens(path), rows.bins)
+
+
+def bind_kl(cfg, ps, others, stages):
+    """Return with_kl(batch), which adds how far the model has come from the reference, for KTO."""
+    rows_at = tk.sampling.rows_of_epochs(len(others), rows_per_step=cfg.batch.rows, seed=cfg.seed)
+    how = {"axis": ps.loss, "pp": ps.pp, "tp": ps.tp, "call": tk.models.call_routed}
+    size = {"rows_per_microbatch": cfg.batch.microbatch, "place": ps.place, "device": ps.device}
+    log_ratio = tk.losses.log_ratio(axis=ps.sp)
+
+    def with_kl(batch):
+        cursor = Cursor(batch.cursor.batch - 1)
+        parts = tk.step_batch(others, rows_at, cursor, **size).microbatches
+        kl = tk.evaluate(stages, parts, log_ratio, **how)["kl"].clamp(min=0).float()
+
+        def add(part):
+            own = {"desirable": (part.document_ids % 2 == 0).float()}
+            own |= {"kl": kl.expand(part.labels.shape)}
+            return attrs.evolve(part, extra={**part.extra, **own})
+
+        return attrs.evolve(batch, microbatches=[add(part) for part in batch.microbatches])
+
+    return with_kl
+
+
+def compare_with_start(cfg, run, stages, rows):
+    """Return rows with what the loss compares with, what readies a batch of them, and its facts."""
+    prepare, facts = (lambda batch: batch), {}
+    if cfg.loss == "kto":
+        others = add_reference(cfg, run, stages, exchange_answers(cfg, rows), "others.tokens")
+        prepare = bind_kl(cfg, run.ps, others, stages)
+        facts |= {"others": tk.corpora.fingerprint(others.corpus)}
+    if cfg.loss in ("dpo", "ipo", "kto"):
+        rows = add_reference(cfg, run, stages, rows, "reference.tokens")
+        facts |= {"reference": tk.corpora.fingerprint(rows.corpus)}
+    return rows, prepare, facts
+
+
+def make_loss(cfg, ps):
+    """Return the loss of pairs, or with KTO of answers: a sum over them."""
+    loss, own = getattr(tk.losses, cfg.loss), () if cfg.beta is None else (cfg.beta,)
+    return loss(*own, axis=ps.sp)
+
+
+def make_train_step(cfg, ps, stages, optimizer, forward_backward):
+    """Return train_step(state, batch) -> (state, metrics): all of one step, in order."""
+    params, total = tk.parameters_of(stages), cfg.optim.schedule_steps
+    lr_at = tk.schedules.cosine(cfg.optim.lr, warmup=cfg.optim.warmup, total=total)
+    clip = {"max_norm": cfg.optim.max_norm, "axis": ps.pp, "world": ps.world}
+    halves = cfg.loss != "kto"  # which counts answers, and the others pairs
+
+    def train_step(state, batch):
+        tokens = tk.all_sum(tk.count_valid_tokens(batch.microbatches), ps.loss)
+        count = tk.all_sum(tk.batch.count_documents(batch.microbatches, halves=halves), ps.loss)
+        sums = forward_backward(batch.microbatches, denominator=count)
+        tk.sync_sp_grads(params, ps.sp_unfolded)
+        terms = tk.losses.mean_terms(tk.reduce_metrics(sums, ps.loss), count)
+        loss, lr = terms.pop("preference"), lr_at(state.step)
+        applies = tk.health.step_test(loss, state.health, cfg.policy, tokens=count)
+        update = tk.clip_and_step(params, optimizer, lr=lr, applies=applies, **clip)
+        metrics = {"loss": loss, **terms, "tokens": tokens, "lr": lr}
+        metrics |= {"grad_norm": update.norm, "skipped": ~update.applied}
+        return tk.advance(state, batch, metrics, axis=ps.loss)
+
+    return train_step
+
+
+def bind_evaluation(cfg, ps, held, stages):
+    """Return evaluate(): by how much chosen answers that are held out are likelier, token by token.
+
+    In nats per token, and as the share of the pairs in which they are likelier at all.
+    """
+    likelier = tk.losses.simpo(1.0, gamma=0.0, axis=ps.sp)
+    how = {"axis": ps.loss, "pp": ps.pp, "tp": ps.tp, "call": tk.models.call_routed}
+    size = {"rows_per_batch": cfg.batch.microbatch, "device": ps.device}
+
+    def evaluate():
+        batches = tk.eval_batches(held, place=ps.place, **size)
+        found = tk.to_host(tk.evaluate(stages, batches, likelier, **how))
+        pairs = len(held.bins.documents) // 2
+        return {"loss": found.pop("preference"), "pairs": pairs, **found}
+
+    return evaluate
+
+
+def make_facts(cfg, model, tokenizer, rows):
+    """Return what a run must be continued with as it was begun."""
+    facts = tk.config.config_facts(cfg) | {"files": rows.corpus.sources}
+    facts |= {"model": attrs.asdict(model), "tokenizer": tk.tokenizers.tokenizer_hash(tokenizer)}
+    facts |= {"fingerprint": tk.corpora.fingerprint(rows.corpus)}
+    return facts | {"rows": tk.packing.bins_hash(rows.bins)}
+
+
+def train(cfg, run, tokenizer, base):
+    """Go on from the last checkpoint, or begin, and train until `steps` or until a stop."""
+    ps, changes = run.ps, tk.config.changes_of(cfg)
+    run.say(f"reading {cfg.data or 'pairs of docstrings from the standard library'}")
+    rows, held = pack(cfg, run, open_pairs(cfg, tokenizer))
+    stages, optimizer = build(cfg, ps, base)
+    facts = make_facts(cfg, base.config, tokenizer, rows)
+    rows, prepare, references = compare_with_start(cfg, run, stages, rows)
+    facts |= references
+    size = {"rows_per_step": cfg.batch.rows, "dtype": cfg.dtype}
+    run.say(tk.parallel.start_lines(stages, ps, rows.bins, **size))
+    order = {"schedule": cfg.layout.schedule, "reduce": cfg.layout.reduce}
+    order |= {"axis": ps.pp, "call": tk.models.call_routed}
+    forward_backward = tk.bind_forward_backward(stages, make_loss(cfg, ps), **order)
+    train_step = make_train_step(cfg, ps, stages, optimizer, forward_backward)
+    evaluate = bind_evaluation(cfg, ps, held, stages)
+    rows_at = tk.sampling.rows_of_epochs(len(rows), rows_per_step=cfg.batch.rows, seed=cfg.seed)
+    share = {"place": ps.place, "rows_per_microbatch": cfg.batch.microbatch}
+    share |= {"pad_id": tokenizer.pad_id or 0}
+    make_batch = functools.partial(tk.step_batch, rows, rows_at, **share)
+    state = run.resume(stages, optimizer, facts=facts, changes=changes, request=cfg.resume)
+    stop, around = None, {"steps": cfg.steps, "keeping": cfg.keeping, "policy": cfg.policy}
+    with (
+        tk.data.prefetch(make_batch, state.cursor, device=ps.device) as next_batch,
+        run.loop(state, stages, optimizer, replay=forward_backward, **around) as loop,
+    ):
+        loop.event("packing", step=state.step, **tk.packing.packing_report(rows.bins))
+        if len(held) and cfg.eval_every and state.step == 0:
+            state = loop.evaluated(state, evaluate)
+        while state.step < cfg.steps and not stop:
+            batch = prepare(next_batch(state.cursor))
+            state, metrics = train_step(state, batch)
+            state = loop.after(state, metrics, batch)
+            if len(held) and tk.schedules.due(state.step, cfg.eval_every, last=cfg.steps):
+                state = loop.evaluated(state, evaluate)
+            stop = loop.keep(state)
+        for metric in ("eval/margin", "eval/accuracy") if not stop else ():
+            loop.event("result", **tk.sinks.before_and_after(run.dir, metric))
+    if stop:
+        return tk.runtime.SAVED
+    run.finish(state, stages, optimizer)
+    return 0
+
+
+def open_base(cfg):
+    """Return what the run begins with, or the run itself, where it goes on."""
+    begun = cfg.resume == "auto" and tk.checkpoint.list_checkpoints(cfg.out / "checkpoints")
+    path = cfg.out if begun else cfg.init
+    path = path or tk.hub.base_run(Path(__file__).parent, recipe="finetune")
+    return tk.hub.open_trained(path, tokenizer=cfg.tokenizer, context=cfg.batch.row_length)
+
+
+def main(argv=None):
+    """Read the configuration, refuse a layout that does not fit, open the process groups, train."""
+    cfg = tk.config.load_config(Config, argv)
+    base = open_base(cfg)
+    template, dtype = cfg.template or base.template or "chatml", tk.parallel.choose_dtype(cfg.dtype)
+    cfg = attrs.evolve(cfg, tokenizer=base.name, template=template, dtype=dtype)
+    tk.chat.find_template(template)  # refuses one that there is not
+    world = tk.mesh.world_size()
+    tk.parallel.refuse(tk.parallel.problems(cfg.layout, base.config, cfg.batch, world=world))
+    told = tk.config.plain_values(cfg)
+    with tk.open_run(cfg.out, layout=cfg.layout, limits=cfg.limits, config=told) as run:
+        return train(cfg, run, base.tokenizer, base)
+
+
+if __name__ == "__main__":
+    tk.runtime.leave(main)

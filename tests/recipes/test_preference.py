@@ -1,0 +1,182 @@
+"""recipes/preference.py: chosen answers gain on rejected ones, in any layout, stopped or not."""
+
+import json
+import shutil
+
+import attrs
+import numpy as np
+import pytest
+import torch
+from recipe_runs import (
+    assert_equal_runs,
+    column,
+    events,
+    here,
+    lines,
+    nano_config,
+    refusal,
+    several,
+)
+
+from trainkit import models, optim
+from trainkit.batch import batch_of_rows
+from trainkit.checkpoint import find_checkpoint, save_checkpoint
+from trainkit.corpora import open_tokens
+from trainkit.mesh import solo_parallel
+from trainkit.testing import run_ranks
+from trainkit.tokenizers import open_tokenizer
+from trainkit.types import TrainState
+
+FLAGS = "--row-length 192 --rows 4 --microbatch 2 --warmup 1 --schedule-steps 8 --lr 1e-3"
+SIZE = models.round_up_vocabulary(open_tokenizer("bytes").vocab_size)
+CONFIG = nano_config("tiny", layers=2, vocab_size=SIZE)
+
+
+def pair(number):
+    chosen, rejected = f"{number + 1}, as you know.", "I will not say that."
+    return {"prompt": f"{number} + 1?", "chosen": chosen, "rejected": rejected}
+
+
+@pytest.fixture(scope="module")
+def home(tmp_path_factory):
+    """Return a folder with 60 pairs and one that is too long, and the weights to begin with."""
+    home = tmp_path_factory.mktemp("preference")
+    records = [*map(pair, range(60)), pair(7) | {"chosen": "7 + 1 is 8. " * 20}]
+    (home / "pairs.jsonl").write_text("\n".join(map(json.dumps, records)))
+    model = models.build_decoder(CONFIG, seed=5)
+    facts = {"model": attrs.asdict(CONFIG), "config.tokenizer": "bytes", "config.row_length": 192}
+    optimizer = optim.adamw(model.parameters(), lr=1.0)
+    save_checkpoint(home / "base", TrainState(), [model], optimizer, solo_parallel(), facts=facts)
+    return home
+
+
+@pytest.fixture(scope="module")
+def flags_of(home):
+    """Return `flags(out, steps, *more)`, of a short run; of a flag given twice the last counts."""
+
+    def flags(out, steps, *more):
+        given = ["--init", home / "base", "--data", home / "pairs.jsonl", "--out", out]
+        return [*given, "--steps", steps, "--save-every", 2, *FLAGS.split(), *more]
+
+    return flags
+
+
+@pytest.fixture(scope="module")
+def half(flags_of, tmp_path_factory):
+    """Return the directory of a run of 2 steps."""
+    out = tmp_path_factory.mktemp("half") / "run"
+    code, said = here(flags_of(out, 2, "--eval-every", 0), "preference")
+    assert code == 0, said
+    return out
+
+
+@pytest.fixture(scope="module")
+def whole(flags_of, tmp_path_factory):
+    """Return the directory of a run of 4 steps, and what it printed."""
+    out = tmp_path_factory.mktemp("whole") / "run"
+    code, said = here(flags_of(out, 4), "preference")
+    assert code == 0, said
+    return out, said
+
+
+def test_chosen_answers_gain_on_rejected_ones_from_the_start_on(whole):
+    first, *_, last = lines(whole[0])
+    assert first["loss"] == pytest.approx(np.log(2), abs=1e-5)  # the model is its own reference
+    assert abs(first["margin"]) < 1e-4 < last["margin"]
+    assert last["loss"] < first["loss"]
+    results = {event["metric"]: event for event in events(whole[0], "result")}
+    assert results.keys() == {"eval/margin", "eval/accuracy"}
+    assert results["eval/margin"]["after"] > results["eval/margin"]["before"]
+    (before, _) = events(whole[0], "evaluation")
+    assert f"{before['eval/loss']:.4f} nats per pair, {before['eval/pairs']} pairs" in whole[1]
+    assert "1 of 61 pairs are longer than 192 tokens" in whole[1]
+
+
+def test_the_reference_is_what_the_first_weights_say_of_each_answer(whole):
+    corpus, model = open_tokens(whole[0] / "reference.tokens"), models.build_decoder(CONFIG, seed=5)
+    begin, end = corpus.offsets[6:8]
+    ids = torch.from_numpy(corpus.tokens[begin:end].astype(np.int64))
+    with torch.no_grad():
+        batch = batch_of_rows(ids[None])
+        logits = model(batch.input_ids, position_ids=batch.position_ids, spans=batch.spans)
+    wanted = logits[0, :-1].log_softmax(-1).gather(-1, ids[1:, None])[:, 0].numpy()
+    wanted = np.where(corpus.trained[begin + 1 : end], wanted, 0)
+    found = corpus.values["reference_logprobs"][begin + 1 : end]
+    assert np.count_nonzero(wanted) > 10
+    assert found == pytest.approx(wanted, rel=1e-4)
+
+
+def test_stopped_it_goes_on_to_the_same_bits_by_the_reference_that_it_began_with(
+    whole, half, flags_of, tmp_path
+):
+    out = shutil.copytree(half, tmp_path / "run")
+    code, said = here(flags_of(out, 4, "--init", tmp_path / "gone"), "preference")
+    assert code == 0, said
+    for name in ("loss_hex", "batch_hash"):
+        assert column(out, name) == column(whole[0], name)
+    (out / "reference.tokens").unlink()
+    code, what = refusal("preference", *flags_of(out, 5))
+    assert (code, "reference.tokens" in what) == (65, True), what
+    again = here(flags_of(out, 1, "--resume", "never", "--eval-every", 0), "preference")
+    assert again[0] == 0, again[1]
+    assert column(out, "loss_hex") == column(whole[0], "loss_hex")[:1]
+
+
+def test_every_layout_prints_the_same_losses(whole, half, flags_of, tmp_path):
+    layouts = {"data": "", "pp": "--pp 2", "ring": "--ring 2 --fold-sp none"}
+    outs = [shutil.copytree(half, tmp_path / name) for name in layouts]
+    runs = [
+        flags_of(out, 4, *layout.split())
+        for out, layout in zip(outs, layouts.values(), strict=True)
+    ]
+    short = ["--eval-every", 0]
+    fresh = [
+        flags_of(tmp_path / "tp", 2, "--tp", 2, *short),
+        flags_of(
+            tmp_path / "kto ring", 2, "--loss", "kto", "--ring", 2, "--fold-sp", "none", *short
+        ),
+    ]
+    for code, said in run_ranks(several, 2, [*runs, *fresh], "preference")[0]:
+        assert code == 0, said
+    for out in outs:
+        assert_equal_runs(out, whole[0], about=out.name)
+        found, wanted = (events(run, "evaluation")[-1] for run in (out, whole[0]))
+        assert found["eval/margin"] == pytest.approx(wanted["eval/margin"], rel=1e-4), out.name
+    for steps in (1, 2):  # stopped in between, and begun without eval
+        code, said = here(flags_of(tmp_path / "kto", steps, "--loss", "kto", *short), "preference")
+        assert code == 0, said
+    # A reference of another layout differs by the last bits, and so do the hashes of batches.
+    for run, wanted in (("tp", whole[0]), ("kto ring", tmp_path / "kto")):
+        for name in ("loss", "grad_norm"):
+            found = column(tmp_path / run, name)
+            assert found == pytest.approx(column(wanted, name)[:2], rel=1e-4), (run, name)
+
+
+@pytest.mark.parametrize(
+    ("loss", "first"), [("ipo", 25.0), ("simpo", None), ("orpo", None), ("kto", 0.5)]
+)
+def test_other_losses_begin_as_they_must(loss, first, flags_of, tmp_path):
+    flags = flags_of(tmp_path, 1, "--loss", loss, "--eval-every", 0)
+    code, said = here(flags, "preference")
+    assert code == 0, said
+    (line,) = lines(tmp_path)
+    assert first is None or line["loss"] == pytest.approx(first, rel=1e-4)
+    assert (tmp_path / "reference.tokens").exists() == (loss in ("ipo", "kto"))
+    assert find_checkpoint(tmp_path)
+    code, what = refusal("preference", *flags, "--steps", 2, "--beta", 0.5)
+    assert (code, "beta" in what) == (66, True), what
+
+
+@pytest.mark.parametrize(
+    ("record", "named"),
+    [
+        ({"prompt": "hi", "chosen": "a"}, "rejected"),
+        (pair(1) | {"rejected": pair(1)["chosen"]}, "same"),
+    ],
+    ids=str,
+)
+def test_records_that_are_no_pairs_are_named(record, named, flags_of, tmp_path):
+    path = tmp_path / "pairs.jsonl"
+    path.write_text("\n".join(map(json.dumps, (pair(1), record))))
+    code, what = refusal("preference", *flags_of(tmp_path / "run", 2, "--data", path))
+    assert (code, named in what, "pairs.jsonl: line 2" in what) == (65, True, True), what

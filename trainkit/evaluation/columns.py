@@ -1,0 +1,191 @@
+"""What a frozen model finds of each token of a corpus, computed once and stored beside it.
+
+A reference's log-probabilities and a teacher's likeliest words are columns of a token file, so that
+training needs the model no more. The corpus is cut into parts of whole documents, where follows
+from the corpus alone; a run that was killed goes on after the parts that it has written, to the
+same file.
+"""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import islice, pairwise
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import orjson
+
+from trainkit.corpora.joined import join_corpora
+from trainkit.corpora.tokens import SUFFIX, documents_of, open_tokens, write_corpus
+from trainkit.evaluation.examples import Example, rolling_windows
+from trainkit.evaluation.score import Score, TopWords
+from trainkit.files import disk_errors, replacing, say_on_stderr
+from trainkit.prepare.prepare import alone, check_out
+from trainkit.types import Column, ConfigError, DataError, IntArray, Sample, at_least
+
+Values = Mapping[str, np.ndarray[Any, Any]]
+
+Measure = Callable[[Sequence[Example]], Sequence[Values]]
+"""From examples to the columns of each one's counting tokens by name, `[scored, ...]`."""
+
+
+def logprob_columns(score: Score) -> tuple[dict[str, Column], Measure]:
+    """Return the column "reference_logprobs" of a score, and what measures it.
+
+    Examples:
+        >>> columns, _ = logprob_columns(lambda examples: [])
+        >>> columns["reference_logprobs"].dtype
+        'float32'
+    """
+
+    def measure(examples: Sequence[Example]) -> list[Values]:
+        return [{"reference_logprobs": found.logprobs} for found in score(examples)]
+
+    return {"reference_logprobs": Column("float32")}, measure
+
+
+def top_columns(top_words: TopWords, top_k: int) -> tuple[dict[str, Column], Measure]:
+    """Return the columns that `losses.stored_distillation` reads, and what measures them.
+
+    Examples:
+        >>> columns, _ = top_columns(lambda examples: [], 4)
+        >>> columns["teacher_ids"]
+        Column(dtype='int32', inner=(4,), of='label')
+    """
+
+    def measure(examples: Sequence[Example]) -> list[Values]:
+        names = "teacher_ids", "teacher_logprobs"
+        return [dict(zip(names, found, strict=True)) for found in top_words(examples)]
+
+    kinds = {"teacher_ids": "int32", "teacher_logprobs": "float32"}
+    return {name: Column(kind, (top_k,)) for name, kind in kinds.items()}, measure
+
+
+def score_corpus(
+    measured: tuple[Mapping[str, Column], Measure],
+    corpus: Any,
+    out: Path | str,
+    *,
+    context: int,
+    facts: Mapping[str, Any],
+    part_tokens: int = 1 << 17,
+    tell: Callable[[str], object] = say_on_stderr,
+) -> int:
+    """Write a corpus as a token file with columns more; return how many parts were there already.
+
+    Each token is given those before it in its document, `context` of them at most: of a longer
+    document the windows are those of `rolling_windows`. The first token of a document is predicted
+    by nothing, and its values are 0; no batch has them, since it is nobody's label.
+
+    Args:
+        measured: The columns and what finds them: `logprob_columns`, or `top_columns`.
+        corpus: A `TokenCorpus`, or a `JoinedCorpus` of several; columns that it has are kept.
+        out: The file to make, which ends in `.tokens`.
+        context: The most tokens that the model is given.
+        facts: What the columns follow from: hashes of the model and of the corpus, settings; as
+            JSON has it. Parts of other facts are made anew.
+        part_tokens: About how many tokens a part has, which decides how much work is lost.
+        tell: Called with a sentence about parts that are used again, or not.
+
+    Raises:
+        ConfigError: The corpus has such a column already, or another process makes the file.
+        DataError: The corpus cannot be read.
+        DiskError: A file cannot be written.
+        ValueError: A number is below 1, or the name of the file is of another kind.
+
+    Effects:
+        Writes `out`, and `OUT.parts` while it works, which stays for the next run if it fails.
+
+    Examples:
+        >>> import tempfile
+        >>> from trainkit.corpora.tokens import memory_corpus
+        >>> from trainkit.evaluation.score import Scored
+        >>> half = lambda examples: [Scored(np.full(x.scored, -0.5), True) for x in examples]
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     out, corpus = Path(folder) / "a.tokens", memory_corpus([[1, 2, 3], [4]])
+        ...     _ = score_corpus(logprob_columns(half), corpus, out, context=8, facts={})
+        ...     open_tokens(out).values
+        {'reference_logprobs': array([ 0. , -0.5, -0.5,  0. ], dtype=float32)}
+    """
+    at_least(1, "score_corpus", context=context, part_tokens=part_tokens)
+    (columns, measure), out = measured, Path(out)
+    check_out(out)
+    if twice := sorted({*columns} & {*corpus.columns}):
+        what = f"the corpus has the column {', '.join(twice)} already"
+        raise ConfigError(f"score_corpus: {what}", hint="score the corpus that it was made from")
+    how = {"columns": {**corpus.columns, **columns}, "vocab_size": corpus.vocab_size}
+    folder, cuts = out.with_name(f"{out.name}.parts"), _cuts(corpus.offsets, part_tokens)
+    documents, had = documents_of(corpus), 0
+    with alone(out, by="score_corpus"):
+        _begin(folder, {**facts, "context": context, "part_tokens": part_tokens}, tell)
+        paths = [folder / f"part_{number:08d}{SUFFIX}" for number in range(len(cuts) - 1)]
+        for path, (first, last) in zip(paths, pairwise(cuts), strict=True):
+            own = [*islice(documents, last - first)]
+            if _is_finished(path, corpus.lengths[first:last], tell):
+                had += 1
+            else:
+                write_corpus(path, _scored(own, columns, measure, context), **how)
+        if had:
+            tell(f"{folder}: {had} of {len(paths)} parts were there")
+        whole = join_corpora(open_tokens(path, check="none") for path in paths)
+        tokenizer = getattr(corpus, "tokenizer_hash", None)
+        write_corpus(out, documents_of(whole), tokenizer_hash=tokenizer, **how)
+        shutil.rmtree(folder)
+    return had
+
+
+def _cuts(offsets: IntArray, part_tokens: int) -> list[int]:
+    """Return the first document of each part, and the number of documents."""
+    firsts = np.searchsorted(offsets[:-1], np.arange(0, max(1, offsets[-1]), part_tokens))
+    return np.unique([0, *firsts, len(offsets) - 1]).tolist()
+
+
+def _begin(folder: Path, facts: Mapping[str, Any], tell: Callable[[str], object]) -> None:
+    """Make the folder of parts; those of other facts go."""
+    path, want = folder / "facts.json", orjson.dumps(facts, option=orjson.OPT_SORT_KEYS)
+    if folder.is_dir() and (not path.is_file() or path.read_bytes() != want):
+        tell(f"{folder}: its parts are of another model, corpus or setting, and are made anew")
+        shutil.rmtree(folder)
+    with disk_errors(folder, by="score_corpus"):
+        folder.mkdir(exist_ok=True)
+    if not path.is_file():
+        with replacing(path, by="score_corpus") as file:
+            file.write(want)
+
+
+def _is_finished(path: Path, lengths: IntArray, tell: Callable[[str], object]) -> bool:
+    if not path.is_file():
+        return False
+    try:
+        return np.array_equal(open_tokens(path, check="full").lengths, lengths)
+    except DataError as error:
+        tell(f"made anew: {error}")
+        return False
+
+
+def _scored(
+    documents: Sequence[Any], columns: Mapping[str, Column], measure: Measure, context: int
+) -> Iterator[Sample]:
+    """Yield documents with what is measured of their tokens."""
+    samples = [x if isinstance(x, Sample) else Sample(x, np.ones(len(x), bool)) for x in documents]
+    windows = [
+        rolling_windows(x.tokens[1:].tolist(), prefix=int(x.tokens[0]), context=context)
+        if len(x.tokens) > 1
+        else []
+        for x in samples
+    ]
+    found = iter(measure([window for each in windows for window in each]))
+    for sample, each in zip(samples, windows, strict=True):
+        parts = [next(found) for _ in each]
+        values = {
+            name: np.concatenate(
+                [
+                    np.zeros((min(1, len(sample.tokens)), *column.inner), column.dtype),
+                    *(part[name].astype(column.dtype) for part in parts),
+                ]
+            )
+            for name, column in columns.items()
+        }
+        yield Sample(sample.tokens, sample.trained, {**(sample.columns or {}), **values})
