@@ -8,14 +8,15 @@ reinforced, `rewards` asks a checker what they earn.
 
 from __future__ import annotations
 
-from trainkit.generation.generate import Completion, generate
+from trainkit.generation.generate import Completion, generate, generate_dealt
 from trainkit.generation.rewards import Checked, Checker, check_answers, report_answers
 from trainkit.generation.rollouts import (
     Answer,
     answer_corpus,
+    bind_reader,
     check_logprobs,
     minibatches,
-    nth_rollout,
+    old_logprobs,
     read_answers,
     sample_answers,
 )
@@ -29,14 +30,16 @@ __all__ = [
     "Completion",
     "Sampling",
     "answer_corpus",
+    "bind_reader",
     "check_answers",
     "check_logprobs",
     "draw",
     "generate",
+    "generate_dealt",
     "min_p",
     "minibatches",
     "next_tokens",
-    "nth_rollout",
+    "old_logprobs",
     "read_answers",
     "repetition_penalty",
     "report_answers",

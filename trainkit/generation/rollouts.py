@@ -1,28 +1,43 @@
 """Rollouts: answers that were sampled, here or elsewhere, as what a policy gradient trains on.
 
 A rollout is a list of answers, several to each prompt. `sample_answers` draws it of a model,
-`read_answers` makes it of what another sampler has written; `answer_corpus` puts log-probabilities
-and advantages beside the tokens, and `minibatches` cuts it for several updates. From there on it is
-dealt to ranks like any corpus, groups whole or not: advantages are there already.
+`bind_reader` reads it of what another sampler writes; `answer_corpus` puts advantages beside the
+tokens, and `minibatches` cuts it for several updates. From there on it is dealt to ranks like any
+corpus, groups whole or not: advantages are there already. `old_logprobs` is what the trainer says
+of a microbatch before the first update, for `parallel.with_columns`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
+from itertools import islice
 from typing import Any
 
 import attrs
 import numpy as np
+import torch
 from numpy.typing import ArrayLike
-from torch import nn
+from torch import Tensor, nn
 
+from trainkit.collectives import all_sum, together
 from trainkit.corpora.tokens import TokenCorpus, memory_corpus
 from trainkit.data.packed import Packed
-from trainkit.generation.generate import generate
+from trainkit.generation.generate import generate_dealt
 from trainkit.generation.sampling import Sampling
+from trainkit.losses.terms import output_logprobs
 from trainkit.packing import pack_bins
 from trainkit.tokenizers import ByteTokenizer, HFTokenizer
-from trainkit.types import Call, Column, DataError, Sample, at_least
+from trainkit.types import (
+    IGNORED_LABEL,
+    SOLO,
+    Axis,
+    Call,
+    Column,
+    DataError,
+    Sample,
+    at_least,
+)
 
 AnyTokenizer = ByteTokenizer | HFTokenizer
 
@@ -39,6 +54,8 @@ class Answer:
         group: The number of its prompt in the rollout.
         truncated: Whether it was cut off before it had ended.
         logprobs: What another sampler says of each of `ids`; None where the trainer sampled.
+        choices: The experts that the sampler took for each token of both, one layer's after the
+            other's; None where routers shall choose.
     """
 
     prompt: str
@@ -48,6 +65,7 @@ class Answer:
     group: int
     truncated: bool = False
     logprobs: Sequence[float] | None = None
+    choices: Sequence[Sequence[int]] | None = None
 
 
 def sample_answers(
@@ -61,6 +79,7 @@ def sample_answers(
     first: int = 0,
     sampling: Sampling = Sampling(),  # noqa: B008 - frozen
     call: Call | None = None,
+    axis: Axis = SOLO,
 ) -> list[Answer]:
     """Return a rollout that is drawn of a model, from all words that it has.
 
@@ -77,12 +96,13 @@ def sample_answers(
             function of the number and of the sampling's seed.
         sampling: How a token is chosen.
         call: From `parallel.bind_call`, for a model of any layout.
+        axis: The ranks that answers are dealt to, `ps.dp`; see `generate_dealt`.
 
     Raises:
         ValueError: A number is below 1; or as `generate`.
 
     Effects:
-        Those of `generate`.
+        Those of `generate`; communicates on `axis`.
 
     Examples:
         >>> from trainkit.models import build_decoder, decoder_config
@@ -95,7 +115,7 @@ def sample_answers(
     at_least(1, "sample_answers", each=each, max_new_tokens=max_new_tokens)
     begins, stop_id = _begins(tokenizer), tokenizer.eos_id
     asked = [[*begins, *tokenizer.encode(prompt)] for prompt in prompts for _ in range(each)]
-    drawn = generate(
+    drawn = generate_dealt(
         model,
         asked,
         max_new_tokens=max_new_tokens,
@@ -105,6 +125,7 @@ def sample_answers(
         tokenizer=tokenizer,
         row_ids=range(first, first + len(asked)),
         call=call,
+        axis=axis,
     )
     found = []
     for number, (prompt_ids, said) in enumerate(zip(asked, drawn, strict=True)):
@@ -119,14 +140,16 @@ def read_answers(records: Iterable[Mapping[str, Any]], *, tokenizer: AnyTokenize
 
     Args:
         records: Each with "prompt" and "answer", texts; "logprobs", of each token of the answer and
-            of the one that ended it; and "truncated", if it was cut off before. Answers to one
-            prompt follow one another.
+            of the one that ended it; "truncated", if it was cut off before; and "choices", where
+            experts were chosen: for each token of prompt and answer, but perhaps the last, those
+            of each layer. Answers to one prompt follow one another.
         tokenizer: What the sampler has, too; prompts begin with its BOS, if it has one, and answers
             that are not truncated end with its EOS.
 
     Raises:
         DataError: A field is missing or no such thing, a text does not come back from its tokens,
-            or there are not as many log-probabilities as tokens. The message names the record.
+            or there are not as many log-probabilities or choices as tokens. The message names the
+            record.
 
     Examples:
         >>> from trainkit.tokenizers import byte_tokenizer
@@ -138,23 +161,38 @@ def read_answers(records: Iterable[Mapping[str, Any]], *, tokenizer: AnyTokenize
     for number, record in enumerate(records):
         prompt, answer = (_text(record, name, number) for name in ("prompt", "answer"))
         group, before = group + (prompt != before), prompt
-        cut, logprobs = bool(record.get("truncated", False)), record.get("logprobs")
+        cut, stop_id = bool(record.get("truncated", False)), tokenizer.eos_id
         prompt_ids, ids = (_round_trip(x, tokenizer, number) for x in (prompt, answer))
-        ids += [] if cut or tokenizer.eos_id is None else [tokenizer.eos_id]
-        is_list = isinstance(logprobs, Sequence) and not isinstance(logprobs, str)
-        if not is_list or len(logprobs) != len(ids) or not ids:
-            got = f"{len(logprobs)}" if is_list else f"{logprobs!r}"
-            raise DataError(
-                f"read_answers: record {number} has {len(ids)} tokens to train on, its end among "
-                f"them, and logprobs: {got}; give one for each, at least one",
-                where=f"record {number}",
-                got=got,
-                want=len(ids),
-            )
-        found.append(
-            Answer(prompt, [*_begins(tokenizer), *prompt_ids], answer, ids, group, cut, logprobs)
-        )
+        prompt_ids = [*_begins(tokenizer), *prompt_ids]
+        ids += [] if cut or stop_id is None else [stop_id]
+        logprobs = _of_each(record, "logprobs", [len(ids)], number)
+        choices = None
+        if record.get("choices") is not None:
+            whole = len(prompt_ids) + len(ids)
+            given = _of_each(record, "choices", [whole, whole - 1], number)
+            choices = [[e for layer in token for e in layer] for token in given]
+            choices += choices[-1:] * (whole - len(choices))
+        parts = prompt, prompt_ids, answer, ids, group, cut, logprobs, choices
+        found.append(Answer(*parts))
     return found
+
+
+def _of_each(
+    record: Mapping[str, Any], name: str, counts: Sequence[int], number: int
+) -> Sequence[Any]:
+    """Return what a record has of each token, which are so many."""
+    values = record.get(name)
+    is_list = isinstance(values, Sequence) and not isinstance(values, str)
+    if is_list and values and len(values) in counts:
+        return values
+    got, want = len(values) if is_list else repr(values), counts[0]
+    raise DataError(
+        f"read_answers: record {number} has {want} tokens that {name} are needed of, and {name}: "
+        f"{got}; give one for each, at least one",
+        where=f"record {number}",
+        got=got,
+        want=want,
+    )
 
 
 def _begins(tokenizer: AnyTokenizer) -> tuple[int, ...]:
@@ -181,38 +219,98 @@ def _round_trip(text: str, tokenizer: AnyTokenizer, number: int) -> list[int]:
     return ids
 
 
-def nth_rollout(answers: Sequence[Answer], number: int, *, size: int) -> Sequence[Answer]:
-    """Return rollout `number` of answers of another sampler, which are `size` in each.
+def bind_reader(
+    records: Iterable[Mapping[str, Any]],
+    *,
+    tokenizer: AnyTokenizer,
+    size: int,
+    axis: Axis = SOLO,
+) -> Callable[[int], list[Answer]]:
+    """Return what reads the rollouts of another sampler one by one, when they are asked for.
 
-    Raises:
-        DataError: There are not so many.
+    Args:
+        records: As for `read_answers`, of all rollouts from the first one on: a list, or an
+            iterator that waits for an engine.
+        tokenizer: As there.
+        size: How many answers a rollout has.
+        axis: The ranks that call this together; the first one reads for all.
+
+    Returns:
+        `read(number)`: the answers of that rollout. Those of rollouts before it are passed over. It
+        raises DataError as `read_answers`, where there are not so many, and where an iterator would
+        have to go back.
+
+    Effects:
+        None here. The returned function reads from the iterator; communicates on `axis`.
 
     Examples:
-        >>> nth_rollout([], 0, size=4)
+        >>> from trainkit.tokenizers import byte_tokenizer
+        >>> written = ({"prompt": "a", "answer": x, "logprobs": [-1.0, -1.0]} for x in "bcd")
+        >>> read = bind_reader(written, tokenizer=byte_tokenizer(), size=1)
+        >>> [answer.text for answer in read(1)]
+        ['c']
+        >>> read(3)
         Traceback (most recent call last):
         ...
-        trainkit.types.DataError: nth_rollout: rollout 0 needs answers 0 to 3, and there are 0; ...
+        trainkit.types.DataError: bind_reader: rollout 3 needs answers 3 to 3, and there are 3; ...
     """
-    if len(answers) < (number + 1) * size:
-        needs = f"answers {number * size} to {(number + 1) * size - 1}"
-        raise DataError(
-            f"nth_rollout: rollout {number} needs {needs}, and there are {len(answers)}; "
-            "sample more and add them at the end, or take fewer steps",
-            got=len(answers),
-            want=(number + 1) * size,
-        )
-    return answers[number * size : (number + 1) * size]
+    waiting, taken = iter(records), 0
+
+    def take(number: int) -> list[dict[str, Any]]:
+        nonlocal waiting, taken
+        begin, end = number * size, (number + 1) * size
+        asked = f"bind_reader: rollout {number} needs answers {begin} to {end - 1}, and"
+        if begin < taken and waiting is not records:
+            waiting, taken = iter(records), 0
+        if begin < taken:
+            raise DataError(f"{asked} the iterator is at {taken}; give a list, or start again")
+        taken += sum(1 for _ in islice(waiting, begin - taken))
+        part = [*islice(waiting, size)]
+        taken += len(part)
+        if len(part) < size:
+            raise DataError(
+                f"{asked} there are {taken}; sample more and add them at the end, or take fewer "
+                "steps",
+                got=taken,
+                want=end,
+            )
+        return [attrs.asdict(answer) for answer in read_answers(part, tokenizer=tokenizer)]
+
+    def read(number: int) -> list[Answer]:
+        work = partial(take, number) if axis.index == 0 else list
+        return [Answer(**fields) for fields in together(work, axis)[0]]
+
+    return read
+
+
+def old_logprobs(output: Any, batch: Mapping[str, Any]) -> dict[str, Tensor]:
+    """Return what a model says of each label, as a column of the batch: for `with_columns`.
+
+    Args:
+        output: Logits or a `Hidden`.
+        batch: Has the labels.
+
+    Returns:
+        {"old_logprobs": `[B, S]`}, 0 where there is no label.
+
+    Examples:
+        >>> batch = {"labels": torch.tensor([[1, -100]])}
+        >>> old_logprobs(torch.zeros(1, 2, 4), batch)
+        {'old_logprobs': tensor([[-1.3863, -0.0000]])}
+    """
+    return {"old_logprobs": output_logprobs("old_logprobs", output, batch)[0]}
 
 
 def check_logprobs(
-    answers: Sequence[Answer], logprobs: Sequence[ArrayLike], *, tolerance: float = 0.1
+    microbatches: Sequence[Mapping[str, Any]], *, axis: Axis = SOLO, tolerance: float = 0.1
 ) -> float:
     """Refuse answers whose sampler is not the model that is trained; return how far it is from it.
 
     Args:
-        answers: With log-probabilities of their own.
-        logprobs: What the trainer says of their tokens.
-        tolerance: How far they may be apart, in nats, in the mean over all tokens. Engines that
+        microbatches: Those of this rank, with "sampler_logprobs" and "old_logprobs"; without these
+            where a pipeline's last stage is not.
+        axis: The ranks that call this together, `ps.world`.
+        tolerance: How far the two may be apart, in nats, in the mean over all tokens. Engines that
             compute in bf16 differ by some hundredths; another temperature or tokenizer, by tenths.
 
     Returns:
@@ -221,14 +319,22 @@ def check_logprobs(
     Raises:
         DataError: It is above the tolerance, or no number.
 
+    Effects:
+        Communicates on `axis`, and waits for the device.
+
     Examples:
-        >>> answer = Answer("1+1=", [1], "2", [2], 0, logprobs=[-0.5])
-        >>> check_logprobs([answer], [[-0.25]], tolerance=0.5)
+        >>> batch = {"labels": torch.tensor([[2]]), "sampler_logprobs": torch.tensor([[-0.5]])}
+        >>> check_logprobs([batch | {"old_logprobs": torch.tensor([[-0.25]])}], tolerance=0.5)
         0.25
     """
-    given = np.concatenate([np.asarray(answer.logprobs, np.float64) for answer in answers])
-    apart = float(np.abs(given - np.concatenate([np.asarray(x) for x in logprobs])).mean())
-    if not apart <= tolerance:
+    total = torch.zeros(2, dtype=torch.float64, device=microbatches[0]["labels"].device)
+    for batch in microbatches:
+        if "old_logprobs" in batch:
+            far = (batch["sampler_logprobs"] - batch["old_logprobs"]).abs().double()
+            is_label = batch["labels"] != IGNORED_LABEL
+            total += torch.stack([far[is_label].sum(), is_label.sum().double()])
+    far, count = all_sum(total, axis).tolist()
+    if not (apart := far / max(1, count)) <= tolerance:
         raise DataError(
             f"check_logprobs: the given log-probabilities are {apart:.3g} nats from the trainer's "
             f"own in the mean, and may be {tolerance:.3g}: give those of the temperature 1, of "
@@ -239,42 +345,44 @@ def check_logprobs(
     return apart
 
 
-def answer_corpus(
-    answers: Sequence[Answer], *, old_logprobs: Sequence[ArrayLike], advantages: ArrayLike
-) -> TokenCorpus:
+def answer_corpus(answers: Sequence[Answer], *, advantages: ArrayLike) -> TokenCorpus:
     """Return answers as documents behind their prompts; only what was sampled is trained on.
 
     Args:
         answers: The rollout.
-        old_logprobs: Of each answer, those of its tokens under the model that is trained.
         advantages: One for each answer, which each of its tokens has.
 
     Returns:
-        A corpus with the columns "old_logprobs" and "advantages"; and "sampler_logprobs", where the
-        answers have log-probabilities of their own.
+        A corpus with the column "advantages"; and, where the answers have log-probabilities or
+        choices of experts of their own, "sampler_logprobs" and "choices".
 
     Raises:
         DataError: A number is not finite, or not there for each token.
 
     Examples:
         >>> answer = Answer("1+1=", [256, 49], "2", [50, 257], 0)
-        >>> corpus = answer_corpus([answer], old_logprobs=[[-0.5, -1.0]], advantages=[2.0])
-        >>> corpus.trained.tolist(), corpus.values["old_logprobs"].tolist()
-        ([0, 0, 1, 1], [0.0, 0.0, -0.5, -1.0])
+        >>> corpus = answer_corpus([answer], advantages=[2.0])
+        >>> corpus.trained.tolist(), corpus.values["advantages"].tolist()
+        ([0, 0, 1, 1], [0.0, 0.0, 2.0, 2.0])
     """
-    from_elsewhere = any(answer.logprobs is not None for answer in answers)
+    columns = {"advantages": Column()}
+    if answers[0].logprobs is not None:
+        columns["sampler_logprobs"] = Column()
+    if answers[0].choices is not None:
+        columns["choices"] = Column("int64", (len(answers[0].choices[0]),), of="token")
 
-    def sample(answer: Answer, old: ArrayLike, advantage: float) -> Sample:
+    def sample(answer: Answer, advantage: float) -> Sample:
         before, ids = len(answer.prompt_ids), np.array([*answer.prompt_ids, *answer.ids], np.int64)
-        own = {"old_logprobs": old, "advantages": np.full(len(answer.ids), advantage)}
-        if from_elsewhere:
-            own["sampler_logprobs"] = answer.logprobs or []
-        columns = {name: np.concatenate([np.zeros(before), x]) for name, x in own.items()}
-        return Sample(ids, np.arange(len(ids)) >= before, columns)
+        values = {
+            "advantages": [0.0] * before + [advantage] * len(answer.ids),
+            "sampler_logprobs": [0.0] * before + [*(answer.logprobs or ())],
+            "choices": answer.choices,
+        }
+        own = {name: np.array(values[name]) for name in columns}
+        return Sample(ids, np.arange(len(ids)) >= before, own)
 
-    names = ["old_logprobs", "advantages", *(["sampler_logprobs"] if from_elsewhere else [])]
-    given = zip(answers, old_logprobs, np.asarray(advantages).tolist(), strict=True)
-    return memory_corpus((sample(*x) for x in given), columns={name: Column() for name in names})
+    given = zip(answers, np.asarray(advantages).tolist(), strict=True)
+    return memory_corpus((sample(*x) for x in given), columns=columns)
 
 
 def minibatches(
