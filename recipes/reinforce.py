@@ -182,12 +182,11 @@ def bind_rollout(cfg, ps, stages, sample, deal):
     """Return roll_out(number): microbatches of each update, and what the answers came to."""
     cut = {"capacity": cfg.batch.row_length, "multiple_of": cfg.batch.multiple_of}
     how = {"axis": ps.pp, "call": tk.models.call_routed}
+    in_time = {"seconds": cfg.rollout.seconds, "axis": ps.world}
 
     def roll_out(number):
         answers = sample(number)
-        checked = tk.generation.check_answers(
-            check, answers, seconds=cfg.rollout.seconds, axis=ps.world
-        )
+        checked = tk.generation.check_answers(check, answers, **in_time)
         rewards = torch.tensor(checked.rewards, dtype=torch.float64)
         groups, count = torch.tensor([x.group for x in answers]), answers[-1].group + 1
         advantages = tk.losses.group_advantages(rewards, groups, num_groups=count)
@@ -264,6 +263,8 @@ def train(cfg, run, base):
     state, stop = run.resume(stages, optimizer, **how), None
     around = {"steps": cfg.steps, "keeping": cfg.keeping, "policy": cfg.policy}
     with run.loop(state, stages, optimizer, replay=forward_backward, **around) as loop:
+        if state.step == cfg.supervised == 0:
+            state = loop.evaluated(state, evaluate)
         while state.step < cfg.steps and not stop:
             for batch in batches(state, loop.event):
                 begun = state.step
@@ -287,16 +288,14 @@ def open_base(cfg):
     """Return what the run begins with, or the run itself; new weights have no path."""
     begun = cfg.resume == "auto" and tk.checkpoint.list_checkpoints(cfg.out / "checkpoints")
     if path := cfg.out if begun else cfg.init:
-        how = {"tokenizer": cfg.tokenizer, "context": cfg.batch.row_length}
-        return tk.hub.open_trained(path, **how)
+        length = cfg.batch.row_length
+        return tk.hub.open_trained(path, tokenizer=cfg.tokenizer, context=length)
     name = cfg.tokenizer or "bytes"
     tokenizer = tk.tokenizers.open_tokenizer(name)
     words = tk.models.round_up_vocabulary(tokenizer.vocab_size)
-    config, has_bos = (
-        tk.models.decoder_config(cfg.size, vocab_size=words),
-        tokenizer.bos_id is not None,
-    )
-    return tk.hub.Trained(None, config, name, tokenizer, cfg.batch.row_length, has_bos)
+    config = tk.models.decoder_config(cfg.size, vocab_size=words)
+    about = cfg.batch.row_length, tokenizer.bos_id is not None
+    return tk.hub.Trained(None, config, name, tokenizer, *about)
 
 
 def main(argv=None):

@@ -51,6 +51,18 @@ def test_it_says_what_it_has_learned_since_it_imitates_no_more(whole):
     assert [result["before"], result["after"]] == [event["eval/success"] for event in found]
 
 
+def test_it_begins_with_the_weights_of_a_run_and_is_measured_before_its_first_step(whole, tmp_path):
+    code, said = here(flags(tmp_path, 2, "--init", whole, "--supervised", 0), "reinforce")
+    assert code == 0, said
+    first, last = events(tmp_path, "evaluation")
+    known = events(whole, "evaluation")[-1]
+    assert (first["step"], last["step"]) == (0, 2)
+    assert [first[f"eval/{x}"] for x in ("loss", "success")] == [
+        known[f"eval/{x}"] for x in ("loss", "success")
+    ]
+    assert rollouts(tmp_path)[0][0] == 0
+
+
 def test_stopped_it_goes_on_to_the_same_bits_and_samples_the_same(whole, tmp_path):
     for steps in (6, 8):
         code, said = here(flags(tmp_path / "run", steps), "reinforce")
