@@ -69,6 +69,7 @@ def _in_and_out(home, ps, layout):
     report = hub.export_folder(
         path, home / "b", context=128, family=family, shard_bytes=9_000, axis=ps.world
     )
+    same(dict(hub.stream_weights(stages, family=family, axis=ps.pp)), tensors_of(home / "a"))
     return seen, len(report["files"])
 
 
@@ -150,7 +151,7 @@ def peak():
 
 
 def peaks_of_reading(folders, share, ranks):
-    """Read one of so many parts of each folder; return the bytes at the peak beyond before, and its.
+    """Read one of so many parts of each folder; return the bytes at the peak and those kept.
 
     It is a rank of its own, whose peak nothing else has raised.
     """

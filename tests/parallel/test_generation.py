@@ -7,8 +7,9 @@ from whole_step import CONFIG
 
 import trainkit as tk
 from trainkit.batch import blank_batch
-from trainkit.generation import Sampling, generate
+from trainkit.generation import Sampling, generate, generate_dealt
 from trainkit.models import Decoder, call_model, call_routed, init_weights
+from trainkit.models.call import CachedCall
 from trainkit.models.config import Experts
 from trainkit.parallel import bind_call, expert, fsdp, sequence, tensor
 from trainkit.testing import run_ranks
@@ -35,6 +36,9 @@ def written(degrees, number=0):
         )
         call = bind_call(stages, ps)
         cached = generate(stages[0], PROMPTS, **how, context=11, call=call)
+        of_rows = bind_call(stages, ps, dealt=True)
+        dealt = generate_dealt(stages[0], PROMPTS, **how, context=11, call=of_rows, axis=ps.dp)
+        assert dealt == cached
         slid = generate(stages[0], PROMPTS, **how, context=7, slide=True, call=call)
         anew = bind_call(stages, ps, call=call_routed if "ep" in degrees else call_model)
         again = generate(stages[0], PROMPTS[:1], **how, context=11, call=anew)
@@ -84,6 +88,37 @@ def skewed():
 def test_every_rank_draws_what_one_rank_draws():
     first, second = run_ranks(skewed, 2)
     assert first == second
+
+
+def dealt_rows(model, prompts, stop_id):
+    """Return the texts of each rank's prompts, and how many rows it ran each time."""
+    with tk.parallel_session(dp_shard=2) as ps:
+        call, seen = bind_call([model], ps, dealt=True), []
+
+        def counted(model, batch):
+            seen.append(batch["input_ids"].shape[1])
+            return call(model, batch)
+
+        how = {"max_new_tokens": 4, "context": 11, "stop_ids": [stop_id], "axis": ps.dp}
+        how |= {"sampling": Sampling(seed=1), "call": CachedCall(counted)}
+        found = [generate_dealt(model, some, **how) for some in prompts]
+        with pytest.raises(ValueError, match="prompt 1 is empty"):  # which the other rank had
+            generate_dealt(model, [[1], []], **how)
+        return found, seen
+
+
+def test_prompts_are_dealt_to_ranks_which_run_as_often_as_each_other():
+    weights = init_weights(SMALL, seed=0)
+    (model,) = tk.build_stages(lambda: Decoder(SMALL), tk.solo_parallel(), [], weights=weights)
+    prompts = [[*PROMPTS, [2]], PROMPTS[:1]]  # the second rank has none of the second ones
+    how = {"max_new_tokens": 4, "context": 11, "sampling": Sampling(seed=1)}
+    stop_id = generate(model, PROMPTS, **how)[1].ids[1]
+    wanted = [generate(model, some, **how, stop_ids=[stop_id]) for some in prompts]
+    (first, rows), (second, others) = run_ranks(dealt_rows, 2, model, prompts, stop_id)
+    assert first == second == wanted
+    assert (rows[0], others[0]) == (len(PROMPTS[0]) + 1, len(PROMPTS[1]))
+    assert len(rows) == len(others)
+    assert len({x.ended for x in wanted[0]}) == 2  # so that some end before others
 
 
 def test_more_than_one_document_is_refused():

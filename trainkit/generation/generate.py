@@ -11,6 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from trainkit.collectives import agree, all_gather_json
 from trainkit.generation.sampling import Sampling, next_tokens, places_of
 from trainkit.generation.text import Reader, reader_of
 from trainkit.models.bare import bare
@@ -18,7 +19,17 @@ from trainkit.models.cache import Cache
 from trainkit.models.call import CachedCall, call_cached, call_model
 from trainkit.models.decoder import Decoder, whole_logits
 from trainkit.parallel.stage_forward import compute_device, evaluating
-from trainkit.types import Call, Hidden, NumericsError, Spans, Tokenizer, at_least, unrouted
+from trainkit.types import (
+    SOLO,
+    Axis,
+    Call,
+    Hidden,
+    NumericsError,
+    Spans,
+    Tokenizer,
+    at_least,
+    unrouted,
+)
 
 
 @attrs.frozen
@@ -158,6 +169,71 @@ def _draw(
         text = text.written(tokens)
         if seen is not None:
             seen.scatter_(1, tokens.unsqueeze(1), True)
+
+
+def generate_dealt(
+    model: nn.Module,
+    prompts: Sequence[Sequence[int]],
+    *,
+    call: Call | None = None,
+    axis: Axis = SOLO,
+    **how: Any,
+) -> list[Completion]:
+    """Return what `generate` does, each rank of an axis having drawn every so many of the texts.
+
+    A text's noise goes by its number, so it is the same whoever draws it, but for rounding. Ranks
+    run the model as often as the one whose texts last longest, since its parameters may be sharded
+    over them.
+
+    Args:
+        model: As for `generate`.
+        prompts: All of them, the same on all ranks.
+        call: From `parallel.bind_call`, with `dealt=True`; None for a model that no rank shares.
+        axis: The ranks that read different rows, `ps.dp`.
+        how: What else `generate` takes, but for `stream`.
+
+    Returns:
+        What follows each prompt, on every rank.
+
+    Raises:
+        ValueError: As `generate`.
+
+    Effects:
+        Those of `generate`; communicates on `axis`, once for each token.
+
+    Examples:
+        >>> from trainkit.mesh import solo_parallel
+        >>> from trainkit.models import build_decoder, decoder_config
+        >>> from trainkit.parallel import bind_call
+        >>> model, ps = build_decoder(decoder_config("tiny"), seed=0), solo_parallel()
+        >>> how = {"max_new_tokens": 4, "context": 16, "call": bind_call([model], ps, dealt=True)}
+        >>> found = generate_dealt(model, [[1, 2, 3], [4]], axis=ps.dp, **how)
+        >>> found == generate(model, [[1, 2, 3], [4]], **how)
+        True
+    """
+    if axis.count == 1 or not prompts:
+        return generate(model, prompts, call=call, **how)
+    sizes = how["context"], how.get("vocab_size")  # looked at here: others wait for who refuses
+    _check(prompts, model, *sizes, new=how["max_new_tokens"], slide=how.get("slide", False))
+    row_ids = how.pop("row_ids", None) or range(len(prompts))
+    own = [*range(axis.index, len(prompts), axis.count)] or [0]  # who has none takes part
+    newest: list[Mapping[str, Any]] = []
+    if call is None:
+        raise ValueError("generate_dealt: ranks share the prompts; give call=bind_call(dealt=True)")
+
+    def run(model: nn.Module, batch: Mapping[str, Any]) -> Any:
+        newest[:] = [batch]
+        agree(True, axis)
+        return call(model, batch)
+
+    counted = CachedCall(run) if isinstance(call, CachedCall) else run
+    ids = [row_ids[number] for number in own]
+    drawn = generate(model, [prompts[n] for n in own], call=counted, row_ids=ids, **how)
+    while agree(False, axis):
+        call(model, newest[0])
+    told = [[n, attrs.asdict(x)] for n, x in zip(own, drawn, strict=True)]
+    found = {n: x for part in all_gather_json(told, axis)[::-1] for n, x in part}
+    return [Completion(**found[number]) for number in range(len(prompts))]
 
 
 # ----------------------------------------------------------------------------------------- the rows

@@ -8,7 +8,7 @@ names and boxes both ways, `folder` reads a folder into any layout, `export` wri
 from __future__ import annotations
 
 from trainkit.hub.configs import family_of, read_config, write_config
-from trainkit.hub.export import export_folder
+from trainkit.hub.export import export_folder, stream_weights
 from trainkit.hub.families import FAMILIES, Family, Key
 from trainkit.hub.folder import (
     Folder,
@@ -41,6 +41,7 @@ __all__ = [
     "open_trained",
     "read_config",
     "resized_weights",
+    "stream_weights",
     "tokenizer_files",
     "write_config",
 ]

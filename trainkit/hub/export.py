@@ -1,29 +1,33 @@
-"""A checkpoint of any layout as a Hugging Face folder, written by as many ranks as there are."""
+"""A decoder of any layout for others: as a Hugging Face folder, or as a stream of tensors."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import orjson
 import torch
+from torch import Tensor, nn
 
-from trainkit.checkpoint.boxes import shortened
+from trainkit.checkpoint.boxes import parameter_of, shortened
 from trainkit.checkpoint.export import SHARD_BYTES, origin_of, write_weights
 from trainkit.checkpoint.load import read_facts
 from trainkit.checkpoint.manifest import find_checkpoint
 from trainkit.checkpoint.reading import reader
 from trainkit.checkpoint.sources import checkpoint_tensors
 from trainkit.checkpoint.stored import Stored
-from trainkit.collectives import together
+from trainkit.checkpoint.tensors import model_tensors
+from trainkit.collectives import all_gather_json, broadcast, together
 from trainkit.hub.configs import family_named, family_of, write_config
 from trainkit.hub.families import Family
 from trainkit.hub.folder import CONFIG, links_of, our_shapes
 from trainkit.hub.links import Link, linked, their_shapes
-from trainkit.models.config import parameter_shapes
+from trainkit.models.config import DecoderConfig, parameter_shapes
+from trainkit.models.decoder import Decoder
 from trainkit.models.sizes import config_from_facts
-from trainkit.types import SOLO, Axis, CheckpointError, Weights
+from trainkit.parallel.stage_forward import compute_device
+from trainkit.types import SOLO, Axis, CheckpointError, ConfigError, Weights
 
 _IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
 
@@ -92,14 +96,12 @@ def export_folder(
     said = together(lambda: str(find_checkpoint(checkpoint)) if axis.index == 0 else None, axis)[0]
     path = Path(said)
     config = config_from_facts(read_facts(path, needs=["model"])["model"])
-    known = family_of(config) if family is None else family
-    known = known if isinstance(known, Family) else family_named(known, where="family")
+    known = _family(family, config)
     values = write_config(config, context=context, family=known)
-    links = [link.turned() for link in links_of(known, config)]
+    links, shapes = _there(known, config)
     ours = _saved(path, our_shapes(config)) if read is None else _given(read, our_shapes(config))
     cast = {name: dtype or ours[name].dtype for name in parameter_shapes(config)}
     kinds = _kinds(links, {name: x.dtype for name, x in ours.items()} | cast)
-    shapes = their_shapes([link.turned() for link in links])
     values["torch_dtype"] = kinds[known.names(config)["embedding.weight"].name]
     beside = dict(files or {})
     said_ids = orjson.loads(beside.get("generation_config.json", b"{}"))
@@ -115,6 +117,104 @@ def export_folder(
         beside=beside,
         axis=axis,
     )
+
+
+def stream_weights(
+    stages: Sequence[nn.Module],
+    *,
+    family: Family | str | None = None,
+    dtype: torch.dtype | None = None,
+    axis: Axis = SOLO,
+) -> Iterator[tuple[str, Tensor]]:
+    """Yield the weights of a decoder as they are now, whole, as `export_folder` would write them.
+
+    For an inference engine that takes new weights while it runs. One tensor of ours is gathered at
+    a time, so that this takes the memory of a few.
+
+    Args:
+        stages: This rank's stages of a `Decoder`, in any layout.
+        family: Whose names to use, or its `model_type`; by default the first that computes the
+            same.
+        dtype: What parameters become, before they travel; None keeps them. The biases of routers
+            stay what they are.
+        axis: The pipeline axis, `ps.pp`.
+
+    Yields:
+        The name of a tensor in the folder, and its values, a copy, on every rank.
+
+    Raises:
+        ConfigError: The stages are of no decoder, or hold not all of it (adapters are to be merged
+            first); or no family computes it.
+
+    Effects:
+        Communicates on `axis` and on all axes that parameters are split over: every rank has to
+        take every tensor, and must not train in between.
+
+    Examples:
+        >>> from trainkit.models import build_decoder, decoder_config
+        >>> model = build_decoder(decoder_config("tiny", layers=1), seed=0)
+        >>> name, values = next(stream_weights([model], dtype=torch.bfloat16))
+        >>> name, values.shape, values.dtype
+        ('model.embed_tokens.weight', torch.Size([272, 128]), torch.bfloat16)
+    """
+    if not all(isinstance(stage, Decoder) for stage in stages):
+        kinds = ", ".join(type(stage).__name__ for stage in stages)
+        raise ConfigError(f"stream_weights: it takes the stages of a Decoder, got {kinds}")
+    config: DecoderConfig = stages[0].config  # type: ignore[assignment]
+    links, shapes = _there(_family(family, config), config)
+    read = linked(_gathered(stages, config, dtype=dtype, axis=axis), links, shapes)
+    for name, shape in shapes.items():
+        yield name, read(name, shape, (0,) * len(shape)).clone()
+
+
+def _gathered(
+    stages: Sequence[nn.Module], config: DecoderConfig, *, dtype: torch.dtype | None, axis: Axis
+) -> Weights:
+    """Return what reads tensors of ours that the ranks gather; the last one is remembered."""
+    own = {parameter_of(name): x for name, x in model_tensors(stages).items()}
+    cast = dict.fromkeys(parameter_shapes(config), dtype)
+    kinds = {name: cast.get(name) or x.dtype for name, x in own.items()}
+    held = all_gather_json(
+        {name: str(kind).removeprefix("torch.") for name, kind in kinds.items()}, axis
+    )
+    shapes, device, kept = our_shapes(config), compute_device(stages[0]), dict[str, Tensor]()
+    if lost := [name for name in shapes if not any(name in names for names in held)]:
+        raise ConfigError(
+            f"stream_weights: the stages do not hold {shortened(lost)}, which the decoder has; "
+            "merge adapters into it first",
+            where="stages",
+            got=lost,
+        )
+
+    def gather(name: str) -> Tensor:
+        source = next(rank for rank, names in enumerate(held) if name in names)
+        if axis.index == source:
+            x: Any = own[name].to(kinds[name])
+            whole = x.full_tensor() if hasattr(x, "full_tensor") else x
+        else:
+            whole = torch.empty(
+                shapes[name], dtype=getattr(torch, held[source][name]), device=device
+            )
+        return broadcast(whole.contiguous(), axis, source=source)
+
+    def read(name: str, shape: Sequence[int], offset: Sequence[int]) -> Tensor:
+        if name not in kept:
+            kept.clear()
+            kept[name] = gather(name)
+        return kept[name][tuple(slice(a, a + n) for a, n in zip(offset, shape, strict=True))]
+
+    return read
+
+
+def _family(family: Family | str | None, config: DecoderConfig) -> Family:
+    known = family_of(config) if family is None else family
+    return known if isinstance(known, Family) else family_named(known, where="family")
+
+
+def _there(family: Family, config: DecoderConfig) -> tuple[list[Link], dict[str, tuple[int, ...]]]:
+    """Return the links from their tensors to ours, and the shapes of theirs."""
+    links = links_of(family, config)
+    return [link.turned() for link in links], their_shapes(links)
 
 
 def _saved(path: Path, shapes: Mapping[str, Sequence[int]]) -> dict[str, Stored]:

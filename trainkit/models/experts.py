@@ -56,7 +56,8 @@ def preload_(tape: Tape, layers: Sequence[str], choices: Tensor) -> None:
     Args:
         tape: The tape of the batch.
         layers: The names of all expert layers of the model, in their order.
-        choices: int64 `[B, S, L, k]`, those of an inference engine, say.
+        choices: int64 `[B, S, L, k]`, those of an inference engine, say; or `[B, S, L k]`, as a
+            column of a corpus has them.
 
     Raises:
         ValueError: They are of another number of layers.
@@ -74,6 +75,8 @@ def preload_(tape: Tape, layers: Sequence[str], choices: Tensor) -> None:
         >>> tape.choices["layers.0.mlp"].shape
         torch.Size([6, 2])
     """
+    if choices.ndim == 3 and choices.shape[2] % len(layers) == 0:
+        choices = choices.unflatten(2, (len(layers), -1))
     if choices.ndim != 4 or choices.shape[2] != len(layers):
         got, own = list(choices.shape), len(layers)
         raise ValueError(f"Tape: choices must be [B, S, {own}, k], for {own} layers, got {got}")

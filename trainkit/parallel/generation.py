@@ -19,11 +19,18 @@ from trainkit.parallel.stage_forward import compute_device, evaluating, forward_
 from trainkit.types import IGNORED_LABEL, Batch, Call, ParallelState, Spans
 
 
-def bind_call(stages: Sequence[nn.Module], ps: ParallelState, *, call: Call | None = None) -> Call:
+def bind_call(
+    stages: Sequence[nn.Module],
+    ps: ParallelState,
+    *,
+    call: Call | None = None,
+    dealt: bool = False,
+) -> Call:
     """Return a call for `generation.generate` that gives logits on every rank of any layout.
 
     For the stages of a `Decoder` it is a `CachedCall`: a rank keeps the keys and values of its own
-    layers and heads. Ranks that split sequences (ring, Ulysses) or rows all compute the same.
+    layers and heads. Ranks that split sequences (ring, Ulysses) all compute the same, and so do
+    those that split rows, unless prompts are dealt to them.
 
     For other stages, or where a `call` is given, the whole text is computed each time, shared out
     over the ranks: it is lengthened to what they can share equally. Attention is causal, so what
@@ -33,11 +40,13 @@ def bind_call(stages: Sequence[nn.Module], ps: ParallelState, *, call: Call | No
         stages: This rank's stages, from `build_stages`.
         ps: The layout.
         call: How a batch enters a stage, and then nothing is kept.
+        dealt: Whether ranks of `ps.dp` have batches of their own, as `generation.generate_dealt`
+            gives them; all must call it as often.
 
     Returns:
         `call(model, batch) -> logits`: `[1, R, V]` of a batch with a "cache", else `[1, S, V]` of a
-        batch of one row with one document. All ranks get the bits of one, so that they draw the
-        same token. The model it is given is not used: `stages` are.
+        batch of one row with one document. All ranks, or all that have the same batch, get the bits
+        of one, so that they draw the same token. The model it is given is not used: `stages` are.
 
     Effects:
         None here. The returned function puts the stages into evaluation mode and back, and
@@ -70,7 +79,10 @@ def bind_call(stages: Sequence[nn.Module], ps: ParallelState, *, call: Call | No
         if logits is None:
             shape, dtype = (1, length, kinds[0]), getattr(torch, kinds[1].removeprefix("torch."))
             logits = torch.empty(shape, dtype=dtype, device=compute_device(stages[0]))
-        return broadcast(logits.contiguous(), ps.world, source=source)
+        if not dealt:
+            return broadcast(logits.contiguous(), ps.world, source=source)
+        logits = broadcast(logits.contiguous(), ps.pp, source=last)
+        return broadcast(broadcast(logits, ps.sp), ps.tp)
 
     def run_cached(_: nn.Module, batch: Mapping[str, Any]) -> Tensor:
         ends = batch["cache"].last

@@ -1,0 +1,312 @@
+"""Reinforce answers that a checker rewards: small sums, sampled by the model that learns them.
+
+python recipes/reinforce.py                              # learns a little from examples first
+torchrun --nproc-per-node 2 recipes/reinforce.py         # two, and the same losses
+python recipes/reinforce.py --init MODEL --supervised 0  # a run or a Hugging Face folder
+python recipes/reinforce.py --sampled answers.jsonl      # answers of another sampler
+
+Three of four examples that the model first imitates forget to carry, and so it learns to forget as
+well; the checker knows the sums, and its rewards alone make the rarer way the usual one. Sums are
+written backwards, units first, which a small decoder learns in seconds.
+"""
+
+import functools
+from pathlib import Path
+
+import attrs
+import numpy as np
+import torch
+
+import trainkit as tk
+from trainkit.types import ConfigError, Cursor, Sample, StepBatch
+
+
+@attrs.frozen(kw_only=True)
+class RolloutOptions:
+    """What is sampled between updates."""
+
+    prompts: int = attrs.field(default=32, validator=tk.config.positive)
+    """Problems in a rollout."""
+    answers: int = attrs.field(default=8, validator=tk.config.positive)
+    """Answers to each, whose rewards are compared with each other."""
+    updates: int = attrs.field(default=2, validator=tk.config.positive)
+    """Steps for each rollout, on a part of it each; the last is on answers so many steps old."""
+    max_new_tokens: int = attrs.field(default=4, validator=tk.config.positive)
+    """An answer is cut off after so many tokens, and then earns nothing."""
+    clip: float = attrs.field(default=0.2, validator=tk.config.fraction)
+    """How much likelier or less likely a token may become by the updates of a rollout."""
+    seconds: float = tk.config.option(1.0, tk.config.positive, change="free")
+    """How long the checker may take for an answer."""
+    sampled: Path | None = tk.config.option(None, change="free")
+    """Answers of another sampler, .jsonl or .parquet: prompt, answer, logprobs, truncated."""
+
+
+@attrs.frozen(kw_only=True)
+class Config(tk.config.RunConfig):
+    """Reinforce answers that a checker rewards; by default, to sums of two numbers."""
+
+    out: Path = tk.config.option(Path("runs/reinforce"), change="no fact")
+    """The run directory: configuration, metrics, checkpoints and pictures. It is made."""
+    steps: int = tk.config.option(280, tk.config.positive, change="no fact")
+    """Stop after this step, a multiple of updates. Nothing else depends on it."""
+    supervised: int = tk.config.option(200, tk.config.non_negative)
+    """So many steps first imitate examples, which answer some of the problems."""
+    init: Path | None = tk.config.option(None, change="free")
+    """A run, a checkpoint or a Hugging Face folder to begin with; by default new weights."""
+    tokenizer: str | None = None
+    """bytes, or a tokenizer.json with an EOS; by default that of init, or bytes."""
+    size: str = "tiny"
+    """A named model size, of new weights; see trainkit.models.decoder_sizes."""
+    eval_every: int = tk.config.option(40, tk.config.positive, change="free")
+    """Ask what is held out after the supervised steps, every so many steps, and at the end."""
+    batch: tk.config.RowOptions = tk.config.RowOptions(
+        row_length=64, rows=8, microbatch=32, multiple_of=4
+    )
+    optim: tk.config.OptimOptions = tk.config.OptimOptions(lr=2e-3, schedule_steps=200)
+    rollout: RolloutOptions = RolloutOptions()
+
+
+def check(prompt, answer):
+    """Return what an answer earns: 1 if it is the sum, units first, else 0."""
+    return float(answer == str(sum(map(int, prompt.rstrip("=").split("+"))))[::-1])
+
+
+def make_problems(cfg):
+    """Return problems whose answers are shown, those that are asked, and those held out from both.
+
+    Each with its answer, and with what it is taken for by somebody who forgets to carry.
+    """
+
+    def problem(a, b):
+        forgetful = a + b - 10 * (a % 10 + b > 9)
+        return f"{a:02}+{b}=", str(a + b)[::-1], str(forgetful)[::-1]
+
+    every = [problem(a, b) for a in range(100) for b in range(5, 10)]
+    order = tk.sampling.rows_of_epochs(len(every), rows_per_step=len(every), seed=cfg.seed)
+    every = [every[row] for row in order(0)]
+    return every[100:400], every[100:], every[:100]
+
+
+def encode(cfg, tokenizer, problems):
+    """Return problems with their answers, of which the answers' tokens count."""
+    begin, end = [x for x in [tokenizer.bos_id] if x is not None], [tokenizer.eos_id]
+    ids = [[tokenizer.encode(text) for text in problem] for problem in problems]
+    how = {"context": cfg.batch.row_length}
+    return [tk.evaluation.make_example([*begin, *x], [*y, *end], **how) for x, y in ids]
+
+
+def pack_shown(cfg, tokenizer, problems):
+    """Return rows of examples, three of four of which forget to carry."""
+    answered = [(x, y) for x, right, forgetful in problems for y in (right, *[forgetful] * 3)]
+    shown = encode(cfg, tokenizer, answered)
+    samples = [Sample(x.ids, np.arange(len(x.ids)) >= len(x.ids) - x.scored) for x in shown]
+    corpus = tk.corpora.memory_corpus(samples)
+    size = {"multiple_of": cfg.batch.multiple_of, "overlong": "error", "seed": cfg.seed}
+    return tk.Packed(corpus, tk.pack_bins(corpus.lengths, cfg.batch.row_length, **size))
+
+
+def build(cfg, ps, base):
+    """Return this rank's stages of the model, with its weights, and their optimizer."""
+    how = {"dtype": cfg.dtype, "recompute": cfg.recompute, "compiled": cfg.compiled}
+    plan = tk.parallel.decoder_plan(cfg.layout, **how)
+    make_model = functools.partial(tk.models.Decoder, base.config, head="hidden")
+    new = functools.partial(tk.models.init_weights, base.config, seed=cfg.seed)
+    weights = tk.adapters.base_weights(base.path, axis=ps.world) if base.path else new()
+    stages = tk.build_stages(make_model, ps, plan, weights=weights, schedule=cfg.layout.schedule)
+    named, decay = tk.named_parameters_of(stages), cfg.optim.weight_decay
+    return stages, tk.optim.adamw(tk.optim.decay_groups(named, weight_decay=decay), lr=cfg.optim.lr)
+
+
+def bind_losses(cfg, ps, stages):
+    """Return forward_backward: the policy gradient of what was sampled, else the cross entropy."""
+    order = {"schedule": cfg.layout.schedule, "reduce": cfg.layout.reduce}
+    order |= {"axis": ps.pp, "call": tk.models.call_routed}
+    added = tk.losses.Added(most_importance=2.0 if cfg.rollout.sampled else None)
+    policy = tk.losses.policy_gradient(tk.losses.clipped(*[cfg.rollout.clip] * 2), added=added)
+    reinforce = tk.bind_forward_backward(stages, policy, **order)
+    imitate = tk.bind_forward_backward(stages, tk.losses.next_token_linear, **order)
+
+    def forward_backward(microbatches, *, denominator):
+        was_sampled = "advantages" in microbatches[0]
+        return (reinforce if was_sampled else imitate)(microbatches, denominator=denominator)
+
+    return forward_backward
+
+
+def make_train_step(cfg, ps, stages, optimizer, forward_backward):
+    """Return train_step(state, batch) -> (state, metrics): all of one step, in order."""
+    params, total = tk.parameters_of(stages), cfg.optim.schedule_steps
+    lr_at = tk.schedules.cosine(cfg.optim.lr, warmup=cfg.optim.warmup, total=total, final=0.1)
+    clip = {"max_norm": cfg.optim.max_norm, "axis": ps.pp, "world": ps.world}
+
+    def train_step(state, batch):
+        tokens = tk.all_sum(tk.count_valid_tokens(batch.microbatches), ps.loss)
+        sums = forward_backward(batch.microbatches, denominator=tokens)
+        tk.sync_sp_grads(params, ps.sp_unfolded)
+        terms = tk.losses.mean_terms(tk.reduce_metrics(sums, ps.loss), tokens)
+        terms["loss"] = terms.pop("policy", terms.get("loss"))
+        applies = tk.health.step_test(terms["loss"], state.health, cfg.policy, tokens=tokens)
+        lr = lr_at(state.step)
+        update = tk.clip_and_step(params, optimizer, lr=lr, applies=applies, **clip)
+        metrics = {**terms, "grad_norm": update.norm, "skipped": ~update.applied, "lr": lr}
+        return tk.advance(state, batch, {**metrics, "tokens": tokens}, axis=ps.loss)
+
+    return train_step
+
+
+def bind_sampler(cfg, ps, ask, tokenizer, problems):
+    """Return sample(number), the answers of a rollout: this model's, or those of a file."""
+    options, sampling = cfg.rollout, tk.generation.Sampling(seed=cfg.seed)
+    size = options.prompts * options.answers
+    if options.sampled:
+        records = [record for _, record in tk.corpora.read_records(options.sampled)]
+        return tk.generation.bind_reader(records, tokenizer=tokenizer, size=size, axis=ps.world)
+    how = {"rows_per_step": options.prompts, "seed": cfg.seed}
+    rows_at = tk.sampling.rows_of_epochs(len(problems), **how)
+
+    def sample(number):
+        prompts = [problems[row][0] for row in rows_at(number)]
+        return ask(prompts, sampling=sampling, each=options.answers, first=number * size)
+
+    return sample
+
+
+def bind_rollout(cfg, ps, stages, sample, deal):
+    """Return roll_out(number): microbatches of each update, and what the answers came to."""
+    cut = {"capacity": cfg.batch.row_length, "multiple_of": cfg.batch.multiple_of}
+    how = {"axis": ps.pp, "call": tk.models.call_routed}
+    in_time = {"seconds": cfg.rollout.seconds, "axis": ps.world}
+
+    def roll_out(number):
+        answers = sample(number)
+        checked = tk.generation.check_answers(check, answers, **in_time)
+        rewards = torch.tensor(checked.rewards, dtype=torch.float64)
+        groups, count = torch.tensor([x.group for x in answers]), answers[-1].group + 1
+        advantages = tk.losses.group_advantages(rewards, groups, num_groups=count)
+        corpus = tk.generation.answer_corpus(answers, advantages=advantages)
+        parts = tk.generation.minibatches(corpus, cfg.rollout.updates, **cut)
+        dealt = [deal(part, np.arange(len(part))) for part in parts]
+        old = tk.generation.old_logprobs  # by the weights that sampled: before the first update
+        dealt = [tk.parallel.with_columns(stages, part, old, **how) for part in dealt]
+        told = tk.generation.report_answers(answers, checked)
+        if cfg.rollout.sampled:
+            every = [microbatch for part in dealt for microbatch in part]
+            told["apart"] = tk.generation.check_logprobs(every, axis=ps.world)
+        return dealt, told
+
+    return roll_out
+
+
+def bind_evaluation(cfg, ps, ask, score, problems):
+    """Return evaluate(): how many greedy answers are right, and the loss of the right ones."""
+    greedy, how = tk.generation.Sampling(temperature=0.0), {"seconds": cfg.rollout.seconds}
+    prompts, examples = problems
+
+    def evaluate():
+        said = ask(prompts, sampling=greedy)
+        checked = tk.generation.check_answers(check, said, axis=ps.world, **how)
+        success = sum(checked.rewards) / len(prompts)
+        tokens = sum(example.scored for example in examples)
+        loss = -sum(found.logprob for found in score(examples)) / tokens
+        return {"loss": loss, "tokens": tokens, "success": success, "score": -success}
+
+    return evaluate
+
+
+def bind_batches(cfg, shown, deal, roll_out):
+    """Return batches(state, event): what is trained on until weights may be saved again."""
+    rows_at = tk.sampling.rows_of_epochs(len(shown), rows_per_step=cfg.batch.rows, seed=cfg.seed)
+
+    def batches(state, event):
+        batch = state.cursor.batch
+        if state.step < cfg.supervised:
+            dealt = [deal(shown, rows_at(batch))]
+        else:
+            number = -((cfg.supervised - batch) // cfg.rollout.updates)  # rounded up
+            dealt, told = roll_out(number)
+            event("rollout", step=state.step, rollout=number, **told)
+        return [StepBatch(x, Cursor(batch + i)) for i, x in enumerate(dealt, start=1)]
+
+    return batches
+
+
+def train(cfg, run, base):
+    """Go on from the last checkpoint, or begin, and train until `steps` or until a stop."""
+    ps, tokenizer, (to_show, to_ask, held) = run.ps, base.tokenizer, make_problems(cfg)
+    shown = pack_shown(cfg, tokenizer, to_show)
+    stages, optimizer = build(cfg, ps, base)
+    size = {"rows_per_step": cfg.batch.rows, "dtype": cfg.dtype}
+    run.say(tk.parallel.start_lines(stages, ps, shown.bins, **size))
+    forward_backward = bind_losses(cfg, ps, stages)
+    train_step = make_train_step(cfg, ps, stages, optimizer, forward_backward)
+    axes = {"place": ps.place, "axis": ps.loss, "pp": ps.pp, "tp": ps.tp}
+    score = tk.evaluation.bind_score(stages, **axes, call=tk.models.call_routed)
+    how = {"max_new_tokens": cfg.rollout.max_new_tokens, "context": cfg.batch.row_length}
+    how |= {"call": tk.parallel.bind_call(stages, ps, dealt=True), "axis": ps.dp}
+    ask = functools.partial(tk.generation.sample_answers, stages[0], tokenizer=tokenizer, **how)
+    how = {"place": ps.place, "device": ps.device, "pad_id": tokenizer.pad_id or 0}
+    deal = functools.partial(tk.data.deal_rows, rows_per_microbatch=cfg.batch.microbatch, **how)
+    sample = bind_sampler(cfg, ps, ask, tokenizer, to_ask)
+    batches = bind_batches(cfg, shown, deal, bind_rollout(cfg, ps, stages, sample, deal))
+    problems = [x for x, _, _ in held], encode(cfg, tokenizer, [(x, y) for x, y, _ in held])
+    evaluate = bind_evaluation(cfg, ps, ask, score, problems)
+    facts = tk.config.config_facts(cfg) | {"model": attrs.asdict(base.config)}
+    facts |= {"tokenizer": tk.tokenizers.tokenizer_hash(tokenizer)}
+    how = {"facts": facts, "changes": tk.config.changes_of(cfg), "request": cfg.resume}
+    state, stop = run.resume(stages, optimizer, **how), None
+    around = {"steps": cfg.steps, "keeping": cfg.keeping, "policy": cfg.policy}
+    with run.loop(state, stages, optimizer, replay=forward_backward, **around) as loop:
+        if state.step == cfg.supervised == 0:
+            state = loop.evaluated(state, evaluate)
+        while state.step < cfg.steps and not stop:
+            for batch in batches(state, loop.event):
+                begun = state.step
+                state, metrics = train_step(state, batch)
+                state = loop.after(state, metrics, batch)
+                if state.step <= begun:
+                    break  # the run went back: the rest was sampled by weights that are gone
+            done, last = state.step - cfg.supervised, cfg.steps - cfg.supervised
+            if done >= 0 and tk.schedules.due(done, cfg.eval_every, last=last):
+                state = loop.evaluated(state, evaluate)
+            stop = loop.keep(state)
+        if not stop:
+            loop.event("result", **tk.sinks.before_and_after(run.dir, "eval/success"))
+    if stop:
+        return tk.runtime.SAVED
+    run.finish(state, stages, optimizer)
+    return 0
+
+
+def open_base(cfg):
+    """Return what the run begins with, or the run itself; new weights have no path."""
+    begun = cfg.resume == "auto" and tk.checkpoint.list_checkpoints(cfg.out / "checkpoints")
+    if path := cfg.out if begun else cfg.init:
+        length = cfg.batch.row_length
+        return tk.hub.open_trained(path, tokenizer=cfg.tokenizer, context=length)
+    name = cfg.tokenizer or "bytes"
+    tokenizer = tk.tokenizers.open_tokenizer(name)
+    words = tk.models.round_up_vocabulary(tokenizer.vocab_size)
+    config = tk.models.decoder_config(cfg.size, vocab_size=words)
+    about = cfg.batch.row_length, tokenizer.bos_id is not None
+    return tk.hub.Trained(None, config, name, tokenizer, *about)
+
+
+def main(argv=None):
+    """Read the configuration, refuse a layout that does not fit, open the process groups, train."""
+    cfg = tk.config.load_config(Config, argv)
+    base, dtype = open_base(cfg), tk.parallel.choose_dtype(cfg.dtype)
+    cfg = attrs.evolve(cfg, tokenizer=base.name, dtype=dtype)
+    world, updates = tk.mesh.world_size(), cfg.rollout.updates
+    problems = tk.parallel.problems(cfg.layout, base.config, cfg.batch, world=world)
+    counts = [cfg.steps, cfg.supervised, cfg.keeping.save_every]
+    if any(count % updates for count in counts):
+        what = f"--steps, --supervised and --save-every are {counts}, not multiples of --updates"
+        problems.append(ConfigError(f"{what} {updates}; a run is saved between rollouts alone"))
+    tk.parallel.refuse(problems)
+    told = tk.config.plain_values(cfg)
+    with tk.open_run(cfg.out, layout=cfg.layout, limits=cfg.limits, config=told) as run:
+        return train(cfg, run, base)
+
+
+if __name__ == "__main__":
+    tk.runtime.leave(main)
