@@ -75,11 +75,8 @@ def scored(degrees, path, *, head="hidden", dtype=torch.float64):
 
 
 def all_of(layouts, folder):
-    from torch.distributed.tensor import debug
-
     for i, degrees in enumerate(layouts):
         scored(degrees, f"{folder}/{i}", head=("hidden", "logits")[i % 2])
-        getattr(debug, "_clear_sharding_prop_cache", debug._clear_python_sharding_prop_cache)()
 
 
 def numbers_of(lines):

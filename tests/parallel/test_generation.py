@@ -52,13 +52,7 @@ def written(degrees, number=0):
 
 
 def all_of(layouts):
-    from torch.distributed.tensor import debug
-
-    found = []
-    for i, degrees in enumerate(layouts):
-        found.append(written(degrees, i))
-        getattr(debug, "_clear_sharding_prop_cache", debug._clear_python_sharding_prop_cache)()
-    return found
+    return [written(degrees, i) for i, degrees in enumerate(layouts)]
 
 
 @pytest.mark.parametrize("world", LAYOUTS)

@@ -7,6 +7,7 @@ from torch import nn
 import trainkit as tk
 from trainkit.checkpoint import export_checkpoint, weights_from
 from trainkit.parallel import fsdp, weights_of
+from trainkit.parallel.naming import PlacedAlike
 from trainkit.testing import run_ranks
 from trainkit.types import CheckpointError
 
@@ -110,3 +111,26 @@ def test_values_that_a_module_does_not_have_are_refused_by_name():
         hollow = Stack()
     with pytest.raises(ValueError, match=r"'first.weight' is on the meta device"):
         weights_of(hollow)
+
+
+def zeros_of_parts():
+    """Return the zeros like a sharded tensor, and whether DTensor was asked for them."""
+    from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+
+    asked = []
+
+    class Asked(torch.utils._python_dispatch.TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            asked.append(isinstance(args[0], DTensor))
+            return func(*args, **(kwargs or {}))
+
+    with tk.parallel_session(tp=2) as ps:
+        whole = distribute_tensor(torch.ones(3, 2), ps.tp.mesh, [Shard(0)])
+        with torch.no_grad(), PlacedAlike(), Asked():
+            made = torch.zeros_like(whole)
+        same = made.placements == whole.placements and made.stride() == whole.stride()
+        return same, made.full_tensor().tolist(), any(asked)
+
+
+def test_what_is_placed_alike_is_made_from_the_local_part():
+    assert run_ranks(zeros_of_parts, 2) == [(True, [[0.0, 0.0]] * 3, False)] * 2

@@ -417,6 +417,16 @@ def test_a_sequence_that_does_not_divide_is_refused_before_anything_is_sent():
     assert run_ranks(late_refusals, 2) == [(1, 8, 32)] * 2
 
 
+def compiled_whole():
+    with tk.parallel_session(tp=2) as ps:
+        own = tensor({"0": "replicated"})(nn.Sequential(nn.Linear(3, 2)), ps)[0]
+        return tuple(torch.compile(own, backend="eager", fullgraph=True)(torch.ones(1, 3)).shape)
+
+
+def test_a_module_on_its_local_parameters_is_compiled_without_a_break():
+    assert run_ranks(compiled_whole, 2) == [(1, 2)] * 2
+
+
 def embedded(last_id):
     """Return embeddings and the gradients of their table, with a padding row on the second rank."""
     with tk.parallel_session(tp=2) as ps:

@@ -345,7 +345,8 @@ class Keys:
     """The noise keys of a block's tokens, and of those that it gathers over tp."""
 
     def __init__(self, own: Tensor) -> None:
-        self.own, self.gathered = own, dict[int, Tensor]()
+        self.own = own
+        self.gathered: dict[int, Tensor] = {}
 
     def of(self, x: Tensor, axis: Axis) -> Tensor:
         """Return the keys of the tokens of `x` `[B, S, D]`.

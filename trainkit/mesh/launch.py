@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
+from functools import cache
 from importlib.metadata import version
 
 import attrs
@@ -150,6 +151,9 @@ def launch_notes(env: Mapping[str, str]) -> list[str]:
     return notes
 
 
+_version = cache(version)  # 10 ms for every session
+
+
 def require_torch(found: str | None = None, *, least: tuple[int, int] = (2, 11)) -> None:
     """Return if torch is recent enough; say so before anything of it is used if it is not.
 
@@ -163,7 +167,7 @@ def require_torch(found: str | None = None, *, least: tuple[int, int] = (2, 11))
     Examples:
         >>> require_torch("2.13.0+cpu")
     """
-    found = version("torch") if found is None else found
+    found = _version("torch") if found is None else found
     numbers = re.match(r"([0-9]+)\.([0-9]+)", found)
     if numbers is None or (int(numbers[1]), int(numbers[2])) < least:
         oldest = ".".join(map(str, least))

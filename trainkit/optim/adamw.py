@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from contextlib import nullcontext
 from typing import Any
 
 import torch
 from torch import nn
+
+from trainkit.parallel.naming import PlacedAlike
 
 
 class AdamW(torch.optim.AdamW):
@@ -21,7 +24,9 @@ class AdamW(torch.optim.AdamW):
     """
 
     def _init_group(self, group: Any, *lists: Any, **named: Any) -> Any:
-        has_complex = super()._init_group(group, *lists, **named)
+        is_new = any(p.grad is not None and p not in self.state for p in group["params"])
+        with PlacedAlike() if is_new else nullcontext():
+            has_complex = super()._init_group(group, *lists, **named)
         if group["fused"]:
             params, grads = lists[:2]
             grads[:] = [_placed_as(p, grad) for p, grad in zip(params, grads, strict=True)]

@@ -18,6 +18,7 @@ from torch.nn.modules.module import register_module_parameter_registration_hook
 
 from trainkit.collectives import all_gather_json
 from trainkit.parallel.naming import (
+    PlacedAlike,
     box_of,
     canonical_name,
     named_buffers_of,
@@ -78,7 +79,8 @@ def materialize_(
             "torch.device('meta'), and a buffer in __init__, from numbers alone"
         )
     ties = ties_of(module)
-    module.to_empty(device=device)
+    with PlacedAlike():
+        module.to_empty(device=device)
     retie_(module, ties)  # to_empty makes a tensor for every module that holds it
     names = {name: tie for tie in ties for name in tie}
     held, fills = shapes_of(weights), _fills_of(module)

@@ -141,7 +141,7 @@ def _showing_cast(
             return forward(self, *args, **kwargs)
         finally:
             for part, name in (place for each in tied for place in each):
-                object.__delattr__(part, name)
+                del vars(part)[name]  # torch.compile cannot trace object.__delattr__
 
     return call
 

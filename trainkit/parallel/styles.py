@@ -175,7 +175,7 @@ def _on_local(base: Any, names: tuple[str, ...], *, left_out: tuple[str, ...]) -
             return base.forward(self, *args, **kwargs)
         finally:
             for name, shown in before.items():
-                object.__delattr__(self, name)
+                del vars(self)[name]  # torch.compile cannot trace object.__delattr__
                 if shown is not None:
                     object.__setattr__(self, name, shown)
 
