@@ -74,17 +74,21 @@ def test_stopped_it_goes_on_to_the_same_bits_and_samples_the_same(whole, tmp_pat
 
 
 @pytest.mark.parametrize(
-    "layouts", [["", "--tp 2"], pytest.param(["--pp 2", "--ring 2"], marks=pytest.mark.only_all)]
+    "layouts",
+    [
+        ["", "--tp 2"],
+        pytest.param(["--pp 2 --microbatch 1", "--ring 2"], marks=pytest.mark.only_all),
+    ],
 )
 def test_two_ranks_sample_the_same_and_learn_the_same(layouts, whole, tmp_path):
     outs = [tmp_path / str(number) for number in range(len(layouts))]
-    runs = [flags(out, 8, *x.split()) for out, x in zip(outs, layouts, strict=True)]
+    runs = [flags(out, 6, *x.split()) for out, x in zip(outs, layouts, strict=True)]
     for (code, said), out in zip(run_ranks(several, 2, runs, "reinforce")[0], outs, strict=True):
         assert code == 0, said
-        assert rollouts(out) == rollouts(whole)
-        assert column(out, "tokens") == column(whole, "tokens")
+        assert rollouts(out) == rollouts(whole)[:1]
+        assert column(out, "tokens") == column(whole, "tokens")[:6]
         for name in ("loss", "grad_norm"):
-            wanted = pytest.approx(column(whole, name), rel=1e-4, abs=1e-5)
+            wanted = pytest.approx(column(whole, name)[:6], rel=1e-4, abs=1e-5)
             assert column(out, name) == wanted, name
 
 
