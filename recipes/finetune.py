@@ -220,7 +220,9 @@ def main(argv=None):
     add, beside = add_adapters(cfg), {"layout": cfg.layout, "base": base.facts}
     problems += tk.adapters.problems(add, base.config, **beside)
     if cfg.method == "full" and cfg.adapters != AdapterOptions():
-        problems.append(ConfigError(f"--method: full has no adapters, and got {cfg.adapters}"))
+        own = attrs.asdict(cfg.adapters, filter=lambda field, value: value != field.default)
+        what = f"--method full has no adapters, and these were given: {', '.join(own)}"
+        problems.append(ConfigError(f"{what}; take --method lora, or leave them out"))
     tk.parallel.refuse(problems)
     told = tk.config.plain_values(cfg)
     with tk.open_run(cfg.out, layout=cfg.layout, limits=cfg.limits, config=told) as run:

@@ -46,7 +46,10 @@ def open_documents(cfg, tokenizer):
     folder = cfg.data or tk.corpora.standard_library()
     texts = tk.corpora.read_records(folder, suffixes=(".py", ".md", ".txt"), keep=keep)
     entries = itertools.groupby(texts, key=lambda named: named[0].partition("/")[0])
-    documents = {name: "\n".join(record["text"] for _, record in parts) for name, parts in entries}
+    documents = {
+        name: "\n".join(tk.tokenizers.text_of(record, "text") for _, record in parts)
+        for name, parts in entries
+    }
     samples = (tk.tokenizers.encode_document(tokenizer, text) for text in documents.values())
     return tk.corpora.memory_corpus(samples, vocab_size=tokenizer.vocab_size, names=list(documents))
 

@@ -211,7 +211,7 @@ def test_three_rows_on_two_ranks():
         (lambda: permute([0], 0, 1), "permute: count must be at least 1, got 0"),
         (lambda: permute([3], 3, 1), r"permute: indices must lie in \[0, 3\)"),
         (lambda: permute([-1], 3, 1), r"permute: indices must lie in \[0, 3\)"),
-        (lambda: rows_of_epochs(0, rows_per_step=1, seed=0), "num_rows .* got 0 and 1"),
+        (lambda: rows_of_epochs(0, rows_per_step=1, seed=0), "there is no row to train on"),
         (lambda: rows_of_epochs(1, rows_per_step=0, seed=0), "rows_per_step .* got 1 and 0"),
         (lambda: rows_of_epochs(1, rows_per_step=1, seed=0)(-1), "from 0, got -1"),
         (lambda: rows_of_blocks([0], block=0, rows_per_step=1, seed=0), "block .* got 1 and 0"),

@@ -44,6 +44,7 @@ from trainkit.types import (
     Denominator,
     ForwardBackward,
     Loss,
+    among,
 )
 
 
@@ -103,7 +104,7 @@ def forward_backward(
         4.0
     """
     _check_microbatches(microbatches)
-    _check_reduce(reduce)
+    among(("last", "each"), "forward_backward", reduce=reduce)
     reducers, divisors = reducers_of(model), divisors_of(denominator)
     sums: dict[str, Tensor] = {}
     if not reducers:
@@ -126,11 +127,6 @@ def _check_microbatches(microbatches: Sequence[Mapping[str, Any]]) -> None:
     if not microbatches or isinstance(microbatches, Mapping):
         found = "one batch" if microbatches else "no microbatch"
         raise ValueError(f"forward_backward: microbatches must be a sequence of some, got {found}")
-
-
-def _check_reduce(reduce: str) -> None:
-    if reduce not in ("last", "each"):
-        raise ValueError(f"forward_backward: reduce must be 'last' or 'each', got {reduce!r}")
 
 
 def bind_forward_backward(
@@ -173,7 +169,7 @@ def bind_forward_backward(
         >>> sorted(run([{"x": torch.ones(2, 1)}], denominator=torch.tensor(2)))
         ['loss']
     """
-    _check_reduce(reduce)
+    among(("last", "each"), "forward_backward", reduce=reduce)
     schedule_kind(schedule)
     if axis.count > 1:
         inner = bind_pipeline(stages, loss, axis=axis, call=call, schedule=schedule, reduce=reduce)

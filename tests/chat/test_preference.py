@@ -225,7 +225,7 @@ def test_lengths_that_are_no_pairs_are_refused():
         pack_pairs([1, 2, 8, 1], 8)
     with pytest.raises(ValueError, match='must be "error" or "drop", got \'split\''):
         pack_pairs([1, 2], 8, overlong="split")
-    with pytest.raises(ValueError, match="capacity 9 must be a multiple of multiple_of, 2"):
+    with pytest.raises(ValueError, match="capacity 9 is no multiple of multiple_of=2"):
         pack_pairs([1, 2], 9, multiple_of=2)
     assert len(pack_pairs([], 8)) == 0
 

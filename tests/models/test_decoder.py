@@ -521,7 +521,7 @@ def test_a_bad_rope_scaling_is_refused(change):
 
 
 def test_an_unknown_head_is_refused():
-    with pytest.raises(ValueError, match="head must be 'logits' or 'hidden', got 'logit'"):
+    with pytest.raises(ValueError, match='head must be "logits" or "hidden", got \'logit\''):
         Decoder(SMALL, head="logit")
 
 

@@ -56,6 +56,7 @@ REFUSED = [
         {"row_length": 260},
         "row of 260 .* ring = 2, ulysses = 2 and tp = 2, .* multiple of 8; set row_length to 264",
     ),
+    (TINY, {}, {"row_length": 252}, "252 .* no multiple of multiple_of = 8, .* row_length to 256"),
     (TINY, {"tp": 2}, {"row_length": 255}, "row of 255 .* multiple of 2; set row_length to 256"),
     (
         attrs.evolve(TINY, positions=128),

@@ -212,6 +212,13 @@ def test_a_folder_of_a_mixture_is_gone_on_from_and_one_without_experts_is_refuse
     )
 
 
+def test_a_run_in_the_place_of_a_folder_is_refused_with_the_command_that_makes_one(text, tmp_path):
+    (tmp_path / "base" / "checkpoints").mkdir(parents=True)
+    flags = flags_of(tmp_path / "no", text, 1, "--init", tmp_path / "base", "--tokenizer", "bytes")
+    code, said = here(flags, "moe")
+    assert (code, "is a run, and no" in said, "trainkit export" in said) == (64, True, True), said
+
+
 def test_experts_that_cannot_be_are_refused(text, tmp_path):
     code, what = refusal("moe", *flags_of(tmp_path, text, 1, "--chosen", 9))
     assert (code, "9 of 8 experts cannot be chosen" in what) == (64, True), what

@@ -1,5 +1,6 @@
 """recipes/preference.py: chosen answers gain on rejected ones, in any layout, stopped or not."""
 
+import contextlib
 import json
 import shutil
 
@@ -179,3 +180,27 @@ def test_records_that_are_no_pairs_are_named(record, named, flags_of, tmp_path):
     path.write_text("\n".join(map(json.dumps, (pair(1), record))))
     code, what = refusal("preference", *flags_of(tmp_path / "run", 2, "--data", path))
     assert (code, named in what, "pairs.jsonl: line 2" in what) == (65, True, True), what
+
+
+@pytest.mark.parametrize(
+    ("flags", "wanted", "named"),
+    [
+        (["--data", "long.jsonl"], 64, "there is no row to train on; bring more documents, or"),
+        (["--row-length", 30], 64, "set row_length to 32"),
+        (["--init", "nowhere"], 66, "there is no checkpoint in nowhere, which is not there"),
+        (["--template", "chatmal"], 64, "take chatml, "),
+    ],
+    ids=str,
+)
+def test_a_mistake_is_told_with_what_to_do(flags, wanted, named, flags_of, tmp_path):
+    (tmp_path / "long.jsonl").write_text(json.dumps(pair(1) | {"chosen": "2, " * 99}))
+    with contextlib.chdir(tmp_path):
+        code, what = refusal("preference", *flags_of(tmp_path / "run", 2, *flags))
+    assert (code, named in what) == (wanted, True), what
+
+
+def test_lines_without_text_are_refused_as_long_documents(tmp_path):
+    (tmp_path / "pairs.jsonl").write_text(json.dumps(pair(1)))
+    flags = ["--data", tmp_path / "pairs.jsonl", "--out", tmp_path / "run", "--steps", 1]
+    code, what = refusal("long_context", *flags)
+    assert (code, "there is no field 'text'; found prompt, chosen" in what) == (65, True), what

@@ -7,12 +7,10 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import orjson
-
 from trainkit.chat.jinja import MARKER, jinja_template
 from trainkit.chat.templates import TEMPLATES
 from trainkit.files import read_bounded
-from trainkit.tokenizers.hf import hf_tokenizer, settings_beside
+from trainkit.tokenizers.hf import hf_tokenizer, read_object, settings_beside
 from trainkit.types import ConfigError, DataError
 
 if TYPE_CHECKING:
@@ -40,10 +38,10 @@ def find_template(name: str | os.PathLike[str]) -> Template:
         return TEMPLATES[str(name)]
     if not Path(name).is_dir():
         raise ConfigError(
-            f"find_template: {str(name)!r} is no chat template and no folder with one",
+            f"find_template: {str(name)!r} is no chat template and no folder with one; take "
+            f"{', '.join(TEMPLATES)}, or a Hugging Face folder",
             where="template",
             got=str(name),
-            want=f"{', '.join(TEMPLATES)}, or a Hugging Face folder",
         )
     return folder_template(name)
 
@@ -146,7 +144,7 @@ def folder_stop_ids(folder: str | os.PathLike[str]) -> tuple[int, ...]:
     """
     for name in ("generation_config.json", "config.json"):
         path = Path(folder) / name
-        ids = _json(path).get("eos_token_id") if path.is_file() else None
+        ids = read_object(path).get("eos_token_id") if path.is_file() else None
         if ids is None:
             continue
         listed = ids if isinstance(ids, list) else [ids]
@@ -208,7 +206,7 @@ def folder_sources(path: Path) -> dict[str, Any]:
     }
     said: Any = settings_beside(path / "tokenizer.json").get("chat_template")
     if not found and said is None and (path / "chat_template.json").is_file():
-        said = _json(path / "chat_template.json").get("chat_template")
+        said = read_object(path / "chat_template.json").get("chat_template")
     if found or said is None:
         return found
     listed = said if isinstance(said, list) else [{"name": "default", "template": said}]
@@ -217,16 +215,6 @@ def folder_sources(path: Path) -> dict[str, Any]:
     if len(good) != len(listed) or not all(isinstance(text, str) for text in found.values()):
         raise DataError(f"folder_template: {path}: chat_template is no text, and no list of them")
     return found
-
-
-def _json(path: Path) -> dict[str, Any]:
-    try:
-        values = orjson.loads(_bytes(path))
-    except orjson.JSONDecodeError as error:
-        raise DataError(f"{path}: bad JSON: {error}", where=path) from error
-    if not isinstance(values, dict):
-        raise DataError(f"{path}: no JSON object but {type(values).__name__}", where=path)
-    return values
 
 
 def _bytes(path: Path) -> bytes:

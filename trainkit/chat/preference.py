@@ -18,7 +18,7 @@ from trainkit.chat.encode import encode_chat
 from trainkit.chat.messages import checked_messages, tools_of, wrong_message
 from trainkit.chat.templates import chatml
 from trainkit.packing import best_fit, pack_bins
-from trainkit.types import Bins, DataError, Sample, among
+from trainkit.types import Bins, DataError, Sample, among, at_least
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
@@ -187,9 +187,7 @@ def pack_pairs(
     """
     among(("error", "drop"), "pack_pairs", overlong=overlong)
     halves = _checked_pairs(lengths)
-    if multiple_of < 1 or capacity % multiple_of:
-        what = f"capacity {capacity} must be a multiple of multiple_of, {multiple_of}"
-        raise ValueError(f"pack_pairs: {what}")
+    at_least(1, "pack_pairs", multiple_of=multiple_of)
     pairs = (-(-halves // multiple_of) * multiple_of).sum(axis=1)
     longest = int(pairs.argmax()) if len(pairs) else 0
     if overlong == "error" and pairs.max(initial=0) > capacity:
@@ -198,7 +196,8 @@ def pack_pairs(
         mend = 'raise the capacity, or ask for overlong="drop"'
         facts = {"where": longest, "got": int(pairs[longest]), "want": capacity}
         raise DataError(f"pack_pairs: {what}: {mend}", **facts)
-    bins = pack_bins(pairs, capacity, fit=fit, group_size=group_size, overlong="drop")
+    how: dict[str, Any] = {"fit": fit, "group_size": group_size, "multiple_of": multiple_of}
+    bins = pack_bins(pairs, capacity, overlong="drop", **how)
     documents = (2 * bins.documents[:, None] + np.arange(2)).ravel()
     return attrs.evolve(
         bins,
@@ -206,7 +205,6 @@ def pack_pairs(
         documents=documents,
         starts=np.zeros_like(documents),
         lengths=halves.ravel()[documents],
-        multiple_of=multiple_of,
     )
 
 

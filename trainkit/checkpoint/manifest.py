@@ -342,7 +342,11 @@ def find_checkpoint(
     directory, passed_over = path / "checkpoints", list[str]()
     paths = list_checkpoints(directory)
     if not paths:
-        raise CheckpointError(f"find_checkpoint: there is no checkpoint in {path}", where=path)
+        what = f"there is no checkpoint in {path}" + (
+            "" if path.exists() else ", which is not there"
+        )
+        hint = "name a run that has saved, or one of its checkpoints"
+        raise CheckpointError(f"find_checkpoint: {what}", where=path, hint=hint)
     found = first_verified(_by_score(paths) if best else paths, passed_over, tell)
     if found is not None:
         return found

@@ -137,8 +137,8 @@ def init_config(
         context: As in `open_folder`.
 
     Raises:
-        ConfigError: The embedding is too small, and `resize` is false; there are experts and the
-            recipe trains none, or the other way round; or as `open_folder`.
+        ConfigError: It is a run; the embedding is too small, and `resize` is false; there are
+            experts and the recipe trains none, or the other way round; or as `open_folder`.
         CheckpointError: As `open_folder`.
 
     Examples:
@@ -147,6 +147,9 @@ def init_config(
         ...
         trainkit.types.CheckpointError: checkpoint: /does/not/exist/config.json cannot be read: ...
     """
+    if (Path(path) / "checkpoints").is_dir() and not is_folder(path):
+        hint = f"python -m trainkit export {path} FOLDER makes one of it"
+        raise ConfigError(f"--init: {path} is a run, and no Hugging Face folder", hint=hint)
     config = open_folder(path, context=context).config
     if vocab_size > config.vocab_size and resize:
         config = attrs.evolve(config, vocab_size=round_up_vocabulary(vocab_size))

@@ -279,8 +279,7 @@ class Decoder(nn.Module):
         balance: Balance = "batch",
     ) -> None:
         super().__init__()
-        if head not in ("logits", "hidden"):
-            raise ValueError(f"Decoder: head must be 'logits' or 'hidden', got {head!r}")
+        among(("logits", "hidden"), "Decoder", head=head)
         among(get_args(Balance), "Decoder", balance=balance)
         self.config = config
         self.output: Literal["logits", "hidden"] = head

@@ -17,6 +17,7 @@ from trainkit.models.config import (
     RopeScaling,
     YarnScaling,
 )
+from trainkit.types import at_least
 
 
 def decoder_sizes() -> dict[str, DecoderConfig]:
@@ -70,11 +71,7 @@ def round_up_vocabulary(size: int, *, multiple_of: int = 16) -> int:
         >>> round_up_vocabulary(50_257, multiple_of=128)
         50304
     """
-    if size < 1 or multiple_of < 1:
-        raise ValueError(
-            f"round_up_vocabulary: size and multiple_of must be at least 1, got {size} and "
-            f"{multiple_of}"
-        )
+    at_least(1, "round_up_vocabulary", size=size, multiple_of=multiple_of)
     return -(-size // multiple_of) * multiple_of
 
 

@@ -164,6 +164,16 @@ def _of_rows(layout: Layout, rows: Rows) -> Iterator[ConfigError]:
             got=rows.row_length,
             want=f"a multiple of {unit}",
         )
+    elif rows.row_length % rows.multiple_of:
+        up = -(-rows.row_length // rows.multiple_of) * rows.multiple_of
+        yield ConfigError(
+            f"a row of {rows.row_length} tokens is no multiple of multiple_of = "
+            f"{rows.multiple_of}, to which its pieces are rounded up; set row_length to {up}, or "
+            "lower multiple_of",
+            where="row_length",
+            got=rows.row_length,
+            want=f"a multiple of {rows.multiple_of}",
+        )
     readers = layout.count("dp")
     if rows.rows < readers:
         yield ConfigError(

@@ -21,7 +21,7 @@ from torch.utils.checkpoint import (
 
 from trainkit.parallel.naming import blocks_of
 from trainkit.parallel.transforms import Transform
-from trainkit.types import ParallelState
+from trainkit.types import ParallelState, among
 
 _MODE = "_trainkit_recompute"
 _SELECTIVE = tuple(map(type, create_selective_checkpoint_contexts([])))
@@ -103,8 +103,7 @@ def recompute(
         >>> recompute("selective").kind
         'recompute'
     """
-    if mode not in ("none", "selective", "full"):
-        raise ValueError(f"recompute: mode must be none, selective or full, got {mode!r}")
+    among(("none", "selective", "full"), "recompute", mode=mode)
 
     def apply(module: nn.Module, ps: ParallelState) -> nn.Module:
         if mode == "none":

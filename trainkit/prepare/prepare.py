@@ -28,7 +28,7 @@ from trainkit.prepare.parts import (
     summed,
 )
 from trainkit.prepare.workers import process_pool, write_parts
-from trainkit.types import ConfigError, DataError, DiskError
+from trainkit.types import ConfigError, DataError, DiskError, at_least
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -169,8 +169,7 @@ def prepare_corpus(
     """
     begun, out, say = time.monotonic(), Path(out), tell or (lambda _: None)
     check_out(out)
-    if workers is not None and workers < 1:
-        raise ValueError(f"prepare: workers must be at least 1, got {workers}")
+    at_least(1, "prepare", workers=workers)
     work = make_work(out.with_name(f"{out.name}.parts"), tokenizer, make_encode, field)
     chunks = cut_sources(source, suffixes=suffixes, keep=keep, chunk_bytes=chunk_bytes)
     for told in filter(None, (left_out(path, suffixes) for path in _paths_of(source))):
@@ -241,8 +240,7 @@ def cut_sources(
     Raises:
         DataError: A source is missing, damaged or without documents. The message names it.
     """
-    if chunk_bytes is not None and chunk_bytes < 1:
-        raise ValueError(f"prepare: chunk_bytes must be at least 1, got {chunk_bytes}")
+    at_least(1, "prepare", chunk_bytes=chunk_bytes)
     chunks: list[Chunk] = []
     for path in _paths_of(source):
         least = chunk_bytes or _LEAST_CHUNK

@@ -39,6 +39,9 @@ def rows_of_epochs(num_rows: int, *, rows_per_step: int, seed: int) -> RowsAt:
         >>> [rows_at(batch).tolist() for batch in range(4)]
         [[3, 0, 2], [1, 0, 2], [1, 3, 2], [0, 3, 1]]
     """
+    if num_rows == 0:
+        mend = "bring more documents, or longer rows if these were too long for them"
+        raise ValueError(f"rows_of_epochs: there is no row to train on; {mend}")
     at_least(1, "rows_of_epochs", num_rows=num_rows, rows_per_step=rows_per_step)
 
     def rows_at(batch: int) -> IntArray:

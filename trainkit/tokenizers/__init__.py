@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from trainkit.tokenizers.bytes import ByteTokenizer, byte_tokenizer
-from trainkit.tokenizers.documents import encode_document, sample_encoder, text_encoder
+from trainkit.tokenizers.documents import encode_document, sample_encoder, text_encoder, text_of
 from trainkit.tokenizers.hf import HFTokenizer, add_tokens, hf_tokenizer, save_tokenizer, train_bpe
 from trainkit.tokenizers.open import (
     covered_hashes,
@@ -27,6 +27,7 @@ __all__ = [
     "sample_encoder",
     "save_tokenizer",
     "text_encoder",
+    "text_of",
     "tokenizer_hash",
     "train_bpe",
 ]

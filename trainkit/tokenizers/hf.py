@@ -293,6 +293,29 @@ def _text_of(path: Path) -> str:
         raise _wrong(path, f"no tokenizer.json: invalid UTF-8 at byte {error.start}") from error
 
 
+def read_object(file: Path) -> dict[str, Any]:
+    """Return the JSON object of a file.
+
+    Raises:
+        DataError: It cannot be read, or is no JSON object.
+
+    Examples:
+        >>> import tempfile
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     path = Path(folder) / "a.json"
+        ...     _ = path.write_text('{"a": 1}')
+        ...     read_object(path)
+        {'a': 1}
+    """
+    try:
+        found = orjson.loads(_text_of(file))
+    except orjson.JSONDecodeError as error:
+        raise _wrong(file, f"bad JSON: {error}") from error
+    if not isinstance(found, dict):
+        raise _wrong(file, f"no JSON object but {type(found).__name__}")
+    return found
+
+
 def settings_beside(path: Path) -> dict[str, Any]:
     """Return what the files beside a tokenizer.json say; the configuration goes first.
 
@@ -308,13 +331,8 @@ def settings_beside(path: Path) -> dict[str, Any]:
         file = path.with_name(name)
         if not file.exists():
             continue
-        try:
-            found = orjson.loads(_text_of(file))
-        except orjson.JSONDecodeError as error:
-            raise _wrong(file, f"bad JSON: {error}") from error
-        if not isinstance(found, dict):
-            raise _wrong(file, f"no JSON object but {type(found).__name__}")
-        merged |= {key: value for key, value in found.items() if value is not None}
+        found = read_object(file).items()
+        merged |= {key: value for key, value in found if value is not None}
     return _with_added(merged, path.with_name("added_tokens.json"))
 
 
@@ -323,9 +341,9 @@ def _with_added(config: dict[str, Any], file: Path) -> dict[str, Any]:
     if "added_tokens_decoder" in config or not file.exists():
         return config
     try:
-        ids = orjson.loads(_text_of(file))
-        listed = {str(int(i)): {"content": text, "normalized": False} for text, i in ids.items()}
-    except (AttributeError, TypeError, ValueError) as error:
+        ids = read_object(file).items()
+        listed = {str(int(i)): {"content": text, "normalized": False} for text, i in ids}
+    except (TypeError, ValueError) as error:
         raise _wrong(file, f"no JSON object of tokens and their ids: {error}") from error
     return config | {"added_tokens_decoder": listed}
 
