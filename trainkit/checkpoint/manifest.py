@@ -342,11 +342,9 @@ def find_checkpoint(
     directory, passed_over = path / "checkpoints", list[str]()
     paths = list_checkpoints(directory)
     if not paths:
-        what = f"there is no checkpoint in {path}" + (
-            "" if path.exists() else ", which is not there"
-        )
+        what = f"find_checkpoint: there is no checkpoint in {path}"
         hint = "name a run that has saved, or one of its checkpoints"
-        raise CheckpointError(f"find_checkpoint: {what}", where=path, hint=hint)
+        raise CheckpointError(what, where=path, hint=hint)
     found = first_verified(_by_score(paths) if best else paths, passed_over, tell)
     if found is not None:
         return found
