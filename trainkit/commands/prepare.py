@@ -81,6 +81,26 @@ def add(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--field", help="the field with the text (default text), or with the messages (messages)"
     )
+    _add_records(parser)
+    parser.add_argument(
+        "--suffix",
+        nargs="+",
+        metavar=".TXT",
+        help="how names of a directory's text files end (default .md .py .rst .txt)",
+    )
+    parser.add_argument(
+        "--exclude",
+        nargs="+",
+        default=[],
+        metavar="PATTERN",
+        help="leave out a directory's files whose relative path matches, such as 'test/*'",
+    )
+    parser.add_argument("--json", action="store_true", help="print JSON on a terminal too")
+    parser.add_argument("--workers", type=int, help="processes (default: one for each core)")
+
+
+def _add_records(parser: argparse.ArgumentParser) -> None:
+    """Describe the flags that say what a record holds besides text."""
     parser.add_argument(
         "--messages",
         action="store_true",
@@ -113,21 +133,6 @@ def add(parser: argparse.ArgumentParser) -> None:
         metavar="FIELD",
         help="with --columns: the field that says which tokens are trained on (default: all are)",
     )
-    parser.add_argument(
-        "--suffix",
-        nargs="+",
-        metavar=".TXT",
-        help="how names of a directory's text files end (default .md .py .rst .txt)",
-    )
-    parser.add_argument(
-        "--exclude",
-        nargs="+",
-        default=[],
-        metavar="PATTERN",
-        help="leave out a directory's files whose relative path matches, such as 'test/*'",
-    )
-    parser.add_argument("--json", action="store_true", help="print JSON on a terminal too")
-    parser.add_argument("--workers", type=int, help="processes (default: one for each core)")
 
 
 def run(options: argparse.Namespace) -> tuple[Any, int]:

@@ -419,18 +419,24 @@ def _fitting(
         for name in found
         if name not in wanted and name not in beside and not _matches(name, aside)
     ]
-    if problems:
-        said = folder.values.get("architectures")
-        kind = f"{CONFIG} says {str(said)[:99]}, and {folder.family.architecture} is what is read"
-        problems = [*([] if said in (None, [folder.family.architecture]) else [kind]), *problems]
-        raise CheckpointError(
-            f"folder_weights: {folder.path} is no {folder.family.model_type} of its {CONFIG}: "
-            f"{shortened(problems)}",
-            where=folder.path,
-            got=problems,
-            hint="allow_missing= and allow_extra= take patterns of names that may be so",
-        )
+    _refuse(folder, problems)
     return {name: found[name] for name in wanted if name in found}, scales
+
+
+def _refuse(folder: Folder, problems: list[str]) -> None:
+    """Raise what is wrong with a folder's tensors, if anything is; another head is named first."""
+    if not problems:
+        return
+    said = folder.values.get("architectures")
+    kind = f"{CONFIG} says {str(said)[:99]}, and {folder.family.architecture} is what is read"
+    problems = [*([] if said in (None, [folder.family.architecture]) else [kind]), *problems]
+    raise CheckpointError(
+        f"folder_weights: {folder.path} is no {folder.family.model_type} of its {CONFIG}: "
+        f"{shortened(problems)}",
+        where=folder.path,
+        got=problems,
+        hint="allow_missing= and allow_extra= take patterns of names that may be so",
+    )
 
 
 def _matches(name: str, patterns: Sequence[str]) -> bool:
