@@ -84,27 +84,31 @@ def exchange_answers(cfg, rows):
     return tk.Packed(corpus, tk.pack_bins(corpus.lengths, cfg.batch.row_length, **how))
 
 
-def add_reference(cfg, run, stages, optimizer, rows, file):
-    """Return rows that know what the weights of the start say of each token, by the run's file.
+def bind_reference(cfg, run, stages, optimizer):
+    """Return with_reference(rows, file): rows that know what the weights of the start say of them.
 
     The file is made before the first step; who goes on reads it, since the weights have moved.
     """
-    path, ps, corpus = run.dir / file, run.ps, rows.corpus
-    axes = {"place": ps.place, "axis": ps.loss, "pp": ps.pp, "tp": ps.tp}
+    axes = {"place": run.ps.place, "axis": run.ps.loss, "pp": run.ps.pp, "tp": run.ps.tp}
     score = tk.evaluation.bind_score(stages, call=tk.models.call_routed, **axes)
+    begins = cfg.resume == "never" or not tk.checkpoint.list_checkpoints(run.dir / "checkpoints")
 
     def heard(examples):
         run.phase("the reference", allow=cfg.limits.start_timeout)
         return score(examples)
 
-    if cfg.resume == "never" or not tk.checkpoint.list_checkpoints(run.dir / "checkpoints"):
-        run.say(f"what the weights of the start say of {len(corpus.lengths)} answers, into {path}")
-        facts = {"weights": tk.checkpoint.state_hash(TrainState(), stages, optimizer, ps)}
-        facts |= {"dtype": cfg.dtype, "corpus": tk.corpora.fingerprint(corpus)}
-        how = {"context": cfg.batch.row_length, "facts": facts, "axis": ps.world, "tell": run.say}
-        measured = tk.evaluation.logprob_columns(heard)
-        tk.evaluation.score_corpus(measured, corpus, path, **how)
-    return tk.Packed(tk.corpora.open_tokens(path), rows.bins)
+    def with_reference(rows, file):
+        path, corpus, ps = run.dir / file, rows.corpus, run.ps
+        if begins:
+            run.say(f"what the first weights say of {len(corpus.lengths)} answers, into {path}")
+            facts = {"weights": tk.checkpoint.state_hash(TrainState(), stages, optimizer, ps)}
+            facts |= {"dtype": cfg.dtype, "corpus": tk.corpora.fingerprint(corpus)}
+            how = {"context": cfg.batch.row_length, "axis": ps.world, "tell": run.say}
+            measured = tk.evaluation.logprob_columns(heard)
+            tk.evaluation.score_corpus(measured, corpus, path, facts=facts, **how)
+        return tk.Packed(tk.corpora.open_tokens(path), rows.bins)
+
+    return with_reference
 
 
 def bind_kl(cfg, ps, others, stages):
@@ -132,13 +136,14 @@ def bind_kl(cfg, ps, others, stages):
 def compare_with_start(cfg, run, stages, optimizer, rows):
     """Return rows with what the loss compares with, what readies a batch of them, and its facts."""
     prepare, facts = (lambda batch: batch), {}
+    with_reference = bind_reference(cfg, run, stages, optimizer)
     if cfg.loss == "kto":
         others = exchange_answers(cfg, rows)
-        others = add_reference(cfg, run, stages, optimizer, others, "others.tokens")
+        others = with_reference(others, "others.tokens")
         prepare = bind_kl(cfg, run.ps, others, stages)
         facts |= {"others": tk.corpora.fingerprint(others.corpus)}
     if cfg.loss in ("dpo", "ipo", "kto"):
-        rows = add_reference(cfg, run, stages, optimizer, rows, "reference.tokens")
+        rows = with_reference(rows, "reference.tokens")
         facts |= {"reference": tk.corpora.fingerprint(rows.corpus)}
     return rows, prepare, facts
 

@@ -15,7 +15,6 @@ from pathlib import Path
 
 import attrs
 import numpy as np
-import torch
 
 import trainkit as tk
 from trainkit.types import ConfigError, Cursor, Sample, StepBatch
@@ -35,8 +34,6 @@ class RolloutOptions:
     """An answer is cut off after so many tokens, and then earns nothing."""
     clip: float = attrs.field(default=0.2, validator=tk.config.fraction)
     """How much likelier or less likely a token may become by the updates of a rollout."""
-    seconds: float = tk.config.option(1.0, tk.config.positive, change="free")
-    """How long the checker may take for an answer."""
     sampled: Path | None = tk.config.option(None, change="free")
     """Answers of another sampler, .jsonl or .parquet: prompt, answer, logprobs, truncated."""
 
@@ -74,7 +71,7 @@ def check(prompt, answer):
 def make_problems(cfg):
     """Return problems whose answers are shown, those that are asked, and those held out from both.
 
-    Each with its answer, and with what it is taken for by somebody who forgets to carry.
+    Each with an answer; those that are shown with four, of which three forget to carry.
     """
 
     def problem(a, b):
@@ -84,34 +81,30 @@ def make_problems(cfg):
     every = [problem(a, b) for a in range(100) for b in range(5, 10)]
     order = tk.sampling.rows_of_epochs(len(every), rows_per_step=len(every), seed=cfg.seed)
     every = [every[row] for row in order(0)]
-    return every[100:400], every[100:], every[:100]
+    shown = [(x, y) for x, right, forgetful in every[100:400] for y in (right, *[forgetful] * 3)]
+    return shown, *([(x, right) for x, right, _ in part] for part in (every[100:], every[:100]))
 
 
-def encode(cfg, tokenizer, problems):
-    """Return problems with their answers, of which the answers' tokens count."""
+def pack(cfg, tokenizer, answered):
+    """Return rows of problems and answers, of which the answers are trained on."""
     begin, end = [x for x in [tokenizer.bos_id] if x is not None], [tokenizer.eos_id]
-    ids = [[tokenizer.encode(text) for text in problem] for problem in problems]
-    how = {"context": cfg.batch.row_length}
-    return [tk.evaluation.make_example([*begin, *x], [*y, *end], **how) for x, y in ids]
 
+    def sample(problem, answer):
+        asked, said = [*begin, *tokenizer.encode(problem)], [*tokenizer.encode(answer), *end]
+        return Sample([*asked, *said], np.arange(len(asked) + len(said)) >= len(asked))
 
-def pack_shown(cfg, tokenizer, problems):
-    """Return rows of examples, three of four of which forget to carry."""
-    answered = [(x, y) for x, right, forgetful in problems for y in (right, *[forgetful] * 3)]
-    shown = encode(cfg, tokenizer, answered)
-    samples = [Sample(x.ids, np.arange(len(x.ids)) >= len(x.ids) - x.scored) for x in shown]
-    corpus = tk.corpora.memory_corpus(samples)
+    corpus = tk.corpora.memory_corpus(sample(*pair) for pair in answered)
     size = {"multiple_of": cfg.batch.multiple_of, "overlong": "error", "seed": cfg.seed}
     return tk.Packed(corpus, tk.pack_bins(corpus.lengths, cfg.batch.row_length, **size))
 
 
-def build(cfg, ps, base):
+def build(cfg, ps, model, path):
     """Return this rank's stages of the model, with its weights, and their optimizer."""
     how = {"dtype": cfg.dtype, "recompute": cfg.recompute, "compiled": cfg.compiled}
     plan = tk.parallel.decoder_plan(cfg.layout, **how)
-    make_model = functools.partial(tk.models.Decoder, base.config, head="hidden")
-    new = functools.partial(tk.models.init_weights, base.config, seed=cfg.seed)
-    weights = tk.adapters.base_weights(base.path, axis=ps.world) if base.path else new()
+    make_model = functools.partial(tk.models.Decoder, model, head="hidden")
+    new = functools.partial(tk.models.init_weights, model, seed=cfg.seed)
+    weights = tk.adapters.base_weights(path, axis=ps.world) if path else new()
     stages = tk.build_stages(make_model, ps, plan, weights=weights, schedule=cfg.layout.schedule)
     named, decay = tk.named_parameters_of(stages), cfg.optim.weight_decay
     return stages, tk.optim.adamw(tk.optim.decay_groups(named, weight_decay=decay), lr=cfg.optim.lr)
@@ -144,9 +137,8 @@ def make_train_step(cfg, ps, stages, optimizer, forward_backward):
         sums = forward_backward(batch.microbatches, denominator=tokens)
         tk.sync_sp_grads(params, ps.sp_unfolded)
         terms = tk.losses.mean_terms(tk.reduce_metrics(sums, ps.loss), tokens)
-        terms["loss"] = terms.pop("policy", terms.get("loss"))
+        lr, terms["loss"] = lr_at(state.step), terms.pop("policy", terms.get("loss"))
         applies = tk.health.step_test(terms["loss"], state.health, cfg.policy, tokens=tokens)
-        lr = lr_at(state.step)
         update = tk.clip_and_step(params, optimizer, lr=lr, applies=applies, **clip)
         metrics = {**terms, "grad_norm": update.norm, "skipped": ~update.applied, "lr": lr}
         return tk.advance(state, batch, {**metrics, "tokens": tokens}, axis=ps.loss)
@@ -174,20 +166,17 @@ def bind_sampler(cfg, ps, ask, tokenizer, problems):
 def bind_rollout(cfg, ps, stages, sample, deal):
     """Return roll_out(number): microbatches of each update, and what the answers came to."""
     cut = {"capacity": cfg.batch.row_length, "multiple_of": cfg.batch.multiple_of}
-    how = {"axis": ps.pp, "call": tk.models.call_routed}
-    in_time = {"seconds": cfg.rollout.seconds, "axis": ps.world}
+    how, old = {"axis": ps.pp, "call": tk.models.call_routed}, tk.generation.old_logprobs
 
     def roll_out(number):
         answers = sample(number)
-        checked = tk.generation.check_answers(check, answers, **in_time)
-        rewards = torch.tensor(checked.rewards, dtype=torch.float64)
-        groups, count = torch.tensor([x.group for x in answers]), answers[-1].group + 1
-        advantages = tk.losses.group_advantages(rewards, groups, num_groups=count)
+        checked = tk.generation.check_answers(check, answers, axis=ps.world)
+        advantages = tk.generation.answer_advantages(answers, checked)
         corpus = tk.generation.answer_corpus(answers, advantages=advantages)
         parts = tk.generation.minibatches(corpus, cfg.rollout.updates, **cut)
-        dealt = [deal(part, np.arange(len(part))) for part in parts]
-        old = tk.generation.old_logprobs  # by the weights that sampled: before the first update
-        dealt = [tk.parallel.with_columns(stages, part, old, **how) for part in dealt]
+        rows = [deal(part, np.arange(len(part))) for part in parts]
+        # By the weights that sampled: before the first update.
+        dealt = [tk.parallel.with_columns(stages, x, old, **how) for x in rows]
         told = tk.generation.report_answers(answers, checked)
         if cfg.rollout.sampled:
             every = [microbatch for part in dealt for microbatch in part]
@@ -197,18 +186,17 @@ def bind_rollout(cfg, ps, stages, sample, deal):
     return roll_out
 
 
-def bind_evaluation(cfg, ps, ask, score, problems):
+def bind_evaluation(cfg, ps, stages, ask, held):
     """Return evaluate(): how many greedy answers are right, and the loss of the right ones."""
-    greedy, how = tk.generation.Sampling(temperature=0.0), {"seconds": cfg.rollout.seconds}
-    prompts, examples = problems
+    (problems, rows), greedy = held, tk.generation.Sampling(temperature=0.0)
+    how = {"place": ps.place, "axis": ps.loss, "pp": ps.pp, "tp": ps.tp}
+    how |= {"call": tk.models.call_routed, "rows_per_batch": cfg.batch.microbatch}
+    loss = tk.evaluation.bind_loss(stages, rows, tk.losses.next_token_linear, **how)
 
     def evaluate():
-        said = ask(prompts, sampling=greedy)
-        checked = tk.generation.check_answers(check, said, axis=ps.world, **how)
-        success = sum(checked.rewards) / len(prompts)
-        tokens = sum(example.scored for example in examples)
-        loss = -sum(found.logprob for found in score(examples)) / tokens
-        return {"loss": loss, "tokens": tokens, "success": success, "score": -success}
+        checked = tk.generation.check_answers(check, ask(problems, sampling=greedy), axis=ps.world)
+        success = sum(checked.rewards) / len(problems)
+        return {**loss(), "success": success, "score": -success}
 
     return evaluate
 
@@ -230,31 +218,28 @@ def bind_batches(cfg, shown, deal, roll_out):
     return batches
 
 
-def train(cfg, run, base):
+def train(cfg, run, tokenizer, model, path):
     """Go on from the last checkpoint, or begin, and train until `steps` or until a stop."""
-    ps, tokenizer, (to_show, to_ask, held) = run.ps, base.tokenizer, make_problems(cfg)
-    shown = pack_shown(cfg, tokenizer, to_show)
-    stages, optimizer = build(cfg, ps, base)
+    ps, changes, (shown, asked, held) = run.ps, tk.config.changes_of(cfg), make_problems(cfg)
+    shown = pack(cfg, tokenizer, shown)
+    stages, optimizer = build(cfg, ps, model, path)
     size = {"rows_per_step": cfg.batch.rows, "dtype": cfg.dtype}
     run.say(tk.parallel.start_lines(stages, ps, shown.bins, **size))
     forward_backward = bind_losses(cfg, ps, stages)
     train_step = make_train_step(cfg, ps, stages, optimizer, forward_backward)
-    axes = {"place": ps.place, "axis": ps.loss, "pp": ps.pp, "tp": ps.tp}
-    score = tk.evaluation.bind_score(stages, **axes, call=tk.models.call_routed)
     how = {"max_new_tokens": cfg.rollout.max_new_tokens, "context": cfg.batch.row_length}
     how |= {"call": tk.parallel.bind_call(stages, ps, dealt=True), "axis": ps.dp}
     ask = functools.partial(tk.generation.sample_answers, stages[0], tokenizer=tokenizer, **how)
     how = {"place": ps.place, "device": ps.device, "pad_id": tokenizer.pad_id or 0}
     deal = functools.partial(tk.data.deal_rows, rows_per_microbatch=cfg.batch.microbatch, **how)
-    sample = bind_sampler(cfg, ps, ask, tokenizer, to_ask)
-    batches = bind_batches(cfg, shown, deal, bind_rollout(cfg, ps, stages, sample, deal))
-    problems = [x for x, _, _ in held], encode(cfg, tokenizer, [(x, y) for x, y, _ in held])
-    evaluate = bind_evaluation(cfg, ps, ask, score, problems)
-    facts = tk.config.config_facts(cfg) | {"model": attrs.asdict(base.config)}
-    facts |= {"tokenizer": tk.tokenizers.tokenizer_hash(tokenizer)}
-    how = {"facts": facts, "changes": tk.config.changes_of(cfg), "request": cfg.resume}
-    state, stop = run.resume(stages, optimizer, **how), None
-    around = {"steps": cfg.steps, "keeping": cfg.keeping, "policy": cfg.policy}
+    roll_out = bind_rollout(cfg, ps, stages, bind_sampler(cfg, ps, ask, tokenizer, asked), deal)
+    batches = bind_batches(cfg, shown, deal, roll_out)
+    held = [problem for problem, _ in held], pack(cfg, tokenizer, held)
+    evaluate = bind_evaluation(cfg, ps, stages, ask, held)
+    facts = {"model": attrs.asdict(model), "tokenizer": tk.tokenizers.tokenizer_hash(tokenizer)}
+    facts |= tk.config.config_facts(cfg)
+    state = run.resume(stages, optimizer, facts=facts, changes=changes, request=cfg.resume)
+    stop, around = None, {"steps": cfg.steps, "keeping": cfg.keeping, "policy": cfg.policy}
     with run.loop(state, stages, optimizer, replay=forward_backward, **around) as loop:
         if state.step == cfg.supervised == 0:
             state = loop.evaluated(state, evaluate)
@@ -265,8 +250,10 @@ def train(cfg, run, base):
                 state = loop.after(state, metrics, batch)
                 if state.step <= begun:
                     break  # the run went back: the rest was sampled by weights that are gone
-            done, last = state.step - cfg.supervised, cfg.steps - cfg.supervised
-            if done >= 0 and tk.schedules.due(done, cfg.eval_every, last=last):
+            done = state.step - cfg.supervised
+            if done >= 0 and tk.schedules.due(
+                done, cfg.eval_every, last=cfg.steps - cfg.supervised
+            ):
                 state = loop.evaluated(state, evaluate)
             stop = loop.keep(state)
         if not stop:
@@ -278,26 +265,23 @@ def train(cfg, run, base):
 
 
 def open_base(cfg):
-    """Return what the run begins with, or the run itself; new weights have no path."""
+    """Return where the first weights are, None for new ones; the tokenizer, its name; the model."""
     begun = cfg.resume == "auto" and tk.checkpoint.list_checkpoints(cfg.out / "checkpoints")
     if path := cfg.out if begun else cfg.init:
-        length = cfg.batch.row_length
-        return tk.hub.open_trained(path, tokenizer=cfg.tokenizer, context=length)
-    name = cfg.tokenizer or "bytes"
-    tokenizer = tk.tokenizers.open_tokenizer(name)
+        found = tk.hub.open_trained(path, tokenizer=cfg.tokenizer, context=cfg.batch.row_length)
+        return found.path, found.tokenizer, found.name, found.config
+    tokenizer = tk.tokenizers.open_tokenizer(name := cfg.tokenizer or "bytes")
     words = tk.models.round_up_vocabulary(tokenizer.vocab_size)
-    config = tk.models.decoder_config(cfg.size, vocab_size=words)
-    about = cfg.batch.row_length, tokenizer.bos_id is not None
-    return tk.hub.Trained(None, config, name, tokenizer, *about)
+    return None, tokenizer, name, tk.models.decoder_config(cfg.size, vocab_size=words)
 
 
 def main(argv=None):
     """Read the configuration, refuse a layout that does not fit, open the process groups, train."""
     cfg = tk.config.load_config(Config, argv)
-    base, dtype = open_base(cfg), tk.parallel.choose_dtype(cfg.dtype)
-    cfg = attrs.evolve(cfg, tokenizer=base.name, dtype=dtype)
+    (path, tokenizer, name, model), dtype = open_base(cfg), tk.parallel.choose_dtype(cfg.dtype)
+    cfg = attrs.evolve(cfg, tokenizer=name, dtype=dtype)
     world, updates = tk.mesh.world_size(), cfg.rollout.updates
-    problems = tk.parallel.problems(cfg.layout, base.config, cfg.batch, world=world)
+    problems = tk.parallel.problems(cfg.layout, model, cfg.batch, world=world)
     counts = [cfg.steps, cfg.supervised, cfg.keeping.save_every]
     if any(count % updates for count in counts):
         what = f"--steps, --supervised and --save-every are {counts}, not multiples of --updates"
@@ -305,7 +289,7 @@ def main(argv=None):
     tk.parallel.refuse(problems)
     told = tk.config.plain_values(cfg)
     with tk.open_run(cfg.out, layout=cfg.layout, limits=cfg.limits, config=told) as run:
-        return train(cfg, run, base)
+        return train(cfg, run, tokenizer, model, path)
 
 
 if __name__ == "__main__":

@@ -9,7 +9,13 @@ reinforced, `rewards` asks a checker what they earn.
 from __future__ import annotations
 
 from trainkit.generation.generate import Completion, generate, generate_dealt
-from trainkit.generation.rewards import Checked, Checker, check_answers, report_answers
+from trainkit.generation.rewards import (
+    Checked,
+    Checker,
+    answer_advantages,
+    check_answers,
+    report_answers,
+)
 from trainkit.generation.rollouts import (
     Answer,
     answer_corpus,
@@ -29,6 +35,7 @@ __all__ = [
     "Checker",
     "Completion",
     "Sampling",
+    "answer_advantages",
     "answer_corpus",
     "bind_reader",
     "check_answers",

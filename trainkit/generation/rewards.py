@@ -9,9 +9,12 @@ from contextlib import contextmanager
 from typing import Any
 
 import attrs
+import torch
+from torch import Tensor
 
 from trainkit.collectives import together
 from trainkit.generation.rollouts import Answer
+from trainkit.losses.advantages import group_advantages
 from trainkit.types import SOLO, Axis
 
 Checker = Callable[[str, str], float]
@@ -77,6 +80,25 @@ def check_answers(
         return attrs.asdict(_checked(checker, answers, seconds)) if axis.index == 0 else None
 
     return Checked(**together(check, axis)[0])
+
+
+def answer_advantages(answers: Sequence[Answer], checked: Checked) -> Tensor:
+    """Return how far each answer is above the mean of those to its prompt, in their deviations.
+
+    This is `losses.group_advantages` of a rollout; any other function of rewards and groups serves
+    as well.
+
+    Returns:
+        fp64 `[N]`.
+
+    Examples:
+        >>> answers = [Answer("1+1=", [1], text, [2], 0) for text in "23"]
+        >>> answer_advantages(answers, Checked([1.0, 0.0]))
+        tensor([ 0.7070, -0.7070], dtype=torch.float64)
+    """
+    groups = torch.tensor([answer.group for answer in answers])
+    rewards = torch.tensor(checked.rewards, dtype=torch.float64)
+    return group_advantages(rewards, groups, num_groups=answers[-1].group + 1)
 
 
 def report_answers(answers: Sequence[Answer], checked: Checked) -> dict[str, Any]:
