@@ -692,5 +692,5 @@ def test_the_weight_gradient_of_bf16_factors_is_added_in_place():
     total = torch.zeros(V, D, device="meta")
     slopes, inputs = (torch.zeros(5, n, dtype=torch.bfloat16, device="meta") for n in (V, D))
     with Made():
-        linear._add_product_(total, slopes.t(), inputs)
+        linear.add_product_(total, slopes.t(), inputs)
     assert [name for name in seen if name != "aten.t.default"] == ["aten.addmm.dtype_out"]

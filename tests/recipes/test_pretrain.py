@@ -305,10 +305,10 @@ def test_a_corpus_may_move_and_a_plan_of_rows_may_not_change(text, tmp_path, mon
     here(flags_of(tmp_path / "run", moved, 4))
     assert column(tmp_path / "run", "step") == [1, 2, 3, 4]
 
-    def other_rows(*_, lengths, capacity, **__):
+    def other_rows(_, lengths, capacity, **__):
         return pack_bins(lengths, capacity, fit=sequential)
 
-    monkeypatch.setattr("trainkit.data.cached_bins", other_rows)
+    monkeypatch.setattr("trainkit.data.packed.cached_bins", other_rows)
     code, what = refusal("pretrain", *flags_of(tmp_path / "run", text, 5))
     assert (code, "its rows is " in what) == (66, True), what
 
