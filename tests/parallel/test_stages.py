@@ -114,7 +114,7 @@ def test_a_pattern_that_matches_nothing_is_refused(transform):
 
 
 def test_an_unknown_recomputation_is_refused():
-    with pytest.raises(ValueError, match="\"selective\" or \"full\", got 'some'"):
+    with pytest.raises(ValueError, match='"selective" or "full", got \'some\''):
         recompute("some")
 
 
