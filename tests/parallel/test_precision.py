@@ -134,6 +134,7 @@ def test_a_forward_pass_that_fails_leaves_the_parameters_to_be_seen():
     assert all(isinstance(part.weight, nn.Parameter) for part in (model.into, model.out))
 
 
+@pytest.mark.skipif(torch.__version__ < "2.13", reason="traces no change of vars(module)")
 def test_a_block_that_shows_its_parameters_cast_is_compiled_whole():
     model = torch.compile(precision(BF16)(nn.Linear(2, 1), SOLO), backend="eager", fullgraph=True)
     assert model(torch.ones(1, 2)).dtype == BF16

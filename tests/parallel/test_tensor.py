@@ -423,6 +423,7 @@ def compiled_whole():
         return tuple(torch.compile(own, backend="eager", fullgraph=True)(torch.ones(1, 3)).shape)
 
 
+@pytest.mark.skipif(torch.__version__ < "2.13", reason="traces no change of vars(module)")
 def test_a_module_on_its_local_parameters_is_compiled_without_a_break():
     assert run_ranks(compiled_whole, 2) == [(1, 2)] * 2
 
