@@ -26,7 +26,7 @@ class RolloutOptions:
 
     prompts: int = attrs.field(default=32, validator=tk.config.positive)
     """Problems in a rollout."""
-    answers: int = attrs.field(default=8, validator=tk.config.positive)
+    answers: int = attrs.field(default=8, validator=attrs.validators.ge(2))
     """Answers to each, whose rewards are compared with each other."""
     updates: int = attrs.field(default=2, validator=tk.config.positive)
     """Steps for each rollout, on a part of it each; the last is on answers so many steps old."""
