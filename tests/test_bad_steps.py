@@ -154,6 +154,8 @@ SITES = [
 
 BACKWARD = Site("backward")
 KINDS = [*SITES[::3], SITES[-1], BACKWARD]  # each once
+FEW = [SITES[0], SITES[6], BACKWARD]  # of a loss, after the sum, before it
+TENSOR = {"tp": 2, "vocab_size": 32}
 
 
 def check_nothing_moved(site, ranks, guilty, *, named="rank {}"):
@@ -179,12 +181,13 @@ def test_no_fault_of_one_process_poisons_a_parameter():
 
 
 @pytest.mark.case("N1", "N2", "N3")
-def test_no_fault_of_two_ranks_poisons_a_parameter():
+def test_no_fault_of_two_ranks_poisons_a_parameter_and_ranks_part_if_they_do_not_agree():
     cases = [
         ({}, {}, KINDS, {"guilty": 1}),
         ({"pp": 2}, {"pp": 2}, KINDS, {"guilty": 1}),
-        ({"dp_replicate": 2}, {}, KINDS, {"guilty": 0}),
+        ({"dp_replicate": 2}, {}, FEW, {"guilty": 0}),
         ({}, {}, [SITES[0]], {"protected": False}),
+        ({"tp": 2}, TENSOR, [Site("gradient", NAN, NORM)], {"alone": True}),
     ]
     every = run_ranks(visit_all, 2, cases)
     for index, (degrees, _, sites, options) in enumerate(cases[:3]):
@@ -203,24 +206,19 @@ def test_no_fault_of_two_ranks_poisons_a_parameter():
         assert len(found[0][1]) > 10
         assert "taken all the same" in found[0][3]
         assert math.isnan(loss)
+    # The control: every rank computes this gradient for itself, and without `world` only one sees.
+    assert len({rank[4][0][0][0] for rank in every}) == 2
+    assert len({bool(rank[4][0][0][1]) for rank in every}) == 2
 
 
 @pytest.mark.case("N1", "N2", "N3")
-def test_no_fault_of_four_ranks_poisons_a_parameter_and_ranks_part_if_they_do_not_agree():
-    degrees, rest = {"dp_replicate": 2, "tp": 2}, {"tp": 2, "vocab_size": 32}
-    alone = [Site("gradient", NAN, NORM)]  # every rank computes this gradient for itself
-    sites = [SITES[0], SITES[6], BACKWARD]
-    cases = [
-        (degrees, rest, sites, {"guilty": 2}),
-        (degrees, rest, alone, {"guilty": 2, "alone": True}),
-    ]
-    every = run_ranks(visit_all, 4, cases)
-    for number, site in enumerate(sites):
-        ranks = [rank[0][0][number] for rank in every]  # tensor-parallel ranks compute together
+def test_no_fault_of_four_ranks_poisons_a_parameter():
+    every = run_ranks(
+        functools.partial(visit, guilty=2), 4, {"dp_replicate": 2, "tp": 2}, TENSOR, FEW
+    )
+    for number, site in enumerate(FEW):
+        ranks = [rank[0][number] for rank in every]  # tensor-parallel ranks compute together
         check_nothing_moved(site, ranks, 2, named="ranks {} and 3")
-    # The control: without `world` some ranks take the step and others do not.
-    assert len({rank[1][0][0][0] for rank in every}) == 2
-    assert len({bool(rank[1][0][0][1]) for rank in every}) == 2
 
 
 # ----------------------------------------------------------------------------------- one process

@@ -35,8 +35,8 @@ from trainkit.testing import run_ranks
 from trainkit.testing.builtin import EXPERTS, SHALLOW, decoder_batch
 from trainkit.types import ConfigError, Layout, TrainState
 
-DENSE = attrs.evolve(SHALLOW, mlp_width=52)  # cuts of 26 columns, within four of a hash
-SPARSE = attrs.evolve(DENSE, experts=attrs.evolve(EXPERTS, jitter=0.0))
+DENSE = attrs.evolve(SHALLOW, layers=1, mlp_width=52)  # cuts of 26 columns, within four of a hash
+SPARSE = attrs.evolve(DENSE, layers=2, experts=attrs.evolve(EXPERTS, jitter=0.0))
 NORM = "layers.0.mlp_norm.weight"
 NOISE = {"weights": 2.0, "norms": 0.1}
 
@@ -121,7 +121,7 @@ def train(ps, stages, optimizer, steps, *, ranks=1, noise=NOISE):
 def trained(ps, config, layout=Layout(), noise=NOISE):  # noqa: B008 (frozen)
     stages = build(ps, config, layout=layout)
     optimizer = torch.optim.SGD(parameters_of(stages))
-    train(ps, stages, optimizer, range(2), ranks=layout.wrapped, noise=noise)
+    train(ps, stages, optimizer, [1], ranks=layout.wrapped, noise=noise)
     return {name: p.detach() for name, p in named_parameters_of(stages).items()}
 
 

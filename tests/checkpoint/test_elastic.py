@@ -62,10 +62,11 @@ STARTS = (  # ranks, the layouts that train and save, and the pairs (written by,
     (1, [], [("dp3", "1"), ("pp2 x tp2", "1"), (EIGHT, "1"), ("tp2", "1")]),
 )
 PAIRS = [pair for _, _, pairs in STARTS for pair in pairs]
-# Whose writer and whose reader stand in another pair.
+# Whose writer and whose reader, or each of their degrees, stand in another pair; (ranks, ep).
 THIRD_LOOKS = {
     *(("1", name) for name in ("dp4", "dp3", "pp2")),
-    *(("ring2 x dp2", "tp2"), ("pp2 x tp2", "1")),
+    *(("ring2 x dp2", name) for name in ("tp2", "pp2 x tp2")),
+    *(("pp2 x tp2", "1"), (4, 1), (4, 2)),
 }
 
 
@@ -83,8 +84,12 @@ def running():
     """Return what of STARTS is to run."""
     if os.environ.get(WITH_ALL):
         return STARTS
-    few = [start for start in STARTS if start[0] < 8]
-    return [(world, names, [p for p in pairs if not left_out(p)]) for world, names, pairs in few]
+    read = {pair[0] for pair in PAIRS if not left_out(pair)}
+    return [
+        (world, [x for x in names if x in read], [p for p in pairs if not left_out(p)])
+        for world, names, pairs in STARTS
+        if world < 8
+    ]
 
 
 def session(layout):
@@ -139,6 +144,8 @@ def visit(names, pairs, folder):
             found["uneven", ps.world.count] = load(uneven, folder / "uneven", ps)
         world = ps.world.count
     for ep in EXPERT_DEGREES[world]:
+        if left_out((world, ep)) and not os.environ.get(WITH_ALL):
+            continue
         with tk.parallel_session(ep=abs(ep), ep_neighbours=ep > 0) as ps:
             if (world, ep) == EXPERTS_WRITTEN_ON:
                 written["experts"] = save(experts, folder / "experts", ps)

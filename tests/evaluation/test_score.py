@@ -23,7 +23,7 @@ SMALL = attrs.evolve(CONFIG, vocab_size=32)
 MIXED = attrs.evolve(SMALL, experts=Experts(count=4, chosen=2, width=8))
 CONTEXT = 20
 LAYOUTS = {
-    2: [{"pp": 2}, {"tp": 2}, {"ring": 2}, {"ulysses": 2}, {}, {"dp_shard": 2, "ep": 2}],
+    2: [{"pp": 2}, {"tp": 2}, {}, {"dp_shard": 2, "ep": 2}],
     4: [{"pp": 2, "tp": 2}, {"ring": 2, "ulysses": 2}, {"tp": 2, "ring": 2}],
 }
 

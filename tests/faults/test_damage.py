@@ -49,6 +49,7 @@ def test_a_run_goes_on_from_the_one_before_to_the_same_bits(arena):
 
 
 @pytest.mark.case("K3", "K13")
+@pytest.mark.only_all  # the control of files alone: above
 def test_without_the_hashes_a_run_goes_on_from_a_damaged_one_to_other_bits(arena):
     flags = trials.saves(background=False)
     harness.complete(arena.ground, arena.out, *flags, steps=6)

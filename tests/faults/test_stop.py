@@ -39,7 +39,7 @@ def test_a_rank_that_stops_without_asking_the_others_is_not_saved(arena):
 
 
 @pytest.mark.case("E1", "E3")
-@pytest.mark.parametrize("times", [1, 50])
+@pytest.mark.parametrize("times", [pytest.param(1, marks=pytest.mark.only_all), 50])
 def test_in_the_first_step_or_fifty_times(times, arena):
     at = {"at": 1 if times == 1 else 3, "rank": 1, "times": times}
     flags = trials.saves(background=True, every=100)

@@ -603,7 +603,7 @@ def test_blocks_compile_and_give_the_same_numbers_for_other_documents():
     plain, compiled = double(config), double(config)
     compiled.layers["0"].compile(backend="aot_eager")
     with torch._dynamo.config.patch(fail_on_recompile_limit_hit=True):
-        for seed, lengths in enumerate(([5, 7], [3, 4, 5], [12], [2, 8, 2], [6, 6], [1, 9])):
+        for seed, lengths in enumerate(([5, 7], [3, 4, 5], [1, 9])):
             ids, rest = packed(lengths, seed=seed)
             keys = noise.token_keys(ids, seed=0, step=seed)
             outputs = [dropped(model, ids, rest, keys) for model in (compiled, plain)]
@@ -633,5 +633,6 @@ def graphs_of(layers, dropout):
 @pytest.mark.filterwarnings("ignore:The .grad attribute")  # torch's own, inside dynamo
 @pytest.mark.parametrize("dropout", [0.0, 0.5])
 def test_all_layers_share_their_compiled_code(dropout):
-    # Beyond 8 versions of one function torch.compile falls back to eager code without a word.
-    assert graphs_of(9, dropout) == graphs_of(2, dropout)
+    # Beyond 8 versions of one function torch.compile falls back to eager code without a word: a
+    # version for each layer would show with the third.
+    assert graphs_of(3, dropout) == graphs_of(2, dropout)

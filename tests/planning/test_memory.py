@@ -207,8 +207,10 @@ RANKS = [
     (Layout(dp_shard=2, reduce="each"), job(rows=4, recompute="full")),
     (Layout(dp_shard=2), job(rows=4, dtype="bf16", recompute="selective")),
     (Layout(dp_replicate=2), job(rows=2)),
-    (Layout(tp=2), job(recompute="full", row_length=128)),
-    (Layout(tp=2), job(config(vocab_size=2_000), row_length=128, loss="plain")),
+    (
+        Layout(tp=2),
+        job(config(vocab_size=1_000), row_length=128, loss="plain", recompute="full"),
+    ),
     (Layout(pp=2), job(config(layers=4), rows=4)),
     (
         Layout(dp_shard=2, ep=2, reduce="each"),
@@ -221,6 +223,8 @@ RANKS = [
 if shards_bytes():
     RANKS.append((Layout(dp_shard=2), adapted(rows=4, recompute="full")))
 RANKS_BESIDE = [
+    (Layout(tp=2), job(recompute="full", row_length=128)),
+    (Layout(tp=2), job(config(vocab_size=2_000), row_length=128, loss="plain")),
     (Layout(ring=2), job(row_length=128)),
     (Layout(ulysses=2), job(recompute="selective", row_length=128)),
     (Layout(dp_shard=2, ep=2), job(routed(layers=3), row_length=128, rows=4, dtype="bf16")),
