@@ -112,7 +112,9 @@ def test_stopped_it_goes_on_to_the_same_bits_with_its_twin(whole, flags_of, tmp_
 @pytest.mark.parametrize(
     ("world", "layouts"),
     [
-        (2, ["--compare", "--no-compare --pp 2", "--no-compare --tp 2", "--no-compare --ring 2"]),
+        (2, ["--compare", "--no-compare --pp 2", "--no-compare --tp 2"]),
+        # Both of its losses are cut along a sequence in the certificate.
+        pytest.param(2, ["--no-compare --ring 2"], marks=pytest.mark.only_all),
         pytest.param(4, ["--pp 2 --tp 2", "--ulysses 2 --pp 2"], marks=pytest.mark.only_all),
     ],
 )
@@ -124,7 +126,7 @@ def test_every_layout_learns_the_same_from_its_teacher(world, layouts, whole, fl
         assert_equal_runs(out, whole, steps=2)
         terms = column(out, "distillation")
         assert terms == pytest.approx(column(whole, "distillation")[:2], rel=1e-5)
-    if world == 2:
+    if "--compare" in layouts:
         assert_equal_runs(outs[0] / "hard", whole / "hard", steps=2)
 
 

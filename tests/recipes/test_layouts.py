@@ -17,7 +17,9 @@ DEGREES = ("pp", "dp_replicate", "dp_shard", "ring", "ulysses", "tp")
 ALL = pytest.mark.only_all
 SP = "--ring 2 --ulysses 2 --fold-sp ring"
 LAYOUTS = [
-    pytest.param(4, [SP, f"--pp 2 --dp-shard 2 --cpu-offload {KEPT}"], id="4"),
+    pytest.param(4, [f"--pp 2 --ring 2 --cpu-offload {KEPT}"], id="4"),
+    # Both dimensions of a sequence, with another way to fold, are in long_context.py below.
+    pytest.param(4, [SP, f"--pp 2 --dp-shard 2 --cpu-offload {KEPT}"], id="4, data", marks=ALL),
     # What these choose is chosen above, or below where a run goes on, or has replicas
     # (test_pretrain.py); any two of it stand beside each other in the certificate.
     pytest.param(

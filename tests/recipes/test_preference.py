@@ -122,19 +122,12 @@ def test_stopped_it_goes_on_to_the_same_bits_by_the_reference_that_it_began_with
     assert column(out, "loss_hex") == column(whole[0], "loss_hex")[:1]
 
 
-def test_every_layout_prints_the_same_losses(whole, half, flags_of, tmp_path):
-    layouts = {"data": "", "pp": "--pp 2", "ring": "--ring 2 --fold-sp none"}
-    outs = [shutil.copytree(half, tmp_path / name) for name in layouts]
+def assert_goes_on_in(layouts, whole, half, flags_of, folder, *, fresh):
+    """Go on with half a run in each layout beside fresh ones, and compare it with a whole one."""
+    outs = [shutil.copytree(half, folder / name) for name in layouts]
     runs = [
         flags_of(out, 4, *layout.split())
         for out, layout in zip(outs, layouts.values(), strict=True)
-    ]
-    short = ["--eval-every", 0]
-    fresh = [
-        flags_of(tmp_path / "tp", 2, "--tp", 2, *short),
-        flags_of(
-            tmp_path / "kto ring", 2, "--loss", "kto", "--ring", 2, "--fold-sp", "none", *short
-        ),
     ]
     for code, said in run_ranks(several, 2, [*runs, *fresh], "preference")[0]:
         assert code == 0, said
@@ -142,6 +135,24 @@ def test_every_layout_prints_the_same_losses(whole, half, flags_of, tmp_path):
         assert_equal_runs(out, whole[0], about=out.name)
         found, wanted = (events(run, "evaluation")[-1] for run in (out, whole[0]))
         assert found["eval/margin"] == pytest.approx(wanted["eval/margin"], rel=1e-4), out.name
+
+
+@pytest.mark.only_all  # a ring is that of KTO below
+def test_it_goes_on_over_a_ring(whole, half, flags_of, tmp_path):
+    ring = {"ring": "--ring 2 --fold-sp none"}
+    assert_goes_on_in(ring, whole, half, flags_of, tmp_path, fresh=[])
+
+
+def test_every_layout_prints_the_same_losses(whole, half, flags_of, tmp_path):
+    layouts = {"data": "", "pp": "--pp 2"}
+    short = ["--eval-every", 0]
+    fresh = [
+        flags_of(tmp_path / "tp", 2, "--tp", 2, *short),
+        flags_of(
+            tmp_path / "kto ring", 2, "--loss", "kto", "--ring", 2, "--fold-sp", "none", *short
+        ),
+    ]
+    assert_goes_on_in(layouts, whole, half, flags_of, tmp_path, fresh=fresh)
     for steps in (1, 2):  # stopped in between, and begun without eval
         code, said = here(flags_of(tmp_path / "kto", steps, "--loss", "kto", *short), "preference")
         assert code == 0, said
