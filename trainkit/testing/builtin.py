@@ -33,11 +33,15 @@ from trainkit.losses import (
     clipped,
     distillation,
     dpo,
+    ipo,
+    kto,
     next_token,
     next_token_linear,
+    orpo,
     policy_gradient,
     routed,
     sequence_policy_gradient,
+    simpo,
     stored_distillation,
     weighted,
     with_terms,
@@ -323,6 +327,8 @@ def answers_batch(step: int, *, rows: int = ROWS) -> Batch:
     ids = (batch.token_index.unsqueeze(-1) * 7 + 5 * torch.arange(_KNOWN)) % CONFIG.vocab_size
     extra = {
         "noise_key": token_keys(batch.token_index, seed=0, step=step),
+        "desirable": (batch.document_ids % 2 == 0).double(),
+        "kl": torch.full_like(at, 0.2),
         "weights": 1.5 + waves(0),
         "advantages": waves(1),
         "old_logprobs": waves(2) - 4,
@@ -348,14 +354,27 @@ def loss_of_tokens(ps: Any) -> NamedLoss:
 
 
 def loss_of_answers(ps: Any) -> NamedLoss:
-    """Return DPO, a policy gradient of answers and a distillation of stored words, as one.
+    """Return every loss of pairs, a policy gradient of answers, and stored words, as one.
 
     Effects:
         None here; the loss communicates on `ps.sp` and `ps.tp`.
     """
     policy = sequence_policy_gradient(clipped(), axis=ps.sp)
-    pairs = dpo(0.5, axis=ps.sp)
-    return add_terms((pairs, 1.0), (policy, 0.5), (stored_distillation(), 0.01))
+    losses = {"dpo": dpo(0.5, axis=ps.sp), "ipo": ipo(0.5, axis=ps.sp), "kto": kto(0.5, axis=ps.sp)}
+    losses |= {"simpo": simpo(axis=ps.sp), "orpo": orpo(axis=ps.sp)}
+    pairs = [(_apart(name, loss), 1.0) for name, loss in losses.items()]
+    return add_terms(*pairs, (policy, 0.5), (stored_distillation(), 0.01))
+
+
+def _apart(name: str, loss: NamedLoss) -> NamedLoss:
+    """Return a loss whose terms bear its name, as others have terms of the same names."""
+
+    @with_terms(*(f"{name}_{term}" for term in loss.terms))
+    def named(output: Any, batch: Mapping[str, Any]) -> Any:
+        total, terms = loss(output, batch)
+        return total, {f"{name}_{term}": value for term, value in terms.items()}
+
+    return named
 
 
 _OF_EXPERTS = routed(next_token_linear, balance=0.5, router_z=0.1)
