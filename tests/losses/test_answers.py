@@ -130,7 +130,6 @@ def test_gradients_are_those_of_finite_differences(loss):
     assert torch.autograd.gradcheck(
         lambda x, weight: 0.7 * loss(Hidden(x, weight), batch)[0],
         (batch["x"].requires_grad_(), weight),
-        fast_mode=True,
     )
 
 
