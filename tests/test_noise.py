@@ -4,6 +4,8 @@ import itertools
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
 from trainkit import noise
 
@@ -37,6 +39,44 @@ def test_a_part_that_does_not_say_which_it_is_is_refused(offset):
             noise.dropout(X[..., :6], KEYS, name="mlp", p=p, width=12, offset=offset)
     with pytest.raises(ValueError, match=r"dropout: x has 12 of the 12"):
         dropped(offset=1)
+
+
+# ------------------------------------------------------------------------------- numbered places
+
+NUMBERS = st.sampled_from([0, 1, 2, 511]), st.sampled_from([0, 1, 2, 255])
+PLACES = st.lists(st.tuples(*NUMBERS), min_size=1, max_size=16, unique=True)
+
+
+@given(PLACES, st.randoms(use_true_random=False), st.integers(0, 3))
+def test_a_token_at_a_numbered_place_drops_the_same_whatever_stands_beside_it(pairs, random, step):
+    def masks(some):
+        tokens, numbers = torch.tensor(some).unbind(-1)
+        keys = noise.token_keys(tokens, seed=0, step=step)
+        own = noise.numbered_keys(keys, numbers.unsqueeze(-1))
+        x = torch.ones(len(some), 1, 64)
+        rows = dropped(x, own, width=64).squeeze(1)
+        return dict(zip(some, map(tuple, rows.tolist()), strict=True))
+
+    shuffled = random.sample(pairs, len(pairs))
+    whole, cut = masks(shuffled), len(pairs) // 2
+    assert whole == {
+        k: v for part in (pairs[:cut], pairs[cut:]) if part for k, v in masks(part).items()
+    }
+    assert len({*whole.values()}) == len(pairs)  # of 2^64 no two are the same
+
+
+def test_at_numbered_places_a_part_is_dropped_and_the_rest_scaled_each_by_itself():
+    keys = noise.token_keys(torch.arange(100), seed=0, step=0)
+    own = noise.numbered_keys(keys, torch.arange(8).expand(100, 8))
+    x = noise.dropout(torch.ones(100, 8, 64).double(), own, name="up", p=0.25, width=64)
+    assert torch.allclose(x[x != 0], torch.full((), 4 / 3).double())
+    gone, deviation = (x == 0).double(), (0.25 * 0.75) ** 0.5
+    for along in ((1, 2), (0, 2), (0, 1)):  # of a token, of an expert, of a feature
+        mean, size = gone.mean(along), 100 * 8 * 64 / gone.mean(along).numel()
+        assert (mean - 0.25).abs().max() < 4.5 * deviation / size**0.5
+    both = torch.einsum("tef,tgf->eg", gone, gone) / (100 * 64)  # two experts of a token
+    apart = both[~torch.eye(8, dtype=torch.bool)] - 0.25**2
+    assert apart.abs().max() < 4.5 * 0.25 * (1 - 0.25**2) ** 0.5 / 80
 
 
 # -------------------------------------------------------------------------------- rounding

@@ -8,13 +8,22 @@ import pytest
 import torch
 from torch import nn
 
-from trainkit import adapters
+from trainkit import adapters, noise
 from trainkit.adapters import Lora, lora
+from trainkit.batch import batch_of_rows, split_batch
 from trainkit.checkpoint import Changes, resume, save_checkpoint, state_hash
 from trainkit.grads import clip_and_step, named_parameters_of, parameters_of
-from trainkit.losses import next_token_linear
+from trainkit.losses import next_token_linear, routed
 from trainkit.mesh import parallel_session, solo_parallel
-from trainkit.models import Decoder, build_decoder, call_with_noise, init_weights
+from trainkit.models import (
+    Decoder,
+    Tape,
+    build_decoder,
+    call_model,
+    call_routed,
+    call_with_noise,
+    init_weights,
+)
 from trainkit.models.experts import ExpertWeights
 from trainkit.optim import adamw, decay_groups
 from trainkit.parallel import build_stages, fsdp, tensor
@@ -156,10 +165,132 @@ def test_dropout_needs_keys_in_training_alone():
     assert run([bare])["loss"] not in (first, other)
 
 
+def test_side_by_side_each_drops_in_its_own_way():
+    (model,) = stages = [build_decoder(CONFIG, seed=0, head="hidden")]
+    for name in ("one", "two"):
+        lora(Lora(ATTENTION, dropout=0.2, name=name))(model, solo_parallel())
+    randomised_(stages)
+    for name in ("one", "two"):
+        adapters.activate_(stages, name)
+        first, again = (call_with_noise(model, decoder_batch(0)).hidden for _ in range(2))
+        assert torch.equal(first, again)
+        model.eval()
+        assert not torch.allclose(first, call_with_noise(model, decoder_batch(0)).hidden)
+        model.train()
+        bare = attrs.evolve(decoder_batch(0), extra={})
+        with pytest.raises(ValueError, match=rf"wq.lora.{name} gets no noise_key"):
+            call_model(model, bare)
+
+
+# ------------------------------------------------------------------------------ dropout of experts
+
+MOE = attrs.evolve(CONFIG, experts=attrs.evolve(EXPERTS, jitter=0.0))
+OF_EXPERTS = r".*experts\.\w+"
+
+
+class Sorted(nn.Module):
+    """Experts that are given rows in their order, and a noise key for each."""
+
+    def __init__(self):
+        super().__init__()
+        self.experts = ExpertWeights(8, 16, 20)
+
+    def forward(self, rows, counts, *, noise_key):
+        return self.experts(rows, counts, noise_key)
+
+
+@pytest.mark.parametrize("dora", [False, True])
+def test_adapters_of_experts_drop_what_they_see_and_nothing_else(dora, monkeypatch):
+    torch.manual_seed(0)
+    model, counts = nn.ModuleDict({"mlp": Sorted()}), torch.tensor([3, 0, 2, 0, 0, 7, 0, 1])
+    rows, keys = torch.randn(13, 16), noise.token_keys(torch.arange(13), seed=0, step=0)
+    lora(Lora(OF_EXPERTS, rank=2, alpha=3, dropout=0.4, dora=dora))(model, solo_parallel())
+    for p in model.parameters():
+        nn.init.normal_(p, std=0.3)
+    experts, whose = model.mlp.experts, torch.arange(8).repeat_interleave(counts)
+
+    def product(name, x):
+        own, plain = experts.lora[name]["default"], getattr(experts, name)
+        assert own.whole_name == f"mlp.experts.lora.{name}.default"
+        seen = noise.dropout(x, keys, name=own.whole_name, p=0.4, width=x.shape[-1])
+        low = torch.einsum("nor,nri,ni->no", own.b[whose], own.a[whose], seen)
+        total = torch.einsum("noi,ni->no", plain[whose], x) + 1.5 * low
+        length = (plain + 1.5 * own.b @ own.a).norm(dim=-1)
+        return (own.magnitude / length)[whose] * total if dora else total
+
+    wanted = product("down", nn.functional.silu(product("gate", rows)) * product("up", rows))
+    found = [model.mlp(rows, counts, noise_key=keys)]  # in one grouped product, and one by one
+    monkeypatch.setattr("trainkit.models.experts.can_group", lambda *_: False)
+    found.append(model.mlp(rows, counts, noise_key=keys))
+    for y in found:
+        assert torch.allclose(y, wanted, rtol=1e-4, atol=1e-5)
+
+
+def moe(dropout):
+    model = build_decoder(MOE, seed=0, head="hidden")
+    lora(Lora(OF_EXPERTS, rank=2, alpha=6, dropout=dropout))(model, solo_parallel())
+    torch.manual_seed(0)
+    return randomised_([model])[0].double()
+
+
+def hidden_of(model, batch, *, rows=None, **more):
+    """Return the hidden states of the tokens `[T, D]`."""
+    parts = [dict(part) | more for part in split_batch(batch, rows or len(batch.labels))]
+    outputs = [call_routed(model, part).output.hidden.detach() for part in parts]
+    return torch.cat(outputs)[batch.document_ids >= 0]
+
+
+def test_a_token_drops_the_same_in_any_rows_alone_or_packed_and_in_any_order_of_its_choices():
+    model, batch = moe(0.3), decoder_batch(0)
+    whole = hidden_of(model, batch)
+    assert torch.allclose(hidden_of(model, batch, rows=1), whole, rtol=0, atol=1e-12)
+    last = int((batch.document_ids[0] == 0).sum())
+    alone = batch_of_rows(batch.input_ids[:1, :last])
+    alone = attrs.evolve(alone, extra={"noise_key": batch["noise_key"][:1, :last]})
+    assert torch.allclose(hidden_of(model, alone), whole[:last], rtol=0, atol=1e-12)
+    tape = Tape()
+    how = {"spans": batch.spans, "noise_key": batch["noise_key"], "tape": tape}
+    model(batch.input_ids, position_ids=batch.position_ids, is_token=batch.document_ids >= 0, **how)
+    (choices,) = tape.choices.values()
+    other = {"choices": choices.flip(1).view(*batch.labels.shape, 1, -1)}
+    assert torch.allclose(hidden_of(model, batch, **other), whole, rtol=0, atol=1e-12)
+    later = {"noise_key": batch["noise_key"] + 1}
+    assert (hidden_of(model, batch, **later) - whole).abs().max() > 0.1
+
+
+def test_experts_adapters_without_dropout_compute_what_they_did(monkeypatch):
+    batch, dropping = decoder_batch(0), moe(0.3)
+    with pytest.raises(ValueError, match=r"layers.1.mlp.experts.lora.gate.default gets no noise_"):
+        hidden_of(dropping, attrs.evolve(batch, extra={}))
+    monkeypatch.delattr("trainkit.noise.counters.numbered_keys")  # none are made, and none are sent
+    model = moe(0.0)
+    plain = hidden_of(model, batch)
+    for other in (model, model.eval(), dropping.eval()):
+        for extra in (batch.extra, {}):
+            assert torch.equal(hidden_of(other, attrs.evolve(batch, extra=extra)), plain)
+
+
+def test_a_resumed_run_drops_in_experts_what_it_would_have_dropped(tmp_path):
+    ps = solo_parallel()
+    run = [(stages := [moe(0.3)]), optimizer_of(stages), ps]
+
+    def step(number, stages, optimizer, ps):
+        how = {"loss": routed(next_token_linear), "denominator": torch.tensor(100)}
+        forward_backward(stages[0], [decoder_batch(number)], call=call_routed, **how)
+        clip_and_step(parameters_of(stages), optimizer, lr=1e-2, max_norm=1.0)
+        return state_hash(TrainState(step=number + 1), stages, optimizer, ps)
+
+    step(0, *run)
+    save_checkpoint(tmp_path, TrainState(step=1), *run)
+    wanted = step(1, *run)
+    again = [(stages := [moe(0.3)]), optimizer_of(stages), ps]
+    state = resume(tmp_path, TrainState(), *again, tell=lambda _: None)
+    assert step(state.step, *again) == wanted
+
+
 # -------------------------------------------------------------------------------- what does not fit
 
 TWO = nn.ModuleDict({"up": nn.Linear(2, 2), "norm": nn.RMSNorm(2)})
-MOE = attrs.evolve(CONFIG, experts=EXPERTS)
 
 
 @pytest.mark.parametrize(
@@ -170,12 +301,10 @@ MOE = attrs.evolve(CONFIG, experts=EXPERTS)
         ([Lora("head")], {}, "'head' matches the name of no matrix"),
         ([Lora(ROW), Lora(".*down")], {}, "'layers.0.mlp.down' is matched twice"),
         ([Lora(ROW)], {"trained": "emb"}, "'emb' matches the name of no module or parameter"),
-        ([Lora(r".*experts\.up", dropout=0.1)], {}, "experts have no dropout"),
     ],
 )
 def test_what_does_not_fit_is_told_before_anything_is_built(loras, options, told):
-    model = MOE if "experts" in loras[0].modules else CONFIG
-    (problem,) = adapters.problems([lora(*loras, **options)], model)
+    (problem,) = adapters.problems([lora(*loras, **options)], CONFIG)
     assert told in str(problem)
 
 
@@ -209,8 +338,10 @@ def test_adapters_that_are_added_at_once_have_one_name():
 
 
 def test_a_foreign_model_has_no_dropout_by_token():
-    with pytest.raises(ConfigError, match=r"no module around 'up.lora.default' takes one"):
-        lora(Lora("up", dropout=0.1))(TWO, solo_parallel())
+    for name in ("up", "experts.up"):
+        foreign = nn.ModuleDict({"up": nn.Linear(2, 2), "experts": ExpertWeights(2, 2, 2)})
+        with pytest.raises(ConfigError, match=r"no module around '.*up\..*' takes one"):
+            lora(Lora(name, dropout=0.1))(foreign, solo_parallel())
 
 
 def test_adapters_stand_before_what_cuts_matrices():

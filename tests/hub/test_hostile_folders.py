@@ -154,6 +154,7 @@ def test_a_config_that_is_not_computed_is_refused(tmp_path, changes, match):
 
 LONG = {"type": "yarn", "short_factor": [1.0] * 8, "long_factor": [2] * 8}
 FULL, SLIDING = "full_attention", "sliding_attention"
+MANY = [SLIDING, *[FULL] * 998, SLIDING]
 
 
 @pytest.mark.parametrize(
@@ -192,6 +193,11 @@ FULL, SLIDING = "full_attention", "sliding_attention"
         ("phi3", {"rope_scaling": LONG}, []),
         ("phi3", {"partial_rotary_factor": 0}, "partial_rotary_factor is 0, not above 0"),
         ("qwen3", {"rope_scaling": {"type": "yarn", "factor": 4.0}}, []),
+        # Before anything is counted layer by layer, and none of all pairs of numbers is tried.
+        ("gemma3_text", {"num_hidden_layers": 10**12}, "num_hidden_layers is 10+, not from 0"),
+        ("gemma2", {"num_hidden_layers": 1000, "layer_types": MANY}, "follow no pattern"),
+        ("gemma3_text", {"rope_parameters": {SLIDING: "x"}}, "slide are 'x', no table"),
+        ("gpt2", {"n_inner": "4"}, "n_inner is '4': it must be a whole number"),
     ],
 )
 def test_a_key_that_is_missing_means_what_it_means_there(model_type, changes, match):

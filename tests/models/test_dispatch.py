@@ -7,8 +7,9 @@ import torch
 
 from trainkit.collectives import exchange_rows
 from trainkit.mesh import axis_from_group
-from trainkit.models import ep_combine, ep_dispatch
+from trainkit.models import ep_combine, ep_dispatch, ep_dispatch_keys
 from trainkit.models.routers import counts_of
+from trainkit.noise import numbered_keys
 from trainkit.testing import run_ranks
 from trainkit.types import SOLO
 
@@ -39,6 +40,26 @@ def through_experts(x, indices, weights, scales, axis, **wire):
     assert len(rows) == own.sum()
     mine = scales.chunk(axis.count)[axis.index].repeat_interleave(own, output_size=len(rows))
     return ep_combine(rows * mine.unsqueeze(1).to(rows.dtype), weights, route, axis, **wire), own
+
+
+def check_keys(indices, axis, *, first=0):
+    """Check that a row has the key of its token at its expert; rows hold their token's number."""
+    tokens = torch.arange(first, first + len(indices))
+    keys = numbered_keys(tokens, indices)
+    counts = counts_of(indices, 8)
+    rows, own, route = ep_dispatch(tokens.double().unsqueeze(1) + 1, indices, counts, axis)
+    expert = (torch.arange(8).chunk(axis.count)[axis.index]).repeat_interleave(own)
+    got, real = ep_dispatch_keys(keys, route, axis), rows[:, 0] > 0  # what is nobody's is zeros
+    assert got.shape == expert.shape
+    want = numbered_keys(rows[:, 0].long() - 1, expert.unsqueeze(1))[:, 0]
+    assert torch.equal(got[real], want[real])
+
+
+def test_a_key_comes_with_its_row():
+    check_keys(choices(9, 8, 3, seed=1), SOLO)
+    check_keys(choices(0, 8, 3, seed=1), SOLO)
+    with pytest.raises(TypeError, match=r"the route is a str, .* give expert\(\) its own"):
+        ep_dispatch_keys(torch.zeros(1, 1), "mine")
 
 
 def test_on_one_rank_rows_stand_in_the_order_of_experts_and_come_back():
@@ -85,6 +106,7 @@ def against_one_process(tokens, idle):
     weights = [w.masked_fill(i == experts, 0) for w, i in zip(weights, chosen, strict=True)]
     scales = torch.arange(1.0, experts + 1, dtype=WIDE).requires_grad_()
     r, cost = axis.index, [drawn(n, 3, seed=30 + r) for r, n in enumerate(tokens)]
+    check_keys(chosen[r], axis, first=100 * r)
 
     own = scales.detach().clone().requires_grad_()
     y, counts = through_experts(xs[r], chosen[r], weights[r], own, axis)

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 import trainkit as tk
+from trainkit.adapters import Lora, lora
 from trainkit.batch import split_batch
 from trainkit.corpora import TokenCorpus
 from trainkit.generation import generate
@@ -120,7 +121,8 @@ def gradients(ps, *plan, batch=None, **options):
     batches = deal_batch(batch or decoder_batch(0), ps.place)
     run = tk.bind_forward_backward(stages, routed(next_token), axis=ps.pp, call=call_routed)
     run(batches, denominator={"loss": torch.tensor(100)})
-    return {name: p.grad.full_tensor() for name, p in model.named_parameters()}
+    trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    return {name: p.grad.full_tensor() for name, p in trained.items()}
 
 
 def with_a_pair_of_ones_own():
@@ -152,10 +154,16 @@ def test_a_pair_of_ones_own_takes_tokens_there_and_back():
 def exchanges():
     """Return the all-to-alls of a step by what is recomputed, and what a layer holds."""
     with tk.parallel_session(ep=2) as ps:
-        plans = {"none": [], "full": [recompute("full")], "selective": [recompute("selective")]}
+        plans = {mode: [expert(), recompute(mode)] for mode in ("none", "full", "selective")}
+
+        def beside(p):
+            return lora(Lora(r".*\.experts\.\w+", rank=2, dropout=p), trained="embedding")
+
+        plans |= {f"{x}, dropout": [beside(0.1), *plans[x]] for x in ("full", "selective")}
+        plans["adapters"] = [beside(0.0), *plans["none"]]
         count = {}
         for mode, plan in plans.items():
-            rows = count_collectives(partial(gradients, ps, expert(), *plan), ps).rows
+            rows = count_collectives(partial(gradients, ps, *plan), ps).rows
             count[mode] = sum(row.count for row in rows if row.kind == "all_to_all")
         (model,) = stage_of(ps, expert())
         gate = model.layers["1"].mlp.experts.gate
@@ -171,6 +179,10 @@ def test_full_recomputation_sends_tokens_again_and_selective_keeps_what_came():
     assert count["none"] == (3 + 2) * LAYERS
     assert count["full"] == (3 + 3 + 2) * LAYERS
     assert count["selective"] == count["none"]
+    # Noise keys travel for adapters that drop something, and for nobody else.
+    assert count["adapters"] == count["none"]
+    assert count["full, dropout"] == count["full"] + 2 * LAYERS
+    assert count["selective, dropout"] == count["selective"] + LAYERS
 
 
 def drawn(ep):

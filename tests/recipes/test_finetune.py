@@ -303,6 +303,7 @@ def test_a_mixture_is_fine_tuned_with_adapters_of_its_experts(flags_of, tmp_path
     assert main(["export", str(tmp_path / "run"), folder]) == 0
     flags = ["--init", folder, "--method", "qlora", "--dora", "--rank", 2, "--lr", 3e-3]
     flags += ["--adapted", r"layers\.\d+\.(attention|mlp\.experts)\.\w+", "--eval-every", 0]
+    flags += ["--adapter-dropout", 0.1]
     alone = here(flags_of(tmp_path / "one", 2, *flags), "finetune")
     dealt = flags_of(tmp_path / "two", 2, *flags, "--dp-shard", 2, "--ep", 2)
     for code, said in (alone, *run_ranks(several, 2, [dealt], "finetune")[0]):

@@ -261,6 +261,11 @@ def test_tokens_that_only_the_configuration_lists_are_added_at_their_ids(bpe, tm
     write(size + 5)
     with pytest.raises(DataError, match=rf"gives '<tool>' the id {size + 5}, but it is {size}"):
         hf_tokenizer(tmp_path)
+    for value in ({"x": {}}, {"50": 3}, [1]):
+        text = json.dumps({"added_tokens_decoder": value})
+        (tmp_path / "tokenizer_config.json").write_text(text)
+        with pytest.raises(DataError, match="no table of tokens by id"):
+            hf_tokenizer(tmp_path)
 
 
 def test_a_file_that_is_no_tokenizer_is_refused_by_name(bpe, tmp_path):

@@ -59,7 +59,8 @@ class Lora:
         rank: r, of the matrices A `[r, in]` and B `[out, r]`.
         alpha: What the product is scaled by, over r.
         dropout: The part of the path's input that is dropped in training. Which elements, is a
-            function of the token and of the place in the model (`noise.dropout`).
+            function of the token and of the place in the model (`noise.dropout`), an expert's
+            number among them (`noise.numbered_keys`).
         rank_stabilised: Scale by alpha over the root of r (Kalajdzievski, "A rank stabilization
             scaling factor for fine-tuning with LoRA", 2023).
         dora: Learn the length of each row of the sum apart from its direction (Liu et al., "DoRA",
@@ -119,6 +120,9 @@ class Adapter(nn.Module):
     a: nn.Parameter
     b: nn.Parameter
     magnitude: nn.Parameter
+    axis: Axis = SOLO
+    cuts_inputs = False
+    keys: Keys | None = None
 
     def __init__(
         self,
@@ -157,6 +161,30 @@ class Adapter(nn.Module):
                 parts.append(whole.square().sum(-1))
         return torch.cat(parts, -1)
 
+    def drops(self) -> bool:
+        """Say whether a forward pass drops something now, for which it needs `keys`."""
+        return self.training and self.spec.dropout > 0
+
+    def _dropped(self, x: Tensor) -> Tensor:
+        if not self.drops():
+            return x
+        if self.keys is None:
+            raise ValueError(
+                f"Lora: dropout is {self.spec.dropout} and the model is training, but "
+                f"{self.whole_name} gets no noise_key; put noise.token_keys(...) into the batch "
+                "(call_with_noise and call_routed pass it), or call model.eval()"
+            )
+        if torch.compiler.is_compiling():  # hashing a name cannot be traced
+            return torch.compiler.disable(self._drop)(x, self.keys)
+        return self._drop(x, self.keys)
+
+    def _drop(self, x: Tensor, keys: Keys) -> Tensor:
+        first = self.axis.index * x.shape[-1] if self.cuts_inputs else None
+        where: dict[str, Any] = {"name": self.whole_name, "width": self.inputs}
+        return counters.dropout(
+            x, keys.of(x, self.axis), p=self.spec.dropout, offset=first, **where
+        )
+
 
 class LowRank(Adapter):
     """The adapter of a linear layer: scale * B A x, A `[r, in]` and B `[out, r]`.
@@ -165,10 +193,6 @@ class LowRank(Adapter):
     does; where a part of the inputs, A. The other one is whole, sees a part of the work, and its
     gradient is summed over tp, once a step.
     """
-
-    axis: Axis = SOLO
-    cuts_inputs = False
-    keys: Keys | None = None
 
     @staticmethod
     def style_beside(style: Style) -> Style:
@@ -204,26 +228,6 @@ class LowRank(Adapter):
         out = (factor * (plain + low)).to(y.dtype)
         return out if bias is None else out + bias
 
-    def _dropped(self, x: Tensor) -> Tensor:
-        if not self.training or not self.spec.dropout:
-            return x
-        if self.keys is None:
-            raise ValueError(
-                f"Lora: dropout is {self.spec.dropout} and the model is training, but "
-                f"{self.whole_name} gets no noise_key; put noise.token_keys(...) into the batch "
-                "(call_with_noise passes it), or call model.eval()"
-            )
-        if torch.compiler.is_compiling():  # hashing a name cannot be traced
-            return torch.compiler.disable(self._drop)(x, self.keys)
-        return self._drop(x, self.keys)
-
-    def _drop(self, x: Tensor, keys: Keys) -> Tensor:
-        first = self.axis.index * x.shape[-1] if self.cuts_inputs else None
-        where: dict[str, Any] = {"name": self.whole_name, "width": self.inputs}
-        return counters.dropout(
-            x, keys.of(x, self.axis), p=self.spec.dropout, offset=first, **where
-        )
-
 
 @cache
 def _style_beside(style: Style) -> Style:
@@ -241,7 +245,7 @@ class ExpertLowRank(Adapter):
         self, rows: Tensor, y: Tensor, counts: Tensor, module: nn.Module, key: str
     ) -> Tensor:
         """Return `y` `[N, out]` with the adapters, of rows `[N, in]` of the first expert first."""
-        low = grouped_product(rows, counts, self.a)
+        low = grouped_product(self._dropped(rows), counts, self.a)
         total = y + grouped_product(low, counts, self.b) * self.spec.scale
         if not self.spec.dora:
             return total
@@ -282,12 +286,23 @@ def adapted_experts(base: type[ExpertWeights]) -> type[ExpertWeights]:
         True
     """
 
+    def chosen(self: Any, name: str) -> ExpertLowRank | None:
+        beside = getattr(self, BESIDE)
+        return beside[name].chosen() if name in beside else None
+
+    def needs_keys(self: Any) -> bool:
+        adapters = [chosen(self, name) for name in EXPERT_WEIGHTS]
+        return any(adapter is not None and adapter.drops() for adapter in adapters)
+
+    def forward(self: Any, rows: Tensor, counts: Tensor, keys: Tensor | None = None) -> Tensor:
+        return _told(base.forward, self, ExpertLowRank, keys, rows, counts)
+
     def product(self: Any, name: str, rows: Tensor, counts: Tensor) -> Tensor:
-        y, beside = base.product(self, name, rows, counts), getattr(self, BESIDE)
-        adapter = beside[name].chosen() if name in beside else None
+        y, adapter = base.product(self, name, rows, counts), chosen(self, name)
         return y if adapter is None else adapter(rows, y, counts, self, name)
 
-    return type(f"Adapted{base.__name__}", (base,), {"product": product})
+    own = {"forward": forward, "needs_keys": needs_keys, "product": product}
+    return type(f"Adapted{base.__name__}", (base,), own)
 
 
 def adapters_of(stages: Iterable[nn.Module]) -> Iterator[tuple[nn.Module, str, Adapters]]:
@@ -371,21 +386,35 @@ def keyed(base: type[nn.Module]) -> type[nn.Module]:
     """
     inner: Any = base.forward
 
-    # Told for as long as forward runs: it runs again when activations are recomputed, and of a
-    # pipeline's microbatches several are under way.
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        key = kwargs.get("noise_key")
-        told = [part for part in self.modules() if isinstance(part, LowRank)]
-        keys = None if key is None else Keys(key)
-        for part in told:
-            part.keys = keys
-        try:
-            return inner(self, *args, **kwargs)
-        finally:
-            for part in told:
-                part.keys = None
+        return _told(inner, self, LowRank, kwargs.get("noise_key"), *args, **kwargs)
 
-    return type(f"Keyed{base.__name__}", (base,), {"forward": forward})
+    return type(f"Keyed{base.__name__}", (base,), {"forward": forward, "tells_keys": True})
+
+
+def _told(
+    inner: Any,
+    module: nn.Module,
+    kind: type[Adapter],
+    key: Tensor | None,
+    /,
+    *args: Any,
+    **kwargs: Any,
+) -> Any:
+    """Return what a module's forward pass does, while its adapters of a kind know noise keys.
+
+    For so long alone: it runs again when activations are recomputed, and of a pipeline's
+    microbatches several are under way.
+    """
+    told = [part for part in module.modules() if isinstance(part, kind)]
+    keys = None if key is None else Keys(key)
+    for part in told:
+        part.keys = keys
+    try:
+        return inner(module, *args, **kwargs)
+    finally:
+        for part in told:
+            part.keys = None
 
 
 def sizes_of(module: nn.Module) -> tuple[int, int] | None:

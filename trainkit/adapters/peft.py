@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -373,12 +373,39 @@ def open_peft(folder: Path | str, family: Family, config: DecoderConfig) -> Peft
     return Peft(loras, trained, _values_of(ours), whole)
 
 
+def _is_number(x: Any) -> bool:
+    return type(x) in (int, float)
+
+
+def _is_table(x: Any) -> bool:
+    return x is None or (
+        isinstance(x, dict) and all(_is_number(value) and value > 0 for value in x.values())
+    )
+
+
+_NUMBER, _TABLE = "a number above 0", "a table of numbers above 0"
+_KINDS: dict[str, tuple[str, Callable[[Any], bool]]] = {
+    "r": ("a whole number above 0", lambda x: type(x) is int and x > 0),
+    "lora_alpha": (_NUMBER, lambda x: _is_number(x) and x > 0),
+    "lora_dropout": ("a number in [0, 1)", lambda x: _is_number(x) and 0 <= x < 1),
+    "rank_pattern": (_TABLE, _is_table),
+    "alpha_pattern": (_TABLE, _is_table),
+    "use_rslora": ("true or false", lambda x: type(x) is bool),
+    "use_dora": ("true or false", lambda x: type(x) is bool),
+}
+
+
 def _check_settings(told: Mapping[str, Any], where: Path) -> None:
     """Refuse options that change what is computed, and are not known here."""
     problems = [
         f"{key} is {told[key]!r}, not {' or '.join(map(repr, may))}"
         for key, may in _MUST_BE.items()
         if told.get(key, may[0]) not in may
+    ]
+    problems += [
+        f"{key} is {told[key]!r}, not {want}"
+        for key, (want, is_one) in _KINDS.items()
+        if key in told and not is_one(told[key])
     ]
     known = _READ | _TOLD_BY_TENSORS | _MUST_BE.keys()
     problems += [
@@ -459,8 +486,11 @@ def _apart(
         sizes = f"{outputs} outputs and {rows[0].inputs} inputs"
         problems.append(f"{module} has {shapes}, which are no adapter of {sizes}")
         return {}
-    rank = a.shape[-2]
-    alpha = _by_pattern(told.get("alpha_pattern") or {}, module, told.get("lora_alpha", 8))
+    rank, asked = a.shape[-2], _by_pattern(told, "rank_pattern", module, told.get("r", 8))
+    if rank != asked:
+        problems.append(f"{module} has the rank {rank}, and {CONFIG} says {asked}")
+        return {}
+    alpha = _by_pattern(told, "alpha_pattern", module, told.get("lora_alpha", 8))
     scale = alpha / (rank**0.5 if told.get("use_rslora") else rank)
     found: dict[str, LowRanks] = {}
     for name in dict.fromkeys(x.ours for x in rows):
@@ -477,16 +507,16 @@ def _apart(
     return found
 
 
-def _by_pattern(patterns: Mapping[str, Any], module: str, default: float) -> float:
+def _by_pattern(told: Mapping[str, Any], table: str, module: str, default: float) -> float:
     """Return what a table of patterns says of a module, as PEFT reads it."""
-    for pattern, value in patterns.items():
+    for pattern, value in (told.get(table) or {}).items():
         try:
             if re.match(rf"(.*\.)?({pattern})$", module):
                 return value
         except re.error as error:
             raise ConfigError(
-                f"open_peft: alpha_pattern has {pattern!r}, which is no regular expression",
-                where="alpha_pattern",
+                f"open_peft: {table} has {pattern!r}, which is no regular expression",
+                where=table,
                 got=pattern,
             ) from error
     return default

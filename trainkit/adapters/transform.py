@@ -15,6 +15,7 @@ from trainkit.adapters.frozen import dequantized, held_as, packing_of, rounded_w
 from trainkit.adapters.lowrank import (
     BESIDE,
     MERGE,
+    Adapter,
     Adapters,
     ExpertLowRank,
     Lora,
@@ -191,20 +192,12 @@ def _matched(module: nn.Module, loras: Sequence[Lora]) -> dict[str, tuple[_Place
                     f"time by {one.modules!r}; change a pattern, or name the adapters apart",
                     where=name,
                 )
-            _check_kind(name, place, one)
+            _check_whole(name, place)
             found[name] = place, one
     return found
 
 
-def _check_kind(name: str, place: _Place, one: Lora) -> None:
-    if one.dropout and len(place.sizes) == 3:
-        raise ConfigError(
-            f"lora: adapters of experts have no dropout, and {one.modules!r} matches {name!r}; "
-            "give it a Lora of its own",
-            where="dropout",
-            got=one.dropout,
-            want=0,
-        )
+def _check_whole(name: str, place: _Place) -> None:
     weight = getattr(place.module, place.key, None)
     if hasattr(weight, "placements"):
         raise ConfigError(
@@ -274,12 +267,14 @@ def _tell_keys_(module: nn.Module) -> None:
     deaf = [
         (name, part)
         for name, part in module.named_modules()
-        if isinstance(part, LowRank) and part.spec.dropout
+        if isinstance(part, Adapter) and part.spec.dropout
     ]
     for name, block in module.named_modules():
-        takes = name and "noise_key" in inspect.signature(type(block).forward).parameters
+        tells = getattr(block, "tells_keys", False)  # of adapters that stand there already
+        asks = "noise_key" in inspect.signature(type(block).forward).parameters
+        takes = name and (tells or asks)
         inside = [part for part in deaf if part[0].startswith(f"{name}.")]
-        if takes and inside:
+        if takes and inside and not tells:
             block.__class__ = keyed(type(block))
         if takes:
             deaf = [part for part in deaf if part not in inside]

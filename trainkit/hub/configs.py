@@ -324,7 +324,8 @@ def _sliding(
             below = f"below max_position_embeddings {told(context)}"
             wrong = f"sliding_window is {told(window)}, {below}: {none}"
     problems += [wrong] if wrong else []
-    if wrong or family.windows is None or _value_problem("", said.get("num_hidden_layers"), ""):
+    layers = said.get("num_hidden_layers")
+    if wrong or family.windows is None or _value_problem("", layers, "layers"):
         return {}
     usual = {k: said[x] if isinstance(x, str) else x for k, x in family.windows.items()}
     problem = next(filter(None, (_value_problem(k, x, "layers") for k, x in usual.items())), None)
@@ -360,7 +361,7 @@ def _layers_that_slide(
 def _pattern(slide: Sequence[int], layers: int) -> dict[str, int] | None:
     """Return the fields of a `Sliding` by which these of so many layers slide, if there are any."""
     for every in (0, *range(1, layers + 1)):
-        for first in range(layers):
+        for first in (max(slide[0] - 1, 0), slide[0]):  # of two before it one would slide
             found = {"first": first, "full_every": every}
             if Sliding(window=1, **found).layers(layers) == [*slide]:
                 return found

@@ -327,8 +327,14 @@ _OLMO2 = Family(
 )
 
 
+def _whole(value: Any) -> int:
+    if type(value) is not int or value < 0:
+        raise ValueError("it must be a whole number")
+    return value
+
+
 def _inner_width(value: Any, config: Mapping[str, Any]) -> int:
-    return 4 * config["n_embd"] if value is None else value
+    return 4 * _whole(config["n_embd"]) if value is None else _whole(value)
 
 
 _GPT2_PARTS = ("weight", "bias")
@@ -484,7 +490,7 @@ _QWEN3_MOE = Family(
 
 def _shared_experts(value: Any, config: Mapping[str, Any]) -> int:
     """Return how wide so many shared experts are together."""
-    return (value or 0) * config["moe_intermediate_size"]
+    return _whole(value or 0) * _whole(config["moe_intermediate_size"])
 
 
 def _count_shared(shared: int, config: DecoderConfig) -> int:

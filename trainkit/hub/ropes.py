@@ -69,7 +69,11 @@ def local_rope(said: dict[str, Any], problems: list[str]) -> float | None:
     tables = said.get("rope_parameters")
     if isinstance(tables, dict) and {*tables} & {*KINDS}:
         said["rope_parameters"] = tables.get(KINDS[0])
-        own = dict(tables.get(KINDS[1]) or {})
+        own = tables.get(KINDS[1]) or {}
+        if not isinstance(own, dict):
+            problems.append(f"rope_parameters of layers that slide are {told(own)}, no table")
+            return None
+        own = dict(own)
         theta = own.pop("rope_theta", theta)
         more = [k for k, x in own.items() if (k, x) != ("rope_type", "default")]
         more += [key for key in tables if key not in KINDS]

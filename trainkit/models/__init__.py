@@ -34,7 +34,7 @@ from trainkit.models.config import (
     count_parameters,
 )
 from trainkit.models.decoder import Decoder, build_decoder
-from trainkit.models.dispatch import ep_combine, ep_dispatch
+from trainkit.models.dispatch import ep_combine, ep_dispatch, ep_dispatch_keys
 from trainkit.models.experts import (
     Tape,
     advance_routers_,
@@ -90,6 +90,7 @@ __all__ = [
     "decoder_sizes",
     "ep_combine",
     "ep_dispatch",
+    "ep_dispatch_keys",
     "grouped_linear",
     "init_weights",
     "jittered",

@@ -14,7 +14,14 @@ import torch
 from torch import Tensor, nn
 
 from trainkit.models.config import Experts
-from trainkit.models.dispatch import Combine, Dispatch, ep_combine, ep_dispatch
+from trainkit.models.dispatch import (
+    Combine,
+    Dispatch,
+    DispatchKeys,
+    ep_combine,
+    ep_dispatch,
+    ep_dispatch_keys,
+)
 from trainkit.models.layers import Mlp
 from trainkit.models.routers import (
     Routing,
@@ -25,6 +32,7 @@ from trainkit.models.routers import (
     sigmoid_topk,
     softmax_topk,
 )
+from trainkit.noise import counters
 from trainkit.types import ConfigError, Spans
 
 Balance = Literal["batch", "microbatch", "document"]
@@ -268,6 +276,10 @@ class ExpertWeights(nn.Module):
         gate = nn.functional.silu(self.product("gate", rows, counts))
         return self.product("down", gate * self.product("up", rows, counts), counts)
 
+    def needs_keys(self) -> bool:
+        """Say whether the forward pass takes a noise key for each row; plain weights' does not."""
+        return False
+
     def product(self, name: str, rows: Tensor, counts: Tensor) -> Tensor:
         """Multiply rows `[N, D]` with the weights of that name of the experts that they go to."""
         return grouped_product(rows, counts, getattr(self, name))
@@ -325,6 +337,7 @@ class ExpertMlp(nn.Module):
         self.experts = ExpertWeights(experts.count, width, experts.width)
         self.shared = Mlp(width, experts.shared) if experts.shared else None
         self.dispatch: Dispatch = ep_dispatch  # `parallel.expert` binds an axis
+        self.dispatch_keys: DispatchKeys = ep_dispatch_keys
         self.combine: Combine = ep_combine
 
     def forward(
@@ -350,7 +363,11 @@ class ExpertMlp(nn.Module):
             limited(routing, capacity_of(routing.counts, how.capacity)) if how.capacity else routing
         )
         rows, counts, route = self.dispatch(tokens, kept.indices, kept.counts)
-        y = self.combine(self.experts(rows, counts), kept.weights, route).view_as(x)
+        noise: tuple[Tensor, ...] = ()
+        if noise_key is not None and self.experts.needs_keys():
+            keys = counters.numbered_keys(noise_key.flatten(), kept.indices)
+            noise = (self.dispatch_keys(keys, route),)
+        y = self.combine(self.experts(rows, counts, *noise), kept.weights, route).view_as(x)
         if self.shared is not None:
             y = y + self.shared(x)
         balance = balance_sum(routing, self._load(routing, spans), experts=how.count)

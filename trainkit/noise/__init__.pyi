@@ -3,6 +3,7 @@ from .counters import dropout as dropout
 from .counters import feature_bits as feature_bits
 from .counters import mix_tensor as mix_tensor
 from .counters import normal as normal
+from .counters import numbered_keys as numbered_keys
 from .counters import seeded_generators as seeded_generators
 from .counters import signed as signed
 from .counters import symmetric as symmetric

@@ -168,6 +168,28 @@ def token_keys(token_index: Tensor, *, seed: int, step: int) -> Tensor:
     return mix_tensor(token_index * signed(GOLDEN) + signed(key_of(seed, "token", step)))
 
 
+def numbered_keys(keys: Tensor, numbers: Tensor) -> Tensor:
+    """Return the keys that tokens have at numbered places that share a name, as experts do.
+
+    A token's keys at two numbers differ, and so does all noise drawn from them.
+
+    Args:
+        keys: int64 `[...]`, from `token_keys`.
+        numbers: int64 `[..., k]`, for each token those of k places in the whole model.
+
+    Returns:
+        int64 `[..., k]`.
+
+    Examples:
+        >>> keys = token_keys(torch.tensor([7, 8]), seed=0, step=0)
+        >>> chosen = torch.tensor([[0, 3], [3, 1]])
+        >>> own = numbered_keys(keys, chosen)
+        >>> torch.equal(own[1].flip(0), numbered_keys(keys[1], torch.tensor([1, 3])))
+        True
+    """
+    return mix_tensor(keys.unsqueeze(-1) + (numbers + 1) * signed(GOLDEN))
+
+
 def feature_bits(keys: Tensor, *, name: str, features: int, first: int = 0) -> Tensor:
     """Return 53 random bits for each feature of each token at a place in the model.
 
@@ -201,8 +223,8 @@ def dropout(
     shards of the sequence or of the features, drops the same.
 
     Args:
-        x: `[B, S, D]`, floating point; or a part of the features, `[B, S, D / N]`.
-        keys: int64 `[B, S]`, from `token_keys`.
+        x: `[..., D]`, floating point; or a part of the features, `[..., D / N]`.
+        keys: int64 `[...]`, from `token_keys`, or those of experts' rows, from `numbered_keys`.
         name: The place in the whole model, for instance "layers.3.attention".
         p: The probability, in [0, 1).
         width: D, the number of features in the whole model: not that of `x` inside a region that

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from trainkit.models.decoder import Decoder
-from trainkit.models.dispatch import ep_combine, ep_dispatch
+from trainkit.models.dispatch import ep_combine, ep_dispatch, ep_dispatch_keys
 from trainkit.models.experts import ExpertMlp
 from trainkit.parallel.styles import STYLES, styled_class
 from trainkit.parallel.transforms import Transform
@@ -25,6 +25,7 @@ def expert(
     *,
     dispatch: Any = ep_dispatch,
     combine: Any = ep_combine,
+    dispatch_keys: Any = ep_dispatch_keys,
     wire_dtype: torch.dtype | None = None,
 ) -> Transform:
     """Return the transform that deals the experts of each layer to the ranks of `ps.ep`.
@@ -39,6 +40,8 @@ def expert(
             instance; its route is passed on to `combine` as it is. It need not take a `wire_dtype`
             that is not given.
         combine: One with those of `models.ep_combine`; it comes with `dispatch`, or not at all.
+        dispatch_keys: One with those of `models.ep_dispatch_keys`, which comes with the pair where
+            adapters of experts have dropout; nothing else calls it.
         wire_dtype: What rows travel in, if not in their own dtype.
 
     Returns:
@@ -84,6 +87,7 @@ def expert(
             how: dict[str, Any] = {"axis": ps.ep}
             how |= {} if wire_dtype is None else {"wire_dtype": wire_dtype}
             layer.dispatch, layer.combine = partial(dispatch, **how), partial(combine, **how)
+            layer.dispatch_keys = partial(dispatch_keys, axis=ps.ep)
         return module
 
     return Transform(apply, kind="expert", axes=("ep",))

@@ -158,8 +158,8 @@ _OF_EXPERTS_OWN = r"layers\.\d+\.mlp\.experts\.(gate|up|down)"
 def with_adapters(config: DecoderConfig, *, form: Format | None = None) -> nn.Module:
     """Return a decoder that trains adapters of both kinds, with dropout, and its embedding.
 
-    With experts theirs too, and the head in place of the embedding. With a format its matrices are
-    held in few bits.
+    With experts theirs too, with dropout as well, and the head in place of the embedding. With a
+    format its matrices are held in few bits.
 
     Examples:
         >>> with torch.device("meta"):
@@ -174,8 +174,8 @@ def with_adapters(config: DecoderConfig, *, form: Format | None = None) -> nn.Mo
     # A larger alpha amplifies rounding, no more: at 32 tp2 is 4.6e-13 from one rank, and one rank
     # that adds up each product in two halves 1.8e-12; in fp32 they are 4.4e-4 and 4.7e-4.
     loras = [Lora(_ATTENTION, rank=3, alpha=1.0, dropout=0.3)]
-    inner = _OF_EXPERTS_OWN if experts else _MLP
-    loras.append(Lora(inner, rank=2 if experts else 4, alpha=1.0, dora=True))
+    inner, rank, dropout = (_OF_EXPERTS_OWN, 2, 0.2) if experts else (_MLP, 4, 0.0)
+    loras.append(Lora(inner, rank=rank, alpha=1.0, dora=True, dropout=dropout))
     add = lora(*loras, trained="head" if experts else "embedding", values=_as_the_others)
     return add(model, solo_parallel())
 
@@ -506,6 +506,7 @@ _CASES: dict[str, list[Case]] = {
         *_ENDS,
         Case(Layout(pp=2, dp_shard=2), recompute="full"),
         Case(Layout(dp_shard=2, ep=2), recompute="selective"),
+        Case(Layout(ring=2, ep=2), recompute="full"),
         Case(Layout(dp_replicate=2, dp_shard=2, ep=2)),
         Case(Layout(dp_shard=2, tp=2, ep=2)),
     ],

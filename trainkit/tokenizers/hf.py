@@ -352,12 +352,16 @@ def _add_from_config(backend: Any, config: Mapping[str, Any], name: str) -> None
     """Add the tokens that only the configuration lists, at the ids that it gives them."""
     from tokenizers import AddedToken  # noqa: PLC0415 - an extra
 
-    listed = config.get("added_tokens_decoder", {})
-    for want, facts in sorted((int(i), facts) for i, facts in listed.items()):
-        content = facts["content"]
+    try:
+        listed = config.get("added_tokens_decoder", {}).items()
+        tokens = {int(i): AddedToken(**facts) for i, facts in listed}
+    except (AttributeError, TypeError, ValueError) as error:
+        what = f"added_tokens_decoder in its configuration is no table of tokens by id: {error}"
+        raise _wrong(name, what) from error
+    for want, token in sorted(tokens.items(), key=lambda item: item[0]):
+        content = token.content
         if backend.token_to_id(content) is None:
-            flags = {k: v for k, v in facts.items() if k != "content"}
-            backend.add_tokens([AddedToken(content, **flags)])
+            backend.add_tokens([token])
         if (got := backend.token_to_id(content)) != want:
             what = f"its configuration gives {content!r} the id {want}, but it is {got}"
             raise _wrong(name, what, got=got, want=want)
@@ -370,7 +374,7 @@ def _id_of(vocabulary: Mapping[str, int], token: Any, own: str, name: str) -> in
     """
     if token is None:
         return vocabulary.get(own)
-    text = str(token["content"] if isinstance(token, dict) else token)
+    text = str(token.get("content", token) if isinstance(token, dict) else token)
     if text not in vocabulary:
         what = f"the token {text!r} is not in its vocabulary of {len(vocabulary)}"
         raise _wrong(name, what, want=text)
