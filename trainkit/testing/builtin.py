@@ -70,18 +70,19 @@ from trainkit.parallel.tensor import tensor
 from trainkit.parallel.transforms import Transform
 from trainkit.sampling import rows_of_epochs
 from trainkit.testing.cases import Case, default_cases
-from trainkit.testing.certificate import Certificate
-from trainkit.testing.certify import certify
+from trainkit.testing.certificate import Certificate, tier_called
+from trainkit.testing.certify import certify_together
 from trainkit.testing.exact import (
     ExactModel,
     call_exact,
     exact_batch,
     exact_weights,
+    integer_steps,
     split_exact,
     squares,
 )
 from trainkit.testing.foreign import ForeignModel, call_foreign, foreign_plan, split_foreign
-from trainkit.testing.train import certificate_weights
+from trainkit.testing.train import Training, certificate_weights
 from trainkit.types import Batch, Hidden, Layout, Weights
 
 CONFIG = DecoderConfig(
@@ -650,11 +651,12 @@ def certify_builtin(
         picked[model].append(case)
     if not any(picked.values()):
         raise ValueError("certify: none of the layouts is chosen")
-    return [
-        certify_model(name, cases, tier=tier, steps=steps, tell=tell)
+    subjects = [
+        (_training_of(name, cases, tier=tier, steps=steps), cases)
         for name, cases in picked.items()
         if cases
     ]
+    return certify_together(subjects, timeout=_TIMEOUT, tell=tell)
 
 
 def _can_shard(name: str, case: Case) -> bool:
@@ -679,18 +681,28 @@ _EXACT = {
     "call": call_exact,
     "weights": exact_weights,
     "split": split_exact,
+    "optimizer": integer_steps,
     "lr": 64.0,  # the number of valid tokens: gradients become integers
+    "max_norm": None,
 }
+# Compiling takes some seconds a rank, and more where other work wants the cores.
+_TIMEOUT = 180.0
 
 
-def certify_model(name: str, cases: Sequence[Case], **options: Any) -> Certificate:
+def certify_model(
+    name: str, cases: Sequence[Case], *, tier: str = "fp64", steps: int = 3
+) -> Certificate:
     """Return the certificate of one of `MODELS` in some layouts.
 
-    A step has 4 rows, or 8 if a layout has more ranks than 4.
-
     Effects:
-        Starts processes; see `certify`, which takes the options.
+        Starts processes; see `certify`, which says what a tier and steps are.
     """
+    training = _training_of(name, cases, tier=tier, steps=steps)
+    return certify_together([(training, cases)], timeout=_TIMEOUT)[0]
+
+
+def _training_of(name: str, cases: Sequence[Case], *, tier: str, steps: int) -> Training:
+    """Return how one of `MODELS` is trained: on 4 rows a step, or 8 on more ranks than 4."""
     kind = name.partition(" ")[0]
     how: Any = {"exact": _EXACT, "foreign": _FOREIGN}.get(kind, _DECODER)
     if name.startswith("decoder with experts"):
@@ -702,7 +714,5 @@ def certify_model(name: str, cases: Sequence[Case], **options: Any) -> Certifica
     rows = ROWS if all(case.world <= ROWS for case in cases) else 2 * ROWS
     make = answers_batch if name in _ANSWERS else decoder_batch
     batches = exact_batch if kind == "exact" else partial(make, rows=rows)
-    how = how | _ANSWERS.get(name, {})
-    # Compiling takes some seconds a rank, and more where other work wants the cores.
-    options = {"timeout": 180.0, "title": name, **how, **options}
-    return certify(MODELS[name], batches, cases, **options)
+    how = how | _ANSWERS.get(name, {}) | {"make_model": MODELS[name], "make_batches": batches}
+    return Training(title=name, tier=tier_called(tier), steps=steps, **how)
