@@ -92,6 +92,7 @@ CONFIG = DecoderConfig(
 SHALLOW = attrs.evolve(CONFIG, layers=2)
 ROWS = 4
 CAPACITY = 64
+TIMEOUT = 180.0  # compiling takes some seconds a rank, and more where other work wants the cores
 
 
 def decoder_of(config: DecoderConfig) -> nn.Module:
@@ -617,7 +618,6 @@ def certify_builtin(
     tier: str = "fp64",
     *,
     chosen: Callable[[Case], bool] = lambda _: True,
-    pick: Callable[[list[tuple[str, Case]]], Iterable[tuple[str, Case]]] = list,
     steps: int = 3,
     tell: Callable[[str], None] | None = None,
 ) -> list[Certificate]:
@@ -629,7 +629,6 @@ def certify_builtin(
     Args:
         tier: See `certify`.
         chosen: Which of the cases to run.
-        pick: Takes some of the chosen (name of a model, case), as `covering` does; all by default.
         steps: How many optimizer steps to take.
         tell: Called with a line after every layout.
 
@@ -638,6 +637,33 @@ def certify_builtin(
 
     Effects:
         Starts processes; see `certify`.
+    """
+    subjects = builtin_subjects(tier, chosen=chosen, steps=steps)
+    return certify_together(subjects, timeout=TIMEOUT, tell=tell)
+
+
+def builtin_subjects(
+    tier: str,
+    *,
+    chosen: Callable[[Case], bool] = lambda _: True,
+    pick: Callable[[list[tuple[str, Case]]], Iterable[tuple[str, Case]]] = list,
+    steps: int = 3,
+) -> list[tuple[Training, list[Case]]]:
+    """Return how the built-in models are trained in one tier, and their cases, if they have some.
+
+    Args:
+        tier: See `certify`.
+        chosen: Which of the cases to run.
+        pick: Takes some of the chosen (name of a model, case), as `covering` does; all by default.
+        steps: How many optimizer steps to take.
+
+    Raises:
+        ValueError: The tier is unknown, or no layout is chosen.
+
+    Examples:
+        >>> ((training, cases),) = builtin_subjects("exact", chosen=lambda case: case.world == 3)
+        >>> training.title, [case.name for case in cases]
+        ('exact model', ['dp3'])
     """
     names = models_of_tier(tier)
     rows = [
@@ -651,12 +677,11 @@ def certify_builtin(
         picked[model].append(case)
     if not any(picked.values()):
         raise ValueError("certify: none of the layouts is chosen")
-    subjects = [
+    return [
         (_training_of(name, cases, tier=tier, steps=steps), cases)
         for name, cases in picked.items()
         if cases
     ]
-    return certify_together(subjects, timeout=_TIMEOUT, tell=tell)
 
 
 def _can_shard(name: str, case: Case) -> bool:
@@ -685,20 +710,6 @@ _EXACT = {
     "lr": 64.0,  # the number of valid tokens: gradients become integers
     "max_norm": None,
 }
-# Compiling takes some seconds a rank, and more where other work wants the cores.
-_TIMEOUT = 180.0
-
-
-def certify_model(
-    name: str, cases: Sequence[Case], *, tier: str = "fp64", steps: int = 3
-) -> Certificate:
-    """Return the certificate of one of `MODELS` in some layouts.
-
-    Effects:
-        Starts processes; see `certify`, which says what a tier and steps are.
-    """
-    training = _training_of(name, cases, tier=tier, steps=steps)
-    return certify_together([(training, cases)], timeout=_TIMEOUT)[0]
 
 
 def _training_of(name: str, cases: Sequence[Case], *, tier: str, steps: int) -> Training:
