@@ -188,16 +188,19 @@ def test_no_fault_of_two_ranks_poisons_a_parameter_and_ranks_part_if_they_do_not
         ({"dp_replicate": 2}, {}, FEW, {"guilty": 0}),
         ({}, {}, [SITES[0]], {"protected": False}),
         ({"tp": 2}, TENSOR, [Site("gradient", NAN, NORM)], {"alone": True}),
+        ({"tp": 2}, TENSOR, FEW, {"guilty": 1}),
     ]
     every = run_ranks(visit_all, 2, cases)
-    for index, (degrees, _, sites, options) in enumerate(cases[:3]):
+    for index in (0, 1, 2, 5):
+        degrees, _, sites, options = cases[index]
+        named = "ranks 0 and {}" if "tp" in degrees else "rank {}"  # who computes together
         guilty = options["guilty"]
         for number, site in enumerate(sites):
             ranks = [rank[index][0][number] for rank in every]
             owns = "pp" not in degrees or site.name not in (NORM, "embedding.weight")
             if owns:
-                check_nothing_moved(site, ranks, guilty)
-            if site.kind in ("loss", "report") and "pp" not in degrees:
+                check_nothing_moved(site, ranks, guilty, named=named)
+            if site.kind in ("loss", "report") and not {"pp", "tp"} & {*degrees}:
                 assert ranks[0][2][0] == f"the loss on rank {guilty}"
         assert all(math.isfinite(rank[index][1]) and not rank[index][2] for rank in every)
     for rank in every:  # the control: applied all the same, parameters are no numbers any more
@@ -212,6 +215,7 @@ def test_no_fault_of_two_ranks_poisons_a_parameter_and_ranks_part_if_they_do_not
 
 
 @pytest.mark.case("N1", "N2", "N3")
+@pytest.mark.only_all  # two ranks show replicas and tensor parallelism, each alone
 def test_no_fault_of_four_ranks_poisons_a_parameter():
     every = run_ranks(
         functools.partial(visit, guilty=2), 4, {"dp_replicate": 2, "tp": 2}, TENSOR, FEW

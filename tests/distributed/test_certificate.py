@@ -8,14 +8,10 @@ import pytest
 from every_pair import NARROW, held_by, pairs_of_rows, rows_of
 from hypothesis import given
 
-from trainkit.testing.builtin import (
-    certify_builtin,
-    certify_model,
-    exact_cases,
-    models_of_tier,
-)
+from trainkit.testing.builtin import TIMEOUT, builtin_subjects, exact_cases, models_of_tier
 from trainkit.testing.cases import Case, covering, default_cases, pairs_of, runs_here
 from trainkit.testing.certificate import as_text
+from trainkit.testing.certify import certify_together
 from trainkit.types import Layout
 
 
@@ -47,38 +43,62 @@ def all_wider(rows):
     return [row for row in rows if row not in picked]
 
 
+FEW = [
+    Case(Layout(tp=2)),
+    Case(Layout(ring=2, fold_sp="none")),
+    Case(Layout(ulysses=2)),
+    Case(Layout(pp=2)),
+    Case(Layout(dp_shard=2)),
+]
+
+
+def few_of_the_decoder(_rows):
+    return [("decoder", case) for case in FEW]
+
+
 ALL = pytest.mark.only_all
-PICKS = [every_narrow_pair, pytest.param(all_wider, marks=ALL)]
-EXACT_PICKS = [every_pair, pytest.param(all_others, marks=ALL)]
+PICKS = {"fp64": every_narrow_pair, "exact": every_pair}
+PICKS |= dict.fromkeys(("fp32", "bf16"), few_of_the_decoder)
+OTHERS = {"fp64": all_wider, "exact": all_others}
+WHICH = ["usual", pytest.param("others", marks=ALL)]
 
 
 @functools.cache
-def certificates(pick, tier="fp64"):
-    """Certify one step; two of the exact model, and of all rows, so that what a step leaves shows.
+def certificates(which):
+    """Certify rows of every tier in one start for each number of ranks; return them by tier.
 
+    The usual ones take one step, but two of the exact model, so that what a step leaves shows.
     Others with more steps are in test_layouts.py and in tests/parallel.
     """
-    steps = 2 if tier == "exact" or pick is not every_narrow_pair else 1
-    return certify_builtin(tier, chosen=runs_here, pick=pick, steps=steps)
+    picks = PICKS if which == "usual" else OTHERS
+    steps = {tier: 2 if tier == "exact" or which == "others" else 1 for tier in picks}
+    subjects = [
+        subject
+        for tier, pick in picks.items()
+        for subject in builtin_subjects(tier, chosen=runs_here, pick=pick, steps=steps[tier])
+    ]
+    found = certify_together(subjects, timeout=TIMEOUT)
+    return {tier: [one for one in found if one.tier.name == tier] for tier in picks}
 
 
-@pytest.mark.parametrize("pick", PICKS)
-def test_every_layout_gives_the_numbers_of_one_process_in_fp64(pick):
-    found = certificates(pick)
-    if pick is every_narrow_pair:
+@pytest.mark.parametrize("which", WHICH)
+def test_every_layout_gives_the_numbers_of_one_process_in_fp64(which):
+    found = certificates(which)["fp64"]
+    if which == "usual":
         assert {certificate.title for certificate in found} == {*models_of_tier("fp64")}
     for certificate in found:
         assert certificate.ok, table_of(certificate)
 
 
-@pytest.mark.parametrize("pick", PICKS)
-def test_the_table_of_the_readme_is_the_one_that_is_made_here(pick):
+@pytest.mark.parametrize("which", WHICH)
+def test_the_table_of_the_readme_is_the_one_that_is_made_here(which):
     text = (Path(__file__).parents[2] / "README.md").read_text()
     table = text.partition("<!-- certificate -->")[2].partition("<!-- /certificate -->")[0]
     lines = [line.strip("| ").split(" | ") for line in table.splitlines() if line.startswith("| ")]
     told = {line[0]: line[1:] for line in lines[2:]}
     assert set(told) == {case.name for case in default_cases()}
-    (rows,) = [c.rows for c in certificates(pick) if c.title == "decoder"]
+    (rows,) = [c.rows for c in certificates(which)["fp64"] if c.title == "decoder"]
+    pick = (PICKS if which == "usual" else OTHERS)["fp64"]
     picked = [case.name for model, case in pick(rows_of("fp64")) if model == "decoder"]
     assert sorted(row.layout for row in rows) == sorted(picked)
     for row in rows:
@@ -87,9 +107,9 @@ def test_the_table_of_the_readme_is_the_one_that_is_made_here(pick):
         assert all(float(number) < 1e-13 for number in numbers[:3]), row.layout
 
 
-@pytest.mark.parametrize("pick", EXACT_PICKS)
-def test_integers_are_the_same_bit_for_bit_in_every_layout(pick):
-    (certificate,) = certificates(pick, "exact")
+@pytest.mark.parametrize("which", WHICH)
+def test_integers_are_the_same_bit_for_bit_in_every_layout(which):
+    (certificate,) = certificates(which)["exact"]
     assert certificate.ok, table_of(certificate)
 
 
@@ -100,8 +120,7 @@ def of_here(cases):
 @pytest.mark.parametrize(("tier", "widest"), [("fp64", NARROW), ("exact", 8)])
 def test_the_rows_that_run_hold_every_pair_of_choices(tier, widest):
     rows = rows_of(tier)
-    pick, rest = (every_pair, all_others) if tier == "exact" else (every_narrow_pair, all_wider)
-    chosen, others = pick(rows), rest(rows)
+    chosen, others = PICKS[tier](rows), OTHERS[tier](rows)
     assert sorted(map(name_of, (*chosen, *others))) == sorted(map(name_of, rows))
     asked = [row for row in rows if row[1].world <= widest]
     assert pairs_held(chosen) == pairs_held(asked)
@@ -137,18 +156,9 @@ def pairs_held(rows):
     return {pair for row in rows for pair in pairs_of(held_by(row))}
 
 
-FEW = [
-    Case(Layout(tp=2)),
-    Case(Layout(ring=2, fold_sp="none")),
-    Case(Layout(ulysses=2)),
-    Case(Layout(pp=2)),
-    Case(Layout(dp_shard=2)),
-]
-
-
 @pytest.mark.parametrize("tier", ["fp32", "bf16"])
 def test_rounding_stays_within_the_stated_bounds(tier):
-    certificate = certify_model("decoder", FEW, tier=tier, steps=1)
+    (certificate,) = certificates("usual")[tier]
     assert certificate.ok, table_of(certificate)
     worst = max(max(row.loss, row.grad_norm, row.parameters) for row in certificate.rows)
     assert worst > 1e-9  # it is rounding that is bounded here, not nothing

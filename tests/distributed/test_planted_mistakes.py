@@ -40,7 +40,8 @@ from trainkit.testing.builtin import (
 )
 from trainkit.testing.cases import Case
 from trainkit.testing.certificate import TIERS, as_text
-from trainkit.testing.certify import certify
+from trainkit.testing.certify import certify_together
+from trainkit.testing.train import Training
 from trainkit.types import Layout
 
 PATCH = pytest.MonkeyPatch()
@@ -343,96 +344,63 @@ OF_ADAPTERS = {
     "parts dropped alike": (parts_dropped_alike, "tp"),
     "length of a part": (length_of_a_part, "tp"),
 }
-LACKING = "half a parameter"
+LACKING = {"half a parameter": (half_a_parameter, "dp")}
 
 
 def planting_plan(ps, case):
     PATCH.undo()
     with contextlib.suppress(KeyError):
-        (MISTAKES | OF_EXPERTS | OF_ADAPTERS | {LACKING: (half_a_parameter, "dp")})[case.note][0](
-            ps
-        )
+        (MISTAKES | OF_EXPERTS | OF_ADAPTERS | LACKING)[case.note][0](ps)
     return decoder_plan(ps, case)
 
 
+def subject(model, make_model, mistakes, *, plain, loss=next_token_linear, call=call_with_noise):
+    """Return how a model is trained, and its cases: first those without a mistake."""
+    how = {"make_batches": decoder_batch, "plan": planting_plan, "steps": STEPS}
+    how |= {"loss": loss, "call": call, "tier": TIERS["fp64"]}
+    planted = [attrs.evolve(PLAIN[axis], note=note) for note, (_, axis) in mistakes.items()]
+    return Training(title=model, make_model=make_model, **how), [*plain, *planted]
+
+
 @pytest.fixture(scope="module")
-def certificate():
-    planted = [attrs.evolve(PLAIN[axis], note=note) for note, (_, axis) in MISTAKES.items()]
-    return certify(
-        partial(decoder_of, attrs.evolve(CONFIG, tied=True, layers=2)),
-        decoder_batch,
-        [*PLAIN.values(), *planted, attrs.evolve(PLAIN["dp"], note=LACKING)],
-        plan=planting_plan,
-        loss=next_token_linear,
-        call=call_with_noise,
-        steps=STEPS,
+def certificates():
+    """Certify three models in one start of ranks, and return the certificates by name."""
+    config = attrs.evolve(CONFIG, layers=2)
+    tied, deeper = attrs.evolve(config, tied=True), attrs.evolve(config, layers=3)
+    axes = {axis: PLAIN[axis] for _, axis in OF_EXPERTS.values()}
+    of_experts = {"plain": axes.values(), "loss": expert_loss, "call": call_routed}
+    found = certify_together(
+        [
+            subject("tied", partial(decoder_of, tied), MISTAKES | LACKING, plain=PLAIN.values()),
+            subject("adapters", partial(with_adapters, config), OF_ADAPTERS, plain=[PLAIN["tp"]]),
+            subject("experts", partial(with_experts, deeper), OF_EXPERTS, **of_experts),
+        ],
+        timeout=60.0,
     )
+    return {certificate.title: certificate for certificate in found}
 
 
-@pytest.mark.parametrize("note", MISTAKES)
-def test_the_certificate_turns_red_for(certificate, note):
+CAUGHT = [("tied", MISTAKES), ("adapters", OF_ADAPTERS), ("experts", OF_EXPERTS)]
+
+
+@pytest.mark.parametrize(("model", "note"), [(m, note) for m, notes in CAUGHT for note in notes])
+def test_the_certificate_turns_red_for(certificates, model, note):
+    certificate = certificates[model]
     (row,) = (row for row in certificate.rows if row.layout.endswith(f", {note}"))
     assert not row.error
     assert max(row.loss, row.grad_norm, row.parameters, row.state) > 1e6 * TIERS["fp64"].bound
     assert row in certificate.red
 
 
-def test_ranks_that_do_not_hold_all_of_a_parameter_are_red(certificate):
-    row = certificate.rows[-1]
+def test_ranks_that_do_not_hold_all_of_a_parameter_are_red(certificates):
+    row = certificates["tied"].rows[-1]
     assert row.error == "the ranks do not hold all of 'embedding.weight'"
-    assert row in certificate.red
+    assert row in certificates["tied"].red
 
 
-def test_it_is_green_without_a_mistake(certificate):
-    sound = certificate.rows[: len(PLAIN)]
-    assert not set(sound) & set(certificate.red), as_text(certificate)
-
-
-@pytest.fixture(scope="module")
-def certificate_with_adapters():
-    planted = [attrs.evolve(PLAIN[axis], note=note) for note, (_, axis) in OF_ADAPTERS.items()]
-    return certify(
-        partial(with_adapters, attrs.evolve(CONFIG, layers=2)),
-        decoder_batch,
-        [PLAIN["tp"], *planted],
-        plan=planting_plan,
-        loss=next_token_linear,
-        call=call_with_noise,
-        steps=1,
-    )
-
-
-def test_with_adapters_it_turns_red_for_what_tp_gets_wrong(certificate_with_adapters):
-    sound, *red = certificate_with_adapters.rows
-    assert sound not in certificate_with_adapters.red
-    for row in red:
-        assert not row.error
-        assert max(row.grad_norm, row.parameters, row.state) > 1e6 * TIERS["fp64"].bound
-
-
-@pytest.fixture(scope="module")
-def certificate_with_experts():
-    axes = {axis: PLAIN[axis] for _, axis in OF_EXPERTS.values()}
-    planted = [attrs.evolve(PLAIN[axis], note=note) for note, (_, axis) in OF_EXPERTS.items()]
-    return certify(
-        partial(with_experts, attrs.evolve(CONFIG, layers=3)),
-        decoder_batch,
-        [*axes.values(), *planted],
-        plan=planting_plan,
-        loss=expert_loss,
-        call=call_routed,
-        steps=1,
-    )
-
-
-@pytest.mark.parametrize("note", OF_EXPERTS)
-def test_with_experts_it_turns_red_for(certificate_with_experts, note):
-    (row,) = (x for x in certificate_with_experts.rows if x.layout.endswith(f", {note}"))
-    assert not row.error
-    assert max(row.loss, row.grad_norm, row.parameters, row.state) > 1e6 * TIERS["fp64"].bound
-    assert row in certificate_with_experts.red
-
-
-def test_with_experts_it_is_green_without_a_mistake(certificate_with_experts):
-    sound = certificate_with_experts.rows[: -len(OF_EXPERTS)]
-    assert not set(sound) & set(certificate_with_experts.red), as_text(certificate_with_experts)
+@pytest.mark.parametrize("model", ["tied", "adapters", "experts"])
+def test_it_is_green_without_a_mistake(certificates, model):
+    certificate = certificates[model]
+    sound = {row for row in certificate.rows if row.layout in {x.name for x in PLAIN.values()}}
+    assert sound
+    assert not sound & set(certificate.red), as_text(certificate)

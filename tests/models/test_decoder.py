@@ -603,7 +603,7 @@ def test_blocks_compile_and_give_the_same_numbers_for_other_documents():
     plain, compiled = double(config), double(config)
     compiled.layers["0"].compile(backend="aot_eager")
     with torch._dynamo.config.patch(fail_on_recompile_limit_hit=True):
-        for seed, lengths in enumerate(([5, 7], [3, 4, 5], [1, 9])):
+        for seed, lengths in enumerate(([5, 7], [3, 4, 5], [1, 11])):
             ids, rest = packed(lengths, seed=seed)
             keys = noise.token_keys(ids, seed=0, step=seed)
             outputs = [dropped(model, ids, rest, keys) for model in (compiled, plain)]
@@ -615,24 +615,24 @@ def test_blocks_compile_and_give_the_same_numbers_for_other_documents():
     torch._dynamo.reset()
 
 
-def graphs_of(layers, dropout):
-    """Return how many graphs torch.compile makes of the blocks of a decoder."""
-    torch._dynamo.reset()
-    config = decoder_config(
-        "tiny", layers=layers, width=16, heads=2, kv_heads=2, mlp_width=16, dropout=dropout
-    )
-    model, counter = build_decoder(config, seed=0), CompileCounter()
-    for block in model.layers.values():
-        block.compile(backend=counter)
-    batch = blank_batch(1, 4)
-    keys = torch.arange(4).view(1, 4)
-    model(batch.input_ids, position_ids=batch.position_ids, spans=batch.spans, noise_key=keys)
-    return counter.frame_count
-
-
 @pytest.mark.filterwarnings("ignore:The .grad attribute")  # torch's own, inside dynamo
 @pytest.mark.parametrize("dropout", [0.0, 0.5])
 def test_all_layers_share_their_compiled_code(dropout):
     # Beyond 8 versions of one function torch.compile falls back to eager code without a word: a
     # version for each layer would show with the third.
-    assert graphs_of(3, dropout) == graphs_of(2, dropout)
+    torch._dynamo.reset()
+    config = decoder_config(
+        "tiny", layers=3, width=16, heads=2, kv_heads=2, mlp_width=16, dropout=dropout
+    )
+    model, counter = build_decoder(config, seed=0), CompileCounter()
+    for block in model.layers.values():
+        block.compile(backend=counter)
+    before_the_third = []
+    model.layers["2"].register_forward_pre_hook(
+        lambda *_: before_the_third.append(counter.frame_count)
+    )
+    batch = blank_batch(1, 4)
+    keys = torch.arange(4).view(1, 4)
+    model(batch.input_ids, position_ids=batch.position_ids, spans=batch.spans, noise_key=keys)
+    assert before_the_third == [counter.frame_count]
+    assert counter.frame_count > 0

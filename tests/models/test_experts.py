@@ -147,8 +147,8 @@ def test_a_compiled_layer_has_the_values_and_gradients_of_a_plain_one(dtype):
     model = build_decoder(attrs.evolve(CONFIG, layers=2), seed=0).to(dtype)
     batch, found = decoder_batch(0), []  # some of its places are padding
     for backend in (None, "aot_eager"):
-        for layer in model.layers.values() if backend else ():
-            layer.compile(backend=backend)
+        if backend:
+            model.layers["1"].compile(backend=backend)  # the one with experts
         model.zero_grad()
         out = call_routed(model, batch)
         out.output.square().mean().backward()
@@ -446,6 +446,7 @@ def test_held_out_terms_of_routers_are_divided_by_all_tokens():
 
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
 @pytest.mark.filterwarnings("ignore:Dynamo does not know how to trace")  # torch 2.11, of attention
+@pytest.mark.only_all  # the certificate compiles such blocks over two ranks
 def test_compiled_blocks_leave_experts_as_they_are():
     model, batch = build_decoder(CONFIG, seed=0), decoder_batch(0)
     want = call_routed(model, batch)

@@ -24,7 +24,7 @@ def test_a_layout_of_the_exact_tier_is_certified(capsys):
     report, code = certify.run(options_of("--tier", "exact", "--layouts", "dp2"))
     assert code == 0
     assert "exact: 1 of 1 layouts give the numbers of one process, bit for bit" in report
-    assert capsys.readouterr().err.startswith("ok dp2 (1 of 1")
+    assert capsys.readouterr().err.startswith("ok exact model: dp2 (1 of 1")
 
 
 def test_a_red_row_gives_exit_code_67(monkeypatch):

@@ -70,18 +70,19 @@ from trainkit.parallel.tensor import tensor
 from trainkit.parallel.transforms import Transform
 from trainkit.sampling import rows_of_epochs
 from trainkit.testing.cases import Case, default_cases
-from trainkit.testing.certificate import Certificate
-from trainkit.testing.certify import certify
+from trainkit.testing.certificate import Certificate, tier_called
+from trainkit.testing.certify import certify_together
 from trainkit.testing.exact import (
     ExactModel,
     call_exact,
     exact_batch,
     exact_weights,
+    integer_steps,
     split_exact,
     squares,
 )
 from trainkit.testing.foreign import ForeignModel, call_foreign, foreign_plan, split_foreign
-from trainkit.testing.train import certificate_weights
+from trainkit.testing.train import Training, certificate_weights
 from trainkit.types import Batch, Hidden, Layout, Weights
 
 CONFIG = DecoderConfig(
@@ -91,6 +92,7 @@ CONFIG = DecoderConfig(
 SHALLOW = attrs.evolve(CONFIG, layers=2)
 ROWS = 4
 CAPACITY = 64
+TIMEOUT = 180.0  # compiling takes some seconds a rank, and more where other work wants the cores
 
 
 def decoder_of(config: DecoderConfig) -> nn.Module:
@@ -617,7 +619,6 @@ def certify_builtin(
     tier: str = "fp64",
     *,
     chosen: Callable[[Case], bool] = lambda _: True,
-    pick: Callable[[list[tuple[str, Case]]], Iterable[tuple[str, Case]]] = list,
     steps: int = 3,
     tell: Callable[[str], None] | None = None,
 ) -> list[Certificate]:
@@ -629,7 +630,6 @@ def certify_builtin(
     Args:
         tier: See `certify`.
         chosen: Which of the cases to run.
-        pick: Takes some of the chosen (name of a model, case), as `covering` does; all by default.
         steps: How many optimizer steps to take.
         tell: Called with a line after every layout.
 
@@ -638,6 +638,33 @@ def certify_builtin(
 
     Effects:
         Starts processes; see `certify`.
+    """
+    subjects = builtin_subjects(tier, chosen=chosen, steps=steps)
+    return certify_together(subjects, timeout=TIMEOUT, tell=tell)
+
+
+def builtin_subjects(
+    tier: str,
+    *,
+    chosen: Callable[[Case], bool] = lambda _: True,
+    pick: Callable[[list[tuple[str, Case]]], Iterable[tuple[str, Case]]] = list,
+    steps: int = 3,
+) -> list[tuple[Training, list[Case]]]:
+    """Return how the built-in models are trained in one tier, and their cases, if they have some.
+
+    Args:
+        tier: See `certify`.
+        chosen: Which of the cases to run.
+        pick: Takes some of the chosen (name of a model, case), as `covering` does; all by default.
+        steps: How many optimizer steps to take.
+
+    Raises:
+        ValueError: The tier is unknown, or no layout is chosen.
+
+    Examples:
+        >>> ((training, cases),) = builtin_subjects("exact", chosen=lambda case: case.world == 3)
+        >>> training.title, [case.name for case in cases]
+        ('exact model', ['dp3'])
     """
     names = models_of_tier(tier)
     rows = [
@@ -652,7 +679,7 @@ def certify_builtin(
     if not any(picked.values()):
         raise ValueError("certify: none of the layouts is chosen")
     return [
-        certify_model(name, cases, tier=tier, steps=steps, tell=tell)
+        (_training_of(name, cases, tier=tier, steps=steps), cases)
         for name, cases in picked.items()
         if cases
     ]
@@ -680,18 +707,14 @@ _EXACT = {
     "call": call_exact,
     "weights": exact_weights,
     "split": split_exact,
+    "optimizer": integer_steps,
     "lr": 64.0,  # the number of valid tokens: gradients become integers
+    "max_norm": None,
 }
 
 
-def certify_model(name: str, cases: Sequence[Case], **options: Any) -> Certificate:
-    """Return the certificate of one of `MODELS` in some layouts.
-
-    A step has 4 rows, or 8 if a layout has more ranks than 4.
-
-    Effects:
-        Starts processes; see `certify`, which takes the options.
-    """
+def _training_of(name: str, cases: Sequence[Case], *, tier: str, steps: int) -> Training:
+    """Return how one of `MODELS` is trained: on 4 rows a step, or 8 on more ranks than 4."""
     kind = name.partition(" ")[0]
     how: Any = {"exact": _EXACT, "foreign": _FOREIGN}.get(kind, _DECODER)
     if name.startswith("decoder with experts"):
@@ -703,7 +726,5 @@ def certify_model(name: str, cases: Sequence[Case], **options: Any) -> Certifica
     rows = ROWS if all(case.world <= ROWS for case in cases) else 2 * ROWS
     make = answers_batch if name in _ANSWERS else decoder_batch
     batches = exact_batch if kind == "exact" else partial(make, rows=rows)
-    how = how | _ANSWERS.get(name, {})
-    # Compiling takes some seconds a rank, and more where other work wants the cores.
-    options = {"timeout": 180.0, "title": name, **how, **options}
-    return certify(MODELS[name], batches, cases, **options)
+    how = how | _ANSWERS.get(name, {}) | {"make_model": MODELS[name], "make_batches": batches}
+    return Training(title=name, tier=tier_called(tier), steps=steps, **how)

@@ -45,6 +45,21 @@ activations and gradients all have that type.
 """
 
 
+def tier_called(name: str) -> Tier:
+    """Return one of `TIERS`.
+
+    Raises:
+        ValueError: There is none of that name.
+
+    Examples:
+        >>> tier_called("fp64").bound
+        1e-12
+    """
+    if name not in TIERS:
+        raise ValueError(f"certify: tier must be one of {', '.join(TIERS)}, got {name!r}")
+    return TIERS[name]
+
+
 @attrs.frozen
 class Row:
     """One layout against one process: the largest differences, max|a - b| / max|b| per tensor.

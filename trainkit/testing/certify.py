@@ -14,8 +14,8 @@ import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
+from itertools import islice
 from pathlib import Path
-from typing import Any
 
 import attrs
 import numpy as np
@@ -25,7 +25,7 @@ from torch import nn
 from trainkit.models import call_model
 from trainkit.parallel.stages import SplitModel, split_layers
 from trainkit.testing.cases import Case
-from trainkit.testing.certificate import TIERS, Certificate, Row, Tier, is_within
+from trainkit.testing.certificate import Certificate, Row, is_within, tier_called
 from trainkit.testing.exact import integer_steps
 from trainkit.testing.ranks import RankError, run_ranks
 from trainkit.testing.train import (
@@ -129,44 +129,76 @@ def certify(
         >>> found.ok, found.rows[0].layout
         (True, 'dp2')
     """
-    chosen = _checked(tier, cases, steps, loss)
+    chosen = tier_called(tier)
     is_exact = chosen.name == "exact"
     training = Training(
-        make_model,
-        make_batches,
-        plan,
-        loss,
-        call,
-        weights,
-        optimizer or (integer_steps if is_exact else certificate_optimizer),
-        split,
-        dtype=chosen.dtype,
+        title=title or getattr(make_model, "__name__", type(make_model).__name__),
+        tier=chosen,
+        make_model=make_model,
+        make_batches=make_batches,
+        plan=plan,
+        loss=loss,
+        call=call,
         steps=steps,
+        weights=weights,
+        optimizer=optimizer or (integer_steps if is_exact else certificate_optimizer),
+        split=split,
         lr=lr,
         max_norm=None if is_exact else max_norm,
         alone=alone,
     )
-    (wanted,) = run_ranks(train_plain, 1, training, timeout=timeout)
-    _check_finite(wanted)
+    return certify_together([(training, cases)], timeout=timeout, tell=tell)[0]
+
+
+def certify_together(
+    subjects: Sequence[tuple[Training, Sequence[Case]]],
+    *,
+    timeout: float,
+    tell: Callable[[str], None] | None = None,
+) -> list[Certificate]:
+    """Return the certificates of several models, whose layouts share the starts of processes.
+
+    What a process does when it first trains in a layout, it does once for all models: that takes
+    less time than one `certify` after the other.
+
+    Args:
+        subjects: What is trained, and the cases to compare.
+        timeout: As for `certify`; the models on one process have as much each, together.
+        tell: As for `certify`; those of fewer ranks come first.
+
+    Raises:
+        ValueError: As for `certify`.
+        RankError: One process alone cannot train one of the models.
+
+    Effects:
+        Those of `certify`.
+    """
+    for training, cases in subjects:
+        _check(training, cases)
+    trainings = [training for training, _ in subjects]
+    (alone,) = run_ranks(_train_alone, 1, *trainings, timeout=timeout * len(subjects))
+    every: list[_Job] = []
+    for (training, cases), wanted in zip(subjects, alone, strict=True):
+        _check_finite(wanted, training.title)
+        every += [_Job(training, case, wanted) for case in cases]
     found: dict[int, Row] = {}
-    report = partial(_tell_progress, tell, cases, found, tier=chosen, begin=time.monotonic())
-    for world in sorted({case.world for case in cases}):
-        jobs = {index: case for index, case in enumerate(cases) if case.world == world}
+    report = partial(_tell_progress, tell, every, found, begin=time.monotonic())
+    for world in sorted({job.case.world for job in every}):
+        jobs = {index: job for index, job in enumerate(every) if job.case.world == world}
         while jobs:  # a layout that fails ends its start; those after it go on in the next
-            rows = _run_jobs(jobs, wanted, training, timeout, report)
-            found |= rows
-            jobs = {index: case for index, case in jobs.items() if index not in rows}
-    name = getattr(make_model, "__name__", type(make_model).__name__)
-    rows = tuple(found[index] for index in range(len(cases)))
-    return Certificate(title or name, chosen, steps, rows)
+            found |= _run_jobs(jobs, timeout, report)
+            jobs = {index: job for index, job in jobs.items() if index not in found}
+    rows = iter(found[index] for index in range(len(every)))
+    return [
+        Certificate(training.title, training.tier, training.steps, (*islice(rows, len(cases)),))
+        for training, cases in subjects
+    ]
 
 
-def _checked(tier: str, cases: Sequence[Case], steps: int, loss: Any) -> Tier:
-    if tier not in TIERS:
-        raise ValueError(f"certify: tier must be one of {', '.join(TIERS)}, got {tier!r}")
-    if steps < 1:
-        raise ValueError(f"certify: steps must be at least 1, got {steps}")
-    names = [case.name for case in cases]
+def _check(training: Training, cases: Sequence[Case]) -> None:
+    if training.steps < 1:
+        raise ValueError(f"certify: steps must be at least 1, got {training.steps}")
+    names, loss = [case.name for case in cases], training.loss
     twice = sorted({name for name in names if names.count(name) > 1})
     if twice or not names:
         found = f"two are called {twice[0]!r}; tell them apart by `note`" if twice else "none"
@@ -176,46 +208,56 @@ def _checked(tier: str, cases: Sequence[Case], steps: int, loss: Any) -> Tier:
             f"certify: {loss} is neither a Loss that says its terms nor a function of the "
             "ParallelState; decorate it with losses.with_terms(...)"
         )
-    return TIERS[tier]
 
 
-def _check_finite(alone: Outcome) -> None:
+def _check_finite(alone: Outcome, title: str) -> None:
     """Refuse numbers that prove nothing: steps that were skipped, for NaN is as far as NaN."""
     for name, values in {**alone.terms, "gradient norm": alone.norms}.items():
         for step, value in enumerate(values):
             if not math.isfinite(value):
                 raise ValueError(
-                    f"certify: one process alone has a {name} of {value} in step {step}, with "
-                    "which nothing can be compared; choose other weights or a lower lr"
+                    f"certify: {title} on one process alone has a {name} of {value} in step "
+                    f"{step}, with which nothing can be compared; choose other weights or a "
+                    "lower lr"
                 )
 
 
 # ------------------------------------------------------------------------------- a start of ranks
 
 
+@attrs.frozen(eq=False)
+class _Job:
+    """One layout of one model, and what it is compared with."""
+
+    training: Training
+    case: Case
+    wanted: Outcome
+
+
+def _train_alone(*trainings: Training) -> list[Outcome]:
+    return [train_plain(training) for training in trainings]
+
+
 def _run_jobs(
-    jobs: Mapping[int, Case],
-    wanted: Outcome,
-    training: Training,
-    timeout: float,
-    report: Callable[[dict[int, Row]], None],
+    jobs: Mapping[int, _Job], timeout: float, report: Callable[[dict[int, Row]], None]
 ) -> dict[int, Row]:
     """Run layouts of one number of ranks until all are done or one fails: its row and those before.
 
     What ranks find goes into files, so that it survives the rank that fails after it.
     """
-    world = next(iter(jobs.values())).world
+    world = next(iter(jobs.values())).case.world
     with tempfile.TemporaryDirectory(prefix="trainkit_certify_") as folder:
         known: dict[int, Row] = {}
 
         def meanwhile() -> bool:
-            fresh = _read_rows(jobs, wanted, Path(folder), skip=known)
+            fresh = _read_rows(jobs, Path(folder), skip=known)
             known.update(fresh)
             if fresh:
                 report(known)
             return bool(fresh)
 
-        given = (training, jobs, wanted, folder)
+        # Beside the jobs what they train: `run_ranks` looks there for functions of a script.
+        given = (folder, jobs, *{id(job.training): job.training for job in jobs.values()}.values())
         try:
             run_ranks(_compare_all, world, *given, timeout=timeout, meanwhile=meanwhile)
         except RankError as error:
@@ -224,35 +266,33 @@ def _run_jobs(
             if failed is None:
                 raise
             what, _, traceback = str(error).partition("\n")
-            what = what.removeprefix("run_ranks: ")
-            known[failed] = Row(jobs[failed].name, world, error=what, traceback=traceback)
+            what, name = what.removeprefix("run_ranks: "), jobs[failed].case.name
+            known[failed] = Row(name, world, error=what, traceback=traceback)
             report(known)
         else:
             meanwhile()
         return known
 
 
-def _compare_all(
-    training: Training, jobs: Mapping[int, Case], wanted: Outcome, folder: str
-) -> None:
-    for index, case in jobs.items():
+def _compare_all(folder: str, jobs: Mapping[int, _Job], *_: Training) -> None:
+    for index, job in jobs.items():
         dist.barrier()  # so that all have written what they found before one can fail in the next
-        found = compare_layout(training, case, wanted)
+        found = compare_layout(job.training, job.case, job.wanted)
         path = Path(folder) / f"{index}_{dist.get_rank()}"
         path.with_suffix(".part").write_text(json.dumps(attrs.asdict(found)))
         path.with_suffix(".part").rename(path)
 
 
 def _read_rows(
-    jobs: Mapping[int, Case], wanted: Outcome, folder: Path, *, skip: Mapping[int, Row]
+    jobs: Mapping[int, _Job], folder: Path, *, skip: Mapping[int, Row]
 ) -> dict[int, Row]:
     """Return the rows of the layouts that every rank has finished."""
     rows: dict[int, Row] = {}
-    for index, case in jobs.items():
-        paths = [folder / f"{index}_{rank}" for rank in range(case.world)]
+    for index, job in jobs.items():
+        paths = [folder / f"{index}_{rank}" for rank in range(job.case.world)]
         if index not in skip and all(path.exists() for path in paths):
             ranks = [Differences(**json.loads(path.read_text())) for path in paths]
-            rows[index] = _row_of(case, wanted, ranks)
+            rows[index] = _row_of(job.case, job.wanted, ranks)
     return rows
 
 
@@ -323,19 +363,19 @@ def _is_covered(name: str, whole: Held, ranks: Sequence[Differences]) -> bool:
 
 def _tell_progress(
     tell: Callable[[str], None] | None,
-    cases: Sequence[Case],
+    jobs: Sequence[_Job],
     found: Mapping[int, Row],
     fresh: Mapping[int, Row],
     *,
-    tier: Tier,
     begin: float,
 ) -> None:
     """Say how the newest layout went, and how long the rest should take, in proportion to ranks."""
     if tell is None:
         return
     done = {**found, **fresh}
-    row = list(fresh.values())[-1]
-    ranks = sum(cases[index].world for index in done)
-    left = (time.monotonic() - begin) * (sum(case.world for case in cases) / ranks - 1)
-    verdict = "ok" if is_within(row, tier) else "RED"
-    tell(f"{verdict} {row.layout} ({len(done)} of {len(cases)}, about {left:.0f} s left)")
+    newest = list(fresh)[-1]
+    job, ranks = jobs[newest], sum(jobs[index].case.world for index in done)
+    left = (time.monotonic() - begin) * (sum(job.case.world for job in jobs) / ranks - 1)
+    verdict = "ok" if is_within(done[newest], job.training.tier) else "RED"
+    how_far = f"{len(done)} of {len(jobs)}, about {left:.0f} s left"
+    tell(f"{verdict} {job.training.title}: {job.case.name} ({how_far})")

@@ -21,6 +21,7 @@ from trainkit.losses import with_terms
 from trainkit.noise import counters
 from trainkit.noise.hashing import key_of
 from trainkit.packing import pack_bins
+from trainkit.parallel.naming import box_of
 from trainkit.types import IGNORED_LABEL, Batch
 
 VOCABULARY = 8
@@ -149,8 +150,9 @@ class IntegerSteps(torch.optim.Optimizer):
         assert closure is None
         for group in self.param_groups:
             for p in group["params"]:
-                if p.grad is not None:
-                    p.copy_((p - (p.grad * group["lr"]).round() + 1).remainder(3) - 1)
+                if p.grad is not None:  # of this rank's part: no element depends on another
+                    own, grad = box_of(p).local, box_of(p.grad).local
+                    own.copy_((own - (grad * group["lr"]).round() + 1).remainder(3) - 1)
 
 
 def integer_steps(parameters: Mapping[str, nn.Parameter]) -> torch.optim.Optimizer:

@@ -29,9 +29,10 @@ from trainkit.noise.hashing import key_of
 from trainkit.optim import adamw, decay_groups
 from trainkit.parallel.materialize import live_buffers
 from trainkit.parallel.naming import COPY_SUFFIX, box_of, ties_of
-from trainkit.parallel.stages import SplitModel, build_stages
+from trainkit.parallel.stages import SplitModel, build_stages, split_layers
 from trainkit.step import bind_forward_backward
 from trainkit.testing.cases import Case
+from trainkit.testing.certificate import Tier
 from trainkit.testing.deal import deal_batch
 from trainkit.types import (
     Batch,
@@ -53,25 +54,6 @@ MakeStages = Callable[[ParallelState], Sequence[nn.Module]]
 
 Optimizers = Callable[[Mapping[str, nn.Parameter]], torch.optim.Optimizer]
 """From a rank's parameters by their whole-model name to the optimizer that steps them."""
-
-
-@attrs.frozen(eq=False)
-class Training:
-    """What is trained, and how: all that is the same in every layout."""
-
-    make_model: Callable[[], nn.Module]
-    make_batches: Callable[[int], Batch]
-    plan: MakePlan
-    loss: Loss | MakeLoss
-    call: Call
-    weights: Weights
-    optimizer: Optimizers
-    split: SplitModel
-    dtype: str
-    steps: int
-    lr: float
-    max_norm: float | None
-    alone: tuple[Callable[[], nn.Module], Weights] | None = None
 
 
 @attrs.frozen(eq=False)
@@ -147,6 +129,26 @@ def certificate_optimizer(parameters: Mapping[str, nn.Parameter]) -> torch.optim
     return adamw(decay_groups(dict(parameters), weight_decay=0.1), lr=1e-2, eps=1e-4)
 
 
+@attrs.frozen(eq=False, kw_only=True)
+class Training:
+    """What is trained, and how: all that is the same in every layout; see `certify`."""
+
+    title: str
+    tier: Tier
+    make_model: Callable[[], nn.Module]
+    make_batches: Callable[[int], Batch]
+    plan: MakePlan
+    loss: Loss | MakeLoss
+    call: Call
+    steps: int
+    weights: Weights = certificate_weights
+    optimizer: Optimizers = certificate_optimizer
+    split: SplitModel = split_layers
+    lr: float = 1e-2
+    max_norm: float | None = 0.5
+    alone: tuple[Callable[[], nn.Module], Weights] | None = None
+
+
 def train_plain(training: Training) -> Outcome:
     """Train a plain module on one process, all rows of a step at once; see `certify`.
 
@@ -156,7 +158,7 @@ def train_plain(training: Training) -> Outcome:
         Opens the process group of one rank and closes it.
     """
     make_model, weights = training.alone or (training.make_model, training.weights)
-    model = _typed(make_model, training.dtype)
+    model = _typed(make_model, training.tier.dtype)
     with torch.no_grad():
         for name, p in model.named_parameters():
             p.copy_(weights(name, tuple(p.shape), (0,) * p.ndim))
@@ -173,7 +175,7 @@ def train_layout(training: Training, case: Case) -> Outcome:
         training,
         case,
         lambda ps: build_stages(
-            partial(_typed, training.make_model, training.dtype),
+            partial(_typed, training.make_model, training.tier.dtype),
             ps,
             training.plan(ps, case),
             weights=training.weights,
