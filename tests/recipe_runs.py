@@ -78,16 +78,17 @@ def with_short_texts():
 def here(flags, recipe="pretrain", *, layers=2, drawn=False):
     """Run a recipe in this process; return its exit code, and what it printed or said on stderr.
 
-    Its loss is drawn only where it is asked for: that takes longer than the steps.
+    Its loss and load are drawn only where it is asked for: that takes longer than the steps.
     """
     out, err = io.StringIO(), io.StringIO()
-    draw = contextlib.nullcontext() if drawn else mock.patch("trainkit.runtime.run.plot_loss")
+    pictures = {"plot_loss": mock.DEFAULT, "plot_load": mock.DEFAULT}
+    none = mock.patch.multiple("trainkit.runtime.run", **pictures)
     with (
         contextlib.redirect_stdout(out),
         contextlib.redirect_stderr(err),
         with_layers(layers),
         with_short_texts(),
-        draw,
+        contextlib.nullcontext() if drawn else none,
     ):
         try:
             with report_errors():  # as `leave` does, which would end this process
@@ -98,12 +99,8 @@ def here(flags, recipe="pretrain", *, layers=2, drawn=False):
 
 
 def several(runs, recipe="pretrain", **options):
-    """Run a recipe once for each list of flags, on the same ranks; return what `here` does.
-
-    No load is drawn either, for which all ranks would wait.
-    """
-    with mock.patch("trainkit.runtime.run.plot_load"):
-        return [here(flags, recipe, **options) for flags in runs]
+    """Run a recipe once for each list of flags, on the same ranks; return what `here` does."""
+    return [here(flags, recipe, **options) for flags in runs]
 
 
 def assert_equal_runs(found, wanted, *, steps=None, about=""):

@@ -95,8 +95,15 @@ def test_a_call_adapts_a_foreign_model_whose_rows_are_run_by_themselves():
 # --------------------------------------------------------------------------------- with a cache
 
 
-@pytest.mark.parametrize("config", [CONFIG, GROUPED, LATENT, ROUTED])
-@pytest.mark.parametrize("sampling", [GREEDY, Sampling(seed=1, top_p=0.9, repetition_penalty=1.2)])
+DRAWN = Sampling(seed=1, top_p=0.9, repetition_penalty=1.2)
+CACHED = [(CONFIG, DRAWN), (GROUPED, GREEDY), (LATENT, DRAWN), (ROUTED, GREEDY)]
+ALONE = [(CONFIG, GREEDY), (GROUPED, DRAWN), (LATENT, GREEDY), (ROUTED, DRAWN)]  # both of it above
+
+
+@pytest.mark.parametrize(
+    ("config", "sampling"),
+    [*CACHED, *(pytest.param(*row, marks=pytest.mark.only_all) for row in ALONE)],
+)
 def test_a_cache_gives_the_text_of_computing_all_again(config, sampling):
     model = double(config)
     how = {"max_new_tokens": 12, "context": 24, "sampling": sampling}

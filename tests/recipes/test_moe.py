@@ -53,7 +53,7 @@ def flags_of(out, text, steps, *flags):
 def whole(text, tmp_path_factory):
     """Return the directory of a run of 6 steps, and what it printed."""
     out = tmp_path_factory.mktemp("whole") / "run"
-    code, printed = here(flags_of(out, text, 6), "moe")
+    code, printed = here(flags_of(out, text, 6), "moe", drawn=True)
     assert code == 0, printed
     return out, printed
 
