@@ -75,20 +75,24 @@ def with_short_texts():
     return mock.patch("trainkit.generation.generate", short)
 
 
+def without_pictures():
+    """Patch what draws a run's loss and load, which takes longer than its steps."""
+    pictures = {"plot_loss": mock.DEFAULT, "plot_load": mock.DEFAULT}
+    return mock.patch.multiple("trainkit.runtime.run", **pictures)
+
+
 def here(flags, recipe="pretrain", *, layers=2, drawn=False):
     """Run a recipe in this process; return its exit code, and what it printed or said on stderr.
 
-    Its loss and load are drawn only where it is asked for: that takes longer than the steps.
+    Its loss and load are drawn only where it is asked for.
     """
     out, err = io.StringIO(), io.StringIO()
-    pictures = {"plot_loss": mock.DEFAULT, "plot_load": mock.DEFAULT}
-    none = mock.patch.multiple("trainkit.runtime.run", **pictures)
     with (
         contextlib.redirect_stdout(out),
         contextlib.redirect_stderr(err),
         with_layers(layers),
         with_short_texts(),
-        contextlib.nullcontext() if drawn else none,
+        contextlib.nullcontext() if drawn else without_pictures(),
     ):
         try:
             with report_errors():  # as `leave` does, which would end this process
