@@ -1,6 +1,7 @@
 """Recipes as a user starts them: in a process of their own, or in this one, a second faster."""
 
 import contextlib
+import functools
 import importlib.util
 import io
 import json
@@ -13,6 +14,7 @@ from unittest import mock
 
 import pytest
 
+from trainkit import generation
 from trainkit.models import decoder_config
 from trainkit.runtime import report_errors
 
@@ -46,7 +48,7 @@ def nano_config(_, **overrides):
 
 
 def load(recipe):
-    """Import a recipe."""
+    """Import a recipe, anew each time: a test may change it."""
     path = RECIPES / f"{recipe}.py"
     spec = importlib.util.spec_from_file_location(f"recipe_{recipe}", path)
     module = importlib.util.module_from_spec(spec)
@@ -55,39 +57,54 @@ def load(recipe):
     return module
 
 
+loaded = functools.cache(load)  # tyro reads the docstrings of fields once for each class
+
+
 def with_layers(count):
     """Patch the sizes of decoders: all have so many layers, which is what a step's time goes by."""
     return mock.patch("trainkit.models.decoder_config", partial(decoder_config, layers=count))
 
 
+def with_short_texts():
+    """Patch what recipes write at their end, which takes longer than a few steps: 16 tokens."""
+    own = generation.generate
+
+    def short(*given, max_new_tokens, **how):
+        return own(*given, max_new_tokens=min(max_new_tokens, 16), **how)
+
+    return mock.patch("trainkit.generation.generate", short)
+
+
+def without_pictures():
+    """Patch what draws a run's loss and load, which takes longer than its steps."""
+    pictures = {"plot_loss": mock.DEFAULT, "plot_load": mock.DEFAULT}
+    return mock.patch.multiple("trainkit.runtime.run", **pictures)
+
+
 def here(flags, recipe="pretrain", *, layers=2, drawn=False):
     """Run a recipe in this process; return its exit code, and what it printed or said on stderr.
 
-    Its loss is drawn only where it is asked for: that takes longer than the steps.
+    Its loss and load are drawn only where it is asked for.
     """
     out, err = io.StringIO(), io.StringIO()
-    draw = contextlib.nullcontext() if drawn else mock.patch("trainkit.runtime.run.plot_loss")
     with (
         contextlib.redirect_stdout(out),
         contextlib.redirect_stderr(err),
         with_layers(layers),
-        draw,
+        with_short_texts(),
+        contextlib.nullcontext() if drawn else without_pictures(),
     ):
         try:
             with report_errors():  # as `leave` does, which would end this process
-                code = load(recipe).main([str(flag) for flag in flags])
+                code = loaded(recipe).main([str(flag) for flag in flags])
         except SystemExit as end:
             return end.code, err.getvalue()
     return code or 0, out.getvalue()
 
 
 def several(runs, recipe="pretrain", **options):
-    """Run a recipe once for each list of flags, on the same ranks; return what `here` does.
-
-    No load is drawn either, for which all ranks would wait.
-    """
-    with mock.patch("trainkit.runtime.run.plot_load"):
-        return [here(flags, recipe, **options) for flags in runs]
+    """Run a recipe once for each list of flags, on the same ranks; return what `here` does."""
+    return [here(flags, recipe, **options) for flags in runs]
 
 
 def assert_equal_runs(found, wanted, *, steps=None, about=""):

@@ -1,5 +1,6 @@
 """What tokens score is the same in every layout, and what the model's own logits say."""
 
+import functools
 import json
 
 import attrs
@@ -90,11 +91,12 @@ def assert_close(found, wanted, bound):
             assert abs(mine - theirs).max() <= bound * abs(theirs).max()
 
 
-def by_hand(config, items, dtype=torch.float64):
+@functools.cache
+def by_hand(config):
     """Return the lines that whole logits of each example alone come to."""
-    (model,) = stages_in(tk.solo_parallel(), head="logits", config=config, dtype=dtype)
+    (model,) = stages_in(tk.solo_parallel(), head="logits", config=config)
     call, lines = call_routed if config.experts else call_model, []
-    for number, item in enumerate(items):
+    for number, item in enumerate(asked()):
         found = []
         for example in item.examples:
             ids = torch.from_numpy(example.ids)
@@ -113,7 +115,7 @@ def test_every_layout_writes_the_lines_that_logits_of_each_example_alone_give(wo
     run_ranks(all_of, world, LAYOUTS[world], str(tmp_path))
     for i, degrees in enumerate(LAYOUTS[world]):
         config = attrs.evolve(MIXED if "ep" in degrees else SMALL, tied=i % 2 == 1)
-        wanted = by_hand(config, asked())
+        wanted = by_hand(config)
         assert_close(evaluation.read_lines(tmp_path / f"{i}"), wanted, 1e-12)
         greedy = [(line["index"] - 13) % 32 for line in wanted[13:-1] if line["greedy"]]
         assert len(greedy) == 3  # one word after each context, and not of one rank's words alone
@@ -123,7 +125,7 @@ def test_every_layout_writes_the_lines_that_logits_of_each_example_alone_give(wo
 
 def test_in_fp32_the_numbers_are_equal_to_1e_5_and_the_names_are_equal(tmp_path):
     scored({}, tmp_path / "32", head="hidden", dtype=torch.float32)
-    wanted = by_hand(SMALL, asked())
+    wanted = by_hand(SMALL)
     assert_close(evaluation.read_lines(tmp_path / "32"), wanted, 1e-5)
 
 

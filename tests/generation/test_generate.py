@@ -95,8 +95,15 @@ def test_a_call_adapts_a_foreign_model_whose_rows_are_run_by_themselves():
 # --------------------------------------------------------------------------------- with a cache
 
 
-@pytest.mark.parametrize("config", [CONFIG, GROUPED, LATENT, ROUTED])
-@pytest.mark.parametrize("sampling", [GREEDY, Sampling(seed=1, top_p=0.9, repetition_penalty=1.2)])
+DRAWN = Sampling(seed=1, top_p=0.9, repetition_penalty=1.2)
+CACHED = [(CONFIG, DRAWN), (GROUPED, GREEDY), (LATENT, DRAWN), (ROUTED, GREEDY)]
+ALONE = [(CONFIG, GREEDY), (GROUPED, DRAWN), (LATENT, GREEDY), (ROUTED, DRAWN)]  # both of it above
+
+
+@pytest.mark.parametrize(
+    ("config", "sampling"),
+    [*CACHED, *(pytest.param(*row, marks=pytest.mark.only_all) for row in ALONE)],
+)
 def test_a_cache_gives_the_text_of_computing_all_again(config, sampling):
     model = double(config)
     how = {"max_new_tokens": 12, "context": 24, "sampling": sampling}
@@ -147,7 +154,7 @@ def test_a_cache_never_grows_and_a_step_runs_over_one_token_a_row():
 
 
 def test_a_compiled_decoder_and_a_layout_of_one_rank_write_the_same():
-    model, how = double(CONFIG), {"max_new_tokens": 5, "context": 16}
+    model, how = double(attrs.evolve(CONFIG, layers=1)), {"max_new_tokens": 4, "context": 16}
     want = ids_of(model, PROMPTS, **how)
     assert want == ids_of(model, PROMPTS, **how, call=bind_call([model], solo_parallel()))
     compiled(backend="eager")(model, solo_parallel())

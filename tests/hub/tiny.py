@@ -183,6 +183,26 @@ ROWS = {
     ),
 }
 
+# What the first row of a family, or another row, shows as well where a family's map or its layers
+# are not the claim: heads of another width, tied or joined matrices, biases, caps, scores.
+BESIDE = {
+    "llama tied, scaled",
+    "llama wide heads",
+    "mistral",
+    "qwen2 yarn",
+    "qwen2, windows from a layer on",
+    "gemma2, untied, no caps",
+    "gemma3, untied, all see",
+    "olmo2 tied",
+    "gpt2 untied",
+    "phi3 longrope, short",
+    "qwen3_moe",
+    "qwen3_moe every other layer",
+    "deepseek_v3 wide values",
+    "glm4_moe",
+}
+FEW = [pytest.param(row, marks=pytest.mark.only_all if row in BESIDE else ()) for row in ROWS]
+
 
 def load_transformers():
     """Return the module, which a rank that reads a folder has no need to load: 1 s in each."""

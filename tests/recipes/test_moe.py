@@ -8,7 +8,17 @@ import attrs
 import pytest
 import recipe_runs
 import torch
-from recipe_runs import assert_equal_runs, column, events, lines, load, refusal, with_layers
+from recipe_runs import (
+    assert_equal_runs,
+    column,
+    events,
+    lines,
+    load,
+    refusal,
+    with_layers,
+    with_short_texts,
+    without_pictures,
+)
 
 from trainkit import checkpoint, hub, models
 from trainkit.checkpoint import save_checkpoint
@@ -53,7 +63,7 @@ def flags_of(out, text, steps, *flags):
 def whole(text, tmp_path_factory):
     """Return the directory of a run of 6 steps, and what it printed."""
     out = tmp_path_factory.mktemp("whole") / "run"
-    code, printed = here(flags_of(out, text, 6), "moe")
+    code, printed = here(flags_of(out, text, 6), "moe", drawn=True)
     assert code == 0, printed
     return out, printed
 
@@ -163,7 +173,7 @@ def test_a_step_in_one_two_or_four_microbatches_is_the_same_unless_biases_move_i
     if mistaken:
         recipe.make_train_step = moving_with_every_microbatch(recipe.make_train_step)
     flags = [*flags_of(tmp_path, text, 3, "--eval-every", 0), "--microbatch", rows]
-    with with_layers(LAYERS):
+    with with_layers(LAYERS), without_pictures():
         assert recipe.main([str(flag) for flag in flags]) == 0
     for name in ("load", "expert_bias"):
         assert (column(tmp_path, name) != column(whole[0], name)[:3]) == mistaken, name
@@ -268,7 +278,8 @@ def worst_loads(monkeypatch, out, *flags, steps):
     monkeypatch.setattr("trainkit.models.decoder_config", config)
     size = ["--rows", 8, "--microbatch", 8, "--row-length", 64, "--schedule-steps", steps]
     flags = [*flags_of(out, made_up(out.parent / "text"), steps), *size, *flags]
-    assert recipe.main([str(x) for x in [*flags, "--save-every", 999, "--eval-every", 0]]) == 0
+    with without_pictures(), with_short_texts():
+        assert recipe.main([str(x) for x in [*flags, "--save-every", 999, "--eval-every", 0]]) == 0
     assert json.loads((out / "final.json").read_text())["step"] == steps
     return [line["load_over_mean"] for line in read_jsonl(out / "metrics.jsonl")]
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import platform
 import sys
@@ -26,19 +27,18 @@ def code_facts(recipe: str | Path | None = None) -> dict[str, str]:
         recipe: The recipe's file; by default the script that Python was started with.
 
     Effects:
-        Reads the source files (2 MB, some milliseconds).
+        Reads the source files (2 MB, 30 ms), trainkit's at the first call.
 
     Examples:
         >>> sorted(code_facts())
         ['python', 'recipe source', 'torch', 'trainkit', 'trainkit source']
     """
-    package = Path(trainkit.__file__).parent
     script = recipe or getattr(sys.modules["__main__"], "__file__", None)
     return {
         "python": platform.python_version(),
         "torch": torch.__version__,
         "trainkit": _version(),
-        "trainkit source": _source_hash(package, sorted(package.rglob("*.py"))),
+        "trainkit source": _own_source_hash(),
         "recipe source": _source_hash(None, [Path(script)] if script else []),
     }
 
@@ -48,6 +48,12 @@ def _version() -> str:
         return version("trainkit-lm")
     except PackageNotFoundError:  # run from a source tree
         return "source"
+
+
+@functools.cache
+def _own_source_hash() -> str:
+    package = Path(trainkit.__file__).parent
+    return _source_hash(package, sorted(package.rglob("*.py")))
 
 
 def _source_hash(root: Path | None, files: Sequence[Path]) -> str:
