@@ -7,7 +7,6 @@ from functools import partial
 from pathlib import Path
 
 import attrs
-import peft
 import pytest
 import torch
 import transformers
@@ -148,6 +147,8 @@ def check_alike(ours, theirs):
 @pytest.mark.filterwarnings("ignore")  # what PEFT says of tied weights
 @pytest.mark.parametrize("row", THEIRS)
 def test_what_peft_has_written_computes_the_same_here(row, bases, tmp_path):
+    import peft
+
     kind, modules, options = THEIRS[row]
     base = bases(kind)
     settings = peft.LoraConfig(
@@ -184,6 +185,8 @@ def saved_run(base, loras, trained, folder):
 @pytest.mark.filterwarnings("ignore")  # what PEFT says of tied weights
 @pytest.mark.parametrize("row", OURS)
 def test_peft_computes_the_same_from_what_a_run_has_learnt(row, bases, tmp_path):
+    import peft
+
     kind, loras, trained = OURS[row]
     base = bases(kind)
     ours = saved_run(base, loras, trained, tmp_path / "run")
@@ -289,6 +292,8 @@ def exported(*arguments):
 
 @pytest.mark.filterwarnings("ignore")
 def test_the_command_writes_a_folder_of_peft_or_a_whole_model(bases, tmp_path):
+    import peft
+
     base, run = bases("llama"), tmp_path / "run"
     ours = saved_run(base, [Lora(ATTENTION, rank=3)], "head", run)
     report, _ = exported(run, tmp_path / "peft")

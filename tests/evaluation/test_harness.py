@@ -13,9 +13,7 @@ from trainkit.models import build_decoder, decoder_config
 from trainkit.tokenizers import open_tokenizer
 from trainkit.types import ConfigError, TrainState
 
-huggingface = pytest.importorskip("lm_eval.models.huggingface")
 Instance = pytest.importorskip("lm_eval.api.instance").Instance
-lm_eval_tasks = pytest.importorskip("lm_eval.tasks")
 transformers = pytest.importorskip("transformers")
 
 CONTEXT = 48
@@ -104,6 +102,7 @@ def continued(model):
 @pytest.fixture(scope="module")
 def found(made, tmp_path_factory):
     """Return what the harness finds of both on the three tasks."""
+    huggingface = pytest.importorskip("lm_eval.models.huggingface")
     home = tmp_path_factory.mktemp("tasks")
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("HF_DATASETS_OFFLINE", "1")
@@ -180,6 +179,7 @@ def test_prompts_are_written_on_in_batches_the_longest_first():
 
 
 def test_a_task_that_is_not_there_is_named_with_the_nearest(tmp_path, monkeypatch):
+    lm_eval_tasks = pytest.importorskip("lm_eval.tasks")
     folder_of_tasks(tmp_path)
     manager = lm_eval_tasks.TaskManager
     monkeypatch.setattr(  # lm-eval's own thousands take half a minute

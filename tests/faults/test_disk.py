@@ -10,10 +10,8 @@ import trials
 
 
 @pytest.mark.case("F1", "K6", "K7")
-@pytest.mark.parametrize(
-    "background",
-    [pytest.param(False, marks=pytest.mark.only_all), True],  # False: on a real disk, below
-)
+@pytest.mark.only_all  # a save at any byte: checkpoint/test_disk.py; a run on a real disk: below
+@pytest.mark.parametrize("background", [False, True])
 def test_a_disk_that_is_full_at_any_byte(background, arena):
     whole = arena.wanted(2) / "checkpoints/step_00000008/rank_00001.safetensors"
     size = arena.random.randrange(4096, whole.stat().st_size)

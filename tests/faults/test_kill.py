@@ -8,10 +8,8 @@ import trials
 
 
 @pytest.mark.case("X4", "X12")
-@pytest.mark.parametrize(
-    "background",
-    [False, pytest.param(True, marks=pytest.mark.only_all)],  # on a slow disk: test_disk.py
-)
+@pytest.mark.only_all  # in the background: test_disk.py; in the foreground: what goes on, below
+@pytest.mark.parametrize("background", [False, True])
 def test_saving_or_not_changes_no_number(background, ground, wanted, tmp_path):
     out = tmp_path / "run"
     harness.complete(ground, out, *trials.saves(background=background, every=1), ranks=2)

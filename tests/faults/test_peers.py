@@ -4,24 +4,17 @@ import harness
 import pytest
 import trials
 
-DEATHS = [
-    ("kill_at", {}, [68], 10),
-    ("exit_at", {}, [68], 10),
-]
-
 
 @pytest.mark.case("R1", "R4", "R10")
-@pytest.mark.parametrize(("name", "given", "codes", "within"), DEATHS, ids=[x[0] for x in DEATHS])
-def test_a_rank_that_is_gone_ends_all_and_is_named(name, given, codes, within, arena):
+@pytest.mark.parametrize(
+    "name",
+    ["kill_at", pytest.param("exit_at", marks=pytest.mark.only_all)],  # runtime/test_watchdog.py
+)
+def test_a_rank_that_is_gone_ends_all_and_is_named(name, arena):
     victim = arena.random.randrange(2)
+    fault, named = (name, {}), f"rank {victim}"
     trial = trials.peer_trial(
-        arena,
-        ranks=2,
-        fault=(name, given),
-        victim=victim,
-        codes=codes,
-        named=f"rank {victim}",
-        within=within,
+        arena, ranks=2, fault=fault, victim=victim, codes=[68], named=named, within=10
     )
     assert trial.problems == (), trial
 
@@ -56,7 +49,10 @@ def test_a_rank_that_hangs_is_named_at_the_steps_timeout(arena):
 @pytest.mark.case("R3", "R9")
 @pytest.mark.parametrize(
     ("fault", "cause"),
-    [("fail_at", "a planned failure in step 3"), ("memory_at", "had no memory left in phase")],
+    [
+        pytest.param("fail_at", "a planned failure in step 3", marks=pytest.mark.only_all),
+        ("memory_at", "had no memory left in phase"),
+    ],
 )
 def test_the_cause_is_reported_by_the_rank_that_failed_and_by_its_peer(fault, cause, arena):
     faults = [[fault, {"at": 3, "rank": 1}]]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import ast
 import sysconfig
 import warnings
-from pathlib import Path, PurePosixPath
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from trainkit.corpora.records import read_records
@@ -42,11 +42,10 @@ def is_library_source(name: str) -> bool:
         >>> [is_library_source(name) for name in ("json/decoder.py", "unittest/test/a.py")]
         [True, False]
     """
-    path = PurePosixPath(name)
-    if path.suffix != ".py" or not NOT_LIBRARY.isdisjoint(path.parts):
+    if not name.endswith(".py") or not NOT_LIBRARY.isdisjoint(name.split("/")):
         return False
     try:
-        read_text(standard_library() / path)
+        read_text(standard_library() / name)
     except DataError:
         return False
     return True

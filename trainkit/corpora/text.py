@@ -191,9 +191,10 @@ def _walk(root: Path) -> Iterator[str]:
     def refuse(error: OSError) -> None:
         raise bad_file(error.filename, error.strerror) from error
 
+    top = len(str(root))
     for folder, _, names in os.walk(root, onerror=refuse):
-        prefix = Path(folder).relative_to(root).as_posix()
-        yield from names if prefix == "." else (f"{prefix}/{name}" for name in names)
+        prefix = folder[top:].lstrip("/")
+        yield from (f"{prefix}/{name}" for name in names) if prefix else names
 
 
 def _kind_of(mode: int) -> str:

@@ -23,6 +23,8 @@ MODULES = (
     "trainkit.checkpoint.guard",  # this, config and run: what a recipe loads, 1 s in each rank
     "trainkit.config",
     "trainkit.data",
+    "trainkit.evaluation",
+    "trainkit.hub",
     "trainkit.noise.hashing",
     "trainkit.noise.counters",
     "trainkit.runtime.run",
