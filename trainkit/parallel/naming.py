@@ -338,3 +338,30 @@ class PlacedAlike(TorchFunctionMode):
             shape=like.shape,
             stride=like.stride(),
         )
+
+
+def empty_rows_like(tensor: Tensor, length: int, dtype: torch.dtype) -> Tensor:
+    """Return an empty tensor of a parameter's shape but for the length of its rows, placed as it.
+
+    Args:
+        tensor: A plain tensor or a DTensor. Where its rows are cut, those of the result are too.
+        length: How many numbers stand in a row of the result.
+        dtype: Their dtype.
+
+    Examples:
+        >>> empty_rows_like(torch.ones(3, 8), 2, torch.float64).shape
+        torch.Size([3, 2])
+    """
+    local = box_of(tensor).local
+    if not tensor.dim() or length == tensor.shape[-1]:
+        with PlacedAlike():
+            return torch.empty_like(tensor.data, dtype=dtype)
+    rows, own = local.shape[:-1], local.shape[-1] * length // tensor.shape[-1]
+    made = torch.empty(*rows, own, dtype=dtype, device=local.device)
+    if not hasattr(tensor, "placements"):
+        return made
+    whole: Any = tensor
+    shape = torch.Size((*whole.shape[:-1], length))
+    stride = torch.empty(shape, device="meta").stride()
+    where = (whole.device_mesh, whole.placements)
+    return type(whole.data).from_local(made, *where, run_check=False, shape=shape, stride=stride)
