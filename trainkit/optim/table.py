@@ -28,12 +28,14 @@ from trainkit.types import SOLO, Axis, ConfigError
 class Kind:
     """A row: what makes an optimizer of groups, and what it remembers of each element.
 
-    `narrow` moments are kept as the option "moments" says, `wide` ones in fp32.
+    `narrow` moments are kept as the option "moments" says, `wide` ones in fp32; `counts` are
+    numbers of each parameter.
     """
 
     make: Callable[..., torch.optim.Optimizer]
     narrow: int = 0
     wide: int = 0
+    counts: int = 1
 
     @property
     def options(self) -> dict[str, Any]:
@@ -49,7 +51,7 @@ OPTIMIZERS: dict[str, Kind] = {
     "adamw": Kind(adamw, narrow=2),
     "lion": Kind(Lion, narrow=1),
     "momentum": Kind(Momentum, narrow=1),
-    "schedule-free": Kind(ScheduleFree, narrow=1, wide=1),
+    "schedule-free": Kind(ScheduleFree, narrow=1, wide=1, counts=3),
     "signsgd": Kind(SignSGD),
 }
 """All by name; docs/howto/choose-an-optimizer.md says when which."""
@@ -126,6 +128,26 @@ def make_optimizer(
     return made[0] if len(made) == 1 and mean is None else together(made, mean=mean)
 
 
+def check_optimizer(*, groups: Sequence[str] = (), **asked: Any) -> None:
+    """Refuse what `make_optimizer` would refuse, but for patterns, which need the model's names.
+
+    Raises:
+        ConfigError: See `make_optimizer`.
+
+    Examples:
+        >>> check_optimizer(lr=0.1, optimizer="lion", groups=[".*bias betas=(0.5,0.9)"])
+        >>> check_optimizer(lr=0.1, optimizer="lino")
+        Traceback (most recent call last):
+        trainkit.types.ConfigError: there is no optimizer 'lino'; there are adamw, lion, ...
+    """
+    probe = {"probe": nn.Parameter(torch.zeros(1, 1))}
+    make_optimizer(probe, **asked)
+    for _, own, texts in map(_of_group, groups):
+        told = {name: x for name, x in own.items() if name in ("optimizer", "weight_decay")}
+        shared = asked.get("options", ()) if "optimizer" not in own else ()
+        make_optimizer(probe, **asked | told | {"options": [*shared, *texts]})
+
+
 def _made(
     named: Mapping[str, nn.Parameter],
     lr: float,
@@ -140,7 +162,10 @@ def _made(
     if "seed" in inspect.signature(kind.make).parameters or isinstance(kind.make, type):
         told["seed"] = seed
     groups = grouped(named.items(), weight_decay=weight_decay)
-    return kind.make([group | of_groups for group in groups], lr=lr, **told)
+    try:
+        return kind.make([group | of_groups for group in groups], lr=lr, **told)
+    except ValueError as error:
+        raise ConfigError(str(error), where="optimizer_options", got=list(options)) from error
 
 
 _OF_GROUPS = ("lr_scale", "weight_decay", "max_norm")
