@@ -8,8 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-import torch
-from torch import Tensor, nn
+from torch import nn
 
 from trainkit.optim.elementwise import Elementwise, Numbers, decayed, root, sign
 
@@ -35,6 +34,7 @@ class NarrowAdamW(Elementwise):
     """AdamW (Loshchilov and Hutter 2019), whose moments and parameters may be in few bits.
 
     Examples:
+        >>> import torch
         >>> weight = nn.Parameter(torch.tensor([1.0, -2.0]))
         >>> optimizer = NarrowAdamW([weight], lr=0.1, moments="bf16")
         >>> weight.square().sum().backward()
@@ -81,6 +81,7 @@ class Lion(Elementwise):
         rate and ten times its decay are what it starts from.
 
     Examples:
+        >>> import torch
         >>> weight = nn.Parameter(torch.tensor([1.0, -2.0]))
         >>> optimizer = Lion([weight], lr=0.1)
         >>> weight.square().sum().backward()
@@ -118,6 +119,7 @@ class SignSGD(Elementwise):
         Bernstein et al., "signSGD: compressed optimisation for non-convex problems" (2018).
 
     Examples:
+        >>> import torch
         >>> weight = nn.Parameter(torch.tensor([1.0, -2.0]))
         >>> optimizer = SignSGD([weight], lr=0.1)
         >>> weight.square().sum().backward()
@@ -149,6 +151,7 @@ class Momentum(Elementwise):
     """Gradient descent with momentum: buffer = momentum * buffer + gradient, as torch's SGD.
 
     Examples:
+        >>> import torch
         >>> weight = nn.Parameter(torch.tensor([1.0, -2.0]))
         >>> optimizer = Momentum([weight], lr=0.1)
         >>> weight.square().sum().backward()
@@ -170,25 +173,29 @@ class Momentum(Elementwise):
         return (*_decays(group), group["momentum"]), {"step": counts["step"] + 1}
 
 
-def schedule_free_rule(p: Any, g: Any, z: Any, v: Any, c: Any) -> Any:
-    """Return y, z and the second moment after a step."""
-    lr, decay, against, new_sq, scale_sq, eps, share, rate = c
+def schedule_free_rule(p: Any, g: Any, x: Any, v: Any, c: Any) -> Any:
+    """Return y, x and the second moment after a step."""
+    lr, decay, against, new_sq, scale_sq, eps, beta, ahead, share = c
     v = v + (g * g - v) * new_sq
     u = decayed(g / (root(v) * scale_sq + eps), p, decay, against)
-    return p + (z - p) * share - u * rate, z - lr * u, v
+    z = p + (p - x) * ahead - lr * u
+    x = x + (z - x) * share
+    return z + (x - z) * beta, x, v
 
 
 class ScheduleFree(Elementwise):
-    """Schedule-free AdamW: a rate that stays, and an average of the way for evaluation.
+    """Schedule-free AdamW: a rate that stays, and a mean of the way for evaluation.
 
     Parameters hold y, where gradients are taken; z takes the steps; what is evaluated and exported
-    is x, a mean of all z so far, with weights of the largest rate so far, squared: `averaged` puts
-    it in place. y = (1 - beta) z + beta x. Give it a constant rate after warm-up.
+    is x, a mean of all z so far, with weights of the largest rate so far, squared. x is kept, as
+    "mean", which `averaged` puts in place; z follows from y = (1 - beta) z + beta x, which asks for
+    parameters in fp32. Give it a constant rate after warm-up.
 
     References:
         Defazio et al., "The road less scheduled" (2024). The decay is taken at y.
 
     Examples:
+        >>> import torch
         >>> weight = nn.Parameter(torch.tensor([1.0, -2.0]))
         >>> optimizer = ScheduleFree([weight], lr=0.1)
         >>> weight.square().sum().backward()
@@ -198,8 +205,8 @@ class ScheduleFree(Elementwise):
     """
 
     rule = staticmethod(schedule_free_rule)
-    moments = ("z", "exp_avg_sq")
-    copies = ("z",)
+    moments = ("mean", "exp_avg_sq")
+    copies = ("mean",)
     counts = ("step", "rate", "weight")
 
     def __init__(
@@ -211,27 +218,23 @@ class ScheduleFree(Elementwise):
         eps: float = 1e-8,
         **options: Any,
     ) -> None:
-        """Take parameters and options; see `Elementwise`."""
-        if not betas[0] > 0:
-            raise ValueError(f"ScheduleFree: betas[0] must be above 0, got {betas[0]}")
+        """Take parameters and options; see `Elementwise`.
+
+        Raises:
+            ValueError: Also where a parameter is in fewer bits than fp32.
+        """
         super().__init__(params, lr=lr, betas=betas, eps=eps, **options)
+        if any(p.dtype.itemsize < 4 for group in self.param_groups for p in group["params"]):
+            raise ValueError("ScheduleFree: parameters must be in fp32, got fewer bits")
 
     @staticmethod
     def numbers(group: Mapping[str, Any], counts: Mapping[str, Any]) -> Numbers:
         """Return the rule's numbers; the steps, the largest rate and the sum of weights so far."""
-        step, (first, second) = counts["step"] + 1, group["betas"]
+        step, (beta, second) = counts["step"] + 1, group["betas"]
         rate = counts["rate"]
         rate = rate.clamp(min=group["lr"]) if hasattr(rate, "clamp") else max(rate, group["lr"])
         weight = counts["weight"] + rate**2
         share = rate**2 / (weight + (weight == 0))
         numbers = (1 - second, (1 - second**step) ** -0.5, group["eps"])
-        numbers += (share, group["lr"] * (1 - first * (1 - share)))
+        numbers += (beta, beta / (1 - beta), share)
         return (*_decays(group), *numbers), {"step": step, "rate": rate, "weight": weight}
-
-    def average(self, p: nn.Parameter) -> Tensor | None:
-        """Return x of a parameter, which `averaged` puts in its place; None before a step."""
-        z = self.state[p].get("z")
-        if z is None:
-            return None
-        first = next(g for g in self.param_groups if any(q is p for q in g["params"]))["betas"][0]
-        return torch.lerp(z, p.data.to(z.dtype), 1 / first)

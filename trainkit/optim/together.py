@@ -68,14 +68,6 @@ class Together(torch.optim.Optimizer):
                 moved = torch.lerp(mean, local_of(now), 1 - stays)
                 mean.copy_(moved if refused is None else torch.where(refused > 0, mean, moved))
 
-    def average(self, p: nn.Parameter) -> Tensor | None:
-        """Return the mean of a parameter, or what the part that moves it evaluates."""
-        if "mean" in self.state.get(p, {}):
-            return self.state[p]["mean"]
-        found = (part for part in self.parts if any(p is q for q in _parameters(part)))
-        average = getattr(next(found), "average", None)
-        return None if average is None else average(p)
-
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load what `state_dict` gave; the parts go on sharing groups and state.
 
@@ -85,11 +77,6 @@ class Together(torch.optim.Optimizer):
         super().load_state_dict(state_dict)
         load_as_saved_(self, state_dict)
         self._share()
-
-
-def _parameters(optimizer: torch.optim.Optimizer) -> Iterator[nn.Parameter]:
-    for group in optimizer.param_groups:
-        yield from group["params"]
 
 
 def together(
@@ -133,8 +120,8 @@ def together(
 def averaged(optimizer: torch.optim.Optimizer) -> Iterator[None]:
     """Put what an optimizer evaluates into the place of the parameters, and put them back after.
 
-    That is the mean of `together(mean=)`, or x of `ScheduleFree`; parameters of which there is
-    neither stay. Evaluate and export inside; a step or a save inside would take it for the
+    That is its state "mean": of `together(mean=)`, or x of `ScheduleFree`; parameters without one
+    stay. Evaluate and export inside; a step or a save inside would take it for the
     parameters.
 
     Args:
@@ -156,12 +143,12 @@ def averaged(optimizer: torch.optim.Optimizer) -> Iterator[None]:
         >>> weight.detach()
         tensor([0.])
     """
-    average, kept = getattr(optimizer, "average", None), dict[nn.Parameter, Tensor]()
+    kept: dict[nn.Parameter, Tensor] = {}
     try:
-        for p in _parameters(optimizer):
-            if average is not None and (found := average(p)) is not None:
+        for p in (p for group in optimizer.param_groups for p in group["params"]):
+            if "mean" in optimizer.state.get(p, {}):
                 kept[p] = local_of(p.data).clone()
-                local_of(p.data).copy_(local_of(found))
+                local_of(p.data).copy_(local_of(optimizer.state[p]["mean"]))
         yield
     finally:
         for p, values in kept.items():
