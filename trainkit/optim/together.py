@@ -22,6 +22,7 @@ class Together(torch.optim.Optimizer):
         for part in parts:
             for group in part.param_groups:
                 group |= {"optimizer": type(part).__name__, "mean": mean}
+                group.setdefault("param_names", [""] * len(group["params"]))  # all have, or none
         super().__init__([group for part in parts for group in part.param_groups], {})
         for part in parts:
             self.state.update(part.state)
