@@ -158,8 +158,7 @@ def train(cfg, run, base):
     loss, teach, known = soft_labels(cfg, ps, base, first)
     student = choose_student(cfg, base.config.vocab_size)
     stages = build(cfg, ps, student, tk.models.init_weights(student, seed=cfg.seed))
-    how = {**cfg.optim.made, "seed": cfg.seed, "axis": ps.pp}
-    optimizer = tk.optim.make_optimizer(tk.named_parameters_of(stages), **how)
+    optimizer = tk.optim.make_optimizer(stages, **cfg.optim.made, seed=cfg.seed, axis=ps.pp)
     size = {"rows_per_step": cfg.batch.rows, "dtype": cfg.dtype}
     run.say(tk.parallel.start_lines(stages, ps, rows.bins, **size))
     order = {"schedule": cfg.layout.schedule, "reduce": cfg.layout.reduce}

@@ -8,7 +8,8 @@ from __future__ import annotations
 import ast
 import inspect
 import shlex
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import attrs
@@ -17,10 +18,13 @@ from torch import nn
 
 from trainkit.optim.adamw import adamw
 from trainkit.optim.elementwise import Elementwise
+from trainkit.optim.muon import Muon, hidden_matrices
 from trainkit.optim.groups import grouped, split_by_pattern
 from trainkit.optim.rules import Lion, Momentum, ScheduleFree, SignSGD
 from trainkit.optim.storage import moment_bytes
 from trainkit.optim.together import together
+from trainkit.collectives import all_gather_json
+from trainkit.parallel.naming import named_parameters_of
 from trainkit.types import SOLO, Axis, ConfigError
 
 
@@ -29,51 +33,64 @@ class Kind:
     """A row: what makes an optimizer of groups, and what it remembers of each element.
 
     `narrow` moments are kept as the option "moments" says, `wide` ones in fp32; `counts` are
-    numbers of each parameter.
+    numbers of each parameter. One with a `rest` steps `hidden_matrices` alone, and the optimizer of
+    that name all others.
     """
 
     make: Callable[..., torch.optim.Optimizer]
     narrow: int = 0
     wide: int = 0
     counts: int = 1
+    rest: str | None = None
 
     @property
-    def options(self) -> dict[str, Any]:
-        """What it can be told beside rate, decay and seed, with what holds otherwise."""
+    def parameters(self) -> dict[str, Any]:
+        """What `make` takes by keyword, with what holds otherwise."""
         found = dict(inspect.signature(self.make).parameters)
         if "options" in found:
             found = {**inspect.signature(Elementwise).parameters, **found}
-        given = ("params", "options", "lr", "weight_decay", "seed")
-        return {name: x.default for name, x in found.items() if name not in given}
+        return {x: y.default for x, y in found.items() if x not in ("params", "options", "lr")}
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """What a user can tell it beside rate and decay."""
+        ours = ("weight_decay", "seed", "axis", "parts", "parts_dim")
+        return {x: default for x, default in self.parameters.items() if x not in ours}
 
 
 OPTIMIZERS: dict[str, Kind] = {
     "adamw": Kind(adamw, narrow=2),
     "lion": Kind(Lion, narrow=1),
     "momentum": Kind(Momentum, narrow=1),
+    "muon": Kind(partial(Muon, scale="match_rms"), wide=1, counts=0, rest="adamw"),
     "schedule-free": Kind(ScheduleFree, narrow=1, wide=1, counts=3),
     "signsgd": Kind(SignSGD),
 }
 """All by name; docs/howto/choose-an-optimizer.md says when which."""
 
 
-def state_bytes(optimizer: str, options: Sequence[str] = ()) -> float:
+def state_bytes(optimizer: str, options: Sequence[str] = (), *, hidden: bool = True) -> float:
     """Return what an optimizer remembers of each element of a matrix in fp32, in bytes.
 
     Args:
         optimizer: Its name in `OPTIMIZERS`.
         options: As `make_optimizer` takes them.
+        hidden: Of a matrix of a hidden layer; or of embeddings, heads and the like.
 
     Examples:
         >>> state_bytes("adamw"), state_bytes("adamw", ["moments=bf16"]), state_bytes("signsgd")
         (8.0, 4.0, 0.0)
+        >>> state_bytes("muon"), state_bytes("muon", hidden=False)
+        (4.0, 8.0)
     """
     told, kind = _parsed(optimizer, options), OPTIMIZERS[optimizer]
+    if kind.rest and not hidden:
+        return state_bytes(kind.rest)
     return kind.narrow * moment_bytes(told.get("moments", "fp32")) + 4 * kind.wide
 
 
 def make_optimizer(
-    named: Mapping[str, nn.Parameter],
+    stages: Iterable[nn.Module],
     *,
     lr: float,
     optimizer: str = "adamw",
@@ -87,7 +104,7 @@ def make_optimizer(
     r"""Return the optimizer that names and texts ask for, as recipes take them from flags.
 
     Args:
-        named: The parameters of this rank by their names in the whole model.
+        stages: This rank's stages of the model, whose trainable parameters it steps.
         lr: The rate; a group's "lr_scale" multiplies it, see `clip_and_step`.
         optimizer: A name of `OPTIMIZERS`.
         weight_decay: Of matrices; vectors have none.
@@ -107,25 +124,35 @@ def make_optimizer(
 
     Examples:
         >>> model = nn.ModuleDict({"up": nn.Linear(2, 3), "head": nn.Linear(3, 4)})
-        >>> optimizer = make_optimizer(
-        ...     dict(model.named_parameters()),
-        ...     lr=0.1,
-        ...     groups=["head.* lr_scale=0.5 optimizer=lion"],
-        ... )
+        >>> groups = ["head.* lr_scale=0.5 optimizer=lion"]
+        >>> optimizer = make_optimizer([model], lr=0.1, groups=groups)
         >>> [(x["optimizer"], x.get("lr_scale"), len(x["params"])) for x in optimizer.param_groups]
         [('Lion', 0.5, 1), ('Lion', 0.5, 1), ('AdamW', None, 1), ('AdamW', None, 1)]
     """
-    asked = [_of_group(text) for text in groups]
-    split = [named]
+    stages, asked = list(stages), [_of_group(text) for text in groups]
+    split = [named_parameters_of(stages)]
     if asked:
-        split = split_by_pattern(named, [pattern for pattern, _, _ in asked], axis=axis)
+        patterns = [pattern for pattern, _, _ in asked]
+        split = split_by_pattern(split[0], patterns, axis=axis)
+    parts = _hidden_parts(stages, axis)
     main = {"optimizer": optimizer, "weight_decay": weight_decay, "seed": seed}
-    made, rest = list[torch.optim.Optimizer](), ("", dict[str, Any](), list[str]())
-    for part, (_, own, texts) in zip(split, [*asked, rest], strict=True):
+    made, others = list[torch.optim.Optimizer](), ("", dict[str, Any](), list[str]())
+    for named, (_, own, texts) in zip(split, [*asked, others], strict=True):
         told: dict[str, Any] = main | own
         shared = options if told["optimizer"] == optimizer else ()
-        made.append(_made(part, lr, [*shared, *texts], **told))
+        made += _made(named, parts, lr, [*shared, *texts], **told)
     return made[0] if len(made) == 1 and mean is None else together(made, mean=mean)
+
+
+def _hidden_parts(
+    stages: Sequence[nn.Module], axis: Axis
+) -> dict[tuple[int, ...] | None, list[str]]:
+    """Return the names of `hidden_matrices` by their parts, all parts that the whole model has."""
+    own = hidden_matrices(stages)
+    kinds = all_gather_json([*own.values()], axis)
+    known = {None if x is None else tuple(x) for part in kinds for x in part}
+    ordered = sorted(known, key=lambda x: () if x is None else x)
+    return {x: [name for name, parts in own.items() if parts == x] for x in ordered}
 
 
 def check_optimizer(*, groups: Sequence[str] = (), **asked: Any) -> None:
@@ -140,7 +167,7 @@ def check_optimizer(*, groups: Sequence[str] = (), **asked: Any) -> None:
         Traceback (most recent call last):
         trainkit.types.ConfigError: there is no optimizer 'lino'; there are adamw, lion, ...
     """
-    probe = {"probe": nn.Parameter(torch.zeros(1, 1))}
+    probe = [nn.Linear(1, 1, bias=False)]
     make_optimizer(probe, **asked)
     for _, own, texts in map(_of_group, groups):
         told = {name: x for name, x in own.items() if name in ("optimizer", "weight_decay")}
@@ -148,8 +175,9 @@ def check_optimizer(*, groups: Sequence[str] = (), **asked: Any) -> None:
         make_optimizer(probe, **asked | told | {"options": [*shared, *texts]})
 
 
-def _made(
+def _made(  # noqa: PLR0917 (what all parts share, then what this one is told)
     named: Mapping[str, nn.Parameter],
+    hidden: Mapping[tuple[int, ...] | None, Sequence[str]],
     lr: float,
     options: Sequence[str],
     *,
@@ -157,13 +185,23 @@ def _made(
     weight_decay: float,
     seed: int,
     **of_groups: Any,
-) -> torch.optim.Optimizer:
+) -> list[torch.optim.Optimizer]:
+    """Return the optimizer of these parameters: with its `rest`, two."""
     told, kind = _parsed(optimizer, options), OPTIMIZERS[optimizer]
-    if "seed" in inspect.signature(kind.make).parameters or isinstance(kind.make, type):
-        told["seed"] = seed
-    groups = grouped(named.items(), weight_decay=weight_decay)
+    told |= {"seed": seed} if "seed" in kind.parameters else {}
+    groups, others = grouped(named.items(), weight_decay=weight_decay), []
+    if kind.rest:
+        groups = [
+            grouped([(x, named[x]) for x in names if x in named], weight_decay=weight_decay)[0]
+            | {"parts": parts}
+            for parts, names in hidden.items()
+        ]
+        taken = {name for group in groups for name in group["param_names"]}
+        left = {name: p for name, p in named.items() if name not in taken}
+        how: dict[str, Any] = {"weight_decay": weight_decay, "seed": seed, **of_groups}
+        others = _made(left, {}, lr, (), optimizer=kind.rest, **how)
     try:
-        return kind.make([group | of_groups for group in groups], lr=lr, **told)
+        return [kind.make([group | of_groups for group in groups], lr=lr, **told), *others]
     except ValueError as error:
         raise ConfigError(str(error), where="optimizer_options", got=list(options)) from error
 

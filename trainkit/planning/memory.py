@@ -110,7 +110,10 @@ def _memory_of_rank(job: Job, layout: Layout, pp_rank: int, fused_norms: bool) -
         heads=_heads_in_flight(job, layout, pp_rank),
     )
     parameters, gradients = (blocks + ends).nbytes, own.shard * FP32
-    optimizer = round(state_bytes(job.optimizer, job.optimizer_options) * own.shard)
+    optimizer = sum(
+        round(state_bytes(job.optimizer, job.optimizer_options, hidden=hidden) * held.trained.shard)
+        for hidden, held in ((True, blocks), (False, ends))
+    )
     optimizer += FP32 * OPTIMIZERS[job.optimizer].counts * own.tensors
     buffers = buffers_of(job, layout, pp_rank)
     moments = _moments(rank)
