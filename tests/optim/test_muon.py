@@ -1,0 +1,358 @@
+"""Muon: the iteration, the step, and that no layout changes a bit of it."""
+
+import math
+
+import hypothesis.strategies as st
+import pytest
+import torch
+import torch.distributed as dist
+from hypothesis import given
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor.placement_types import _StridedShard
+
+import trainkit as tk
+from trainkit.mesh import axis_from_group
+from trainkit.optim import muon
+from trainkit.optim.dealt import dealt
+from trainkit.optim.muon import Muon, orthogonalized
+from trainkit.testing import run_ranks
+
+
+def drawn(*shape, seed=0, dtype=torch.float64):
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=dtype)
+
+
+def iterated(values, steps=5):
+    """What the iteration makes of singular values."""
+    for _ in range(steps):
+        values = 3.4445 * values - 4.775 * values**3 + 2.0315 * values**5
+    return values
+
+
+def by_svd(matrix):
+    """Return the orthogonalised matrix another way: by its singular values."""
+    u, s, v = torch.linalg.svd(matrix, full_matrices=False)
+    return u * iterated(s / s.norm()) @ v
+
+
+def far(found, wanted):
+    return float((found - wanted).abs().max() / wanted.abs().max())
+
+
+# ------------------------------------------------------------------------------- orthogonalising
+
+
+@given(st.integers(1, 9), st.integers(1, 9), st.integers(0, 99), st.floats(1e-3, 1e6))
+def test_singular_values_come_near_to_1_whatever_the_shape_and_the_size(rows, columns, seed, size):
+    matrix = size * drawn(rows, columns, seed=seed)
+    found = orthogonalized(matrix)
+    assert far(found, by_svd(matrix)) < 1e-9
+    values = torch.linalg.svdvals(matrix)
+    ends = torch.linalg.svdvals(found)[values >= 2e-3 * values.norm()]
+    assert ends.min() > 0.68
+    assert ends.max() < 1.21
+    assert far(orthogonalized(matrix.mT), found.mT) < 1e-9
+
+
+def test_a_batch_gives_the_bits_of_each_alone_in_the_dtype_that_is_asked_for():
+    for dtype in (torch.float64, torch.float32, torch.bfloat16):
+        for shape in ((3, 2, 8, 24), (5, 33, 7), (2, 64, 64)):
+            batch = drawn(*shape).to(dtype)
+            each = [orthogonalized(x) for x in batch.flatten(0, -3)]
+            assert torch.equal(orthogonalized(batch).flatten(0, -3), torch.stack(each))
+            assert orthogonalized(batch).dtype == dtype
+    wanted = by_svd(drawn(16, 64))
+    for dtype, least, most in ((torch.float32, 1e-8, 1e-4), (torch.bfloat16, 1e-3, 1e-1)):
+        assert least < far(orthogonalized(drawn(16, 64), dtype=dtype), wanted) < most
+    assert far(orthogonalized(drawn(16, 64).float()).double(), wanted) < 1e-4
+
+
+def test_zeros_stay_zeros_and_an_orthogonal_matrix_stays_itself_but_for_a_factor():
+    assert not orthogonalized(torch.zeros(2, 3, 4)).any()
+    q = torch.linalg.qr(drawn(6, 6)).Q
+    assert far(orthogonalized(q), q * iterated(torch.tensor(6**-0.5, dtype=torch.float64))) < 1e-12
+    assert orthogonalized(torch.full((2, 2), 1e-12)).abs().max() < 1e-2
+
+
+# ------------------------------------------------------------------------------------- the step
+
+
+SCALES = {
+    "original": lambda r, c: max(1, r / c) ** 0.5,
+    "match_rms": lambda r, c: 0.2 * max(r, c) ** 0.5,
+}
+
+
+def plain_step(
+    p,
+    g,
+    memory,
+    *,
+    lr,
+    momentum=0.95,
+    nesterov=True,
+    weight_decay=0.0,
+    scale="original",
+    cautious=False,
+):
+    """One step as others write it: sums in place of means, and singular values."""
+    memory.mul_(momentum).add_(g)
+    mixed = g + momentum * memory if nesterov else memory
+    update = SCALES[scale](*p.shape) * by_svd(mixed)
+    kept = (1 - lr * weight_decay) * p
+    kept = torch.where(update * p >= 0, kept, p) if cautious else kept
+    return kept - lr * update
+
+
+FORMS = {
+    "usual": {},
+    "no nesterov, other scale": {"nesterov": False, "scale": "match_rms", "momentum": 0.8},
+    "decay": {"weight_decay": 2.0},
+    "cautious decay": {"weight_decay": 2.0, "cautious": True},
+}
+
+
+@pytest.mark.parametrize("form", FORMS.values(), ids=FORMS)
+@pytest.mark.parametrize("shape", [(6, 4), (4, 6), (3, 6, 4)])
+def test_is_the_formula_in_either_convention_of_momentum(form, shape):
+    p = nn.Parameter(drawn(*shape))
+    optimizer = Muon([p], lr=1.0, **form)
+    copies, memories = list(p.detach().clone().view(-1, *shape[-2:])), []
+    memories = [torch.zeros_like(x) for x in copies]
+    for step in range(3):
+        p.grad = drawn(*shape, seed=step + 1)
+        optimizer.param_groups[0]["lr"] = lr = 0.1 / (step + 1)
+        grads = p.grad.view(-1, *shape[-2:])
+        copies = [plain_step(*x, lr=lr, **form) for x in zip(copies, grads, memories, strict=True)]
+        optimizer.step()
+    assert far(p.detach(), torch.stack(copies).view(shape)) < 1e-10
+
+
+PARTS = {
+    "one below the other": ((4, 2), -2, [[0, 1, 2, 3], [4, 5]]),
+    "in turns": ((1, 1), -2, [[0, 2, 4], [1, 3, 5]]),
+    "of each head": ((2, 1), -2, [[0, 1, 3, 4], [2, 5]]),
+    "columns": ((3, 1), -1, [[0, 1, 2], [3]]),
+}
+
+
+@pytest.mark.parametrize(("parts", "dim", "indices"), PARTS.values(), ids=PARTS)
+def test_what_is_fused_is_orthogonalised_part_by_part(parts, dim, indices):
+    p = nn.Parameter(drawn(6, 4))
+    before = p.detach().clone()
+    p.grad = drawn(6, 4, seed=1)
+    Muon([p], lr=1.0, parts=parts, parts_dim=dim).step()
+    for index in map(torch.tensor, indices):
+        part = p.grad.index_select(dim, index)
+        wanted = SCALES["original"](*part.shape) * by_svd(part)
+        assert far((before - p.detach()).index_select(dim, index), wanted) < 1e-10
+
+
+def test_descends_and_torchs_own_goes_the_same_way():
+    target = drawn(8, 5)
+    params = [nn.Parameter(torch.zeros(8, 5)) for _ in range(2)]
+    ours = Muon(params[:1], lr=1.0, dtype="bfloat16", weight_decay=0.1)
+    theirs = torch.optim.Muon(params[1:], lr=1.0, weight_decay=0.1)
+    for step in range(60):
+        for optimizer, p in zip((ours, theirs), params, strict=True):
+            optimizer.param_groups[0]["lr"] = 0.3 * (1 - step / 60)
+            p.grad = p.detach() - target.float()
+            optimizer.step()
+        if step == 0:
+            assert far(*(p.detach() for p in params)) < 2e-2
+    assert all(far(p.detach().double(), target) < 0.15 for p in params)
+
+
+def test_a_step_that_is_refused_on_the_device_changes_no_bit():
+    p = nn.Parameter(drawn(4, 3))
+    optimizer = Muon([p], lr=0.1)
+    for step in range(3):
+        kept, memory = p.detach().clone(), optimizer.state[p].get("momentum_buffer")
+        memory = torch.zeros(4, 3) if memory is None else memory.clone()
+        p.grad = drawn(4, 3, seed=step + 1) * (math.nan if step < 2 else 1)
+        update = tk.clip_and_step([p], optimizer, lr=0.1, max_norm=None)
+        assert p.grad is None
+        assert bool(update.applied) == (step == 2)
+        assert torch.equal(p, kept) == (step < 2)
+        assert torch.equal(optimizer.state[p]["momentum_buffer"], memory.double()) == (step < 2)
+
+
+def test_a_gradient_scaler_of_torchs_is_undone():
+    params = [nn.Parameter(drawn(4, 3, dtype=torch.float32)) for _ in range(2)]
+    scaled, plain = (Muon([p], lr=0.1) for p in params)
+    scaler = torch.amp.GradScaler("cpu", init_scale=4.0, growth_interval=1)
+    for _ in range(3):
+        scaler.scale((params[0] ** 3).sum()).backward()
+        (params[1] ** 3).sum().backward()
+        scaler.step(scaled)
+        scaler.update()
+        plain.step()
+        for p in params:
+            p.grad = None
+    assert far(*(p.detach() for p in params)) < 1e-6
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"lr": -1.0}, "lr must be .* got -1.0"),
+        ({"weight_decay": math.inf}, "weight_decay must be"),
+        ({"momentum": 1.0}, "momentum must be"),
+        ({"steps": 0}, "steps must be"),
+        ({"scale": "other"}, 'scale must be "original" or "match_rms"'),
+        ({"dtype": "float16"}, "dtype must be"),
+        ({"parts_dim": 0}, "parts_dim must be"),
+        ({"parts": (1, 0)}, "parts must be"),
+        ({"parts": (3, 2)}, r"parts \(3, 2\) sum to 5, .* dimension -2 .* \(4, 2\)"),
+        ({"params": [nn.Parameter(torch.ones(3))]}, r"parameters must be matrices.* shape \(3,\)"),
+    ],
+)
+def test_refuses_bad_values_by_name(options, message):
+    arguments = {"params": [nn.Parameter(torch.ones(4, 2))], "lr": 0.1} | options
+    with pytest.raises(ValueError, match=f"^Muon: {message}"):
+        Muon(arguments.pop("params"), **arguments)
+
+
+# --------------------------------------------------------------------------------------- dealing
+
+
+@given(st.lists(st.integers(1, 50), max_size=20), st.integers(1, 5))
+def test_work_is_dealt_evenly(costs, ranks):
+    owners = dealt(costs, ranks)
+    loads = [sum(c for c, o in zip(costs, owners, strict=True) if o == r) for r in range(ranks)]
+    best = max([sum(costs) / ranks, *costs], default=0)
+    assert max(loads) <= 4 / 3 * best + max(costs, default=0) / 3
+    assert sum(loads) == sum(costs)
+
+
+MESHES = {
+    "rows, unevenly": ((4,), (10, 6), [Shard(0)]),
+    "rows, fewer than ranks": ((4,), (3, 6), [Shard(0)]),
+    "columns": ((4,), (6, 8), [Shard(1)]),
+    "experts": ((4,), (8, 6, 4), [Shard(0)]),
+    "rows of experts": ((4,), (3, 8, 4), [Shard(1)]),
+    "rows of rows": ((2, 2), (6, 4), [_StridedShard(0, split_factor=2), Shard(0)]),
+    "rows and columns": ((2, 2), (5, 6), [Shard(0), Shard(1)]),
+    "copies of rows": ((2, 2), (6, 4), [Replicate(), Shard(0)]),
+    "experts and copies": ((2, 2), (4, 6, 4), [Shard(0), Replicate()]),
+    "copies": ((2, 2), (6, 6), [Replicate(), Replicate()]),
+    "plain copies": (None, (6, 6), []),
+}
+
+
+def own_part(whole, mesh, placements):
+    """Cut as tensor() and fsdp() do: what they cut alike, the last mesh dimension first."""
+    order = reversed([*enumerate(placements)])
+    if not any(isinstance(x, _StridedShard) for x in placements):
+        order = enumerate(placements)
+    for dim, placement in order:
+        if not placement.is_replicate():
+            count, index = mesh.size(dim), mesh.get_local_rank(dim)
+            parts = whole.chunk(count, placement.dim)
+            whole = parts[index] if index < len(parts) else whole.narrow(placement.dim, 0, 0)
+    return whole.contiguous()
+
+
+def spread(whole, mesh, placements):
+    if mesh is None:
+        return whole
+    local = own_part(whole, mesh, placements)
+    how = {"run_check": False, "shape": whole.shape, "stride": whole.stride()}
+    return DTensor.from_local(local, mesh, placements, **how)
+
+
+def set_gradient(p, whole, mesh, placements, *, missing):
+    """Set a gradient; where `missing` says so on rank 1 there is none, and zeros in the whole."""
+    if not missing:
+        p.grad = spread(whole, mesh, placements)
+        return whole
+    offset, shape = muon.boxes_of(p)[1]
+    whole = whole.clone()
+    whole[tuple(slice(o, o + n) for o, n in zip(offset, shape, strict=True))] = 0
+    p.grad = None if dist.get_rank() == 1 else spread(whole, mesh, placements)
+    return whole
+
+
+def steps_apart(dtype, options, how):
+    """Step parameters on all meshes, and whole ones; return the names of those that differ."""
+    meshes = {sizes: init_device_mesh("cpu", sizes) for sizes in ((4,), (2, 2))} | {None: None}
+    known = [(name, meshes[s], shape, x) for name, (s, shape, x) in MESHES.items()]
+    wholes = [nn.Parameter(drawn(*x[2], seed=i).to(dtype)) for i, x in enumerate(known)]
+    parts = [
+        nn.Parameter(spread(whole.detach().clone(), mesh, placements))
+        for whole, (_, mesh, _, placements) in zip(wholes, known, strict=True)
+    ]
+    never = nn.Parameter(spread(torch.ones(4, 4), meshes[4,], [Shard(0)]))
+    alone = Muon(wholes, lr=0.1, **options)
+    dealt_out = Muon(
+        [*parts, never], lr=0.1, **options, **how, axis=axis_from_group(dist.group.WORLD)
+    )
+    for step in range(2):
+        for i, (p, whole, x) in enumerate(zip(parts, wholes, known, strict=True)):
+            missing = step == 1 and x[0] in ("rows, unevenly", "experts")
+            gradient = drawn(*x[2], seed=99 + i + 20 * step).to(dtype)
+            whole.grad = set_gradient(p, gradient, x[1], x[3], missing=missing)
+        alone.step()
+        dealt_out.step()
+    assert (never.to_local() == 1).all()
+    assert never not in dealt_out.state
+    found = []
+    for p, whole, (name, mesh, _, placements) in zip(parts, wholes, known, strict=True):
+        own = p.to_local() if mesh else p
+        memory = dealt_out.state[p]["momentum_buffer"]
+        assert getattr(memory, "placements", None) == getattr(p, "placements", None)
+        if not torch.equal(own, own_part(whole, mesh, placements)):
+            found.append(name)
+    return found
+
+
+def costs_of(call):
+    """Return what this rank has orthogonalised meanwhile."""
+    costs, real = [], muon.orthogonalized
+
+    def counted(x, **options):
+        costs.append(
+            x.shape[:-2].numel() * muon._cost(*x.shape[-2:], {"parts": None, "parts_dim": -2})
+        )
+        return real(x, **options)
+
+    muon.orthogonalized = counted
+    call()
+    muon.orthogonalized = real
+    return sum(costs)
+
+
+def shares_of_work():
+    """Return what each rank computes of equal matrices that all hold parts of, and of copies."""
+    mesh = init_device_mesh("cpu", (4,))
+    params = {"copies": [nn.Parameter(drawn(6, 6)) for _ in range(8)]}
+    params["rows"] = [nn.Parameter(spread(drawn(8, 4), mesh, [Shard(0)])) for _ in range(8)]
+    found = {}
+    for name, members in params.items():
+        for p in members:
+            p.grad = torch.ones_like(p)
+        optimizer = Muon(members, lr=0.1, axis=axis_from_group(dist.group.WORLD))
+        found[name] = costs_of(optimizer.step)
+    return found
+
+
+def in_all_layouts():
+    failed = {}
+    usual, others = {}, {"parts": (1, 1), "parts_dim": -1, "weight_decay": 0.5, "cautious": True}
+    for dtype, options, how in (
+        (torch.float64, usual, {}),
+        (torch.float64, others, {"bucket_bytes": 1}),
+        (torch.float32, others, {"bucket_bytes": 400}),
+        (torch.float32, {"dtype": "bfloat16", "nesterov": False}, {}),
+    ):
+        failed[str((dtype, options, how))] = steps_apart(dtype, options, how)
+    return {name: names for name, names in failed.items() if names}, shares_of_work()
+
+
+def test_no_layout_changes_a_bit_and_each_rank_does_its_share():
+    results = run_ranks(in_all_layouts, 4)
+    assert [failed for failed, _ in results] == [{}] * 4
+    for name, whole in (("copies", 8 * (36 * 18)), ("rows", 8 * (16 * 20))):
+        assert [shares[name] for _, shares in results] == [whole / 4] * 4, name
