@@ -1,5 +1,6 @@
 """Muon: the iteration, the step, and that no layout changes a bit of it."""
 
+import functools
 import math
 
 import hypothesis.strategies as st
@@ -13,11 +14,26 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
 
 import trainkit as tk
+from trainkit.checkpoint.targets import expected_state
+from trainkit.losses import next_token_linear
 from trainkit.mesh import axis_from_group
-from trainkit.optim import muon
+from trainkit.models import call_routed, call_with_noise
+from trainkit.optim import adamw, decay_groups, muon
 from trainkit.optim.dealt import dealt
-from trainkit.optim.muon import Muon, orthogonalized
+from trainkit.optim.muon import Muon, hidden_matrices, orthogonalized
 from trainkit.testing import run_ranks
+from trainkit.testing.builtin import (
+    CONFIG,
+    LATENT,
+    MODELS,
+    decoder_batch,
+    decoder_plan,
+    expert_loss,
+)
+from trainkit.testing.cases import Case
+from trainkit.testing.certificate import as_text
+from trainkit.testing.certify import certify
+from trainkit.types import Layout, TrainState
 
 
 def drawn(*shape, seed=0, dtype=torch.float64):
@@ -215,6 +231,43 @@ def test_refuses_bad_values_by_name(options, message):
         Muon(arguments.pop("params"), **arguments)
 
 
+# ----------------------------------------------------------------------------------- a checkpoint
+
+
+def test_resumes_bit_for_bit_through_a_checkpoint(tmp_path):
+    def made():
+        model = nn.ModuleDict(
+            {"fused": nn.Linear(4, 6, bias=False), "up": nn.Linear(4, 5, bias=False)}
+        )
+        with torch.no_grad():
+            for i, p in enumerate(model.parameters()):
+                p.copy_(drawn(*p.shape, seed=i))
+        fused = {"params": [model["fused"].weight], "parts": (4, 2)}
+        return model, Muon([fused, {"params": [model["up"].weight], "momentum": 0.8}], lr=0.1)
+
+    def go_on(model, optimizer, steps):
+        for step in steps:
+            for i, p in enumerate(model.parameters()):
+                p.grad = drawn(*p.shape, seed=10 * step + i).float()
+            tk.clip_and_step([*model.parameters()], optimizer, lr=0.1 / (1 + step), max_norm=1.0)
+            assert all(p.grad is None for p in model.parameters())
+
+    with tk.parallel_session() as ps:
+        model, optimizer = made()
+        go_on(model, optimizer, range(2))
+        tk.save_checkpoint(tmp_path, TrainState(step=2), [model], optimizer, ps)
+        go_on(model, optimizer, range(2, 4))
+        other, resumed = made()
+        go_on(other, resumed, range(1))
+        assert tk.resume(tmp_path, TrainState(), [other], resumed, ps).step == 2
+        go_on(other, resumed, range(2, 4))
+        pairs = (model, optimizer), (other, resumed)
+        hashes = [tk.state_hash(TrainState(), [m], o, ps) for m, o in pairs]
+        assert hashes[0] == hashes[1]
+        expected = expected_state([model], optimizer)
+        assert [{*x} for x in expected.values()] == [{"momentum_buffer"}] * 2
+
+
 # --------------------------------------------------------------------------------------- dealing
 
 
@@ -356,3 +409,112 @@ def test_no_layout_changes_a_bit_and_each_rank_does_its_share():
     assert [failed for failed, _ in results] == [{}] * 4
     for name, whole in (("copies", 8 * (36 * 18)), ("rows", 8 * (16 * 20))):
         assert [shares[name] for _, shares in results] == [whole / 4] * 4, name
+
+
+# ------------------------------------------------------------------------------- whole trainings
+
+
+class Both(torch.optim.Optimizer):
+    """Muon for hidden matrices and AdamW for the rest, as one."""
+
+    _step_supports_amp_scaling = True
+
+    def __init__(self, *optimizers):
+        groups = [group for x in optimizers for group in x.param_groups]
+        super().__init__([p for group in groups for p in group["params"]], {})
+        self.optimizers, self.param_groups = optimizers, groups
+
+    def step(self):
+        for optimizer in self.optimizers:
+            optimizer.found_inf = self.found_inf
+            optimizer.step()
+            self.state.update(optimizer.state)
+
+
+def both(model, named):
+    """Return the optimizer of a rank's parameters of one of the certificate's models."""
+    with torch.device("meta"):
+        parts = hidden_matrices([MODELS[model]()])
+    groups = {}
+    for name in filter(named.__contains__, parts):
+        groups.setdefault(parts[name], []).append(named[name])
+    groups = [{"params": members, "parts": kind} for kind, members in groups.items()]
+    rest = {name: p for name, p in named.items() if name not in parts}
+    other = adamw(decay_groups(rest, weight_decay=0.1), lr=1e-2, eps=1e-4)
+    return Both(
+        Muon(groups, lr=1e-2, weight_decay=0.1, scale="match_rms", bucket_bytes=5000), other
+    )
+
+
+EXPERTS = {"loss": expert_loss, "call": call_routed}
+PLAIN = {"loss": next_token_linear, "call": call_with_noise}
+TRAININGS = {
+    "decoder with experts and latents": (
+        EXPERTS,
+        [
+            Case(Layout(dp_shard=2, tp=2)),
+            Case(Layout(dp_shard=4, ep=2)),
+            Case(Layout(dp_replicate=2, dp_shard=2, ep=2)),
+        ],
+    ),
+    "tied decoder": (PLAIN, [Case(Layout(pp=2, dp_shard=2)), Case(Layout(dp_replicate=2, tp=2))]),
+}
+
+
+@pytest.mark.parametrize("model", TRAININGS)
+def test_trains_to_the_numbers_of_one_process(model):
+    how, cases = TRAININGS[model]
+    optimizer = functools.partial(both, model)
+    found = certify(
+        MODELS[model], decoder_batch, cases, plan=decoder_plan, optimizer=optimizer, steps=2, **how
+    )
+    assert found.ok, "\n".join([as_text(found), *(row.traceback for row in found.red)])
+
+
+# -------------------------------------------------------------------------------- which matrices
+
+
+def test_the_hidden_matrices_of_a_decoder():
+    for model, config in (("tied decoder", CONFIG), ("decoder with experts and latents", LATENT)):
+        with torch.device("meta"):
+            made = MODELS[model]()
+        found = hidden_matrices([made])
+        left = {name.rpartition(".")[0] for name, p in made.named_parameters() if name not in found}
+        inside = {name.split(".", 2)[2] for name in left if name.startswith("layers")}
+        assert {name for name in left if "norm" not in name} - {"head", "embedding"} <= {
+            f"layers.{i}.mlp.router" for i in range(config.layers)
+        }
+        assert all("norm" in name or name == "mlp.router" for name in inside)
+        assert ("mlp.router" in inside) == ("experts" in model)
+        parts = {name.rpartition(".")[0][9:]: x for name, x in found.items() if x is not None}
+        assert parts == ({"attention.wkv": (10, 6)} if "latents" in model else {})
+
+
+class Others(nn.Module):
+    """What a model of others' may hold: a tied head, a router, a stack of experts."""
+
+    def __init__(self):
+        super().__init__()
+        self.wte = nn.Embedding(10, 32)
+        self.conv = nn.Conv1d(3, 4, 5)
+        self.gate_proj = nn.Linear(32, 64)
+        self.experts = nn.Parameter(torch.zeros(4, 8, 8))
+        self.gate = nn.Linear(32, 3)
+        self.norm = nn.LayerNorm(32)
+        self.lora = nn.Linear(32, 2, bias=False).requires_grad_(requires_grad=False)
+        self.reader = nn.Linear(32, 10)
+        self.to_vocabulary = nn.Linear(32, 10)
+
+    def get_output_embeddings(self):
+        return self.to_vocabulary
+
+
+def test_the_hidden_matrices_of_a_model_of_others():
+    assert [*hidden_matrices([Others()])] == ["experts", "gate_proj.weight", "reader.weight"]
+    tied = Others()
+    tied.reader.weight = tied.wte.weight
+    assert [*hidden_matrices([tied])] == ["experts", "gate_proj.weight"]
+    headed = nn.ModuleDict(
+        {"head": nn.Linear(2, 3), "block": nn.ModuleDict({"head": nn.Linear(2, 2)})}
+    )
+    assert [*hidden_matrices([headed])] == ["block.head.weight"]
