@@ -5,6 +5,8 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Iterator, Sequence
 from fnmatch import fnmatchcase
+from functools import cache
+from itertools import product
 from typing import Any, Literal
 
 import attrs
@@ -310,6 +312,45 @@ def box_of(tensor: Tensor, *, replica: int = 0) -> Box:
     with torch.no_grad():
         local = tensor.to_local()
     return Box(local, shape, tuple(offset), writes=not any(copies))
+
+
+def boxes_of(tensor: Any) -> list[tuple[tuple[int, ...], tuple[int, ...]]]:
+    """Return of every rank where its box begins in the whole tensor, and the shape of the box.
+
+    Args:
+        tensor: A DTensor (sharded and replicated placements).
+
+    Returns:
+        (offset, shape) for each rank of its mesh, the last mesh dimension running fastest; replicas
+        have equal ones, and a box may be empty.
+
+    Examples:
+        >>> import torch.distributed as dist
+        >>> from torch.distributed.tensor import DTensor, Shard, init_device_mesh
+        >>> dist.init_process_group("gloo", rank=0, world_size=1, store=dist.HashStore())
+        >>> mesh = init_device_mesh("cpu", (1,))
+        >>> boxes_of(DTensor.from_local(torch.ones(2, 3), mesh, [Shard(0)]))
+        [((0, 0), (2, 3))]
+        >>> dist.destroy_process_group()
+    """
+    return _boxes(tuple(tensor.shape), tuple(tensor.device_mesh.shape), tuple(tensor.placements))
+
+
+@cache
+def _boxes(
+    whole: tuple[int, ...], sizes: tuple[int, ...], placements: tuple[Any, ...]
+) -> list[tuple[tuple[int, ...], tuple[int, ...]]]:
+    from torch.distributed.tensor._utils import (  # noqa: PLC0415 (a second of import time)
+        _compute_local_shape_and_global_offset,
+    )
+
+    found: list[tuple[tuple[int, ...], tuple[int, ...]]] = []
+    for coordinate in product(*map(range, sizes)):
+        shape, offset = _compute_local_shape_and_global_offset(
+            whole, sizes, [*coordinate], placements
+        )
+        found.append((tuple(offset), tuple(shape)))
+    return found
 
 
 class PlacedAlike(TorchFunctionMode):
