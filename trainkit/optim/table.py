@@ -16,14 +16,14 @@ import attrs
 import torch
 from torch import nn
 
+from trainkit.collectives import all_gather_json
 from trainkit.optim.adamw import adamw
 from trainkit.optim.elementwise import Elementwise
-from trainkit.optim.muon import Muon, hidden_matrices
 from trainkit.optim.groups import grouped, split_by_pattern
+from trainkit.optim.muon import Muon, hidden_matrices
 from trainkit.optim.rules import Lion, Momentum, ScheduleFree, SignSGD
 from trainkit.optim.storage import moment_bytes
 from trainkit.optim.together import together
-from trainkit.collectives import all_gather_json
 from trainkit.parallel.naming import named_parameters_of
 from trainkit.types import SOLO, Axis, ConfigError
 
@@ -175,7 +175,7 @@ def check_optimizer(*, groups: Sequence[str] = (), **asked: Any) -> None:
         make_optimizer(probe, **asked | told | {"options": [*shared, *texts]})
 
 
-def _made(  # noqa: PLR0917 (what all parts share, then what this one is told)
+def _made(
     named: Mapping[str, nn.Parameter],
     hidden: Mapping[tuple[int, ...] | None, Sequence[str]],
     lr: float,
@@ -189,7 +189,8 @@ def _made(  # noqa: PLR0917 (what all parts share, then what this one is told)
     """Return the optimizer of these parameters: with its `rest`, two."""
     told, kind = _parsed(optimizer, options), OPTIMIZERS[optimizer]
     told |= {"seed": seed} if "seed" in kind.parameters else {}
-    groups, others = grouped(named.items(), weight_decay=weight_decay), []
+    groups = grouped(named.items(), weight_decay=weight_decay)
+    others: list[torch.optim.Optimizer] = []
     if kind.rest:
         groups = [
             grouped([(x, named[x]) for x in names if x in named], weight_decay=weight_decay)[0]
