@@ -158,9 +158,7 @@ def train(cfg, run, base):
     loss, teach, known = soft_labels(cfg, ps, base, first)
     student = choose_student(cfg, base.config.vocab_size)
     stages = build(cfg, ps, student, tk.models.init_weights(student, seed=cfg.seed))
-    named, decay = tk.named_parameters_of(stages), cfg.optim.weight_decay
-    groups = tk.optim.decay_groups(named, weight_decay=decay)
-    optimizer = tk.optim.adamw(groups, lr=cfg.optim.lr)
+    optimizer = tk.optim.make_optimizer(stages, **cfg.optim.made, seed=cfg.seed, axis=ps.pp)
     size = {"rows_per_step": cfg.batch.rows, "dtype": cfg.dtype}
     run.say(tk.parallel.start_lines(stages, ps, rows.bins, **size))
     order = {"schedule": cfg.layout.schedule, "reduce": cfg.layout.reduce}

@@ -98,8 +98,7 @@ def build(cfg, ps, model):
     if cfg.init:
         weights = tk.hub.folder_weights(tk.hub.open_folder(cfg.init), axis=ps.world)
     stages = tk.build_stages(make_model, ps, plan, weights=weights, schedule=cfg.layout.schedule)
-    named, decay = tk.named_parameters_of(stages), cfg.optim.weight_decay
-    return stages, tk.optim.adamw(tk.optim.decay_groups(named, weight_decay=decay), lr=cfg.optim.lr)
+    return stages, tk.optim.make_optimizer(stages, **cfg.optim.made, seed=cfg.seed, axis=ps.pp)
 
 
 def make_train_step(cfg, ps, stages, optimizer, forward_backward):

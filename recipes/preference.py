@@ -70,8 +70,7 @@ def build(cfg, ps, base):
     make_model = functools.partial(tk.models.Decoder, base.config, head="hidden")
     weights = tk.adapters.base_weights(base.path, axis=ps.world)
     stages = tk.build_stages(make_model, ps, plan, weights=weights, schedule=cfg.layout.schedule)
-    named, decay = tk.named_parameters_of(stages), cfg.optim.weight_decay
-    return stages, tk.optim.adamw(tk.optim.decay_groups(named, weight_decay=decay), lr=cfg.optim.lr)
+    return stages, tk.optim.make_optimizer(stages, **cfg.optim.made, seed=cfg.seed, axis=ps.pp)
 
 
 def exchange_answers(cfg, rows):

@@ -112,8 +112,7 @@ def build(cfg, ps, model):
     make_model = functools.partial(tk.models.Decoder, model, head="hidden")
     weights = tk.models.init_weights(model, seed=cfg.seed)
     stages = tk.build_stages(make_model, ps, plan, weights=weights, schedule=cfg.layout.schedule)
-    named, decay = tk.named_parameters_of(stages), cfg.optim.weight_decay
-    return stages, tk.optim.adamw(tk.optim.decay_groups(named, weight_decay=decay), lr=cfg.optim.lr)
+    return stages, tk.optim.make_optimizer(stages, **cfg.optim.made, seed=cfg.seed, axis=ps.pp)
 
 
 def make_train_step(cfg, ps, stages, optimizer, forward_backward):

@@ -106,8 +106,7 @@ def build(cfg, ps, model, path):
     new = functools.partial(tk.models.init_weights, model, seed=cfg.seed)
     weights = tk.adapters.base_weights(path, axis=ps.world) if path else new()
     stages = tk.build_stages(make_model, ps, plan, weights=weights, schedule=cfg.layout.schedule)
-    named, decay = tk.named_parameters_of(stages), cfg.optim.weight_decay
-    return stages, tk.optim.adamw(tk.optim.decay_groups(named, weight_decay=decay), lr=cfg.optim.lr)
+    return stages, tk.optim.make_optimizer(stages, **cfg.optim.made, seed=cfg.seed, axis=ps.pp)
 
 
 def bind_losses(cfg, ps, stages):

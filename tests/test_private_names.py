@@ -104,6 +104,11 @@ PRIVATE = [
         "which part of a whole tensor a rank holds",
     ),
     Private(
+        "torch.distributed.tensor._utils._compute_local_shape_and_global_offset",
+        "parallel/naming.py",
+        "which part each of the others holds",
+    ),
+    Private(
         "module._non_persistent_buffers_set", "parallel/naming.py", "which buffers are not saved"
     ),
     Private(

@@ -99,6 +99,16 @@ def option(default: Any, validator: Validator | None = None, *, change: Change =
     return attrs.field(default=default, validator=validator, metadata={"change": change})
 
 
+def _known_optimizer(options: OptimOptions, _: object, __: object) -> None:
+    """Refuse what no optimizer can be made of; torch is loaded only where there is something."""
+    fields = attrs.fields(OptimOptions)
+    named = {"optimizer", "optimizer_options", "optimizer_groups", "mean"}
+    if any(getattr(options, x.name) != x.default for x in fields if x.name in named):
+        from trainkit.optim.table import check_optimizer  # noqa: PLC0415 -- it needs torch
+
+        check_optimizer(**options.made)
+
+
 @attrs.frozen(kw_only=True)
 class OptimOptions:
     """How the optimizer steps."""
@@ -115,8 +125,32 @@ class OptimOptions:
     weight_decay: float = attrs.field(default=0.1, validator=non_negative)
     """Decay of matrices; vectors have none."""
 
+    optimizer: str = attrs.field(default="adamw", validator=_known_optimizer)
+    """adamw, lion, momentum, muon, schedule-free, signsgd; docs/howto/choose-an-optimizer.md."""
+
+    optimizer_options: tuple[str, ...] = ()
+    """What it is told, NAME=VALUE each: moments=bf16, cautious=True."""
+
+    optimizer_groups: tuple[str, ...] = ()
+    """What other parameters get, each a regular expression of names: 'head.* lr_scale=0.5'."""
+
+    mean: float | None = None
+    """Keep a mean of the weights, of which this much stays in a step (0.999), and evaluate it."""
+
     max_norm: float = attrs.field(default=1.0, validator=positive)
     """Gradients above this norm are scaled down to it."""
+
+    @property
+    def made(self) -> dict[str, Any]:
+        """What `optim.make_optimizer` is told."""
+        return {
+            "optimizer": self.optimizer,
+            "lr": self.lr,
+            "weight_decay": self.weight_decay,
+            "options": self.optimizer_options,
+            "groups": self.optimizer_groups,
+            "mean": self.mean,
+        }
 
 
 @attrs.frozen(kw_only=True)
@@ -192,9 +226,13 @@ class _Field:
         name = self.attribute.name
         return self.attribute.default if self.owner is None else getattr(self.owner, name)
 
+    def holder(self, config: Any) -> Any:
+        """Return the record of a configuration that the field is in."""
+        return functools.reduce(getattr, self.path[:-1], config)
+
     def value(self, config: Any) -> Any:
         """Return the field's value in a configuration."""
-        return functools.reduce(getattr, self.path, config)
+        return getattr(self.holder(config), self.path[-1])
 
 
 @functools.cache
@@ -519,7 +557,7 @@ def _rule_problems(config: Any, names: Container[str] | None = None) -> list[str
             problems.append(f"{name} must be below 2^63, got {value!r}")
         elif field.attribute.validator is not None:
             try:
-                field.attribute.validator(config, field.attribute, value)
+                field.attribute.validator(field.holder(config), field.attribute, value)
             except (ValueError, TypeError) as error:
                 text = str(error)
                 problems.append(text if name in text else f"{name}: {text}")

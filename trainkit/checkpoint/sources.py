@@ -56,11 +56,17 @@ def checkpoint_tensors(path: Path) -> dict[str, Stored]:
 def model_of(path: Path) -> dict[str, Stored]:
     """Describe the tensors of the model in one of our checkpoints, by their names in it.
 
+    They are those that are evaluated: where the optimizer keeps a mean of a parameter, the mean.
+
     Raises:
         CheckpointError: As `checkpoint_tensors`.
     """
     found = checkpoint_tensors(path)
-    return {parameter_of(name): x for name, x in found.items() if name.startswith("model/")}
+    return {
+        parameter_of(name): found.get(f"optimizer/mean/{parameter_of(name)}", x)
+        for name, x in found.items()
+        if name.startswith("model/")
+    }
 
 
 def verify_weights(folder: Path | str, *, share: Share = SOLO.share) -> list[str]:

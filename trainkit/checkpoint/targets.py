@@ -191,7 +191,7 @@ def _state_after_a_step(
     probe.grad = torch.zeros_like(probe)
     with suppress(Exception):  # an optimizer may need anything to be made, or to step
         make: Any = type(optimizer)
-        options = {**group, "params": [probe], "fused": None, "capturable": False}
+        options = {**group, "params": [probe], "fused": None, "capturable": False, "parts": None}
         twin = make([options], lr=group["lr"])
         twin.step()
         return dict(twin.state[probe])

@@ -51,7 +51,8 @@ def optimizer_state(
     return {name: optimizer.state.get(p, {}) for name, p in named.items() if id(p) in stepped}
 
 
-_IMPLEMENTATION = ("params", "lr", "initial_lr", "foreach", "fused", "capturable", "differentiable")
+_IMPLEMENTATION = ("params", "param_names", "lr", "initial_lr")
+_IMPLEMENTATION += ("foreach", "fused", "capturable", "differentiable")
 
 
 def group_options(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:

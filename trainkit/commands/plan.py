@@ -97,7 +97,14 @@ def _add_work(group: Any) -> None:
     group.add_argument(
         "--dtype", choices=("bf16", "fp32"), help="what is computed in (bf16; fp32 on cpu)"
     )
-    group.add_argument("--optimizer", choices=("adamw", "momentum", "sgd"), default="adamw")
+    group.add_argument("--optimizer", default="adamw", metavar="NAME", help="what steps (adamw)")
+    group.add_argument(
+        "--optimizer-options",
+        nargs="+",
+        default=[],
+        metavar="NAME=VALUE",
+        help="of the optimizer: moments=bf16, moments=8bit",
+    )
     group.add_argument(
         "--loss", choices=("linear", "plain"), default="linear", help="logits by chunks, or whole"
     )
@@ -156,6 +163,7 @@ def run(options: argparse.Namespace) -> tuple[Any, int]:
         microbatch=options.microbatch,
         dtype=options.dtype or ("fp32" if options.hardware == "cpu" else "bf16"),
         optimizer=options.optimizer,
+        optimizer_options=options.optimizer_options,
         loss=options.loss,
         documents=options.documents,
         begins=_begins(options),

@@ -15,7 +15,7 @@ from trainkit.checkpoint.export import SHARD_BYTES, origin_of, write_weights
 from trainkit.checkpoint.load import read_facts
 from trainkit.checkpoint.manifest import find_checkpoint
 from trainkit.checkpoint.reading import reader
-from trainkit.checkpoint.sources import checkpoint_tensors
+from trainkit.checkpoint.sources import model_of
 from trainkit.checkpoint.stored import Stored
 from trainkit.checkpoint.tensors import model_tensors
 from trainkit.collectives import all_gather_json, broadcast, together
@@ -219,8 +219,8 @@ def _there(family: Family, config: DecoderConfig) -> tuple[list[Link], dict[str,
 
 def _saved(path: Path, shapes: Mapping[str, Sequence[int]]) -> dict[str, Stored]:
     """Describe the tensors of a decoder that a checkpoint holds; refuse what it does not."""
-    held = checkpoint_tensors(path)
-    found = {name: held[f"model/{name}"] for name in shapes if f"model/{name}" in held}
+    held = model_of(path)
+    found = {name: held[name] for name in shapes if name in held}
     wrong = [
         f"{name} of shape {tuple(shape)}"
         for name, shape in shapes.items()

@@ -39,6 +39,7 @@ class LatentAttention(nn.Module):
         self.kv_latent_norm = norm_of(config, made.kv_rank)
         self.wkv = Linear(made.kv_rank, heads * (made.plain + made.values), bias=False)
         self.wq.head_size, self.wkv.head_size = config.head_size, made.plain + made.values
+        self.wkv.parts = made.plain, made.values
         self.k_rotary = Linear(width, made.rotary, bias=False)
         self.wo = Linear(heads * made.values, width, bias=False)
 

@@ -21,6 +21,9 @@ class Linear(nn.Linear):
     head_size: int | None = None
     """How many rows belong to one head, where that differs among the matrices of an attention."""
 
+    parts: tuple[int, ...] | None = None
+    """How many rows belong, over and over, to each of the matrices that stand in it, if several."""
+
     def reset_parameters(self) -> None:
         """Leave the values as they are; a `Weights` function fills them."""
 

@@ -87,7 +87,7 @@ def _fill_symmetric(out: Any, row_keys: Any, first_column: int) -> None:
             out[row, column] = float(bits >> np.uint64(11)) * 2.0**-52 - 1.0
 
 
-def _row_keys(key: int, shape: Sequence[int], offset: Sequence[int]) -> np.ndarray[Any, Any]:
+def row_keys(key: int, shape: Sequence[int], offset: Sequence[int]) -> np.ndarray[Any, Any]:
     """Return one key for each index of all dimensions but the last, flattened, in uint64."""
     keys = np.array([key & MASK64], np.uint64)
     for size, start in zip(shape[:-1], offset[:-1], strict=True):
@@ -143,7 +143,7 @@ def _filled(fill: Any, key: int, shape: Sequence[int], offset: Sequence[int] | N
     shape_, offset_ = tuple(shape) or (1,), tuple(offset or (0,) * max(len(shape), 1))
     if len(shape_) != len(offset_):
         raise ValueError(f"noise: shape {shape_} and offset {offset_} differ in length")
-    keys = _row_keys(key, shape_, offset_)
+    keys = row_keys(key, shape_, offset_)
     out = np.empty((keys.size, shape_[-1]), np.float32)
     fill(out, keys, offset_[-1])
     return torch.from_numpy(out).reshape(tuple(shape))

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
 import torch
 from torch import Tensor
 
-from trainkit.noise.counters import mix_tensor, signed
+from trainkit.noise.counters import mix_tensor, row_keys, signed
 from trainkit.noise.hashing import GOLDEN
+from trainkit.noise.jit import jit
 
 _CHUNK = 2**22  # elements at a time: what is made of them beside takes some 20 bytes for each
 
@@ -54,3 +59,89 @@ def _noise(part: Tensor, key: Tensor) -> Tensor:
     words = torch.arange(-(-part.numel() // 4), device=part.device) * signed(GOLDEN)
     hashes = mix_tensor(mix_tensor(key) + words)
     return hashes.view(torch.int16)[: part.numel()].to(torch.int32) & 0xFFFF
+
+
+# -------------------------------------------------------------------------------- by name and index
+
+
+def rounding_keys(key: int, shape: Sequence[int], offset: Sequence[int]) -> Tensor:
+    """Return the keys by which `rounded_rows` rounds the rows of a box of a tensor.
+
+    Args:
+        key: The whole tensor's, for instance `key_of(seed, step, name)`.
+        shape: The shape of the box.
+        offset: Where it begins in the whole tensor.
+
+    Returns:
+        int32 `[rows]`, of the box flattened to rows.
+
+    Examples:
+        >>> whole = rounding_keys(7, (4, 6), (0, 0))
+        >>> torch.equal(rounding_keys(7, (2, 3), (1, 2)), whole[1:3])
+        True
+    """
+    keys = row_keys(key, tuple(shape) or (1,), tuple(offset) or (0,))
+    return torch.from_numpy((keys >> np.uint64(32)).astype(np.uint32).view(np.int32))
+
+
+def rounded_rows(x: Tensor, keys: Tensor, *, columns: int, begin: int, first: int) -> Tensor:
+    """Round a part of a tensor to bf16 as `rounded_bf16` does, by the whole tensor's indices.
+
+    An element's 16 random bits are a function of its row's key and of its column, so any part of a
+    tensor is rounded as it is in the whole.
+
+    Args:
+        x: fp32, flat: row after row of a box; it may begin and end inside of one.
+        keys: From `rounding_keys`, of all rows of the box, on the device of `x`.
+        columns: The length of a row of the box.
+        begin: The index of `x[0]` in the flat box.
+        first: The index of the box's first column in the whole tensor.
+
+    Returns:
+        bf16, of the shape of `x`.
+
+    Examples:
+        >>> keys, x = rounding_keys(7, (2, 500), (0, 0)), torch.full((1000,), 1 + 2.0**-8)
+        >>> whole = rounded_rows(x, keys, columns=500, begin=0, first=0)
+        >>> 450 < int((whole > 1).sum()) < 550
+        True
+        >>> torch.equal(rounded_rows(x[7:], keys, columns=500, begin=7, first=0), whole[7:])
+        True
+    """
+    if x.device.type == "cpu":
+        out = torch.empty_like(x, dtype=torch.bfloat16)
+        bits = x.numpy().view(np.uint32), keys.numpy().view(np.uint32)
+        _round_rows(*bits, columns, begin, first, out.view(torch.int16).numpy().view(np.uint16))
+        return out
+    index = torch.arange(begin, begin + x.numel(), device=x.device)
+    noise = keys[index // columns].to(torch.int64) + (index % columns + first) * GOLDEN_32
+    noise = noise & MASK_32
+    noise = ((noise ^ (noise >> 16)) * 0x7FEB352D) & MASK_32
+    noise = ((noise ^ (noise >> 15)) * 0x846CA68B) & MASK_32
+    bits = x.view(torch.int32) + (noise >> 16).to(torch.int32)
+    high = (bits >> 16).to(torch.int16).view(torch.bfloat16)
+    return torch.where(x.isfinite(), high, x.to(torch.bfloat16))
+
+
+GOLDEN_32, MASK_32 = 0x9E3779B9, 0xFFFFFFFF
+
+
+@jit
+def _round_rows(  # noqa: PLR0917 (a loop)
+    x: Any, keys: Any, columns: int, begin: int, first: int, out: Any
+) -> None:
+    """Round as `rounded_rows`; the two multipliers are of a well-mixing hash of 32 bits."""
+    done = 0
+    while done < x.size:
+        row, inside = divmod(begin + done, columns)
+        many = min(columns - inside, x.size - done)
+        key = keys[row] + np.uint32(inside + first) * np.uint32(GOLDEN_32)
+        for i in range(many):
+            noise = np.uint32(key + np.uint32(i) * np.uint32(GOLDEN_32))
+            noise = np.uint32((noise ^ (noise >> np.uint32(16))) * np.uint32(0x7FEB352D))
+            noise = np.uint32((noise ^ (noise >> np.uint32(15))) * np.uint32(0x846CA68B))
+            bits = x[done + i]
+            is_finite = (bits & np.uint32(0x7F800000)) != np.uint32(0x7F800000)
+            bits = np.uint32(bits + (noise >> np.uint32(16) if is_finite else np.uint32(0x8000)))
+            out[done + i] = np.uint16(bits >> np.uint32(16))
+        done += many

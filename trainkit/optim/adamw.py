@@ -9,6 +9,9 @@ from typing import Any
 import torch
 from torch import nn
 
+from trainkit.optim.elementwise import placed_as
+from trainkit.optim.rules import NarrowAdamW
+from trainkit.optim.storage import Moments, Rounding
 from trainkit.parallel.naming import PlacedAlike
 
 
@@ -29,17 +32,10 @@ class AdamW(torch.optim.AdamW):
             has_complex = super()._init_group(group, *lists, **named)
         if group["fused"]:
             params, grads = lists[:2]
-            grads[:] = [_placed_as(p, grad) for p, grad in zip(params, grads, strict=True)]
+            grads[:] = [placed_as(p, grad) for p, grad in zip(params, grads, strict=True)]
             for tensors in (*lists, *named.values()):
                 tensors[:] = [x.to_local() if hasattr(x, "to_local") else x for x in tensors]
         return has_complex
-
-
-def _placed_as(p: Any, grad: Any) -> Any:
-    """Return a gradient as its parameter is placed: that of a foreign module may still be parts."""
-    if getattr(grad, "placements", None) == getattr(p, "placements", None):
-        return grad
-    return grad.redistribute(placements=p.placements)
 
 
 def adamw(
@@ -49,9 +45,13 @@ def adamw(
     betas: tuple[float, float] = (0.9, 0.95),
     eps: float = 1e-8,
     weight_decay: float = 0.0,
+    cautious: bool = False,
+    moments: Moments = "fp32",
+    rounding: Rounding = "nearest",
+    seed: int = 0,
     fused: bool = True,
-) -> AdamW:
-    """Return torch's AdamW (Loshchilov and Hutter 2019), fused.
+) -> torch.optim.Optimizer:
+    """Return AdamW (Loshchilov and Hutter 2019): torch's, fused, where it can do what is asked.
 
     Fused means one kernel for all parameters, on CPU too (8 ms instead of 56 for 4 million
     parameters), plain or sharded (FSDP2), and a step that can be skipped on the device, without
@@ -64,6 +64,12 @@ def adamw(
         eps: added to the root of the second moment.
         weight_decay: for groups that do not say; the parameter shrinks by lr * weight_decay per
             step.
+        cautious: decay only where it does not work against the update (Chen et al. 2025).
+        moments: how they are kept: "fp32", "bf16", or "8bit"; see `storage.Moments`. Those of
+            parameters in bf16 too are in fp32 unless somebody asks for less.
+        rounding: what becomes of small steps of parameters in bf16: "nearest", "stochastic" or
+            "kahan"; see `storage.Rounding`.
+        seed: what stochastic rounding follows from, beside the parameter's name and the step.
         fused: one kernel, or torch's default. A group of plain and sharded parameters takes the
             default in any case: torch's kernel takes only one kind.
 
@@ -89,6 +95,10 @@ def adamw(
         raise ValueError(f"adamw: betas must be two numbers of at least 0 and below 1, got {betas}")
     groups = listed if isinstance(listed[0], dict) else [{"params": listed}]
     groups = [{**group, "params": _listed(group["params"])} for group in groups]
+    narrow = any(p.dtype.itemsize < 4 for group in groups for p in group["params"])
+    if cautious or narrow or moments != "fp32" or rounding != "nearest":
+        how = {"cautious": cautious, "moments": moments, "rounding": rounding, "seed": seed}
+        return NarrowAdamW(groups, lr=lr, betas=betas, eps=eps, weight_decay=weight_decay, **how)
     one_kind = all(len({hasattr(p, "placements") for p in g["params"]}) < 2 for g in groups)
     return AdamW(
         groups, lr=lr, betas=betas, eps=eps, weight_decay=weight_decay, fused=fused and one_kind

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from torch import nn
 
+from trainkit.collectives import all_gather_json
+from trainkit.parallel.naming import COPY_SUFFIX, fitting_names
+from trainkit.types import SOLO, Axis, ConfigError
 
-def decay_groups(
-    named_parameters: Mapping[str, nn.Parameter] | Iterable[tuple[str, nn.Parameter]],
-    *,
-    weight_decay: float,
-) -> list[dict[str, Any]]:
+Named = Mapping[str, nn.Parameter] | Iterable[tuple[str, nn.Parameter]]
+
+
+def decay_groups(named_parameters: Named, *, weight_decay: float) -> list[dict[str, Any]]:
     """Return parameter groups that decay matrices and leave vectors alone.
 
     Parameters with two or more dimensions (weights, embeddings) decay; norms' gains and biases do
@@ -28,7 +30,7 @@ def decay_groups(
 
     Returns:
         Groups as `torch.optim` takes them: the one that decays, then the other, each in the order
-            given.
+            given, with its "param_names".
 
     Raises:
         ValueError: if there is no parameter, or `weight_decay` is negative or not finite.
@@ -43,12 +45,72 @@ def decay_groups(
         raise ValueError(
             f"decay_groups: weight_decay must be finite and at least 0, got {weight_decay}"
         )
-    pairs = named_parameters.items() if isinstance(named_parameters, Mapping) else named_parameters
-    parameters = {id(p): p for _, p in pairs}.values()
-    if not parameters:
+    is_mapping = isinstance(named_parameters, Mapping)
+    pairs: Any = list(named_parameters.items() if is_mapping else named_parameters)
+    if not pairs:
         raise ValueError("decay_groups: at least one parameter is needed, got none")
-    trainable = [p for p in parameters if p.requires_grad]
+    return grouped(pairs, weight_decay=weight_decay)
+
+
+def grouped(
+    pairs: Iterable[tuple[str, nn.Parameter]], *, weight_decay: float
+) -> list[dict[str, Any]]:
+    """Return the groups of `decay_groups`, of any number of parameters.
+
+    Examples:
+        >>> [group["params"] for group in grouped([], weight_decay=0.1)]
+        [[], []]
+    """
+    unique: dict[int, tuple[str, nn.Parameter]] = {}
+    for name, p in pairs:
+        unique.setdefault(id(p), (name, p))
+    trained = [(name, p) for name, p in unique.values() if p.requires_grad]
+    parts = [(weight_decay, [x for x in trained if x[1].ndim >= 2])]
+    parts += [(0.0, [x for x in trained if x[1].ndim < 2])]
     return [
-        {"params": [p for p in trainable if p.ndim >= 2], "weight_decay": weight_decay},
-        {"params": [p for p in trainable if p.ndim < 2], "weight_decay": 0.0},
+        {
+            "params": [p for _, p in part],
+            "param_names": [name for name, _ in part],
+            "weight_decay": decay,
+        }
+        for decay, part in parts
     ]
+
+
+def split_by_pattern(
+    named: Mapping[str, nn.Parameter], patterns: Sequence[str], *, axis: Axis = SOLO
+) -> list[dict[str, nn.Parameter]]:
+    r"""Return the parameters that each regular expression matches as a whole, then the rest.
+
+    Args:
+        named: The parameters of this rank, by their names in the whole model.
+        patterns: Regular expressions of such names.
+        axis: The ranks that hold the parts of the model, `ps.pp`: a pattern must match a name of
+            the whole.
+
+    Raises:
+        ConfigError: A pattern is none, or matches nothing; or two match the same name.
+
+    Effects:
+        Communicates on `axis`.
+
+    Examples:
+        >>> model = nn.ModuleDict({"up": nn.Linear(2, 3), "head": nn.Linear(3, 4)})
+        >>> parts = split_by_pattern(dict(model.named_parameters()), [r".*\.bias", "head.weight"])
+        >>> [list(part) for part in parts]
+        [['up.bias', 'head.bias'], ['head.weight'], ['up.weight']]
+    """
+    own = [name.removesuffix(COPY_SUFFIX) for name in named]
+    names = list(dict.fromkeys(name for part in all_gather_json(own, axis) for name in part))
+    owner: dict[str, int] = {}
+    for index, pattern in enumerate(patterns):
+        for name in fitting_names(pattern, names, by="optimizer groups", what="parameter"):
+            if name in owner:
+                both = f"{patterns[owner[name]]!r} and {pattern!r}"
+                told = f"optimizer groups: {name} is matched by {both}; a parameter is in one group"
+                raise ConfigError(told, where="pattern", got=pattern)
+            owner[name] = index
+    parts: list[dict[str, nn.Parameter]] = [{} for _ in (*patterns, None)]
+    for name, whole in zip(named, own, strict=True):
+        parts[owner.get(whole, -1)][name] = named[name]
+    return parts

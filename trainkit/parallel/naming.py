@@ -5,6 +5,8 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Iterator, Sequence
 from fnmatch import fnmatchcase
+from functools import cache
+from itertools import product
 from typing import Any, Literal
 
 import attrs
@@ -312,6 +314,45 @@ def box_of(tensor: Tensor, *, replica: int = 0) -> Box:
     return Box(local, shape, tuple(offset), writes=not any(copies))
 
 
+def boxes_of(tensor: Any) -> list[tuple[tuple[int, ...], tuple[int, ...]]]:
+    """Return of every rank where its box begins in the whole tensor, and the shape of the box.
+
+    Args:
+        tensor: A DTensor (sharded and replicated placements).
+
+    Returns:
+        (offset, shape) for each rank of its mesh, the last mesh dimension running fastest; replicas
+        have equal ones, and a box may be empty.
+
+    Examples:
+        >>> import torch.distributed as dist
+        >>> from torch.distributed.tensor import DTensor, Shard, init_device_mesh
+        >>> dist.init_process_group("gloo", rank=0, world_size=1, store=dist.HashStore())
+        >>> mesh = init_device_mesh("cpu", (1,))
+        >>> boxes_of(DTensor.from_local(torch.ones(2, 3), mesh, [Shard(0)]))
+        [((0, 0), (2, 3))]
+        >>> dist.destroy_process_group()
+    """
+    return _boxes(tuple(tensor.shape), tuple(tensor.device_mesh.shape), tuple(tensor.placements))
+
+
+@cache
+def _boxes(
+    whole: tuple[int, ...], sizes: tuple[int, ...], placements: tuple[Any, ...]
+) -> list[tuple[tuple[int, ...], tuple[int, ...]]]:
+    from torch.distributed.tensor._utils import (  # noqa: PLC0415 (a second of import time)
+        _compute_local_shape_and_global_offset,
+    )
+
+    found: list[tuple[tuple[int, ...], tuple[int, ...]]] = []
+    for coordinate in product(*map(range, sizes)):
+        shape, offset = _compute_local_shape_and_global_offset(
+            whole, sizes, [*coordinate], placements
+        )
+        found.append((tuple(offset), tuple(shape)))
+    return found
+
+
 class PlacedAlike(TorchFunctionMode):
     """A mode in which empties and zeros like a sharded tensor are made from what this rank holds.
 
@@ -338,3 +379,30 @@ class PlacedAlike(TorchFunctionMode):
             shape=like.shape,
             stride=like.stride(),
         )
+
+
+def empty_rows_like(tensor: Tensor, length: int, dtype: torch.dtype) -> Tensor:
+    """Return an empty tensor of a parameter's shape but for the length of its rows, placed as it.
+
+    Args:
+        tensor: A plain tensor or a DTensor. Where its rows are cut, those of the result are too.
+        length: How many numbers stand in a row of the result.
+        dtype: Their dtype.
+
+    Examples:
+        >>> empty_rows_like(torch.ones(3, 8), 2, torch.float64).shape
+        torch.Size([3, 2])
+    """
+    local = box_of(tensor).local
+    if not tensor.dim() or length == tensor.shape[-1]:
+        with PlacedAlike():
+            return torch.empty_like(tensor.data, dtype=dtype)
+    rows, own = local.shape[:-1], local.shape[-1] * length // tensor.shape[-1]
+    made = torch.empty(*rows, own, dtype=dtype, device=local.device)
+    if not hasattr(tensor, "placements"):
+        return made
+    whole: Any = tensor
+    shape = torch.Size((*whole.shape[:-1], length))
+    stride = torch.empty(shape, device="meta").stride()
+    where = (whole.device_mesh, whole.placements)
+    return type(whole.data).from_local(made, *where, run_check=False, shape=shape, stride=stride)

@@ -9,6 +9,7 @@ from typing import Any, Literal
 import attrs
 
 from trainkit.models.config import DecoderConfig
+from trainkit.optim.table import OPTIMIZERS
 from trainkit.parallel.fitting import problems
 from trainkit.parallel.split import SCHEDULES, rank_of_stages
 from trainkit.types import Layout, ModelTransform, Rows, one_of, positive
@@ -48,10 +49,10 @@ class Job:
     )
     """linear for `next_token_linear`, whose logits exist chunk by chunk; plain for `next_token`."""
 
-    optimizer: Literal["adamw", "momentum", "sgd"] = attrs.field(
-        default="adamw", validator=one_of("adamw", "momentum", "sgd")
-    )
-    """adamw holds two numbers per parameter, momentum one, sgd none."""
+    optimizer: str = attrs.field(default="adamw", validator=one_of(*OPTIMIZERS))
+    """What steps, with its options as recipes take them: what it remembers."""
+
+    optimizer_options: tuple[str, ...] = attrs.field(default=(), converter=tuple)
 
     documents: int = attrs.field(default=1, validator=positive)
     """Documents of a row, of equal lengths, for what attention costs."""

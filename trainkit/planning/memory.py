@@ -11,6 +11,7 @@ from collections.abc import Mapping
 
 import attrs
 
+from trainkit.optim.table import OPTIMIZERS, state_bytes
 from trainkit.planning.activations import Block, Head, block_activations, head_activations
 from trainkit.planning.jobs import FP32, Job, num_microbatches, stages_per_rank
 from trainkit.planning.stages import (
@@ -26,8 +27,6 @@ from trainkit.planning.stages import (
 )
 from trainkit.planning.weights import Sizes, Units, units_of
 from trainkit.types import Layout
-
-_STATES = {"adamw": 2, "momentum": 1, "sgd": 0}
 
 
 @attrs.frozen
@@ -87,7 +86,6 @@ def _memory_of_rank(job: Job, layout: Layout, pp_rank: int, fused_norms: bool) -
     part, units = part_of(job, layout, pp_rank), units_of(job, layout)
     ends, blocks = ends_of(part, units, tied=job.config.tied), blocks_of(part, units)
     own = (blocks + ends).trained
-    states = _STATES[job.optimizer]
     counts = {True: part.experts, False: part.layers - part.experts}
     kinds = {
         experts: block_activations(job, layout, fused_norms=fused_norms, experts=experts)
@@ -112,7 +110,11 @@ def _memory_of_rank(job: Job, layout: Layout, pp_rank: int, fused_norms: bool) -
         heads=_heads_in_flight(job, layout, pp_rank),
     )
     parameters, gradients = (blocks + ends).nbytes, own.shard * FP32
-    optimizer = states * gradients + (FP32 * own.tensors if states == 2 else 0)
+    optimizer = sum(
+        round(state_bytes(job.optimizer, job.optimizer_options, hidden=hidden) * held.trained.shard)
+        for hidden, held in ((True, blocks), (False, ends))
+    )
+    optimizer += FP32 * OPTIMIZERS[job.optimizer].counts * own.tensors
     buffers = buffers_of(job, layout, pp_rank)
     moments = _moments(rank)
     if layout.count("sp_unfolded") > 1 and not layout.cpu_offload:

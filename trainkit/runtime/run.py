@@ -26,6 +26,7 @@ from trainkit.collectives import together
 from trainkit.files import replacing, toml_text
 from trainkit.mesh import launch_notes, parallel_session
 from trainkit.metrics import step_record
+from trainkit.optim.together import averaged
 from trainkit.pictures.load import plot_load
 from trainkit.pictures.loss import plot_loss
 from trainkit.runtime.directory import make_run_dir
@@ -71,9 +72,10 @@ class Loop:
     state that it returns may be an earlier one."""
 
     evaluated: Callable[[TrainState, Evaluate], TrainState]
-    """`state = evaluated(state, evaluate)`: announces an evaluation to the watch, takes it, tells
-    what it found to every sink as eval/NAME, and ends a run that has diverged
-    (`refuse_divergence`). Its `score`, or else its loss, is that of the checkpoint of this step."""
+    """`state = evaluated(state, evaluate)`: announces an evaluation to the watch, takes it (of what
+    `optim.averaged` puts in place), tells what it found to every sink as eval/NAME, and ends a run
+    that has diverged (`refuse_divergence`). Its `score`, or else its loss, is that of the
+    checkpoint of this step."""
 
     keep: Callable[[TrainState], str | None]
     """`stop = keep(state)`: lets the ranks vote on whether to stop (`stop_votes`), saves when a
@@ -281,7 +283,7 @@ class _Frame:
             ) as (save, guard),
         ):
             event("resume", step=state.step, told=self.told)
-            around = _Around(self, steps, keeping.save_every, log, event, save, guard)
+            around = _Around(self, optimizer, steps, keeping.save_every, log, event, save, guard)
             yield Loop(around.after, around.evaluated, around.keep, event)
             if around.stop:
                 event("stop", step=around.step, why=around.stop)
@@ -309,6 +311,7 @@ class _Around:
     """What the functions of a `Loop` share: the clock of a step, the last score, the vote."""
 
     frame: _Frame
+    optimizer: torch.optim.Optimizer
     steps: int
     save_every: int
     log: Sink
@@ -333,7 +336,8 @@ class _Around:
 
     def evaluated(self, state: TrainState, evaluate: Evaluate) -> TrainState:
         self.frame.phase("evaluation", allow=self.frame.limits.start_timeout)
-        found = evaluate()
+        with averaged(self.optimizer):
+            found = evaluate()
         state = health.refuse_divergence(state, found["loss"])
         self.event("evaluation", step=state.step, **found)
         unit = "pair" if "pairs" in found else "token"

@@ -1,0 +1,337 @@
+"""Optimizers that step every element alone: a rule of a few lines, in one pass over memory.
+
+A rule is a pure function of numbers. On a CPU numba makes one loop of it, which reads and writes
+parameter, gradient and moments once; elsewhere the same lines run on whole tensors. What is stored
+in fewer bits than is computed in goes through a tile of fp32 that stays in the cache.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, ClassVar, get_args
+
+import numpy as np
+import torch
+from numba.extending import overload, register_jitable
+from torch import Tensor, nn
+
+from trainkit.noise.hashing import key_of
+from trainkit.noise.jit import jit
+from trainkit.noise.rounding import rounded_rows, rounding_keys
+from trainkit.optim.storage import (
+    BLOCK,
+    Moments,
+    Rounding,
+    empty_moment,
+    read_moment,
+    scale_name,
+    wide,
+    written_moment,
+)
+from trainkit.parallel.naming import Box, PlacedAlike, box_of
+from trainkit.parallel.reduction import local_of
+from trainkit.types import among
+
+_TILE = 1 << 14
+"""Elements: 64 KiB of fp32, which an allocator keeps."""
+
+
+Numbers = tuple[tuple[Any, ...], dict[str, Any]]
+"""What a rule is told in a step, and the counts after it: 0-d tensors on an accelerator."""
+
+
+# -------------------------------------------------------------------------------- words of a rule
+
+
+def root(x: Any) -> Any:
+    """Return the square root of a number, or of every element."""
+    return x.sqrt() if isinstance(x, Tensor) else math.sqrt(x)
+
+
+def sign(x: Any) -> Any:
+    """Return -1, 0 or 1 for a number, or for every element."""
+    return x.sign() if isinstance(x, Tensor) else np.sign(x)
+
+
+def where(condition: Any, yes: Any, no: Any) -> Any:
+    """Return one of two numbers, or for every element one of two tensors'."""
+    if isinstance(condition, Tensor):
+        return torch.where(condition, yes, no)
+    return yes if condition else no
+
+
+# What numba puts in their place where it compiles a rule; it compares the arguments.
+@overload(root)
+def _root(x: Any) -> Any:  # noqa: ARG001
+    def root_of_number(x: Any) -> Any:
+        return np.sqrt(x)
+
+    return root_of_number
+
+
+@overload(sign)
+def _sign(x: Any) -> Any:  # noqa: ARG001
+    def sign_of_number(x: Any) -> Any:
+        return np.sign(x)
+
+    return sign_of_number
+
+
+@overload(where)
+def _where(condition: Any, yes: Any, no: Any) -> Any:  # noqa: ARG001
+    def one_of_numbers(condition: Any, yes: Any, no: Any) -> Any:
+        return yes if condition else no
+
+    return one_of_numbers
+
+
+@register_jitable
+def decayed(u: Any, p: Any, decay: Any, against: Any) -> Any:
+    """Return an update with weight decay: `decay` of p where the two agree, else `against` of it.
+
+    Where `against` is 0 the decay is cautious (Chen et al. 2025, Cautious Weight Decay): it never
+    works against the update.
+    """
+    return u + where(u * p < 0, against * p, decay * p)
+
+
+@functools.cache
+def _loop(rule: Callable[..., Any], moments: int) -> Callable[..., None]:
+    """Return the loop of a rule over flat arrays, compiled at its first call."""
+    rule = register_jitable(rule)
+
+    def none(p: Any, g: Any, c: Any) -> None:
+        for i in range(p.size):
+            p[i] = rule(p[i], g[i], c)
+
+    def one(p: Any, g: Any, m: Any, c: Any) -> None:
+        for i in range(p.size):
+            p[i], m[i] = rule(p[i], g[i], m[i], c)
+
+    def two(p: Any, g: Any, m: Any, v: Any, c: Any) -> None:
+        for i in range(p.size):
+            p[i], m[i], v[i] = rule(p[i], g[i], m[i], v[i], c)
+
+    return jit((none, one, two)[moments], divides=True)
+
+
+# ------------------------------------------------------------------------------------- optimizer
+
+
+class Elementwise(torch.optim.Optimizer):
+    """What all optimizers that step every element alone share; one of them says its rule.
+
+    A subclass has `moments`, the names of what it remembers of an element (two at most; the name of
+    a second moment ends with "_sq"), those of them that begin as `copies` of the parameter and are
+    never in few bits; `rule(p, g, *moments, numbers) -> (p, *moments)`, arithmetic with `root`,
+    `sign`, `where` and `decayed`; and `numbers(group, counts)`, what follows from a group's options
+    and from what is counted. Both are pure. A literal in a rule is of 64 bits, and makes so what it
+    touches: give numbers instead.
+
+    Parameters may be sharded in any way; a step can be skipped on the device (`found_inf`); moments
+    are in fp32 unless somebody asks for less, also those of parameters in bf16.
+    """
+
+    moments: ClassVar[tuple[str, ...]] = ()
+    copies: ClassVar[tuple[str, ...]] = ()
+    counts: ClassVar[tuple[str, ...]] = ("step",)
+    rule: ClassVar[Any]
+
+    _step_supports_amp_scaling = True
+
+    def __init__(
+        self,
+        params: Iterable[Any],
+        *,
+        lr: float,
+        weight_decay: float = 0.0,
+        cautious: bool = False,
+        moments: Moments = "fp32",
+        rounding: Rounding = "nearest",
+        seed: int = 0,
+        **options: Any,
+    ) -> None:
+        """Take what all of them have.
+
+        Args:
+            params: Parameters, or groups of them as `decay_groups` returns.
+            lr: The rate until somebody sets another, as `clip_and_step` does in every step.
+            weight_decay: For groups that do not say; lr * weight_decay of a parameter goes per
+                step.
+            cautious: Decay only where it does not work against the update.
+            moments: How moments are kept: see `storage.Moments`.
+            rounding: What becomes of small steps of parameters in bf16: see `storage.Rounding`.
+            seed: What random rounding follows from, beside the parameter's name and the step.
+            options: Those of the rule.
+
+        Raises:
+            ValueError: An option is out of range, or random rounding has no names to go by.
+        """
+        name = type(self).__name__
+        among(get_args(Moments), name, moments=moments)
+        among(get_args(Rounding), name, rounding=rounding)
+        for option, value in (("lr", lr), ("weight_decay", weight_decay)):
+            if not 0 <= value < float("inf"):
+                raise ValueError(f"{name}: {option} must be finite and at least 0, got {value}")
+        options |= {"lr": lr, "weight_decay": weight_decay, "cautious": cautious}
+        options |= {"moments": moments, "rounding": rounding, "seed": seed, "capturable": True}
+        super().__init__(list(params), options)
+        for group in self.param_groups:
+            if group["rounding"] == "stochastic" and "param_names" not in group:
+                raise ValueError(
+                    f"{name}: stochastic rounding draws by the names of parameters; give them in "
+                    "each group's `param_names`, as decay_groups does"
+                )
+
+    @staticmethod
+    def numbers(
+        group: Mapping[str, Any], counts: Mapping[str, Any]
+    ) -> tuple[Any, Mapping[str, Any]]:
+        """Return what the rule is told in this step, a tuple, and the counts after it."""
+        raise NotImplementedError
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Take a step; see `torch.optim.Optimizer.step`.
+
+        Effects:
+            Writes parameters and moments, unless `found_inf` is set and not 0.
+        """
+        with torch.enable_grad():
+            loss = None if closure is None else closure()
+        for group in self.param_groups:
+            names = group.get("param_names", [""] * len(group["params"]))
+            for name, p in zip(names, group["params"], strict=True):
+                if p.grad is not None:
+                    self._step_one(p, group, name)
+        return loss
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load what `state_dict` gave, in the dtypes that it has.
+
+        Effects:
+            Replaces the state and the options of the groups.
+        """
+        super().load_state_dict(state_dict)
+        load_as_saved_(self, state_dict)
+
+    def _step_one(self, p: nn.Parameter, group: Mapping[str, Any], name: str) -> None:
+        state, on_host = self.state[p], p.device.type == "cpu"
+        if not state:
+            state.update(self._begun(p, group))
+        refused = getattr(self, "found_inf", None)
+        if on_host and refused is not None:
+            if refused:
+                return
+            refused = None
+        counts = {x: float(state[x]) if on_host else state[x].double() for x in self.counts}
+        numbers, counted = self.numbers(group, counts)
+        for x, count in counted.items():
+            _put_(state[x], torch.as_tensor(count), refused)
+        box = box_of(p)
+        held = {"": box.local} | {x: local_of(t) for x, t in state.items() if x not in counts}
+        flat = {x: t.reshape(-1) for x, t in held.items()}
+        grad = local_of(placed_as(p, p.grad)).reshape(-1)
+        tile = _TILE if on_host and _are_narrow(p, grad, *flat.values()) else grad.numel()
+        rounded = _rounding(box, group, name, counted["step"])
+        for begin in range(0, grad.numel(), tile or 1):
+            part = slice(begin, min(begin + tile, grad.numel()))
+            self._step_part(flat, grad[part], part, numbers, rounded, refused)
+        for x, t in held.items():
+            if flat[x].data_ptr() != t.data_ptr():  # it is not contiguous
+                t.copy_(flat[x].view(t.shape))
+
+    def _begun(self, p: nn.Parameter, group: Mapping[str, Any]) -> dict[str, Tensor]:
+        made = {x: torch.zeros((), device=p.device) for x in self.counts}
+        for x in self.moments:
+            made |= empty_moment(p, x, "fp32" if x in self.copies else group["moments"])
+        for x in self.copies:
+            local_of(made[x]).copy_(box_of(p).local)
+        if group["rounding"] == "kahan" and p.dtype == torch.bfloat16:
+            with PlacedAlike():
+                made["rest"] = torch.zeros_like(p.data)
+        return made
+
+    def _step_part(  # noqa: PLR0917 (one part of all that a step reads and writes)
+        self,
+        flat: Mapping[str, Tensor],
+        grad: Tensor,
+        part: slice,
+        numbers: tuple[Any, ...],
+        rounded: Callable[[Tensor, int], Tensor] | None,
+        refused: Tensor | None,
+    ) -> None:
+        dtype, cut = wide(flat[""].dtype), {x: t[part] for x, t in flat.items()}
+        blocks = slice(part.start // BLOCK, part.stop // BLOCK)
+        cut |= {
+            scale_name(x): flat[scale_name(x)][blocks]
+            for x in self.moments
+            if scale_name(x) in flat
+        }
+        p = cut[""].to(dtype)
+        if "rest" in cut:
+            p = p + cut["rest"]
+        moments = [read_moment(x, cut, dtype) for x in self.moments]
+        if grad.device.type == "cpu":
+            arrays = [x.numpy() for x in (p, grad.to(dtype), *moments)]
+            kind = np.float64 if dtype == torch.float64 else np.float32
+            _loop(self.rule, len(moments))(*arrays, tuple(map(kind, numbers)))
+        else:
+            p, *moments = self.rule(p, grad.to(dtype), *moments, numbers)
+        found = {"": p if rounded is None else rounded(p, part.start)}
+        if "rest" in cut:
+            found[""] = p.to(cut[""].dtype)
+            found["rest"] = p - found[""]
+        for x, values in zip(self.moments, moments, strict=True):
+            found |= written_moment(x, values, cut)
+        for x, values in found.items():
+            _put_(cut[x], values, refused)
+
+
+def load_as_saved_(optimizer: torch.optim.Optimizer, state_dict: Mapping[str, Any]) -> None:
+    """Give an optimizer the state of a `state_dict` again, which torch casts to parameters' dtypes.
+
+    Effects:
+        Replaces tensors of the optimizer's state.
+    """
+    saved = (x for group in state_dict["param_groups"] for x in group["params"])
+    own = (p for group in optimizer.param_groups for p in group["params"])
+    for p, index in zip(own, saved, strict=True):
+        for key, value in state_dict["state"].get(index, {}).items():
+            if isinstance(value, Tensor):
+                optimizer.state[p][key] = value.to(p.device, copy=True)
+
+
+def _put_(out: Tensor, values: Tensor, refused: Tensor | None) -> None:
+    """Write values, but where a step is refused: never by a factor of 0, for 0 times NaN is NaN."""
+    if values.data_ptr() != out.data_ptr():
+        out.copy_(
+            values if refused is None else torch.where(refused > 0, out, values.to(out.dtype))
+        )
+
+
+def _are_narrow(p: Tensor, *tensors: Tensor) -> bool:
+    return any(x.dtype != wide(p.dtype) for x in tensors)
+
+
+def _rounding(
+    box: Box, group: Mapping[str, Any], name: str, step: Any
+) -> Callable[[Tensor, int], Tensor] | None:
+    """Return what rounds a part of a parameter at random, by its first element; None to nearest."""
+    local = box.local
+    if group["rounding"] != "stochastic" or local.dtype != torch.bfloat16:
+        return None
+    shape, offset = tuple(local.shape) or (1,), box.offset or (0,)
+    keys = rounding_keys(key_of(group["seed"], "rounding", int(step), name), shape, offset)
+    where = {"columns": shape[-1], "first": offset[-1]}
+    keys = keys.to(local.device)
+    return lambda x, begin: rounded_rows(x, keys, begin=begin, **where)
+
+
+def placed_as(p: Any, grad: Any) -> Any:
+    """Return a gradient as its parameter is placed: that of a foreign module may still be parts."""
+    if getattr(grad, "placements", None) == getattr(p, "placements", None):
+        return grad
+    return grad.redistribute(placements=p.placements)

@@ -1,0 +1,258 @@
+"""The optimizers by name, and the one that a recipe's options ask for.
+
+To add one: a function or class that takes groups and options, and a row. Nothing else knows names.
+"""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import shlex
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
+from typing import Any
+
+import attrs
+import torch
+from torch import nn
+
+from trainkit.collectives import all_gather_json
+from trainkit.optim.adamw import adamw
+from trainkit.optim.elementwise import Elementwise
+from trainkit.optim.groups import grouped, split_by_pattern
+from trainkit.optim.muon import Muon, hidden_matrices
+from trainkit.optim.rules import Lion, Momentum, ScheduleFree, SignSGD
+from trainkit.optim.storage import moment_bytes
+from trainkit.optim.together import together
+from trainkit.parallel.naming import named_parameters_of
+from trainkit.types import SOLO, Axis, ConfigError
+
+
+@attrs.frozen
+class Kind:
+    """A row: what makes an optimizer of groups, and what it remembers of each element.
+
+    `narrow` moments are kept as the option "moments" says, `wide` ones in fp32; `counts` are
+    numbers of each parameter. One with a `rest` steps `hidden_matrices` alone, and the optimizer of
+    that name all others.
+    """
+
+    make: Callable[..., torch.optim.Optimizer]
+    narrow: int = 0
+    wide: int = 0
+    counts: int = 1
+    rest: str | None = None
+
+    @property
+    def parameters(self) -> dict[str, Any]:
+        """What `make` takes by keyword, with what holds otherwise."""
+        found = dict(inspect.signature(self.make).parameters)
+        if "options" in found:
+            found = {**inspect.signature(Elementwise).parameters, **found}
+        return {x: y.default for x, y in found.items() if x not in ("params", "options", "lr")}
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """What a user can tell it beside rate and decay."""
+        ours = ("weight_decay", "seed", "axis", "parts", "parts_dim")
+        return {x: default for x, default in self.parameters.items() if x not in ours}
+
+
+OPTIMIZERS: dict[str, Kind] = {
+    "adamw": Kind(adamw, narrow=2),
+    "lion": Kind(Lion, narrow=1),
+    "momentum": Kind(Momentum, narrow=1),
+    "muon": Kind(partial(Muon, scale="match_rms"), wide=1, counts=0, rest="adamw"),
+    "schedule-free": Kind(ScheduleFree, narrow=1, wide=1, counts=3),
+    "signsgd": Kind(SignSGD),
+}
+"""All by name; docs/howto/choose-an-optimizer.md says when which."""
+
+
+def state_bytes(optimizer: str, options: Sequence[str] = (), *, hidden: bool = True) -> float:
+    """Return what an optimizer remembers of each element of a matrix in fp32, in bytes.
+
+    Args:
+        optimizer: Its name in `OPTIMIZERS`.
+        options: As `make_optimizer` takes them.
+        hidden: Of a matrix of a hidden layer; or of embeddings, heads and the like.
+
+    Examples:
+        >>> state_bytes("adamw"), state_bytes("adamw", ["moments=bf16"]), state_bytes("signsgd")
+        (8.0, 4.0, 0.0)
+        >>> state_bytes("muon"), state_bytes("muon", hidden=False)
+        (4.0, 8.0)
+    """
+    told, kind = _parsed(optimizer, options), OPTIMIZERS[optimizer]
+    if kind.rest and not hidden:
+        return state_bytes(kind.rest)
+    return kind.narrow * moment_bytes(told.get("moments", "fp32")) + 4 * kind.wide
+
+
+def make_optimizer(
+    stages: Iterable[nn.Module],
+    *,
+    lr: float,
+    optimizer: str = "adamw",
+    weight_decay: float = 0.0,
+    options: Sequence[str] = (),
+    groups: Sequence[str] = (),
+    mean: float | None = None,
+    seed: int = 0,
+    axis: Axis = SOLO,
+) -> torch.optim.Optimizer:
+    r"""Return the optimizer that names and texts ask for, as recipes take them from flags.
+
+    Args:
+        stages: This rank's stages of the model, whose trainable parameters it steps.
+        lr: The rate; a group's "lr_scale" multiplies it, see `clip_and_step`.
+        optimizer: A name of `OPTIMIZERS`.
+        weight_decay: Of matrices; vectors have none.
+        options: Its own options: "betas=(0.9, 0.99)", "moments=bf16".
+        groups: What other parameters get: a regular expression of names in the whole model, and
+            what holds for these: r"layers\.\d+\.mlp\..* lr_scale=0.5 optimizer=lion". What no
+            expression matches is as all the rest of the arguments say.
+        mean: As in `together`.
+        seed: What stochastic rounding follows from.
+        axis: The ranks that hold the parts of the model, `ps.pp`.
+
+    Raises:
+        ConfigError: A name, an option or a pattern is not known; or two patterns match a name.
+
+    Effects:
+        Communicates on `axis` where there are groups.
+
+    Examples:
+        >>> model = nn.ModuleDict({"up": nn.Linear(2, 3), "head": nn.Linear(3, 4)})
+        >>> groups = ["head.* lr_scale=0.5 optimizer=lion"]
+        >>> optimizer = make_optimizer([model], lr=0.1, groups=groups)
+        >>> [(x["optimizer"], x.get("lr_scale"), len(x["params"])) for x in optimizer.param_groups]
+        [('Lion', 0.5, 1), ('Lion', 0.5, 1), ('AdamW', None, 1), ('AdamW', None, 1)]
+    """
+    stages, asked = list(stages), [_of_group(text) for text in groups]
+    split = [named_parameters_of(stages)]
+    if asked:
+        patterns = [pattern for pattern, _, _ in asked]
+        split = split_by_pattern(split[0], patterns, axis=axis)
+    parts = _hidden_parts(stages, axis)
+    main = {"optimizer": optimizer, "weight_decay": weight_decay, "seed": seed}
+    made, others = list[torch.optim.Optimizer](), ("", dict[str, Any](), list[str]())
+    for named, (_, own, texts) in zip(split, [*asked, others], strict=True):
+        told: dict[str, Any] = main | own
+        shared = options if told["optimizer"] == optimizer else ()
+        made += _made(named, parts, lr, [*shared, *texts], **told)
+    return made[0] if len(made) == 1 and mean is None else together(made, mean=mean)
+
+
+def _hidden_parts(
+    stages: Sequence[nn.Module], axis: Axis
+) -> dict[tuple[int, ...] | None, list[str]]:
+    """Return the names of `hidden_matrices` by their parts, all parts that the whole model has."""
+    own = hidden_matrices(stages)
+    kinds = all_gather_json([*own.values()], axis)
+    known = {None if x is None else tuple(x) for part in kinds for x in part}
+    ordered = sorted(known, key=lambda x: () if x is None else x)
+    return {x: [name for name, parts in own.items() if parts == x] for x in ordered}
+
+
+def check_optimizer(*, groups: Sequence[str] = (), **asked: Any) -> None:
+    """Refuse what `make_optimizer` would refuse, but for patterns, which need the model's names.
+
+    Raises:
+        ConfigError: See `make_optimizer`.
+
+    Examples:
+        >>> check_optimizer(lr=0.1, optimizer="lion", groups=[".*bias betas=(0.5,0.9)"])
+        >>> check_optimizer(lr=0.1, optimizer="lino")
+        Traceback (most recent call last):
+        trainkit.types.ConfigError: there is no optimizer 'lino'; there are adamw, lion, ...
+    """
+    probe = [nn.Linear(1, 1, bias=False)]
+    make_optimizer(probe, **asked)
+    for _, own, texts in map(_of_group, groups):
+        told = {name: x for name, x in own.items() if name in ("optimizer", "weight_decay")}
+        shared = asked.get("options", ()) if "optimizer" not in own else ()
+        make_optimizer(probe, **asked | told | {"options": [*shared, *texts]})
+
+
+def _made(
+    named: Mapping[str, nn.Parameter],
+    hidden: Mapping[tuple[int, ...] | None, Sequence[str]],
+    lr: float,
+    options: Sequence[str],
+    *,
+    optimizer: str,
+    weight_decay: float,
+    seed: int,
+    **of_groups: Any,
+) -> list[torch.optim.Optimizer]:
+    """Return the optimizer of these parameters: with its `rest`, two."""
+    told, kind = _parsed(optimizer, options), OPTIMIZERS[optimizer]
+    told |= {"seed": seed} if "seed" in kind.parameters else {}
+    groups = grouped(named.items(), weight_decay=weight_decay)
+    others: list[torch.optim.Optimizer] = []
+    if kind.rest:
+        groups = [
+            grouped([(x, named[x]) for x in names if x in named], weight_decay=weight_decay)[0]
+            | {"parts": parts}
+            for parts, names in hidden.items()
+        ]
+        taken = {name for group in groups for name in group["param_names"]}
+        left = {name: p for name, p in named.items() if name not in taken}
+        how: dict[str, Any] = {"weight_decay": weight_decay, "seed": seed, **of_groups}
+        others = _made(left, {}, lr, (), optimizer=kind.rest, **how)
+    try:
+        return [kind.make([group | of_groups for group in groups], lr=lr, **told), *others]
+    except ValueError as error:
+        raise ConfigError(str(error), where="optimizer_options", got=list(options)) from error
+
+
+_OF_GROUPS = ("lr_scale", "weight_decay", "max_norm")
+
+
+def _of_group(text: str) -> tuple[str, dict[str, Any], list[str]]:
+    """Return a group's pattern, what holds for it, and options of its optimizer."""
+    pattern, *rest = shlex.split(text) or [""]
+    own, options = dict[str, Any](), list[str]()
+    for part in rest:
+        name, _, value = part.partition("=")
+        if name in _OF_GROUPS:
+            own[name] = _number(name, value)
+        elif name == "optimizer":
+            own[name] = value
+        else:
+            options.append(part)
+    return pattern, own, options
+
+
+def _number(name: str, value: str) -> float:
+    try:
+        return float(value)
+    except ValueError:
+        told = f"optimizer groups: {name} must be a number, got {value!r}"
+        raise ConfigError(told, where=name, got=value) from None
+
+
+def _parsed(optimizer: str, options: Sequence[str]) -> dict[str, Any]:
+    """Return options as values, each of the type of what holds without it."""
+    if optimizer not in OPTIMIZERS:
+        known = ", ".join(OPTIMIZERS)
+        told = f"there is no optimizer {optimizer!r}; there are {known}"
+        raise ConfigError(told, where="optimizer", got=optimizer, want=known)
+    known, found = OPTIMIZERS[optimizer].options, dict[str, Any]()
+    for text in options:
+        name, _, value = text.partition("=")
+        if name not in known:
+            listed = ", ".join(f"{x}={default}" for x, default in known.items())
+            told = f"{optimizer} has no option {name!r}; it has {listed}"
+            raise ConfigError(told, where="options", got=text, want=listed)
+        default = known[name]
+        try:
+            found[name] = value if isinstance(default, str) else ast.literal_eval(value)
+        except (ValueError, SyntaxError):
+            found[name] = value
+        kind = float if type(default) is int or type(default) is float else type(default)
+        if not isinstance(found[name], (int, float) if kind is float else kind):
+            told = f"{optimizer}: {name} must be as {default!r}, got {value!r}"
+            raise ConfigError(told, where="options", got=text, want=default)
+    return found
