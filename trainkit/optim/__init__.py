@@ -1,31 +1,9 @@
-"""Optimizers, all plain `torch.optim.Optimizer`, and parameter groups."""
+"""Optimizers, all plain `torch.optim.Optimizer`, and parameter groups.
 
-from __future__ import annotations
+One can be had without the others, some of which numba compiles: the table of contents,
+`__init__.pyi`, is lazy.
+"""
 
-from trainkit.optim.adamw import adamw
-from trainkit.optim.elementwise import Elementwise
-from trainkit.optim.groups import decay_groups, split_by_pattern
-from trainkit.optim.muon import Muon, hidden_matrices, orthogonalized
-from trainkit.optim.rules import Lion, Momentum, NarrowAdamW, ScheduleFree, SignSGD
-from trainkit.optim.table import OPTIMIZERS, make_optimizer, state_bytes
-from trainkit.optim.together import averaged, together
+import lazy_loader
 
-__all__ = [
-    "OPTIMIZERS",
-    "Elementwise",
-    "Lion",
-    "Momentum",
-    "Muon",
-    "NarrowAdamW",
-    "ScheduleFree",
-    "SignSGD",
-    "adamw",
-    "averaged",
-    "decay_groups",
-    "hidden_matrices",
-    "make_optimizer",
-    "orthogonalized",
-    "split_by_pattern",
-    "state_bytes",
-    "together",
-]
+__getattr__, __dir__, __all__ = lazy_loader.attach_stub(__name__, __file__)

@@ -9,10 +9,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from trainkit.optim.elementwise import placed_as
-from trainkit.optim.rules import NarrowAdamW
 from trainkit.optim.storage import Moments, Rounding
-from trainkit.parallel.naming import PlacedAlike
+from trainkit.parallel.naming import PlacedAlike, placed_as
 
 
 class AdamW(torch.optim.AdamW):
@@ -97,6 +95,8 @@ def adamw(
     groups = [{**group, "params": _listed(group["params"])} for group in groups]
     narrow = any(p.dtype.itemsize < 4 for group in groups for p in group["params"])
     if cautious or narrow or moments != "fp32" or rounding != "nearest":
+        from trainkit.optim.rules import NarrowAdamW  # noqa: PLC0415 -- it needs numba
+
         how = {"cautious": cautious, "moments": moments, "rounding": rounding, "seed": seed}
         return NarrowAdamW(groups, lr=lr, betas=betas, eps=eps, weight_decay=weight_decay, **how)
     one_kind = all(len({hasattr(p, "placements") for p in g["params"]}) < 2 for g in groups)

@@ -30,7 +30,8 @@ from trainkit.optim.storage import (
     wide,
     written_moment,
 )
-from trainkit.parallel.naming import Box, PlacedAlike, box_of
+from trainkit.optim.together import load_as_saved_
+from trainkit.parallel.naming import Box, PlacedAlike, box_of, placed_as
 from trainkit.parallel.reduction import local_of
 from trainkit.types import among
 
@@ -290,20 +291,6 @@ class Elementwise(torch.optim.Optimizer):
             _put_(cut[x], values, refused)
 
 
-def load_as_saved_(optimizer: torch.optim.Optimizer, state_dict: Mapping[str, Any]) -> None:
-    """Give an optimizer the state of a `state_dict` again, which torch casts to parameters' dtypes.
-
-    Effects:
-        Replaces tensors of the optimizer's state.
-    """
-    saved = (x for group in state_dict["param_groups"] for x in group["params"])
-    own = (p for group in optimizer.param_groups for p in group["params"])
-    for p, index in zip(own, saved, strict=True):
-        for key, value in state_dict["state"].get(index, {}).items():
-            if isinstance(value, Tensor):
-                optimizer.state[p][key] = value.to(p.device, copy=True)
-
-
 def _put_(out: Tensor, values: Tensor, refused: Tensor | None) -> None:
     """Write values, but where a step is refused: never by a factor of 0, for 0 times NaN is NaN."""
     if values.data_ptr() != out.data_ptr():
@@ -328,10 +315,3 @@ def _rounding(
     where = {"columns": shape[-1], "first": offset[-1]}
     keys = keys.to(local.device)
     return lambda x, begin: rounded_rows(x, keys, begin=begin, **where)
-
-
-def placed_as(p: Any, grad: Any) -> Any:
-    """Return a gradient as its parameter is placed: that of a foreign module may still be parts."""
-    if getattr(grad, "placements", None) == getattr(p, "placements", None):
-        return grad
-    return grad.redistribute(placements=p.placements)

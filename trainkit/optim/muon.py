@@ -13,9 +13,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from trainkit.models.decoder import Head
-from trainkit.models.experts import Router
-from trainkit.models.layers import Linear
 from trainkit.optim.dealt import Box, Grid, Matrix, Round, compute_whole, rounds_of
 from trainkit.parallel.naming import PlacedAlike, boxes_of, canonical_name
 from trainkit.parallel.reduction import check_dense, local_of
@@ -24,7 +21,7 @@ from trainkit.types import SOLO, Axis, among
 _COEFFICIENTS = (3.4445, -4.775, 2.0315)
 _LEAST_NORM = 1e-7
 _DTYPES = ("bfloat16", "float32", "float64")
-_NO_HIDDEN = (nn.Embedding, Head, Router, nn.Conv1d, nn.Conv2d, nn.Conv3d)
+_NO_HIDDEN = (nn.Embedding, nn.Conv1d, nn.Conv2d, nn.Conv3d)
 
 _SCALES: Mapping[str, Callable[[int, int], float]] = {
     "original": lambda rows, columns: math.sqrt(max(1, rows / columns)),
@@ -532,7 +529,8 @@ def hidden_matrices(stages: Iterable[nn.Module]) -> dict[str, tuple[int, ...] | 
         for path, module in stage.named_modules():
             for name, p in module.named_parameters(path, recurse=False):
                 if p.requires_grad and p.ndim in (2, 3) and id(p) not in others:
-                    parts = module.parts if isinstance(module, Linear) else None
+                    parts: Any = getattr(module, "parts", None)
+                    parts = parts if isinstance(parts, tuple) else None
                     found[canonical_name(name)] = parts
     return found
 

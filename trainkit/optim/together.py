@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from trainkit.optim.elementwise import load_as_saved_
 from trainkit.parallel.reduction import local_of
 
 
@@ -154,3 +153,17 @@ def averaged(optimizer: torch.optim.Optimizer) -> Iterator[None]:
     finally:
         for p, values in kept.items():
             local_of(p.data).copy_(values)
+
+
+def load_as_saved_(optimizer: torch.optim.Optimizer, state_dict: Mapping[str, Any]) -> None:
+    """Give an optimizer the state of a `state_dict` again, which torch casts to parameters' dtypes.
+
+    Effects:
+        Replaces tensors of the optimizer's state.
+    """
+    saved = (x for group in state_dict["param_groups"] for x in group["params"])
+    own = (p for group in optimizer.param_groups for p in group["params"])
+    for p, index in zip(own, saved, strict=True):
+        for key, value in state_dict["state"].get(index, {}).items():
+            if isinstance(value, Tensor):
+                optimizer.state[p][key] = value.to(p.device, copy=True)

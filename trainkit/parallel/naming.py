@@ -406,3 +406,16 @@ def empty_rows_like(tensor: Tensor, length: int, dtype: torch.dtype) -> Tensor:
     stride = torch.empty(shape, device="meta").stride()
     where = (whole.device_mesh, whole.placements)
     return type(whole.data).from_local(made, *where, run_check=False, shape=shape, stride=stride)
+
+
+def placed_as(p: Any, grad: Any) -> Any:
+    """Return a gradient as its parameter is placed: that of a foreign module may still be parts.
+
+    Examples:
+        >>> grad = torch.ones(2)
+        >>> placed_as(torch.ones(2), grad) is grad
+        True
+    """
+    if getattr(grad, "placements", None) == getattr(p, "placements", None):
+        return grad
+    return grad.redistribute(placements=p.placements)

@@ -9,7 +9,6 @@ from typing import Any, Literal
 import attrs
 
 from trainkit.models.config import DecoderConfig
-from trainkit.optim.table import OPTIMIZERS
 from trainkit.parallel.fitting import problems
 from trainkit.parallel.split import SCHEDULES, rank_of_stages
 from trainkit.types import Layout, ModelTransform, Rows, one_of, positive
@@ -49,7 +48,7 @@ class Job:
     )
     """linear for `next_token_linear`, whose logits exist chunk by chunk; plain for `next_token`."""
 
-    optimizer: str = attrs.field(default="adamw", validator=one_of(*OPTIMIZERS))
+    optimizer: str = "adamw"
     """What steps, with its options as recipes take them: what it remembers."""
 
     optimizer_options: tuple[str, ...] = attrs.field(default=(), converter=tuple)
