@@ -95,13 +95,13 @@ def sync_sp_grads(params: Iterable[nn.Parameter], axis: Axis) -> None:
 # -------------------------------------------------------------------------------------------- norm
 
 
-def _norms(grads: Sequence[Tensor]) -> list[Tensor]:
-    """Return the 2-norms of plain tensors, accumulated in at least fp32."""
+def _norms(grads: Sequence[Tensor], norm_type: float, dtype: torch.dtype) -> list[Tensor]:
+    """Return the norms of plain tensors, accumulated in at least fp32."""
+    if norm_type == math.inf:  # an empty shard has no largest element, and torch refuses it
+        grads = [grad for grad in grads if grad.numel()]
     if not grads:
         return []
-    double = any(grad.dtype == torch.float64 for grad in grads)
-    dtype = torch.float64 if double else torch.float32
-    return list(torch._foreach_norm(list(grads), 2.0, dtype=dtype))  # noqa: SLF001 (torch.nn.utils too)
+    return list(torch._foreach_norm(list(grads), norm_type, dtype=dtype))  # noqa: SLF001 (torch.nn.utils too)
 
 
 def _sharded_over(grad: Any) -> tuple[Any, tuple[int, ...]] | None:
@@ -122,10 +122,12 @@ def _sharded_over(grad: Any) -> tuple[Any, tuple[int, ...]] | None:
 
 
 @torch.no_grad()
-def grad_norm(params: Iterable[nn.Parameter], *, axis: Axis = SOLO) -> Tensor:
-    """Return the 2-norm of the whole model's gradient.
+def grad_norm(
+    params: Iterable[nn.Parameter], *, axis: Axis = SOLO, norm_type: float = 2.0
+) -> Tensor:
+    """Return the norm of the whole model's gradient: (sum of |g|^p)^(1/p) over its elements.
 
-    Squares are summed over exactly the mesh dimensions that a parameter is sharded over, never over
+    Powers are summed over exactly the mesh dimensions that a parameter is sharded over, never over
     its replicas, and then over the pipeline stages. Parameters may live on different meshes. The
     last stage's copy of a tied embedding is not counted.
 
@@ -134,13 +136,16 @@ def grad_norm(params: Iterable[nn.Parameter], *, axis: Axis = SOLO) -> Tensor:
             and one that is listed twice counts once.
         axis: The pipeline axis, `ps.pp`, whose ranks hold different parameters. It is no
             data-parallel axis: what parameters are sharded over is read off them.
+        norm_type: p, above 0; `math.inf` for the largest absolute value of an element. As in
+            `torch.nn.utils.get_total_norm`, elements are raised to it in the norm's own dtype; what
+            travels of any p but 2 is in fp64.
 
     Returns:
         A 0-d tensor of fp32, or fp64 for fp64 gradients, equal on all ranks (in fp32 on a pipeline
         stage with nothing to train).
 
     Raises:
-        ValueError: A gradient is sparse, or still a partial sum.
+        ValueError: A gradient is sparse, or still a partial sum; `norm_type` is not above 0.
 
     Effects:
         Communicates: one all-reduce of a number per mesh dimension that parameters are sharded
@@ -149,57 +154,85 @@ def grad_norm(params: Iterable[nn.Parameter], *, axis: Axis = SOLO) -> Tensor:
     Examples:
         >>> from trainkit.mesh import solo_parallel
         >>> p = nn.Parameter(torch.zeros(2))
-        >>> p.grad = torch.tensor([3.0, 4.0])
+        >>> p.grad = torch.tensor([3.0, -4.0])
         >>> grad_norm([p], axis=solo_parallel().pp)
         tensor(5.)
+        >>> grad_norm([p], norm_type=1), grad_norm([p], norm_type=math.inf)
+        (tensor(7.), tensor(4.))
     """
+    return _part_norms([list(dict.fromkeys(params))], axis, norm_type)[0]
+
+
+def _part_norms(parts: Sequence[Sequence[nn.Parameter]], axis: Axis, norm_type: float) -> Tensor:
+    """Return the norm of each part of the parameters, `[parts]`; all parts travel together."""
+    if not norm_type > 0:
+        raise ValueError(
+            f"grad_norm: norm_type must be above 0, or math.inf for the largest element; got "
+            f"{norm_type}"
+        )
     # Grouped by the parameters, which all ranks have in the same order, not by the gradients.
-    groups: dict[Any, list[nn.Parameter]] = {}
+    groups: dict[Any, list[list[nn.Parameter]]] = {}
     copies: list[nn.Parameter] = []
-    params = list(dict.fromkeys(params))
-    check_dense(params)
-    for p in params:
-        if p.requires_grad and is_tied_copy(p):
-            copies.append(p)
-        elif p.requires_grad:
-            where = None if type(p) is nn.Parameter else _sharded_over(p)
-            groups.setdefault(where, []).append(p)
-    totals = [_group_norm(where, members) for where, members in groups.items()]
+    for index, params in enumerate(parts):
+        check_dense(params)
+        for p in params:
+            if p.requires_grad and is_tied_copy(p):
+                copies.append(p)
+            elif p.requires_grad:
+                where = None if type(p) is nn.Parameter else _sharded_over(p)
+                groups.setdefault(where, [[] for _ in parts])[index].append(p)
+    totals = [_sharded_norms(where, members, norm_type) for where, members in groups.items()]
     # A stage that trains its tied copy alone must clip it as the first stage clips the owner.
-    totals = totals or [_zero_like(p) for p in copies[:1]]
-    norm = totals[0] if len(totals) == 1 else _combined(totals)
+    totals = totals or [_zeros(len(parts), copies[:1])]
+    norms = totals[0] if len(totals) == 1 else _combined(totals, norm_type)
     if axis.count == 1:
-        return norm
+        return norms
     # In fp64, as stages may differ in dtype, and one may have nothing to train at all.
-    square = norm.double().square().to(norm.device if totals else computing_device(axis))
-    return all_sum(square, axis).sqrt().to(norm.dtype)
+    wide = norms.double().to(norms.device if groups or copies else computing_device(axis))
+    return _over_ranks(wide, [axis.group], norm_type).to(norms.dtype)
 
 
-def _group_norm(where: Any, members: Sequence[nn.Parameter]) -> Tensor:
-    """Return the norm over parameters that are sharded alike: `where` is (mesh, its dimensions)."""
-    grads = [p.grad for p in members if p.grad is not None]
-    for grad in grads if where is not None else ():
-        _sharded_over(grad)
-    parts = _norms([local_of(grad) for grad in grads])
-    total = torch.linalg.vector_norm(torch.stack(parts)) if parts else _zero_like(members[0])
-    if where is None or not where[1]:
-        return total
-    total = total.square()
-    for dim in where[1]:
-        dist.all_reduce(total, group=where[0].get_group(dim))
-    return total.sqrt()
+def _sharded_norms(where: Any, parts: Sequence[Sequence[nn.Parameter]], norm_type: float) -> Tensor:
+    """Return norms over parameters that are sharded alike: `where` is (mesh, its dimensions)."""
+    totals = _zeros(len(parts), [p for params in parts for p in params])
+    for index, params in enumerate(parts):
+        grads = [p.grad for p in params if p.grad is not None]
+        for grad in grads if where is not None else ():
+            _sharded_over(grad)
+        norms = _norms([local_of(grad) for grad in grads], norm_type, totals.dtype)
+        if norms:
+            totals[index] = torch.linalg.vector_norm(torch.stack(norms), norm_type)
+    groups = [where[0].get_group(dim) for dim in where[1]] if where is not None else []
+    return _over_ranks(totals, groups, norm_type)
 
 
-def _zero_like(p: Tensor) -> Tensor:
-    dtype = torch.float64 if p.dtype == torch.float64 else torch.float32
-    return torch.zeros((), dtype=dtype, device=p.device)
+def _over_ranks(norms: Tensor, groups: Sequence[Any], norm_type: float) -> Tensor:
+    """Return norms over what all ranks of the groups have, from those of each rank's own part."""
+    if not groups:
+        return norms
+    if norm_type == math.inf:  # a maximum over ranks may drop NaN, which travels beside it
+        is_nan = norms.isnan()
+        largest = torch.stack([norms.masked_fill(is_nan, 0.0), is_nan.to(norms.dtype)])
+        for group in groups:
+            dist.all_reduce(largest, dist.ReduceOp.MAX, group=group)
+        return largest[0].masked_fill(largest[1] > 0, math.nan)
+    powers = norms.square() if norm_type == 2 else norms.double() ** norm_type
+    for group in groups:
+        dist.all_reduce(powers, group=group)
+    return powers.sqrt() if norm_type == 2 else (powers ** (1 / norm_type)).to(norms.dtype)
 
 
-def _combined(totals: Sequence[Tensor]) -> Tensor:
-    if not totals:
-        return torch.zeros(())
+def _zeros(count: int, params: Sequence[nn.Parameter]) -> Tensor:
+    """Return zeros in the dtype that norms of some parameters have, and where they are."""
+    double = any(p.dtype == torch.float64 for p in params)
+    device = params[0].device if params else None
+    return torch.zeros(count, dtype=torch.float64 if double else torch.float32, device=device)
+
+
+def _combined(totals: Sequence[Tensor], norm_type: float) -> Tensor:
     widest = max((total.dtype for total in totals), key=lambda dtype: dtype.itemsize)
-    return torch.linalg.vector_norm(torch.stack([total.to(widest) for total in totals]))
+    stacked = torch.stack([total.to(widest) for total in totals])
+    return torch.linalg.vector_norm(stacked, norm_type, dim=0)
 
 
 # -------------------------------------------------------------------------------------------- step
@@ -207,7 +240,12 @@ def _combined(totals: Sequence[Tensor]) -> Tensor:
 
 @torch.no_grad()
 def clip_grads_(
-    params: Iterable[nn.Parameter], *, max_norm: float | None, axis: Axis = SOLO
+    params: Iterable[nn.Parameter],
+    *,
+    max_norm: float | None,
+    axis: Axis = SOLO,
+    norm_type: float = 2.0,
+    groups: Iterable[Mapping[str, Any]] = (),
 ) -> Tensor:
     """Scale the gradient of the whole model down to a norm; nothing is stepped or cleared.
 
@@ -218,33 +256,57 @@ def clip_grads_(
         params: The parameters of this rank; one that is listed twice is scaled once.
         max_norm: Gradients are scaled by min(1, max_norm / (norm + 1e-6)); None only measures.
         axis: The pipeline axis, `ps.pp`; see `grad_norm`.
+        norm_type: Which norm, as for `grad_norm`.
+        groups: Groups of parameters, as `optimizer.param_groups` has them, the same on all ranks
+            and stages. One that has a "max_norm" (`math.inf` never clips) is measured and clipped
+            by itself; what is in no such group is measured and clipped together, by `max_norm`.
 
     Returns:
-        The norm before clipping, a 0-d tensor, equal on all ranks.
+        The norm of the whole before clipping, a 0-d tensor, equal on all ranks.
 
     Raises:
-        ValueError: `max_norm` is not positive, or a gradient is sparse or still a partial sum.
+        ValueError: A `max_norm` or `norm_type` is not positive, or a gradient is sparse or still a
+            partial sum.
 
     Effects:
-        Writes the values of `.grad`; communicates as `grad_norm`.
+        Writes the values of `.grad`; communicates as `grad_norm`, whatever the number of groups.
 
     Examples:
-        >>> p = nn.Parameter(torch.zeros(2))
-        >>> p.grad = torch.tensor([3.0, 4.0])
-        >>> clip_grads_([p], max_norm=1.0), p.grad
-        (tensor(5.), tensor([0.6000, 0.8000]))
+        >>> p, q = nn.Parameter(torch.zeros(2)), nn.Parameter(torch.zeros(1))
+        >>> p.grad, q.grad = torch.tensor([3.0, 4.0]), torch.tensor([12.0])
+        >>> clip_grads_([p, q], max_norm=1.0, groups=[{"params": [q], "max_norm": 6.0}])
+        tensor(13.)
+        >>> p.grad, q.grad
+        (tensor([0.6000, 0.8000]), tensor([6.0000]))
     """
-    if max_norm is not None and not max_norm > 0:
-        raise ValueError(
-            f"clip_grads_: max_norm must be positive, got {max_norm}; None only measures"
-        )
     params = list(dict.fromkeys(params))
-    norm = grad_norm(params, axis=axis)
-    grads = [local_of(p.grad) for p in params if p.grad is not None]
-    if grads and max_norm is not None and math.isfinite(max_norm):
-        scale = (max_norm / (norm + 1e-6)).clamp(max=1.0)
-        torch._foreach_mul_(grads, torch.where(_not_finite(norm), 1.0, scale))
+    parts = _clipped_apart(params, max_norm, groups)
+    norms = _part_norms([members for members, _ in parts], axis, norm_type)
+    norm = norms[0] if len(parts) == 1 else torch.linalg.vector_norm(norms, norm_type)
+    for index, (members, limit) in enumerate(parts):
+        grads = [local_of(p.grad) for p in members if p.grad is not None]
+        if grads and limit is not None and math.isfinite(limit):
+            scale = (limit / (norms[index] + 1e-6)).clamp(max=1.0)
+            torch._foreach_mul_(grads, torch.where(_not_finite(norm), 1.0, scale))
     return norm
+
+
+def _clipped_apart(
+    params: Sequence[nn.Parameter], max_norm: float | None, groups: Iterable[Mapping[str, Any]]
+) -> list[tuple[list[nn.Parameter], float | None]]:
+    """Return parameters that are clipped together, and to which norm; those of no group first."""
+    own = [group for group in groups if group.get("max_norm") is not None]
+    for limit in (max_norm, *(group["max_norm"] for group in own)):
+        if limit is not None and not limit > 0:
+            raise ValueError(
+                f"clip_grads_: max_norm must be positive, got {limit}; None only measures"
+            )
+    rest = dict.fromkeys(params)
+    apart = [([p for p in group["params"] if p in rest], group["max_norm"]) for group in own]
+    for members, _ in apart:
+        for p in members:
+            del rest[p]
+    return [(list(rest), max_norm), *apart]
 
 
 @torch.no_grad()
@@ -257,6 +319,7 @@ def clip_and_step(
     axis: Axis = SOLO,
     applies: Callable[[Tensor], Tensor] | None = None,
     world: Axis = SOLO,
+    norm_type: float = 2.0,
 ) -> Update:
     """Clip the gradient to a norm, take one optimizer step, and clear the gradients.
 
@@ -266,7 +329,8 @@ def clip_and_step(
 
     Args:
         params: The parameters of this rank that `optimizer` steps.
-        optimizer: Any torch optimizer; a group's rate becomes `lr * group.get("lr_scale", 1)`.
+        optimizer: Any torch optimizer; a group's rate becomes `lr * group.get("lr_scale", 1)`, and
+            one with a "max_norm" is clipped by itself, as by `clip_grads_`.
         lr: The learning rate of this step, which is set in a skipped step too.
         max_norm: Gradients are scaled by min(1, max_norm / (norm + 1e-6)), as by torch's
             `clip_grad_norm_`; None only measures.
@@ -276,15 +340,16 @@ def clip_and_step(
         world: All ranks, `ps.world`: a step that one of them refuses is refused by all. Numbers
             that are summed over all ranks need it not; those that are computed by several ranks
             alike do, when one of them errs.
+        norm_type: Which norm, as for `grad_norm`.
 
     Returns:
         The norm before clipping, and whether the step was taken, which is equal on all ranks of
         `world`: two 0-d tensors.
 
     Raises:
-        ValueError: `lr` is negative or not finite, `max_norm` is not positive, a gradient is
-            sparse or still a partial sum, or no group of `optimizer` holds a parameter that has
-            one.
+        ValueError: `lr` is negative or not finite, a `max_norm` or `norm_type` is not positive, a
+            gradient is sparse or still a partial sum, or no group of `optimizer` holds a parameter
+            that has one.
 
     Effects:
         Writes parameters and optimizer state, sets every `.grad` to None; communicates as
@@ -304,7 +369,8 @@ def clip_and_step(
         raise ValueError(f"clip_and_step: lr must be finite and at least 0, got {lr}")
     params = list(params)  # they are walked more than once, and may be a generator
     _check_held(params, optimizer)
-    norm = clip_grads_(params, max_norm=max_norm, axis=axis)
+    how = {"axis": axis, "norm_type": norm_type, "groups": optimizer.param_groups}
+    norm = clip_grads_(params, max_norm=max_norm, **how)
     refused = _not_finite(norm)
     if applies is not None:
         refused = refused | applies(norm).logical_not().to(norm.device)
