@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from trainkit.parallel.naming import blocks_of
+from trainkit.parallel.reduction import replicates
 from trainkit.parallel.transforms import Transform
 from trainkit.types import ParallelState
 
@@ -82,7 +83,7 @@ def precision(compute: torch.dtype | None, *, blocks: str = "layers.*") -> Trans
             if parameter.dtype in (torch.float16, torch.bfloat16):
                 parameter.data = parameter.data.float()
         setattr(module, _COMPUTE, compute)
-        if ps.fsdp.count == ps.dp_replicate.count == 1:  # else fsdp() gathers them cast
+        if ps.fsdp.count == 1 and not replicates(module, ps):  # else fsdp() gathers them cast
             units = blocks_of(module, blocks)
             inside = {part for unit in units for part in unit.modules()}
             for unit in units:
