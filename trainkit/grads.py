@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from typing import Any
 
@@ -19,16 +19,19 @@ from torch import Tensor, nn
 from trainkit.collectives import all_gather_json, all_sum, computing_device
 from trainkit.parallel.naming import canonical_name, is_tied_copy, named_parameters_of
 from trainkit.parallel.reduction import (
+    Reduce,
     check_dense,
     check_not_averaging,
     local_of,
     reducers_of,
     sum_gradients_,
     sum_grads_,
+    summed_at_the_end,
 )
-from trainkit.types import SOLO, Axis, Update
+from trainkit.types import SOLO, Axis, ConfigError, Update
 
 __all__ = [
+    "bind_step_in_backward",
     "blame",
     "clip_and_step",
     "clip_grads_",
@@ -95,13 +98,23 @@ def sync_sp_grads(params: Iterable[nn.Parameter], axis: Axis) -> None:
 # -------------------------------------------------------------------------------------------- norm
 
 
-def _norms(grads: Sequence[Tensor], norm_type: float, dtype: torch.dtype) -> list[Tensor]:
-    """Return the norms of plain tensors, accumulated in at least fp32."""
+LocalNorms = Callable[[Sequence[nn.Parameter], float, torch.dtype], list[Tensor]]
+"""From parameters to the norms of what this rank holds of their gradients."""
+
+
+def _local_norms(
+    params: Sequence[nn.Parameter], norm_type: float, dtype: torch.dtype
+) -> list[Tensor]:
+    """Return the norms of this rank's gradients, accumulated in at least fp32."""
+    grads = [p.grad for p in params if p.grad is not None]
+    for grad in grads:
+        _sharded_over(grad)
+    parts = [local_of(grad) for grad in grads]
     if norm_type == math.inf:  # an empty shard has no largest element, and torch refuses it
-        grads = [grad for grad in grads if grad.numel()]
-    if not grads:
+        parts = [part for part in parts if part.numel()]
+    if not parts:
         return []
-    return list(torch._foreach_norm(list(grads), norm_type, dtype=dtype))  # noqa: SLF001 (torch.nn.utils too)
+    return list(torch._foreach_norm(parts, norm_type, dtype=dtype))  # noqa: SLF001 (torch.nn.utils too)
 
 
 def _sharded_over(grad: Any) -> tuple[Any, tuple[int, ...]] | None:
@@ -163,7 +176,12 @@ def grad_norm(
     return _part_norms([list(dict.fromkeys(params))], axis, norm_type)[0]
 
 
-def _part_norms(parts: Sequence[Sequence[nn.Parameter]], axis: Axis, norm_type: float) -> Tensor:
+def _part_norms(
+    parts: Sequence[Sequence[nn.Parameter]],
+    axis: Axis,
+    norm_type: float,
+    local: LocalNorms = _local_norms,
+) -> Tensor:
     """Return the norm of each part of the parameters, `[parts]`; all parts travel together."""
     if not norm_type > 0:
         raise ValueError(
@@ -181,7 +199,7 @@ def _part_norms(parts: Sequence[Sequence[nn.Parameter]], axis: Axis, norm_type: 
             elif p.requires_grad:
                 where = None if type(p) is nn.Parameter else _sharded_over(p)
                 groups.setdefault(where, [[] for _ in parts])[index].append(p)
-    totals = [_sharded_norms(where, members, norm_type) for where, members in groups.items()]
+    totals = [_sharded_norms(*group, norm_type, local) for group in groups.items()]
     # A stage that trains its tied copy alone must clip it as the first stage clips the owner.
     totals = totals or [_zeros(len(parts), copies[:1])]
     norms = totals[0] if len(totals) == 1 else _combined(totals, norm_type)
@@ -192,14 +210,13 @@ def _part_norms(parts: Sequence[Sequence[nn.Parameter]], axis: Axis, norm_type: 
     return _over_ranks(wide, [axis.group], norm_type).to(norms.dtype)
 
 
-def _sharded_norms(where: Any, parts: Sequence[Sequence[nn.Parameter]], norm_type: float) -> Tensor:
+def _sharded_norms(
+    where: Any, parts: Sequence[Sequence[nn.Parameter]], norm_type: float, local: LocalNorms
+) -> Tensor:
     """Return norms over parameters that are sharded alike: `where` is (mesh, its dimensions)."""
     totals = _zeros(len(parts), [p for params in parts for p in params])
     for index, params in enumerate(parts):
-        grads = [p.grad for p in params if p.grad is not None]
-        for grad in grads if where is not None else ():
-            _sharded_over(grad)
-        norms = _norms([local_of(grad) for grad in grads], norm_type, totals.dtype)
+        norms = local(params, norm_type, totals.dtype)
         if norms:
             totals[index] = torch.linalg.vector_norm(torch.stack(norms), norm_type)
     groups = [where[0].get_group(dim) for dim in where[1]] if where is not None else []
@@ -426,6 +443,227 @@ def _skips_on_device(optimizer: Any) -> bool:
         for p in group["params"]
         if p.grad is not None
     )
+
+
+# ------------------------------------------------------------------------------------- in backward
+
+
+def bind_step_in_backward(
+    stages: Sequence[nn.Module],
+    optimizer: torch.optim.Optimizer,
+    *,
+    axis: Axis,
+    sp: Axis,
+    tell: Callable[[str], None],
+    reduce: Reduce = "last",
+) -> Callable[..., AbstractContextManager[Callable[[], Update]]]:
+    """Return what steps each parameter as its gradient arrives, and frees the gradient at once.
+
+    With one microbatch a step never holds more gradients than a few: one parameter's, or an FSDP
+    unit's. What it returns stands around the backward pass, in place of `clip_and_step` after it:
+
+        with step_in_backward(lr=lr, max_norm=1.0, norm=state.health["norms"][-1]) as updated:
+            sums = forward_backward(batch.microbatches, denominator=tokens)
+        update = updated()
+
+    The norm of a step is known when its parameters have moved. So what is clipped by, `norm`, is
+    that of the last step; or it is exact, of a first pass that only measures (`lr=None`), for twice
+    the computation: then a step whose norm is not finite is not taken. Without that a bad step
+    cannot be skipped, and `health.judge` calls for a roll-back at once.
+
+    With several microbatches, say how many: a parameter is stepped after the last, and accumulated
+    gradients are held as ever. What is summed over ranks after the backward passes (`ddp`, norms
+    under tp), or got nothing from some microbatch, is stepped when the block ends. Under FSDP a
+    parameter that nothing uses is stepped with zeros, as one that only others use is.
+
+    Args:
+        stages: The model, in a list. FSDP2 (shards are stepped when they are reduced), `ddp`,
+            tensor and expert parallelism may be in it.
+        optimizer: It holds every trainable parameter of `stages`, and steps each by itself.
+        axis: The pipeline axis, `ps.pp`, which must have size 1: the microbatches of a pipeline go
+            back out of step.
+        sp: `ps.sp_unfolded`, of size 1 too: `sync_sp_grads` would come too late.
+        tell: Called once with what a run should say: that it cannot skip a bad step.
+        reduce: What `forward_backward` is given.
+
+    Returns:
+        `step_in_backward(*, lr, max_norm=None, norm=None, microbatches=1)`, a context manager that
+        gives a function, to be called after the block, of the `Update`. `norm` is a 0-d tensor or a
+        number; where it is not finite nothing is stepped. A block that fails leaves some parameters
+        stepped, and their gradients freed: go back to a checkpoint.
+
+    Raises:
+        ConfigError: `axis` or `sp` has not size 1.
+        ValueError: The optimizer lacks a trainable parameter, or has a group with a "max_norm".
+            From what is returned: a number is out of range, or `max_norm` comes without `norm`.
+
+    Effects:
+        That of what is returned, around a block: writes parameters and optimizer state, sets every
+        `.grad` to None; communicates as `grad_norm` when the block ends.
+
+    References:
+        Lv et al., "Full Parameter Fine-tuning for Large Language Models with Limited Resources"
+        (LOMO, 2024).
+
+    Examples:
+        >>> model = nn.Linear(2, 1, bias=False)
+        >>> _ = nn.init.zeros_(model.weight)
+        >>> sgd = torch.optim.SGD(model.parameters())
+        >>> step_in_backward = bind_step_in_backward([model], sgd, axis=SOLO, sp=SOLO, tell=print)
+        parameters are stepped within the backward pass: a bad step cannot be skipped, only undone
+        >>> with step_in_backward(lr=1.0) as updated:
+        ...     model(torch.tensor([3.0, 4.0])).backward()
+        >>> updated(), model.weight.data, model.weight.grad
+        (Update(norm=tensor(5.), applied=tensor(True)), tensor([[-3., -4.]]), None)
+    """
+    params = parameters_of(stages)
+    _check_in_backward(params, optimizer, axis, sp)
+    tell(
+        "parameters are stepped within the backward pass: a bad step cannot be skipped, only undone"
+    )
+    return partial(_stepping_in_backward, list(stages), params, optimizer, reduce)
+
+
+@contextmanager
+def _stepping_in_backward(
+    stages: Sequence[nn.Module],
+    params: Sequence[nn.Parameter],
+    optimizer: torch.optim.Optimizer,
+    reduce: Reduce,
+    *,
+    lr: float | None,
+    max_norm: float | None = None,
+    norm: Tensor | float | None = None,
+    microbatches: int = 1,
+) -> Iterator[Callable[[], Update]]:
+    _check_numbers(lr, max_norm, norm)
+    dtype, device = getattr(norm, "dtype", torch.float64), _zeros(0, params).device
+    known = torch.as_tensor(0.0 if norm is None else norm, dtype=dtype, device=device)
+    refused = _not_finite(known)
+    scale = None if max_norm is None else (max_norm / (known + 1e-6)).clamp(max=1.0)
+    left = _arrivals(stages, params, microbatches, reduce=reduce)
+    norms: dict[nn.Parameter, Tensor] = {}
+
+    @torch.no_grad()
+    def take(p: nn.Parameter) -> None:
+        (norms[p],) = _local_norms([p], 2.0, _zeros(0, [p]).dtype)
+        if scale is not None:
+            local_of(p.grad).mul_(scale)
+        if lr is not None:
+            step(p, refused)
+        p.grad = None
+
+    def arrive(p: nn.Parameter) -> None:
+        if p in norms:
+            raise RuntimeError(
+                f"step_in_backward: a gradient of shape {tuple(p.shape)} came after its parameter "
+                f"had been stepped, where {microbatches} microbatches were announced; say how many "
+                "there are, call forward_backward once, and go back to a checkpoint"
+            )
+        left[p] -= 1
+        if not left[p]:
+            take(p)
+
+    update: list[Update] = []
+    with _alone(optimizer, lr) as step, _after_gradients(left, arrive):
+        yield lambda: update[0]
+        for p in params:
+            if p.grad is not None:
+                take(p)
+    whole = _part_norms([params], SOLO, 2.0, partial(_of_arrived, norms))[0]
+    update.append(Update(whole, torch.full_like(refused, lr is not None) & ~refused))
+
+
+def _of_arrived(
+    norms: Mapping[nn.Parameter, Tensor],
+    params: Sequence[nn.Parameter],
+    _: float,
+    dtype: torch.dtype,
+) -> list[Tensor]:
+    return [norms[p].to(dtype) for p in params if p in norms]
+
+
+def _arrivals(
+    stages: Sequence[nn.Module],
+    params: Sequence[nn.Parameter],
+    microbatches: int,
+    *,
+    reduce: Reduce,
+) -> dict[nn.Parameter, int]:
+    """Return how often gradients arrive in a step, of those that no sum over ranks comes after."""
+    found = [reducers_of(stage) for stage in stages]
+    late = {p for reducers in found for p in summed_at_the_end(reducers)}
+    sharded = {p for each in found for _, module in each.fsdp for p in module.parameters()}
+    once = sharded if reduce == "last" else set()
+    return {p: 1 if p in once else microbatches for p in params if p not in late}
+
+
+@contextmanager
+def _after_gradients(
+    params: Iterable[nn.Parameter], arrive: Callable[[nn.Parameter], None]
+) -> Iterator[None]:
+    """Call a function with each parameter whose gradient has been added to."""
+    handles = [p.register_post_accumulate_grad_hook(arrive) for p in params]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+@contextmanager
+def _alone(
+    optimizer: torch.optim.Optimizer, lr: float | None
+) -> Iterator[Callable[[nn.Parameter, Tensor], None]]:
+    """Give a function that steps one parameter, with an optimizer that meanwhile holds no other."""
+    held = [(group, group["params"]) for group in optimizer.param_groups]
+    owner = {p: group for group, params in held for p in params}
+    for group, _ in held:
+        group["params"] = list[nn.Parameter]()
+        group["lr"] = group["lr"] if lr is None else lr * group.get("lr_scale", 1)
+
+    def step(p: nn.Parameter, refused: Tensor) -> None:
+        owner[p]["params"] = [p]
+        _step_unless(refused, optimizer)
+        owner[p]["params"] = list[nn.Parameter]()
+
+    try:
+        yield step
+    finally:
+        for group, params in held:
+            group["params"] = params
+
+
+def _check_numbers(lr: float | None, max_norm: float | None, norm: object) -> None:
+    if lr is not None and not (math.isfinite(lr) and lr >= 0):
+        raise ValueError(f"step_in_backward: lr must be finite and at least 0, got {lr}")
+    if max_norm is not None and (norm is None or not max_norm > 0):
+        raise ValueError(
+            f"step_in_backward: max_norm must be positive and needs the norm to clip by, got "
+            f"{max_norm} and norm={norm}; take that of the last step, or measure it: lr=None"
+        )
+
+
+def _check_in_backward(
+    params: Sequence[nn.Parameter], optimizer: torch.optim.Optimizer, axis: Axis, sp: Axis
+) -> None:
+    for each in (axis, sp):
+        if each.count > 1:
+            raise ConfigError(
+                f"bind_step_in_backward: a gradient is not whole when it arrives in a layout with "
+                f"{each.name} = {each.count}; call clip_and_step after the backward pass",
+                where=each.name,
+                got=each.count,
+                want=1,
+            )
+    held = {p for group in optimizer.param_groups for p in group["params"]}
+    lost = [tuple(p.shape) for p in params if p not in held]
+    if lost or any(group.get("max_norm") is not None for group in optimizer.param_groups):
+        what = f"lacks {len(lost)} parameters, of shapes {lost[:3]}" if lost else "clips by group"
+        raise ValueError(
+            f"bind_step_in_backward: the optimizer {what}; it must hold every trainable parameter, "
+            "and have no group with a max_norm"
+        )
 
 
 # ------------------------------------------------------------------------------------------- blame
