@@ -616,3 +616,46 @@ def test_with_a_fused_optimizer_the_host_waits_for_no_number():
     steps_without_values(fused=True)
     with pytest.raises(DataDependentOutputException):  # the control
         steps_without_values(fused=False)
+
+
+@pytest.mark.parametrize("fused", [True, False])
+def test_bf16_parameters_can_add_their_gradients_up_in_fp32(fused):
+    found = []
+    for dtype in (torch.bfloat16, torch.float32):
+        p = nn.Parameter(torch.ones(2, dtype=torch.bfloat16))
+        tk.parallel.set_grad_dtype([p], dtype)
+        for scale in (1.0, *[1 / 512] * 256):
+            (p * scale).sum().backward()
+        assert p.grad.dtype == dtype
+        optimizer = torch.optim.AdamW([p], fused=fused)
+        update = tk.clip_and_step([p], optimizer, lr=0.1, max_norm=None)
+        found.append((float(update.norm), p.grad, p.grad_dtype, p.dtype))
+        (p * 1.0).sum().backward()
+        assert p.grad.dtype == dtype  # as before the step
+    stalled, whole = found  # in bf16 1 + 1/512 is 1
+    assert stalled == (pytest.approx(2**0.5), None, torch.bfloat16, torch.bfloat16)
+    assert whole == (pytest.approx(1.5 * 2**0.5), None, torch.float32, torch.bfloat16)
+
+
+def summed_in_fp32():
+    from torch.distributed.tensor import Shard, distribute_tensor
+
+    with tk.parallel_session(dp_shard=1, ring=2, fold_sp="none") as ps:
+        low = [nn.Parameter(torch.ones(2, dtype=torch.bfloat16)) for _ in range(3)]
+        tk.parallel.set_grad_dtype(low[1:])
+        for p in low[:2] if ps.sp_unfolded.index else low:  # one rank lacks the third
+            p.grad = torch.full((2,), 1 + 2.0**-8 if p is not low[0] else 1.0, dtype=p.grad_dtype)
+        tk.sync_sp_grads(low, ps.sp_unfolded)
+        with pytest.raises(
+            ValueError, match=r"set_grad_dtype: a parameter of shape \(2,\) is sharded"
+        ):
+            tk.parallel.set_grad_dtype(
+                [nn.Parameter(distribute_tensor(torch.ones(2), ps.mesh["sp_unfolded"], [Shard(0)]))]
+            )
+        return [(p.grad.dtype, p.grad[0].item()) for p in low]
+
+
+def test_sums_over_ranks_keep_the_dtype_of_each_gradient():
+    fine = 1 + 2.0**-8  # no number of bf16
+    wanted = [(torch.bfloat16, 2.0), (torch.float32, 2 * fine), (torch.float32, fine)]
+    assert run_ranks(summed_in_fp32, 2) == [wanted] * 2

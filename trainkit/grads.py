@@ -421,14 +421,32 @@ def _not_finite(x: Tensor) -> Tensor:
 
 def _step_unless(refused: Tensor, optimizer: Any) -> None:
     """Take a step, or change nothing; never by a factor of 0, for 0 times NaN is NaN."""
-    if _skips_on_device(optimizer):
-        optimizer.found_inf = refused.to(torch.float32)
-        try:
+    with _gradients_rounded(optimizer):
+        if _skips_on_device(optimizer):
+            optimizer.found_inf = refused.to(torch.float32)
+            try:
+                optimizer.step()
+            finally:
+                del optimizer.found_inf
+        elif not refused:
             optimizer.step()
-        finally:
-            del optimizer.found_inf
-    elif not refused:
-        optimizer.step()
+
+
+@contextmanager
+def _gradients_rounded(optimizer: Any) -> Iterator[None]:
+    """Show an optimizer gradients in the dtype of their parameters: torch's take no other."""
+    held = (p for group in optimizer.param_groups for p in group["params"])
+    wider = [p for p in held if p.grad is not None and p.grad.dtype != p.dtype]
+    kept = [(p, p.grad, p.grad_dtype) for p in wider]
+    for p, grad, _ in kept:
+        p.grad_dtype = None  # any
+        p.grad = grad.to(p.dtype)
+    try:
+        yield
+    finally:
+        for p, grad, dtype in kept:
+            p.grad = grad
+            p.grad_dtype = dtype
 
 
 def _skips_on_device(optimizer: Any) -> bool:

@@ -22,7 +22,13 @@ from trainkit.parallel.naming import (
     named_parameters_of,
 )
 from trainkit.parallel.plan import decoder_plan
-from trainkit.parallel.precision import DTYPES, choose_dtype, compute_dtype, precision
+from trainkit.parallel.precision import (
+    DTYPES,
+    choose_dtype,
+    compute_dtype,
+    precision,
+    set_grad_dtype,
+)
 from trainkit.parallel.recompute import recompute
 from trainkit.parallel.sequence import sequence
 from trainkit.parallel.split import layer_ranges, rank_of_stages
@@ -63,6 +69,7 @@ __all__ = [
     "recompute",
     "refuse",
     "sequence",
+    "set_grad_dtype",
     "signs_of_votes",
     "split_layers",
     "start_lines",

@@ -19,6 +19,7 @@ from trainkit.parallel.reduction import (
     buckets_of,
     check_dense,
     flags_of,
+    gradients_of,
     local_of,
     mark_partial_,
     mark_replicated_,
@@ -159,7 +160,7 @@ def signs_of_votes(
     for bucket in buckets_of([p for p in dict.fromkeys(params) if p.requires_grad]):
         check_dense(bucket)
         has = [p.grad is not None for p in bucket]
-        grads = [torch.zeros_like(p) if p.grad is None else p.grad for p in bucket]
+        grads = gradients_of(bucket)
         parts = [local_of(grad) for grad in grads]
         flat = torch.cat([part.reshape(-1) for part in parts])
         is_bad = flat.isfinite().all().logical_not().reshape(1)

@@ -549,7 +549,7 @@ def sum_grads_(parameters: Iterable[nn.Parameter], group: dist.ProcessGroup) -> 
     for bucket in buckets_of([p for p in parameters if p.requires_grad]):
         check_dense(bucket)
         has = [p.grad is not None for p in bucket]
-        grads = [torch.zeros_like(p) if p.grad is None else p.grad for p in bucket]
+        grads = gradients_of(bucket)
         parts = [local_of(grad) for grad in grads]
         flat = torch.cat([flags_of(has, parts[0]), *(part.reshape(-1) for part in parts)])
         dist.all_reduce(flat, group=group)
@@ -558,6 +558,11 @@ def sum_grads_(parameters: Iterable[nn.Parameter], group: dist.ProcessGroup) -> 
             part.copy_(total.view_as(part))
         for parameter, grad, kept in zip(bucket, grads, whose_gradient(has, counts), strict=True):
             parameter.grad = grad if kept else None
+
+
+def gradients_of(params: Sequence[nn.Parameter]) -> list[Tensor]:
+    """Return the gradients of parameters, zeros for those that have none."""
+    return [torch.zeros_like(p, dtype=p.grad_dtype) if p.grad is None else p.grad for p in params]
 
 
 def whose_gradient(has: Sequence[bool], counts: Tensor) -> Sequence[bool]:
@@ -607,12 +612,12 @@ def check_dense(parameters: Iterable[nn.Parameter]) -> None:
 
 
 def buckets_of(parameters: Sequence[nn.Parameter]) -> list[list[nn.Parameter]]:
-    """Group parameters by dtype and device, in order, into lists of a bounded size."""
+    """Group parameters by dtype, their gradients' too, and device, into lists of a bounded size."""
     open_buckets: dict[Any, list[nn.Parameter]] = {}
     sizes: dict[Any, int] = {}
     full: list[list[nn.Parameter]] = []
     for p in parameters:
-        kind, size = (p.dtype, p.device), local_of(p).numel()
+        kind, size = (p.dtype, p.grad_dtype, p.device), local_of(p).numel()
         if kind in open_buckets and sizes[kind] + size > _BUCKET_ELEMENTS:
             full.append(open_buckets.pop(kind))
             sizes[kind] = 0
