@@ -12,7 +12,7 @@ import trainkit as tk
 from trainkit import health, optim
 from trainkit.grads import blame
 from trainkit.parallel.naming import mark_tied_copy_
-from trainkit.testing import run_ranks
+from trainkit.testing import count_collectives, run_ranks
 from trainkit.types import SOLO, Axis, Share
 
 PP = tk.solo_parallel().pp
@@ -40,6 +40,60 @@ def test_the_norm_is_torch_s():
     params = parameters(torch.randn(3, 4), torch.randn(5))
     wanted = nn.utils.get_total_norm([p.grad for p in params])
     assert torch.equal(tk.grad_norm(params, axis=PP), wanted)
+
+
+NORMS = (1.0, 2.0, 3.5, math.inf)
+
+
+@pytest.mark.parametrize("norm_type", NORMS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_the_norm_and_the_clip_of_every_kind_are_torch_s(norm_type, dtype):
+    torch.manual_seed(0)
+    grads = [torch.randn(shape, dtype=dtype) for shape in ((3, 4), (0,), (5,), (33, 7))]
+    wanted, (ours, theirs) = grads[:1] + grads[2:], (parameters(*grads), parameters(*grads))
+    assert torch.equal(
+        tk.grad_norm(ours, norm_type=norm_type), nn.utils.get_total_norm(wanted, norm_type)
+    )
+    del theirs[1]  # torch's largest element of none is an error
+    nn.utils.clip_grad_norm_(theirs, 0.5, norm_type)
+    tk.clip_grads_(ours, max_norm=0.5, norm_type=norm_type)
+    del ours[1]
+    assert all(torch.equal(a.grad, b.grad) for a, b in zip(ours, theirs, strict=True))
+    spoiled = parameters(torch.tensor([1.0, math.nan]), torch.tensor([math.inf]))
+    assert tk.grad_norm(spoiled, norm_type=norm_type).isnan()
+
+
+@pytest.mark.parametrize("norm_type", [0.0, -1.0, -math.inf, math.nan])
+def test_a_norm_that_is_none_is_refused(norm_type):
+    with pytest.raises(ValueError, match=f"norm_type must be above 0, .* got {norm_type}"):
+        tk.grad_norm(parameters(torch.ones(1)), norm_type=norm_type)
+
+
+@pytest.mark.parametrize("norm_type", NORMS)
+def test_a_group_with_a_norm_of_its_own_is_clipped_by_itself(norm_type):
+    torch.manual_seed(0)
+    grads = [torch.randn(3, 4).double(), torch.randn(5).double(), torch.randn(6).double()]
+    grads += [torch.randn(2).double()]
+    ours, theirs = parameters(*grads), parameters(*grads)
+    groups = [{"params": ours[:1], "max_norm": 0.1}, {"params": ours[1:3], "max_norm": None}]
+    groups += [{"params": [*ours[3:], nn.Parameter(torch.ones(1))], "max_norm": math.inf}]
+    update = tk.clip_and_step(
+        ours, torch.optim.SGD(groups), lr=1.0, max_norm=0.5, norm_type=norm_type
+    )
+    assert torch.equal(update.norm, nn.utils.get_total_norm(grads, norm_type))
+    for part, limit in ((theirs[:1], 0.1), (theirs[1:3], 0.5), (theirs[3:], math.inf)):
+        nn.utils.clip_grad_norm_(part, limit, norm_type)
+    for p, wanted in zip(ours, theirs, strict=True):
+        assert torch.equal(p, torch.ones_like(p) - wanted.grad)
+
+
+def test_a_bad_part_leaves_every_part_as_it_is_and_a_bad_limit_is_refused():
+    params = parameters(torch.tensor([4.0]), torch.tensor([math.nan]))
+    tk.clip_grads_(params, max_norm=1.0, groups=[{"params": params[1:], "max_norm": 1.0}])
+    assert params[0].grad == 4
+    for groups in ([{"params": params, "max_norm": 0.0}], [{"params": [], "max_norm": -1.0}]):
+        with pytest.raises(ValueError, match="max_norm must be positive"):
+            tk.clip_grads_(params, max_norm=1.0, groups=groups)
 
 
 def test_parameters_without_gradient_count_as_zero():
@@ -363,24 +417,31 @@ def test_a_parameter_without_gradient_on_any_rank_keeps_none():
     assert run_ranks(unused_stays_unused, 2) == [True, True]
 
 
-def norms_over_stages():
-    """Return norms over stages, and what one process finds for the same gradients."""
+def parameters_of_stage(ps):
+    """Return a stage's parameters, sharded, replicated and plain, and all stages' gradients."""
     from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
+    torch.manual_seed(0)
+    values = [torch.randn(5, 3).double(), torch.randn(4).double(), torch.randn(2, 6).double()]
+    values += [torch.randn(1).double()]  # one of two ranks has an empty shard
+    placements = [[[Shard(0)], None, [Replicate()]], [[Replicate()], [Shard(0)], None]]
+    params = []
+    for value, placement in zip(values, [*placements[ps.pp.index], [Shard(0)]], strict=True):
+        grad = value * (1 + ps.pp.index)
+        here = grad if placement is None else distribute_tensor(grad, ps.mesh["fsdp"], placement)
+        params.append(nn.Parameter(torch.zeros_like(here)))
+        params[-1].grad = here.clone()
+    return params, values
+
+
+def norms_over_stages():
+    """Return norms over stages, and what one process finds for the same gradients."""
     with tk.parallel_session(pp=2) as ps:
-        torch.manual_seed(0)
-        values = [torch.randn(5, 3).double(), torch.randn(4).double(), torch.randn(2, 6).double()]
-        placements = [[[Shard(0)], None, [Replicate()]], [[Replicate()], [Shard(0)], None]]
-        params = []
-        for value, placement in zip(values, placements[ps.pp.index], strict=True):
-            grad = value * (1 + ps.pp.index)
-            here = (
-                grad if placement is None else distribute_tensor(grad, ps.mesh["fsdp"], placement)
-            )
-            params.append(nn.Parameter(torch.zeros_like(here)))
-            params[-1].grad = here.clone()
-        every = [value * scale for value in values for scale in (1, 2)]
-        found = {"mixed": (float(tk.grad_norm(params, axis=ps.pp)), get_norm(every))}
+        params, values = parameters_of_stage(ps)
+        every, found = [value * scale for value in values for scale in (1, 2)], {}
+        for kind in NORMS:
+            norm = float(tk.grad_norm(params, axis=ps.pp, norm_type=kind))
+            found[f"mixed, {kind}"] = (norm, get_norm(every, kind))
         own = params if ps.pp.index == 0 else []
         found["nothing to train"] = (float(tk.grad_norm(own, axis=ps.pp)), get_norm(values))
         for p in params if ps.pp.index else ():
@@ -392,14 +453,51 @@ def norms_over_stages():
         return found
 
 
-def get_norm(values):
-    return float(nn.utils.get_total_norm(values))
+def get_norm(values, norm_type=2.0):
+    return float(nn.utils.get_total_norm(values, norm_type))
 
 
-def test_the_norm_over_stages_is_the_root_of_the_sum_of_squares():
+def test_the_norm_over_stages_is_that_of_one_process():
     for found in run_ranks(norms_over_stages, 4):
         for name, (norm, wanted) in found.items():
-            assert norm == pytest.approx(wanted, rel=1e-7 if name != "mixed" else 1e-14), name
+            assert norm == pytest.approx(wanted, rel=1e-14 if "mixed" in name else 1e-7), name
+
+
+def clipped_by_group():
+    """Return what is left of gradients clipped by group, and how many all-reduces that took."""
+    with tk.parallel_session(pp=2) as ps:
+        found = []
+        for kind in NORMS:
+            counts = []
+            for own in (None, 0.25):  # without a limit of its own, then with one
+                params, values = parameters_of_stage(ps)
+                groups = [{"params": params[:2]}, {"params": params[2:], "max_norm": own}]
+                how = {"axis": ps.pp, "norm_type": kind, "groups": groups}
+                ledger = count_collectives(
+                    lambda p=params, how=how: tk.clip_grads_(p, max_norm=1.0, **how), ps
+                )
+                counts.append([(row.axis, row.kind, row.count) for row in ledger.rows])
+            assert (
+                counts[0] == counts[1] == [("dp_shard", "all_reduce", 1), ("pp", "all_reduce", 1)]
+            )
+            whole = [value * (1 + ps.pp.index) for value in values]
+            for part, limit in ((slice(0, 2), 1.0), (slice(2, 4), 0.25)):
+                norm = get_norm([scale * x for x in values[part] for scale in (1, 2)], kind)
+                for p, grad in zip(params[part], whole[part], strict=True):
+                    left = p.grad.full_tensor() if hasattr(p, "full_tensor") else p.grad
+                    wanted = grad * min(1.0, limit / (norm + 1e-6))
+                    found.append(float((left - wanted).abs().max()))
+            spoiled = params[3].grad.to_local()
+            spoiled.fill_(math.nan)  # on the one rank that holds the element, of one stage
+            if ps.pp.index:
+                spoiled.fill_(0.0)
+            found.append(0.0 if tk.grad_norm(params, axis=ps.pp, norm_type=kind).isnan() else 1.0)
+        return found
+
+
+def test_groups_are_clipped_apart_in_every_layout_and_for_no_more_collectives():
+    for found in run_ranks(clipped_by_group, 4):
+        assert max(found) < 1e-14
 
 
 def test_a_tied_copy_is_not_counted_but_clipped_and_stepped():
@@ -518,3 +616,46 @@ def test_with_a_fused_optimizer_the_host_waits_for_no_number():
     steps_without_values(fused=True)
     with pytest.raises(DataDependentOutputException):  # the control
         steps_without_values(fused=False)
+
+
+@pytest.mark.parametrize("fused", [True, False])
+def test_bf16_parameters_can_add_their_gradients_up_in_fp32(fused):
+    found = []
+    for dtype in (torch.bfloat16, torch.float32):
+        p = nn.Parameter(torch.ones(2, dtype=torch.bfloat16))
+        tk.parallel.set_grad_dtype([p], dtype)
+        for scale in (1.0, *[1 / 512] * 256):
+            (p * scale).sum().backward()
+        assert p.grad.dtype == dtype
+        optimizer = torch.optim.AdamW([p], fused=fused)
+        update = tk.clip_and_step([p], optimizer, lr=0.1, max_norm=None)
+        found.append((float(update.norm), p.grad, p.grad_dtype, p.dtype))
+        (p * 1.0).sum().backward()
+        assert p.grad.dtype == dtype  # as before the step
+    stalled, whole = found  # in bf16 1 + 1/512 is 1
+    assert stalled == (pytest.approx(2**0.5), None, torch.bfloat16, torch.bfloat16)
+    assert whole == (pytest.approx(1.5 * 2**0.5), None, torch.float32, torch.bfloat16)
+
+
+def summed_in_fp32():
+    from torch.distributed.tensor import Shard, distribute_tensor
+
+    with tk.parallel_session(dp_shard=1, ring=2, fold_sp="none") as ps:
+        low = [nn.Parameter(torch.ones(2, dtype=torch.bfloat16)) for _ in range(3)]
+        tk.parallel.set_grad_dtype(low[1:])
+        for p in low[:2] if ps.sp_unfolded.index else low:  # one rank lacks the third
+            p.grad = torch.full((2,), 1 + 2.0**-8 if p is not low[0] else 1.0, dtype=p.grad_dtype)
+        tk.sync_sp_grads(low, ps.sp_unfolded)
+        with pytest.raises(
+            ValueError, match=r"set_grad_dtype: a parameter of shape \(2,\) is sharded"
+        ):
+            tk.parallel.set_grad_dtype(
+                [nn.Parameter(distribute_tensor(torch.ones(2), ps.mesh["sp_unfolded"], [Shard(0)]))]
+            )
+        return [(p.grad.dtype, p.grad[0].item()) for p in low]
+
+
+def test_sums_over_ranks_keep_the_dtype_of_each_gradient():
+    fine = 1 + 2.0**-8  # no number of bf16
+    wanted = [(torch.bfloat16, 2.0), (torch.float32, 2 * fine), (torch.float32, fine)]
+    assert run_ranks(summed_in_fp32, 2) == [wanted] * 2

@@ -336,3 +336,16 @@ def test_a_step_lasts_until_the_device_has_done_it(counted, monkeypatch):
     assert 0.2 <= record["seconds"] < 5
     assert record["tokens_per_second"] == 100 / record["seconds"]
     assert transfers == [1]
+
+
+def test_noise_and_signal_are_right_on_average_whatever_is_the_part():
+    # All batches of four tokens that can be drawn, with as many again, from three gradients.
+    gradients = torch.tensor([[1.0, -2.0], [4.0, 0.5], [-3.0, 2.5]], dtype=torch.float64)
+    true = gradients.mean(0)
+    wanted = float((gradients - true).square().sum(1).mean()), float(true.square().sum())
+    drawn = gradients[torch.cartesian_prod(*[torch.arange(3)] * 4)]  # [81, 4, 2]
+    whole = drawn.mean(1).square().sum(1)
+    for size in (1, 2, 3):
+        part = (drawn[:, :size].sum(1) / 4).square().sum(1)  # over the whole's denominator
+        found = metrics.gradient_noise(part, torch.tensor(size), whole, torch.tensor(4))
+        assert tuple(float(x.mean()) for x in found) == pytest.approx(wanted, rel=1e-12)

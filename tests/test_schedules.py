@@ -11,6 +11,7 @@ from trainkit.schedules import (
     constant,
     cosine,
     due,
+    infinite,
     linear,
     piecewise,
     power,
@@ -55,6 +56,15 @@ def values(schedule, steps):
         (piecewise(2.0, [(1, 1.0), (3, 0.0, "cosine")]), [2.0, 2.0, 1.0, 0.0, 0.0]),
         (piecewise(1.0, [(0, 1.0), (2, 0.01, "exponential")]), [1.0, 0.1, 0.01]),
         (piecewise(1.0, [(0, 0.0), (2, 1.0, "exponential")]), [0.0, 1e-4, 1.0]),
+        (piecewise(1.0, [(0, 1.0), (2, 0.2, "reciprocal")]), [1.0, 1 / 3, 0.2]),
+        (  # warm-up of 0.4 of ten steps, from zero, then constant; and one that ends at a floor
+            constant(1.0, warmup=4, warmup_from=0.0),
+            [0.0, 0.25, 0.5, 0.75, 1.0, 1.0, 1.0, 1.0, 1.0, 1.0],
+        ),
+        (
+            linear(1.0, warmup=2, total=8, final=0.1, warmup_from=0.0),
+            [0.0, 0.5, 1.0, 0.85, 0.7, 0.55, 0.4, 0.25, 0.1, 0.1],
+        ),
         (piecewise(1.0, [(0, 0.0), (2, 1.0, lambda a, b, p: a + (b - a) * p**3)]), [0, 0.125, 1]),
     ],
 )
@@ -169,7 +179,11 @@ def test_a_decay_that_does_not_fit_is_refused(changed, message):
         (1.0, [(3, 1.0), (1, 0.5)], r"increasing steps, got \[3, 1\]"),
         (1.0, [(0, -0.5)], r"at least 0, got \[-0.5\]"),
         (1.0, [(0, NAN)], r"at least 0, got \[nan\]"),
-        (1.0, [(0, 1.0), (1, 0.5, "cubic")], "linear, cosine, exponential, got 'cubic'"),
+        (
+            1.0,
+            [(0, 1.0), (1, 0.5, "cubic")],
+            "linear, cosine, exponential, reciprocal, got 'cubic'",
+        ),
     ],
 )
 def test_points_that_make_no_curve_are_refused(lr, points, message):
@@ -205,15 +219,92 @@ def test_due_refuses_a_negative_period():
         due(1, -1)
 
 
-def test_the_decays_of_kempnerforge_have_names():
-    shares = [step / 10 for step in range(11)]
-    floor = {"warmup": 0, "total": 10, "final": 0.1}
-    assert values(power(1.0, exponent=3.0, **floor), 11) == pytest.approx(
-        [max(0.1, (1 - p) ** 3) for p in shares]
-    )
-    late = warmup_stable_decay(1.0, decay=1.0, shape="sqrt_late", **floor)
-    assert values(late, 11) == pytest.approx([0.1 + 0.9 * (1 - p) ** 0.5 for p in shares])
+def kempner_s(decays_by, *, warmup, begin, decay, floor):
+    """Return KempnerForge's factors: up from zero, 1 until `begin`, then a decay to a floor."""
+
+    def factor(step):
+        if step < warmup:
+            return step / warmup
+        return decays_by(min(1.0, max(0, step - begin) / decay), floor)
+
+    return factor
+
+
+KEMPNER_S = {
+    "linear": lambda p, m: 1 - (1 - m) * p,
+    "cosine": lambda p, m: m + (1 - m) * (1 + math.cos(math.pi * p)) / 2,
+    "sqrt_late": lambda p, m: m + (1 - m) * math.sqrt(1 - p),
+    "power": lambda p, m: max(m, (1 - p) ** 3.0),
+}
+
+
+@pytest.mark.parametrize("warmup", [0, 3])
+@pytest.mark.parametrize("name", KEMPNER_S)
+def test_the_factors_of_kempnerforge_are_ours_with_warmup_from_zero(name, warmup):
+    how = {"warmup": warmup, "warmup_from": 0.0, "final": 0.1}
+    own = {"linear": linear, "cosine": cosine}.get(name)
+    found = []
+    if own or name == "power":
+        ours = own(2.0, total=13, **how) if own else power(2.0, total=13, exponent=3.0, **how)
+        found.append((ours, warmup, 13 - warmup))
+    if name != "power":  # its plateau, and then the same decays
+        found.append((warmup_stable_decay(2.0, total=13, decay=5, shape=name, **how), 8, 5))
+    for ours, begin, decay in found:
+        theirs = kempner_s(KEMPNER_S[name], warmup=warmup, begin=begin, decay=decay, floor=0.1)
+        assert values(ours, 16) == pytest.approx([2 * theirs(t) for t in range(16)], rel=1e-14)
+
+
+def test_power_refuses_bad_values():
     for bad in ({"exponent": 0.0}, {"warmup_from": 1.5}, {"warmup_from": float("nan")}):
         with pytest.raises(ValueError, match=f"power: {next(iter(bad))} must be"):
-            power(1.0, **floor, **bad)
-    assert power(1.0, warmup=4, total=8, final=0.5, warmup_from=0.0)(1) == 0.25
+            power(1.0, warmup=0, total=10, **bad)
+
+
+def test_the_infinite_rate_is_the_paper_s():
+    peak, stable, least, warmup, cooldown, begin, length = 4e-4, 1e-4, 1e-6, 5, 7, 20, 30
+
+    def paper_s(step):  # equation 1 of Singh et al. 2025, with t_a + N_d as the length
+        if step < warmup:
+            return peak * step / warmup
+        if step < warmup + cooldown:
+            way = math.cos(math.pi * (step - warmup) / cooldown)
+            return stable + (peak - stable) / 2 * (1 + way)
+        over = max(0, step - begin) / length
+        return stable * (least / stable) ** over
+
+    how = {"warmup": warmup, "cooldown": cooldown, "stable": stable / peak, "warmup_from": 0.0}
+    anneal = {"anneal_from": begin, "anneal": length, "final": least / peak}
+    assert values(infinite(peak, **how, **anneal), 50) == pytest.approx(
+        [paper_s(step) for step in range(50)], rel=1e-12
+    )
+    endless = infinite(peak, **how)
+    assert values(endless, begin) == values(infinite(peak, **how, **anneal), begin)
+    assert endless(10**9) == peak * how["stable"]
+    at_once = infinite(peak, **how, **anneal | {"anneal_from": warmup + cooldown})
+    assert at_once(warmup + cooldown + length) == pytest.approx(least)
+
+
+def test_a_stable_rate_that_decays_by_its_reciprocal_is_that_of_wsd_s():
+    steady = {"warmup": 0, "cooldown": 0, "stable": 1.0}
+    lr_at = infinite(1.0, **steady, anneal_from=2, anneal=4, final=0.1, curve="reciprocal")
+    shares = (0, 0, 0, 0.25, 0.5, 0.75, 1, 1)
+    assert values(lr_at, 8) == pytest.approx([1 / (p / 0.1 + 1 - p) for p in shares], rel=1e-14)
+
+
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        ({"stable": 1.5}, "stable must be .* got 1.5 and 2"),
+        ({"stable": NAN}, "stable must be .* got nan and 2"),
+        ({"cooldown": 0}, "stable must be .* got 0.5 and 0"),
+        ({"cooldown": -1}, "stable must be .* got 0.5 and -1"),
+        ({"stable": 1.0}, "stable must be .* got 1.0 and 2"),
+        ({"anneal_from": 3, "anneal": 5}, "annealing .* at step 4 or later .* got anneal_from=3"),
+        ({"anneal_from": 4}, "annealing .* 1 step, got anneal_from=4 and anneal=0"),
+        ({"warmup": -1}, "warmup must be"),
+        ({"final": 2.0}, "final must be"),
+    ],
+)
+def test_an_infinite_rate_that_cannot_be_is_refused(changed, message):
+    with pytest.raises(ValueError, match=f"^infinite: {message}"):
+        infinite(1.0, **{"warmup": 2, "cooldown": 2, "stable": 0.5} | changed)

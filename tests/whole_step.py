@@ -9,7 +9,7 @@ from trainkit.corpora import TokenCorpus
 from trainkit.losses import next_token_linear
 from trainkit.models import Decoder, DecoderConfig, call_with_noise, init_weights
 from trainkit.optim import adamw, decay_groups
-from trainkit.parallel import compiled, fsdp, recompute
+from trainkit.parallel import compiled, ddp, fsdp, recompute
 from trainkit.parallel.sequence import sequence
 from trainkit.parallel.tensor import tensor
 from trainkit.sampling import rows_of_epochs
@@ -48,6 +48,7 @@ class Layout:
     vocab_size: int = CONFIG.vocab_size
     kv_heads: int = CONFIG.kv_heads
     qkv_bias: bool = False
+    ddp: bool = False
 
 
 def corpus():
@@ -87,7 +88,7 @@ def model_config(layout):
 def build(layout, ps):
     """Return stages and optimizer of a layout."""
     config = model_config(layout)
-    plan = [tensor(), sequence(), recompute(layout.recompute)]
+    plan = [tensor(), sequence(), *([ddp()] if layout.ddp else []), recompute(layout.recompute)]
     plan += [compiled(backend="aot_eager")] if layout.compiled else []
     plan += [fsdp(tk.Layout(reshard_after_forward=layout.reshard))]
     stages = tk.build_stages(

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from typing import Any
 
@@ -19,16 +19,19 @@ from torch import Tensor, nn
 from trainkit.collectives import all_gather_json, all_sum, computing_device
 from trainkit.parallel.naming import canonical_name, is_tied_copy, named_parameters_of
 from trainkit.parallel.reduction import (
+    Reduce,
     check_dense,
     check_not_averaging,
     local_of,
     reducers_of,
     sum_gradients_,
     sum_grads_,
+    summed_at_the_end,
 )
-from trainkit.types import SOLO, Axis, Update
+from trainkit.types import SOLO, Axis, ConfigError, Update
 
 __all__ = [
+    "bind_step_in_backward",
     "blame",
     "clip_and_step",
     "clip_grads_",
@@ -95,13 +98,23 @@ def sync_sp_grads(params: Iterable[nn.Parameter], axis: Axis) -> None:
 # -------------------------------------------------------------------------------------------- norm
 
 
-def _norms(grads: Sequence[Tensor]) -> list[Tensor]:
-    """Return the 2-norms of plain tensors, accumulated in at least fp32."""
-    if not grads:
+LocalNorms = Callable[[Sequence[nn.Parameter], float, torch.dtype], list[Tensor]]
+"""From parameters to the norms of what this rank holds of their gradients."""
+
+
+def _local_norms(
+    params: Sequence[nn.Parameter], norm_type: float, dtype: torch.dtype
+) -> list[Tensor]:
+    """Return the norms of this rank's gradients, accumulated in at least fp32."""
+    grads = [p.grad for p in params if p.grad is not None]
+    for grad in grads:
+        _sharded_over(grad)
+    parts = [local_of(grad) for grad in grads]
+    if norm_type == math.inf:  # an empty shard has no largest element, and torch refuses it
+        parts = [part for part in parts if part.numel()]
+    if not parts:
         return []
-    double = any(grad.dtype == torch.float64 for grad in grads)
-    dtype = torch.float64 if double else torch.float32
-    return list(torch._foreach_norm(list(grads), 2.0, dtype=dtype))  # noqa: SLF001 (torch.nn.utils too)
+    return list(torch._foreach_norm(parts, norm_type, dtype=dtype))  # noqa: SLF001 (torch.nn.utils too)
 
 
 def _sharded_over(grad: Any) -> tuple[Any, tuple[int, ...]] | None:
@@ -122,10 +135,12 @@ def _sharded_over(grad: Any) -> tuple[Any, tuple[int, ...]] | None:
 
 
 @torch.no_grad()
-def grad_norm(params: Iterable[nn.Parameter], *, axis: Axis = SOLO) -> Tensor:
-    """Return the 2-norm of the whole model's gradient.
+def grad_norm(
+    params: Iterable[nn.Parameter], *, axis: Axis = SOLO, norm_type: float = 2.0
+) -> Tensor:
+    """Return the norm of the whole model's gradient: (sum of |g|^p)^(1/p) over its elements.
 
-    Squares are summed over exactly the mesh dimensions that a parameter is sharded over, never over
+    Powers are summed over exactly the mesh dimensions that a parameter is sharded over, never over
     its replicas, and then over the pipeline stages. Parameters may live on different meshes. The
     last stage's copy of a tied embedding is not counted.
 
@@ -134,13 +149,16 @@ def grad_norm(params: Iterable[nn.Parameter], *, axis: Axis = SOLO) -> Tensor:
             and one that is listed twice counts once.
         axis: The pipeline axis, `ps.pp`, whose ranks hold different parameters. It is no
             data-parallel axis: what parameters are sharded over is read off them.
+        norm_type: p, above 0; `math.inf` for the largest absolute value of an element. As in
+            `torch.nn.utils.get_total_norm`, elements are raised to it in the norm's own dtype; what
+            travels of any p but 2 is in fp64.
 
     Returns:
         A 0-d tensor of fp32, or fp64 for fp64 gradients, equal on all ranks (in fp32 on a pipeline
         stage with nothing to train).
 
     Raises:
-        ValueError: A gradient is sparse, or still a partial sum.
+        ValueError: A gradient is sparse, or still a partial sum; `norm_type` is not above 0.
 
     Effects:
         Communicates: one all-reduce of a number per mesh dimension that parameters are sharded
@@ -149,57 +167,89 @@ def grad_norm(params: Iterable[nn.Parameter], *, axis: Axis = SOLO) -> Tensor:
     Examples:
         >>> from trainkit.mesh import solo_parallel
         >>> p = nn.Parameter(torch.zeros(2))
-        >>> p.grad = torch.tensor([3.0, 4.0])
+        >>> p.grad = torch.tensor([3.0, -4.0])
         >>> grad_norm([p], axis=solo_parallel().pp)
         tensor(5.)
+        >>> grad_norm([p], norm_type=1), grad_norm([p], norm_type=math.inf)
+        (tensor(7.), tensor(4.))
     """
+    return _part_norms([list(dict.fromkeys(params))], axis, norm_type)[0]
+
+
+def _part_norms(
+    parts: Sequence[Sequence[nn.Parameter]],
+    axis: Axis,
+    norm_type: float,
+    local: LocalNorms = _local_norms,
+) -> Tensor:
+    """Return the norm of each part of the parameters, `[parts]`; all parts travel together."""
+    if not norm_type > 0:
+        raise ValueError(
+            f"grad_norm: norm_type must be above 0, or math.inf for the largest element; got "
+            f"{norm_type}"
+        )
     # Grouped by the parameters, which all ranks have in the same order, not by the gradients.
-    groups: dict[Any, list[nn.Parameter]] = {}
+    groups: dict[Any, list[list[nn.Parameter]]] = {}
     copies: list[nn.Parameter] = []
-    params = list(dict.fromkeys(params))
-    check_dense(params)
-    for p in params:
-        if p.requires_grad and is_tied_copy(p):
-            copies.append(p)
-        elif p.requires_grad:
-            where = None if type(p) is nn.Parameter else _sharded_over(p)
-            groups.setdefault(where, []).append(p)
-    totals = [_group_norm(where, members) for where, members in groups.items()]
+    for index, params in enumerate(parts):
+        check_dense(params)
+        for p in params:
+            if p.requires_grad and is_tied_copy(p):
+                copies.append(p)
+            elif p.requires_grad:
+                where = None if type(p) is nn.Parameter else _sharded_over(p)
+                groups.setdefault(where, [[] for _ in parts])[index].append(p)
+    totals = [_sharded_norms(*group, norm_type, local) for group in groups.items()]
     # A stage that trains its tied copy alone must clip it as the first stage clips the owner.
-    totals = totals or [_zero_like(p) for p in copies[:1]]
-    norm = totals[0] if len(totals) == 1 else _combined(totals)
+    totals = totals or [_zeros(len(parts), copies[:1])]
+    norms = totals[0] if len(totals) == 1 else _combined(totals, norm_type)
     if axis.count == 1:
-        return norm
+        return norms
     # In fp64, as stages may differ in dtype, and one may have nothing to train at all.
-    square = norm.double().square().to(norm.device if totals else computing_device(axis))
-    return all_sum(square, axis).sqrt().to(norm.dtype)
+    wide = norms.double().to(norms.device if groups or copies else computing_device(axis))
+    return _over_ranks(wide, [axis.group], norm_type).to(norms.dtype)
 
 
-def _group_norm(where: Any, members: Sequence[nn.Parameter]) -> Tensor:
-    """Return the norm over parameters that are sharded alike: `where` is (mesh, its dimensions)."""
-    grads = [p.grad for p in members if p.grad is not None]
-    for grad in grads if where is not None else ():
-        _sharded_over(grad)
-    parts = _norms([local_of(grad) for grad in grads])
-    total = torch.linalg.vector_norm(torch.stack(parts)) if parts else _zero_like(members[0])
-    if where is None or not where[1]:
-        return total
-    total = total.square()
-    for dim in where[1]:
-        dist.all_reduce(total, group=where[0].get_group(dim))
-    return total.sqrt()
+def _sharded_norms(
+    where: Any, parts: Sequence[Sequence[nn.Parameter]], norm_type: float, local: LocalNorms
+) -> Tensor:
+    """Return norms over parameters that are sharded alike: `where` is (mesh, its dimensions)."""
+    totals = _zeros(len(parts), [p for params in parts for p in params])
+    for index, params in enumerate(parts):
+        norms = local(params, norm_type, totals.dtype)
+        if norms:
+            totals[index] = torch.linalg.vector_norm(torch.stack(norms), norm_type)
+    groups = [where[0].get_group(dim) for dim in where[1]] if where is not None else []
+    return _over_ranks(totals, groups, norm_type)
 
 
-def _zero_like(p: Tensor) -> Tensor:
-    dtype = torch.float64 if p.dtype == torch.float64 else torch.float32
-    return torch.zeros((), dtype=dtype, device=p.device)
+def _over_ranks(norms: Tensor, groups: Sequence[Any], norm_type: float) -> Tensor:
+    """Return norms over what all ranks of the groups have, from those of each rank's own part."""
+    if not groups:
+        return norms
+    if norm_type == math.inf:  # a maximum over ranks may drop NaN, which travels beside it
+        is_nan = norms.isnan()
+        largest = torch.stack([norms.masked_fill(is_nan, 0.0), is_nan.to(norms.dtype)])
+        for group in groups:
+            dist.all_reduce(largest, dist.ReduceOp.MAX, group=group)
+        return largest[0].masked_fill(largest[1] > 0, math.nan)
+    powers = norms.square() if norm_type == 2 else norms.double() ** norm_type
+    for group in groups:
+        dist.all_reduce(powers, group=group)
+    return powers.sqrt() if norm_type == 2 else (powers ** (1 / norm_type)).to(norms.dtype)
 
 
-def _combined(totals: Sequence[Tensor]) -> Tensor:
-    if not totals:
-        return torch.zeros(())
+def _zeros(count: int, params: Sequence[nn.Parameter]) -> Tensor:
+    """Return zeros in the dtype that norms of some parameters have, and where they are."""
+    double = any(p.dtype == torch.float64 for p in params)
+    device = params[0].device if params else None
+    return torch.zeros(count, dtype=torch.float64 if double else torch.float32, device=device)
+
+
+def _combined(totals: Sequence[Tensor], norm_type: float) -> Tensor:
     widest = max((total.dtype for total in totals), key=lambda dtype: dtype.itemsize)
-    return torch.linalg.vector_norm(torch.stack([total.to(widest) for total in totals]))
+    stacked = torch.stack([total.to(widest) for total in totals])
+    return torch.linalg.vector_norm(stacked, norm_type, dim=0)
 
 
 # -------------------------------------------------------------------------------------------- step
@@ -207,7 +257,12 @@ def _combined(totals: Sequence[Tensor]) -> Tensor:
 
 @torch.no_grad()
 def clip_grads_(
-    params: Iterable[nn.Parameter], *, max_norm: float | None, axis: Axis = SOLO
+    params: Iterable[nn.Parameter],
+    *,
+    max_norm: float | None,
+    axis: Axis = SOLO,
+    norm_type: float = 2.0,
+    groups: Iterable[Mapping[str, Any]] = (),
 ) -> Tensor:
     """Scale the gradient of the whole model down to a norm; nothing is stepped or cleared.
 
@@ -218,33 +273,57 @@ def clip_grads_(
         params: The parameters of this rank; one that is listed twice is scaled once.
         max_norm: Gradients are scaled by min(1, max_norm / (norm + 1e-6)); None only measures.
         axis: The pipeline axis, `ps.pp`; see `grad_norm`.
+        norm_type: Which norm, as for `grad_norm`.
+        groups: Groups of parameters, as `optimizer.param_groups` has them, the same on all ranks
+            and stages. One that has a "max_norm" (`math.inf` never clips) is measured and clipped
+            by itself; what is in no such group is measured and clipped together, by `max_norm`.
 
     Returns:
-        The norm before clipping, a 0-d tensor, equal on all ranks.
+        The norm of the whole before clipping, a 0-d tensor, equal on all ranks.
 
     Raises:
-        ValueError: `max_norm` is not positive, or a gradient is sparse or still a partial sum.
+        ValueError: A `max_norm` or `norm_type` is not positive, or a gradient is sparse or still a
+            partial sum.
 
     Effects:
-        Writes the values of `.grad`; communicates as `grad_norm`.
+        Writes the values of `.grad`; communicates as `grad_norm`, whatever the number of groups.
 
     Examples:
-        >>> p = nn.Parameter(torch.zeros(2))
-        >>> p.grad = torch.tensor([3.0, 4.0])
-        >>> clip_grads_([p], max_norm=1.0), p.grad
-        (tensor(5.), tensor([0.6000, 0.8000]))
+        >>> p, q = nn.Parameter(torch.zeros(2)), nn.Parameter(torch.zeros(1))
+        >>> p.grad, q.grad = torch.tensor([3.0, 4.0]), torch.tensor([12.0])
+        >>> clip_grads_([p, q], max_norm=1.0, groups=[{"params": [q], "max_norm": 6.0}])
+        tensor(13.)
+        >>> p.grad, q.grad
+        (tensor([0.6000, 0.8000]), tensor([6.0000]))
     """
-    if max_norm is not None and not max_norm > 0:
-        raise ValueError(
-            f"clip_grads_: max_norm must be positive, got {max_norm}; None only measures"
-        )
     params = list(dict.fromkeys(params))
-    norm = grad_norm(params, axis=axis)
-    grads = [local_of(p.grad) for p in params if p.grad is not None]
-    if grads and max_norm is not None and math.isfinite(max_norm):
-        scale = (max_norm / (norm + 1e-6)).clamp(max=1.0)
-        torch._foreach_mul_(grads, torch.where(_not_finite(norm), 1.0, scale))
+    parts = _clipped_apart(params, max_norm, groups)
+    norms = _part_norms([members for members, _ in parts], axis, norm_type)
+    norm = norms[0] if len(parts) == 1 else torch.linalg.vector_norm(norms, norm_type)
+    for index, (members, limit) in enumerate(parts):
+        grads = [local_of(p.grad) for p in members if p.grad is not None]
+        if grads and limit is not None and math.isfinite(limit):
+            scale = (limit / (norms[index] + 1e-6)).clamp(max=1.0)
+            torch._foreach_mul_(grads, torch.where(_not_finite(norm), 1.0, scale))
     return norm
+
+
+def _clipped_apart(
+    params: Sequence[nn.Parameter], max_norm: float | None, groups: Iterable[Mapping[str, Any]]
+) -> list[tuple[list[nn.Parameter], float | None]]:
+    """Return parameters that are clipped together, and to which norm; those of no group first."""
+    own = [group for group in groups if group.get("max_norm") is not None]
+    for limit in (max_norm, *(group["max_norm"] for group in own)):
+        if limit is not None and not limit > 0:
+            raise ValueError(
+                f"clip_grads_: max_norm must be positive, got {limit}; None only measures"
+            )
+    rest = dict.fromkeys(params)
+    apart = [([p for p in group["params"] if p in rest], group["max_norm"]) for group in own]
+    for members, _ in apart:
+        for p in members:
+            del rest[p]
+    return [(list(rest), max_norm), *apart]
 
 
 @torch.no_grad()
@@ -257,6 +336,7 @@ def clip_and_step(
     axis: Axis = SOLO,
     applies: Callable[[Tensor], Tensor] | None = None,
     world: Axis = SOLO,
+    norm_type: float = 2.0,
 ) -> Update:
     """Clip the gradient to a norm, take one optimizer step, and clear the gradients.
 
@@ -266,7 +346,8 @@ def clip_and_step(
 
     Args:
         params: The parameters of this rank that `optimizer` steps.
-        optimizer: Any torch optimizer; a group's rate becomes `lr * group.get("lr_scale", 1)`.
+        optimizer: Any torch optimizer; a group's rate becomes `lr * group.get("lr_scale", 1)`, and
+            one with a "max_norm" is clipped by itself, as by `clip_grads_`.
         lr: The learning rate of this step, which is set in a skipped step too.
         max_norm: Gradients are scaled by min(1, max_norm / (norm + 1e-6)), as by torch's
             `clip_grad_norm_`; None only measures.
@@ -276,15 +357,16 @@ def clip_and_step(
         world: All ranks, `ps.world`: a step that one of them refuses is refused by all. Numbers
             that are summed over all ranks need it not; those that are computed by several ranks
             alike do, when one of them errs.
+        norm_type: Which norm, as for `grad_norm`.
 
     Returns:
         The norm before clipping, and whether the step was taken, which is equal on all ranks of
         `world`: two 0-d tensors.
 
     Raises:
-        ValueError: `lr` is negative or not finite, `max_norm` is not positive, a gradient is
-            sparse or still a partial sum, or no group of `optimizer` holds a parameter that has
-            one.
+        ValueError: `lr` is negative or not finite, a `max_norm` or `norm_type` is not positive, a
+            gradient is sparse or still a partial sum, or no group of `optimizer` holds a parameter
+            that has one.
 
     Effects:
         Writes parameters and optimizer state, sets every `.grad` to None; communicates as
@@ -304,7 +386,8 @@ def clip_and_step(
         raise ValueError(f"clip_and_step: lr must be finite and at least 0, got {lr}")
     params = list(params)  # they are walked more than once, and may be a generator
     _check_held(params, optimizer)
-    norm = clip_grads_(params, max_norm=max_norm, axis=axis)
+    how = {"axis": axis, "norm_type": norm_type, "groups": optimizer.param_groups}
+    norm = clip_grads_(params, max_norm=max_norm, **how)
     refused = _not_finite(norm)
     if applies is not None:
         refused = refused | applies(norm).logical_not().to(norm.device)
@@ -338,14 +421,32 @@ def _not_finite(x: Tensor) -> Tensor:
 
 def _step_unless(refused: Tensor, optimizer: Any) -> None:
     """Take a step, or change nothing; never by a factor of 0, for 0 times NaN is NaN."""
-    if _skips_on_device(optimizer):
-        optimizer.found_inf = refused.to(torch.float32)
-        try:
+    with _gradients_rounded(optimizer):
+        if _skips_on_device(optimizer):
+            optimizer.found_inf = refused.to(torch.float32)
+            try:
+                optimizer.step()
+            finally:
+                del optimizer.found_inf
+        elif not refused:
             optimizer.step()
-        finally:
-            del optimizer.found_inf
-    elif not refused:
-        optimizer.step()
+
+
+@contextmanager
+def _gradients_rounded(optimizer: Any) -> Iterator[None]:
+    """Show an optimizer gradients in the dtype of their parameters: torch's take no other."""
+    held = (p for group in optimizer.param_groups for p in group["params"])
+    wider = [p for p in held if p.grad is not None and p.grad.dtype != p.dtype]
+    kept = [(p, p.grad, p.grad_dtype) for p in wider]
+    for p, grad, _ in kept:
+        p.grad_dtype = None  # any
+        p.grad = grad.to(p.dtype)
+    try:
+        yield
+    finally:
+        for p, grad, dtype in kept:
+            p.grad = grad
+            p.grad_dtype = dtype
 
 
 def _skips_on_device(optimizer: Any) -> bool:
@@ -360,6 +461,227 @@ def _skips_on_device(optimizer: Any) -> bool:
         for p in group["params"]
         if p.grad is not None
     )
+
+
+# ------------------------------------------------------------------------------------- in backward
+
+
+def bind_step_in_backward(
+    stages: Sequence[nn.Module],
+    optimizer: torch.optim.Optimizer,
+    *,
+    axis: Axis,
+    sp: Axis,
+    tell: Callable[[str], None],
+    reduce: Reduce = "last",
+) -> Callable[..., AbstractContextManager[Callable[[], Update]]]:
+    """Return what steps each parameter as its gradient arrives, and frees the gradient at once.
+
+    With one microbatch a step never holds more gradients than a few: one parameter's, or an FSDP
+    unit's. What it returns stands around the backward pass, in place of `clip_and_step` after it:
+
+        with step_in_backward(lr=lr, max_norm=1.0, norm=state.health["norms"][-1]) as updated:
+            sums = forward_backward(batch.microbatches, denominator=tokens)
+        update = updated()
+
+    The norm of a step is known when its parameters have moved. So what is clipped by, `norm`, is
+    that of the last step; or it is exact, of a first pass that only measures (`lr=None`), for twice
+    the computation: then a step whose norm is not finite is not taken. Without that a bad step
+    cannot be skipped, and `health.judge` calls for a roll-back at once.
+
+    With several microbatches, say how many: a parameter is stepped after the last, and accumulated
+    gradients are held as ever. What is summed over ranks after the backward passes (`ddp`, norms
+    under tp), or got nothing from some microbatch, is stepped when the block ends. Under FSDP a
+    parameter that nothing uses is stepped with zeros, as one that only others use is.
+
+    Args:
+        stages: The model, in a list. FSDP2 (shards are stepped when they are reduced), `ddp`,
+            tensor and expert parallelism may be in it.
+        optimizer: It holds every trainable parameter of `stages`, and steps each by itself.
+        axis: The pipeline axis, `ps.pp`, which must have size 1: the microbatches of a pipeline go
+            back out of step.
+        sp: `ps.sp_unfolded`, of size 1 too: `sync_sp_grads` would come too late.
+        tell: Called once with what a run should say: that it cannot skip a bad step.
+        reduce: What `forward_backward` is given.
+
+    Returns:
+        `step_in_backward(*, lr, max_norm=None, norm=None, microbatches=1)`, a context manager that
+        gives a function, to be called after the block, of the `Update`. `norm` is a 0-d tensor or a
+        number; where it is not finite nothing is stepped. A block that fails leaves some parameters
+        stepped, and their gradients freed: go back to a checkpoint.
+
+    Raises:
+        ConfigError: `axis` or `sp` has not size 1.
+        ValueError: The optimizer lacks a trainable parameter, or has a group with a "max_norm".
+            From what is returned: a number is out of range, or `max_norm` comes without `norm`.
+
+    Effects:
+        That of what is returned, around a block: writes parameters and optimizer state, sets every
+        `.grad` to None; communicates as `grad_norm` when the block ends.
+
+    References:
+        Lv et al., "Full Parameter Fine-tuning for Large Language Models with Limited Resources"
+        (LOMO, 2024).
+
+    Examples:
+        >>> model = nn.Linear(2, 1, bias=False)
+        >>> _ = nn.init.zeros_(model.weight)
+        >>> sgd = torch.optim.SGD(model.parameters())
+        >>> step_in_backward = bind_step_in_backward([model], sgd, axis=SOLO, sp=SOLO, tell=print)
+        parameters are stepped within the backward pass: a bad step cannot be skipped, only undone
+        >>> with step_in_backward(lr=1.0) as updated:
+        ...     model(torch.tensor([3.0, 4.0])).backward()
+        >>> updated(), model.weight.data, model.weight.grad
+        (Update(norm=tensor(5.), applied=tensor(True)), tensor([[-3., -4.]]), None)
+    """
+    params = parameters_of(stages)
+    _check_in_backward(params, optimizer, axis, sp)
+    tell(
+        "parameters are stepped within the backward pass: a bad step cannot be skipped, only undone"
+    )
+    return partial(_stepping_in_backward, list(stages), params, optimizer, reduce)
+
+
+@contextmanager
+def _stepping_in_backward(
+    stages: Sequence[nn.Module],
+    params: Sequence[nn.Parameter],
+    optimizer: torch.optim.Optimizer,
+    reduce: Reduce,
+    *,
+    lr: float | None,
+    max_norm: float | None = None,
+    norm: Tensor | float | None = None,
+    microbatches: int = 1,
+) -> Iterator[Callable[[], Update]]:
+    _check_numbers(lr, max_norm, norm)
+    dtype, device = getattr(norm, "dtype", torch.float64), _zeros(0, params).device
+    known = torch.as_tensor(0.0 if norm is None else norm, dtype=dtype, device=device)
+    refused = _not_finite(known)
+    scale = None if max_norm is None else (max_norm / (known + 1e-6)).clamp(max=1.0)
+    left = _arrivals(stages, params, microbatches, reduce=reduce)
+    norms: dict[nn.Parameter, Tensor] = {}
+
+    @torch.no_grad()
+    def take(p: nn.Parameter) -> None:
+        (norms[p],) = _local_norms([p], 2.0, _zeros(0, [p]).dtype)
+        if scale is not None:
+            local_of(p.grad).mul_(scale)
+        if lr is not None:
+            step(p, refused)
+        p.grad = None
+
+    def arrive(p: nn.Parameter) -> None:
+        if p in norms:
+            raise RuntimeError(
+                f"step_in_backward: a gradient of shape {tuple(p.shape)} came after its parameter "
+                f"had been stepped, where {microbatches} microbatches were announced; say how many "
+                "there are, call forward_backward once, and go back to a checkpoint"
+            )
+        left[p] -= 1
+        if not left[p]:
+            take(p)
+
+    update: list[Update] = []
+    with _alone(optimizer, lr) as step, _after_gradients(left, arrive):
+        yield lambda: update[0]
+        for p in params:
+            if p.grad is not None:
+                take(p)
+    whole = _part_norms([params], SOLO, 2.0, partial(_of_arrived, norms))[0]
+    update.append(Update(whole, torch.full_like(refused, lr is not None) & ~refused))
+
+
+def _of_arrived(
+    norms: Mapping[nn.Parameter, Tensor],
+    params: Sequence[nn.Parameter],
+    _: float,
+    dtype: torch.dtype,
+) -> list[Tensor]:
+    return [norms[p].to(dtype) for p in params if p in norms]
+
+
+def _arrivals(
+    stages: Sequence[nn.Module],
+    params: Sequence[nn.Parameter],
+    microbatches: int,
+    *,
+    reduce: Reduce,
+) -> dict[nn.Parameter, int]:
+    """Return how often gradients arrive in a step, of those that no sum over ranks comes after."""
+    found = [reducers_of(stage) for stage in stages]
+    late = {p for reducers in found for p in summed_at_the_end(reducers)}
+    sharded = {p for each in found for _, module in each.fsdp for p in module.parameters()}
+    once = sharded if reduce == "last" else set()
+    return {p: 1 if p in once else microbatches for p in params if p not in late}
+
+
+@contextmanager
+def _after_gradients(
+    params: Iterable[nn.Parameter], arrive: Callable[[nn.Parameter], None]
+) -> Iterator[None]:
+    """Call a function with each parameter whose gradient has been added to."""
+    handles = [p.register_post_accumulate_grad_hook(arrive) for p in params]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+@contextmanager
+def _alone(
+    optimizer: torch.optim.Optimizer, lr: float | None
+) -> Iterator[Callable[[nn.Parameter, Tensor], None]]:
+    """Give a function that steps one parameter, with an optimizer that meanwhile holds no other."""
+    held = [(group, group["params"]) for group in optimizer.param_groups]
+    owner = {p: group for group, params in held for p in params}
+    for group, _ in held:
+        group["params"] = list[nn.Parameter]()
+        group["lr"] = group["lr"] if lr is None else lr * group.get("lr_scale", 1)
+
+    def step(p: nn.Parameter, refused: Tensor) -> None:
+        owner[p]["params"] = [p]
+        _step_unless(refused, optimizer)
+        owner[p]["params"] = list[nn.Parameter]()
+
+    try:
+        yield step
+    finally:
+        for group, params in held:
+            group["params"] = params
+
+
+def _check_numbers(lr: float | None, max_norm: float | None, norm: object) -> None:
+    if lr is not None and not (math.isfinite(lr) and lr >= 0):
+        raise ValueError(f"step_in_backward: lr must be finite and at least 0, got {lr}")
+    if max_norm is not None and (norm is None or not max_norm > 0):
+        raise ValueError(
+            f"step_in_backward: max_norm must be positive and needs the norm to clip by, got "
+            f"{max_norm} and norm={norm}; take that of the last step, or measure it: lr=None"
+        )
+
+
+def _check_in_backward(
+    params: Sequence[nn.Parameter], optimizer: torch.optim.Optimizer, axis: Axis, sp: Axis
+) -> None:
+    for each in (axis, sp):
+        if each.count > 1:
+            raise ConfigError(
+                f"bind_step_in_backward: a gradient is not whole when it arrives in a layout with "
+                f"{each.name} = {each.count}; call clip_and_step after the backward pass",
+                where=each.name,
+                got=each.count,
+                want=1,
+            )
+    held = {p for group in optimizer.param_groups for p in group["params"]}
+    lost = [tuple(p.shape) for p in params if p not in held]
+    if lost or any(group.get("max_norm") is not None for group in optimizer.param_groups):
+        what = f"lacks {len(lost)} parameters, of shapes {lost[:3]}" if lost else "clips by group"
+        raise ValueError(
+            f"bind_step_in_backward: the optimizer {what}; it must hold every trainable parameter, "
+            "and have no group with a max_norm"
+        )
 
 
 # ------------------------------------------------------------------------------------------- blame

@@ -290,6 +290,57 @@ def step_record(metrics: Mapping[str, Tensor | float], *, begin: float) -> dict[
     return record | {"seconds": seconds, "tokens_per_second": speed}
 
 
+def gradient_noise(
+    part_square: Tensor, part_tokens: Tensor, square: Tensor, tokens: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Estimate, in one step, how noisy the gradient is: the two sides of the noise scale.
+
+    The gradient noise scale is noise / signal in tokens: a batch of about that size is where a
+    larger one begins to save few steps. Either is an unbiased estimate that may be negative, and
+    their ratio is not: average each over many steps (the scale grows in training, so by exponential
+    averages), then divide.
+
+    A part is what some of a step's microbatches, or some ranks, give, drawn like the whole. To
+    measure it costs no second backward pass but one norm, and a second reduction over ranks: take
+    `forward_backward` of some microbatches, the norm of what is there, then of the others, which
+    adds to it. Gradients that `sync_sp_grads` sums cannot be measured that way, for it sums once.
+
+    Args:
+        part_square: The squared norm of the gradient of the part, divided by the same denominator
+            as the whole's, `tokens`; 0-d, or of any shape for several parts.
+        part_tokens: How many valid tokens the part has, above 0 and below `tokens`.
+        square: The squared norm of the whole gradient.
+        tokens: How many valid tokens the whole has.
+
+    Returns:
+        The noise, the trace of the covariance of one token's gradient, and the signal, the squared
+        norm of the true gradient, for each part.
+
+    References:
+        McCandlish et al., "An Empirical Model of Large-Batch Training" (2018), appendix A.1.
+
+    Examples:
+        >>> from torch import nn
+        >>> from trainkit.grads import grad_norm
+        >>> from trainkit.step import forward_backward
+        >>> model, tokens = nn.Linear(1, 1, bias=False), torch.tensor(4)
+        >>> batches = [{"x": torch.tensor([[1.0]])}, {"x": torch.tensor([[3.0], [4.0], [4.0]])}]
+        >>> def loss(y, batch):
+        ...     return y.sum(), {}
+        >>> how = {"denominator": tokens, "call": lambda model, batch: model(batch["x"])}
+        >>> squares = []
+        >>> for batch in batches:
+        ...     _ = forward_backward(model, [batch], loss, **how)
+        ...     squares.append(grad_norm(model.parameters()) ** 2)
+        >>> gradient_noise(squares[0], torch.tensor(1), squares[1], tokens)
+        (tensor(-10.6667), tensor(11.6667))
+    """
+    small = part_square * tokens / part_tokens * tokens / part_tokens
+    rest = tokens - part_tokens
+    noise = (small - square) * part_tokens * tokens / rest
+    return noise, (square * tokens - small * part_tokens) / rest
+
+
 def tokens_per_second(tokens: float, seconds: float) -> float:
     """Return the throughput; 0 when no time has passed.
 

@@ -20,13 +20,16 @@ from trainkit.types import Schedule, at_least
 Shape = Callable[[float], float]
 """From the share of the decay that is over, 0 to 1, to what is left of the way down, 1 to 0."""
 
-Curve = Literal["linear", "cosine", "exponential"] | Callable[[float, float, float], float]
+Curve = (
+    Literal["linear", "cosine", "exponential", "reciprocal"]
+    | Callable[[float, float, float], float]
+)
 """The way from one point to the next: a name, or a function (start, end, share) -> value."""
 
 Point = tuple[int, float] | tuple[int, float, Curve]
 """A step, the fraction of the rate to have there, and the curve that leads there (or "linear")."""
 
-_LOG_FLOOR = 1e-8  # an exponential curve cannot start or end at 0
+_LOG_FLOOR = 1e-8  # an exponential or a reciprocal curve cannot start or end at 0
 
 
 def constant(lr: float, *, warmup: int = 0, warmup_from: float | None = None) -> Schedule:
@@ -221,9 +224,9 @@ def piecewise(lr: float, points: Sequence[Point]) -> Schedule:
     """Return a schedule through given points: a curve leads to each from the one before.
 
     Before the first point its value holds, and after the last one the last value. There is no
-    warm-up but what the points say. Curves are "linear", "cosine", "exponential" (a straight line
-    of the logarithms, where 0 counts as 1e-8), or any function (start, end, share of the way) ->
-    value.
+    warm-up but what the points say. Curves are "linear", "cosine", "exponential" and "reciprocal"
+    (straight lines of the logarithms and of 1 / value, where 0 counts as 1e-8), or any function
+    (start, end, share of the way) -> value.
 
     Args:
         lr: the rate that the points are fractions of.
@@ -253,6 +256,65 @@ def piecewise(lr: float, points: Sequence[Point]) -> Schedule:
         return lr * curves[after](fractions[after - 1], fractions[after], share)
 
     return lr_at
+
+
+def infinite(
+    lr: float,
+    *,
+    warmup: int,
+    cooldown: int,
+    stable: float,
+    anneal_from: int | None = None,
+    anneal: int = 0,
+    final: float = 0.01,
+    curve: Curve = "exponential",
+    warmup_from: float | None = None,
+) -> Schedule:
+    """Return a schedule for a run of no fixed length, which may be annealed from any step.
+
+    After warm-up the rate falls along half a cosine to lr * stable, and stays. Only the annealing
+    at the end knows how long the run is: it may begin at any checkpoint, and the run may go on from
+    before it. As in Ibrahim et al. 2024 (Simple and Scalable Strategies to Continually Pre-train
+    Large Language Models) and Singh et al. 2025 (Beyond Cosine Decay). Without cool-down and with
+    the curve "reciprocal" it is the schedule of Wen et al. 2024 (Understanding Warmup-Stable-Decay
+    Learning Rates).
+
+    Args:
+        lr: the peak rate.
+        warmup: steps of warm-up.
+        cooldown: steps from the peak to the stable rate; 0 where `stable` is 1.
+        stable: the rate that stays, as a fraction of lr.
+        anneal_from: the step at which annealing begins; None for not yet.
+        anneal: steps of annealing.
+        final: where annealing ends, as a fraction of lr.
+        curve: how it gets there, as for `piecewise`.
+        warmup_from: where warm-up begins, as a fraction of lr; None is one step's part of the way.
+
+    Raises:
+        ValueError: if an argument is out of range.
+
+    Examples:
+        >>> endless = infinite(1.0, warmup=2, cooldown=2, stable=0.5)
+        >>> [endless(step) for step in (0, 1, 2, 3, 4, 10**9)]
+        [0.5, 1.0, 1.0, 0.75, 0.5, 0.5]
+        >>> how = {"warmup": 2, "cooldown": 2, "stable": 0.5, "anneal_from": 6, "anneal": 2}
+        >>> [round(infinite(1.0, final=0.02, **how)(step), 6) for step in (5, 6, 7, 8, 9)]
+        [0.5, 0.5, 0.1, 0.02, 0.02]
+    """
+    name, plateau = "infinite", warmup + cooldown
+    _check(name, lr, warmup, max(warmup, 1), final, warmup_from)
+    if not 0 <= stable <= 1 or (stable < 1) != (cooldown > 0) or cooldown < 0:
+        must = "stable must be a fraction of lr below 1 and cooldown above 0, or 1 and 0 steps"
+        raise ValueError(f"{name}: {must}, got {stable} and {cooldown}")
+    if anneal_from is not None and (anneal_from < plateau or anneal < 1):
+        must = f"annealing must begin at step {plateau} or later and take at least 1 step"
+        raise ValueError(f"{name}: {must}, got anneal_from={anneal_from} and anneal={anneal}")
+    points: dict[int, Point] = {warmup: (warmup, 1.0), plateau: (plateau, stable, "cosine")}
+    if anneal_from is not None:
+        points.setdefault(anneal_from, (anneal_from, stable))
+        points[anneal_from + anneal] = (anneal_from + anneal, final, curve)
+    after = piecewise(lr, list(points.values()))
+    return lambda step: after(step) if step >= warmup else lr * _warmed(step, warmup, warmup_from)
 
 
 def due(step: int, every: int, *, last: int | None = None, powers_of_two: bool = False) -> bool:
@@ -315,6 +377,11 @@ def _cosine_to(start: float, end: float, share: float) -> float:
 def _exponential_to(start: float, end: float, share: float) -> float:
     start, end = max(start, _LOG_FLOOR), max(end, _LOG_FLOOR)
     return start * (end / start) ** share
+
+
+def _reciprocal_to(start: float, end: float, share: float) -> float:
+    start, end = max(start, _LOG_FLOOR), max(end, _LOG_FLOOR)
+    return 1 / ((1 - share) / start + share / end)
 
 
 # ------------------------------------------------------------------------------------------ anatomy
@@ -386,7 +453,8 @@ def _checked_points(
     points: Sequence[Point],
 ) -> tuple[list[int], list[float], list[Callable[[float, float, float], float]]]:
     """Return steps, fractions and curves of the points of `piecewise`."""
-    named = {"linear": _straight_to, "cosine": _cosine_to, "exponential": _exponential_to}
+    named = {"linear": _straight_to, "cosine": _cosine_to}
+    named |= {"exponential": _exponential_to, "reciprocal": _reciprocal_to}
     steps, fractions = [point[0] for point in points], [point[1] for point in points]
     curves = [point[2] if len(point) == 3 else "linear" for point in points]
     if not points or any(a >= b for a, b in pairwise(steps)):

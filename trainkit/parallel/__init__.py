@@ -1,11 +1,12 @@
 """Where a model's work happens: transforms of a plan, and the functions that apply them.
 
 A transform says what becomes of a module (`tensor`, `sequence`, `expert`, `precision`,
-`recompute`, `compiled`, `fsdp`); `build_stages` applies a list of them. What runs the stages of a
-pipeline is here too.
+`recompute`, `compiled`, `fsdp`, `ddp`); `build_stages` applies a list of them. What runs the stages
+of a pipeline is here too.
 """
 
 from trainkit.parallel.compiled import compiled
+from trainkit.parallel.ddp import average_parameters, ddp, signs_of_votes
 from trainkit.parallel.expert import expert
 from trainkit.parallel.fitting import problems, refuse
 from trainkit.parallel.frozen import output_head, with_columns
@@ -21,7 +22,13 @@ from trainkit.parallel.naming import (
     named_parameters_of,
 )
 from trainkit.parallel.plan import decoder_plan
-from trainkit.parallel.precision import DTYPES, choose_dtype, compute_dtype, precision
+from trainkit.parallel.precision import (
+    DTYPES,
+    choose_dtype,
+    compute_dtype,
+    precision,
+    set_grad_dtype,
+)
 from trainkit.parallel.recompute import recompute
 from trainkit.parallel.sequence import sequence
 from trainkit.parallel.split import layer_ranges, rank_of_stages
@@ -36,6 +43,7 @@ __all__ = [
     "Box",
     "Style",
     "Transform",
+    "average_parameters",
     "bind_call",
     "blocks_of",
     "box_of",
@@ -45,6 +53,7 @@ __all__ = [
     "choose_dtype",
     "compiled",
     "compute_dtype",
+    "ddp",
     "decoder_plan",
     "expert",
     "fsdp",
@@ -60,6 +69,8 @@ __all__ = [
     "recompute",
     "refuse",
     "sequence",
+    "set_grad_dtype",
+    "signs_of_votes",
     "split_layers",
     "start_lines",
     "tensor",

@@ -15,7 +15,12 @@ from trainkit.parallel.fitting import problems, refuse
 from trainkit.parallel.naming import blocks_of
 from trainkit.parallel.precision import compute_dtype
 from trainkit.parallel.recompute import hide_hooks_
-from trainkit.parallel.reduction import local_of, round_gradients_, sum_gradients_
+from trainkit.parallel.reduction import (
+    local_of,
+    replicates,
+    round_gradients_,
+    sum_gradients_,
+)
 from trainkit.parallel.transforms import Transform
 from trainkit.types import ConfigError, Layout, ParallelState
 
@@ -31,8 +36,9 @@ def fsdp(
 
     Each block is a unit that is gathered for its own forward and backward; what is left of the
     model is one more unit, which stays gathered between forward and backward. Where both axes have
-    size 1 the model is left as it is. Parameters that `tensor` has made DTensors keep their
-    placements, and are sharded once more. A frozen parameter is sharded, and gets no gradient.
+    size 1 the model is left as it is; after `ddp` in the plan it does not replicate. Parameters
+    that `tensor` has made DTensors keep their placements, and are sharded once more. A frozen
+    parameter is sharded, and gets no gradient.
 
     Args:
         layout: Its `reshard_after_forward` says whether a block's gathered parameters are freed
@@ -76,7 +82,8 @@ def fsdp(
     cpu_offload, reshard_after_forward = layout.cpu_offload, layout.reshard_after_forward
 
     def apply(module: nn.Module, ps: ParallelState) -> nn.Module:
-        if ps.fsdp.count == 1 and ps.dp_replicate.count == 1:
+        hybrid = replicates(module, ps)
+        if ps.fsdp.count == 1 and not hybrid:
             alone = Layout(cpu_offload=cpu_offload)
             refuse(problems(alone, world=1, device=ps.device.type))
             return module
@@ -91,7 +98,6 @@ def fsdp(
         if cpu_offload:
             _require_cpu_groups(ps)
         assert ps.mesh is not None
-        hybrid = ps.dp_replicate.count > 1
         mesh = ps.mesh["dp_replicate", "fsdp"] if hybrid else ps.mesh["fsdp"]
         compute = compute_dtype(module)
         policy = MixedPrecisionPolicy(
@@ -104,7 +110,9 @@ def fsdp(
         for layer in dealt_layers(module):  # their experts are units, inside of the blocks
             experts = layer.experts
             shard(
-                experts, **_expert_shards(experts, ps), reshard_after_forward=reshard_after_forward
+                experts,
+                **_expert_shards(experts, ps, hybrid=hybrid),
+                reshard_after_forward=reshard_after_forward,
             )
             hide_hooks_(experts)
             if expert_wire_dtype is not None and ps.expert_fsdp.count > 1:
@@ -118,7 +126,7 @@ def fsdp(
     return Transform(apply, kind="fsdp", axes=("dp_replicate", "dp_shard"), device=device)
 
 
-def _expert_shards(experts: nn.Module, ps: ParallelState) -> dict[str, Any]:
+def _expert_shards(experts: nn.Module, ps: ParallelState, *, hybrid: bool) -> dict[str, Any]:
     """Return how the experts of a rank of ep are sharded over expert_fsdp.
 
     By whole experts where their number divides, else along the first dimension of each.
@@ -126,7 +134,7 @@ def _expert_shards(experts: nn.Module, ps: ParallelState) -> dict[str, Any]:
     from torch.distributed.tensor import Shard  # noqa: PLC0415 (a second of import time)
 
     assert ps.expert_mesh is not None
-    names = ("dp_replicate", "expert_fsdp") if ps.dp_replicate.count > 1 else ("expert_fsdp",)
+    names = ("dp_replicate", "expert_fsdp") if hybrid else ("expert_fsdp",)
     parts = ps.expert_fsdp.count
     sizes = [local_of(p).shape for p in experts.parameters()]
     even = [dim for dim in (0, 1) if all(size[dim] % parts == 0 for size in sizes)]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from types import MethodType
 from typing import Any
@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from trainkit.parallel.naming import blocks_of
+from trainkit.parallel.reduction import replicates
 from trainkit.parallel.transforms import Transform
 from trainkit.types import ParallelState
 
@@ -82,7 +83,7 @@ def precision(compute: torch.dtype | None, *, blocks: str = "layers.*") -> Trans
             if parameter.dtype in (torch.float16, torch.bfloat16):
                 parameter.data = parameter.data.float()
         setattr(module, _COMPUTE, compute)
-        if ps.fsdp.count == ps.dp_replicate.count == 1:  # else fsdp() gathers them cast
+        if ps.fsdp.count == 1 and not replicates(module, ps):  # else fsdp() gathers them cast
             units = blocks_of(module, blocks)
             inside = {part for unit in units for part in unit.modules()}
             for unit in units:
@@ -92,6 +93,42 @@ def precision(compute: torch.dtype | None, *, blocks: str = "layers.*") -> Trans
         return module
 
     return Transform(apply, kind="precision")
+
+
+def set_grad_dtype(params: Iterable[nn.Parameter], dtype: torch.dtype = torch.float32) -> None:
+    """Let the gradients of parameters be in a dtype of their own: those of bf16 added up in fp32.
+
+    Without it a parameter that is itself kept in bf16 adds its microbatches up in bf16, where what
+    is below 1/256 of the sum is lost. Their sum, norm and clip are then in the wider dtype too;
+    `clip_and_step` rounds once, before the step, as most optimizers want it. Parameters that are
+    kept in fp32, with `precision` or without, need it not.
+
+    Args:
+        params: Plain parameters; call it after the model is built, which makes them anew.
+        dtype: The dtype of their gradients.
+
+    Raises:
+        ValueError: A parameter is sharded: FSDP2 gives gradients in the parameters' dtype.
+
+    Effects:
+        Sets torch's `grad_dtype` of each, and its `.grad` to None.
+
+    Examples:
+        >>> p = nn.Parameter(torch.ones(1, dtype=torch.bfloat16))
+        >>> set_grad_dtype([p])
+        >>> (p * 3).sum().backward()
+        >>> p.grad
+        tensor([3.])
+    """
+    for p in params:
+        if hasattr(p, "placements"):
+            raise ValueError(
+                f"set_grad_dtype: a parameter of shape {tuple(p.shape)} is sharded, and gets its "
+                "gradient in its own dtype; keep parameters in fp32, and compute in bf16 with "
+                "precision()"
+            )
+        p.grad = None
+        p.grad_dtype = dtype
 
 
 def compute_dtype(module: nn.Module) -> torch.dtype | None:

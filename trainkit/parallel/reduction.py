@@ -6,7 +6,8 @@ still averages is refused.
 
 Under tensor parallelism some parameters are whole on every rank and see only a part of the work: a
 norm that each rank applies to its part of the sequence or to its heads. Their gradients are
-*partial*; `sum_partial_` sums them, all at once, at the end of a step.
+*partial*, and so are those of replicas (`ddp`); `sum_partial_` sums them, all at once, at the end
+of a step.
 """
 
 # No `from __future__ import annotations` here: DDP compares a hook's annotation with the class.
@@ -23,12 +24,13 @@ from torch import Tensor, nn
 
 from trainkit.collectives import reduce_scatter_bf16
 from trainkit.noise import key_of, signed
-from trainkit.types import SOLO, Axis
+from trainkit.types import Axis, ParallelState
 
 Reduce = Literal["last", "each"]
 _BROKEN_OFF = "_trainkit_broken_off"
 _ROUNDED = "_trainkit_rounded"
 _PARTIAL = "_trainkit_partial"
+_REPLICATED = "_trainkit_replicated"
 _BUCKET_ELEMENTS = 16 * 1024 * 1024
 
 
@@ -297,7 +299,7 @@ class Reduction:
         for (device, *groups), found in meshes.items():
             params = [p.sharded_param for p in found]
             used = [self.used[id(p)] for p in params]
-            counts = _flags(used, torch.empty(0, device=device))
+            counts = flags_of(used, torch.empty(0, device=device))
             for group in groups:
                 if group is not None and group.size() > 1:
                     dist.all_reduce(counts, group=group)
@@ -430,9 +432,7 @@ def setting_aside_reduced(reducers: Reducers) -> Iterator[None]:
         Sets the `.grad` of their parameters aside for the length of the block.
     """
     held: list[tuple[nn.Parameter, Tensor]] = []
-    reduced = [p for _, module in reducers.ddp for p in _ddp_parameters(module)]
-    partial = _partial_parameters(module for _, module in reducers.partial)
-    for parameter in (*reduced, *(parameter for parameter, _ in partial)):
+    for parameter in summed_at_the_end(reducers):
         if parameter.grad is not None:
             held.append((parameter, parameter.grad.clone()))
             parameter.grad = None
@@ -443,13 +443,21 @@ def setting_aside_reduced(reducers: Reducers) -> Iterator[None]:
             parameter.grad = grad if parameter.grad is None else parameter.grad.add_(grad)
 
 
+def summed_at_the_end(reducers: Reducers) -> list[nn.Parameter]:
+    """Return the parameters whose gradients are summed over ranks after the last backward pass."""
+    reduced = [p for _, module in reducers.ddp for p in _ddp_parameters(module)]
+    partial = _partial_parameters(module for _, module in reducers.partial)
+    return [*reduced, *(parameter for parameter, _ in partial)]
+
+
 def mark_partial_(module: nn.Module, names: Sequence[str], axis: Axis) -> None:
     """Say that the gradients of some of a module's own parameters are partial over an axis.
 
     Args:
         module: The module that holds the parameters.
         names: The names of the parameters in that module.
-        axis: The axis to sum their gradients over, `ps.tp`.
+        axis: The axis to sum their gradients over, `ps.tp` or `ps.dp_replicate`; a further one
+            where they are marked already.
 
     Effects:
         Sets an attribute of the module; nothing at size 1.
@@ -459,24 +467,45 @@ def mark_partial_(module: nn.Module, names: Sequence[str], axis: Axis) -> None:
         >>> mark_partial_(nn.RMSNorm(2), ["weight"], solo_parallel().tp)
     """
     if axis.count > 1:
-        setattr(module, _PARTIAL, (tuple(names), axis))
+        marks = vars(module).get(_PARTIAL, ())
+        setattr(module, _PARTIAL, (*marks, (tuple(names), axis)))
 
 
 def _partial_parameters(modules: Iterable[nn.Module]) -> list[tuple[Any, Axis]]:
-    """Return the trainable parameters whose gradients are partial, each once, and their axes."""
-    found: dict[int, tuple[Any, Axis]] = {}
+    """Return the trainable parameters whose gradients are partial, each once for each axis."""
+    found: dict[tuple[int, str], tuple[Any, Axis]] = {}
     for module in modules:
-        names, axis = vars(module).get(_PARTIAL, ((), SOLO))
-        for name in names:
-            parameter = module._parameters[name]  # noqa: SLF001 (not what hides it, see styles.py)
-            if parameter is not None and parameter.requires_grad:
-                found[id(parameter)] = parameter, axis
+        for names, axis in vars(module).get(_PARTIAL, ()):
+            for name in names:
+                parameter = module._parameters[name]  # noqa: SLF001 (not what hides it, see styles.py)
+                if parameter is not None and parameter.requires_grad:
+                    found[id(parameter), axis.name] = parameter, axis
     return list(found.values())
+
+
+def mark_replicated_(module: nn.Module) -> None:
+    """Say that a model's replicas are nothing to FSDP: another transform has taken care of them.
+
+    Effects:
+        Sets an attribute of the module.
+    """
+    setattr(module, _REPLICATED, True)
+
+
+def replicates(module: nn.Module, ps: ParallelState) -> bool:
+    """Say whether `fsdp` is to replicate a model over dp_replicate.
+
+    Examples:
+        >>> from trainkit.mesh import solo_parallel
+        >>> replicates(nn.Linear(1, 1), solo_parallel())
+        False
+    """
+    return ps.dp_replicate.count > 1 and _REPLICATED not in vars(module)
 
 
 @torch.no_grad()
 def sum_partial_(model: nn.Module) -> None:
-    """Sum over tp the gradients of which each rank has only a part, in one buffer per dtype.
+    """Sum the gradients of which each rank has only a part, over tp or replicas, in flat buffers.
 
     For the end of a step's backward passes, after what FSDP reduces, and within
     `setting_aside_reduced`. A parameter without a gradient on this rank counts as zeros; one that
@@ -486,8 +515,8 @@ def sum_partial_(model: nn.Module) -> None:
         model: Any module; those that `mark_partial_` has marked are found.
 
     Effects:
-        Replaces the values of `.grad`; communicates over the axis that they were marked with, one
-        all-reduce per dtype. Nothing where no parameter is partial.
+        Replaces the values of `.grad`; communicates over the axes that they were marked with, as
+        `sum_grads_`. Nothing where no parameter is partial.
 
     Examples:
         >>> sum_partial_(nn.Linear(1, 1))
@@ -517,23 +546,34 @@ def sum_grads_(parameters: Iterable[nn.Parameter], group: dist.ProcessGroup) -> 
         Replaces the values of `.grad`; communicates: one all-reduce per dtype and 16 million
         elements. Only a rank that lacks a gradient waits for the device.
     """
-    for bucket in _buckets([p for p in parameters if p.requires_grad]):
+    for bucket in buckets_of([p for p in parameters if p.requires_grad]):
         check_dense(bucket)
         has = [p.grad is not None for p in bucket]
-        grads = [torch.zeros_like(p) if p.grad is None else p.grad for p in bucket]
+        grads = gradients_of(bucket)
         parts = [local_of(grad) for grad in grads]
-        flat = torch.cat([_flags(has, parts[0]), *(part.reshape(-1) for part in parts)])
+        flat = torch.cat([flags_of(has, parts[0]), *(part.reshape(-1) for part in parts)])
         dist.all_reduce(flat, group=group)
         counts, *sums = flat.split([len(parts), *(part.numel() for part in parts)])
         for part, total in zip(parts, sums, strict=True):
             part.copy_(total.view_as(part))
-        if not all(has):  # only such a rank waits to hear whether another has one
-            has = counts.bool().tolist()
-        for parameter, grad, kept in zip(bucket, grads, has, strict=True):
+        for parameter, grad, kept in zip(bucket, grads, whose_gradient(has, counts), strict=True):
             parameter.grad = grad if kept else None
 
 
-def _flags(flags: Sequence[bool], like: Tensor) -> Tensor:
+def gradients_of(params: Sequence[nn.Parameter]) -> list[Tensor]:
+    """Return the gradients of parameters, zeros for those that have none."""
+    return [torch.zeros_like(p, dtype=p.grad_dtype) if p.grad is None else p.grad for p in params]
+
+
+def whose_gradient(has: Sequence[bool], counts: Tensor) -> Sequence[bool]:
+    """Return which parameters have a gradient on any rank, from how many ranks have one.
+
+    Only a rank that lacks a gradient waits to hear whether another has one.
+    """
+    return has if all(has) else counts.bool().tolist()
+
+
+def flags_of(flags: Sequence[bool], like: Tensor) -> Tensor:
     """Return flags as numbers, made where they are needed if all are true."""
     if all(flags):
         return like.new_ones(len(flags))
@@ -571,13 +611,13 @@ def check_dense(parameters: Iterable[nn.Parameter]) -> None:
             )
 
 
-def _buckets(parameters: Sequence[nn.Parameter]) -> list[list[nn.Parameter]]:
-    """Group parameters by dtype and device, in order, into lists of a bounded size."""
+def buckets_of(parameters: Sequence[nn.Parameter]) -> list[list[nn.Parameter]]:
+    """Group parameters by dtype, their gradients' too, and device, into lists of a bounded size."""
     open_buckets: dict[Any, list[nn.Parameter]] = {}
     sizes: dict[Any, int] = {}
     full: list[list[nn.Parameter]] = []
     for p in parameters:
-        kind, size = (p.dtype, p.device), local_of(p).numel()
+        kind, size = (p.dtype, p.grad_dtype, p.device), local_of(p).numel()
         if kind in open_buckets and sizes[kind] + size > _BUCKET_ELEMENTS:
             full.append(open_buckets.pop(kind))
             sizes[kind] = 0

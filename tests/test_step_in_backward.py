@@ -1,0 +1,189 @@
+"""A parameter that is stepped as its gradient arrives ends where `clip_and_step` takes it."""
+
+import functools
+import math
+
+import attrs
+import pytest
+import torch
+from torch import nn
+from whole_step import CAPACITY, Layout, build, corpus, difference, full, input_of
+
+import trainkit as tk
+from trainkit.grads import bind_step_in_backward
+from trainkit.losses import next_token_linear
+from trainkit.models import call_with_noise
+from trainkit.testing import run_ranks
+from trainkit.types import SOLO, Axis, ConfigError, Share
+
+
+def train(layout, *, in_backward, rows_per_microbatch=4, exact=False):
+    """Take three steps; return numbers and parameters, and bytes: the most of gradients, one's."""
+    text, told, most = corpus(), [], [0]
+    bins = tk.pack_bins(text.lengths, CAPACITY)
+    layout = attrs.evolve(layout, rows_per_microbatch=rows_per_microbatch)
+    with tk.parallel_session(dp_replicate=layout.dp_replicate, tp=layout.tp) as ps:
+        stages, optimizer = build(layout, ps)
+        params = tk.parameters_of(stages)
+        optimizer.param_groups[1]["lr_scale"] = 0.5
+        run = tk.bind_forward_backward(
+            stages, next_token_linear, axis=ps.pp, call=call_with_noise, reduce=layout.reduce
+        )
+
+        def weigh(_):
+            held = sum(
+                p.grad.to_local().nbytes if hasattr(p.grad, "to_local") else p.grad.nbytes
+                for p in params
+                if p.grad is not None
+            )
+            most[0] = max(most[0], held)
+
+        for p in params:
+            p.register_post_accumulate_grad_hook(weigh)
+        how = {"axis": ps.pp, "sp": ps.sp_unfolded, "tell": told.append, "reduce": layout.reduce}
+        step_in_backward = bind_step_in_backward(stages, optimizer, **how)
+        cursor, last, losses, norms = tk.Cursor(), 1.0, [], []
+        for _ in range(3):
+            batch = input_of(cursor, ps, layout, text=text, bins=bins)
+            cursor, count = batch.cursor, len(batch.microbatches)
+            tokens = tk.all_sum(tk.count_valid_tokens(batch.microbatches), ps.loss)
+            passes = functools.partial(run, batch.microbatches, denominator=tokens)
+            if in_backward:
+                if exact:
+                    with step_in_backward(lr=None, microbatches=count) as measured:
+                        passes()
+                    assert not measured().applied
+                    last = measured().norm
+                with step_in_backward(
+                    lr=1e-2, max_norm=0.5, norm=last, microbatches=count
+                ) as updated:
+                    sums = passes()
+                norm = updated().norm
+                assert updated().applied
+            else:
+                sums = passes()
+                norm = tk.grad_norm(params)
+                if not exact:  # by the last step's norm
+                    for p in params:
+                        p.grad.mul_(min(1.0, 0.5 / (last + 1e-6)))
+                tk.clip_and_step(params, optimizer, lr=1e-2, max_norm=0.5 if exact else None)
+            last = float(norm)
+            losses.append(float(tk.reduce_metrics(sums, ps.loss)["loss"] / tokens))
+            norms.append(float(norm))
+        assert all(p.grad is None for p in params)
+        assert [len(group["params"]) for group in optimizer.param_groups] == [
+            len([p for p in params if (p.ndim < 2) == vectors]) for vectors in (False, True)
+        ]
+        assert len(told) == 1
+        assert "cannot be skipped" in told[0]
+        named = {name: full(p) for name, p in tk.named_parameters_of(stages).items()}
+        largest = max(p.to_local().nbytes if hasattr(p, "to_local") else p.nbytes for p in params)
+        return {"losses": losses, "norms": norms, "parameters": named}, most[0], largest
+
+
+@pytest.mark.parametrize("exact", [True, False], ids=["measured", "by the last norm"])
+@pytest.mark.parametrize("rows", [4, 1], ids=["one microbatch", "four"])
+def test_one_process_ends_bit_for_bit_where_clip_and_step_does(rows, exact):
+    for tied in (False, True):
+        how = {"rows_per_microbatch": rows, "exact": exact}
+        (found, most, largest), (wanted, whole, _) = (
+            train(Layout(tied=tied), in_backward=x, **how) for x in (True, False)
+        )
+        assert difference(found, wanted) == 0.0
+        assert most <= (largest if rows == 4 else whole)
+        assert whole > 3 * largest  # what the gradients take otherwise
+
+
+LAYOUTS = {
+    "sharded": Layout(2),
+    "sharded, each": Layout(2, reduce="each"),
+    "tensor, summed at the end": Layout(4, dp_replicate=2, ddp=True, tp=2, vocab_size=32),
+    "hybrid": Layout(4, dp_replicate=2),
+}
+
+
+@functools.cache
+def alone(vocab_size, rows):
+    return train(
+        Layout(vocab_size=vocab_size), in_backward=False, rows_per_microbatch=rows, exact=True
+    )[0]
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_every_layout_ends_where_one_process_does(name):
+    layout = LAYOUTS[name]
+    in_backward = functools.partial(train, in_backward=True, exact=True)
+    for rows in (2, 1) if name in ("sharded", "sharded, each") else (1,):
+        run = functools.partial(in_backward, rows_per_microbatch=rows)
+        found, most, _ = run_ranks(run, layout.world, layout)[-1]
+        assert difference(found, alone(layout.vocab_size, rows)) < 1e-12
+        if name == "sharded":  # an FSDP unit at a time
+            assert most < 0.7 * sum(x.nbytes for x in found["parameters"].values()) / 2
+
+
+def small(optimizer=torch.optim.AdamW, **options):
+    model = nn.Sequential(nn.Linear(2, 2, bias=False), nn.Linear(2, 1, bias=False))
+    for p in model.parameters():
+        nn.init.ones_(p)
+    made = optimizer(model.parameters(), lr=0.1, **options)
+    return model, made, bind_step_in_backward([model], made, axis=SOLO, sp=SOLO, tell=str)
+
+
+@pytest.mark.case("N2")
+@pytest.mark.parametrize(
+    "make", [functools.partial(torch.optim.AdamW, fused=True), torch.optim.SGD]
+)
+def test_a_norm_that_is_not_finite_steps_nothing_and_one_that_comes_late_does(make):
+    model, _, step_in_backward = small(make)
+    for lr, norm, applied in ((None, None, False), (0.1, math.nan, False), (0.1, 1.0, True)):
+        before = [p.detach().clone() for p in model.parameters()]
+        how = {} if norm is None else {"norm": norm, "max_norm": 1.0}
+        with step_in_backward(lr=lr, **how) as updated:
+            (model(torch.ones(1, 2)) * math.inf).sum().backward()
+        assert not updated().norm.isfinite()
+        assert bool(updated().applied) == applied
+        same = [torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True)]
+        assert same == [not applied] * 2
+    state, record = tk.TrainState(step=5), {"loss": 1.0, "grad_norm": math.inf, "skipped": False}
+    action, _ = tk.health.judge(state, record, tk.health.Policy())
+    assert action.kind == "rollback"  # at once: the step has damaged the run
+
+
+def test_more_gradients_than_announced_are_an_error_and_a_failed_block_gives_the_groups_back():
+    model, optimizer, step_in_backward = small()
+
+    def twice():
+        with step_in_backward(lr=0.1):
+            for _ in range(2):
+                model(torch.ones(1, 2)).sum().backward()
+
+    with pytest.raises(RuntimeError, match=r"came after its parameter .* 1 microbatches"):
+        twice()
+    assert len(optimizer.param_groups[0]["params"]) == 2
+    for p in model.parameters():
+        p.grad = None
+    model(torch.ones(1, 2)).sum().backward()  # no hook is left
+    assert all(p.grad is not None for p in model.parameters())
+
+
+def test_what_cannot_be_is_refused_by_name():
+    model, optimizer, step_in_backward = small()
+    two = Axis("pp", Share(0, 2), group=object())
+    for axes in ({"axis": two, "sp": SOLO}, {"axis": SOLO, "sp": two}):
+        with pytest.raises(ConfigError, match="a layout with pp = 2; call clip_and_step"):
+            bind_step_in_backward([model], optimizer, **axes, tell=str)
+    for wrong in (
+        torch.optim.SGD(list(model.parameters())[:1]),
+        torch.optim.SGD([{"params": model.parameters(), "max_norm": 1.0}]),
+    ):
+        with pytest.raises(
+            ValueError, match=r"lacks 1 parameters, of shapes \[\(1, 2\)\]|clips by"
+        ):
+            bind_step_in_backward([model], wrong, axis=SOLO, sp=SOLO, tell=str)
+    for how in (
+        {"lr": -1.0},
+        {"lr": 0.1, "max_norm": 1.0},
+        {"lr": 0.1, "max_norm": 0.0, "norm": 1.0},
+    ):
+        with pytest.raises(ValueError, match=r"in_backward: (lr|max_norm) must"):
+            step_in_backward(**how).__enter__()
