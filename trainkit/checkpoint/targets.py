@@ -208,7 +208,7 @@ def state_after_a_step(optimizer: torch.optim.Optimizer) -> dict[nn.Parameter, d
 
 def _probe_shape(p: nn.Parameter) -> tuple[int, ...]:
     """Return a small shape of which an optimizer remembers what it does of the parameter's."""
-    least = [min(size, 2) for size in p.shape]
+    least = [min(size, 2) for size in p.shape] or [1]  # so that a number is told from a count
     return (*least[:-1], BLOCK) if p.dim() and p.shape[-1] % BLOCK == 0 else tuple(least)
 
 

@@ -229,7 +229,7 @@ class Elementwise(torch.optim.Optimizer):
         counts = {x: float(state[x]) if on_host else state[x].double() for x in self.counts}
         numbers, counted = self.numbers(group, counts)
         for x, count in counted.items():
-            _put_(state[x], torch.as_tensor(count), refused)
+            _put_(state[x], torch.as_tensor(count, dtype=torch.float64), refused)
         box = box_of(p)
         held = {"": box.local} | {x: local_of(t) for x, t in state.items() if x not in counts}
         flat = {x: t.reshape(-1) for x, t in held.items()}

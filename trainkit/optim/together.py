@@ -62,6 +62,8 @@ class Together(torch.optim.Optimizer):
 
     @torch.no_grad()
     def _move_means(self, refused: Tensor | None) -> None:
+        if refused is not None and refused.device.type == "cpu" and refused:
+            return
         for group in self.param_groups:
             stays: float | None = group["mean"]
             for p in group["params"]:
