@@ -21,12 +21,15 @@ class Leeway:
     """What a caller says may differ: patterns of parameter names (`*` stands for any letters).
 
     `missing` parameters keep what they have and begin with no moments; `extra` ones in the
-    checkpoint are left aside; those of `cast` may be stored in another floating dtype.
+    checkpoint are left aside; those of `cast` may be stored in another floating dtype. Where
+    `optimizer` is true, the run may have another one, or the same with other options, which goes
+    on with what it can; see `changed.taken_over`.
     """
 
     missing: Sequence[str] = ()
     extra: Sequence[str] = ()
     cast: Sequence[str] = ()
+    optimizer: bool = False
 
 
 def matches(full: str, patterns: Iterable[str]) -> bool:
@@ -98,8 +101,7 @@ def optimizer_problems(
         step: The step of the checkpoint; before the first there are no moments.
         leeway: Parameters that may be missing.
     """
-    if saved["class"] != type(optimizer).__name__:
-        return [f"its optimizer is {saved['class']}, the run has {type(optimizer).__name__}"]
+    differs = kind_problems(saved, optimizer, leeway)
     trained = {
         name
         for name in trained_names(stages, optimizer)
@@ -108,7 +110,8 @@ def optimizer_problems(
     problems = [
         f"{name} was not trained when it was saved" for name in trained - saved["scalars"].keys()
     ]
-    problems += _option_problems(saved["options"], group_options(optimizer), leeway)
+    if differs:
+        return problems if leeway.optimizer else problems + differs
     expected = expected_state(stages, optimizer)
     problems += _scalar_problems(saved["scalars"], expected)
     if step == 0:
@@ -122,6 +125,21 @@ def optimizer_problems(
             saved_name(live), {k for k, v in made.items() if isinstance(v, Tensor)}, saved, index
         )
     ]
+
+
+def kind_problems(
+    saved: Mapping[str, Any], optimizer: torch.optim.Optimizer, leeway: Leeway
+) -> list[str]:
+    """Say where the saved optimizer is of another kind than the run's, or has other options.
+
+    Args:
+        saved: Of `state.json` what it says of the optimizer.
+        optimizer: The run's.
+        leeway: What may differ.
+    """
+    if saved["class"] != type(optimizer).__name__:
+        return [f"its optimizer is {saved['class']}, the run has {type(optimizer).__name__}"]
+    return _option_problems(saved["options"], group_options(optimizer), leeway)
 
 
 def _missing_keys(

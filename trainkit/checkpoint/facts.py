@@ -100,6 +100,19 @@ def _plain_name(name: str) -> str:
     return name.removeprefix("config.").replace("-", "_")
 
 
+def may_change_optimizer(changes: Changes) -> bool:
+    """Say whether a run may be continued with another optimizer, or with other options of it.
+
+    Examples:
+        >>> may_change_optimizer(Changes(flagged=["optimizer"]))
+        False
+        >>> may_change_optimizer(Changes(flagged=["optimizer"], allow=["optimizer"]))
+        True
+    """
+    may = map(_plain_name, (*changes.free, *changes.allow))
+    return any(name == "optimizer" or name.startswith("optimizer_") for name in may)
+
+
 def compare_facts(
     saved: Mapping[str, Any], facts: Mapping[str, Any], changes: Changes
 ) -> tuple[list[str], list[str]]:

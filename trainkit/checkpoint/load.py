@@ -20,6 +20,7 @@ from trainkit.checkpoint.facts import (
     check_allowed,
     compare_facts,
     facts_at,
+    may_change_optimizer,
 )
 from trainkit.checkpoint.manifest import (
     clear_directory,
@@ -36,7 +37,6 @@ from trainkit.collectives import together
 from trainkit.types import SOLO, Axis, CheckpointError, ParallelState, TrainState
 
 _NO_CHANGES = Changes()
-_NO_LEEWAY = Leeway()
 
 
 def resume(
@@ -72,7 +72,9 @@ def resume(
         facts: What must be as it was saved, for instance the fingerprint of the data, or a function
             from a number of global batches to that, for what only those can have changed; the same
             on all ranks.
-        changes: Which facts may have changed, and which the user allows to.
+        changes: Which facts may have changed, and which the user allows to. Where "optimizer", or
+            what begins with "optimizer_", may change, another optimizer than the one that was saved
+            takes over what it can, which is told; see `changed.taken_over`.
         strict_owner: Refuse a checkpoint that others own or can write; without it they are told of.
         tell: Called on rank 0 with what was passed over, taken, changed and set aside.
 
@@ -104,8 +106,9 @@ def resume(
         path, manifest = Path(chosen[0]), chosen[1]
         told: list[str] = []
         check = _fact_check(facts, changes, told)
+        leeway = Leeway(optimizer=may_change_optimizer(changes))
         staged = stage_checkpoint(
-            path, manifest, stages, optimizer, axis=ps.world, check=check, leeway=_NO_LEEWAY
+            path, manifest, stages, optimizer, axis=ps.world, check=check, leeway=leeway
         )
         if not staged.problems:
             break
@@ -118,7 +121,7 @@ def resume(
         newest = list_checkpoints(directory)[0] if passed_over else path
         lost = step_of(newest) - manifest["step"] if passed_over else 0
         tell(f"going on from {path}" + f", {lost} steps before {newest.name}" * bool(lost))
-        for note in (*notes, *told, *_machine_notes(staged.saved["machine"], ps)):
+        for note in (*notes, *told, *staged.changes, *_machine_notes(staged.saved["machine"], ps)):
             tell(note)
         clear_directory(directory, path, request, tell=tell)
         if _is_fork(run_dir, path, manifest, request):
@@ -172,7 +175,8 @@ def load_checkpoint(
     check_allowed(changes)
     path = Path(path)
     manifest = together(lambda: _whole_manifest(path) if axis.index == 0 else None, axis)[0]
-    check, leeway = _fact_check(facts, changes, []), Leeway(allow_missing, allow_extra, cast)
+    leeway = Leeway(allow_missing, allow_extra, cast, may_change_optimizer(changes))
+    check = _fact_check(facts, changes, [])
     staged = stage_checkpoint(
         path, manifest, stages, optimizer, axis=axis, check=check, leeway=leeway
     )

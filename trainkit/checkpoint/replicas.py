@@ -71,7 +71,7 @@ def nonfinite_names(
     """
     tensors = _tensors_of(stages, optimizer)
     checks = {
-        name: torch.isfinite(box_of(x).local).all()
+        name: torch.isfinite(_widened(box_of(x).local)).all()
         for name, x in tensors.items()
         if x.is_floating_point() or x.is_complex()
     }
@@ -82,6 +82,11 @@ def nonfinite_names(
             ranks.setdefault(name, []).append(rank)
     told = [f"{name} on {name_ranks(which)}" for name, which in ranks.items()]
     return told if len(told) <= most else [*told[:most], f"and {len(told) - most} more"]
+
+
+def _widened(x: Tensor) -> Tensor:
+    """Return numbers of 8 bits, of which torch does not say whether they are finite, in 16."""
+    return x.to(torch.bfloat16) if x.dtype.itemsize == 1 else x
 
 
 # ------------------------------------------------------------------------------------------- canary

@@ -15,7 +15,7 @@ import attrs
 import torch
 from torch import nn
 
-from trainkit.checkpoint.facts import Facts
+from trainkit.checkpoint.facts import Changes, Facts
 from trainkit.checkpoint.load import load_checkpoint
 from trainkit.checkpoint.manifest import (
     clear_directory,
@@ -90,7 +90,9 @@ def roll_back(
     chosen = together(
         lambda: _newest_before(run_dir, before) if ps.world.index == 0 else None, ps.world
     )[0]
-    loaded = load_checkpoint(chosen, stages, optimizer, axis=ps.world)
+    # It may be of before the run was continued with another optimizer, which was asked for then.
+    changes = Changes(free=("optimizer",))
+    loaded = load_checkpoint(chosen, stages, optimizer, changes=changes, axis=ps.world)
     memory = after_rollback(loaded.health, live)
     based = attrs.evolve(loaded, cursor=state.cursor, health=memory)
 

@@ -15,9 +15,11 @@ import torch
 from torch import nn
 
 from trainkit.checkpoint.boxes import index_problems, shortened
+from trainkit.checkpoint.changed import install_taken_over_, summed_up, taken_over
 from trainkit.checkpoint.compare import (
     Leeway,
     frozen_problems,
+    kind_problems,
     matches,
     optimizer_problems,
     tensor_problems,
@@ -50,13 +52,15 @@ class Staged:
     """What has been read of a checkpoint; with `problems`, it is damaged, and nothing else counts.
 
     `index` has the entries of its tensors, `saved` is what `state.json` holds, `targets` hold
-    what was read, and say where it goes.
+    what was read, and say where it goes. Where the run has another optimizer than the one that was
+    saved, which its user allows, `changes` say so, and what becomes of each parameter's state.
     """
 
     problems: Sequence[str] = ()
     index: Mapping[str, Any] = attrs.field(factory=dict)
     saved: Mapping[str, Any] = attrs.field(factory=dict)
     targets: Mapping[str, Target] = attrs.field(factory=dict)
+    changes: Sequence[str] = ()
 
 
 def stage_checkpoint(
@@ -115,7 +119,7 @@ def stage_checkpoint(
         return read_tensors(path, _tensor_files(manifest), read.index, wanted, axis.share)
 
     problems = _union(together(read_all, axis))
-    return attrs.evolve(read, problems=problems, targets=made)
+    return attrs.evolve(read, problems=problems, targets=made, changes=summed_up(told["changes"]))
 
 
 def install_(
@@ -127,7 +131,9 @@ def install_(
         Writes the parameters, and replaces the optimizer's state.
     """
     write_targets_(staged.targets)
-    if optimizer is not None:
+    if optimizer is not None and staged.changes:
+        install_taken_over_(staged.targets, stages, optimizer)
+    elif optimizer is not None:
         scalars = staged.saved["optimizer"]["scalars"]
         install_moments_(staged.targets, scalars, stages, optimizer)
     return state_from(staged.saved["state"])
@@ -159,6 +165,7 @@ def _told(
     """Return what the other ranks need to know of this one: a pipeline rank has some of all."""
     return {
         "problems": read.problems,
+        "changes": read.changes,
         "wanted": [target.saved for target in read.targets.values()],
         "parameters": [saved_name(name) for name in named_parameters_of(stages)],
         "trained": [] if optimizer is None else trained_names(stages, optimizer),
@@ -175,9 +182,13 @@ def _differences(
     """Say where the checkpoint's tensors, and its optimizer, are not the run's."""
     found: list[str] = []
     index, frozen = read.index, set[str]()
-    if optimizer is None:
-        index = {name: entry for name, entry in index.items() if name.startswith("model/")}
-    else:
+    if optimizer is None or names["changes"]:
+        index = {
+            name: entry
+            for name, entry in index.items()
+            if name.startswith("model/") or name in names["wanted"]
+        }
+    if optimizer is not None:
         memory, step = read.saved["optimizer"], read.saved["state"]["step"]
         found += optimizer_problems(memory, index, stages, optimizer, step=step, leeway=leeway)
         frozen = memory["scalars"].keys() & (names["parameters"] - names["trained"])
@@ -225,9 +236,14 @@ def _look(
         return Staged(problems)
     index = read["index.json"]["tensors"]
     is_cast = partial(matches, patterns=leeway.cast)
-    moments = {} if optimizer is None else moment_targets(index, stages, optimizer, is_cast)
-    saved = migrate(read["state.json"], manifest["version"])
-    return Staged((), index, saved, weights | moments)
+    saved, changes = migrate(read["state.json"], manifest["version"]), list[str]()
+    if optimizer is None:
+        return Staged((), index, saved, weights)
+    entries = index
+    if leeway.optimizer and kind_problems(saved["optimizer"], optimizer, leeway):
+        entries, changes = taken_over(index, stages, optimizer)
+    moments = moment_targets(entries, stages, optimizer, is_cast)
+    return Staged((), index, saved, weights | moments, changes)
 
 
 def migrate(state: Mapping[str, Any], version: int) -> dict[str, Any]:

@@ -13,7 +13,9 @@ from torch import nn
 from trainkit.checkpoint.hidden import optimizers_in
 from trainkit.checkpoint.reading import Target
 from trainkit.checkpoint.tensors import model_tensors, optimizer_state
-from trainkit.parallel.naming import COPY_SUFFIX, box_of, named_parameters_of
+from trainkit.optim.storage import BLOCK
+from trainkit.optim.together import Together, together
+from trainkit.parallel.naming import COPY_SUFFIX, box_of, empty_rows_like, named_parameters_of
 
 
 def saved_name(name: str) -> str:
@@ -46,8 +48,9 @@ def moment_targets(
 ) -> dict[str, Target]:
     """Return new tensors for what the optimizer remembers of the parameters on this rank.
 
-    An optimizer that has not stepped holds no moments, so they are made: like their parameter where
-    the shape is the parameter's, and as plain tensors elsewhere (the step counter).
+    An optimizer that has not stepped holds no moments, so they are made: placed as their parameter
+    where the shape is the parameter's, or differs in the length of its rows alone (the scales of
+    8-bit moments), and as plain tensors elsewhere (the step counter).
 
     Args:
         index: The entries of a checkpoint's index, which have been checked.
@@ -73,10 +76,11 @@ def moment_targets(
             parameter = named.get(rest[1] + suffix)
             if parameter is None or id(parameter) not in on_device:
                 continue
-            is_alike = tuple(entry["shape"]) == tuple(parameter.shape) and parameter.dim() > 0
-            dtype = getattr(torch, entry["dtype"])
-            if is_alike:
+            shape, dtype = tuple(entry["shape"]), getattr(torch, entry["dtype"])
+            if shape == tuple(parameter.shape) and shape:
                 made = torch.empty_like(parameter.data, dtype=parameter.dtype if follows else dtype)
+            elif len(shape) > 1 and shape[:-1] == tuple(parameter.shape[:-1]):
+                made = empty_rows_like(parameter.data, shape[-1], dtype)
             else:
                 is_counter = not entry["shape"] and not on_device[id(parameter)]
                 device = "cpu" if is_counter else parameter.device
@@ -138,23 +142,28 @@ def install_moments_(
         for parameter in (named.get(name), named.get(name + COPY_SUFFIX)):
             if parameter is not None:
                 optimizer.state[parameter].update(values)
-    _refuse_copies(optimizer)
+    refuse_copies(optimizer)
 
 
-def _refuse_copies(optimizer: torch.optim.Optimizer) -> None:
-    """Refuse an optimizer whose parts have not got what its own state was given."""
+def refuse_copies(optimizer: torch.optim.Optimizer) -> None:
+    """Refuse an optimizer whose parts have not got what its own state was given.
+
+    Raises:
+        ValueError: They have not.
+
+    Examples:
+        >>> refuse_copies(torch.optim.SGD(nn.Linear(1, 1).parameters()))
+    """
     for part in optimizers_in(optimizer):
-        for group in part.param_groups:
-            keys = _state_after_a_step(part, group)
-            for p in group["params"]:
-                own, given = part.state.get(p, {}), optimizer.state.get(p, {})
-                lost = [key for key in keys if own.get(key) is not given.get(key)]
-                if lost:
-                    raise ValueError(
-                        f"load_checkpoint: the {type(part).__name__} in {type(optimizer).__name__} "
-                        f"has not got {', '.join(sorted(lost))}, which were loaded into a copy: "
-                        "`state` must be that of its parts, not made anew"
-                    )
+        for p, keys in state_after_a_step(part).items():
+            own, given = part.state.get(p, {}), optimizer.state.get(p, {})
+            lost = [key for key in keys if own.get(key) is not given.get(key)]
+            if lost:
+                raise ValueError(
+                    f"load_checkpoint: the {type(part).__name__} in {type(optimizer).__name__} "
+                    f"has not got {', '.join(sorted(lost))}, which were loaded into a copy: "
+                    "`state` must be that of its parts, not made anew"
+                )
 
 
 def expected_state(
@@ -163,36 +172,71 @@ def expected_state(
     """Return by parameter what the optimizer will remember of it once it has stepped.
 
     An optimizer says so only by stepping: one of its kind, with the options of each group, steps a
-    number of its own. One that cannot be made like that is expected to remember nothing.
+    parameter of its own. One that cannot be made like that is expected to remember nothing.
 
     Examples:
         >>> model = nn.Linear(1, 1, bias=False)
         >>> expected_state([model], torch.optim.AdamW(model.parameters()))["weight"]["step"]
         tensor(1.)
     """
-    by_parameter = {
-        id(p): state
-        for group in optimizer.param_groups
-        for state in [_state_after_a_step(optimizer, group)]
-        for p in group["params"]
-    }
-    named = named_parameters_of(stages)
+    by_parameter, named = state_after_a_step(optimizer), named_parameters_of(stages)
     return {
-        name: by_parameter[id(named[name])]
+        name: by_parameter[named[name]]
         for name in optimizer_state(stages, optimizer)
         if named[name].requires_grad
     }
 
 
-def _state_after_a_step(
-    optimizer: torch.optim.Optimizer, group: Mapping[str, Any]
+def state_after_a_step(optimizer: torch.optim.Optimizer) -> dict[nn.Parameter, dict[str, Any]]:
+    """Return what an optimizer will remember of each of its parameters, as small as can be.
+
+    Examples:
+        >>> weight = nn.Parameter(torch.ones(7, 3))
+        >>> state_after_a_step(torch.optim.SGD([weight], momentum=0.5))[weight]
+        {'momentum_buffer': tensor([[0., 0.],
+                [0., 0.]])}
+    """
+    known, found = dict[Any, dict[str, Any]](), dict[nn.Parameter, dict[str, Any]]()
+    for number, group in enumerate(optimizer.param_groups):
+        for p in group["params"]:
+            kind = number, p.dtype, *_probe_shape(p)
+            if kind not in known:
+                known[kind] = _stepped(optimizer, group, p)
+            found[p] = known[kind]
+    return found
+
+
+def _probe_shape(p: nn.Parameter) -> tuple[int, ...]:
+    """Return a small shape of which an optimizer remembers what it does of the parameter's."""
+    least = [min(size, 2) for size in p.shape] or [1]  # so that a number is told from a count
+    return (*least[:-1], BLOCK) if p.dim() and p.shape[-1] % BLOCK == 0 else tuple(least)
+
+
+def _stepped(
+    optimizer: torch.optim.Optimizer, group: Mapping[str, Any], p: nn.Parameter
 ) -> dict[str, Any]:
-    probe = nn.Parameter(torch.zeros(2, 2))
+    probe = nn.Parameter(torch.zeros(_probe_shape(p), dtype=p.dtype))
     probe.grad = torch.zeros_like(probe)
+    options = {**group, "params": [probe], "fused": None, "capturable": False}
+    options |= {"param_names": ["probe"]} if "param_names" in group else {}
+    options |= {"parts": None} if "parts" in group else {}
     with suppress(Exception):  # an optimizer may need anything to be made, or to step
-        make: Any = type(optimizer)
-        options = {**group, "params": [probe], "fused": None, "capturable": False, "parts": None}
+        make: Any = type(part_of(optimizer, group))
         twin = make([options], lr=group["lr"])
+        twin = together([twin], mean=group["mean"]) if isinstance(optimizer, Together) else twin
         twin.step()
         return dict(twin.state[probe])
     return {}
+
+
+def part_of(optimizer: torch.optim.Optimizer, group: Mapping[str, Any]) -> torch.optim.Optimizer:
+    """Return the optimizer inside of one that steps a group, or the one itself.
+
+    Examples:
+        >>> inner = torch.optim.SGD([nn.Parameter(torch.ones(1))])
+        >>> outer = together([inner])
+        >>> part_of(outer, outer.param_groups[0]) is inner
+        True
+    """
+    parts = [x for x in optimizers_in(optimizer) if any(g is group for g in x.param_groups)]
+    return parts[0] if parts else optimizer

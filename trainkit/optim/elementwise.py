@@ -221,7 +221,7 @@ class Elementwise(torch.optim.Optimizer):
     def _step_one(self, p: nn.Parameter, group: Mapping[str, Any], name: str) -> None:
         state, on_host = self.state[p], p.device.type == "cpu"
         if not state:
-            state.update(self._begun(p, group))
+            state.update(self.begun(p, group))
         refused = getattr(self, "found_inf", None)
         if on_host and refused is not None:
             if refused:
@@ -230,7 +230,7 @@ class Elementwise(torch.optim.Optimizer):
         counts = {x: float(state[x]) if on_host else state[x].double() for x in self.counts}
         numbers, counted = self.numbers(group, counts)
         for x, count in counted.items():
-            _put_(state[x], torch.as_tensor(count), refused)
+            _put_(state[x], torch.as_tensor(count, dtype=torch.float64), refused)
         box = box_of(p)
         held = {"": box.local} | {x: local_of(t) for x, t in state.items() if x not in counts}
         flat = {x: t.reshape(-1) for x, t in held.items()}
@@ -244,8 +244,9 @@ class Elementwise(torch.optim.Optimizer):
             if flat[x].data_ptr() != t.data_ptr():  # it is not contiguous
                 t.copy_(flat[x].view(t.shape))
 
-    def _begun(self, p: nn.Parameter, group: Mapping[str, Any]) -> dict[str, Tensor]:
-        made = {x: torch.zeros((), device=p.device) for x in self.counts}
+    def begun(self, p: nn.Parameter, group: Mapping[str, Any]) -> dict[str, Tensor]:
+        """Return what is remembered of a parameter before its first step."""
+        made = {x: torch.zeros((), device=p.device, dtype=torch.float64) for x in self.counts}
         for x in self.moments:
             made |= empty_moment(p, x, "fp32" if x in self.copies else group["moments"])
         for x in self.copies:

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import ast
 import inspect
-import shlex
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any
@@ -212,7 +211,7 @@ _OF_GROUPS = ("lr_scale", "weight_decay", "max_norm")
 
 def _of_group(text: str) -> tuple[str, dict[str, Any], list[str]]:
     """Return a group's pattern, what holds for it, and options of its optimizer."""
-    pattern, *rest = shlex.split(text) or [""]
+    pattern, *rest = text.split() or [""]
     own, options = dict[str, Any](), list[str]()
     for part in rest:
         name, _, value = part.partition("=")

@@ -47,17 +47,23 @@ class Together(torch.optim.Optimizer):
         with torch.enable_grad():
             loss = None if closure is None else closure()
         refused = getattr(self, "found_inf", None)
+        # To its optimizer a parameter of which only the mean is known is new.
+        means = {p: held.pop("mean") for p, held in self.state.items() if held.keys() == {"mean"}}
         for part in self.parts:
             vars(part).update({} if refused is None else {"found_inf": refused})
             try:
                 part.step()
             finally:
                 vars(part).pop("found_inf", None)
+        for p, mean in means.items():
+            self.state[p]["mean"] = mean
         self._move_means(refused)
         return loss
 
     @torch.no_grad()
     def _move_means(self, refused: Tensor | None) -> None:
+        if refused is not None and refused.device.type == "cpu" and refused:
+            return
         for group in self.param_groups:
             stays: float | None = group["mean"]
             for p in group["params"]:

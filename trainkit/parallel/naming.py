@@ -389,6 +389,9 @@ def empty_rows_like(tensor: Tensor, length: int, dtype: torch.dtype) -> Tensor:
         length: How many numbers stand in a row of the result.
         dtype: Their dtype.
 
+    Raises:
+        ValueError: This rank's part of a row is no whole number of them.
+
     Examples:
         >>> empty_rows_like(torch.ones(3, 8), 2, torch.float64).shape
         torch.Size([3, 2])
@@ -397,8 +400,14 @@ def empty_rows_like(tensor: Tensor, length: int, dtype: torch.dtype) -> Tensor:
     if not tensor.dim() or length == tensor.shape[-1]:
         with PlacedAlike():
             return torch.empty_like(tensor.data, dtype=dtype)
-    rows, own = local.shape[:-1], local.shape[-1] * length // tensor.shape[-1]
-    made = torch.empty(*rows, own, dtype=dtype, device=local.device)
+    own, rest = divmod(local.shape[-1] * length, tensor.shape[-1] or 1)
+    if rest:
+        raise ValueError(
+            f"empty_rows_like: rows of {tensor.shape[-1]} numbers, for which {length} are kept, are"
+            f" cut into parts of {local.shape[-1]}, within what one of these is for; cut them "
+            "otherwise"
+        )
+    made = torch.empty(*local.shape[:-1], own, dtype=dtype, device=local.device)
     if not hasattr(tensor, "placements"):
         return made
     whole: Any = tensor

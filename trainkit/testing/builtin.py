@@ -60,6 +60,8 @@ from trainkit.models import (
     call_with_noise,
 )
 from trainkit.noise.counters import token_keys
+from trainkit.optim import OPTIMIZERS, together
+from trainkit.optim.groups import grouped
 from trainkit.packing import pack_bins
 from trainkit.parallel.compiled import compiled
 from trainkit.parallel.expert import expert
@@ -206,6 +208,41 @@ def _packings(config: DecoderConfig, form: Format) -> dict[str, Packing]:
         return packings_of(with_adapters(config, form=form))
 
 
+_STEPPED_BY = {
+    "experts": "lion",
+    "attention": "schedule-free",
+    "router": "momentum",
+    "embedding": "signsgd",
+}
+_EPS = {"adamw": 1e-4, "schedule-free": 1e-4}  # see `certificate_optimizer`
+
+
+def several_optimizers(parameters: Mapping[str, nn.Parameter]) -> torch.optim.Optimizer:
+    """Return every optimizer that steps elements alone, as one, with a mean of the parameters.
+
+    Each steps what its name stands for in a decoder with experts; AdamW steps the rest.
+
+    Examples:
+        >>> optimizer = several_optimizers({"embedding.weight": nn.Parameter(torch.ones(2, 2))})
+        >>> [group["optimizer"] for group in optimizer.param_groups if group["params"]]
+        ['SignSGD']
+    """
+    parts: dict[str, list[Any]] = {name: [] for name in (*_STEPPED_BY.values(), "adamw")}
+    for name, p in parameters.items():
+        words = (by for word, by in _STEPPED_BY.items() if word in name)
+        parts[next(words, "adamw")].append((name, p))
+    made = [
+        OPTIMIZERS[by].make(
+            grouped(part, weight_decay=0.1),
+            lr=1e-2,
+            cautious=True,
+            **({"eps": _EPS[by]} if by in _EPS else {}),
+        )
+        for by, part in parts.items()
+    ]
+    return together(made, mean=0.5)
+
+
 LATENT = attrs.evolve(
     SHALLOW,
     kv_heads=8,
@@ -265,6 +302,7 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
     "decoder with experts and adapters": partial(
         with_adapters, attrs.evolve(SHALLOW, experts=EXPERTS)
     ),
+    "decoder with experts, by several optimizers": partial(with_experts, SHALLOW),
     "decoder with experts and latents": partial(with_experts, LATENT),
     "decoder with latents, none of queries": partial(decoder_of, NO_QUERY_RANK),
     "decoder like Gemma's": partial(decoder_of, GEMMA_LIKE),
@@ -525,6 +563,13 @@ _CASES: dict[str, list[Case]] = {
         Case(Layout(dp_shard=2, ring=2, tp=2)),
         *expert_cases(),
     ],
+    "decoder with experts, by several optimizers": [
+        *_ENDS,
+        Case(Layout(pp=2, dp_shard=2)),
+        Case(Layout(dp_shard=2, ep=2)),
+        Case(Layout(dp_replicate=2, dp_shard=2)),
+        Case(Layout(ring=2, ulysses=2)),
+    ],
     "decoder with experts in four stages": [
         Case(Layout(pp=2, dp_shard=2, **_ZERO_BUBBLE)),
         Case(Layout(pp=2, dp_shard=2, ep=2, **_ZERO_BUBBLE)),
@@ -719,6 +764,8 @@ def _training_of(name: str, cases: Sequence[Case], *, tier: str, steps: int) -> 
     how: Any = {"exact": _EXACT, "foreign": _FOREIGN}.get(kind, _DECODER)
     if name.startswith("decoder with experts"):
         how = _EXPERTS
+    if name.endswith("by several optimizers"):
+        how = how | {"optimizer": several_optimizers}
     if name in IN_FEW_BITS:
         config, form = IN_FEW_BITS[name]
         plain = partial(with_adapters, config)

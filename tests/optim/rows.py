@@ -1,0 +1,213 @@
+"""The table of optimizers that all are held to: how each is made, and what it does in plain words.
+
+A row is a name of `OPTIMIZERS` with options, or several as one. A new optimizer is a formula in
+`FORMULAS`; everything else follows.
+"""
+
+import re
+
+import attrs
+import torch
+from torch import nn
+
+from trainkit.noise.counters import normal
+from trainkit.noise.hashing import key_of
+from trainkit.optim import OPTIMIZERS, make_optimizer, orthogonalized
+from trainkit.parallel.naming import box_of, empty_rows_like
+from trainkit.types import SOLO
+
+SHAPES = {"up.weight": (3, 512), "head.weight": (4, 6), "norm.weight": (5,), "scale": ()}
+LR, DECAY = 0.01, 0.1
+
+
+# ------------------------------------------------- formulas in fp64: (p, g, memory, lr, decay) -> p
+
+
+def plain_adamw(p, g, s, lr, decay):
+    s["t"] = t = s.get("t", 0) + 1
+    s["m"] = 0.9 * s.get("m", 0) + 0.1 * g
+    s["v"] = 0.95 * s.get("v", 0) + 0.05 * g * g
+    u = s["m"] / (1 - 0.9**t) / ((s["v"] / (1 - 0.95**t)).sqrt() + 1e-8)
+    return p - lr * (u + decay(u, p))
+
+
+def plain_lion(p, g, s, lr, decay, *, betas=(0.9, 0.99)):
+    u = (betas[0] * s.get("m", 0) + (1 - betas[0]) * g).sign()
+    s["m"] = betas[1] * s.get("m", 0) + (1 - betas[1]) * g
+    return p - lr * (u + decay(u, p))
+
+
+def plain_momentum(p, g, s, lr, decay):
+    s["m"] = 0.9 * s.get("m", 0) + g
+    return p - lr * (s["m"] + decay(s["m"], p))
+
+
+def plain_signsgd(p, g, s, lr, decay):
+    del s
+    return p - lr * (g.sign() + decay(g.sign(), p))
+
+
+def plain_schedule_free(p, g, s, lr, decay):
+    """Step y: gradients are taken there, z descends, x is the mean of all z."""
+    s["t"] = t = s.get("t", 0) + 1
+    z, x, total = s.get("z", p), s.get("x", p), s.get("total", 0.0)
+    s["v"] = 0.95 * s.get("v", 0) + 0.05 * g * g
+    u = g / ((s["v"] / (1 - 0.95**t)).sqrt() + 1e-8)
+    s["z"] = z - lr * (u + decay(u, p))
+    s["most"] = max(lr, s.get("most", 0.0))
+    s["total"] = total + s["most"] ** 2
+    c = s["most"] ** 2 / s["total"]
+    s["x"] = (1 - c) * x + c * s["z"]
+    return 0.1 * s["z"] + 0.9 * s["x"]
+
+
+def plain_muon(p, g, s, lr, decay):
+    if p.ndim < 2:
+        return plain_adamw(p, g, s, lr, decay)
+    s["m"] = 0.95 * s.get("m", 0) + 0.05 * g
+    u = orthogonalized(0.95 * s["m"] + 0.05 * g) * 0.2 * max(p.shape) ** 0.5
+    return p - lr * (u + decay(u, p))
+
+
+FORMULAS = {
+    "adamw": plain_adamw,
+    "lion": plain_lion,
+    "momentum": plain_momentum,
+    "muon": plain_muon,
+    "schedule-free": plain_schedule_free,
+    "signsgd": plain_signsgd,
+}
+
+
+# ------------------------------------------------------------------------------------------- rows
+
+
+class Named(nn.Module):
+    """A module whose parameters have any names, all of hidden layers."""
+
+    def __init__(self, named):
+        super().__init__()
+        self.by_name = named
+
+    def named_parameters(self, *_, **__):
+        return iter(self.by_name.items())
+
+
+@attrs.frozen
+class Row:
+    """How an optimizer is made, as recipes say it."""
+
+    optimizer: str = "adamw"
+    options: tuple = ()
+    groups: tuple = ()
+    mean: float | None = None
+    dtype: torch.dtype = torch.float64
+
+    def make(self, stages, *, axis=SOLO, **changes):
+        """Return the optimizer of stages, or of parameters by name."""
+        stages = [Named(stages)] if isinstance(stages, dict) else stages
+        told = attrs.asdict(attrs.evolve(self, **changes))
+        del told["dtype"]
+        return make_optimizer(stages, lr=LR, weight_decay=DECAY, seed=3, axis=axis, **told)
+
+    def of(self, name):
+        """Return what holds for a parameter: its optimizer, its options, and its group's."""
+        found = {"optimizer": self.optimizer, "lr_scale": 1.0, "weight_decay": DECAY}
+        texts = list(self.options)
+        for group in self.groups:
+            pattern, *rest = group.split()
+            if re.fullmatch(pattern, name):
+                own = [x for x in rest if x.startswith("optimizer=")]
+                texts = ([] if own else texts) + rest
+        told = dict(x.split("=", 1) for x in texts)
+        return found | told
+
+    @property
+    def asks_for_few_bits(self):
+        return "moments=" in str((self.options, self.groups))
+
+
+BF16 = torch.bfloat16
+GROUPS = (r"head\..* lr_scale=0.5 weight_decay=0.3", "norm.* lr_scale=2 weight_decay=0.2")
+TWO = (r"(head|norm)\..* optimizer=lion betas=(0.8,0.9)",)
+ROWS = {
+    **{name: Row(name) for name in OPTIMIZERS},
+    "adamw, cautious": Row(options=("cautious=True",)),
+    "lion, cautious": Row("lion", ("cautious=True",)),
+    "adamw, bf16 moments": Row(options=("moments=bf16",)),
+    "adamw, 8-bit moments": Row(options=("moments=8bit",)),
+    "lion, 8-bit moments": Row("lion", ("moments=8bit",)),
+    "schedule-free, 8-bit moments": Row("schedule-free", ("moments=8bit",)),
+    "adamw, stochastic": Row(options=("rounding=stochastic",), dtype=BF16),
+    "adamw, Kahan": Row(options=("rounding=kahan", "moments=8bit"), dtype=BF16),
+    "adamw, groups": Row(groups=GROUPS),
+    "adamw, mean": Row(mean=0.75),
+    "two": Row(groups=TWO, options=("moments=8bit",)),
+    "two, mean": Row("schedule-free", groups=TWO, mean=0.5),
+}
+
+
+# ------------------------------------------------------------------------ parameters and gradients
+
+
+def made(dtype, seed=0):
+    """Return parameters by name."""
+    return {
+        name: nn.Parameter(normal(key_of(seed, name), shape).to(dtype))
+        for name, shape in SHAPES.items()
+    }
+
+
+def give_gradients_(named, step):
+    """Give every parameter, or this rank's part of it, a gradient that its name and index say."""
+    for name, p in named.items():
+        box = box_of(p)
+        p.grad = empty_rows_like(p.data, p.shape[-1] if p.dim() else 1, p.dtype)
+        values = normal(key_of(step, "gradient", name), box.local.shape, box.offset)
+        box_of(p.grad).local.copy_(values)
+
+
+def rate(step):
+    """Return a rate that changes from step to step, down and up."""
+    return LR * (1 + step % 3)
+
+
+def in_8_bits(x, *, root):
+    """Return what is left of a moment in blocks of 256 numbers: 3 bits and a scale, or roots."""
+    blocks = (x.sqrt() if root else x).view(-1, 256)
+    scales = (blocks.abs().amax(1, keepdim=True) / 448).float().double()
+    codes = blocks / torch.where(scales > 0, scales, 1.0)
+    small = codes.abs() < 2**-6
+    codes = torch.where(small, codes.sign() * 2**-6 if root else 0.0, codes)
+    found = codes.to(torch.float8_e4m3fn).double() * scales
+    return (found.square() if root else found).view(x.shape)
+
+
+def kept(x, kind, *, root):
+    """Return what is left of a moment."""
+    if kind == "bf16":
+        return x.to(BF16).double()
+    in_blocks = kind == "8bit" and x.dim() > 1 and x.shape[-1] % 256 == 0
+    return in_8_bits(x, root=root) if in_blocks else x
+
+
+def step_plainly(row, values, memory, step, gradients):
+    """Step fp64 values by name, with what is remembered of each."""
+    for name, p in values.items():
+        told, s = row.of(name), memory.setdefault(name, {})
+        lr = rate(step) * float(told["lr_scale"])
+        decay = float(told["weight_decay"]) if p.dim() > 1 else 0.0
+        is_cautious = told.get("cautious") == "True"
+
+        def decayed(u, p, decay=decay, is_cautious=is_cautious):
+            return decay * p * (u * p >= 0) if is_cautious else decay * p
+
+        options = {"betas": (0.8, 0.9)} if "betas" in told else {}
+        formula = FORMULAS[told["optimizer"]]
+        values[name] = formula(p, gradients[name], s, lr, decayed, **options)
+        for x in s.keys() & {"m", "v"}:
+            s[x] = kept(s[x], told.get("moments"), root=x == "v")
+        if row.mean is not None:
+            new = values[name]
+            s["mean"] = row.mean * s.get("mean", new) + (1 - row.mean) * new
+    return values

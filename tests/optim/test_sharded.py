@@ -1,0 +1,258 @@
+"""No layout changes a bit of a step; and what one layout has saved, another goes on with.
+
+Gradients are given by name and index, so that sums over ranks have no part in it. All optimizers
+step in each layout, as one: `SEVERAL` says which steps what.
+"""
+
+import functools
+
+import attrs
+import pytest
+import torch
+from optim.rows import BF16, ROWS, Row, give_gradients_, rate
+from torch import nn
+
+import trainkit as tk
+from trainkit.checkpoint import diff_checkpoints
+from trainkit.checkpoint.facts import Changes
+from trainkit.checkpoint.replicas import nonfinite_names
+from trainkit.checkpoint.tensors import run_tensors
+from trainkit.noise.counters import normal
+from trainkit.noise.hashing import key_of
+from trainkit.optim import OPTIMIZERS
+from trainkit.parallel import build_stages, fsdp, tensor
+from trainkit.parallel.naming import box_of
+from trainkit.testing import run_ranks
+from trainkit.types import Layout, TrainState
+
+
+class Block(nn.Module):
+    """Matrices of which tensor parallelism cuts the columns of one and the rows of the other."""
+
+    def __init__(self):
+        super().__init__()
+        self.up = nn.Linear(256, 6, bias=False)
+        self.down = nn.Linear(512, 5, bias=False)
+        self.experts = nn.Parameter(torch.empty(4, 3, 256))
+        self.norm = nn.Parameter(torch.empty(7))
+
+
+class Model(nn.Module):
+    """Blocks, with something before and after them that no other stage has."""
+
+    def __init__(self):
+        super().__init__()
+        self.embedding = nn.Embedding(3, 256)
+        self.layers = nn.ModuleDict({str(i): Block() for i in range(2)})
+        self.head = nn.Linear(256, 3)
+
+
+def split(model, num_stages):
+    """Cut the model into stages."""
+    stages = [Model() for _ in range(num_stages)]
+    for index, stage in enumerate(stages):
+        names = [str(i) for i in range(2) if i * num_stages // 2 == index]
+        stage.layers = nn.ModuleDict({name: model.layers[name] for name in names})
+        stage.embedding = model.embedding if index == 0 else None
+        stage.head = model.head if index == num_stages - 1 else None
+    return stages
+
+
+def several(options="", **rest):
+    """Return a row in which every optimizer steps something."""
+    patterns = {
+        "lion": r"layers\.\d\.up\.weight",
+        "momentum": r"layers\.1\.down\.weight",  # no group of the first of two stages has any
+        "schedule-free": r".*experts",
+        "signsgd": "embedding.*",
+    }
+    groups = [
+        f"{pattern} optimizer={name} lr_scale=0.5 {options}" for name, pattern in patterns.items()
+    ]
+    return Row(groups=tuple(groups), options=tuple(options.split()), **rest)
+
+
+SEVERAL = {
+    "in fp64": several("", mean=0.5),
+    "8 bits": several("moments=8bit cautious=True", mean=0.5, dtype=torch.float32),
+    "stochastic": several("moments=bf16 rounding=stochastic", dtype=BF16),
+    "Kahan": several("moments=8bit rounding=kahan", dtype=BF16),
+}
+TO = Row("lion", ("moments=bf16",), dtype=torch.float32)
+PLAIN = Layout()
+LAYOUTS = {
+    "dp2": Layout(dp_shard=2),
+    "tp2": Layout(tp=2),
+    "pp2": Layout(pp=2),
+    "dp2 x tp2": Layout(dp_shard=2, tp=2),
+    "replica2 x dp2": Layout(dp_replicate=2, dp_shard=2),
+    "pp2 x tp2": Layout(pp=2, tp=2),
+}
+STEPS = 2
+
+
+def weights(name, shape, offset):
+    return normal(key_of(0, name), shape, offset)
+
+
+def build(row, layout, ps):
+    """Return this rank's stages and the optimizer of a row."""
+    cut = tensor({"layers.*": "replicated", "layers.*.up": "column", "layers.*.down": "row"})
+    stages = build_stages(
+        lambda: Model().to(row.dtype), ps, [cut, fsdp(layout)], weights=weights, split=split
+    )
+    return stages, row.make(stages, axis=ps.pp)
+
+
+def train(stages, optimizer, ps, *, begin, end):
+    named = tk.named_parameters_of(stages)
+    for step in range(begin, end):
+        give_gradients_(named, step)
+        limit = {"lr": rate(step), "max_norm": None}
+        tk.clip_and_step(named.values(), optimizer, **limit, axis=ps.pp)
+    return TrainState(step=end)
+
+
+@functools.cache
+def whole(row, steps):
+    """Return what one process comes to, by name."""
+    ps = tk.solo_parallel()
+    stages, optimizer = build(row, PLAIN, ps)
+    train(stages, optimizer, ps, begin=0, end=steps)
+    return run_tensors(stages, optimizer)
+
+
+def farthest(stages, optimizer, row, steps):
+    """Return how far the farthest tensor is from one process, its unequal bits, and its name."""
+    found = []
+    for name, x in run_tensors(stages, optimizer).items():
+        box, alone = box_of(x), whole(row, steps)[name]
+        cut = tuple(slice(a, a + n) for a, n in zip(box.offset, box.local.shape, strict=True))
+        assert (box.local.dtype, box.shape) == (alone.dtype, tuple(alone.shape)), name
+        a, b = box.local.double(), alone[cut].detach().double()
+        far = float((a - b).abs().max() / alone.double().abs().max()) if a.numel() else 0.0
+        found.append((far, int((a != b).sum()), name))
+    return max(found)
+
+
+def visit(names, came_from, folder):
+    """Train and save in each layout, and go on in it with what the one before has saved."""
+    found = {}
+    for name in names:
+        with tk.parallel_session(LAYOUTS[name]) as ps:
+            for kind, row in SEVERAL.items():
+                stages, optimizer = build(row, LAYOUTS[name], ps)
+                state = train(stages, optimizer, ps, begin=0, end=STEPS)
+                ends = [farthest(stages, optimizer, row, STEPS)]
+                assert nonfinite_names(stages, optimizer, ps.world) == []
+                tk.save_checkpoint(folder / kind / name, state, stages, optimizer, ps)
+                written = tk.state_hash(state, stages, optimizer, ps)
+                stages, optimizer = build(row, LAYOUTS[name], ps)
+                run = folder / kind / came_from
+                state = tk.resume(run, TrainState(), stages, optimizer, ps, tell=lambda _: None)
+                read = tk.state_hash(state, stages, optimizer, ps)
+                train(stages, optimizer, ps, begin=STEPS, end=STEPS + 1)
+                ends.append(farthest(stages, optimizer, row, STEPS + 1))
+                found[name, kind] = ends, written, read
+            found[name, "to lion"] = changed(LAYOUTS[name], ps, folder / "8 bits" / came_from)
+        came_from = name
+    return found
+
+
+def changed(layout, ps, run):
+    """Go on with another optimizer; return the state's hash and what was told."""
+    stages, optimizer = build(TO, layout, ps)
+    told, asked = [], Changes(free=("optimizer",))
+    how = {"tell": told.append, "changes": asked}
+    state = tk.resume(run, TrainState(), stages, optimizer, ps, **how)
+    train(stages, optimizer, ps, begin=STEPS, end=STEPS + 1)
+    said = [line for line in told if line.startswith("the optimizer")]
+    return tk.state_hash(state, stages, optimizer, ps), said
+
+
+@pytest.fixture(scope="module")
+def visited(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("layouts")
+    ps, hashes = tk.solo_parallel(), {}
+    for kind, row in SEVERAL.items():
+        stages, optimizer = build(row, PLAIN, ps)
+        state = train(stages, optimizer, ps, begin=0, end=STEPS)
+        tk.save_checkpoint(folder / kind / "1", state, stages, optimizer, ps)
+        hashes[kind] = tk.state_hash(state, stages, optimizer, ps)
+    hashes["to lion"] = changed(PLAIN, ps, folder / "8 bits" / "1")
+    names, found, before = [*LAYOUTS], {}, "1"
+    for world in (2, 4):
+        here = [name for name in names if LAYOUTS[name].world == world]
+        for rank in run_ranks(visit, world, here, before, folder):
+            for key, ends in rank.items():
+                found.setdefault(key, []).append(ends)
+        before = here[-1]
+    return folder, hashes, found
+
+
+@pytest.mark.parametrize("kind", SEVERAL)
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_layout_steps_saves_and_goes_on_as_one_process(layout, kind, visited):
+    _, hashes, found = visited
+    for ends, written, read in found[layout, kind]:
+        for far, unequal, name in ends:
+            if kind == "in fp64":
+                assert far <= 1e-12, name
+            else:
+                assert unequal == 0, name
+        assert written == read or kind == "in fp64"
+        if kind != "in fp64":
+            assert written == hashes[kind]
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_another_optimizer_takes_over_the_same_in_every_layout(layout, visited):
+    _, hashes, found = visited
+    assert hashes["to lion"][1]
+    for rank, (found_hash, told) in enumerate(found[layout, "to lion"]):
+        assert found_hash == hashes["to lion"][0]
+        assert told == (hashes["to lion"][1] if rank == 0 else [])
+
+
+def test_checkpoints_of_two_layouts_differ_in_nothing_but_the_layout(visited):
+    folder, _, _ = visited
+    paths = [folder / "8 bits" / name / "checkpoints/step_00000002" for name in ("1", "dp2 x tp2")]
+    found = diff_checkpoints(*paths, values=True)
+    assert found["same"]
+    assert not found["values"]
+
+
+def test_every_optimizer_is_in_every_layout():
+    for row in SEVERAL.values():
+        stepped = {row.of(name)["optimizer"] for name, _ in Model().named_parameters()}
+        assert stepped == {*OPTIMIZERS} == {x.optimizer for x in ROWS.values()}
+
+
+def test_blocks_that_a_layout_cuts_are_refused_by_name(tmp_path):
+    row = attrs.evolve(ROWS["adamw, 8-bit moments"], dtype=torch.float32)
+    ps = tk.solo_parallel()
+    stages, optimizer = build(row, PLAIN, ps)
+    state = train(stages, optimizer, ps, begin=0, end=1)
+    tk.save_checkpoint(tmp_path, state, stages, optimizer, ps)
+    for told in run_ranks(cut_within_blocks, 2, row, tmp_path):
+        assert "rows of 256 numbers are cut into parts of 128, within blocks of 256" in told[0]
+        assert "rows of 256 numbers, for which 1 are kept, are cut into parts of 128" in told[1]
+
+
+def cut_within_blocks(row, run):
+    """Return what is said to a layout that cuts rows of 256 numbers in two."""
+    with tk.parallel_session(tp=2) as ps:
+        cut = tensor({"layers.*": "replicated", "layers.*.up": "row"})
+        parts = {"weights": weights, "split": split}
+        said = []
+        for act in ("step", "resume"):
+            stages = build_stages(lambda: Model().to(row.dtype), ps, [cut], **parts)
+            optimizer = row.make(stages, axis=ps.pp)
+            acts = {
+                "step": functools.partial(train, begin=0, end=1),
+                "resume": functools.partial(tk.resume, run, TrainState(), tell=lambda _: None),
+            }
+            with pytest.raises(ValueError, match="rows of") as error:
+                acts[act](stages, optimizer, ps)
+            said.append(str(error.value))
+        return said

@@ -1,0 +1,369 @@
+"""The promises of every optimizer, row by row; in other layouts: test_sharded.py."""
+
+import copy
+
+import attrs
+import pytest
+import torch
+from optim.rows import (
+    BF16,
+    FORMULAS,
+    ROWS,
+    Row,
+    give_gradients_,
+    made,
+    rate,
+    step_plainly,
+)
+from torch import nn
+
+import trainkit as tk
+from trainkit.checkpoint import load_checkpoint
+from trainkit.checkpoint.facts import Changes
+from trainkit.checkpoint.tensors import run_tensors
+from trainkit.optim import OPTIMIZERS, averaged, state_bytes
+from trainkit.types import CheckpointError, TrainState
+
+each = pytest.mark.parametrize("row", ROWS.values(), ids=ROWS)
+PS = tk.solo_parallel()
+
+
+class Named(nn.Module):
+    """Parameters under names with dots."""
+
+    def __init__(self, named):
+        super().__init__()
+        for name, p in named.items():
+            *path, last = name.split(".")
+            owner = self
+            for part in path:
+                owner.add_module(part, nn.Module())
+                owner = getattr(owner, part)
+            owner.register_parameter(last, p)
+
+
+def started(row, steps=0, seed=0):
+    """Return parameters by name and their optimizer after some steps."""
+    named = made(row.dtype, seed)
+    optimizer = row.make(named)
+    for step in range(steps):
+        step_once(named, optimizer, step)
+    return named, optimizer
+
+
+def step_once(named, optimizer, step, *, change=None):
+    give_gradients_(named, step)
+    if change is not None:
+        change(named)
+    return tk.clip_and_step(named.values(), optimizer, lr=rate(step), max_norm=None)
+
+
+def held(named, optimizer):
+    """Return copies of all parameters and all that is remembered of them."""
+    tensors = run_tensors([Named(named)], optimizer)
+    return {name: x.detach().clone() for name, x in tensors.items()}
+
+
+def same(a, b):
+    """Say whether two states have the same names and dtypes and the same bits."""
+    return a.keys() == b.keys() and all(
+        a[k].dtype == b[k].dtype
+        and torch.equal(a[k].reshape(-1).view(torch.uint8), b[k].reshape(-1).view(torch.uint8))
+        for k in a
+    )
+
+
+# --------------------------------------------------------------------------------------- stepping
+
+
+@each
+def test_descends_and_leaves_no_gradient(row):
+    named, optimizer = started(row)
+    losses = []
+    for step in range(100):
+        loss = sum((i + 1) * (p.float() - 1).square().sum() for i, p in enumerate(named.values()))
+        loss.backward()
+        losses.append(loss.item())
+        lr = 0.2 * (1 - step / 100) * (0.1 if row.optimizer == "momentum" else 1)
+        tk.clip_and_step(named.values(), optimizer, lr=lr, max_norm=None)
+        assert all(p.grad is None for p in named.values())
+    assert losses[-1] < 0.05 * losses[0]
+
+
+def ulp(x):
+    """Return the distance of the bf16 numbers around fp64 ones."""
+    return 2.0 ** (x.abs().log2().floor() - 7)
+
+
+@each
+def test_is_its_formula(row):
+    named, optimizer = started(row)
+    values, memory, errors = {k: p.detach().double().clone() for k, p in named.items()}, {}, []
+    for step in range(6):
+        give_gradients_(named, step)
+        gradients = {name: p.grad.double() for name, p in named.items()}
+        if "rounding=stochastic" in row.options:  # of every step by itself: another parameter
+            values = {name: p.detach().double() for name, p in named.items()}
+        step_once(named, optimizer, step)
+        step_plainly(row, values, memory, step, gradients)
+        for name, p in named.items():
+            found, want = p.detach().double(), values[name]
+            if "rounding=stochastic" in row.options:
+                errors.append(((found - want) / ulp(want)).reshape(-1))
+            elif "rounding=kahan" in row.options:
+                whole = found + optimizer.state[p]["rest"].double()
+                assert ((found - whole).abs() <= ulp(want)).all()
+                assert ((whole - want).abs() <= 2.0**-14 * (want.abs() + rate(step))).all()
+            else:
+                assert (found - want).abs().max() <= 1e-12 * want.abs().max()
+            if row.mean is not None:
+                mean = optimizer.state[p]["mean"].double()
+                assert (mean - memory[name]["mean"]).abs().max() <= 1e-12
+    if errors:  # it goes to either neighbour, and not to the nearest, with no bias
+        off = torch.cat(errors)
+        assert off.abs().max() <= 1.001
+        assert (off.abs() > 0.51).float().mean() > 0.1
+        assert abs(off.mean()) < 4 * 0.5 / off.numel() ** 0.5
+
+
+def test_schedule_free_evaluates_the_mean_of_its_way():
+    row = ROWS["schedule-free"]
+    named, optimizer = started(row)
+    values, memory = {k: p.detach().double().clone() for k, p in named.items()}, {}
+    for step in range(5):
+        give_gradients_(named, step)
+        gradients = {name: p.grad.double() for name, p in named.items()}
+        step_once(named, optimizer, step)
+        step_plainly(row, values, memory, step, gradients)
+    before = held(named, optimizer)
+    with averaged(optimizer):
+        for name, p in named.items():
+            assert (p - memory[name]["x"]).abs().max() <= 1e-11
+    assert same(held(named, optimizer), before)
+
+
+def test_every_optimizer_has_a_formula_and_rows():
+    assert {*FORMULAS} == {*OPTIMIZERS} == {row.optimizer for row in ROWS.values()}
+
+
+@each
+@pytest.mark.parametrize("steps", [0, 2])
+def test_a_refused_step_changes_no_bit_and_no_count(row, steps):
+    def spoil(named):
+        named["up.weight"].grad[0, 0] = torch.nan
+
+    named, optimizer = started(row, steps)
+    kept, twin = held(named, optimizer), started(row, steps)
+    assert not step_once(named, optimizer, steps, change=spoil).applied
+    after = held(named, optimizer)
+    assert same({k: after[k] for k in kept}, kept)
+    if steps == 0:  # nothing but what is remembered before the first step
+        begun = {k: x for k, x in after.items() if "/mean/" not in k}
+        assert all(not x.double().any() for k, x in begun.items() if k.startswith("optimizer/"))
+    for run in ((named, optimizer), twin):
+        assert step_once(*run, steps).applied
+    assert same(held(named, optimizer), held(*twin))
+
+
+# ----------------------------------------------------------------------------------------- memory
+
+
+@each
+def test_few_bits_are_kept_only_where_they_are_asked_for(row):
+    for dtype in (row.dtype, torch.float32, BF16):
+        _, optimizer = started(attrs.evolve(row, dtype=dtype), 1)
+        kinds = {
+            (key, x.dtype)
+            for values in optimizer.state.values()
+            for key, x in values.items()
+            if x.dtype.itemsize < 4
+        }
+        rest = {("rest", BF16)} if dtype == BF16 and "rounding=kahan" in row.options else set()
+        assert (kinds - rest != set()) == row.asks_for_few_bits
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_the_bytes_of_state_are_those_that_are_told(name):
+    for kind in ("fp32", "bf16", "8bit"):
+        options = (f"moments={kind}",)
+        if "moments" not in OPTIMIZERS[name].options:
+            options = ()
+        matrix = {"m": nn.Parameter(torch.ones(4, 512))}
+        optimizer = Row(name, options).make(matrix)
+        matrix["m"].grad = torch.ones(4, 512)
+        optimizer.step()
+        state = optimizer.state[matrix["m"]].values()
+        kept = sum(x.nbytes for x in state if x.dim())
+        assert kept / matrix["m"].numel() == state_bytes(name, options)
+
+
+# --------------------------------------------------------------------------------------- resuming
+
+
+@each
+def test_goes_on_bit_for_bit_from_a_checkpoint_and_from_a_state_dict(row, tmp_path):
+    named, optimizer = started(row, 3)
+    stages = [Named(named)]
+    tk.save_checkpoint(tmp_path, TrainState(step=3), stages, optimizer, PS)
+    again = started(row, seed=1)
+    tk.resume(tmp_path, TrainState(), [Named(again[0])], again[1], PS, tell=lambda _: None)
+    other = started(row, seed=1)
+    other[1].load_state_dict(copy.deepcopy(optimizer.state_dict()))  # torch's shares memory
+    for name, p in named.items():
+        other[0][name].data.copy_(p.data)
+    for run in (again, other):
+        assert same(held(*run), held(named, optimizer))
+        groups = [g for part in getattr(run[1], "parts", ()) for g in part.param_groups]
+        assert all(a is b for a, b in zip(groups, run[1].param_groups, strict=bool(groups)))
+    for step in (3, 4):
+        for run in ((named, optimizer), again, other):
+            step_once(*run, step)
+        for run in (again, other):
+            assert same(held(*run), held(named, optimizer))
+
+
+IS_NOT = "parameter group . has "
+FACTS = {
+    "another rate of a group": ("adamw, groups", {"groups": ("head.* lr_scale=0.6",)}, "it has 6"),
+    "a rate": ("adamw, groups", {"groups": ("head.* lr_scale=0.7", "norm.*")}, IS_NOT),
+    "order of groups": ("adamw, groups", {"groups": ROWS["adamw, groups"].groups[::-1]}, IS_NOT),
+    "an option": ("lion", {"options": ("betas=(0.9,0.98)",)}, IS_NOT + "betas"),
+    "few bits": ("lion", {"options": ("moments=bf16",)}, IS_NOT + "moments"),
+    "few bits of AdamW": ("adamw", {"options": ("moments=bf16",)}, "its optimizer is AdamW, the"),
+    "an optimizer": ("adamw", {"optimizer": "lion"}, "its optimizer is AdamW, the run has Lion"),
+    "an optimizer of a group": (
+        "two",
+        {"groups": (ROWS["two"].groups[0].replace("lion", "adamw"),)},
+        IS_NOT,
+    ),
+    "the mean": ("adamw, mean", {"mean": 0.5}, IS_NOT + "mean"),
+    "no mean": ("adamw, mean", {"mean": None}, "its optimizer is Together, the run has AdamW"),
+}
+
+
+@pytest.mark.parametrize("fact", FACTS)
+def test_another_optimizer_is_refused_by_name_before_anything_is_changed(fact, tmp_path):
+    name, changes, message = FACTS[fact]
+    row = ROWS[name]
+    named, optimizer = started(row, 2)
+    path = tk.save_checkpoint(tmp_path, TrainState(step=2), [Named(named)], optimizer, PS)
+    other = made(row.dtype, seed=1)
+    other = other, row.make(other, **changes)
+    step_once(*other, 0)
+    before = held(*other)
+    with pytest.raises(CheckpointError, match=message):
+        load_checkpoint(path, [Named(other[0])], other[1])
+    assert same(held(*other), before)
+
+
+# -------------------------------------------------------------------------- with another optimizer
+
+ASKED = Changes(flagged=("optimizer",), allow=("optimizer",))
+
+
+def changed(before, after, tmp_path, steps=3):
+    """Save in one row, go on in another; return both, and what was told."""
+    old = started(before, steps)
+    stages = [Named(old[0])]
+    tk.save_checkpoint(tmp_path, TrainState(step=steps), stages, old[1], PS)
+    new, told = started(after, seed=1), []
+    step_once(*new, 7)  # of which nothing may be left
+    how = {"changes": ASKED, "tell": told.append}
+    tk.resume(tmp_path, TrainState(), [Named(new[0])], new[1], PS, **how)
+    return old, new, told
+
+
+def test_lion_takes_over_the_moment_of_adamw(tmp_path):
+    old, new, told = changed(ROWS["adamw"], ROWS["lion"], tmp_path)
+    assert "the optimizer takes over step and exp_avg, drops exp_avg_sq (4 parameters)" in told
+    for name, p in new[0].items():
+        q = old[0][name]
+        assert torch.equal(p, q)
+        assert {*new[1].state[p]} == {"step", "exp_avg"}
+        assert torch.equal(new[1].state[p]["exp_avg"], old[1].state[q]["exp_avg"])
+        assert float(new[1].state[p]["step"]) == 3
+    step_once(*new, 3)
+
+
+@pytest.mark.parametrize("kind", ["bf16", "8bit", "fp32"])
+def test_moments_go_from_any_number_of_bits_to_any_other(kind, tmp_path):
+    for start in ("adamw", "adamw, bf16 moments", "adamw, 8-bit moments"):
+        after = Row(options=(f"moments={kind}", "cautious=True"))
+        old, new, told = changed(ROWS[start], after, tmp_path / start)
+        assert "the optimizer takes over step and exp_avg and exp_avg_sq (4 parameters)" in told
+        as_new, as_old = fp64_moments(*new), fp64_moments(*old)
+        fresh = fp64_moments(*started(after, 1))
+        assert as_new.keys() == as_old.keys() == fresh.keys()
+        bound = {"bf16": 2**-8, "8bit": 2**-3, "fp32": 0.0}[kind]
+        for key, want in as_old.items():
+            assert ((as_new[key] - want).abs() <= bound * want.abs().max()).all(), key
+        assert {*state_kinds(new[1])} == {*state_kinds(started(after, 1)[1])}
+        step_once(*new, 3)
+
+
+def fp64_moments(named, optimizer):
+    """Return moments by parameter and key as numbers."""
+    found = {}
+    for name, p in named.items():
+        state = optimizer.state[p]
+        for key in ("exp_avg", "exp_avg_sq"):
+            x = state[key].double()
+            if f"{key}_scale" in state:
+                x = x * state[f"{key}_scale"].double().repeat_interleave(256, -1)
+                x = x.square() if key == "exp_avg_sq" else x
+            found[name, key] = x
+    return found
+
+
+def state_kinds(optimizer):
+    return [
+        (key, x.dtype, tuple(x.shape))
+        for values in optimizer.state.values()
+        for key, x in values.items()
+    ]
+
+
+def test_what_a_count_corrects_begins_afresh_where_a_part_of_it_is_missing(tmp_path):
+    before = attrs.evolve(ROWS["lion"], mean=0.9)
+    old, new, told = changed(before, attrs.evolve(ROWS["adamw"], mean=0.9), tmp_path)
+    assert any("takes over mean, begins afresh with step and exp_avg" in line for line in told)
+    for name, p in new[0].items():
+        assert new[1].state[p].keys() == {"mean"}
+        assert torch.equal(new[1].state[p]["mean"], old[1].state[old[0][name]]["mean"])
+    twin = made(torch.float64)
+    for name, p in twin.items():
+        p.data.copy_(new[0][name].data)
+    fresh = twin, ROWS["adamw"].make(twin)
+    for run in (new, fresh):
+        step_once(*run, 3)
+    assert all(torch.equal(new[0][name], p) for name, p in fresh[0].items())
+    assert {*new[1].state[new[0]["scale"]]} == {"step", "exp_avg", "exp_avg_sq", "mean"}
+
+
+def test_copies_begin_at_the_parameters_beside_moments_that_are_taken_over(tmp_path):
+    old, new, _ = changed(ROWS["adamw"], ROWS["schedule-free"], tmp_path)
+    for name, p in new[0].items():
+        state = new[1].state[p]
+        assert torch.equal(state["mean"], p)
+        assert torch.equal(state["exp_avg_sq"], old[1].state[old[0][name]]["exp_avg_sq"])
+        assert [float(state[key]) for key in ("step", "rate", "weight")] == [3, 0, 0]
+
+
+def test_the_same_optimizer_is_compared_in_full_where_another_is_allowed(tmp_path):
+    named, optimizer = started(ROWS["lion"], 2)
+    for p in named.values():
+        del optimizer.state[p]["exp_avg"]
+    path = tk.save_checkpoint(tmp_path, TrainState(step=2), [Named(named)], optimizer, PS)
+    other = started(ROWS["lion"])
+    with pytest.raises(CheckpointError, match=r"optimizer/exp_avg/.* is missing"):
+        load_checkpoint(path, [Named(other[0])], other[1], changes=ASKED)
+
+
+def test_a_roll_back_goes_behind_a_change_of_the_optimizer(tmp_path):
+    _, new, _ = changed(ROWS["adamw"], ROWS["lion"], tmp_path)
+    step_once(*new, 3)
+    state = TrainState(step=4)
+    tk.checkpoint.roll_back(
+        tmp_path, state, [Named(new[0])], new[1], PS, before=3, tell=lambda _: None
+    )
+    assert float(new[1].state[new[0]["scale"]]["step"]) == 3
