@@ -143,7 +143,7 @@ ROWS = {
     "adamw, groups": Row(groups=GROUPS),
     "adamw, mean": Row(mean=0.75),
     "two": Row(groups=TWO, options=("moments=8bit",)),
-    "two, mean": Row("schedule-free", groups=TWO, mean=0.5),
+    "two, mean": Row("momentum", groups=TWO, mean=0.5),
 }
 
 

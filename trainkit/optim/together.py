@@ -21,6 +21,8 @@ class Together(torch.optim.Optimizer):
         for part in parts:
             for group in part.param_groups:
                 group |= {"optimizer": type(part).__name__, "mean": mean}
+                if "mean" in getattr(part, "copies", ()):
+                    group["mean"] = None
                 group.setdefault("param_names", [""] * len(group["params"]))  # all have, or none
         super().__init__([group for part in parts for group in part.param_groups], {})
         for part in parts:
@@ -98,7 +100,8 @@ def together(
         parts: The optimizers, one or more.
         mean: Keep an exponentially weighted mean of the parameters over steps, of which this much
             stays in a step: 0.999 say. It begins as the parameters are after the first step, is
-            held in fp32, and `averaged` puts it in their place.
+            held in fp32, and `averaged` puts it in their place. A part that keeps a mean of its own
+            (`ScheduleFree`) goes on with that.
 
     Raises:
         ValueError: There is no part, one is one of several already, a parameter is in two of them,
