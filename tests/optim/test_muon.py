@@ -10,9 +10,11 @@ import torch
 import torch.distributed as dist
 from hypothesis import given
 from torch import nn
+from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import trainkit as tk
 from trainkit.checkpoint.targets import expected_state
@@ -195,6 +197,28 @@ def test_a_step_that_is_refused_on_the_device_changes_no_bit():
         assert bool(update.applied) == (step == 2)
         assert torch.equal(p, kept) == (step < 2)
         assert torch.equal(optimizer.state[p]["momentum_buffer"], memory.double()) == (step < 2)
+
+
+def step_without_values(*, whole):
+    """Step matrices that have no values on two ranks that are not there: no number can be read."""
+    dist.init_process_group("fake", rank=0, world_size=2, store=FakeStore())
+    try:
+        mesh = init_device_mesh("cpu", (2,))
+        muon.boxes_of(spread(torch.ones(4, 2), mesh, [Shard(0)]))  # known: torch asks the host
+        with FakeTensorMode():
+            params = [nn.Parameter(spread(torch.ones(4, 2), mesh, [Shard(0)])) for _ in range(3)]
+            optimizer = Muon([*params, nn.Parameter(torch.ones(2, 2))], lr=0.1)
+            for p in optimizer.param_groups[0]["params"][: 4 if whole else 2]:
+                p.grad = p.detach()
+            tk.clip_and_step(params, optimizer, lr=0.1, max_norm=1.0)
+    finally:
+        dist.destroy_process_group()
+
+
+def test_the_host_waits_for_no_number_unless_a_gradient_is_missing():
+    step_without_values(whole=True)
+    with pytest.raises(DataDependentOutputException):  # the control
+        step_without_values(whole=False)
 
 
 def test_a_gradient_scaler_of_torchs_is_undone():
