@@ -12,6 +12,7 @@ from trainkit.schedules import (
     cosine,
     due,
     infinite,
+    inverse_sqrt,
     linear,
     piecewise,
     power,
@@ -57,6 +58,8 @@ def values(schedule, steps):
         (piecewise(1.0, [(0, 1.0), (2, 0.01, "exponential")]), [1.0, 0.1, 0.01]),
         (piecewise(1.0, [(0, 0.0), (2, 1.0, "exponential")]), [0.0, 1e-4, 1.0]),
         (piecewise(1.0, [(0, 1.0), (2, 0.2, "reciprocal")]), [1.0, 1 / 3, 0.2]),
+        (inverse_sqrt(2.0, warmup=1), [2.0, 2.0, 2**0.5, 2 / 3**0.5, 1.0]),
+        (inverse_sqrt(1.0, warmup=2, warmup_from=0.0), [0.0, 0.5, 1.0, (2 / 3) ** 0.5, 0.5**0.5]),
         (  # warm-up of 0.4 of ten steps, from zero, then constant; and one that ends at a floor
             constant(1.0, warmup=4, warmup_from=0.0),
             [0.0, 0.25, 0.5, 0.75, 1.0, 1.0, 1.0, 1.0, 1.0, 1.0],
@@ -191,9 +194,11 @@ def test_points_that_make_no_curve_are_refused(lr, points, message):
         piecewise(lr, points)
 
 
-def test_constant_refuses_bad_values():
+def test_constant_and_inverse_sqrt_refuse_bad_values():
     with pytest.raises(ValueError, match=r"^constant: warmup"):
         constant(1.0, warmup=-1)
+    with pytest.raises(ValueError, match=r"^inverse_sqrt: warmup"):
+        inverse_sqrt(1.0, warmup=0)
     with pytest.raises(ValueError, match=r"^constant: lr"):
         constant(INFINITY)
 

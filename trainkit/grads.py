@@ -108,7 +108,8 @@ def _local_norms(
     """Return the norms of this rank's gradients, accumulated in at least fp32."""
     grads = [p.grad for p in params if p.grad is not None]
     for grad in grads:
-        _sharded_over(grad)
+        if type(grad) is not Tensor:
+            _sharded_over(grad)
     parts = [local_of(grad) for grad in grads]
     if norm_type == math.inf:  # an empty shard has no largest element, and torch refuses it
         parts = [part for part in parts if part.numel()]
@@ -198,7 +199,9 @@ def _part_norms(
                 copies.append(p)
             elif p.requires_grad:
                 where = None if type(p) is nn.Parameter else _sharded_over(p)
-                groups.setdefault(where, [[] for _ in parts])[index].append(p)
+                if where not in groups:
+                    groups[where] = [[] for _ in parts]
+                groups[where][index].append(p)
     totals = [_sharded_norms(*group, norm_type, local) for group in groups.items()]
     # A stage that trains its tied copy alone must clip it as the first stage clips the owner.
     totals = totals or [_zeros(len(parts), copies[:1])]
@@ -318,6 +321,8 @@ def _clipped_apart(
             raise ValueError(
                 f"clip_grads_: max_norm must be positive, got {limit}; None only measures"
             )
+    if not own:
+        return [(list(params), max_norm)]
     rest = dict.fromkeys(params)
     apart = [([p for p in group["params"] if p in rest], group["max_norm"]) for group in own]
     for members, _ in apart:

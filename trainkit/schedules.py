@@ -176,6 +176,30 @@ def power(
     return lambda step: lr_at(step) if step < warmup else max(lr_at(step), lr * final)
 
 
+def inverse_sqrt(lr: float, *, warmup: int, warmup_from: float | None = None) -> Schedule:
+    """Return a schedule that falls as 1 / sqrt(step) after warm-up, without an end.
+
+    It is lr * sqrt(warmup / step), as in Vaswani et al. 2017 (Attention Is All You Need).
+
+    Args:
+        lr: the peak rate.
+        warmup: steps of warm-up, at least 1.
+        warmup_from: where warm-up begins, as a fraction of lr; None is one step's part of the way.
+
+    Raises:
+        ValueError: if an argument is out of range.
+
+    Examples:
+        >>> [inverse_sqrt(1.0, warmup=4)(step) for step in (0, 3, 4, 16, 400)]
+        [0.25, 1.0, 1.0, 0.5, 0.1]
+    """
+    _check("inverse_sqrt", lr, warmup, max(warmup, 1), 0.0, warmup_from)
+    at_least(1, "inverse_sqrt", warmup=warmup)
+    return lambda step: (
+        lr * (math.sqrt(warmup / step) if step > warmup else _warmed(step, warmup, warmup_from))
+    )
+
+
 def warmup_stable_decay(
     lr: float,
     *,

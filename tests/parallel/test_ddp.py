@@ -8,7 +8,14 @@ from torch import nn
 from whole_step import Layout, difference, joined, run_steps
 
 import trainkit as tk
-from trainkit.parallel import average_parameters, check_plan, ddp, fsdp, signs_of_votes
+from trainkit.parallel import (
+    average_parameters,
+    check_plan,
+    ddp,
+    fsdp,
+    precision,
+    signs_of_votes,
+)
 from trainkit.testing import count_collectives, run_ranks
 from trainkit.types import SOLO, ConfigError
 
@@ -28,32 +35,48 @@ def test_replicas_summed_at_the_end_give_the_numbers_of_one_process(layout):
     assert difference(joined(run_ranks(run_steps, layout.world, layout)), wanted) < 1e-12
 
 
-def what_replicas_send(sums):
+class OneBlock(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleDict({"0": nn.Linear(2, 1, bias=False)})
+
+    def forward(self, x):
+        return self.layers["0"](x)
+
+
+def what_replicas_send(sums_them):
     """Return the kinds of parameters, the collectives of a backward pass, and the gradients."""
     with tk.parallel_session(dp_replicate=2) as ps:
         stages = tk.build_stages(
-            lambda: nn.ModuleDict({"layers": nn.ModuleDict({"0": nn.Linear(2, 1, bias=False)})}),
+            OneBlock,
             ps,
-            [ddp(sums=sums), fsdp()],
+            [ddp(sums=sums_them), precision(torch.bfloat16), fsdp()],
             weights=lambda _, shape, __: torch.ones(tuple(shape)),
         )
         inputs = [{"x": torch.full((1, 2), 1.0 + ps.world.index)}] * 2
         run = tk.bind_forward_backward(
             stages,
-            lambda y, _: (y.sum(), {}),
+            lambda y, _: (y.sum(), {"wide": torch.tensor(y.dtype != torch.bfloat16)}),
             axis=ps.pp,
-            call=lambda model, batch: model["layers"]["0"](batch["x"]),
+            call=lambda model, batch: model(batch["x"]),
         )
-        ledger = count_collectives(lambda: run(inputs, denominator=torch.tensor(1)), ps)
-        (p,) = tk.parameters_of(stages)
-        return type(p.data).__name__, len(ledger.rows), p.grad.flatten().tolist()
+        sums = []
+        ledger = count_collectives(
+            lambda: sums.append(run(inputs, denominator=torch.tensor(1))), ps
+        )
+        assert not sums[0]["wide"]  # what FSDP does not gather is cast where it is
+        (p,) = params = tk.parameters_of(stages)
+        own = p.grad.flatten().tolist()
+        if not sums_them:
+            tk.sync_sp_grads(params, ps.dp_replicate)
+        return type(p.data).__name__, len(ledger.rows), own, p.grad.flatten().tolist()
 
 
 def test_without_fsdp_parameters_stay_plain_and_one_sum_is_sent_or_none():
     for rank, found in enumerate(run_ranks(what_replicas_send, 2, True)):
-        assert found == ("Tensor", 1, [6.0, 6.0]), rank
+        assert found == ("Tensor", 1, [6.0, 6.0], [6.0, 6.0]), rank
     for rank, found in enumerate(run_ranks(what_replicas_send, 2, False)):
-        assert found == ("Tensor", 0, [2.0 + 2.0 * rank] * 2)
+        assert found == ("Tensor", 0, [2.0 + 2.0 * rank] * 2, [6.0, 6.0])
 
 
 def test_a_plan_puts_replicas_before_what_asks_for_them():
