@@ -8,8 +8,7 @@ as large.
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -58,23 +57,6 @@ def taken_over(
         entries |= {f"optimizer/{key}/{name}": held[key] for key in keys}
         told.append(f"{name}\n{_what_becomes(keys, held, _tensors(after[p]))}")
     return entries, told
-
-
-def summed_up(told: Iterable[str]) -> list[str]:
-    r"""Return one sentence for all parameters of which the same becomes.
-
-    Args:
-        told: What `taken_over` says on all ranks.
-
-    Examples:
-        >>> summed_up(["a\ntakes over step", "b\ntakes over step", "a\ntakes over step"])
-        ['the optimizer takes over step (2 parameters)']
-    """
-    counts = Counter(text.partition("\n")[2] for text in sorted(set(told)))
-    return [
-        f"the optimizer {what} ({count} parameter{'s' * (count > 1)})"
-        for what, count in counts.items()
-    ]
 
 
 def install_taken_over_(

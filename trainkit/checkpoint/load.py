@@ -32,7 +32,7 @@ from trainkit.checkpoint.manifest import (
 )
 from trainkit.checkpoint.plain import owner_problems, read_json
 from trainkit.checkpoint.snapshot import machine_of
-from trainkit.checkpoint.staging import Check, install_, stage_checkpoint
+from trainkit.checkpoint.staging import Check, install_, stage_checkpoint, summed_up
 from trainkit.collectives import together
 from trainkit.types import SOLO, Axis, CheckpointError, ParallelState, TrainState
 
@@ -117,11 +117,11 @@ def resume(
     def accept() -> None:
         if not is_first:
             return
-        notes = _owner_notes(path, strict=strict_owner)
+        notes = [*_owner_notes(path, strict=strict_owner), *told, *summed_up(staged.changes)]
         newest = list_checkpoints(directory)[0] if passed_over else path
         lost = step_of(newest) - manifest["step"] if passed_over else 0
         tell(f"going on from {path}" + f", {lost} steps before {newest.name}" * bool(lost))
-        for note in (*notes, *told, *staged.changes, *_machine_notes(staged.saved["machine"], ps)):
+        for note in (*notes, *_machine_notes(staged.saved["machine"], ps)):
             tell(note)
         clear_directory(directory, path, request, tell=tell)
         if _is_fork(run_dir, path, manifest, request):

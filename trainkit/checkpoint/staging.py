@@ -5,7 +5,8 @@ Everything that can fail happens here, on all ranks. What is left is to put the 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,6 @@ import torch
 from torch import nn
 
 from trainkit.checkpoint.boxes import index_problems, shortened
-from trainkit.checkpoint.changed import install_taken_over_, summed_up, taken_over
 from trainkit.checkpoint.compare import (
     Leeway,
     frozen_problems,
@@ -119,7 +119,7 @@ def stage_checkpoint(
         return read_tensors(path, _tensor_files(manifest), read.index, wanted, axis.share)
 
     problems = _union(together(read_all, axis))
-    return attrs.evolve(read, problems=problems, targets=made, changes=summed_up(told["changes"]))
+    return attrs.evolve(read, problems=problems, targets=made, changes=sorted(told["changes"]))
 
 
 def install_(
@@ -132,11 +132,30 @@ def install_(
     """
     write_targets_(staged.targets)
     if optimizer is not None and staged.changes:
+        from trainkit.checkpoint.changed import install_taken_over_  # noqa: PLC0415 -- rarely
+
         install_taken_over_(staged.targets, stages, optimizer)
     elif optimizer is not None:
         scalars = staged.saved["optimizer"]["scalars"]
         install_moments_(staged.targets, scalars, stages, optimizer)
     return state_from(staged.saved["state"])
+
+
+def summed_up(told: Iterable[str]) -> list[str]:
+    r"""Return one sentence for all parameters of which the same becomes.
+
+    Args:
+        told: What `changed.taken_over` says on all ranks.
+
+    Examples:
+        >>> summed_up(["a\ntakes over step", "b\ntakes over step", "a\ntakes over step"])
+        ['the optimizer takes over step (2 parameters)']
+    """
+    counts = Counter(text.partition("\n")[2] for text in sorted(set(told)))
+    return [
+        f"the optimizer {what} ({count} parameter{'s' * (count > 1)})"
+        for what, count in counts.items()
+    ]
 
 
 def state_from(saved: Mapping[str, Any]) -> TrainState:
@@ -241,6 +260,8 @@ def _look(
         return Staged((), index, saved, weights)
     entries = index
     if leeway.optimizer and kind_problems(saved["optimizer"], optimizer, leeway):
+        from trainkit.checkpoint.changed import taken_over  # noqa: PLC0415 -- rarely needed
+
         entries, changes = taken_over(index, stages, optimizer)
     moments = moment_targets(entries, stages, optimizer, is_cast)
     return Staged((), index, saved, weights | moments, changes)

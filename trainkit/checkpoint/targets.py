@@ -14,7 +14,6 @@ from trainkit.checkpoint.hidden import optimizers_in
 from trainkit.checkpoint.reading import Target
 from trainkit.checkpoint.tensors import model_tensors, optimizer_state
 from trainkit.optim.storage import BLOCK
-from trainkit.optim.together import Together, together
 from trainkit.parallel.naming import COPY_SUFFIX, box_of, empty_rows_like, named_parameters_of
 
 
@@ -223,7 +222,8 @@ def _stepped(
     with suppress(Exception):  # an optimizer may need anything to be made, or to step
         make: Any = type(part_of(optimizer, group))
         twin = make([options], lr=group["lr"])
-        twin = together([twin], mean=group["mean"]) if isinstance(optimizer, Together) else twin
+        again: Any = getattr(optimizer, "again", None)
+        twin = twin if again is None else again([twin])
         twin.step()
         return dict(twin.state[probe])
     return {}
@@ -233,6 +233,7 @@ def part_of(optimizer: torch.optim.Optimizer, group: Mapping[str, Any]) -> torch
     """Return the optimizer inside of one that steps a group, or the one itself.
 
     Examples:
+        >>> from trainkit.optim import together
         >>> inner = torch.optim.SGD([nn.Parameter(torch.ones(1))])
         >>> outer = together([inner])
         >>> part_of(outer, outer.param_groups[0]) is inner

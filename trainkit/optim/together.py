@@ -36,6 +36,10 @@ class Together(torch.optim.Optimizer):
             part.param_groups = [next(groups) for _ in part.param_groups]
             part.state = self.state
 
+    def again(self, parts: Sequence[torch.optim.Optimizer]) -> Together:
+        """Return the same of other optimizers."""
+        return Together(parts, self.param_groups[0]["mean"])
+
     @property
     def _step_supports_amp_scaling(self) -> bool:
         return all(getattr(part, "_step_supports_amp_scaling", False) for part in self.parts)
