@@ -108,14 +108,9 @@ def rounded_rows(x: Tensor, keys: Tensor, *, columns: int, begin: int, first: in
         >>> torch.equal(rounded_rows(x[7:], keys, columns=500, begin=7, first=0), whole[7:])
         True
     """
-    if x.device.type == "cpu":
-        out = torch.empty_like(x, dtype=torch.bfloat16)
-        bits = x.numpy().view(np.uint32), keys.numpy().view(np.uint32)
-        _round_rows(*bits, columns, begin, first, out.view(torch.int16).numpy().view(np.uint16))
-        return out
     index = torch.arange(begin, begin + x.numel(), device=x.device)
     noise = keys[index // columns].to(torch.int64) + (index % columns + first) * GOLDEN_32
-    noise = noise & MASK_32
+    noise = noise & MASK_32  # a hash of 32 bits that mixes well
     noise = ((noise ^ (noise >> 16)) * 0x7FEB352D) & MASK_32
     noise = ((noise ^ (noise >> 15)) * 0x846CA68B) & MASK_32
     bits = x.view(torch.int32) + (noise >> 16).to(torch.int32)
@@ -127,21 +122,27 @@ GOLDEN_32, MASK_32 = 0x9E3779B9, 0xFFFFFFFF
 
 
 @jit
-def _round_rows(  # noqa: PLR0917 (a loop)
-    x: Any, keys: Any, columns: int, begin: int, first: int, out: Any
-) -> None:
-    """Round as `rounded_rows`; the two multipliers are of a well-mixing hash of 32 bits."""
+def fill_noise(keys: Any, columns: int, first: int, begin: int, out: Any) -> None:
+    """Fill with the random bits of `rounded_rows`, in a loop that numba compiles.
+
+    Args:
+        keys: uint32 `[rows]`, from `rounding_keys`.
+        columns: As in `rounded_rows`, and so are `first` and `begin`.
+        first: The index of the box's first column.
+        begin: The index of `out[0]` in the flat box.
+        out: uint32, flat: what is below 2^16 of each.
+    """
+    # Each cast keeps a number in 32 bits, which numba widens in every operation.
     done = 0
-    while done < x.size:
+    while done < out.size:
         row, inside = divmod(begin + done, columns)
-        many = min(columns - inside, x.size - done)
-        key = keys[row] + np.uint32(inside + first) * np.uint32(GOLDEN_32)
-        for i in range(many):
-            noise = np.uint32(key + np.uint32(i) * np.uint32(GOLDEN_32))
-            noise = np.uint32((noise ^ (noise >> np.uint32(16))) * np.uint32(0x7FEB352D))
-            noise = np.uint32((noise ^ (noise >> np.uint32(15))) * np.uint32(0x846CA68B))
-            bits = x[done + i]
-            is_finite = (bits & np.uint32(0x7F800000)) != np.uint32(0x7F800000)
-            bits = np.uint32(bits + (noise >> np.uint32(16) if is_finite else np.uint32(0x8000)))
-            out[done + i] = np.uint16(bits >> np.uint32(16))
-        done += many
+        part = out[done : done + columns - inside]
+        key = np.uint32(keys[row] + np.uint32(np.uint32(inside + first) * np.uint32(GOLDEN_32)))
+        for i in range(part.size):
+            part[i] = np.uint32(key + np.uint32(np.uint32(i) * np.uint32(GOLDEN_32)))
+        done += part.size
+    for i in range(out.size):
+        noise = out[i]
+        noise = np.uint32(np.uint32(noise ^ (noise >> np.uint32(16))) * np.uint32(0x7FEB352D))
+        noise = np.uint32(np.uint32(noise ^ (noise >> np.uint32(15))) * np.uint32(0x846CA68B))
+        out[i] = noise >> np.uint32(16)

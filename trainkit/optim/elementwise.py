@@ -1,8 +1,8 @@
 """Optimizers that step every element alone: a rule of a few lines, in one pass over memory.
 
 A rule is a pure function of numbers. On a CPU numba makes one loop of it, which reads and writes
-parameter, gradient and moments once; elsewhere the same lines run on whole tensors. What is stored
-in fewer bits than is computed in goes through a tile of fp32 that stays in the cache.
+parameter, gradient and moments once, and decodes and encodes those in fewer bits a chunk at a time;
+elsewhere the same lines run on whole tensors, with the same bits.
 """
 
 from __future__ import annotations
@@ -19,14 +19,19 @@ from torch import Tensor, nn
 
 from trainkit.noise.hashing import key_of
 from trainkit.noise.jit import jit
-from trainkit.noise.rounding import rounded_rows, rounding_keys
+from trainkit.noise.rounding import fill_noise, rounded_rows, rounding_keys
 from trainkit.optim.storage import (
-    BLOCK,
+    CHUNK,
     Moments,
     Rounding,
     empty_moment,
+    load,
+    most_of,
     read_moment,
     scale_name,
+    store,
+    store_parameter,
+    up_of,
     wide,
     written_moment,
 )
@@ -34,10 +39,6 @@ from trainkit.optim.together import load_as_saved_
 from trainkit.parallel.naming import Box, PlacedAlike, box_of, placed_as
 from trainkit.parallel.reduction import local_of
 from trainkit.types import among
-
-_TILE = 1 << 14
-"""Elements: 64 KiB of fp32, which an allocator keeps."""
-
 
 Numbers = tuple[tuple[Any, ...], dict[str, Any]]
 """What a rule is told in a step, and the counts after it: 0-d tensors on an accelerator."""
@@ -98,24 +99,46 @@ def decayed(u: Any, p: Any, decay: Any, against: Any) -> Any:
     return u + where(u * p < 0, against * p, decay * p)
 
 
-@functools.cache
-def _loop(rule: Callable[..., Any], moments: int) -> Callable[..., None]:
-    """Return the loop of a rule over flat arrays, compiled at its first call."""
-    rule = register_jitable(rule)
+def _applied(rule: Callable[..., Any], moments: int) -> Callable[..., None]:
+    """Return what numba makes of a rule for every element of a chunk."""
+    apply = register_jitable(rule)
 
-    def none(p: Any, g: Any, c: Any) -> None:
+    def none(p: Any, g: Any, m: Any, v: Any, c: Any) -> None:  # noqa: ARG001
         for i in range(p.size):
-            p[i] = rule(p[i], g[i], c)
+            p[i] = apply(p[i], g[i], c)
 
-    def one(p: Any, g: Any, m: Any, c: Any) -> None:
+    def one(p: Any, g: Any, m: Any, v: Any, c: Any) -> None:  # noqa: ARG001
         for i in range(p.size):
-            p[i], m[i] = rule(p[i], g[i], m[i], c)
+            p[i], m[i] = apply(p[i], g[i], m[i], c)
 
     def two(p: Any, g: Any, m: Any, v: Any, c: Any) -> None:
         for i in range(p.size):
-            p[i], m[i], v[i] = rule(p[i], g[i], m[i], v[i], c)
+            p[i], m[i], v[i] = apply(p[i], g[i], m[i], v[i], c)
 
-    return jit((none, one, two)[moments], divides=True)
+    return register_jitable((none, one, two)[moments])
+
+
+@functools.cache
+def _loop(rule: Callable[..., Any], moments: int) -> Callable[..., None]:
+    """Return the loop of a rule over what is kept, flat, compiled at its first call."""
+    run = _applied(rule, moments)
+
+    def loop(  # noqa: PLR0917 (all that a step reads and writes)
+        p: Any, g: Any, m: Any, v: Any, how: Any, up: Any, work: Any, c: Any
+    ) -> None:
+        for begin in range(0, p[0].size, CHUNK):
+            p_ = load(p, begin, work[0])
+            if how[0].size:
+                rest = load((how[0], p[1], p[2]), begin, work[1])
+                for i in range(p_.size):
+                    p_[i] += rest[i]
+            m_, v_ = load(m, begin, work[2]), load(v, begin, work[3])
+            run(p_, load(g, begin, work[1]), m_, v_, c)
+            store_parameter(p_, p[0], how, begin, work[1])
+            store(m_, m, begin, up, work[1])
+            store(v_, v, begin, up, work[1])
+
+    return jit(loop, divides=True, uses=(rule, load, fill_noise))
 
 
 # ------------------------------------------------------------------------------------- optimizer
@@ -235,11 +258,11 @@ class Elementwise(torch.optim.Optimizer):
         held = {"": box.local} | {x: local_of(t) for x, t in state.items() if x not in counts}
         flat = {x: t.reshape(-1) for x, t in held.items()}
         grad = local_of(placed_as(p, p.grad)).reshape(-1)
-        tile = _TILE if on_host and _are_narrow(p, grad, *flat.values()) else grad.numel()
         rounded = _rounding(box, group, name, counted["step"])
-        for begin in range(0, grad.numel(), tile or 1):
-            part = slice(begin, min(begin + tile, grad.numel()))
-            self._step_part(flat, grad[part], part, numbers, rounded, refused)
+        if on_host and _can_loop(grad, *flat.values()):
+            self._step_in_loop(flat, grad, numbers, rounded, counted["step"])
+        else:
+            self._step_whole(flat, grad, numbers, rounded, counted["step"], refused)
         for x, t in held.items():
             if flat[x].data_ptr() != t.data_ptr():  # it is not contiguous
                 t.copy_(flat[x].view(t.shape))
@@ -256,40 +279,55 @@ class Elementwise(torch.optim.Optimizer):
                 made["rest"] = torch.zeros_like(p.data)
         return made
 
-    def _step_part(  # noqa: PLR0917 (one part of all that a step reads and writes)
+    def _step_in_loop(
         self,
         flat: Mapping[str, Tensor],
         grad: Tensor,
-        part: slice,
         numbers: tuple[Any, ...],
-        rounded: Callable[[Tensor, int], Tensor] | None,
+        rounded: Mapping[str, Any] | None,
+        step: Any,
+    ) -> None:
+        kind = np.float64 if grad.dtype == torch.float64 else np.float32
+        empty, up = np.empty(0, kind), np.empty(0, np.int32)
+        kept = [(_array(x), empty, np.int32(0)) for x in (flat[""], grad)] + [
+            (empty, empty, np.int32(0))
+        ] * 2
+        for i, x in enumerate(self.moments, 2):
+            scales = _array(flat[scale_name(x)]) if scale_name(x) in flat else empty
+            kept[i] = (_array(flat[x]), scales, np.int32(most_of(x)))
+            up = up_of(step).numpy() if scales.size else up
+        rest = _array(flat["rest"]) if "rest" in flat else np.empty(0, np.uint16)
+        how = (rest, np.empty(0, np.uint32), 1, 0)
+        if rounded is not None:
+            keys = rounded["keys"].numpy().view(np.uint32)
+            how = (rest, keys, rounded["columns"], rounded["first"])
+        work, told = np.empty((4, CHUNK), kind), tuple(map(kind, numbers))
+        _loop(self.rule, len(self.moments))(*kept, how, up, work, told)
+
+    def _step_whole(  # noqa: PLR0917 (all that a step reads and writes)
+        self,
+        flat: Mapping[str, Tensor],
+        grad: Tensor,
+        numbers: tuple[Any, ...],
+        rounded: dict[str, Any] | None,
+        step: Any,
         refused: Tensor | None,
     ) -> None:
-        dtype, cut = wide(flat[""].dtype), {x: t[part] for x, t in flat.items()}
-        blocks = slice(part.start // BLOCK, part.stop // BLOCK)
-        cut |= {
-            scale_name(x): flat[scale_name(x)][blocks]
-            for x in self.moments
-            if scale_name(x) in flat
-        }
-        p = cut[""].to(dtype)
-        if "rest" in cut:
-            p = p + cut["rest"]
-        moments = [read_moment(x, cut, dtype) for x in self.moments]
-        if grad.device.type == "cpu":
-            arrays = [x.numpy() for x in (p, grad.to(dtype), *moments)]
-            kind = np.float64 if dtype == torch.float64 else np.float32
-            _loop(self.rule, len(moments))(*arrays, tuple(map(kind, numbers)))
-        else:
-            p, *moments = self.rule(p, grad.to(dtype), *moments, numbers)
-        found = {"": p if rounded is None else rounded(p, part.start)}
-        if "rest" in cut:
-            found[""] = p.to(cut[""].dtype)
+        dtype = wide(flat[""].dtype)
+        p = flat[""].to(dtype)
+        if "rest" in flat:
+            p = p + flat["rest"]
+        moments = [read_moment(x, flat, dtype) for x in self.moments]
+        stepped = self.rule(p, grad.to(dtype), *moments, numbers)
+        p, *moments = stepped if self.moments else (stepped,)
+        found = {"": p if rounded is None else rounded_rows(p, begin=0, **rounded)}
+        if "rest" in flat:
+            found[""] = p.to(flat[""].dtype)
             found["rest"] = p - found[""]
         for x, values in zip(self.moments, moments, strict=True):
-            found |= written_moment(x, values, cut)
+            found |= written_moment(x, values, flat, step)
         for x, values in found.items():
-            _put_(cut[x], values, refused)
+            _put_(flat[x], values, refused)
 
 
 def _put_(out: Tensor, values: Tensor, refused: Tensor | None) -> None:
@@ -300,19 +338,21 @@ def _put_(out: Tensor, values: Tensor, refused: Tensor | None) -> None:
         )
 
 
-def _are_narrow(p: Tensor, *tensors: Tensor) -> bool:
-    return any(x.dtype != wide(p.dtype) for x in tensors)
+def _can_loop(p: Tensor, *others: Tensor) -> bool:
+    """Return whether a compiled loop knows the dtypes that a step reads and writes."""
+    narrow = {torch.float32, torch.bfloat16, torch.uint8}
+    return {x.dtype for x in (p, *others)} <= ({p.dtype} if p.dtype == torch.float64 else narrow)
 
 
-def _rounding(
-    box: Box, group: Mapping[str, Any], name: str, step: Any
-) -> Callable[[Tensor, int], Tensor] | None:
-    """Return what rounds a part of a parameter at random, by its first element; None to nearest."""
+def _array(x: Tensor) -> Any:
+    return (x.view(torch.uint16) if x.dtype == torch.bfloat16 else x).numpy()
+
+
+def _rounding(box: Box, group: Mapping[str, Any], name: str, step: Any) -> dict[str, Any] | None:
+    """Return what `rounded_rows` rounds a parameter at random by; None to nearest."""
     local = box.local
     if group["rounding"] != "stochastic" or local.dtype != torch.bfloat16:
         return None
     shape, offset = tuple(local.shape) or (1,), box.offset or (0,)
     keys = rounding_keys(key_of(group["seed"], "rounding", int(step), name), shape, offset)
-    where = {"columns": shape[-1], "first": offset[-1]}
-    keys = keys.to(local.device)
-    return lambda x, begin: rounded_rows(x, keys, begin=begin, **where)
+    return {"keys": keys.to(local.device), "columns": shape[-1], "first": offset[-1]}

@@ -1,0 +1,200 @@
+"""What optimizers keep in few bits: the same in a loop, in tensors, and however it is cut."""
+
+import importlib
+import sys
+import types
+
+import attrs
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+
+from trainkit.noise.jit import jit
+from trainkit.optim import Lion, Momentum, NarrowAdamW, ScheduleFree, SignSGD, elementwise
+from trainkit.optim.storage import read_moment, written_moment
+
+SHAPES = ((5, 768), (3, 3001), (7,), (), (0, 4), (300, 1))
+
+
+def make(kind, params, **options):
+    group = {"params": params, "param_names": [f"p{i}" for i in range(len(params))]}
+    return kind([group], lr=1e-2, weight_decay=0.1, cautious=True, **options)
+
+
+def stepped(kind, params, steps=3, **options):
+    """Return parameters and state after steps on gradients of many sizes."""
+    optimizer, draw = make(kind, params, **options), torch.Generator().manual_seed(1)
+    for _ in range(steps):
+        for p in params:
+            g = torch.randn(p.shape, generator=draw)
+            sizes = torch.logspace(-6, 1, p.shape[-1]) if p.dim() else torch.ones(())
+            p.grad = (g * sizes).to(p.dtype)
+        optimizer.step()
+    return [*params, *(x for p in params for x in optimizer.state[p].values())]
+
+
+def params_of(dtype, shapes=SHAPES):
+    draw = torch.Generator().manual_seed(0)
+    drawn = [torch.randn(shape, generator=draw).to(dtype) for shape in shapes]
+    return [nn.Parameter(x) for x in drawn] + [nn.Parameter(drawn[0].clone()[:, ::3].t())]
+
+
+@pytest.mark.parametrize(
+    ("kind", "dtype", "options"),
+    [
+        (NarrowAdamW, torch.bfloat16, {"moments": "8bit", "rounding": "stochastic"}),
+        (ScheduleFree, torch.bfloat16, {"moments": "bf16", "rounding": "kahan"}),
+        (Momentum, torch.float32, {"moments": "8bit"}),
+        (SignSGD, torch.float32, {}),
+        (Lion, torch.float16, {"moments": "bf16"}),
+    ],
+)
+def test_a_loop_and_tensors_give_the_same_bits(monkeypatch, kind, dtype, options):
+    looped = stepped(kind, params_of(dtype), **options)
+    monkeypatch.setattr(elementwise, "_can_loop", lambda *_: False)
+    exact = lambda x: torch.from_numpy(np.sqrt(x.numpy()))  # noqa: E731 (MKL's is off by a bit)
+    monkeypatch.setattr(Tensor, "sqrt", exact)
+    whole = stepped(kind, params_of(dtype), **options)
+    assert [x.shape for x in looped] == [x.shape for x in whole]
+    for got, want in zip(looped, whole, strict=True):
+        assert torch.equal(got, want)
+
+
+def test_a_rule_sees_what_is_not_contiguous():
+    (first, *_, last) = params_of(torch.float32)
+    alike = nn.Parameter(last.detach().contiguous())
+    assert not last.is_contiguous()
+    for got, want in zip(stepped(Momentum, [last]), stepped(Momentum, [alike]), strict=True):
+        assert torch.equal(got, want)
+    assert not torch.equal(last, first.detach()[:, ::3].t())
+
+
+STORED = [
+    (torch.float32, {"moments": "bf16"}),
+    (torch.bfloat16, {"moments": "8bit", "rounding": "stochastic"}),
+    (torch.bfloat16, {"moments": "bf16", "rounding": "kahan"}),
+]
+
+
+@pytest.mark.parametrize(("dtype", "options"), STORED)
+def test_any_cut_gives_the_same_bits(monkeypatch, dtype, options):
+    draw = torch.Generator().manual_seed(0)
+    whole = torch.randn(7, 4096, generator=draw).to(dtype)
+    gradients = [torch.randn(7, 4096, generator=draw).to(dtype) for _ in range(3)]
+
+    def run(rows, columns):
+        part = nn.Parameter(whole[rows, columns].clone())
+        optimizer = make(NarrowAdamW, [part], **options)
+        offset = (rows.start, columns.start)
+        box_of = elementwise.box_of
+        with monkeypatch.context() as patch:
+            patch.setattr(elementwise, "box_of", lambda p: attrs.evolve(box_of(p), offset=offset))
+            for g in gradients:
+                part.grad = g[rows, columns]
+                optimizer.step()
+        return {"p": part.detach()} | {x: t for x, t in optimizer.state[part].items() if t.dim()}
+
+    every = run(slice(0, 7), slice(0, 4096))
+    for rows in (slice(0, 1), slice(1, 4), slice(4, 7)):
+        for columns in (slice(0, 768), slice(768, 4096)):
+            for name, got in run(rows, columns).items():
+                scale = every["p"].shape[-1] // every[name].shape[-1]
+                at = slice(columns.start // scale, columns.stop // scale)
+                assert torch.equal(got, every[name][rows, at]), name
+
+
+# ------------------------------------------------------------------------------- codes of 8 bits
+
+
+def kept_of(name, values, step):
+    parts = {name: torch.empty(values.numel(), dtype=torch.uint8)}
+    parts[f"{name}_scale"] = torch.empty(values.numel() // 256)
+    return written_moment(name, values, parts, step)
+
+
+@pytest.mark.parametrize(("name", "reach"), [("m", 2.0**-15), ("v_sq", 2.0**-31)])
+def test_a_code_of_8_bits_is_near_and_stays(name, reach):
+    values = torch.cat([torch.logspace(0, np.log10(reach * 1.2), 256) * s for s in (1e3, 1e-12)])
+    values *= 1 if name == "v_sq" else (-1) ** torch.arange(512)
+    for step in range(1, 20):
+        kept = kept_of(name, values, step)
+        found = read_moment(name, kept, torch.float32)
+        assert ((found / values - 1).abs() <= 0.125).all()
+        again = kept_of(name, found, step + 100)
+        assert torch.equal(read_moment(name, again, torch.float32), found)
+
+
+@pytest.mark.parametrize("most", [3e38, 1.0, 1e-30, 1e-44])
+def test_second_moments_never_become_0_and_0_stays(most):
+    values = torch.logspace(0, -45, 256, dtype=torch.float64).mul(most).float()
+    values[7] = 0
+    for step in range(9):
+        found = read_moment("v_sq", kept_of("v_sq", values, step), torch.float32)
+        assert torch.equal(found == 0, values == 0)
+    zero = read_moment("v_sq", kept_of("v_sq", torch.zeros(256), 1), torch.float32)
+    assert not zero.any()
+    values[9] = torch.nan
+    assert read_moment("v_sq", kept_of("v_sq", values, 1), torch.float32)[9].isnan()
+
+
+def test_a_code_of_8_bits_is_right_on_average():
+    values = torch.linspace(1.0, 2.0, 256)
+    found = [read_moment("m", kept_of("m", values, step), torch.float32) for step in range(1000)]
+    mean = torch.stack(found).mean(0)
+    assert (mean - values).abs().max() < 1e-3
+
+
+@pytest.mark.parametrize("growth", [0.0, 2.0])
+def test_moments_of_8_bits_follow_gradients_that_hardly_change_them(growth):
+    # In a step a second moment moves by a thousandth: rounded to nearest it would never move.
+    p = nn.Parameter(torch.zeros(1, 512))
+    optimizer = NarrowAdamW([p], lr=0.0, betas=(0.9, 0.999), moments="8bit")
+    for step in range(600):
+        p.grad = torch.ones(1, 512) if step < 100 else torch.full((1, 512), growth)
+        p.grad[0, ::100] = 10.0  # the largest of each block stays
+        optimizer.step()
+    state = optimizer.state[p]
+    kept = {x: t.view(-1) for x, t in state.items()}
+    found = read_moment("exp_avg_sq", kept, torch.float32)
+    begun = 1 - 0.999**100
+    want = begun * 0.999**500 + growth**2 * (1 - 0.999**500)
+    alone = torch.ones(512, dtype=torch.bool)
+    alone[::100] = False
+    assert abs(float(found[alone].mean()) / want - 1) < 0.03
+
+
+# ------------------------------------------------------------------------------------- the cache
+
+
+def test_a_rule_of_a_user_is_compiled_anew_after_an_edit(tmp_path, monkeypatch):
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.setattr(sys, "dont_write_bytecode", True)
+    for factor in (2, 3):
+        (tmp_path / "a_users_rule.py").write_text(
+            f"def rule(p, g, c):\n    return p - {factor} * g\n"
+        )
+        sys.modules.pop("a_users_rule", None)
+        importlib.invalidate_caches()
+        rule = importlib.import_module("a_users_rule").rule
+        kind = type("Users", (SignSGD,), {"rule": staticmethod(rule)})
+        p = nn.Parameter(torch.ones(3))
+        p.grad = torch.ones(3)
+        kind([p], lr=1.0).step()
+        assert p.tolist() == [1.0 - factor] * 3
+
+
+def test_what_the_package_keeps_is_of_the_files_that_it_uses(tmp_path, monkeypatch):
+    used = types.ModuleType("trainkit.used")
+    used.__file__ = str(tmp_path / "used.py")
+    monkeypatch.setitem(sys.modules, used.__name__, used)
+
+    def other():
+        pass
+
+    other.__module__ = used.__name__
+    names = set()
+    for text in ("1", "2", "1"):
+        (tmp_path / "used.py").write_text(text)
+        names.add(jit(lambda x: x, uses=(other,)).py_func.__qualname__)
+    assert len(names) == 2
