@@ -13,6 +13,7 @@ from torch import nn
 from trainkit.noise.counters import normal
 from trainkit.noise.hashing import key_of
 from trainkit.optim import OPTIMIZERS, make_optimizer, orthogonalized
+from trainkit.optim.storage import read_moment, written_moment
 from trainkit.parallel.naming import box_of, empty_rows_like
 from trainkit.types import SOLO
 
@@ -172,23 +173,20 @@ def rate(step):
     return LR * (1 + step % 3)
 
 
-def in_8_bits(x, *, root):
-    """Return what is left of a moment in blocks of 256 numbers: 3 bits and a scale, or roots."""
-    blocks = (x.sqrt() if root else x).view(-1, 256)
-    scales = (blocks.abs().amax(1, keepdim=True) / 448).float().double()
-    codes = blocks / torch.where(scales > 0, scales, 1.0)
-    small = codes.abs() < 2**-6
-    codes = torch.where(small, codes.sign() * 2**-6 if root else 0.0, codes)
-    found = codes.to(torch.float8_e4m3fn).double() * scales
-    return (found.square() if root else found).view(x.shape)
-
-
-def kept(x, kind, *, root):
-    """Return what is left of a moment."""
+def kept(x, kind, name, count):
+    """Return what is left of a moment; test_storage.py proves the code of 8 bits."""
     if kind == "bf16":
         return x.to(BF16).double()
-    in_blocks = kind == "8bit" and x.dim() > 1 and x.shape[-1] % 256 == 0
-    return in_8_bits(x, root=root) if in_blocks else x
+    if kind != "8bit" or x.dim() < 2 or x.shape[-1] % 256:
+        return x
+    parts = {name: torch.empty(0, dtype=torch.uint8), f"{name}_scale": torch.empty(0)}
+    return as_numbers(name, written_moment(name, x.reshape(-1), parts, count)).view(x.shape)
+
+
+def as_numbers(name, state):
+    """Return a moment as it is kept in fp64, flat."""
+    kept = {x: state[x].reshape(-1) for x in (name, f"{name}_scale") if x in state}
+    return read_moment(name, kept, torch.float64)
 
 
 def step_plainly(row, values, memory, step, gradients):
@@ -206,7 +204,7 @@ def step_plainly(row, values, memory, step, gradients):
         formula = FORMULAS[told["optimizer"]]
         values[name] = formula(p, gradients[name], s, lr, decayed, **options)
         for x in s.keys() & {"m", "v"}:
-            s[x] = kept(s[x], told.get("moments"), root=x == "v")
+            s[x] = kept(s[x], told.get("moments"), {"m": "m", "v": "v_sq"}[x], step + 1)
         if row.mean is not None:
             new = values[name]
             s["mean"] = row.mean * s.get("mean", new) + (1 - row.mean) * new

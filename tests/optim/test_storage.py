@@ -44,7 +44,8 @@ def params_of(dtype, shapes=SHAPES):
     ("kind", "dtype", "options"),
     [
         (NarrowAdamW, torch.bfloat16, {"moments": "8bit", "rounding": "stochastic"}),
-        (ScheduleFree, torch.bfloat16, {"moments": "bf16", "rounding": "kahan"}),
+        (NarrowAdamW, torch.bfloat16, {"moments": "bf16", "rounding": "kahan"}),
+        (ScheduleFree, torch.float32, {"moments": "8bit"}),
         (Momentum, torch.float32, {"moments": "8bit"}),
         (SignSGD, torch.float32, {}),
         (Lion, torch.float16, {"moments": "bf16"}),

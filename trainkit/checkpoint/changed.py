@@ -138,7 +138,7 @@ def _as_kept(
     made = {key: empty_rows_like(p.data, length, dtype)}
     if scaled:
         made[scale_name(key)] = empty_rows_like(p.data, length // BLOCK, torch.float32)
-    for x, kept in written_moment(key, values, made).items():
+    for x, kept in written_moment(key, values, made, 0).items():
         local = local_of(made[x])
         local.copy_(kept.view(local.shape))
     return made

@@ -192,7 +192,7 @@ class Muon(torch.optim.Optimizer):
             divide.
 
     Effects:
-        A step writes parameters and "momentum_buffer", placed like the parameter. It communicates
+        A step writes parameters and "momentum_buffer", placed like the parameter, in fp32 at least. It communicates
         on the meshes of the parameters: which one has a gradient on any rank (the others are left
         alone; where this rank alone lacks it, zeros stand for it), and matrices. It skips on the
         device (`found_inf`); only a rank that lacks a gradient waits for the device.
@@ -295,7 +295,8 @@ class Muon(torch.optim.Optimizer):
                 continue
             if "momentum_buffer" not in self.state[p]:
                 with PlacedAlike():
-                    self.state[p]["momentum_buffer"] = torch.zeros_like(p)
+                    dtype = torch.promote_types(p.dtype, torch.float32)
+                    self.state[p]["momentum_buffer"] = torch.zeros_like(p, dtype=dtype)
             buffer = local_of(self.state[p]["momentum_buffer"])
             gradient = _local_gradient(p, buffer)
             if grad_scale is not None:
