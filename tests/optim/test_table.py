@@ -6,11 +6,11 @@ import attrs
 import pytest
 import torch
 from optim.rows import (
-    as_numbers,
     BF16,
     FORMULAS,
     ROWS,
     Row,
+    as_numbers,
     give_gradients_,
     made,
     rate,
@@ -85,7 +85,7 @@ def test_descends_and_leaves_no_gradient(row):
         loss = sum((i + 1) * (p.float() - 1).square().sum() for i, p in enumerate(named.values()))
         loss.backward()
         losses.append(loss.item())
-        lr = 0.2 * (1 - step / 100) * (0.1 if row.optimizer == "momentum" else 1)
+        lr = 0.2 * (1 - step / 100) * {"momentum": 0.1, "muon": 4}.get(row.optimizer, 1)
         tk.clip_and_step(named.values(), optimizer, lr=lr, max_norm=None)
         assert all(p.grad is None for p in named.values())
     assert losses[-1] < 0.05 * losses[0]
