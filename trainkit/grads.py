@@ -500,8 +500,8 @@ def bind_step_in_backward(
     parameter that nothing uses is stepped with zeros, as one that only others use is.
 
     Args:
-        stages: The model, in a list. FSDP2 (shards are stepped when they are reduced), `ddp`,
-            tensor and expert parallelism may be in it.
+        stages: The model, in a list. FSDP2 (shards are stepped when they are reduced), `ddp` and
+            tensor parallelism may be in it.
         optimizer: It holds every trainable parameter of `stages`, and steps each by itself.
         axis: The pipeline axis, `ps.pp`, which must have size 1: the microbatches of a pipeline go
             back out of step.
