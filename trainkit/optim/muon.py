@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from itertools import groupby
-from typing import Any
+from typing import Any, cast
 
 import attrs
 import torch
@@ -208,9 +208,8 @@ class Muon(torch.optim.Optimizer):
     """
 
     _step_supports_amp_scaling = True
-    _axis: Axis = SOLO
-    _bucket_bytes: int = 128 * 2**20
-    _planned: tuple[Any, list[_Plan]] | None = None
+    _axis, _bucket_bytes = SOLO, 128 * 2**20  # what a copy has, which torch makes without __init__
+    _planned = cast("tuple[Any, list[_Plan]]", (None, []))
 
     def __init__(
         self,
@@ -238,7 +237,7 @@ class Muon(torch.optim.Optimizer):
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group of parameters, with what its options leave out as the others have it."""
         super().add_param_group(param_group)
-        self._planned = None
+        self._planned = (None, [])
         group = self.param_groups[-1]
         _check_options(group)
         for p in group["params"]:
@@ -274,7 +273,7 @@ class Muon(torch.optim.Optimizer):
                 dtype = _dtype_of(p, group)
                 sets.setdefault((_mesh_of(p), dtype, p.device), []).append((p, group))
                 options.append((id(p), id(group), dtype, group["parts"], group["parts_dim"]))
-        if self._planned is None or self._planned[0] != options:
+        if self._planned[0] != options:
             plans = [
                 _plan(members, dtype, self._axis, self._bucket_bytes)
                 for (_, dtype, _), members in sets.items()
