@@ -148,8 +148,8 @@ class Elementwise(torch.optim.Optimizer):
     """What all optimizers that step every element alone share; one of them says its rule.
 
     A subclass has `moments`, the names of what it remembers of an element (two at most; the name of
-    a second moment ends with "_sq"), those of them that begin as `copies` of the parameter and are
-    never in few bits; `rule(p, g, *moments, numbers) -> (p, *moments)`, arithmetic with `root`,
+    a second moment ends as "exp_avg_sq"), those of them that begin as `copies` of the parameter and
+    are never in few bits; `rule(p, g, *moments, numbers) -> (p, *moments)`, arithmetic with `root`,
     `sign`, `where` and `decayed`; and `numbers(group, counts)`, what follows from a group's options
     and from what is counted. Both are pure. A literal in a rule is of 64 bits, and makes so what it
     touches: give numbers instead.
