@@ -439,8 +439,12 @@ def _step_unless(refused: Tensor, optimizer: Any) -> None:
 
 @contextmanager
 def _gradients_rounded(optimizer: Any) -> Iterator[None]:
-    """Show an optimizer gradients in the dtype of their parameters: torch's take no other."""
-    held = (p for group in optimizer.param_groups for p in group["params"])
+    """Show an optimizer gradients in the dtype of their parameters: torch's take no other.
+
+    `optim.Elementwise`, whose groups say how moments are kept, takes any.
+    """
+    groups = (group for group in optimizer.param_groups if "moments" not in group)
+    held = (p for group in groups for p in group["params"])
     wider = [p for p in held if p.grad is not None and p.grad.dtype != p.dtype]
     kept = [(p, p.grad, p.grad_dtype) for p in wider]
     for p, grad, _ in kept:

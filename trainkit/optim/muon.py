@@ -193,9 +193,9 @@ class Muon(torch.optim.Optimizer):
 
     Effects:
         A step writes parameters and "momentum_buffer", placed like the parameter, in fp32 at least.
-        It communicates on the meshes of the parameters: which one has a gradient on any rank (the others are left
-        alone; where this rank alone lacks it, zeros stand for it), and matrices. It skips on the
-        device (`found_inf`); only a rank that lacks a gradient waits for the device.
+        It communicates on the meshes of the parameters: which one has a gradient on any rank (the
+        others are left alone; where this rank alone lacks it, zeros stand for it), and matrices. It
+        skips on the device (`found_inf`); only a rank that lacks a gradient waits for the device.
 
     Examples:
         >>> weight = nn.Parameter(torch.zeros(2, 2))
