@@ -125,16 +125,16 @@ class OptimOptions:
     weight_decay: float = attrs.field(default=0.1, validator=non_negative)
     """Decay of matrices; vectors have none."""
 
-    optimizer: str = attrs.field(default="adamw", validator=_known_optimizer)
+    optimizer: str = option("adamw", _known_optimizer, change="asked")
     """adamw, lion, momentum, muon, schedule-free, signsgd; docs/howto/choose-an-optimizer.md."""
 
-    optimizer_options: tuple[str, ...] = ()
+    optimizer_options: tuple[str, ...] = option((), change="asked")
     """What it is told, NAME=VALUE each: moments=bf16, cautious=True."""
 
-    optimizer_groups: tuple[str, ...] = ()
+    optimizer_groups: tuple[str, ...] = option((), change="asked")
     """What other parameters get, each a regular expression of names: 'head.* lr_scale=0.5'."""
 
-    mean: float | None = None
+    mean: float | None = option(None, change="asked")
     """Keep a mean of the weights, of which this much stays in a step (0.999), and evaluate it."""
 
     max_norm: float = attrs.field(default=1.0, validator=positive)
