@@ -1,10 +1,10 @@
 """Time of each elementwise optimizer's step over that of torch's fused AdamW on as many numbers.
 
 Run `OMP_NUM_THREADS=1 python tests/benchmarks/optimizers.py`. torch steps parameters in fp32. Steps
-are timed in turns, in seconds of the processor; a ratio is the median of the turns' ratios. The second figure is what a step
-takes for each of 200 vectors of 64 numbers: nearly all of it is Python. The last one is the first
-step, which compiles, when nothing is kept from an earlier run: `NUMBA_CACHE_DIR` of its own. It
-exits with 1 when a ratio exceeds 1.5.
+are timed in turns, in seconds of the processor; a ratio is the median of the turns' ratios. The
+second figure is what a step takes for each of 200 vectors of 64 numbers: nearly all of it is
+Python. The last one is the first step, which compiles, when nothing is kept from an earlier run:
+`NUMBA_CACHE_DIR` of its own. It exits with 1 when a ratio exceeds 1.5.
 """
 
 import os
