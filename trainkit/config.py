@@ -104,9 +104,9 @@ def _known_optimizer(options: OptimOptions, _: object, __: object) -> None:
     fields = attrs.fields(OptimOptions)
     named = {"optimizer", "optimizer_options", "optimizer_groups", "mean"}
     if any(getattr(options, x.name) != x.default for x in fields if x.name in named):
-        from trainkit.optim.table import check_optimizer  # noqa: PLC0415 -- it needs torch
+        from trainkit.optim.table import check_options  # noqa: PLC0415 -- it needs torch
 
-        check_optimizer(**options.made)
+        check_options(**options.made)
 
 
 @attrs.frozen(kw_only=True)

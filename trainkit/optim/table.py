@@ -154,15 +154,15 @@ def _hidden_parts(
     return {x: [name for name, parts in own.items() if parts == x] for x in ordered}
 
 
-def check_optimizer(*, groups: Sequence[str] = (), **asked: Any) -> None:
+def check_options(*, groups: Sequence[str] = (), **asked: Any) -> None:
     """Refuse what `make_optimizer` would refuse, but for patterns, which need the model's names.
 
     Raises:
         ConfigError: See `make_optimizer`.
 
     Examples:
-        >>> check_optimizer(lr=0.1, optimizer="lion", groups=[".*bias betas=(0.5,0.9)"])
-        >>> check_optimizer(lr=0.1, optimizer="lino")
+        >>> check_options(lr=0.1, optimizer="lion", groups=[".*bias betas=(0.5,0.9)"])
+        >>> check_options(lr=0.1, optimizer="lino")
         Traceback (most recent call last):
         trainkit.types.ConfigError: there is no optimizer 'lino'; there are adamw, lion, ...
     """

@@ -17,7 +17,7 @@ class Together(torch.optim.Optimizer):
 
     def __init__(self, parts: Sequence[torch.optim.Optimizer], mean: float | None) -> None:
         """Take the parts, whose groups and state are those of the whole from now on."""
-        self.parts = tuple(parts)
+        self.parts, self.mean = tuple(parts), mean
         for part in parts:
             for group in part.param_groups:
                 group |= {"optimizer": type(part).__name__, "mean": mean}
@@ -38,7 +38,7 @@ class Together(torch.optim.Optimizer):
 
     def again(self, parts: Sequence[torch.optim.Optimizer]) -> Together:
         """Return the same of other optimizers."""
-        return Together(parts, self.param_groups[0]["mean"])
+        return Together(parts, self.mean)
 
     @property
     def _step_supports_amp_scaling(self) -> bool:
