@@ -38,17 +38,20 @@ def replacing(path: Path, *, by: str) -> Iterator[BinaryIO]:
     Effects:
         Writes `path`; file and folder have reached the disk when the block has ended.
     """
-    temporary = path.with_name(f".{path.name}.staging-{secrets.token_hex(4)}")
     with disk_errors(path, by=by):
-        file = temporary.open("xb")
+        while True:
+            temporary = _beside(path)
+            file = temporary.open("xb")
+            if _locked(file.fileno(), temporary):
+                break
+            file.close()
     try:
-        _lock(file.fileno())
         yield file
         with disk_errors(path, by=by):
             file.flush()
             os.fsync(file.fileno())
+            temporary.replace(path)  # while it is locked
             file.close()
-            temporary.replace(path)
             sync_folder(path.parent)
     except BaseException:
         with suppress(OSError):  # closing writes what is left, and fails again where writing failed
@@ -89,11 +92,8 @@ def new_folder(path: Path, *, by: str, replace: bool = False) -> Iterator[Path]:
     with disk_errors(path, by=by):
         path.parent.mkdir(parents=True, exist_ok=True)
         recover_folder(path)
-        staging = path.with_name(f".{path.name}.staging-{secrets.token_hex(4)}")
-        staging.mkdir()
-        handle = os.open(staging, os.O_RDONLY)
+        staging, handle = _locked_folder(path)
     try:
-        _lock(handle)
         yield staging
         with disk_errors(path, by=by):
             (_swap if replace and path.exists() else commit_folder)(staging, path)
@@ -165,9 +165,33 @@ def remove_abandoned(paths: Iterable[Path]) -> None:
                 os.close(handle)
 
 
-def _lock(handle: int) -> None:
+def _beside(path: Path) -> Path:
+    return path.with_name(f".{path.name}.staging-{secrets.token_hex(4)}")
+
+
+def _locked_folder(path: Path) -> tuple[Path, int]:
+    """Return a new folder beside a path, and the handle by which it is locked."""
+    while True:
+        staging = _beside(path)
+        staging.mkdir()
+        with suppress(FileNotFoundError):
+            handle = os.open(staging, os.O_RDONLY)
+            if _locked(handle, staging):
+                return staging, handle
+            os.close(handle)
+
+
+def _locked(handle: int, path: Path) -> bool:
+    """Lock what a handle is of, and say whether it is still at its path.
+
+    Another process's `remove_abandoned` may have taken it for dead before it was locked.
+    """
     with suppress(OSError):  # not every disk has locks; then nobody takes what is made for dead
         fcntl.flock(handle, fcntl.LOCK_EX)
+    try:
+        return os.path.samestat(path.lstat(), os.fstat(handle))
+    except FileNotFoundError:
+        return False
 
 
 @contextmanager

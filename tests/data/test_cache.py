@@ -587,6 +587,33 @@ def error_of(work):
     return None
 
 
+@pytest.mark.parametrize("make", [files.replacing, files.new_folder])
+@pytest.mark.parametrize("moment", ["before it is locked", "before it has its name"])
+def test_what_is_being_made_is_not_taken_for_dead(tmp_path, monkeypatch, make, moment):
+    """Another process removes what is abandoned, at the two moments that are worst."""
+    removed = []
+
+    def removing(function):
+        def run(*args, **options):
+            if not removed:
+                removed.append(sorted(path.name for path in tmp_path.iterdir()))
+                files.remove_abandoned(tmp_path.glob(".*.staging-*"))
+            return function(*args, **options)
+
+        return run
+
+    if moment == "before it is locked":
+        monkeypatch.setattr(files, "_locked", removing(files._locked))
+    for name in ("replace", "rename") if moment == "before it has its name" else ():
+        monkeypatch.setattr(Path, name, removing(getattr(Path, name)))
+    with make(tmp_path / "made", by="test") as made:
+        (made.write if make is files.replacing else made.joinpath("file").write_bytes)(b"whole")
+    assert len(removed[0]) == 1
+    (found,) = (path for path in tmp_path.rglob("*") if path.is_file())
+    assert found.read_bytes() == b"whole"
+    assert [path.name for path in tmp_path.iterdir()] == ["made"]
+
+
 def on_ranks(folder):
     """Return, by the name of a case, what this rank saw."""
     axis = axis_from_group(dist.group.WORLD)
