@@ -59,7 +59,7 @@ def split(model, num_stages):
 
 
 def several(options="", **rest):
-    """Return a row in which every optimizer steps something."""
+    """Return a row in which every optimizer steps something; of parameters in bf16 two of them."""
     patterns = {
         "lion": r"layers\.\d\.up\.weight",
         "momentum": r"layers\.1\.down\.weight",  # no group of the first of two stages has any
@@ -69,7 +69,7 @@ def several(options="", **rest):
     groups = [
         f"{pattern} optimizer={name} lr_scale=0.5 {options}"
         for name, pattern in patterns.items()
-        if not (name == "schedule-free" and rest.get("dtype") == BF16)  # which it refuses
+        if name == "lion" or rest.get("dtype") != BF16  # rounding is the same code for all
     ]
     return Row(groups=tuple(groups), options=tuple(options.split()), **rest)
 
