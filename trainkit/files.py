@@ -39,10 +39,10 @@ def replacing(path: Path, *, by: str) -> Iterator[BinaryIO]:
         Writes `path`; file and folder have reached the disk when the block has ended.
     """
     with disk_errors(path, by=by):
-        while True:
+        for again in reversed(range(_TRIES)):
             temporary = _beside(path)
             file = temporary.open("xb")
-            if _locked(file.fileno(), temporary):
+            if _locked(file.fileno(), temporary) or not again:
                 break
             file.close()
     try:
@@ -165,20 +165,24 @@ def remove_abandoned(paths: Iterable[Path]) -> None:
                 os.close(handle)
 
 
+_TRIES = 4
+"""Of making something that another process does not take for a dead one's before it is locked."""
+
+
 def _beside(path: Path) -> Path:
     return path.with_name(f".{path.name}.staging-{secrets.token_hex(4)}")
 
 
 def _locked_folder(path: Path) -> tuple[Path, int]:
     """Return a new folder beside a path, and the handle by which it is locked."""
-    while True:
+    for again in reversed(range(_TRIES)):
         staging = _beside(path)
         staging.mkdir()
-        with suppress(FileNotFoundError):
-            handle = os.open(staging, os.O_RDONLY)
-            if _locked(handle, staging):
-                return staging, handle
-            os.close(handle)
+        handle = os.open(staging, os.O_RDONLY)
+        if _locked(handle, staging) or not again:
+            break
+        os.close(handle)
+    return staging, handle
 
 
 def _locked(handle: int, path: Path) -> bool:
@@ -188,10 +192,7 @@ def _locked(handle: int, path: Path) -> bool:
     """
     with suppress(OSError):  # not every disk has locks; then nobody takes what is made for dead
         fcntl.flock(handle, fcntl.LOCK_EX)
-    try:
-        return os.path.samestat(path.lstat(), os.fstat(handle))
-    except FileNotFoundError:
-        return False
+    return path.exists()
 
 
 @contextmanager

@@ -97,6 +97,25 @@ def _add_work(group: Any) -> None:
     group.add_argument(
         "--dtype", choices=("bf16", "fp32"), help="what is computed in (bf16; fp32 on cpu)"
     )
+    _add_training(group)
+    group.add_argument("--schedule", default="1f1b", help="of a pipeline (1f1b)")
+    group.add_argument(
+        "--reduce", choices=("last", "each"), default="last", help="after which microbatch (last)"
+    )
+    group.add_argument(
+        "--fold-sp",
+        choices=("all", "ring", "ulysses", "none"),
+        default="all",
+        help="which of ring and Ulysses FSDP shards over, besides dp_shard (all)",
+    )
+    group.add_argument(
+        "--cpu-offload",
+        action="store_true",
+        help="parameters, gradients and optimizer state in host memory",
+    )
+
+
+def _add_training(group: Any) -> None:
     group.add_argument("--optimizer", default="adamw", metavar="NAME", help="what steps (adamw)")
     group.add_argument(
         "--optimizer-options",
@@ -115,21 +134,6 @@ def _add_work(group: Any) -> None:
         help="train all, or adapters beside frozen matrices, these in 4 bits (full)",
     )
     group.add_argument("--rank", type=int, default=16, help="of the adapters (16)")
-    group.add_argument("--schedule", default="1f1b", help="of a pipeline (1f1b)")
-    group.add_argument(
-        "--reduce", choices=("last", "each"), default="last", help="after which microbatch (last)"
-    )
-    group.add_argument(
-        "--fold-sp",
-        choices=("all", "ring", "ulysses", "none"),
-        default="all",
-        help="which of ring and Ulysses FSDP shards over, besides dp_shard (all)",
-    )
-    group.add_argument(
-        "--cpu-offload",
-        action="store_true",
-        help="parameters, gradients and optimizer state in host memory",
-    )
 
 
 def _add_machines(group: Any) -> None:

@@ -25,7 +25,7 @@ from trainkit.planning.stages import (
     part_of,
     sharding_of,
 )
-from trainkit.planning.weights import Sizes, Units, units_of
+from trainkit.planning.weights import Held, Sizes, Units, units_of
 from trainkit.types import Layout
 
 
@@ -82,6 +82,17 @@ def memory_of(job: Job, layout: Layout, *, fused_norms: bool = True) -> Memory:
     return max(found, key=lambda memory: memory.peak)
 
 
+def _remembered(job: Job, blocks: Held, ends: Held) -> int:
+    """Return the bytes of an optimizer's state: of hidden layers, and of the ends of a model."""
+    each = {
+        hidden: state_bytes(job.optimizer, job.optimizer_options, hidden=hidden)
+        for hidden in (True, False)
+    }
+    counts = FP32 * OPTIMIZERS[job.optimizer].counts * (blocks + ends).trained.tensors
+    moments = round(each[True] * blocks.trained.shard) + round(each[False] * ends.trained.shard)
+    return moments + counts
+
+
 def _memory_of_rank(job: Job, layout: Layout, pp_rank: int, fused_norms: bool) -> Memory:
     part, units = part_of(job, layout, pp_rank), units_of(job, layout)
     ends, blocks = ends_of(part, units, tied=job.config.tied), blocks_of(part, units)
@@ -110,11 +121,7 @@ def _memory_of_rank(job: Job, layout: Layout, pp_rank: int, fused_norms: bool) -
         heads=_heads_in_flight(job, layout, pp_rank),
     )
     parameters, gradients = (blocks + ends).nbytes, own.shard * FP32
-    optimizer = sum(
-        round(state_bytes(job.optimizer, job.optimizer_options, hidden=hidden) * held.trained.shard)
-        for hidden, held in ((True, blocks), (False, ends))
-    )
-    optimizer += FP32 * OPTIMIZERS[job.optimizer].counts * own.tensors
+    optimizer = _remembered(job, blocks, ends)
     buffers = buffers_of(job, layout, pp_rank)
     moments = _moments(rank)
     if layout.count("sp_unfolded") > 1 and not layout.cpu_offload:
