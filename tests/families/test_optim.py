@@ -6,7 +6,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Replicate
 
-from trainkit.optim import adamw, decay_groups
+from trainkit.optim import Lion, ScheduleFree, adamw, decay_groups
 from trainkit.testing import run_ranks
 
 
@@ -147,3 +147,13 @@ def test_a_gradient_that_is_still_in_parts_is_summed():
     plain.grad = torch.full((3,), 3.0)
     adamw([plain], lr=0.5, eps=1.0).step()
     assert run_ranks(step_of_parts, 2) == [plain.tolist()] * 2
+
+
+def test_a_rule_refuses_options_that_it_does_not_have_and_betas_out_of_range():
+    with pytest.raises(TypeError, match=r"^Lion: there is no option eps; there are \['betas'\]"):
+        Lion(make_params(), lr=0.1, eps=1e-8)
+    for betas in ((0.9, 1.0), (-0.1, 0.9)):
+        with pytest.raises(ValueError, match=r"^Lion: betas must be at least 0 and below 1"):
+            Lion(make_params(), lr=0.1, betas=betas)
+    with pytest.raises(ValueError, match=r"^ScheduleFree: betas\[0\] must be above 0"):
+        ScheduleFree(make_params(), lr=0.1, betas=(0.0, 0.9))

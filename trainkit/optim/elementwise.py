@@ -150,8 +150,9 @@ class Elementwise(torch.optim.Optimizer):
     A subclass has `moments`, the names of what it remembers of an element (two at most; the name of
     a second moment ends as "exp_avg_sq"), those of them that begin as `copies` of the parameter and
     are never in few bits; `rule(p, g, *moments, numbers) -> (p, *moments)`, arithmetic with `root`,
-    `sign`, `where` and `decayed`; and `numbers(group, counts)`, what follows from a group's options
-    and from what is counted. Both are pure. A literal in a rule is of 64 bits, and makes so what it
+    `sign`, `where` and `decayed`; `options` of its own, with what holds otherwise; and
+    `numbers(group, counts)`, what follows from a group's options and from what is counted. Rule and
+    numbers are pure. A literal in a rule is of 64 bits, and makes so what it
     touches: give numbers instead.
 
     Parameters may be sharded in any way; a step can be skipped on the device (`found_inf`); moments
@@ -161,6 +162,7 @@ class Elementwise(torch.optim.Optimizer):
     moments: ClassVar[tuple[str, ...]] = ()
     copies: ClassVar[tuple[str, ...]] = ()
     counts: ClassVar[tuple[str, ...]] = ("step",)
+    options: ClassVar[Mapping[str, Any]] = {}
     rule: ClassVar[Any]
 
     _step_supports_amp_scaling = True
@@ -191,6 +193,7 @@ class Elementwise(torch.optim.Optimizer):
             options: Those of the rule.
 
         Raises:
+            TypeError: The rule has no such option.
             ValueError: An option is out of range, or random rounding has no names to go by.
         """
         name = type(self).__name__
@@ -199,10 +202,16 @@ class Elementwise(torch.optim.Optimizer):
         for option, value in (("lr", lr), ("weight_decay", weight_decay)):
             if not 0 <= value < float("inf"):
                 raise ValueError(f"{name}: {option} must be finite and at least 0, got {value}")
+        if unknown := sorted(options.keys() - self.options.keys()):
+            raise TypeError(f"{name}: there is no option {unknown[0]}; there are {[*self.options]}")
+        options = {**self.options, **options}
         options |= {"lr": lr, "weight_decay": weight_decay, "cautious": cautious}
         options |= {"moments": moments, "rounding": rounding, "seed": seed, "capturable": True}
         super().__init__(list(params), options)
         for group in self.param_groups:
+            if not all(0 <= beta < 1 for beta in group.get("betas", ())):
+                must = "must be at least 0 and below 1"
+                raise ValueError(f"{name}: betas {must}, got {group['betas']}")
             if group["rounding"] == "stochastic" and "param_names" not in group:
                 raise ValueError(
                     f"{name}: stochastic rounding draws by the names of parameters; give them in "

@@ -6,7 +6,7 @@ All take the options of decay and of storage beside their own: see `Elementwise`
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from typing import Any
+from typing import Any, ClassVar
 
 from torch import nn
 
@@ -45,18 +45,7 @@ class NarrowAdamW(Elementwise):
 
     rule = staticmethod(adamw_rule)
     moments = ("exp_avg", "exp_avg_sq")
-
-    def __init__(
-        self,
-        params: Params,
-        *,
-        lr: float,
-        betas: tuple[float, float] = (0.9, 0.95),
-        eps: float = 1e-8,
-        **options: Any,
-    ) -> None:
-        """Take parameters and options; see `Elementwise`."""
-        super().__init__(params, lr=lr, betas=betas, eps=eps, **options)
+    options: ClassVar = {"betas": (0.9, 0.95), "eps": 1e-8}
 
     @staticmethod
     def numbers(group: Mapping[str, Any], counts: Mapping[str, Any]) -> Numbers:
@@ -92,12 +81,7 @@ class Lion(Elementwise):
 
     rule = staticmethod(lion_rule)
     moments = ("exp_avg",)
-
-    def __init__(
-        self, params: Params, *, lr: float, betas: tuple[float, float] = (0.9, 0.99), **options: Any
-    ) -> None:
-        """Take parameters and options; see `Elementwise`."""
-        super().__init__(params, lr=lr, betas=betas, **options)
+    options: ClassVar = {"betas": (0.9, 0.99)}
 
     @staticmethod
     def numbers(group: Mapping[str, Any], counts: Mapping[str, Any]) -> Numbers:
@@ -130,10 +114,6 @@ class SignSGD(Elementwise):
 
     rule = staticmethod(sign_rule)
 
-    def __init__(self, params: Params, *, lr: float, **options: Any) -> None:
-        """Take parameters and options; see `Elementwise`."""
-        super().__init__(params, lr=lr, **options)
-
     @staticmethod
     def numbers(group: Mapping[str, Any], counts: Mapping[str, Any]) -> Numbers:
         """Return the rule's numbers and the count of steps."""
@@ -162,10 +142,7 @@ class Momentum(Elementwise):
 
     rule = staticmethod(momentum_rule)
     moments = ("momentum_buffer",)
-
-    def __init__(self, params: Params, *, lr: float, momentum: float = 0.9, **options: Any) -> None:
-        """Take parameters and options; see `Elementwise`."""
-        super().__init__(params, lr=lr, momentum=momentum, **options)
+    options: ClassVar = {"momentum": 0.9}
 
     @staticmethod
     def numbers(group: Mapping[str, Any], counts: Mapping[str, Any]) -> Numbers:
@@ -208,22 +185,18 @@ class ScheduleFree(Elementwise):
     moments = ("mean", "exp_avg_sq")
     copies = ("mean",)
     counts = ("step", "rate", "weight")
+    options: ClassVar = {"betas": (0.9, 0.95), "eps": 1e-8}
 
-    def __init__(
-        self,
-        params: Params,
-        *,
-        lr: float,
-        betas: tuple[float, float] = (0.9, 0.95),
-        eps: float = 1e-8,
-        **options: Any,
-    ) -> None:
+    def __init__(self, params: Params, **options: Any) -> None:
         """Take parameters and options; see `Elementwise`.
 
         Raises:
-            ValueError: Also where a parameter is in fewer bits than fp32.
+            ValueError: Also where the first of the betas is 0, or a parameter is in fewer bits than
+                fp32.
         """
-        super().__init__(params, lr=lr, betas=betas, eps=eps, **options)
+        super().__init__(params, **options)
+        if not all(group["betas"][0] > 0 for group in self.param_groups):
+            raise ValueError("ScheduleFree: betas[0] must be above 0")
         if any(p.dtype.itemsize < 4 for group in self.param_groups for p in group["params"]):
             raise ValueError("ScheduleFree: parameters must be in fp32, got fewer bits")
 

@@ -48,7 +48,8 @@ class Kind:
         found = dict(inspect.signature(self.make).parameters)
         if "options" in found:
             found = {**inspect.signature(Elementwise).parameters, **found}
-        return {x: y.default for x, y in found.items() if x not in ("params", "options", "lr")}
+        known = {x: y.default for x, y in found.items() if x not in ("params", "options", "lr")}
+        return known | dict(getattr(self.make, "options", {}))
 
     @property
     def options(self) -> dict[str, Any]:
