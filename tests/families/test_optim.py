@@ -6,7 +6,8 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Replicate
 
-from trainkit.optim import Lion, ScheduleFree, adamw, decay_groups
+from trainkit.grads import clip_and_step
+from trainkit.optim import Lion, ScheduleFree, adamw, decay_groups, together
 from trainkit.testing import run_ranks
 
 
@@ -157,3 +158,14 @@ def test_a_rule_refuses_options_that_it_does_not_have_and_betas_out_of_range():
             Lion(make_params(), lr=0.1, betas=betas)
     with pytest.raises(ValueError, match=r"^ScheduleFree: betas\[0\] must be above 0"):
         ScheduleFree(make_params(), lr=0.1, betas=(0.0, 0.9))
+
+
+def test_several_with_a_fused_sgd_skip_on_the_host_as_it_does_alone():
+    params = make_params()
+    sgd = torch.optim.SGD(params[:1], lr=0.1, momentum=0.9, fused=True)
+    optimizer = together([sgd, adamw(params[1:], lr=0.1)])
+    for first in (torch.nan, 1.0):
+        for p in params:
+            p.grad = torch.full_like(p, first)
+        clip_and_step(params, optimizer, lr=0.1, max_norm=None)
+    assert torch.equal(optimizer.state[params[0]]["momentum_buffer"], torch.ones_like(params[0]))

@@ -42,7 +42,9 @@ class Together(torch.optim.Optimizer):
 
     @property
     def _step_supports_amp_scaling(self) -> bool:
-        return all(getattr(part, "_step_supports_amp_scaling", False) for part in self.parts)
+        # A fused SGD that skips its first step keeps whatever its momentum's memory held before.
+        can = (getattr(part, "_step_supports_amp_scaling", False) for part in self.parts)
+        return all(can) and not any(isinstance(part, torch.optim.SGD) for part in self.parts)
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Let every part take its step, in order; see `torch.optim.Optimizer.step`.
