@@ -68,7 +68,7 @@ def rounding_keys(key: int, shape: Sequence[int], offset: Sequence[int]) -> Tens
     """Return the keys by which `rounded_rows` rounds the rows of a box of a tensor.
 
     Args:
-        key: The whole tensor's, for instance `key_of(seed, step, name)`.
+        key: The whole tensor's, for instance `key_of(seed, name)`.
         shape: The shape of the box.
         offset: Where it begins in the whole tensor.
 
@@ -84,6 +84,32 @@ def rounding_keys(key: int, shape: Sequence[int], offset: Sequence[int]) -> Tens
     return torch.from_numpy((keys >> np.uint64(32)).astype(np.uint32).view(np.int32))
 
 
+def keys_at(keys: Tensor, step: Tensor | float) -> Tensor:
+    """Return the keys of rows for one step: the host need not know which.
+
+    Args:
+        keys: int32 `[rows]`, from `rounding_keys`.
+        step: The count of steps, 0-d on the device of the keys, or a number.
+
+    Returns:
+        int64 `[rows]`, from 0 to 2^32 - 1.
+
+    Examples:
+        >>> keys = rounding_keys(7, (4, 6), (0, 0))
+        >>> torch.equal(keys_at(keys, 3), keys_at(keys, torch.tensor(3.0)))
+        True
+    """
+    counted = torch.as_tensor(step, device=keys.device).to(torch.int64)
+    return _mixed_32(keys.to(torch.int64) + counted * GOLDEN_32)
+
+
+def _mixed_32(x: Tensor) -> Tensor:
+    """Return a hash of 32 bits that mixes well, of int64."""
+    x = x & MASK_32
+    x = ((x ^ (x >> 16)) * 0x7FEB352D) & MASK_32
+    return ((x ^ (x >> 15)) * 0x846CA68B) & MASK_32
+
+
 def rounded_rows(x: Tensor, keys: Tensor, *, columns: int, begin: int, first: int) -> Tensor:
     """Round a part of a tensor to bf16 as `rounded_bf16` does, by the whole tensor's indices.
 
@@ -92,7 +118,7 @@ def rounded_rows(x: Tensor, keys: Tensor, *, columns: int, begin: int, first: in
 
     Args:
         x: fp32, flat: row after row of a box; it may begin and end inside of one.
-        keys: From `rounding_keys`, of all rows of the box, on the device of `x`.
+        keys: From `rounding_keys` or `keys_at`, of all rows of the box, on the device of `x`.
         columns: The length of a row of the box.
         begin: The index of `x[0]` in the flat box.
         first: The index of the box's first column in the whole tensor.
@@ -109,10 +135,9 @@ def rounded_rows(x: Tensor, keys: Tensor, *, columns: int, begin: int, first: in
         True
     """
     index = torch.arange(begin, begin + x.numel(), device=x.device)
-    noise = keys[index // columns].to(torch.int64) + (index % columns + first) * GOLDEN_32
-    noise = noise & MASK_32  # a hash of 32 bits that mixes well
-    noise = ((noise ^ (noise >> 16)) * 0x7FEB352D) & MASK_32
-    noise = ((noise ^ (noise >> 15)) * 0x846CA68B) & MASK_32
+    noise = _mixed_32(
+        keys[index // columns].to(torch.int64) + (index % columns + first) * GOLDEN_32
+    )
     bits = x.view(torch.int32) + (noise >> 16).to(torch.int32)
     high = (bits >> 16).to(torch.int16).view(torch.bfloat16)
     return torch.where(x.isfinite(), high, x.to(torch.bfloat16))
@@ -126,7 +151,7 @@ def fill_noise(keys: Any, columns: int, first: int, begin: int, out: Any) -> Non
     """Fill with the random bits of `rounded_rows`, in a loop that numba compiles.
 
     Args:
-        keys: uint32 `[rows]`, from `rounding_keys`.
+        keys: uint32 `[rows]`, as for `rounded_rows`.
         columns: As in `rounded_rows`, and so are `first` and `begin`.
         first: The index of the box's first column.
         begin: The index of `out[0]` in the flat box.

@@ -18,19 +18,15 @@ from numba.extending import overload, register_jitable
 from torch import Tensor, nn
 
 from trainkit.noise.hashing import key_of
-from trainkit.noise.jit import jit
-from trainkit.noise.rounding import fill_noise, rounded_rows, rounding_keys
+from trainkit.noise.rounding import keys_at, rounded_rows, rounding_keys
+from trainkit.optim.loops import rule_loop
 from trainkit.optim.storage import (
-    CHUNK,
+    BLOCK,
     Moments,
     Rounding,
     empty_moment,
-    load,
-    most_of,
     read_moment,
     scale_name,
-    store,
-    store_parameter,
     up_of,
     wide,
     written_moment,
@@ -97,48 +93,6 @@ def decayed(u: Any, p: Any, decay: Any, against: Any) -> Any:
     works against the update.
     """
     return u + where(u * p < 0, against * p, decay * p)
-
-
-def _applied(rule: Callable[..., Any], moments: int) -> Callable[..., None]:
-    """Return what numba makes of a rule for every element of a chunk."""
-    apply = register_jitable(rule)
-
-    def none(p: Any, g: Any, m: Any, v: Any, c: Any) -> None:  # noqa: ARG001
-        for i in range(p.size):
-            p[i] = apply(p[i], g[i], c)
-
-    def one(p: Any, g: Any, m: Any, v: Any, c: Any) -> None:  # noqa: ARG001
-        for i in range(p.size):
-            p[i], m[i] = apply(p[i], g[i], m[i], c)
-
-    def two(p: Any, g: Any, m: Any, v: Any, c: Any) -> None:
-        for i in range(p.size):
-            p[i], m[i], v[i] = apply(p[i], g[i], m[i], v[i], c)
-
-    return register_jitable((none, one, two)[moments])
-
-
-@functools.cache
-def _loop(rule: Callable[..., Any], moments: int) -> Callable[..., None]:
-    """Return the loop of a rule over what is kept, flat, compiled at its first call."""
-    run = _applied(rule, moments)
-
-    def loop(  # noqa: PLR0917 (all that a step reads and writes)
-        p: Any, g: Any, m: Any, v: Any, how: Any, up: Any, work: Any, c: Any
-    ) -> None:
-        for begin in range(0, p[0].size, CHUNK):
-            p_ = load(p, begin, work[0])
-            if how[0].size:
-                rest = load((how[0], p[1], p[2]), begin, work[1])
-                for i in range(p_.size):
-                    p_[i] += rest[i]
-            m_, v_ = load(m, begin, work[2]), load(v, begin, work[3])
-            run(p_, load(g, begin, work[1]), m_, v_, c)
-            store_parameter(p_, p[0], how, begin, work[1])
-            store(m_, m, begin, up, work[1])
-            store(v_, v, begin, up, work[1])
-
-    return jit(loop, divides=True, uses=(rule, load, fill_noise))
 
 
 # ------------------------------------------------------------------------------------- optimizer
@@ -297,21 +251,19 @@ class Elementwise(torch.optim.Optimizer):
         step: Any,
     ) -> None:
         kind = np.float64 if grad.dtype == torch.float64 else np.float32
-        empty, up = np.empty(0, kind), np.empty(0, np.int32)
-        kept = [(_array(x), empty, np.int32(0)) for x in (flat[""], grad)] + [
-            (empty, empty, np.int32(0))
-        ] * 2
-        for i, x in enumerate(self.moments, 2):
-            scales = _array(flat[scale_name(x)]) if scale_name(x) in flat else empty
-            kept[i] = (_array(flat[x]), scales, np.int32(most_of(x)))
-            up = up_of(step).numpy() if scales.size else up
-        rest = _array(flat["rest"]) if "rest" in flat else np.empty(0, np.uint16)
-        how = (rest, np.empty(0, np.uint32), 1, 0)
-        if rounded is not None:
-            keys = rounded["keys"].numpy().view(np.uint32)
-            how = (rest, keys, rounded["columns"], rounded["first"])
-        work, told = np.empty((4, CHUNK), kind), tuple(map(kind, numbers))
-        _loop(self.rule, len(self.moments))(*kept, how, up, work, told)
+        kept = {x: _array(t) for x, t in flat.items()}
+        names = (*self.moments, "", "")[:2]
+        moments = [kept[x] if x else None for x in names]
+        scales = [flat.get(scale_name(x)) for x in names]
+        scales = [None if x is None else x.view(torch.int32).numpy() for x in scales]
+        keys = None if rounded is None else rounded["keys"].numpy().astype(np.uint32)
+        noise = None if rounded is None else np.empty(BLOCK, np.uint32)
+        at = (0, 0) if rounded is None else (rounded["columns"], rounded["first"])
+        work = tuple(np.empty(BLOCK, kind) for _ in names)
+        how = (tuple(scales), keys, at, up_of(step).numpy())
+        how += (work, tuple(x.view(np.int32) for x in work), noise, tuple(map(kind, numbers)))
+        run = rule_loop(self.rule, len(self.moments))
+        run(kept[""], _array(grad), kept.get("rest"), *moments, *how)
 
     def _step_whole(  # noqa: PLR0917 (all that a step reads and writes)
         self,
@@ -362,6 +314,13 @@ def _rounding(box: Box, group: Mapping[str, Any], name: str, step: Any) -> dict[
     local = box.local
     if group["rounding"] != "stochastic" or local.dtype != torch.bfloat16:
         return None
-    shape, offset = tuple(local.shape) or (1,), box.offset or (0,)
-    keys = rounding_keys(key_of(group["seed"], "rounding", int(step), name), shape, offset)
-    return {"keys": keys.to(local.device), "columns": shape[-1], "first": offset[-1]}
+    shape, offset = tuple(local.shape) or (1,), tuple(box.offset) or (0,)
+    keys = keys_at(_row_keys(group["seed"], name, shape, offset, local.device), step)
+    return {"keys": keys, "columns": shape[-1], "first": offset[-1]}
+
+
+@functools.lru_cache(maxsize=10_000)
+def _row_keys(
+    seed: int, name: str, shape: tuple[int, ...], offset: tuple[int, ...], device: torch.device
+) -> Tensor:
+    return rounding_keys(key_of(seed, "rounding", name), shape, offset).to(device)

@@ -11,10 +11,9 @@ from typing import Any, Literal
 
 import numpy as np
 import torch
-from numba.extending import overload
 from torch import Tensor
 
-from trainkit.noise.rounding import MASK_32, fill_noise
+from trainkit.noise.rounding import MASK_32
 from trainkit.parallel.naming import box_of, empty_rows_like
 
 Moments = Literal["fp32", "bf16", "8bit"]
@@ -30,9 +29,11 @@ Rounding = Literal["nearest", "stochastic", "kahan"]
 it, with the probability that makes it right on average; or it waits, in a second number in bf16."""
 
 BLOCK = 256
-_SHIFT = 20
+SIGNED, UNSIGNED = np.int32(127), np.int32(255)
+"""The largest codes of 8 bits: of a first moment, which has a sign, and of a second."""
+SHIFT = 20
 """Bits of an fp32 number that a code of 8 bits leaves out: it keeps three of the fraction."""
-_SIZE, _NAN = 0x7FFFFFFF, 0x7FC00000
+SIZE, NAN = 0x7FFFFFFF, 0x7FC00000
 _PER_COLUMN, _PER_STEP = 0xC13FA9A9, 0x91E10DA5
 """2^32 over the plastic number and over its square: multiples of both are spread evenly."""
 
@@ -97,9 +98,9 @@ def read_moment(name: str, parts: Mapping[str, Tensor], dtype: torch.dtype) -> T
         return codes.to(dtype)
     most = most_of(name)
     codes = codes.view(-1, BLOCK).to(torch.int32)
-    base = (scales.view(torch.int32) >> _SHIFT) - most
+    base = (scales.view(torch.int32) >> SHIFT) - most
     size = codes & most
-    bits = torch.where(size > 0, (size + base[:, None]) << _SHIFT, 0)
+    bits = torch.where(size > 0, (size + base[:, None]) << SHIFT, 0)
     return (bits | ((codes & (255 - most)) << 24)).view(torch.float32).view(-1).to(dtype)
 
 
@@ -132,7 +133,7 @@ def up_of(step: Any, device: torch.device | str = "cpu") -> Tensor:
     """
     counted = torch.as_tensor(step, device=device).to(torch.int64) * _PER_STEP
     columns = torch.arange(BLOCK, device=device) * _PER_COLUMN
-    return (((columns + counted) & MASK_32) >> (32 - _SHIFT)).to(torch.int32)
+    return (((columns + counted) & MASK_32) >> (32 - SHIFT)).to(torch.int32)
 
 
 def written_moment(
@@ -155,150 +156,11 @@ def written_moment(
     if scale_name(name) not in parts:
         return {name: values}
     bits, most = values.to(torch.float32).view(torch.int32).view(-1, BLOCK), most_of(name)
-    size = bits & _SIZE
-    top = (size.amax(-1).clamp(max=_NAN) + ((1 << _SHIFT) - 1)) >> _SHIFT
+    size = bits & SIZE
+    top = (size.amax(-1).clamp(max=NAN) + ((1 << SHIFT) - 1)) >> SHIFT
     base = (top - most).clamp(min=0)
-    codes = ((size + up_of(step, bits.device)) >> _SHIFT) - base[:, None]
+    codes = ((size + up_of(step, bits.device)) >> SHIFT) - base[:, None]
     codes = torch.maximum(codes, size.clamp(max=most >> 7))  # second moments that are not 0: 1
     codes |= (bits >> 24) & 0x80
-    scales = ((base + most) << _SHIFT).view(torch.float32)
+    scales = ((base + most) << SHIFT).view(torch.float32)
     return {name: codes.to(torch.uint8).view(-1), scale_name(name): scales}
-
-
-# ------------------------------------------------------------------- the same, in compiled loops
-#
-# A loop over CHUNK elements at a time calls these words; numba puts in their place what fits the
-# dtype: fp32 and fp64 are stepped where they lie, bf16 comes as uint16, 8 bits as uint8. Short
-# loops over slices, and casts that keep numbers in 32 bits, are what it makes vectors of.
-
-CHUNK = 8 * BLOCK
-"""Elements at a time: four such rows of fp32 fit into a core's cache."""
-
-
-def load(kept: Any, begin: int, scratch: Any) -> Any:
-    """Return a chunk's numbers: a slice of what is kept, or scratch memory, filled.
-
-    Args:
-        kept: What is kept, scales, and the largest code, of which 8 bits need the latter two.
-        begin: The chunk's first element.
-        scratch: fp32 or fp64 `[CHUNK]`.
-    """
-
-
-def store(x: Any, kept: Any, begin: int, up: Any, scratch: Any) -> None:
-    """Keep a chunk's numbers, rounded as `up_of` says; `kept` as for `load`."""
-
-
-def store_parameter(x: Any, kept: Any, how: Any, begin: int, scratch: Any) -> None:
-    """Keep a chunk of a parameter, rounded at random or to nearest.
-
-    Args:
-        x: Its numbers.
-        kept: What is kept of the whole.
-        how: What is kept of the rest, or nothing; keys of rows, or none; for these, the length of a
-            row and the index of the first column.
-        begin: The chunk's first element.
-        scratch: fp32 or fp64 `[CHUNK]`.
-    """
-
-
-@overload(load)
-def _load(kept: Any, begin: int, scratch: Any) -> Any:  # noqa: ARG001
-    def wide_ones(kept: Any, begin: int, scratch: Any) -> Any:  # noqa: ARG001
-        return kept[0][begin : begin + CHUNK]
-
-    def bf16(kept: Any, begin: int, scratch: Any) -> Any:
-        part, bits = kept[0][begin : begin + CHUNK], scratch.view(np.uint32)
-        for i in range(part.size):
-            bits[i] = np.uint32(part[i]) << np.uint32(16)
-        return scratch[: part.size]
-
-    def in_blocks(kept: Any, begin: int, scratch: Any) -> Any:
-        tops, most, signs = kept[1].view(np.int32), kept[2], np.int32(np.int32(255) - kept[2])
-        end = min(begin + CHUNK, kept[0].size)
-        for block in range(begin, end, BLOCK):
-            codes, bits = kept[0][block : block + BLOCK], scratch[block - begin :].view(np.int32)
-            base = np.int32(np.int32(tops[block // BLOCK] >> np.int32(_SHIFT)) - most)
-            for i in range(BLOCK):
-                code = np.int32(codes[i])
-                size = np.int32(code & most)
-                at = np.int32(np.int32(size + base) << np.int32(_SHIFT))
-                sign = np.int32(np.int32(code & signs) << np.int32(24))
-                bits[i] = np.int32((at if size != np.int32(0) else np.int32(0)) | sign)
-        return scratch[: end - begin]
-
-    return {"uint16": bf16, "uint8": in_blocks}.get(str(kept[0].dtype), wide_ones)
-
-
-@overload(store)
-def _store(x: Any, kept: Any, begin: int, up: Any, scratch: Any) -> Any:  # noqa: ARG001
-    def wide_ones(x: Any, kept: Any, begin: int, up: Any, scratch: Any) -> None:
-        pass
-
-    def bf16(x: Any, kept: Any, begin: int, up: Any, scratch: Any) -> None:  # noqa: ARG001
-        _to_nearest(x.view(np.uint32), kept[0][begin : begin + CHUNK])
-
-    def in_blocks(x: Any, kept: Any, begin: int, up: Any, scratch: Any) -> None:
-        tops, most, found = kept[1].view(np.int32), kept[2], scratch.view(np.int32)
-        least = np.int32(most >> np.int32(7))
-        for block in range(0, x.size, BLOCK):
-            bits = x[block : block + BLOCK].view(np.int32)
-            codes = kept[0][begin + block : begin + block + BLOCK]
-            top = np.int32(0)
-            for i in range(BLOCK):
-                top = max(top, np.int32(bits[i] & np.int32(_SIZE)))
-            top = np.int32(min(top, np.int32(_NAN)) + np.int32((1 << _SHIFT) - 1))
-            base = max(np.int32(np.int32(top >> np.int32(_SHIFT)) - most), np.int32(0))
-            tops[(begin + block) // BLOCK] = np.int32(np.int32(base + most) << np.int32(_SHIFT))
-            for i in range(BLOCK):
-                size = np.int32(bits[i] & np.int32(_SIZE))
-                code = np.int32(np.int32(np.int32(size + up[i]) >> np.int32(_SHIFT)) - base)
-                sign = np.int32(np.int32(bits[i] >> np.int32(24)) & np.int32(0x80))
-                found[i] = np.int32(max(code, min(size, least)) | sign)
-            for i in range(BLOCK):
-                codes[i] = found[i]
-
-    return {"uint16": bf16, "uint8": in_blocks}.get(str(kept[0].dtype), wide_ones)
-
-
-@overload(store_parameter)
-def _store_parameter(x: Any, kept: Any, how: Any, begin: int, scratch: Any) -> Any:  # noqa: ARG001
-    def wide_ones(x: Any, kept: Any, how: Any, begin: int, scratch: Any) -> None:
-        pass
-
-    def bf16(x: Any, kept: Any, how: Any, begin: int, scratch: Any) -> None:
-        part, other = kept[begin : begin + CHUNK], scratch[: x.size]
-        bits, noise = x.view(np.uint32), other.view(np.uint32)
-        rest, keys, columns, first = how
-        if keys.size:
-            fill_noise(keys, columns, first, begin, noise)
-            for i in range(part.size):
-                is_finite = np.uint32(bits[i] & np.uint32(0x7F800000)) != np.uint32(0x7F800000)
-                added = noise[i] if is_finite else np.uint32(0)
-                part[i] = np.uint16(np.uint32(bits[i] + added) >> np.uint32(16))
-        else:
-            _to_nearest(bits, part)
-        if rest.size:
-            for i in range(part.size):
-                noise[i] = np.uint32(part[i]) << np.uint32(16)
-            for i in range(part.size):
-                other[i] = x[i] - other[i]
-            _to_nearest(noise, rest[begin : begin + CHUNK])
-
-    return bf16 if str(kept.dtype) == "uint16" else wide_ones
-
-
-def _to_nearest(bits: Any, out: Any) -> None:
-    """Round the bits of fp32 numbers to those of bf16, to nearest and even."""
-
-
-@overload(_to_nearest)
-def _to_nearest_loop(bits: Any, out: Any) -> Any:  # noqa: ARG001
-    def loop(bits: Any, out: Any) -> None:
-        for i in range(out.size):
-            odd = np.uint32(np.uint32(bits[i] >> np.uint32(16)) & np.uint32(1))
-            is_nan = np.uint32(bits[i] & np.uint32(_SIZE)) > np.uint32(0x7F800000)
-            added = np.uint32(0) if is_nan else np.uint32(odd + np.uint32(0x7FFF))
-            out[i] = np.uint16(np.uint32(bits[i] + added) >> np.uint32(16))
-
-    return loop
