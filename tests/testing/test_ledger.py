@@ -58,8 +58,7 @@ def ledgers_of(case):
             decoder_plan(ps, case),
             weights=certificate_weights,
         )
-        named = tk.named_parameters_of(stages)
-        params, optimizer = tk.parameters_of(stages), certificate_optimizer(named)
+        params, optimizer = tk.parameters_of(stages), certificate_optimizer(stages, ps.pp)
         run = tk.bind_forward_backward(
             stages,
             next_token_linear,

@@ -15,6 +15,7 @@ A layout's name is its degrees and its choices:
 
 Examples:
   python -m trainkit certify                           all layouts in fp64, a few minutes
+  python -m trainkit certify --all                     each optimizer in them too, some minutes more
   python -m trainkit certify --world 2                 those of two ranks
   python -m trainkit certify --layouts "dp2*" "*zero*" those whose name matches
   python -m trainkit certify --tier exact              integers: equal bit for bit
@@ -65,6 +66,7 @@ def add(certify: argparse.ArgumentParser) -> None:
         metavar="NAME",
         help="names, or patterns with *; by default all that this torch can run",
     )
+    certify.add_argument("--all", action="store_true", help="also with each of the optimizers")
     certify.add_argument("--world", type=int, metavar="N", help="only layouts of N ranks")
     certify.add_argument(
         "--tier",
@@ -91,7 +93,10 @@ def run(options: argparse.Namespace) -> tuple[Any, int]:
 
     chosen = _choice(options.layouts, options.world, options.tier)
     certificates = certify_builtin(
-        options.tier, chosen=chosen, tell=None if options.quiet else say_on_stderr
+        options.tier,
+        chosen=chosen,
+        optimizers=options.all,
+        tell=None if options.quiet else say_on_stderr,
     )
     code = 0 if all(certificate.ok for certificate in certificates) else 67
     if options.json:

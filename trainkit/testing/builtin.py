@@ -60,8 +60,7 @@ from trainkit.models import (
     call_with_noise,
 )
 from trainkit.noise.counters import token_keys
-from trainkit.optim import OPTIMIZERS, together
-from trainkit.optim.groups import grouped
+from trainkit.optim import OPTIMIZERS, make_optimizer
 from trainkit.packing import pack_bins
 from trainkit.parallel.compiled import compiled
 from trainkit.parallel.expert import expert
@@ -85,7 +84,7 @@ from trainkit.testing.exact import (
 )
 from trainkit.testing.foreign import ForeignModel, call_foreign, foreign_plan, split_foreign
 from trainkit.testing.train import Training, certificate_weights
-from trainkit.types import Batch, Hidden, Layout, Weights
+from trainkit.types import Axis, Batch, Hidden, Layout, Weights
 
 CONFIG = DecoderConfig(
     vocab_size=64, width=32, layers=4, heads=8, kv_heads=4, mlp_width=48, qk_norm=True
@@ -208,39 +207,45 @@ def _packings(config: DecoderConfig, form: Format) -> dict[str, Packing]:
         return packings_of(with_adapters(config, form=form))
 
 
-_STEPPED_BY = {
-    "experts": "lion",
-    "attention": "schedule-free",
-    "router": "momentum",
-    "embedding": "signsgd",
-}
-_EPS = {"adamw": 1e-4, "schedule-free": 1e-4}  # see `certificate_optimizer`
+_EPS = {"adamw": "eps=1e-4", "schedule-free": "eps=1e-4"}  # see `certificate_optimizer`
 
 
-def several_optimizers(parameters: Mapping[str, nn.Parameter]) -> torch.optim.Optimizer:
-    """Return every optimizer that steps elements alone, as one, with a mean of the parameters.
+def stepped_by(name: str, stages: Sequence[nn.Module], axis: Axis) -> torch.optim.Optimizer:
+    """Return the optimizer of a certificate of that name in `OPTIMIZERS`.
 
-    Each steps what its name stands for in a decoder with experts; AdamW steps the rest.
+    Effects:
+        Communicates on `axis`.
 
     Examples:
-        >>> optimizer = several_optimizers({"embedding.weight": nn.Parameter(torch.ones(2, 2))})
-        >>> [group["optimizer"] for group in optimizer.param_groups if group["params"]]
-        ['SignSGD']
+        >>> from trainkit.mesh import solo_parallel
+        >>> type(stepped_by("lion", [nn.Linear(2, 2)], solo_parallel().pp)).__name__
+        'Lion'
     """
-    parts: dict[str, list[Any]] = {name: [] for name in (*_STEPPED_BY.values(), "adamw")}
-    for name, p in parameters.items():
-        words = (by for word, by in _STEPPED_BY.items() if word in name)
-        parts[next(words, "adamw")].append((name, p))
-    made = [
-        OPTIMIZERS[by].make(
-            grouped(part, weight_decay=0.1),
-            lr=1e-2,
-            cautious=True,
-            **({"eps": _EPS[by]} if by in _EPS else {}),
-        )
-        for by, part in parts.items()
+    options = [_EPS[name]] if name in _EPS else []
+    how: dict[str, Any] = {"optimizer": name, "options": options, "axis": axis}
+    return make_optimizer(stages, lr=1e-2, weight_decay=0.1, **how)
+
+
+def several_optimizers(stages: Sequence[nn.Module], axis: Axis) -> torch.optim.Optimizer:
+    """Return every optimizer that steps elements alone, as one, with a mean of the parameters.
+
+    Effects:
+        Communicates on `axis`.
+
+    Examples:
+        >>> from trainkit.mesh import solo_parallel
+        >>> optimizer = several_optimizers([with_experts(SHALLOW)], solo_parallel().pp)
+        >>> sorted({group["optimizer"] for group in optimizer.param_groups if group["params"]})
+        ['Lion', 'Momentum', 'NarrowAdamW', 'ScheduleFree', 'SignSGD']
+    """
+    groups = [
+        "embedding.* optimizer=signsgd cautious=True",
+        rf".*\.attention\..* optimizer=schedule-free cautious=True {_EPS['schedule-free']}",
+        r".*\.experts\..* optimizer=lion cautious=True",
+        r".*router.* optimizer=momentum cautious=True",
     ]
-    return together(made, mean=0.5)
+    how: dict[str, Any] = {"options": ["cautious=True", _EPS["adamw"]], "mean": 0.5, "axis": axis}
+    return make_optimizer(stages, lr=1e-2, weight_decay=0.1, groups=groups, **how)
 
 
 LATENT = attrs.evolve(
@@ -462,7 +467,12 @@ def cases_of_model(name: str) -> list[Case]:
         >>> Case(Layout(pp=2)) in cases_of_model("tied decoder")
         True
     """
-    return exact_cases() if name == "exact model" else [*_CASES[name]]
+    return exact_cases() if name == "exact model" else [*(_CASES.get(name) or _CASES[_plain(name)])]
+
+
+def _plain(name: str) -> str:
+    """Return a model's name without that of its optimizer."""
+    return name.partition(", by ")[0]
 
 
 def expert_cases() -> list[Case]:
@@ -649,21 +659,27 @@ def exact_cases() -> list[Case]:
     ]
 
 
-def models_of_tier(tier: str) -> list[str]:
+def models_of_tier(tier: str, *, optimizers: bool = False) -> list[str]:
     """Return which of `MODELS` a tier is about; the first is trained in most cases.
+
+    Args:
+        tier: See `certify`.
+        optimizers: Also one that each of `OPTIMIZERS` trains.
 
     Examples:
         >>> models_of_tier("exact"), models_of_tier("fp64")[0]
         (['exact model'], 'decoder')
     """
-    exact, others = ["exact model"], list(MODELS)[:-1]
-    return exact if tier == "exact" else others
+    stepped = [f"decoder with experts, by {name}" for name in OPTIMIZERS if name != "adamw"]
+    others = [*list(MODELS)[:-1], *(stepped if optimizers else [])]
+    return ["exact model"] if tier == "exact" else others
 
 
 def certify_builtin(
     tier: str = "fp64",
     *,
     chosen: Callable[[Case], bool] = lambda _: True,
+    optimizers: bool = False,
     steps: int = 3,
     tell: Callable[[str], None] | None = None,
 ) -> list[Certificate]:
@@ -675,6 +691,7 @@ def certify_builtin(
     Args:
         tier: See `certify`.
         chosen: Which of the cases to run.
+        optimizers: Also a decoder with experts by each of `OPTIMIZERS`.
         steps: How many optimizer steps to take.
         tell: Called with a line after every layout.
 
@@ -684,7 +701,7 @@ def certify_builtin(
     Effects:
         Starts processes; see `certify`.
     """
-    subjects = builtin_subjects(tier, chosen=chosen, steps=steps)
+    subjects = builtin_subjects(tier, chosen=chosen, optimizers=optimizers, steps=steps)
     return certify_together(subjects, timeout=TIMEOUT, tell=tell)
 
 
@@ -693,6 +710,7 @@ def builtin_subjects(
     *,
     chosen: Callable[[Case], bool] = lambda _: True,
     pick: Callable[[list[tuple[str, Case]]], Iterable[tuple[str, Case]]] = list,
+    optimizers: bool = False,
     steps: int = 3,
 ) -> list[tuple[Training, list[Case]]]:
     """Return how the built-in models are trained in one tier, and their cases, if they have some.
@@ -701,6 +719,7 @@ def builtin_subjects(
         tier: See `certify`.
         chosen: Which of the cases to run.
         pick: Takes some of the chosen (name of a model, case), as `covering` does; all by default.
+        optimizers: See `models_of_tier`.
         steps: How many optimizer steps to take.
 
     Raises:
@@ -711,7 +730,7 @@ def builtin_subjects(
         >>> training.title, [case.name for case in cases]
         ('exact model', ['dp3'])
     """
-    names = models_of_tier(tier)
+    names = models_of_tier(tier, optimizers=optimizers)
     rows = [
         (name, case)
         for name in names
@@ -764,8 +783,9 @@ def _training_of(name: str, cases: Sequence[Case], *, tier: str, steps: int) -> 
     how: Any = {"exact": _EXACT, "foreign": _FOREIGN}.get(kind, _DECODER)
     if name.startswith("decoder with experts"):
         how = _EXPERTS
-    if name.endswith("by several optimizers"):
-        how = how | {"optimizer": several_optimizers}
+    if by := name.partition(", by ")[2]:
+        several = by == "several optimizers"
+        how = how | {"optimizer": several_optimizers if several else partial(stepped_by, by)}
     if name in IN_FEW_BITS:
         config, form = IN_FEW_BITS[name]
         plain = partial(with_adapters, config)
@@ -773,5 +793,6 @@ def _training_of(name: str, cases: Sequence[Case], *, tier: str, steps: int) -> 
     rows = ROWS if all(case.world <= ROWS for case in cases) else 2 * ROWS
     make = answers_batch if name in _ANSWERS else decoder_batch
     batches = exact_batch if kind == "exact" else partial(make, rows=rows)
-    how = how | _ANSWERS.get(name, {}) | {"make_model": MODELS[name], "make_batches": batches}
-    return Training(title=name, tier=tier_called(tier), steps=steps, **how)
+    how = how | _ANSWERS.get(name, {}) | {"make_batches": batches}
+    model = MODELS[_plain(name)]
+    return Training(title=name, make_model=model, tier=tier_called(tier), steps=steps, **how)

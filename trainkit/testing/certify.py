@@ -87,8 +87,8 @@ def certify(
             for a loss that communicates.
         call: How a batch enters the model.
         weights: The initial values.
-        optimizer: From the parameters by name to an optimizer; `certificate_optimizer` by default,
-            and `integer_steps` in the tier "exact".
+        optimizer: From the stages and the pipeline's axis to an optimizer; by default
+            `certificate_optimizer`, and `integer_steps` in the tier "exact".
         split: How the model is cut into pipeline stages, as for `build_stages`.
         steps: How many optimizer steps to take.
         tier: "fp64", "fp32", "bf16" or "exact"; see `TIERS`. For "exact" the model must keep

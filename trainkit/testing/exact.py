@@ -17,12 +17,13 @@ from torch import Tensor, nn
 
 from trainkit.batch import collate_bins
 from trainkit.corpora.tokens import TokenCorpus
+from trainkit.grads import parameters_of
 from trainkit.losses import with_terms
 from trainkit.noise import counters
 from trainkit.noise.hashing import key_of
 from trainkit.packing import pack_bins
 from trainkit.parallel.naming import box_of
-from trainkit.types import IGNORED_LABEL, Batch
+from trainkit.types import IGNORED_LABEL, Axis, Batch
 
 VOCABULARY = 8
 WIDTH = 8
@@ -155,16 +156,22 @@ class IntegerSteps(torch.optim.Optimizer):
                     own.copy_((own - (grad * group["lr"]).round() + 1).remainder(3) - 1)
 
 
-def integer_steps(parameters: Mapping[str, nn.Parameter]) -> torch.optim.Optimizer:
+def integer_steps(stages: Sequence[nn.Module], axis: Axis) -> torch.optim.Optimizer:
     """Return an optimizer that keeps integers integers; the rate makes integers of gradients.
 
+    Effects:
+        None, but those of its steps.
+
     Examples:
-        >>> p = nn.Parameter(torch.tensor([1.0, 0.0]))
-        >>> p.grad = torch.tensor([0.5, 2.5])
-        >>> optimizer = integer_steps({"p": p})
+        >>> from trainkit.mesh import solo_parallel
+        >>> model = nn.Linear(2, 1, bias=False)
+        >>> model.weight.data = torch.tensor([[1.0, 0.0]])
+        >>> model.weight.grad = torch.tensor([[0.5, 2.5]])
+        >>> optimizer = integer_steps([model], solo_parallel().pp)
         >>> optimizer.param_groups[0]["lr"] = 2.0  # the number of valid tokens
         >>> optimizer.step()
-        >>> p.data
-        tensor([0., 1.])
+        >>> model.weight.data
+        tensor([[0., 1.]])
     """
-    return IntegerSteps([p for p in parameters.values() if p.requires_grad])
+    del axis
+    return IntegerSteps(parameters_of(stages))

@@ -26,7 +26,7 @@ from trainkit.mesh import parallel_session
 from trainkit.metrics import reduce_metrics
 from trainkit.noise import counters
 from trainkit.noise.hashing import key_of
-from trainkit.optim import adamw, decay_groups
+from trainkit.optim import make_optimizer
 from trainkit.parallel.materialize import live_buffers
 from trainkit.parallel.naming import COPY_SUFFIX, box_of, ties_of
 from trainkit.parallel.stages import SplitModel, build_stages, split_layers
@@ -35,6 +35,7 @@ from trainkit.testing.cases import Case
 from trainkit.testing.certificate import Tier
 from trainkit.testing.deal import deal_batch
 from trainkit.types import (
+    Axis,
     Batch,
     Call,
     Loss,
@@ -52,8 +53,8 @@ MakeLoss = Callable[[ParallelState], Loss]
 MakeStages = Callable[[ParallelState], Sequence[nn.Module]]
 """From a layout to this rank's stages, filled."""
 
-Optimizers = Callable[[Mapping[str, nn.Parameter]], torch.optim.Optimizer]
-"""From a rank's parameters by their whole-model name to the optimizer that steps them."""
+Optimizers = Callable[[Sequence[nn.Module], Axis], torch.optim.Optimizer]
+"""From a rank's stages, and the axis of the pipeline, to the optimizer that steps them."""
 
 
 @attrs.frozen(eq=False)
@@ -115,18 +116,22 @@ def certificate_weights(name: str, shape: Sequence[int], offset: Sequence[int]) 
     return values.add_(1) if len(shape) < 2 else values
 
 
-def certificate_optimizer(parameters: Mapping[str, nn.Parameter]) -> torch.optim.Optimizer:
+def certificate_optimizer(stages: Sequence[nn.Module], axis: Axis) -> torch.optim.Optimizer:
     """Return AdamW with weight decay on matrices.
 
     Its epsilon is 1e-4: Adam divides by the gradient's own size, so with a small one a factor on
     all gradients would leave no trace in the parameters.
 
+    Effects:
+        Communicates on `axis`.
+
     Examples:
-        >>> optimizer = certificate_optimizer({"weight": nn.Parameter(torch.ones(2, 2))})
+        >>> from trainkit.mesh import solo_parallel
+        >>> optimizer = certificate_optimizer([nn.Linear(2, 2)], solo_parallel().pp)
         >>> optimizer.param_groups[0]["weight_decay"]
         0.1
     """
-    return adamw(decay_groups(dict(parameters), weight_decay=0.1), lr=1e-2, eps=1e-4)
+    return make_optimizer(stages, lr=1e-2, weight_decay=0.1, options=["eps=1e-4"], axis=axis)
 
 
 @attrs.frozen(eq=False, kw_only=True)
@@ -189,7 +194,7 @@ def _train(training: Training, case: Case, make_stages: MakeStages) -> Outcome:
     with parallel_session(case.layout) as ps:
         stages = make_stages(ps)
         named, ties = named_parameters_of(stages), [tie for x in stages for tie in ties_of(x)]
-        params, optimizer = parameters_of(stages), training.optimizer(named)
+        params, optimizer = parameters_of(stages), training.optimizer(stages, ps.pp)
         loss: Any = training.loss
         run = bind_forward_backward(
             stages,
