@@ -206,7 +206,7 @@ class RunConfig:
     limits: Limits = option(Limits(), change="no fact")
     policy: Policy = option(Policy(), change="no fact")
     precision: Precision = option(Precision(), change="asked")
-    numerics: Numerics = option(Numerics(), change="free")
+    numerics: Numerics = option(Numerics(), change="asked")
     layout: Layout = option(Layout(), change="free")
 
 
