@@ -81,7 +81,7 @@ def choose_student(cfg, words):
 
 def build(cfg, ps, model, weights):
     """Return this rank's stages of a model, the student or its teacher, in the run's layout."""
-    how = {"dtype": cfg.dtype, "recompute": cfg.recompute, "compiled": cfg.compiled}
+    how = {"precision": cfg.precision, "recompute": cfg.recompute, "compiled": cfg.compiled}
     plan = tk.parallel.decoder_plan(cfg.layout, **how)
     make_model = functools.partial(tk.models.Decoder, model, head="hidden")
     return tk.build_stages(make_model, ps, plan, weights=weights, schedule=cfg.layout.schedule)
@@ -120,14 +120,16 @@ def make_train_step(cfg, ps, model, teach, forward_backward):
     clip = {"max_norm": cfg.optim.max_norm, "axis": ps.pp, "world": ps.world}
 
     def train_step(state, batch):
+        scale = tk.health.loss_scale(state.health, cfg.precision)
         tokens = tk.all_sum(tk.count_valid_tokens(batch.microbatches), ps.loss)
-        sums = forward_backward(teach(batch.microbatches), denominator=tokens)
+        per = tk.batch.scaled(tokens, scale)
+        sums = forward_backward(teach(batch.microbatches), denominator=per)
         tk.sync_sp_grads(params, ps.sp_unfolded)
         terms = tk.losses.mean_terms(tk.reduce_metrics(sums, ps.loss), tokens)
         applies = tk.health.step_test(terms["loss"], state.health, cfg.policy, tokens=tokens)
         lr = lr_at(state.step)
-        update = tk.clip_and_step(params, optimizer, lr=lr, applies=applies, **clip)
-        metrics = {**terms, "grad_norm": update.norm, "skipped": ~update.applied, "lr": lr}
+        update = tk.clip_and_step(params, optimizer, lr=lr, applies=applies, scale=scale, **clip)
+        metrics = {**terms, **update.metrics, "lr": lr}
         return tk.advance(state, batch, {**metrics, "tokens": tokens}, axis=ps.loss)
 
     return train_step
@@ -158,8 +160,9 @@ def train(cfg, run, base):
     loss, teach, known = soft_labels(cfg, ps, base, first)
     student = choose_student(cfg, base.config.vocab_size)
     stages = build(cfg, ps, student, tk.models.init_weights(student, seed=cfg.seed))
-    optimizer = tk.optim.make_optimizer(stages, **cfg.optim.made, seed=cfg.seed, axis=ps.pp)
-    size = {"rows_per_step": cfg.batch.rows, "dtype": cfg.dtype}
+    how = {"precision": cfg.precision, "seed": cfg.seed, "axis": ps.pp}
+    optimizer = tk.optim.make_optimizer(stages, **cfg.optim.made, **how)
+    size = {"rows_per_step": cfg.batch.rows, "precision": cfg.precision}
     run.say(tk.parallel.start_lines(stages, ps, rows.bins, **size))
     order = {"schedule": cfg.layout.schedule, "reduce": cfg.layout.reduce}
     order |= {"axis": ps.pp, "call": tk.models.call_routed}
@@ -208,14 +211,15 @@ def main(argv=None):
     cfg = tk.config.load_config(Config, argv)
     path = cfg.teacher or tk.hub.base_run(Path(__file__).parent)
     base = tk.hub.open_trained(path, tokenizer=cfg.tokenizer, context=cfg.batch.row_length)
-    dtype = tk.parallel.choose_dtype(cfg.dtype)
-    cfg = attrs.evolve(cfg, teacher=base.path, tokenizer=base.name, dtype=dtype)
+    precision = tk.parallel.choose_precision(cfg.precision)
+    cfg = attrs.evolve(cfg, teacher=base.path, tokenizer=base.name, precision=precision)
     for model in (choose_student(cfg, base.config.vocab_size), base.config):
         shapes = cfg.layout, model, cfg.batch
         tk.parallel.refuse(tk.parallel.problems(*shapes, world=tk.mesh.world_size()))
     for each in runs_of(cfg):
         told = tk.config.plain_values(each)
-        with tk.open_run(each.out, layout=each.layout, limits=each.limits, config=told) as run:
+        how = {"layout": each.layout, "limits": each.limits, "numerics": each.numerics}
+        with tk.open_run(each.out, **how, config=told) as run:
             if code := train(each, run, base):
                 return code
     return 0

@@ -50,7 +50,7 @@ class Config:
     """Begin contexts with BOS; by default where the model's training texts did."""
     batch: int = attrs.field(default=8192, validator=tk.config.positive)
     """Tokens that go through the model at once, on each rank."""
-    dtype: str = attrs.field(default="auto", validator=tk.config.one_of("auto", "fp32", "bf16"))
+    compute: str = attrs.field(default="auto", validator=tk.config.one_of("auto", "fp32", "bf16"))
     """What is computed in; auto is bf16 on a GPU and fp32 on a CPU."""
     layout: tk.Layout = tk.config.option(tk.Layout())
 
@@ -102,7 +102,7 @@ def read(cfg, trained, how):
 
 def build(cfg, ps, trained):
     """Return this rank's stages of the model, with its weights."""
-    plan = tk.parallel.decoder_plan(cfg.layout, dtype=cfg.dtype)
+    plan = tk.parallel.decoder_plan(cfg.layout, precision=tk.Precision(compute=cfg.compute))
     make_model = functools.partial(tk.models.Decoder, trained.config, head="hidden")
     how = {"schedule": cfg.layout.schedule}
     return tk.adapters.build_trained(trained.path, make_model, ps, plan, **how)
@@ -129,7 +129,7 @@ def evaluate(cfg, ps, trained, asked, manager):
     how, axes = how_of(cfg, trained), {"place": ps.place, "axis": ps.loss, "pp": ps.pp, "tp": ps.tp}
     score = evaluation.bind_score(stages, **axes, call=call, tokens_per_batch=cfg.batch)
     nothing = torch.optim.SGD(tk.parameters_of(stages))
-    facts = {"model": tk.state_hash(tk.TrainState(), stages, nothing, ps), "dtype": cfg.dtype}
+    facts = {"model": tk.state_hash(tk.TrainState(), stages, nothing, ps), "compute": cfg.compute}
     facts |= {name: how[name] for name in ("context", "add_bos")}
     facts |= {"tokenizer": tk.tokenizers.tokenizer_hash(trained.tokenizer)}
     found = {}
@@ -161,7 +161,8 @@ def restart(score, items, line, start):
 def main(argv=None):
     """Read what is asked, refuse what does not fit, load the model, evaluate it."""
     cfg = tk.config.load_config(Config, argv)
-    cfg = attrs.evolve(cfg, dtype=tk.parallel.choose_dtype(cfg.dtype))
+    precision = tk.parallel.choose_precision(tk.Precision(compute=cfg.compute))
+    cfg = attrs.evolve(cfg, compute=precision.compute)
     path = cfg.run or tk.hub.base_run(Path(__file__).parent)
     trained = tk.hub.open_trained(path, tokenizer=cfg.tokenizer, context=cfg.context)
     world = tk.mesh.world_size()

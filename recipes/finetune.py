@@ -98,12 +98,13 @@ def add_adapters(cfg):
 
 def build(cfg, ps, base):
     """Return this rank's stages of the model, with its weights, and their optimizer."""
-    how = {"dtype": cfg.dtype, "recompute": cfg.recompute, "compiled": cfg.compiled}
+    how = {"precision": cfg.precision, "recompute": cfg.recompute, "compiled": cfg.compiled}
     plan = [*add_adapters(cfg), *tk.parallel.decoder_plan(cfg.layout, **how)]
     make_model = functools.partial(tk.models.Decoder, base.config, head="hidden")
     weights = tk.adapters.base_weights(base.path, axis=ps.world)
     stages = tk.build_stages(make_model, ps, plan, weights=weights, schedule=cfg.layout.schedule)
-    return stages, tk.optim.make_optimizer(stages, **cfg.optim.made, seed=cfg.seed, axis=ps.pp)
+    how = {"precision": cfg.precision, "seed": cfg.seed, "axis": ps.pp}
+    return stages, tk.optim.make_optimizer(stages, **cfg.optim.made, **how)
 
 
 def make_train_step(cfg, ps, stages, optimizer, forward_backward):
@@ -113,14 +114,15 @@ def make_train_step(cfg, ps, stages, optimizer, forward_backward):
     clip = {"max_norm": cfg.optim.max_norm, "axis": ps.pp, "world": ps.world}
 
     def train_step(state, batch):
+        scale = tk.health.loss_scale(state.health, cfg.precision)
         tokens = tk.all_sum(tk.count_valid_tokens(batch.microbatches), ps.loss)
-        sums = forward_backward(batch.microbatches, denominator=tokens)
+        sums = forward_backward(batch.microbatches, denominator=tk.batch.scaled(tokens, scale))
         tk.sync_sp_grads(params, ps.sp_unfolded)
         terms = tk.losses.mean_terms(tk.reduce_metrics(sums, ps.loss), tokens)
         applies = tk.health.step_test(terms["loss"], state.health, cfg.policy, tokens=tokens)
         lr = lr_at(state.step)
-        update = tk.clip_and_step(params, optimizer, lr=lr, applies=applies, **clip)
-        metrics = {**terms, "grad_norm": update.norm, "skipped": ~update.applied, "lr": lr}
+        update = tk.clip_and_step(params, optimizer, lr=lr, applies=applies, scale=scale, **clip)
+        metrics = {**terms, **update.metrics, "lr": lr}
         return tk.advance(state, batch, {**metrics, "tokens": tokens}, axis=ps.loss)
 
     return train_step
@@ -155,7 +157,7 @@ def train(cfg, run, tokenizer, base):
     if base.config.width >= 512 and cfg.optim.lr == 3e-3:
         run.say("warning: --lr 3e-3 suits small models: large ones want about 2e-5, adapters 2e-4")
     stages, optimizer = build(cfg, ps, base)
-    size = {"rows_per_step": cfg.batch.rows, "dtype": cfg.dtype}
+    size = {"rows_per_step": cfg.batch.rows, "precision": cfg.precision}
     run.say(tk.parallel.start_lines(stages, ps, rows.bins, **size))
     order = {"schedule": cfg.layout.schedule, "reduce": cfg.layout.reduce}
     order |= {"axis": ps.pp, "call": tk.models.call_routed}
@@ -212,8 +214,8 @@ def main(argv=None):
     cfg = tk.config.load_config(Config, argv)
     base = open_base(cfg)
     tokenizer, template = base.tokenizer, cfg.template or base.template or "chatml"
-    dtype = tk.parallel.choose_dtype(cfg.dtype)
-    cfg = attrs.evolve(cfg, tokenizer=base.name, template=template, dtype=dtype)
+    precision = tk.parallel.choose_precision(cfg.precision)
+    cfg = attrs.evolve(cfg, tokenizer=base.name, template=template, precision=precision)
     tk.chat.find_template(template)  # refuses one that there is not
     problems = tk.parallel.problems(cfg.layout, base.config, cfg.batch, world=tk.mesh.world_size())
     add, beside = add_adapters(cfg), {"layout": cfg.layout, "base": base.facts}
@@ -224,7 +226,8 @@ def main(argv=None):
         problems.append(ConfigError(f"{what}; take --method lora, or leave them out"))
     tk.parallel.refuse(problems)
     told = tk.config.plain_values(cfg)
-    with tk.open_run(cfg.out, layout=cfg.layout, limits=cfg.limits, config=told) as run:
+    how = {"layout": cfg.layout, "limits": cfg.limits, "numerics": cfg.numerics}
+    with tk.open_run(cfg.out, **how, config=told) as run:
         return train(cfg, run, tokenizer, base)
 
 

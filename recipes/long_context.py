@@ -56,12 +56,13 @@ def open_documents(cfg, tokenizer):
 
 def build(cfg, ps, model):
     """Return this rank's stages of the model and their optimizer."""
-    how = {"dtype": cfg.dtype, "recompute": cfg.recompute, "compiled": cfg.compiled}
+    how = {"precision": cfg.precision, "recompute": cfg.recompute, "compiled": cfg.compiled}
     plan = tk.parallel.decoder_plan(cfg.layout, **how)
     make_model = functools.partial(tk.models.Decoder, model, head="hidden")
     weights = tk.models.init_weights(model, seed=cfg.seed)
     stages = tk.build_stages(make_model, ps, plan, weights=weights, schedule=cfg.layout.schedule)
-    return stages, tk.optim.make_optimizer(stages, **cfg.optim.made, seed=cfg.seed, axis=ps.pp)
+    how = {"precision": cfg.precision, "seed": cfg.seed, "axis": ps.pp}
+    return stages, tk.optim.make_optimizer(stages, **cfg.optim.made, **how)
 
 
 def make_train_step(cfg, ps, stages, optimizer, forward_backward):
@@ -71,14 +72,15 @@ def make_train_step(cfg, ps, stages, optimizer, forward_backward):
     clip = {"max_norm": cfg.optim.max_norm, "axis": ps.pp, "world": ps.world}
 
     def train_step(state, batch):
+        scale = tk.health.loss_scale(state.health, cfg.precision)
         tokens = tk.all_sum(tk.count_valid_tokens(batch.microbatches), ps.loss)
-        sums = forward_backward(batch.microbatches, denominator=tokens)
+        sums = forward_backward(batch.microbatches, denominator=tk.batch.scaled(tokens, scale))
         tk.sync_sp_grads(params, ps.sp_unfolded)
         terms = tk.losses.mean_terms(tk.reduce_metrics(sums, ps.loss), tokens)
         applies = tk.health.step_test(terms["loss"], state.health, cfg.policy, tokens=tokens)
         lr = lr_at(state.step)
-        update = tk.clip_and_step(params, optimizer, lr=lr, applies=applies, **clip)
-        metrics = {**terms, "grad_norm": update.norm, "skipped": ~update.applied, "lr": lr}
+        update = tk.clip_and_step(params, optimizer, lr=lr, applies=applies, scale=scale, **clip)
+        metrics = {**terms, **update.metrics, "lr": lr}
         return tk.advance(state, batch, {**metrics, "tokens": tokens}, axis=ps.loss)
 
     return train_step
@@ -95,7 +97,7 @@ def train(cfg, run, tokenizer, model):
         corpus.lengths, batch.row_length, multiple_of=batch.multiple_of, seed=cfg.seed
     )
     stages, optimizer = build(cfg, ps, model)
-    size = {"rows_per_step": batch.rows, "dtype": cfg.dtype}
+    size = {"rows_per_step": batch.rows, "precision": cfg.precision}
     run.say(tk.parallel.start_lines(stages, ps, rows, **size))
     facts = tk.config.config_facts(cfg)
     facts |= {"model": attrs.asdict(model), "tokenizer": tk.tokenizers.tokenizer_hash(tokenizer)}
@@ -131,7 +133,7 @@ def train(cfg, run, tokenizer, model):
 def main(argv=None):
     """Read the configuration, refuse a layout that does not fit, open the process groups, train."""
     cfg = tk.config.load_config(Config, argv)
-    cfg = attrs.evolve(cfg, dtype=tk.parallel.choose_dtype(cfg.dtype))
+    cfg = attrs.evolve(cfg, precision=tk.parallel.choose_precision(cfg.precision))
     tokenizer = tk.tokenizers.open_tokenizer(cfg.tokenizer)
     vocab_size = tk.models.round_up_vocabulary(tokenizer.vocab_size)
     rope = {"rope_theta": cfg.rope_theta}
@@ -139,7 +141,8 @@ def main(argv=None):
     problems = tk.parallel.problems(cfg.layout, model, cfg.batch, world=tk.mesh.world_size())
     tk.parallel.refuse(problems)
     told = tk.config.plain_values(cfg)
-    with tk.open_run(cfg.out, layout=cfg.layout, limits=cfg.limits, config=told) as run:
+    how = {"layout": cfg.layout, "limits": cfg.limits, "numerics": cfg.numerics}
+    with tk.open_run(cfg.out, **how, config=told) as run:
         return train(cfg, run, tokenizer, model)
 
 

@@ -91,14 +91,15 @@ def choose_model(cfg, tokenizer):
 
 def build(cfg, ps, model):
     """Return this rank's stages of the model and their optimizer."""
-    how = {"dtype": cfg.dtype, "recompute": cfg.recompute, "compiled": cfg.compiled}
+    how = {"precision": cfg.precision, "recompute": cfg.recompute, "compiled": cfg.compiled}
     plan = tk.parallel.decoder_plan(cfg.layout, **how)
     make_model = functools.partial(tk.models.Decoder, model, head="hidden")
     weights = tk.models.init_weights(model, seed=cfg.seed)
     if cfg.init:
         weights = tk.hub.folder_weights(tk.hub.open_folder(cfg.init), axis=ps.world)
     stages = tk.build_stages(make_model, ps, plan, weights=weights, schedule=cfg.layout.schedule)
-    return stages, tk.optim.make_optimizer(stages, **cfg.optim.made, seed=cfg.seed, axis=ps.pp)
+    how = {"precision": cfg.precision, "seed": cfg.seed, "axis": ps.pp}
+    return stages, tk.optim.make_optimizer(stages, **cfg.optim.made, **how)
 
 
 def make_train_step(cfg, ps, stages, optimizer, forward_backward):
@@ -110,19 +111,20 @@ def make_train_step(cfg, ps, stages, optimizer, forward_backward):
     clip = {"max_norm": cfg.optim.max_norm, "axis": ps.pp, "world": ps.world}
 
     def train_step(state, batch):
+        scale = tk.health.loss_scale(state.health, cfg.precision)
         tokens = tk.all_sum(tk.count_valid_tokens(batch.microbatches), ps.loss)
         seen = tk.all_sum(tk.count_tokens(batch.microbatches), ps.loss)
         per = {"loss": tokens, "balance": seen}
-        sums = forward_backward(batch.microbatches, denominator=per)
+        sums = forward_backward(batch.microbatches, denominator=tk.batch.scaled(per, scale))
         tk.sync_sp_grads(params, ps.sp_unfolded)
         terms = tk.losses.mean_terms(tk.reduce_metrics(sums, ps.loss), tokens)
         applies = tk.health.step_test(terms["loss"], state.health, cfg.policy, tokens=tokens)
         lr, rate = lr_at(state.step), rate_at(state.step)
-        update = tk.clip_and_step(params, optimizer, lr=lr, applies=applies, **clip)
+        update = tk.clip_and_step(params, optimizer, lr=lr, applies=applies, scale=scale, **clip)
         load, taken = terms["load"], update.applied
         biases = tk.models.advance_routers_(stages, load, rate=rate, applied=taken)
         shown = tk.metrics.load_metrics(load, biases=tk.all_sum(biases, ps.pp))
-        metrics = {**terms, **shown, "grad_norm": update.norm, "skipped": ~taken, "lr": lr}
+        metrics = {**terms, **shown, **update.metrics, "lr": lr}
         return tk.advance(state, batch, {**metrics, "tokens": tokens}, axis=ps.loss)
 
     return train_step
@@ -152,7 +154,7 @@ def train(cfg, run, tokenizer, model):
     ps, weight = run.ps, 0.0 if model.experts.biased else cfg.loss_weight
     rows, held = open_rows(cfg, run, tokenizer)
     stages, optimizer = build(cfg, ps, model)
-    size = {"rows_per_step": cfg.batch.rows, "dtype": cfg.dtype}
+    size = {"rows_per_step": cfg.batch.rows, "precision": cfg.precision}
     run.say(tk.parallel.start_lines(stages, ps, rows.bins, **size))
     loss = tk.losses.routed(tk.losses.next_token_linear, balance=weight)
     order = {"schedule": cfg.layout.schedule, "reduce": cfg.layout.reduce}
@@ -193,13 +195,14 @@ def main(argv=None):
     cfg = tk.config.load_config(Config, argv)
     beside = (cfg.data,) if cfg.data else ()
     name = tk.tokenizers.find_tokenizer(cfg.tokenizer, beside, init=cfg.init)
-    cfg = attrs.evolve(cfg, tokenizer=name, dtype=tk.parallel.choose_dtype(cfg.dtype))
+    cfg = attrs.evolve(cfg, tokenizer=name, precision=tk.parallel.choose_precision(cfg.precision))
     tokenizer = tk.tokenizers.open_tokenizer(name)
     model = choose_model(cfg, tokenizer)
     problems = tk.parallel.problems(cfg.layout, model, cfg.batch, world=tk.mesh.world_size())
     tk.parallel.refuse(problems)
     told = tk.config.plain_values(cfg)
-    with tk.open_run(cfg.out, layout=cfg.layout, limits=cfg.limits, config=told) as run:
+    how = {"layout": cfg.layout, "limits": cfg.limits, "numerics": cfg.numerics}
+    with tk.open_run(cfg.out, **how, config=told) as run:
         return train(cfg, run, tokenizer, model)
 
 

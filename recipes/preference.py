@@ -65,12 +65,13 @@ def pack(cfg, run, corpus):
 
 def build(cfg, ps, base):
     """Return this rank's stages of the model, with its weights, and their optimizer."""
-    how = {"dtype": cfg.dtype, "recompute": cfg.recompute, "compiled": cfg.compiled}
+    how = {"precision": cfg.precision, "recompute": cfg.recompute, "compiled": cfg.compiled}
     plan = tk.parallel.decoder_plan(cfg.layout, **how)
     make_model = functools.partial(tk.models.Decoder, base.config, head="hidden")
     weights = tk.adapters.base_weights(base.path, axis=ps.world)
     stages = tk.build_stages(make_model, ps, plan, weights=weights, schedule=cfg.layout.schedule)
-    return stages, tk.optim.make_optimizer(stages, **cfg.optim.made, seed=cfg.seed, axis=ps.pp)
+    how = {"precision": cfg.precision, "seed": cfg.seed, "axis": ps.pp}
+    return stages, tk.optim.make_optimizer(stages, **cfg.optim.made, **how)
 
 
 def exchange_answers(cfg, rows):
@@ -101,7 +102,7 @@ def bind_reference(cfg, run, stages, optimizer):
         if begins:
             run.say(f"what the first weights say of {len(corpus.lengths)} answers, into {path}")
             facts = {"weights": tk.checkpoint.state_hash(TrainState(), stages, optimizer, ps)}
-            facts |= {"dtype": cfg.dtype, "corpus": tk.corpora.fingerprint(corpus)}
+            facts |= {"compute": cfg.precision.compute, "corpus": tk.corpora.fingerprint(corpus)}
             how = {"context": cfg.batch.row_length, "axis": ps.world, "tell": run.say}
             measured = tk.evaluation.logprob_columns(heard)
             tk.evaluation.score_corpus(measured, corpus, path, facts=facts, **how)
@@ -161,17 +162,17 @@ def make_train_step(cfg, ps, stages, optimizer, forward_backward):
     halves = cfg.loss != "kto"  # which counts answers, and the others pairs
 
     def train_step(state, batch):
+        scale = tk.health.loss_scale(state.health, cfg.precision)
         tokens = tk.all_sum(tk.count_valid_tokens(batch.microbatches), ps.loss)
         count = tk.all_sum(tk.batch.count_documents(batch.microbatches, halves=halves), ps.loss)
-        sums = forward_backward(batch.microbatches, denominator=count)
+        sums = forward_backward(batch.microbatches, denominator=tk.batch.scaled(count, scale))
         tk.sync_sp_grads(params, ps.sp_unfolded)
         terms = tk.losses.mean_terms(tk.reduce_metrics(sums, ps.loss), count)
         loss, lr = terms.pop("preference"), lr_at(state.step)
         applies = tk.health.step_test(loss, state.health, cfg.policy, tokens=count)
-        update = tk.clip_and_step(params, optimizer, lr=lr, applies=applies, **clip)
+        update = tk.clip_and_step(params, optimizer, lr=lr, applies=applies, scale=scale, **clip)
         metrics = {"loss": loss, **terms, "tokens": tokens, "lr": lr}
-        metrics |= {"grad_norm": update.norm, "skipped": ~update.applied}
-        return tk.advance(state, batch, metrics, axis=ps.loss)
+        return tk.advance(state, batch, {**metrics, **update.metrics}, axis=ps.loss)
 
     return train_step
 
@@ -210,7 +211,7 @@ def train(cfg, run, tokenizer, base):
     facts = make_facts(cfg, base.config, tokenizer, rows)
     rows, prepare, references = compare_with_start(cfg, run, stages, optimizer, rows)
     facts |= references
-    size = {"rows_per_step": cfg.batch.rows, "dtype": cfg.dtype}
+    size = {"rows_per_step": cfg.batch.rows, "precision": cfg.precision}
     run.say(tk.parallel.start_lines(stages, ps, rows.bins, **size))
     order = {"schedule": cfg.layout.schedule, "reduce": cfg.layout.reduce}
     order |= {"axis": ps.pp, "call": tk.models.call_routed}
@@ -257,13 +258,15 @@ def main(argv=None):
     """Read the configuration, refuse a layout that does not fit, open the process groups, train."""
     cfg = tk.config.load_config(Config, argv)
     base = open_base(cfg)
-    template, dtype = cfg.template or base.template or "chatml", tk.parallel.choose_dtype(cfg.dtype)
-    cfg = attrs.evolve(cfg, tokenizer=base.name, template=template, dtype=dtype)
+    template = cfg.template or base.template or "chatml"
+    precision = tk.parallel.choose_precision(cfg.precision)
+    cfg = attrs.evolve(cfg, tokenizer=base.name, template=template, precision=precision)
     tk.chat.find_template(template)  # refuses one that there is not
     world = tk.mesh.world_size()
     tk.parallel.refuse(tk.parallel.problems(cfg.layout, base.config, cfg.batch, world=world))
     told = tk.config.plain_values(cfg)
-    with tk.open_run(cfg.out, layout=cfg.layout, limits=cfg.limits, config=told) as run:
+    how = {"layout": cfg.layout, "limits": cfg.limits, "numerics": cfg.numerics}
+    with tk.open_run(cfg.out, **how, config=told) as run:
         return train(cfg, run, base.tokenizer, base)
 
 

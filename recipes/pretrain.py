@@ -107,12 +107,13 @@ def choose_model(cfg, vocab_size):
 
 def build(cfg, ps, model):
     """Return this rank's stages of the model and their optimizer."""
-    how = {"dtype": cfg.dtype, "recompute": cfg.recompute, "compiled": cfg.compiled}
+    how = {"precision": cfg.precision, "recompute": cfg.recompute, "compiled": cfg.compiled}
     plan = tk.parallel.decoder_plan(cfg.layout, **how)
     make_model = functools.partial(tk.models.Decoder, model, head="hidden")
     weights = tk.models.init_weights(model, seed=cfg.seed)
     stages = tk.build_stages(make_model, ps, plan, weights=weights, schedule=cfg.layout.schedule)
-    return stages, tk.optim.make_optimizer(stages, **cfg.optim.made, seed=cfg.seed, axis=ps.pp)
+    how = {"precision": cfg.precision, "seed": cfg.seed, "axis": ps.pp}
+    return stages, tk.optim.make_optimizer(stages, **cfg.optim.made, **how)
 
 
 def make_train_step(cfg, ps, stages, optimizer, forward_backward):
@@ -123,15 +124,16 @@ def make_train_step(cfg, ps, stages, optimizer, forward_backward):
     clip = {"max_norm": cfg.optim.max_norm, "axis": ps.pp, "world": ps.world}
 
     def train_step(state, batch):
+        scale = tk.health.loss_scale(state.health, cfg.precision)
         tokens = tk.all_sum(tk.count_valid_tokens(batch.microbatches), ps.loss)
-        sums = forward_backward(batch.microbatches, denominator=tokens)
+        sums = forward_backward(batch.microbatches, denominator=tk.batch.scaled(tokens, scale))
         tk.sync_sp_grads(params, ps.sp_unfolded)
         terms = tk.losses.mean_terms(tk.reduce_metrics(sums, ps.loss), tokens)
         applies = tk.health.step_test(terms["loss"], state.health, cfg.policy, tokens=tokens)
         is_annealing = 0 < cfg.anneal_step <= state.cursor.batch
         lr = lr_at(state.step) * (cfg.anneal_lr if is_annealing else 1.0)
-        update = tk.clip_and_step(params, optimizer, lr=lr, applies=applies, **clip)
-        metrics = {**terms, "grad_norm": update.norm, "skipped": ~update.applied, "lr": lr}
+        update = tk.clip_and_step(params, optimizer, lr=lr, applies=applies, scale=scale, **clip)
+        metrics = {**terms, **update.metrics, "lr": lr}
         return tk.advance(state, batch, {**metrics, "tokens": tokens}, axis=ps.loss)
 
     return train_step
@@ -170,7 +172,7 @@ def train(cfg, run, tokenizer, model):
     mix, held, reports = pack(cfg, run, opened)
     phases = make_phases(cfg, mix.num_rows)
     stages, optimizer = build(cfg, ps, model)
-    size = {"rows_per_step": cfg.batch.rows, "dtype": cfg.dtype}
+    size = {"rows_per_step": cfg.batch.rows, "precision": cfg.precision}
     run.say(tk.parallel.start_lines(stages, ps, mix.bins, **size))
     loss = tk.losses.by_source(tuple(opened), loss) if len(opened) > 1 else loss
     order = {"schedule": cfg.layout.schedule, "reduce": cfg.layout.reduce}
@@ -215,13 +217,14 @@ def main(argv=None):
     """Read the configuration, refuse a layout that does not fit, open the process groups, train."""
     cfg = tk.config.load_config(Config, argv)
     name = tk.tokenizers.find_tokenizer(cfg.tokenizer, cfg.data, init=cfg.init)
-    cfg = attrs.evolve(cfg, tokenizer=name, dtype=tk.parallel.choose_dtype(cfg.dtype))
+    cfg = attrs.evolve(cfg, tokenizer=name, precision=tk.parallel.choose_precision(cfg.precision))
     tokenizer = tk.tokenizers.open_tokenizer(name)
     model = choose_model(cfg, tokenizer.vocab_size)
     problems = tk.parallel.problems(cfg.layout, model, cfg.batch, world=tk.mesh.world_size())
     tk.parallel.refuse(problems)
     told = tk.config.plain_values(cfg)
-    with tk.open_run(cfg.out, layout=cfg.layout, limits=cfg.limits, config=told) as run:
+    how = {"layout": cfg.layout, "limits": cfg.limits, "numerics": cfg.numerics}
+    with tk.open_run(cfg.out, **how, config=told) as run:
         return train(cfg, run, tokenizer, model)
 
 

@@ -100,13 +100,14 @@ def pack(cfg, tokenizer, answered):
 
 def build(cfg, ps, model, path):
     """Return this rank's stages of the model, with its weights, and their optimizer."""
-    how = {"dtype": cfg.dtype, "recompute": cfg.recompute, "compiled": cfg.compiled}
+    how = {"precision": cfg.precision, "recompute": cfg.recompute, "compiled": cfg.compiled}
     plan = tk.parallel.decoder_plan(cfg.layout, **how)
     make_model = functools.partial(tk.models.Decoder, model, head="hidden")
     new = functools.partial(tk.models.init_weights, model, seed=cfg.seed)
     weights = tk.adapters.base_weights(path, axis=ps.world) if path else new()
     stages = tk.build_stages(make_model, ps, plan, weights=weights, schedule=cfg.layout.schedule)
-    return stages, tk.optim.make_optimizer(stages, **cfg.optim.made, seed=cfg.seed, axis=ps.pp)
+    how = {"precision": cfg.precision, "seed": cfg.seed, "axis": ps.pp}
+    return stages, tk.optim.make_optimizer(stages, **cfg.optim.made, **how)
 
 
 def bind_losses(cfg, ps, stages):
@@ -132,14 +133,15 @@ def make_train_step(cfg, ps, stages, optimizer, forward_backward):
     clip = {"max_norm": cfg.optim.max_norm, "axis": ps.pp, "world": ps.world}
 
     def train_step(state, batch):
+        scale = tk.health.loss_scale(state.health, cfg.precision)
         tokens = tk.all_sum(tk.count_valid_tokens(batch.microbatches), ps.loss)
-        sums = forward_backward(batch.microbatches, denominator=tokens)
+        sums = forward_backward(batch.microbatches, denominator=tk.batch.scaled(tokens, scale))
         tk.sync_sp_grads(params, ps.sp_unfolded)
         terms = tk.losses.mean_terms(tk.reduce_metrics(sums, ps.loss), tokens)
         lr, terms["loss"] = lr_at(state.step), terms.pop("policy", terms.get("loss"))
         applies = tk.health.step_test(terms["loss"], state.health, cfg.policy, tokens=tokens)
-        update = tk.clip_and_step(params, optimizer, lr=lr, applies=applies, **clip)
-        metrics = {**terms, "grad_norm": update.norm, "skipped": ~update.applied, "lr": lr}
+        update = tk.clip_and_step(params, optimizer, lr=lr, applies=applies, scale=scale, **clip)
+        metrics = {**terms, **update.metrics, "lr": lr}
         return tk.advance(state, batch, {**metrics, "tokens": tokens}, axis=ps.loss)
 
     return train_step
@@ -222,7 +224,7 @@ def train(cfg, run, tokenizer, model, path):
     ps, changes, (shown, asked, held) = run.ps, tk.config.changes_of(cfg), make_problems(cfg)
     shown = pack(cfg, tokenizer, shown)
     stages, optimizer = build(cfg, ps, model, path)
-    size = {"rows_per_step": cfg.batch.rows, "dtype": cfg.dtype}
+    size = {"rows_per_step": cfg.batch.rows, "precision": cfg.precision}
     run.say(tk.parallel.start_lines(stages, ps, shown.bins, **size))
     forward_backward = bind_losses(cfg, ps, stages)
     train_step = make_train_step(cfg, ps, stages, optimizer, forward_backward)
@@ -277,8 +279,9 @@ def open_base(cfg):
 def main(argv=None):
     """Read the configuration, refuse a layout that does not fit, open the process groups, train."""
     cfg = tk.config.load_config(Config, argv)
-    (path, tokenizer, name, model), dtype = open_base(cfg), tk.parallel.choose_dtype(cfg.dtype)
-    cfg = attrs.evolve(cfg, tokenizer=name, dtype=dtype)
+    path, tokenizer, name, model = open_base(cfg)
+    precision = tk.parallel.choose_precision(cfg.precision)
+    cfg = attrs.evolve(cfg, tokenizer=name, precision=precision)
     world, updates = tk.mesh.world_size(), cfg.rollout.updates
     problems = tk.parallel.problems(cfg.layout, model, cfg.batch, world=world)
     counts = [cfg.steps, cfg.supervised, cfg.keeping.save_every]
@@ -287,7 +290,8 @@ def main(argv=None):
         problems.append(ConfigError(f"{what} {updates}; a run is saved between rollouts alone"))
     tk.parallel.refuse(problems)
     told = tk.config.plain_values(cfg)
-    with tk.open_run(cfg.out, layout=cfg.layout, limits=cfg.limits, config=told) as run:
+    how = {"layout": cfg.layout, "limits": cfg.limits, "numerics": cfg.numerics}
+    with tk.open_run(cfg.out, **how, config=told) as run:
         return train(cfg, run, tokenizer, model, path)
 
 

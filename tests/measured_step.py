@@ -17,11 +17,11 @@ from trainkit.losses import next_token, next_token_linear, routed
 from trainkit.mesh import solo_parallel
 from trainkit.models import Decoder, call_model, call_routed, init_weights
 from trainkit.optim import adamw
-from trainkit.parallel import expert, fsdp, precision, recompute
+from trainkit.parallel import DTYPES, expert, fsdp, precision, recompute
 from trainkit.parallel.sequence import sequence
 from trainkit.parallel.tensor import tensor
 from trainkit.testing.ledger import count_collectives
-from trainkit.types import Batch, Layout, Spans
+from trainkit.types import Batch, Layout, Precision, Spans
 
 
 def make_batch(config, rows, length, documents):
@@ -86,9 +86,11 @@ class Measured:
 
 def step_of(job, layout, ps):
     """Return a model, its optimizer, and the two halves of a step in a job's way of computing."""
-    dtype = torch.bfloat16 if job.dtype == "bf16" else None
+    kept = {"storage": DTYPES[job.precision.storage]}
+    plain = job.precision == Precision(compute="fp32")
+    low = precision(None if plain else DTYPES[job.precision.compute], **kept)
     head = "hidden" if job.loss == "linear" else "logits"
-    rest = sequence(), expert(), precision(dtype), recompute(job.recompute), fsdp()
+    rest = sequence(), expert(), low, recompute(job.recompute), fsdp()
     plan = [*job.begins, tensor(), *rest]
     stages = tk.build_stages(
         lambda: Decoder(job.config, head=head),

@@ -89,6 +89,7 @@ from .types import Cursor as Cursor
 from .types import Layout as Layout
 from .types import ParallelState as ParallelState
 from .types import Place as Place
+from .types import Precision as Precision
 from .types import Share as Share
 from .types import Spans as Spans
 from .types import StepBatch as StepBatch

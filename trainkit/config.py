@@ -30,6 +30,8 @@ from trainkit.runtime.limits import Limits
 from trainkit.types import (
     ConfigError,
     Layout,
+    Numerics,
+    Precision,
     Rows,
     Validator,
     fraction,
@@ -107,6 +109,8 @@ def _known_optimizer(options: OptimOptions, _: object, __: object) -> None:
         from trainkit.optim.table import check_options  # noqa: PLC0415 -- it needs torch
 
         check_options(**options.made)
+        if any(text.startswith("moments=") for text in options.optimizer_options):
+            raise ConfigError("optimizer_options: moments are told by --moments")
 
 
 @attrs.frozen(kw_only=True)
@@ -129,7 +133,7 @@ class OptimOptions:
     """adamw, lion, momentum, muon, schedule-free, signsgd; docs/howto/choose-an-optimizer.md."""
 
     optimizer_options: tuple[str, ...] = option((), change="asked")
-    """What it is told, NAME=VALUE each: moments=bf16, cautious=True."""
+    """What it is told, NAME=VALUE each: betas=(0.9,0.99), cautious=True."""
 
     optimizer_groups: tuple[str, ...] = option((), change="asked")
     """What other parameters get, each a regular expression of names: 'head.* lr_scale=0.5'."""
@@ -192,9 +196,6 @@ class RunConfig:
     allow_change: tuple[str, ...] = option((), change="no fact")
     """Names of flags that this run may be continued with another value of: lr, schedule-steps."""
 
-    dtype: Literal["auto", "fp32", "bf16"] = option("auto", change="asked")
-    """What is computed in, on fp32 parameters; auto is bf16 on a GPU and fp32 on a CPU."""
-
     recompute: Literal["none", "selective", "full"] = option("none", change="free")
     """What is computed again in the backward pass, to save memory."""
 
@@ -204,6 +205,8 @@ class RunConfig:
     keeping: Keeping = option(Keeping(), change="no fact")
     limits: Limits = option(Limits(), change="no fact")
     policy: Policy = option(Policy(), change="no fact")
+    precision: Precision = option(Precision(), change="asked")
+    numerics: Numerics = option(Numerics(), change="asked")
     layout: Layout = option(Layout(), change="free")
 
 
@@ -275,8 +278,8 @@ def changes_of(config: Any) -> Changes:
     """Return which fields a run may be continued with other values of; see `option`.
 
     Examples:
-        >>> changes_of(RunConfig(allow_change=("dtype",))).flagged
-        ('dtype',)
+        >>> changes_of(RunConfig(allow_change=("compute",))).flagged
+        ('compute',)
     """
     from trainkit.checkpoint.facts import Changes  # noqa: PLC0415 -- it needs torch
 

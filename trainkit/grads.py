@@ -266,6 +266,7 @@ def clip_grads_(
     axis: Axis = SOLO,
     norm_type: float = 2.0,
     groups: Iterable[Mapping[str, Any]] = (),
+    scale: Tensor | float | None = None,
 ) -> Tensor:
     """Scale the gradient of the whole model down to a norm; nothing is stepped or cleared.
 
@@ -280,6 +281,8 @@ def clip_grads_(
         groups: Groups of parameters, as `optimizer.param_groups` has them, the same on all ranks
             and stages. One that has a "max_norm" (`math.inf` never clips) is measured and clipped
             by itself; what is in no such group is measured and clipped together, by `max_norm`.
+        scale: What the gradients are multiples of (`batch.scaled`); they are divided by it in
+            the same pass, and so is the norm before anything is held against it.
 
     Returns:
         The norm of the whole before clipping, a 0-d tensor, equal on all ranks.
@@ -302,12 +305,15 @@ def clip_grads_(
     params = list(dict.fromkeys(params))
     parts = _clipped_apart(params, max_norm, groups)
     norms = _part_norms([members for members, _ in parts], axis, norm_type)
+    norms = norms if scale is None else norms / scale
     norm = norms[0] if len(parts) == 1 else torch.linalg.vector_norm(norms, norm_type)
     for index, (members, limit) in enumerate(parts):
         grads = [local_of(p.grad) for p in members if p.grad is not None]
-        if grads and limit is not None and math.isfinite(limit):
-            scale = (limit / (norms[index] + 1e-6)).clamp(max=1.0)
-            torch._foreach_mul_(grads, torch.where(_not_finite(norm), 1.0, scale))
+        clips = limit is not None and math.isfinite(limit)
+        if grads and (clips or scale is not None):
+            by = (limit / (norms[index] + 1e-6)).clamp(max=1.0) if clips else norm.new_ones(())
+            by = by if scale is None else by / scale
+            torch._foreach_mul_(grads, torch.where(_not_finite(norm), 1.0, by))
     return norm
 
 
@@ -342,6 +348,7 @@ def clip_and_step(
     applies: Callable[[Tensor], Tensor] | None = None,
     world: Axis = SOLO,
     norm_type: float = 2.0,
+    scale: Tensor | float | None = None,
 ) -> Update:
     """Clip the gradient to a norm, take one optimizer step, and clear the gradients.
 
@@ -363,10 +370,12 @@ def clip_and_step(
             that are summed over all ranks need it not; those that are computed by several ranks
             alike do, when one of them errs.
         norm_type: Which norm, as for `grad_norm`.
+        scale: What the gradients are multiples of; see `clip_grads_` and `health.loss_scale`.
 
     Returns:
         The norm before clipping, and whether the step was taken, which is equal on all ranks of
-        `world`: two 0-d tensors.
+        `world`: two 0-d tensors. With a `scale` also that, and whether a norm was not finite
+        on any rank.
 
     Raises:
         ValueError: `lr` is negative or not finite, a `max_norm` or `norm_type` is not positive, a
@@ -375,7 +384,7 @@ def clip_and_step(
 
     Effects:
         Writes parameters and optimizer state, sets every `.grad` to None; communicates as
-        `grad_norm`, and one number on `world`.
+        `grad_norm`, and two numbers on `world`.
 
     Examples:
         >>> from trainkit.mesh import solo_parallel
@@ -392,18 +401,19 @@ def clip_and_step(
     params = list(params)  # they are walked more than once, and may be a generator
     _check_held(params, optimizer)
     how = {"axis": axis, "norm_type": norm_type, "groups": optimizer.param_groups}
-    norm = clip_grads_(params, max_norm=max_norm, **how)
-    refused = _not_finite(norm)
+    norm = clip_grads_(params, max_norm=max_norm, scale=scale, **how)
+    refused = overflowed = _not_finite(norm)
     if applies is not None:
         refused = refused | applies(norm).logical_not().to(norm.device)
     if world.count > 1:
-        refused = all_sum(refused.to(torch.float32), world) > 0
+        told = torch.stack([refused, overflowed]).to(torch.float32)
+        refused, overflowed = (all_sum(told, world) > 0).unbind()
     for group in optimizer.param_groups:
         group["lr"] = lr * group.get("lr_scale", 1)
     _step_unless(refused, optimizer)
     for p in params:
         p.grad = None
-    return Update(norm, refused.logical_not())
+    return Update(norm, refused.logical_not(), scale, overflowed)
 
 
 def _check_held(params: Sequence[nn.Parameter], optimizer: torch.optim.Optimizer) -> None:

@@ -9,7 +9,9 @@ A step is *bad* when its loss or its gradient's norm is not finite. It is skippe
 parameters and moments keep every bit; the step's number, its data and its learning rate are spent
 all the same. Some bad steps in a row, or one whose parameters or moments are damaged themselves,
 call for a roll-back; too many of these end the run. A step whose loss or norm lies far above those
-of the last good ones is a *spike*. A step without a trained token is *empty*, and skipped.
+of the last good ones is a *spike*. A step without a trained token is *empty*, and skipped. Where
+the loss is scaled, a norm that is not finite of a finite loss says that the scale is too large: the
+step is an *overflow*, skipped, and the scale halved; at a scale of 1 or less it is bad.
 
     applies = health.step_test(terms["loss"], state.health, policy, tokens=tokens)
     update = tk.clip_and_step(params, optimizer, ..., applies=applies)
@@ -23,21 +25,22 @@ from __future__ import annotations
 import math
 import struct
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 import attrs
 
-from trainkit.types import NumericsError, TrainState, non_negative, one_of, positive
+from trainkit.types import NumericsError, Precision, TrainState, non_negative, one_of, positive
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-Memory = Mapping[str, float | Sequence[float]]
+Memory: TypeAlias = "Mapping[str, float | Sequence[float] | Tensor]"
 """What is remembered between steps, as `TrainState.health` holds it.
 
 `skips` bad steps in a row, the first of them `first_bad`; in the whole run `skipped`, `empty`,
 `spikes`, `rollbacks`; the numbers of the last bad steps `bad_steps`, and of those before which the
-run went back, `rolled_back`; loss and norm of the last good steps, `losses` and `norms`.
+run went back, `rolled_back`; loss and norm of the last good steps, `losses` and `norms`; the next
+step's `loss_scale`, and how many steps it has held, `scale_held`.
 """
 
 _LISTED = 32  # bad steps that are remembered by number
@@ -69,7 +72,7 @@ class Policy:
 class Health:
     """What a step was, and why."""
 
-    kind: Literal["ok", "spike", "empty", "bad", "damaged"]
+    kind: Literal["ok", "spike", "empty", "overflow", "bad", "damaged"]
     reason: str = ""
 
 
@@ -177,6 +180,62 @@ def step_test(
     return applies
 
 
+# --------------------------------------------------------------------------------------- loss scale
+
+
+def loss_scale(memory: Memory, precision: Precision) -> Tensor | float | None:
+    """Return what the gradients of a step shall be multiples of; None but where it is of fp16.
+
+    Gradients of fp16 below 6e-8 are 0, and above 65,504 inf: times a scale most are neither. It is
+    2^16 at first, and a power of 2 always, so that it rounds nothing.
+
+        scale = tk.health.loss_scale(state.health, precision)
+        sums = forward_backward(microbatches, denominator=tk.batch.scaled(tokens, scale))
+        update = tk.clip_and_step(params, optimizer, ..., scale=scale)
+        return tk.advance(state, batch, {**terms, **update.metrics, ...}, axis=ps.loss)
+
+    Args:
+        memory: `state.health`, in which `advance` remembers the next one (`rescaled`).
+        precision: What the step computes in.
+
+    References:
+        Micikevicius et al., "Mixed precision training" (2018).
+
+    Examples:
+        >>> loss_scale({}, Precision(compute="fp16")), loss_scale({}, Precision(compute="bf16"))
+        (65536.0, None)
+    """
+    if precision.compute != "fp16":
+        return None
+    scale: Any = memory.get("loss_scale", 2.0**16)
+    return scale
+
+
+def rescaled(memory: Memory, told: Mapping[str, Any], *, interval: int = 2000) -> dict[str, Any]:
+    """Return the memory with the next step's loss scale, on the device, without a host sync.
+
+    Half of it after an overflow, twice after `interval` steps without one.
+
+    Args:
+        memory: The health that the step began with.
+        told: What became of the step: its `loss_scale`, and whether it `overflowed`, a 0-d bool
+            tensor that is equal on all ranks; see `Update.metrics`.
+        interval: After how many steps without an overflow the scale grows.
+
+    Examples:
+        >>> import torch
+        >>> told = {"loss_scale": 8.0, "overflowed": torch.tensor(True)}
+        >>> rescaled({"scale_held": 9.0}, told)
+        {'scale_held': tensor(0.), 'loss_scale': tensor(4.)}
+    """
+    good = told["overflowed"].logical_not()
+    before: Any = memory.get("scale_held", 0.0)
+    held = (before + 1.0) * good
+    grows = held.ge(interval)
+    scale = told["loss_scale"] * (0.5 + 0.5 * good) * (1.0 + 1.0 * grows)
+    return {**memory, "scale_held": held * grows.logical_not(), "loss_scale": scale}
+
+
 # ----------------------------------------------------------------------------------------- decision
 
 
@@ -200,7 +259,7 @@ def decide(found: Health, memory: Memory, policy: Policy) -> Action:
         >>> decide(Health("damaged", "weight is not finite"), {}, Policy()).kind
         'rollback'
     """
-    if found.kind == "empty":
+    if found.kind in ("empty", "overflow"):
         return Action("skip", found.reason)
     if not _is_held_against(found, policy):
         return Action("apply", found.reason)
@@ -228,7 +287,7 @@ def judge(
     Args:
         state: The state after the step, whose health is as the step found it.
         record: The step's metrics as plain values: `loss`, `grad_norm`, and where they are there
-            `tokens` and `skipped`.
+            `tokens`, `skipped`, `loss_scale` and `overflowed`.
         policy: What is done.
         damage: Called after a bad step only, on all ranks; gives the names of parameters and
             moments that are not finite, as `checkpoint.nonfinite_names` does. No number of skips
@@ -250,6 +309,8 @@ def judge(
     default = found.kind in ("bad", "empty") or (found.kind == "spike" and _skips(policy))
     skipped = bool(record.get("skipped", default))
     found = _as_done(found, policy, skipped=skipped)
+    if skipped and record.get("overflowed") and record["loss_scale"] > 1:
+        found = Health("overflow") if math.isfinite(values[0]) else found
     if found.kind == "bad" and damage is not None:
         names = list(damage())
         if names:
@@ -262,7 +323,7 @@ def judge(
     return action, attrs.evolve(state, health=kept)
 
 
-def after_rollback(saved: Memory, live: Memory) -> dict[str, float | Sequence[float]]:
+def after_rollback(saved: Memory, live: Memory) -> dict[str, Any]:
     """Return the memory of a run that has gone back: the window it had then, the counts of now.
 
     Args:
@@ -318,7 +379,7 @@ def divergence(
     patience: int = 3,
     warmup: int = 10,
     name: str = "evaluation",
-) -> tuple[str, dict[str, float | Sequence[float]]]:
+) -> tuple[str, dict[str, Any]]:
     """Return why a run diverges, or "", and the memory to go on with; for an evaluation's loss.
 
     The loss is smoothed, s = smoothing * loss + (1 - smoothing) * s, from the first value on. It is
@@ -461,8 +522,8 @@ def _as_done(found: Health, policy: Policy, *, skipped: bool) -> Health:
 
 def _remembered(
     step: int, values: tuple[float, float], found: Health, memory: Memory, policy: Policy
-) -> dict[str, float | Sequence[float]]:
-    kept = dict(memory)
+) -> dict[str, Any]:
+    kept: dict[str, Any] = dict(memory)
     if found.kind in ("spike", "empty"):
         name = "spikes" if found.kind == "spike" else "empty"
         kept[name] = _number(memory, name) + 1.0
@@ -471,7 +532,7 @@ def _remembered(
         kept["first_bad"] = _number(memory, "first_bad") if row else float(step)
         kept |= {"skips": row + 1.0, "skipped": _number(memory, "skipped") + 1.0}
         kept["bad_steps"] = [*_list(memory, "bad_steps"), float(step)][-_LISTED:]
-    elif found.kind != "empty":
+    elif found.kind not in ("empty", "overflow"):
         kept["skips"] = 0.0
         for name, value in zip(("losses", "norms"), values, strict=True):
             kept[name] = [*_list(memory, name), value][-policy.spike_window :]

@@ -20,6 +20,7 @@ from torch import Tensor
 
 from trainkit.batch import batch_hash, count_tokens
 from trainkit.collectives import all_sum, computing_device
+from trainkit.health import rescaled
 from trainkit.noise.hashing import MASK64, key_of
 from trainkit.types import Axis, IntArray, StepBatch, TrainState
 
@@ -226,7 +227,8 @@ def advance(
     Args:
         state: The counters before it.
         batch: What this rank has trained on.
-        metrics: The step's own metrics; `tokens` is what the global batch was trained on.
+        metrics: The step's own metrics; `tokens` is what the global batch was trained on. With
+            `loss_scale` and `overflowed` among them, see `Update.metrics`, the scale moves too.
         axis: The ranks that hold different tokens, `ps.loss`.
 
     Returns:
@@ -250,6 +252,8 @@ def advance(
     total_hash, processed = all_sum(torch.stack(own), axis).unbind()
     tokens: Any = state.tokens + metrics["tokens"]
     moved = attrs.evolve(state, step=state.step + 1, tokens=tokens, cursor=batch.cursor)
+    if "overflowed" in metrics:
+        moved = attrs.evolve(moved, health=rescaled(state.health, metrics))
     counts = {"tokens_processed": processed, "tokens_total": tokens, "batch_hash": total_hash}
     return moved, {**metrics, **counts}
 

@@ -282,9 +282,6 @@ class Layout:
     cpu_offload: bool = False
     """Keep sharded parameters and the optimizer's state in host memory, and step there."""
 
-    deterministic: bool = False
-    """Take only algorithms that give the same bits each time, which all do on a CPU."""
-
     def __str__(self) -> str:
         big = [f"{name} {degree}" for name, degree in self.degrees.items() if degree > 1]
         fold = f", fold {self.fold_sp}" if self.count("sp_unfolded") > 1 else ""
@@ -355,6 +352,76 @@ class Layout:
                 want=f"a divisor of {fsdp}",
             )
         return filled
+
+
+@attrs.frozen(kw_only=True)
+class Precision:
+    """In what numbers are kept, computed with, summed and remembered.
+
+    Examples:
+        >>> print(Precision(), "-", Precision(compute="bf16", moments="8bit"))
+        fp32 - bf16 (parameters fp32, sums fp32, moments 8bit)
+        >>> Precision(compute="fp16", storage="bf16")
+        Traceback (most recent call last):
+        ...
+        trainkit.types.ConfigError: compute must be auto, fp32 or bf16 where storage is bf16, ...
+    """
+
+    storage: Literal["fp32", "bf16"] = attrs.field(default="fp32", validator=one_of("fp32", "bf16"))
+    """What parameters are kept in; in bf16 the optimizer rounds them at random, see rounding."""
+
+    compute: Literal["auto", "fp32", "bf16", "fp16"] = attrs.field(default="auto")
+    """What is computed in; auto is bf16 on a GPU and fp32 on a CPU; fp16 scales the loss."""
+
+    reduction: Literal["fp32", "bf16"] = attrs.field(
+        default="fp32", validator=one_of("fp32", "bf16")
+    )
+    """What FSDP sums gradients over ranks in; the sums that others take are in fp32."""
+
+    moments: Literal["fp32", "bf16", "8bit"] = attrs.field(
+        default="fp32", validator=one_of("fp32", "bf16", "8bit")
+    )
+    """What the optimizer remembers in."""
+
+    @compute.validator
+    def _check_compute(self, _: object, value: str) -> None:
+        known = ["auto", "fp32", "bf16", *(["fp16"] if self.storage == "fp32" else [])]
+        if value not in known:
+            where = "" if self.storage == "fp32" else f" where storage is {self.storage}"
+            raise ConfigError(
+                f"compute must be {', '.join(known[:-1])} or {known[-1]}{where}, got {value!r}",
+                where="compute",
+                got=value,
+                want=known,
+            )
+
+    def __str__(self) -> str:
+        others = self.storage, self.reduction, self.moments
+        if {self.compute, *others} == {"auto"} or {self.compute, *others} <= {"auto", "fp32"}:
+            return self.compute if self.compute != "auto" else "fp32"
+        return "{} (parameters {}, sums {}, moments {})".format(self.compute, *others)
+
+
+@attrs.frozen(kw_only=True)
+class Numerics:
+    """How exact, and how repeatable, the arithmetic of a process is.
+
+    Examples:
+        >>> print(Numerics(matmul="high"))
+        products of fp32 high, algorithms any
+    """
+
+    matmul: Literal["highest", "high", "medium"] = attrs.field(
+        default="highest", validator=one_of("highest", "high", "medium")
+    )
+    """What matrices of fp32 may be multiplied in: highest is fp32, high TF32, medium bf16."""
+
+    deterministic: bool = False
+    """Take only algorithms that give the same bits each time, which all do on a CPU."""
+
+    def __str__(self) -> str:
+        kind = "deterministic" if self.deterministic else "any"
+        return f"products of fp32 {self.matmul}, algorithms {kind}"
 
 
 @cache
@@ -711,10 +778,22 @@ class Update:
     Attributes:
         norm: The norm of the whole model's gradient before clipping, 0-d.
         applied: Whether the step was taken, a 0-d bool tensor.
+        loss_scale: What the gradients were multiples of, if anything.
+        overflowed: Whether the norm was not finite on any rank, 0-d.
     """
 
     norm: Tensor
     applied: Tensor
+    loss_scale: Tensor | float | None = attrs.field(default=None, repr=False)
+    overflowed: Tensor | None = attrs.field(default=None, repr=False)
+
+    @property
+    def metrics(self) -> dict[str, Tensor | float]:
+        """What a step tells of it; the last two where there is a loss scale alone."""
+        told: dict[str, Tensor | float] = {"grad_norm": self.norm, "skipped": ~self.applied}
+        if self.loss_scale is not None and self.overflowed is not None:
+            told |= {"loss_scale": self.loss_scale, "overflowed": self.overflowed}
+        return told
 
 
 @attrs.frozen(eq=False)
@@ -723,13 +802,13 @@ class TrainState:
 
     `tokens` counts the trained tokens and may stay an int64 scalar on the device until someone
     prints it. `health` holds the numbers that a health policy remembers between steps, plain floats
-    and lists of them.
+    and lists of them, and the loss scale, which may be on the device too.
     """
 
     step: int = 0
     tokens: int | Tensor = 0
     cursor: Cursor = Cursor()
-    health: Mapping[str, float | Sequence[float]] = attrs.field(factory=dict)
+    health: Mapping[str, float | Sequence[float] | Tensor] = attrs.field(factory=dict)
 
 
 # ---------------------------------------------------------------------------------- function types

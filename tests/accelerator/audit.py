@@ -73,7 +73,7 @@ def session(rank, degrees):
 def step_of(name, *flags, documents=(8, 40), rank=0, bf16=True, model=MODEL, **degrees):
     """Take two steps of a recipe; return the ledger of the second, and its microbatches."""
     recipe, (corpus, bins) = recipe_of(name), rows_of(*documents)
-    cfg = config.load_config(recipe.Config, ["--dtype", "bf16" if bf16 else "fp32", *flags])
+    cfg = config.load_config(recipe.Config, ["--compute", "bf16" if bf16 else "fp32", *flags])
     with session(rank, degrees) as ps, fake_device() as ledger:
         stages, optimizer = recipe.build(cfg, ps, model)
         order = {"schedule": cfg.layout.schedule, "reduce": cfg.layout.reduce}

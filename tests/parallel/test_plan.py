@@ -9,7 +9,7 @@ from trainkit.mesh import solo_parallel
 from trainkit.models import Decoder, build_decoder, call_model, init_weights
 from trainkit.parallel import build_stages, compute_dtype, decoder_plan
 from trainkit.parallel.transforms import OF_THE_WHOLE, ORDER
-from trainkit.types import Layout
+from trainkit.types import Layout, Precision
 
 
 def test_it_has_every_kind_in_order_and_takes_care_of_every_axis():
@@ -22,7 +22,10 @@ def test_it_has_every_kind_in_order_and_takes_care_of_every_axis():
 
 def test_on_one_process_it_changes_nothing_but_what_it_is_asked_for():
     weights, ps = init_weights(CONFIG, seed=0), solo_parallel()
-    plans = [decoder_plan(Layout()), decoder_plan(Layout(), dtype="bf16", recompute="full")]
+    plans = [
+        decoder_plan(Layout()),
+        decoder_plan(Layout(), precision=Precision(compute="bf16"), recompute="full"),
+    ]
     plain, low = (
         build_stages(lambda: Decoder(CONFIG), ps, plan, weights=weights)[0] for plan in plans
     )

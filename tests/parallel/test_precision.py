@@ -12,7 +12,7 @@ from whole_step import CAPACITY, CONFIG, Layout, corpus, input_of
 import trainkit as tk
 from trainkit.losses import next_token_linear
 from trainkit.models import Decoder, init_weights
-from trainkit.parallel import choose_dtype, compiled, fsdp, precision, recompute, tensor
+from trainkit.parallel import choose_precision, compiled, fsdp, precision, recompute, tensor
 from trainkit.testing import run_ranks
 from trainkit.types import Cursor
 
@@ -151,10 +151,12 @@ def test_a_copy_computes_with_its_own_weights():
 
 
 def test_what_is_computed_in_where_nobody_says(monkeypatch):
-    assert choose_dtype() == choose_dtype("auto", "cpu") == "fp32"
+    auto = tk.Precision()
+    assert choose_precision(auto) == choose_precision(auto, "cpu") == tk.Precision(compute="fp32")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     for capability, name in (((7, 5), "fp32"), ((8, 0), "bf16"), ((9, 0), "bf16")):
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _, found=capability: found)
-        assert choose_dtype() == choose_dtype("auto", "cuda:0") == name
-    with pytest.raises(ValueError, match="auto, fp32 or bf16, got 'fp8'"):
-        choose_dtype("fp8")
+        chosen = choose_precision(auto), choose_precision(auto, "cuda:0")
+        assert [one.compute for one in chosen] == [name, name]
+    with pytest.raises(ValueError, match="auto, fp32, bf16 or fp16, got 'fp8'"):
+        tk.Precision(compute="fp8")

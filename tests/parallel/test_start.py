@@ -11,13 +11,15 @@ from trainkit.models import Decoder, count_parameters, decoder_config
 from trainkit.packing import overlong_warning, pack_bins
 from trainkit.parallel import start_lines
 from trainkit.parallel.naming import mark_tied_copy_
+from trainkit.types import Precision
 
 ROWS = pack_bins([6, 8, 3, 8, 8], 8)
 
 
-def lines_of(*stages, ps=None, dtype="fp32", rows_per_step=2):
+def lines_of(*stages, ps=None, compute="fp32", rows_per_step=2):
     ps = ps or solo_parallel()
-    return start_lines(stages, ps, ROWS, rows_per_step=rows_per_step, dtype=dtype).splitlines()
+    size = {"rows_per_step": rows_per_step, "precision": Precision(compute=compute)}
+    return start_lines(stages, ps, ROWS, **size).splitlines()
 
 
 def test_a_model_is_counted_with_what_is_frozen_and_ties_count_once():
@@ -30,8 +32,10 @@ def test_a_model_is_counted_with_what_is_frozen_and_ties_count_once():
     assert lines_of(model)[0] == f"{total}, all trained, in fp32 on cpu, 1 rank"
     model.requires_grad_(False)
     model.norm.requires_grad_(True)
-    first = lines_of(model, dtype="bf16")[0]
-    assert first.startswith(f"{total}, {config.width} of them trained, in bf16 on ")
+    first = lines_of(model, compute="bf16")[0]
+    assert first.startswith(
+        f"{total}, {config.width} of them trained, in bf16 (parameters fp32, sums fp32"
+    )
 
 
 def test_matrices_in_few_bits_are_told_in_bytes():

@@ -28,13 +28,16 @@ from trainkit.models.config import parameter_shapes
 from trainkit.parallel import fsdp
 from trainkit.planning import Job, memory_of, traffic_of
 from trainkit.testing import count_collectives, run_ranks
-from trainkit.types import Layout
+from trainkit.types import Layout, Precision
 
 CONFIG = DecoderConfig(vocab_size=600, width=64, layers=2, heads=4, kv_heads=4, mlp_width=192)
 
 
+BF16, FP32 = Precision(compute="bf16"), Precision(compute="fp32")
+
+
 def job(config=CONFIG, **changes):
-    return Job(config=config, **({"row_length": 64, "rows": 2, "dtype": "fp32"} | changes))
+    return Job(config=config, **({"row_length": 64, "rows": 2, "precision": FP32} | changes))
 
 
 def config(**changes):
@@ -113,13 +116,13 @@ SOLO = {
         routed(width=64, shared=64, every=2, layers=4), row_length=256, recompute="selective"
     ),
     "many experts for few tokens": job(routed(64)),
-    "bf16": long(config(vocab_size=64, layers=4), dtype="bf16"),
-    "wide experts, bf16": wide(dtype="bf16"),
-    "fine experts, bf16, selective": fine(dtype="bf16", recompute="selective"),
+    "bf16": long(config(vocab_size=64, layers=4), precision=BF16),
+    "wide experts, bf16": wide(precision=BF16),
+    "fine experts, bf16, selective": fine(precision=BF16, recompute="selective"),
     "latents": long(latent()),
     "latents, selective": long(latent(), recompute="selective"),
     "latents, full": long(latent(), recompute="full"),
-    "latents, bf16": long(latent(), dtype="bf16"),
+    "latents, bf16": long(latent(), precision=BF16),
     "latents, none of queries": long(latent({"query_rank": None})),
     "latents, wide values": long(latent({"values": 32})),
     "latents, values as wide as keys, selective": long(
@@ -205,7 +208,7 @@ def test_a_copy_that_a_norm_keeps_is_seen():
 SHARED = routed(shared=32, first=1)
 RANKS = [
     (Layout(dp_shard=2, reduce="each"), job(rows=4, recompute="full")),
-    (Layout(dp_shard=2), job(rows=4, dtype="bf16", recompute="selective")),
+    (Layout(dp_shard=2), job(rows=4, precision=BF16, recompute="selective")),
     (Layout(dp_replicate=2), job(rows=2)),
     (
         Layout(tp=2),
@@ -216,7 +219,7 @@ RANKS = [
         Layout(dp_shard=2, ep=2, reduce="each"),
         job(routed(), row_length=128, rows=4, recompute="selective"),
     ),
-    (Layout(ring=2, ep=2), job(SHARED, row_length=128, dtype="bf16", recompute="full")),
+    (Layout(ring=2, ep=2), job(SHARED, row_length=128, precision=BF16, recompute="full")),
     (Layout(tp=2), long(latent(experts=SHARED.experts), row_length=128, recompute="selective")),
     (Layout(ulysses=2), long(latent(), row_length=256, recompute="selective")),
 ]
@@ -227,7 +230,7 @@ RANKS_BESIDE = [
     (Layout(tp=2), job(config(vocab_size=2_000), row_length=128, loss="plain")),
     (Layout(ring=2), job(row_length=128)),
     (Layout(ulysses=2), job(recompute="selective", row_length=128)),
-    (Layout(dp_shard=2, ep=2), job(routed(layers=3), row_length=128, rows=4, dtype="bf16")),
+    (Layout(dp_shard=2, ep=2), job(routed(layers=3), row_length=128, rows=4, precision=BF16)),
     (Layout(tp=2), job(row_length=128)),
     (Layout(pp=2, schedule="gpipe"), job(config(layers=4), rows=4, recompute="full")),
     (Layout(dp_shard=2), job(routed(3, layers=3), row_length=128, rows=4, recompute="full")),
@@ -239,12 +242,12 @@ RANKS_BESIDE = [
     (Layout(tp=2), adapted()),
 ]
 if shards_bytes():
-    RANKS_BESIDE.append((Layout(dp_shard=2, ep=2), adapted(model=routed(), rows=4, dtype="bf16")))
+    RANKS_BESIDE.append((Layout(dp_shard=2, ep=2), adapted(model=routed(), rows=4, precision=BF16)))
 CHOICES = [
     (Layout(ring=2, fold_sp="none"), job(row_length=128)),
     (Layout(ulysses=2, fold_sp="ring"), job(config(vocab_size=5_000), row_length=128)),
     (Layout(dp_shard=2, cpu_offload=True, reduce="each"), job(rows=4, recompute="full")),
-    (Layout(ring=2, fold_sp="ring", cpu_offload=True), job(row_length=128, dtype="bf16")),
+    (Layout(ring=2, fold_sp="ring", cpu_offload=True), job(row_length=128, precision=BF16)),
 ]
 CHOICES_BESIDE = [
     (Layout(dp_shard=2, cpu_offload=True), job(rows=4)),

@@ -25,14 +25,15 @@ from trainkit.planning.plans import _row_flops
 from trainkit.planning.stages import Part, part_of
 from trainkit.planning.weights import units_of
 from trainkit.testing.builtin import GEMMA_LIKE, GPT_LIKE, OLMO_LIKE
-from trainkit.types import Layout
+from trainkit.types import Layout, Precision
 
 TINY = DecoderConfig(vocab_size=256, width=64, layers=4, heads=4, kv_heads=4, mlp_width=128)
+BF16, FP32 = Precision(compute="bf16"), Precision(compute="fp32")
 ROWS = {"row_length": 128, "rows": 16}
 
 
 def job(**changes):
-    return Job(**({"config": TINY, "dtype": "fp32", **ROWS} | changes))
+    return Job(**({"config": TINY, "precision": FP32, **ROWS} | changes))
 
 
 def toy(**changes):
@@ -183,7 +184,7 @@ POLICIES = ("none", "selective", "full")
 
 
 def test_a_degree_divides_what_it_should():
-    big = job(config=decoder_config("llama-3.1-8b"), row_length=8192, dtype="bf16")
+    big = job(config=decoder_config("llama-3.1-8b"), row_length=8192, precision=BF16)
     solo = memory_of(big, Layout())
     assert memory_of(big, Layout(tp=8)).parameters == pytest.approx(solo.parameters / 8, rel=1e-3)
     assert memory_of(big, Layout(ring=8)).activations * 8 == pytest.approx(solo.activations)
@@ -278,7 +279,7 @@ def test_the_fastest_that_fits_is_first_and_the_impossible_last():
         ({"efficiency": 0.0}, "efficiency must be above 0 and at most 1, .* got 0.0 and 0.1"),
         ({"rows": 0}, "rows must be above 0, got 0"),
         ({"recompute": ["some"]}, "recompute must be one of 'none', 'selective', 'full', got 's"),
-        ({"dtype": "fp8"}, "dtype must be one of 'bf16', 'fp32', got 'fp8'"),
+        ({"precision": Precision()}, "precision must be of a compute other than auto"),
     ],
 )
 def test_a_wrong_argument_is_named(changes, words):
@@ -349,7 +350,7 @@ def test_the_command_prints_a_table_and_json(capsysbinary):
     found = json.loads(capsysbinary.readouterr().out)
     assert len(found) == 5
     assert {one["layout"]["tp"] for one in found} == {2}
-    assert {(one["recompute"], one["dtype"]) for one in found} == {("full", "fp32")}
+    assert {(one["recompute"], one["compute"]) for one in found} == {("full", "fp32")}
     assert all(one["fits"] == (one["why_not"] == "") for one in found)
 
 

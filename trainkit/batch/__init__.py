@@ -17,7 +17,7 @@ from trainkit.batch.batches import (
     to_device,
 )
 from trainkit.batch.collate import collate_bins
-from trainkit.batch.denominators import divided, divisor_of, divisors_of
+from trainkit.batch.denominators import divided, divisor_of, divisors_of, scaled
 from trainkit.batch.shards import (
     contiguous_shard,
     shard_batch,
@@ -40,6 +40,7 @@ __all__ = [
     "divisor_of",
     "divisors_of",
     "map_tensors",
+    "scaled",
     "shard_batch",
     "shard_sequence",
     "shift_labels",

@@ -28,6 +28,24 @@ def _never_0(denominator: Tensor) -> Tensor:
     return torch.where(own == 0, 1, own)
 
 
+def scaled(denominator: Denominator, scale: Tensor | float | None) -> Denominator:
+    """Return the denominator that makes all gradients come out times a scale; None leaves it.
+
+    That is how a loss scale enters: nothing else of a step has to know, but who takes it out again,
+    `clip_and_step`.
+
+    Examples:
+        >>> import torch
+        >>> scaled(torch.tensor(3), 2.0), scaled(torch.tensor(3), None)
+        (tensor(1.5000), tensor(3))
+    """
+    if scale is None:
+        return denominator
+    if isinstance(denominator, Mapping):
+        return {name: own / scale for name, own in denominator.items()}
+    return denominator / scale
+
+
 def divided(total: Tensor | Mapping[str, Tensor], divisors: Denominator) -> Tensor:
     """Return what a step differentiates: the sum of each term over its divisor.
 

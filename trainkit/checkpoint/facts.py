@@ -110,7 +110,7 @@ def may_change_optimizer(changes: Changes) -> bool:
         True
     """
     may = map(_plain_name, (*changes.free, *changes.allow))
-    return any(name == "optimizer" or name.startswith("optimizer_") for name in may)
+    return any(name in ("optimizer", "moments") or name.startswith("optimizer_") for name in may)
 
 
 def compare_facts(

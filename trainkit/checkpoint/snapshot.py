@@ -111,6 +111,8 @@ def bind_snapshots(
     kept: list[tuple[list[Any], tuple[TensorFile, ...], Mapping[str, Any]]] = []
 
     def take(state: TrainState, facts: Mapping[str, Any]) -> Snapshot:
+        health = {x: v.item() if isinstance(v, Tensor) else v for x, v in state.health.items()}
+        state = attrs.evolve(state, tokens=int(state.tokens), health=health)
         boxes = boxes_to_write(stages, optimizer, ps)
         check_optimizer(stages, optimizer)
         described = _described(state, optimizer, ps, facts)
@@ -126,7 +128,7 @@ def bind_snapshots(
         saved = [box for file in files for box in file.boxes]
         _copy([boxes[box.name][1].local for box in saved], [box.values for box in saved])
         return Snapshot(
-            attrs.evolve(state, tokens=int(state.tokens)),
+            state,
             files,
             tensors,
             _scalars(stages, optimizer),
@@ -180,7 +182,7 @@ def _described(
     return orjson.loads(
         orjson.dumps(
             {
-                "state": attrs.asdict(attrs.evolve(state, tokens=int(state.tokens))),
+                "state": attrs.asdict(state),
                 "optimizer": {
                     "class": type(optimizer).__name__,
                     "options": group_options(optimizer),

@@ -203,7 +203,7 @@ def counters_of(state: TrainState) -> dict[str, int]:
             counters[f"health/{name}/length"] = len(value)
             counters |= {f"health/{name}/{i}": _bits_of(item) for i, item in enumerate(value)}
         else:
-            counters[f"health/{name}"] = _bits_of(value)
+            counters[f"health/{name}"] = _bits_of(float(value))
     return counters
 
 

@@ -51,7 +51,7 @@ from __future__ import annotations
 import argparse
 from typing import TYPE_CHECKING, Any
 
-from trainkit.types import ConfigError, Layout
+from trainkit.types import ConfigError, Layout, Precision
 
 if TYPE_CHECKING:
     from trainkit.models.config import DecoderConfig
@@ -94,8 +94,15 @@ def _add_work(group: Any) -> None:
         default=["none", "selective", "full"],
         help="what is computed again in backward (all three)",
     )
+    few, help_of = ("fp32", "bf16"), {"storage": "what parameters are kept in (fp32)"}
+    help_of["reduction"] = "what FSDP sums gradients in (fp32)"
+    for name, text in help_of.items():
+        group.add_argument(f"--{name}", choices=few, default="fp32", help=text)
+    more = (*few, "fp16")
+    group.add_argument("--compute", choices=more, help="what is computed in (bf16; fp32 on cpu)")
+    kinds = (*few, "8bit")
     group.add_argument(
-        "--dtype", choices=("bf16", "fp32"), help="what is computed in (bf16; fp32 on cpu)"
+        "--moments", choices=kinds, default="fp32", help="what the optimizer remembers in (fp32)"
     )
     _add_training(group)
     group.add_argument("--schedule", default="1f1b", help="of a pipeline (1f1b)")
@@ -122,7 +129,7 @@ def _add_training(group: Any) -> None:
         nargs="+",
         default=[],
         metavar="NAME=VALUE",
-        help="of the optimizer: moments=bf16, moments=8bit",
+        help="of the optimizer",
     )
     group.add_argument(
         "--loss", choices=("linear", "plain"), default="linear", help="logits by chunks, or whole"
@@ -165,7 +172,12 @@ def run(options: argparse.Namespace) -> tuple[Any, int]:
         row_length=options.row_length,
         rows=options.rows or 4 * options.world,
         microbatch=options.microbatch,
-        dtype=options.dtype or ("fp32" if options.hardware == "cpu" else "bf16"),
+        precision=Precision(
+            storage=options.storage,
+            compute=options.compute or ("fp32" if options.hardware == "cpu" else "bf16"),
+            reduction=options.reduction,
+            moments=options.moments,
+        ),
         optimizer=options.optimizer,
         optimizer_options=options.optimizer_options,
         loss=options.loss,
@@ -181,7 +193,10 @@ def run(options: argparse.Namespace) -> tuple[Any, int]:
         headroom=options.headroom,
     )
     if options.json:
-        return [attrs.asdict(one) | {"dtype": job.dtype, "fits": one.fits} for one in plans], 0
+        return [
+            attrs.asdict(one) | {"compute": job.precision.compute, "fits": one.fits}
+            for one in plans
+        ], 0
     return f"{_heading(options, config)}\n\n{plan_table(plans, limit=options.limit or None)}", 0
 
 

@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from trainkit.files import say_on_stderr
-from trainkit.types import ConfigError
+from trainkit.types import ConfigError, Precision
 
 HELP = "store a model's log-probabilities as columns of a token file"
 
@@ -50,7 +50,7 @@ def add(parser: argparse.ArgumentParser) -> None:
         "--part", type=int, default=1 << 17, help="tokens after which work is kept (131072)"
     )
     parser.add_argument(
-        "--dtype", choices=("auto", "fp32", "bf16"), default="auto", help="what is computed in"
+        "--compute", choices=("auto", "fp32", "bf16"), default="auto", help="what is computed in"
     )
     parser.add_argument("--json", action="store_true", help="print JSON on a terminal too")
 
@@ -70,10 +70,11 @@ def run(options: argparse.Namespace) -> tuple[Any, int]:
         raise ConfigError(f"score: one process does it, and there are {world_size()}")
     trained = hub.open_trained(options.model, context=options.context, tell=say_on_stderr)
     corpus = corpora.open_corpus(options.corpus, tokenizer=trained.tokenizer)
-    dtype, temperature = parallel.choose_dtype(options.dtype), options.temperature or 1.0
+    compute = parallel.choose_precision(Precision(compute=options.compute)).compute
+    temperature = options.temperature or 1.0
     make_model = functools.partial(models.Decoder, trained.config, head="hidden")
     with parallel_session() as ps:
-        plan = [parallel.precision(parallel.DTYPES[dtype])]
+        plan = [parallel.precision(parallel.DTYPES[compute])]
         stages = adapters.build_trained(trained.path, make_model, ps, plan)
         how: dict[str, Any] = {"call": models.call_routed, "tokens_per_batch": options.batch}
         if options.top_k is None:
@@ -85,7 +86,7 @@ def run(options: argparse.Namespace) -> tuple[Any, int]:
         facts = {
             "model": _hash(stages, ps),
             "corpus": corpora.fingerprint(corpus),
-            "dtype": dtype,
+            "compute": compute,
             "top_k": options.top_k,
             "temperature": temperature,
             "batch": options.batch,

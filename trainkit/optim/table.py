@@ -24,7 +24,7 @@ from trainkit.optim.rules import Lion, Momentum, ScheduleFree, SignSGD
 from trainkit.optim.storage import moment_bytes
 from trainkit.optim.together import together
 from trainkit.parallel.naming import named_parameters_of
-from trainkit.types import SOLO, Axis, ConfigError
+from trainkit.types import SOLO, Axis, ConfigError, Precision
 
 
 @attrs.frozen
@@ -98,6 +98,7 @@ def make_optimizer(
     options: Sequence[str] = (),
     groups: Sequence[str] = (),
     mean: float | None = None,
+    precision: Precision | None = None,
     seed: int = 0,
     axis: Axis = SOLO,
 ) -> torch.optim.Optimizer:
@@ -113,11 +114,14 @@ def make_optimizer(
             what holds for these: r"layers\.\d+\.mlp\..* lr_scale=0.5 optimizer=lion". What no
             expression matches is as all the rest of the arguments say.
         mean: As in `together`.
+        precision: Its `moments` and, where parameters are kept in bf16, stochastic rounding are
+            options of every optimizer here, before those of its own.
         seed: What stochastic rounding follows from.
         axis: The ranks that hold the parts of the model, `ps.pp`.
 
     Raises:
-        ConfigError: A name, an option or a pattern is not known; or two patterns match a name.
+        ConfigError: A name, an option or a pattern is not known; two patterns match a name; or an
+            optimizer cannot keep what `precision` says.
 
     Effects:
         Communicates on `axis` where there are groups.
@@ -140,8 +144,41 @@ def make_optimizer(
     for named, (_, own, texts) in zip(split, [*asked, others], strict=True):
         told: dict[str, Any] = main | own
         shared = options if told["optimizer"] == optimizer else ()
-        made += _made(named, parts, lr, [*shared, *texts], **told)
+        kept = options_of(told["optimizer"], precision or Precision())
+        made += _made(named, parts, lr, [*kept, *shared, *texts], **told)
     return made[0] if len(made) == 1 and mean is None else together(made, mean=mean)
+
+
+def options_of(optimizer: str, precision: Precision) -> list[str]:
+    """Return what a precision says to an optimizer, as options.
+
+    Raises:
+        ConfigError: It cannot keep parameters, or what it remembers, in so few bits.
+
+    Examples:
+        >>> options_of("lion", Precision(storage="bf16", moments="8bit"))
+        ['moments=8bit', 'rounding=stochastic']
+        >>> options_of("muon", Precision(storage="bf16"))
+        Traceback (most recent call last):
+        trainkit.types.ConfigError: muon cannot keep parameters in bf16: ...
+    """
+    asked = {"moments": precision.moments} if precision.moments != "fp32" else {}
+    asked |= {"rounding": "stochastic"} if precision.storage == "bf16" else {}
+    known = _kind(optimizer).options
+    for name in asked.keys() - known.keys():
+        can = ", ".join(other for other, kind in OPTIMIZERS.items() if name in kind.options)
+        what = "parameters in bf16" if name == "rounding" else f"moments in {precision.moments}"
+        told = f"{optimizer} cannot keep {what}: it has no option {name}; {can} have"
+        raise ConfigError(told, where="optimizer", got=optimizer, want=can)
+    return [f"{name}={value}" for name, value in asked.items()]
+
+
+def _kind(optimizer: str) -> Kind:
+    if optimizer not in OPTIMIZERS:
+        known = ", ".join(OPTIMIZERS)
+        told = f"there is no optimizer {optimizer!r}; there are {known}"
+        raise ConfigError(told, where="optimizer", got=optimizer, want=known)
+    return OPTIMIZERS[optimizer]
 
 
 def _hidden_parts(
@@ -235,11 +272,7 @@ def _number(name: str, value: str) -> float:
 
 def _parsed(optimizer: str, options: Sequence[str]) -> dict[str, Any]:
     """Return options as values, each of the type of what holds without it."""
-    if optimizer not in OPTIMIZERS:
-        known = ", ".join(OPTIMIZERS)
-        told = f"there is no optimizer {optimizer!r}; there are {known}"
-        raise ConfigError(told, where="optimizer", got=optimizer, want=known)
-    known, found = OPTIMIZERS[optimizer].options, dict[str, Any]()
+    known, found = _kind(optimizer).options, dict[str, Any]()
     for text in options:
         name, _, value = text.partition("=")
         if name not in known:

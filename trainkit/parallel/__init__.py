@@ -24,7 +24,8 @@ from trainkit.parallel.naming import (
 from trainkit.parallel.plan import decoder_plan
 from trainkit.parallel.precision import (
     DTYPES,
-    choose_dtype,
+    autocast,
+    choose_precision,
     compute_dtype,
     precision,
     set_grad_dtype,
@@ -43,6 +44,7 @@ __all__ = [
     "Box",
     "Style",
     "Transform",
+    "autocast",
     "average_parameters",
     "bind_call",
     "blocks_of",
@@ -50,7 +52,7 @@ __all__ = [
     "build_stages",
     "canonical_name",
     "check_plan",
-    "choose_dtype",
+    "choose_precision",
     "compiled",
     "compute_dtype",
     "ddp",

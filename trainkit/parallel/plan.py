@@ -7,18 +7,19 @@ from typing import Literal
 from trainkit.parallel.compiled import compiled as compiled_blocks
 from trainkit.parallel.expert import expert
 from trainkit.parallel.fsdp import fsdp
-from trainkit.parallel.precision import DTYPES, precision
+from trainkit.parallel.precision import DTYPES, choose_precision
+from trainkit.parallel.precision import precision as precision_of
 from trainkit.parallel.recompute import recompute as recomputed
 from trainkit.parallel.sequence import sequence
 from trainkit.parallel.tensor import tensor
 from trainkit.parallel.transforms import Transform
-from trainkit.types import Layout
+from trainkit.types import Layout, Precision
 
 
 def decoder_plan(
     layout: Layout,
     *,
-    dtype: str = "fp32",
+    precision: Precision | None = None,
     recompute: Literal["none", "selective", "full"] = "none",
     compiled: bool = False,
 ) -> list[Transform]:
@@ -31,25 +32,25 @@ def decoder_plan(
 
     Args:
         layout: The layout: how FSDP shards.
-        dtype: What is computed in, a name in `DTYPES`; see `choose_dtype`.
+        precision: What is kept, computed and summed in; by default fp32, all of it.
         recompute: What is computed again in the backward pass. Torch's generators are not restored
             for it: a decoder's noise is a function of a counter.
         compiled: Whether blocks are compiled.
 
     Raises:
-        KeyError: There is no such dtype.
         ValueError: `recompute` is unknown.
 
     Examples:
         >>> [step.kind for step in decoder_plan(Layout(), compiled=True)]
         ['tensor', 'sequence', 'expert', 'precision', 'recompute', 'compiled', 'fsdp']
     """
+    asked = choose_precision(precision or Precision(compute="fp32"))
     return [
         tensor(),
         sequence(),
         expert(),
-        precision(DTYPES[dtype]),
+        precision_of(DTYPES[asked.compute], storage=DTYPES[asked.storage]),
         recomputed(recompute, preserve_rng_state=False),
         *([compiled_blocks()] if compiled else []),
-        fsdp(layout),
+        fsdp(layout, reduce_dtype=DTYPES[asked.reduction]),
     ]

@@ -1,51 +1,52 @@
-"""Compute in bf16 on fp32 parameters, with the same roundings in every layout."""
+"""Compute in bf16 or fp16 on fp32 parameters, with the same roundings in every layout."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from types import MethodType
 from typing import Any
 
+import attrs
 import torch
 from torch import Tensor, nn
 
 from trainkit.parallel.naming import blocks_of
 from trainkit.parallel.reduction import replicates
 from trainkit.parallel.transforms import Transform
-from trainkit.types import ParallelState
+from trainkit.types import Call, ParallelState, Precision
 
 _COMPUTE = "_trainkit_compute"
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
-"""What recipes and the planner call the dtypes that can be computed in."""
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+"""What a `Precision` calls the dtypes that can be computed in."""
 
 
-def choose_dtype(name: str = "auto", device: torch.device | str | None = None) -> str:
-    """Return the name in `DTYPES` of what to compute in, as a recipe's flag `--dtype` says it.
+def choose_precision(asked: Precision, device: torch.device | str | None = None) -> Precision:
+    """Return a precision whose `compute` is no "auto", as recipes do first of all.
 
     Args:
-        name: A name in `DTYPES`, which is returned as it is; or "auto": bf16 on accelerators, but
-            for NVIDIA's before Ampere (2020), which cannot multiply it, and fp32 on a CPU.
+        asked: Its "auto" becomes bf16 on accelerators, but for NVIDIA's before Ampere (2020), which
+            cannot multiply it, and fp32 on a CPU.
         device: By default the first GPU, or the CPU where there is none.
 
-    Raises:
-        ValueError: There is no such name.
-
     Examples:
-        >>> choose_dtype("auto", "cpu"), choose_dtype("bf16", "cpu")
-        ('fp32', 'bf16')
+        >>> choose_precision(Precision(), "cpu").compute
+        'fp32'
     """
-    if name not in ("auto", *DTYPES):
-        raise ValueError(f"choose_dtype: choose auto, {' or '.join(DTYPES)}, got {name!r}")
-    if name != "auto":
-        return name
+    if asked.compute != "auto":
+        return asked
     device = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
     old = device.type == "cuda" and torch.cuda.get_device_capability(device) < (8, 0)
-    return "fp32" if old or device.type == "cpu" else "bf16"
+    return attrs.evolve(asked, compute="fp32" if old or device.type == "cpu" else "bf16")
 
 
-def precision(compute: torch.dtype | None, *, blocks: str = "layers.*") -> Transform:
-    """Return the transform that keeps parameters in fp32 and computes in another dtype.
+def precision(
+    compute: torch.dtype | None,
+    *,
+    storage: torch.dtype = torch.float32,
+    blocks: str = "layers.*",
+) -> Transform:
+    """Return the transform that keeps parameters in one dtype and computes in another.
 
     In the forward pass parameters are seen cast; gradients are cast back, and added up in fp32.
     Under `fsdp`, which stands later in the plan, units gather their parameters in that dtype and
@@ -57,17 +58,20 @@ def precision(compute: torch.dtype | None, *, blocks: str = "layers.*") -> Trans
     decoder and of Hugging Face's models do.
 
     Args:
-        compute: The dtype to compute in, bf16 as a rule; None changes nothing, and a model is then
-            trained in the dtype that it was made in.
+        compute: The dtype to compute in, bf16 as a rule, or fp16, for which a step must scale its
+            loss (`health.loss_scale`); None changes nothing, and a model is then trained in the
+            dtype that it was made in.
+        storage: The dtype to keep parameters in. Those of bf16 that FSDP does not shard get their
+            gradients in fp32, in which microbatches add up; FSDP adds up in fp32 too, and gives
+            the sum in bf16. The optimizer must round as `optim.storage.Rounding` says.
         blocks: The name pattern of the blocks, as for `fsdp`.
 
     Returns:
         A transform for `build_stages`. Parameters made in fp16 or bf16, as those of many Hugging
-        Face models are, become fp32.
+        Face models are, become fp32, or what `storage` says.
 
     References:
-        Micikevicius et al., "Mixed precision training" (2018), without the loss scale, which bf16
-        does not need.
+        Micikevicius et al., "Mixed precision training" (2018).
 
     Examples:
         >>> from trainkit.mesh import solo_parallel
@@ -80,8 +84,8 @@ def precision(compute: torch.dtype | None, *, blocks: str = "layers.*") -> Trans
         if compute is None:
             return module
         for parameter in module.parameters():
-            if parameter.dtype in (torch.float16, torch.bfloat16):
-                parameter.data = parameter.data.float()
+            if parameter.dtype in (torch.float16, torch.bfloat16, torch.float32):
+                parameter.data = parameter.data.to(storage)
         setattr(module, _COMPUTE, compute)
         if ps.fsdp.count == 1 and not replicates(module, ps):  # else fsdp() gathers them cast
             units = blocks_of(module, blocks)
@@ -129,6 +133,43 @@ def set_grad_dtype(params: Iterable[nn.Parameter], dtype: torch.dtype = torch.fl
             )
         p.grad = None
         p.grad_dtype = dtype
+
+
+def widen_gradients_(module: nn.Module) -> None:
+    """Let what `precision` keeps in bf16, and nothing shards, have its gradients in fp32.
+
+    Effects:
+        That of `set_grad_dtype`.
+    """
+    kept = module.parameters() if compute_dtype(module) else ()
+    narrow = [p for p in kept if p.requires_grad and p.dtype == torch.bfloat16]
+    set_grad_dtype(p for p in narrow if not hasattr(p, "placements"))
+
+
+def autocast(call: Call, dtype: torch.dtype = torch.bfloat16) -> Call:
+    """Return a call that runs a model under torch's autocast; its loss stays outside.
+
+    For models that ask for nothing in fp32 themselves: autocast knows by the operation what rounds
+    well. `precision` is cheaper for those that do (it casts a weight once), is the same in every
+    layout, and lets FSDP gather in the lower dtype.
+
+    Args:
+        call: How a batch enters the model: `call_model`, or your own.
+        dtype: bf16, or fp16, for which a step must scale its loss (`health.loss_scale`).
+
+    Examples:
+        >>> model = nn.Linear(2, 1)
+        >>> cast = autocast(lambda model, batch: model(batch["x"]))
+        >>> cast(model, {"x": torch.ones(1, 2)}).dtype
+        torch.bfloat16
+    """
+
+    def cast(model: nn.Module, batch: Mapping[str, Any]) -> Any:
+        device = next(x.device for x in batch.values() if isinstance(x, Tensor))
+        with torch.autocast(device.type, dtype=dtype):
+            return call(model, batch)
+
+    return cast
 
 
 def compute_dtype(module: nn.Module) -> torch.dtype | None:

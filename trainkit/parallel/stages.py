@@ -22,6 +22,7 @@ from trainkit.parallel.materialize import (
 )
 from trainkit.parallel.naming import canonical_name, named_parameters_of, ties_of
 from trainkit.parallel.places import StagePlace, placed_
+from trainkit.parallel.precision import widen_gradients_
 from trainkit.parallel.split import decoder_costs, layer_ranges, rank_of_stages
 from trainkit.parallel.transforms import OF_THE_WHOLE, Transform, check_plan
 from trainkit.types import ConfigError, Layout, ModelTransform, ParallelState, Weights
@@ -161,6 +162,7 @@ def _built(
         module = transform(module, ps)
     wanted = [step.device for step in plan if isinstance(step, Transform) and step.device]
     materialize_(module, weights, wanted[-1] if wanted else ps.device, buffers=buffers)
+    widen_gradients_(module)
     for part in module.modules():  # offloaded or not, what is computed with them is on the device
         for name, buffer in part.named_buffers(recurse=False):
             setattr(part, name, buffer.to(ps.device))

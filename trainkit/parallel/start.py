@@ -10,11 +10,16 @@ from torch import nn
 from trainkit.collectives import all_gather_json
 from trainkit.packing.report import packing_report
 from trainkit.parallel.naming import is_tied_copy, kind_of, named_parameters_of
-from trainkit.types import Bins, Layout, ParallelState
+from trainkit.types import Bins, Layout, ParallelState, Precision
 
 
 def start_lines(
-    stages: Sequence[nn.Module], ps: ParallelState, rows: Bins, *, rows_per_step: int, dtype: str
+    stages: Sequence[nn.Module],
+    ps: ParallelState,
+    rows: Bins,
+    *,
+    rows_per_step: int,
+    precision: Precision,
 ) -> str:
     """Return two lines that say what is trained, where, and on how much.
 
@@ -26,7 +31,7 @@ def start_lines(
         ps: The layout.
         rows: What an epoch goes through, from `pack_bins`.
         rows_per_step: Rows of a step, over all ranks.
-        dtype: What is computed in, in words.
+        precision: What is kept, computed, summed and remembered in.
 
     Effects:
         Communicates: all ranks of `ps.pp` must call it.
@@ -36,7 +41,13 @@ def start_lines(
         >>> from trainkit.packing import pack_bins
         >>> rows = pack_bins([6, 8, 3, 8], 8)
         >>> print(
-        ...     start_lines([nn.Linear(9, 3)], solo_parallel(), rows, rows_per_step=2, dtype="fp32")
+        ...     start_lines(
+        ...         [nn.Linear(9, 3)],
+        ...         solo_parallel(),
+        ...         rows,
+        ...         rows_per_step=2,
+        ...         precision=Precision(),
+        ...     )
         ... )
         30 parameters, all trained, in fp32 on cpu, 1 rank
         4 rows of 8 tokens, 78.1 % full; 2 rows a step (16 tokens): 2 steps an epoch
@@ -50,7 +61,7 @@ def start_lines(
     ranks = f"{world} ranks: {Layout(**ps.degrees)}" if world > 1 else "1 rank"
     full, steps = packing_report(rows)["efficiency"], len(rows) / rows_per_step
     return (
-        f"{total:,} parameters, {share}, in {dtype} on {device}, {ranks}\n"
+        f"{total:,} parameters, {share}, in {precision} on {device}, {ranks}\n"
         f"{len(rows):,} rows of {rows.capacity:,} tokens, {100 * full:.1f} % full; "
         f"{rows_per_step:,} rows a step ({rows_per_step * rows.capacity:,} tokens): "
         f"{f'{steps:,.0f}' if steps >= 100 else f'{steps:.3g}'} steps an epoch"

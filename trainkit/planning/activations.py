@@ -71,7 +71,8 @@ def block_activations(
 
     Examples:
         >>> from trainkit.models.sizes import decoder_config
-        >>> job = Job(config=decoder_config("tiny"), row_length=100, rows=1, dtype="fp32")
+        >>> kept = Precision(compute="fp32")
+        >>> job = Job(config=decoder_config("tiny"), row_length=100, rows=1, precision=kept)
         >>> block_activations(job, Layout(), fused_norms=True).kept / 400  # 8 D + 4 F + H + 2
         2566.0
     """
@@ -277,13 +278,14 @@ def logits_at_once(job: Job, layout: Layout) -> bool:
 
     Examples:
         >>> from trainkit.models.sizes import decoder_config
-        >>> job = Job(config=decoder_config("tiny"), row_length=8, rows=1, dtype="fp32")
+        >>> kept = Precision(compute="fp32")
+        >>> job = Job(config=decoder_config("tiny"), row_length=8, rows=1, precision=kept)
         >>> logits_at_once(job, Layout()), logits_at_once(job, Layout(tp=2))
         (True, False)
     """
     words = job.config.vocab_size
     few = tokens_per_microbatch(job, layout) * words <= _SMALL
-    return job.loss == "plain" or (few and job.dtype == "fp32" and layout.tp == 1)
+    return job.loss == "plain" or (few and job.precision.compute == "fp32" and layout.tp == 1)
 
 
 def chunk_of_tokens(job: Job, layout: Layout) -> int:

@@ -11,11 +11,12 @@ import attrs
 from trainkit.models.config import DecoderConfig
 from trainkit.parallel.fitting import problems
 from trainkit.parallel.split import SCHEDULES, rank_of_stages
-from trainkit.types import Layout, ModelTransform, Rows, one_of, positive
+from trainkit.types import Layout, ModelTransform, Precision, Rows, one_of, positive, rule
 
 Recompute = Literal["none", "selective", "full"]
 FP32 = 4
 """Bytes of a number in fp32."""
+_BYTES = {"bf16": 2, "fp16": 2, "fp32": 4}
 
 
 @attrs.frozen(kw_only=True)
@@ -39,9 +40,11 @@ class Job:
     )
     """What is computed again in backward; see `parallel.recompute`."""
 
-    dtype: Literal["bf16", "fp32"] = attrs.field(default="bf16", validator=one_of("bf16", "fp32"))
-    """What is computed and kept for backward in; parameters, gradients and optimizer state are
-    fp32."""
+    precision: Precision = attrs.field(
+        default=Precision(compute="bf16"),
+        validator=rule(lambda told: told.compute != "auto", "of a compute other than auto"),
+    )
+    """What is computed and kept for backward in, and what parameters, sums and moments are."""
 
     loss: Literal["linear", "plain"] = attrs.field(
         default="linear", validator=one_of("linear", "plain")
@@ -66,7 +69,17 @@ class Job:
     @property
     def itemsize(self) -> int:
         """Bytes of a number in the dtype that is computed in."""
-        return {"bf16": 2, "fp32": 4}[self.dtype]
+        return _BYTES[self.precision.compute]
+
+    @property
+    def stored(self) -> int:
+        """Bytes of a parameter."""
+        return _BYTES[self.precision.storage]
+
+    @property
+    def summed(self) -> int:
+        """Bytes of a gradient as FSDP sends it, and adds it up before."""
+        return _BYTES[self.precision.reduction]
 
 
 def stages_per_rank(layout: Layout) -> int:

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 
 import attrs
 
-from trainkit.optim.table import OPTIMIZERS, state_bytes
+from trainkit.optim.table import OPTIMIZERS, options_of, state_bytes
 from trainkit.planning.activations import Block, Head, block_activations, head_activations
 from trainkit.planning.jobs import FP32, Job, num_microbatches, stages_per_rank
 from trainkit.planning.stages import (
@@ -37,8 +37,8 @@ class Memory:
     `cpu_offload` it is the device's, and the first three kinds are in host memory instead.
 
     Args:
-        parameters: This rank's part of the parameters, fp32, and of matrices in few bits.
-        gradients: Of the gradients of those that are trained, fp32.
+        parameters: This rank's part of the parameters, and of matrices in few bits.
+        gradients: Of the gradients of those that are trained.
         optimizer: Of the optimizer's state, of the same.
         activations: What the blocks keep for backward, and what one block's backward takes besides.
         logits: What the output layer and the loss need at once.
@@ -84,10 +84,8 @@ def memory_of(job: Job, layout: Layout, *, fused_norms: bool = True) -> Memory:
 
 def _remembered(job: Job, blocks: Held, ends: Held) -> int:
     """Return the bytes of an optimizer's state: of hidden layers, and of the ends of a model."""
-    each = {
-        hidden: state_bytes(job.optimizer, job.optimizer_options, hidden=hidden)
-        for hidden in (True, False)
-    }
+    options = [*options_of(job.optimizer, job.precision), *job.optimizer_options]
+    each = {hidden: state_bytes(job.optimizer, options, hidden=hidden) for hidden in (True, False)}
     counts = FP32 * OPTIMIZERS[job.optimizer].counts * (blocks + ends).trained.tensors
     moments = round(each[True] * blocks.trained.shard) + round(each[False] * ends.trained.shard)
     return moments + counts
@@ -120,7 +118,10 @@ def _memory_of_rank(job: Job, layout: Layout, pp_rank: int, fused_norms: bool) -
         later=num_microbatches(job, layout) * stages_per_rank(layout) - 1,
         heads=_heads_in_flight(job, layout, pp_rank),
     )
-    parameters, gradients = (blocks + ends).nbytes, own.shard * FP32
+    parameters, gradients = (
+        (blocks + ends).nbytes(job.stored),
+        own.shard * _of_gradient(job, layout),
+    )
     optimizer = _remembered(job, blocks, ends)
     buffers = buffers_of(job, layout, pp_rank)
     moments = _moments(rank)
@@ -222,7 +223,12 @@ class _Rank:
     @property
     def of_shard(self) -> int:
         """Bytes on the device of one number of this rank's part of the gradients."""
-        return 0 if self.layout.cpu_offload else FP32
+        return 0 if self.layout.cpu_offload else _of_gradient(self.job, self.layout)
+
+
+def _of_gradient(job: Job, layout: Layout) -> int:
+    """Return the bytes of a number of a gradient: FSDP gives them in the dtype of parameters."""
+    return job.stored if layout.wrapped > 1 else FP32
 
 
 def _heads_in_flight(job: Job, layout: Layout, pp_rank: int) -> int:
@@ -241,7 +247,7 @@ def _unreduced(rank: _Rank) -> int:
     """Return the bytes of whole gradients that wait for the last microbatch, above their shards."""
     if rank.later == 0 or rank.layout.reduce == "each" or not rank.sharding.scatter:
         return 0
-    return (rank.blocks.whole + rank.ends.whole) * FP32 - rank.gradients
+    return (rank.blocks.whole + rank.ends.whole) * rank.job.summed - rank.gradients
 
 
 def _moments(rank: _Rank) -> dict[str, float]:

@@ -12,6 +12,7 @@ import numpy as np
 from trainkit.metrics import model_flops
 from trainkit.models.config import idle_parameters
 from trainkit.planning.jobs import (
+    FP32,
     Job,
     Recompute,
     num_microbatches,
@@ -138,6 +139,11 @@ def plan(
     return sorted(plans, key=_order)
 
 
+def _kind(job: Job) -> str:
+    """Return by which of a machine's rates a job computes: fp16 as bf16."""
+    return "fp32" if job.itemsize == FP32 else "bf16"
+
+
 def _order(one: Plan) -> tuple[float, ...]:
     """Fitting ones by time, then what is sent, then peak; too large ones by peak; others last."""
     peak = math.inf if one.memory is None else float(one.memory.peak)
@@ -164,7 +170,7 @@ def _plan_one(job: Job, layout: Layout, hardware: Hardware, usable: int, efficie
         traffic=traffic_of(job, layout, pp_rank=memory.pp_rank),
         seconds=seconds,
         tokens_per_second=job.rows * job.row_length / seconds.step,
-        utilization=flops / (seconds.step * hardware.flops[job.dtype] * layout.world),
+        utilization=flops / (seconds.step * hardware.flops[_kind(job)] * layout.world),
     )
 
 
@@ -217,7 +223,7 @@ def seconds_of(job: Job, layout: Layout, hardware: Hardware, *, efficiency: floa
         >>> seconds_of(job, Layout(dp_shard=64), hardware("h100"), efficiency=0.5).bubble
         0.0
     """
-    rate = hardware.flops[job.dtype] * efficiency
+    rate = hardware.flops[_kind(job)] * efficiency
     busiest = max(range(layout.pp), key=lambda rank: _flops_of_rank(job, layout, rank))
     again = 4 / 3 if job.recompute == "full" else 1.0
     compute = again * _flops_of_rank(job, layout, busiest) / rate

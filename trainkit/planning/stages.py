@@ -116,7 +116,7 @@ class Sharding:
             of backward, since they are one unit.
         unit: One gathered block, with the experts of a rank of ep.
         ahead: The block that is gathered meanwhile, without those; none where FSDP only replicates.
-        scatter: What one reduce-scatter of a block, or of its experts, reads, fp32.
+        scatter: What one reduce-scatter of a block, or of its experts, reads.
         ends_scatter: What that of the ends reads.
     """
 
@@ -152,10 +152,10 @@ def sharding_of(job: Job, layout: Layout, *, part: Part) -> Sharding:
             ends=ends.gathered(job.itemsize) + stay,
             unit=unit and unit + dealt,
             ahead=unit if layout.count("fsdp") > 1 else 0,
-            scatter=max(scattered) * FP32,
-            ends_scatter=ends.trained.gathered * FP32,
+            scatter=max(scattered) * job.summed,
+            ends_scatter=ends.trained.gathered * job.summed,
         )
-    cast = job.itemsize if job.dtype != "fp32" else 0
+    cast = job.itemsize if job.precision.compute != job.precision.storage else 0
     own = ends + blocks
     return Sharding(ends=(own.trained.whole + own.frozen.whole) * cast)
 

@@ -105,10 +105,10 @@ def _sharding(job: Job, layout: Layout, pp_rank: int) -> Iterator[Transfer]:
         yield Transfer(axis, size, "all_gather", calls, turns * gathered)
         own = (whole + last).trained
         calls = _units_with([(Held(each.trained), many) for each, many in (*blocks, (last, 1))])
-        scattered = scatters * own.gathered * FP32
+        scattered = scatters * own.gathered * job.summed
         yield Transfer(axis, size, "reduce_scatter", scatters * calls, scattered)
         yield Transfer(axis, size, "all_reduce", int(calls > 0), own.tensors * FP32)
-        data, calls = (own.shard + own.tensors) * FP32, calls + (calls > 0)
+        data, calls = own.shard * job.summed + own.tensors * FP32, calls + (calls > 0)
         yield Transfer("dp_replicate", layout.dp_replicate, "all_reduce", calls, data)
 
 

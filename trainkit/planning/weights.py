@@ -17,7 +17,7 @@ from trainkit.mesh import solo_parallel
 from trainkit.models.config import DecoderConfig, parameter_shapes
 from trainkit.models.decoder import Decoder
 from trainkit.parallel.naming import Kind, kind_of, named_parameters_of
-from trainkit.planning.jobs import FP32, Job
+from trainkit.planning.jobs import Job
 from trainkit.types import Layout, ModelTransform
 
 
@@ -64,7 +64,7 @@ class Held:
 
     Args:
         trained: What has gradients and optimizer state.
-        frozen: What has neither, in fp32.
+        frozen: What has neither.
         packed: Bytes of matrices in few bits.
     """
 
@@ -82,10 +82,9 @@ class Held:
     def __mul__(self, times: int) -> Held:
         return Held(self.trained * times, self.frozen * times, self.packed * times)
 
-    @property
-    def nbytes(self) -> int:
-        """The bytes of this rank's shard."""
-        return (self.trained.shard + self.frozen.shard) * FP32 + self.packed.shard
+    def nbytes(self, itemsize: int) -> int:
+        """Return the bytes of this rank's shard where a number takes `itemsize` of them."""
+        return (self.trained.shard + self.frozen.shard) * itemsize + self.packed.shard
 
     def gathered(self, itemsize: int) -> int:
         """Return the bytes of all of it where a number takes `itemsize` of them."""

@@ -7,6 +7,7 @@ from .errors import report_errors as report_errors
 from .limits import Limits as Limits
 from .lock import run_lock as run_lock
 from .reproducible import deterministic as deterministic
+from .reproducible import set_numerics as set_numerics
 from .run import Loop as Loop
 from .run import Run as Run
 from .run import open_run as open_run

@@ -1,10 +1,32 @@
-"""The same bits again on CUDA, whose fastest kernels add up in whatever order their blocks end."""
+"""How exact a process computes; and the same bits again on CUDA, whose kernels end in any order."""
 
 from __future__ import annotations
 
 import os
 
 import torch
+
+from trainkit.types import Numerics
+
+
+def set_numerics(numerics: Numerics) -> None:
+    """Make torch multiply matrices of fp32, and choose its algorithms, as a record says.
+
+    Raises:
+        ValueError: See `deterministic`.
+
+    Effects:
+        Sets torch's switches for this process, as `deterministic` does where it is asked for.
+
+    Examples:
+        >>> set_numerics(Numerics(matmul="high"))
+        >>> torch.get_float32_matmul_precision()
+        'high'
+        >>> set_numerics(Numerics())
+    """
+    torch.set_float32_matmul_precision(numerics.matmul)
+    if numerics.deterministic:
+        deterministic()
 
 
 def deterministic() -> None:

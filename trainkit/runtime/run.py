@@ -33,7 +33,7 @@ from trainkit.runtime.directory import make_run_dir
 from trainkit.runtime.errors import report_errors
 from trainkit.runtime.limits import Limits
 from trainkit.runtime.lock import run_lock
-from trainkit.runtime.reproducible import deterministic
+from trainkit.runtime.reproducible import set_numerics
 from trainkit.runtime.signals import Asked, stop_votes, trap_signals
 from trainkit.runtime.startup import agree_at_start, code_facts
 from trainkit.runtime.watchdog import Announce, watch
@@ -45,6 +45,7 @@ from trainkit.types import (
     Axis,
     ForwardBackward,
     Layout,
+    Numerics,
     ParallelState,
     Sink,
     StepBatch,
@@ -125,6 +126,7 @@ def open_run(
     *,
     layout: Layout | None = None,
     limits: Limits | None = None,
+    numerics: Numerics | None = None,
     config: Mapping[str, Any] | None = None,
 ) -> Iterator[Run]:
     """Open the process groups, with signals trapped, the directory locked and a watch over all.
@@ -144,6 +146,8 @@ def open_run(
         layout: The degrees and how work is done; by default what there are of processes shard.
         limits: How long ranks may wait. Collectives may wait longer: it is the watch that ends a
             step in time, and knows who is stuck.
+        numerics: How exact its arithmetic is, which is set (`set_numerics`) and said; by default
+            torch is left as it is.
         config: The resolved configuration, plain values by name. All ranks must have the same, but
             for `out`; `resume` writes it, checkpoints hold it, and sinks show it.
 
@@ -166,8 +170,8 @@ def open_run(
     layout, limits = layout or Layout(), limits or Limits()
     start = timedelta(seconds=limits.start_timeout)
     longest = max(start, timedelta(seconds=10 * limits.step_timeout))
-    if layout.deterministic:
-        deterministic()
+    if numerics is not None:
+        set_numerics(numerics)
     with (
         report_errors(),
         trap_signals() as asked,
@@ -190,6 +194,8 @@ def open_run(
         say = printer(ps.world.share)
         for note in launch_notes(os.environ):
             say(note)
+        if numerics is not None:
+            say(str(numerics))
         frame = _Frame(folder, ps, say, phase, stopping, limits, config)
         yield Run(folder, ps, say, phase, stopping, frame.resume, frame.loop, frame.finish)
 
