@@ -44,7 +44,9 @@ def gradients(degrees, scaling, *, rows=1, plan=(), dtype=torch.float64, schedul
         tk.sync_sp_grads(tk.parameters_of(stages), ps.sp_unfolded)
         loss = float(tk.reduce_metrics(sums, ps.loss)["loss"] / tokens)
         named = tk.named_parameters_of(stages)
-        whole = {name: getattr(p.grad, "full_tensor", lambda p=p: p.grad)() for name, p in named.items()}
+        whole = {
+            name: getattr(p.grad, "full_tensor", lambda p=p: p.grad)() for name, p in named.items()
+        }
         return loss, {name: grad.clone() for name, grad in whole.items()}
 
 

@@ -24,7 +24,7 @@ def choose_layers(
     Args:
         module: The whole model, so that every layout chooses alike.
         pattern: A regular expression of whole names, all of which must be able to; None for all
-            that can, but for a head, a decoder's or "lm_head".
+            that can, but for experts and a head, a decoder's or "lm_head".
         by: Who asks, for the message.
         problem: Says why a layer cannot, or None.
 
@@ -43,7 +43,8 @@ def choose_layers(
     }
     problems = {name: problem(part) for name, part in named.items()}
     if pattern is None:
-        asked = [x for x in named if not problems[x] and x.rpartition(".")[2] not in _HEADS]
+        usual = [x for x, part in named.items() if not isinstance(part, ExpertWeights)]
+        asked = [x for x in usual if not problems[x] and x.rpartition(".")[2] not in _HEADS]
     else:
         asked = fitting_names(pattern, named, by=by, what="linear layer")
     for name in asked:
