@@ -19,6 +19,7 @@ from trainkit.adapters import (
     quantize_nf4,
     quantize_nvfp4,
 )
+from trainkit.adapters.fake import quietly
 from trainkit.types import NumericsError
 
 FORMATS = ["nf4", "int8", "fp8", "int4", "nvfp4", "fp8_row"]
@@ -175,6 +176,15 @@ def test_nvfp4_codes_are_signs_and_indices_and_halves_go_to_the_even_one():
     held = quantize_nvfp4(torch.tensor([[*sixteenths, *(-x for x in sixteenths)]]))
     assert held.scales.float().item() == 448
     assert held.codes.tolist() == [[0x02, 0x24, 0x46, 0x67, 0x8A, 0xAC, 0xCE, 0xEF]]
+
+
+def test_nvfp4_is_that_of_torchao():
+    with quietly():
+        pytest.importorskip("torchao")
+        from torchao.prototype.mx_formats.nvfp4_tensor import NVFP4Tensor, per_tensor_amax_to_scale
+    x = torch.randn(64, 128, generator=torch.Generator().manual_seed(0))
+    theirs = NVFP4Tensor.to_nvfp4(x, per_tensor_scale=per_tensor_amax_to_scale(x.abs().max()))
+    assert torch.equal(theirs.dequantize(torch.float32), dequantize(quantize_nvfp4(x)))
 
 
 @pytest.mark.parametrize("form", [None, *FORMATS])

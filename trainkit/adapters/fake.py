@@ -275,7 +275,7 @@ def convert_(
             del part.fake
     layers, _ = choose_layers(model, modules, by="convert_", problem=partial(_problem, weights))
     chosen = {*layers.values()}
-    with _quietly():
+    with quietly():
         from torchao import quantization as ao  # noqa: PLC0415 (an extra, and seconds of import)
 
         group = ao.PerGroup(block_of("int4"))
@@ -291,8 +291,13 @@ def convert_(
 
 
 @contextmanager
-def _quietly() -> Iterator[None]:
-    """Keep to itself what a library says of kernels for other machines while it is loaded."""
+def quietly() -> Iterator[None]:
+    """Keep to itself what a library says of kernels for other machines while it is loaded.
+
+    Examples:
+        >>> with quietly():
+        ...     logging.getLogger("torchao").warning("Failed to load ...")
+    """
     before = logging.root.manager.disable
     logging.disable(logging.WARNING)
     try:
