@@ -64,6 +64,7 @@ class Config(tk.config.RunConfig):
     )
     """What the model is asked when it is evaluated, for you to read its answers."""
     batch: tk.config.RowOptions = tk.config.RowOptions()
+    linear: tk.config.LinearOptions = tk.config.LinearOptions()
     optim: tk.config.OptimOptions = tk.config.OptimOptions(lr=3e-3, schedule_steps=275)
     adapters: AdapterOptions = AdapterOptions()
 
@@ -89,11 +90,12 @@ def pack(cfg, run, corpus, counts):
 
 
 def add_adapters(cfg):
-    """Return the transforms with which a plan of adapters begins."""
+    """Return the transforms with which a plan begins: few bits, roundings, adapters."""
     own, held = cfg.adapters, [tk.adapters.quantized("nf4")] if cfg.method == "qlora" else []
+    held += tk.adapters.linear_transforms(cfg.linear.linears, cfg.linear.linear_modules)
     how = {"rank": own.rank, "alpha": own.alpha, "dora": own.dora}
     one = tk.adapters.Lora(own.adapted, dropout=own.adapter_dropout, **how)
-    return [] if cfg.method == "full" else [*held, tk.adapters.lora(one, seed=cfg.seed)]
+    return held if cfg.method == "full" else [*held, tk.adapters.lora(one, seed=cfg.seed)]
 
 
 def build(cfg, ps, base):

@@ -52,6 +52,7 @@ class Config(tk.config.RunConfig):
     sample: int = tk.config.option(120, tk.config.positive, change="free")
     """How many tokens it then writes, for you to read."""
     batch: tk.config.RowOptions = tk.config.RowOptions()
+    linear: tk.config.LinearOptions = tk.config.LinearOptions()
     optim: tk.config.OptimOptions = tk.config.OptimOptions(lr=4e-3, schedule_steps=650)
 
 
@@ -105,10 +106,15 @@ def choose_model(cfg, vocab_size):
     return tk.models.decoder_config(cfg.size, vocab_size=tk.models.round_up_vocabulary(vocab_size))
 
 
+def round_linears(cfg):
+    """Return the transforms, one or none, of what linear layers compute in."""
+    return tk.adapters.linear_transforms(cfg.linear.linears, cfg.linear.linear_modules)
+
+
 def build(cfg, ps, model):
     """Return this rank's stages of the model and their optimizer."""
     how = {"precision": cfg.precision, "recompute": cfg.recompute, "compiled": cfg.compiled}
-    plan = tk.parallel.decoder_plan(cfg.layout, **how)
+    plan = [*round_linears(cfg), *tk.parallel.decoder_plan(cfg.layout, **how)]
     make_model = functools.partial(tk.models.Decoder, model, head="hidden")
     weights = tk.models.init_weights(model, seed=cfg.seed)
     stages = tk.build_stages(make_model, ps, plan, weights=weights, schedule=cfg.layout.schedule)
@@ -221,6 +227,7 @@ def main(argv=None):
     tokenizer = tk.tokenizers.open_tokenizer(name)
     model = choose_model(cfg, tokenizer.vocab_size)
     problems = tk.parallel.problems(cfg.layout, model, cfg.batch, world=tk.mesh.world_size())
+    problems += tk.adapters.problems(round_linears(cfg), model)
     tk.parallel.refuse(problems)
     told = tk.config.plain_values(cfg)
     how = {"layout": cfg.layout, "limits": cfg.limits, "numerics": cfg.numerics}

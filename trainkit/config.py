@@ -45,6 +45,7 @@ if TYPE_CHECKING:
     from trainkit.checkpoint.facts import Changes
 
 __all__ = [
+    "LinearOptions",
     "OptimOptions",
     "RowOptions",
     "RunConfig",
@@ -155,6 +156,26 @@ class OptimOptions:
             "groups": self.optimizer_groups,
             "mean": self.mean,
         }
+
+
+@attrs.frozen(kw_only=True)
+class LinearOptions:
+    """What linear layers compute in, where they compute otherwise than the rest."""
+
+    linears: Literal[
+        "plain",
+        "float8_tensorwise",
+        "float8_rowwise",
+        "float8_rowwise_with_gw_hp",
+        "qat_int4",
+        "qat_int8_int4",
+        "qat_fp8",
+        "qat_nvfp4",
+    ] = option("plain", change="asked")
+    """float8: how they multiply; qat: what forward rounds to, for a model to be quantised later."""
+
+    linear_modules: str | None = option(None, change="asked")
+    """Which, a regular expression of names; by default all that can, but head and experts."""
 
 
 @attrs.frozen(kw_only=True)

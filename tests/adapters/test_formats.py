@@ -13,12 +13,16 @@ from trainkit.adapters import (
     dequantize,
     quantize,
     quantize_fp8_block,
+    quantize_fp8_row,
+    quantize_int4,
     quantize_int8,
     quantize_nf4,
+    quantize_nvfp4,
 )
+from trainkit.adapters.fake import quietly
 from trainkit.types import NumericsError
 
-FORMATS = ["nf4", "int8", "fp8"]
+FORMATS = ["nf4", "int8", "fp8", "int4", "nvfp4", "fp8_row"]
 EPS = 2.0**-22  # some roundings of fp32, as parts of a block's largest magnitude
 GAP = max(b - a for a, b in pairwise(NF4_VALUES)) / 2
 
@@ -38,8 +42,14 @@ def bound(x, form):
     if form == "int8":
         top = largest(x, 128)
         return top / 254 + EPS * top
-    if form == "fp8":
-        top = largest(x, 128, rows=128)
+    if form == "int4":
+        top = largest(x, 32)
+        return top / 15 + EPS * top
+    if form == "nvfp4":
+        whole = x.abs().amax((-2, -1), keepdim=True)
+        return largest(x, 16) * 17 / 96 + whole / 458_752 + EPS * whole
+    if form in ("fp8", "fp8_row"):
+        top = largest(x, 128, rows=128) if form == "fp8" else x.abs().amax(-1, keepdim=True)
         return torch.maximum(x.abs() / 16, top / 28_672) + EPS * top
     top, spread = largest(x, 64), torch.empty_like(x)
     for left in range(0, x.shape[-1], 64 * 256):
@@ -108,11 +118,11 @@ def test_what_is_no_matrix_is_refused():
         quantize_int8(torch.ones(2, 2, dtype=torch.int64))
     with pytest.raises(ValueError, match=r"quantize_nf4: .* of shape \(2,\)"):
         quantize_nf4(torch.ones(2))
-    with pytest.raises(ValueError, match='"nf4" or "int8" or "fp8", got \'int4\''):
-        quantize(torch.ones(2, 2), "int4")
+    with pytest.raises(ValueError, match='"nvfp4" or "fp8_row", got \'e2m1\''):
+        quantize(torch.ones(2, 2), "e2m1")
 
 
-@pytest.mark.parametrize("form", FORMATS)
+@pytest.mark.parametrize("form", FORMATS[:4])
 def test_a_part_that_begins_where_blocks_do_is_quantised_as_in_the_whole(form):
     x = torch.randn(300, 64 * 300, generator=torch.Generator().manual_seed(0))
     whole = dequantize(quantize(x, form))
@@ -144,7 +154,37 @@ def test_codes_are_those_of_bitsandbytes():
 def test_bytes_are_few():
     x = torch.ones(1024, 4096)
     bits = {form: 8 * quantize(x, form).nbytes / x.numel() for form in FORMATS}
-    assert bits == {"nf4": 4.140625, "int8": 8.25, "fp8": 8.001953125}
+    few = {"nf4": 4.140625, "int8": 8.25, "fp8": 8.001953125, "int4": 5.0}
+    assert bits == few | {"nvfp4": 4.5 + 32 / x.numel(), "fp8_row": 8 + 32 / 4096}
+
+
+def test_a_part_is_quantised_as_in_the_whole_if_it_knows_the_largest_of_it():
+    x = torch.randn(40, 96, generator=torch.Generator().manual_seed(0))
+    x[7, 5], part = 9, (slice(10, 40), slice(16, 96))
+    rows, whole = x.abs().amax(-1, keepdim=True), x.abs().amax().view(1, 1)
+    for of, largest in ((quantize_nvfp4, whole), (quantize_fp8_row, rows[10:])):
+        found = dequantize(of(x[part], largest=largest))
+        assert torch.equal(found, dequantize(of(x))[part])
+        assert not torch.equal(found, dequantize(of(x[part])))
+    assert torch.equal(quantize_fp8_row(x, largest=whole).scales, whole / 448)
+    low = dequantize(quantize_nvfp4(x, largest=whole / 4))  # blocks that go beyond are cut off
+    assert bool((low.abs() <= 9 / 4).all())
+
+
+def test_nvfp4_codes_are_signs_and_indices_and_halves_go_to_the_even_one():
+    sixteenths = [0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0, 6.0]
+    held = quantize_nvfp4(torch.tensor([[*sixteenths, *(-x for x in sixteenths)]]))
+    assert held.scales.float().item() == 448
+    assert held.codes.tolist() == [[0x02, 0x24, 0x46, 0x67, 0x8A, 0xAC, 0xCE, 0xEF]]
+
+
+def test_nvfp4_is_that_of_torchao():
+    with quietly():
+        pytest.importorskip("torchao")
+        from torchao.prototype.mx_formats.nvfp4_tensor import NVFP4Tensor, per_tensor_amax_to_scale
+    x = torch.randn(64, 128, generator=torch.Generator().manual_seed(0))
+    theirs = NVFP4Tensor.to_nvfp4(x, per_tensor_scale=per_tensor_amax_to_scale(x.abs().max()))
+    assert torch.equal(theirs.dequantize(torch.float32), dequantize(quantize_nvfp4(x)))
 
 
 @pytest.mark.parametrize("form", [None, *FORMATS])
@@ -166,5 +206,7 @@ def test_a_product_of_low_rank_is_added_in_fp32(form, lead):
 
 def test_a_format_quantises_by_its_function():
     x = torch.randn(5, 130, generator=torch.Generator().manual_seed(0))
-    for form, of in zip(FORMATS, (quantize_nf4, quantize_int8, quantize_fp8_block), strict=True):
+    own = (quantize_nf4, quantize_int8, quantize_fp8_block)
+    own += (quantize_int4, quantize_nvfp4, quantize_fp8_row)
+    for form, of in zip(FORMATS, own, strict=True):
         assert torch.equal(dequantize(quantize(x, form)), dequantize(of(x)))

@@ -8,6 +8,10 @@ from .export import export_peft as export_peft
 from .export import merged_run as merged_run
 from .export import merged_weights as merged_weights
 from .export import saved_adapters as saved_adapters
+from .fake import LINEARS as LINEARS
+from .fake import convert_ as convert_
+from .fake import fake_quantized as fake_quantized
+from .fake import linear_transforms as linear_transforms
 from .formats import NF4_VALUES as NF4_VALUES
 from .formats import Format as Format
 from .formats import Quantized as Quantized
@@ -15,8 +19,12 @@ from .formats import add_low_rank as add_low_rank
 from .formats import dequantize as dequantize
 from .formats import quantize as quantize
 from .formats import quantize_fp8_block as quantize_fp8_block
+from .formats import quantize_fp8_row as quantize_fp8_row
+from .formats import quantize_int4 as quantize_int4
 from .formats import quantize_int8 as quantize_int8
 from .formats import quantize_nf4 as quantize_nf4
+from .formats import quantize_nvfp4 as quantize_nvfp4
+from .formats import round_trip as round_trip
 from .freeze import Freeze as Freeze
 from .freeze import apply_freeze_ as apply_freeze_
 from .freeze import effective_freeze as effective_freeze

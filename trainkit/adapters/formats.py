@@ -1,8 +1,9 @@
-"""Matrices in few bits: NF4 with doubly quantised scales, int8, and fp8 in square blocks.
+"""Matrices in few bits: NF4 with doubly quantised scales, NVFP4, int4, int8, and fp8 in blocks.
 
 Blocks are blocks of the whole matrix: along a row of its last dimension from column 0 on, and in
 fp8 along rows too, from row 0 on. So what an element becomes depends on its place in the whole
-matrix alone, and a part that begins where a block does is quantised as it is in the whole.
+matrix alone, and a part that begins where a block does is quantised as it is in the whole; but for
+nvfp4 and fp8_row, which also ask for the largest magnitude of the whole, or of whole rows.
 """
 
 from __future__ import annotations
@@ -20,12 +21,15 @@ from torch import Tensor, nn
 
 from trainkit.types import NumericsError, among
 
-Format = Literal["nf4", "int8", "fp8"]
+Format = Literal["nf4", "int8", "fp8", "int4", "nvfp4", "fp8_row"]
 """The names of the formats."""
 
-NF4_BLOCK, NF4_GROUP, INT8_BLOCK, FP8_BLOCK = 64, 256, 128, 128
-FP8_LARGEST = 448.0
-"""The largest number of e4m3."""
+PACKED: tuple[Format, ...] = ("nf4", "int8", "fp8")
+"""Those whose bytes a model can hold: each row is whole by itself."""
+
+NF4_BLOCK, NF4_GROUP, INT8_BLOCK, FP8_BLOCK, INT4_BLOCK, NVFP4_BLOCK = 64, 256, 128, 128, 32, 16
+FP8_LARGEST, E2M1_LARGEST = 448.0, 6.0
+"""The largest numbers of e4m3 and of e2m1."""
 
 NF4_VALUES = (
     *(-1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453),
@@ -35,13 +39,25 @@ NF4_VALUES = (
 )
 """What the sixteen codes of NF4 stand for, as parts of their block's largest magnitude."""
 
+_E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
+_VALUES: Mapping[Format, tuple[float, ...]] = MappingProxyType(
+    {
+        "nf4": NF4_VALUES,
+        "nvfp4": (*_E2M1, *(-x for x in _E2M1)),
+        "int4": (*map(float, range(8)), *map(float, range(-8, 0))),
+    }
+)
+
 HALF_STEPS: Mapping[Format, float] = MappingProxyType(
     {"nf4": min(b - a for a, b in pairwise(NF4_VALUES)) / 2, "int8": 0.5, "fp8": 0.125}
 )
 """About half the way from one code to the next, in scales: what quantising is off by. Of nf4 where
 codes are closest, of fp8 for what is 2 to 4 scales large."""
 
-_PAIRS = np.array([(NF4_VALUES[i >> 4], NF4_VALUES[i & 15]) for i in range(256)], np.float32)
+_PAIRS = {
+    form: np.array([(own[i >> 4], own[i & 15]) for i in range(256)], np.float32)
+    for form, own in _VALUES.items()
+}
 _LEAST = torch.finfo(torch.float32).tiny
 
 
@@ -51,12 +67,14 @@ class Quantized:
 
     Attributes:
         form: Its format.
-        codes: uint8 `[..., R, ceil(C / 2)]` of nf4, two codes in a byte, the first in the upper
-            half; int8 or e4m3 `[..., R, C]` of the others.
-        scales: Of each block of N = ceil(C / block) in a row: uint8 `[..., R, N]` of nf4, fp32 of
-            int8; fp32 `[..., ceil(R / 128), N]` of fp8.
-        levels: Of nf4 only: of each G = ceil(N / 256) groups of blocks in a row the least scale,
-            and the step from one scale to the next, fp32 `[..., R, G, 2]`.
+        codes: uint8 `[..., R, ceil(C / 2)]` of nf4, nvfp4 and int4, two codes in a byte, the first
+            in the upper half; int8 or e4m3 `[..., R, C]` of the others.
+        scales: Of each block of N = ceil(C / block) in a row: uint8 `[..., R, N]` of nf4, e4m3 of
+            nvfp4, fp32 of int4 and int8; fp32 `[..., ceil(R / 128), N]` of fp8, `[..., R, 1]` of
+            fp8_row.
+        levels: Of nf4 of each G = ceil(N / 256) groups of blocks in a row the least scale, and the
+            step from one scale to the next, fp32 `[..., R, G, 2]`; of nvfp4 what all scales are
+            multiplied with, fp32 `[..., 1, 1]`.
         shape: That of the matrix.
         dtype: That of the matrix, and of what `dequantize` gives by default.
     """
@@ -101,15 +119,7 @@ def quantize_nf4(weight: Tensor) -> Quantized:
         >>> dequantize(whole)
         tensor([[ 0.0000,  0.4922, -1.0501,  2.0000]])
     """
-    blocks, scales = _blocks(_checked(weight, "quantize_nf4"), NF4_BLOCK)
-    values = torch.tensor(NF4_VALUES, device=weight.device)
-    middles = (values[1:] + values[:-1]) / 2
-    indices = torch.bucketize(_divided(blocks, scales), middles, out_int32=True).to(torch.uint8)
-    pairs = indices.flatten(-2)[..., : 2 * ceil(weight.shape[-1] / 2)].unflatten(-1, (-1, 2))
-    upper, lower = pairs.unbind(-1)
-    levels, rounded = _levels(scales)
-    shape = tuple(weight.shape)
-    return Quantized("nf4", upper << 4 | lower, rounded, levels, shape, weight.dtype)
+    return _finished(_nf4(_checked(weight, "quantize_nf4")), weight)
 
 
 def quantize_int8(weight: Tensor) -> Quantized:
@@ -136,11 +146,7 @@ def quantize_int8(weight: Tensor) -> Quantized:
         >>> quantize_int8(torch.tensor([[0.0, 0.5, -1.0, 2.0]])).codes
         tensor([[  0,  32, -64, 127]], dtype=torch.int8)
     """
-    blocks, largest = _blocks(_checked(weight, "quantize_int8"), INT8_BLOCK)
-    scales = largest / 127
-    codes = _divided(blocks, scales).round_().clamp_(-127, 127).to(torch.int8)
-    codes = codes.flatten(-2)[..., : weight.shape[-1]].contiguous()
-    return Quantized("int8", codes, scales, None, tuple(weight.shape), weight.dtype)
+    return _finished(_int8(_checked(weight, "quantize_int8")), weight)
 
 
 def quantize_fp8_block(weight: Tensor) -> Quantized:
@@ -164,19 +170,95 @@ def quantize_fp8_block(weight: Tensor) -> Quantized:
         >>> dequantize(quantize_fp8_block(torch.tensor([[0.0, 0.3, -1.0, 448.0]]))).tolist()
         [[0.0, 0.3125, -1.0, 448.0]]
     """
-    x = _checked(weight, "quantize_fp8_block")
-    rows = x.shape[-2]
-    short = max(1, -(-rows // FP8_BLOCK)) * FP8_BLOCK - rows
-    blocks, largest = _blocks(nn.functional.pad(x, (0, 0, 0, short)), FP8_BLOCK)
-    scales = largest.unflatten(-2, (-1, FP8_BLOCK)).amax(-2) / FP8_LARGEST
-    scaled = _divided(blocks, scales.repeat_interleave(FP8_BLOCK, -2))
-    codes = scaled.clamp_(-FP8_LARGEST, FP8_LARGEST).to(torch.float8_e4m3fn)
-    codes = codes.flatten(-2)[..., :rows, : x.shape[-1]].contiguous()
-    return Quantized("fp8", codes, scales, None, tuple(weight.shape), weight.dtype)
+    return _finished(_fp8(_checked(weight, "quantize_fp8_block")), weight)
+
+
+def quantize_nvfp4(weight: Tensor, *, largest: Tensor | None = None) -> Quantized:
+    """Quantise a matrix to 4.5 bits an element, as GPUs from Blackwell on multiply it.
+
+    Each 16 elements of a row are divided by their scale and rounded to the nearest of 0, 0.5, 1,
+    1.5, 2, 3, 4 and 6 and their negatives. A scale is 1/6 of the largest magnitude among them,
+    itself rounded to e4m3 after division by 1/2,688 of the largest in the matrix. 0 stays 0.
+
+    Args:
+        weight: `[..., R, C]`, computed with in fp32.
+        largest: The largest magnitude of the matrix, `[..., 1, 1]`, where this is a part of it. A
+            block that goes beyond it is cut off.
+
+    Returns:
+        The codes; dequantised, an element is off by at most 17/96 of its block's largest magnitude
+        plus 1/458,752 of the matrix's, and fp32's rounding.
+
+    Raises:
+        NumericsError: A value is not finite.
+        ValueError: It is no matrix of floating point.
+
+    References:
+        NVIDIA, "Pretraining large language models with NVFP4" (2025).
+
+    Examples:
+        >>> dequantize(quantize_nvfp4(torch.tensor([[0.0, 0.7, -1.3, 6.0]]))).tolist()
+        [[0.0, 0.5, -1.5, 6.0]]
+    """
+    return _finished(_nvfp4(_checked(weight, "quantize_nvfp4"), largest), weight)
+
+
+def quantize_int4(weight: Tensor) -> Quantized:
+    """Quantise a matrix to 5 bits an element (4.5 with scales in bf16), symmetrically.
+
+    Each 32 elements of a row are divided by 1/7.5 of the largest magnitude among them, and rounded
+    to whole numbers from -8 to 7: torchao's and XNNPACK's int4. 0 stays 0.
+
+    Args:
+        weight: `[..., R, C]`, computed with in fp32.
+
+    Returns:
+        The codes; dequantised, an element is off by at most 1/15 of its block's largest magnitude,
+        and fp32's rounding.
+
+    Raises:
+        NumericsError: A value is not finite.
+        ValueError: It is no matrix of floating point.
+
+    Examples:
+        >>> dequantize(quantize_int4(torch.tensor([[0.0, 1.2, -7.5, 7.5]]))).tolist()
+        [[0.0, 1.0, -8.0, 7.0]]
+    """
+    return _finished(_int4(_checked(weight, "quantize_int4")), weight)
+
+
+def quantize_fp8_row(weight: Tensor, *, largest: Tensor | None = None) -> Quantized:
+    """Quantise a matrix to e4m3 with a scale for each row, or with one.
+
+    Args:
+        weight: `[..., R, C]`, computed with in fp32.
+        largest: The largest magnitude of what shares a scale, `[..., R, 1]` or `[..., 1, 1]`; by
+            default that of each row.
+
+    Returns:
+        The codes; dequantised, an element is off by at most 1/16 of its own magnitude, or of
+        1/28,672 of `largest` if that is more, and fp32's rounding.
+
+    Raises:
+        NumericsError: A value is not finite.
+        ValueError: It is no matrix of floating point.
+
+    Examples:
+        >>> dequantize(quantize_fp8_row(torch.tensor([[0.0, 0.3, 448.0], [0, 0, 0]])))[0].tolist()
+        [0.0, 0.3125, 448.0]
+    """
+    return _finished(_fp8_row(_checked(weight, "quantize_fp8_row"), largest), weight)
 
 
 QUANTIZE: Mapping[Format, Callable[[Tensor], Quantized]] = MappingProxyType(
-    {"nf4": quantize_nf4, "int8": quantize_int8, "fp8": quantize_fp8_block}
+    {
+        "nf4": quantize_nf4,
+        "int8": quantize_int8,
+        "fp8": quantize_fp8_block,
+        "int4": quantize_int4,
+        "nvfp4": quantize_nvfp4,
+        "fp8_row": quantize_fp8_row,
+    }
 )
 """What quantises to a format."""
 
@@ -192,6 +274,24 @@ def quantize(weight: Tensor, form: Format) -> Quantized:
     return QUANTIZE[form](weight)
 
 
+def round_trip(x: Tensor, form: Format, *, largest: Tensor | None = None) -> Tensor:
+    """Return what a matrix is after it was quantised, without a look at whether it is finite.
+
+    What is not finite takes its scale along, and with it all that shares it.
+
+    Args:
+        x: `[..., R, C]`.
+        form: The format.
+        largest: For nvfp4 and fp8_row; see there.
+
+    Examples:
+        >>> round_trip(torch.tensor([[0.0, 1.2, -7.5, 7.5]]), "int4")
+        tensor([[ 0.,  1., -8.,  7.]])
+    """
+    given = () if largest is None else (largest,)
+    return dequantize(_PIECES[form](x.detach().float(), *given), x.dtype)
+
+
 def dequantize(quantized: Quantized, dtype: torch.dtype | None = None) -> Tensor:
     """Return the matrix that codes stand for, each product rounded once to fp32, then to `dtype`.
 
@@ -204,10 +304,14 @@ def dequantize(quantized: Quantized, dtype: torch.dtype | None = None) -> Tensor
         tensor([[1., 1., 1.]], dtype=torch.bfloat16)
     """
     scales = quantized.scales
-    if quantized.levels is not None:
+    if quantized.form == "nf4" and quantized.levels is not None:
         scales = scales_of(scales, quantized.levels)
+    if quantized.form == "nvfp4" and quantized.levels is not None:
+        scales = scales.float() * quantized.levels
     if quantized.form == "fp8":
         scales = scales.repeat_interleave(FP8_BLOCK, -2)[..., : quantized.shape[-2], :]
+    if quantized.form == "fp8_row":
+        return (quantized.codes.float() * scales).to(dtype or quantized.dtype)
     values = times_scales(quantized.codes, scales, quantized.form, columns=quantized.shape[-1])
     return values.to(dtype or quantized.dtype)
 
@@ -256,7 +360,8 @@ def block_of(form: Format) -> int:
         >>> block_of("nf4")
         64
     """
-    return {"nf4": NF4_BLOCK, "int8": INT8_BLOCK, "fp8": FP8_BLOCK}[form]
+    blocks = {"nf4": NF4_BLOCK, "int4": INT4_BLOCK, "nvfp4": NVFP4_BLOCK}
+    return blocks.get(form, FP8_BLOCK)
 
 
 def times_scales(
@@ -284,8 +389,8 @@ def times_scales(
         tensor([[ 2., 30.]])
     """
     block = block_of(form)
-    if form == "nf4":
-        pairs = torch.from_numpy(_PAIRS).to(codes.device)
+    if form in _PAIRS:
+        pairs = torch.from_numpy(_PAIRS[form]).to(codes.device)
         values = nn.functional.embedding(codes.int(), pairs).flatten(-2)[..., :columns]
     else:
         values = codes.float()
@@ -310,6 +415,96 @@ def scales_of(rounded: Tensor, levels: Tensor) -> Tensor:
     return least + rounded * step
 
 
+def _nf4(x: Tensor) -> Quantized:
+    blocks, scales = _blocks(x, NF4_BLOCK)
+    values = torch.tensor(NF4_VALUES, device=x.device)
+    middles = (values[1:] + values[:-1]) / 2
+    indices = torch.bucketize(_divided(blocks, scales), middles, out_int32=True)
+    levels, rounded = _levels(scales)
+    return Quantized("nf4", _paired(indices, x), rounded, levels, tuple(x.shape), x.dtype)
+
+
+def _int8(x: Tensor) -> Quantized:
+    blocks, largest = _blocks(x, INT8_BLOCK)
+    scales = largest / 127
+    codes = _divided(blocks, scales).round_().clamp_(-127, 127).to(torch.int8)
+    codes = codes.flatten(-2)[..., : x.shape[-1]].contiguous()
+    return Quantized("int8", codes, scales, None, tuple(x.shape), x.dtype)
+
+
+def _fp8(x: Tensor) -> Quantized:
+    rows = x.shape[-2]
+    short = max(1, -(-rows // FP8_BLOCK)) * FP8_BLOCK - rows
+    blocks, largest = _blocks(nn.functional.pad(x, (0, 0, 0, short)), FP8_BLOCK)
+    scales = largest.unflatten(-2, (-1, FP8_BLOCK)).amax(-2) / FP8_LARGEST
+    codes = _e4m3(_divided(blocks, scales.repeat_interleave(FP8_BLOCK, -2)))
+    codes = codes.flatten(-2)[..., :rows, : x.shape[-1]].contiguous()
+    return Quantized("fp8", codes, scales, None, tuple(x.shape), x.dtype)
+
+
+def _nvfp4(x: Tensor, largest: Tensor | None = None) -> Quantized:
+    blocks, own = _blocks(x, NVFP4_BLOCK)
+    whole = largest_of(x, rows=False) if largest is None else largest.float()
+    level = whole / (E2M1_LARGEST * FP8_LARGEST)
+    scales = _e4m3(own / E2M1_LARGEST / level.clamp_min(_LEAST))
+    scaled = _divided(blocks, scales.float() * level)
+    size = scaled.abs().clamp_max(E2M1_LARGEST)
+    step = torch.where(size < 2, 0.5, torch.where(size < 4, 1.0, 2.0))
+    size = (size / step).round() * step  # halves go to the even code, as in hardware
+    indices = torch.bucketize(size, torch.tensor(_E2M1, device=x.device), out_int32=True)
+    indices |= scaled.signbit().int() << 3
+    return Quantized("nvfp4", _paired(indices, x), scales, level, tuple(x.shape), x.dtype)
+
+
+def _int4(x: Tensor) -> Quantized:
+    blocks, largest = _blocks(x, INT4_BLOCK)
+    scales = largest / 7.5
+    # Times the reciprocal, and not divided: the same bits as torchao's.
+    scaled = blocks * (1 / scales.clamp_min(_LEAST)).unsqueeze(-1)
+    codes = scaled.round_().clamp_(-8, 7).to(torch.int32) & 15
+    return Quantized("int4", _paired(codes, x), scales, None, tuple(x.shape), x.dtype)
+
+
+def _fp8_row(x: Tensor, largest: Tensor | None = None) -> Quantized:
+    largest = largest_of(x, rows=True) if largest is None else largest.float()
+    scales = largest / FP8_LARGEST
+    codes = _e4m3(x / scales.clamp_min(_LEAST))
+    return Quantized("fp8_row", codes, scales, None, tuple(x.shape), x.dtype)
+
+
+_PIECES: dict[Format, Callable[..., Quantized]] = {
+    "nf4": _nf4,
+    "int8": _int8,
+    "fp8": _fp8,
+    "int4": _int4,
+    "nvfp4": _nvfp4,
+    "fp8_row": _fp8_row,
+}
+
+
+def largest_of(x: Tensor, *, rows: bool) -> Tensor:
+    """Return the largest magnitude of each row, `[..., R, 1]`, or of each matrix, `[..., 1, 1]`.
+
+    Examples:
+        >>> largest_of(torch.tensor([[1.0, -2.0], [0.0, 0.5]]), rows=True).flatten()
+        tensor([2.0000, 0.5000])
+    """
+    if not x.numel():
+        return x.new_zeros((*x.shape[:-1], 1) if rows else (*x.shape[:-2], 1, 1))
+    return x.abs().amax((-1,) if rows else (-2, -1), keepdim=True)
+
+
+def _e4m3(x: Tensor) -> Tensor:
+    return x.clamp(-FP8_LARGEST, FP8_LARGEST).to(torch.float8_e4m3fn)
+
+
+def _paired(codes: Tensor, like: Tensor) -> Tensor:
+    """Return codes of four bits in blocks `[..., R, N, size]` as bytes of two in a row."""
+    pairs = codes.to(torch.uint8).flatten(-2)[..., : 2 * ceil(like.shape[-1] / 2)]
+    upper, lower = pairs.unflatten(-1, (-1, 2)).unbind(-1)
+    return upper << 4 | lower
+
+
 def _levels(scales: Tensor) -> tuple[Tensor, Tensor]:
     """Return levels `[..., R, G, 2]` of each group of scales, and the scales rounded to them."""
     count = scales.shape[-1]
@@ -331,14 +526,7 @@ def _blocks(x: Tensor, size: int) -> tuple[Tensor, Tensor]:
     columns = x.shape[-1]
     short = max(1, -(-columns // size)) * size - columns
     blocks = nn.functional.pad(x, (0, short)).unflatten(-1, (-1, size))
-    largest = blocks.abs().amax(-1)
-    if not bool(largest.isfinite().all()):
-        count = int((~x.isfinite()).sum())
-        raise NumericsError(
-            f"quantize: {count:,} value{'s are' if count > 1 else ' is'} not finite, and would "
-            "take whole blocks along; a block's scale is its largest magnitude"
-        )
-    return blocks, largest
+    return blocks, blocks.abs().amax(-1)
 
 
 def _divided(blocks: Tensor, scales: Tensor) -> Tensor:
@@ -350,7 +538,18 @@ def _checked(weight: Tensor, by: str) -> Tensor:
     if weight.ndim < 2 or not weight.is_floating_point():
         got = f"{weight.dtype} of shape {tuple(weight.shape)}"
         raise ValueError(f"{by}: it takes a matrix of floating point, or several, got {got}")
-    return weight.detach().float()
+    x = weight.detach().float()
+    if not bool(x.isfinite().all()):
+        count = int((~x.isfinite()).sum())
+        raise NumericsError(
+            f"quantize: {count:,} value{'s are' if count > 1 else ' is'} not finite, and would "
+            "take whole blocks along; a block's scale is its largest magnitude"
+        )
+    return x
+
+
+def _finished(quantized: Quantized, like: Tensor) -> Quantized:
+    return attrs.evolve(quantized, dtype=like.dtype)
 
 
 def codes_per_byte(form: Format) -> int:
@@ -360,7 +559,7 @@ def codes_per_byte(form: Format) -> int:
         >>> codes_per_byte("nf4"), codes_per_byte("fp8")
         (2, 1)
     """
-    return 2 if form == "nf4" else 1
+    return 2 if form in _PAIRS else 1
 
 
 def scale_bytes(form: Format, columns: int) -> int:

@@ -12,7 +12,7 @@ import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cache
 from math import ceil
-from typing import Any, get_args
+from typing import Any
 
 import attrs
 import torch
@@ -22,6 +22,7 @@ from trainkit.adapters.formats import (
     FP8_BLOCK,
     HALF_STEPS,
     NF4_GROUP,
+    PACKED,
     Format,
     Quantized,
     block_of,
@@ -114,7 +115,7 @@ def quantized(form: Format = "nf4", *, modules: str = r"layers\.\d+\.\w+\.\w+") 
         {'weight': (torch.uint8, (4, 32)), 'bias': (torch.float32, (4,)),
          'weight_scales': (torch.uint8, (4, 9))}
     """
-    among(get_args(Format), "quantized", form=form)
+    among(PACKED, "quantized", form=form)
 
     def apply(module: nn.Module, ps: ParallelState) -> nn.Module:
         if ps.fsdp.count * ps.dp_replicate.count > 1 and not shards_bytes():

@@ -126,7 +126,7 @@ def problems(
     r"""Return what does not fit of adapters and a decoder, as errors that nobody has raised yet.
 
     Args:
-        plan: What a plan begins with: `quantized` and `lora`, both or neither.
+        plan: What a plan begins with: `quantized`, `float8` or `fake_quantized`, `lora`, or none.
         model: The decoder.
         layout: The layout that it is to be trained in.
         base: The facts of the checkpoint that is to be the base, which `base_weights` refuses if it

@@ -9,6 +9,7 @@ from trainkit.parallel.compiled import compiled
 from trainkit.parallel.ddp import average_parameters, ddp, signs_of_votes
 from trainkit.parallel.expert import expert
 from trainkit.parallel.fitting import problems, refuse
+from trainkit.parallel.float8 import float8
 from trainkit.parallel.frozen import output_head, with_columns
 from trainkit.parallel.fsdp import fsdp
 from trainkit.parallel.generation import bind_call
@@ -58,6 +59,7 @@ __all__ = [
     "ddp",
     "decoder_plan",
     "expert",
+    "float8",
     "fsdp",
     "hf_styles",
     "layer_ranges",

@@ -27,7 +27,12 @@ _MODE = "_trainkit_recompute"
 _SELECTIVE = tuple(map(type, create_selective_checkpoint_contexts([])))
 
 
-_PRODUCTS = ("mm", "addmm", "_grouped_mm")  # not bmm: scores of attention that is written out
+_PRODUCTS = (
+    "mm",
+    "addmm",
+    "_grouped_mm",
+    "_scaled_mm",
+)  # not bmm: scores of attention that is written out
 _ATTENTION = (
     "_scaled_dot_product_flash_attention",
     "_scaled_dot_product_flash_attention_for_cpu",

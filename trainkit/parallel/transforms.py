@@ -12,14 +12,14 @@ from trainkit.parallel.naming import ties_of
 from trainkit.types import ConfigError, Layout, ModelTransform, ParallelState
 
 ORDER = (
-    *("quantized", "adapter", "tensor", "sequence", "expert", "ddp", "precision"),
+    *("quantized", "rounded", "adapter", "tensor", "sequence", "expert", "ddp", "precision"),
     *("recompute", "compiled", "fsdp"),
 )
 """The order in which kinds of transforms must stand in a plan: each sees the module as the earlier
 ones left it. What cuts a matrix cuts its adapter with it.
 """
 
-OF_THE_WHOLE = ("quantized", "adapter")
+OF_THE_WHOLE = ("quantized", "rounded", "adapter")
 """The kinds that see the whole model, before it is cut into pipeline stages."""
 
 _AXES = [name for name in Layout().degrees if name != "pp"]
