@@ -20,6 +20,7 @@ from trainkit.optim.adamw import adamw
 from trainkit.optim.elementwise import Elementwise
 from trainkit.optim.groups import grouped, split_by_pattern
 from trainkit.optim.muon import Muon, hidden_matrices
+from trainkit.optim.offload import offload_state_
 from trainkit.optim.rules import Lion, Momentum, ScheduleFree, SignSGD
 from trainkit.optim.storage import moment_bytes
 from trainkit.optim.together import together
@@ -100,6 +101,7 @@ def make_optimizer(
     mean: float | None = None,
     seed: int = 0,
     axis: Axis = SOLO,
+    offload: bool = False,
 ) -> torch.optim.Optimizer:
     r"""Return the optimizer that names and texts ask for, as recipes take them from flags.
 
@@ -115,6 +117,7 @@ def make_optimizer(
         mean: As in `together`.
         seed: What stochastic rounding follows from.
         axis: The ranks that hold the parts of the model, `ps.pp`.
+        offload: Keep what it remembers in host memory; see `offload_state_`.
 
     Raises:
         ConfigError: A name, an option or a pattern is not known; or two patterns match a name.
@@ -141,7 +144,10 @@ def make_optimizer(
         told: dict[str, Any] = main | own
         shared = options if told["optimizer"] == optimizer else ()
         made += _made(named, parts, lr, [*shared, *texts], **told)
-    return made[0] if len(made) == 1 and mean is None else together(made, mean=mean)
+    whole = made[0] if len(made) == 1 and mean is None else together(made, mean=mean)
+    if offload:
+        offload_state_(whole)
+    return whole
 
 
 def _hidden_parts(
