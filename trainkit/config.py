@@ -142,6 +142,9 @@ class OptimOptions:
     mean: float | None = option(None, change="asked")
     """Keep a mean of the weights, of which this much stays in a step (0.999), and evaluate it."""
 
+    offload_optimizer: bool = option(default=False, change="free")
+    """Keep the optimizer's state in host memory, and bring it over parameter by parameter."""
+
     max_norm: float = attrs.field(default=1.0, validator=positive)
     """Gradients above this norm are scaled down to it."""
 
@@ -155,6 +158,7 @@ class OptimOptions:
             "options": self.optimizer_options,
             "groups": self.optimizer_groups,
             "mean": self.mean,
+            "offload": self.offload_optimizer,
         }
 
 

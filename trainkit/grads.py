@@ -17,6 +17,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from trainkit.collectives import all_gather_json, all_sum, computing_device
+from trainkit.optim.offload import stepping_alone
 from trainkit.parallel.naming import canonical_name, is_tied_copy, named_parameters_of
 from trainkit.parallel.reduction import (
     Reduce,
@@ -653,22 +654,15 @@ def _alone(
     optimizer: torch.optim.Optimizer, lr: float | None
 ) -> Iterator[Callable[[nn.Parameter, Tensor], None]]:
     """Give a function that steps one parameter, with an optimizer that meanwhile holds no other."""
-    held = [(group, group["params"]) for group in optimizer.param_groups]
-    owner = {p: group for group, params in held for p in params}
-    for group, _ in held:
-        group["params"] = list[nn.Parameter]()
+    for group in optimizer.param_groups:
         group["lr"] = group["lr"] if lr is None else lr * group.get("lr_scale", 1)
+    with stepping_alone(optimizer) as hold:
 
-    def step(p: nn.Parameter, refused: Tensor) -> None:
-        owner[p]["params"] = [p]
-        _step_unless(refused, optimizer)
-        owner[p]["params"] = list[nn.Parameter]()
+        def step(p: nn.Parameter, refused: Tensor) -> None:
+            hold(p)
+            _step_unless(refused, optimizer)
 
-    try:
         yield step
-    finally:
-        for group, params in held:
-            group["params"] = params
 
 
 def _check_numbers(lr: float | None, max_norm: float | None, norm: object) -> None:

@@ -279,6 +279,18 @@ class Layout:
     reshard_after_forward: bool = True
     """Gather a block's parameters again for backward; zero-bubble schedules need it off."""
 
+    reshard_over: int = attrs.field(default=0, validator=non_negative)
+    """After forward each so many neighbouring ranks, those of a node say, keep a block's parameters
+    between them, and gather from near for backward; 0 for all that shard it."""
+
+    prefetch: int = attrs.field(default=0, validator=non_negative)
+    """Blocks to gather ahead of the one that computes, in forward and in backward; 0 leaves it to
+    FSDP: the next one, in backward."""
+
+    ends_apart: bool = False
+    """Gather the embedding, and the last norm with the head, only while they are needed, not
+    through the whole step; tied ones stay together."""
+
     cpu_offload: bool = False
     """Keep sharded parameters and the optimizer's state in host memory, and step there."""
 

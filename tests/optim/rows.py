@@ -103,6 +103,7 @@ class Row:
     groups: tuple = ()
     mean: float | None = None
     dtype: torch.dtype = torch.float64
+    offload: bool = False
 
     def make(self, stages, *, axis=SOLO, **changes):
         """Return the optimizer of stages, or of parameters by name."""

@@ -103,7 +103,8 @@ def build(row, layout, ps):
     stages = build_stages(
         lambda: Model().to(row.dtype), ps, [cut, fsdp(layout)], weights=weights, split=split
     )
-    return stages, row.make(stages, axis=ps.pp)
+    # So runs go from layouts without offloading to one with it, and back.
+    return stages, row.make(stages, axis=ps.pp, offload=layout.tp > 1)
 
 
 def train(stages, optimizer, ps, *, begin, end):

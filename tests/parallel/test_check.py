@@ -112,6 +112,19 @@ REFUSED = [
         "6 experts do not divide by ep = 4; set ep to 1, 2, 3 or 6",
     ),
     (TINY, {"dp_shard": 2}, {"ep_neighbours": False}, "where the ranks of ep are, and ep = 1"),
+    (
+        TINY,
+        {"dp_shard": 8},
+        {"reshard_over": 3},
+        "reshard_over = 3 is no part of the 8 ranks .* set it to 2 or 4 or 0 for all of them",
+    ),
+    (TINY, {"dp_shard": 2}, {"reshard_over": 2}, "no part of the 2 ranks .* set it to 0 for all"),
+    (
+        TINY,
+        {"dp_shard": 4},
+        {"reshard_over": 2, "reshard_after_forward": False},
+        "reshard_over = 2 says where .* leave one of the two out",
+    ),
     (TINY, {"pp": 0}, {}, "pp must be above 0, got 0"),
     (TINY, {}, {"fold_sp": "some"}, "fold_sp must be one of 'all', 'ring', 'ulysses', 'none'"),
 ]
@@ -146,6 +159,7 @@ FITTING = [
     {"tp": 2, "ulysses": 2, "ring": 2},
     {"pp": 2, "tp": 2, "dp_replicate": 2, "dp_shard": 2},
     {"ulysses": 4, "dp_shard": 8},
+    {"changes": {"reshard_over": 4}, "dp_shard": 2, "ring": 4},
 ]
 
 

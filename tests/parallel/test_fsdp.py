@@ -1,6 +1,7 @@
 """Every form of data parallelism gives the numbers of one process, whatever FSDP2 is asked for."""
 
 import functools
+from functools import partial
 
 import attrs
 import pytest
@@ -72,6 +73,7 @@ KINDS = {
     "frozen in part": {"frozen": ("wq.weight", "norm.weight")},
     "a block frozen, offloaded": {"frozen": BLOCK, "cpu_offload": True},
     "tied, offloaded": {"config": TIED, "cpu_offload": True},
+    "tied, its ends apart": {"config": TIED, "ends_apart": True},
 }
 
 
@@ -159,6 +161,57 @@ def test_blocks_are_offloaded_and_freed_as_was_asked():
         "{'cpu_offload': True}": ("CPUOffloadPolicy", True),
         "{'reshard_after_forward': False}": ("OffloadPolicy", False),
     }
+
+
+def what_is_gathered(choices):
+    """Return for each choice what all-gathers had been asked for when each block began.
+
+    In forward and in backward, and which of the ends were whole then; with the collectives.
+    """
+    from trainkit.testing.ledger import _Counting
+
+    with tk.parallel_session() as ps:
+        return [_gathered(ps, _Counting, options) for options in choices]
+
+
+def _gathered(ps, counting, options):
+    config = attrs.evolve(CONFIG, layers=4)
+    weights = init_weights(config, seed=0)
+    plan = [fsdp(tk.Layout(**options))]
+    (model,) = tk.build_stages(lambda: Decoder(config, head="hidden"), ps, plan, weights=weights)
+    counts, forward, backward, whole = {}, [], [], set()
+
+    def look(seen, *_):
+        seen.append(sum(len(x) for (_, _, kind), x in counts.items() if kind == "all_gather"))
+        ends = {"embedding": model.embedding.weight, "head": model.head.weight}
+        whole.update(name for name, p in ends.items() if not hasattr(p, "placements"))
+
+    def look_in_backward(_, __, output):
+        output.register_hook(partial(look, backward))
+
+    for block in model.layers.values():
+        block.attention_norm.register_forward_pre_hook(partial(look, forward))
+        block.register_forward_hook(look_in_backward)
+    text = corpus()
+    layout, bins = Layout(), tk.pack_bins(text.lengths, CAPACITY)
+    batch = input_of(tk.Cursor(), ps, layout, text=text, bins=bins)
+    run = tk.bind_forward_backward([model], next_token_linear, axis=ps.pp)
+    with counting(counts, {}):
+        run(batch.microbatches[:1], denominator=torch.tensor(1))
+    near = sum(len(x) for (_, size, kind), x in counts.items() if (size, kind) == (2, "all_gather"))
+    return forward, backward, whole, near
+
+
+def test_blocks_are_gathered_ahead_and_ends_only_when_they_are_needed():
+    choices = {}, {"prefetch": 2}, {"ends_apart": True, "prefetch": 1}, {"reshard_over": 2}
+    own, ahead, apart, over = run_ranks(what_is_gathered, 4, choices)[0]
+    # The ends are one gather; FSDP's own order is the next block in backward, none in forward.
+    assert own == ([2, 3, 4, 5], [7, 8, 9, 9], {"embedding", "head"}, 0)
+    assert ahead == ([4, 5, 5, 5], [8, 9, 9, 9], {"embedding", "head"}, 0)
+    # The embedding, each block and the one after it, the head then; and the embedding in the end.
+    assert apart[:2] == ([3, 4, 5, 6], [8, 9, 10, 11])
+    assert apart[2] == set()
+    assert over[3] == 4  # for backward from two ranks
 
 
 def without_blocks(pp):

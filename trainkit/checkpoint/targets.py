@@ -13,6 +13,7 @@ from torch import nn
 from trainkit.checkpoint.hidden import optimizers_in
 from trainkit.checkpoint.reading import Target
 from trainkit.checkpoint.tensors import model_tensors, optimizer_state
+from trainkit.optim.offload import in_host_memory, is_offloaded
 from trainkit.optim.storage import BLOCK
 from trainkit.parallel.naming import COPY_SUFFIX, box_of, empty_rows_like, named_parameters_of
 
@@ -84,6 +85,8 @@ def moment_targets(
                 is_counter = not entry["shape"] and not on_device[id(parameter)]
                 device = "cpu" if is_counter else parameter.device
                 made = torch.empty(entry["shape"], dtype=dtype, device=device)
+            if shape and is_offloaded(optimizer):
+                made = in_host_memory(made)
             targets[full + suffix] = Target(full, made, box_of(made))
     return targets
 

@@ -6,6 +6,7 @@ from .groups import split_by_pattern as split_by_pattern
 from .muon import Muon as Muon
 from .muon import hidden_matrices as hidden_matrices
 from .muon import orthogonalized as orthogonalized
+from .offload import offload_state_ as offload_state_
 from .rules import Lion as Lion
 from .rules import Momentum as Momentum
 from .rules import NarrowAdamW as NarrowAdamW

@@ -20,6 +20,7 @@ from trainkit.optim.adamw import adamw
 from trainkit.optim.elementwise import Elementwise
 from trainkit.optim.groups import grouped, split_by_pattern
 from trainkit.optim.muon import Muon, hidden_matrices
+from trainkit.optim.offload import offload_state_
 from trainkit.optim.rules import Lion, Momentum, ScheduleFree, SignSGD
 from trainkit.optim.storage import moment_bytes
 from trainkit.optim.together import together
@@ -101,6 +102,7 @@ def make_optimizer(
     precision: Precision | None = None,
     seed: int = 0,
     axis: Axis = SOLO,
+    offload: bool = False,
 ) -> torch.optim.Optimizer:
     r"""Return the optimizer that names and texts ask for, as recipes take them from flags.
 
@@ -118,6 +120,7 @@ def make_optimizer(
             options of every optimizer here, before those of its own.
         seed: What stochastic rounding follows from.
         axis: The ranks that hold the parts of the model, `ps.pp`.
+        offload: Keep what it remembers in host memory; see `offload_state_`.
 
     Raises:
         ConfigError: A name, an option or a pattern is not known; two patterns match a name; or an
@@ -146,7 +149,10 @@ def make_optimizer(
         shared = options if told["optimizer"] == optimizer else ()
         kept = options_of(told["optimizer"], precision or Precision())
         made += _made(named, parts, lr, [*kept, *shared, *texts], **told)
-    return made[0] if len(made) == 1 and mean is None else together(made, mean=mean)
+    whole = made[0] if len(made) == 1 and mean is None else together(made, mean=mean)
+    if offload:
+        offload_state_(whole)
+    return whole
 
 
 def options_of(optimizer: str, precision: Precision) -> list[str]:

@@ -58,7 +58,8 @@ def problems(
         found += _of_rows(layout, rows)
     if model is not None and rows is not None:
         found += _of_reach(model, rows)
-    found += [*_of_experts(layout), *_of_offload(layout, device), *_of_schedule(layout, device)]
+    found += [*_of_experts(layout), *_of_offload(layout, device), *_of_reshards(layout)]
+    found += _of_schedule(layout, device)
     if model is not None:
         found += _of_stages(layout, model)
     if rows is not None:
@@ -221,6 +222,27 @@ def _of_offload(layout: Layout, device: str) -> Iterator[ConfigError]:
             where="cpu_offload",
             got=True,
             want=False,
+        )
+
+
+def _of_reshards(layout: Layout) -> Iterator[ConfigError]:
+    over, shards = layout.reshard_over, layout.count("fsdp")
+    if over and not layout.reshard_after_forward:
+        yield ConfigError(
+            f"reshard_over = {over} says where a block's parameters are after forward, and with "
+            "reshard_after_forward = False they stay gathered; leave one of the two out",
+            where="reshard_over",
+            got=over,
+            want=0,
+        )
+    elif over and (shards % over or not 1 < over < shards):
+        fit = [str(n) for n in range(2, shards) if shards % n == 0]
+        yield ConfigError(
+            f"reshard_over = {over} is no part of the {shards} ranks that shard parameters; set it "
+            f"to {' or '.join([*fit, '0 for all of them'])}",
+            where="reshard_over",
+            got=over,
+            want=f"a divisor of {shards} above 1 and below it",
         )
 
 

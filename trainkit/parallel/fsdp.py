@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
@@ -43,9 +44,12 @@ def fsdp(
     Args:
         layout: Its `reshard_after_forward` says whether a block's gathered parameters are freed
             between forward and backward (a zero-bubble pipeline schedule needs False: with True its
-            gradients come out wrong); its `cpu_offload` whether shards of parameters, gradients and
-            optimizer state stay in host memory, where they are stepped; a block is then copied to
-            the device for its forward and its backward.
+            gradients come out wrong), and `reshard_over` that they are not quite: a few
+            neighbouring ranks keep them between them (experts of ep are freed); `prefetch` how many
+            blocks are gathered ahead of the one that computes; `ends_apart` makes two more units of
+            what comes before the blocks and after them; `cpu_offload` keeps shards of parameters,
+            gradients and optimizer state in host memory, where they are stepped; a block is then
+            copied to the device for its forward and its backward.
         blocks: The name pattern of the blocks.
         reduce_dtype: The dtype to sum gradients in where `precision` has lowered that of the
             computation.
@@ -78,52 +82,101 @@ def fsdp(
     if expert_wire_dtype not in (None, torch.bfloat16):
         what = f"gradients cannot travel in {expert_wire_dtype}; take bf16, or leave it out"
         raise ConfigError(f"fsdp: {what}", where="expert_wire_dtype", got=expert_wire_dtype)
-    layout = layout or Layout()
-    cpu_offload, reshard_after_forward = layout.cpu_offload, layout.reshard_after_forward
+    how = layout or Layout()
 
     def apply(module: nn.Module, ps: ParallelState) -> nn.Module:
         hybrid = replicates(module, ps)
         if ps.fsdp.count == 1 and not hybrid:
-            alone = Layout(cpu_offload=cpu_offload)
+            alone = Layout(cpu_offload=how.cpu_offload)
             refuse(problems(alone, world=1, device=ps.device.type))
             return module
-        from torch.distributed.fsdp import (  # noqa: PLC0415 (a second of import time)
-            CPUOffloadPolicy,
-            MixedPrecisionPolicy,
-            OffloadPolicy,
-            fully_shard,
-        )
-
         units = blocks_of(module, blocks, needed_by="fsdp" if ps.pp.count == 1 else "")
-        if cpu_offload:
-            _require_cpu_groups(ps)
-        assert ps.mesh is not None
-        mesh = ps.mesh["dp_replicate", "fsdp"] if hybrid else ps.mesh["fsdp"]
         compute = compute_dtype(module)
-        policy = MixedPrecisionPolicy(
-            compute, reduce_dtype if compute else None, cast_forward_inputs=False
-        )
-        # Pinned memory, torch's default, needs an accelerator: without one torch raises.
-        pin = torch.cuda.is_available()
-        offload = CPUOffloadPolicy(pin_memory=pin) if cpu_offload else OffloadPolicy()
-        shard = partial(fully_shard, mp_policy=policy, offload_policy=offload)
+        summed_in = reduce_dtype if compute else None
+        shard = _sharder(ps, compute, summed_in, offloads=how.cpu_offload)
         for layer in dealt_layers(module):  # their experts are units, inside of the blocks
             experts = layer.experts
-            shard(
-                experts,
-                **_expert_shards(experts, ps, hybrid=hybrid),
-                reshard_after_forward=reshard_after_forward,
-            )
+            where = _expert_shards(experts, ps, hybrid=hybrid)
+            shard(experts, **where, reshard_after_forward=how.reshard_after_forward)
             hide_hooks_(experts)
             if expert_wire_dtype is not None and ps.expert_fsdp.count > 1:
-                _send_rounded_(layer, ps, policy.reduce_dtype)
-        for unit, reshard in (*((u, reshard_after_forward) for u in units), (module, False)):
-            shard(unit, mesh=mesh, reshard_after_forward=reshard)
+                _send_rounded_(layer, ps, summed_in)
+        assert ps.mesh is not None
+        mesh = ps.mesh["dp_replicate", "fsdp"] if hybrid else ps.mesh["fsdp"]
+        keeps = how.reshard_after_forward and (how.reshard_over or True)
+        first, last = _ends(module, units) if how.ends_apart else ([], [])
+        # Backward begins with the head, and losses read its weight after its forward.
+        every = [*((x, keeps) for x in (*units, first)), (last, False), (module, False)]
+        for unit, reshard in every:
+            if unit != []:
+                shard(unit, mesh=mesh, reshard_after_forward=reshard)
+        _prefetch_([*units, *last[:1]], how.prefetch)
         sum_gradients_(module)
         return module
 
-    device = "cpu" if cpu_offload else None  # FSDP2 wants offloaded shards there from the start
+    device = "cpu" if how.cpu_offload else None  # FSDP2 wants offloaded shards there from the start
     return Transform(apply, kind="fsdp", axes=("dp_replicate", "dp_shard"), device=device)
+
+
+def _sharder(
+    ps: ParallelState,
+    compute: torch.dtype | None,
+    reduce_dtype: torch.dtype | None,
+    *,
+    offloads: bool,
+) -> Any:
+    """Return `fully_shard` in some dtypes, with parameters in host memory or not."""
+    from torch.distributed.fsdp import (  # noqa: PLC0415 (a second of import time)
+        CPUOffloadPolicy,
+        MixedPrecisionPolicy,
+        OffloadPolicy,
+        fully_shard,
+    )
+
+    if offloads:
+        _require_cpu_groups(ps)
+    policy = MixedPrecisionPolicy(compute, reduce_dtype, cast_forward_inputs=False)
+    # Pinned memory, torch's default, needs an accelerator: without one torch raises.
+    pin = torch.cuda.is_available()
+    offload = CPUOffloadPolicy(pin_memory=pin) if offloads else OffloadPolicy()
+    return partial(fully_shard, mp_policy=policy, offload_policy=offload)
+
+
+def _ends(
+    module: nn.Module, blocks: Sequence[nn.Module]
+) -> tuple[list[nn.Module], list[nn.Module]]:
+    """Return what comes before a model's blocks and what comes after them, each to be a unit.
+
+    Nothing where they share a matrix, or a norm is all that comes after: its model, or its stage of
+    one, reads the embedding's weight for a head, outside of the embedding's forward.
+    """
+    if not blocks:
+        return [], []
+    order = {each: i for i, each in enumerate(module.modules())}
+    around = [each for each in order if {*each.modules()} & {*blocks} and each not in blocks]
+    beside = {x for each in around for x in each.children()} - {*around, *blocks}
+    ends = sorted((x for x in beside if [*x.parameters()]), key=lambda x: order[x])
+    first = [x for x in ends if order[x] < order[blocks[0]]]
+    last = [x for x in ends if order[x] > order[blocks[0]]]
+    own, others = ({p for x in part for p in x.parameters()} for part in (last, first))
+    if own & others or (own and all(p.dim() < 2 for p in own)):
+        return [], []
+    return first, last
+
+
+def _prefetch_(units: Sequence[Any], ahead: int) -> None:
+    """Let each unit, and what is a unit inside of it, be gathered while others compute."""
+    if not ahead:
+        return
+    from torch.distributed.fsdp import FSDPModule  # noqa: PLC0415 (as above)
+
+    for i, unit in enumerate(units):
+        later, earlier = units[i + 1 : i + 1 + ahead], units[max(0, i - ahead) : i][::-1]
+        for others, ask in (
+            (later, unit.set_modules_to_forward_prefetch),
+            (earlier, unit.set_modules_to_backward_prefetch),
+        ):
+            ask([x for other in others for x in other.modules() if isinstance(x, FSDPModule)])
 
 
 def _expert_shards(experts: nn.Module, ps: ParallelState, *, hybrid: bool) -> dict[str, Any]:

@@ -56,6 +56,9 @@ class Case:
             f"reduce {layout.reduce}": layout.reduce != "last",
             f"recompute {self.recompute}": self.recompute != "none",
             "compiled": self.compiled,
+            f"reshard over {layout.reshard_over}": layout.reshard_over,
+            f"prefetch {layout.prefetch}": layout.prefetch,
+            "ends apart": layout.ends_apart,
             "cpu offload": layout.cpu_offload,
             self.note: self.note != "",
         }
@@ -195,6 +198,7 @@ def _on_three_to_six() -> list[Case]:
         Case(Layout(dp_shard=3)),
         Case(Layout(pp=3)),
         Case(Layout(dp_shard=4)),
+        Case(Layout(dp_shard=4, reshard_over=2, prefetch=2, ends_apart=True)),
         Case(Layout(dp_replicate=2, dp_shard=2)),
         Case(Layout(dp_replicate=2, dp_shard=2, reduce="each"), recompute="selective"),
         Case(Layout(tp=4)),
