@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import attrs
+from torch import Tensor
 
 from trainkit import checkpoint, health
 from trainkit.checkpoint.guard import Guard
@@ -25,7 +26,7 @@ from trainkit.checkpoint.save import Save
 from trainkit.collectives import together
 from trainkit.files import replacing, toml_text
 from trainkit.mesh import launch_notes, parallel_session
-from trainkit.metrics import step_record
+from trainkit.metrics import step_records
 from trainkit.optim.together import averaged
 from trainkit.pictures.load import plot_load
 from trainkit.pictures.loss import plot_loss
@@ -53,7 +54,9 @@ from trainkit.types import (
 
 if TYPE_CHECKING:
     import torch
-    from torch import Tensor, nn
+    from torch import nn
+
+_STEPS_AT_ONCE = 10  # that are looked at together, where the host would wait for a device
 
 Evaluate = Callable[[], Mapping[str, float]]
 """Evaluates; what it finds has a `loss` and its number of `tokens`, or of the `pairs` it is of.
@@ -69,7 +72,9 @@ class Loop:
     after: Callable[[TrainState, Mapping[str, Tensor | float], StepBatch], TrainState]
     """`state = after(state, metrics, batch)`: waits for the step's numbers (`step_record`), writes
     its line (`run_sinks`), and skips, goes back or ends as the policy has it (`guard_numbers`): the
-    state that it returns may be an earlier one."""
+    state that it returns may be an earlier one. With `Keeping.log_every` above 1 it does so for so
+    many steps at once, after the first step and before all that is done between steps, and nothing
+    else waits for the device."""
 
     evaluated: Callable[[TrainState, Evaluate], TrainState]
     """`state = evaluated(state, evaluate)`: announces an evaluation to the watch, takes it (of what
@@ -283,8 +288,10 @@ class _Frame:
             ) as (save, guard),
         ):
             event("resume", step=state.step, told=self.told)
-            around = _Around(self, optimizer, steps, keeping.save_every, log, event, save, guard)
+            around = _Around(self, optimizer, steps, keeping, log, event, save, guard)
             yield Loop(around.after, around.evaluated, around.keep, event)
+            if around.pending:
+                around.look(around.pending[-1][0])
             if around.stop:
                 event("stop", step=around.step, why=around.stop)
         if around.stop:
@@ -308,12 +315,12 @@ class _Frame:
 
 @attrs.define(eq=False)
 class _Around:
-    """What the functions of a `Loop` share: the clock of a step, the last score, the vote."""
+    """What the functions of a `Loop` share: steps not looked at yet, the last score, the vote."""
 
     frame: _Frame
     optimizer: torch.optim.Optimizer
     steps: int
-    save_every: int
+    keeping: checkpoint.Keeping
     log: Sink
     event: Callable[..., None]
     save: Save
@@ -322,19 +329,51 @@ class _Around:
     score: tuple[int, float] | None = None
     stop: str | None = None
     step: int = 0
+    pending: list[tuple[TrainState, Mapping[str, Tensor | float]]] = attrs.field(factory=list)
+    batch: StepBatch | None = None  # of the last of them
+    begun: bool = False
 
     def after(
         self, state: TrainState, metrics: Mapping[str, Tensor | float], batch: StepBatch
     ) -> TrainState:
-        # The next step may take its time from here on: this one has been handed to the device.
-        self.frame.phase(f"step {state.step + 1}", allow=self.frame.limits.step_timeout)
-        record = step_record(metrics, begin=self.begin)
-        self.log(state.step, record)
-        state = self.guard(state, record, batch)
-        self.begin = time.perf_counter()
-        return state
+        # Copied, since who gave a tensor may write into it before anybody reads it.
+        kept = [x.detach().clone() if isinstance(x, Tensor) else x for x in metrics.values()]
+        self.pending.append((state, dict(zip(metrics, kept, strict=True))))
+        self.batch, every = batch, self.keeping.log_every
+        every = every or (1 if self.frame.ps.device.type == "cpu" else _STEPS_AT_ONCE)
+        if self.begun and not (due(state.step, every) or self._saves(state)):
+            return state
+        # The next steps may take their time from here on: these have been handed to the device.
+        self.frame.phase(f"step {state.step + 1}", allow=every * self.frame.limits.step_timeout)
+        self.begun = True
+        return self.look(state)
+
+    def look(self, state: TrainState) -> TrainState:
+        """Write the lines of the steps that nobody has looked at and judge them, one by one.
+
+        A roll-back from one of them gives up those after it, as if they had not been taken.
+        """
+        steps = self.pending
+        self.pending = []
+        memory = steps[0][0].health if steps else state.health
+        records = step_records([metrics for _, metrics in steps], begin=self.begin)
+        for (at, _), record in zip(steps, records, strict=True):
+            self.log(at.step, record)
+            batch = self.batch if at is steps[-1][0] else None
+            after = self.guard(attrs.evolve(at, health=memory), record, batch, seen=at.health)
+            self.begin = time.perf_counter()
+            if after.step < at.step:
+                return after
+            memory = after.health
+        return attrs.evolve(state, health=memory)
+
+    def _saves(self, state: TrainState) -> bool:
+        return due(state.step, self.keeping.save_every, last=self.steps)
 
     def evaluated(self, state: TrainState, evaluate: Evaluate) -> TrainState:
+        if (looked := self.look(state)).step < state.step:
+            return looked  # what was to be evaluated is gone
+        state = looked
         self.frame.phase("evaluation", allow=self.frame.limits.start_timeout)
         with averaged(self.optimizer):
             found = evaluate()
@@ -348,9 +387,12 @@ class _Around:
         return state
 
     def keep(self, state: TrainState) -> str | None:
-        self.stop, self.step = self.frame.stopping(), state.step
-        if self.stop or due(state.step, self.save_every, last=self.steps):
+        self.stop = self.frame.stopping()
+        if self.stop or self._saves(state):
+            state = self.look(state)
             scored, score = self.score or (None, None)
             self.save(state, score if scored == state.step else None)
-        self.begin = time.perf_counter()
+        self.step = state.step
+        if not self.pending:
+            self.begin = time.perf_counter()
         return self.stop
