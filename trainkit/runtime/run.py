@@ -32,6 +32,7 @@ from trainkit.pictures.load import plot_load
 from trainkit.pictures.loss import plot_loss
 from trainkit.runtime.directory import make_run_dir
 from trainkit.runtime.errors import report_errors
+from trainkit.runtime.garbage import Collect, collected_by_hand
 from trainkit.runtime.limits import Limits
 from trainkit.runtime.lock import run_lock
 from trainkit.runtime.reproducible import deterministic
@@ -84,7 +85,8 @@ class Loop:
 
     keep: Callable[[TrainState], str | None]
     """`stop = keep(state)`: lets the ranks vote on whether to stop (`stop_votes`), saves when a
-    save is due or the run stops (`saves`), and returns why it stops, or None."""
+    save is due or the run stops (`saves`), collects garbage (`collected_by_hand`), and returns why
+    it stops, or None."""
 
     event: Callable[..., None]
     """`event(name, **facts)` adds a line to events.jsonl."""
@@ -117,7 +119,8 @@ class Run:
     loop: Callable[..., AbstractContextManager[Loop]]
     """`with loop(state, stages, optimizer, steps=..., replay=forward_backward, keeping=..., policy=
     ...) as loop:` opens where lines go (`run_sinks`) and what saves and guards the
-    numbers (`guarded_saves`). Leaving it waits for the last save."""
+    numbers (`guarded_saves`), and keeps Python from collecting garbage inside of steps
+    (`collected_by_hand`). Leaving it waits for the last save."""
 
     finish: Callable[[TrainState, Iterable[nn.Module], torch.optim.Optimizer], None]
     """`finish(state, stages, optimizer)` writes final.json (`checkpoint.write_final`), draws the
@@ -286,9 +289,10 @@ class _Frame:
                 before_commit=partial(sync_lines, self.dir),
                 tell=self.say,
             ) as (save, guard),
+            collected_by_hand() as collect,
         ):
             event("resume", step=state.step, told=self.told)
-            around = _Around(self, optimizer, steps, keeping, log, event, save, guard)
+            around = _Around(self, optimizer, steps, keeping, log, event, save, guard, collect)
             yield Loop(around.after, around.evaluated, around.keep, event)
             if around.pending:
                 around.look(around.pending[-1][0])
@@ -325,6 +329,7 @@ class _Around:
     event: Callable[..., None]
     save: Save
     guard: Guard
+    collect: Collect
     begin: float = attrs.field(factory=time.perf_counter)
     score: tuple[int, float] | None = None
     stop: str | None = None
@@ -392,6 +397,7 @@ class _Around:
             state = self.look(state)
             scored, score = self.score or (None, None)
             self.save(state, score if scored == state.step else None)
+        self.collect(idle=self._saves(state))
         self.step = state.step
         if not self.pending:
             self.begin = time.perf_counter()
