@@ -277,6 +277,7 @@ def judge(
     record: Mapping[str, Any],
     policy: Policy,
     *,
+    seen: Memory | None = None,
     damage: Callable[[], Sequence[str]] | None = None,
 ) -> tuple[Action, TrainState]:
     """Return what follows from the step that led to a state, and the state that remembers it.
@@ -289,6 +290,8 @@ def judge(
         record: The step's metrics as plain values: `loss`, `grad_norm`, and where they are there
             `tokens`, `skipped`, `loss_scale` and `overflowed`.
         policy: What is done.
+        seen: The health that `step_test` of this step was given, if that was an earlier one: a
+            spike that is skipped is one by the limits that the device had.
         damage: Called after a bad step only, on all ranks; gives the names of parameters and
             moments that are not finite, as `checkpoint.nonfinite_names` does. No number of skips
             mends these.
@@ -305,7 +308,8 @@ def judge(
         Action(kind='rollback', reason='the loss is nan; not finite: weight on rank 1', before=4)
     """
     memory, values = state.health, (float(record["loss"]), float(record["grad_norm"]))
-    found = step_health(*values, memory, policy, tokens=record.get("tokens", 1))
+    limits = memory if seen is None or not _skips(policy) else seen
+    found = step_health(*values, limits, policy, tokens=record.get("tokens", 1))
     default = found.kind in ("bad", "empty") or (found.kind == "spike" and _skips(policy))
     skipped = bool(record.get("skipped", default))
     found = _as_done(found, policy, skipped=skipped)

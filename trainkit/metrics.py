@@ -259,23 +259,7 @@ def advance(
 
 
 def step_record(metrics: Mapping[str, Tensor | float], *, begin: float) -> dict[str, Any]:
-    """Return one line of metrics.jsonl: a step's metrics as plain values, and what follows.
-
-    A step has ended when its numbers have arrived on the host, not when Python has handed it to the
-    device: the clock is read after them.
-
-    Args:
-        metrics: Tensors and plain numbers; `tokens` is what the step trained on, and
-            `tokens_processed`, if it is there, what went through the model (`count_tokens`).
-        begin: When the step began, with everything around it: `time.perf_counter()`.
-
-    Returns:
-        The metrics as numbers; `batch_hash` as 16 hex digits; `loss_hex`, `grad_norm_hex` and
-        `lr_hex`, which hold every bit; `seconds`; and `tokens_per_second`, of the tokens that were
-        processed where they are known.
-
-    Effects:
-        Waits for the device, once: see `to_host`.
+    """Return one line of metrics.jsonl: `step_records` of a single step.
 
     Examples:
         >>> import time
@@ -283,8 +267,44 @@ def step_record(metrics: Mapping[str, Tensor | float], *, begin: float) -> dict[
         >>> step_record(metrics, begin=time.perf_counter())["batch_hash"]
         '00000000000000ff'
     """
-    numbers = to_host(metrics)
-    seconds = time.perf_counter() - begin
+    return step_records([metrics], begin=begin)[0]
+
+
+def step_records(
+    steps: Sequence[Mapping[str, Tensor | float]], *, begin: float
+) -> list[dict[str, Any]]:
+    """Return lines of metrics.jsonl: metrics of steps as plain values, and what follows from them.
+
+    A step has ended when its numbers have arrived on the host, not when Python has handed it to the
+    device: the clock is read after them. Of several steps, all are taken to have lasted as long.
+
+    Args:
+        steps: Of each step tensors and plain numbers; `tokens` is what it trained on, and
+            `tokens_processed`, if it is there, what went through the model (`count_tokens`).
+        begin: When the first of them began, with everything around it: `time.perf_counter()`.
+
+    Returns:
+        For each step its metrics as numbers; `batch_hash` as 16 hex digits; `loss_hex`,
+        `grad_norm_hex` and `lr_hex`, which hold every bit; `seconds`, the mean of these steps; and
+        `tokens_per_second`, of the tokens that were processed where they are known.
+
+    Effects:
+        Waits for the device, once for all steps: see `to_host`.
+
+    Examples:
+        >>> import time
+        >>> steps = [{"loss": 0.5, "tokens": 100}, {"loss": 0.25, "tokens": 50}]
+        >>> first, second = step_records(steps, begin=time.perf_counter())
+        >>> second["loss_hex"], first["seconds"] == second["seconds"]
+        ('0x1.0000000000000p-2', True)
+    """
+    numbers = to_host({f"{i} {name}": x for i, own in enumerate(steps) for name, x in own.items()})
+    seconds = (time.perf_counter() - begin) / max(len(steps), 1)
+    own = [{name: numbers[f"{i} {name}"] for name in x} for i, x in enumerate(steps)]
+    return [_record(values, seconds) for values in own]
+
+
+def _record(numbers: Mapping[str, Any], seconds: float) -> dict[str, Any]:
     record: dict[str, Any] = {}
     for name, value in numbers.items():
         record[name] = f"{int(value) & MASK64:016x}" if name == "batch_hash" else value

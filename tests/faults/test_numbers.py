@@ -58,3 +58,19 @@ def test_a_replica_that_drifts_by_one_bit_is_named(arena):
         assert harness.finish(job) == [67, 67], job.said()
     assert "rank 1" in job.error()["what"]
     assert trials.trained(arena.out) <= 7
+
+
+@pytest.mark.only_all
+@pytest.mark.case("N1", "N5")
+def test_ranks_that_look_at_several_steps_at_once_come_to_what_they_come_to_one_by_one(arena):
+    storm = [["nan_loss_at", {"at": [2, 5, 6, 7], "rank": 1}]]
+    flags = ["--save-every", 4, "--no-background-saves", "--log-every"]
+    said = {}
+    for every, out in {4: arena.out, 1: arena.out.with_name("one by one")}.items():
+        with harness.running(arena.ground, out, *flags, every, faults=storm, steps=12) as job:
+            assert harness.finish(job) == [67, 67], job.said()  # back to 4 and into it again
+            told = [
+                [x[name] for name in ("step", "loss_hex", "batch_hash")] for x in harness.lines(out)
+            ]
+            said[every] = job.error()["what"], told
+    assert said[4] == said[1]

@@ -20,7 +20,7 @@ from trainkit.checkpoint.rollback import roll_back
 from trainkit.checkpoint.save import Collect, Save, saves
 from trainkit.collectives import all_gather_json
 from trainkit.grads import blame
-from trainkit.health import Action, Policy, judge, stop_error
+from trainkit.health import Action, Memory, Policy, judge, stop_error
 from trainkit.types import (
     Axis,
     CheckpointError,
@@ -33,10 +33,19 @@ from trainkit.types import (
 
 
 class Guard(Protocol):
-    """Return the state to go on with after a step on a batch, whatever its numbers were."""
+    """Return the state to go on with after a step on a batch, whatever its numbers were.
+
+    A step that others have followed since has no batch, as its parameters are gone; `seen` is the
+    health that it began with, where steps before it had not been judged yet.
+    """
 
     def __call__(
-        self, state: TrainState, record: Mapping[str, Any], batch: StepBatch
+        self,
+        state: TrainState,
+        record: Mapping[str, Any],
+        batch: StepBatch | None,
+        *,
+        seen: Memory | None = None,
     ) -> TrainState: ...
 
 
@@ -90,8 +99,14 @@ def _save_once(save: Save, guard: Guard) -> tuple[Save, Guard]:
     """Return the two so that a state which a roll-back has just saved is not saved again."""
     based: list[TrainState] = []
 
-    def guard_and_see(state: TrainState, record: Mapping[str, Any], batch: StepBatch) -> TrainState:
-        after = guard(state, record, batch)
+    def guard_and_see(
+        state: TrainState,
+        record: Mapping[str, Any],
+        batch: StepBatch | None,
+        *,
+        seen: Memory | None = None,
+    ) -> TrainState:
+        after = guard(state, record, batch, seen=seen)
         based[:] = [after] if after.step < state.step else []
         return after
 
@@ -139,7 +154,8 @@ def guard_numbers(
 
     Returns:
         A function of the state after a step, of its record, which has `loss`, `grad_norm`,
-        `tokens` and `skipped`, and of its batch; every rank must call it after every step.
+        `tokens` and `skipped`, and of its batch; every rank must call it for every step, in their
+        order, if not at once: see `Guard`.
 
     Raises:
         NumericsError: From `guard`: roll-backs are used up, there is no checkpoint to go back to,
@@ -152,11 +168,17 @@ def guard_numbers(
     damage = partial(nonfinite_names, stages, optimizer, ps.world)
     looks = [canary(stages, optimizer, ps)]
 
-    def guard(state: TrainState, record: Mapping[str, Any], batch: StepBatch) -> TrainState:
-        action, state = judge(state, record, policy, damage=damage)
+    def guard(
+        state: TrainState,
+        record: Mapping[str, Any],
+        batch: StepBatch | None,
+        *,
+        seen: Memory | None = None,
+    ) -> TrainState:
+        action, state = judge(state, record, policy, seen=seen, damage=damage)
         if action.reason:
             guilty = list[str]()
-            if action.kind != "apply" and _is_bad_somewhere(record, ps.world):
+            if batch and action.kind != "apply" and _is_bad_somewhere(record, ps.world):
                 tokens = torch.as_tensor(record["tokens"])
                 again = partial(replay, batch.microbatches, denominator=tokens)
                 guilty = blame(again, stages, ps.world)

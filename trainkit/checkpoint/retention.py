@@ -76,6 +76,10 @@ class Keeping:
     background_saves: bool = True
     """Copy the state to host memory and write it while training goes on."""
 
+    log_every: int | None = attrs.field(default=None, validator=attrs.validators.optional(positive))
+    """Read the numbers of so many steps at once, a line for each; by default 1 on a CPU, else 10.
+    Bad steps are seen as late: docs/howto/when-numbers-go-bad.md."""
+
     sinks: tuple[Literal["tensorboard", "wandb"], ...] = ()
     """Where metrics go besides metrics.jsonl: tensorboard, wandb."""
 

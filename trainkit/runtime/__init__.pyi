@@ -4,6 +4,7 @@ from .errors import SAVED as SAVED
 from .errors import error_code as error_code
 from .errors import leave as leave
 from .errors import report_errors as report_errors
+from .garbage import collected_by_hand as collected_by_hand
 from .limits import Limits as Limits
 from .lock import run_lock as run_lock
 from .reproducible import deterministic as deterministic

@@ -14,7 +14,8 @@ class Limits:
     """How long a step, what comes before it, and a stop may take, in seconds."""
 
     step_timeout: float = attrs.field(default=600.0, validator=_waited)
-    """Seconds that a step may take before the run ends and the rank that is stuck is named."""
+    """Seconds that a step may take before the run ends and the rank that is stuck is named; with
+    --log-every N, that N steps may take N times."""
 
     start_timeout: float = attrs.field(default=1800.0, validator=_waited)
     """Seconds that everything before the first step's end may take."""

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import attrs
+from torch import Tensor
 
 from trainkit import checkpoint, health
 from trainkit.checkpoint.guard import Guard
@@ -25,12 +26,13 @@ from trainkit.checkpoint.save import Save
 from trainkit.collectives import together
 from trainkit.files import replacing, toml_text
 from trainkit.mesh import launch_notes, parallel_session
-from trainkit.metrics import step_record
+from trainkit.metrics import step_records
 from trainkit.optim.together import averaged
 from trainkit.pictures.load import plot_load
 from trainkit.pictures.loss import plot_loss
 from trainkit.runtime.directory import make_run_dir
 from trainkit.runtime.errors import report_errors
+from trainkit.runtime.garbage import Collect, collected_by_hand
 from trainkit.runtime.limits import Limits
 from trainkit.runtime.lock import run_lock
 from trainkit.runtime.reproducible import set_numerics
@@ -54,7 +56,9 @@ from trainkit.types import (
 
 if TYPE_CHECKING:
     import torch
-    from torch import Tensor, nn
+    from torch import nn
+
+_STEPS_AT_ONCE = 10  # that are looked at together, where the host would wait for a device
 
 Evaluate = Callable[[], Mapping[str, float]]
 """Evaluates; what it finds has a `loss` and its number of `tokens`, or of the `pairs` it is of.
@@ -70,7 +74,9 @@ class Loop:
     after: Callable[[TrainState, Mapping[str, Tensor | float], StepBatch], TrainState]
     """`state = after(state, metrics, batch)`: waits for the step's numbers (`step_record`), writes
     its line (`run_sinks`), and skips, goes back or ends as the policy has it (`guard_numbers`): the
-    state that it returns may be an earlier one."""
+    state that it returns may be an earlier one. With `Keeping.log_every` above 1 it does so for so
+    many steps at once, after the first step and before all that is done between steps, and nothing
+    else waits for the device."""
 
     evaluated: Callable[[TrainState, Evaluate], TrainState]
     """`state = evaluated(state, evaluate)`: announces an evaluation to the watch, takes it (of what
@@ -80,7 +86,8 @@ class Loop:
 
     keep: Callable[[TrainState], str | None]
     """`stop = keep(state)`: lets the ranks vote on whether to stop (`stop_votes`), saves when a
-    save is due or the run stops (`saves`), and returns why it stops, or None."""
+    save is due or the run stops (`saves`), collects garbage (`collected_by_hand`), and returns why
+    it stops, or None."""
 
     event: Callable[..., None]
     """`event(name, **facts)` adds a line to events.jsonl."""
@@ -113,7 +120,8 @@ class Run:
     loop: Callable[..., AbstractContextManager[Loop]]
     """`with loop(state, stages, optimizer, steps=..., replay=forward_backward, keeping=..., policy=
     ...) as loop:` opens where lines go (`run_sinks`) and what saves and guards the
-    numbers (`guarded_saves`). Leaving it waits for the last save."""
+    numbers (`guarded_saves`), and keeps Python from collecting garbage inside of steps
+    (`collected_by_hand`). Leaving it waits for the last save."""
 
     finish: Callable[[TrainState, Iterable[nn.Module], torch.optim.Optimizer], None]
     """`finish(state, stages, optimizer)` writes final.json (`checkpoint.write_final`), draws the
@@ -287,10 +295,13 @@ class _Frame:
                 before_commit=partial(sync_lines, self.dir),
                 tell=self.say,
             ) as (save, guard),
+            collected_by_hand() as collect,
         ):
             event("resume", step=state.step, told=self.told)
-            around = _Around(self, optimizer, steps, keeping.save_every, log, event, save, guard)
+            around = _Around(self, optimizer, steps, keeping, log, event, save, guard, collect)
             yield Loop(around.after, around.evaluated, around.keep, event)
+            if around.pending:
+                around.look(around.pending[-1][0])
             if around.stop:
                 event("stop", step=around.step, why=around.stop)
         if around.stop:
@@ -314,33 +325,66 @@ class _Frame:
 
 @attrs.define(eq=False)
 class _Around:
-    """What the functions of a `Loop` share: the clock of a step, the last score, the vote."""
+    """What the functions of a `Loop` share: steps not looked at yet, the last score, the vote."""
 
     frame: _Frame
     optimizer: torch.optim.Optimizer
     steps: int
-    save_every: int
+    keeping: checkpoint.Keeping
     log: Sink
     event: Callable[..., None]
     save: Save
     guard: Guard
+    collect: Collect
     begin: float = attrs.field(factory=time.perf_counter)
     score: tuple[int, float] | None = None
     stop: str | None = None
     step: int = 0
+    pending: list[tuple[TrainState, Mapping[str, Tensor | float]]] = attrs.field(factory=list)
+    batch: StepBatch | None = None  # of the last of them
+    begun: bool = False
 
     def after(
         self, state: TrainState, metrics: Mapping[str, Tensor | float], batch: StepBatch
     ) -> TrainState:
-        # The next step may take its time from here on: this one has been handed to the device.
-        self.frame.phase(f"step {state.step + 1}", allow=self.frame.limits.step_timeout)
-        record = step_record(metrics, begin=self.begin)
-        self.log(state.step, record)
-        state = self.guard(state, record, batch)
-        self.begin = time.perf_counter()
-        return state
+        # Copied, since who gave a tensor may write into it before anybody reads it.
+        kept = [x.detach().clone() if isinstance(x, Tensor) else x for x in metrics.values()]
+        self.pending.append((state, dict(zip(metrics, kept, strict=True))))
+        self.batch, every = batch, self.keeping.log_every
+        every = every or (1 if self.frame.ps.device.type == "cpu" else _STEPS_AT_ONCE)
+        if self.begun and not (due(state.step, every) or self._saves(state)):
+            return state
+        # The next steps may take their time from here on: these have been handed to the device.
+        self.frame.phase(f"step {state.step + 1}", allow=every * self.frame.limits.step_timeout)
+        self.begun = True
+        return self.look(state)
+
+    def look(self, state: TrainState) -> TrainState:
+        """Write the lines of the steps that nobody has looked at and judge them, one by one.
+
+        A roll-back from one of them gives up those after it, as if they had not been taken.
+        """
+        steps = self.pending
+        self.pending = []
+        memory = steps[0][0].health if steps else state.health
+        records = step_records([metrics for _, metrics in steps], begin=self.begin)
+        for (at, _), record in zip(steps, records, strict=True):
+            self.log(at.step, record)
+            batch = self.batch if at is steps[-1][0] else None
+            after = self.guard(attrs.evolve(at, health=memory), record, batch, seen=at.health)
+            self.begin = time.perf_counter()
+            if after.step < at.step:
+                return after
+            memory = after.health
+        return attrs.evolve(state, health=memory)
+
+    def _saves(self, state: TrainState) -> bool:
+        return due(state.step, self.keeping.save_every, last=self.steps)
 
     def evaluated(self, state: TrainState, evaluate: Evaluate) -> TrainState:
+        if (looked := self.look(state)).step < state.step:
+            return looked  # what was to be evaluated is gone
+        state = looked
         self.frame.phase("evaluation", allow=self.frame.limits.start_timeout)
         with averaged(self.optimizer):
             found = evaluate()
@@ -354,9 +398,13 @@ class _Around:
         return state
 
     def keep(self, state: TrainState) -> str | None:
-        self.stop, self.step = self.frame.stopping(), state.step
-        if self.stop or due(state.step, self.save_every, last=self.steps):
+        self.stop = self.frame.stopping()
+        if self.stop or self._saves(state):
+            state = self.look(state)
             scored, score = self.score or (None, None)
             self.save(state, score if scored == state.step else None)
-        self.begin = time.perf_counter()
+        self.collect(idle=self._saves(state))
+        self.step = state.step
+        if not self.pending:
+            self.begin = time.perf_counter()
         return self.stop
