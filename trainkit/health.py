@@ -236,6 +236,16 @@ def rescaled(memory: Memory, told: Mapping[str, Any], *, interval: int = 2000) -
     return {**memory, "scale_held": held * grows.logical_not(), "loss_scale": scale}
 
 
+def with_scale_of(newest: Memory, memory: Memory) -> dict[str, Any]:
+    """Return a memory with the loss scale of a newer one, which nobody has judged yet.
+
+    Examples:
+        >>> with_scale_of({"skips": 0.0, "loss_scale": 4.0}, {"skips": 1.0, "loss_scale": 8.0})
+        {'skips': 1.0, 'loss_scale': 4.0}
+    """
+    return {**memory, **{x: newest[x] for x in ("loss_scale", "scale_held") if x in newest}}
+
+
 # ----------------------------------------------------------------------------------------- decision
 
 

@@ -371,12 +371,13 @@ class _Around:
         for (at, _), record in zip(steps, records, strict=True):
             self.log(at.step, record)
             batch = self.batch if at is steps[-1][0] else None
-            after = self.guard(attrs.evolve(at, health=memory), record, batch, seen=at.health)
+            judged = attrs.evolve(at, health=health.with_scale_of(at.health, memory))
+            after = self.guard(judged, record, batch, seen=at.health)
             self.begin = time.perf_counter()
             if after.step < at.step:
                 return after
             memory = after.health
-        return attrs.evolve(state, health=memory)
+        return attrs.evolve(state, health=health.with_scale_of(state.health, memory))
 
     def _saves(self, state: TrainState) -> bool:
         return due(state.step, self.keeping.save_every, last=self.steps)
