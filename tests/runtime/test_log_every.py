@@ -26,8 +26,8 @@ def batch_at(cursor, wrong):
     return StepBatch([{"x": x * wrong.get(cursor.batch, 1.0)}], Cursor(cursor.batch + 1))
 
 
-def train(out, steps, *, every, wrong=None, die_at=None, seen=None, **policy):
-    """Train a small model; return its parameters."""
+def train(out, steps, *, every, wrong=None, die_at=None, seen=None, overflows=None, **policy):
+    """Train a small model; return its parameters. With `overflows`, steps, the loss is scaled."""
     torch.manual_seed(0)
     model = torch.nn.Linear(4, 1, dtype=torch.float64)
     params = list(model.parameters())
@@ -41,12 +41,20 @@ def train(out, steps, *, every, wrong=None, die_at=None, seen=None, **policy):
 
     def step(state, batch):
         tokens = torch.tensor(8)
-        loss = replay(batch.microbatches, denominator=tokens)["loss"] / tokens
+        precision = tk.Precision(compute="fp32" if overflows is None else "fp16")
+        scale = health.loss_scale(state.health, precision)
+        scaled = tk.batch.scaled(tokens, scale)
+        loss = replay(batch.microbatches, denominator=scaled)["loss"] / tokens
+        if state.cursor.batch in (overflows or ()):
+            params[0].grad.fill_(math.inf)
         applies = health.step_test(loss, state.health, policy)
-        update = tk.clip_and_step(params, optimizer, lr=0.1, max_norm=None, applies=applies)
+        how = {"max_norm": None, "applies": applies, "scale": scale}
+        update = tk.clip_and_step(params, optimizer, lr=0.1, **how)
         moved = {"step": state.step + 1, "cursor": batch.cursor, "tokens": state.tokens + tokens}
-        metrics = {"loss": loss, "grad_norm": update.norm, "skipped": ~update.applied, "lr": 0.1}
-        metrics |= {"tokens": tokens, "tokens_total": moved["tokens"]}
+        metrics = {"loss": loss, **update.metrics, "lr": 0.1, "tokens": tokens}
+        metrics |= {"tokens_total": moved["tokens"]}
+        if scale is not None:
+            moved["health"] = health.rescaled(state.health, metrics)
         return attrs.evolve(state, **moved), metrics
 
     with open_run(out, **HOW) as made:
@@ -95,6 +103,17 @@ def test_lines_weights_and_the_end_are_those_of_looking_at_every_step(tmp_path, 
     assert final(tmp_path / "1") == final(tmp_path / str(every))
     assert len(told(tmp_path / "1")) == 21
     assert [x["skipped"] for x in lines(tmp_path / "1")].count(1) == 2
+
+
+def test_a_loss_scale_moves_with_each_step_however_late_they_are_looked_at(tmp_path):
+    overflows = {2, 3, 8}
+    found = [train(tmp_path / str(n), 12, every=n, overflows=overflows) for n in (1, 5)]
+    assert torch.equal(*found)
+    scales = [[x["loss_scale"] for x in lines(tmp_path / str(n))] for n in (1, 5)]
+    assert scales[0] == scales[1] == [2.0**16] * 3 + [2.0**15] + [2.0**14] * 5 + [2.0**13] * 3
+    assert final(tmp_path / "1") == final(tmp_path / "5")
+    assert [x["step"] for x in lines(tmp_path / "5") if x["skipped"]] == [3, 4, 9]
+    assert verdicts(tmp_path / "5") == []
 
 
 def test_a_run_goes_back_late_and_then_does_what_it_had_done_at_once(tmp_path):
