@@ -25,7 +25,7 @@ from trainkit.models import (
     init_weights,
 )
 from trainkit.models.experts import ExpertWeights
-from trainkit.optim import adamw, decay_groups
+from trainkit.optim import adamw, averaged, decay_groups, make_optimizer
 from trainkit.parallel import build_stages, fsdp, tensor
 from trainkit.step import bind_forward_backward, forward_backward
 from trainkit.testing import run_ranks
@@ -450,6 +450,26 @@ def test_a_trained_model_is_built_on_its_own_base_alone(tmp_path):
     told = f"build_trained: what is in {other} now is not the base of {path}"
     with pytest.raises(CheckpointError, match=told):
         adapters.build_trained(path, make_model, ps, [], base=other)
+
+
+def test_a_mean_of_adapters_is_what_is_built(tmp_path):
+    ps, make_model = solo_parallel(), partial(Decoder, CONFIG)
+    plain = build_decoder(CONFIG, seed=0)
+    save_checkpoint(tmp_path / "base", TrainState(), [plain], optimizer_of([plain]), ps)
+    weights = adapters.base_weights(tmp_path / "base")
+    stages = build_stages(make_model, ps, [lora(*LORAS)], weights=weights)
+    facts = adapters.keep_base_(stages, ps, source=tmp_path / "base")
+    optimizer, params = make_optimizer(stages, lr=0.1, mean=0.5), parameters_of(stages)
+    for _ in range(2):  # the mean begins with what the first step gives
+        for p in params:
+            p.grad = torch.ones_like(p)
+        optimizer.step()
+    path = save_checkpoint(tmp_path / "run", TrainState(), stages, optimizer, ps, facts=facts)
+    (again,) = adapters.build_trained(path, make_model, ps, [])
+    with averaged(optimizer):
+        means = [p.clone() for p in params]
+    assert not any(map(torch.equal, means, params))
+    assert all(map(torch.equal, parameters_of([again]), means))
 
 
 def save_on_two(folder, layout):

@@ -15,8 +15,10 @@ from trainkit.adapters.frozen import quantized
 from trainkit.adapters.lowrank import Lora
 from trainkit.adapters.transform import lora
 from trainkit.checkpoint.load import load_weights, read_facts
+from trainkit.checkpoint.reading import reader
 from trainkit.checkpoint.sources import model_of
 from trainkit.hub.folder import is_folder
+from trainkit.parallel.naming import box_of, named_parameters_of
 from trainkit.parallel.stages import build_stages
 from trainkit.parallel.transforms import Transform
 from trainkit.types import CheckpointError, ModelTransform, ParallelState
@@ -75,7 +77,19 @@ def build_trained(
             hint="put the base back; the run's config.toml says what it began with",
         )
     load_weights(path, stages, axis=ps.world)
+    _take_means_(Path(path), stages)
     return stages
+
+
+@torch.no_grad()
+def _take_means_(path: Path, stages: Sequence[nn.Module]) -> None:
+    """Put what was evaluated in the place of what was trained, where a checkpoint has a mean."""
+    stored = model_of(path)
+    read = reader(stored)
+    for name, p in named_parameters_of(stages).items():
+        if p.requires_grad and name in stored:
+            box = box_of(p)
+            box.local.copy_(read(name, box.local.shape, box.offset))
 
 
 def _facts(path: Path | str) -> Mapping[str, Any]:
