@@ -13,7 +13,18 @@ import trainkit as tk
 from trainkit.grads import bind_step_in_backward
 from trainkit.losses import next_token_linear
 from trainkit.models import call_with_noise
-from trainkit.testing import run_ranks
+from trainkit.parallel.naming import box_of
+from trainkit.testing import Case, run_ranks
+from trainkit.testing.builtin import (
+    SHALLOW,
+    call_routed,
+    decoder_batch,
+    decoder_plan,
+    expert_loss,
+    with_experts,
+)
+from trainkit.testing.deal import deal_batch
+from trainkit.testing.train import certificate_optimizer, certificate_weights
 from trainkit.types import SOLO, Axis, ConfigError, Share
 
 
@@ -119,6 +130,43 @@ def test_every_layout_ends_where_one_process_does(name):
         assert difference(found, alone(layout.vocab_size, rows)) < 1e-12
         if name == "sharded":  # an FSDP unit at a time
             assert most < 0.7 * sum(x.nbytes for x in found["parameters"].values()) / 2
+
+
+def train_experts(layout, *, in_backward):
+    """Take three steps of a decoder with experts; return norms and this rank's parameters."""
+    with tk.parallel_session(layout) as ps:
+        make_model = functools.partial(with_experts, SHALLOW)
+        plan = decoder_plan(ps, Case(layout))
+        stages = tk.build_stages(make_model, ps, plan, weights=certificate_weights)
+        optimizer, params = certificate_optimizer(stages, ps.pp), tk.parameters_of(stages)
+        run = tk.bind_forward_backward(stages, expert_loss, axis=ps.pp, call=call_routed)
+        how = {"axis": ps.pp, "sp": ps.sp_unfolded, "tell": lambda _: None}
+        step_in_backward, norms = bind_step_in_backward(stages, optimizer, **how), []
+        for step in range(3):
+            batches = deal_batch(decoder_batch(step), ps.place, rows_per_microbatch=1)
+            tokens = tk.all_sum(tk.count_valid_tokens(batches), ps.loss)
+            if in_backward:
+                with step_in_backward(lr=1e-2, microbatches=len(batches)) as updated:
+                    run(batches, denominator=tokens)
+                norms.append(updated().norm)
+            else:
+                run(batches, denominator=tokens)
+                norms.append(tk.clip_and_step(params, optimizer, lr=1e-2, max_norm=None).norm)
+        return [float(x) for x in norms], [box_of(p).local.clone() for p in params]
+
+
+@pytest.mark.only_all
+@pytest.mark.parametrize(
+    "layout", [tk.Layout(dp_shard=2, ep=2), tk.Layout(dp_shard=2, tp=2, ep=2)], ids=str
+)
+def test_experts_that_are_dealt_end_bit_for_bit_where_clip_and_step_takes_them(layout):
+    found, wanted = (
+        run_ranks(functools.partial(train_experts, layout, in_backward=x), layout.world)
+        for x in (True, False)
+    )
+    for (norms, own), (others, plain) in zip(found, wanted, strict=True):
+        assert norms == others
+        assert all(map(torch.equal, own, plain))
 
 
 def small(optimizer=torch.optim.AdamW, **options):
