@@ -130,3 +130,15 @@ def test_what_remembers_nothing_may_be_held(tmp_path):
     tk.save_checkpoint(tmp_path, state, [model], optimizer, tk.solo_parallel())
     constants = Apart(model.parameters(), kept="constants")
     tk.save_checkpoint(tmp_path, state, [model], constants, tk.solo_parallel())
+
+
+def test_an_object_in_the_state_is_refused_by_name(tmp_path):
+    model = nn.Linear(2, 2)
+    optimizer = torch.optim.SGD(model.parameters())
+    optimizer.state[model.weight]["preconditioner"] = object()
+    told = "the optimizer keeps 'preconditioner' of weight as a `object`"
+    with pytest.raises(ValueError, match=told):
+        tk.checkpoint.save_checkpoint(
+            tmp_path, tk.TrainState(), [model], optimizer, tk.mesh.solo_parallel()
+        )
+    assert not list(tmp_path.rglob("*.safetensors"))

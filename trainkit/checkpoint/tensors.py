@@ -78,8 +78,8 @@ def check_optimizer(stages: Iterable[nn.Module], optimizer: torch.optim.Optimize
 
     Raises:
         ValueError: It steps a parameter that is in no stage; keeps local tensors for a sharded
-            parameter, of which it cannot be known what they are a part of; or remembers what its
-            own `state` does not show, see `hidden_state`.
+            parameter, of which it cannot be known what they are a part of; remembers an object of
+            Python's; or what its own `state` does not show, see `hidden_state`.
 
     Examples:
         >>> model = nn.Linear(1, 1)
@@ -98,6 +98,11 @@ def check_optimizer(stages: Iterable[nn.Module], optimizer: torch.optim.Optimize
                 raise ValueError(
                     f"save_checkpoint: the optimizer keeps {key!r} of {names[id(p)]} as a local "
                     "tensor, but the parameter is sharded; make it like the parameter (zeros_like)"
+                )
+            if not isinstance(value, Tensor | float | int | str | None):
+                raise ValueError(  # noqa: TRY004 (as all that is wrong with an optimizer)
+                    f"save_checkpoint: the optimizer keeps {key!r} of {names[id(p)]} as a "
+                    f"`{type(value).__name__}`; a checkpoint holds tensors and plain numbers alone"
                 )
     hidden = hidden_state(optimizer, names)
     if hidden:
