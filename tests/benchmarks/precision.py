@@ -66,7 +66,7 @@ def run(folder, name, flags, around):
     spec.loader.exec_module(recipe)
     own = ["--out", out, "--cache", folder / "cache", "--steps", STEPS, "--eval-every", 0]
     if around is None:
-        command = [sys.executable, *"-m torch.distributed.run --standalone".split()]
+        command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
         command += ["--nproc-per-node", "2", RECIPE, *own, *flags]
         subprocess.run(list(map(str, command)), check=True, stdout=sys.stderr)
     else:
