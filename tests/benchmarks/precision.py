@@ -11,6 +11,7 @@ and the mean of all. Above 1 it would be farther than another seed. Runs that FO
 
 import contextlib
 import importlib.util
+import subprocess
 import sys
 from functools import partial
 from pathlib import Path
@@ -45,14 +46,14 @@ class Products(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-# A row: flags of the recipe, and what stands around it.
+# A row: flags of the recipe, and what stands around it; None for two ranks.
 ROWS = {
     "bf16": (["--compute", "bf16"], contextlib.nullcontext),
     "fp16": (["--compute", "fp16"], Products),
     "parameters bf16, stochastic": (["--storage", "bf16"], contextlib.nullcontext),
     "moments bf16": (["--moments", "bf16"], contextlib.nullcontext),
-    "moments 8bit": (["--moments", "8bit"], contextlib.nullcontext),
     "autocast bf16": ([], patched("bind_forward_backward", call=autocast(tk.call_model))),
+    "sums bf16, two ranks": (["--reduction", "bf16"], None),
 }
 
 
@@ -64,8 +65,13 @@ def run(folder, name, flags, around):
     sys.modules[spec.name] = recipe
     spec.loader.exec_module(recipe)
     own = ["--out", out, "--cache", folder / "cache", "--steps", STEPS, "--eval-every", 0]
-    with around(), contextlib.redirect_stdout(sys.stderr):
-        recipe.main([*map(str, own), *flags])
+    if around is None:
+        command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+        command += ["--nproc-per-node", "2", RECIPE, *own, *flags]
+        subprocess.run(list(map(str, command)), check=True, stdout=sys.stderr)
+    else:
+        with around(), contextlib.redirect_stdout(sys.stderr):
+            recipe.main([*map(str, own), *flags])
     lines = read_jsonl(out / "metrics.jsonl")
     return np.array([line["loss"] for line in lines]), sum(line["skipped"] for line in lines)
 

@@ -12,7 +12,16 @@ from whole_step import CAPACITY, CONFIG, Layout, corpus, input_of
 import trainkit as tk
 from trainkit.losses import next_token_linear
 from trainkit.models import Decoder, init_weights
-from trainkit.parallel import choose_precision, compiled, fsdp, precision, recompute, tensor
+from trainkit.parallel import (
+    autocast,
+    choose_precision,
+    compiled,
+    decoder_plan,
+    fsdp,
+    precision,
+    recompute,
+    tensor,
+)
 from trainkit.testing import run_ranks
 from trainkit.types import Cursor
 
@@ -24,27 +33,28 @@ def whole(tensor):
     return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
 
 
-def gradients(degrees, dtype=BF16, reduce="last", plan=(), tied=False):
-    """Return the loss and every gradient of a step of four microbatches, computed in a dtype."""
-    model = attrs.evolve(CONFIG, tied=tied, vocab_size=32)
+def gradients(degrees, *, dtype=BF16, plan=(), tied=False, call=tk.call_model, whole_plan=False):
+    """Return the loss and every gradient of a step of four microbatches, and their dtypes."""
+    # Torch warns of each norm that autocast gives bf16, as it does those of queries and keys.
+    model = attrs.evolve(CONFIG, tied=tied, vocab_size=32, qk_norm=call is tk.call_model)
     text = corpus()
     bins = tk.pack_bins(text.lengths, CAPACITY)
     with tk.parallel_session(**degrees) as ps:
         stages = tk.build_stages(
             lambda: Decoder(model, head="hidden"),
             ps,
-            [tensor(), precision(dtype), *plan, fsdp()],
+            plan if whole_plan else [tensor(), precision(dtype), *plan, fsdp()],
             weights=init_weights(model, seed=0),
         )
         batch = input_of(Cursor(), ps, Layout(), text=text, bins=bins)
         tokens = tk.all_sum(tk.count_valid_tokens(batch.microbatches), ps.loss)
-        run = tk.bind_forward_backward(stages, next_token_linear, axis=ps.pp, reduce=reduce)
+        run = tk.bind_forward_backward(stages, next_token_linear, axis=ps.pp, call=call)
         sums = run(batch.microbatches, denominator=tokens)
         named = tk.named_parameters_of(stages)
-        assert {p.dtype for p in named.values()} == {torch.float32}
-        assert {p.grad.dtype for p in named.values()} == {torch.float32}
+        (kinds,) = {(p.dtype, p.grad.dtype) for p in named.values()}
+        assert whole_plan or kinds == (torch.float32, torch.float32)
         loss = tk.reduce_metrics(sums, ps.loss)["loss"] / tokens
-        return float(loss), {name: whole(p.grad).clone() for name, p in named.items()}
+        return float(loss), {name: whole(p.grad).clone() for name, p in named.items()}, kinds
 
 
 def farthest(found, wanted):
@@ -65,28 +75,28 @@ def alone(**options):
 
 
 def test_one_process_rounds_to_bf16():
-    loss, found = alone()
-    exact, wanted = alone(dtype=None)
+    loss, found, _ = alone()
+    exact, wanted, _ = alone(dtype=None)
     assert 1e-5 < abs(loss - exact) / exact < 1e-2
     assert 1e-3 < farthest(found, wanted) < 2e-1
 
 
 @pytest.mark.parametrize("tied", [False, True])
 def test_layouts_differ_by_the_order_of_sums_alone(tied):
-    loss, wanted = alone(tied=tied)
+    loss, wanted, _ = alone(tied=tied)
     layouts = [{"dp_shard": 2}, {"dp_shard": 1, "dp_replicate": 2}]
     if not tied:  # two stages add their gradients of a tied weight in fp32, one process in bf16
         layouts.append({"dp_shard": 1, "pp": 2})
     for ranks in run_ranks(every_layout, 2, layouts, tied):
-        for found, grads in ranks:
+        for found, grads, _ in ranks:
             assert found == pytest.approx(loss, rel=1e-6)
             assert farthest(grads, wanted) < 1e-6
 
 
 def test_tensor_parallel_ranks_compute_in_bf16_too():
-    loss, wanted = alone()
+    loss, wanted, _ = alone()
     tp = {"dp_shard": 1, "tp": 2}
-    for found, grads in (ranks[0] for ranks in run_ranks(every_layout, 2, [tp])):
+    for found, grads, _ in (ranks[0] for ranks in run_ranks(every_layout, 2, [tp])):
         assert found == pytest.approx(loss, rel=1e-2)
         assert 1e-4 < farthest(grads, wanted) < 2e-1  # partial sums are rounded before they add up
 
@@ -97,9 +107,50 @@ def recomputed_and_compiled():
 
 
 def test_recomputation_and_compilation_round_at_the_same_places():
-    _, wanted = alone()
+    _, wanted, _ = alone()
     for found in run_ranks(recomputed_and_compiled, 1)[0]:
         assert farthest(found, wanted) == 0
+
+
+def in_the_four_dtypes():
+    """Return dtypes, and what gradients become, where each of the four is bf16."""
+    plan = functools.partial(decoder_plan, tk.Layout())
+    found = {}
+    for name, layout, asked in (
+        ("sums", {"dp_shard": 2}, tk.Precision(compute="fp32", reduction="bf16")),
+        ("fp32", {"dp_shard": 2}, tk.Precision(compute="fp32")),
+        ("kept, sharded", {"dp_shard": 2}, tk.Precision(compute="bf16", storage="bf16")),
+        ("kept", {"dp_shard": 1, "pp": 2}, tk.Precision(compute="bf16", storage="bf16")),
+    ):
+        found[name] = gradients(layout, plan=plan(precision=asked), whole_plan=True)
+    return found
+
+
+def test_parameters_and_sums_are_in_what_they_are_asked_to_be():
+    first, second = run_ranks(in_the_four_dtypes, 2)
+    exact, kinds = first["fp32"][1], {name: found[2] for name, found in first.items()}
+    assert kinds["sums"] == kinds["fp32"] == (torch.float32, torch.float32)
+    assert kinds["kept, sharded"] == (BF16, BF16)
+    assert kinds["kept"] == (BF16, torch.float32)  # microbatches add up in fp32
+    assert 1e-4 < farthest(first["sums"][1], exact) < 1e-2
+    assert all(torch.equal(g, g.to(BF16).float()) for g in first["sums"][1].values())
+    pipeline = first["kept"][1] | second["kept"][1]
+    assert farthest(pipeline, {x: g.float() for x, g in first["kept, sharded"][1].items()}) < 3e-2
+
+
+def under_autocast():
+    run = functools.partial(gradients, dtype=None, call=autocast(tk.call_model))
+    return run({"pp": 2, "dp_shard": 1}), run({"dp_shard": 2}, plan=[recompute("full")])
+
+
+def test_autocast_is_a_call_in_any_layout():
+    loss, wanted = gradients({}, dtype=None, call=autocast(tk.call_model))[:2]
+    exact = gradients({}, dtype=None, call=functools.partial(tk.call_model))[1]
+    assert 1e-3 < farthest(wanted, exact) < 2e-1
+    for pipeline, sharded in run_ranks(under_autocast, 2):
+        for found, grads, _ in (pipeline, sharded):
+            assert found == pytest.approx(loss, rel=1e-5)
+            assert farthest(grads, wanted) < 1e-5
 
 
 class Odd(nn.Module):
