@@ -114,8 +114,9 @@ def round_linears(cfg):
 def build(cfg, ps, model):
     """Return this rank's stages of the model and their optimizer."""
     how = {"precision": cfg.precision, "recompute": cfg.recompute, "compiled": cfg.compiled}
-    plan = [*round_linears(cfg), *tk.parallel.decoder_plan(cfg.layout, **how)]
+    plan = tk.parallel.decoder_plan(cfg.layout, **how)
     make_model = functools.partial(tk.models.Decoder, model, head="hidden")
+    plan = [*round_linears(cfg), *plan]
     weights = tk.models.init_weights(model, seed=cfg.seed)
     stages = tk.build_stages(make_model, ps, plan, weights=weights, schedule=cfg.layout.schedule)
     how = {"precision": cfg.precision, "seed": cfg.seed, "axis": ps.pp}

@@ -7,6 +7,7 @@ import attrs
 import numpy as np
 import pytest
 import torch
+from hub import tiny
 from rounded_layouts import MODEL, hold
 from torch import nn
 
@@ -161,6 +162,25 @@ def test_a_model_that_was_trained_for_it_loses_nothing_when_it_is_quantised(line
         converted = convert_(model, *how)
         assert loss(converted).item() == pytest.approx(after, rel=1e-6)
         assert "Intx" in type(converted.layers["0"].mlp.up.weight).__name__
+
+
+@pytest.mark.only_all
+def test_an_exported_folder_that_others_quantise_computes_what_was_trained(tmp_path):
+    transformers = pytest.importorskip("transformers")
+    sizes = tiny.SIZES | tiny.PLAIN | {"hidden_size": 64, "intermediate_size": 96}
+    transformers.LlamaForCausalLM(transformers.LlamaConfig(**sizes)).save_pretrained(tmp_path)
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path)
+    folder = tk.hub.open_folder(tmp_path)
+    how = {"weights": tk.hub.folder_weights(folder)}
+    plan = linear_transforms("qat_int8_int4")
+    (ours,) = tk.build_stages(lambda: Decoder(folder.config), SOLO, plan, **how)
+    ids = torch.arange(48).view(2, 24) % 32
+    spans = spans_of_lengths(np.array([24, 24]))
+    wanted = ours(ids, position_ids=torch.arange(24).expand(2, 24), spans=spans)
+    assert (theirs(ids).logits - wanted).abs().max() > 1e-3 * wanted.abs().max()
+    with quietly():
+        found = convert_(theirs, "int4", "int8")(ids).logits
+    torch.testing.assert_close(found, wanted, rtol=0, atol=1e-5 * wanted.abs().max().item())
 
 
 def test_what_torchao_cannot_is_refused():

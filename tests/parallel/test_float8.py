@@ -2,6 +2,7 @@
 
 import copy
 import dataclasses
+from unittest import mock
 
 import attrs
 import pytest
@@ -67,7 +68,13 @@ def test_the_kernel_for_gpus_multiplies_what_is_multiplied_here(one):
     a8, a_scale = _rounded(a, 1, torch.float8_e5m2 if one else torch.float8_e4m3fn, **how)
     b8, b_scale = _rounded(b, 0, torch.float8_e4m3fn, **how)
     wanted = (a8.float() @ b8.float()) * a_scale * b_scale
-    found = scaled_product(a8, b8, a_scale, b_scale)
+    with mock.patch.object(torch, "_scaled_mm", wraps=torch._scaled_mm) as called:
+        found = scaled_product(a8, b8, a_scale, b_scale)
+    a, b, *scales = called.call_args.args  # as cuBLAS wants it, which a CPU does not ask
+    assert a.shape[1] == b.shape[0] == 48
+    assert (a.stride(1), b.stride(0)) == (1, 1)
+    assert [tuple(x.shape) for x in scales] == ([(1, 1)] * 2 if one else [(24, 1), (1, 32)])
+    assert all(x.is_contiguous() and x.dtype == torch.float32 for x in scales)
     assert (found - wanted).abs().max() < 2**-8 * wanted.abs().max()
     assert torch.ops.aten._scaled_mm.default in kept_operators(torch.device("cpu"))
 
