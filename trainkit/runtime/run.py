@@ -25,7 +25,7 @@ from trainkit.checkpoint.save import Save
 from trainkit.collectives import together
 from trainkit.files import replacing, toml_text
 from trainkit.mesh import launch_notes, parallel_session
-from trainkit.metrics import step_record
+from trainkit.metrics import memory_stats, step_record
 from trainkit.optim.together import averaged
 from trainkit.pictures.load import plot_load
 from trainkit.pictures.loss import plot_loss
@@ -68,8 +68,9 @@ class Loop:
 
     after: Callable[[TrainState, Mapping[str, Tensor | float], StepBatch], TrainState]
     """`state = after(state, metrics, batch)`: waits for the step's numbers (`step_record`), writes
-    its line (`run_sinks`), and skips, goes back or ends as the policy has it (`guard_numbers`): the
-    state that it returns may be an earlier one."""
+    them as a line (`run_sinks`), with the first rank's memory (`memory_stats`), and skips, goes
+    back or ends as the policy has it (`guard_numbers`): the state that it returns may be an earlier
+    one."""
 
     evaluated: Callable[[TrainState, Evaluate], TrainState]
     """`state = evaluated(state, evaluate)`: announces an evaluation to the watch, takes it (of what
@@ -328,7 +329,7 @@ class _Around:
     ) -> TrainState:
         # The next step may take its time from here on: this one has been handed to the device.
         self.frame.phase(f"step {state.step + 1}", allow=self.frame.limits.step_timeout)
-        record = step_record(metrics, begin=self.begin)
+        record = step_record(metrics, begin=self.begin) | memory_stats(self.frame.ps.device)
         self.log(state.step, record)
         state = self.guard(state, record, batch)
         self.begin = time.perf_counter()
