@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Literal
-
 from trainkit.parallel.compiled import compiled as compiled_blocks
 from trainkit.parallel.expert import expert
 from trainkit.parallel.fsdp import fsdp
@@ -19,7 +17,7 @@ def decoder_plan(
     layout: Layout,
     *,
     dtype: str = "fp32",
-    recompute: Literal["none", "selective", "full"] = "none",
+    recompute: str = "none",
     compiled: bool = False,
 ) -> list[Transform]:
     """Return the plan of a decoder, for `build_stages`: it fits any layout, one process too.
@@ -32,13 +30,13 @@ def decoder_plan(
     Args:
         layout: The layout: how FSDP shards.
         dtype: What is computed in, a name in `DTYPES`; see `choose_dtype`.
-        recompute: What is computed again in the backward pass. Torch's generators are not restored
-            for it: a decoder's noise is a function of a counter.
+        recompute: What is computed again in the backward pass; see `parallel.recompute`. Torch's
+            generators are not restored for it: a decoder's noise is a function of a counter.
         compiled: Whether blocks are compiled.
 
     Raises:
         KeyError: There is no such dtype.
-        ValueError: `recompute` is unknown.
+        ConfigError: `recompute` is unknown.
 
     Examples:
         >>> [step.kind for step in decoder_plan(Layout(), compiled=True)]
