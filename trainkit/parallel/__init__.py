@@ -5,6 +5,7 @@ A transform says what becomes of a module (`tensor`, `sequence`, `expert`, `prec
 the stages of a pipeline is here too.
 """
 
+from trainkit.parallel.asleep import asleep
 from trainkit.parallel.compiled import compiled
 from trainkit.parallel.ddp import average_parameters, ddp, signs_of_votes
 from trainkit.parallel.expert import expert
@@ -44,6 +45,7 @@ __all__ = [
     "Box",
     "Style",
     "Transform",
+    "asleep",
     "average_parameters",
     "bind_call",
     "blocks_of",

@@ -5,6 +5,7 @@ from __future__ import annotations
 from trainkit.parallel.compiled import compiled as compiled_blocks
 from trainkit.parallel.expert import expert
 from trainkit.parallel.fsdp import fsdp
+from trainkit.parallel.offload import offload as offloaded
 from trainkit.parallel.precision import DTYPES, precision
 from trainkit.parallel.recompute import recompute as recomputed
 from trainkit.parallel.sequence import sequence
@@ -18,6 +19,7 @@ def decoder_plan(
     *,
     dtype: str = "fp32",
     recompute: str = "none",
+    offload: int | None = None,
     compiled: bool = False,
 ) -> list[Transform]:
     """Return the plan of a decoder, for `build_stages`: it fits any layout, one process too.
@@ -32,6 +34,8 @@ def decoder_plan(
         dtype: What is computed in, a name in `DTYPES`; see `choose_dtype`.
         recompute: What is computed again in the backward pass; see `parallel.recompute`. Torch's
             generators are not restored for it: a decoder's noise is a function of a counter.
+        offload: Bytes of activations that stay on the device, while the rest waits in host memory;
+            None moves nothing. See `parallel.offload`.
         compiled: Whether blocks are compiled.
 
     Raises:
@@ -48,6 +52,7 @@ def decoder_plan(
         expert(),
         precision(DTYPES[dtype]),
         recomputed(recompute, preserve_rng_state=False),
+        *([] if offload is None else [offloaded(budget=offload)]),
         *([compiled_blocks()] if compiled else []),
         fsdp(layout),
     ]
