@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Literal
-
 from trainkit.parallel.compiled import compiled as compiled_blocks
 from trainkit.parallel.expert import expert
 from trainkit.parallel.fsdp import fsdp
+from trainkit.parallel.offload import offload as offloaded
 from trainkit.parallel.precision import DTYPES, precision
 from trainkit.parallel.recompute import recompute as recomputed
 from trainkit.parallel.sequence import sequence
@@ -19,7 +18,8 @@ def decoder_plan(
     layout: Layout,
     *,
     dtype: str = "fp32",
-    recompute: Literal["none", "selective", "full"] = "none",
+    recompute: str = "none",
+    offload: int | None = None,
     compiled: bool = False,
 ) -> list[Transform]:
     """Return the plan of a decoder, for `build_stages`: it fits any layout, one process too.
@@ -32,13 +32,15 @@ def decoder_plan(
     Args:
         layout: The layout: how FSDP shards.
         dtype: What is computed in, a name in `DTYPES`; see `choose_dtype`.
-        recompute: What is computed again in the backward pass. Torch's generators are not restored
-            for it: a decoder's noise is a function of a counter.
+        recompute: What is computed again in the backward pass; see `parallel.recompute`. Torch's
+            generators are not restored for it: a decoder's noise is a function of a counter.
+        offload: Bytes of activations that stay on the device, while the rest waits in host memory;
+            None moves nothing. See `parallel.offload`.
         compiled: Whether blocks are compiled.
 
     Raises:
         KeyError: There is no such dtype.
-        ValueError: `recompute` is unknown.
+        ConfigError: `recompute` is unknown.
 
     Examples:
         >>> [step.kind for step in decoder_plan(Layout(), compiled=True)]
@@ -50,6 +52,7 @@ def decoder_plan(
         expert(),
         precision(DTYPES[dtype]),
         recomputed(recompute, preserve_rng_state=False),
+        *([] if offload is None else [offloaded(budget=offload)]),
         *([compiled_blocks()] if compiled else []),
         fsdp(layout),
     ]
