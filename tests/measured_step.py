@@ -2,10 +2,12 @@
 
 import gc
 import weakref
+from contextlib import nullcontext
 from functools import partial
 
 import attrs
 import numpy as np
+import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
@@ -13,10 +15,11 @@ from torch.utils._pytree import tree_iter
 import trainkit as tk
 from trainkit.adapters import apply_freeze_
 from trainkit.batch.shards import shard_sequence
+from trainkit.grads import bind_step_in_backward
 from trainkit.losses import next_token, next_token_linear, routed
 from trainkit.mesh import solo_parallel
 from trainkit.models import Decoder, call_model, call_routed, init_weights
-from trainkit.optim import adamw
+from trainkit.optim import make_optimizer
 from trainkit.parallel import DTYPES, expert, fsdp, precision, recompute
 from trainkit.parallel.sequence import sequence
 from trainkit.parallel.tensor import tensor
@@ -84,13 +87,16 @@ class Measured:
     ledger: object = None
 
 
-def step_of(job, layout, ps):
-    """Return a model, its optimizer, and the two halves of a step in a job's way of computing."""
+def step_of(job, layout, ps, *, in_backward=False):
+    """Return a model, its optimizer, and the two halves of a step in a job's way of computing.
+
+    With `in_backward` the first is all of it.
+    """
     kept = {"storage": DTYPES[job.precision.storage]}
     plain = job.precision == Precision(compute="fp32")
     low = precision(None if plain else DTYPES[job.precision.compute], **kept)
     head = "hidden" if job.loss == "linear" else "logits"
-    rest = sequence(), expert(), low, recompute(job.recompute), fsdp()
+    rest = sequence(), expert(), low, recompute(job.recompute), fsdp(layout)
     plan = [*job.begins, tensor(), *rest]
     stages = tk.build_stages(
         lambda: Decoder(job.config, head=head),
@@ -102,7 +108,8 @@ def step_of(job, layout, ps):
     if job.frozen:
         apply_freeze_(stages, job.frozen)
     params = tk.parameters_of(stages)
-    optimizer = adamw(params, lr=1e-3)
+    how = {"options": job.optimizer_options, "offload": job.offload_optimizer}
+    optimizer = make_optimizer(stages, lr=1e-3, optimizer=job.optimizer, axis=ps.pp, **how)
     rows = job.rows // ps.dp.count
     whole = make_batch(job.config, job.microbatch, job.row_length, job.documents)
     batch = shard_sequence(whole, ring=ps.ring.share, ulysses=ps.ulysses.share)
@@ -113,6 +120,10 @@ def step_of(job, layout, ps):
         loss, enter = routed(loss, balance=0.01), call_routed
         denominator = dict.fromkeys(("loss", "balance"), denominator)
 
+    if in_backward:
+        how = {"axis": ps.pp, "sp": ps.sp_unfolded, "tell": str, "reduce": layout.reduce}
+        stepping = bind_step_in_backward(stages, optimizer, **how)
+
     def backward(before_forward=lambda: None):
         def call(model, batch):
             before_forward()
@@ -121,7 +132,8 @@ def step_of(job, layout, ps):
         run = tk.bind_forward_backward(
             stages, loss, axis=ps.pp, call=call, schedule=layout.schedule, reduce=layout.reduce
         )
-        run(microbatches, denominator=denominator)
+        with stepping(lr=1e-3, microbatches=len(microbatches)) if in_backward else nullcontext():
+            run(microbatches, denominator=denominator)
 
     def finish():
         tk.clip_and_step(params, optimizer, lr=1e-3, max_norm=1.0, axis=ps.pp)
@@ -191,4 +203,89 @@ def measure_all(jobs):
     for layout, job in jobs:
         with tk.parallel_session(layout) as ps:
             found.append(measure(job, layout, ps))
+    return found
+
+
+class DeviceCount(StorageCount):
+    """Counts storages, and says afterwards what their peak was without some of them."""
+
+    def __init__(self, elsewhere):
+        super().__init__()
+        self.elsewhere, self.events = {key_of(x) for x in elsewhere}, []
+
+    def see(self, seen):
+        key = key_of(seen)
+        if key not in self.elsewhere and key not in self.sizes:
+            super().see(seen)
+            self.events.append((key, self.sizes[key]))
+
+    def drop(self, key):
+        self.events.append((key, -self.sizes[key]))
+        super().drop(key)
+
+    def resize(self, storage, size):
+        """FSDP frees gathered parameters so, by no operator."""
+        grown = size - storage.nbytes()
+        if storage._cdata in self.sizes:
+            self.events.append((storage._cdata, grown))
+            self.sizes[storage._cdata] += grown
+            self.now += grown
+            self.peak = max(self.peak, self.now)
+        return RESIZE(storage, size)
+
+    def peak_without(self, tensors):
+        last = {key: i for i, (key, _) in enumerate(self.events)}
+        skipped = {last[key] for key in map(key_of, tensors)}
+        now = peak = 0
+        for i, (_, size) in enumerate(self.events):
+            now += 0 if i in skipped else size
+            peak = max(peak, now)
+        return peak
+
+
+RESIZE = torch.UntypedStorage.resize_
+
+
+def key_of(x):
+    local = getattr(x.detach(), "_local_tensor", x)
+    return getattr(local, "elem", local).untyped_storage()._cdata
+
+
+def measure_choices(job, layout, ps, *, in_backward=False):
+    """Return what a whole step holds on the device, with `sync_sp_grads` and the choices of fsdp.
+
+    On a CPU "host" and "device" are one memory, so what the host would hold is told by name.
+    """
+    stages, optimizer, backward, finish = step_of(job, layout, ps, in_backward=in_backward)
+    params, state = tk.parameters_of(stages), first_state(optimizer, finish)
+
+    def reduced():
+        backward()
+        tk.sync_sp_grads(params, ps.sp_unfolded)
+
+    elsewhere = [*params, *state] if layout.cpu_offload else []
+    counter = DeviceCount(state if job.offload_optimizer else elsewhere)
+    for x in (*params, *state):
+        counter.see(x)
+
+    def resize(storage, size):
+        return counter.resize(storage, size)
+
+    with counter, pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch.UntypedStorage, "resize_", resize)
+        ledger = count_collectives(reduced, ps)
+        held = [p.grad for p in params if p.grad is not None]
+        gradients = local_bytes(held)
+        peak = counter.peak_without(held if layout.cpu_offload else [])
+        held.clear()
+        finish()
+    peak = peak if layout.cpu_offload else counter.peak
+    return Measured(local_bytes(params), gradients, local_bytes(state), peak, ledger)
+
+
+def measure_all_choices(jobs):
+    found = []
+    for layout, job in jobs:
+        with tk.parallel_session(layout) as ps:
+            found.append(measure_choices(job, layout, ps))
     return found

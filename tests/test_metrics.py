@@ -1,5 +1,6 @@
 """Metrics: one reduction, one transfer, and arithmetic that can be checked by hand."""
 
+import inspect
 import time
 from types import SimpleNamespace
 
@@ -16,6 +17,7 @@ from trainkit.metrics import (
     load_entropy,
     load_metrics,
     load_over_mean,
+    memory_stats,
     model_flops,
     peak_flops,
     reduce_metrics,
@@ -309,6 +311,31 @@ def test_the_most_specific_name_decides_the_peak(name, peak):
 
 def test_to_host_keeps_all_64_bits_of_an_integer():
     assert to_host({"hash": torch.tensor(2**63 - 1), "x": torch.tensor(0.5)})["hash"] == 2**63 - 1
+
+
+def test_the_memory_of_a_process_is_what_it_holds():
+    before = memory_stats(torch.device("cpu"))
+    held = torch.ones(2**24)  # 64 MiB, written to
+    now = memory_stats(torch.device("cpu"))
+    assert now["memory"] - before["memory"] > 0.8 * held.nbytes
+    assert now["memory_peak"] >= now["memory"] - 2**22  # which the kernel counts in batches
+    del held
+    assert memory_stats(torch.device("cpu"))["memory_peak"] >= now["memory_peak"]
+
+
+def test_an_accelerator_is_asked_for_its_peak_and_told_to_count_anew(monkeypatch):
+    """Checked by signature only: there is no accelerator here."""
+    asked = []
+    for name in ("memory_allocated", "max_memory_allocated", "reset_peak_memory_stats"):
+        signature = inspect.signature(getattr(torch.accelerator, name))
+        signature.bind(torch.device("cuda", 0))
+        answer = len(name)
+        monkeypatch.setattr(
+            torch.accelerator, name, lambda _, x=answer, n=name: asked.append(n) or x
+        )
+    found = memory_stats(torch.device("cuda", 0))
+    assert found == {"memory": 16, "memory_peak": 20}
+    assert asked[-1] == "reset_peak_memory_stats"
 
 
 def test_a_step_record_holds_every_bit():

@@ -114,6 +114,14 @@ def _known_optimizer(options: OptimOptions, _: object, __: object) -> None:
             raise ConfigError("optimizer_options: moments are told by --moments")
 
 
+def _known_recompute(_: object, __: object, mode: str) -> None:
+    """Refuse a mode that there is not; torch is loaded only for one with parts."""
+    if mode not in ("none", "selective", "full"):
+        from trainkit.parallel.recompute import read_mode  # noqa: PLC0415 -- it needs torch
+
+        read_mode(mode)
+
+
 @attrs.frozen(kw_only=True)
 class OptimOptions:
     """How the optimizer steps."""
@@ -221,8 +229,8 @@ class RunConfig:
     allow_change: tuple[str, ...] = option((), change="no fact")
     """Names of flags that this run may be continued with another value of: lr, schedule-steps."""
 
-    recompute: Literal["none", "selective", "full"] = option("none", change="free")
-    """What is computed again in the backward pass, to save memory."""
+    recompute: str = option("none", _known_recompute, change="free")
+    """none, selective, full, what is kept, or how much: 0.4; docs/howto/less-memory.md."""
 
     compiled: bool = option(default=False, change="free")
     """Compile the blocks with torch.compile."""

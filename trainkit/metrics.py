@@ -9,8 +9,11 @@ from __future__ import annotations
 
 import math
 import re
+import resource
+import sys
 import time
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any, Literal
 
 import attrs
@@ -312,6 +315,40 @@ def _record(numbers: Mapping[str, Any], seconds: float) -> dict[str, Any]:
             record[f"{name}_hex"] = float(value).hex()
     speed = tokens_per_second(record.get("tokens_processed", record["tokens"]), seconds)
     return record | {"seconds": seconds, "tokens_per_second": speed}
+
+
+def memory_stats(device: torch.device) -> dict[str, int]:
+    """Return the bytes of memory that are in use, and the most since it was last asked.
+
+    Of an accelerator what torch has given to tensors. On a CPU what the process has of the host's
+    memory, of which the most is that since the process began: it cannot be asked for anew.
+
+    Args:
+        device: What this rank computes on, `ps.device`.
+
+    Returns:
+        "memory" and "memory_peak", in bytes, of this process alone.
+
+    Effects:
+        An accelerator's peak is counted anew. Nothing waits for it.
+
+    Examples:
+        >>> found = memory_stats(torch.device("cpu"))
+        >>> 0 < found["memory"] < 2 * found["memory_peak"]
+        True
+    """
+    if device.type == "cpu":
+        most = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+        most *= 1 if sys.platform == "darwin" else 1024
+        pages = Path("/proc/self/statm")
+        now = int(pages.read_text().split()[1]) * resource.getpagesize() if pages.exists() else most
+        return {"memory": now, "memory_peak": most}
+    found = {
+        "memory": torch.accelerator.memory_allocated(device),
+        "memory_peak": torch.accelerator.max_memory_allocated(device),
+    }
+    torch.accelerator.reset_peak_memory_stats(device)
+    return found
 
 
 def gradient_noise(

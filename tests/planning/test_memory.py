@@ -4,30 +4,17 @@ On one process they are within 5 %, so that a wrong coefficient cannot hide.
 """
 
 import os
-from functools import partial
 
 import attrs
-import measured_step
 import pytest
-import torch
 from every_pair import ONLY_ALL, WITH_ALL
-from measured_step import (
-    Measured,
-    StorageCount,
-    first_state,
-    local_bytes,
-    measure,
-    measure_all,
-    step_of,
-)
+from measured_step import measure, measure_all, measure_all_choices
 
-import trainkit as tk
 from trainkit.adapters import Freeze, Lora, effective_freeze, lora, quantized, shards_bytes
 from trainkit.models import DecoderConfig, Experts, Latents
 from trainkit.models.config import parameter_shapes
-from trainkit.parallel import fsdp
 from trainkit.planning import Job, memory_of, traffic_of
-from trainkit.testing import count_collectives, run_ranks
+from trainkit.testing import run_ranks
 from trainkit.types import Layout, Precision
 
 CONFIG = DecoderConfig(vocab_size=600, width=64, layers=2, heads=4, kv_heads=4, mlp_width=192)
@@ -69,6 +56,11 @@ def fine(**changes):
 
 def wide(**changes):
     return job(routed(width=256, layers=4, words=64), row_length=512, rows=1, **changes)
+
+
+def many_words(*, tied=False, width=64, **changes):
+    """A model whose ends are as large as its blocks."""
+    return job(config(vocab_size=3_000, layers=4, tied=tied, width=width), **changes)
 
 
 MATRICES = r"layers\.\d+\.(attention\.\w+|mlp\.(experts\.)?(gate|up|down))"
@@ -248,11 +240,22 @@ CHOICES = [
     (Layout(ulysses=2, fold_sp="ring"), job(config(vocab_size=5_000), row_length=128)),
     (Layout(dp_shard=2, cpu_offload=True, reduce="each"), job(rows=4, recompute="full")),
     (Layout(ring=2, fold_sp="ring", cpu_offload=True), job(row_length=128, precision=BF16)),
+    (Layout(dp_shard=2, ends_apart=True), many_words(rows=4, offload_optimizer=True)),
+    (
+        Layout(dp_shard=2, prefetch=3),
+        job(config(layers=6), rows=2, precision=BF16, recompute="full"),
+    ),
 ]
 CHOICES_BESIDE = [
     (Layout(dp_shard=2, cpu_offload=True), job(rows=4)),
     (Layout(dp_shard=2, cpu_offload=True), job(config(layers=8), recompute="full")),
     (Layout(dp_replicate=2, cpu_offload=True), job()),
+    (Layout(dp_shard=2, ends_apart=True), many_words(rows=2, recompute="full")),
+    (Layout(dp_shard=2, ends_apart=True, prefetch=2), many_words(rows=2, precision=BF16)),
+    (Layout(dp_shard=2, ends_apart=True), many_words(tied=True, rows=4)),
+    (Layout(dp_shard=2, ends_apart=True, reduce="each"), many_words(width=32, rows=4)),
+    (Layout(dp_shard=2), job(rows=4, offload_optimizer=True)),
+    (Layout(dp_shard=2), job(config(layers=8), rows=2, recompute="full", offload_optimizer=True)),
 ]
 EVERY = [*RANKS, *CHOICES, *RANKS_BESIDE, *CHOICES_BESIDE]
 CASES = [
@@ -283,7 +286,8 @@ def test_the_peak_of_two_ranks_is_the_measured_one(measured, case):
     assert found.gradients == planned.gradients
     assert found.optimizer == planned.optimizer
     on_host = found.parameters + found.gradients + found.optimizer
-    assert planned.host == (on_host if layout.cpu_offload else 0)
+    state = found.optimizer if asked.offload_optimizer else 0
+    assert planned.host == (on_host if layout.cpu_offload else state)
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -325,90 +329,3 @@ def assert_same(found, planned, asked):
         slack = {"rel": 0.2} if key[1] == "all_to_all" else {"abs": 512 * is_tp, "rel": 0}
         assert found[key][0] == count or is_tp
         assert found[key][1] == pytest.approx(size, **slack)
-
-
-# -------------------------------------------------------------------------------- choices
-
-
-class DeviceCount(StorageCount):
-    """Counts storages, and says afterwards what their peak was without some of them."""
-
-    def __init__(self, elsewhere):
-        super().__init__()
-        self.elsewhere, self.events = {key_of(x) for x in elsewhere}, []
-
-    def see(self, seen):
-        key = key_of(seen)
-        if key not in self.elsewhere and key not in self.sizes:
-            super().see(seen)
-            self.events.append((key, self.sizes[key]))
-
-    def drop(self, key):
-        self.events.append((key, -self.sizes[key]))
-        super().drop(key)
-
-    def resize(self, storage, size):
-        """FSDP frees gathered parameters so, by no operator."""
-        grown = size - storage.nbytes()
-        if storage._cdata in self.sizes:
-            self.events.append((storage._cdata, grown))
-            self.sizes[storage._cdata] += grown
-            self.now += grown
-            self.peak = max(self.peak, self.now)
-        return RESIZE(storage, size)
-
-    def peak_without(self, tensors):
-        last = {key: i for i, (key, _) in enumerate(self.events)}
-        skipped = {last[key] for key in map(key_of, tensors)}
-        now = peak = 0
-        for i, (_, size) in enumerate(self.events):
-            now += 0 if i in skipped else size
-            peak = max(peak, now)
-        return peak
-
-
-RESIZE = torch.UntypedStorage.resize_
-
-
-def key_of(x):
-    local = getattr(x.detach(), "_local_tensor", x)
-    return getattr(local, "elem", local).untyped_storage()._cdata
-
-
-def measure_choices(job, layout, ps):
-    """Return what a whole step holds on the device, with `sync_sp_grads` and the choices of fsdp.
-
-    On a CPU "host" and "device" are one memory, so what the host would hold is told by name.
-    """
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(measured_step, "fsdp", partial(fsdp, layout))
-        stages, optimizer, backward, finish = step_of(job, layout, ps)
-    params, state = tk.parameters_of(stages), first_state(optimizer, finish)
-
-    def reduced():
-        backward()
-        tk.sync_sp_grads(params, ps.sp_unfolded)
-
-    counter = DeviceCount([*params, *state] if layout.cpu_offload else [])
-    for x in (*params, *state):
-        counter.see(x)
-
-    def resize(storage, size):
-        return counter.resize(storage, size)
-
-    with counter, pytest.MonkeyPatch.context() as patch:
-        patch.setattr(torch.UntypedStorage, "resize_", resize)
-        ledger = count_collectives(reduced, ps)
-        gradients = local_bytes(p.grad for p in params)
-        peak = counter.peak_without([p.grad for p in params] if layout.cpu_offload else [])
-        finish()
-    peak = peak if layout.cpu_offload else counter.peak
-    return Measured(local_bytes(params), gradients, local_bytes(state), peak, ledger)
-
-
-def measure_all_choices(jobs):
-    found = []
-    for layout, job in jobs:
-        with tk.parallel_session(layout) as ps:
-            found.append(measure_choices(job, layout, ps))
-    return found

@@ -75,7 +75,8 @@ def test_a_run_leaves_what_the_design_says(whole):
     assert tomllib.loads((out / "config.toml").read_text())["row_length"] == 32
     assert column(out, "step") == list(range(1, 9))
     wanted = "step loss loss_hex grad_norm grad_norm_hex lr lr_hex tokens tokens_total batch_hash"
-    assert {*wanted.split(), "seconds", "tokens_per_second"} <= lines(out)[-1].keys()
+    wanted += " seconds tokens_per_second memory memory_peak"
+    assert {*wanted.split()} <= lines(out)[-1].keys()
     for line in lines(out):
         assert all(float.fromhex(line[f"{x}_hex"]) == line[x] for x in ("loss", "grad_norm", "lr"))
     assert lines(out)[-1]["tokens_total"] == sum(column(out, "tokens"))

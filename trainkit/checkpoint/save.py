@@ -29,6 +29,7 @@ from trainkit.checkpoint.write import Destination, point_to
 from trainkit.collectives import all_gather_json
 from trainkit.files import replacing
 from trainkit.mesh import twin_axis
+from trainkit.parallel.asleep import check_awake
 from trainkit.parallel.naming import box_of
 from trainkit.types import SOLO, Axis, ConfigError, ParallelState, TrainState
 
@@ -122,6 +123,7 @@ def saves(
         start = in_thread if background else at_once
 
         def save(state: TrainState, score: float | None = None) -> None:
+            check_awake(stages, by="save")
             outcomes.make_room_for(state)
             staging = run_dir / "checkpoints" / f".staging-{token}-{next(number)}"
             target = Destination(run_dir, staging, axis.count, config, score, before_commit)

@@ -11,11 +11,11 @@ The columns: peak is the most that a rank holds at any moment, in GiB. The next 
 each kind, which are not all there at once: parameters, gradients and optimizer state in fp32, what
 waits for backward (activ.), the output layer and the loss (logits), FSDP's gathered blocks and
 gradients that are not reduced yet (gathered). With --cpu-offload the first three are in the memory
-of the host (host), and the peak is that of the device. Memory is counted from what trainkit's
-decoder keeps, and within 10 % of what torch measures. Sent is what one rank sends in a step, in GB.
-The step's time is an estimate that puts layouts in an order, not a promise: arithmetic at
---efficiency of the peak, communication at the speed of the wires, where the ring's and FSDP's run
-beside arithmetic.
+of the host (host), with --offload-optimizer the third, and the peak is that of the device. Memory
+is counted from what trainkit's decoder keeps, and within 10 % of what torch measures. Sent is what
+one rank sends in a step, in GB. The step's time is an estimate that puts layouts in an order, not a
+promise: arithmetic at --efficiency of the peak, communication at the speed of the wires, where the
+ring's and FSDP's run beside arithmetic.
 
 Examples:
   python -m trainkit plan --size llama-3.1-8b --world 8 --hardware h100 --row-length 8192
@@ -120,6 +120,15 @@ def _add_work(group: Any) -> None:
         action="store_true",
         help="parameters, gradients and optimizer state in host memory",
     )
+    group.add_argument(
+        "--reshard-over", type=int, default=0, metavar="N", help="ranks that keep a block (0)"
+    )
+    group.add_argument(
+        "--prefetch", type=int, default=0, metavar="N", help="blocks gathered ahead (0: FSDP's way)"
+    )
+    group.add_argument(
+        "--ends-apart", action="store_true", help="embedding and head gathered when needed"
+    )
 
 
 def _add_training(group: Any) -> None:
@@ -131,6 +140,7 @@ def _add_training(group: Any) -> None:
         metavar="NAME=VALUE",
         help="of the optimizer",
     )
+    group.add_argument("--offload-optimizer", action="store_true", help="its state in host memory")
     group.add_argument(
         "--loss", choices=("linear", "plain"), default="linear", help="logits by chunks, or whole"
     )
@@ -180,6 +190,7 @@ def run(options: argparse.Namespace) -> tuple[Any, int]:
         ),
         optimizer=options.optimizer,
         optimizer_options=options.optimizer_options,
+        offload_optimizer=options.offload_optimizer,
         loss=options.loss,
         documents=options.documents,
         begins=_begins(options),
@@ -247,6 +258,7 @@ def _layouts(options: argparse.Namespace, config: DecoderConfig) -> list[Layout]
     asked = {name: getattr(options, name) for name in _DEGREES}
     fixed = {name: degree for name, degree in asked.items() if degree is not None}
     names = ("fold_sp", "schedule", "reduce", "cpu_offload")
+    names += ("reshard_over", "prefetch", "ends_apart")
     experts = 1 if config.experts is None else config.experts.count
     like = Layout(**{name: getattr(options, name) for name in names})
     found = [

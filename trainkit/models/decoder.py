@@ -187,6 +187,9 @@ class Block(nn.Module):
         self.mlp_norm = before()
         self.mlp = mlp
         self.mlp_out_norm = after()
+        # Whose results a sum alone takes, which asks for none of them in backward.
+        plain = isinstance(mlp, Mlp) and not (self.normed_after or self.dropout)
+        self.only_added = ("mlp.down",) if plain else ()
 
     def forward(
         self,

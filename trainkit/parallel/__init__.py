@@ -1,10 +1,11 @@
 """Where a model's work happens: transforms of a plan, and the functions that apply them.
 
 A transform says what becomes of a module (`tensor`, `sequence`, `expert`, `precision`,
-`recompute`, `compiled`, `fsdp`, `ddp`); `build_stages` applies a list of them. What runs the stages
-of a pipeline is here too.
+`recompute`, `offload`, `compiled`, `fsdp`, `ddp`); `build_stages` applies a list of them. What runs
+the stages of a pipeline is here too.
 """
 
+from trainkit.parallel.asleep import asleep
 from trainkit.parallel.compiled import compiled
 from trainkit.parallel.ddp import average_parameters, ddp, signs_of_votes
 from trainkit.parallel.expert import expert
@@ -22,6 +23,7 @@ from trainkit.parallel.naming import (
     named_buffers_of,
     named_parameters_of,
 )
+from trainkit.parallel.offload import offload, to_host
 from trainkit.parallel.plan import decoder_plan
 from trainkit.parallel.precision import (
     DTYPES,
@@ -45,6 +47,7 @@ __all__ = [
     "Box",
     "Style",
     "Transform",
+    "asleep",
     "autocast",
     "average_parameters",
     "bind_call",
@@ -66,6 +69,7 @@ __all__ = [
     "materialize_",
     "named_buffers_of",
     "named_parameters_of",
+    "offload",
     "output_head",
     "precision",
     "problems",
@@ -78,6 +82,7 @@ __all__ = [
     "split_layers",
     "start_lines",
     "tensor",
+    "to_host",
     "weights_of",
     "with_columns",
 ]

@@ -5,6 +5,7 @@ from __future__ import annotations
 from torch import nn
 
 from trainkit.parallel.naming import blocks_of
+from trainkit.parallel.recompute import refuse_by_cost
 from trainkit.parallel.transforms import Transform
 from trainkit.types import ParallelState
 
@@ -24,6 +25,7 @@ def compiled(
 
     Raises:
         ValueError: When applied: `blocks` matches nothing.
+        ConfigError: When applied: recomputation chooses by cost what it keeps.
 
     Examples:
         >>> compiled(backend="aot_eager").kind
@@ -32,6 +34,7 @@ def compiled(
 
     def apply(module: nn.Module, ps: ParallelState) -> nn.Module:
         del ps
+        refuse_by_cost(module, by="compiled")
         for unit in blocks_of(module, blocks, needed_by="compiled"):
             unit.compile(backend=backend, dynamic=dynamic)
         return module

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Literal
-
 from trainkit.parallel.compiled import compiled as compiled_blocks
 from trainkit.parallel.expert import expert
 from trainkit.parallel.fsdp import fsdp
+from trainkit.parallel.offload import offload as offloaded
 from trainkit.parallel.precision import DTYPES, choose_precision
 from trainkit.parallel.precision import precision as precision_of
 from trainkit.parallel.recompute import recompute as recomputed
@@ -20,7 +19,8 @@ def decoder_plan(
     layout: Layout,
     *,
     precision: Precision | None = None,
-    recompute: Literal["none", "selective", "full"] = "none",
+    recompute: str = "none",
+    offload: int | None = None,
     compiled: bool = False,
 ) -> list[Transform]:
     """Return the plan of a decoder, for `build_stages`: it fits any layout, one process too.
@@ -33,12 +33,14 @@ def decoder_plan(
     Args:
         layout: The layout: how FSDP shards.
         precision: What is kept, computed and summed in; by default fp32, all of it.
-        recompute: What is computed again in the backward pass. Torch's generators are not restored
-            for it: a decoder's noise is a function of a counter.
+        recompute: What is computed again in the backward pass; see `parallel.recompute`. Torch's
+            generators are not restored for it: a decoder's noise is a function of a counter.
+        offload: Bytes of activations that stay on the device, while the rest waits in host memory;
+            None moves nothing. See `parallel.offload`.
         compiled: Whether blocks are compiled.
 
     Raises:
-        ValueError: `recompute` is unknown.
+        ConfigError: `recompute` is unknown.
 
     Examples:
         >>> [step.kind for step in decoder_plan(Layout(), compiled=True)]
@@ -51,6 +53,7 @@ def decoder_plan(
         expert(),
         precision_of(DTYPES[asked.compute], storage=DTYPES[asked.storage]),
         recomputed(recompute, preserve_rng_state=False),
+        *([] if offload is None else [offloaded(budget=offload)]),
         *([compiled_blocks()] if compiled else []),
         fsdp(layout, reduce_dtype=DTYPES[asked.reduction]),
     ]

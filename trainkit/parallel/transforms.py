@@ -13,7 +13,7 @@ from trainkit.types import ConfigError, Layout, ModelTransform, ParallelState
 
 ORDER = (
     *("quantized", "rounded", "adapter", "tensor", "sequence", "expert", "ddp", "precision"),
-    *("recompute", "compiled", "fsdp"),
+    *("recompute", "offload", "compiled", "fsdp"),
 )
 """The order in which kinds of transforms must stand in a plan: each sees the module as the earlier
 ones left it. What cuts a matrix cuts its adapter with it.

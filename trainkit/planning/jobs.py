@@ -56,6 +56,9 @@ class Job:
 
     optimizer_options: tuple[str, ...] = attrs.field(default=(), converter=tuple)
 
+    offload_optimizer: bool = False
+    """Whether its state is in host memory; see `optim.offload_state_`."""
+
     documents: int = attrs.field(default=1, validator=positive)
     """Documents of a row, of equal lengths, for what attention costs."""
 

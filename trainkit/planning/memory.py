@@ -24,6 +24,7 @@ from trainkit.planning.stages import (
     in_flight,
     part_of,
     sharding_of,
+    units_apart,
 )
 from trainkit.planning.weights import Held, Sizes, Units, units_of
 from trainkit.types import Layout
@@ -34,7 +35,8 @@ class Memory:
     """Bytes of the rank that needs most, each kind at its largest, and the peak of their sum.
 
     The peak is less than the sum of the kinds: gradients come while activations go. With
-    `cpu_offload` it is the device's, and the first three kinds are in host memory instead.
+    `cpu_offload` it is the device's, and the first three kinds are in host memory instead; with
+    `Job.offload_optimizer` the third is.
 
     Args:
         parameters: This rank's part of the parameters, and of matrices in few bits.
@@ -47,7 +49,8 @@ class Memory:
         peak: The largest sum of all of these at any moment.
         moment: When that is.
         pp_rank: Which pipeline rank it is.
-        host: Bytes in host memory: parameters, gradients and optimizer state with `cpu_offload`.
+        host: Bytes in host memory: optimizer state that is offloaded; with `cpu_offload` also
+            parameters and gradients.
     """
 
     parameters: int
@@ -82,13 +85,19 @@ def memory_of(job: Job, layout: Layout, *, fused_norms: bool = True) -> Memory:
     return max(found, key=lambda memory: memory.peak)
 
 
-def _remembered(job: Job, blocks: Held, ends: Held) -> int:
-    """Return the bytes of an optimizer's state: of hidden layers, and of the ends of a model."""
+def _remembered(job: Job, blocks: Held, ends: Held) -> tuple[int, int]:
+    """Return the bytes of an optimizer's state: of hidden layers, and of the ends of a model.
+
+    Of all parameters, and of the one of which it is the most.
+    """
     options = [*options_of(job.optimizer, job.precision), *job.optimizer_options]
-    each = {hidden: state_bytes(job.optimizer, options, hidden=hidden) for hidden in (True, False)}
+    each = [
+        (part.trained, state_bytes(job.optimizer, options, hidden=hidden))
+        for part, hidden in ((blocks, True), (ends, False))
+    ]
     counts = FP32 * OPTIMIZERS[job.optimizer].counts * (blocks + ends).trained.tensors
-    moments = round(each[True] * blocks.trained.shard) + round(each[False] * ends.trained.shard)
-    return moments + counts
+    most = max(round(size * own.largest * own.shard / max(own.whole, 1)) for own, size in each)
+    return sum(round(size * own.shard) for own, size in each) + counts, most
 
 
 def _memory_of_rank(job: Job, layout: Layout, pp_rank: int, fused_norms: bool) -> Memory:
@@ -108,6 +117,7 @@ def _memory_of_rank(job: Job, layout: Layout, pp_rank: int, fused_norms: bool) -
         blocks=blocks.trained,
         unit=_largest_unit(part, units),
         ends=ends.trained,
+        apart=units_apart(job, layout, part=part)[1].trained,
         activations=max(kinds.values(), key=lambda block: block.backward),
         kept=_kept(job, part, units, kinds) / stages_per_rank(layout),
         head=_head(job, layout, part, units, fused_norms),
@@ -118,19 +128,21 @@ def _memory_of_rank(job: Job, layout: Layout, pp_rank: int, fused_norms: bool) -
         later=num_microbatches(job, layout) * stages_per_rank(layout) - 1,
         heads=_heads_in_flight(job, layout, pp_rank),
     )
-    parameters, gradients = (
-        (blocks + ends).nbytes(job.stored),
-        own.shard * _of_gradient(job, layout),
-    )
-    optimizer = _remembered(job, blocks, ends)
+    parameters = (blocks + ends).nbytes(job.stored)
+    gradients = own.shard * _of_gradient(job, layout)
+    optimizer, of_one = _remembered(job, blocks, ends)
     buffers = buffers_of(job, layout, pp_rank)
     moments = _moments(rank)
+    if job.offload_optimizer:
+        moments["optimizer step"] += of_one
     if layout.count("sp_unfolded") > 1 and not layout.cpu_offload:
         moments["sum over the sequence"] = rank.gradients + _flat_buffers(own) * FP32
     if layout.tp > 1 and not layout.cpu_offload:
         whole = units.whole(part.numbers).trained
         moments["sum over tp"] = rank.gradients + _flat_buffers(whole) * FP32
     moment = max(moments, key=lambda name: moments[name])
+    host = parameters + gradients if layout.cpu_offload else 0
+    host += optimizer if layout.cpu_offload or job.offload_optimizer else 0
     one, shard = rank.activations, rank.sharding
     return Memory(
         parameters=parameters,
@@ -138,15 +150,17 @@ def _memory_of_rank(job: Job, layout: Layout, pp_rank: int, fused_norms: bool) -
         optimizer=optimizer,
         activations=round(rank.held * rank.kept - one.kept + one.backward),
         logits=rank.heads * rank.head.kept + rank.head.beside,
-        gathered=shard.ends + shard.unit + shard.ahead + shard.scatter + _unreduced(rank),
+        gathered=max(shard.ends, shard.head, shard.first)
+        + (shard.unit + shard.ahead + shard.scatter + _unreduced(rank)),
         buffers=buffers,
         peak=round(
-            (0 if layout.cpu_offload else parameters + optimizer) + buffers + moments[moment]
+            parameters + optimizer + buffers + moments[moment]
+            - (host - gradients if layout.cpu_offload else host)
         ),
         moment=moment,
         pp_rank=pp_rank,
-        host=parameters + gradients + optimizer if layout.cpu_offload else 0,
-    )
+        host=host,
+    )  # fmt: skip
 
 
 def _kept(job: Job, part: Part, units: Units, kinds: Mapping[bool, Block]) -> int:
@@ -191,7 +205,8 @@ def _flat_buffers(own: Sizes) -> int:
 class _Rank:
     """All that the moments of a rank's step are made of.
 
-    `blocks` are all of the rank's that are trained, as the `ends` are, `unit` is the largest part
+    `blocks` are all of the rank's that are trained, as the `ends` are, of which `apart` are those
+    that are reduced before the blocks, `unit` is the largest part
     of one that is reduced at once, `unpacked` what dequantising the largest matrix takes, and
     `activations` are the largest block's. `layers` are those of one stage and `kept` is what they
     keep, `held` the stages times microbatches that wait for backward, `later` how many of them can
@@ -205,6 +220,7 @@ class _Rank:
     blocks: Sizes
     unit: Sizes
     ends: Sizes
+    apart: Sizes
     activations: Block
     kept: float
     head: Head
@@ -276,8 +292,9 @@ def _moments_of_pass(rank: _Rank, held: int, *, before: int) -> dict[str, float]
     words = rank.ends.largest * rank.job.itemsize
     waits = words if rank.part.embedding and rank.job.config.tied else 0
     block = rank.blocks.shard / rank.part.layers * rank.of_shard
-    at_start = before + waits if before else words
-    at_end = before + waits if before else words + block * (rank.part.layers - 1)
+    head = rank.apart.shard * rank.of_shard if shard.head + shard.first else words
+    at_start = before + waits if before else head
+    at_end = before + waits if before else head + block * (rank.part.layers - 1)
     all_kept = held * rank.kept
     all_kept += max(0, rank.heads - 1 - (before > 0)) * rank.head.kept
     others_kept = all_kept - rank.kept
@@ -287,17 +304,24 @@ def _moments_of_pass(rank: _Rank, held: int, *, before: int) -> dict[str, float]
     ahead = shard.ahead if rank.layers > 1 else 0
     second = all_kept - 2 * one.kept + (at_start if before else at_start + block)
     last_but_one = others_kept + one.kept + (at_end if before else at_end - block)
-    middle = max(second, last_but_one) + shard.scatter + ahead if rank.layers > 2 else 0.0
+    near = held * rank.layers * shard.near
+    middle = max(second + near, last_but_one) + shard.scatter + ahead if rank.layers > 2 else 0.0
+    of_head = rank.apart.whole * rank.job.itemsize + shard.head + shard.head_scatter
     return {
-        "loss": before + all_kept + rank.head.kept + rank.head.beside + shard.ends,
-        "backward of the last block": at_start + all_kept - one.kept + computed + ahead,
+        "loss": before + all_kept + rank.head.kept + rank.head.beside + shard.ends + shard.head
+        + near,
+        "reduction of the head": (before + all_kept + of_head + near + ahead) * (shard.head > 0),
+        "backward of the last block": at_start + all_kept - one.kept + computed + ahead
+        + max(0, near - shard.near),
         "backward of a middle block": middle + computed,
-        "backward of the first block": at_end + others_kept + computed + shard.scatter,
+        "backward of the first block": (
+            at_end + others_kept + computed + shard.scatter + shard.first
+        ),
         "reduction of a block": (
-            at_end + others_kept + of_block + shard.ends + shard.unit + shard.scatter
+            at_end + others_kept + of_block + shard.ends + shard.unit + shard.scatter + shard.first
         ),
         "reduction of the ends": (
             (before or at_end + block) + others_kept + words + waits
-            + shard.ends + shard.ends_scatter
+            + shard.ends + shard.first + shard.ends_scatter
         ),
     }  # fmt: skip

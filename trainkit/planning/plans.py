@@ -176,7 +176,10 @@ def _plan_one(job: Job, layout: Layout, hardware: Hardware, usable: int, efficie
 
 def _too_large(memory: Memory, usable: int) -> str:
     kinds = ["activations", "logits", "gathered", "buffers"]
-    kinds += [] if memory.host else ["parameters", "gradients", "optimizer"]
+    if not memory.host:
+        kinds += ["parameters", "gradients", "optimizer"]
+    elif memory.host == memory.optimizer:
+        kinds += ["parameters", "gradients"]
     largest = max(kinds, key=lambda kind: getattr(memory, kind))
     return (
         f"{_gib(memory.peak)} GiB ({memory.moment}) exceed {_gib(usable)} GiB; most are "
@@ -214,7 +217,7 @@ def seconds_of(job: Job, layout: Layout, hardware: Hardware, *, efficiency: floa
       al. 2021); a third of it where backward is split (Qi et al. 2023); all of it for GPipe too.
     - A message takes its bytes over the bandwidth: that inside a node if the whole axis with all
       axes inside it lies in one, else that between nodes. No latency, no optimizer step, no input,
-      and no copies between host and device (`cpu_offload`).
+      and no copies between host and device (`cpu_offload`, `offload_optimizer`).
 
     Examples:
         >>> from trainkit.models.sizes import decoder_config
@@ -235,7 +238,7 @@ def seconds_of(job: Job, layout: Layout, hardware: Hardware, *, efficiency: floa
         wires[wire] = wires.get(wire, 0.0) + transfer.sent / speed
     attention = again * _flops_of_rank(job, layout, busiest, products=False) / rate
     ring = wires.get("ring", 0.0)
-    gradients = "fsdp", "expert_fsdp", "dp_replicate"
+    gradients = "fsdp", "expert_fsdp", "near", "dp_replicate"
     data = sum(wires.get(axis, 0.0) for axis in gradients)
     exposed = sum(wires[axis] for axis in wires if axis not in (*gradients, "ring"))
     exposed += max(0.0, ring - attention) + max(0.0, data - compute)
@@ -288,7 +291,8 @@ def _span(axis: str, layout: Layout) -> int:
     world, names = layout.axes["world"], layout.axes.get(axis, layout.axes["fsdp"])
     *_, near = layout.expert_axes
     whole = math.prod(layout.count(name) for name in names)
-    left = layout.expert_axes[near] if axis == near else whole
+    own = {near: layout.expert_axes[near], "near": layout.reshard_over}
+    left = own.get(axis, whole)
     *outer, name = names
     while left > layout.count(name):
         left = math.ceil(left / layout.count(name))

@@ -115,9 +115,14 @@ class Sharding:
         ends: The gathered embedding, last norm and output layer, which stay from forward to the end
             of backward, since they are one unit.
         unit: One gathered block, with the experts of a rank of ep.
-        ahead: The block that is gathered meanwhile, without those; none where FSDP only replicates.
+        ahead: The blocks that are gathered meanwhile, without those unless `prefetch` asks for
+            them; none where FSDP only replicates.
         scatter: What one reduce-scatter of a block, or of its experts, reads.
-        ends_scatter: What that of the ends reads.
+        ends_scatter: What that of the ends reads; of the embedding, where the head is apart.
+        near: What `reshard_over` keeps of a block between its forward and its backward.
+        first: The gathered embedding, where it is a unit of its own and not among the ends.
+        head: The gathered last norm and output layer, where they are.
+        head_scatter: What their reduce-scatter reads.
     """
 
     ends: int = 0
@@ -125,6 +130,10 @@ class Sharding:
     ahead: int = 0
     scatter: int = 0
     ends_scatter: int = 0
+    near: int = 0
+    first: int = 0
+    head: int = 0
+    head_scatter: int = 0
 
 
 def sharding_of(job: Job, layout: Layout, *, part: Part) -> Sharding:
@@ -137,27 +146,52 @@ def sharding_of(job: Job, layout: Layout, *, part: Part) -> Sharding:
         >>> from trainkit.models.sizes import decoder_config
         >>> job = Job(config=decoder_config("tiny", vocab_size=256), row_length=8, rows=8)
         >>> layout = Layout(dp_shard=8)
-        >>> sharding_of(job, layout, part=part_of(job, layout, 0))
-        Sharding(ends=65792, unit=426496, ahead=426496, scatter=852992, ends_scatter=131584)
+        >>> found = sharding_of(job, layout, part=part_of(job, layout, 0))
+        >>> found.ends, found.unit, found.ahead, found.scatter, found.ends_scatter
+        (65792, 426496, 426496, 852992, 131584)
     """
-    units = units_of(job, layout)
+    units, item = units_of(job, layout), job.itemsize
     ends, blocks = ends_of(part, units, tied=job.config.tied), blocks_of(part, units)
-    if layout.wrapped > 1:
-        kinds = [layer for layer, _ in units.counts(part.numbers)]
-        stay = 0 if reshards(layout) else blocks.gathered(job.itemsize)
-        unit = 0 if stay else max(x.block.gathered(job.itemsize) for x in kinds)
-        dealt = max(x.dealt.gathered(job.itemsize) for x in kinds)
-        scattered = (y.trained.gathered for x in kinds for y in (x.block, x.dealt))
-        return Sharding(
-            ends=ends.gathered(job.itemsize) + stay,
-            unit=unit and unit + dealt,
-            ahead=unit if layout.count("fsdp") > 1 else 0,
-            scatter=max(scattered) * job.summed,
-            ends_scatter=ends.trained.gathered * job.summed,
-        )
-    cast = job.itemsize if job.precision.compute != job.precision.storage else 0
-    own = ends + blocks
-    return Sharding(ends=(own.trained.whole + own.frozen.whole) * cast)
+    if layout.wrapped == 1:
+        cast = item if job.precision.compute != job.precision.storage else 0
+        own = ends + blocks
+        return Sharding(ends=(own.trained.whole + own.frozen.whole) * cast)
+    kinds = [layer for layer, _ in units.counts(part.numbers)]
+    stay = 0 if reshards(layout) else blocks.gathered(item)
+    block = 0 if stay else max(x.block.gathered(item) for x in kinds)
+    unit = block and block + max(x.dealt.gathered(item) for x in kinds)
+    others = part.layers // stages_per_rank(layout) - 1
+    asked = min(layout.prefetch, others) * unit
+    scattered = (y.trained.gathered for x in kinds for y in (x.block, x.dealt))
+    first, last = units_apart(job, layout, part=part)
+    return Sharding(
+        ends=stay if first + last != Held() else ends.gathered(item) + stay,
+        unit=unit,
+        ahead=(asked or block) if layout.count("fsdp") > 1 else 0,
+        scatter=max(scattered) * job.summed,
+        ends_scatter=(first if first + last != Held() else ends).trained.gathered * job.summed,
+        near=block // layout.reshard_over if layout.reshard_over else 0,
+        first=first.gathered(item),
+        head=last.gathered(item),
+        head_scatter=last.trained.gathered * job.summed,
+    )
+
+
+def units_apart(job: Job, layout: Layout, *, part: Part) -> tuple[Held, Held]:
+    """Return a rank's embedding, and its last norm and head, where `ends_apart` makes them units.
+
+    Examples:
+        >>> from trainkit.models.sizes import decoder_config
+        >>> job = Job(config=decoder_config("tiny", vocab_size=256), row_length=8, rows=8)
+        >>> layout = Layout(dp_shard=2, ends_apart=True)
+        >>> [x.trained.whole for x in units_apart(job, layout, part=part_of(job, layout, 0))]
+        [32768, 32896]
+    """
+    if not layout.ends_apart or layout.wrapped == 1 or job.config.tied:
+        return Held(), Held()
+    units = units_of(job, layout)
+    first = units.embedding + units.positions if part.embedding else Held()
+    return first, units.norm + units.head if part.head else Held()
 
 
 def buffers_of(job: Job, layout: Layout, pp_rank: int) -> int:

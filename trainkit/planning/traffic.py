@@ -15,8 +15,15 @@ from trainkit.planning.activations import (
     tokens_per_microbatch,
 )
 from trainkit.planning.jobs import FP32, Job, num_microbatches, reshards
-from trainkit.planning.stages import BUCKET, blocks_of, ends_of, part_of, pipeline_borders
-from trainkit.planning.weights import Held, units_of
+from trainkit.planning.stages import (
+    BUCKET,
+    blocks_of,
+    ends_of,
+    part_of,
+    pipeline_borders,
+    units_apart,
+)
+from trainkit.planning.weights import Held, Sizes, units_of
 from trainkit.types import Layout
 
 _INT64 = 8
@@ -29,7 +36,8 @@ class Transfer:
 
     Args:
         axis: The axis; "fsdp" is dp_shard with those of ring and ulysses that `fold_sp` names,
-            "sp" is ring x ulysses, "expert_fsdp" what ep leaves of fsdp.
+            "sp" is ring x ulysses, "expert_fsdp" what ep leaves of fsdp, "near" the part of fsdp
+            that `reshard_over` says.
         size: Its ranks.
         kind: The collective.
         count: Calls.
@@ -93,28 +101,35 @@ def _sharding(job: Job, layout: Layout, pp_rank: int) -> Iterator[Transfer]:
     ends, turns = ends_of(part, units, tied=job.config.tied), num_microbatches(job, layout)
     scatters = turns if layout.reduce == "each" else 1
     times = 2 if reshards(layout) else 1
+    far = 1 if layout.reshard_over else times
+    first, last = units_apart(job, layout, part=part)
+    around = [(first, 1, times), (last, 1, 1)] if first + last != Held() else [(ends, 1, 1)]
     near, counts = layout.expert_axes["expert_fsdp"], units.counts(part.numbers)
-    for axis, size, blocks, last in (
-        ("fsdp", layout.count("fsdp"), [(x.block, many) for x, many in counts], ends),
-        ("expert_fsdp", near, [(x.dealt, many) for x, many in counts], Held()),
+    of_blocks = [(x.block, many, far) for x, many in counts]
+    for axis, size, parts in (
+        ("fsdp", layout.count("fsdp"), [*of_blocks, *around]),
+        ("expert_fsdp", near, [(x.dealt, many, times) for x, many in counts]),
     ):
-        whole = sum((each * many for each, many in blocks), Held())
-        layers, has_ends = _units_with(blocks), int(last != Held())
-        gathered = whole.gathered(job.itemsize) * times + last.gathered(job.itemsize)
-        calls = turns * (layers * times + has_ends)
-        yield Transfer(axis, size, "all_gather", calls, turns * gathered)
-        own = (whole + last).trained
-        calls = _units_with([(Held(each.trained), many) for each, many in (*blocks, (last, 1))])
+        yield _gathers(job, (axis, size), parts, turns)
+        own = sum((each * many for each, many, _ in parts), Held()).trained
+        calls = sum(many for each, many, _ in parts if each.trained != Sizes())
         scattered = scatters * own.gathered * job.summed
         yield Transfer(axis, size, "reduce_scatter", scatters * calls, scattered)
         yield Transfer(axis, size, "all_reduce", int(calls > 0), own.tensors * FP32)
         data, calls = own.shard * job.summed + own.tensors * FP32, calls + (calls > 0)
         yield Transfer("dp_replicate", layout.dp_replicate, "all_reduce", calls, data)
+    again = [(each, many, times - far) for each, many, _ in of_blocks]
+    yield _gathers(job, ("near", layout.reshard_over), again, turns)
 
 
-def _units_with(blocks: Sequence[tuple[Held, int]]) -> int:
-    """Return how many of some units hold anything."""
-    return sum(many for held, many in blocks if held != Held())
+def _gathers(
+    job: Job, over: tuple[str, int], units: Sequence[tuple[Held, int, int]], turns: int
+) -> Transfer:
+    """Return the gathers of some units over an axis of a size: each, how many, and how often."""
+    parts = [(each, many * often) for each, many, often in units if each != Held()]
+    data = sum(each.gathered(job.itemsize) * calls for each, calls in parts)
+    calls = sum(calls for _, calls in parts)
+    return Transfer(*over, "all_gather", turns * calls, turns * data)
 
 
 def _experts(job: Job, layout: Layout, pp_rank: int) -> Iterator[Transfer]:

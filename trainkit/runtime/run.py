@@ -26,7 +26,7 @@ from trainkit.checkpoint.save import Save
 from trainkit.collectives import together
 from trainkit.files import replacing, toml_text
 from trainkit.mesh import launch_notes, parallel_session
-from trainkit.metrics import step_records
+from trainkit.metrics import memory_stats, step_records
 from trainkit.optim.together import averaged
 from trainkit.pictures.load import plot_load
 from trainkit.pictures.loss import plot_loss
@@ -73,10 +73,10 @@ class Loop:
 
     after: Callable[[TrainState, Mapping[str, Tensor | float], StepBatch], TrainState]
     """`state = after(state, metrics, batch)`: waits for the step's numbers (`step_record`), writes
-    its line (`run_sinks`), and skips, goes back or ends as the policy has it (`guard_numbers`): the
-    state that it returns may be an earlier one. With `Keeping.log_every` above 1 it does so for so
-    many steps at once, after the first step and before all that is done between steps, and nothing
-    else waits for the device."""
+    them as a line (`run_sinks`), with the first rank's memory (`memory_stats`), and skips, goes
+    back or ends as the policy has it (`guard_numbers`): the state that it returns may be an earlier
+    one. With `Keeping.log_every` above 1 it does so for so many steps at once, after the first step
+    and before all that is done between steps, and nothing else waits for the device."""
 
     evaluated: Callable[[TrainState, Evaluate], TrainState]
     """`state = evaluated(state, evaluate)`: announces an evaluation to the watch, takes it (of what
@@ -366,18 +366,19 @@ class _Around:
         """
         steps = self.pending
         self.pending = []
-        memory = steps[0][0].health if steps else state.health
+        known = steps[0][0].health if steps else state.health
         records = step_records([metrics for _, metrics in steps], begin=self.begin)
+        memory = memory_stats(self.frame.ps.device) if steps else {}
         for (at, _), record in zip(steps, records, strict=True):
-            self.log(at.step, record)
+            self.log(at.step, record | memory)
             batch = self.batch if at is steps[-1][0] else None
-            judged = attrs.evolve(at, health=health.with_scale_of(at.health, memory))
+            judged = attrs.evolve(at, health=health.with_scale_of(at.health, known))
             after = self.guard(judged, record, batch, seen=at.health)
             self.begin = time.perf_counter()
             if after.step < at.step:
                 return after
-            memory = after.health
-        return attrs.evolve(state, health=health.with_scale_of(state.health, memory))
+            known = after.health
+        return attrs.evolve(state, health=health.with_scale_of(state.health, known))
 
     def _saves(self, state: TrainState) -> bool:
         return due(state.step, self.keeping.save_every, last=self.steps)

@@ -1,0 +1,171 @@
+"""What each lever on memory takes off a step's peak, what the planner says, and what it costs.
+
+    OMP_NUM_THREADS=1 python tests/benchmarks/memory.py [--markdown]
+
+One model, in fp32 with AdamW, a row on each rank. The peak is of the bytes of all storages that
+live at once, parameters and optimizer state among them, in the rank that has most; of what a lever
+moves to the host it is left out, though on a CPU both are one memory. The estimate is that of
+`planning.memory_of`; "-" where the planner does not know a lever. Times are medians over pairs of
+steps, the lever's and that of the line that it is compared with, taken by turns. Exits with 1 where
+an estimate is not within 10 % of what was measured.
+"""
+
+import argparse
+import statistics
+import sys
+import time
+from functools import cache
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parents[1]))  # for `import measured_step`
+
+import attrs
+import torch.distributed as dist
+from measured_step import first_state, measure_choices, step_of
+
+import trainkit as tk
+from trainkit.models import DecoderConfig
+from trainkit.planning import Job, memory_of
+from trainkit.testing import run_ranks
+from trainkit.types import Layout, Precision
+
+BOUND, PAIRS, ROWS = 0.1, 3, 1
+CONFIG = DecoderConfig(vocab_size=16_384, width=256, layers=6, heads=8, kv_heads=8, mlp_width=768)
+
+
+@attrs.frozen
+class Lever:
+    """A line: a layout, what is otherwise in the job, and the line that it is compared with."""
+
+    layout: Layout = attrs.field(factory=Layout)
+    job: dict = attrs.field(factory=dict)
+    beside: str = "none"
+    in_backward: bool = False
+
+    @property
+    def work(self):
+        """The job, with a row on each rank if it says nothing else."""
+        rows = {"rows": ROWS * self.layout.count("dp"), "microbatch": ROWS}
+        told = (
+            {"row_length": 512, "precision": Precision(compute="fp32"), "loss": "plain"}
+            | rows
+            | self.job
+        )
+        return Job(config=CONFIG, **told)
+
+
+TWO, FOUR = {"dp_shard": 2}, {"dp_shard": 4}
+FEW, ON_TWO, ON_FOUR = ("moments=bf16",), "FSDP, 2 ranks", "FSDP, 4 ranks"
+LATER = {"rows": 8, "microbatch": 1}
+LEVERS = {
+    "none": Lever(),
+    "linear cross entropy": Lever(job={"loss": "linear"}),
+    "recompute selective": Lever(job={"recompute": "selective"}),
+    "recompute full": Lever(job={"recompute": "full"}),
+    "moments in bf16": Lever(job={"optimizer_options": FEW}),
+    "moments in 8 bits": Lever(job={"optimizer_options": ("moments=8bit",)}),
+    "optimizer offload": Lever(job={"offload_optimizer": True}),
+    "step in backward": Lever(in_backward=True),
+    ON_TWO: Lever(Layout(**TWO), beside=ON_TWO),
+    "ends apart": Lever(Layout(**TWO, ends_apart=True), beside=ON_TWO),
+    "3 blocks ahead": Lever(Layout(**TWO, prefetch=3), beside=ON_TWO),
+    "all offloaded": Lever(Layout(**TWO, cpu_offload=True), beside=ON_TWO),
+    "4 microbatches, reduce last": Lever(Layout(**TWO), LATER, beside=ON_TWO),
+    "4 microbatches, reduce each": Lever(
+        Layout(**TWO, reduce="each"), LATER, beside="4 microbatches, reduce last"
+    ),
+    ON_FOUR: Lever(Layout(**FOUR), beside=ON_FOUR),
+    "reshard over 2 of 4": Lever(Layout(**FOUR, reshard_over=2), beside=ON_FOUR),
+}
+
+
+def peaks(names):
+    """Return what a rank measures of some lines, which have one number of ranks."""
+    found = []
+    for name in names:
+        lever = LEVERS[name]
+        with tk.parallel_session(lever.layout) as ps:
+            one = measure_choices(lever.work, lever.layout, ps, in_backward=lever.in_backward)
+        found.append(one.peak)
+    return found
+
+
+def ratios(names):
+    """Return the median of the times of steps over those of the line that each is compared with."""
+    found = []
+    for name in names:
+        lever = LEVERS[name]
+        pair = lever, LEVERS[lever.beside]
+        if pair[0] is pair[1]:
+            found.append(1.0)
+            continue
+        with tk.parallel_session(lever.layout) as ps:
+            steps = [one_step(each, ps) for each in pair]
+            turns = [[seconds(step, ps) for step in steps] for _ in range(PAIRS + 1)]
+        found.append(statistics.median(own / other for own, other in turns[1:]))
+    return found
+
+
+def one_step(lever, ps):
+    """Return a function that takes a step as a line says."""
+    how = {"in_backward": lever.in_backward}
+    _, optimizer, backward, finish = step_of(lever.work, lever.layout, ps, **how)
+    first_state(optimizer, finish)
+
+    def step():
+        backward()
+        finish()
+
+    return step
+
+
+def seconds(step, ps):
+    if ps.world.count > 1:
+        dist.barrier()
+    begin = time.perf_counter()
+    step()
+    return time.perf_counter() - begin
+
+
+@cache
+def found_on(world):
+    """Return (peak in bytes, ratio of times) of each line of so many ranks, by name."""
+    names = [name for name, lever in LEVERS.items() if lever.layout.world == world]
+    if world == 1:
+        return dict(zip(names, zip(peaks(names), ratios(names), strict=True), strict=True))
+    most = map(max, zip(*run_ranks(peaks, world, names, timeout=900.0), strict=True))
+    times = run_ranks(ratios, world, names, timeout=900.0)[0]
+    return dict(zip(names, zip(most, times, strict=True), strict=True))
+
+
+def line_of(name):
+    """Return the cells of a line, and the estimate over the peak, or None."""
+    lever = LEVERS[name]
+    peak, times = found_on(lever.layout.world)[name]
+    cells = [name, f"{peak:,}", "-", "-", "-" if name == lever.beside else f"{times:.2f}"]
+    if lever.in_backward:
+        return cells, None
+    planned = memory_of(lever.work, lever.layout, fused_norms=False).peak
+    return [*cells[:2], f"{planned:,}", f"{planned / peak:.3f}", cells[4]], planned / peak
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--markdown", action="store_true", help="print a table of a page")
+    is_markdown = parser.parse_args().markdown
+    header = ["lever", "peak, bytes", "planned", "planned / peak", "time"]
+    lines, off = [header], []
+    for name in LEVERS:
+        cells, ratio = line_of(name)
+        lines.append(cells)
+        off += [name] if ratio is not None and abs(ratio - 1) > BOUND else []
+    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+    for i, cells in enumerate(lines):
+        first, *rest = cells
+        padded = [first.ljust(widths[0]), *map(str.rjust, rest, widths[1:])]
+        print(f"| {' | '.join(padded)} |" if is_markdown else "  ".join(padded))
+        if is_markdown and not i:
+            print(f"|{'---|' * len(header)}")
+    if off:
+        print(f"not within {BOUND:.0%}: {', '.join(off)}")
+    sys.exit(bool(off))

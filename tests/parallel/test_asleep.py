@@ -1,0 +1,112 @@
+import pytest
+import torch
+from torch import nn
+
+import trainkit as tk
+from tests.whole_step import Layout, build, corpus, input_of, step_function
+from trainkit.checkpoint import save_checkpoint
+from trainkit.parallel import asleep
+from trainkit.parallel.reduction import local_of
+from trainkit.testing import run_ranks
+from trainkit.types import DiskError
+
+
+def memory_of(stages, optimizer):
+    tensors = [x for stage in stages for x in stage.parameters()]
+    tensors += [x for held in optimizer.state.values() for x in held.values()]
+    return [local_of(x.detach()) for x in tensors]
+
+
+def trained(layout, ps, to=None):
+    """Return the state after three steps, with sleep before each and at the end if `to` is set."""
+    stages, optimizer = build(layout, ps)
+    text, state = corpus(), tk.TrainState()
+    bins = tk.pack_bins(text.lengths, 24, multiple_of=layout.multiple_of)
+    train_step = step_function(layout, ps, stages, optimizer)
+    for _ in range(3):
+        if to is not None:
+            before = memory_of(stages, optimizer)
+            with asleep(stages, optimizer, to=to) as freed:
+                assert freed >= sum(x.nbytes for x in before) * 0.9
+                assert not any(x.untyped_storage().nbytes() for x in before)
+                assert to == "host" or not any(to.iterdir())
+        state, _ = train_step(state, input_of(state.cursor, ps, layout, text=text, bins=bins))
+    return [x.clone() for x in memory_of(stages, optimizer)]
+
+
+LAYOUTS = [
+    Layout(2, recompute="selective"),
+    Layout(2, dp_replicate=2),
+    Layout(2, tp=2, vocab_size=32),
+    Layout(2, pp=2, tied=True),
+]
+
+
+def in_layouts(folder):
+    found = []
+    for layout in LAYOUTS:
+        degrees = {"dp_replicate": layout.dp_replicate, "tp": layout.tp, "pp": layout.pp}
+        with tk.parallel_session(tk.Layout(dp_shard=2 // max(degrees.values()), **degrees)) as ps:
+            runs = [trained(layout, ps, to) for to in (None, "host", folder)]
+        found.append([all(map(torch.equal, runs[0], run)) for run in runs[1:]])
+    return found
+
+
+def test_in_every_layout_a_run_that_sleeps_is_the_run_that_does_not(tmp_path):
+    for found in run_ranks(in_layouts, 2, tmp_path):
+        assert found == [[True, True]] * len(LAYOUTS)
+
+
+def small():
+    model = nn.Sequential(nn.Linear(3, 2), nn.Linear(2, 2))
+    optimizer = torch.optim.AdamW(model.parameters())
+    model(torch.ones(1, 3)).sum().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    return model, optimizer
+
+
+@pytest.mark.parametrize("on_disk", [False, True])
+def test_asleep_nothing_works_and_after_an_error_all_is_back(on_disk, tmp_path):
+    model, optimizer = small()
+    want = [x.clone() for x in memory_of([model], optimizer)]
+    to = tmp_path if on_disk else "host"
+
+    def sleeper():
+        with asleep([model], optimizer, to=to):
+            for work in (lambda: model(torch.ones(1, 3)), optimizer.step):
+                with pytest.raises(RuntimeError, match=r"a step: the state is asleep, 0\.weight"):
+                    work()
+            state, ps = tk.TrainState(), tk.solo_parallel()
+            with pytest.raises(RuntimeError, match="save: the state is asleep"):
+                save_checkpoint(tmp_path / "run", state, [model], optimizer, ps)
+            with (
+                pytest.raises(RuntimeError, match="asleep: the state is asleep"),
+                asleep([model], optimizer),
+            ):
+                pass
+            raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        sleeper()
+    assert all(map(torch.equal, memory_of([model], optimizer), want))
+    assert not [path for path in tmp_path.iterdir() if path.name != "run"]
+    model(torch.ones(1, 3)).sum().backward()
+    optimizer.step()
+
+
+def test_a_gradient_and_a_folder_that_takes_nothing_are_refused(tmp_path):
+    model, optimizer = small()
+    want = [x.clone() for x in memory_of([model], optimizer)]
+    with (
+        pytest.raises(DiskError, match="cannot take the state"),
+        asleep([model], optimizer, to=tmp_path / "none"),
+    ):
+        pass
+    assert all(map(torch.equal, memory_of([model], optimizer), want))
+    model(torch.ones(1, 3)).sum().backward()
+    with (
+        pytest.raises(ValueError, match=r"asleep: 0\.weight has a gradient"),
+        asleep([model], optimizer),
+    ):
+        pass

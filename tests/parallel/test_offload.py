@@ -1,0 +1,280 @@
+import gc
+
+import pytest
+import torch
+from torch import nn
+
+import trainkit as tk
+from tests.measured_step import StorageCount
+from trainkit.losses import next_token
+from trainkit.models import Decoder, DecoderConfig, init_weights
+from trainkit.parallel import compiled, fsdp, offload, recompute, tensor
+from trainkit.parallel.reduction import local_of
+from trainkit.parallel.sequence import sequence
+from trainkit.testing import run_ranks
+
+CONFIG = DecoderConfig(vocab_size=32, width=32, layers=4, heads=4, kv_heads=2, mlp_width=48)
+
+
+class Elsewhere:
+    """A `Store` whose memory no torch tensor holds, and what became of each thing stored."""
+
+    def __init__(self):
+        self.sizes, self.log, self.alive = [], [], 0
+
+    def __call__(self, x):
+        number, there = len(self.sizes), Kept(x.numpy().copy(), self)
+        self.sizes.append(x.numel())
+        self.log.append(("store", number))
+
+        def start():
+            self.log.append(("fetch", number))
+            return lambda: torch.from_numpy(there.bytes.copy())
+
+        return start
+
+
+class Kept:
+    """Bytes, counted while they live."""
+
+    def __init__(self, values, store):
+        self.bytes, self.store = values, store
+        store.alive += 1
+
+    def __del__(self):
+        self.store.alive -= 1
+
+
+def built(plan, ps=None, schedule="1f1b"):
+    return tk.build_stages(
+        lambda: Decoder(CONFIG),
+        ps or tk.solo_parallel(),
+        plan,
+        weights=init_weights(CONFIG, seed=0),
+        schedule=schedule,
+    )
+
+
+def inputs(length=16):
+    batch = tk.batch.blank_batch(2, length)
+    return batch.input_ids, {"position_ids": batch.position_ids, "spans": batch.spans}
+
+
+def gradients(model, passes=2):
+    ids, rest = inputs()
+    outputs = [model(ids, **rest) for _ in range(passes)]
+    for output in outputs:
+        output.square().sum().backward()
+    found = [p.grad for p in model.parameters()]
+    model.zero_grad()
+    return found
+
+
+def same(these, those):
+    return all(map(torch.equal, these, those))
+
+
+def kept(plan):
+    """Return the bytes that torch's memory holds for backward, parameters left out."""
+    (model,) = built(plan)
+    ids, rest = inputs()
+    gc.collect()
+    counter = StorageCount()
+    for x in (*model.parameters(), ids):
+        counter.see(x.detach())
+    before = counter.now
+    with counter:
+        output = model(ids, **rest)
+    gc.collect()
+    return counter.now - before, output
+
+
+def test_no_more_than_the_budget_is_held_and_what_goes_went_first():
+    whole, budget = kept([])[0], 100_000
+    store = Elsewhere()
+    held, output = kept([offload(budget=budget, smallest=0, store=store)])
+    outside, _ = kept([offload(budget=10**9, smallest=0)])
+    assert whole == outside
+    assert whole - held == sum(store.sizes)
+    none = kept([offload(budget=0, smallest=0, store=Elsewhere())])[0]
+    assert held - none <= budget < held - none + max(store.sizes)
+    del output
+
+
+@pytest.mark.parametrize("mode", ["none", "full", "selective", "0.4"])
+@pytest.mark.parametrize("budget", [0, 20_000, 10**9])
+def test_gradients_are_the_same_bit_for_bit_and_nothing_is_left(mode, budget):
+    store, plan = Elsewhere(), [recompute(mode, preserve_rng_state=False)]
+    want = gradients(*built(plan))
+    (model,) = built([*plan, offload(budget=budget, smallest=0, store=store)])
+    assert same(gradients(model), want)
+    assert bool(store.sizes) == (budget < 10**9)
+    assert store.alive == 0
+
+
+def test_backward_fetches_ahead_what_it_asks_for_next():
+    """In the reverse order of saving, and before it asks, as far as the budget has room."""
+    blocks = nn.ModuleDict({"layers": nn.Sequential(*(Square() for _ in range(8)))})
+    store = Elsewhere()
+    asked = []
+    offload(budget=3 * 1024, smallest=0, store=store)(blocks, tk.solo_parallel())
+    x = torch.full((256,), 1.01, requires_grad=True)
+    y = blocks["layers"](x)
+    for number, block in enumerate(blocks["layers"]):
+        block.node.register_prehook(lambda _, number=number: asked.append((number, len(store.log))))
+    assert store.log == [("store", number) for number in range(5)]
+    y.sum().backward()
+    assert store.log[5:] == [("fetch", number) for number in (4, 3, 2, 1, 0)]
+    fetched_by = {number: len(store.log[:at]) - 5 for number, at in asked}
+    assert [number for number, _ in asked] == [*range(7, -1, -1)]
+    # Before the node of block 4 runs, 4 is here already; 3 and 2 come while it is at work.
+    assert all(fetched_by[number] >= 5 - number for number in range(5))
+
+
+class Square(nn.Module):
+    """x -> x * x, which saves x."""
+
+    def forward(self, x):
+        y = x.square()
+        self.node = y.grad_fn
+        return y
+
+
+class Views(nn.Module):
+    """Three views of one memory, each saved by two products."""
+
+    def forward(self, x):
+        a, b, c = (x * 1).view(3, -1).unbind()
+        return (a * b + b * c + c * a).sum()
+
+
+def test_views_of_one_memory_are_stored_once():
+    for budget in (0, 10**6):
+        model, store = nn.ModuleDict({"layers": nn.ModuleDict({"0": Views()})}), Elsewhere()
+        offload(budget=budget, smallest=0, store=store)(model, tk.solo_parallel())
+        x = torch.arange(12.0, requires_grad=True)
+        y = model["layers"]["0"](x)
+        assert store.sizes == ([48] if budget == 0 else [])
+        y.backward()
+        assert x.grad.tolist() == [12, 14, 16, 18, 8, 10, 12, 14, 4, 6, 8, 10]
+
+
+class Changed(nn.Module):
+    """What is saved is changed afterwards."""
+
+    def forward(self, x):
+        y = x * 1
+        z = y.square()
+        y.add_(1)
+        return z.sum()
+
+
+def test_what_is_changed_in_place_is_refused_as_autograd_does():
+    for budget in (0, 10**6):
+        model = nn.ModuleDict({"layers": nn.ModuleDict({"0": Changed()})})
+        offload(budget=budget, smallest=0)(model, tk.solo_parallel())
+        y = model["layers"]["0"](torch.ones(3, requires_grad=True))
+        if budget:
+            with pytest.raises(RuntimeError, match="changed in place"):
+                y.backward()
+        else:  # what went to the host before is as it was
+            y.backward()
+
+
+@pytest.mark.parametrize("where", ["forward", "backward"])
+def test_a_step_that_breaks_off_leaves_nothing(where):
+    store = Elsewhere()
+    (model,) = built([offload(budget=20_000, smallest=0, store=store)])
+    want = gradients(*built([]))
+    ids, rest = inputs()
+
+    def broken(*_):
+        raise ZeroDivisionError
+
+    last = model.layers["3"] if where == "forward" else nn.Module()
+    hook = last.register_forward_pre_hook(broken)
+
+    def step():
+        output = model(ids, **rest)
+        block = output.grad_fn.next_functions[0][0]
+        block.register_prehook(broken)
+        output.sum().backward()
+
+    with pytest.raises(ZeroDivisionError):
+        step()
+    hook.remove()
+    gc.collect()
+    assert store.sizes
+    assert store.alive == 0
+    model.zero_grad()
+    assert same(gradients(model), want)
+    assert store.alive == 0
+
+
+def test_small_ones_and_parameters_stay():
+    store = Elsewhere()
+    (model,) = built([offload(budget=0, smallest=10**9, store=store)])
+    gradients(model)
+    assert not store.sizes
+    (model,) = built([offload(budget=0, smallest=0, store=store)])
+    ids, rest = inputs(length=7)  # no activation is as large as a weight
+    model(ids, **rest)
+    assert store.sizes
+    assert not {p.nbytes for p in model.layers.parameters() if p.ndim > 1} & {*store.sizes}
+
+
+def test_what_is_below_0_is_refused():
+    with pytest.raises(tk.types.ConfigError, match="budget is in bytes, at least 0, got -1"):
+        offload(budget=-1)
+
+
+def in_layout(layout, plan, *, microbatches=4):
+    """Return the gradients of a step of this rank, without and with offload, and what went."""
+    found, store = [], Elsewhere()
+    with tk.parallel_session(layout) as ps:
+        for more in ([], [offload(budget=5_000, smallest=0, store=store)]):
+            how = {"ps": ps, "schedule": layout.schedule}
+            stages = built([tensor(), sequence(), *plan, *more, fsdp(layout)], **how)
+            ids, rest = inputs()
+            batch = {"input_ids": ids, "labels": ids, **rest}
+            run = tk.bind_forward_backward(
+                stages, next_token, axis=ps.pp, schedule=layout.schedule, reduce=layout.reduce
+            )
+            run([batch] * microbatches, denominator=torch.tensor(7))
+            found.append([local_of(p.grad) for stage in stages for p in stage.parameters()])
+    return same(*found), len(store.sizes), store.alive
+
+
+LAYOUTS = {
+    "fsdp": (tk.Layout(dp_shard=2), []),
+    "fsdp, each, full": (tk.Layout(dp_shard=2, reduce="each"), [recompute("full")]),
+    "tp": (tk.Layout(tp=2), []),
+    "tp, by cost": (tk.Layout(tp=2), [recompute("0.5")]),
+    "pp": (tk.Layout(pp=2), []),
+    "pp, full": (tk.Layout(pp=2), [recompute("full")]),
+    "pp, zero bubble": (tk.Layout(pp=2, schedule="interleaved_zero_bubble"), []),
+}
+
+
+def in_layouts():
+    return [in_layout(layout, plan) for layout, plan in LAYOUTS.values()]
+
+
+def test_in_every_layout_gradients_are_the_same_bit_for_bit():
+    for found in run_ranks(in_layouts, 2):
+        for name, (equal, stored, alive) in zip(LAYOUTS, found, strict=True):
+            assert equal, name
+            assert stored, name
+            assert alive == 0, name
+
+
+@pytest.mark.only_all
+@pytest.mark.filterwarnings("ignore:The .grad attribute")  # dynamo's own, which it means to hide
+def test_compiled_blocks_are_offloaded_too():
+    store = Elsewhere()
+    plan = [recompute("selective"), compiled(backend="aot_eager")]
+    want = gradients(*built(plan))
+    plan.insert(1, offload(budget=0, smallest=0, store=store))
+    assert same(gradients(*built(plan)), want)
+    assert store.sizes
+    assert store.alive == 0

@@ -1,0 +1,125 @@
+"""What recomputation keeps where it may keep so many bytes: what is dearest to compute again."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
+from typing import Any
+
+import attrs
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_iter
+
+from trainkit.parallel.recompute import Keeps, Looking
+from trainkit.parallel.reduction import local_of
+
+_ORDER = ("exchanges", "attention", "products")
+_WHOLE = -1
+
+
+@attrs.frozen
+class _Result:
+    """The result of an operator: of its group the number-th, with the inner width of a product."""
+
+    group: str
+    number: int
+    inner: int
+    size: int
+
+
+class _Priced(Looking):
+    """Notes the results of operators that can be kept, and what autograd saves between them."""
+
+    def __init__(self, groups: Mapping[Any, str]) -> None:
+        super().__init__()
+        self.groups, self.seen = groups, Counter[str]()
+        self.found: list[tuple[_Result, int]] = []
+        self.saved: list[Tensor] = []
+
+    def save(self, x: Tensor) -> None:
+        # Autograd gets nothing: a result that its own node held would never be freed.
+        self.saved.append(local_of(x.detach()))
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        if (group := self.groups.get(func)) is not None:
+            # (matrix, matrix) or (bias, matrix, matrix); of attention queries, which nobody reads
+            inner = args[func.overloadpacket is torch.ops.aten.addmm].shape[-1]
+            size = _bytes_of(x for x in tree_iter(out) if isinstance(x, Tensor))
+            number = self.seen[group] if group == "products" else _WHOLE
+            self.found.append((_Result(group, number, inner, size), len(self.saved)))
+            self.seen[group] += 1
+        return out
+
+
+def _bytes_of(tensors: Iterable[Tensor], *, without: Iterable[Tensor] = ()) -> int:
+    """Return the bytes of the memory of tensors, each once, but for that of some others."""
+    sizes = {x.untyped_storage().data_ptr(): x.untyped_storage().nbytes() for x in tensors}
+    return sum(sizes[at] for at in sizes.keys() - {x.untyped_storage().data_ptr() for x in without})
+
+
+def choose(
+    forward: Callable[..., Any],
+    block: nn.Module,
+    inputs: tuple[Sequence[Any], Mapping[str, Any]],
+    *,
+    groups: Mapping[Any, str],
+    budget: float,
+) -> Keeps:
+    """Return which results a block keeps for backward, by a forward pass that is thrown away.
+
+    A product takes 2 K operations for each number of its result, for an inner width of K, so that
+    operations for each byte are as K is. Exchanges are kept whatever they take: ranks that choose
+    otherwise than others must not send otherwise. So is attention kept wholly or not at all: how
+    often it is called follows from the documents. What nothing after it in the block asks for in
+    its backward pass is not kept.
+
+    Args:
+        forward: `forward(block, *args, **kwargs)`.
+        block: The block: its parameters are no activations.
+        inputs: (args, kwargs).
+        groups: The operators that can be kept; see `recompute.groups_of`.
+        budget: The fraction of what the block keeps without recomputation, its input included.
+
+    Effects:
+        What the forward pass has; torch's generators are as before.
+
+    Examples:
+        >>> block, x = nn.Linear(4, 4), torch.ones(1, 4, requires_grad=True)
+        >>> groups = {torch.ops.aten.addmm.default: "products"}
+        >>> keeps = choose(nn.Linear.forward, block, ([x], {}), groups=groups, budget=0.9)
+        >>> keeps("products", 0)  # a sum of it asks for nothing
+        False
+    """
+    priced = _Priced(groups)
+    devices = {p.device for p in block.parameters() if p.device.type == "cuda"}
+    hooks = torch.autograd.graph.saved_tensors_hooks(priced.save, lambda x: x)
+    with torch.random.fork_rng(devices), hooks, priced:
+        forward(block, *inputs[0], **inputs[1])
+    given = [x for x in tree_iter(inputs) if isinstance(x, Tensor)]
+    weights = [local_of(p) for p in block.parameters()]
+    own = [local_of(x) for x in given if x.requires_grad]
+    others = [local_of(x) for x in given if not x.requires_grad]
+    whole = _bytes_of(priced.saved, without=[*weights, *others])
+    needed = [result for result, before in priced.found if before < len(priced.saved)]
+    return partial(_is_chosen, _filled(needed, budget * whole - _bytes_of(own)))
+
+
+def _filled(results: Iterable[_Result], room: float) -> frozenset[tuple[str, int]]:
+    """Return the results that fit, the dearest first, as group and number."""
+    sizes, inner = Counter[tuple[str, int]](), dict[tuple[str, int], int]()
+    for result in results:
+        sizes[result.group, result.number] += result.size
+        inner[result.group, result.number] = result.inner
+    kept = set()
+    for key in sorted(sizes, key=lambda key: (_ORDER.index(key[0]), -inner[key], key[1])):
+        if key[0] == "exchanges" or sizes[key] <= room:
+            kept.add(key)
+            room -= sizes[key]
+    return frozenset(kept)
+
+
+def _is_chosen(chosen: frozenset[tuple[str, int]], group: str, number: int) -> bool:
+    return (group, number if group == "products" else _WHOLE) in chosen
