@@ -82,6 +82,7 @@ def choose_student(cfg, words):
 def build(cfg, ps, model, weights):
     """Return this rank's stages of a model, the student or its teacher, in the run's layout."""
     how = {"dtype": cfg.dtype, "recompute": cfg.recompute, "compiled": cfg.compiled}
+    how |= {"attention": cfg.attention}
     plan = tk.parallel.decoder_plan(cfg.layout, **how)
     make_model = functools.partial(tk.models.Decoder, model, head="hidden")
     return tk.build_stages(make_model, ps, plan, weights=weights, schedule=cfg.layout.schedule)

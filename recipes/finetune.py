@@ -99,6 +99,7 @@ def add_adapters(cfg):
 def build(cfg, ps, base):
     """Return this rank's stages of the model, with its weights, and their optimizer."""
     how = {"dtype": cfg.dtype, "recompute": cfg.recompute, "compiled": cfg.compiled}
+    how |= {"attention": cfg.attention}
     plan = [*add_adapters(cfg), *tk.parallel.decoder_plan(cfg.layout, **how)]
     make_model = functools.partial(tk.models.Decoder, base.config, head="hidden")
     weights = tk.adapters.base_weights(base.path, axis=ps.world)

@@ -92,6 +92,7 @@ def choose_model(cfg, tokenizer):
 def build(cfg, ps, model):
     """Return this rank's stages of the model and their optimizer."""
     how = {"dtype": cfg.dtype, "recompute": cfg.recompute, "compiled": cfg.compiled}
+    how |= {"attention": cfg.attention}
     plan = tk.parallel.decoder_plan(cfg.layout, **how)
     make_model = functools.partial(tk.models.Decoder, model, head="hidden")
     weights = tk.models.init_weights(model, seed=cfg.seed)

@@ -101,6 +101,7 @@ def pack(cfg, tokenizer, answered):
 def build(cfg, ps, model, path):
     """Return this rank's stages of the model, with its weights, and their optimizer."""
     how = {"dtype": cfg.dtype, "recompute": cfg.recompute, "compiled": cfg.compiled}
+    how |= {"attention": cfg.attention}
     plan = tk.parallel.decoder_plan(cfg.layout, **how)
     make_model = functools.partial(tk.models.Decoder, model, head="hidden")
     new = functools.partial(tk.models.init_weights, model, seed=cfg.seed)

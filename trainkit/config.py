@@ -29,6 +29,7 @@ from trainkit.health import Policy
 from trainkit.runtime.limits import Limits
 from trainkit.types import (
     ConfigError,
+    Kernel,
     Layout,
     Rows,
     Validator,
@@ -200,6 +201,10 @@ class RunConfig:
 
     compiled: bool = option(default=False, change="free")
     """Compile the blocks with torch.compile."""
+
+    attention: tuple[Kernel, ...] = option((), change="free")
+    """The kernel of attention, the first of these that fits: varlen, flash, efficient, cudnn, flex,
+    sdpa, math; by default varlen where it fits, and else sdpa."""
 
     keeping: Keeping = option(Keeping(), change="no fact")
     limits: Limits = option(Limits(), change="no fact")

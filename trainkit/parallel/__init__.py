@@ -5,6 +5,7 @@ A transform says what becomes of a module (`tensor`, `sequence`, `expert`, `prec
 of a pipeline is here too.
 """
 
+from trainkit.parallel.attention import attention, attention_line
 from trainkit.parallel.compiled import compiled
 from trainkit.parallel.ddp import average_parameters, ddp, signs_of_votes
 from trainkit.parallel.expert import expert
@@ -43,6 +44,8 @@ __all__ = [
     "Box",
     "Style",
     "Transform",
+    "attention",
+    "attention_line",
     "average_parameters",
     "bind_call",
     "blocks_of",

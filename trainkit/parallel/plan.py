@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Literal
 
+from trainkit.parallel.attention import attention as chosen_attention
 from trainkit.parallel.compiled import compiled as compiled_blocks
 from trainkit.parallel.expert import expert
 from trainkit.parallel.fsdp import fsdp
@@ -12,7 +14,7 @@ from trainkit.parallel.recompute import recompute as recomputed
 from trainkit.parallel.sequence import sequence
 from trainkit.parallel.tensor import tensor
 from trainkit.parallel.transforms import Transform
-from trainkit.types import Layout
+from trainkit.types import Kernel, Layout
 
 
 def decoder_plan(
@@ -21,6 +23,7 @@ def decoder_plan(
     dtype: str = "fp32",
     recompute: Literal["none", "selective", "full"] = "none",
     compiled: bool = False,
+    attention: Sequence[Kernel] = (),
 ) -> list[Transform]:
     """Return the plan of a decoder, for `build_stages`: it fits any layout, one process too.
 
@@ -35,6 +38,8 @@ def decoder_plan(
         recompute: What is computed again in the backward pass. Torch's generators are not restored
             for it: a decoder's noise is a function of a counter.
         compiled: Whether blocks are compiled.
+        attention: Attention kernels in order of preference, see `parallel.attention`; by default
+            what the model was made with.
 
     Raises:
         KeyError: There is no such dtype.
@@ -46,6 +51,7 @@ def decoder_plan(
     """
     return [
         tensor(),
+        *([chosen_attention(attention, dtype=DTYPES[dtype])] if attention else []),
         sequence(),
         expert(),
         precision(DTYPES[dtype]),

@@ -12,7 +12,7 @@ from trainkit.parallel.naming import ties_of
 from trainkit.types import ConfigError, Layout, ModelTransform, ParallelState
 
 ORDER = (
-    *("quantized", "adapter", "tensor", "sequence", "expert", "ddp", "precision"),
+    *("quantized", "adapter", "tensor", "attention", "sequence", "expert", "ddp", "precision"),
     *("recompute", "compiled", "fsdp"),
 )
 """The order in which kinds of transforms must stand in a plan: each sees the module as the earlier
