@@ -81,8 +81,7 @@ def choose_student(cfg, words):
 
 def build(cfg, ps, model, weights):
     """Return this rank's stages of a model, the student or its teacher, in the run's layout."""
-    how = {"precision": cfg.precision, "recompute": cfg.recompute, "compiled": cfg.compiled}
-    plan = tk.parallel.decoder_plan(cfg.layout, **how)
+    plan = tk.parallel.decoder_plan(cfg.layout, **cfg.planned)
     make_model = functools.partial(tk.models.Decoder, model, head="hidden")
     return tk.build_stages(make_model, ps, plan, weights=weights, schedule=cfg.layout.schedule)
 
@@ -217,9 +216,7 @@ def main(argv=None):
         shapes = cfg.layout, model, cfg.batch
         tk.parallel.refuse(tk.parallel.problems(*shapes, world=tk.mesh.world_size()))
     for each in runs_of(cfg):
-        told = tk.config.plain_values(each)
-        how = {"layout": each.layout, "limits": each.limits, "numerics": each.numerics}
-        with tk.open_run(each.out, **how, config=told) as run:
+        with tk.open_run(each.out, **each.opened) as run:
             if code := train(each, run, base):
                 return code
     return 0

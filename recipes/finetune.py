@@ -100,8 +100,7 @@ def add_adapters(cfg):
 
 def build(cfg, ps, base):
     """Return this rank's stages of the model, with its weights, and their optimizer."""
-    how = {"precision": cfg.precision, "recompute": cfg.recompute, "compiled": cfg.compiled}
-    plan = [*add_adapters(cfg), *tk.parallel.decoder_plan(cfg.layout, **how)]
+    plan = [*add_adapters(cfg), *tk.parallel.decoder_plan(cfg.layout, **cfg.planned)]
     make_model = functools.partial(tk.models.Decoder, base.config, head="hidden")
     weights = tk.adapters.base_weights(base.path, axis=ps.world)
     stages = tk.build_stages(make_model, ps, plan, weights=weights, schedule=cfg.layout.schedule)
@@ -227,9 +226,7 @@ def main(argv=None):
         what = f"--method full has no adapters, and these were given: {', '.join(own)}"
         problems.append(ConfigError(f"{what}; take --method lora, or leave them out"))
     tk.parallel.refuse(problems)
-    told = tk.config.plain_values(cfg)
-    how = {"layout": cfg.layout, "limits": cfg.limits, "numerics": cfg.numerics}
-    with tk.open_run(cfg.out, **how, config=told) as run:
+    with tk.open_run(cfg.out, **cfg.opened) as run:
         return train(cfg, run, tokenizer, base)
 
 

@@ -91,8 +91,7 @@ def choose_model(cfg, tokenizer):
 
 def build(cfg, ps, model):
     """Return this rank's stages of the model and their optimizer."""
-    how = {"precision": cfg.precision, "recompute": cfg.recompute, "compiled": cfg.compiled}
-    plan = tk.parallel.decoder_plan(cfg.layout, **how)
+    plan = tk.parallel.decoder_plan(cfg.layout, **cfg.planned)
     make_model = functools.partial(tk.models.Decoder, model, head="hidden")
     weights = tk.models.init_weights(model, seed=cfg.seed)
     if cfg.init:
@@ -200,9 +199,7 @@ def main(argv=None):
     model = choose_model(cfg, tokenizer)
     problems = tk.parallel.problems(cfg.layout, model, cfg.batch, world=tk.mesh.world_size())
     tk.parallel.refuse(problems)
-    told = tk.config.plain_values(cfg)
-    how = {"layout": cfg.layout, "limits": cfg.limits, "numerics": cfg.numerics}
-    with tk.open_run(cfg.out, **how, config=told) as run:
+    with tk.open_run(cfg.out, **cfg.opened) as run:
         return train(cfg, run, tokenizer, model)
 
 

@@ -65,8 +65,7 @@ def pack(cfg, run, corpus):
 
 def build(cfg, ps, base):
     """Return this rank's stages of the model, with its weights, and their optimizer."""
-    how = {"precision": cfg.precision, "recompute": cfg.recompute, "compiled": cfg.compiled}
-    plan = tk.parallel.decoder_plan(cfg.layout, **how)
+    plan = tk.parallel.decoder_plan(cfg.layout, **cfg.planned)
     make_model = functools.partial(tk.models.Decoder, base.config, head="hidden")
     weights = tk.adapters.base_weights(base.path, axis=ps.world)
     stages = tk.build_stages(make_model, ps, plan, weights=weights, schedule=cfg.layout.schedule)
@@ -264,9 +263,7 @@ def main(argv=None):
     tk.chat.find_template(template)  # refuses one that there is not
     world = tk.mesh.world_size()
     tk.parallel.refuse(tk.parallel.problems(cfg.layout, base.config, cfg.batch, world=world))
-    told = tk.config.plain_values(cfg)
-    how = {"layout": cfg.layout, "limits": cfg.limits, "numerics": cfg.numerics}
-    with tk.open_run(cfg.out, **how, config=told) as run:
+    with tk.open_run(cfg.out, **cfg.opened) as run:
         return train(cfg, run, base.tokenizer, base)
 
 

@@ -113,10 +113,8 @@ def round_linears(cfg):
 
 def build(cfg, ps, model):
     """Return this rank's stages of the model and their optimizer."""
-    how = {"precision": cfg.precision, "recompute": cfg.recompute, "compiled": cfg.compiled}
-    plan = tk.parallel.decoder_plan(cfg.layout, **how)
+    plan = [*round_linears(cfg), *tk.parallel.decoder_plan(cfg.layout, **cfg.planned)]
     make_model = functools.partial(tk.models.Decoder, model, head="hidden")
-    plan = [*round_linears(cfg), *plan]
     weights = tk.models.init_weights(model, seed=cfg.seed)
     stages = tk.build_stages(make_model, ps, plan, weights=weights, schedule=cfg.layout.schedule)
     how = {"precision": cfg.precision, "seed": cfg.seed, "axis": ps.pp}
@@ -230,9 +228,7 @@ def main(argv=None):
     problems = tk.parallel.problems(cfg.layout, model, cfg.batch, world=tk.mesh.world_size())
     problems += tk.adapters.problems(round_linears(cfg), model)
     tk.parallel.refuse(problems)
-    told = tk.config.plain_values(cfg)
-    how = {"layout": cfg.layout, "limits": cfg.limits, "numerics": cfg.numerics}
-    with tk.open_run(cfg.out, **how, config=told) as run:
+    with tk.open_run(cfg.out, **cfg.opened) as run:
         return train(cfg, run, tokenizer, model)
 
 

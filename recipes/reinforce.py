@@ -100,8 +100,7 @@ def pack(cfg, tokenizer, answered):
 
 def build(cfg, ps, model, path):
     """Return this rank's stages of the model, with its weights, and their optimizer."""
-    how = {"precision": cfg.precision, "recompute": cfg.recompute, "compiled": cfg.compiled}
-    plan = tk.parallel.decoder_plan(cfg.layout, **how)
+    plan = tk.parallel.decoder_plan(cfg.layout, **cfg.planned)
     make_model = functools.partial(tk.models.Decoder, model, head="hidden")
     new = functools.partial(tk.models.init_weights, model, seed=cfg.seed)
     weights = tk.adapters.base_weights(path, axis=ps.world) if path else new()
@@ -289,9 +288,7 @@ def main(argv=None):
         what = f"--steps, --supervised and --save-every are {counts}, not multiples of --updates"
         problems.append(ConfigError(f"{what} {updates}; a run is saved between rollouts alone"))
     tk.parallel.refuse(problems)
-    told = tk.config.plain_values(cfg)
-    how = {"layout": cfg.layout, "limits": cfg.limits, "numerics": cfg.numerics}
-    with tk.open_run(cfg.out, **how, config=told) as run:
+    with tk.open_run(cfg.out, **cfg.opened) as run:
         return train(cfg, run, tokenizer, model, path)
 
 

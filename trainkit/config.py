@@ -29,6 +29,7 @@ from trainkit.health import Policy
 from trainkit.runtime.limits import Limits
 from trainkit.types import (
     ConfigError,
+    Kernel,
     Layout,
     Numerics,
     Precision,
@@ -112,6 +113,9 @@ def _known_optimizer(options: OptimOptions, _: object, __: object) -> None:
         check_options(**options.made)
         if any(text.startswith("moments=") for text in options.optimizer_options):
             raise ConfigError("optimizer_options: moments are told by --moments")
+
+
+_not_negative = attrs.validators.optional(non_negative)
 
 
 def _known_recompute(_: object, __: object, mode: str) -> None:
@@ -235,12 +239,31 @@ class RunConfig:
     compiled: bool = option(default=False, change="free")
     """Compile the blocks with torch.compile."""
 
+    attention: tuple[Kernel, ...] = option((), change="free")
+    """The kernel of attention, the first of these that fits: varlen, flash, efficient, cudnn, flex,
+    sdpa, math; by default varlen where it fits, and else sdpa."""
+
+    offload_activations: int | None = option(None, _not_negative, change="free")
+    """Bytes of activations that stay on the device; what is beyond waits in host memory."""
+
     keeping: Keeping = option(Keeping(), change="no fact")
     limits: Limits = option(Limits(), change="no fact")
     policy: Policy = option(Policy(), change="no fact")
     precision: Precision = option(Precision(), change="asked")
     numerics: Numerics = option(Numerics(), change="asked")
     layout: Layout = option(Layout(), change="free")
+
+    @property
+    def planned(self) -> dict[str, Any]:
+        """What `parallel.decoder_plan` is told beside the layout."""
+        named = ("precision", "recompute", "compiled", "attention")
+        return {x: getattr(self, x) for x in named} | {"offload": self.offload_activations}
+
+    @property
+    def opened(self) -> dict[str, Any]:
+        """What `open_run` is told beside the directory."""
+        told = {x: getattr(self, x) for x in ("layout", "limits", "numerics")}
+        return told | {"config": plain_values(self)}
 
 
 # ------------------------------------------------------------------------------------ fields

@@ -61,9 +61,9 @@ def test_collection_is_as_it_was_after_a_loop_however_it_ends(tmp_path, enabled)
             open_run(tmp_path, limits=Limits(start_timeout=60.0)) as run,
             run.loop(run.resume([model], optimizer), [model], optimizer, steps=1, replay=None),
         ):
-            assert not gc.isenabled()
+            inside = gc.isenabled()
             raise KeyboardInterrupt
-        assert gc.isenabled() == enabled
+        assert (inside, gc.isenabled()) == (False, enabled)
     finally:
         gc.enable()
 

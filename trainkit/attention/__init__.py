@@ -1,13 +1,16 @@
 """Causal attention inside each document of a packed batch: choose one and pass it to the model.
 
 Every function here is an `Attend` of `trainkit.types`, or makes one: `sdpa` runs anywhere, `varlen`
-uses torch's kernel for packed documents on CUDA and `sdpa` elsewhere; `ring` and `ulysses` attend
-over rows of which each rank holds a part.
+uses torch's kernel for packed documents on CUDA and `sdpa` elsewhere; `flex` is one kernel for
+windows and soft caps too; `choose` takes the first of a list that fits, and says why; `ring` and
+`ulysses` attend over rows of which each rank holds a part.
 """
 
 from __future__ import annotations
 
 from trainkit.attention.blocks import BlockKernel, BlockSpans, kernel_for, merge_lse
+from trainkit.attention.choose import Chosen, choose
+from trainkit.attention.flex import flex
 from trainkit.attention.ring import ring
 from trainkit.attention.sdpa import sdpa
 from trainkit.attention.ulysses import ulysses
@@ -16,6 +19,9 @@ from trainkit.attention.varlen import varlen
 __all__ = [
     "BlockKernel",
     "BlockSpans",
+    "Chosen",
+    "choose",
+    "flex",
     "kernel_for",
     "merge_lse",
     "ring",

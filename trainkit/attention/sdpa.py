@@ -113,7 +113,8 @@ def _fused(q: Tensor, k: Tensor, v: Tensor) -> bool:
     backend = torch.backends.cuda
     q_, k_, v_ = (_heads_first(x, 1) for x in (q, k, v))
     asked = backend.SDPAParams(q_, k_, v_, None, 0.0, True, q.shape[2] != k.shape[2])
-    return backend.can_use_flash_attention(asked) or backend.can_use_efficient_attention(asked)
+    kinds = "flash", "efficient", "cudnn"
+    return any(getattr(backend, f"can_use_{kind}_attention")(asked) for kind in kinds)
 
 
 def _heads_first(x: Tensor, count: int) -> Tensor:

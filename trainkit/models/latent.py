@@ -29,6 +29,7 @@ class LatentAttention(nn.Module):
         made, width, heads = config.latents, config.width, config.heads
         self.latents, self.attend, self.scale = made, attend, config.score_scale
         self.window, self.softcap = window, config.score_softcap
+        self.widest_head = max(config.head_size, made.values)
         self.q_latent: nn.Module = nn.Identity()
         self.q_latent_norm: nn.Module = nn.Identity()
         if made.query_rank is not None:

@@ -6,6 +6,7 @@ the stages of a pipeline is here too.
 """
 
 from trainkit.parallel.asleep import asleep
+from trainkit.parallel.attention import attention, attention_line
 from trainkit.parallel.compiled import compiled
 from trainkit.parallel.ddp import average_parameters, ddp, signs_of_votes
 from trainkit.parallel.expert import expert
@@ -48,6 +49,8 @@ __all__ = [
     "Style",
     "Transform",
     "asleep",
+    "attention",
+    "attention_line",
     "autocast",
     "average_parameters",
     "bind_call",

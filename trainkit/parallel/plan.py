@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
+from trainkit.parallel.attention import attention as chosen_attention
 from trainkit.parallel.compiled import compiled as compiled_blocks
 from trainkit.parallel.expert import expert
 from trainkit.parallel.fsdp import fsdp
@@ -12,7 +15,7 @@ from trainkit.parallel.recompute import recompute as recomputed
 from trainkit.parallel.sequence import sequence
 from trainkit.parallel.tensor import tensor
 from trainkit.parallel.transforms import Transform
-from trainkit.types import Layout, Precision
+from trainkit.types import Kernel, Layout, Precision
 
 
 def decoder_plan(
@@ -22,6 +25,7 @@ def decoder_plan(
     recompute: str = "none",
     offload: int | None = None,
     compiled: bool = False,
+    attention: Sequence[Kernel] = (),
 ) -> list[Transform]:
     """Return the plan of a decoder, for `build_stages`: it fits any layout, one process too.
 
@@ -38,6 +42,8 @@ def decoder_plan(
         offload: Bytes of activations that stay on the device, while the rest waits in host memory;
             None moves nothing. See `parallel.offload`.
         compiled: Whether blocks are compiled.
+        attention: Attention kernels in order of preference, see `parallel.attention`; by default
+            what the model was made with.
 
     Raises:
         ConfigError: `recompute` is unknown.
@@ -49,6 +55,7 @@ def decoder_plan(
     asked = choose_precision(precision or Precision(compute="fp32"))
     return [
         tensor(),
+        *([chosen_attention(attention, dtype=DTYPES[asked.compute])] if attention else []),
         sequence(),
         expert(),
         precision_of(DTYPES[asked.compute], storage=DTYPES[asked.storage]),

@@ -1,4 +1,4 @@
-"""What a run is, in two lines at its start: the model and where it is, the data and its steps."""
+"""What a run is, in lines at its start: the model and where it is, the data and its steps."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from torch import nn
 
 from trainkit.collectives import all_gather_json
 from trainkit.packing.report import packing_report
+from trainkit.parallel.attention import attention_line
 from trainkit.parallel.linears import told_of
 from trainkit.parallel.naming import is_tied_copy, kind_of, named_parameters_of
 from trainkit.types import Bins, Layout, ParallelState, Precision
@@ -22,7 +23,7 @@ def start_lines(
     rows_per_step: int,
     precision: Precision,
 ) -> str:
-    """Return two lines that say what is trained, where, and on how much.
+    """Return lines that say what is trained, where, and on how much; and by which attention.
 
     A third says which linear layers compute in float8, or as if they were quantised, if any do.
 
@@ -62,15 +63,15 @@ def start_lines(
     device = torch.cuda.get_device_name(ps.device) if is_cuda else ps.device.type
     world = ps.world.count
     ranks = f"{world} ranks: {Layout(**ps.degrees)}" if world > 1 else "1 rank"
-    told = next(filter(None, all_gather_json(told_of(stages), ps.pp)), "")
+    of_linears = next(filter(None, all_gather_json(told_of(stages), ps.pp)), "")
+    chosen = attention_line(stages)
     full, steps = packing_report(rows)["efficiency"], len(rows) / rows_per_step
     return (
         f"{total:,} parameters, {share}, in {precision} on {device}, {ranks}\n"
         f"{len(rows):,} rows of {rows.capacity:,} tokens, {100 * full:.1f} % full; "
         f"{rows_per_step:,} rows a step ({rows_per_step * rows.capacity:,} tokens): "
         f"{f'{steps:,.0f}' if steps >= 100 else f'{steps:.3g}'} steps an epoch"
-        + f"\n{told}"
-        * bool(told)
+        + "".join(f"\n{line}" for line in (of_linears, chosen) if line)
     )
 
 

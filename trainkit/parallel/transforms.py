@@ -12,8 +12,8 @@ from trainkit.parallel.naming import ties_of
 from trainkit.types import ConfigError, Layout, ModelTransform, ParallelState
 
 ORDER = (
-    *("quantized", "rounded", "adapter", "tensor", "sequence", "expert", "ddp", "precision"),
-    *("recompute", "offload", "compiled", "fsdp"),
+    *("quantized", "rounded", "adapter", "tensor", "attention", "sequence", "expert", "ddp"),
+    *("precision", "recompute", "offload", "compiled", "fsdp"),
 )
 """The order in which kinds of transforms must stand in a plan: each sees the module as the earlier
 ones left it. What cuts a matrix cuts its adapter with it.

@@ -1,0 +1,248 @@
+"""Which kernel is taken, why no other, and that each gives what the masked softmax gives."""
+
+import sys
+import warnings
+from types import SimpleNamespace
+
+import attrs
+import pytest
+import torch
+import torch.nn.attention.flex_attention as torch_flex
+from attention.test_attention import (
+    assert_equal,
+    inputs,
+    output_and_gradients,
+    spans_of,
+    written_out,
+)
+from recipe_runs import SMALL, assert_equal_runs, column, here, several
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from trainkit import models, parallel
+from trainkit.attention import choose, flex
+from trainkit.attention.flex import BLOCK, block_mask
+from trainkit.mesh import solo_parallel
+from trainkit.testing import run_ranks
+from trainkit.types import Axis, ConfigError, Share
+
+HERE = {"device": "cpu", "dtype": torch.float64, "head_size": 16}
+LENGTHS = [150, 1, 29, 120]
+SEEN = [(None, None), (6, None), (None, 0.5), (14, 0.5)]
+
+
+def got_and_wanted(attend, qkv, lengths, **seen):
+    """Return outputs and gradients of an attention, and those of the masked softmax in fp64."""
+    got = output_and_gradients(lambda *x: attend(*x, spans=spans_of(lengths), **seen), qkv)
+    wide = [x.detach().double().requires_grad_() for x in qkv]
+    return got, output_and_gradients(lambda *x: written_out(*x, lengths, **seen), wide)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("name", ["flash", "sdpa", "math"])
+def test_each_kernel_of_a_cpu_gives_the_masked_softmax(name, dtype):
+    bound = {torch.float64: 1e-12, torch.float32: 1e-5, torch.bfloat16: 3e-2}[dtype]
+    for window, softcap in SEEN if name != "flash" else SEEN[:1]:
+        qkv = inputs(1, 48, kv_heads=2, dim=16, values=12, dtype=dtype)
+        seen = {"window": window, "softcap": softcap}
+        attend = choose([name], **HERE | {"dtype": dtype}, **seen).attend
+        for a, b in zip(*got_and_wanted(attend, qkv, [15, 1, 29, 3], **seen), strict=True):
+            assert a.dtype == dtype
+            assert (a - b).abs().max() <= bound * b.abs().max(), (window, softcap)
+
+
+@pytest.mark.parametrize(
+    ("window", "softcap", "kv_heads", "values"),
+    [
+        (20, 0.5, 2, 12),
+        *(
+            pytest.param(*x, marks=pytest.mark.only_all)
+            for x in [(None, None, 4, 16), (20, None, 1, 16), (None, 0.5, 2, 16), (140, 0.5, 4, 8)]
+        ),
+    ],
+)
+def test_flex_gives_the_masked_softmax_forward_and_backward(
+    monkeypatch, window, softcap, kv_heads, values
+):
+    # Torch has a plain form of its backward for any device, and refuses it on a CPU.
+    monkeypatch.setattr(torch_flex, "_validate_device", lambda *_: None)
+    qkv = inputs(2, 150, kv_heads=kv_heads, dim=16, values=values)
+    seen = {"window": window, "softcap": softcap, "scale": 0.7}
+    with warnings.catch_warnings(action="ignore"):  # that it is the plain form
+        assert_equal(*got_and_wanted(flex(), qkv, LENGTHS, **seen))
+
+
+@pytest.mark.only_all
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # what torch's compiler imports
+@pytest.mark.parametrize(("window", "softcap"), [(None, None), (140, 0.5)])
+def test_the_compiled_kernel_of_a_cpu_leaves_out_what_nobody_sees(window, softcap):
+    qkv = [x.detach() for x in inputs(1, 600, kv_heads=2, dim=16, values=16, dtype=torch.float32)]
+    lengths = [300, 1, 29, 270]
+
+    def cap(score, *_):
+        return score if softcap is None else softcap * torch.tanh(score / softcap)
+
+    mask = block_mask(spans_of(lengths), 600, window=window)
+    heads, wide = [x.transpose(1, 2) for x in qkv], [x.double() for x in qkv]
+    kernel = torch.compile(torch_flex.flex_attention)
+    got = kernel(*heads, score_mod=cap, block_mask=mask, enable_gqa=True).transpose(1, 2)
+    want = written_out(*wide, lengths, window=window, softcap=softcap)
+    assert (got - want).abs().max() <= 1e-5 * want.abs().max()
+
+
+@pytest.mark.parametrize("lengths", [[300], LENGTHS, [128] * 3, [1] * 140, [0, 513, 0]])
+@pytest.mark.parametrize("window", [None, 1, 20, 128, 129, 1000])
+def test_the_blocks_are_those_that_looking_at_every_pair_finds(lengths, window):
+    tokens = sum(lengths)
+    found = block_mask(spans_of(lengths), tokens, window=window)
+    query, key = torch.arange(tokens)[:, None], torch.arange(tokens)[None]
+    document = torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths))
+    seen = (document[:, None] == document[None]) & (key <= query)
+    seen &= query - key < (window or tokens)
+    assert torch.equal(found.mask_mod(0, 0, query, key), seen)
+    blocks = -(-tokens // BLOCK)
+    for each in range(blocks):
+        rows = seen[each * BLOCK : (each + 1) * BLOCK]
+        parts = [rows[:, at * BLOCK : (at + 1) * BLOCK] for at in range(blocks)]
+        some = {at for at, part in enumerate(parts) if part.any()}
+        whole = {at for at in some if parts[at].all() and at < each}
+        got = [
+            set(indices[0, 0, each, : counts[0, 0, each]].tolist())
+            for counts, indices in (
+                (found.kv_num_blocks, found.kv_indices),
+                (found.full_kv_num_blocks, found.full_kv_indices),
+            )
+        ]
+        assert got == [some - whole, whole]
+
+
+def test_blocks_are_found_once_for_a_batch(monkeypatch):
+    made, module = [], sys.modules["trainkit.attention.flex"]
+    monkeypatch.setattr(module, "block_mask", lambda *_, **how: made.append(how) or object())
+    monkeypatch.setattr(module, "_attention", lambda **_: lambda q, *_, **__: q)
+    attend, (q, k, v), spans = flex(), inputs(1, 12), spans_of([7, 5])
+    for window in (None, None, 3, None, 3):
+        attend(q, k, v, spans=spans, window=window)
+    assert [how["window"] for how in made] == [None, 3]
+    attend(q, k, v, spans=spans_of([7, 5]))
+    assert len(made) == 3
+
+
+# -------------------------------------------------------------------------------------- the choice
+
+
+@pytest.fixture
+def gpu(monkeypatch):
+    """Let torch answer as if there were a GPU, and a kernel of cuDNN were not there."""
+    low = (torch.float16, torch.bfloat16)
+    taken = {"flash": low, "efficient": (*low, torch.float32), "cudnn": ()}
+
+    def answer(kind):
+        return lambda asked: asked.query.dtype in taken[kind]
+
+    for kind in taken:
+        monkeypatch.setattr(torch.backends.cuda, f"can_use_{kind}_attention", answer(kind))
+    found = SimpleNamespace(major=9)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda *_: found)
+    with FakeTensorMode():
+        yield
+
+
+FLAT = "torch does not take it here"
+
+
+@pytest.mark.parametrize(
+    ("names", "dtype", "asked", "taken", "reasons"),
+    [
+        ("varlen flex sdpa", torch.bfloat16, {}, "varlen", []),
+        ("varlen flex sdpa", torch.bfloat16, {"window": 8}, "varlen", []),
+        ("varlen flex", torch.bfloat16, {"softcap": 5.0}, "flex", ["it knows no soft caps"]),
+        ("varlen flex", torch.float32, {}, "flex", ["fp16 and bf16", "not fp32 and heads of 64"]),
+        ("flex sdpa", torch.float64, {}, "sdpa", ["fp32, fp16 and bf16", "not fp64"]),
+        ("flex math", torch.bfloat16, {"head_size": 8}, "math", ["heads of 16 and more"]),
+        ("cudnn flash", torch.float16, {}, "flash", [f"cudnn: {FLAT}"]),
+        ("flash efficient", torch.float32, {}, "efficient", [f"flash: {FLAT}"]),
+        ("flash flex", torch.float16, {"window": 8}, "flex", ["flash: it knows no windows"]),
+    ],
+)
+@pytest.mark.usefixtures("gpu")
+def test_the_first_that_fits_is_taken_and_says_why_no_other(names, dtype, asked, taken, reasons):
+    how = {"device": "cuda", "dtype": dtype, "head_size": 64} | asked
+    found = choose(names.split(), **how)
+    assert found.name == taken
+    assert list(found.refused) == names.split()[: names.split().index(taken)]
+    assert all(reason in str(found) for reason in reasons)
+
+
+def test_when_none_fits_each_reason_is_told():
+    names = ["varlen", "flash", "efficient", "cudnn", "flex"]
+    with pytest.raises(ConfigError) as caught:
+        choose(names, **HERE, window=8, softcap=5.0)
+    told, alone = str(caught.value), "it runs on CUDA alone"
+    assert "heads of 16 in fp64 on cpu in a window of 8 with a soft cap of 5.0" in told
+    reasons = {"varlen": alone, "efficient": alone, "cudnn": alone}
+    reasons |= {"flash": "it knows no soft caps", "flex": "torch has no backward pass of it"}
+    assert all(f"{name}: {reason}" in told for name, reason in reasons.items())
+    with pytest.raises(ValueError, match="kernel must be"):
+        choose(["flesh"], **HERE)
+
+
+def test_layers_of_one_kind_share_a_kernel_and_the_start_tells_of_each():
+    sliding = models.Sliding(window=8, full_every=2)
+    config = models.decoder_config("tiny", vocab_size=256, layers=4, width=32, sliding=sliding)
+    plan = parallel.attention(["flash", "math"], dtype=torch.float32)
+    model = plan(models.Decoder(config), solo_parallel())
+    kernels = [model.layers[str(i)].attention.attend for i in range(4)]
+    assert len(set(map(id, kernels))) == 2
+    assert parallel.attention_line([model]) == (
+        "attention: 2 layers by math (flash: it knows no windows), 2 layers by flash"
+    )
+
+
+def test_a_choice_that_would_do_nothing_is_refused():
+    plan = parallel.attention(["sdpa"], dtype=torch.float32)
+    ring = attrs.evolve(solo_parallel(), ring=Axis("ring", Share(0, 2)))
+    with pytest.raises(ConfigError, match="ring = 2 has kernels of its own"):
+        plan(models.Decoder(models.decoder_config("tiny", vocab_size=256, layers=1)), ring)
+    with pytest.raises(ConfigError, match="no submodule has attributes"):
+        plan(torch.nn.Linear(1, 1), solo_parallel())
+
+
+@pytest.fixture
+def text(tmp_path):
+    (folder := tmp_path / "text").mkdir()
+    for i in range(20):
+        (folder / f"{i}.txt").write_text("\n".join(f"word{i * j % 17} = {j}" for j in range(9)))
+    return folder
+
+
+def flags_of(out, text, *flags):
+    own = ["--out", out, "--data", text, *SMALL.split(), "--steps", 3, "--eval-every", 0]
+    return [*own, *flags]
+
+
+def test_a_recipe_says_what_it_took_and_its_losses_are_those_of_another_kernel(text, tmp_path):
+    runs = {}
+    for names in ([], ["varlen", "flash"], ["math"]):
+        out = tmp_path / f"run {' '.join(names)}"
+        code, said = here(flags_of(out, text, *(["--attention", *names] if names else [])))
+        assert code == 0, said
+        runs[" ".join(names)] = column(out, "loss_hex"), said
+    line = "attention: 2 layers by flash (varlen: it runs on CUDA alone)"
+    assert line in runs["varlen flash"][1]
+    assert "attention:" not in runs[""][1]
+    assert runs[""][0] == runs["varlen flash"][0]  # what a CPU takes by itself
+    assert runs[""][0] != runs["math"][0]
+    losses = [[float.fromhex(x) for x in runs[name][0]] for name in ("", "math")]
+    assert losses[0] == pytest.approx(losses[1], rel=1e-5)
+
+
+@pytest.mark.only_all
+def test_ulysses_attends_by_what_was_chosen(text, tmp_path):
+    runs = [tmp_path / "alone", tmp_path / "ulysses"]
+    chosen = ["--attention", "varlen", "math"]
+    assert here(flags_of(runs[0], text, *chosen))[0] == 0
+    ranks = [flags_of(runs[1], text, *chosen, "--ulysses", 2)]
+    (code, said), _ = (found[0] for found in run_ranks(several, 2, ranks))
+    assert code == 0, said
+    assert "attention: 2 layers by math (varlen: it runs on CUDA alone)" in said
+    assert_equal_runs(runs[1], runs[0])
