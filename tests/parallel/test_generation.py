@@ -19,12 +19,9 @@ ROUTED = attrs.evolve(SMALL, experts=Experts(count=4, chosen=2, width=16))
 PROMPTS = [[3, 1, 4], [5, 9, 2, 6, 5]]
 LAYOUTS = [
     pytest.param(2, [{"pp": 2}, {"tp": 2}, {"ring": 2}, {"ulysses": 2}, {}, {"ep": 2}], id="2"),
-    pytest.param(4, [{"pp": 2, "tp": 2}], id="4"),
+    pytest.param(4, [{"pp": 2, "tp": 2}, {"ring": 2, "ulysses": 2}], id="4"),
     pytest.param(
-        4,
-        [{"tp": 2, "ep": 2}, {"pp": 2, "ring": 2}, {"ring": 2, "ulysses": 2}],
-        id="4, others",
-        marks=pytest.mark.only_all,
+        4, [{"tp": 2, "ep": 2}, {"pp": 2, "ring": 2}], id="4, others", marks=pytest.mark.only_all
     ),
 ]
 
