@@ -61,7 +61,7 @@ def split(model, num_stages):
 
 
 def several(options="", **rest):
-    """Return a row in which every optimizer steps something; of parameters in bf16 two of them."""
+    """Return a row in which every optimizer steps something; with random rounding two of them."""
     patterns = {
         "lion": r"layers\.\d\.up\.weight",
         "momentum": r"layers\.1\.down\.weight",  # no group of the first of two stages has any
@@ -71,7 +71,8 @@ def several(options="", **rest):
     groups = [
         f"{pattern} optimizer={name} lr_scale=0.5 {options}"
         for name, pattern in patterns.items()
-        if name == "lion" or rest.get("dtype") != BF16  # rounding is the same code for all
+        # Rounding is the same code for all, of which each compiles a loop for what it keeps.
+        if rest.get("dtype") != BF16 or (name == "lion" and "stochastic" in options)
     ]
     return Row(groups=tuple(groups), options=tuple(options.split()), **rest)
 
