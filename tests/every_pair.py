@@ -7,6 +7,7 @@ choices do to each other the certificate shows first: other families run what it
 import functools
 import math
 import os
+import re
 
 import attrs
 import pytest
@@ -40,28 +41,31 @@ def choices_of(row):
     return choices | ({"dp_shard"} if sharded else set())
 
 
-def few(rows):
+def few(rows, *, beside=(), always=()):
     """Return those of {name: layout} that hold every pair of choices that any of them holds.
 
-    Pairs that rows of the certificate hold need no row here.
+    Pairs that rows of the certificate hold need no row here, nor those of rows `beside` these,
+    which are another dict of the same tests; and what all of them choose is no choice.
     """
-    held = {name: choices_of(row) for name, row in rows.items()}
+    every = {**dict(beside), **rows}
+    held = {name: choices_of(row) for name, row in every.items()}
+    held = {name: choices - set.intersection(*held.values()) for name, choices in held.items()}
     shown = {choices: choices for choices in map(as_here, narrow_pairs_of(rows_of("fp64")))}
-    ranks = {name: 1 + row.world for name, row in rows.items()}
+    ranks = {name: 1 + row.world for name, row in every.items()}
     chosen = covering(
-        [*rows, *shown], choices=(held | shown).get, cost=lambda row: ranks.get(row, 1e-3)
+        [*every, *shown], choices=(held | shown).get, cost=lambda row: ranks.get(row, 1e-3)
     )
-    return {name: row for name, row in rows.items() if name in chosen}
+    return {name: row for name, row in rows.items() if name in (*chosen, *always)}
 
 
-def running(rows):
+def running(rows, **few_of):
     """Return those of {name: layout} that run here: few, or all."""
-    return rows if os.environ.get(WITH_ALL) else few(rows)
+    return rows if os.environ.get(WITH_ALL) else few(rows, **few_of)
 
 
-def named(rows):
+def named(rows, **few_of):
     """Return the names of all rows as parameters of a test, marked where only `--all` runs them."""
-    usual = few(rows)
+    usual = few(rows, **few_of)
     return [pytest.param(name, marks=() if name in usual else ONLY_ALL) for name in rows]
 
 
@@ -80,9 +84,13 @@ def rows_of(tier):
 
 
 def held_by(row):
-    """Return what a row chooses: the model is one choice among the others of its case."""
+    """Return what a row chooses: what its model has is chosen as what its case has is.
+
+    A decoder with experts and adapters shows experts in a layout, and adapters in it.
+    """
     model, case = row
-    return cases.choices_of(case) | {model}
+    has = re.split(r",? (?:with|and|in|by) ", model)
+    return cases.choices_of(case) | {*(has[1:] or has)}
 
 
 def seconds_of(row):
@@ -103,6 +111,6 @@ def narrow_pairs_of(rows):
 
 def as_here(row):
     """Return the choices of a row of the certificate by the names of whole_step.Layout."""
-    names = {"tied decoder": "tied = True", "decoder with dropout": "dropout = 0.3"}
+    names = {"tied decoder": "tied = True", "dropout": "dropout = 0.3"}
     names |= {"reshard_after_forward = False": "reshard = False"}
     return frozenset(names.get(choice, choice) for choice in held_by(row) - {"decoder"})

@@ -184,7 +184,7 @@ def test_no_fault_of_one_process_poisons_a_parameter():
 def test_no_fault_of_two_ranks_poisons_a_parameter_and_ranks_part_if_they_do_not_agree():
     cases = [
         ({}, {}, KINDS, {"guilty": 1}),
-        ({"pp": 2}, {"pp": 2}, KINDS, {"guilty": 1}),
+        ({"pp": 2}, {"pp": 2}, FEW, {"guilty": 1}),
         ({"dp_replicate": 2}, {}, FEW, {"guilty": 0}),
         ({}, {}, [SITES[0]], {"protected": False}),
         ({"tp": 2}, TENSOR, [Site("gradient", NAN, NORM)], {"alone": True}),

@@ -43,13 +43,7 @@ def all_wider(rows):
     return [row for row in rows if row not in picked]
 
 
-FEW = [
-    Case(Layout(tp=2)),
-    Case(Layout(ring=2, fold_sp="none")),
-    Case(Layout(ulysses=2)),
-    Case(Layout(pp=2)),
-    Case(Layout(dp_shard=2)),
-]
+FEW = [Case(Layout(tp=2)), Case(Layout(ring=2, fold_sp="none")), Case(Layout(dp_shard=2))]
 
 
 def few_of_the_decoder(_rows):

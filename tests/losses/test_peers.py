@@ -6,6 +6,7 @@ log-probabilities.
 
 import warnings
 from collections import defaultdict
+from importlib import import_module
 from types import SimpleNamespace
 
 import pytest
@@ -32,15 +33,14 @@ from trainkit.losses import (
 )
 from trainkit.types import SOLO, Hidden
 
-pytest.importorskip("trl")
-with warnings.catch_warnings():
-    warnings.simplefilter("ignore")
-    from trl.experimental.cpo import CPOTrainer
-    from trl.experimental.gkd import GKDTrainer
-    from trl.experimental.orpo import ORPOTrainer
-    from trl.trainer.dpo_trainer import DPOTrainer
-    from trl.trainer.grpo_trainer import GRPOTrainer
-    from trl.trainer.kto_trainer import KTOTrainer
+
+def of_trl(name, home="trainer"):
+    """Return a trainer of TRL; the one worker that runs these tests takes 4 s to import it."""
+    pytest.importorskip("trl")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        module = import_module(f"trl.{home}.{name.lower()}_trainer")
+    return getattr(module, f"{name}Trainer")
 
 
 class Alone:
@@ -148,7 +148,7 @@ def trl_dpo(kind, batch, *, beta, label_smoothing=0.0):
         _total_train_tokens=0,
     )
     model = model_of(rows["logprobs"][order])
-    return theirs(DPOTrainer._compute_loss(fake, model, inputs, return_outputs=False), weight)
+    return theirs(of_trl("DPO")._compute_loss(fake, model, inputs, return_outputs=False), weight)
 
 
 def test_dpo_and_ipo_are_trls():
@@ -201,7 +201,9 @@ def test_kto_is_trls(drift):
         _tp_size=1,
         _compute_kl_logps=lambda *_: answers_of_others["logprobs"].sum(-1).detach(),
     )
-    total = KTOTrainer._compute_loss(fake, model_of(rows["logprobs"]), inputs, return_outputs=False)
+    total = of_trl("KTO")._compute_loss(
+        fake, model_of(rows["logprobs"]), inputs, return_outputs=False
+    )
     loss = kto(0.5, desirable_weight=0.8, undesirable_weight=1.2)
     answers = count_documents([batch])
     assert 0 < int(good.sum()) < int(answers)
@@ -226,14 +228,14 @@ def test_simpo_and_orpo_are_trls():
         beta=2.0,
         label_smoothing=0.0,
     )
-    losses, *_ = CPOTrainer.cpo_loss(fake, chosen, rejected)
+    losses, *_ = of_trl("CPO", "experimental.cpo").cpo_loss(fake, chosen, rejected)
     pairs = count_documents([batch], halves=True)
     close(ours(simpo(2.0, gamma=0.5), batch, pairs), theirs(losses.mean(), weight))
     # TRL takes the mean of the chosen answers' tokens over the batch: a long answer counts more.
     # The paper's, and ours, is the mean over pairs of the means of their tokens.
     rows, kept, weight = in_rows(batch)
     chosen, rejected = means_of(rows, kept).view(-1, 2).unbind(-1)
-    odds, *_ = ORPOTrainer.odds_ratio_loss(
+    odds, *_ = of_trl("ORPO", "experimental.orpo").odds_ratio_loss(
         SimpleNamespace(beta=0.6, accelerator=Alone()), chosen, rejected
     )
     found = ours(orpo(0.6), batch, pairs)
@@ -282,7 +284,7 @@ def trl_grpo(batch, kind, *, level="token", high=0.2, beta=0.0, longest=16):
             None,
         ),
     )
-    total = GRPOTrainer._compute_loss(fake, model_of(rows["logprobs"]), inputs)
+    total = of_trl("GRPO")._compute_loss(fake, model_of(rows["logprobs"]), inputs)
     return theirs(total, weight), fake._metrics["train"]
 
 
@@ -313,6 +315,8 @@ def test_distillation_is_trls(beta):
     batch["teacher_hidden"] = batch["x"].flip(-1)
     logits = [x @ weight.T for x in (batch["x"], batch["teacher_hidden"])]
     how = {"labels": batch["labels"], "beta": beta, "temperature": 1.7, "reduction": "sum"}
-    total = GKDTrainer.generalized_jsd_loss(logits[0], logits[1].detach(), **how)
+    total = of_trl("GKD", "experimental.gkd").generalized_jsd_loss(
+        logits[0], logits[1].detach(), **how
+    )
     loss = distillation(Hidden(torch.empty(0), weight_of()), beta=beta, temperature=1.7)
     close(ours(loss, batch, 1), theirs(total, weight))

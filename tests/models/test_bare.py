@@ -47,7 +47,7 @@ def test_it_computes_what_the_module_does_and_changes_nothing_in_it(config):
     model = model_of(config)
     before = [{**vars(module)} for module in model.modules()]
     want, found = logits_of(model), logits_of(bare(model))
-    torch.testing.assert_close(found, want, rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(found, want, rtol=1e-5, atol=5e-6)  # AMD's CPUs: 1.3e-6
     assert [{**vars(module)} for module in model.modules()] == before
     assert "projected" not in vars(model.layers["0"].attention)
 

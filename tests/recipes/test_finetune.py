@@ -165,7 +165,8 @@ def test_stopped_it_goes_on_to_the_same_bits_wherever_its_base_has_gone(
 @pytest.mark.parametrize(
     ("world", "layouts"),
     [
-        (2, ["--eval-every 0", "--pp 2", "--ring 2 --fold-sp none --eval-every 0"]),
+        (2, ["--pp 2", "--ring 2 --fold-sp none --eval-every 0"]),
+        pytest.param(2, ["--eval-every 0"], marks=pytest.mark.only_all),
         pytest.param(4, ["--ring 2 --tp 2 --fold-sp none"], marks=pytest.mark.only_all),
     ],
 )

@@ -121,9 +121,9 @@ def test_stopped_it_goes_on_to_the_same_bits(whole, text, tmp_path):
 ALL = pytest.mark.only_all
 SP = "--ring 2 --ulysses 2 --fold-sp ring"
 LAYOUTS = [
-    pytest.param(2, ["--pp 2", "--tp 2", "--ring 2 --ep 2"], id="2"),
+    pytest.param(2, ["--tp 2", "--ring 2 --ep 2"], id="2"),
     # Any two of these choices stand beside each other in the certificate.
-    pytest.param(2, ["", "--ep 2"], id="2, data", marks=ALL),
+    pytest.param(2, ["", "--ep 2", "--pp 2"], id="2, data and stages", marks=ALL),
     pytest.param(
         4, ["--pp 2 --tp 2", "--tp 2 --ep 2", SP, f"{SP} --ep 2"], id="4, pairs", marks=ALL
     ),

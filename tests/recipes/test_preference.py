@@ -138,13 +138,12 @@ def assert_goes_on_in(layouts, whole, half, flags_of, folder, *, fresh):
 
 
 @pytest.mark.only_all  # a ring is that of KTO below
-def test_it_goes_on_over_a_ring(whole, half, flags_of, tmp_path):
-    ring = {"ring": "--ring 2 --fold-sp none"}
-    assert_goes_on_in(ring, whole, half, flags_of, tmp_path, fresh=[])
+def test_it_goes_on_over_a_ring_and_over_data(whole, half, flags_of, tmp_path):
+    layouts = {"ring": "--ring 2 --fold-sp none", "data": ""}
+    assert_goes_on_in(layouts, whole, half, flags_of, tmp_path, fresh=[])
 
 
 def test_every_layout_prints_the_same_losses(whole, half, flags_of, tmp_path):
-    layouts = {"data": "", "pp": "--pp 2"}
     short = ["--eval-every", 0]
     fresh = [
         flags_of(tmp_path / "tp", 2, "--tp", 2, *short),
@@ -152,7 +151,7 @@ def test_every_layout_prints_the_same_losses(whole, half, flags_of, tmp_path):
             tmp_path / "kto ring", 2, "--loss", "kto", "--ring", 2, "--fold-sp", "none", *short
         ),
     ]
-    assert_goes_on_in(layouts, whole, half, flags_of, tmp_path, fresh=fresh)
+    assert_goes_on_in({"pp": "--pp 2"}, whole, half, flags_of, tmp_path, fresh=fresh)
     for steps in (1, 2):  # stopped in between, and begun without eval
         code, said = here(flags_of(tmp_path / "kto", steps, "--loss", "kto", *short), "preference")
         assert code == 0, said

@@ -76,8 +76,8 @@ def test_stopped_it_goes_on_to_the_same_bits_and_samples_the_same(whole, tmp_pat
 @pytest.mark.parametrize(
     "layouts",
     [
-        ["", "--tp 2"],
-        pytest.param(["--pp 2 --microbatch 1", "--ring 2"], marks=pytest.mark.only_all),
+        ["--tp 2"],
+        pytest.param(["", "--pp 2 --microbatch 1", "--ring 2"], marks=pytest.mark.only_all),
     ],
 )
 def test_two_ranks_sample_the_same_and_learn_the_same(layouts, whole, tmp_path):

@@ -532,7 +532,7 @@ _CASES: dict[str, list[Case]] = {
         *_ENDS,
         *_PIPELINES,
         Case(recompute="full"),
-        Case(compiled=True),
+        Case(Layout(dp_shard=2), compiled=True),
         Case(Layout(ring=2, fold_sp="none")),
         Case(Layout(ulysses=2)),
         Case(Layout(tp=2), recompute="selective"),
