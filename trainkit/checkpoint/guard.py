@@ -11,7 +11,7 @@ from typing import Any, Protocol
 
 import attrs
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from trainkit.checkpoint.facts import Facts
 from trainkit.checkpoint.flight import Saved
@@ -179,9 +179,7 @@ def guard_numbers(
         if action.reason:
             guilty = list[str]()
             if batch and action.kind != "apply" and _is_bad_somewhere(record, ps.world):
-                tokens = torch.as_tensor(record["tokens"])
-                again = partial(replay, batch.microbatches, denominator=tokens)
-                guilty = blame(again, stages, ps.world)
+                guilty = blame(_again(replay, record, batch), stages, ps.world)
             event(action.kind, step=state.step, reason=action.reason, guilty=guilty)
             if ps.world.index == 0:
                 tell(_bad_step(state.step, action, guilty))
@@ -205,6 +203,14 @@ def guard_numbers(
         return state
 
     return guard
+
+
+def _again(
+    replay: ForwardBackward, record: Mapping[str, Any], batch: StepBatch
+) -> Callable[[], Mapping[str, Tensor]]:
+    """Return what takes a step's passes again."""
+    tokens = torch.as_tensor(record["tokens"])
+    return partial(replay, batch.microbatches, denominator=tokens)
 
 
 def _is_bad_somewhere(record: Mapping[str, Any], axis: Axis) -> bool:

@@ -300,10 +300,7 @@ class _Frame:
             event("resume", step=state.step, told=self.told)
             around = _Around(self, optimizer, steps, keeping, log, event, save, guard, collect)
             yield Loop(around.after, around.evaluated, around.keep, event)
-            if around.pending:
-                around.look(around.pending[-1][0])
-            if around.stop:
-                event("stop", step=around.step, why=around.stop)
+            around.end()
         if around.stop:
             why, again = f"({around.stop})", "the same command goes on from there"
             self.say(f"stopped after step {around.step} {why}; {again}")
@@ -379,6 +376,12 @@ class _Around:
                 return after
             known = after.health
         return attrs.evolve(state, health=health.with_scale_of(state.health, known))
+
+    def end(self) -> None:
+        if self.pending:
+            self.look(self.pending[-1][0])
+        if self.stop:
+            self.event("stop", step=self.step, why=self.stop)
 
     def _saves(self, state: TrainState) -> bool:
         return due(state.step, self.keeping.save_every, last=self.steps)
