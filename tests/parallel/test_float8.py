@@ -79,6 +79,17 @@ def test_the_kernel_for_gpus_multiplies_what_is_multiplied_here(one):
     assert torch.ops.aten._scaled_mm.default in kept_operators(torch.device("cpu"))
 
 
+@pytest.mark.only_all
+@pytest.mark.parametrize("scaling", SCALINGS)
+def test_it_is_compiled_whole(scaling):
+    model = float8(scaling)(nn.Sequential(nn.Linear(64, 32)), SOLO)
+    x = torch.randn(5, 64, generator=torch.Generator().manual_seed(0))
+    wanted = with_gradients(model, x)
+    model.zero_grad()
+    found = with_gradients(torch.compile(model, backend="aot_eager", fullgraph=True), x)
+    assert all(torch.equal(a, b) for a, b in zip(found, wanted, strict=True))
+
+
 @pytest.mark.parametrize("scaling", SCALINGS)
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
 def test_what_is_not_finite_is_not_hidden(scaling, bad):
