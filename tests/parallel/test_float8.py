@@ -80,6 +80,7 @@ def test_the_kernel_for_gpus_multiplies_what_is_multiplied_here(one):
 
 
 @pytest.mark.only_all
+@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # dynamo's
 @pytest.mark.parametrize("scaling", SCALINGS)
 def test_it_is_compiled_whole(scaling):
     model = float8(scaling)(nn.Sequential(nn.Linear(64, 32)), SOLO)
