@@ -79,6 +79,18 @@ def test_the_kernel_for_gpus_multiplies_what_is_multiplied_here(one):
     assert torch.ops.aten._scaled_mm.default in kept_operators(torch.device("cpu"))
 
 
+@pytest.mark.only_all
+@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # dynamo's
+@pytest.mark.parametrize("scaling", SCALINGS)
+def test_it_is_compiled_whole(scaling):
+    model = float8(scaling)(nn.Sequential(nn.Linear(64, 32)), SOLO)
+    x = torch.randn(5, 64, generator=torch.Generator().manual_seed(0))
+    wanted = with_gradients(model, x)
+    model.zero_grad()
+    found = with_gradients(torch.compile(model, backend="aot_eager", fullgraph=True), x)
+    assert all(torch.equal(a, b) for a, b in zip(found, wanted, strict=True))
+
+
 @pytest.mark.parametrize("scaling", SCALINGS)
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
 def test_what_is_not_finite_is_not_hidden(scaling, bad):
@@ -157,10 +169,9 @@ EACH = {"dp_shard": 2}, {"tp": 2}, {"pp": 2}, {"ring": 2}, {"ulysses": 2}
 
 
 def test_layouts_round_to_the_same_bits():
-    dp, tp, pp, ring, ulysses = EACH
-    of_tokens = (dp, SINGLE), (ring, SINGLE), (ulysses, ROWS), (pp, ROWS)
+    dp, tp, pp, ring, _ = EACH
     rest = (dp, HP, {"rows": 2}), (dp, SINGLE, {"plan": "bf16"})
-    hold(2, (tp, SINGLE), (tp, ROWS), (tp, HP), *of_tokens, *rest)
+    hold(2, (tp, SINGLE), (tp, HP), (dp, SINGLE), (ring, SINGLE), (pp, ROWS), *rest)
 
 
 @pytest.mark.only_all

@@ -53,10 +53,6 @@ class _Fake:
     def __deepcopy__(self, memo: Any) -> _Fake:
         return self  # it holds process groups
 
-    @property
-    def communicates(self) -> bool:
-        return max(self.inputs.count, self.outputs.count) > 1
-
     def weight(self, x: Tensor) -> Tensor:
         """Return a weight as it will be; what spans the whole of it is sought on all ranks."""
         largest = None
@@ -165,22 +161,22 @@ def _forward(self: Any, x: Tensor) -> Tensor:
     kind = x.device.type
     if torch.is_autocast_enabled(kind):
         x = x.to(torch.get_autocast_dtype(kind))
-    weight = _straight(self.weight, self.fake.weight, self.fake).to(x.dtype)
+    weight = _straight(self.weight, self.fake.weight).to(x.dtype)
     if self.fake.activations is not None:
-        x = _straight(x, self.fake.activation, self.fake)
+        x = _straight(x, self.fake.activation)
     return nn.functional.linear(x, weight, self.bias)
 
 
 def _product(self: Any, name: str, rows: Tensor, counts: Tensor) -> Tensor:
-    weight = _straight(getattr(self, name), self.fake.weight, self.fake)
+    weight = _straight(getattr(self, name), self.fake.weight)
     if self.fake.activations is not None:
-        rows = _straight(rows, self.fake.activation, self.fake)
+        rows = _straight(rows, self.fake.activation)
     return grouped_product(rows, counts, weight)
 
 
-def _straight(x: Tensor, rounded: Any, fake: _Fake) -> Tensor:
+def _straight(x: Tensor, rounded: Any) -> Tensor:
     apply: Any = _Straight.apply
-    if fake.communicates and torch.compiler.is_compiling():
+    if torch.compiler.is_compiling():  # formats are records, and ranks may talk: it traces neither
         apply = torch.compiler.disable(apply)
     return apply(x, rounded)
 
