@@ -192,7 +192,7 @@ def first_state(optimizer, finish):
     """Let an optimizer make its state, of gradients that are zero; return its tensors."""
     for group in optimizer.param_groups:
         for p in group["params"]:
-            p.grad = torch.zeros_like(p)
+            p.grad = torch.zeros_like(p, dtype=p.grad_dtype)
     finish()
     return [x for of in optimizer.state.values() for x in of.values() if torch.is_tensor(x)]
 

@@ -22,8 +22,9 @@ import trainkit as tk
 from trainkit.checkpoint import load_checkpoint
 from trainkit.checkpoint.facts import Changes
 from trainkit.checkpoint.tensors import run_tensors
-from trainkit.optim import OPTIMIZERS, averaged, state_bytes
-from trainkit.types import CheckpointError, TrainState
+from trainkit.config import OptimOptions
+from trainkit.optim import OPTIMIZERS, averaged, make_optimizer, state_bytes
+from trainkit.types import CheckpointError, ConfigError, Precision, TrainState
 
 each = pytest.mark.parametrize("row", ROWS.values(), ids=ROWS)
 PS = tk.solo_parallel()
@@ -365,3 +366,15 @@ def test_a_roll_back_goes_behind_a_change_of_the_optimizer(tmp_path):
         tmp_path, state, [Named(new[0])], new[1], PS, before=3, tell=lambda _: None
     )
     assert float(new[1].state[new[0]["scale"]]["step"]) == 3
+
+
+def test_a_precision_is_an_option_of_every_optimizer_and_moments_are_told_once():
+    model = nn.ModuleDict({"up": nn.Linear(4, 4), "head": nn.Linear(4, 4)}).bfloat16()
+    asked = {"precision": Precision(storage="bf16", moments="8bit"), "lr": 0.1}
+    made = make_optimizer([model], **asked, groups=["head.* optimizer=lion rounding=kahan"])
+    found = {(x["optimizer"], x["moments"], x["rounding"]) for x in made.param_groups}
+    assert found == {("Lion", "8bit", "kahan"), ("NarrowAdamW", "8bit", "stochastic")}
+    with pytest.raises(ConfigError, match="muon cannot keep moments in 8bit"):
+        make_optimizer([model], **asked, optimizer="muon")
+    with pytest.raises(ConfigError, match="moments are told by --moments"):
+        OptimOptions(optimizer_options=("moments=bf16",))

@@ -25,7 +25,7 @@ from trainkit.planning.plans import _row_flops
 from trainkit.planning.stages import Part, part_of
 from trainkit.planning.weights import units_of
 from trainkit.testing.builtin import GEMMA_LIKE, GPT_LIKE, OLMO_LIKE
-from trainkit.types import Layout, Precision
+from trainkit.types import ConfigError, Layout, Precision
 
 TINY = DecoderConfig(vocab_size=256, width=64, layers=4, heads=4, kv_heads=4, mlp_width=128)
 BF16, FP32 = Precision(compute="bf16"), Precision(compute="fp32")
@@ -379,3 +379,19 @@ def test_the_command_says_what_is_wrong(capsysbinary):
     assert b"--world must be at least 1, got 0" in capsysbinary.readouterr().out
     assert main(["plan", "--size", "10n"]) == 64
     assert main(["plan", "--hardware", "abacus"]) == 64
+
+
+def test_what_is_kept_summed_and_remembered_in_fewer_bits_is_counted_so():
+    kept = Precision(compute="bf16", storage="bf16", reduction="bf16", moments="bf16")
+    wide, low = (job(precision=one) for one in (BF16, kept))
+    for layout, gradients in ((Layout(), 1), (Layout(dp_shard=2), 2)):  # microbatches add in fp32
+        was, now = memory_of(wide, layout), memory_of(low, layout)
+        assert (2 * now.parameters, gradients * now.gradients) == (was.parameters, was.gradients)
+        assert now.optimizer < 0.51 * was.optimizer
+    sent = [
+        sum(x.sent for x in traffic_of(one, Layout(dp_shard=2)) if x.kind == "reduce_scatter")
+        for one in (wide, low)
+    ]
+    assert sent[0] == 2 * sent[1]
+    with pytest.raises(ConfigError, match="muon cannot keep moments in bf16"):
+        memory_of(attrs.evolve(low, optimizer="muon", precision=kept), Layout())

@@ -7,7 +7,8 @@ import torch
 
 from trainkit.batch import blank_batch
 from trainkit.models import Decoder, DecoderConfig
-from trainkit.runtime import deterministic
+from trainkit.runtime import deterministic, open_run, set_numerics
+from trainkit.types import Numerics
 
 
 @pytest.fixture(autouse=True)
@@ -44,3 +45,14 @@ def test_it_comes_before_cuda_is_in_use(monkeypatch):
     monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":16:8")
     deterministic()
     assert os.environ["CUBLAS_WORKSPACE_CONFIG"] == ":16:8"
+
+
+def test_a_run_sets_and_says_how_exact_it_computes(tmp_path, capsys):
+    try:
+        with open_run(tmp_path, numerics=Numerics(matmul="high")):
+            assert torch.get_float32_matmul_precision() == "high"
+        assert not torch.are_deterministic_algorithms_enabled()
+    finally:
+        set_numerics(Numerics())
+    assert torch.get_float32_matmul_precision() == "highest"
+    assert "products of fp32 high, algorithms any" in capsys.readouterr().out

@@ -171,7 +171,7 @@ def options_of(optimizer: str, precision: Precision) -> list[str]:
     asked = {"moments": precision.moments} if precision.moments != "fp32" else {}
     asked |= {"rounding": "stochastic"} if precision.storage == "bf16" else {}
     known = _kind(optimizer).options
-    for name in asked.keys() - known.keys():
+    for name in (name for name in asked if name not in known):
         can = ", ".join(other for other, kind in OPTIMIZERS.items() if name in kind.options)
         what = "parameters in bf16" if name == "rounding" else f"moments in {precision.moments}"
         told = f"{optimizer} cannot keep {what}: it has no option {name}; {can} have"

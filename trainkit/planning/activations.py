@@ -71,6 +71,7 @@ def block_activations(
 
     Examples:
         >>> from trainkit.models.sizes import decoder_config
+        >>> from trainkit.types import Precision
         >>> kept = Precision(compute="fp32")
         >>> job = Job(config=decoder_config("tiny"), row_length=100, rows=1, precision=kept)
         >>> block_activations(job, Layout(), fused_norms=True).kept / 400  # 8 D + 4 F + H + 2
@@ -278,6 +279,7 @@ def logits_at_once(job: Job, layout: Layout) -> bool:
 
     Examples:
         >>> from trainkit.models.sizes import decoder_config
+        >>> from trainkit.types import Precision
         >>> kept = Precision(compute="fp32")
         >>> job = Job(config=decoder_config("tiny"), row_length=8, rows=1, precision=kept)
         >>> logits_at_once(job, Layout()), logits_at_once(job, Layout(tp=2))
