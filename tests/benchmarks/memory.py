@@ -30,7 +30,7 @@ from trainkit.testing import run_ranks
 from trainkit.types import Layout, Precision
 
 BOUND, PAIRS, ROWS = 0.1, 3, 1
-CONFIG = DecoderConfig(vocab_size=16_384, width=256, layers=6, heads=8, kv_heads=8, mlp_width=768)
+CONFIG = DecoderConfig(vocab_size=16_384, width=256, layers=4, heads=8, kv_heads=8, mlp_width=768)
 
 
 @attrs.frozen
@@ -46,34 +46,31 @@ class Lever:
     def work(self):
         """The job, with a row on each rank if it says nothing else."""
         rows = {"rows": ROWS * self.layout.count("dp"), "microbatch": ROWS}
-        told = (
-            {"row_length": 512, "precision": Precision(compute="fp32"), "loss": "plain"}
-            | rows
-            | self.job
-        )
+        told = {"row_length": 512, "precision": Precision(compute="fp32")} | rows | self.job
         return Job(config=CONFIG, **told)
 
 
 TWO, FOUR = {"dp_shard": 2}, {"dp_shard": 4}
 FEW, ON_TWO, ON_FOUR = ("moments=bf16",), "FSDP, 2 ranks", "FSDP, 4 ranks"
+IN_FOUR = "4 microbatches, reduce last"
 LATER = {"rows": 8, "microbatch": 1}
 LEVERS = {
     "none": Lever(),
-    "linear cross entropy": Lever(job={"loss": "linear"}),
+    "logits whole, not in chunks": Lever(job={"loss": "plain"}),
     "recompute selective": Lever(job={"recompute": "selective"}),
     "recompute full": Lever(job={"recompute": "full"}),
+    "the same, step in backward": Lever(
+        job={"recompute": "full"}, beside="recompute full", in_backward=True
+    ),
     "moments in bf16": Lever(job={"optimizer_options": FEW}),
     "moments in 8 bits": Lever(job={"optimizer_options": ("moments=8bit",)}),
     "optimizer offload": Lever(job={"offload_optimizer": True}),
-    "step in backward": Lever(in_backward=True),
     ON_TWO: Lever(Layout(**TWO), beside=ON_TWO),
     "ends apart": Lever(Layout(**TWO, ends_apart=True), beside=ON_TWO),
     "3 blocks ahead": Lever(Layout(**TWO, prefetch=3), beside=ON_TWO),
     "all offloaded": Lever(Layout(**TWO, cpu_offload=True), beside=ON_TWO),
-    "4 microbatches, reduce last": Lever(Layout(**TWO), LATER, beside=ON_TWO),
-    "4 microbatches, reduce each": Lever(
-        Layout(**TWO, reduce="each"), LATER, beside="4 microbatches, reduce last"
-    ),
+    IN_FOUR: Lever(Layout(**TWO), LATER, beside=IN_FOUR),
+    "4 microbatches, reduce each": Lever(Layout(**TWO, reduce="each"), LATER, beside=IN_FOUR),
     ON_FOUR: Lever(Layout(**FOUR), beside=ON_FOUR),
     "reshard over 2 of 4": Lever(Layout(**FOUR, reshard_over=2), beside=ON_FOUR),
 }

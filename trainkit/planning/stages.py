@@ -182,10 +182,10 @@ def units_apart(job: Job, layout: Layout, *, part: Part) -> tuple[Held, Held]:
 
     Examples:
         >>> from trainkit.models.sizes import decoder_config
-        >>> job = Job(config=decoder_config("tiny", vocab_size=256), row_length=8, rows=8)
+        >>> job = Job(config=decoder_config("llama-3.1-8b"), row_length=8, rows=8)
         >>> layout = Layout(dp_shard=2, ends_apart=True)
-        >>> [x.trained.whole for x in units_apart(job, layout, part=part_of(job, layout, 0))]
-        [32768, 32896]
+        >>> [x.trained.tensors for x in units_apart(job, layout, part=part_of(job, layout, 0))]
+        [1, 2]
     """
     if not layout.ends_apart or layout.wrapped == 1 or job.config.tied:
         return Held(), Held()
