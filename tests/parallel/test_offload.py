@@ -101,8 +101,10 @@ def test_no_more_than_the_budget_is_held_and_what_goes_went_first():
     del output
 
 
-@pytest.mark.parametrize("mode", ["none", "full", "selective", "0.4"])
-@pytest.mark.parametrize("budget", [0, 20_000, 10**9])
+@pytest.mark.parametrize(
+    ("mode", "budget"),
+    [("none", 20_000), ("none", 10**9), ("full", 0), ("selective", 5_000), ("0.4", 0)],
+)
 def test_gradients_are_the_same_bit_for_bit_and_nothing_is_left(mode, budget):
     store, plan = Elsewhere(), [recompute(mode, preserve_rng_state=False)]
     want = gradients(*built(plan))
@@ -246,9 +248,7 @@ def in_layout(layout, plan, *, microbatches=4):
 
 
 LAYOUTS = {
-    "fsdp": (tk.Layout(dp_shard=2), []),
-    "fsdp, each, full": (tk.Layout(dp_shard=2, reduce="each"), [recompute("full")]),
-    "tp": (tk.Layout(tp=2), []),
+    "fsdp": (tk.Layout(dp_shard=2, reduce="each"), []),
     "tp, by cost": (tk.Layout(tp=2), [recompute("0.5")]),
     "pp": (tk.Layout(pp=2), []),
     "pp, full": (tk.Layout(pp=2), [recompute("full")]),
