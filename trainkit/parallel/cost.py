@@ -41,6 +41,7 @@ class Priced(TorchDispatchMode):
         self.saved: list[Tensor] = []
 
     def save(self, x: Tensor) -> None:
+        """Note what autograd saves."""
         # Autograd gets nothing: a result that its own node held would never be freed.
         self.saved.append(local_of(x.detach()))
 
