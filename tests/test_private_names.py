@@ -204,7 +204,9 @@ PRIVATE = [
         "parallel/asleep.py parallel/cost.py",
         "the tensors in what a block is given, an operator gives, or an optimizer remembers",
     ),
-    Private("torch.Tensor._version", "parallel/offload.py", "whether a saved tensor has been changed"),
+    Private(
+        "torch.Tensor._version", "parallel/offload.py", "whether a saved tensor has been changed"
+    ),
     Private("torch.UntypedStorage._cdata", "parallel/offload.py", "which memory a tensor is in"),
     Private("module._forward_hooks", "parallel/recompute.py", "FSDP's, which it must not see"),
     Private("module._forward_pre_hooks", "parallel/recompute.py", "the same"),
