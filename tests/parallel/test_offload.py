@@ -3,6 +3,7 @@ import gc
 import pytest
 import torch
 from torch import nn
+from torch.multiprocessing.reductions import StorageWeakRef
 
 import trainkit as tk
 from tests.measured_step import StorageCount
@@ -223,6 +224,23 @@ def test_small_ones_and_parameters_stay():
     model(ids, **rest)
     assert store.sizes
     assert not {p.nbytes for p in model.layers.parameters() if p.ndim > 1} & {*store.sizes}
+
+
+class Exp(nn.Module):
+    """exp(x), which saves its own result."""
+
+    def forward(self, x):
+        return x.exp()
+
+
+@pytest.mark.parametrize("smallest", [0, 10**9])
+def test_a_saved_result_goes_with_its_graph(smallest):
+    model = nn.ModuleDict({"layers": nn.Sequential(Exp())})
+    offload(budget=10**6, smallest=smallest)(model, tk.solo_parallel())
+    y = model["layers"](torch.ones(4, requires_grad=True))
+    memory = StorageWeakRef(y.untyped_storage())
+    del y
+    assert memory.expired()
 
 
 def test_what_is_below_0_is_refused():
