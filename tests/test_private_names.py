@@ -89,7 +89,7 @@ PRIVATE = [
     Private("boxed._type", "testing/ledger.py", "whether an argument is a group in a box"),
     Private(
         "torch.utils._python_dispatch.TorchDispatchMode",
-        "testing/ledger.py",
+        "parallel/cost.py testing/ledger.py",
         "sees every operator; documented nowhere else",
     ),
     Private(
@@ -204,6 +204,15 @@ PRIVATE = [
         "collectives.py parallel/recompute.py",
         "an exchange whose result selective recomputation can keep",
     ),
+    Private(
+        "torch.utils._pytree.tree_iter",
+        "parallel/asleep.py parallel/cost.py",
+        "the tensors in what a block is given, an operator gives, or an optimizer remembers",
+    ),
+    Private(
+        "torch.Tensor._version", "parallel/offload.py", "whether a saved tensor has been changed"
+    ),
+    Private("torch.UntypedStorage._cdata", "parallel/offload.py", "which memory a tensor is in"),
     Private("module._forward_hooks", "parallel/recompute.py", "FSDP's, which it must not see"),
     Private("module._forward_pre_hooks", "parallel/recompute.py", "the same"),
     Private(

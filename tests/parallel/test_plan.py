@@ -13,7 +13,8 @@ from trainkit.types import Layout, Precision
 
 
 def test_it_has_every_kind_in_order_and_takes_care_of_every_axis():
-    plan = decoder_plan(Layout(), recompute="full", compiled=True, attention=["sdpa"])
+    how = {"recompute": "full", "offload": 0, "compiled": True, "attention": ["sdpa"]}
+    plan = decoder_plan(Layout(), **how)
     others = {*OF_THE_WHOLE, "ddp"}  # the latter beside FSDP or in its place, by hand
     assert [step.kind for step in plan] == [kind for kind in ORDER if kind not in others]
     covered = {axis for step in plan for axis in step.axes}

@@ -10,11 +10,13 @@ from typing import Any
 import attrs
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 
-from trainkit.parallel.recompute import Keeps, Looking
 from trainkit.parallel.reduction import local_of
 
+Keeps = Callable[[str, int], bool]
+"""`keeps(group, number)`: whether the result of this operator of a group is kept."""
 _ORDER = ("exchanges", "attention", "products")
 _WHOLE = -1
 
@@ -29,7 +31,7 @@ class _Result:
     size: int
 
 
-class _Priced(Looking):
+class Priced(TorchDispatchMode):
     """Notes the results of operators that can be kept, and what autograd saves between them."""
 
     def __init__(self, groups: Mapping[Any, str]) -> None:
@@ -39,6 +41,7 @@ class _Priced(Looking):
         self.saved: list[Tensor] = []
 
     def save(self, x: Tensor) -> None:
+        """Note what autograd saves."""
         # Autograd gets nothing: a result that its own node held would never be freed.
         self.saved.append(local_of(x.detach()))
 
@@ -93,7 +96,7 @@ def choose(
         >>> keeps("products", 0)  # a sum of it asks for nothing
         False
     """
-    priced = _Priced(groups)
+    priced = Priced(groups)
     devices = {p.device for p in block.parameters() if p.device.type == "cuda"}
     hooks = torch.autograd.graph.saved_tensors_hooks(priced.save, lambda x: x)
     with torch.random.fork_rng(devices), hooks, priced:

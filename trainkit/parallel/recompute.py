@@ -16,7 +16,6 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.utils._python_dispatch import (
-    TorchDispatchMode,
     _get_current_dispatch_mode,
     _pop_mode_temporarily,
 )
@@ -26,18 +25,14 @@ from torch.utils.checkpoint import (
     create_selective_checkpoint_contexts,
 )
 
+from trainkit.parallel.cost import Keeps, Priced, choose
 from trainkit.parallel.naming import blocks_of
 from trainkit.parallel.transforms import Transform
 from trainkit.types import ConfigError, ParallelState
 
 _MODE, _CHOSEN = "_trainkit_recompute", "_trainkit_chosen"
 
-
-class Looking(TorchDispatchMode):
-    """A dispatch mode that looks on as selective recomputation does: see `unseen`."""
-
-
-_SELECTIVE = (*map(type, create_selective_checkpoint_contexts([])), Looking)
+_SELECTIVE = (*map(type, create_selective_checkpoint_contexts([])), Priced)
 
 # not bmm: scores of attention that is written out
 _PRODUCTS = ("mm", "addmm", "_grouped_mm", "_scaled_mm")
@@ -50,8 +45,6 @@ _ATTENTION = (
     "_flash_attention_forward",
 )
 _PART = r"(?:exchanges|attention|products(?:/[1-9][0-9]?)?)"
-Keeps = Callable[[str, int], bool]
-"""`keeps(group, number)`: whether the result of this operator of a group is kept."""
 
 
 def groups_of(device: torch.device) -> dict[Any, str]:
@@ -213,8 +206,6 @@ def _recomputed(
         keeps: Keeps = kept
         if kept.budget is not None:
             if not hasattr(self, _CHOSEN):
-                from trainkit.parallel.cost import choose  # noqa: PLC0415 (few need it)
-
                 how = {"groups": groups, "budget": kept.budget}
                 setattr(self, _CHOSEN, choose(forward, self, (args, kwargs), **how))
             keeps = getattr(self, _CHOSEN)

@@ -36,8 +36,9 @@ def block_activations(
     the input of both norms, the normed copy (only where a norm is not one kernel, which then keeps
     both in fp32) and the output of both; rotated queries, keys, values, and attention's output;
     gate, silu(gate), up and their product; attention's log-sum-exp, one fp32 number per head.
-    `selective` keeps the results of the matrix products and of attention and the block's input, 3 D
-    + 2 Q + 2 K + 2 F + H, where every step of a ring counts as an attention; `full` the input, D.
+    `selective` keeps the results of the matrix products and of attention and the block's input, 2 D
+    + 2 Q + 2 K + 2 F + H, where every step of a ring counts as an attention; D more where a norm
+    follows the MLP, which asks for its last result; `full` the input, D.
     Backward computes the rest again, one block at a time. Tensor parallelism divides all but two D,
     the gathered inputs of attention and MLP. Ulysses keeps attention's output a second time,
     exchanged back.
@@ -166,7 +167,8 @@ def _of_latents(job: Job, layout: Layout, fused_norms: bool) -> _Half:
 def _of_mlp(config: DecoderConfig, tp: int) -> _Half:
     d, f, gated = config.width, config.mlp_width // tp, config.how_fed.gated
     products = 1 + gated
-    return _Half(kept=d + 2 * products * f, products=d + products * f, beside=d + products * f)
+    after = d * config.how_normed.after  # without, nobody asks for the result
+    return _Half(kept=d + 2 * products * f, products=after + products * f, beside=d + products * f)
 
 
 def _of_experts(job: Job, layout: Layout) -> _Half:

@@ -485,7 +485,7 @@ def expert_cases() -> list[Case]:
     return [
         Case(Layout(dp_shard=2, ep=2)),
         Case(Layout(dp_shard=2, ep=2), recompute="full"),
-        Case(Layout(dp_shard=2, ep=2), recompute="selective"),
+        Case(Layout(dp_shard=2, ep=2), recompute="0.5"),
         Case(Layout(dp_shard=2, ep=2), recompute="selective", compiled=True),
         Case(Layout(ring=2, ep=2)),
         Case(Layout(ulysses=2, ep=2)),
