@@ -41,10 +41,11 @@ _ATTENTION = (
 def kept_operators(device: torch.device) -> frozenset[Any]:
     """Return the operators whose results selective recomputation keeps, since they cost most.
 
-    They are products with matrices, attention by every kernel of `trainkit.attention`, and
-    exchanges of tokens between ranks. Attention that is written out (for windows and soft caps on a
-    CPU, say) is computed again: its scores are many times what it is given. A name that torch does
-    not know is an error: nobody would see that nothing is kept.
+    They are products with matrices, attention by every kernel of `trainkit.attention` that is one
+    operator, and exchanges of tokens between ranks. Attention that is written out (for windows and
+    soft caps on a CPU, say) is computed again, and so is `flex`: the former's scores are many times
+    what it is given. A name that torch does not know is an error: nobody would see that nothing is
+    kept.
 
     Args:
         device: Where the model runs; the kernel for packed documents is on CUDA alone.
