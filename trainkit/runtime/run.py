@@ -294,8 +294,7 @@ class _Frame:
             event("resume", step=state.step, told=self.told)
             around = _Around(self, optimizer, steps, keeping, log, event, save, guard, collect)
             yield Loop(around.after, around.evaluated, around.keep, event)
-            if around.pending:
-                around.look(around.pending[-1][0])
+            around.end()
             if around.stop:
                 event("stop", step=around.step, why=around.stop)
         if around.stop:
@@ -371,6 +370,10 @@ class _Around:
                 return after
             memory = after.health
         return attrs.evolve(state, health=memory)
+
+    def end(self) -> None:
+        if self.pending:
+            self.look(self.pending[-1][0])
 
     def _saves(self, state: TrainState) -> bool:
         return due(state.step, self.keeping.save_every, last=self.steps)
