@@ -249,6 +249,7 @@ def taken(monkeypatch):
     monkeypatch.setattr(room, *asked)
     monkeypatch.setattr(room, "can_use_flash_attention", lambda asked: asked[0] in low)
     monkeypatch.setattr(room, "can_use_efficient_attention", efficient)
+    monkeypatch.setattr(room, "can_use_cudnn_attention", lambda _: False)
     monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", fused)
     return log
 

@@ -21,6 +21,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from trainkit import models, parallel
 from trainkit.attention import choose, flex
 from trainkit.attention.flex import BLOCK, block_mask
+from trainkit.batch import blank_batch
 from trainkit.mesh import solo_parallel
 from trainkit.testing import run_ranks
 from trainkit.types import Axis, ConfigError, Share
@@ -48,6 +49,42 @@ def test_each_kernel_of_a_cpu_gives_the_masked_softmax(name, dtype):
         for a, b in zip(*got_and_wanted(attend, qkv, [15, 1, 29, 3], **seen), strict=True):
             assert a.dtype == dtype
             assert (a - b).abs().max() <= bound * b.abs().max(), (window, softcap)
+
+
+@pytest.fixture
+def gpu(monkeypatch):
+    """Let torch answer as if there were a GPU, and a kernel of cuDNN were not there."""
+    low = (torch.float16, torch.bfloat16)
+    taken = {"flash": low, "efficient": (*low, torch.float32), "cudnn": ()}
+
+    def answer(kind):
+        return lambda asked: asked.query.dtype in taken[kind]
+
+    for kind in taken:
+        monkeypatch.setattr(torch.backends.cuda, f"can_use_{kind}_attention", answer(kind))
+    found = SimpleNamespace(major=9)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda *_: found)
+    with FakeTensorMode():
+        yield
+
+
+@pytest.mark.parametrize("name", ["flash", "efficient", "cudnn"])
+@pytest.mark.usefixtures("gpu")
+def test_a_kernel_of_torch_is_the_only_one_that_it_may_take(monkeypatch, name):
+    switches = {"flash": "flash_sdp", "efficient": "mem_efficient_sdp", "cudnn": "cudnn_sdp"}
+    on = []
+
+    def note(q, *_, **__):
+        kinds = {**switches, "math": "math_sdp"}
+        on.extend(x for x, y in kinds.items() if getattr(torch.backends.cuda, f"{y}_enabled")())
+        return q
+
+    monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", note)
+    monkeypatch.setattr(torch.backends.cuda, f"can_use_{name}_attention", lambda _: True)
+    how = {"device": "cuda", "dtype": torch.float16, "head_size": 16}
+    attend = choose([name], **how).attend
+    attend(*(torch.ones(1, 4, 2, 16) for _ in "qkv"), spans=blank_batch(1, 4).spans)
+    assert on == [name]
 
 
 @pytest.mark.parametrize(
@@ -115,6 +152,12 @@ def test_the_blocks_are_those_that_looking_at_every_pair_finds(lengths, window):
         assert got == [some - whole, whole]
 
 
+def test_finding_the_blocks_does_not_wait_for_the_device():
+    spans = spans_of(LENGTHS)  # on "meta" nothing can be read by the host
+    on_device = attrs.evolve(spans, cu_seqlens=spans.cu_seqlens.to("meta"))
+    assert block_mask(on_device, 300, window=7).full_q_indices.device.type == "meta"
+
+
 def test_blocks_are_found_once_for_a_batch(monkeypatch):
     made, module = [], sys.modules["trainkit.attention.flex"]
     monkeypatch.setattr(module, "block_mask", lambda *_, **how: made.append(how) or object())
@@ -128,23 +171,6 @@ def test_blocks_are_found_once_for_a_batch(monkeypatch):
 
 
 # -------------------------------------------------------------------------------------- the choice
-
-
-@pytest.fixture
-def gpu(monkeypatch):
-    """Let torch answer as if there were a GPU, and a kernel of cuDNN were not there."""
-    low = (torch.float16, torch.bfloat16)
-    taken = {"flash": low, "efficient": (*low, torch.float32), "cudnn": ()}
-
-    def answer(kind):
-        return lambda asked: asked.query.dtype in taken[kind]
-
-    for kind in taken:
-        monkeypatch.setattr(torch.backends.cuda, f"can_use_{kind}_attention", answer(kind))
-    found = SimpleNamespace(major=9)
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda *_: found)
-    with FakeTensorMode():
-        yield
 
 
 FLAT = "torch does not take it here"

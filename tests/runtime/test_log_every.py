@@ -3,6 +3,7 @@
 import contextlib
 import json
 import math
+import signal
 
 import attrs
 import pytest
@@ -26,7 +27,9 @@ def batch_at(cursor, wrong):
     return StepBatch([{"x": x * wrong.get(cursor.batch, 1.0)}], Cursor(cursor.batch + 1))
 
 
-def train(out, steps, *, every, wrong=None, die_at=None, seen=None, overflows=None, **policy):
+def train(
+    out, steps, *, every, wrong=None, die_at=None, stop_at=None, seen=None, overflows=None, **policy
+):
     """Train a small model; return its parameters. With `overflows`, steps, the loss is scaled."""
     torch.manual_seed(0)
     model = torch.nn.Linear(4, 1, dtype=torch.float64)
@@ -71,11 +74,14 @@ def train(out, steps, *, every, wrong=None, die_at=None, seen=None, overflows=No
                         x.zero_()
                 if state.step == die_at:
                     raise KeyboardInterrupt
+                if state.step == stop_at:
+                    signal.raise_signal(signal.SIGTERM)
                 if state.step == 5 and seen is not None:
                     state = loop.evaluated(state, lambda: seen(out))
                 stop = loop.keep(state)
         with without_pictures():
-            made.finish(state, [model], optimizer)
+            if not stop:
+                made.finish(state, [model], optimizer)
     return torch.cat([p.detach().flatten() for p in params])
 
 
@@ -146,6 +152,16 @@ def test_what_is_between_two_looks_is_lost_in_a_crash_and_done_again_once(tmp_pa
     with contextlib.suppress(SystemExit):
         train(tmp_path / "a", 24, every=5, die_at=14)
     assert [x["step"] for x in lines(tmp_path / "a")] == list(range(1, 11))
+    found = train(tmp_path / "a", 24, every=7)
+    assert torch.equal(found, train(tmp_path / "b", 24, every=1))
+    assert told(tmp_path / "a") == told(tmp_path / "b")
+    assert final(tmp_path / "a") == final(tmp_path / "b")
+
+
+def test_a_stop_between_two_looks_loses_no_line_and_no_step(tmp_path):
+    train(tmp_path / "a", 24, every=5, stop_at=12)
+    assert [x["step"] for x in lines(tmp_path / "a")] == list(range(1, 13))
+    assert (tmp_path / "a/checkpoints/step_00000012").is_dir()
     found = train(tmp_path / "a", 24, every=7)
     assert torch.equal(found, train(tmp_path / "b", 24, every=1))
     assert told(tmp_path / "a") == told(tmp_path / "b")

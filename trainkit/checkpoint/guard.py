@@ -31,6 +31,8 @@ from trainkit.types import (
     TrainState,
 )
 
+_Record = Mapping[str, Any]
+
 
 class Guard(Protocol):
     """Return the state to go on with after a step on a batch, whatever its numbers were.
@@ -42,7 +44,7 @@ class Guard(Protocol):
     def __call__(
         self,
         state: TrainState,
-        record: Mapping[str, Any],
+        record: _Record,
         batch: StepBatch | None,
         *,
         seen: Memory | None = None,
@@ -100,11 +102,7 @@ def _save_once(save: Save, guard: Guard) -> tuple[Save, Guard]:
     based: list[TrainState] = []
 
     def guard_and_see(
-        state: TrainState,
-        record: Mapping[str, Any],
-        batch: StepBatch | None,
-        *,
-        seen: Memory | None = None,
+        state: TrainState, record: _Record, batch: StepBatch | None, *, seen: Memory | None = None
     ) -> TrainState:
         after = guard(state, record, batch, seen=seen)
         based[:] = [after] if after.step < state.step else []
@@ -169,11 +167,7 @@ def guard_numbers(
     looks = [canary(stages, optimizer, ps)]
 
     def guard(
-        state: TrainState,
-        record: Mapping[str, Any],
-        batch: StepBatch | None,
-        *,
-        seen: Memory | None = None,
+        state: TrainState, record: _Record, batch: StepBatch | None, *, seen: Memory | None = None
     ) -> TrainState:
         action, state = judge(state, record, policy, seen=seen, damage=damage)
         if action.reason:
@@ -206,14 +200,14 @@ def guard_numbers(
 
 
 def _again(
-    replay: ForwardBackward, record: Mapping[str, Any], batch: StepBatch
+    replay: ForwardBackward, record: _Record, batch: StepBatch
 ) -> Callable[[], Mapping[str, Tensor]]:
     """Return what takes a step's passes again."""
     tokens = torch.as_tensor(record["tokens"])
     return partial(replay, batch.microbatches, denominator=tokens)
 
 
-def _is_bad_somewhere(record: Mapping[str, Any], axis: Axis) -> bool:
+def _is_bad_somewhere(record: _Record, axis: Axis) -> bool:
     """Say whether a number of a step is not finite on any rank: a spike has nothing to look for."""
     finite = [math.isfinite(record[name]) for name in ("loss", "grad_norm")]
     return not all(map(all, all_gather_json(finite, axis)))

@@ -50,10 +50,10 @@ _PART = r"(?:exchanges|attention|products(?:/[1-9][0-9]?)?)"
 def groups_of(device: torch.device) -> dict[Any, str]:
     """Return the operators whose results can be kept, since they cost most, and their groups.
 
-    Products with matrices; attention by every kernel of `trainkit.attention`; exchanges of tokens
-    between ranks. Attention that is written out (for windows and soft caps on a CPU, say) is always
-    computed again: its scores are many times what it is given. A name that torch does not know is
-    an error: nobody would see that nothing is kept.
+    Products with matrices; attention by every kernel of `trainkit.attention` that is one operator;
+    exchanges of tokens between ranks. Attention that is written out (for windows and soft caps on a
+    CPU, say) is always computed again, and so is `flex`: the former's scores are many times what it
+    is given. A name that torch does not know is an error: nobody would see that nothing is kept.
 
     Args:
         device: Where the model runs; the kernel for packed documents is on CUDA alone.
