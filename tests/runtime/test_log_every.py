@@ -27,15 +27,9 @@ def batch_at(cursor, wrong):
     return StepBatch([{"x": x * wrong.get(cursor.batch, 1.0)}], Cursor(cursor.batch + 1))
 
 
-def train(
-    out, steps, *, every, wrong=None, die_at=None, stop_at=None, seen=None, overflows=None, **policy
-):
-    """Train a small model; return its parameters. With `overflows`, steps, the loss is scaled."""
-    torch.manual_seed(0)
-    model = torch.nn.Linear(4, 1, dtype=torch.float64)
+def make_step(model, optimizer, policy, overflows):
+    """Return a train step, and what takes its passes again; gradients of `overflows` are inf."""
     params = list(model.parameters())
-    optimizer = torch.optim.AdamW(params, lr=0.1, fused=True)
-    policy, stop = health.Policy(**{"spike_after": 4} | policy), None
 
     def replay(microbatches, *, denominator):
         loss = model(microbatches[0]["x"]).square().sum()
@@ -60,6 +54,19 @@ def train(
             moved["health"] = health.rescaled(state.health, metrics)
         return attrs.evolve(state, **moved), metrics
 
+    return step, replay
+
+
+def train(
+    out, steps, *, every, wrong=None, die_at=None, stop_at=None, seen=None, overflows=None, **policy
+):
+    """Train a small model; return its parameters. With `overflows`, steps, the loss is scaled."""
+    torch.manual_seed(0)
+    model = torch.nn.Linear(4, 1, dtype=torch.float64)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1, fused=True)
+    policy, stop = health.Policy(**{"spike_after": 4} | policy), None
+    step, replay = make_step(model, optimizer, policy, overflows)
+
     with open_run(out, **HOW) as made:
         keeping = Keeping(save_every=8, log_every=every, background_saves=False)
         state = made.resume([model], optimizer)
@@ -82,7 +89,7 @@ def train(
         with without_pictures():
             if not stop:
                 made.finish(state, [model], optimizer)
-    return torch.cat([p.detach().flatten() for p in params])
+    return torch.cat([p.detach().flatten() for p in model.parameters()])
 
 
 def told(out):
