@@ -157,6 +157,14 @@ def test_the_dearest_for_its_bytes_is_kept_first(budget, kept):
     assert [number for number in range(3) if keeps("products", number)] == kept
 
 
+def test_by_cost_nothing_is_kept_for_which_nobody_asks():
+    """The result of the last product, though it is the dearest."""
+    block = nn.Sequential(nn.Linear(4, 64, bias=False), nn.Linear(64, 4, bias=False))
+    x, groups = torch.ones(8, 4, requires_grad=True), groups_of(torch.device("cpu"))
+    keeps = choose(nn.Sequential.forward, block, ([x], {}), groups=groups, budget=0.5)
+    assert not keeps("products", 1)
+
+
 def test_choosing_leaves_generators_as_they_are():
     drawn = {}
     for mode in ("none", "0.5"):
