@@ -334,7 +334,7 @@ def changes_of(config: Any) -> Changes:
     """Return which fields a run may be continued with other values of; see `option`.
 
     Examples:
-        >>> changes_of(RunConfig(allow_change=("compute",))).flagged
+        >>> changes_of(RunConfig(allow_change=("compute",))).allow
         ('compute',)
     """
     from trainkit.checkpoint.facts import Changes  # noqa: PLC0415 -- it needs torch
