@@ -1,7 +1,6 @@
 """Muon: the iteration, the step, and that no layout changes a bit of it."""
 
 import copy
-import functools
 import math
 import os
 from itertools import pairwise
@@ -25,7 +24,7 @@ from trainkit.checkpoint.targets import expected_state
 from trainkit.losses import next_token_linear
 from trainkit.mesh import axis_from_group
 from trainkit.models import call_routed, call_with_noise
-from trainkit.optim import adamw, decay_groups, muon
+from trainkit.optim import make_optimizer, muon
 from trainkit.optim.dealt import Grid, Matrix, dealt, rounds_of
 from trainkit.optim.muon import Muon, hidden_matrices, orthogonalized
 from trainkit.testing import run_ranks
@@ -497,36 +496,10 @@ def test_no_layout_changes_a_bit_and_each_rank_does_its_share():
 # ------------------------------------------------------------------------------- whole trainings
 
 
-class Both(torch.optim.Optimizer):
-    """Muon for hidden matrices and AdamW for the rest, as one."""
-
-    _step_supports_amp_scaling = True
-
-    def __init__(self, *optimizers):
-        groups = [group for x in optimizers for group in x.param_groups]
-        super().__init__([p for group in groups for p in group["params"]], {})
-        self.optimizers, self.param_groups = optimizers, groups
-
-    def step(self):
-        for optimizer in self.optimizers:
-            optimizer.found_inf = self.found_inf
-            optimizer.step()
-            self.state.update(optimizer.state)
-
-
-def both(model, named):
-    """Return the optimizer of a rank's parameters of one of the certificate's models."""
-    with torch.device("meta"):
-        parts = hidden_matrices([MODELS[model]()])
-    groups = {}
-    for name in filter(named.__contains__, parts):
-        groups.setdefault(parts[name], []).append(named[name])
-    groups = [{"params": members, "parts": kind} for kind, members in groups.items()]
-    rest = {name: p for name, p in named.items() if name not in parts}
-    other = adamw(decay_groups(rest, weight_decay=0.1), lr=1e-2, eps=1e-4)
-    return Both(
-        Muon(groups, lr=1e-2, weight_decay=0.1, scale="match_rms", bucket_bytes=5000), other
-    )
+def by_muon(stages, axis):
+    """Return Muon for hidden matrices and AdamW for the rest, as one."""
+    how = {"optimizer": "muon", "options": ["bucket_bytes=5000"], "axis": axis}
+    return make_optimizer(stages, lr=1e-2, weight_decay=0.1, **how)
 
 
 EXPERTS = {"loss": expert_loss, "call": call_routed}
@@ -550,10 +523,8 @@ TRAININGS = {
 )
 def test_trains_to_the_numbers_of_one_process(model):
     how, cases = TRAININGS[model]
-    optimizer = functools.partial(both, model)
-    found = certify(
-        MODELS[model], decoder_batch, cases, plan=decoder_plan, optimizer=optimizer, steps=2, **how
-    )
+    how = how | {"plan": decoder_plan, "optimizer": by_muon, "steps": 2}
+    found = certify(MODELS[model], decoder_batch, cases, **how)
     assert found.ok, "\n".join([as_text(found), *(row.traceback for row in found.red)])
 
 
