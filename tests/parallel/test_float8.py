@@ -17,7 +17,7 @@ from trainkit.models import Decoder, decoder_config, init_weights
 from trainkit.parallel import check_plan, float8, fsdp, tensor
 from trainkit.parallel.float8 import _rounded, scaled_product
 from trainkit.parallel.linears import told_of
-from trainkit.parallel.recompute import kept_operators
+from trainkit.parallel.recompute import groups_of
 from trainkit.testing import run_ranks
 from trainkit.types import ConfigError
 
@@ -76,7 +76,7 @@ def test_the_kernel_for_gpus_multiplies_what_is_multiplied_here(one):
     assert [tuple(x.shape) for x in scales] == ([(1, 1)] * 2 if one else [(24, 1), (1, 32)])
     assert all(x.is_contiguous() and x.dtype == torch.float32 for x in scales)
     assert (found - wanted).abs().max() < 2**-8 * wanted.abs().max()
-    assert torch.ops.aten._scaled_mm.default in kept_operators(torch.device("cpu"))
+    assert torch.ops.aten._scaled_mm.default in groups_of(torch.device("cpu"))
 
 
 @pytest.mark.only_all

