@@ -317,7 +317,7 @@ def test_what_fits_only_if_gradients_are_reduced_after_each_microbatch_says_so()
     assert (str(best.layout), best.fits, round(best.memory.peak / 2**30, 1)) == (
         "dp_shard 8",
         True,
-        47.1,
+        45.1,
     )
     assert "each" not in worst.why_not
 
