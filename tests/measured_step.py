@@ -20,7 +20,7 @@ from trainkit.losses import next_token, next_token_linear, routed
 from trainkit.mesh import solo_parallel
 from trainkit.models import Decoder, call_model, call_routed, init_weights
 from trainkit.optim import make_optimizer
-from trainkit.parallel import DTYPES, expert, fsdp, precision, recompute
+from trainkit.parallel import DTYPES, expert, fsdp, offload, precision, recompute
 from trainkit.parallel.sequence import sequence
 from trainkit.parallel.tensor import tensor
 from trainkit.testing.ledger import count_collectives
@@ -87,16 +87,23 @@ class Measured:
     ledger: object = None
 
 
-def step_of(job, layout, ps, *, in_backward=False):
+def in_bytes(x):
+    """Copy memory to where no tensor is, which stands for a host: what `offload` takes."""
+    kept = bytes(memoryview(x.numpy()))
+    return lambda: lambda: torch.frombuffer(bytearray(kept), dtype=torch.uint8).clone()
+
+
+def step_of(job, layout, ps, *, in_backward=False, budget=None):
     """Return a model, its optimizer, and the two halves of a step in a job's way of computing.
 
-    With `in_backward` the first is all of it.
+    With `in_backward` the first is all of it; beyond `budget` bytes of activations are elsewhere.
     """
     kept = {"storage": DTYPES[job.precision.storage]}
     plain = job.precision == Precision(compute="fp32")
     low = precision(None if plain else DTYPES[job.precision.compute], **kept)
     head = "hidden" if job.loss == "linear" else "logits"
-    rest = sequence(), expert(), low, recompute(job.recompute), fsdp(layout)
+    away = [] if budget is None else [offload(budget=budget, store=in_bytes)]
+    rest = sequence(), expert(), low, recompute(job.recompute), *away, fsdp(layout)
     plan = [*job.begins, tensor(), *rest]
     stages = tk.build_stages(
         lambda: Decoder(job.config, head=head),
@@ -251,12 +258,12 @@ def key_of(x):
     return getattr(local, "elem", local).untyped_storage()._cdata
 
 
-def measure_choices(job, layout, ps, *, in_backward=False):
+def measure_choices(job, layout, ps, **how):
     """Return what a whole step holds on the device, with `sync_sp_grads` and the choices of fsdp.
 
     On a CPU "host" and "device" are one memory, so what the host would hold is told by name.
     """
-    stages, optimizer, backward, finish = step_of(job, layout, ps, in_backward=in_backward)
+    stages, optimizer, backward, finish = step_of(job, layout, ps, **how)
     params, state = tk.parameters_of(stages), first_state(optimizer, finish)
 
     def reduced():

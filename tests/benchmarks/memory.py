@@ -40,7 +40,7 @@ class Lever:
     layout: Layout = attrs.field(factory=Layout)
     job: dict = attrs.field(factory=dict)
     beside: str = "none"
-    in_backward: bool = False
+    how: dict = attrs.field(factory=dict)  # of a step, which the planner does not know
 
     @property
     def work(self):
@@ -60,8 +60,9 @@ LEVERS = {
     "recompute selective": Lever(job={"recompute": "selective"}),
     "recompute full": Lever(job={"recompute": "full"}),
     "the same, step in backward": Lever(
-        job={"recompute": "full"}, beside="recompute full", in_backward=True
+        job={"recompute": "full"}, beside="recompute full", how={"in_backward": True}
     ),
+    "activation offload, 4 MiB stay": Lever(how={"budget": 2**22}),
     "moments in bf16": Lever(job={"optimizer_options": FEW}),
     "moments in 8 bits": Lever(job={"optimizer_options": ("moments=8bit",)}),
     "optimizer offload": Lever(job={"offload_optimizer": True}),
@@ -82,7 +83,7 @@ def peaks(names):
     for name in names:
         lever = LEVERS[name]
         with tk.parallel_session(lever.layout) as ps:
-            one = measure_choices(lever.work, lever.layout, ps, in_backward=lever.in_backward)
+            one = measure_choices(lever.work, lever.layout, ps, **lever.how)
         found.append(one.peak)
     return found
 
@@ -105,8 +106,7 @@ def ratios(names):
 
 def one_step(lever, ps):
     """Return a function that takes a step as a line says."""
-    how = {"in_backward": lever.in_backward}
-    _, optimizer, backward, finish = step_of(lever.work, lever.layout, ps, **how)
+    _, optimizer, backward, finish = step_of(lever.work, lever.layout, ps, **lever.how)
     first_state(optimizer, finish)
 
     def step():
@@ -140,7 +140,7 @@ def line_of(name):
     lever = LEVERS[name]
     peak, times = found_on(lever.layout.world)[name]
     cells = [name, f"{peak:,}", "-", "-", "-" if name == lever.beside else f"{times:.2f}"]
-    if lever.in_backward:
+    if lever.how:
         return cells, None
     planned = memory_of(lever.work, lever.layout, fused_norms=False).peak
     return [*cells[:2], f"{planned:,}", f"{planned / peak:.3f}", cells[4]], planned / peak
