@@ -60,7 +60,10 @@ def test_numbers_are_those_of_torchao(scaling, dtype):
         assert (a - c).abs().max() < 0.2 * c.abs().max()
 
 
-@pytest.mark.parametrize("one", [True, False])
+OF_ROWS = pytest.mark.skipif(torch.__version__ < "2.13", reason="a CPU scales whole matrices alone")
+
+
+@pytest.mark.parametrize("one", [True, pytest.param(False, marks=OF_ROWS)])
 def test_the_kernel_for_gpus_multiplies_what_is_multiplied_here(one):
     random = torch.Generator().manual_seed(0)
     a, b = torch.randn(24, 40, generator=random), torch.randn(40, 32, generator=random)

@@ -7,6 +7,7 @@ import os
 
 import attrs
 import pytest
+import torch
 from every_pair import ONLY_ALL, WITH_ALL
 from measured_step import measure, measure_all, measure_all_choices
 
@@ -293,6 +294,8 @@ def test_the_peak_of_two_ranks_is_the_measured_one(measured, case):
 @pytest.mark.parametrize("case", CASES)
 def test_what_two_ranks_send_is_what_the_ledger_counts(measured, case):
     layout, asked = EVERY[case]
+    if layout.ends_apart and torch.__version__ < "2.13":
+        pytest.skip("it reduces a unit of two modules in two parts")
     for pp_rank in range(layout.pp):
         planned = {}
         cut = next(name for name, degree in layout.degrees.items() if degree > 1)

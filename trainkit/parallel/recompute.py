@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import re
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
@@ -32,6 +33,7 @@ from trainkit.types import ConfigError, ParallelState
 
 _MODE, _CHOSEN = "_trainkit_recompute", "_trainkit_chosen"
 
+_OF_HOOKS = inspect.signature(checkpoint).parameters.keys() & {"respect_saved_tensors_hooks"}
 _SELECTIVE = (*map(type, create_selective_checkpoint_contexts([])), Priced)
 
 # not bmm: scores of attention that is written out
@@ -209,7 +211,8 @@ def _recomputed(
                 how = {"groups": groups, "budget": kept.budget}
                 setattr(self, _CHOSEN, choose(forward, self, (args, kwargs), **how))
             keeps = getattr(self, _CHOSEN)
-        options: dict[str, Any] = {}
+        # From torch 2.14 on what is kept may pass the hooks of `offload`; asked not to, as before.
+        options: dict[str, Any] = dict.fromkeys(_OF_HOOKS, False)
         if kept.every:
             options["context_fn"] = partial(_contexts, groups, keeps)
         return checkpoint(
