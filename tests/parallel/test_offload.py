@@ -295,13 +295,11 @@ def with_experts():
     found, batch = [], tk.batch.blank_batch(2, 16)
     batch.labels[:] = 3
     with tk.parallel_session(ep=2) as ps:
-        for budget in (None, *range(0, 80_000, 8_000)):
+        for budget in (None, 0, 24_000):
             store = Elsewhere()
             more = [] if budget is None else [offload(budget=budget, smallest=0, store=store)]
             stages = built([expert(), *more, fsdp()], ps, config=EXPERTS)
-            run = tk.bind_forward_backward(
-                stages, routed(next_token), axis=ps.pp, call=call_routed
-            )
+            run = tk.bind_forward_backward(stages, routed(next_token), axis=ps.pp, call=call_routed)
             run([batch] * 2, denominator={"loss": torch.tensor(7)})
             found.append([local_of(p.grad) for p in stages[0].parameters()])
     return found

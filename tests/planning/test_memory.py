@@ -12,8 +12,9 @@ from every_pair import ONLY_ALL, WITH_ALL
 from measured_step import measure, measure_all, measure_all_choices
 
 from trainkit.adapters import Freeze, Lora, effective_freeze, lora, quantized, shards_bytes
-from trainkit.models import DecoderConfig, Experts, Latents
+from trainkit.models import DecoderConfig, Experts, Latents, build_decoder
 from trainkit.models.config import parameter_shapes
+from trainkit.optim import make_optimizer
 from trainkit.planning import Job, memory_of, traffic_of
 from trainkit.testing import run_ranks
 from trainkit.types import Layout, Precision
@@ -332,3 +333,16 @@ def assert_same(found, planned, asked):
         slack = {"rel": 0.2} if key[1] == "all_to_all" else {"abs": 512 * is_tp, "rel": 0}
         assert found[key][0] == count or is_tp
         assert found[key][1] == pytest.approx(size, **slack)
+
+
+@pytest.mark.parametrize("width", [64, 256])
+def test_moments_in_8_bits_are_counted_in_fp32_where_rows_are_no_blocks(width):
+    own = config(width=width, mlp_width=320, layers=1)
+    model = build_decoder(own, seed=0)
+    optimizer = make_optimizer([model], lr=0.1, options=["moments=8bit"])
+    for p in model.parameters():
+        p.grad = torch.zeros_like(p)
+    optimizer.step()
+    held = sum(x.nbytes for kept in optimizer.state.values() for x in kept.values())
+    planned = memory_of(job(own, precision=attrs.evolve(FP32, moments="8bit")), Layout())
+    assert planned.optimizer == pytest.approx(held, rel=1e-3)
