@@ -336,13 +336,16 @@ def assert_same(found, planned, asked):
 
 
 @pytest.mark.parametrize("width", [64, 256])
-def test_moments_in_8_bits_are_counted_in_fp32_where_rows_are_no_blocks(width):
-    own = config(width=width, mlp_width=320, layers=1)
-    model = build_decoder(own, seed=0)
-    optimizer = make_optimizer([model], lr=0.1, options=["moments=8bit"])
+@pytest.mark.parametrize("storage", ["fp32", "bf16"])
+def test_what_few_bits_leave_in_more_is_counted(width, storage):
+    """Moments in 8 bits are in fp32 where rows are no blocks; Kahan sums are beside parameters."""
+    own, options = config(width=width, mlp_width=320, layers=1), ["rounding=kahan"]
+    kept = Precision(compute="fp32", storage=storage, moments="8bit")
+    model = build_decoder(own, seed=0).to(torch.bfloat16 if storage == "bf16" else torch.float32)
+    optimizer = make_optimizer([model], lr=0.1, options=options, precision=kept)
     for p in model.parameters():
         p.grad = torch.zeros_like(p)
     optimizer.step()
-    held = sum(x.nbytes for kept in optimizer.state.values() for x in kept.values())
-    planned = memory_of(job(own, precision=attrs.evolve(FP32, moments="8bit")), Layout())
+    held = sum(x.nbytes for state in optimizer.state.values() for x in state.values())
+    planned = memory_of(job(own, precision=kept, optimizer_options=options), Layout())
     assert planned.optimizer == pytest.approx(held, rel=1e-3)

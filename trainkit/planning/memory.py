@@ -93,9 +93,12 @@ def _remembered(job: Job, blocks: Held, ends: Held) -> tuple[int, int]:
     """
     options = [*options_of(job.optimizer, job.precision), *job.optimizer_options]
     each = []
+    rounded = [x for x in options if x.startswith("rounding=")][-1:]
+    rest = job.stored if rounded == ["rounding=kahan"] and job.stored < FP32 else 0
     for own, hidden in ((blocks.trained, True), (ends.trained, False)):
         of = partial(state_bytes, job.optimizer, options, hidden=hidden)
-        each.append((own, of() * (own.shard - own.short) + of(in_blocks=False) * own.short))
+        short = of(in_blocks=False) * own.short
+        each.append((own, of() * (own.shard - own.short) + short + rest * own.shard))
     counts = FP32 * OPTIMIZERS[job.optimizer].counts * (blocks + ends).trained.tensors
     most = max(round(size * own.largest / max(own.whole, 1)) for own, size in each)
     return sum(round(size) for _, size in each) + counts, most
