@@ -547,7 +547,7 @@ def test_a_term_that_is_not_finite_is_named_before_the_gradients_that_follow_fro
 
     def replay():
         (model(torch.ones(1, 2)).sum() * math.nan).backward()
-        return {"loss": torch.tensor(math.nan), "z": torch.ones(())}
+        return {"loss": torch.tensor(math.nan), "z": torch.ones(()), "load": torch.ones(3)}
 
     assert blame(replay, [model], SOLO) == ["the loss on rank 0"]
 

@@ -772,7 +772,7 @@ def _replayed(
     grads = {name: local_of(p.grad) for name, p in named.items() if p.grad is not None}
     summed = [name for name, grad in reversed(grads.items()) if not grad.isfinite().all()]
     found = {
-        "terms": [f"the {name}" for name, value in sums.items() if not bool(value.isfinite())],
+        "terms": [f"the {name}" for name, value in sums.items() if not value.isfinite().all()],
         "own": [f"gradient of {name}" for name, verdict in finite.items() if not verdict],
         "summed": [f"gradient of {name}" for name in summed],
         "seen": [f"gradient of {name}" for name in finite],

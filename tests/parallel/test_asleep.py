@@ -5,6 +5,7 @@ from torch import nn
 import trainkit as tk
 from tests.whole_step import Layout, build, corpus, input_of, step_function
 from trainkit.checkpoint import save_checkpoint
+from trainkit.optim import make_optimizer
 from trainkit.parallel import asleep
 from trainkit.parallel.reduction import local_of
 from trainkit.testing import run_ranks
@@ -93,6 +94,22 @@ def test_asleep_nothing_works_and_after_an_error_all_is_back(on_disk, tmp_path):
     assert not [path for path in tmp_path.iterdir() if path.name != "run"]
     model(torch.ones(1, 3)).sum().backward()
     optimizer.step()
+
+
+@pytest.mark.parametrize("how", [{"offload": True}, {"optimizer": "lion"}])
+def test_asleep_no_optimizer_steps_whatever_it_brings_over_or_numpy_has_seen(how):
+    model = nn.Linear(3, 2)
+    optimizer = make_optimizer([model], lr=0.1, **how)
+    for _ in range(2):
+        model(torch.ones(1, 3)).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        want = [x.clone() for x in memory_of([model], optimizer)]
+        with asleep([model], optimizer):
+            for work in (lambda: model(torch.ones(1, 3)), optimizer.step):
+                with pytest.raises(RuntimeError, match=r"a step: the state is asleep"):
+                    work()
+        assert all(map(torch.equal, memory_of([model], optimizer), want))
 
 
 def test_a_gradient_and_a_folder_that_takes_nothing_are_refused(tmp_path):

@@ -1,5 +1,6 @@
 import gc
 
+import attrs
 import pytest
 import torch
 from torch import nn
@@ -7,9 +8,9 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 import trainkit as tk
 from tests.measured_step import StorageCount
-from trainkit.losses import next_token
-from trainkit.models import Decoder, DecoderConfig, init_weights
-from trainkit.parallel import compiled, fsdp, offload, recompute, tensor
+from trainkit.losses import next_token, routed
+from trainkit.models import Decoder, DecoderConfig, Experts, call_routed, init_weights
+from trainkit.parallel import compiled, expert, fsdp, offload, recompute, tensor
 from trainkit.parallel.reduction import local_of
 from trainkit.parallel.sequence import sequence
 from trainkit.testing import run_ranks
@@ -46,12 +47,12 @@ class Kept:
         self.store.alive -= 1
 
 
-def built(plan, ps=None, schedule="1f1b"):
+def built(plan, ps=None, schedule="1f1b", config=CONFIG):
     return tk.build_stages(
-        lambda: Decoder(CONFIG),
+        lambda: Decoder(config),
         ps or tk.solo_parallel(),
         plan,
-        weights=init_weights(CONFIG, seed=0),
+        weights=init_weights(config, seed=0),
         schedule=schedule,
     )
 
@@ -284,6 +285,31 @@ def test_in_every_layout_gradients_are_the_same_bit_for_bit():
             assert equal, name
             assert stored, name
             assert alive == 0, name
+
+
+EXPERTS = attrs.evolve(CONFIG, experts=Experts(count=4, chosen=2, width=16))
+
+
+def with_experts():
+    """Return the gradients of this rank in ep, without offload and by budgets."""
+    found, batch = [], tk.batch.blank_batch(2, 16)
+    batch.labels[:] = 3
+    with tk.parallel_session(ep=2) as ps:
+        for budget in (None, 0, 24_000):
+            store = Elsewhere()
+            more = [] if budget is None else [offload(budget=budget, smallest=0, store=store)]
+            stages = built([expert(), *more, fsdp()], ps, config=EXPERTS)
+            run = tk.bind_forward_backward(stages, routed(next_token), axis=ps.pp, call=call_routed)
+            run([batch] * 2, denominator={"loss": torch.tensor(7)})
+            found.append([local_of(p.grad) for p in stages[0].parameters()])
+    return found
+
+
+def test_experts_that_are_gathered_inside_of_a_block_are_no_activations():
+    # FSDP cannot free what such a store has seen.
+    for want, *others in run_ranks(with_experts, 2):
+        for found in others:
+            assert same(found, want)
 
 
 @pytest.mark.only_all

@@ -12,8 +12,9 @@ from every_pair import ONLY_ALL, WITH_ALL
 from measured_step import measure, measure_all, measure_all_choices
 
 from trainkit.adapters import Freeze, Lora, effective_freeze, lora, quantized, shards_bytes
-from trainkit.models import DecoderConfig, Experts, Latents
+from trainkit.models import DecoderConfig, Experts, Latents, build_decoder
 from trainkit.models.config import parameter_shapes
+from trainkit.optim import make_optimizer
 from trainkit.planning import Job, memory_of, traffic_of
 from trainkit.testing import run_ranks
 from trainkit.types import Layout, Precision
@@ -332,3 +333,19 @@ def assert_same(found, planned, asked):
         slack = {"rel": 0.2} if key[1] == "all_to_all" else {"abs": 512 * is_tp, "rel": 0}
         assert found[key][0] == count or is_tp
         assert found[key][1] == pytest.approx(size, **slack)
+
+
+@pytest.mark.parametrize("width", [64, 256])
+@pytest.mark.parametrize("storage", ["fp32", "bf16"])
+def test_what_few_bits_leave_in_more_is_counted(width, storage):
+    """Moments in 8 bits are in fp32 where rows are no blocks; Kahan sums are beside parameters."""
+    own, options = config(width=width, mlp_width=320, layers=1), ["rounding=kahan"]
+    kept = Precision(compute="fp32", storage=storage, moments="8bit")
+    model = build_decoder(own, seed=0).to(torch.bfloat16 if storage == "bf16" else torch.float32)
+    optimizer = make_optimizer([model], lr=0.1, options=options, precision=kept)
+    for p in model.parameters():
+        p.grad = torch.zeros_like(p)
+    optimizer.step()
+    held = sum(x.nbytes for state in optimizer.state.values() for x in state.values())
+    planned = memory_of(job(own, precision=kept, optimizer_options=options), Layout())
+    assert planned.optimizer == pytest.approx(held, rel=1e-3)

@@ -70,24 +70,34 @@ OPTIMIZERS: dict[str, Kind] = {
 """All by name; docs/howto/choose-an-optimizer.md says when which."""
 
 
-def state_bytes(optimizer: str, options: Sequence[str] = (), *, hidden: bool = True) -> float:
+def state_bytes(
+    optimizer: str, options: Sequence[str] = (), *, hidden: bool = True, in_blocks: bool = True
+) -> float:
     """Return what an optimizer remembers of each element of a matrix in fp32, in bytes.
 
     Args:
         optimizer: Its name in `OPTIMIZERS`.
         options: As `make_optimizer` takes them.
         hidden: Of a matrix of a hidden layer; or of embeddings, heads and the like.
+        in_blocks: Of one whose rows are blocks of moments in 8 bits; others have them in fp32.
 
     Examples:
         >>> state_bytes("adamw"), state_bytes("adamw", ["moments=bf16"]), state_bytes("signsgd")
         (8.0, 4.0, 0.0)
         >>> state_bytes("muon"), state_bytes("muon", hidden=False)
         (4.0, 8.0)
+        >>> (
+        ...     state_bytes("lion", ["moments=8bit"]),
+        ...     state_bytes("lion", ["moments=8bit"], in_blocks=False),
+        ... )
+        (1.015625, 4.0)
     """
     told, kind = _parsed(optimizer, options), OPTIMIZERS[optimizer]
     if kind.rest and not hidden:
         return state_bytes(kind.rest)
-    return kind.narrow * moment_bytes(told.get("moments", "fp32")) + 4 * kind.wide
+    moments = told.get("moments", "fp32")
+    kept = moment_bytes(moments if in_blocks or moments != "8bit" else "fp32")
+    return kind.narrow * kept + 4 * kind.wide
 
 
 def make_optimizer(

@@ -158,8 +158,14 @@ def _refuse_work(
 
     def refuse(*_: Any) -> None:
         check_awake(stages, by="a step")
+        # Memory that may not be resized is there, but not all of the state.
+        raise RuntimeError("a step: the state is asleep; leave the block of parallel.asleep first")
 
     for stage in stages:
         # Before FSDP's own hook, which would gather.
         stack.callback(stage.register_forward_pre_hook(refuse, prepend=True).remove)
     stack.callback(optimizer.register_step_pre_hook(refuse).remove)
+    own = vars(optimizer)
+    if "step" in own:  # that of offload_state_, which copies before it comes to the hook
+        stack.callback(own.update, step=own["step"])
+        own["step"] = refuse

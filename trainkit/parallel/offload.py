@@ -122,7 +122,7 @@ def _offloading(forward: Callable[..., Any], shelf: _Shelf, *, first: bool) -> A
     def call(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         if first:
             shelf.begin()
-        shelf.weights = {_key(local_of(p)) for p in (*self.parameters(), *self.buffers())}
+        shelf.enter(self)
         with torch.autograd.graph.saved_tensors_hooks(shelf.pack, shelf.unpack):
             return forward(self, *args, **kwargs)
 
@@ -191,7 +191,7 @@ class _Shelf:
 
     def __init__(self, budget: int, smallest: int, store: Store) -> None:
         self.budget, self.smallest, self.store = budget, smallest, store
-        self.weights: set[int] = set()
+        self.unit, self.weights = nn.Module(), set[int]()
         self.held = 0
         # By identity, oldest first; weak, so that a graph that is dropped takes all of it along.
         self.here: dict[int, tuple[weakref.ref[_Entry], int]] = {}
@@ -201,6 +201,11 @@ class _Shelf:
     def begin(self) -> None:
         self.current = _Pass()
 
+    def enter(self, unit: nn.Module) -> None:
+        """Note a block whose forward pass begins, and its weights' memory."""
+        self.unit = unit
+        self.weights = {_key(local_of(p)) for p in (*unit.parameters(), *unit.buffers())}
+
     def pack(self, x: Tensor) -> Any:
         plain = type(x) in (Tensor, nn.Parameter) and x.layout == torch.strided
         key = _key(x) if plain and not (x.is_conj() or x.is_neg()) else None
@@ -208,6 +213,11 @@ class _Shelf:
             return x if x.is_leaf else x.detach()  # an output itself would hold its own node
         entry = self.known.get(key)
         if entry is None or entry.origin.expired() or entry.version != x._version:  # noqa: SLF001
+            # Experts may be an FSDP unit of their own, gathered since the block began: FSDP frees
+            # their memory and fills it again for backward.
+            self.enter(self.unit)
+            if key in self.weights:
+                return x if x.is_leaf else x.detach()
             entry = self.known[key] = _Entry(self, x)
             self.current.entries.append(weakref.ref(entry))
             self.count(entry)

@@ -8,6 +8,7 @@ all after division by the degrees that split them.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import partial
 
 import attrs
 
@@ -91,13 +92,16 @@ def _remembered(job: Job, blocks: Held, ends: Held) -> tuple[int, int]:
     Of all parameters, and of the one of which it is the most.
     """
     options = [*options_of(job.optimizer, job.precision), *job.optimizer_options]
-    each = [
-        (part.trained, state_bytes(job.optimizer, options, hidden=hidden))
-        for part, hidden in ((blocks, True), (ends, False))
-    ]
+    each = []
+    rounded = [x for x in options if x.startswith("rounding=")][-1:]
+    rest = job.stored if rounded == ["rounding=kahan"] and job.stored < FP32 else 0
+    for own, hidden in ((blocks.trained, True), (ends.trained, False)):
+        of = partial(state_bytes, job.optimizer, options, hidden=hidden)
+        short = of(in_blocks=False) * own.short
+        each.append((own, of() * (own.shard - own.short) + short + rest * own.shard))
     counts = FP32 * OPTIMIZERS[job.optimizer].counts * (blocks + ends).trained.tensors
-    most = max(round(size * own.largest * own.shard / max(own.whole, 1)) for own, size in each)
-    return sum(round(size * own.shard) for own, size in each) + counts, most
+    most = max(round(size * own.largest / max(own.whole, 1)) for own, size in each)
+    return sum(round(size) for _, size in each) + counts, most
 
 
 def _memory_of_rank(job: Job, layout: Layout, pp_rank: int, fused_norms: bool) -> Memory:

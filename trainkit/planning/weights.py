@@ -16,6 +16,7 @@ from trainkit.adapters.frozen import SCALES
 from trainkit.mesh import solo_parallel
 from trainkit.models.config import DecoderConfig, parameter_shapes
 from trainkit.models.decoder import Decoder
+from trainkit.optim.storage import BLOCK
 from trainkit.parallel.naming import Kind, kind_of, named_parameters_of
 from trainkit.planning.jobs import Job
 from trainkit.types import Layout, ModelTransform
@@ -31,6 +32,8 @@ class Sizes:
         shard: Elements that the first rank of FSDP owns, which has the most.
         tensors: Number of parameters.
         largest: Elements of the largest one.
+        short: Elements of the shard in vectors, or in rows that blocks of moments in 8 bits do not
+            divide.
     """
 
     whole: int = 0
@@ -38,6 +41,7 @@ class Sizes:
     shard: int = 0
     tensors: int = 0
     largest: int = 0
+    short: int = 0
 
     def __add__(self, other: Sizes) -> Sizes:
         return Sizes(
@@ -46,6 +50,7 @@ class Sizes:
             self.shard + other.shard,
             self.tensors + other.tensors,
             max(self.largest, other.largest),
+            self.short + other.short,
         )
 
     def __mul__(self, times: int) -> Sizes:
@@ -55,6 +60,7 @@ class Sizes:
             self.shard * times,
             self.tensors * times,
             self.largest if times else 0,
+            self.short * times,
         )
 
 
@@ -172,7 +178,7 @@ def units_of(job: Job, layout: Layout) -> Units:
         >>> from trainkit.models.sizes import decoder_config
         >>> job = Job(config=decoder_config("tiny", vocab_size=259), row_length=8, rows=8)
         >>> units_of(job, Layout(dp_shard=2)).embedding.trained
-        Sizes(whole=33152, gathered=33280, shard=16640, tensors=1, largest=33152)
+        Sizes(whole=33152, gathered=33280, shard=16640, tensors=1, largest=33152, short=16640)
     """
     of_job = job.config, job.begins, job.frozen
     return _units(of_job, layout.tp, layout.count("fsdp"), layout.ep)
@@ -267,4 +273,5 @@ def _cut(shape: tuple[int, ...], dim: int | None, parts: int) -> tuple[int, ...]
 def _held(shape: tuple[int, ...], kind: Kind, parts: int, *, dim: int = 0) -> Held:
     whole = math.prod(shape)
     shard = math.ceil(shape[dim] / parts) * whole // shape[dim]
-    return Held(**{kind: Sizes(whole, shard * parts, shard, 1, whole)})
+    short = shard if len(shape) < 2 or shape[-1] % BLOCK else 0
+    return Held(**{kind: Sizes(whole, shard * parts, shard, 1, whole, short)})
