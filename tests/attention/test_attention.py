@@ -319,7 +319,6 @@ def test_autocast_reaches_every_attention():
 
 # torch 2.13 reads .grad of every tensor that enters a compiled frame, leaf or not.
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")
-@pytest.mark.filterwarnings("ignore:Dynamo does not know how to trace:UserWarning")  # 2.11
 def test_compile_survives_batches_of_different_documents():
     import torch._dynamo
 
