@@ -388,7 +388,7 @@ def test_a_run_goes_on_in_another_layout_and_never_with_other_rows():
     assert changed == {field.name for field in attrs.fields(Layout)} | {"microbatch"}
     changes = changes_of(WithRows(allow_change=("compute",)))
     assert changed <= set(changes.free)
-    kept = ("storage", "compute", "reduction", "moments", "matmul", "deterministic")
+    kept = ("compute", "reduction", "moments", "matmul", "deterministic")
     assert (changes.flagged, changes.allow) == (kept, ("compute",))
     for name in ("multiple_of", "rows", "row_length", "seed"):
         assert name not in {*changes.free, *changes.flagged}

@@ -25,7 +25,7 @@ from trainkit.batch import batch_hash, count_tokens
 from trainkit.collectives import all_sum, computing_device
 from trainkit.health import rescaled
 from trainkit.noise.hashing import MASK64, key_of
-from trainkit.types import Axis, IntArray, StepBatch, TrainState
+from trainkit.types import Axis, Earlier, IntArray, StepBatch, TrainState
 
 
 def reduce_metrics(
@@ -289,7 +289,8 @@ def step_records(
     Returns:
         For each step its metrics as numbers; `batch_hash` as 16 hex digits; `loss_hex`,
         `grad_norm_hex` and `lr_hex`, which hold every bit; `seconds`, the mean of these steps; and
-        `tokens_per_second`, of the tokens that were processed where they are known.
+        `tokens_per_second`, of the tokens that were processed where they are known. All but the
+        last are `Earlier`.
 
     Effects:
         Waits for the device, once for all steps: see `to_host`.
@@ -304,7 +305,8 @@ def step_records(
     numbers = to_host({f"{i} {name}": x for i, own in enumerate(steps) for name, x in own.items()})
     seconds = (time.perf_counter() - begin) / max(len(steps), 1)
     own = [{name: numbers[f"{i} {name}"] for name in x} for i, x in enumerate(steps)]
-    return [_record(values, seconds) for values in own]
+    records = [_record(values, seconds) for values in own]
+    return [*map(Earlier, records[:-1]), *records[-1:]]
 
 
 def _record(numbers: Mapping[str, Any], seconds: float) -> dict[str, Any]:

@@ -385,8 +385,11 @@ class Precision:
         trainkit.types.ConfigError: compute must be auto, fp32 or bf16 where storage is bf16, ...
     """
 
-    storage: Literal["fp32", "bf16"] = attrs.field(default="fp32", validator=one_of("fp32", "bf16"))
-    """What parameters are kept in; in bf16 the optimizer rounds them at random, see rounding."""
+    storage: Literal["fp32", "bf16"] = attrs.field(
+        default="fp32", validator=one_of("fp32", "bf16"), metadata={"change": "refused"}
+    )
+    """What parameters are kept in; in bf16 the optimizer rounds them at random, or as
+    --optimizer-options rounding=kahan says."""
 
     compute: Literal["auto", "fp32", "bf16", "fp16"] = attrs.field(default="auto")
     """What is computed in; auto is bf16 on a GPU and fp32 on a CPU; fp16 scales the loss."""
@@ -787,6 +790,10 @@ class StepBatch:
 
     microbatches: Sequence[Batch]
     cursor: Cursor
+
+
+class Earlier(dict[str, Any]):
+    """A line that is handed on together with later ones: who shows the newest leaves it out."""
 
 
 @attrs.frozen(eq=False)

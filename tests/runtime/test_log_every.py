@@ -4,6 +4,7 @@ import contextlib
 import json
 import math
 import signal
+import sys
 
 import attrs
 import pytest
@@ -213,3 +214,12 @@ def test_between_two_looks_nothing_is_read_and_the_watch_allows_for_all_of_them(
                 loop.keep(attrs.evolve(state, step=step))
     steps = [(name, allow) for name, allow in announced if name.startswith("step")]
     assert steps == [("step 2", 4 * 600.0), ("step 5", 4 * 600.0)]
+
+
+def test_of_steps_that_are_read_at_once_the_last_is_shown(tmp_path, monkeypatch, capfd):
+    monkeypatch.setattr(sys.modules["trainkit.sinks.console"], "_LINE_SECONDS", 0.0)
+    train(tmp_path, 21, every=5)
+    shown = [line.split("/")[0] for line in capfd.readouterr().out.splitlines()]
+    assert [x for x in shown if x.startswith("step")] == [
+        f"step {x}" for x in (1, 5, 8, 10, 15, 16, 20, 21)
+    ]

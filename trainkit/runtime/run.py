@@ -367,7 +367,8 @@ class _Around:
         records = step_records([metrics for _, metrics in steps], begin=self.begin)
         memory = memory_stats(self.frame.ps.device) if steps else {}
         for (at, _), record in zip(steps, records, strict=True):
-            self.log(at.step, record | memory)
+            record.update(memory)
+            self.log(at.step, record)
             batch = self.batch if at is steps[-1][0] else None
             judged = attrs.evolve(at, health=health.with_scale_of(at.health, known))
             after = self.guard(judged, record, batch, seen=at.health)

@@ -10,7 +10,7 @@ from datetime import timedelta
 from typing import Any, TextIO
 
 from trainkit.files import point_nowhere, say
-from trainkit.types import Sink, needs_extra
+from trainkit.types import Earlier, Sink, needs_extra
 
 _BAR_SECONDS = 0.1
 _LINE_SECONDS = 2.0
@@ -58,7 +58,8 @@ def console(total: int, *, start: int = 0, stream: TextIO | None = None) -> Iter
     """Yield a sink that shows step, loss, tokens per second, learning rate, norm and time left.
 
     It reads `loss`, `tokens_per_second`, `lr` and `grad_norm` of the values; what is missing shows
-    as a dash. Where there are experts, it shows `load_over_mean` as well. Most calls cost a look at
+    as a dash. Where there are experts, it shows `load_over_mean` as well. Of steps that are read at
+    once it shows the last. Most calls cost a look at
     the clock: a bar is redrawn ten times a second at most, a line is written for the first and the
     last step and every two seconds between.
 
@@ -93,6 +94,8 @@ def console(total: int, *, start: int = 0, stream: TextIO | None = None) -> Iter
 
         def sink(step: int, values: Mapping[str, Any]) -> None:
             nonlocal first, due, waiting
+            if isinstance(values, Earlier):
+                return
             now = time.monotonic()
             waiting = (now, step, values)
             if now >= due or step >= total:

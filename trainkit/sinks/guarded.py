@@ -9,6 +9,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager
+from copy import copy
 from queue import SimpleQueue
 from typing import Any
 
@@ -74,7 +75,7 @@ def guarded(
     caught_up = {sink.name: time.monotonic() for sink in sinks}
 
     def write(step: int, values: Mapping[str, Any]) -> None:
-        line, now = (step, dict(values)), time.monotonic()
+        line, now = (step, copy(values)), time.monotonic()
         for sink in sinks:
             report(sink)
             if not (waiting := sink.lines.qsize()):

@@ -17,7 +17,7 @@ from trainkit.sinks.goodput import goodput
 from trainkit.sinks.guarded import guarded
 from trainkit.sinks.jsonl import events, jsonl, read_jsonl, rewind_jsonl
 from trainkit.sinks.tee import tee
-from trainkit.types import DiskError, Share, Sink
+from trainkit.types import DiskError, Earlier, Share, Sink
 
 
 @contextlib.contextmanager
@@ -95,7 +95,20 @@ def run_sinks(
 
 
 def _under_train(sink: Sink) -> Sink:
-    return lambda step, values: sink(step, {f"train/{name}": x for name, x in values.items()})
+    def write(step: int, values: Mapping[str, Any]) -> None:
+        sink(step, _renamed(values, lambda name: f"train/{name}"))
+
+    return write
+
+
+def _renamed(values: Mapping[str, Any], name_of: Callable[[str], str | None]) -> dict[str, Any]:
+    """Return values by other names, without those that become None; `Earlier` ones stay so."""
+    found = {new: x for name, x in values.items() if (new := name_of(name)) is not None}
+    return Earlier(found) if isinstance(values, Earlier) else found
+
+
+def _of_train(name: str) -> str | None:
+    return name.removeprefix("train/") if name.startswith("train/") else None
 
 
 @contextlib.contextmanager
@@ -104,9 +117,8 @@ def _of_training(make: Callable[[], AbstractContextManager[Sink]]) -> Iterator[S
     with make() as sink:
 
         def write(step: int, values: Mapping[str, Any]) -> None:
-            own = {x: y for x, y in values.items() if x.startswith("train/")}
-            if own:
-                sink(step, {name.removeprefix("train/"): value for name, value in own.items()})
+            if any(x.startswith("train/") for x in values):
+                sink(step, _renamed(values, _of_train))
 
         yield write
 
