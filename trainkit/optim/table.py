@@ -137,7 +137,7 @@ def make_optimizer(
             optimizer cannot keep what `precision` says.
 
     Effects:
-        Communicates on `axis` where there are groups.
+        Communicates on `axis` where there are groups, or an optimizer of hidden matrices alone.
 
     Examples:
         >>> model = nn.ModuleDict({"up": nn.Linear(2, 3), "head": nn.Linear(3, 4)})
@@ -151,7 +151,10 @@ def make_optimizer(
     if asked:
         patterns = [pattern for pattern, _, _ in asked]
         split = split_by_pattern(split[0], patterns, axis=axis)
-    parts = _hidden_parts(stages, axis)
+    kinds = [
+        _kind(x) for x in (optimizer, *(own.get("optimizer", optimizer) for _, own, _ in asked))
+    ]
+    parts = _hidden_parts(stages, axis) if any(kind.rest for kind in kinds) else {}
     main = {"optimizer": optimizer, "weight_decay": weight_decay, "seed": seed}
     made, others = list[torch.optim.Optimizer](), ("", dict[str, Any](), list[str]())
     for named, (_, own, texts) in zip(split, [*asked, others], strict=True):
