@@ -1,9 +1,9 @@
 """The recipes train on the batches that they have always trained on, to the same numbers.
 
 `golden.json` holds 20 steps of each, on one process, as commit e2ed3d5 took them, before recipes
-had one frame. Batch hashes, tokens and rates are equal bit for bit. Losses and norms are to 1e-4 in
-the first steps and to 5e-2 in the last: a machine or a torch other than its `machine` takes their
-sums in another order, which training amplifies (on AMD's CPUs to 1.5e-2 in 20 steps).
+had one frame. Batch hashes, tokens and rates are equal bit for bit. Losses and norms are to 1e-4: a
+machine or a torch other than its `machine` takes sums in another order. On AMD's CPUs training
+amplifies that to 1.5e-2 in pretrain.py: `on_amd` has the numbers of commit 1f046ac on one of them.
 """
 
 import json
@@ -62,11 +62,10 @@ def flags_of(recipe, data, out):
 def test_twenty_steps_are_those_of_old(recipe, tmp_path):
     code, said = here(flags_of(recipe, write_data(tmp_path), tmp_path / "run"), recipe, layers=4)
     assert code == 0, said
-    wanted = GOLDEN[recipe]
+    is_amd = "AuthenticAMD" in Path("/proc/cpuinfo").read_text()
+    wanted, own = GOLDEN[recipe], GOLDEN["on_amd"].get(recipe, {}) if is_amd else {}
     for name in ("batch_hash", "tokens_total", "lr_hex"):
         assert column(tmp_path / "run", name) == wanted[name], name
     for name in ("loss", "grad_norm"):
-        values = [float.fromhex(x) for x in wanted[f"{name}_hex"]]
-        found = column(tmp_path / "run", name)
-        for steps, rel in ((slice(0, 8), 1e-4), (slice(8, 20), 5e-2)):
-            assert found[steps] == pytest.approx(values[steps], rel=rel), name
+        values = [float.fromhex(x) for x in (wanted | own)[f"{name}_hex"]]
+        assert column(tmp_path / "run", name) == pytest.approx(values, rel=1e-4), name

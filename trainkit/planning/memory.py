@@ -107,31 +107,7 @@ def _remembered(job: Job, blocks: Held, ends: Held) -> tuple[int, int]:
 def _memory_of_rank(job: Job, layout: Layout, pp_rank: int, fused_norms: bool) -> Memory:
     part, units = part_of(job, layout, pp_rank), units_of(job, layout)
     ends, blocks = ends_of(part, units, tied=job.config.tied), blocks_of(part, units)
-    own = (blocks + ends).trained
-    counts = {True: part.experts, False: part.layers - part.experts}
-    kinds = {
-        experts: block_activations(job, layout, fused_norms=fused_norms, experts=experts)
-        for experts, many in counts.items()
-        if many
-    }
-    rank = _Rank(
-        job=job,
-        layout=layout,
-        part=part,
-        blocks=blocks.trained,
-        unit=_largest_unit(part, units),
-        ends=ends.trained,
-        apart=units_apart(job, layout, part=part)[1].trained,
-        activations=max(kinds.values(), key=lambda block: block.backward),
-        kept=_kept(job, part, units, kinds) / stages_per_rank(layout),
-        head=_head(job, layout, part, units, fused_norms),
-        sharding=sharding_of(job, layout, part=part),
-        unpacked=_unpacked(job, layout, part) if blocks.packed.whole else 0,
-        layers=part.layers / stages_per_rank(layout),
-        held=in_flight(job, layout, pp_rank),
-        later=num_microbatches(job, layout) * stages_per_rank(layout) - 1,
-        heads=_heads_in_flight(job, layout, pp_rank),
-    )
+    own, rank = (blocks + ends).trained, _rank_of(job, layout, pp_rank, fused_norms)
     parameters = (blocks + ends).nbytes(job.stored)
     gradients = own.shard * _of_gradient(job, layout)
     optimizer, of_one = _remembered(job, blocks, ends)
@@ -165,6 +141,35 @@ def _memory_of_rank(job: Job, layout: Layout, pp_rank: int, fused_norms: bool) -
         pp_rank=pp_rank,
         host=host,
     )  # fmt: skip
+
+
+def _rank_of(job: Job, layout: Layout, pp_rank: int, fused_norms: bool) -> _Rank:
+    part, units = part_of(job, layout, pp_rank), units_of(job, layout)
+    ends, blocks = ends_of(part, units, tied=job.config.tied), blocks_of(part, units)
+    counts = {True: part.experts, False: part.layers - part.experts}
+    kinds = {
+        experts: block_activations(job, layout, fused_norms=fused_norms, experts=experts)
+        for experts, many in counts.items()
+        if many
+    }
+    return _Rank(
+        job=job,
+        layout=layout,
+        part=part,
+        blocks=blocks.trained,
+        unit=_largest_unit(part, units),
+        ends=ends.trained,
+        apart=units_apart(job, layout, part=part)[1].trained,
+        activations=max(kinds.values(), key=lambda block: block.backward),
+        kept=_kept(job, part, units, kinds) / stages_per_rank(layout),
+        head=_head(job, layout, part, units, fused_norms),
+        sharding=sharding_of(job, layout, part=part),
+        unpacked=_unpacked(job, layout, part) if blocks.packed.whole else 0,
+        layers=part.layers / stages_per_rank(layout),
+        held=in_flight(job, layout, pp_rank),
+        later=num_microbatches(job, layout) * stages_per_rank(layout) - 1,
+        heads=_heads_in_flight(job, layout, pp_rank),
+    )
 
 
 def _kept(job: Job, part: Part, units: Units, kinds: Mapping[bool, Block]) -> int:
