@@ -70,10 +70,10 @@ def session(rank, degrees):
         dist.destroy_process_group()
 
 
-def step_of(name, *flags, documents=(8, 40), rank=0, bf16=True, model=MODEL, **degrees):
+def step_of(name, *flags, documents=(8, 40), rank=0, model=MODEL, **degrees):
     """Take two steps of a recipe; return the ledger of the second, and its microbatches."""
     recipe, (corpus, bins) = recipe_of(name), rows_of(*documents)
-    cfg = config.load_config(recipe.Config, ["--compute", "bf16" if bf16 else "fp32", *flags])
+    cfg = config.load_config(recipe.Config, ["--compute", "bf16", *flags])
     with session(rank, degrees) as ps, fake_device() as ledger:
         stages, optimizer = recipe.build(cfg, ps, model)
         order = {"schedule": cfg.layout.schedule, "reduce": cfg.layout.reduce}
@@ -143,6 +143,26 @@ def test_what_enters_a_collective_is_on_the_device_and_of_a_dtype_that_nccl_has(
     assert sent or LAYOUTS[number][-1] == ALONE
     assert {dtype for _, (_, dtype), _ in sent} <= NCCL
     assert [where for where in sent if where[1][0] != "cuda"] == []
+
+
+MODES = [
+    "--compute fp16",
+    "--storage bf16 --moments 8bit",
+    "--optimizer muon",
+    "--optimizer schedule-free --moments bf16",
+    "--linears float8_rowwise",
+    "--linears float8_tensorwise",
+    "--recompute attention+products/2",
+    "--recompute 0.4",
+    "--offload-activations 0",
+]
+
+
+@pytest.mark.parametrize("degrees", [ALONE, SHARDED], ids=["alone", "sharded"])
+@pytest.mark.parametrize("flags", MODES)
+def test_no_trick_makes_a_step_wait(flags, degrees):
+    ledger, _ = step_of("pretrain", *flags.split(), **degrees)
+    assert not ledger.syncs, ledger.syncs
 
 
 @pytest.mark.parametrize("recompute", ["none", "selective", "full"])

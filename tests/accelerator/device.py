@@ -126,14 +126,18 @@ def to_empty(self, *, device):
 def fake_device():
     """Yield the ledger of a block in which tensors are fake, on any device."""
     ledger = Ledger()
-    offset_of = utils.compute_local_shape_and_global_offset
 
-    def really(*args, **kwargs):  # arithmetic on numbers of the host
-        with _disable_current_modes():
-            return offset_of(*args, **kwargs)
+    def really(offset_of):  # arithmetic on numbers of the host
+        def call(*args, **kwargs):
+            with _disable_current_modes():
+                return offset_of(*args, **kwargs)
 
+        return call
+
+    name = "compute_local_shape_and_global_offset"
+    known = {x: really(getattr(utils, x)) for x in (name, f"_{name}")}
     with (
-        mock.patch.object(utils, "compute_local_shape_and_global_offset", really),
+        mock.patch.multiple(utils, **known),
         mock.patch.object(torch.nn.Module, "to_empty", to_empty),
         Fake(allow_non_fake_inputs=True),
         ledger,

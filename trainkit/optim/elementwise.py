@@ -227,7 +227,7 @@ class Elementwise(torch.optim.Optimizer):
         else:
             self._step_whole(flat, grad, numbers, rounded, counted["step"], refused)
         for x, t in held.items():
-            if flat[x].data_ptr() != t.data_ptr():  # it is not contiguous
+            if not t.is_contiguous():
                 t.copy_(flat[x].view(t.shape))
 
     def begun(self, p: nn.Parameter, group: Mapping[str, Any]) -> dict[str, Tensor]:
@@ -293,10 +293,7 @@ class Elementwise(torch.optim.Optimizer):
 
 def _put_(out: Tensor, values: Tensor, refused: Tensor | None) -> None:
     """Write values, but where a step is refused: never by a factor of 0, for 0 times NaN is NaN."""
-    if values.data_ptr() != out.data_ptr():
-        out.copy_(
-            values if refused is None else torch.where(refused > 0, out, values.to(out.dtype))
-        )
+    out.copy_(values if refused is None else torch.where(refused > 0, out, values.to(out.dtype)))
 
 
 def _can_loop(p: Tensor, *others: Tensor) -> bool:

@@ -10,6 +10,7 @@ from typing import Any
 import attrs
 import torch
 from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 
@@ -59,8 +60,9 @@ class Priced(TorchDispatchMode):
 
 def _bytes_of(tensors: Iterable[Tensor], *, without: Iterable[Tensor] = ()) -> int:
     """Return the bytes of the memory of tensors, each once, but for that of some others."""
-    sizes = {x.untyped_storage().data_ptr(): x.untyped_storage().nbytes() for x in tensors}
-    return sum(sizes[at] for at in sizes.keys() - {x.untyped_storage().data_ptr() for x in without})
+    sizes = {StorageWeakRef(x.untyped_storage()): x.untyped_storage().nbytes() for x in tensors}
+    own = sizes.keys() - {StorageWeakRef(x.untyped_storage()) for x in without}
+    return sum(sizes[memory] for memory in own)
 
 
 def choose(
