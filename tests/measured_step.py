@@ -21,8 +21,8 @@ from trainkit.mesh import solo_parallel
 from trainkit.models import Decoder, call_model, call_routed, init_weights
 from trainkit.optim import make_optimizer
 from trainkit.parallel import DTYPES, expert, fsdp, offload, precision, recompute
-from trainkit.parallel.sequence import sequence
-from trainkit.parallel.tensor import tensor
+from trainkit.parallel.sequences import sequence
+from trainkit.parallel.tensors import tensor
 from trainkit.testing.ledger import count_collectives
 from trainkit.types import Batch, Layout, Precision, Spans
 

@@ -57,7 +57,7 @@ PRIVATE = [
     ),
     Private(
         "torch._scaled_mm",
-        "parallel/float8.py",
+        "parallel/fp8.py",
         "products in float8: the entry that torchao 0.18 calls too",
     ),
     Private(
@@ -196,33 +196,33 @@ PRIVATE = [
     ),
     Private(
         "torch.ops.torch_attn._varlen_attn",
-        "parallel/recompute.py",
+        "parallel/recomputing.py",
         "the kernel for packed documents, whose result is kept",
     ),
     Private(
         "torch.ops._c10d_functional",
-        "collectives.py parallel/recompute.py",
+        "collectives.py parallel/recomputing.py",
         "an exchange whose result selective recomputation can keep",
     ),
     Private(
         "torch.utils._pytree.tree_iter",
-        "parallel/asleep.py parallel/cost.py",
+        "parallel/sleeping.py parallel/cost.py",
         "the tensors in what a block is given, an operator gives, or an optimizer remembers",
     ),
     Private(
-        "torch.Tensor._version", "parallel/offload.py", "whether a saved tensor has been changed"
+        "torch.Tensor._version", "parallel/offloading.py", "whether a saved tensor has been changed"
     ),
-    Private("torch.UntypedStorage._cdata", "parallel/offload.py", "which memory a tensor is in"),
-    Private("module._forward_hooks", "parallel/recompute.py", "FSDP's, which it must not see"),
-    Private("module._forward_pre_hooks", "parallel/recompute.py", "the same"),
+    Private("torch.UntypedStorage._cdata", "parallel/offloading.py", "which memory a tensor is in"),
+    Private("module._forward_hooks", "parallel/recomputing.py", "FSDP's, which it must not see"),
+    Private("module._forward_pre_hooks", "parallel/recomputing.py", "the same"),
     Private(
         "torch.utils._python_dispatch._get_current_dispatch_mode",
-        "parallel/recompute.py",
+        "parallel/recomputing.py",
         "whether selective recomputation is looking on",
     ),
     Private(
         "torch.utils._python_dispatch._pop_mode_temporarily",
-        "parallel/recompute.py",
+        "parallel/recomputing.py",
         "looks away while FSDP gathers",
     ),
 ]

@@ -10,8 +10,8 @@ from trainkit.losses import next_token_linear
 from trainkit.models import Decoder, DecoderConfig, call_with_noise, init_weights
 from trainkit.optim import adamw, decay_groups
 from trainkit.parallel import compiled, ddp, fsdp, recompute
-from trainkit.parallel.sequence import sequence
-from trainkit.parallel.tensor import tensor
+from trainkit.parallel.sequences import sequence
+from trainkit.parallel.tensors import tensor
 from trainkit.sampling import rows_of_epochs
 from trainkit.types import Cursor
 

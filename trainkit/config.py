@@ -121,7 +121,7 @@ _not_negative = attrs.validators.optional(non_negative)
 def _known_recompute(_: object, __: object, mode: str) -> None:
     """Refuse a mode that there is not; torch is loaded only for one with parts."""
     if mode not in ("none", "selective", "full"):
-        from trainkit.parallel.recompute import read_mode  # noqa: PLC0415 -- it needs torch
+        from trainkit.parallel.recomputing import read_mode  # noqa: PLC0415 -- it needs torch
 
         read_mode(mode)
 

@@ -254,7 +254,7 @@ def tape_read_one_layer_off(_ps):
 
 
 def routers_counted_per_tp_rank(_ps):
-    module = sys.modules["trainkit.parallel.tensor"]  # the room's own `tensor` is its function
+    module = sys.modules["trainkit.parallel.tensors"]
     add = module.sum_forward
     PATCH.setattr(module, "sum_forward", lambda x, axis: add(x, axis) * axis.count)
 

@@ -15,8 +15,8 @@ from trainkit.batch import batch_of_rows
 from trainkit.evaluation import Example, Item, make_example, rolling_windows
 from trainkit.models import Decoder, Experts, call_model, call_routed, init_weights
 from trainkit.parallel import expert, fsdp
-from trainkit.parallel.sequence import sequence
-from trainkit.parallel.tensor import tensor
+from trainkit.parallel.sequences import sequence
+from trainkit.parallel.tensors import tensor
 from trainkit.testing import run_ranks
 from trainkit.types import Hidden, NumericsError
 

@@ -15,9 +15,9 @@ from trainkit.adapters import Lora, lora
 from trainkit.adapters.fake import quietly
 from trainkit.models import Decoder, decoder_config, init_weights
 from trainkit.parallel import check_plan, float8, fsdp, tensor
-from trainkit.parallel.float8 import _rounded, scaled_product
+from trainkit.parallel.fp8 import _rounded, scaled_product
 from trainkit.parallel.linears import told_of
-from trainkit.parallel.recompute import groups_of
+from trainkit.parallel.recomputing import groups_of
 from trainkit.testing import run_ranks
 from trainkit.types import ConfigError
 

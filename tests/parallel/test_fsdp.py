@@ -16,7 +16,7 @@ from trainkit.models import Decoder, init_weights
 from trainkit.models.config import parameter_shapes
 from trainkit.optim import adamw, decay_groups
 from trainkit.parallel import fsdp
-from trainkit.parallel.tensor import tensor
+from trainkit.parallel.tensors import tensor
 from trainkit.testing import run_ranks
 
 CONFIG = attrs.evolve(WHOLE, vocab_size=32)

@@ -17,8 +17,8 @@ from trainkit.attention.sdpa import sdpa as plain
 from trainkit.batch.shards import shard_sequence
 from trainkit.data import Packed, deal_rows, documents_from, eval_batches, step_batch, stream_steps
 from trainkit.mesh import parallel_session, solo_parallel
-from trainkit.parallel.fsdp import fsdp
-from trainkit.parallel.sequence import sequence
+from trainkit.parallel.sequences import sequence
+from trainkit.parallel.sharding import fsdp
 from trainkit.parallel.stages import check_plan
 from trainkit.sampling import rows_of_epochs
 from trainkit.testing import run_ranks

@@ -20,7 +20,7 @@ from trainkit.parallel import fsdp, reduction
 from trainkit.parallel.naming import box_of
 from trainkit.parallel.reduction import mark_partial_, sum_partial_
 from trainkit.parallel.styles import STYLES
-from trainkit.parallel.tensor import DECODER_STYLES, hf_styles, tensor
+from trainkit.parallel.tensors import DECODER_STYLES, hf_styles, tensor
 from trainkit.testing import RankError, run_ranks
 from trainkit.types import Axis, ConfigError, Cursor, Share
 

@@ -12,7 +12,7 @@ from torch import nn
 from trainkit.batch import blank_batch
 from trainkit.losses import next_token
 from trainkit.parallel import transforms
-from trainkit.parallel.fsdp import fsdp
+from trainkit.parallel.sharding import fsdp
 from trainkit.testing import run_ranks
 from trainkit.testing.builtin import exact_plan
 from trainkit.testing.cases import Case

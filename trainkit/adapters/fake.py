@@ -30,7 +30,7 @@ from trainkit.adapters.formats import (
 )
 from trainkit.collectives import all_max
 from trainkit.models.experts import ExpertWeights, grouped_product
-from trainkit.parallel.float8 import float8
+from trainkit.parallel.fp8 import float8
 from trainkit.parallel.linears import change_, choose_layers, plain_problem
 from trainkit.parallel.styles import Style
 from trainkit.parallel.transforms import Transform

@@ -21,7 +21,7 @@ from trainkit.collectives import gather_dim, sum_forward
 from trainkit.models.experts import ExpertWeights, grouped_product
 from trainkit.noise import counters
 from trainkit.parallel.materialize import Fill
-from trainkit.parallel.recompute import unseen
+from trainkit.parallel.recomputing import unseen
 from trainkit.parallel.styles import SEQUENCE_DIM, Style
 from trainkit.types import SOLO, Axis, ConfigError
 

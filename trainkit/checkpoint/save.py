@@ -29,8 +29,8 @@ from trainkit.checkpoint.write import Destination, point_to
 from trainkit.collectives import all_gather_json
 from trainkit.files import replacing
 from trainkit.mesh import twin_axis
-from trainkit.parallel.asleep import check_awake
 from trainkit.parallel.naming import box_of
+from trainkit.parallel.sleeping import check_awake
 from trainkit.types import SOLO, Axis, ConfigError, ParallelState, TrainState
 
 _WORTH_TELLING = 0.1  # seconds that a save had to wait for the one before

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from trainkit.batch import divided, divisors_of
 from trainkit.parallel.fitting import problems, refuse
 from trainkit.parallel.places import StagePlace, places_of
-from trainkit.parallel.recompute import recomputes_selectively
+from trainkit.parallel.recomputing import recomputes_selectively
 from trainkit.parallel.reduction import (
     Reduce,
     Reducers,

@@ -13,8 +13,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from trainkit.collectives import all_gather_json, broadcast
+from trainkit.parallel.dtypes import compute_dtype
 from trainkit.parallel.places import StagePlace, places_of
-from trainkit.parallel.precision import compute_dtype
 from trainkit.parallel.reduction import reducers_of, reshard_
 from trainkit.types import Axis, Call, ConfigError, Loss
 

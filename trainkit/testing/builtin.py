@@ -62,12 +62,12 @@ from trainkit.models import (
 from trainkit.noise.counters import token_keys
 from trainkit.optim import OPTIMIZERS, make_optimizer
 from trainkit.packing import pack_bins
-from trainkit.parallel.compiled import compiled
-from trainkit.parallel.expert import expert
-from trainkit.parallel.fsdp import fsdp
-from trainkit.parallel.recompute import recompute
-from trainkit.parallel.sequence import sequence
-from trainkit.parallel.tensor import tensor
+from trainkit.parallel.compiling import compiled
+from trainkit.parallel.experts import expert
+from trainkit.parallel.recomputing import recompute
+from trainkit.parallel.sequences import sequence
+from trainkit.parallel.sharding import fsdp
+from trainkit.parallel.tensors import tensor
 from trainkit.parallel.transforms import Transform
 from trainkit.sampling import rows_of_epochs
 from trainkit.testing.cases import Case, default_cases

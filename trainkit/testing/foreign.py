@@ -13,9 +13,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from trainkit.parallel.fsdp import fsdp
-from trainkit.parallel.recompute import recompute
-from trainkit.parallel.tensor import tensor
+from trainkit.parallel.recomputing import recompute
+from trainkit.parallel.sharding import fsdp
+from trainkit.parallel.tensors import tensor
 from trainkit.parallel.transforms import Transform
 from trainkit.testing.cases import Case
 

@@ -11,11 +11,11 @@ from torch import nn
 
 from trainkit.collectives import backends_of
 from trainkit.models.experts import ExpertMlp
-from trainkit.parallel.expert import dealt_layers
+from trainkit.parallel.dtypes import compute_dtype
+from trainkit.parallel.experts import dealt_layers
 from trainkit.parallel.fitting import problems, refuse
 from trainkit.parallel.naming import blocks_of
-from trainkit.parallel.precision import compute_dtype
-from trainkit.parallel.recompute import hide_hooks_
+from trainkit.parallel.recomputing import hide_hooks_
 from trainkit.parallel.reduction import (
     local_of,
     replicates,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch import nn
 
 from trainkit.parallel.naming import blocks_of
-from trainkit.parallel.recompute import refuse_by_cost
+from trainkit.parallel.recomputing import refuse_by_cost
 from trainkit.parallel.transforms import Transform
 from trainkit.types import ParallelState
 
