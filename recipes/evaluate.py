@@ -62,7 +62,7 @@ def library(trained, how):
     """
     whole = tk.corpora.open_library(trained.tokenizer)
     corpus, is_held = tk.corpora.hold_out(whole, one_in=40, piece=trained.context)
-    lengths, size = corpus.lengths * is_held, 128
+    lengths, size = corpus.lengths * is_held, min(128, trained.context)
     places = [
         (i, at) for at in range(0, 10 * size, size) for i in (lengths >= at + size).nonzero()[0]
     ]

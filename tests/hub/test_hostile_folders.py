@@ -153,6 +153,7 @@ def test_a_config_that_is_not_computed_is_refused(tmp_path, changes, match):
 
 
 LONG = {"type": "yarn", "short_factor": [1.0] * 8, "long_factor": [2] * 8}
+SHARP = {"type": "yarn", "factor": 1.0, "attention_factor": 1.3}
 FULL, SLIDING = "full_attention", "sliding_attention"
 MANY = [SLIDING, *[FULL] * 998, SLIDING]
 
@@ -193,6 +194,8 @@ MANY = [SLIDING, *[FULL] * 998, SLIDING]
         ("phi3", {"rope_scaling": LONG}, []),
         ("phi3", {"partial_rotary_factor": 0}, "partial_rotary_factor is 0, not above 0"),
         ("qwen3", {"rope_scaling": {"type": "yarn", "factor": 4.0}}, []),
+        ("qwen3", {"rope_scaling": SHARP}, "attention_factor is 1.3 with factor 1.0: want"),
+        ("qwen3", {"rope_scaling": SHARP | {"factor": 2, "attention_factor": 0.7}}, "is 0.7 with"),
         # Before anything is counted layer by layer, and none of all pairs of numbers is tried.
         ("gemma3_text", {"num_hidden_layers": 10**12}, "num_hidden_layers is 10+, not from 0"),
         ("gemma2", {"num_hidden_layers": 1000, "layer_types": MANY}, "follow no pattern"),

@@ -7,6 +7,7 @@ from hub.test_export_command import saved_run
 from recipe_runs import here, load, refusal, several
 
 from trainkit.evaluation import read_lines
+from trainkit.hub import open_trained
 from trainkit.models import Experts, decoder_config
 from trainkit.testing import run_ranks
 
@@ -140,8 +141,12 @@ def test_without_flags_it_takes_text_that_pretrain_holds_out(tmp_path, monkeypat
     for room in ("open", "library"):
         monkeypatch.setattr(f"trainkit.corpora.{room}.standard_library", lambda: tmp_path)
     saved_run(tmp_path / "runs" / "pretrain", CONFIG)
-    assert load("evaluate").main([]) is None
+    recipe = load("evaluate")
+    assert recipe.main([]) is None
     (out,) = (tmp_path / "runs" / "evaluate").iterdir()
     found = json.loads((out / "results.json").read_text())
     assert 10 < found["choices"]["questions"] <= 200
     assert found["perplexity"]["documents"] == found["choices"]["questions"]
+    short = open_trained(tmp_path / "runs" / "pretrain", context=40)  # whose endings fit, too
+    asked = recipe.library(short, recipe.how_of(recipe.Config(), short))
+    assert 10 < len(asked["choices"][0]) <= 200

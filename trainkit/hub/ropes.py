@@ -224,6 +224,9 @@ def _yarn(values: Mapping[str, Any], *, latent: bool) -> YarnScaling:
             raise ValueError(f"mscale {mscale} and mscale_all_dim {everywhere} must be equal")
         mscale = float(everywhere or 0)
     else:
+        if given < 1 or (given > 1 and not log):
+            want = "want at least 1, and 1 where nothing is stretched"
+            raise ValueError(f"attention_factor is {given} with factor {factor}: {want}")
         mscale = round((given - 1) / log, 12) if log else 0.0
     return YarnScaling(
         factor,
