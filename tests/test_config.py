@@ -14,6 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from trainkit.config import (
+    OptimOptions,
     RowOptions,
     RunConfig,
     changes_of,
@@ -406,6 +407,36 @@ def test_a_field_of_a_record_inside_is_a_flag_and_a_key_like_any_other(tmp_path)
     ):
         with pytest.raises(ConfigError, match=message):
             load_config(WithRows, argv)
+
+
+@attrs.frozen(kw_only=True)
+class WithOptimizer(RunConfig):
+    """Has an optimizer."""
+
+    optim: OptimOptions = OptimOptions()
+
+
+@pytest.mark.parametrize(
+    "argv",
+    [
+        ["--optimizer", "muon", "--storage", "bf16"],
+        ["--optimizer", "muon", "--moments", "8bit"],
+        ["--optimizer-groups", "head.* optimizer=muon", "--moments", "bf16"],
+    ],
+)
+def test_an_optimizer_that_cannot_keep_what_the_precision_says_is_refused(argv):
+    with pytest.raises(ConfigError, match=r"^muon cannot keep (parameters|moments) in"):
+        load_config(WithOptimizer, argv)
+    load_config(WithOptimizer, ["--optimizer", "lion", "--storage", "bf16", "--moments", "8bit"])
+
+
+@pytest.mark.parametrize("written", ["0.4", "4e-1", "'0.4'"])
+def test_a_fraction_to_keep_is_a_number_in_a_file(tmp_path, written):
+    file = write(tmp_path, f"recompute = {written}")
+    assert load_config(RunConfig, ["--config", file]).recompute == "0.4"
+    file = write(tmp_path, "recompute = 1.5")
+    with pytest.raises(ConfigError, match=r"recompute must be \"none\".*got '1.5'"):
+        load_config(RunConfig, ["--config", file])
 
 
 @attrs.frozen(kw_only=True)

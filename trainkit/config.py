@@ -115,6 +115,15 @@ def _known_optimizer(options: OptimOptions, _: object, __: object) -> None:
             raise ConfigError("optimizer_options: moments are told by --moments")
 
 
+def _kept_by_optimizer(config: RunConfig, _: object, precision: Precision) -> None:
+    """Refuse an optimizer that cannot keep what the precision says, which is another record's."""
+    options: OptimOptions | None = getattr(config, "optim", None)
+    if options and (precision.storage, precision.moments) != ("fp32", "fp32"):
+        from trainkit.optim.table import check_options  # noqa: PLC0415 -- it needs torch
+
+        check_options(**options.made, precision=precision)
+
+
 _not_negative = attrs.validators.optional(non_negative)
 
 
@@ -249,7 +258,7 @@ class RunConfig:
     keeping: Keeping = option(Keeping(), change="no fact")
     limits: Limits = option(Limits(), change="no fact")
     policy: Policy = option(Policy(), change="no fact")
-    precision: Precision = option(Precision(), change="asked")
+    precision: Precision = option(Precision(), _kept_by_optimizer, change="asked")
     numerics: Numerics = option(Numerics(), change="asked")
     layout: Layout = option(Layout(), change="free")
 
@@ -366,7 +375,8 @@ def load_config(
 
     Raises:
         ConfigError: A key or flag is unknown (the nearest is named), a value has the wrong type or
-            breaks its field's rule. All problems of a file are told at once.
+            breaks its field's rule, or the optimizer cannot keep what the precision says. All
+            problems of a file are told at once.
 
     Examples:
         >>> load_config(RunConfig, ["--steps", "20", "--out", "runs/try"]).steps
@@ -399,6 +409,7 @@ def load_config(
             reason = _reason(errors.getvalue())
             raise ConfigError(reason, where="command line", hint="see --help") from None
     _raise_all(_rule_problems(config), "command line")
+    attrs.validate(config)  # rules that compare records
     return config
 
 
@@ -582,7 +593,9 @@ def _converter() -> Callable[[Any, Any], Any]:
 
         return structure
 
-    for wanted, accepted in ((int, (int,)), (float, (int, float)), (str, (str,)), (bool, (bool,))):
+    # A fraction may stand for text: recompute = 0.4.
+    taken = {int: (int,), float: (int, float), str: (str, float), bool: (bool,)}
+    for wanted, accepted in taken.items():
         converter.register_structure_hook(wanted, scalar(*accepted))
     converter.register_structure_hook(Path, scalar(str))
 

@@ -1,3 +1,6 @@
+import copy
+import io
+
 import pytest
 import torch
 from torch import nn
@@ -5,7 +8,7 @@ from torch import nn
 import trainkit as tk
 from tests.whole_step import Layout, build, corpus, input_of, step_function
 from trainkit.checkpoint import save_checkpoint
-from trainkit.optim import make_optimizer
+from trainkit.optim import averaged, make_optimizer
 from trainkit.parallel import asleep
 from trainkit.parallel.reduction import local_of
 from trainkit.testing import run_ranks
@@ -75,9 +78,8 @@ def test_asleep_nothing_works_and_after_an_error_all_is_back(on_disk, tmp_path):
 
     def sleeper():
         with asleep([model], optimizer, to=to):
-            for work in (lambda: model(torch.ones(1, 3)), optimizer.step):
-                with pytest.raises(RuntimeError, match=r"a step: the state is asleep, 0\.weight"):
-                    work()
+            with pytest.raises(RuntimeError, match=r"a step: the state is asleep, 0\.weight"):
+                model(torch.ones(1, 3))
             state, ps = tk.TrainState(), tk.solo_parallel()
             with pytest.raises(RuntimeError, match="save: the state is asleep"):
                 save_checkpoint(tmp_path / "run", state, [model], optimizer, ps)
@@ -96,20 +98,42 @@ def test_asleep_nothing_works_and_after_an_error_all_is_back(on_disk, tmp_path):
     optimizer.step()
 
 
-@pytest.mark.parametrize("how", [{"offload": True}, {"optimizer": "lion"}])
-def test_asleep_no_optimizer_steps_whatever_it_brings_over_or_numpy_has_seen(how):
+def evaluate_the_mean(optimizer):
+    with averaged(optimizer):
+        pass
+
+
+@pytest.mark.parametrize("how", [{"offload": True}, {"optimizer": "lion"}, {"mean": 0.5}])
+def test_asleep_no_tensor_of_the_state_can_be_used(how):
     model = nn.Linear(3, 2)
+    model.register_buffer("table", torch.ones(2))
     optimizer = make_optimizer([model], lr=0.1, **how)
-    for _ in range(2):
-        model(torch.ones(1, 3)).sum().backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        want = [x.clone() for x in memory_of([model], optimizer)]
-        with asleep([model], optimizer):
-            for work in (lambda: model(torch.ones(1, 3)), optimizer.step):
-                with pytest.raises(RuntimeError, match=r"a step: the state is asleep"):
-                    work()
-        assert all(map(torch.equal, memory_of([model], optimizer), want))
+    model(torch.ones(1, 3)).sum().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    want = [x.clone() for x in memory_of([model], optimizer)]
+    moment = optimizer.state[model.weight]["exp_avg"]
+    with asleep([model], optimizer):
+        assert all(hasattr(x, "is_asleep") for x in (model.weight, model.table, moment))
+        for work in (
+            optimizer.step,
+            optimizer.zero_grad,
+            *([lambda: evaluate_the_mean(optimizer)] if "mean" in how else []),
+            lambda: tk.clip_and_step(model.parameters(), optimizer, lr=0.1, max_norm=1.0),
+            lambda: nn.functional.linear(torch.ones(1, 3), model.weight),
+            lambda: torch._foreach_norm([moment]),
+            lambda: torch.ones(2).copy_(model.table),
+            model.state_dict,
+            lambda: torch.save(optimizer.state_dict(), io.BytesIO()),
+            lambda: copy.deepcopy(model),
+            lambda: print(model.weight),
+            moment.numpy,
+            moment.tolist,
+        ):
+            with pytest.raises(RuntimeError, match="the state is asleep"):
+                work()
+    assert all(map(torch.equal, memory_of([model], optimizer), want))
+    assert (type(model.weight), type(moment)) == (nn.Parameter, torch.Tensor)
 
 
 def test_a_gradient_and_a_folder_that_takes_nothing_are_refused(tmp_path):

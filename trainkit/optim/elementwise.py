@@ -25,6 +25,7 @@ from trainkit.optim.storage import (
     Moments,
     Rounding,
     empty_moment,
+    is_in_blocks,
     read_moment,
     scale_name,
     up_of,
@@ -148,7 +149,8 @@ class Elementwise(torch.optim.Optimizer):
 
         Raises:
             TypeError: The rule has no such option.
-            ValueError: An option is out of range, or random rounding has no names to go by.
+            ValueError: An option is out of range, random rounding has no names to go by, or a
+                layout cuts a block of 8-bit moments.
         """
         name = type(self).__name__
         among(get_args(Moments), name, moments=moments)
@@ -171,6 +173,9 @@ class Elementwise(torch.optim.Optimizer):
                     f"{name}: stochastic rounding draws by the names of parameters; give them in "
                     "each group's `param_names`, as decay_groups does"
                 )
+            if {*self.moments} - {*self.copies}:
+                for p in group["params"]:
+                    is_in_blocks(p, group["moments"])
 
     @staticmethod
     def numbers(

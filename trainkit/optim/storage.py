@@ -58,24 +58,34 @@ def scale_name(name: str) -> str:
     return f"{name}_scale"
 
 
-def empty_moment(p: Tensor, name: str, kind: Moments) -> dict[str, Tensor]:
-    """Return a moment of zeros for a parameter, placed as it is, by the names it is kept under.
+def is_in_blocks(p: Tensor, kind: Moments) -> bool:
+    """Say whether moments of a parameter are kept in blocks of 8 bits.
 
     Raises:
-        ValueError: A block of 8-bit moments would lie on several ranks.
+        ValueError: One of them would lie on several ranks.
+
+    Examples:
+        >>> is_in_blocks(torch.ones(2, 512), "8bit"), is_in_blocks(torch.ones(2, 500), "8bit")
+        (True, False)
+    """
+    if kind != "8bit" or p.dim() < 2 or p.shape[-1] % BLOCK:
+        return False
+    if (part := box_of(p).local.shape[-1]) % BLOCK:
+        raise ValueError(
+            f"moments in 8 bits: rows of {p.shape[-1]} numbers are cut into parts of {part}, within"
+            f" blocks of {BLOCK}; cut them otherwise, or keep their moments in bf16"
+        )
+    return True
+
+
+def empty_moment(p: Tensor, name: str, kind: Moments) -> dict[str, Tensor]:
+    """Return a moment of zeros for a parameter, placed as it is, by the names it is kept under.
 
     Examples:
         >>> {x: tuple(m.shape) for x, m in empty_moment(torch.ones(2, 512), "m", "8bit").items()}
         {'m': (2, 512), 'm_scale': (2, 2)}
     """
-    length = p.shape[-1] if p.dim() else 1
-    in_blocks = kind == "8bit" and p.dim() > 1 and length % BLOCK == 0
-    if in_blocks and box_of(p).local.shape[-1] % BLOCK:
-        raise ValueError(
-            f"moments in 8 bits: rows of {length} numbers are cut into parts of "
-            f"{box_of(p).local.shape[-1]}, within blocks of {BLOCK}; cut them otherwise, or keep "
-            "their moments in bf16"
-        )
+    length, in_blocks = p.shape[-1] if p.dim() else 1, is_in_blocks(p, kind)
     kinds = {"bf16": torch.bfloat16, "8bit": torch.uint8} if in_blocks or kind == "bf16" else {}
     made = {name: empty_rows_like(p, length, kinds.get(kind, wide(p.dtype)))}
     if in_blocks:

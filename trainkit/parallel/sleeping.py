@@ -5,11 +5,13 @@ from __future__ import annotations
 import tempfile
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from functools import cache
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
+from torch.overrides import resolve_name
 from torch.utils._pytree import tree_iter
 
 from trainkit.parallel.naming import named_parameters_of
@@ -28,8 +30,10 @@ def asleep(
 
     For a sampler that shares the device, say. On leaving, by an error too, all is back bit for bit,
     in the same tensors: shards, views and what is tied stay what they are. Each rank does so for
-    itself. Inside, a forward pass, a step and a save are refused, and nothing else may touch these
-    tensors either: their memory is not there.
+    itself. Inside, a forward pass, a step and a save are refused, and so is whatever else asks one
+    of these tensors for anything, `averaged` and `print` too: their memory is not there. Torch asks
+    none of them in `torch.tensor(x)`, `torch.as_tensor(x)` and FSDP's `unshard`, which may end the
+    process.
 
     Args:
         stages: This rank's stages.
@@ -66,14 +70,23 @@ def asleep(
     for stage in stages:
         for _, module in reducers_of(stage).fsdp:
             module.reshard()  # what an evaluation has left gathered
-    found = _memory_of(stages, optimizer)
+    tensors = _tensors_of(stages, optimizer)
+    memory = [local_of(x.detach()).untyped_storage() for x in tensors]
+    found = [*{x.data_ptr(): x for x in memory if x.nbytes() and x.resizable()}.values()]
     if to == "host":
         found = [x for x in found if x.device.type != "cpu"] or found
     with ExitStack() as stack:
         back = _to_host(found) if to == "host" else _to_disk(found, Path(to), stack)
         sizes = [x.nbytes() for x in found]
         stack.callback(_wake, found, sizes, back)
-        _refuse_work(stages, optimizer, stack)
+        for stage in stages:  # before FSDP's own hook, which would begin to gather
+            hook = stage.register_forward_pre_hook(
+                lambda *_: check_awake(stages, by="a step"), prepend=True
+            )
+            stack.callback(hook.remove)
+        for x in tensors:
+            stack.callback(setattr, x, "__class__", type(x))
+            x.__class__ = _refusing(type(x))
         for x in found:
             x.resize_(0)
         if any(x.device.type == "cuda" for x in found):
@@ -91,22 +104,37 @@ def check_awake(stages: Iterable[nn.Module], *, by: str) -> None:
         >>> check_awake([nn.Linear(1, 1)], by="save_checkpoint")
     """
     for name, p in named_parameters_of(stages).items():
-        local = local_of(p.detach())
-        if local.numel() and not local.untyped_storage().nbytes():
+        if hasattr(p, "is_asleep"):
             raise RuntimeError(
                 f"{by}: the state is asleep, {name} is not in memory; leave the block of "
                 "parallel.asleep first"
             )
 
 
-def _memory_of(
-    stages: Iterable[nn.Module], optimizer: torch.optim.Optimizer
-) -> list[torch.UntypedStorage]:
-    """Return what holds the tensors of a state, each once, as far as it can be freed."""
+@torch.no_grad()
+def _tensors_of(stages: Iterable[nn.Module], optimizer: torch.optim.Optimizer) -> list[Tensor]:
+    """Return the tensors of a state, and the parts of them that this rank has, each once."""
     held: list[Any] = [x for stage in stages for x in (*stage.parameters(), *stage.buffers())]
     held += tree_iter([*optimizer.state.values()])
-    memory = [local_of(x.detach()).untyped_storage() for x in held if isinstance(x, Tensor)]
-    return [*{x.data_ptr(): x for x in memory if x.nbytes() and x.resizable()}.values()]
+    found = [x for x in held if isinstance(x, Tensor)]
+    return [*{id(x): x for x in (*found, *map(local_of, found))}.values()]
+
+
+@cache
+def _refusing(kind: Any) -> Any:
+    """Return a kind of tensor that may stand for another, and that no operation takes."""
+
+    class Asleep(kind):
+        is_asleep = True
+
+        @classmethod
+        def __torch_function__(cls, func: Any, *_: Any) -> Any:
+            raise RuntimeError(
+                f"{resolve_name(func) or 'an operation'}: the state is asleep, and this tensor of "
+                "it is not in memory; leave the block of parallel.asleep first"
+            )
+
+    return Asleep
 
 
 def _flat(memory: torch.UntypedStorage) -> Tensor:
@@ -149,23 +177,3 @@ def _wake(
     for number, (x, size) in enumerate(zip(found, sizes, strict=True)):
         x.resize_(size)
         _flat(x).copy_(back(number))
-
-
-def _refuse_work(
-    stages: Iterable[nn.Module], optimizer: torch.optim.Optimizer, stack: ExitStack
-) -> None:
-    """Let a forward pass and a step raise: without memory they would end the process."""
-
-    def refuse(*_: Any) -> None:
-        check_awake(stages, by="a step")
-        # Memory that may not be resized is there, but not all of the state.
-        raise RuntimeError("a step: the state is asleep; leave the block of parallel.asleep first")
-
-    for stage in stages:
-        # Before FSDP's own hook, which would gather.
-        stack.callback(stage.register_forward_pre_hook(refuse, prepend=True).remove)
-    stack.callback(optimizer.register_step_pre_hook(refuse).remove)
-    own = vars(optimizer)
-    if "step" in own:  # that of offload_state_, which copies before it comes to the hook
-        stack.callback(own.update, step=own["step"])
-        own["step"] = refuse
