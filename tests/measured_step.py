@@ -20,7 +20,7 @@ from trainkit.losses import next_token, next_token_linear, routed
 from trainkit.mesh import solo_parallel
 from trainkit.models import Decoder, call_model, call_routed, init_weights
 from trainkit.optim import make_optimizer
-from trainkit.parallel import DTYPES, expert, fsdp, offload, precision, recompute
+from trainkit.parallel import DTYPES, cost, expert, fsdp, offload, precision, recompute
 from trainkit.parallel.sequences import sequence
 from trainkit.parallel.tensors import tensor
 from trainkit.testing.ledger import count_collectives
@@ -85,24 +85,35 @@ class Measured:
     optimizer: int
     peak: int
     ledger: object = None
+    moved: int = 0  # activations that went to the host
 
 
-def in_bytes(x):
-    """Copy memory to where no tensor is, which stands for a host: what `offload` takes."""
-    kept = bytes(memoryview(x.numpy()))
-    return lambda: lambda: torch.frombuffer(bytearray(kept), dtype=torch.uint8).clone()
+class Host:
+    """Copies memory to where no tensor is, as `offload` asks for; notes how much."""
+
+    def __init__(self):
+        self.size = 0
+
+    def __call__(self, x):
+        kept = bytes(memoryview(x.numpy()))
+        self.size += len(kept)
+        return lambda: lambda: torch.frombuffer(bytearray(kept), dtype=torch.uint8).clone()
 
 
-def step_of(job, layout, ps, *, in_backward=False, budget=None):
+HOST = Host()
+
+
+def step_of(job, layout, ps, *, in_backward=False):
     """Return a model, its optimizer, and the two halves of a step in a job's way of computing.
 
-    With `in_backward` the first is all of it; beyond `budget` bytes of activations are elsewhere.
+    With `in_backward` the first is all of it.
     """
     kept = {"storage": DTYPES[job.precision.storage]}
     plain = job.precision == Precision(compute="fp32")
     low = precision(None if plain else DTYPES[job.precision.compute], **kept)
     head = "hidden" if job.loss == "linear" else "logits"
-    away = [] if budget is None else [offload(budget=budget, store=in_bytes)]
+    budget = job.offload_activations
+    away = [] if budget is None else [offload(budget=budget, store=HOST)]
     rest = sequence(), expert(), low, recompute(job.recompute), *away, fsdp(layout)
     plan = [*job.begins, tensor(), *rest]
     stages = tk.build_stages(
@@ -116,6 +127,7 @@ def step_of(job, layout, ps, *, in_backward=False, budget=None):
         apply_freeze_(stages, job.frozen)
     params = tk.parameters_of(stages)
     how = {"options": job.optimizer_options, "offload": job.offload_optimizer}
+    how["mean"] = 0.9 if job.mean else None
     optimizer = make_optimizer(stages, lr=1e-3, optimizer=job.optimizer, axis=ps.pp, **how)
     rows = job.rows // ps.dp.count
     whole = make_batch(job.config, job.microbatch, job.row_length, job.documents)
@@ -141,6 +153,11 @@ def step_of(job, layout, ps, *, in_backward=False, budget=None):
         )
         with stepping(lr=1e-3, microbatches=len(microbatches)) if in_backward else nullcontext():
             run(microbatches, denominator=denominator)
+
+    if job.recompute.startswith("0"):  # blocks choose in their first pass, and never again
+        backward()
+        for p in params:
+            p.grad = None
 
     def finish():
         tk.clip_and_step(params, optimizer, lr=1e-3, max_norm=1.0, axis=ps.pp)
@@ -213,6 +230,23 @@ def measure_all(jobs):
     return found
 
 
+def results_made(job, layout, ps):
+    """Return (group, number, inner width, bytes) of what blocks could keep, for each block."""
+    found = []
+
+    def note(results, room):
+        found.append(
+            [(x.group, x.number, x.group == "products" and x.inner, x.size) for x in results]
+        )
+        return cost_fitting(results, room)
+
+    cost_fitting = cost.fitting
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(cost, "fitting", note)
+        step_of(attrs.evolve(job, recompute="0.4"), layout, ps)
+    return found
+
+
 class DeviceCount(StorageCount):
     """Counts storages, and says afterwards what their peak was without some of them."""
 
@@ -265,6 +299,7 @@ def measure_choices(job, layout, ps, **how):
     """
     stages, optimizer, backward, finish = step_of(job, layout, ps, **how)
     params, state = tk.parameters_of(stages), first_state(optimizer, finish)
+    HOST.size = 0
 
     def reduced():
         backward()
@@ -287,7 +322,8 @@ def measure_choices(job, layout, ps, **how):
         held.clear()
         finish()
     peak = peak if layout.cpu_offload else counter.peak
-    return Measured(local_bytes(params), gradients, local_bytes(state), peak, ledger)
+    own = local_bytes(params), gradients, local_bytes(state)
+    return Measured(*own, peak, ledger, HOST.size)
 
 
 def measure_all_choices(jobs):

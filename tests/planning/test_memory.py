@@ -9,14 +9,18 @@ import attrs
 import pytest
 import torch
 from every_pair import ONLY_ALL, WITH_ALL
-from measured_step import measure, measure_all, measure_all_choices
+from measured_step import measure, measure_all, measure_all_choices, measure_choices, results_made
 
+import trainkit as tk
 from trainkit.adapters import Freeze, Lora, effective_freeze, lora, quantized, shards_bytes
+from trainkit.mesh import solo_parallel
 from trainkit.models import DecoderConfig, Experts, Latents, build_decoder
 from trainkit.models.config import parameter_shapes
 from trainkit.optim import make_optimizer
 from trainkit.planning import Job, memory_of, traffic_of
+from trainkit.planning.activations import results_of
 from trainkit.testing import run_ranks
+from trainkit.testing.builtin import GPT_LIKE, OLMO_LIKE
 from trainkit.types import Layout, Precision
 
 CONFIG = DecoderConfig(vocab_size=600, width=64, layers=2, heads=4, kv_heads=4, mlp_width=192)
@@ -99,6 +103,13 @@ SOLO = {
     "fine experts": fine(),
     "fine experts, selective": fine(recompute="selective"),
     "fine experts, full": fine(recompute="full"),
+    "fine experts, three tenths": fine(recompute="0.3"),
+    "attention and every second product": long(
+        config(vocab_size=64, layers=6), recompute="attention+products/2"
+    ),
+    "products": long(config(vocab_size=64, layers=6), recompute="products"),
+    "a fifth": long(config(vocab_size=64, layers=6), recompute="0.2"),
+    "a mean of the weights": job(config(layers=4, vocab_size=2_000), mean=True),
     "wide experts": wide(),
     "wide experts, selective": wide(recompute="selective"),
     "wide experts, full": wide(recompute="full"),
@@ -116,6 +127,7 @@ SOLO = {
     "latents": long(latent()),
     "latents, selective": long(latent(), recompute="selective"),
     "latents, full": long(latent(), recompute="full"),
+    "latents, products": long(latent(layers=6), recompute="products"),
     "latents, bf16": long(latent(), precision=BF16),
     "latents, none of queries": long(latent({"query_rank": None})),
     "latents, wide values": long(latent({"values": 32})),
@@ -145,6 +157,9 @@ BESIDE = {  # what others of these show as well, each in two
     "experts",
     "fine experts",
     "fine experts, full",
+    "latents, products",
+    "products",
+    "a fifth",
     "wide experts",
     "wide experts, selective",
     "wide experts, bf16",
@@ -166,6 +181,87 @@ def test_the_peak_of_one_process_is_the_measured_one(name):
     assert found.gradients == planned.gradients
     assert found.optimizer == planned.optimizer
     assert found.ledger.rows == ()
+
+
+DEEP = config(vocab_size=64, layers=6)
+MOVED = {
+    "a quarter stays": long(DEEP, rows=2, offload_activations=3 * 2**20),
+    "less than is used at once": long(DEEP, row_length=1_024, offload_activations=0),
+    "inputs of blocks": long(DEEP, row_length=1_024, recompute="full", offload_activations=2**18),
+    "latents": long(latent(layers=6), row_length=2_048, offload_activations=2**23),
+    "bf16": long(DEEP, row_length=1_024, precision=BF16, offload_activations=2**21),
+}
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(x, marks=ONLY_ALL if x in ("latents", "bf16") else ()) for x in MOVED]
+)
+def test_activations_on_the_device_and_on_the_host_are_the_measured_ones(name):
+    asked = MOVED[name]
+    found = measure_choices(asked, Layout(), solo_parallel())
+    planned = memory_of(asked, Layout(), fused_norms=False)
+    assert planned.peak == pytest.approx(found.peak, rel=0.05)
+    microbatches = asked.rows // asked.microbatch
+    assert planned.host == pytest.approx(found.moved / microbatches, rel=0.05)
+    assert planned.between == found.parameters + found.optimizer
+    stays = memory_of(attrs.evolve(asked, offload_activations=None), Layout(), fused_norms=False)
+    assert stays.peak > planned.peak
+
+
+@pytest.mark.parametrize(
+    "asked",
+    [
+        many_words(rows=1, recompute="full"),
+        many_words(rows=2, tied=True),
+        pytest.param(many_words(rows=1), marks=ONLY_ALL),
+        pytest.param(job(config(vocab_size=64, layers=8, width=128), rows=1), marks=ONLY_ALL),
+    ],
+)
+def test_gradients_of_a_step_in_backward_are_there_one_by_one(asked):
+    found = measure_choices(asked, Layout(), solo_parallel(), in_backward=True)
+    planned = memory_of(asked, Layout(), fused_norms=False, in_backward=True)
+    assert planned.peak == pytest.approx(found.peak, rel=0.05)
+
+
+MADE = {
+    "plain": (CONFIG, Layout()),
+    "experts after a dense layer, a shared one": (routed(shared=64, first=1), Layout()),
+    "latents": (latent(), Layout()),
+    "latents, none of queries": (latent({"query_rank": None}), Layout()),
+    "normed after": (attrs.evolve(OLMO_LIKE, sliding=None), Layout()),
+    "no gate": (attrs.evolve(GPT_LIKE, dropout=0.0), Layout()),
+    "over tp": (routed(shared=64, first=1), Layout(tp=2)),
+    "latents over tp": (latent(), Layout(tp=2)),
+    "over ulysses, dealt": (routed(), Layout(ulysses=2, ep=2)),
+}
+
+
+def assert_results(found, config, layout):
+    """Compare what blocks make with the plan; rows of experts come as they come.
+
+    How many come is exchanged too, a few numbers.
+    """
+    of = job(config, row_length=64, rows=2)
+    tokens = of.row_length // layout.count("sp")
+    for number, every in enumerate(found):
+        made = [x for x in every if x[3] > 512]
+        planned = results_of(of, layout, experts=number in config.expert_layers)
+        assert [x[:3] for x in made] == [(x.group, x.number, x.inner) for x in planned]
+        slack = 0.3 if layout.ep > 1 else 0
+        sizes = [x.size * tokens for x in planned]
+        assert [x[3] for x in made] == pytest.approx(sizes, rel=slack, abs=0)
+
+
+@pytest.mark.parametrize("name", [x for x, (_, layout) in MADE.items() if layout.world == 1])
+def test_the_results_that_can_be_kept_are_those_that_a_block_makes(name):
+    asked, layout = MADE[name]
+    assert_results(results_made(job(asked), layout, solo_parallel()), asked, layout)
+
+
+def test_a_mean_that_there_is_anyway_is_counted_once():
+    free = job(optimizer="schedule-free")
+    kept = memory_of(attrs.evolve(free, mean=True), Layout())
+    assert kept == memory_of(free, Layout())
 
 
 FROZEN = {
@@ -199,6 +295,25 @@ def test_a_copy_that_a_norm_keeps_is_seen():
 
 # -------------------------------------------------------------------------------- two ranks
 
+MADE_BESIDE = [x for x, (_, layout) in MADE.items() if layout.world == 2]
+
+
+def results_of_two(names):
+    found = []
+    for name in names:
+        asked, layout = MADE[name]
+        with tk.parallel_session(layout) as ps:
+            found.append(results_made(job(asked), layout, ps))
+    return found
+
+
+@pytest.mark.only_all
+def test_the_results_that_can_be_kept_in_a_layout_are_those_that_a_block_makes():
+    for found in run_ranks(results_of_two, 2, MADE_BESIDE, timeout=100):
+        for name, made in zip(MADE_BESIDE, found, strict=True):
+            assert_results(made, *MADE[name])
+
+
 SHARED = routed(shared=32, first=1)
 RANKS = [
     (Layout(dp_shard=2, reduce="each"), job(rows=4, recompute="full")),
@@ -215,7 +330,7 @@ RANKS = [
     ),
     (Layout(ring=2, ep=2), job(SHARED, row_length=128, precision=BF16, recompute="full")),
     (Layout(tp=2), long(latent(experts=SHARED.experts), row_length=128, recompute="selective")),
-    (Layout(ulysses=2), long(latent(), row_length=256, recompute="selective")),
+    (Layout(ulysses=2), long(latent(), row_length=256, recompute="attention+products/2")),
 ]
 if shards_bytes():
     RANKS.append((Layout(dp_shard=2), adapted(rows=4, recompute="full")))
@@ -234,10 +349,15 @@ RANKS_BESIDE = [
     (Layout(tp=2), job(latent({"query_rank": None}), row_length=128, recompute="full")),
     (Layout(ring=2), job(latent(layers=4), row_length=256)),
     (Layout(tp=2), adapted()),
+    (Layout(ring=2), long(DEEP, recompute="attention")),
+    (Layout(tp=2), long(DEEP, recompute="products/2")),
+    (Layout(dp_shard=2, ep=2), job(routed(), row_length=128, rows=4, recompute="attention")),
+    (Layout(dp_shard=2), job(rows=4, mean=True)),
 ]
 if shards_bytes():
     RANKS_BESIDE.append((Layout(dp_shard=2, ep=2), adapted(model=routed(), rows=4, precision=BF16)))
 CHOICES = [
+    (Layout(dp_shard=2), long(DEEP, rows=2, precision=BF16, recompute="0.4")),
     (Layout(ring=2, fold_sp="none"), job(row_length=128)),
     (Layout(ulysses=2, fold_sp="ring"), job(config(vocab_size=5_000), row_length=128)),
     (Layout(dp_shard=2, cpu_offload=True, reduce="each"), job(rows=4, recompute="full")),
@@ -249,6 +369,8 @@ CHOICES = [
     ),
 ]
 CHOICES_BESIDE = [
+    (Layout(ulysses=2), long(DEEP, recompute="0.4")),
+    (Layout(dp_shard=2, ep=2), job(routed(), row_length=128, rows=4, recompute="0.3")),
     (Layout(dp_shard=2, cpu_offload=True), job(rows=4)),
     (Layout(dp_shard=2, cpu_offload=True), job(config(layers=8), recompute="full")),
     (Layout(dp_replicate=2, cpu_offload=True), job()),
@@ -258,6 +380,7 @@ CHOICES_BESIDE = [
     (Layout(dp_shard=2, ends_apart=True, reduce="each"), many_words(width=32, rows=4)),
     (Layout(dp_shard=2), job(rows=4, offload_optimizer=True)),
     (Layout(dp_shard=2), job(config(layers=8), rows=2, recompute="full", offload_optimizer=True)),
+    (Layout(dp_shard=2), long(DEEP, rows=2, offload_activations=2**20)),
 ]
 EVERY = [*RANKS, *CHOICES, *RANKS_BESIDE, *CHOICES_BESIDE]
 CASES = [
@@ -289,7 +412,8 @@ def test_the_peak_of_two_ranks_is_the_measured_one(measured, case):
     assert found.optimizer == planned.optimizer
     on_host = found.parameters + found.gradients + found.optimizer
     state = found.optimizer if asked.offload_optimizer else 0
-    assert planned.host == (on_host if layout.cpu_offload else state)
+    of_state = on_host if layout.cpu_offload else state
+    assert planned.host - of_state == pytest.approx(found.moved, rel=0.05)
 
 
 @pytest.mark.parametrize("case", CASES)

@@ -19,17 +19,25 @@ from trainkit.parallel.reduction import local_of
 Keeps = Callable[[str, int], bool]
 """`keeps(group, number)`: whether the result of this operator of a group is kept."""
 _ORDER = ("exchanges", "attention", "products")
-_WHOLE = -1
+WHOLE = -1
+"""The number of a result of a group that is kept as a whole, or not at all."""
 
 
 @attrs.frozen
-class _Result:
-    """The result of an operator: of its group the number-th, with the inner width of a product."""
+class Result:
+    """The result of an operator: of its group the number-th, with the inner width of a product.
+
+    Args:
+        group: "products", "attention" or "exchanges".
+        number: Of a product, among the products of its block; of others `WHOLE`.
+        inner: The width that a product sums over.
+        size: Bytes.
+    """
 
     group: str
     number: int
-    inner: int
-    size: int
+    inner: float
+    size: float
 
 
 class Priced(TorchDispatchMode):
@@ -38,7 +46,7 @@ class Priced(TorchDispatchMode):
     def __init__(self, groups: Mapping[Any, str]) -> None:
         super().__init__()
         self.groups, self.seen = groups, Counter[str]()
-        self.found: list[tuple[_Result, int]] = []
+        self.found: list[tuple[Result, int]] = []
         self.saved: list[Tensor] = []
 
     def save(self, x: Tensor) -> None:
@@ -52,8 +60,8 @@ class Priced(TorchDispatchMode):
             # (matrix, matrix) or (bias, matrix, matrix); of attention queries, which nobody reads
             inner = args[func.overloadpacket is torch.ops.aten.addmm].shape[-1]
             size = _bytes_of(x for x in tree_iter(out) if isinstance(x, Tensor))
-            number = self.seen[group] if group == "products" else _WHOLE
-            self.found.append((_Result(group, number, inner, size), len(self.saved)))
+            number = self.seen[group] if group == "products" else WHOLE
+            self.found.append((Result(group, number, inner, size), len(self.saved)))
             self.seen[group] += 1
         return out
 
@@ -109,22 +117,29 @@ def choose(
     others = [local_of(x) for x in given if not x.requires_grad]
     whole = _bytes_of(priced.saved, without=[*weights, *others])
     needed = [result for result, before in priced.found if before < len(priced.saved)]
-    return partial(_is_chosen, _filled(needed, budget * whole - _bytes_of(own)))
+    return fitting(needed, budget * whole - _bytes_of(own))
 
 
-def _filled(results: Iterable[_Result], room: float) -> frozenset[tuple[str, int]]:
-    """Return the results that fit, the dearest first, as group and number."""
-    sizes, inner = Counter[tuple[str, int]](), dict[tuple[str, int], int]()
+def fitting(results: Iterable[Result], room: float) -> Keeps:
+    """Return which results are kept where there is room for so many bytes, the dearest first.
+
+    Examples:
+        >>> keeps = fitting([Result("products", i, inner, 4) for i, inner in enumerate((1, 2))], 6)
+        >>> keeps("products", 0), keeps("products", 1)
+        (False, True)
+    """
+    sizes, inner = dict[tuple[str, int], float](), dict[tuple[str, int], float]()
     for result in results:
-        sizes[result.group, result.number] += result.size
-        inner[result.group, result.number] = result.inner
+        key = result.group, result.number
+        sizes[key] = sizes.get(key, 0) + result.size
+        inner[key] = result.inner
     kept = set()
     for key in sorted(sizes, key=lambda key: (_ORDER.index(key[0]), -inner[key], key[1])):
         if key[0] == "exchanges" or sizes[key] <= room:
             kept.add(key)
             room -= sizes[key]
-    return frozenset(kept)
+    return partial(_is_chosen, frozenset(kept))
 
 
 def _is_chosen(chosen: frozenset[tuple[str, int]], group: str, number: int) -> bool:
-    return (group, number if group == "products" else _WHOLE) in chosen
+    return (group, number if group == "products" else WHOLE) in chosen

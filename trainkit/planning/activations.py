@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import attrs
 
 from trainkit.models.config import DecoderConfig
+from trainkit.parallel.cost import WHOLE, Result, fitting
+from trainkit.parallel.recompute import read_mode
 from trainkit.planning.jobs import FP32, Job
 from trainkit.types import Layout
 
@@ -18,10 +22,16 @@ class Block:
     Args:
         kept: What waits for backward.
         backward: What exists at the worst moment of its backward, with what is computed again.
+        movable: What of `kept` may lie in host memory meanwhile; see `parallel.offload`.
+        used: What of it backward needs at once, whatever may stay: three for two gradients.
+        again: Which part of its products, and of attention, backward computes again.
     """
 
     kept: int
     backward: int
+    movable: int
+    used: int
+    again: tuple[float, float]
 
 
 def block_activations(
@@ -36,9 +46,8 @@ def block_activations(
     the input of both norms, the normed copy (only where a norm is not one kernel, which then keeps
     both in fp32) and the output of both; rotated queries, keys, values, and attention's output;
     gate, silu(gate), up and their product; attention's log-sum-exp, one fp32 number per head.
-    `selective` keeps the results of the matrix products and of attention and the block's input, 2 D
-    + 2 Q + 2 K + 2 F + H, where every step of a ring counts as an attention; D more where a norm
-    follows the MLP, which asks for its last result; `full` the input, D.
+    Recomputation keeps the block's input, D, and results of operators: those of the groups that it
+    names, or what fits into a fraction of all of the above. See `results_of`.
     Backward computes the rest again, one block at a time. Tensor parallelism divides all but two D,
     the gathered inputs of attention and MLP. Ulysses keeps attention's output a second time,
     exchanged back.
@@ -46,8 +55,8 @@ def block_activations(
     Latent attention has in place of D + 2 Q + 2 K, for R and C columns of latents of queries, and
     of keys and values, D + 2 R + 2 C and what attention is given and gives; where heads of values
     are narrower, kernels fill them up, so that this is 4 Q for equal numbers of heads, and O for
-    the O columns of the output that are cut from it. Tensor parallelism gathers normed latents and
-    divides D. `selective` keeps in place of D + 2 Q + 2 K all results of products.
+    the O columns of the outputTensor parallelism gathers normed latents and
+    divides D.
 
     The worst moment of backward is the product of the MLP: two gradients of F and the incoming one
     of D besides all that is kept; or, where heads are wider than the MLP, attention, when what the
@@ -61,11 +70,10 @@ def block_activations(
     the normed input, rows in the order of experts and their outputs, and for each row as much as an
     MLP keeps; and in numbers of 4 bytes 2 E + 8 k + 4: logits and scores, choices, their weights,
     two orders of them (over ep also 4 k, two orders of what comes). In bf16 the router reads an
-    input of its own, in fp32. `selective` keeps k (D + 2 F) + D + 2 S, D more with a shared one,
-    and E; over ep also the rows that have come there and back, 2 k D. Rows are taken to be balanced
-    over ep: as many come as go. Backward holds, beside the incoming D and the gradients of E, k D
-    more, or gradients of the product as in an MLP if these are larger; a forward pass that is
-    repeated has its result beside. Tensor parallelism divides all of this, by tokens.
+    input of its own, in fp32. All recomputation keeps the choices, 2 k of these. Rows are taken to
+    be balanced over ep: as many come as go. Backward holds, beside the incoming D and the gradients
+    of E, k D more, or gradients of the product as in an MLP if these are larger; a forward pass
+    that is repeated has its result beside. Tensor parallelism divides all of this, by tokens.
 
     The counting follows Korthikanti et al., "Reducing activation recomputation in large transformer
     models" (2022), section 4, for their block of LayerNorm, GELU and dropout.
@@ -78,28 +86,61 @@ def block_activations(
         >>> block_activations(job, Layout(), fused_norms=True).kept / 400  # 8 D + 4 F + H + 2
         2566.0
     """
-    config, item, tp = job.config, job.itemsize, layout.tp
-    tokens = tokens_per_microbatch(job, layout)
-    split = config.width / tp  # between the blocks, whose tokens tensor parallelism divides
-    first = _of_latents if config.latents is not None else _of_attention
-    first = first(job, layout, fused_norms)
-    half = _of_experts(job, layout) if experts else _of_mlp(config, tp)
-    numbers = first.numbers + 2 / tp + half.numbers  # fp32, also a root mean square per norm
+    item, tokens = job.itemsize, tokens_per_microbatch(job, layout)
+    first, half = _halves(job, layout, fused_norms, experts=experts)
+    split = job.config.width / layout.tp  # between the blocks, whose tokens tp divides
+    numbers = first.numbers + 2 / layout.tp + half.numbers  # also a root mean square per norm
     norms = 2 * split * _of_norm(job, fused_norms)
     everything = norms + first.kept + half.kept
-    kept, numbers_kept = {
-        "none": (everything, numbers),
-        "selective": (
-            split + first.products + half.products,
-            first.scores + half.scores + half.choices,
-        ),
-        "full": (split, half.choices),
-    }[job.recompute]
     worst = max(everything + half.beside, norms / 2 + first.kept + first.beside)
+    whole, given = everything * item + numbers * FP32, split * item
+    results, mode = _numbered(first, half), read_mode(job.recompute)
+    held, movable, left = whole, whole, list[Result]()
+    if mode is not None:
+        keeps = mode if mode.budget is None else fitting(results, mode.budget * whole - given)
+        left = [x for x in results if not keeps(x.group, x.number)]
+        held = (
+            given + half.choices * FP32 + sum(x.size for x in results) - sum(x.size for x in left)
+        )
+        movable = given
     return Block(
-        kept=round(tokens * (kept * item + numbers_kept * FP32)),
+        kept=round(tokens * held),
         backward=round(tokens * (worst * item + numbers * FP32)),
+        movable=round(tokens * movable),
+        used=round(tokens * min(movable, 1.5 * (half.beside - split) * item)),
+        again=(
+            _operations(left) / _operations(results),
+            float("attention" in {x.group for x in left}),
+        ),
     )
+
+
+def _operations(results: Sequence[Result]) -> float:
+    return sum(x.inner * x.size for x in results)
+
+
+def results_of(job: Job, layout: Layout, *, experts: bool = False) -> list[Result]:
+    """Return the results of a block that recomputation can keep, in the order that it makes them.
+
+    Sizes are bytes of a token. Products with matrices, the last one only where more than a sum asks
+    for it; attention, and each step of a ring is one; and what comes from ranks of ep and goes
+    back.
+
+    Examples:
+        >>> from trainkit.models.sizes import decoder_config
+        >>> job = Job(config=decoder_config("tiny"), row_length=100, rows=1)
+        >>> [(x.group, x.inner) for x in results_of(job, Layout())][2:5]
+        [('products', 128), ('attention', 0), ('products', 128.0)]
+    """
+    return _numbered(*_halves(job, layout, fused_norms=True, experts=experts))
+
+
+def _numbered(first: _Half, half: _Half) -> list[Result]:
+    results = [*first.results, *half.results]
+    products = [i for i, x in enumerate(results) if x.group == "products"]
+    for number, i in enumerate(products):
+        results[i] = attrs.evolve(results[i], number=number)
+    return results
 
 
 @attrs.frozen
@@ -108,39 +149,53 @@ class _Half:
 
     Args:
         kept: What waits for backward without recomputation, without the input of the norm.
-        products: Results of matrix products.
+        results: What recomputation can keep, in bytes.
         beside: Gradients at the worst moment of backward.
         numbers: What is kept in fp32.
-        scores: The part of them that are results of matrix products.
         choices: What is on the tape of a forward pass that is repeated.
     """
 
     kept: float
-    products: float
+    results: Sequence[Result]
     beside: float
     numbers: float = 0.0
-    scores: float = 0.0
     choices: float = 0.0
 
 
+def _halves(job: Job, layout: Layout, fused_norms: bool, *, experts: bool) -> tuple[_Half, _Half]:
+    of = _of_latents if job.config.latents is not None else _of_attention
+    rest = _of_experts(job, layout) if experts else _of_mlp(job, layout.tp)
+    return of(job, layout, fused_norms), rest
+
+
+def _products(item: float, *shapes: tuple[float, float]) -> list[Result]:
+    """Return the results of products by (inner width, columns)."""
+    return [Result("products", WHOLE, inner, columns * item) for inner, columns in shapes]
+
+
+def _attended(job: Job, layout: Layout, columns: float) -> list[Result]:
+    heads = job.config.heads // layout.tp
+    return [Result("attention", WHOLE, 0, columns * job.itemsize + heads * FP32)] * layout.ring
+
+
 def _of_attention(job: Job, layout: Layout, fused_norms: bool) -> _Half:
-    config, tp = job.config, layout.tp
+    config, tp, item = job.config, layout.tp, job.itemsize
     d, heads, kv_heads = config.width, config.heads // tp, config.kv_heads // tp
     q, k, *_ = attention_widths(config, layout)
     kept = d + 2 * q + 2 * k + (q if _output_is_copied(job, layout, fused_norms) else 0)
     if config.qk_norm:
         kept += _of_norm(job, fused_norms) * (q + kv_heads * config.head_size)
+    made = _products(item, (d, q), *[(d, kv_heads * config.head_size)] * 2)
     return _Half(
         kept=kept,
-        products=d + (1 + layout.ring) * q + 2 * k,
+        results=[*made, *_attended(job, layout, q), *_products(item, (q, d))],
         beside=d / tp + 2 * q + 2 * k,
         numbers=heads + bool(config.qk_norm) * (heads + kv_heads),
-        scores=heads,
     )
 
 
 def _of_latents(job: Job, layout: Layout, fused_norms: bool) -> _Half:
-    config, tp, made = job.config, layout.tp, job.config.latents
+    config, tp, made, item = job.config, layout.tp, job.config.latents, job.itemsize
     assert made is not None
     d, heads, copies = config.width, config.heads // tp, _of_norm(job, fused_norms)
     q, k, v, out = attention_widths(config, layout)
@@ -151,40 +206,52 @@ def _of_latents(job: Job, layout: Layout, fused_norms: bool) -> _Half:
     values = max(v, wide) if filled else made_of if layout.ulysses == 1 else v
     exchanged = v * filled * (layout.ulysses > 1)
     again = out * (cut or _output_is_copied(job, layout, fused_norms))
-    queries = (made.query_rank or 0) * (1 + copies / tp) or d * (tp > 1)
+    rank = made.query_rank or 0
+    queries = rank * (1 + copies / tp) or d * (tp > 1)
     latents = queries + made.kv_rank * (1 + copies / tp)
     kernel = max(q, wide) + max(k, wide) + values + max(out, wide)  # and as many gradients
-    narrow = ((made.query_rank or 0) + made.kv_rank + made.rotary) / tp
+    of_queries = [(d, rank / tp), (rank, q)] if rank else [(d, q)]
+    of_keys = (d, made.kv_rank / tp), (made.kv_rank, made_of), (d, made.rotary / tp)
     return _Half(
         kept=d / tp + latents + kernel + exchanged + again,
-        products=d + narrow + q + made_of + layout.ring * max(q, out),
+        results=[
+            *_products(item, *of_queries, *of_keys),
+            *_attended(job, layout, max(q, out)),
+            *_products(item, (out, d)),
+        ],
         beside=d / tp + kernel - again,
-        numbers=heads + (1 + (made.query_rank is not None)) / tp,
-        scores=heads,
+        numbers=heads + (1 + (rank > 0)) / tp,
     )
 
 
-def _of_mlp(config: DecoderConfig, tp: int) -> _Half:
-    d, f, gated = config.width, config.mlp_width // tp, config.how_fed.gated
-    products = 1 + gated
-    after = d * config.how_normed.after  # without, nobody asks for the result
-    return _Half(kept=d + 2 * products * f, products=after + products * f, beside=d + products * f)
+def _of_mlp(job: Job, tp: int) -> _Half:
+    config = job.config
+    d, f, products = config.width, config.mlp_width // tp, 1 + config.how_fed.gated
+    after = [(f, d)] * config.how_normed.after  # without, nobody asks for the result
+    return _Half(
+        kept=d + 2 * products * f,
+        results=_products(job.itemsize, *[(d, f)] * products, *after),
+        beside=d + products * f,
+    )
 
 
 def _of_experts(job: Job, layout: Layout) -> _Half:
     experts, d, tp = job.config.experts, job.config.width, layout.tp
     assert experts is not None
     k, f, shared = experts.chosen, experts.width, experts.shared
-    low, again = job.itemsize != FP32, job.recompute != "none"
+    item, again = job.itemsize / tp, job.recompute != "none"
+    low = job.itemsize != FP32
     inputs = d * (not low or shared > 0)
     scores = experts.count * FP32 / job.itemsize
     dealt = layout.ep > 1
+    sent = [Result("exchanges", WHOLE, 0, k * d * item)] * dealt
+    own = _products(item, (d, k * f), (d, k * f), (f, k * d))
+    beside = _products(item, (d, shared), (d, shared), (shared, d)) if shared else []
     return _Half(
         kept=(inputs + k * (2 * d + 4 * f) + 4 * shared) / tp,
-        products=(k * (d + 2 * f + 2 * d * dealt) + d + (2 * shared + d) * (shared > 0)) / tp,
+        results=[*_products(item, (d, scores)), *sent, *own, *sent, *beside],
         beside=(d + d * again + scores + k * max(d, 2 * f - d)) / tp,
         numbers=(2 * experts.count + (8 + 4 * dealt) * k + 4 + d * low) / tp,
-        scores=experts.count / tp,
         choices=2 * k / tp,
     )
 

@@ -10,10 +10,19 @@ import attrs
 
 from trainkit.models.config import DecoderConfig
 from trainkit.parallel.fitting import problems
+from trainkit.parallel.recompute import read_mode
 from trainkit.parallel.split import SCHEDULES, rank_of_stages
-from trainkit.types import Layout, ModelTransform, Precision, Rows, one_of, positive, rule
+from trainkit.types import (
+    Layout,
+    ModelTransform,
+    Precision,
+    Rows,
+    non_negative,
+    one_of,
+    positive,
+    rule,
+)
 
-Recompute = Literal["none", "selective", "full"]
 FP32 = 4
 """Bytes of a number in fp32."""
 _BYTES = {"bf16": 2, "fp16": 2, "fp32": 4}
@@ -35,10 +44,13 @@ class Job:
     microbatch: int = attrs.field(default=1, validator=positive)
     """Rows that go through the model at once."""
 
-    recompute: Recompute = attrs.field(
-        default="none", validator=one_of("none", "selective", "full")
-    )
+    recompute: str = attrs.field(default="none", validator=lambda _, __, mode: read_mode(mode))
     """What is computed again in backward; see `parallel.recompute`."""
+
+    offload_activations: int | None = attrs.field(
+        default=None, validator=attrs.validators.optional(non_negative)
+    )
+    """Bytes of activations that stay on the device; see `parallel.offload`."""
 
     precision: Precision = attrs.field(
         default=Precision(compute="bf16"),
@@ -55,6 +67,9 @@ class Job:
     """What steps, with its options as recipes take them: what it remembers."""
 
     optimizer_options: tuple[str, ...] = attrs.field(default=(), converter=tuple)
+
+    mean: bool = False
+    """Whether it keeps a mean of the weights; see `optim.together`."""
 
     offload_optimizer: bool = False
     """Whether its state is in host memory; see `optim.offload_state_`."""

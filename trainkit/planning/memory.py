@@ -35,8 +35,8 @@ from trainkit.types import Layout
 class Memory:
     """Bytes of the rank that needs most, each kind at its largest, and the peak of their sum.
 
-    The peak is less than the sum of the kinds: gradients come while activations go. With
-    `cpu_offload` it is the device's, and the first three kinds are in host memory instead; with
+    The peak is less than the sum of the kinds: gradients come while activations go. It is the
+    device's: with `cpu_offload` the first three kinds are in host memory instead, and with
     `Job.offload_optimizer` the third is.
 
     Args:
@@ -50,8 +50,9 @@ class Memory:
         peak: The largest sum of all of these at any moment.
         moment: When that is.
         pp_rank: Which pipeline rank it is.
-        host: Bytes in host memory: optimizer state that is offloaded; with `cpu_offload` also
-            parameters and gradients.
+        host: Bytes in host memory: optimizer state and activations that are offloaded; with
+            `cpu_offload` also parameters and gradients.
+        between: What is left on the device between two steps, which `parallel.asleep` frees.
     """
 
     parameters: int
@@ -65,10 +66,20 @@ class Memory:
     moment: str
     pp_rank: int = 0
     host: int = 0
+    between: int = 0
 
 
-def memory_of(job: Job, layout: Layout, *, fused_norms: bool = True) -> Memory:
+def memory_of(
+    job: Job, layout: Layout, *, fused_norms: bool = True, in_backward: bool = False
+) -> Memory:
     """Return what the pipeline rank holds that needs most.
+
+    Args:
+        job: What is trained, and how.
+        layout: The degrees.
+        fused_norms: Whether a norm is one kernel, as on a GPU, and keeps its input alone.
+        in_backward: Whether parameters are stepped as their gradients arrive, by
+            `grads.bind_step_in_backward`.
 
     Examples:
         >>> from trainkit.models.sizes import decoder_config
@@ -82,7 +93,8 @@ def memory_of(job: Job, layout: Layout, *, fused_norms: bool = True) -> Memory:
     ranks = {0, min(1, layout.pp - 1), layout.pp - 1}
     if job.config.experts is not None:  # the first of those with most of them
         ranks.add(max(range(layout.pp), key=lambda rank: part_of(job, layout, rank).experts))
-    found = [_memory_of_rank(job, layout, rank, fused_norms) for rank in sorted(ranks)]
+    how = {"fused_norms": fused_norms, "in_backward": in_backward}
+    found = [_memory_of_rank(job, layout, rank, **how) for rank in sorted(ranks)]
     return max(found, key=lambda memory: memory.peak)
 
 
@@ -98,13 +110,21 @@ def _remembered(job: Job, blocks: Held, ends: Held) -> tuple[int, int]:
     for own, hidden in ((blocks.trained, True), (ends.trained, False)):
         of = partial(state_bytes, job.optimizer, options, hidden=hidden)
         short = of(in_blocks=False) * own.short
-        each.append((own, of() * (own.shard - own.short) + short + rest * own.shard))
+        besides = rest + FP32 * (job.mean and not _keeps_mean(job))
+        each.append((own, of() * (own.shard - own.short) + short + besides * own.shard))
     counts = FP32 * OPTIMIZERS[job.optimizer].counts * (blocks + ends).trained.tensors
     most = max(round(size * own.largest / max(own.whole, 1)) for own, size in each)
     return sum(round(size) for _, size in each) + counts, most
 
 
-def _memory_of_rank(job: Job, layout: Layout, pp_rank: int, fused_norms: bool) -> Memory:
+def _keeps_mean(job: Job) -> bool:
+    """Say whether an optimizer has a mean of the weights anyway."""
+    return "mean" in getattr(OPTIMIZERS[job.optimizer].make, "copies", ())
+
+
+def _memory_of_rank(
+    job: Job, layout: Layout, pp_rank: int, *, fused_norms: bool, in_backward: bool
+) -> Memory:
     part, units = part_of(job, layout, pp_rank), units_of(job, layout)
     ends, blocks = ends_of(part, units, tied=job.config.tied), blocks_of(part, units)
     own, rank = (blocks + ends).trained, _rank_of(job, layout, pp_rank, fused_norms)
@@ -112,34 +132,37 @@ def _memory_of_rank(job: Job, layout: Layout, pp_rank: int, fused_norms: bool) -
     gradients = own.shard * _of_gradient(job, layout)
     optimizer, of_one = _remembered(job, blocks, ends)
     buffers = buffers_of(job, layout, pp_rank)
+    if in_backward and not rank.later:
+        rank = attrs.evolve(rank, stays=False)
     moments = _moments(rank)
     if job.offload_optimizer:
         moments["optimizer step"] += of_one
+    if job.mean and not _keeps_mean(job):  # what it moves to, and the same again if it may
+        moments["optimizer step"] += 2 * FP32 * own.largest * own.shard / max(own.whole, 1)
     if layout.count("sp_unfolded") > 1 and not layout.cpu_offload:
         moments["sum over the sequence"] = rank.gradients + _flat_buffers(own) * FP32
     if layout.tp > 1 and not layout.cpu_offload:
         whole = units.whole(part.numbers).trained
         moments["sum over tp"] = rank.gradients + _flat_buffers(whole) * FP32
     moment = max(moments, key=lambda name: moments[name])
-    host = parameters + gradients if layout.cpu_offload else 0
-    host += optimizer if layout.cpu_offload or job.offload_optimizer else 0
+    remembered = layout.cpu_offload or job.offload_optimizer
+    between = (not layout.cpu_offload) * parameters + (not remembered) * optimizer
+    host = parameters + optimizer - between + layout.cpu_offload * gradients + rank.moved
     one, shard = rank.activations, rank.sharding
     return Memory(
         parameters=parameters,
-        gradients=gradients,
+        gradients=gradients if rank.stays else 0,
         optimizer=optimizer,
-        activations=round(rank.held * rank.kept - one.kept + one.backward),
+        activations=round(rank.waiting(rank.held, 0) - one.kept + one.backward),
         logits=rank.heads * rank.head.kept + rank.head.beside,
         gathered=max(shard.ends, shard.head, shard.first)
         + (shard.unit + shard.ahead + shard.scatter + _unreduced(rank)),
         buffers=buffers,
-        peak=round(
-            parameters + optimizer + buffers + moments[moment]
-            - (host - gradients if layout.cpu_offload else host)
-        ),
+        peak=round(between + buffers + moments[moment]),
         moment=moment,
         pp_rank=pp_rank,
-        host=host,
+        host=round(host),
+        between=between,
     )  # fmt: skip
 
 
@@ -152,6 +175,7 @@ def _rank_of(job: Job, layout: Layout, pp_rank: int, fused_norms: bool) -> _Rank
         for experts, many in counts.items()
         if many
     }
+    of_blocks = _kept(job, part, units, kinds)
     return _Rank(
         job=job,
         layout=layout,
@@ -161,7 +185,8 @@ def _rank_of(job: Job, layout: Layout, pp_rank: int, fused_norms: bool) -> _Rank
         ends=ends.trained,
         apart=units_apart(job, layout, part=part)[1].trained,
         activations=max(kinds.values(), key=lambda block: block.backward),
-        kept=_kept(job, part, units, kinds) / stages_per_rank(layout),
+        kept=of_blocks[0] / stages_per_rank(layout),
+        movable=of_blocks[1] / stages_per_rank(layout),
         head=_head(job, layout, part, units, fused_norms),
         sharding=sharding_of(job, layout, part=part),
         unpacked=_unpacked(job, layout, part) if blocks.packed.whole else 0,
@@ -172,11 +197,15 @@ def _rank_of(job: Job, layout: Layout, pp_rank: int, fused_norms: bool) -> _Rank
     )
 
 
-def _kept(job: Job, part: Part, units: Units, kinds: Mapping[bool, Block]) -> int:
-    """Return what a rank's blocks keep for backward: nothing before the first that is trained."""
+def _kept(job: Job, part: Part, units: Units, kinds: Mapping[bool, Block]) -> tuple[int, int]:
+    """Return what a rank's blocks keep for backward, and what of it may be moved.
+
+    Nothing before the first that is trained.
+    """
     routed = {*job.config.expert_layers}
     numbers = [number for number in part.numbers if number >= units.first_trained]
-    return sum(kinds[number in routed].kept for number in numbers)
+    found = [kinds[number in routed] for number in numbers]
+    return sum(x.kept for x in found), sum(x.movable for x in found)
 
 
 def _largest_unit(part: Part, units: Units) -> Sizes:
@@ -215,12 +244,13 @@ class _Rank:
     """All that the moments of a rank's step are made of.
 
     `blocks` are all of the rank's that are trained, as the `ends` are, of which `apart` are those
-    that are reduced before the blocks, `unit` is the largest part
-    of one that is reduced at once, `unpacked` what dequantising the largest matrix takes, and
-    `activations` are the largest block's. `layers` are those of one stage and `kept` is what they
-    keep, `held` the stages times microbatches that wait for backward, `later` how many of them can
-    while others have left their gradients behind, `heads` how many microbatches have seen the
-    output layer and wait.
+    that are reduced before the blocks, `unit` is the largest part of one that is reduced at once,
+    `unpacked` what dequantising the largest matrix takes, and `activations` are the largest
+    block's. `layers` are those of one stage and `kept` is what they keep, `movable` the part of it
+    that may be in host memory, `held` the stages times microbatches that wait for backward, `later`
+    how many of them can while others have left their gradients behind, `heads` how many
+    microbatches have seen the output layer and wait, and `stays` whether gradients wait for a step
+    at the end.
     """
 
     job: Job
@@ -232,6 +262,7 @@ class _Rank:
     apart: Sizes
     activations: Block
     kept: float
+    movable: float
     head: Head
     sharding: Sharding
     unpacked: int
@@ -239,6 +270,23 @@ class _Rank:
     held: int
     later: int
     heads: int
+    stays: bool = True
+
+    @property
+    def moved(self) -> float:
+        """Bytes of activations in host memory when forward ends."""
+        budget = self.job.offload_activations
+        return 0.0 if budget is None else max(0.0, self.held * self.movable - budget)
+
+    def waiting(self, stages: int, blocks: int) -> float:
+        """Return the bytes on the device of what some stages and blocks have kept."""
+        one, budget = self.activations, self.job.offload_activations
+        whole, movable = (
+            stages * stage + blocks * block
+            for stage, block in ((self.kept, one.kept), (self.movable, one.movable))
+        )
+        away = 0.0 if budget is None else max(0.0, movable - max(budget, one.used))
+        return whole - away
 
     @property
     def gradients(self) -> int:
@@ -248,7 +296,8 @@ class _Rank:
     @property
     def of_shard(self) -> int:
         """Bytes on the device of one number of this rank's part of the gradients."""
-        return 0 if self.layout.cpu_offload else _of_gradient(self.job, self.layout)
+        away = self.layout.cpu_offload or not self.stays
+        return 0 if away else _of_gradient(self.job, self.layout)
 
 
 def _of_gradient(job: Job, layout: Layout) -> int:
@@ -301,36 +350,43 @@ def _moments_of_pass(rank: _Rank, held: int, *, before: int) -> dict[str, float]
     words = rank.ends.largest * rank.job.itemsize
     waits = words if rank.part.embedding and rank.job.config.tied else 0
     block = rank.blocks.shard / rank.part.layers * rank.of_shard
-    head = rank.apart.shard * rank.of_shard if shard.head + shard.first else words
+    alone = words if rank.stays or shard.scatter else 0
+    head = rank.apart.shard * rank.of_shard if shard.head + shard.first else alone
     at_start = before + waits if before else head
     at_end = before + waits if before else head + block * (rank.part.layers - 1)
-    all_kept = held * rank.kept
-    all_kept += max(0, rank.heads - 1 - (before > 0)) * rank.head.kept
-    others_kept = all_kept - rank.kept
     weight = rank.blocks.largest * rank.job.itemsize
     of_block = rank.unit.whole * rank.job.itemsize if shard.scatter else weight
-    computed = one.backward + weight + rank.unpacked + shard.ends + shard.unit
+    computed = one.backward - one.kept + weight + rank.unpacked + shard.ends + shard.unit
     ahead = shard.ahead if rank.layers > 1 else 0
-    second = all_kept - 2 * one.kept + (at_start if before else at_start + block)
-    last_but_one = others_kept + one.kept + (at_end if before else at_end - block)
+    second = rank.waiting(held, -1) + (at_start if before else at_start + block)
+    last_but_one = rank.waiting(held - 1, 2) + (at_end if before else at_end - block)
     near = held * rank.layers * shard.near
     middle = max(second + near, last_but_one) + shard.scatter + ahead if rank.layers > 2 else 0.0
-    of_head = rank.apart.whole * rank.job.itemsize + shard.head + shard.head_scatter
-    return {
-        "loss": before + all_kept + rank.head.kept + rank.head.beside + shard.ends + shard.head
-        + near,
-        "reduction of the head": (before + all_kept + of_head + near + ahead) * (shard.head > 0),
-        "backward of the last block": at_start + all_kept - one.kept + computed + ahead
-        + max(0, near - shard.near),
+    of_head = rank.apart.whole * rank.job.itemsize + shard.head
+    summed = 1 + 1 / rank.layout.count("fsdp")  # what is summed, and this rank's part of the sum
+    moments = {
+        "loss": (
+            before + rank.waiting(held, 0) + rank.head.kept + rank.head.beside
+            + shard.ends + shard.head + near
+        ),
+        "reduction of the head": (shard.head > 0) * (
+            before + rank.waiting(held, 0) + of_head + summed * shard.head_scatter + near + ahead
+        ),
+        "backward of the last block": (
+            at_start + rank.waiting(held, 0) + computed + ahead + max(0, near - shard.near)
+        ),
         "backward of a middle block": middle + computed,
         "backward of the first block": (
-            at_end + others_kept + computed + shard.scatter + shard.first
+            at_end + rank.waiting(held - 1, 1) + computed + shard.scatter + shard.first
         ),
         "reduction of a block": (
-            at_end + others_kept + of_block + shard.ends + shard.unit + shard.scatter + shard.first
+            at_end + rank.waiting(held - 1, 0) + of_block
+            + shard.ends + shard.unit + summed * shard.scatter + shard.first
         ),
         "reduction of the ends": (
-            (before or at_end + block) + others_kept + words + waits
-            + shard.ends + shard.first + shard.ends_scatter
+            (before or at_end + block) + rank.waiting(held - 1, 0) + words + waits
+            + shard.ends + shard.first + summed * shard.ends_scatter
         ),
     }  # fmt: skip
+    heads = max(0, rank.heads - 1 - (before > 0)) * rank.head.kept
+    return {name: size + heads for name, size in moments.items()}

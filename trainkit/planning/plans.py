@@ -11,10 +11,10 @@ import numpy as np
 
 from trainkit.metrics import model_flops
 from trainkit.models.config import idle_parameters
+from trainkit.planning.activations import block_activations
 from trainkit.planning.jobs import (
     FP32,
     Job,
-    Recompute,
     num_microbatches,
     refusal,
     stages_per_rank,
@@ -73,7 +73,7 @@ class Plan:
     """
 
     layout: Layout
-    recompute: Recompute
+    recompute: str
     why_not: str
     memory: Memory | None = None
     traffic: tuple[Transfer, ...] = ()
@@ -92,7 +92,7 @@ def plan(
     layouts: Iterable[Layout],
     hardware: Hardware,
     *,
-    recompute: Sequence[Recompute] = ("none", "selective", "full"),
+    recompute: Sequence[str] = ("none", "selective", "full"),
     efficiency: float = 0.5,
     headroom: float = 0.1,
 ) -> list[Plan]:
@@ -176,10 +176,10 @@ def _plan_one(job: Job, layout: Layout, hardware: Hardware, usable: int, efficie
 
 def _too_large(memory: Memory, usable: int) -> str:
     kinds = ["activations", "logits", "gathered", "buffers"]
-    if not memory.host:
-        kinds += ["parameters", "gradients", "optimizer"]
-    elif memory.host == memory.optimizer:
+    if memory.between:  # else all of these are in host memory
         kinds += ["parameters", "gradients"]
+    if memory.between > memory.parameters:
+        kinds += ["optimizer"]
     largest = max(kinds, key=lambda kind: getattr(memory, kind))
     return (
         f"{_gib(memory.peak)} GiB ({memory.moment}) exceed {_gib(usable)} GiB; most are "
@@ -205,8 +205,8 @@ def seconds_of(job: Job, layout: Layout, hardware: Hardware, *, efficiency: floa
     """Estimate the time of one step.
 
     - Compute: the model's operations (`model_flops`) of the pipeline rank that has most, a third
-      more with full recomputation, over peak x efficiency. Selective recomputation repeats no
-      product, and counts as none.
+      more of those that recomputation repeats, over peak x efficiency. Selective recomputation
+      repeats no product, and counts as none.
     - Exposed: tensor parallelism's, Ulysses' and ep's collectives, which the next operation waits
       for; and one message per pipeline border of a microbatch.
     - Exposed, too: the gradients that `sync_sp_grads` sums at the end of a step (`fold_sp`).
@@ -217,7 +217,8 @@ def seconds_of(job: Job, layout: Layout, hardware: Hardware, *, efficiency: floa
       al. 2021); a third of it where backward is split (Qi et al. 2023); all of it for GPipe too.
     - A message takes its bytes over the bandwidth: that inside a node if the whole axis with all
       axes inside it lies in one, else that between nodes. No latency, no optimizer step, no input,
-      and no copies between host and device (`cpu_offload`, `offload_optimizer`).
+      and no copies between host and device (`cpu_offload`, `offload_optimizer`,
+      `offload_activations`).
 
     Examples:
         >>> from trainkit.models.sizes import decoder_config
@@ -228,15 +229,18 @@ def seconds_of(job: Job, layout: Layout, hardware: Hardware, *, efficiency: floa
     """
     rate = hardware.flops[_kind(job)] * efficiency
     busiest = max(range(layout.pp), key=lambda rank: _flops_of_rank(job, layout, rank))
-    again = 4 / 3 if job.recompute == "full" else 1.0
-    compute = again * _flops_of_rank(job, layout, busiest) / rate
+    products, attends = (1 + x / 3 for x in _repeated(job, layout, part_of(job, layout, busiest)))
+    every, of_attention = (
+        _flops_of_rank(job, layout, busiest, products=x) / rate for x in (True, False)
+    )
+    attention = attends * of_attention
+    compute = products * (every - of_attention) + attention
     wires: dict[str, float] = {}
     for transfer in traffic_of(job, layout, pp_rank=busiest):
         speed = _bandwidth(transfer.axis, layout, hardware)
         is_sync = transfer.axis in ("ring", "ulysses", "sp") and transfer.kind == "all_reduce"
         wire = "sync" if is_sync else transfer.axis
         wires[wire] = wires.get(wire, 0.0) + transfer.sent / speed
-    attention = again * _flops_of_rank(job, layout, busiest, products=False) / rate
     ring = wires.get("ring", 0.0)
     gradients = "fsdp", "expert_fsdp", "near", "dp_replicate"
     data = sum(wires.get(axis, 0.0) for axis in gradients)
@@ -247,6 +251,18 @@ def seconds_of(job: Job, layout: Layout, hardware: Hardware, *, efficiency: floa
     turns = num_microbatches(job, layout) * stages_per_rank(layout)
     bubble = (compute + exposed) * (layout.pp - 1) / turns * _BUBBLES[layout.schedule]
     return Seconds(compute + exposed + bubble, compute, exposed, hidden, bubble)
+
+
+def _repeated(job: Job, layout: Layout, part: Part) -> tuple[float, float]:
+    """Return which part of the products of a rank's blocks, and of attention, is repeated."""
+    found = [(part.experts, True), (part.layers - part.experts, False)]
+    shares = [
+        (many, block_activations(job, layout, fused_norms=True, experts=experts).again)
+        for many, experts in found
+        if many
+    ]
+    mean = (sum(many * share[i] for many, share in shares) / part.layers for i in (0, 1))
+    return next(mean), next(mean)
 
 
 def _row_flops(job: Job, part: Part, *, products: bool = True) -> float:

@@ -9,6 +9,7 @@ from typing import Literal
 import attrs
 
 from trainkit.models.config import DecoderConfig
+from trainkit.parallel.recompute import read_mode
 from trainkit.planning.activations import (
     attention_widths,
     chunk_of_tokens,
@@ -135,15 +136,16 @@ def _gathers(
 def _experts(job: Job, layout: Layout, pp_rank: int) -> Iterator[Transfer]:
     """Expert parallelism: rows go to their experts and come back, with as many to each rank.
 
-    In forward, in backward, and where all of forward is repeated; before they go, ranks tell each
-    other how many (Lepikhin et al., "GShard", 2020).
+    In forward, in backward, and where a forward pass that is repeated does not keep them; before
+    they go, ranks tell each other how many (Lepikhin et al., "GShard", 2020).
     """
     experts = job.config.experts
     if experts is None:
         return
     runs = part_of(job, layout, pp_rank).experts * num_microbatches(job, layout)
-    exchanges = 6 if job.recompute == "full" else 4
-    told = 2 if job.recompute == "full" else 1
+    kept = read_mode(job.recompute)
+    told = 1 if kept is None or "exchanges" in kept.every else 2
+    exchanges = 2 * (1 + told)
     rows = tokens_per_microbatch(job, layout) // layout.tp * experts.chosen
     data = exchanges * rows * job.config.width * job.itemsize + told * experts.count * _INT64
     yield Transfer("ep", layout.ep, "all_to_all", runs * (exchanges + told), runs * data)
