@@ -211,9 +211,9 @@ def test_a_loss_scale_leaves_and_an_overflow_that_was_measured_is_skipped(overfl
     def backward(model, scale=1.0):
         (model(torch.ones(1, 2)).sum() * scale * (math.inf if overflows else 1.0)).backward()
 
-    (plain, adamw, _), (model, _, step_in_backward) = small(), small()
+    (plain, sgd, _), (model, _, step_in_backward) = (small(torch.optim.SGD) for _ in range(2))
     backward(plain)
-    wanted = tk.clip_and_step(plain.parameters(), adamw, lr=0.1, max_norm=0.5)
+    wanted = tk.clip_and_step(plain.parameters(), sgd, lr=0.1, max_norm=0.5)
     with step_in_backward(lr=None, scale=scale) as measured:
         backward(model, scale)
     norm = measured().norm
