@@ -147,12 +147,15 @@ def test_a_run_finds_its_scale_without_bad_steps_and_goes_on_bit_for_bit(tmp_pat
         for last in steps:
             code, said = here(["--out", tmp_path / name, "--steps", last, *flags])
             assert code == 0, said
+            assert name == "cut" or "overflow: skipped, scale now 3.35544e+07" in said
+            assert "norm inf" not in said
     whole, cut = tmp_path / "whole", tmp_path / "cut"
     scales, skipped = column(whole, "loss_scale"), column(whole, "skipped")
     assert 3 < sum(skipped) < 12
     assert scales == [2.0**26 / 2 ** sum(skipped[:i]) for i in range(12)]
     assert not events(whole, "skip")
     assert not events(whole, "rollback")
+    assert [x is None for x in column(whole, "grad_norm")] == column(whole, "overflowed")
     assert max(x for x in column(whole, "grad_norm") if x is not None) < 100  # unscaled
     for name in ("loss_hex", "grad_norm_hex", "loss_scale", "overflowed"):
         assert column(cut, name) == column(whole, name)

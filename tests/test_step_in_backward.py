@@ -204,6 +204,29 @@ def test_a_norm_that_is_not_finite_steps_nothing_and_one_that_comes_late_does(ma
     assert action.kind == "rollback"  # at once: the step has damaged the run
 
 
+@pytest.mark.parametrize("overflows", [False, True])
+def test_a_loss_scale_leaves_and_an_overflow_that_was_measured_is_skipped(overflows):
+    scale = torch.tensor(2.0**16)
+
+    def backward(model, scale=1.0):
+        (model(torch.ones(1, 2)).sum() * scale * (math.inf if overflows else 1.0)).backward()
+
+    (plain, sgd, _), (model, _, step_in_backward) = (small(torch.optim.SGD) for _ in range(2))
+    backward(plain)
+    wanted = tk.clip_and_step(plain.parameters(), sgd, lr=0.1, max_norm=0.5)
+    with step_in_backward(lr=None, scale=scale) as measured:
+        backward(model, scale)
+    norm = measured().norm
+    with step_in_backward(lr=0.1, max_norm=0.5, norm=norm, scale=scale) as updated:
+        backward(model, scale)
+    assert all(map(torch.equal, plain.parameters(), model.parameters()))
+    for update in (measured(), updated()):
+        assert torch.equal(update.norm, wanted.norm) or overflows
+        assert bool(update.overflowed) == overflows
+        assert float(update.metrics["loss_scale"]) == 2.0**16
+    assert bool(updated().applied) == bool(wanted.applied) == (not overflows)
+
+
 def test_more_gradients_than_announced_are_an_error_and_a_failed_block_gives_the_groups_back():
     model, optimizer, step_in_backward = small()
 

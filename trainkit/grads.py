@@ -507,7 +507,8 @@ def bind_step_in_backward(
     The norm of a step is known when its parameters have moved. So what is clipped by, `norm`, is
     that of the last step; or it is exact, of a first pass that only measures (`lr=None`), for twice
     the computation: then a step whose norm is not finite is not taken. Without that a bad step
-    cannot be skipped, and `health.judge` calls for a roll-back at once.
+    cannot be skipped, and `health.judge` calls for a roll-back at once. So with a loss scale:
+    an overflow is skipped where the norm is measured first, and else is such a bad step.
 
     With several microbatches, say how many: a parameter is stepped after the last, and accumulated
     gradients are held as ever. What is summed over ranks after the backward passes (`ddp`, norms
@@ -525,10 +526,11 @@ def bind_step_in_backward(
         reduce: What `forward_backward` is given.
 
     Returns:
-        `step_in_backward(*, lr, max_norm=None, norm=None, microbatches=1)`, a context manager that
-        gives a function, to be called after the block, of the `Update`. `norm` is a 0-d tensor or a
-        number; where it is not finite nothing is stepped. A block that fails leaves some parameters
-        stepped, and their gradients freed: go back to a checkpoint.
+        `step_in_backward(*, lr, max_norm=None, norm=None, microbatches=1, scale=None)`, a context
+        manager that gives a function, to be called after the block, of the `Update`. `norm` is a
+        0-d tensor or a number; where it is not finite nothing is stepped. `scale` is that of
+        `clip_and_step`. A block that fails leaves some parameters stepped, and their gradients
+        freed: go back to a checkpoint.
 
     Raises:
         ConfigError: `axis` or `sp` has not size 1.
@@ -573,20 +575,22 @@ def _stepping_in_backward(
     max_norm: float | None = None,
     norm: Tensor | float | None = None,
     microbatches: int = 1,
+    scale: Tensor | float | None = None,
 ) -> Iterator[Callable[[], Update]]:
     _check_numbers(lr, max_norm, norm)
     dtype, device = getattr(norm, "dtype", torch.float64), _zeros(0, params).device
     known = torch.as_tensor(0.0 if norm is None else norm, dtype=dtype, device=device)
     refused = _not_finite(known)
-    scale = None if max_norm is None else (max_norm / (known + 1e-6)).clamp(max=1.0)
+    by = None if max_norm is None else (max_norm / (known + 1e-6)).clamp(max=1.0)
+    by = by if scale is None else (1.0 if by is None else by) / scale
     left = _arrivals(stages, params, microbatches, reduce=reduce)
     norms: dict[nn.Parameter, Tensor] = {}
 
     @torch.no_grad()
     def take(p: nn.Parameter) -> None:
         (norms[p],) = _local_norms([p], 2.0, _zeros(0, [p]).dtype)
-        if scale is not None:
-            local_of(p.grad).mul_(scale)
+        if by is not None:
+            local_of(p.grad).mul_(by)
         if lr is not None:
             step(p, refused)
         p.grad = None
@@ -609,7 +613,9 @@ def _stepping_in_backward(
             if p.grad is not None:
                 take(p)
     whole = _part_norms([params], SOLO, 2.0, partial(_of_arrived, norms))[0]
-    update.append(Update(whole, torch.full_like(refused, lr is not None) & ~refused))
+    whole = whole if scale is None else whole / scale
+    applied = torch.full_like(refused, lr is not None) & ~refused
+    update.append(Update(whole, applied, scale, _not_finite(whole)))
 
 
 def _of_arrived(

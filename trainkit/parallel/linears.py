@@ -55,8 +55,10 @@ def choose_layers(
                 got=pattern,
             )
     if not asked:
-        told = "; ".join(f"{x!r} {why}" for x, why in problems.items() if why) or "there is none"
-        raise ConfigError(f"{by}: no linear layer can: {told}", where="modules", got=pattern)
+        told = [f"{x!r} {why}" for x, why in problems.items() if why] or ["there is none"]
+        told[3:] = [f"and {len(told) - 3} more"] if len(told) > 3 else []
+        what = f"{by}: no linear layer can: {'; '.join(told)}"
+        raise ConfigError(what, where="modules", got=pattern)
     return {name: named[name] for name in asked}, [x for x in named if x not in asked]
 
 

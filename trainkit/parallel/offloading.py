@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from trainkit.parallel.naming import blocks_of
-from trainkit.parallel.reduction import local_of
+from trainkit.parallel.reduction import local_of, reducers_of
 from trainkit.parallel.transforms import Transform
 from trainkit.types import ConfigError, ParallelState
 
@@ -192,6 +192,7 @@ class _Shelf:
     def __init__(self, budget: int, smallest: int, store: Store) -> None:
         self.budget, self.smallest, self.store = budget, smallest, store
         self.unit, self.weights = nn.Module(), set[int]()
+        self.gathers: weakref.WeakKeyDictionary[nn.Module, bool] = weakref.WeakKeyDictionary()
         self.held = 0
         # By identity, oldest first; weak, so that a graph that is dropped takes all of it along.
         self.here: dict[int, tuple[weakref.ref[_Entry], int]] = {}
@@ -204,6 +205,9 @@ class _Shelf:
     def enter(self, unit: nn.Module) -> None:
         """Note a block whose forward pass begins, and its weights' memory."""
         self.unit = unit
+        if unit not in self.gathers:  # FSDP stands later in the plan
+            inner = (module for _, module in reducers_of(unit).fsdp)
+            self.gathers[unit] = any(module is not unit for module in inner)
         self.weights = {_key(local_of(p)) for p in (*unit.parameters(), *unit.buffers())}
 
     def pack(self, x: Tensor) -> Any:
@@ -215,9 +219,10 @@ class _Shelf:
         if entry is None or entry.origin.expired() or entry.version != x._version:  # noqa: SLF001
             # Experts may be an FSDP unit of their own, gathered since the block began: FSDP frees
             # their memory and fills it again for backward.
-            self.enter(self.unit)
-            if key in self.weights:
-                return x if x.is_leaf else x.detach()
+            if self.gathers[self.unit]:
+                self.enter(self.unit)
+                if key in self.weights:
+                    return x if x.is_leaf else x.detach()
             entry = self.known[key] = _Entry(self, x)
             self.current.entries.append(weakref.ref(entry))
             self.count(entry)

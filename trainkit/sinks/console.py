@@ -58,10 +58,10 @@ def console(total: int, *, start: int = 0, stream: TextIO | None = None) -> Iter
     """Yield a sink that shows step, loss, tokens per second, learning rate, norm and time left.
 
     It reads `loss`, `tokens_per_second`, `lr` and `grad_norm` of the values; what is missing shows
-    as a dash. Where there are experts, it shows `load_over_mean` as well. Of steps that are read at
-    once it shows the last. Most calls cost a look at
-    the clock: a bar is redrawn ten times a second at most, a line is written for the first and the
-    last step and every two seconds between.
+    as a dash. Where there are experts, it shows `load_over_mean` as well; in place of the norm of a
+    step that `overflowed`, that it was skipped, and the next `loss_scale`. Of steps that are read
+    at once it shows the last. Most calls cost a look at the clock: a bar is redrawn ten times a
+    second at most, a line is written for the first and the last step and every two seconds between.
 
     Args:
         total: The last step of the run.
@@ -117,14 +117,19 @@ def progress_text(values: Mapping[str, Any], *, seconds_left: float) -> str:
         'loss 2.5000  1.2k tok/s  lr -  norm -  left 1:06:40'
         >>> progress_text({"loss": 2.5, "load_over_mean": 1.32}, seconds_left=9)
         'loss 2.5000  - tok/s  lr -  norm -  load 1.32  left 0:00:09'
+        >>> told = {"grad_norm": float("inf"), "overflowed": 1, "loss_scale": 65536.0}
+        >>> progress_text({"loss": 2.5} | told, seconds_left=9)
+        'loss 2.5000  - tok/s  lr -  overflow: skipped, scale now 32768  left 0:00:09'
     """
     loss = _number(values.get("loss"), ".4f")
     lr = _number(values.get("lr"), ".2e")
-    norm = _number(values.get("grad_norm"), ".2f")
+    norm = f"norm {_number(values.get('grad_norm'), '.2f')}"
+    if values.get("overflowed"):
+        norm = f"overflow: skipped, scale now {values['loss_scale'] / 2:g}"
     speed = _thousands(values.get("tokens_per_second"))
     left = timedelta(seconds=round(max(0.0, seconds_left)))
     load = f"  load {values['load_over_mean']:.2f}" if "load_over_mean" in values else ""
-    return f"loss {loss}  {speed} tok/s  lr {lr}  norm {norm}{load}  left {left}"
+    return f"loss {loss}  {speed} tok/s  lr {lr}  {norm}{load}  left {left}"
 
 
 def _number(value: Any, form: str) -> str:
