@@ -13,7 +13,7 @@ from torch.utils.hooks import RemovableHandle
 
 from trainkit.parallel.naming import box_of, canonical_name, named_parameters_of
 from trainkit.testing.faults.steps import At, Injector, Ranks, act_at, until_next
-from trainkit.types import Hidden
+from trainkit.types import Hidden, Routed
 
 _Value = float | Callable[[Tensor], Tensor]  # what is written, or makes it of what was there
 _Handles = Mapping[int, RemovableHandle]  # hooks, by the id of what has them
@@ -47,6 +47,8 @@ def nan_loss_at(
     def scaled(stage: nn.Module, __: Any, output: Any) -> Any:
         if not stage.training:
             return output
+        if isinstance(output, Routed):
+            return Routed(scaled(stage, None, output.output), output.sums)
         if isinstance(output, tuple):  # in place of logits
             hidden, *weight = output
             return Hidden(hidden * value, *weight)
@@ -102,7 +104,8 @@ def nan_gradient_at(
 
         # FSDP puts the gathered parameter in place for the forward pass: it is hooked when there.
         def hook_parameter(*_: Any) -> None:
-            parameter = modules[-1].get_parameter(leaf)
+            # not get_parameter, which finds what `precision` shows in its place
+            parameter = dict(modules[-1].named_parameters(recurse=False))[leaf]
             if id(parameter) not in handles:
                 handles[id(parameter)] = parameter.register_hook(spoiled)
 
