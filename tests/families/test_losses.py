@@ -680,6 +680,7 @@ def test_names_that_would_mix_up_sums_and_counts_are_refused(names):
         by_source(names)
 
 
+@pytest.mark.skipif(torch.__version__ < "2.13", reason="traces no dtype of a product")
 def test_the_weight_gradient_of_bf16_factors_is_added_in_place():
     """On CUDA: no second fp32 matrix of the weight's size for each chunk."""
     seen = []

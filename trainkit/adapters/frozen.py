@@ -121,7 +121,7 @@ def quantized(form: Format = "nf4", *, modules: str = r"layers\.\d+\.\w+\.\w+") 
         if ps.fsdp.count * ps.dp_replicate.count > 1 and not shards_bytes():
             raise ConfigError(
                 f"quantized: FSDP of torch {torch.__version__} cannot shard bytes; take torch "
-                "2.13 or later, or a layout without dp_shard and dp_replicate",
+                "2.12 or later, or a layout without dp_shard and dp_replicate",
                 where="dp_shard",
                 got=torch.__version__,
             )
@@ -135,15 +135,15 @@ def quantized(form: Format = "nf4", *, modules: str = r"layers\.\d+\.\w+\.\w+") 
 
 
 def shards_bytes() -> bool:
-    """Say whether this torch's FSDP can shard parameters of bytes: from 2.13 on.
+    """Say whether this torch's FSDP can shard parameters of bytes: from 2.12 on.
 
     That of 2.11 asks for gradients of whatever it shards, and casts bytes to what is computed in.
 
     Examples:
-        >>> shards_bytes() == (torch.__version__ >= "2.13")
+        >>> shards_bytes() == (torch.__version__ >= "2.12")
         True
     """
-    return torch.__version__ >= "2.13"
+    return torch.__version__ >= "2.12"
 
 
 def dequantized(

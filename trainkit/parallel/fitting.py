@@ -256,7 +256,7 @@ def _of_schedule(layout: Layout, device: str) -> Iterator[ConfigError]:
     if kind.placement == "v" and device == "cpu" and not passes_to_itself():
         yield ConfigError(
             f"torch {torch.__version__} cannot run {told} on CPUs, where gloo has no connection "
-            "from a rank to itself; take schedule = 'interleaved_1f1b', or torch 2.13 or later",
+            "from a rank to itself; take schedule = 'interleaved_1f1b', or torch 2.12 or later",
             where="schedule",
             got=layout.schedule,
             want="interleaved_1f1b",
@@ -283,8 +283,8 @@ def _of_schedule(layout: Layout, device: str) -> Iterator[ConfigError]:
 
 
 def passes_to_itself() -> bool:
-    """Say whether this torch can have neighbouring stages on one rank under gloo: from 2.13 on."""
-    return torch.__version__ >= "2.13"
+    """Say whether this torch can have neighbouring stages on one rank under gloo: from 2.12 on."""
+    return torch.__version__ >= "2.12"
 
 
 def _of_stages(layout: Layout, model: DecoderConfig) -> Iterator[ConfigError]:
