@@ -7,7 +7,7 @@ import torch
 from strategies import corpus_of
 
 import trainkit as tk
-from trainkit.data.dispatch import dispatch, stop_together
+from trainkit.data.dispatching import dispatch, stop_together
 from trainkit.data.packed import Packed
 from trainkit.data.steps import deal_rows, step_batch
 from trainkit.data.stream import documents_from, stream_steps

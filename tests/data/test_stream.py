@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from trainkit.batch import batch_hash
-from trainkit.data.prefetch import prefetch
+from trainkit.data.prefetching import prefetch
 from trainkit.data.steps import deal_rows
 from trainkit.data.stream import (
     batch_maker,

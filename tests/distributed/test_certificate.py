@@ -12,7 +12,7 @@ from trainkit.parallel.fitting import passes_to_itself
 from trainkit.testing.builtin import TIMEOUT, builtin_subjects, exact_cases, models_of_tier
 from trainkit.testing.cases import Case, covering, default_cases, pairs_of, runs_here
 from trainkit.testing.certificate import as_text
-from trainkit.testing.certify import certify_together
+from trainkit.testing.certifying import certify_together
 from trainkit.types import Layout
 
 

@@ -42,7 +42,7 @@ from trainkit.testing.builtin import (
 )
 from trainkit.testing.cases import Case
 from trainkit.testing.certificate import TIERS, as_text
-from trainkit.testing.certify import certify_together
+from trainkit.testing.certifying import certify_together
 from trainkit.testing.train import Training
 from trainkit.types import Layout
 

@@ -38,7 +38,7 @@ from trainkit.testing.builtin import (
 )
 from trainkit.testing.cases import Case
 from trainkit.testing.certificate import as_text
-from trainkit.testing.certify import certify
+from trainkit.testing.certifying import certify
 from trainkit.types import Layout, TrainState
 
 

@@ -25,7 +25,7 @@ from trainkit.testing.certificate import (
     is_within,
     summary,
 )
-from trainkit.testing.certify import certify
+from trainkit.testing.certifying import certify
 from trainkit.testing.deal import deal_batch
 from trainkit.testing.exact import ExactModel, call_exact, exact_batch, exact_weights, squares
 from trainkit.testing.train import relative
@@ -187,7 +187,7 @@ def impatient(fn, world, first, *rest, timeout, **options):
 
 
 def test_a_layout_that_fails_is_red_and_hides_no_other(monkeypatch):
-    monkeypatch.setattr(sys.modules["trainkit.testing.certify"], "run_ranks", impatient)
+    monkeypatch.setattr(sys.modules["trainkit.testing.certifying"], "run_ranks", impatient)
     notes = ["", "raises", "after it", "dies", "hangs", "at last"]
     cases = [Case(Layout(dp_shard=2), note=note) for note in notes]
     found = certify(

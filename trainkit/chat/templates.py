@@ -15,6 +15,11 @@ from typing import Any, Protocol
 import attrs
 
 from trainkit.chat.messages import Message, checked_messages, wrong_message
+from trainkit.tokenizers.special import (  # noqa: F401 (the room's)
+    CHATML_SPECIAL,
+    LLAMA3_SPECIAL,
+    QWEN3_SPECIAL,
+)
 from trainkit.types import DataError
 
 

@@ -4,9 +4,6 @@ A tool of its own: nothing that trains imports this. Pickles are read in a proce
 nothing else, by torch's loader of weights alone.
 """
 
-from __future__ import annotations
+import lazy_loader
 
-from trainkit.convert.foreign import foreign_tensors
-from trainkit.convert.weights import convert_weights
-
-__all__ = ["convert_weights", "foreign_tensors"]
+__getattr__, __dir__, __all__ = lazy_loader.attach_stub(__name__, __file__)

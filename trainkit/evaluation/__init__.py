@@ -6,62 +6,6 @@ run goes on with, `perplexity` and `accuracy` the numbers of them. `score_corpus
 frozen model finds as columns of a token file. `bind_loss` is for a run's own held-out rows.
 """
 
-from __future__ import annotations
+import lazy_loader
 
-from trainkit.evaluation.choices import accuracy, choice_item, choice_line, read_choices
-from trainkit.evaluation.columns import Measure, logprob_columns, score_corpus, top_columns
-from trainkit.evaluation.examples import (
-    Example,
-    Item,
-    encode_pair,
-    make_example,
-    prefix_id,
-    rolling_windows,
-)
-from trainkit.evaluation.harness import Generate, evaluate_tasks, harness_model, open_tasks
-from trainkit.evaluation.held_out import bind_loss
-from trainkit.evaluation.lines import in_groups, read_lines, write_lines
-from trainkit.evaluation.score import (
-    Score,
-    Scored,
-    TopWords,
-    bind_score,
-    bind_top_words,
-    token_scores,
-)
-from trainkit.evaluation.texts import perplexity, read_texts, text_item, text_line
-
-__all__ = [
-    "Example",
-    "Generate",
-    "Item",
-    "Measure",
-    "Score",
-    "Scored",
-    "TopWords",
-    "accuracy",
-    "bind_loss",
-    "bind_score",
-    "bind_top_words",
-    "choice_item",
-    "choice_line",
-    "encode_pair",
-    "evaluate_tasks",
-    "harness_model",
-    "in_groups",
-    "logprob_columns",
-    "make_example",
-    "open_tasks",
-    "perplexity",
-    "prefix_id",
-    "read_choices",
-    "read_lines",
-    "read_texts",
-    "rolling_windows",
-    "score_corpus",
-    "text_item",
-    "text_line",
-    "token_scores",
-    "top_columns",
-    "write_lines",
-]
+__getattr__, __dir__, __all__ = lazy_loader.attach_stub(__name__, __file__)

@@ -6,53 +6,6 @@ decoder keeps of the tokens before is `models.Cache`. `rollouts` makes batches o
 reinforced, `rewards` asks a checker what they earn.
 """
 
-from __future__ import annotations
+import lazy_loader
 
-from trainkit.generation.generate import Completion, generate, generate_dealt
-from trainkit.generation.rewards import (
-    Checked,
-    Checker,
-    answer_advantages,
-    check_answers,
-    report_answers,
-)
-from trainkit.generation.rollouts import (
-    Answer,
-    answer_corpus,
-    bind_reader,
-    check_logprobs,
-    minibatches,
-    old_logprobs,
-    read_answers,
-    sample_answers,
-)
-from trainkit.generation.sampling import Sampling, draw, next_tokens, repetition_penalty, shaped
-from trainkit.losses.shaping import min_p, temperature, top_k, top_p
-
-__all__ = [
-    "Answer",
-    "Checked",
-    "Checker",
-    "Completion",
-    "Sampling",
-    "answer_advantages",
-    "answer_corpus",
-    "bind_reader",
-    "check_answers",
-    "check_logprobs",
-    "draw",
-    "generate",
-    "generate_dealt",
-    "min_p",
-    "minibatches",
-    "next_tokens",
-    "old_logprobs",
-    "read_answers",
-    "repetition_penalty",
-    "report_answers",
-    "sample_answers",
-    "shaped",
-    "temperature",
-    "top_k",
-    "top_p",
-]
+__getattr__, __dir__, __all__ = lazy_loader.attach_stub(__name__, __file__)

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from trainkit.collectives import all_sum, together
 from trainkit.corpora.tokens import TokenCorpus, memory_corpus
 from trainkit.data.packed import Packed
-from trainkit.generation.generate import generate_dealt
+from trainkit.generation.generating import generate_dealt
 from trainkit.generation.sampling import Sampling
 from trainkit.losses.terms import output_logprobs
 from trainkit.packing import pack_bins

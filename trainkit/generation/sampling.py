@@ -13,7 +13,14 @@ import torch
 from attrs.validators import optional
 from torch import Tensor
 
-from trainkit.losses.shaping import Shaping, filtered, temperature
+from trainkit.losses.shaping import (  # noqa: F401 (the room's)
+    Shaping,
+    filtered,
+    min_p,
+    temperature,
+    top_k,
+    top_p,
+)
 from trainkit.noise import counters, key_of
 from trainkit.types import fraction, non_negative, positive, rule
 

@@ -1,7 +1,5 @@
 """Preparing a corpus: text into a token file, in parallel and restartable."""
 
-from __future__ import annotations
+import lazy_loader
 
-from trainkit.prepare.prepare import Prepared, Progress, prepare_corpus
-
-__all__ = ["Prepared", "Progress", "prepare_corpus"]
+__getattr__, __dir__, __all__ = lazy_loader.attach_stub(__name__, __file__)

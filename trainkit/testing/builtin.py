@@ -72,7 +72,7 @@ from trainkit.parallel.transforms import Transform
 from trainkit.sampling import rows_of_epochs
 from trainkit.testing.cases import Case, default_cases
 from trainkit.testing.certificate import Certificate, tier_called
-from trainkit.testing.certify import certify_together
+from trainkit.testing.certifying import certify_together
 from trainkit.testing.exact import (
     ExactModel,
     call_exact,

@@ -1,33 +1,5 @@
 """Tokenizers: from text to ids and back. Anything with `encode` and `decode` is one."""
 
-from __future__ import annotations
+import lazy_loader
 
-from trainkit.tokenizers.bytes import ByteTokenizer, byte_tokenizer
-from trainkit.tokenizers.documents import encode_document, sample_encoder, text_encoder, text_of
-from trainkit.tokenizers.hf import HFTokenizer, add_tokens, hf_tokenizer, save_tokenizer, train_bpe
-from trainkit.tokenizers.open import (
-    covered_hashes,
-    find_tokenizer,
-    open_tokenizer,
-    tokenizer_hash,
-)
-from trainkit.tokenizers.special import CHAT_SPECIAL
-
-__all__ = [
-    "CHAT_SPECIAL",
-    "ByteTokenizer",
-    "HFTokenizer",
-    "add_tokens",
-    "byte_tokenizer",
-    "covered_hashes",
-    "encode_document",
-    "find_tokenizer",
-    "hf_tokenizer",
-    "open_tokenizer",
-    "sample_encoder",
-    "save_tokenizer",
-    "text_encoder",
-    "text_of",
-    "tokenizer_hash",
-    "train_bpe",
-]
+__getattr__, __dir__, __all__ = lazy_loader.attach_stub(__name__, __file__)

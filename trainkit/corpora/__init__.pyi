@@ -1,0 +1,25 @@
+# The table of contents, which __init__.py loads lazily.
+from .inspect import describe_corpus as describe_corpus
+from .inspect import verify_corpus as verify_corpus
+from .joined import JoinedCorpus as JoinedCorpus
+from .joined import join_corpora as join_corpora
+from .library import docstring_conversations as docstring_conversations
+from .library import is_library_source as is_library_source
+from .library import standard_library as standard_library
+from .mapped import check_unchanged as check_unchanged
+from .open import fingerprint as fingerprint
+from .open import held_out as held_out
+from .open import held_out_documents as held_out_documents
+from .open import hold_out as hold_out
+from .open import open_conversations as open_conversations
+from .open import open_corpus as open_corpus
+from .open import open_library as open_library
+from .open import trainable_tokens as trainable_tokens
+from .pairs import open_pairs as open_pairs
+from .pairs import prolong_answers as prolong_answers
+from .records import read_records as read_records
+from .tokens import TokenCorpus as TokenCorpus
+from .tokens import documents_of as documents_of
+from .tokens import memory_corpus as memory_corpus
+from .tokens import open_tokens as open_tokens
+from .tokens import write_corpus as write_corpus

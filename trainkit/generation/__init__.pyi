@@ -1,0 +1,26 @@
+# The table of contents, which __init__.py loads lazily.
+from .generating import Completion as Completion
+from .generating import generate as generate
+from .generating import generate_dealt as generate_dealt
+from .rewards import Checked as Checked
+from .rewards import Checker as Checker
+from .rewards import answer_advantages as answer_advantages
+from .rewards import check_answers as check_answers
+from .rewards import report_answers as report_answers
+from .rollouts import Answer as Answer
+from .rollouts import answer_corpus as answer_corpus
+from .rollouts import bind_reader as bind_reader
+from .rollouts import check_logprobs as check_logprobs
+from .rollouts import minibatches as minibatches
+from .rollouts import old_logprobs as old_logprobs
+from .rollouts import read_answers as read_answers
+from .rollouts import sample_answers as sample_answers
+from .sampling import Sampling as Sampling
+from .sampling import draw as draw
+from .sampling import min_p as min_p
+from .sampling import next_tokens as next_tokens
+from .sampling import repetition_penalty as repetition_penalty
+from .sampling import shaped as shaped
+from .sampling import temperature as temperature
+from .sampling import top_k as top_k
+from .sampling import top_p as top_p

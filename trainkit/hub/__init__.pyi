@@ -1,0 +1,21 @@
+# The table of contents, which __init__.py loads lazily.
+from .configs import family_of as family_of
+from .configs import read_config as read_config
+from .configs import write_config as write_config
+from .export import export_folder as export_folder
+from .export import stream_weights as stream_weights
+from .families import FAMILIES as FAMILIES
+from .families import Family as Family
+from .families import Key as Key
+from .folder import Folder as Folder
+from .folder import folder_weights as folder_weights
+from .folder import init_config as init_config
+from .folder import is_folder as is_folder
+from .folder import load_weights as load_weights
+from .folder import open_folder as open_folder
+from .links import There as There
+from .resize import resized_weights as resized_weights
+from .tokenizer import tokenizer_files as tokenizer_files
+from .trained import Trained as Trained
+from .trained import base_run as base_run
+from .trained import open_trained as open_trained
