@@ -8,7 +8,7 @@ import attrs
 
 from trainkit.models.config import DecoderConfig
 from trainkit.parallel.cost import WHOLE, Result, fitting
-from trainkit.parallel.recompute import read_mode
+from trainkit.parallel.recomputing import read_mode
 from trainkit.planning.jobs import FP32, Job
 from trainkit.types import Layout
 

@@ -10,7 +10,7 @@ import attrs
 
 from trainkit.models.config import DecoderConfig
 from trainkit.parallel.fitting import problems
-from trainkit.parallel.recompute import read_mode
+from trainkit.parallel.recomputing import read_mode
 from trainkit.parallel.split import SCHEDULES, rank_of_stages
 from trainkit.types import (
     Layout,

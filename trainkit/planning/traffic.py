@@ -9,7 +9,7 @@ from typing import Literal
 import attrs
 
 from trainkit.models.config import DecoderConfig
-from trainkit.parallel.recompute import read_mode
+from trainkit.parallel.recomputing import read_mode
 from trainkit.planning.activations import (
     attention_widths,
     chunk_of_tokens,
