@@ -177,10 +177,10 @@ def test_strided_experts_send_tokens_between_nodes_and_weights_inside():
 def test_less_is_kept_where_more_is_computed_again():
     kept = [memory_of(job(recompute=policy), Layout()).activations for policy in POLICIES]
     assert kept == sorted(kept, reverse=True)
-    assert len(set(kept)) == 3
+    assert len(set(kept)) == len(POLICIES)
 
 
-POLICIES = ("none", "selective", "full")
+POLICIES = ("none", "selective", "0.4", "products/2", "attention", "full")
 
 
 def test_a_degree_divides_what_it_should():
@@ -216,8 +216,18 @@ def test_compute_is_the_models_operations_over_the_rate():
     tokens = 128 * 16
     flops = 6 * (4 * block + 256 * 64) * tokens + 12 * 4 * 64 * (128 * 129 / 2) * 16
     assert found.step == found.compute == pytest.approx(flops / 0.5e12)
-    full = seconds_of(job(recompute="full"), Layout(), toy(), efficiency=0.5)
-    assert full.compute == pytest.approx(found.compute * 4 / 3)
+    again = {
+        mode: seconds_of(job(recompute=mode), Layout(), toy(), efficiency=0.5).compute
+        for mode in ("full", "selective", "attention", "products", "attention+products/2")
+    }
+    assert again["full"] == pytest.approx(found.compute * 4 / 3)
+    assert again["selective"] == found.compute
+    attention = 4 * 4 * 64 * (128 * 129 / 2) * 16 / 0.5e12
+    assert again["products"] == pytest.approx(found.compute + attention)
+    assert again["attention"] == pytest.approx(again["full"] - attention)
+    # of wq, wk, wv, wo, gate and up the second, the fourth and the sixth: 4 of 8 units of work
+    half = (again["attention"] + found.compute) / 2
+    assert again["attention+products/2"] == pytest.approx(half)
 
 
 def test_a_message_takes_its_bytes_over_the_bandwidth_of_its_wire():
@@ -278,7 +288,9 @@ def test_the_fastest_that_fits_is_first_and_the_impossible_last():
         ({"headroom": 1.0}, "headroom at least 0 and below 1, got 0.5 and 1.0"),
         ({"efficiency": 0.0}, "efficiency must be above 0 and at most 1, .* got 0.0 and 0.1"),
         ({"rows": 0}, "rows must be above 0, got 0"),
-        ({"recompute": ["some"]}, "recompute must be one of 'none', 'selective', 'full', got 's"),
+        ({"recompute": ["some"]}, 'recompute must be "none", "selective" or "full"; .* got \'some'),
+        ({"recompute": ["1.5"]}, "the fraction of the bytes to keep, .* got '1.5'"),
+        ({"offload_activations": -1}, "offload_activations must be at least 0, got -1"),
         ({"precision": Precision()}, "precision must be of a compute other than auto"),
     ],
 )
@@ -369,12 +381,31 @@ def test_the_command_takes_what_fsdp_shards_over_and_where_shards_are(capsysbina
     assert one["layout"]["fold_sp"] == "all"
 
 
+def test_the_command_takes_what_recipes_take_of_activations_and_of_the_mean(capsysbinary):
+    words = [
+        "plan",
+        *["--size", "10m", "--hardware", "cpu", "--row-length", "1024", "--json", "--recompute"],
+    ]
+    assert main([*words, "0.2", "attention"]) == 0
+    plain = {x["recompute"]: x["memory"] for x in json.loads(capsysbinary.readouterr().out)}
+    more = "--offload-activations", "100000", "--mean", "0.99"
+    assert main([*words, "0.2", "attention", *more]) == 0
+    for one in json.loads(capsysbinary.readouterr().out):
+        before, now = plain[one["recompute"]], one["memory"]
+        assert now["optimizer"] == before["optimizer"] + before["parameters"]
+        config = decoder_config("10m")
+        inputs = config.layers * 1024 * config.width * 4
+        assert now["host"] == inputs - 100_000
+
+
 def test_the_command_says_what_is_wrong(capsysbinary):
     assert main(["plan", "--method", "qlora", "--rank", "0"]) == 64
     assert b"rank must be a positive number" in capsysbinary.readouterr().out
     assert main(["plan", "--world", "4", "--tp", "3"]) == 64
     told = capsysbinary.readouterr().out
     assert b"no layout of 4 ranks has tp 3, which must divide 4" in told
+    assert main(["plan", "--recompute", "attention/2"]) == 64
+    assert b"recompute must be" in capsysbinary.readouterr().out
     assert main(["plan", "--world", "0"]) == 64
     assert b"--world must be at least 1, got 0" in capsysbinary.readouterr().out
     assert main(["plan", "--size", "10n"]) == 64

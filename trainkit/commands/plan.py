@@ -11,8 +11,9 @@ The columns: peak is the most that a rank holds at any moment, in GiB. The next 
 each kind, which are not all there at once: parameters, gradients and optimizer state in fp32, what
 waits for backward (activ.), the output layer and the loss (logits), FSDP's gathered blocks and
 gradients that are not reduced yet (gathered). With --cpu-offload the first three are in the memory
-of the host (host), with --offload-optimizer the third, and the peak is that of the device. Memory
-is counted from what trainkit's decoder keeps, and within 10 % of what torch measures. Sent is what
+of the host (host), with --offload-optimizer the third, with --offload-activations a part of what
+waits for backward, and the peak is that of the device. Memory is counted from what trainkit's
+decoder keeps, and within 10 % of what torch measures. Sent is what
 one rank sends in a step, in GB. The step's time is an estimate that puts layouts in an order, not a
 promise: arithmetic at --efficiency of the peak, communication at the speed of the wires, where the
 ring's and FSDP's run beside arithmetic.
@@ -23,6 +24,10 @@ Examples:
   # longer rows: only layouts with tensor parallelism of 2, with everything computed again
   python -m trainkit plan --size llama-3.1-8b --world 16 --row-length 131072 --rows 16 \
       --tp 2 --recompute full
+
+  # between selective and full: attention and every second product are kept, or a fifth of all bytes
+  python -m trainkit plan --size llama-3.1-8b --world 8 --row-length 32768 \
+      --recompute attention+products/2 0.2
 
   # FSDP over dp_shard alone, not over the ring; its shards and the optimizer on the host
   python -m trainkit plan --size llama-3.1-8b --world 16 --row-length 65536 --rows 16 \
@@ -90,9 +95,12 @@ def _add_work(group: Any) -> None:
     group.add_argument(
         "--recompute",
         nargs="+",
-        choices=("none", "selective", "full"),
         default=["none", "selective", "full"],
-        help="what is computed again in backward (all three)",
+        metavar="MODE",
+        help="none, selective, full (all three); what is kept; or how much of it: 0.4",
+    )
+    group.add_argument(
+        "--offload-activations", type=int, metavar="BYTES", help="that stay on the device"
     )
     few, help_of = ("fp32", "bf16"), {"storage": "what parameters are kept in (fp32)"}
     help_of["reduction"] = "what FSDP sums gradients in (fp32)"
@@ -140,6 +148,7 @@ def _add_training(group: Any) -> None:
         metavar="NAME=VALUE",
         help="of the optimizer",
     )
+    group.add_argument("--mean", type=float, metavar="X", help="a mean of the weights is kept")
     group.add_argument("--offload-optimizer", action="store_true", help="its state in host memory")
     group.add_argument(
         "--loss", choices=("linear", "plain"), default="linear", help="logits by chunks, or whole"
@@ -190,7 +199,9 @@ def run(options: argparse.Namespace) -> tuple[Any, int]:
         ),
         optimizer=options.optimizer,
         optimizer_options=options.optimizer_options,
+        mean=options.mean is not None,
         offload_optimizer=options.offload_optimizer,
+        offload_activations=options.offload_activations,
         loss=options.loss,
         documents=options.documents,
         begins=_begins(options),

@@ -362,15 +362,17 @@ def _moments_of_pass(rank: _Rank, held: int, *, before: int) -> dict[str, float]
     last_but_one = rank.waiting(held - 1, 2) + (at_end if before else at_end - block)
     near = held * rank.layers * shard.near
     middle = max(second + near, last_but_one) + shard.scatter + ahead if rank.layers > 2 else 0.0
-    of_head = rank.apart.whole * rank.job.itemsize + shard.head
-    summed = 1 + 1 / rank.layout.count("fsdp")  # what is summed, and this rank's part of the sum
+    # FSDP frees gradients that it has copied, but this one, which the backward of the loss holds;
+    # and there is this rank's part of the sum.
+    of_head = rank.apart.whole * rank.job.itemsize + shard.head + shard.head_scatter
+    of_head += rank.apart.shard * rank.job.summed
     moments = {
         "loss": (
             before + rank.waiting(held, 0) + rank.head.kept + rank.head.beside
             + shard.ends + shard.head + near
         ),
         "reduction of the head": (shard.head > 0) * (
-            before + rank.waiting(held, 0) + of_head + summed * shard.head_scatter + near + ahead
+            before + rank.waiting(held, 0) + of_head + near + ahead
         ),
         "backward of the last block": (
             at_start + rank.waiting(held, 0) + computed + ahead + max(0, near - shard.near)
@@ -381,11 +383,11 @@ def _moments_of_pass(rank: _Rank, held: int, *, before: int) -> dict[str, float]
         ),
         "reduction of a block": (
             at_end + rank.waiting(held - 1, 0) + of_block
-            + shard.ends + shard.unit + summed * shard.scatter + shard.first
+            + shard.ends + shard.unit + shard.scatter + shard.first
         ),
         "reduction of the ends": (
             (before or at_end + block) + rank.waiting(held - 1, 0) + words + waits
-            + shard.ends + shard.first + summed * shard.ends_scatter
+            + shard.ends + shard.first + shard.ends_scatter
         ),
     }  # fmt: skip
     heads = max(0, rank.heads - 1 - (before > 0)) * rank.head.kept
