@@ -91,10 +91,10 @@ def _by_document(q: Tensor, k: Tensor, v: Tensor, *, spans: Spans, **how: Any) -
     mask = None if window is None else _mask(q, window, longest=spans.max_length)
     groups = q.shape[2] // k.shape[2]
     if not _fused(q, k, v, mask):
-        repeated = [x.repeat_interleave(groups, dim=2) for x in (k, v)]
-        if not _fused(q, *repeated, mask):
+        k_, v_ = (x.repeat_interleave(groups, dim=2) for x in (k, v))
+        if not _fused(q, k_, v_, mask):
             return written_out(q, k, v, spans=spans, **how)
-        (k, v), groups = repeated, 1
+        k, v, groups = k_, v_, 1
     lengths = spans.lengths.tolist()
     if mask is None and len(set(lengths)) == 1:
         parts = [tuple(_heads_first(x, len(lengths)) for x in (q, k, v))]
@@ -110,8 +110,8 @@ def _by_document(q: Tensor, k: Tensor, v: Tensor, *, spans: Spans, **how: Any) -
             scale=how["scale"],
             enable_gqa=groups > 1,
         )
-        for part in parts
-        for *qkv, hidden in _calls(*part, mask)
+        for q_, k_, v_ in parts
+        for *qkv, hidden in _calls(q_, k_, v_, mask)
     ]
     joined = [out.transpose(1, 2).flatten(0, 1) for out in outputs]
     return (torch.cat(joined) if len(joined) > 1 else joined[0]).view_as(q)
