@@ -215,8 +215,9 @@ fraction = rule(lambda value: 0 <= value <= 1, "between 0 and 1")
 Kernel = Literal["varlen", "flash", "efficient", "cudnn", "flex", "sdpa", "math"]
 """Attention kernels by name, for `attention.choose`. `varlen`: all documents in one call of torch's
 flash kernel. `flash`, `efficient`, `cudnn`: that kernel of torch's `scaled_dot_product_attention`,
-a call for each document. `flex`: FlexAttention. `sdpa`: whatever kernel torch takes, and `math` for
-windows and soft caps. `math`: products and a softmax, some queries at a time, anywhere."""
+a call for each document, or three in a window (there `flash` is `varlen` on CUDA). `flex`:
+FlexAttention. `sdpa`: whatever kernel torch takes, and `math` for soft caps. `math`: products and a
+softmax, some queries at a time, anywhere."""
 
 FoldSP = Literal["all", "ring", "ulysses", "none"]
 """Which of ring and ulysses also split parameters."""

@@ -11,6 +11,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from trainkit.attention import ring, sdpa, ulysses, varlen
 from trainkit.types import Axis, Share, Spans
@@ -93,17 +94,55 @@ def test_a_window_as_long_as_the_documents_changes_no_bit():
         assert torch.equal(a, b)
 
 
-def test_a_window_costs_what_it_sees(monkeypatch):
-    """Scores grow with the tokens, not with their square."""
-    blocks, sizes = sys.modules["trainkit.attention.blocks"], []
-    real = blocks._scores
-    monkeypatch.setattr(
-        blocks, "_scores", lambda *x: (out := real(*x), sizes.append(out.numel()))[0]
-    )
-    for tokens in (128, 256, 512):
-        sdpa(*inputs(1, tokens), spans=spans_of([tokens]), window=16)
-    assert sizes
-    assert sum(sizes[-32:]) <= 2.2 * sum(sizes[8:24])
+def test_a_window_of_several_chunks_whose_first_keys_some_queries_do_not_see():
+    """Chunks of 520 queries are more than a CPU's kernel takes keys at once."""
+    qkv, window = inputs(1, 2700, heads=1, kv_heads=1), 2080
+    got = output_and_gradients(lambda *x: sdpa(*x, spans=spans_of([2700]), window=window), qkv)
+    blocks = sys.modules["trainkit.attention.blocks"]
+    how = {"spans": spans_of([2700]), "window": window, "scale": 8**-0.5}
+    assert_equal(got, output_and_gradients(partial(blocks.written_out, **how), qkv))
+
+
+class Operators(TorchDispatchMode):
+    """The names of all operators that run."""
+
+    def __init__(self):
+        super().__init__()
+        self.seen = set()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.seen.add(func.overloadpacket.__name__)
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+def test_in_a_window_too_torch_has_one_kernel_on_a_cpu_and_keeps_no_scores(dtype):
+    kept = []
+    for tokens in (512, 1024):
+        qkv, memory = inputs(1, tokens, kv_heads=2, dtype=dtype), {}
+        pack = lambda x, memory=memory: memory.update(  # noqa: E731
+            {x.untyped_storage().data_ptr(): x.untyped_storage().nbytes()}
+        )
+        with Operators() as operators, torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x):
+            sdpa(*qkv, spans=spans_of([tokens]), window=16)
+        assert "_scaled_dot_product_flash_attention_for_cpu" in operators.seen
+        assert not operators.seen & {"bmm", "mm", "_softmax", "_safe_softmax", "logsumexp"}
+        kept.append(sum(memory.values()))
+    assert kept[1] <= 2.05 * kept[0]
+
+
+@pytest.mark.parametrize("window", [16, 256])
+def test_a_window_costs_what_it_sees(window):
+    """Operations grow with the tokens, not with their square, and are few more than are seen."""
+    from torch.utils.flop_counter import FlopCounterMode
+
+    found = []
+    for tokens in (1024, 2048):
+        qkv = [x.to("meta") for x in inputs(1, tokens)]
+        with FlopCounterMode(display=False) as counter:
+            sdpa(*qkv, spans=spans_of([tokens]), window=window)
+        found.append(counter.get_total_flops() / (4 * 4 * 8))  # pairs of a query and a key
+    assert found[1] - found[0] <= 1024 * 1.3 * max(window, 64)
 
 
 @settings(max_examples=20)
@@ -241,13 +280,20 @@ def taken(monkeypatch):
         log.append(k.shape[1])
         return real(q, k, v, **options)
 
-    def efficient(asked):
-        dtype, heads, kv_heads = asked
-        return dtype == torch.float32 and heads == kv_heads
+    def flash(asked):
+        return asked.query.dtype in low and asked.attn_mask is None
 
-    asked = "SDPAParams", lambda q, k, *_: (q.dtype, q.shape[1], k.shape[1])
+    def efficient(asked):
+        same = asked.query.shape[1] == asked.key.shape[1]
+        if asked.attn_mask is not None:
+            assert not asked.is_causal
+            assert asked.attn_mask.shape == (asked.query.shape[2], asked.key.shape[2])
+        return same and asked.query.dtype != torch.float64
+
+    names = "query", "key", "value", "attn_mask", "dropout", "is_causal", "enable_gqa"
+    asked = "SDPAParams", lambda *x: types.SimpleNamespace(**dict(zip(names, x, strict=True)))
     monkeypatch.setattr(room, *asked)
-    monkeypatch.setattr(room, "can_use_flash_attention", lambda asked: asked[0] in low)
+    monkeypatch.setattr(room, "can_use_flash_attention", flash)
     monkeypatch.setattr(room, "can_use_efficient_attention", efficient)
     monkeypatch.setattr(room, "can_use_cudnn_attention", lambda _: False)
     monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", fused)
@@ -255,18 +301,22 @@ def taken(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("dtype", "kv_heads", "calls"),
+    ("dtype", "kv_heads", "window", "calls"),
     [
-        (torch.bfloat16, 2, {2}),
-        (torch.float32, 4, {4}),
-        (torch.float32, 2, {4}),  # of shared key heads torch would write the scores out
-        (torch.float64, 2, set()),  # and of fp64; so do we, some queries at a time
+        (torch.bfloat16, 2, None, {2}),
+        (torch.bfloat16, 2, 3, {4}),  # what takes a mask here takes no shared key heads
+        (torch.float32, 4, None, {4}),
+        (torch.float32, 2, None, {4}),  # of shared key heads torch would write the scores out
+        (torch.float64, 2, None, set()),  # and of fp64; so do we, some queries at a time
+        (torch.float64, 2, 3, set()),
     ],
 )
 @pytest.mark.parametrize("values", [8, 6])
-def test_no_path_on_cuda_keeps_all_scores(taken, dtype, kv_heads, calls, values):
+def test_no_path_on_cuda_keeps_all_scores(  # noqa: PLR0917 (a table)
+    taken, dtype, kv_heads, window, calls, values
+):
     def attend(*qkv):
-        return sdpa(*qkv, spans=spans_of([7, 5]), scale=0.3)
+        return sdpa(*qkv, spans=spans_of([7, 5]), scale=0.3, window=window)
 
     qkv = cuda_inputs(dtype, kv_heads=kv_heads, values=values)
     found = output_and_gradients(attend, qkv)

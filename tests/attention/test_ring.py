@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 
-from trainkit.attention import sdpa
+from trainkit.attention import blocks, sdpa
 from trainkit.attention.blocks import BlockKernel, cpu_flash
 from trainkit.attention.ring import ring
 from trainkit.attention.ulysses import ulysses
@@ -204,6 +204,26 @@ def test_each_rank_computes_what_can_be_seen_once_and_as_much_as_any_other(case)
     computed = [tuple(pair) for pairs in by_rank for pair in pairs]
     assert len(computed) == len(set(computed))
     assert set(computed) == set(zip(*map(np.ndarray.tolist, np.nonzero(visible)), strict=True))
+
+
+@pytest.mark.parametrize("window", [1, 5, 16, 40])
+def test_what_no_window_reaches_is_passed_over(window):
+    """Scores are few more than are seen: of a rank whose keys nobody sees none."""
+    q = k = torch.zeros(64, 1, 1)
+    for rank in range(4):
+        axis = Axis("ring", Share(rank, 4))
+        for view in ring_room._views(spans_of([64]), axis, scale=1.0, window=window):
+            block, queries, keys = view.block, q[view.queries], k[view.keys]
+            places = [
+                torch.cat([torch.arange(32 * x, 32 * x + 32) for x in chunks])
+                for chunks in block.chunks
+            ]
+            before = places[0][:, None] - places[1][None]
+            seen = int(((before >= 0) & (before < window)).sum())
+            made = [(x.rows, x.seen) for x in blocks._chunks(queries, keys, block)]
+            scores = sum((a.stop - a.start) * max(b.stop - b.start, 0) for a, b in made)
+            assert scores <= (32 + window) / window * seen + 32 * window
+            assert bool(scores) == bool(seen)
 
 
 class Arguments(TorchDispatchMode):

@@ -73,13 +73,14 @@ def choose(
     device = torch.device(device)
     for name in names:
         among(get_args(Kernel), "attention", kernel=name)
-        reason = _refusal(name, device, dtype, head_size)
+        # On CUDA torch's attention gives flash no mask; its form for packed documents has windows.
+        packed = window is not None and (name, device.type) == ("flash", "cuda")
+        kernel = "varlen" if packed else name
+        reason = _refusal(kernel, device, dtype, head_size, masked=window is not None)
         if not reason and softcap is not None and name not in ("flex", "sdpa", "math"):
             reason = "it knows no soft caps"
-        if not reason and window is not None and name in _BACKENDS:
-            reason = "it knows no windows"
         if not reason:
-            return Chosen(name, _attend_of(name), refused)
+            return Chosen(name, _attend_of(kernel), refused)
         refused[name] = reason
     seen = f" in a window of {window}" if window is not None else ""
     seen += f" with a soft cap of {softcap}" if softcap is not None else ""
@@ -94,9 +95,9 @@ def choose(
 
 
 _BACKENDS = {
-    "flash": "FLASH_ATTENTION",
-    "efficient": "EFFICIENT_ATTENTION",
-    "cudnn": "CUDNN_ATTENTION",
+    "flash": ("FLASH_ATTENTION",),
+    "efficient": ("EFFICIENT_ATTENTION",),
+    "cudnn": ("CUDNN_ATTENTION", "EFFICIENT_ATTENTION"),  # it refuses a document of one token
 }
 
 
@@ -104,7 +105,9 @@ def _short(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.").replace("bfloat", "bf").replace("float", "fp")
 
 
-def _refusal(name: str, device: torch.device, dtype: torch.dtype, head_size: int) -> str:
+def _refusal(
+    name: str, device: torch.device, dtype: torch.dtype, head_size: int, *, masked: bool
+) -> str:
     """Return why a kernel does not take tensors, or an empty text."""
     if name in ("sdpa", "math") or (name, device.type) == ("flash", "cpu"):
         return ""
@@ -122,16 +125,17 @@ def _refusal(name: str, device: torch.device, dtype: torch.dtype, head_size: int
         return "" if flash_takes(like) else f"{must}, {what}"
     backend = torch.backends.cuda
     takes = getattr(backend, f"can_use_{name}_attention")
+    mask = like.new_zeros(16, 16) if masked else None
     with _only(name):
-        asked = backend.SDPAParams(like, like, like, None, 0.0, True, False)
+        asked = backend.SDPAParams(like, like, like, mask, 0.0, not masked, False)
         return "" if takes(asked) else f"torch does not take it here, {what}"
 
 
 def _only(name: str) -> Any:
-    """Return a context in which torch's attention has one kernel."""
+    """Return a context in which torch's attention has one kernel, and one for what it refuses."""
     from torch.nn.attention import SDPBackend, sdpa_kernel  # noqa: PLC0415 -- with its user alone
 
-    return sdpa_kernel(getattr(SDPBackend, _BACKENDS[name]))
+    return sdpa_kernel([getattr(SDPBackend, x) for x in _BACKENDS[name]], set_priority=True)
 
 
 def _attend_of(name: str) -> Attend:

@@ -48,7 +48,7 @@ def ring(axis: Axis, *, kernel: BlockKernel | None = None) -> Attend:
             and 2N-1-r of every span, also of the padding of rows.
         kernel: What computes one block; by default the fastest that takes the tensors. Where it is
             `plain_only`, windows and soft caps are computed by `blocks.matmul`, which passes over
-            all that no query's window reaches.
+            all that no query's window reaches. Keys go all the way around nevertheless.
 
     Returns:
         An `Attend` of this rank's shards: q `[B, S/N, H, D]`, k `[B, S/N, K, D]` and v `[B, S/N, K,

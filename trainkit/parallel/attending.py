@@ -49,7 +49,7 @@ def attention(names: Sequence[Kernel], *, dtype: torch.dtype) -> Transform:
             found = "no submodule has attributes 'attend' and 'head_size'"
             found = f"ring = {ps.ring.count} has kernels of its own" if layers else found
             raise ConfigError(
-                f"attention: {', '.join(names)} cannot be chosen, {found}; leave it out",
+                f"attention: {', '.join(names)} cannot be chosen, {found}; leave attention out",
                 where="attention",
                 got=list(names),
             )

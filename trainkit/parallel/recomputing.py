@@ -53,9 +53,10 @@ def groups_of(device: torch.device) -> dict[Any, str]:
     """Return the operators whose results can be kept, since they cost most, and their groups.
 
     Products with matrices; attention by every kernel of `trainkit.attention` that is one operator;
-    exchanges of tokens between ranks. Attention that is written out (for windows and soft caps on a
-    CPU, say) is always computed again, and so is `flex`: the former's scores are many times what it
-    is given. A name that torch does not know is an error: nobody would see that nothing is kept.
+    exchanges of tokens between ranks. Attention that is written out (for soft caps, say) is always
+    computed again, and so is `flex`: the former's scores are many times what it is given, and the
+    latter is compiled, where torch sees no operators. A name that torch does not know is an error:
+    nobody would see that nothing is kept.
 
     Args:
         device: Where the model runs; the kernel for packed documents is on CUDA alone.
