@@ -205,6 +205,11 @@ PRIVATE = [
         "an exchange whose result selective recomputation can keep",
     ),
     Private(
+        "torch._C",
+        "parallel/asleep.py",
+        "_disabled_torch_function_impl: what a tensor without memory says of its size and kind",
+    ),
+    Private(
         "torch.utils._pytree.tree_iter",
         "parallel/asleep.py parallel/cost.py",
         "the tensors in what a block is given, an operator gives, or an optimizer remembers",

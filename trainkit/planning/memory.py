@@ -109,7 +109,7 @@ def _memory_of_rank(job: Job, layout: Layout, pp_rank: int, fused_norms: bool) -
     ends, blocks = ends_of(part, units, tied=job.config.tied), blocks_of(part, units)
     own, rank = (blocks + ends).trained, _rank_of(job, layout, pp_rank, fused_norms)
     parameters = (blocks + ends).nbytes(job.stored)
-    gradients = own.shard * _of_gradient(job, layout)
+    gradients = own.shard * FP32
     optimizer, of_one = _remembered(job, blocks, ends)
     buffers = buffers_of(job, layout, pp_rank)
     moments = _moments(rank)
@@ -248,12 +248,7 @@ class _Rank:
     @property
     def of_shard(self) -> int:
         """Bytes on the device of one number of this rank's part of the gradients."""
-        return 0 if self.layout.cpu_offload else _of_gradient(self.job, self.layout)
-
-
-def _of_gradient(job: Job, layout: Layout) -> int:
-    """Return the bytes of a number of a gradient: FSDP gives them in the dtype of parameters."""
-    return job.stored if layout.wrapped > 1 else FP32
+        return 0 if self.layout.cpu_offload else FP32
 
 
 def _heads_in_flight(job: Job, layout: Layout, pp_rank: int) -> int:
