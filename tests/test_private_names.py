@@ -204,10 +204,11 @@ PRIVATE = [
         "collectives.py parallel/recompute.py",
         "an exchange whose result selective recomputation can keep",
     ),
+    Private("torch._C", "parallel/asleep.py", "which has the next"),
     Private(
-        "torch._C",
+        "torch._C._disabled_torch_function_impl",
         "parallel/asleep.py",
-        "_disabled_torch_function_impl: what a tensor without memory says of its size and kind",
+        "what a tensor whose memory is away says of its size and kind",
     ),
     Private(
         "torch.utils._pytree.tree_iter",
