@@ -114,6 +114,7 @@ def test_asleep_no_tensor_of_the_state_can_be_used(how):
     want = [x.clone() for x in memory_of([model], optimizer)]
     moment = optimizer.state[model.weight]["exp_avg"]
     with asleep([model], optimizer):
+        assert (model.weight.shape, moment.numel(), model.table.nbytes) == ((2, 3), 6, 8)
         assert all(hasattr(x, "is_asleep") for x in (model.weight, model.table, moment))
         for work in (
             optimizer.step,

@@ -27,6 +27,7 @@ from trainkit.types import Cursor
 
 BF16 = torch.bfloat16
 SOLO = tk.solo_parallel()
+KEPT = tk.Precision(compute="bf16", storage="bf16")
 
 
 def whole(tensor):
@@ -119,8 +120,9 @@ def in_the_four_dtypes():
     for name, layout, asked in (
         ("sums", {"dp_shard": 2}, tk.Precision(compute="fp32", reduction="bf16")),
         ("fp32", {"dp_shard": 2}, tk.Precision(compute="fp32")),
-        ("kept, sharded", {"dp_shard": 2}, tk.Precision(compute="bf16", storage="bf16")),
-        ("kept", {"dp_shard": 1, "pp": 2}, tk.Precision(compute="bf16", storage="bf16")),
+        ("others", {"dp_shard": 1, "tp": 2}, tk.Precision(compute="fp32", reduction="bf16")),
+        ("kept, sharded", {"dp_shard": 2}, KEPT),
+        ("kept", {"dp_shard": 1, "pp": 2}, KEPT),
     ):
         found[name] = gradients(layout, plan=plan(precision=asked), whole_plan=True)
     return found
@@ -130,12 +132,14 @@ def test_parameters_and_sums_are_in_what_they_are_asked_to_be():
     first, second = run_ranks(in_the_four_dtypes, 2)
     exact, kinds = first["fp32"][1], {name: found[2] for name, found in first.items()}
     assert kinds["sums"] == kinds["fp32"] == (torch.float32, torch.float32)
-    assert kinds["kept, sharded"] == (BF16, BF16)
-    assert kinds["kept"] == (BF16, torch.float32)  # microbatches add up in fp32
+    assert kinds["kept, sharded"] == kinds["kept"] == (BF16, torch.float32)  # all sums are
     assert 1e-4 < farthest(first["sums"][1], exact) < 1e-2
     assert all(torch.equal(g, g.to(BF16).float()) for g in first["sums"][1].values())
+    assert farthest(first["others"][1], exact) < 1e-5  # what is no sum of FSDP's is in fp32
     pipeline = first["kept"][1] | second["kept"][1]
-    assert farthest(pipeline, {x: g.float() for x, g in first["kept, sharded"][1].items()}) < 3e-2
+    solo = gradients({}, plan=decoder_plan(tk.Layout(), precision=KEPT), whole_plan=True)[1]
+    assert farthest(pipeline, solo) == 0
+    assert farthest(first["kept, sharded"][1], solo) < 1e-6  # no sum is rounded
 
 
 def under_autocast():

@@ -61,9 +61,9 @@ def precision(
         compute: The dtype to compute in, bf16 as a rule, or fp16, for which a step must scale its
             loss (`health.loss_scale`); None changes nothing, and a model is then trained in the
             dtype that it was made in.
-        storage: The dtype to keep parameters in. Those of bf16 that FSDP does not shard get their
-            gradients in fp32, in which microbatches add up; FSDP adds up in fp32 too, and gives
-            the sum in bf16. The optimizer must round as `optim.storage.Rounding` says.
+        storage: The dtype to keep parameters in. Those of bf16 get their gradients in fp32, in
+            which microbatches and ranks add up. The optimizer must round as
+            `optim.storage.Rounding` says.
         blocks: The name pattern of the blocks, as for `fsdp`.
 
     Returns:
@@ -108,11 +108,9 @@ def set_grad_dtype(params: Iterable[nn.Parameter], dtype: torch.dtype = torch.fl
     kept in fp32, with `precision` or without, need it not.
 
     Args:
-        params: Plain parameters; call it after the model is built, which makes them anew.
+        params: Parameters; call it after the model is built, which makes them anew. Where FSDP
+            shards them, `forward_backward` sees to it, and no backward pass of your own does.
         dtype: The dtype of their gradients.
-
-    Raises:
-        ValueError: A parameter is sharded: FSDP2 gives gradients in the parameters' dtype.
 
     Effects:
         Sets torch's `grad_dtype` of each, and its `.grad` to None.
@@ -125,25 +123,18 @@ def set_grad_dtype(params: Iterable[nn.Parameter], dtype: torch.dtype = torch.fl
         tensor([3.])
     """
     for p in params:
-        if hasattr(p, "placements"):
-            raise ValueError(
-                f"set_grad_dtype: a parameter of shape {tuple(p.shape)} is sharded, and gets its "
-                "gradient in its own dtype; keep parameters in fp32, and compute in bf16 with "
-                "precision()"
-            )
         p.grad = None
         p.grad_dtype = dtype
 
 
 def widen_gradients_(module: nn.Module) -> None:
-    """Let what `precision` keeps in bf16, and nothing shards, have its gradients in fp32.
+    """Let what `precision` keeps in bf16 have its gradients in fp32.
 
     Effects:
         That of `set_grad_dtype`.
     """
     kept = module.parameters() if compute_dtype(module) else ()
-    narrow = [p for p in kept if p.requires_grad and p.dtype == torch.bfloat16]
-    set_grad_dtype(p for p in narrow if not hasattr(p, "placements"))
+    set_grad_dtype(p for p in kept if p.requires_grad and p.dtype == torch.bfloat16)
 
 
 def autocast(call: Call, dtype: torch.dtype = torch.bfloat16) -> Call:
@@ -197,7 +188,7 @@ def _show_cast_(module: nn.Module, parts: Sequence[nn.Module], compute: torch.dt
     places: dict[nn.Parameter, list[tuple[str, str]]] = {}
     for part in parts:
         for name, parameter in part.named_parameters("", recurse=False, remove_duplicate=False):
-            if parameter.is_floating_point() and parameter.dtype != compute:
+            if parameter.is_floating_point():
                 places.setdefault(parameter, []).append((paths[part], name))
     if places:
         _bind_(module, partial(_showing_cast, list(places.values()), compute))
@@ -212,7 +203,9 @@ def _showing_cast(
     def call(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         tied = [[(self.get_submodule(path), name) for path, name in each] for each in places]
         for (first, name), *others in tied:
-            cast = getattr(first, name).to(compute)
+            cast = getattr(first, name)
+            # Where it is kept in that dtype, its gradient is rounded all the same, as FSDP's is.
+            cast = cast.view_as(cast) if cast.dtype == compute else cast.to(compute)
             for part, other in ((first, name), *others):
                 object.__setattr__(part, other, cast)
         try:

@@ -236,6 +236,8 @@ class Reduction:
         if now:
             self._fill(unit)
         unit.reduce_grads, unit.all_reduce_grads = now, last
+        # Sums are given in the dtype of gradients, which need not be the parameters'.
+        unit._orig_dtype = _trainable(unit)[0].sharded_param.grad_dtype  # noqa: SLF001
         try:
             type(unit).post_backward(unit)
         finally:

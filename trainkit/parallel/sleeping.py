@@ -31,9 +31,9 @@ def asleep(
     For a sampler that shares the device, say. On leaving, by an error too, all is back bit for bit,
     in the same tensors: shards, views and what is tied stay what they are. Each rank does so for
     itself. Inside, a forward pass, a step and a save are refused, and so is whatever else asks one
-    of these tensors for anything, `averaged` and `print` too: their memory is not there. Torch asks
-    none of them in `torch.tensor(x)`, `torch.as_tensor(x)` and FSDP's `unshard`, which may end the
-    process.
+    of these tensors for more than its size and kind, `averaged` and `print` too: their memory is
+    not there. Torch asks none of them in `torch.tensor(x)`, `torch.as_tensor(x)` and FSDP's
+    `unshard`, which may end the process.
 
     Args:
         stages: This rank's stages.
@@ -120,6 +120,13 @@ def _tensors_of(stages: Iterable[nn.Module], optimizer: torch.optim.Optimizer) -
     return [*{id(x): x for x in (*found, *map(local_of, found))}.values()]
 
 
+_ANSWERED = {Tensor.size, Tensor.numel, Tensor.dim} | {
+    getattr(Tensor, name).__get__
+    for name in ("shape", "ndim", "dtype", "device", "nbytes", "requires_grad")
+}
+"""What a tensor says without its memory."""
+
+
 @cache
 def _refusing(kind: Any) -> Any:
     """Return a kind of tensor that may stand for another, and that no operation takes."""
@@ -128,7 +135,9 @@ def _refusing(kind: Any) -> Any:
         is_asleep = True
 
         @classmethod
-        def __torch_function__(cls, func: Any, *_: Any) -> Any:
+        def __torch_function__(cls, func: Any, *given: Any) -> Any:
+            if func in _ANSWERED:
+                return torch._C._disabled_torch_function_impl(func, *given)  # noqa: SLF001
             raise RuntimeError(
                 f"{resolve_name(func) or 'an operation'}: the state is asleep, and this tensor of "
                 "it is not in memory; leave the block of parallel.asleep first"

@@ -129,7 +129,7 @@ def _memory_of_rank(
     ends, blocks = ends_of(part, units, tied=job.config.tied), blocks_of(part, units)
     own, rank = (blocks + ends).trained, _rank_of(job, layout, pp_rank, fused_norms)
     parameters = (blocks + ends).nbytes(job.stored)
-    gradients = own.shard * _of_gradient(job, layout)
+    gradients = own.shard * FP32
     optimizer, of_one = _remembered(job, blocks, ends)
     buffers = buffers_of(job, layout, pp_rank)
     if in_backward and not rank.later:
@@ -296,13 +296,7 @@ class _Rank:
     @property
     def of_shard(self) -> int:
         """Bytes on the device of one number of this rank's part of the gradients."""
-        away = self.layout.cpu_offload or not self.stays
-        return 0 if away else _of_gradient(self.job, self.layout)
-
-
-def _of_gradient(job: Job, layout: Layout) -> int:
-    """Return the bytes of a number of a gradient: FSDP gives them in the dtype of parameters."""
-    return job.stored if layout.wrapped > 1 else FP32
+        return 0 if self.layout.cpu_offload or not self.stays else FP32
 
 
 def _heads_in_flight(job: Job, layout: Layout, pp_rank: int) -> int:
