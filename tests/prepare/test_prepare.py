@@ -567,7 +567,7 @@ def test_a_file_that_is_no_text_is_named(source, out):
         ("none.jsonl", None, r"none\.jsonl: No such file"),
         ("a.jsonl", b"", r"a\.jsonl: there are no documents"),
         ("a.jsonl", b"\n\n", "no documents: there is none"),
-        ("a.csv", b"x", r"a\.csv: neither a directory, nor a file of \.jsonl, \.parquet"),
+        ("a.csv", b"x", r"a\.csv: neither a directory, nor a file of \.jsonl, \.parquet.* \.txt"),
         ("a.parquet", b"PAR1 x PAR1", r"a\.parquet: no \.parquet file, or a damaged one"),
         ("a.arrow", b"x" * 99, r"a\.arrow: no \.arrow file, or a damaged one"),
     ],
