@@ -58,7 +58,7 @@ def test_records_are_text_on_a_terminal_and_json_elsewhere_or_when_asked(
 
 
 def test_a_command_that_is_interrupted_says_so(capsys, monkeypatch):
-    def stopped(options):
+    def stopped(_):
         raise KeyboardInterrupt
 
     monkeypatch.setattr(COMMANDS["certify"], "run", stopped)

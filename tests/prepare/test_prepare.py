@@ -714,6 +714,13 @@ def work(out):
     return written
 
 
+def test_processes_look_for_no_script_that_came_through_a_pipe(monkeypatch):
+    for name, said in {"__file__": "<stdin>", "__spec__": None}.items():
+        monkeypatch.setattr(sys.modules["__main__"], name, said, raising=False)
+    with workers.process_pool(1) as pool:
+        assert pool.submit(os.getpid).result() != os.getpid()
+
+
 def start_one():
     with workers.process_pool(2) as pool:
         with workers._interrupts_wait():
