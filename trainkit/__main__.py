@@ -86,11 +86,11 @@ def main(argv: list[str] | None = None) -> int:
     try:
         options = _parser().parse_args(words)
         report, code = COMMANDS[options.command].run(options)
-    except (ValueError, OSError) as error:
-        hint = getattr(error, "hint", None)
+    except (ValueError, OSError, KeyboardInterrupt) as error:
+        hint, what = getattr(error, "hint", None), str(error) or "interrupted"
         if is_for_people or (sys.stderr.isatty() and not sys.stdout.isatty()):
-            sys.stderr.write(f"error: {error}\n" + (f"hint: {hint}\n" if hint else ""))
-        report = {"error": str(error)} | ({"hint": hint} if hint else {})
+            sys.stderr.write(f"error: {what}\n" + (f"hint: {hint}\n" if hint else ""))
+        report = {"error": what} | ({"hint": hint} if hint else {})
         code = error_code(error)
         if is_for_people:
             return code

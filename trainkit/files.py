@@ -345,6 +345,22 @@ def _toml(value: Any) -> str:
     raise TypeError(f"toml_text: {value!r} is no str, number, bool, None or list")
 
 
+def forget_piped_script() -> None:
+    """Let processes that Python starts look for no script "<stdin>", which came through a pipe.
+
+    `python - <<EOF` leaves that name, under which multiprocessing's processes would import it.
+
+    Effects:
+        Removes `__file__` of the main module where it is "<stdin>".
+
+    Examples:
+        >>> forget_piped_script()
+    """
+    main = sys.modules["__main__"]
+    if getattr(main, "__file__", None) == "<stdin>":
+        del main.__file__
+
+
 def point_nowhere(stream: Any) -> None:
     """Let what is written to a file from now on go nowhere, as its reader has left.
 

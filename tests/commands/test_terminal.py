@@ -57,6 +57,15 @@ def test_records_are_text_on_a_terminal_and_json_elsewhere_or_when_asked(
     assert not {"{", '"'} & set(shown)
 
 
+def test_a_command_that_is_interrupted_says_so(capsys, monkeypatch):
+    def stopped(_):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(COMMANDS["certify"], "run", stopped)
+    assert main(["certify"]) == 76
+    assert json.loads(capsys.readouterr().out) == {"error": "interrupted"}
+
+
 def test_an_error_stands_once_on_a_terminal_and_in_words(tmp_path, capsys, monkeypatch):
     for stream in (sys.stdout, sys.stderr):
         monkeypatch.setattr(stream, "isatty", lambda: True)

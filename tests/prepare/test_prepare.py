@@ -567,7 +567,7 @@ def test_a_file_that_is_no_text_is_named(source, out):
         ("none.jsonl", None, r"none\.jsonl: No such file"),
         ("a.jsonl", b"", r"a\.jsonl: there are no documents"),
         ("a.jsonl", b"\n\n", "no documents: there is none"),
-        ("a.csv", b"x", r"a\.csv: neither a directory, nor a file of \.jsonl, \.parquet"),
+        ("a.csv", b"x", r"a\.csv: neither a directory, nor a file of \.jsonl, \.parquet.* \.txt"),
         ("a.parquet", b"PAR1 x PAR1", r"a\.parquet: no \.parquet file, or a damaged one"),
         ("a.arrow", b"x" * 99, r"a\.arrow: no \.arrow file, or a damaged one"),
     ],
@@ -712,6 +712,13 @@ def work(out):
         return [workers._write(job, *task) for task in enumerate(todo)]
 
     return written
+
+
+def test_processes_look_for_no_script_that_came_through_a_pipe(monkeypatch):
+    for name, said in {"__file__": "<stdin>", "__spec__": None}.items():
+        monkeypatch.setattr(sys.modules["__main__"], name, said, raising=False)
+    with workers.process_pool(1) as pool:
+        assert pool.submit(os.getpid).result() != os.getpid()
 
 
 def start_one():

@@ -95,6 +95,12 @@ def test_results_come_by_rank_and_tensors_travel_as_copies():
     assert results == [(OWN, tensor([4.5]), [10 * r, 20 * r]) for r in range(3)]
 
 
+def test_ranks_look_for_no_script_that_came_through_a_pipe(monkeypatch):
+    for name, said in {"__file__": "<stdin>", "__spec__": None}.items():
+        monkeypatch.setattr(sys.modules["__main__"], name, said, raising=False)
+    assert run_ranks(dist.get_rank, 1) == [0]
+
+
 def test_a_partial_works_and_a_world_of_one():
     assert run_ranks(partial(_sum_of_ranks, 1.0), 1, []) == [(OWN, tensor([1.0]), [])]
 

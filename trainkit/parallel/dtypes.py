@@ -11,7 +11,7 @@ import attrs
 import torch
 from torch import Tensor, nn
 
-from trainkit.parallel.naming import blocks_of
+from trainkit.parallel.naming import blocks_of, unhide_
 from trainkit.parallel.reduction import replicates
 from trainkit.parallel.transforms import Transform
 from trainkit.types import Call, ParallelState, Precision
@@ -212,7 +212,7 @@ def _showing_cast(
             return forward(self, *args, **kwargs)
         finally:
             for part, name in (place for each in tied for place in each):
-                del vars(part)[name]  # torch.compile cannot trace object.__delattr__
+                unhide_(part, name)
 
     return call
 

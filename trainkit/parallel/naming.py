@@ -23,6 +23,7 @@ _WRAPPERS = frozenset({"_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped
 _COPY = "_trainkit_tied_copy"
 _BASE = "_trainkit_base"
 _TOLD = 12  # names that a refusal lists
+_IS_TRACED = torch.__version__ >= "2.13"
 COPY_SUFFIX = " (copy)"
 """What the name of a tied copy ends with where one rank holds the owner's stage and the copy's."""
 
@@ -36,6 +37,25 @@ def canonical_name(name: str) -> str:
     """
     parts = [part for part in name.split(".") if part not in _WRAPPERS]
     return ".".join(parts[1:] if parts[0] == "module" else parts)
+
+
+def unhide_(module: nn.Module, name: str) -> None:
+    """Remove an attribute of an instance that hides the parameter of the same name.
+
+    Effects:
+        Writes `module`.
+
+    Examples:
+        >>> layer = nn.Linear(1, 1)
+        >>> object.__setattr__(layer, "weight", None)
+        >>> unhide_(layer, "weight")
+        >>> layer.weight.shape
+        torch.Size([1, 1])
+    """
+    if _IS_TRACED:
+        del vars(module)[name]  # torch.compile cannot trace object.__delattr__
+    else:
+        object.__delattr__(module, name)  # of the other, compiled, 2.12 deletes the parameter
 
 
 def named_parameters_of(stages: Iterable[nn.Module]) -> dict[str, nn.Parameter]:

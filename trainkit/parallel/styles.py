@@ -24,6 +24,7 @@ from trainkit.collectives import (
     sum_grad,
 )
 from trainkit.models.layers import WideNorm
+from trainkit.parallel.naming import unhide_
 from trainkit.types import Axis
 
 Communicate = Callable[[Tensor, Axis], Tensor]
@@ -175,7 +176,7 @@ def _on_local(base: Any, names: tuple[str, ...], *, left_out: tuple[str, ...]) -
             return base.forward(self, *args, **kwargs)
         finally:
             for name, shown in before.items():
-                del vars(self)[name]  # torch.compile cannot trace object.__delattr__
+                unhide_(self, name)
                 if shown is not None:
                     object.__setattr__(self, name, shown)
 

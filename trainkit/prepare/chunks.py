@@ -100,6 +100,9 @@ def cut_source(
         raise ValueError(f"prepare: {path}: only files of a directory can be left out by name")
     if path.name.endswith(tuple(suffixes)):
         return _runs_of_files(path.parent, [path.name], chunk_bytes, None)
+    if path.suffix not in RECORD_SUFFIXES:
+        kinds = ", ".join((*RECORD_SUFFIXES, *suffixes))
+        raise bad_file(path, f"neither a directory, nor a file of {kinds}")
     return _parts_of_file(path, chunk_bytes)
 
 
@@ -203,8 +206,6 @@ def _runs_of_files(
 
 
 def _parts_of_file(path: Path, least: int) -> list[Chunk]:
-    if path.suffix not in RECORD_SUFFIXES:
-        raise bad_file(path, f"neither a directory, nor a file of {', '.join(RECORD_SUFFIXES)}")
     stats = (_stats(path, path.name),)
     if path.suffix == ".jsonl":
         cuts = _line_cuts(path, least)

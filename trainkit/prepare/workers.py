@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING
 
 import attrs
 
-from trainkit.files import disk_errors
+from trainkit.files import disk_errors, forget_piped_script
 from trainkit.prepare.chunks import chunk_place
 from trainkit.prepare.parts import Tally, Work, WritePart, code_version, part_writer
 from trainkit.types import DataError, TrainkitError
@@ -208,6 +208,7 @@ def _writer(job: _Job) -> WritePart:
 def process_pool(workers: int) -> Iterator[Executor]:
     """Yield a pool of processes that end with the block, at once if it fails, and with this one."""
     # Spawned: a fork would take over locks of threads (numpy's, arrow's) that nobody will release.
+    forget_piped_script()
     others = {*active_children()}
     pool = ProcessPoolExecutor(workers, mp_context=get_context("spawn"), initializer=_begin)
     try:

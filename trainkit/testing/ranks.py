@@ -32,6 +32,8 @@ import attrs
 import torch
 import torch.distributed as dist
 
+from trainkit.files import forget_piped_script
+
 T = TypeVar("T")
 
 # A rank that fails closes its sockets, and its peers then fail too: these are the echo's words.
@@ -149,6 +151,7 @@ def run_ranks(
 
 @contextlib.contextmanager
 def _started(work: _Work) -> Iterator[list[_Child]]:
+    forget_piped_script()
     context = multiprocessing.get_context("forkserver")
     # What costs a rank 4 s to import, where this process works with it: a model of transformers.
     used = [name for name in ("transformers.modeling_utils",) if name in sys.modules]
