@@ -23,7 +23,7 @@ def as_text(report: Mapping[str, Any] | Sequence[Mapping[str, Any]]) -> str:
         step_2
         step_1
     """
-    from trainkit.sinks.console import printable  # noqa: PLC0415 -- slow
+    from trainkit.sinks.terminal import printable  # noqa: PLC0415 -- slow
 
     return printable(_pairs(report) if isinstance(report, Mapping) else _table(report))
 

@@ -17,7 +17,7 @@ from trainkit.pictures.drawing import (
     new_figure,
     save_picture,
 )
-from trainkit.sinks.jsonl import joined, read_jsonl
+from trainkit.sinks.lines import joined, read_jsonl
 from trainkit.types import DataError
 
 if TYPE_CHECKING:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from trainkit.pictures.drawing import GREY, INK, PALE, check_picture, new_figure, save_picture
-from trainkit.sinks.jsonl import joined, read_jsonl
+from trainkit.sinks.lines import joined, read_jsonl
 from trainkit.types import DataError
 
 if TYPE_CHECKING:
