@@ -384,7 +384,8 @@ def _warn_of_stragglers(rank: _Self) -> None:
             waiting = 1 - min(busy.values())
             rank.warn(
                 f"watch: {peers.name_of(rank.members[number])} is slower than the others, who "
-                f"spend up to {waiting:.0%} of their time waiting; it is {peers.describe(beats[number])}"
+                f"spend up to {waiting:.0%} of their time waiting; it is "
+                f"{peers.describe(beats[number])}"
             )
 
 

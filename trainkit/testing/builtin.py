@@ -706,7 +706,7 @@ def builtin_subjects(
         (name, case)
         for name in names
         for case in cases_of_model(name)
-        if chosen(case) and _can_shard(name, case)
+        if chosen(case) and (name not in IN_FEW_BITS or case.layout.wrapped == 1 or shards_bytes())
     ]
     picked: dict[str, list[Case]] = {name: [] for name in names}
     for model, case in pick(rows):
@@ -718,10 +718,6 @@ def builtin_subjects(
         for name, cases in picked.items()
         if cases
     ]
-
-
-def _can_shard(name: str, case: Case) -> bool:
-    return name not in IN_FEW_BITS or case.layout.wrapped == 1 or shards_bytes()
 
 
 _DECODER = {"plan": decoder_plan, "loss": losses.next_token_linear, "call": models.call_with_noise}
