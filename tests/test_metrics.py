@@ -25,7 +25,7 @@ from trainkit.metrics import (
     to_host,
     tokens_per_second,
 )
-from trainkit.sinks.tensorboard import scalars
+from trainkit.sinks.on_tensorboard import scalars
 from trainkit.testing import run_ranks
 from trainkit.types import Axis, Share
 

@@ -238,7 +238,8 @@ def warmup_stable_decay(
     """
     name = "warmup_stable_decay"
     shapes: dict[str, Shape] = {"linear": _straight, "cosine": _half_cosine}
-    shapes |= {"sqrt": _square_root, "sqrt_late": _root_of_rest}
+    shapes["sqrt"] = lambda over: 1 - math.sqrt(over)
+    shapes["sqrt_late"] = lambda over: math.sqrt(1 - over)
     if shape not in shapes:
         raise ValueError(f"{name}: shape must be one of {', '.join(shapes)}, got {shape!r}")
     return _decaying(name, shapes[shape], lr, warmup, total, final, warmup_from, decay)
@@ -376,14 +377,6 @@ def _straight(over: float) -> float:
 
 def _half_cosine(over: float) -> float:
     return (1 + math.cos(math.pi * over)) / 2
-
-
-def _square_root(over: float) -> float:
-    return 1 - math.sqrt(over)
-
-
-def _root_of_rest(over: float) -> float:
-    return math.sqrt(1 - over)
 
 
 def _reflected(over: float) -> float:

@@ -12,12 +12,6 @@ from trainkit.adapters import (
     add_low_rank,
     dequantize,
     quantize,
-    quantize_fp8_block,
-    quantize_fp8_row,
-    quantize_int4,
-    quantize_int8,
-    quantize_nf4,
-    quantize_nvfp4,
 )
 from trainkit.adapters.fake import quietly
 from trainkit.types import NumericsError
@@ -93,7 +87,7 @@ def test_an_element_comes_back_within_the_bound(form, rows, columns, kind, dtype
 def test_scales_of_a_long_row_are_in_groups_of_their_own():
     x = torch.randn(2, 64 * 256 + 70, generator=torch.Generator().manual_seed(0))
     x[:, 64 * 256 :] *= 1e-3
-    held = quantize_nf4(x)
+    held = quantize(x, "nf4")
     assert held.levels.shape == (2, 2, 2)
     assert bool(((dequantize(held) - x).abs() <= bound(x, "nf4")).all())
 
@@ -114,10 +108,10 @@ def test_what_is_not_finite_is_refused(form, bad):
 
 
 def test_what_is_no_matrix_is_refused():
-    with pytest.raises(ValueError, match=r"quantize_int8: it takes a matrix .* got torch.int64"):
-        quantize_int8(torch.ones(2, 2, dtype=torch.int64))
-    with pytest.raises(ValueError, match=r"quantize_nf4: .* of shape \(2,\)"):
-        quantize_nf4(torch.ones(2))
+    with pytest.raises(ValueError, match=r"quantize: it takes a matrix .* got torch.int64"):
+        quantize(torch.ones(2, 2, dtype=torch.int64), "int8")
+    with pytest.raises(ValueError, match=r"quantize: .* of shape \(2,\)"):
+        quantize(torch.ones(2), "nf4")
     with pytest.raises(ValueError, match='"nvfp4" or "fp8_row", got \'e2m1\''):
         quantize(torch.ones(2, 2), "e2m1")
 
@@ -148,7 +142,7 @@ def test_codes_are_those_of_bitsandbytes():
         "78c036778c046779d147779d157779e15777ae25778ae26778bf26778bf36778"
         "b036778c046779c147779d157779d15777ae25777ae26778ae36778bf36778b0"
     )
-    assert quantize_nf4(x).codes.numpy().tobytes() == wanted
+    assert quantize(x, "nf4").codes.numpy().tobytes() == wanted
 
 
 def test_bytes_are_few():
@@ -162,18 +156,18 @@ def test_a_part_is_quantised_as_in_the_whole_if_it_knows_the_largest_of_it():
     x = torch.randn(40, 96, generator=torch.Generator().manual_seed(0))
     x[7, 5], part = 9, (slice(10, 40), slice(16, 96))
     rows, whole = x.abs().amax(-1, keepdim=True), x.abs().amax().view(1, 1)
-    for of, largest in ((quantize_nvfp4, whole), (quantize_fp8_row, rows[10:])):
-        found = dequantize(of(x[part], largest=largest))
-        assert torch.equal(found, dequantize(of(x))[part])
-        assert not torch.equal(found, dequantize(of(x[part])))
-    assert torch.equal(quantize_fp8_row(x, largest=whole).scales, whole / 448)
-    low = dequantize(quantize_nvfp4(x, largest=whole / 4))  # blocks that go beyond are cut off
+    for form, largest in (("nvfp4", whole), ("fp8_row", rows[10:])):
+        found = dequantize(quantize(x[part], form, largest=largest))
+        assert torch.equal(found, dequantize(quantize(x, form))[part])
+        assert not torch.equal(found, dequantize(quantize(x[part], form)))
+    assert torch.equal(quantize(x, "fp8_row", largest=whole).scales, whole / 448)
+    low = dequantize(quantize(x, "nvfp4", largest=whole / 4))  # blocks that go beyond are cut off
     assert bool((low.abs() <= 9 / 4).all())
 
 
 def test_nvfp4_codes_are_signs_and_indices_and_halves_go_to_the_even_one():
     sixteenths = [0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0, 6.0]
-    held = quantize_nvfp4(torch.tensor([[*sixteenths, *(-x for x in sixteenths)]]))
+    held = quantize(torch.tensor([[*sixteenths, *(-x for x in sixteenths)]]), "nvfp4")
     assert held.scales.float().item() == 448
     assert held.codes.tolist() == [[0x02, 0x24, 0x46, 0x67, 0x8A, 0xAC, 0xCE, 0xEF]]
 
@@ -184,7 +178,7 @@ def test_nvfp4_is_that_of_torchao():
         from torchao.prototype.mx_formats.nvfp4_tensor import NVFP4Tensor, per_tensor_amax_to_scale
     x = torch.randn(64, 128, generator=torch.Generator().manual_seed(0))
     theirs = NVFP4Tensor.to_nvfp4(x, per_tensor_scale=per_tensor_amax_to_scale(x.abs().max()))
-    assert torch.equal(theirs.dequantize(torch.float32), dequantize(quantize_nvfp4(x)))
+    assert torch.equal(theirs.dequantize(torch.float32), dequantize(quantize(x, "nvfp4")))
 
 
 @pytest.mark.parametrize("form", [None, *FORMATS])
@@ -200,13 +194,5 @@ def test_a_product_of_low_rank_is_added_in_fp32(form, lead):
     assert torch.equal(add_low_rank(base, b, a, scale=0.5), want)
     assert torch.equal(add_low_rank(base, b, a, scale=0.5, to=torch.bfloat16), want.bfloat16())
     again = add_low_rank(base, b, a, scale=0.5, to="int8")
-    assert torch.equal(again.codes, quantize_int8(want).codes)
+    assert torch.equal(again.codes, quantize(want, "int8").codes)
     assert torch.equal(add_low_rank(base, 0 * b, a, scale=0.5), held)
-
-
-def test_a_format_quantises_by_its_function():
-    x = torch.randn(5, 130, generator=torch.Generator().manual_seed(0))
-    own = (quantize_nf4, quantize_int8, quantize_fp8_block)
-    own += (quantize_int4, quantize_nvfp4, quantize_fp8_row)
-    for form, of in zip(FORMATS, own, strict=True):
-        assert torch.equal(dequantize(quantize(x, form)), dequantize(of(x)))

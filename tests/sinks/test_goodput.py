@@ -2,8 +2,8 @@
 
 import time
 
-from trainkit.sinks.goodput import best_save_interval, goodput
 from trainkit.sinks.run import run_sinks, run_summary
+from trainkit.sinks.spent import best_save_interval, goodput
 from trainkit.types import Share
 
 

@@ -15,10 +15,10 @@ import pytest
 
 from trainkit import sinks
 from trainkit.checkpoint.directory import run_identity
-from trainkit.sinks.guarded import guarded, redacted
+from trainkit.sinks.guards import guarded, redacted
+from trainkit.sinks.on_tensorboard import tensorboard
+from trainkit.sinks.on_wandb import wandb
 from trainkit.sinks.run import printer, run_sinks
-from trainkit.sinks.tensorboard import tensorboard
-from trainkit.sinks.wandb import wandb
 from trainkit.types import ConfigError, Share
 
 KEY = "0123456789abcdef0123456789abcdef01234567"

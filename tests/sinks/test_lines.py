@@ -2,7 +2,6 @@
 
 import contextlib
 import errno
-import importlib
 import json
 import os
 import random
@@ -21,12 +20,11 @@ from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
 from trainkit import sinks
-from trainkit.sinks.jsonl import Rewound, jsonl, repair_jsonl, rewind_jsonl, sync_lines
+from trainkit.sinks import lines as lines_file
+from trainkit.sinks import run as run_file
+from trainkit.sinks.lines import Rewound, jsonl, repair_jsonl, rewind_jsonl, sync_lines
 from trainkit.sinks.run import run_sinks
 from trainkit.types import DiskError, Share
-
-# `trainkit.sinks.jsonl` is the function.
-lines_file, run_file = (importlib.import_module(f"trainkit.sinks.{x}") for x in ("jsonl", "run"))
 
 
 def written(steps):
@@ -163,9 +161,9 @@ def test_without_the_repair_a_rollback_tells_steps_twice(tmp_path, monkeypatch):
 
 
 KILLED = """
-    import importlib, sys, time
+    import sys, time
     from pathlib import Path
-    lines_file = importlib.import_module("trainkit.sinks.jsonl")
+    from trainkit.sinks import lines as lines_file
     folder, last, repair = Path(sys.argv[1]), int(sys.argv[2]), sys.argv[3] == "True"
     if not repair:
         lines_file.rewind_jsonl = lambda path, step: None

@@ -18,12 +18,6 @@ from .formats import Quantized as Quantized
 from .formats import add_low_rank as add_low_rank
 from .formats import dequantize as dequantize
 from .formats import quantize as quantize
-from .formats import quantize_fp8_block as quantize_fp8_block
-from .formats import quantize_fp8_row as quantize_fp8_row
-from .formats import quantize_int4 as quantize_int4
-from .formats import quantize_int8 as quantize_int8
-from .formats import quantize_nf4 as quantize_nf4
-from .formats import quantize_nvfp4 as quantize_nvfp4
 from .formats import round_trip as round_trip
 from .freeze import Freeze as Freeze
 from .freeze import apply_freeze_ as apply_freeze_

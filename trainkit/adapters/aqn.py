@@ -72,7 +72,7 @@ def quantization_noise(
     for part, name, codes in noisy:
         noise = Noise(_key(seed, step, name, codes), _scalar(weights, codes), _begin(codes))
         part.noises = {**vars(part).get("noises", {}), name.rpartition(".")[2]: noise}
-    held = [(p, _local(p).clone()) for _, p in moved]
+    held = [(p, local_of(p.data).clone()) for _, p in moved]
     _add_(stages, moved, seed=seed, step=step, scale=norms)
     try:
         yield
@@ -82,7 +82,7 @@ def quantization_noise(
         for stage in stages if held else ():
             reshard_(reducers_of(stage))
         for p, bits in held:
-            _local(p).copy_(bits)
+            local_of(p.data).copy_(bits)
 
 
 def _in_few_bits(stages: Sequence[nn.Module], scale: float) -> list[tuple[Any, str, nn.Parameter]]:
@@ -147,10 +147,6 @@ def _key(seed: int, step: int, name: str, like: Tensor) -> Tensor:
 
 def _scalar(value: float, like: Tensor) -> Tensor:
     return torch.full((), value, dtype=torch.float32, device=like.device)
-
-
-def _local(p: Any) -> Tensor:
-    return local_of(p.data)
 
 
 def _begin(codes: Any) -> tuple[int, ...]:

@@ -164,7 +164,8 @@ def export_peft(
     def read(own: str, shape: Sequence[int], offset: Sequence[int]) -> Tensor:
         return box_in(tensors[own], shape, offset)
 
-    stored = {own: Stored(_kind(x), tuple(x.shape), ()) for own, x in tensors.items()}
+    kinds = {own: str(x.dtype).removeprefix("torch.") for own, x in tensors.items()}
+    stored = {own: Stored(kinds[own], tuple(x.shape), ()) for own, x in tensors.items()}
     beside = {CONFIG: orjson.dumps(settings, option=orjson.OPT_INDENT_2)}
     how: dict[str, Any] = {"shard_bytes": 1 << 62, "overwrite": overwrite, "stem": "adapter_model"}
     origin = origin_of(path)
@@ -182,10 +183,6 @@ def _trained(whole: Mapping[str, Tensor]) -> dict[str, Tensor]:
     return {
         own: x for own, x in whole.items() if not own.endswith((".router.load", ".router.bias"))
     }
-
-
-def _kind(x: Tensor) -> str:
-    return str(x.dtype).removeprefix("torch.")
 
 
 def merged_run(checkpoint: Path | str, *, base: str | None = None) -> Weights:

@@ -92,186 +92,64 @@ class Quantized:
         return sum(x.nbytes for x in (self.codes, self.scales, self.levels) if x is not None)
 
 
-def quantize_nf4(weight: Tensor) -> Quantized:
-    """Quantise a matrix to 4.13 bits an element, for weights that are distributed normally.
+def quantize(weight: Tensor, form: Format, *, largest: Tensor | None = None) -> Quantized:
+    """Quantise a matrix to a format; 0 stays 0.
 
-    Each 64 elements of a row are divided by the largest magnitude among them and rounded to the
-    nearest of sixteen numbers. These magnitudes, the scales, are in turn rounded to 256 levels
-    between the least and the largest of each 256 that follow each other in a row. 0 stays 0.
+    | form | bits an element | what shares a scale, and what it is |
+    |---|---|---|
+    | nf4 | 4.13 | 64 of a row: their largest magnitude; sixteen numbers, for normal weights |
+    | int8 | 8.25 | 128 of a row: 1/127 of their largest magnitude; whole numbers |
+    | fp8 | 8 | 128 x 128, as in DeepSeek-V3 (`weight_scale_inv`): 1/448 of theirs; e4m3 |
+    | int4 | 5 (4.5 with scales in bf16) | 32 of a row: 1/7.5 of theirs; -8 to 7, as torchao's |
+    | nvfp4 | 4.5 | 16 of a row: 1/6 of theirs, in e4m3 after division by 1/2,688 of the matrix's |
+    | fp8_row | 8 | a row: 1/448 of its largest magnitude; e4m3 |
 
-    Args:
-        weight: `[..., R, C]`, computed with in fp32.
+    The scales of nf4 are in turn rounded to 256 levels between the least and the largest of each
+    256 that follow each other in a row. nvfp4 knows 0, 0.5, 1, 1.5, 2, 3, 4, 6 and their negatives,
+    as GPUs from Blackwell on multiply them.
 
-    Returns:
-        The codes; dequantised, an element is off by at most 0.152 times its block's largest
-        magnitude plus 1/510 of the range of the scales in its group, and fp32's rounding.
-
-    Raises:
-        NumericsError: A value is not finite.
-        ValueError: It is no matrix of floating point.
-
-    References:
-        Dettmers et al., "QLoRA" (2023); there groups of scales run across rows, and have the mean
-        of all scales taken off.
-
-    Examples:
-        >>> whole = quantize_nf4(torch.tensor([[0.0, 0.5, -1.0, 2.0]]))
-        >>> dequantize(whole)
-        tensor([[ 0.0000,  0.4922, -1.0501,  2.0000]])
-    """
-    return _finished(_nf4(_checked(weight, "quantize_nf4")), weight)
-
-
-def quantize_int8(weight: Tensor) -> Quantized:
-    """Quantise a matrix to 8.25 bits an element.
-
-    Each 128 elements of a row are divided by 1/127 of the largest magnitude among them, and rounded
-    to whole numbers. 0 stays 0.
+    Dequantised, an element is off, beside fp32's rounding, by at most: in nf4 0.152 times its
+    block's largest magnitude plus 1/510 of the range of the scales in its group; in int8 1/254 and
+    in int4 1/15 of its block's largest; in fp8 and fp8_row 1/16 of its own magnitude, or 1/28,672
+    of the largest that shares its scale if that is more; in nvfp4 17/96 of its block's largest plus
+    1/458,752 of the matrix's.
 
     Args:
         weight: `[..., R, C]`, computed with in fp32.
-
-    Returns:
-        The codes; dequantised, an element is off by at most 1/254 of its block's largest magnitude,
-        and fp32's rounding.
-
-    Raises:
-        NumericsError: A value is not finite.
-        ValueError: It is no matrix of floating point.
-
-    References:
-        Dettmers et al., "8-bit optimizers via block-wise quantization" (2022).
-
-    Examples:
-        >>> quantize_int8(torch.tensor([[0.0, 0.5, -1.0, 2.0]])).codes
-        tensor([[  0,  32, -64, 127]], dtype=torch.int8)
-    """
-    return _finished(_int8(_checked(weight, "quantize_int8")), weight)
-
-
-def quantize_fp8_block(weight: Tensor) -> Quantized:
-    """Quantise a matrix to e4m3 with a scale for each block of 128 x 128.
-
-    Args:
-        weight: `[..., R, C]`, computed with in fp32.
-
-    Returns:
-        The codes; dequantised, an element is off by at most 1/16 of its own magnitude, or of
-        1/28,672 of its block's largest if that is more, and fp32's rounding.
+        form: The format.
+        largest: Of nvfp4 the largest magnitude of the matrix, `[..., 1, 1]`, where this is a part
+            of it (a block that goes beyond it is cut off); of fp8_row that of what shares a scale,
+            `[..., R, 1]` or `[..., 1, 1]`. By default that of the matrix, and of each row.
 
     Raises:
         NumericsError: A value is not finite.
-        ValueError: It is no matrix of floating point.
+        ValueError: It is no matrix of floating point, or the format is unknown.
 
     References:
-        DeepSeek-AI, "DeepSeek-V3 technical report" (2024); there the scales are `weight_scale_inv`.
-
-    Examples:
-        >>> dequantize(quantize_fp8_block(torch.tensor([[0.0, 0.3, -1.0, 448.0]]))).tolist()
-        [[0.0, 0.3125, -1.0, 448.0]]
-    """
-    return _finished(_fp8(_checked(weight, "quantize_fp8_block")), weight)
-
-
-def quantize_nvfp4(weight: Tensor, *, largest: Tensor | None = None) -> Quantized:
-    """Quantise a matrix to 4.5 bits an element, as GPUs from Blackwell on multiply it.
-
-    Each 16 elements of a row are divided by their scale and rounded to the nearest of 0, 0.5, 1,
-    1.5, 2, 3, 4 and 6 and their negatives. A scale is 1/6 of the largest magnitude among them,
-    itself rounded to e4m3 after division by 1/2,688 of the largest in the matrix. 0 stays 0.
-
-    Args:
-        weight: `[..., R, C]`, computed with in fp32.
-        largest: The largest magnitude of the matrix, `[..., 1, 1]`, where this is a part of it. A
-            block that goes beyond it is cut off.
-
-    Returns:
-        The codes; dequantised, an element is off by at most 17/96 of its block's largest magnitude
-        plus 1/458,752 of the matrix's, and fp32's rounding.
-
-    Raises:
-        NumericsError: A value is not finite.
-        ValueError: It is no matrix of floating point.
-
-    References:
+        nf4: Dettmers et al., "QLoRA" (2023); there groups of scales run across rows, and have the
+        mean of all scales taken off. int8: Dettmers et al., "8-bit optimizers via block-wise
+        quantization" (2022). fp8: DeepSeek-AI, "DeepSeek-V3 technical report" (2024). nvfp4:
         NVIDIA, "Pretraining large language models with NVFP4" (2025).
-
-    Examples:
-        >>> dequantize(quantize_nvfp4(torch.tensor([[0.0, 0.7, -1.3, 6.0]]))).tolist()
-        [[0.0, 0.5, -1.5, 6.0]]
-    """
-    return _finished(_nvfp4(_checked(weight, "quantize_nvfp4"), largest), weight)
-
-
-def quantize_int4(weight: Tensor) -> Quantized:
-    """Quantise a matrix to 5 bits an element (4.5 with scales in bf16), symmetrically.
-
-    Each 32 elements of a row are divided by 1/7.5 of the largest magnitude among them, and rounded
-    to whole numbers from -8 to 7: torchao's and XNNPACK's int4. 0 stays 0.
-
-    Args:
-        weight: `[..., R, C]`, computed with in fp32.
-
-    Returns:
-        The codes; dequantised, an element is off by at most 1/15 of its block's largest magnitude,
-        and fp32's rounding.
-
-    Raises:
-        NumericsError: A value is not finite.
-        ValueError: It is no matrix of floating point.
-
-    Examples:
-        >>> dequantize(quantize_int4(torch.tensor([[0.0, 1.2, -7.5, 7.5]]))).tolist()
-        [[0.0, 1.0, -8.0, 7.0]]
-    """
-    return _finished(_int4(_checked(weight, "quantize_int4")), weight)
-
-
-def quantize_fp8_row(weight: Tensor, *, largest: Tensor | None = None) -> Quantized:
-    """Quantise a matrix to e4m3 with a scale for each row, or with one.
-
-    Args:
-        weight: `[..., R, C]`, computed with in fp32.
-        largest: The largest magnitude of what shares a scale, `[..., R, 1]` or `[..., 1, 1]`; by
-            default that of each row.
-
-    Returns:
-        The codes; dequantised, an element is off by at most 1/16 of its own magnitude, or of
-        1/28,672 of `largest` if that is more, and fp32's rounding.
-
-    Raises:
-        NumericsError: A value is not finite.
-        ValueError: It is no matrix of floating point.
-
-    Examples:
-        >>> dequantize(quantize_fp8_row(torch.tensor([[0.0, 0.3, 448.0], [0, 0, 0]])))[0].tolist()
-        [0.0, 0.3125, 448.0]
-    """
-    return _finished(_fp8_row(_checked(weight, "quantize_fp8_row"), largest), weight)
-
-
-QUANTIZE: Mapping[Format, Callable[[Tensor], Quantized]] = MappingProxyType(
-    {
-        "nf4": quantize_nf4,
-        "int8": quantize_int8,
-        "fp8": quantize_fp8_block,
-        "int4": quantize_int4,
-        "nvfp4": quantize_nvfp4,
-        "fp8_row": quantize_fp8_row,
-    }
-)
-"""What quantises to a format."""
-
-
-def quantize(weight: Tensor, form: Format) -> Quantized:
-    """Quantise a matrix to a format by name.
 
     Examples:
         >>> quantize(torch.ones(2, 128), "int8").nbytes
         264
+        >>> quantize(torch.tensor([[0.0, 0.5, -1.0, 2.0]]), "int8").codes
+        tensor([[  0,  32, -64, 127]], dtype=torch.int8)
+        >>> dequantize(quantize(torch.tensor([[0.0, 0.5, -1.0, 2.0]]), "nf4"))
+        tensor([[ 0.0000,  0.4922, -1.0501,  2.0000]])
+        >>> dequantize(quantize(torch.tensor([[0.0, 0.7, -1.3, 6.0]]), "nvfp4")).tolist()
+        [[0.0, 0.5, -1.5, 6.0]]
+        >>> dequantize(quantize(torch.tensor([[0.0, 0.3, -1.0, 448.0]]), "fp8")).tolist()
+        [[0.0, 0.3125, -1.0, 448.0]]
+        >>> dequantize(quantize(torch.tensor([[0.0, 1.2, -7.5, 7.5]]), "int4")).tolist()
+        [[0.0, 1.0, -8.0, 7.0]]
+        >>> dequantize(quantize(torch.tensor([[0.0, 0.3, 448.0], [0, 0, 0]]), "fp8_row"))[0, 1]
+        tensor(0.3125)
     """
     among(get_args(Format), "quantize", form=form)
-    return QUANTIZE[form](weight)
+    given = () if largest is None else (largest,)
+    return attrs.evolve(_PIECES[form](_checked(weight), *given), dtype=weight.dtype)
 
 
 def round_trip(x: Tensor, form: Format, *, largest: Tensor | None = None) -> Tensor:
@@ -282,7 +160,7 @@ def round_trip(x: Tensor, form: Format, *, largest: Tensor | None = None) -> Ten
     Args:
         x: `[..., R, C]`.
         form: The format.
-        largest: For nvfp4 and fp8_row; see there.
+        largest: As in `quantize`.
 
     Examples:
         >>> round_trip(torch.tensor([[0.0, 1.2, -7.5, 7.5]]), "int4")
@@ -300,7 +178,7 @@ def dequantize(quantized: Quantized, dtype: torch.dtype | None = None) -> Tensor
         dtype: By default that of the matrix which was quantised.
 
     Examples:
-        >>> dequantize(quantize_int8(torch.ones(1, 3, dtype=torch.bfloat16)))
+        >>> dequantize(quantize(torch.ones(1, 3, dtype=torch.bfloat16), "int8"))
         tensor([[1., 1., 1.]], dtype=torch.bfloat16)
     """
     scales = quantized.scales
@@ -340,7 +218,7 @@ def add_low_rank(
         Hu et al., "LoRA" (2021).
 
     Examples:
-        >>> base = quantize_int8(torch.ones(2, 3))
+        >>> base = quantize(torch.ones(2, 3), "int8")
         >>> add_low_rank(base, torch.ones(2, 1), torch.ones(1, 3), scale=0.5)
         tensor([[1.5000, 1.5000, 1.5000],
                 [1.5000, 1.5000, 1.5000]])
@@ -534,10 +412,10 @@ def _divided(blocks: Tensor, scales: Tensor) -> Tensor:
     return blocks / scales.clamp_min(_LEAST).unsqueeze(-1)
 
 
-def _checked(weight: Tensor, by: str) -> Tensor:
+def _checked(weight: Tensor) -> Tensor:
     if weight.ndim < 2 or not weight.is_floating_point():
         got = f"{weight.dtype} of shape {tuple(weight.shape)}"
-        raise ValueError(f"{by}: it takes a matrix of floating point, or several, got {got}")
+        raise ValueError(f"quantize: it takes a matrix of floating point, or several, got {got}")
     x = weight.detach().float()
     if not bool(x.isfinite().all()):
         count = int((~x.isfinite()).sum())
@@ -546,10 +424,6 @@ def _checked(weight: Tensor, by: str) -> Tensor:
             "take whole blocks along; a block's scale is its largest magnitude"
         )
     return x
-
-
-def _finished(quantized: Quantized, like: Tensor) -> Quantized:
-    return attrs.evolve(quantized, dtype=like.dtype)
 
 
 def codes_per_byte(form: Format) -> int:

@@ -90,7 +90,7 @@ def quantized(form: Format = "nf4", *, modules: str = r"layers\.\d+\.\w+\.\w+") 
     In forward and in backward a matrix is dequantised to the dtype of its input, and dropped again.
 
     Args:
-        form: "nf4", "int8" or "fp8"; see `quantize_nf4`, `quantize_int8`, `quantize_fp8_block`.
+        form: "nf4", "int8" or "fp8"; see `quantize`.
         modules: A regular expression. What it matches as a whole, of the names in the whole model,
             is held in few bits: linear layers ("layers.0.attention.wq") and layers' experts, all
             three weights of them ("layers.0.mlp.experts").

@@ -46,8 +46,8 @@ def merge_(stages: Iterable[nn.Module]) -> None:
         True
     """
     for weight, adapter in _computing(stages):
-        _local(weight).copy_(_merged(weight, adapter))
-        _local(adapter.b).zero_()
+        local_of(weight.data).copy_(_merged(weight, adapter))
+        local_of(adapter.b.data).zero_()
 
 
 @contextmanager
@@ -63,7 +63,8 @@ def merged(stages: Sequence[nn.Module]) -> Iterator[None]:
         Those of `merge_`, undone in the end.
     """
     stages = list(stages)
-    held = [(p, _local(p).cpu().clone()) for pair in _computing(stages) for p in _written(*pair)]
+    written = [p for weight, adapter in _computing(stages) for p in (weight, adapter.b)]
+    held = [(p, local_of(p.data).cpu().clone()) for p in written]
     merge_(stages)
     try:
         yield
@@ -72,7 +73,7 @@ def merged(stages: Sequence[nn.Module]) -> Iterator[None]:
             reshard_(reducers_of(stage))
         with torch.no_grad():
             for p, bits in held:
-                _local(p).copy_(bits)
+                local_of(p.data).copy_(bits)
 
 
 @torch.no_grad()
@@ -99,7 +100,7 @@ def restart_(stages: Iterable[nn.Module], optimizer: torch.optim.Optimizer, *, s
         key = key_of(seed, f"{adapter.whole_name}.a")
         values = symmetric(key, tuple(box.local.shape), box.offset)
         box.local.copy_(values.mul_(adapter.inputs**-0.5))
-        _local(adapter.b).zero_()
+        local_of(adapter.b.data).zero_()
         for p in adapter.parameters():
             optimizer.state.pop(p, None)
 
@@ -119,14 +120,6 @@ def _computing(stages: Iterable[nn.Module]) -> Iterator[tuple[nn.Parameter, Adap
                     where=adapter.whole_name,
                 )
             yield module.get_parameter(key), adapter
-
-
-def _written(weight: nn.Parameter, adapter: Adapter) -> tuple[nn.Parameter, nn.Parameter]:
-    return weight, adapter.b
-
-
-def _local(p: Any) -> Tensor:
-    return local_of(p.data)
 
 
 def _whole(p: Any) -> Tensor:

@@ -118,7 +118,7 @@ def saves(
     after = _pruning(retention)
     own_group = twin_axis(ps.world, name="saves") if background else nullcontext(ps.world)
     with own_group as axis:
-        outcomes = _Outcomes(_only_on_the_first(axis, tell), grace, event)
+        outcomes = _Outcomes((lambda _: None) if axis.index else tell, grace, event)
         token, number = all_gather_json(secrets.token_hex(8), axis)[0], count()
         start = in_thread if background else at_once
 
@@ -142,10 +142,6 @@ def saves(
             raise
         outcomes.land()
         outcomes.raise_last()
-
-
-def _only_on_the_first(axis: Axis, tell: Callable[[str], None]) -> Callable[[str], None]:
-    return (lambda _: None) if axis.index else tell
 
 
 @attrs.define(eq=False)

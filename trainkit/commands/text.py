@@ -23,7 +23,7 @@ def as_text(report: Mapping[str, Any] | Sequence[Mapping[str, Any]]) -> str:
         step_2
         step_1
     """
-    from trainkit.sinks.console import printable  # noqa: PLC0415 -- slow
+    from trainkit.sinks.terminal import printable  # noqa: PLC0415 -- slow
 
     return printable(_pairs(report) if isinstance(report, Mapping) else _table(report))
 
@@ -36,7 +36,8 @@ def _pairs(record: Mapping[str, Any]) -> str:
 
 def _table(rows: Sequence[Mapping[str, Any]]) -> str:
     """Align columns, numbers to the right; a column that says nothing anywhere is left out."""
-    names = [name for name in (rows[0] if rows else ()) if any(_is_told(row[name]) for row in rows)]
+    empty: tuple[Any, ...] = (None, "", [], {})
+    names = [x for x in (rows[0] if rows else ()) if any(row[x] not in empty for row in rows)]
     if not names:
         return "none"
     columns = []
@@ -45,10 +46,6 @@ def _table(rows: Sequence[Mapping[str, Any]]) -> str:
         width, is_number = max(map(len, cells)), type(rows[0][name]) in (int, float)
         columns.append([x.rjust(width) if is_number else x.ljust(width) for x in cells])
     return "\n".join("  ".join(line).rstrip() for line in zip(*columns, strict=True))
-
-
-def _is_told(value: Any) -> bool:
-    return value not in (None, "", [], {})
 
 
 def _flat(name: str, value: Any) -> Iterator[tuple[str, str]]:

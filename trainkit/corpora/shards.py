@@ -116,16 +116,13 @@ def _check_eos(root: Path, parts: Mapping[str, TokenCorpus], eos_id: int | None)
         eos = side.eos_id if eos_id is None else eos_id
         if side.offsets is None and eos is not None:
             asked[name] = eos
-    if asked and not any(_ends_a_document(parts[name], eos) for name, eos in asked.items()):
+    own = [(parts[name], eos) for name, eos in asked.items()]
+    if own and not any(len(part.offsets) > 2 or part.tokens[-1] == eos for part, eos in own):
         eos, count = next(iter(asked.values())), sum(len(parts[name].tokens) for name in asked)
         what = f"eos_id {eos} is to end the documents, but is not among the {count} tokens"
         mend = "look which token ends them, or leave it out if each file is one document"
         place = root if len(parts) > 1 else root / next(iter(parts))
         raise bad_file(place, f"{what}: {mend}", want=eos)
-
-
-def _ends_a_document(part: TokenCorpus, eos_id: int) -> bool:
-    return len(part.offsets) > 2 or part.tokens[-1] == eos_id
 
 
 def _shard_names(root: Path, names: Sequence[str], *, sure: bool) -> list[str]:

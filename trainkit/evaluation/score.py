@@ -29,7 +29,6 @@ from trainkit.types import (
     IGNORED_LABEL,
     SOLO,
     Axis,
-    Batch,
     Bins,
     Call,
     Hidden,
@@ -247,18 +246,14 @@ def _run(
         for chosen in rows:
             batch = collate_bins(inputs, bins, chosen, pad_id=pad_id, row_positions=chosen)
             batch = attrs.evolve(batch, labels=labels[batch.token_index])
-            part = _part(batch, place, device)
+            part = shard_sequence(batch, ring=place.ring, ulysses=place.ulysses)
+            part = to_device(part, device)
             output = forward_stages(stages, part, axis=pp, call=call)
             if last:
                 kept = part.labels != IGNORED_LABEL
                 found = [x[kept].double() for x in measure(output, part.labels)]
                 table[:, part.token_index[kept]] = torch.stack(found)
     return table
-
-
-def _part(batch: Batch, place: Place, device: torch.device) -> Batch:
-    part = shard_sequence(batch, ring=place.ring, ulysses=place.ulysses)
-    return to_device(part, device)
 
 
 def _begins(bins: Bins) -> IntArray:

@@ -258,10 +258,6 @@ _PHI3 = Family(
 )
 
 
-def _root_of_width(config: Mapping[str, Any]) -> float:
-    return config["hidden_size"] ** 0.5
-
-
 _GEMMA2 = Family(
     model_type="gemma2",
     architecture="Gemma2ForCausalLM",
@@ -287,7 +283,7 @@ _GEMMA2 = Family(
     fixed={
         "norms.kind": "offset",
         "norms.place": "around",
-        "embedding_scale": _root_of_width,
+        "embedding_scale": lambda config: config["hidden_size"] ** 0.5,
     },
     only={"use_bidirectional_attention": (None, False)},
     ignored=frozenset({"cache_implementation"}),

@@ -172,7 +172,8 @@ class _EachToken(torch.autograd.Function):
             torch.zeros(x.shape, **like) if needs else None
             for x, needs in zip((hidden, weight, bias), ctx.needs_input_grad[:3], strict=True)
         )
-        buffer = torch.empty(_elements(tiles), **like)
+        (rows, (words, *_)), *_ = tiles  # the largest
+        buffer = torch.empty((rows.stop - rows.start) * (words.stop - words.start), **like)
         for rows, parts in tiles:
             inputs, here = factors.hidden[rows], shaping.of(rows)
             d = here.known(-d_logprobs[rows], losses[rows])[:, None]

@@ -8,16 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from trainkit.pictures.drawing import (
-    GREY,
-    INK,
-    PALE,
-    bare,
-    check_picture,
-    new_figure,
-    save_picture,
-)
-from trainkit.sinks.jsonl import joined, read_jsonl
+from trainkit.pictures import drawing
+from trainkit.sinks.lines import joined, read_jsonl
 from trainkit.types import DataError
 
 if TYPE_CHECKING:
@@ -50,7 +42,7 @@ def plot_load(metrics_path: str | Path, image_path: str | Path) -> Path:
     Effects:
         Writes `image_path`.
     """
-    check_picture("plot_load", Path(image_path))
+    drawing.check_picture("plot_load", Path(image_path))
     lines = joined(read_jsonl(metrics_path), [])
     told = [line for line in lines if line.get("load")]
     if not told:
@@ -60,7 +52,7 @@ def plot_load(metrics_path: str | Path, image_path: str | Path) -> Path:
     end = load_over_steps(told[-1:], columns=1).max()
     title = f"step {steps[1]:,}: largest load {end:.2f} times the mean"
     figure = _figure(load_over_steps(told, columns=_COLUMNS), steps, title)
-    return save_picture("plot_load", figure, image_path)
+    return drawing.save_picture("plot_load", figure, image_path)
 
 
 def load_over_steps(lines: Iterable[Mapping[str, Any]], *, columns: int) -> Loads:
@@ -93,7 +85,7 @@ def load_over_steps(lines: Iterable[Mapping[str, Any]], *, columns: int) -> Load
 def _figure(load: Loads, steps: tuple[int, int], title: str) -> Figure:
     layers, experts = load.shape[1:]
     shown = np.unique(np.linspace(0, layers - 1, min(layers, _PANELS)).round().astype(int))
-    figure = new_figure(8, 1.2 + 1.3 * len(shown))
+    figure = drawing.new_figure(8, 1.2 + 1.3 * len(shown))
     panels = figure.subplots(len(shown), 1, sharex=True, squeeze=False)[:, 0]
     for axes, layer in zip(panels, shown, strict=True):
         image = axes.imshow(
@@ -105,18 +97,18 @@ def _figure(load: Loads, steps: tuple[int, int], title: str) -> Figure:
             interpolation="none",
             extent=(steps[0] - 0.5, steps[1] + 0.5, experts - 0.5, -0.5),
         )
-        bare(axes)
-        axes.set_facecolor(PALE)
-        axes.set_ylabel(f"expert layer {layer}", color=GREY, fontsize=9)
+        drawing.bare(axes)
+        axes.set_facecolor(drawing.PALE)
+        axes.set_ylabel(f"expert layer {layer}", color=drawing.GREY, fontsize=9)
         axes.set_yticks(range(experts) if experts <= _FEW else [0, experts // 2, experts - 1])
     panels[-1].locator_params(axis="x", integer=True)
     panels[-1].xaxis.set_major_formatter("{x:,.0f}")
-    panels[-1].set_xlabel("step", color=GREY)
+    panels[-1].set_xlabel("step", color=drawing.GREY)
     bar = figure.colorbar(image, ax=list(panels), extend="max", ticks=[0, 0.5, 1, 1.5, 2])
     bar.ax.set_yticklabels(["0", "0.5", "1  balanced", "1.5", "2"])
-    bar.ax.tick_params(colors=GREY, labelsize=9, length=0)
+    bar.ax.tick_params(colors=drawing.GREY, labelsize=9, length=0)
     bar.outline.set_visible(False)
-    bar.set_label("chosen, over the mean of the layer", color=GREY, fontsize=9)
+    bar.set_label("chosen, over the mean of the layer", color=drawing.GREY, fontsize=9)
     title += f"; {len(shown)} of {layers} layers" if len(shown) < layers else ""
-    panels[0].set_title(title, loc="left", fontsize=11, color=INK, pad=10)
+    panels[0].set_title(title, loc="left", fontsize=11, color=drawing.INK, pad=10)
     return figure

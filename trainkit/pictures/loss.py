@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from trainkit.pictures.drawing import GREY, INK, PALE, check_picture, new_figure, save_picture
-from trainkit.sinks.jsonl import joined, read_jsonl
+from trainkit.pictures import drawing
+from trainkit.sinks.lines import joined, read_jsonl
 from trainkit.types import DataError
 
 if TYPE_CHECKING:
@@ -39,7 +39,7 @@ def plot_loss(metrics_path: str | Path, image_path: str | Path) -> Path:
     Effects:
         Writes `image_path`.
     """
-    check_picture("plot_loss", Path(image_path))
+    drawing.check_picture("plot_loss", Path(image_path))
     told = read_jsonl(Path(metrics_path).with_name("events.jsonl"))
     lines = joined(read_jsonl(metrics_path), told)
     metrics = [line for line in lines if "loss" in line]
@@ -51,7 +51,7 @@ def plot_loss(metrics_path: str | Path, image_path: str | Path) -> Path:
     evaluated = [line for line in lines if line.get("eval/loss") is not None]
     held_out = {line["step"]: line["eval/loss"] for line in evaluated}
     figure = _figure(steps, held_out, left_out=len(metrics) - len(steps))
-    return save_picture("plot_loss", figure, image_path)
+    return drawing.save_picture("plot_loss", figure, image_path)
 
 
 def smooth(values: Sequence[float], window: int) -> list[float]:
@@ -72,24 +72,24 @@ def smooth(values: Sequence[float], window: int) -> list[float]:
 
 
 def _figure(steps: list[dict[str, Any]], held_out: dict[int, float], *, left_out: int) -> Figure:
-    figure = new_figure(8, 5)
+    figure = drawing.new_figure(8, 5)
     top, bottom = figure.subplots(2, 1, sharex=True, height_ratios=[4, 1])
     title = _draw_loss(top, steps, held_out)
     _draw_rate(bottom, steps)
     for axes in (top, bottom):
         axes.spines[["top", "right"]].set_visible(False)
-        axes.spines[["left", "bottom"]].set_color(GREY)
-        axes.tick_params(colors=GREY, labelsize=9)
-        axes.grid(axis="y", color=PALE, linewidth=0.8)
+        axes.spines[["left", "bottom"]].set_color(drawing.GREY)
+        axes.tick_params(colors=drawing.GREY, labelsize=9)
+        axes.grid(axis="y", color=drawing.PALE, linewidth=0.8)
         axes.set_axisbelow(True)
     bottom.set_xlim(0, max(2, 1.02 * steps[-1]["step"]))
     bottom.locator_params(axis="x", integer=True)
     bottom.xaxis.set_major_formatter("{x:,.0f}")
     bottom.locator_params(axis="y", nbins=2)
     bottom.yaxis.set_major_formatter("{x:.2g}")
-    bottom.set_xlabel("step", color=GREY)
+    bottom.set_xlabel("step", color=drawing.GREY)
     title += f"  ({left_out} steps without a finite loss)" if left_out else ""
-    top.set_title(title, loc="left", fontsize=11, color=INK, pad=10)
+    top.set_title(title, loc="left", fontsize=11, color=drawing.INK, pad=10)
     return figure
 
 
@@ -109,8 +109,8 @@ def _draw_loss(axes: Axes, steps: list[dict[str, Any]], held_out: dict[int, floa
         at, values = list(held_out), list(held_out.values())
         axes.plot(at, values, "o-", color=_ORANGE, markersize=5, linewidth=1.2, label="held out")
         title += f", held out {values[-1]:.3f}"
-    axes.set_ylabel("loss (nats per token)", color=GREY)
-    axes.legend(frameon=False, fontsize=9, labelcolor=GREY)
+    axes.set_ylabel("loss (nats per token)", color=drawing.GREY)
+    axes.legend(frameon=False, fontsize=9, labelcolor=drawing.GREY)
     return title
 
 
@@ -118,6 +118,6 @@ def _draw_rate(axes: Axes, steps: list[dict[str, Any]]) -> None:
     rates = [(line["step"], line["lr"]) for line in steps if line.get("lr") is not None]
     if rates:
         marker = "o" if len(rates) == 1 else None
-        axes.plot(*zip(*rates, strict=True), marker=marker, color=GREY, linewidth=1.5)
-    axes.set_ylabel("learning rate", color=GREY, fontsize=9)
+        axes.plot(*zip(*rates, strict=True), marker=marker, color=drawing.GREY, linewidth=1.5)
+    axes.set_ylabel("learning rate", color=drawing.GREY, fontsize=9)
     axes.set_ylim(0, 1.15 * max((rate for _, rate in rates), default=0.0) or 1.0)

@@ -10,16 +10,7 @@ from typing import TYPE_CHECKING
 import attrs
 import numpy as np
 
-from trainkit.pictures.drawing import (
-    GREY,
-    INK,
-    bare,
-    check_picture,
-    colour_of,
-    ink_on,
-    new_figure,
-    save_picture,
-)
+from trainkit.pictures import drawing
 from trainkit.types import Layout
 
 if TYPE_CHECKING:
@@ -107,14 +98,14 @@ def plot_mesh(layout: Layout, path: str | Path) -> Path:
         ...     plot_mesh(Layout(dp_shard=2, tp=2), f"{folder}/mesh.svg").name
         'mesh.svg'
     """
-    check_picture("plot_mesh", Path(path))
+    drawing.check_picture("plot_mesh", Path(path))
     places = mesh_places(layout)
     if len(places) > _LIMIT:
         raise ValueError(f"plot_mesh: {len(places)} ranks are more than the {_LIMIT} drawn legibly")
     shown = [name for name in layout.axes["world"] if layout.count(name) > 1]
     rows = [*shown, "rank", "tokens", "parameters"]
     rows += ["ep", "expert_fsdp"] if layout.ep > 1 else []
-    figure = new_figure(max(5.0, 1.2 + 0.42 * len(places)), 0.34 * len(rows) + 0.85)
+    figure = drawing.new_figure(max(5.0, 1.2 + 0.42 * len(places)), 0.34 * len(rows) + 0.85)
     axes = figure.subplots()
     _draw_axes(axes, places, shown)
     for row, name in enumerate(rows[len(shown) :], len(shown)):
@@ -124,19 +115,19 @@ def plot_mesh(layout: Layout, path: str | Path) -> Path:
     axes.set_ylim(len(rows) + 0.3, 0)
     axes.set_xlim(0, len(places))
     axes.set_xticks([])
-    axes.tick_params(axis="y", labelcolor=INK)
+    axes.tick_params(axis="y", labelcolor=drawing.INK)
     axes.set_title(
         f"{_count(len(places), 'rank')}: {layout}" if shown else "1 rank",
         loc="left",
         fontsize=11,
-        color=INK,
+        color=drawing.INK,
     )
     parts = [len({getattr(p, kind) for p in places}) for kind in ("tokens", "parameters")]
     told = f"{_count(parts[0], 'part')} of the tokens, {parts[1]} of the parameters"
-    axes.set_xlabel(told, loc="left", color=GREY)
-    bare(axes)
-    axes.tick_params(axis="y", labelcolor=INK)
-    return save_picture("plot_mesh", figure, path)
+    axes.set_xlabel(told, loc="left", color=drawing.GREY)
+    drawing.bare(axes)
+    axes.tick_params(axis="y", labelcolor=drawing.INK)
+    return drawing.save_picture("plot_mesh", figure, path)
 
 
 def _count(number: int, what: str) -> str:
@@ -169,7 +160,7 @@ def _draw_leaves(axes: Axes, places: list[RankPlace], row: float, name: str) -> 
     for value, group in groupby(places, content[name]):
         ranks = [place.rank for place in group]
         text = _letters(value) if name == "tokens" else str(value)
-        colour = "#ffffff" if name == "rank" else colour_of(value)
+        colour = "#ffffff" if name == "rank" else drawing.colour_of(value)
         _box(axes, ranks, row, text, colour)
 
 
@@ -183,5 +174,5 @@ def _box(axes: Axes, ranks: list[int], row: float, text: str, colour: str) -> No
     edge = "#c4c8cf" if colour == "#ffffff" else "white"
     sides, width = (row + 0.05, 0.9), len(ranks)
     axes.broken_barh([(ranks[0] + 0.03, width - 0.06)], sides, facecolor=colour, edgecolor=edge)
-    style = {"ha": "center", "va": "center", "fontsize": 9, "color": ink_on(colour)}
+    style = {"ha": "center", "va": "center", "fontsize": 9, "color": drawing.ink_on(colour)}
     axes.text(ranks[0] + width / 2, row + 0.51, text, **style)

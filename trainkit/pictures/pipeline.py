@@ -13,15 +13,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import attrs
 
-from trainkit.pictures.drawing import (
-    GREY,
-    INK,
-    bare,
-    check_picture,
-    ink_on,
-    new_figure,
-    save_picture,
-)
+from trainkit.pictures import drawing
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -221,24 +213,26 @@ def plot_pipeline(
         ...     plot_pipeline("1f1b", f"{folder}/pipeline.svg", pp=2, microbatches=4).name
         'pipeline.svg'
     """
-    check_picture("plot_pipeline", Path(path))
+    drawing.check_picture("plot_pipeline", Path(path))
     names = [schedules] if isinstance(schedules, str) else list(schedules)
     numbers = {"pp": pp, "microbatches": microbatches}
     timelines = {
         name: pipeline_timeline(name, **numbers, stages_per_rank=stages_per_rank) for name in names
     }
     longest = max(task.end for tasks in timelines.values() for task in tasks)
-    figure = new_figure(min(max(5.0, 0.27 * longest), 16), (0.3 * pp + 0.5) * len(names) + 0.65)
+    figure = drawing.new_figure(
+        min(max(5.0, 0.27 * longest), 16), (0.3 * pp + 0.5) * len(names) + 0.65
+    )
     every = figure.subplots(len(names), 1, sharex=True, squeeze=False)[:, 0]
     for axes, (name, tasks) in zip(every, timelines.items(), strict=True):
         _draw_timeline(axes, tasks, pp)
         told = f"{name}: bubble {100 * bubble_share(tasks):.1f} %"
-        axes.set_title(told, loc="left", fontsize=10, color=INK)
+        axes.set_title(told, loc="left", fontsize=10, color=drawing.INK)
     every[-1].set_xlim(0, longest)
     every[-1].tick_params(axis="x", length=3)
-    every[-1].set_xlabel("time; the forward pass of a rank's layers takes 1", color=GREY)
+    every[-1].set_xlabel("time; the forward pass of a rank's layers takes 1", color=drawing.GREY)
     _draw_legend(every[-1], {task.kind for tasks in timelines.values() for task in tasks})
-    return save_picture("plot_pipeline", figure, path)
+    return drawing.save_picture("plot_pipeline", figure, path)
 
 
 def _draw_timeline(axes: Axes, tasks: Sequence[PipelineTask], pp: int) -> None:
@@ -253,11 +247,11 @@ def _draw_timeline(axes: Axes, tasks: Sequence[PipelineTask], pp: int) -> None:
     for task, colour in zip(tasks, colours, strict=True):
         place = (task.begin + task.end) / 2, task.rank + 0.51
         size = 8 if task.end - task.begin >= 1 else 6.5
-        style = {"fontsize": size, "color": ink_on(colour), "ha": "center", "va": "center"}
+        style = {"fontsize": size, "color": drawing.ink_on(colour), "ha": "center", "va": "center"}
         axes.text(*place, str(task.microbatch), **style)
     axes.set_ylim(pp, 0)
     axes.set_yticks([rank + 0.5 for rank in range(pp)], [f"rank {rank}" for rank in range(pp)])
-    bare(axes)
+    drawing.bare(axes)
 
 
 def _box(left: float, right: float, top: float, bottom: float) -> list[tuple[float, float]]:
@@ -284,5 +278,5 @@ def _draw_legend(axes: Axes, kinds: set[Kind]) -> None:
         ncols=5,
         frameon=False,
         fontsize=9,
-        labelcolor=INK,
+        labelcolor=drawing.INK,
     )

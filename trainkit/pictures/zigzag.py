@@ -9,16 +9,7 @@ from typing import TYPE_CHECKING
 import attrs
 import numpy as np
 
-from trainkit.pictures.drawing import (
-    GREY,
-    INK,
-    bare,
-    check_picture,
-    colour_of,
-    ink_on,
-    new_figure,
-    save_picture,
-)
+from trainkit.pictures import drawing
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -143,24 +134,24 @@ def plot_zigzag(lengths: Sequence[int], ring: int, path: str | Path) -> Path:
         ...     plot_zigzag([64, 40], 4, f"{folder}/zigzag.svg").name
         'zigzag.svg'
     """
-    check_picture("plot_zigzag", Path(path))
+    drawing.check_picture("plot_zigzag", Path(path))
     if ring > 8:
         raise ValueError(f"plot_zigzag: 8 ranks can be told apart by colour, got {ring}")
     chunks, blocks = zigzag_chunks(lengths, ring), ring_blocks(lengths, ring)
     top = 0.24 * (ring + 1) + 0.2
-    figure = new_figure(9, top + 5.2)
+    figure = drawing.new_figure(9, top + 5.2)
     grid = figure.add_gridspec(2, 2, height_ratios=[top, 4.6], width_ratios=[4.6, 2.6])
     _draw_shards(figure.add_subplot(grid[0, :]), chunks, ring)
     _draw_blocks(figure.add_subplot(grid[1, 0]), blocks, lengths)
     _draw_work(figure.add_subplot(grid[1, 1]), blocks, ring)
-    return save_picture("plot_zigzag", figure, path)
+    return drawing.save_picture("plot_zigzag", figure, path)
 
 
 def _draw_shards(axes: Axes, chunks: Sequence[ZigzagChunk], ring: int) -> None:
     """Draw the row, and below it what each rank holds of it."""
     taken = [0] * ring
     for chunk in chunks:
-        size, colour = chunk.end - chunk.begin, colour_of(chunk.rank)
+        size, colour = chunk.end - chunk.begin, drawing.colour_of(chunk.rank)
         style = {"facecolor": colour, "edgecolor": "white", "linewidth": 0.8}
         for row, begin in ((0.0, chunk.begin), (chunk.rank + 1.3, taken[chunk.rank])):
             axes.broken_barh([(begin, size)], (row + 0.06, 0.88), **style)
@@ -169,15 +160,17 @@ def _draw_shards(axes: Axes, chunks: Sequence[ZigzagChunk], ring: int) -> None:
         taken[chunk.rank] += size
     for chunk in chunks:
         if chunk.index == 0:
-            axes.plot([chunk.begin] * 2, [-0.15, 1.1], color=INK, linewidth=1.6, clip_on=False)
+            axes.plot(
+                [chunk.begin] * 2, [-0.15, 1.1], color=drawing.INK, linewidth=1.6, clip_on=False
+            )
     axes.set_xlim(0, chunks[-1].end)
     axes.set_ylim(ring + 1.3, -0.1)
     rows = [0.5, *(rank + 1.8 for rank in range(ring))]
     axes.set_yticks(rows, ["row", *(f"rank {rank}" for rank in range(ring))])
-    axes.set_xlabel("tokens", fontsize=9, color=GREY)
+    axes.set_xlabel("tokens", fontsize=9, color=drawing.GREY)
     told = f"each document cut into {2 * ring} chunks: rank r holds chunks r and {2 * ring - 1} - r"
-    axes.set_title(told, loc="left", fontsize=10, color=INK)
-    bare(axes)
+    axes.set_title(told, loc="left", fontsize=10, color=drawing.INK)
+    drawing.bare(axes)
 
 
 def _draw_blocks(axes: Axes, blocks: Sequence[RingBlock], lengths: Sequence[int]) -> None:
@@ -197,24 +190,27 @@ def _draw_blocks(axes: Axes, blocks: Sequence[RingBlock], lengths: Sequence[int]
         if block.key is block.query:  # the middle of a triangle
             middle, room = (left + (right - left) / 3, top + (bottom - top) * 2 / 3), 22
         if (right - left) * room > whole:
-            _write(axes, *middle, str(block.step), colour_of(block.rank))
-    colours = [colour_of(block.rank) for block in blocks]
+            _write(axes, *middle, str(block.step), drawing.colour_of(block.rank))
+    colours = [drawing.colour_of(block.rank) for block in blocks]
     axes.add_collection(
         PolyCollection(shapes, facecolors=colours, edgecolor="white", linewidth=0.6)
     )
     ends = np.cumsum(lengths)
     for begin, end in zip(ends - lengths, ends, strict=True):
-        axes.plot([begin, begin, end], [begin, end, end], color=INK, linewidth=0.8)
+        axes.plot([begin, begin, end], [begin, end, end], color=drawing.INK, linewidth=0.8)
     axes.set_xlim(0, whole)
     axes.set_ylim(whole, 0)
     axes.set_aspect("equal")
-    axes.set_xlabel("keys", fontsize=9, color=GREY)
-    axes.set_ylabel("queries", fontsize=9, color=GREY)
+    axes.set_xlabel("keys", fontsize=9, color=drawing.GREY)
+    axes.set_ylabel("queries", fontsize=9, color=drawing.GREY)
     axes.set_title(
-        "what is computed: colour is the rank, number the step", loc="left", fontsize=10, color=INK
+        "what is computed: colour is the rank, number the step",
+        loc="left",
+        fontsize=10,
+        color=drawing.INK,
     )
-    bare(axes, sides=("top", "right"))
-    axes.spines["left"].set_color(GREY)
+    drawing.bare(axes, sides=("top", "right"))
+    axes.spines["left"].set_color(drawing.GREY)
 
 
 def _draw_work(axes: Axes, blocks: Sequence[RingBlock], ring: int) -> None:
@@ -225,7 +221,7 @@ def _draw_work(axes: Axes, blocks: Sequence[RingBlock], ring: int) -> None:
     share = 100 * pairs / pairs.sum()
     below = np.zeros(ring)
     for step in range(ring):
-        colours = [colour_of(rank) for rank in range(ring)]
+        colours = [drawing.colour_of(rank) for rank in range(ring)]
         axes.bar(range(ring), share[step], 0.8, below, color=colours, edgecolor="white")
         for rank in range(ring):
             _write(axes, rank, below[rank] + share[step, rank] / 2, str(step), colours[rank])
@@ -234,9 +230,9 @@ def _draw_work(axes: Axes, blocks: Sequence[RingBlock], ring: int) -> None:
         range(ring), [f"rank {rank}" if ring < 5 else str(rank) for rank in range(ring)]
     )
     axes.set_yticks([0, below.max()], ["0", f"{below.max():.3g} %"])
-    axes.set_title("the work of each rank, by step", loc="left", fontsize=10, color=INK)
-    bare(axes)
+    axes.set_title("the work of each rank, by step", loc="left", fontsize=10, color=drawing.INK)
+    drawing.bare(axes)
 
 
 def _write(axes: Axes, x: float, y: float, text: str, colour: str) -> None:
-    axes.text(x, y, text, ha="center", va="center", fontsize=8, color=ink_on(colour))
+    axes.text(x, y, text, ha="center", va="center", fontsize=8, color=drawing.ink_on(colour))

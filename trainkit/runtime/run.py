@@ -40,7 +40,7 @@ from trainkit.runtime.signals import Asked, stop_votes, trap_signals
 from trainkit.runtime.startup import agree_at_start, code_facts
 from trainkit.runtime.watchdog import Announce, watch
 from trainkit.schedules import due
-from trainkit.sinks.jsonl import read_jsonl, sync_lines
+from trainkit.sinks.lines import read_jsonl, sync_lines
 from trainkit.sinks.named import named_sinks
 from trainkit.sinks.run import printer, run_sinks, run_summary
 from trainkit.types import (
@@ -344,13 +344,16 @@ class _Around:
     def after(
         self, state: TrainState, metrics: Mapping[str, Tensor | float], batch: StepBatch
     ) -> TrainState:
-        # Copied, since who gave a tensor may write into it before anybody reads it.
-        kept = [x.detach().clone() if isinstance(x, Tensor) else x for x in metrics.values()]
-        self.pending.append((state, dict(zip(metrics, kept, strict=True))))
         self.batch, every = batch, self.keeping.log_every
         every = every or (1 if self.frame.ps.device.type == "cpu" else _STEPS_AT_ONCE)
         if self.begun and not (due(state.step, every) or self._saves(state)):
+            # Copied, since who gave a tensor may write into it before anybody reads it.
+            kept = {
+                k: x.detach().clone() if isinstance(x, Tensor) else x for k, x in metrics.items()
+            }
+            self.pending.append((state, kept))
             return state
+        self.pending.append((state, metrics))
         # The next steps may take their time from here on: these have been handed to the device.
         self.frame.phase(f"step {state.step + 1}", allow=every * self.frame.limits.step_timeout)
         self.begun = True

@@ -30,6 +30,7 @@ from trainkit.checkpoint.flight import SAVE_THREAD
 from trainkit.checkpoint.manifest import list_checkpoints, step_of
 from trainkit.collectives import all_gather_json
 from trainkit.files import say_on_stderr
+from trainkit.runtime import peers
 from trainkit.runtime.errors import (
     SAVED,
     bytes_asked,
@@ -38,30 +39,6 @@ from trainkit.runtime.errors import (
     last_step,
     last_words,
     report_errors,
-)
-from trainkit.runtime.peers import (
-    Beat,
-    Failure,
-    Member,
-    Sighting,
-    accuse,
-    are_apart,
-    clear_folder,
-    describe,
-    find_culprits,
-    has_stopped,
-    is_at_fault,
-    is_gone,
-    is_silent,
-    look,
-    name_of,
-    put_down,
-    read_beat,
-    read_failure,
-    stragglers,
-    tell_failure,
-    this_member,
-    write_beat,
 )
 from trainkit.types import (
     Axis,
@@ -104,15 +81,15 @@ _STEPS = 8  # steps of which the longest counts
 class _Self:
     """What the main thread and the watching thread of a rank share; each field has one writer."""
 
-    member: Member
-    members: Sequence[Member]
+    member: peers.Member
+    members: Sequence[peers.Member]
     folder: Path
     session: str
     thread: int
     phase: tuple[str, float]
-    beat: Beat
+    beat: peers.Beat
     busy: deque[bool]
-    others: dict[int, Sighting]
+    others: dict[int, peers.Sighting]
     elapsed: float = 0.0  # seconds in this phase in which the process could run
     unseen: float = 0.0  # seconds since the others were last looked at
     doomed: float = 0.0  # seconds since a failure has been known
@@ -238,10 +215,10 @@ def _join(run_dir: Path, axis: Axis, allow: float) -> _Self:
     folder = run_dir / "ranks"
     if axis.index == 0:
         with contextlib.suppress(OSError):
-            clear_folder(folder)
-    member = this_member(axis.index)
+            peers.clear_folder(folder)
+    member = peers.this_member(axis.index)
     told = all_gather_json([secrets.token_hex(8), attrs.asdict(member)], axis)
-    members = [Member(**fields) for _, fields in told]
+    members = [peers.Member(**fields) for _, fields in told]
     session, phase = told[0][0], (_START, allow)
     rank = _Self(
         member=member,
@@ -250,13 +227,13 @@ def _join(run_dir: Path, axis: Axis, allow: float) -> _Self:
         session=session,
         thread=threading.get_ident(),
         phase=phase,
-        beat=Beat(session, 0, *phase[:1], 0.0, allow, ""),
+        beat=peers.Beat(session, 0, *phase[:1], 0.0, allow, ""),
         busy=deque(maxlen=_SAMPLES),
-        others={x.rank: Sighting() for x in members if x.rank != axis.index},
+        others={x.rank: peers.Sighting() for x in members if x.rank != axis.index},
     )
     with contextlib.suppress(OSError):
         folder.mkdir(exist_ok=True)
-    write_beat(folder, member, rank.beat)
+    peers.write_beat(folder, member, rank.beat)
     return rank
 
 
@@ -360,12 +337,12 @@ def _beat(rank: _Self) -> None:
     try:
         rank.beat = _fresh_beat(rank)
     finally:
-        write_beat(rank.folder, rank.member, rank.beat)
+        peers.write_beat(rank.folder, rank.member, rank.beat)
 
 
-def _fresh_beat(rank: _Self) -> Beat:
+def _fresh_beat(rank: _Self) -> peers.Beat:
     name, allow = rank.phase
-    return Beat(
+    return peers.Beat(
         session=rank.session,
         count=rank.beat.count + 1,
         phase=name,
@@ -386,8 +363,8 @@ def _look_around(rank: _Self) -> None:
         return
     passed, rank.unseen = rank.unseen, 0.0
     for number, before in rank.others.items():
-        beat = read_beat(rank.folder, number, rank.session)
-        rank.others[number] = look(before, beat, passed)
+        beat = peers.read_beat(rank.folder, number, rank.session)
+        rank.others[number] = peers.look(before, beat, passed)
 
 
 def _warn_of_stragglers(rank: _Self) -> None:
@@ -398,7 +375,7 @@ def _warn_of_stragglers(rank: _Self) -> None:
     busy = {number: x.busy for number, x in beats.items() if x is not None and x.busy >= 0}
     kinds = {x.phase.rstrip("0123456789") for x in beats.values() if x is not None}
     # Who prunes while others step is no laggard.
-    found = stragglers(busy) if len(kinds) == 1 else []
+    found = peers.stragglers(busy) if len(kinds) == 1 else []
     for number in beats:
         looks = rank.late.get(number, 0)
         rank.late[number] = looks + 1 if number in found else min(looks, 0)
@@ -406,8 +383,9 @@ def _warn_of_stragglers(rank: _Self) -> None:
             rank.late[number] = -sys.maxsize
             waiting = 1 - min(busy.values())
             rank.warn(
-                f"watch: {name_of(rank.members[number])} is slower than the others, who spend up "
-                f"to {waiting:.0%} of their time waiting; it is {describe(beats[number])}"
+                f"watch: {peers.name_of(rank.members[number])} is slower than the others, who "
+                f"spend up to {waiting:.0%} of their time waiting; it is "
+                f"{peers.describe(beats[number])}"
             )
 
 
@@ -450,10 +428,10 @@ def _act(rank: _Self, *, passed: float) -> None:
     """End the process if the main thread, which could go on or end by itself, does not."""
     if rank.unwinding or rank.state != "running":
         return
-    failure = read_failure(rank.folder, rank.session) or _find_gone(rank)
+    failure = peers.read_failure(rank.folder, rank.session) or _find_gone(rank)
     rank.doomed = rank.doomed + passed if failure else 0.0
     if failure is None:
-        culprits = find_culprits(rank.number, rank.beat, rank.others, rank.near)
+        culprits = peers.find_culprits(rank.number, rank.beat, rank.others, rank.near)
         failure = _accused(rank, culprits) if culprits else None
     # Who is late or accused has nothing to wait for: the main thread has noticed nothing.
     hopeless = failure is not None and (rank.beat.is_overdue or failure.rank == rank.number)
@@ -476,52 +454,51 @@ def _end_late_stop(rank: _Self) -> None:
             rank.warn(f"warning: watch: rank {rank.number} {words}; it goes on for some time")
         return
     what, code = _unsaved(rank, allowed)
-    failure = Failure(rank.session, rank.number, what, code=code)
-    tell_failure(rank.folder, failure)
+    failure = peers.Failure(rank.session, rank.number, what, code=code)
+    peers.tell_failure(rank.folder, failure)
     _end(rank, _error_of(rank, failure))
 
 
-def _find_gone(rank: _Self) -> Failure | None:
+def _find_gone(rank: _Self) -> peers.Failure | None:
     """Find a rank of this host whose process has ended before its work had, and tell all."""
     for member in rank.members:
-        if is_gone(member, rank.member.place):
-            beat = read_beat(rank.folder, member.rank, rank.session)
+        if peers.is_gone(member, rank.member.place):
+            beat = peers.read_beat(rank.folder, member.rank, rank.session)
             if beat is not None and beat.state == "running":
-                what = (
-                    f"(process {member.pid} on {member.host}) is gone; it was last {describe(beat)}"
-                )
-                return tell_failure(rank.folder, Failure(rank.session, member.rank, what))
+                what = f"(process {member.pid} on {member.host}) is gone; it was last "
+                failure = peers.Failure(rank.session, member.rank, what + peers.describe(beat))
+                return peers.tell_failure(rank.folder, failure)
     return None
 
 
-def _accused(rank: _Self, culprits: Sequence[int]) -> Failure:
-    beats = {x.rank: read_beat(rank.folder, x.rank, rank.session) for x in rank.members}
+def _accused(rank: _Self, culprits: Sequence[int]) -> peers.Failure:
+    beats = {x.rank: peers.read_beat(rank.folder, x.rank, rank.session) for x in rank.members}
     beats[rank.number] = rank.beat
     why, hint = "is stuck", ""
-    if are_apart(beats):
+    if peers.are_apart(beats):
         why, hint = "waits at another place than others", _APART
     elif culprits[0] in rank.others:
         sighting = rank.others[culprits[0]]
-        if is_silent(sighting, near=rank.near[culprits[0]]):
+        if peers.is_silent(sighting, near=rank.near[culprits[0]]):
             why = f"has stopped: no sign of life for {sighting.still:.0f} s"
-        elif is_at_fault(sighting, near=True):
+        elif peers.is_at_fault(sighting, near=True):
             why = "has left the others alone"
-    number, what, detail = accuse(culprits, beats, rank.members, why)
-    failure = Failure(rank.session, number, what, detail, hint=hint)
-    return tell_failure(rank.folder, failure)
+    number, what, detail = peers.accuse(culprits, beats, rank.members, why)
+    failure = peers.Failure(rank.session, number, what, detail, hint=hint)
+    return peers.tell_failure(rank.folder, failure)
 
 
 def _may_finish_saving(rank: _Self) -> bool:
     """Return whether a stop takes long because the checkpoint does, and nobody is missing."""
     found = rank.others.items()
-    at_fault = any(is_at_fault(x, near=rank.near[number]) for number, x in found)
+    at_fault = any(peers.is_at_fault(x, near=rank.near[number]) for number, x in found)
     saving = any("/trainkit/checkpoint/" in file for file, _, _ in _stack(rank.thread))
     return saving and not at_fault and not rank.beat.is_overdue
 
 
-def _error_of(rank: _Self, failure: Failure) -> TrainkitError:
+def _error_of(rank: _Self, failure: peers.Failure) -> TrainkitError:
     own = failure.rank == rank.number
-    detail = failure.detail or ("" if own else f"this rank was {describe(_fresh_beat(rank))}")
+    detail = failure.detail or ("" if own else f"this rank was {peers.describe(_fresh_beat(rank))}")
     words = f"watch: {'' if own else 'peer '}rank {failure.rank} {failure.what}"
     kind = PeerError if failure.code == PeerError.code else PreemptedError
     text, hint = f"{words}; {detail}" if detail else words, failure.hint or None
@@ -538,7 +515,7 @@ def _unsaved(rank: _Self, grace: float) -> tuple[str, int]:
     last = f"the last checkpoint is step {saved[0]}" if saved else "there is no checkpoint"
     what = (
         f"was asked to stop ({rank.asked() or 'a signal'}), but not saved within {grace:g} s: "
-        f"{last}; it was {describe(rank.beat)}"
+        f"{last}; it was {peers.describe(rank.beat)}"
     )
     # Nothing may have been trained since.
     is_saved = bool(saved) and saved[0] >= (last_step(run_dir / "metrics.jsonl") or 0)
@@ -549,9 +526,9 @@ def _end(rank: _Self, error: TrainkitError) -> NoReturn:
     """End this process where it stands, after its last words (5 s at most)."""
     with contextlib.suppress(Exception):  # no thread can be started any more, for instance
         for member in rank.members:
-            sighting = rank.others.get(member.rank, Sighting())
-            if is_silent(sighting, near=True) or has_stopped(member, rank.member.place):
-                put_down(member, rank.member.place)
+            sighting = rank.others.get(member.rank, peers.Sighting())
+            if peers.is_silent(sighting, near=True) or peers.has_stopped(member, rank.member.place):
+                peers.put_down(member, rank.member.place)
         words = threading.Thread(target=_last_words, args=(rank, error), daemon=True)
         words.start()
         words.join(_WORDS)
@@ -598,7 +575,7 @@ def _own_failure(rank: _Self, error: BaseException) -> BaseException:
         if len(rank.members) == 1:
             return error
         what = f"left with exit code {error.code or 0} in phase {rank.phase[0]!r}, before the end"
-    tell_failure(rank.folder, Failure(rank.session, rank.number, what))
+    peers.tell_failure(rank.folder, peers.Failure(rank.session, rank.number, what))
     if isinstance(error, SystemExit) and not error.code:
         return RuntimeError(f"watch: rank {rank.number} {what}")
     return _out_of_memory(rank, error, text) if is_out_of_memory(error) else error
@@ -622,22 +599,26 @@ def _out_of_memory(rank: _Self, error: BaseException, text: str) -> MemoryError:
 
 def _resolve_echo(rank: _Self, error: BaseException) -> BaseException:
     """Return the cause behind a broken connection, which may be told a little later."""
-    seen, begin = dict.fromkeys(rank.others, Sighting()), time.monotonic()
+    seen, begin = dict.fromkeys(rank.others, peers.Sighting()), time.monotonic()
     for second in range(round(_ECHO_GRACE) if rank.others else 0):
         while time.monotonic() < begin + second:
-            failure = read_failure(rank.folder, rank.session) or _find_gone(rank)
+            failure = peers.read_failure(rank.folder, rank.session) or _find_gone(rank)
             if failure is not None:
                 return _error_of(rank, failure)
             time.sleep(0.05)
         for number, before in seen.items():
-            seen[number] = look(before, read_beat(rank.folder, number, rank.session), 1.0)
+            seen[number] = peers.look(
+                before, peers.read_beat(rank.folder, number, rank.session), 1.0
+            )
         ended = [number for number, x in seen.items() if x.beat and x.beat.state != "running"]
         if ended and second > 0:
             return _error_of(rank, _accused(rank, ended))
     return _unexplained(rank, error, seen)
 
 
-def _unexplained(rank: _Self, error: BaseException, seen: Mapping[int, Sighting]) -> BaseException:
+def _unexplained(
+    rank: _Self, error: BaseException, seen: Mapping[int, peers.Sighting]
+) -> BaseException:
     """Return what can be said when nobody has told a cause: who has not been heard of meanwhile."""
     if not seen or not isinstance(error, RuntimeError):  # a connection of the recipe's own, perhaps
         return error
@@ -645,7 +626,7 @@ def _unexplained(rank: _Self, error: BaseException, seen: Mapping[int, Sighting]
     lines = " ".join(str(error).split())[:300]
     shown = [*silent, *(number for number in seen if number not in silent)][:16]
     states = "; ".join(
-        f"{name_of(rank.members[number])} was {describe(seen[number].beat)}"
+        f"{peers.name_of(rank.members[number])} was {peers.describe(seen[number].beat)}"
         + (", and has not been heard of since" if number in silent else "")
         for number in shown
     )

@@ -4,45 +4,6 @@ Values are plain numbers and strings (what `trainkit.to_host` returns), so a sin
 device. Sinks that hold a file or the terminal are context managers that yield the function.
 """
 
-from __future__ import annotations
+import lazy_loader
 
-from trainkit.sinks.console import console, printable
-from trainkit.sinks.goodput import Goodput, best_save_interval, goodput
-from trainkit.sinks.guarded import guarded
-from trainkit.sinks.jsonl import (
-    before_and_after,
-    events,
-    jsonl,
-    read_jsonl,
-    read_metrics,
-    repair_jsonl,
-    sync_lines,
-)
-from trainkit.sinks.named import named_sinks
-from trainkit.sinks.run import printer, run_sinks, run_summary
-from trainkit.sinks.tee import tee
-from trainkit.sinks.tensorboard import tensorboard
-from trainkit.sinks.wandb import wandb
-
-__all__ = [
-    "Goodput",
-    "before_and_after",
-    "best_save_interval",
-    "console",
-    "events",
-    "goodput",
-    "guarded",
-    "jsonl",
-    "named_sinks",
-    "printable",
-    "printer",
-    "read_jsonl",
-    "read_metrics",
-    "repair_jsonl",
-    "run_sinks",
-    "run_summary",
-    "sync_lines",
-    "tee",
-    "tensorboard",
-    "wandb",
-]
+__getattr__, __dir__, __all__ = lazy_loader.attach_stub(__name__, __file__)

@@ -8,8 +8,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from trainkit.sinks.tensorboard import tensorboard
-from trainkit.sinks.wandb import wandb
+from trainkit.sinks.on_tensorboard import tensorboard
+from trainkit.sinks.on_wandb import wandb
 from trainkit.types import ConfigError, Sink
 
 

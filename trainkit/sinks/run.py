@@ -12,12 +12,12 @@ from typing import Any
 
 from trainkit.checkpoint.directory import run_identity
 from trainkit.files import say_on_stderr
-from trainkit.sinks.console import console, printed
-from trainkit.sinks.goodput import goodput
-from trainkit.sinks.guarded import guarded
-from trainkit.sinks.jsonl import events, jsonl, read_jsonl, rewind_jsonl
-from trainkit.sinks.tee import tee
-from trainkit.types import DiskError, Earlier, Share, Sink
+from trainkit.sinks.guards import guarded
+from trainkit.sinks.lines import events, jsonl, read_jsonl, rewind_jsonl
+from trainkit.sinks.several import tee
+from trainkit.sinks.spent import goodput
+from trainkit.sinks.terminal import console, printed
+from trainkit.types import DiskError, Share, Sink
 
 
 @contextlib.contextmanager
@@ -49,7 +49,7 @@ def run_sinks(
         last: The step that it stops after.
         extra: More sinks by name, each opened as `make(step=step)`: `tensorboard` or `wandb` with
             their first argument bound, or any context manager that yields a sink.
-        patience: Seconds that closing may take, for all sinks together.
+        patience: Seconds that closing may take, for the console and for all other sinks together.
 
     Raises:
         DiskError: The files cannot be opened.
@@ -79,9 +79,8 @@ def run_sinks(
                 event("rewind", step=step - 1, repeated=reached - step + 1)
             reached = step
 
-        bar = partial(console, last, start=step, stream=sys.stdout)
-        makers: dict[str, Any] = {"console": partial(_of_training, bar)}
-        makers |= {name: partial(make, step=step) for name, make in (extra or {}).items()}
+        bar = {"console": partial(console, last, start=step, stream=sys.stdout)}
+        makers = {name: partial(make, step=step) for name, make in (extra or {}).items()}
         facts = {"ranks": share.count, "last": last, "run": _identity(run_dir)}
         event("start", step=step, repeated=found.dropped, **facts)
         if found.missing:
@@ -89,38 +88,17 @@ def run_sinks(
         with (
             _told_end(event, lambda: reached),
             jsonl(run_dir / "metrics.jsonl", step=step, tell=tell) as lines,
+            guarded(bar, tell=tell, patience=patience) as progress,
             guarded(makers, tell=tell, patience=patience) as others,
         ):
-            yield tee(count, lines, _under_train(others)), _telling(event, others)
+            yield tee(count, lines, progress, _under_train(others)), _telling(event, others)
 
 
 def _under_train(sink: Sink) -> Sink:
     def write(step: int, values: Mapping[str, Any]) -> None:
-        sink(step, _renamed(values, lambda name: f"train/{name}"))
+        sink(step, {f"train/{name}": value for name, value in values.items()})
 
     return write
-
-
-def _renamed(values: Mapping[str, Any], name_of: Callable[[str], str | None]) -> dict[str, Any]:
-    """Return values by other names, without those that become None; `Earlier` ones stay so."""
-    found = {new: x for name, x in values.items() if (new := name_of(name)) is not None}
-    return Earlier(found) if isinstance(values, Earlier) else found
-
-
-def _of_train(name: str) -> str | None:
-    return name.removeprefix("train/") if name.startswith("train/") else None
-
-
-@contextlib.contextmanager
-def _of_training(make: Callable[[], AbstractContextManager[Sink]]) -> Iterator[Sink]:
-    """Yield a sink that gets what is under train/, by the names that it was logged with."""
-    with make() as sink:
-
-        def write(step: int, values: Mapping[str, Any]) -> None:
-            if any(x.startswith("train/") for x in values):
-                sink(step, _renamed(values, _of_train))
-
-        yield write
 
 
 def _telling(event: Callable[..., None], sink: Sink) -> Callable[..., None]:

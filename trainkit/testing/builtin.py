@@ -14,6 +14,7 @@ import numpy as np
 import torch
 from torch import nn
 
+from trainkit import losses, models
 from trainkit.adapters import (
     Format,
     Lora,
@@ -27,38 +28,7 @@ from trainkit.adapters import (
 from trainkit.batch import collate_bins
 from trainkit.chat import pack_pairs
 from trainkit.corpora.tokens import TokenCorpus
-from trainkit.losses import (
-    NamedLoss,
-    add_terms,
-    clipped,
-    distillation,
-    dpo,
-    ipo,
-    kto,
-    next_token,
-    next_token_linear,
-    orpo,
-    policy_gradient,
-    routed,
-    sequence_policy_gradient,
-    simpo,
-    stored_distillation,
-    weighted,
-    with_terms,
-)
 from trainkit.mesh import solo_parallel
-from trainkit.models import (
-    Decoder,
-    DecoderConfig,
-    Experts,
-    FeedForward,
-    Latents,
-    LinearScaling,
-    Norms,
-    Sliding,
-    call_routed,
-    call_with_noise,
-)
 from trainkit.noise.counters import token_keys
 from trainkit.optim import OPTIMIZERS, make_optimizer
 from trainkit.packing import pack_bins
@@ -70,23 +40,15 @@ from trainkit.parallel.sharding import fsdp
 from trainkit.parallel.tensors import tensor
 from trainkit.parallel.transforms import Transform
 from trainkit.sampling import rows_of_epochs
+from trainkit.testing import exact
 from trainkit.testing.cases import Case, default_cases
 from trainkit.testing.certificate import Certificate, tier_called
 from trainkit.testing.certifying import certify_together
-from trainkit.testing.exact import (
-    ExactModel,
-    call_exact,
-    exact_batch,
-    exact_weights,
-    integer_steps,
-    split_exact,
-    squares,
-)
 from trainkit.testing.foreign import ForeignModel, call_foreign, foreign_plan, split_foreign
 from trainkit.testing.train import Training, certificate_weights
 from trainkit.types import Axis, Batch, Hidden, Layout, Weights
 
-CONFIG = DecoderConfig(
+CONFIG = models.DecoderConfig(
     vocab_size=64, width=32, layers=4, heads=8, kv_heads=4, mlp_width=48, qk_norm=True
 )
 # What is in no case of four stages has two layers: a row of it takes half the time.
@@ -96,7 +58,7 @@ CAPACITY = 64
 TIMEOUT = 180.0  # compiling takes some seconds a rank, and more where other work wants the cores
 
 
-def decoder_of(config: DecoderConfig) -> nn.Module:
+def decoder_of(config: models.DecoderConfig) -> nn.Module:
     """Return a decoder for the fused loss, as a recipe makes it.
 
     Examples:
@@ -105,10 +67,10 @@ def decoder_of(config: DecoderConfig) -> nn.Module:
         >>> model.output
         'hidden'
     """
-    return Decoder(config, head="hidden")
+    return models.Decoder(config, head="hidden")
 
 
-def half_frozen(config: DecoderConfig) -> nn.Module:
+def half_frozen(config: models.DecoderConfig) -> nn.Module:
     """Return a decoder that trains the upper half of its blocks alone: fine-tuning.
 
     Examples:
@@ -124,7 +86,7 @@ def half_frozen(config: DecoderConfig) -> nn.Module:
     return model
 
 
-EXPERTS = Experts(
+EXPERTS = models.Experts(
     count=8,
     chosen=2,
     width=16,
@@ -138,7 +100,7 @@ EXPERTS = Experts(
 )
 
 
-def with_experts(config: DecoderConfig) -> nn.Module:
+def with_experts(config: models.DecoderConfig) -> nn.Module:
     """Return a decoder with experts whose routers have loads and biases, as after some steps.
 
     Examples:
@@ -158,7 +120,7 @@ _MLP = r"layers\.\d+\.mlp\.(gate|up|down)"
 _OF_EXPERTS_OWN = r"layers\.\d+\.mlp\.experts\.(gate|up|down)"
 
 
-def with_adapters(config: DecoderConfig, *, form: Format | None = None) -> nn.Module:
+def with_adapters(config: models.DecoderConfig, *, form: Format | None = None) -> nn.Module:
     """Return a decoder that trains adapters of both kinds, with dropout, and its embedding.
 
     With experts theirs too, with dropout as well, and the head in place of the embedding. With a
@@ -190,7 +152,11 @@ def _as_the_others(
 
 
 def as_held(
-    config: DecoderConfig, form: Format, name: str, shape: Sequence[int], offset: Sequence[int]
+    config: models.DecoderConfig,
+    form: Format,
+    name: str,
+    shape: Sequence[int],
+    offset: Sequence[int],
 ) -> torch.Tensor:
     """Return the weights of a certificate as a decoder with adapters holds them in few bits.
 
@@ -202,7 +168,7 @@ def as_held(
 
 
 @cache
-def _packings(config: DecoderConfig, form: Format) -> dict[str, Packing]:
+def _packings(config: models.DecoderConfig, form: Format) -> dict[str, Packing]:
     with torch.device("meta"):
         return packings_of(with_adapters(config, form=form))
 
@@ -252,7 +218,7 @@ LATENT = attrs.evolve(
     SHALLOW,
     kv_heads=8,
     qk_norm=False,
-    latents=Latents(query_rank=20, kv_rank=12, plain=10, rotary=8, values=6),
+    latents=models.Latents(query_rank=20, kv_rank=12, plain=10, rotary=8, values=6),
 )
 NO_QUERY_RANK = attrs.evolve(LATENT, latents=attrs.evolve(LATENT.latents, query_rank=None))
 
@@ -260,17 +226,21 @@ NO_QUERY_RANK = attrs.evolve(LATENT, latents=attrs.evolve(LATENT.latents, query_
 GEMMA_LIKE = attrs.evolve(
     SHALLOW,
     tied=True,
-    norms=Norms(kind="offset", place="around"),
-    feed_forward=FeedForward(activation="gelu_tanh"),
-    sliding=Sliding(window=9, full_every=2, rope_theta=500.0),
-    rope_scaling=LinearScaling(4.0),
+    norms=models.Norms(kind="offset", place="around"),
+    feed_forward=models.FeedForward(activation="gelu_tanh"),
+    sliding=models.Sliding(window=9, full_every=2, rope_theta=500.0),
+    rope_scaling=models.LinearScaling(4.0),
     query_scalar=6.0,
     score_softcap=2.0,
     logit_softcap=3.0,
     embedding_scale=32**0.5,
 )
 OLMO_LIKE = attrs.evolve(
-    SHALLOW, norms=Norms(place="after"), qk_norm="wide", rotary_dim=2, sliding=Sliding(window=20)
+    SHALLOW,
+    norms=models.Norms(place="after"),
+    qk_norm="wide",
+    rotary_dim=2,
+    sliding=models.Sliding(window=20),
 )
 GPT_LIKE = attrs.evolve(
     SHALLOW,
@@ -279,13 +249,13 @@ GPT_LIKE = attrs.evolve(
     dropout=0.3,
     qkv_bias=True,
     out_bias=True,
-    norms=Norms(kind="layer"),
-    feed_forward=FeedForward(gated=False, activation="gelu_tanh", bias=True),
+    norms=models.Norms(kind="layer"),
+    feed_forward=models.FeedForward(gated=False, activation="gelu_tanh", bias=True),
     positions=CAPACITY,
 )
 
 
-IN_FEW_BITS: dict[str, tuple[DecoderConfig, Format]] = {
+IN_FEW_BITS: dict[str, tuple[models.DecoderConfig, Format]] = {
     "decoder with adapters, in nf4": (SHALLOW, "nf4"),
     "decoder with adapters and latents, in int8": (NO_QUERY_RANK, "int8"),
     "decoder with experts and adapters, in fp8": (attrs.evolve(SHALLOW, experts=EXPERTS), "fp8"),
@@ -317,7 +287,7 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
     "decoder and losses of answers": partial(decoder_of, SHALLOW),
     "foreign model": ForeignModel,
     "foreign model, a part for some": partial(ForeignModel, sometimes=True),
-    "exact model": ExactModel,
+    "exact model": exact.ExactModel,
 }
 """What makes the models of the built-in certificate, by name; the last is for its own tier."""
 
@@ -385,7 +355,7 @@ def answers_batch(step: int, *, rows: int = ROWS) -> Batch:
     return attrs.evolve(batch, extra=extra)
 
 
-def loss_of_tokens(ps: Any) -> NamedLoss:
+def loss_of_tokens(ps: Any) -> losses.NamedLoss:
     """Return weighted cross entropy, a policy gradient of tokens and a distillation, as one.
 
     Effects:
@@ -393,28 +363,29 @@ def loss_of_tokens(ps: Any) -> NamedLoss:
     """
     whole = torch.arange(CONFIG.vocab_size * _TEACHER_WIDTH).double().sin()
     words = whole.view(CONFIG.vocab_size, -1).chunk(ps.tp.count)[ps.tp.index].to(ps.device)
-    policy = policy_gradient(clipped(), entropy_weight=0.1)
-    teacher = distillation(Hidden(torch.empty(0), words, ps.tp), beta=0.5)
-    return add_terms((weighted, 1.0), (policy, 0.5), (teacher, 0.7))
+    policy = losses.policy_gradient(losses.clipped(), entropy_weight=0.1)
+    teacher = losses.distillation(Hidden(torch.empty(0), words, ps.tp), beta=0.5)
+    return losses.add_terms((losses.weighted, 1.0), (policy, 0.5), (teacher, 0.7))
 
 
-def loss_of_answers(ps: Any) -> NamedLoss:
+def loss_of_answers(ps: Any) -> losses.NamedLoss:
     """Return every loss of pairs, a policy gradient of answers, and stored words, as one.
 
     Effects:
         None here; the loss communicates on `ps.sp` and `ps.tp`.
     """
-    policy = sequence_policy_gradient(clipped(), axis=ps.sp)
-    losses = {"dpo": dpo(0.5, axis=ps.sp), "ipo": ipo(0.5, axis=ps.sp), "kto": kto(0.5, axis=ps.sp)}
-    losses |= {"simpo": simpo(axis=ps.sp), "orpo": orpo(axis=ps.sp)}
-    pairs = [(_apart(name, loss), 1.0) for name, loss in losses.items()]
-    return add_terms(*pairs, (policy, 0.5), (stored_distillation(), 0.01))
+    policy = losses.sequence_policy_gradient(losses.clipped(), axis=ps.sp)
+    scaled = [_apart(make, 0.5, axis=ps.sp) for make in (losses.dpo, losses.ipo, losses.kto)]
+    others = [_apart(make, axis=ps.sp) for make in (losses.simpo, losses.orpo)]
+    pairs = [(loss, 1.0) for loss in scaled + others]
+    return losses.add_terms(*pairs, (policy, 0.5), (losses.stored_distillation(), 0.01))
 
 
-def _apart(name: str, loss: NamedLoss) -> NamedLoss:
+def _apart(make: Callable[..., losses.NamedLoss], *beta: float, axis: Axis) -> losses.NamedLoss:
     """Return a loss whose terms bear its name, as others have terms of the same names."""
+    name, loss = make.__name__, make(*beta, axis=axis)
 
-    @with_terms(*(f"{name}_{term}" for term in loss.terms))
+    @losses.with_terms(*(f"{name}_{term}" for term in loss.terms))
     def named(output: Any, batch: Mapping[str, Any]) -> Any:
         total, terms = loss(output, batch)
         return total, {f"{name}_{term}": value for term, value in terms.items()}
@@ -422,10 +393,10 @@ def _apart(name: str, loss: NamedLoss) -> NamedLoss:
     return named
 
 
-_OF_EXPERTS = routed(next_token_linear, balance=0.5, router_z=0.1)
+_OF_EXPERTS = losses.routed(losses.next_token_linear, balance=0.5, router_z=0.1)
 
 
-@with_terms(*_OF_EXPERTS.terms)
+@losses.with_terms(*_OF_EXPERTS.terms)
 def expert_loss(output: Any, batch: Mapping[str, Any]) -> Any:
     """Return the loss of a decoder with experts, with all terms of its routers."""
     return _OF_EXPERTS(output, batch)
@@ -735,7 +706,7 @@ def builtin_subjects(
         (name, case)
         for name in names
         for case in cases_of_model(name)
-        if chosen(case) and _can_shard(name, case)
+        if chosen(case) and (name not in IN_FEW_BITS or case.layout.wrapped == 1 or shards_bytes())
     ]
     picked: dict[str, list[Case]] = {name: [] for name in names}
     for model, case in pick(rows):
@@ -749,29 +720,25 @@ def builtin_subjects(
     ]
 
 
-def _can_shard(name: str, case: Case) -> bool:
-    return name not in IN_FEW_BITS or case.layout.wrapped == 1 or shards_bytes()
-
-
-_DECODER = {"plan": decoder_plan, "loss": next_token_linear, "call": call_with_noise}
-_EXPERTS = {"plan": decoder_plan, "loss": expert_loss, "call": call_routed}
+_DECODER = {"plan": decoder_plan, "loss": losses.next_token_linear, "call": models.call_with_noise}
+_EXPERTS = {"plan": decoder_plan, "loss": expert_loss, "call": models.call_routed}
 _ANSWERS = {
     "decoder and losses of tokens": {"loss": loss_of_tokens},
     "decoder and losses of answers": {"loss": loss_of_answers},
 }
 _FOREIGN = {
     "plan": foreign_plan,
-    "loss": next_token,
+    "loss": losses.next_token,
     "call": call_foreign,
     "split": split_foreign,
 }
 _EXACT = {
     "plan": exact_plan,
-    "loss": squares,
-    "call": call_exact,
-    "weights": exact_weights,
-    "split": split_exact,
-    "optimizer": integer_steps,
+    "loss": exact.squares,
+    "call": exact.call_exact,
+    "weights": exact.exact_weights,
+    "split": exact.split_exact,
+    "optimizer": exact.integer_steps,
     "lr": 64.0,  # the number of valid tokens: gradients become integers
     "max_norm": None,
 }
@@ -792,7 +759,7 @@ def _training_of(name: str, cases: Sequence[Case], *, tier: str, steps: int) -> 
         how = how | {"alone": (plain, partial(as_held, config, form))}
     rows = ROWS if all(case.world <= ROWS for case in cases) else 2 * ROWS
     make = answers_batch if name in _ANSWERS else decoder_batch
-    batches = exact_batch if kind == "exact" else partial(make, rows=rows)
+    batches = exact.exact_batch if kind == "exact" else partial(make, rows=rows)
     how = how | _ANSWERS.get(name, {}) | {"make_batches": batches}
     model = MODELS[_plain(name)]
     return Training(title=name, make_model=model, tier=tier_called(tier), steps=steps, **how)

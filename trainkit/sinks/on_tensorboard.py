@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from trainkit.sinks.jsonl import is_more
+from trainkit.sinks.lines import is_more
 from trainkit.types import Sink, needs_extra
 
 

@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from trainkit.checkpoint.directory import run_identity
-from trainkit.sinks.jsonl import is_more
-from trainkit.sinks.tensorboard import scalars
+from trainkit.sinks.lines import is_more
+from trainkit.sinks.on_tensorboard import scalars
 from trainkit.types import Sink, needs_extra
 
 

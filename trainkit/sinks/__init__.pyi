@@ -1,0 +1,21 @@
+# The table of contents, which __init__.py loads lazily.
+from .guards import guarded as guarded
+from .lines import before_and_after as before_and_after
+from .lines import events as events
+from .lines import jsonl as jsonl
+from .lines import read_jsonl as read_jsonl
+from .lines import read_metrics as read_metrics
+from .lines import repair_jsonl as repair_jsonl
+from .lines import sync_lines as sync_lines
+from .named import named_sinks as named_sinks
+from .on_tensorboard import tensorboard as tensorboard
+from .on_wandb import wandb as wandb
+from .run import printer as printer
+from .run import run_sinks as run_sinks
+from .run import run_summary as run_summary
+from .several import tee as tee
+from .spent import Goodput as Goodput
+from .spent import best_save_interval as best_save_interval
+from .spent import goodput as goodput
+from .terminal import console as console
+from .terminal import printable as printable
