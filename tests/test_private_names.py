@@ -204,10 +204,10 @@ PRIVATE = [
         "collectives.py parallel/recomputing.py",
         "an exchange whose result selective recomputation can keep",
     ),
-    Private("torch._C", "parallel/asleep.py", "which has the next"),
+    Private("torch._C", "parallel/sleeping.py", "which has the next"),
     Private(
         "torch._C._disabled_torch_function_impl",
-        "parallel/asleep.py",
+        "parallel/sleeping.py",
         "what a tensor whose memory is away says of its size and kind",
     ),
     Private(
