@@ -99,10 +99,8 @@ def block_activations(
     if mode is not None:
         keeps = mode if mode.budget is None else fitting(results, mode.budget * whole - given)
         left = [x for x in results if not keeps(x.group, x.number)]
-        held = (
-            given + half.choices * FP32 + sum(x.size for x in results) - sum(x.size for x in left)
-        )
-        movable = given
+        stay = sum(x.size for x in results if x not in left)
+        held, movable = given + half.choices * FP32 + stay, given
     return Block(
         kept=round(tokens * held),
         backward=round(tokens * (worst * item + numbers * FP32)),
@@ -110,7 +108,7 @@ def block_activations(
         used=round(tokens * min(movable, 1.5 * (half.beside - split) * item)),
         again=(
             _operations(left) / _operations(results),
-            float("attention" in {x.group for x in left}),
+            float(any(x.group == "attention" for x in left)),
         ),
     )
 

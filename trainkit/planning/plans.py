@@ -11,30 +11,15 @@ import numpy as np
 
 from trainkit.metrics import model_flops
 from trainkit.models.config import idle_parameters
+from trainkit.parallel.split import SCHEDULES
 from trainkit.planning.activations import block_activations
-from trainkit.planning.jobs import (
-    FP32,
-    Job,
-    num_microbatches,
-    refusal,
-    stages_per_rank,
-)
+from trainkit.planning.jobs import FP32, Job, num_microbatches, refusal, stages_per_rank
 from trainkit.planning.machines import Hardware
 from trainkit.planning.memory import Memory, memory_of
 from trainkit.planning.stages import Part, part_of
 from trainkit.planning.traffic import Transfer, traffic_of
 from trainkit.planning.weights import units_of
 from trainkit.types import ConfigError, Layout
-
-_BUBBLES = {
-    "gpipe": 1.0,
-    "1f1b": 1.0,
-    "looped_bfs": 1.0,
-    "interleaved_1f1b": 1.0,
-    "interleaved_zero_bubble": 1 / 3,
-    "zero_bubble_v": 1 / 3,
-    "dual_pipe_v": 1 / 3,
-}
 
 
 @attrs.frozen
@@ -249,20 +234,20 @@ def seconds_of(job: Job, layout: Layout, hardware: Hardware, *, efficiency: floa
     beside = min(ring, attention) + min(data, compute)
     exposed, hidden = exposed + 0.1 * beside, 0.9 * beside
     turns = num_microbatches(job, layout) * stages_per_rank(layout)
-    bubble = (compute + exposed) * (layout.pp - 1) / turns * _BUBBLES[layout.schedule]
+    bubble = (compute + exposed) * (layout.pp - 1) / turns
+    bubble /= 3 if SCHEDULES[layout.schedule].splits_backward else 1
     return Seconds(compute + exposed + bubble, compute, exposed, hidden, bubble)
 
 
 def _repeated(job: Job, layout: Layout, part: Part) -> tuple[float, float]:
     """Return which part of the products of a rank's blocks, and of attention, is repeated."""
-    found = [(part.experts, True), (part.layers - part.experts, False)]
-    shares = [
-        (many, block_activations(job, layout, fused_norms=True, experts=experts).again)
-        for many, experts in found
-        if many
-    ]
-    mean = (sum(many * share[i] for many, share in shares) / part.layers for i in (0, 1))
-    return next(mean), next(mean)
+    products, attention = 0.0, 0.0
+    for many, experts in (part.experts, True), (part.layers - part.experts, False):
+        if many:
+            again = block_activations(job, layout, fused_norms=True, experts=experts).again
+            products += many / part.layers * again[0]
+            attention += many / part.layers * again[1]
+    return products, attention
 
 
 def _row_flops(job: Job, part: Part, *, products: bool = True) -> float:
