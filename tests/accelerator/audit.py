@@ -252,3 +252,29 @@ def test_what_the_kernel_does_not_take_goes_another_way(monkeypatch, size, archi
         shape, how = (1, 16, 4, size), {"device": "cuda:0", "dtype": torch.bfloat16}
         attention.varlen(*(torch.randn(shape, **how) for _ in "qkv"), spans=spans)
     assert bool(ledger.operators[VARLEN]) == taken
+
+
+@pytest.mark.parametrize(
+    ("name", "dtype", "taken"),
+    [
+        ("sdpa", torch.float32, "_scaled_dot_product_efficient_attention"),
+        ("efficient", torch.bfloat16, "_scaled_dot_product_efficient_attention"),
+        ("cudnn", torch.bfloat16, "_scaled_dot_product_cudnn_attention"),
+        ("flash", torch.bfloat16, VARLEN),
+    ],
+)
+def test_a_window_is_a_kernel_of_torchs_and_nothing_waits(name, dtype, taken):
+    how = {"device": "cuda:0", "dtype": dtype}
+    attend = attention.choose([name], **how, head_size=64, window=20).attend
+    with fake_device() as ledger:
+        lengths = [150, 1, 29, 120]
+        ends = torch.zeros(5, dtype=torch.int32, device="cuda:0")
+        qkv = [torch.randn(2, 150, h, 64, **how, requires_grad=True) for h in (4, 2, 2)]
+        ledger.clear()
+        out = attend(*qkv, spans=Spans(ends, np.array(lengths), 150), window=20)
+        torch.autograd.grad(out.sum(), qkv)
+    assert not ledger.syncs
+    found = {x for x in ledger.operators if "attention" in x or "attn" in x or "mm" in x}
+    one_token = {"_scaled_dot_product_efficient_attention"} if name == "cudnn" else set()
+    assert {x for x in found if "backward" not in x} == {taken} | one_token
+    assert ledger.operators[taken] == ledger.operators[f"{taken}_backward"] > 0

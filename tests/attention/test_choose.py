@@ -101,6 +101,9 @@ def test_a_kernel_of_torch_is_the_only_one_that_it_may_take(monkeypatch, name):
         on.extend(x for x, y in kinds.items() if getattr(torch.backends.cuda, f"{y}_enabled")())
         return q
 
+    only, asked = torch.nn.attention.sdpa_kernel, []
+    spy = lambda x, **how: asked.append((x[0].name, how)) or only(x, **how)  # noqa: E731
+    monkeypatch.setattr(torch.nn.attention, "sdpa_kernel", spy)
     monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", note)
     monkeypatch.setattr(torch.backends.cuda, f"can_use_{name}_attention", lambda _: True)
     how = {"device": "cuda", "dtype": torch.float16, "head_size": 16}
@@ -108,6 +111,7 @@ def test_a_kernel_of_torch_is_the_only_one_that_it_may_take(monkeypatch, name):
     attend(*(torch.ones(1, 4, 2, 16) for _ in "qkv"), spans=blank_batch(1, 4).spans)
     # cuDNN refuses documents of one token, which would end a run.
     assert on == (["efficient", "cudnn"] if name == "cudnn" else [name])
+    assert asked[-1] == (f"{name.upper()}_ATTENTION", {"set_priority": True})
 
 
 @pytest.mark.only_all
@@ -210,6 +214,19 @@ def test_the_first_that_fits_is_taken_and_says_why_no_other(names, dtype, asked,
     assert found.name == taken
     assert list(found.refused) == names.split()[: names.split().index(taken)]
     assert all(reason in str(found) for reason in reasons)
+    if taken == "flash":  # torch's attention would give it no mask
+        assert (found.attend is varlen) == ("window" in asked)
+
+
+@pytest.mark.usefixtures("gpu")
+def test_a_kernel_is_asked_whether_it_takes_the_mask_of_a_window(monkeypatch):
+    asked = []
+    note = lambda params: asked.append((params.attn_mask is None, params.is_causal))  # noqa: E731
+    monkeypatch.setattr(torch.backends.cuda, "can_use_efficient_attention", note)
+    for window in (None, 8):
+        how = {"device": "cuda", "dtype": torch.float16, "head_size": 16, "window": window}
+        choose(["efficient", "math"], **how)
+    assert asked == [(True, True), (False, False)]
 
 
 def test_when_none_fits_each_reason_is_told():

@@ -1,7 +1,8 @@
 """Time of trainkit's attention over a hand-written loop over documents, forward and backward.
 
 Run `python tests/benchmarks/attention.py`. The functions are timed in turns, and the ratio is the
-median of the turns' ratios, so that a busy machine disturbs all alike.
+median of the turns' ratios, so that a busy machine disturbs all alike. Windows are compared with
+attention written out, by the processor's time.
 """
 
 import statistics
@@ -13,6 +14,7 @@ import torch
 from torch.nn.functional import scaled_dot_product_attention
 
 from trainkit.attention import sdpa
+from trainkit.attention.blocks import written_out
 from trainkit.types import Spans
 
 TOKENS, DOCUMENTS, HEADS, DIM, TURNS = 4096, 64, 8, 64, 15
@@ -56,6 +58,23 @@ def seconds(function, lengths):
     return time.perf_counter() - start
 
 
+def windows(name, tokens, lengths, window, dtype):
+    """Print the time of a window in torch's kernel over that of attention written out."""
+    q, k, v = (torch.randn(1, tokens, h, DIM, dtype=dtype, requires_grad=True) for h in (8, 2, 2))
+    offsets = torch.tensor(np.cumsum([0, *lengths]), dtype=torch.int32)
+    how = {"spans": Spans(offsets, np.array(lengths), max(lengths)), "window": window, "scale": 0.1}
+    turns = []
+    for _ in range(TURNS):
+        times = [time.process_time()]
+        for attend in (written_out, sdpa):
+            torch.autograd.grad(attend(q, k, v, **how).sum(), (q, k, v))
+            times.append(time.process_time())
+        turns.append(np.diff(times))
+    old, new = 1e3 * np.median(turns[1:], 0)
+    ratio = statistics.median(b / a for a, b in turns[1:])
+    print(f"{name:40} {old:8.1f} ms written out, sdpa {new:8.1f} ms {ratio:8.2f}")
+
+
 def table(name, lengths):
     functions = (loop, trainkit_sdpa, slices, mask)
     for function in functions:
@@ -72,3 +91,13 @@ if __name__ == "__main__":
     cuts = np.random.default_rng(0).choice(np.arange(1, TOKENS), DOCUMENTS - 1, replace=False)
     table("random", np.diff([0, *np.sort(cuts), TOKENS]).tolist())
     table("equal", [TOKENS // DOCUMENTS] * DOCUMENTS)
+    for dtype in (torch.float32, torch.bfloat16):
+        for row in (
+            ("256 tokens, window 8", 256, [256], 8),
+            ("64 documents of 4, window 8", 256, [4] * 64, 8),
+            ("20 documents of 100, window 64", 2000, [100] * 20, 64),
+            ("2,048 tokens, window 16", 2048, [2048], 16),
+            ("2,048 tokens, window 128", 2048, [2048], 128),
+            ("4,096 tokens, window 1,024", 4096, [4096], 1024),
+        ):
+            windows(*row, dtype)

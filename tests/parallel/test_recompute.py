@@ -11,7 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import trainkit as tk
 from tests.measured_step import StorageCount
-from trainkit.models import Decoder, DecoderConfig, init_weights
+from trainkit.models import Decoder, DecoderConfig, Sliding, init_weights
 from trainkit.models.config import Norms
 from trainkit.parallel import compiled, recompute
 from trainkit.parallel.cost import choose
@@ -97,6 +97,13 @@ def test_gradients_are_the_same_bit_for_bit_and_what_is_kept_runs_once(mode):
     if mode in AGAIN:
         again = gradients[1] / CONFIG.layers - 21, gradients[2] / CONFIG.layers - 1
         assert again == AGAIN[mode]
+
+
+def test_attention_in_a_window_is_kept_as_well():
+    config = attrs.evolve(CONFIG, sliding=Sliding(window=20))
+    (want, _, once), (found, _, twice) = (step(mode, config) for mode in ("none", "attention"))
+    assert all(map(torch.equal, found, want))
+    assert twice == once > CONFIG.layers  # a call for the first queries, and one for the others
 
 
 def kept(mode, config=CONFIG):
