@@ -182,6 +182,12 @@ def test_parameters_made_in_bf16_become_fp32_and_nothing_ends_in_mixed_dtypes():
     assert isinstance(model.into.weight, nn.Parameter)  # what was shown is gone again
 
 
+def test_what_is_kept_and_computed_with_in_fp32_is_seen_as_it_is():
+    model = precision(torch.float32)(Odd(), SOLO)
+    model(torch.ones(2, 3))
+    assert model.seen[0] is model.into.weight
+
+
 def test_a_forward_pass_that_fails_leaves_the_parameters_to_be_seen():
     model = precision(BF16)(Odd(), SOLO)
     with pytest.raises(RuntimeError):

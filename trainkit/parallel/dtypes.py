@@ -188,7 +188,7 @@ def _show_cast_(module: nn.Module, parts: Sequence[nn.Module], compute: torch.dt
     places: dict[nn.Parameter, list[tuple[str, str]]] = {}
     for part in parts:
         for name, parameter in part.named_parameters("", recurse=False, remove_duplicate=False):
-            if parameter.is_floating_point():
+            if parameter.is_floating_point() and {parameter.dtype, compute} != {torch.float32}:
                 places.setdefault(parameter, []).append((paths[part], name))
     if places:
         _bind_(module, partial(_showing_cast, list(places.values()), compute))
