@@ -121,6 +121,7 @@ def in_the_four_dtypes():
         ("fp32", {"dp_shard": 2}, tk.Precision(compute="fp32")),
         ("kept, sharded", {"dp_shard": 2}, tk.Precision(compute="bf16", storage="bf16")),
         ("kept", {"dp_shard": 1, "pp": 2}, tk.Precision(compute="bf16", storage="bf16")),
+        ("kept, split", {"tp": 2}, tk.Precision(compute="bf16", storage="bf16")),
     ):
         found[name] = gradients(layout, plan=plan(precision=asked), whole_plan=True)
     return found
@@ -131,7 +132,8 @@ def test_parameters_and_sums_are_in_what_they_are_asked_to_be():
     exact, kinds = first["fp32"][1], {name: found[2] for name, found in first.items()}
     assert kinds["sums"] == kinds["fp32"] == (torch.float32, torch.float32)
     assert kinds["kept, sharded"] == (BF16, BF16)
-    assert kinds["kept"] == (BF16, torch.float32)  # microbatches add up in fp32
+    # microbatches add up in fp32
+    assert kinds["kept"] == kinds["kept, split"] == (BF16, torch.float32)
     assert 1e-4 < farthest(first["sums"][1], exact) < 1e-2
     assert all(torch.equal(g, g.to(BF16).float()) for g in first["sums"][1].values())
     pipeline = first["kept"][1] | second["kept"][1]

@@ -16,7 +16,7 @@ from trainkit.parallel.reduction import replicates
 from trainkit.parallel.transforms import Transform
 from trainkit.types import Call, ParallelState, Precision
 
-_COMPUTE = "_trainkit_compute"
+_COMPUTE, _UNSHARDED = "_trainkit_compute", "_trainkit_unsharded"
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 """What a `Precision` calls the dtypes that can be computed in."""
 
@@ -84,10 +84,13 @@ def precision(
         if compute is None:
             return module
         for parameter in module.parameters():
-            if parameter.dtype in (torch.float16, torch.bfloat16, torch.float32):
-                parameter.data = parameter.data.to(storage)
+            if parameter.dtype in {torch.float16, torch.bfloat16, torch.float32} - {storage}:
+                kept = nn.Parameter(parameter.detach().to(storage), parameter.requires_grad)
+                vars(kept).update(vars(parameter))
+                torch.utils.swap_tensors(parameter, kept)  # `data` of a DTensor keeps its dtype
         setattr(module, _COMPUTE, compute)
         if ps.fsdp.count == 1 and not replicates(module, ps):  # else fsdp() gathers them cast
+            setattr(module, _UNSHARDED, True)
             units = blocks_of(module, blocks)
             inside = {part for unit in units for part in unit.modules()}
             for unit in units:
@@ -139,11 +142,11 @@ def widen_gradients_(module: nn.Module) -> None:
     """Let what `precision` keeps in bf16, and nothing shards, have its gradients in fp32.
 
     Effects:
-        That of `set_grad_dtype`.
+        That of `set_grad_dtype`, on parts that ranks of `tensor` hold too.
     """
-    kept = module.parameters() if compute_dtype(module) else ()
-    narrow = [p for p in kept if p.requires_grad and p.dtype == torch.bfloat16]
-    set_grad_dtype(p for p in narrow if not hasattr(p, "placements"))
+    for p in module.parameters() if hasattr(module, _UNSHARDED) else ():
+        if p.requires_grad and p.dtype == torch.bfloat16:
+            p.grad, p.grad_dtype = None, torch.float32
 
 
 def autocast(call: Call, dtype: torch.dtype = torch.bfloat16) -> Call:
