@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from trainkit.parallel.naming import blocks_of, unhide_
-from trainkit.parallel.reduction import replicates
+from trainkit.parallel.reduction import replicates, sum_in_grad_dtype_
 from trainkit.parallel.transforms import Transform
 from trainkit.types import Call, ParallelState, Precision
 
@@ -84,8 +84,10 @@ def precision(
         if compute is None:
             return module
         for parameter in module.parameters():
-            if parameter.dtype in (torch.float16, torch.bfloat16, torch.float32):
-                parameter.data = parameter.data.to(storage)
+            if parameter.dtype in {torch.float16, torch.bfloat16, torch.float32} - {storage}:
+                kept = nn.Parameter(parameter.detach().to(storage), parameter.requires_grad)
+                vars(kept).update(vars(parameter))
+                torch.utils.swap_tensors(parameter, kept)  # `data` of a DTensor keeps its dtype
         setattr(module, _COMPUTE, compute)
         if ps.fsdp.count == 1 and not replicates(module, ps):  # else fsdp() gathers them cast
             units = blocks_of(module, blocks)
@@ -108,8 +110,8 @@ def set_grad_dtype(params: Iterable[nn.Parameter], dtype: torch.dtype = torch.fl
     kept in fp32, with `precision` or without, need it not.
 
     Args:
-        params: Parameters; call it after the model is built, which makes them anew. Where FSDP
-            shards them, `forward_backward` sees to it, and no backward pass of your own does.
+        params: Parameters; call it after the model is built, which makes them anew. Of those that
+            FSDP shards, its units must know it too: see `sum_in_grad_dtype_`.
         dtype: The dtype of their gradients.
 
     Effects:
@@ -131,10 +133,12 @@ def widen_gradients_(module: nn.Module) -> None:
     """Let what `precision` keeps in bf16 have its gradients in fp32.
 
     Effects:
-        That of `set_grad_dtype`.
+        That of `set_grad_dtype`, on parts that ranks of `tensor` hold too.
     """
-    kept = module.parameters() if compute_dtype(module) else ()
-    set_grad_dtype(p for p in kept if p.requires_grad and p.dtype == torch.bfloat16)
+    kept = [p for p in module.parameters() if p.requires_grad and p.dtype == torch.bfloat16]
+    if compute_dtype(module) and kept:
+        set_grad_dtype(kept)
+        sum_in_grad_dtype_(module)
 
 
 def autocast(call: Call, dtype: torch.dtype = torch.bfloat16) -> Call:

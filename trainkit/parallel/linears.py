@@ -55,11 +55,16 @@ def choose_layers(
                 got=pattern,
             )
     if not asked:
-        told = [f"{x!r} {why}" for x, why in problems.items() if why] or ["there is none"]
+        told = [f"{_of_blocks(x)!r} {why}" for x, why in problems.items() if why]
+        told = [*dict.fromkeys(told)] or ["there is none"]
         told[3:] = [f"and {len(told) - 3} more"] if len(told) > 3 else []
         what = f"{by}: no linear layer can: {'; '.join(told)}"
-        raise ConfigError(what, where="modules", got=pattern)
+        raise ConfigError(what, where="modules", got=pattern, hint="leave them plain")
     return {name: named[name] for name in asked}, [x for x in named if x not in asked]
+
+
+def _of_blocks(name: str) -> str:
+    return re.sub(r"\.\d+\.", ".*.", name)
 
 
 def plain_problem(part: nn.Module) -> str | None:
@@ -103,7 +108,7 @@ def change_(
         >>> told_of([layer])
         'float8 in 1 linear layer, not in layers.*.mlp.router'
     """
-    others = dict.fromkeys(re.sub(r"\.\d+\.", ".*.", name) for name in left_out)
+    others = dict.fromkeys(map(_of_blocks, left_out))
     told += f" in {len(layers)} linear layer{'s' * (len(layers) > 1)}"
     told += f", not in {', '.join(others)}" if others else ""
     for name, layer in layers.items():

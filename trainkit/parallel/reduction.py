@@ -87,6 +87,28 @@ def fsdp_groups(module: Any) -> list[Any]:
     return [group for group in groups if group is not None]
 
 
+def sum_in_grad_dtype_(model: nn.Module) -> None:
+    """Let FSDP2 give sums in the dtype of parameters' gradients, which need not be their own.
+
+    It looks at dtypes when the model is called for the first time, so that it is told then.
+
+    Args:
+        model: One whose parameters have a `grad_dtype`; without units of FSDP2 nothing is done.
+
+    Effects:
+        Takes the place of what its units do to find dtypes.
+    """
+
+    def find(unit: Any) -> None:
+        type(unit)._init_mp_dtypes(unit)  # noqa: SLF001
+        if trained := _trainable(unit):
+            unit._orig_dtype = trained[0].sharded_param.grad_dtype  # noqa: SLF001
+
+    for _, module in reducers_of(model).fsdp:
+        for unit in fsdp_groups(module):
+            unit._init_mp_dtypes = partial(find, unit)  # noqa: SLF001
+
+
 def reshards_after_forward(module: Any) -> bool:
     """Say whether an FSDP2 module frees its gathered parameters after its forward pass."""
     return any(group.post_forward_mesh_info is not None for group in fsdp_groups(module))
@@ -236,8 +258,6 @@ class Reduction:
         if now:
             self._fill(unit)
         unit.reduce_grads, unit.all_reduce_grads = now, last
-        # Sums are given in the dtype of gradients, which need not be the parameters'.
-        unit._orig_dtype = _trainable(unit)[0].sharded_param.grad_dtype  # noqa: SLF001
         try:
             type(unit).post_backward(unit)
         finally:
