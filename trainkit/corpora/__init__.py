@@ -18,6 +18,7 @@ from trainkit.corpora.open import (
 )
 from trainkit.corpora.pairs import open_pairs, prolong_answers
 from trainkit.corpora.records import read_records
+from trainkit.corpora.shards import left_out
 from trainkit.corpora.tokens import (
     TokenCorpus,
     documents_of,
@@ -39,6 +40,7 @@ __all__ = [
     "hold_out",
     "is_library_source",
     "join_corpora",
+    "left_out",
     "memory_corpus",
     "open_conversations",
     "open_corpus",
