@@ -173,6 +173,8 @@ def train(cfg, run, tokenizer, model):
     """Go on from the last checkpoint, or begin, and train until `steps` or until a stop."""
     ps, loss = run.ps, tk.losses.next_token_linear
     run.say(f"reading {', '.join(map(str, cfg.data)) or 'the source of the standard library'}")
+    for told in filter(None, map(tk.corpora.left_out, cfg.data)):
+        run.say(told)
     opened = open_corpora(cfg, tokenizer)
     mix, held, reports = pack(cfg, run, opened)
     phases = make_phases(cfg, mix.num_rows)

@@ -111,12 +111,15 @@ def test_step_n_has_the_nth_rate_of_the_schedule(whole):
 
 def test_one_text_file_and_a_field_of_json_lines_are_corpora_and_are_evaluated_on(tmp_path):
     (tmp_path / "input.txt").write_text("First Citizen: speak.\n\nAll: speak, speak.\n\n" * 60)
-    (tmp_path / "b.jsonl").write_text('{"body": "a b c d e f g h i j k l m n o p"}\n' * 40)
-    data = ["--data", tmp_path / "input.txt", tmp_path / "b.jsonl", "--field", "body"]
+    (tmp_path / "b").mkdir()
+    (tmp_path / "b" / "b.jsonl").write_text('{"body": "a b c d e f g h i j k l m n o p"}\n' * 40)
+    (tmp_path / "b" / "c.jsonl.gz").write_bytes(b"")
+    data = ["--data", tmp_path / "input.txt", tmp_path / "b", "--field", "body"]
     out = tmp_path / "run"
     flags = ["--out", out, *data, "--steps", 2, *SMALL]
     code, said = here(flags)
     assert code == 0, said
+    assert "b: 1 file of another kind is left out, such as c.jsonl.gz" in said
     (found,) = events(out, "evaluation")
     assert 30 < found["eval/tokens"] < 600
     counts = [event["held_out_documents"] for event in events(out, "packing")]

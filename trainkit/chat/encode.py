@@ -223,7 +223,7 @@ def stop_ids(tokenizer: Tokenizer, template: Template = chatml) -> tuple[int, ..
     ids = tuple(int(i) for i in tokenizer.encode(stop))
     if len(ids) != 1:
         what = f"{stop}, for which the tokenizer has {len(ids)} tokens, where one is needed"
-        mend = "give it the template's special tokens, as in byte_tokenizer(CHATML_SPECIAL)"
+        mend = "give it the template's: byte_tokenizer(CHATML_SPECIAL), tokenizers.add_tokens"
         raise ValueError(f"stop_ids: the template ends a turn with {what}; {mend}")
     return ids
 

@@ -18,6 +18,7 @@ from .open import trainable_tokens as trainable_tokens
 from .pairs import open_pairs as open_pairs
 from .pairs import prolong_answers as prolong_answers
 from .records import read_records as read_records
+from .shards import left_out as left_out
 from .tokens import TokenCorpus as TokenCorpus
 from .tokens import documents_of as documents_of
 from .tokens import memory_corpus as memory_corpus

@@ -10,7 +10,13 @@ import attrs
 from trainkit.corpora.foreign import FOREIGN_SUFFIXES, open_foreign
 from trainkit.corpora.layouts import Sidecar, offsets_file, read_sidecar, sidecar_of
 from trainkit.corpora.records import RECORD_SUFFIXES
-from trainkit.corpora.text import TEXT_SUFFIXES, bad_file, check_readable, file_names
+from trainkit.corpora.text import (
+    TEXT_SUFFIXES,
+    bad_file,
+    check_readable,
+    file_names,
+    linked_folders,
+)
 from trainkit.corpora.token_file import SAMPLED
 from trainkit.corpora.tokens import SUFFIX, open_part
 
@@ -20,6 +26,7 @@ if TYPE_CHECKING:
     from trainkit.corpora.tokens import TokenCorpus
 
 TOKEN_SUFFIXES = (SUFFIX, *FOREIGN_SUFFIXES)
+_KINDS = (*TEXT_SUFFIXES, *RECORD_SUFFIXES, *TOKEN_SUFFIXES, ".bin.json", ".tokenizer.json")
 _SHARED = 256
 """Chunks that opening a directory of token files checks: 1 GiB."""
 
@@ -60,6 +67,37 @@ def tokens_at(
         what = f"no documents: of its files ending in {', '.join(suffixes)} none was found"
         raise bad_file(path, f"{what}, nor any file of records or tokens")
     return shards
+
+
+def left_out(path: Path, kinds: Sequence[str] = _KINDS) -> str:
+    """Return a sentence about what of a directory is not read; "" where there is nothing.
+
+    Args:
+        path: The directory; of a file nothing is left out.
+        kinds: How the names of files end that are read, or belong to those; by default of all that
+            `open_corpus` reads.
+
+    Examples:
+        >>> import tempfile
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     for name in ("a.txt", "b.html"):
+        ...         _ = (Path(folder) / name).write_text("hi")
+        ...     left_out(Path(folder)).removeprefix(folder)
+        ': 1 file of another kind is left out, such as b.html'
+    """
+    if not path.is_dir():
+        return ""
+    others = [name for name in file_names(path) if not name.endswith(tuple(kinds))]
+    links = linked_folders(path)
+    told = [
+        f"{len(names)} {one if len(names) == 1 else many} left out, such as {names[0]}"
+        for names, one, many in (
+            (others, "file of another kind is", "files of other kinds are"),
+            (links, "linked folder is", "linked folders are"),
+        )
+        if names
+    ]
+    return f"{path}: {'; '.join(told)}" if told else ""
 
 
 def open_parts(

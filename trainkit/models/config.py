@@ -450,6 +450,8 @@ class DecoderConfig:
         self._require("width", f"a multiple of heads = {self.heads}, or head_dim given", ok=ok)
         ok = self.rotary_size >= 2 and self.rotary_size % 2 == 0
         ok = self.positions is not None or (ok and self.rotary_size <= self.head_size)
+        if self.rotary_dim is not None:
+            self._require("rotary_dim", f"even, from 2 to head_size = {self.head_size}", ok=ok)
         self._require("head_size", "even and at least 2, for the rotary pairs", ok=ok)
         self._require("norm_eps", "positive", ok=self.norm_eps > 0)
         self._require("rope_theta", "above 1", ok=self.rope_theta > 1)

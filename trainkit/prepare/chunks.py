@@ -27,8 +27,6 @@ from trainkit.corpora.records import (
 from trainkit.corpora.text import (
     bad_file,
     check_readable,
-    file_names,
-    linked_folders,
     read_text,
 )
 
@@ -104,33 +102,6 @@ def cut_source(
         kinds = ", ".join((*RECORD_SUFFIXES, *suffixes))
         raise bad_file(path, f"neither a directory, nor a file of {kinds}")
     return _parts_of_file(path, chunk_bytes)
-
-
-def left_out(path: Path, suffixes: Sequence[str]) -> str:
-    """Return a sentence about what of a directory is not read; "" where there is nothing.
-
-    Examples:
-        >>> import tempfile
-        >>> with tempfile.TemporaryDirectory() as folder:
-        ...     for name in ("a.txt", "b.html"):
-        ...         _ = (Path(folder) / name).write_text("hi")
-        ...     left_out(Path(folder), [".txt"]).removeprefix(folder)
-        ': 1 file of another kind is left out, such as b.html'
-    """
-    if not path.is_dir():
-        return ""
-    kinds = (*suffixes, *RECORD_SUFFIXES)
-    others = [name for name in file_names(path) if not name.endswith(kinds)]
-    links = linked_folders(path)
-    told = [
-        f"{len(names)} {one if len(names) == 1 else many} left out, such as {names[0]}"
-        for names, one, many in (
-            (others, "file of another kind is", "files of other kinds are"),
-            (links, "linked folder is", "linked folders are"),
-        )
-        if names
-    ]
-    return f"{path}: {'; '.join(told)}" if told else ""
 
 
 def read_chunk(chunk: Chunk, *, columns: Sequence[str] | None = None) -> Iterator[dict[str, Any]]:

@@ -12,10 +12,12 @@ from typing import TYPE_CHECKING
 
 import attrs
 
+from trainkit.corpora.records import RECORD_SUFFIXES
+from trainkit.corpora.shards import left_out
 from trainkit.corpora.text import TEXT_SUFFIXES, check_name
 from trainkit.corpora.tokens import SUFFIX, documents_of, write_corpus
 from trainkit.files import disk_errors, sync_folder
-from trainkit.prepare.chunks import Chunk, cut_source, left_out
+from trainkit.prepare.chunks import Chunk, cut_source
 from trainkit.prepare.parts import (
     MakeEncode,
     Tally,
@@ -172,7 +174,8 @@ def prepare_corpus(
     at_least(1, "prepare", workers=workers)
     work = make_work(out.with_name(f"{out.name}.parts"), tokenizer, make_encode, field)
     chunks = cut_sources(source, suffixes=suffixes, keep=keep, chunk_bytes=chunk_bytes)
-    for told in filter(None, (left_out(path, suffixes) for path in _paths_of(source))):
+    kinds = (*suffixes, *RECORD_SUFFIXES)
+    for told in filter(None, (left_out(path, kinds) for path in _paths_of(source))):
         say(told)
     total = sum(chunk.bytes for chunk in chunks)
     with alone(out), _parts_folder(work.folder):
