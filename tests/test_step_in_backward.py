@@ -12,12 +12,11 @@ from whole_step import CAPACITY, Layout, build, corpus, difference, full, input_
 import trainkit as tk
 from trainkit.grads import bind_step_in_backward
 from trainkit.losses import next_token_linear
-from trainkit.models import call_with_noise
+from trainkit.models import call_routed, call_with_noise
 from trainkit.parallel.naming import box_of
 from trainkit.testing import Case, run_ranks
 from trainkit.testing.builtin import (
     SHALLOW,
-    call_routed,
     decoder_batch,
     decoder_plan,
     expert_loss,

@@ -13,7 +13,7 @@ from checkpoint.small import live, quiet, reseal, rewrite, same, small_model, sm
 from torch import nn
 
 import trainkit as tk
-from trainkit.checkpoint import list_checkpoints, load, reading, staging, verify_checkpoint
+from trainkit.checkpoint import compare, list_checkpoints, load, reading, staging, verify_checkpoint
 from trainkit.checkpoint.facts import Changes, compare_facts
 from trainkit.checkpoint.load import load_checkpoint, load_weights
 from trainkit.checkpoint.plain import owner_problems
@@ -306,7 +306,7 @@ def test_moments_never_begin_afresh_unseen(dropped, saved):
 def test_without_the_check_moments_would_begin_afresh(saved, monkeypatch):
     """The negative control: the optimizer would step as if it had never stepped."""
     drop_tensors(saved, *MOMENTS)
-    monkeypatch.setattr(staging, "optimizer_problems", lambda *_, **__: [])
+    monkeypatch.setattr(compare, "optimizer_problems", lambda *_, **__: [])
     _, stages, optimizer, _ = small_run(model=Two("a", "b"), steps=0)
     load_checkpoint(saved, stages, optimizer)
     assert not optimizer.state.get(stages[0].a.weight)
@@ -339,7 +339,7 @@ def test_a_tied_head_is_no_untied_one_and_the_other_way_round(tmp_path):
 @pytest.mark.case("M1", "M3", "M5")
 def test_without_comparing_misfits_would_be_loaded_in_silence(saved, monkeypatch):
     """The negative control: numbers are rounded, and layers keep their initial values."""
-    monkeypatch.setattr(staging, "tensor_problems", lambda *_, **__: [])
+    monkeypatch.setattr(compare, "tensor_problems", lambda *_, **__: [])
     rounded = Two("a", "b", dtype=torch.bfloat16)
     load_weights(saved, [rounded])
     wanted = Two("a", "b")

@@ -131,20 +131,20 @@ def often(every):
 
 def stop_alone(_):
     """Take a protection away: a rank that is told to stop asks nobody."""
-    from trainkit.runtime import session
+    from trainkit.runtime import run
 
     @contextlib.contextmanager
     def stop_votes(asked, _):
         yield asked
 
-    session.stop_votes = stop_votes
+    run.stop_votes = stop_votes
 
 
 def deaf(_):
     """Take a protection away: no step asks whether to stop."""
-    from trainkit.runtime import session
+    from trainkit.runtime import run
 
-    session.stop_votes = lambda *_: contextlib.nullcontext(lambda: None)
+    run.stop_votes = lambda *_: contextlib.nullcontext(lambda: None)
 
 
 SURROUNDINGS = {

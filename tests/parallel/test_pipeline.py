@@ -18,6 +18,7 @@ from trainkit.losses import next_token_linear, with_terms
 from trainkit.models import Decoder, call_with_noise, init_weights
 from trainkit.parallel import fsdp, pipeline, precision, tied
 from trainkit.parallel.split import SCHEDULES
+from trainkit.parallel.stage_forward import stage_boundary
 from trainkit.testing import run_ranks
 
 DEEP = {"layers": 4}
@@ -356,7 +357,7 @@ def two_rank_refusals():
             "placement": refusal(bound, looped, ps, "zero_bubble_v"),
             "per rank": refusal(bound, stages, ps, "dual_pipe_v"),
             "reversed": refusal(bound, looped[::-1], ps, "looped_bfs"),
-            "boundary": refusal(pipeline.stage_boundary, nn.Linear(1, 1), {}),
+            "boundary": refusal(stage_boundary, nn.Linear(1, 1), {}),
             "deep": refusal(build, two(layers=1), ps),
             "terms": refusal(
                 bound(stages, ps, loss=forgetful), microbatches(8, 2), denominator=one

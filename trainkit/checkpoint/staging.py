@@ -15,16 +15,8 @@ import attrs
 import torch
 from torch import nn
 
+from trainkit.checkpoint import compare
 from trainkit.checkpoint.boxes import index_problems, shortened
-from trainkit.checkpoint.compare import (
-    Leeway,
-    frozen_problems,
-    kind_problems,
-    matches,
-    optimizer_problems,
-    tensor_problems,
-    trained_names,
-)
 from trainkit.checkpoint.plain import read_json
 from trainkit.checkpoint.reading import Target, read_tensors
 from trainkit.checkpoint.targets import (
@@ -71,7 +63,7 @@ def stage_checkpoint(
     *,
     axis: Axis,
     check: Check,
-    leeway: Leeway,
+    leeway: compare.Leeway,
 ) -> Staged:
     """Read a checkpoint into memory beside the run, after comparing it with the run.
 
@@ -187,7 +179,7 @@ def _told(
         "changes": read.changes,
         "wanted": [target.saved for target in read.targets.values()],
         "parameters": [saved_name(name) for name in named_parameters_of(stages)],
-        "trained": [] if optimizer is None else trained_names(stages, optimizer),
+        "trained": [] if optimizer is None else compare.trained_names(stages, optimizer),
     }
 
 
@@ -196,7 +188,7 @@ def _differences(
     names: Mapping[str, set[str]],
     stages: Sequence[nn.Module],
     optimizer: torch.optim.Optimizer | None,
-    leeway: Leeway,
+    leeway: compare.Leeway,
 ) -> list[str]:
     """Say where the checkpoint's tensors, and its optimizer, are not the run's."""
     found: list[str] = []
@@ -209,10 +201,12 @@ def _differences(
         }
     if optimizer is not None:
         memory, step = read.saved["optimizer"], read.saved["state"]["step"]
-        found += optimizer_problems(memory, index, stages, optimizer, step=step, leeway=leeway)
+        found += compare.optimizer_problems(
+            memory, index, stages, optimizer, step=step, leeway=leeway
+        )
         frozen = memory["scalars"].keys() & (names["parameters"] - names["trained"])
-        found += frozen_problems(frozen, leeway)
-    return found + tensor_problems(
+        found += compare.frozen_problems(frozen, leeway)
+    return found + compare.tensor_problems(
         index, read.targets, wanted=names["wanted"], frozen=frozen, leeway=leeway
     )
 
@@ -232,7 +226,7 @@ def _look(
     manifest: Mapping[str, Any],
     stages: Sequence[nn.Module],
     optimizer: torch.optim.Optimizer | None,
-    leeway: Leeway,
+    leeway: compare.Leeway,
 ) -> Staged:
     """Read the two JSON files and check them; return what is wrong, or what they say."""
     weights = weight_targets(stages)
@@ -254,12 +248,12 @@ def _look(
     if problems:
         return Staged(problems)
     index = read["index.json"]["tensors"]
-    is_cast = partial(matches, patterns=leeway.cast)
+    is_cast = partial(compare.matches, patterns=leeway.cast)
     saved, changes = migrate(read["state.json"], manifest["version"]), list[str]()
     if optimizer is None:
         return Staged((), index, saved, weights)
     entries = index
-    if leeway.optimizer and kind_problems(saved["optimizer"], optimizer, leeway):
+    if leeway.optimizer and compare.kind_problems(saved["optimizer"], optimizer, leeway):
         from trainkit.checkpoint.changed import taken_over  # noqa: PLC0415 -- rarely needed
 
         entries, changes = taken_over(index, stages, optimizer)

@@ -14,14 +14,7 @@ import torch
 import torch.distributed as dist
 
 from trainkit.collectives import agree
-from trainkit.mesh.axes import (
-    Partition,
-    default_group,
-    let_go_later,
-    make_groups,
-    make_state,
-    partitions_of,
-)
+from trainkit.mesh import axes
 from trainkit.mesh.launch import Launch, read_launch, require_torch
 from trainkit.mesh.meeting import first_words, open_world
 from trainkit.types import ConfigError, Layout, ParallelState
@@ -119,16 +112,16 @@ def parallel_session(
     if opened:
         backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
         open_world(launch, backend, timeout=timeout, start_timeout=start_timeout, asked=asked)
-    partitions = partitions_of(layout)
-    groups: dict[Partition, dist.ProcessGroup] = {}
+    partitions = axes.partitions_of(layout)
+    groups: dict[axes.Partition, dist.ProcessGroup] = {}
     try:
-        groups = make_groups(partitions, launch.rank, timeout)
-        state = make_state(layout, partitions, groups, rank=launch.rank, device=device)
+        groups = axes.make_groups(partitions, launch.rank, timeout)
+        state = axes.make_state(layout, partitions, groups, rank=launch.rank, device=device)
         first_words(groups.values(), device, seconds=start_timeout.total_seconds())
         agree(False, state.world)  # all have connected before the first may leave
         yield state
     except BaseException:
-        let_go_later([*groups.values(), *([default_group()] if opened else [])])
+        axes.let_go_later([*groups.values(), *([axes.default_group()] if opened else [])])
         abort = dist.distributed_c10d._abort_process_group  # noqa: SLF001 (no public name)
         _close(groups.values(), opened=opened, end=abort)
         raise

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Any, get_args
 
 import attrs
@@ -104,118 +105,73 @@ def config_from_facts(facts: Mapping[str, Any]) -> DecoderConfig:
         raise ValueError(f"config_from_facts: these are not a decoder's: {error}") from error
 
 
+def _sized(table: Mapping[str, tuple[Any, ...]], **same: Any) -> dict[str, DecoderConfig]:
+    """Return sizes of a family by name, of their shapes and what all of them have."""
+    shape = ("width", "layers", "heads", "kv_heads", "mlp_width")
+    return {
+        name: DecoderConfig(**dict(zip(shape, own, strict=True)), **same)
+        for name, own in table.items()
+    }
+
+
 def _small() -> dict[str, DecoderConfig]:
-    #        vocabulary, width, layers, heads, kv heads, mlp width
-    table = {
-        "tiny": (272, 128, 4, 4, 4, 384),
-        "10m": (272, 320, 8, 4, 4, 864),
-        "60m": (32_000, 512, 14, 8, 8, 1_408),
-        "125m": (32_000, 768, 14, 12, 12, 2_048),
-        "350m": (32_000, 1_024, 25, 16, 16, 2_816),
+    of_bytes = {"tiny": (128, 4, 4, 4, 384), "10m": (320, 8, 4, 4, 864)}
+    of_words = {
+        "60m": (512, 14, 8, 8, 1_408),
+        "125m": (768, 14, 12, 12, 2_048),
+        "350m": (1_024, 25, 16, 16, 2_816),
     }
     return {
-        name: DecoderConfig(
-            vocab_size=vocab_size,
-            width=width,
-            layers=layers,
-            heads=heads,
-            kv_heads=kv_heads,
-            mlp_width=mlp_width,
-            tied=True,
-        )
-        for name, (vocab_size, width, layers, heads, kv_heads, mlp_width) in table.items()
+        **_sized(of_bytes, vocab_size=272, tied=True),
+        **_sized(of_words, vocab_size=32_000, tied=True),
     }
 
 
 def _llama() -> dict[str, DecoderConfig]:
-    #        width, layers, heads, mlp width, tied, stretch of the rotary wavelengths
-    table = {
-        "llama-3.2-1b": (2_048, 16, 32, 8_192, True, 32.0),
-        "llama-3.2-3b": (3_072, 28, 24, 8_192, True, 32.0),
-        "llama-3.1-8b": (4_096, 32, 32, 14_336, False, 8.0),
-        "llama-3.1-70b": (8_192, 80, 64, 28_672, False, 8.0),
-    }
+    v3_2 = {"llama-3.2-1b": (2_048, 16, 32, 8, 8_192), "llama-3.2-3b": (3_072, 28, 24, 8, 8_192)}
+    v3_1 = {"llama-3.1-8b": (4_096, 32, 32, 8, 14_336), "llama-3.1-70b": (8_192, 80, 64, 8, 28_672)}
+    same: dict[str, Any] = {"vocab_size": 128_256, "norm_eps": 1e-5, "rope_theta": 500_000.0}
     return {
-        name: DecoderConfig(
-            vocab_size=128_256,
-            width=width,
-            layers=layers,
-            heads=heads,
-            kv_heads=8,
-            mlp_width=mlp_width,
-            norm_eps=1e-5,
-            rope_theta=500_000.0,
-            rope_scaling=Llama3Scaling(factor),
-            tied=tied,
-        )
-        for name, (width, layers, heads, mlp_width, tied, factor) in table.items()
+        **_sized(v3_2, tied=True, rope_scaling=Llama3Scaling(32.0), **same),
+        **_sized(v3_1, rope_scaling=Llama3Scaling(8.0), **same),
     }
+
+
+_QWEN3: Mapping[str, Any] = MappingProxyType(
+    {
+        "vocab_size": 151_936,
+        "head_dim": 128,
+        "norm_eps": 1e-6,
+        "rope_theta": 1_000_000.0,
+        "qk_norm": True,
+    }
+)
 
 
 def _qwen3() -> dict[str, DecoderConfig]:
-    #        width, layers, heads, mlp width, tied
-    table = {
-        "qwen3-0.6b": (1_024, 28, 16, 3_072, True),
-        "qwen3-1.7b": (2_048, 28, 16, 6_144, True),
-        "qwen3-4b": (2_560, 36, 32, 9_728, True),
-        "qwen3-8b": (4_096, 36, 32, 12_288, False),
-        "qwen3-14b": (5_120, 40, 40, 17_408, False),
-        "qwen3-32b": (5_120, 64, 64, 25_600, False),
+    tied = {
+        "qwen3-0.6b": (1_024, 28, 16, 8, 3_072),
+        "qwen3-1.7b": (2_048, 28, 16, 8, 6_144),
+        "qwen3-4b": (2_560, 36, 32, 8, 9_728),
     }
-    return {
-        name: DecoderConfig(
-            vocab_size=151_936,
-            width=width,
-            layers=layers,
-            heads=heads,
-            kv_heads=8,
-            mlp_width=mlp_width,
-            head_dim=128,
-            norm_eps=1e-6,
-            rope_theta=1_000_000.0,
-            qk_norm=True,
-            tied=tied,
-        )
-        for name, (width, layers, heads, mlp_width, tied) in table.items()
+    apart = {
+        "qwen3-8b": (4_096, 36, 32, 8, 12_288),
+        "qwen3-14b": (5_120, 40, 40, 8, 17_408),
+        "qwen3-32b": (5_120, 64, 64, 8, 25_600),
     }
+    return {**_sized(tied, tied=True, **_QWEN3), **_sized(apart, **_QWEN3)}
 
 
 def _mixtures() -> dict[str, DecoderConfig]:
+    mixtral = {"mixtral-8x7b": (4_096, 32, 32, 8, 14_336)}
+    of_eight = Experts(count=8, chosen=2, width=14_336)
+    small, large = (Experts(count=128, chosen=8, width=width) for width in (768, 1_536))
     return {
-        "mixtral-8x7b": DecoderConfig(
-            vocab_size=32_000,
-            width=4_096,
-            layers=32,
-            heads=32,
-            kv_heads=8,
-            mlp_width=14_336,
-            rope_theta=1_000_000.0,
-            experts=Experts(count=8, chosen=2, width=14_336),
-        ),
-        "qwen3-30b-a3b": _qwen3_mixture(2_048, layers=48, heads=32, mlp_width=6_144, experts=768),
-        "qwen3-235b-a22b": _qwen3_mixture(
-            4_096, layers=94, heads=64, mlp_width=12_288, experts=1_536
-        ),
+        **_sized(mixtral, vocab_size=32_000, rope_theta=1_000_000.0, experts=of_eight),
+        **_sized({"qwen3-30b-a3b": (2_048, 48, 32, 4, 6_144)}, experts=small, **_QWEN3),
+        **_sized({"qwen3-235b-a22b": (4_096, 94, 64, 4, 12_288)}, experts=large, **_QWEN3),
         "deepseek-v3": _deepseek_v3(),
     }
-
-
-def _qwen3_mixture(
-    width: int, *, layers: int, heads: int, mlp_width: int, experts: int
-) -> DecoderConfig:
-    return DecoderConfig(
-        vocab_size=151_936,
-        width=width,
-        layers=layers,
-        heads=heads,
-        kv_heads=4,
-        mlp_width=mlp_width,
-        head_dim=128,
-        norm_eps=1e-6,
-        rope_theta=1_000_000.0,
-        qk_norm=True,
-        experts=Experts(count=128, chosen=8, width=experts),
-    )
 
 
 def _deepseek_v3() -> DecoderConfig:

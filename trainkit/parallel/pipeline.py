@@ -17,33 +17,14 @@ import torch
 from torch import Tensor, nn
 
 from trainkit.batch import divided, divisors_of
+from trainkit.parallel import reduction, stage_forward
 from trainkit.parallel.fitting import problems, refuse
 from trainkit.parallel.places import StagePlace, places_of
 from trainkit.parallel.recomputing import recomputes_selectively
-from trainkit.parallel.reduction import (
-    Reduce,
-    Reducers,
-    Reduction,
-    check_sums,
-    fsdp_groups,
-    reducers_of,
-    reducing,
-    reshards_after_forward,
-)
 from trainkit.parallel.split import (
     SCHEDULES,
     microbatches_wanted,
     rank_of_stages,
-)
-from trainkit.parallel.stage_forward import (
-    Kind,
-    agree_on_kinds,
-    check_edge,
-    compute_device,
-    run_stage,
-    share_terms,
-    stage_boundary,
-    terms_of,
 )
 from trainkit.parallel.tied import setting_aside_tied
 from trainkit.types import Axis, Call, ConfigError, Denominator, ForwardBackward, Layout, Loss
@@ -73,21 +54,23 @@ class _Step:
     call: Call
     batches: Sequence[Mapping[str, Any]] = ()
     divisors: Denominator | None = None
-    reductions: Sequence[Reduction] = ()
+    reductions: Sequence[reduction.Reduction] = ()
     terms: dict[int, dict[str, Tensor]] = attrs.field(factory=dict)
 
     def run(self, stage: nn.Module, index: int, edge: tuple[Tensor, ...]) -> Any:
         """Take a microbatch forward through a stage: to what the next one gets, or to the loss."""
         batch, place = self.batches[index], self.places[[*self.stages].index(stage)]
         entered = _Entered.apply(*edge) if edge else ()
-        output = run_stage(stage, place, batch, entered, call=self.call)
+        output = stage_forward.run_stage(stage, place, batch, entered, call=self.call)
         if not place.last:
-            return check_edge(output, stage_boundary(stage, batch), place)
+            return stage_forward.check_edge(
+                output, stage_forward.stage_boundary(stage, batch), place
+            )
         assert self.divisors is not None
         total, self.terms[index] = self.loss(output, batch)
         return divided(total, self.divisors).double()
 
-    def reduction_of(self, stage: nn.Module) -> Reduction:
+    def reduction_of(self, stage: nn.Module) -> reduction.Reduction:
         """Return how a stage's gradients are reduced in this step."""
         return self.reductions[[*self.stages].index(stage)]
 
@@ -104,7 +87,7 @@ def bind_pipeline(
     axis: Axis,
     call: Call,
     schedule: str = "1f1b",
-    reduce: Reduce = "last",
+    reduce: reduction.Reduce = "last",
 ) -> ForwardBackward:
     """Return the executor of a pipeline: `forward_backward(microbatches, denominator=...)`.
 
@@ -130,11 +113,11 @@ def bind_pipeline(
         None here. The returned function adds to `.grad` and communicates, on `axis` and on what
         the stages reduce over. Every rank must pass the same number of microbatches.
     """
-    places, terms = places_of(stages, axis), terms_of(loss)
+    places, terms = places_of(stages, axis), stage_forward.terms_of(loss)
     _check(stages, places, schedule=schedule, reduce=reduce, axis=axis)
     step = _Step(stages, places, loss, call)
     schedules: dict[Any, Any] = {}
-    kinds: dict[str, Kind] = {}
+    kinds: dict[str, stage_forward.Kind] = {}
     last = places[0].ranks[-1]
 
     def schedule_for(edge: tuple[Tensor, ...], microbatches: int) -> Any:
@@ -150,9 +133,9 @@ def bind_pipeline(
         microbatches: Sequence[Mapping[str, Any]], *, denominator: Denominator
     ) -> dict[str, Tensor]:
         edge = _common_edge(stages[0], microbatches)
-        reducers = [reducers_of(stage) for stage in stages]
+        reducers = [reduction.reducers_of(stage) for stage in stages]
         for found in reducers:
-            check_sums(found)
+            reduction.check_sums(found)
         made = schedule_for(edge, len(microbatches))
         step.batches, step.divisors = microbatches, divisors_of(denominator)
         try:
@@ -164,15 +147,20 @@ def bind_pipeline(
             raise
         finally:
             step.forget()
-        kinds.update(kinds or agree_on_kinds(sums, terms, axis=axis, source=last))
-        device = compute_device(stages[0])
-        return share_terms(sums, kinds, axis=axis, source=last, device=device)
+        kinds.update(kinds or stage_forward.agree_on_kinds(sums, terms, axis=axis, source=last))
+        device = stage_forward.compute_device(stages[0])
+        return stage_forward.share_terms(sums, kinds, axis=axis, source=last, device=device)
 
     return run
 
 
 def _run_reducing(
-    made: Any, step: _Step, reducers: Sequence[Reducers], *, schedule: str, reduce: Reduce
+    made: Any,
+    step: _Step,
+    reducers: Sequence[reduction.Reducers],
+    *,
+    schedule: str,
+    reduce: reduction.Reduce,
 ) -> None:
     """Run a schedule, and reduce the gradients of its stages."""
     from trainkit.parallel.torch_pipeline import run_schedule  # noqa: PLC0415 (slow import)
@@ -180,7 +168,7 @@ def _run_reducing(
     splits = SCHEDULES[schedule].splits_backward
     with ExitStack() as stack:
         step.reductions = [
-            stack.enter_context(reducing(stage, found, step.batches, reduce=reduce))
+            stack.enter_context(reduction.reducing(stage, found, step.batches, reduce=reduce))
             for stage, found in zip(step.stages, reducers, strict=True)
         ]
         run_schedule(made, len(step.batches), splits_backward=splits)
@@ -191,7 +179,7 @@ def _check(
     places: Sequence[StagePlace],
     *,
     schedule: str,
-    reduce: Reduce,
+    reduce: reduction.Reduce,
     axis: Axis,
 ) -> None:
     """Refuse what torch would run with wrong gradients, or not at all."""
@@ -203,7 +191,7 @@ def _check(
             where="schedule",
             got=schedule,
         )
-    found = [reducers_of(stage) for stage in stages]
+    found = [reduction.reducers_of(stage) for stage in stages]
     for place, reducers in zip(places, found, strict=True):
         if reducers.ddp:
             raise ConfigError(
@@ -211,7 +199,7 @@ def _check(
                 "end of its first backward pass; use fsdp() with dp_replicate",
                 where="plan",
             )
-        check_sums(reducers)
+        reduction.check_sums(reducers)
     if SCHEDULES[schedule].splits_backward and any(map(recomputes_selectively, stages)):
         raise ConfigError(
             f"bind_forward_backward: the schedule {schedule} goes through a stage's graph "
@@ -226,13 +214,15 @@ def _check(
         dp_shard=max([2, *map(_ranks, wrapped)]) if wrapped else 1,
         schedule=schedule,
         reduce=reduce,
-        reshard_after_forward=any(map(reshards_after_forward, wrapped)),
+        reshard_after_forward=any(map(reduction.reshards_after_forward, wrapped)),
     )
-    refuse(problems(layout, world=layout.world, device=compute_device(stages[0]).type))
+    refuse(
+        problems(layout, world=layout.world, device=stage_forward.compute_device(stages[0]).type)
+    )
 
 
 def _ranks(module: Any) -> int:
-    return max((group.mesh_info.mesh.size() for group in fsdp_groups(module)), default=1)
+    return max((group.mesh_info.mesh.size() for group in reduction.fsdp_groups(module)), default=1)
 
 
 def _check_microbatches(
@@ -260,7 +250,7 @@ def _summed(terms: Mapping[int, Mapping[str, Tensor]]) -> dict[str, Tensor]:
 
 def _common_edge(stage: nn.Module, microbatches: Sequence[Mapping[str, Any]]) -> tuple[Tensor, ...]:
     """Return what crosses every edge, the same for all microbatches of a step."""
-    edges = [stage_boundary(stage, batch) for batch in microbatches]
+    edges = [stage_forward.stage_boundary(stage, batch) for batch in microbatches]
     for index, edge in enumerate(edges):
         got, want = (tuple(x[0].shape) for x in (edge, edges[0]))
         if got != want:
@@ -277,7 +267,7 @@ def _make_schedule(
 ) -> Any:
     from trainkit.parallel.torch_pipeline import Stage, make_schedule  # noqa: PLC0415 (slow import)
 
-    kind, device = SCHEDULES[schedule], compute_device(step.stages[0])
+    kind, device = SCHEDULES[schedule], stage_forward.compute_device(step.stages[0])
     made = [
         Stage(
             stage,
