@@ -18,7 +18,7 @@ from measured_step import measure
 from trainkit.models import DecoderConfig
 from trainkit.models.sizes import decoder_config
 from trainkit.planning import Job, hardware, layouts_of, memory_of, plan
-from trainkit.types import Layout
+from trainkit.types import Layout, Precision
 
 SHAPES = {
     "wide": DecoderConfig(
@@ -39,9 +39,8 @@ def peaks():
         f"{'model':<6} {'row':>5}  {'recompute':<9}  {'measured MB':>11}  {'planned MB':>10}  ratio"
     )
     for name, row_length, policy in product(SHAPES, (128, 1_024), ("none", "selective", "full")):
-        job = Job(
-            config=SHAPES[name], row_length=row_length, rows=2, recompute=policy, dtype="fp32"
-        )
+        told = {"precision": Precision(compute="fp32"), "recompute": policy}
+        job = Job(config=SHAPES[name], row_length=row_length, rows=2, **told)
         found = measure(job).peak
         planned = memory_of(job, Layout(), fused_norms=False).peak
         print(

@@ -109,7 +109,7 @@ SOLO = {
     ),
     "products": long(config(vocab_size=64, layers=6), recompute="products"),
     "a fifth": long(config(vocab_size=64, layers=6), recompute="0.2"),
-    "a mean of the weights": job(config(layers=4, vocab_size=2_000), mean=True),
+    "a mean of the weights": job(config(vocab_size=3_000), rows=1, recompute="full", mean=True),
     "wide experts": wide(),
     "wide experts, selective": wide(recompute="selective"),
     "wide experts, full": wide(recompute="full"),
@@ -211,10 +211,10 @@ def test_activations_on_the_device_and_on_the_host_are_the_measured_ones(name):
 @pytest.mark.parametrize(
     "asked",
     [
-        many_words(rows=1, recompute="full"),
+        job(config(vocab_size=64, layers=8, width=128), row_length=16, rows=1),
         many_words(rows=2, tied=True),
         pytest.param(many_words(rows=1), marks=ONLY_ALL),
-        pytest.param(job(config(vocab_size=64, layers=8, width=128), rows=1), marks=ONLY_ALL),
+        pytest.param(many_words(rows=1, recompute="full"), marks=ONLY_ALL),
     ],
 )
 def test_gradients_of_a_step_in_backward_are_there_one_by_one(asked):
@@ -326,7 +326,7 @@ RANKS = [
     (Layout(pp=2), job(config(layers=4), rows=4)),
     (
         Layout(dp_shard=2, ep=2, reduce="each"),
-        job(routed(), row_length=128, rows=4, recompute="selective"),
+        job(routed(), row_length=128, rows=4, recompute="attention+products"),
     ),
     (Layout(ring=2, ep=2), job(SHARED, row_length=128, precision=BF16, recompute="full")),
     (Layout(tp=2), long(latent(experts=SHARED.experts), row_length=128, recompute="selective")),
@@ -351,7 +351,7 @@ RANKS_BESIDE = [
     (Layout(tp=2), adapted()),
     (Layout(ring=2), long(DEEP, recompute="attention")),
     (Layout(tp=2), long(DEEP, recompute="products/2")),
-    (Layout(dp_shard=2, ep=2), job(routed(), row_length=128, rows=4, recompute="attention")),
+    (Layout(dp_shard=2, ep=2), job(routed(), row_length=128, rows=4, recompute="selective")),
     (Layout(dp_shard=2), job(rows=4, mean=True)),
 ]
 if shards_bytes():
@@ -362,7 +362,10 @@ CHOICES = [
     (Layout(ulysses=2, fold_sp="ring"), job(config(vocab_size=5_000), row_length=128)),
     (Layout(dp_shard=2, cpu_offload=True, reduce="each"), job(rows=4, recompute="full")),
     (Layout(ring=2, fold_sp="ring", cpu_offload=True), job(row_length=128, precision=BF16)),
-    (Layout(dp_shard=2, ends_apart=True), many_words(rows=4, offload_optimizer=True)),
+    (
+        Layout(dp_shard=2, ends_apart=True),
+        job(config(vocab_size=3_000, width=128, mlp_width=128), offload_optimizer=True),
+    ),
     (
         Layout(dp_shard=2, prefetch=3),
         job(config(layers=6), rows=2, precision=BF16, recompute="full"),
@@ -374,7 +377,7 @@ CHOICES_BESIDE = [
     (Layout(dp_shard=2, cpu_offload=True), job(rows=4)),
     (Layout(dp_shard=2, cpu_offload=True), job(config(layers=8), recompute="full")),
     (Layout(dp_replicate=2, cpu_offload=True), job()),
-    (Layout(dp_shard=2, ends_apart=True), many_words(rows=2, recompute="full")),
+    (Layout(dp_shard=2, ends_apart=True), many_words(rows=4, offload_optimizer=True)),
     (Layout(dp_shard=2, ends_apart=True, prefetch=2), many_words(rows=2, precision=BF16)),
     (Layout(dp_shard=2, ends_apart=True), many_words(tied=True, rows=4)),
     (Layout(dp_shard=2, ends_apart=True, reduce="each"), many_words(width=32, rows=4)),
@@ -408,7 +411,8 @@ def test_the_peak_of_two_ranks_is_the_measured_one(measured, case):
     pick = min if layout.cpu_offload else max
     found = pick((of_rank[case] for of_rank in measured), key=lambda one: one.peak)
     planned = memory_of(asked, layout, fused_norms=False)
-    assert planned.peak == pytest.approx(found.peak, rel=0.2 if asked.begins else 0.1)
+    bound = 0.08 if layout.ends_apart else 0.2 if asked.begins else 0.1
+    assert planned.peak == pytest.approx(found.peak, rel=bound)
     assert found.parameters == planned.parameters
     assert found.gradients == planned.gradients
     assert found.optimizer == planned.optimizer

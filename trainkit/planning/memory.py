@@ -344,8 +344,7 @@ def _moments_of_pass(rank: _Rank, held: int, *, before: int) -> dict[str, float]
     words = rank.ends.largest * rank.job.itemsize
     waits = words if rank.part.embedding and rank.job.config.tied else 0
     block = rank.blocks.shard / rank.part.layers * rank.of_shard
-    alone = words if rank.stays or shard.scatter else 0
-    head = rank.apart.shard * rank.of_shard if shard.head + shard.first else alone
+    head = rank.apart.shard * rank.of_shard if shard.head + shard.first else words
     at_start = before + waits if before else head
     at_end = before + waits if before else head + block * (rank.part.layers - 1)
     weight = rank.blocks.largest * rank.job.itemsize
