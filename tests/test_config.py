@@ -321,7 +321,7 @@ def test_rules_hold_where_a_record_is_made_by_hand():
     for bad in ({"tp": 0}, {"dp_shard": -2}):
         with pytest.raises(ConfigError, match=next(iter(bad))):
             Layout(**bad)
-    with pytest.raises(ConfigError, match="seed must be at least 0, got -1"):
+    with pytest.raises(ConfigError, match="seed must be at least 0 and finite, got -1"):
         Config(seed=-1)
     assert callable(non_negative)
     assert math.isinf(Config(lr=math.inf).lr)

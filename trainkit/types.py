@@ -204,8 +204,8 @@ def one_of(*choices: Any) -> Validator:
 
 positive = rule(lambda value: value > 0, "above 0")
 """An attrs validator: the value is above 0."""
-non_negative = rule(lambda value: value >= 0, "at least 0")
-"""An attrs validator: the value is at least 0."""
+non_negative = rule(lambda value: 0 <= value < math.inf, "at least 0 and finite")
+"""An attrs validator: the value is at least 0 and finite."""
 fraction = rule(lambda value: 0 <= value <= 1, "between 0 and 1")
 """An attrs validator: the value is between 0 and 1."""
 

@@ -68,8 +68,8 @@ def test_the_noise_of_a_place_is_its_own_and_even():
 @pytest.mark.parametrize(
     ("change", "match"),
     [
-        ({"temperature": -0.5}, "temperature must be at least 0, got -0.5"),
-        ({"temperature": float("nan")}, "temperature must be at least 0, got nan"),
+        ({"temperature": -0.5}, "temperature must be at least 0 and finite, got -0.5"),
+        ({"temperature": float("nan")}, "temperature must be at least 0 and finite, got nan"),
         ({"top_k": 0}, "top_k must be above 0, got 0"),
         ({"top_p": 0.0}, "top_p must be above 0 and at most 1, got 0"),
         ({"min_p": 1.1}, "min_p must be between 0 and 1, got 1.1"),

@@ -1,6 +1,7 @@
 """The promises of every optimizer, row by row; in other layouts: test_sharded.py."""
 
 import copy
+import math
 
 import attrs
 import pytest
@@ -24,6 +25,7 @@ from trainkit.checkpoint.facts import Changes
 from trainkit.checkpoint.tensors import run_tensors
 from trainkit.config import OptimOptions
 from trainkit.optim import OPTIMIZERS, averaged, make_optimizer, state_bytes
+from trainkit.optim.table import check_options, options_of
 from trainkit.types import CheckpointError, ConfigError, Precision, TrainState
 
 each = pytest.mark.parametrize("row", ROWS.values(), ids=ROWS)
@@ -378,3 +380,21 @@ def test_a_precision_is_an_option_of_every_optimizer_and_moments_are_told_once()
         make_optimizer([model], **asked, optimizer="muon")
     with pytest.raises(ConfigError, match="moments are told by --moments"):
         OptimOptions(optimizer_options=("moments=bf16",))
+
+
+def test_a_schedule_free_optimizer_says_that_it_needs_fp32():
+    with pytest.raises(ConfigError, match="schedule-free cannot keep parameters in bf16"):
+        options_of("schedule-free", Precision(storage="bf16"))
+    with pytest.raises(ConfigError, match="adamw, lion, momentum, signsgd have"):
+        options_of("muon", Precision(storage="bf16"))
+
+
+@pytest.mark.parametrize("number", ["lr_scale=nan", "lr_scale=-1", "weight_decay=inf"])
+def test_a_group_that_would_spoil_every_number_is_refused(number):
+    with pytest.raises(ConfigError, match="must be a finite number of at least 0"):
+        check_options(groups=[f".* {number}"], lr=0.1, optimizer="adamw")
+
+
+def test_a_decay_without_end_is_refused():
+    with pytest.raises(ConfigError, match="weight_decay must be at least 0 and finite"):
+        OptimOptions(weight_decay=math.inf)

@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import ast
 import inspect
+import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from functools import partial
 from typing import Any
 
@@ -55,7 +57,8 @@ class Kind:
     @property
     def options(self) -> dict[str, Any]:
         """What a user can tell it beside rate and decay."""
-        ours = ("weight_decay", "seed", "axis", "parts", "parts_dim")
+        ours = ["weight_decay", "seed", "axis", "parts", "parts_dim"]
+        ours += ["rounding"] if self.make is ScheduleFree else []  # whose parameters are fp32
         return {x: default for x, default in self.parameters.items() if x not in ours}
 
 
@@ -282,11 +285,11 @@ def _of_group(text: str) -> tuple[str, dict[str, Any], list[str]]:
 
 
 def _number(name: str, value: str) -> float:
-    try:
-        return float(value)
-    except ValueError:
-        told = f"optimizer groups: {name} must be a number, got {value!r}"
-        raise ConfigError(told, where=name, got=value) from None
+    with suppress(ValueError):
+        if 0 <= float(value) < math.inf:
+            return float(value)
+    told = f"optimizer groups: {name} must be a finite number of at least 0, got {value!r}"
+    raise ConfigError(told, where=name, got=value)
 
 
 def _parsed(optimizer: str, options: Sequence[str]) -> dict[str, Any]:
