@@ -181,7 +181,7 @@ def test_no_token_is_drawn_that_only_rounds_the_vocabulary_up(whole, text, tmp_p
         seen.append(vocab_size)
         return [Completion([], "", "length")]
 
-    monkeypatch.setattr("trainkit.generation.generating", generate)
+    monkeypatch.setattr("trainkit.generation.generate", generate)
     here(flags_of(tmp_path / "one", text, 1))
     here(["--run", whole[0]], "generate")
     facts = json.loads(next((whole[0] / "checkpoints").glob("*/state.json")).read_text())["facts"]
