@@ -716,7 +716,7 @@ def work(out):
 
 def test_processes_look_for_no_script_that_came_through_a_pipe(monkeypatch):
     for name, said in {"__file__": "<stdin>", "__spec__": None}.items():
-        monkeypatch.setattr(sys.modules["__main__"], name, said, raising=False)
+        monkeypatch.setitem(vars(sys.modules["__main__"]), name, said)
     with workers.process_pool(1) as pool:
         assert pool.submit(os.getpid).result() != os.getpid()
 
