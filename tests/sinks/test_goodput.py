@@ -3,7 +3,7 @@
 import time
 
 from trainkit.sinks.run import run_sinks, run_summary
-from trainkit.sinks.spent import best_save_interval, goodput
+from trainkit.sinks.timing import best_save_interval, goodput
 from trainkit.types import Share
 
 

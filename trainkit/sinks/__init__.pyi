@@ -14,8 +14,8 @@ from .run import printer as printer
 from .run import run_sinks as run_sinks
 from .run import run_summary as run_summary
 from .several import tee as tee
-from .spent import Goodput as Goodput
-from .spent import best_save_interval as best_save_interval
-from .spent import goodput as goodput
 from .terminal import console as console
 from .terminal import printable as printable
+from .timing import Goodput as Goodput
+from .timing import best_save_interval as best_save_interval
+from .timing import goodput as goodput

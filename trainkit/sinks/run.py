@@ -15,8 +15,8 @@ from trainkit.files import say_on_stderr
 from trainkit.sinks.guards import guarded
 from trainkit.sinks.lines import events, jsonl, read_jsonl, rewind_jsonl
 from trainkit.sinks.several import tee
-from trainkit.sinks.spent import goodput
 from trainkit.sinks.terminal import console, printed
+from trainkit.sinks.timing import goodput
 from trainkit.types import DiskError, Share, Sink
 
 
