@@ -407,8 +407,9 @@ def measure_everything(beside):
 @pytest.mark.parametrize("case", CASES)
 def test_the_peak_of_two_ranks_is_the_measured_one(measured, case):
     layout, asked = EVERY[case]
-    # Gloo's threads sometimes hold what has been sent a little longer: much, where little is held.
-    pick = min if layout.cpu_offload else max
+    # Gloo's threads sometimes hold what has been sent a little longer; ranks of experts, of
+    # pipelines and of a ring do differ.
+    pick = max if layout.pp * layout.ring > 1 or asked.config.experts else min
     found = pick((of_rank[case] for of_rank in measured), key=lambda one: one.peak)
     planned = memory_of(asked, layout, fused_norms=False)
     bound = 0.08 if layout.ends_apart else 0.2 if asked.begins else 0.1
