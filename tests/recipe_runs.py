@@ -72,7 +72,7 @@ def with_short_texts():
     def short(*given, max_new_tokens, **how):
         return own(*given, max_new_tokens=min(max_new_tokens, 16), **how)
 
-    return mock.patch("trainkit.generation.generating", short)
+    return mock.patch("trainkit.generation.generate", short)
 
 
 def without_pictures():

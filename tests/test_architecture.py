@@ -58,7 +58,7 @@ REACHED = {
     # layers, routers, dispatch, latent attention, known sizes, and the picture of their load.
     # It was 15,640 before all rooms but attention had a lazy table of contents: what has its file's
     # name (`attention.ring`) cannot stand in one.
-    "lines of code of the core": 13_080,
+    "lines of code of the core": 13_015,
     "longest chain of imports": 12,
     "share of code that refuses": 0.0985,
     "shared text of recipes": 0.176,

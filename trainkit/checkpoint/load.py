@@ -125,12 +125,16 @@ def resume(
             tell(note)
         clear_directory(directory, path, request, tell=tell)
         if _is_fork(run_dir, path, manifest, request):
-            parent = {"run": manifest.get("run"), "step": manifest["step"], "path": str(path)}
-            own = fork_run(run_dir, parent)["run"]
-            tell(f"this is run {own}, forked from {parent['run']}")
+            tell(_forked(run_dir, path, manifest))
 
     together(accept, ps.world)
     return install_(staged, stages, optimizer)
+
+
+def _forked(run_dir: Path, path: Path, manifest: Mapping[str, Any]) -> str:
+    """Make a run a fork of another, and say so."""
+    parent = {"run": manifest.get("run"), "step": manifest["step"], "path": str(path)}
+    return f"this is run {fork_run(run_dir, parent)['run']}, forked from {parent['run']}"
 
 
 def load_checkpoint(
