@@ -357,6 +357,13 @@ def test_a_time_that_nobody_waits_is_refused(flag, value):
         load_config(RunConfig, [flag, value])
 
 
+@pytest.mark.parametrize("words", [["--out", ""], ["--out="], ["--seed", "1", "--config", ""]])
+def test_a_path_that_is_empty_is_refused(words):  # "$OUT" where there is no such variable
+    with pytest.raises(ConfigError, match="is empty; the folder that you are in is called"):
+        load_config(RunConfig, words)
+    assert load_config(RunConfig, ["--out", "."]).out == Path()
+
+
 def test_a_word_that_is_no_text_here_is_refused_with_the_cure():
     path = os.fsdecode("/runs/é".encode()).encode().decode("ascii", "surrogateescape")
     with pytest.raises(ConfigError, match="is no text in this locale") as error:

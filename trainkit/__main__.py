@@ -35,6 +35,7 @@ import orjson
 
 from trainkit.commands import certify, checkpoint, data, export, pack, plan, prepare, score
 from trainkit.commands.text import as_text
+from trainkit.config import refuse_undecoded
 from trainkit.runtime.errors import error_code
 from trainkit.types import ConfigError
 
@@ -84,6 +85,7 @@ def main(argv: list[str] | None = None) -> int:
         _parser().print_help()
         return 0
     try:
+        refuse_undecoded(words)
         options = _parser().parse_args(words)
         report, code = COMMANDS[options.command].run(options)
     except (ValueError, OSError, KeyboardInterrupt) as error:

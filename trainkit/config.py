@@ -17,7 +17,7 @@ import reprlib
 import sys
 import tomllib
 from collections.abc import Callable, Container, Iterable, Mapping, Sequence
-from itertools import groupby, zip_longest
+from itertools import groupby, pairwise, zip_longest
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypeVar, get_args, get_origin, get_type_hints
 
@@ -389,7 +389,7 @@ def load_config(
     with needs_extra("recipes"):
         import tyro  # noqa: PLC0415 -- an extra
     argv = list(sys.argv[1:] if argv is None else argv)
-    _refuse_undecoded(argv)
+    refuse_undecoded(argv)
     _check_flags(config_type, argv)
     file = _config_flag(config_type, argv)
     default = _from_file(config_type, file, tyro.MISSING) if file else tyro.MISSING_NONPROP
@@ -487,8 +487,15 @@ def _nearest(name: str, names: Iterable[str]) -> str:
     return f" (did you mean {dashes}{near[0]}?)" if near else ""
 
 
-def _refuse_undecoded(argv: Sequence[str]) -> None:
-    """Refuse words that Python could not decode: no file of a run could name them."""
+def refuse_undecoded(argv: Sequence[str]) -> None:
+    """Refuse words that Python could not decode: no file of a run could name them.
+
+    Raises:
+        ConfigError: There is one.
+
+    Examples:
+        >>> refuse_undecoded(["--out", "runs/é"])
+    """
     for word in argv:
         if not word.isascii() and any("\ud800" <= letter <= "\udfff" for letter in word):
             raise ConfigError(
@@ -503,8 +510,12 @@ def _check_flags(config_type: type[Any], argv: Sequence[str]) -> None:
     flags = ["--help", *map(_flag, fields)]
     known = {*flags, *(_flag(f"no_{name}") for name, x in fields.items() if x.type is bool)}
     given = (_flag(word[2:].partition("=")[0]) for word in argv if word.startswith("--"))
-    unknown = [f"unknown flag {f[:100]}{_nearest(f, flags)}" for f in given if f not in known]
-    _raise_all(unknown, "command line")
+    problems = [f"unknown flag {f[:100]}{_nearest(f, flags)}" for f in given if f not in known]
+    paths = {_flag(name) for name, x in fields.items() if "Path" in str(x.type)}
+    pairs = [*pairwise(argv), *(word.partition("=")[::2] for word in argv if "=" in word)]
+    empty = [flag for flag, value in pairs if flag in paths and not value]
+    problems += [f"{flag} is empty; the folder that you are in is called ." for flag in empty]
+    _raise_all(problems, "command line")
 
 
 def _config_flag(config_type: type[Any], argv: Sequence[str]) -> str | None:

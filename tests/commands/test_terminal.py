@@ -57,6 +57,11 @@ def test_records_are_text_on_a_terminal_and_json_elsewhere_or_when_asked(
     assert not {"{", '"'} & set(shown)
 
 
+def test_a_word_that_is_no_text_here_is_refused(capsys):
+    assert main(["checkpoint", "ls", "runs/\udcff"]) == 64
+    assert "is no text in this locale" in json.loads(capsys.readouterr().out)["error"]
+
+
 def test_a_command_that_is_interrupted_says_so(capsys, monkeypatch):
     def stopped(_):
         raise KeyboardInterrupt
