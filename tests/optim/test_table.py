@@ -266,14 +266,14 @@ def test_another_optimizer_is_refused_by_name_before_anything_is_changed(fact, t
 ASKED = Changes(flagged=("optimizer",), allow=("optimizer",))
 
 
-def changed(before, after, tmp_path, steps=3):
+def changed(before, after, tmp_path, steps=3, changes=None):
     """Save in one row, go on in another; return both, and what was told."""
     old = started(before, steps)
     stages = [Named(old[0])]
     tk.save_checkpoint(tmp_path, TrainState(step=steps), stages, old[1], PS)
     new, told = started(after, seed=1), []
     step_once(*new, 7)  # of which nothing may be left
-    how = {"changes": ASKED, "tell": told.append}
+    how = {"changes": changes or ASKED, "tell": told.append}
     tk.resume(tmp_path, TrainState(), [Named(new[0])], new[1], PS, **how)
     return old, new, told
 
@@ -339,6 +339,16 @@ def test_what_a_count_corrects_begins_afresh_where_a_part_of_it_is_missing(tmp_p
         step_once(*run, 3)
     assert all(torch.equal(new[0][name], p) for name, p in fresh[0].items())
     assert {*new[1].state[new[0]["scale"]]} == {"step", "exp_avg", "exp_avg_sq", "mean"}
+
+
+@pytest.mark.parametrize(("before", "after"), [(0.9, None), (None, 0.9)])
+def test_who_allows_another_mean_may_begin_or_end_one(before, after, tmp_path):
+    rows = [attrs.evolve(ROWS["adamw"], mean=mean) for mean in (before, after)]
+    asked = Changes(flagged=["mean"], allow=["mean"])
+    _, new, told = changed(*rows, tmp_path, changes=asked)
+    assert any("takes over step and exp_avg and exp_avg_sq" in line for line in told)
+    step_once(*new, 3)
+    assert all(("mean" in x) == bool(after) for x in new[1].state.values())
 
 
 def test_copies_begin_at_the_parameters_beside_moments_that_are_taken_over(tmp_path):

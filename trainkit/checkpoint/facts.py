@@ -110,7 +110,8 @@ def may_change_optimizer(changes: Changes) -> bool:
         True
     """
     may = map(_plain_name, (*changes.free, *changes.allow))
-    return any(name in ("optimizer", "moments") or name.startswith("optimizer_") for name in may)
+    known = ("optimizer", "moments", "mean")
+    return any(name in known or name.startswith("optimizer_") for name in may)
 
 
 def compare_facts(

@@ -73,8 +73,8 @@ def resume(
             from a number of global batches to that, for what only those can have changed; the same
             on all ranks.
         changes: Which facts may have changed, and which the user allows to. Where "optimizer",
-            "moments", or what begins with "optimizer_", may change, another optimizer than the one
-            that was saved takes over what it can, which is told; see `changed.taken_over`.
+            "moments", "mean", or what begins with "optimizer_", may change, another optimizer than
+            the one that was saved takes over what it can, which is told; see `changed.taken_over`.
         strict_owner: Refuse a checkpoint that others own or can write; without it they are told of.
         tell: Called on rank 0 with what was passed over, taken, changed and set aside.
 
