@@ -15,7 +15,15 @@ from typing import TYPE_CHECKING, Any
 
 import attrs
 
-from trainkit.corpora import records
+from trainkit.corpora.records import (
+    RECORD_SUFFIXES,
+    document_files,
+    group_sizes,
+    json_object,
+    lines_of,
+    record_place,
+    rows_of,
+)
 from trainkit.corpora.text import (
     bad_file,
     check_readable,
@@ -81,7 +89,7 @@ def cut_source(
     """
     check_readable(path)
     if path.is_dir():
-        names = records.document_files(path, suffixes=suffixes, keep=keep)
+        names = document_files(path, suffixes=suffixes, keep=keep)
         if names[0].endswith(tuple(suffixes)):
             return _runs_of_files(path, names, chunk_bytes, keep)
         shards = (path / name for name in names if not keep or keep(name))
@@ -90,8 +98,8 @@ def cut_source(
         raise ValueError(f"prepare: {path}: only files of a directory can be left out by name")
     if path.name.endswith(tuple(suffixes)):
         return _runs_of_files(path.parent, [path.name], chunk_bytes, None)
-    if path.suffix not in records.RECORD_SUFFIXES:
-        kinds = ", ".join((*records.RECORD_SUFFIXES, *suffixes))
+    if path.suffix not in RECORD_SUFFIXES:
+        kinds = ", ".join((*RECORD_SUFFIXES, *suffixes))
         raise bad_file(path, f"neither a directory, nor a file of {kinds}")
     return _parts_of_file(path, chunk_bytes)
 
@@ -114,9 +122,9 @@ def read_chunk(chunk: Chunk, *, columns: Sequence[str] | None = None) -> Iterato
             yield {"text": read_text(chunk.path / name)}
     elif chunk.path.suffix == ".jsonl":
         for index, (_, _, line) in enumerate(_numbered(chunk)):
-            yield records.json_object(line, partial(document_name, chunk, index))
+            yield json_object(line, partial(document_name, chunk, index))
     else:
-        yield from records.rows_of(chunk.path, chunk.begin, chunk.end, columns)
+        yield from rows_of(chunk.path, chunk.begin, chunk.end, columns)
     _check_unchanged(chunk)
 
 
@@ -130,9 +138,9 @@ def document_name(chunk: Chunk, index: int) -> str:
     if chunk.path.suffix == ".jsonl":
         whole = attrs.evolve(chunk, begin=0, end=chunk.files[0][1])
         wanted = (n for begin, n, _ in _numbered(whole) if begin >= chunk.begin)
-        return records.record_place(chunk.path, str(next(islice(wanted, index, None))))
-    before = sum(rows for _, rows in records.group_sizes(chunk.path)[: chunk.begin])
-    return records.record_place(chunk.path, str(before + index + 1))
+        return record_place(chunk.path, str(next(islice(wanted, index, None))))
+    before = sum(rows for _, rows in group_sizes(chunk.path)[: chunk.begin])
+    return record_place(chunk.path, str(before + index + 1))
 
 
 def chunk_place(chunk: Chunk) -> str:
@@ -173,7 +181,7 @@ def _parts_of_file(path: Path, least: int) -> list[Chunk]:
     if path.suffix == ".jsonl":
         cuts = _line_cuts(path, least)
     else:
-        cuts = _runs([size for size, _ in records.group_sizes(path)], least)
+        cuts = _runs([size for size, _ in group_sizes(path)], least)
     return [Chunk(path, stats, *cut) for cut in cuts]
 
 
@@ -197,12 +205,12 @@ def _line_cuts(path: Path, least: int) -> Iterator[tuple[int, int, int]]:
     while begin < size:
         # From the byte before it: a cut that falls on the end of a line stays there.
         last = min(begin + least, size) - 1
-        end = last + len(next(records.lines_of(path, last))[1]) + 1
+        end = last + len(next(lines_of(path, last))[1]) + 1
         yield begin, min(end, size), min(end, size) - begin
         begin = end
 
 
 def _numbered(chunk: Chunk) -> Iterator[tuple[int, int, bytes]]:
     """Yield (first byte, number from 1 within the chunk, line) of lines that are not blank."""
-    lines = records.lines_of(chunk.path, chunk.begin, chunk.end)
+    lines = lines_of(chunk.path, chunk.begin, chunk.end)
     return ((begin, n, line) for n, (begin, line) in enumerate(lines, start=1) if line.strip())
