@@ -142,3 +142,27 @@ def test_an_object_in_the_state_is_refused_by_name(tmp_path):
             tmp_path, tk.TrainState(), [model], optimizer, tk.mesh.solo_parallel()
         )
     assert not list(tmp_path.rglob("*.safetensors"))
+
+
+class Counting(nn.Linear):
+    """Remembers an object, or nothing."""
+
+    extra = None
+
+    def get_extra_state(self):
+        return self.extra
+
+
+def test_a_module_with_an_extra_state_is_refused_before_the_first_step(tmp_path):
+    model = nn.Sequential(Counting(2, 2))
+    optimizer = torch.optim.SGD(model.parameters())
+    run = tmp_path / "run"
+    for nothing in (None, torch.empty(0)):
+        model[0].extra = nothing
+        with tk.checkpoint.saves(run, [model], optimizer, tk.solo_parallel()):
+            pass
+    model[0].extra = {"calls": 1}
+    told = r"0 \(Counting\) has an extra state, a `dict`"
+    opening = tk.checkpoint.saves(run, [model], optimizer, tk.solo_parallel())
+    with pytest.raises(ValueError, match=told), opening:
+        pytest.fail("it was let in")

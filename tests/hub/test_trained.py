@@ -59,3 +59,10 @@ def test_one_of_several_processes_trains_no_base(tmp_path, monkeypatch):
 def test_what_is_nothing_is_named(tmp_path):
     with pytest.raises(CheckpointError, match="there is no checkpoint in"):
         hub.open_trained(tmp_path)
+
+
+def test_adapters_without_their_model_are_refused_with_what_helps(tmp_path):
+    (tmp_path / "adapter_config.json").write_text("{}")
+    with pytest.raises(ConfigError, match=r"holds adapters, without the model") as error:
+        hub.open_trained(tmp_path)
+    assert "--merge" in error.value.hint

@@ -23,6 +23,7 @@ from trainkit.checkpoint.tensors import (
     MOST_BATCHES,
     MOST_STREAM,
     boxes_to_write,
+    check_modules,
     check_optimizer,
     group_options,
     optimizer_state,
@@ -94,8 +95,8 @@ def bind_snapshots(
         ps: The layout.
 
     Raises:
-        ValueError: From `take`: the optimizer's memory cannot be saved, or a value that JSON cannot
-            hold is among the facts or in `state.health`.
+        ValueError: A module has an extra state; or from `take`: the optimizer's memory cannot be
+            saved, or a value that JSON cannot hold is among the facts or in `state.health`.
 
     Effects:
         From `take`: gives gathered parameters back to their shards; on a GPU waits for the copy.
@@ -108,6 +109,7 @@ def bind_snapshots(
         >>> [box.name for box in take(TrainState(), {}).files[0].boxes]
         ['model/bias', 'model/weight']
     """
+    check_modules(stages)
     kept: list[tuple[list[Any], tuple[TensorFile, ...], Mapping[str, Any]]] = []
 
     def take(state: TrainState, facts: Mapping[str, Any]) -> Snapshot:

@@ -113,6 +113,28 @@ def check_optimizer(stages: Iterable[nn.Module], optimizer: torch.optim.Optimize
         )
 
 
+def check_modules(stages: Iterable[nn.Module]) -> None:
+    """Refuse modules that remember what is neither a parameter nor a buffer.
+
+    Raises:
+        ValueError: A module's `get_extra_state` gives something: an object, which a checkpoint does
+            not hold.
+
+    Examples:
+        >>> check_modules([nn.Linear(1, 1)])
+    """
+    for name, part in (x for stage in stages for x in stage.named_modules()):
+        if type(part).get_extra_state is nn.Module.get_extra_state:
+            continue
+        extra = part.get_extra_state()
+        if extra is not None and not (isinstance(extra, Tensor) and not extra.numel()):
+            raise ValueError(
+                f"save_checkpoint: {name or 'the model'} ({type(part).__name__}) has an extra state"
+                f", a `{type(extra).__name__}`; a checkpoint holds parameters and buffers alone: "
+                "make it a buffer"
+            )
+
+
 def model_tensors(stages: Iterable[nn.Module]) -> dict[str, Tensor]:
     """Return parameters and persistent buffers as "model/NAME", but for a base kept elsewhere.
 

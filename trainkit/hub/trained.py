@@ -73,8 +73,8 @@ def open_trained(
     Raises:
         CheckpointError: There is no checkpoint, none verifies, or it is not of a decoder; or the
             run was trained with another tokenizer.
-        ConfigError: The tokenizer has more ids than the embedding rows; positions do not reach so
-            far as `context`; or as `open_folder`.
+        ConfigError: It is a folder of adapters alone; the tokenizer has more ids than the embedding
+            rows; positions do not reach so far as `context`; or as `open_folder`.
         DataError: There is no tokenizer.
 
     Examples:
@@ -85,6 +85,13 @@ def open_trained(
     """
     path = Path(path)
     of_folder = is_folder(path)
+    if not of_folder and (path / "adapter_config.json").is_file():
+        raise ConfigError(
+            f"open_trained: {path} holds adapters, without the model that they belong to",
+            where=str(path),
+            want="a run, one of its checkpoints, or a whole model",
+            hint="name the run that trained them, or export that with --merge",
+        )
     found = _folder(path, tokenizer, context) if of_folder else _run(path, tokenizer, tell)
     found = found if context is None else attrs.evolve(found, context=context)
     reach = found.config.reach

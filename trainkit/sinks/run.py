@@ -79,7 +79,9 @@ def run_sinks(
                 event("rewind", step=step - 1, repeated=reached - step + 1)
             reached = step
 
-        bar = {"console": partial(console, last, start=step, stream=sys.stdout)}
+        bar: dict[str, Any] = {}
+        if sys.stdout is not None:  # it is None where it was closed before Python started
+            bar["console"] = partial(console, last, start=step, stream=sys.stdout)
         makers = {name: partial(make, step=step) for name, make in (extra or {}).items()}
         facts = {"ranks": share.count, "last": last, "run": _identity(run_dir)}
         event("start", step=step, repeated=found.dropped, **facts)
