@@ -337,7 +337,9 @@ def _imported(node):
 
 def test_every_private_name_that_trainkit_uses_is_listed_and_none_besides():
     found = set()
-    for path in sorted(PACKAGE.rglob("*.py")):
+    for path in sorted(
+        {*PACKAGE.rglob("*.py")} - {PACKAGE / "noise/jit.py"}
+    ):  # numba's: test_noise
         file = path.relative_to(PACKAGE).as_posix()
         found |= {(file, name) for name in private_names(path.read_text()) - OTHERS}
     overridden = {

@@ -215,7 +215,7 @@ def test_what_does_not_fit_is_refused(arguments, message):
         Experts(count=8, chosen=2, width=4, biased=True)
     with pytest.raises(ConfigError, match="trains no router; set renormalise=False"):
         Experts(count=8, chosen=1, width=4)
-    with pytest.raises(ConfigError, match="shared must be at least 0, got -4"):
+    with pytest.raises(ConfigError, match="shared must be at least 0 and finite, got -4"):
         Experts(count=8, chosen=2, width=4, shared=-4)
     with pytest.raises(ValueError, match="experts must be in some of the 3 layers"):
         attrs.evolve(CONFIG, experts=Experts(count=8, chosen=2, width=4, first=99))

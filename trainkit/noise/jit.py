@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import sys
 from collections.abc import Callable, Sequence
@@ -9,6 +10,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from numba import njit
+from numba.core.caching import IndexDataCacheFile
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -44,6 +46,27 @@ def jit(
         told = b"".join(Path(file).read_bytes() for file in sorted(files))
         function.__qualname__ += f"-{hashlib.blake2b(told, digest_size=8).hexdigest()}"
     try:
-        return njit(cache=True, **options)(function)
+        made = njit(cache=True, **options)(function)
     except RuntimeError:  # no directory that numba could write its cache to
         return njit(**options)(function)
+    if hasattr(made, "_cache"):  # NUMBA_DISABLE_JIT gives the function back
+        made._cache._cache_file.__class__ = Kept  # noqa: SLF001 (no public way)
+    return made
+
+
+class Kept(IndexDataCacheFile):
+    """Where the compiled forms of a function are, one for each kind of arguments and closure.
+
+    Numba 0.68 numbers their files, so that of two processes which compile a function for the first
+    time one may find the other's form under its own number: other numbers, or a crash. Here a
+    file's name follows from what it is of. Two that write the index at once may lose an entry, and
+    then somebody compiles again.
+    """
+
+    def save(self, key: Any, data: Any) -> None:
+        """Keep a form, where there is room for it."""
+        told = repr((self._source_stamp, key)).encode()
+        name = self._data_name(int.from_bytes(hashlib.blake2b(told, digest_size=8).digest()))
+        with contextlib.suppress(OSError):
+            self._save_data(name, data)
+            self._save_index(self._load_index() | {key: name})
