@@ -357,11 +357,29 @@ def test_a_time_that_nobody_waits_is_refused(flag, value):
         load_config(RunConfig, [flag, value])
 
 
-@pytest.mark.parametrize("words", [["--out", ""], ["--out="], ["--seed", "1", "--config", ""]])
+EMPTY = [["--out", ""], ["--out="], ["--seed", "1", "--config", ""], ["--data", "a", ""]]
+
+
+@attrs.frozen(kw_only=True)
+class Reads(RunConfig):
+    """Read files."""
+
+    data: tuple[Path, ...] = ()
+    """Files."""
+
+
+@pytest.mark.parametrize("words", EMPTY)
 def test_a_path_that_is_empty_is_refused(words):  # "$OUT" where there is no such variable
     with pytest.raises(ConfigError, match="is empty; the folder that you are in is called"):
-        load_config(RunConfig, words)
-    assert load_config(RunConfig, ["--out", "."]).out == Path()
+        load_config(Reads, words)
+    assert load_config(Reads, ["--out", ".", "--data", "a", "--resume", ""]).out == Path()
+
+
+@pytest.mark.parametrize("text", ['out = ""', 'data = ["a", ""]'])
+def test_a_path_of_a_file_that_is_empty_is_refused(tmp_path, text):
+    (tmp_path / "c.toml").write_text(text)
+    with pytest.raises(ConfigError, match=r"must be .*Path"):
+        load_config(Reads, ["--config", str(tmp_path / "c.toml")])
 
 
 def test_a_word_that_is_no_text_here_is_refused_with_the_cure():

@@ -17,7 +17,7 @@ import reprlib
 import sys
 import tomllib
 from collections.abc import Callable, Container, Iterable, Mapping, Sequence
-from itertools import groupby, pairwise, zip_longest
+from itertools import groupby, zip_longest
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypeVar, get_args, get_origin, get_type_hints
 
@@ -512,8 +512,10 @@ def _check_flags(config_type: type[Any], argv: Sequence[str]) -> None:
     given = (_flag(word[2:].partition("=")[0]) for word in argv if word.startswith("--"))
     problems = [f"unknown flag {f[:100]}{_nearest(f, flags)}" for f in given if f not in known]
     paths = {_flag(name) for name, x in fields.items() if "Path" in str(x.type)}
-    pairs = [*pairwise(argv), *(word.partition("=")[::2] for word in argv if "=" in word)]
-    empty = [flag for flag, value in pairs if flag in paths and not value]
+    flag, empty = "", []
+    for word in argv:
+        flag, _, value = word.partition("=") if word.startswith("--") else (flag, "", word)
+        empty += [flag] * (flag in paths and not value and (not word or "=" in word))
     problems += [f"{flag} is empty; the folder that you are in is called ." for flag in empty]
     _raise_all(problems, "command line")
 
@@ -598,7 +600,7 @@ def _converter() -> Callable[[Any, Any], Any]:
 
     def scalar(*accepted: type[Any]) -> Callable[[Any, Any], Any]:
         def structure(value: Any, wanted: Any) -> Any:
-            if type(value) not in accepted:
+            if type(value) not in accepted or (wanted is Path and not value):
                 raise TypeError(f"not {wanted}")
             return wanted(value)
 

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from trainkit.corpora import foreign, layouts
 from trainkit.corpora.mapped import check_unchanged
 from trainkit.corpora.open import fingerprint, open_corpus
+from trainkit.corpora.shards import left_out
 from trainkit.types import DataError
 
 
@@ -158,6 +159,14 @@ def test_a_sidecar_may_say_where_documents_end(tmp_path, in_file):
     assert open_corpus(tmp_path).lengths.tolist() == [2, 0, 3]  # ends.npy is no corpus
     with pytest.raises(ValueError, match="eos_id=3 is for files that do not say where"):
         open_corpus(path, eos_id=3)
+
+
+@pytest.mark.parametrize("name", ["a.npy", "a.bin"])
+def test_a_sidecar_that_is_read_is_not_told_as_left_out(tmp_path, name):
+    np.save(tmp_path / "a.npy", np.arange(5, dtype=np.uint16))
+    (tmp_path / "a.npy").rename(tmp_path / name)
+    (tmp_path / f"{name}.json").write_text('{"vocab_size": 9}')
+    assert not left_out(tmp_path)
 
 
 @pytest.mark.parametrize(

@@ -26,7 +26,8 @@ if TYPE_CHECKING:
     from trainkit.corpora.tokens import TokenCorpus
 
 TOKEN_SUFFIXES = (SUFFIX, *FOREIGN_SUFFIXES)
-_KINDS = (*TEXT_SUFFIXES, *RECORD_SUFFIXES, *TOKEN_SUFFIXES, ".bin.json", ".tokenizer.json")
+_BESIDE = (".bin.json", ".npy.json", ".tokenizer.json")
+_KINDS = (*TEXT_SUFFIXES, *RECORD_SUFFIXES, *TOKEN_SUFFIXES, *_BESIDE)
 _SHARED = 256
 """Chunks that opening a directory of token files checks: 1 GiB."""
 
