@@ -55,7 +55,7 @@ def block_activations(
     Latent attention has in place of D + 2 Q + 2 K, for R and C columns of latents of queries, and
     of keys and values, D + 2 R + 2 C and what attention is given and gives; where heads of values
     are narrower, kernels fill them up, so that this is 4 Q for equal numbers of heads, and O for
-    the O columns of the outputTensor parallelism gathers normed latents and
+    the O columns of the output that are cut from it. Tensor parallelism gathers normed latents and
     divides D.
 
     The worst moment of backward is the product of the MLP: two gradients of F and the incoming one
