@@ -21,7 +21,7 @@ from trainkit.mesh import parallel_session, solo_parallel
 from trainkit.models import Decoder
 from trainkit.models.config import parameter_shapes
 from trainkit.optim import adamw
-from trainkit.parallel import build_stages, fsdp, tensor
+from trainkit.parallel import build_stages, fsdp, precision, tensor
 from trainkit.parallel.naming import box_of
 from trainkit.step import bind_forward_backward
 from trainkit.testing import run_ranks
@@ -104,3 +104,28 @@ def test_what_changes_between_steps_is_trained_alike_in_every_layout():
     first = certificate_weights(never, wanted[never].shape, (0, 0))
     assert torch.equal(wanted[never], first.double())
     run_ranks(check_against, 2, wanted)
+
+
+def kinds_of_gradients(layout):
+    """Return the dtypes of gradients in bf16, of what was built frozen and then trained."""
+
+    def make_model():
+        model = Decoder(CONFIG, head="hidden")
+        model.layers["1"].attention.wq.requires_grad_(False)
+        return model
+
+    with parallel_session(layout) as ps:
+        kept = precision(torch.bfloat16, storage=torch.bfloat16)
+        stages = build_stages(make_model, ps, [kept, fsdp()], weights=certificate_weights)
+        run = bind_forward_backward(stages, next_token_linear, axis=ps.pp)
+        for step in range(2):
+            if step:
+                apply_freeze_(stages, [])
+            batch = deal_batch(decoder_batch(step), ps.place, rows_per_microbatch=2)
+            run(batch, denominator=torch.tensor(50.0))
+        return {p.grad.dtype for p in parameters_of(stages)}
+
+
+def test_what_is_frozen_at_first_and_kept_in_bf16_has_its_gradients_in_fp32_later():
+    assert kinds_of_gradients(Layout()) == {torch.float32}
+    assert run_ranks(kinds_of_gradients, 2, Layout(dp_shard=2)) == [{torch.float32}] * 2

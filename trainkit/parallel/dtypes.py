@@ -135,7 +135,7 @@ def widen_gradients_(module: nn.Module) -> None:
     Effects:
         That of `set_grad_dtype`, on parts that ranks of `tensor` hold too.
     """
-    kept = [p for p in module.parameters() if p.requires_grad and p.dtype == torch.bfloat16]
+    kept = [p for p in module.parameters() if p.dtype == torch.bfloat16]  # frozen ones for later
     if compute_dtype(module) and kept:
         set_grad_dtype(kept)
         sum_in_grad_dtype_(module)
