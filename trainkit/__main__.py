@@ -28,7 +28,9 @@ interrupted.
 from __future__ import annotations
 
 import argparse
+import os
 import sys
+from pathlib import Path
 from typing import Any, NoReturn
 
 import orjson
@@ -80,6 +82,9 @@ def main(argv: list[str] | None = None) -> int:
         elsewhere; and does what the command does.
     """
     words = sys.argv[1:] if argv is None else argv
+    for name in ("stdout", "stderr"):  # None where it was closed before Python started
+        if getattr(sys, name) is None:
+            setattr(sys, name, Path(os.devnull).open("w"))  # noqa: SIM115
     is_for_people = sys.stdout.isatty() and "--json" not in words
     if not words:
         _parser().print_help()
@@ -89,7 +94,9 @@ def main(argv: list[str] | None = None) -> int:
         options = _parser().parse_args(words)
         report, code = COMMANDS[options.command].run(options)
     except (ValueError, OSError, KeyboardInterrupt) as error:
-        hint, what = getattr(error, "hint", None), str(error) or "interrupted"
+        stopped = isinstance(error, KeyboardInterrupt)
+        what = str(error) or ("interrupted" if stopped else type(error).__name__)
+        hint = getattr(error, "hint", None)
         if is_for_people or (sys.stderr.isatty() and not sys.stdout.isatty()):
             sys.stderr.write(f"error: {what}\n" + (f"hint: {hint}\n" if hint else ""))
         report = {"error": what} | ({"hint": hint} if hint else {})

@@ -512,7 +512,7 @@ def _check_flags(config_type: type[Any], argv: Sequence[str]) -> None:
     given = (_flag(word[2:].partition("=")[0]) for word in argv if word.startswith("--"))
     problems = [f"unknown flag {f[:100]}{_nearest(f, flags)}" for f in given if f not in known]
     paths = {_flag(name) for name, x in fields.items() if "Path" in str(x.type)}
-    flag, empty = "", []
+    flag, empty = "", list[str]()
     for word in argv:
         flag, _, value = word.partition("=") if word.startswith("--") else (flag, "", word)
         empty += [flag] * (flag in paths and not value and (not word or "=" in word))

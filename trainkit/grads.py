@@ -508,7 +508,8 @@ def bind_step_in_backward(
     that of the last step; or it is exact, of a first pass that only measures (`lr=None`), for twice
     the computation: then a step whose norm is not finite is not taken. Without that a bad step
     cannot be skipped, and `health.judge` calls for a roll-back at once. So with a loss scale:
-    an overflow is skipped where the norm is measured first, and else is such a bad step.
+    an overflow is skipped where the norm is measured first, and else is such a bad step, whose
+    roll-back takes the scale back as well: lower it, or it overflows again.
 
     With several microbatches, say how many: a parameter is stepped after the last, and accumulated
     gradients are held as ever. What is summed over ranks after the backward passes (`ddp`, norms

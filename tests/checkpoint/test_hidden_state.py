@@ -157,7 +157,7 @@ def test_a_module_with_an_extra_state_is_refused_before_the_first_step(tmp_path)
     model = nn.Sequential(Counting(2, 2))
     optimizer = torch.optim.SGD(model.parameters())
     run = tmp_path / "run"
-    for nothing in (None, torch.empty(0)):
+    for nothing in (None, torch.empty(0), {}):
         model[0].extra = nothing
         with tk.checkpoint.saves(run, [model], optimizer, tk.solo_parallel()):
             pass

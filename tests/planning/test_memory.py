@@ -14,7 +14,7 @@ from measured_step import measure, measure_all, measure_all_choices, measure_cho
 import trainkit as tk
 from trainkit.adapters import Freeze, Lora, effective_freeze, lora, quantized, shards_bytes
 from trainkit.mesh import solo_parallel
-from trainkit.models import DecoderConfig, Experts, Latents, build_decoder
+from trainkit.models import DecoderConfig, Experts, Latents, Sliding, build_decoder
 from trainkit.models.config import parameter_shapes
 from trainkit.optim import make_optimizer
 from trainkit.planning import Job, memory_of, traffic_of
@@ -99,6 +99,7 @@ SOLO = {
         config(qk_norm=True, layers=4), row_length=256, recompute="selective"
     ),
     "four documents in a row": job(row_length=256, documents=4),
+    "a window": long(config(vocab_size=64, layers=6, sliding=Sliding(window=64))),
     "experts": job(routed(), row_length=512),
     "fine experts": fine(),
     "fine experts, selective": fine(recompute="selective"),

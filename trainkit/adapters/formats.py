@@ -147,7 +147,7 @@ def quantize(weight: Tensor, form: Format, *, largest: Tensor | None = None) -> 
         >>> dequantize(quantize(torch.tensor([[0.0, 0.3, 448.0], [0, 0, 0]]), "fp8_row"))[0, 1]
         tensor(0.3125)
     """
-    among(get_args(Format), "quantize", form=form)
+    among(get_args(Format) if largest is None else ("nvfp4", "fp8_row"), "quantize", form=form)
     given = () if largest is None else (largest,)
     return attrs.evolve(_PIECES[form](_checked(weight), *given), dtype=weight.dtype)
 

@@ -127,7 +127,7 @@ def check_modules(stages: Iterable[nn.Module]) -> None:
         if type(part).get_extra_state is nn.Module.get_extra_state:
             continue
         extra = part.get_extra_state()
-        if extra is not None and not (isinstance(extra, Tensor) and not extra.numel()):
+        if extra.numel() if isinstance(extra, Tensor) else extra not in (None, {}, [], (), b""):
             raise ValueError(
                 f"save_checkpoint: {name or 'the model'} ({type(part).__name__}) has an extra state"
                 f", a `{type(extra).__name__}`; a checkpoint holds parameters and buffers alone: "

@@ -139,6 +139,12 @@ def _add_work(group: Any) -> None:
     )
 
 
+def _part(text: str) -> float:
+    if not 0 <= (value := float(text)) < 1:
+        raise argparse.ArgumentTypeError(f"must be at least 0 and below 1, got {text}")
+    return value
+
+
 def _add_training(group: Any) -> None:
     group.add_argument("--optimizer", default="adamw", metavar="NAME", help="what steps (adamw)")
     group.add_argument(
@@ -148,7 +154,7 @@ def _add_training(group: Any) -> None:
         metavar="NAME=VALUE",
         help="of the optimizer",
     )
-    group.add_argument("--mean", type=float, metavar="X", help="a mean of the weights is kept")
+    group.add_argument("--mean", type=_part, metavar="X", help="a mean of the weights is kept")
     group.add_argument("--offload-optimizer", action="store_true", help="its state in host memory")
     group.add_argument(
         "--loss", choices=("linear", "plain"), default="linear", help="logits by chunks, or whole"

@@ -287,9 +287,12 @@ def attention_widths(config: DecoderConfig, layout: Layout) -> tuple[float, floa
 def _output_is_copied(job: Job, layout: Layout, fused_norms: bool) -> bool:
     """Say whether the output of attention is kept twice: by attention, and as wo's input.
 
-    Ulysses exchanges it; and where documents are attended one by one, on a CPU, they are joined.
+    Ulysses exchanges it; and where documents, or parts of one that is longer than a window, are
+    attended one by one, on a CPU, they are joined.
     """
-    return layout.ulysses > 1 or (job.documents > 1 and not fused_norms)
+    sliding = job.config.sliding
+    cut = job.documents > 1 or (sliding is not None and sliding.window < job.row_length)
+    return layout.ulysses > 1 or (cut and not fused_norms)
 
 
 @attrs.frozen
