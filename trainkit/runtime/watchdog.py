@@ -12,7 +12,6 @@ import errno
 import faulthandler
 import io
 import os
-import re
 import secrets
 import sys
 import sysconfig
@@ -21,8 +20,9 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
+from itertools import accumulate, repeat
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import attrs
 
@@ -551,8 +551,10 @@ def _last_words(rank: _Self, error: TrainkitError) -> None:
     with contextlib.suppress(OSError):
         path = run_dir / "errors" / f"rank_{rank.number:05d}.txt"
         path.parent.mkdir(exist_ok=True)
-        with path.open("a") as file:
-            faulthandler.dump_traceback(file, all_threads=True)
+        with path.open("a") as told:
+            for thread in threading.enumerate():
+                told.write(f"Thread {thread.name} (most recent call first):\n")
+                told.writelines(f"  {f}:{n} in {g}\n" for f, g, n in _stack(thread.ident or 0))
     with contextlib.suppress(SystemExit), report_errors(run_dir):
         raise error
 
@@ -639,22 +641,22 @@ def _unexplained(
 # ------------------------------------------------------------------------------------ the stack
 
 _OTHERS = (sysconfig.get_path("stdlib"), "<")
-_FRAME = re.compile(r'^  File "(.*)", line (\d+) in (.*)$', re.MULTILINE)  # as faulthandler says it
 
 
 def _stack(thread: int) -> list[tuple[str, str, int]]:
     """Return (file, function, line) of a thread's innermost 100 Python frames, innermost first.
 
-    They are read in one call, in which no other thread runs. To go from frame to frame of a thread
-    that goes on meanwhile has crashed a process (Python 3.11.7).
+    They are reached in one call, in which no other thread runs: to go from frame to frame of a
+    thread that goes on meanwhile has crashed a process (Python 3.11.7). So has `faulthandler` with
+    all threads, beside threads of C++ (autograd's, say) that begin or end: it waits for none.
     """
-    with os.fdopen(os.memfd_create("stack"), "w+b") as told:
-        faulthandler.dump_traceback(told, all_threads=True)
-        told.seek(0)
-        text = told.read().decode(errors="replace")
-    of_thread = re.search(rf"hread 0x0*{thread:x} .*\n((?:  .*\n)*)", text)
-    found = _FRAME.findall(of_thread[1]) if of_thread else []
-    return [(file, function, int(line)) for file, line, function in found]
+    frames, innermost = list[Any](), sys._current_frames().get(thread)  # noqa: SLF001 (its public name)
+    if innermost is None:  # there is no such thread
+        return []
+    with contextlib.suppress(AttributeError):  # of None: there is nothing before the outermost
+        frames.extend(accumulate(repeat("f_back", 99), getattr, initial=innermost))
+    known = (frame for frame in frames if frame is not None)
+    return [(x.f_code.co_filename, x.f_code.co_name, x.f_lineno or 0) for x in known]
 
 
 def _waits(thread: int) -> bool:
