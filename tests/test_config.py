@@ -459,6 +459,8 @@ def test_an_optimizer_that_cannot_keep_what_the_precision_says_is_refused(argv):
 def test_a_fraction_to_keep_is_a_number_in_a_file(tmp_path, written):
     file = write(tmp_path, f"recompute = {written}")
     assert load_config(RunConfig, ["--config", file]).recompute == "0.4"
+    with pytest.raises(ConfigError, match=r"resume must be str, got 0\.4"):
+        load_config(RunConfig, ["--config", write(tmp_path, "resume = 0.4")])
     file = write(tmp_path, "recompute = 1.5")
     with pytest.raises(ConfigError, match=r"recompute must be \"none\".*got '1.5'"):
         load_config(RunConfig, ["--config", file])

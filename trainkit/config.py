@@ -580,7 +580,8 @@ def _typed_values(table: dict[str, Any], types: dict[str, Any]) -> tuple[dict[st
             problems.append(f"{name} stands there twice, with dashes and with underscores")
         else:
             try:
-                values[name] = convert(value, types[name])
+                is_fraction = name == "recompute" and isinstance(value, float)  # 0.4, not "0.4"
+                values[name] = convert(str(value) if is_fraction else value, types[name])
             except Exception:  # noqa: BLE001 -- cattrs raises groups and bare Exceptions
                 shown = _short.repr(value)
                 problems.append(f"{name} must be {_readable(types[name])}, got {shown}")
@@ -606,9 +607,7 @@ def _converter() -> Callable[[Any, Any], Any]:
 
         return structure
 
-    # A fraction may stand for text: recompute = 0.4.
-    taken = {int: (int,), float: (int, float), str: (str, float), bool: (bool,)}
-    for wanted, accepted in taken.items():
+    for wanted, accepted in ((int, (int,)), (float, (int, float)), (str, (str,)), (bool, (bool,))):
         converter.register_structure_hook(wanted, scalar(*accepted))
     converter.register_structure_hook(Path, scalar(str))
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import struct
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence, Sized
 from typing import Any
 
 import torch
@@ -127,7 +127,8 @@ def check_modules(stages: Iterable[nn.Module]) -> None:
         if type(part).get_extra_state is nn.Module.get_extra_state:
             continue
         extra = part.get_extra_state()
-        if extra.numel() if isinstance(extra, Tensor) else extra not in (None, {}, [], (), b""):
+        size = extra.numel() if isinstance(extra, Tensor) else int(extra is not None)
+        if len(extra) if isinstance(extra, Sized) and not isinstance(extra, Tensor) else size:
             raise ValueError(
                 f"save_checkpoint: {name or 'the model'} ({type(part).__name__}) has an extra state"
                 f", a `{type(extra).__name__}`; a checkpoint holds parameters and buffers alone: "
