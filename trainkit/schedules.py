@@ -15,7 +15,7 @@ from collections.abc import Callable, Sequence
 from itertools import pairwise
 from typing import Literal
 
-from trainkit.types import Schedule, at_least
+from trainkit.types import Schedule, check_range
 
 Shape = Callable[[float], float]
 """From the share of the decay that is over, 0 to 1, to what is left of the way down, 1 to 0."""
@@ -194,7 +194,7 @@ def inverse_sqrt(lr: float, *, warmup: int, warmup_from: float | None = None) ->
         [0.25, 1.0, 1.0, 0.5, 0.1]
     """
     _check("inverse_sqrt", lr, warmup, max(warmup, 1), 0.0, warmup_from)
-    at_least(1, "inverse_sqrt", warmup=warmup)
+    check_range("inverse_sqrt", at_least=1, warmup=warmup)
     return lambda step: (
         lr * (math.sqrt(warmup / step) if step > warmup else _warmed(step, warmup, warmup_from))
     )
@@ -363,7 +363,7 @@ def due(step: int, every: int, *, last: int | None = None, powers_of_two: bool =
         >>> [step for step in range(20) if due(step, 0, powers_of_two=True)]
         [1, 2, 4, 8, 16]
     """
-    at_least(0, "due", every=every)
+    check_range("due", at_least=0, every=every)
     is_power = powers_of_two and step > 0 and step.bit_count() == 1
     return is_power or (every > 0 and (step % every == 0 or step == last))
 

@@ -121,21 +121,54 @@ def needs_extra(extra: str) -> Iterator[None]:
         ) from error
 
 
-def at_least(least: float, by: str, **arguments: float | None) -> None:
-    """Refuse arguments of a function `by` that are below `least`; None is one that was not given.
+def check_range(
+    function: str,
+    *,
+    at_least: float | None = None,
+    above: float | None = None,
+    at_most: float | None = None,
+    below: float | None = None,
+    **arguments: float | None,
+) -> None:
+    """Refuse arguments of a function that are no finite number within a range.
+
+    Args:
+        function: The name that the message begins with.
+        at_least: The smallest value that is allowed.
+        above: A bound that every value exceeds.
+        at_most: The largest value that is allowed.
+        below: A bound that every value stays under.
+        arguments: The values by name; None stands for an argument that was not given.
 
     Raises:
-        ValueError: One is; the message names them all.
+        ValueError: A value is NaN, infinite or outside of the range; the message names them all.
 
     Examples:
-        >>> at_least(1, "blank_batch", rows=0, length=4)
+        >>> check_range("blank_batch", at_least=1, rows=0, length=4)
         Traceback (most recent call last):
         ...
         ValueError: blank_batch: rows and length must be at least 1, got 0 and 4
+        >>> check_range("dpo", at_least=0, below=0.5, label_smoothing=float("nan"))
+        Traceback (most recent call last):
+        ...
+        ValueError: dpo: label_smoothing must be finite, at least 0 and below 0.5, got nan
     """
-    if [value for value in arguments.values() if value is not None and value < least]:
-        names, got = " and ".join(arguments), " and ".join(map(str, arguments.values()))
-        raise ValueError(f"{by}: {names} must be at least {least}, got {got}")
+    bounds = {"at least": at_least, "above": above, "at most": at_most, "below": below}
+    values = [value for value in arguments.values() if value is not None]
+    finite = all(map(math.isfinite, values))
+    if finite and all(
+        (at_least is None or value >= at_least)
+        and (above is None or value > above)
+        and (at_most is None or value <= at_most)
+        and (below is None or value < below)
+        for value in values
+    ):
+        return
+    wanted = [f"{words} {bound}" for words, bound in bounds.items() if bound is not None]
+    wanted = wanted if finite else ["finite", *wanted]
+    text = " and ".join(filter(None, (", ".join(wanted[:-1]), wanted[-1])))
+    names, got = " and ".join(arguments), " and ".join(map(str, arguments.values()))
+    raise ValueError(f"{function}: {names} must be {text}, got {got}")
 
 
 def among(choices: Sequence[str], by: str, **arguments: str) -> None:

@@ -7,7 +7,7 @@ import math
 import torch
 from torch import Tensor, nn
 
-from trainkit.types import Spans, at_least
+from trainkit.types import Spans, check_range
 
 
 def check_inputs(
@@ -58,7 +58,7 @@ def check_inputs(
         )
     if softcap is not None and not 0 < softcap < math.inf:
         raise ValueError(f"attention: softcap must be a finite number above 0, got {softcap}")
-    at_least(1, "attention", window=window)
+    check_range("attention", at_least=1, window=window)
     if not torch.compiler.is_compiling():  # host arrays, which a graph must not be made for
         _check_spans(q, spans, parts)
     return q, k, v, scale

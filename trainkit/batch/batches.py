@@ -14,7 +14,7 @@ import torch
 from trainkit.batch.shards import each_tensor, spans_of_runs
 from trainkit.noise.counters import mix_tensor, signed
 from trainkit.noise.hashing import GOLDEN, key_of
-from trainkit.types import ADDED_TENSORS, IGNORED_LABEL, Batch, Spans, at_least
+from trainkit.types import ADDED_TENSORS, IGNORED_LABEL, Batch, Spans, check_range
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -72,7 +72,7 @@ def blank_batch(rows: int, length: int, *, pad_id: int = 0, multiple_of: int = 1
         >>> batch.labels.tolist(), batch.document_ids.tolist(), batch.spans.lengths.tolist()
         ([[-100, -100, -100, -100]], [[-1, -1, -1, -1]], [4])
     """
-    at_least(1, "blank_batch", rows=rows, length=length)
+    check_range("blank_batch", at_least=1, rows=rows, length=length)
     return Batch(
         torch.full((rows, length), pad_id),
         torch.full((rows, length), IGNORED_LABEL),

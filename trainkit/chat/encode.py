@@ -18,7 +18,7 @@ import numpy as np
 from trainkit.chat.messages import checked_messages, tools_of
 from trainkit.chat.templates import chatml
 from trainkit.chat.turns import Train, chosen_messages, tokenised, tokens_inside, turns_said
-from trainkit.types import DataError, Sample, among, at_least
+from trainkit.types import DataError, Sample, among, check_range
 
 if TYPE_CHECKING:
     from trainkit.chat.messages import Message
@@ -329,5 +329,5 @@ def _encode_record(
 
 
 def _check_lengths(by: str, max_length: int | None, overlong: str) -> None:
-    at_least(1, by, max_length=max_length)
+    check_range(by, at_least=1, max_length=max_length)
     among(("error", "drop"), by, overlong=overlong)

@@ -18,7 +18,7 @@ from trainkit.chat.encode import encode_chat
 from trainkit.chat.messages import checked_messages, tools_of, wrong_message
 from trainkit.chat.templates import chatml
 from trainkit.packing import best_fit, pack_bins
-from trainkit.types import Bins, DataError, Sample, among, at_least
+from trainkit.types import Bins, DataError, Sample, among, check_range
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
@@ -187,7 +187,7 @@ def pack_pairs(
     """
     among(("error", "drop"), "pack_pairs", overlong=overlong)
     halves = _checked_pairs(lengths)
-    at_least(1, "pack_pairs", multiple_of=multiple_of)
+    check_range("pack_pairs", at_least=1, multiple_of=multiple_of)
     pairs = (-(-halves // multiple_of) * multiple_of).sum(axis=1)
     longest = int(pairs.argmax()) if len(pairs) else 0
     if overlong == "error" and pairs.max(initial=0) > capacity:

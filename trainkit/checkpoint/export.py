@@ -29,7 +29,7 @@ from trainkit.checkpoint.plain import refusal, refuse_no_room, write_durably
 from trainkit.checkpoint.sources import INDEX, model_of
 from trainkit.checkpoint.stored import Stored, safetensors_header
 from trainkit.files import disk_errors, new_folder, recover_folder
-from trainkit.types import SOLO, Axis, CheckpointError, ConfigError, Weights, at_least
+from trainkit.types import SOLO, Axis, CheckpointError, ConfigError, Weights, check_range
 
 SHARD_BYTES = 4_000_000_000
 _CHUNK = 32 * 1024 * 1024
@@ -120,7 +120,7 @@ def plan_shards(
         >>> plan_shards({"a": 2})
         {'model.safetensors': ('a',)}
     """
-    at_least(1, "plan_shards", shard_bytes=shard_bytes)
+    check_range("plan_shards", at_least=1, shard_bytes=shard_bytes)
     sizes = {name: tensors[name] for name in sorted(tensors)}
     groups = shared_out(sizes, most_bytes=shard_bytes)
     if len(groups) == 1:

@@ -23,7 +23,7 @@ from trainkit.corpora.tokens import TokenCorpus, gathered, memory_corpus
 from trainkit.noise.hashing import GOLDEN, MASK64, hash_box, key_of, mix
 from trainkit.noise.jit import jit
 from trainkit.tokenizers import byte_tokenizer, covered_hashes, text_encoder
-from trainkit.types import Corpus, at_least
+from trainkit.types import Corpus, check_range
 
 if TYPE_CHECKING:
     import os
@@ -156,7 +156,7 @@ def held_out(name: str, *, one_in: int = 20) -> bool:
         >>> sum(held_out(f"{i}.py") for i in range(1000))
         57
     """
-    at_least(1, "held_out", one_in=one_in)
+    check_range("held_out", at_least=1, one_in=one_in)
     digest = hashlib.sha256(name.encode(errors="surrogateescape")).digest()
     return int.from_bytes(digest[:8], "little") % one_in == 0
 
@@ -182,7 +182,7 @@ def held_out_documents(
         >>> np.flatnonzero(held_out_documents(corpus))
         array([12, 22, 34, 49])
     """
-    at_least(1, "held_out_documents", one_in=one_in)
+    check_range("held_out_documents", at_least=1, one_in=one_in)
     names = corpus.names
     if names is not None:
         return np.array([held_out(name, one_in=one_in) for name in names], dtype=bool)
@@ -263,7 +263,7 @@ def hold_out(
         >>> corpus.lengths, chosen
         (array([4, 4, 2]), array([False, False,  True]))
     """
-    at_least(1, "hold_out", piece=piece)
+    check_range("hold_out", at_least=1, piece=piece)
     chosen = held_out_documents(corpus, one_in=one_in)
     lengths = corpus.lengths
     if 0 < lengths[chosen].sum() * 4 <= lengths.sum():

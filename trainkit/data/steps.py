@@ -15,7 +15,7 @@ from trainkit.corpora.mapped import check_unchanged
 from trainkit.noise.counters import token_keys
 from trainkit.packing import row_costs, take_rows
 from trainkit.sampling import share_of_rows
-from trainkit.types import ConfigError, Place, StepBatch, at_least
+from trainkit.types import ConfigError, Place, StepBatch, check_range
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
@@ -212,7 +212,7 @@ def eval_batches(
         [2, 1]
     """
     share, bins = place.rows, packed.bins
-    at_least(1, "eval_batches", rows_per_batch=rows_per_batch)
+    check_range("eval_batches", at_least=1, rows_per_batch=rows_per_batch)
     _check_row_length(bins, place)
     sources = packed.source_of(np.arange(len(bins)))
     rows = np.array_split(np.arange(len(bins)), share.count)[share.index]

@@ -29,7 +29,7 @@ from trainkit.data.windows import (
     windows,
 )
 from trainkit.packing import best_fit, pack_bins, take_rows
-from trainkit.types import Cursor, DataError, Sample, StepBatch, at_least
+from trainkit.types import Cursor, DataError, Sample, StepBatch, check_range
 
 if TYPE_CHECKING:
     from numpy.typing import ArrayLike
@@ -139,7 +139,7 @@ def stream_steps(
         >>> [step.packed.bins.lengths.tolist() for step in steps], steps[0].cursor
         ([[2], [3, 1]], Cursor(batch=1, stream=(0, 0, 1, 0, 0, ...)))
     """
-    at_least(1, "stream_steps", rows=rows, buffer_rows=buffer_rows)
+    check_range("stream_steps", at_least=1, rows=rows, buffer_rows=buffer_rows)
     pack = partial(
         pack_bins,
         capacity=capacity,

@@ -26,7 +26,7 @@ from trainkit.evaluation.examples import Example, rolling_windows
 from trainkit.evaluation.score import Score, TopWords
 from trainkit.files import disk_errors, replacing, say_on_stderr
 from trainkit.prepare.prepare import alone, check_out
-from trainkit.types import SOLO, Axis, Column, ConfigError, DataError, IntArray, Sample, at_least
+from trainkit.types import SOLO, Axis, Column, ConfigError, DataError, IntArray, Sample, check_range
 
 Values = Mapping[str, np.ndarray[Any, Any]]
 
@@ -116,7 +116,7 @@ def score_corpus(
         ...     open_tokens(out).values
         {'reference_logprobs': array([ 0. , -0.5, -0.5,  0. ], dtype=float32)}
     """
-    at_least(1, "score_corpus", context=context, part_tokens=part_tokens)
+    check_range("score_corpus", at_least=1, context=context, part_tokens=part_tokens)
     (columns, measure), out = measured, Path(out)
     check_out(out)
     if twice := sorted({*columns} & {*corpus.columns}):

@@ -8,7 +8,7 @@ from typing import Any
 import attrs
 import numpy as np
 
-from trainkit.types import DataError, IntArray, Tokenizer, at_least
+from trainkit.types import DataError, IntArray, Tokenizer, check_range
 
 
 @attrs.frozen(eq=False)
@@ -54,7 +54,7 @@ def make_example(
         >>> example.ids, example.scored, example.cut
         (array([3, 4, 5, 6]), 2, 2)
     """
-    at_least(1, "make_example", context=context)
+    check_range("make_example", at_least=1, context=context)
     count = len(continuation_ids)
     if not count or not len(context_ids):
         what = "context" if count else "continuation"
@@ -88,7 +88,7 @@ def rolling_windows(ids: Sequence[int], *, prefix: int, context: int) -> list[Ex
         >>> [(window.ids.tolist(), window.scored) for window in windows]
         [([0, 1, 2, 3], 3), ([2, 3, 4, 5], 2)]
     """
-    at_least(1, "rolling_windows", context=context)
+    check_range("rolling_windows", at_least=1, context=context)
     whole = np.concatenate([[prefix], np.asarray(ids, np.int64)]).astype(np.int64)
     ends = [min(done + context, len(ids)) for done in range(0, len(ids), context)]
     begins = [0, *ends[:-1]]

@@ -15,7 +15,7 @@ from typing import Any
 
 from trainkit.evaluation.examples import make_example, prefix_id, rolling_windows, with_bos
 from trainkit.evaluation.score import Score
-from trainkit.types import ConfigError, Tokenizer, at_least, needs_extra
+from trainkit.types import ConfigError, Tokenizer, check_range, needs_extra
 
 Generate = Callable[..., Sequence[Sequence[int]]]
 """`Generate(prompts, *, max_new_tokens, temperature, stop) -> the new token ids of each prompt`.
@@ -70,7 +70,7 @@ def harness_model(
         from lm_eval.api.model import TemplateLM  # noqa: PLC0415 - an extra
 
     kind = type("TrainkitModel", (_Answers, TemplateLM), {})
-    at_least(1, "harness_model", rows=rows)
+    check_range("harness_model", at_least=1, rows=rows)
     write = None if generate is None else partial(_in_batches, generate, rows=rows)
     return kind(score, tokenizer, context, write, add_bos)
 

@@ -14,7 +14,7 @@ from trainkit.collectives import together
 from trainkit.evaluation.examples import Item
 from trainkit.evaluation.score import Score, Scored
 from trainkit.files import disk_errors, sync_folder
-from trainkit.types import SOLO, Axis, DataError, at_least
+from trainkit.types import SOLO, Axis, DataError, check_range
 
 Lines = Sequence[Mapping[str, Any]]
 _FORM = {"form": "trainkit results 1"}
@@ -48,7 +48,7 @@ def in_groups(
         >>> list(in_groups(half, items, line, group=2, start=1))
         [[{'index': 1, 'logprob': -0.5}], [{'index': 2, 'logprob': -0.5}]]
     """
-    at_least(1, "in_groups", group=group)
+    check_range("in_groups", at_least=1, group=group)
     done = start - start % group if start < len(items) else start
     for first in range(done, len(items), group):
         chosen = items[first : first + group]

@@ -35,7 +35,7 @@ from trainkit.types import (
     IntArray,
     NumericsError,
     Place,
-    at_least,
+    check_range,
     unrouted,
 )
 
@@ -165,7 +165,7 @@ def bind_top_words(
         >>> ids.shape, bool((logprobs[:, 0] > logprobs[:, 2]).all())
         ((2, 3), True)
     """
-    at_least(1, "bind_top_words", top_k=top_k)
+    check_range("bind_top_words", at_least=1, top_k=top_k)
     if temperature <= 0:
         raise ValueError(f"bind_top_words: temperature must be above 0, got {temperature}")
     how = {"place": place, "axis": axis, "pp": pp, "tp": tp, "call": call, "pad_id": pad_id}
@@ -197,7 +197,7 @@ def _bind(
     pad_id: int,
 ) -> Callable[[Sequence[Example]], list[np.ndarray[Any, Any]]]:
     """Return what gives `width` numbers of each counting token, `[width, scored]` of an example."""
-    at_least(1, "bind_score", tokens_per_batch=tokens_per_batch)
+    check_range("bind_score", at_least=1, tokens_per_batch=tokens_per_batch)
     multiple = 2 * place.ring.count if place.ring.count > 1 else 1
     length_multiple = multiple * place.ulysses.count * tp.count
     how: dict[str, Any] = {"pp": pp, "call": call, "place": place, "pad_id": pad_id}

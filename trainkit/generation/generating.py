@@ -27,7 +27,7 @@ from trainkit.types import (
     NumericsError,
     Spans,
     Tokenizer,
-    at_least,
+    check_range,
     unrouted,
 )
 
@@ -437,9 +437,9 @@ def _check(
     new: int,
     slide: bool,
 ) -> None:
-    at_least(0, "generate", max_new_tokens=new)
-    at_least(1, "generate", context=context)
-    at_least(1, "generate", vocab_size=vocab_size)
+    check_range("generate", at_least=0, max_new_tokens=new)
+    check_range("generate", at_least=1, context=context)
+    check_range("generate", at_least=1, vocab_size=vocab_size)
     words = getattr(getattr(model, "config", None), "vocab_size", None)
     for number, prompt in enumerate(prompts):
         if not hasattr(prompt, "__len__") or isinstance(prompt, str):

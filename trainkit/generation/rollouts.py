@@ -36,7 +36,7 @@ from trainkit.types import (
     Column,
     DataError,
     Sample,
-    at_least,
+    check_range,
 )
 
 AnyTokenizer = ByteTokenizer | HFTokenizer
@@ -112,7 +112,7 @@ def sample_answers(
         >>> [answer.group for answer in sample_answers(model, ["1+1=", "2+2="], **how)]
         [0, 0, 1, 1]
     """
-    at_least(1, "sample_answers", each=each, max_new_tokens=max_new_tokens)
+    check_range("sample_answers", at_least=1, each=each, max_new_tokens=max_new_tokens)
     begins, stop_id = _begins(tokenizer), tokenizer.eos_id
     asked = [[*begins, *tokenizer.encode(prompt)] for prompt in prompts for _ in range(each)]
     drawn = generate_dealt(
@@ -407,7 +407,9 @@ def minibatches(
         [[0, 1], [2]]
     """
     lengths = corpus.lengths
-    at_least(1, "minibatches", count=count, answers_for_each=len(lengths) // max(1, count))
+    check_range(
+        "minibatches", at_least=1, count=count, answers_for_each=len(lengths) // max(1, count)
+    )
     part_of, size = np.arange(len(lengths)) * count // len(lengths), {"multiple_of": multiple_of}
     return [
         Packed(corpus, pack_bins(own, capacity, overlong="error", group_size=0, **size))

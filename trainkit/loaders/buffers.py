@@ -9,7 +9,7 @@ import numpy as np
 from trainkit.noise.hashing import key_of
 from trainkit.sampling.integers import indices_below
 from trainkit.sampling.permutation import permute
-from trainkit.types import at_least
+from trainkit.types import check_range
 
 if TYPE_CHECKING:
     from numpy.typing import ArrayLike
@@ -66,7 +66,7 @@ def buffer_sorted_order(
     The idea is d9d's, whose order depends on who asks, and when.
     """
     keys = _checked_keys(keys)
-    at_least(1, "buffer_sorted_order", buffer_size=buffer_size, pack_size=pack_size)
+    check_range("buffer_sorted_order", at_least=1, buffer_size=buffer_size, pack_size=pack_size)
     places = indices_below(keys.size, "buffer_sorted_order", index)
     items = np.empty_like(places)
     by_place = np.argsort(places, kind="stable")

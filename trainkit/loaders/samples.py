@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 from torch.nn import functional
 
-from trainkit.types import IGNORED_LABEL, among, at_least
+from trainkit.types import IGNORED_LABEL, among, check_range
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Mapping, Sequence
@@ -140,7 +140,7 @@ def pad_stack(
     """
     _check_rows(rows, value)
     among(("left", "right"), "pad_stack", side=side)
-    at_least(1, "pad_stack", multiple_of=multiple_of)
+    check_range("pad_stack", at_least=1, multiple_of=multiple_of)
     width = -(-max(len(row) for row in rows) // multiple_of) * multiple_of
     gaps = [width - len(row) for row in rows]
     pads = [(gap, 0) if side == "left" else (0, gap) for gap in gaps]

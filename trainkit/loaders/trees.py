@@ -9,7 +9,7 @@ from typing import Any
 import attrs
 import torch
 
-from trainkit.types import at_least
+from trainkit.types import check_range
 
 
 @attrs.frozen
@@ -52,7 +52,7 @@ def shard_tree(tree: Any, count: int, *, spec: Any = Along(), even: bool = True)
 
     The idea is d9d's, for the state of its pipelines.
     """
-    at_least(1, "shard_tree", count=count)
+    check_range("shard_tree", at_least=1, count=count)
     return _shards(tree, count, spec, even, "the tree")
 
 

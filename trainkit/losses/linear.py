@@ -26,7 +26,7 @@ from trainkit.losses.softmax import (
     scores_,
     slopes_,
 )
-from trainkit.types import IGNORED_LABEL, SOLO, Axis, at_least, capped
+from trainkit.types import IGNORED_LABEL, SOLO, Axis, capped, check_range
 
 
 class Factors(NamedTuple):
@@ -233,7 +233,7 @@ def cast_factors(
     if len(dtypes) > 1 and not autocast:
         got = ", ".join(sorted(map(str, dtypes)))
         raise ValueError(f"{where}: hidden, weight and bias must have one dtype, got {got}")
-    at_least(1, where, chunk=chunk)
+    check_range(where, at_least=1, chunk=chunk)
     dtype = torch.get_autocast_dtype(hidden.device.type) if autocast else weight.dtype
     cast = hidden.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype)
     return Factors(*cast, softcap)

@@ -29,7 +29,7 @@ from trainkit.losses.linear import (
 )
 from trainkit.losses.softmax import own_words
 from trainkit.losses.terms import NamedLoss, Terms, read_output, with_terms
-from trainkit.types import IGNORED_LABEL, Axis, Hidden, at_least
+from trainkit.types import IGNORED_LABEL, Axis, Hidden, check_range
 
 _LEAST = -1e30  # stands for the logarithm of 0, which times a probability of 0 would be NaN
 
@@ -67,7 +67,7 @@ def distillation(
         0.0
     """
     _check(beta, temperature)
-    at_least(1, "distillation", top_k=top_k)
+    check_range("distillation", at_least=1, top_k=top_k)
 
     @with_terms("distillation")
     def loss(output: Any, batch: Mapping[str, Any]) -> Terms:

@@ -12,7 +12,7 @@ from typing import Literal
 import attrs
 from attrs.validators import optional
 
-from trainkit.types import ConfigError, at_least, non_negative, one_of, positive, rule
+from trainkit.types import ConfigError, check_range, non_negative, one_of, positive, rule
 
 
 @attrs.frozen
@@ -358,7 +358,7 @@ def check_groups(where: str, experts: int, chosen: int, groups: int, groups_chos
     Raises:
         ValueError: They are such.
     """
-    at_least(1, where, groups=groups, groups_chosen=groups_chosen)
+    check_range(where, at_least=1, groups=groups, groups_chosen=groups_chosen)
     if experts % groups or groups_chosen > groups or chosen > groups_chosen * (experts // groups):
         raise ValueError(
             f"{where}: {chosen} of {experts} experts cannot be chosen from {groups_chosen} of "

@@ -18,7 +18,7 @@ from trainkit.models.config import (
     RopeScaling,
     YarnScaling,
 )
-from trainkit.types import at_least
+from trainkit.types import check_range
 
 
 def decoder_sizes() -> dict[str, DecoderConfig]:
@@ -72,7 +72,7 @@ def round_up_vocabulary(size: int, *, multiple_of: int = 16) -> int:
         >>> round_up_vocabulary(50_257, multiple_of=128)
         50304
     """
-    at_least(1, "round_up_vocabulary", size=size, multiple_of=multiple_of)
+    check_range("round_up_vocabulary", at_least=1, size=size, multiple_of=multiple_of)
     return -(-size // multiple_of) * multiple_of
 
 

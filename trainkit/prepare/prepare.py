@@ -30,7 +30,7 @@ from trainkit.prepare.parts import (
     summed,
 )
 from trainkit.prepare.workers import process_pool, write_parts
-from trainkit.types import ConfigError, DataError, DiskError, at_least
+from trainkit.types import ConfigError, DataError, DiskError, check_range
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -171,7 +171,7 @@ def prepare_corpus(
     """
     begun, out, say = time.monotonic(), Path(out), tell or (lambda _: None)
     check_out(out)
-    at_least(1, "prepare", workers=workers)
+    check_range("prepare", at_least=1, workers=workers)
     work = make_work(out.with_name(f"{out.name}.parts"), tokenizer, make_encode, field)
     chunks = cut_sources(source, suffixes=suffixes, keep=keep, chunk_bytes=chunk_bytes)
     kinds = (*suffixes, *RECORD_SUFFIXES)
@@ -243,7 +243,7 @@ def cut_sources(
     Raises:
         DataError: A source is missing, damaged or without documents. The message names it.
     """
-    at_least(1, "prepare", chunk_bytes=chunk_bytes)
+    check_range("prepare", at_least=1, chunk_bytes=chunk_bytes)
     chunks: list[Chunk] = []
     for path in _paths_of(source):
         least = chunk_bytes or _LEAST_CHUNK

@@ -9,7 +9,7 @@ import numpy as np
 from trainkit.noise.hashing import key_of
 from trainkit.sampling.integers import integers
 from trainkit.sampling.permutation import check_batch, in_epochs, permute
-from trainkit.types import at_least
+from trainkit.types import check_range
 
 if TYPE_CHECKING:
     from trainkit.types import IntArray, RowsAt
@@ -50,7 +50,7 @@ def rows_of_blocks(order: IntArray, *, block: int, rows_per_step: int, seed: int
     Batches of samples of like length are an old habit (Khomenko et al., "Accelerating recurrent
     neural network training using sequence bucketing", 2017); here they are rows of like cost.
     """
-    at_least(1, "rows_of_blocks", rows_per_step=rows_per_step, block=block)
+    check_range("rows_of_blocks", at_least=1, rows_per_step=rows_per_step, block=block)
     order = integers("rows_of_blocks", "order", order)
     if order.ndim != 1 or order.size == 0:
         must = "order must be at least one integer in one dimension"

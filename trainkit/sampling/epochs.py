@@ -11,7 +11,7 @@ from fractions import Fraction
 from typing import TYPE_CHECKING
 
 from trainkit.sampling.permutation import check_batch, draws
-from trainkit.types import at_least
+from trainkit.types import check_range
 
 if TYPE_CHECKING:
     from trainkit.types import IntArray, RowsAt
@@ -42,7 +42,7 @@ def rows_of_epochs(num_rows: int, *, rows_per_step: int, seed: int) -> RowsAt:
     if num_rows == 0:
         mend = "bring more documents, or longer rows if these were too long for them"
         raise ValueError(f"rows_of_epochs: there is no row to train on; {mend}")
-    at_least(1, "rows_of_epochs", num_rows=num_rows, rows_per_step=rows_per_step)
+    check_range("rows_of_epochs", at_least=1, num_rows=num_rows, rows_per_step=rows_per_step)
 
     def rows_at(batch: int) -> IntArray:
         check_batch(batch)
@@ -86,8 +86,8 @@ def plan_steps(
     In place of the steps of one epoch times the epochs, as xorl, d9d and KempnerForge count them,
     which drops what is left over of every epoch.
     """
-    at_least(1, "plan_steps", num_rows=num_rows, rows_per_step=rows_per_step)
-    at_least(1, "plan_steps", max_steps=max_steps)
+    check_range("plan_steps", at_least=1, num_rows=num_rows, rows_per_step=rows_per_step)
+    check_range("plan_steps", at_least=1, max_steps=max_steps)
     if epochs is None:
         if max_steps is None:
             raise ValueError("plan_steps: nothing ends the run; give epochs, max_steps or both")
@@ -130,6 +130,6 @@ def epoch_of(step: int, *, num_rows: int, rows_per_step: int) -> float:
         >>> [int(epoch_of(step, num_rows=4, rows_per_step=3)) for step in range(5)]
         [0, 0, 1, 2, 3]
     """
-    at_least(1, "epoch_of", num_rows=num_rows, rows_per_step=rows_per_step)
-    at_least(0, "epoch_of", step=step)
+    check_range("epoch_of", at_least=1, num_rows=num_rows, rows_per_step=rows_per_step)
+    check_range("epoch_of", at_least=0, step=step)
     return step * rows_per_step / num_rows

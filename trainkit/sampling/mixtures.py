@@ -14,7 +14,7 @@ import numpy as np
 
 from trainkit.noise.jit import jit
 from trainkit.sampling.permutation import check_batch, draws
-from trainkit.types import at_least
+from trainkit.types import check_range
 
 if TYPE_CHECKING:
     from trainkit.types import IntArray, RowsAt
@@ -192,7 +192,7 @@ def rows_of_mixture(
 
     The guarantee is Tijdeman's, "The chairman assignment problem" (1980).
     """
-    at_least(1, "rows_of_mixture", rows_per_step=rows_per_step)
+    check_range("rows_of_mixture", at_least=1, rows_per_step=rows_per_step)
     phases = make_phases(*phases)
     _check_sources(num_rows, phases)
     quotas = [_quotas(phase.weights, tuple(num_rows), temperature) for phase in phases]

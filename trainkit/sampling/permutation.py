@@ -9,7 +9,7 @@ import numpy as np
 from trainkit.noise.hashing import GOLDEN, key_of, mix
 from trainkit.noise.jit import jit
 from trainkit.sampling.integers import indices_below
-from trainkit.types import at_least
+from trainkit.types import check_range
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -45,7 +45,7 @@ def permute(index: ArrayLike, count: int, key: int) -> IntArray:
         >>> permute(np.arange(10), 10, key_of(0))
         array([6, 8, 2, 5, 7, 0, 9, 4, 1, 3])
     """
-    at_least(1, "permute", count=count)
+    check_range("permute", at_least=1, count=count)
     index = indices_below(count, "permute", index)
     return _permute(index, np.uint64(count), np.uint64(key), ((count - 1).bit_length() + 1) // 2)
 

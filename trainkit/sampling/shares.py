@@ -8,7 +8,7 @@ import numpy as np
 
 from trainkit.noise.jit import jit
 from trainkit.sampling.integers import integers
-from trainkit.types import at_least
+from trainkit.types import check_range
 
 if TYPE_CHECKING:
     from numpy.typing import ArrayLike
@@ -55,7 +55,7 @@ def share_of_rows(
         >>> [share_of_rows(4, Share(rank, 2), **deal).tolist() for rank in (0, 1)]
         [[[0, 3]], [[1, 2]]]
     """
-    at_least(1, "share_of_rows", rows_per_microbatch=rows_per_microbatch)
+    check_range("share_of_rows", at_least=1, rows_per_microbatch=rows_per_microbatch)
     if share.count > num_rows:
         what = f"{share.count} ranks that read different rows, {num_rows} rows in the global batch"
         mend = "raise the rows per step, or lower the data-parallel degree"
