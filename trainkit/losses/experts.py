@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from trainkit.losses.terms import with_terms
-from trainkit.types import Routed
+from trainkit.types import Routed, check_range
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -37,7 +37,8 @@ def routed(loss: NamedLoss, *, balance: float = 0.0, router_z: float = 0.0) -> N
         A loss that returns a sum for each term with a weight.
 
     Raises:
-        ValueError: Later, the output is not that of a decoder with experts.
+        ValueError: A weight is below 0 or not finite; later, the output is not that of a decoder
+            with experts.
 
     References:
         Fedus et al., "Switch transformers" (2021); Zoph et al., "ST-MoE" (2022), for the z-loss.
@@ -50,8 +51,8 @@ def routed(loss: NamedLoss, *, balance: float = 0.0, router_z: float = 0.0) -> N
         >>> {name: float(x) for name, x in total.items()}, terms["load"].tolist()
         ({'loss': 2.77..., 'balance': 1.0}, [[1, 1]])
     """
+    check_range("routed", at_least=0, balance=balance, router_z=router_z)
     weights = {"balance": balance, "router_z": router_z}
-
     named = [f"{name}{end}" for name in weights for end in ("", "/count")]
 
     @with_terms(*loss.terms, *named, "dropped", "load")

@@ -43,7 +43,15 @@ from trainkit.losses.logits import (
 from trainkit.losses.logprobs import logprobs_of
 from trainkit.losses.shaping import UNSHAPED, Shaping, reshaped
 from trainkit.losses.softmax import accumulation_dtype
-from trainkit.types import IGNORED_LABEL, SOLO, Axis, Denominator, Hidden, unrouted
+from trainkit.types import (
+    IGNORED_LABEL,
+    SOLO,
+    Axis,
+    Denominator,
+    Hidden,
+    check_range,
+    unrouted,
+)
 
 Terms = tuple[Tensor, dict[str, Tensor]]
 """The sum to differentiate, and the detached sums to report by name."""
@@ -212,6 +220,9 @@ def loss_of_scores(
         shaping: How logits are shaped before, as a sampler does, or a function of the batch that
             says so.
 
+    Raises:
+        ValueError: A weight is not finite.
+
     Examples:
         >>> def focal(scores, columns):  # Lin et al. 2017, "Focal loss"
         ...     return (1 - (-scores.losses).exp()) ** columns["gamma"] * scores.losses
@@ -221,6 +232,8 @@ def loss_of_scores(
         >>> float(total)  # (3 / 4)^2 log 4
         0.77...
     """
+    for name, (_, weight) in terms.items():
+        check_range("loss_of_scores", **{name: weight})
     names, of_scores = tuple(terms), tuple(terms.values())
     one_for_all = shaping if isinstance(shaping, Shaping) else None
 
@@ -360,6 +373,9 @@ def in_chunks(loss: NamedLoss, *, chunk: int | None = None) -> NamedLoss:
             with the dimensions of the labels, cut alike.
         chunk: T, as in `linear_cross_entropy`.
 
+    Raises:
+        ValueError: `chunk` is below 1.
+
     Examples:
         >>> import torch
         >>> batch = {"labels": torch.tensor([[1, -100]])}
@@ -368,6 +384,7 @@ def in_chunks(loss: NamedLoss, *, chunk: int | None = None) -> NamedLoss:
         >>> bool(torch.isclose(one, z_term(hidden @ weight.T, batch)[0]))
         True
     """
+    check_range("in_chunks", at_least=1, chunk=chunk)
 
     @with_terms(*loss.terms)
     def chunked(output: Any, batch: Mapping[str, Any]) -> Terms:
