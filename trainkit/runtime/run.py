@@ -488,8 +488,9 @@ class _Around:
             found = evaluate()
         state = self.hold(health.refuse_divergence(state, found["loss"]))
         self.event("evaluation", step=state.step, **found)
-        unit = "pair" if "pairs" in found else "token"
-        told = f"{found['loss']:.4f} nats per {unit}, {found[f'{unit}s']} {unit}s"
+        unit = next((x for x in ("pair", "answer") if f"{x}s" in found), "token")
+        nats = "nats " if unit == "token" else ""
+        told = f"{found['loss']:.4f} {nats}per {unit}, {found[f'{unit}s']} {unit}s"
         self.frame.say(f"held out: {told}")
         self.score = state.step, found.get("score", found["loss"])
         self.begin = time.perf_counter()
