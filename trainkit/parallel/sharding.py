@@ -23,6 +23,7 @@ from trainkit.parallel.reduction import (
     sum_gradients_,
 )
 from trainkit.parallel.transforms import Transform
+from trainkit.parallel.unsupported import refuse_max_norm
 from trainkit.types import ConfigError, Layout, ParallelState
 
 
@@ -65,7 +66,7 @@ def fsdp(
 
     Raises:
         ConfigError: `expert_wire_dtype` is no bf16; when applied, with it, gradients of experts
-            are not summed in fp32.
+            are not summed in fp32; or an embedding has a `max_norm`.
         ValueError: When applied: `blocks` matches nothing (a pipeline stage may be without a
             block), or `cpu_offload` is asked for on one process, where it would do nothing, or
             where a group has no backend for the CPU.
@@ -90,6 +91,7 @@ def fsdp(
             alone = Layout(cpu_offload=how.cpu_offload)
             refuse(problems(alone, world=1, device=ps.device.type))
             return module
+        refuse_max_norm(module, by="fsdp")
         units = blocks_of(module, blocks, needed_by="fsdp" if ps.pp.count == 1 else "")
         compute = compute_dtype(module)
         summed_in = reduce_dtype if compute else None
