@@ -7,6 +7,7 @@ from .facts import Facts as Facts
 from .flight import Saved as Saved
 from .guard import guard_numbers as guard_numbers
 from .guard import guarded_saves as guarded_saves
+from .interrupted import Unsaved as Unsaved
 from .load import load_checkpoint as load_checkpoint
 from .load import load_weights as load_weights
 from .load import read_facts as read_facts

@@ -22,9 +22,10 @@ from torch import Tensor
 
 from trainkit import checkpoint, health
 from trainkit.checkpoint.guard import Guard
+from trainkit.checkpoint.manifest import step_of
 from trainkit.checkpoint.save import Save
 from trainkit.collectives import together
-from trainkit.files import replacing, toml_text
+from trainkit.files import replacing, say_on_stderr, toml_text
 from trainkit.mesh import launch_notes, parallel_session
 from trainkit.metrics import memory_stats, step_records
 from trainkit.optim.together import averaged
@@ -38,7 +39,7 @@ from trainkit.runtime.lock import run_lock
 from trainkit.runtime.reproducible import set_numerics
 from trainkit.runtime.signals import Asked, stop_votes, trap_signals
 from trainkit.runtime.startup import agree_at_start, code_facts
-from trainkit.runtime.watchdog import Announce, watch
+from trainkit.runtime.watchdog import Announce, is_echo, watch
 from trainkit.schedules import due
 from trainkit.sinks.lines import read_jsonl, sync_lines
 from trainkit.sinks.named import named_sinks
@@ -48,7 +49,9 @@ from trainkit.types import (
     ForwardBackward,
     Layout,
     Numerics,
+    NumericsError,
     ParallelState,
+    PeerError,
     Sink,
     StepBatch,
     TrainState,
@@ -273,7 +276,13 @@ class _Frame:
             self.say(
                 f"the run in {self.dir} is complete at step {state.step}; --steps takes it further"
             )
+        policy = policy or health.Policy()
         others = named_sinks(keeping.sinks, self.dir, config=self.config)
+        opened = list[_Around]()
+
+        def unsaved(error: BaseException) -> checkpoint.Unsaved | None:
+            return opened[0].unsaved(error) if opened else None
+
         with (
             run_sinks(self.dir, self.ps.world.share, step=state.step, last=steps, extra=others) as (
                 log,
@@ -284,7 +293,7 @@ class _Frame:
                 list(stages),
                 optimizer,
                 self.ps,
-                policy=policy or health.Policy(),
+                policy=policy,
                 replay=replay,
                 event=event,
                 facts=self.facts,
@@ -294,13 +303,19 @@ class _Frame:
                 grace=self.limits.grace or 25.0,
                 before_commit=partial(sync_lines, self.dir),
                 tell=self.say,
+                unsaved=unsaved,
             ) as (save, guard),
             collected_by_hand() as collect,
         ):
             event("resume", step=state.step, told=self.told)
-            around = _Around(self, optimizer, steps, keeping, log, event, save, guard, collect)
-            yield Loop(around.after, around.evaluated, around.keep, event)
-            around.end()
+            around = _Around(
+                self, optimizer, steps, keeping, log, event, save, guard, collect, policy
+            )
+            around.first = around.hold(state).step
+            opened.append(around)
+            with around.optimizer_steps_counted():
+                yield Loop(around.after, around.evaluated, around.keep, event)
+                around.end()
         if around.stop:
             why, again = f"({around.stop})", "the same command goes on from there"
             self.say(f"stopped after step {around.step} {why}; {again}")
@@ -322,7 +337,12 @@ class _Frame:
 
 @attrs.define(eq=False)
 class _Around:
-    """What the functions of a `Loop` share: steps not looked at yet, the last score, the vote."""
+    """What the functions of a `Loop` share: steps not looked at yet, the last score, the vote.
+
+    `held` is the state that the stages and the optimizer hold, as far as the loop knows it. It is
+    whole until the next optimizer step begins, which writes parameters and moments one by one and
+    is followed by the counters: see `unsaved`.
+    """
 
     frame: _Frame
     optimizer: torch.optim.Optimizer
@@ -333,6 +353,7 @@ class _Around:
     save: Save
     guard: Guard
     collect: Collect
+    policy: health.Policy
     begin: float = attrs.field(factory=time.perf_counter)
     score: tuple[int, float] | None = None
     stop: str | None = None
@@ -340,6 +361,71 @@ class _Around:
     pending: list[tuple[TrainState, Mapping[str, Tensor | float]]] = attrs.field(factory=list)
     batch: StepBatch | None = None  # of the last of them
     begun: bool = False
+    held: TrainState | None = None
+    optimizer_steps: int = 0
+    steps_of_held: int = 0  # optimizer steps that `held` is the outcome of
+    first: int = 0  # the step that the loop began with
+    last_saved: int | None = None  # the step of which a save was begun last
+
+    @contextlib.contextmanager
+    def optimizer_steps_counted(self) -> Iterator[None]:
+        def count(*_: Any) -> None:
+            self.optimizer_steps += 1
+
+        handle = self.optimizer.register_step_pre_hook(count)
+        try:
+            yield
+        finally:
+            handle.remove()
+
+    def hold(self, state: TrainState) -> TrainState:
+        """Return a state, and know that it is what the stages and the optimizer hold."""
+        self.held, self.steps_of_held = state, self.optimizer_steps
+        return state
+
+    def unsaved(self, error: BaseException) -> checkpoint.Unsaved | None:
+        """Return the state that is whole when an error ends the run, if it is not saved already.
+
+        Nothing here communicates. After a `NumericsError` it is an earlier state that is wanted.
+        """
+        state, follows = self.held, is_echo(error) or isinstance(error, PeerError)
+        if state is None or isinstance(error, NumericsError) or self._is_saved(state.step):
+            return None
+        if self.optimizer_steps != self.steps_of_held:
+            if not follows:
+                say_on_stderr(
+                    f"warning: step {state.step} cannot be saved: the error came within step "
+                    f"{state.step + 1}, after its optimizer step had begun"
+                )
+            return None
+        try:
+            state = self.look(state, self._judge_alone)
+        except NumericsError:  # what follows from it, all ranks decide together
+            return None
+        scored, score = self.score or (None, None)
+        return checkpoint.Unsaved(
+            state, say_on_stderr, score if scored == state.step else None, follows
+        )
+
+    def _is_saved(self, step: int) -> bool:
+        newest = checkpoint.list_checkpoints(self.frame.dir / "checkpoints")[:1]
+        was_begun = step == self.last_saved and [step_of(path) for path in newest] == [step]
+        return step == self.first or was_begun
+
+    def _judge_alone(
+        self,
+        state: TrainState,
+        record: Mapping[str, Any],
+        batch: StepBatch | None,
+        *,
+        seen: health.Memory | None = None,
+    ) -> TrainState:
+        """Judge a step as `guard_numbers` does, without asking other ranks."""
+        del batch
+        action, state = health.judge(state, record, self.policy, seen=seen)
+        if action.reason:
+            raise NumericsError(action.reason)
+        return state
 
     def after(
         self, state: TrainState, metrics: Mapping[str, Tensor | float], batch: StepBatch
@@ -352,19 +438,20 @@ class _Around:
                 k: x.detach().clone() if isinstance(x, Tensor) else x for k, x in metrics.items()
             }
             self.pending.append((state, kept))
-            return state
+            return self.hold(state)
         self.pending.append((state, metrics))
         # The next steps may take their time from here on: these have been handed to the device.
         self.frame.phase(f"step {state.step + 1}", allow=every * self.frame.limits.step_timeout)
         self.begun = True
         return self.look(state)
 
-    def look(self, state: TrainState) -> TrainState:
+    def look(self, state: TrainState, guard: Guard | None = None) -> TrainState:
         """Write the lines of the steps that nobody has looked at and judge them, one by one.
 
         A roll-back from one of them gives up those after it, as if they had not been taken.
         """
-        steps = self.pending
+        guard, steps = guard or self.guard, self.pending
+        self.held = None  # a roll-back writes parameters
         self.pending = []
         known = steps[0][0].health if steps else state.health
         records = step_records([metrics for _, metrics in steps], begin=self.begin)
@@ -374,12 +461,14 @@ class _Around:
             self.log(at.step, record)
             batch = self.batch if at is steps[-1][0] else None
             judged = attrs.evolve(at, health=health.with_scale_of(at.health, known))
-            after = self.guard(judged, record, batch, seen=at.health)
+            after = guard(judged, record, batch, seen=at.health)
             self.begin = time.perf_counter()
             if after.step < at.step:
-                return after
+                self.last_saved = after.step
+                return self.hold(after)
             known = after.health
-        return attrs.evolve(state, health=health.with_scale_of(state.health, known))
+        scaled = health.with_scale_of(state.health, known)
+        return self.hold(attrs.evolve(state, health=scaled))
 
     def end(self) -> None:
         if self.pending:
@@ -397,7 +486,7 @@ class _Around:
         self.frame.phase("evaluation", allow=self.frame.limits.start_timeout)
         with averaged(self.optimizer):
             found = evaluate()
-        state = health.refuse_divergence(state, found["loss"])
+        state = self.hold(health.refuse_divergence(state, found["loss"]))
         self.event("evaluation", step=state.step, **found)
         unit = "pair" if "pairs" in found else "token"
         told = f"{found['loss']:.4f} nats per {unit}, {found[f'{unit}s']} {unit}s"
@@ -411,6 +500,7 @@ class _Around:
         if self.stop or self._saves(state):
             state = self.look(state)
             scored, score = self.score or (None, None)
+            self.last_saved = state.step
             self.save(state, score if scored == state.step else None)
         self.collect(idle=self._saves(state))
         self.step = state.step
