@@ -7,6 +7,7 @@ from .facts import Facts as Facts
 from .flight import Saved as Saved
 from .guard import guard_numbers as guard_numbers
 from .guard import guarded_saves as guarded_saves
+from .interrupted import Unsaved as Unsaved
 from .load import load_checkpoint as load_checkpoint
 from .load import load_weights as load_weights
 from .load import read_facts as read_facts
@@ -27,5 +28,6 @@ from .save import require_space as require_space
 from .save import save_checkpoint as save_checkpoint
 from .save import saves as saves
 from .save import write_final as write_final
+from .snapshot import check_savable as check_savable
 from .sources import weights_from as weights_from
 from .tensors import state_hash as state_hash

@@ -10,6 +10,7 @@ from collections.abc import Callable, Generator, Mapping
 from concurrent.futures import Future, wait
 from pathlib import Path
 from threading import Event, Thread
+from threading import enumerate as all_threads
 from typing import Any
 
 import attrs
@@ -24,6 +25,17 @@ _PATIENCE = 20.0  # seconds for a commit that is under way when an exception end
 
 SAVE_THREAD = "trainkit-save"
 """The name of the thread that writes a save."""
+
+
+def save_threads() -> list[Thread]:
+    """Return the threads of this process that write saves.
+
+    Examples:
+        >>> save_threads()
+        []
+    """
+    return [thread for thread in all_threads() if thread.name == SAVE_THREAD]
+
 
 Start = Callable[[Callable[[], Any]], "Future[Any]"]
 """How work is done: `at_once`, or `in_thread`."""

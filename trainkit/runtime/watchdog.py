@@ -26,7 +26,7 @@ from typing import Any, NoReturn
 
 import attrs
 
-from trainkit.checkpoint.flight import SAVE_THREAD
+from trainkit.checkpoint.flight import save_threads
 from trainkit.checkpoint.manifest import list_checkpoints, step_of
 from trainkit.collectives import all_gather_json
 from trainkit.files import say_on_stderr
@@ -57,6 +57,7 @@ _TICK = 0.2  # seconds between two samples of what the main thread is at
 _PER_BEAT = 5  # ticks between two beats
 _CAUSE_GRACE = 5.0  # seconds the main thread has to notice that a peer has failed, and to end
 _ECHO_GRACE = 5.0  # seconds in which the cause behind a broken connection may still be told
+_SAVE_AFTER_ERROR = "/trainkit/checkpoint/interrupted.py"  # the main thread has noticed, and saves
 _AHEAD = 75.0  # seconds before a phase is overdue from which on the others are looked at
 _SAMPLES = 150  # what the busy share is a mean of: half a minute
 _FEWEST = 25  # samples from which on it is told
@@ -197,7 +198,7 @@ def watch(
             rank.state = "ended"
         except BaseException as error:
             rank.unwinding = True
-            raised = _resolve_echo(rank, error) if _is_echo(error) else _own_failure(rank, error)
+            raised = _resolve_echo(rank, error) if is_echo(error) else _own_failure(rank, error)
             rank.state = "failed"
             if raised is error:
                 raise
@@ -399,8 +400,7 @@ def _measure(rank: _Self, passed: float) -> None:
     rank.unseen += passed
     if not rank.stopping:  # one that hangs then is no measure of what to wait for
         rank.save = max(rank.save, rank.saving)
-    is_saving = any(thread.name == SAVE_THREAD for thread in threading.enumerate())
-    rank.saving = rank.saving + passed if is_saving else 0.0
+    rank.saving = rank.saving + passed if save_threads() else 0.0
     if rank.phase[0] != _START:
         rank.busy.append(not _waits(rank.thread))
     if rank.stopping or rank.asked() is not None:
@@ -435,7 +435,8 @@ def _act(rank: _Self, *, passed: float) -> None:
         failure = _accused(rank, culprits) if culprits else None
     # Who is late or accused has nothing to wait for: the main thread has noticed nothing.
     hopeless = failure is not None and (rank.beat.is_overdue or failure.rank == rank.number)
-    if failure is not None and (hopeless or rank.doomed > _CAUSE_GRACE):
+    noticed = any(file.endswith(_SAVE_AFTER_ERROR) for file, _, _ in _stack(rank.thread))
+    if failure is not None and (hopeless or (rank.doomed > _CAUSE_GRACE and not noticed)):
         _end(rank, _error_of(rank, failure))
     if rank.stopping > (_GRACE if rank.grace is None else rank.grace):
         _end_late_stop(rank)
@@ -562,8 +563,13 @@ def _last_words(rank: _Self, error: TrainkitError) -> None:
 # ------------------------------------------------------------------------------------ the main one
 
 
-def _is_echo(error: BaseException) -> bool:
-    """Return whether an error may only say that another rank has ended."""
+def is_echo(error: BaseException) -> bool:
+    """Return whether an error may only say that another rank has ended.
+
+    Examples:
+        >>> is_echo(RuntimeError("Connection closed by peer")), is_echo(PeerError("rank 1 is gone"))
+        (True, False)
+    """
     return not isinstance(error, TrainkitError) and error_code(error) == PeerError.code
 
 
