@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from trainkit.losses.logits import read_field
 from trainkit.losses.terms import with_terms
 from trainkit.types import Routed, check_range
 
@@ -63,7 +64,7 @@ def routed(loss: NamedLoss, *, balance: float = 0.0, router_z: float = 0.0) -> N
             raise ValueError(f"routed: a Routed was expected, {mend}; got a {got}")  # noqa: TRY004
         total, terms = loss(output.output, batch)
         own = dict(zip(weights, output.sums[:, :2].mean(0).unbind(), strict=True))
-        tokens = (batch["document_ids"] >= 0).sum()
+        tokens = (read_field("routed", batch, "document_ids") >= 0).sum()
         parts = {name: weight * own[name] for name, weight in weights.items() if weight}
         values = [value for x in own.values() for value in (x.detach(), tokens)]
         reported = dict(zip(named, values, strict=True))

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from trainkit.losses.logits import check_labels, sum_and_parts
+from trainkit.losses.logits import check_labels, cure_of, sum_and_parts
 from trainkit.losses.shaping import UNSHAPED, Shaping, shaped_, unshaped_slopes_
 from trainkit.losses.softmax import (
     Scores,
@@ -87,7 +87,7 @@ class Columns(Mapping[str, Tensor]):
         if name not in self._columns:
             has = ", ".join(self) or "no column"
             what = f'the batch has no "{name}" for each of its labels (it has {has})'
-            raise ValueError(f"{what}; put a tensor of the shape of the labels under this name")
+            raise ValueError(f"{what}; {cure_of(name)}")
         if name not in self._read:
             own = self._columns[name]
             self._read[name] = own if self._ignored is None else _cleared(own, self._ignored)

@@ -302,7 +302,7 @@ def sequence_policy_gradient(
             columns["kl"] = added.kl(logprobs, column(_REFERENCE))
         if added.most_importance is not None:
             columns["importance"] = old - column("sampler_logprobs")
-        found = sum_documents(batch, columns, axis=axis)
+        found = sum_documents(batch, columns, axis=axis, where="sequence_policy_gradient")
         ratios = found.means("log_ratios").exp()
         cost, bounded = surrogate(found.means("logprobs"), ratios, found.means("advantages"))
         figures = {"clipped": bounded.to(cost.dtype), "old_kl": found.means("old_kl")}

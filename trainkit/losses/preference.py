@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import logsigmoid
 
-from trainkit.losses.logits import on_host
+from trainkit.losses.logits import on_host, read_field
 from trainkit.losses.sequences import Documents, count_names, counted, sum_documents
 from trainkit.losses.terms import NamedLoss, Terms, output_logprobs, with_terms
 from trainkit.losses.weights import add_column
@@ -286,7 +286,8 @@ def with_reference_point(
         tensor([[0., 0.]])
     """
     point = kl.detach().float().clamp(min=0)
-    labels = [(batch, batch["labels"]) for batch in microbatches]
+    where = "with_reference_point"
+    labels = [(batch, read_field(where, batch, "labels")) for batch in microbatches]
     return [add_column(batch, "kl", point.to(x.device).expand(x.shape)) for batch, x in labels]
 
 
@@ -306,7 +307,7 @@ def _documents(
     own = {name: columns[name].view_as(logprobs) for name in names}
     # Token by token: what is left of two sums over a long answer would have lost digits.
     scores = logprobs - columns["reference_logprobs"].view_as(logprobs) if reference else logprobs
-    return sum_documents(batch, {_SCORES: scores, **own}, axis=axis)
+    return sum_documents(batch, {_SCORES: scores, **own}, axis=axis, where=where)
 
 
 def _of_pairs(
