@@ -35,7 +35,7 @@ class RolloutOptions:
     clip: float = attrs.field(default=0.2, validator=tk.config.fraction)
     """How much likelier or less likely a token may become by the updates of a rollout."""
     sampled: Path | None = tk.config.option(None, change="free")
-    """Answers of another sampler, .jsonl or .parquet: prompt, answer, logprobs, truncated."""
+    """Answers of another sampler, .jsonl or .parquet: prompt, ids, logprobs, truncated."""
 
 
 @attrs.frozen(kw_only=True)
@@ -146,13 +146,15 @@ def make_train_step(cfg, ps, stages, optimizer, forward_backward):
     return train_step
 
 
-def bind_sampler(cfg, ps, ask, tokenizer, problems):
+def bind_sampler(cfg, ps, model, ask, tokenizer, problems):
     """Return sample(number), the answers of a rollout: this model's, or those of a file."""
     options, sampling = cfg.rollout, tk.generation.Sampling(seed=cfg.seed)
     size = options.prompts * options.answers
     if options.sampled:
         records = [record for _, record in tk.corpora.read_records(options.sampled)]
-        return tk.generation.bind_reader(records, tokenizer=tokenizer, size=size, axis=ps.world)
+        return tk.generation.bind_reader(
+            records, tokenizer=tokenizer, size=size, vocab_size=model.vocab_size, axis=ps.world
+        )
     how = {"rows_per_step": options.prompts, "seed": cfg.seed}
     rows_at = tk.sampling.rows_of_epochs(len(problems), **how)
 
@@ -232,7 +234,8 @@ def train(cfg, run, tokenizer, model, path):
     ask = functools.partial(tk.generation.sample_answers, stages[0], tokenizer=tokenizer, **how)
     how = {"place": ps.place, "device": ps.device, "pad_id": tokenizer.pad_id or 0}
     deal = functools.partial(tk.data.deal_rows, rows_per_microbatch=cfg.batch.microbatch, **how)
-    roll_out = bind_rollout(cfg, ps, stages, bind_sampler(cfg, ps, ask, tokenizer, asked), deal)
+    sample = bind_sampler(cfg, ps, model, ask, tokenizer, asked)
+    roll_out = bind_rollout(cfg, ps, stages, sample, deal)
     batches = bind_batches(cfg, shown, deal, roll_out)
     held = [problem for problem, _ in held], pack(cfg, tokenizer, held)
     evaluate = bind_evaluation(cfg, ps, stages, ask, held)

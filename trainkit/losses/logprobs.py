@@ -65,7 +65,8 @@ def token_logprobs(
         labels: int64 `[...]`.
         bias: `[V]`, or this rank's part of it.
         temperature: What logits are divided by, above 0; a number, or a tensor `[...]` with one for
-            each label, as the three that follow.
+            each label, as the three that follow. Where the label is -100, a tensor may hold
+            anything.
         top_k: How many of the likeliest words may be drawn; of equals there may be more.
         top_p: The likeliest words that together have this much.
         min_p: Words that are at least this likely, relative to the likeliest.

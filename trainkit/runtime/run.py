@@ -502,8 +502,9 @@ class _Around:
             self.best = state.step if is_best else None
         self.hold(state)
         self.event("evaluation", step=state.step, **found)
-        unit = "pair" if "pairs" in found else "token"
-        told = f"{found['loss']:.4f} nats per {unit}, {found[f'{unit}s']} {unit}s"
+        unit = next((x for x in ("pair", "answer") if f"{x}s" in found), "token")
+        nats = "nats " if unit == "token" else ""
+        told = f"{found['loss']:.4f} {nats}per {unit}, {found[f'{unit}s']} {unit}s"
         self.frame.say(f"held out: {told}")
         self.score = state.step, score
         self.begin = time.perf_counter()
