@@ -111,7 +111,10 @@ def hung_disk(calls):
     fsync, left = os.fsync, iter(range(calls))
 
     def hang(handle):
-        if "/checkpoints/" in os.readlink(f"/proc/self/fd/{handle}") and next(left, None) is None:
+        if (
+            "/checkpoints/" in str(Path(f"/proc/self/fd/{handle}").readlink())
+            and next(left, None) is None
+        ):
             time.sleep(1000)
         fsync(handle)
 
