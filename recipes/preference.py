@@ -7,6 +7,7 @@ torchrun --nproc-per-node 2 recipes/preference.py --init runs/finetune --tp 2
 """
 
 import functools
+from collections import Counter
 from pathlib import Path
 from typing import Literal
 
@@ -31,8 +32,8 @@ class Config(tk.config.RunConfig):
     """Pairs: a .jsonl or .parquet file with the fields prompt, chosen and rejected."""
     tokenizer: str | None = None
     """bytes, or a tokenizer.json; by default that of init."""
-    template: str | None = None
-    """How a conversation is written: chatml, llama3, qwen3; by default as init has learned it."""
+    template: str | None = tk.config.option(None, change="free")
+    """How a conversation is written: chatml, llama3, qwen3, a folder's; by default that of init."""
     loss: Literal["dpo", "ipo", "kto", "simpo", "orpo"] = "dpo"
     """What a pair costs; the first three compare with the weights of the start."""
     beta: float | None = tk.config.option(None, attrs.validators.optional(tk.config.positive))
@@ -43,11 +44,16 @@ class Config(tk.config.RunConfig):
     optim: tk.config.OptimOptions = tk.config.OptimOptions(lr=1e-4, warmup=10, schedule_steps=60)
 
 
-def open_pairs(cfg, tokenizer):
+def open_pairs(cfg, run, tokenizer):
     """Return the pairs: document 2i is a chosen answer to its prompt, 2i + 1 the rejected one."""
-    how = {"tokenizer": tokenizer, "template": tk.chat.find_template(cfg.template)}
-    encode = functools.partial(tk.chat.encode_pair, **how)
-    return tk.corpora.open_pairs(cfg.data, encode, vocab_size=tokenizer.vocab_size)
+    template, counts = tk.chat.find_template(cfg.template), Counter()
+    encode = functools.partial(
+        tk.chat.encode_pair, tokenizer=tokenizer, template=template, counts=counts
+    )
+    pairs = tk.corpora.open_pairs(cfg.data, encode, vocab_size=tokenizer.vocab_size)
+    if warning := tk.chat.answers_warning(counts):
+        run.say(warning)
+    return pairs
 
 
 def pack(cfg, run, corpus):
@@ -231,14 +237,14 @@ def make_facts(cfg, model, tokenizer, rows):
     """Return what a run must be continued with as it was begun."""
     facts = tk.config.config_facts(cfg) | tk.data.packed_facts(rows)
     named = {"model": attrs.asdict(model), "tokenizer": tk.tokenizers.tokenizer_hash(tokenizer)}
-    return facts | named
+    return facts | named | {"template": tk.chat.template_hash(cfg.template)}
 
 
 def train(cfg, run, tokenizer, base):
     """Go on from the last checkpoint, or begin, and train until `steps` or until a stop."""
     ps, changes = run.ps, tk.config.changes_of(cfg)
     run.say(f"reading {cfg.data or 'pairs of docstrings from the standard library'}")
-    rows, held = pack(cfg, run, open_pairs(cfg, tokenizer))
+    rows, held = pack(cfg, run, open_pairs(cfg, run, tokenizer))
     stages, optimizer = build(cfg, ps, base)
     facts = make_facts(cfg, base.config, tokenizer, rows)
     rows, held, others, references = compare_with_start(cfg, run, stages, optimizer, rows, held)
@@ -292,10 +298,11 @@ def main(argv=None):
     """Read the configuration, refuse a layout that does not fit, open the process groups, train."""
     cfg = tk.config.load_config(Config, argv)
     base = open_base(cfg)
-    template = cfg.template or base.template or "chatml"
+    template = tk.chat.choose_template(
+        cfg.template, base.tokenizer, own=base.template, where=str(base.path)
+    )
     precision = tk.parallel.choose_precision(cfg.precision)
     cfg = attrs.evolve(cfg, tokenizer=base.name, template=template, precision=precision)
-    tk.chat.find_template(template)  # refuses one that there is not
     world = tk.mesh.world_size()
     tk.parallel.refuse(tk.parallel.problems(cfg.layout, base.config, cfg.batch, world=world))
     with tk.open_run(cfg.out, **cfg.opened) as run:

@@ -219,7 +219,7 @@ def test_records_that_are_no_pairs_are_named(record, named, flags_of, tmp_path):
     [
         (["--data", "long.jsonl"], 64, "there is no row to train on; bring more documents, or"),
         (["--row-length", 30], 64, "set row_length to 32"),
-        (["--init", "nowhere"], 66, "there is no checkpoint in nowhere"),
+        (["--init", "nowhere"], 66, "there is no folder nowhere"),
         (["--template", "chatmal"], 64, "take chatml, "),
     ],
     ids=str,

@@ -379,6 +379,45 @@ def test_a_save_that_hangs_is_told_in_time_and_ended(stopping, monkeypatch):
     assert ended[0].code == 76
 
 
+def saving(rank, parts, seconds):
+    """Let a rank be in a save for some seconds, of which so many parts get written."""
+    rank.written = lambda: parts
+    for _ in range(round(seconds)):
+        watchdog._measure_saves(rank, 1.0)
+
+
+@pytest.mark.case("E5", "K6")
+def test_a_stop_waits_for_a_save_only_as_long_as_it_goes_on_writing(stopping, monkeypatch):
+    rank, after, ended, _ = stopping
+    stack = [("/x/trainkit/checkpoint/save.py", "land", 1)]
+    monkeypatch.setattr(watchdog, "_stack", lambda _: stack)
+    monkeypatch.setattr(watchdog, "save_threads", lambda: ["one"])
+    saving(rank, 1, 9)
+    assert after(26.0) == (0, 1)
+    saving(rank, 1, 3)  # since nothing more is written, the disk hangs
+    assert after(27.0) == (1, 1)
+    assert ended.pop().code == 76
+    (rank.folder / "failure.json").unlink()
+    beat = attrs.evolve(BEAT, still=2.0)  # another rank writes a larger part
+    rank.members = [rank.member, attrs.evolve(rank.member, rank=1)]
+    rank.others = {1: Sighting(beat)}
+    assert after(28.0) == (0, 1)
+    rank.members, rank.others, rank.stopping = [rank.member], {}, 0.0
+    saving(rank, 2, 1)  # this pause of 12 s was none that does not end
+    saving(rank, 2, 20)
+    assert after(26.0) == (0, 1)
+    saving(rank, 2, 5)
+    assert after(26.0) == (1, 1)
+
+
+@pytest.mark.case("E5")
+def test_a_save_that_hangs_before_the_stop_is_no_measure_of_one(stopping, monkeypatch):
+    rank, after, *_ = stopping
+    monkeypatch.setattr(watchdog, "save_threads", lambda: ["one"])
+    saving(rank, 1, 600)
+    assert after(26.0) == (1, 0)
+
+
 def test_the_time_of_steps_and_saves_is_measured(tmp_path, monkeypatch):
     monkeypatch.setattr(watchdog, "_TICK", 0.01)
     found, join = [], watchdog._join

@@ -46,7 +46,8 @@ class Beat:
 
     `elapsed` is how long its phase has lasted and `allow` how long it may, in seconds. `doing` is
     what its main thread was at, `waits` if that was a collective, `busy` the share of time in which
-    it was none (-1: not known yet). `state` is "running", "ended" or "failed".
+    it was none (-1: not known yet), `still` the seconds since it has last written a part of a save.
+    `state` is "running", "ended" or "failed".
     """
 
     session: str
@@ -57,6 +58,7 @@ class Beat:
     doing: str
     busy: float = -1.0
     waits: bool = False
+    still: float = 0.0
     state: str = "running"
 
     @property
