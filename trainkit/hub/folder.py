@@ -52,6 +52,8 @@ class Folder:
         config: The decoder that it describes.
         values: All of its `config.json`.
         context: The most tokens that a row is meant to have.
+        full_context: The most tokens that the model is for, whatever a row is to have here:
+            `max_position_embeddings`.
     """
 
     path: Path
@@ -59,6 +61,7 @@ class Folder:
     config: DecoderConfig
     values: Mapping[str, Any]
     context: int
+    full_context: int
 
 
 def is_folder(path: Path | str) -> bool:
@@ -153,7 +156,8 @@ def open_folder(
     if type(most) is not int:
         raise ConfigError(f"{file}: max_position_embeddings is no number", where=str(file))
     family = family_named(values["model_type"], where=str(file), families=families)
-    return Folder(Path(path), family, config, values, context or min(most, config.reach or most))
+    context = context or min(most, config.reach or most)
+    return Folder(Path(path), family, config, values, context, full_context=most)
 
 
 def init_config(
