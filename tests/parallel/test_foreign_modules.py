@@ -1,6 +1,7 @@
 """What a model of somebody else may hold: computed rightly, or refused by name with the cure."""
 
 from functools import partial
+from types import SimpleNamespace
 
 import attrs
 import pytest
@@ -9,7 +10,16 @@ from torch import nn
 
 import trainkit as tk
 from trainkit.losses import next_token
-from trainkit.parallel import ddp, fsdp, precision, recompute, sequence, tensor, weights_of
+from trainkit.parallel import (
+    ddp,
+    fsdp,
+    precision,
+    recompute,
+    reduction,
+    sequence,
+    tensor,
+    weights_of,
+)
 from trainkit.testing import Case, RankError, certify, run_ranks
 from trainkit.testing.builtin import decoder_batch
 from trainkit.types import ConfigError
@@ -192,3 +202,73 @@ def test_parameters_in_another_dtype_that_no_module_gathers_are_refused():
     )
     assert "precision(...)" in own
     assert "precision(...)" in listed
+
+
+# ----------------------------------------------------------------------------------------- units
+
+
+class Choosing(nn.Module):
+    """A model of which the first token of a batch chooses one of two modules."""
+
+    def __init__(self):
+        super().__init__()
+        self.embedding, self.head = nn.Embedding(8, 4), nn.Linear(4, 8, bias=False)
+        self.experts = nn.ModuleList(nn.Linear(4, 4, bias=False) for _ in range(2))
+
+    def forward(self, ids):
+        """Map ids `[B, S]` to logits."""
+        x = self.embedding(ids)
+        return self.head(x + torch.tanh(self.experts[int(ids[0, 0]) % 2](x)))
+
+
+def choose_apart(blocks):
+    """Take a step in which rank r chooses module r; return what is said, or the gradients."""
+    torch.manual_seed(0)
+    made = Choosing().double()
+    with tk.parallel_session() as ps:
+        (model,) = tk.build_stages(
+            lambda: Choosing().double(), ps, [fsdp(blocks=blocks)], weights=weights_of(made)
+        )
+        ids = torch.tensor([[ps.loss.index, 2, 3]])
+        batch = {"input_ids": ids, "labels": ids}
+        count = torch.tensor(3 * ps.loss.count)
+        try:
+            tk.forward_backward(model, [batch], next_token, denominator=count, call=call_with_ids)
+        except ConfigError as error:
+            return str(error)
+        return {name: p.grad.full_tensor() for name, p in model.named_parameters()}
+
+
+def test_ranks_that_use_units_at_different_times_are_told_which_before_the_second_step():
+    for error in run_ranks(choose_apart, 2, "experts.*"):
+        assert "rank 0 of the ranks that shard the model gathered 'experts.0' where" in error
+        assert "rank 1 gathered 'experts.1'" in error
+        assert "out of `blocks`" in error
+
+
+def test_on_a_device_orders_are_read_when_no_step_waits_for_them(monkeypatch):
+    refused, model = [], nn.Linear(1, 1)
+    monkeypatch.setattr(reduction._Order, "_refuse", lambda _, group: refused.append(group))
+    group = SimpleNamespace(size=lambda: 2)
+    alike, apart = ([6.0, 18.0], [3.0, 5.0])  # h = 3 and 3, or 1 and 2: their sum, that of squares
+    reducers = reduction.Reducers(fsdp=[("", model)])
+    for step, sums in enumerate((alike, apart, apart)):
+        order = reduction._Order({})
+        on_gpu = SimpleNamespace(device=torch.device("cuda"), tolist=lambda sums=sums: sums)
+        order.sums.append((group, on_gpu))
+        order.compare(reducers)
+        assert (vars(model)[reduction._UNREAD] is order) == (step > 0)
+    assert refused == []
+    vars(model)[reduction._UNREAD].check()
+    assert refused == [group]
+
+
+def test_modules_that_ranks_choose_are_right_inside_of_one_unit():
+    found = run_ranks(choose_apart, 2, "head")[0]
+    torch.manual_seed(0)
+    alone = Choosing().double()
+    for first in (0, 1):
+        ids = torch.tensor([[first, 2, 3]])
+        (next_token(alone(ids), {"labels": ids})[0] / 6).backward()
+    for name, p in alone.named_parameters():
+        torch.testing.assert_close(found[name], p.grad, rtol=1e-12, atol=1e-15)

@@ -31,3 +31,4 @@ from .save import write_final as write_final
 from .snapshot import check_savable as check_savable
 from .sources import weights_from as weights_from
 from .tensors import state_hash as state_hash
+from .write import Progress as Progress

@@ -44,6 +44,9 @@ def fsdp(
     parameter is sharded, and gets no gradient. Inside a unit, modules whose parameters have another
     dtype, as fp32 norms in bf16 blocks, are gathered by themselves, each in its forward pass.
 
+    All ranks must use all units in one order in every microbatch: a module that only some rows need
+    (an expert, the tower of a further modality) is no block, and is gathered with what is around.
+
     Args:
         layout: Its `reshard_after_forward` says whether a block's gathered parameters are freed
             between forward and backward (a zero-bubble pipeline schedule needs False: with True its

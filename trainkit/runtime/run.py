@@ -180,6 +180,7 @@ def open_run(
     """
     layout, limits = layout or Layout(), limits or Limits()
     start = timedelta(seconds=limits.start_timeout)
+    progress = checkpoint.Progress()
     longest = max(start, timedelta(seconds=10 * limits.step_timeout))
     if numerics is not None:
         set_numerics(numerics)
@@ -197,6 +198,7 @@ def open_run(
             allow=limits.start_timeout,
             grace=limits.grace,
             hold=hold,
+            written=lambda: progress.parts,
         ) as phase,
         stop_votes(asked, ps.world) as stopping,
     ):
@@ -207,7 +209,7 @@ def open_run(
             say(note)
         if numerics is not None:
             say(str(numerics))
-        frame = _Frame(folder, ps, say, phase, stopping, limits, config)
+        frame = _Frame(folder, ps, say, phase, stopping, limits, config, progress)
         yield Run(folder, ps, say, phase, stopping, frame.resume, frame.loop, frame.finish)
 
 
@@ -228,6 +230,7 @@ class _Frame:
     stopping: Asked
     limits: Limits
     config: Mapping[str, Any] | None
+    progress: checkpoint.Progress
     facts: checkpoint.Facts | None = None
     told: list[str] = attrs.field(factory=list)  # how the run began
 
@@ -304,6 +307,7 @@ class _Frame:
                 before_commit=partial(sync_lines, self.dir),
                 tell=self.say,
                 unsaved=unsaved,
+                progress=self.progress,
             ) as (save, guard),
             collected_by_hand() as collect,
         ):
