@@ -24,6 +24,7 @@ from trainkit.checkpoint import export, plain, reading, sources
 from trainkit.checkpoint.export import (
     export_checkpoint,
     plan_shards,
+    save_tensors,
     write_weights,
 )
 from trainkit.checkpoint.manifest import dump_json, make_manifest, sealed
@@ -157,6 +158,41 @@ def test_a_large_tensor_is_read_and_written_in_parts(tmp_path, monkeypatch):
         write_weights(safetensors_file(tmp_path / "a.safetensors"), folder)
         assert len(asked) == parts
         assert same_bits(whole(weights_from(folder), "x", x), x)
+
+
+def test_tensors_in_memory_become_a_folder_that_is_read_back_bit_for_bit(tmp_path):
+    kinds = (torch.float32, torch.bfloat16, torch.float8_e4m3fn, torch.int64, torch.bool)
+    tensors = {f"x.{kind}": torch.arange(24).reshape(2, 3, 4).to(kind) for kind in kinds}
+    tensors |= {"turned": torch.arange(6.0).reshape(2, 3).t(), "number": torch.tensor(3.0)}
+    tensors |= {"none": torch.zeros(0, 4), "learns": torch.nn.Parameter(torch.ones(3))}
+    report = save_tensors(tensors, tmp_path / "w", shard_bytes=60, beside={"config.json": b"{}"})
+    assert report["tensors"] == len(tensors)
+    assert verify_weights(tmp_path / "w") == []
+    read = weights_from(tmp_path / "w")
+    for name, x in tensors.items():
+        found = whole(read, name, x)
+        assert (found.dtype, found.shape) == (x.dtype, x.shape), name
+        assert torch.equal(found.double(), x.detach().double()), name
+    assert {*safetensors.torch.load_file(tmp_path / "w" / report["files"][0])} <= {*tensors}
+    file = tmp_path / "w" / report["files"][0]
+    file.write_bytes(file.read_bytes()[:-1] + b"?")
+    with pytest.raises(CheckpointError, match="does not verify"):
+        weights_from(tmp_path / "w")
+    with pytest.raises(ConfigError, match="is there already"):
+        save_tensors(tensors, tmp_path / "w")
+    save_tensors({"a": torch.ones(2, dtype=torch.float64)}, tmp_path / "w2", dtype="bfloat16")
+    assert weights_from(tmp_path / "w2")("a", (2,), (0,)).dtype == torch.bfloat16
+
+
+@pytest.mark.parametrize(
+    "x",
+    [torch.ones(2).to_sparse(), torch.ones(2, device="meta"), torch.ones(2, dtype=torch.complex64)],
+    ids=["sparse", "meta", "complex"],
+)
+def test_tensors_that_no_file_holds_are_named(x, tmp_path):
+    with pytest.raises(ConfigError, match=r"save_tensors: odd of .* cannot be written"):
+        save_tensors({"odd": x, "plain": torch.ones(1)}, tmp_path / "w")
+    assert not (tmp_path / "w").exists()
 
 
 def test_files_are_filled_in_the_order_of_names():
