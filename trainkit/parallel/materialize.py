@@ -26,7 +26,7 @@ from trainkit.parallel.naming import (
     retie_,
     ties_of,
 )
-from trainkit.types import SOLO, Axis, CheckpointError, Weights
+from trainkit.types import SOLO, Axis, CheckpointError, ConfigError, Weights
 
 Fill = Callable[[Weights, str, Sequence[int], Sequence[int]], Tensor]
 """`Fill(weights, name, shape, offset) -> Tensor`: a box of a parameter that a transform has made.
@@ -57,6 +57,7 @@ def materialize_(
     Raises:
         ValueError: A parameter is not on the meta device, a buffer has no value, or `weights` gives
             a wrong shape.
+        ConfigError: A buffer is computed from parameters, which have no values yet.
         CheckpointError: `weights` holds two values for what is one parameter.
 
     Effects:
@@ -78,6 +79,16 @@ def materialize_(
             f"build_stages: {what} the meta device; make_model must build every parameter under "
             "torch.device('meta'), and a buffer in __init__, from numbers alone"
         )
+    for name in live_buffers(module):
+        if (buffers or {})[name].is_meta:
+            raise ConfigError(
+                f"build_stages: the buffer {name!r} is computed from a parameter when the model is "
+                "made, as spectral_norm does, and make_model makes parameters without values; "
+                "compute it in the forward pass, or take what computes it off "
+                "(torch.nn.utils.parametrize.remove_parametrizations)",
+                where=name,
+                want="a buffer that is made from numbers alone",
+            )
     ties = ties_of(module)
     with PlacedAlike():
         module.to_empty(device=device)
