@@ -94,7 +94,7 @@ def materialize_(
         module.to_empty(device=device)
     retie_(module, ties)  # to_empty makes a tensor for every module that holds it
     names = {name: tie for tie in ties for name in tie}
-    held, fills = shapes_of(weights), _fills_of(module)
+    held, fills = shapes_of(weights), fills_of(module)
     stored = {name: x for name, x in named_buffers_of([module]).items() if name in held}
     with torch.no_grad():
         for name, buffer in live_buffers(module).items():
@@ -107,8 +107,13 @@ def materialize_(
                 box.local.copy_(_values(give, names.get(name, (name,)), shape, offset))
 
 
-def _fills_of(module: nn.Module) -> dict[str, Fill]:
-    """Return what makes those parameters that weights do not hold, by name in the whole model."""
+def fills_of(module: nn.Module) -> dict[str, Fill]:
+    """Return what makes those parameters that weights do not hold, by name in the whole model.
+
+    Examples:
+        >>> fills_of(nn.Linear(1, 1))
+        {}
+    """
     parts = ((path, vars(part).get("fills", {})) for path, part in module.named_modules())
     return {
         canonical_name(f"{path}.{key}" if path else key): fill
