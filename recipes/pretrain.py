@@ -164,6 +164,8 @@ def make_facts(cfg, model, tokenizer, opened, rows):
     facts = tk.config.config_facts(cfg)
     facts |= {"model": attrs.asdict(model), "tokenizer": tk.tokenizers.tokenizer_hash(tokenizer)}
     facts |= {"rows": tk.packing.bins_hash(rows.bins)}
+    own = tk.hub.open_folder(cfg.init).full_context if cfg.init else 0
+    facts |= {"context": max(cfg.batch.row_length, own)}
     facts |= {f"files of {name}": corpus.sources for name, corpus in opened.items()}
     return facts | {
         f"fingerprint of {name}": tk.corpora.fingerprint(x) for name, x in opened.items()
