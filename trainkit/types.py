@@ -786,6 +786,22 @@ class Batch(Mapping[str, Any]):
     spans: Spans
     extra: Mapping[str, Tensor] = attrs.field(factory=dict)
 
+    def __attrs_post_init__(self) -> None:
+        rows = tuple(self.input_ids.shape[:2])
+        for name, column in self.extra.items():
+            shape = getattr(column, "shape", None)
+            if shape is None or tuple(shape[:2]) != rows:
+                got = type(column).__name__ if shape is None else f"a tensor of shape {list(shape)}"
+                raise ConfigError(
+                    f"Batch: extra[{name!r}] is {got}, and is cut and dealt with the tokens, so "
+                    f"that its first two dimensions must be {list(rows)}; repeat what belongs to a "
+                    f"row over its tokens (x[:, None].expand(-1, {rows[-1]})), and hand over what "
+                    "belongs to no token in `call`",
+                    where=name,
+                    got=got,
+                    want=list(rows),
+                )
+
     def __getitem__(self, name: str) -> Any:
         if name in BATCH_TENSORS or name == "spans":
             return getattr(self, name)
