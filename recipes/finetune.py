@@ -174,7 +174,7 @@ def train(cfg, run, tokenizer, base, first):
     make_batch = functools.partial(tk.step_batch, rows, rows_at, pad_id=pad_id, **share)
     facts, changes = make_facts(cfg, base.config, tokenizer, rows), tk.config.changes_of(cfg)
     if cfg.method == "full":
-        facts |= tk.hub.first_weights_facts(first, stages, ps)
+        facts |= tk.checkpoint.first_weights_facts(first, stages, ps)
     else:
         facts |= tk.adapters.keep_base_(stages, ps, source=base.path)
         changes = attrs.evolve(changes, free=(*changes.free, "base_from"))
@@ -206,7 +206,7 @@ def train(cfg, run, tokenizer, base, first):
 
 def open_base(cfg):
     """Return the model to build, and where the weights are that the run begins or began with."""
-    first = tk.hub.find_first_weights(cfg.init, run_dir=cfg.out, request=cfg.resume)
+    first = tk.checkpoint.find_first_weights(cfg.init, run_dir=cfg.out, request=cfg.resume)
     path = first.path or tk.hub.base_run(Path(__file__).parent)
     base = tk.hub.open_trained(path, tokenizer=cfg.tokenizer, context=cfg.batch.row_length)
     return base, first.resolved(base.path)

@@ -168,7 +168,7 @@ def train(cfg, run, tokenizer, model, first):
     pad_id = tokenizer.pad_id or 0
     make_batch = functools.partial(tk.step_batch, rows, rows_at, pad_id=pad_id, **share)
     facts, changes = make_facts(cfg, model, tokenizer, rows), tk.config.changes_of(cfg)
-    facts |= tk.hub.first_weights_facts(first, stages, ps)
+    facts |= tk.checkpoint.first_weights_facts(first, stages, ps)
     state = run.resume(stages, optimizer, facts=facts, changes=changes, request=cfg.resume)
     stop, around = None, {"steps": cfg.steps, "keeping": cfg.keeping, "policy": cfg.policy}
     with (
@@ -194,7 +194,7 @@ def main(argv=None):
     """Read the configuration, refuse a layout that does not fit, open the process groups, train."""
     cfg = tk.config.load_config(Config, argv)
     beside = (cfg.data,) if cfg.data else ()
-    first = tk.hub.find_first_weights(cfg.init, run_dir=cfg.out, request=cfg.resume)
+    first = tk.checkpoint.find_first_weights(cfg.init, run_dir=cfg.out, request=cfg.resume)
     name = tk.tokenizers.find_tokenizer(cfg.tokenizer, beside, init=first.source)
     precision = tk.parallel.choose_precision(cfg.precision)
     cfg = attrs.evolve(cfg, init=first.source, tokenizer=name, precision=precision)

@@ -208,7 +208,7 @@ def train(cfg, run, tokenizer, base, first):
     rows, held = pack(cfg, run, open_pairs(cfg, tokenizer))
     stages, optimizer = build(cfg, ps, base)
     facts = make_facts(cfg, base.config, tokenizer, rows)
-    facts |= tk.hub.first_weights_facts(first, stages, ps)
+    facts |= tk.checkpoint.first_weights_facts(first, stages, ps)
     rows, prepare, references = compare_with_start(cfg, run, stages, optimizer, rows)
     facts |= references
     size = {"rows_per_step": cfg.batch.rows, "precision": cfg.precision}
@@ -248,7 +248,7 @@ def train(cfg, run, tokenizer, base, first):
 
 def open_base(cfg):
     """Return the model to build, and where the weights are that the run begins or began with."""
-    first = tk.hub.find_first_weights(cfg.init, run_dir=cfg.out, request=cfg.resume)
+    first = tk.checkpoint.find_first_weights(cfg.init, run_dir=cfg.out, request=cfg.resume)
     path = first.path or tk.hub.base_run(Path(__file__).parent, recipe="finetune")
     base = tk.hub.open_trained(path, tokenizer=cfg.tokenizer, context=cfg.batch.row_length)
     return base, first.resolved(base.path)

@@ -195,7 +195,7 @@ def train(cfg, run, tokenizer, model, first):
     how = {"place": ps.place, "rows_per_microbatch": cfg.batch.microbatch}
     make_batch = functools.partial(tk.step_batch, mix, rows_at, pad_id=tokenizer.pad_id or 0, **how)
     facts = make_facts(cfg, model, tokenizer, opened, mix)
-    facts |= tk.hub.first_weights_facts(first, stages, ps)
+    facts |= tk.checkpoint.first_weights_facts(first, stages, ps)
     facts_at = tk.sampling.facts_with_phases(facts, phases)
     changes = tk.config.changes_of(cfg)
     state = run.resume(stages, optimizer, facts=facts_at, changes=changes, request=cfg.resume)
@@ -225,7 +225,7 @@ def train(cfg, run, tokenizer, model, first):
 def main(argv=None):
     """Read the configuration, refuse a layout that does not fit, open the process groups, train."""
     cfg = tk.config.load_config(Config, argv)
-    first = tk.hub.find_first_weights(cfg.init, run_dir=cfg.out, request=cfg.resume)
+    first = tk.checkpoint.find_first_weights(cfg.init, run_dir=cfg.out, request=cfg.resume)
     name = tk.tokenizers.find_tokenizer(cfg.tokenizer, cfg.data, init=first.source)
     precision = tk.parallel.choose_precision(cfg.precision)
     cfg = attrs.evolve(cfg, init=first.source, tokenizer=name, precision=precision)

@@ -240,7 +240,7 @@ def train(cfg, run, tokenizer, model, first):
     held = [problem for problem, _ in held], pack(cfg, tokenizer, held)
     evaluate = bind_evaluation(cfg, ps, stages, ask, held)
     facts = {"model": attrs.asdict(model), "tokenizer": tk.tokenizers.tokenizer_hash(tokenizer)}
-    facts |= tk.config.config_facts(cfg) | tk.hub.first_weights_facts(first, stages, ps)
+    facts |= tk.config.config_facts(cfg) | tk.checkpoint.first_weights_facts(first, stages, ps)
     state = run.resume(stages, optimizer, facts=facts, changes=changes, request=cfg.resume)
     stop, around = None, {"steps": cfg.steps, "keeping": cfg.keeping, "policy": cfg.policy}
     with run.loop(state, stages, optimizer, replay=forward_backward, **around) as loop:
@@ -269,7 +269,7 @@ def train(cfg, run, tokenizer, model, first):
 
 def open_base(cfg):
     """Return where the weights to begin or go on with are; the tokenizer, its name; the model."""
-    first = tk.hub.find_first_weights(cfg.init, run_dir=cfg.out, request=cfg.resume)
+    first = tk.checkpoint.find_first_weights(cfg.init, run_dir=cfg.out, request=cfg.resume)
     if path := first.path:
         found = tk.hub.open_trained(path, tokenizer=cfg.tokenizer, context=cfg.batch.row_length)
         return first.resolved(found.path), found.tokenizer, found.name, found.config

@@ -7,9 +7,6 @@ from .export import stream_weights as stream_weights
 from .families import FAMILIES as FAMILIES
 from .families import Family as Family
 from .families import Key as Key
-from .first import FirstWeights as FirstWeights
-from .first import find_first_weights as find_first_weights
-from .first import first_weights_facts as first_weights_facts
 from .folder import Folder as Folder
 from .folder import folder_weights as folder_weights
 from .folder import init_config as init_config

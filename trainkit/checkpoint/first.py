@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -9,11 +10,10 @@ from typing import Any
 import attrs
 from torch import nn
 
-from trainkit.checkpoint.load import read_facts
 from trainkit.checkpoint.manifest import MANIFEST, list_checkpoints, outline
+from trainkit.checkpoint.plain import read_json
 from trainkit.checkpoint.tensors import weights_hash
-from trainkit.hub.folder import is_folder
-from trainkit.types import ConfigError, ParallelState
+from trainkit.types import CheckpointError, ConfigError, ParallelState
 
 _FACT = "first weights"
 
@@ -59,16 +59,14 @@ def find_first_weights(
 
     Raises:
         ConfigError: The run goes on, and `init` is not there.
-        CheckpointError: The checkpoint that it goes on from cannot be read.
 
     Examples:
         >>> find_first_weights("runs/pretrain", run_dir="/does/not/exist").source
         PosixPath('runs/pretrain')
     """
-    saved = _checkpoint_to_resume(Path(run_dir), request)
+    saved, facts = _facts_to_resume(Path(run_dir), request)
     if saved is None:
         return FirstWeights(None if init is None else Path(init))
-    facts = read_facts(saved)
     recorded = facts.get("base_from") or facts.get("config.init")
     recorded = None if recorded is None else Path(recorded)
     known = {name: value for name, value in facts.items() if name == _FACT}
@@ -117,18 +115,26 @@ def first_weights_facts(
     return {_FACT: None if first.source is None else weights_hash(stages, ps)}
 
 
-def _checkpoint_to_resume(run_dir: Path, request: str | Path) -> Path | None:
-    """Return the newest checkpoint whose manifest, names and sizes are good; the one asked for."""
+def _facts_to_resume(run_dir: Path, request: str | Path) -> tuple[Path | None, Mapping[str, Any]]:
+    """Return the checkpoint that will be gone on from and its facts; of a damaged one neither.
+
+    Tensors are not looked at: all checkpoints of a run have the same first weights.
+    """
     if request == "never":
-        return None
-    known = list_checkpoints(run_dir / "checkpoints") if request == "auto" else [Path(request)]
-    return next((path for path in known if not outline(path)[0]), known[0] if known else None)
+        return None, {}
+    for path in list_checkpoints(run_dir / "checkpoints") if request == "auto" else [Path(request)]:
+        problems, manifest = outline(path)
+        if problems:
+            continue
+        with contextlib.suppress(CheckpointError, KeyError, TypeError):
+            want = manifest["files"]["state.json"]
+            return path, read_json(path / "state.json", want=want)["facts"]
+    return None, {}
 
 
 def _has_weights(path: Path) -> bool:
-    if is_folder(path):
-        return next(path.glob("*.safetensors"), None) is not None
-    return (path / MANIFEST).exists() or bool(list_checkpoints(path / "checkpoints"))
+    is_filled = next(path.glob("*.safetensors"), None) is not None
+    return is_filled or bool(list_checkpoints(path / "checkpoints"))
 
 
 def _names(init: Path, recorded: Path) -> bool:
