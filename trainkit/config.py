@@ -139,16 +139,16 @@ def _known_recompute(_: object, __: object, mode: str) -> None:
 class OptimOptions:
     """How the optimizer steps."""
 
-    lr: float = attrs.field(default=3e-3, validator=positive)
+    lr: float = option(3e-3, positive, change="asked")
     """The peak learning rate."""
 
-    warmup: int = attrs.field(default=30, validator=non_negative)
+    warmup: int = option(30, non_negative, change="asked")
     """Steps in which the learning rate rises."""
 
-    schedule_steps: int = attrs.field(default=1000, validator=positive)
+    schedule_steps: int = option(1000, positive, change="asked")
     """The length of the learning rate's schedule; past it the last rate holds."""
 
-    weight_decay: float = attrs.field(default=0.1, validator=non_negative)
+    weight_decay: float = option(0.1, non_negative, change="asked")
     """Decay of matrices; vectors have none."""
 
     optimizer: str = option("adamw", _known_optimizer, change="asked")
@@ -166,7 +166,7 @@ class OptimOptions:
     offload_optimizer: bool = option(default=False, change="free")
     """Keep the optimizer's state in host memory, and bring it over parameter by parameter."""
 
-    max_norm: float = attrs.field(default=1.0, validator=positive)
+    max_norm: float = option(1.0, positive, change="asked")
     """Gradients above this norm are scaled down to it."""
 
     @property
@@ -240,7 +240,8 @@ class RunConfig:
     """auto: from the newest checkpoint that verifies, if there is one; never; or a checkpoint."""
 
     allow_change: tuple[str, ...] = option((), change="no fact")
-    """Names of flags that this run may be continued with another value of: lr, schedule-steps."""
+    """Names of flags that this run may be continued with another value of: lr, warmup,
+    schedule-steps, weight-decay, max-norm."""
 
     recompute: str = option("none", _known_recompute, change="free")
     """none, selective, full, what is kept, or how much: 0.4; docs/howto/less-memory.md."""

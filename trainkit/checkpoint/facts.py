@@ -100,6 +100,16 @@ def _plain_name(name: str) -> str:
     return name.removeprefix("config.").replace("-", "_")
 
 
+def allowed_names(changes: Changes) -> set[str]:
+    """Return the names of the facts that a user allows to change, as attributes are written.
+
+    Examples:
+        >>> allowed_names(Changes(flagged=["max_norm"], allow=["max-norm"]))
+        {'max_norm'}
+    """
+    return {_plain_name(name) for name in changes.allow}
+
+
 def may_change_optimizer(changes: Changes) -> bool:
     """Say whether a run may be continued with another optimizer, or with other options of it.
 
@@ -109,9 +119,9 @@ def may_change_optimizer(changes: Changes) -> bool:
         >>> may_change_optimizer(Changes(flagged=["optimizer"], allow=["optimizer"]))
         True
     """
-    may = map(_plain_name, (*changes.free, *changes.allow))
     known = ("optimizer", "moments", "mean")
-    return any(name in known or name.startswith("optimizer_") for name in may)
+    names = {*map(_plain_name, changes.free), *allowed_names(changes)}
+    return any(name in known or name.startswith("optimizer_") for name in names)
 
 
 def compare_facts(
