@@ -30,7 +30,6 @@ OTHER = {
     "moments": ["bf16"],
     "reduction": ["bf16"],
     "matmul": ["high"],
-    "deterministic": [],
 }
 
 
@@ -71,7 +70,8 @@ def test_what_help_promises_may_change(recipe):
     assert names == {"lr", "warmup", "schedule-steps", "weight-decay", "max-norm"}
     flagged = {name.replace("_", "-") for name in changes_of(loaded(recipe).Config()).flagged}
     assert names | promised_on_pages() - {"linears"} <= flagged
-    assert flagged - {"linear-modules"} <= OTHER.keys()  # which plain layers do not read
+    # Plain layers do not read linear-modules, and nothing makes torch less deterministic again.
+    assert flagged - {"linear-modules", "deterministic"} <= OTHER.keys()
 
 
 @pytest.fixture(scope="module")
