@@ -50,8 +50,8 @@ class Config(tk.config.RunConfig):
     """Conversations: a .jsonl or .parquet file with a field messages, or a .tokens file."""
     tokenizer: str | None = tk.config.option(None, change="free")
     """bytes, or a tokenizer.json; by default that of init."""
-    template: str | None = None
-    """How a conversation is written: chatml, llama3, qwen3; by default as init has learned it."""
+    template: str | None = tk.config.option(None, change="free")
+    """How a conversation is written: chatml, llama3, qwen3, a folder's; by default that of init."""
     train_on: str = tk.config.option("assistant", tk.config.one_of("assistant", "last"))
     """Which turns are trained on: all of the assistant's, or only the last; .tokens files say."""
     cache: Path | None = tk.config.option(Path("runs/cache"), change="free")
@@ -75,7 +75,10 @@ def open_conversations(cfg, tokenizer):
     how = {"template": tk.chat.find_template(cfg.template), "train": cfg.train_on, "counts": counts}
     size = {"max_length": cfg.batch.row_length, "overlong": "drop"}
     encode = tk.chat.chat_encoder(tokenizer, **how, **size)
-    return tk.corpora.open_conversations(cfg.data, encode, tokenizer=tokenizer), counts
+    corpus = tk.corpora.open_conversations(
+        cfg.data, encode, tokenizer=tokenizer, template=cfg.template
+    )
+    return corpus, counts
 
 
 def pack(cfg, run, corpus, counts):
@@ -83,6 +86,8 @@ def pack(cfg, run, corpus, counts):
     length, asked = cfg.batch.row_length, counts["conversations"]
     cut = {"truncated": counts["truncated"], "dropped": counts["dropped"], "what": "conversations"}
     if warning := tk.packing.overlong_warning(asked, capacity=length, **cut):
+        run.say(warning)
+    if warning := tk.chat.answers_warning(counts):
         run.say(warning)
     how = {"cache_dir": cfg.cache, "axis": run.ps.world, "seed": cfg.seed, "tell": run.say}
     how |= {"multiple_of": cfg.batch.multiple_of, "overlong": "error"}
@@ -146,7 +151,7 @@ def make_facts(cfg, model, tokenizer, rows):
     """Return what a run must be continued with as it was begun."""
     facts = tk.config.config_facts(cfg) | tk.data.packed_facts(rows)
     named = {"model": attrs.asdict(model), "tokenizer": tk.tokenizers.tokenizer_hash(tokenizer)}
-    return facts | named
+    return facts | named | {"template": tk.chat.template_hash(cfg.template)}
 
 
 def train(cfg, run, tokenizer, base, first):
@@ -216,11 +221,13 @@ def main(argv=None):
     """Read the configuration, refuse a layout that does not fit, open the process groups, train."""
     cfg = tk.config.load_config(Config, argv)
     base, first = open_base(cfg)
-    tokenizer, template = base.tokenizer, cfg.template or base.template or "chatml"
+    tokenizer = base.tokenizer
+    template = tk.chat.choose_template(
+        cfg.template, tokenizer, own=base.template, where=str(base.path)
+    )
     precision = tk.parallel.choose_precision(cfg.precision)
     cfg = attrs.evolve(cfg, init=first.source, tokenizer=base.name, template=template)
     cfg = attrs.evolve(cfg, precision=precision)
-    tk.chat.find_template(template)  # refuses one that there is not
     problems = tk.parallel.problems(cfg.layout, base.config, cfg.batch, world=tk.mesh.world_size())
     add, beside = add_adapters(cfg), {"layout": cfg.layout, "base": base.facts}
     problems += tk.adapters.problems(add, base.config, **beside)

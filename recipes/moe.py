@@ -61,8 +61,11 @@ class Config(tk.config.RunConfig):
 def open_rows(cfg, run, tokenizer):
     """Return the rows to train on, and those held out: no document is in both."""
     run.say(f"reading {cfg.data or 'the source of the standard library'}")
-    open_text = functools.partial(tk.open_corpus, cfg.data) if cfg.data else tk.corpora.open_library
-    whole, length = open_text(tokenizer=tokenizer), cfg.batch.row_length
+    length, template = cfg.batch.row_length, tk.chat.template_beside(cfg.init)
+    if cfg.data:
+        whole = tk.open_corpus(cfg.data, tokenizer=tokenizer, template=template)
+    else:
+        whole = tk.corpora.open_library(tokenizer)
     corpus, is_held = tk.corpora.hold_out(whole, one_in=40, piece=length)
     how = {"cache_dir": cfg.cache, "axis": run.ps.world, "seed": cfg.seed, "tell": run.say}
     how |= {"multiple_of": cfg.batch.multiple_of}

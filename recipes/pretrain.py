@@ -64,6 +64,7 @@ def open_corpora(cfg, tokenizer):
         raise ConfigError(f"--data names a corpus twice: {', '.join(map(str, cfg.data))}")
     alike = len({path.stem for path in cfg.data}) < len(cfg.data)
     how = {"tokenizer": tokenizer, "field": cfg.field}
+    how |= {"template": tk.chat.template_beside(cfg.init)}
     return {str(x) if alike else x.stem: tk.open_corpus(x, **how) for x in cfg.data}
 
 

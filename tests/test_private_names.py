@@ -162,6 +162,7 @@ PRIVATE = [
         "parallel/reduction.py",
         "whether a unit was gathered, and what gets zeros where there is no gradient",
     ),
+    Private("unit._all_gather_result", "parallel/reduction.py", "whether a unit was gathered"),
     Private("replicated._comm_hooks", "parallel/reduction.py", "whether DDP sums or averages"),
     Private(
         "stage._post_metadata_inference_cleanup",

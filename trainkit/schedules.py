@@ -328,10 +328,12 @@ def infinite(
     """
     name, plateau = "infinite", warmup + cooldown
     _check(name, lr, warmup, max(warmup, 1), final, warmup_from)
-    if not 0 <= stable <= 1 or (stable < 1) != (cooldown > 0) or cooldown < 0:
+    fits = 0 <= cooldown < math.inf and (stable < 1) == (cooldown > 0)
+    if not (fits and 0 <= stable <= 1):
         must = "stable must be a fraction of lr below 1 and cooldown above 0, or 1 and 0 steps"
         raise ValueError(f"{name}: {must}, got {stable} and {cooldown}")
-    if anneal_from is not None and (anneal_from < plateau or anneal < 1):
+    begins = anneal_from is None or plateau <= anneal_from < math.inf
+    if not begins or (anneal_from is not None and not 1 <= anneal < math.inf):
         must = f"annealing must begin at step {plateau} or later and take at least 1 step"
         raise ValueError(f"{name}: {must}, got anneal_from={anneal_from} and anneal={anneal}")
     points: dict[int, Point] = {warmup: (warmup, 1.0), plateau: (plateau, stable, "cosine")}
@@ -455,9 +457,9 @@ def _check(  # noqa: PLR0917 (each schedule hands all of its own on)
 ) -> None:
     if not (math.isfinite(lr) and lr >= 0):
         raise ValueError(f"{name}: lr must be finite and at least 0, got {lr}")
-    if warmup < 0:
+    if not 0 <= warmup < math.inf:
         raise ValueError(f"{name}: warmup must be at least 0 steps, got {warmup}")
-    if total < max(warmup, 1):
+    if not max(warmup, 1) <= total < math.inf:
         must = f"total must be at least 1 step and at least warmup = {warmup}"
         raise ValueError(f"{name}: {must}, got {total}")
     if warmup_from is not None and not 0 <= warmup_from <= 1:

@@ -14,7 +14,14 @@ import attrs
 import torch
 from torch import Tensor, nn
 
-from trainkit.batch import blank_batch, count_valid_tokens, divided, divisors_of, to_device
+from trainkit.batch import (
+    blank_batch,
+    check_terms,
+    count_valid_tokens,
+    divided,
+    divisors_of,
+    to_device,
+)
 from trainkit.collectives import all_gather_json, all_max, all_sum, communication_device
 from trainkit.losses import mean_terms
 from trainkit.models.call import call_model
@@ -88,7 +95,8 @@ def forward_backward(
         The terms of the loss summed over the microbatches of this rank, detached, not divided.
 
     Raises:
-        ValueError: There is no microbatch, `reduce` is unknown, or a module averages gradients.
+        ValueError: There is no microbatch, `reduce` is unknown, a module averages gradients, or the
+            loss returns something else than (sum, {name: sum}).
 
     Effects:
         Adds to the `.grad` of the parameters of `model`; communicates over the axes that its
@@ -109,7 +117,7 @@ def forward_backward(
     sums: dict[str, Tensor] = {}
     if not reducers:
         for batch in microbatches:
-            total, terms = loss(call(model, batch), batch)
+            total, terms = check_terms(loss(call(model, batch), batch), by="forward_backward")
             divided(total, divisors).backward()
             _add(sums, terms)
         return sums
@@ -117,7 +125,7 @@ def forward_backward(
     with reducing(model, reducers, microbatches, reduce=reduce) as reduction:
         for index, batch in enumerate(microbatches):
             with reduction.microbatch(last=index == len(microbatches) - 1):
-                total, terms = loss(call(model, batch), batch)
+                total, terms = check_terms(loss(call(model, batch), batch), by="forward_backward")
                 divided(total, divisors).backward()
             _add(sums, terms)
     return sums
@@ -215,7 +223,7 @@ def forward_only(
     sums: dict[str, Tensor] = {}
     with evaluating([model]):
         for batch in microbatches:
-            _add_long(sums, loss(call(model, batch), batch)[1])
+            _add_long(sums, check_terms(loss(call(model, batch), batch), by="forward_only")[1])
     return sums
 
 
@@ -288,9 +296,10 @@ def _terms_through(
 ) -> dict[str, Tensor]:
     """Return the loss's terms where the last stage is, nothing elsewhere."""
     if pp.count == 1:
-        return loss(call(stages[0], batch), batch)[1]
+        return check_terms(loss(call(stages[0], batch), batch), by="evaluate")[1]
     output = forward_stages(stages, batch, axis=pp, call=call)
-    return loss(output, batch)[1] if places_of(stages, pp)[-1].last else {}
+    is_last = places_of(stages, pp)[-1].last
+    return check_terms(loss(output, batch), by="evaluate")[1] if is_last else {}
 
 
 def _shared(

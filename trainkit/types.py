@@ -695,15 +695,15 @@ class Column:
 
     Columns belong to labels or to tokens. One of labels (weights, advantages, log-probabilities)
     says something of token t as it is predicted: in a batch it stands where token t is the label,
-    and is 0 where there is no next token of the piece. One of tokens (routing choices) stands where
-    the token itself enters. Padding is 0.
+    and is 0 where there is no next token of the piece. One of tokens stands where the token itself
+    enters: the choices of a router, for one, which models take as int64. Padding is 0.
 
     A `Batch` has a column in `extra`, `[B, S]` or `[B, S, k]`, of its dtype, but int32 for uint16
     and int64 for uint32, with which torch hardly computes.
 
     Examples:
-        >>> Column("uint8", (2,), of="token")
-        Column(dtype='uint8', inner=(2,), of='token')
+        >>> Column("int64", (2,), of="token")
+        Column(dtype='int64', inner=(2,), of='token')
         >>> Column("float64")
         Traceback (most recent call last):
         ...

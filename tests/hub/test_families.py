@@ -272,6 +272,9 @@ def test_a_map_with_a_gap_is_refused_by_name():
     shapes = {"a": (4, 2), "b": (2, 2)}
     with pytest.raises(ConfigError, match="no name for b"):
         make_links({"a": hub.There("x")}, shapes, heads={}, rotary=0)
+    table = {"a": hub.There("x"), "b": hub.There("y")}
+    with pytest.raises(ConfigError, match=r"make_links: b must have a dimension, got"):
+        make_links(table, {"a": (2,), "b": ()}, heads={}, rotary=0)
     links = make_links({"a": hub.There("x"), "b": hub.There("x")}, shapes, heads={}, rotary=0)
     with pytest.raises(ConfigError, match="x: 12 of 8 elements are linked"):
         check_links(links, shapes)

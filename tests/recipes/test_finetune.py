@@ -216,6 +216,29 @@ def test_tokens_that_do_not_say_who_said_them_are_refused(flags_of, tmp_path):
     assert (code, "c.tokens" in what, "prepare --messages" in what) == (65, True, True), what
 
 
+def test_tokens_of_another_template_are_refused(base, chats, flags_of, tmp_path):
+    tokens = tmp_path / "c.tokens"
+    said = ["prepare", chats, "--out", tokens, "--messages", "--template", "qwen3"]
+    assert main([str(word) for word in said]) == 0
+    code, what = refusal("finetune", *flags_of(tmp_path / "run", 2, "--data", tokens))
+    assert (code, "the template qwen3" in what, "model's is chatml" in what) == (65, True, True)
+    own = shutil.copytree(base / "model", tmp_path / "own")
+    (own / "chat_template.jinja").write_text(chat.SOURCES["llama3"])
+    flags = flags_of(tmp_path / "other", 2, "--data", tokens, "--init", own)
+    for recipe, less in (("finetune", ()), ("pretrain", SMALL[-2:])):
+        code, what = refusal(recipe, *(flag for flag in flags if flag not in less))
+        assert (code, f"model's is {own}" in what) == (65, True), what
+
+
+def test_a_folder_without_a_template_is_told_that_chatml_was_assumed(base, flags_of, tmp_path):
+    own = shutil.copytree(base / "model", tmp_path / "own")
+    save_tokenizer(train_bpe(["2 + 1? 3, as you know."], vocab_size=260), own / "tokenizer.json")
+    code, what = refusal("finetune", *flags_of(tmp_path / "run", 2, "--init", own))
+    assert (code, f"{own} brings no chat template, so ChatML was assumed" in what) == (64, True)
+    code, what = refusal("finetune", *flags_of(tmp_path / "run", 2, "--init", "google/gemma"))
+    assert (code, "hf download google/gemma --local-dir DIR" in what) == (66, True), what
+
+
 @pytest.mark.parametrize(
     ("flags", "named"),
     [

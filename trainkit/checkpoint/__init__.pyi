@@ -31,5 +31,7 @@ from .save import require_space as require_space
 from .save import save_checkpoint as save_checkpoint
 from .save import saves as saves
 from .save import write_final as write_final
+from .snapshot import check_savable as check_savable
 from .sources import weights_from as weights_from
 from .tensors import state_hash as state_hash
+from .write import Progress as Progress

@@ -80,7 +80,7 @@ def guarded_saves(
         facts: As for `save_checkpoint`.
         config: The resolved configuration, plain values.
         **how: What `saves` takes besides: `retention`, `background`, `grace`, `before_commit`,
-            `unsaved`.
+            `unsaved`, `progress`.
 
     Raises:
         DiskError: On leaving: the last save could not be written.

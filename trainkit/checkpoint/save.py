@@ -26,7 +26,7 @@ from trainkit.checkpoint.plain import refuse_no_room
 from trainkit.checkpoint.retention import Retention, apply_retention
 from trainkit.checkpoint.snapshot import Snapshot, bind_snapshots
 from trainkit.checkpoint.tensors import counters_of, model_tensors, state_hash
-from trainkit.checkpoint.write import Destination, point_to
+from trainkit.checkpoint.write import Destination, Progress, point_to
 from trainkit.collectives import all_gather_json
 from trainkit.files import replacing
 from trainkit.mesh import twin_axis
@@ -78,6 +78,7 @@ def saves(
     before_commit: Callable[[], None] | None = None,
     event: Callable[..., None] = _no_event,
     unsaved: Callable[[BaseException], Unsaved | None] = _nothing,
+    progress: Progress | None = None,
 ) -> Iterator[tuple[Save, Collect]]:
     """Save a run again and again, for a `with` block, while training goes on.
 
@@ -115,6 +116,7 @@ def saves(
         unsaved: Called with an exception that leaves the block. Returns the state that the stages
             and the optimizer hold, or None if they are in the middle of a step or it is saved
             already.
+        progress: Counts what this rank writes, for a watch to see whether the disk hangs.
 
     Yields:
         `save` and `saved`, of the types `Save` and `Collect`.
@@ -129,7 +131,7 @@ def saves(
     """
     run_dir, config = Path(run_dir), _plain(config)
     take = bind_snapshots(stages, optimizer, ps)
-    after = _pruning(retention)
+    after, progress = _pruning(retention), progress or Progress()
     own_group = twin_axis(ps.world, name="saves") if background else nullcontext(ps.world)
     with own_group as axis:
         outcomes = _Outcomes((lambda _: None) if axis.index else tell, grace, event)
@@ -140,7 +142,9 @@ def saves(
             check_awake(stages, by="save")
             outcomes.make_room_for(state)
             staging = run_dir / "checkpoints" / f".staging-{token}-{next(number)}"
-            target = Destination(run_dir, staging, axis.count, config, score, before_commit)
+            target = Destination(
+                run_dir, staging, axis.count, config, score, before_commit, progress
+            )
 
             def taken() -> Snapshot:
                 return take(state, {} if axis.index else facts_at(facts, state.cursor.batch))
@@ -158,7 +162,7 @@ def saves(
                 name = f".staging-{token}-{hash_counters(counters_of(found.state)):016x}"
                 staging = run_dir / "checkpoints" / name
                 target = Destination(
-                    run_dir, staging, axis.count, config, found.score, before_commit
+                    run_dir, staging, axis.count, config, found.score, before_commit, progress
                 )
 
                 def taken_whole() -> Snapshot:

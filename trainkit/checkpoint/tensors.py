@@ -102,7 +102,8 @@ def check_optimizer(stages: Iterable[nn.Module], optimizer: torch.optim.Optimize
             if not isinstance(value, Tensor | float | int | str | None):
                 raise ValueError(  # noqa: TRY004 (as all that is wrong with an optimizer)
                     f"save_checkpoint: the optimizer keeps {key!r} of {names[id(p)]} as a "
-                    f"`{type(value).__name__}`; a checkpoint holds tensors and plain numbers alone"
+                    f"`{type(value).__name__}`; a checkpoint holds tensors and plain numbers "
+                    "alone; keep a tensor there"
                 )
     hidden = hidden_state(optimizer, names)
     if hidden:

@@ -69,7 +69,9 @@ def run(options: argparse.Namespace) -> tuple[Any, int]:
     if world_size() > 1:
         raise ConfigError(f"score: one process does it, and there are {world_size()}")
     trained = hub.open_trained(options.model, context=options.context, tell=say_on_stderr)
-    corpus = corpora.open_corpus(options.corpus, tokenizer=trained.tokenizer)
+    corpus = corpora.open_corpus(
+        options.corpus, tokenizer=trained.tokenizer, template=trained.template
+    )
     compute = parallel.choose_precision(Precision(compute=options.compute)).compute
     temperature = options.temperature or 1.0
     make_model = functools.partial(models.Decoder, trained.config, head="hidden")

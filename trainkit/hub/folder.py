@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from trainkit.checkpoint.boxes import parameter_of, shortened
+from trainkit.checkpoint.manifest import MANIFEST
 from trainkit.checkpoint.plain import read_bounded, refusal
 from trainkit.checkpoint.reading import reader
 from trainkit.checkpoint.sources import INDEX
@@ -70,6 +71,42 @@ def is_folder(path: Path | str) -> bool:
     return (Path(path) / CONFIG).is_file()
 
 
+def check_is_there(path: Path | str, *, function: str) -> None:
+    """Refuse a model's path at which there is nothing, or no folder of a model.
+
+    Args:
+        path: A run, a checkpoint or a Hugging Face folder.
+        function: What says so.
+
+    Raises:
+        CheckpointError: There is no such folder, which may be the name of a model on the hub; or
+            the folder has no `config.json` and no checkpoint.
+
+    Examples:
+        >>> check_is_there("google/gemma-3-1b-it", function="open_folder")
+        Traceback (most recent call last):
+        ...
+        trainkit.types.CheckpointError: open_folder: there is no folder google/gemma-3-1b-it; a ...
+    """
+    path = Path(path)
+    if not path.exists():
+        name = str(path) if len(path.parts) == 2 and not path.is_absolute() else "NAME"
+        raise CheckpointError(
+            f"{function}: there is no folder {path}; a model of the Hugging Face hub is downloaded "
+            f"first, and its folder named: hf download {name} --local-dir DIR",
+            where=path,
+        )
+    files = [path / CONFIG, path / MANIFEST, path / "checkpoints"]
+    if not any(file.exists() or file.is_symlink() for file in files):
+        raise CheckpointError(
+            f"{function}: {path} has no config.json, as a Hugging Face folder has, and no "
+            "checkpoints, as a run has",
+            where=path,
+            hint="name a run that has saved, one of its checkpoints, or a folder that was "
+            "downloaded whole: hf download NAME --local-dir DIR",
+        )
+
+
 def open_folder(
     path: Path | str, *, families: Sequence[Family] = FAMILIES, context: int | None = None
 ) -> Folder:
@@ -87,15 +124,16 @@ def open_folder(
     Raises:
         ConfigError: The folder is none of a model that trainkit computes; all that is wrong with
             its `config.json` is named.
-        CheckpointError: `config.json` is missing, no plain file, or no good JSON; or a file of the
-            folder is a link.
+        CheckpointError: There is no folder, or its `config.json` is missing, no plain file, or no
+            good JSON; or a file of the folder is a link.
 
     Examples:
         >>> open_folder("/does/not/exist")
         Traceback (most recent call last):
         ...
-        trainkit.types.CheckpointError: checkpoint: /does/not/exist/config.json cannot be read: ...
+        trainkit.types.CheckpointError: open_folder: there is no folder /does/not/exist; a model...
     """
+    check_is_there(path, function="open_folder")
     file = Path(path) / CONFIG
     links = [
         each.name
@@ -145,7 +183,7 @@ def init_config(
         >>> init_config("/does/not/exist", vocab_size=259)
         Traceback (most recent call last):
         ...
-        trainkit.types.CheckpointError: checkpoint: /does/not/exist/config.json cannot be read: ...
+        trainkit.types.CheckpointError: open_folder: there is no folder /does/not/exist; a model...
     """
     if (Path(path) / "checkpoints").is_dir() and not is_folder(path):
         hint = f"python -m trainkit export {path} FOLDER makes one of it"
@@ -324,7 +362,7 @@ def load_weights(
         >>> load_weights("/does/not/exist", [])
         Traceback (most recent call last):
         ...
-        trainkit.types.CheckpointError: checkpoint: /does/not/exist/config.json cannot be read: ...
+        trainkit.types.CheckpointError: open_folder: there is no folder /does/not/exist; a model...
     """
     folder = open_folder(path)
     read, lacking = _looked_over(folder, allow_missing, allow_extra, axis)

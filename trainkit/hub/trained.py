@@ -10,11 +10,11 @@ from typing import Any, Literal
 
 import attrs
 
-from trainkit.chat import has_template
+from trainkit.chat import template_beside
 from trainkit.checkpoint import load as checkpoints
 from trainkit.checkpoint.manifest import find_checkpoint, list_checkpoints
 from trainkit.files import say_on_stderr
-from trainkit.hub.folder import is_folder, open_folder
+from trainkit.hub.folder import check_is_there, is_folder, open_folder
 from trainkit.mesh import world_size
 from trainkit.models.config import DecoderConfig
 from trainkit.models.sizes import config_from_facts
@@ -81,7 +81,7 @@ def open_trained(
         >>> open_trained("/does/not/exist")
         Traceback (most recent call last):
         ...
-        trainkit.types.CheckpointError: find_checkpoint: there is no checkpoint in /does/not/exist
+        trainkit.types.CheckpointError: open_trained: there is no folder /does/not/exist; a model...
     """
     path = Path(path)
     of_folder = is_folder(path)
@@ -92,6 +92,7 @@ def open_trained(
             want="a run, one of its checkpoints, or a whole model",
             hint="name the run that trained them, or export that with --merge",
         )
+    check_is_there(path, function="open_trained")
     found = _folder(path, tokenizer, context) if of_folder else _run(path, tokenizer, tell)
     found = found if context is None else attrs.evolve(found, context=context)
     reach = found.config.reach
@@ -118,8 +119,8 @@ def open_trained(
 def _folder(path: Path, name: str | None, context: int | None) -> Trained:
     folder, tokenizer = open_folder(path, context=context), open_tokenizer(name or path)
     adds_bos = isinstance(tokenizer, HFTokenizer) and tokenizer.adds_bos
-    name, template = name or str(path), str(path) if has_template(path) else None
-    return Trained(path, folder.config, name, tokenizer, folder.context, adds_bos, template)
+    known = folder.context, adds_bos, template_beside(path)
+    return Trained(path, folder.config, name or str(path), tokenizer, *known)
 
 
 def _run(path: Path, name: str | None, tell: Callable[[str], None]) -> Trained:

@@ -70,7 +70,11 @@ _RANGES: dict[str, tuple[Callable[[Any], Any], str, float]] = {
         "above 0 and finite (at 0 nothing is drawn)",
         1.0,
     ),
-    "top_k": (lambda x: x >= 1, "at least 1, or None", torch.iinfo(torch.int64).max),
+    "top_k": (
+        lambda x: (x >= 1) & (x < math.inf),
+        "at least 1, or None",
+        torch.iinfo(torch.int64).max,
+    ),
     "top_p": (lambda x: (x > 0) & (x <= 1), "above 0 and at most 1", 1.0),
     "min_p": (lambda x: (x >= 0) & (x <= 1), "between 0 and 1", 0.0),
 }

@@ -66,7 +66,7 @@ def distillation(
         >>> float(loss(Hidden(torch.ones(1, 2, 4), torch.eye(4)), batch)[0])
         0.0
     """
-    _check(beta, temperature)
+    _check("distillation", beta, temperature, chunk)
     check_range("distillation", at_least=1, top_k=top_k)
 
     @with_terms("distillation")
@@ -120,7 +120,7 @@ def stored_distillation(
         >>> float(stored_distillation()(hidden, batch)[0])
         0.0
     """
-    _check(beta, temperature)
+    _check("stored_distillation", beta, temperature, chunk)
 
     @with_terms("distillation")
     def loss(output: Any, batch: Mapping[str, Any]) -> Terms:
@@ -184,10 +184,10 @@ def likeliest(logprobs: Tensor, k: int, axis: Axis) -> tuple[Tensor, Tensor]:
     return ids.gather(-1, places), best
 
 
-def _check(beta: float, temperature: float) -> None:
-    if not 0 <= beta <= 1 or temperature <= 0:
-        got = f"beta {beta} and temperature {temperature}"
-        raise ValueError(f"distillation: beta is in [0, 1] and temperature above 0, got {got}")
+def _check(where: str, beta: float, temperature: float, chunk: int | None) -> None:
+    check_range(where, at_least=0, at_most=1, beta=beta)
+    check_range(where, above=0, temperature=temperature)
+    check_range(where, at_least=1, chunk=chunk)
 
 
 def _check_teacher(hidden: Tensor, weight: Tensor, *, words: int) -> None:

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from trainkit.optim.groups import check_numbers
 from trainkit.optim.storage import Moments, Rounding
 from trainkit.parallel.naming import PlacedAlike, placed_as
 
@@ -86,12 +87,10 @@ def adamw(
     listed: list[Any] = list(params)
     if not listed:
         raise ValueError("adamw: at least one parameter is needed, got none")
-    for name, value in (("lr", lr), ("eps", eps), ("weight_decay", weight_decay)):
-        if not 0 <= value < float("inf"):
-            raise ValueError(f"adamw: {name} must be finite and at least 0, got {value}")
-    if len(betas) != 2 or not all(0 <= beta < 1 for beta in betas):
-        raise ValueError(f"adamw: betas must be two numbers of at least 0 and below 1, got {betas}")
     groups = listed if isinstance(listed[0], dict) else [{"params": listed}]
+    numbers = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
+    for group in groups:
+        check_numbers("adamw", numbers | group)
     groups = [{**group, "params": _listed(group["params"])} for group in groups]
     narrow = any(p.dtype.itemsize < 4 for group in groups for p in group["params"])
     if cautious or narrow or moments != "fp32" or rounding != "nearest":

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from trainkit.noise.hashing import key_of
 from trainkit.noise.rounding import keys_at, rounded_rows, rounding_keys
+from trainkit.optim.groups import check_numbers
 from trainkit.optim.loops import rule_loop
 from trainkit.optim.storage import (
     BLOCK,
@@ -155,9 +156,6 @@ class Elementwise(torch.optim.Optimizer):
         name = type(self).__name__
         among(get_args(Moments), name, moments=moments)
         among(get_args(Rounding), name, rounding=rounding)
-        for option, value in (("lr", lr), ("weight_decay", weight_decay)):
-            if not 0 <= value < float("inf"):
-                raise ValueError(f"{name}: {option} must be finite and at least 0, got {value}")
         if unknown := sorted(options.keys() - self.options.keys()):
             raise TypeError(f"{name}: there is no option {unknown[0]}; there are {[*self.options]}")
         options = {**self.options, **options}
@@ -165,9 +163,7 @@ class Elementwise(torch.optim.Optimizer):
         options |= {"moments": moments, "rounding": rounding, "seed": seed, "capturable": True}
         super().__init__(list(params), options)
         for group in self.param_groups:
-            if not all(0 <= beta < 1 for beta in group.get("betas", ())):
-                must = "must be at least 0 and below 1"
-                raise ValueError(f"{name}: betas {must}, got {group['betas']}")
+            check_numbers(name, group)
             if group["rounding"] == "stochastic" and "param_names" not in group:
                 raise ValueError(
                     f"{name}: stochastic rounding draws by the names of parameters; give them in "

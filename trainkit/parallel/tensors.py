@@ -27,6 +27,7 @@ from trainkit.parallel.styles import (
     sums_problem,
 )
 from trainkit.parallel.transforms import Transform
+from trainkit.parallel.unsupported import refuse_max_norm
 from trainkit.types import Axis, ConfigError, Hidden, ParallelState, Routed
 
 DECODER_STYLES: Mapping[str, str] = MappingProxyType(
@@ -101,7 +102,8 @@ def tensor(styles: Mapping[str, str | Style] | None = None) -> Transform:
         ConfigError: When applied: a style is unknown or does not fit its module, styles would sum a
             gradient twice or not at all, as far as that can be seen, a pattern matches nothing
             (without pipeline stages), two patterns match one module, or a number of heads or a
-            dimension does not divide by tp. Nothing has been sent then.
+            dimension does not divide by tp; an embedding has a `max_norm`. Nothing has been sent
+            then.
 
     References:
         Shoeybi et al., "Megatron-LM" (2019); Korthikanti et al., "Reducing activation
@@ -125,6 +127,7 @@ def tensor(styles: Mapping[str, str | Style] | None = None) -> Transform:
         if ps.tp.count == 1:
             return module
         check_whole_documents(module, "tensor")
+        refuse_max_norm(module, by="tensor")
         parents = dict(module.named_modules())
         for name, (pattern, style) in named.items():
             _check_module(name, parents, pattern, style, ps.tp)

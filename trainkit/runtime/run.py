@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import os
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from datetime import timedelta
 from functools import partial
@@ -89,8 +89,8 @@ class Loop:
 
     keep: Callable[[TrainState], str | None]
     """`stop = keep(state)`: lets the ranks vote on whether to stop (`stop_votes`), saves when a
-    save is due or the run stops (`saves`), collects garbage (`collected_by_hand`), and returns why
-    it stops, or None."""
+    save is due, the run stops, or the step's evaluation is among the `Keeping.keep_best` best
+    (`saves`), collects garbage (`collected_by_hand`), and returns why it stops, or None."""
 
     event: Callable[..., None]
     """`event(name, **facts)` adds a line to events.jsonl."""
@@ -180,6 +180,7 @@ def open_run(
     """
     layout, limits = layout or Layout(), limits or Limits()
     start = timedelta(seconds=limits.start_timeout)
+    progress = checkpoint.Progress()
     longest = max(start, timedelta(seconds=10 * limits.step_timeout))
     if numerics is not None:
         set_numerics(numerics)
@@ -197,6 +198,7 @@ def open_run(
             allow=limits.start_timeout,
             grace=limits.grace,
             hold=hold,
+            written=lambda: progress.parts,
         ) as phase,
         stop_votes(asked, ps.world) as stopping,
     ):
@@ -207,7 +209,7 @@ def open_run(
             say(note)
         if numerics is not None:
             say(str(numerics))
-        frame = _Frame(folder, ps, say, phase, stopping, limits, config)
+        frame = _Frame(folder, ps, say, phase, stopping, limits, config, progress)
         yield Run(folder, ps, say, phase, stopping, frame.resume, frame.loop, frame.finish)
 
 
@@ -228,6 +230,7 @@ class _Frame:
     stopping: Asked
     limits: Limits
     config: Mapping[str, Any] | None
+    progress: checkpoint.Progress
     facts: checkpoint.Facts | None = None
     told: list[str] = attrs.field(factory=list)  # how the run began
 
@@ -276,7 +279,7 @@ class _Frame:
             self.say(
                 f"the run in {self.dir} is complete at step {state.step}; --steps takes it further"
             )
-        policy = policy or health.Policy()
+        policy, stages = policy or health.Policy(), list(stages)
         others = named_sinks(keeping.sinks, self.dir, config=self.config)
         opened = list[_Around]()
 
@@ -290,7 +293,7 @@ class _Frame:
             ),
             checkpoint.guarded_saves(
                 self.dir,
-                list(stages),
+                stages,
                 optimizer,
                 self.ps,
                 policy=policy,
@@ -304,12 +307,13 @@ class _Frame:
                 before_commit=partial(sync_lines, self.dir),
                 tell=self.say,
                 unsaved=unsaved,
+                progress=self.progress,
             ) as (save, guard),
             collected_by_hand() as collect,
         ):
             event("resume", step=state.step, told=self.told)
             around = _Around(
-                self, optimizer, steps, keeping, log, event, save, guard, collect, policy
+                self, stages, optimizer, steps, keeping, log, event, save, guard, collect, policy
             )
             around.first = around.hold(state).step
             opened.append(around)
@@ -345,6 +349,7 @@ class _Around:
     """
 
     frame: _Frame
+    stages: Sequence[nn.Module]
     optimizer: torch.optim.Optimizer
     steps: int
     keeping: checkpoint.Keeping
@@ -356,6 +361,7 @@ class _Around:
     policy: health.Policy
     begin: float = attrs.field(factory=time.perf_counter)
     score: tuple[int, float] | None = None
+    best: int | None = None  # the step of the last evaluation, if that was one of the best so far
     stop: str | None = None
     step: int = 0
     pending: list[tuple[TrainState, Mapping[str, Tensor | float]]] = attrs.field(factory=list)
@@ -439,6 +445,8 @@ class _Around:
             }
             self.pending.append((state, kept))
             return self.hold(state)
+        if not self.begun:  # a save that cannot succeed is refused here, not many steps later
+            checkpoint.check_savable(state, self.stages, self.optimizer, self.frame.ps)
         self.pending.append((state, metrics))
         # The next steps may take their time from here on: these have been handed to the device.
         self.frame.phase(f"step {state.step + 1}", allow=every * self.frame.limits.step_timeout)
@@ -486,23 +494,31 @@ class _Around:
         self.frame.phase("evaluation", allow=self.frame.limits.start_timeout)
         with averaged(self.optimizer):
             found = evaluate()
-        state = self.hold(health.refuse_divergence(state, found["loss"]))
+        state = health.refuse_divergence(state, found["loss"])
+        score = found.get("score", found["loss"])
+        if state.step > 0:  # the weights that a run begins with are no checkpoint of it
+            is_best, memory = health.among_best(score, state.health, most=self.keeping.keep_best)
+            state = attrs.evolve(state, health=memory)
+            self.best = state.step if is_best else None
+        self.hold(state)
         self.event("evaluation", step=state.step, **found)
-        unit = "pair" if "pairs" in found else "token"
-        told = f"{found['loss']:.4f} nats per {unit}, {found[f'{unit}s']} {unit}s"
+        unit = next((x for x in ("pair", "answer") if f"{x}s" in found), "token")
+        nats = "nats " if unit == "token" else ""
+        told = f"{found['loss']:.4f} {nats}per {unit}, {found[f'{unit}s']} {unit}s"
         self.frame.say(f"held out: {told}")
-        self.score = state.step, found.get("score", found["loss"])
+        self.score = state.step, score
         self.begin = time.perf_counter()
         return state
 
     def keep(self, state: TrainState) -> str | None:
         self.stop = self.frame.stopping()
-        if self.stop or self._saves(state):
+        saves = self.stop or self._saves(state) or self.best == state.step
+        if saves:
             state = self.look(state)
             scored, score = self.score or (None, None)
             self.last_saved = state.step
             self.save(state, score if scored == state.step else None)
-        self.collect(idle=self._saves(state))
+        self.collect(idle=bool(saves))
         self.step = state.step
         if not self.pending:
             self.begin = time.perf_counter()

@@ -91,7 +91,9 @@ def certify(
             `certificate_optimizer`, and `integer_steps` in the tier "exact".
         split: How the model is cut into pipeline stages, as for `build_stages`.
         steps: How many optimizer steps to take.
-        tier: "fp64", "fp32", "bf16" or "exact"; see `TIERS`. For "exact" the model must keep
+        tier: "fp64", "fp32", "bf16" or "exact"; see `TIERS`. The model is cast to its dtype; one
+            that is made in several dtypes keeps them, of which the lowest must be that of the tier:
+            "bf16" for a model in bf16 with norms in fp32. For "exact" the model must keep
             integers integers, and the number of valid tokens of a step must be a power of two.
         lr: The learning rate: 0.01 by default. `integer_steps` wants the number of valid tokens.
         max_norm: What gradients are clipped to; never in the tier "exact".

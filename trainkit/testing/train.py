@@ -38,6 +38,7 @@ from trainkit.types import (
     Axis,
     Batch,
     Call,
+    ConfigError,
     Loss,
     ModelTransform,
     ParallelState,
@@ -163,7 +164,7 @@ def train_plain(training: Training) -> Outcome:
         Opens the process group of one rank and closes it.
     """
     make_model, weights = training.alone or (training.make_model, training.weights)
-    model = _typed(make_model, training.tier.dtype)
+    model = _typed(make_model, training.tier)
     with torch.no_grad():
         for name, p in model.named_parameters():
             p.copy_(weights(name, tuple(p.shape), (0,) * p.ndim))
@@ -180,7 +181,7 @@ def train_layout(training: Training, case: Case) -> Outcome:
         training,
         case,
         lambda ps: build_stages(
-            partial(_typed, training.make_model, training.tier.dtype),
+            partial(_typed, training.make_model, training.tier),
             ps,
             training.plan(ps, case),
             weights=training.weights,
@@ -336,8 +337,24 @@ def _of_part(part: Held, whole: np.ndarray[Any, Any], *, least: float = 0.0) -> 
     return 0.0 if far == 0 else far / top if top else math.inf
 
 
-def _typed(make_model: Callable[[], nn.Module], dtype: str) -> nn.Module:
-    return make_model().to(getattr(torch, dtype))
+def _typed(make_model: Callable[[], nn.Module], tier: Tier) -> nn.Module:
+    """Make a model in the dtype of a tier; one that is made in several dtypes keeps them."""
+    model = make_model()
+    first = {p.dtype: name for name, p in reversed([*model.named_parameters()])}
+    dtypes = sorted((x for x in first if x.is_floating_point), key=lambda x: torch.finfo(x).eps)
+    if len(dtypes) < 2:
+        return model.to(getattr(torch, tier.dtype))
+    if dtypes[-1] != getattr(torch, tier.dtype):
+        raise ConfigError(
+            f"certify: the model is made in {dtypes[0]} ({first[dtypes[0]]!r}) and {dtypes[-1]} "
+            f"({first[dtypes[-1]]!r}), which it keeps, and tier {tier.name!r} compares what is "
+            f"computed in {tier.dtype}; choose the tier of {dtypes[-1]}, or let make_model make it "
+            "in one dtype",
+            where="tier",
+            got=tier.name,
+            want=f"the tier of {dtypes[-1]}",
+        )
+    return model
 
 
 def _part(tensor: Tensor) -> Held:

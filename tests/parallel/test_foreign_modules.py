@@ -1,0 +1,274 @@
+"""What a model of somebody else may hold: computed rightly, or refused by name with the cure."""
+
+from functools import partial
+from types import SimpleNamespace
+
+import attrs
+import pytest
+import torch
+from torch import nn
+
+import trainkit as tk
+from trainkit.losses import next_token
+from trainkit.parallel import (
+    ddp,
+    fsdp,
+    precision,
+    recompute,
+    reduction,
+    sequence,
+    tensor,
+    weights_of,
+)
+from trainkit.testing import Case, RankError, certify, run_ranks
+from trainkit.testing.builtin import decoder_batch
+from trainkit.types import ConfigError
+
+
+def layout(**degrees):
+    """Return a layout whose axes have sizes, and no process group: enough to be refused."""
+    axes = {name: tk.Axis(name, tk.Share(0, count)) for name, count in degrees.items()}
+    return attrs.evolve(tk.solo_parallel(), **axes)
+
+
+# -------------------------------------------------------------------------------------- max_norm
+
+
+def rescaling():
+    """Return a model with an embedding that rescales the rows it looks up."""
+    layers = nn.ModuleDict({"0": nn.Linear(2, 2)})
+    return nn.ModuleDict({"words": nn.Embedding(4, 2, max_norm=0.5), "layers": layers})
+
+
+@pytest.mark.parametrize(
+    ("name", "transform", "degrees"),
+    [
+        ("fsdp", fsdp(), {"fsdp": 2}),
+        ("fsdp", fsdp(), {"dp_replicate": 2}),
+        ("ddp", ddp(), {"dp_replicate": 2}),
+        ("tensor", tensor({"layers.*": "column"}), {"tp": 2}),
+        ("sequence", sequence(), {"ring": 2}),
+        ("sequence", sequence(), {"ulysses": 2}),
+        ("precision", precision(torch.bfloat16), {}),
+    ],
+)
+def test_an_embedding_that_rescales_its_rows_is_refused_where_the_change_would_be_lost(
+    name, transform, degrees
+):
+    with pytest.raises(
+        ConfigError, match=rf"{name}: 'words' is an Embedding with max_norm = 0.5, .*max_norm=None"
+    ):
+        transform(rescaling(), layout(**degrees))
+
+
+def test_on_one_rank_such_an_embedding_is_taken_as_it_is():
+    for transform in (fsdp(), ddp(), sequence(), precision(None)):
+        model = rescaling()
+        assert transform(model, tk.solo_parallel()) is model
+
+
+def test_a_pipeline_takes_such_an_embedding_unless_another_stage_has_a_copy():
+    def split(model, _):
+        first, last = {"words": model["words"]}, {"layers": model["layers"]}
+        if "head" in model:
+            last["words"] = nn.Embedding(4, 2)
+        return [nn.ModuleDict(first), nn.ModuleDict(last)]
+
+    weights = weights_of(rescaling())
+    ps = layout(pp=2)
+    (first,) = tk.build_stages(rescaling, ps, [], weights=weights, split=split)
+    assert first["words"].max_norm == 0.5
+
+    def tied():
+        model = rescaling()
+        model["head"] = nn.Linear(2, 4, bias=False)
+        model["head"].weight = model["words"].weight
+        return model
+
+    with pytest.raises(ConfigError, match="build_stages: 'words' is an Embedding with max_norm"):
+        tk.build_stages(tied, ps, [], weights=weights, split=split)
+
+
+# ---------------------------------------------------------------------------------------- dtypes
+
+
+class Block(nn.Module):
+    """A norm in one dtype before a matrix in another."""
+
+    def __init__(self, dtype, norms):
+        super().__init__()
+        self.dtype, self.norms = dtype, norms
+        self.norm, self.linear = nn.RMSNorm(8, dtype=norms), nn.Linear(8, 8, dtype=dtype)
+
+    def forward(self, x):
+        """Map `[B, S, 8]` to the same shape."""
+        return x + torch.tanh(self.linear(self.norm(x.to(self.norms)).to(self.dtype)))
+
+
+class TwoDtypes(nn.Module):
+    """A model of which all norms are in another dtype than the rest."""
+
+    def __init__(self, dtype=torch.float64, norms=torch.float32):
+        super().__init__()
+        self.dtype, self.norms = dtype, norms
+        self.embedding = nn.Embedding(64, 8, dtype=dtype)
+        self.layers = nn.ModuleList(Block(dtype, norms) for _ in range(2))
+        self.norm = nn.RMSNorm(8, dtype=norms)
+        self.head = nn.Linear(8, 64, bias=False, dtype=dtype)
+
+    def forward(self, ids):
+        """Map ids `[B, S]` to logits `[B, S, 64]`."""
+        x = self.embedding(ids)
+        for layer in self.layers:
+            x = layer(x)
+        return self.head(self.norm(x.to(self.norms)).to(self.dtype))
+
+
+def fsdp_plan(_, case):
+    return [recompute(case.recompute), fsdp(case.layout)]
+
+
+def call_with_ids(model, batch):
+    return model(batch["input_ids"])
+
+
+SHARDED = [
+    Case(tk.Layout(dp_shard=2)),
+    Case(tk.Layout(dp_shard=2, reduce="each", prefetch=1), recompute="selective"),
+    Case(tk.Layout(dp_shard=2, ends_apart=True), recompute="full"),
+    Case(tk.Layout(dp_replicate=2)),
+]
+
+
+def test_fsdp_shards_a_model_in_two_dtypes_with_the_numbers_of_one_process():
+    found = certify(
+        TwoDtypes,
+        decoder_batch,
+        SHARDED,
+        plan=fsdp_plan,
+        loss=next_token,
+        call=call_with_ids,
+        tier="fp32",
+        steps=2,
+    )
+    assert found.ok, str(found.red)
+
+
+@pytest.mark.parametrize("tier", ["fp64", "exact"])
+def test_a_certificate_compares_a_model_in_two_dtypes_in_the_tier_of_the_lower(tier):
+    make_model, sizes = partial(TwoDtypes, torch.bfloat16), {"steps": 1, "timeout": 30}
+    with pytest.raises(RankError, match=rf"tier '{tier}' compares .*choose the tier of torch.bfl"):
+        certify(
+            make_model,
+            decoder_batch,
+            SHARDED,
+            plan=fsdp_plan,
+            loss=next_token,
+            call=call_with_ids,
+            tier=tier,
+            **sizes,
+        )
+
+
+def own_in_two_dtypes():
+    model = nn.Linear(2, 2).to(torch.bfloat16)
+    model.gain = nn.Parameter(torch.ones(2))
+    return nn.ModuleDict({"layers": nn.ModuleDict({"0": nn.Sequential(model)})})
+
+
+def listed_in_another_dtype():
+    gains = nn.ParameterList([nn.Parameter(torch.ones(2))])
+    block = nn.ModuleDict({"gains": gains, "linear": nn.Linear(4, 4).to(torch.bfloat16)})
+    return nn.ModuleDict({"layers": nn.ModuleDict({"0": block})})
+
+
+def refusals_of_two_ranks():
+    """Return what fsdp says to each of some models, on the meta device."""
+    found = []
+    with tk.parallel_session() as ps, torch.device("meta"):
+        for make_model in (own_in_two_dtypes, listed_in_another_dtype):
+            try:
+                fsdp()(make_model(), ps)
+            except ConfigError as error:
+                found.append(str(error))
+    return found
+
+
+def test_parameters_in_another_dtype_that_no_module_gathers_are_refused():
+    own, listed = run_ranks(refusals_of_two_ranks, 2)[0]
+    assert "'layers.0.0' holds 'bias' in torch.bfloat16 and 'gain' in torch.float32" in own
+    assert (
+        "'layers.0.gains' holds parameters in torch.float32 inside a module in torch.bf" in listed
+    )
+    assert "precision(...)" in own
+    assert "precision(...)" in listed
+
+
+# ----------------------------------------------------------------------------------------- units
+
+
+class Choosing(nn.Module):
+    """A model of which the first token of a batch chooses one of two modules."""
+
+    def __init__(self):
+        super().__init__()
+        self.embedding, self.head = nn.Embedding(8, 4), nn.Linear(4, 8, bias=False)
+        self.experts = nn.ModuleList(nn.Linear(4, 4, bias=False) for _ in range(2))
+
+    def forward(self, ids):
+        """Map ids `[B, S]` to logits."""
+        x = self.embedding(ids)
+        return self.head(x + torch.tanh(self.experts[int(ids[0, 0]) % 2](x)))
+
+
+def choose_apart(blocks):
+    """Take a step in which rank r chooses module r; return what is said, or the gradients."""
+    torch.manual_seed(0)
+    made = Choosing().double()
+    with tk.parallel_session() as ps:
+        (model,) = tk.build_stages(
+            lambda: Choosing().double(), ps, [fsdp(blocks=blocks)], weights=weights_of(made)
+        )
+        ids = torch.tensor([[ps.loss.index, 2, 3]])
+        batch = {"input_ids": ids, "labels": ids}
+        count = torch.tensor(3 * ps.loss.count)
+        try:
+            tk.forward_backward(model, [batch], next_token, denominator=count, call=call_with_ids)
+        except ConfigError as error:
+            return str(error)
+        return {name: p.grad.full_tensor() for name, p in model.named_parameters()}
+
+
+def test_ranks_that_use_units_at_different_times_are_told_which_before_the_second_step():
+    for error in run_ranks(choose_apart, 2, "experts.*"):
+        assert "rank 0 of the ranks that shard the model gathered 'experts.0' where" in error
+        assert "rank 1 gathered 'experts.1'" in error
+        assert "out of `blocks`" in error
+
+
+def test_on_a_device_orders_are_read_when_no_step_waits_for_them(monkeypatch):
+    refused, model = [], nn.Linear(1, 1)
+    monkeypatch.setattr(reduction._Order, "_refuse", lambda _, group: refused.append(group))
+    group = SimpleNamespace(size=lambda: 2)
+    alike, apart = ([6.0, 18.0], [3.0, 5.0])  # h = 3 and 3, or 1 and 2: their sum, that of squares
+    reducers = reduction.Reducers(fsdp=[("", model)])
+    for step, sums in enumerate((alike, apart, apart)):
+        order = reduction._Order({})
+        on_gpu = SimpleNamespace(device=torch.device("cuda"), tolist=lambda sums=sums: sums)
+        order.sums.append((group, on_gpu))
+        order.compare(reducers)
+        assert (vars(model)[reduction._UNREAD] is order) == (step > 0)
+    assert refused == []
+    vars(model)[reduction._UNREAD].check()
+    assert refused == [group]
+
+
+def test_modules_that_ranks_choose_are_right_inside_of_one_unit():
+    found = run_ranks(choose_apart, 2, "head")[0]
+    torch.manual_seed(0)
+    alone = Choosing().double()
+    for first in (0, 1):
+        ids = torch.tensor([[first, 2, 3]])
+        (next_token(alone(ids), {"labels": ids})[0] / 6).backward()
+    for name, p in alone.named_parameters():
+        torch.testing.assert_close(found[name], p.grad, rtol=1e-12, atol=1e-15)
