@@ -159,7 +159,7 @@ def compare_facts(
             continue
         problems = _fact_problems(name, saved.get(name), value)
         if plain in free | allow:
-            told += problems
+            told += ["; ".join(problems)] if problems else []
         elif plain in flagged:
             flag = plain.replace("_", "-")
             refused += [f"{p} (--allow-change {flag} goes on with that)" for p in problems]

@@ -61,6 +61,7 @@ if TYPE_CHECKING:
     import torch
     from torch import nn
 
+_SOFTWARE = "software"  # a fact that may change, as people mend their recipes: it is told
 _STEPS_AT_ONCE = 10  # that are looked at together, where the host would wait for a device
 
 Evaluate = Callable[[], Mapping[str, float]]
@@ -118,7 +119,8 @@ class Run:
     resume: Callable[..., TrainState]
     """`state = resume(stages, optimizer, facts=..., changes=..., request="auto")`: asks whether two
     checkpoints have room (`checkpoint.require_space`), goes on from the last one or begins
-    (`checkpoint.resume`), says which, and writes config.toml."""
+    (`checkpoint.resume`), says which, and writes config.toml. Beside `facts` checkpoints hold what
+    they were written by (`code_facts`): other code goes on, and is told."""
 
     loop: Callable[..., AbstractContextManager[Loop]]
     """`with loop(state, stages, optimizer, steps=..., replay=forward_backward, keeping=..., policy=
@@ -219,6 +221,16 @@ def _made_on_all(run_dir: str | Path, axis: Axis) -> Iterator[Path]:
     yield Path(run_dir)
 
 
+def _with_software(facts: checkpoint.Facts | None) -> checkpoint.Facts:
+    """Return the facts of a run and, as one of them, the code that it is run by."""
+
+    def facts_at(batches: int) -> Mapping[str, Any]:
+        known = facts(batches) if callable(facts) else facts or {}
+        return {**known, _SOFTWARE: code_facts()}
+
+    return facts_at
+
+
 @attrs.define(eq=False)
 class _Frame:
     """What the functions of a `Run` share."""
@@ -243,7 +255,8 @@ class _Frame:
         changes: checkpoint.Changes | None = None,
         request: str | Path = "auto",
     ) -> TrainState:
-        stages, self.facts = list(stages), facts
+        stages, self.facts = list(stages), _with_software(facts)
+        changes = changes or checkpoint.Changes()
         checkpoint.require_space(self.dir, stages, axis=self.ps.world, tell=self.say)
         state = checkpoint.resume(
             self.dir,
@@ -252,8 +265,8 @@ class _Frame:
             optimizer,
             self.ps,
             request=request,
-            facts=facts,
-            changes=changes or checkpoint.Changes(),
+            facts=self.facts,
+            changes=attrs.evolve(changes, free=(*changes.free, _SOFTWARE)),
             tell=self.told.append,
         )
         self.say("\n".join(self.told) or "beginning afresh")
@@ -311,7 +324,7 @@ class _Frame:
             ) as (save, guard),
             collected_by_hand() as collect,
         ):
-            event("resume", step=state.step, told=self.told)
+            event("resume", step=state.step, told=self.told, software=code_facts())
             around = _Around(
                 self, stages, optimizer, steps, keeping, log, event, save, guard, collect, policy
             )
