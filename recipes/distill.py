@@ -174,7 +174,7 @@ def train(cfg, run, base):
     axes |= {"call": tk.models.call_routed, "rows_per_batch": cfg.batch.microbatch}
     evaluate = tk.evaluation.bind_loss(stages, held, tk.losses.next_token_linear, **axes)
     facts = make_facts(cfg, student, base.tokenizer, rows) | known
-    changes = tk.config.changes_of(cfg)
+    changes = tk.config.changes_of(cfg, free=["files"])
     state = run.resume(stages, optimizer, facts=facts, changes=changes, request=cfg.resume)
 
     def replay(microbatches, *, denominator):

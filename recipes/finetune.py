@@ -177,12 +177,12 @@ def train(cfg, run, tokenizer, base, first):
     share |= {"noise_seed": cfg.seed} if drops else {}
     pad_id = tokenizer.pad_id or 0
     make_batch = functools.partial(tk.step_batch, rows, rows_at, pad_id=pad_id, **share)
-    facts, changes = make_facts(cfg, base.config, tokenizer, rows), tk.config.changes_of(cfg)
+    facts = make_facts(cfg, base.config, tokenizer, rows)
+    changes = tk.config.changes_of(cfg, free=["files", "base_from"])
     if cfg.method == "full":
         facts |= tk.checkpoint.first_weights_facts(first, stages, ps)
     else:
         facts |= tk.adapters.keep_base_(stages, ps, source=base.path)
-        changes = attrs.evolve(changes, free=(*changes.free, "base_from"))
     state = run.resume(stages, optimizer, facts=facts, changes=changes, request=cfg.resume)
     stop, around = None, {"steps": cfg.steps, "keeping": cfg.keeping, "policy": cfg.policy}
     with (

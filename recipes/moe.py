@@ -170,7 +170,8 @@ def train(cfg, run, tokenizer, model, first):
     share = {"place": ps.place, "rows_per_microbatch": cfg.batch.microbatch}
     pad_id = tokenizer.pad_id or 0
     make_batch = functools.partial(tk.step_batch, rows, rows_at, pad_id=pad_id, **share)
-    facts, changes = make_facts(cfg, model, tokenizer, rows), tk.config.changes_of(cfg)
+    facts = make_facts(cfg, model, tokenizer, rows)
+    changes = tk.config.changes_of(cfg, free=["files"])
     facts |= tk.checkpoint.first_weights_facts(first, stages, ps)
     state = run.resume(stages, optimizer, facts=facts, changes=changes, request=cfg.resume)
     stop, around = None, {"steps": cfg.steps, "keeping": cfg.keeping, "policy": cfg.policy}

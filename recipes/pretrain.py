@@ -166,7 +166,7 @@ def make_facts(cfg, model, tokenizer, opened, rows):
     facts = tk.config.config_facts(cfg)
     facts |= {"model": attrs.asdict(model), "tokenizer": tk.tokenizers.tokenizer_hash(tokenizer)}
     facts |= {"rows": tk.packing.bins_hash(rows.bins)}
-    facts |= {f"files of {name}": corpus.sources for name, corpus in opened.items()}
+    facts |= {"files": rows.corpus.sources}
     return facts | {
         f"fingerprint of {name}": tk.corpora.fingerprint(x) for name, x in opened.items()
     }
@@ -179,6 +179,7 @@ def train(cfg, run, tokenizer, model, first):
     for told in filter(None, map(tk.corpora.left_out, cfg.data)):
         run.say(told)
     opened = open_corpora(cfg, tokenizer)
+    opened = tk.corpora.recorded_names(opened, tk.checkpoint.facts_to_resume(cfg.out, cfg.resume))
     mix, held, reports = pack(cfg, run, opened)
     phases = make_phases(cfg, mix.num_rows)
     stages, optimizer = build(cfg, ps, model, first)
@@ -198,7 +199,7 @@ def train(cfg, run, tokenizer, model, first):
     facts = make_facts(cfg, model, tokenizer, opened, mix)
     facts |= tk.checkpoint.first_weights_facts(first, stages, ps)
     facts_at = tk.sampling.facts_with_phases(facts, phases)
-    changes = tk.config.changes_of(cfg)
+    changes = tk.config.changes_of(cfg, free=["files"])
     state = run.resume(stages, optimizer, facts=facts_at, changes=changes, request=cfg.resume)
     if cfg.init and state.step == 0:
         run.say(f"beginning with the weights of {cfg.init}")

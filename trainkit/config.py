@@ -340,8 +340,13 @@ def _record(config_type: type[T], values: Mapping[str, Any], absent: Any) -> T:
     return config_type(**made)
 
 
-def changes_of(config: Any) -> Changes:
+def changes_of(config: Any, *, free: Sequence[str] = ()) -> Changes:
     """Return which fields a run may be continued with other values of; see `option`.
+
+    Args:
+        config: The configuration.
+        free: Other facts that may change: "files" of `packed_facts`, say, which only name what the
+            "fingerprint" stands for.
 
     Examples:
         >>> changes_of(RunConfig(allow_change=("compute",))).allow
@@ -352,7 +357,7 @@ def changes_of(config: Any) -> Changes:
     named = {kind: list[str]() for kind in get_args(Change)}
     for name, field in _fields(type(config)).items():
         named[field.change].append(name)
-    free = (*named["no fact"], *named["free"])
+    free = (*named["no fact"], *named["free"], *free)
     return Changes(free, tuple(named["asked"]), config.allow_change)
 
 

@@ -135,7 +135,9 @@ def compare_facts(
         changes: Which may differ.
 
     Returns:
-        Two lists of sentences: what must not be, and what is only told.
+        Two lists of sentences: what must not be, and what is only told. Where anything must not be,
+        it is followed by where the tables differ that may: which of the files, where the
+        fingerprint of them all does.
 
     Examples:
         >>> changes = Changes(free=["microbatch"], flagged=["lr"])
@@ -153,6 +155,7 @@ def compare_facts(
     )
     refused: list[str] = []
     told: list[str] = []
+    tables: list[str] = []
     for name, value in orjson.loads(orjson.dumps(dict(facts))).items():
         plain = _plain_name(name)
         if plain in free | flagged and name not in saved:  # it was not recorded then
@@ -160,12 +163,13 @@ def compare_facts(
         problems = _fact_problems(name, saved.get(name), value)
         if plain in free | allow:
             told += ["; ".join(problems)] if problems else []
+            tables += problems if isinstance(value, dict) else []
         elif plain in flagged:
             flag = plain.replace("_", "-")
             refused += [f"{p} (--allow-change {flag} goes on with that)" for p in problems]
         else:
             refused += problems
-    return refused, told
+    return [*refused, *tables] if refused else [], told
 
 
 def _fact_problems(name: str, old: Any, new: Any) -> list[str]:

@@ -64,7 +64,7 @@ def find_first_weights(
         >>> find_first_weights("runs/pretrain", run_dir="/does/not/exist").source
         PosixPath('runs/pretrain')
     """
-    saved, facts = _facts_to_resume(Path(run_dir), request)
+    saved, facts = _checkpoint_to_resume(Path(run_dir), request)
     if saved is None:
         return FirstWeights(None if init is None else Path(init))
     recorded = facts.get("base_from") or facts.get("config.init")
@@ -115,11 +115,27 @@ def first_weights_facts(
     return {_FACT: None if first.source is None else weights_hash(stages, ps)}
 
 
-def _facts_to_resume(run_dir: Path, request: str | Path) -> tuple[Path | None, Mapping[str, Any]]:
-    """Return the checkpoint that will be gone on from and its facts; of a damaged one neither.
+def facts_to_resume(run_dir: Path | str, request: str | Path = "auto") -> Mapping[str, Any]:
+    """Return the facts of the checkpoint that a run will go on from; none where it begins.
 
-    Tensors are not looked at: all checkpoints of a run have the same first weights.
+    Its tensors are not looked at. Of a checkpoint that turns out to be damaged there, `resume`
+    takes an older one of the run, with the same facts but for what has happened since.
+
+    Args:
+        run_dir: The run directory.
+        request: As for `resume`.
+
+    Examples:
+        >>> facts_to_resume("/does/not/exist")
+        {}
     """
+    return _checkpoint_to_resume(Path(run_dir), request)[1]
+
+
+def _checkpoint_to_resume(
+    run_dir: Path, request: str | Path
+) -> tuple[Path | None, Mapping[str, Any]]:
+    """Return the checkpoint that will be gone on from and its facts; of a damaged one neither."""
     if request == "never":
         return None, {}
     for path in list_checkpoints(run_dir / "checkpoints") if request == "auto" else [Path(request)]:
