@@ -24,7 +24,7 @@ from trainkit import checkpoint, health
 from trainkit.checkpoint.guard import Guard
 from trainkit.checkpoint.manifest import step_of
 from trainkit.checkpoint.save import Save
-from trainkit.collectives import together
+from trainkit.collectives import all_gather_json, together
 from trainkit.files import replacing, say_on_stderr, toml_text
 from trainkit.mesh import launch_notes, parallel_session
 from trainkit.metrics import memory_stats, step_records
@@ -80,7 +80,8 @@ class Loop:
     them as a line (`run_sinks`), with the first rank's memory (`memory_stats`), and skips, goes
     back or ends as the policy has it (`guard_numbers`): the state that it returns may be an earlier
     one. With `Keeping.log_every` above 1 it does so for so many steps at once, after the first step
-    and before all that is done between steps, and nothing else waits for the device."""
+    and before all that is done between steps, and nothing else waits for the device. After the
+    first step an event "memory" has the peak of every rank."""
 
     evaluated: Callable[[TrainState, Evaluate], TrainState]
     """`state = evaluated(state, evaluate)`: announces an evaluation to the watch, takes it (of what
@@ -385,6 +386,7 @@ class _Around:
     steps_of_held: int = 0  # optimizer steps that `held` is the outcome of
     first: int = 0  # the step that the loop began with
     last_saved: int | None = None  # the step of which a save was begun last
+    memory: dict[str, int] = attrs.field(factory=dict)  # of this rank, when last looked at
 
     @contextlib.contextmanager
     def optimizer_steps_counted(self) -> Iterator[None]:
@@ -463,8 +465,22 @@ class _Around:
         self.pending.append((state, metrics))
         # The next steps may take their time from here on: these have been handed to the device.
         self.frame.phase(f"step {state.step + 1}", allow=every * self.frame.limits.step_timeout)
-        self.begun = True
-        return self.look(state)
+        is_first, self.begun = not self.begun, True
+        state = self.look(state)
+        if is_first:
+            self.report_memory(state.step)
+        return state
+
+    def report_memory(self, step: int) -> None:
+        """Write the peak of every rank: the lines of the steps have the first rank's alone."""
+        peaks = all_gather_json(self.memory["memory_peak"], self.frame.ps.world)
+        self.event("memory", step=step, memory_peak=peaks)
+        if len(peaks) > 1:
+            most = max(peaks)
+            self.frame.say(
+                f"memory: at most {most / 2**30:.2f} GiB on a rank so far, on rank "
+                f"{peaks.index(most)}; metrics.jsonl has that of rank 0"
+            )
 
     def look(self, state: TrainState, guard: Guard | None = None) -> TrainState:
         """Write the lines of the steps that nobody has looked at and judge them, one by one.
@@ -476,9 +492,10 @@ class _Around:
         self.pending = []
         known = steps[0][0].health if steps else state.health
         records = step_records([metrics for _, metrics in steps], begin=self.begin)
-        memory = memory_stats(self.frame.ps.device) if steps else {}
+        if steps:
+            self.memory = self._memory()
         for (at, _), record in zip(steps, records, strict=True):
-            record.update(memory)
+            record.update(self.memory)
             self.log(at.step, record)
             batch = self.batch if at is steps[-1][0] else None
             judged = attrs.evolve(at, health=health.with_scale_of(at.health, known))
@@ -490,6 +507,13 @@ class _Around:
             known = after.health
         scaled = health.with_scale_of(state.health, known)
         return self.hold(attrs.evolve(state, health=scaled))
+
+    def _memory(self) -> dict[str, int]:
+        device, before = self.frame.ps.device, self.memory.get("memory_peak", 0)
+        found = memory_stats(device)
+        if device.type == "cpu":  # whose peak is that of the whole process
+            found["memory_peak"] = max(before, found["memory_peak"])
+        return found
 
     def end(self) -> None:
         if self.pending:
