@@ -147,11 +147,16 @@ def answer(cfg, ps, stages, tokenizer):
     return "\n".join(told)
 
 
-def make_facts(cfg, model, tokenizer, rows):
+def make_facts(cfg, base, rows):
     """Return what a run must be continued with as it was begun."""
-    facts = tk.config.config_facts(cfg) | tk.data.packed_facts(rows)
-    named = {"model": attrs.asdict(model), "tokenizer": tk.tokenizers.tokenizer_hash(tokenizer)}
-    return facts | named | {"template": tk.chat.template_hash(cfg.template)}
+    return {
+        **tk.config.config_facts(cfg),
+        **tk.data.packed_facts(rows),
+        "model": attrs.asdict(base.config),
+        "tokenizer": tk.tokenizers.tokenizer_hash(base.tokenizer),
+        "template": tk.chat.template_hash(cfg.template),
+        "context": max(cfg.batch.row_length, base.full_context),
+    }
 
 
 def train(cfg, run, tokenizer, base, first):
@@ -177,7 +182,7 @@ def train(cfg, run, tokenizer, base, first):
     share |= {"noise_seed": cfg.seed} if drops else {}
     pad_id = tokenizer.pad_id or 0
     make_batch = functools.partial(tk.step_batch, rows, rows_at, pad_id=pad_id, **share)
-    facts = make_facts(cfg, base.config, tokenizer, rows)
+    facts = make_facts(cfg, base, rows)
     changes = tk.config.changes_of(cfg, free=["files", "base_from"])
     if cfg.method == "full":
         facts |= tk.checkpoint.first_weights_facts(first, stages, ps)

@@ -148,7 +148,8 @@ def make_facts(cfg, model, tokenizer, rows):
     """Return what a run must be continued with as it was begun."""
     facts = tk.config.config_facts(cfg) | tk.data.packed_facts(rows)
     named = {"model": attrs.asdict(model), "tokenizer": tk.tokenizers.tokenizer_hash(tokenizer)}
-    return facts | named
+    own = tk.hub.open_folder(cfg.init).full_context if cfg.init else 0
+    return facts | named | {"context": max(cfg.batch.row_length, own)}
 
 
 def train(cfg, run, tokenizer, model, first):

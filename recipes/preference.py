@@ -233,11 +233,16 @@ def bind_evaluation(cfg, ps, stages, held, others):
     return evaluate
 
 
-def make_facts(cfg, model, tokenizer, rows):
+def make_facts(cfg, base, rows):
     """Return what a run must be continued with as it was begun."""
-    facts = tk.config.config_facts(cfg) | tk.data.packed_facts(rows)
-    named = {"model": attrs.asdict(model), "tokenizer": tk.tokenizers.tokenizer_hash(tokenizer)}
-    return facts | named | {"template": tk.chat.template_hash(cfg.template)}
+    return {
+        **tk.config.config_facts(cfg),
+        **tk.data.packed_facts(rows),
+        "model": attrs.asdict(base.config),
+        "tokenizer": tk.tokenizers.tokenizer_hash(base.tokenizer),
+        "template": tk.chat.template_hash(cfg.template),
+        "context": max(cfg.batch.row_length, base.full_context),
+    }
 
 
 def train(cfg, run, tokenizer, base, first):
@@ -246,7 +251,7 @@ def train(cfg, run, tokenizer, base, first):
     run.say(f"reading {cfg.data or 'pairs of docstrings from the standard library'}")
     rows, held = pack(cfg, run, open_pairs(cfg, run, tokenizer))
     stages, optimizer = build(cfg, ps, base)
-    facts = make_facts(cfg, base.config, tokenizer, rows)
+    facts = make_facts(cfg, base, rows)
     facts |= tk.checkpoint.first_weights_facts(first, stages, ps)
     rows, held, others, references = compare_with_start(cfg, run, stages, optimizer, rows, held)
     prepare = bind_kl(cfg, ps, stages, others[0]) if cfg.loss == "kto" else lambda batch: batch

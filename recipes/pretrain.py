@@ -166,6 +166,8 @@ def make_facts(cfg, model, tokenizer, opened, rows):
     facts = tk.config.config_facts(cfg)
     facts |= {"model": attrs.asdict(model), "tokenizer": tk.tokenizers.tokenizer_hash(tokenizer)}
     facts |= {"rows": tk.packing.bins_hash(rows.bins)}
+    own = tk.hub.open_folder(cfg.init).full_context if cfg.init else 0
+    facts |= {"context": max(cfg.batch.row_length, own)}
     facts |= {"files": rows.corpus.sources}
     return facts | {
         f"fingerprint of {name}": tk.corpora.fingerprint(x) for name, x in opened.items()

@@ -1,5 +1,7 @@
 """What a model of somebody else may hold: computed rightly, or refused by name with the cure."""
 
+import re
+from collections import OrderedDict
 from functools import partial
 from types import SimpleNamespace
 
@@ -7,6 +9,7 @@ import attrs
 import pytest
 import torch
 from torch import nn
+from whole_step import full
 
 import trainkit as tk
 from trainkit.losses import next_token
@@ -22,7 +25,7 @@ from trainkit.parallel import (
 )
 from trainkit.testing import Case, RankError, certify, run_ranks
 from trainkit.testing.builtin import decoder_batch
-from trainkit.types import ConfigError
+from trainkit.types import SOLO, ConfigError
 
 
 def layout(**degrees):
@@ -170,38 +173,131 @@ def test_a_certificate_compares_a_model_in_two_dtypes_in_the_tier_of_the_lower(t
         )
 
 
+# --------------------------------------------------------------------- what a unit may not hold
+
+
+def in_blocks(block):
+    """Return a model with a block."""
+    layers = nn.ModuleDict({"0": block})
+    return nn.Sequential(OrderedDict(layers=layers, head=nn.Linear(4, 4)))
+
+
 def own_in_two_dtypes():
-    model = nn.Linear(2, 2).to(torch.bfloat16)
+    model = nn.Linear(4, 4).to(torch.bfloat16)
     model.gain = nn.Parameter(torch.ones(2))
-    return nn.ModuleDict({"layers": nn.ModuleDict({"0": nn.Sequential(model)})})
+    return in_blocks(nn.Sequential(model))
 
 
 def listed_in_another_dtype():
-    gains = nn.ParameterList([nn.Parameter(torch.ones(2))])
-    block = nn.ModuleDict({"gains": gains, "linear": nn.Linear(4, 4).to(torch.bfloat16)})
-    return nn.ModuleDict({"layers": nn.ModuleDict({"0": block})})
+    block = nn.Sequential(nn.Linear(4, 4).to(torch.bfloat16))
+    block.gains = nn.ParameterList([nn.Parameter(torch.ones(2))])
+    return in_blocks(block)
+
+
+def without_elements():
+    block = nn.Linear(4, 4)
+    block.gate = nn.Parameter(torch.empty(0, 4))
+    return in_blocks(block)
+
+
+UNITS = {
+    own_in_two_dtypes: "'layers.0.0' holds 'bias' in torch.bfloat16 and 'gain' in torch.float32, "
+    "and the gradients of a module .* put precision",
+    listed_in_another_dtype: "'layers.0.gains' holds parameters in torch.float32 inside a module "
+    "in torch.bfloat16, .* is never called, .* put precision",
+    without_elements: r"'layers.0.gate' has the shape \[0, 4\], .* or freeze it",
+    partial(in_blocks, nn.ModuleList([nn.Linear(4, 4)])): "'layers.0' is a ModuleList, which has "
+    r"no forward pass .*'layers.0.\*'",
+}
 
 
 def refusals_of_two_ranks():
     """Return what fsdp says to each of some models, on the meta device."""
     found = []
     with tk.parallel_session() as ps, torch.device("meta"):
-        for make_model in (own_in_two_dtypes, listed_in_another_dtype):
-            try:
+        for make_model in UNITS:
+            with pytest.raises(ConfigError) as raised:
                 fsdp()(make_model(), ps)
-            except ConfigError as error:
-                found.append(str(error))
+            found.append(str(raised.value))
+        frozen = without_elements()
+        frozen.layers["0"].gate.requires_grad_(requires_grad=False)
+        fsdp()(frozen, ps)
     return found
 
 
-def test_parameters_in_another_dtype_that_no_module_gathers_are_refused():
-    own, listed = run_ranks(refusals_of_two_ranks, 2)[0]
-    assert "'layers.0.0' holds 'bias' in torch.bfloat16 and 'gain' in torch.float32" in own
-    assert (
-        "'layers.0.gains' holds parameters in torch.float32 inside a module in torch.bf" in listed
+def test_what_no_unit_can_hold_is_refused_by_name():
+    for error, wanted in zip(run_ranks(refusals_of_two_ranks, 2)[0], UNITS.values(), strict=True):
+        assert re.search(f"fsdp: {wanted}", error), error
+
+
+class Weight(nn.Module):
+    """A block that returns a parameter of its own."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(8, 8))
+
+    def forward(self):
+        """Return the weight `[8, 8]`."""
+        return self.weight
+
+
+class Returning(nn.Module):
+    """A model that multiplies by what its block returns."""
+
+    def __init__(self):
+        super().__init__()
+        self.embedding, self.head = nn.Embedding(64, 8), nn.Linear(8, 64, bias=False)
+        self.layers = nn.ModuleList([Weight()])
+
+    def forward(self, ids):
+        """Map ids `[B, S]` to logits."""
+        x = self.embedding(ids)
+        return self.head(x + torch.tanh(x @ self.layers[0]()))
+
+
+def test_a_block_that_returns_its_own_parameter_stays_gathered_until_its_backward():
+    found = certify(
+        Returning,
+        decoder_batch,
+        [Case(tk.Layout(dp_shard=2)), Case(tk.Layout(dp_shard=2, reduce="each"))],
+        plan=fsdp_plan,
+        loss=next_token,
+        call=call_with_ids,
+        steps=2,
     )
-    assert "precision(...)" in own
-    assert "precision(...)" in listed
+    assert found.ok, str(found.red)
+
+
+def train_over_an_axis():
+    """Train a module as one unit over a process group; return its loss and what it has then."""
+    torch.manual_seed(0)
+    made = Returning().double()
+    nn.init.normal_(made.layers[0].weight)
+    with tk.parallel_session() as ps:  # for the group alone, as another library might open it
+        axis = tk.axis_from_group(torch.distributed.group.WORLD)
+        model = fsdp(blocks=None)(made, axis)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        ids = torch.arange(16).view(4, 4)[axis.index :: axis.count]
+        for _ in range(2):
+            tk.forward_backward(
+                model,
+                [{"input_ids": ids, "labels": ids}],
+                next_token,
+                denominator=torch.tensor(16),
+                call=call_with_ids,
+            )
+            tk.clip_and_step(model.parameters(), optimizer, lr=0.1, max_norm=1.0)
+        assert ps.world.count == 1 or all(hasattr(p, "placements") for p in model.parameters())
+        return {name: full(p) for name, p in model.named_parameters()}
+
+
+def test_fsdp_takes_an_axis_for_a_module_as_one_unit():
+    (alone,), (sharded, _) = (run_ranks(train_over_an_axis, world) for world in (1, 2))
+    for name, values in alone.items():
+        assert abs(sharded[name] - values).max() < 1e-12 * abs(values).max()
+    with pytest.raises(ConfigError, match=r"ddp: it was given the axis 'solo', .* fsdp.. alone"):
+        ddp()(nn.Linear(1, 1), SOLO)
 
 
 # ----------------------------------------------------------------------------------------- units

@@ -137,19 +137,19 @@ def _covered(
 ) -> TokenCorpus | JoinedCorpus:
     """Return the corpus if all its tokens are the tokenizer's."""
     known = getattr(tokenizer, "vocab_size", None)
-    if corpus.vocab_size is not None and known is not None and corpus.vocab_size > known:
-        what = f"its vocabulary of {corpus.vocab_size} is larger than the tokenizer's, {known}"
-        raise bad_file(path, what, got=corpus.vocab_size, want=known)
     covered = () if tokenizer is None else covered_hashes(tokenizer)
     for part in getattr(corpus, "parts", [corpus]):
-        made_by = part.tokenizer_hash
+        made_by, name = part.tokenizer_hash, part.made_with.get("tokenizer")
+        if part.vocab_size is not None and known is not None and part.vocab_size > known:
+            what = f"its vocabulary of {part.vocab_size} is larger than the tokenizer's, {known}"
+            what += "" if name is None else f"; give --tokenizer {name}, which made it"
+            raise bad_file(path, what, got=part.vocab_size, want=known)
         if covered and made_by is not None and made_by not in covered:
             place = path if part.file is None else part.file.path
             what = f"its tokens were made by the tokenizer {made_by}, and this one is {covered[-1]}"
             mend = "the same ids mean other text: open it with that tokenizer, or make it anew"
             hint = "the hashes are those of tokenizer_hash"
-            if "tokenizer" in part.made_with:
-                name = part.made_with["tokenizer"]
+            if name is not None:
                 mend = f"the same ids mean other text: give --tokenizer {name}, which made it"
             raise bad_file(place, f"{what}; {mend}", got=made_by, want=covered[-1], hint=hint)
     return corpus
