@@ -1,5 +1,8 @@
 """What a model of somebody else may hold: computed rightly, or refused by name with the cure."""
 
+import re
+import warnings
+from collections import OrderedDict
 from functools import partial
 from types import SimpleNamespace
 
@@ -7,6 +10,7 @@ import attrs
 import pytest
 import torch
 from torch import nn
+from whole_step import full
 
 import trainkit as tk
 from trainkit.losses import next_token
@@ -22,7 +26,7 @@ from trainkit.parallel import (
 )
 from trainkit.testing import Case, RankError, certify, run_ranks
 from trainkit.testing.builtin import decoder_batch
-from trainkit.types import ConfigError
+from trainkit.types import SOLO, ConfigError
 
 
 def layout(**degrees):
@@ -170,38 +174,131 @@ def test_a_certificate_compares_a_model_in_two_dtypes_in_the_tier_of_the_lower(t
         )
 
 
+# --------------------------------------------------------------------- what a unit may not hold
+
+
+def in_blocks(block):
+    """Return a model with a block."""
+    layers = nn.ModuleDict({"0": block})
+    return nn.Sequential(OrderedDict(layers=layers, head=nn.Linear(4, 4)))
+
+
 def own_in_two_dtypes():
-    model = nn.Linear(2, 2).to(torch.bfloat16)
+    model = nn.Linear(4, 4).to(torch.bfloat16)
     model.gain = nn.Parameter(torch.ones(2))
-    return nn.ModuleDict({"layers": nn.ModuleDict({"0": nn.Sequential(model)})})
+    return in_blocks(nn.Sequential(model))
 
 
 def listed_in_another_dtype():
-    gains = nn.ParameterList([nn.Parameter(torch.ones(2))])
-    block = nn.ModuleDict({"gains": gains, "linear": nn.Linear(4, 4).to(torch.bfloat16)})
-    return nn.ModuleDict({"layers": nn.ModuleDict({"0": block})})
+    block = nn.Sequential(nn.Linear(4, 4).to(torch.bfloat16))
+    block.gains = nn.ParameterList([nn.Parameter(torch.ones(2))])
+    return in_blocks(block)
+
+
+def without_elements():
+    block = nn.Linear(4, 4)
+    block.gate = nn.Parameter(torch.empty(0, 4))
+    return in_blocks(block)
+
+
+UNITS = {
+    own_in_two_dtypes: "'layers.0.0' holds 'bias' in torch.bfloat16 and 'gain' in torch.float32, "
+    "and the gradients of a module .* put precision",
+    listed_in_another_dtype: "'layers.0.gains' holds parameters in torch.float32 inside a module "
+    "in torch.bfloat16, .* is never called, .* put precision",
+    without_elements: r"'layers.0.gate' has the shape \[0, 4\], .* or freeze it",
+    partial(in_blocks, nn.ModuleList([nn.Linear(4, 4)])): "'layers.0' is a ModuleList, which has "
+    r"no forward pass .*'layers.0.\*'",
+}
 
 
 def refusals_of_two_ranks():
     """Return what fsdp says to each of some models, on the meta device."""
     found = []
     with tk.parallel_session() as ps, torch.device("meta"):
-        for make_model in (own_in_two_dtypes, listed_in_another_dtype):
-            try:
+        for make_model in UNITS:
+            with pytest.raises(ConfigError) as raised:
                 fsdp()(make_model(), ps)
-            except ConfigError as error:
-                found.append(str(error))
+            found.append(str(raised.value))
+        frozen = without_elements()
+        frozen.layers["0"].gate.requires_grad_(requires_grad=False)
+        fsdp()(frozen, ps)
     return found
 
 
-def test_parameters_in_another_dtype_that_no_module_gathers_are_refused():
-    own, listed = run_ranks(refusals_of_two_ranks, 2)[0]
-    assert "'layers.0.0' holds 'bias' in torch.bfloat16 and 'gain' in torch.float32" in own
-    assert (
-        "'layers.0.gains' holds parameters in torch.float32 inside a module in torch.bf" in listed
+def test_what_no_unit_can_hold_is_refused_by_name():
+    for error, wanted in zip(run_ranks(refusals_of_two_ranks, 2)[0], UNITS.values(), strict=True):
+        assert re.search(f"fsdp: {wanted}", error), error
+
+
+class Weight(nn.Module):
+    """A block that returns a parameter of its own."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(8, 8))
+
+    def forward(self):
+        """Return the weight `[8, 8]`."""
+        return self.weight
+
+
+class Returning(nn.Module):
+    """A model that multiplies by what its block returns."""
+
+    def __init__(self):
+        super().__init__()
+        self.embedding, self.head = nn.Embedding(64, 8), nn.Linear(8, 64, bias=False)
+        self.layers = nn.ModuleList([Weight()])
+
+    def forward(self, ids):
+        """Map ids `[B, S]` to logits."""
+        x = self.embedding(ids)
+        return self.head(x + torch.tanh(x @ self.layers[0]()))
+
+
+def test_a_block_that_returns_its_own_parameter_stays_gathered_until_its_backward():
+    found = certify(
+        Returning,
+        decoder_batch,
+        [Case(tk.Layout(dp_shard=2)), Case(tk.Layout(dp_shard=2, reduce="each"))],
+        plan=fsdp_plan,
+        loss=next_token,
+        call=call_with_ids,
+        steps=2,
     )
-    assert "precision(...)" in own
-    assert "precision(...)" in listed
+    assert found.ok, str(found.red)
+
+
+def train_over_an_axis():
+    """Train a module as one unit over a process group; return its loss and what it has then."""
+    torch.manual_seed(0)
+    made = Returning().double()
+    nn.init.normal_(made.layers[0].weight)
+    with tk.parallel_session() as ps:  # for the group alone, as another library might open it
+        axis = tk.axis_from_group(torch.distributed.group.WORLD)
+        model = fsdp(blocks=None)(made, axis)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        ids = torch.arange(16).view(4, 4)[axis.index :: axis.count]
+        for _ in range(2):
+            tk.forward_backward(
+                model,
+                [{"input_ids": ids, "labels": ids}],
+                next_token,
+                denominator=torch.tensor(16),
+                call=call_with_ids,
+            )
+            tk.clip_and_step(model.parameters(), optimizer, lr=0.1, max_norm=1.0)
+        assert ps.world.count == 1 or all(hasattr(p, "placements") for p in model.parameters())
+        return {name: full(p) for name, p in model.named_parameters()}
+
+
+def test_fsdp_takes_an_axis_for_a_module_as_one_unit():
+    (alone,), (sharded, _) = (run_ranks(train_over_an_axis, world) for world in (1, 2))
+    for name, values in alone.items():
+        assert abs(sharded[name] - values).max() < 1e-12 * abs(values).max()
+    with pytest.raises(ConfigError, match=r"ddp: it was given the axis 'solo', .* fsdp.. alone"):
+        ddp()(nn.Linear(1, 1), SOLO)
 
 
 # ----------------------------------------------------------------------------------------- units
@@ -272,3 +369,133 @@ def test_modules_that_ranks_choose_are_right_inside_of_one_unit():
         (next_token(alone(ids), {"labels": ids})[0] / 6).backward()
     for name, p in alone.named_parameters():
         torch.testing.assert_close(found[name], p.grad, rtol=1e-12, atol=1e-15)
+
+
+# ------------------------------------------------------------------------------ tensor parallelism
+
+
+class Scaled(nn.Module):
+    """A block beside a parameter that the model itself holds."""
+
+    def __init__(self, block):
+        super().__init__()
+        self.embedding, self.layers = nn.Embedding(64, 8), nn.ModuleList([block])
+        self.head, self.scale = nn.Linear(8, 64, bias=False), nn.Parameter(torch.ones(8))
+
+    def forward(self, ids):
+        """Map ids `[B, S]` to logits."""
+        return self.head(self.layers[0](self.embedding(ids) * self.scale))
+
+
+class Called(nn.Module):
+    """Two matrices, called."""
+
+    def __init__(self):
+        super().__init__()
+        self.up, self.down = nn.Linear(8, 16, bias=False), nn.Linear(16, 8, bias=False)
+
+    def forward(self, x):
+        """Map `[B, S, 8]` to the same shape."""
+        return x + self.down(torch.tanh(self.up(x)))
+
+
+class Read(Called):
+    """The same, of which the block reads a weight."""
+
+    def forward(self, x):
+        """Map `[B, S, 8]` to the same shape."""
+        return x + self.down(torch.tanh(nn.functional.linear(x, self.up.weight)))
+
+
+CUT = {"layers.*.up": "column", "layers.*.down": "row", "head": "column_gathered"}
+SCATTERED = {
+    "embedding": "vocabulary_scattered",
+    "layers.*": "gather",
+    "layers.*.up": "column_inside",
+    "layers.*.down": "row_scattered",
+    "head": "column_inside_gathered",
+}
+
+
+def called():
+    return Scaled(Called())
+
+
+def tensor_plan(_, case):
+    return [tensor(CUT | {"": "replicated"} if case.note else CUT)]
+
+
+def test_a_parameter_of_the_model_itself_gets_its_style_by_the_empty_pattern():
+    with pytest.raises(ConfigError, match=r"the model itself' has .* for the pattern ''"):
+        tensor(SCATTERED)(called(), layout(tp=2))
+    found = certify(
+        called,
+        decoder_batch,
+        [Case(tk.Layout(tp=2)), Case(tk.Layout(tp=2), note="styled")],
+        plan=tensor_plan,
+        loss=next_token,
+        call=call_with_ids,
+        steps=2,
+    )
+    assert found.ok, str(found.red)
+
+
+def read_a_weight():
+    """Return what the first forward pass of a block says that reads its child's weight."""
+    with tk.parallel_session(tp=2) as ps:
+        made = Scaled(Read())
+        model = tensor(CUT)(made, ps)
+        with pytest.raises(ConfigError) as raised:
+            model(torch.zeros(1, 4, dtype=torch.int64))
+        return str(raised.value)
+
+
+def test_a_block_that_reads_its_child_s_weight_is_named_with_the_line():
+    error = run_ranks(read_a_weight, 2)[0]
+    pattern = (
+        r"tensor: 'layers.0' computes with .* \(test_foreign_modules.py:\d+\), .*call that module"
+    )
+    assert re.search(pattern, error), error
+
+
+@pytest.mark.parametrize("new", [True, False])
+def test_a_style_for_what_weight_norm_computes_is_refused(new):
+    norm = nn.utils.parametrizations.weight_norm if new else nn.utils.weight_norm
+    block = Called()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", FutureWarning)
+        norm(block.up)
+    parts = "parametrizations.weight.original0, param" if new else "weight_g, weight_v"
+    with pytest.raises(ConfigError, match=f"'layers.0.up.weight' is no parameter, .* from {parts}"):
+        tensor(CUT)(Scaled(block), layout(tp=2))
+
+
+def spectral():
+    return nn.Sequential(nn.utils.parametrizations.spectral_norm(nn.Linear(4, 4)))
+
+
+def test_a_buffer_that_is_computed_from_a_parameter_is_named():
+    weights = weights_of(spectral())
+    with pytest.raises(ConfigError, match=r"buffer '0.parametrizations.weight.0._u' is computed"):
+        tk.build_stages(spectral, tk.solo_parallel(), [], weights=weights)
+
+
+# ------------------------------------------------------------------------------------------ batch
+
+
+@pytest.mark.parametrize(
+    ("value", "found"),
+    [
+        (torch.ones(4), r"a tensor of shape \[4\]"),
+        (torch.tensor(1.0), r"a tensor of shape \[\]"),
+        (torch.ones(4, 63), r"a tensor of shape \[4, 63\]"),
+        (None, "NoneType"),
+    ],
+)
+def test_a_column_of_another_shape_than_the_tokens_is_refused(value, found):
+    batch = decoder_batch(0)
+    with pytest.raises(
+        ConfigError, match=rf"extra\['image'\] is {found}, .* must be \[4, 64\]; rep"
+    ):
+        attrs.evolve(batch, extra={"image": value})
+    assert attrs.evolve(batch, extra={"image": torch.ones(4, 64, 3)})["image"].ndim == 3

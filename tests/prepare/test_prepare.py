@@ -1010,8 +1010,9 @@ def test_a_token_file_of_another_template_or_tokenizer_is_refused_with_the_name_
         opened(out, None, tokenizer=tokenizer, template=same)
     with pytest.raises(DataError, match=rf"with the template {model} .* model's is qwen3 .*"):
         opened(out, None, tokenizer=tokenizer, template="qwen3")
-    with pytest.raises(DataError, match=f"give --tokenizer {model}, which made it"):
-        opened(out, None, tokenizer=open_tokenizer("bytes"), template=None)
+    for other in (open_tokenizer("bytes"), BYTES):  # of as many ids, and of fewer
+        with pytest.raises(DataError, match=f"give --tokenizer {model}, which made it"):
+            opened(out, None, tokenizer=other, template=None)
     # What is scored says of its making what its corpus says.
     scored = out.with_name("scored.tokens")
     measured = logprob_columns(lambda rows: [Scored(np.zeros(x.scored), True) for x in rows])

@@ -41,7 +41,10 @@ def add(parser: argparse.ArgumentParser) -> None:
         "--temperature", type=float, help="with --top-k: what logits are divided by (1)"
     )
     parser.add_argument(
-        "--context", type=int, help="the most tokens that the model is given (its row length)"
+        "--context",
+        type=int,
+        help="the most tokens that the model is given (by default "
+        "what it is for: its row length, or the context of the folder that it began with)",
     )
     parser.add_argument(
         "--batch", type=int, default=8192, help="tokens that go through it at once (8192)"

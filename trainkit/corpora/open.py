@@ -36,6 +36,7 @@ if TYPE_CHECKING:
     Encode = Callable[[Mapping[str, Any]], ArrayLike | Sample]
 
 T = TypeVar("T")
+C = TypeVar("C", bound=Corpus)
 
 
 def open_corpus(
@@ -136,19 +137,19 @@ def _covered(
 ) -> TokenCorpus | JoinedCorpus:
     """Return the corpus if all its tokens are the tokenizer's."""
     known = getattr(tokenizer, "vocab_size", None)
-    if corpus.vocab_size is not None and known is not None and corpus.vocab_size > known:
-        what = f"its vocabulary of {corpus.vocab_size} is larger than the tokenizer's, {known}"
-        raise bad_file(path, what, got=corpus.vocab_size, want=known)
     covered = () if tokenizer is None else covered_hashes(tokenizer)
     for part in getattr(corpus, "parts", [corpus]):
-        made_by = part.tokenizer_hash
+        made_by, name = part.tokenizer_hash, part.made_with.get("tokenizer")
+        if part.vocab_size is not None and known is not None and part.vocab_size > known:
+            what = f"its vocabulary of {part.vocab_size} is larger than the tokenizer's, {known}"
+            what += "" if name is None else f"; give --tokenizer {name}, which made it"
+            raise bad_file(path, what, got=part.vocab_size, want=known)
         if covered and made_by is not None and made_by not in covered:
             place = path if part.file is None else part.file.path
             what = f"its tokens were made by the tokenizer {made_by}, and this one is {covered[-1]}"
             mend = "the same ids mean other text: open it with that tokenizer, or make it anew"
             hint = "the hashes are those of tokenizer_hash"
-            if "tokenizer" in part.made_with:
-                name = part.made_with["tokenizer"]
+            if name is not None:
                 mend = f"the same ids mean other text: give --tokenizer {name}, which made it"
             raise bad_file(place, f"{what}; {mend}", got=made_by, want=covered[-1], hint=hint)
     return corpus
@@ -382,6 +383,41 @@ def fingerprint(corpus: Corpus) -> str:
         arrays[f"column {name} {column.dtype} {column.of}"] = np.asarray(own.values[name])
     parts = (hash_box(name, x, shape=x.shape, offset=[0] * x.ndim) for name, x in arrays.items())
     return f"{sum(parts) & MASK64:016x}"
+
+
+def recorded_names(corpora: Mapping[str, C], facts: Mapping[str, Any]) -> dict[str, C]:
+    """Return corpora by the names that a run has for them, which may be those of old folders.
+
+    A mixture draws the rows of a corpus in an order that its name decides, and reports its loss by
+    that name, so a corpus that was renamed keeps the one that it had.
+
+    Args:
+        corpora: By the names that they have now.
+        facts: Of the run's checkpoint: "fingerprint of NAME" for each.
+
+    Returns:
+        The same corpora in the same order. One whose name the facts do not know has that of the
+        fingerprint which is its own and no other corpus' name; else it keeps its name.
+
+    Examples:
+        >>> corpora = {"new": TokenCorpus(np.arange(4), np.array([0, 4]))}
+        >>> facts = {"fingerprint of old": fingerprint(corpora["new"])}
+        >>> list(recorded_names(corpora, facts))
+        ['old']
+    """
+    begin = "fingerprint of "
+    free = {
+        name.removeprefix(begin): value
+        for name, value in facts.items()
+        if name.startswith(begin) and name.removeprefix(begin) not in corpora
+    }
+    found: dict[str, C] = {}
+    for name, corpus in corpora.items():
+        own = None if not free or f"{begin}{name}" in facts else fingerprint(corpus)
+        was = next((old for old, value in free.items() if value == own), name)
+        free.pop(was, None)
+        found[was] = corpus
+    return found
 
 
 def _encoded(

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from fnmatch import fnmatchcase
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import attrs
 import torch
@@ -42,6 +42,9 @@ _ROWS = 4096
 _BLOCK = "weight_block_size"
 
 
+T = TypeVar("T")
+
+
 @attrs.frozen(eq=False)
 class Folder:
     """What a Hugging Face folder says of itself in its `config.json`.
@@ -52,6 +55,8 @@ class Folder:
         config: The decoder that it describes.
         values: All of its `config.json`.
         context: The most tokens that a row is meant to have.
+        full_context: The most tokens that the model is for, whatever a row is to have here:
+            `max_position_embeddings`.
     """
 
     path: Path
@@ -59,6 +64,7 @@ class Folder:
     config: DecoderConfig
     values: Mapping[str, Any]
     context: int
+    full_context: int
 
 
 def is_folder(path: Path | str) -> bool:
@@ -153,7 +159,8 @@ def open_folder(
     if type(most) is not int:
         raise ConfigError(f"{file}: max_position_embeddings is no number", where=str(file))
     family = family_named(values["model_type"], where=str(file), families=families)
-    return Folder(Path(path), family, config, values, context or min(most, config.reach or most))
+    context = context or min(most, config.reach or most)
+    return Folder(Path(path), family, config, values, context, full_context=most)
 
 
 def init_config(
@@ -398,11 +405,12 @@ def _looked_over(
     found, scales = dict[str, Stored](), dict[str, Stored]()
 
     def look_over() -> None:
-        held = _of_whole_model(folder, _described(folder.path))
+        held = of_whole_model(_described(folder.path), folder.family, folder.config)
         both = _fitting(folder, links, held, missing=allow_missing, extra=allow_extra)
         for known, part in zip((found, scales), both, strict=True):
             known.update(part)
-        if axis.index == 0 and folder.config.tied and {*_ends(folder)} <= held.keys():
+        ends = {*_ends(folder.family, folder.config)}
+        if axis.index == 0 and folder.config.tied and ends <= held.keys():
             _check_tied(folder, held)  # which reads both of them, so that one rank does it for all
 
     together(look_over, axis)
@@ -428,10 +436,60 @@ def _fitting(
     wanted = their_shapes(links)
     quantized = folder.values.get("quantization_config")
     scales, problems = scales_of(found, [*wanted], quantized[_BLOCK]) if quantized else ({}, [])
-    problems += [
+    beside = [name + SCALES for name in scales]
+    problems += tensor_problems(
+        {name: x for name, x in found.items() if name not in beside},
+        links,
+        folder.family,
+        folder.config,
+        allow_missing=missing,
+        allow_extra=extra,
+        no_floats=[*scales],
+    )
+    said = folder.values.get("dtype") or folder.values.get("torch_dtype")
+    problems += [  # as many bytes, and other numbers
+        f"{name} is of {found[name].dtype}, and {CONFIG} says {said}"
+        for name in wanted
+        if name in found and {str(said), found[name].dtype} == {"float16", "bfloat16"}
+    ]
+    _refuse(folder, problems)
+    return {name: found[name] for name in wanted if name in found}, scales
+
+
+def tensor_problems(
+    found: Mapping[str, Stored],
+    links: Sequence[Link],
+    family: Family,
+    config: DecoderConfig,
+    *,
+    allow_missing: Sequence[str] = (),
+    allow_extra: Sequence[str] = (),
+    no_floats: Sequence[str] = (),
+) -> list[str]:
+    """Say which tensors of a family's model are missing, left over, of another shape or no floats.
+
+    Args:
+        found: The tensors that there are, by the names of a model with a head.
+        links: Those of the family, as `links_of` gives them.
+        family: The family.
+        config: The decoder.
+        allow_missing: Patterns of names that may be missing.
+        allow_extra: Patterns of names that are left aside.
+        no_floats: Names of tensors that may be of another dtype.
+
+    Examples:
+        >>> config = DecoderConfig(
+        ...     vocab_size=64, width=16, layers=1, heads=2, kv_heads=2, mlp_width=32
+        ... )
+        >>> llama = family_named("llama")
+        >>> tensor_problems({}, links_of(llama, config), llama, config)[0]
+        'model.embed_tokens.weight of shape [64, 16] is missing'
+    """
+    wanted = their_shapes(links)
+    problems = [
         f"{name} of shape {list(shape)} is missing"
         for name, shape in wanted.items()
-        if name not in found and not _matches(name, missing)
+        if name not in found and not _matches(name, allow_missing)
     ]
     problems += [
         f"{name} has the shape {list(found[name].shape)}, not {list(shape)}"
@@ -441,24 +499,16 @@ def _fitting(
     problems += [
         f"{name} is of {found[name].dtype}, no floating point"
         for name in wanted
-        if name in found and found[name].dtype not in _FLOATS and name not in scales
+        if name in found and found[name].dtype not in _FLOATS and name not in no_floats
     ]
-    said = folder.values.get("dtype") or folder.values.get("torch_dtype")
-    problems += [  # as many bytes, and other numbers
-        f"{name} is of {found[name].dtype}, and {CONFIG} says {said}"
-        for name in wanted
-        if name in found and {str(said), found[name].dtype} == {"float16", "bfloat16"}
-    ]
-    aside = [pattern.format(layers=folder.config.layers) for pattern in folder.family.aside]
-    beside = {name + SCALES for name in scales}
-    aside += [*extra, *(_ends(folder)[1:] if folder.config.tied else [])]
+    aside = [pattern.format(layers=config.layers) for pattern in family.aside]
+    aside += [*allow_extra, *(_ends(family, config)[1:] if config.tied else [])]
     problems += [
         f"{name} has no place in the model"
         for name in found
-        if name not in wanted and name not in beside and not _matches(name, aside)
+        if name not in wanted and not _matches(name, aside)
     ]
-    _refuse(folder, problems)
-    return {name: found[name] for name in wanted if name in found}, scales
+    return problems
 
 
 def _refuse(folder: Folder, problems: list[str]) -> None:
@@ -483,7 +533,7 @@ def _matches(name: str, patterns: Sequence[str]) -> bool:
 
 def _check_tied(folder: Folder, found: Mapping[str, Stored]) -> None:
     """Refuse a head that is not the embedding, looking at some rows of both at a time."""
-    names = _ends(folder)
+    names = _ends(folder.family, folder.config)
     whole, head = (found[name] for name in names)
     alike = (head.shape, head.dtype) == (whole.shape, whole.dtype)
     read, (rows, width) = reader(found), whole.shape
@@ -497,18 +547,24 @@ def _check_tied(folder: Folder, found: Mapping[str, Stored]) -> None:
             )
 
 
-def _ends(folder: Folder) -> tuple[str, str]:
-    """Return the names of the embedding and of the head in a folder."""
-    names = folder.family.names(folder.config)
+def _ends(family: Family, config: DecoderConfig) -> tuple[str, str]:
+    """Return the names that the embedding and the head have in a family."""
+    names = family.names(config)
     return names["embedding.weight"].name, names["head.weight"].name
 
 
-def _of_whole_model(folder: Folder, found: Mapping[str, Stored]) -> dict[str, Stored]:
-    """Return tensors by the names of a model with a head: a model without one leaves out a part."""
-    prefix = _ends(folder)[0].split(".")[0] + "."
+def of_whole_model(found: Mapping[str, T], family: Family, config: DecoderConfig) -> dict[str, T]:
+    """Return tensors by the names of a model with a head: a model without one leaves out a part.
+
+    Examples:
+        >>> from trainkit.models.sizes import decoder_config
+        >>> of_whole_model({"norm.weight": 1}, family_named("llama"), decoder_config("tiny"))
+        {'model.norm.weight': 1}
+    """
+    embedding, head = _ends(family, config)
+    prefix = embedding.split(".")[0] + "."
     if any(name.startswith(prefix) for name in found):
         return dict(found)
-    head = _ends(folder)[1]
     return {name if name == head else prefix + name: x for name, x in found.items()}
 
 

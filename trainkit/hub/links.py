@@ -22,7 +22,7 @@ Shape = tuple[int, ...]
 
 @attrs.frozen
 class There:
-    """Where a tensor of ours is in a folder of a family.
+    """Where a tensor of ours is in a model of a family, in a folder or in memory.
 
     Attributes:
         name: The tensor there. `{e}` in it stands for the number of an expert: one tensor for each.

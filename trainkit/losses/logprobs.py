@@ -71,7 +71,9 @@ def token_logprobs(
         top_p: The likeliest words that together have this much.
         min_p: Words that are at least this likely, relative to the likeliest.
         softcap: What logits are kept between by tanh, before all else.
-        axis: The axis over which the vocabulary is cut.
+        axis: The axis over which the vocabulary is cut. Over several ranks the gradient of `hidden`
+            is this rank's part, of its words alone: let `hidden` come from `collectives.gather_dim`
+            or go through `collectives.sum_grad`, which sum it, once.
         chunk: Not more logits exist at a time than so many tokens have. By default those that fit
             into 16 MiB, and where words are left out as in `linear_cross_entropy`.
 

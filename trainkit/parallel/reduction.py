@@ -110,6 +110,43 @@ def sum_in_grad_dtype_(model: nn.Module) -> None:
             unit._init_mp_dtypes = partial(find, unit)  # noqa: SLF001
 
 
+def keep_what_is_returned_(module: Any) -> None:
+    """Let an FSDP2 module that returns a parameter of its own stay gathered until its backward.
+
+    Freed after forward, what it returned would have no memory: reading it ends the process, or
+    raises an error without names. Whether it returns one is seen in its first forward pass.
+
+    Args:
+        module: An FSDP2 module.
+
+    Effects:
+        Takes the place of what its units do after their first forward pass.
+    """
+
+    def look(unit: Any, inner: nn.Module, given: Any, output: Any) -> Any:
+        del unit.post_forward
+        own = {_memory_of(p._unsharded_param) for p in unit.fsdp_params}  # noqa: SLF001 (see _was_gathered)
+        if any(_memory_of(x) in own for x in _tensors_in(output)):
+            module.set_reshard_after_forward(False, recurse=False)
+        return unit.post_forward(inner, given, output)
+
+    for unit in fsdp_groups(module):
+        unit.post_forward = partial(look, unit)
+
+
+def _memory_of(tensor: Any) -> int:
+    return local_of(tensor).untyped_storage().data_ptr()
+
+
+def _tensors_in(output: Any) -> Iterator[Tensor]:
+    """Yield the tensors of what a module returns: one, or those in tuples, lists and mappings."""
+    if isinstance(output, Tensor):
+        yield output
+    elif isinstance(output, (Mapping, tuple, list)):
+        for part in output.values() if isinstance(output, Mapping) else output:
+            yield from _tensors_in(part)
+
+
 def reshards_after_forward(module: Any) -> bool:
     """Say whether an FSDP2 module frees its gathered parameters after its forward pass."""
     return any(group.post_forward_mesh_info is not None for group in fsdp_groups(module))
