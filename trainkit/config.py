@@ -172,12 +172,14 @@ class OptimOptions:
     @property
     def made(self) -> dict[str, Any]:
         """What `optim.make_optimizer` is told."""
+        from trainkit.optim import read_groups, read_options  # noqa: PLC0415 -- it needs torch
+
         return {
             "optimizer": self.optimizer,
             "lr": self.lr,
             "weight_decay": self.weight_decay,
-            "options": self.optimizer_options,
-            "groups": self.optimizer_groups,
+            "options": read_options(self.optimizer_options, optimizer=self.optimizer),
+            "groups": read_groups(self.optimizer_groups, optimizer=self.optimizer),
             "mean": self.mean,
             "offload": self.offload_optimizer,
         }

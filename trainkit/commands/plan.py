@@ -199,6 +199,7 @@ def run(options: argparse.Namespace) -> tuple[Any, int]:
     # Imported here: they import torch.
     import attrs  # noqa: PLC0415
 
+    from trainkit.optim import read_options  # noqa: PLC0415
     from trainkit.planning import Job, plan, plan_table  # noqa: PLC0415
 
     config, machine = _config(options), _hardware(options)
@@ -215,7 +216,7 @@ def run(options: argparse.Namespace) -> tuple[Any, int]:
             moments=options.moments,
         ),
         optimizer=options.optimizer,
-        optimizer_options=options.optimizer_options,
+        optimizer_options=read_options(options.optimizer_options, optimizer=options.optimizer),
         mean=options.mean is not None,
         offload_optimizer=options.offload_optimizer,
         offload_activations=options.offload_activations,
