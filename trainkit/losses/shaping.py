@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from trainkit.collectives import gather_replicated
+from trainkit.losses.softmax import gather_words, words_of_rank
 from trainkit.types import Axis
 
 Each = float | Tensor
@@ -73,7 +73,7 @@ _RANGES: dict[str, tuple[Callable[[Any], bool], str]] = {
 
 
 def shaped_(logits: Tensor, how: Shaping, axis: Axis) -> Tensor:
-    """Shape logits `[T, V / N]`, of which each rank has those of its words.
+    """Shape logits `[T, V_r]`, of which each rank has those of its words.
 
     Effects:
         Overwrites `logits` and returns them. Where words are left out, the logits are gathered on
@@ -88,13 +88,12 @@ def shaped_(logits: Tensor, how: Shaping, axis: Axis) -> Tensor:
         logits.div_(_column(how.temperature))
     if not how.filters:
         return logits
-    whole = gather_replicated(logits, axis, dim=-1)
-    left = filtered(whole, how).chunk(axis.count, -1)[axis.index]
+    left = words_of_rank(filtered(gather_words(logits, axis), how), axis)
     return logits.masked_fill_(left == -torch.inf, -torch.inf)
 
 
 def unshaped_slopes_(slopes: Tensor, how: Shaping) -> Tensor:
-    """Turn the gradient of shaped logits `[T, V / N]` into that of the logits.
+    """Turn the gradient of shaped logits `[T, V_r]` into that of the logits.
 
     Effects:
         Overwrites `slopes` and returns them.

@@ -19,7 +19,6 @@ import torch
 from torch import Tensor
 
 from trainkit.batch import divisor_of, divisors_of
-from trainkit.collectives import gather_replicated
 from trainkit.losses.linear import (
     Columns,
     Factors,
@@ -42,8 +41,13 @@ from trainkit.losses.logits import (
 )
 from trainkit.losses.logprobs import logprobs_of
 from trainkit.losses.shaping import UNSHAPED, Shaping, reshaped
-from trainkit.losses.softmax import accumulation_dtype
-from trainkit.types import IGNORED_LABEL, SOLO, Axis, Denominator, Hidden, unrouted
+from trainkit.losses.softmax import (
+    accumulation_dtype,
+    gather_words,
+    vocabulary_axis,
+    words_of_rank,
+)
+from trainkit.types import IGNORED_LABEL, SOLO, Denominator, Hidden, VocabularyAxis, unrouted
 
 Terms = tuple[Tensor, dict[str, Tensor]]
 """The sum to differentiate, and the detached sums to report by name."""
@@ -120,7 +124,9 @@ def labels_of(where: str, batch: Mapping[str, Any]) -> Tensor:
     return batch["labels"]
 
 
-def read_output(where: str, output: Any, batch: Mapping[str, Any]) -> tuple[Factors, Tensor, Axis]:
+def read_output(
+    where: str, output: Any, batch: Mapping[str, Any]
+) -> tuple[Factors, Tensor, VocabularyAxis]:
     """Return the factors, the labels and the axis of a `Hidden` or a plain pair.
 
     Raises:
@@ -141,7 +147,7 @@ def read_output(where: str, output: Any, batch: Mapping[str, Any]) -> tuple[Fact
         what = f"{must}, got a {type(output).__name__}; for logits take next_token"
         raise ValueError(f"{where}: {what}")  # noqa: TRY004 (a bad argument, as all others)
     hidden, weight, axis, softcap = Hidden(*output)
-    labels = labels_of(where, batch)
+    labels, axis = labels_of(where, batch), vocabulary_axis(weight, axis)
     factors = cast_factors(where, hidden, weight, labels, softcap=softcap, axis=axis)
     return factors, labels, axis
 
@@ -375,16 +381,16 @@ def in_chunks(loss: NamedLoss, *, chunk: int | None = None) -> NamedLoss:
         tokens = columns_of(batch, labels)
 
         def compute(logits: Tensor, rows: slice, gradient: bool) -> Tensor:
-            whole = gather_replicated(logits, axis, dim=-1).detach().requires_grad_(gradient)
+            whole = gather_words(logits, axis).detach().requires_grad_(gradient)
             with torch.set_grad_enabled(gradient):
                 part = {name: x[rows][None] for name, x in tokens.items()}
                 total, terms = loss(whole[None], part)
             if gradient:
                 (slopes,) = torch.autograd.grad(total, whole)
-                logits.copy_(slopes.chunk(axis.count, -1)[axis.index])
+                logits.copy_(words_of_rank(slopes, axis))
             return torch.stack([total.detach(), *(terms[name] for name in loss.terms)])[None]
 
-        total, values = linear_in_chunks(factors, compute, chunk=chunk)
+        total, values = linear_in_chunks(factors, compute, axis=axis, chunk=chunk)
         return total, dict(zip(loss.terms, values.sum(0).unbind(), strict=True))
 
     return chunked
