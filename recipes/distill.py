@@ -43,7 +43,7 @@ class Config(tk.config.RunConfig):
     """A run, a checkpoint or a Hugging Face folder; by default runs/pretrain, or a small base."""
     data: Path | None = tk.config.option(None, change="free")
     """A text file, a directory of them, .jsonl, .tokens and others; by default Python's library."""
-    tokenizer: str | None = None
+    tokenizer: str | None = tk.config.option(None, change="free")
     """bytes, or a tokenizer.json; by default the teacher's."""
     cache: Path | None = tk.config.option(Path("runs/cache"), change="free")
     """Where packings are kept for the next run; None keeps none."""
@@ -174,7 +174,7 @@ def train(cfg, run, base):
     axes |= {"call": tk.models.call_routed, "rows_per_batch": cfg.batch.microbatch}
     evaluate = tk.evaluation.bind_loss(stages, held, tk.losses.next_token_linear, **axes)
     facts = make_facts(cfg, student, base.tokenizer, rows) | known
-    changes = tk.config.changes_of(cfg)
+    changes = tk.config.changes_of(cfg, free=["files"])
     state = run.resume(stages, optimizer, facts=facts, changes=changes, request=cfg.resume)
 
     def replay(microbatches, *, denominator):
@@ -205,7 +205,8 @@ def runs_of(cfg):
     if not cfg.compare or cfg.hard == 1:
         return [cfg]
     again = cfg.resume if cfg.resume == "never" else "auto"
-    return [attrs.evolve(cfg, out=cfg.out / "hard", hard=1.0, resume=again), cfg]
+    twin = attrs.evolve(cfg, out=cfg.out / "hard", hard=1.0, teacher=None, resume=again)
+    return [twin, cfg]
 
 
 def main(argv=None):

@@ -48,7 +48,7 @@ class Config(tk.config.RunConfig):
     """What is trained: all; adapters; or adapters beside matrices that are held in 4 bits."""
     data: Path | None = tk.config.option(None, change="free")
     """Conversations: a .jsonl or .parquet file with a field messages, or a .tokens file."""
-    tokenizer: str | None = None
+    tokenizer: str | None = tk.config.option(None, change="free")
     """bytes, or a tokenizer.json; by default that of init."""
     template: str | None = tk.config.option(None, change="free")
     """How a conversation is written: chatml, llama3, qwen3, a folder's; by default that of init."""
@@ -159,7 +159,7 @@ def make_facts(cfg, base, rows):
     }
 
 
-def train(cfg, run, tokenizer, base):
+def train(cfg, run, tokenizer, base, first):
     """Go on from the last checkpoint, or begin, and train until `steps` or until a stop."""
     ps, drops = run.ps, cfg.adapters.adapter_dropout > 0
     run.say(f"reading {cfg.data or 'signatures and docstrings of the standard library'}")
@@ -182,10 +182,12 @@ def train(cfg, run, tokenizer, base):
     share |= {"noise_seed": cfg.seed} if drops else {}
     pad_id = tokenizer.pad_id or 0
     make_batch = functools.partial(tk.step_batch, rows, rows_at, pad_id=pad_id, **share)
-    facts, changes = make_facts(cfg, base, rows), tk.config.changes_of(cfg)
-    if cfg.method != "full":
+    facts = make_facts(cfg, base, rows)
+    changes = tk.config.changes_of(cfg, free=["files", "base_from"])
+    if cfg.method == "full":
+        facts |= tk.checkpoint.first_weights_facts(first, stages, ps)
+    else:
         facts |= tk.adapters.keep_base_(stages, ps, source=base.path)
-        changes = attrs.evolve(changes, free=(*changes.free, "base_from"))
     state = run.resume(stages, optimizer, facts=facts, changes=changes, request=cfg.resume)
     stop, around = None, {"steps": cfg.steps, "keeping": cfg.keeping, "policy": cfg.policy}
     with (
@@ -213,23 +215,24 @@ def train(cfg, run, tokenizer, base):
 
 
 def open_base(cfg):
-    """Return what the run begins with, or what a run of all weights goes on with: its own."""
-    begun = cfg.resume == "auto" and tk.checkpoint.list_checkpoints(cfg.out / "checkpoints")
-    own = cfg.out if begun and cfg.method == "full" else cfg.init
-    path = own or tk.hub.base_run(Path(__file__).parent)
-    return tk.hub.open_trained(path, tokenizer=cfg.tokenizer, context=cfg.batch.row_length)
+    """Return the model to build, and where the weights are that the run begins or began with."""
+    first = tk.checkpoint.find_first_weights(cfg.init, run_dir=cfg.out, request=cfg.resume)
+    path = first.path or tk.hub.base_run(Path(__file__).parent)
+    base = tk.hub.open_trained(path, tokenizer=cfg.tokenizer, context=cfg.batch.row_length)
+    return base, first.resolved(base.path)
 
 
 def main(argv=None):
     """Read the configuration, refuse a layout that does not fit, open the process groups, train."""
     cfg = tk.config.load_config(Config, argv)
-    base = open_base(cfg)
+    base, first = open_base(cfg)
     tokenizer = base.tokenizer
     template = tk.chat.choose_template(
         cfg.template, tokenizer, own=base.template, where=str(base.path)
     )
     precision = tk.parallel.choose_precision(cfg.precision)
-    cfg = attrs.evolve(cfg, tokenizer=base.name, template=template, precision=precision)
+    cfg = attrs.evolve(cfg, init=first.source, tokenizer=base.name, template=template)
+    cfg = attrs.evolve(cfg, precision=precision)
     problems = tk.parallel.problems(cfg.layout, base.config, cfg.batch, world=tk.mesh.world_size())
     add, beside = add_adapters(cfg), {"layout": cfg.layout, "base": base.facts}
     problems += tk.adapters.problems(add, base.config, **beside)
@@ -239,7 +242,7 @@ def main(argv=None):
         problems.append(ConfigError(f"{what}; take --method lora, or leave them out"))
     tk.parallel.refuse(problems)
     with tk.open_run(cfg.out, **cfg.opened) as run:
-        return train(cfg, run, tokenizer, base)
+        return train(cfg, run, tokenizer, base, first)
 
 
 if __name__ == "__main__":

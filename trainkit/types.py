@@ -58,6 +58,22 @@ class TrainkitError(ValueError):
         self.what, self.where, self.got, self.want, self.hint = what, where, got, want, hint
 
 
+def error_text(error: BaseException, *, most: int = 8000) -> str:
+    """Return what an error says, of a long text the first `most` characters; never raises.
+
+    Examples:
+        >>> error_text(ValueError("lr must be positive"))
+        'lr must be positive'
+        >>> error_text(ValueError("x" * 10**6), most=3)
+        'xxx ... (1000000 characters)'
+    """
+    try:
+        text = str(error)
+    except Exception as again:  # noqa: BLE001 (a class of somebody's own)
+        return f"(its text cannot be shown: __str__ raised {type(again).__name__})"
+    return text if len(text) <= most else f"{text[:most]} ... ({len(text)} characters)"
+
+
 class ConfigError(TrainkitError):
     """The configuration or the environment is wrong (exit code 64)."""
 

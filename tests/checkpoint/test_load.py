@@ -584,6 +584,16 @@ def test_a_fact_that_was_not_recorded_then_is_asked_for_only_where_it_must_not_c
     assert (refused, told) == (["its seed is None, the run's is 1"], [])
 
 
+def test_a_table_that_may_change_is_told_in_one_line_and_explains_what_is_refused():
+    changes = Changes(free=["files"])
+    saved = {"files": {"a": "1", "b": "2"}, "fingerprint": "12"}
+    moved = {"files": {"c": "1", "b": "2"}, "fingerprint": "12"}
+    line = "files: a was removed; files: c was added"
+    assert compare_facts(saved, moved, changes) == ([], [line])
+    refused, _ = compare_facts(saved, moved | {"fingerprint": "13"}, changes)
+    assert refused == ["its fingerprint is 12, the run's is 13", *line.split("; ")]
+
+
 # ------------------------------------------------------------------------------- again and again
 
 

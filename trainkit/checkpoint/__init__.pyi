@@ -5,6 +5,10 @@ from .export import export_checkpoint as export_checkpoint
 from .export import save_tensors as save_tensors
 from .facts import Changes as Changes
 from .facts import Facts as Facts
+from .first import FirstWeights as FirstWeights
+from .first import facts_to_resume as facts_to_resume
+from .first import find_first_weights as find_first_weights
+from .first import first_weights_facts as first_weights_facts
 from .flight import Saved as Saved
 from .guard import guard_numbers as guard_numbers
 from .guard import guarded_saves as guarded_saves

@@ -17,6 +17,7 @@ from trainkit.checkpoint.facts import (
     Changes,
     Facts,
     agree_on_facts,
+    allowed_names,
     check_allowed,
     compare_facts,
     facts_at,
@@ -106,7 +107,7 @@ def resume(
         path, manifest = Path(chosen[0]), chosen[1]
         told: list[str] = []
         check = _fact_check(facts, changes, told)
-        leeway = Leeway(optimizer=may_change_optimizer(changes))
+        leeway = Leeway(optimizer=may_change_optimizer(changes), options=allowed_names(changes))
         staged = stage_checkpoint(
             path, manifest, stages, optimizer, axis=ps.world, check=check, leeway=leeway
         )
@@ -180,7 +181,8 @@ def load_checkpoint(
     check_allowed(changes)
     path = Path(path)
     manifest = together(lambda: _whole_manifest(path) if axis.index == 0 else None, axis)[0]
-    leeway = Leeway(allow_missing, allow_extra, cast, may_change_optimizer(changes))
+    may_change = may_change_optimizer(changes), allowed_names(changes)
+    leeway = Leeway(allow_missing, allow_extra, cast, *may_change)
     check = _fact_check(facts, changes, [])
     staged = stage_checkpoint(
         path, manifest, stages, optimizer, axis=axis, check=check, leeway=leeway

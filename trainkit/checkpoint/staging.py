@@ -163,7 +163,8 @@ def state_from(saved: Mapping[str, Any]) -> TrainState:
 
 
 def _union(lists: Sequence[Sequence[str]]) -> list[str]:
-    return sorted({text for texts in lists for text in texts})
+    """Return what all ranks say, each thing once and in their order: facts go before tensors."""
+    return list(dict.fromkeys(text for texts in lists for text in texts))
 
 
 def _tensor_files(manifest: Mapping[str, Any]) -> dict[str, Any]:

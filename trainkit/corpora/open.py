@@ -36,6 +36,7 @@ if TYPE_CHECKING:
     Encode = Callable[[Mapping[str, Any]], ArrayLike | Sample]
 
 T = TypeVar("T")
+C = TypeVar("C", bound=Corpus)
 
 
 def open_corpus(
@@ -382,6 +383,41 @@ def fingerprint(corpus: Corpus) -> str:
         arrays[f"column {name} {column.dtype} {column.of}"] = np.asarray(own.values[name])
     parts = (hash_box(name, x, shape=x.shape, offset=[0] * x.ndim) for name, x in arrays.items())
     return f"{sum(parts) & MASK64:016x}"
+
+
+def recorded_names(corpora: Mapping[str, C], facts: Mapping[str, Any]) -> dict[str, C]:
+    """Return corpora by the names that a run has for them, which may be those of old folders.
+
+    A mixture draws the rows of a corpus in an order that its name decides, and reports its loss by
+    that name, so a corpus that was renamed keeps the one that it had.
+
+    Args:
+        corpora: By the names that they have now.
+        facts: Of the run's checkpoint: "fingerprint of NAME" for each.
+
+    Returns:
+        The same corpora in the same order. One whose name the facts do not know has that of the
+        fingerprint which is its own and no other corpus' name; else it keeps its name.
+
+    Examples:
+        >>> corpora = {"new": TokenCorpus(np.arange(4), np.array([0, 4]))}
+        >>> facts = {"fingerprint of old": fingerprint(corpora["new"])}
+        >>> list(recorded_names(corpora, facts))
+        ['old']
+    """
+    begin = "fingerprint of "
+    free = {
+        name.removeprefix(begin): value
+        for name, value in facts.items()
+        if name.startswith(begin) and name.removeprefix(begin) not in corpora
+    }
+    found: dict[str, C] = {}
+    for name, corpus in corpora.items():
+        own = None if not free or f"{begin}{name}" in facts else fingerprint(corpus)
+        was = next((old for old, value in free.items() if value == own), name)
+        free.pop(was, None)
+        found[was] = corpus
+    return found
 
 
 def _encoded(
