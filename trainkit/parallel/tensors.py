@@ -135,8 +135,8 @@ def tensor(styles: Mapping[str, str | Style] | None = None) -> Transform:
         for name, (pattern, style) in named.items():
             _check_module(name, parents, pattern, style, ps.tp)
         _shard_(module, cut, ps.tp)
-        bound: Any = module.forward
-        module.forward = MethodType(_naming_who_mixes(bound.__func__), module)
+        if isinstance(module.forward, MethodType):  # no function that somebody has put there
+            module.forward = MethodType(_naming_who_mixes(module.forward.__func__), module)
         if any(style.sequence for style in cut.values()) and hasattr(module, "sequence_parts"):
             module.sequence_parts = ps.tp.count  # pyrefly: ignore[bad-argument-type]
             module.register_forward_pre_hook(_slice_by_token(ps.tp), with_kwargs=True)
