@@ -19,14 +19,17 @@ from pathlib import Path
 
 import attrs
 import numpy as np
+import torch
 import torch.distributed as dist
 from torch import nn
 
 from trainkit.models import call_model
+from trainkit.parallel.leaks import tensors_of
 from trainkit.parallel.stages import SplitModel, split_layers
 from trainkit.testing.cases import Case
 from trainkit.testing.certificate import Certificate, Row, is_within, tier_called
 from trainkit.testing.exact import integer_steps
+from trainkit.testing.packing import PackingError, check_packing
 from trainkit.testing.ranks import RankError, run_ranks
 from trainkit.testing.train import (
     Differences,
@@ -39,6 +42,7 @@ from trainkit.testing.train import (
     certificate_optimizer,
     certificate_weights,
     compare_layout,
+    plain_model,
     train_plain,
 )
 from trainkit.types import Batch, Call, Loss, Weights
@@ -76,8 +80,8 @@ def certify(
     processes; one that fails or hangs is a red row and the others go on in a new start.
 
     Args:
-        make_model: Makes the whole model; called under the meta device, and once for real, for what
-            layouts are compared with. What a plan would change of a model belongs in here.
+        make_model: Makes the whole model; called under the meta device, and twice for real, for
+            what layouts are compared with. What a plan would change of a model belongs in here.
         make_batches: From a step, 0 to `steps` - 1, to the `Batch` of the whole global batch
             `[R, S]`, always the same. For ring degree N every document must divide by 2N (pack with
             `multiple_of`).
@@ -104,7 +108,9 @@ def certify(
             are compared with plain ones of the same values; see `adapters.rounded_weights`.
 
     Returns:
-        The certificate, its rows in the order of `cases`.
+        The certificate, its rows in the order of `cases`, and before them that of `check_packing`,
+        on the batch of the first step: a model that computes one packed document from another makes
+        the certificate red.
 
     Raises:
         ValueError: An argument is wrong, two cases have one name, a function cannot be sent, or
@@ -180,9 +186,10 @@ def certify_together(
     trainings = [training for training, _ in subjects]
     (alone,) = run_ranks(_train_alone, 1, *trainings, timeout=timeout * len(subjects))
     every: list[_Job] = []
-    for (training, cases), wanted in zip(subjects, alone, strict=True):
-        _check_finite(wanted, training.title)
-        every += [_Job(training, case, wanted) for case in cases]
+    for (training, cases), (wanted, _) in zip(subjects, alone, strict=True):
+        if wanted is not None:
+            _check_finite(wanted, training.title)
+            every += [_Job(training, case, wanted) for case in cases]
     found: dict[int, Row] = {}
     report = partial(_tell_progress, tell, every, found, begin=time.monotonic())
     for world in sorted({job.case.world for job in every}):
@@ -191,9 +198,18 @@ def certify_together(
             found |= _run_jobs(jobs, timeout, report)
             jobs = {index: job for index, job in jobs.items() if index not in found}
     rows = iter(found[index] for index in range(len(every)))
+    untrained = "not trained, because the model computes a packed document from others"
     return [
-        Certificate(training.title, training.tier, training.steps, (*islice(rows, len(cases)),))
-        for training, cases in subjects
+        Certificate(
+            training.title,
+            training.tier,
+            training.steps,
+            tuple(Row(case.name, case.world, error=untrained) for case in cases)
+            if wanted is None
+            else (*islice(rows, len(cases)),),
+            packing=packing,
+        )
+        for (training, cases), (wanted, packing) in zip(subjects, alone, strict=True)
     ]
 
 
@@ -236,8 +252,40 @@ class _Job:
     wanted: Outcome
 
 
-def _train_alone(*trainings: Training) -> list[Outcome]:
-    return [train_plain(training) for training in trainings]
+def _train_alone(*trainings: Training) -> list[tuple[Outcome | None, Row | None]]:
+    """Compare packed documents, and train what does not mix them up; a leaking model is None."""
+    found: list[tuple[Outcome | None, Row | None]] = []
+    for training in trainings:
+        packing = _packing_row(training)
+        leaks = packing is not None and packing.error
+        found.append((None if leaks else train_plain(training), packing))
+    return found
+
+
+def _packing_row(training: Training) -> Row | None:
+    """Compare the packed documents of the first step with each document alone.
+
+    None where a model returns nothing of each token, a loss for one.
+    """
+    begin = time.monotonic()
+    batch, model = training.make_batches(0), plain_model(training)
+    with torch.no_grad():
+        if not tensors_of(training.call(model, batch), batch.input_ids.shape):
+            return None
+    row = Row("packed documents", 1, batches=True)
+    try:
+        found = check_packing(model, training.call, batch=batch)
+    except PackingError as error:
+        return attrs.evolve(row, error=str(error), seconds=time.monotonic() - begin)
+    return attrs.evolve(
+        row,
+        loss=found.output,
+        grad_norm=0.0,
+        parameters=found.gradient,
+        state=0.0,
+        worst=found.worst,
+        seconds=time.monotonic() - begin,
+    )
 
 
 def _run_jobs(

@@ -163,12 +163,18 @@ def train_plain(training: Training) -> Outcome:
     Effects:
         Opens the process group of one rank and closes it.
     """
+    model = plain_model(training)
+    return _train(training, Case(rows_per_microbatch=None), lambda _: [model])
+
+
+def plain_model(training: Training) -> nn.Module:
+    """Return the whole model as a plain module, with its weights."""
     make_model, weights = training.alone or (training.make_model, training.weights)
     model = _typed(make_model, training.tier)
     with torch.no_grad():
         for name, p in model.named_parameters():
             p.copy_(weights(name, tuple(p.shape), (0,) * p.ndim))
-    return _train(training, Case(rows_per_microbatch=None), lambda _: [model])
+    return model
 
 
 def train_layout(training: Training, case: Case) -> Outcome:
