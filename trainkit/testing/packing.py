@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from trainkit.batch import batch_of_rows
+from trainkit.batch import batch_of_rows, to_device
 from trainkit.batch.shards import spans_of_lengths
 from trainkit.models import call_model
 from trainkit.parallel.leaks import tensors_of
@@ -73,7 +73,7 @@ def check_packing(
             backward pass of its own.
         call: How a batch enters it. Compared are all floating point tensors `[B, S, ...]` of what
             it returns.
-        batch: Packed rows on the host; by default two rows of three documents, of ids below the
+        batch: Packed rows; by default two rows of three documents, of ids below the
             size of the model's first embedding. Padding is not compared.
         bound: How far apart they may be, max|a - b| / max|b|; by default that of
             `PACKING_BOUNDS`.
@@ -98,7 +98,8 @@ def check_packing(
         ...
         trainkit.testing.packing.PackingError: check_packing: Sequential computes document 1 ...
     """
-    batch = _default_batch(model) if batch is None else batch
+    device = next((p.device for p in model.parameters()), torch.device("cpu"))
+    batch = to_device(_default_batch(model) if batch is None else batch, device)
     name, model = type(model).__name__, _in_widest(model, call, batch)
     dtype = next((p.dtype for p in model.parameters() if p.is_floating_point()), torch.float64)
     bound = PACKING_BOUNDS[dtype] if bound is None else bound
@@ -185,7 +186,8 @@ def _alone(batch: Batch, document: _Document) -> Batch:
     cut = {name: batch[name][document.row, document.places].unsqueeze(0) for name in _names(batch)}
     cut["document_ids"] = torch.zeros_like(cut["document_ids"])
     own = [cut.pop(name) for name in BATCH_TENSORS]
-    return Batch(*own, spans=spans_of_lengths(np.array([len(document.places)])), extra=cut)
+    spans = spans_of_lengths(np.array([len(document.places)]), device=own[0].device)
+    return Batch(*own, spans=spans, extra=cut)
 
 
 def _names(batch: Batch) -> tuple[str, ...]:

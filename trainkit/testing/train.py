@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from trainkit.adapters.frozen import SCALES, packings_of, unpacked
-from trainkit.batch import batch_hash, count_valid_tokens
+from trainkit.batch import batch_hash, count_valid_tokens, to_device
 from trainkit.collectives import all_sum
 from trainkit.grads import clip_and_step, named_parameters_of, parameters_of, sync_sp_grads
 from trainkit.losses import mean_terms
@@ -164,7 +164,7 @@ def train_plain(training: Training) -> Outcome:
         Opens the process group of one rank and closes it.
     """
     model = plain_model(training)
-    return _train(training, Case(rows_per_microbatch=None), lambda _: [model])
+    return _train(training, Case(rows_per_microbatch=None), lambda ps: [model.to(ps.device)])
 
 
 def plain_model(training: Training) -> nn.Module:
@@ -216,6 +216,7 @@ def _train(training: Training, case: Case, make_stages: MakeStages) -> Outcome:
             whole = training.make_batches(step)
             batches = deal_batch(whole, ps.place, rows_per_microbatch=case.rows_per_microbatch)
             hashes.append(int(all_sum(batch_hash(batches), ps.loss)))
+            batches = [to_device(batch, ps.device) for batch in batches]
             tokens = all_sum(count_valid_tokens(batches), ps.loss)
             sums = run(batches, denominator=tokens)
             sync_sp_grads(params, ps.sp_unfolded)
@@ -239,7 +240,7 @@ def _parameters(stages: Sequence[nn.Module], named: Mapping[str, nn.Parameter]) 
     found = {name: _part(p) for name, p in named.items()}
     for name, packing in (item for stage in stages for item in packings_of(stage).items()):
         codes, scales = box_of(named[name]), box_of(named[name + SCALES])
-        values = unpacked(codes.local, scales.local, packing, torch.float64).numpy()
+        values = unpacked(codes.local, scales.local, packing, torch.float64).cpu().numpy()
         found[name] = Held(values, (*codes.offset[:-1], packing.first))
         del found[name + SCALES]
     return found
