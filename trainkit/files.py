@@ -159,7 +159,7 @@ def exchange_paths(one: Path, other: Path) -> bool:
     if rename(_AT_FDCWD, paths[0], _AT_FDCWD, paths[1], _RENAME_EXCHANGE) == 0:
         return True
     code = ctypes.get_errno()
-    if code in (errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP, errno.EPERM):
+    if code in (errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP, errno.EPERM, errno.EXDEV):
         return False
     raise OSError(code, os.strerror(code), str(other))
 
@@ -257,12 +257,12 @@ def disk_errors(
     try:
         yield
     except OSError as error:
-        free = None
-        with suppress(OSError):
-            there = next(each for each in (path, *path.parents) if each.exists())
-            free = shutil.disk_usage(there).free
-        room = f"; the next part needs {needed} bytes" if needed else ""
-        room += "" if free is None else f"; {free} bytes are free"
+        free, room = None, f"; the next part needs {needed} bytes" if needed else ""
+        if error.errno not in {errno.EMFILE, errno.ENFILE}:  # a full disk is another matter
+            with suppress(OSError):
+                there = next(each for each in (path, *path.parents) if each.exists())
+                free = shutil.disk_usage(there).free
+                room += f"; {free} bytes are free{_without_inodes(there)}"
         what = f"{error.strerror or error} ({errno.errorcode.get(error.errno or 0, 'no code')})"
         raise DiskError(
             f"{by}: cannot write {path}: {what}{room}",
@@ -271,6 +271,13 @@ def disk_errors(
             want=needed,
             hint=hint,
         ) from error
+
+
+def _without_inodes(path: Path) -> str:
+    """Say that a disk with bytes left takes no other file, where that is so."""
+    found = os.statvfs(path)
+    is_full = found.f_files > 0 and found.f_favail == 0
+    return ", but no inode is, which every file needs: delete some files" if is_full else ""
 
 
 def read_bounded(path: Path, *, most: int) -> bytes:

@@ -58,6 +58,22 @@ class TrainkitError(ValueError):
         self.what, self.where, self.got, self.want, self.hint = what, where, got, want, hint
 
 
+def error_text(error: BaseException, *, most: int = 8000) -> str:
+    """Return what an error says, of a long text the first `most` characters; never raises.
+
+    Examples:
+        >>> error_text(ValueError("lr must be positive"))
+        'lr must be positive'
+        >>> error_text(ValueError("x" * 10**6), most=3)
+        'xxx ... (1000000 characters)'
+    """
+    try:
+        text = str(error)
+    except Exception as again:  # noqa: BLE001 (a class of somebody's own)
+        return f"(its text cannot be shown: __str__ raised {type(again).__name__})"
+    return text if len(text) <= most else f"{text[:most]} ... ({len(text)} characters)"
+
+
 class ConfigError(TrainkitError):
     """The configuration or the environment is wrong (exit code 64)."""
 
@@ -785,6 +801,22 @@ class Batch(Mapping[str, Any]):
     token_index: Tensor
     spans: Spans
     extra: Mapping[str, Tensor] = attrs.field(factory=dict)
+
+    def __attrs_post_init__(self) -> None:
+        rows = tuple(self.input_ids.shape[:2])
+        for name, column in self.extra.items():
+            shape = getattr(column, "shape", None)
+            if shape is None or tuple(shape[:2]) != rows:
+                got = type(column).__name__ if shape is None else f"a tensor of shape {list(shape)}"
+                raise ConfigError(
+                    f"Batch: extra[{name!r}] is {got}, and is cut and dealt with the tokens, so "
+                    f"that its first two dimensions must be {list(rows)}; repeat what belongs to a "
+                    f"row over its tokens (x[:, None].expand(-1, {rows[-1]})), and hand over what "
+                    "belongs to no token in `call`",
+                    where=name,
+                    got=got,
+                    want=list(rows),
+                )
 
     def __getitem__(self, name: str) -> Any:
         if name in BATCH_TENSORS or name == "spans":

@@ -1,6 +1,7 @@
 """What a model of somebody else may hold: computed rightly, or refused by name with the cure."""
 
 import re
+import warnings
 from collections import OrderedDict
 from functools import partial
 from types import SimpleNamespace
@@ -368,3 +369,133 @@ def test_modules_that_ranks_choose_are_right_inside_of_one_unit():
         (next_token(alone(ids), {"labels": ids})[0] / 6).backward()
     for name, p in alone.named_parameters():
         torch.testing.assert_close(found[name], p.grad, rtol=1e-12, atol=1e-15)
+
+
+# ------------------------------------------------------------------------------ tensor parallelism
+
+
+class Scaled(nn.Module):
+    """A block beside a parameter that the model itself holds."""
+
+    def __init__(self, block):
+        super().__init__()
+        self.embedding, self.layers = nn.Embedding(64, 8), nn.ModuleList([block])
+        self.head, self.scale = nn.Linear(8, 64, bias=False), nn.Parameter(torch.ones(8))
+
+    def forward(self, ids):
+        """Map ids `[B, S]` to logits."""
+        return self.head(self.layers[0](self.embedding(ids) * self.scale))
+
+
+class Called(nn.Module):
+    """Two matrices, called."""
+
+    def __init__(self):
+        super().__init__()
+        self.up, self.down = nn.Linear(8, 16, bias=False), nn.Linear(16, 8, bias=False)
+
+    def forward(self, x):
+        """Map `[B, S, 8]` to the same shape."""
+        return x + self.down(torch.tanh(self.up(x)))
+
+
+class Read(Called):
+    """The same, of which the block reads a weight."""
+
+    def forward(self, x):
+        """Map `[B, S, 8]` to the same shape."""
+        return x + self.down(torch.tanh(nn.functional.linear(x, self.up.weight)))
+
+
+CUT = {"layers.*.up": "column", "layers.*.down": "row", "head": "column_gathered"}
+SCATTERED = {
+    "embedding": "vocabulary_scattered",
+    "layers.*": "gather",
+    "layers.*.up": "column_inside",
+    "layers.*.down": "row_scattered",
+    "head": "column_inside_gathered",
+}
+
+
+def called():
+    return Scaled(Called())
+
+
+def tensor_plan(_, case):
+    return [tensor(CUT | {"": "replicated"} if case.note else CUT)]
+
+
+def test_a_parameter_of_the_model_itself_gets_its_style_by_the_empty_pattern():
+    with pytest.raises(ConfigError, match=r"the model itself' has .* for the pattern ''"):
+        tensor(SCATTERED)(called(), layout(tp=2))
+    found = certify(
+        called,
+        decoder_batch,
+        [Case(tk.Layout(tp=2)), Case(tk.Layout(tp=2), note="styled")],
+        plan=tensor_plan,
+        loss=next_token,
+        call=call_with_ids,
+        steps=2,
+    )
+    assert found.ok, str(found.red)
+
+
+def read_a_weight():
+    """Return what the first forward pass of a block says that reads its child's weight."""
+    with tk.parallel_session(tp=2) as ps:
+        made = Scaled(Read())
+        model = tensor(CUT)(made, ps)
+        with pytest.raises(ConfigError) as raised:
+            model(torch.zeros(1, 4, dtype=torch.int64))
+        return str(raised.value)
+
+
+def test_a_block_that_reads_its_child_s_weight_is_named_with_the_line():
+    error = run_ranks(read_a_weight, 2)[0]
+    pattern = (
+        r"tensor: 'layers.0' computes with .* \(test_foreign_modules.py:\d+\), .*call that module"
+    )
+    assert re.search(pattern, error), error
+
+
+@pytest.mark.parametrize("new", [True, False])
+def test_a_style_for_what_weight_norm_computes_is_refused(new):
+    norm = nn.utils.parametrizations.weight_norm if new else nn.utils.weight_norm
+    block = Called()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", FutureWarning)
+        norm(block.up)
+    parts = "parametrizations.weight.original0, param" if new else "weight_g, weight_v"
+    with pytest.raises(ConfigError, match=f"'layers.0.up.weight' is no parameter, .* from {parts}"):
+        tensor(CUT)(Scaled(block), layout(tp=2))
+
+
+def spectral():
+    return nn.Sequential(nn.utils.parametrizations.spectral_norm(nn.Linear(4, 4)))
+
+
+def test_a_buffer_that_is_computed_from_a_parameter_is_named():
+    weights = weights_of(spectral())
+    with pytest.raises(ConfigError, match=r"buffer '0.parametrizations.weight.0._u' is computed"):
+        tk.build_stages(spectral, tk.solo_parallel(), [], weights=weights)
+
+
+# ------------------------------------------------------------------------------------------ batch
+
+
+@pytest.mark.parametrize(
+    ("value", "found"),
+    [
+        (torch.ones(4), r"a tensor of shape \[4\]"),
+        (torch.tensor(1.0), r"a tensor of shape \[\]"),
+        (torch.ones(4, 63), r"a tensor of shape \[4, 63\]"),
+        (None, "NoneType"),
+    ],
+)
+def test_a_column_of_another_shape_than_the_tokens_is_refused(value, found):
+    batch = decoder_batch(0)
+    with pytest.raises(
+        ConfigError, match=rf"extra\['image'\] is {found}, .* must be \[4, 64\]; rep"
+    ):
+        attrs.evolve(batch, extra={"image": value})
+    assert attrs.evolve(batch, extra={"image": torch.ones(4, 64, 3)})["image"].ndim == 3

@@ -3,18 +3,21 @@
 import os
 import sys
 import time
+from functools import partial
 
 import attrs
 import pytest
 import torch
 from torch import nn
 
+from trainkit.adapters import Lora, lora
 from trainkit.batch import blank_batch
 from trainkit.losses import next_token
+from trainkit.mesh import solo_parallel
 from trainkit.parallel import transforms
 from trainkit.parallel.sharding import fsdp
 from trainkit.testing import run_ranks
-from trainkit.testing.builtin import exact_plan
+from trainkit.testing.builtin import decoder_batch, exact_plan
 from trainkit.testing.cases import Case
 from trainkit.testing.certificate import (
     TIERS,
@@ -28,7 +31,7 @@ from trainkit.testing.certificate import (
 from trainkit.testing.certifying import certify
 from trainkit.testing.deal import deal_batch
 from trainkit.testing.exact import ExactModel, call_exact, exact_batch, exact_weights, squares
-from trainkit.testing.train import relative
+from trainkit.testing.train import certificate_weights, relative
 from trainkit.types import Layout, Place, Share
 
 # ------------------------------------------------------------------------------------ a user's own
@@ -56,6 +59,43 @@ def own_call(model, batch):
 def make_loss(ps):
     assert ps.tp.count == 1
     return next_token
+
+
+class Pair(nn.Module):
+    """A user's model with a matrix that gets an adapter."""
+
+    def __init__(self):
+        super().__init__()
+        self.embedding, self.up = nn.Embedding(64, 8), nn.Linear(8, 64, bias=False)
+
+    def forward(self, ids):
+        return self.up(self.embedding(ids))
+
+
+def with_adapters(values=None):
+    return lora(Lora("up", rank=2), values=values)(Pair(), solo_parallel())
+
+
+def certified_value(_weights, name, shape, offset):
+    return certificate_weights(name, shape, offset)
+
+
+def embedding_plan(_ps, _case):
+    return [fsdp(blocks="embedding")]
+
+
+@pytest.mark.parametrize("values", [None, certified_value])
+def test_a_model_that_is_made_with_adapters_has_the_same_ones_in_every_layout(values):
+    found = certify(
+        partial(with_adapters, values),
+        decoder_batch,
+        [Case(), Case(Layout(dp_shard=2))],
+        plan=embedding_plan,
+        loss=next_token,
+        call=own_call,
+        steps=2,
+    )
+    assert found.ok, str(found.red)
 
 
 def test_a_users_model_plan_loss_and_call_are_certified():

@@ -33,7 +33,7 @@ from trainkit.mesh import twin_axis
 from trainkit.noise.hashing import hash_counters
 from trainkit.parallel.naming import box_of
 from trainkit.parallel.sleeping import check_awake
-from trainkit.types import SOLO, Axis, ConfigError, ParallelState, TrainState
+from trainkit.types import SOLO, Axis, ConfigError, ParallelState, TrainState, error_text
 
 _WORTH_TELLING = 0.1  # seconds that a save had to wait for the one before
 
@@ -234,7 +234,7 @@ class _Outcomes:
         try:
             path = write_and_commit(take, target, axis, follows=found.follows)
         except Exception as error:  # noqa: BLE001 (the error that ended the run is raised)
-            found.tell(f"warning: step {step} was not saved after the error: {error}")
+            found.tell(f"warning: step {step} was not saved after the error: {error_text(error)}")
             return
         if path is not None:
             seconds = time.perf_counter() - began
@@ -258,7 +258,7 @@ def _complaints(outcome: Saved, grace: float) -> list[str]:
     """Return what a user has to know of a save that has ended."""
     found = list(outcome.told)
     if outcome.error is not None:
-        found.append(f"warning: step {outcome.step} was not saved: {outcome.error}")
+        found.append(f"warning: step {outcome.step} was not saved: {error_text(outcome.error)}")
     if outcome.seconds > grace:
         took = f"the save of step {outcome.step} took {outcome.seconds:.1f} s"
         late = f"a run that is told to stop has {grace:.0f} s to save, and may be killed before"

@@ -738,6 +738,9 @@ def flags_of(flags: Sequence[bool], like: Tensor) -> Tensor:
     return torch.tensor(flags).to(like, non_blocking=True)
 
 
+_PLAIN = (Tensor, nn.Parameter)
+
+
 def local_of(tensor: Any) -> Tensor:
     """Return this rank's part of a tensor, sharing its memory.
 
@@ -745,7 +748,7 @@ def local_of(tensor: Any) -> Tensor:
         >>> local_of(torch.ones(1))
         tensor([1.])
     """
-    if type(tensor) is Tensor:
+    if type(tensor) in _PLAIN:
         return tensor
     to_local = getattr(tensor, "to_local", None)
     return tensor if to_local is None else to_local()

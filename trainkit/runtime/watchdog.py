@@ -47,6 +47,7 @@ from trainkit.types import (
     PeerError,
     PreemptedError,
     TrainkitError,
+    error_text,
 )
 
 Announce = Callable[..., None]
@@ -611,7 +612,9 @@ def _own_failure(rank: _Self, error: BaseException) -> BaseException:
     """Tell the others what went wrong here, and return what is to be raised for it."""
     if isinstance(error, PeerError):
         return error
-    text = f"{type(error).__name__}: {' '.join(str(error).split())[:2000]}".removesuffix(": ")
+    text = f"{type(error).__name__}: {' '.join(error_text(error, most=2000).split())}".removesuffix(
+        ": "
+    )
     what = f"failed: {text} (in phase {rank.phase[0]!r})"
     if isinstance(error, SystemExit):
         if len(rank.members) == 1:
@@ -665,7 +668,7 @@ def _unexplained(
     if not seen or not isinstance(error, RuntimeError):  # a connection of the recipe's own, perhaps
         return error
     silent = [number for number, x in seen.items() if x.still > _ECHO_GRACE / 2]
-    lines = " ".join(str(error).split())[:300]
+    lines = " ".join(error_text(error, most=300).split())
     shown = [*silent, *(number for number in seen if number not in silent)][:16]
     states = "; ".join(
         f"{peers.name_of(rank.members[number])} was {peers.describe(seen[number].beat)}"

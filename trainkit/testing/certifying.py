@@ -86,7 +86,8 @@ def certify(
         loss: A `Loss` that says its `terms`, or a function of the `ParallelState` that gives one,
             for a loss that communicates.
         call: How a batch enters the model.
-        weights: The initial values.
+        weights: The initial values, but for adapters that `make_model` adds by `lora(...)`, which
+            bring their own; its `values=` gives them others.
         optimizer: From the stages and the pipeline's axis to an optimizer; by default
             `certificate_optimizer`, and `integer_steps` in the tier "exact".
         split: How the model is cut into pipeline stages, as for `build_stages`.

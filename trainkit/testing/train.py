@@ -27,7 +27,7 @@ from trainkit.metrics import reduce_metrics
 from trainkit.noise import counters
 from trainkit.noise.hashing import key_of
 from trainkit.optim import make_optimizer
-from trainkit.parallel.materialize import live_buffers
+from trainkit.parallel.materialize import fills_of, live_buffers
 from trainkit.parallel.naming import COPY_SUFFIX, box_of, ties_of
 from trainkit.parallel.stages import SplitModel, build_stages, split_layers
 from trainkit.step import bind_forward_backward
@@ -165,9 +165,11 @@ def train_plain(training: Training) -> Outcome:
     """
     make_model, weights = training.alone or (training.make_model, training.weights)
     model = _typed(make_model, training.tier)
+    fills = fills_of(model)
     with torch.no_grad():
         for name, p in model.named_parameters():
-            p.copy_(weights(name, tuple(p.shape), (0,) * p.ndim))
+            give = partial(fills[name], weights) if name in fills else weights
+            p.copy_(give(name, tuple(p.shape), (0,) * p.ndim))
     return _train(training, Case(rows_per_microbatch=None), lambda _: [model])
 
 
