@@ -39,6 +39,9 @@ Examples:
   # adapters beside matrices of 4 bits: only adapters have gradients and optimizer state
   python -m trainkit plan --size llama-3.1-8b --world 1 --row-length 4096 --method qlora --rank 32
 
+  # the model of a Hugging Face folder, of which config.json is read
+  python -m trainkit plan --init Qwen3-4B --world 8 --hardware H100 --row-length 8192
+
   # your own machines: 4 GPUs of 24 GiB in each node
   python -m trainkit plan --size qwen3-4b --world 8 --hardware a100 --memory 24 --ranks-per-node 4
 
@@ -46,9 +49,10 @@ Examples:
   python -m trainkit plan --size 10m --world 2 --hardware cpu --row-length 256 --json
 
 Gradients are reduced once, after the last microbatch (--reduce last, as the recipes do), and until
-then every rank holds them whole; what is too large for that, but fits with --reduce each, says so.
+then every rank holds them whole; or after each microbatch (--reduce each), which sends more and
+holds less. Both are listed where they differ.
 
-A layout from the table goes to a recipe as it stands: --dp-shard 4 --tp 2.
+A layout from the table goes to a recipe as it stands: --dp-shard 4 --tp 2 --reduce each.
 """
 
 from __future__ import annotations
@@ -59,11 +63,14 @@ from typing import TYPE_CHECKING, Any
 from trainkit.types import ConfigError, Layout, Precision
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from trainkit.models.config import DecoderConfig
-    from trainkit.planning import Hardware
+    from trainkit.planning import Hardware, Plan
 
 
 _DEGREES = tuple(Layout().degrees)
+_SIZE = "tiny"
 HELP = "list layouts for a model, with memory, communication and time"
 
 
@@ -80,7 +87,9 @@ def add(plan: argparse.ArgumentParser) -> None:
 
 
 def _add_work(group: Any) -> None:
-    group.add_argument("--size", default="tiny", help="a named model, such as llama-3.1-8b (tiny)")
+    model = group.add_mutually_exclusive_group()
+    model.add_argument("--size", help="a named model, such as llama-3.1-8b (tiny)")
+    model.add_argument("--init", metavar="FOLDER", help="the model of a Hugging Face folder")
     group.add_argument("--vocab-size", type=int, metavar="V", help="another size of vocabulary")
     group.add_argument("--row-length", type=int, default=4096, metavar="S", help="tokens (4096)")
     group.add_argument(
@@ -115,7 +124,11 @@ def _add_work(group: Any) -> None:
     _add_training(group)
     group.add_argument("--schedule", default="1f1b", help="of a pipeline (1f1b)")
     group.add_argument(
-        "--reduce", choices=("last", "each"), default="last", help="after which microbatch (last)"
+        "--reduce",
+        nargs="+",
+        choices=("last", "each"),
+        default=["last", "each"],
+        help="after which microbatch gradients are reduced (both)",
     )
     group.add_argument(
         "--fold-sp",
@@ -186,11 +199,9 @@ def run(options: argparse.Namespace) -> tuple[Any, int]:
     # Imported here: they import torch.
     import attrs  # noqa: PLC0415
 
-    from trainkit.models.sizes import decoder_config  # noqa: PLC0415
     from trainkit.planning import Job, plan, plan_table  # noqa: PLC0415
 
-    vocabulary = {} if options.vocab_size is None else {"vocab_size": options.vocab_size}
-    config = decoder_config(options.size, **vocabulary)
+    config, machine = _config(options), _hardware(options)
     layouts = _layouts(options, config)
     job = Job(
         config=config,
@@ -199,7 +210,7 @@ def run(options: argparse.Namespace) -> tuple[Any, int]:
         microbatch=options.microbatch,
         precision=Precision(
             storage=options.storage,
-            compute=options.compute or ("fp32" if options.hardware == "cpu" else "bf16"),
+            compute=options.compute or ("fp32" if machine.name == "cpu" else "bf16"),
             reduction=options.reduction,
             moments=options.moments,
         ),
@@ -215,17 +226,44 @@ def run(options: argparse.Namespace) -> tuple[Any, int]:
     plans = plan(
         job,
         layouts,
-        _hardware(options),
+        machine,
         recompute=options.recompute,
         efficiency=options.efficiency,
         headroom=options.headroom,
     )
+    plans = _without_equals(plans)
     if options.json:
         return [
             attrs.asdict(one) | {"compute": job.precision.compute, "fits": one.fits}
             for one in plans
         ], 0
     return f"{_heading(options, config)}\n\n{plan_table(plans, limit=options.limit or None)}", 0
+
+
+def _config(options: argparse.Namespace) -> DecoderConfig:
+    """Return the decoder that is planned for: that of a folder, or a named one."""
+    # see run
+    import attrs  # noqa: PLC0415
+
+    from trainkit.hub import open_folder  # noqa: PLC0415
+    from trainkit.models.sizes import decoder_config  # noqa: PLC0415
+
+    vocabulary = {} if options.vocab_size is None else {"vocab_size": options.vocab_size}
+    if options.init is None:
+        return decoder_config(options.size or _SIZE, **vocabulary)
+    return attrs.evolve(open_folder(options.init).config, **vocabulary)
+
+
+def _without_equals(plans: Sequence[Plan]) -> list[Plan]:
+    """Leave out plans that cost the same whether gradients are reduced once or each time."""
+    import attrs  # noqa: PLC0415 -- see run
+
+    first: dict[Any, Plan] = {}
+    for one in plans:
+        layout, why_not = attrs.evolve(one.layout, reduce="last"), one.why_not.partition("; ")[0]
+        first.setdefault((layout, one.recompute, one.memory, one.traffic, why_not), one)
+    kept = {id(one) for one in first.values()}
+    return [one for one in plans if id(one) in kept]
 
 
 def _begins(options: argparse.Namespace) -> list[Any]:
@@ -248,10 +286,9 @@ def _heading(options: argparse.Namespace, config: DecoderConfig) -> str:
     every, active = count_parameters(config), count_active_parameters(config)
     met = f" ({active / 1e6:,.1f} for a token)" if active < every else ""
     return (
-        f"{options.size}, {every / 1e6:,.1f} million parameters{met}, on "
+        f"{options.init or options.size or _SIZE}, {every / 1e6:,.1f} million parameters{met}, on "
         f"{options.world} x {machine.name} with {machine.memory / 2**30:g} GiB, of which "
-        f"{options.headroom:.0%} stay free; steps of {rows} rows of {options.row_length:,} tokens, "
-        f"--reduce {options.reduce}"
+        f"{options.headroom:.0%} stay free; steps of {rows} rows of {options.row_length:,} tokens"
     )
 
 
@@ -270,17 +307,22 @@ def _hardware(options: argparse.Namespace) -> Hardware:
 
 def _layouts(options: argparse.Namespace, config: DecoderConfig) -> list[Layout]:
     """Return the layouts of the world that have the degrees asked for."""
-    from trainkit.planning import layouts_of  # noqa: PLC0415 -- see run
+    # see run
+    import attrs  # noqa: PLC0415
+
+    from trainkit.planning import layouts_of  # noqa: PLC0415
 
     asked = {name: getattr(options, name) for name in _DEGREES}
     fixed = {name: degree for name, degree in asked.items() if degree is not None}
-    names = ("fold_sp", "schedule", "reduce", "cpu_offload")
+    names = ("fold_sp", "schedule", "cpu_offload")
     names += ("reshard_over", "prefetch", "ends_apart")
     experts = 1 if config.experts is None else config.experts.count
     like = Layout(**{name: getattr(options, name) for name in names})
+    likes = [attrs.evolve(like, reduce=reduce) for reduce in dict.fromkeys(options.reduce)]
     found = [
         layout
-        for layout in layouts_of(options.world, like=like, experts=experts)
+        for one in likes
+        for layout in layouts_of(options.world, like=one, experts=experts)
         if all(getattr(layout, name) == degree for name, degree in fixed.items())
     ]
     if options.world < 1:

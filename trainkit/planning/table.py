@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from trainkit.planning.plans import Plan
 
 _HEADER = (
-    *("layout", "recompute", "peak GiB", "params", "grads", "optim", "activ.", "logits"),
+    *("layout", "recompute", "reduce", "peak GiB", "params", "grads", "optim", "activ.", "logits"),
     *("gathered", "sent GB", "step s", "tokens/s", "util."),
 )
 
@@ -17,7 +17,8 @@ def plan_table(plans: Sequence[Plan], *, limit: int | None = 10) -> str:
     """Return plans as a table: those that fit, then those that do not and why.
 
     Memory is of the rank that needs most, in GiB; the columns are the largest of each kind, the
-    peak is less than their sum. Where something is offloaded a column shows what the host holds.
+    peak is less than their sum. "reduce" says after which microbatch gradients are reduced. Where
+    something is offloaded a column shows what the host holds.
     Sent is what one rank sends in a step, in GB.
 
     Args:
@@ -40,7 +41,7 @@ def plan_table(plans: Sequence[Plan], *, limit: int | None = 10) -> str:
     lines += _more(len(fitting), limit, "that fit")
     if large:
         lines += ["", "does not fit:"]
-        lines += _columns([(str(one.layout), one.recompute, one.why_not) for one in large[:limit]])
+        lines += _columns([(*_texts(one), one.why_not) for one in large[:limit]])
         lines += _more(len(large), limit, "that do not fit")
     if impossible:
         lines += ["", "not possible:"]
@@ -59,7 +60,11 @@ def _rows(plans: Sequence[Plan]) -> list[tuple[str, ...]]:
     if not any(host):
         return rows
     column = ["host", *(_figure(size / 2**30) for size in host)]
-    return [(*row[:3], cell, *row[3:]) for row, cell in zip(rows, column, strict=True)]
+    return [(*row[:4], cell, *row[4:]) for row, cell in zip(rows, column, strict=True)]
+
+
+def _texts(one: Plan) -> tuple[str, str, str]:
+    return str(one.layout), one.recompute, one.layout.reduce
 
 
 def _row(one: Plan) -> tuple[str, ...]:
@@ -72,8 +77,7 @@ def _row(one: Plan) -> tuple[str, ...]:
     )
     sent = sum(transfer.sent for transfer in one.traffic)
     return (
-        str(one.layout),
-        one.recompute,
+        *_texts(one),
         *(_figure(size / 2**30) for size in sizes),
         _figure(sent / 1e9),
         _figure(one.seconds.step),
@@ -94,7 +98,7 @@ def _columns(rows: Sequence[Sequence[str]]) -> list[str]:
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     return [
         "  ".join(
-            cell.ljust(width) if i < 2 or len(row) == 3 else cell.rjust(width)
+            cell.ljust(width) if i < 3 or len(row) == 4 else cell.rjust(width)
             for i, (cell, width) in enumerate(zip(row, widths, strict=True))
         )
         for row in rows
