@@ -29,7 +29,7 @@ from trainkit.parallel.styles import (
 )
 from trainkit.parallel.transforms import Transform
 from trainkit.parallel.unsupported import refuse_max_norm
-from trainkit.types import Axis, ConfigError, Hidden, ParallelState, Routed
+from trainkit.types import Axis, ConfigError, Hidden, ParallelState, Routed, VocabularyAxis
 
 DECODER_STYLES: Mapping[str, str] = MappingProxyType(
     {
@@ -472,7 +472,9 @@ def _whole_vocabulary(axis: Axis) -> Callable[..., Any]:
         if words == module.config.vocab_size:  # whole already, by the styles of the plan
             return output
         if isinstance(output, Hidden):
-            return output._replace(axis=axis)
+            parts = (len(output.weight),) * axis.count
+            known = VocabularyAxis(axis.name, axis.share, axis.group, axis.mesh, words=parts)
+            return output._replace(axis=known)
         return gather_replicated(output, axis, dim=-1)
 
     return hook
