@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from trainkit.losses.softmax import accumulation_dtype, scores_of_logits
+from trainkit.losses.softmax import accumulation_dtype, scores_of_logits, vocabulary_axis
 from trainkit.types import IGNORED_LABEL, SOLO, Axis
 
 
@@ -30,10 +30,12 @@ def cross_entropy(logits: Tensor, labels: Tensor, *, axis: Axis = SOLO) -> Tenso
     makes the gradient of its row NaN, so that the gradient norm shows a model that has broken.
 
     Args:
-        logits: Scores, any floating dtype, `[..., V]`, or `[..., V / N]` of this rank's words.
+        logits: Scores, any floating dtype, `[..., V]`, or `[..., V_r]` of this rank's words. Ranks
+            may have unequal numbers of words, or none.
         labels: The next token of each position among all V words, int64 `[...]`, equal on all ranks
             of the axis; -100 is ignored.
-        axis: The axis over which the vocabulary is cut, if it is: `ps.tp`.
+        axis: The axis over which the vocabulary is cut, if it is: `ps.tp`. A `vocabulary_axis`
+            saves asking the ranks of a plain one how many words they have.
 
     Returns:
         A scalar, fp32 or fp64.
@@ -43,7 +45,8 @@ def cross_entropy(logits: Tensor, labels: Tensor, *, axis: Axis = SOLO) -> Tenso
             numbers or no word, or, on a CPU, a label is no word (on CUDA the device asserts it).
 
     Effects:
-        Communicates: two all-reduces on `axis`, of one and of two numbers per token.
+        Communicates: two all-reduces on `axis`, of one and of two numbers per token; as
+        `vocabulary_axis`.
 
     Examples:
         >>> import torch
@@ -81,7 +84,8 @@ def cross_entropy_per_token(logits: Tensor, labels: Tensor, *, axis: Axis = SOLO
         >>> cross_entropy_per_token(torch.zeros(3, 4), torch.tensor([0, -100, 2]))
         tensor([1.3863, 0.0000, 1.3863])
     """
-    check_labels("cross_entropy_per_token", logits, labels, words=logits.shape[-1] * axis.count)
+    axis = vocabulary_axis(logits, axis, dim=-1)
+    check_labels("cross_entropy_per_token", logits, labels, words=axis.total)
     return _each(logits, labels, axis).view(labels.shape)
 
 
@@ -96,7 +100,8 @@ def sum_and_parts(where: str, logits: Tensor, labels: Tensor, axis: Axis) -> tup
         >>> sum_and_parts("mine", torch.zeros(3, 4), torch.tensor([0, -100, 2]), SOLO)
         (tensor(2.7726), tensor([1.3863, 0.0000, 1.3863]))
     """
-    check_labels(where, logits, labels, words=logits.shape[-1] * axis.count)
+    axis = vocabulary_axis(logits, axis, dim=-1)
+    check_labels(where, logits, labels, words=axis.total)
     if axis.count > 1:
         parts = _each(logits, labels, axis)
         return parts.sum(), parts.detach().view(labels.shape)
@@ -131,7 +136,8 @@ def z_loss(logits: Tensor, labels: Tensor, *, axis: Axis = SOLO) -> Tensor:
         >>> float(z_loss(torch.zeros(3, 4), torch.tensor([0, -100, 2])))  # 2 (log 4)^2
         3.84...
     """
-    check_labels("z_loss", logits, labels, words=logits.shape[-1] * axis.count)
+    axis = vocabulary_axis(logits, axis, dim=-1)
+    check_labels("z_loss", logits, labels, words=axis.total)
     flat = labels.flatten()
     if axis.count == 1:
         normalizers = _rows(logits).logsumexp(-1)

@@ -19,7 +19,6 @@ import torch
 from torch import Tensor
 
 from trainkit.batch import divisor_of, divisors_of
-from trainkit.collectives import gather_replicated
 from trainkit.losses.linear import (
     Columns,
     Factors,
@@ -43,13 +42,18 @@ from trainkit.losses.logits import (
 )
 from trainkit.losses.logprobs import logprobs_of
 from trainkit.losses.shaping import UNSHAPED, Shaping, reshaped
-from trainkit.losses.softmax import accumulation_dtype
+from trainkit.losses.softmax import (
+    accumulation_dtype,
+    gather_words,
+    vocabulary_axis,
+    words_of_rank,
+)
 from trainkit.types import (
     IGNORED_LABEL,
     SOLO,
-    Axis,
     Denominator,
     Hidden,
+    VocabularyAxis,
     check_range,
     unrouted,
 )
@@ -110,7 +114,9 @@ def with_terms(
     return decorate
 
 
-def read_output(where: str, output: Any, batch: Mapping[str, Any]) -> tuple[Factors, Tensor, Axis]:
+def read_output(
+    where: str, output: Any, batch: Mapping[str, Any]
+) -> tuple[Factors, Tensor, VocabularyAxis]:
     """Return the factors, the labels and the axis of a `Hidden` or a plain pair.
 
     Raises:
@@ -131,7 +137,7 @@ def read_output(where: str, output: Any, batch: Mapping[str, Any]) -> tuple[Fact
         what = f"{must}, got a {type(output).__name__}; for logits take next_token"
         raise ValueError(f"{where}: {what}")  # noqa: TRY004 (a bad argument, as all others)
     hidden, weight, axis, softcap = Hidden(*output)
-    labels = read_field(where, batch, "labels")
+    labels, axis = read_field(where, batch, "labels"), vocabulary_axis(weight, axis)
     factors = cast_factors(where, hidden, weight, labels, softcap=softcap, axis=axis)
     return factors, labels, axis
 
@@ -374,16 +380,16 @@ def in_chunks(loss: NamedLoss, *, chunk: int | None = None) -> NamedLoss:
         tokens = columns_of(batch, labels)
 
         def compute(logits: Tensor, rows: slice, gradient: bool) -> Tensor:
-            whole = gather_replicated(logits, axis, dim=-1).detach().requires_grad_(gradient)
+            whole = gather_words(logits, axis).detach().requires_grad_(gradient)
             with torch.set_grad_enabled(gradient):
                 part = {name: x[rows][None] for name, x in tokens.items()}
                 total, terms = loss(whole[None], part)
             if gradient:
                 (slopes,) = torch.autograd.grad(total, whole)
-                logits.copy_(slopes.chunk(axis.count, -1)[axis.index])
+                logits.copy_(words_of_rank(slopes, axis))
             return torch.stack([total.detach(), *(terms[name] for name in loss.terms)])[None]
 
-        total, values = linear_in_chunks(factors, compute, chunk=chunk)
+        total, values = linear_in_chunks(factors, compute, axis=axis, chunk=chunk)
         return total, dict(zip(loss.terms, values.sum(0).unbind(), strict=True))
 
     return chunked

@@ -295,8 +295,8 @@ class Elementwise(torch.optim.Optimizer):
             numbers,
         )
         for x, y in zip(held, flat, strict=True):
-            if x is not None and y is not None and x is not y:
-                x.copy_(y)
+            if x is not None and y is not None and x is not y and x is not held[1]:
+                x.copy_(y)  # never into the gradient
 
     def _step_whole(  # noqa: PLR0917 (all that a step reads and writes)
         self,
