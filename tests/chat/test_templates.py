@@ -368,6 +368,10 @@ def test_what_a_template_refuses_or_must_not_do_is_an_error(source):
 def test_a_source_that_is_no_jinja_or_has_no_end_is_refused_at_once():
     with pytest.raises(ValueError, match="line 2 is no Jinja"):
         jinja_template("\n{% for %}", eos_token="$")
+    with pytest.raises(ValueError, match="line 2: No filter named 'colour'"):
+        jinja_template("\n{{ messages | colour }}", eos_token="$")
+    with pytest.raises(ValueError, match="line 1: No test named 'blue'"):
+        jinja_template("{{ messages is blue }}", eos_token="$")
     with pytest.raises(ValueError, match="say what ends a turn"):
         jinja_template("x")
 
