@@ -7,6 +7,7 @@ torchrun --nproc-per-node 2 recipes/preference.py --init runs/finetune --tp 2
 """
 
 import functools
+from collections import Counter
 from pathlib import Path
 from typing import Literal
 
@@ -29,10 +30,10 @@ class Config(tk.config.RunConfig):
     """A run, a checkpoint or a Hugging Face folder; by default runs/finetune, or a small base."""
     data: Path | None = tk.config.option(None, change="free")
     """Pairs: a .jsonl or .parquet file with the fields prompt, chosen and rejected."""
-    tokenizer: str | None = None
+    tokenizer: str | None = tk.config.option(None, change="free")
     """bytes, or a tokenizer.json; by default that of init."""
-    template: str | None = None
-    """How a conversation is written: chatml, llama3, qwen3; by default as init has learned it."""
+    template: str | None = tk.config.option(None, change="free")
+    """How a conversation is written: chatml, llama3, qwen3, a folder's; by default that of init."""
     loss: Literal["dpo", "ipo", "kto", "simpo", "orpo"] = "dpo"
     """What a pair costs; the first three compare with the weights of the start."""
     beta: float | None = tk.config.option(None, attrs.validators.optional(tk.config.positive))
@@ -43,11 +44,16 @@ class Config(tk.config.RunConfig):
     optim: tk.config.OptimOptions = tk.config.OptimOptions(lr=1e-4, warmup=10, schedule_steps=60)
 
 
-def open_pairs(cfg, tokenizer):
+def open_pairs(cfg, run, tokenizer):
     """Return the pairs: document 2i is a chosen answer to its prompt, 2i + 1 the rejected one."""
-    how = {"tokenizer": tokenizer, "template": tk.chat.find_template(cfg.template)}
-    encode = functools.partial(tk.chat.encode_pair, **how)
-    return tk.corpora.open_pairs(cfg.data, encode, vocab_size=tokenizer.vocab_size)
+    template, counts = tk.chat.find_template(cfg.template), Counter()
+    encode = functools.partial(
+        tk.chat.encode_pair, tokenizer=tokenizer, template=template, counts=counts
+    )
+    pairs = tk.corpora.open_pairs(cfg.data, encode, vocab_size=tokenizer.vocab_size)
+    if warning := tk.chat.answers_warning(counts):
+        run.say(warning)
+    return pairs
 
 
 def pack(cfg, run, corpus):
@@ -227,20 +233,26 @@ def bind_evaluation(cfg, ps, stages, held, others):
     return evaluate
 
 
-def make_facts(cfg, model, tokenizer, rows):
+def make_facts(cfg, base, rows):
     """Return what a run must be continued with as it was begun."""
-    facts = tk.config.config_facts(cfg) | tk.data.packed_facts(rows)
-    named = {"model": attrs.asdict(model), "tokenizer": tk.tokenizers.tokenizer_hash(tokenizer)}
-    return facts | named
+    return {
+        **tk.config.config_facts(cfg),
+        **tk.data.packed_facts(rows),
+        "model": attrs.asdict(base.config),
+        "tokenizer": tk.tokenizers.tokenizer_hash(base.tokenizer),
+        "template": tk.chat.template_hash(cfg.template),
+        "context": max(cfg.batch.row_length, base.full_context),
+    }
 
 
-def train(cfg, run, tokenizer, base):
+def train(cfg, run, tokenizer, base, first):
     """Go on from the last checkpoint, or begin, and train until `steps` or until a stop."""
-    ps, changes = run.ps, tk.config.changes_of(cfg)
+    ps, changes = run.ps, tk.config.changes_of(cfg, free=["files"])
     run.say(f"reading {cfg.data or 'pairs of docstrings from the standard library'}")
-    rows, held = pack(cfg, run, open_pairs(cfg, tokenizer))
+    rows, held = pack(cfg, run, open_pairs(cfg, run, tokenizer))
     stages, optimizer = build(cfg, ps, base)
-    facts = make_facts(cfg, base.config, tokenizer, rows)
+    facts = make_facts(cfg, base, rows)
+    facts |= tk.checkpoint.first_weights_facts(first, stages, ps)
     rows, held, others, references = compare_with_start(cfg, run, stages, optimizer, rows, held)
     prepare = bind_kl(cfg, ps, stages, others[0]) if cfg.loss == "kto" else lambda batch: batch
     facts |= references
@@ -281,25 +293,27 @@ def train(cfg, run, tokenizer, base):
 
 
 def open_base(cfg):
-    """Return what the run begins with, or the run itself, where it goes on."""
-    begun = cfg.resume == "auto" and tk.checkpoint.list_checkpoints(cfg.out / "checkpoints")
-    path = cfg.out if begun else cfg.init
-    path = path or tk.hub.base_run(Path(__file__).parent, recipe="finetune")
-    return tk.hub.open_trained(path, tokenizer=cfg.tokenizer, context=cfg.batch.row_length)
+    """Return the model to build, and where the weights are that the run begins or began with."""
+    first = tk.checkpoint.find_first_weights(cfg.init, run_dir=cfg.out, request=cfg.resume)
+    path = first.path or tk.hub.base_run(Path(__file__).parent, recipe="finetune")
+    base = tk.hub.open_trained(path, tokenizer=cfg.tokenizer, context=cfg.batch.row_length)
+    return base, first.resolved(base.path)
 
 
 def main(argv=None):
     """Read the configuration, refuse a layout that does not fit, open the process groups, train."""
     cfg = tk.config.load_config(Config, argv)
-    base = open_base(cfg)
-    template = cfg.template or base.template or "chatml"
+    base, first = open_base(cfg)
+    template = tk.chat.choose_template(
+        cfg.template, base.tokenizer, own=base.template, where=str(base.path)
+    )
     precision = tk.parallel.choose_precision(cfg.precision)
-    cfg = attrs.evolve(cfg, tokenizer=base.name, template=template, precision=precision)
-    tk.chat.find_template(template)  # refuses one that there is not
+    cfg = attrs.evolve(cfg, init=first.source, tokenizer=base.name, template=template)
+    cfg = attrs.evolve(cfg, precision=precision)
     world = tk.mesh.world_size()
     tk.parallel.refuse(tk.parallel.problems(cfg.layout, base.config, cfg.batch, world=world))
     with tk.open_run(cfg.out, **cfg.opened) as run:
-        return train(cfg, run, base.tokenizer, base)
+        return train(cfg, run, base.tokenizer, base, first)
 
 
 if __name__ == "__main__":

@@ -318,9 +318,10 @@ def test_the_memory_of_a_process_is_what_it_holds():
     held = torch.ones(2**24)  # 64 MiB, written to
     now = memory_stats(torch.device("cpu"))
     assert now["memory"] - before["memory"] > 0.8 * held.nbytes
-    assert now["memory_peak"] >= now["memory"] - 2**22  # which the kernel counts in batches
+    assert now["memory_peak"] >= now["memory"]
     del held
-    assert memory_stats(torch.device("cpu"))["memory_peak"] >= now["memory_peak"]
+    after = memory_stats(torch.device("cpu"))["memory_peak"]
+    assert after >= now["memory_peak"] - 2**22  # which the kernel counts in batches
 
 
 def test_an_accelerator_is_asked_for_its_peak_and_told_to_count_anew(monkeypatch):

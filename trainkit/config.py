@@ -139,16 +139,16 @@ def _known_recompute(_: object, __: object, mode: str) -> None:
 class OptimOptions:
     """How the optimizer steps."""
 
-    lr: float = attrs.field(default=3e-3, validator=positive)
+    lr: float = option(3e-3, positive, change="asked")
     """The peak learning rate."""
 
-    warmup: int = attrs.field(default=30, validator=non_negative)
+    warmup: int = option(30, non_negative, change="asked")
     """Steps in which the learning rate rises."""
 
-    schedule_steps: int = attrs.field(default=1000, validator=positive)
+    schedule_steps: int = option(1000, positive, change="asked")
     """The length of the learning rate's schedule; past it the last rate holds."""
 
-    weight_decay: float = attrs.field(default=0.1, validator=non_negative)
+    weight_decay: float = option(0.1, non_negative, change="asked")
     """Decay of matrices; vectors have none."""
 
     optimizer: str = option("adamw", _known_optimizer, change="asked")
@@ -166,7 +166,7 @@ class OptimOptions:
     offload_optimizer: bool = option(default=False, change="free")
     """Keep the optimizer's state in host memory, and bring it over parameter by parameter."""
 
-    max_norm: float = attrs.field(default=1.0, validator=positive)
+    max_norm: float = option(1.0, positive, change="asked")
     """Gradients above this norm are scaled down to it."""
 
     @property
@@ -240,7 +240,8 @@ class RunConfig:
     """auto: from the newest checkpoint that verifies, if there is one; never; or a checkpoint."""
 
     allow_change: tuple[str, ...] = option((), change="no fact")
-    """Names of flags that this run may be continued with another value of: lr, schedule-steps."""
+    """Names of flags that this run may be continued with another value of: lr, warmup,
+    schedule-steps, weight-decay, max-norm."""
 
     recompute: str = option("none", _known_recompute, change="free")
     """none, selective, full, what is kept, or how much: 0.4; docs/howto/less-memory.md."""
@@ -339,8 +340,13 @@ def _record(config_type: type[T], values: Mapping[str, Any], absent: Any) -> T:
     return config_type(**made)
 
 
-def changes_of(config: Any) -> Changes:
+def changes_of(config: Any, *, free: Sequence[str] = ()) -> Changes:
     """Return which fields a run may be continued with other values of; see `option`.
+
+    Args:
+        config: The configuration.
+        free: Other facts that may change: "files" of `packed_facts`, say, which only name what the
+            "fingerprint" stands for.
 
     Examples:
         >>> changes_of(RunConfig(allow_change=("compute",))).allow
@@ -351,7 +357,7 @@ def changes_of(config: Any) -> Changes:
     named = {kind: list[str]() for kind in get_args(Change)}
     for name, field in _fields(type(config)).items():
         named[field.change].append(name)
-    free = (*named["no fact"], *named["free"])
+    free = (*named["no fact"], *named["free"], *free)
     return Changes(free, tuple(named["asked"]), config.allow_change)
 
 

@@ -25,6 +25,7 @@ from trainkit.batch import (
 from trainkit.collectives import all_gather_json, all_max, all_sum, communication_device
 from trainkit.losses import mean_terms
 from trainkit.models.call import call_model
+from trainkit.parallel.leaks import refuse_leaks
 from trainkit.parallel.pipeline import bind_pipeline
 from trainkit.parallel.places import places_of
 from trainkit.parallel.reduction import (
@@ -97,8 +98,11 @@ def forward_backward(
     Raises:
         ValueError: There is no microbatch, `reduce` is unknown, a module averages gradients, or the
             loss returns something else than (sum, {name: sum}).
+        ConfigError: A row has several documents, and the model computes one from another, as those
+            do that keep a state over the row; see `testing.check_packing`.
 
     Effects:
+        Runs a model of others three times without gradients, the first time that it comes.
         Adds to the `.grad` of the parameters of `model`; communicates over the axes that its
         modules reduce over.
 
@@ -113,6 +117,7 @@ def forward_backward(
     """
     _check_microbatches(microbatches)
     among(("last", "each"), "forward_backward", reduce=reduce)
+    refuse_leaks("forward_backward", model, microbatches, call)
     reducers, divisors = reducers_of(model), divisors_of(denominator)
     sums: dict[str, Tensor] = {}
     if not reducers:
@@ -281,6 +286,8 @@ def evaluate(
                 _add_long(sums, {name: torch.zeros_like(term) for name, term in found.items()})
                 continue
             last = batch
+            if axis.count == pp.count == 1:  # else some ranks may have no batch to try it with
+                refuse_leaks("evaluate", stages[0], [batch], call)
             count = count + count_valid_tokens([batch])
             _add_long(sums, _terms_through(stages, batch, loss, pp=pp, call=call))
     sums = _shared(sums, loss, pp=pp, stages=stages, device=device)

@@ -576,6 +576,32 @@ class Axis:
         return self.share.count
 
 
+@attrs.frozen(eq=False)
+class VocabularyAxis(Axis):
+    """An axis over which a vocabulary is cut, with the number of words that each rank has.
+
+    Every loss takes one in place of a plain axis, whose ranks have to tell each other first how
+    many words they have. Parts may differ in size, and one may have no word at all.
+    """
+
+    words: tuple[int, ...] = attrs.field(kw_only=True)
+
+    @property
+    def first(self) -> int:
+        """The place of this rank's first word among all words."""
+        return sum(self.words[: self.index])
+
+    @property
+    def total(self) -> int:
+        """How many words there are on all ranks together."""
+        return sum(self.words)
+
+    @property
+    def largest(self) -> int:
+        """The most words that a rank has, at least 1."""
+        return max(1, *self.words)
+
+
 SOLO = Axis("solo", Share(0, 1))
 """An axis of size 1, for a loop that has no such axis."""
 
@@ -711,15 +737,15 @@ class Column:
 
     Columns belong to labels or to tokens. One of labels (weights, advantages, log-probabilities)
     says something of token t as it is predicted: in a batch it stands where token t is the label,
-    and is 0 where there is no next token of the piece. One of tokens (routing choices) stands where
-    the token itself enters. Padding is 0.
+    and is 0 where there is no next token of the piece. One of tokens stands where the token itself
+    enters: the choices of a router, for one, which models take as int64. Padding is 0.
 
     A `Batch` has a column in `extra`, `[B, S]` or `[B, S, k]`, of its dtype, but int32 for uint16
     and int64 for uint32, with which torch hardly computes.
 
     Examples:
-        >>> Column("uint8", (2,), of="token")
-        Column(dtype='uint8', inner=(2,), of='token')
+        >>> Column("int64", (2,), of="token")
+        Column(dtype='int64', inner=(2,), of='token')
         >>> Column("float64")
         Traceback (most recent call last):
         ...
@@ -801,6 +827,22 @@ class Batch(Mapping[str, Any]):
     token_index: Tensor
     spans: Spans
     extra: Mapping[str, Tensor] = attrs.field(factory=dict)
+
+    def __attrs_post_init__(self) -> None:
+        rows = tuple(self.input_ids.shape[:2])
+        for name, column in self.extra.items():
+            shape = getattr(column, "shape", None)
+            if shape is None or tuple(shape[:2]) != rows:
+                got = type(column).__name__ if shape is None else f"a tensor of shape {list(shape)}"
+                raise ConfigError(
+                    f"Batch: extra[{name!r}] is {got}, and is cut and dealt with the tokens, so "
+                    f"that its first two dimensions must be {list(rows)}; repeat what belongs to a "
+                    f"row over its tokens (x[:, None].expand(-1, {rows[-1]})), and hand over what "
+                    "belongs to no token in `call`",
+                    where=name,
+                    got=got,
+                    want=list(rows),
+                )
 
     def __getitem__(self, name: str) -> Any:
         if name in BATCH_TENSORS or name == "spans":

@@ -515,6 +515,7 @@ GROWTHS = [
         "{{ 'aaa'.translate({97: 'b' * 99999}) }}",
         "{% for i in range(99999) %}{{ 'a' * 9999 }}{% endfor %}",
         "{{ lipsum(9999) }}",
+        "{% for i in range(99999) %}{% generation %}{% endgeneration %}{% endfor %}",
         "{{ ''['__cla' ~ 'ss__'].mro() }}",
         "{{ (messages | attr('__cla' ~ 'ss__')).mro() }}",
         "{{ cycler.next.x.y }}",

@@ -169,6 +169,41 @@ def test_a_refused_step_changes_no_bit_and_no_count(row, steps):
     assert same(held(named, optimizer), held(*twin))
 
 
+LAYOUTS_IN_MEMORY = {
+    "rows": lambda x: x.contiguous(),
+    "columns": lambda x: x.mT.contiguous().mT,
+    "with gaps": lambda x: torch.stack([x, x], -1)[..., 0],
+    "one number": lambda x: x[..., :1].expand_as(x),
+}
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+@pytest.mark.parametrize("of_gradient", LAYOUTS_IN_MEMORY)
+@pytest.mark.parametrize("of_parameter", ["rows", "columns", "with gaps"])
+def test_elements_are_paired_by_index_whatever_the_strides(name, of_parameter, of_gradient):
+    # torch's fused AdamW pairs them by their order in memory.
+    draw = torch.Generator().manual_seed(0)
+    start, *gradients = (torch.randn(4, 6, generator=draw) for _ in range(4))
+    change = LAYOUTS_IN_MEMORY[of_gradient]
+
+    def run(of_parameter, lay_out):
+        p = nn.Parameter(LAYOUTS_IN_MEMORY[of_parameter](start.clone()))
+        optimizer = Row(name).make({"up.weight": p})
+        for step, g in enumerate(gradients):
+            p.grad = lay_out(change(g))
+            if step == 1:  # with a clip, and with a state that was saved in rows
+                saved = copy.deepcopy(optimizer.state_dict())
+                for state in saved["state"].values():
+                    state |= {key: x.contiguous() for key, x in state.items()}
+                optimizer.load_state_dict(saved)
+                p.grad = change(g).clone(memory_format=torch.preserve_format)
+            tk.clip_and_step([p], optimizer, lr=0.1, max_norm=1.0 if step == 1 else None)
+        return p.detach().clone(memory_format=torch.contiguous_format)
+
+    found, want = run(of_parameter, lambda g: g), run("rows", lambda g: g.contiguous())
+    torch.testing.assert_close(found, want, rtol=1e-5, atol=1e-6)
+
+
 # ----------------------------------------------------------------------------------------- memory
 
 

@@ -117,10 +117,11 @@ def test_the_reference_is_what_the_first_weights_say_of_each_answer(whole):
 
 
 def test_stopped_it_goes_on_to_the_same_bits_by_the_reference_that_it_began_with(
-    whole, half, flags_of, tmp_path
+    whole, half, home, flags_of, tmp_path
 ):
     out = shutil.copytree(half, tmp_path / "run")
-    code, said = here(flags_of(out, 4, "--init", tmp_path / "gone"), "preference")
+    moved = shutil.copytree(home / "base", tmp_path / "moved")
+    code, said = here(flags_of(out, 4, "--init", moved), "preference")
     assert code == 0, said
     for name in ("loss_hex", "batch_hash"):
         assert column(out, name) == column(whole[0], name)
@@ -219,7 +220,7 @@ def test_records_that_are_no_pairs_are_named(record, named, flags_of, tmp_path):
     [
         (["--data", "long.jsonl"], 64, "there is no row to train on; bring more documents, or"),
         (["--row-length", 30], 64, "set row_length to 32"),
-        (["--init", "nowhere"], 66, "there is no checkpoint in nowhere"),
+        (["--init", "nowhere"], 66, "there is no folder nowhere"),
         (["--template", "chatmal"], 64, "take chatml, "),
     ],
     ids=str,

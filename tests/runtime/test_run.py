@@ -3,6 +3,7 @@
 import json
 import os
 import signal
+import sys
 import threading
 import time
 
@@ -15,7 +16,7 @@ from trainkit import runtime
 from trainkit.checkpoint import Keeping, find_checkpoint, list_checkpoints
 from trainkit.checkpoint.manifest import step_of
 from trainkit.mesh import solo_parallel
-from trainkit.runtime import Limits, make_run_dir, open_run, watchdog
+from trainkit.runtime import Limits, make_run_dir, open_run, startup, watchdog
 from trainkit.runtime.lock import run_lock
 from trainkit.testing import run_ranks
 from trainkit.types import Cursor, DataError, DiskError, StepBatch
@@ -184,3 +185,42 @@ def _only_rank_0_can_write(folder):
 @pytest.mark.case("K6")
 def test_a_directory_that_one_rank_cannot_write_ends_all_ranks(tmp_path):
     assert run_ranks(_only_rank_0_can_write, 2, tmp_path) == [74, 74]
+
+
+def _start(folder, monkeypatch, capsys, *, recipe, text, version="1.0", facts=None):
+    """Begin or go on with a run of one more step; return what it said, and its event."""
+    recipe.write_text(text)
+    monkeypatch.setattr(sys.modules["__main__"], "__file__", str(recipe))
+    monkeypatch.setattr(startup, "_version", lambda: version)
+    model = torch.nn.Linear(1, 1)
+    optimizer = torch.optim.SGD(model.parameters())
+    keeping = Keeping(save_every=1, background_saves=False)
+    with open_run(folder, **HOW) as run:
+        state = run.resume([model], optimizer, facts=facts)
+        around = {"steps": state.step + 1, "replay": None, "keeping": keeping}
+        with run.loop(state, [model], optimizer, **around) as loop:
+            loop.keep(attrs.evolve(state, step=state.step + 1))
+    lines = map(json.loads, (folder / "events.jsonl").read_text().splitlines())
+    event = [line for line in lines if line["event"] == "resume"][-1]
+    return capsys.readouterr().out, event
+
+
+@pytest.mark.parametrize("facts", [None, {"seed": 1}, lambda batches: {"batches": batches}])
+def test_other_code_is_told_in_one_line_and_an_event_and_goes_on(
+    tmp_path, monkeypatch, capsys, facts
+):
+    how = {"recipe": tmp_path / "recipe.py", "facts": facts}
+    given = tmp_path / "run", monkeypatch, capsys
+    _, event = _start(*given, text="decay = 0.4", **how)
+    saved = event["software"]
+    assert (event["step"], event["told"]) == (0, [])
+    said, event = _start(*given, text="decay = 0.4", **how)
+    assert (event["step"], event["software"], len(event["told"])) == (1, saved, 1)
+    assert "software" not in said
+    said, event = _start(*given, text="decay = 0.9", version="2.0", **how)
+    now = event["software"]
+    names = ["recipe source", "trainkit"]
+    assert [name for name in saved if saved[name] != now[name]] == sorted(names, reverse=True)
+    line = "; ".join(f"software: {x} was changed from {saved[x]} to {now[x]}" for x in names)
+    assert (event["step"], event["told"][1:]) == (2, [line])
+    assert line in said.splitlines()

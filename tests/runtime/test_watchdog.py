@@ -18,6 +18,7 @@ from trainkit.collectives import all_gather_json
 from trainkit.mesh import solo_parallel
 from trainkit.runtime import peers, watchdog
 from trainkit.runtime.peers import (
+    IN_UNIT,
     Beat,
     Failure,
     Sighting,
@@ -303,6 +304,34 @@ def test_ranks_at_different_places_are_a_fault_of_the_recipe(tmp_path):
         assert error.code == 68
         assert ("fault of the recipe" in (error.hint or "")) == hint
         assert "all_sum (x.py:1)" in str(error)
+
+
+def test_ranks_that_wait_in_units_of_fsdp_are_told_what_that_means(tmp_path):
+    rank = watchdog._join(tmp_path, solo_parallel().world, 600.0)
+    other = attrs.evolve(this_member(0), rank=1)
+    rank.members = [rank.member, other]
+    rank.others = {1: Sighting(BEAT)}
+    doing = f"forward (model.py:7) > {IN_UNIT} (unshard)"
+    rank.beat = attrs.evolve(rank.beat, waits=True, doing=doing)
+    beat = attrs.evolve(BEAT, session=rank.session, waits=True, doing=doing)
+    write_beat(rank.folder, other, beat)
+    error = watchdog._error_of(rank, watchdog._accused(rank, [0, 1]))
+    assert "waits for parameters or gradients of another unit than others" in str(error)
+    assert "out of its `blocks`" in error.hint
+
+
+def test_a_rank_in_a_unit_of_fsdp_says_so():
+    place, leave, entered = {}, threading.Event(), threading.Event()
+    text = "def unshard(enter, wait):\n    enter()\n    wait()\n"
+    exec(compile(text, f"/x{watchdog._OF_UNITS}", "exec"), place)
+    thread = threading.Thread(target=lambda: place["unshard"](entered.set, leave.wait))
+    thread.start()
+    entered.wait(10)
+    doing = watchdog._doing(thread.ident)
+    leave.set()
+    thread.join()
+    assert doing.endswith(f"> {IN_UNIT} (unshard)")
+    assert IN_UNIT not in watchdog._doing(threading.get_ident())
 
 
 @pytest.fixture

@@ -190,6 +190,7 @@ def _mark_generated(context: Any, text: str, scopes: Sequence[Sequence[Any]]) ->
     Messages are compared by identity: two of them may say the same.
     """
     messages = context.parent["messages"]
+    BUDGET.spend(_STEP + len(messages))
     numbers = {id(message): i for i, message in enumerate(messages)}
     found = [{numbers[id(x)] for x in scope if id(x) in numbers} for scope in reversed(scopes)]
     answers = ({i for i in own if messages[i]["role"] == "assistant"} for own in found)

@@ -45,8 +45,8 @@ class Retention:
     """
 
     last: int = attrs.field(default=3, validator=_two)
-    every: int = 0
-    best: int = 0
+    every: int = attrs.field(default=0, validator=non_negative)
+    best: int = attrs.field(default=0, validator=non_negative)
     powers_of_two: bool = False
     milestones: Sequence[int] = attrs.field(default=(), converter=tuple)
 

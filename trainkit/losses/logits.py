@@ -9,10 +9,13 @@ The result is then equal on all ranks, and what is sent does not grow with the v
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 
-from trainkit.losses.softmax import accumulation_dtype, scores_of_logits
+from trainkit.losses.softmax import accumulation_dtype, scores_of_logits, vocabulary_axis
 from trainkit.types import IGNORED_LABEL, SOLO, Axis
 
 
@@ -27,10 +30,12 @@ def cross_entropy(logits: Tensor, labels: Tensor, *, axis: Axis = SOLO) -> Tenso
     makes the gradient of its row NaN, so that the gradient norm shows a model that has broken.
 
     Args:
-        logits: Scores, any floating dtype, `[..., V]`, or `[..., V / N]` of this rank's words.
+        logits: Scores, any floating dtype, `[..., V]`, or `[..., V_r]` of this rank's words. Ranks
+            may have unequal numbers of words, or none.
         labels: The next token of each position among all V words, int64 `[...]`, equal on all ranks
             of the axis; -100 is ignored.
-        axis: The axis over which the vocabulary is cut, if it is: `ps.tp`.
+        axis: The axis over which the vocabulary is cut, if it is: `ps.tp`. A `vocabulary_axis`
+            saves asking the ranks of a plain one how many words they have.
 
     Returns:
         A scalar, fp32 or fp64.
@@ -40,7 +45,8 @@ def cross_entropy(logits: Tensor, labels: Tensor, *, axis: Axis = SOLO) -> Tenso
             numbers or no word, or, on a CPU, a label is no word (on CUDA the device asserts it).
 
     Effects:
-        Communicates: two all-reduces on `axis`, of one and of two numbers per token.
+        Communicates: two all-reduces on `axis`, of one and of two numbers per token; as
+        `vocabulary_axis`.
 
     Examples:
         >>> import torch
@@ -78,7 +84,8 @@ def cross_entropy_per_token(logits: Tensor, labels: Tensor, *, axis: Axis = SOLO
         >>> cross_entropy_per_token(torch.zeros(3, 4), torch.tensor([0, -100, 2]))
         tensor([1.3863, 0.0000, 1.3863])
     """
-    check_labels("cross_entropy_per_token", logits, labels, words=logits.shape[-1] * axis.count)
+    axis = vocabulary_axis(logits, axis, dim=-1)
+    check_labels("cross_entropy_per_token", logits, labels, words=axis.total)
     return _each(logits, labels, axis).view(labels.shape)
 
 
@@ -93,7 +100,8 @@ def sum_and_parts(where: str, logits: Tensor, labels: Tensor, axis: Axis) -> tup
         >>> sum_and_parts("mine", torch.zeros(3, 4), torch.tensor([0, -100, 2]), SOLO)
         (tensor(2.7726), tensor([1.3863, 0.0000, 1.3863]))
     """
-    check_labels(where, logits, labels, words=logits.shape[-1] * axis.count)
+    axis = vocabulary_axis(logits, axis, dim=-1)
+    check_labels(where, logits, labels, words=axis.total)
     if axis.count > 1:
         parts = _each(logits, labels, axis)
         return parts.sum(), parts.detach().view(labels.shape)
@@ -128,7 +136,8 @@ def z_loss(logits: Tensor, labels: Tensor, *, axis: Axis = SOLO) -> Tensor:
         >>> float(z_loss(torch.zeros(3, 4), torch.tensor([0, -100, 2])))  # 2 (log 4)^2
         3.84...
     """
-    check_labels("z_loss", logits, labels, words=logits.shape[-1] * axis.count)
+    axis = vocabulary_axis(logits, axis, dim=-1)
+    check_labels("z_loss", logits, labels, words=axis.total)
     flat = labels.flatten()
     if axis.count == 1:
         normalizers = _rows(logits).logsumexp(-1)
@@ -196,6 +205,56 @@ def check_labels(function: str, x: Tensor, labels: Tensor, *, words: int) -> Non
             got = f"got {int(flat[place])} at index {place} of the flattened labels"
             mend = f"set what is not to be trained on to {IGNORED_LABEL}"
             raise ValueError(f"{function}: {must}, {got}; {mend}")
+
+
+_CURES = {
+    "labels": "collate_bins makes them, and shift_labels those of rows of your own",
+    "document_ids": "collate_bins and batch_of_rows make them: the number of each token's document "
+    "in its row, below 0 for padding",
+    "position_ids": "collate_bins and batch_of_rows make them: the place of each token in its "
+    "document, from 0",
+    "old_logprobs": "parallel.with_columns(stages, microbatches, generation.old_logprobs) adds it, "
+    "before the first update",
+    "sampler_logprobs": "generation.answer_corpus adds it where answers have logprobs",
+    "advantages": "generation.answer_corpus adds it",
+    "reference_logprobs": "evaluation.score_corpus with logprob_columns writes a corpus with it",
+    "desirable": "put 1 at the labels of good answers and 0 at those of bad ones",
+    "kl": "losses.with_reference_point adds it",
+    "weights": "losses.document_mean makes them, or a Column of the corpus named weights",
+    "teacher_hidden": "parallel.with_columns(teacher, microbatches, ...) adds it",
+    "teacher_ids": "evaluation.score_corpus with top_columns writes a corpus that has it",
+    "teacher_logprobs": "evaluation.score_corpus with top_columns writes a corpus that has it",
+}
+
+
+def cure_of(name: str) -> str:
+    """Return what gives a batch the column of that name, for messages.
+
+    Examples:
+        >>> cure_of("kl"), cure_of("mine")
+        ('losses.with_reference_point adds it', 'put a tensor of the shape of the labels under ...')
+    """
+    return _CURES.get(name, "put a tensor of the shape of the labels under this name")
+
+
+def read_field(where: str, batch: Mapping[str, Any], name: str) -> Tensor:
+    """Return a tensor of a batch.
+
+    Raises:
+        ValueError: It has none of that name; the message says what makes one.
+
+    Examples:
+        >>> read_field("mine", {"input_ids": 0}, "labels")
+        Traceback (most recent call last):
+        ...
+        ValueError: mine: the batch has no "labels" (it has input_ids); collate_bins makes them...
+    """
+    if name not in batch:
+        raise ValueError(
+            f'{where}: the batch has no "{name}" (it has {", ".join(batch) or "nothing"}); '
+            f"{cure_of(name)}"
+        )
+    return batch[name]
 
 
 def on_host(x: Tensor) -> bool:

@@ -13,8 +13,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from trainkit.collectives import gather_replicated
 from trainkit.losses.logits import on_host
+from trainkit.losses.softmax import gather_words, words_of_rank
 from trainkit.types import IGNORED_LABEL, Axis
 
 Each = float | Tensor
@@ -70,7 +70,11 @@ _RANGES: dict[str, tuple[Callable[[Any], Any], str, float]] = {
         "above 0 and finite (at 0 nothing is drawn)",
         1.0,
     ),
-    "top_k": (lambda x: x >= 1, "at least 1, or None", torch.iinfo(torch.int64).max),
+    "top_k": (
+        lambda x: (x >= 1) & (x < math.inf),
+        "at least 1, or None",
+        torch.iinfo(torch.int64).max,
+    ),
     "top_p": (lambda x: (x > 0) & (x <= 1), "above 0 and at most 1", 1.0),
     "min_p": (lambda x: (x >= 0) & (x <= 1), "between 0 and 1", 0.0),
 }
@@ -103,7 +107,7 @@ def _flat(where: str, name: str, x: Any, labels: Tensor) -> Any:
 
 
 def shaped_(logits: Tensor, how: Shaping, axis: Axis) -> Tensor:
-    """Shape logits `[T, V / N]`, of which each rank has those of its words.
+    """Shape logits `[T, V_r]`, of which each rank has those of its words.
 
     Effects:
         Overwrites `logits` and returns them. Where words are left out, the logits are gathered on
@@ -118,13 +122,12 @@ def shaped_(logits: Tensor, how: Shaping, axis: Axis) -> Tensor:
         logits.div_(_column(how.temperature))
     if not how.filters:
         return logits
-    whole = gather_replicated(logits, axis, dim=-1)
-    left = filtered(whole, how).chunk(axis.count, -1)[axis.index]
+    left = words_of_rank(filtered(gather_words(logits, axis), how), axis)
     return logits.masked_fill_(left == -torch.inf, -torch.inf)
 
 
 def unshaped_slopes_(slopes: Tensor, how: Shaping) -> Tensor:
-    """Turn the gradient of shaped logits `[T, V / N]` into that of the logits.
+    """Turn the gradient of shaped logits `[T, V_r]` into that of the logits.
 
     Effects:
         Overwrites `slopes` and returns them.

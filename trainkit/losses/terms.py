@@ -19,7 +19,6 @@ import torch
 from torch import Tensor
 
 from trainkit.batch import divisor_of, divisors_of
-from trainkit.collectives import gather_replicated
 from trainkit.losses.linear import (
     Columns,
     Factors,
@@ -37,13 +36,27 @@ from trainkit.losses.linear import (
 from trainkit.losses.logits import (
     check_labels,
     cross_entropy_per_token,
+    read_field,
     sum_and_parts,
     z_loss,
 )
 from trainkit.losses.logprobs import logprobs_of
 from trainkit.losses.shaping import UNSHAPED, Shaping, reshaped
-from trainkit.losses.softmax import accumulation_dtype
-from trainkit.types import IGNORED_LABEL, SOLO, Axis, Denominator, Hidden, unrouted
+from trainkit.losses.softmax import (
+    accumulation_dtype,
+    gather_words,
+    vocabulary_axis,
+    words_of_rank,
+)
+from trainkit.types import (
+    IGNORED_LABEL,
+    SOLO,
+    Denominator,
+    Hidden,
+    VocabularyAxis,
+    check_range,
+    unrouted,
+)
 
 Terms = tuple[Tensor, dict[str, Tensor]]
 """The sum to differentiate, and the detached sums to report by name."""
@@ -101,26 +114,9 @@ def with_terms(
     return decorate
 
 
-def labels_of(where: str, batch: Mapping[str, Any]) -> Tensor:
-    """Return a batch's labels.
-
-    Raises:
-        ValueError: It has none.
-
-    Examples:
-        >>> labels_of("mine", {"input_ids": 0})
-        Traceback (most recent call last):
-        ...
-        ValueError: mine: the batch has no "labels" (it has input_ids); collate_bins makes them...
-    """
-    if "labels" not in batch:
-        what = f'the batch has no "labels" (it has {", ".join(batch) or "nothing"})'
-        mend = "collate_bins makes them, and shift_labels those of rows of your own"
-        raise ValueError(f"{where}: {what}; {mend}")
-    return batch["labels"]
-
-
-def read_output(where: str, output: Any, batch: Mapping[str, Any]) -> tuple[Factors, Tensor, Axis]:
+def read_output(
+    where: str, output: Any, batch: Mapping[str, Any]
+) -> tuple[Factors, Tensor, VocabularyAxis]:
     """Return the factors, the labels and the axis of a `Hidden` or a plain pair.
 
     Raises:
@@ -141,7 +137,7 @@ def read_output(where: str, output: Any, batch: Mapping[str, Any]) -> tuple[Fact
         what = f"{must}, got a {type(output).__name__}; for logits take next_token"
         raise ValueError(f"{where}: {what}")  # noqa: TRY004 (a bad argument, as all others)
     hidden, weight, axis, softcap = Hidden(*output)
-    labels = labels_of(where, batch)
+    labels, axis = read_field(where, batch, "labels"), vocabulary_axis(weight, axis)
     factors = cast_factors(where, hidden, weight, labels, softcap=softcap, axis=axis)
     return factors, labels, axis
 
@@ -152,7 +148,7 @@ def _of_logits(logits: Any, batch: Mapping[str, Any]) -> tuple[Tensor, Tensor, T
         got = type(logits).__name__
         mend = "take next_token_linear for a Hidden, for other records a call that returns logits"
         raise ValueError(f"next_token: logits are needed, got a {got}; {mend}")  # noqa: TRY004
-    labels = labels_of("next_token", batch)
+    labels = read_field("next_token", batch, "labels")
     return *sum_and_parts("next_token", logits, labels, SOLO), (labels != IGNORED_LABEL).long()
 
 
@@ -212,6 +208,9 @@ def loss_of_scores(
         shaping: How logits are shaped before, as a sampler does, or a function of the batch that
             says so.
 
+    Raises:
+        ValueError: A weight is not finite.
+
     Examples:
         >>> def focal(scores, columns):  # Lin et al. 2017, "Focal loss"
         ...     return (1 - (-scores.losses).exp()) ** columns["gamma"] * scores.losses
@@ -221,6 +220,8 @@ def loss_of_scores(
         >>> float(total)  # (3 / 4)^2 log 4
         0.77...
     """
+    for name, (_, weight) in terms.items():
+        check_range("loss_of_scores", **{name: weight})
     names, of_scores = tuple(terms), tuple(terms.values())
     one_for_all = shaping if isinstance(shaping, Shaping) else None
 
@@ -258,7 +259,7 @@ def _values(
         factors, labels, axis = read_output(where, output, batch)
         how: dict[str, Any] = {"beside": batch, "shaping": shaping, "axis": axis}
         return linear_terms(factors, labels, terms, **how)
-    labels = labels_of(where, batch)
+    labels = read_field(where, batch, "labels")
     check_labels(where, output, labels, words=output.shape[-1])
     flat = labels.flatten()
     rows = output.to(accumulation_dtype(output)).flatten(0, -2)
@@ -291,7 +292,7 @@ def output_logprobs(where: str, output: Any, batch: Mapping[str, Any]) -> tuple[
         factors, labels, axis = read_output(where, output, batch)
         logprobs = logprobs_of(factors, labels, axis=axis)
     else:
-        labels = labels_of(where, batch)
+        labels = read_field(where, batch, "labels")
         logprobs = -cross_entropy_per_token(output, labels)
     return logprobs, Columns(columns_of(batch, labels))
 
@@ -337,7 +338,7 @@ def z_term(output: Any, batch: Mapping[str, Any]) -> Terms:
     output = unrouted(output)
     if isinstance(output, tuple):
         return _in_one_pass(z_term, output, batch)
-    total = z_loss(output, labels_of("z_term", batch))
+    total = z_loss(output, read_field("z_term", batch, "labels"))
     return total, {"z_loss": total.detach()}
 
 
@@ -360,6 +361,9 @@ def in_chunks(loss: NamedLoss, *, chunk: int | None = None) -> NamedLoss:
             with the dimensions of the labels, cut alike.
         chunk: T, as in `linear_cross_entropy`.
 
+    Raises:
+        ValueError: `chunk` is below 1.
+
     Examples:
         >>> import torch
         >>> batch = {"labels": torch.tensor([[1, -100]])}
@@ -368,6 +372,7 @@ def in_chunks(loss: NamedLoss, *, chunk: int | None = None) -> NamedLoss:
         >>> bool(torch.isclose(one, z_term(hidden @ weight.T, batch)[0]))
         True
     """
+    check_range("in_chunks", at_least=1, chunk=chunk)
 
     @with_terms(*loss.terms)
     def chunked(output: Any, batch: Mapping[str, Any]) -> Terms:
@@ -375,16 +380,16 @@ def in_chunks(loss: NamedLoss, *, chunk: int | None = None) -> NamedLoss:
         tokens = columns_of(batch, labels)
 
         def compute(logits: Tensor, rows: slice, gradient: bool) -> Tensor:
-            whole = gather_replicated(logits, axis, dim=-1).detach().requires_grad_(gradient)
+            whole = gather_words(logits, axis).detach().requires_grad_(gradient)
             with torch.set_grad_enabled(gradient):
                 part = {name: x[rows][None] for name, x in tokens.items()}
                 total, terms = loss(whole[None], part)
             if gradient:
                 (slopes,) = torch.autograd.grad(total, whole)
-                logits.copy_(slopes.chunk(axis.count, -1)[axis.index])
+                logits.copy_(words_of_rank(slopes, axis))
             return torch.stack([total.detach(), *(terms[name] for name in loss.terms)])[None]
 
-        total, values = linear_in_chunks(factors, compute, chunk=chunk)
+        total, values = linear_in_chunks(factors, compute, axis=axis, chunk=chunk)
         return total, dict(zip(loss.terms, values.sum(0).unbind(), strict=True))
 
     return chunked

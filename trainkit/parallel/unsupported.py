@@ -6,7 +6,7 @@ from collections.abc import Collection
 
 from torch import nn
 
-from trainkit.parallel.naming import canonical_name
+from trainkit.parallel.naming import canonical_name, named_parameters_of
 from trainkit.types import ConfigError
 
 
@@ -44,3 +44,60 @@ def refuse_max_norm(module: nn.Module, *, by: str, weights: Collection[str] | No
                 got=part.max_norm,
                 want=None,
             )
+
+
+def refuse_empty_parameters(module: nn.Module, *, by: str) -> None:
+    """Refuse trained parameters without elements, whose gradients torch cannot sum over ranks.
+
+    Args:
+        module: A model or a stage of one.
+        by: The transform, for the message.
+
+    Raises:
+        ConfigError: Names the first.
+
+    Examples:
+        >>> import torch
+        >>> model = nn.ParameterDict({"gate": nn.Parameter(torch.empty(0, 4))})
+        >>> refuse_empty_parameters(model, by="fsdp")
+        Traceback (most recent call last):
+        trainkit.types.ConfigError: fsdp: 'gate' has the shape [0, 4], and so no element to ...
+    """
+    for name, parameter in named_parameters_of([module]).items():
+        if parameter.requires_grad and not parameter.numel():
+            shape = list(parameter.shape)
+            raise ConfigError(
+                f"{by}: {name!r} has the shape {shape}, and so no element to shard, which torch "
+                "cannot take; leave the parameter out of the model (register_parameter(name, "
+                "None)), or freeze it (requires_grad=False)",
+                where=name,
+                got=shape,
+                want="a parameter with elements",
+            )
+
+
+def refuse_container(module: nn.Module, name: str, *, by: str) -> None:
+    """Refuse a container as a unit, which is gathered when it is called: it never is.
+
+    Args:
+        module: The module that is to be a unit.
+        name: Its name, for the message.
+        by: The transform, for the message.
+
+    Raises:
+        ConfigError: It has no forward pass.
+
+    Examples:
+        >>> refuse_container(nn.ModuleList([nn.Linear(1, 1)]), "experts", by="fsdp")
+        Traceback (most recent call last):
+        trainkit.types.ConfigError: fsdp: 'experts' is a ModuleList, which has no forward pass ...
+    """
+    if type(module).forward is nn.Module.forward:
+        raise ConfigError(
+            f"{by}: {name or 'the model itself'!r} is a {type(module).__name__}, which has no "
+            "forward pass in which its parameters could be gathered; let `blocks` name the modules "
+            f"inside ({f'{name}.*' if name else '*'!r}), or one around that is called",
+            where=name,
+            got=type(module).__name__,
+            want="a module with a forward pass",
+        )

@@ -24,7 +24,7 @@ from trainkit import checkpoint, health
 from trainkit.checkpoint.guard import Guard
 from trainkit.checkpoint.manifest import step_of
 from trainkit.checkpoint.save import Save
-from trainkit.collectives import together
+from trainkit.collectives import all_gather_json, together
 from trainkit.files import replacing, say_on_stderr, toml_text
 from trainkit.mesh import launch_notes, parallel_session
 from trainkit.metrics import memory_stats, step_records
@@ -61,6 +61,7 @@ if TYPE_CHECKING:
     import torch
     from torch import nn
 
+_SOFTWARE = "software"  # a fact that may change, as people mend their recipes: it is told
 _STEPS_AT_ONCE = 10  # that are looked at together, where the host would wait for a device
 
 Evaluate = Callable[[], Mapping[str, float]]
@@ -79,7 +80,8 @@ class Loop:
     them as a line (`run_sinks`), with the first rank's memory (`memory_stats`), and skips, goes
     back or ends as the policy has it (`guard_numbers`): the state that it returns may be an earlier
     one. With `Keeping.log_every` above 1 it does so for so many steps at once, after the first step
-    and before all that is done between steps, and nothing else waits for the device."""
+    and before all that is done between steps, and nothing else waits for the device. After the
+    first step an event "memory" has the peak of every rank."""
 
     evaluated: Callable[[TrainState, Evaluate], TrainState]
     """`state = evaluated(state, evaluate)`: announces an evaluation to the watch, takes it (of what
@@ -118,7 +120,8 @@ class Run:
     resume: Callable[..., TrainState]
     """`state = resume(stages, optimizer, facts=..., changes=..., request="auto")`: asks whether two
     checkpoints have room (`checkpoint.require_space`), goes on from the last one or begins
-    (`checkpoint.resume`), says which, and writes config.toml."""
+    (`checkpoint.resume`), says which, and writes config.toml. Beside `facts` checkpoints hold what
+    they were written by (`code_facts`): other code goes on, and is told."""
 
     loop: Callable[..., AbstractContextManager[Loop]]
     """`with loop(state, stages, optimizer, steps=..., replay=forward_backward, keeping=..., policy=
@@ -219,6 +222,16 @@ def _made_on_all(run_dir: str | Path, axis: Axis) -> Iterator[Path]:
     yield Path(run_dir)
 
 
+def _with_software(facts: checkpoint.Facts | None) -> checkpoint.Facts:
+    """Return the facts of a run and, as one of them, the code that it is run by."""
+
+    def facts_at(batches: int) -> Mapping[str, Any]:
+        known = facts(batches) if callable(facts) else facts or {}
+        return {**known, _SOFTWARE: code_facts()}
+
+    return facts_at
+
+
 @attrs.define(eq=False)
 class _Frame:
     """What the functions of a `Run` share."""
@@ -243,7 +256,8 @@ class _Frame:
         changes: checkpoint.Changes | None = None,
         request: str | Path = "auto",
     ) -> TrainState:
-        stages, self.facts = list(stages), facts
+        stages, self.facts = list(stages), _with_software(facts)
+        changes = changes or checkpoint.Changes()
         checkpoint.require_space(self.dir, stages, axis=self.ps.world, tell=self.say)
         state = checkpoint.resume(
             self.dir,
@@ -252,8 +266,8 @@ class _Frame:
             optimizer,
             self.ps,
             request=request,
-            facts=facts,
-            changes=changes or checkpoint.Changes(),
+            facts=self.facts,
+            changes=attrs.evolve(changes, free=(*changes.free, _SOFTWARE)),
             tell=self.told.append,
         )
         self.say("\n".join(self.told) or "beginning afresh")
@@ -311,7 +325,7 @@ class _Frame:
             ) as (save, guard),
             collected_by_hand() as collect,
         ):
-            event("resume", step=state.step, told=self.told)
+            event("resume", step=state.step, told=self.told, software=code_facts())
             around = _Around(
                 self, stages, optimizer, steps, keeping, log, event, save, guard, collect, policy
             )
@@ -372,6 +386,7 @@ class _Around:
     steps_of_held: int = 0  # optimizer steps that `held` is the outcome of
     first: int = 0  # the step that the loop began with
     last_saved: int | None = None  # the step of which a save was begun last
+    memory: dict[str, int] = attrs.field(factory=dict)  # of this rank, when last looked at
 
     @contextlib.contextmanager
     def optimizer_steps_counted(self) -> Iterator[None]:
@@ -450,8 +465,22 @@ class _Around:
         self.pending.append((state, metrics))
         # The next steps may take their time from here on: these have been handed to the device.
         self.frame.phase(f"step {state.step + 1}", allow=every * self.frame.limits.step_timeout)
-        self.begun = True
-        return self.look(state)
+        is_first, self.begun = not self.begun, True
+        state = self.look(state)
+        if is_first:
+            self.report_memory(state.step)
+        return state
+
+    def report_memory(self, step: int) -> None:
+        """Write the peak of every rank: the lines of the steps have the first rank's alone."""
+        peaks = all_gather_json(self.memory["memory_peak"], self.frame.ps.world)
+        self.event("memory", step=step, memory_peak=peaks)
+        if len(peaks) > 1:
+            most = max(peaks)
+            self.frame.say(
+                f"memory: at most {most / 2**30:.2f} GiB on a rank so far, on rank "
+                f"{peaks.index(most)}; metrics.jsonl has that of rank 0"
+            )
 
     def look(self, state: TrainState, guard: Guard | None = None) -> TrainState:
         """Write the lines of the steps that nobody has looked at and judge them, one by one.
@@ -463,9 +492,10 @@ class _Around:
         self.pending = []
         known = steps[0][0].health if steps else state.health
         records = step_records([metrics for _, metrics in steps], begin=self.begin)
-        memory = memory_stats(self.frame.ps.device) if steps else {}
+        if steps:
+            self.memory = self._memory()
         for (at, _), record in zip(steps, records, strict=True):
-            record.update(memory)
+            record.update(self.memory)
             self.log(at.step, record)
             batch = self.batch if at is steps[-1][0] else None
             judged = attrs.evolve(at, health=health.with_scale_of(at.health, known))
@@ -477,6 +507,13 @@ class _Around:
             known = after.health
         scaled = health.with_scale_of(state.health, known)
         return self.hold(attrs.evolve(state, health=scaled))
+
+    def _memory(self) -> dict[str, int]:
+        device, before = self.frame.ps.device, self.memory.get("memory_peak", 0)
+        found = memory_stats(device)
+        if device.type == "cpu":  # whose peak is that of the whole process
+            found["memory_peak"] = max(before, found["memory_peak"])
+        return found
 
     def end(self) -> None:
         if self.pending:

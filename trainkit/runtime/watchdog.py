@@ -71,6 +71,11 @@ _APART = (
     "which the same command meets again: every rank must call the same collectives in the same "
     "order"
 )
+_UNITS = (
+    "every rank must use all units of fsdp() in one order, in every microbatch: leave modules that "
+    "only some rows need (experts, the tower of a further modality) out of its `blocks`, so that "
+    "they are gathered with the unit around them, or call them on every rank"
+)
 _LOOKS = 5  # looks at which a rank must be slow in a row
 _GRACE = 25.0  # seconds for a stop, at least: most launchers kill after 30
 _SECOND = 1.0  # between two looks at the watch itself
@@ -499,7 +504,9 @@ def _accused(rank: _Self, culprits: Sequence[int]) -> peers.Failure:
     beats = {x.rank: peers.read_beat(rank.folder, x.rank, rank.session) for x in rank.members}
     beats[rank.number] = rank.beat
     why, hint = "is stuck", ""
-    if peers.are_apart(beats):
+    if peers.are_in_units(beats):
+        why, hint = "waits for parameters or gradients of another unit than others", _UNITS
+    elif peers.are_apart(beats):
         why, hint = "waits at another place than others", _APART
     elif culprits[0] in rank.others:
         sighting = rank.others[culprits[0]]
@@ -676,6 +683,7 @@ def _unexplained(
 
 # ------------------------------------------------------------------------------------ the stack
 
+_OF_UNITS = "/torch/distributed/fsdp/_fully_shard/_fsdp_param_group.py"
 _OTHERS = (sysconfig.get_path("stdlib"), "<")
 
 
@@ -703,11 +711,16 @@ def _waits(thread: int) -> bool:
 
 
 def _doing(thread: int) -> str:
-    """Return the three innermost functions of the recipe or of trainkit, outermost first."""
+    """Return the three innermost functions of the recipe or of trainkit, outermost first.
+
+    Behind them stands what FSDP2 does to a unit, if it is at that.
+    """
+    stack = _stack(thread)
     own = [
         f"{function} ({Path(file).name}:{line})"
-        for file, function, line in _stack(thread)
+        for file, function, line in stack
         if "/trainkit/" in file or not ("/site-packages/" in file or file.startswith(_OTHERS))
         if not file.endswith("/trainkit/runtime/errors.py")
     ]
-    return " > ".join(reversed(own[:3]))
+    of_unit = [function for file, function, _ in stack if file.endswith(_OF_UNITS)]
+    return " > ".join([*reversed(own[:3]), *(f"{peers.IN_UNIT} ({x})" for x in of_unit[:1])])
