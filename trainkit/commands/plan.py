@@ -21,6 +21,9 @@ ring's and FSDP's run beside arithmetic.
 Examples:
   python -m trainkit plan --size llama-3.1-8b --world 8 --hardware h100 --row-length 8192
 
+  # a model of your own: a Hugging Face folder, or a run
+  python -m trainkit plan --init ./my-model --world 8 --hardware h100 --row-length 8192
+
   # longer rows: only layouts with tensor parallelism of 2, with everything computed again
   python -m trainkit plan --size llama-3.1-8b --world 16 --row-length 131072 --rows 16 \
       --tp 2 --recompute full
@@ -48,9 +51,9 @@ Examples:
   # for a script
   python -m trainkit plan --size 10m --world 2 --hardware cpu --row-length 256 --json
 
-Gradients are reduced once, after the last microbatch (--reduce last, as the recipes do), and until
-then every rank holds them whole; or after each microbatch (--reduce each), which sends more and
-holds less. Both are listed where they differ.
+FSDP reduces gradients once, after the last microbatch (--reduce last, the recipes' default), and
+until then every rank holds them whole; or after each one (--reduce each), which takes less memory
+and sends more. Where they differ both are in the table, unless --reduce names one.
 
 A layout from the table goes to a recipe as it stands: --dp-shard 4 --tp 2 --reduce each.
 """
@@ -87,9 +90,10 @@ def add(plan: argparse.ArgumentParser) -> None:
 
 
 def _add_work(group: Any) -> None:
-    model = group.add_mutually_exclusive_group()
-    model.add_argument("--size", help="a named model, such as llama-3.1-8b (tiny)")
-    model.add_argument("--init", metavar="FOLDER", help="the model of a Hugging Face folder")
+    group.add_argument("--size", help="a named model, such as llama-3.1-8b (tiny)")
+    group.add_argument(
+        "--init", metavar="FOLDER", help="a Hugging Face folder or a run, for its model instead"
+    )
     group.add_argument("--vocab-size", type=int, metavar="V", help="another size of vocabulary")
     group.add_argument("--row-length", type=int, default=4096, metavar="S", help="tokens (4096)")
     group.add_argument(
@@ -128,7 +132,7 @@ def _add_work(group: Any) -> None:
         nargs="+",
         choices=("last", "each"),
         default=["last", "each"],
-        help="after which microbatch gradients are reduced (both)",
+        help="after which microbatch FSDP reduces gradients (both)",
     )
     group.add_argument(
         "--fold-sp",
@@ -201,8 +205,8 @@ def run(options: argparse.Namespace) -> tuple[Any, int]:
 
     from trainkit.planning import Job, plan, plan_table  # noqa: PLC0415
 
-    config, machine = _config(options), _hardware(options)
-    layouts = _layouts(options, config)
+    config = _config(options)
+    layouts, machine = _layouts(options, config), _hardware(options)
     job = Job(
         config=config,
         row_length=options.row_length,
@@ -228,6 +232,7 @@ def run(options: argparse.Namespace) -> tuple[Any, int]:
         layouts,
         machine,
         recompute=options.recompute,
+        reduce=options.reduce,
         efficiency=options.efficiency,
         headroom=options.headroom,
     )
@@ -241,29 +246,21 @@ def run(options: argparse.Namespace) -> tuple[Any, int]:
 
 
 def _config(options: argparse.Namespace) -> DecoderConfig:
-    """Return the decoder that is planned for: that of a folder, or a named one."""
-    # see run
-    import attrs  # noqa: PLC0415
-
-    from trainkit.hub import open_folder  # noqa: PLC0415
-    from trainkit.models.sizes import decoder_config  # noqa: PLC0415
-
-    vocabulary = {} if options.vocab_size is None else {"vocab_size": options.vocab_size}
-    if options.init is None:
-        return decoder_config(options.size or _SIZE, **vocabulary)
-    return attrs.evolve(open_folder(options.init).config, **vocabulary)
-
-
-def _without_equals(plans: Sequence[Plan]) -> list[Plan]:
-    """Leave out plans that cost the same whether gradients are reduced once or each time."""
+    """Return the model of --size, or that of the folder or run that --init names."""
     import attrs  # noqa: PLC0415 -- see run
 
-    first: dict[Any, Plan] = {}
-    for one in plans:
-        layout, why_not = attrs.evolve(one.layout, reduce="last"), one.why_not.partition("; ")[0]
-        first.setdefault((layout, one.recompute, one.memory, one.traffic, why_not), one)
-    kept = {id(one) for one in first.values()}
-    return [one for one in plans if id(one) in kept]
+    from trainkit.hub import read_model  # noqa: PLC0415 -- see run
+    from trainkit.models.sizes import decoder_config  # noqa: PLC0415 -- see run
+
+    if options.init is not None and options.size is not None:
+        raise ConfigError(
+            f"plan: --size {options.size} and --init {options.init} both name a model; give one",
+            where="init",
+        )
+    words = {} if options.vocab_size is None else {"vocab_size": options.vocab_size}
+    if options.init is None:
+        return decoder_config(options.size or "tiny", **words)
+    return attrs.evolve(read_model(options.init, context=options.row_length), **words)
 
 
 def _begins(options: argparse.Namespace) -> list[Any]:
@@ -286,7 +283,7 @@ def _heading(options: argparse.Namespace, config: DecoderConfig) -> str:
     every, active = count_parameters(config), count_active_parameters(config)
     met = f" ({active / 1e6:,.1f} for a token)" if active < every else ""
     return (
-        f"{options.init or options.size or _SIZE}, {every / 1e6:,.1f} million parameters{met}, on "
+        f"{options.init or options.size or 'tiny'}, {every / 1e6:,.1f} million parameters{met}, on "
         f"{options.world} x {machine.name} with {machine.memory / 2**30:g} GiB, of which "
         f"{options.headroom:.0%} stay free; steps of {rows} rows of {options.row_length:,} tokens"
     )

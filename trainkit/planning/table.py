@@ -41,7 +41,7 @@ def plan_table(plans: Sequence[Plan], *, limit: int | None = 10) -> str:
     lines += _more(len(fitting), limit, "that fit")
     if large:
         lines += ["", "does not fit:"]
-        lines += _columns([(*_texts(one), one.why_not) for one in large[:limit]])
+        lines += _columns([(*_choices(one), one.why_not) for one in large[:limit]])
         lines += _more(len(large), limit, "that do not fit")
     if impossible:
         lines += ["", "not possible:"]
@@ -63,7 +63,8 @@ def _rows(plans: Sequence[Plan]) -> list[tuple[str, ...]]:
     return [(*row[:4], cell, *row[4:]) for row, cell in zip(rows, column, strict=True)]
 
 
-def _texts(one: Plan) -> tuple[str, str, str]:
+def _choices(one: Plan) -> tuple[str, str, str]:
+    """Return what a recipe is told to get this plan: degrees, --recompute and --reduce."""
     return str(one.layout), one.recompute, one.layout.reduce
 
 
@@ -77,7 +78,7 @@ def _row(one: Plan) -> tuple[str, ...]:
     )
     sent = sum(transfer.sent for transfer in one.traffic)
     return (
-        *_texts(one),
+        *_choices(one),
         *(_figure(size / 2**30) for size in sizes),
         _figure(sent / 1e9),
         _figure(one.seconds.step),
