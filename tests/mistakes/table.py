@@ -198,7 +198,7 @@ LOSSES = _in(
         "a loss is a mean where it is a sum",
         "    total, *_ = _of_logits(logits, batch)\n    return total, {",
         "    total, *_ = _of_logits(logits, batch)\n"
-        "    total = total / (batch[\"labels\"] >= 0).sum().clamp(min=1)\n    return total, {",
+        '    total = total / (batch["labels"] >= 0).sum().clamp(min=1)\n    return total, {',
         "tests/families/test_losses.py",
     ),
     (

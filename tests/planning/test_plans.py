@@ -431,31 +431,6 @@ def test_the_command_takes_what_recipes_take_of_activations_and_of_the_mean(caps
         assert now["host"] == inputs - 100_000
 
 
-def test_the_command_has_both_reductions_in_one_table(capsysbinary):
-    flags = "--size llama-3.1-8b --world 8 --hardware H100 --row-length 8192 --limit 2"
-    words = ["plan", *flags.split()]
-    assert main(words) == 0
-    first = capsysbinary.readouterr().out.decode().splitlines()[3:5]
-    assert "dp_shard 8" in [line.split("  ")[0] for line in first]
-    assert all(" each " in line for line in first)
-    assert main([*words, "--reduce", "last"]) == 0
-    assert "each" not in capsysbinary.readouterr().out.decode()
-
-
-def test_the_command_takes_the_model_of_a_folder(capsysbinary, tmp_path):
-    (tmp_path / "config.json").write_text(json.dumps(write_config(TINY, context=64)))
-    words = ["plan", "--init", str(tmp_path), "--hardware", "cpu", "--row-length", "64"]
-    words += ["--json", "--recompute", "none"]
-    assert main(words) == 0
-    (one,) = json.loads(capsysbinary.readouterr().out)
-    assert one["memory"]["parameters"] == 4 * count_parameters(TINY)
-    assert main([*words, "--size", "tiny"]) == 64
-    assert b"both name a model" in capsysbinary.readouterr().out
-    words[2] += "/nothing"
-    assert main(words) == 66
-    assert b"read_model: there is no folder" in capsysbinary.readouterr().out
-
-
 def test_the_command_says_what_is_wrong(capsysbinary):
     assert main(["plan", "--method", "qlora", "--rank", "0"]) == 64
     assert b"rank must be a positive number" in capsysbinary.readouterr().out

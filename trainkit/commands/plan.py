@@ -42,9 +42,6 @@ Examples:
   # adapters beside matrices of 4 bits: only adapters have gradients and optimizer state
   python -m trainkit plan --size llama-3.1-8b --world 1 --row-length 4096 --method qlora --rank 32
 
-  # the model of a Hugging Face folder, of which config.json is read
-  python -m trainkit plan --init Qwen3-4B --world 8 --hardware H100 --row-length 8192
-
   # your own machines: 4 GPUs of 24 GiB in each node
   python -m trainkit plan --size qwen3-4b --world 8 --hardware a100 --memory 24 --ranks-per-node 4
 
@@ -66,14 +63,11 @@ from typing import TYPE_CHECKING, Any
 from trainkit.types import ConfigError, Layout, Precision
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
     from trainkit.models.config import DecoderConfig
-    from trainkit.planning import Hardware, Plan
+    from trainkit.planning import Hardware
 
 
 _DEGREES = tuple(Layout().degrees)
-_SIZE = "tiny"
 HELP = "list layouts for a model, with memory, communication and time"
 
 
@@ -236,7 +230,6 @@ def run(options: argparse.Namespace) -> tuple[Any, int]:
         efficiency=options.efficiency,
         headroom=options.headroom,
     )
-    plans = _without_equals(plans)
     if options.json:
         return [
             attrs.asdict(one) | {"compute": job.precision.compute, "fits": one.fits}
@@ -304,10 +297,7 @@ def _hardware(options: argparse.Namespace) -> Hardware:
 
 def _layouts(options: argparse.Namespace, config: DecoderConfig) -> list[Layout]:
     """Return the layouts of the world that have the degrees asked for."""
-    # see run
-    import attrs  # noqa: PLC0415
-
-    from trainkit.planning import layouts_of  # noqa: PLC0415
+    from trainkit.planning import layouts_of  # noqa: PLC0415 -- see run
 
     asked = {name: getattr(options, name) for name in _DEGREES}
     fixed = {name: degree for name, degree in asked.items() if degree is not None}
@@ -315,11 +305,9 @@ def _layouts(options: argparse.Namespace, config: DecoderConfig) -> list[Layout]
     names += ("reshard_over", "prefetch", "ends_apart")
     experts = 1 if config.experts is None else config.experts.count
     like = Layout(**{name: getattr(options, name) for name in names})
-    likes = [attrs.evolve(like, reduce=reduce) for reduce in dict.fromkeys(options.reduce)]
     found = [
         layout
-        for one in likes
-        for layout in layouts_of(options.world, like=one, experts=experts)
+        for layout in layouts_of(options.world, like=like, experts=experts)
         if all(getattr(layout, name) == degree for name, degree in fixed.items())
     ]
     if options.world < 1:

@@ -17,8 +17,7 @@ def plan_table(plans: Sequence[Plan], *, limit: int | None = 10) -> str:
     """Return plans as a table: those that fit, then those that do not and why.
 
     Memory is of the rank that needs most, in GiB; the columns are the largest of each kind, the
-    peak is less than their sum. "reduce" says after which microbatch gradients are reduced. Where
-    something is offloaded a column shows what the host holds.
+    peak is less than their sum. Where something is offloaded a column shows what the host holds.
     Sent is what one rank sends in a step, in GB.
 
     Args:
