@@ -27,6 +27,7 @@ from trainkit.losses.linear import (
     cast_factors,
     columns_of,
     linear_in_chunks,
+    linear_sum,
     linear_sum_and_parts,
     linear_terms,
     squared_normalizer,
@@ -37,6 +38,7 @@ from trainkit.losses.logits import (
     check_labels,
     cross_entropy_per_token,
     sum_and_parts,
+    summed_cross_entropy,
     z_loss,
 )
 from trainkit.losses.logprobs import logprobs_of
@@ -117,11 +119,12 @@ def labels_of(where: str, batch: Mapping[str, Any]) -> Tensor:
         ...
         ValueError: mine: the batch has no "labels" (it has input_ids); collate_bins makes them...
     """
-    if "labels" not in batch:
+    try:
+        return batch["labels"]
+    except KeyError:
         what = f'the batch has no "labels" (it has {", ".join(batch) or "nothing"})'
         mend = "collate_bins makes them, and shift_labels those of rows of your own"
-        raise ValueError(f"{where}: {what}; {mend}")
-    return batch["labels"]
+        raise ValueError(f"{where}: {what}; {mend}") from None
 
 
 def read_output(
@@ -152,13 +155,17 @@ def read_output(
     return factors, labels, axis
 
 
-def _of_logits(logits: Any, batch: Mapping[str, Any]) -> tuple[Tensor, Tensor, Tensor]:
+def _logits_and_labels(logits: Any, batch: Mapping[str, Any]) -> tuple[Tensor, Tensor]:
     logits = unrouted(logits)
     if not isinstance(logits, Tensor):
         got = type(logits).__name__
         mend = "take next_token_linear for a Hidden, for other records a call that returns logits"
         raise ValueError(f"next_token: logits are needed, got a {got}; {mend}")  # noqa: TRY004
-    labels = labels_of("next_token", batch)
+    return logits, labels_of("next_token", batch)
+
+
+def _of_logits(logits: Any, batch: Mapping[str, Any]) -> tuple[Tensor, Tensor, Tensor]:
+    logits, labels = _logits_and_labels(logits, batch)
     return *sum_and_parts("next_token", logits, labels, SOLO), (labels != IGNORED_LABEL).long()
 
 
@@ -178,7 +185,7 @@ def next_token(logits: Tensor, batch: Mapping[str, Any]) -> Terms:
         >>> float(terms["loss"])  # log 4
         1.38...
     """
-    total, *_ = _of_logits(logits, batch)
+    total = summed_cross_entropy("next_token", *_logits_and_labels(logits, batch))
     return total, {"loss": total.detach()}
 
 
@@ -195,7 +202,8 @@ def next_token_linear(output: tuple[Any, ...], batch: Mapping[str, Any]) -> Term
         >>> float(terms["loss"])  # log 4
         1.38...
     """
-    total, *_ = _of_hidden(output, batch)
+    factors, labels, axis = read_output("next_token_linear", output, batch)
+    total = linear_sum(factors, labels, axis=axis)
     return total, {"loss": total.detach()}
 
 

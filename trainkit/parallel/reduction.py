@@ -51,6 +51,9 @@ class Reducers:
         return bool(self.fsdp or self.ddp or self.foreign or self.partial)
 
 
+_NONE, _AVAILABLE = Reducers(), dist.is_available()
+
+
 def reducers_of(model: nn.Module) -> Reducers:
     """Find the modules that reduce gradients; none without a process group.
 
@@ -58,8 +61,8 @@ def reducers_of(model: nn.Module) -> Reducers:
         >>> bool(reducers_of(nn.Linear(1, 1)))
         False
     """
-    if not (dist.is_available() and dist.is_initialized()):
-        return Reducers()
+    if not (_AVAILABLE and dist.is_initialized()):
+        return _NONE
     # Imported here: a second of import time.
     from torch.distributed._composable.contract import _get_registry  # noqa: PLC0415
     from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel  # noqa: PLC0415
@@ -625,10 +628,11 @@ def check_dense(parameters: Iterable[nn.Parameter]) -> None:
         >>> check_dense([nn.Parameter(torch.ones(1))])
     """
     for p in parameters:
-        if p.grad is not None and p.grad.layout != torch.strided:
+        grad = p.grad
+        if grad is not None and grad.layout != torch.strided:
             raise ValueError(
                 f"trainkit sums, measures and clips dense gradients; a parameter of shape "
-                f"{tuple(p.shape)} has one of layout {p.grad.layout}; build its module with "
+                f"{tuple(p.shape)} has one of layout {grad.layout}; build its module with "
                 "sparse=False (as in nn.Embedding)"
             )
 
