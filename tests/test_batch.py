@@ -301,7 +301,10 @@ def test_plain_rows_are_seen_whole_and_blank_ones_can_be_told_from_them():
     assert not blank_rows(ours).any()
     mixed = corpus_of([150])
     bins = pack_bins(mixed.lengths, length)
-    assert blank_rows(collate_bins(mixed, bins, [0, -1])).tolist() == [False, True]
+    assert blank_rows(collate_bins(mixed, bins, [0, -1], row_positions=[0, -1])).tolist() == [
+        False,
+        True,
+    ]
     assert blank_rows(shard_batch(blank, Share(1, 2), split=contiguous_shard)).all()
     for bad in ((0, 4), (4, 0), (1 << 16, 1 << 16)):
         with pytest.raises(ValueError, match=r"spans_of_rows: .* got"):
