@@ -269,7 +269,7 @@ def train(cfg, run, tokenizer, model, first, context):
 
 
 def open_base(cfg):
-    """Return the weights to begin or go on with; the tokenizer, its name; the model, its context."""
+    """Return weights to begin or go on with, the tokenizer, its name, the model, its context."""
     first = tk.checkpoint.find_first_weights(cfg.init, run_dir=cfg.out, request=cfg.resume)
     if path := first.path:
         found = tk.hub.open_trained(path, tokenizer=cfg.tokenizer, context=cfg.batch.row_length)

@@ -15,7 +15,7 @@ from collections.abc import Callable, Sequence
 from itertools import pairwise
 from typing import Literal
 
-from trainkit.types import Schedule, check_range
+from trainkit.types import ConfigError, Schedule, check_range
 
 Shape = Callable[[float], float]
 """From the share of the decay that is over, 0 to 1, to what is left of the way down, 1 to 0."""
@@ -447,8 +447,11 @@ def _decay_start(decay: float, warmup: int, total: int) -> int:
         raise ValueError(f"{name}: decay must be {must}, got {decay!r}")
     steps = decay if isinstance(decay, int) else round(decay * total)
     if warmup + steps > total:
-        must = f"warm-up and decay must fit into total = {total} steps"
-        raise ValueError(f"{name}: {must}, got {warmup} and {steps}")
+        raise ConfigError(
+            f"{name}: warm-up and decay must fit into total = {total} steps, got {warmup} and "
+            f"{steps}",
+            hint="shorten the warm-up (--warmup), or lengthen the schedule (--schedule-steps)",
+        )
     return total - steps
 
 
@@ -460,8 +463,10 @@ def _check(  # noqa: PLR0917 (each schedule hands all of its own on)
     if not 0 <= warmup < math.inf:
         raise ValueError(f"{name}: warmup must be at least 0 steps, got {warmup}")
     if not max(warmup, 1) <= total < math.inf:
-        must = f"total must be at least 1 step and at least warmup = {warmup}"
-        raise ValueError(f"{name}: {must}, got {total}")
+        raise ConfigError(
+            f"{name}: total must be at least 1 step and at least warmup = {warmup}, got {total}",
+            hint="shorten the warm-up (--warmup), or lengthen the schedule (--schedule-steps)",
+        )
     if warmup_from is not None and not 0 <= warmup_from <= 1:
         raise ValueError(f"{name}: warmup_from must be between 0 and 1 of lr, got {warmup_from}")
     if not 0 <= final <= 1:

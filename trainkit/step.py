@@ -25,6 +25,7 @@ from trainkit.batch import (
 from trainkit.collectives import all_gather_json, all_max, all_sum, communication_device
 from trainkit.losses import mean_terms
 from trainkit.models.call import call_model
+from trainkit.parallel.leaks import refuse_leaks
 from trainkit.parallel.pipeline import bind_pipeline
 from trainkit.parallel.places import places_of
 from trainkit.parallel.reduction import (
@@ -97,8 +98,11 @@ def forward_backward(
     Raises:
         ValueError: There is no microbatch, `reduce` is unknown, a module averages gradients, or the
             loss returns something else than (sum, {name: sum}).
+        ConfigError: A row has several documents, and the model computes one from another, as those
+            do that keep a state over the row; see `testing.check_packing`.
 
     Effects:
+        Runs a model of others three times without gradients, the first time that it comes.
         Adds to the `.grad` of the parameters of `model`; communicates over the axes that its
         modules reduce over.
 
@@ -112,7 +116,9 @@ def forward_backward(
         4.0
     """
     _check_microbatches(microbatches)
-    among(("last", "each"), "forward_backward", reduce=reduce)
+    if reduce not in {"last", "each"}:
+        among(("last", "each"), "forward_backward", reduce=reduce)
+    refuse_leaks("forward_backward", model, microbatches, call)
     reducers, divisors = reducers_of(model), divisors_of(denominator)
     sums: dict[str, Tensor] = {}
     if not reducers:
@@ -132,7 +138,7 @@ def forward_backward(
 
 
 def _check_microbatches(microbatches: Sequence[Mapping[str, Any]]) -> None:
-    if not microbatches or isinstance(microbatches, Mapping):
+    if not microbatches or (type(microbatches) is not list and isinstance(microbatches, Mapping)):
         found = "one batch" if microbatches else "no microbatch"
         raise ValueError(f"forward_backward: microbatches must be a sequence of some, got {found}")
 
@@ -179,18 +185,17 @@ def bind_forward_backward(
     """
     among(("last", "each"), "forward_backward", reduce=reduce)
     schedule_kind(schedule)
-    if axis.count > 1:
-        inner = bind_pipeline(stages, loss, axis=axis, call=call, schedule=schedule, reduce=reduce)
-    elif len(stages) == 1:
-        inner = partial(forward_backward, stages[0], loss=loss, call=call, reduce=reduce)
-    else:
-        raise ValueError(f"bind_forward_backward: one stage is needed, got {len(stages)}")
+    if axis.count == 1:
+        if len(stages) != 1:
+            raise ValueError(f"bind_forward_backward: one stage is needed, got {len(stages)}")
+        return partial(forward_backward, stages[0], loss=loss, call=call, reduce=reduce)
+    through = bind_pipeline(stages, loss, axis=axis, call=call, schedule=schedule, reduce=reduce)
 
     def run(
         microbatches: Sequence[Mapping[str, Any]], *, denominator: Denominator
     ) -> dict[str, Tensor]:
         _check_microbatches(microbatches)
-        return inner(microbatches, denominator=denominator)
+        return through(microbatches, denominator=denominator)
 
     return run
 
@@ -281,6 +286,8 @@ def evaluate(
                 _add_long(sums, {name: torch.zeros_like(term) for name, term in found.items()})
                 continue
             last = batch
+            if axis.count == pp.count == 1:  # else some ranks may have no batch to try it with
+                refuse_leaks("evaluate", stages[0], [batch], call)
             count = count + count_valid_tokens([batch])
             _add_long(sums, _terms_through(stages, batch, loss, pp=pp, call=call))
     sums = _shared(sums, loss, pp=pp, stages=stages, device=device)

@@ -576,6 +576,32 @@ class Axis:
         return self.share.count
 
 
+@attrs.frozen(eq=False)
+class VocabularyAxis(Axis):
+    """An axis over which a vocabulary is cut, with the number of words that each rank has.
+
+    Every loss takes one in place of a plain axis, whose ranks have to tell each other first how
+    many words they have. Parts may differ in size, and one may have no word at all.
+    """
+
+    words: tuple[int, ...] = attrs.field(kw_only=True)
+
+    @property
+    def first(self) -> int:
+        """The place of this rank's first word among all words."""
+        return sum(self.words[: self.index])
+
+    @property
+    def total(self) -> int:
+        """How many words there are on all ranks together."""
+        return sum(self.words)
+
+    @property
+    def largest(self) -> int:
+        """The most words that a rank has, at least 1."""
+        return max(1, *self.words)
+
+
 SOLO = Axis("solo", Share(0, 1))
 """An axis of size 1, for a loop that has no such axis."""
 

@@ -9,9 +9,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from trainkit import collectives, losses
 from trainkit.collectives import sum_grad
-from trainkit.losses import by_source
+from trainkit.evaluation import score
+from trainkit.losses import by_source, softmax, teachers
 from trainkit.losses.softmax import scores_
 from trainkit.mesh import axis_from_group
+from trainkit.models.decoder import whole_logits
 from trainkit.testing import run_ranks
 from trainkit.types import SOLO, Axis, Hidden, Share, capped
 
@@ -37,30 +39,42 @@ def world_axis():
     return axis_from_group(torch.distributed.group.WORLD, name="tp")
 
 
-def part(x, axis, dim):
+# How many of the words each rank has; by default equal parts. torch's Shard(0) of 9 words gives
+# two ranks 5 and 4; of 4 words three ranks 2, 2 and none.
+UNEQUAL = {2: [(13, 11), (24, 0)], 3: [(8, 9, 7), (0, 20, 4)]}
+
+
+def split(x, axis, dim, sizes=None):
+    """Return this rank's part of a whole."""
+    return x.split(sizes or (WORDS // axis.count,) * axis.count, dim)[axis.index]
+
+
+def part(x, axis, dim, sizes=None):
     """Return this rank's part of a whole, as a leaf."""
-    return x.detach().chunk(axis.count, dim)[axis.index].clone().requires_grad_()
+    return split(x.detach(), axis, dim, sizes).clone().requires_grad_()
 
 
 def difference(a, b):
     assert a.shape == b.shape
     assert a.dtype == b.dtype
     a, b = a.detach(), b.detach()
+    if not b.numel():
+        return 0.0
     scale = float(b.abs().max())
     return float((a - b).abs().max()) / (scale or 1.0)
 
 
-def of_logits(axis, labels, loss, *, dtype=torch.float64):
+def of_logits(axis, labels, loss, *, dtype=torch.float64, sizes=None):
     """Return the difference of a loss of logits and of their gradient from the whole one's."""
     whole = (5 * drawn(*TOKENS, WORDS, seed=0, dtype=dtype)).requires_grad_()
     whole.data[0, 0, : WORDS // axis.count] = -math.inf  # one rank's words are all ruled out
     labels = labels.clone()
     labels[0, 0] = WORDS - 1 if int(labels[0, 0]) >= 0 else -100
-    own = part(whole, axis, -1)
+    own = part(whole, axis, -1, sizes)
     total, wanted = loss(own, labels, axis=axis), loss(whole, labels)
     (total * 3).backward()
     (wanted * 3).backward()
-    grads = own.grad, whole.grad.chunk(axis.count, -1)[axis.index]
+    grads = own.grad, split(whole.grad, axis, -1, sizes)
     return max(difference(total, wanted), difference(*grads))
 
 
@@ -75,12 +89,20 @@ def weighed_linear(hidden, weight, labels, **options):
     return (each * torch.linspace(0.5, 2, 14).view(TOKENS)).square().sum()
 
 
-def of_hidden(axis, labels, loss=losses.linear_cross_entropy, *, chunk=None, dtype=torch.float64):
+def of_hidden(
+    axis,
+    labels,
+    loss=losses.linear_cross_entropy,
+    *,
+    chunk=None,
+    dtype=torch.float64,
+    sizes=None,
+):
     """Return the same of hidden states, a weight and a bias."""
     whole = drawn(*TOKENS, WIDTH, seed=1), drawn(WORDS, WIDTH, seed=2), drawn(WORDS, seed=4)
     hidden, weight, bias = (x.to(dtype).requires_grad_() for x in whole)
     again = hidden.detach().clone().requires_grad_()
-    own, own_bias = part(weight, axis, 0), part(bias, axis, 0)
+    own, own_bias = part(weight, axis, 0, sizes), part(bias, axis, 0, sizes)
     options = {"bias": own_bias, "axis": axis, "chunk": chunk}
     total = loss(sum_grad(again, axis), own, labels, **options)
     wanted = loss(hidden, weight, labels, bias=bias)
@@ -88,7 +110,7 @@ def of_hidden(axis, labels, loss=losses.linear_cross_entropy, *, chunk=None, dty
     (wanted * 3).backward()
     pairs = [(total, wanted), (again.grad, hidden.grad)]
     for mine, x in ((own, weight), (own_bias, bias)):
-        pairs.append((mine.grad, x.grad.chunk(axis.count, 0)[axis.index]))
+        pairs.append((mine.grad, split(x.grad, axis, 0, sizes)))
     return max(difference(*pair) for pair in pairs)
 
 
@@ -106,6 +128,12 @@ def differences():
         "logits": of_logits(axis, labels, losses.cross_entropy, dtype=torch.bfloat16),
         "hidden": of_hidden(axis, labels, chunk=4, dtype=torch.bfloat16),
     }
+    for sizes in UNEQUAL.get(axis.count, []):
+        for loss in (losses.cross_entropy, losses.z_loss, weighed):
+            found[sizes, loss.__name__] = of_logits(axis, labels, loss, sizes=sizes)
+        for chunk in (4, None):
+            found[sizes, chunk] = of_hidden(axis, labels, chunk=chunk, sizes=sizes)
+        found[sizes, "weighed"] = of_hidden(axis, labels, weighed_linear, chunk=4, sizes=sizes)
     return found, low
 
 
@@ -199,14 +227,14 @@ ON_LOGITS = {
 }
 
 
-def of_output(axis):
+def of_output(axis, sizes=None):
     """Return how far our losses of a `Hidden` are from those of whole logits, gradients too."""
     labels = LABELS["some ignored"](drawn_labels())
     batch = {"labels": labels, "source": torch.arange(14).view(TOKENS) % 2, "spans": None}
     found = {}
     for (name, loss), softcap in product(AS_LOSSES.items(), (None, 0.7)):
         hidden, weight = drawn(*TOKENS, WIDTH, seed=1), drawn(WORDS, WIDTH, seed=2)
-        again, own = hidden.clone().requires_grad_(), part(weight, axis, 0)
+        again, own = hidden.clone().requires_grad_(), part(weight, axis, 0, sizes)
         total, terms = loss(Hidden(sum_grad(again, axis), own, axis, softcap), batch)
         hidden, weight = hidden.requires_grad_(), weight.requires_grad_()
         wanted, wanted_terms = ON_LOGITS[name](capped(hidden @ weight.T, softcap), batch)
@@ -217,7 +245,7 @@ def of_output(axis):
         (2 * wanted).backward()
         pairs = [(terms[term].double(), wanted_terms[term].double()) for term in terms]
         pairs += [(total, wanted), (again.grad, hidden.grad)]
-        pairs += [(own.grad, weight.grad.chunk(axis.count)[axis.index])]
+        pairs += [(own.grad, split(weight.grad, axis, 0, sizes))]
         found[name, softcap] = max(difference(*pair) for pair in pairs)
         with torch.no_grad():
             alone, _ = loss(Hidden(again, own, axis, softcap), batch)
@@ -226,13 +254,66 @@ def of_output(axis):
     return found
 
 
+def scored(axis, sizes):
+    """Return whether scores and the likeliest words of a `Hidden` are those of whole logits."""
+    hidden, weight = drawn(*TOKENS, WIDTH, seed=1), drawn(WORDS, WIDTH, seed=2)
+    labels = drawn_labels()
+    labels[0] = (hidden @ weight.T).argmax(-1)[0]
+    output = Hidden(hidden, part(weight, axis, 0, sizes).detach(), axis)
+    logprobs, best = score.token_scores(output, labels)
+    wanted, wanted_best = score.token_scores(hidden @ weight.T, labels)
+    many = WORDS - 1  # more than a rank has
+    found = teachers.likeliest(split(hidden @ weight.T, axis, -1, sizes)[0], many, axis)
+    top = (hidden @ weight.T)[0].topk(many)
+    return (
+        difference(logprobs, wanted) < 1e-12
+        and torch.equal(best, wanted_best)
+        and torch.equal(found[0], top.indices)
+        and difference(whole_logits(output), hidden @ weight.T) < 1e-12
+    )
+
+
 def outputs():
-    return of_output(world_axis())
+    axis = world_axis()
+    found = {None: of_output(axis)} | {x: of_output(axis, x) for x in UNEQUAL[axis.count]}
+    assert all(scored(axis, sizes) for sizes in [None, *UNEQUAL[axis.count]])
+    return {(sizes, *key): far for sizes, each in found.items() for key, far in each.items()}
 
 
 def test_every_loss_of_hidden_states_is_that_of_whole_logits_in_terms_and_gradients():
     for found in (of_output(SOLO), *run_ranks(outputs, 2)):
         assert max(found.values()) < 1e-12, found
+
+
+def two_vocabularies():
+    """Return losses of vocabularies whose parts are equal on rank 0 alone, by turns."""
+    axis, found, asked = world_axis(), [], []
+    hidden = drawn(*TOKENS, WIDTH, seed=1)
+    owns = [drawn(5 - axis.index * fewer, WIDTH, seed=axis.index) for fewer in (1, 0)]
+    wholes = [torch.cat([drawn(5, WIDTH, seed=0), drawn(n, WIDTH, seed=1)]) for n in (4, 5)]
+    gather = softmax.gather_replicated
+
+    def counted(x, axis, *, dim):
+        asked.append(x)
+        return gather(x, axis, dim=dim)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(softmax, "gather_replicated", counted)
+        for turn in (0, 1, 0, 1, 1):
+            labels = drawn_labels() % len(wholes[turn])
+            got = losses.linear_cross_entropy(hidden, owns[turn], labels, axis=axis)
+            want = losses.linear_cross_entropy(hidden, wholes[turn], labels)
+            found.append(difference(got, want))
+        known = losses.vocabulary_axis(hidden @ owns[1].T, axis, dim=-1)
+        losses.cross_entropy(hidden @ owns[1].T, drawn_labels() % 10, axis=known)
+    return found, len(asked), len(softmax._GATHERED)
+
+
+def test_ranks_ask_once_for_each_weight_and_agree_on_whether_to_ask():
+    for found, asked, groups in run_ranks(two_vocabularies, 2):
+        assert max(found) < 1e-12, found
+        assert asked == 3, "once for each of two weights, and for one vocabulary_axis"
+        assert groups == 1
 
 
 # ---------------------------------------------------------------------------------- wrong labels

@@ -7,8 +7,10 @@ from functools import partial
 from types import SimpleNamespace
 
 import attrs
+import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 from whole_step import full
 
@@ -24,8 +26,10 @@ from trainkit.parallel import (
     tensor,
     weights_of,
 )
+from trainkit.parallel.fitting import passes_to_itself
 from trainkit.testing import Case, RankError, certify, run_ranks
 from trainkit.testing.builtin import decoder_batch
+from trainkit.testing.train import certificate_weights
 from trainkit.types import SOLO, ConfigError
 
 
@@ -276,7 +280,7 @@ def train_over_an_axis():
     made = Returning().double()
     nn.init.normal_(made.layers[0].weight)
     with tk.parallel_session() as ps:  # for the group alone, as another library might open it
-        axis = tk.axis_from_group(torch.distributed.group.WORLD)
+        axis = tk.axis_from_group(dist.group.WORLD)
         model = fsdp(blocks=None)(made, axis)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         ids = torch.arange(16).view(4, 4)[axis.index :: axis.count]
@@ -478,6 +482,109 @@ def test_a_buffer_that_is_computed_from_a_parameter_is_named():
     weights = weights_of(spectral())
     with pytest.raises(ConfigError, match=r"buffer '0.parametrizations.weight.0._u' is computed"):
         tk.build_stages(spectral, tk.solo_parallel(), [], weights=weights)
+
+
+# ----------------------------------------------------------------------------------------- stages
+
+
+class Cut(nn.Module):
+    """A pipeline stage as somebody has cut it, or all of the model in one."""
+
+    def __init__(self, blocks, *, first=False, last=False):
+        super().__init__()
+        self.embedding = nn.Embedding(8, 4) if first or last else None
+        self.blocks = nn.ModuleDict({str(i): nn.Linear(4, 4) for i in blocks})
+        self.first, self.last = first, last
+
+    def forward(self, x):
+        """Map ids, or the hidden state of the stage before, to a hidden state or to logits."""
+        x = self.embedding(x) if self.first else x
+        for block in self.blocks.values():
+            x = x + torch.tanh(block(x))
+        return x @ self.embedding.weight.T if self.last else x
+
+    def boundary(self, batch):
+        """Return what this stage passes on."""
+        return torch.empty(*batch["labels"].shape, 4, dtype=torch.float64, device="meta")
+
+
+def filled(module):
+    """Fill a module by the names of its parameters."""
+    with torch.no_grad():
+        for name, p in module.named_parameters():
+            p.copy_(certificate_weights(name, tuple(p.shape), (0,) * p.ndim))
+    return module
+
+
+def train_cut(schedule):
+    """Train own stages for two steps, two of them on each of two ranks, or a whole model alone."""
+    with tk.parallel_session(pp=dist.get_world_size()) as ps:
+        stages = [filled(Cut(range(4), first=True, last=True).double())]
+        if ps.pp.count > 1:
+            second = 3 - ps.pp.index if schedule == "zero_bubble_v" else 2 + ps.pp.index
+            own = (ps.pp.index, second)
+            made = [filled(Cut([i], first=i == 0, last=i == 3).double()) for i in own]
+            stages = tk.parallel.place_stages(
+                made, ps.pp, schedule=schedule, tied=["embedding.weight"]
+            )
+        run = tk.bind_forward_backward(
+            stages, next_token, axis=ps.pp, call=call_with_ids, schedule=schedule
+        )
+        params = tk.parameters_of(stages)
+        optimizer = torch.optim.SGD(params, lr=0.1)
+        found = {"losses": []}
+        for step in range(2):
+            ids = (torch.arange(16).view(4, 4) * (step + 3)) % 8
+            batches = [{"input_ids": x, "labels": (x * 5 + 1) % 8} for x in ids.split(1)]
+            sums = run(batches, denominator=torch.tensor(16))
+            found["losses"].append(float(sums["loss"]))
+            tk.clip_and_step(params, optimizer, lr=0.1, max_norm=0.5, axis=ps.pp)
+        named = tk.named_parameters_of(stages)
+        return found | {name: full(p) for name, p in named.items()}
+
+
+def train_and_refuse():
+    """Train own stages by two schedules, and give what is said to stages that are none."""
+    schedules = ["interleaved_1f1b", *(["zero_bubble_v"] if passes_to_itself() else [])]
+    found = [train_cut(name) for name in schedules]
+    said = []
+    with tk.parallel_session(pp=2) as ps:
+        place = partial(tk.parallel.place_stages, axis=ps.pp, schedule="interleaved_1f1b")
+        first, second = Cut([0]), Cut([ps.pp.index + 1])
+        unequal = Cut([10 + ps.pp.index], first=True)
+        nn.init.constant_(unequal.embedding.weight, ps.pp.index)
+        for stages, options in (
+            ([first], {"schedule": "1f1b"}),
+            ([second, Cut([ps.pp.index + 4])], {"tied": ["embedding.weight"]}),
+            ([unequal], {"schedule": "1f1b", "tied": ["embedding.weight"]}),
+            ([second, Cut([ps.pp.index + 4])], {"schedule": "1f1b"}),
+        ):
+            with pytest.raises(ConfigError) as raised:
+                place(stages, **options)
+            said.append(str(raised.value))
+    return found, said
+
+
+def test_stages_that_somebody_has_cut_train_as_the_whole_model():
+    found, (said, _) = zip(*run_ranks(train_and_refuse, 2), strict=True)
+    (alone,) = run_ranks(train_cut, 1, "1f1b")
+    for ranks in zip(*found, strict=True):
+        held = {name: values for rank in ranks for name, values in rank.items()}
+        assert {name.removesuffix(" (copy)") for name in held} == alone.keys()
+        for name, values in held.items():
+            whole = np.asarray(alone[name.removesuffix(" (copy)")])
+            assert abs(np.asarray(values) - whole).max() < 1e-12 * abs(whole).max(), name
+    for error, words in zip(
+        said,
+        (
+            r"stages 0 and 1 both hold a parameter 'blocks.0.weight'; .* name it in `tied`",
+            "'embedding.weight' is said to be tied, .* it is in none",
+            "stages 0 and 1 hold other values of 'embedding.weight'",
+            "1f1b has 1 stage.s. on each rank, got 2; those with 2 are interleaved_1f1b, looped",
+        ),
+        strict=True,
+    ):
+        assert re.search(words, error), error
 
 
 # ------------------------------------------------------------------------------------------ batch

@@ -6,11 +6,12 @@ import tomllib
 
 import attrs
 import pytest
-from recipe_runs import column, here, nano_config, refusal
+from recipe_runs import column, here, nano_config, refusal, several
 
 from trainkit import hub, models, optim
 from trainkit.checkpoint import save_checkpoint
 from trainkit.mesh import solo_parallel
+from trainkit.testing import run_ranks
 from trainkit.tokenizers import open_tokenizer
 from trainkit.types import TrainState
 
@@ -108,3 +109,16 @@ def test_new_weights_are_other_first_weights_than_those_of_a_run(home, tmp_path)
     assert code == 0, said
     code, what = refusal("reinforce", *flags_of("reinforce", home, tmp_path, 2, home / "a"))
     assert (code, "its first weights is None" in what) == (66, True), what
+
+
+def test_the_hash_of_first_weights_is_the_same_in_every_layout(home, tmp_path):
+    out = tmp_path / "run"
+    code, said = here(flags_of("finetune", home, out, 1, home / "a"), "finetune", layers=1)
+    assert code == 0, said
+    runs = [
+        [*flags_of("finetune", home, out, 2, home / "a"), "--tp", 2],
+        flags_of("finetune", home, out, 3, home / "a"),
+    ]
+    done = run_ranks(several, 2, runs, "finetune")[0]
+    assert [code for code, _ in done] == [0, 0], done
+    assert column(out, "step") == [1, 2, 3]

@@ -113,7 +113,10 @@ def compiled(source: str, *, spans: bool = False) -> tuple[Any, str | None]:
         raise ValueError(f"jinja_template: it asks for {inside[0]}, of Python's insides")
     name = next((name for name in REASONING if name in read), None)
     _pass_variables(tree, nodes, [[]])
-    return environment.from_string(_counted(tree, nodes)), name
+    try:
+        return environment.from_string(_counted(tree, nodes)), name
+    except jinja2.TemplateSyntaxError as error:  # a filter or a test that Jinja does not know
+        raise ValueError(f"jinja_template: line {error.lineno}: {error.message}") from error
 
 
 def rendered(template: Any, **values: Any) -> str:

@@ -73,7 +73,7 @@ def tensor_problems(
         if name not in wanted and not matches(name, leeway.extra)
         if not (name.startswith("optimizer/") and parameter_of(name) in frozen)
     ]
-    for name in by_name.keys() & index.keys():
+    for name in sorted(by_name.keys() & index.keys()):
         tensor = by_name[name].tensor
         want = (str(tensor.dtype).removeprefix("torch."), list(tensor.shape))
         found = (index[name]["dtype"], index[name]["shape"])
@@ -110,7 +110,8 @@ def optimizer_problems(
         if not matches(f"model/{name}", leeway.missing)
     }
     problems = [
-        f"{name} was not trained when it was saved" for name in trained - saved["scalars"].keys()
+        f"{name} was not trained when it was saved"
+        for name in sorted(trained - saved["scalars"].keys())
     ]
     if differs:
         return problems if leeway.optimizer else problems + differs

@@ -21,6 +21,9 @@ ring's and FSDP's run beside arithmetic.
 Examples:
   python -m trainkit plan --size llama-3.1-8b --world 8 --hardware h100 --row-length 8192
 
+  # a model of your own: a Hugging Face folder, or a run
+  python -m trainkit plan --init ./my-model --world 8 --hardware h100 --row-length 8192
+
   # longer rows: only layouts with tensor parallelism of 2, with everything computed again
   python -m trainkit plan --size llama-3.1-8b --world 16 --row-length 131072 --rows 16 \
       --tp 2 --recompute full
@@ -39,18 +42,15 @@ Examples:
   # adapters beside matrices of 4 bits: only adapters have gradients and optimizer state
   python -m trainkit plan --size llama-3.1-8b --world 1 --row-length 4096 --method qlora --rank 32
 
-  # the model of a Hugging Face folder, of which config.json is read
-  python -m trainkit plan --init Qwen3-4B --world 8 --hardware H100 --row-length 8192
-
   # your own machines: 4 GPUs of 24 GiB in each node
   python -m trainkit plan --size qwen3-4b --world 8 --hardware a100 --memory 24 --ranks-per-node 4
 
   # for a script
   python -m trainkit plan --size 10m --world 2 --hardware cpu --row-length 256 --json
 
-Gradients are reduced once, after the last microbatch (--reduce last, as the recipes do), and until
-then every rank holds them whole; or after each microbatch (--reduce each), which sends more and
-holds less. Both are listed where they differ.
+FSDP reduces gradients once, after the last microbatch (--reduce last, the recipes' default), and
+until then every rank holds them whole; or after each one (--reduce each), which takes less memory
+and sends more. Where they differ both are in the table, unless --reduce names one.
 
 A layout from the table goes to a recipe as it stands: --dp-shard 4 --tp 2 --reduce each.
 """
@@ -63,14 +63,11 @@ from typing import TYPE_CHECKING, Any
 from trainkit.types import ConfigError, Layout, Precision
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
     from trainkit.models.config import DecoderConfig
-    from trainkit.planning import Hardware, Plan
+    from trainkit.planning import Hardware
 
 
 _DEGREES = tuple(Layout().degrees)
-_SIZE = "tiny"
 HELP = "list layouts for a model, with memory, communication and time"
 
 
@@ -87,9 +84,10 @@ def add(plan: argparse.ArgumentParser) -> None:
 
 
 def _add_work(group: Any) -> None:
-    model = group.add_mutually_exclusive_group()
-    model.add_argument("--size", help="a named model, such as llama-3.1-8b (tiny)")
-    model.add_argument("--init", metavar="FOLDER", help="the model of a Hugging Face folder")
+    group.add_argument("--size", help="a named model, such as llama-3.1-8b (tiny)")
+    group.add_argument(
+        "--init", metavar="FOLDER", help="a Hugging Face folder or a run, for its model instead"
+    )
     group.add_argument("--vocab-size", type=int, metavar="V", help="another size of vocabulary")
     group.add_argument("--row-length", type=int, default=4096, metavar="S", help="tokens (4096)")
     group.add_argument(
@@ -128,7 +126,7 @@ def _add_work(group: Any) -> None:
         nargs="+",
         choices=("last", "each"),
         default=["last", "each"],
-        help="after which microbatch gradients are reduced (both)",
+        help="after which microbatch FSDP reduces gradients (both)",
     )
     group.add_argument(
         "--fold-sp",
@@ -202,8 +200,8 @@ def run(options: argparse.Namespace) -> tuple[Any, int]:
     from trainkit.optim import read_options  # noqa: PLC0415
     from trainkit.planning import Job, plan, plan_table  # noqa: PLC0415
 
-    config, machine = _config(options), _hardware(options)
-    layouts = _layouts(options, config)
+    config = _config(options)
+    layouts, machine = _layouts(options, config), _hardware(options)
     job = Job(
         config=config,
         row_length=options.row_length,
@@ -229,10 +227,10 @@ def run(options: argparse.Namespace) -> tuple[Any, int]:
         layouts,
         machine,
         recompute=options.recompute,
+        reduce=options.reduce,
         efficiency=options.efficiency,
         headroom=options.headroom,
     )
-    plans = _without_equals(plans)
     if options.json:
         return [
             attrs.asdict(one) | {"compute": job.precision.compute, "fits": one.fits}
@@ -242,29 +240,21 @@ def run(options: argparse.Namespace) -> tuple[Any, int]:
 
 
 def _config(options: argparse.Namespace) -> DecoderConfig:
-    """Return the decoder that is planned for: that of a folder, or a named one."""
-    # see run
-    import attrs  # noqa: PLC0415
-
-    from trainkit.hub import open_folder  # noqa: PLC0415
-    from trainkit.models.sizes import decoder_config  # noqa: PLC0415
-
-    vocabulary = {} if options.vocab_size is None else {"vocab_size": options.vocab_size}
-    if options.init is None:
-        return decoder_config(options.size or _SIZE, **vocabulary)
-    return attrs.evolve(open_folder(options.init).config, **vocabulary)
-
-
-def _without_equals(plans: Sequence[Plan]) -> list[Plan]:
-    """Leave out plans that cost the same whether gradients are reduced once or each time."""
+    """Return the model of --size, or that of the folder or run that --init names."""
     import attrs  # noqa: PLC0415 -- see run
 
-    first: dict[Any, Plan] = {}
-    for one in plans:
-        layout, why_not = attrs.evolve(one.layout, reduce="last"), one.why_not.partition("; ")[0]
-        first.setdefault((layout, one.recompute, one.memory, one.traffic, why_not), one)
-    kept = {id(one) for one in first.values()}
-    return [one for one in plans if id(one) in kept]
+    from trainkit.hub import read_model  # noqa: PLC0415 -- see run
+    from trainkit.models.sizes import decoder_config  # noqa: PLC0415 -- see run
+
+    if options.init is not None and options.size is not None:
+        raise ConfigError(
+            f"plan: --size {options.size} and --init {options.init} both name a model; give one",
+            where="init",
+        )
+    words = {} if options.vocab_size is None else {"vocab_size": options.vocab_size}
+    if options.init is None:
+        return decoder_config(options.size or "tiny", **words)
+    return attrs.evolve(read_model(options.init, context=options.row_length), **words)
 
 
 def _begins(options: argparse.Namespace) -> list[Any]:
@@ -287,7 +277,7 @@ def _heading(options: argparse.Namespace, config: DecoderConfig) -> str:
     every, active = count_parameters(config), count_active_parameters(config)
     met = f" ({active / 1e6:,.1f} for a token)" if active < every else ""
     return (
-        f"{options.init or options.size or _SIZE}, {every / 1e6:,.1f} million parameters{met}, on "
+        f"{options.init or options.size or 'tiny'}, {every / 1e6:,.1f} million parameters{met}, on "
         f"{options.world} x {machine.name} with {machine.memory / 2**30:g} GiB, of which "
         f"{options.headroom:.0%} stay free; steps of {rows} rows of {options.row_length:,} tokens"
     )
@@ -308,10 +298,7 @@ def _hardware(options: argparse.Namespace) -> Hardware:
 
 def _layouts(options: argparse.Namespace, config: DecoderConfig) -> list[Layout]:
     """Return the layouts of the world that have the degrees asked for."""
-    # see run
-    import attrs  # noqa: PLC0415
-
-    from trainkit.planning import layouts_of  # noqa: PLC0415
+    from trainkit.planning import layouts_of  # noqa: PLC0415 -- see run
 
     asked = {name: getattr(options, name) for name in _DEGREES}
     fixed = {name: degree for name, degree in asked.items() if degree is not None}
@@ -319,11 +306,9 @@ def _layouts(options: argparse.Namespace, config: DecoderConfig) -> list[Layout]
     names += ("reshard_over", "prefetch", "ends_apart")
     experts = 1 if config.experts is None else config.experts.count
     like = Layout(**{name: getattr(options, name) for name in names})
-    likes = [attrs.evolve(like, reduce=reduce) for reduce in dict.fromkeys(options.reduce)]
     found = [
         layout
-        for one in likes
-        for layout in layouts_of(options.world, like=one, experts=experts)
+        for layout in layouts_of(options.world, like=like, experts=experts)
         if all(getattr(layout, name) == degree for name, degree in fixed.items())
     ]
     if options.world < 1:

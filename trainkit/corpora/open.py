@@ -23,7 +23,8 @@ from trainkit.corpora.tokens import TokenCorpus, gathered, memory_corpus
 from trainkit.noise.hashing import GOLDEN, MASK64, hash_box, key_of, mix
 from trainkit.noise.jit import jit
 from trainkit.tokenizers import byte_tokenizer, covered_hashes, text_encoder
-from trainkit.types import Corpus, check_range
+from trainkit.tokenizers.documents import encode_documents
+from trainkit.types import Corpus, DataError, check_range
 
 if TYPE_CHECKING:
     import os
@@ -116,8 +117,17 @@ def open_corpus(
         is_text = document_files(path, suffixes=suffixes, keep=keep)[0].endswith(tuple(suffixes))
         field = "text" if is_text else field
         encode = text_encoder(tokenizer, field=field)
-    vocab_size = getattr(tokenizer or encode, "vocab_size", None)
-    return _encoded(path, encode, vocab_size, suffixes, keep)
+        corpus = _encoded(path, encode, getattr(tokenizer, "vocab_size", None), suffixes, keep)
+        separators = len(encode_documents(tokenizer, [""])[0])
+        if (corpus.lengths <= separators).all():
+            raise DataError(
+                f"open_corpus: {path}: there is no text: all documents ({len(corpus.lengths)}) are "
+                "empty",
+                where=path,
+                hint="see what --data and --field name",
+            )
+        return corpus
+    return _encoded(path, encode, getattr(tokenizer or encode, "vocab_size", None), suffixes, keep)
 
 
 def open_library(tokenizer: Tokenizer | None = None) -> TokenCorpus | JoinedCorpus:

@@ -18,7 +18,7 @@ from trainkit.corpora.tokens import memory_corpus
 from trainkit.evaluation.examples import Example
 from trainkit.losses import cross_entropy_per_token
 from trainkit.losses.linear import cast_factors, linear_in_chunks
-from trainkit.losses.softmax import scores_
+from trainkit.losses.softmax import scores_, vocabulary_axis
 from trainkit.losses.teachers import likeliest, log_softmax_
 from trainkit.models.call import call_model
 from trainkit.packing import pack_bins
@@ -35,6 +35,7 @@ from trainkit.types import (
     IntArray,
     NumericsError,
     Place,
+    VocabularyAxis,
     check_range,
     unrouted,
 )
@@ -331,6 +332,7 @@ def token_scores(output: Any, labels: Tensor) -> tuple[Tensor, Tensor]:
         logits = output.detach()
         return -cross_entropy_per_token(logits, labels), logits.argmax(-1) == labels
     hidden, weight, axis, softcap = Hidden(*output)
+    axis = vocabulary_axis(weight, axis)
     factors = cast_factors("token_scores", hidden, weight, labels, softcap=softcap, axis=axis)
     flat = labels.flatten()
 
@@ -340,7 +342,7 @@ def token_scores(output: Any, labels: Tensor) -> tuple[Tensor, Tensor]:
         return torch.stack([losses, losses, is_best.to(losses.dtype)], dim=-1)
 
     with torch.no_grad():
-        _, values = linear_in_chunks(factors, compute)
+        _, values = linear_in_chunks(factors, compute, axis=axis)
     losses, is_best = values.unbind(-1)
     return -losses.view(labels.shape), is_best.view(labels.shape).bool()
 
@@ -351,18 +353,14 @@ def _top_words(output: Any, labels: Tensor, *, top_k: int, temperature: float) -
     The ids are floating: exact below 2^24 words in fp32.
     """
     output = unrouted(output)
-    words = (
-        output.shape[-1]
-        if isinstance(output, Tensor)
-        else len(Hidden(*output).weight) * Hidden(*output).axis.count
-    )
-    if top_k > words:
-        raise ValueError(f"bind_top_words: top_k is {top_k}, and the model has {words} words")
     if isinstance(output, Tensor):
+        _check_top_k(top_k, output.shape[-1])
         flat = (output.detach().flatten(0, -2).float() / temperature).log_softmax(-1)
         found = torch.cat([x.float() for x in likeliest(flat, top_k, SOLO)], dim=-1)
     else:
         hidden, weight, axis, softcap = Hidden(*output)
+        axis = vocabulary_axis(weight, axis)
+        _check_top_k(top_k, axis.total)
         factors = cast_factors("top_words", hidden, weight, labels, softcap=softcap, axis=axis)
 
         def compute(logits: Tensor, _rows: slice, _gradient: bool) -> Tensor:
@@ -370,14 +368,22 @@ def _top_words(output: Any, labels: Tensor, *, top_k: int, temperature: float) -
             return torch.cat([logprobs[:, :1], ids.to(logprobs.dtype), logprobs], dim=-1)
 
         with torch.no_grad():
-            _, found = linear_in_chunks(factors, compute)
+            _, found = linear_in_chunks(factors, compute, axis=axis)
     return [x.view(labels.shape) for x in found.unbind(-1)]
 
 
-def _likeliest(logits: Tensor, axis: Axis) -> Tensor:
-    """Return the first of the likeliest words of each token `[T]`, of logits `[T, V / N]`."""
+def _check_top_k(top_k: int, words: int) -> None:
+    if top_k > words:
+        raise ValueError(f"bind_top_words: top_k is {top_k}, and the model has {words} words")
+
+
+def _likeliest(logits: Tensor, axis: VocabularyAxis) -> Tensor:
+    """Return the first of the likeliest words of each token `[T]`, of logits `[T, V_r]`."""
+    if not logits.shape[-1]:
+        first = torch.full(logits.shape[:1], axis.total, device=logits.device)
+        all_max(logits.new_full(logits.shape[:1], -torch.inf), axis)
+        return -all_max(-first, axis)
     largest, index = logits.max(-1)
     is_largest = largest == all_max(largest, axis)
-    words = logits.shape[-1]
-    first = torch.where(is_largest, index + axis.index * words, axis.count * words)
+    first = torch.where(is_largest, index + axis.first, axis.total)
     return -all_max(-first, axis)

@@ -28,6 +28,7 @@ from .preference import orpo as orpo
 from .preference import simpo as simpo
 from .preference import with_reference_point as with_reference_point
 from .shaping import Shaping as Shaping
+from .softmax import vocabulary_axis as vocabulary_axis
 from .sources import by_source as by_source
 from .teachers import distillation as distillation
 from .teachers import stored_distillation as stored_distillation

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from trainkit.losses.logits import check_labels, cure_of, sum_and_parts
+from trainkit.losses.logits import check_labels, cure_of, sum_and_parts, summed_cross_entropy
 from trainkit.losses.shaping import UNSHAPED, Shaping, shaped_, unshaped_slopes_
 from trainkit.losses.softmax import (
     Scores,
@@ -25,8 +25,9 @@ from trainkit.losses.softmax import (
     run_untraced,
     scores_,
     slopes_,
+    vocabulary_axis,
 )
-from trainkit.types import IGNORED_LABEL, SOLO, Axis, capped, check_range
+from trainkit.types import IGNORED_LABEL, SOLO, Axis, VocabularyAxis, capped, check_range
 
 
 class Factors(NamedTuple):
@@ -151,11 +152,11 @@ def linear_cross_entropy(
     Args:
         hidden: What enters the output layer, `[..., D]`, equal on all ranks of the axis.
         weight: The output layer's weight `[V, D]`, same dtype and device; or this rank's rows of it
-            `[V / N, D]`, in rank order.
+            `[V_r, D]`, in rank order: as many as it has, which may be none.
         labels: The next token of each position among all V words, int64 `[...]`; -100 is ignored.
-        bias: The output layer's bias `[V]` or `[V / N]`, of the same dtype.
+        bias: The output layer's bias `[V]` or `[V_r]`, of the same dtype.
         softcap: What logits are kept between by tanh, above 0.
-        axis: The axis over which the vocabulary is cut, if it is: `ps.tp`.
+        axis: The axis over which the vocabulary is cut, if it is: `ps.tp`, or a `vocabulary_axis`.
         chunk: Tokens whose logits exist at a time. By default D / 2, so that they take half of the
             memory of the weight's gradient, or as many as fit into 16 MiB, if that is more; and if
             all fit into that, the plain path is taken, which has less overhead.
@@ -168,7 +169,8 @@ def linear_cross_entropy(
             as `cross_entropy`.
 
     Effects:
-        Communicates: two all-reduces on `axis` per chunk, of one and of two numbers per token.
+        Communicates: two all-reduces on `axis` per chunk, of one and of two numbers per token; as
+        `vocabulary_axis`.
 
     Examples:
         >>> import torch
@@ -186,9 +188,18 @@ def linear_cross_entropy(
 
     The idea of the gradient in the forward pass is Liger Kernel's (Hsu et al. 2024).
     """
-    known: dict[str, Any] = {"bias": bias, "softcap": softcap, "axis": axis, "chunk": chunk}
-    factors = cast_factors("linear_cross_entropy", hidden, weight, labels, **known)
-    return linear_sum_and_parts(factors, labels, axis=axis, chunk=chunk)[0]
+    axis = vocabulary_axis(weight, axis)
+    factors = cast_factors(
+        "linear_cross_entropy",
+        hidden,
+        weight,
+        labels,
+        bias=bias,
+        softcap=softcap,
+        axis=axis,
+        chunk=chunk,
+    )
+    return linear_sum(factors, labels, axis=axis, chunk=chunk)
 
 
 # -------------------------------------------------------------------------------------- one pass
@@ -213,7 +224,7 @@ def cast_factors(
         ValueError: As `linear_cross_entropy`.
 
     Effects:
-        None; `axis` only says how many words there are.
+        Communicates as `vocabulary_axis`.
 
     Examples:
         >>> import torch
@@ -222,7 +233,7 @@ def cast_factors(
         ...
         ValueError: mine: weight must have shape (vocabulary, 8) for ... got (4, 9)
     """
-    check_labels(where, hidden, labels, words=len(weight) * axis.count)
+    check_labels(where, hidden, labels, words=vocabulary_axis(weight, axis).total)
     if weight.ndim != 2 or weight.shape[1] != hidden.shape[-1]:
         must = f"(vocabulary, {hidden.shape[-1]}) for hidden states of shape {tuple(hidden.shape)}"
         raise ValueError(f"{where}: weight must have shape {must}, got {tuple(weight.shape)}")
@@ -243,6 +254,30 @@ def cast_factors(
     return Factors(*cast, softcap)
 
 
+def linear_sum(
+    factors: Factors, labels: Tensor, *, axis: Axis = SOLO, chunk: int | None = None
+) -> Tensor:
+    """Return `linear_cross_entropy` of factors that `cast_factors` has looked at.
+
+    Effects:
+        Communicates as `linear_cross_entropy`.
+
+    Examples:
+        >>> import torch
+        >>> labels = torch.tensor([0, -100, 2])
+        >>> linear_sum(Factors(torch.zeros(3, 8), torch.zeros(4, 8)), labels)
+        tensor(2.7726)
+    """
+    if chunk is None and axis.count == 1 and _fits_at_once(factors.weight, labels):
+        return summed_cross_entropy("", _whole_logits(factors), labels)
+    return linear_terms(factors, labels, [(token_loss, 1.0)], axis=axis, chunk=chunk)[0]
+
+
+def _whole_logits(factors: Factors) -> Tensor:
+    hidden, weight, bias, softcap = factors
+    return capped(nn.functional.linear(hidden, weight, bias), softcap)
+
+
 def linear_sum_and_parts(
     factors: Factors, labels: Tensor, *, axis: Axis = SOLO, chunk: int | None = None
 ) -> tuple[Tensor, Tensor]:
@@ -257,10 +292,8 @@ def linear_sum_and_parts(
         >>> linear_sum_and_parts(Factors(torch.zeros(3, 8), torch.zeros(4, 8)), labels)
         (tensor(2.7726), tensor([1.3863, 0.0000, 1.3863]))
     """
-    hidden, weight, bias, softcap = factors
-    if chunk is None and axis.count == 1 and _fits_at_once(weight, labels):
-        logits = capped(nn.functional.linear(hidden, weight, bias), softcap)
-        return sum_and_parts("", logits, labels, axis)
+    if chunk is None and axis.count == 1 and _fits_at_once(factors.weight, labels):
+        return sum_and_parts("", _whole_logits(factors), labels, axis)
     total, parts = linear_terms(factors, labels, [(token_loss, 1.0)], axis=axis, chunk=chunk)
     return total, parts.view(labels.shape)
 
@@ -323,7 +356,7 @@ def linear_terms(
             logits.zero_()
         return torch.stack([total, *values], dim=-1).detach()
 
-    return linear_in_chunks(factors, compute, chunk=chunk)
+    return linear_in_chunks(factors, compute, axis=axis, chunk=chunk)
 
 
 def _leaves(
@@ -410,18 +443,22 @@ def squared_normalizer(scores: TokenScores, _: Columns) -> Tensor:
 
 
 def linear_in_chunks(
-    factors: Factors, compute: OfLogits, *, chunk: int | None = None
+    factors: Factors, compute: OfLogits, *, axis: Axis = SOLO, chunk: int | None = None
 ) -> tuple[Tensor, Tensor]:
     """Return the sum of the first column of what is computed of logits, and the other columns.
 
     Args:
         factors: What logits are made of, whole or this rank's part.
         compute: What makes values and the gradient of their first column of the logits of a chunk.
+        axis: The axis over which the vocabulary is cut: all ranks take the same chunks.
         chunk: As in `linear_cross_entropy`.
 
     Returns:
         A scalar that can be differentiated, and detached values, those of all chunks one after
         another.
+
+    Effects:
+        Communicates as `compute` does.
 
     Examples:
         >>> import torch
@@ -432,7 +469,7 @@ def linear_in_chunks(
         tensor(3.)
     """
     hidden, weight, bias, softcap = factors
-    how: dict[str, Any] = {"chunk": chunk or chunk_of(weight), "softcap": softcap}
+    how: dict[str, Any] = {"chunk": chunk or chunk_of(weight, axis), "softcap": softcap}
     walk = partial(_chunk_by_chunk, compute=compute, **how)
     return run_untraced(_InChunks, hidden.flatten(0, -2), weight, bias, walk)
 
@@ -441,15 +478,21 @@ def _fits_at_once(weight: Tensor, labels: Tensor) -> bool:
     return labels.numel() * len(weight) <= _SMALL and weight.dtype == accumulation_dtype(weight)
 
 
-def chunk_of(weight: Tensor) -> int:
+def chunk_of(weight: Tensor, axis: Axis = SOLO) -> int:
     """Return of how many tokens logits exist at a time, for an output weight `[V, D]`.
+
+    It is the same on all ranks of an axis over which the vocabulary is cut, whatever their parts.
+
+    Effects:
+        None; `axis` only says how many words the ranks have.
 
     Examples:
         >>> import torch
         >>> chunk_of(torch.zeros(4096, 8))
         1024
     """
-    return max(1, weight.shape[1] // 2, _SMALL // len(weight))
+    words = axis.largest if isinstance(axis, VocabularyAxis) else len(weight)
+    return max(1, weight.shape[1] // 2, _SMALL // words)
 
 
 class _InChunks(torch.autograd.Function):

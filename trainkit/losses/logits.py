@@ -15,7 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from trainkit.losses.softmax import accumulation_dtype, scores_of_logits
+from trainkit.batch.denominators import on_host
+from trainkit.losses.softmax import scores_of_logits, vocabulary_axis
 from trainkit.types import IGNORED_LABEL, SOLO, Axis
 
 
@@ -30,10 +31,12 @@ def cross_entropy(logits: Tensor, labels: Tensor, *, axis: Axis = SOLO) -> Tenso
     makes the gradient of its row NaN, so that the gradient norm shows a model that has broken.
 
     Args:
-        logits: Scores, any floating dtype, `[..., V]`, or `[..., V / N]` of this rank's words.
+        logits: Scores, any floating dtype, `[..., V]`, or `[..., V_r]` of this rank's words. Ranks
+            may have unequal numbers of words, or none.
         labels: The next token of each position among all V words, int64 `[...]`, equal on all ranks
             of the axis; -100 is ignored.
-        axis: The axis over which the vocabulary is cut, if it is: `ps.tp`.
+        axis: The axis over which the vocabulary is cut, if it is: `ps.tp`. A `vocabulary_axis`
+            saves asking the ranks of a plain one how many words they have.
 
     Returns:
         A scalar, fp32 or fp64.
@@ -43,7 +46,8 @@ def cross_entropy(logits: Tensor, labels: Tensor, *, axis: Axis = SOLO) -> Tenso
             numbers or no word, or, on a CPU, a label is no word (on CUDA the device asserts it).
 
     Effects:
-        Communicates: two all-reduces on `axis`, of one and of two numbers per token.
+        Communicates: two all-reduces on `axis`, of one and of two numbers per token; as
+        `vocabulary_axis`.
 
     Examples:
         >>> import torch
@@ -54,7 +58,7 @@ def cross_entropy(logits: Tensor, labels: Tensor, *, axis: Axis = SOLO) -> Tenso
         >>> float(logits.grad.abs().sum())
         0.0
     """
-    return sum_and_parts("cross_entropy", logits, labels, axis)[0]
+    return summed_cross_entropy("cross_entropy", logits, labels, axis)
 
 
 def cross_entropy_per_token(logits: Tensor, labels: Tensor, *, axis: Axis = SOLO) -> Tensor:
@@ -81,8 +85,32 @@ def cross_entropy_per_token(logits: Tensor, labels: Tensor, *, axis: Axis = SOLO
         >>> cross_entropy_per_token(torch.zeros(3, 4), torch.tensor([0, -100, 2]))
         tensor([1.3863, 0.0000, 1.3863])
     """
-    check_labels("cross_entropy_per_token", logits, labels, words=logits.shape[-1] * axis.count)
+    axis = vocabulary_axis(logits, axis, dim=-1)
+    check_labels("cross_entropy_per_token", logits, labels, words=axis.total)
     return _each(logits, labels, axis).view(labels.shape)
+
+
+def summed_cross_entropy(where: str, logits: Tensor, labels: Tensor, axis: Axis = SOLO) -> Tensor:
+    """Return `cross_entropy`; `where` is who asks, for the message.
+
+    Effects:
+        Communicates as `cross_entropy`.
+
+    Examples:
+        >>> import torch
+        >>> summed_cross_entropy("mine", torch.zeros(3, 4), torch.tensor([0, -100, 2]))
+        tensor(2.7726)
+    """
+    if axis.count > 1:
+        return sum_and_parts(where, logits, labels, axis)[0]
+    check_shapes(where, logits, labels, words=logits.shape[-1])
+    try:  # on a CPU the kernel looks at each label anyway, and a look before costs 15 us
+        return nn.functional.cross_entropy(
+            _rows(logits), labels.flatten(), ignore_index=IGNORED_LABEL, reduction="sum"
+        )
+    except IndexError:
+        check_values(where, labels, words=logits.shape[-1])
+        raise
 
 
 def sum_and_parts(where: str, logits: Tensor, labels: Tensor, axis: Axis) -> tuple[Tensor, Tensor]:
@@ -96,7 +124,8 @@ def sum_and_parts(where: str, logits: Tensor, labels: Tensor, axis: Axis) -> tup
         >>> sum_and_parts("mine", torch.zeros(3, 4), torch.tensor([0, -100, 2]), SOLO)
         (tensor(2.7726), tensor([1.3863, 0.0000, 1.3863]))
     """
-    check_labels(where, logits, labels, words=logits.shape[-1] * axis.count)
+    axis = vocabulary_axis(logits, axis, dim=-1)
+    check_labels(where, logits, labels, words=axis.total)
     if axis.count > 1:
         parts = _each(logits, labels, axis)
         return parts.sum(), parts.detach().view(labels.shape)
@@ -131,7 +160,8 @@ def z_loss(logits: Tensor, labels: Tensor, *, axis: Axis = SOLO) -> Tensor:
         >>> float(z_loss(torch.zeros(3, 4), torch.tensor([0, -100, 2])))  # 2 (log 4)^2
         3.84...
     """
-    check_labels("z_loss", logits, labels, words=logits.shape[-1] * axis.count)
+    axis = vocabulary_axis(logits, axis, dim=-1)
+    check_labels("z_loss", logits, labels, words=axis.total)
     flat = labels.flatten()
     if axis.count == 1:
         normalizers = _rows(logits).logsumexp(-1)
@@ -141,7 +171,9 @@ def z_loss(logits: Tensor, labels: Tensor, *, axis: Axis = SOLO) -> Tensor:
 
 
 def _rows(logits: Tensor) -> Tensor:
-    return logits.to(accumulation_dtype(logits)).flatten(0, -2)
+    if logits.dtype not in (torch.float32, torch.float64):
+        logits = logits.float()
+    return logits.flatten(0, -2)
 
 
 def _picked(rows: Tensor, labels: Tensor) -> Tensor:
@@ -180,6 +212,20 @@ def check_labels(function: str, x: Tensor, labels: Tensor, *, words: int) -> Non
         ...
         ValueError: cross_entropy: labels must be -100 or in [0, 4), ... got 4 at index 1 ...
     """
+    check_shapes(function, x, labels, words=words)
+    check_values(function, labels, words=words)
+
+
+def check_shapes(function: str, x: Tensor, labels: Tensor, *, words: int) -> None:
+    """Refuse what `check_labels` does, but for the values of labels.
+
+    Raises:
+        ValueError: As `check_labels`.
+
+    Examples:
+        >>> import torch
+        >>> check_shapes("cross_entropy", torch.zeros(2, 4), torch.tensor([3, 4]), words=4)
+    """
     if x.ndim < 2 or labels.shape != x.shape[:-1]:
         of = f"an input of shape {tuple(x.shape)} with two or more dimensions"
         must = f"labels must have shape {tuple(x.shape[:-1])}, one per vector of {of}"
@@ -190,6 +236,18 @@ def check_labels(function: str, x: Tensor, labels: Tensor, *, words: int) -> Non
         raise ValueError(f"{function}: logits and hidden states are floating, got {x.dtype}")
     if words < 1:
         raise ValueError(f"{function}: the vocabulary must have a word, got one of size {words}")
+
+
+def check_values(function: str, labels: Tensor, *, words: int) -> None:
+    """Refuse labels on a CPU that are no word.
+
+    Raises:
+        ValueError: As `check_labels`.
+
+    Examples:
+        >>> import torch
+        >>> check_values("cross_entropy", torch.tensor([3, -100]), words=4)
+    """
     if on_host(labels):
         flat = labels.flatten()
         wrong = (flat != IGNORED_LABEL) & ((flat < 0) | (flat >= words))
@@ -243,21 +301,10 @@ def read_field(where: str, batch: Mapping[str, Any], name: str) -> Tensor:
         ...
         ValueError: mine: the batch has no "labels" (it has input_ids); collate_bins makes them...
     """
-    if name not in batch:
+    try:
+        return batch[name]
+    except KeyError:
         raise ValueError(
             f'{where}: the batch has no "{name}" (it has {", ".join(batch) or "nothing"}); '
             f"{cure_of(name)}"
-        )
-    return batch[name]
-
-
-def on_host(x: Tensor) -> bool:
-    """Say whether looking at the values of a tensor costs no sync, and can be done here.
-
-    Fake tensors have none, and a branch on values would break a compiled graph.
-
-    Examples:
-        >>> on_host(torch.zeros(1)), on_host(torch.zeros(1, device="meta"))
-        (True, False)
-    """
-    return type(x) is Tensor and x.device.type == "cpu" and not torch.compiler.is_compiling()
+        ) from None

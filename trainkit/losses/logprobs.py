@@ -27,12 +27,14 @@ from trainkit.losses.shaping import UNSHAPED, Each, Shaping, shaped_, unshaped_s
 from trainkit.losses.softmax import (
     Partial,
     accumulation_dtype,
+    add_to_own_,
     own_words,
     partial_scores_,
     run_untraced,
+    vocabulary_axis,
     whole_scores,
 )
-from trainkit.types import IGNORED_LABEL, SOLO, Axis
+from trainkit.types import IGNORED_LABEL, SOLO, Axis, VocabularyAxis
 
 
 def token_logprobs(
@@ -61,7 +63,7 @@ def token_logprobs(
 
     Args:
         hidden: As in `linear_cross_entropy`, `[..., D]`.
-        weight: `[V, D]`, or this rank's rows of it.
+        weight: `[V, D]`, or this rank's rows of it, `[V_r, D]`.
         labels: int64 `[...]`.
         bias: `[V]`, or this rank's part of it.
         temperature: What logits are divided by, above 0; a number, or a tensor `[...]` with one for
@@ -95,8 +97,17 @@ def token_logprobs(
         >>> token_logprobs(hidden, weight, torch.tensor([0, -100, 2]), top_k=2)
         tensor([-0.6931,  0.0000,    -inf])
     """
-    known: dict[str, Any] = {"bias": bias, "softcap": softcap, "axis": axis, "chunk": chunk}
-    factors = cast_factors("token_logprobs", hidden, weight, labels, **known)
+    axis = vocabulary_axis(weight, axis)
+    factors = cast_factors(
+        "token_logprobs",
+        hidden,
+        weight,
+        labels,
+        bias=bias,
+        softcap=softcap,
+        axis=axis,
+        chunk=chunk,
+    )
     shaping = Shaping(temperature, top_k, top_p, min_p)
     return logprobs_of(factors, labels, shaping=shaping, axis=axis, chunk=chunk)
 
@@ -145,7 +156,7 @@ class _EachToken(torch.autograd.Function):
         asked: tuple[Tensor, Axis, Shaping, float | None, int | None],
     ) -> Tensor:
         labels, axis, shaping, softcap, chunk = asked
-        tiles = _tiles(len(hidden), weight, chunk, whole_rows=shaping.filters)
+        tiles = _tiles(len(hidden), weight, axis, chunk, whole_rows=shaping.filters)
         make = logits_maker(Factors(hidden, weight, bias, softcap))
         scores = []
         for rows, parts in tiles:
@@ -184,7 +195,7 @@ class _EachToken(torch.autograd.Function):
                 logits, steep = logits_of(factors, rows, words, buffer, needs_slope=True)
                 shaped_(logits, here, axis).sub_(normalizers[rows, None]).exp_().mul_(d)
                 index, own = own_words(labels[rows, None], len(weight), axis, part=words)
-                unshaped_slopes_(logits.scatter_add_(-1, index, -d * own), here)
+                unshaped_slopes_(add_to_own_(logits, index, -d * own), here)
                 if steep is not None:
                     logits.mul_(steep)
                 slopes = logits.to(factors.weight.dtype)
@@ -205,16 +216,21 @@ _TILE = 2**22  # logits, 16 MiB of fp32, which stay in a third cache
 _ROWS = 2048  # tokens of a tile: with fewer, less is done with each word's weight once it is there
 
 
-def _tiles(tokens: int, weight: Tensor, chunk: int | None, *, whole_rows: bool) -> Tiles:
-    """Return tiles with as many logits as `chunk` tokens have, or fewer that stay in a cache."""
-    words = len(weight)
+def _tiles(
+    tokens: int, weight: Tensor, axis: Axis, chunk: int | None, *, whole_rows: bool
+) -> Tiles:
+    """Return tiles with as many logits as `chunk` tokens have, or fewer that stay in a cache.
+
+    Ranks have the same rows, and each its own parts of its words.
+    """
+    words = axis.largest if isinstance(axis, VocabularyAxis) else max(1, len(weight))
     if whole_rows:
-        rows, part = chunk or chunk_of(weight), words
+        rows, part = chunk or chunk_of(weight, axis), words
     else:
         most = min(_TILE, chunk * words) if chunk else _TILE
         rows = max(1, min(tokens, _ROWS, most))
         part = max(1, most // rows)
-    return [(own, cuts(words, part)) for own in cuts(tokens, rows)]
+    return [(own, cuts(len(weight), part)) for own in cuts(tokens, rows)]
 
 
 def _elements(tiles: Tiles) -> int:

@@ -13,8 +13,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from trainkit.collectives import gather_replicated
-from trainkit.losses.logits import on_host
+from trainkit.batch.denominators import on_host
+from trainkit.losses.softmax import gather_words, words_of_rank
 from trainkit.types import IGNORED_LABEL, Axis
 
 Each = float | Tensor
@@ -107,7 +107,7 @@ def _flat(where: str, name: str, x: Any, labels: Tensor) -> Any:
 
 
 def shaped_(logits: Tensor, how: Shaping, axis: Axis) -> Tensor:
-    """Shape logits `[T, V / N]`, of which each rank has those of its words.
+    """Shape logits `[T, V_r]`, of which each rank has those of its words.
 
     Effects:
         Overwrites `logits` and returns them. Where words are left out, the logits are gathered on
@@ -122,13 +122,12 @@ def shaped_(logits: Tensor, how: Shaping, axis: Axis) -> Tensor:
         logits.div_(_column(how.temperature))
     if not how.filters:
         return logits
-    whole = gather_replicated(logits, axis, dim=-1)
-    left = filtered(whole, how).chunk(axis.count, -1)[axis.index]
+    left = words_of_rank(filtered(gather_words(logits, axis), how), axis)
     return logits.masked_fill_(left == -torch.inf, -torch.inf)
 
 
 def unshaped_slopes_(slopes: Tensor, how: Shaping) -> Tensor:
-    """Turn the gradient of shaped logits `[T, V / N]` into that of the logits.
+    """Turn the gradient of shaped logits `[T, V_r]` into that of the logits.
 
     Effects:
         Overwrites `slopes` and returns them.

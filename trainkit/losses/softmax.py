@@ -1,21 +1,156 @@
 """The softmax of each token over a vocabulary that may be cut over ranks, in place.
 
-Each rank has the logits of its words alone, in rank order. Per token, three numbers are enough for
+Each rank has the logits of its words alone, in rank order: V_r words on rank r, as many or as few
+as it happens to have. Per token, three numbers are enough for
 a softmax over all of them: the maximum, the sum of exponentials, and the logit of the label, which
 one rank owns (Shoeybi et al., "Megatron-LM", 2019). On an axis of size 1 nothing is sent.
 """
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+import torch.distributed as dist
+from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
+from torch.utils.weak import WeakTensorKeyDictionary
 
-from trainkit.collectives import all_max, all_sum
-from trainkit.types import IGNORED_LABEL, Axis
+from trainkit.collectives import all_max, all_sum, communication_device, gather_replicated
+from trainkit.types import IGNORED_LABEL, Axis, VocabularyAxis
+
+_GATHERED: weakref.WeakKeyDictionary[dist.ProcessGroup, WeakTensorKeyDictionary] = (
+    weakref.WeakKeyDictionary()
+)
+
+
+def vocabulary_axis(own: Tensor, axis: Axis, *, dim: int = 0) -> VocabularyAxis:
+    """Return an axis that knows how many words of the vocabulary each of its ranks has.
+
+    Losses call this themselves. For logits, which are new tensors in every step, a call before the
+    first step saves the exchange in each: `axis = vocabulary_axis(logits, axis, dim=-1)`.
+
+    Args:
+        own: This rank's rows of the output weight `[V_r, D]`, or its logits `[..., V_r]`.
+        axis: The axis over which the vocabulary is cut, in rank order.
+        dim: The dimension of `own` along which words lie.
+
+    Effects:
+        Communicates: one all-gather of one number on `axis`, on the CPU where the group has a CPU
+        backend. The same tensor is asked once, for as long as it lives. An axis of size 1, or one
+        that knows its words already, asks nobody.
+
+    Examples:
+        >>> from trainkit.types import SOLO
+        >>> vocabulary_axis(torch.zeros(9, 2), SOLO).words
+        (9,)
+    """
+    if isinstance(axis, VocabularyAxis):
+        return axis
+    words = own.shape[dim] if own.ndim else 0
+    if axis.count == 1:
+        return VocabularyAxis(axis.name, axis.share, axis.group, axis.mesh, words=(words,))
+    gather = _gather_words
+    if torch.compiler.is_compiling():
+        gather = torch.compiler.disable(gather)
+    counts = gather(own, words, axis)
+    return VocabularyAxis(axis.name, axis.share, axis.group, axis.mesh, words=counts)
+
+
+def _gather_words(own: Tensor, words: int, axis: Axis) -> tuple[int, ...]:
+    # Kept by tensor and not by size: two vocabularies may differ in size on other ranks alone, and
+    # all ranks must agree on whether to ask. They agree on having seen this very tensor before.
+    assert axis.group is not None
+    known = _GATHERED.setdefault(axis.group, WeakTensorKeyDictionary())
+    counts = known.get(own)
+    if counts is None or counts[axis.index] != words:
+        mine = torch.tensor([words], device=communication_device(axis))
+        counts = tuple(gather_replicated(mine, axis, dim=0).tolist())
+        known[own] = counts
+    return counts
+
+
+def _first_and_total(words: int, axis: Axis) -> tuple[int, int]:
+    """Return the place of this rank's first word, and how many words there are."""
+    if isinstance(axis, VocabularyAxis):
+        return axis.first, axis.total
+    return axis.index * words, axis.count * words
+
+
+def gather_words(logits: Tensor, axis: Axis) -> Tensor:
+    """Return the logits `[..., V]` of all words, of this rank's `[..., V_r]`.
+
+    Backward takes this rank's part, as that of `collectives.gather_replicated`.
+
+    Effects:
+        Communicates: one all-gather on `axis`; parts of unequal size are padded to the largest.
+
+    Examples:
+        >>> from trainkit.types import SOLO
+        >>> gather_words(torch.zeros(1, 4), SOLO).shape
+        torch.Size([1, 4])
+    """
+    if not isinstance(axis, VocabularyAxis) or len(set(axis.words)) == 1:
+        return gather_replicated(logits, axis, dim=-1)
+    padded = nn.functional.pad(logits, (0, axis.largest - logits.shape[-1]))
+    parts = gather_replicated(padded, axis, dim=-1).split(axis.largest, dim=-1)
+    return torch.cat([x[..., :n] for x, n in zip(parts, axis.words, strict=True)], dim=-1)
+
+
+def words_of_rank(whole: Tensor, axis: Axis) -> Tensor:
+    """Return this rank's words of logits `[..., V]` of all words, as a view.
+
+    Effects:
+        None; `axis` only says which words these are.
+
+    Examples:
+        >>> from trainkit.types import Share
+        >>> words_of_rank(torch.arange(4), Axis("tp", Share(1, 2)))
+        tensor([2, 3])
+    """
+    if isinstance(axis, VocabularyAxis):
+        return whole.narrow(-1, axis.first, axis.words[axis.index])
+    return whole.chunk(axis.count, -1)[axis.index]
+
+
+def largest_logits(logits: Tensor) -> Tensor:
+    """Return the largest of each token's logits `[T, V_r]`, `[T, 1]`; -inf where there is no word.
+
+    Examples:
+        >>> largest_logits(torch.zeros(1, 0))
+        tensor([[-inf]])
+    """
+    if not logits.shape[-1]:
+        return logits.new_full((*logits.shape[:-1], 1), -torch.inf)
+    return logits.amax(-1, keepdim=True)
+
+
+def pick_own(logits: Tensor, index: Tensor, own: Tensor) -> Tensor:
+    """Return the logits of words `[T, K]` as `own_words` gives them; 0 where another rank has one.
+
+    Examples:
+        >>> index, own = torch.tensor([[1, 0]]), torch.tensor([[True, False]])
+        >>> pick_own(torch.tensor([[3.0, 4.0]]), index, own)
+        tensor([[4., 0.]])
+    """
+    if not logits.shape[-1]:
+        return logits.new_zeros(index.shape)
+    return logits.gather(-1, index).masked_fill(~own, 0)
+
+
+def add_to_own_(x: Tensor, index: Tensor, values: Tensor) -> Tensor:
+    """Add values `[T, K]` to words of `x` `[T, V_r]` as `own_words` gives them, if there is a word.
+
+    Effects:
+        Writes `x` and returns it.
+
+    Examples:
+        >>> add_to_own_(torch.zeros(1, 2), torch.tensor([[1]]), torch.ones(1, 1))
+        tensor([[0., 1.]])
+    """
+    return x.scatter_add_(-1, index, values) if x.shape[-1] else x
 
 
 class Scores(NamedTuple):
@@ -31,7 +166,7 @@ class Scores(NamedTuple):
 
 
 def scores_(logits: Tensor, labels: Tensor, axis: Axis) -> Scores:
-    """Return the scores of logits `[T, V / N]`, which are overwritten by their exponentials.
+    """Return the scores of logits `[T, V_r]`, which are overwritten by their exponentials.
 
     The cross entropy of an ignored token is that of some word, to be masked. A label that is no
     word raises on a CPU, and fails an assertion on CUDA, on every rank alike.
@@ -51,8 +186,8 @@ def scores_(logits: Tensor, labels: Tensor, axis: Axis) -> Scores:
         Scores(losses=tensor([1.3863]), normalizers=tensor([1.3863]), scale=tensor([0.2500]))
     """
     index, own = _own_labels(labels, logits.shape[-1], axis)
-    largest = all_max(logits.amax(-1, keepdim=True), axis)
-    picked = logits.sub_(largest).gather(-1, index).masked_fill(~own, 0)
+    largest = all_max(largest_logits(logits), axis)
+    picked = pick_own(logits.sub_(largest), index, own)
     sums = torch.cat([logits.exp_().sum(-1, keepdim=True), picked], dim=-1)
     total, picked = all_sum(sums, axis).unbind(-1)
     normalizers = total.log()
@@ -96,8 +231,8 @@ def partial_scores_(
     """
     index, own = own_words(labels.unsqueeze(-1), of, axis, part=words)
     # Words that are all ruled out, by -inf, must not be a maximum: -inf - -inf is NaN.
-    largest = logits.amax(-1, keepdim=True).clamp(min=torch.finfo(logits.dtype).min)
-    picked = logits.gather(-1, index).masked_fill(~own, 0)
+    largest = largest_logits(logits).clamp(min=torch.finfo(logits.dtype).min)
+    picked = pick_own(logits, index, own)
     total = logits.sub_(largest).exp_().sum(-1)
     return Partial(largest.squeeze(-1), total, picked.squeeze(-1))
 
@@ -174,7 +309,7 @@ def slopes_(
     exponentials.mul_(steep.unsqueeze(-1))
     if bent is not None:
         exponentials.sub_(bent)
-    return exponentials.scatter_add_(-1, index, -d_losses.unsqueeze(-1) * own)
+    return add_to_own_(exponentials, index, -d_losses.unsqueeze(-1) * own)
 
 
 def _own_labels(labels: Tensor, words: int, axis: Axis) -> tuple[Tensor, Tensor]:
@@ -199,14 +334,15 @@ def own_words(
         (tensor([[0, 2]]), tensor([[False,  True]]))
     """
     first, end, _ = part.indices(words)
-    local = ids - (axis.index * words + first)
+    before, total = _first_and_total(words, axis)
+    local = ids - (before + first)
     own = (local >= 0) & (local < end - first)
-    wrong = (ids != IGNORED_LABEL) & ((ids < 0) | (ids >= axis.count * words))
+    wrong = (ids != IGNORED_LABEL) & ((ids < 0) | (ids >= total))
     return local.masked_fill(~own, 0).masked_fill(wrong, end - first), own
 
 
 def scores_of_logits(logits: Tensor, labels: Tensor, axis: Axis) -> tuple[Tensor, Tensor]:
-    """Return losses and normalizers of logits `[T, V / N]`, each differentiable.
+    """Return losses and normalizers of logits `[T, V_r]`, each differentiable.
 
     Effects:
         Communicates as `scores_`.

@@ -16,7 +16,7 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from trainkit.collectives import all_max, all_sum, gather_replicated
 from trainkit.losses.linear import (
@@ -27,9 +27,15 @@ from trainkit.losses.linear import (
     linear_in_chunks,
     logits_maker,
 )
-from trainkit.losses.softmax import own_words
+from trainkit.losses.softmax import (
+    add_to_own_,
+    largest_logits,
+    own_words,
+    pick_own,
+    vocabulary_axis,
+)
 from trainkit.losses.terms import NamedLoss, Terms, read_output, with_terms
-from trainkit.types import IGNORED_LABEL, Axis, Hidden, check_range
+from trainkit.types import IGNORED_LABEL, Axis, Hidden, VocabularyAxis, check_range
 
 _LEAST = -1e30  # stands for the logarithm of 0, which times a probability of 0 would be NaN
 
@@ -74,7 +80,7 @@ def distillation(
     _check("distillation", beta, temperature, chunk)
     check_range("distillation", at_least=1, top_k=top_k)
 
-    def bind_compare(factors: Factors, columns: Columns, axis: Axis) -> OfLogits:
+    def bind_compare(factors: Factors, columns: Columns, axis: VocabularyAxis) -> OfLogits:
         hidden, weight = columns["teacher_hidden"].detach(), teacher.weight.detach()
         _check_teacher(hidden, weight, words=len(factors.weight))
         make = logits_maker(Factors(hidden.to(weight.dtype), weight, None, teacher.softcap))
@@ -130,7 +136,7 @@ def stored_distillation(
     """
     _check("stored_distillation", beta, temperature, chunk)
 
-    def bind_compare(_: Factors, columns: Columns, axis: Axis) -> OfLogits:
+    def bind_compare(_: Factors, columns: Columns, axis: VocabularyAxis) -> OfLogits:
         ids, logprobs = columns["teacher_ids"].long(), columns["teacher_logprobs"]
 
         def compare(logits: Tensor, rows: slice, gradient: bool) -> Tensor:
@@ -145,7 +151,7 @@ def stored_distillation(
 
 
 def log_softmax_(logits: Tensor, axis: Axis, *, scratch: Tensor | None = None) -> Tensor:
-    """Turn logits `[T, V / N]` of this rank's words into log-probabilities.
+    """Turn logits `[T, V_r]` of this rank's words into log-probabilities.
 
     Args:
         logits: fp32 or fp64.
@@ -161,7 +167,7 @@ def log_softmax_(logits: Tensor, axis: Axis, *, scratch: Tensor | None = None) -
         >>> log_softmax_(torch.zeros(1, 4), SOLO).exp()
         tensor([[0.2500, 0.2500, 0.2500, 0.2500]])
     """
-    logits.sub_(all_max(logits.amax(-1, keepdim=True), axis))
+    logits.sub_(all_max(largest_logits(logits), axis))
     total = all_sum(torch.exp(logits, out=scratch).sum(-1, keepdim=True), axis)
     return logits.sub_(total.log()).clamp_(min=_LEAST)
 
@@ -170,7 +176,7 @@ def likeliest(logprobs: Tensor, k: int, axis: Axis) -> tuple[Tensor, Tensor]:
     """Return the k likeliest of all words, `[T, k]`, and their log-probabilities, likeliest first.
 
     Args:
-        logprobs: `[T, V / N]`, of this rank's words.
+        logprobs: `[T, V_r]`, of this rank's words.
         k: How many; of a smaller vocabulary all.
         axis: The axis over which the vocabulary is cut.
 
@@ -182,11 +188,13 @@ def likeliest(logprobs: Tensor, k: int, axis: Axis) -> tuple[Tensor, Tensor]:
         >>> likeliest(torch.tensor([[-3.0, -1.0, -2.0]]), 2, SOLO)
         (tensor([[1, 2]]), tensor([[-1., -2.]]))
     """
-    words = logprobs.shape[-1]
+    axis = vocabulary_axis(logprobs, axis, dim=-1)
+    words, sent = logprobs.shape[-1], min(k, axis.largest)
     best, ids = logprobs.topk(min(k, words))
-    best = gather_replicated(best, axis, dim=-1)
-    ids = gather_replicated(ids + axis.index * words, axis, dim=-1)
-    best, places = best.topk(min(k, best.shape[-1]))
+    missing = 0, sent - best.shape[-1]  # every rank sends as many; these are the last of all
+    best = gather_replicated(nn.functional.pad(best, missing, value=-torch.inf), axis, dim=-1)
+    ids = gather_replicated(nn.functional.pad(ids + axis.first, missing), axis, dim=-1)
+    best, places = best.topk(min(k, axis.total))
     return ids.gather(-1, places), best
 
 
@@ -205,7 +213,7 @@ def _check_teacher(hidden: Tensor, weight: Tensor, *, words: int) -> None:
 
 def _make_loss(
     where: str,
-    bind_compare: Callable[[Factors, Columns, Axis], OfLogits],
+    bind_compare: Callable[[Factors, Columns, VocabularyAxis], OfLogits],
     *,
     temperature: float,
     weighted: bool,
@@ -228,7 +236,7 @@ def _make_loss(
                 _divided_(logits.mul_(own.unsqueeze(-1)), temperature)
             return torch.stack([values, values], dim=-1)
 
-        total, values = linear_in_chunks(factors, compute, chunk=chunk)
+        total, values = linear_in_chunks(factors, compute, axis=axis, chunk=chunk)
         return total, values.view(labels.shape), weights.view(labels.shape)
 
     names = ("distillation", "distillation/count") if weighted else ("distillation",)
@@ -278,20 +286,25 @@ def _sum_of_words(weights: Tensor, values: Tensor, *, axis: Axis) -> Tensor:
 
 
 def _compare_top_(
-    logits: Tensor, known: tuple[Tensor, Tensor], beta: float, axis: Axis, gradient: bool
+    logits: Tensor,
+    known: tuple[Tensor, Tensor],
+    beta: float,
+    axis: VocabularyAxis,
+    gradient: bool,
 ) -> Tensor:
     """Return the divergence of each token from k words' log-probabilities and one for the rest."""
     ids, logprobs = known
     index, own = own_words(ids, logits.shape[-1], axis)
-    picked = all_sum(logits.gather(-1, index).masked_fill(~own, 0), axis)
+    picked = all_sum(pick_own(logits, index, own), axis)
     # What others own points at word 0, which stays as it is: it is no -inf, and so no minimum.
     taken = torch.where(own, -torch.inf, torch.inf).to(logits.dtype)
-    logits.scatter_reduce_(-1, index, taken, "amin")
-    largest = all_max(logits.amax(-1, keepdim=True), axis).clamp(min=_LEAST)
+    if logits.shape[-1]:
+        logits.scatter_reduce_(-1, index, taken, "amin")
+    largest = all_max(largest_logits(logits), axis).clamp(min=_LEAST)
     total = all_sum(logits.sub_(largest).exp_().sum(-1, keepdim=True), axis)
     scores = torch.cat([picked, (total.log() + largest).clamp(min=_LEAST)], dim=-1)
     scores.requires_grad_(gradient)
-    all_words = ids.shape[-1] == axis.count * logits.shape[-1]
+    all_words = ids.shape[-1] == axis.total
     with torch.set_grad_enabled(gradient):
         student, teacher = scores, logprobs
         if all_words:
@@ -305,7 +318,7 @@ def _compare_top_(
     if gradient:
         (d_scores,) = torch.autograd.grad(whole, scores)
         logits.mul_(d_scores[:, -1:] / total.clamp(min=torch.finfo(total.dtype).tiny))
-        logits.scatter_add_(-1, index, d_scores[:, :-1] * own)
+        add_to_own_(logits, index, d_scores[:, :-1] * own)
     return values.detach()
 
 

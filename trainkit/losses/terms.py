@@ -19,7 +19,6 @@ import torch
 from torch import Tensor
 
 from trainkit.batch import divisor_of, divisors_of
-from trainkit.collectives import gather_replicated
 from trainkit.losses.linear import (
     Columns,
     Factors,
@@ -28,6 +27,7 @@ from trainkit.losses.linear import (
     cast_factors,
     columns_of,
     linear_in_chunks,
+    linear_sum,
     linear_sum_and_parts,
     linear_terms,
     squared_normalizer,
@@ -39,17 +39,23 @@ from trainkit.losses.logits import (
     cross_entropy_per_token,
     read_field,
     sum_and_parts,
+    summed_cross_entropy,
     z_loss,
 )
 from trainkit.losses.logprobs import logprobs_of
 from trainkit.losses.shaping import UNSHAPED, Shaping, reshaped
-from trainkit.losses.softmax import accumulation_dtype
+from trainkit.losses.softmax import (
+    accumulation_dtype,
+    gather_words,
+    vocabulary_axis,
+    words_of_rank,
+)
 from trainkit.types import (
     IGNORED_LABEL,
     SOLO,
-    Axis,
     Denominator,
     Hidden,
+    VocabularyAxis,
     check_range,
     unrouted,
 )
@@ -110,7 +116,9 @@ def with_terms(
     return decorate
 
 
-def read_output(where: str, output: Any, batch: Mapping[str, Any]) -> tuple[Factors, Tensor, Axis]:
+def read_output(
+    where: str, output: Any, batch: Mapping[str, Any]
+) -> tuple[Factors, Tensor, VocabularyAxis]:
     """Return the factors, the labels and the axis of a `Hidden` or a plain pair.
 
     Raises:
@@ -131,18 +139,22 @@ def read_output(where: str, output: Any, batch: Mapping[str, Any]) -> tuple[Fact
         what = f"{must}, got a {type(output).__name__}; for logits take next_token"
         raise ValueError(f"{where}: {what}")  # noqa: TRY004 (a bad argument, as all others)
     hidden, weight, axis, softcap = Hidden(*output)
-    labels = read_field(where, batch, "labels")
+    labels, axis = read_field(where, batch, "labels"), vocabulary_axis(weight, axis)
     factors = cast_factors(where, hidden, weight, labels, softcap=softcap, axis=axis)
     return factors, labels, axis
 
 
-def _of_logits(logits: Any, batch: Mapping[str, Any]) -> tuple[Tensor, Tensor, Tensor]:
+def _logits_and_labels(logits: Any, batch: Mapping[str, Any]) -> tuple[Tensor, Tensor]:
     logits = unrouted(logits)
     if not isinstance(logits, Tensor):
         got = type(logits).__name__
         mend = "take next_token_linear for a Hidden, for other records a call that returns logits"
         raise ValueError(f"next_token: logits are needed, got a {got}; {mend}")  # noqa: TRY004
-    labels = read_field("next_token", batch, "labels")
+    return logits, read_field("next_token", batch, "labels")
+
+
+def _of_logits(logits: Any, batch: Mapping[str, Any]) -> tuple[Tensor, Tensor, Tensor]:
+    logits, labels = _logits_and_labels(logits, batch)
     return *sum_and_parts("next_token", logits, labels, SOLO), (labels != IGNORED_LABEL).long()
 
 
@@ -162,7 +174,7 @@ def next_token(logits: Tensor, batch: Mapping[str, Any]) -> Terms:
         >>> float(terms["loss"])  # log 4
         1.38...
     """
-    total, *_ = _of_logits(logits, batch)
+    total = summed_cross_entropy("next_token", *_logits_and_labels(logits, batch))
     return total, {"loss": total.detach()}
 
 
@@ -179,7 +191,8 @@ def next_token_linear(output: tuple[Any, ...], batch: Mapping[str, Any]) -> Term
         >>> float(terms["loss"])  # log 4
         1.38...
     """
-    total, *_ = _of_hidden(output, batch)
+    factors, labels, axis = read_output("next_token_linear", output, batch)
+    total = linear_sum(factors, labels, axis=axis)
     return total, {"loss": total.detach()}
 
 
@@ -374,16 +387,16 @@ def in_chunks(loss: NamedLoss, *, chunk: int | None = None) -> NamedLoss:
         tokens = columns_of(batch, labels)
 
         def compute(logits: Tensor, rows: slice, gradient: bool) -> Tensor:
-            whole = gather_replicated(logits, axis, dim=-1).detach().requires_grad_(gradient)
+            whole = gather_words(logits, axis).detach().requires_grad_(gradient)
             with torch.set_grad_enabled(gradient):
                 part = {name: x[rows][None] for name, x in tokens.items()}
                 total, terms = loss(whole[None], part)
             if gradient:
                 (slopes,) = torch.autograd.grad(total, whole)
-                logits.copy_(slopes.chunk(axis.count, -1)[axis.index])
+                logits.copy_(words_of_rank(slopes, axis))
             return torch.stack([total.detach(), *(terms[name] for name in loss.terms)])[None]
 
-        total, values = linear_in_chunks(factors, compute, chunk=chunk)
+        total, values = linear_in_chunks(factors, compute, axis=axis, chunk=chunk)
         return total, dict(zip(loss.terms, values.sum(0).unbind(), strict=True))
 
     return chunked

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from trainkit.attention.varlen import varlen
-from trainkit.collectives import gather_replicated
+from trainkit.losses.softmax import gather_words, vocabulary_axis
 from trainkit.models.cache import Cache
 from trainkit.models.config import DecoderConfig
 from trainkit.models.experts import Balance, ExpertMlp, Tape, check_tape, preload_
@@ -88,7 +88,7 @@ def whole_logits(output: Tensor | tuple[Any, ...]) -> Tensor:
         return output
     hidden, weight, axis, softcap = Hidden(*output)
     own = capped(nn.functional.linear(hidden, weight), softcap)
-    return gather_replicated(own, axis, dim=-1)
+    return gather_words(own, vocabulary_axis(weight, axis))
 
 
 class _PassedOn(torch.autograd.Function):

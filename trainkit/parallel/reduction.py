@@ -52,6 +52,9 @@ class Reducers:
         return bool(self.fsdp or self.ddp or self.foreign or self.partial)
 
 
+_NONE, _AVAILABLE = Reducers(), dist.is_available()
+
+
 def reducers_of(model: nn.Module) -> Reducers:
     """Find the modules that reduce gradients; none without a process group.
 
@@ -59,8 +62,8 @@ def reducers_of(model: nn.Module) -> Reducers:
         >>> bool(reducers_of(nn.Linear(1, 1)))
         False
     """
-    if not (dist.is_available() and dist.is_initialized()):
-        return Reducers()
+    if not (_AVAILABLE and dist.is_initialized()):
+        return _NONE
     # Imported here: a second of import time.
     from torch.distributed._composable.contract import _get_registry  # noqa: PLC0415
     from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel  # noqa: PLC0415
@@ -770,7 +773,8 @@ def check_dense(
         >>> check_dense([nn.Parameter(torch.ones(1))])
     """
     for p in parameters:
-        if p.grad is not None and p.grad.layout != torch.strided:
+        grad = p.grad
+        if grad is not None and grad.layout != torch.strided:
             names = {
                 id(q): name
                 for group in groups
@@ -779,7 +783,7 @@ def check_dense(
             name, shape = names.get(id(p)), tuple(p.shape)
             raise ValueError(
                 f"the gradient of {f'{name!r}' if name else 'a parameter'} of shape {shape} is "
-                f"sparse ({p.grad.layout}), and gradients must be dense to be summed, clipped and "
+                f"sparse ({grad.layout}), and gradients must be dense to be summed, clipped and "
                 "stepped by; build its module with sparse=False (nn.Embedding, nn.EmbeddingBag)"
             )
 

@@ -29,7 +29,7 @@ from trainkit.parallel.styles import (
 )
 from trainkit.parallel.transforms import Transform
 from trainkit.parallel.unsupported import refuse_max_norm
-from trainkit.types import Axis, ConfigError, Hidden, ParallelState, Routed
+from trainkit.types import Axis, ConfigError, Hidden, ParallelState, Routed, VocabularyAxis
 
 DECODER_STYLES: Mapping[str, str] = MappingProxyType(
     {
@@ -135,8 +135,8 @@ def tensor(styles: Mapping[str, str | Style] | None = None) -> Transform:
         for name, (pattern, style) in named.items():
             _check_module(name, parents, pattern, style, ps.tp)
         _shard_(module, cut, ps.tp)
-        bound: Any = module.forward
-        module.forward = MethodType(_naming_who_mixes(bound.__func__), module)
+        if isinstance(module.forward, MethodType):  # no function that somebody has put there
+            module.forward = MethodType(_naming_who_mixes(module.forward.__func__), module)
         if any(style.sequence for style in cut.values()) and hasattr(module, "sequence_parts"):
             module.sequence_parts = ps.tp.count  # pyrefly: ignore[bad-argument-type]
             module.register_forward_pre_hook(_slice_by_token(ps.tp), with_kwargs=True)
@@ -472,7 +472,9 @@ def _whole_vocabulary(axis: Axis) -> Callable[..., Any]:
         if words == module.config.vocab_size:  # whole already, by the styles of the plan
             return output
         if isinstance(output, Hidden):
-            return output._replace(axis=axis)
+            parts = (len(output.weight),) * axis.count
+            known = VocabularyAxis(axis.name, axis.share, axis.group, axis.mesh, words=parts)
+            return output._replace(axis=known)
         return gather_replicated(output, axis, dim=-1)
 
     return hook

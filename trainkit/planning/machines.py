@@ -57,7 +57,7 @@ def hardware(name: str) -> Hardware:
     reports. "cpu" is a guess at two cores of a server that talk by gloo.
 
     Args:
-        name: "a100" (80 GB), "h100" (SXM), "h200", "b200" or "cpu", in small or capital letters.
+        name: "a100" (80 GB), "h100" (SXM), "h200", "b200" or "cpu", in any case.
 
     Raises:
         ValueError: There is no such name.

@@ -17,8 +17,7 @@ def plan_table(plans: Sequence[Plan], *, limit: int | None = 10) -> str:
     """Return plans as a table: those that fit, then those that do not and why.
 
     Memory is of the rank that needs most, in GiB; the columns are the largest of each kind, the
-    peak is less than their sum. "reduce" says after which microbatch gradients are reduced. Where
-    something is offloaded a column shows what the host holds.
+    peak is less than their sum. Where something is offloaded a column shows what the host holds.
     Sent is what one rank sends in a step, in GB.
 
     Args:
@@ -41,7 +40,7 @@ def plan_table(plans: Sequence[Plan], *, limit: int | None = 10) -> str:
     lines += _more(len(fitting), limit, "that fit")
     if large:
         lines += ["", "does not fit:"]
-        lines += _columns([(*_texts(one), one.why_not) for one in large[:limit]])
+        lines += _columns([(*_choices(one), one.why_not) for one in large[:limit]])
         lines += _more(len(large), limit, "that do not fit")
     if impossible:
         lines += ["", "not possible:"]
@@ -63,7 +62,8 @@ def _rows(plans: Sequence[Plan]) -> list[tuple[str, ...]]:
     return [(*row[:4], cell, *row[4:]) for row, cell in zip(rows, column, strict=True)]
 
 
-def _texts(one: Plan) -> tuple[str, str, str]:
+def _choices(one: Plan) -> tuple[str, str, str]:
+    """Return what a recipe is told to get this plan: degrees, --recompute and --reduce."""
     return str(one.layout), one.recompute, one.layout.reduce
 
 
@@ -77,7 +77,7 @@ def _row(one: Plan) -> tuple[str, ...]:
     )
     sent = sum(transfer.sent for transfer in one.traffic)
     return (
-        *_texts(one),
+        *_choices(one),
         *(_figure(size / 2**30) for size in sizes),
         _figure(sent / 1e9),
         _figure(one.seconds.step),

@@ -649,6 +649,9 @@ def exact_cases() -> list[Case]:
 def models_of_tier(tier: str, *, optimizers: bool = False) -> list[str]:
     """Return which of `MODELS` a tier is about; the first is trained in most cases.
 
+    In bf16 none has experts, as rounding to 8 bits turns the choices of a router, and none has the
+    losses that subtract log-probabilities, of which rounding is all that is left.
+
     Args:
         tier: See `certify`.
         optimizers: Also one that each of `OPTIMIZERS` trains.
@@ -659,6 +662,8 @@ def models_of_tier(tier: str, *, optimizers: bool = False) -> list[str]:
     """
     stepped = [f"decoder with experts, by {name}" for name in OPTIMIZERS if name != "adamw"]
     others = [*list(MODELS)[:-1], *(stepped if optimizers else [])]
+    if tier == "bf16":
+        return [name for name in others if "experts" not in name and "losses" not in name]
     return ["exact model"] if tier == "exact" else others
 
 
@@ -669,6 +674,7 @@ def certify_builtin(
     optimizers: bool = False,
     steps: int = 3,
     tell: Callable[[str], None] | None = None,
+    device: str = "cpu",
 ) -> list[Certificate]:
     """Return the certificates of the built-in models in one tier.
 
@@ -681,15 +687,17 @@ def certify_builtin(
         optimizers: Also a decoder with experts by each of `OPTIMIZERS`.
         steps: How many optimizer steps to take.
         tell: Called with a line after every layout.
+        device: "cpu" or "cuda"; see `certify`.
 
     Raises:
         ValueError: The tier is unknown, or no layout is chosen.
+        ConfigError: As for `certify`.
 
     Effects:
         Starts processes; see `certify`.
     """
     subjects = builtin_subjects(tier, chosen=chosen, optimizers=optimizers, steps=steps)
-    return certify_together(subjects, timeout=TIMEOUT, tell=tell)
+    return certify_together(subjects, timeout=TIMEOUT, tell=tell, device=device)
 
 
 def builtin_subjects(

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from trainkit.adapters.frozen import SCALES, packings_of, unpacked
-from trainkit.batch import batch_hash, count_valid_tokens
+from trainkit.batch import batch_hash, count_valid_tokens, to_device
 from trainkit.collectives import all_sum
 from trainkit.grads import clip_and_step, named_parameters_of, parameters_of, sync_sp_grads
 from trainkit.losses import mean_terms
@@ -163,6 +163,12 @@ def train_plain(training: Training) -> Outcome:
     Effects:
         Opens the process group of one rank and closes it.
     """
+    model = plain_model(training)
+    return _train(training, Case(rows_per_microbatch=None), lambda ps: [model.to(ps.device)])
+
+
+def plain_model(training: Training) -> nn.Module:
+    """Return the whole model as a plain module, with its weights."""
     make_model, weights = training.alone or (training.make_model, training.weights)
     model = _typed(make_model, training.tier)
     fills = fills_of(model)
@@ -170,7 +176,7 @@ def train_plain(training: Training) -> Outcome:
         for name, p in model.named_parameters():
             give = partial(fills[name], weights) if name in fills else weights
             p.copy_(give(name, tuple(p.shape), (0,) * p.ndim))
-    return _train(training, Case(rows_per_microbatch=None), lambda _: [model])
+    return model
 
 
 def train_layout(training: Training, case: Case) -> Outcome:
@@ -212,6 +218,7 @@ def _train(training: Training, case: Case, make_stages: MakeStages) -> Outcome:
             whole = training.make_batches(step)
             batches = deal_batch(whole, ps.place, rows_per_microbatch=case.rows_per_microbatch)
             hashes.append(int(all_sum(batch_hash(batches), ps.loss)))
+            batches = [to_device(batch, ps.device) for batch in batches]
             tokens = all_sum(count_valid_tokens(batches), ps.loss)
             sums = run(batches, denominator=tokens)
             sync_sp_grads(params, ps.sp_unfolded)
@@ -235,7 +242,7 @@ def _parameters(stages: Sequence[nn.Module], named: Mapping[str, nn.Parameter]) 
     found = {name: _part(p) for name, p in named.items()}
     for name, packing in (item for stage in stages for item in packings_of(stage).items()):
         codes, scales = box_of(named[name]), box_of(named[name + SCALES])
-        values = unpacked(codes.local, scales.local, packing, torch.float64).numpy()
+        values = unpacked(codes.local, scales.local, packing, torch.float64).cpu().numpy()
         found[name] = Held(values, (*codes.offset[:-1], packing.first))
         del found[name + SCALES]
     return found
