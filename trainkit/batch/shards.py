@@ -15,7 +15,7 @@ import numpy as np
 import torch
 
 from trainkit.noise.jit import jit
-from trainkit.types import BATCH_TENSORS, Batch, Share, Spans
+from trainkit.types import BATCH_TENSORS, Batch, Share, Spans, check_range
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -278,6 +278,29 @@ def spans_of_lengths(lengths: IntArray, *, device: torch.device | str = "cpu") -
     np.cumsum(lengths, dtype=np.int32, out=bounds[1:])
     cu_seqlens = torch.from_numpy(bounds).to(device, non_blocking=True)
     return Spans(cu_seqlens, lengths, int(lengths.max(initial=0)))
+
+
+def spans_of_rows(rows: int, length: int, *, device: torch.device | str = "cpu") -> Spans:
+    """Return the `Spans` of plain rows: one document in each, and no padding.
+
+    For models and attention functions that are given rows as they are. The spans of a `blank_batch`
+    are others: its rows are padding, which is cut into short spans.
+
+    Args:
+        rows: How many rows.
+        length: Tokens of each.
+        device: Where `cu_seqlens` shall live.
+
+    Raises:
+        ConfigError: There would be no tokens, or more than int32 `cu_seqlens` can count.
+
+    Examples:
+        >>> spans_of_rows(2, 128).lengths.tolist()
+        [128, 128]
+    """
+    check_range("spans_of_rows", at_least=1, rows=rows, length=length)
+    check_range("spans_of_rows", below=1 << 31, tokens=rows * length)
+    return spans_of_lengths(np.full(rows, length), device=device)
 
 
 def cut_padding(
