@@ -102,8 +102,7 @@ def planted(text: str, row: Mistake) -> str:
 def verdict_of(copy: Path, row: Mistake, timeout: float) -> tuple[str, str]:
     """Run the test of a mistake in a tree that has it; return the verdict and what was printed."""
     command = [sys.executable, "-m", "pytest", "-x", "-q", "-n", "0", "-p", "no:cacheprovider"]
-    environ = os.environ | {"PYTHONPATH": str(copy), "PYTHONDONTWRITEBYTECODE": "1"}
-    environ["OMP_NUM_THREADS"] = "1"
+    environ = os.environ | {"PYTHONPATH": str(copy), "OMP_NUM_THREADS": "1"}
     with subprocess.Popen(
         [*command, *row.test.split()],
         cwd=copy,

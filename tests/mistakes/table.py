@@ -146,8 +146,8 @@ BATCH = _in(
     (
         "shards.py",
         "a document that goes on in the next row is one span",
-        "    begins[:, 1:] = ids[:, 1:] != ids[:, :-1]",
-        "    begins[:, 1:] = ids[:, 1:] != ids[:, :-1]\n    begins[1:, 0] = ids[1:, 0] != ids[:-1, -1]",
+        "    begins = np.flatnonzero(begins)",
+        "    begins[1:, 0] = False\n    begins = np.flatnonzero(begins)",
         "tests/test_batch.py tests/test_shards.py",
     ),
     (
@@ -197,15 +197,17 @@ LOSSES = _in(
         "terms.py",
         "a loss is a mean where it is a sum",
         "    total, *_ = _of_logits(logits, batch)\n    return total, {",
-        "    total, *_ = _of_logits(logits, batch)\n"
-        '    total = total / (batch["labels"] >= 0).sum().clamp(min=1)\n    return total, {',
+        (
+            "    total, *_ = _of_logits(logits, batch)\n"
+            '    total = total / (batch["labels"] >= 0).sum().clamp(min=1)\n    return total, {'
+        ),
         "tests/families/test_losses.py",
     ),
     (
         "terms.py",
         "the second loss of a sum loses its weight",
         "        first, *rest = (weight * total for (total, _), weight in parts)",
-        "        first, *rest = (weight ** (i == 0) * t for i, ((t, _), weight) in enumerate(parts))",
+        "        first, *rest = (w ** (i == 0) * t for i, ((t, _), w) in enumerate(parts))",
         "tests/families/test_losses.py",
     ),
     (
@@ -391,7 +393,7 @@ ATTENTION = _in(
         "blocks.py",
         "blocks are merged with equal weights",
         "    weight_a, weight_b = (torch.exp(x - base).unsqueeze(-1) for x in (lse_a, lse_b))",
-        "    weight_a, weight_b = (torch.full_like(base, 0.5).unsqueeze(-1) for _ in (lse_a, lse_b))",
+        "    weight_a, weight_b = (x.mul(0).exp().unsqueeze(-1) / 2 for x in (lse_a, lse_b))",
         "tests/attention/test_blocks.py tests/attention/test_ring.py",
     ),
     (
@@ -457,9 +459,11 @@ MODELS = _in(
     (
         "routers.py",
         "a bias weighs as well as chooses",
-        "    weights = scores.gather(-1, indices)\n    if renormalise:\n        weights = weights / (",
-        "    weights = (scores if bias is None else scores + bias).gather(-1, indices)\n"
-        "    if renormalise:\n        weights = weights / (",
+        "    weights = scores.gather(-1, indices)\n    if renormalise:\n",
+        (
+            "    weights = (scores if bias is None else scores + bias).gather(-1, indices)\n"
+            "    if renormalise:\n"
+        ),
         "tests/models/test_experts.py tests/models/test_routers.py",
     ),
     (
@@ -512,3 +516,527 @@ MODELS = _in(
         "tests/hub/test_families.py tests/models/test_decoder.py",
     ),
 )
+
+COMMUNICATION = _in(
+    "trainkit",
+    (
+        "collectives.py",
+        "a gathered tensor's gradient is not summed over ranks",
+        "        return scatter_sum(d_whole, ctx.axis, dim=ctx.dim), None, None",
+        (
+            "        part = d_whole.chunk(ctx.axis.count, ctx.dim)[ctx.axis.index]\n"
+            "        return part.contiguous(), None, None"
+        ),
+        "tests/test_collectives.py",
+    ),
+    (
+        "collectives.py",
+        "an exchange goes back along the dimensions of the way there",
+        "        split, gather = ctx.dims\n",
+        "        gather, split = ctx.dims\n",
+        "tests/test_collectives.py",
+    ),
+    (
+        "collectives.py",
+        "a maximum is a sum",
+        "    return _reduced(x, axis, dist.ReduceOp.MAX)",
+        "    return _reduced(x, axis, dist.ReduceOp.SUM)",
+        "tests/test_collectives.py",
+    ),
+    (
+        "collectives.py",
+        "sums overwrite what they were given",
+        "    out = x.detach().clone(memory_format=torch.contiguous_format)\n    dist.all_reduce",
+        "    out = x.detach().contiguous()\n    dist.all_reduce",
+        "tests/test_collectives.py",
+    ),
+    (
+        "collectives.py",
+        "sums in bf16 round every rank with one key",
+        'rounded_bf16(x, mix_tensor(key ^ signed(key_of("rank", axis.index))))',
+        "rounded_bf16(x, mix_tensor(key))",
+        "tests/test_collectives.py tests/parallel/test_precision.py",
+    ),
+    (
+        "grads.py",
+        "norms over ranks are summed without being squared",
+        "    powers = norms.square() if norm_type == 2 else",
+        "    powers = norms if norm_type == 2 else",
+        "tests/test_grads.py",
+    ),
+    (
+        "grads.py",
+        "replicas are counted in the norm",
+        "        if not placement.is_replicate() and grad.device_mesh.size(dim) > 1",
+        "        if grad.device_mesh.size(dim) > 1",
+        "tests/test_grads.py",
+    ),
+    (
+        "grads.py",
+        "a group's own limit is forgotten",
+        "    return [(list(rest), max_norm), *apart]",
+        "    return [(list(rest), max_norm), *((members, max_norm) for members, _ in apart)]",
+        "tests/test_grads.py",
+    ),
+    (
+        "grads.py",
+        "clipping makes small gradients larger",
+        "            by = (limit / (norms[index] + 1e-6)).clamp(max=1.0) if clips",
+        "            by = (limit / (norms[index] + 1e-6)) if clips",
+        "tests/test_grads.py",
+    ),
+    (
+        "grads.py",
+        "a refused step forgets its loss scale",
+        "    norms = norms if scale is None else norms / scale\n",
+        "    norms = norms if scale is None else norms * scale\n",
+        "tests/test_grads.py tests/test_loss_scale.py",
+    ),
+    (
+        "grads.py",
+        "the rate's scale of a group is left out",
+        '        group["lr"] = lr * group.get("lr_scale", 1)',
+        '        group["lr"] = lr',
+        "tests/test_grads.py tests/optim/test_table.py",
+    ),
+    (
+        "metrics.py",
+        "a counter of tokens counts what is trained as processed",
+        '    tokens: Any = state.tokens + metrics["tokens"]',
+        "    tokens: Any = state.tokens + processed",
+        "tests/test_metrics.py",
+    ),
+    (
+        "metrics.py",
+        "the FLOPs of causal attention are those of the full one",
+        "seen * (2 * tokens - seen + 1) / 2",
+        "seen * (2 * tokens - seen + 1)",
+        "tests/test_metrics.py",
+    ),
+    (
+        "metrics.py",
+        "the entropy of loads is not of shares",
+        "    shares = load / load.double().sum(-1, keepdim=True)",
+        "    shares = load / load.double().amax(-1, keepdim=True)",
+        "tests/test_metrics.py",
+    ),
+    (
+        "schedules.py",
+        "the decay begins at 0",
+        "shape((step - first) / (total - first)))",
+        "shape(step / total))",
+        "tests/test_schedules.py",
+    ),
+    (
+        "schedules.py",
+        "warm-up takes one step more",
+        "        return min(1.0, (step + 1) / warmup) if warmup else 1.0",
+        "        return min(1.0, step / warmup) if warmup else 1.0",
+        "tests/test_schedules.py",
+    ),
+    (
+        "schedules.py",
+        "the last step is not due",
+        "(every > 0 and (step % every == 0 or step == last))",
+        "(every > 0 and step % every == 0)",
+        "tests/test_schedules.py",
+    ),
+    (
+        "health.py",
+        "the spread of spikes is around 0",
+        "_median(sorted(abs(value - median) for value in recent))",
+        "_median(sorted(abs(value) for value in recent))",
+        "tests/test_health.py",
+    ),
+    (
+        "health.py",
+        "a bad step is among those that spikes are held against",
+        '    elif found.kind not in ("empty", "overflow"):',
+        '    if found.kind not in ("empty", "overflow"):',
+        "tests/test_health.py",
+    ),
+    (
+        "health.py",
+        "a loss scale grows when it overflows",
+        "    held = (before + 1.0) * good\n",
+        "    held = before + 1.0\n",
+        "tests/test_loss_scale.py tests/test_health.py",
+    ),
+    (
+        "health.py",
+        "a roll-back is tried once more than allowed",
+        "    if rollbacks < policy.max_rollbacks:",
+        "    if rollbacks <= policy.max_rollbacks:",
+        "tests/test_health.py",
+    ),
+    (
+        "step.py",
+        "an evaluation counts the batch that only computes along",
+        "torch.zeros_like(term) for name, term in found.items()",
+        "term for name, term in found.items()",
+        "tests/test_step.py tests/evaluation/test_held_out.py",
+    ),
+    (
+        "step.py",
+        "held-out sums are added in fp32",
+        "name: x.double() if x.is_floating_point() else x for",
+        "name: x for",
+        "tests/test_step.py",
+    ),
+)
+
+NOISE = _in(
+    "trainkit/noise",
+    (
+        "hashing.py",
+        "a hash does not see where an element is",
+        "            place = mix(key + index * np.uint64(0x9E3779B97F4A7C15))",
+        "            place = mix(key)",
+        "tests/test_noise.py",
+    ),
+)
+
+OPTIM = _in(
+    "trainkit/optim",
+    (
+        "rules.py",
+        "AdamW corrects its second moment as its first",
+        "(1 - second**step) ** -0.5)\n        return (*_decays(group), *rates, group",
+        "(1 - first**step) ** -0.5)\n        return (*_decays(group), *rates, group",
+        "tests/optim/test_table.py",
+    ),
+    (
+        "rules.py",
+        "Lion updates its momentum by the first beta",
+        "    return p - lr * decayed(u, p, decay, against), m + (g - m) * new",
+        "    return p - lr * decayed(u, p, decay, against), m + (g - m) * mixed",
+        "tests/optim/test_table.py",
+    ),
+    (
+        "rules.py",
+        "the mean of ScheduleFree has equal shares",
+        "        share = rate**2 / (weight + (weight == 0))",
+        "        share = 1 / step",
+        "tests/optim/test_table.py",
+    ),
+    (
+        "groups.py",
+        "norms and biases decay too",
+        "    parts += [(0.0, [x for x in trained if x[1].ndim < 2])]",
+        "    parts += [(weight_decay, [x for x in trained if x[1].ndim < 2])]",
+        "tests/optim",
+    ),
+    (
+        "muon.py",
+        "Nesterov's momentum mixes the wrong way",
+        '        mixed = gradient.lerp(buffer, held.group["momentum"])',
+        '        mixed = buffer.lerp(gradient, held.group["momentum"])',
+        "tests/optim/test_muon.py",
+    ),
+    (
+        "muon.py",
+        "a tall matrix is orthogonalised as a wide one",
+        "    is_tall = x.shape[-2] > x.shape[-1]",
+        "    is_tall = x.shape[-2] < x.shape[-1]",
+        "tests/optim/test_muon.py",
+    ),
+    (
+        "muon.py",
+        "match_rms scales by the smaller side",
+        "0.2 * math.sqrt(max(rows, columns))",
+        "0.2 * math.sqrt(min(rows, columns))",
+        "tests/optim/test_muon.py",
+    ),
+)
+
+PARALLEL = _in(
+    "trainkit/parallel",
+    (
+        "recomputing.py",
+        "of two results the second is kept",
+        "number % self.every[group] == 0",
+        "number % self.every[group] == self.every[group] - 1",
+        "tests/parallel/test_recompute.py",
+    ),
+    (
+        "cost.py",
+        "of two results as dear as each other the second is kept",
+        "-inner[key], key[1]))",
+        "-inner[key], -key[1]))",
+        "tests/parallel/test_recompute.py",
+    ),
+    (
+        "reduction.py",
+        "gradients of units are averaged",
+        "        module.set_gradient_divide_factor(1.0)\n",
+        "        module.set_gradient_divide_factor(2.0)\n",
+        "tests/parallel/test_fsdp.py tests/parallel/test_reduction.py",
+    ),
+    (
+        "styles.py",
+        "the input's gradient of a column is not summed",
+        '_COLUMN = Style(nn.Linear, {"weight": 0, "bias": 0}, enter=sum_grad)',
+        '_COLUMN = Style(nn.Linear, {"weight": 0, "bias": 0})',
+        "tests/parallel/test_tensor.py",
+    ),
+    (
+        "styles.py",
+        "the bias of a scattered row is no partial sum",
+        "attrs.evolve(_ROW, leave=_scatter_sequence, partial=True, sequence=True)",
+        "attrs.evolve(_ROW, leave=_scatter_sequence, sequence=True)",
+        "tests/parallel/test_tensor.py tests/parallel/test_sequence.py",
+    ),
+    (
+        "leaks.py",
+        "a leak is looked for in the document that was changed",
+        "    seen = slice(half, half + quarter)",
+        "    seen = slice(half + quarter, None)",
+        "tests/testing/test_packing.py",
+    ),
+    (
+        "leaks.py",
+        "packed rows are told by their first document",
+        '        if bool((batch["document_ids"] > 0).any()):',
+        '        if bool((batch["document_ids"] >= 0).any()):',
+        "tests/testing/test_packing.py",
+    ),
+)
+
+TESTING = _in(
+    "trainkit/testing",
+    (
+        "train.py",
+        "a certificate compares the terms that a layout reports alone",
+        "            for name in found.terms | wanted.terms",
+        "            for name in found.terms",
+        "tests/distributed/test_planted_mistakes.py",
+    ),
+    (
+        "packing.py",
+        "packed documents are compared with themselves",
+        "            own = _outputs(call, model, one)\n",
+        "            own = [x[document.row, document.places][None] for x in packed]\n",
+        "tests/testing/test_packing.py",
+    ),
+    (
+        "certificate.py",
+        "a model that leaks has a green certificate",
+        "        return bool(row.error) if row is self.packing else",
+        "        return False if row is self.packing else",
+        "tests/testing/test_packing.py",
+    ),
+)
+
+DATA = _in(
+    "trainkit",
+    (
+        "data/steps.py",
+        "noise keys of every step are those of the first",
+        "seed=noise_seed, batch=cursor.batch)",
+        "seed=noise_seed, batch=0)",
+        "tests/data tests/test_noise.py",
+    ),
+    (
+        "data/steps.py",
+        "held-out rows beyond the first rank's are read twice",
+        "np.array_split(np.arange(len(bins)), share.count)[share.index]",
+        (
+            "np.array_split(np.arange(len(bins)), share.count)[share.index - 1]"
+            " if share.index else np.arange(len(bins))"
+        ),
+        "tests/data tests/evaluation/test_held_out.py",
+    ),
+    (
+        "data/windows.py",
+        "a stream that goes on forgets how many tokens it skipped",
+        "attrs.evolve(position, token=position.token + take)",
+        "attrs.evolve(position, token=take)",
+        "tests/data/test_stream.py",
+    ),
+    (
+        "corpora/joined.py",
+        "documents of the second corpus are read from the first place",
+        "        return self.parts[part].read(document - first, start, length)",
+        "        return self.parts[part].read(document - first, 0, length)",
+        "tests/corpora/test_joined.py",
+    ),
+    (
+        "chat/turns.py",
+        "a message of weight 0 is trained",
+        '    return {i for i in chosen if messages[i].get("weight", 1)}',
+        "    return set(chosen)",
+        "tests/chat/test_chat.py",
+    ),
+    (
+        "chat/turns.py",
+        "a token that only begins in an answer is trained",
+        "(begins >= begin) & (ends <= end) & (begins < ends)",
+        "(begins >= begin) & (begins < end) & (begins < ends)",
+        "tests/chat/test_chat.py",
+    ),
+    (
+        "chat/turns.py",
+        "the last answer is the first",
+        'answers if train == "assistant" else answers[-1:]',
+        'answers if train == "assistant" else answers[:1]',
+        "tests/chat/test_chat.py",
+    ),
+)
+
+WEIGHTS = _in(
+    "trainkit",
+    (
+        "checkpoint/manifest.py",
+        "a record's own hash is not looked at",
+        'return record == sealed({key: value for key, value in record.items() if key != "sha256"})',
+        'return "sha256" in record',
+        "tests/checkpoint/test_manifest.py",
+    ),
+    (
+        "checkpoint/compare.py",
+        "a tensor of another shape is loaded",
+        "        if want != found and not may_cast:",
+        "        if want[0] != found[0] and not may_cast:",
+        "tests/checkpoint/test_load.py",
+    ),
+    (
+        "checkpoint/retention.py",
+        "the worst evaluations are kept",
+        "    scored.sort(key=lambda entry: entry.score or 0.0)",
+        "    scored.sort(key=lambda entry: -(entry.score or 0.0))",
+        "tests/checkpoint/test_retention.py",
+    ),
+    (
+        "checkpoint/rollback.py",
+        "a roll-back takes a checkpoint of after the bad step",
+        "if step_of(path) <= before]",
+        "if step_of(path) <= before + 1]",
+        "tests/checkpoint/test_rollback.py",
+    ),
+    (
+        "checkpoint/replicas.py",
+        "the order of parts does not matter to a digest",
+        "        total = total * 3 + (part * weights[: part.numel()]).sum()",
+        "        total = total + part.sum()",
+        "tests/checkpoint/test_replicas.py",
+    ),
+    (
+        "hub/links.py",
+        "rotary rows are taken in halves where they are in pairs",
+        "(plain, plain, half, 2), (plain + half, plain + 1, half, 2))",
+        "(plain, plain, half, 1), (plain + half, plain + half, half, 1))",
+        "tests/hub/test_families.py",
+    ),
+    (
+        "hub/links.py",
+        "joined matrices all begin at the first row",
+        "        begin = ends.get(there.name, 0) if there.joined else 0",
+        "        begin = 0",
+        "tests/hub/test_families.py",
+    ),
+    (
+        "adapters/formats.py",
+        "nf4's scales have 256 steps",
+        "    step = (largest - least) / 255\n",
+        "    step = (largest - least) / 256\n",
+        "tests/adapters/test_formats.py",
+    ),
+    (
+        "adapters/formats.py",
+        "int8 takes the largest number for 128",
+        "    scales = largest / 127\n",
+        "    scales = largest / 128\n",
+        "tests/adapters/test_formats.py",
+    ),
+    (
+        "adapters/lowrank.py",
+        "a rank-stabilised adapter is scaled by its rank",
+        "        return self.alpha / (self.rank**0.5 if self.rank_stabilised else self.rank)",
+        "        return self.alpha / (self.rank if self.rank_stabilised else self.rank)",
+        "tests/adapters/test_lora.py",
+    ),
+    (
+        "adapters/lowrank.py",
+        "DoRA scales the bias as well",
+        "        plain = y if bias is None else y - bias\n",
+        "        plain, bias = y, None\n",
+        "tests/adapters/test_lora.py tests/adapters/test_peft.py",
+    ),
+    (
+        "adapters/merge.py",
+        "DoRA's length is that of the base",
+        "        total *= (magnitude / lengths).unsqueeze(-1)",
+        "        total *= magnitude.unsqueeze(-1)",
+        "tests/adapters/test_merge.py",
+    ),
+)
+
+AFTER = _in(
+    "trainkit",
+    (
+        "generation/sampling.py",
+        "a repetition penalty makes words below 0 likelier",
+        "torch.where(logits < 0, logits * penalty, logits / penalty)",
+        "logits / penalty",
+        "tests/generation/test_sampling.py",
+    ),
+    (
+        "generation/sampling.py",
+        "texts of other rows draw the same places",
+        'key_of(seed, "generate", row)',
+        'key_of(seed, "generate")',
+        "tests/generation",
+    ),
+    (
+        "generation/generating.py",
+        "a stop token is part of the text",
+        '            self.ended = "stop_id"\n',
+        '            self.ended = "stop_id"\n            self.ids.append(token)\n',
+        "tests/generation/test_generate.py",
+    ),
+    (
+        "evaluation/choices.py",
+        "log-probabilities per token are per byte",
+        "(logprobs, logprobs / tokens, logprobs / sizes)",
+        "(logprobs, logprobs / sizes, logprobs / tokens)",
+        "tests/evaluation",
+    ),
+    (
+        "evaluation/score.py",
+        "a continuation is scored one token late",
+        "        counting = [slice(end - x.scored, end)",
+        "        counting = [slice(end - x.scored + 1, end + 1)",
+        "tests/evaluation/test_score.py",
+    ),
+    (
+        "evaluation/score.py",
+        "an answer is greedy if one of its words is",
+        "bool(values[1].all())",
+        "bool(values[1].any())",
+        "tests/evaluation/test_score.py",
+    ),
+    (
+        "generation/rewards.py",
+        "an answer that was cut is checked",
+        "        if answer.truncated:\n            continue\n",
+        "",
+        "tests/generation/test_rollouts.py",
+    ),
+)
+
+MISTAKES = [
+    *PACKING,
+    *BATCH,
+    *SAMPLING,
+    *LOSSES,
+    *ATTENTION,
+    *MODELS,
+    *COMMUNICATION,
+    *NOISE,
+    *OPTIM,
+    *PARALLEL,
+    *TESTING,
+    *DATA,
+    *WEIGHTS,
+    *AFTER,
+]
