@@ -218,10 +218,10 @@ LOSSES = _in(
         "tests/families/test_losses.py tests/losses tests/test_metrics.py",
     ),
     (
-        "terms.py",
-        "losses of logits count labels that are not trained",
-        "    losses = losses.masked_fill(flat == IGNORED_LABEL, 0)",
-        "    losses = losses.masked_fill(flat < -IGNORED_LABEL * IGNORED_LABEL, 0)",
+        "linear.py",
+        "terms of a token without a label are counted",
+        "    values = [term(scores, known).masked_fill(ignored, 0) for term, _ in terms]",
+        "    values = [term(scores, known) for term, _ in terms]",
         "tests/families/test_losses.py",
     ),
     (
