@@ -15,11 +15,15 @@ from trainkit.batch import (
     batch_hash,
     batch_of_rows,
     blank_batch,
+    blank_rows,
     collate_bins,
+    contiguous_shard,
     count_tokens,
     count_valid_tokens,
+    shard_batch,
     shift_labels,
     spans,
+    spans_of_rows,
     split_batch,
     to_device,
 )
@@ -273,6 +277,38 @@ def test_a_blank_row_is_a_blank_batch():
     for name in TENSORS:
         assert torch.equal(collated[name], blank[name]), name
     assert collated.spans.cu_seqlens.tolist() == blank.spans.cu_seqlens.tolist() == [0, 4, 8]
+
+
+def test_plain_rows_are_seen_whole_and_blank_ones_can_be_told_from_them():
+    """From token 96 on a blank batch's spans hide what stands before: they are those of padding."""
+    rows, length = 2, 200
+    plain, blank = spans_of_rows(rows, length), blank_batch(rows, length)
+    assert plain.lengths.tolist() == [length] * rows
+    assert plain.cu_seqlens.dtype == torch.int32
+    assert plain.max_length == length
+    ours = batch_of_rows(torch.zeros(rows, length, dtype=torch.int64))
+    assert torch.equal(plain.cu_seqlens, ours.spans.cu_seqlens)
+    draw = torch.Generator().manual_seed(0)
+    q, k, v = torch.randn(3, rows, length, 2, 8, generator=draw, dtype=torch.float64)
+    heads_first = (x.transpose(1, 2) for x in (q, k, v))
+    want = torch.nn.functional.scaled_dot_product_attention(*heads_first, is_causal=True)
+    far = [
+        (sdpa(q, k, v, spans=x) - want.transpose(1, 2)).abs().amax() for x in (plain, blank.spans)
+    ]
+    assert far[0] < 1e-12
+    assert far[1] > 0.1
+    assert blank_rows(blank).all()
+    assert not blank_rows(ours).any()
+    mixed = corpus_of([150])
+    bins = pack_bins(mixed.lengths, length)
+    assert blank_rows(collate_bins(mixed, bins, [0, -1], row_positions=[0, -1])).tolist() == [
+        False,
+        True,
+    ]
+    assert blank_rows(shard_batch(blank, Share(1, 2), split=contiguous_shard)).all()
+    for bad in ((0, 4), (4, 0), (1 << 16, 1 << 16)):
+        with pytest.raises(ValueError, match=r"spans_of_rows: .* got"):
+            spans_of_rows(*bad)
 
 
 @given(packed(), st.integers(1, 5))

@@ -4,6 +4,8 @@ import pytest
 import torch
 
 from trainkit.collectives import (
+    all_max,
+    all_min,
     exchange,
     gather_dim,
     gather_replicated,
@@ -28,6 +30,19 @@ def world_axis():
 def difference(a, b):
     assert a.shape == b.shape
     return ((a - b).abs().max() / b.abs().max()).item()
+
+
+def extremes():
+    axis = world_axis()
+    x = torch.tensor([axis.index, -axis.index, 7])
+    return all_max(x, axis).tolist(), all_min(x, axis).tolist(), x.tolist()
+
+
+def test_extremes_are_those_of_all_ranks_and_inputs_stay():
+    for index, found in enumerate(run_ranks(extremes, 2)):
+        assert found == ([1, 0, 7], [0, -1, 7], [index, -index, 7])
+    x = torch.tensor([3])
+    assert all_min(x, solo_parallel().world) is x
 
 
 def each_against_one_process():

@@ -129,6 +129,7 @@ def test_a_required_field_may_come_from_either(tmp_path):
         (["--zzz", "--lrr", "1"], "unknown flag --zzz; unknown flag --lrr (did you mean --lr?)"),
         (["--steps", "3.7"], "--steps: invalid literal for int() with base 10: '3.7'"),
         (["--steps"], "Missing value for argument '--steps'"),
+        (["--precision", "bfloat17"], "--compute auto|fp32|bf16|fp16, --reduction fp32|bf16"),
         (["--lr", "nan"], "lr must be a number, got nan"),
         (["--lr", "fast"], "--lr: could not convert string to float: 'fast'"),
         (

@@ -51,6 +51,7 @@ from .checkpoint import save_checkpoint as save_checkpoint
 from .checkpoint import state_hash as state_hash
 from .collectives import agree as agree
 from .collectives import all_max as all_max
+from .collectives import all_min as all_min
 from .collectives import all_sum as all_sum
 from .collectives import broadcast as broadcast
 from .corpora import open_corpus as open_corpus

@@ -57,6 +57,23 @@ def all_max(x: Tensor, axis: Axis) -> Tensor:
     return _reduced(x, axis, dist.ReduceOp.MAX)
 
 
+def all_min(x: Tensor, axis: Axis) -> Tensor:
+    """Return the elementwise minimum of `x` over the ranks of an axis.
+
+    Returns:
+        A new tensor, equal on all ranks; `x` itself when the axis has size 1.
+
+    Effects:
+        Communicates: one all-reduce on `axis`.
+
+    Examples:
+        >>> from trainkit.mesh import solo_parallel
+        >>> all_min(torch.tensor(3), solo_parallel().dp)
+        tensor(3)
+    """
+    return _reduced(x, axis, dist.ReduceOp.MIN)
+
+
 def _reduced(x: Tensor, axis: Axis, op: Any) -> Tensor:
     if axis.count == 1:
         return x

@@ -172,12 +172,14 @@ class OptimOptions:
     @property
     def made(self) -> dict[str, Any]:
         """What `optim.make_optimizer` is told."""
+        from trainkit.optim import read_groups, read_options  # noqa: PLC0415 -- it needs torch
+
         return {
             "optimizer": self.optimizer,
             "lr": self.lr,
             "weight_decay": self.weight_decay,
-            "options": self.optimizer_options,
-            "groups": self.optimizer_groups,
+            "options": read_options(self.optimizer_options, optimizer=self.optimizer),
+            "groups": read_groups(self.optimizer_groups, optimizer=self.optimizer),
             "mean": self.mean,
             "offload": self.offload_optimizer,
         }
@@ -516,7 +518,11 @@ def _check_flags(config_type: type[Any], argv: Sequence[str]) -> None:
     flags = ["--help", *map(_flag, fields)]
     known = {*flags, *(_flag(f"no_{name}") for name, x in fields.items() if x.type is bool)}
     given = (_flag(word[2:].partition("=")[0]) for word in argv if word.startswith("--"))
-    problems = [f"unknown flag {f[:100]}{_nearest(f, flags)}" for f in given if f not in known]
+    problems = [
+        f"unknown flag {f[:100]}{_flags_inside(f, fields) or _nearest(f, flags)}"
+        for f in given
+        if f not in known
+    ]
     paths = {_flag(name) for name, x in fields.items() if "Path" in str(x.type)}
     flag, empty = "", list[str]()
     for word in argv:
@@ -524,6 +530,17 @@ def _check_flags(config_type: type[Any], argv: Sequence[str]) -> None:
         empty += [flag] * (flag in paths and not value and (not word or "=" in word))
     problems += [f"{flag} is empty; the folder that you are in is called ." for flag in empty]
     _raise_all(problems, "command line")
+
+
+def _flags_inside(flag: str, fields: Mapping[str, _Field]) -> str:
+    """Return the flags that set a record where its own name was given, with their choices."""
+    inside = {name: x for name, x in fields.items() if flag in map(_flag, x.path[:-1])}
+    choices = {
+        name: get_args(x.type) if get_origin(x.type) is Literal else ()
+        for name, x in inside.items()
+    }
+    told = [f"{_flag(name)} {'|'.join(map(str, own))}".strip() for name, own in choices.items()]
+    return f" (it has parts: {', '.join(told)})" if told else ""
 
 
 def _config_flag(config_type: type[Any], argv: Sequence[str]) -> str | None:

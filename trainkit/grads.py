@@ -12,10 +12,12 @@ from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from trainkit.batch.denominators import on_host
 from trainkit.collectives import all_gather_json, all_sum, computing_device
 from trainkit.optim.offload import stepping_alone
 from trainkit.parallel.naming import canonical_name, is_tied_copy, named_parameters_of
@@ -65,7 +67,6 @@ def parameters_of(stages: Iterable[nn.Module]) -> list[nn.Parameter]:
     return [p for p in named_parameters_of(stages).values() if p.requires_grad]
 
 
-@torch.no_grad()
 def sync_sp_grads(params: Iterable[nn.Parameter], axis: Axis) -> None:
     """Sum gradients over the sequence-parallel ranks that nothing else sums over.
 
@@ -93,7 +94,8 @@ def sync_sp_grads(params: Iterable[nn.Parameter], axis: Axis) -> None:
     """
     if axis.count > 1:
         assert axis.group is not None
-        sum_grads_(params, axis.group)
+        with torch.no_grad():
+            sum_grads_(params, axis.group)
 
 
 # -------------------------------------------------------------------------------------------- norm
@@ -183,6 +185,7 @@ def _part_norms(
     axis: Axis,
     norm_type: float,
     local: LocalNorms = _local_norms,
+    names: Iterable[Mapping[str, Any]] = (),
 ) -> Tensor:
     """Return the norm of each part of the parameters, `[parts]`; all parts travel together."""
     if not norm_type > 0:
@@ -194,7 +197,7 @@ def _part_norms(
     groups: dict[Any, list[list[nn.Parameter]]] = {}
     copies: list[nn.Parameter] = []
     for index, params in enumerate(parts):
-        check_dense(params)
+        check_dense(params, names)
         for p in params:
             if p.requires_grad and is_tied_copy(p):
                 copies.append(p)
@@ -218,11 +221,15 @@ def _sharded_norms(
     where: Any, parts: Sequence[Sequence[nn.Parameter]], norm_type: float, local: LocalNorms
 ) -> Tensor:
     """Return norms over parameters that are sharded alike: `where` is (mesh, its dimensions)."""
-    totals = _zeros(len(parts), [p for params in parts for p in params])
-    for index, params in enumerate(parts):
-        norms = local(params, norm_type, totals.dtype)
+    found: list[Tensor] = []
+    dtype = _norm_dtype([p for params in parts for p in params])
+    for params in parts:
+        norms = local(params, norm_type, dtype)
         if norms:
-            totals[index] = torch.linalg.vector_norm(torch.stack(norms), norm_type)
+            found.append(torch.linalg.vector_norm(torch.stack(norms), norm_type, keepdim=True))
+        else:
+            found.append(_zeros(1, [p for part in parts for p in part]))
+    totals = found[0] if len(found) == 1 else torch.cat(found)
     groups = [where[0].get_group(dim) for dim in where[1]] if where is not None else []
     return _over_ranks(totals, groups, norm_type)
 
@@ -245,9 +252,12 @@ def _over_ranks(norms: Tensor, groups: Sequence[Any], norm_type: float) -> Tenso
 
 def _zeros(count: int, params: Sequence[nn.Parameter]) -> Tensor:
     """Return zeros in the dtype that norms of some parameters have, and where they are."""
-    double = any(p.dtype == torch.float64 for p in params)
     device = params[0].device if params else None
-    return torch.zeros(count, dtype=torch.float64 if double else torch.float32, device=device)
+    return torch.zeros(count, dtype=_norm_dtype(params), device=device)
+
+
+def _norm_dtype(params: Iterable[nn.Parameter]) -> torch.dtype:
+    return torch.float64 if torch.float64 in [p.dtype for p in params] else torch.float32
 
 
 def _combined(totals: Sequence[Tensor], norm_type: float) -> Tensor:
@@ -303,19 +313,57 @@ def clip_grads_(
         >>> p.grad, q.grad
         (tensor([0.6000, 0.8000]), tensor([6.0000]))
     """
+    return _clip_grads_(
+        params, max_norm=max_norm, axis=axis, norm_type=norm_type, groups=groups, scale=scale
+    )[0]
+
+
+def _clip_grads_(
+    params: Iterable[nn.Parameter],
+    *,
+    max_norm: float | None,
+    axis: Axis,
+    norm_type: float,
+    groups: Iterable[Mapping[str, Any]],
+    scale: Tensor | float | None,
+) -> tuple[Tensor, Tensor]:
+    """Return the norm as `clip_grads_` does, and whether it is not finite; without gradients."""
     params = list(dict.fromkeys(params))
+    groups = list(groups)
     parts = _clipped_apart(params, max_norm, groups)
-    norms = _part_norms([members for members, _ in parts], axis, norm_type)
+    norms = _part_norms([members for members, _ in parts], axis, norm_type, names=groups)
     norms = norms if scale is None else norms / scale
-    norm = norms[0] if len(parts) == 1 else torch.linalg.vector_norm(norms, norm_type)
+    norm = norms.view(()) if len(parts) == 1 else torch.linalg.vector_norm(norms, norm_type)
+    looks = on_host(norm) and scale is None  # the host knows the norm without waiting
+    refused = _not_finite(norm)
+    if looks and refused:
+        return norm, refused
     for index, (members, limit) in enumerate(parts):
-        grads = [local_of(p.grad) for p in members if p.grad is not None]
         clips = limit is not None and math.isfinite(limit)
-        if grads and (clips or scale is not None):
-            by = (limit / (norms[index] + 1e-6)).clamp(max=1.0) if clips else norm.new_ones(())
-            by = by if scale is None else by / scale
-            torch._foreach_mul_(grads, torch.where(_not_finite(norm), 1.0, by))
-    return norm
+        if not clips and scale is None:
+            continue
+        own = norm if len(parts) == 1 else norms[index]
+        by = _clip_on_host(own, limit) if looks else _clip_on_device(own, limit, refused, scale)
+        grads = [local_of(p.grad) for p in members if p.grad is not None]
+        if grads and by is not None:
+            torch._foreach_mul_(grads, by)
+    return norm, refused
+
+
+def _clip_on_device(
+    norm: Tensor, limit: float | None, refused: Tensor, scale: Tensor | float | None
+) -> Tensor:
+    clips = limit is not None and math.isfinite(limit)
+    by = (limit / (norm + 1e-6)).clamp(max=1.0) if clips else norm.new_ones(())
+    by = by if scale is None else by / scale
+    return torch.where(refused, 1.0, by)
+
+
+def _clip_on_host(norm: Tensor, limit: float | None) -> Tensor | None:
+    """Return `_clip_on_device`, to the last bit, by numbers of the norm's dtype; None for 1."""
+    number = np.float64 if norm.dtype == torch.float64 else np.float32
+    by = number(1) / (number(norm.item()) + number(1e-6)) * number(limit)
+    return None if by >= 1 else torch.tensor(by, dtype=norm.dtype)
 
 
 def _clipped_apart(
@@ -338,7 +386,6 @@ def _clipped_apart(
     return [(list(rest), max_norm), *apart]
 
 
-@torch.no_grad()
 def clip_and_step(
     params: Iterable[nn.Parameter],
     optimizer: torch.optim.Optimizer,
@@ -401,25 +448,28 @@ def clip_and_step(
         raise ValueError(f"clip_and_step: lr must be finite and at least 0, got {lr}")
     params = list(params)  # they are walked more than once, and may be a generator
     _check_held(params, optimizer)
-    how = {"axis": axis, "norm_type": norm_type, "groups": optimizer.param_groups}
-    norm = clip_grads_(params, max_norm=max_norm, scale=scale, **how)
-    refused = overflowed = _not_finite(norm)
-    if applies is not None:
-        refused = refused | applies(norm).logical_not().to(norm.device)
-    if world.count > 1:
-        told = torch.stack([refused, overflowed]).to(torch.float32)
-        refused, overflowed = (all_sum(told, world) > 0).unbind()
-    for group in optimizer.param_groups:
-        group["lr"] = lr * group.get("lr_scale", 1)
-    _step_unless(refused, optimizer)
-    for p in params:
-        p.grad = None
-    return Update(norm, refused.logical_not(), scale, overflowed)
+    with torch.no_grad():
+        groups = optimizer.param_groups
+        norm, overflowed = _clip_grads_(
+            params, max_norm=max_norm, axis=axis, norm_type=norm_type, groups=groups, scale=scale
+        )
+        refused = overflowed
+        if applies is not None:
+            refused = refused | applies(norm).logical_not().to(norm.device)
+        if world.count > 1:
+            told = torch.stack([refused, overflowed]).to(torch.float32)
+            refused, overflowed = (all_sum(told, world) > 0).unbind()
+        for group in groups:
+            group["lr"] = lr * group.get("lr_scale", 1)
+        _step_unless(refused, optimizer)
+        for p in params:
+            p.grad = None
+        return Update(norm, refused.logical_not(), scale, overflowed)
 
 
 def _check_held(params: Sequence[nn.Parameter], optimizer: torch.optim.Optimizer) -> None:
     held = {id(p) for group in optimizer.param_groups for p in group["params"]}
-    lost = [p for p in params if p.grad is not None and p.requires_grad and id(p) not in held]
+    lost = [p for p in params if id(p) not in held and p.grad is not None and p.requires_grad]
     if lost:
         shapes = ", ".join(str(tuple(p.shape)) for p in lost[:3])
         raise ValueError(
@@ -431,32 +481,49 @@ def _check_held(params: Sequence[nn.Parameter], optimizer: torch.optim.Optimizer
 
 
 def _not_finite(x: Tensor) -> Tensor:
+    if on_host(x) and not x.ndim:
+        return torch.tensor(not math.isfinite(x.item()))
     # x - x is NaN where x is not finite; isfinite costs 4 us more on a CPU.
     return (x - x).ne(0.0)
 
 
 def _step_unless(refused: Tensor, optimizer: Any) -> None:
     """Take a step, or change nothing; never by a factor of 0, for 0 times NaN is NaN."""
-    with _gradients_rounded(optimizer):
-        if _skips_on_device(optimizer):
-            optimizer.found_inf = refused.to(torch.float32)
-            try:
-                optimizer.step()
-            finally:
-                del optimizer.found_inf
-        elif not refused:
+    if wider := _with_wider_gradients(optimizer):
+        with _gradients_rounded(wider):
+            _step_as_it_is(refused, optimizer)
+    else:
+        _step_as_it_is(refused, optimizer)
+
+
+def _step_as_it_is(refused: Tensor, optimizer: Any) -> None:
+    if not on_host(refused) and _skips_on_device(optimizer):
+        optimizer.found_inf = refused.to(torch.float32)
+        try:
             optimizer.step()
+        finally:
+            del optimizer.found_inf
+    elif not refused:
+        optimizer.step()
 
 
-@contextmanager
-def _gradients_rounded(optimizer: Any) -> Iterator[None]:
-    """Show an optimizer gradients in the dtype of their parameters: torch's take no other.
+def _with_wider_gradients(optimizer: torch.optim.Optimizer) -> list[nn.Parameter]:
+    """Return the parameters whose gradients have another dtype than they, which torch's refuse.
 
     `optim.Elementwise`, whose groups say how moments are kept, takes any.
     """
     groups = (group for group in optimizer.param_groups if "moments" not in group)
-    held = (p for group in groups for p in group["params"])
-    wider = [p for p in held if p.grad is not None and p.grad.dtype != p.dtype]
+    return [
+        p
+        for group in groups
+        for p in group["params"]
+        if (grad := p.grad) is not None and grad.dtype != p.dtype
+    ]
+
+
+@contextmanager
+def _gradients_rounded(wider: Sequence[Any]) -> Iterator[None]:
+    """Show an optimizer gradients in the dtype of their parameters."""
     kept = [(p, p.grad, p.grad_dtype) for p in wider]
     for p, grad, _ in kept:
         p.grad_dtype = None  # any

@@ -116,7 +116,8 @@ def forward_backward(
         4.0
     """
     _check_microbatches(microbatches)
-    among(("last", "each"), "forward_backward", reduce=reduce)
+    if reduce not in {"last", "each"}:
+        among(("last", "each"), "forward_backward", reduce=reduce)
     refuse_leaks("forward_backward", model, microbatches, call)
     reducers, divisors = reducers_of(model), divisors_of(denominator)
     sums: dict[str, Tensor] = {}
@@ -137,7 +138,7 @@ def forward_backward(
 
 
 def _check_microbatches(microbatches: Sequence[Mapping[str, Any]]) -> None:
-    if not microbatches or isinstance(microbatches, Mapping):
+    if not microbatches or (type(microbatches) is not list and isinstance(microbatches, Mapping)):
         found = "one batch" if microbatches else "no microbatch"
         raise ValueError(f"forward_backward: microbatches must be a sequence of some, got {found}")
 
@@ -184,18 +185,17 @@ def bind_forward_backward(
     """
     among(("last", "each"), "forward_backward", reduce=reduce)
     schedule_kind(schedule)
-    if axis.count > 1:
-        inner = bind_pipeline(stages, loss, axis=axis, call=call, schedule=schedule, reduce=reduce)
-    elif len(stages) == 1:
-        inner = partial(forward_backward, stages[0], loss=loss, call=call, reduce=reduce)
-    else:
-        raise ValueError(f"bind_forward_backward: one stage is needed, got {len(stages)}")
+    if axis.count == 1:
+        if len(stages) != 1:
+            raise ValueError(f"bind_forward_backward: one stage is needed, got {len(stages)}")
+        return partial(forward_backward, stages[0], loss=loss, call=call, reduce=reduce)
+    through = bind_pipeline(stages, loss, axis=axis, call=call, schedule=schedule, reduce=reduce)
 
     def run(
         microbatches: Sequence[Mapping[str, Any]], *, denominator: Denominator
     ) -> dict[str, Tensor]:
         _check_microbatches(microbatches)
-        return inner(microbatches, denominator=denominator)
+        return through(microbatches, denominator=denominator)
 
     return run
 

@@ -21,7 +21,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from trainkit import models, parallel
 from trainkit.attention import choose, flex, ring, sdpa, ulysses, varlen
 from trainkit.attention.flex import BLOCK, block_mask
-from trainkit.batch import blank_batch
+from trainkit.batch import spans_of_rows
 from trainkit.mesh import solo_parallel
 from trainkit.testing import run_ranks
 from trainkit.types import SOLO, Axis, ConfigError, Share
@@ -108,7 +108,7 @@ def test_a_kernel_of_torch_is_the_only_one_that_it_may_take(monkeypatch, name):
     monkeypatch.setattr(torch.backends.cuda, f"can_use_{name}_attention", lambda _: True)
     how = {"device": "cuda", "dtype": torch.float16, "head_size": 16}
     attend = choose([name], **how).attend
-    attend(*(torch.ones(1, 4, 2, 16) for _ in "qkv"), spans=blank_batch(1, 4).spans)
+    attend(*(torch.ones(1, 4, 2, 16) for _ in "qkv"), spans=spans_of_rows(1, 4))
     # cuDNN refuses documents of one token, which would end a run.
     assert on == (["efficient", "cudnn"] if name == "cudnn" else [name])
     assert asked[-1] == (f"{name.upper()}_ATTENTION", {"set_priority": True})

@@ -3,8 +3,8 @@
     python tests/benchmarks/step.py
 
 Both take the same model, optimizer settings and batches, in one process, by turns. Printed are the
-medians, and the medians of the ratios and differences of neighbours. Bounds: 1.02 times
-for the default model, 30 microseconds for a tiny one.
+medians, and the medians of the ratios and differences of neighbours. Bounds: 1.02 times for the
+default model; 1.08 times and 25 microseconds for a tiny one.
 """
 
 import argparse
@@ -22,7 +22,7 @@ import trainkit as tk
 from trainkit import losses, models, optim, schedules
 from trainkit.corpora import TokenCorpus
 
-MAX_RATIO, MAX_MICROSECONDS = 1.02, 30.0
+MAX_RATIO, MAX_TINY_RATIO, MAX_MICROSECONDS = 1.02, 1.08, 25.0
 
 
 class Bigram(nn.Module):
@@ -132,9 +132,10 @@ def main():
     )
     ratio, _ = show("default model, 8 x 256", default)
     tiny = compare(Bigram, batches(64, 4, 16), pairs=options.tiny_pairs, warmup=300)
-    _, more = show("tiny model, 4 x 16", tiny)
-    missed = ratio > MAX_RATIO or more > MAX_MICROSECONDS
-    print(f"bounds: ratio {MAX_RATIO}, {MAX_MICROSECONDS} us: {'MISSED' if missed else 'met'}")
+    tiny_ratio, more = show("tiny model, 4 x 16", tiny)
+    missed = ratio > MAX_RATIO or tiny_ratio > MAX_TINY_RATIO or more > MAX_MICROSECONDS
+    bounds = f"ratios {MAX_RATIO} and {MAX_TINY_RATIO}, {MAX_MICROSECONDS} us"
+    print(f"bounds: {bounds}: {'MISSED' if missed else 'met'}")
     return int(missed)
 
 

@@ -13,7 +13,13 @@ from torch import nn
 from trainkit.noise.counters import normal
 from trainkit.noise.hashing import key_of
 from trainkit.noise.rounding import keys_at, rounded_rows, rounding_keys
-from trainkit.optim import OPTIMIZERS, make_optimizer, orthogonalized
+from trainkit.optim import (
+    OPTIMIZERS,
+    make_optimizer,
+    orthogonalized,
+    read_groups,
+    read_options,
+)
 from trainkit.optim.storage import read_moment, written_moment
 from trainkit.parallel.naming import box_of, empty_rows_like
 from trainkit.types import SOLO
@@ -111,6 +117,8 @@ class Row:
         stages = [Named(stages)] if isinstance(stages, dict) else stages
         told = attrs.asdict(attrs.evolve(self, **changes))
         del told["dtype"]
+        for name, read in (("options", read_options), ("groups", read_groups)):
+            told[name] = read(told[name], optimizer=told["optimizer"])
         return make_optimizer(stages, lr=LR, weight_decay=DECAY, seed=3, axis=axis, **told)
 
     def of(self, name):

@@ -492,7 +492,7 @@ def test_no_layout_changes_a_bit_and_each_rank_does_its_share():
 
 def by_muon(stages, axis):
     """Return Muon for hidden matrices and AdamW for the rest, as one."""
-    how = {"optimizer": "muon", "options": ["bucket_bytes=5000"], "axis": axis}
+    how = {"optimizer": "muon", "options": {"bucket_bytes": 5000}, "axis": axis}
     return make_optimizer(stages, lr=1e-2, weight_decay=0.1, **how)
 
 

@@ -162,6 +162,21 @@ def test_fsdp_shards_a_model_in_two_dtypes_with_the_numbers_of_one_process():
     assert found.ok, str(found.red)
 
 
+def test_a_certificate_of_a_bf16_model_with_norms_in_fp32():
+    found = certify(
+        partial(TwoDtypes, torch.bfloat16),
+        decoder_batch,
+        SHARDED[:1],
+        plan=fsdp_plan,
+        loss=next_token,
+        call=call_with_ids,
+        tier="bf16",
+        steps=2,
+    )
+    assert found.ok, str(found.red)
+    assert found.packing.error == ""
+
+
 @pytest.mark.parametrize("tier", ["fp64", "exact"])
 def test_a_certificate_compares_a_model_in_two_dtypes_in_the_tier_of_the_lower(tier):
     make_model, sizes = partial(TwoDtypes, torch.bfloat16), {"steps": 1, "timeout": 30}

@@ -521,7 +521,7 @@ def test_the_peak_of_every_stage_of_a_pipeline_is_the_measured_one(measured_pipe
 @pytest.mark.parametrize("storage", ["fp32", "bf16"])
 def test_what_few_bits_leave_in_more_is_counted(width, storage):
     """Moments in 8 bits are in fp32 where rows are no blocks; Kahan sums are beside parameters."""
-    own, options = config(width=width, mlp_width=320, layers=1), ["rounding=kahan"]
+    own, options = config(width=width, mlp_width=320, layers=1), {"rounding": "kahan"}
     kept = Precision(compute="fp32", storage=storage, moments="8bit")
     model = build_decoder(own, seed=0).to(torch.bfloat16 if storage == "bf16" else torch.float32)
     optimizer = make_optimizer([model], lr=0.1, options=options, precision=kept)

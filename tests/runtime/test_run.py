@@ -198,6 +198,7 @@ def _start(folder, monkeypatch, capsys, *, recipe, text, version="1.0", facts=No
     with open_run(folder, **HOW) as run:
         state = run.resume([model], optimizer, facts=facts)
         around = {"steps": state.step + 1, "replay": None, "keeping": keeping}
+        recipe.write_text("edited while it runs")
         with run.loop(state, [model], optimizer, **around) as loop:
             loop.keep(attrs.evolve(state, step=state.step + 1))
     lines = map(json.loads, (folder / "events.jsonl").read_text().splitlines())

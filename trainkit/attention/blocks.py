@@ -399,9 +399,9 @@ def written_out(
     Arguments and result are those of `sdpa`.
 
     Examples:
-        >>> from trainkit.batch import blank_batch
+        >>> from trainkit.batch import spans_of_rows
         >>> q, k, v = torch.ones(3, 1, 4, 2, 8)
-        >>> written_out(q, k, v, spans=blank_batch(1, 4).spans, scale=1.0).shape
+        >>> written_out(q, k, v, spans=spans_of_rows(1, 4), scale=1.0).shape
         torch.Size([1, 4, 2, 8])
     """
     block = BlockSpans(spans, spans, causal=True, scale=scale, window=window, softcap=softcap)

@@ -97,8 +97,8 @@ def block_mask(spans: Spans, tokens: int, *, window: int | None = None) -> Any:
         window: How many keys a query sees at most, itself among them.
 
     Examples:
-        >>> from trainkit.batch import blank_batch
-        >>> block_mask(blank_batch(1, 300).spans, 300, window=20).kv_num_blocks
+        >>> from trainkit.batch import spans_of_rows
+        >>> block_mask(spans_of_rows(1, 300), 300, window=20).kv_num_blocks
         tensor([[[1, 2, 2]]], dtype=torch.int32)
     """
     from torch.nn.attention.flex_attention import BlockMask  # noqa: PLC0415 -- see _attention

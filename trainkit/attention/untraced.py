@@ -17,9 +17,9 @@ def untraced(attend: Attend) -> Attend:
 
     Examples:
         >>> from trainkit.attention import sdpa
-        >>> from trainkit.batch import blank_batch
+        >>> from trainkit.batch import spans_of_rows
         >>> q, k, v = torch.randn(3, 1, 4, 2, 8)
-        >>> spans = blank_batch(1, 4).spans
+        >>> spans = spans_of_rows(1, 4)
         >>> torch.equal(untraced(sdpa)(q, k, v, spans=spans), sdpa(q, k, v, spans=spans))
         True
     """

@@ -2,6 +2,7 @@
 from .batches import batch_hash as batch_hash
 from .batches import batch_of_rows as batch_of_rows
 from .batches import blank_batch as blank_batch
+from .batches import blank_rows as blank_rows
 from .batches import count_documents as count_documents
 from .batches import count_tokens as count_tokens
 from .batches import count_valid_tokens as count_valid_tokens
@@ -20,5 +21,6 @@ from .denominators import scaled as scaled
 from .shards import contiguous_shard as contiguous_shard
 from .shards import shard_batch as shard_batch
 from .shards import shard_sequence as shard_sequence
+from .shards import spans_of_rows as spans_of_rows
 from .shards import zigzag_shard as zigzag_shard
 from .shards import zigzag_unshard as zigzag_unshard

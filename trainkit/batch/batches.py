@@ -58,6 +58,11 @@ def split_batch(batch: Batch, rows: int) -> list[Batch]:
 def blank_batch(rows: int, length: int, *, pad_id: int = 0, multiple_of: int = 1) -> Batch:
     """Return a batch of row padding: it adds 0 to every sum.
 
+    It stands for rows that a rank lacks, and is no input to try a model with: its spans are those
+    of padding, cut to about 96 tokens, across which attention does not see. `batch_of_rows` makes
+    rows of tokens of your own, `spans_of_rows` the spans of plain rows. `blank_rows` tells blank
+    rows from others.
+
     Args:
         rows: How many rows.
         length: Tokens of each.
@@ -82,6 +87,23 @@ def blank_batch(rows: int, length: int, *, pad_id: int = 0, multiple_of: int = 1
         torch.full((rows, length), -1),
         spans_of_runs(np.full((rows, length), -1), multiple_of=multiple_of),
     )
+
+
+def blank_rows(batch: Mapping[str, Any]) -> Tensor:
+    """Return which rows of a batch hold nothing but padding, bool `[B]`, without a host sync.
+
+    Such are the rows of a `blank_batch`: every document id is below 0.
+
+    Args:
+        batch: A `Batch`, or any mapping with "document_ids" `[B, S]`.
+
+    Examples:
+        >>> blank_rows(blank_batch(2, 4)).tolist()
+        [True, True]
+        >>> blank_rows({"document_ids": torch.tensor([[0, 0, -1], [-1, -1, -1]])}).tolist()
+        [False, True]
+    """
+    return (batch["document_ids"] < 0).all(-1)
 
 
 def batch_of_rows(
@@ -232,9 +254,8 @@ def count_valid_tokens(microbatches: Sequence[Mapping[str, Any]]) -> Tensor:
     """
     _check_microbatches("count_valid_tokens", microbatches)
     # Added one by one, which for the usual one costs nothing; stacking costs 3 us on a CPU.
-    return functools.reduce(
-        torch.add, [(batch["labels"] != IGNORED_LABEL).sum() for batch in microbatches]
-    )
+    first, *rest = [(batch["labels"] != IGNORED_LABEL).sum() for batch in microbatches]
+    return functools.reduce(torch.add, rest, first) if rest else first
 
 
 def count_weights(microbatches: Sequence[Mapping[str, Any]]) -> Tensor:

@@ -19,13 +19,15 @@ def divisors_of(denominator: Denominator) -> Denominator:
         >>> divisors_of(torch.tensor(0)), divisors_of({"loss": torch.tensor(0.3)})
         (tensor(1), {'loss': tensor(0.3000)})
     """
-    if isinstance(denominator, Mapping):
+    if not isinstance(denominator, Tensor) and isinstance(denominator, Mapping):
         return {name: _never_0(own) for name, own in denominator.items()}
     return _never_0(denominator)
 
 
 def _never_0(denominator: Tensor) -> Tensor:
-    own = torch.as_tensor(denominator)
+    own = denominator if isinstance(denominator, Tensor) else torch.as_tensor(denominator)
+    if on_host(own) and not own.ndim and own.item() != 0:
+        return own
     return torch.where(own == 0, 1, own)
 
 
@@ -96,6 +98,8 @@ def divided(total: Tensor | Mapping[str, Tensor], divisors: Denominator) -> Tens
         >>> divided(parts, divisors_of({"loss": torch.tensor(2), "balance": torch.tensor(0)}))
         tensor(11.)
     """
+    if isinstance(total, Tensor) and isinstance(divisors, Tensor):  # the usual case
+        return total / divisors
     if isinstance(total, Mapping):
         first, *rest = (x / divisor_of(name, divisors) for name, x in total.items())
         return sum(rest, first)
@@ -128,3 +132,15 @@ def divisor_of(name: str, divisors: Denominator) -> Tensor:
         known = ", ".join(divisors)
         raise ValueError(f"there is no denominator for the term {name!r} (there are {known})")
     return divisors[name]
+
+
+def on_host(x: Tensor) -> bool:
+    """Say whether looking at the values of a tensor costs no sync, and can be done here.
+
+    Fake tensors have none, and a branch on values would break a compiled graph.
+
+    Examples:
+        >>> on_host(torch.zeros(1)), on_host(torch.zeros(1, device="meta"))
+        (True, False)
+    """
+    return type(x) is Tensor and x.device.type == "cpu" and not torch.compiler.is_compiling()

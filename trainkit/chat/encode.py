@@ -15,6 +15,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
+import orjson
 
 from trainkit.chat.messages import checked_messages, tools_of
 from trainkit.chat.templates import chatml
@@ -97,6 +98,7 @@ def encode_chat(
     checked = checked_messages(messages)
     chosen = chosen_messages(checked, train)
     segments = template(checked, tools=tools)
+    _check_scaffold(segments, checked, tools)
     turns = turns_said(segments, chosen, checked)
     tokens, begins, ends = tokenised(tokenizer, segments)
     trained = tokens_inside(turns, begins, ends)
@@ -344,6 +346,30 @@ def _shown(tokenizer: Tokenizer, ids: list[int]) -> str:
         else:
             texts += [f"<{i}>" for i in part] if name_of is None else name_of(part)
     return "".join(texts)
+
+
+_SCAFFOLD = 1 << 16
+"""Letters that a template may add to any conversation, and beyond that 16 for each of its own: what
+a corpus comes to is bounded by what it holds."""
+
+
+def _check_scaffold(
+    segments: Sequence[Segment],
+    messages: Sequence[Message],
+    tools: Sequence[Mapping[str, Any]] | None,
+) -> None:
+    made = sum(len(segment.text) for segment in segments)
+    if made <= _SCAFFOLD:
+        return
+    held = len(orjson.dumps([list(messages), list(tools or [])], default=str))
+    if made > _SCAFFOLD + 16 * held:
+        raise DataError(
+            f"encode_chat: the template makes {made} letters of a conversation of {held}: it may "
+            f"make {_SCAFFOLD} and 16 for each of the conversation's",
+            got=made,
+            want=_SCAFFOLD + 16 * held,
+            hint="look at the template, or take another with --template",
+        )
 
 
 def _count_hidden(

@@ -21,3 +21,4 @@ from .tokenizer import tokenizer_files as tokenizer_files
 from .trained import Trained as Trained
 from .trained import base_run as base_run
 from .trained import open_trained as open_trained
+from .trained import read_model as read_model

@@ -184,7 +184,8 @@ def init_config(
     Raises:
         ConfigError: It is a run; the embedding is too small, and `resize` is false; there are
             experts and the recipe trains none, or the other way round; or as `open_folder`.
-        CheckpointError: As `open_folder`.
+        CheckpointError: As `open_folder`; or its tensors have other shapes than its config.json
+            says.
 
     Examples:
         >>> init_config("/does/not/exist", vocab_size=259)
@@ -195,7 +196,9 @@ def init_config(
     if (Path(path) / "checkpoints").is_dir() and not is_folder(path):
         hint = f"python -m trainkit export {path} FOLDER makes one of it"
         raise ConfigError(f"--init: {path} is a run, and no Hugging Face folder", hint=hint)
-    config = open_folder(path, context=context).config
+    folder = open_folder(path, context=context)
+    _check_shapes(folder)
+    config = folder.config
     if vocab_size > config.vocab_size and resize:
         config = attrs.evolve(config, vocab_size=round_up_vocabulary(vocab_size))
     if vocab_size > config.vocab_size:
@@ -217,6 +220,27 @@ def init_config(
             hint="recipes/moe.py trains experts; docs/howto/train-experts.md has what they need",
         )
     return config
+
+
+def _check_shapes(folder: Folder) -> None:
+    """Refuse a config.json of other sizes than the tensors have, before a model is made of it."""
+    try:
+        held = of_whole_model(_described(folder.path), folder.family, folder.config)
+    except CheckpointError:  # `load_weights` says what is wrong with the files
+        return
+    wanted = their_shapes(links_of(folder.family, folder.config))
+    problems = [
+        f"{name} is {tuple(held[name].shape)}, and would be {shape}"
+        for name, shape in wanted.items()
+        if name in held and tuple(held[name].shape) != shape
+    ]
+    if problems:
+        raise CheckpointError(
+            f"init_config: {folder.path} has tensors of other sizes than its config.json says: "
+            f"{shortened(problems)}",
+            where=folder.path,
+            got=problems,
+        )
 
 
 def our_shapes(config: DecoderConfig) -> dict[str, tuple[int, ...]]:

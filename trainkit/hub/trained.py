@@ -120,6 +120,31 @@ def open_trained(
     return found
 
 
+def read_model(path: Path | str, *, context: int | None = None) -> DecoderConfig:
+    """Return the model of a Hugging Face folder, a run or a checkpoint, without a tokenizer.
+
+    Args:
+        path: The folder, the run (its newest checkpoint that verifies) or the checkpoint.
+        context: The most tokens that it will be given, as for `open_folder`.
+
+    Raises:
+        CheckpointError: There is nothing of the kind, or it is not of a decoder.
+        ConfigError: As `open_folder`.
+
+    Examples:
+        >>> read_model("/does/not/exist")
+        Traceback (most recent call last):
+        ...
+        trainkit.types.CheckpointError: read_model: there is no folder /does/not/exist; a model...
+    """
+    path = Path(path)
+    check_is_there(path, function="read_model")
+    if is_folder(path):
+        return open_folder(path, context=context).config
+    facts = checkpoints.read_facts(find_checkpoint(path), needs=("model",))
+    return config_from_facts(facts["model"])
+
+
 def _folder(path: Path, name: str | None, context: int | None) -> Trained:
     folder, tokenizer = open_folder(path, context=context), open_tokenizer(name or path)
     adds_bos = isinstance(tokenizer, HFTokenizer) and tokenizer.adds_bos

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from trainkit.losses.logits import check_labels, cure_of, sum_and_parts
+from trainkit.losses.logits import check_labels, cure_of, sum_and_parts, summed_cross_entropy
 from trainkit.losses.shaping import UNSHAPED, Shaping, shaped_, unshaped_slopes_
 from trainkit.losses.softmax import (
     Scores,
@@ -199,7 +199,7 @@ def linear_cross_entropy(
         axis=axis,
         chunk=chunk,
     )
-    return linear_sum_and_parts(factors, labels, axis=axis, chunk=chunk)[0]
+    return linear_sum(factors, labels, axis=axis, chunk=chunk)
 
 
 # -------------------------------------------------------------------------------------- one pass
@@ -254,6 +254,30 @@ def cast_factors(
     return Factors(*cast, softcap)
 
 
+def linear_sum(
+    factors: Factors, labels: Tensor, *, axis: Axis = SOLO, chunk: int | None = None
+) -> Tensor:
+    """Return `linear_cross_entropy` of factors that `cast_factors` has looked at.
+
+    Effects:
+        Communicates as `linear_cross_entropy`.
+
+    Examples:
+        >>> import torch
+        >>> labels = torch.tensor([0, -100, 2])
+        >>> linear_sum(Factors(torch.zeros(3, 8), torch.zeros(4, 8)), labels)
+        tensor(2.7726)
+    """
+    if chunk is None and axis.count == 1 and _fits_at_once(factors.weight, labels):
+        return summed_cross_entropy("", _whole_logits(factors), labels)
+    return linear_terms(factors, labels, [(token_loss, 1.0)], axis=axis, chunk=chunk)[0]
+
+
+def _whole_logits(factors: Factors) -> Tensor:
+    hidden, weight, bias, softcap = factors
+    return capped(nn.functional.linear(hidden, weight, bias), softcap)
+
+
 def linear_sum_and_parts(
     factors: Factors, labels: Tensor, *, axis: Axis = SOLO, chunk: int | None = None
 ) -> tuple[Tensor, Tensor]:
@@ -268,10 +292,8 @@ def linear_sum_and_parts(
         >>> linear_sum_and_parts(Factors(torch.zeros(3, 8), torch.zeros(4, 8)), labels)
         (tensor(2.7726), tensor([1.3863, 0.0000, 1.3863]))
     """
-    hidden, weight, bias, softcap = factors
-    if chunk is None and axis.count == 1 and _fits_at_once(weight, labels):
-        logits = capped(nn.functional.linear(hidden, weight, bias), softcap)
-        return sum_and_parts("", logits, labels, axis)
+    if chunk is None and axis.count == 1 and _fits_at_once(factors.weight, labels):
+        return sum_and_parts("", _whole_logits(factors), labels, axis)
     total, parts = linear_terms(factors, labels, [(token_loss, 1.0)], axis=axis, chunk=chunk)
     return total, parts.view(labels.shape)
 

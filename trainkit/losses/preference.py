@@ -17,7 +17,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import logsigmoid
 
-from trainkit.losses.logits import on_host, read_field
+from trainkit.batch.denominators import on_host
+from trainkit.losses.logits import read_field
 from trainkit.losses.sequences import Documents, count_names, counted, sum_documents
 from trainkit.losses.terms import NamedLoss, Terms, output_logprobs, with_terms
 from trainkit.losses.weights import add_column

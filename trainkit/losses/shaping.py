@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from trainkit.losses.logits import on_host
+from trainkit.batch.denominators import on_host
 from trainkit.losses.softmax import gather_words, words_of_rank
 from trainkit.types import IGNORED_LABEL, Axis
 

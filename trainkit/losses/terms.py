@@ -27,6 +27,7 @@ from trainkit.losses.linear import (
     cast_factors,
     columns_of,
     linear_in_chunks,
+    linear_sum,
     linear_sum_and_parts,
     linear_terms,
     squared_normalizer,
@@ -38,6 +39,7 @@ from trainkit.losses.logits import (
     cross_entropy_per_token,
     read_field,
     sum_and_parts,
+    summed_cross_entropy,
     z_loss,
 )
 from trainkit.losses.logprobs import logprobs_of
@@ -142,13 +144,17 @@ def read_output(
     return factors, labels, axis
 
 
-def _of_logits(logits: Any, batch: Mapping[str, Any]) -> tuple[Tensor, Tensor, Tensor]:
+def _logits_and_labels(logits: Any, batch: Mapping[str, Any]) -> tuple[Tensor, Tensor]:
     logits = unrouted(logits)
     if not isinstance(logits, Tensor):
         got = type(logits).__name__
         mend = "take next_token_linear for a Hidden, for other records a call that returns logits"
         raise ValueError(f"next_token: logits are needed, got a {got}; {mend}")  # noqa: TRY004
-    labels = read_field("next_token", batch, "labels")
+    return logits, read_field("next_token", batch, "labels")
+
+
+def _of_logits(logits: Any, batch: Mapping[str, Any]) -> tuple[Tensor, Tensor, Tensor]:
+    logits, labels = _logits_and_labels(logits, batch)
     return *sum_and_parts("next_token", logits, labels, SOLO), (labels != IGNORED_LABEL).long()
 
 
@@ -168,7 +174,7 @@ def next_token(logits: Tensor, batch: Mapping[str, Any]) -> Terms:
         >>> float(terms["loss"])  # log 4
         1.38...
     """
-    total, *_ = _of_logits(logits, batch)
+    total = summed_cross_entropy("next_token", *_logits_and_labels(logits, batch))
     return total, {"loss": total.detach()}
 
 
@@ -185,7 +191,8 @@ def next_token_linear(output: tuple[Any, ...], batch: Mapping[str, Any]) -> Term
         >>> float(terms["loss"])  # log 4
         1.38...
     """
-    total, *_ = _of_hidden(output, batch)
+    factors, labels, axis = read_output("next_token_linear", output, batch)
+    total = linear_sum(factors, labels, axis=axis)
     return total, {"loss": total.detach()}
 
 

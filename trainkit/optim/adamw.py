@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from trainkit.optim.groups import check_numbers
 from trainkit.optim.storage import Moments, Rounding
 from trainkit.parallel.naming import PlacedAlike, placed_as
-from trainkit.parallel.reduction import local_of
+from trainkit.parallel.reduction import check_dense, local_of
 
 
 class AdamW(torch.optim.AdamW):
@@ -28,8 +28,12 @@ class AdamW(torch.optim.AdamW):
 
     def _init_group(self, group: Any, *lists: Any, **named: Any) -> Any:
         is_new = any(p.grad is not None and p not in self.state for p in group["params"])
-        with PlacedAlike() if is_new else nullcontext():
-            has_complex = super()._init_group(group, *lists, **named)
+        try:
+            with PlacedAlike() if is_new else nullcontext():
+                has_complex = super()._init_group(group, *lists, **named)
+        except RuntimeError:
+            check_dense(group["params"], [group])  # torch's words name no parameter
+            raise
         if group["fused"]:
             params, grads = lists[:2]
             grads[:] = [placed_as(p, grad) for p, grad in zip(params, grads, strict=True)]

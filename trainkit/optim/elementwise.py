@@ -34,7 +34,7 @@ from trainkit.optim.storage import (
 )
 from trainkit.optim.together import load_as_saved_
 from trainkit.parallel.naming import PlacedAlike, box_of, placed_as
-from trainkit.parallel.reduction import local_of
+from trainkit.parallel.reduction import check_dense, local_of
 from trainkit.types import among
 
 Numbers = tuple[tuple[Any, ...], dict[str, Any]]
@@ -199,6 +199,7 @@ class Elementwise(torch.optim.Optimizer):
             loss = None if closure is None else closure()
         refused = getattr(self, "found_inf", None)
         for group in self.param_groups:
+            check_dense(group["params"], [group])
             numbers = _shared_numbers(self, group)
             names = group.get("param_names") or [""] * len(group["params"])
             for name, p in zip(names, group["params"], strict=True):

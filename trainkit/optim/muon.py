@@ -290,7 +290,7 @@ class Muon(torch.optim.Optimizer):
         self, plan: _Plan, refused: Tensor | None
     ) -> dict[int, tuple[Tensor, Tensor]]:
         """Move the momenta of a plan; return gradient and momentum of each parameter by its id."""
-        check_dense(plan.parameters)
+        check_dense(plan.parameters, self.param_groups)
         grad_scale = getattr(self, "grad_scale", None)
         found: dict[int, tuple[Tensor, Tensor]] = {}
         momenta = {id(p): group["momentum"] for group in self.param_groups for p in group["params"]}

@@ -52,6 +52,9 @@ class Reducers:
         return bool(self.fsdp or self.ddp or self.foreign or self.partial)
 
 
+_NONE, _AVAILABLE = Reducers(), dist.is_available()
+
+
 def reducers_of(model: nn.Module) -> Reducers:
     """Find the modules that reduce gradients; none without a process group.
 
@@ -59,8 +62,8 @@ def reducers_of(model: nn.Module) -> Reducers:
         >>> bool(reducers_of(nn.Linear(1, 1)))
         False
     """
-    if not (dist.is_available() and dist.is_initialized()):
-        return Reducers()
+    if not (_AVAILABLE and dist.is_initialized()):
+        return _NONE
     # Imported here: a second of import time.
     from torch.distributed._composable.contract import _get_registry  # noqa: PLC0415
     from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel  # noqa: PLC0415
@@ -754,21 +757,34 @@ def local_of(tensor: Any) -> Tensor:
     return tensor if to_local is None else to_local()
 
 
-def check_dense(parameters: Iterable[nn.Parameter]) -> None:
-    """Refuse sparse gradients, which nothing here adds, measures or scales.
+def check_dense(
+    parameters: Iterable[nn.Parameter], groups: Iterable[Mapping[str, Any]] = ()
+) -> None:
+    """Refuse sparse gradients, which nothing here adds, measures, scales or steps by.
+
+    Args:
+        parameters: Those whose gradients are looked at.
+        groups: Groups of an optimizer, whose "param_names" name a parameter in the message.
 
     Raises:
-        ValueError: Names the first by its shape.
+        ValueError: Names the first, by its shape where no group names it.
 
     Examples:
         >>> check_dense([nn.Parameter(torch.ones(1))])
     """
     for p in parameters:
-        if p.grad is not None and p.grad.layout != torch.strided:
+        grad = p.grad
+        if grad is not None and grad.layout != torch.strided:
+            names = {
+                id(q): name
+                for group in groups
+                for q, name in zip(group["params"], group.get("param_names", ()), strict=False)
+            }
+            name, shape = names.get(id(p)), tuple(p.shape)
             raise ValueError(
-                f"trainkit sums, measures and clips dense gradients; a parameter of shape "
-                f"{tuple(p.shape)} has one of layout {p.grad.layout}; build its module with "
-                "sparse=False (as in nn.Embedding)"
+                f"the gradient of {f'{name!r}' if name else 'a parameter'} of shape {shape} is "
+                f"sparse ({grad.layout}), and gradients must be dense to be summed, clipped and "
+                "stepped by; build its module with sparse=False (nn.Embedding, nn.EmbeddingBag)"
             )
 
 

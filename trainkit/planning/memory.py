@@ -118,10 +118,10 @@ def _remembered(job: Job, blocks: Held, ends: Held) -> tuple[int, int]:
 
     Of all parameters, and of the one of which it is the most.
     """
-    options = [*options_of(job.optimizer, job.precision), *job.optimizer_options]
+    options = {**options_of(job.optimizer, job.precision), **dict(job.optimizer_options)}
     each = []
-    rounded = [x for x in options if x.startswith("rounding=")][-1:]
-    rest = job.stored if rounded == ["rounding=kahan"] and job.stored < FP32 else 0
+    is_kahan = options.get("rounding") == "kahan"
+    rest = job.stored if is_kahan and job.stored < FP32 else 0
     for own, hidden in ((blocks.trained, True), (ends.trained, False)):
         of = partial(state_bytes, job.optimizer, options, hidden=hidden)
         short = of(in_blocks=False) * own.short

@@ -197,12 +197,18 @@ def leave(main: Callable[[], int | None]) -> NoReturn:
 
 
 def _open_standard_files() -> None:
-    """Let no file that is opened get the number of a standard one that was closed at the start."""
+    """Let no file that is opened get the number of a standard one that was closed at the start.
+
+    Python has None for such a one, which libraries that print do not expect.
+    """
     for number in range(3):
         try:
             os.fstat(number)
         except OSError:
             os.open(os.devnull, os.O_RDWR)  # gets the lowest number that is free
+    for name in ("stdout", "stderr"):
+        if getattr(sys, name) is None:
+            setattr(sys, name, Path(os.devnull).open("w"))  # noqa: SIM115 (until the process ends)
 
 
 def _ignore_signals() -> None:

@@ -206,13 +206,14 @@ def open_run(
         stop_votes(asked, ps.world) as stopping,
     ):
         same = {f"config.{name}": x for name, x in (config or {}).items() if name != "out"}
-        agree_at_start(ps.world, same | code_facts())
+        software = code_facts()  # once: a recipe may be edited while it runs
+        agree_at_start(ps.world, same | software)
         say = printer(ps.world.share)
         for note in launch_notes(os.environ):
             say(note)
         if numerics is not None:
             say(str(numerics))
-        frame = _Frame(folder, ps, say, phase, stopping, limits, config, progress)
+        frame = _Frame(folder, ps, say, phase, stopping, limits, software, config, progress)
         yield Run(folder, ps, say, phase, stopping, frame.resume, frame.loop, frame.finish)
 
 
@@ -222,12 +223,12 @@ def _made_on_all(run_dir: str | Path, axis: Axis) -> Iterator[Path]:
     yield Path(run_dir)
 
 
-def _with_software(facts: checkpoint.Facts | None) -> checkpoint.Facts:
+def _with_software(facts: checkpoint.Facts | None, software: Mapping[str, str]) -> checkpoint.Facts:
     """Return the facts of a run and, as one of them, the code that it is run by."""
 
     def facts_at(batches: int) -> Mapping[str, Any]:
         known = facts(batches) if callable(facts) else facts or {}
-        return {**known, _SOFTWARE: code_facts()}
+        return {**known, _SOFTWARE: software}
 
     return facts_at
 
@@ -242,6 +243,7 @@ class _Frame:
     phase: Announce
     stopping: Asked
     limits: Limits
+    software: Mapping[str, str]
     config: Mapping[str, Any] | None
     progress: checkpoint.Progress
     facts: checkpoint.Facts | None = None
@@ -256,7 +258,7 @@ class _Frame:
         changes: checkpoint.Changes | None = None,
         request: str | Path = "auto",
     ) -> TrainState:
-        stages, self.facts = list(stages), _with_software(facts)
+        stages, self.facts = list(stages), _with_software(facts, self.software)
         changes = changes or checkpoint.Changes()
         checkpoint.require_space(self.dir, stages, axis=self.ps.world, tell=self.say)
         state = checkpoint.resume(
@@ -325,7 +327,7 @@ class _Frame:
             ) as (save, guard),
             collected_by_hand() as collect,
         ):
-            event("resume", step=state.step, told=self.told, software=code_facts())
+            event("resume", step=state.step, told=self.told, software=self.software)
             around = _Around(
                 self, stages, optimizer, steps, keeping, log, event, save, guard, collect, policy
             )

@@ -173,7 +173,7 @@ def _packings(config: models.DecoderConfig, form: Format) -> dict[str, Packing]:
         return packings_of(with_adapters(config, form=form))
 
 
-_EPS = {"adamw": "eps=1e-4", "schedule-free": "eps=1e-4"}  # see `certificate_optimizer`
+_EPS = {"adamw": {"eps": 1e-4}, "schedule-free": {"eps": 1e-4}}  # see `certificate_optimizer`
 
 
 def stepped_by(name: str, stages: Sequence[nn.Module], axis: Axis) -> torch.optim.Optimizer:
@@ -187,9 +187,14 @@ def stepped_by(name: str, stages: Sequence[nn.Module], axis: Axis) -> torch.opti
         >>> type(stepped_by("lion", [nn.Linear(2, 2)], solo_parallel().pp)).__name__
         'Lion'
     """
-    options = [_EPS[name]] if name in _EPS else []
-    how: dict[str, Any] = {"optimizer": name, "options": options, "axis": axis}
-    return make_optimizer(stages, lr=1e-2, weight_decay=0.1, **how)
+    return make_optimizer(
+        stages,
+        lr=1e-2,
+        weight_decay=0.1,
+        optimizer=name,
+        options=_EPS.get(name, {}),
+        axis=axis,
+    )
 
 
 def several_optimizers(stages: Sequence[nn.Module], axis: Axis) -> torch.optim.Optimizer:
@@ -204,14 +209,25 @@ def several_optimizers(stages: Sequence[nn.Module], axis: Axis) -> torch.optim.O
         >>> sorted({group["optimizer"] for group in optimizer.param_groups if group["params"]})
         ['Lion', 'Momentum', 'NarrowAdamW', 'ScheduleFree', 'SignSGD']
     """
-    groups = [
-        "embedding.* optimizer=signsgd cautious=True",
-        rf".*\.attention\..* optimizer=schedule-free cautious=True {_EPS['schedule-free']}",
-        r".*\.experts\..* optimizer=lion cautious=True",
-        r".*router.* optimizer=momentum cautious=True",
-    ]
-    how: dict[str, Any] = {"options": ["cautious=True", _EPS["adamw"]], "mean": 0.5, "axis": axis}
-    return make_optimizer(stages, lr=1e-2, weight_decay=0.1, groups=groups, **how)
+    steppers = {
+        "embedding.*": "signsgd",
+        r".*\.attention\..*": "schedule-free",
+        r".*\.experts\..*": "lion",
+        ".*router.*": "momentum",
+    }
+    groups = {
+        pattern: {"optimizer": name, "cautious": True, **_EPS.get(name, {})}
+        for pattern, name in steppers.items()
+    }
+    return make_optimizer(
+        stages,
+        lr=1e-2,
+        weight_decay=0.1,
+        options={"cautious": True, **_EPS["adamw"]},
+        groups=groups,
+        mean=0.5,
+        axis=axis,
+    )
 
 
 LATENT = attrs.evolve(

@@ -89,7 +89,7 @@ class Row:
 class Certificate:
     """The rows of some layouts in one tier; `title` says of which model.
 
-    `packing` is the first row of the table: packed documents against each document alone, always in
+    `packing` is the first row of the table: packed documents against each document alone, mostly in
     fp64; its `loss` is how far outputs are off, its `parameters` how far gradients are. An `error`
     makes it red, whatever the tier: see `check_packing`.
     """

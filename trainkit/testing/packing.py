@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import warnings
 from collections.abc import Mapping, Sequence
 
 import attrs
@@ -16,11 +17,17 @@ from trainkit.models import call_model
 from trainkit.parallel.leaks import tensors_of
 from trainkit.types import BATCH_TENSORS, Batch, Call, ConfigError
 
-PACKING_BOUNDS = {torch.float64: 1e-6, torch.float32: 1e-3}
+PACKING_BOUNDS = {
+    torch.float64: 1e-6,
+    torch.float32: 1e-3,
+    torch.float16: 5e-3,
+    torch.bfloat16: 3e-2,
+}
 """How far a packed document may be from itself alone, by the dtype that is computed in.
 
 In fp64 most models are at 1e-15, and at 1e-7 with a norm or a softmax that is in fp32 always; in
-fp32 they are at 1e-6, and their gradients at 1e-5.
+fp32 they are at 1e-6, and their gradients at 1e-5. Only a model that relies on several dtypes is
+compared in fp16 (gradients at 9e-4 with two blocks) or bf16 (at 7e-3).
 """
 
 
@@ -68,9 +75,9 @@ def check_packing(
 
     Args:
         model: The whole model, with its weights. A copy is cast to fp64 (to fp32 if it cannot
-            compute in fp64, as grouped products of experts cannot) and put into evaluation mode;
-            the model itself stays as it is. Take a small one: each document is a forward and a
-            backward pass of its own.
+            compute in fp64, as grouped products of experts cannot; one that computes in neither
+            keeps its dtypes) and put into evaluation mode; the model itself stays as it is. Take a
+            small one: each document is a forward and a backward pass of its own.
         call: How a batch enters it. Compared are all floating point tensors `[B, S, ...]` of what
             it returns.
         batch: Packed rows; by default two rows of three documents, of ids below the
@@ -101,7 +108,8 @@ def check_packing(
     device = next((p.device for p in model.parameters()), torch.device("cpu"))
     batch = to_device(_default_batch(model) if batch is None else batch, device)
     name, model = type(model).__name__, _in_widest(model, call, batch)
-    dtype = next((p.dtype for p in model.parameters() if p.is_floating_point()), torch.float64)
+    dtypes = [p.dtype for p in model.parameters() if p.is_floating_point()]
+    dtype = max(dtypes, key=lambda x: torch.finfo(x).eps, default=torch.float64)
     bound = PACKING_BOUNDS[dtype] if bound is None else bound
     documents = _documents_of(batch)
     alone = [_alone(batch, document) for document in documents]
@@ -148,14 +156,19 @@ def check_packing(
 
 
 def _in_widest(model: nn.Module, call: Call, batch: Batch) -> nn.Module:
-    """Return a copy of a model in fp64, or in fp32 where it cannot compute in fp64."""
-    copied = copy.deepcopy(model).double().eval()
-    try:
-        with torch.no_grad():
-            call(copied, batch)
-    except (RuntimeError, NotImplementedError):  # a kernel for fewer bits; or fp32 fails as well
-        return copied.float()
-    return copied
+    """Return a copy of a model in fp64, or in fp32 where it cannot compute in fp64.
+
+    One that computes in neither, as it relies on the several dtypes that it is made in, keeps them.
+    """
+    for dtype in (torch.float64, torch.float32):
+        copied = copy.deepcopy(model).to(dtype).eval()
+        try:
+            with torch.no_grad(), warnings.catch_warnings(action="ignore"):
+                call(copied, batch)
+        except (RuntimeError, NotImplementedError):  # a kernel for fewer bits, or for one dtype
+            continue
+        return copied
+    return copy.deepcopy(model).eval()
 
 
 def _default_batch(model: nn.Module) -> Batch:

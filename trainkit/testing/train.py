@@ -132,7 +132,7 @@ def certificate_optimizer(stages: Sequence[nn.Module], axis: Axis) -> torch.opti
         >>> optimizer.param_groups[0]["weight_decay"]
         0.1
     """
-    return make_optimizer(stages, lr=1e-2, weight_decay=0.1, options=["eps=1e-4"], axis=axis)
+    return make_optimizer(stages, lr=1e-2, weight_decay=0.1, options={"eps": 1e-4}, axis=axis)
 
 
 @attrs.frozen(eq=False, kw_only=True)
