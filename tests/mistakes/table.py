@@ -196,11 +196,8 @@ LOSSES = _in(
     (
         "terms.py",
         "a loss is a mean where it is a sum",
-        "    total, *_ = _of_logits(logits, batch)\n    return total, {",
-        (
-            "    total, *_ = _of_logits(logits, batch)\n"
-            '    total = total / (batch["labels"] >= 0).sum().clamp(min=1)\n    return total, {'
-        ),
+        "    total = linear_sum(factors, labels, axis=axis)\n",
+        "    total = linear_sum(factors, labels, axis=axis) / (labels >= 0).sum().clamp(min=1)\n",
         "tests/families/test_losses.py",
     ),
     (
@@ -581,8 +578,8 @@ COMMUNICATION = _in(
     (
         "grads.py",
         "clipping makes small gradients larger",
-        "            by = (limit / (norms[index] + 1e-6)).clamp(max=1.0) if clips",
-        "            by = (limit / (norms[index] + 1e-6)) if clips",
+        "    by = (limit / (norm + 1e-6)).clamp(max=1.0) if clips",
+        "    by = (limit / (norm + 1e-6)) if clips",
         "tests/test_grads.py",
     ),
     (
