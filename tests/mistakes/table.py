@@ -461,28 +461,28 @@ MODELS = _in(
             "    weights = (scores if bias is None else scores + bias).gather(-1, indices)\n"
             "    if renormalise:\n"
         ),
-        "tests/models/test_experts.py tests/models/test_routers.py",
+        "tests/models/test_routers.py tests/models/test_experts.py",
     ),
     (
         "routers.py",
         "groups are chosen by their best expert alone",
         "    best = parted.topk(min(2, parted.shape[-1]), -1).values.sum(-1)",
         "    best = parted.amax(-1)",
-        "tests/models/test_experts.py tests/models/test_routers.py",
+        "tests/models/test_routers.py tests/models/test_experts.py",
     ),
     (
         "routers.py",
         "an expert takes one token more than it has room for",
         "    is_kept[ordered.indices] = place < capacity",
         "    is_kept[ordered.indices] = place <= capacity",
-        "tests/models/test_experts.py tests/models/test_routers.py",
+        "tests/models/test_routers.py tests/models/test_experts.py",
     ),
     (
         "routers.py",
         "jitter moves tokens up alone",
         "(bits.double() * 2.0**-52 - 1)",
         "(bits.double() * 2.0**-53)",
-        "tests/models/test_experts.py tests/models/test_routers.py",
+        "tests/models/test_routers.py tests/models/test_experts.py",
     ),
     (
         "layers.py",
