@@ -377,3 +377,13 @@ def test_noise_and_signal_are_right_on_average_whatever_is_the_part():
         part = (drawn[:, :size].sum(1) / 4).square().sum(1)  # over the whole's denominator
         found = metrics.gradient_noise(part, torch.tensor(size), whole, torch.tensor(4))
         assert tuple(float(x.mean()) for x in found) == pytest.approx(wanted, rel=1e-12)
+
+
+def test_tokens_that_are_trained_are_counted_apart_from_those_that_are_processed():
+    batch = tk.batch.batch_of_rows(torch.arange(12).view(2, 6))  # of 12 tokens 10 have a label
+    step = tk.StepBatch([batch], tk.Cursor(batch=5))
+    trained = tk.count_valid_tokens([batch])
+    state = tk.TrainState(step=3, tokens=100)
+    moved, told = tk.advance(state, step, {"tokens": trained}, axis=solo_parallel().loss)
+    assert (moved.step, int(moved.tokens), moved.cursor.batch) == (4, 110, 5)
+    assert (int(told["tokens_total"]), int(told["tokens_processed"])) == (110, 12)
