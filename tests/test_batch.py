@@ -9,6 +9,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from strategies import batches, corpus_of, packed
+from torch._dynamo import lookup_backend
 
 from trainkit.attention import sdpa
 from trainkit.batch import (
@@ -309,6 +310,31 @@ def test_plain_rows_are_seen_whole_and_blank_ones_can_be_told_from_them():
     for bad in ((0, 4), (4, 0), (1 << 16, 1 << 16)):
         with pytest.raises(ValueError, match=r"spans_of_rows: .* got"):
             spans_of_rows(*bad)
+
+
+def halves_and_longest(batch):
+    """Read a batch and its spans, and make others of them, as a compiled function of a user may."""
+    first, second = split_batch(batch, 1)
+    moved = attrs.evolve(second, input_ids=second.input_ids + 1)
+    document = torch.bucketize(torch.arange(64), first.spans.cu_seqlens[1:], right=True)
+    total = (document * first["input_ids"].flatten()).sum() + moved["input_ids"].sum()
+    return total * batch.spans.max_length + count_valid_tokens([first, moved])
+
+
+def test_a_compiled_function_reads_and_makes_batches_and_is_not_compiled_for_each():
+    compiled, random = [], np.random.default_rng(0)
+
+    def backend(module, inputs):
+        compiled.append(module)
+        return lookup_backend("aot_eager")(module, inputs)
+
+    run = torch.compile(halves_and_longest, backend=backend, fullgraph=True)
+    for _ in range(8):
+        corpus = corpus_of(random.integers(3, 20, size=30).tolist())
+        batch = collate_bins(corpus, pack_bins(corpus.lengths, 64), [0, 1])
+        assert run(batch) == halves_and_longest(batch)
+    assert len(compiled) <= 3, "once, and for sizes that change"
+    torch._dynamo.reset()
 
 
 @given(packed(), st.integers(1, 5))

@@ -552,6 +552,12 @@ class Place:
     ulysses: Share = Share(0, 1)
 
 
+def _set_fields(record: object, **fields: Any) -> None:
+    """Fill a frozen record whose `__init__` is written out: torch.compile traces no other."""
+    for name, value in fields.items():
+        object.__setattr__(record, name, value)
+
+
 @attrs.frozen(eq=False)
 class Axis:
     """A share plus the right to talk: one named dimension of the layout, seen from one rank.
@@ -576,7 +582,7 @@ class Axis:
         return self.share.count
 
 
-@attrs.frozen(eq=False)
+@attrs.frozen(eq=False, init=False)
 class VocabularyAxis(Axis):
     """An axis over which a vocabulary is cut, with the number of words that each rank has.
 
@@ -585,6 +591,10 @@ class VocabularyAxis(Axis):
     """
 
     words: tuple[int, ...] = attrs.field(kw_only=True)
+
+    def __init__(self, axis: Axis, words: tuple[int, ...]) -> None:
+        _set_fields(self, name=axis.name, share=axis.share, group=axis.group, mesh=axis.mesh)
+        _set_fields(self, words=words)
 
     @property
     def first(self) -> int:
@@ -788,7 +798,7 @@ class Sample:
     columns: Mapping[str, ArrayLike] | None = None
 
 
-@attrs.frozen(eq=False)
+@attrs.frozen(eq=False, init=False)
 class Spans:
     """The documents of a batch over its flattened rows; the padding of a row is short spans too.
 
@@ -800,6 +810,9 @@ class Spans:
     lengths: IntArray
     max_length: int
 
+    def __init__(self, cu_seqlens: Tensor, lengths: IntArray, max_length: int) -> None:
+        _set_fields(self, cu_seqlens=cu_seqlens, lengths=lengths, max_length=max_length)
+
 
 BATCH_TENSORS = ("input_ids", "labels", "position_ids", "document_ids", "token_index")
 """The tensors that every `Batch` has, in its order."""
@@ -808,7 +821,7 @@ ADDED_TENSORS = ("source", "noise_key")
 """What `deal_rows` and `with_noise_keys` add to the `extra` of a batch; no column is called so."""
 
 
-@attrs.frozen(eq=False)
+@attrs.frozen(eq=False, init=False)
 class Batch(Mapping[str, Any]):
     """One microbatch. Functions read `batch["labels"]`, so a plain dict serves as well.
 
@@ -828,7 +841,22 @@ class Batch(Mapping[str, Any]):
     spans: Spans
     extra: Mapping[str, Tensor] = attrs.field(factory=dict)
 
-    def __attrs_post_init__(self) -> None:
+    def __init__(  # noqa: PLR0917 (its fields, as attrs would have it)
+        self,
+        input_ids: Tensor,
+        labels: Tensor,
+        position_ids: Tensor,
+        document_ids: Tensor,
+        token_index: Tensor,
+        spans: Spans,
+        extra: Mapping[str, Tensor] | None = None,
+    ) -> None:
+        _set_fields(self, input_ids=input_ids, labels=labels, position_ids=position_ids)
+        _set_fields(self, document_ids=document_ids, token_index=token_index, spans=spans)
+        _set_fields(self, extra={} if extra is None else extra)
+        self._check_extra()
+
+    def _check_extra(self) -> None:
         rows = tuple(self.input_ids.shape[:2])
         for name, column in self.extra.items():
             shape = getattr(column, "shape", None)

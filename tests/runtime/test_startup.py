@@ -328,6 +328,6 @@ def test_offloading_over_groups_without_the_cpu_is_refused():
     from trainkit.parallel import fsdp
 
     ps = attrs.evolve(mesh.solo_parallel(), fsdp=of_backends("cuda:nccl"))
-    model = torch.nn.ModuleDict({"layers": torch.nn.ModuleList([torch.nn.Linear(2, 2)])})
+    model = torch.nn.Sequential(torch.nn.Linear(2, 2))
     with pytest.raises(ValueError, match="communicates over nccl alone, which cannot sum them"):
-        fsdp(Layout(cpu_offload=True))(model, ps)
+        fsdp(Layout(cpu_offload=True), blocks="*")(model, ps)

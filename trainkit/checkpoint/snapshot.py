@@ -173,7 +173,8 @@ def check_savable(
     check_modules(stages)
     _entries(boxes_to_write(stages, optimizer, ps))
     check_optimizer(stages, optimizer)
-    _described(_plain_counters(state), optimizer, ps, {})
+    counts = dict.fromkeys(state.health, 0.0)  # their values would be waited for
+    _described(attrs.evolve(state, tokens=0, health=counts), optimizer, ps, {})
 
 
 def _plain_counters(state: TrainState) -> TrainState:

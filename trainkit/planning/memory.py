@@ -152,8 +152,9 @@ def _memory_of_rank(
     moments = _moments(rank)
     if job.offload_optimizer:
         moments["optimizer step"] += of_one
-    if job.mean and not _keeps_mean(job):  # what it moves to, and the same again if it may
-        moments["optimizer step"] += 2 * FP32 * own.largest * own.shard / max(own.whole, 1)
+    if job.mean and not _keeps_mean(job):  # what it moves to; and on a device, whether it may
+        copies = 2 if fused_norms else 1
+        moments["optimizer step"] += copies * FP32 * own.largest * own.shard / max(own.whole, 1)
     if layout.count("sp_unfolded") > 1 and not layout.cpu_offload:
         moments["sum over the sequence"] = rank.gradients + _flat_buffers(own) * FP32
     if layout.tp > 1 and not layout.cpu_offload:
